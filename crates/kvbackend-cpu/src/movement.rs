@@ -2,13 +2,16 @@
 
 use std::ops::Range;
 
-use kvcore::{KvArena, KvPlane, TensorView};
+use kvcore::{KvArena, KvPlane, Result, TensorView};
 
-use crate::plane::RowAt;
+use crate::memory::Span;
+use crate::plane::{PlaneSpans, RowAt};
 
 /// One plane of one layer, the rows that go to the plane or come from it, and their slot mapping.
 pub(crate) struct Movement<'a> {
     pub(crate) plane: KvPlane<'a>,
+    /// The bytes of the layer in the plane.
+    pub(crate) spans: PlaneSpans<'a>,
     pub(crate) rows: &'a TensorView,
     pub(crate) layer: usize,
     pub(crate) block_size: usize,
@@ -23,7 +26,13 @@ impl<'a> Movement<'a> {
         layer: usize,
         slots: &'a [i64],
     ) -> Self {
-        Self { plane, rows, layer, block_size: arena.layout().shape().block_size, slots }
+        let spans = PlaneSpans::of_layer(arena, &plane, layer);
+        Self { plane, spans, rows, layer, block_size: arena.layout().shape().block_size, slots }
+    }
+
+    /// Returns the bytes of the rows.
+    pub(crate) fn span_of_rows(&self) -> Result<Span<'a>> {
+        Span::of(self.rows)
     }
 
     /// Returns some of the rows, each with the place of head 0 of its slot. Padding is skipped.

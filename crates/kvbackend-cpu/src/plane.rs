@@ -3,11 +3,12 @@
 use std::ops::Range;
 
 use half::f16;
-use kvcore::{BlockId, DType, Error, IntKind, KvFormat, KvPlane, PlaneStrides, Result};
+use kvcore::{BlockId, DType, Error, IntKind, KvArena, KvFormat, KvPlane, KvShape, PlaneStrides, Result};
+use smallvec::SmallVec;
 
 use crate::NAME;
 use crate::element::{Element, dispatch, elements, elements_mut};
-use crate::memory::Parts;
+use crate::memory::{Parts, Span, Window, WindowMut};
 
 /// The place of a row: one head's elements of one token.
 #[derive(Clone, Copy)]
@@ -88,27 +89,65 @@ impl RowLayout {
     pub(crate) fn row_bytes(&self) -> usize {
         self.elements * self.bits / 8
     }
+
+    /// Returns the byte range from the first row of some layers to the last, of `heads` heads.
+    fn extent(&self, shape: &KvShape, heads: usize, layers: &Range<usize>) -> Range<usize> {
+        let first = self.strides.at(layers.start, 0, 0, 0);
+        let last = (layers.end - 1, shape.num_blocks - 1, shape.block_size - 1, heads - 1);
+        let last = self.strides.at(last.0, last.1, last.2, last.3);
+        first * self.bits / 8..((last + self.elements) * self.bits).div_ceil(8)
+    }
+}
+
+/// The bytes of some layers of a plane: of their codes, and of their scales.
+#[derive(Clone)]
+pub(crate) struct PlaneSpans<'a> {
+    pub(crate) codes: Span<'a>,
+    pub(crate) scales: Option<Span<'a>>,
+}
+
+impl<'a> PlaneSpans<'a> {
+    /// Returns the bytes of one layer of a plane of an arena.
+    pub(crate) fn of_layer(arena: &KvArena, plane: &KvPlane<'a>, layer: usize) -> Self {
+        Self::new(arena, plane, &(layer..layer + 1))
+    }
+
+    /// Returns the bytes of some layers, at least one, of a plane of an arena.
+    pub(crate) fn new(arena: &KvArena, plane: &KvPlane<'a>, layers: &Range<usize>) -> Self {
+        let shape = arena.layout().shape();
+        let span = |storage, layout: RowLayout| Span::new(storage, layout.extent(shape, plane.heads, layers));
+        let scales = plane.scales.map(|(storage, _)| storage).zip(RowLayout::scales(plane));
+        Self {
+            codes: span(plane.storage, RowLayout::codes(plane)),
+            scales: scales.map(|(storage, layout)| span(storage, layout)),
+        }
+    }
+
+    /// Returns the bytes of the codes and of the scales.
+    pub(crate) fn all(&self) -> SmallVec<[&Span<'a>; 2]> {
+        std::iter::once(&self.codes).chain(&self.scales).collect()
+    }
 }
 
 /// Rows of a plane, for reading.
 pub(crate) struct PlaneRows<'a> {
     format: KvFormat,
-    codes: (RowLayout, &'a [u8]),
-    scales: Option<(RowLayout, &'a [u8])>,
+    codes: (RowLayout, Window<'a>),
+    scales: Option<(RowLayout, Window<'a>)>,
 }
 
 impl<'a> PlaneRows<'a> {
-    /// Takes the bytes of a plane from the locked storages.
-    pub(crate) fn new(plane: &KvPlane, parts: &mut Parts<'a>) -> Result<Self> {
-        let codes = (RowLayout::codes(plane), parts.read(plane.storage)?);
-        let scales = plane.scales.map(|(storage, _)| parts.read(storage)).transpose()?;
+    /// Takes the bytes of a plane from the locked parts.
+    pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut Parts<'a>) -> Result<Self> {
+        let codes = (RowLayout::codes(plane), parts.read(&spans.codes)?);
+        let scales = spans.scales.as_ref().map(|scales| parts.read(scales)).transpose()?;
         Ok(Self { format: plane.format, codes, scales: RowLayout::scales(plane).zip(scales) })
     }
 
     /// Returns the codes of a row, and its scales; without scales the second slice is empty.
     fn row(&self, at: RowAt) -> (&'a [u8], &'a [u8]) {
-        let scales = self.scales.map_or(&[][..], |(layout, bytes)| &bytes[layout.bytes(at)]);
-        (&self.codes.1[self.codes.0.bytes(at)], scales)
+        let scales = self.scales.map_or(&[][..], |(layout, bytes)| bytes.get(layout.bytes(at)));
+        (self.codes.1.get(self.codes.0.bytes(at)), scales)
     }
 
     /// Returns a row as f32: in place if the plane is f32, otherwise decoded into `buffer`.
@@ -125,15 +164,15 @@ impl<'a> PlaneRows<'a> {
 /// Rows of a plane, for reading and writing.
 pub(crate) struct PlaneRowsMut<'a> {
     format: KvFormat,
-    codes: (RowLayout, &'a mut [u8]),
-    scales: Option<(RowLayout, &'a mut [u8])>,
+    codes: (RowLayout, WindowMut<'a>),
+    scales: Option<(RowLayout, WindowMut<'a>)>,
 }
 
 impl<'a> PlaneRowsMut<'a> {
-    /// Takes the bytes of a plane from the storages that are locked for writing.
-    pub(crate) fn new(plane: &KvPlane, parts: &mut Parts<'a>) -> Result<Self> {
-        let codes = (RowLayout::codes(plane), parts.write(plane.storage)?);
-        let scales = plane.scales.map(|(storage, _)| parts.write(storage)).transpose()?;
+    /// Takes the bytes of a plane from the parts that are locked for writing.
+    pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut Parts<'a>) -> Result<Self> {
+        let codes = (RowLayout::codes(plane), parts.write(&spans.codes)?);
+        let scales = spans.scales.as_ref().map(|scales| parts.write(scales)).transpose()?;
         Ok(Self { format: plane.format, codes, scales: RowLayout::scales(plane).zip(scales) })
     }
 

@@ -1,6 +1,9 @@
 //! Bytes that several threads use at the same time, each thread its own part.
 
 use std::marker::PhantomData;
+use std::ops::Range;
+
+use crate::memory::{Window, WindowMut};
 
 /// Bytes to write.
 ///
@@ -9,6 +12,8 @@ use std::marker::PhantomData;
 #[derive(Clone, Copy)]
 pub(crate) struct Target<'a> {
     start: *mut u8,
+    /// The offset of the byte at `start`.
+    first: usize,
     len: usize,
     life: PhantomData<&'a mut [u8]>,
 }
@@ -17,6 +22,8 @@ pub(crate) struct Target<'a> {
 #[derive(Clone, Copy)]
 pub(crate) struct Origin<'a> {
     start: *const u8,
+    /// The offset of the byte at `start`.
+    first: usize,
     len: usize,
     life: PhantomData<&'a [u8]>,
 }
@@ -36,12 +43,17 @@ unsafe impl Sync for Origin<'_> {}
 
 impl<'a> Target<'a> {
     pub(crate) fn new(bytes: &'a mut [u8]) -> Self {
-        Self { start: bytes.as_mut_ptr(), len: bytes.len(), life: PhantomData }
+        Self { start: bytes.as_mut_ptr(), first: 0, len: bytes.len(), life: PhantomData }
+    }
+
+    /// Takes a part of a storage. Its bytes keep their offsets in the storage.
+    pub(crate) fn of(WindowMut { first, values }: WindowMut<'a>) -> Self {
+        Self { first, ..Self::new(values) }
     }
 
     /// Returns the bytes as an origin, from which they are read.
     pub(crate) fn as_origin(self) -> Origin<'a> {
-        Origin { start: self.start, len: self.len, life: PhantomData }
+        Origin { start: self.start, first: self.first, len: self.len, life: PhantomData }
     }
 
     /// Returns a pointer to the `len` bytes that begin at `offset`.
@@ -50,19 +62,35 @@ impl<'a> Target<'a> {
     /// If the range `offset..offset + len` does not lie inside the bytes.
     #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *mut u8 {
-        assert!(offset <= self.len && len <= self.len - offset, "bytes {offset} + {len} of {}", self.len);
-        self.start.wrapping_add(offset)
+        let at = offset.wrapping_sub(self.first);
+        assert!(
+            at <= self.len && len <= self.len - at,
+            "bytes {offset} + {len} of {} + {}",
+            self.first,
+            self.len
+        );
+        self.start.wrapping_add(at)
     }
 
     /// Returns whether the byte at `offset` begins a cache line.
     pub(crate) fn is_line(self, offset: usize) -> bool {
-        (self.start as usize + offset).is_multiple_of(64)
+        (self.start as usize + (offset - self.first)).is_multiple_of(64)
     }
 }
 
 impl<'a> Origin<'a> {
     pub(crate) fn new(bytes: &'a [u8]) -> Self {
-        Self { start: bytes.as_ptr(), len: bytes.len(), life: PhantomData }
+        Self { start: bytes.as_ptr(), first: 0, len: bytes.len(), life: PhantomData }
+    }
+
+    /// Takes a part of a storage. Its bytes keep their offsets in the storage.
+    pub(crate) fn of(part: Window<'a>) -> Self {
+        Self { first: part.first, ..Self::new(part.values) }
+    }
+
+    /// Returns whether a range of offsets lies inside the bytes.
+    pub(crate) fn holds(self, range: &Range<usize>) -> bool {
+        self.first <= range.start && range.end <= self.first + self.len
     }
 
     /// Returns a pointer to the `len` bytes that begin at `offset`.
@@ -71,15 +99,21 @@ impl<'a> Origin<'a> {
     /// If the range `offset..offset + len` does not lie inside the bytes.
     #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *const u8 {
-        assert!(offset <= self.len && len <= self.len - offset, "bytes {offset} + {len} of {}", self.len);
-        self.start.wrapping_add(offset)
+        let at = offset.wrapping_sub(self.first);
+        assert!(
+            at <= self.len && len <= self.len - at,
+            "bytes {offset} + {len} of {} + {}",
+            self.first,
+            self.len
+        );
+        self.start.wrapping_add(at)
     }
 
-    /// Returns the `len` bytes that begin at `offset`.
+    /// Returns the `len` bytes that begin at `offset`, with offsets of their own that begin at 0.
     ///
     /// # Panics
     /// If the range `offset..offset + len` does not lie inside the bytes.
     pub(crate) fn part(self, offset: usize, len: usize) -> Self {
-        Self { start: self.at(offset, len), len, life: PhantomData }
+        Self { start: self.at(offset, len), first: 0, len, life: PhantomData }
     }
 }

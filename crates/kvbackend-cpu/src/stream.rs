@@ -10,7 +10,7 @@ use kvcore::{Checked, Counters, Error, Event, Graph, Result, StepInputs, Storage
 use parking_lot::Mutex;
 
 use crate::kernels::{KernelTable, QueuedWork};
-use crate::memory::{Access, cpu};
+use crate::memory::{Access, Span, cpu};
 use crate::{Execution, NAME};
 
 /// A stream of the CPU backend.
@@ -156,7 +156,8 @@ impl Stream for CpuStream {
         Counters::add(&self.counters.host_write_bytes, src.len());
         let storage = Arc::clone(dst.storage());
         let copy = move |src: &[u8]| {
-            Access::new(&[], &[&storage])?.write(&storage)?[range.clone()].copy_from_slice(src);
+            let span = Span::new(&storage, range.clone());
+            Access::new(&[], &[&span])?.parts().write(&span)?.values.copy_from_slice(src);
             Ok(())
         };
         match self.execution {
@@ -173,8 +174,8 @@ impl Stream for CpuStream {
         cpu(src.storage())?;
         self.synchronize()?;
         Counters::add(&self.counters.host_read_bytes, dst.len());
-        let access = Access::new(&[src.storage()], &[])?;
-        dst.copy_from_slice(&access.read(src.storage())?[range]);
+        let span = Span::new(src.storage(), range);
+        dst.copy_from_slice(Access::new(&[&span], &[])?.read(&span)?.values);
         Ok(())
     }
 

@@ -1,14 +1,13 @@
 //! Whole blocks: copies inside an arena and between arenas, and copies with rotated keys.
 
-use std::sync::Arc;
-
-use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, Storage, SwapBlocks};
+use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, SwapBlocks};
 
 use super::locked::with_locked;
 use super::rotate::{RotateRows, RotationTable};
 use super::runs::CopyRuns;
 use super::{Fast, queues, share};
-use crate::plane::{RowAt, RowLayout};
+use crate::memory::Span;
+use crate::plane::{PlaneSpans, RowAt, RowLayout};
 
 impl Fast {
     pub(crate) fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
@@ -21,7 +20,7 @@ impl Fast {
 
     pub(crate) fn rotate_keys(&self, op: &RotateKeys) -> Result<()> {
         let s = op.src.layout().shape();
-        let copy = BlockPairs::new(&op.src, op.layer..op.layer + 1, &op.pairs);
+        let copy = BlockPairs::new((&op.src, &op.dst), op.layer..op.layer + 1, &op.pairs);
         let KvFormat::Dense(dtype) = s.format else {
             self.rotate_codes(op, &copy)?;
             return self.copy_plane(&copy, &op.src.v_plane(), &op.dst.v_plane());
@@ -29,8 +28,10 @@ impl Fast {
         let table = RotationTable::of_rotation(&op.rotation)?;
         let (k, to_k) = (op.src.k_plane(), op.dst.k_plane());
         let (a, b) = (RowLayout::codes(&k), RowLayout::codes(&to_k));
-        with_locked(&[k.storage], &[to_k.storage], |locked| {
-            let (from, to) = (locked.origin(k.storage)?, locked.target(to_k.storage)?);
+        let spans = copy.spans(&k, &to_k);
+        let (source, target) = (spans.0.codes, spans.1.codes);
+        with_locked(&[&source], &[&target], |locked| {
+            let (from, to) = (locked.origin(&source)?, locked.target(&target)?);
             let bytes = op.pairs.len() * s.block_size * k.heads * a.row_bytes();
             let (parts, stream) = (self.parts(op.pairs.len(), bytes), self.streams(bytes));
             self.workers.run(parts, &|part| {
@@ -61,18 +62,26 @@ impl Fast {
     }
 
     fn copy_layers(&self, src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
-        let copy = BlockPairs::new(src, 0..src.layout().shape().num_layers, pairs);
-        self.copy_plane(&copy, &src.k_plane(), &dst.k_plane())?;
-        self.copy_plane(&copy, &src.v_plane(), &dst.v_plane())
+        let layout = src.layout();
+        let layers = layout.shape().num_layers;
+        // Large layers are locked one by one, so that operations on the others go on.
+        let step = if self.streams(layout.block_bytes() / layers * pairs.len()) { 1 } else { layers };
+        for first in (0..layers).step_by(step) {
+            let copy = BlockPairs::new((src, dst), first..first + step, pairs);
+            self.copy_plane(&copy, &src.k_plane(), &dst.k_plane())?;
+            self.copy_plane(&copy, &src.v_plane(), &dst.v_plane())?;
+        }
+        Ok(())
     }
 
     /// Copies codes, and the scales that belong to blocks.
     fn copy_plane(&self, copy: &BlockPairs, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         let codes = (RowLayout::codes(src), RowLayout::codes(dst));
-        self.copy_runs(copy, src.heads, codes, (src.storage, dst.storage))?;
-        if let (Some((from, scales)), Some((to, _))) = (src.scales, dst.scales)
+        let (from, to) = copy.spans(src, dst);
+        self.copy_runs(copy, src.heads, codes, (&from.codes, &to.codes))?;
+        if let (Some(from), Some(to)) = (&from.scales, &to.scales)
             && let (Some(a), Some(b)) = (RowLayout::scales(src), RowLayout::scales(dst))
-            && !scales.is_static()
+            && src.scales.is_some_and(|(_, scales)| !scales.is_static())
         {
             self.copy_runs(copy, src.heads, (a, b), (from, to))?;
         }
@@ -84,7 +93,7 @@ impl Fast {
         copy: &BlockPairs,
         heads: usize,
         (a, b): (RowLayout, RowLayout),
-        (src, dst): (&Arc<dyn Storage>, &Arc<dyn Storage>),
+        (src, dst): (&Span<'_>, &Span<'_>),
     ) -> Result<()> {
         let bytes = copy.rows() * heads * a.row_bytes();
         let (parts, stream) = (self.parts(copy.pairs(), bytes), self.streams(bytes));
@@ -108,6 +117,8 @@ impl Fast {
 
 /// Pairs of blocks, of which some layers are to be copied.
 pub(super) struct BlockPairs<'a> {
+    /// The source and the destination.
+    arenas: (&'a KvArena, &'a KvArena),
     layers: std::ops::Range<usize>,
     block_size: usize,
     pairs: &'a [(BlockId, BlockId)],
@@ -126,11 +137,17 @@ struct RunShape {
 
 impl<'a> BlockPairs<'a> {
     pub(super) fn new(
-        arena: &KvArena,
+        arenas: (&'a KvArena, &'a KvArena),
         layers: std::ops::Range<usize>,
         pairs: &'a [(BlockId, BlockId)],
     ) -> Self {
-        Self { layers, block_size: arena.layout().shape().block_size, pairs }
+        Self { arenas, layers, block_size: arenas.0.layout().shape().block_size, pairs }
+    }
+
+    /// Returns the bytes of the layers, in a plane of the source and in one of the destination.
+    pub(super) fn spans<'b>(&self, src: &KvPlane<'b>, dst: &KvPlane<'b>) -> (PlaneSpans<'b>, PlaneSpans<'b>) {
+        let (from, to) = self.arenas;
+        (PlaneSpans::new(from, src, &self.layers), PlaneSpans::new(to, dst, &self.layers))
     }
 
     pub(super) fn pairs(&self) -> usize {

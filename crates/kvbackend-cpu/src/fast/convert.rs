@@ -9,11 +9,11 @@ use smallvec::{SmallVec, smallvec};
 
 use super::blocks::BlockPairs;
 use super::codes::{DecodeRow, EncodeRow, check};
-use super::locked::{LockedStorages, storages, with_locked};
+use super::locked::{Locked, with_locked};
 use super::rotate::{RotationTable, rotate};
 use super::{Fast, share};
 use crate::movement::Movement;
-use crate::plane::{RowAt, RowLayout};
+use crate::plane::{PlaneSpans, RowAt, RowLayout};
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, Task};
 
@@ -71,16 +71,16 @@ impl<B> RowSide<B> {
     }
 }
 
-fn source<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<RowSide<Origin<'a>>> {
+fn source<'a>(plane: &KvPlane, spans: &PlaneSpans, locked: &Locked<'a>) -> Result<RowSide<Origin<'a>>> {
     check(plane.format)?;
-    let scales = plane.scales.map(|(storage, _)| locked.origin(storage)).transpose()?;
-    Ok(RowSide::new(plane, locked.origin(plane.storage)?, scales))
+    let scales = spans.scales.as_ref().map(|scales| locked.origin(scales)).transpose()?;
+    Ok(RowSide::new(plane, locked.origin(&spans.codes)?, scales))
 }
 
-fn target<'a>(plane: &KvPlane, locked: &LockedStorages<'a>) -> Result<RowSide<Target<'a>>> {
+fn target<'a>(plane: &KvPlane, spans: &PlaneSpans, locked: &Locked<'a>) -> Result<RowSide<Target<'a>>> {
     check(plane.format)?;
-    let scales = plane.scales.map(|(storage, _)| locked.target(storage)).transpose()?;
-    Ok(RowSide::new(plane, locked.target(plane.storage)?, scales))
+    let scales = spans.scales.as_ref().map(|scales| locked.target(scales)).transpose()?;
+    Ok(RowSide::new(plane, locked.target(&spans.codes)?, scales))
 }
 
 /// Converts rows of `dim` elements from one place to another, rotated by a position if asked.
@@ -147,9 +147,10 @@ impl Fast {
         let table = table.as_ref().map(|table| (table, table.factor));
         let position = |row: usize| rotation.map_or(0, |rotation| rotation.positions[row]);
         let (layout, parts) = (PlaneLayout::new(plane), self.parts_of_scatter(&m, twice));
-        with_locked(&[rows.storage()], &storages(plane), |locked| {
-            let from = RowSide::of_rows(rows, locked.origin(rows.storage())?);
-            let to = target(plane, locked)?;
+        let source = m.span_of_rows()?;
+        with_locked(&[&source], &m.spans.all(), |locked| {
+            let from = RowSide::of_rows(rows, locked.origin(&source)?);
+            let to = target(plane, &m.spans, locked)?;
             self.workers.run(parts, &|part| {
                 let tokens = m.tokens(share(0..op.slots.len(), part, parts));
                 let offsets = tokens.flat_map(|(row, at)| {
@@ -178,9 +179,10 @@ impl Fast {
         let table = rotation.map(RotationTable::of_rotation).transpose()?;
         let (table, delta) = (table.as_ref().map(|table| (table, 1.0)), rotation.map_or(0, |r| r.delta));
         let (layout, parts) = (PlaneLayout::new(plane), self.parts(op.slots.len(), m.bytes()));
-        with_locked(&storages(plane), &[rows.storage()], |locked| {
-            let from = source(plane, locked)?;
-            let to = RowSide::of_rows(rows, locked.target(rows.storage())?);
+        let target = m.span_of_rows()?;
+        with_locked(&m.spans.all(), &[&target], |locked| {
+            let from = source(plane, &m.spans, locked)?;
+            let to = RowSide::of_rows(rows, locked.target(&target)?);
             self.workers.run(parts, &|part| {
                 let tokens = m.tokens(share(0..op.slots.len(), part, parts));
                 let offsets = tokens.flat_map(|(row, at)| {
@@ -205,7 +207,7 @@ impl Fast {
     }
 
     fn convert_blocks(&self, src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
-        let copy = BlockPairs::new(src, 0..src.layout().shape().num_layers, pairs);
+        let copy = BlockPairs::new((src, dst), 0..src.layout().shape().num_layers, pairs);
         self.convert_plane(&copy, &src.k_plane(), &dst.k_plane(), None)?;
         self.convert_plane(&copy, &src.v_plane(), &dst.v_plane(), None)
     }
@@ -226,8 +228,9 @@ impl Fast {
         let (table, delta) = (table.as_ref().map(|table| (table, 1.0)), rotation.map_or(0, |r| r.delta));
         let (a, b) = (PlaneLayout::new(src), PlaneLayout::new(dst));
         let parts = self.parts(copy.pairs(), copy.rows() * src.heads * src.dim * size_of::<f32>());
-        with_locked(&storages(src), &storages(dst), |locked| {
-            let (from, to) = (source(src, locked)?, target(dst, locked)?);
+        let spans = copy.spans(src, dst);
+        with_locked(&spans.0.all(), &spans.1.all(), |locked| {
+            let (from, to) = (source(src, &spans.0, locked)?, target(dst, &spans.1, locked)?);
             self.workers.run(parts, &|part| {
                 let tokens = copy.tokens(share(0..copy.pairs(), part, parts));
                 let offsets = tokens.flat_map(|(x, y)| {

@@ -5,6 +5,7 @@ use kvcore::{ApplyRope, Result};
 use super::locked::with_locked;
 use super::rotate::{RotateRows, RotationTable};
 use super::{Fast, share};
+use crate::memory::Span;
 
 impl Fast {
     pub(crate) fn rope(&self, op: &ApplyRope) -> Result<()> {
@@ -13,8 +14,9 @@ impl Fast {
         let (size, dim, heads) = (dtype.bits() / 8, shape[2], shape[1]);
         // The operation's check has refused rows that share elements.
         let parts = self.parts(shape[0], op.rows.len() * size);
-        with_locked(&[], &[op.rows.storage()], |locked| {
-            let to = locked.target(op.rows.storage())?;
+        let rows = Span::of(&op.rows)?;
+        with_locked(&[], &[&rows], |locked| {
+            let to = locked.target(&rows)?;
             self.workers.run(parts, &|part| {
                 let tokens = share(0..shape[0], part, parts).map(|row| {
                     let at = (op.rows.offset() + row * strides[0]) * size;

@@ -172,8 +172,9 @@ impl Fast {
             let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
             let parts = self.parts_of_scatter(&m, twice);
             let stream = self.streams(m.bytes());
-            with_locked(&[rows.storage()], &[plane.storage], |locked| {
-                let (from, to) = (locked.origin(rows.storage())?, locked.target(plane.storage)?);
+            let (source, target) = (m.span_of_rows()?, &m.spans.codes);
+            with_locked(&[&source], &[target], |locked| {
+                let (from, to) = (locked.origin(&source)?, locked.target(target)?);
                 self.workers.run(parts, &|part| {
                     let range = share(0..op.slots.len(), part, parts);
                     let left = Cell::new(range.len());
@@ -226,8 +227,9 @@ impl Fast {
             let table = rotation.map(RotationTable::of_rotation).transpose()?;
             // Rows do not overlap each other, whatever slots they come from.
             let parts = self.parts(op.slots.len(), m.bytes());
-            with_locked(&[plane.storage], &[rows.storage()], |locked| {
-                let (from, to) = (locked.origin(plane.storage)?, locked.target(rows.storage())?);
+            let (source, target) = (&m.spans.codes, m.span_of_rows()?);
+            with_locked(&[source], &[&target], |locked| {
+                let (from, to) = (locked.origin(source)?, locked.target(&target)?);
                 self.workers.run(parts, &|part| {
                     let range = share(0..op.slots.len(), part, parts);
                     let left = Cell::new(range.len());

@@ -5,6 +5,7 @@ use kvcore::{CopyTensor, Result};
 
 use super::locked::with_locked;
 use super::{Fast, share};
+use crate::memory::Span;
 use crate::raw::{Origin, Target};
 use crate::reference::{Axis, DenseRuns};
 
@@ -17,16 +18,17 @@ impl Fast {
         if op.dst.is_empty() {
             return Ok(());
         }
-        let (src, dst) = (op.src.storage(), op.dst.storage());
+        let (src, dst) = (Span::of(&op.src)?, Span::of(&op.dst)?);
         // Threads share the longest axis.
         let longest = (0..runs.axes.len()).max_by_key(|&i| runs.axes[i].n);
         let parts = longest.map_or(1, |axis| self.parts(runs.axes[axis].n, op.bytes()));
-        with_locked(&[src], &[dst], |locked| {
-            let copy = StridedCopy { from: locked.origin(src)?, to: locked.target(dst)?, bytes: runs.bytes };
+        with_locked(&[&src], &[&dst], |locked| {
+            let copy =
+                StridedCopy { from: locked.origin(&src)?, to: locked.target(&dst)?, bytes: runs.bytes };
             let end = |stride: fn(&Axis) -> usize| {
                 runs.axes.iter().map(|axis| (axis.n - 1) * stride(axis)).sum::<usize>() + runs.bytes
             };
-            // Checks that all bytes copied lie inside both storages.
+            // Checks that all bytes copied lie inside both views.
             copy.from.at(runs.start.0, end(|axis| axis.src));
             copy.to.at(runs.start.1, end(|axis| axis.dst));
             self.workers.run(parts, &|part| {

@@ -1,22 +1,25 @@
-//! Host storage: owned, lent or reserved bytes behind a lock, so that safe code cannot race.
+//! Host storage: owned, lent or reserved bytes. Operations lock the ranges that they touch, so that safe code cannot race.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
 use std::fmt;
+use std::ops::Range;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use kvcore::{Error, MemoryKind, Result, Storage};
-use parking_lot::{RwLock, RwLockReadGuard, RwLockWriteGuard};
-use smallvec::SmallVec;
 
+use self::ranges::RangeLocks;
 use crate::NAME;
 
+mod access;
 #[cfg(target_os = "linux")]
 mod pages;
+mod ranges;
 #[cfg(target_os = "linux")]
 mod reserved;
 
+pub(crate) use access::{Access, LockedBytes, Parts, Span, Window, WindowMut, not_locked};
 #[cfg(target_os = "linux")]
 pub use reserved::CpuReserved;
 
@@ -28,22 +31,24 @@ const ALIGN: usize = 64;
 #[cfg(target_os = "linux")]
 const LARGE_PAGE: usize = 2 << 20;
 
-// Decision: docs/decisions/backend-cpu.md#the-cpu-backend-locks-storages
+// Decision: docs/decisions/backend-cpu.md#operations-lock-the-ranges-that-they-touch
 /// Bytes of host memory.
 ///
-/// The bytes lie behind a reader–writer lock, which kernels hold while they run. The contract asks callers to
-/// order streams by events. If a caller forgets to, results may be stale, but two threads never race on an
+/// An operation locks the ranges of bytes that it touches, to read or to write, while it runs: the rows of one layer, the
+/// elements of a view. Operations on other ranges, such as those of another layer, go on meanwhile. The contract asks
+/// callers to order streams by events. If a caller forgets to, results may be stale, but two threads never race on an
 /// element.
 pub struct CpuStorage {
-    bytes: RwLock<Bytes>,
+    memory: Memory,
+    locks: RangeLocks,
     kind: MemoryKind,
     address: u64,
     len: usize,
 }
 
-struct Bytes {
+/// The bytes of a storage, which only the ranges that `locks` gave out may reach.
+struct Memory {
     ptr: NonNull<u8>,
-    len: usize,
     owner: Owner,
 }
 
@@ -57,30 +62,17 @@ enum Owner {
     Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
 }
 
-// SAFETY: `Bytes` owns its memory, or keeps the owner alive, which is `Send`; no field is tied to a thread.
-unsafe impl Send for Bytes {}
-// SAFETY: `&Bytes` gives only shared access to the bytes, by `as_slice`, and the owner is `Sync`.
-unsafe impl Sync for Bytes {}
+// SAFETY: `Memory` owns its bytes, or keeps the owner alive, which is `Send`; no field is tied to a thread.
+unsafe impl Send for Memory {}
+// SAFETY: `&Memory` gives no access to the bytes; whoever follows `ptr` excludes races. The owner is `Sync`.
+unsafe impl Sync for Memory {}
 
-impl Drop for Bytes {
+impl Drop for Memory {
     fn drop(&mut self) {
         if let Owner::Allocated(layout) = self.owner {
             // SAFETY: `ptr` came from `alloc` with `layout`, and `drop` runs once.
             unsafe { dealloc(self.ptr.as_ptr(), layout) }
         }
-    }
-}
-
-impl Bytes {
-    fn as_slice(&self) -> &[u8] {
-        // SAFETY: `ptr` is valid for `len` initialised bytes while `self` lives, and writes need `&mut self`.
-        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.len) }
-    }
-
-    fn as_mut_slice(&mut self) -> &mut [u8] {
-        // SAFETY: `ptr` is valid for `len` initialised bytes while `self` lives, and `&mut self` excludes
-        // every other access through the storage.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.len) }
     }
 }
 
@@ -96,7 +88,7 @@ impl CpuStorage {
         #[cfg(target_os = "linux")]
         if bytes >= 2 * LARGE_PAGE {
             let (ptr, _, mapping) = reserved::Mapping::new(kind, bytes)?;
-            return Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Reserved(mapping) }, kind));
+            return Ok(Self::new(Memory { ptr, owner: Owner::Reserved(mapping) }, bytes, kind));
         }
         let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
         let layout =
@@ -104,7 +96,7 @@ impl CpuStorage {
         // SAFETY: the size of `layout` is `bytes`, which is not 0.
         let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })
             .ok_or_else(|| refused("the system is out of memory"))?;
-        Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Allocated(layout) }, kind))
+        Ok(Self::new(Memory { ptr, owner: Owner::Allocated(layout) }, bytes, kind))
     }
 
     /// Creates a storage over memory that other code allocated; `owner` is dropped with the storage.
@@ -143,12 +135,32 @@ impl CpuStorage {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a lent memory" });
         }
-        Ok(Self::new(Bytes { ptr, len: bytes, owner: Owner::Lent(owner) }, kind))
+        Ok(Self::new(Memory { ptr, owner: Owner::Lent(owner) }, bytes, kind))
     }
 
-    fn new(bytes: Bytes, kind: MemoryKind) -> Self {
-        let (address, len) = (bytes.ptr.as_ptr() as u64, bytes.len);
-        Self { bytes: RwLock::new(bytes), kind, address, len }
+    /// Creates a storage over the `len` bytes of `memory`.
+    fn new(memory: Memory, len: usize, kind: MemoryKind) -> Self {
+        let address = memory.ptr.as_ptr() as u64;
+        Self { memory, locks: RangeLocks::default(), kind, address, len }
+    }
+
+    /// Returns some of the bytes.
+    ///
+    /// # Safety
+    /// The range lies inside the storage, and nothing writes it while the slice lives.
+    unsafe fn bytes(&self, range: &Range<usize>) -> &[u8] {
+        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some by contract.
+        unsafe { std::slice::from_raw_parts(self.memory.ptr.as_ptr().add(range.start), range.len()) }
+    }
+
+    /// Returns some of the bytes, to be written.
+    ///
+    /// # Safety
+    /// The range lies inside the storage, and nothing else reads or writes it while the slice lives.
+    #[expect(clippy::mut_from_ref, reason = "the caller holds the lock of the range")]
+    unsafe fn bytes_mut(&self, range: &Range<usize>) -> &mut [u8] {
+        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some by contract.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.ptr.as_ptr().add(range.start), range.len()) }
     }
 }
 
@@ -181,115 +193,6 @@ pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
     storage.as_any().downcast_ref().ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
 }
 
-/// Returns the error for a storage that a kernel uses without the lock that the use needs.
-pub(crate) fn not_locked() -> Error {
-    let reason = "a kernel uses a storage that it has not locked, or has locked only to read".to_owned();
-    Error::Device { backend: NAME, reason }
-}
-
-/// Locks of the storages that one operation touches.
-///
-/// Each storage is locked once, in order of address, so that operations on different streams cannot deadlock.
-pub(crate) struct Access<'a>(Few<(u64, Lock<'a>)>);
-
-/// A list whose inline capacity covers the storages that operations touch, so that it does not use the heap.
-type Few<T> = SmallVec<[T; 8]>;
-
-enum Lock<'a> {
-    Read(RwLockReadGuard<'a, Bytes>),
-    Write(RwLockWriteGuard<'a, Bytes>),
-}
-
-impl<'a> Access<'a> {
-    /// Locks `reads` for reading and `writes` for writing; a storage in both lists is locked for writing.
-    pub(crate) fn new(reads: &[&'a Arc<dyn Storage>], writes: &[&'a Arc<dyn Storage>]) -> Result<Self> {
-        let mut wanted: Few<(&CpuStorage, bool)> = Few::new();
-        for (list, write) in [(writes, true), (reads, false)] {
-            for storage in list {
-                let storage = cpu(storage)?;
-                if !wanted.iter().any(|(known, _)| std::ptr::eq(*known, storage)) {
-                    wanted.push((storage, write));
-                }
-            }
-        }
-        wanted.sort_unstable_by_key(|(storage, _)| storage.address);
-        Ok(Self(
-            wanted
-                .into_iter()
-                .map(|(storage, write)| {
-                    let lock = if write {
-                        Lock::Write(storage.bytes.write())
-                    } else {
-                        Lock::Read(storage.bytes.read())
-                    };
-                    (storage.address, lock)
-                })
-                .collect(),
-        ))
-    }
-
-    /// Returns the bytes of a locked storage, for reading.
-    pub(crate) fn read(&self, storage: &Arc<dyn Storage>) -> Result<&[u8]> {
-        match self.0.iter().find(|(address, _)| *address == storage.address()) {
-            Some((_, Lock::Read(guard))) => Ok(guard.as_slice()),
-            Some((_, Lock::Write(guard))) => Ok(guard.as_slice()),
-            None => Err(not_locked()),
-        }
-    }
-
-    /// Returns the bytes of a storage that is locked for writing.
-    pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&mut [u8]> {
-        match self.0.iter_mut().find(|(address, _)| *address == storage.address()) {
-            Some((_, Lock::Write(guard))) => Ok(guard.as_mut_slice()),
-            _ => Err(not_locked()),
-        }
-    }
-
-    /// Returns the bytes of all locked storages, to be taken out one by one.
-    pub(crate) fn parts(&mut self) -> Parts<'_> {
-        let parts = self.0.iter_mut().map(|(address, lock)| {
-            let part = match lock {
-                Lock::Read(guard) => LockedBytes::Read(guard.as_slice()),
-                Lock::Write(guard) => LockedBytes::Write(guard.as_mut_slice()),
-            };
-            (*address, part)
-        });
-        Parts(parts.collect())
-    }
-}
-
-/// Bytes of several storages at the same time. The bytes of a storage can be taken once.
-pub(crate) struct Parts<'a>(Few<(u64, LockedBytes<'a>)>);
-
-enum LockedBytes<'a> {
-    Read(&'a [u8]),
-    Write(&'a mut [u8]),
-}
-
-impl<'a> Parts<'a> {
-    fn take(&mut self, storage: &Arc<dyn Storage>) -> Result<LockedBytes<'a>> {
-        let at = self.0.iter().position(|(address, _)| *address == storage.address());
-        let at = at.ok_or_else(not_locked)?;
-        Ok(self.0.swap_remove(at).1)
-    }
-
-    /// Takes the bytes of a locked storage, for reading.
-    pub(crate) fn read(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a [u8]> {
-        self.take(storage).map(|part| match part {
-            LockedBytes::Read(bytes) => bytes,
-            LockedBytes::Write(bytes) => bytes,
-        })
-    }
-
-    /// Takes the bytes of a storage that is locked for writing.
-    pub(crate) fn write(&mut self, storage: &Arc<dyn Storage>) -> Result<&'a mut [u8]> {
-        match self.take(storage)? {
-            LockedBytes::Write(bytes) => Ok(bytes),
-            LockedBytes::Read(_) => Err(not_locked()),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use kvcore::{Backend, DType, OwnedStorage};
@@ -301,8 +204,9 @@ mod tests {
     fn memory_is_zeroed_and_no_bytes_are_an_error() {
         let storage: Arc<dyn Storage> = Arc::new(CpuStorage::allocate(MemoryKind::Pinned, 100).unwrap());
         assert_eq!(storage.address() % ALIGN as u64, 0);
-        let access = Access::new(&[&storage], &[]).unwrap();
-        assert!(access.read(&storage).unwrap().iter().all(|&b| b == 0));
+        let all = Span::new(&storage, 0..100);
+        let access = Access::new(&[&all], &[]).unwrap();
+        assert!(access.read(&all).unwrap().values.iter().all(|&b| b == 0));
         assert!(matches!(CpuStorage::allocate(MemoryKind::System, 0), Err(Error::Zero { .. })));
         assert!(matches!(
             CpuStorage::allocate(MemoryKind::System, usize::MAX / 2),
@@ -319,7 +223,10 @@ mod tests {
         let storage = unsafe { CpuStorage::from_raw(ptr, 64, MemoryKind::System, owner.clone()) }.unwrap();
         let storage: Arc<dyn Storage> = Arc::new(storage);
         assert_eq!(Arc::strong_count(&owner), 2);
-        assert_eq!(Access::new(&[&storage], &[]).unwrap().read(&storage).unwrap()[63], 7);
+        let all = Span::new(&storage, 0..64);
+        let access = Access::new(&[&all], &[]).unwrap();
+        assert_eq!(access.read(&all).unwrap().values[63], 7);
+        drop(access);
         drop(storage);
         assert_eq!(Arc::strong_count(&owner), 1);
     }
@@ -340,16 +247,5 @@ mod tests {
         drop(view);
         assert_eq!(Arc::strong_count(&owner), 1);
         assert_eq!(owner.lock()[14..22], [0, 0, 1, 2, 3, 4, 0, 0]);
-    }
-
-    #[test]
-    fn one_storage_in_two_roles_is_locked_once() {
-        let storage: Arc<dyn Storage> = Arc::new(CpuStorage::allocate(MemoryKind::System, 8).unwrap());
-        let mut access = Access::new(&[&storage], &[&storage]).unwrap();
-        access.write(&storage).unwrap()[3] = 1;
-        assert_eq!(access.read(&storage).unwrap()[3], 1);
-        let mut parts = access.parts();
-        assert_eq!(parts.write(&storage).unwrap()[3], 1);
-        assert!(parts.read(&storage).is_err(), "taken already");
     }
 }

@@ -9,7 +9,8 @@ use parking_lot::Mutex;
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use rustix::param::page_size;
 
-use super::{Bytes, CpuStorage, LARGE_PAGE, Owner, pages};
+use super::ranges::RangeUse;
+use super::{CpuStorage, LARGE_PAGE, Memory, Owner, pages};
 
 /// Host memory whose pages can be released and mapped again; kernels use it as a [`CpuStorage`].
 ///
@@ -81,7 +82,7 @@ impl CpuReserved {
         }
         let page = page_size();
         let (ptr, len, mapping) = Mapping::new(kind, bytes)?;
-        let storage = CpuStorage::new(Bytes { ptr, len, owner: Owner::Reserved(mapping) }, kind);
+        let storage = CpuStorage::new(Memory { ptr, owner: Owner::Reserved(mapping) }, len, kind);
         Ok(Self { storage, mapped: Mutex::new(vec![true; len / page]), page })
     }
 
@@ -91,12 +92,16 @@ impl CpuReserved {
         if range.is_empty() {
             return Ok(());
         }
-        let mut bytes = self.storage.bytes.write();
-        let at = bytes.as_mut_slice()[range.clone()].as_mut_ptr();
-        // SAFETY: `range` lies in a private anonymous mapping, because the slice above is in bounds. The
-        // write lock `bytes` excludes every other reader and writer. The bytes are zero afterwards, which is
-        // a valid value.
-        unsafe { madvise(at.cast(), range.len(), Advice::LinuxDontNeed) }.map_err(|errno| Error::Allocation {
+        let whole = RangeUse { bytes: range.clone(), write: true };
+        let turn = self.storage.locks.begin(std::iter::once(&whole));
+        // SAFETY: the range is locked, so that nothing else reads or writes it, and the caller guarantees that it lies inside
+        // the mapping.
+        let at = unsafe { self.storage.bytes_mut(range) }.as_mut_ptr();
+        // SAFETY: the range lies in a private anonymous mapping, and its lock excludes every other reader and writer. The
+        // bytes are zero afterwards, which is a valid value.
+        let dropped = unsafe { madvise(at.cast(), range.len(), Advice::LinuxDontNeed) };
+        self.storage.locks.end(turn);
+        dropped.map_err(|errno| Error::Allocation {
             bytes: range.len(),
             kind: self.storage.kind,
             reason: format!("pages cannot be released: {errno}"),

@@ -6,9 +6,9 @@ use kvcore::{Attend, AttendMla, AttendRows, KeyForm, Result, Segment, TensorView
 use rayon::prelude::*;
 
 use super::Rotator;
-use crate::element::{Element, dispatch, elements, elements_mut};
-use crate::memory::Access;
-use crate::plane::{PlaneRows, RowAt};
+use crate::element::{Element, dispatch};
+use crate::memory::{Access, Span};
+use crate::plane::{PlaneRows, PlaneSpans, RowAt};
 
 pub(crate) fn attend(op: &Attend) -> Result<()> {
     let results = attend_rows(op, None)?;
@@ -29,8 +29,11 @@ struct RowResult {
 }
 
 fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResult>> {
-    let views = [Some(&op.q), q_latent].into_iter().flatten();
-    let reads: Vec<_> = op.arena.storages().chain(views.map(TensorView::storage)).collect();
+    let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
+    let planes = [k, v].map(|plane| PlaneSpans::of_layer(&op.arena, &plane, op.layer));
+    let (q, latent) = (Span::of(&op.q)?, q_latent.map(Span::of).transpose()?);
+    let mut reads: Vec<&Span> = planes.iter().flat_map(PlaneSpans::all).collect();
+    reads.extend(std::iter::once(&q).chain(&latent));
     let mut access = Access::new(&reads, &[])?;
     let (queries, latents) =
         (DenseQueries::new(&op.q, &access)?, q_latent.map(|q| DenseQueries::new(q, &access)));
@@ -39,8 +42,8 @@ fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResu
         op,
         queries,
         latents: latents.transpose()?,
-        keys: PlaneRows::new(&op.arena.k_plane(), &mut parts)?,
-        values: PlaneRows::new(&op.arena.v_plane(), &mut parts)?,
+        keys: PlaneRows::new(&k, &planes[0], &mut parts)?,
+        values: PlaneRows::new(&v, &planes[1], &mut parts)?,
     };
     let rows: Vec<(usize, &AttendRows)> =
         op.work.batch().iter().flat_map(|entry| entry.rows.clone().map(move |row| (row, entry))).collect();
@@ -61,7 +64,7 @@ impl DenseQueries {
         let (shape, strides) = (view.shape(), view.strides());
         let mut values = Vec::with_capacity(view.len());
         dispatch!(view.dtype(), T => {
-            let q = elements::<T>(access.read(view.storage())?)?;
+            let q = access.read(&Span::of(view)?)?.elements::<T>()?;
             for row in 0..shape[0] {
                 for head in 0..shape[1] {
                     let at = view.offset() + row * strides[0] + head * strides[1];
@@ -215,9 +218,10 @@ fn merge(op: &Attend, groups: Vec<PartialSoftmax>) -> (Vec<f32>, f32) {
 
 fn store(op: &Attend, results: &[RowResult]) -> Result<()> {
     let strides = op.out.strides();
-    let mut access = Access::new(&[], &[op.out.storage()])?;
+    let span = Span::of(&op.out)?;
+    let mut access = Access::new(&[], &[&span])?;
     dispatch!(op.out.dtype(), T => {
-        let out = elements_mut::<T>(access.write(op.out.storage())?)?;
+        let mut out = access.parts().write(&span)?.elements::<T>()?;
         for p in results {
             let at = op.out.offset() + p.row * strides[0] + p.head * strides[1];
             for (x, &y) in out[at..at + p.out.len()].iter_mut().zip(&p.out) {
@@ -228,10 +232,12 @@ fn store(op: &Attend, results: &[RowResult]) -> Result<()> {
     })?;
     drop(access);
     if let Some(lse) = &op.lse {
-        let mut access = Access::new(&[], &[lse.storage()])?;
-        let rows = elements_mut::<f32>(access.write(lse.storage())?)?;
+        let span = Span::of(lse)?;
+        let mut access = Access::new(&[], &[&span])?;
+        let mut rows = access.parts().write(&span)?.elements::<f32>()?;
         for p in results {
-            rows[lse.offset() + p.row * lse.strides()[0] + p.head * lse.strides()[1]] = p.lse;
+            let at = lse.offset() + p.row * lse.strides()[0] + p.head * lse.strides()[1];
+            rows[at..at + 1].fill(p.lse);
         }
     }
     Ok(())

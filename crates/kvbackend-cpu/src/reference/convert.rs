@@ -2,9 +2,9 @@
 
 use kvcore::{BlockId, Dequantize, KvArena, KvPlane, Quantize, Result};
 
-use super::{locks, rows_of_block};
+use super::rows_of_block;
 use crate::memory::Access;
-use crate::plane::{PlaneRows, PlaneRowsMut};
+use crate::plane::{PlaneRows, PlaneRowsMut, PlaneSpans};
 
 pub(crate) fn quantize(op: &Quantize) -> Result<()> {
     convert(&op.src, &op.dst, &op.pairs)
@@ -16,17 +16,24 @@ pub(crate) fn dequantize(op: &Dequantize) -> Result<()> {
 
 /// Converts blocks of one arena to the format of another.
 fn convert(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
-    convert_plane(src, &src.k_plane(), &dst.k_plane(), pairs)?;
-    convert_plane(src, &src.v_plane(), &dst.v_plane(), pairs)
+    convert_plane((src, &src.k_plane()), (dst, &dst.k_plane()), pairs)?;
+    convert_plane((src, &src.v_plane()), (dst, &dst.v_plane()), pairs)
 }
 
-fn convert_plane(arena: &KvArena, src: &KvPlane, dst: &KvPlane, pairs: &[(BlockId, BlockId)]) -> Result<()> {
-    let s = arena.layout().shape();
-    let mut access = Access::new(&locks(src), &locks(dst))?;
+fn convert_plane(
+    (from, src): (&KvArena, &KvPlane),
+    (to, dst): (&KvArena, &KvPlane),
+    pairs: &[(BlockId, BlockId)],
+) -> Result<()> {
+    let s = from.layout().shape();
+    let layers = 0..s.num_layers;
+    let spans = (PlaneSpans::new(from, src, &layers), PlaneSpans::new(to, dst, &layers));
+    let mut access = Access::new(&spans.0.all(), &spans.1.all())?;
     let mut parts = access.parts();
-    let (source, mut target) = (PlaneRows::new(src, &mut parts)?, PlaneRowsMut::new(dst, &mut parts)?);
+    let (source, mut target) =
+        (PlaneRows::new(src, &spans.0, &mut parts)?, PlaneRowsMut::new(dst, &spans.1, &mut parts)?);
     let mut wide = vec![0.0; src.dim];
-    for layer in 0..s.num_layers {
+    for layer in layers {
         for &(from, to) in pairs {
             for (a, b) in rows_of_block(layer, from, s.block_size, src.heads).zip(rows_of_block(
                 layer,

@@ -1,13 +1,11 @@
 //! Whole blocks: copies inside an arena and between arenas, and copies with rotated keys.
 
-use std::sync::Arc;
+use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, SwapBlocks};
 
-use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, Storage, SwapBlocks};
-
-use super::{Rotator, locks, rows_of_block};
+use super::{Rotator, rows_of_block};
 use crate::element::{dispatch, elements_mut};
-use crate::memory::Access;
-use crate::plane::{PlaneRowsMut, RowLayout};
+use crate::memory::{Access, Span};
+use crate::plane::{PlaneRowsMut, PlaneSpans, RowLayout};
 
 pub(crate) fn copy_blocks(op: &CopyBlocks) -> Result<()> {
     copy_layers(&op.arena, &op.arena, &op.pairs)
@@ -19,8 +17,12 @@ pub(crate) fn swap_blocks(op: &SwapBlocks) -> Result<()> {
 
 /// Copies blocks with rotated keys. Elements of dense keys past the rotary dimension are copied bit for bit.
 pub(crate) fn rotate_keys(op: &RotateKeys) -> Result<()> {
-    let copy =
-        BlockCopy { layer: op.layer, block_size: op.src.layout().shape().block_size, pairs: &op.pairs };
+    let copy = BlockCopy {
+        arenas: (&op.src, &op.dst),
+        layer: op.layer,
+        block_size: op.src.layout().shape().block_size,
+        pairs: &op.pairs,
+    };
     let (src, dst, rotation) = (op.src.k_plane(), op.dst.k_plane(), &op.rotation);
     let mut rotator = Rotator::by(rotation)?;
     if let KvFormat::Dense(dtype) = dst.format {
@@ -38,7 +40,7 @@ pub(crate) fn rotate_keys(op: &RotateKeys) -> Result<()> {
 fn copy_layers(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
     let s = src.layout().shape();
     for layer in 0..s.num_layers {
-        let copy = BlockCopy { layer, block_size: s.block_size, pairs };
+        let copy = BlockCopy { arenas: (src, dst), layer, block_size: s.block_size, pairs };
         copy.plane(&src.k_plane(), &dst.k_plane())?;
         copy.plane(&src.v_plane(), &dst.v_plane())?;
     }
@@ -47,6 +49,8 @@ fn copy_layers(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Re
 
 /// Blocks of one layer, to be copied bit for bit.
 struct BlockCopy<'a> {
+    /// The source and the destination.
+    arenas: (&'a KvArena, &'a KvArena),
     layer: usize,
     block_size: usize,
     pairs: &'a [(BlockId, BlockId)],
@@ -56,21 +60,29 @@ impl BlockCopy<'_> {
     /// Copies codes, and the scales that belong to blocks.
     fn plane(&self, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         self.codes(src, dst, |_| Ok(()))?;
-        if let (Some((from, scales)), Some((to, _))) = (src.scales, dst.scales)
+        let (from, to) = self.spans(src, dst);
+        if let (Some(from), Some(to)) = (&from.scales, &to.scales)
             && let (Some(a), Some(b)) = (RowLayout::scales(src), RowLayout::scales(dst))
-            && !scales.is_static()
+            && src.scales.is_some_and(|(_, scales)| !scales.is_static())
         {
             self.bytes(src.heads, (from, a), (to, b), |_| Ok(()))?;
         }
         Ok(())
     }
 
+    /// Returns the bytes of the layer, in a plane of the source and in one of the destination.
+    fn spans<'b>(&self, src: &KvPlane<'b>, dst: &KvPlane<'b>) -> (PlaneSpans<'b>, PlaneSpans<'b>) {
+        let (from, to) = self.arenas;
+        (PlaneSpans::of_layer(from, src, self.layer), PlaneSpans::of_layer(to, dst, self.layer))
+    }
+
     /// Copies codes and applies `change` to each row on the way.
     fn codes(&self, src: &KvPlane, dst: &KvPlane, change: impl FnMut(&mut [u8]) -> Result<()>) -> Result<()> {
+        let (from, to) = self.spans(src, dst);
         self.bytes(
             src.heads,
-            (src.storage, RowLayout::codes(src)),
-            (dst.storage, RowLayout::codes(dst)),
+            (&from.codes, RowLayout::codes(src)),
+            (&to.codes, RowLayout::codes(dst)),
             change,
         )
     }
@@ -78,11 +90,12 @@ impl BlockCopy<'_> {
     fn bytes(
         &self,
         heads: usize,
-        src: (&Arc<dyn Storage>, RowLayout),
-        dst: (&Arc<dyn Storage>, RowLayout),
+        src: (&Span<'_>, RowLayout),
+        dst: (&Span<'_>, RowLayout),
         mut change: impl FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
         let mut access = Access::new(&[src.0], &[dst.0])?;
+        let mut parts = access.parts();
         let mut rows = self.pairs.iter().flat_map(|&(from, to)| {
             rows_of_block(self.layer, from, self.block_size, heads)
                 .map(move |at| (src.1.bytes(at), dst.1.bytes(at.block(to))))
@@ -90,8 +103,8 @@ impl BlockCopy<'_> {
         let len = src.1.row_bytes();
         let mut buffer = vec![0f32; len.div_ceil(size_of::<f32>())]; // aligned for every element type
         let row = &mut bytemuck::cast_slice_mut(&mut buffer)[..len];
-        if src.0.address() == dst.0.address() {
-            let bytes = access.write(dst.0)?;
+        if std::ptr::eq(src.0.storage()?, dst.0.storage()?) {
+            let mut bytes = parts.write(dst.0)?;
             rows.try_for_each(|(from, to)| {
                 row.copy_from_slice(&bytes[from]);
                 change(row)?;
@@ -99,8 +112,7 @@ impl BlockCopy<'_> {
                 Ok(())
             })
         } else {
-            let mut parts = access.parts();
-            let (source, target) = (parts.read(src.0)?, parts.write(dst.0)?);
+            let (source, mut target) = (parts.read(src.0)?, parts.write(dst.0)?);
             rows.try_for_each(|(from, to)| {
                 row.copy_from_slice(&source[from]);
                 change(row)?;
@@ -113,8 +125,9 @@ impl BlockCopy<'_> {
 
 /// Rotates quantised keys that have just been copied: in f32, after which they are quantised again.
 fn rotate_quantized(copy: &BlockCopy, plane: &KvPlane, mut rotate: impl FnMut(&mut [f32])) -> Result<()> {
-    let mut access = Access::new(&[], &locks(plane))?;
-    let mut keys = PlaneRowsMut::new(plane, &mut access.parts())?;
+    let spans = PlaneSpans::of_layer(copy.arenas.1, plane, copy.layer);
+    let mut access = Access::new(&[], &spans.all())?;
+    let mut keys = PlaneRowsMut::new(plane, &spans, &mut access.parts())?;
     let mut wide = vec![0.0; plane.dim];
     copy.pairs
         .iter()

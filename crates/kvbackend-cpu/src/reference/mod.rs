@@ -19,15 +19,10 @@ pub(crate) use tensor::{Axis, DenseRuns, copy_tensor};
 
 use std::sync::Arc;
 
-use kvcore::{BlockId, KvPlane, Result, Rope, RopeTable, Rotation, Storage, rotate_row};
+use kvcore::{BlockId, Result, Rope, RopeTable, Rotation, rotate_row};
 
 use crate::element::Element;
 use crate::plane::RowAt;
-
-/// Returns the storages of a plane.
-fn locks<'a>(plane: &KvPlane<'a>) -> Vec<&'a Arc<dyn Storage>> {
-    std::iter::once(plane.storage).chain(plane.scales.map(|(storage, _)| storage)).collect()
-}
 
 /// Returns the rows of one block in one layer.
 fn rows_of_block(

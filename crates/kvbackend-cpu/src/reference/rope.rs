@@ -3,16 +3,17 @@
 use kvcore::{ApplyRope, Result};
 
 use super::Rotator;
-use crate::element::{Element, dispatch, elements_mut};
-use crate::memory::Access;
+use crate::element::{Element, dispatch};
+use crate::memory::{Access, Span};
 
 pub(crate) fn rope(op: &ApplyRope) -> Result<()> {
     dispatch!(op.rows.dtype(), T => rope_rows::<T>(op))
 }
 
 fn rope_rows<T: Element>(op: &ApplyRope) -> Result<()> {
-    let mut access = Access::new(&[], &[op.rows.storage()])?;
-    let rows = elements_mut::<T>(access.write(op.rows.storage())?)?;
+    let span = Span::of(&op.rows)?;
+    let mut access = Access::new(&[], &[&span])?;
+    let mut rows = access.parts().write(&span)?.elements::<T>()?;
     let (shape, strides) = (op.rows.shape(), op.rows.strides());
     let mut rotator = Rotator::new(&op.rope, op.positions.iter().copied())?;
     for (row, &position) in op.positions.iter().enumerate() {

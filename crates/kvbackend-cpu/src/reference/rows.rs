@@ -2,8 +2,8 @@
 
 use kvcore::{DType, Gather, KvFormat, Result, Rotation, RowRotation, Scatter};
 
-use super::{Rotator, locks};
-use crate::element::{Element, dispatch, elements, elements_mut};
+use super::Rotator;
+use crate::element::{Element, dispatch};
 use crate::memory::Access;
 use crate::movement::Movement;
 use crate::plane::{PlaneRows, PlaneRowsMut, RowAt};
@@ -47,10 +47,11 @@ pub(crate) fn scatter(op: &Scatter) -> Result<()> {
 
 /// Scatters rows into a dense plane. Elements of the same type are copied bit for bit.
 fn scatter_dense<S: Element, T: Element>(m: &Movement, convert: impl Fn(S) -> T) -> Result<()> {
-    let mut access = Access::new(&[m.rows.storage()], &[m.plane.storage])?;
+    let (from, to) = (m.span_of_rows()?, &m.spans.codes);
+    let mut access = Access::new(&[&from], &[to])?;
     let mut parts = access.parts();
-    let rows = elements::<S>(parts.read(m.rows.storage())?)?;
-    let cache = elements_mut::<T>(parts.write(m.plane.storage)?)?;
+    let rows = parts.read(&from)?.elements::<S>()?;
+    let mut cache = parts.write(to)?.elements::<T>()?;
     let dim = m.plane.dim;
     m.each(|from, at| {
         let to = m.plane.strides.at(at.layer, at.block, at.token, at.head);
@@ -62,13 +63,14 @@ fn scatter_dense<S: Element, T: Element>(m: &Movement, convert: impl Fn(S) -> T)
 }
 
 fn scatter_quantized<S: Element>(m: &Movement) -> Result<()> {
-    let mut access = Access::new(&[m.rows.storage()], &locks(&m.plane))?;
+    let from = m.span_of_rows()?;
+    let mut access = Access::new(&[&from], &m.spans.all())?;
     let mut parts = access.parts();
-    let rows = elements::<S>(parts.read(m.rows.storage())?)?;
-    let mut cache = PlaneRowsMut::new(&m.plane, &mut parts)?;
+    let rows = parts.read(&from)?.elements::<S>()?;
+    let mut cache = PlaneRowsMut::new(&m.plane, &m.spans, &mut parts)?;
     let mut wide = vec![0.0; m.plane.dim];
     m.each(|from, at| {
-        for (x, y) in wide.iter_mut().zip(&rows[from..]) {
+        for (x, y) in wide.iter_mut().zip(&rows[from..from + m.plane.dim]) {
             *x = y.to_f32();
         }
         cache.write(at, &wide)
@@ -77,10 +79,11 @@ fn scatter_quantized<S: Element>(m: &Movement) -> Result<()> {
 
 /// Scatters rows that are rotated in f32 on the way, into a plane of any format.
 fn scatter_rotated<S: Element>(m: &Movement, rotation: &RowRotation) -> Result<()> {
-    let mut access = Access::new(&[m.rows.storage()], &locks(&m.plane))?;
+    let from = m.span_of_rows()?;
+    let mut access = Access::new(&[&from], &m.spans.all())?;
     let mut parts = access.parts();
-    let rows = elements::<S>(parts.read(m.rows.storage())?)?;
-    let mut cache = PlaneRowsMut::new(&m.plane, &mut parts)?;
+    let rows = parts.read(&from)?.elements::<S>()?;
+    let mut cache = PlaneRowsMut::new(&m.plane, &m.spans, &mut parts)?;
     let used = m.tokens(0..m.slots.len()).map(|(row, _)| rotation.positions[row]);
     let mut rotator = Rotator::new(&rotation.rope, used)?;
     let (factor, strides) = (rotation.rope.attention_factor(), m.rows.strides());
@@ -88,7 +91,7 @@ fn scatter_rotated<S: Element>(m: &Movement, rotation: &RowRotation) -> Result<(
     for (row, at) in m.tokens(0..m.slots.len()) {
         for head in 0..m.plane.heads {
             let from = m.rows.offset() + row * strides[0] + head * strides[1];
-            for (x, y) in wide.iter_mut().zip(&rows[from..]) {
+            for (x, y) in wide.iter_mut().zip(&rows[from..from + m.plane.dim]) {
                 *x = y.to_f32();
             }
             rotator.rotate(&mut wide, rotation.positions[row], factor);
@@ -113,10 +116,11 @@ pub(crate) fn gather(op: &Gather) -> Result<()> {
 
 /// Gathers rows from a dense plane. Elements that are not rotated are copied bit for bit.
 fn gather_dense<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result<()> {
-    let mut access = Access::new(&[m.plane.storage], &[m.rows.storage()])?;
+    let (from, to) = (&m.spans.codes, m.span_of_rows()?);
+    let mut access = Access::new(&[from], &[&to])?;
     let mut parts = access.parts();
-    let cache = elements::<T>(parts.read(m.plane.storage)?)?;
-    let rows = elements_mut::<T>(parts.write(m.rows.storage())?)?;
+    let cache = parts.read(from)?.elements::<T>()?;
+    let mut rows = parts.write(&to)?.elements::<T>()?;
     let mut rotator = rotation.map(Rotator::by).transpose()?;
     let dim = m.plane.dim;
     m.each(|to, at| {
@@ -131,10 +135,11 @@ fn gather_dense<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result
 }
 
 fn gather_quantized<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result<()> {
-    let mut access = Access::new(&locks(&m.plane), &[m.rows.storage()])?;
+    let to = m.span_of_rows()?;
+    let mut access = Access::new(&m.spans.all(), &[&to])?;
     let mut parts = access.parts();
-    let cache = PlaneRows::new(&m.plane, &mut parts)?;
-    let rows = elements_mut::<T>(parts.write(m.rows.storage())?)?;
+    let cache = PlaneRows::new(&m.plane, &m.spans, &mut parts)?;
+    let mut rows = parts.write(&to)?.elements::<T>()?;
     let mut rotator = rotation.map(Rotator::by).transpose()?;
     let mut wide = vec![0.0; m.plane.dim];
     m.each(|to, at| {
@@ -142,7 +147,7 @@ fn gather_quantized<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Re
         if let (Some(rotator), Some(rotation)) = (&mut rotator, rotation) {
             rotator.rotate(&mut wide, rotation.delta, 1.0);
         }
-        for (x, &y) in rows[to..].iter_mut().zip(&wide) {
+        for (x, &y) in rows[to..to + m.plane.dim].iter_mut().zip(&wide) {
             *x = T::from_f32(y);
         }
         Ok(())

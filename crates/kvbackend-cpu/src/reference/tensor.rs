@@ -3,20 +3,19 @@
 use kvcore::{CopyTensor, Result};
 use smallvec::SmallVec;
 
-use crate::memory::Access;
+use crate::memory::{Access, Span};
 
 pub(crate) fn copy_tensor(op: &CopyTensor) -> Result<()> {
-    let (src, dst) = (op.src.storage(), op.dst.storage());
-    let runs = DenseRuns::new(op);
-    let mut access = Access::new(&[src], &[dst])?;
-    if src.address() == dst.address() {
-        let bytes = access.write(dst)?;
-        runs.each(|from, to| bytes.copy_within(from..from + runs.bytes, to));
-    } else {
-        let mut parts = access.parts();
-        let (source, target) = (parts.read(src)?, parts.write(dst)?);
-        runs.each(|from, to| target[to..to + runs.bytes].copy_from_slice(&source[from..from + runs.bytes]));
+    if op.dst.is_empty() {
+        return Ok(());
     }
+    let (src, dst) = (Span::of(&op.src)?, Span::of(&op.dst)?);
+    let runs = DenseRuns::new(op);
+    let mut access = Access::new(&[&src], &[&dst])?;
+    let mut parts = access.parts();
+    // The operation's check has refused views that overlap.
+    let (source, mut target) = (parts.read(&src)?, parts.write(&dst)?);
+    runs.each(|from, to| target[to..to + runs.bytes].copy_from_slice(&source[from..from + runs.bytes]));
     Ok(())
 }
 

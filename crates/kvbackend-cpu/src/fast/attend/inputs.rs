@@ -4,8 +4,9 @@ use kvcore::{Attend, Result, TensorView};
 
 use super::heads::HeadUnits;
 use super::source::SourcePlane;
-use crate::fast::locked::LockedStorages;
+use crate::fast::locked::Locked;
 use crate::fast::rotate::RotationTable;
+use crate::memory::Span;
 use crate::raw::Origin;
 
 /// The inputs that all items of a call read.
@@ -49,19 +50,17 @@ impl<'a> QueryRows<'a> {
     pub(super) fn new<'b: 'a>(
         view: &'a TensorView,
         out: &TensorView,
-        locked: &LockedStorages<'b>,
+        locked: &Locked<'b>,
         copy: &'a mut Vec<u8>,
     ) -> Result<Self> {
-        let size = view.dtype().bits() / 8;
-        let last: usize =
-            view.shape().iter().zip(view.strides()).map(|(n, stride)| n.max(&1) * stride - stride).sum();
-        let len = if view.is_empty() { 0 } else { (last + 1) * size };
-        let bytes = locked.origin(view.storage())?.part(view.offset() * size, len);
+        let span = Span::of(view)?;
+        let (start, len) = (span.bytes().start, span.bytes().len());
+        let bytes = locked.origin(&span)?.part(start, len);
         if !view.overlaps(out)? {
             return Ok(Self { view, bytes });
         }
         copy.clear();
-        // SAFETY: `part` checked that `len` bytes lie inside. The storages are locked and no kernel of this
+        // SAFETY: `part` checked that `len` bytes lie inside. The bytes are locked and no kernel of this
         // call runs yet, so that nobody writes them while the slice lives.
         copy.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes.at(0, len), len) });
         Ok(Self { view, bytes: Origin::new(copy) })

@@ -1,7 +1,7 @@
 //! Attention: decode at the speed of reading the cache, prefill at the speed of its products.
 //!
 //! ```text
-//!   mod       a call: storages are locked, threads take items, states of split rows are merged
+//!   mod       a call: the bytes of its layer are locked, threads take items, states of split rows are merged
 //!    │
 //!    ├─► plan    the call as items: some rows, some heads, some tokens
 //!    ▼
@@ -65,6 +65,8 @@ use self::source::SourcePlane;
 use super::Fast;
 use super::locked::with_locked;
 use super::rotate::RotationTable;
+use crate::memory::Span;
+use crate::plane::PlaneSpans;
 use crate::raw::Target;
 
 /// Memory that a thread keeps between calls.
@@ -93,24 +95,27 @@ impl Fast {
     fn attend_rows(&self, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
         let s = op.arena.layout().shape();
         let units = HeadUnits::new(op.q.shape()[1], s.k_heads, s.v_heads);
-        let queries = [Some(&op.q), latent].into_iter().flatten();
-        let reads: SmallVec<[_; 8]> = op.arena.storages().chain(queries.map(TensorView::storage)).collect();
-        let results = [Some(&op.out), op.lse.as_ref()].into_iter().flatten();
-        let writes: SmallVec<[_; 2]> = results.map(TensorView::storage).collect();
+        let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
+        let planes = [k, v].map(|plane| PlaneSpans::of_layer(&op.arena, &plane, op.layer));
+        let (q, q_latent) = (Span::of(&op.q)?, latent.map(Span::of).transpose()?);
+        let (out, lse) = (Span::of(&op.out)?, op.lse.as_ref().map(Span::of).transpose()?);
+        let mut reads: SmallVec<[&Span; 8]> = planes.iter().flat_map(PlaneSpans::all).collect();
+        reads.extend(std::iter::once(&q).chain(&q_latent));
+        let writes: SmallVec<[&Span; 2]> = std::iter::once(&out).chain(&lse).collect();
         with_locked(&reads, &writes, |locked| {
             CALLER_MEMORY.with_borrow_mut(|CallerMemory { plans, shared, copies: [q, q_latent] }| {
                 let q = QueryRows::new(&op.q, &op.out, locked, q)?;
                 let latent_view = latent;
                 let latent =
                     latent.map(|view| QueryRows::new(view, &op.out, locked, q_latent)).transpose()?;
-                let keys = SourcePlane::new(&op.arena.k_plane(), locked)?;
-                let values = SourcePlane::new(&op.arena.v_plane(), locked)?;
+                let keys = SourcePlane::new(&k, &planes[0], locked)?;
+                let values = SourcePlane::new(&v, &planes[1], locked)?;
                 let table = op.rope.as_deref().map(RotationTable::of_checked).transpose()?;
                 let outputs = Outputs {
-                    out: (&op.out, locked.target(op.out.storage())?),
-                    lse: match &op.lse {
-                        Some(view) => Some((view, locked.target(view.storage())?)),
-                        None => None,
+                    out: (&op.out, locked.target(&out)?),
+                    lse: match (&op.lse, &lse) {
+                        (Some(view), Some(span)) => Some((view, locked.target(span)?)),
+                        _ => None,
                     },
                 };
                 let matrix_form = MatrixForm::of(self.level.level(), op, latent_view, [&keys, &values]);

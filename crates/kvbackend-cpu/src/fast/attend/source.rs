@@ -4,9 +4,9 @@ use kvcore::{DType, KvFormat, KvPlane, Result};
 
 use super::pointers::{Prefetch, RowPointers};
 use crate::fast::codes::{DecodeRow, check};
-use crate::fast::locked::LockedStorages;
+use crate::fast::locked::Locked;
 use crate::fast::share;
-use crate::plane::{RowAt, RowLayout};
+use crate::plane::{PlaneSpans, RowAt, RowLayout};
 use crate::raw::Origin;
 use crate::simd::Simd;
 
@@ -25,10 +25,10 @@ pub(super) struct SourcePlane<'a> {
 }
 
 impl<'a> SourcePlane<'a> {
-    pub(super) fn new<'b: 'a>(plane: &KvPlane, locked: &LockedStorages<'b>) -> Result<Self> {
+    pub(super) fn new<'b: 'a>(plane: &KvPlane, spans: &PlaneSpans, locked: &Locked<'b>) -> Result<Self> {
         check(plane.format)?;
-        let codes = (RowLayout::codes(plane), locked.origin(plane.storage)?);
-        let scales = plane.scales.map(|(storage, _)| locked.origin(storage)).transpose()?;
+        let codes = (RowLayout::codes(plane), locked.origin(&spans.codes)?);
+        let scales = spans.scales.as_ref().map(|scales| locked.origin(scales)).transpose()?;
         let dense = match plane.format {
             KvFormat::Dense(dtype) => Some(dtype),
             _ => None,

@@ -136,7 +136,10 @@ impl TensorView {
 
     /// Returns the byte range of the storage from the first element to the last, including the bytes
     /// between them.
-    fn extent(&self) -> Result<Range<usize>> {
+    ///
+    /// # Errors
+    /// Returns [`Error::Overflow`] if the size does not fit the address space, as it does for every view.
+    pub fn extent(&self) -> Result<Range<usize>> {
         Ok(self.dtype.bytes_for(self.offset)?..self.dtype.bytes_for(self.end()?)?)
     }
 

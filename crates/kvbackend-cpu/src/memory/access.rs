@@ -1,0 +1,334 @@
+//! The parts of storages that one operation uses, locked together.
+
+use std::ops::{Index, IndexMut, Range};
+use std::sync::Arc;
+
+use kvcore::{Error, Result, Storage, TensorView};
+use smallvec::SmallVec;
+
+use super::ranges::{RangeUse, Turn};
+use super::{CpuStorage, cpu};
+use crate::NAME;
+use crate::element::{Element, elements, elements_mut};
+
+/// Bytes of a storage that an operation uses.
+#[derive(Clone)]
+pub(crate) struct Span<'a> {
+    storage: &'a Arc<dyn Storage>,
+    bytes: Range<usize>,
+}
+
+impl<'a> Span<'a> {
+    pub(crate) fn new(storage: &'a Arc<dyn Storage>, bytes: Range<usize>) -> Self {
+        Self { storage, bytes }
+    }
+
+    /// Returns the bytes of a view, from its first element to its last.
+    pub(crate) fn of(view: &'a TensorView) -> Result<Self> {
+        Ok(Self::new(view.storage(), view.extent()?))
+    }
+
+    /// Returns the storage of the bytes.
+    pub(crate) fn storage(&self) -> Result<&'a CpuStorage> {
+        cpu(self.storage)
+    }
+
+    /// Returns the range of the bytes in their storage.
+    pub(crate) fn bytes(&self) -> &Range<usize> {
+        &self.bytes
+    }
+}
+
+/// A list whose inline capacity covers what operations touch, so that it does not use the heap.
+type Few<T> = SmallVec<[T; 8]>;
+
+/// Locks of all that one operation touches.
+///
+/// Parts that overlap are one part. The parts of a storage are locked at once, in the order of arrival, and storages in the
+/// order of their addresses. Hence operations cannot deadlock: one that waits in a storage waits for earlier uses of this
+/// storage, which wait for still earlier ones or in storages further on.
+///
+/// The parts are sorted by storage and by first byte. No two parts of a storage overlap.
+pub(crate) struct Access<'a>(Few<Part<'a>>);
+
+struct Part<'a> {
+    storage: &'a CpuStorage,
+    range: RangeUse,
+    /// The turn of the storage's parts.
+    turn: Turn,
+}
+
+impl Part<'_> {
+    fn order(&self) -> (u64, *const CpuStorage, usize, usize) {
+        let bytes = &self.range.bytes;
+        (self.storage.address, std::ptr::from_ref(self.storage), bytes.start, bytes.end)
+    }
+
+    fn contains(&self, span: &Span<'_>) -> Result<bool> {
+        let (own, bytes) = (&self.range.bytes, span.bytes());
+        Ok(own.start <= bytes.start && bytes.end <= own.end && std::ptr::eq(self.storage, span.storage()?))
+    }
+
+    /// Joins a part that is the next in order if it shares a byte with this one.
+    fn joins(&mut self, next: &Self) -> bool {
+        let (own, other) = (&mut self.range, &next.range);
+        let overlap = std::ptr::eq(self.storage, next.storage) && other.bytes.start < own.bytes.end;
+        if overlap {
+            own.bytes.end = own.bytes.end.max(other.bytes.end);
+            own.write |= other.write;
+        }
+        overlap
+    }
+}
+
+impl<'a> Access<'a> {
+    /// Locks `reads` for reading and `writes` for writing. Parts that overlap are locked as one, for writing if one of them
+    /// is written.
+    ///
+    /// # Errors
+    /// Returns [`Error::ForeignHandle`] for a storage of another backend, and [`Error::TooLarge`] for bytes that a storage
+    /// does not have.
+    pub(crate) fn new(reads: &[&Span<'a>], writes: &[&Span<'a>]) -> Result<Self> {
+        let mut parts: Few<Part<'a>> = Few::new();
+        for (list, write) in [(writes, true), (reads, false)] {
+            for span in list {
+                let (storage, bytes) = (span.storage()?, span.bytes().clone());
+                if bytes.start > bytes.end || bytes.end > storage.len {
+                    let what = "end of the bytes that an operation uses";
+                    return Err(Error::TooLarge {
+                        what,
+                        value: bytes.end as i128,
+                        most: storage.len as i128,
+                    });
+                }
+                parts.push(Part { storage, range: RangeUse { bytes, write }, turn: Turn::default() });
+            }
+        }
+        parts.sort_unstable_by_key(Part::order);
+        parts.dedup_by(|next, last| last.joins(next));
+        for parts in parts.chunk_by_mut(|a, b| std::ptr::eq(a.storage, b.storage)) {
+            let turn = parts[0].storage.locks.begin(parts.iter().map(|part| &part.range));
+            for part in parts {
+                part.turn = turn;
+            }
+        }
+        Ok(Self(parts))
+    }
+
+    /// Returns locked bytes, for reading.
+    pub(crate) fn read(&self, span: &Span<'_>) -> Result<Window<'_>> {
+        for part in &self.0 {
+            if part.contains(span)? {
+                let range = &part.range.bytes;
+                // SAFETY: the part is locked while `self` lives. Bytes to write are given out only by `windows`, which borrows
+                // `self` mutably, so that none exist now.
+                let values = unsafe { part.storage.bytes(range) };
+                return Ok(Window { first: range.start, values });
+            }
+        }
+        Err(not_locked())
+    }
+
+    /// Returns all locked bytes with their storages, each once.
+    pub(crate) fn windows(&mut self) -> impl Iterator<Item = (&CpuStorage, LockedBytes<'_>)> {
+        self.0.iter().map(|Part { storage, range, .. }| {
+            let first = range.bytes.start;
+            // SAFETY: the part is locked while `self` lives, for writing if the slice is one to write. No two parts of
+            // `self` overlap, each is given out once, and `self` is borrowed mutably as long as they live. Two storages
+            // share bytes only if they are read alone, as their constructors demand.
+            let bytes = unsafe {
+                if range.write {
+                    LockedBytes::Write(WindowMut { first, values: storage.bytes_mut(&range.bytes) })
+                } else {
+                    LockedBytes::Read(Window { first, values: storage.bytes(&range.bytes) })
+                }
+            };
+            (*storage, bytes)
+        })
+    }
+
+    /// Returns all locked bytes, to be taken out part by part.
+    pub(crate) fn parts(&mut self) -> Parts<'_> {
+        Parts(self.windows().collect())
+    }
+}
+
+impl Drop for Access<'_> {
+    fn drop(&mut self) {
+        for parts in self.0.chunk_by(|a, b| std::ptr::eq(a.storage, b.storage)) {
+            parts[0].storage.locks.end(parts[0].turn);
+        }
+    }
+}
+
+/// Locked bytes of several storages at the same time. A part can be taken once.
+pub(crate) struct Parts<'a>(Few<(&'a CpuStorage, LockedBytes<'a>)>);
+
+pub(crate) enum LockedBytes<'a> {
+    Read(Window<'a>),
+    Write(WindowMut<'a>),
+}
+
+impl LockedBytes<'_> {
+    fn contains(&self, bytes: &Range<usize>) -> bool {
+        let (first, len) = match self {
+            Self::Read(own) => (own.first, own.values.len()),
+            Self::Write(own) => (own.first, own.values.len()),
+        };
+        first <= bytes.start && bytes.end <= first + len
+    }
+}
+
+impl<'a> Parts<'a> {
+    fn take(&mut self, span: &Span<'_>) -> Result<LockedBytes<'a>> {
+        let storage = span.storage()?;
+        let holds = |(own, bytes): &(&CpuStorage, LockedBytes<'_>)| {
+            std::ptr::eq(*own, storage) && bytes.contains(span.bytes())
+        };
+        let at = self.0.iter().position(holds).ok_or_else(not_locked)?;
+        Ok(self.0.swap_remove(at).1)
+    }
+
+    /// Takes the bytes of a span, for reading.
+    pub(crate) fn read(&mut self, span: &Span<'_>) -> Result<Window<'a>> {
+        match self.take(span)? {
+            LockedBytes::Read(bytes) => Ok(bytes),
+            LockedBytes::Write(WindowMut { first, values }) => Ok(Window { first, values }),
+        }
+    }
+
+    /// Takes the bytes of a span that is locked for writing.
+    pub(crate) fn write(&mut self, span: &Span<'_>) -> Result<WindowMut<'a>> {
+        match self.take(span)? {
+            LockedBytes::Write(bytes) => Ok(bytes),
+            LockedBytes::Read(_) => Err(not_locked()),
+        }
+    }
+}
+
+/// Returns the error for bytes that a kernel uses without the lock that the use needs.
+pub(crate) fn not_locked() -> Error {
+    let reason = "a kernel uses bytes that it has not locked, or has locked only to read".to_owned();
+    Error::Device { backend: NAME, reason }
+}
+
+/// Elements of a part of a storage to read. They keep the numbers that they have in the storage.
+pub(crate) struct Window<'a, T = u8> {
+    pub(crate) first: usize,
+    pub(crate) values: &'a [T],
+}
+
+/// Elements of a part of a storage to write. They keep the numbers that they have in the storage.
+pub(crate) struct WindowMut<'a, T = u8> {
+    pub(crate) first: usize,
+    pub(crate) values: &'a mut [T],
+}
+
+impl<T> Clone for Window<'_, T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<T> Copy for Window<'_, T> {}
+
+impl<'a> Window<'a> {
+    /// Returns the bytes as elements, of which the first begins where the window does.
+    pub(crate) fn elements<T: Element>(self) -> Result<Window<'a, T>> {
+        Ok(Window { first: self.first / size_of::<T>(), values: elements(self.values)? })
+    }
+}
+
+impl<'a> WindowMut<'a> {
+    /// Returns the bytes as elements, of which the first begins where the window does.
+    pub(crate) fn elements<T: Element>(self) -> Result<WindowMut<'a, T>> {
+        Ok(WindowMut { first: self.first / size_of::<T>(), values: elements_mut(self.values)? })
+    }
+}
+
+impl<'a, T> Window<'a, T> {
+    /// Returns elements by their numbers in the storage.
+    pub(crate) fn get(self, range: Range<usize>) -> &'a [T] {
+        &self.values[range.start - self.first..range.end - self.first]
+    }
+}
+
+impl<T> Index<Range<usize>> for Window<'_, T> {
+    type Output = [T];
+
+    fn index(&self, range: Range<usize>) -> &[T] {
+        self.get(range)
+    }
+}
+
+impl<T> Index<Range<usize>> for WindowMut<'_, T> {
+    type Output = [T];
+
+    fn index(&self, range: Range<usize>) -> &[T] {
+        &self.values[range.start - self.first..range.end - self.first]
+    }
+}
+
+impl<T> IndexMut<Range<usize>> for WindowMut<'_, T> {
+    fn index_mut(&mut self, range: Range<usize>) -> &mut [T] {
+        &mut self.values[range.start - self.first..range.end - self.first]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvcore::{DType, MemoryKind};
+
+    use super::*;
+
+    fn storage(bytes: usize) -> Arc<dyn Storage> {
+        Arc::new(CpuStorage::allocate(MemoryKind::System, bytes).unwrap())
+    }
+
+    #[test]
+    fn parts_that_overlap_are_one_and_are_taken_once() {
+        let storage = storage(16);
+        let (a, b) = (Span::new(&storage, 2..6), Span::new(&storage, 4..8));
+        let mut access = Access::new(&[&a], &[&b]).unwrap();
+        assert_eq!(access.read(&Span::new(&storage, 2..8)).unwrap().values.len(), 6);
+        let mut parts = access.parts();
+        parts.write(&b).unwrap()[4..6].fill(1);
+        assert!(parts.read(&a).is_err(), "taken already");
+        drop(parts);
+        assert_eq!(access.read(&a).unwrap().get(2..6), [0, 0, 1, 1]);
+    }
+
+    #[test]
+    fn what_is_not_locked_or_not_there_is_refused() {
+        let (storage, other) = (storage(16), storage(16));
+        let part = Span::new(&storage, 0..4);
+        let mut access = Access::new(&[&part], &[]).unwrap();
+        for span in [Span::new(&storage, 0..5), Span::new(&storage, 8..9), Span::new(&other, 0..4)] {
+            assert!(matches!(access.read(&span), Err(Error::Device { .. })));
+        }
+        assert!(access.parts().write(&part).is_err(), "locked to read");
+        let outside = Access::new(&[&Span::new(&storage, 8..17)], &[]).map(drop);
+        assert!(matches!(outside, Err(Error::TooLarge { value: 17, most: 16, .. })));
+    }
+
+    #[test]
+    fn parts_beside_each_other_are_apart() {
+        let storage = storage(16);
+        let (left, right) = (Span::new(&storage, 0..8), Span::new(&storage, 8..16));
+        let mut access = Access::new(&[&left], &[&right]).unwrap();
+        let mut parts = access.parts();
+        let (from, mut to) = (parts.read(&left).unwrap(), parts.write(&right).unwrap());
+        to[8..16].copy_from_slice(&from[0..8]);
+    }
+
+    #[test]
+    fn empty_views_lock_nothing() {
+        let storage = storage(16);
+        let view = TensorView::new(Arc::clone(&storage), DType::U8, &[16]).unwrap();
+        let _all = Access::new(&[], &[&Span::of(&view).unwrap()]).unwrap();
+        let none = view.slice(0, 4, 4).unwrap();
+        // On the thread that holds all: a lock that waited would never return.
+        let mut access = Access::new(&[], &[&Span::of(&none).unwrap()]).unwrap();
+        assert!(access.parts().write(&Span::of(&none).unwrap()).unwrap().values.is_empty());
+    }
+}

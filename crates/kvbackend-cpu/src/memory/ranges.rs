@@ -1,0 +1,168 @@
+//! The ranges of a storage that are in use, so that operations on disjoint ranges do not wait for each other.
+
+use std::ops::Range;
+
+use parking_lot::{Condvar, Mutex};
+use smallvec::SmallVec;
+
+/// The uses of one storage, in the order in which they were asked for.
+///
+/// A use is all ranges that one operation touches. It begins once no earlier use conflicts: two uses conflict if they
+/// share a byte and one of them writes it. No use passes an earlier one that it conflicts with, so that readers who
+/// follow one another never keep a writer out.
+#[derive(Default)]
+pub(super) struct RangeLocks {
+    state: Mutex<State>,
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Uses in progress and uses that wait, by turn. The inline capacity covers a few operations at once.
+    uses: SmallVec<[(Turn, RangeUse); 8]>,
+    next: u64,
+    waiting: usize,
+}
+
+/// The place of a use in the order of its storage.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Turn(u64);
+
+/// A range of bytes that a use reads or writes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct RangeUse {
+    pub(super) bytes: Range<usize>,
+    pub(super) write: bool,
+}
+
+impl RangeUse {
+    fn conflicts(&self, other: &Self) -> bool {
+        let shared = self.bytes.start.max(other.bytes.start) < self.bytes.end.min(other.bytes.end);
+        shared && (self.write || other.write)
+    }
+}
+
+impl State {
+    /// Returns whether a use with an earlier turn conflicts with the use of this turn.
+    fn must_wait(&self, turn: Turn) -> bool {
+        let first = self.uses.iter().position(|(known, _)| *known == turn).unwrap_or(self.uses.len());
+        let (earlier, own) = self.uses.split_at(first);
+        let mut own = own.iter().take_while(|(known, _)| *known == turn);
+        own.any(|(_, own)| earlier.iter().any(|(_, other)| own.conflicts(other)))
+    }
+}
+
+impl RangeLocks {
+    /// Waits until the ranges may be used, and returns the turn to [`end`](Self::end) after the use.
+    pub(super) fn begin<'a>(&self, ranges: impl Iterator<Item = &'a RangeUse>) -> Turn {
+        let mut state = self.state.lock();
+        let (turn, alone) = (Turn(state.next), state.uses.is_empty());
+        state.next += 1;
+        for range in ranges {
+            state.uses.push((turn, range.clone()));
+        }
+        if !alone && state.must_wait(turn) {
+            state.waiting += 1;
+            while state.must_wait(turn) {
+                self.ended.wait(&mut state);
+            }
+            state.waiting -= 1;
+        }
+        turn
+    }
+
+    /// Ends a use. The caller keeps nothing that was reached through it.
+    pub(super) fn end(&self, turn: Turn) {
+        let mut state = self.state.lock();
+        state.uses.retain(|(known, _)| *known != turn);
+        let waiting = state.waiting > 0;
+        drop(state);
+        if waiting {
+            self.ended.notify_all();
+        }
+    }
+
+    /// Returns the number of uses that wait for others.
+    #[cfg(test)]
+    pub(super) fn waiting(&self) -> usize {
+        self.state.lock().waiting
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::*;
+
+    fn reads(bytes: Range<usize>) -> RangeUse {
+        RangeUse { bytes, write: false }
+    }
+
+    fn writes(bytes: Range<usize>) -> RangeUse {
+        RangeUse { bytes, write: true }
+    }
+
+    /// Waits until `count` uses wait.
+    fn until_waiting(locks: &RangeLocks, count: usize) {
+        while locks.waiting() < count {
+            std::thread::yield_now();
+        }
+    }
+
+    #[test]
+    fn disjoint_ranges_and_readers_of_one_range_do_not_wait() {
+        let locks = RangeLocks::default();
+        let all = [writes(0..8), writes(8..16), reads(16..24), reads(20..32), writes(32..32), writes(4..4)];
+        // On one thread: a use that waited would never return.
+        let turns = all.map(|range| locks.begin([range].iter()));
+        for turn in turns {
+            locks.end(turn);
+        }
+        let again = locks.begin([writes(0..32)].iter());
+        locks.end(again);
+    }
+
+    #[test]
+    fn a_reader_does_not_pass_a_writer_that_waits() {
+        let (locks, order) = (RangeLocks::default(), Mutex::new(Vec::new()));
+        let first = locks.begin([reads(0..8)].iter());
+        let enter = |name, range| {
+            let turn = locks.begin([range].iter());
+            order.lock().push(name);
+            locks.end(turn);
+        };
+        std::thread::scope(|scope| {
+            scope.spawn(|| enter("writer", writes(4..12)));
+            until_waiting(&locks, 1);
+            scope.spawn(|| enter("reader", reads(4..8)));
+            until_waiting(&locks, 2);
+            // What shares no byte with those that wait goes on.
+            enter("other", writes(12..16));
+            locks.end(first);
+        });
+        assert_eq!(*order.lock(), ["other", "writer", "reader"]);
+    }
+
+    #[test]
+    fn uses_of_several_ranges_in_any_order_never_deadlock_or_meet() {
+        let locks = RangeLocks::default();
+        let users: [AtomicUsize; 4] = std::array::from_fn(|_| AtomicUsize::new(0));
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (locks, users) = (&locks, &users);
+                scope.spawn(move || {
+                    for round in 0..500 {
+                        let (a, b) = ((thread + round) % 4, (thread * 3 + round / 4) % 4);
+                        let ranges = [a, b].map(|i| writes(8 * i..8 * i + 8));
+                        let turn = locks.begin(ranges.iter().take(if a == b { 1 } else { 2 }));
+                        assert_eq!(users[a].fetch_add(1, Ordering::Relaxed), 0);
+                        std::thread::yield_now();
+                        users[a].fetch_sub(1, Ordering::Relaxed);
+                        locks.end(turn);
+                    }
+                });
+            }
+        });
+    }
+}
