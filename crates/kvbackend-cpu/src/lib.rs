@@ -71,7 +71,7 @@ use workers::Workers;
 pub use communicator::ThreadCommunicator;
 #[cfg(target_os = "linux")]
 pub use memory::CpuReserved;
-pub use memory::CpuStorage;
+pub use memory::{CpuStorage, HostView, HostViewMut};
 pub use options::{CpuOptions, KernelSet, Thresholds};
 pub use simd::SimdLevel;
 pub use stream::{CpuEvent, CpuStream};

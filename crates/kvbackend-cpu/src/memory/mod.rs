@@ -18,10 +18,13 @@ mod pages;
 mod ranges;
 #[cfg(target_os = "linux")]
 mod reserved;
+mod vector;
+mod view;
 
 pub(crate) use access::{Access, LockedBytes, Parts, Span, Window, WindowMut, not_locked};
 #[cfg(target_os = "linux")]
 pub use reserved::CpuReserved;
+pub use view::{HostView, HostViewMut};
 
 /// Alignment of an allocation: a cache line, which also suits every SIMD width.
 const ALIGN: usize = 64;
@@ -53,7 +56,7 @@ struct Memory {
 }
 
 enum Owner {
-    /// Allocated by [`CpuStorage::allocate`] with this layout.
+    /// Allocated by the global allocator with this layout.
     Allocated(Layout),
     /// Mapped by the system for this storage alone.
     #[cfg(target_os = "linux")]
@@ -70,7 +73,7 @@ unsafe impl Sync for Memory {}
 impl Drop for Memory {
     fn drop(&mut self) {
         if let Owner::Allocated(layout) = self.owner {
-            // SAFETY: `ptr` came from `alloc` with `layout`, and `drop` runs once.
+            // SAFETY: `ptr` came from the global allocator with `layout`, and `drop` runs once.
             unsafe { dealloc(self.ptr.as_ptr(), layout) }
         }
     }

@@ -1,0 +1,174 @@
+//! Elements of a tensor as a slice of the host.
+
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::ptr::NonNull;
+
+use bytemuck::Pod;
+use kvcore::{Error, Result, TensorView};
+
+use super::{Access, Span, cpu};
+
+// Decision: docs/decisions/backend-cpu.md#host-views-hold-the-lock-of-their-range
+/// The elements of a contiguous tensor, locked to read. Other readers go on meanwhile, operations that write the elements wait.
+///
+/// A view sees what has been done: wait for the streams that write the tensor first. While a thread holds a view, it MUST NOT
+/// run or wait for operations that write its elements: they wait for the view.
+///
+/// ```
+/// use kvbackend_cpu::{CpuBackend, HostView, HostViewMut};
+/// use kvcore::{Backend, DType, MemoryKind, allocate_tensor};
+///
+/// let backend = CpuBackend::new();
+/// let tensor = allocate_tensor(backend.as_ref(), MemoryKind::System, DType::F32, &[2, 2])?;
+/// HostViewMut::<f32>::of(&tensor)?.copy_from_slice(&[1.0, 2.0, 3.0, 4.0]);
+/// let row = tensor.select(0, 1)?;
+/// assert_eq!(HostView::<f32>::of(&row)?[..], [3.0, 4.0]);
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+pub struct HostView<'a, T>(Elements<'a, T>);
+
+/// The elements of a contiguous tensor, locked to write.
+///
+/// While a thread holds a view, it MUST NOT run or wait for operations that touch its elements: they wait for the view. In all
+/// else it is as [`HostView`].
+pub struct HostViewMut<'a, T>(Elements<'a, T>);
+
+/// Locked elements.
+struct Elements<'a, T> {
+    start: NonNull<T>,
+    len: usize,
+    /// Holds the lock.
+    _access: Access<'a>,
+}
+
+impl<'a, T: Pod> Elements<'a, T> {
+    fn of(tensor: &'a TensorView, write: bool) -> Result<Self> {
+        cpu(tensor.storage())?;
+        let (width, bits) = (8 * size_of::<T>(), tensor.dtype().bits());
+        if width != bits && width != 8 {
+            return Err(Error::Mismatch { what: "bits of an element", expected: bits, got: width });
+        }
+        let span = Span::new(tensor.storage(), tensor.host_range(tensor.dtype().bytes_for(tensor.len())?)?);
+        let mut access = if write { Access::new(&[], &[&span]) } else { Access::new(&[&span], &[]) }?;
+        let misaligned = |bytes: &[u8]| {
+            let address = bytes.as_ptr() as u64;
+            Error::Misaligned { what: "a host view", address, align: align_of::<T>() }
+        };
+        let (start, len) = if write {
+            let bytes = access.parts().write(&span)?.values;
+            let error = misaligned(bytes);
+            let values = bytemuck::try_cast_slice_mut::<u8, T>(bytes).map_err(|_| error)?;
+            (NonNull::from(&mut *values).cast(), values.len())
+        } else {
+            let bytes = access.read(&span)?.values;
+            let values = bytemuck::try_cast_slice::<u8, T>(bytes).map_err(|_| misaligned(bytes))?;
+            (NonNull::from(values).cast(), values.len())
+        };
+        Ok(Self { start, len, _access: access })
+    }
+
+    fn as_slice(&self) -> &[T] {
+        // SAFETY: `of` made `start` and `len` of a slice of locked bytes that are elements of `T`, and the lock is held while
+        // `self` lives. Only `as_mut_slice` writes them, which borrows `self` mutably.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
+    }
+}
+
+impl<'a, T: Pod> HostView<'a, T> {
+    /// Locks the elements of a tensor, and waits for operations that write them now. `T` is as wide as an element of the tensor,
+    /// or a byte.
+    ///
+    /// # Errors
+    /// Returns [`Error::ForeignHandle`] if the tensor lies in memory of another backend, [`Error::Mismatch`] for another width,
+    /// [`Error::Misaligned`] if the elements are not aligned for `T`, and [`Error::InvalidStrides`] if the tensor is not
+    /// contiguous.
+    pub fn of(tensor: &'a TensorView) -> Result<Self> {
+        Elements::of(tensor, false).map(Self)
+    }
+}
+
+impl<'a, T: Pod> HostViewMut<'a, T> {
+    /// Locks the elements of a tensor, and waits for operations that touch them now. `T` is as wide as an element of the tensor,
+    /// or a byte.
+    ///
+    /// # Errors
+    /// Returns the errors of [`HostView::of`].
+    pub fn of(tensor: &'a TensorView) -> Result<Self> {
+        Elements::of(tensor, true).map(Self)
+    }
+}
+
+impl<T: Pod> Deref for HostView<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        self.0.as_slice()
+    }
+}
+
+impl<T: Pod> Deref for HostViewMut<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        self.0.as_slice()
+    }
+}
+
+impl<T: Pod> DerefMut for HostViewMut<'_, T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: `of` made `start` and `len` of a slice of bytes that are locked to be written, and are elements of `T`. The
+        // lock is held while `self` lives, and `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.0.start.as_ptr(), self.0.len) }
+    }
+}
+
+impl<T> fmt::Debug for HostView<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostView({} elements)", self.0.len)
+    }
+}
+
+impl<T> fmt::Debug for HostViewMut<'_, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostViewMut({} elements)", self.0.len)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use kvcore::{DType, Dims};
+
+    use super::*;
+    use crate::CpuStorage;
+
+    #[test]
+    fn views_of_disjoint_parts_live_side_by_side() {
+        let storage = Arc::new(CpuStorage::from_vec((0..6).collect::<Vec<u32>>()).unwrap());
+        let all = TensorView::new(storage, DType::F32, &[3, 2]).unwrap();
+        let (first, last) = (all.select(0, 0).unwrap(), all.select(0, 2).unwrap());
+        // On one thread: a view that waited would never return.
+        let (from, mut to) = (HostView::<u32>::of(&first).unwrap(), HostViewMut::<u32>::of(&last).unwrap());
+        to.copy_from_slice(&from);
+        assert_eq!((to.len(), HostView::<u8>::of(&first).unwrap().len()), (2, 8));
+        drop(to);
+        assert_eq!(HostView::<u32>::of(&all).unwrap()[..], [0, 1, 2, 3, 0, 1]);
+    }
+
+    #[test]
+    fn wrong_widths_alignments_and_strides_are_refused() {
+        let storage = Arc::new(CpuStorage::from_vec(vec![0u8; 16]).unwrap());
+        let bytes = TensorView::new(storage, DType::U8, &[4, 4]).unwrap();
+        assert!(matches!(HostView::<f32>::of(&bytes), Err(Error::Mismatch { expected: 8, got: 32, .. })));
+        assert!(matches!(HostView::<()>::of(&bytes), Err(Error::Mismatch { .. })));
+        let turned = bytes.permute(&[1, 0]).unwrap();
+        assert!(matches!(HostView::<u8>::of(&turned), Err(Error::InvalidStrides { .. })));
+        let one = Dims::new(&[1]).unwrap();
+        let odd = TensorView::with_strides(bytes.storage().clone(), DType::F16, one, one, 0);
+        // Whether a vector of bytes begins at an even address is up to the allocator.
+        let aligned = bytes.storage().address().is_multiple_of(2);
+        assert_eq!(odd.is_ok_and(|view| HostView::<u16>::of(&view).is_ok()), aligned);
+    }
+}
