@@ -53,6 +53,7 @@ mod reference;
 mod simd;
 mod stream;
 mod workers;
+mod writes;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -71,7 +72,7 @@ use workers::Workers;
 pub use communicator::ThreadCommunicator;
 #[cfg(target_os = "linux")]
 pub use memory::CpuReserved;
-pub use memory::{CpuStorage, HostView, HostViewMut};
+pub use memory::{CpuStorage, HostView, HostViewMut, LentBytes, LentMemory};
 pub use options::{CpuOptions, KernelSet, Thresholds};
 pub use simd::SimdLevel;
 pub use stream::{CpuEvent, CpuStream};

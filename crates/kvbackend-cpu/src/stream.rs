@@ -11,7 +11,7 @@ use parking_lot::Mutex;
 
 use crate::kernels::{KernelTable, QueuedWork};
 use crate::memory::{Access, Span, cpu};
-use crate::{Execution, NAME};
+use crate::{Execution, NAME, writes};
 
 /// A stream of the CPU backend.
 pub struct CpuStream {
@@ -114,6 +114,7 @@ impl Drop for CpuStream {
 
 impl Stream for CpuStream {
     fn launch(&self, operation: Checked<'_>) -> Result<()> {
+        writes::check(operation.operation())?;
         match self.execution {
             Execution::Immediate => {
                 let _running = self.queue.running.lock();
@@ -152,7 +153,7 @@ impl Stream for CpuStream {
 
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
         let range = dst.host_range(src.len())?;
-        cpu(dst.storage())?;
+        cpu(dst.storage())?.check_writable()?;
         Counters::add(&self.counters.host_write_bytes, src.len());
         let storage = Arc::clone(dst.storage());
         let copy = move |src: &[u8]| {

@@ -7,7 +7,7 @@ use kvcore::{Error, Result, Storage, TensorView};
 use smallvec::SmallVec;
 
 use super::ranges::{RangeUse, Turn};
-use super::{CpuStorage, cpu};
+use super::{CpuStorage, LentBytes, cpu};
 use crate::NAME;
 use crate::element::{Element, elements, elements_mut};
 
@@ -48,8 +48,12 @@ type Few<T> = SmallVec<[T; 8]>;
 /// order of their addresses. Hence operations cannot deadlock: one that waits in a storage waits for earlier uses of this
 /// storage, which wait for still earlier ones or in storages further on.
 ///
-/// The parts are sorted by storage and by first byte. No two parts of a storage overlap.
-pub(crate) struct Access<'a>(Few<Part<'a>>);
+pub(crate) struct Access<'a> {
+    /// Sorted by storage and by first byte. No two parts of a storage overlap.
+    parts: Few<Part<'a>>,
+    /// The bytes of lent memory, which are found by their place.
+    lent: SmallVec<[LentBytes<'a>; 4]>,
+}
 
 struct Part<'a> {
     storage: &'a CpuStorage,
@@ -87,7 +91,7 @@ impl<'a> Access<'a> {
     ///
     /// # Errors
     /// Returns [`Error::ForeignHandle`] for a storage of another backend, and [`Error::TooLarge`] for bytes that a storage
-    /// does not have.
+    /// does not have. Returns [`Error::Unsupported`] for `writes` in memory that is lent to be read.
     pub(crate) fn new(reads: &[&Span<'a>], writes: &[&Span<'a>]) -> Result<Self> {
         let mut parts: Few<Part<'a>> = Few::new();
         for (list, write) in [(writes, true), (reads, false)] {
@@ -101,6 +105,9 @@ impl<'a> Access<'a> {
                         most: storage.len as i128,
                     });
                 }
+                if write {
+                    storage.check_writable()?;
+                }
                 parts.push(Part { storage, range: RangeUse { bytes, write }, turn: Turn::default() });
             }
         }
@@ -112,14 +119,33 @@ impl<'a> Access<'a> {
                 part.turn = turn;
             }
         }
-        Ok(Self(parts))
+        let mut access = Self { parts, lent: SmallVec::new() };
+        for part in &access.parts {
+            // The lock of an owner is taken once, also for several storages over its memory.
+            if access.lent(part.storage).is_none()
+                && let Some(bytes) = part.storage.lock_lent()?
+            {
+                access.lent.push(bytes);
+            }
+        }
+        Ok(access)
+    }
+
+    /// Returns the lent bytes of a storage, or `None` if its memory is not lent.
+    fn lent(&self, storage: &CpuStorage) -> Option<&LentBytes<'a>> {
+        let is_of =
+            |bytes: &&LentBytes<'_>| bytes.as_ptr() as u64 == storage.address && bytes.len() == storage.len;
+        self.lent.iter().find(is_of)
     }
 
     /// Returns locked bytes, for reading.
     pub(crate) fn read(&self, span: &Span<'_>) -> Result<Window<'_>> {
-        for part in &self.0 {
+        for part in &self.parts {
             if part.contains(span)? {
                 let range = &part.range.bytes;
+                if let Some(bytes) = self.lent(part.storage) {
+                    return Ok(Window { first: range.start, values: &bytes[range.clone()] });
+                }
                 // SAFETY: the part is locked while `self` lives. Bytes to write are given out only by `windows`, which borrows
                 // `self` mutably, so that none exist now.
                 let values = unsafe { part.storage.bytes(range) };
@@ -131,8 +157,12 @@ impl<'a> Access<'a> {
 
     /// Returns all locked bytes with their storages, each once.
     pub(crate) fn windows(&mut self) -> impl Iterator<Item = (&CpuStorage, LockedBytes<'_>)> {
-        self.0.iter().map(|Part { storage, range, .. }| {
+        let this = &*self;
+        this.parts.iter().map(|Part { storage, range, .. }| {
             let first = range.bytes.start;
+            if let Some(bytes) = this.lent(storage) {
+                return (*storage, LockedBytes::Read(Window { first, values: &bytes[range.bytes.clone()] }));
+            }
             // SAFETY: the part is locked while `self` lives, for writing if the slice is one to write. No two parts of
             // `self` overlap, each is given out once, and `self` is borrowed mutably as long as they live. Two storages
             // share bytes only if they are read alone, as their constructors demand.
@@ -155,7 +185,7 @@ impl<'a> Access<'a> {
 
 impl Drop for Access<'_> {
     fn drop(&mut self) {
-        for parts in self.0.chunk_by(|a, b| std::ptr::eq(a.storage, b.storage)) {
+        for parts in self.parts.chunk_by(|a, b| std::ptr::eq(a.storage, b.storage)) {
             parts[0].storage.locks.end(parts[0].turn);
         }
     }

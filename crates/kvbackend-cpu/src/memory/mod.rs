@@ -13,6 +13,7 @@ use self::ranges::RangeLocks;
 use crate::NAME;
 
 mod access;
+mod lent;
 #[cfg(target_os = "linux")]
 mod pages;
 mod ranges;
@@ -20,6 +21,8 @@ mod ranges;
 mod reserved;
 mod vector;
 mod view;
+
+pub use lent::{LentBytes, LentMemory};
 
 pub(crate) use access::{Access, LockedBytes, Parts, Span, Window, WindowMut, not_locked};
 #[cfg(target_os = "linux")]
@@ -63,6 +66,8 @@ enum Owner {
     Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::Mapping),
     /// Lent to the storage; the owner keeps the bytes alive.
     Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
+    /// Lent to be read, under the owner's own lock.
+    Lender(Arc<dyn LentMemory>),
 }
 
 // SAFETY: `Memory` owns its bytes, or keeps the owner alive, which is `Send`; no field is tied to a thread.
@@ -150,7 +155,7 @@ impl CpuStorage {
     /// Returns some of the bytes.
     ///
     /// # Safety
-    /// The range lies inside the storage, and nothing writes it while the slice lives.
+    /// The range lies inside the storage, whose memory is no lender's, and nothing writes it while the slice lives.
     unsafe fn bytes(&self, range: &Range<usize>) -> &[u8] {
         // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some by contract.
         unsafe { std::slice::from_raw_parts(self.memory.ptr.as_ptr().add(range.start), range.len()) }
@@ -159,7 +164,8 @@ impl CpuStorage {
     /// Returns some of the bytes, to be written.
     ///
     /// # Safety
-    /// The range lies inside the storage, and nothing else reads or writes it while the slice lives.
+    /// The range lies inside the storage, whose memory is no lender's, and nothing else reads or writes it while the slice
+    /// lives.
     #[expect(clippy::mut_from_ref, reason = "the caller holds the lock of the range")]
     unsafe fn bytes_mut(&self, range: &Range<usize>) -> &mut [u8] {
         // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some by contract.

@@ -55,7 +55,7 @@ fn refuse_everything(name: &str, case: Case, strategy: &str) -> BTreeSet<&'stati
     let request = Request {
         recompute: Arc::new(strategy.parse::<Recompute>().unwrap()),
         cell: ReuseCell::ALL[0],
-        max_new_tokens: 2,
+        max_new_tokens: 5,
         keep_logits: true,
         ..Request::new(match case {
             Case::Plain => PromptTokens::Plain(prompt.flatten()),
@@ -140,7 +140,7 @@ fn rule_8_a_request_that_fails_anywhere_holds_nothing(
     request: (Case, &str),
 ) {
     let (case, strategy) = request;
-    let mut expected: BTreeSet<&str> = ["write", "scatter", "read"].into();
+    let mut expected: BTreeSet<&str> = ["scatter", "synchronize"].into();
     // The memory of a warm request's passes is there; a blend has memory of its own.
     if case != Case::Warm || strategy.starts_with("blend") {
         expected.insert("allocate");
@@ -150,7 +150,7 @@ fn rule_8_a_request_that_fails_anywhere_holds_nothing(
         "none" if case == Case::Asleep => expected.extend(["swap_blocks"]),
         "none" => {}
         "link:2" => expected.extend(["copy_blocks"]),
-        _ => expected.extend(["copy_blocks", "gather", "rope"]),
+        _ => expected.extend(["copy_blocks", "gather", "rope", "read"]),
     }
     let refused = refuse_everything(name, case, strategy);
     assert!(refused.is_superset(&expected), "{refused:?}");

@@ -234,9 +234,9 @@ impl Border for Lent {
     fn output(&mut self, _: &dyn Stream, rows: usize) -> Result<TensorView> {
         self.steps.allocate(DType::F32, &[rows, self.extents.heads, self.extents.v_dim])
     }
-    fn take(&mut self, stream: &dyn Stream, output: &TensorView) -> Result<Activation> {
+    fn take(&mut self, stream: &dyn Stream, output: TensorView) -> Result<Activation> {
         stream.synchronize()?;
-        Ok(Activation::on_device(output.clone()))
+        Ok(Activation::on_device(output))
     }
 }
 

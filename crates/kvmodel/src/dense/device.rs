@@ -227,9 +227,9 @@ macro_rules! device_dense {
                 Ok(output)
             }
 
-            fn take(&mut self, stream: &dyn Stream, output: &TensorView) -> Result<Activation> {
+            fn take(&mut self, stream: &dyn Stream, output: TensorView) -> Result<Activation> {
                 self.follow(stream)?;
-                Ok(Activation::on_device(output.clone()))
+                Ok(Activation::on_device(output))
             }
         }
     };

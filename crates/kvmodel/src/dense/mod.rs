@@ -35,7 +35,7 @@ pub use activation::{Activation, RowIndex};
 pub use ascend::AscendDense;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDense;
-pub use host::{HostDense, products};
+pub use host::{HostDense, OutputTensor, lend_tensor, products};
 pub use kvbackend_cpu::dense::{SharedBytes, StoredType};
 pub use stored::StoredWeight;
 pub(crate) use stored::bytes_of;
@@ -205,8 +205,9 @@ pub enum AttentionInput {
 
 /// The border between dense steps and the operations of a stream, for one pass at a time.
 ///
-/// On the host a border is a set of buffers in the memory of the backend, into which rows are copied. Where activations
-/// lie in that memory already, a view *is* the activation and nothing is copied; the border only orders the two sides.
+/// Where activations lie in memory that the operations reach (steps on a device, and steps on the host beside the CPU backend),
+/// a view *is* the activation and nothing is copied; the border only orders the two sides. Between the host and a device, a
+/// border is a set of buffers into which rows are copied.
 ///
 /// - A view of an input is valid until the same input is lent again or the border is dropped.
 /// - The order of calls is the order of work: operations that are launched on `stream` after [`lend`](Self::lend) see
@@ -245,6 +246,6 @@ pub trait Border: fmt::Debug + Send + Sync {
     fn output(&mut self, stream: &dyn Stream, rows: usize) -> Result<TensorView>;
 
     /// Returns the output of attention, which operations of `stream` have written to the view of
-    /// [`output`](Self::output), as an activation.
-    fn take(&mut self, stream: &dyn Stream, output: &TensorView) -> Result<Activation>;
+    /// [`output`](Self::output), as an activation. If no other handle of the view is left, nothing is copied.
+    fn take(&mut self, stream: &dyn Stream, output: TensorView) -> Result<Activation>;
 }

@@ -68,7 +68,7 @@ impl DenseSteps {
                 black_box(rows.map(|rows| self.border.lend(stream, input, rows).unwrap()));
             }
             let output = self.border.output(stream, 1).unwrap();
-            let attention = self.border.take(stream, &output).unwrap();
+            let attention = self.border.take(stream, output).unwrap();
             x = layer.finish(dense, &x, &attention).unwrap();
         }
         let last = model.norm.forward(dense, &x).unwrap();

@@ -123,5 +123,5 @@ pub(super) fn attend(
         Some(q_latent) => device.stream.attend_mla(&AttendMla { attend, q_latent }),
         None => device.stream.attend(&attend),
     })?;
-    device.profiler.span("copy to host", || border.take(device.stream, &out))
+    device.profiler.span("copy to host", || border.take(device.stream, out))
 }

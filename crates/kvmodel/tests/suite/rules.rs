@@ -340,9 +340,8 @@ fn a_hit_copies_no_kv_byte() {
     }
 }
 
-/// Checks the bytes that a layer moves. On a device with its own memory each of these bytes is a transfer.
 #[rstest]
-fn a_layer_takes_q_k_and_v_and_gives_what_attention_made(
+fn a_layer_beside_the_cpu_backend_copies_nothing_across_the_border(
     #[values("llama", "deepseek-v3")] name: &str,
     #[values(false, true)] reuse: bool,
 ) {
@@ -352,18 +351,11 @@ fn a_layer_takes_q_k_and_v_and_gives_what_attention_made(
     let before = lab.backend.counters();
     drop(lab.run(&golden.prompt, ReuseCell::ALL[0], reuse));
     let moved = lab.backend.counters().since(&before);
-    let shape = lab.main.arena().layout().shape();
-    let (layers, heads) = (shape.num_layers, lab.model.config().heads);
-    let rows = moved.scatter_bytes as usize / (lab.main.arena().layout().token_bytes() * layers);
+    let layout = lab.main.arena().layout();
+    let rows = moved.scatter_bytes as usize / (layout.token_bytes() * layout.shape().num_layers);
     let question = golden.prompt.question().len();
     assert_eq!(rows == question, reuse);
-    // The last layer asks only for the rows whose logits are wanted.
-    let asked = (layers - 1) * rows + question;
-    // With latent attention, a query has a part that meets keys and one that meets latents.
-    let query = heads * (shape.k_dim + if name == "deepseek-v3" { shape.v_dim } else { 0 });
-    let stored = shape.k_heads * shape.k_dim + shape.v_heads * shape.v_dim;
-    assert_eq!(moved.host_write_bytes as usize, 4 * (asked * query + layers * rows * stored));
-    assert_eq!(moved.host_read_bytes as usize, 4 * asked * heads * shape.v_dim);
+    assert_eq!((moved.host_write_bytes, moved.host_read_bytes, moved.tensor_copy_bytes), (0, 0, 0));
 }
 
 #[test]

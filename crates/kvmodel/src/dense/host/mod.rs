@@ -17,12 +17,14 @@ use crate::error::{Error, Result};
 
 mod border;
 mod products;
+mod tensors;
 #[cfg(test)]
 mod tests;
 mod weight;
 
 use border::HostBorder;
 pub use products::products;
+pub use tensors::{OutputTensor, lend_tensor};
 use weight::{Held, HostWeight, StoredMatrix};
 
 /// The dense steps on the host.

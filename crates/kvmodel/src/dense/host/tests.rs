@@ -181,7 +181,7 @@ fn rows_cross_the_border_and_come_back() {
     assert_eq!(output.shape(), [2, 4, 5]);
     let attention = numbers(15, 40);
     stream.write(&output, bytemuck::cast_slice(&attention)).unwrap();
-    let taken = border.take(stream.as_ref(), &output).unwrap();
+    let taken = border.take(stream.as_ref(), output).unwrap();
     assert_eq!((taken.shape(), read(&taken)), (&[2, 4, 5][..], attention));
     let refused = border.lend(stream.as_ref(), AttentionInput::LatentQuery, &keys).unwrap_err();
     assert!(refused.to_string().contains("latent"), "{refused}");

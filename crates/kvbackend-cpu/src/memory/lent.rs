@@ -1,0 +1,228 @@
+//! Memory that its owner lends to be read: storages over tensors of other libraries, without a copy.
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::mem::MaybeUninit;
+use std::ops::Deref;
+use std::sync::Arc;
+
+use kvcore::{Error, MemoryKind, Result};
+
+use super::{CpuStorage, Memory, Owner};
+use crate::NAME;
+
+/// Memory whose owner lends it to be read. Operations lock it while they read it, in whatever way the owner locks.
+///
+/// ```
+/// use std::sync::{Arc, RwLock};
+/// use kvbackend_cpu::{CpuBackend, CpuStorage, LentBytes, LentMemory};
+/// use kvcore::{Backend, DType, Storage, TensorView};
+///
+/// struct Shared(Arc<RwLock<Vec<u8>>>);
+///
+/// impl LentMemory for Shared {
+///     fn lock(&self) -> LentBytes<'_> {
+///         struct Guard<'a>(std::sync::RwLockReadGuard<'a, Vec<u8>>);
+///         impl std::ops::Deref for Guard<'_> {
+///             type Target = [u8];
+///             fn deref(&self) -> &[u8] {
+///                 &self.0
+///             }
+///         }
+///         LentBytes::new(Guard(self.0.read().unwrap()))
+///     }
+/// }
+///
+/// let bytes = Arc::new(RwLock::new(vec![1, 2, 3]));
+/// let view = TensorView::new(Arc::new(CpuStorage::lent(Shared(bytes.clone()))?), DType::U8, &[3])?;
+/// let stream = CpuBackend::new().stream()?;
+/// bytes.write().unwrap()[1] = 9;
+/// let mut read = [0; 3];
+/// stream.read(&view, &mut read)?;
+/// assert_eq!(read, [1, 9, 3]);
+/// assert!(stream.write(&view, &read).is_err());
+/// # Ok::<(), kvcore::Error>(())
+/// ```
+pub trait LentMemory: Send + Sync {
+    /// Waits until the bytes may be read, and keeps others from writing them while the result lives.
+    ///
+    /// The owner guarantees that they stay where they are, for as long as the storage lives. An operation that finds them
+    /// elsewhere is refused.
+    fn lock(&self) -> LentBytes<'_>;
+}
+
+/// Bytes that are locked to be read: a guard of any type. A guard lies inline, so that locking takes no memory.
+pub struct LentBytes<'a> {
+    guard: MaybeUninit<[usize; WORDS]>,
+    bytes: unsafe fn(*const [usize; WORDS]) -> *const [u8],
+    drop: unsafe fn(*mut [usize; WORDS]),
+    /// Guards of threads must not move to another.
+    life: PhantomData<(&'a (), *const ())>,
+}
+
+/// The size of the largest guard, in words.
+const WORDS: usize = 4;
+
+impl<'a> LentBytes<'a> {
+    /// Takes a guard, which must be of at most four words.
+    pub fn new<G: Deref<Target = [u8]> + 'a>(guard: G) -> Self {
+        const {
+            assert!(size_of::<G>() <= size_of::<[usize; WORDS]>() && align_of::<G>() <= align_of::<usize>());
+        }
+        let mut place = MaybeUninit::<[usize; WORDS]>::uninit();
+        // SAFETY: the guard is no larger than the place and needs no larger alignment, as was asserted.
+        unsafe { place.as_mut_ptr().cast::<G>().write(guard) };
+        Self {
+            guard: place,
+            bytes: |place| {
+                // SAFETY: `deref` passes the place, which holds a `G` until `self` is dropped.
+                let bytes: &[u8] = unsafe { &*place.cast::<G>() };
+                std::ptr::from_ref(bytes)
+            },
+            // SAFETY: `Drop` passes the place, which holds a `G`, and calls this once.
+            drop: |place| unsafe { place.cast::<G>().drop_in_place() },
+            life: PhantomData,
+        }
+    }
+}
+
+impl Deref for LentBytes<'_> {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `bytes` is the function for the guard in the place. The slice is borrowed of the guard, which is borrowed
+        // with `self`.
+        unsafe { &*(self.bytes)(self.guard.as_ptr()) }
+    }
+}
+
+impl Drop for LentBytes<'_> {
+    fn drop(&mut self) {
+        // SAFETY: `drop` is the function for the guard in the place, which is dropped here and nowhere else.
+        unsafe { (self.drop)(self.guard.as_mut_ptr()) }
+    }
+}
+
+impl fmt::Debug for LentBytes<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LentBytes({} bytes)", self.len())
+    }
+}
+
+impl CpuStorage {
+    /// Creates a storage over memory that operations may read and not write; [`LentMemory`] has an example. The owner is
+    /// dropped with the storage.
+    ///
+    /// # Errors
+    /// Returns [`Error::Zero`] if there are no bytes.
+    pub fn lent(owner: impl LentMemory + 'static) -> Result<Self> {
+        let bytes = owner.lock();
+        let (ptr, len) = (std::ptr::NonNull::from(&*bytes).cast(), bytes.len());
+        drop(bytes);
+        if len == 0 {
+            return Err(Error::Zero { what: "bytes of a lent memory" });
+        }
+        Ok(Self::new(Memory { ptr, owner: Owner::Lender(Arc::new(owner)) }, len, MemoryKind::System))
+    }
+
+    /// Locks the bytes of a lent memory; `None` for a storage whose own locks suffice.
+    pub(super) fn lock_lent(&self) -> Result<Option<LentBytes<'_>>> {
+        let Owner::Lender(owner) = &self.memory.owner else { return Ok(None) };
+        let bytes = owner.lock();
+        if bytes.as_ptr() as u64 != self.address || bytes.len() != self.len {
+            let reason = "the owner of lent memory has moved it".to_owned();
+            return Err(Error::Device { backend: NAME, reason });
+        }
+        Ok(Some(bytes))
+    }
+
+    /// Checks that operations may write the storage.
+    pub(crate) fn check_writable(&self) -> Result<()> {
+        match self.memory.owner {
+            Owner::Lender(_) => {
+                let what = "writing memory that is lent to be read".to_owned();
+                Err(Error::Unsupported { backend: NAME, what })
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use kvcore::{Backend, DType, Storage, TensorView};
+
+    use super::*;
+    use crate::{CpuBackend, Execution, HostView, HostViewMut};
+
+    /// Bytes that can be exchanged for others, and a count of the guards that live.
+    struct Lender {
+        bytes: Mutex<Arc<Vec<u8>>>,
+        guards: Arc<AtomicUsize>,
+    }
+
+    struct Guard<'a>(Arc<Vec<u8>>, &'a AtomicUsize);
+
+    impl Deref for Guard<'_> {
+        type Target = [u8];
+        fn deref(&self) -> &[u8] {
+            &self.0
+        }
+    }
+
+    impl Drop for Guard<'_> {
+        fn drop(&mut self) {
+            self.1.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    impl LentMemory for Arc<Lender> {
+        fn lock(&self) -> LentBytes<'_> {
+            self.guards.fetch_add(1, Ordering::Relaxed);
+            LentBytes::new(Guard(Arc::clone(&self.bytes.lock().unwrap()), &self.guards))
+        }
+    }
+
+    fn lender(bytes: Vec<u8>) -> Arc<Lender> {
+        Arc::new(Lender { bytes: Mutex::new(Arc::new(bytes)), guards: Arc::default() })
+    }
+
+    #[test]
+    fn lent_memory_is_locked_while_it_is_read_and_never_written() {
+        let owner = lender(vec![1, 2, 3, 4]);
+        let storage: Arc<dyn Storage> = Arc::new(CpuStorage::lent(Arc::clone(&owner)).unwrap());
+        let guards = || owner.guards.load(Ordering::Relaxed);
+        let view = TensorView::new(storage, DType::U8, &[4]).unwrap();
+        let part = view.slice(0, 1, 3).unwrap();
+        let (read, again) = (HostView::<u8>::of(&part).unwrap(), HostView::<u8>::of(&view).unwrap());
+        assert_eq!((&read[..], &again[..], guards()), (&[2, 3][..], &[1, 2, 3, 4][..], 2));
+        drop((read, again));
+        assert_eq!(guards(), 0);
+        assert!(matches!(HostViewMut::<u8>::of(&view), Err(Error::Unsupported { .. })));
+        for execution in [Execution::Immediate, Execution::Deferred] {
+            let stream = CpuBackend::with_execution(execution).stream().unwrap();
+            let refused =
+                view.slice(0, 0, 2).unwrap().copy_to(&view.slice(0, 2, 4).unwrap(), stream.as_ref());
+            assert!(matches!(refused, Err(Error::Unsupported { .. })), "refused before it is enqueued");
+            assert!(matches!(stream.write(&view, &[0; 4]), Err(Error::Unsupported { .. })));
+        }
+        assert_eq!((guards(), **owner.bytes.lock().unwrap() == [1, 2, 3, 4]), (0, true));
+        drop((view, part));
+        assert_eq!(Arc::strong_count(&owner), 1);
+    }
+
+    #[test]
+    fn memory_that_moved_is_refused() {
+        let owner = lender(vec![0; 8]);
+        let storage: Arc<dyn Storage> = Arc::new(CpuStorage::lent(Arc::clone(&owner)).unwrap());
+        let view = TensorView::new(storage, DType::U8, &[8]).unwrap();
+        let before = std::mem::replace(&mut *owner.bytes.lock().unwrap(), Arc::new(vec![0; 16]));
+        assert!(matches!(HostView::<u8>::of(&view), Err(Error::Device { .. })));
+        *owner.bytes.lock().unwrap() = before;
+        assert_eq!(HostView::<u8>::of(&view).unwrap()[..], [0; 8]);
+        assert!(matches!(CpuStorage::lent(lender(vec![])), Err(Error::Zero { .. })));
+    }
+}

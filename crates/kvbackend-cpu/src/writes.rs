@@ -1,0 +1,35 @@
+//! The storages that an operation writes.
+
+use std::sync::Arc;
+
+use kvcore::{KvArena, Operation, Result, Storage, TensorView};
+
+use crate::memory::cpu;
+
+/// Checks that the memory that an operation writes may be written.
+///
+/// # Errors
+/// Returns [`kvcore::Error::Unsupported`] for memory that is lent to be read.
+pub(crate) fn check(operation: Operation<'_>) -> Result<()> {
+    let arena = |arena: &KvArena| arena.storages().try_for_each(storage);
+    let view = |view: &TensorView| storage(view.storage());
+    match operation {
+        Operation::Scatter(op) => arena(&op.arena),
+        Operation::Gather(op) => view(&op.k).and_then(|()| view(&op.v)),
+        Operation::CopyBlocks(op) => arena(&op.arena),
+        Operation::SwapBlocks(op) => arena(&op.dst),
+        Operation::CopyTensor(op) => view(&op.dst),
+        Operation::ApplyRope(op) => view(&op.rows),
+        Operation::RotateKeys(op) => arena(&op.dst),
+        Operation::Attend(op) => view(&op.out).and_then(|()| op.lse.iter().try_for_each(view)),
+        Operation::AttendMla(op) => {
+            view(&op.attend.out).and_then(|()| op.attend.lse.iter().try_for_each(view))
+        }
+        Operation::Quantize(op) => arena(&op.dst),
+        Operation::Dequantize(op) => arena(&op.dst),
+    }
+}
+
+fn storage(storage: &Arc<dyn Storage>) -> Result<()> {
+    cpu(storage)?.check_writable()
+}
