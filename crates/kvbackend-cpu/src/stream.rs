@@ -6,7 +6,9 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
-use kvcore::{Checked, Counters, Error, Event, Graph, Result, StepInputs, Storage, Stream, TensorView};
+use kvcore::{
+    Checked, Counters, DoneCall, Error, Event, Graph, Result, StepInputs, Storage, Stream, TensorView,
+};
 use parking_lot::Mutex;
 
 use crate::kernels::{KernelTable, QueuedWork};
@@ -76,6 +78,11 @@ impl Event for CpuEvent {
 
     fn is_done(&self) -> bool {
         self.queue.upgrade().is_none_or(|queue| queue.done.load(Ordering::Acquire) >= self.at)
+    }
+
+    /// Deferred work runs when something waits for it: here.
+    fn on_done(self: Arc<Self>, call: DoneCall) {
+        call(self.wait());
     }
 
     fn as_any(&self) -> &dyn Any {

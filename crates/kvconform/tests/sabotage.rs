@@ -10,10 +10,10 @@ use kvbackend_cpu::CpuBackend;
 use kvconform::{Bench, CASES};
 use kvcore::{
     ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Backend, BlockId, Capabilities, Checked,
-    CopyBlocks, CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, Error, Event, Gather, Graph,
-    KeyForm, KvArena, MemoryKind, Operation, Pairing, Quantize, ReservedStorage, Result, Rope, RopeConfig,
-    RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, StepInputs, Storage, Stream,
-    SwapBlocks, TensorView, WritePairs, WriteSlots, check_granules,
+    CopyBlocks, CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, DoneCall, Error, Event,
+    Gather, Graph, KeyForm, KvArena, MemoryKind, Operation, Pairing, Quantize, ReservedStorage, Result, Rope,
+    RopeConfig, RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, StepInputs, Storage,
+    Stream, SwapBlocks, TensorView, WritePairs, WriteSlots, check_granules,
 };
 use rstest::rstest;
 
@@ -101,6 +101,7 @@ const FAULTS: &[(Fault, &str)] = &[
     (Fault::AttendTakesKeysAsRotated, "mla::rotated_parts_may_lie_unrotated"),
     (Fault::AttendTakesKeysAsRotated, "quant::attend_reads_quantised_blocks"),
     (Fault::EventsDoNotOrder, "order::events_order_streams"),
+    (Fault::EventsDoNotOrder, "order::events_call_back_when_they_are_done"),
     (Fault::ScatterNextSlot, "rows::k_and_v_may_differ_in_heads"),
     (Fault::AttendOtherKvHead, "attend::k_and_v_may_differ_in_heads"),
     (Fault::ScatterNextSlot, "quant::rows_read_back_within_the_bound_of_their_format"),
@@ -165,6 +166,7 @@ impl Event for Never {
     fn is_done(&self) -> bool {
         true
     }
+    fn on_done(self: Arc<Self>, _: DoneCall) {}
     fn as_any(&self) -> &dyn Any {
         self
     }

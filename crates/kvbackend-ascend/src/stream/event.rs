@@ -3,8 +3,10 @@
 use std::any::Any;
 use std::fmt;
 use std::sync::Arc;
+use std::thread::Builder;
 
-use kvcore::{Event, Result};
+use kvcore::{DoneCall, Event, Result};
+use parking_lot::Mutex;
 
 use super::capture::{self, uncapturable};
 use crate::bindings::types as sys;
@@ -126,6 +128,25 @@ impl Event for AscendEvent {
         }
         let Ok(_bound) = self.0.device.bind() else { return true }; // what a lost device had to do never will be done
         self.0.is_done().unwrap_or(true)
+    }
+
+    /// A thread waits: ACL need not begin work that nobody waits for.
+    fn on_done(self: Arc<Self>, call: DoneCall) {
+        if self.0.capture != 0 || self.is_done() {
+            return call(self.wait());
+        }
+        let call = Arc::new(Mutex::new(Some(call)));
+        let (event, later) = (Arc::clone(&self), Arc::clone(&call));
+        let tell = |event: &Self, call: &Mutex<Option<DoneCall>>| {
+            let call = call.lock().take();
+            if let Some(call) = call {
+                call(event.wait());
+            }
+        };
+        let waits = Builder::new().name("kv-event".to_owned()).spawn(move || tell(&event, &later));
+        if waits.is_err() {
+            tell(&self, &call);
+        }
     }
 
     fn as_any(&self) -> &dyn Any {

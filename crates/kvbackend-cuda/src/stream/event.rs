@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUevent, CUresult};
-use kvcore::{Event, Result};
+use kvcore::{DoneCall, Event, Result, call_when_done};
 
 use super::StreamState;
 use super::capture::{self, uncapturable};
@@ -94,6 +94,11 @@ impl Event for CudaEvent {
             }
             Ok(()) => true,
         }
+    }
+
+    fn on_done(self: Arc<Self>, call: DoneCall) {
+        // An event of a capture is never done, and a wait for it says so.
+        if self.capture == 0 { call_when_done(self, call) } else { call(self.wait()) }
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -9,7 +9,8 @@ use std::fmt;
 use std::sync::Arc;
 
 use kvcore::{
-    Checked, Counters, DType, Error, Event, Graph, Result, StepInputs, Storage, Stream, TensorView,
+    Checked, Counters, DType, DoneCall, Error, Event, Graph, Result, StepInputs, Storage, Stream, TensorView,
+    call_when_done,
 };
 use parking_lot::Mutex;
 use wgpu::{BufferUsages, MapMode, SubmissionIndex};
@@ -93,6 +94,10 @@ impl Event for WgpuEvent {
     fn is_done(&self) -> bool {
         self.submit();
         self.submission().is_none_or(|submission| self.stream.device.is_done(submission))
+    }
+
+    fn on_done(self: Arc<Self>, call: DoneCall) {
+        call_when_done(self, call);
     }
 
     fn as_any(&self) -> &dyn Any {

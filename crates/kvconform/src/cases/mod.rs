@@ -83,6 +83,7 @@ cases! {
     tensor::wrong_tensor_copies_are_refused_and_write_nothing,
     order::a_stream_keeps_its_order,
     order::events_order_streams,
+    order::events_call_back_when_they_are_done,
     order::dropping_handles_loses_no_work,
     rows::scatter_puts_rows_where_slots_say,
     rows::k_and_v_may_differ_in_heads,

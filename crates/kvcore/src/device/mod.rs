@@ -16,8 +16,8 @@ pub mod tensor;
 
 pub use arena::{KvArena, KvPlane};
 pub use backend::{
-    Backend, Capabilities, CounterSnapshot, Counters, Event, ReservedStorage, Storage, Stream,
-    allocate_tensor, check_granules, whole_granules,
+    Backend, Capabilities, CounterSnapshot, Counters, DoneCall, Event, EventDone, ReservedStorage, Storage,
+    Stream, allocate_tensor, call_when_done, check_granules, whole_granules,
 };
 pub use capture::{CaptureGate, CapturePass, ReplayCheck};
 pub use communicator::{CheckedCollective, Collective, Communicator, ReduceOp, Transfer};

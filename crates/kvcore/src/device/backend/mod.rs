@@ -17,9 +17,11 @@ use crate::base::{DType, Error, KvFormat, MemoryKind, Result};
 use crate::device::{Checked, Graph, Operation, OwnedStorage, StepInputs, TensorView};
 
 mod counters;
+mod done;
 mod reserve;
 
 pub use counters::{CounterSnapshot, Counters};
+pub use done::{DoneCall, EventDone, call_when_done};
 pub use reserve::{ReservedStorage, check_granules, whole_granules};
 
 /// A piece of memory that a backend owns or borrows. Freed when the last handle is dropped.
@@ -60,6 +62,13 @@ pub trait Event: Send + Sync + fmt::Debug {
 
     /// Returns whether everything enqueued before the event is done. Never blocks.
     fn is_done(&self) -> bool;
+
+    /// Calls `call` once, with the result of [`wait`](Self::wait), when everything enqueued before the event is done. Does not
+    /// wait for a device. `event.done()` is a future over this method.
+    ///
+    /// The call comes from this thread if the event is done already, otherwise from one that calls for other events too: it
+    /// returns soon, and waits for nothing.
+    fn on_done(self: Arc<Self>, call: DoneCall);
 
     /// Returns the event as [`Any`], so that its backend can recover the concrete type.
     fn as_any(&self) -> &dyn Any;

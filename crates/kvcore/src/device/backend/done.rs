@@ -1,0 +1,142 @@
+//! Events that call back when they are done, and a future over one.
+
+use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::thread::{Builder, sleep};
+use std::time::Duration;
+
+use parking_lot::Mutex;
+
+use super::Event;
+use crate::base::Result;
+
+/// A function that is called once, with the result of [`Event::wait`].
+pub type DoneCall = Box<dyn FnOnce(Result<()>) + Send>;
+
+/// Events that are watched.
+struct Watched {
+    events: Vec<(Arc<dyn Event>, DoneCall)>,
+    /// Whether a thread watches them.
+    running: bool,
+}
+
+static WATCHED: Mutex<Watched> = Mutex::new(Watched { events: Vec::new(), running: false });
+
+/// Pauses between two looks at the watched events: the first, and the longest.
+const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
+
+// Decision: docs/decisions/device.md#a-thread-watches-events-while-there-are-some
+/// Calls `call` when `event` is done: now if it is, otherwise from a thread that looks at all such events and ends with the last
+/// of them. A backend whose [`Event::is_done`] becomes true without a wait may implement [`Event::on_done`] by this function.
+pub fn call_when_done(event: Arc<dyn Event>, call: DoneCall) {
+    if event.is_done() {
+        return call(event.wait());
+    }
+    let mut watched = WATCHED.lock();
+    watched.events.push((event, call));
+    if !watched.running {
+        watched.running = Builder::new().name("kv-events".to_owned()).spawn(watch).is_ok();
+    }
+    if !watched.running {
+        let all = std::mem::take(&mut watched.events);
+        drop(watched);
+        for (event, call) in all {
+            call(event.wait());
+        }
+    }
+}
+
+fn watch() {
+    let mut pause = PAUSES[0];
+    loop {
+        let mut watched = WATCHED.lock();
+        if watched.events.is_empty() {
+            watched.running = false;
+            return;
+        }
+        let all = std::mem::take(&mut watched.events);
+        drop(watched);
+        let (done, left): (Vec<_>, Vec<_>) = all.into_iter().partition(|(event, _)| event.is_done());
+        WATCHED.lock().events.extend(left);
+        if done.is_empty() {
+            sleep(pause);
+            pause = PAUSES[1].min(2 * pause);
+            continue;
+        }
+        pause = PAUSES[0];
+        for (event, call) in done {
+            // A call that panics takes nothing from the others.
+            let _ = catch_unwind(AssertUnwindSafe(|| call(event.wait())));
+        }
+    }
+}
+
+/// A future that ends when an event is done, with the result of [`Event::wait`]. `done` of an event creates it.
+/// Dropping it changes nothing.
+#[derive(Debug)]
+pub struct EventDone(Arc<Mutex<Told>>);
+
+#[derive(Debug, Default)]
+struct Told {
+    result: Option<Result<()>>,
+    waker: Option<Waker>,
+}
+
+impl dyn Event {
+    /// Returns a future that ends when the event is done. It needs no runtime of any kind.
+    ///
+    /// ```
+    /// use std::sync::Arc;
+    /// use std::task::{Context, Poll, Wake, Waker};
+    /// # use kvbackend_cpu::CpuBackend;
+    /// use kvcore::{Backend, DType, MemoryKind, allocate_tensor};
+    ///
+    /// /// Wakes a thread: the smallest executor.
+    /// struct Unpark(std::thread::Thread);
+    /// impl Wake for Unpark {
+    ///     fn wake(self: Arc<Self>) {
+    ///         self.0.unpark();
+    ///     }
+    /// }
+    ///
+    /// let backend = CpuBackend::new();
+    /// let stream = backend.stream()?;
+    /// let tensor = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[3])?;
+    /// stream.write(&tensor, &[1, 2, 3])?;
+    /// let mut copied = std::pin::pin!(stream.record()?.done());
+    /// let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    /// let result = loop {
+    ///     match copied.as_mut().poll(&mut Context::from_waker(&waker)) {
+    ///         Poll::Ready(result) => break result,
+    ///         Poll::Pending => std::thread::park(),
+    ///     }
+    /// };
+    /// assert_eq!(result, Ok(()));
+    /// # Ok::<(), kvcore::Error>(())
+    /// ```
+    pub fn done(self: Arc<Self>) -> EventDone {
+        let state = Arc::<Mutex<Told>>::default();
+        let told = Arc::clone(&state);
+        self.on_done(Box::new(move |result| {
+            let mut state = told.lock();
+            state.result = Some(result);
+            let waker = state.waker.take();
+            drop(state);
+            waker.into_iter().for_each(Waker::wake);
+        }));
+        EventDone(state)
+    }
+}
+
+impl Future for EventDone {
+    type Output = Result<()>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Result<()>> {
+        let mut state = self.0.lock();
+        state.waker = Some(context.waker().clone());
+        state.result.clone().map_or(Poll::Pending, Poll::Ready)
+    }
+}
