@@ -39,6 +39,7 @@ mod element;
 )]
 mod fast;
 mod kernels;
+mod load;
 mod memory;
 mod movement;
 mod options;

@@ -32,7 +32,8 @@ pub struct CpuOptions {
     pub simd: Option<SimdLevel>,
     /// Threads of a kernel, including the caller's.
     ///
-    /// By default one thread per processor, taken from a pool that all such backends share.
+    /// By default one thread per processor, taken from a pool that all such backends share and that ends with the last of
+    /// them. With a number, threads of its own, which end with the backend, its streams and its products.
     pub threads: Option<usize>,
     /// Sizes from which on fast kernels use threads and bypass the caches.
     pub thresholds: Thresholds,

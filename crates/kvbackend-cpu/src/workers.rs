@@ -2,22 +2,28 @@
 //!
 //! Kernels are short: a decode step runs some ten of them per millisecond. Therefore threads look for a while before
 //! they sleep, the caller works too, a call allocates nothing, and a caller that finds the threads busy with another stream's work does its own
-//! work alone.
+//! work alone. So does a caller on a machine whose cores are busy with other work, where a thread that lost its core in the
+//! middle of a part keeps all others waiting.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 use std::thread::{Builder, JoinHandle};
+use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex};
 
-/// Threads that share the parts of one job at a time.
+use crate::load::{Judgement, preemptions};
+
+/// Threads that share the parts of one job at a time. They start with the first job for several, and end with the pool.
 pub(crate) struct Workers {
     shared: Arc<Shared>,
-    threads: Vec<JoinHandle<()>>,
+    /// Threads that the pool has, including the caller.
+    count: usize,
+    threads: OnceLock<Vec<JoinHandle<()>>>,
     /// Locked while a job runs.
-    busy: Mutex<()>,
+    busy: Mutex<Judgement>,
 }
 
 impl std::fmt::Debug for Workers {
@@ -36,6 +42,8 @@ struct Shared {
     /// The count of jobs and the number of threads inside one, as `state` has them, for threads that look without a lock.
     posted: AtomicU64,
     inside: AtomicUsize,
+    /// How often threads lost their core to others while they served jobs.
+    preempted: AtomicU64,
 }
 
 // Decision: docs/decisions/backend-cpu.md#threads-look-for-a-while-before-they-sleep
@@ -79,9 +87,13 @@ impl Shared {
         loop {
             let part = self.next.fetch_add(1, Ordering::Relaxed);
             if part >= parts {
-                return;
+                break;
             }
             work(part);
+        }
+        let lost = preemptions(Instant::now());
+        if lost > 0 {
+            self.preempted.fetch_add(lost, Ordering::Relaxed);
         }
     }
 
@@ -129,29 +141,42 @@ impl Shared {
 }
 
 impl Workers {
-    /// Starts `threads - 1` threads, which with the caller make `threads`; fewer if the system refuses one.
-    pub(crate) fn new(threads: usize) -> Self {
-        let shared: Arc<Shared> = Arc::default();
-        let threads = (1..threads)
-            .map_while(|i| {
-                let shared = Arc::clone(&shared);
-                Builder::new().name(format!("kv-cpu-{i}")).spawn(move || shared.serve()).ok()
-            })
-            .collect();
-        Self { shared, threads, busy: Mutex::new(()) }
+    /// Creates a pool of `count` threads, at least one, of which one is the caller.
+    pub(crate) fn new(count: usize) -> Self {
+        let (shared, busy) = (Arc::default(), Mutex::default());
+        Self { shared, count: count.max(1), threads: OnceLock::new(), busy }
     }
 
+    // Decision: docs/decisions/backend-cpu.md#backends-without-a-thread-count-share-a-pool
     /// Returns the pool with one thread per processor, which all backends without a thread count of their own
-    /// share.
+    /// share. It ends with the last of them.
     pub(crate) fn of_the_machine() -> Arc<Self> {
-        static ALL: OnceLock<Arc<Workers>> = OnceLock::new();
-        let threads = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-        Arc::clone(ALL.get_or_init(|| Arc::new(Self::new(threads()))))
+        static SHARED: Mutex<Weak<Workers>> = Mutex::new(Weak::new());
+        let count = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+        Self::shared(&SHARED, count)
+    }
+
+    fn shared(place: &Mutex<Weak<Self>>, count: impl FnOnce() -> usize) -> Arc<Self> {
+        let mut place = place.lock();
+        place.upgrade().unwrap_or_else(|| {
+            let pool = Arc::new(Self::new(count()));
+            *place = Arc::downgrade(&pool);
+            pool
+        })
+    }
+
+    /// Starts the threads beside the caller; fewer if the system refuses one.
+    fn start(&self) -> Vec<JoinHandle<()>> {
+        let start = |i| {
+            let shared = Arc::clone(&self.shared);
+            Builder::new().name(format!("kv-cpu-{i}")).spawn(move || shared.serve()).ok()
+        };
+        (1..self.count).map_while(start).collect()
     }
 
     /// Returns the number of threads, including the caller.
     pub(crate) fn count(&self) -> usize {
-        self.threads.len() + 1
+        self.count
     }
 
     /// Returns the number of parts into which `units` units of work that move `bytes` bytes in all are best
@@ -165,11 +190,16 @@ impl Workers {
     /// If a part panics, the panic is passed on after all other parts have ended.
     pub(crate) fn run(&self, parts: usize, work: &(dyn Fn(usize) + Sync)) {
         let alone = || (0..parts).for_each(work);
-        if parts <= 1 || self.threads.is_empty() {
+        if parts <= 1 || self.count == 1 {
             return alone();
         }
-        let Some(_busy) = self.busy.try_lock() else { return alone() };
+        let Some(mut busy) = self.busy.try_lock() else { return alone() };
         let shared = &self.shared;
+        if !busy.threads_help(Instant::now(), shared.preempted.load(Ordering::Relaxed)) {
+            drop(busy);
+            return alone();
+        }
+        self.threads.get_or_init(|| self.start());
         shared.next.store(0, Ordering::Relaxed);
         // SAFETY: the transmute changes only the lifetime of `work`. Threads call the job only while `inside`
         // counts them; below, the job is removed and `inside` reaches 0 before this call returns, so that
@@ -201,7 +231,7 @@ impl Drop for Workers {
     fn drop(&mut self) {
         self.shared.state.lock().stop = true;
         self.shared.wake.notify_all();
-        for thread in self.threads.drain(..) {
+        for thread in self.threads.take().into_iter().flatten() {
             // A thread itself never panics: it catches the panics of its work.
             let _ = thread.join();
         }
@@ -256,6 +286,32 @@ mod tests {
             sum.fetch_add(i, Ordering::Relaxed);
         });
         assert_eq!(sum.load(Ordering::Relaxed), 2016);
+    }
+
+    #[test]
+    fn threads_start_with_the_first_job_and_end_with_the_pool() {
+        let workers = Workers::new(3);
+        workers.run(1, &|_| ());
+        assert!(workers.threads.get().is_none(), "one part needs no threads");
+        workers.run(8, &|_| ());
+        assert_eq!(workers.threads.get().map(Vec::len), Some(2));
+        let shared = Arc::downgrade(&workers.shared);
+        drop(workers);
+        assert!(shared.upgrade().is_none(), "a thread that lived would hold what they share");
+    }
+
+    #[test]
+    fn a_shared_pool_ends_with_the_last_who_shares_it() {
+        let place = Mutex::new(Weak::new());
+        let (a, b) = (Workers::shared(&place, || 2), Workers::shared(&place, || 5));
+        assert!(Arc::ptr_eq(&a, &b));
+        a.run(4, &|_| ());
+        let shared = Arc::downgrade(&a.shared);
+        drop(a);
+        assert!(shared.upgrade().is_some());
+        drop(b);
+        assert!(shared.upgrade().is_none());
+        assert_eq!(Workers::shared(&place, || 5).count(), 5, "a new one");
     }
 
     #[test]

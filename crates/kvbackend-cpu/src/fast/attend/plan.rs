@@ -138,7 +138,7 @@ impl Plan {
                 }
             }
         }
-        let wanted = if threads > 1 { 4 * threads } else { 1 };
+        let wanted = if threads > 1 { 2 * threads } else { 1 };
         if self.items.len() < wanted {
             self.split_tokens(op, units, wanted.div_ceil(self.items.len().max(1)), s.v_dim + 2);
         }

@@ -1,0 +1,139 @@
+//! Whether the cores are busy with other work, by how often the scheduler takes a core away from the threads of a pool.
+
+use std::cell::Cell;
+use std::time::{Duration, Instant};
+
+/// The shortest time between two questions to the system by one thread: a question takes a fraction of a microsecond.
+const BETWEEN: Duration = Duration::from_millis(1);
+
+thread_local! {
+    /// When this thread asked, and the answer.
+    static ASKED: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
+}
+
+/// Returns how often this thread has lost its core to others since its last call, or 0 if that was a moment ago.
+pub(crate) fn preemptions(now: Instant) -> u64 {
+    match ASKED.get() {
+        Some((asked, _)) if now.saturating_duration_since(asked) < BETWEEN => 0,
+        before => {
+            let count = count();
+            ASKED.set(Some((now, count)));
+            before.map_or(0, |(_, before)| count.saturating_sub(before))
+        }
+    }
+}
+
+/// Returns how often this thread has lost its core to others.
+#[cfg(target_os = "linux")]
+fn count() -> u64 {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
+    // SAFETY: `usage` is a place for the answer, and all zeros are an answer too.
+    let usage = unsafe {
+        libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr());
+        usage.assume_init()
+    };
+    u64::try_from(usage.ru_nivcsw).unwrap_or(0)
+}
+
+/// Other systems do not tell, and threads are used always.
+#[cfg(not(target_os = "linux"))]
+fn count() -> u64 {
+    0
+}
+
+/// The time over which preemptions are counted, and the count from which on cores are busy. A core that two threads share
+/// changes hands every three milliseconds or so; one that is free, now and then.
+const WINDOW: Duration = Duration::from_millis(20);
+const MANY: u64 = 3;
+
+/// The time for which a caller works alone after cores were found busy: at first, and at most. A window of trial after each
+/// costs a small part of it.
+const ALONE: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(800)];
+
+// Decision: docs/decisions/backend-cpu.md#on-busy-cores-the-caller-works-alone
+/// The judgement of a pool whether its threads help.
+#[derive(Debug)]
+pub(crate) struct Judgement {
+    /// The begin of the window, and the preemptions until then.
+    since: Option<(Instant, u64)>,
+    /// The end of the time alone, while it lasts.
+    until: Option<Instant>,
+    /// The next time alone.
+    alone: Duration,
+}
+
+impl Default for Judgement {
+    fn default() -> Self {
+        Self { since: None, until: None, alone: ALONE[0] }
+    }
+}
+
+impl Judgement {
+    /// Returns whether threads help a job that begins now. `preemptions` is the count of the pool's threads so far.
+    pub(crate) fn threads_help(&mut self, now: Instant, preemptions: u64) -> bool {
+        if let Some(until) = self.until {
+            if now < until {
+                return false;
+            }
+            self.until = None;
+            self.since = None;
+        }
+        let (begun, before) = *self.since.get_or_insert((now, preemptions));
+        let elapsed = now.saturating_duration_since(begun);
+        if elapsed < WINDOW {
+            return true;
+        }
+        self.since = Some((now, preemptions));
+        let count = u128::from(preemptions.saturating_sub(before));
+        if count * WINDOW.as_nanos() < u128::from(MANY) * elapsed.as_nanos() {
+            self.alone = ALONE[0];
+            return true;
+        }
+        self.until = Some(now + self.alone);
+        self.alone = ALONE[1].min(2 * self.alone);
+        false
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Returns whether threads help at each time, in milliseconds, after so many preemptions in all.
+    fn judged(judgement: &mut Judgement, start: Instant, jobs: &[(u64, u64)]) -> Vec<bool> {
+        let at = |&(ms, count): &(u64, u64)| judgement.threads_help(start + Duration::from_millis(ms), count);
+        jobs.iter().map(at).collect()
+    }
+
+    #[test]
+    fn busy_cores_are_left_alone_for_a_while_and_tried_again() {
+        let (mut judgement, start) = (Judgement::default(), Instant::now());
+        let first = [(0, 0), (10, 2), (19, 9), (20, 9), (60, 9), (119, 30)];
+        assert_eq!(judged(&mut judgement, start, &first), [true, true, true, false, false, false]);
+        // A trial of a window, with what was lost in between left out; busy again, for twice as long.
+        let second = [(121, 40), (140, 44), (141, 44), (330, 50), (342, 50)];
+        assert_eq!(judged(&mut judgement, start, &second), [true, true, false, false, true]);
+        // The cores are free again.
+        assert_eq!(judged(&mut judgement, start, &[(370, 51), (400, 52), (430, 52)]), [true; 3]);
+        let busy_again = [(450, 60), (540, 60), (551, 60)];
+        assert_eq!(judged(&mut judgement, start, &busy_again), [false, false, true], "as long as at first");
+    }
+
+    #[test]
+    fn a_preemption_now_and_then_is_no_load() {
+        let (mut judgement, start) = (Judgement::default(), Instant::now());
+        let jobs: Vec<(u64, u64)> = (0..1000).map(|i| (10 * i, i / 10)).collect();
+        assert!(judged(&mut judgement, start, &jobs).into_iter().all(|help| help));
+        // Few jobs with long pauses: as many preemptions as a busy window has, in a second.
+        assert!(judged(&mut judgement, start, &[(10_000, 100), (11_000, 110)]).into_iter().all(|help| help));
+    }
+
+    #[test]
+    fn a_thread_counts_its_own_preemptions_once() {
+        let now = Instant::now();
+        assert_eq!(preemptions(now), 0, "the first call only remembers");
+        assert_eq!(preemptions(now), 0, "a moment ago");
+        let _ = preemptions(now + 2 * BETWEEN);
+        assert!(count() < u64::MAX);
+    }
+}
