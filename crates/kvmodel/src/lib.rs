@@ -2,7 +2,7 @@
 //!
 //! Keys, values and attention live on a [`kvcore::Backend`]. The dense steps around them (embedding, norms,
 //! projections, feed-forward layers, head) are computed by a [`dense::Dense`]: on the host by default, by weights as they are
-//! stored. Programs should set `RAYON_NUM_THREADS`, as `kvc` does; see [`dense::HostDense`]. A model loads from a Hugging Face directory: `config.json`,
+//! stored. A model loads from a Hugging Face directory: `config.json`,
 //! safetensors (one file or shards), and `tokenizer.json` with its chat template; or from one GGUF file.
 //!
 //! ```

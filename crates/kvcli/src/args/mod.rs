@@ -56,14 +56,6 @@ impl Cli {
         }
         cli
     }
-
-    /// Returns the number of threads that the command line asks for.
-    pub(crate) fn threads(&self) -> Option<usize> {
-        match &self.command {
-            Command::Run(args) => args.threads,
-            _ => None,
-        }
-    }
 }
 
 impl RunArgs {

@@ -1,11 +1,9 @@
-//! The dense steps on the host: projections by the CPU backend's products, all else by candle, in f32.
+//! The dense steps on the host: products by the CPU backend, all else by candle, in f32.
 
 use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{D, Device, Storage, Tensor};
-// candle multiplies with this crate. Naming it here turns its AVX-512 kernels on.
-use gemm as _;
 use kvbackend_cpu::CpuBackend;
 use kvbackend_cpu::dense::Products;
 use kvcore::Backend;
@@ -25,15 +23,14 @@ mod weight;
 use border::HostBorder;
 pub use products::products;
 pub use tensors::{OutputTensor, lend_tensor};
-use weight::{Held, HostWeight, StoredMatrix};
+use weight::{HeadMatrices, Held, HostWeight, StoredMatrix};
 
 /// The dense steps on the host.
 ///
 /// Matrices of projections and embeddings are held as they are stored, unless a [`WeightFormat`] asks for another form, and
 /// multiplied in f32 as they are: no weight is widened in memory, and no activation is rounded.
 ///
-/// Programs should set `RAYON_NUM_THREADS`, as `kvc` does. Without it, the library that computes the other steps counts the
-/// machine's cores at some of them.
+/// All products run on the threads of a CPU backend, and end with it. The other steps take no threads.
 #[derive(Debug, Clone, Default)]
 pub struct HostDense {
     products: Products,
@@ -99,7 +96,15 @@ fn held(weight: &dyn Weight) -> Result<&Held> {
 fn plain(weight: &dyn Weight) -> Result<&Tensor> {
     match held(weight)? {
         Held::Plain(weight) => Ok(weight),
-        Held::Matrix(_) => Err(failed(candle_core::Error::msg("a matrix only projects or embeds"))),
+        _ => Err(failed(candle_core::Error::msg("a matrix only projects or embeds"))),
+    }
+}
+
+/// Returns a matrix for each head.
+fn head_matrices(weight: &dyn Weight) -> Result<&HeadMatrices> {
+    match held(weight)? {
+        Held::Heads(matrices) => Ok(matrices),
+        _ => Err(failed(candle_core::Error::msg("a weight without a matrix for each head"))),
     }
 }
 
@@ -107,7 +112,7 @@ fn plain(weight: &dyn Weight) -> Result<&Tensor> {
 fn matrix(weight: &dyn Weight) -> Result<&StoredMatrix> {
     match held(weight)? {
         Held::Matrix(matrix) => Ok(matrix),
-        Held::Plain(_) => Err(failed(candle_core::Error::msg("a vector does not project"))),
+        _ => Err(failed(candle_core::Error::msg("a vector does not project"))),
     }
 }
 
@@ -180,12 +185,10 @@ impl Dense for HostDense {
     }
 
     fn by_head(&self, x: &Activation, matrices: &dyn Weight) -> Result<Activation> {
-        let (x, matrices) = (rows_of(x)?, plain(matrices)?);
-        let multiply = || {
-            let y = x.transpose(0, 1)?.contiguous()?.matmul(matrices)?;
-            y.transpose(0, 1)?.contiguous()
-        };
-        activation(multiply())
+        let (x, matrices) = (rows_of(x)?, head_matrices(matrices)?);
+        let (rows, heads, _) = x.dims3().map_err(failed)?;
+        let y = with_values(x, |x| matrices.multiply(&self.products, x, (rows, heads)))?;
+        activation(Tensor::from_vec(y, (rows, heads, matrices.out), &Device::Cpu))
     }
 
     fn gated(&self, gate: &Activation, up: &Activation) -> Result<Activation> {

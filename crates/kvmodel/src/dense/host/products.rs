@@ -1,25 +1,38 @@
 //! Products of queries with keys on the host, for those who look at attention instead of attending.
 
-use candle_core::{Device, Tensor};
+use kvbackend_cpu::dense::{Matrix, Products, StoredType};
 
-use crate::error::{Error, Result};
+use super::failed;
+use crate::error::Result;
 
 /// Returns the products of queries `[rows, heads, dim]` and keys `[tokens, kv_heads, dim]`, as
 /// `[kv_heads, rows × group, tokens]`, where a group is the heads of a key head.
 ///
 /// # Errors
-/// Returns [`Error::Dense`] if the lengths do not fit the extents.
+/// Returns [`Error::Dense`](crate::Error::Dense) if the lengths do not fit the extents.
 pub fn products(
     q: &[f32],
     k: &[f32],
     (rows, heads, kv_heads, tokens): (usize, usize, usize, usize),
 ) -> Result<Vec<f32>> {
     let (dim, group) = (q.len() / (rows * heads).max(1), heads / kv_heads.max(1));
-    let multiply = || -> candle_core::Result<Vec<f32>> {
-        let q = Tensor::from_slice(q, (rows, kv_heads, group, dim), &Device::Cpu)?;
-        let q = q.permute((1, 0, 2, 3))?.reshape((kv_heads, rows * group, dim))?;
-        let k = Tensor::from_slice(k, (tokens, kv_heads, dim), &Device::Cpu)?;
-        q.matmul(&k.permute((1, 2, 0))?.contiguous()?)?.flatten_all()?.to_vec1()
-    };
-    multiply().map_err(|source| Error::Dense { implementation: "host", source: Box::new(source) })
+    let fits =
+        kv_heads * group == heads && q.len() == rows * heads * dim && k.len() == tokens * kv_heads * dim;
+    if !fits {
+        return Err(failed(candle_core::Error::msg("queries and keys of other extents")));
+    }
+    let (products, width) = (Products::new(), group * dim);
+    let mut all = vec![0.0; kv_heads * rows * group * tokens];
+    let (mut queries, mut keys) = (vec![0.0; rows * width], vec![0.0; tokens * dim]);
+    for (head, product) in all.chunks_exact_mut((rows * group * tokens).max(1)).enumerate() {
+        for (to, row) in queries.chunks_exact_mut(width.max(1)).zip(q.chunks_exact((heads * dim).max(1))) {
+            to.copy_from_slice(&row[head * width..][..width]);
+        }
+        for (to, token) in keys.chunks_exact_mut(dim.max(1)).zip(k.chunks_exact((kv_heads * dim).max(1))) {
+            to.copy_from_slice(&token[head * dim..][..dim]);
+        }
+        let keys = Matrix::new(StoredType::F32, tokens, dim, bytemuck::cast_slice(&keys))?;
+        products.multiply(&queries, &keys, product)?;
+    }
+    Ok(all)
 }

@@ -1,7 +1,7 @@
 //! Weights on the host: tensors of candle, and matrices as they are stored.
 
 use candle_core::{Device, Tensor};
-use kvbackend_cpu::dense::{Matrix, SharedBytes, StoredType};
+use kvbackend_cpu::dense::{Matrix, Products, SharedBytes, StoredType};
 
 use super::failed;
 use crate::dense::{StoredWeight, Weight, WeightFormat, WeightUse};
@@ -21,6 +21,47 @@ pub(super) enum Held {
     Plain(Tensor),
     /// The matrix of a projection or a table, `[out, input]`.
     Matrix(StoredMatrix),
+    /// A matrix for each head.
+    Heads(HeadMatrices),
+}
+
+/// Matrices in f32, `[heads, out, input]`.
+#[derive(Debug)]
+pub(super) struct HeadMatrices {
+    values: Vec<f32>,
+    pub(super) out: usize,
+    input: usize,
+}
+
+impl HeadMatrices {
+    /// Multiplies each head of `[rows, heads, input]` by its matrix. Returns `[rows, heads, out]`.
+    pub(super) fn multiply(
+        &self,
+        products: &Products,
+        x: &[f32],
+        (rows, heads): (usize, usize),
+    ) -> Result<Vec<f32>> {
+        let (out, input) = (self.out, self.input);
+        if x.len() != rows * heads * input || self.values.len() != heads * out * input {
+            return Err(failed(candle_core::Error::msg("heads that do not fit their matrices")));
+        }
+        let mut y = vec![0.0; rows * heads * out];
+        let (mut own, mut product) = (vec![0.0; rows * input], vec![0.0; rows * out]);
+        let matrices = self.values.chunks_exact((out * input).max(1)).take(heads);
+        for (head, matrix) in matrices.enumerate() {
+            for (own, row) in own.chunks_exact_mut(input.max(1)).zip(x.chunks_exact((heads * input).max(1))) {
+                own.copy_from_slice(&row[head * input..][..input]);
+            }
+            let matrix = Matrix::new(StoredType::F32, out, input, bytemuck::cast_slice(matrix))?;
+            products.multiply(&own, &matrix, &mut product)?;
+            for (product, row) in
+                product.chunks_exact(out.max(1)).zip(y.chunks_exact_mut((heads * out).max(1)))
+            {
+                row[head * out..][..out].copy_from_slice(product);
+            }
+        }
+        Ok(y)
+    }
 }
 
 /// A matrix as it is stored. Memory is shared with all that hold the same bytes.
@@ -89,10 +130,13 @@ impl HostWeight {
         match purpose {
             WeightUse::Table | WeightUse::ExactProjection => Self::matrix(stored, WeightFormat::Stored),
             WeightUse::Projection(format) => Self::matrix(stored, format),
-            WeightUse::Vector | WeightUse::ByHead => Ok(Self::plain(in_f32(stored).map_err(failed)?)),
+            WeightUse::Vector => Ok(Self::plain(in_f32(stored).map_err(failed)?)),
+            WeightUse::ByHead => {
+                let turned = || in_f32(stored)?.transpose(1, 2)?.flatten_all()?.to_vec1();
+                Ok(Self::heads(turned().map_err(failed)?, stored.shape()[2], stored.shape()[1]))
+            }
             WeightUse::ByHeadTransposed => {
-                let turned = || in_f32(stored)?.transpose(1, 2)?.contiguous();
-                Ok(Self::plain(turned().map_err(failed)?))
+                Ok(Self::heads(stored.to_f32(), stored.shape()[1], stored.shape()[2]))
             }
         }
     }
@@ -110,6 +154,11 @@ impl HostWeight {
     fn plain(weight: Tensor) -> Self {
         let bytes = weight.elem_count() * weight.dtype().size_in_bytes();
         Self { held: Held::Plain(weight), bytes }
+    }
+
+    fn heads(values: Vec<f32>, out: usize, input: usize) -> Self {
+        let bytes = size_of_val(&values[..]);
+        Self { held: Held::Heads(HeadMatrices { values, out, input }), bytes }
     }
 
     fn matrix(stored: &StoredWeight, format: WeightFormat) -> Result<Self> {
