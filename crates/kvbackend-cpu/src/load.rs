@@ -23,6 +23,11 @@ pub(crate) fn preemptions(now: Instant) -> u64 {
     }
 }
 
+/// Leaves out what this thread has lost so far.
+fn forget(now: Instant) {
+    ASKED.set(Some((now, count())));
+}
+
 /// Returns how often this thread has lost its core to others.
 #[cfg(target_os = "linux")]
 fn count() -> u64 {
@@ -77,6 +82,7 @@ impl Judgement {
             }
             self.until = None;
             self.since = None;
+            forget(now);
         }
         let (begun, before) = *self.since.get_or_insert((now, preemptions));
         let elapsed = now.saturating_duration_since(begun);

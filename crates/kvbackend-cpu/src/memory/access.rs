@@ -146,6 +146,9 @@ impl<'a> Access<'a> {
                 if let Some(bytes) = self.lent(part.storage) {
                     return Ok(Window { first: range.start, values: &bytes[range.clone()] });
                 }
+                if part.storage.has_lender() {
+                    return Err(not_locked());
+                }
                 // SAFETY: the part is locked while `self` lives. Bytes to write are given out only by `windows`, which borrows
                 // `self` mutably, so that none exist now.
                 let values = unsafe { part.storage.bytes(range) };
@@ -162,6 +165,10 @@ impl<'a> Access<'a> {
             let first = range.bytes.start;
             if let Some(bytes) = this.lent(storage) {
                 return (*storage, LockedBytes::Read(Window { first, values: &bytes[range.bytes.clone()] }));
+            }
+            if storage.has_lender() {
+                // A guard whose bytes have moved gives none.
+                return (*storage, LockedBytes::Read(Window { first, values: &[] }));
             }
             // SAFETY: the part is locked while `self` lives, for writing if the slice is one to write. No two parts of
             // `self` overlap, each is given out once, and `self` is borrowed mutably as long as they live. Two storages

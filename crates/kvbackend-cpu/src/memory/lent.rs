@@ -125,11 +125,19 @@ impl CpuStorage {
         Ok(Self::new(Memory { ptr, owner: Owner::Lender(Arc::new(owner)) }, len, MemoryKind::System))
     }
 
+    /// Returns whether the memory is lent to be read, under its owner's lock.
+    pub(super) fn has_lender(&self) -> bool {
+        matches!(self.memory.owner, Owner::Lender(_))
+    }
+
     /// Locks the bytes of a lent memory; `None` for a storage whose own locks suffice.
     pub(super) fn lock_lent(&self) -> Result<Option<LentBytes<'_>>> {
         let Owner::Lender(owner) = &self.memory.owner else { return Ok(None) };
         let bytes = owner.lock();
-        if bytes.as_ptr() as u64 != self.address || bytes.len() != self.len {
+        // A guard that holds the bytes itself takes them along wherever it goes.
+        let guard = std::ptr::from_ref(&bytes).addr();
+        let inline = (guard..guard + size_of_val(&bytes)).contains(&bytes.as_ptr().addr());
+        if bytes.as_ptr() as u64 != self.address || bytes.len() != self.len || inline {
             let reason = "the owner of lent memory has moved it".to_owned();
             return Err(Error::Device { backend: NAME, reason });
         }

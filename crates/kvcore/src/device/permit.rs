@@ -133,7 +133,7 @@ impl Permit {
 /// [`MutableBlocks::write_slots`](crate::MutableBlocks::write_slots)). [`Scatter`](crate::Scatter) accepts
 /// no other type of slots. The permit becomes void as soon as a block of these slots is shared, so old slots
 /// never write into a block that others read. It also becomes void as soon as any block of the owner is
-/// truncated, split off or freed. A commit of earlier blocks leaves it valid: slots for tokens ahead, of a
+/// truncated, split off or freed. A commit of earlier blocks, or letting them go, leaves it valid: slots for tokens ahead, of a
 /// draft or of a prefill that is under way, stay usable. [`Scatter`](crate::Scatter) refuses an arena with
 /// blocks of another size than the owner's. A permit refers to block ids: the caller MUST use it with the
 /// arena that the pool's ids belong to.

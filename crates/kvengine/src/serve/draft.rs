@@ -40,7 +40,7 @@ impl Engine {
     /// Guesses what follows the last token of a sample. Returns the number of guesses.
     pub(super) fn draft(&self, live: &mut Live, branch: usize) -> usize {
         let most = live.request.lookup;
-        if most == 0 || live.request.beams.is_some() {
+        if most == 0 || live.request.beams.is_some() || live.request.forced.is_some() {
             return 0;
         }
         let longest = self.longest() as i64;

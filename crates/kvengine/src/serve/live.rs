@@ -164,8 +164,10 @@ impl Branch {
 
     /// Returns the keys of the tokens, of which only those of new blocks are made.
     pub(super) fn prompt_keys(&mut self, root: BlockKey, block_size: usize) -> &PromptKeys {
-        let keys = self.keys.get_or_insert_with(|| PromptKeys::new(root, &self.tokens, block_size));
-        keys.extend(self.tokens.get(keys.tokens().len()..).unwrap_or_default());
+        // The logits of an answer that is given are all wanted, so that none of it is to be found.
+        let end = if self.given.is_some() { self.prompt } else { self.tokens.len() };
+        let keys = self.keys.get_or_insert_with(|| PromptKeys::new(root, &self.tokens[..end], block_size));
+        keys.extend(self.tokens.get(keys.tokens().len()..end).unwrap_or_default());
         keys
     }
 
@@ -186,6 +188,21 @@ impl Branch {
 }
 
 impl Live {
+    /// Ends the samples that were declared complete.
+    pub(super) fn end_complete(&mut self) {
+        for branch in 0..self.branches.len() {
+            let it = &self.branches[branch];
+            if !it.over && self.sender.is_complete(it.sample) {
+                self.end(branch, FinishReason::StopString);
+            }
+        }
+    }
+
+    /// Returns the first sample of which something is still to be computed.
+    pub(super) fn unfed(&self) -> Option<usize> {
+        self.branches.iter().position(|branch| branch.left() > 0)
+    }
+
     /// Takes note of a branch's new sequence, with the number of its tokens that were cached.
     pub(super) fn begun(&mut self, branch: usize, own: SequenceId, cached: usize) {
         let plain = chunked(self).is_none();

@@ -43,7 +43,6 @@ pub(crate) use swap::SwapSpace;
 use crate::config::Scheduling;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::request::FinishReason;
 
 /// The time for which a step waits for other engines' work when it has none of its own.
 const PAUSE: Duration = Duration::from_millis(2);
@@ -128,18 +127,6 @@ impl Scheduler {
     }
 }
 
-/// Gives each input that has no slots its part of those of the batch.
-fn divide(slots: &WriteSlots, batch: &mut [SequenceInput]) {
-    let mut at = 0;
-    for input in batch.iter_mut().filter(|input| input.slots.is_empty()) {
-        let end = at + input.tokens.len();
-        if let Ok(own) = slots.part(at..end) {
-            input.slots = own;
-        }
-        at = end;
-    }
-}
-
 impl Engine {
     /// Computes one pass for the requests that were submitted: a token for each answer, and pieces of prompts. Errors of single requests
     /// go to their answers.
@@ -219,19 +206,17 @@ impl Scheduler {
                 live.sender.fail(error);
             }
         }
+        self.waiting.retain(|_, live| {
+            live.end_complete();
+            !live.is_over()
+        });
         let mut at = 0;
         while at < self.running.len() {
             if let Some(error) = fate(&self.running[at]) {
                 self.fail(engine, at, error);
                 continue;
             }
-            let live = &mut self.running[at];
-            for branch in 0..live.branches.len() {
-                let it = &live.branches[branch];
-                if !it.over && live.sender.is_complete(it.sample) {
-                    live.end(branch, FinishReason::StopString);
-                }
-            }
+            self.running[at].end_complete();
             at += 1;
         }
         self.leave(engine);
@@ -274,7 +259,7 @@ impl Scheduler {
         let (mut feeds, mut batch) = (std::mem::take(&mut plan.feeds), std::mem::take(&mut plan.batch));
         let mut slots = std::mem::take(&mut plan.slots);
         if !feeds.iter().all(together) {
-            divide(&std::mem::take(&mut slots), &mut batch);
+            self.divide(engine, &feeds, &std::mem::take(&mut slots), &mut batch);
             let rows: Vec<_> = feeds.into_iter().zip(batch).collect();
             let (first, others): (Vec<_>, Vec<_>) = rows.into_iter().partition(|(feed, _)| together(feed));
             (feeds, batch) = first.into_iter().unzip();
@@ -332,6 +317,24 @@ impl Scheduler {
             (plan.feeds, plan.batch, plan.slots) = (feeds, batch, slots);
         }
         tokens
+    }
+
+    /// Gives each input that has none slots of its own, whose permits end with those of no other request.
+    fn divide(&self, engine: &Engine, feeds: &[Feed], slots: &WriteSlots, batch: &mut [SequenceInput]) {
+        let mut at = 0;
+        for (feed, input) in feeds.iter().zip(batch).filter(|(_, input)| input.slots.is_empty()) {
+            let live = self.place(feed.rank).map(|at| &self.running[at]);
+            let own = live.zip(feed.branch).and_then(|(live, branch)| live.branches[branch].own);
+            let issued = match (engine.caches.sequences().as_paged(), own) {
+                (Some(cache), Some(own)) => {
+                    cache.len(own).and_then(|len| cache.write_slots(own, len - feed.tokens..len))
+                }
+                _ => slots.part(at..at + feed.tokens),
+            };
+            // A pass refuses an input without slots.
+            input.slots = issued.unwrap_or_default();
+            at += feed.tokens;
+        }
     }
 
     /// Runs one pass: a decode step, for which there may be a graph, if every input is one token of an answer.

@@ -151,22 +151,29 @@ impl Scheduler {
         rank: Rank,
         most: usize,
     ) -> usize {
-        let fed = self.feed_parts_of(engine, plan, watch, rank, most);
-        let Some(live) = self.place(rank).map(|at| &mut self.running[at]) else { return fed };
-        if plan.has_failed(rank) || fed >= most || !live.sees_parts(fed) || live.branches[0].left() == 0 {
-            return fed;
-        }
-        let (own, computed) = (live.branches[0].own, live.branches[0].computed);
-        let Ok(input) = engine.first_piece(live, most - fed) else {
+        let Some(live) = self.place(rank).map(|at| &mut self.running[at]) else { return 0 };
+        // The others have their slots by now, and nobody gives way any more.
+        let fed = match engine.advance_parts(live, watch.of(rank)).and_then(|()| feed_parts(live, plan, most))
+        {
+            Ok(fed) => fed,
+            Err(error) if is_out_of_blocks(&error) => return 0,
+            Err(error) => {
+                plan.failed.push((rank, error));
+                return 0;
+            }
+        };
+        let Some(branch) = live.unfed().filter(|_| fed < most && live.sees_parts(fed)) else { return fed };
+        let (own, computed) = (live.branches[branch].own, live.branches[branch].computed);
+        let Ok(input) = engine.first_piece(live, branch, most - fed) else {
             // The next step makes room, or says that there is none.
             match own {
-                Some(_) => live.branches[0].computed = computed,
-                None => engine.withdraw_branch(&mut live.branches[0]),
+                Some(_) => live.branches[branch].computed = computed,
+                None => engine.withdraw_branch(&mut live.branches[branch]),
             }
             return fed;
         };
         let tokens = input.tokens.len();
-        plan.feeds.push(Feed { rank, branch: Some(0), tokens, input: Some(input) });
+        plan.feeds.push(Feed { rank, branch: Some(branch), tokens, input: Some(input) });
         fed + tokens
     }
 
@@ -286,10 +293,10 @@ impl Scheduler {
                 Ok(fed) => {
                     let at = self.running.partition_point(|other| other.rank() < rank);
                     self.running.insert(at, live);
-                    let tokens = fed.as_ref().map_or(0, |input| input.tokens.len());
-                    plan.feeds.extend(fed.map(|input| Feed {
+                    let tokens = fed.as_ref().map_or(0, |(_, input)| input.tokens.len());
+                    plan.feeds.extend(fed.map(|(branch, input)| Feed {
                         rank,
-                        branch: Some(0),
+                        branch: Some(branch),
                         tokens,
                         input: Some(input),
                     }));
@@ -315,6 +322,9 @@ impl Engine {
     /// Returns whether the pool has room for the first piece of a request above the watermark. Of a prompt that may be cached, only
     /// [its admission](kvcore::PagedKvCache::admit) can say.
     fn has_room(&self, live: &Live, most: usize, watermark: usize) -> bool {
+        if let Some(cache) = self.cache().as_static() {
+            return self.cache().num_sequences() < cache.max_batch();
+        }
         let Some(cache) = self.cache().as_paged().filter(|_| !finds_prefix(live)) else { return true };
         let first = live.branches.first().map_or(0, |branch| branch.tokens.len().min(most));
         let blocks = first.div_ceil(cache.kv_pool().block_size());
@@ -323,7 +333,7 @@ impl Engine {
 
     /// Begins a request: looks its documents up, or takes the blocks for the first piece of up to `most` tokens of its prompt. Returns
     /// that piece. Running requests keep the watermark's blocks, if there are others.
-    fn begin(&mut self, live: &mut Live, most: usize, alone: bool) -> Result<Option<SequenceInput>> {
+    fn begin(&mut self, live: &mut Live, most: usize, alone: bool) -> Result<Option<(usize, SequenceInput)>> {
         if self.swap_back(live, alone)? {
             return Ok(None);
         }
@@ -331,20 +341,22 @@ impl Engine {
         if chunked(live).is_some() {
             return Ok(None);
         }
+        // Samples that are over wait for nothing.
+        let Some(branch) = live.unfed() else { return Ok(None) };
         if alone || !finds_prefix(live) {
-            return self.first_piece(live, most).map(Some);
+            return Ok(Some((branch, self.first_piece(live, branch, most)?)));
         }
-        let slots = self.admit_branch(live, most)?;
+        let slots = self.admit_branch(live, branch, most)?;
         let tokens = slots.len();
-        Ok(Some(SequenceInput { slots, ..self.input_of(live, 0, tokens)? }))
+        Ok(Some((branch, SequenceInput { slots, ..self.input_of(live, branch, tokens)? })))
     }
 
-    /// Returns the first piece of up to `most` tokens of a request's own sequence, with its slots.
-    fn first_piece(&mut self, live: &mut Live, most: usize) -> Result<SequenceInput> {
-        let tokens = self.take_next(live, 0, most)?;
-        let Some(own) = live.branches[0].own else { return Err(Error::EmptyPrompt) };
+    /// Returns the next piece of up to `most` tokens of a sample's sequence, with its slots.
+    fn first_piece(&mut self, live: &mut Live, branch: usize, most: usize) -> Result<SequenceInput> {
+        let tokens = self.take_next(live, branch, most)?;
+        let Some(own) = live.branches[branch].own else { return Err(Error::EmptyPrompt) };
         let slots = self.caches.sequences_mut().grow(own, tokens)?;
-        Ok(SequenceInput { slots, ..self.input_of(live, 0, tokens)? })
+        Ok(SequenceInput { slots, ..self.input_of(live, branch, tokens)? })
     }
 
     /// Chooses up to `most` of the next tokens of a sample. Returns their number.

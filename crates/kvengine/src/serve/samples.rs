@@ -35,15 +35,15 @@ impl Engine {
         Ok(())
     }
 
-    /// Gives the first branch of an ordinary request a sequence, with what is cached of its tokens, and slots for up to `most` of the
+    /// Gives a branch of an ordinary request a sequence, with what is cached of its tokens, and slots for up to `most` of the
     /// others, or nothing.
-    pub(super) fn admit_branch(&mut self, live: &mut Live, most: usize) -> Result<WriteSlots> {
+    pub(super) fn admit_branch(&mut self, live: &mut Live, branch: usize, most: usize) -> Result<WriteSlots> {
         let root = *live.keys.root();
         let Some(cache) = self.caches.paged_mut() else { return Err(Error::EmptyPrompt) };
-        let keys = live.branches[0].prompt_keys(root, cache.kv_pool().block_size());
+        let keys = live.branches[branch].prompt_keys(root, cache.kv_pool().block_size());
         let (own, cached, slots) = cache.admit(keys, most)?;
-        live.begun(0, own, cached);
-        live.branches[0].computed += slots.len();
+        live.begun(branch, own, cached);
+        live.branches[branch].computed += slots.len();
         Ok(slots)
     }
 

@@ -189,6 +189,9 @@ impl Engine {
             return Err(error);
         }
         live.branches.iter_mut().for_each(Branch::forget);
+        if let Some(beams) = &mut live.beams {
+            beams.forget();
+        }
         Ok(false)
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::Backend;
-use kvengine::{Engine, PreemptionCosts, Request, Sampling, Scheduling, Step};
+use kvengine::{Engine, FinishReason, PreemptionCosts, Request, Sampling, Scheduling, Step};
 use kvmodel::PromptTokens;
 use rstest::rstest;
 
@@ -84,6 +84,63 @@ fn what_does_not_fit_into_host_memory_is_computed_again() {
     let last = serve(&mut engine);
     assert!(last.swaps > 0 && last.swaps < last.preemptions, "{last:?}");
     assert_eq!(engine.report().swapped.unwrap().total, 9);
+}
+
+/// Samples end at different times, and the request gives way after the first is over: the others go on as alone.
+#[rstest]
+#[case(MOVING_IS_FREE)]
+#[case(COMPUTING_IS_FREE)]
+fn samples_that_are_over_stay_over_when_their_request_gives_way(#[case] costs: PreemptionCosts) {
+    let requests = requests();
+    let mut engine = small(CpuBackend::new(), 1 << 20);
+    engine.set_preemption_costs(costs);
+    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    while reads[3].tokens[0].is_empty() {
+        assert!(!engine.step().unwrap().is_idle());
+        answers.iter_mut().zip(&mut reads).for_each(|(answer, read)| read.take(answer));
+    }
+    let before = engine.step().unwrap().preemptions;
+    answers[3].complete(0);
+    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    assert!(last.preemptions > before, "{last:?}");
+    let expected = alone(&requests[3]);
+    let first = reads[3].ends[0].as_ref().unwrap();
+    assert_eq!(
+        (&first.tokens, first.finish),
+        (&reads[3].tokens[0], FinishReason::StopString),
+        "and no token more"
+    );
+    assert!(first.tokens.len() < 6 && expected[0].tokens.starts_with(&first.tokens));
+    for sample in 1..4 {
+        assert_same(reads[3].ends[sample].as_ref().unwrap(), &expected[sample], &format!("sample {sample}"));
+        assert_eq!(reads[3].tokens[sample], reads[3].ends[sample].as_ref().unwrap().tokens);
+    }
+    assert_nothing_held(&engine);
+}
+
+/// An answer that is given keeps the logits of all its places, whatever is found cached of it when it comes back.
+#[test]
+fn a_given_answer_that_gives_way_keeps_all_its_logits() {
+    let mut requests = requests();
+    let answer: Arc<[u32]> = (0..18).map(|i| 3 + i * 11 % 40).collect();
+    for request in &mut requests {
+        (request.samples, request.sampling) = (1, Sampling::default());
+    }
+    for request in &mut requests[4..] {
+        (request.forced, request.lookup) = (Some(answer.clone()), 3);
+    }
+    let scheduling = Scheduling { step_tokens: 9, ..SCHEDULING };
+    let mut engine = engine_on(CpuBackend::new(), 22, scheduling, 0);
+    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    assert!(last.preemptions > 1, "{last:?}");
+    for (i, (read, request)) in reads.iter().zip(&requests).enumerate() {
+        let (got, expected) = (read.ends[0].as_ref().unwrap(), &alone(request)[0]);
+        assert_eq!(got.logits.len(), expected.logits.len(), "request {i}");
+        assert_same(got, expected, &format!("request {i}"));
+    }
 }
 
 /// The device may refuse any copy, on the way out and on the way back: the request is computed again.

@@ -3,11 +3,13 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvbackend_cpu::CpuBackend;
 use kvcore::ManualClock;
-use kvengine::{Error, FinishReason, Request, Sampling, Scheduling};
+use kvengine::{Engine, EngineConfig, Error, FinishReason, Request, Sampling, Scheduling};
 use kvmodel::PromptTokens;
 use rstest::rstest;
 
+use crate::common::load_model;
 use crate::crowd::{Read, VOCABULARY, alone, assert_nothing_held, assert_same, engine, mixed, roomy, run};
 
 #[test]
@@ -177,5 +179,32 @@ fn log_probabilities_are_of_the_models_own_distribution_sampled_or_given() {
     assert!(matches!(engine.submit(stray), Err(Error::Model(_))));
     let nan = Request { logit_bias: [(1, f32::NAN)].into(), ..request };
     assert!(matches!(engine.submit(nan), Err(Error::Sampling { setting: "logit_bias", .. })));
+    assert_nothing_held(&engine);
+}
+
+/// Short and long requests of a model whose frequencies change with the length: two passes in one step.
+#[test]
+fn requests_of_two_regimes_in_one_step_answer_as_each_alone() {
+    let make = || {
+        let config = EngineConfig { block_size: 4, ..EngineConfig::default() };
+        Engine::new(load_model("llama-dynamic"), CpuBackend::new(), b"t", &config).unwrap()
+    };
+    let most = make().model().config().max_positions as u32;
+    let requests: Vec<Request> = (0..6)
+        .map(|i| {
+            let prompt = (0..if i % 2 == 0 { 5 } else { most - 9 }).map(|j| 3 + (i + j * 7) % 40).collect();
+            let request = Request::new(PromptTokens::Plain(prompt));
+            Request { max_new_tokens: 6, keep_logits: true, ignore_end: true, ..request }
+        })
+        .collect();
+    let mut engine = make();
+    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    run(&mut engine, &mut answers, &mut reads);
+    for (i, (read, request)) in reads.iter().zip(&requests).enumerate() {
+        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
+        let expected = make().generate(request, &mut ()).unwrap();
+        assert_same(read.ends[0].as_ref().unwrap(), &expected, &format!("request {i}"));
+    }
     assert_nothing_held(&engine);
 }
