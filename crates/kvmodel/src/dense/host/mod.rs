@@ -30,7 +30,9 @@ use weight::{HeadMatrices, Held, HostWeight, StoredMatrix};
 /// Matrices of projections and embeddings are held as they are stored, unless a [`WeightFormat`] asks for another form, and
 /// multiplied in f32 as they are: no weight is widened in memory, and no activation is rounded.
 ///
-/// All products run on the threads of a CPU backend, and end with it. The other steps take no threads.
+/// All products run on the threads of a CPU backend, which end with it. candle computes the other steps, those of many elements on
+/// threads of its own: as many as `RAYON_NUM_THREADS` says, or one a core. They look for more work after each step. Nothing needs the
+/// variable; where cores are few, answers come faster if a program sets it to 1, as `kvc` does.
 #[derive(Debug, Clone, Default)]
 pub struct HostDense {
     products: Products,
