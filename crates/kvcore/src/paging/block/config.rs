@@ -130,7 +130,7 @@ impl PoolConfig {
         self
     }
 
-    /// Sets the number of blocks that [`admit`](super::BlockPool::admit) leaves to running sequences.
+    /// Sets the number of blocks that [`admit_prefix`](super::BlockPool::admit_prefix) leaves to running sequences.
     #[must_use]
     pub fn watermark(mut self, blocks: usize) -> Self {
         self.watermark = blocks;
