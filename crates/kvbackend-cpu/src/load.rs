@@ -1,4 +1,4 @@
-//! Whether the cores are busy with other work, by how often the scheduler takes a core away from the threads of a pool.
+//! The load of the cores by other work, judged by how often the scheduler takes a core away from the threads of a pool.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -135,11 +135,17 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_counts_its_own_preemptions_once() {
-        let now = Instant::now();
+    fn a_thread_counts_what_it_has_lost_since_it_asked_and_leaves_out_what_it_forgets() {
+        let (now, later) = (Instant::now(), |times: u32| Instant::now() + times * BETWEEN);
         assert_eq!(preemptions(now), 0, "the first call only remembers");
+        // As if five had been lost since.
+        ASKED.set(Some((now, count().wrapping_sub(5))));
         assert_eq!(preemptions(now), 0, "a moment ago");
-        let _ = preemptions(now + 2 * BETWEEN);
-        assert!(count() < u64::MAX);
+        if count() >= 5 {
+            assert!(preemptions(later(2)) >= 5);
+        }
+        ASKED.set(Some((now, 0)));
+        forget(later(3));
+        assert_eq!(ASKED.get().map(|(_, lost)| lost), Some(count()));
     }
 }

@@ -42,7 +42,7 @@ struct Shared {
     /// The count of jobs and the number of threads inside one, as `state` has them, for threads that look without a lock.
     posted: AtomicU64,
     inside: AtomicUsize,
-    /// How often threads lost their core to others while they served jobs.
+    /// The number of times that threads lost their core to others while they served jobs.
     preempted: AtomicU64,
 }
 

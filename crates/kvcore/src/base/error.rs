@@ -45,7 +45,7 @@ pub enum Error {
     /// One call names twice what it may name once.
     #[error("one call names {what} {number} twice")]
     Twice {
-        /// What is named.
+        /// The kind of what is named.
         what: &'static str,
         /// Its number.
         number: u64,

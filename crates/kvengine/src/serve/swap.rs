@@ -17,7 +17,7 @@ use crate::error::Result;
 /// The blocks that are moved to measure what moving takes.
 const SAMPLE: usize = 8;
 
-/// What it costs a request to give way and to come back.
+/// The costs of giving way and coming back.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PreemptionCosts {
     /// The time to compute a token again.

@@ -68,7 +68,7 @@ fn guesses_end_with_the_answer_and_the_model() {
     assert_same(&got, &expected, "at the model's last position");
 }
 
-/// Where blocks are short, guesses go before requests do.
+/// Guesses go before requests do where blocks are short.
 #[test]
 fn guesses_take_no_block_from_others() {
     let requests: Vec<Request> = (0..2u32)

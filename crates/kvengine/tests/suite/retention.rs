@@ -1,4 +1,4 @@
-//! What stays cached when blocks are short: by policy, by priority and by time.
+//! Blocks that stay cached when blocks are short: by policy, by priority and by time.
 
 use std::time::Duration;
 

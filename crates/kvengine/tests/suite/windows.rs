@@ -121,5 +121,6 @@ fn an_answer_behind_documents_lets_its_own_sequence_go() {
     let mut narrow = engine(44);
     let got = narrow.generate(&request, &mut ()).unwrap();
     assert_same(&got, &expected, "in little memory");
-    assert!((150 + 3usize).div_ceil(4) > 44 - 12, "the answer alone is longer than the pool of sequences");
+    let blocks = narrow.cache().as_paged().unwrap().pool().counts().total;
+    assert!(got.tokens.len() > 4 * blocks, "the answer alone is longer than the pool: {blocks} blocks");
 }

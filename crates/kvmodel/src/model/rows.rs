@@ -1,4 +1,4 @@
-//! What a pass asks of its rows beside what every engine asks.
+//! The rows of a pass: what a model asks of them beside what every engine does.
 
 use std::sync::Arc;
 

@@ -19,7 +19,7 @@ pub type DoneCall = Box<dyn FnOnce(Result<()>) + Send>;
 /// Events that are watched.
 struct Watched {
     events: Vec<(Arc<dyn Event>, DoneCall)>,
-    /// Whether a thread watches them.
+    /// True while a thread watches them.
     running: bool,
 }
 
