@@ -205,8 +205,8 @@ pub enum AttentionInput {
 
 /// The border between dense steps and the operations of a stream, for one pass at a time.
 ///
-/// Where activations lie in memory that the operations reach (steps on a device, and steps on the host beside the CPU backend),
-/// a view *is* the activation and nothing is copied; the border only orders the two sides. Between the host and a device, a
+/// Activations in memory that the operations reach (steps on a device, and steps on the host beside the CPU backend) are lent as
+/// they are: a view *is* the activation, nothing is copied, and the border only orders the two sides. Between the host and a device, a
 /// border is a set of buffers into which rows are copied.
 ///
 /// - A view of an input is valid until the same input is lent again or the border is dropped.
