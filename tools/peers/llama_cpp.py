@@ -20,14 +20,12 @@ import argparse
 import json
 import pathlib
 import random
-import socket
-import subprocess
 import tempfile
 import time
-import urllib.request
 
 import common
 import llama_model
+from llama_server import LlamaServer
 
 REPETITIONS = 3
 SYSTEM, DOCUMENTS, LENGTH, QUESTION = 64, 5, 512, 32
@@ -50,48 +48,22 @@ ORDERS = {
 }
 
 
-class Server:
+class Server(LlamaServer):
     """A server with one slot that keeps the last prompt; nothing else is cached."""
 
     def __init__(self, program: str, model: pathlib.Path, threads: int, prompts: dict):
         self.prompts = prompts
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen(
-            [program, "-m", str(model), "--host", "127.0.0.1", "--port", str(port), "-c", "4096", "-np", "1",
-             "-t", str(threads), "-tb", str(threads), "--cache-ram", "0", "--no-webui",
-             "-ctk", "f32", "-ctv", "f32"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(self.url + "/health", timeout=5).close()
-                return
-            except OSError:
-                if self.process.poll() is not None:
-                    raise RuntimeError(f"the server ended with {self.process.returncode}") from None
-                time.sleep(0.1)
-        raise RuntimeError("the server does not answer")
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
+        threads = str(threads)
+        super().__init__(program, str(model), "-c", "4096", "-np", "1", "-t", threads, "-tb", threads, "-ctk", "f32", "-ctv", "f32")
 
     def ask(self, order: str, question: int, cache: bool, shift: int = 0) -> dict:
         """One token; `shift` is the shortest run of tokens that the chunk shift takes."""
         documents = ORDERS[order](self.prompts["documents"])
-        body = {
-            "prompt": [*self.prompts["system"], *(t for d in documents for t in d), *self.prompts["questions"][question]],
-            "n_predict": 1, "temperature": 0, "cache_prompt": cache, "n_cache_reuse": shift, "n_probs": 20,
-        }
-        request = urllib.request.Request(
-            self.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"},
-        )
+        prompt = [*self.prompts["system"], *(t for d in documents for t in d), *self.prompts["questions"][question]]
         start = time.perf_counter()
-        with urllib.request.urlopen(request) as response:
-            answer = json.load(response)
+        answer = self.complete(
+            prompt=prompt, n_predict=1, temperature=0, cache_prompt=cache, n_cache_reuse=shift, n_probs=20,
+        )
         answer["seconds"] = time.perf_counter() - start
         return answer
 

@@ -24,12 +24,12 @@ import os
 import pathlib
 import random
 import resource
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
+
+from llama_server import LlamaServer
 
 REQUESTS, PROMPT, ANSWER, VOCABULARY = 16, 128, 64, 49152
 # The types in which vLLM computes, and what they are called elsewhere.
@@ -52,44 +52,16 @@ def ours(kvc: str, model: str, seed: int, *options: str) -> tuple[float, float]:
     return report["seconds"], report["cpu_seconds"]
 
 
-class Server:
-    """A llama-server with a slot for each request."""
+class Server(LlamaServer):
+    """A server with a slot for each request."""
 
     def __init__(self, program: str, model: str):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{port}"
-        self.process = subprocess.Popen(
-            [program, "-m", model, "--host", "127.0.0.1", "--port", str(port), "-c", str(REQUESTS * (PROMPT + ANSWER + 64)),
-             "-np", str(REQUESTS), "-t", "2", "-tb", "2", "-b", "2048", "-ub", "512", "--cache-ram", "0", "--no-webui"],
-            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )
-        for _ in range(600):
-            try:
-                urllib.request.urlopen(self.url + "/health", timeout=5).close()
-                return
-            except OSError:
-                if self.process.poll() is not None:
-                    raise RuntimeError(f"the server ended with {self.process.returncode}") from None
-                time.sleep(0.1)
-        raise RuntimeError("the server does not answer")
-
-    def close(self) -> None:
-        self.process.terminate()
-        self.process.wait()
-
-    def cpu(self) -> float:
-        stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+        context = str(REQUESTS * (PROMPT + ANSWER + 64))
+        super().__init__(program, model, "-c", context, "-np", str(REQUESTS), "-t", "2", "-tb", "2", "-b", "2048", "-ub", "512")
 
     def ask(self, prompt: list[int]) -> int:
-        body = {"prompt": prompt, "n_predict": ANSWER, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-        request = urllib.request.Request(
-            self.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request) as response:
-            return json.load(response)["tokens_predicted"]
+        answer = self.complete(prompt=prompt, n_predict=ANSWER, temperature=0, ignore_eos=True, cache_prompt=False)
+        return answer["tokens_predicted"]
 
     def serve(self, seed: int) -> tuple[float, float]:
         before, started = self.cpu(), time.perf_counter()
