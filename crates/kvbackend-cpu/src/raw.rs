@@ -62,20 +62,24 @@ impl<'a> Target<'a> {
     /// If the range `offset..offset + len` does not lie inside the bytes.
     #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *mut u8 {
-        let at = offset.wrapping_sub(self.first);
-        assert!(
-            at <= self.len && len <= self.len - at,
-            "bytes {offset} + {len} of {} + {}",
-            self.first,
-            self.len
-        );
-        self.start.wrapping_add(at)
+        self.start.wrapping_add(place((self.first, self.len), offset, len))
     }
 
     /// Returns whether the byte at `offset` begins a cache line.
     pub(crate) fn is_line(self, offset: usize) -> bool {
         (self.start as usize + (offset - self.first)).is_multiple_of(64)
     }
+}
+
+/// Returns the place of `len` bytes at `offset` among bytes of which the first has offset `own.0`, `own.1` in all.
+///
+/// # Panics
+/// If they do not lie inside.
+#[inline]
+fn place(own: (usize, usize), offset: usize, len: usize) -> usize {
+    let at = offset.wrapping_sub(own.0);
+    assert!(at <= own.1 && len <= own.1 - at, "bytes {offset} + {len} of {} + {}", own.0, own.1);
+    at
 }
 
 impl<'a> Origin<'a> {
@@ -99,14 +103,7 @@ impl<'a> Origin<'a> {
     /// If the range `offset..offset + len` does not lie inside the bytes.
     #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *const u8 {
-        let at = offset.wrapping_sub(self.first);
-        assert!(
-            at <= self.len && len <= self.len - at,
-            "bytes {offset} + {len} of {} + {}",
-            self.first,
-            self.len
-        );
-        self.start.wrapping_add(at)
+        self.start.wrapping_add(place((self.first, self.len), offset, len))
     }
 
     /// Returns the `len` bytes that begin at `offset`, with offsets of their own that begin at 0.
