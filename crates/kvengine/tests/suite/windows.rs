@@ -114,7 +114,7 @@ fn samples_and_requests_that_give_way_let_go_too() {
 fn an_answer_behind_documents_lets_its_own_sequence_go() {
     let chunks = vec![(3..20).collect(), (7..30).collect()];
     let prompt = ChunkedPrompt::new(vec![5, 6], chunks, vec![9, 8, 7]).unwrap();
-    let request = Request { max_new_tokens: 150, ..request(0, 0) };
+    let request = Request { max_new_tokens: 180, ..request(0, 0) };
     let request = Request { prompt: PromptTokens::Chunked(prompt), ..request };
     let mut wide = engine(400);
     let expected = wide.generate(&request, &mut ()).unwrap();
