@@ -1,6 +1,7 @@
 //! Bytes that several threads use at the same time, each thread its own part.
 
 use std::marker::PhantomData;
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use crate::memory::{Window, WindowMut};
@@ -44,6 +45,12 @@ unsafe impl Sync for Origin<'_> {}
 impl<'a> Target<'a> {
     pub(crate) fn new(bytes: &'a mut [u8]) -> Self {
         Self { start: bytes.as_mut_ptr(), first: 0, len: bytes.len(), life: PhantomData }
+    }
+
+    /// Takes memory that has no elements yet.
+    pub(crate) fn to_fill<T>(elements: &'a mut [MaybeUninit<T>]) -> Self {
+        let (start, len) = (elements.as_mut_ptr().cast(), size_of_val(elements));
+        Self { start, first: 0, len, life: PhantomData }
     }
 
     /// Takes a part of a storage. Its bytes keep their offsets in the storage.

@@ -110,6 +110,66 @@ fn rows_longer_than_a_step_are_summed_in_parts() {
     }
 }
 
+/// Norms, gates and sums on every way, over so many elements that several threads have parts, and over a few.
+#[rstest]
+fn steps_between_products_are_those_of_plain_sums(
+    #[values(1, 3, 200)] rows: usize,
+    #[values(1, 7, 8, 33, 576)] width: usize,
+) {
+    let (x, y, weight) = (numbers(1, rows * width), numbers(2, rows * width), numbers(3, width));
+    // Gates from far below zero to far above.
+    let gate: Vec<f32> = x.iter().map(|x| x * 60.0).collect();
+    let wide = |x: &f32| f64::from(*x);
+    let norm = x.chunks(width).flat_map(|x| {
+        let mean = x.iter().map(|x| wide(x) * wide(x)).sum::<f64>() / width as f64;
+        x.iter().zip(&weight).map(move |(x, w)| wide(x) * wide(w) / (mean + 1e-5).sqrt())
+    });
+    let norm: Vec<f64> = norm.collect();
+    let gated = gate.iter().zip(&y).map(|(g, u)| wide(g) / (1.0 + (-wide(g)).exp()) * wide(u));
+    let gated: Vec<f64> = gated.collect();
+    let sums: Vec<f32> = x.iter().zip(&y).map(|(x, y)| x + y).collect();
+    let close = |got: &[f32], expected: &[f64], what: &str| {
+        assert_eq!(got.len(), expected.len(), "{what}");
+        for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+            let off = (f64::from(*got) - expected).abs();
+            assert!(off <= 1e-6 * expected.abs() + 1e-30, "{what}, {i}: {got} and {expected}");
+        }
+    };
+    for (name, steps) in ways() {
+        close(&steps.rms_norm(&x, &weight, 1e-5).unwrap(), &norm, &name);
+        close(&steps.gated(&gate, &y).unwrap(), &gated, &name);
+        assert_eq!(steps.sums(&x, &y).unwrap(), sums, "{name}");
+    }
+}
+
+#[test]
+fn gates_that_are_no_numbers_or_without_bound_stay_so() {
+    for (name, steps) in ways() {
+        let got = steps.gated(&[f32::NAN, f32::INFINITY, -200.0, 0.0], &[1.0, 2.0, 1.0, 5.0]).unwrap();
+        assert!(got[0].is_nan() && got[1] == f32::INFINITY, "{name}: {got:?}");
+        assert!(got[2].abs() < 1e-30 && got[3] == 0.0, "{name}: {got:?}");
+    }
+}
+
+#[test]
+fn steps_of_other_extents_are_refused() {
+    let steps = Products::new();
+    assert!(matches!(
+        steps.rms_norm(&[1.0; 5], &[1.0; 2], 0.0),
+        Err(Error::NotMultiple { value: 5, of: 2, .. })
+    ));
+    assert!(matches!(steps.rms_norm(&[1.0; 5], &[], 0.0), Err(Error::Zero { .. })));
+    assert!(matches!(steps.gated(&[1.0; 5], &[1.0; 4]), Err(Error::Mismatch { expected: 5, got: 4, .. })));
+    assert!(matches!(steps.sums(&[], &[1.0]), Err(Error::Mismatch { expected: 0, got: 1, .. })));
+    let matrix = [0u8; 24];
+    let matrix = Matrix::new(StoredType::F32, 2, 3, &matrix).unwrap();
+    let refused = steps.multiplied(&[1.0; 4], 2, &matrix);
+    assert!(matches!(refused, Err(Error::Mismatch { expected: 6, got: 4, .. })));
+    assert!(steps.rms_norm(&[], &[1.0], 0.0).unwrap().is_empty());
+    assert!(steps.gated(&[], &[]).unwrap().is_empty());
+    assert_eq!(steps.multiplied(&[1.0; 3], 1, &matrix).unwrap(), [0.0; 2]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 

@@ -17,7 +17,6 @@ mod plot;
 mod progress;
 mod report;
 mod run;
-mod threads;
 mod tune;
 
 use std::process::ExitCode;
@@ -26,7 +25,6 @@ use args::{Cli, Command};
 
 fn main() -> ExitCode {
     let cli = Cli::of_the_program();
-    threads::settle();
     let result = match cli.command {
         Command::Demo(args) => demo::demo(&args),
         Command::Run(args) => run::run(&args),

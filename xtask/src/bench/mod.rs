@@ -163,10 +163,6 @@ fn bench_command(name: &str) -> Command {
     // Among the whole workspace and with all features, as the tests are built: nothing is built twice.
     let mut command = cargo_command(&["bench", "--quiet", "--workspace", "--all-features", "--bench", name]);
     command.arg("--");
-    // As `kvc` does: see its `threads`.
-    if std::env::var_os("RAYON_NUM_THREADS").is_none() {
-        command.env("RAYON_NUM_THREADS", "1");
-    }
     command
 }
 

@@ -1,7 +1,8 @@
-//! Products of a few rows, or of many, with the matrices of a model.
+//! Products of a few rows, or of many, with the matrices of a model, and the steps between them.
 //!
 //! [`Products`] multiplies activations in f32 with a matrix as it is stored: floats, or blocks of ggml. Every element of the
-//! matrix is read once for up to 96 rows; nothing is rounded but the products and their sums.
+//! matrix is decoded once for all rows; nothing is rounded but the products and their sums. Norms, gates and sums of rows run on the
+//! same threads, since a step that one thread takes alone costs the time of all.
 //!
 //! ```
 //! use kvbackend_cpu::dense::{Matrix, Products, StoredType};
@@ -26,7 +27,9 @@ use crate::simd::{AvailableLevel, Simd, Task};
 use crate::workers::Workers;
 use crate::{CpuBackend, CpuOptions};
 
+mod between;
 mod bytes;
+mod panel;
 mod single;
 mod stored;
 mod tile;
@@ -40,10 +43,13 @@ pub use bytes::SharedBytes;
 pub use stored::StoredType;
 
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-on-their-way
-/// Rows that are multiplied at a time.
+/// Rows that are multiplied at a time, at most, and the number that is worth it.
 const ROWS: usize = 96;
-/// Rows from which on the matrix is not read where it lies: a copy of a few of its rows stays in the first-level cache.
-const MANY_ROWS: usize = 24;
+const FEWEST_OF_A_RUN: usize = 24;
+/// Elements of the rows that are multiplied at a time, about.
+const FEW: usize = 64 << 10;
+/// Rows of the matrix that are decoded at a time.
+const GROUP: usize = 4 * tile::COLUMNS;
 /// Elements between decoded rows: a line of the cache.
 const PAD: usize = 16;
 /// Bytes of a matrix for each thread: about as many as one thread multiplies with a row while another one is woken.
@@ -96,23 +102,26 @@ impl<'a> Matrix<'a> {
         &self.rows(row..row + 1)[at(elements.start)..at(elements.end)]
     }
 
-    /// Returns rows in f32, decoded into `scratch` unless the matrix has them and `in_place` allows to read them there.
+    /// Returns the matrix for panels, if it has f32 at addresses for them, and so many rows pay for panels.
+    fn for_panels(&self, rows: usize) -> Option<panel::Floats<'a>> {
+        if self.dtype != StoredType::F32 || rows < panel::FEWEST_ROWS {
+            return None;
+        }
+        let values = bytemuck::try_cast_slice(self.bytes).ok()?;
+        Some(panel::Floats { values, out: self.out, input: self.input })
+    }
+
+    /// Returns rows in f32, decoded into `scratch` unless the matrix has them.
     ///
     /// # Safety
     /// The caller is compiled for the instruction set of `S`.
     #[inline(always)]
-    unsafe fn in_f32<'s, S: Simd>(
-        &self,
-        rows: Range<usize>,
-        scratch: &'s mut Vec<f32>,
-        in_place: bool,
-    ) -> tile::Columns<'s>
+    unsafe fn in_f32<'s, S: Simd>(&self, rows: Range<usize>, scratch: &'s mut Vec<f32>) -> tile::Columns<'s>
     where
         'a: 's,
     {
         let (bytes, count, input) = (self.rows(rows.clone()), rows.len(), self.input);
         if self.dtype == StoredType::F32
-            && in_place
             && let Ok(values) = bytemuck::try_cast_slice(bytes)
         {
             return tile::Columns { values, count, stride: input };
@@ -179,27 +188,42 @@ impl Products {
     /// # Errors
     /// Returns [`Error::Mismatch`] if `x` or `y` does not have whole rows, or the two have not equally many.
     pub fn multiply(&self, x: &[f32], matrix: &Matrix<'_>, y: &mut [f32]) -> Result<()> {
+        let rows = x.len().checked_div(matrix.input).or_else(|| y.len().checked_div(matrix.out)).unwrap_or(0);
+        same("elements of the rows to multiply", rows * matrix.input, x.len())?;
+        same("elements of the products", rows * matrix.out, y.len())?;
+        self.products(x, rows, matrix, Target::new(bytemuck::cast_slice_mut(y)))
+    }
+
+    /// Returns `x · matrixᵀ`, `[rows, out]` of `[rows, input]`, in new memory that is written once.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if `x` does not have `rows` rows.
+    pub fn multiplied(&self, x: &[f32], rows: usize, matrix: &Matrix<'_>) -> Result<Vec<f32>> {
+        let elements =
+            rows.checked_mul(matrix.out).ok_or(Error::Overflow { what: "elements of the products" })?;
+        // SAFETY: products write every element of `y`, or are refused.
+        unsafe { filled(elements, |y| self.products(x, rows, matrix, y)) }
+    }
+
+    /// Writes the products to `y`, which has `rows` rows of `matrix.out` elements of f32: every element, unless there is an error.
+    fn products(&self, x: &[f32], rows: usize, matrix: &Matrix<'_>, y: Target<'_>) -> Result<()> {
         let (out, input) = (matrix.out, matrix.input);
-        let rows = x.len().checked_div(input).or_else(|| y.len().checked_div(out)).unwrap_or(0);
-        let check = |what, expected: usize, got: usize| {
-            let mismatch = Error::Mismatch { what, expected, got };
-            if expected == got { Ok(()) } else { Err(mismatch) }
-        };
-        check("elements of the rows to multiply", rows * input, x.len())?;
-        check("elements of the products", rows * out, y.len())?;
+        same("elements of the rows to multiply", rows * input, x.len())?;
         if rows == 0 || out == 0 {
             return Ok(());
         }
         if input == 0 {
-            y.fill(0.0);
+            let y = y.at(0, rows * out * size_of::<f32>()).cast::<f32>();
+            // SAFETY: `y` has `rows * out` elements by contract, and no other thread has it. Bytes of 0 are 0.0.
+            unsafe { y.write_bytes(0, rows * out) };
             return Ok(());
         }
         let threads = self.workers.parts(out, out * matrix.row_bytes * rows.min(8), BYTES_PER_THREAD);
-        let y = Target::new(bytemuck::cast_slice_mut(y));
         if unit::multiply(self.level.level(), (&self.workers, threads), (x, rows), matrix, y) {
             return Ok(());
         }
-        in_parts((&self.workers, threads), out, tile::COLUMNS, &|columns| {
+        let unit = if matrix.for_panels(rows).is_some() { panel::UNIT } else { tile::COLUMNS };
+        in_parts((&self.workers, threads), out, unit, &|columns| {
             SCRATCH.with_borrow_mut(|scratch| {
                 let part = Part { x, rows, matrix, columns, y, scratch };
                 // SAFETY: `y` has `rows` rows of `out` elements, and no other part has these columns.
@@ -208,6 +232,25 @@ impl Products {
         });
         Ok(())
     }
+}
+
+fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
+    if expected == got { Ok(()) } else { Err(Error::Mismatch { what, expected, got }) }
+}
+
+/// Returns `len` elements that `fill` writes. Their memory is not zeroed before.
+///
+/// # Errors
+/// Returns the error of `fill`.
+///
+/// # Safety
+/// If `fill` returns `Ok`, it has written every element.
+unsafe fn filled(len: usize, fill: impl FnOnce(Target<'_>) -> Result<()>) -> Result<Vec<f32>> {
+    let mut elements = Vec::with_capacity(len);
+    fill(Target::to_fill(&mut elements.spare_capacity_mut()[..len]))?;
+    // SAFETY: there is room for `len` elements, and `fill` has written all of them.
+    unsafe { elements.set_len(len) };
+    Ok(elements)
 }
 
 /// Calls `work` with every column once, in ranges that begin at multiples of `unit`, on so many threads.
@@ -249,21 +292,29 @@ impl Task for Part<'_> {
         if rows == 1 && unsafe { single::columns::<S>(x, matrix, columns.clone(), y, scratch) } {
             return;
         }
-        let in_place = matrix.dtype == StoredType::F32 && rows < MANY_ROWS;
-        // Rows in runs of equal length, which stay in the second-level cache.
-        let runs = rows.div_ceil(ROWS);
-        for run in 0..runs {
-            let (at, end) = (rows * run / runs, rows * (run + 1) / runs);
-            let x = &x[at * input..end * input];
-            for from in columns.clone().step_by(tile::COLUMNS) {
-                let taken = from..(from + tile::COLUMNS).min(columns.end);
-                // SAFETY: the caller is compiled for `S`. `w` has the rows `taken` of `input` elements, `x` has those of the
-                // run, and `y` has `rows` rows of `out` elements, of which the columns `taken` belong to this part by
-                // contract.
-                unsafe {
-                    let w = matrix.in_f32::<S>(taken, scratch, in_place);
-                    let y = (y.add(at * out + from), out);
-                    tile::columns::<S>((x, end - at, input), w, y, in_place && run == 0);
+        if let Some(floats) = matrix.for_panels(rows) {
+            // SAFETY: as above.
+            unsafe { panel::columns::<S>((x, rows), floats, columns, y, scratch) };
+            return;
+        }
+        let ahead = matrix.dtype == StoredType::F32;
+        // Rows in runs of equal length, which stay in the second-level cache beside the rows of the matrix that meet all of them.
+        let runs = rows.div_ceil((FEW / input).clamp(FEWEST_OF_A_RUN, ROWS));
+        for from in columns.clone().step_by(GROUP) {
+            let taken = from..(from + GROUP).min(columns.end);
+            // SAFETY: the caller is compiled for `S`.
+            let group = unsafe { matrix.in_f32::<S>(taken.clone(), scratch) };
+            for run in 0..runs {
+                let (at, end) = (rows * run / runs, rows * (run + 1) / runs);
+                let x = &x[at * input..end * input];
+                for column in taken.clone().step_by(tile::COLUMNS) {
+                    let w = group.part(column - from..(column + tile::COLUMNS).min(taken.end) - from);
+                    // SAFETY: the caller is compiled for `S`. `w` has some rows of `input` elements, `x` has those of the run, and `y`
+                    // has `rows` rows of `out` elements, of which the columns `taken` belong to this part by contract.
+                    unsafe {
+                        let y = (y.add(at * out + column), out);
+                        tile::columns::<S>((x, end - at, input), w, y, ahead && run == 0);
+                    }
                 }
             }
         }

@@ -1,11 +1,13 @@
 //! Tiles: the products of up to six rows with four or eight rows of a matrix, summed in registers.
 
+use std::ops::Range;
+
 use crate::simd::Simd;
 
 /// Rows of the matrix that are taken at a time.
 pub(super) const COLUMNS: usize = 8;
 
-/// Rows of a matrix in f32, at most [`COLUMNS`], whose beginnings are `stride` elements apart.
+/// Rows of a matrix in f32, whose beginnings are `stride` elements apart.
 #[derive(Clone, Copy)]
 pub(super) struct Columns<'a> {
     pub values: &'a [f32],
@@ -13,7 +15,14 @@ pub(super) struct Columns<'a> {
     pub stride: usize,
 }
 
-/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, of `input` elements each as the rows of `x`. With `ahead`, asks
+impl Columns<'_> {
+    /// Returns some of the rows, with what lies behind them.
+    pub(super) fn part(self, rows: Range<usize>) -> Self {
+        Self { values: &self.values[rows.start * self.stride..], count: rows.len(), ..self }
+    }
+}
+
+/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, at most [`COLUMNS`], of `input` elements each as the rows of `x`. With `ahead`, asks
 /// for the memory behind `w`, which is next.
 ///
 /// # Safety
@@ -32,7 +41,9 @@ pub(super) unsafe fn columns<S: Simd>(
     // rows of the matrix fill half of the first-level cache (32 KiB, or with more registers 48).
     let (most, depth_of_all) = if S::REGISTERS >= 32 { (6, 1024) } else { (3, 512) };
     let runs = rows.div_ceil(most);
-    for from in (0..input).step_by(depth_of_all) {
+    // Equal parts: a short one would spend more on its sums than on its products.
+    let depth_of_all = input.div_ceil(input.div_ceil(depth_of_all).max(1)).next_multiple_of(S::LANES);
+    for from in (0..input).step_by(depth_of_all.max(1)) {
         let depth = depth_of_all.min(input - from);
         for run in 0..runs {
             let at = rows * run / runs;

@@ -314,7 +314,7 @@ impl Pass<'_> {
             // SAFETY: the caller is compiled for AVX-512, and the product at `column` in a row of the tile is one of those
             // of this part.
             unsafe {
-                let w = self.matrix.in_f32::<Avx512>(column..column + 1, &mut decoded, true);
+                let w = self.matrix.in_f32::<Avx512>(column..column + 1, &mut decoded);
                 for row in (0..masks.len()).filter(|row| (masks[*row] >> i) & 1 == 1).map(|row| first + row) {
                     let y = self.y.at((row * out + column) * size_of::<f32>(), size_of::<f32>()).cast();
                     tile::columns::<Avx512>((&self.x[row * input..][..input], 1, input), w, (y, out), false);

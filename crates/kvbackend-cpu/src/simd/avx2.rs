@@ -9,13 +9,13 @@ use std::arch::x86_64::{
     _mm256_blendv_epi8, _mm256_castps_si256, _mm256_castps128_ps256, _mm256_castps256_ps128,
     _mm256_castsi256_ps, _mm256_castsi256_si128, _mm256_cmp_ps, _mm256_cmpeq_epi8, _mm256_cvtepi8_epi32,
     _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32, _mm256_cvtepu16_epi32, _mm256_cvtph_ps, _mm256_cvtps_epi32,
-    _mm256_cvtps_ph, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps, _mm256_insertf128_ps,
-    _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_epu8, _mm256_max_ps, _mm256_min_ps, _mm256_movemask_epi8,
-    _mm256_mul_ps, _mm256_or_si256, _mm256_permute_ps, _mm256_permute2f128_ps, _mm256_round_ps,
-    _mm256_set1_epi8, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32, _mm256_setzero_si256,
-    _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_sllv_epi32, _mm256_srai_epi32, _mm256_srl_epi32,
-    _mm256_srli_epi32, _mm256_storeu_ps, _mm256_stream_si256, _mm256_sub_ps, _mm256_unpackhi_ps,
-    _mm256_unpacklo_ps,
+    _mm256_cvtps_ph, _mm256_div_ps, _mm256_extractf128_ps, _mm256_extracti128_si256, _mm256_fmadd_ps,
+    _mm256_insertf128_ps, _mm256_loadu_ps, _mm256_loadu_si256, _mm256_max_epu8, _mm256_max_ps, _mm256_min_ps,
+    _mm256_movemask_epi8, _mm256_mul_ps, _mm256_or_si256, _mm256_permute_ps, _mm256_permute2f128_ps,
+    _mm256_round_ps, _mm256_set1_epi8, _mm256_set1_epi32, _mm256_set1_ps, _mm256_setr_epi32,
+    _mm256_setzero_si256, _mm256_shuffle_ps, _mm256_slli_epi32, _mm256_sllv_epi32, _mm256_srai_epi32,
+    _mm256_srl_epi32, _mm256_srli_epi32, _mm256_storeu_ps, _mm256_stream_si256, _mm256_sub_ps,
+    _mm256_unpackhi_ps, _mm256_unpacklo_ps,
 };
 
 use super::level::with_avx2;
@@ -34,7 +34,7 @@ impl Simd for Avx2 {
     const REGISTERS: usize = 16;
     const STREAMS: bool = true;
 
-    intrinsics! { splat: _mm256_set1_ps, add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, mul_add: _mm256_fmadd_ps, max: _mm256_max_ps, min: _mm256_min_ps, load: _mm256_loadu_ps, store: _mm256_storeu_ps }
+    intrinsics! { splat: _mm256_set1_ps, add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, div: _mm256_div_ps, mul_add: _mm256_fmadd_ps, max: _mm256_max_ps, min: _mm256_min_ps, load: _mm256_loadu_ps, store: _mm256_storeu_ps }
 
     #[inline(always)]
     unsafe fn call<T: Task>(task: T) -> T::Output {

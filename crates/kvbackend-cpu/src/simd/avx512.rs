@@ -9,14 +9,14 @@ use std::arch::x86_64::{
     _mm512_castps_si512, _mm512_castps256_ps512, _mm512_castps512_ps256, _mm512_castsi128_si512,
     _mm512_castsi512_ps, _mm512_cmp_ps_mask, _mm512_cmpeq_epi8_mask, _mm512_cvtepi8_epi32,
     _mm512_cvtepi32_epi16, _mm512_cvtepi32_ps, _mm512_cvtepu8_epi32, _mm512_cvtepu16_epi32, _mm512_cvtph_ps,
-    _mm512_cvtps_epi32, _mm512_cvtps_ph, _mm512_extractf32x8_ps, _mm512_fmadd_ps, _mm512_loadu_ps,
-    _mm512_loadu_si512, _mm512_mask_mov_epi32, _mm512_maskz_loadu_epi8, _mm512_max_epu8, _mm512_max_ps,
-    _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps, _mm512_permutex2var_epi16,
-    _mm512_permutexvar_epi32, _mm512_permutexvar_ps, _mm512_reduce_add_ps, _mm512_reduce_max_ps,
-    _mm512_roundscale_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps, _mm512_setr_epi32,
-    _mm512_setzero_si512, _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_slli_epi32, _mm512_srl_epi32,
-    _mm512_srli_epi32, _mm512_srlv_epi32, _mm512_storeu_ps, _mm512_storeu_si512, _mm512_stream_si512,
-    _mm512_sub_ps, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
+    _mm512_cvtps_epi32, _mm512_cvtps_ph, _mm512_div_ps, _mm512_extractf32x8_ps, _mm512_fmadd_ps,
+    _mm512_loadu_ps, _mm512_loadu_si512, _mm512_mask_mov_epi32, _mm512_maskz_loadu_epi8, _mm512_max_epu8,
+    _mm512_max_ps, _mm512_min_ps, _mm512_mul_ps, _mm512_or_si512, _mm512_permute_ps,
+    _mm512_permutex2var_epi16, _mm512_permutexvar_epi32, _mm512_permutexvar_ps, _mm512_reduce_add_ps,
+    _mm512_reduce_max_ps, _mm512_roundscale_ps, _mm512_set1_epi8, _mm512_set1_epi32, _mm512_set1_ps,
+    _mm512_setr_epi32, _mm512_setzero_si512, _mm512_shuffle_f32x4, _mm512_shuffle_ps, _mm512_slli_epi32,
+    _mm512_srl_epi32, _mm512_srli_epi32, _mm512_srlv_epi32, _mm512_storeu_ps, _mm512_storeu_si512,
+    _mm512_stream_si512, _mm512_sub_ps, _mm512_unpackhi_ps, _mm512_unpacklo_ps,
 };
 
 use super::level::with_avx512;
@@ -79,7 +79,7 @@ impl Simd for Avx512 {
     const REGISTERS: usize = 32;
     const STREAMS: bool = true;
 
-    intrinsics! { splat: _mm512_set1_ps, add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, mul_add: _mm512_fmadd_ps, max: _mm512_max_ps, min: _mm512_min_ps, load: _mm512_loadu_ps, store: _mm512_storeu_ps }
+    intrinsics! { splat: _mm512_set1_ps, add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, div: _mm512_div_ps, mul_add: _mm512_fmadd_ps, max: _mm512_max_ps, min: _mm512_min_ps, load: _mm512_loadu_ps, store: _mm512_storeu_ps }
 
     #[inline(always)]
     unsafe fn call<T: Task>(task: T) -> T::Output {

@@ -96,6 +96,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
     unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
     /// Returns `a * b + c`, rounded once if the instruction set has a fused instruction.
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// Returns the larger element of each pair; `b` if either is NaN.

@@ -50,6 +50,11 @@ impl Simd for Portable {
         each(|i| a[i] * b[i])
     }
 
+    #[inline(always)]
+    unsafe fn div(a: Self::V, b: Self::V) -> Self::V {
+        each(|i| a[i] / b[i])
+    }
+
     /// Fuses only if there is an instruction for it: otherwise a fused operation would be a function call.
     #[inline(always)]
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {

@@ -1,4 +1,4 @@
-//! The dense steps on the host: products by the CPU backend, all else by candle, in f32.
+//! The dense steps on the host, in f32: computed by the CPU backend, on tensors of candle.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -30,9 +30,8 @@ use weight::{HeadMatrices, Held, HostWeight, StoredMatrix};
 /// Matrices of projections and embeddings are held as they are stored, unless a [`WeightFormat`] asks for another form, and
 /// multiplied in f32 as they are: no weight is widened in memory, and no activation is rounded.
 ///
-/// All products run on the threads of a CPU backend, which end with it. candle computes the other steps, those of many elements on
-/// threads of its own: as many as `RAYON_NUM_THREADS` says, or one a core. They look for more work after each step. Nothing needs the
-/// variable; where cores are few, answers come faster if a program sets it to 1, as `kvc` does.
+/// Products and the steps between them run on the threads of a CPU backend, which end with it. candle holds the tensors and moves their
+/// rows; it starts no thread.
 #[derive(Debug, Clone, Default)]
 pub struct HostDense {
     products: Products,
@@ -128,6 +127,17 @@ fn with_values<T>(x: &Tensor, read: impl FnOnce(&[f32]) -> Result<T>) -> Result<
     read(&values.as_slice::<f32>().map_err(failed)?[layout.start_offset()..][..x.elem_count()])
 }
 
+/// Returns a function of two activations of one shape, element by element.
+fn pairwise(
+    a: &Activation,
+    b: &Activation,
+    of: impl Fn(&[f32], &[f32]) -> kvcore::Result<Vec<f32>>,
+) -> Result<Activation> {
+    let (a, b) = (rows_of(a)?, rows_of(b)?);
+    let y = with_values(a, |a| with_values(b, |b| Ok(of(a, b)?)))?;
+    activation(Tensor::from_vec(y, a.shape(), &Device::Cpu))
+}
+
 impl Dense for HostDense {
     fn name(&self) -> &'static str {
         NAME
@@ -162,19 +172,14 @@ impl Dense for HostDense {
 
     fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation> {
         let (x, weight) = (rows_of(x)?, plain(weight)?);
-        let norm = || {
-            let x = x.contiguous()?;
-            let mean_square = x.sqr()?.mean_keepdim(D::Minus1)?;
-            x.broadcast_div(&(mean_square + eps)?.sqrt()?)?.broadcast_mul(weight)
-        };
-        activation(norm())
+        let norm = |x: &[f32]| with_values(weight, |w| Ok(self.products.rms_norm(x, w, eps as f32)?));
+        activation(Tensor::from_vec(with_values(x, norm)?, x.shape(), &Device::Cpu))
     }
 
     fn project(&self, x: &Activation, matrix: &dyn Weight, bias: Option<&dyn Weight>) -> Result<Activation> {
         let (x, matrix) = (rows_of(x)?, self::matrix(matrix)?);
         let (rows, out) = (x.dim(0).map_err(failed)?, matrix.out);
-        let mut y = vec![0.0; rows * out];
-        with_values(x, |x| Ok(self.products.multiply(x, &matrix.view()?, &mut y)?))?;
+        let mut y = with_values(x, |x| Ok(self.products.multiplied(x, rows, &matrix.view()?)?))?;
         if let Some(bias) = bias.map(plain).transpose()? {
             with_values(bias, |bias| {
                 for row in y.chunks_exact_mut(out.max(1)) {
@@ -194,12 +199,11 @@ impl Dense for HostDense {
     }
 
     fn gated(&self, gate: &Activation, up: &Activation) -> Result<Activation> {
-        let (gate, up) = (rows_of(gate)?, rows_of(up)?);
-        activation(gate.silu().and_then(|gate| gate * up))
+        pairwise(gate, up, |gate, up| self.products.gated(gate, up))
     }
 
     fn add(&self, x: &Activation, y: &Activation) -> Result<Activation> {
-        activation(rows_of(x)? + rows_of(y)?)
+        pairwise(x, y, |x, y| self.products.sums(x, y))
     }
 
     fn split_heads(&self, x: &Activation, dim: usize) -> Result<Activation> {

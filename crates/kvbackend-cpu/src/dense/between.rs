@@ -1,0 +1,199 @@
+//! The steps of a model between its products: norms, gates and sums, each in one pass over its rows.
+
+use std::ops::Range;
+
+use kvcore::{Error, Result};
+
+use super::{Products, filled, same};
+use crate::raw::Target;
+use crate::simd::{Simd, Task, exp};
+
+/// Bytes of results for each thread: about as many as one thread computes while another one is woken.
+const BYTES_PER_THREAD: usize = 32 << 10;
+/// Elements of the smallest part of a thread: some lines of the cache, so that no two threads write to one.
+const UNIT: usize = 256;
+
+impl Products {
+    /// Returns each row of `x`, divided by its root mean square and multiplied by `weight`, which has as many elements as a row. `eps`
+    /// is added to the mean square. (RMSNorm, Zhang and Sennrich, 2019.)
+    ///
+    /// # Errors
+    /// Returns [`Error::Zero`] if `weight` is empty, and [`Error::NotMultiple`] if `x` does not have whole rows.
+    pub fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32) -> Result<Vec<f32>> {
+        let width = weight.len();
+        if width == 0 {
+            return Err(Error::Zero { what: "elements of a norm" });
+        }
+        if !x.len().is_multiple_of(width) {
+            return Err(Error::NotMultiple {
+                what: "elements of the rows of a norm",
+                value: x.len(),
+                of: width,
+            });
+        }
+        // SAFETY: the parts are all rows, and a norm writes every element of its rows.
+        unsafe {
+            filled(x.len(), |y| {
+                self.cut(x.len() / width, width, |rows| self.level.run(Norm { x, weight, eps, rows, y }));
+                Ok(())
+            })
+        }
+    }
+
+    /// Returns `gate · sigmoid(gate) · up`, element by element. (SwiGLU, Shazeer, 2020.)
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if there are not equally many of both.
+    pub fn gated(&self, gate: &[f32], up: &[f32]) -> Result<Vec<f32>> {
+        self.pairs(Pair::Gate, gate, up)
+    }
+
+    /// Returns `x + y`, element by element.
+    ///
+    /// # Errors
+    /// Returns [`Error::Mismatch`] if there are not equally many of both.
+    pub fn sums(&self, x: &[f32], y: &[f32]) -> Result<Vec<f32>> {
+        self.pairs(Pair::Sum, x, y)
+    }
+
+    fn pairs(&self, what: Pair, a: &[f32], b: &[f32]) -> Result<Vec<f32>> {
+        same("elements of the other operand", a.len(), b.len())?;
+        // SAFETY: the parts are all units, the last of them cut short, and a task writes every element of its range.
+        unsafe {
+            filled(a.len(), |y| {
+                self.cut(a.len().div_ceil(UNIT), UNIT, |units| {
+                    let at = units.start * UNIT..(units.end * UNIT).min(a.len());
+                    self.level.run(Pairs { what, a, b, at, y });
+                });
+                Ok(())
+            })
+        }
+    }
+
+    /// Calls `work` with every one of `units` once, of `elements` elements each, on several threads if there are enough.
+    fn cut(&self, units: usize, elements: usize, work: impl Fn(Range<usize>) + Sync) {
+        let parts = self.workers.parts(units, units * elements * size_of::<f32>(), BYTES_PER_THREAD);
+        self.workers.run(parts, &|part| work(units * part / parts..units * (part + 1) / parts));
+    }
+}
+
+/// The norms of some rows.
+struct Norm<'a> {
+    x: &'a [f32],
+    weight: &'a [f32],
+    eps: f32,
+    rows: Range<usize>,
+    /// Has as many elements as `x`; no other thread has those of `rows`.
+    y: Target<'a>,
+}
+
+impl Task for Norm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let width = self.weight.len();
+        let weight = self.weight.as_ptr();
+        for row in self.rows {
+            let x = self.x[row * width..(row + 1) * width].as_ptr();
+            let y = self.y.at(row * width * size_of::<f32>(), width * size_of::<f32>()).cast::<f32>();
+            // SAFETY: `x`, `weight` and `y` have `width` elements; vectors are loaded and stored where `i + LANES <= width`, two of
+            // them where `i + 2 * LANES <= width`. The elements of `y` are this thread's alone, and the caller is compiled for `S`.
+            unsafe {
+                let mut two = [S::splat(0.0); 2];
+                let mut i = 0;
+                while i + 2 * S::LANES <= width {
+                    for (j, sum) in two.iter_mut().enumerate() {
+                        let x = S::load(x.add(i + j * S::LANES));
+                        *sum = S::mul_add(x, x, *sum);
+                    }
+                    i += 2 * S::LANES;
+                }
+                let mut sum = S::sum(S::add(two[0], two[1]));
+                for i in i..width {
+                    sum += *x.add(i) * *x.add(i);
+                }
+                let factor = 1.0 / (sum / width as f32 + self.eps).sqrt();
+                let mut i = 0;
+                while i + S::LANES <= width {
+                    let scaled = S::mul(S::load(x.add(i)), S::splat(factor));
+                    S::store(y.add(i), S::mul(scaled, S::load(weight.add(i))));
+                    i += S::LANES;
+                }
+                for i in i..width {
+                    y.add(i).write(*x.add(i) * factor * *weight.add(i));
+                }
+            }
+        }
+    }
+}
+
+/// A function of two elements.
+#[derive(Clone, Copy)]
+enum Pair {
+    /// `a · sigmoid(a) · b`.
+    Gate,
+    /// `a + b`.
+    Sum,
+}
+
+impl Pair {
+    /// # Safety
+    /// The caller is compiled for `S`.
+    #[inline(always)]
+    unsafe fn of<S: Simd>(self, a: S::V, b: S::V) -> S::V {
+        // SAFETY: the instruction set of `S` is available by contract, and no pointer is involved.
+        unsafe {
+            match self {
+                Self::Gate => {
+                    let one = S::splat(1.0);
+                    let below = S::add(one, exp::<S>(S::sub(S::splat(0.0), a)));
+                    S::mul(S::div(a, below), b)
+                }
+                Self::Sum => S::add(a, b),
+            }
+        }
+    }
+}
+
+/// A function of the elements `at` of two operands.
+struct Pairs<'a> {
+    what: Pair,
+    a: &'a [f32],
+    b: &'a [f32],
+    at: Range<usize>,
+    /// Has as many elements as `a` and `b`; no other thread has those of `at`.
+    y: Target<'a>,
+}
+
+impl Task for Pairs<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let Self { what, a, b, at, y } = self;
+        let (len, y) =
+            (at.len(), y.at(at.start * size_of::<f32>(), at.len() * size_of::<f32>()).cast::<f32>());
+        let (a, b) = (a[at.clone()].as_ptr(), b[at].as_ptr());
+        // SAFETY: `a`, `b` and `y` have `len` elements; vectors are loaded and stored where `i + LANES <= len`, and the lanes have
+        // room for the longest vector. The elements of `y` are this thread's alone, and the caller is compiled for `S`.
+        unsafe {
+            let mut i = 0;
+            while i + S::LANES <= len {
+                S::store(y.add(i), what.of::<S>(S::load(a.add(i)), S::load(b.add(i))));
+                i += S::LANES;
+            }
+            if i < len {
+                let mut lanes = [[0.0f32; 16]; 3];
+                for j in i..len {
+                    (lanes[0][j - i], lanes[1][j - i]) = (*a.add(j), *b.add(j));
+                }
+                let of = what.of::<S>(S::load(lanes[0].as_ptr()), S::load(lanes[1].as_ptr()));
+                S::store(lanes[2].as_mut_ptr(), of);
+                for j in i..len {
+                    y.add(j).write(lanes[2][j - i]);
+                }
+            }
+        }
+    }
+}

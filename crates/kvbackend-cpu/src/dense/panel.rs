@@ -1,0 +1,227 @@
+//! Panels: the products of many rows with a few rows of a matrix, whose elements are laid side by side first.
+//!
+//! A panel holds so many elements of two vectors of columns, transposed, that it stays in the first-level cache. Six or eight rows at a
+//! time meet it: each of their elements is spread over a vector, and every sum stays in a register until the panel ends. (Goto and van
+//! de Geijn, *Anatomy of high-performance matrix multiplication*, 2008.)
+
+use std::ops::Range;
+
+use crate::simd::Simd;
+
+/// Rows from which on a panel saves more than its transposition costs.
+pub(super) const FEWEST_ROWS: usize = 24;
+/// Columns at which a thread may begin: whole panels with every instruction set.
+pub(super) const UNIT: usize = 32;
+/// Elements of each column in a panel, at most.
+const DEPTH: usize = 256;
+/// Rows that meet a panel before the next one is made: those elements of them that meet it stay in the second-level cache.
+const ROWS: usize = 512;
+/// Elements of rows that stay in the second-level cache as a whole, beside a panel.
+const FEW: usize = 64 << 10;
+/// Rows of a tile, at most.
+const TILE_ROWS: usize = 8;
+/// Columns of a panel, at most.
+const WIDTH: usize = 32;
+
+/// A matrix `[out, input]` in f32.
+#[derive(Clone, Copy)]
+pub(super) struct Floats<'a> {
+    pub(super) values: &'a [f32],
+    pub(super) out: usize,
+    pub(super) input: usize,
+}
+
+/// Computes `y[r * out + c] = x[r] · matrix[c]` for all `rows` rows of `x` and the rows `columns` of the matrix. What `scratch` holds
+/// does not count.
+///
+/// # Safety
+/// `y` is valid for writes of `columns` at each of `rows` strides of `matrix.out`, and nobody else accesses them. The caller is
+/// compiled for the instruction set of `S`.
+#[inline(always)]
+pub(super) unsafe fn columns<S: Simd>(
+    (x, rows): (&[f32], usize),
+    matrix: Floats<'_>,
+    columns: Range<usize>,
+    y: *mut f32,
+    scratch: &mut Vec<f32>,
+) {
+    let (input, width) = (matrix.input, 2 * S::LANES);
+    let whole = matrix.values.len() == matrix.out * input && columns.end <= matrix.out;
+    assert!(x.len() == rows * input && whole, "whole rows");
+    // Parts of equal length.
+    let depth = input.div_ceil(input.div_ceil(DEPTH).max(1)).next_multiple_of(S::LANES);
+    if scratch.len() < width * depth {
+        scratch.resize(width * depth, 0.0);
+    }
+    let runs = rows.div_ceil(ROWS);
+    for run in 0..runs {
+        let (first, end) = (rows * run / runs, rows * (run + 1) / runs);
+        // A few rows stay in the cache as a whole, and the matrix is read row by row. Of many rows, a part of each meets all columns
+        // first.
+        let few = (end - first) * input <= FEW;
+        for group in columns.clone().step_by(if few { width } else { columns.len().max(1) }) {
+            let group = group..if few { (group + width).min(columns.end) } else { columns.end };
+            for from in (0..input).step_by(depth) {
+                let depth = depth.min(input - from);
+                for column in group.clone().step_by(width) {
+                    let count = width.min(columns.end - column);
+                    // SAFETY: the caller is compiled for `S`. The scratch has `width` columns of `depth` elements; the matrix has the
+                    // rows from `column` on and `x` those from `first` to `end`, both with the elements from `from` on; and by
+                    // contract `y` may be written at `count` columns of these rows.
+                    unsafe {
+                        let source = matrix.values.as_ptr().add(column * input + from);
+                        let source = Source { elements: source, stride: input, rows: count };
+                        source.transpose::<S>(depth, scratch.as_mut_ptr());
+                        let panel =
+                            Panel { elements: scratch.as_ptr(), depth, columns: count, add: from > 0 };
+                        let (x, y) =
+                            (x.as_ptr().add(first * input + from), y.add(first * matrix.out + column));
+                        panel.multiply::<S>((x, end - first, input), (y, matrix.out));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Some elements of a few rows of a matrix, whose beginnings are `stride` elements apart.
+struct Source {
+    elements: *const f32,
+    stride: usize,
+    rows: usize,
+}
+
+impl Source {
+    /// Lays `depth` elements of the rows side by side, as columns of a panel; those that are missing are 0.
+    ///
+    /// # Safety
+    /// Every row has `depth` elements, and `panel` is valid for writes of as many vectors of `2 * LANES`. The caller is compiled for
+    /// `S`.
+    #[inline(always)]
+    unsafe fn transpose<S: Simd>(&self, depth: usize, panel: *mut f32) {
+        let width = 2 * S::LANES;
+        // The rows that come next.
+        let ahead = width * self.stride;
+        for first in [0, S::LANES] {
+            let rows = self.rows.saturating_sub(first).min(S::LANES);
+            let mut i = 0;
+            // SAFETY: rows `first..first + rows` have the elements `i..i + LANES` where a vector is loaded, and `i` where one element
+            // is; the panel has `depth` times `width` elements.
+            unsafe {
+                let at = |row: usize, i: usize| self.elements.add((first + row) * self.stride + i);
+                while i + S::LANES <= depth {
+                    let mut square = [S::splat(0.0); 16];
+                    for (row, vector) in square.iter_mut().enumerate().take(rows) {
+                        *vector = S::load(at(row, i));
+                        S::prefetch(at(row, i).wrapping_add(ahead).cast());
+                    }
+                    S::transpose(&mut square);
+                    for (j, vector) in square.into_iter().enumerate().take(S::LANES) {
+                        S::store(panel.add((i + j) * width + first), vector);
+                    }
+                    i += S::LANES;
+                }
+                for i in i..depth {
+                    for row in 0..S::LANES {
+                        let x = if row < rows { *at(row, i) } else { 0.0 };
+                        panel.add(i * width + first + row).write(x);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Columns side by side: `depth` times two vectors, of whose elements the first `columns` count.
+#[derive(Clone, Copy)]
+struct Panel {
+    elements: *const f32,
+    depth: usize,
+    columns: usize,
+    /// Adds to the products that are there.
+    add: bool,
+}
+
+impl Panel {
+    /// Multiplies rows, `input` elements apart, and writes the products, `stride` elements apart.
+    ///
+    /// # Safety
+    /// `x` has `depth` elements at each of `rows` strides, and `y` is valid for `columns` products at each of as many strides. The
+    /// caller is compiled for `S`.
+    #[inline(always)]
+    unsafe fn multiply<S: Simd>(
+        self,
+        (x, rows, input): (*const f32, usize, usize),
+        (y, stride): (*mut f32, usize),
+    ) {
+        let tiles = rows.div_ceil(if S::REGISTERS >= 32 { 8 } else { 6 });
+        for tile in 0..tiles {
+            let at = rows * tile / tiles;
+            let (taken, x) = (rows * (tile + 1) / tiles - at, (x.wrapping_add(at * input), input));
+            let to = (y.wrapping_add(at * stride), stride);
+            // SAFETY: `at + taken <= rows`, and tiles of at most so many rows are taken.
+            unsafe {
+                match taken {
+                    1 => self.tile::<S, 1>(x, to),
+                    2 => self.tile::<S, 2>(x, to),
+                    3 => self.tile::<S, 3>(x, to),
+                    4 => self.tile::<S, 4>(x, to),
+                    5 => self.tile::<S, 5>(x, to),
+                    6 => self.tile::<S, 6>(x, to),
+                    7 => self.tile::<S, 7>(x, to),
+                    _ => self.tile::<S, 8>(x, to),
+                }
+            }
+        }
+    }
+
+    /// Multiplies `R` rows.
+    ///
+    /// # Safety
+    /// As for [`multiply`](Self::multiply), for `R` rows.
+    #[inline(always)]
+    unsafe fn tile<S: Simd, const R: usize>(
+        self,
+        (x, input): (*const f32, usize),
+        (y, stride): (*mut f32, usize),
+    ) {
+        let width = 2 * S::LANES;
+        // SAFETY: `x` has `depth` elements at each of `R` strides and the panel `depth` times `width`. Whole vectors of products are
+        // written where `y` has as many columns, and to the lanes otherwise, which have room for the largest tile.
+        unsafe {
+            let mut sums = [[S::splat(0.0); 2]; R];
+            let mut column = self.elements;
+            for i in 0..self.depth {
+                let (low, high) = (S::load(column), S::load(column.add(S::LANES)));
+                for (r, sums) in sums.iter_mut().enumerate() {
+                    let x = S::splat(*x.add(r * input + i));
+                    sums[0] = S::mul_add(x, low, sums[0]);
+                    sums[1] = S::mul_add(x, high, sums[1]);
+                }
+                column = column.add(width);
+            }
+            if self.columns == width {
+                for (r, sums) in sums.into_iter().enumerate() {
+                    for (half, mut sum) in sums.into_iter().enumerate() {
+                        let to = y.add(r * stride + half * S::LANES);
+                        if self.add {
+                            sum = S::add(S::load(to), sum);
+                        }
+                        S::store(to, sum);
+                    }
+                }
+                return;
+            }
+            let mut lanes = [0.0f32; TILE_ROWS * WIDTH];
+            for (r, sums) in sums.into_iter().enumerate() {
+                let lanes = &mut lanes[r * width..(r + 1) * width];
+                S::store(lanes.as_mut_ptr(), sums[0]);
+                S::store(lanes[S::LANES..].as_mut_ptr(), sums[1]);
+                for (c, sum) in lanes[..self.columns].iter().enumerate() {
+                    let to = y.add(r * stride + c);
+                    to.write(if self.add { *to + sum } else { *sum });
+                }
+            }
+        }
+    }
+}
