@@ -93,6 +93,9 @@ pub enum Error {
     /// A beam search that cannot be.
     #[error("beams: {0}")]
     Beams(&'static str),
+    /// Page-sparse decode that cannot be. The text says what to do instead.
+    #[error("sparse decode: {0}")]
+    Pages(&'static str),
     /// An error of the model.
     #[error(transparent)]
     Model(kvmodel::Error),

@@ -3,18 +3,12 @@
 //! The question is computed once over the keys as they are stored. In each layer that counts its queries meet the keys at their
 //! place, and the weights of the softmax are summed for each token. (`ProphetKV`, 2026.)
 
-use std::sync::Arc;
-
 use kvchunk::{AssembledPrompt, AttentionCheck, TokenScores};
-use kvcore::{
-    ApplyRope, DType, Gather, KeyForm, KvFormat, LayerRopes, Logits, MemoryKind, Rotation, Segment,
-    SequenceInput, TensorView, allocate_tensor,
-};
+use kvcore::{LayerRopes, Logits, SequenceInput};
 use kvmodel::dense::products;
 use kvmodel::{FreshQueries, Observer, PassMemory};
 
 use crate::Engine;
-use crate::blend::widened;
 use crate::error::Result;
 
 // Decision: docs/decisions/chunks.md#the-question-chooses-by-its-own-attention
@@ -112,49 +106,12 @@ impl Inquiry<'_> {
         for segment in self.question.segments.iter().filter(|segment| segment.len > 0) {
             let at = |j: usize| (segment.logical_start + j, segment.position(j as i64), segment.logit_scale);
             seen.tokens.extend((0..segment.len).map(at));
-            let (k, v) = self.read(layer, segment)?;
+            let (k, v) = self.engine.keys_at_place(self.ropes, layer, segment, 0..segment.len)?;
             seen.k.extend(k);
             if let Some(latents) = &mut seen.latents {
                 latents.extend(v);
             }
         }
         Ok(seen)
-    }
-
-    fn read(&self, layer: usize, segment: &Segment) -> Result<(Vec<f32>, Vec<f32>)> {
-        let engine = self.engine;
-        let (arena, stream) = (engine.caches.sequences().arena(), &engine.stream);
-        let (shape, rope) = (arena.layout().shape(), &self.ropes.layers()[layer]);
-        let dtype = match shape.format {
-            KvFormat::Dense(dtype) => dtype,
-            _ => DType::F32,
-        };
-        let rows = |heads, dim| {
-            allocate_tensor(engine.backend.as_ref(), MemoryKind::Device, dtype, &[segment.len, heads, dim])
-        };
-        let (k, v) = (rows(shape.k_heads, shape.k_dim)?, rows(shape.v_heads, shape.v_dim)?);
-        let slot = |j: usize| {
-            let block = segment.blocks[j / shape.block_size].index();
-            (block * shape.block_size + j % shape.block_size) as i64
-        };
-        let turned = engine.keys == KeyForm::Rotated && segment.position_offset != 0;
-        stream.gather(&Gather {
-            arena: arena.clone(),
-            layer,
-            slots: (0..segment.len).map(slot).collect(),
-            k: k.clone(),
-            v: v.clone(),
-            rotation: turned.then(|| Rotation { rope: Arc::clone(rope), delta: segment.position_offset }),
-        })?;
-        if engine.keys == KeyForm::Unrotated {
-            let positions = (0..segment.len).map(|j| segment.position(j as i64)).collect();
-            stream.rope(&ApplyRope { rows: k.clone(), positions, rope: Arc::clone(rope) })?;
-        }
-        let down = |view: &TensorView| -> Result<Vec<f32>> {
-            let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
-            stream.read(view, &mut bytes)?;
-            Ok(widened(view.dtype(), &bytes))
-        };
-        Ok((down(&k)?, down(&v)?))
     }
 }

@@ -10,7 +10,7 @@ use serde::Serialize;
 
 use crate::logprobs::TokenLogprobs;
 use crate::sample::Sampling;
-use crate::serve::BeamSearch;
+use crate::serve::{BeamSearch, SparseDecode};
 
 /// A prompt, with the settings for its answer.
 #[derive(Debug, Clone)]
@@ -51,6 +51,8 @@ pub struct Request {
     /// The most tokens that are guessed ahead of the answer in a step, because they followed the last ones before, in the prompt or the
     /// answer. The answer is the same; one that quotes its documents takes fewer steps. 0 guesses none.
     pub lookup: usize,
+    /// Lets tokens of the answer attend to a part of a long context, which is faster and approximate. `None` attends to everything.
+    pub sparse: Option<SparseDecode>,
     /// Tokens that are taken as the answer, whatever the model would choose (teacher forcing). The answer ends after them; the
     /// logits of the token behind them are kept, too, if there is room for it.
     pub forced: Option<Arc<[u32]>>,
@@ -85,6 +87,7 @@ impl Request {
             max_new_tokens: 64,
             sampling: Sampling::default(),
             lookup: 0,
+            sparse: None,
             forced: None,
             ignore_end: false,
             logit_bias: Arc::default(),

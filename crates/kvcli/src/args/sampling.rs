@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use clap::Args;
-use kvengine::{BeamSearch, Sampling};
+use kvengine::{BeamSearch, Sampling, SparseDecode};
 
 /// The choice of tokens, and the end of an answer.
 #[derive(Debug, Args)]
@@ -61,6 +61,11 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) lookup: usize,
 
+    /// Let tokens of the answer attend to N blocks of a long context in each layer, those that they may attend to most: faster, and
+    /// approximate. At least 4. Without the option everything is seen.
+    #[arg(long, value_name = "N")]
+    pages: Option<usize>,
+
     /// Give the log-probability of each token of the answer, with those of the N likeliest, in the object of --json.
     #[arg(long, value_name = "N", requires = "json")]
     pub(crate) logprobs: Option<usize>,
@@ -80,6 +85,11 @@ impl SamplingArgs {
     pub(crate) fn beams(&self) -> Option<BeamSearch> {
         let search = BeamSearch { width: self.beams, length_penalty: self.length_penalty };
         Some(search).filter(|search| search.width > 1)
+    }
+
+    /// Returns the setting of sparse decode, if it is asked for.
+    pub(crate) fn sparse(&self) -> Option<SparseDecode> {
+        self.pages.map(SparseDecode::new)
     }
 
     /// Returns the settings of sampling.

@@ -83,6 +83,7 @@ fn request(args: &RunArgs, way: &Reuse, engine: &Engine, prompt: PromptTokens) -
         logit_bias: args.sampling.logit_bias.as_slice().into(),
         logprobs: args.sampling.logprobs,
         lookup: args.sampling.lookup,
+        sparse: args.sampling.sparse(),
         beams: args.sampling.beams(),
         ..engine.request(prompt).reusing(way)
     }

@@ -10,6 +10,7 @@ use kvcore::{BlockKey, LayerRopes, PromptKeys, SequenceId, SequenceInput, Sequen
 use super::Rank;
 use super::answer::{AnswerEvent, RequestId, Sender};
 use super::beams::Beams;
+use super::pages::PageBounds;
 use super::parts::chunked;
 use crate::generate::Context;
 use crate::logprobs::TokenLogprobs;
@@ -111,6 +112,8 @@ pub(super) struct Branch {
     pub(super) accepted: usize,
     /// The input of the last decode step, whose memory is used again.
     pub(super) input: Option<SequenceInput>,
+    /// What is known of the blocks that the sample sees, if it attends to a part of them.
+    pub(super) pages: Option<PageBounds>,
     pub(super) sampler: Sampler,
     /// The logits that tokens were chosen from, if the request keeps them.
     pub(super) logits: Vec<Vec<f32>>,
@@ -141,6 +144,7 @@ impl Branch {
             drafted: 0,
             accepted: 0,
             input: None,
+            pages: None,
             sampler,
             logits: Vec::new(),
             logprobs: Vec::new(),
@@ -153,7 +157,7 @@ impl Branch {
 
     /// Forgets what is computed of a sample, whose sequence is gone.
     pub(super) fn forget(&mut self) {
-        (self.computed, self.input, self.swapped) = (0, None, None);
+        (self.computed, self.input, self.swapped, self.pages) = (0, None, None, None);
         self.draft.clear();
         if self.given.is_some() {
             // The logits behind the prompt stay; those of the answer come again.

@@ -27,6 +27,7 @@ mod answer;
 mod beams;
 mod draft;
 mod live;
+mod pages;
 mod parts;
 mod plan;
 mod samples;
@@ -36,6 +37,7 @@ mod swap;
 pub use answer::{Answer, AnswerEvent, RequestId};
 pub use beams::BeamSearch;
 use live::{Live, Parts};
+pub use pages::SparseDecode;
 use plan::{Feed, Plan};
 pub use swap::PreemptionCosts;
 pub(crate) use swap::SwapSpace;
@@ -337,7 +339,8 @@ impl Scheduler {
         }
     }
 
-    /// Runs one pass: a decode step, for which there may be a graph, if every input is one token of an answer.
+    /// Runs one pass: a sparse one if a sample asks for it, a decode step, for which there may be a graph, if every input is one token of
+    /// an answer.
     fn compute(
         &mut self,
         engine: &mut Engine,
@@ -346,6 +349,9 @@ impl Scheduler {
         batch: StepBatch<'_>,
         observer: &mut dyn Observer,
     ) -> Result<Forward> {
+        if let Some(result) = self.sparse_pass(engine, ropes, feeds, batch, observer) {
+            return result;
+        }
         let answers = |feed: &Feed| {
             let live = self.place(feed.rank).map(|at| &self.running[at]);
             let branch = feed.branch.zip(live).map(|(branch, live)| &live.branches[branch]);

@@ -42,6 +42,7 @@ impl Engine {
     /// Returns the errors of [`generate`](Self::generate) that the request alone can show, and
     /// - [`Error::Samples`] for several samples or beams on a static cache,
     /// - [`Error::Beams`] for beams that are drawn, or fewer than the answers that are to be given,
+    /// - [`Error::Pages`] for a sparse decode that leaves no choice of blocks, or of a model whose layers all have windows,
     /// - [`kvcore::Error::OutOfBlocks`] if the pool cannot hold the prompt and a token even without other requests.
     pub fn submit(&mut self, mut request: Request) -> Result<Answer> {
         self.check_awake()?;
@@ -52,6 +53,9 @@ impl Engine {
         self.check_vocabulary(&request)?;
         if let Some(&(_, value)) = request.logit_bias.iter().find(|(_, value)| value.is_nan()) {
             return Err(Error::Sampling { setting: "logit_bias", value, needed: "a number" });
+        }
+        if let Some(sparse) = request.sparse {
+            sparse.check(self.model.config().widest_window())?;
         }
         if let Some(beams) = request.beams {
             beams.check(&request)?;

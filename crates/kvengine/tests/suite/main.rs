@@ -28,6 +28,7 @@ mod serving;
 mod sharing;
 mod sleep_mode;
 mod sleeping;
+mod sparse;
 mod unrotated;
 mod views;
 #[cfg(feature = "wgpu")]

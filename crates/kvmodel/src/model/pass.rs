@@ -1,9 +1,11 @@
 //! One pass over a batch, layer by layer. A layer has four steps: project, store, attend, finish.
 
-use kvcore::{BatchRows, LayerRopes, SequenceInput, StepBatch};
+use std::sync::Arc;
+
+use kvcore::{BatchRows, LayerRopes, Selection, SequenceInput, StepBatch};
 
 use super::attention::{self, LayerAttention};
-use super::rows::{Wanted, check_vocabulary, visible};
+use super::rows::{Wanted, check_vocabulary, selecting, visible};
 use super::{ComputeDevice, LogitRows, Model, Observer};
 use crate::dense::{Activation, Border};
 use crate::error::{Error, Result};
@@ -66,6 +68,8 @@ pub struct PassMemory {
 /// ```text
 /// begin ─► run_to(layer) ─► fresh ─► narrow ─► end
 /// ```
+///
+/// One that chooses what rows attend to runs it layer by layer: [`queries`](Self::queries), [`select`](Self::select), `run_to`.
 #[derive(Debug)]
 pub struct Pass<'a> {
     model: &'a Model,
@@ -79,6 +83,8 @@ pub struct Pass<'a> {
     layer: usize,
     /// The projections of the next layer, if [`fresh`](Self::fresh) has made them.
     projected: Option<Projected>,
+    /// What the rows of each sequence attend to in the next layer, if [`select`](Self::select) has said.
+    selections: Option<Vec<Option<Selection>>>,
     flops: u64,
 }
 
@@ -166,7 +172,18 @@ impl<'a> Pass<'a> {
             return Err(kvcore::Error::Mismatch { what, expected, got }.into());
         }
         let x = model.dense.embed(model.embedding.as_ref(), rows.tokens())?;
-        Ok(Self { model, device, ropes, rows, border, x, layer: 0, projected: None, flops: 0 })
+        Ok(Self {
+            model,
+            device,
+            ropes,
+            rows,
+            border,
+            x,
+            layer: 0,
+            projected: None,
+            selections: None,
+            flops: 0,
+        })
     }
 
     /// Runs the layers before `layer`.
@@ -208,6 +225,21 @@ impl<'a> Pass<'a> {
         let queries = attention::queries(self.border, self.device, &layer, self.rows, &projected)?;
         self.projected = Some(projected);
         Ok(queries)
+    }
+
+    /// Limits what rows attend to in the next layer: a selection for each sequence of the batch, in its order, or `None` for all tokens.
+    /// A sequence with a selection wants the logits of all its rows, so that none of them ends before the last layer.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Mismatch`] if there is not one for each sequence. Running the layer returns
+    /// [`kvcore::Error::InvalidSelection`] for a selection that is not in order or does not have the rows of its sequence.
+    pub fn select(&mut self, selections: Vec<Option<Selection>>) -> Result<()> {
+        let (expected, got) = (self.rows.work().batch().len(), selections.len());
+        if expected != got {
+            return Err(kvcore::Error::Mismatch { what: "selections, one a sequence", expected, got }.into());
+        }
+        self.selections = Some(selections);
+        Ok(())
     }
 
     /// Goes on with some rows of the batch. Their sequences may have other slots and other segments from here
@@ -307,7 +339,11 @@ impl<'a> Pass<'a> {
     }
 
     fn attend_and_finish(&mut self, projected: &Projected, wanted: Option<&Wanted>) -> Result<()> {
-        let work = wanted.map_or(self.rows.work(), |wanted| &wanted.work);
+        let mut work = wanted.map_or(self.rows.work(), |wanted| &wanted.work);
+        let selected = self.selections.take().map(|selections| Arc::new(selecting(work, selections)));
+        if let Some(selected) = &selected {
+            work = selected;
+        }
         let rows = work.rows().len();
         if rows == 0 {
             return Ok(self.device.stream.synchronize()?);

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{AttendRows, AttendWork, BatchRows, QueryRow, Segment, SequenceInput};
+use kvcore::{AttendRows, AttendWork, BatchRows, QueryRow, Segment, Selection, SequenceInput};
 
 use crate::dense::{Dense, RowIndex};
 use crate::error::{Error, Result};
@@ -29,6 +29,13 @@ impl Wanted {
 pub(super) fn check_vocabulary(batch: &[SequenceInput], vocabulary: usize) -> Result<()> {
     let stray = batch.iter().flat_map(|s| &s.tokens).find(|&&token| token as usize >= vocabulary);
     stray.map_or(Ok(()), |&token| Err(Error::TokenOutOfVocabulary { token, vocabulary }))
+}
+
+/// Returns the work of a step with a selection for each of its entries.
+pub(super) fn selecting(work: &AttendWork, selections: Vec<Option<Selection>>) -> AttendWork {
+    let entries = work.batch().iter().zip(selections);
+    let entries = entries.map(|(entry, selection)| AttendRows { selection, ..entry.clone() });
+    AttendWork::with_groups(work.rows().to_vec(), entries.collect::<Vec<_>>(), Arc::clone(work.groups()))
 }
 
 /// Counts the visible tokens over all rows, on which the cost of attention depends. Windows are not

@@ -184,13 +184,16 @@ impl Plan {
 /// Appends the runs of an item's part of the tokens that its rows see, counted over all segments.
 fn push_runs(op: &Attend, item: &WorkItem, runs: &mut Vec<TokenRun>) {
     let entry = &op.work.batch()[item.entry];
-    let mut before = 0;
+    let (mut before, first) = (0, runs.len());
     let mut push = |segment: usize, tokens: Range<usize>| {
         let start = tokens.start + item.tokens.start.saturating_sub(before).min(tokens.len());
         let end = tokens.start + item.tokens.end.saturating_sub(before).min(tokens.len());
         before += tokens.len();
-        if start < end {
-            runs.push(TokenRun { segment, tokens: start..end });
+        // Blocks that are selected one after the other are one run, which is cut into whole tiles.
+        match runs[first..].last_mut() {
+            Some(last) if last.segment == segment && last.tokens.end == start => last.tokens.end = end,
+            _ if start < end => runs.push(TokenRun { segment, tokens: start..end }),
+            _ => {}
         }
     };
     if entry.selection.is_some() {

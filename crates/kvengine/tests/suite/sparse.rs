@@ -1,0 +1,151 @@
+//! Page-sparse decode: what it leaves out, and that it is the same wherever keys lie and whoever else is answered.
+
+use std::path::Path;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkedPrompt, ReuseCell};
+use kvcore::{DType, KeyForm};
+use kvengine::{Engine, EngineConfig, Error, Generation, Request, Scheduling, SparseDecode};
+use kvmodel::{ModelDirectory, PromptTokens, TextCodec};
+use rstest::rstest;
+
+use crate::asking::engine_with;
+use crate::common::Golden;
+use crate::crowd::{Read, alone, assert_nothing_held, assert_same, engine, run};
+
+/// Returns a request with a long prompt.
+fn long(len: u32, seed: u32, sparse: Option<SparseDecode>) -> Request {
+    let prompt = (0..len).map(|i| 3 + (seed + i * 7 + i * i % 11) % 40).collect();
+    let request = Request {
+        max_new_tokens: 9,
+        keep_logits: true,
+        ignore_end: true,
+        ..Request::new(PromptTokens::Plain(prompt))
+    };
+    Request { sparse, ..request }
+}
+
+/// Returns the largest difference of the logits of two answers, token by token up to the first that differs.
+fn apart(a: &Generation, b: &Generation) -> f32 {
+    let same = a.tokens.iter().zip(&b.tokens).take_while(|(a, b)| a == b).count();
+    let rows = a.logits.iter().zip(&b.logits).take(same + 1);
+    rows.flat_map(|(a, b)| a.iter().zip(b).map(|(a, b)| (a - b).abs())).fold(0.0, f32::max)
+}
+
+#[test]
+fn who_sees_enough_sees_everything_and_who_sees_little_differs_in_later_tokens_alone() {
+    let dense = &alone(&long(70, 1, None))[0];
+    let whole = &alone(&long(70, 1, Some(SparseDecode { pages: 20, dense_layers: 0 })))[0];
+    assert_same(whole, dense, "20 blocks hold all of 79 tokens");
+    let few = &alone(&long(70, 1, Some(SparseDecode { pages: 4, dense_layers: 0 })))[0];
+    assert_eq!(few.logits[0], dense.logits[0], "the prompt is computed with everything in sight");
+    assert!(apart(few, dense) > 1e-3, "4 blocks of 18 are not all");
+    let deep = &alone(&long(70, 1, Some(SparseDecode { pages: 4, dense_layers: 99 })))[0];
+    assert_same(deep, dense, "no layer is sparse");
+}
+
+/// Bounds are those of keys at their place: wherever documents stand and in whichever form keys are stored, the same blocks are chosen.
+#[rstest]
+fn keys_are_bounded_at_their_place(
+    #[values("llama", "deepseek-v3")] name: &str,
+    #[values(0, 1, 2, 3)] cell: usize,
+) {
+    let (golden, cell) = (Golden::load(name).prompt, ReuseCell::ALL[cell]);
+    let chunks = golden.chunks().iter().map(|chunk| chunk.iter().copied().cycle().take(19).collect());
+    let prompt =
+        ChunkedPrompt::new(golden.system().to_vec(), chunks.collect(), golden.question().to_vec()).unwrap();
+    let answer = |keys, sparse| {
+        let mut engine = engine_with(name, DType::F32.into(), keys);
+        let request = Request { cell, sparse, ..Request::new(PromptTokens::Chunked(prompt.clone())) };
+        let request = Request { max_new_tokens: 6, keep_logits: true, ignore_end: true, ..request };
+        engine.generate(&request, &mut ()).unwrap()
+    };
+    let sparse = Some(SparseDecode { pages: 6, dense_layers: 1 });
+    let (rotated, unrotated) = (answer(KeyForm::Rotated, sparse), answer(KeyForm::Unrotated, sparse));
+    assert!(apart(&rotated, &answer(KeyForm::Rotated, None)) > 1e-4, "something is left out");
+    assert_same(&unrotated, &rotated, "keys stored unrotated");
+}
+
+#[test]
+fn sparse_samples_among_others_that_give_way_answer_as_each_alone() {
+    let sparse = Some(SparseDecode { pages: 6, dense_layers: 1 });
+    let requests: Vec<Request> = (0..6u32)
+        .map(|i| {
+            let request = long(30 + 9 * i, i, sparse.filter(|_| i % 3 != 2));
+            Request { lookup: if i == 4 { 3 } else { 0 }, samples: if i == 3 { 2 } else { 1 }, ..request }
+        })
+        .collect();
+    let mut engine = engine(64, Scheduling { step_tokens: 16, watermark: 1, ..Scheduling::default() });
+    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    assert!(last.preemptions > 0, "{last:?}");
+    for (i, (read, request)) in reads.iter().zip(&requests).enumerate().filter(|(i, _)| *i != 4) {
+        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
+        for (got, expected) in read.ends.iter().zip(alone(request)) {
+            assert_same(got.as_ref().unwrap(), &expected, &format!("request {i}"));
+        }
+    }
+    assert!(
+        reads[4].ends[0].is_some(),
+        "a step with guesses sees everything, so that it is another approximation"
+    );
+    assert_nothing_held(&engine);
+}
+
+#[test]
+fn a_setting_without_a_choice_is_refused() {
+    let mut engine = engine(64, Scheduling::default());
+    let refused = engine.submit(long(9, 0, Some(SparseDecode::new(3)))).unwrap_err();
+    assert!(matches!(refused, Error::Pages(_)) && refused.to_string().contains("at least 4"), "{refused}");
+    assert_nothing_held(&engine);
+}
+
+/// The built-in model finds facts of six documents, of whose blocks a token sees a quarter.
+#[test]
+fn facts_are_found_in_a_quarter_of_a_context() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
+    let ModelDirectory { model, codec } =
+        ModelDirectory::load(&folder, kvmodel::WeightFormat::Stored, &mut |_, _| ()).unwrap();
+    let config = EngineConfig { block_size: 4, ..EngineConfig::default() };
+    let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
+    let documents = ["harbour", "market", "school", "forest", "station", "kitchen"].map(|name| {
+        std::fs::read_to_string(folder.join(format!("../../examples/documents/{name}.txt"))).unwrap()
+    });
+    let text = documents.join(" ");
+    let stated = |fact: &str| {
+        let (name, value) = fact.split_once(" is ")?;
+        Some((name.trim().to_owned(), value.trim().to_owned())).filter(|(_, value)| value != "same")
+    };
+    let facts: Vec<_> = text.split('.').filter_map(stated).collect();
+    let blocks = codec.encode(&text, false).unwrap().len() / 4;
+    let quarter = SparseDecode { pages: blocks / 4, dense_layers: 1 };
+    let mut right = [0; 2];
+    for (name, value) in &facts {
+        for (right, sparse) in right.iter_mut().zip([None, Some(quarter)]) {
+            *right += usize::from(asked(&mut engine, &codec, &text, name, sparse) == *value);
+        }
+    }
+    assert!(facts.len() > 30 && right[0] * 10 >= facts.len() * 9, "{right:?} of {}", facts.len());
+    assert!(right[1] * 20 >= right[0] * 19, "{right:?} of {}: a twentieth may be lost", facts.len());
+}
+
+/// Returns the answer to a question whose last token, the mark, is one of the answer: the decode step after it looks for the fact.
+fn asked(
+    engine: &mut Engine,
+    codec: &TextCodec,
+    text: &str,
+    name: &str,
+    sparse: Option<SparseDecode>,
+) -> String {
+    let prompt = codec.encode(&format!("you answer questions {text} {name}"), true).unwrap();
+    let mark = codec.encode(" ?", false).unwrap()[0];
+    let request =
+        Request { max_new_tokens: 2, sparse, keep_logits: true, ..Request::new(PromptTokens::Plain(prompt)) };
+    let request = Request { logit_bias: [(mark, 1e6)].into(), ignore_end: true, ..request };
+    let answer = engine.generate(&request, &mut ()).unwrap();
+    assert_eq!(answer.tokens[0], mark);
+    let logits = answer.logits[1].iter().enumerate();
+    let best = logits.max_by(|a, b| a.1.total_cmp(b.1)).map(|(token, _)| token as u32).unwrap();
+    codec.decode(&[best]).unwrap().trim().to_owned()
+}
