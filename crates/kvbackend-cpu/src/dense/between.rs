@@ -19,7 +19,7 @@ impl Products {
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `weight` is empty, and [`Error::NotMultiple`] if `x` does not have whole rows.
-    pub fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32) -> Result<Vec<f32>> {
+    pub fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f64) -> Result<Vec<f32>> {
         let width = weight.len();
         if width == 0 {
             return Err(Error::Zero { what: "elements of a norm" });
@@ -81,7 +81,7 @@ impl Products {
 struct Norm<'a> {
     x: &'a [f32],
     weight: &'a [f32],
-    eps: f32,
+    eps: f64,
     rows: Range<usize>,
     /// Has as many elements as `x`; no other thread has those of `rows`.
     y: Target<'a>,
@@ -95,25 +95,12 @@ impl Task for Norm<'_> {
         let width = self.weight.len();
         let weight = self.weight.as_ptr();
         for row in self.rows {
-            let x = self.x[row * width..(row + 1) * width].as_ptr();
+            let x = &self.x[row * width..(row + 1) * width];
+            let (factor, x) = (factor(x, self.eps), x.as_ptr());
             let y = self.y.at(row * width * size_of::<f32>(), width * size_of::<f32>()).cast::<f32>();
-            // SAFETY: `x`, `weight` and `y` have `width` elements; vectors are loaded and stored where `i + LANES <= width`, two of
-            // them where `i + 2 * LANES <= width`. The elements of `y` are this thread's alone, and the caller is compiled for `S`.
+            // SAFETY: `x`, `weight` and `y` have `width` elements; vectors are loaded and stored where `i + LANES <= width`. The elements
+            // of `y` are this thread's alone, and the caller is compiled for `S`.
             unsafe {
-                let mut two = [S::splat(0.0); 2];
-                let mut i = 0;
-                while i + 2 * S::LANES <= width {
-                    for (j, sum) in two.iter_mut().enumerate() {
-                        let x = S::load(x.add(i + j * S::LANES));
-                        *sum = S::mul_add(x, x, *sum);
-                    }
-                    i += 2 * S::LANES;
-                }
-                let mut sum = S::sum(S::add(two[0], two[1]));
-                for i in i..width {
-                    sum += *x.add(i) * *x.add(i);
-                }
-                let factor = 1.0 / (sum / width as f32 + self.eps).sqrt();
                 let mut i = 0;
                 while i + S::LANES <= width {
                     let scaled = S::mul(S::load(x.add(i)), S::splat(factor));
@@ -126,6 +113,22 @@ impl Task for Norm<'_> {
             }
         }
     }
+}
+
+/// Returns the factor by which a row is normed. The sum is of f64: routers of experts turn on differences of its last places.
+#[inline(always)]
+fn factor(row: &[f32], eps: f64) -> f32 {
+    // Sums side by side, of which the compiler makes vectors.
+    let mut sums = [0.0f64; 8];
+    let (eights, end) = row.as_chunks::<8>();
+    for x in eights {
+        for (sum, x) in sums.iter_mut().zip(x) {
+            *sum += f64::from(*x) * f64::from(*x);
+        }
+    }
+    let end: f64 = end.iter().map(|x| f64::from(*x) * f64::from(*x)).sum();
+    let mean = (sums.iter().sum::<f64>() + end) / row.len() as f64;
+    (1.0 / (mean + eps).sqrt()) as f32
 }
 
 /// A function of two elements.

@@ -101,3 +101,19 @@ fn a_text_stream_ends_an_answer_before_its_stop_string() {
     assert_eq!(answer.tokens, forced);
     assert_eq!(stream.finish().unwrap(), " red . ce");
 }
+
+#[test]
+fn a_stop_string_that_never_comes_leaves_the_limit_to_end_the_answer() {
+    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
+    let ModelDirectory { model, codec } =
+        ModelDirectory::load(&dir, kvmodel::WeightFormat::Stored, &mut |_, _| ()).unwrap();
+    let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &EngineConfig::default()).unwrap();
+    let prompt = codec.encode("you answer questions alba is red . alba ?", true).unwrap();
+    let request =
+        Request { max_new_tokens: 7, ignore_end: true, ..Request::new(PromptTokens::Plain(prompt)) };
+    let mut stream = TextStream::new(&codec, ["nobody says this".to_owned()]).unwrap();
+    let answer = engine.generate(&request, &mut stream).unwrap();
+    assert_eq!((answer.tokens.len(), answer.finish), (7, FinishReason::Length));
+    assert_eq!(stream.finish().unwrap(), codec.decode(&answer.tokens).unwrap(), "nothing is held back");
+    assert_nothing_held(&engine);
+}

@@ -10,7 +10,9 @@ use kvmodel::PromptTokens;
 use rstest::rstest;
 
 use crate::common::load_model;
-use crate::crowd::{Read, VOCABULARY, alone, assert_nothing_held, assert_same, engine, mixed, roomy, run};
+use crate::crowd::{
+    Read, VOCABULARY, alone, assert_nothing_held, assert_same, engine, engine_on, mixed, roomy, run,
+};
 
 #[test]
 fn an_answer_of_one_is_that_of_generate() {
@@ -89,6 +91,52 @@ fn a_request_larger_than_the_pool_is_refused_and_one_that_outgrows_the_pool_ends
     assert!(!reads[0].tokens[0].is_empty(), "what fitted was answered");
     assert_eq!(reads[1].ends[0].as_ref().unwrap().tokens.len(), 5);
     assert_nothing_held(&engine);
+}
+
+/// The one that gives way has outgrown the pool by the time it comes back, as computed again and from host memory.
+#[rstest]
+fn a_request_that_gave_way_and_never_fits_again_ends_and_others_go_on(
+    #[values(0, 1 << 20)] swap_memory: usize,
+) {
+    let scheduling = Scheduling { watermark: 0, ..Scheduling::default() };
+    let mut engine = engine_on(CpuBackend::new(), 16, scheduling, swap_memory);
+    let blocks = engine.cache().as_paged().unwrap().pool().counts().total;
+    let plain = |first: u32, len: u32, max_new_tokens, priority| {
+        let request = Request::new(PromptTokens::Plain((0..len).map(|i| 3 + (first + i) % 40).collect()));
+        Request { max_new_tokens, priority, ignore_end: true, ..request }
+    };
+    // Each alone would fit but the first, whose answer is longer than the pool.
+    let requests = [plain(1, 14, 4 * blocks, 0), plain(9, 14, 16, 1), plain(5, 6, 3, 0)];
+    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    assert!(last.preemptions > 0, "{last:?}");
+    let error = reads[0].error.take();
+    assert!(matches!(error, Some(Error::Core(kvcore::Error::OutOfBlocks { .. }))), "{error:?}");
+    assert!(reads[0].tokens[0].len() > 16, "it went on after it came back");
+    for (read, request) in reads.iter().zip(&requests).skip(1) {
+        assert_eq!(read.ends[0].as_ref().unwrap().tokens.len(), request.max_new_tokens);
+    }
+    assert_nothing_held(&engine);
+}
+
+#[test]
+fn a_client_that_stops_reading_holds_nobody_up() {
+    let mut engine = engine(64, Scheduling::default());
+    let requests = mixed(12, 7);
+    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    // Nobody reads the first one until everything is answered.
+    run(&mut engine, &mut answers[1..], &mut reads[1..]);
+    assert_nothing_held(&engine);
+    assert!(!answers[0].is_over(), "what came is kept");
+    reads[0].take(&mut answers[0]);
+    assert!(answers[0].is_over());
+    for (i, (read, request)) in reads.iter().zip(&requests).enumerate() {
+        for (got, expected) in read.ends.iter().zip(alone(request)) {
+            assert_same(got.as_ref().unwrap(), &expected, &format!("request {i}"));
+        }
+    }
 }
 
 #[test]

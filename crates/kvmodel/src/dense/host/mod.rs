@@ -172,7 +172,7 @@ impl Dense for HostDense {
 
     fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation> {
         let (x, weight) = (rows_of(x)?, plain(weight)?);
-        let norm = |x: &[f32]| with_values(weight, |w| Ok(self.products.rms_norm(x, w, eps as f32)?));
+        let norm = |x: &[f32]| with_values(weight, |w| Ok(self.products.rms_norm(x, w, eps)?));
         activation(Tensor::from_vec(with_values(x, norm)?, x.shape(), &Device::Cpu))
     }
 

@@ -323,6 +323,10 @@ fn handles_of_others_and_unfit_extents_are_errors() {
     let list = backend.allocate(MemoryKind::Device, 4).unwrap();
     foreign(STEPS.select(&x, &RowIndex::on_device(list, 1)));
     let error = STEPS.add(&x, &rows(&[1, 3], &[0.0; 3])).unwrap_err();
+    assert!(matches!(error, Error::Core(kvcore::Error::Mismatch { expected: 4, got: 3, .. })), "{error}");
+    let integers =
+        Activation::on_host(HostRows(Tensor::zeros(4, candle_core::DType::U32, &Device::Cpu).unwrap()));
+    let error = STEPS.read(&integers, &mut Vec::new()).unwrap_err();
     assert!(matches!(&error, Error::Dense { implementation: "host", .. }), "{error}");
     assert!(error.to_string().starts_with("dense steps (host): "), "{error}");
 }
