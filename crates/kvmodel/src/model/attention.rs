@@ -47,7 +47,13 @@ pub(super) fn store(
         let k = border.lend(device.stream, AttentionInput::Key, &projected.k)?;
         Ok((k, border.lend(device.stream, AttentionInput::Value, &projected.v)?))
     })?;
-    let mut scatter = Scatter::new(&device.arenas[layer.place.group], layer.place.layer, k, v, rows.slots_in(layer.place.group));
+    let mut scatter = Scatter::new(
+        &device.arenas[layer.place.group],
+        layer.place.layer,
+        k,
+        v,
+        rows.slots_in(layer.place.group),
+    );
     if device.keys == KeyForm::Rotated {
         scatter = scatter.rotated(layer.rope, rows.positions());
     }
@@ -119,7 +125,8 @@ pub(super) fn attend(
         keys: device.keys,
         scale: layer.scale,
         window: layer.window,
-        ..Attend::new(&device.arenas[layer.place.group], layer.place.layer, q, work, out.clone()).rotating(layer.rope)
+        ..Attend::new(&device.arenas[layer.place.group], layer.place.layer, q, work, out.clone())
+            .rotating(layer.rope)
     };
     device.profiler.span("attend", || match q_latent {
         Some(q_latent) => device.stream.attend_mla(&AttendMla { attend, q_latent }),

@@ -110,7 +110,8 @@ impl Model {
         let (count, inputs) = (memory.pass.rows.len(), memory.pass.rows.padded());
         let DecodeMemory { pass, graphs, .. } = memory;
         let (rows, border) = pass.ready(self, device)?;
-        let (dense, key) = (self.dense.as_ref(), GraphKey::of(&inputs, device.arenas[0].layout().shape().format));
+        let (dense, key) =
+            (self.dense.as_ref(), GraphKey::of(&inputs, device.arenas[0].layout().shape().format));
         let mut record = || -> kvcore::Result<Activation> {
             let mut step = || {
                 border.follow(device.stream)?;

@@ -144,7 +144,19 @@ impl Model {
         let specifications: Vec<RopeConfig> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
         let ropes = RopeFamily::new(&specifications, config.max_positions)?;
         let groups = groups::groups(&config);
-        Ok(Self { config, dense, embedding, layers, norm, head, ropes, groups, revision, identity, weight_bytes })
+        Ok(Self {
+            config,
+            dense,
+            embedding,
+            layers,
+            norm,
+            head,
+            ropes,
+            groups,
+            revision,
+            identity,
+            weight_bytes,
+        })
     }
 
     /// Returns the bytes of the weights, in the formats in which they are held.

@@ -316,7 +316,8 @@ impl<'a> Pass<'a> {
     fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let (layers, dense) = (self.model.layers.len(), self.model.dense.as_ref());
         // In the last layer only rows whose logits are wanted go on. The others only leave their KV.
-        let wanted = if self.layer + 1 == layers { Wanted::of(self.rows, self.place().group, dense)? } else { None };
+        let wanted =
+            if self.layer + 1 == layers { Wanted::of(self.rows, self.place().group, dense)? } else { None };
         let projected = match (self.projected.take(), &wanted) {
             (None, wanted) => self.project(wanted.as_ref())?,
             (Some(projected), None) => projected,
@@ -382,5 +383,6 @@ fn same_groups(device: &ComputeDevice, rows: &BatchRows) -> Result<()> {
     if expected == got {
         return Ok(());
     }
-    Err(kvcore::Error::Mismatch { what: "groups of layers in a batch, one for each arena", expected, got }.into())
+    Err(kvcore::Error::Mismatch { what: "groups of layers in a batch, one for each arena", expected, got }
+        .into())
 }

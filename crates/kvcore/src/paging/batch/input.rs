@@ -123,13 +123,11 @@ impl SequenceInput {
         })
     }
 
-    /// Sets the slots of the new tokens in each group of layers.
-    #[must_use]
-    pub fn with_slots(mut self, slots: Vec<WriteSlots>) -> Self {
+    /// Replaces the slots of the new tokens in each group of layers.
+    pub fn set_slots(&mut self, slots: Vec<WriteSlots>) {
         let mut slots = slots.into_iter();
         self.slots = slots.next().unwrap_or_default();
         self.others.iter_mut().for_each(|group| group.slots = slots.next().unwrap_or_default());
-        self
     }
 
     /// Returns slots and segments in a group of layers, of which the caller has checked that it is there.

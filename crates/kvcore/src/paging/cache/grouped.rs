@@ -117,9 +117,14 @@ impl GroupedKvCache {
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] of the first group without enough blocks. In that case no group has changed. Returns the other
     /// errors of [`PagedKvCache::admit`].
-    pub fn admit(&mut self, prompt: &PromptKeys, piece: usize) -> Result<(SequenceId, usize, Vec<WriteSlots>)> {
+    pub fn admit(
+        &mut self,
+        prompt: &PromptKeys,
+        piece: usize,
+    ) -> Result<(SequenceId, usize, Vec<WriteSlots>)> {
         self.groups[0].1.check_prompt(prompt)?;
-        let (found, all) = (self.found(prompt.findable()), prompt.tokens().len().div_ceil(prompt.block_size()));
+        let (found, all) =
+            (self.found(prompt.findable()), prompt.tokens().len().div_ceil(prompt.block_size()));
         let missing = (all - found).min(piece.div_ceil(prompt.block_size()));
         for (kind, group) in &self.groups {
             let needed = needed_of(*kind, found, prompt.block_size());
@@ -263,9 +268,18 @@ impl GroupedKvCache {
     /// # Errors
     /// Returns [`Error::Mismatch`] unless there is a pool for each group, and the errors of [`PagedKvCache::swap_out`]. In these cases
     /// the sequence is unchanged.
-    pub fn swap_out(&mut self, id: SequenceId, stream: &dyn Stream, to: &[KvPool]) -> Result<Vec<SwappedSequence>> {
+    pub fn swap_out(
+        &mut self,
+        id: SequenceId,
+        stream: &dyn Stream,
+        to: &[KvPool],
+    ) -> Result<Vec<SwappedSequence>> {
         same("pools to swap to, one for each group", self.groups.len(), to.len())?;
-        let copies = self.groups.iter().zip(to).map(|((_, group), to)| group.copy_out(id, stream, to.arena(), to.blocks()));
+        let copies = self
+            .groups
+            .iter()
+            .zip(to)
+            .map(|((_, group), to)| group.copy_out(id, stream, to.arena(), to.blocks()));
         let swapped = copies.collect::<Result<_>>()?;
         self.free(id)?;
         Ok(swapped)
@@ -284,7 +298,8 @@ impl GroupedKvCache {
             let known = group.pool().cached_prefix(keys);
             group.pool().check_room(&keys[..known], swapped.blocks().len() - known)
         })?;
-        let sequences = parts().map(|(group, swapped)| group.restore(swapped, stream)).collect::<Result<_>>()?;
+        let sequences =
+            parts().map(|(group, swapped)| group.restore(swapped, stream)).collect::<Result<_>>()?;
         Ok(self.insert(sequences))
     }
 
