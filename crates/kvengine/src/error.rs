@@ -53,7 +53,7 @@ pub enum Error {
         needed: &'static str,
     },
     /// An operation needs chunks, but the engine has a static or a grouped cache. The text says what to do instead.
-    #[error("a static or grouped cache keeps no chunks: {0}")]
+    #[error("a static cache or a grouped one keeps no chunks: {0}")]
     NoChunks(&'static str),
     /// The engine cannot release the memory of its caches. The text says what to do instead.
     #[error("this engine's caches cannot sleep: {0}")]
