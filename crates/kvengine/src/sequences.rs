@@ -90,7 +90,12 @@ impl Caches {
                 Ok((id, cached, vec![slots]))
             }
             Self::Grouped(cache) => Ok(cache.admit(prompt, piece)?),
-            Self::Static(_) => Err(Error::EmptyPrompt),
+            Self::Static(cache) => {
+                let id = cache.create(SequenceStart::default())?;
+                let slots = cache.grow(id, piece.min(prompt.tokens().len()));
+                let slots = slots.inspect_err(|_| drop(cache.free(id)))?;
+                Ok((id, 0, vec![slots]))
+            }
         }
     }
 
@@ -214,7 +219,7 @@ impl Caches {
                 Ok(vec![main.swap_out(id, stream, to.arena(), to.blocks())?])
             }
             (Self::Grouped(cache), to) => Ok(cache.swap_out(id, stream, to)?),
-            _ => Err(Error::EmptyPrompt),
+            (_, to) => Err(not_one("pools to swap to", to.len())),
         }
     }
 
@@ -223,7 +228,12 @@ impl Caches {
         match (self, swapped) {
             (Self::Paged { main, .. }, [swapped]) => Ok(main.swap_in(swapped, stream)?),
             (Self::Grouped(cache), swapped) => Ok(cache.swap_in(swapped, stream)?),
-            _ => Err(Error::EmptyPrompt),
+            (_, swapped) => Err(not_one("parts of a swapped sequence", swapped.len())),
         }
     }
+}
+
+/// Returns the error for a list with one item a group, given to a cache of one group.
+fn not_one(what: &'static str, got: usize) -> Error {
+    kvcore::Error::Mismatch { what, expected: 1, got }.into()
 }

@@ -5,7 +5,9 @@ use std::time::Duration;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::ChunkedPrompt;
 use kvcore::{CacheKind, GroupKind, KvFormat, PoolCounts};
-use kvengine::{BeamSearch, Engine, EngineConfig, Error, Generation, PreemptionCosts, Request, Scheduling};
+use kvengine::{
+    BeamSearch, Engine, EngineConfig, Error, Generation, PreemptionCosts, Request, Scheduling, SparseDecode,
+};
 use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
 use rstest::rstest;
 
@@ -200,6 +202,8 @@ fn a_grouped_cache_keeps_no_chunks_and_says_so() {
     let whole = Request { full_attention: true, ..chunked };
     let got = engine.generate(&whole, &mut ()).unwrap();
     assert_same(&got, &roomy(CacheKind::Paged).generate(&whole, &mut ()).unwrap(), "full attention");
+    let sparse = Request { sparse: Some(SparseDecode::new(8)), ..request(60, 8) };
+    assert!(matches!(engine.generate(&sparse, &mut ()), Err(Error::Pages(_))));
     assert!(matches!(engine.beside(model(), b"t"), Err(Error::NoChunks(_))));
     let asleep = EngineConfig { enable_sleep_mode: true, ..config(CacheKind::Grouped) };
     let error = Engine::new(model(), CpuBackend::new(), b"t", &asleep).map(drop);
