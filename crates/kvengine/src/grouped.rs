@@ -64,8 +64,8 @@ pub(crate) fn grouped(model: &Model, backend: &dyn Backend, config: &EngineConfi
 }
 
 // Decision: docs/decisions/paging.md#memory-is-divided-between-groups-for-requests-of-a-typical-length
-/// Returns the number of blocks of each group: one, and of what is left those of as many sequences of `len` tokens as fit. What rounding
-/// leaves goes to the first group without a window.
+/// Returns the number of blocks of each group: one, and of what is left those of as many sequences of `len` tokens as fit. The rest
+/// that rounding leaves goes to the first group without a window.
 fn divide(budget: usize, parts: &[Part], len: usize, step: usize) -> Result<Vec<usize>> {
     let block_bytes: usize = parts.iter().map(|part| part.block_bytes).sum();
     let Some(left) = budget.checked_sub(block_bytes) else {

@@ -33,8 +33,8 @@ pub struct SequenceInput {
     pub groups: Arc<[MergeGroup]>,
     /// The logits that the caller wants.
     pub logits: Logits,
-    /// Slots and segments in each further group of layers, if the cache has [several](crate::GroupedKvCache). Those above are of the
-    /// first group.
+    /// Slots and segments in each further group of layers, if the cache has [several](crate::GroupedKvCache). Slots and segments
+    /// above are of the first group.
     pub others: Vec<GroupInput>,
 }
 

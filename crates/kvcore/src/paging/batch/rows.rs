@@ -34,7 +34,7 @@ use crate::device::{AttendRows, AttendWork, MergeGroup, QueryRow, Segment, StepI
 pub struct BatchRows {
     tokens: Arc<[u32]>,
     positions: Arc<[i64]>,
-    /// What differs between groups of layers, of which there is at least one.
+    /// Slots and work in each group of layers, of which there is at least one.
     in_groups: Vec<GroupRows>,
     /// The merge groups of the whole batch.
     groups: Vec<MergeGroup>,
