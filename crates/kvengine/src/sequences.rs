@@ -151,10 +151,11 @@ impl Caches {
 
     /// Records tokens that were written.
     pub(crate) fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
-        Ok(match self.sequences_mut() {
+        match self.sequences_mut() {
             Uniform(cache) => cache.commit(id, tokens)?,
             Grouped(cache) => cache.commit(id, tokens)?,
-        })
+        }
+        Ok(())
     }
 
     /// Lets go of what `token` and later tokens of a sequence do not attend to.
@@ -169,18 +170,20 @@ impl Caches {
 
     /// Removes the tokens past `len`.
     pub(crate) fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
-        Ok(match self.sequences_mut() {
+        match self.sequences_mut() {
             Uniform(cache) => cache.truncate(id, len)?,
             Grouped(cache) => cache.truncate(id, len)?,
-        })
+        }
+        Ok(())
     }
 
     /// Ends a sequence.
     pub(crate) fn free(&mut self, id: SequenceId) -> Result<()> {
-        Ok(match self.sequences_mut() {
+        match self.sequences_mut() {
             Uniform(cache) => cache.free(id)?,
             Grouped(cache) => cache.free(id)?,
-        })
+        }
+        Ok(())
     }
 
     /// Creates a second sequence over the same tokens, or returns `None` for a static cache.

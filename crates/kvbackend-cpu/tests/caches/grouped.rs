@@ -129,36 +129,29 @@ fn random_operations_keep_every_group_or_change_none(
                 let batch: Vec<_> = ids.iter().take(3).map(|&id| (id, rng.random_range(0..6))).collect();
                 let ids: Vec<_> = batch.iter().map(|&(id, _)| id).collect();
                 let mut slots = Vec::new();
-                match cache.copy_on_write(&ids, m.stream.as_ref()) {
-                    // A sequence that has a copy by then keeps it.
-                    Err(error) => {
-                        assert!(matches!(error, Error::OutOfBlocks { .. }), "{error}");
-                        Ok(())
-                    }
-                    Ok(_) => {
-                        let before = counts(&cache);
-                        let grown = cache.grow_batch(&batch, &mut slots);
-                        if grown.is_ok() {
-                            let fresh: Vec<u32> = batch
-                                .iter()
-                                .flat_map(|&(_, n)| vec![rng.random_range(500..900); n])
-                                .collect();
-                            if !fresh.is_empty() {
-                                write(&m, &cache, &slots, &fresh);
-                            }
-                            let mut at = 0;
-                            for (id, n) in batch {
-                                cache.commit(id, &fresh[at..at + n]).unwrap();
-                                plain.get_mut(&id).unwrap().0.extend(&fresh[at..at + n]);
-                                at += n;
-                            }
-                            Ok(())
-                        } else {
-                            assert_eq!(counts(&cache), before, "a refused step changes nothing");
-                            grown
-                        }
-                    }
+                // A sequence that has a copy by then keeps it.
+                if let Err(error) = cache.copy_on_write(&ids, m.stream.as_ref()) {
+                    assert!(matches!(error, Error::OutOfBlocks { .. }), "{error}");
+                    continue;
                 }
+                let before = counts(&cache);
+                let grown = cache.grow_batch(&batch, &mut slots);
+                if grown.is_ok() {
+                    let fresh: Vec<u32> =
+                        batch.iter().flat_map(|&(_, n)| vec![rng.random_range(500..900); n]).collect();
+                    if !fresh.is_empty() {
+                        write(&m, &cache, &slots, &fresh);
+                    }
+                    let mut at = 0;
+                    for (id, n) in batch {
+                        cache.commit(id, &fresh[at..at + n]).unwrap();
+                        plain.get_mut(&id).unwrap().0.extend(&fresh[at..at + n]);
+                        at += n;
+                    }
+                } else {
+                    assert_eq!(counts(&cache), before, "a refused step changes nothing");
+                }
+                grown
             }
             (5, Some(id)) => {
                 let (tokens, first) = plain.get_mut(&id).unwrap();
