@@ -9,7 +9,7 @@ const ROOMS: [&str; 3] = ["base", "device", "paging"];
 
 // Decision: docs/decisions/crates.md#kvcore-has-a-bound
 /// Most lines of code in `crates/kvcore/src`. Comments, blank lines and the tests at the end of files do not count.
-const MOST_LINES: usize = 8_400;
+const MOST_LINES: usize = 8_600;
 
 /// The line that begins the tests of a file.
 const TESTS: &str = "#[cfg(test)]\nmod tests {";

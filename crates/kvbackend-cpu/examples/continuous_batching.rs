@@ -147,7 +147,7 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
             running.push((id, new));
         }
         // One pass for all of them.
-        rows.fill(StepBatch { inputs: &inputs, slots: Some(&slots) })?;
+        rows.fill(StepBatch { inputs: &inputs, slots: std::slice::from_ref(&slots) })?;
         let chosen = model.forward(cache.arena(), &rows)?;
         steps += 1;
         let mut row = 0;

@@ -187,6 +187,24 @@ fn a_static_cache_gives_the_tokens_of_a_paged_one() {
 }
 
 #[test]
+fn a_grouped_cache_gives_the_tokens_of_a_paged_one() {
+    let ask = prompt(&[SYSTEM, A, B, "bora ?"]);
+    let args = ["--full-attention", "--prompt", &ask];
+    let (paged, grouped) = (json(&args), json(&[&args[..], &["--cache", "grouped"]].concat()));
+    assert_eq!(
+        (&paged["tokens"], &grouped["blocks"]["cache"]),
+        (&grouped["tokens"], &Value::from("grouped"))
+    );
+    assert_eq!((&paged["blocks"]["groups"], &grouped["blocks"]["chunks"]), (&Value::Null, &Value::Null));
+    let [group] = &grouped["blocks"]["groups"].as_array().unwrap()[..] else { panic!("{grouped}") };
+    assert_eq!((&group["kind"], &group["kv_bytes"]), (&Value::from("full"), &grouped["memory"]["kv_bytes"]));
+    assert_eq!(group["blocks"], grouped["blocks"]["main"]);
+    fails(&["run", "--cache", "grouped", "--prompt", &ask], 1, "keeps no chunks");
+    fails(&["run", "--cache", "grouped", "--prompt", "a", "--max-len", "9"], 2, "--cache static");
+    fails(&["run", "--cache", "grouped", "--prompt", "a", "--memory-share", "0.5"], 2, "--cache paged");
+}
+
+#[test]
 fn fewer_than_two_separators_are_an_ordinary_prompt() {
     let plain = json(&["--prompt", &format!("{SYSTEM} {A} ## bora ?"), "--max-new-tokens", "2"]);
     assert_eq!(plain["chunks"], Value::Array(vec![]));

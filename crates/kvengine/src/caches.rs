@@ -1,16 +1,18 @@
-//! The caches of an engine: a paged cache with chunks and their place to sleep, or a static cache.
+//! The caches of an engine: a paged cache with chunks and their place to sleep, a static cache, or a grouped one.
 
 use std::sync::Arc;
 
 use kvchunk::{ArenaSleep, ChunkBlockPool, ChunkCacheManager, ChunkCacheMetrics, SleepStore, SleepUsage};
 use kvcore::{
-    Backend, BlockOrder, BlockPool, CacheKind, KvArena, KvCache, KvLayout, MemoryKind, PagedCacheConfig,
-    PagedKvCache, PoolCounts, RankInfo, ReservedArena, StaticCacheConfig, StaticKvCache, Stream, SystemClock,
+    Backend, BlockOrder, BlockPool, CacheKind, GroupKind, GroupedKvCache, KvArena, KvLayout, MemoryKind,
+    PagedCacheConfig, PagedKvCache, PoolCounts, RankInfo, ReservedArena, StaticCacheConfig, StaticKvCache,
+    Stream, SystemClock,
 };
 use kvmodel::Model;
 use serde::Serialize;
 
 use crate::error::{Error, Result};
+use crate::grouped::grouped;
 use crate::sleep::SleepMode;
 use crate::{ChunkSleep, DEFAULT_KV_MEMORY, EngineConfig};
 
@@ -19,12 +21,28 @@ use crate::{ChunkSleep, DEFAULT_KV_MEMORY, EngineConfig};
 pub(crate) enum Caches {
     Paged {
         main: PagedKvCache,
+        /// The tokens that some layer attends to.
+        kind: GroupKind,
         chunks: ChunkCacheManager,
         sleep: Option<Arc<ArenaSleep>>,
         /// The sleep mode of an engine whose pools can sleep.
         mode: Option<Box<SleepMode>>,
     },
     Static(StaticKvCache),
+    Grouped(GroupedKvCache),
+}
+
+/// A group of layers in a grouped cache, in numbers.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct GroupReport {
+    /// The tokens that the layers attend to.
+    pub kind: GroupKind,
+    /// The number of layers.
+    pub layers: usize,
+    /// The bytes of the arena.
+    pub kv_bytes: usize,
+    /// The blocks.
+    pub blocks: PoolCounts,
 }
 
 /// The contents of an engine's caches, in numbers.
@@ -34,8 +52,11 @@ pub struct CacheReport {
     pub cache: CacheKind,
     /// The bytes of the arena: keys and values of sequences and chunks, with the scales of quantised ones.
     pub kv_bytes: usize,
-    /// The blocks of sequences and system prompts; `None` for a static cache, which has no pool.
+    /// The blocks of sequences and system prompts, of all groups together; `None` for a static cache, which has no pool.
     pub main: Option<PoolCounts>,
+    /// The groups of layers of a grouped cache.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<GroupReport>,
     /// The blocks of chunks.
     pub chunks: Option<PoolCounts>,
     /// The metrics of the chunk cache.
@@ -58,12 +79,16 @@ impl Caches {
         config.chunks.check()?;
         match config.cache {
             CacheKind::Paged => Self::paged(model, backend, stream, config),
-            CacheKind::Static if config.chunk_sleep.is_some() => {
+            CacheKind::Static | CacheKind::Grouped if config.chunk_sleep.is_some() => {
                 Err(Error::NoChunks("let none sleep, or take a paged cache"))
             }
             CacheKind::Static if config.enable_sleep_mode => {
                 Err(Error::NoSleepMode("a static cache is not cut into blocks; take a paged one"))
             }
+            CacheKind::Grouped if config.enable_sleep_mode => {
+                Err(Error::NoSleepMode("a grouped cache has several arenas; take a paged one"))
+            }
+            CacheKind::Grouped => Ok(Self::Grouped(grouped(model, backend.as_ref(), config)?)),
             CacheKind::Static => Self::fixed(model, backend.as_ref(), config),
         }
     }
@@ -117,12 +142,12 @@ impl Caches {
         let store = sleep.clone().map(|sleep| sleep as Arc<dyn SleepStore>);
         let clock = Arc::new(SystemClock::default());
         let chunks = ChunkCacheManager::build(config.chunks.clone(), pool, store, clock)?;
-        Ok(Self::Paged { main, chunks, sleep, mode })
+        Ok(Self::Paged { main, kind: kind_of(model), chunks, sleep, mode })
     }
 
     /// Returns the same pools for another model of the same extents. Keys tell the models' blocks apart.
     pub(crate) fn shared(&self, model: &Model) -> Result<Self> {
-        let Self::Paged { main, chunks, sleep, mode } = self else {
+        let Self::Paged { main, chunks, sleep, mode, .. } = self else {
             return Err(Error::NoChunks("take a paged cache to share it"));
         };
         if mode.is_some() {
@@ -144,7 +169,13 @@ impl Caches {
             return Err(kvcore::Error::Mismatch { what, expected, got }.into());
         }
         let main = PagedKvCache::new(arena.clone(), main.pool().clone())?;
-        Ok(Self::Paged { main, chunks: chunks.clone(), sleep: sleep.clone(), mode: None })
+        Ok(Self::Paged {
+            main,
+            kind: kind_of(model),
+            chunks: chunks.clone(),
+            sleep: sleep.clone(),
+            mode: None,
+        })
     }
 
     /// Creates a static cache with one entry of the longest length.
@@ -160,54 +191,39 @@ impl Caches {
         Ok(Self::Static(StaticKvCache::new(arena)?))
     }
 
-    /// Returns the paged cache of sequences, if it is one.
-    pub(crate) fn paged_mut(&mut self) -> Option<&mut PagedKvCache> {
-        match self {
-            Self::Paged { main, .. } => Some(main),
-            Self::Static(_) => None,
-        }
-    }
-
-    /// Returns the cache that holds sequences.
-    pub(crate) fn sequences(&self) -> &dyn KvCache {
-        match self {
-            Self::Paged { main, .. } => main,
-            Self::Static(cache) => cache,
-        }
-    }
-
-    pub(crate) fn sequences_mut(&mut self) -> &mut dyn KvCache {
-        match self {
-            Self::Paged { main, .. } => main,
-            Self::Static(cache) => cache,
-        }
-    }
-
     pub(crate) fn chunks(&self) -> Option<&ChunkCacheManager> {
         match self {
             Self::Paged { chunks, .. } => Some(chunks),
-            Self::Static(_) => None,
+            Self::Static(_) | Self::Grouped(_) => None,
         }
     }
 
     /// Returns the largest number of tokens of a sequence that the cache could hold.
     pub(crate) fn longest(&self) -> usize {
         match self {
-            Self::Paged { .. } => usize::MAX,
+            Self::Paged { .. } | Self::Grouped(_) => usize::MAX,
             Self::Static(cache) => cache.max_len(),
         }
     }
 
     pub(crate) fn report(&self) -> CacheReport {
         let chunks = self.chunks();
-        let chunk_sleep = match self {
-            Self::Paged { sleep, .. } => sleep.as_ref().map(|sleep| sleep.usage()),
-            Self::Static(_) => None,
+        let bytes = |arena: &KvArena| arena.storages().map(|storage| storage.len()).sum::<usize>();
+        let (cache, chunk_sleep) = match self {
+            Self::Paged { sleep, .. } => (CacheKind::Paged, sleep.as_ref().map(|sleep| sleep.usage())),
+            Self::Static(_) => (CacheKind::Static, None),
+            Self::Grouped(_) => (CacheKind::Grouped, None),
         };
+        let group = |(kind, group): (GroupKind, &PagedKvCache)| {
+            let (arena, blocks) = (group.arena(), group.pool().counts());
+            GroupReport { kind, layers: arena.layout().shape().num_layers, kv_bytes: bytes(arena), blocks }
+        };
+        let groups: Vec<_> = self.groups().map(group).collect();
         CacheReport {
-            cache: self.sequences().kind(),
-            kv_bytes: self.sequences().arena().storages().map(|storage| storage.len()).sum(),
-            main: self.sequences().as_paged().map(|main| main.pool().counts()),
+            cache,
+            kv_bytes: self.arenas().iter().map(bytes).sum(),
+            main: (!groups.is_empty()).then(|| groups.iter().map(|group| group.blocks).sum()),
+            groups: if cache == CacheKind::Grouped { groups } else { Vec::new() },
             chunks: chunks.map(|chunks| chunks.pool().blocks().counts()),
             chunk_cache: chunks.map(ChunkCacheManager::metrics),
             chunk_sleep,
@@ -216,12 +232,12 @@ impl Caches {
     }
 
     pub(crate) fn check_invariants(&self) -> std::result::Result<(), String> {
-        match self {
-            Self::Paged { main, chunks, .. } => {
-                main.pool().check_invariants()?;
-                chunks.check_invariants()
-            }
-            Self::Static(_) => Ok(()),
-        }
+        self.groups().try_for_each(|(_, cache)| cache.pool().check_invariants())?;
+        self.chunks().map_or(Ok(()), ChunkCacheManager::check_invariants)
     }
+}
+
+/// Returns the tokens that some layer of a model attends to.
+fn kind_of(model: &Model) -> GroupKind {
+    model.config().widest_window().map_or(GroupKind::Full, |window| GroupKind::SlidingWindow { window })
 }

@@ -41,7 +41,8 @@ pub(crate) fn calibrate(
     let layout = Arc::new(KvLayout::new(shape)?);
     let arena = KvArena::allocate(backend, MemoryKind::Device, layout)?;
     let profiler = Profiler::disabled();
-    let device = ComputeDevice { backend, stream, arena: &arena, keys, profiler: &profiler };
+    let device =
+        ComputeDevice { backend, stream, arenas: std::slice::from_ref(&arena), keys, profiler: &profiler };
     let slots: Arc<[i64]> = (0..tokens as i64).collect();
     let own = Segment::new([BlockId(0)].into(), tokens, 0, 0);
     let sample = (0..tokens).map(|i| (i * STEP % model.config().vocab_size) as u32).collect();

@@ -14,7 +14,9 @@ impl Engine {
     fn main(&self) -> Result<&PagedKvCache> {
         match &self.caches {
             Caches::Paged { main, .. } => Ok(main),
-            Caches::Static(_) => Err(Error::NoChunks("ask for full attention, or take a paged cache")),
+            Caches::Static(_) | Caches::Grouped(_) => {
+                Err(Error::NoChunks("ask for full attention, or take a paged cache"))
+            }
         }
     }
 

@@ -15,11 +15,17 @@ pub struct EngineConfig {
     pub keys: KeyForm,
     /// The number of tokens per block.
     pub block_size: usize,
-    /// The kind of cache that holds sequences. A static cache keeps no chunks, so a chunked prompt must ask
-    /// for full attention.
+    /// The kind of cache that holds sequences. A static or a grouped cache keeps no chunks, so a chunked prompt must ask
+    /// for full attention. A grouped cache is for models whose layers attend to different tokens: layers with a window let go of
+    /// what lies behind it, while the others keep everything.
     pub cache: CacheKind,
     /// The longest sequence of a static cache.
     pub max_len: MaxLen,
+    /// The length in tokens, prompt and answer, of the requests that a grouped cache divides its memory for. Each group of layers
+    /// gets the blocks of as many requests of this length as all groups together have room for: of a group with a window those of
+    /// `window + step_tokens` tokens, if that is less, of another one those of all tokens. Longer requests leave blocks of
+    /// windows unused, shorter ones those of the other groups.
+    pub typical_len: usize,
     /// The memory for keys and values in bytes. `None` takes enough for eight prompts of the model's longest
     /// length, or at most [`DEFAULT_KV_MEMORY`].
     pub kv_memory: Option<usize>,
@@ -68,6 +74,7 @@ impl Default for EngineConfig {
             block_size: 16,
             cache: CacheKind::Paged,
             max_len: MaxLen::Model,
+            typical_len: DEFAULT_TYPICAL_LEN,
             kv_memory: None,
             cache_policy: PolicyKind::Lru,
             cache_ttl: None,
@@ -106,6 +113,9 @@ pub const DEFAULT_GRAPHS: usize = 16;
 
 /// The largest host memory in bytes that requests which give way take by default: 512 MiB.
 pub const DEFAULT_SWAP_MEMORY: usize = 512 << 20;
+
+/// The length in tokens of the requests that a grouped cache divides its memory for by default.
+pub const DEFAULT_TYPICAL_LEN: usize = 2048;
 
 /// The largest memory in bytes that an engine takes for keys and values by default: 2 GiB.
 pub const DEFAULT_KV_MEMORY: usize = 2 << 30;

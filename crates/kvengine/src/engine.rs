@@ -52,9 +52,9 @@ impl Engine {
     /// - Returns the errors of [`ArenaSleep::new`](kvchunk::ArenaSleep::new), such as a budget for sleep that
     ///   holds no block.
     /// - Returns [`Error::NoChunks`](crate::Error::NoChunks) if
-    ///   [`chunk_sleep`](EngineConfig::chunk_sleep) is set for a static cache.
+    ///   [`chunk_sleep`](EngineConfig::chunk_sleep) is set for a static or a grouped cache.
     /// - Returns [`Error::NoSleepMode`](crate::Error::NoSleepMode) if sleep mode is on for a
-    ///   static cache.
+    ///   static or a grouped cache.
     /// - Returns [`kvcore::Error::Unsupported`] for sleep mode on a backend that cannot reserve memory.
     pub fn new(
         model: Model,
@@ -67,8 +67,8 @@ impl Engine {
         let device = (backend.as_ref(), stream.as_ref());
         let scales = calibrate(&model, device, (config.kv_format, config.keys))?;
         let caches = Caches::new(&model, &backend, &stream, config)?;
-        if let Some(StaticScales { k, v }) = &scales {
-            caches.sequences().arena().set_scales(stream.as_ref(), k, v)?;
+        if let Some(scales) = &scales {
+            scales.set(&model, caches.arenas(), stream.as_ref())?;
         }
         let scope = scope_of(&model, tokenizer, &caches, config.keys, &config.tenant_salt, scales.as_ref());
         let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
@@ -106,7 +106,7 @@ impl Engine {
     ///
     /// # Errors
     /// - Returns [`kvcore::Error::Mismatch`] if the model has other extents.
-    /// - Returns [`Error::NoChunks`](crate::Error::NoChunks) if this engine has a static cache.
+    /// - Returns [`Error::NoChunks`](crate::Error::NoChunks) if this engine has a static or a grouped cache.
     /// - Returns [`Error::NoSleepMode`](crate::Error::NoSleepMode) if the pools of this engine can sleep.
     pub fn beside(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
         let caches = self.caches.shared(&model)?;
@@ -154,12 +154,13 @@ impl Engine {
         &self.profiler
     }
 
-    /// Returns the cache of sequences and system prompts.
+    /// Returns the cache of sequences and system prompts; of a grouped cache that of its first group, whose sequences have the ids and
+    /// lengths of all. [`report`](Self::report) has the others.
     pub fn cache(&self) -> &dyn KvCache {
         self.caches.sequences()
     }
 
-    /// Returns the chunk cache, or `None` if the engine has a static cache.
+    /// Returns the chunk cache, or `None` if the engine has a static or a grouped cache.
     pub fn chunks(&self) -> Option<&ChunkCacheManager> {
         self.caches.chunks()
     }
@@ -272,8 +273,8 @@ fn device_of<'a>(
     keys: KeyForm,
     profiler: &'a Profiler,
 ) -> ComputeDevice<'a> {
-    let arena = caches.sequences().arena();
-    ComputeDevice { backend: backend.as_ref(), stream: stream.as_ref(), arena, keys, profiler }
+    let arenas = caches.arenas();
+    ComputeDevice { backend: backend.as_ref(), stream: stream.as_ref(), arenas, keys, profiler }
 }
 
 /// Returns the parts of every key of an engine except the rotary embeddings of a request.
@@ -285,11 +286,9 @@ fn scope_of(
     tenant_salt: &[u8],
     scales: Option<&StaticScales>,
 ) -> KeyScope {
-    let scope = KeyScope::new("kvmodel", model.revision())
-        .tokenizer(tokenizer)
-        .layout(caches.sequences().arena().layout().shape())
-        .keys(keys)
-        .tenant_salt(tenant_salt);
+    let scope = KeyScope::new("kvmodel", model.revision()).tokenizer(tokenizer);
+    let layouts = caches.arenas().iter().map(|arena| arena.layout().shape());
+    let scope = layouts.fold(scope, KeyScope::layout).keys(keys).tenant_salt(tenant_salt);
     match scales {
         Some(StaticScales { k, v }) => scope.static_scales(k, v),
         None => scope,

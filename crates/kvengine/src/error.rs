@@ -52,8 +52,8 @@ pub enum Error {
         /// The values that it may have.
         needed: &'static str,
     },
-    /// An operation needs chunks, but the engine has a static cache. The text says what to do instead.
-    #[error("a static cache keeps no chunks: {0}")]
+    /// An operation needs chunks, but the engine has a static or a grouped cache. The text says what to do instead.
+    #[error("a static cache or a grouped one keeps no chunks: {0}")]
     NoChunks(&'static str),
     /// The engine cannot release the memory of its caches. The text says what to do instead.
     #[error("this engine's caches cannot sleep: {0}")]

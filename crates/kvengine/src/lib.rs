@@ -27,18 +27,21 @@ mod config;
 mod engine;
 mod error;
 mod generate;
+mod grouped;
 mod inquire;
 mod logprobs;
 mod request;
 mod sample;
 mod seen;
+mod sequences;
 mod serve;
 mod sleep;
 mod tuned;
 
-pub use caches::CacheReport;
+pub use caches::{CacheReport, GroupReport};
 pub use config::{
-    ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, DEFAULT_SWAP_MEMORY, EngineConfig, Scheduling,
+    ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, DEFAULT_SWAP_MEMORY, DEFAULT_TYPICAL_LEN, EngineConfig,
+    Scheduling,
 };
 pub use engine::Engine;
 pub use error::{Error, Result};

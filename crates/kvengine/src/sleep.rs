@@ -175,7 +175,7 @@ impl Engine {
                 mode.as_ref().is_some_and(|mode| mode.main.is_some())
             }
             (Caches::Paged { chunks, .. }, PoolTag::ChunkCache) => !chunks.is_pool_awake(),
-            (Caches::Static(_), _) => false,
+            (Caches::Static(_) | Caches::Grouped(_), _) => false,
         }
     }
 

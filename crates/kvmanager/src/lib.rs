@@ -6,7 +6,6 @@
 //!   sequences by number, dense tensors          PagedSequences, DenseKv  kvcore::PagedKvCache
 //!   blocks by request, tiers, dashboards        StorageManager           kvcore::BlockPool
 //!   the kind of cache in a configuration file   CacheChoice              one of kvcore's caches
-//!   layers with windows beside layers without   PrefixGroups             one index of prefixes
 //!   a model split among pipeline stages         RankCache, PieceMerger   one arena
 //!   a model split among devices of one process  SpannedArena             kvcore::KvArena
 //! ```
@@ -32,7 +31,6 @@
 mod blocks;
 mod choice;
 mod error;
-mod groups;
 mod metrics;
 mod ranks;
 mod requests;
@@ -46,7 +44,6 @@ mod tier;
 pub use blocks::{BlockManager, BlockManagerConfig};
 pub use choice::CacheChoice;
 pub use error::{Error, Result};
-pub use groups::{GroupBlocks, GroupKind, GroupedPrefix, PrefixGroups};
 pub use metrics::PoolMetrics;
 pub use ranks::{Piece, PieceMerger, PiecePlace, PrefillPlan, RankCache, ReceivedMatrix};
 pub use requests::{RequestId, StorageManager};

@@ -15,7 +15,7 @@ const UNIT: usize = 256;
 
 impl Products {
     /// Returns each row of `x`, divided by its root mean square and multiplied by `weight`, which has as many elements as a row. `eps`
-    /// is added to the mean square. (RMSNorm, Zhang and Sennrich, 2019.)
+    /// is added to the mean square. (`RMSNorm`, Zhang and Sennrich, 2019.)
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `weight` is empty, and [`Error::NotMultiple`] if `x` does not have whole rows.
@@ -40,7 +40,7 @@ impl Products {
         }
     }
 
-    /// Returns `gate · sigmoid(gate) · up`, element by element. (SwiGLU, Shazeer, 2020.)
+    /// Returns `gate · sigmoid(gate) · up`, element by element. (`SwiGLU`, Shazeer, 2020.)
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if there are not equally many of both.
@@ -97,7 +97,7 @@ impl Task for Norm<'_> {
         for row in self.rows {
             let x = &self.x[row * width..(row + 1) * width];
             let (factor, x) = (factor(x, self.eps), x.as_ptr());
-            let y = self.y.at(row * width * size_of::<f32>(), width * size_of::<f32>()).cast::<f32>();
+            let y = self.y.at(row * width * size_of::<f32>(), size_of_val(self.weight)).cast::<f32>();
             // SAFETY: `x`, `weight` and `y` have `width` elements; vectors are loaded and stored where `i + LANES <= width`. The elements
             // of `y` are this thread's alone, and the caller is compiled for `S`.
             unsafe {

@@ -4,6 +4,7 @@
 mod batches;
 mod common;
 mod faulty;
+mod grouped;
 mod permits;
 mod sharing;
 mod sleeping;

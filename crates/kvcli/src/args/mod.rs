@@ -64,6 +64,8 @@ impl RunArgs {
         match self.cache {
             Cache::Paged => self.max_len.map(|_| "--max-len applies only to --cache static"),
             Cache::Static => self.memory_share.map(|_| "--memory-share applies only to --cache paged"),
+            Cache::Grouped if self.max_len.is_some() => Some("--max-len applies only to --cache static"),
+            Cache::Grouped => self.memory_share.map(|_| "--memory-share applies only to --cache paged"),
         }
     }
 }
@@ -176,8 +178,10 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
     pub(crate) block_size: usize,
 
-    /// Kind of cache: blocks on demand, with chunks and shared prefixes; or one run of slots for the prompt
-    /// and its answer. A static cache keeps no chunks: with it, prompts in parts need `--full-attention`.
+    /// Kind of cache: blocks on demand, with chunks and shared prefixes; one run of slots for the prompt
+    /// and its answer; or blocks on demand in a pool for each group of layers that attend to the same tokens, so that layers with a
+    /// window let go of what lies behind it. Only a paged cache keeps chunks: with the others, prompts in parts need
+    /// `--full-attention`.
     #[arg(long, value_enum, default_value = "paged")]
     pub(crate) cache: Cache,
 
@@ -256,6 +260,7 @@ impl From<Hash> for HashAlgorithm {
 pub(crate) enum Cache {
     Paged,
     Static,
+    Grouped,
 }
 
 impl From<Cache> for CacheKind {
@@ -263,6 +268,7 @@ impl From<Cache> for CacheKind {
         match cache {
             Cache::Paged => Self::Paged,
             Cache::Static => Self::Static,
+            Cache::Grouped => Self::Grouped,
         }
     }
 }

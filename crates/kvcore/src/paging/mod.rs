@@ -8,7 +8,7 @@ pub mod key;
 mod sleep;
 mod sync;
 
-pub use batch::{BatchRows, Logits, SequenceInput, StepBatch};
+pub use batch::{BatchRows, GroupInput, Logits, SequenceInput, StepBatch};
 pub use block::{
     BlockPool, BlockTable, Clock, Duplicates, EventQueue, EventSink, EvictionPolicy, FreeOrder, KvEvent,
     Lookups, Lru, ManualClock, MutableBlocks, PinnedBlocks, PolicyEntry, PolicyKind, PoolConfig, PoolCounts,

@@ -166,15 +166,15 @@ impl Engine {
         for (i, &(branch, ..)) in on.iter().enumerate() {
             let again = on[..i].iter().any(|&(other, ..)| other == branch);
             let own = live.branches[branch].own;
-            forks.push(match (own, self.caches.paged_mut()) {
-                (Some(own), Some(cache)) if again => Some(cache.fork(own)?),
+            forks.push(match own {
+                Some(own) if again => self.caches.fork(own)?,
                 _ => own,
             });
         }
         let old = std::mem::take(&mut live.branches);
         for (i, branch) in old.iter().enumerate().filter(|(i, _)| !on.iter().any(|(on, ..)| on == i)) {
             if let Some(own) = old[i].own {
-                drop(self.caches.sequences_mut().free(own));
+                drop(self.caches.free(own));
             }
             debug_assert!(!branch.over, "a beam ends with all others");
         }

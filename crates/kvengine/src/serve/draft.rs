@@ -82,9 +82,8 @@ impl Engine {
         it.draft = draft;
         it.draft.clear();
         let Some(own) = it.own else { return Ok(()) };
-        let cache = self.caches.sequences_mut();
-        cache.truncate(own, it.computed)?;
-        cache.commit(own, &it.tokens[first..it.computed])?;
+        self.caches.truncate(own, it.computed)?;
+        self.caches.commit(own, &it.tokens[first..it.computed])?;
         self.let_go_behind(&live.branches[branch])
     }
 }

@@ -103,8 +103,8 @@ pub(super) struct Branch {
     pub(super) prompt: usize,
     /// The number of tokens whose keys and values are stored, or are in the pass that is being planned.
     pub(super) computed: usize,
-    /// The sequence in host memory, if the request gave way and comes back.
-    pub(super) swapped: Option<SwappedSequence>,
+    /// The sequence in host memory, one part for each group of layers, if the request gave way and comes back.
+    pub(super) swapped: Option<Vec<SwappedSequence>>,
     /// Tokens that are guessed to follow, in the pass that is being planned.
     pub(super) draft: Vec<u32>,
     /// The number of tokens that were guessed, and of those that were right.

@@ -240,7 +240,7 @@ impl Scheduler {
             }
             for branch in live.branches.iter_mut().filter(|branch| branch.over) {
                 if let Some(own) = branch.own.take() {
-                    drop(engine.caches.sequences_mut().free(own));
+                    drop(engine.caches.free(own));
                 }
             }
             true
@@ -271,7 +271,7 @@ impl Scheduler {
         let single = feeds.iter().all(|feed| feed.rank == feeds[0].rank);
         let observer = if single { watch.of(feeds[0].rank) } else { &mut () };
         let started = Instant::now();
-        let inputs = StepBatch { inputs: &batch, slots: Some(&slots) };
+        let inputs = StepBatch { inputs: &batch, slots: &slots };
         let result = self.compute(engine, &ropes, &feeds, inputs, observer);
         engine.times.model += started.elapsed();
         if tokens >= 2 * feeds.len() {
@@ -322,19 +322,20 @@ impl Scheduler {
     }
 
     /// Gives each input that has none slots of its own, whose permits end with those of no other request.
-    fn divide(&self, engine: &Engine, feeds: &[Feed], slots: &WriteSlots, batch: &mut [SequenceInput]) {
+    fn divide(&self, engine: &Engine, feeds: &[Feed], slots: &[WriteSlots], batch: &mut [SequenceInput]) {
         let mut at = 0;
         for (feed, input) in feeds.iter().zip(batch).filter(|(_, input)| input.slots.is_empty()) {
             let live = self.place(feed.rank).map(|at| &self.running[at]);
             let own = live.zip(feed.branch).and_then(|(live, branch)| live.branches[branch].own);
-            let issued = match (engine.caches.sequences().as_paged(), own) {
-                (Some(cache), Some(own)) => {
-                    cache.len(own).and_then(|len| cache.write_slots(own, len - feed.tokens..len))
-                }
-                _ => slots.part(at..at + feed.tokens),
-            };
+            let issued =
+                own.and_then(|own| engine.caches.last_slots(own, feed.tokens)).unwrap_or_else(|| {
+                    Ok(slots
+                        .iter()
+                        .map(|slots| slots.part(at..at + feed.tokens))
+                        .collect::<kvcore::Result<_>>()?)
+                });
             // A pass refuses an input without slots.
-            input.slots = issued.unwrap_or_default();
+            input.set_slots(issued.unwrap_or_default());
             at += feed.tokens;
         }
     }

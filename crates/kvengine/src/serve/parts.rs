@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvchunk::{AssembledPrompt, Assembler, ChunkedPrompt, Findings, PositionPlan, PositionReindexer};
-use kvcore::{Logits, SequenceInput, SequenceStart};
+use kvcore::{Logits, SequenceInput, SequenceStart, WriteSlots};
 use kvmodel::{Observer, PromptTokens};
 
 use super::live::{Live, Parts};
@@ -140,18 +140,22 @@ impl Engine {
     fn question(&mut self, live: &mut Live) -> Result<SequenceInput> {
         self.withdraw_question(live)?;
         let branch = &mut live.branches[0];
-        let own = self.caches.sequences_mut().create(branch.start)?;
+        let own = self.caches.create(branch.start)?;
         branch.own = Some(own);
         let question = branch.tokens[..branch.prompt].to_vec();
-        let slots = self.caches.sequences_mut().grow(own, question.len())?;
+        let slots = self.caches.grow(own, question.len())?;
         let segment = self.caches.sequences().segment(own)?;
-        Ok(live.context.input(branch.start, 0, &question, slots, segment).with_logits(Logits::Last))
+        let none = WriteSlots::default();
+        let mut input =
+            live.context.input(branch.start, 0, &question, none, segment).with_logits(Logits::Last);
+        input.set_slots(slots);
+        Ok(input)
     }
 
     /// Takes the question back, which is computed with the final context later.
     fn withdraw_question(&mut self, live: &mut Live) -> Result<()> {
         match live.branches[0].own.take() {
-            Some(own) => Ok(self.caches.sequences_mut().free(own)?),
+            Some(own) => self.caches.free(own),
             None => Ok(()),
         }
     }

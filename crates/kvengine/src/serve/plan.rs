@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use kvcore::{Logits, SequenceId, SequenceInput, SequenceStart, WriteSlots};
+use kvcore::{Logits, PagedKvCache, SequenceId, SequenceInput, SequenceStart, WriteSlots};
 
 use super::live::Live;
 use super::parts::chunked;
@@ -31,8 +31,8 @@ pub(super) struct Plan {
     pub(super) feeds: Vec<Feed>,
     /// The input of each feed.
     pub(super) batch: Vec<SequenceInput>,
-    /// The slots of the inputs that have none of their own.
-    pub(super) slots: WriteSlots,
+    /// The slots of the inputs that have none of their own, in each group of layers.
+    pub(super) slots: Vec<WriteSlots>,
     /// Memory for the sequences that grow, and by how many tokens.
     grown: Vec<(SequenceId, usize)>,
     /// Memory for those of them that may share their last block.
@@ -229,10 +229,10 @@ impl Scheduler {
                 plan.shared.push(own);
             }
         }
-        if let Some(cache) = engine.caches.paged_mut().filter(|_| !plan.shared.is_empty()) {
-            cache.copy_on_write(&plan.shared, engine.stream.as_ref())?;
+        if !plan.shared.is_empty() {
+            engine.caches.copy_on_write(&plan.shared, engine.stream.as_ref())?;
         }
-        engine.caches.sequences_mut().grow_batch(&plan.grown, &mut plan.slots)?;
+        engine.caches.grow_batch(&plan.grown, &mut plan.slots)?;
         for feed in plan.feeds.iter_mut().filter(|feed| feed.input.is_none()) {
             let (Some(at), Some(branch)) = (self.place(feed.rank), feed.branch) else { continue };
             feed.input = Some(engine.input_of(&mut self.running[at], branch, feed.tokens)?);
@@ -319,16 +319,16 @@ impl Scheduler {
 }
 
 impl Engine {
-    /// Returns whether the pool has room for the first piece of a request above the watermark. Of a prompt that may be cached, only
+    /// Returns whether every pool has room for the first piece of a request above the watermark. Of a prompt that may be cached, only
     /// [its admission](kvcore::PagedKvCache::admit) can say.
     fn has_room(&self, live: &Live, most: usize, watermark: usize) -> bool {
         if let Some(cache) = self.cache().as_static() {
             return self.cache().num_sequences() < cache.max_batch();
         }
-        let Some(cache) = self.cache().as_paged().filter(|_| !finds_prefix(live)) else { return true };
         let first = live.branches.first().map_or(0, |branch| branch.tokens.len().min(most));
-        let blocks = first.div_ceil(cache.kv_pool().block_size());
-        cache.pool().counts().available() >= blocks + watermark
+        let blocks = first.div_ceil(self.caches.block_size());
+        let has_room = |cache: &PagedKvCache| cache.pool().counts().available() >= blocks + watermark;
+        finds_prefix(live) || self.caches.groups().all(|(_, cache)| has_room(cache))
     }
 
     /// Begins a request: looks its documents up, or takes the blocks for the first piece of up to `most` tokens of its prompt. Returns
@@ -347,16 +347,19 @@ impl Engine {
             return Ok(Some((branch, self.first_piece(live, branch, most)?)));
         }
         let slots = self.admit_branch(live, branch, most)?;
-        let tokens = slots.len();
-        Ok(Some((branch, SequenceInput { slots, ..self.input_of(live, branch, tokens)? })))
+        let mut input = self.input_of(live, branch, slots[0].len())?;
+        input.set_slots(slots);
+        Ok(Some((branch, input)))
     }
 
     /// Returns the next piece of up to `most` tokens of a sample's sequence, with its slots.
     fn first_piece(&mut self, live: &mut Live, branch: usize, most: usize) -> Result<SequenceInput> {
         let tokens = self.take_next(live, branch, most)?;
         let Some(own) = live.branches[branch].own else { return Err(Error::EmptyPrompt) };
-        let slots = self.caches.sequences_mut().grow(own, tokens)?;
-        Ok(SequenceInput { slots, ..self.input_of(live, branch, tokens)? })
+        let slots = self.caches.grow(own, tokens)?;
+        let mut input = self.input_of(live, branch, tokens)?;
+        input.set_slots(slots);
+        Ok(input)
     }
 
     /// Chooses up to `most` of the next tokens of a sample. Returns their number.
@@ -379,7 +382,7 @@ impl Engine {
         let start = SequenceStart { logical: segment.logical_start, position: segment.stored_start };
         let (before, chosen) = (segment.len - tokens, tokens - it.draft.len());
         let fresh = &it.tokens[it.computed - chosen..it.computed];
-        let input = if let Some(mut input) = it.input.take().filter(|_| tokens == 1) {
+        let mut input = if let Some(mut input) = it.input.take().filter(|_| tokens == 1) {
             input.slots = WriteSlots::default();
             input.logical_start = start.logical + before;
             input.position_start = start.position + before as i64;
@@ -395,6 +398,7 @@ impl Engine {
             input.tokens.extend_from_slice(&it.draft);
             input
         };
+        self.caches.set_others(own, &mut input)?;
         if !it.draft.is_empty() {
             return Ok(input.with_logits(Logits::All));
         }

@@ -10,7 +10,7 @@ use super::live::{Branch, Live, Parts};
 use super::parts;
 use super::plan::Feed;
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::error::Result;
 use crate::generate::Context;
 use crate::logprobs::TokenLogprobs;
 use crate::request::FinishReason;
@@ -20,13 +20,13 @@ impl Engine {
     /// Gives a branch a sequence, with what is cached of its tokens.
     pub(super) fn begin_branch(&mut self, live: &mut Live, branch: usize) -> Result<()> {
         let plain = parts::chunked(live).is_none();
-        let (root, caches) = (*live.keys.root(), self.caches.sequences_mut());
+        let (root, caches) = (*live.keys.root(), &mut self.caches);
         let it = &mut live.branches[branch];
         if it.own.is_some() {
             return Ok(());
         }
         let (own, cached) = if plain && live.request.reuse {
-            let block_size = caches.arena().layout().shape().block_size;
+            let block_size = caches.block_size();
             caches.create_with_prefix(it.prompt_keys(root, block_size))?
         } else {
             (caches.create(it.start)?, 0)
@@ -37,13 +37,17 @@ impl Engine {
 
     /// Gives a branch of an ordinary request a sequence, with what is cached of its tokens, and slots for up to `most` of the
     /// others, or nothing.
-    pub(super) fn admit_branch(&mut self, live: &mut Live, branch: usize, most: usize) -> Result<WriteSlots> {
+    pub(super) fn admit_branch(
+        &mut self,
+        live: &mut Live,
+        branch: usize,
+        most: usize,
+    ) -> Result<Vec<WriteSlots>> {
         let root = *live.keys.root();
-        let Some(cache) = self.caches.paged_mut() else { return Err(Error::EmptyPrompt) };
-        let keys = live.branches[branch].prompt_keys(root, cache.kv_pool().block_size());
-        let (own, cached, slots) = cache.admit(keys, most)?;
+        let keys = live.branches[branch].prompt_keys(root, self.caches.block_size());
+        let (own, cached, slots) = self.caches.admit(keys, most)?;
         live.begun(branch, own, cached);
-        live.branches[branch].computed += slots.len();
+        live.branches[branch].computed += slots[0].len();
         Ok(slots)
     }
 
@@ -62,7 +66,7 @@ impl Engine {
     pub(super) fn withdraw_branch(&mut self, branch: &mut Branch) {
         if let Some(own) = branch.own.take() {
             // The sequence is known: nobody else frees it.
-            drop(self.caches.sequences_mut().free(own));
+            drop(self.caches.free(own));
         }
         branch.forget();
     }
@@ -88,7 +92,7 @@ impl Engine {
             return self.verify(live, branch, rows, range);
         }
         if let Some(own) = it.own {
-            self.caches.sequences_mut().commit(own, &input.tokens)?;
+            self.caches.commit(own, &input.tokens)?;
         }
         it.input = Some(input).filter(|input| input.tokens.len() == 1);
         self.let_go_behind(&live.branches[branch])?;
@@ -114,20 +118,15 @@ impl Engine {
         }
     }
 
-    /// Lets go of what lies behind every layer's window for the next token of a sample.
+    /// Lets go of what lies behind the window of all layers, or of all of a group, for the next token of a sample.
     pub(super) fn let_go_behind(&mut self, branch: &Branch) -> Result<()> {
-        if let Some((own, window)) = branch.own.zip(self.model.config().widest_window()) {
-            self.caches.sequences_mut().let_go(own, (branch.computed + 1).saturating_sub(window))?;
-        }
-        Ok(())
+        branch.own.map_or(Ok(()), |own| self.caches.let_go(own, branch.computed))
     }
 
     /// Begins the answer, from the logits behind the prompt.
     pub(super) fn first_of(&mut self, live: &mut Live, logits: &[f32]) -> Result<()> {
-        if let (Some(retention), Some(own), Some(cache)) =
-            (live.request.retention, live.branches[0].own, self.caches.paged_mut())
-        {
-            cache.retain(own, retention)?;
+        if let Some((retention, own)) = live.request.retention.zip(live.branches[0].own) {
+            self.caches.retain(own, retention)?;
         }
         if live.request.beams.is_some() {
             return self.follow(live, 0, logits);
@@ -173,8 +172,7 @@ impl Engine {
     fn fork(&mut self, live: &mut Live, logits: &[f32]) -> Result<()> {
         for sample in 1..live.request.samples {
             let Some(own) = live.branches[0].own else { break };
-            let Some(cache) = self.caches.paged_mut() else { break };
-            let twin = cache.fork(own)?;
+            let Some(twin) = self.caches.fork(own)? else { break };
             let sampling = live.request.sampling;
             let seed = sampling.seed.wrapping_add(sample as u64);
             let bias = live.request.logit_bias.clone();

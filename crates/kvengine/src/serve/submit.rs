@@ -3,10 +3,12 @@
 use std::time::Instant;
 
 use kvchunk::PositionPlan;
+use kvcore::GroupKind;
 use kvmodel::PromptTokens;
 
 use super::answer::{self, Answer, RequestId};
 use super::live::{Branch, Costs, Live, Parts};
+use crate::caches::Caches;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::generate::Context;
@@ -42,8 +44,9 @@ impl Engine {
     /// Returns the errors of [`generate`](Self::generate) that the request alone can show, and
     /// - [`Error::Samples`] for several samples or beams on a static cache,
     /// - [`Error::Beams`] for beams that are drawn, or fewer than the answers that are to be given,
-    /// - [`Error::Pages`] for a sparse decode that leaves no choice of blocks, or of a model whose layers all have windows,
-    /// - [`kvcore::Error::OutOfBlocks`] if the pool cannot hold the prompt and a token even without other requests.
+    /// - [`Error::Pages`] for a sparse decode that leaves no choice of blocks, of a model whose layers all have windows, or on a grouped
+    ///   cache,
+    /// - [`kvcore::Error::OutOfBlocks`] if a pool cannot hold the prompt and a token even without other requests.
     pub fn submit(&mut self, mut request: Request) -> Result<Answer> {
         self.check_awake()?;
         // An answer that is given is the same for all samples.
@@ -56,6 +59,9 @@ impl Engine {
         }
         if let Some(sparse) = request.sparse {
             sparse.check(self.model.config().widest_window())?;
+            if matches!(self.caches, Caches::Grouped(_)) {
+                return Err(Error::Pages("blocks are chosen among those of all layers: take a paged cache"));
+            }
         }
         if let Some(beams) = request.beams {
             beams.check(&request)?;
@@ -131,17 +137,20 @@ impl Engine {
         }
     }
 
-    /// Checks that a sequence with these tokens and another one fits into the whole pool.
+    /// Checks that a sequence with these tokens and another one fits into each whole pool.
     fn check_room(&self, tokens: &[u32]) -> Result<()> {
-        let Some(cache) = self.cache().as_paged() else { return Ok(()) };
-        // Of a longer prompt, what lies behind the window is let go after each piece.
-        let held = match self.model.config().widest_window() {
-            Some(window) => tokens.len().min(window + self.scheduler.limits().step_tokens),
-            None => tokens.len(),
-        };
-        let (needed, total) = (held.div_ceil(cache.kv_pool().block_size()), cache.pool().counts().total);
-        if needed > total {
-            return Err(kvcore::Error::OutOfBlocks { asked: needed, free: total, evictable: 0, total }.into());
+        for (kind, cache) in self.caches.groups() {
+            // Of a longer prompt, what lies behind the window is let go after each piece.
+            let held = match kind {
+                GroupKind::SlidingWindow { window } => {
+                    tokens.len().min(window + self.scheduler.limits().step_tokens)
+                }
+                GroupKind::Full | GroupKind::Latent => tokens.len(),
+            };
+            let (asked, total) = (held.div_ceil(cache.kv_pool().block_size()), cache.pool().counts().total);
+            if asked > total {
+                return Err(kvcore::Error::OutOfBlocks { asked, free: total, evictable: 0, total }.into());
+            }
         }
         Ok(())
     }

@@ -4,13 +4,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvcore::{
-    Backend, BlockId, BlockPool, KvArena, KvLayout, KvShape, PagedKvCache, PoolCounts, SequenceId, Stream,
-    SwapBlocks,
+    Backend, BlockId, BlockPool, KvArena, KvLayout, KvPool, KvShape, PagedKvCache, PoolCounts, SequenceId,
+    Stream, SwapBlocks, SwappedSequence,
 };
 
 use super::live::{Branch, Live};
 use super::parts::chunked;
 use super::plan::is_out_of_blocks;
+use crate::caches::Caches;
 use crate::engine::Engine;
 use crate::error::Result;
 
@@ -35,10 +36,10 @@ pub(crate) struct SwapSpace {
     pub(crate) given: Option<PreemptionCosts>,
     /// Seconds a token of the latest passes that were not decode steps.
     token: Option<f64>,
-    /// Seconds a block.
-    block: f64,
-    /// Allocated when the first request gives way.
-    host: Option<(KvArena, BlockPool)>,
+    /// Seconds a block of each group of layers.
+    block: Vec<f64>,
+    /// A pool for each group, allocated when the first request gives way.
+    host: Option<Vec<KvPool>>,
     /// Host memory was refused.
     refused: bool,
 }
@@ -50,11 +51,11 @@ impl SwapSpace {
 
     /// Returns the blocks of the host memory, if it was needed.
     pub(crate) fn counts(&self) -> Option<PoolCounts> {
-        self.host.as_ref().map(|(_, pool)| pool.counts())
+        self.host.as_ref().map(|host| host.iter().map(|pool| pool.blocks().counts()).sum())
     }
 
     pub(crate) fn check_invariants(&self) -> std::result::Result<(), String> {
-        self.host.as_ref().map_or(Ok(()), |(_, pool)| pool.check_invariants())
+        self.host.iter().flatten().try_for_each(|pool| pool.blocks().check_invariants())
     }
 
     /// Takes note of a pass over prompts.
@@ -63,55 +64,65 @@ impl SwapSpace {
         self.token = Some(self.token.map_or(seconds, |known| 0.75 * known + 0.25 * seconds));
     }
 
-    /// Returns whether moving blocks costs less than computing tokens. What was never measured is taken to be dear.
-    fn prefers(&self, blocks: usize, tokens: usize) -> bool {
+    /// Returns whether moving blocks, so many of each group, costs less than computing tokens. What was never measured is taken to be
+    /// dear.
+    fn prefers(&self, blocks: &[usize], tokens: usize) -> bool {
         match self.given {
             Some(costs) => {
+                let blocks = blocks.iter().sum::<usize>();
                 costs.block.saturating_mul(blocks as u32) < costs.token.saturating_mul(tokens as u32)
             }
-            None => self.token.is_none_or(|token| self.block * (blocks as f64) < token * tokens as f64),
+            None => self.token.is_none_or(|token| {
+                let seconds: f64 = self.block.iter().zip(blocks).map(|(each, &n)| each * n as f64).sum();
+                seconds < token * tokens as f64
+            }),
         }
     }
 
     /// Returns the host memory, which the first call allocates and measures.
-    fn host(
-        &mut self,
-        backend: &dyn Backend,
-        stream: &dyn Stream,
-        cache: &PagedKvCache,
-    ) -> Option<(KvArena, BlockPool)> {
+    fn host(&mut self, backend: &dyn Backend, stream: &dyn Stream, caches: &Caches) -> Option<Vec<KvPool>> {
         if self.host.is_none() && !self.refused {
-            self.host = self.allocate(backend, stream, cache).ok();
+            self.host = self.allocate(backend, stream, caches).ok();
             self.refused = self.host.is_none();
         }
         self.host.clone()
     }
 
+    /// Allocates host memory that is divided between the groups as that of the device is.
     fn allocate(
         &mut self,
         backend: &dyn Backend,
         stream: &dyn Stream,
-        cache: &PagedKvCache,
-    ) -> Result<(KvArena, BlockPool)> {
-        let layout = cache.arena().layout();
-        let num_blocks = (self.memory / layout.block_bytes().max(1)).min(cache.pool().range().len());
-        let layout = KvLayout::new(KvShape { num_blocks, ..layout.shape().clone() })?;
-        let arena = KvArena::allocate(backend, backend.capabilities().host_memory(), Arc::new(layout))?;
-        let pool = BlockPool::new(0..num_blocks as u32)?;
-        if self.given.is_none() {
-            self.block = measure(stream, cache, &arena, &pool)?;
+        caches: &Caches,
+    ) -> Result<Vec<KvPool>> {
+        let bytes = |cache: &PagedKvCache| cache.pool().range().len() * cache.arena().layout().block_bytes();
+        let all: usize = caches.groups().map(|(_, cache)| bytes(cache)).sum();
+        let mut host = Vec::new();
+        self.block.clear();
+        for (_, cache) in caches.groups() {
+            let layout = cache.arena().layout();
+            let memory = (self.memory as u128 * bytes(cache) as u128 / all.max(1) as u128) as usize;
+            let num_blocks = (memory / layout.block_bytes().max(1)).min(cache.pool().range().len());
+            let layout = KvLayout::new(KvShape { num_blocks, ..layout.shape().clone() })?;
+            let arena = KvArena::allocate(backend, backend.capabilities().host_memory(), Arc::new(layout))?;
+            let pool = KvPool::new(arena, BlockPool::new(0..num_blocks as u32)?)?;
+            if self.given.is_none() {
+                self.block.push(measure(stream, cache, &pool)?);
+            }
+            host.push(pool);
         }
-        Ok((arena, pool))
+        Ok(host)
     }
 }
 
 /// Returns the seconds that a block takes to host memory and back: twice those of the way there, measured on blocks in use, which
 /// are only read.
-fn measure(stream: &dyn Stream, cache: &PagedKvCache, arena: &KvArena, pool: &BlockPool) -> Result<f64> {
+fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f64> {
     let first = cache.pool().range().start;
-    let to = pool.allocate(SAMPLE.min(pool.range().len()))?;
+    let to = host.blocks().allocate(SAMPLE.min(host.blocks().range().len()))?;
     let pairs: Arc<[_]> = (first..).map(BlockId).zip(to.ids().iter().copied()).collect();
-    let copy = SwapBlocks { src: cache.arena().clone(), dst: arena.clone(), pairs: to.write_pairs(pairs)? };
+    let (src, dst) = (cache.arena().clone(), host.arena().clone());
+    let copy = SwapBlocks { src, dst, pairs: to.write_pairs(pairs)? };
     let mut seconds = f64::INFINITY;
     // The first touches memory for the first time.
     for _ in 0..3 {
@@ -133,24 +144,29 @@ impl Engine {
     /// Moves the sequences of a request to host memory, if that costs less than computing them again and there is room. Returns whether
     /// it did; if not, the request is to be withdrawn. The parts of a chunked prompt are looked up again instead.
     pub(super) fn swap_away(&mut self, live: &mut Live) -> bool {
-        let own: Vec<SequenceId> = live.branches.iter().filter_map(|branch| branch.own).collect();
-        let Some(cache) = self.caches.paged_mut().filter(|_| self.swap.memory > 0) else { return false };
-        let blocks: usize =
-            own.iter().filter_map(|&id| cache.blocks(id).ok()).map(|blocks| blocks.len()).sum();
-        if blocks == 0 || chunked(live).is_some() || !self.swap.prefers(blocks, tokens_again(live)) {
+        if self.swap.memory == 0 {
             return false;
         }
-        let Some((arena, pool)) = self.swap.host(self.backend.as_ref(), self.stream.as_ref(), cache) else {
-            return false;
+        let own: Vec<SequenceId> = live.branches.iter().filter_map(|branch| branch.own).collect();
+        let held = |cache: &PagedKvCache| -> usize {
+            own.iter().filter_map(|&id| cache.blocks(id).ok()).map(|blocks| blocks.len()).sum()
         };
+        let blocks: Vec<usize> = self.caches.groups().map(|(_, cache)| held(cache)).collect();
+        let nothing = blocks.iter().all(|&blocks| blocks == 0);
+        if nothing || chunked(live).is_some() || !self.swap.prefers(&blocks, tokens_again(live)) {
+            return false;
+        }
+        let host = self.swap.host(self.backend.as_ref(), self.stream.as_ref(), &self.caches);
+        let Some(host) = host else { return false };
         // Measured just now, perhaps.
-        if !self.swap.prefers(blocks, tokens_again(live)) || pool.counts().available() < blocks {
+        let short = |(pool, &blocks): (&KvPool, &usize)| pool.blocks().counts().available() < blocks;
+        if !self.swap.prefers(&blocks, tokens_again(live)) || host.iter().zip(&blocks).any(short) {
             return false;
         }
         for branch in live.branches.iter_mut().filter(|branch| branch.own.is_some()) {
             let Some(id) = branch.own else { continue };
-            let Ok(swapped) = cache.swap_out(id, self.stream.as_ref(), &arena, &pool) else { return false };
-            branch.computed = swapped.len();
+            let Ok(swapped) = self.caches.swap_out(id, self.stream.as_ref(), &host) else { return false };
+            branch.computed = swapped.first().map_or(0, SwappedSequence::len);
             (branch.own, branch.input, branch.swapped) = (None, None, Some(swapped));
             branch.draft.clear();
         }
@@ -166,11 +182,11 @@ impl Engine {
         let stream = Arc::clone(&self.stream);
         let mut back = Ok(());
         for branch in &mut live.branches {
-            if let (Some(cache), Some(swapped)) = (self.caches.paged_mut(), &branch.swapped) {
-                match cache.swap_in(swapped, stream.as_ref()) {
+            if let Some(swapped) = &branch.swapped {
+                match self.caches.swap_in(swapped, stream.as_ref()) {
                     Ok(own) => branch.own = Some(own),
                     Err(error) => {
-                        back = Err(error.into());
+                        back = Err(error);
                         break;
                     }
                 }
@@ -182,7 +198,7 @@ impl Engine {
         };
         for branch in &mut live.branches {
             if let Some(own) = branch.own.take() {
-                drop(self.caches.sequences_mut().free(own));
+                drop(self.caches.free(own));
             }
         }
         if !alone && is_out_of_blocks(&error) {

@@ -47,7 +47,7 @@ impl<'a> Batch<'a> {
         let device = ComputeDevice {
             backend: self.backend.as_ref(),
             stream,
-            arena: self.cache.arena(),
+            arenas: std::slice::from_ref(self.cache.arena()),
             keys: KeyForm::Rotated,
             profiler: &Profiler::disabled(),
         };

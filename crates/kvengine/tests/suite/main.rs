@@ -19,6 +19,7 @@ mod failure;
 mod faulty;
 mod flops;
 mod giving_way;
+mod groups;
 mod questions;
 mod recompute;
 mod replicas;

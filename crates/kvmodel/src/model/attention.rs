@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use kvcore::{ApplyRope, Attend, AttendMla, AttendWork, BatchRows, KeyForm, Rope, Scatter, TensorView};
 
+use super::groups::Place;
 use super::{ComputeDevice, FreshKv, FreshQueries, Model};
 use crate::dense::{Activation, AttentionInput, Border, BorderExtents};
 use crate::error::Result;
@@ -12,6 +13,7 @@ use crate::layers::Projected;
 /// A layer as its attention sees it.
 pub(super) struct LayerAttention<'a> {
     pub(super) index: usize,
+    pub(super) place: Place,
     pub(super) rope: &'a Arc<Rope>,
     pub(super) window: Option<usize>,
     pub(super) scale: f32,
@@ -20,7 +22,7 @@ pub(super) struct LayerAttention<'a> {
 /// Creates the border of passes of up to `rows` rows of a model.
 pub(super) fn border(model: &Model, device: &ComputeDevice, rows: usize) -> Result<Box<dyn Border>> {
     let config = &model.config;
-    let kv = model.kv_extents(device.arena.layout().shape().format);
+    let kv = model.kv_extents(device.arenas[0].layout().shape().format);
     let extents = BorderExtents {
         rows,
         heads: config.heads,
@@ -45,7 +47,13 @@ pub(super) fn store(
         let k = border.lend(device.stream, AttentionInput::Key, &projected.k)?;
         Ok((k, border.lend(device.stream, AttentionInput::Value, &projected.v)?))
     })?;
-    let mut scatter = Scatter::new(device.arena, layer.index, k, v, rows.slots());
+    let mut scatter = Scatter::new(
+        &device.arenas[layer.place.group],
+        layer.place.layer,
+        k,
+        v,
+        rows.slots_in(layer.place.group),
+    );
     if device.keys == KeyForm::Rotated {
         scatter = scatter.rotated(layer.rope, rows.positions());
     }
@@ -117,7 +125,8 @@ pub(super) fn attend(
         keys: device.keys,
         scale: layer.scale,
         window: layer.window,
-        ..Attend::new(device.arena, layer.index, q, work, out.clone()).rotating(layer.rope)
+        ..Attend::new(&device.arenas[layer.place.group], layer.place.layer, q, work, out.clone())
+            .rotating(layer.rope)
     };
     device.profiler.span("attend", || match q_latent {
         Some(q_latent) => device.stream.attend_mla(&AttendMla { attend, q_latent }),

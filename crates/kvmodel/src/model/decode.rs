@@ -37,7 +37,7 @@ impl Scene {
         let plane = |arena: &KvArena| Arc::as_ptr(arena.k_plane().storage).cast::<()>();
         self.revision == model.revision
             && self.keys == device.keys
-            && plane(&self.arena) == plane(device.arena)
+            && plane(&self.arena) == plane(&device.arenas[0])
             && known.len() == ropes.len()
             && known.iter().zip(ropes).all(|(a, b)| Arc::ptr_eq(a, b))
     }
@@ -66,7 +66,7 @@ impl DecodeMemory {
         }
         self.graphs.clear();
         let (revision, ropes) = (model.revision, ropes.clone());
-        self.scene = Some(Scene { revision, ropes, arena: device.arena.clone(), keys: device.keys });
+        self.scene = Some(Scene { revision, ropes, arena: device.arenas[0].clone(), keys: device.keys });
     }
 }
 
@@ -83,7 +83,8 @@ impl Model {
     /// Where the [dense steps](crate::dense::Dense::joins_captures) and the stream can be captured, a step that comes
     /// again with other tokens, positions, slots and segments is a replay of one graph, with the bits that the step has
     /// operation by operation. Batches are padded to a power of two. Other steps run operation by operation: a first
-    /// one, one that reads results on the host in its middle (routed experts), one without logits for some tokens.
+    /// one, one that reads results on the host in its middle (routed experts), one without logits for some tokens, one over
+    /// several groups of layers, whose slots and segments a graph does not have.
     ///
     /// # Errors
     /// Returns the errors of [`begin`](Self::begin) and of the backend.
@@ -96,7 +97,7 @@ impl Model {
         mut logits: Vec<f32>,
     ) -> Result<Forward> {
         let batch = batch.into();
-        let captures = memory.most() > 0 && self.dense.joins_captures();
+        let captures = memory.most() > 0 && self.dense.joins_captures() && device.arenas.len() == 1;
         if captures {
             check_vocabulary(batch.inputs, self.config.vocab_size)?;
             memory.pass.rows.fill(batch)?;
@@ -109,7 +110,8 @@ impl Model {
         let (count, inputs) = (memory.pass.rows.len(), memory.pass.rows.padded());
         let DecodeMemory { pass, graphs, .. } = memory;
         let (rows, border) = pass.ready(self, device)?;
-        let (dense, key) = (self.dense.as_ref(), GraphKey::of(&inputs, device.arena.layout().shape().format));
+        let (dense, key) =
+            (self.dense.as_ref(), GraphKey::of(&inputs, device.arenas[0].layout().shape().format));
         let mut record = || -> kvcore::Result<Activation> {
             let mut step = || {
                 border.follow(device.stream)?;

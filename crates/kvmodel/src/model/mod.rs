@@ -18,11 +18,13 @@ mod allocations;
 mod attention;
 mod decode;
 mod flops;
+mod groups;
 mod logits;
 mod pass;
 mod rows;
 
 pub use decode::DecodeMemory;
+pub use groups::LayerGroup;
 pub use logits::LogitRows;
 pub use pass::{Forward, FreshKv, FreshQueries, Narrowed, Pass, PassMemory};
 
@@ -36,6 +38,7 @@ pub struct Model {
     norm: RmsNorm,
     head: Linear,
     ropes: RopeFamily,
+    groups: Vec<LayerGroup>,
     revision: [u8; 32],
     identity: [u8; 32],
     weight_bytes: usize,
@@ -94,8 +97,8 @@ pub struct ComputeDevice<'a> {
     pub backend: &'a dyn Backend,
     /// The stream that orders the work.
     pub stream: &'a dyn Stream,
-    /// The arena that holds keys and values.
-    pub arena: &'a KvArena,
+    /// The arenas that hold keys and values: one for all layers, or one for each of the model's [groups](Model::groups).
+    pub arenas: &'a [KvArena],
     /// The form in which keys are stored in the arena.
     pub keys: KeyForm,
     /// The profiler that records the times of the pass.
@@ -140,7 +143,20 @@ impl Model {
         let weight_bytes = loader.held();
         let specifications: Vec<RopeConfig> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
         let ropes = RopeFamily::new(&specifications, config.max_positions)?;
-        Ok(Self { config, dense, embedding, layers, norm, head, ropes, revision, identity, weight_bytes })
+        let groups = groups::groups(&config);
+        Ok(Self {
+            config,
+            dense,
+            embedding,
+            layers,
+            norm,
+            head,
+            ropes,
+            groups,
+            revision,
+            identity,
+            weight_bytes,
+        })
     }
 
     /// Returns the bytes of the weights, in the formats in which they are held.

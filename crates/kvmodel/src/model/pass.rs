@@ -5,6 +5,7 @@ use std::sync::Arc;
 use kvcore::{BatchRows, LayerRopes, Selection, SequenceInput, StepBatch};
 
 use super::attention::{self, LayerAttention};
+use super::groups::Place;
 use super::rows::{Wanted, check_vocabulary, selecting, visible};
 use super::{ComputeDevice, LogitRows, Model, Observer};
 use crate::dense::{Activation, Border};
@@ -141,6 +142,7 @@ impl PassMemory {
         model: &Model,
         device: &ComputeDevice,
     ) -> Result<(&mut BatchRows, &mut dyn Border)> {
+        model.check_arenas(device)?;
         let Self { rows, border } = self;
         let count = rows.len();
         if count == 0 {
@@ -171,6 +173,7 @@ impl<'a> Pass<'a> {
             let what = "rotary embeddings, one a layer";
             return Err(kvcore::Error::Mismatch { what, expected, got }.into());
         }
+        same_groups(device, rows)?;
         let x = model.dense.embed(model.embedding.as_ref(), rows.tokens())?;
         Ok(Self {
             model,
@@ -261,6 +264,7 @@ impl<'a> Pass<'a> {
         }
         check_vocabulary(&narrowed.batch, self.model.config.vocab_size)?;
         self.rows.fill(&narrowed.batch)?;
+        same_groups(self.device, self.rows)?;
         let dense = self.model.dense.as_ref();
         let index = dense.index(narrowed.rows)?;
         self.x = dense.select(&self.x, &index)?;
@@ -312,7 +316,8 @@ impl<'a> Pass<'a> {
     fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let (layers, dense) = (self.model.layers.len(), self.model.dense.as_ref());
         // In the last layer only rows whose logits are wanted go on. The others only leave their KV.
-        let wanted = if self.layer + 1 == layers { Wanted::of(self.rows, dense)? } else { None };
+        let wanted =
+            if self.layer + 1 == layers { Wanted::of(self.rows, self.place().group, dense)? } else { None };
         let projected = match (self.projected.take(), &wanted) {
             (None, wanted) => self.project(wanted.as_ref())?,
             (Some(projected), None) => projected,
@@ -339,7 +344,7 @@ impl<'a> Pass<'a> {
     }
 
     fn attend_and_finish(&mut self, projected: &Projected, wanted: Option<&Wanted>) -> Result<()> {
-        let mut work = wanted.map_or(self.rows.work(), |wanted| &wanted.work);
+        let mut work = wanted.map_or(self.rows.work_in(self.place().group), |wanted| &wanted.work);
         let selected = self.selections.take().map(|selections| Arc::new(selecting(work, selections)));
         if let Some(selected) = &selected {
             work = selected;
@@ -362,6 +367,22 @@ impl<'a> Pass<'a> {
     fn attention(&self) -> LayerAttention<'a> {
         let config = &self.model.config;
         let (index, rope) = (self.layer, &self.ropes.layers()[self.layer]);
-        LayerAttention { index, rope, window: config.layers[index].window, scale: config.softmax_scale }
+        let (place, window) = (self.place(), config.layers[index].window);
+        LayerAttention { index, place, rope, window, scale: config.softmax_scale }
     }
+
+    /// Returns the place of the next layer's keys and values.
+    fn place(&self) -> Place {
+        self.model.place(self.device, self.layer)
+    }
+}
+
+/// Checks that a batch has slots and segments for each arena.
+fn same_groups(device: &ComputeDevice, rows: &BatchRows) -> Result<()> {
+    let (expected, got) = (device.arenas.len(), rows.num_groups());
+    if expected == got {
+        return Ok(());
+    }
+    Err(kvcore::Error::Mismatch { what: "groups of layers in a batch, one for each arena", expected, got }
+        .into())
 }

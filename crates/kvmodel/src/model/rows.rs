@@ -15,9 +15,9 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Returns the rows whose logits are wanted, or `None` if these are all rows.
-    pub(super) fn of(rows: &BatchRows, dense: &dyn Dense) -> Result<Option<Self>> {
-        let wanted = rows.wanted().map(|(index, work)| Ok(Self { index: dense.index(index)?, work }));
+    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if these are all rows.
+    pub(super) fn of(rows: &BatchRows, group: usize, dense: &dyn Dense) -> Result<Option<Self>> {
+        let wanted = rows.wanted(group).map(|(index, work)| Ok(Self { index: dense.index(index)?, work }));
         wanted.transpose()
     }
 }

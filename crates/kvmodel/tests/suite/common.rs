@@ -206,7 +206,7 @@ impl Lab {
         let device = ComputeDevice {
             backend: self.backend.as_ref(),
             stream,
-            arena: self.main.arena(),
+            arenas: std::slice::from_ref(self.main.arena()),
             keys: self.keys,
             profiler: &self.profiler,
         };

@@ -67,7 +67,7 @@ impl<'a> Greedy<'a> {
         let device = ComputeDevice {
             backend: self.backend.as_ref(),
             stream: self.stream.as_ref(),
-            arena: self.cache.arena(),
+            arenas: std::slice::from_ref(self.cache.arena()),
             keys: KeyForm::default(),
             profiler: &self.profiler,
         };
@@ -90,7 +90,7 @@ impl<'a> Greedy<'a> {
         let device = ComputeDevice {
             backend: self.backend.as_ref(),
             stream: self.stream.as_ref(),
-            arena: self.cache.arena(),
+            arenas: std::slice::from_ref(self.cache.arena()),
             keys: KeyForm::default(),
             profiler: &self.profiler,
         };

@@ -33,6 +33,18 @@ pub struct SequenceInput {
     pub groups: Arc<[MergeGroup]>,
     /// The logits that the caller wants.
     pub logits: Logits,
+    /// Slots and segments in each further group of layers, if the cache has [several](crate::GroupedKvCache). Slots and segments
+    /// above are of the first group.
+    pub others: Vec<GroupInput>,
+}
+
+/// Slots and segments of a sequence in one group of layers, as [`SequenceInput`] has them of the first.
+#[derive(Debug, Clone, Default)]
+pub struct GroupInput {
+    /// Slots for K and V of the new tokens.
+    pub slots: WriteSlots,
+    /// Segments that the tokens attend to in the layers of the group.
+    pub segments: Arc<[Segment]>,
 }
 
 impl SequenceInput {
@@ -61,6 +73,7 @@ impl SequenceInput {
             segments: segments.into(),
             groups: [MergeGroup::default()].into(),
             logits: Logits::None,
+            others: Vec::new(),
         }
     }
 
@@ -87,6 +100,11 @@ impl SequenceInput {
     /// Returns [`Error::OutOfRange`](crate::Error::OutOfRange) past the last token.
     pub fn part(&self, tokens: Range<usize>) -> Result<Self> {
         let slots = self.slots.part(tokens.clone())?;
+        let of_group = |group: &GroupInput| {
+            let slots = group.slots.part(tokens.clone())?;
+            Ok(GroupInput { slots, segments: Arc::clone(&group.segments) })
+        };
+        let others = self.others.iter().map(of_group).collect::<Result<_>>()?;
         let (skipped, at) = match &self.at {
             Some(at) => (0, at.get(tokens.clone()).map(Arc::from)),
             None => (tokens.start, None),
@@ -101,16 +119,38 @@ impl SequenceInput {
             segments: Arc::clone(&self.segments),
             groups: Arc::clone(&self.groups),
             logits: Logits::None,
+            others,
         })
     }
 
-    /// Checks that every token has a slot, and a distance if `at` is given.
+    /// Replaces the slots of the new tokens in each group of layers.
+    pub fn set_slots(&mut self, slots: Vec<WriteSlots>) {
+        let mut slots = slots.into_iter();
+        self.slots = slots.next().unwrap_or_default();
+        self.others.iter_mut().for_each(|group| group.slots = slots.next().unwrap_or_default());
+    }
+
+    /// Returns slots and segments in a group of layers, of which the caller has checked that it is there.
+    pub(super) fn in_group(&self, group: usize) -> (&WriteSlots, &Arc<[Segment]>) {
+        match group.checked_sub(1).and_then(|other| self.others.get(other)) {
+            Some(other) => (&other.slots, &other.segments),
+            None => (&self.slots, &self.segments),
+        }
+    }
+
+    /// Returns the number of groups of layers.
+    pub(super) fn num_groups(&self) -> usize {
+        1 + self.others.len()
+    }
+
+    /// Checks that every token has a slot in every group of layers, and a distance if `at` is given.
     ///
     /// # Errors
     /// Returns [`crate::Error::Mismatch`] if the number of slots or distances differs from the number of
     /// tokens.
     pub fn check(&self) -> Result<()> {
-        same("slots of a sequence", self.tokens.len(), self.slots.len())?;
+        let of_group = |group| same("slots of a sequence", self.tokens.len(), self.in_group(group).0.len());
+        (0..self.num_groups()).try_for_each(of_group)?;
         self.at.as_ref().map_or(Ok(()), |at| same("places of a sequence", self.tokens.len(), at.len()))
     }
 

@@ -10,7 +10,7 @@ use crate::device::WriteSlots;
 mod input;
 mod rows;
 
-pub use input::SequenceInput;
+pub use input::{GroupInput, SequenceInput};
 pub use rows::BatchRows;
 
 /// The logits that the caller wants.
@@ -30,25 +30,25 @@ pub enum Logits {
 pub struct StepBatch<'a> {
     /// The sequences. A slice of them is a batch, too.
     pub inputs: &'a [SequenceInput],
-    /// The slots of those tokens, in their order, whose sequences have none of their own:
-    /// [`grow_batch`](crate::KvCache::grow_batch) returns them.
-    pub slots: Option<&'a WriteSlots>,
+    /// The slots of those tokens, in their order, whose sequences have none of their own, in each group of layers:
+    /// [`grow_batch`](crate::KvCache::grow_batch) returns them. Empty if all sequences have slots.
+    pub slots: &'a [WriteSlots],
 }
 
 impl<'a> From<&'a [SequenceInput]> for StepBatch<'a> {
     fn from(inputs: &'a [SequenceInput]) -> Self {
-        Self { inputs, slots: None }
+        Self { inputs, slots: &[] }
     }
 }
 
 impl<'a> From<&'a Vec<SequenceInput>> for StepBatch<'a> {
     fn from(inputs: &'a Vec<SequenceInput>) -> Self {
-        Self { inputs, slots: None }
+        Self { inputs, slots: &[] }
     }
 }
 
 impl<'a, const N: usize> From<&'a [SequenceInput; N]> for StepBatch<'a> {
     fn from(inputs: &'a [SequenceInput; N]) -> Self {
-        Self { inputs, slots: None }
+        Self { inputs, slots: &[] }
     }
 }

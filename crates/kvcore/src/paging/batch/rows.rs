@@ -3,6 +3,8 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use smallvec::SmallVec;
+
 use super::{Logits, SequenceInput, StepBatch};
 use crate::base::{Error, Result, same};
 use crate::device::{AttendRows, AttendWork, MergeGroup, QueryRow, Segment, StepInputs, WriteSlots};
@@ -32,12 +34,25 @@ use crate::device::{AttendRows, AttendWork, MergeGroup, QueryRow, Segment, StepI
 pub struct BatchRows {
     tokens: Arc<[u32]>,
     positions: Arc<[i64]>,
-    slots: WriteSlots,
-    work: Arc<AttendWork>,
+    /// Slots and work in each group of layers, of which there is at least one.
+    in_groups: Vec<GroupRows>,
     /// The merge groups of the whole batch.
     groups: Vec<MergeGroup>,
     /// The rows of each sequence whose logits are wanted, as a range of `tokens`.
     logits: Vec<Range<usize>>,
+}
+
+/// The rows in the layers of one group.
+#[derive(Debug)]
+struct GroupRows {
+    slots: WriteSlots,
+    work: Arc<AttendWork>,
+}
+
+impl Default for GroupRows {
+    fn default() -> Self {
+        Self { slots: WriteSlots::default(), work: Arc::new(AttendWork::new([], [])) }
+    }
 }
 
 impl Default for BatchRows {
@@ -45,8 +60,7 @@ impl Default for BatchRows {
         Self {
             tokens: Arc::default(),
             positions: Arc::default(),
-            slots: WriteSlots::default(),
-            work: Arc::new(AttendWork::new([], [])),
+            in_groups: vec![GroupRows::default()],
             groups: Vec::new(),
             logits: Vec::new(),
         }
@@ -57,16 +71,24 @@ impl BatchRows {
     /// Replaces the rows by those of a batch.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] for a sequence without a slot for each token, and [`Error::OutOfRange`] for a segment of an unknown
-    /// merge group. In these cases the rows are as they were.
+    /// Returns [`Error::Mismatch`] for a sequence without a slot for each token or with another number of groups of layers than the
+    /// others, and [`Error::OutOfRange`] for a segment of an unknown merge group. In these cases the rows are as they were.
     pub fn fill<'a>(&mut self, batch: impl Into<StepBatch<'a>>) -> Result<()> {
         let StepBatch { inputs, slots } = batch.into();
-        let slots = slots_of(inputs, slots)?;
+        let num_groups = inputs.first().map_or(1, SequenceInput::num_groups);
+        let what = "groups of layers of a sequence";
+        inputs.iter().try_for_each(|input| same(what, num_groups, input.num_groups()))?;
+        if !slots.is_empty() {
+            same("groups of layers with slots of a batch", num_groups, slots.len())?;
+        }
+        let slots = (0..num_groups).map(|group| slots_of(inputs, slots.get(group), group));
+        let slots: SmallVec<[WriteSlots; 1]> = slots.collect::<Result<_>>()?;
         inputs.iter().try_for_each(check_groups)?;
         let count = inputs.iter().map(|s| s.tokens.len()).sum();
         refill(&mut self.tokens, count, inputs.iter().flat_map(|s| s.tokens.iter().copied()));
         refill(&mut self.positions, count, inputs.iter().flat_map(SequenceInput::key_positions));
-        self.slots = slots;
+        self.in_groups.resize_with(num_groups, GroupRows::default);
+        self.in_groups.iter_mut().zip(slots).for_each(|(rows, slots)| rows.slots = slots);
         self.logits.clear();
         let mut at = 0;
         for sequence in inputs {
@@ -92,14 +114,29 @@ impl BatchRows {
         &self.positions
     }
 
-    /// Returns the slots for keys and values, one a row.
+    /// Returns the slots for keys and values, one a row, in the first group of layers.
     pub fn slots(&self) -> &WriteSlots {
-        &self.slots
+        self.slots_in(0)
     }
 
-    /// Returns the attention work of the rows, equal for all layers.
+    /// Returns the attention work of the rows, equal for all layers of the first group.
     pub fn work(&self) -> &Arc<AttendWork> {
-        &self.work
+        self.work_in(0)
+    }
+
+    /// Returns the number of groups of layers.
+    pub fn num_groups(&self) -> usize {
+        self.in_groups.len()
+    }
+
+    /// Returns the slots of the rows in a group of layers. The caller guarantees that there are so many.
+    pub fn slots_in(&self, group: usize) -> &WriteSlots {
+        &self.in_groups[group].slots
+    }
+
+    /// Returns the attention work of the rows in a group of layers. The caller guarantees that there are so many.
+    pub fn work_in(&self, group: usize) -> &Arc<AttendWork> {
+        &self.in_groups[group].work
     }
 
     /// Returns the number of rows.
@@ -120,52 +157,57 @@ impl BatchRows {
             }
         }
         let groups = &self.groups;
-        let fill = |rows: &mut Vec<QueryRow>, entries: &mut Vec<AttendRows>| {
-            rows.clear();
-            rows.extend(batch.iter().flat_map(SequenceInput::rows));
-            entries.clear();
-            let mut at = 0;
-            for sequence in batch {
-                let range = at..at + sequence.tokens.len();
-                at = range.end;
-                entries.push(AttendRows::new(range, grouped(sequence, groups)));
-            }
-        };
-        match Arc::get_mut(&mut self.work) {
-            Some(work) if work.groups()[..] == groups[..] => work.edit(fill),
-            _ => {
-                let (mut rows, mut entries) = (Vec::new(), Vec::new());
-                fill(&mut rows, &mut entries);
-                self.work = Arc::new(AttendWork::with_groups(rows, entries, groups.as_slice()));
+        for (group, own) in self.in_groups.iter_mut().enumerate() {
+            let fill = |rows: &mut Vec<QueryRow>, entries: &mut Vec<AttendRows>| {
+                rows.clear();
+                rows.extend(batch.iter().flat_map(SequenceInput::rows));
+                entries.clear();
+                let mut at = 0;
+                for sequence in batch {
+                    let range = at..at + sequence.tokens.len();
+                    at = range.end;
+                    entries.push(AttendRows::new(range, grouped(sequence, group, groups)));
+                }
+            };
+            match Arc::get_mut(&mut own.work) {
+                Some(work) if work.groups()[..] == groups[..] => work.edit(fill),
+                _ => {
+                    let (mut rows, mut entries) = (Vec::new(), Vec::new());
+                    fill(&mut rows, &mut entries);
+                    own.work = Arc::new(AttendWork::with_groups(rows, entries, groups.as_slice()));
+                }
             }
         }
     }
 
     /// Adds rows of padding up to a number of rows that a graph has, and returns the lists of the rows. The rows hold
-    /// these very lists.
+    /// these very lists. A graph is of layers in one group: the lists are those of the first.
     pub fn padded(&mut self) -> StepInputs {
+        let own = &mut self.in_groups[0];
         let step = StepInputs {
             tokens: Arc::clone(&self.tokens),
             positions: Arc::clone(&self.positions),
-            slots: self.slots.clone(),
-            work: Arc::clone(&self.work),
+            slots: own.slots.clone(),
+            work: Arc::clone(&own.work),
         };
         let (count, step) = (self.tokens.len(), step.padded());
         if step.tokens.len() > count {
             self.logits.push(count..step.tokens.len());
             self.tokens = Arc::clone(&step.tokens);
             self.positions = Arc::clone(&step.positions);
-            self.slots = step.slots.clone();
-            self.work = Arc::clone(&step.work);
+            own.slots = step.slots.clone();
+            own.work = Arc::clone(&step.work);
         }
         step
     }
 
     /// Releases the slots and segments of the batch, so that their owner can refill them in place.
     pub fn release(&mut self) {
-        self.slots = WriteSlots::default();
-        if let Some(work) = Arc::get_mut(&mut self.work) {
-            work.edit(|_, entries| entries.clear());
+        for own in &mut self.in_groups {
+            own.slots = WriteSlots::default();
+            if let Some(work) = Arc::get_mut(&mut own.work) {
+                work.edit(|_, entries| entries.clear());
+            }
         }
     }
 
@@ -174,30 +216,31 @@ impl BatchRows {
         self.logits.iter().map(Range::len).sum::<usize>() == self.tokens.len()
     }
 
-    /// Returns the rows whose logits are wanted, with their attention, or `None` if these are all rows. In the last layer no other
-    /// row needs queries.
-    pub fn wanted(&self) -> Option<(Vec<u32>, Arc<AttendWork>)> {
+    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if these are all rows. In the
+    /// last layer no other row needs queries.
+    pub fn wanted(&self, group: usize) -> Option<(Vec<u32>, Arc<AttendWork>)> {
         if self.all_wanted() {
             return None;
         }
         let index: Vec<u32> = self.logits.iter().cloned().flatten().map(|row| row as u32).collect();
         let (mut batch, mut at) = (Vec::new(), 0);
-        for (entry, wanted) in self.work.batch().iter().zip(&self.logits) {
+        let all = self.work_in(group);
+        for (entry, wanted) in all.batch().iter().zip(&self.logits) {
             let range = at..at + wanted.len();
             at = range.end;
             batch.push(AttendRows::new(range, Arc::clone(&entry.segments)));
         }
-        let rows: Vec<_> = index.iter().map(|&row| self.work.rows()[row as usize]).collect();
-        let work = Arc::new(AttendWork::with_groups(rows, batch, Arc::clone(self.work.groups())));
+        let rows: Vec<_> = index.iter().map(|&row| all.rows()[row as usize]).collect();
+        let work = Arc::new(AttendWork::with_groups(rows, batch, Arc::clone(all.groups())));
         Some((index, work))
     }
 }
 
-/// Returns the slots of all tokens: each sequence's own, or the next of the whole batch.
-fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>) -> Result<WriteSlots> {
+/// Returns the slots of all tokens in a group of layers: each sequence's own, or the next of the whole batch.
+fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>, group: usize) -> Result<WriteSlots> {
     let none = WriteSlots::default();
     let shared = shared.unwrap_or(&none);
-    let takes = |input: &SequenceInput| input.slots.is_empty() && !shared.is_empty();
+    let takes = |input: &SequenceInput| input.in_group(group).0.is_empty() && !shared.is_empty();
     let taken = inputs.iter().filter(|input| takes(input)).map(|input| input.tokens.len()).sum();
     same("slots of a batch", taken, shared.len())?;
     inputs.iter().filter(|input| !takes(input)).try_for_each(SequenceInput::check)?;
@@ -205,12 +248,12 @@ fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>) -> Result<Wri
         return Ok(shared.clone());
     }
     if shared.is_empty() {
-        return Ok(WriteSlots::concat(inputs.iter().map(|input| &input.slots)));
+        return Ok(WriteSlots::concat(inputs.iter().map(|input| input.in_group(group).0)));
     }
     let mut at = 0;
     let parts = inputs.iter().map(|input| {
         if !takes(input) {
-            return Ok(input.slots.clone());
+            return Ok(input.in_group(group).0.clone());
         }
         at += input.tokens.len();
         shared.part(at - input.tokens.len()..at)
@@ -222,7 +265,8 @@ fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>) -> Result<Wri
 /// Checks that the segments of a sequence name merge groups that it has.
 fn check_groups(sequence: &SequenceInput) -> Result<()> {
     let limit = sequence.groups.len();
-    let stray = sequence.segments.iter().map(|segment| segment.merge_group).find(|&group| group >= limit);
+    let segments = (0..sequence.num_groups()).flat_map(|group| sequence.in_group(group).1.iter());
+    let stray = segments.map(|segment| segment.merge_group).find(|&group| group >= limit);
     stray.map_or(Ok(()), |group| {
         let (what, value) = ("merge group of a sequence", group as i128);
         Err(Error::OutOfRange { what, value, limit: limit as i128 })
@@ -234,14 +278,15 @@ fn place_of(groups: &[MergeGroup], group: MergeGroup) -> Option<usize> {
     groups.iter().position(|known| known.lse_scale.to_bits() == group.lse_scale.to_bits())
 }
 
-/// Returns a sequence's segments with the merge groups of the whole batch, in which equal groups are one.
-fn grouped(sequence: &SequenceInput, groups: &[MergeGroup]) -> Arc<[Segment]> {
+/// Returns a sequence's segments in a group of layers with the merge groups of the whole batch, in which equal groups are one.
+fn grouped(sequence: &SequenceInput, group: usize, groups: &[MergeGroup]) -> Arc<[Segment]> {
+    let segments = sequence.in_group(group).1;
     let place = |group: usize| place_of(groups, sequence.groups[group]).unwrap_or(group);
-    if sequence.segments.iter().all(|segment| place(segment.merge_group) == segment.merge_group) {
-        return Arc::clone(&sequence.segments);
+    if segments.iter().all(|segment| place(segment.merge_group) == segment.merge_group) {
+        return Arc::clone(segments);
     }
     let moved = |segment: &Segment| Segment { merge_group: place(segment.merge_group), ..segment.clone() };
-    sequence.segments.iter().map(moved).collect()
+    segments.iter().map(moved).collect()
 }
 
 /// Replaces the items of a list, in its old memory if their number is unchanged and nobody else holds it.

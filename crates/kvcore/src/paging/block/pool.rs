@@ -236,7 +236,7 @@ impl BlockPool {
         blocks: usize,
         room: usize,
     ) -> Result<(SharedBlocks, MutableBlocks)> {
-        self.admit_with(keys, |found| {
+        self.admit_with(keys, true, |found| {
             let missing = blocks.saturating_sub(found);
             (missing, blocks.max(room).saturating_sub(found))
         })
@@ -250,17 +250,23 @@ impl BlockPool {
         blocks: usize,
         piece: usize,
     ) -> Result<(SharedBlocks, MutableBlocks)> {
-        self.admit_with(keys, |found| {
+        self.admit_with(keys, true, |found| {
             let missing = blocks.saturating_sub(found).min(piece);
             (missing, missing)
         })
     }
 
-    /// Holds the longest known prefix, and takes blocks. `wanted` returns, for the number of blocks that are found, the number to take
+    /// Checks that an admission would hold the known blocks of `keys` and take `missing` others. Changes nothing.
+    pub(crate) fn check_room(&self, keys: &[BlockKey], missing: usize) -> Result<()> {
+        self.admit_with(keys, false, |_| (missing, missing)).map(drop)
+    }
+
+    /// Holds the longest known prefix, and takes blocks, or only checks that it could, unless it is to `take` them. `wanted` returns, for the number of blocks that are found, the number to take
     /// and the number that there must be room for.
     fn admit_with(
         &self,
         keys: &[BlockKey],
+        take: bool,
         wanted: impl FnOnce(usize) -> (usize, usize),
     ) -> Result<(SharedBlocks, MutableBlocks)> {
         let inner = &*self.0;
@@ -289,6 +295,10 @@ impl BlockPool {
         if !admits_nothing && leaves.is_none_or(|wanted| wanted > available) {
             found.ids.clear();
             return Err(out_of_blocks(&shards, needed));
+        }
+        if !take {
+            found.ids.clear();
+            return Ok((found, fresh));
         }
         for (id, key) in found.ids.iter().zip(keys) {
             shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, now, rules, &inner.index);

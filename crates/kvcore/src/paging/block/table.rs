@@ -311,14 +311,8 @@ impl BlockTable {
     /// Returns [`Error::TooLarge`] if `len` is past the end, [`Error::SharedBlock`] if `len` lies
     /// inside a block that others can find by its key, and [`Error::LetGo`] if it lies in blocks that were let go.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
-        if len > self.len {
-            return Err(Error::too_large("length to truncate to", len, self.len));
-        }
-        self.check_held(len)?;
+        self.check_truncate(len)?;
         let keep = len.div_ceil(self.block_size);
-        if keep <= self.keyed && !len.is_multiple_of(self.block_size) && len < self.len {
-            return Err(self.shared_at(len));
-        }
         if len < self.len {
             self.own.lose();
         }
@@ -328,6 +322,19 @@ impl BlockTable {
         self.keyed = self.keyed.min(keep);
         self.len = len;
         self.refresh();
+        Ok(())
+    }
+
+    /// Checks that the table can be truncated.
+    pub(crate) fn check_truncate(&self, len: usize) -> Result<()> {
+        if len > self.len {
+            return Err(Error::too_large("length to truncate to", len, self.len));
+        }
+        self.check_held(len)?;
+        let keep = len.div_ceil(self.block_size);
+        if keep <= self.keyed && !len.is_multiple_of(self.block_size) && len < self.len {
+            return Err(self.shared_at(len));
+        }
         Ok(())
     }
 

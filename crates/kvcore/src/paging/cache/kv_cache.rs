@@ -15,6 +15,8 @@ pub enum CacheKind {
     Static,
     /// [`PagedKvCache`]: blocks taken as needed, and shared between equal prefixes.
     Paged,
+    /// [`GroupedKvCache`](crate::GroupedKvCache): a paged cache for each group of layers that attend to the same tokens.
+    Grouped,
 }
 
 impl fmt::Display for CacheKind {
@@ -22,6 +24,7 @@ impl fmt::Display for CacheKind {
         f.write_str(match self {
             Self::Static => "static",
             Self::Paged => "paged",
+            Self::Grouped => "grouped",
         })
     }
 }

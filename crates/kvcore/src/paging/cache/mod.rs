@@ -3,6 +3,8 @@
 use crate::base::{Error, Result};
 
 mod config;
+mod grouped;
+mod kind;
 mod kv_cache;
 mod max_len;
 mod paged;
@@ -14,6 +16,8 @@ mod static_cache;
 mod swap;
 
 pub use config::{KvExtents, PagedCacheConfig, StaticCacheConfig};
+pub use grouped::GroupedKvCache;
+pub use kind::GroupKind;
 pub use kv_cache::{CacheKind, KvCache, LayerViews};
 pub use max_len::MaxLen;
 pub use paged::PagedKvCache;

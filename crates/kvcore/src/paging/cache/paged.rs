@@ -1,5 +1,6 @@
 //! The paged cache: sequences whose tokens lie in blocks, with prefixes shared between sequences.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use hashbrown::HashMap;
@@ -7,7 +8,7 @@ use hashbrown::HashMap;
 use super::{Error, KvPool, Result, SequenceId, SequenceStart};
 use crate::base::{BlockId, SlotMapping, same};
 use crate::device::{KvArena, Scatter, Segment, Stream, TensorView, WriteSlots};
-use crate::paging::{BlockKey, BlockPool, BlockTable, PromptKeys, Retention};
+use crate::paging::{BlockKey, BlockPool, BlockTable, PromptKeys, Retention, SharedBlocks};
 
 #[derive(Debug)]
 pub(super) struct Sequence {
@@ -123,7 +124,7 @@ impl KeyChain {
 pub struct PagedKvCache {
     pool: KvPool,
     pub(super) sequences: HashMap<SequenceId, Sequence>,
-    next: u64,
+    pub(super) next: u64,
     /// The number of batches so far.
     pub(super) batches: u64,
     /// Memory for the slots of a batch.
@@ -165,8 +166,14 @@ impl PagedKvCache {
     /// # Errors
     /// Returns [`Error::Zero`] if the block size is 0, which no [`KvLayout`](crate::KvLayout) allows.
     pub fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
+        let sequence = self.empty(start)?;
+        Ok(self.insert(sequence))
+    }
+
+    /// Returns a sequence without tokens.
+    pub(super) fn empty(&self, start: SequenceStart) -> Result<Sequence> {
         let table = BlockTable::new(self.pool(), self.block_size())?;
-        Ok(self.insert(Sequence { table, start, chain: None, batch: 0 }))
+        Ok(Sequence { table, start, chain: None, batch: 0 })
     }
 
     /// Creates a sequence at the start of a prompt. The sequence shares full blocks with earlier sequences.
@@ -178,11 +185,16 @@ impl PagedKvCache {
     /// Returns the errors of [`create`](Self::create), and [`Error::Mismatch`] if the keys were made for blocks of another size.
     pub fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         self.check_prompt(prompt)?;
-        let shared = self.pool().lookup_chain(prompt.findable());
-        let chain = Some(KeyChain::new(prompt.clone(), shared.len()));
-        let table = BlockTable::with_prefix(shared, self.block_size())?;
-        let cached = table.len();
-        Ok((self.insert(Sequence { table, start: SequenceStart::default(), chain, batch: 0 }), cached))
+        let sequence = self.begun(prompt, 0, self.pool().lookup_chain(prompt.findable()))?;
+        let cached = sequence.table.len();
+        Ok((self.insert(sequence), cached))
+    }
+
+    /// Returns a sequence at the start of a prompt, which holds `shared` behind the first `gone` blocks, that are let go.
+    pub(super) fn begun(&self, prompt: &PromptKeys, gone: usize, shared: SharedBlocks) -> Result<Sequence> {
+        let chain = Some(KeyChain::new(prompt.clone(), gone + shared.len()));
+        let table = BlockTable::behind(gone, shared, self.block_size())?;
+        Ok(Sequence { table, start: SequenceStart::default(), chain, batch: 0 })
     }
 
     /// Creates a sequence at the start of a prompt, with slots for a first piece of up to `piece` tokens behind those that are
@@ -194,19 +206,30 @@ impl PagedKvCache {
     /// even the order of eviction. Returns [`Error::Mismatch`] if the keys were made for blocks of another size.
     pub fn admit(&mut self, prompt: &PromptKeys, piece: usize) -> Result<(SequenceId, usize, WriteSlots)> {
         self.check_prompt(prompt)?;
-        let (len, block_size) = (prompt.tokens().len(), self.block_size());
-        let most = piece.min(len).div_ceil(block_size);
-        let (shared, fresh) = self.pool().admit_piece(prompt.findable(), len.div_ceil(block_size), most)?;
-        let chain = Some(KeyChain::new(prompt.clone(), shared.len()));
-        let mut table = BlockTable::with_prefix(shared, block_size)?;
-        let cached = table.len();
-        table.supply(fresh)?;
-        let slots = table.grow(piece.min(len - cached))?;
-        let id = self.insert(Sequence { table, start: SequenceStart::default(), chain, batch: 0 });
-        Ok((id, cached, slots))
+        let (cached, sequence, slots) = self.admitted(prompt, 0..prompt.findable().len(), piece)?;
+        Ok((self.insert(sequence), cached, slots))
     }
 
-    fn check_prompt(&self, prompt: &PromptKeys) -> Result<()> {
+    /// Returns a sequence as [`admit`](Self::admit) begins it, which holds what is known of the blocks `found` and has let go of those
+    /// before them.
+    pub(super) fn admitted(
+        &self,
+        prompt: &PromptKeys,
+        found: Range<usize>,
+        piece: usize,
+    ) -> Result<(usize, Sequence, WriteSlots)> {
+        let (len, block_size, gone) = (prompt.tokens().len(), self.block_size(), found.start);
+        let most = piece.min(len).div_ceil(block_size);
+        let keys = &prompt.findable()[found];
+        let (shared, fresh) = self.pool().admit_piece(keys, len.div_ceil(block_size) - gone, most)?;
+        let mut sequence = self.begun(prompt, gone, shared)?;
+        let cached = sequence.table.len();
+        sequence.table.supply(fresh)?;
+        let slots = sequence.table.grow(piece.min(len - cached))?;
+        Ok((cached, sequence, slots))
+    }
+
+    pub(super) fn check_prompt(&self, prompt: &PromptKeys) -> Result<()> {
         same("block size of a prompt's keys", self.block_size(), prompt.block_size())
     }
 
@@ -362,7 +385,7 @@ impl PagedKvCache {
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfRange`] if a
     /// token is past the end of the sequence.
-    pub fn slots(&self, id: SequenceId, tokens: std::ops::Range<usize>) -> Result<SlotMapping> {
+    pub fn slots(&self, id: SequenceId, tokens: Range<usize>) -> Result<SlotMapping> {
         let table = &self.get(id)?.table;
         tokens.map(|token| table.slot(token)).collect::<Result<Vec<_>>>().map(Into::into)
     }
@@ -372,7 +395,7 @@ impl PagedKvCache {
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] past the end, and
     /// [`Error::NotOwned`] for a token in a shared block.
-    pub fn write_slots(&self, id: SequenceId, tokens: std::ops::Range<usize>) -> Result<WriteSlots> {
+    pub fn write_slots(&self, id: SequenceId, tokens: Range<usize>) -> Result<WriteSlots> {
         self.get(id)?.table.write_slots(tokens)
     }
 

@@ -3,6 +3,7 @@
 use super::{Error, PagedKvCache, Result, SequenceId};
 use crate::base::BlockId;
 use crate::device::{CopyBlocks, Stream, WritePairs, WriteSlots};
+use crate::paging::MutableBlocks;
 use crate::paging::block::TailCopy;
 
 use super::paged::Sequence;
@@ -15,9 +16,14 @@ impl PagedKvCache {
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
-        let Sequence { table, start, chain, .. } = self.get_mut(id)?;
-        let twin = Sequence { table: table.fork()?, start: *start, chain: chain.clone(), batch: 0 };
+        let twin = self.twin(id)?;
         Ok(self.insert(twin))
+    }
+
+    /// Returns a second sequence over the tokens of a sequence.
+    pub(super) fn twin(&mut self, id: SequenceId) -> Result<Sequence> {
+        let Sequence { table, start, chain, .. } = self.get_mut(id)?;
+        Ok(Sequence { table: table.fork()?, start: *start, chain: chain.clone(), batch: 0 })
     }
 
     /// Makes the next token's slot of each sequence writable. Where a last block is partial and shared, the sequence gets a copy of
@@ -81,8 +87,15 @@ impl PagedKvCache {
     /// own), and [`Error::OutOfBlocks`] if there are not enough blocks for all. In these cases nothing has changed, and `slots`
     /// is as it was.
     pub fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()> {
+        let missing = self.missing_of(batch)?;
+        let fresh = self.pool().allocate(missing)?;
+        self.supply_batch(batch, fresh, slots)
+    }
+
+    /// Returns the number of blocks that more tokens of several sequences need, or the reason why one cannot have them.
+    pub(super) fn missing_of(&mut self, batch: &[(SequenceId, usize)]) -> Result<usize> {
         self.batches += 1;
-        let (number, block_size) = (self.batches, self.block_size());
+        let number = self.batches;
         let mut missing = 0;
         for &(id, tokens) in batch {
             let sequence = self.get_mut(id)?;
@@ -91,7 +104,17 @@ impl PagedKvCache {
             }
             missing += sequence.table.check_growth(tokens)?;
         }
-        let mut fresh = self.pool().allocate(missing)?;
+        Ok(missing)
+    }
+
+    /// Grows several sequences onto the blocks that they need, as [`grow_batch`](Self::grow_batch) does.
+    pub(super) fn supply_batch(
+        &mut self,
+        batch: &[(SequenceId, usize)],
+        mut fresh: MutableBlocks,
+        slots: &mut WriteSlots,
+    ) -> Result<()> {
+        let block_size = self.block_size();
         let mut minted = std::mem::take(&mut self.minted);
         minted.clear();
         for &(id, tokens) in batch {

@@ -6,7 +6,7 @@ use super::paged::{KeyChain, Sequence};
 use super::{PagedKvCache, Result, SequenceId, SequenceStart};
 use crate::base::BlockId;
 use crate::device::{Event, KvArena, Stream, SwapBlocks};
-use crate::paging::{BlockPool, BlockTable, MutableBlocks};
+use crate::paging::{BlockKey, BlockPool, BlockTable, MutableBlocks};
 
 /// A sequence whose tokens lie in blocks of another arena.
 ///
@@ -41,6 +41,12 @@ impl SwappedSequence {
     pub fn blocks(&self) -> &[BlockId] {
         self.blocks.ids()
     }
+
+    /// Returns the keys of the blocks that were shared, from the first that is held on.
+    pub(super) fn keys(&self, block_size: usize) -> &[BlockKey] {
+        let gone = self.first / block_size;
+        self.chain.as_ref().and_then(|chain| chain.keys.get(gone..)).unwrap_or_default()
+    }
 }
 
 impl PagedKvCache {
@@ -61,6 +67,19 @@ impl PagedKvCache {
         arena: &KvArena,
         pool: &BlockPool,
     ) -> Result<SwappedSequence> {
+        let swapped = self.copy_out(id, stream, arena, pool)?;
+        self.free(id)?;
+        Ok(swapped)
+    }
+
+    /// Copies a sequence to other memory.
+    pub(super) fn copy_out(
+        &self,
+        id: SequenceId,
+        stream: &dyn Stream,
+        arena: &KvArena,
+        pool: &BlockPool,
+    ) -> Result<SwappedSequence> {
         let Sequence { table, start, chain, .. } = self.get(id)?;
         let used = (table.len() - table.first()).div_ceil(self.block_size());
         let blocks = pool.allocate(used)?;
@@ -69,7 +88,7 @@ impl PagedKvCache {
         stream.swap_blocks(&SwapBlocks { src: self.arena().clone(), dst: arena.clone(), pairs })?;
         // The copy may be under way: its blocks are not free before it has ended.
         let copied = stream.record().inspect_err(|_| drop(stream.synchronize()))?;
-        let swapped = SwappedSequence {
+        Ok(SwappedSequence {
             arena: arena.clone(),
             blocks,
             copied,
@@ -77,9 +96,7 @@ impl PagedKvCache {
             first: table.first(),
             start: *start,
             chain: chain.clone(),
-        };
-        self.free(id)?;
-        Ok(swapped)
+        })
     }
 
     /// Restores a swapped sequence under a new id. Blocks of its prefix that this cache still knows are
@@ -94,10 +111,11 @@ impl PagedKvCache {
         Ok(self.insert(sequence))
     }
 
-    fn restore(&self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<Sequence> {
+    /// Returns a swapped sequence in blocks of this cache.
+    pub(super) fn restore(&self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<Sequence> {
         let block_size = self.block_size();
         let gone = swapped.first / block_size;
-        let keys = swapped.chain.as_ref().and_then(|chain| chain.keys.get(gone..)).unwrap_or_default();
+        let keys = swapped.keys(block_size);
         let (shared, fresh) = self.pool().admit_prefix(keys, swapped.blocks.len(), 0)?;
         let known = shared.len();
         let pairs = swapped.blocks.ids()[known..].iter().copied().zip(fresh.ids().iter().copied());

@@ -1,0 +1,32 @@
+//! The kinds of groups of layers, by the tokens that their layers attend to.
+
+/// The tokens that the layers of a group attend to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum GroupKind {
+    /// All earlier tokens.
+    Full,
+    /// The last `window` tokens.
+    SlidingWindow {
+        /// Number of tokens, including the one that attends.
+        window: usize,
+    },
+    /// All earlier tokens, of which each has one latent row (MLA).
+    Latent,
+}
+
+impl GroupKind {
+    /// Returns the first token that `token` and later ones attend to.
+    ///
+    /// ```
+    /// use kvcore::GroupKind;
+    /// assert_eq!(GroupKind::Full.first_needed(100), 0);
+    /// assert_eq!(GroupKind::SlidingWindow { window: 8 }.first_needed(100), 93);
+    /// ```
+    pub fn first_needed(self, token: usize) -> usize {
+        match self {
+            Self::Full | Self::Latent => 0,
+            Self::SlidingWindow { window } => token.saturating_add(1).saturating_sub(window),
+        }
+    }
+}

@@ -1,0 +1,100 @@
+//! The groups of a model's layers: those of a group attend to the same tokens, so that their blocks come and go together.
+
+use kvcore::{GroupKind, KvExtents, KvFormat};
+
+use super::{ComputeDevice, Model};
+use crate::config::ModelConfig;
+use crate::error::Result;
+
+/// Layers that attend to the same tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LayerGroup {
+    /// The tokens that they attend to.
+    pub kind: GroupKind,
+    /// The layers, in order.
+    pub layers: Vec<usize>,
+}
+
+/// The place of a layer's keys and values on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Place {
+    /// The arena, which is that of the group.
+    pub(super) group: usize,
+    /// The layer in this arena.
+    pub(super) layer: usize,
+}
+
+/// Returns the groups of a model's layers, in the order of their first layers.
+pub(super) fn groups(config: &ModelConfig) -> Vec<LayerGroup> {
+    let mut groups: Vec<LayerGroup> = Vec::new();
+    for (index, layer) in config.layers.iter().enumerate() {
+        let kind = match layer.window {
+            Some(window) => GroupKind::SlidingWindow { window },
+            None if config.latent.is_some() => GroupKind::Latent,
+            None => GroupKind::Full,
+        };
+        match groups.iter_mut().find(|group| group.kind == kind) {
+            Some(group) => group.layers.push(index),
+            None => groups.push(LayerGroup { kind, layers: vec![index] }),
+        }
+    }
+    groups
+}
+
+impl Model {
+    /// Returns the groups of layers that attend to the same tokens: one for all, or one for each window and one for the layers
+    /// without a window. A [`GroupedKvCache`](kvcore::GroupedKvCache) keeps the blocks of each apart.
+    pub fn groups(&self) -> &[LayerGroup] {
+        &self.groups
+    }
+
+    /// Returns the extents that the cache of a group needs.
+    pub fn extents_of(&self, group: &LayerGroup, format: impl Into<KvFormat>) -> KvExtents {
+        KvExtents { num_layers: group.layers.len(), ..self.kv_extents(format) }
+    }
+
+    /// Checks that a device has one arena for all layers, or one for each group.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Mismatch`] for another number.
+    pub(super) fn check_arenas(&self, device: &ComputeDevice) -> Result<()> {
+        let (expected, got) = (self.groups.len(), device.arenas.len());
+        if got == 1 || got == expected {
+            return Ok(());
+        }
+        Err(kvcore::Error::Mismatch { what: "arenas, one for each group of layers", expected, got }.into())
+    }
+
+    /// Returns the place of a layer on a device that was checked.
+    pub(super) fn place(&self, device: &ComputeDevice, index: usize) -> Place {
+        let of = |(group, of): (usize, &LayerGroup)| {
+            of.layers.binary_search(&index).ok().map(|layer| Place { group, layer })
+        };
+        let apart = self.groups.iter().enumerate().find_map(of).filter(|_| device.arenas.len() > 1);
+        apart.unwrap_or(Place { group: 0, layer: index })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn groups_of(family: &str, more: &str) -> Vec<LayerGroup> {
+        let text = format!(
+            r#"{{"model_type":"{family}","vocab_size":10,"hidden_size":8,"intermediate_size":16,"num_hidden_layers":4,
+            "num_attention_heads":2,"rms_norm_eps":1e-5,"max_position_embeddings":64{more}}}"#
+        );
+        groups(&ModelConfig::from_json(&text).unwrap())
+    }
+
+    #[test]
+    fn layers_are_grouped_by_what_they_attend_to() {
+        let window = GroupKind::SlidingWindow { window: 8 };
+        let of = |kind, layers: &[usize]| LayerGroup { kind, layers: layers.to_vec() };
+        assert_eq!(groups_of("llama", ""), [of(GroupKind::Full, &[0, 1, 2, 3])]);
+        assert_eq!(groups_of("mistral", r#","sliding_window":8"#), [of(window, &[0, 1, 2, 3])]);
+        let types = r#"["sliding_attention","full_attention","sliding_attention","sliding_attention"]"#;
+        let mixed = format!(r#","use_sliding_window":true,"sliding_window":8,"layer_types":{types}"#);
+        assert_eq!(groups_of("qwen3", &mixed), [of(window, &[0, 2, 3]), of(GroupKind::Full, &[1])]);
+    }
+}
