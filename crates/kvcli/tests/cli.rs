@@ -3,40 +3,12 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 
-const SYSTEM: &str = "you answer questions from short documents .";
-const A: &str = "alba is red . bora is same .";
-const B: &str = "cedo is blue . dilan is small .";
+use common::{A, B, SYSTEM, fails, json, kvc, prompt};
 
-/// Runs the program. A prompt in parts, which [`prompt`] joins, is cut at its separator.
-fn kvc(args: &[&str]) -> Output {
-    let in_parts = args[0] == "run" && args.iter().any(|arg| arg.contains("##"));
-    let cut = if in_parts && !args.contains(&"--separator") { &["--separator", "##"][..] } else { &[] };
-    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).args(cut).stdin(Stdio::null()).output().unwrap()
-}
-
-fn prompt(parts: &[&str]) -> String {
-    parts.join("##")
-}
-
-fn json(args: &[&str]) -> Value {
-    let output = kvc(&[&["run", "--json"], args].concat());
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).expect("exactly one JSON object")
-}
-
-/// Checks that the command fails with `code`, prints `expected` on standard error, and nothing on standard
-/// output.
-fn fails(args: &[&str], code: i32, expected: &str) {
-    let output = kvc(args);
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
-    assert!(stderr.contains(expected), "{args:?}: {stderr}");
-    assert!(output.stdout.is_empty() && !stderr.contains("panicked"), "{args:?}");
-}
+mod common;
 
 fn model_dir() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag")
@@ -163,45 +135,6 @@ fn documents_sleep_after_each_warm_prompt_and_hits_wake_them() {
     fails(&["run", "--prompt", "a", "--chunk-sleep", "f16"], 2, "plain, compressed, int8[:GROUP]");
     fails(&["run", "--prompt", "a", "--chunk-sleep-memory", "1"], 2, "--chunk-sleep <FORM>");
     fails(&["run", "--prompt", "a", "--chunk-sleep", "plain", "--cache", "static"], 1, "keeps no chunks");
-}
-
-#[test]
-fn a_static_cache_gives_the_tokens_of_a_paged_one() {
-    let ask = prompt(&[SYSTEM, A, B, "bora ?"]);
-    let args = ["--full-attention", "--prompt", &ask];
-    let (paged, fixed) =
-        (json(&args), json(&[&args[..], &["--cache", "static", "--max-len", "64"]].concat()));
-    assert_eq!((&paged["tokens"], &paged["blocks"]["cache"]), (&fixed["tokens"], &Value::from("paged")));
-    assert_eq!((&fixed["blocks"]["cache"], &fixed["blocks"]["main"]), (&Value::from("static"), &Value::Null));
-    // The answer ends when the cache is full.
-    let full = paged["prompt_tokens"].to_string();
-    let end = json(&[&args[..], &["--cache", "static", "--max-len", &full]].concat());
-    assert_eq!((&end["finish"], end["tokens"].as_array().unwrap().len()), (&Value::from("length"), 1));
-    fails(&["run", "--cache", "static", "--prompt", &ask], 1, "full attention");
-    fails(
-        &["run", "--cache", "static", "--max-len", "5", "--full-attention", "--prompt", &ask],
-        1,
-        "static cache",
-    );
-    fails(&["run", "--cache", "ring", "--prompt", &ask], 2, "static");
-}
-
-#[test]
-fn a_grouped_cache_gives_the_tokens_of_a_paged_one() {
-    let ask = prompt(&[SYSTEM, A, B, "bora ?"]);
-    let args = ["--full-attention", "--prompt", &ask];
-    let (paged, grouped) = (json(&args), json(&[&args[..], &["--cache", "grouped"]].concat()));
-    assert_eq!(
-        (&paged["tokens"], &grouped["blocks"]["cache"]),
-        (&grouped["tokens"], &Value::from("grouped"))
-    );
-    assert_eq!((&paged["blocks"]["groups"], &grouped["blocks"]["chunks"]), (&Value::Null, &Value::Null));
-    let [group] = &grouped["blocks"]["groups"].as_array().unwrap()[..] else { panic!("{grouped}") };
-    assert_eq!((&group["kind"], &group["kv_bytes"]), (&Value::from("full"), &grouped["memory"]["kv_bytes"]));
-    assert_eq!(group["blocks"], grouped["blocks"]["main"]);
-    fails(&["run", "--cache", "grouped", "--prompt", &ask], 1, "keeps no chunks");
-    fails(&["run", "--cache", "grouped", "--prompt", "a", "--max-len", "9"], 2, "--cache static");
-    fails(&["run", "--cache", "grouped", "--prompt", "a", "--memory-share", "0.5"], 2, "--cache paged");
 }
 
 #[test]

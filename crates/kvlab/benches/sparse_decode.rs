@@ -92,17 +92,13 @@ fn divergence(p: &[f32], q: &[f32]) -> f64 {
 
 fn main() -> kvlab::Result<()> {
     let (length, contexts) = (number("--tokens", 4096), number("--contexts", 2));
-    let (model, tokens) = match word("--model") {
-        Some(folder) => {
-            let loaded = ModelDirectory::load(folder.as_ref(), WeightFormat::Stored, &mut |_, _| ())?;
-            let tokens = loaded.codec.encode(&text(), false)?;
-            (loaded.model, tokens)
-        }
-        None => {
-            let model =
-                Model::new(ModelConfig::benchmark(8, 512)?, Weights::random(1), WeightFormat::Stored)?;
-            (model, (0..contexts * length).map(|i| (i * 7919 % 4001) as u32).collect())
-        }
+    let (model, tokens) = if let Some(folder) = word("--model") {
+        let loaded = ModelDirectory::load(folder.as_ref(), WeightFormat::Stored, &mut |_, _| ())?;
+        let tokens = loaded.codec.encode(&text(), false)?;
+        (loaded.model, tokens)
+    } else {
+        let model = Model::new(ModelConfig::benchmark(8, 512)?, Weights::random(1), WeightFormat::Stored)?;
+        (model, (0..contexts * length).map(|i| (i * 7919 % 4001) as u32).collect())
     };
     let config = EngineConfig { kv_format: DType::F16.into(), ..EngineConfig::default() };
     let mut engine = Engine::new(model, CpuBackend::new(), b"none", &config)?;
