@@ -101,6 +101,14 @@ fn every_type_multiplies_any_number_of_rows(#[values(1, 2, 3, 5, 6, 7, 13, 96, 9
     }
 }
 
+/// Rows of a multiple of 1,024 elements, which lie in the same sets of a cache, of more than one run.
+#[test]
+fn many_rows_of_a_power_of_two_multiply() {
+    for (rows, out, input) in [(24, 40, 1024), (70, 37, 1024), (400, 21, 2048)] {
+        check(StoredType::F32, rows, out, input, 5);
+    }
+}
+
 #[test]
 fn rows_longer_than_a_step_are_summed_in_parts() {
     for dtype in [StoredType::F32, StoredType::BF16, StoredType::Q8_0, StoredType::Q6K] {

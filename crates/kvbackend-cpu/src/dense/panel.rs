@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 
+use super::PAD;
 use crate::simd::Simd;
 
 /// Rows from which on a panel saves more than its transposition costs.
@@ -15,7 +16,9 @@ pub(super) const UNIT: usize = 32;
 /// Elements of each column in a panel, at most.
 const DEPTH: usize = 256;
 /// Rows that meet a panel before the next one is made: those elements of them that meet it stay in the second-level cache.
-const ROWS: usize = 512;
+const ROWS: usize = 384;
+/// Elements that lie in the same sets of the first-level cache if they are so far apart: rows of a multiple of them are copied apart.
+const SAME_SETS: usize = 1024;
 /// Elements of rows that stay in the second-level cache as a whole, beside a panel.
 const FEW: usize = 64 << 10;
 /// Rows of a tile, at most.
@@ -50,10 +53,13 @@ pub(super) unsafe fn columns<S: Simd>(
     assert!(x.len() == rows * input && whole, "whole rows");
     // Parts of equal length.
     let depth = input.div_ceil(input.div_ceil(DEPTH).max(1)).next_multiple_of(S::LANES);
-    if scratch.len() < width * depth {
-        scratch.resize(width * depth, 0.0);
-    }
     let runs = rows.div_ceil(ROWS);
+    let apart = input.is_multiple_of(SAME_SETS) && rows * input > FEW;
+    let copies = if apart { rows.div_ceil(runs) * (depth + PAD) } else { 0 };
+    if scratch.len() < width * depth + copies {
+        scratch.resize(width * depth + copies, 0.0);
+    }
+    let (panel, copies) = scratch.split_at_mut(width * depth);
     for run in 0..runs {
         let (first, end) = (rows * run / runs, rows * (run + 1) / runs);
         // A few rows stay in the cache as a whole, and the matrix is read row by row. Of many rows, a part of each meets all columns
@@ -62,25 +68,37 @@ pub(super) unsafe fn columns<S: Simd>(
         for group in columns.clone().step_by(if few { width } else { columns.len().max(1) }) {
             let group = group..if few { (group + width).min(columns.end) } else { columns.end };
             for from in (0..input).step_by(depth) {
-                let depth = depth.min(input - from);
+                let part = from..(from + depth).min(input);
+                let (x, stride) = if few || !apart {
+                    (&x[first * input + from..], input)
+                } else {
+                    copy(&x[first * input..end * input], input, part.clone(), copies);
+                    (&*copies, part.len() + PAD)
+                };
+                let depth = part.len();
                 for column in group.clone().step_by(width) {
                     let count = width.min(columns.end - column);
-                    // SAFETY: the caller is compiled for `S`. The scratch has `width` columns of `depth` elements; the matrix has the
-                    // rows from `column` on and `x` those from `first` to `end`, both with the elements from `from` on; and by
-                    // contract `y` may be written at `count` columns of these rows.
+                    // SAFETY: the caller is compiled for `S`. The panel has `width` columns of `depth` elements; the matrix has the
+                    // rows from `column` on, with the elements from `from` on, and `x` those of the rows from `first` to `end`,
+                    // `stride` elements apart; and by contract `y` may be written at `count` columns of these rows.
                     unsafe {
                         let source = matrix.values.as_ptr().add(column * input + from);
                         let source = Source { elements: source, stride: input, rows: count };
-                        source.transpose::<S>(depth, scratch.as_mut_ptr());
-                        let panel =
-                            Panel { elements: scratch.as_ptr(), depth, columns: count, add: from > 0 };
-                        let (x, y) =
-                            (x.as_ptr().add(first * input + from), y.add(first * matrix.out + column));
-                        panel.multiply::<S>((x, end - first, input), (y, matrix.out));
+                        source.transpose::<S>(depth, panel.as_mut_ptr());
+                        let panel = Panel { elements: panel.as_ptr(), depth, columns: count, add: from > 0 };
+                        let y = y.add(first * matrix.out + column);
+                        panel.multiply::<S>((x.as_ptr(), end - first, stride), (y, matrix.out));
                     }
                 }
             }
         }
+    }
+}
+
+/// Copies some elements of each row to rows that begin a line of the cache apart.
+fn copy(x: &[f32], input: usize, part: Range<usize>, to: &mut [f32]) {
+    for (row, to) in x.chunks_exact(input).zip(to.chunks_exact_mut(part.len() + PAD)) {
+        to[..part.len()].copy_from_slice(&row[part.clone()]);
     }
 }
 
