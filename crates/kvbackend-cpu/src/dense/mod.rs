@@ -293,7 +293,7 @@ impl Task for Part<'_> {
             return;
         }
         if let Some(floats) = matrix.for_panels(rows) {
-            // SAFETY: as above.
+            // SAFETY: the caller is compiled for `S`, and the columns of `y` belong to this part by contract.
             unsafe { panel::columns::<S>((x, rows), floats, columns, y, scratch) };
             return;
         }

@@ -112,7 +112,7 @@ pub(super) struct Branch {
     pub(super) accepted: usize,
     /// The input of the last decode step, whose memory is used again.
     pub(super) input: Option<SequenceInput>,
-    /// What is known of the blocks that the sample sees, if it attends to a part of them.
+    /// The bounds of the blocks that the sample sees, if it attends to a part of them.
     pub(super) pages: Option<PageBounds>,
     pub(super) sampler: Sampler,
     /// The logits that tokens were chosen from, if the request keeps them.

@@ -21,7 +21,7 @@ const READ: usize = 256;
 
 /// Decode steps that attend to a part of a long context.
 ///
-/// What is left out is lost: the answer is an approximation, whose error `cargo bench -p kvlab --bench sparse_decode` measures. Prompts
+/// The answer is an approximation, whose error `cargo bench -p kvlab --bench sparse_decode` measures. Prompts
 /// are computed with everything in sight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SparseDecode {

@@ -84,7 +84,7 @@ pub struct Pass<'a> {
     layer: usize,
     /// The projections of the next layer, if [`fresh`](Self::fresh) has made them.
     projected: Option<Projected>,
-    /// What the rows of each sequence attend to in the next layer, if [`select`](Self::select) has said.
+    /// The selection of each sequence in the next layer, if [`select`](Self::select) has set them.
     selections: Option<Vec<Option<Selection>>>,
     flops: u64,
 }
