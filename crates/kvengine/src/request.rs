@@ -52,6 +52,7 @@ pub struct Request {
     /// answer. The answer is the same; one that quotes its documents takes fewer steps. 0 guesses none.
     pub lookup: usize,
     /// Lets tokens of the answer attend to a part of a long context, which is faster and approximate. `None` attends to everything.
+    /// A step with [guesses](Self::lookup) attends to everything, too.
     pub sparse: Option<SparseDecode>,
     /// Tokens that are taken as the answer, whatever the model would choose (teacher forcing). The answer ends after them; the
     /// logits of the token behind them are kept, too, if there is room for it.
