@@ -90,6 +90,16 @@ pub enum Error {
         /// The number of samples.
         samples: usize,
     },
+    /// A request asks for more samples or beams than may run at once.
+    #[error(
+        "{asked} samples or beams are more than the {most} that run at once; ask for fewer, or raise Scheduling::running"
+    )]
+    TooManyAnswers {
+        /// The number of samples or beams.
+        asked: usize,
+        /// The largest number, [`Scheduling::running`](crate::Scheduling::running).
+        most: usize,
+    },
     /// A beam search that cannot be.
     #[error("beams: {0}")]
     Beams(&'static str),

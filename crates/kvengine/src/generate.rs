@@ -2,20 +2,13 @@
 
 use std::sync::Arc;
 
-use kvchunk::TenantKeys;
+use kvchunk::{ContextScaling, TenantKeys};
 use kvcore::{LayerRopes, MergeGroup, Segment, SequenceInput, SequenceStart, WriteSlots};
 use kvmodel::{Forward, LogitRows, Observer, PromptTokens};
 
 use crate::error::{Error, Result};
 use crate::serve::AnswerEvent;
 use crate::{Engine, FinishReason, Generation, Request};
-
-/// A request that is being answered.
-pub(crate) struct Asked<'a> {
-    pub(crate) request: &'a Request,
-    /// The rotary embeddings of the request's regime.
-    pub(crate) ropes: LayerRopes,
-}
 
 /// The context of a question and its answer: the segments that their tokens see besides their own sequence.
 #[derive(Debug, Clone)]
@@ -25,6 +18,11 @@ pub(crate) struct Context {
 }
 
 impl Context {
+    /// Returns the segments of a prompt's documents as a request weighs them.
+    pub(crate) fn scaled(scaling: &ContextScaling, segments: &Arc<[Segment]>) -> Self {
+        Self { segments: scaling.apply(segments), groups: scaling.groups() }
+    }
+
     /// Returns the segments of the context, followed by the segment of an own sequence.
     pub(crate) fn with_own(&self, own: Segment) -> Arc<[Segment]> {
         self.segments.iter().cloned().chain([own]).collect()

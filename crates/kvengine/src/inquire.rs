@@ -1,23 +1,24 @@
 //! Recomputation by the question: how much the question attends to each reused token.
 //!
-//! The question is computed once over the keys as they are stored. In each layer that counts its queries meet the keys at their
-//! place, and the weights of the softmax are summed for each token. (`ProphetKV`, 2026.)
+//! The question is computed once over the keys as they are stored, with everybody's work. In each layer that counts its queries meet the
+//! keys at their place, and the weights of the softmax are summed for each token. (`ProphetKV`, 2026.)
 
-use kvchunk::{AssembledPrompt, AttentionCheck, TokenScores};
-use kvcore::{LayerRopes, Logits, SequenceInput};
+use kvcore::{LayerRopes, SequenceInput};
+use kvmodel::FreshQueries;
 use kvmodel::dense::products;
-use kvmodel::{FreshQueries, Observer, PassMemory};
 
 use crate::Engine;
 use crate::error::Result;
 
 // Decision: docs/decisions/chunks.md#the-question-chooses-by-its-own-attention
-/// A question that is asked once, to see what it attends to.
+/// Rows of a question in a pass, to see what they attend to.
 pub(crate) struct Inquiry<'a> {
     pub(crate) engine: &'a Engine,
     pub(crate) ropes: &'a LayerRopes,
-    /// The question with its context: the system prompt, the chunks, and its own sequence last.
+    /// The rows with their context: the system prompt, the chunks, and the question's own sequence last.
     pub(crate) question: &'a SequenceInput,
+    /// The first of the rows in the pass.
+    pub(crate) first_row: usize,
 }
 
 /// The keys that a question sees, and where they are.
@@ -30,52 +31,33 @@ struct Seen {
     latents: Option<Vec<f32>>,
 }
 
-impl Inquiry<'_> {
-    /// Returns the attention to each chunk token, and the operations that it took.
-    pub(crate) fn scores(
-        &self,
-        assembled: &AssembledPrompt,
-        check: AttentionCheck,
-        observer: &mut dyn Observer,
-    ) -> Result<(TokenScores, u64)> {
-        let (model, device) = (&self.engine.model, self.engine.device());
-        let (layers, mut memory) = (model.config().num_layers(), PassMemory::default());
-        let own = self.question.segments.len().saturating_sub(1);
-        let system = self.question.segments.first().map_or(0, |segment| segment.len);
-        let context: usize = self.question.segments[..own].iter().map(|segment| segment.len).sum();
-        let mut sums = vec![0.0f32; context];
-        // Nothing follows the last layer's queries: no row of it goes on to the head.
-        let batch = [SequenceInput { logits: Logits::None, ..self.question.clone() }];
-        let mut pass = Some(model.begin(&device, self.ropes, &batch, &mut memory)?);
-        let mut flops = 0;
-        for layer in check.first_layer(layers)..layers {
-            let Some(mut running) = pass.take() else { break };
-            running.run_to(layer, observer)?;
-            let queries = running.queries()?;
-            // The layer's own keys are stored when it has run.
-            if layer + 1 < layers {
-                running.run_to(layer + 1, observer)?;
-                pass = Some(running);
-            } else {
-                flops += running.end(observer)?.flops;
-            }
-            flops += self
-                .engine
-                .profiler
-                .span("attention of the question", || self.add(layer, &queries, &mut sums))?;
-        }
-        Ok((assembled.by_chunk(&sums[system..]), flops))
-    }
+/// Returns the number of tokens that a question sees before its own sequence.
+pub(crate) fn context_tokens(question: &SequenceInput) -> usize {
+    let own = question.segments.len().saturating_sub(1);
+    question.segments[..own].iter().map(|segment| segment.len).sum()
+}
 
-    /// Adds the weights of one layer. Returns the operations.
-    fn add(&self, layer: usize, queries: &FreshQueries, sums: &mut [f32]) -> Result<u64> {
+impl Inquiry<'_> {
+    /// Adds the weights of one layer, whose keys are stored, to a sum for each token of the context. `queries` are those of all `rows` of the
+    /// pass. Returns the operations.
+    pub(crate) fn add(
+        &self,
+        layer: usize,
+        (queries, all): (&FreshQueries, usize),
+        sums: &mut [f32],
+    ) -> Result<u64> {
         let (config, rows) = (self.engine.model.config(), self.question.tokens.len());
-        let seen = self.seen(layer, queries.latent.is_some())?;
+        let own = |of_all: &[f32]| {
+            let width = of_all.len() / all.max(1);
+            of_all[self.first_row * width..(self.first_row + rows) * width].to_vec()
+        };
+        let (q, latent) = (own(&queries.q), queries.latent.as_deref().map(own));
+        let seen = self.seen(layer, latent.is_some())?;
         let (tokens, heads) = (seen.tokens.len(), config.heads);
-        let kv_heads = seen.k.len() * heads * rows / (tokens * queries.q.len()).max(1);
-        let mut logits = products(&queries.q, &seen.k, (rows, heads, kv_heads, tokens))?;
-        let mut flops = 2 * queries.q.len() as u64 * tokens as u64;
-        if let (Some(latent), Some(latents)) = (&queries.latent, &seen.latents) {
+        let kv_heads = seen.k.len() * heads * rows / (tokens * q.len()).max(1);
+        let mut logits = products(&q, &seen.k, (rows, heads, kv_heads, tokens))?;
+        let mut flops = 2 * q.len() as u64 * tokens as u64;
+        if let (Some(latent), Some(latents)) = (&latent, &seen.latents) {
             let of_latents = products(latent, latents, (rows, heads, 1, tokens))?;
             logits.iter_mut().zip(of_latents).for_each(|(sum, x)| *sum += x);
             flops += 2 * latent.len() as u64 * tokens as u64;

@@ -56,6 +56,11 @@ impl Caches {
         }
     }
 
+    /// Returns the number of blocks of sequences that are free or can be evicted, of the group that has fewest; all for a static cache.
+    pub(crate) fn available(&self) -> usize {
+        self.groups().map(|(_, cache)| cache.pool().counts().available()).min().unwrap_or(usize::MAX)
+    }
+
     /// Returns the number of tokens in a block.
     pub(crate) fn block_size(&self) -> usize {
         self.sequences().arena().layout().shape().block_size

@@ -1,7 +1,7 @@
 //! Measures what a decode step of the engine takes beside the model: planning, slots, sampling, sending tokens.
 //!
 //! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. The limit is a hundredth of the model's own time in
-//! the same steps. `--layers L --hidden H --answers N` set the size; the largest number of answers comes last.
+//! the same steps. `--layers L --hidden H --answers N` set the size; the largest number of answers, at most 256, comes last.
 
 use kvbackend_cpu::CpuBackend;
 use kvengine::{Answer, Engine, EngineConfig, Request};
@@ -17,7 +17,7 @@ fn number(name: &str, default: usize) -> usize {
 
 fn main() -> kvlab::Result<()> {
     let (layers, hidden, most) =
-        (number("--layers", 8), number("--hidden", 1024), number("--answers", 256).max(4));
+        (number("--layers", 8), number("--hidden", 1024), number("--answers", 256).clamp(4, 256));
     let config = ModelConfig::benchmark(layers, hidden)?;
     for answers in [most / 4, most / 2, most] {
         let model = Model::new(config.clone(), Weights::random(1), WeightFormat::Stored)?;

@@ -63,8 +63,8 @@ pub use dense::WeightFormat;
 pub use error::{Error, Result, WeightProblem};
 pub use load::ModelDirectory;
 pub use model::{
-    ComputeDevice, DecodeMemory, Forward, FreshKv, FreshQueries, LayerGroup, LogitRows, Model, Narrowed,
-    Observer, Pass, PassMemory,
+    ComputeDevice, DecodeMemory, Forward, FreshKv, FreshQueries, KeptRows, LayerGroup, LogitRows, Model,
+    Narrowed, Observer, Pass, PassMemory,
 };
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
 pub use text::{Message, PromptTokens, Role, TextCodec, TextStream};

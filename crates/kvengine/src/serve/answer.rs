@@ -114,7 +114,8 @@ impl Answer {
         self.shared.state.lock().cancelled = true;
     }
 
-    /// Ends a sample before the engine's next step, as it is: its text is complete, as at a stop string.
+    /// Ends a sample before the engine's next step, as it is: its text is complete, as at a stop string. One of several samples goes on
+    /// until it has a token, beams go on to their end.
     pub fn complete(&self, sample: usize) {
         self.shared.state.lock().complete.push(sample);
     }

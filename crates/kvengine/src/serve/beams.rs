@@ -1,6 +1,7 @@
 //! Beams: the likeliest answers as a whole, found by following the likeliest beginnings side by side.
 //!
-//! As transformers does it: of the beams' continuations the `2 * width` likeliest are looked at. Those that end are kept, each with the
+//! As transformers does it: of the beams' continuations the `2 * width` likeliest are looked at, or more where the model has several end
+//! tokens. Those that end are kept, each with the
 //! sum of its log-probabilities over its length to the power of `length_penalty`; the `width` likeliest others go on. It is over when
 //! no beam can come before the worst that is kept, or at the token limit.
 
@@ -101,13 +102,20 @@ impl Engine {
         let beams = live.beams.get_or_insert_with(Box::default);
         beams.sums.resize(count, 0.0);
         beams.next.resize(count, None);
-        beams.next[branch] = Some(likeliest(logits, 2 * search.width));
+        beams.next[branch] = Some(likeliest(logits, self.looked_at(search)));
         live.branches[branch].ttft.get_or_insert_with(|| live.submitted.elapsed());
         if live.request.max_new_tokens == 0 {
-            live.end(branch, FinishReason::Length);
+            let nothing = || Ended { tokens: Vec::new(), score: 0.0, finish: FinishReason::Length };
+            let ended = std::iter::repeat_with(nothing).take(live.request.samples).collect();
+            self.answer_with(live, ended);
             return Ok(());
         }
         if beams.next.iter().all(Option::is_some) { self.go_on(live, search) } else { Ok(()) }
+    }
+
+    /// Returns the number of continuations that are looked at: enough that `width` go on if each beam can end in each way.
+    fn looked_at(&self, search: BeamSearch) -> usize {
+        (1 + self.model.config().eos.len()).max(2) * search.width
     }
 
     /// Chooses the next token of every beam.
@@ -121,7 +129,7 @@ impl Engine {
             );
         }
         all.sort_by(|a, b| b.2.total_cmp(&a.2));
-        all.truncate(2 * search.width);
+        all.truncate(self.looked_at(search));
         let length = live.branches[0].answer().len() + 1;
         let mut on = Vec::with_capacity(search.width);
         for (rank, (branch, token, sum)) in all.into_iter().enumerate() {
@@ -162,12 +170,21 @@ impl Engine {
 
     /// Makes each beam a branch of its own: the first of a branch goes on in its sequence, the others in forks.
     fn branch_out(&mut self, live: &mut Live, on: &[(usize, u32, f32)]) -> Result<()> {
-        let mut forks = Vec::with_capacity(on.len());
+        let (mut forks, mut made) = (Vec::with_capacity(on.len()), Vec::new());
         for (i, &(branch, ..)) in on.iter().enumerate() {
             let again = on[..i].iter().any(|&(other, ..)| other == branch);
             let own = live.branches[branch].own;
             forks.push(match own {
-                Some(own) if again => self.caches.fork(own)?,
+                Some(own) if again => match self.caches.fork(own) {
+                    Ok(fork) => {
+                        made.extend(fork);
+                        fork
+                    }
+                    Err(error) => {
+                        made.into_iter().for_each(|fork| drop(self.caches.free(fork)));
+                        return Err(error);
+                    }
+                },
                 _ => own,
             });
         }

@@ -37,9 +37,10 @@ fn first(tokens: &[u32], most: usize) -> &[u32] {
 }
 
 impl Engine {
-    /// Guesses what follows the last token of a sample. Returns the number of guesses.
-    pub(super) fn draft(&self, live: &mut Live, branch: usize) -> usize {
-        let most = live.request.lookup;
+    /// Guesses what follows the last token of a sample, up to `most` tokens. Returns the number of guesses.
+    pub(super) fn draft(&self, live: &mut Live, branch: usize, most: usize) -> usize {
+        let most = live.request.lookup.min(most);
+        live.branches[branch].draft.clear();
         if most == 0 || live.request.beams.is_some() || live.request.forced.is_some() {
             return 0;
         }
@@ -49,7 +50,6 @@ impl Engine {
         let room = live.request.max_new_tokens.saturating_sub(it.answer().len() + 1);
         let places = (longest - it.start.position - it.tokens.len() as i64).max(0) as usize;
         let guessed = guess(&live.text, &it.tokens, most.min(room).min(places));
-        it.draft.clear();
         it.draft.extend_from_slice(guessed);
         it.draft.len()
     }

@@ -12,6 +12,7 @@ use super::answer::{AnswerEvent, RequestId, Sender};
 use super::beams::Beams;
 use super::pages::PageBounds;
 use super::parts::chunked;
+use crate::blend::Blend;
 use crate::generate::Context;
 use crate::logprobs::TokenLogprobs;
 use crate::request::{FinishReason, Generation, Request};
@@ -38,6 +39,8 @@ pub(super) struct Live {
     pub(super) text: Vec<u32>,
     /// The costs of the prefill, for each sample's report.
     pub(super) costs: Costs,
+    /// The blocks that the main pool had to give when the documents last found no room in it.
+    pub(super) refused: Option<usize>,
 }
 
 /// The costs of a request's prefill.
@@ -58,6 +61,11 @@ pub(super) enum Parts {
     Missing { assembly: Box<Assembly>, reindexer: PositionReindexer, done: usize, since: u64 },
     /// There and stored. What is computed anew is not chosen yet.
     Computed { assembled: Box<AssembledPrompt> },
+    /// There and stored. The question is computed once to see what it attends to: its first `done` rows are there, and `sums` has the weight
+    /// of each token before it.
+    Asking { assembled: Box<AssembledPrompt>, question: Box<[SequenceInput; 1]>, done: usize, sums: Vec<f32> },
+    /// There and stored. Their tokens are computed up to a checkpoint, where those are chosen that go on.
+    Blending { assembled: Box<AssembledPrompt>, blend: Box<Blend> },
     /// There, but for the tokens that are recomputed, of which the first `done` rows are there.
     Anew { assembled: Box<AssembledPrompt>, inputs: Vec<SequenceInput>, done: usize },
     /// Held until the answer is complete.
@@ -69,19 +77,23 @@ impl Parts {
     pub(super) fn inputs(&self) -> (&[SequenceInput], usize) {
         match self {
             Self::Missing { assembly, done, .. } => (assembly.inputs(), *done),
+            Self::Asking { question, done, .. } => (question.as_slice(), *done),
             Self::Anew { inputs, done, .. } => (inputs, *done),
-            Self::None | Self::Computed { .. } | Self::Held { .. } => (&[], 0),
+            Self::None | Self::Computed { .. } | Self::Blending { .. } | Self::Held { .. } => (&[], 0),
         }
     }
 
     /// Returns the number of rows that are to be computed now.
     pub(super) fn left(&self) -> usize {
+        if let Self::Blending { blend, .. } = self {
+            return blend.left();
+        }
         let (inputs, done) = self.inputs();
         inputs.iter().map(|input| input.tokens.len()).sum::<usize>().saturating_sub(done)
     }
 
     pub(super) fn add_done(&mut self, rows: usize) {
-        if let Self::Missing { done, .. } | Self::Anew { done, .. } = self {
+        if let Self::Missing { done, .. } | Self::Asking { done, .. } | Self::Anew { done, .. } = self {
             *done += rows;
         }
     }
@@ -192,8 +204,13 @@ impl Branch {
 }
 
 impl Live {
-    /// Ends the samples that were declared complete.
+    /// Ends the samples that were declared complete. Beams have no samples before they end.
     pub(super) fn end_complete(&mut self) {
+        // Before the first token, the first sample stands for all.
+        let not_yet = self.branches.len() < self.request.samples && self.branches[0].ttft.is_none();
+        if self.request.beams.is_some() || not_yet {
+            return;
+        }
         for branch in 0..self.branches.len() {
             let it = &self.branches[branch];
             if !it.over && self.sender.is_complete(it.sample) {

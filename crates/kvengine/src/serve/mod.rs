@@ -26,6 +26,7 @@ use kvmodel::{Forward, LogitRows, Observer};
 mod answer;
 mod beams;
 mod draft;
+mod layered;
 mod live;
 mod pages;
 mod parts;
@@ -48,6 +49,9 @@ use crate::error::{Error, Result};
 
 /// The time for which a step waits for other engines' work when it has none of its own.
 const PAUSE: Duration = Duration::from_millis(2);
+
+/// The largest limit that a step counts with: more than a pass can have, and far from overflow in sums.
+const MANY: usize = 1 << 28;
 
 /// The place of a request in the order of service: the smaller, the earlier.
 type Rank = (Reverse<i32>, RequestId);
@@ -116,6 +120,11 @@ impl Step {
 
 impl Scheduler {
     pub(crate) fn new(limits: Scheduling) -> Self {
+        let limits = Scheduling {
+            step_tokens: limits.step_tokens.clamp(1, MANY),
+            running: limits.running.clamp(1, MANY),
+            watermark: limits.watermark.min(MANY),
+        };
         Self { limits, ..Self::default() }
     }
 
@@ -176,7 +185,7 @@ impl Scheduler {
         self.end_some(engine);
         let mut plan = std::mem::take(&mut self.plan);
         self.plan(engine, &mut plan, watch);
-        let mut tokens = 0;
+        let mut tokens = std::mem::take(&mut plan.blended);
         while !plan.feeds.is_empty() {
             tokens += self.pass(engine, &mut plan, watch);
         }
@@ -292,10 +301,13 @@ impl Scheduler {
                     let Some(at) = self.place(feed.rank) else { continue };
                     let live = &mut self.running[at];
                     // Shares by tokens, which add up to the whole.
-                    let before = pass.flops * counted / tokens.max(1) as u64;
-                    counted += feed.tokens as u64;
+                    let share = |counted: usize| {
+                        (u128::from(pass.flops) * counted as u128 / tokens.max(1) as u128) as u64
+                    };
+                    let before = share(counted);
+                    counted += feed.tokens;
                     if feed.branch.is_none_or(|branch| live.branches[branch].answer().is_empty()) {
-                        live.costs.flops += pass.flops * counted / tokens.max(1) as u64 - before;
+                        live.costs.flops += share(counted) - before;
                     }
                     if let Err(error) = engine.after(live, feed, input, logits) {
                         plan.failed.push((feed.rank, error));
@@ -340,7 +352,7 @@ impl Scheduler {
         }
     }
 
-    /// Runs one pass: a sparse one if a sample asks for it, a decode step, for which there may be a graph, if every input is one token of
+    /// Runs one pass: layer by layer if somebody looks at its queries, a decode step, for which there may be a graph, if every input is one token of
     /// an answer.
     fn compute(
         &mut self,
@@ -350,7 +362,7 @@ impl Scheduler {
         batch: StepBatch<'_>,
         observer: &mut dyn Observer,
     ) -> Result<Forward> {
-        if let Some(result) = self.sparse_pass(engine, ropes, feeds, batch, observer) {
+        if let Some(result) = self.layered_pass(engine, ropes, feeds, batch, observer) {
             return result;
         }
         let answers = |feed: &Feed| {

@@ -4,8 +4,8 @@
 //! of any query with any key of the block from above, and the blocks with the largest bounds are selected, layer by layer. The first
 //! block and the last ones are always among them. (Quest, Tang et al., 2024.)
 
-use kvcore::{LayerRopes, Segment, Selection, SelectionUnit, SequenceInput, StepBatch};
-use kvmodel::{Forward, FreshQueries, Observer};
+use kvcore::{LayerRopes, Segment, Selection, SelectionUnit, SequenceInput};
+use kvmodel::FreshQueries;
 
 use super::plan::Feed;
 use super::{Rank, Scheduler};
@@ -142,9 +142,9 @@ fn chosen(nearness: &[f32], total: usize, pages: usize) -> Vec<u32> {
 }
 
 /// A sample in a pass that attends to a part of what it sees.
-struct Sparse {
+pub(super) struct Sparse {
     /// The number of its input in the batch.
-    entry: usize,
+    pub(super) entry: usize,
     rank: Rank,
     branch: usize,
     setting: SparseDecode,
@@ -153,7 +153,7 @@ struct Sparse {
 
 impl Sparse {
     /// Returns the selection of a layer. Reads the keys of blocks that are new.
-    fn select(
+    pub(super) fn select(
         &mut self,
         (engine, ropes, layer): (&Engine, &LayerRopes, usize),
         input: &SequenceInput,
@@ -230,31 +230,13 @@ fn rows(
 }
 
 impl Scheduler {
-    /// Runs a pass in which some samples attend to a part of what they see. Returns `None` if there are none.
-    pub(super) fn sparse_pass(
+    /// Takes the bounds of all samples that see more blocks than they attend to.
+    pub(super) fn sparse_of(
         &mut self,
         engine: &Engine,
-        ropes: &LayerRopes,
         feeds: &[Feed],
-        batch: StepBatch<'_>,
-        observer: &mut dyn Observer,
-    ) -> Option<Result<Forward>> {
-        let mut sparse = self.sparse_of(engine, feeds, batch.inputs);
-        if sparse.is_empty() {
-            return None;
-        }
-        let logits = std::mem::take(&mut self.logits);
-        let result = engine.run_sparse((ropes, batch), &mut sparse, logits, observer);
-        for Sparse { rank, branch, bounds, .. } in sparse {
-            if let Some(at) = self.place(rank) {
-                self.running[at].branches[branch].pages = Some(bounds);
-            }
-        }
-        Some(result)
-    }
-
-    /// Takes the bounds of all samples that see more blocks than they attend to.
-    fn sparse_of(&mut self, engine: &Engine, feeds: &[Feed], inputs: &[SequenceInput]) -> Vec<Sparse> {
+        inputs: &[SequenceInput],
+    ) -> Vec<Sparse> {
         let block_size = engine.caches.sequences().arena().layout().shape().block_size;
         let mut sparse = Vec::new();
         for (entry, (feed, input)) in feeds.iter().zip(inputs).enumerate() {
@@ -272,37 +254,17 @@ impl Scheduler {
     }
 }
 
-impl Engine {
-    /// Runs a pass layer by layer: asks for the queries, selects, attends.
-    fn run_sparse(
-        &self,
-        (ropes, batch): (&LayerRopes, StepBatch<'_>),
-        sparse: &mut [Sparse],
-        logits: Vec<f32>,
-        observer: &mut dyn Observer,
-    ) -> Result<Forward> {
-        let (device, mut memory) = (self.device(), kvmodel::PassMemory::default());
-        let (inputs, layers) = (batch.inputs, &self.model.config().layers);
-        let row_of = |entry: usize| inputs[..entry].iter().map(|input| input.tokens.len()).sum();
-        let mut pass = self.model.begin(&device, ropes, batch, &mut memory)?;
-        for (layer, of_layer) in layers.iter().enumerate() {
-            // A window leaves few blocks as it is.
-            let wants = |one: &Sparse| layer >= one.setting.dense_layers && of_layer.window.is_none();
-            if sparse.iter().any(wants) {
-                let queries = pass.queries()?;
-                let mut selections = vec![None; inputs.len()];
-                let started = |one: &&mut Sparse| wants(one);
-                for one in sparse.iter_mut().filter(started) {
-                    let (entry, at) = (one.entry, (self, ropes, layer));
-                    selections[entry] = Some(one.select(at, &inputs[entry], &queries, row_of(entry))?);
-                }
-                pass.select(selections)?;
-            }
-            if layer + 1 < layers.len() {
-                pass.run_to(layer + 1, observer)?;
-            }
+impl Sparse {
+    /// Returns whether the sample chooses blocks in a layer. A window leaves few blocks as it is.
+    pub(super) fn wants(&self, layer: usize, windowed: bool) -> bool {
+        layer >= self.setting.dense_layers && !windowed
+    }
+
+    /// Gives the bounds back to their sample.
+    pub(super) fn put_back(self, scheduler: &mut Scheduler) {
+        if let Some(at) = scheduler.place(self.rank) {
+            scheduler.running[at].branches[self.branch].pages = Some(self.bounds);
         }
-        Ok(pass.end_into(logits, observer)?)
     }
 }
 

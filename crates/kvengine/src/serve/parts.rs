@@ -4,15 +4,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvchunk::{AssembledPrompt, Assembler, ChunkedPrompt, Findings, PositionPlan, PositionReindexer};
-use kvcore::{Logits, SequenceInput, SequenceStart, WriteSlots};
+use kvcore::{SequenceInput, SequenceStart, WriteSlots};
 use kvmodel::{Observer, PromptTokens};
 
 use super::live::{Live, Parts};
-use crate::blend::Blend;
+use crate::blend::{Blend, Blended, Blending};
 use crate::engine::Engine;
-use crate::error::Result;
-use crate::generate::{Asked, Context, last_row};
-use crate::inquire::Inquiry;
+use crate::error::{Error, Result};
+use crate::generate::Context;
+use crate::inquire::context_tokens;
 
 impl Engine {
     /// Looks the parts of a request's prompt up and takes blocks for those that are missing. An ordinary prompt has no parts.
@@ -33,7 +33,7 @@ impl Engine {
 
     /// Goes on as far as possible without a pass: looks parts up, stores what was computed, asks again for what others computed, and
     /// chooses what is computed anew. After an error it may be asked again; nothing is lost but time.
-    pub(super) fn advance_parts(&mut self, live: &mut Live, observer: &mut dyn Observer) -> Result<()> {
+    pub(super) fn advance_parts(&mut self, live: &mut Live) -> Result<()> {
         while live.parts.left() == 0 {
             match std::mem::replace(&mut live.parts, Parts::None) {
                 Parts::None if chunked(live).is_some() => self.begin_parts(live)?,
@@ -58,15 +58,24 @@ impl Engine {
                     let since = self.clock.millis();
                     live.parts = Parts::Missing { assembly, reindexer, done: 0, since };
                 }
-                Parts::Computed { mut assembled } => match self.choose_anew(live, &mut assembled, observer) {
-                    Ok(inputs) => live.parts = Parts::Anew { assembled, inputs, done: 0 },
+                Parts::Computed { mut assembled } => match self.choose_anew(live, &mut assembled) {
+                    Ok(next) => live.parts = next.with(assembled),
                     Err(error) => {
                         live.parts = Parts::Computed { assembled };
                         return Err(error);
                     }
                 },
+                Parts::Asking { mut assembled, question, done, sums } => {
+                    match self.choose_asked(live, &mut assembled, &sums) {
+                        Ok(next) => live.parts = next.with(assembled),
+                        Err(error) => {
+                            live.parts = Parts::Asking { assembled, question, done, sums };
+                            return Err(error);
+                        }
+                    }
+                }
                 Parts::Anew { assembled, .. } => {
-                    live.context = context(live, assembled.segments());
+                    live.context = Context::scaled(&live.request.scaling, assembled.segments());
                     live.parts = Parts::Held { _assembled: assembled };
                 }
                 other => {
@@ -87,58 +96,100 @@ impl Engine {
         self.assembler(&live.request, live.keys, reindexer)
     }
 
-    /// Lets the request's strategy choose what is computed anew. Returns the inputs of what it chose, none if a blend has computed them.
-    fn choose_anew(
+    /// Begins what the request's strategy needs to know before it chooses what is computed anew, or lets it choose.
+    fn choose_anew(&mut self, live: &mut Live, assembled: &mut AssembledPrompt) -> Result<Next> {
+        if live.request.recompute.evidence().attention.is_none() {
+            return self.choose_by(live, assembled, Findings::default());
+        }
+        let question = self.question(live, assembled)?;
+        let sums = vec![0.0; context_tokens(&question)];
+        Ok(Next::Asking { question: Box::new([question]), sums })
+    }
+
+    /// Goes on when it is known what the question attends to.
+    fn choose_asked(
         &mut self,
         live: &mut Live,
         assembled: &mut AssembledPrompt,
-        observer: &mut dyn Observer,
-    ) -> Result<Vec<SequenceInput>> {
-        let strategy = Arc::clone(&live.request.recompute);
-        let (evidence, mut found) = (strategy.evidence(), Findings::default());
-        let Some(prompt) = chunked(live).cloned() else { return Ok(Vec::new()) };
-        if let Some(check) = evidence.attention {
-            live.context = context(live, assembled.segments());
-            let question = self.question(live)?;
-            let asked = Inquiry { engine: self, ropes: &live.ropes, question: &question };
-            let started = Instant::now();
-            let scored = asked.scores(assembled, check, observer);
-            self.times.model += started.elapsed();
-            let (scores, spent) = scored?;
-            live.costs.flops += spent;
-            found.attention = Some(scores);
-        }
-        if let Some(check) = evidence.deviations {
-            live.context = context(live, assembled.segments());
-            let question = self.question(live)?;
-            let asked = Asked { request: &live.request, ropes: live.ropes.clone() };
-            let mut blend = Blend::new(self, &asked, &prompt, assembled, question, (check, found))?;
-            let started = Instant::now();
-            let blended = blend.run(observer);
-            self.times.model += started.elapsed();
-            let (tokens, pass) = blended?;
-            live.costs.recomputed_tokens = tokens;
-            live.costs.flops += pass.flops;
-            live.context = context(live, assembled.segments());
-            self.answer_of_blend(live, &last_row(pass)?)?;
-            return Ok(Vec::new());
-        }
-        if evidence.attention.is_some() {
-            self.withdraw_question(live)?;
-        }
-        let selection = strategy.select(assembled.chunks(), &found);
-        if selection.is_empty() {
-            return Ok(Vec::new());
-        }
-        let anew = assembled.copy_on_write(&prompt, &selection, self.pool()?)?;
-        self.copy(&anew.copies)?;
-        live.costs.recomputed_tokens = anew.tokens;
-        Ok(anew.inputs)
+        sums: &[f32],
+    ) -> Result<Next> {
+        let system = assembled.segments().first().map_or(0, |segment| segment.len);
+        let scores = assembled.by_chunk(&sums[system..]);
+        let found = Findings { attention: Some(scores), ..Findings::default() };
+        self.withdraw_question(live)?;
+        self.choose_by(live, assembled, found)
     }
 
-    /// Returns the whole question as an input at the start of the first sample's sequence.
-    fn question(&mut self, live: &mut Live) -> Result<SequenceInput> {
+    /// Begins a blend, or lets the strategy choose what is computed anew.
+    fn choose_by(
+        &mut self,
+        live: &mut Live,
+        assembled: &mut AssembledPrompt,
+        found: Findings,
+    ) -> Result<Next> {
+        let strategy = Arc::clone(&live.request.recompute);
+        if let Some(check) = strategy.evidence().deviations {
+            let question = self.question(live, assembled)?;
+            let blend = Blend::new(&self.blending(live)?, assembled, question, (check, found))?;
+            return Ok(Next::Blending { blend: Box::new(blend) });
+        }
+        let selection = strategy.select(assembled.chunks(), &found);
+        let Some(prompt) = chunked(live).filter(|_| !selection.is_empty()) else {
+            return Ok(Next::Anew { inputs: Vec::new() });
+        };
+        let anew = assembled.copy_on_write(prompt, &selection, self.pool()?)?;
+        self.copy(&anew.copies)?;
+        live.costs.recomputed_tokens = anew.tokens;
+        Ok(Next::Anew { inputs: anew.inputs })
+    }
+
+    fn blending<'a>(&'a self, live: &'a Live) -> Result<Blending<'a>> {
+        let prompt = chunked(live).ok_or(Error::EmptyPrompt)?;
+        let (strategy, scaling) = (live.request.recompute.as_ref(), &live.request.scaling);
+        Ok(Blending { engine: self, ropes: &live.ropes, prompt, strategy, scaling })
+    }
+
+    /// Computes up to `most` rows of a request's blend, if it has one. Returns their number.
+    pub(super) fn blend(
+        &mut self,
+        live: &mut Live,
+        most: usize,
+        observer: &mut dyn Observer,
+    ) -> Result<usize> {
+        let (mut assembled, mut blend) = match std::mem::replace(&mut live.parts, Parts::None) {
+            Parts::Blending { assembled, blend } => (assembled, blend),
+            other => {
+                live.parts = other;
+                return Ok(0);
+            }
+        };
+        let started = Instant::now();
+        let blended =
+            self.blending(live).and_then(|of| blend.advance(&of, &mut assembled, most.max(1), observer));
+        self.times.model += started.elapsed();
+        let Blended { rows, flops, end } = match blended {
+            Ok(blended) => blended,
+            Err(error) => {
+                live.parts = Parts::Blending { assembled, blend };
+                return Err(error);
+            }
+        };
+        live.costs.flops += flops;
+        let Some((tokens, logits)) = end else {
+            live.parts = Parts::Blending { assembled, blend };
+            return Ok(rows);
+        };
+        live.costs.recomputed_tokens = tokens;
+        live.context = Context::scaled(&live.request.scaling, assembled.segments());
+        live.parts = Parts::Held { _assembled: assembled };
+        self.answer_of_blend(live, &logits)?;
+        Ok(rows)
+    }
+
+    /// Returns the whole question as an input at the start of the first sample's sequence, which sees the documents as they are stored.
+    fn question(&mut self, live: &mut Live, assembled: &AssembledPrompt) -> Result<SequenceInput> {
         self.withdraw_question(live)?;
+        live.context = Context::scaled(&live.request.scaling, assembled.segments());
         let branch = &mut live.branches[0];
         let own = self.caches.create(branch.start)?;
         branch.own = Some(own);
@@ -146,8 +197,7 @@ impl Engine {
         let slots = self.caches.grow(own, question.len())?;
         let segment = self.caches.sequences().segment(own)?;
         let none = WriteSlots::default();
-        let mut input =
-            live.context.input(branch.start, 0, &question, none, segment).with_logits(Logits::Last);
+        let mut input = live.context.input(branch.start, 0, &question, none, segment);
         input.set_slots(slots);
         Ok(input)
     }
@@ -171,6 +221,23 @@ impl Engine {
     }
 }
 
+/// The state of a request's documents behind a choice.
+enum Next {
+    Asking { question: Box<[SequenceInput; 1]>, sums: Vec<f32> },
+    Blending { blend: Box<Blend> },
+    Anew { inputs: Vec<SequenceInput> },
+}
+
+impl Next {
+    fn with(self, assembled: Box<AssembledPrompt>) -> Parts {
+        match self {
+            Self::Asking { question, sums } => Parts::Asking { assembled, question, done: 0, sums },
+            Self::Blending { blend } => Parts::Blending { assembled, blend },
+            Self::Anew { inputs } => Parts::Anew { assembled, inputs, done: 0 },
+        }
+    }
+}
+
 impl Live {
     /// Lets the question see the documents, if the `fed` rows of this pass are the last of them. Returns false if something is still to be
     /// computed, chosen or waited for.
@@ -190,7 +257,7 @@ impl Live {
             Parts::Anew { assembled, .. } => assembled.segments(),
             _ => return false,
         };
-        self.context = context(self, segments);
+        self.context = Context::scaled(&self.request.scaling, segments);
         true
     }
 }
@@ -201,9 +268,4 @@ pub(super) fn chunked(live: &Live) -> Option<&ChunkedPrompt> {
         PromptTokens::Chunked(prompt) if !live.request.full_attention => Some(prompt),
         _ => None,
     }
-}
-
-fn context(live: &Live, segments: &Arc<[kvcore::Segment]>) -> Context {
-    let scaling = &live.request.scaling;
-    Context { segments: scaling.apply(segments), groups: scaling.groups() }
 }

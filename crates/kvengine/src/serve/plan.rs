@@ -38,6 +38,8 @@ pub(super) struct Plan {
     /// Memory for those of them that may share their last block.
     shared: Vec<SequenceId>,
     pub(super) failed: Vec<(Rank, Error)>,
+    /// The number of tokens that blends have computed while the rest was planned.
+    pub(super) blended: usize,
 }
 
 impl Plan {
@@ -55,12 +57,15 @@ impl Scheduler {
     /// Plans a step: a token for each answer, then pieces of prompts in the order of service, then new requests.
     pub(super) fn plan(&mut self, engine: &mut Engine, plan: &mut Plan, watch: &mut Watch<'_>) {
         let preempted = self.preemptions;
-        let mut left = self.limits.step_tokens.max(1);
+        let mut left = self.limits.step_tokens;
         let mut ranks = std::mem::take(&mut self.ranks);
         ranks.clear();
         ranks.extend(self.running.iter().map(Live::rank));
+        // Every answer goes on by a token; guesses share what that leaves.
+        let answers = |live: &Live| live.branches.iter().filter(|branch| branch.is_decoding()).count();
+        let mut guesses = left.saturating_sub(self.running.iter().map(answers).sum());
         for &rank in &ranks {
-            left = left.saturating_sub(self.feed_answers(engine, plan, rank));
+            left = left.saturating_sub(self.feed_answers(engine, plan, rank, &mut guesses));
         }
         for &rank in &ranks {
             left -= self.feed_prompt(engine, plan, watch, rank, left).min(left);
@@ -76,14 +81,22 @@ impl Scheduler {
         plan.batch.extend(plan.feeds.iter_mut().filter_map(|feed| feed.input.take()));
     }
 
-    /// Feeds the last token of each answer of a request. Returns their number.
-    fn feed_answers(&mut self, engine: &mut Engine, plan: &mut Plan, rank: Rank) -> usize {
+    /// Feeds the last token of each answer of a request, with guesses behind it as long as there are `guesses` left. Returns the number
+    /// of tokens.
+    fn feed_answers(
+        &mut self,
+        engine: &mut Engine,
+        plan: &mut Plan,
+        rank: Rank,
+        guesses: &mut usize,
+    ) -> usize {
         let Some(at) = self.place(rank) else { return 0 };
         let live = &mut self.running[at];
         let mut fed = 0;
         for branch in 0..live.branches.len() {
             if live.branches[branch].is_decoding() {
-                let guessed = engine.draft(live, branch);
+                let guessed = engine.draft(live, branch, *guesses);
+                *guesses -= guessed;
                 fed += feed_own(engine, plan, live, branch, 1);
                 // The guesses come behind the token that was chosen.
                 if let Some(feed) = plan.feeds.last_mut().filter(|_| guessed > 0) {
@@ -128,8 +141,7 @@ impl Scheduler {
         }
         while let Some(at) = self.place(rank) {
             let live = &mut self.running[at];
-            let fed = engine.advance_parts(live, watch.of(rank)).and_then(|()| feed_parts(live, plan, most));
-            match fed {
+            match feed_parts(engine, live, plan, watch, most) {
                 Ok(fed) => return fed,
                 Err(error) => {
                     if !self.make_room(engine, plan, rank, error) {
@@ -153,8 +165,7 @@ impl Scheduler {
     ) -> usize {
         let Some(live) = self.place(rank).map(|at| &mut self.running[at]) else { return 0 };
         // The others have their slots by now, and nobody gives way any more.
-        let fed = match engine.advance_parts(live, watch.of(rank)).and_then(|()| feed_parts(live, plan, most))
-        {
+        let fed = match feed_parts(engine, live, plan, watch, most) {
             Ok(fed) => fed,
             Err(error) if is_out_of_blocks(&error) => return 0,
             Err(error) => {
@@ -306,6 +317,7 @@ impl Scheduler {
                     if live.branches.iter().all(|branch| branch.swapped.is_none()) {
                         engine.withdraw(&mut live);
                     }
+                    live.refused = Some(engine.caches.available());
                     self.waiting.insert(rank, live);
                     return None;
                 }
@@ -324,6 +336,10 @@ impl Engine {
     fn has_room(&self, live: &Live, most: usize, watermark: usize) -> bool {
         if let Some(cache) = self.cache().as_static() {
             return self.cache().num_sequences() < cache.max_batch();
+        }
+        // Documents are looked up anew only when there is more room than they last found too little.
+        if chunked(live).is_some() && live.refused.is_some_and(|had| self.caches.available() <= had) {
+            return false;
         }
         let first = live.branches.first().map_or(0, |branch| branch.tokens.len().min(most));
         let blocks = first.div_ceil(self.caches.block_size());
@@ -430,8 +446,20 @@ fn feed_own(engine: &mut Engine, plan: &mut Plan, live: &mut Live, branch: usize
     }
 }
 
-/// Feeds up to `most` rows of a request's documents. Returns their number.
-fn feed_parts(live: &Live, plan: &mut Plan, most: usize) -> Result<usize> {
+/// Feeds up to `most` rows of a request's documents, or computes them, which a blend does by itself. Returns their number.
+fn feed_parts(
+    engine: &mut Engine,
+    live: &mut Live,
+    plan: &mut Plan,
+    watch: &mut Watch<'_>,
+    most: usize,
+) -> Result<usize> {
+    engine.advance_parts(live)?;
+    let blended = engine.blend(live, most, watch.of(live.rank()))?;
+    if blended > 0 {
+        plan.blended += blended;
+        return Ok(blended);
+    }
     let (inputs, mut skip) = live.parts.inputs();
     let mut fed = 0;
     for input in inputs {

@@ -85,7 +85,7 @@ impl Engine {
         };
         if matches!(live.parts, Parts::Missing { .. }) {
             // The documents came in the same pass. Their segments are the stored ones from here on.
-            self.advance_parts(live, &mut ())?;
+            self.advance_parts(live)?;
         }
         let it = &mut live.branches[branch];
         if let Some((rows, range)) = logits.clone().filter(|_| !it.draft.is_empty()) {

@@ -43,6 +43,7 @@ impl Engine {
     /// # Errors
     /// Returns the errors of [`generate`](Self::generate) that the request alone can show, and
     /// - [`Error::Samples`] for several samples or beams on a static cache,
+    /// - [`Error::TooManyAnswers`] for more samples or beams than may run at once,
     /// - [`Error::Beams`] for beams that are drawn, or fewer than the answers that are to be given,
     /// - [`Error::Pages`] for a sparse decode that leaves no choice of blocks, of a model whose layers all have windows, or on a grouped
     ///   cache,
@@ -69,8 +70,12 @@ impl Engine {
         if request.width() > 1 && self.cache().as_paged().is_none() {
             return Err(Error::Samples { samples: request.width() });
         }
+        let (asked, most) = (request.width(), self.scheduler.limits().running);
+        if asked > most {
+            return Err(Error::TooManyAnswers { asked, most });
+        }
         let (mut own, end) = self.own_tokens(&request)?;
-        self.check_room(&own)?;
+        self.check_room(own.len(), request.max_new_tokens)?;
         let ropes = self.ropes(&request, end)?;
         let keys = self.keys(&request, &ropes)?;
         let id = RequestId(self.scheduler.next);
@@ -106,6 +111,7 @@ impl Engine {
             beams: None,
             text,
             costs: Costs::default(),
+            refused: None,
         };
         self.scheduler.waiting.insert(live.rank(), live);
         Ok(answer)
@@ -137,17 +143,19 @@ impl Engine {
         }
     }
 
-    /// Checks that a sequence with these tokens and another one fits into each whole pool.
-    fn check_room(&self, tokens: &[u32]) -> Result<()> {
+    /// Checks that a sequence of `prompt` tokens, and one of its answer unless that is never fed, fits into each whole pool.
+    fn check_room(&self, prompt: usize, answer: usize) -> Result<()> {
+        let tokens = prompt + usize::from(answer > 1);
         for (kind, cache) in self.caches.groups() {
-            // Of a longer prompt, what lies behind the window is let go after each piece.
-            let held = match kind {
+            let block_size = cache.kv_pool().block_size();
+            let asked = match kind {
+                // What lies behind the window is let go after each piece.
                 GroupKind::SlidingWindow { window } => {
-                    tokens.len().min(window + self.scheduler.limits().step_tokens)
+                    tokens.min(window + self.scheduler.limits().step_tokens).div_ceil(block_size)
                 }
-                GroupKind::Full | GroupKind::Latent => tokens.len(),
+                GroupKind::Full | GroupKind::Latent => tokens.div_ceil(block_size),
             };
-            let (asked, total) = (held.div_ceil(cache.kv_pool().block_size()), cache.pool().counts().total);
+            let total = cache.pool().counts().total;
             if asked > total {
                 return Err(kvcore::Error::OutOfBlocks { asked, free: total, evictable: 0, total }.into());
             }

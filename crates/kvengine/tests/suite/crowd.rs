@@ -15,6 +15,7 @@ use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
 use crate::common::{folder, load_model};
+use crate::failure;
 
 /// The vocabulary of the model, and the number of its positions.
 pub(crate) const VOCABULARY: u32 = 48;
@@ -146,8 +147,8 @@ pub(crate) fn alone(request: &Request) -> Vec<Generation> {
     reads[0].ends.iter().cloned().map(Option::unwrap).collect()
 }
 
-/// Checks that two answers are equal up to a token whose choice rounding may turn.
-pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) {
+/// Checks that two answers are equal up to a token whose choice rounding may turn. Returns whether that was their end.
+pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) -> bool {
     for (i, logits) in expected.logits.iter().enumerate() {
         let mut sorted = logits.clone();
         sorted.sort_by(|a, b| b.total_cmp(a));
@@ -156,16 +157,14 @@ pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) {
         assert!(apart < ROUNDING, "{what}: logits of token {i} differ by {apart}");
         if sorted[0] - sorted[1] < 2.0 * ROUNDING || got.tokens.get(i) != expected.tokens.get(i) {
             assert!(sorted[0] - sorted[1] < 2.0 * ROUNDING, "{what}: token {i} differs");
-            return;
+            return false;
         }
     }
     assert_eq!((&got.tokens, got.finish), (&expected.tokens, expected.finish), "{what}");
+    true
 }
 
 pub(crate) fn assert_nothing_held(engine: &Engine) {
-    engine.check_invariants().unwrap();
-    assert_eq!(engine.cache().num_sequences(), 0);
-    let counts = engine.cache().as_paged().unwrap().pool().counts();
-    assert_eq!((counts.mutable, counts.shared), (0, 0), "{counts:?}");
+    failure::assert_nothing_held(engine);
     assert!(engine.report().swapped.is_none_or(|counts| counts.free == counts.total), "host memory");
 }

@@ -5,7 +5,9 @@ use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::ManualClock;
-use kvengine::{Engine, EngineConfig, Error, FinishReason, Request, Sampling, Scheduling};
+use kvengine::{
+    AnswerEvent, BeamSearch, Engine, EngineConfig, Error, FinishReason, Request, Sampling, Scheduling,
+};
 use kvmodel::PromptTokens;
 use rstest::rstest;
 
@@ -25,6 +27,9 @@ fn an_answer_of_one_is_that_of_generate() {
     }
 }
 
+/// The number of requests that are cancelled.
+const CANCELLED: usize = 12;
+
 #[rstest]
 #[case(Scheduling::default())]
 #[case(Scheduling { step_tokens: 7, running: 5, watermark: 1 })]
@@ -41,10 +46,11 @@ fn requests_at_once_answer_as_each_alone_in_a_tenth_of_their_memory(#[case] sche
         let mut engine = engine(blocks / 10, scheduling);
         let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
         let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-        // Some are cancelled in the middle.
-        for step in 0..12 {
-            engine.step().unwrap();
-            answers[step * 20].cancel();
+        // Some of all kinds are cancelled in the middle.
+        for step in 0..CANCELLED {
+            assert!(engine.step().unwrap().tokens <= scheduling.step_tokens);
+            engine.check_invariants().unwrap();
+            answers[step * 19].cancel();
         }
         let end = run(&mut engine, &mut answers, &mut reads);
         assert_nothing_held(&engine);
@@ -54,18 +60,23 @@ fn requests_at_once_answer_as_each_alone_in_a_tenth_of_their_memory(#[case] sche
     if scheduling == Scheduling::default() {
         assert!(last.swaps > 0 && last.preemptions > last.swaps, "both ways to give way: {last:?}");
     }
+    let (mut cancelled, mut whole, mut answers) = (0, 0, 0);
     for (i, (read, expected)) in reads.iter().zip(&expected).enumerate() {
-        if i % 20 == 0 && i < 240 && read.error.is_some() {
+        if i % 19 == 0 && i / 19 < CANCELLED && read.error.is_some() {
             assert!(matches!(read.error, Some(Error::Cancelled)), "{:?}", read.error);
+            cancelled += 1;
             continue;
         }
         assert!(read.error.is_none(), "request {i}: {:?}", read.error);
         for (sample, expected) in expected.iter().enumerate() {
             let got = read.ends[sample].as_ref().unwrap();
             assert_eq!(got.tokens, read.tokens[sample], "what was streamed");
-            assert_same(got, expected, &format!("request {i}, sample {sample}"));
+            whole += usize::from(assert_same(got, expected, &format!("request {i}, sample {sample}")));
+            answers += 1;
         }
     }
+    assert!(cancelled > CANCELLED / 2, "{cancelled} were cancelled before they ended");
+    assert!(whole * 10 > answers * 9, "{whole} of {answers} answers were compared to their end");
     let (again, (last_again, steps_again)) = serve();
     assert_eq!((last, steps), (last_again, steps_again), "the same order of events");
     for (a, b) in reads.iter().zip(&again) {
@@ -141,17 +152,101 @@ fn a_client_that_stops_reading_holds_nobody_up() {
 
 #[test]
 fn a_hundred_cancelled_in_the_middle_of_their_prompts_hold_nothing() {
+    // Each comes as the first in the order of service and is in the middle of its prompt when it is dropped.
     let mut engine = engine(400, Scheduling { step_tokens: 5, ..Scheduling::default() });
-    let requests = mixed(100, 3);
-    let mut answers: Vec<_> = requests.iter().map(|r| Some(engine.submit(r.clone()).unwrap())).collect();
-    for at in 0..100 {
-        engine.step().unwrap();
+    let long = mixed(400, 3).into_iter().filter(|request| request.prompt.len() > 12).take(100);
+    let mut in_the_middle = 0;
+    for (i, request) in long.enumerate() {
+        let answer = engine.submit(Request { priority: i as i32 + 2, ..request }).unwrap();
+        let step = engine.step().unwrap();
+        in_the_middle += usize::from(step.running == 1 && step.tokens > 0);
         // Whoever drops an answer wants no more of it.
-        answers[(at * 37) % 100] = None;
+        drop(answer);
         engine.check_invariants().unwrap();
     }
+    assert_eq!(in_the_middle, 100);
     assert!(engine.step().unwrap().is_idle());
     assert_nothing_held(&engine);
+}
+
+/// Guesses, pieces of prompts and pieces of what is computed anew share the tokens of a step with the answers.
+#[test]
+fn no_step_computes_more_than_its_tokens() {
+    for step_tokens in [9, 40] {
+        let mut engine = engine(4096, Scheduling { step_tokens, ..Scheduling::default() });
+        let mut requests = mixed(40, 11);
+        // As many answers as a step has tokens may go on by one token each.
+        requests.retain(|request| request.samples == 1);
+        requests.iter_mut().for_each(|request| request.lookup = 4000);
+        let requests = &requests[..9];
+        let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+        let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+        loop {
+            let step = engine.step().unwrap();
+            assert!(step.tokens <= step_tokens, "{step:?}");
+            answers.iter_mut().zip(&mut reads).for_each(|(answer, read)| read.take(answer));
+            if step.is_idle() {
+                break;
+            }
+        }
+        let drafted: usize = reads.iter().map(|read| read.ends[0].as_ref().unwrap().drafted_tokens).sum();
+        assert!(drafted > 0, "something was guessed");
+        for (i, (read, request)) in reads.iter().zip(requests).enumerate() {
+            assert_same(read.ends[0].as_ref().unwrap(), &alone(request)[0], &format!("request {i}"));
+        }
+        assert_nothing_held(&engine);
+    }
+}
+
+#[test]
+fn limits_without_end_and_answers_without_number_are_taken_or_refused() {
+    let unlimited = Scheduling { step_tokens: usize::MAX, running: usize::MAX, watermark: 0 };
+    let mut engine = engine(512, unlimited);
+    let request = Request { max_new_tokens: 2, ..Request::new(PromptTokens::Plain((3..40).collect())) };
+    for _ in 0..2 {
+        assert_eq!(engine.generate(&request, &mut ()).unwrap().tokens.len(), 2, "the second finds a prefix");
+    }
+    let beams = BeamSearch { width: usize::MAX, ..BeamSearch::default() };
+    for many in [
+        Request { samples: usize::MAX, ..request.clone() },
+        Request { beams: Some(beams), ..request.clone() },
+    ] {
+        let error = engine.submit(many).map(drop).unwrap_err();
+        assert!(matches!(error, Error::TooManyAnswers { asked: usize::MAX, .. }), "{error}");
+    }
+    assert_nothing_held(&engine);
+}
+
+#[test]
+fn every_sample_ends_once_whenever_it_is_declared_complete() {
+    let plain =
+        Request { max_new_tokens: 6, ignore_end: true, ..Request::new(PromptTokens::Plain(vec![7, 9, 11])) };
+    let sampled = Request {
+        samples: 3,
+        sampling: Sampling { temperature: 1.0, ..Sampling::default() },
+        ..plain.clone()
+    };
+    let beams = Request { samples: 2, beams: Some(BeamSearch::default()), ..plain.clone() };
+    let nothing = Request { max_new_tokens: 0, ..beams.clone() };
+    for request in [plain, sampled, beams, nothing] {
+        for before in 0..3 {
+            let mut engine = roomy();
+            let mut answer = engine.submit(request.clone()).unwrap();
+            for _ in 0..before {
+                engine.step().unwrap();
+            }
+            answer.complete(0);
+            while !engine.step().unwrap().is_idle() {}
+            let mut ends = vec![0; request.samples];
+            while let Some(event) = answer.try_next() {
+                if let AnswerEvent::End { sample, .. } = event.unwrap() {
+                    ends[sample] += 1;
+                }
+            }
+            assert_eq!(ends, vec![1; request.samples], "{} beams, {before} steps", request.beams.is_some());
+            assert_nothing_held(&engine);
+        }
+    }
 }
 
 #[test]

@@ -13,7 +13,7 @@ fn requests_at_once_on_a_gpu_answer_as_each_alone_on_the_host() {
     };
     let requests = mixed(32, 7);
     let scheduling = Scheduling { step_tokens: 64, ..Scheduling::default() };
-    let mut engine = engine_on(backend, 80, scheduling, 1 << 20);
+    let mut engine = engine_on(backend, 64, scheduling, 1 << 20);
     let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
     let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
     engine.step().unwrap();

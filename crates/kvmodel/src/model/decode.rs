@@ -115,7 +115,8 @@ impl Model {
         let mut record = || -> kvcore::Result<Activation> {
             let mut step = || {
                 border.follow(device.stream)?;
-                let mut pass = Pass::new(self, device, ropes, rows, border)?;
+                let x = self.dense.embed(self.embedding.as_ref(), rows.tokens())?;
+                let mut pass = Pass::new(self, device, ropes, rows, border, x)?;
                 pass.run_all(&mut ())?;
                 let logits = pass.head()?;
                 border.precede(device.stream)?;

@@ -26,7 +26,7 @@ mod rows;
 pub use decode::DecodeMemory;
 pub use groups::LayerGroup;
 pub use logits::LogitRows;
-pub use pass::{Forward, FreshKv, FreshQueries, Narrowed, Pass, PassMemory};
+pub use pass::{Forward, FreshKv, FreshQueries, KeptRows, Narrowed, Pass, PassMemory};
 
 /// A decoder-only transformer.
 #[derive(Debug)]

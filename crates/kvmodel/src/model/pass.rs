@@ -44,6 +44,17 @@ pub struct FreshQueries {
     pub latent: Option<Vec<f32>>,
 }
 
+/// The rows of a pass that stopped in the middle, of which some may go on later.
+#[derive(Debug)]
+pub struct KeptRows {
+    /// The residual stream, `[rows, hidden_size]`.
+    x: Activation,
+    /// The next layer.
+    layer: usize,
+    /// The projections of that layer, if they are made.
+    projected: Option<Projected>,
+}
+
 /// The rows of a batch that go on in the middle of a pass.
 #[derive(Debug)]
 pub struct Narrowed {
@@ -67,7 +78,7 @@ pub struct PassMemory {
 /// it in parts:
 ///
 /// ```text
-/// begin ─► run_to(layer) ─► fresh ─► narrow ─► end
+/// begin ─► run_to(layer) ─► fresh ─► keep        resume ─► end
 /// ```
 ///
 /// One that chooses what rows attend to runs it layer by layer: [`queries`](Self::queries), [`select`](Self::select), `run_to`.
@@ -131,7 +142,43 @@ impl Model {
         check_vocabulary(batch.inputs, self.config.vocab_size)?;
         memory.rows.fill(batch)?;
         let (rows, border) = memory.ready(self, device)?;
-        Pass::new(self, device, ropes, rows, border)
+        let x = self.dense.embed(self.embedding.as_ref(), rows.tokens())?;
+        Pass::new(self, device, ropes, rows, border, x)
+    }
+
+    /// Goes on with some rows of a pass that stopped in the middle. Their sequences may have other slots and other segments from here
+    /// on.
+    ///
+    /// # Errors
+    /// - Returns [`kvcore::Error::OutOfRange`] for a row that the pass did not have.
+    /// - Returns [`kvcore::Error::Mismatch`] if there is no row, or not one token for each row.
+    /// - Returns the errors of [`begin`](Self::begin).
+    pub fn resume<'a>(
+        &'a self,
+        device: &'a ComputeDevice<'a>,
+        ropes: &'a LayerRopes,
+        kept: &KeptRows,
+        narrowed: Narrowed,
+        memory: &'a mut PassMemory,
+    ) -> Result<Pass<'a>> {
+        let (expected, got) = (narrowed.rows.len(), narrowed.batch.iter().map(|s| s.tokens.len()).sum());
+        if expected != got || expected == 0 {
+            let what = "tokens of the rows that go on, one for each";
+            return Err(kvcore::Error::Mismatch { what, expected, got }.into());
+        }
+        let before = kept.x.rows();
+        if let Some(&row) = narrowed.rows.iter().find(|&&row| row as usize >= before) {
+            let (what, value, limit) = ("row that goes on", i128::from(row), before as i128);
+            return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
+        }
+        check_vocabulary(&narrowed.batch, self.config.vocab_size)?;
+        memory.rows.fill(&narrowed.batch)?;
+        let (rows, border) = memory.ready(self, device)?;
+        let (dense, index) = (self.dense.as_ref(), self.dense.index(narrowed.rows)?);
+        let x = dense.select(&kept.x, &index)?;
+        let projected =
+            kept.projected.as_ref().map(|projected| projected.select(dense, &index)).transpose()?;
+        Ok(Pass { layer: kept.layer, projected, ..Pass::new(self, device, ropes, rows, border, x)? })
     }
 }
 
@@ -167,6 +214,7 @@ impl<'a> Pass<'a> {
         ropes: &'a LayerRopes,
         rows: &'a mut BatchRows,
         border: &'a mut dyn Border,
+        x: Activation,
     ) -> Result<Self> {
         let (expected, got) = (model.layers.len(), ropes.layers().len());
         if expected != got {
@@ -174,7 +222,6 @@ impl<'a> Pass<'a> {
             return Err(kvcore::Error::Mismatch { what, expected, got }.into());
         }
         same_groups(device, rows)?;
-        let x = model.dense.embed(model.embedding.as_ref(), rows.tokens())?;
         Ok(Self {
             model,
             device,
@@ -245,32 +292,10 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Goes on with some rows of the batch. Their sequences may have other slots and other segments from here
-    /// on.
-    ///
-    /// # Errors
-    /// - Returns [`kvcore::Error::OutOfRange`] for a row that the batch does not have.
-    /// - Returns [`kvcore::Error::Mismatch`] if there is no row, or not one token for each row.
-    pub fn narrow(&mut self, narrowed: Narrowed) -> Result<()> {
-        let before = self.rows.len();
-        let (expected, got) = (narrowed.rows.len(), narrowed.batch.iter().map(|s| s.tokens.len()).sum());
-        if expected != got || expected == 0 {
-            let what = "tokens of the rows that go on, one for each";
-            return Err(kvcore::Error::Mismatch { what, expected, got }.into());
-        }
-        if let Some(&row) = narrowed.rows.iter().find(|&&row| row as usize >= before) {
-            let (what, value, limit) = ("row that goes on", i128::from(row), before as i128);
-            return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
-        }
-        check_vocabulary(&narrowed.batch, self.model.config.vocab_size)?;
-        self.rows.fill(&narrowed.batch)?;
-        same_groups(self.device, self.rows)?;
-        let dense = self.model.dense.as_ref();
-        let index = dense.index(narrowed.rows)?;
-        self.x = dense.select(&self.x, &index)?;
-        self.projected =
-            self.projected.take().map(|projected| projected.select(dense, &index)).transpose()?;
-        Ok(())
+    /// Stops here. Returns the rows as they would go into the next layer, and the operations so far.
+    pub fn keep(self) -> (KeptRows, u64) {
+        self.rows.release();
+        (KeptRows { x: self.x, layer: self.layer, projected: self.projected }, self.flops)
     }
 
     /// Runs the remaining layers and the head.
