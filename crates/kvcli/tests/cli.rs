@@ -464,6 +464,12 @@ fn bench_serve_plays_arrivals_drawn_or_from_a_file() {
     assert!(number("answer_tokens_per_second") > 0.0 && report["ttft"]["p95"].as_f64().unwrap() > 0.0);
     assert!(std::fs::read_to_string(&plot).unwrap().contains("time to first token"));
 
+    // Every prompt finds the two whole blocks that are kept.
+    let kept = ["bench", "serve", "--json", "--shared-prefix", "40", "--pin", "--kv-memory", "1"];
+    let report = run_json(&[&kept[..], &small].concat());
+    assert!(report["cached_tokens"].as_u64().unwrap() >= 12 * 32, "{report}");
+    fails(&["bench", "serve", "--pin"], 2, "--shared-prefix");
+
     let trace = path("trace.jsonl");
     let line = |at: f64| format!("{{\"at\": {at}, \"prompt_tokens\": 9, \"answer_tokens\": 4}}\n");
     std::fs::write(&trace, line(0.01) + &line(0.0) + "\n" + &line(0.0)).unwrap();

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use kvchunk::{ArenaSleep, ChunkBlockPool, ChunkCacheManager, ChunkCacheMetrics, SleepStore, SleepUsage};
 use kvcore::{
-    Backend, BlockOrder, BlockPool, CacheKind, GroupKind, GroupedKvCache, KvArena, KvLayout, MemoryKind,
-    PagedCacheConfig, PagedKvCache, PoolCounts, RankInfo, ReservedArena, StaticCacheConfig, StaticKvCache,
-    Stream, SystemClock,
+    Backend, BlockOrder, BlockPool, CacheKind, Clock, GroupKind, GroupedKvCache, KvArena, KvLayout,
+    MemoryKind, PagedCacheConfig, PagedKvCache, PoolCounts, RankInfo, ReservedArena, StaticCacheConfig,
+    StaticKvCache, Stream,
 };
 use kvmodel::Model;
 use serde::Serialize;
@@ -75,10 +75,11 @@ impl Caches {
         backend: &Arc<dyn Backend>,
         stream: &Arc<dyn Stream>,
         config: &EngineConfig,
+        clock: &Arc<dyn Clock>,
     ) -> Result<Self> {
         config.chunks.check()?;
         match config.cache {
-            CacheKind::Paged => Self::paged(model, backend, stream, config),
+            CacheKind::Paged => Self::paged(model, backend, stream, config, clock),
             CacheKind::Static | CacheKind::Grouped if config.chunk_sleep.is_some() => {
                 Err(Error::NoChunks("let none sleep, or take a paged cache"))
             }
@@ -88,7 +89,7 @@ impl Caches {
             CacheKind::Grouped if config.enable_sleep_mode => {
                 Err(Error::NoSleepMode("a grouped cache has several arenas; take a paged one"))
             }
-            CacheKind::Grouped => Ok(Self::Grouped(grouped(model, backend.as_ref(), config)?)),
+            CacheKind::Grouped => Ok(Self::Grouped(grouped(model, backend.as_ref(), config, clock)?)),
             CacheKind::Static => Self::fixed(model, backend.as_ref(), config),
         }
     }
@@ -99,6 +100,7 @@ impl Caches {
         backend: &Arc<dyn Backend>,
         stream: &Arc<dyn Stream>,
         config: &EngineConfig,
+        clock: &Arc<dyn Clock>,
     ) -> Result<Self> {
         let (extents, rank) = (model.kv_extents(config.kv_format), RankInfo::default());
         let block_bytes = KvLayout::new(extents.shape(&rank, 1, config.block_size)?)?.block_bytes();
@@ -131,17 +133,17 @@ impl Caches {
         };
         let sleep = config.chunk_sleep.map(place).transpose()?;
         let watermark = config.scheduling.watermark.min(for_main.len() - 1);
-        let mut of_main = paged.pool().policy(config.cache_policy).watermark(watermark);
+        let mut of_main =
+            paged.pool().policy(config.cache_policy).watermark(watermark).clock(Arc::clone(clock));
         if let Some(ttl) = config.cache_ttl {
             of_main = of_main.ttl(ttl);
         }
         let main = BlockPool::with_config(for_main, of_main)?;
         let main = PagedKvCache::new(arena, main)?;
-        let of_chunks = BlockPool::with_config(for_chunks, paged.pool())?;
+        let of_chunks = BlockPool::with_config(for_chunks, paged.pool().clock(Arc::clone(clock)))?;
         let pool = ChunkBlockPool::over(of_chunks, config.block_size)?;
         let store = sleep.clone().map(|sleep| sleep as Arc<dyn SleepStore>);
-        let clock = Arc::new(SystemClock::default());
-        let chunks = ChunkCacheManager::build(config.chunks.clone(), pool, store, clock)?;
+        let chunks = ChunkCacheManager::build(config.chunks.clone(), pool, store, Arc::clone(clock))?;
         Ok(Self::Paged { main, kind: kind_of(model), chunks, sleep, mode })
     }
 

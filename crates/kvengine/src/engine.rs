@@ -62,11 +62,26 @@ impl Engine {
         tokenizer: &[u8],
         config: &EngineConfig,
     ) -> Result<Self> {
+        Self::with_clock(model, backend, tokenizer, config, Arc::new(SystemClock::default()))
+    }
+
+    /// Creates an engine as [`new`](Self::new) does, with another clock for time limits, waits and whatever expires: for tests and
+    /// simulations.
+    ///
+    /// # Errors
+    /// Returns the errors of [`new`](Self::new).
+    pub fn with_clock(
+        model: Model,
+        backend: Arc<dyn Backend>,
+        tokenizer: &[u8],
+        config: &EngineConfig,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
         let stream = backend.stream()?;
         // Before the caches take their memory.
         let device = (backend.as_ref(), stream.as_ref());
         let scales = calibrate(&model, device, (config.kv_format, config.keys))?;
-        let caches = Caches::new(&model, &backend, &stream, config)?;
+        let caches = Caches::new(&model, &backend, &stream, config, &clock)?;
         if let Some(scales) = &scales {
             scales.set(&model, caches.arenas(), stream.as_ref())?;
         }
@@ -86,7 +101,7 @@ impl Engine {
             pass_memory: PassMemory::default(),
             replicas: None,
             scheduler: Scheduler::new(config.scheduling),
-            clock: Arc::new(SystemClock::default()),
+            clock,
             times: StepTimes::default(),
             swap: SwapSpace::new(config.swap_memory),
         })
@@ -208,11 +223,6 @@ impl Engine {
             arena: self.caches.sequences().arena().clone(),
             keys: self.keys,
         }
-    }
-
-    /// Sets the clock of time limits, for tests and simulations.
-    pub fn set_clock(&mut self, clock: Arc<dyn Clock>) {
-        self.clock = clock;
     }
 
     /// Returns the numbers of decode steps that graphs could serve, by the way in which they ran. All are 0 where the

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvcore::{
-    Backend, BlockOrder, BlockPool, GroupKind, GroupedKvCache, KvArena, KvLayout, KvShape, MemoryKind,
+    Backend, BlockOrder, BlockPool, Clock, GroupKind, GroupedKvCache, KvArena, KvLayout, KvShape, MemoryKind,
     PagedKvCache, PoolConfig, RankInfo, Stream,
 };
 use kvmodel::{LayerGroup, Model};
@@ -41,7 +41,12 @@ impl Part {
 }
 
 /// Creates the cache of a model's groups within the budget, with pools of the given settings.
-pub(crate) fn grouped(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<GroupedKvCache> {
+pub(crate) fn grouped(
+    model: &Model,
+    backend: &dyn Backend,
+    config: &EngineConfig,
+    clock: &Arc<dyn Clock>,
+) -> Result<GroupedKvCache> {
     let parts = model.groups().iter().map(|group| Part::new(model, group, config));
     let parts = parts.collect::<Result<Vec<_>>>()?;
     let (longest, step) = (model.config().max_positions, config.scheduling.step_tokens);
@@ -55,7 +60,8 @@ pub(crate) fn grouped(model: &Model, backend: &dyn Backend, config: &EngineConfi
         let layout = Arc::new(KvLayout::new(KvShape { num_blocks, ..shape })?);
         let arena = KvArena::allocate(backend, MemoryKind::Device, layout)?;
         let watermark = config.scheduling.watermark.min(num_blocks - 1);
-        let of_pool = PoolConfig::default().policy(config.cache_policy).watermark(watermark);
+        let of_pool =
+            PoolConfig::default().policy(config.cache_policy).watermark(watermark).clock(Arc::clone(clock));
         let of_pool = config.cache_ttl.map_or(of_pool.clone(), |ttl| of_pool.ttl(ttl));
         let pool = BlockPool::with_config(0..num_blocks as u32, of_pool)?;
         Ok((kind, PagedKvCache::new(arena, pool)?))

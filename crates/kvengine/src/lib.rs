@@ -30,6 +30,7 @@ mod generate;
 mod grouped;
 mod inquire;
 mod logprobs;
+mod pinned;
 mod request;
 mod sample;
 mod seen;
@@ -46,6 +47,7 @@ pub use config::{
 pub use engine::Engine;
 pub use error::{Error, Result};
 pub use logprobs::TokenLogprobs;
+pub use pinned::PinnedPrompt;
 pub use request::{FinishReason, Generation, Request};
 pub use sample::{Sampler, Sampling};
 pub use serve::{Answer, AnswerEvent, BeamSearch, PreemptionCosts, RequestId, SparseDecode, Step, StepTimes};

@@ -25,6 +25,6 @@ pub use eval::{
     evaluate,
 };
 pub use workload::{
-    Arrival, ArrivalTimes, Popularity, RagReport, RagWorkload, Times, Traffic, TrafficReport, TtftRow,
-    TtftTarget, play, serve, ttft_rows,
+    Arrival, ArrivalTimes, Popularity, RagReport, RagWorkload, SharedPrefix, Times, Traffic, TrafficReport,
+    TtftRow, TtftTarget, play, serve, ttft_rows,
 };

@@ -1,9 +1,10 @@
 //! Attention over segments, one row and one head at a time.
 
+use std::num::NonZero;
 use std::ops::Range;
+use std::panic::resume_unwind;
 
-use kvcore::{Attend, AttendMla, AttendRows, KeyForm, Result, Segment, TensorView};
-use rayon::prelude::*;
+use kvcore::{Attend, AttendMla, AttendRows, Error, KeyForm, Result, Segment, TensorView};
 
 use super::Rotator;
 use crate::element::{Element, dispatch};
@@ -19,6 +20,9 @@ pub(crate) fn attend_mla(op: &AttendMla) -> Result<()> {
     let results = attend_rows(&op.attend, Some(&op.q_latent))?;
     store(&op.attend, &results)
 }
+
+/// The least number of rows that are worth a thread.
+const ROWS_PER_THREAD: usize = 8;
 
 /// The output and the log-sum-exp of one row and head.
 struct RowResult {
@@ -47,8 +51,21 @@ fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResu
     };
     let rows: Vec<(usize, &AttendRows)> =
         op.work.batch().iter().flat_map(|entry| entry.rows.clone().map(move |row| (row, entry))).collect();
-    let nested: Vec<Vec<RowResult>> =
-        rows.par_iter().map(|&(row, entry)| inputs.one_row(row, entry)).collect::<Result<_>>()?;
+    let part = |rows: &[(usize, &AttendRows)]| -> Result<Vec<Vec<RowResult>>> {
+        rows.iter().map(|&(row, entry)| inputs.one_row(row, entry)).collect()
+    };
+    // Threads of the call alone, which end with it.
+    let threads = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let nested: Vec<Vec<RowResult>> = if rows.len() < ROWS_PER_THREAD * 2 || threads == 1 {
+        part(&rows)?
+    } else {
+        let each = rows.len().div_ceil(threads).max(ROWS_PER_THREAD);
+        std::thread::scope(|scope| {
+            let parts: Vec<_> = rows.chunks(each).map(|rows| scope.spawn(move || part(rows))).collect();
+            let parts = parts.into_iter().map(|part| part.join().unwrap_or_else(|e| resume_unwind(e)));
+            Ok::<_, Error>(parts.collect::<Result<Vec<_>>>()?.into_iter().flatten().collect())
+        })?
+    };
     Ok(nested.into_iter().flatten().collect())
 }
 

@@ -166,6 +166,14 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub(crate) answer_tokens: usize,
 
+    /// Tokens that all prompts begin with, on top of their own, as instructions do.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub(crate) shared_prefix: usize,
+
+    /// Compute the shared prefix first and keep it, whoever needs memory.
+    #[arg(long, requires = "shared_prefix")]
+    pub(crate) pin: bool,
+
     /// Answers that run at once, at most.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]
     pub(crate) running: usize,

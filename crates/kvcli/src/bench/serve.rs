@@ -4,7 +4,7 @@ use std::io::Write;
 use std::path::Path;
 
 use kvengine::{Engine, EngineConfig, Scheduling};
-use kvlab::{Arrival, Times, Traffic, TrafficReport, play};
+use kvlab::{Arrival, SharedPrefix, Times, Traffic, TrafficReport, play};
 
 use super::open;
 use crate::args::ServeArgs;
@@ -32,7 +32,8 @@ pub(super) fn serve(args: &ServeArgs) -> Result<()> {
         bar.set_length(total as u64);
         bar.set_position(done as u64);
     };
-    let report = play(&mut engine, &trace, args.seed, &mut progress)?;
+    let shared = SharedPrefix { tokens: args.shared_prefix, pinned: args.pin };
+    let report = play(&mut engine, &trace, shared, args.seed, &mut progress)?;
     bar.finish_and_clear();
     let out = &mut std::io::stdout().lock();
     if args.json {
@@ -84,6 +85,7 @@ fn show(out: &mut impl Write, report: &TrafficReport) -> Result<()> {
     let mut rows = vec![
         ("requests", report.requests.to_string()),
         ("tokens of prompts / answers", format!("{} / {}", report.prompt_tokens, report.answer_tokens)),
+        ("of prompts, found in the cache", report.cached_tokens.to_string()),
         ("time", format!("{:.2} s", report.seconds)),
     ];
     if let Some(cpu) = report.cpu_seconds {

@@ -5,12 +5,12 @@ use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute};
-use kvcore::Backend;
+use kvcore::{Backend, ManualClock};
 use kvengine::{
     Answer, AnswerEvent, DEFAULT_SWAP_MEMORY, Engine, EngineConfig, Error, Generation, PreemptionCosts,
     Request, Sampling, Scheduling, Step,
 };
-use kvmodel::PromptTokens;
+use kvmodel::{Model, PromptTokens};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -35,6 +35,29 @@ pub(crate) fn engine_on(
     scheduling: Scheduling,
     swap_memory: usize,
 ) -> Engine {
+    engine_with(backend, blocks, scheduling, swap_memory, &ManualClock::default())
+}
+
+/// Returns such an engine whose time only its test moves.
+pub(crate) fn engine_with(
+    backend: Arc<dyn Backend>,
+    blocks: usize,
+    scheduling: Scheduling,
+    swap_memory: usize,
+    clock: &ManualClock,
+) -> Engine {
+    engine_of(load_model(MODEL), backend, blocks, scheduling, swap_memory, clock)
+}
+
+/// Returns such an engine for a model of the same extents.
+pub(crate) fn engine_of(
+    model: Model,
+    backend: Arc<dyn Backend>,
+    blocks: usize,
+    scheduling: Scheduling,
+    swap_memory: usize,
+    clock: &ManualClock,
+) -> Engine {
     let chunks = ChunkCacheConfig { memory_share: 0.25, ..ChunkCacheConfig::default() };
     let mut config =
         EngineConfig { block_size: 4, chunks, scheduling, swap_memory, ..EngineConfig::default() };
@@ -44,7 +67,8 @@ pub(crate) fn engine_on(
     let bytes = probe.cache().arena().layout().shape();
     let per_block = (1 << 20) / bytes.num_blocks;
     config.kv_memory = Some(per_block * blocks);
-    let mut engine = Engine::new(load_model(MODEL), backend, b"t", &config).unwrap();
+    let clock = Arc::new(clock.clone());
+    let mut engine = Engine::with_clock(model, backend, b"t", &config, clock).unwrap();
     engine.set_preemption_costs(SWAP_LONG);
     engine
 }

@@ -8,14 +8,15 @@ use kvbackend_ascend::{AscendBackend, AscendOptions};
 use kvbackend_cpu::CpuBackend;
 use kvbackend_cuda::{CudaBackend, CudaOptions};
 use kvchunk::{ContextScaling, LocalReplica, Recompute, ReuseCell};
-use kvcore::{Backend, GraphCounts, KeyForm, KvFormat};
-use kvengine::{Engine, EngineConfig, Request};
+use kvcore::{Backend, GraphCounts, KeyForm, KvFormat, ManualClock};
+use kvengine::{Engine, EngineConfig, Request, Scheduling};
 use kvmodel::dense::{AscendDense, CudaDense, Dense};
 use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
 use rstest::rstest;
 
 use crate::batch::Batch;
 use crate::common::{Golden, distance, folder, load_model};
+use crate::crowd::{MODEL, Read, alone, assert_nothing_held, assert_same, engine_of, mixed, run};
 use crate::views::answer;
 
 /// The kind of a device.
@@ -105,6 +106,37 @@ fn models_on_the_device_answer_as_on_the_host(
         let logits: usize = got.iter().flat_map(|g| &g.logits).map(|logits| 4 * logits.len()).sum();
         assert_eq!(crossed.host_read_bytes as usize, logits, "only logits come down");
     }
+}
+
+/// Requests at once on a device: with their caches there, and with the whole model.
+#[rstest]
+fn requests_at_once_on_the_device_answer_as_each_alone_on_the_host(
+    #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
+    #[values(false, true)] whole: bool,
+) {
+    let Some((backend, dense)) = opened(kind, 0) else { return };
+    let model = if whole { on_device(MODEL, dense) } else { load_model(MODEL) };
+    let requests: Vec<Request> = mixed(16, 7)
+        .into_iter()
+        .map(|request| Request { ignore_end: true, max_new_tokens: request.max_new_tokens.min(6), ..request })
+        .collect();
+    let scheduling = Scheduling { step_tokens: 48, ..Scheduling::default() };
+    let mut engine = engine_of(model, backend, 44, scheduling, 1 << 20, &ManualClock::default());
+    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    engine.step().unwrap();
+    answers[9].cancel();
+    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    assert!(last.preemptions > 0, "{last:?}");
+    for (i, (read, request)) in reads.iter().zip(&requests).enumerate().filter(|(i, _)| *i != 9) {
+        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
+        for (sample, expected) in alone(request).iter().enumerate() {
+            let got = read.ends[sample].as_ref().unwrap();
+            assert_same(got, expected, &format!("request {i}, sample {sample}"));
+        }
+    }
+    assert!(reads[9].error.is_some());
+    assert_nothing_held(&engine);
 }
 
 /// Returns the bits of all logits of three requests to one engine with at most `graphs` graphs, and how steps ran.

@@ -52,3 +52,25 @@ fn what_has_expired_is_computed_again() {
         engine.check_invariants().unwrap();
     }
 }
+
+#[test]
+fn a_pinned_prompt_outlives_later_ones_until_its_claim_is_dropped() {
+    for policy in [PolicyKind::Lru, PolicyKind::Priority] {
+        let mut engine = engine(policy, None);
+        let prompt = PromptTokens::Plain((0..17).map(|i| 3 + (1 + i) % 40).collect());
+        assert_eq!(engine.pin(&Request::new(prompt.clone())).unwrap().tokens(), 0, "nothing is cached");
+        ask(&mut engine, 1, None);
+        let pinned = engine.pin(&Request::new(prompt)).unwrap();
+        for other in 2..6 {
+            ask(&mut engine, other, None);
+        }
+        assert_eq!((pinned.tokens(), ask(&mut engine, 1, None)), (16, 16), "{policy:?}");
+        engine.check_invariants().unwrap();
+        drop(pinned);
+        for other in 2..6 {
+            ask(&mut engine, other, None);
+        }
+        assert_eq!(ask(&mut engine, 1, None), 0, "{policy:?}");
+        engine.check_invariants().unwrap();
+    }
+}

@@ -1,6 +1,5 @@
 //! Many requests at once: each is answered as if it were alone, whatever the others do, and nothing stays held.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
@@ -13,7 +12,8 @@ use rstest::rstest;
 
 use crate::common::load_model;
 use crate::crowd::{
-    Read, VOCABULARY, alone, assert_nothing_held, assert_same, engine, engine_on, mixed, roomy, run,
+    Read, VOCABULARY, alone, assert_nothing_held, assert_same, engine, engine_on, engine_with, mixed, roomy,
+    run,
 };
 
 #[test]
@@ -252,8 +252,7 @@ fn every_sample_ends_once_whenever_it_is_declared_complete() {
 #[test]
 fn time_ends_a_request_and_a_text_that_is_complete_ends_its_sample() {
     let clock = ManualClock::default();
-    let mut engine = roomy();
-    engine.set_clock(Arc::new(clock.clone()));
+    let mut engine = engine_with(CpuBackend::new(), 4096, Scheduling::default(), 0, &clock);
     let limit = Duration::from_millis(30);
     let plain = PromptTokens::Plain(vec![7, 9, 11]);
     let request = Request { max_new_tokens: 50, ..Request::new(plain) };

@@ -14,7 +14,7 @@ mod traffic;
 mod ttft;
 
 pub use serve::{ArrivalTimes, RagReport, Times, serve};
-pub use traffic::{Arrival, Traffic, TrafficReport, play};
+pub use traffic::{Arrival, SharedPrefix, Traffic, TrafficReport, play};
 pub use ttft::{TtftRow, TtftTarget, ttft_rows};
 
 /// The way in which a request's documents are chosen.

@@ -81,6 +81,15 @@ impl Traffic {
     }
 }
 
+/// Tokens that all prompts of a trace begin with, as instructions do. They come on top of each prompt's own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct SharedPrefix {
+    /// Their number.
+    pub tokens: usize,
+    /// Whether they are computed before the first request and kept, whoever needs blocks.
+    pub pinned: bool,
+}
+
 /// The times and counts of a trace that an engine has answered.
 #[derive(Debug, Clone, Serialize)]
 pub struct TrafficReport {
@@ -88,6 +97,8 @@ pub struct TrafficReport {
     pub requests: usize,
     /// The tokens of all prompts.
     pub prompt_tokens: usize,
+    /// The tokens of prompts whose keys and values were found in the cache.
+    pub cached_tokens: usize,
     /// The tokens of all answers.
     pub answer_tokens: usize,
     /// Seconds from the first moment to the last token.
@@ -133,13 +144,22 @@ struct Asked {
 pub fn play(
     engine: &mut Engine,
     trace: &[Arrival],
+    shared: SharedPrefix,
     seed: u64,
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<TrafficReport> {
     let vocabulary = engine.model().config().vocab_size as u32;
     let mut rng = StdRng::seed_from_u64(seed);
+    let prefix: Vec<u32> = (0..shared.tokens).map(|_| rng.random_range(0..vocabulary)).collect();
+    let pinned = (shared.pinned && shared.tokens > 0).then(|| {
+        let alone = Request { max_new_tokens: 1, ..Request::new(PromptTokens::Plain(prefix.clone())) };
+        engine.generate(&alone, &mut ())?;
+        engine.pin(&alone)
+    });
+    let _pinned = pinned.transpose()?;
     let mut requests = trace.iter().map(|arrival| {
-        let prompt = (0..arrival.prompt_tokens).map(|_| rng.random_range(0..vocabulary)).collect();
+        let own = (0..arrival.prompt_tokens).map(|_| rng.random_range(0..vocabulary));
+        let prompt = prefix.iter().copied().chain(own).collect();
         let max_new_tokens = arrival.answer_tokens;
         Request { max_new_tokens, ignore_end: true, ..Request::new(PromptTokens::Plain(prompt)) }
     });
@@ -147,7 +167,7 @@ pub fn play(
     let mut asked: Vec<Asked> = Vec::with_capacity(trace.len());
     let mut ttft = vec![Duration::ZERO; trace.len()];
     let (mut between, mut whole) = (Vec::new(), Vec::new());
-    let (mut steps, mut computed, mut answer_tokens) = (0, 0, 0);
+    let (mut steps, mut computed, mut answer_tokens, mut cached_tokens) = (0, 0, 0, 0);
     let mut last = Step::default();
     while whole.len() < trace.len() {
         let now = started.elapsed();
@@ -178,7 +198,8 @@ pub fn play(
                             None => *ttft = now.saturating_sub(request.at),
                         }
                     }
-                    AnswerEvent::End { .. } => {
+                    AnswerEvent::End { generation, .. } => {
+                        cached_tokens += generation.cached_tokens;
                         whole.push(now.saturating_sub(request.at));
                         progress(whole.len(), trace.len());
                     }
@@ -191,10 +212,11 @@ pub fn play(
     let spent = |of: fn(&StepTimes) -> Duration| of(&after).saturating_sub(of(&before)).as_secs_f64();
     let (own, model) = (spent(|times| times.engine), spent(|times| times.model));
     let engine_share = own / (own + model).max(f64::MIN_POSITIVE);
-    let prompt_tokens = trace.iter().map(|arrival| arrival.prompt_tokens).sum::<usize>();
+    let prompt_tokens = trace.iter().map(|arrival| shared.tokens + arrival.prompt_tokens).sum::<usize>();
     Ok(TrafficReport {
         requests: trace.len(),
         prompt_tokens,
+        cached_tokens,
         answer_tokens,
         seconds,
         cpu_seconds: cpu.zip(cpu_seconds()).map(|(before, after)| after - before),
