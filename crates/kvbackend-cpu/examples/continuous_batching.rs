@@ -129,16 +129,16 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
             Ok(SequenceInput::new(next.clone(), at, at as i64, WriteSlots::default(), own))
         };
         let mut inputs = running.iter().zip(&next).map(input).collect::<Result<Vec<_>>>()?;
-        // Who waits is let in as long as there is room for a first piece behind what is cached.
+        // Who waits is let in as long as there is room for a first piece behind what is cached. Its input has its own slots.
         while let Some(mut new) = waiting.pop_front() {
             new.keys.extend(&new.tokens[new.keys.tokens().len()..]);
             let (id, cached, own) = match cache.admit(&new.keys, PIECE) {
                 Ok(admitted) => admitted,
-                Err(error) if running.is_empty() => return Err(error),
-                Err(_) => {
+                Err(Error::OutOfBlocks { .. }) if !running.is_empty() => {
                     waiting.push_front(new);
                     break;
                 }
+                Err(error) => return Err(error),
             };
             (new.computed, found) = (cached, found + cached);
             next.push(new.tokens[cached..][..own.len()].to_vec());

@@ -63,7 +63,8 @@ pub enum Error {
     /// The text names no recompute strategy.
     #[error(
         "{0:?} is no recompute strategy: none, link:K, blend:R[@LAYER][:keys|values|both], \
-         question:R[@LAYER], joint:R[@LAYER][:keys|values|both], random:R[@SEED], full"
+         question:R[@LAYER], joint:R[@LAYER][:keys|values|both], random:R[@SEED], full; \
+         R is a share of the tokens, from 0 to 1"
     )]
     UnknownStrategy(String),
     /// The text names no compute mode.

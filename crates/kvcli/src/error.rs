@@ -88,8 +88,8 @@ pub(crate) enum Error {
     /// The gate could not decide whether reuse is fit for the model.
     #[error("whether reuse is fit for this model cannot be said: {0}")]
     GateUndecided(String),
-    /// The plot cannot be drawn.
-    #[error("cannot draw {path}: {reason}")]
+    /// A file of results, such as a plot, cannot be written.
+    #[error("cannot write {path}: {reason}")]
     Plot { path: PathBuf, reason: String },
     /// The demo's own check failed.
     #[error("{0}")]

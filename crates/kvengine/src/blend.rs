@@ -84,7 +84,7 @@ pub(crate) struct Blending<'a> {
     pub(crate) ropes: &'a LayerRopes,
     pub(crate) prompt: &'a ChunkedPrompt,
     pub(crate) strategy: &'a dyn RecomputeStrategy,
-    pub(crate) scaling: &'a ContextScaling,
+    pub(crate) scaling: ContextScaling,
 }
 
 impl Blend {
@@ -244,9 +244,11 @@ impl Blend {
             engine.stream.read(view, &mut bytes)?;
             Ok(widened(view.dtype(), &bytes))
         };
-        let of = |kind, fresh: &[f32], view: &TensorView| match self.of == kind {
-            true => Ok(Distances::default()),
-            false => host(view).map(|stored| Distances::between(fresh, &stored, slots.len())),
+        let of = |without, fresh: &[f32], view: &TensorView| {
+            if self.of == without {
+                return Ok(Distances::default());
+            }
+            host(view).map(|stored| Distances::between(fresh, &stored, slots.len()))
         };
         Ok((of(DeviationOf::Values, &fresh.k, &rows.0)?, of(DeviationOf::Keys, &fresh.v, &rows.1)?))
     }

@@ -19,7 +19,7 @@ pub(crate) struct Context {
 
 impl Context {
     /// Returns the segments of a prompt's documents as a request weighs them.
-    pub(crate) fn scaled(scaling: &ContextScaling, segments: &Arc<[Segment]>) -> Self {
+    pub(crate) fn scaled(scaling: ContextScaling, segments: &Arc<[Segment]>) -> Self {
         Self { segments: scaling.apply(segments), groups: scaling.groups() }
     }
 

@@ -197,7 +197,8 @@ fn admission_leaves_the_watermark_and_takes_all_or_nothing(
     let tokens: Vec<u32> = (0..14).collect();
     let (a, _, _) = admit(&mut cache, root(), &tokens).unwrap();
     cache.commit(a, &tokens).unwrap();
-    assert!(matches!(admit(&mut cache, root(), &[9; 3]), Err(Error::OutOfBlocks { asked: 1, .. })));
+    let refused = admit(&mut cache, root(), &[9; 3]);
+    assert!(matches!(refused, Err(Error::OutOfBlocks { asked: 3, .. })), "one, and two for who runs");
     assert!(cache.grow(a, 5).is_ok(), "a running sequence may use the watermark");
     cache.free(a).unwrap();
     // a refused prompt changes neither the held blocks nor the next victim
@@ -205,8 +206,11 @@ fn admission_leaves_the_watermark_and_takes_all_or_nothing(
     let long: Vec<u32> = (0..30).collect();
     assert!(admit(&mut cache, root(), &long).is_err());
     assert_eq!((cache.pool().counts(), cache.num_sequences()), (counts, 0));
-    let (_, cached, slots) = admit(&mut cache, root(), &tokens).unwrap();
+    let (b, cached, slots) = admit(&mut cache, root(), &tokens).unwrap();
     assert_eq!((cached, slots.len()), (12, 2));
+    cache.free(b).unwrap();
+    let whole: Vec<u32> = (100..124).collect();
+    assert!(admit(&mut cache, root(), &whole).is_ok(), "the watermark is nobody's while nobody runs");
 }
 
 #[rstest]

@@ -155,7 +155,7 @@ pub(crate) struct ServeArgs {
     pub(crate) requests: usize,
 
     /// Requests a second, by Poisson's law. Without it all arrive at the first moment.
-    #[arg(long, value_name = "R")]
+    #[arg(long, value_name = "R", allow_negative_numbers = true)]
     pub(crate) rate: Option<f64>,
 
     /// Tokens of a prompt, on average.

@@ -144,11 +144,11 @@ pub enum Error {
     },
     /// The pool cannot supply the requested blocks, even after eviction.
     #[error(
-        "out of blocks: {asked} asked, {free} free and {evictable} evictable of {total}; \
-         free a sequence or give the pool more memory"
+        "out of blocks: {asked} asked, {free} free and {evictable} evictable of {total}; {}",
+        if asked > total { "give the pool more memory" } else { "free a sequence or give the pool more memory" }
     )]
     OutOfBlocks {
-        /// Number of blocks requested.
+        /// Number of blocks requested, with those of the watermark where it is left to others.
         asked: usize,
         /// Number of free blocks at the time of the request.
         free: usize,

@@ -42,7 +42,7 @@ impl BeamSearch {
             _ if !self.length_penalty.is_finite() => "the length penalty must be a finite number",
             _ if request.samples > self.width => "there are fewer beams than answers to give",
             _ if !plain || !request.logit_bias.is_empty() => {
-                "beams take the likeliest tokens, without settings of sampling"
+                "beams take the likeliest tokens: leave temperature, top-k, top-p, min-p, penalties and biases as they are"
             }
             _ if request.logprobs.is_some() || request.keep_logits => {
                 "beams keep no logits and log-probabilities of tokens"
@@ -181,7 +181,9 @@ impl Engine {
                         fork
                     }
                     Err(error) => {
-                        made.into_iter().for_each(|fork| drop(self.caches.free(fork)));
+                        for fork in made {
+                            drop(self.caches.free(fork));
+                        }
                         return Err(error);
                     }
                 },

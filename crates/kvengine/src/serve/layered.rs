@@ -42,7 +42,9 @@ impl Scheduler {
         }
         let logits = std::mem::take(&mut self.logits);
         let result = engine.run_layers((ropes, batch), &mut sparse, &mut asking, logits, observer);
-        sparse.into_iter().for_each(|one| one.put_back(self));
+        for one in sparse {
+            one.put_back(self);
+        }
         for one in asking {
             let Some(at) = self.place(one.rank) else { continue };
             let live = &mut self.running[at];

@@ -75,7 +75,7 @@ impl Engine {
                     }
                 }
                 Parts::Anew { assembled, .. } => {
-                    live.context = Context::scaled(&live.request.scaling, assembled.segments());
+                    live.context = Context::scaled(live.request.scaling, assembled.segments());
                     live.parts = Parts::Held { _assembled: assembled };
                 }
                 other => {
@@ -145,7 +145,7 @@ impl Engine {
 
     fn blending<'a>(&'a self, live: &'a Live) -> Result<Blending<'a>> {
         let prompt = chunked(live).ok_or(Error::EmptyPrompt)?;
-        let (strategy, scaling) = (live.request.recompute.as_ref(), &live.request.scaling);
+        let (strategy, scaling) = (live.request.recompute.as_ref(), live.request.scaling);
         Ok(Blending { engine: self, ropes: &live.ropes, prompt, strategy, scaling })
     }
 
@@ -180,7 +180,7 @@ impl Engine {
             return Ok(rows);
         };
         live.costs.recomputed_tokens = tokens;
-        live.context = Context::scaled(&live.request.scaling, assembled.segments());
+        live.context = Context::scaled(live.request.scaling, assembled.segments());
         live.parts = Parts::Held { _assembled: assembled };
         self.answer_of_blend(live, &logits)?;
         Ok(rows)
@@ -189,7 +189,7 @@ impl Engine {
     /// Returns the whole question as an input at the start of the first sample's sequence, which sees the documents as they are stored.
     fn question(&mut self, live: &mut Live, assembled: &AssembledPrompt) -> Result<SequenceInput> {
         self.withdraw_question(live)?;
-        live.context = Context::scaled(&live.request.scaling, assembled.segments());
+        live.context = Context::scaled(live.request.scaling, assembled.segments());
         let branch = &mut live.branches[0];
         let own = self.caches.create(branch.start)?;
         branch.own = Some(own);
@@ -257,7 +257,7 @@ impl Live {
             Parts::Anew { assembled, .. } => assembled.segments(),
             _ => return false,
         };
-        self.context = Context::scaled(&self.request.scaling, segments);
+        self.context = Context::scaled(self.request.scaling, segments);
         true
     }
 }

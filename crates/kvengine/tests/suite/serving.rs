@@ -177,7 +177,9 @@ fn no_step_computes_more_than_its_tokens() {
         let mut requests = mixed(40, 11);
         // As many answers as a step has tokens may go on by one token each.
         requests.retain(|request| request.samples == 1);
-        requests.iter_mut().for_each(|request| request.lookup = 4000);
+        for request in &mut requests {
+            request.lookup = 4000;
+        }
         let requests = &requests[..9];
         let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
         let mut reads: Vec<_> = requests.iter().map(Read::new).collect();

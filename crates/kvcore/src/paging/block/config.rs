@@ -44,8 +44,9 @@ type PolicyMaker = Arc<dyn Fn(usize) -> Box<dyn EvictionPolicy> + Send + Sync>;
 ///     .watermark(2)                            // left to running sequences
 ///     .ttl(Duration::from_secs(3600));         // unused for an hour: forgotten
 /// let pool = BlockPool::with_config(0..16, config)?;
-/// assert!(pool.admit_prefix(&[], 15, 0).is_err());
-/// assert_eq!(pool.admit_prefix(&[], 14, 0)?.1.len(), 14);
+/// let running = pool.allocate(1)?;
+/// assert!(pool.admit_prefix(&[], 14, 0).is_err());
+/// assert_eq!(pool.admit_prefix(&[], 13, 0)?.1.len(), 13);
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 #[derive(Clone)]

@@ -224,7 +224,7 @@ impl BlockPool {
     /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys`, and takes the
     /// missing blocks up to `blocks` in total. Unlike
     /// [`allocate`](Self::allocate), leaves the watermark's blocks to running sequences, so that a newly admitted one does not soon preempt
-    /// another. There must be room for `room`
+    /// another; a pool of which no block is held leaves none. There must be room for `room`
     /// blocks in total; pass the number that the whole prompt needs if only its first part is computed now.
     ///
     /// # Errors
@@ -290,11 +290,14 @@ impl BlockPool {
         let (missing, needed) = wanted(found.ids.len());
         let available: usize = shards.iter().map(|shard| shard.available()).sum();
         // An idle block that is found is no longer available to others, just like a block that is taken.
-        let leaves = idle.len().checked_add(needed).and_then(|n| n.checked_add(inner.watermark));
+        // Nobody runs whom the watermark could serve if no block is held.
+        let total: usize = shards.iter().map(|shard| shard.stage.len()).sum();
+        let watermark = if available == total { 0 } else { inner.watermark };
+        let leaves = idle.len().checked_add(needed).and_then(|n| n.checked_add(watermark));
         let admits_nothing = idle.is_empty() && needed == 0;
         if !admits_nothing && leaves.is_none_or(|wanted| wanted > available) {
             found.ids.clear();
-            return Err(out_of_blocks(&shards, needed));
+            return Err(out_of_blocks(&shards, needed.saturating_add(watermark)));
         }
         if !take {
             found.ids.clear();

@@ -175,10 +175,12 @@ mod tests {
         };
         let clock = ManualClock::default();
         let pool = BlockPool::with_config(0..8, config.pool().clock(Arc::new(clock.clone()))).unwrap();
+        let held = pool.allocate(1).unwrap();
         assert!(
-            pool.admit_prefix(&[], 6, 0).is_err() && pool.admit_prefix(&[], 5, 0).is_ok(),
+            pool.admit_prefix(&[], 5, 0).is_err() && pool.admit_prefix(&[], 4, 0).is_ok(),
             "the watermark"
         );
+        drop(held);
         let keys = KeyScope::new("m", b"").root().chain(&[1, 2, 3, 4], 2);
         let wanted = pool.allocate(2).unwrap().register(None, &keys).unwrap();
         wanted.retain(Retention { priority: 100, lasts: None });
