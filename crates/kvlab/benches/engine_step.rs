@@ -1,8 +1,9 @@
 //! Measures what a decode step of the engine takes beside the model: planning, slots, sampling, sending tokens.
 //!
 //! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. The limit is a hundredth of the model's own time in
-//! the same steps. `--layers L --hidden H --answers N` set the size; the largest number of answers, at most 256, comes last.
+//! the same steps. `allocations` are those of a whole step, the model's pass included: as many for few answers as for many. `--layers L --hidden H --answers N` set the size; the largest number of answers, at most 256, comes last.
 
+use allocation_counter::measure;
 use kvbackend_cpu::CpuBackend;
 use kvengine::{Answer, Engine, EngineConfig, Request};
 use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
@@ -49,11 +50,19 @@ fn main() -> kvlab::Result<()> {
                 while answer.try_next().is_some() {}
             }
         }
+        // The least of a few steps: in some, sequences begin a new block.
+        let mut allocations = u64::MAX;
+        for _ in 0..8 {
+            let mut stepped = Ok(());
+            allocations = allocations.min(measure(|| stepped = engine.step().map(drop)).count_total);
+            stepped?;
+        }
         let (own, limit) = (best.0, best.1 / 100.0);
         let line = serde_json::json!({
             "what": format!("decode step of the engine beside the model, {layers} layers of {hidden}"),
             "size": answers, "unit": "answers", "seconds": own,
             "limit": "a hundredth of the model's time", "limit_seconds": limit, "ratio": limit / own,
+            "allocations": allocations,
         });
         println!("{line}");
     }
