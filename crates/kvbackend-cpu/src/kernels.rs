@@ -2,9 +2,10 @@
 
 use std::sync::Arc;
 
-use kvcore::{Operation, Result};
+use kvcore::{KvArena, LayerRopes, Operation, Result, SlotMapping};
 
 use crate::fast::Fast;
+use crate::foreign::{ForeignCache, ForeignLoad};
 use crate::reference;
 
 /// The kernels of a backend. Each trusts that its operation has been checked.
@@ -55,4 +56,33 @@ kernels! {
     AttendMla: attend_mla,
     Quantize: quantize,
     Dequantize: dequantize,
+}
+
+/// Moves between an arena and another engine's cache, which are not operations of the contract: only hosts have such layouts.
+impl KernelTable {
+    pub(crate) fn load_foreign(
+        &self,
+        cache: &ForeignCache,
+        arena: &KvArena,
+        loads: &[ForeignLoad],
+        ropes: &LayerRopes,
+    ) -> Result<()> {
+        match self {
+            Self::Reference => reference::load_foreign(cache, arena, loads, ropes),
+            Self::Fast(fast) => fast.load_foreign(cache, arena, loads, ropes),
+        }
+    }
+
+    pub(crate) fn save_foreign(
+        &self,
+        cache: &ForeignCache,
+        arena: &KvArena,
+        to: &SlotMapping,
+        from: &SlotMapping,
+    ) -> Result<()> {
+        match self {
+            Self::Reference => reference::save_foreign(cache, arena, to, from),
+            Self::Fast(fast) => fast.save_foreign(cache, arena, to, from),
+        }
+    }
 }

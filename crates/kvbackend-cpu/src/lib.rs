@@ -38,6 +38,7 @@ mod element;
     reason = "what is not inlined is not compiled for the instruction set; views are aligned for their elements"
 )]
 mod fast;
+mod foreign;
 mod kernels;
 mod load;
 mod memory;
@@ -71,6 +72,7 @@ use simd::AvailableLevel;
 use workers::Workers;
 
 pub use communicator::ThreadCommunicator;
+pub use foreign::{ForeignCache, ForeignLoad, ForeignOrder, ForeignPlane, ForeignShape};
 #[cfg(target_os = "linux")]
 pub use memory::CpuReserved;
 pub use memory::{CpuStorage, HostView, HostViewMut, LentBytes, LentMemory};

@@ -12,6 +12,7 @@ mod attend;
 mod blocks;
 mod codes;
 mod convert;
+mod foreign;
 mod locked;
 mod rope;
 mod rotate;

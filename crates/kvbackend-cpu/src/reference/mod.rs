@@ -6,6 +6,7 @@
 mod attend;
 mod convert;
 mod copy;
+mod foreign;
 mod rope;
 mod rows;
 mod tensor;
@@ -13,6 +14,7 @@ mod tensor;
 pub(crate) use attend::{attend, attend_mla};
 pub(crate) use convert::{dequantize, quantize};
 pub(crate) use copy::{copy_blocks, rotate_keys, swap_blocks};
+pub(crate) use foreign::{load_foreign, save_foreign};
 pub(crate) use rope::rope;
 pub(crate) use rows::{gather, scatter};
 pub(crate) use tensor::{Axis, DenseRuns, copy_tensor};

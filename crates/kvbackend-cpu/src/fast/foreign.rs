@@ -1,0 +1,463 @@
+//! Rows that go to the slots of another engine's cache, and rows that come from there.
+//!
+//! Tokens that are neighbours in a block of the engine are moved together, head by head: they are rotated into a small
+//! buffer, and leave it in the order of the engine, whose lines are thus written whole.
+
+use std::ops::Range;
+
+use half::{bf16, f16};
+use kvcore::{DType, KvArena, LayerRopes, PlaneStrides, Result, SlotMapping};
+
+use super::locked::with_locked;
+use super::rotate::{RotationTable, rotate};
+use super::{Fast, share};
+use crate::foreign::{ForeignCache, ForeignLoad, ForeignOrder, ForeignPlane, ForeignShape};
+use crate::memory::Span;
+use crate::plane::PlaneSpans;
+use crate::raw::{Origin, Target};
+use crate::simd::{Simd, SimdElement, Task};
+
+/// Tokens that lie side by side in a block of the engine.
+struct Run<'a> {
+    /// Their slots in the arena.
+    ours: &'a [i64],
+    /// The engine's block, and the first token in it.
+    block: usize,
+    token: usize,
+    delta: i64,
+}
+
+/// Cuts the tokens of a transfer into runs. Pairs with a negative slot are left out.
+fn runs<'a>(runs: &mut Vec<Run<'a>>, ours: &'a [i64], theirs: &[i64], block_size: usize, delta: i64) {
+    let mut at = 0;
+    while at < theirs.len() {
+        if theirs[at] < 0 {
+            at += 1;
+            continue;
+        }
+        let first = theirs[at] as usize;
+        let (block, token) = (first / block_size, first % block_size);
+        let most = (block_size - token).min(theirs.len() - at);
+        let beside = |i: &usize| theirs[at + i] == theirs[at] + *i as i64;
+        let len = (0..most).take_while(beside).count();
+        runs.push(Run { ours: &ours[at..at + len], block, token, delta });
+        at += len;
+    }
+}
+
+/// Keys or values of one layer, on both sides.
+#[derive(Clone, Copy)]
+struct Places<'a> {
+    layer: usize,
+    /// The rows in the arena, and the tokens of its blocks.
+    strides: PlaneStrides,
+    block_size: usize,
+    /// The pieces in the engine's memory.
+    theirs: &'a ForeignPlane,
+    shape: &'a ForeignShape,
+    size: usize,
+}
+
+impl<'a> Places<'a> {
+    fn new(cache: &'a ForeignCache, arena: &KvArena, layer: usize, plane: usize) -> Self {
+        let layout = arena.layout();
+        let shape = cache.shape();
+        Self {
+            layer,
+            strides: [layout.k_strides(), layout.v_strides()][plane],
+            block_size: layout.shape().block_size,
+            theirs: &cache.layers()[layer][plane],
+            shape,
+            size: shape.dtype.bits() / 8,
+        }
+    }
+
+    /// Returns the first byte of a head's row in the arena.
+    #[inline(always)]
+    fn row(&self, slot: i64, head: usize) -> usize {
+        let slot = slot as usize;
+        self.strides.at(self.layer, slot / self.block_size, slot % self.block_size, head) * self.size
+    }
+
+    #[inline(always)]
+    fn row_bytes(&self) -> usize {
+        self.shape.dim * self.size
+    }
+
+    /// Returns the first byte of a head of a block in the engine's memory.
+    #[inline(always)]
+    fn piece(&self, block: usize, head: usize) -> usize {
+        (self.theirs.start + block * self.theirs.block + head * self.theirs.head) * self.size
+    }
+
+    /// Returns the number of bytes from the first to the last of a piece.
+    #[inline(always)]
+    fn piece_bytes(&self) -> usize {
+        let elements = match self.theirs.order {
+            ForeignOrder::Rows { token } => (self.shape.block_size - 1) * token + self.shape.dim,
+            _ => self.shape.block_size * self.shape.dim,
+        };
+        elements * self.size
+    }
+}
+
+/// Moves runs of tokens of one plane of one layer to the engine.
+///
+/// # Safety
+/// No other thread accesses the elements written meanwhile, and `angles` has the rotary dimension of the rows at most.
+struct Load<'a> {
+    places: Places<'a>,
+    from: Origin<'a>,
+    to: Target<'a>,
+    runs: &'a [Run<'a>],
+    /// The rotation of keys.
+    angles: Option<&'a RotationTable>,
+}
+
+/// Moves runs of tokens of one plane of one layer to the arena.
+///
+/// # Safety
+/// No other thread accesses the elements written meanwhile.
+struct Save<'a> {
+    places: Places<'a>,
+    from: Origin<'a>,
+    to: Target<'a>,
+    runs: &'a [Run<'a>],
+}
+
+impl Task for Load<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `Load` are those of `load`.
+        unsafe {
+            match self.places.shape.dtype {
+                DType::F16 => load::<S, f16>(&self),
+                DType::BF16 => load::<S, bf16>(&self),
+                _ => load::<S, f32>(&self),
+            }
+        }
+    }
+}
+
+impl Task for Save<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `Save` are those of `save`.
+        unsafe {
+            match self.places.shape.dtype {
+                DType::F16 => save::<S, f16>(&self),
+                DType::BF16 => save::<S, bf16>(&self),
+                _ => save::<S, f32>(&self),
+            }
+        }
+    }
+}
+
+/// Moves all runs of a [`Load`].
+///
+/// # Safety
+/// The conditions of [`Load`] hold, and the caller is compiled for the instruction set of `S`.
+#[inline(always)]
+unsafe fn load<S: Simd, E: SimdElement>(task: &Load<'_>) {
+    let places = &task.places;
+    let ForeignShape { heads, dim, block_size, .. } = *places.shape;
+    let mut turned = vec![E::from_f32(0.0); if task.angles.is_some() { block_size * dim } else { 0 }];
+    let mut rows: Vec<*const E> = Vec::with_capacity(block_size);
+    for run in task.runs {
+        let angle = task.angles.filter(|_| run.delta != 0).map(|table| table.at(run.delta));
+        for head in 0..heads {
+            let piece = task.to.at(places.piece(run.block, head), places.piece_bytes()).cast::<E>();
+            rows.clear();
+            for (i, &slot) in run.ours.iter().enumerate() {
+                let row = task.from.at(places.row(slot, head), places.row_bytes()).cast::<E>();
+                // SAFETY: `at` checked that the row lies inside the arena. A run has at most `block_size` tokens, so that
+                // row `i` of `turned`, or token `token + i` of the piece, lies inside; the rotary dimension is at most `dim`.
+                unsafe {
+                    match (angle, places.theirs.order) {
+                        (Some(angle), ForeignOrder::Rows { token }) => {
+                            rotate::<S, E>(row, piece.add((run.token + i) * token), dim, angle, 1.0);
+                        }
+                        (None, ForeignOrder::Rows { token }) => {
+                            std::ptr::copy_nonoverlapping(row, piece.add((run.token + i) * token), dim);
+                        }
+                        (Some(angle), _) => {
+                            let to = turned.as_mut_ptr().add(i * dim);
+                            rotate::<S, E>(row, to, dim, angle, 1.0);
+                            rows.push(to);
+                        }
+                        (None, _) => rows.push(row),
+                    }
+                }
+            }
+            // SAFETY: `rows` are rows of `dim` elements, and the piece has `block_size × dim` elements of which the tokens
+            // from `run.token` on are the run's, which no other thread accesses by contract.
+            unsafe {
+                match places.theirs.order {
+                    ForeignOrder::Rows { .. } => {}
+                    ForeignOrder::Columns => {
+                        columns::<S, E>(&rows, dim, piece.add(run.token), block_size);
+                    }
+                    ForeignOrder::KeyTiles => {
+                        tiles(run.token, rows.len(), |at, tile, token| {
+                            // A pair of elements of two bytes moves like one element of four.
+                            let rows = std::slice::from_raw_parts(rows[at.start..].as_ptr().cast(), at.len());
+                            let to = piece.add(tile * 16 * dim + 2 * token).cast::<f32>();
+                            columns::<S, f32>(rows, dim / 2, to, 16);
+                        });
+                    }
+                    ForeignOrder::ValueTiles => {
+                        for (i, row) in rows.iter().enumerate() {
+                            let token = run.token + i;
+                            let to = piece.add(token / 2 * 32 + token % 2);
+                            for i in 0..dim {
+                                to.add(i / 16 * 16 * block_size + i % 16 * 2).write(row.add(i).read());
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Moves all runs of a [`Save`].
+///
+/// # Safety
+/// The conditions of [`Save`] hold, and the caller is compiled for the instruction set of `S`.
+#[inline(always)]
+unsafe fn save<S: Simd, E: SimdElement>(task: &Save<'_>) {
+    let places = &task.places;
+    let ForeignShape { heads, dim, block_size, .. } = *places.shape;
+    let mut rows: Vec<*mut E> = Vec::with_capacity(block_size);
+    for run in task.runs {
+        for head in 0..heads {
+            let piece = task.from.at(places.piece(run.block, head), places.piece_bytes()).cast::<E>();
+            rows.clear();
+            for &slot in run.ours {
+                rows.push(task.to.at(places.row(slot, head), places.row_bytes()).cast());
+            }
+            // SAFETY: `at` checked that all rows lie inside the arena, where no other thread accesses them by contract. The
+            // piece has `block_size × dim` elements, of which the tokens from `run.token` on are read.
+            unsafe {
+                match places.theirs.order {
+                    ForeignOrder::Rows { token } => {
+                        for (i, row) in rows.iter().enumerate() {
+                            let from = piece.add((run.token + i) * token);
+                            std::ptr::copy_nonoverlapping(from, *row, dim);
+                        }
+                    }
+                    ForeignOrder::Columns => {
+                        from_columns::<S, E>(piece.add(run.token), block_size, &rows, dim)
+                    }
+                    ForeignOrder::KeyTiles => {
+                        tiles(run.token, rows.len(), |at, tile, token| {
+                            let rows = std::slice::from_raw_parts(rows[at.start..].as_ptr().cast(), at.len());
+                            let from = piece.add(tile * 16 * dim + 2 * token).cast::<f32>();
+                            from_columns::<S, f32>(from, 16, rows, dim / 2);
+                        });
+                    }
+                    ForeignOrder::ValueTiles => {
+                        for (i, row) in rows.iter().enumerate() {
+                            let token = run.token + i;
+                            let from = piece.add(token / 2 * 32 + token % 2);
+                            for i in 0..dim {
+                                row.add(i).write(from.add(i / 16 * 16 * block_size + i % 16 * 2).read());
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Calls `work` for the tokens of each tile of 16, with their range among `len` tokens from `first` on, the tile, and the first
+/// token in it.
+#[inline(always)]
+fn tiles(first: usize, len: usize, mut work: impl FnMut(Range<usize>, usize, usize)) {
+    let mut at = 0;
+    while at < len {
+        let token = first + at;
+        let end = len.min(at + 16 - token % 16);
+        work(at..end, token / 16, token % 16);
+        at = end;
+    }
+}
+
+/// Writes `to[i * stride + t] = rows[t][i]` for rows of `dim` elements.
+///
+/// # Safety
+/// Each row has `dim` elements, `to` has room for `rows.len()` elements at each multiple of `stride` below `dim * stride`, and
+/// the two sides do not overlap. The caller is compiled for the instruction set of `S`.
+#[inline(always)]
+unsafe fn columns<S: Simd, E: SimdElement>(rows: &[*const E], dim: usize, to: *mut E, stride: usize) {
+    let (whole_rows, whole) = (rows.len() - rows.len() % S::LANES, dim - dim % S::LANES);
+    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= dim` where vectors are accessed, `t < rows.len()` and `i < dim` where
+    // one element is; the contract gives the elements.
+    unsafe {
+        for i in (0..whole).step_by(S::LANES) {
+            for t in (0..whole_rows).step_by(S::LANES) {
+                let mut square = [S::splat(0.0); 16];
+                for (lane, vector) in square[..S::LANES].iter_mut().enumerate() {
+                    *vector = E::load::<S>(rows[t + lane].add(i));
+                }
+                S::transpose(&mut square);
+                for (lane, vector) in square[..S::LANES].iter().enumerate() {
+                    E::store::<S>(to.add((i + lane) * stride + t), *vector);
+                }
+            }
+            for (t, row) in rows.iter().enumerate().skip(whole_rows) {
+                for i in i..i + S::LANES {
+                    to.add(i * stride + t).write(row.add(i).read());
+                }
+            }
+        }
+        for i in whole..dim {
+            for (t, row) in rows.iter().enumerate() {
+                to.add(i * stride + t).write(row.add(i).read());
+            }
+        }
+    }
+}
+
+/// Writes `rows[t][i] = from[i * stride + t]` for rows of `dim` elements.
+///
+/// # Safety
+/// As for [`columns`], with the sides exchanged.
+#[inline(always)]
+unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, rows: &[*mut E], dim: usize) {
+    let (whole_rows, whole) = (rows.len() - rows.len() % S::LANES, dim - dim % S::LANES);
+    // SAFETY: as in `columns`.
+    unsafe {
+        for i in (0..whole).step_by(S::LANES) {
+            for t in (0..whole_rows).step_by(S::LANES) {
+                let mut square = [S::splat(0.0); 16];
+                for (lane, vector) in square[..S::LANES].iter_mut().enumerate() {
+                    *vector = E::load::<S>(from.add((i + lane) * stride + t));
+                }
+                S::transpose(&mut square);
+                for (lane, vector) in square[..S::LANES].iter().enumerate() {
+                    E::store::<S>(rows[t + lane].add(i), *vector);
+                }
+            }
+            for (t, row) in rows.iter().enumerate().skip(whole_rows) {
+                for i in i..i + S::LANES {
+                    row.add(i).write(from.add(i * stride + t).read());
+                }
+            }
+        }
+        for i in whole..dim {
+            for (t, row) in rows.iter().enumerate() {
+                row.add(i).write(from.add(i * stride + t).read());
+            }
+        }
+    }
+}
+
+/// What is moved: all runs in all layers.
+struct Moved<'a> {
+    cache: &'a ForeignCache,
+    arena: &'a KvArena,
+    runs: Vec<Run<'a>>,
+}
+
+impl<'a> Moved<'a> {
+    /// Returns the memory of keys and of values of the arena.
+    fn ours(&self) -> [Span<'a>; 2] {
+        let layers = 0..self.cache.layers().len();
+        [self.arena.k_plane(), self.arena.v_plane()]
+            .map(|plane| PlaneSpans::new(self.arena, &plane, &layers).codes)
+    }
+
+    /// Returns the memory of keys and of values of each layer of the engine.
+    fn theirs(&self) -> Vec<Span<'a>> {
+        let planes = self.cache.layers().iter().flatten();
+        planes.map(|plane| Span::new(&plane.storage, 0..plane.storage.len())).collect()
+    }
+
+    /// Calls `work` with the runs of each layer, in parts for the threads of `fast`.
+    fn each(&self, fast: &Fast, work: impl Fn(usize, &[Run<'a>]) + Sync) {
+        let (shape, count) = (self.cache.shape(), self.runs.len());
+        let units = self.cache.layers().len() * count;
+        let tokens: usize = self.runs.iter().map(|run| run.ours.len()).sum();
+        let row = 2 * shape.heads * shape.dim * shape.dtype.bits() / 8;
+        let parts = fast.parts(units, self.cache.layers().len() * tokens * row);
+        fast.workers.run(parts, &|part| {
+            let mut units = share(0..units, part, parts);
+            while !units.is_empty() {
+                let (layer, first) = (units.start / count, units.start % count);
+                let end = count.min(first + units.len());
+                work(layer, &self.runs[first..end]);
+                units.start += end - first;
+            }
+        });
+    }
+}
+
+impl Fast {
+    pub(crate) fn load_foreign(
+        &self,
+        cache: &ForeignCache,
+        arena: &KvArena,
+        loads: &[ForeignLoad],
+        ropes: &LayerRopes,
+    ) -> Result<()> {
+        let mut moved = Moved { cache, arena, runs: Vec::new() };
+        for load in loads {
+            runs(&mut moved.runs, &load.from, &load.to, cache.shape().block_size, load.delta);
+        }
+        let deltas: Vec<i64> = loads.iter().map(|load| load.delta).collect();
+        let tables = ropes.layers().iter().map(|rope| RotationTable::new(rope, &deltas));
+        let tables = tables.collect::<Result<Vec<_>>>()?;
+        let (ours, theirs) = (moved.ours(), moved.theirs());
+        with_locked(&ours.each_ref(), &theirs.iter().collect::<Vec<_>>(), |locked| {
+            let from = [locked.origin(&ours[0])?, locked.origin(&ours[1])?];
+            let to = theirs.iter().map(|span| locked.target(span)).collect::<Result<Vec<_>>>()?;
+            moved.each(self, |layer, runs| {
+                for plane in 0..2 {
+                    let load = Load {
+                        places: Places::new(cache, arena, layer, plane),
+                        from: from[plane],
+                        to: to[2 * layer + plane],
+                        runs,
+                        angles: Some(&tables[layer]).filter(|_| plane == 0),
+                    };
+                    // SAFETY: `ForeignCache::load` checked that no slot is written twice, and `each` gives each thread its own
+                    // runs and layers.
+                    unsafe { self.level.run(load) };
+                }
+            });
+            Ok(())
+        })
+    }
+
+    pub(crate) fn save_foreign(
+        &self,
+        cache: &ForeignCache,
+        arena: &KvArena,
+        to: &SlotMapping,
+        from: &SlotMapping,
+    ) -> Result<()> {
+        let mut moved = Moved { cache, arena, runs: Vec::new() };
+        runs(&mut moved.runs, to, from, cache.shape().block_size, 0);
+        let (ours, theirs) = (moved.ours(), moved.theirs());
+        with_locked(&theirs.iter().collect::<Vec<_>>(), &ours.each_ref(), |locked| {
+            let to = [locked.target(&ours[0])?, locked.target(&ours[1])?];
+            let from = theirs.iter().map(|span| locked.origin(span)).collect::<Result<Vec<_>>>()?;
+            moved.each(self, |layer, runs| {
+                for plane in 0..2 {
+                    let places = Places::new(cache, arena, layer, plane);
+                    let save = Save { places, from: from[2 * layer + plane], to: to[plane], runs };
+                    // SAFETY: `ForeignCache::save` checked that no slot is written twice, and `each` gives each thread its own
+                    // runs and layers.
+                    unsafe { self.level.run(save) };
+                }
+            });
+            Ok(())
+        })
+    }
+}

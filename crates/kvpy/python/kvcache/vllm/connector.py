@@ -1,0 +1,132 @@
+"""The connector: vLLM makes one in its scheduler and one in each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from .host import Settings, geometry
+from .scheduler import ChunkScheduler
+from .worker import ChunkWorker
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class Orders(KVConnectorMetadata):
+    """What the scheduler's side asks of the workers in a step."""
+
+    def __init__(self, loads: list[Any], saves: list[Any]) -> None:
+        self.loads = loads
+        self.saves = saves
+
+
+class Saved(KVConnectorWorkerMetadata):
+    """The encodes whose rows are in the arena of every worker that has spoken."""
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.counts = counts
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Saved)
+        counts = dict(self.counts)
+        for name, count in other.counts.items():
+            counts[name] = counts.get(name, 0) + count
+        return Saved(counts)
+
+
+class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps chunks in host memory and puts them into vLLM's blocks at any position."""
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        settings = Settings.of(self._kv_transfer_config.kv_connector_extra_config or {})
+        shape = geometry(vllm_config, kv_cache_config, settings)
+        self._scheduler: ChunkScheduler | None = None
+        self._worker: ChunkWorker | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = ChunkScheduler(vllm_config, shape, settings)
+        else:
+            self._worker = ChunkWorker(vllm_config, kv_cache_config, shape)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # A cache: what is lost is computed again.
+        return False
+
+    # The scheduler's side.
+
+    def on_new_request(self, request: Request) -> None:
+        self._scheduler.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self._scheduler.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._scheduler.allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return Orders(*self._scheduler.orders(scheduler_output))
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, Saved):
+            self._scheduler.saved(meta.counts)
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._scheduler.finished(request)
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return False, self._scheduler.finished(request)
+
+    def take_events(self) -> Iterable[Any]:
+        return ()
+
+    # The workers' side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self._worker.register(kv_caches)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._worker.start_loads(self._get_connector_metadata().loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        # Loads are asynchronous: a request runs when its load has ended.
+        return
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        # All layers are saved at the end of the step.
+        return
+
+    def wait_for_save(self) -> None:
+        self._worker.save(self._get_connector_metadata().saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self._worker.loaded()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._worker.failed_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        saved = self._worker.saved()
+        return Saved({name: 1 for name in saved}) if saved else None
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()

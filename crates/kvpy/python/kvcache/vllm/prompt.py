@@ -1,0 +1,166 @@
+"""What a request says about its chunks, and a helper that builds such requests.
+
+A request names its parts in ``kv_transfer_params``, in Python as ``SamplingParams(extra_args={"kv_transfer_params": …})`` and over
+HTTP in the body:
+
+- ``chunk_lengths``: the number of tokens of the system prompt, then of each chunk. What follows is the question.
+- ``chunk_separator``: instead, the ids of the tokens that end the system prompt and each chunk. They stay part of what they end.
+- ``chunk_mode``: what a chunk sees while it is computed: ``"alone"`` (only itself, the default), ``"with-system"`` (the system prompt,
+  too) or ``"sink:K"`` (the first K tokens of the system prompt, too).
+- ``chunk_recompute``: which tokens of chunks are computed again with everything before them in sight: ``"none"`` (the default) or
+  ``"link:K"`` (the first K of each chunk but the first).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+NAMES = ("chunk_lengths", "chunk_separator", "chunk_mode", "chunk_recompute")
+
+
+class ChunkRequestError(ValueError):
+    """A request whose parts cannot be told."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tokens ``start`` to ``end`` of a prompt."""
+
+    start: int
+    end: int
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The parts of a prompt, and how its chunks are computed."""
+
+    system: Part
+    chunks: tuple[Part, ...]
+    mode: str
+    recompute: str
+
+    @property
+    def question_start(self) -> int:
+        return self.chunks[-1].end
+
+    def seen(self) -> int:
+        """The number of tokens of the system prompt that a chunk sees."""
+        if self.mode == "alone":
+            return 0
+        if self.mode == "with-system":
+            return self.system.tokens
+        return min(int(self.mode.split(":")[1]), self.system.tokens)
+
+    def linked(self) -> list[Part]:
+        """The runs of tokens that are computed again, in order."""
+        if self.recompute == "none":
+            return []
+        count = int(self.recompute.split(":")[1])
+        # The first chunk was computed with all that stands before it, if it saw the system prompt.
+        chunks = self.chunks if self.mode == "alone" else self.chunks[1:]
+        runs = [Part(c.start, min(c.end, c.start + count)) for c in chunks]
+        return [run for run in runs if run.tokens > 0]
+
+
+def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan | None:
+    """Returns the parts of a prompt, or ``None`` for a request that names none.
+
+    Raises ``ChunkRequestError`` for parts that do not add up.
+    """
+    if not params or not any(name in params for name in NAMES):
+        return None
+    mode = params.get("chunk_mode", "alone")
+    recompute = params.get("chunk_recompute", "none")
+    if not (isinstance(mode, str) and re.fullmatch(r"alone|with-system|sink:[1-9]\d*", mode)):
+        raise ChunkRequestError(f"chunk_mode is {mode!r}: take 'alone', 'with-system' or 'sink:K'")
+    if not (isinstance(recompute, str) and re.fullmatch(r"none|link:\d+", recompute)):
+        raise ChunkRequestError(f"chunk_recompute is {recompute!r}: take 'none' or 'link:K'")
+    lengths, separator = params.get("chunk_lengths"), params.get("chunk_separator")
+    if (lengths is None) == (separator is None):
+        raise ChunkRequestError("give either chunk_lengths or chunk_separator")
+    if lengths is None:
+        lengths = _cut(prompt, separator)
+    if not (isinstance(lengths, (list, tuple)) and all(type(n) is int and n > 0 for n in lengths)):
+        raise ChunkRequestError(f"chunk_lengths is {lengths!r}: it must be a list of numbers above 0")
+    if len(lengths) < 2:
+        raise ChunkRequestError("chunk_lengths needs the system prompt's length and that of one chunk at least")
+    if sum(lengths) >= len(prompt):
+        raise ChunkRequestError(
+            f"the parts have {sum(lengths)} tokens, the prompt {len(prompt)}: at least one must be left for the question"
+        )
+    parts, start = [], 0
+    for length in lengths:
+        parts.append(Part(start, start + length))
+        start += length
+    return ChunkPlan(parts[0], tuple(parts[1:]), mode, recompute)
+
+
+def _cut(prompt: Sequence[int], separator: Any) -> list[int]:
+    """Returns the lengths of the parts that a separator ends."""
+    if not (isinstance(separator, (list, tuple)) and separator and all(type(t) is int for t in separator)):
+        raise ChunkRequestError("chunk_separator must be a list of token ids")
+    ends, width, at = [], len(separator), 0
+    separator = list(separator)
+    while at + width <= len(prompt):
+        if list(prompt[at : at + width]) == separator:
+            at += width
+            ends.append(at)
+        else:
+            at += 1
+    if len(ends) < 2:
+        raise ChunkRequestError(
+            f"the separator {separator} stands {len(ends)} times in the prompt: two at least end the system prompt and a chunk. "
+            "A tokenizer may have merged it with its neighbours: tokenize each part by itself"
+        )
+    return [end - start for start, end in zip([0, *ends], ends)]
+
+
+@dataclass(frozen=True)
+class ChunkPrompt:
+    """A prompt in parts, each tokenised by itself, for ``LLM.generate`` and the HTTP interface.
+
+    >>> prompt = ChunkPrompt.of(lambda text: [ord(c) for c in text], "be brief. ", ["one. ", "two. "], "which?")
+    >>> prompt.kv_transfer_params["chunk_lengths"]
+    [10, 5, 5]
+    >>> len(prompt.token_ids)
+    26
+    """
+
+    token_ids: list[int]
+    kv_transfer_params: dict[str, Any]
+
+    @classmethod
+    def of(
+        cls,
+        encode: Callable[[str], list[int]],
+        system: str,
+        documents: Sequence[str],
+        question: str,
+        *,
+        mode: str = "alone",
+        recompute: str = "none",
+    ) -> ChunkPrompt:
+        """Tokenises the parts with ``encode``, such as ``lambda text: tokenizer.encode(text, add_special_tokens=False)``."""
+        parts = [list(encode(text)) for text in (system, *documents, question)]
+        tokens = [token for part in parts for token in part]
+        params = {
+            "chunk_lengths": [len(part) for part in parts[:-1]],
+            "chunk_mode": mode,
+            "chunk_recompute": recompute,
+        }
+        plan_of(params, tokens)
+        return cls(tokens, params)
+
+    def sampling_params(self, **settings: Any) -> Any:
+        """Returns vLLM's ``SamplingParams`` with these settings that name the chunks."""
+        from vllm import SamplingParams
+
+        extra = dict(settings.pop("extra_args", None) or {})
+        return SamplingParams(extra_args={**extra, "kv_transfer_params": self.kv_transfer_params}, **settings)

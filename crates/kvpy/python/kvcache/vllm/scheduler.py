@@ -1,0 +1,394 @@
+"""The scheduler's side: which chunks are there, who computes those that are missing, and what the workers copy.
+
+```text
+  on_new_request ── names chunks? ── no ──► an ordinary request
+        │ yes
+        ▼
+  parts are acquired ── held ──────────────────────────────► matched_tokens: n, loaded asynchronously
+        │ missing: an encode, a request of its own        ▲
+        │ another request's encode: wait                  │ asked again in a later step
+        ▼                                                 │
+  matched_tokens: None (parked) ── encode computed ── rows saved ── stored
+```
+
+A request in a chunk mode has a salt of its own, so that vLLM's prefix cache never gives its blocks to another kind of request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from kvcache import ChunkCacheConfig, ChunkCacheManager, ChunkReservation, ChunkWaiter, KvCacheError, PieceHold, Ropes, key_root
+
+from .host import Geometry, Settings, UnsupportedHostError, caller_of
+from .prompt import ChunkPlan, ChunkRequestError, Part, plan_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.kvcache")
+
+ENCODE = "kvcache-encode-"
+
+
+@dataclass
+class Load:
+    """Rows that a worker copies from the arena into a request's blocks."""
+
+    request_id: str
+    rows: list[tuple[list[int], list[int], int]]
+    block_ids: list[int]
+    """The blocks that are written, to be named if the copy fails."""
+    linked: list[tuple[int, list[int]]] = field(default_factory=list)
+    """The runs of tokens that are computed again: the first position, and the tokens."""
+    table: list[int] = field(default_factory=list)
+    """All blocks of the request, for those runs."""
+
+
+@dataclass
+class Save:
+    """Rows that a worker copies from an encode's blocks into the arena."""
+
+    request_id: str
+    to: list[int]
+    slots: list[int]
+
+
+@dataclass
+class Encode:
+    """A part of a prompt that is computed as a request of its own."""
+
+    request_id: str
+    prefix: int
+    """The number of tokens before the part in that request."""
+    prompt_tokens: int
+    waiting: list[tuple[int, ChunkReservation]]
+    """The first token in the part, and the reservation, of each missing piece."""
+    scheduled: bool = False
+
+
+@dataclass
+class State:
+    """A request that names chunks."""
+
+    plan: ChunkPlan
+    salt: str | None
+    """The salt that the client gave."""
+    root: bytes
+    holds: dict[int, list[PieceHold]] = field(default_factory=dict)
+    """The pieces of each part, once all of them are there."""
+    partial: dict[int, list[PieceHold]] = field(default_factory=dict)
+    waiters: dict[int, list[Any]] = field(default_factory=dict)
+    """What a part waits for: encodes by their ids, and waiters for those of others."""
+    reused: int = 0
+    computed: int = 0
+
+    def parts(self) -> list[Part]:
+        return [self.plan.system, *self.plan.chunks]
+
+    def release(self) -> None:
+        for holds in (*self.holds.values(), *self.partial.values()):
+            for hold in holds:
+                hold.release()
+        self.holds.clear()
+        self.partial.clear()
+        self.waiters.clear()
+
+
+class ChunkScheduler:
+    def __init__(self, vllm_config: VllmConfig, shape: Geometry, settings: Settings) -> None:
+        from vllm.v1.core.sched.interface import SchedulerInterface
+
+        self.host = caller_of(SchedulerInterface, "the scheduler")
+        self.shape = shape
+        self.piece_tokens = settings.max_chunk_tokens
+        self.ranks = vllm_config.parallel_config.tensor_parallel_size
+        model = vllm_config.model_config
+        try:
+            self.ropes = Ropes(model.hf_text_config.to_json_string(), model.max_model_len)
+        except KvCacheError as error:
+            raise UnsupportedHostError(f"{model.model}: {error}") from error
+        self.model = (model.model, json.dumps([model.revision, model.hf_text_config.to_dict()], default=str, sort_keys=True))
+        config = ChunkCacheConfig(
+            max_chunks=min(settings.max_chunks, shape.num_blocks),
+            max_chunk_tokens=settings.max_chunk_tokens,
+            cache_policy=settings.cache_policy,
+        )
+        self.cache = ChunkCacheManager(config, shape.num_blocks, shape.block_size)
+        self.states: dict[str, State] = {}
+        self.refused: dict[str, str] = {}
+        self.encodes: dict[str, Encode] = {}
+        self.unsaved: dict[str, tuple[Encode, int]] = {}
+        self.new_encodes: list[Request] = []
+        self.loads: list[Load] = []
+        self.numbers = itertools.count()
+
+    # A request comes.
+
+    def on_new_request(self, request: Request) -> None:
+        if request.request_id in self.encodes:
+            return
+        try:
+            plan = self._plan(request)
+        except ChunkRequestError as error:
+            logger.warning("request %s is answered without chunks: %s", request.request_id, error)
+            self.refused[request.request_id] = str(error)
+            return
+        if plan is None:
+            return
+        state = State(plan, request.cache_salt, self._root(request))
+        self.states[request.request_id] = state
+        _salt(request, self._mode_salt(request, state))
+        self._acquire(request, state)
+        self._submit()
+
+    def _plan(self, request: Request) -> ChunkPlan | None:
+        plan = plan_of(request.kv_transfer_params, request.prompt_token_ids or ())
+        if plan is None:
+            return None
+        if request.pooling_params is not None or request.mm_features:
+            raise ChunkRequestError("chunks are for text that is generated from text")
+        return plan
+
+    def _root(self, request: Request) -> bytes:
+        lora = request.lora_request
+        return key_root(
+            self.model[0],
+            self.model[1].encode(),
+            self.ropes,
+            dtype_name=self.shape.dtype,
+            num_heads=self.shape.num_heads * self.ranks,
+            head_dim=self.shape.head_dim,
+            block_size=self.shape.block_size,
+            adapter=(lora.lora_name, lora.lora_path.encode()) if lora else None,
+            salt=request.cache_salt.encode() if request.cache_salt else None,
+        )
+
+    @staticmethod
+    def _mode_salt(request: Request, state: State) -> str:
+        """The same prompt cut or computed in another way has other keys and values."""
+        plan = state.plan
+        ends = [part.end for part in state.parts()]
+        what = json.dumps(["kvcache chunks v1", state.salt, plan.mode, plan.recompute, ends])
+        return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()
+
+    # Parts are looked up.
+
+    def _acquire(self, request: Request, state: State) -> None:
+        for number, part in enumerate(state.parts()):
+            if number in state.holds:
+                continue
+            if any(not self._is_over(waiter) for waiter in state.waiters.get(number, ())):
+                continue
+            if not self._acquire_part(request, state, number, part):
+                self._go_without(request, state, "the memory for chunks has no room: raise host_memory")
+                return
+
+    def _acquire_part(self, request: Request, state: State, number: int, part: Part) -> bool:
+        tokens, system = request.prompt_token_ids, state.plan.system
+        seen = state.plan.seen() if number > 0 else 0
+        mode = state.plan.mode if number > 0 else "alone"
+        prefix = tokens[system.start : system.start + seen]
+        own = tokens[part.start : part.end]
+        outcomes = self.cache.acquire(state.root, mode, tokens[: system.end], own, seen)
+        first = not state.waiters.get(number)
+        holds, missing, waiters, at = [], [], [], 0
+        for piece in outcomes:
+            if isinstance(piece, PieceHold):
+                holds.append(piece)
+                at += piece.num_tokens
+            elif isinstance(piece, ChunkReservation):
+                missing.append((at, piece))
+                at += len(piece.slots)
+            elif isinstance(piece, ChunkWaiter):
+                waiters.append(piece)
+                # Its length follows from those of the others: pieces are of one size but the last.
+                at += min(part.tokens - at, self.piece_tokens)
+            else:
+                for hold in holds:
+                    hold.release()
+                for _, reservation in missing:
+                    reservation.abandon()
+                return False
+        if not missing and not waiters:
+            state.holds[number] = holds
+            state.waiters.pop(number, None)
+            if first:
+                state.reused += part.tokens
+            return True
+        for hold in holds:
+            hold.release()
+        if missing:
+            state.computed += part.tokens
+            waiters.append(self._encode(request, state, prefix, own, missing))
+        state.waiters[number] = waiters
+        return True
+
+    def _is_over(self, waiter: Any) -> bool:
+        if isinstance(waiter, str):
+            return waiter not in self.encodes
+        return waiter.is_over
+
+    def _go_without(self, request: Request, state: State, reason: str) -> None:
+        logger.warning("request %s is answered without chunks: %s", request.request_id, reason)
+        self.refused[request.request_id] = reason
+        state.release()
+        del self.states[request.request_id]
+        _salt(request, state.salt)
+
+    # Missing parts are computed.
+
+    def _encode(
+        self,
+        request: Request,
+        state: State,
+        prefix: list[int],
+        own: list[int],
+        missing: list[tuple[int, ChunkReservation]],
+    ) -> str:
+        from vllm import SamplingParams
+        from vllm.v1.request import Request as EngineRequest
+
+        name = f"{ENCODE}{next(self.numbers)}"
+        params = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)
+        encode = EngineRequest(
+            request_id=name,
+            prompt_token_ids=[*prefix, *own],
+            sampling_params=params,
+            pooling_params=None,
+            client_index=request.client_index,
+            lora_request=request.lora_request,
+            cache_salt=state.salt,
+            priority=request.priority,
+            block_hasher=request._block_hasher,
+        )
+        self.encodes[name] = Encode(name, len(prefix), len(prefix) + len(own), missing)
+        self.new_encodes.append(encode)
+        return name
+
+    def _submit(self) -> None:
+        encodes, self.new_encodes = self.new_encodes, []
+        for encode in encodes:
+            self.host.add_request(encode)
+
+    def saved(self, counts: dict[str, int]) -> None:
+        """Takes note of encodes whose rows are in the arenas of workers."""
+        for name, count in counts.items():
+            if name not in self.unsaved:
+                continue
+            encode, had = self.unsaved.pop(name)
+            if had + count < self.ranks:
+                self.unsaved[name] = (encode, had + count)
+                continue
+            for _, reservation in encode.waiting:
+                reservation.store().release()
+            self.encodes.pop(name, None)
+
+    # The host schedules.
+
+    def matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
+        state = self.states.get(request.request_id)
+        if state is None:
+            return 0, False
+        if len(state.holds) <= len(state.plan.chunks):
+            self._acquire(request, state)
+            if request.request_id not in self.states:
+                return 0, False
+            if len(state.holds) <= len(state.plan.chunks):
+                return None, False
+        tokens = state.plan.question_start - num_computed
+        return (tokens, True) if tokens > 0 else (0, False)
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
+        state = self.states.get(request.request_id)
+        if state is None or num_external == 0:
+            return
+        (block_ids,) = blocks.get_block_ids()
+        size, end = self.shape.engine_block_size, state.plan.question_start
+        first = end - num_external
+
+        def slot(token: int) -> int:
+            block = block_ids[token // size]
+            # Block 0 stands for one that a window has let go of.
+            return block * size + token % size if block != 0 else -1
+
+        rows = []
+        for number, part in enumerate(state.parts()):
+            start = part.start
+            for hold in state.holds[number]:
+                own = hold.slots
+                # The stored position of a piece is that of its first token.
+                skip = max(0, first - start)
+                if skip < len(own):
+                    tokens = range(start + skip, start + len(own))
+                    rows.append((own[skip:], [slot(token) for token in tokens], start - hold.stored_start))
+                start += len(own)
+        linked = []
+        if first == 0 or state.plan.recompute != "none":
+            linked = [
+                (run.start, list(request.prompt_token_ids[run.start : run.end]))
+                for run in state.plan.linked()
+                if run.end > first
+            ]
+        written = block_ids[first // size : -(-end // size)]
+        self.loads.append(Load(request.request_id, rows, written, linked, list(block_ids) if linked else []))
+
+    def orders(self, output: SchedulerOutput) -> tuple[list[Load], list[Save]]:
+        """Returns what the workers copy in this step."""
+        self._submit()
+        loads, self.loads = self.loads, []
+        saves = []
+        for name, count in output.num_scheduled_tokens.items():
+            encode = self.encodes.get(name)
+            if encode is None or encode.scheduled:
+                continue
+            if self.host.requests[name].num_computed_tokens + count < encode.prompt_tokens:
+                continue
+            (block_ids,) = self.host.kv_cache_manager.get_block_ids(name)
+            size = self.shape.engine_block_size
+            to, slots = [], []
+            for start, reservation in encode.waiting:
+                to += reservation.slots
+                for token in range(encode.prefix + start, encode.prefix + start + len(reservation.slots)):
+                    slots.append(block_ids[token // size] * size + token % size)
+            encode.scheduled = True
+            self.unsaved[name] = (encode, 0)
+            saves.append(Save(name, to, slots))
+        return loads, saves
+
+    # A request ends.
+
+    def finished(self, request: Request) -> dict[str, Any] | None:
+        name = request.request_id
+        encode = self.encodes.get(name)
+        if encode is not None:
+            if not encode.scheduled:
+                # It was ended from outside: whoever waits for it asks again.
+                for _, reservation in encode.waiting:
+                    reservation.abandon()
+                del self.encodes[name]
+            return None
+        reason = self.refused.pop(name, None)
+        if reason is not None:
+            return {"chunk_error": reason}
+        state = self.states.pop(name, None)
+        if state is None:
+            return None
+        state.release()
+        return {"chunk_tokens_reused": state.reused, "chunk_tokens_computed": state.computed}
+
+
+def _salt(request: Request, salt: str | None) -> None:
+    """Gives a request that has no blocks yet another salt."""
+    request.cache_salt = salt
+    request.block_hashes.clear()
+    request.update_block_hashes()

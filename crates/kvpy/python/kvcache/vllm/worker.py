@@ -1,0 +1,103 @@
+"""The workers' side: the arena of a rank, and the copies between it and vLLM's blocks."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from kvcache import Arena, KvCacheError, Ropes
+
+from .host import Geometry, UnsupportedHostError, caller_of
+from .layout import foreign_cache
+from .recompute import recompute
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = init_logger("vllm.kvcache")
+
+
+class ChunkWorker:
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: Geometry) -> None:
+        self.config = vllm_config
+        self.layers = list(kv_cache_config.kv_cache_groups[0].layer_names)
+        model = vllm_config.model_config
+        self.ropes = Ropes(model.hf_text_config.to_json_string(), model.max_model_len)
+        if self.ropes.num_layers != len(self.layers):
+            raise UnsupportedHostError(
+                f"this rank has {len(self.layers)} layers of {self.ropes.num_layers}: pipelines are not supported"
+            )
+        self.arena = Arena(
+            num_layers=shape.num_layers,
+            num_blocks=shape.num_blocks,
+            block_size=shape.block_size,
+            num_heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            dtype_name=shape.dtype,
+        )
+        self.block_size = shape.engine_block_size
+        self.cache: Any = None
+        self.runner: Any = None
+        self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-load")
+        self.loading: dict[str, tuple[Future[None], list[int]]] = {}
+        self.failed: set[int] = set()
+        self.just_saved: list[str] = []
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        self.runner = caller_of(GPUModelRunner, "the runner of the model")
+        self.cache = foreign_cache(self.config, self.layers, kv_caches)
+
+    def start_loads(self, loads: list[Any]) -> None:
+        for load in loads:
+            if load.linked:
+                # All ranks run the model in the same step.
+                future: Future[None] = Future()
+                try:
+                    future.set_result(self._load_and_link(load))
+                except Exception as error:
+                    future.set_exception(error)
+            else:
+                future = self.threads.submit(self.arena.load, self.cache, load.rows, self.ropes)
+            self.loading[load.request_id] = (future, load.block_ids)
+
+    def _load_and_link(self, load: Any) -> None:
+        self.arena.load(self.cache, load.rows, self.ropes)
+        recompute(self.config, self.runner, load.linked, load.table, self.block_size)
+
+    def save(self, saves: list[Any]) -> None:
+        for save in saves:
+            self.arena.save(self.cache, save.to, save.slots)
+            self.just_saved.append(save.request_id)
+
+    def loaded(self) -> set[str] | None:
+        done = {name for name, (future, _) in self.loading.items() if future.done()}
+        if not done and self.loading:
+            # Nothing else may be running: do not spin through empty steps.
+            next(iter(self.loading.values()))[0].exception()
+            done = {name for name, (future, _) in self.loading.items() if future.done()}
+        for name in done:
+            future, block_ids = self.loading.pop(name)
+            error = future.exception()
+            if error is not None:
+                logger.error("the chunks of request %s could not be loaded: %s", name, error)
+                if not isinstance(error, KvCacheError):
+                    logger.exception("", exc_info=error)
+                self.failed.update(block_ids)
+        return done or None
+
+    def failed_blocks(self) -> set[int]:
+        failed, self.failed = self.failed, set()
+        return failed
+
+    def saved(self) -> list[str]:
+        saved, self.just_saved = self.just_saved, []
+        return saved
+
+    def shutdown(self) -> None:
+        self.threads.shutdown(wait=True)

@@ -1,0 +1,235 @@
+//! The chunk cache: which chunks are in an arena, where, and who computes those that are missing.
+
+use kvchunk::{
+    Acquired, ChunkBlockPool, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm, TenantId,
+};
+use kvcore::{BlockKey, SlotMapping};
+use parking_lot::Mutex;
+use pyo3::exceptions::{PyRuntimeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::error::{Failure, KvCacheError, Result};
+
+/// The settings of a chunk cache. Names that are left out keep their defaults.
+#[pyclass(frozen, module = "kvcache")]
+pub(crate) struct ChunkCacheConfig(kvchunk::ChunkCacheConfig);
+
+#[pymethods]
+impl ChunkCacheConfig {
+    #[new]
+    #[pyo3(signature = (**settings))]
+    fn new(py: Python<'_>, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
+        let json = py.import("json")?;
+        let text: String = match settings {
+            Some(settings) => json.call_method1("dumps", (settings,))?.extract()?,
+            None => "{}".to_owned(),
+        };
+        let config: kvchunk::ChunkCacheConfig = serde_json::from_str(&text)
+            .map_err(|error| PyValueError::new_err(format!("settings of the chunk cache: {error}")))?;
+        config.check().map_err(Failure::from)?;
+        Ok(Self(config))
+    }
+
+    /// All settings, by their names.
+    fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
+        let text = serde_json::to_string(&self.0).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+        py.import("json")?.call_method1("loads", (text,))
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+/// The chunks in the blocks of an arena. The bytes themselves may lie elsewhere, such as in the arenas of several workers.
+///
+/// Chunks are found by all that their bytes depend on, and by their tokens. A chunk is computed by one request at a time; others wait.
+#[pyclass(frozen, module = "kvcache")]
+pub(crate) struct ChunkCacheManager(kvchunk::ChunkCacheManager);
+
+/// A stored piece of a chunk that is held: it is neither written nor evicted until the hold is dropped or released.
+#[pyclass(frozen, module = "kvcache")]
+pub(crate) struct PieceHold(Mutex<Option<kvchunk::PieceHold>>);
+
+/// Blocks for a missing piece of a chunk, which this request computes. Dropping it gives the blocks back.
+#[pyclass(frozen, module = "kvcache")]
+pub(crate) struct ChunkReservation {
+    own: Mutex<Option<kvchunk::ChunkReservation>>,
+    #[pyo3(get)]
+    slots: Vec<i64>,
+    #[pyo3(get)]
+    stored_start: i64,
+}
+
+/// Work of another request on a piece of a chunk.
+#[pyclass(frozen, module = "kvcache")]
+pub(crate) struct ChunkWaiter(kvchunk::ChunkWaiter);
+
+fn over() -> PyErr {
+    PyRuntimeError::new_err("it was released or stored before")
+}
+
+#[pymethods]
+impl PieceHold {
+    /// The slots of the piece's tokens in the arena.
+    #[getter]
+    fn slots(&self) -> PyResult<Vec<i64>> {
+        let own = self.0.lock();
+        let hold = own.as_ref().ok_or_else(over)?;
+        let slots = SlotMapping::in_blocks(hold.block_ids(), hold.block_size(), 0..hold.num_tokens());
+        Ok(slots.map_err(Failure::from)?.to_vec())
+    }
+
+    /// The number of tokens.
+    #[getter]
+    fn num_tokens(&self) -> PyResult<usize> {
+        Ok(self.0.lock().as_ref().ok_or_else(over)?.num_tokens())
+    }
+
+    /// The position that the first key was rotated to when the piece was stored.
+    #[getter]
+    fn stored_start(&self) -> PyResult<i64> {
+        Ok(self.0.lock().as_ref().ok_or_else(over)?.cached_position_start())
+    }
+
+    /// Ends the hold now.
+    fn release(&self) {
+        drop(self.0.lock().take());
+    }
+}
+
+#[pymethods]
+impl ChunkReservation {
+    /// Stores the piece, whose slots have been filled, and returns a hold on it.
+    fn store(&self) -> PyResult<PieceHold> {
+        let own = self.own.lock().take().ok_or_else(over)?;
+        Ok(PieceHold(Mutex::new(Some(own.store()))))
+    }
+
+    /// Gives the blocks back. The next request computes the piece.
+    fn abandon(&self) {
+        drop(self.own.lock().take());
+    }
+}
+
+#[pymethods]
+impl ChunkWaiter {
+    /// Whether the work is over. Ask for the piece again.
+    #[getter]
+    fn is_over(&self) -> bool {
+        self.0.is_over()
+    }
+}
+
+impl ChunkCacheManager {
+    fn build(config: kvchunk::ChunkCacheConfig, num_blocks: u32, block_size: usize) -> Result<Self> {
+        let pool = ChunkBlockPool::new(0..num_blocks, block_size)?;
+        Ok(Self(kvchunk::ChunkCacheManager::new(config, pool)?))
+    }
+}
+
+#[pymethods]
+impl ChunkCacheManager {
+    /// Creates an empty cache over `num_blocks` blocks of `block_size` tokens.
+    #[new]
+    fn new(config: &ChunkCacheConfig, num_blocks: u32, block_size: usize) -> PyResult<Self> {
+        Ok(Self::build(config.0.clone(), num_blocks, block_size)?)
+    }
+
+    /// Looks up every piece of a chunk under the keys of `root`, and reserves blocks for those that are missing. Returns one of
+    /// `PieceHold`, `ChunkReservation`, `ChunkWaiter` and `None` (no room) for each piece, in order. A long chunk has several pieces.
+    ///
+    /// `mode` is `"alone"`, `"with-system"` or `"sink:K"`: what a chunk sees of the tokens of `system` while it is computed.
+    /// `stored_start` is the position that its first key is rotated to when it is stored.
+    fn acquire(
+        &self,
+        py: Python<'_>,
+        root: [u8; 32],
+        mode: &str,
+        system: Vec<u32>,
+        tokens: Vec<u32>,
+        stored_start: i64,
+    ) -> PyResult<Vec<Py<PyAny>>> {
+        if tokens.is_empty() {
+            return Err(PyValueError::new_err("a chunk needs at least one token"));
+        }
+        let mode: ComputeMode = mode.parse().map_err(Failure::from)?;
+        let cache = self.0.clone();
+        let acquire = move || {
+            let context = ChunkContext::new(BlockKey::from_bytes(root), mode, &system);
+            let config = cache.config();
+            let hasher = ChunkHasher::new(config.hash_algorithm, context, cache.pool().block_size());
+            let mut start = stored_start;
+            let piece = |piece: kvchunk::ChunkPiece<'_>| {
+                let acquired = cache.acquire(TenantId::default(), &piece, start);
+                start += piece.tokens().len() as i64;
+                acquired
+            };
+            hasher.pieces(&tokens, config.max_chunk_tokens).map(piece).collect::<Vec<_>>()
+        };
+        py.detach(acquire).into_iter().map(|acquired| outcome(py, acquired)).collect()
+    }
+
+    /// Forgets every chunk that nobody holds.
+    fn clear(&self) {
+        self.0.clear();
+    }
+
+    /// The counts since the cache was made, and the gauges of this moment, by name.
+    fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let m = self.0.metrics();
+        let dict = PyDict::new(py);
+        for (name, value) in [
+            ("lookup_count", m.lookup_count),
+            ("hit_count", m.hit_count),
+            ("miss_count", m.miss_count),
+            ("shared_flights", m.shared_flights),
+            ("insertions", m.insertions),
+            ("evictions", m.evictions),
+            ("uncached", m.uncached),
+            ("tokens_reused", m.tokens_reused),
+            ("tokens_computed", m.tokens_computed),
+            ("cached_chunks", m.cached_chunks as u64),
+            ("total_blocks", m.total_blocks as u64),
+            ("used_blocks", m.used_blocks as u64),
+        ] {
+            dict.set_item(name, value)?;
+        }
+        for (name, value) in [
+            ("hit_rate", m.hit_rate()),
+            ("memory_utilization", m.memory_utilization()),
+            ("avg_lookup_time_ms", m.avg_lookup_time_ms()),
+            ("avg_reindex_time_ms", m.avg_reindex_time_ms()),
+            ("avg_compute_time_ms", m.avg_compute_time_ms()),
+        ] {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// Recounts everything, and raises an error that says which number is wrong.
+    fn check_invariants(&self) -> PyResult<()> {
+        self.0.check_invariants().map_err(KvCacheError::new_err)
+    }
+
+    /// The names of the hash algorithms.
+    #[staticmethod]
+    fn hash_algorithms() -> Vec<String> {
+        HashAlgorithm::ALL.iter().map(|algorithm| format!("{algorithm:?}")).collect()
+    }
+}
+
+/// Returns what became of a request for a piece, as an object of Python.
+fn outcome(py: Python<'_>, acquired: Acquired) -> PyResult<Py<PyAny>> {
+    Ok(match acquired {
+        Acquired::Hit(hold) => Py::new(py, PieceHold(Mutex::new(Some(hold))))?.into_any(),
+        Acquired::Compute(reservation) => {
+            let slots = reservation.write_slots().map_err(Failure::from)?.to_vec();
+            let stored_start = reservation.stored_start();
+            Py::new(py, ChunkReservation { own: Mutex::new(Some(reservation)), slots, stored_start })?.into_any()
+        }
+        Acquired::Busy(waiter) => Py::new(py, ChunkWaiter(waiter))?.into_any(),
+        Acquired::NoRoom => py.None(),
+    })
+}

@@ -1,0 +1,61 @@
+//! Rotary embeddings of a model.
+
+use kvcore::{LayerRopes, RopeFamily};
+use kvmodel::ModelConfig;
+use pyo3::prelude::*;
+
+use crate::error::{Failure, Result};
+
+/// The rotary embeddings of a model's layers, from the text of its `config.json`.
+#[pyclass(frozen, module = "kvcache")]
+pub(crate) struct Ropes {
+    pub(crate) layers: LayerRopes,
+    pub(crate) max_positions: usize,
+}
+
+impl Ropes {
+    fn read(text: &str, longest: Option<usize>) -> Result<Self> {
+        let config = ModelConfig::from_json(text)?;
+        let ropes: Vec<_> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
+        let family = RopeFamily::new(&ropes, config.max_positions)?;
+        let layers = family.at(longest.unwrap_or(config.max_positions).min(config.max_positions))?;
+        Ok(Self { layers, max_positions: config.max_positions })
+    }
+}
+
+#[pymethods]
+impl Ropes {
+    /// Reads the embeddings for requests of up to `longest` positions.
+    #[new]
+    #[pyo3(signature = (config_json, longest = None))]
+    fn new(config_json: &str, longest: Option<usize>) -> PyResult<Self> {
+        Ok(Self::read(config_json, longest)?)
+    }
+
+    /// The number of layers.
+    #[getter]
+    fn num_layers(&self) -> usize {
+        self.layers.layers().len()
+    }
+
+    /// The first position past the largest one.
+    #[getter]
+    fn max_positions(&self) -> usize {
+        self.max_positions
+    }
+
+    /// The cosines and sines of a layer at a position, and the attention factor that multiplies both when a row is first rotated.
+    fn at(&self, layer: usize, position: i64) -> PyResult<(Vec<f32>, Vec<f32>, f32)> {
+        let ropes = self.layers.layers();
+        let range = || kvcore::Error::OutOfRange {
+            what: "layer",
+            value: layer as i128,
+            limit: ropes.len() as i128,
+        };
+        let rope = ropes.get(layer).ok_or_else(|| Failure::from(range()))?;
+        let table = rope.table([position]).map_err(Failure::from)?;
+        let mut sin = vec![0.0; rope.frequencies().len()];
+        let cos = table.at(position, &mut sin).to_vec();
+        Ok((cos, sin, rope.attention_factor()))
+    }
+}

@@ -1,0 +1,89 @@
+//! Tensors of other libraries, used where they lie.
+
+use std::any::Any;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use dlpark::ffi::{DLDataTypeCode, DLDeviceType};
+use dlpark::python;
+use kvbackend_cpu::CpuStorage;
+use kvcore::{DType, MemoryKind, Storage};
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::prelude::*;
+
+/// A tensor of another library in host memory. Its memory lives as long as the storage.
+pub(crate) struct HostTensor {
+    pub(crate) storage: Arc<dyn Storage>,
+    pub(crate) dtype: DType,
+    pub(crate) shape: Vec<usize>,
+    /// In elements.
+    pub(crate) strides: Vec<usize>,
+}
+
+/// The managed tensor of another library, which keeps the memory alive.
+struct Kept(#[expect(dead_code, reason = "held for its Drop")] dlpark::AllocationDeleter);
+
+// SAFETY: the deleter is called once, when the last holder drops it; `DLPack` allows that on any thread, and Python's own producers
+// take the lock of the interpreter in it.
+unsafe impl Send for Kept {}
+// SAFETY: a shared reference to it gives no access to anything.
+unsafe impl Sync for Kept {}
+
+impl HostTensor {
+    /// Takes a tensor in host memory through `DLPack`, without a copy.
+    ///
+    /// # Errors
+    /// Returns a `TypeError` for an object that is no tensor or of another element type, and a `ValueError` for a tensor on a
+    /// device, with negative strides, or without elements.
+    pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let tensor = python::from_dlpack(object.as_borrowed(), None, None)?;
+        let view = tensor.validate().map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let device = view.device();
+        if device.device_type != DLDeviceType::CPU {
+            let at = format!("{:?}:{}", device.device_type, device.device_id);
+            return Err(PyValueError::new_err(format!("the tensor lies on {at}, not in host memory")));
+        }
+        let of_type = view.dtype();
+        let dtype = match (of_type.code, of_type.bits, of_type.lanes) {
+            (DLDataTypeCode::FLOAT, 32, 1) => DType::F32,
+            (DLDataTypeCode::FLOAT, 16, 1) => DType::F16,
+            (DLDataTypeCode::BFLOAT, 16, 1) => DType::BF16,
+            (DLDataTypeCode::UINT | DLDataTypeCode::INT, 8, 1) => DType::U8,
+            _ => return Err(PyTypeError::new_err(format!("no kernel takes elements of {of_type:?}"))),
+        };
+        let counts = |values: &[i64], what: &str| -> PyResult<Vec<usize>> {
+            let of = |&value: &i64| usize::try_from(value).map_err(|_| value);
+            let counts = values.iter().map(of).collect::<Result<_, _>>();
+            counts.map_err(|value| PyValueError::new_err(format!("the tensor has a {what} of {value}")))
+        };
+        let shape = counts(view.shape(), "size")?;
+        let strides = view.strides_or_compact().map_err(|error| PyValueError::new_err(error.to_string()))?;
+        let strides = counts(&strides, "stride")?;
+        if shape.contains(&0) {
+            return Err(PyValueError::new_err(format!("the tensor has no elements: its shape is {shape:?}")));
+        }
+        let last: usize = shape.iter().zip(&strides).map(|(n, stride)| (n - 1) * stride).sum();
+        let bytes = dtype.bytes_for(last + 1).map_err(crate::error::Failure::from)?;
+        let start = view.data_ptr().cast_mut().cast::<u8>().wrapping_add(view.byte_offset() as usize);
+        let Some(start) = NonNull::new(start) else {
+            return Err(PyValueError::new_err("the tensor has no memory"));
+        };
+        let owner: Arc<dyn Any + Send + Sync> = Arc::new(Kept(tensor.into_deleter()));
+        // SAFETY: the producer guarantees that its tensor lies at `start` with the shape and strides that were checked, for as long
+        // as `owner` is not dropped. The Python caller guarantees that nobody else uses the elements during a call, as the
+        // documentation of each call says.
+        let storage = unsafe { CpuStorage::from_raw(start, bytes, MemoryKind::System, owner) };
+        let storage = Arc::new(storage.map_err(crate::error::Failure::from)?);
+        Ok(Self { storage, dtype, shape, strides })
+    }
+}
+
+/// Returns the element type of a name, such as `"bfloat16"`, `"torch.bfloat16"` or `"bf16"`.
+pub(crate) fn dtype(name: &str) -> PyResult<DType> {
+    match name.rsplit('.').next().unwrap_or(name) {
+        "float32" | "f32" | "float" => Ok(DType::F32),
+        "float16" | "f16" | "half" => Ok(DType::F16),
+        "bfloat16" | "bf16" => Ok(DType::BF16),
+        _ => Err(PyValueError::new_err(format!("unknown element type {name:?}: take float32, float16 or bfloat16"))),
+    }
+}

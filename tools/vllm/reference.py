@@ -1,0 +1,93 @@
+"""What answers with reused chunks have to equal: computed by transformers, in f32 on a CPU.
+
+``alone``: one pass in which a chunk sees only itself. ``with-system``: two phases, the chunks behind the system prompt at the
+positions right after it, their keys moved to their place, then the question over all of them.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+
+def load(path: str):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@torch.no_grad()
+def rest(model, cache: DynamicCache, start: int, tokens: list[int], mask: torch.Tensor | None):
+    """Runs tokens at positions from ``start`` on over a cache, and returns their log-probabilities."""
+    positions = torch.arange(start, start + len(tokens))[None]
+    ids = torch.tensor([tokens])
+    kwargs = {} if mask is None else {"attention_mask": mask}
+    out = model(ids, past_key_values=cache, position_ids=positions, use_cache=True, **kwargs)
+    return torch.log_softmax(out.logits[0].double(), -1)
+
+
+def visible(parts: list[int], question: int, mode: str) -> torch.Tensor:
+    """The mask of one pass: a row for each token, True where it sees."""
+    total = sum(parts) + question
+    mask = torch.ones(total, total, dtype=torch.bool).tril()
+    start = parts[0]
+    for length in parts[1:]:
+        mask[start : start + length, (0 if mode == "alone" else parts[0]) : start] = False
+        start += length
+    return mask
+
+
+def additive(mask: torch.Tensor) -> torch.Tensor:
+    return torch.where(mask, 0.0, torch.finfo(torch.float32).min)[None, None]
+
+
+@torch.no_grad()
+def alone(model, parts: list[list[int]], question: list[int], count: int):
+    """Greedy tokens and their log-probabilities under the mask in which chunks see only themselves."""
+    tokens = [t for part in parts for t in part] + question
+    mask = visible([len(p) for p in parts], len(question), "alone")
+    window = getattr(model.config, "sliding_window", None)
+    if window:
+        places = torch.arange(len(tokens))
+        mask &= places[:, None] - places[None] < window
+    cache = DynamicCache()
+    logs = rest(model, cache, 0, tokens, additive(mask))
+    return continued(model, cache, len(tokens), logs[-1], count, window)
+
+
+@torch.no_grad()
+def continued(model, cache, length: int, last: torch.Tensor, count: int, window=None):
+    out, probs = [], []
+    for _ in range(count):
+        token = int(last.argmax())
+        out.append(token)
+        probs.append(float(last[token]))
+        if len(out) == count:
+            break
+        seen = torch.ones(1, length + len(out), dtype=torch.bool)
+        if window:
+            seen[0, : max(0, length + len(out) - window)] = False
+        last = rest(model, cache, length + len(out) - 1, [token], additive(seen))[-1]
+    return out, probs
+
+
+@torch.no_grad()
+def with_system(model, parts: list[list[int]], question: list[int], count: int):
+    """Greedy tokens and log-probabilities of the computation in two phases."""
+    system = parts[0]
+    merged = DynamicCache()
+    rest(model, merged, 0, system, None)
+    rotary, start = model.model.rotary_emb, len(system)
+    probe = torch.zeros(1, 1, 1)
+    for chunk in parts[1:]:
+        own = DynamicCache()
+        rest(model, own, 0, [*system, *chunk], None)
+        cos, sin = rotary(probe, torch.tensor([[start - len(system)]]))
+        factor = float(rotary.attention_scaling)
+        cos, sin = cos[0, 0] / factor, sin[0, 0] / factor
+        for layer, kept in enumerate(own.layers):
+            keys, values = kept.keys[:, :, len(system) :], kept.values[:, :, len(system) :]
+            half = keys.shape[-1] // 2
+            turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
+            merged.update(keys * cos + turned * sin, values, layer)
+        start += len(chunk)
+    logs = rest(model, merged, start, question, None)
+    return continued(model, merged, start + len(question), logs[-1], count)
