@@ -1,88 +1,292 @@
 """The connector inside a real vLLM on a CPU, against transformers. Run by the slice `vllm` of `cargo xtask deep`.
 
-    python check_connector.py MODEL [--block-size 32]
+    python check_connector.py MODEL …
+
+Answers have to be those of the reference: the same tokens, log-probabilities within 1e-3 in f32. Every check prints a line; the exit
+status is 1 if one of them fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import random
 import sys
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import torch
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.v1.metrics.reader import Counter
+
+import kvcache.vllm.scheduler as side
+import reference
+from kvcache import KvCacheError
+
+COUNT = 6
+
+
+class Host:
+    """A vLLM with the connector, in this process."""
+
+    def __init__(self, path: str, *, host_memory: str = "64MiB", blocks: int = 1024, **settings) -> None:
+        self.path = path
+        self.llm = LLM(
+            model=path,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            enforce_eager=True,
+            block_size=32,
+            max_model_len=512,
+            max_num_batched_tokens=256,
+            num_gpu_blocks_override=blocks,
+            kv_cache_memory_bytes=256 << 20,
+            distributed_executor_backend="uni",
+            disable_log_stats=False,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="ChunkConnector",
+                kv_connector_module_path="kvcache.vllm",
+                kv_role="kv_both",
+                kv_load_failure_policy="recompute",
+                kv_connector_extra_config={"host_memory": host_memory, **settings},
+            ),
+        )
+
+    @property
+    def scheduler(self):
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def side(self):
+        return self.scheduler.connector._scheduler
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+    def counter(self, name: str) -> int:
+        return sum(m.value for m in self.llm.get_metrics() if isinstance(m, Counter) and m.name == name)
+
+    def nothing_held(self) -> str | None:
+        """Says what is still held when no request runs, or nothing."""
+        for _ in range(8):
+            self.llm.llm_engine.step()
+        side = self.side
+        if side.states or side.encodes or side.unsaved or side.refused:
+            return f"states {side.states}, encodes {side.encodes}, unsaved {side.unsaved}, refused {side.refused}"
+        if self.scheduler.kv_cache_manager.usage != 0:
+            return f"{self.scheduler.kv_cache_manager.usage} of vLLM's blocks"
+        try:
+            side.cache.check_invariants()
+        except KvCacheError as error:
+            return str(error)
+        side.cache.clear()
+        used = side.cache.metrics()["used_blocks"]
+        return f"{used} blocks of chunks" if used else None
+
+
+class Case:
+    """Documents, a system prompt and a question of random tokens."""
+
+    def __init__(self, vocab: int, seed: int = 7) -> None:
+        self.draw, self.vocab = random.Random(seed), vocab
+        self.system, self.question = self.text(21), self.text(9)
+        self.documents = [self.text(40 + 13 * i) for i in range(4)]
+
+    def text(self, count: int) -> list[int]:
+        return [self.draw.randrange(5, self.vocab) for _ in range(count)]
+
+    def parts(self, order: list[int]) -> list[list[int]]:
+        return [self.system, *(self.documents[i] for i in order)]
+
+    def prompt(self, order: list[int], mode: str, recompute: str = "none", count: int = COUNT, **changes):
+        parts = self.parts(order)
+        tokens = [t for part in parts for t in part] + self.question
+        params = {
+            "chunk_lengths": [len(p) for p in parts],
+            "chunk_mode": mode,
+            "chunk_recompute": recompute,
+            **changes,
+        }
+        extra = None if mode == "plain" else {"kv_transfer_params": params}
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=count, logprobs=0, detokenize=False, ignore_eos=True, extra_args=extra
+        )
+        return {"prompt_token_ids": tokens}, sampling
+
+
+def answer(out) -> tuple[list[int], list[float]]:
+    got = out.outputs[0]
+    return list(got.token_ids), [p[t].logprob for p, t in zip(got.logprobs, got.token_ids)]
+
+
+class Checks:
+    def __init__(self, path: str) -> None:
+        self.path, self.failures = path, 0
+        self.model = reference.load(path)
+        self.case = Case(self.model.config.vocab_size)
+
+    def say(self, what: str, fault: str | None) -> None:
+        self.failures += fault is not None
+        print(f"{'ok' if fault is None else 'FAILED':7} {what}{'' if fault is None else ': ' + fault}", flush=True)
+
+    def same(self, what: str, got, expected) -> None:
+        apart = max(abs(a - b) for a, b in zip(got[1], expected[1]))
+        fault = None
+        if got[0] != expected[0] or len(got[1]) != len(expected[1]) or apart > 1e-3:
+            fault = f"{got} instead of {expected}"
+        self.say(f"{what}, log-probabilities apart {apart:.0e}", fault)
+
+    def expected(self, order: list[int], mode: str, count: int = COUNT):
+        of = {"alone": reference.alone, "with-system": reference.with_system, "plain": reference.plain}[mode]
+        return of(self.model, self.case.parts(order), self.case.question, count)
+
+    def generate(self, host: Host, *asked):
+        prompts, sampling = zip(*asked)
+        return host.llm.generate(list(prompts), list(sampling), use_tqdm=False)
+
+    # What follows are the checks.
+
+    def orders(self, host: Host) -> None:
+        for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 3, 1]):
+            for mode in ("alone", "with-system"):
+                before = host.counter("vllm:external_prefix_cache_hits")
+                (out,) = self.generate(host, self.case.prompt(order, mode))
+                self.same(f"{mode}, documents {order}", answer(out), self.expected(order, mode))
+                tokens = sum(map(len, self.case.parts(order)))
+                hits = host.counter("vllm:external_prefix_cache_hits") - before
+                fault = None if out.num_cached_tokens == tokens == hits else f"{out.num_cached_tokens}, {hits} of {tokens}"
+                self.say("all their tokens are external hits", fault)
+
+    @property
+    def windowed(self) -> bool:
+        return bool(getattr(self.model.config, "sliding_window", None))
+
+    def linked(self, host: Host) -> None:
+        if self.windowed:
+            (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "link:8"))
+            self.same("behind a window nothing is linked", answer(out), self.expected([1, 2, 0], "plain"))
+            reason = (out.kv_transfer_params or {}).get("chunk_error")
+            self.say(f"and the request is told: {reason}", None if reason else "it is not")
+            return
+        (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "link:1000"))
+        self.same("linking every token is full attention", answer(out), self.expected([1, 2, 0], "plain"))
+        (out,) = self.generate(host, self.case.prompt([1, 2, 0], "with-system", "link:1000"))
+        self.same("so it is for chunks that saw the system prompt", answer(out), self.expected([1, 2, 0], "plain"))
+        (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "link:0"))
+        self.same("linking none is reuse as it is", answer(out), self.expected([1, 2, 0], "alone"))
+
+    def salts(self, host: Host) -> None:
+        self.generate(host, self.case.prompt([0, 2], "alone"))
+        (out,) = self.generate(host, self.case.prompt([0, 2], "plain"))
+        self.same("a plain request after it is untouched", answer(out), self.expected([0, 2], "plain"))
+        own, side._salt = side._salt, lambda request, salt: None
+        try:
+            self.generate(host, self.case.prompt([1, 3], "alone"))
+            (out,) = self.generate(host, self.case.prompt([1, 3], "plain"))
+        finally:
+            side._salt = own
+        expected = self.expected([1, 3], "plain")
+        apart = max(abs(a - b) for a, b in zip(answer(out)[1], expected[1]))
+        leaked = answer(out)[0] != expected[0] or apart > 1e-3
+        self.say("without a salt of its own it would be another one", None if leaked else "nothing leaked")
+
+    def together(self, host: Host) -> None:
+        host.side.cache.clear()
+        before = host.side.cache.metrics()["insertions"]
+        orders = [[0, 1], [1, 0], [2, 1], [3, 0, 2], [1, 2, 3], [0, 3]]
+        outs = self.generate(host, *(self.case.prompt(order, "alone") for order in orders))
+        for order, out in zip(orders, outs):
+            self.same(f"six at once, documents {order}", answer(out), self.expected(order, "alone"))
+        made = host.side.cache.metrics()["insertions"] - before
+        self.say("what they lack in common is encoded once", None if made == 5 else f"{made} encodes instead of 5")
+
+    def aborted(self, host: Host) -> None:
+        engine = host.llm.llm_engine
+        fault = None
+        for steps in range(9):
+            host.side.cache.clear()
+            names = []
+            for i, order in enumerate(([0, 1], [1, 2], [3, 0])):
+                prompt, sampling = self.case.prompt(order, "alone", count=20)
+                names.append(engine.add_request(f"abort-{steps}-{i}", prompt, sampling))
+            for _ in range(steps):
+                engine.step()
+            engine.abort_request([name or f"abort-{steps}-{i}" for i, name in enumerate(names)], internal=True)
+            fault = fault or host.nothing_held()
+        self.say("aborted after 0 to 8 steps, nothing stays held", fault)
+        (out,) = self.generate(host, self.case.prompt([1, 3], "alone"))
+        self.same("afterwards", answer(out), self.expected([1, 3], "alone"))
+
+    def refused(self, host: Host) -> None:
+        for wrong in ({"chunk_lengths": [21, 400]}, {"chunk_lengths": [21]}, {"chunk_lengths": None},
+                      {"chunk_mode": "sideways"}, {"chunk_lengths": None, "chunk_separator": [999999]}):
+            (out,) = self.generate(host, self.case.prompt([0, 1], "alone", **wrong))
+            self.same(f"{wrong} is answered without chunks", answer(out), self.expected([0, 1], "plain"))
+            reason = (out.kv_transfer_params or {}).get("chunk_error")
+            self.say(f"and says why: {reason}", None if reason else "it does not")
+
+    def preempted(self, host: Host) -> None:
+        before = host.counter("vllm:num_preemptions")
+        orders = [[0, 1], [1, 0], [2, 1], [3, 0]]
+        outs = self.generate(host, *(self.case.prompt(order, "alone", count=60) for order in orders))
+        for order, out in zip(orders, outs):
+            self.same(f"in too few blocks, documents {order}", answer(out), self.expected(order, "alone", 60))
+        times = host.counter("vllm:num_preemptions") - before
+        self.say(f"requests gave way {times} times", None if times or self.windowed else "none did")
+        self.say("nothing stays held", host.nothing_held())
+
+    def short_of_memory(self, host: Host) -> None:
+        (out,) = self.generate(host, self.case.prompt([3, 2], "alone"))
+        self.same("an arena too small for a chunk", answer(out), self.expected([3, 2], "plain"))
+        reason = (out.kv_transfer_params or {}).get("chunk_error")
+        self.say(f"says so: {reason}", None if reason else "it does not")
+        self.say("nothing stays held", host.nothing_held())
+
+    def evicted(self, host: Host) -> None:
+        for i in range(12):
+            self.case.documents[3] = self.case.text(60)
+            (out,) = self.generate(host, self.case.prompt([3, i % 3], "alone"))
+            if i % 4 == 3:
+                self.same("more documents than fit, one after another", answer(out), self.expected([3, i % 3], "alone"))
+        evictions = host.side.cache.metrics()["evictions"]
+        self.say(f"{evictions} were evicted", None if evictions else "none was")
+        self.say("nothing stays held", host.nothing_held())
+
+
+def block_bytes(model) -> int:
+    config = model.config
+    heads, dim = config.num_key_value_heads, getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * dim * 4 * 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--tokens", type=int, default=40)
-    args = parser.parse_args()
-
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
-
-    import reference
-
-    llm = LLM(
-        model=args.model,
-        skip_tokenizer_init=True,
-        dtype=args.dtype,
-        enforce_eager=True,
-        block_size=32,
-        max_model_len=1024,
-        max_num_batched_tokens=256,
-        kv_cache_memory_bytes=256 << 20,
-        distributed_executor_backend="uni",
-        disable_log_stats=False,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="ChunkConnector",
-            kv_connector_module_path="kvcache.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={"host_memory": "256MiB"},
-        ),
-    )
-    model = reference.load(args.model)
-    vocab = model.config.vocab_size
-    draw = random.Random(7)
-    text = lambda n: [draw.randrange(5, vocab) for _ in range(n)]
-    system, question = text(21), text(9)
-    chunks = [text(args.tokens + 13 * i) for i in range(4)]
-
-    def ask(order, mode, recompute="none", count=6, **extra):
-        parts = [system, *(chunks[i] for i in order)]
-        tokens = [t for part in parts for t in part] + question
-        params = {"chunk_lengths": [len(p) for p in parts], "chunk_mode": mode, "chunk_recompute": recompute}
-        sampling = SamplingParams(
-            temperature=0.0, max_tokens=count, logprobs=0, detokenize=False, ignore_eos=True,
-            extra_args={"kv_transfer_params": params} if mode != "plain" else None,
-        )
-        (out,) = llm.generate([{"prompt_token_ids": tokens}], sampling, use_tqdm=False)
-        got = out.outputs[0]
-        probs = [p[t].logprob for p, t in zip(got.logprobs, got.token_ids)]
-        return parts, list(got.token_ids), probs, out
-
-    def compare(what, got, expected):
-        tokens, probs = got
-        apart = max(abs(a - b) for a, b in zip(probs, expected[1]))
-        verdict = "ok" if tokens == expected[0] and apart < 1e-3 else "DIFFERS"
-        print(f"{verdict:8} {what}: tokens {tokens} log-probabilities apart {apart:.1e}", flush=True)
-        if verdict != "ok":
-            print("expected", expected)
-            failures.append(what)
-
-    failures: list[str] = []
-    for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 3, 1]):
-        for mode, of in (("alone", reference.alone), ("with-system", reference.with_system)):
-            parts, tokens, probs, out = ask(order, mode)
-            compare(f"{mode} {order} (cached {out.num_cached_tokens})", (tokens, probs), of(model, parts, question, 6))
-    parts, tokens, probs, out = ask([1, 2, 0], "alone", "link:1000")
-    _, plain, plain_probs, _ = ask([1, 2, 0], "plain")
-    compare("link of everything is full attention", (tokens, probs), (plain, plain_probs))
-    print(out.kv_transfer_params)
-    sys.exit(f"{len(failures)} differ" if failures else 0)
+    parser.add_argument("models", nargs="+")
+    failures = 0
+    for path in parser.parse_args().models:
+        print(f"== {path}", flush=True)
+        checks = Checks(path)
+        host = Host(path)
+        for check in (checks.orders, checks.linked, checks.salts, checks.together, checks.aborted, checks.refused):
+            check(host)
+        checks.say("nothing stays held", host.nothing_held())
+        host.close()
+        of_block = block_bytes(checks.model)
+        for check, blocks, memory in (
+            (checks.preempted, 20, 200),
+            (checks.short_of_memory, 1024, 2),
+            (checks.evicted, 1024, 9),
+        ):
+            host = Host(path, blocks=blocks, host_memory=memory * of_block)
+            check(host)
+            host.close()
+        failures += checks.failures
+    sys.exit(f"{failures} checks failed" if failures else 0)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,22 @@ def load(path: str):
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
+def windowed(model, count: int) -> torch.Tensor:
+    """The causal mask of one pass, in the model's window."""
+    mask = torch.ones(count, count, dtype=torch.bool).tril()
+    window = getattr(model.config, "sliding_window", None)
+    if window:
+        places = torch.arange(count)
+        mask &= places[:, None] - places[None] < window
+    return mask
+
+
 @torch.no_grad()
-def rest(model, cache: DynamicCache, start: int, tokens: list[int], mask: torch.Tensor | None):
+def rest(model, cache: DynamicCache, start: int, tokens: list[int], mask: torch.Tensor):
     """Runs tokens at positions from ``start`` on over a cache, and returns their log-probabilities."""
     positions = torch.arange(start, start + len(tokens))[None]
     ids = torch.tensor([tokens])
-    kwargs = {} if mask is None else {"attention_mask": mask}
-    out = model(ids, past_key_values=cache, position_ids=positions, use_cache=True, **kwargs)
+    out = model(ids, past_key_values=cache, position_ids=positions, use_cache=True, attention_mask=mask)
     return torch.log_softmax(out.logits[0].double(), -1)
 
 
@@ -43,19 +52,25 @@ def additive(mask: torch.Tensor) -> torch.Tensor:
 def alone(model, parts: list[list[int]], question: list[int], count: int):
     """Greedy tokens and their log-probabilities under the mask in which chunks see only themselves."""
     tokens = [t for part in parts for t in part] + question
-    mask = visible([len(p) for p in parts], len(question), "alone")
-    window = getattr(model.config, "sliding_window", None)
-    if window:
-        places = torch.arange(len(tokens))
-        mask &= places[:, None] - places[None] < window
+    mask = visible([len(p) for p in parts], len(question), "alone") & windowed(model, len(tokens))
     cache = DynamicCache()
     logs = rest(model, cache, 0, tokens, additive(mask))
-    return continued(model, cache, len(tokens), logs[-1], count, window)
+    return continued(model, cache, len(tokens), logs[-1], count)
 
 
 @torch.no_grad()
-def continued(model, cache, length: int, last: torch.Tensor, count: int, window=None):
+def plain(model, parts: list[list[int]], question: list[int], count: int):
+    """Greedy tokens and log-probabilities of ordinary attention."""
+    tokens = [t for part in parts for t in part] + question
+    cache = DynamicCache()
+    logs = rest(model, cache, 0, tokens, additive(windowed(model, len(tokens))))
+    return continued(model, cache, len(tokens), logs[-1], count)
+
+
+@torch.no_grad()
+def continued(model, cache, length: int, last: torch.Tensor, count: int):
     out, probs = [], []
+    window = getattr(model.config, "sliding_window", None)
     for _ in range(count):
         token = int(last.argmax())
         out.append(token)
@@ -74,12 +89,13 @@ def with_system(model, parts: list[list[int]], question: list[int], count: int):
     """Greedy tokens and log-probabilities of the computation in two phases."""
     system = parts[0]
     merged = DynamicCache()
-    rest(model, merged, 0, system, None)
+    rest(model, merged, 0, system, additive(windowed(model, len(system))))
     rotary, start = model.model.rotary_emb, len(system)
     probe = torch.zeros(1, 1, 1)
     for chunk in parts[1:]:
         own = DynamicCache()
-        rest(model, own, 0, [*system, *chunk], None)
+        both = [*system, *chunk]
+        rest(model, own, 0, both, additive(windowed(model, len(both))))
         cos, sin = rotary(probe, torch.tensor([[start - len(system)]]))
         factor = float(rotary.attention_scaling)
         cos, sin = cos[0, 0] / factor, sin[0, 0] / factor
@@ -89,5 +105,5 @@ def with_system(model, parts: list[list[int]], question: list[int], count: int):
             turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
             merged.update(keys * cos + turned * sin, values, layer)
         start += len(chunk)
-    logs = rest(model, merged, start, question, None)
+    logs = rest(model, merged, start, question, additive(windowed(model, start + len(question))[start:]))
     return continued(model, merged, start + len(question), logs[-1], count)

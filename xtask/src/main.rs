@@ -22,6 +22,7 @@ mod links;
 mod loom;
 mod page;
 mod published;
+mod python;
 mod rooms;
 mod run;
 mod sanitize;
@@ -72,6 +73,8 @@ enum XtaskCommand {
     GpuCheck(gpu_check::GpuCheckArgs),
     /// Ask a published model in every way of reuse, and write the table of docs/quality.md (needs the model's wheel).
     Published(published::PublishedArgs),
+    /// Build the wheel of the Python module and run its tests, or those of the connector inside vLLM.
+    Python(python::PythonArgs),
     /// Print what the tests of exactness measure, as the table of docs/exactness.md.
     Exactness(exactness::ExactnessArgs),
     /// Count the instructions that hot paths take and compare them with the committed baseline (needs valgrind and
@@ -104,6 +107,7 @@ fn main() -> ExitCode {
         XtaskCommand::Bench(args) => bench::bench(&args),
         XtaskCommand::GpuCheck(args) => gpu_check::gpu_check(&args),
         XtaskCommand::Published(args) => published::published(&args),
+        XtaskCommand::Python(args) => python::python(&args),
         XtaskCommand::Exactness(args) => exactness::exactness(&args),
         XtaskCommand::Instructions(args) => instructions::instructions(&args),
         XtaskCommand::Loom(args) => loom::loom(&args),

@@ -3,7 +3,7 @@
 use std::process::{Command, Stdio};
 
 use crate::run::{Result, cargo_command};
-use crate::{ascend_headers, cuda_ptx, published};
+use crate::{ascend_headers, cuda_ptx, published, python};
 
 /// One tool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,6 +30,10 @@ pub(crate) enum Tool {
     PublishedModel,
     /// The same model as a Hugging Face directory, converted with Python packages.
     PublishedDirectory,
+    /// A Python environment that builds and tests the Python module.
+    PythonPackages,
+    /// A Python environment with vLLM.
+    Vllm,
 }
 
 impl Tool {
@@ -50,6 +54,8 @@ impl Tool {
             Self::AscendHeaders => ascend_headers::is_here(),
             Self::PublishedModel => published::is_here(),
             Self::PublishedDirectory => published::goldens::is_here(),
+            Self::PythonPackages => python::is_here(),
+            Self::Vllm => python::vllm_is_here(),
         }
     }
 
@@ -79,6 +85,8 @@ impl Tool {
             Self::AscendHeaders => ascend_headers::bring(),
             Self::PublishedModel => published::bring(),
             Self::PublishedDirectory => published::goldens::bring(),
+            Self::PythonPackages => python::bring(),
+            Self::Vllm => python::bring_vllm(),
         }
     }
 }

@@ -86,8 +86,8 @@ impl Arena {
 
     /// Copies rows of all layers from another engine's slots to slots of this arena, keys as they are. Returns when it is done. Nobody
     /// may write the slots meanwhile.
-    fn save(&self, py: Python<'_>, cache: &ForeignCache, to: Vec<i64>, from: Vec<i64>) -> PyResult<()> {
-        let (to, from) = (WriteSlots::unchecked(to), SlotMapping::from(from));
+    fn save(&self, py: Python<'_>, cache: &ForeignCache, to: Vec<i64>, slots: Vec<i64>) -> PyResult<()> {
+        let (to, from) = (WriteSlots::unchecked(to), SlotMapping::from(slots));
         let work = || cache.0.save(&self.backend, &self.arena, &to, &from);
         Ok(py.detach(work).map_err(Failure::from)?)
     }
@@ -99,7 +99,8 @@ pub(crate) struct ForeignCache(kvbackend_cpu::ForeignCache);
 
 /// Returns the distances of `dims` axes of a tensor.
 fn strides<const N: usize>(tensor: &HostTensor, what: &str) -> PyResult<[usize; N]> {
-    let wrong = || PyValueError::new_err(format!("{what} has the shape {:?}; {N} axes are needed", tensor.shape));
+    let wrong =
+        || PyValueError::new_err(format!("{what} has the shape {:?}; {N} axes are needed", tensor.shape));
     <[usize; N]>::try_from(tensor.strides.as_slice()).map_err(|_| wrong())
 }
 
@@ -119,7 +120,8 @@ impl ForeignCache {
             let [block, head, token, element] = strides(tensor, "a layer")?;
             let (block_size, both) = (tensor.shape[2], tensor.shape[3]);
             if element != 1 || token != both || both % 2 != 0 {
-                let text = format!("a head of a block must lie without gaps; strides are {:?}", tensor.strides);
+                let text =
+                    format!("a head of a block must lie without gaps; strides are {:?}", tensor.strides);
                 return Err(PyValueError::new_err(text));
             }
             let (dim, [keys, values]) = (both / 2, orders(both / 2)?);
@@ -131,7 +133,8 @@ impl ForeignCache {
                 dtype: tensor.dtype,
             };
             let storage = &tensor.storage;
-            let plane = |start, order| ForeignPlane { storage: Arc::clone(storage), start, block, head, order };
+            let plane =
+                |start, order| ForeignPlane { storage: Arc::clone(storage), start, block, head, order };
             Ok((shape, [plane(0, keys), plane(block_size * dim, values)]))
         })
     }
@@ -140,13 +143,18 @@ impl ForeignCache {
     /// for `axes = "kbtho"`. The letters name the axes: k for keys and values, b blocks, t tokens, h heads, o elements.
     #[staticmethod]
     fn rows(layers: Vec<Bound<'_, PyAny>>, axes: &str) -> PyResult<Self> {
-        let unknown = || PyValueError::new_err(format!("axes must be the letters k, b, t, h, o once each, not {axes:?}"));
+        let unknown = || {
+            PyValueError::new_err(format!("axes must be the letters k, b, t, h, o once each, not {axes:?}"))
+        };
         let place = |letter| axes.find(letter).filter(|_| axes.len() == 5).ok_or_else(unknown);
         let [k, b, t, h, o] = [place('k')?, place('b')?, place('t')?, place('h')?, place('o')?];
         Self::of_layers(&layers, |tensor| {
             let strides: [usize; 5] = strides(tensor, "a layer")?;
             if tensor.shape[k] != 2 || strides[o] != 1 {
-                let text = format!("keys and values need an axis of 2, rows a stride of 1; the shape is {:?}", tensor.shape);
+                let text = format!(
+                    "keys and values need an axis of 2, rows a stride of 1; the shape is {:?}",
+                    tensor.shape
+                );
                 return Err(PyValueError::new_err(text));
             }
             let shape = ForeignShape {
@@ -185,7 +193,9 @@ impl ForeignCache {
             }
             all.push(planes);
         }
-        let Some(shape) = first else { return Err(PyValueError::new_err("a cache needs at least one layer")) };
+        let Some(shape) = first else {
+            return Err(PyValueError::new_err("a cache needs at least one layer"));
+        };
         Ok(Self(kvbackend_cpu::ForeignCache::new(shape, all).map_err(Failure::from)?))
     }
 }

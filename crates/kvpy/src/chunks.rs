@@ -1,8 +1,6 @@
 //! The chunk cache: which chunks are in an arena, where, and who computes those that are missing.
 
-use kvchunk::{
-    Acquired, ChunkBlockPool, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm, TenantId,
-};
+use kvchunk::{Acquired, ChunkBlockPool, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm, TenantId};
 use kvcore::{BlockKey, SlotMapping};
 use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -33,7 +31,8 @@ impl ChunkCacheConfig {
 
     /// All settings, by their names.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
-        let text = serde_json::to_string(&self.0).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
+        let text =
+            serde_json::to_string(&self.0).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
         py.import("json")?.call_method1("loads", (text,))
     }
 
@@ -227,7 +226,8 @@ fn outcome(py: Python<'_>, acquired: Acquired) -> PyResult<Py<PyAny>> {
         Acquired::Compute(reservation) => {
             let slots = reservation.write_slots().map_err(Failure::from)?.to_vec();
             let stored_start = reservation.stored_start();
-            Py::new(py, ChunkReservation { own: Mutex::new(Some(reservation)), slots, stored_start })?.into_any()
+            Py::new(py, ChunkReservation { own: Mutex::new(Some(reservation)), slots, stored_start })?
+                .into_any()
         }
         Acquired::Busy(waiter) => Py::new(py, ChunkWaiter(waiter))?.into_any(),
         Acquired::NoRoom => py.None(),

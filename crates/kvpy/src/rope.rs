@@ -47,11 +47,8 @@ impl Ropes {
     /// The cosines and sines of a layer at a position, and the attention factor that multiplies both when a row is first rotated.
     fn at(&self, layer: usize, position: i64) -> PyResult<(Vec<f32>, Vec<f32>, f32)> {
         let ropes = self.layers.layers();
-        let range = || kvcore::Error::OutOfRange {
-            what: "layer",
-            value: layer as i128,
-            limit: ropes.len() as i128,
-        };
+        let range =
+            || kvcore::Error::OutOfRange { what: "layer", value: layer as i128, limit: ropes.len() as i128 };
         let rope = ropes.get(layer).ok_or_else(|| Failure::from(range()))?;
         let table = rope.table([position]).map_err(Failure::from)?;
         let mut sin = vec![0.0; rope.frequencies().len()];

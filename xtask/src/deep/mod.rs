@@ -9,7 +9,7 @@ use clap::Args;
 
 use crate::run::{Result, root};
 use crate::tools::{self, Tool, first_line};
-use crate::{arm, cuda_double, instructions, published, step};
+use crate::{arm, cuda_double, instructions, published, python, step};
 
 mod table;
 
@@ -137,6 +137,18 @@ pub(crate) const SLICES: &[Slice] = &[
         covers: "times of a published model, from the file's blocks: prefill, few rows, decoding, documents found",
         command: "cargo bench -p kvlab --bench peer_model -- --model \"$PWD/target/published/smollm2.gguf\" --prefill 500 --rows 1,16 --decode 16 --chunks",
         needs: &[Tool::PublishedModel],
+    },
+    Slice {
+        name: "python",
+        covers: "the wheel of the Python module, its tests, and its stubs against what it is",
+        command: "cargo xtask python",
+        needs: python::NEEDS,
+    },
+    Slice {
+        name: "vllm",
+        covers: "the connector inside vLLM on the CPU, against transformers, on small models of five kinds",
+        command: "cargo xtask python --vllm",
+        needs: python::NEEDS_VLLM,
     },
     Slice {
         name: "benches-cpu",

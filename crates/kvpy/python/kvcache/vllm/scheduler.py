@@ -157,6 +157,8 @@ class ChunkScheduler:
             return None
         if request.pooling_params is not None or request.mm_features:
             raise ChunkRequestError("chunks are for text that is generated from text")
+        if plan.recompute != "none" and self.shape.sliding:
+            raise ChunkRequestError("layers with a sliding window let go of what recomputed tokens would see: take chunk_recompute none")
         return plan
 
     def _root(self, request: Request) -> bytes:

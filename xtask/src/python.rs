@@ -1,0 +1,120 @@
+//! `cargo xtask python`: the wheel of the Python module, its tests, its types, and the connector inside vLLM.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use clap::Args;
+
+use crate::run::{Result, root, run};
+use crate::tools::{Tool, require};
+
+/// Options of `cargo xtask python`.
+#[derive(Args)]
+pub(crate) struct PythonArgs {
+    /// Run the connector inside a real vLLM on the CPU, against transformers, instead of the module's own tests.
+    #[arg(long)]
+    vllm: bool,
+    /// Measure the connector inside vLLM on this model, instead of checking it.
+    #[arg(long, value_name = "FOLDER", requires = "vllm")]
+    bench: Option<PathBuf>,
+}
+
+/// The environment of the module's tests, below the root of the workspace, and its packages.
+const FOLDER: &str = "target/python";
+const PACKAGES: &str = "maturin==1.16.0 numpy==2.4.6 pytest==9.1.1 mypy==2.3.1";
+
+/// The environment with vLLM, and the script that makes it.
+const VLLM: &str = "target/vllm";
+const INSTALL: &str = "tools/vllm/install.sh";
+
+/// What building and testing the module needs.
+pub(crate) const NEEDS: &[Tool] = &[Tool::Program("python3", "python3"), Tool::PythonPackages];
+
+/// What the checks inside vLLM need.
+pub(crate) const NEEDS_VLLM: &[Tool] =
+    &[Tool::Program("python3", "python3"), Tool::PythonPackages, Tool::Vllm];
+
+/// Returns whether the environment of the tests is here.
+pub(crate) fn is_here() -> bool {
+    program(FOLDER, "mypy").is_file()
+}
+
+/// Returns the command that makes it.
+pub(crate) fn bring() -> String {
+    format!("python3 -m venv {FOLDER} && {FOLDER}/bin/pip install -q {PACKAGES}")
+}
+
+/// Returns whether the environment with vLLM is here.
+pub(crate) fn vllm_is_here() -> bool {
+    // Written last.
+    root().join(VLLM).join("ready").is_file()
+}
+
+/// Returns the command that makes it: a quarter of an hour, and 6.3 GB.
+pub(crate) fn bring_vllm() -> String {
+    format!("bash {INSTALL} {VLLM}")
+}
+
+fn program(folder: &str, name: &str) -> PathBuf {
+    root().join(folder).join("bin").join(name)
+}
+
+pub(crate) fn python(args: &PythonArgs) -> Result {
+    let needs = if args.vllm { NEEDS_VLLM } else { NEEDS };
+    require("`cargo xtask python`", needs)?;
+    let wheel = wheel()?;
+    let folder = if args.vllm { VLLM } else { FOLDER };
+    let mut install = python_of(folder);
+    install.args(["-m", "pip", "install", "-q", "--force-reinstall", "--no-deps"]).arg(&wheel);
+    run(&mut install, "pip install")?;
+    match &args.bench {
+        Some(model) => {
+            let mut bench = python_of(folder);
+            run(bench.arg("tools/vllm/bench_connector.py").arg(model), "the benchmark inside vLLM")
+        }
+        None if args.vllm => inside_vllm(),
+        None => tests(),
+    }
+}
+
+/// Builds the wheel, and returns its path.
+fn wheel() -> Result<PathBuf> {
+    let out = root().join("target/wheels");
+    let mut build = Command::new(program(FOLDER, "maturin"));
+    build.args(["build", "--release", "--quiet", "--manifest-path", "crates/kvpy/Cargo.toml", "--out"]);
+    run(build.arg(&out).current_dir(root()), "maturin build")?;
+    let wheels = std::fs::read_dir(&out).map_err(|error| format!("{}: {error}", out.display()))?;
+    let newest = |path: &PathBuf| path.metadata().and_then(|data| data.modified()).ok();
+    let wheels = wheels.filter_map(|entry| Some(entry.ok()?.path()));
+    let wheel = wheels.filter(|path| path.extension().is_some_and(|end| end == "whl")).max_by_key(newest);
+    wheel.ok_or_else(|| format!("{} has no wheel", out.display()))
+}
+
+fn python_of(folder: &str) -> Command {
+    let mut python = Command::new(program(folder, "python"));
+    python.current_dir(root());
+    python
+}
+
+/// Runs the tests of the module, and compares its stubs with what it is.
+fn tests() -> Result {
+    run(python_of(FOLDER).args(["-m", "pytest", "-q", "crates/kvpy/tests"]), "pytest")?;
+    let mut types = python_of(FOLDER);
+    types.args(["-m", "mypy", "--strict", "--no-error-summary", "crates/kvpy/python/kvcache/__init__.py"]);
+    run(&mut types, "mypy")?;
+    let mut stubs = python_of(FOLDER);
+    stubs.args(["-m", "mypy.stubtest", "kvcache._native", "--ignore-missing-stub"]);
+    run(&mut stubs, "stubtest")
+}
+
+/// Makes small models of random weights, if they are not here, and runs the checks on them.
+fn inside_vllm() -> Result {
+    let models = Path::new("target/vllm-models");
+    let names = ["llama", "qwen2", "qwen3", "mistral", "mistral-window"];
+    if !names.iter().all(|name| root().join(models).join(name).join("config.json").is_file()) {
+        run(python_of(VLLM).arg("tools/vllm/tiny.py").arg(models), "the small models")?;
+    }
+    let mut checks = python_of(VLLM);
+    checks.arg("tools/vllm/check_connector.py").args(names.iter().map(|name| models.join(name)));
+    run(&mut checks, "the checks inside vLLM")
+}
