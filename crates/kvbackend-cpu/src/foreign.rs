@@ -76,7 +76,6 @@ pub struct ForeignLoad {
 
 impl ForeignOrder {
     /// Returns the place of an element from the first of its block and head.
-    #[inline(always)]
     pub(crate) fn at(self, shape: &ForeignShape, token: usize, i: usize) -> usize {
         match self {
             Self::Rows { token: stride } => token * stride + i,
@@ -91,9 +90,8 @@ impl ForeignOrder {
     /// Checks that the order suits the extents, and returns the number of elements from the first to the last of a block and
     /// head.
     fn extent(self, shape: &ForeignShape) -> Result<usize> {
-        let multiple = |what, value: usize, of| match value.is_multiple_of(of) {
-            true => Ok(()),
-            false => Err(Error::NotMultiple { what, value, of }),
+        let multiple = |what, value: usize, of| {
+            if value.is_multiple_of(of) { Ok(()) } else { Err(Error::NotMultiple { what, value, of }) }
         };
         let invalid = |reason: &str| {
             Err(Error::InvalidStrides { what: "another engine's cache", reason: reason.to_owned() })

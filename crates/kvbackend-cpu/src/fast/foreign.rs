@@ -17,6 +17,14 @@ use crate::plane::PlaneSpans;
 use crate::raw::{Origin, Target};
 use crate::simd::{Simd, SimdElement, Task};
 
+/// Bytes of a cache line, and of the lines that are filled before they bypass the caches.
+const LINE: usize = 64;
+const LINES: usize = 4096;
+
+/// Lines that are filled here.
+#[repr(align(64))]
+struct Lines([u8; LINES]);
+
 /// Tokens that lie side by side in a block of the engine.
 struct Run<'a> {
     /// Their slots in the arena.
@@ -112,6 +120,8 @@ struct Load<'a> {
     runs: &'a [Run<'a>],
     /// The rotation of keys.
     angles: Option<&'a RotationTable>,
+    /// True to bypass the caches where whole lines are written.
+    stream: bool,
 }
 
 /// Moves runs of tokens of one plane of one layer to the arena.
@@ -137,6 +147,7 @@ impl Task for Load<'_> {
                 DType::BF16 => load::<S, bf16>(&self),
                 _ => load::<S, f32>(&self),
             }
+            S::fence();
         }
     }
 }
@@ -167,6 +178,14 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &Load<'_>) {
     let ForeignShape { heads, dim, block_size, .. } = *places.shape;
     let mut turned = vec![E::from_f32(0.0); if task.angles.is_some() { block_size * dim } else { 0 }];
     let mut rows: Vec<*const E> = Vec::with_capacity(block_size);
+    let mut lines = Lines([0; LINES]);
+    let stream = task.stream && S::STREAMS;
+    let stream_rows = stream && (dim * size_of::<E>()).is_multiple_of(LINE);
+    let piece_of_lines = S::LANES * block_size * size_of::<E>();
+    let stream_columns = stream
+        && piece_of_lines <= LINES
+        && (block_size * size_of::<E>()).is_multiple_of(LINE)
+        && dim.is_multiple_of(S::LANES);
     for run in task.runs {
         let angle = task.angles.filter(|_| run.delta != 0).map(|table| table.at(run.delta));
         for head in 0..heads {
@@ -182,7 +201,12 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &Load<'_>) {
                             rotate::<S, E>(row, piece.add((run.token + i) * token), dim, angle, 1.0);
                         }
                         (None, ForeignOrder::Rows { token }) => {
-                            std::ptr::copy_nonoverlapping(row, piece.add((run.token + i) * token), dim);
+                            let to = piece.add((run.token + i) * token);
+                            if stream_rows && to.addr().is_multiple_of(LINE) {
+                                stream_lines::<S>(row.cast(), to.cast(), dim * size_of::<E>());
+                            } else {
+                                std::ptr::copy_nonoverlapping(row, to, dim);
+                            }
                         }
                         (Some(angle), _) => {
                             let to = turned.as_mut_ptr().add(i * dim);
@@ -198,15 +222,26 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &Load<'_>) {
             unsafe {
                 match places.theirs.order {
                     ForeignOrder::Rows { .. } => {}
+                    ForeignOrder::Columns
+                        if stream_columns
+                            && rows.len() == block_size
+                            && piece.addr().is_multiple_of(LINE) =>
+                    {
+                        let buffer = lines.0.as_mut_ptr();
+                        for i in (0..dim).step_by(S::LANES) {
+                            columns::<S, E>(&rows, i..i + S::LANES, buffer.cast(), block_size);
+                            stream_lines::<S>(buffer, piece.add(i * block_size).cast(), piece_of_lines);
+                        }
+                    }
                     ForeignOrder::Columns => {
-                        columns::<S, E>(&rows, dim, piece.add(run.token), block_size);
+                        columns::<S, E>(&rows, 0..dim, piece.add(run.token), block_size);
                     }
                     ForeignOrder::KeyTiles => {
                         tiles(run.token, rows.len(), |at, tile, token| {
                             // A pair of elements of two bytes moves like one element of four.
                             let rows = std::slice::from_raw_parts(rows[at.start..].as_ptr().cast(), at.len());
                             let to = piece.add(tile * 16 * dim + 2 * token).cast::<f32>();
-                            columns::<S, f32>(rows, dim / 2, to, 16);
+                            columns::<S, f32>(rows, 0..dim / 2, to, 16);
                         });
                     }
                     ForeignOrder::ValueTiles => {
@@ -251,7 +286,7 @@ unsafe fn save<S: Simd, E: SimdElement>(task: &Save<'_>) {
                         }
                     }
                     ForeignOrder::Columns => {
-                        from_columns::<S, E>(piece.add(run.token), block_size, &rows, dim)
+                        from_columns::<S, E>(piece.add(run.token), block_size, &rows, dim);
                     }
                     ForeignOrder::KeyTiles => {
                         tiles(run.token, rows.len(), |at, tile, token| {
@@ -288,18 +323,40 @@ fn tiles(first: usize, len: usize, mut work: impl FnMut(Range<usize>, usize, usi
     }
 }
 
-/// Writes `to[i * stride + t] = rows[t][i]` for rows of `dim` elements.
+/// Copies whole lines and bypasses the caches.
 ///
 /// # Safety
-/// Each row has `dim` elements, `to` has room for `rows.len()` elements at each multiple of `stride` below `dim * stride`, and
-/// the two sides do not overlap. The caller is compiled for the instruction set of `S`.
+/// `from` is valid for reads and `to`, which begins a line, for writes of `bytes` bytes, a multiple of a line; they do not overlap. The
+/// caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn columns<S: Simd, E: SimdElement>(rows: &[*const E], dim: usize, to: *mut E, stride: usize) {
-    let (whole_rows, whole) = (rows.len() - rows.len() % S::LANES, dim - dim % S::LANES);
-    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= dim` where vectors are accessed, `t < rows.len()` and `i < dim` where
-    // one element is; the contract gives the elements.
+unsafe fn stream_lines<S: Simd>(from: *const u8, to: *mut u8, bytes: usize) {
+    let mut at = 0;
+    while at < bytes {
+        // SAFETY: `at` is a multiple of a line below `bytes`, so that a whole line lies inside by contract.
+        unsafe { S::stream_line(to.add(at), from.add(at)) };
+        at += LINE;
+    }
+}
+
+/// Writes `to[(i - first) * stride + t] = rows[t][i]` for the elements `i` from `first` on that `elements` names.
+///
+/// # Safety
+/// Each row has the elements, `to` has room for `rows.len()` elements at each multiple of `stride` below the number of elements times
+/// `stride`, and the two sides do not overlap. The caller is compiled for the instruction set of `S`.
+#[inline(always)]
+unsafe fn columns<S: Simd, E: SimdElement>(
+    rows: &[*const E],
+    elements: Range<usize>,
+    to: *mut E,
+    stride: usize,
+) {
+    let whole_rows = rows.len() - rows.len() % S::LANES;
+    let whole = elements.end - elements.len() % S::LANES;
+    let first = elements.start;
+    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= elements.end` where vectors are accessed, `t < rows.len()` and
+    // `i < elements.end` where one element is; the contract gives the elements.
     unsafe {
-        for i in (0..whole).step_by(S::LANES) {
+        for i in (first..whole).step_by(S::LANES) {
             for t in (0..whole_rows).step_by(S::LANES) {
                 let mut square = [S::splat(0.0); 16];
                 for (lane, vector) in square[..S::LANES].iter_mut().enumerate() {
@@ -307,18 +364,18 @@ unsafe fn columns<S: Simd, E: SimdElement>(rows: &[*const E], dim: usize, to: *m
                 }
                 S::transpose(&mut square);
                 for (lane, vector) in square[..S::LANES].iter().enumerate() {
-                    E::store::<S>(to.add((i + lane) * stride + t), *vector);
+                    E::store::<S>(to.add((i - first + lane) * stride + t), *vector);
                 }
             }
             for (t, row) in rows.iter().enumerate().skip(whole_rows) {
                 for i in i..i + S::LANES {
-                    to.add(i * stride + t).write(row.add(i).read());
+                    to.add((i - first) * stride + t).write(row.add(i).read());
                 }
             }
         }
-        for i in whole..dim {
+        for i in whole..elements.end {
             for (t, row) in rows.iter().enumerate() {
-                to.add(i * stride + t).write(row.add(i).read());
+                to.add((i - first) * stride + t).write(row.add(i).read());
             }
         }
     }
@@ -327,11 +384,13 @@ unsafe fn columns<S: Simd, E: SimdElement>(rows: &[*const E], dim: usize, to: *m
 /// Writes `rows[t][i] = from[i * stride + t]` for rows of `dim` elements.
 ///
 /// # Safety
-/// As for [`columns`], with the sides exchanged.
+/// `from` has `rows.len()` elements at each multiple of `stride` below `dim * stride`, each row has room for `dim` elements, and the two
+/// sides do not overlap. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, rows: &[*mut E], dim: usize) {
     let (whole_rows, whole) = (rows.len() - rows.len() % S::LANES, dim - dim % S::LANES);
-    // SAFETY: as in `columns`.
+    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= dim` where vectors are accessed, `t < rows.len()` and `i < dim` where
+    // one element is; the contract gives the elements.
     unsafe {
         for i in (0..whole).step_by(S::LANES) {
             for t in (0..whole_rows).step_by(S::LANES) {
@@ -379,13 +438,18 @@ impl<'a> Moved<'a> {
         planes.map(|plane| Span::new(&plane.storage, 0..plane.storage.len())).collect()
     }
 
+    /// Returns the number of bytes written.
+    fn bytes(&self) -> usize {
+        let shape = self.cache.shape();
+        let tokens: usize = self.runs.iter().map(|run| run.ours.len()).sum();
+        2 * self.cache.layers().len() * tokens * shape.heads * shape.dim * shape.dtype.bits() / 8
+    }
+
     /// Calls `work` with the runs of each layer, in parts for the threads of `fast`.
     fn each(&self, fast: &Fast, work: impl Fn(usize, &[Run<'a>]) + Sync) {
-        let (shape, count) = (self.cache.shape(), self.runs.len());
+        let count = self.runs.len();
         let units = self.cache.layers().len() * count;
-        let tokens: usize = self.runs.iter().map(|run| run.ours.len()).sum();
-        let row = 2 * shape.heads * shape.dim * shape.dtype.bits() / 8;
-        let parts = fast.parts(units, self.cache.layers().len() * tokens * row);
+        let parts = fast.parts(units, self.bytes());
         fast.workers.run(parts, &|part| {
             let mut units = share(0..units, part, parts);
             while !units.is_empty() {
@@ -413,6 +477,7 @@ impl Fast {
         let deltas: Vec<i64> = loads.iter().map(|load| load.delta).collect();
         let tables = ropes.layers().iter().map(|rope| RotationTable::new(rope, &deltas));
         let tables = tables.collect::<Result<Vec<_>>>()?;
+        let stream = self.streams(moved.bytes());
         let (ours, theirs) = (moved.ours(), moved.theirs());
         with_locked(&ours.each_ref(), &theirs.iter().collect::<Vec<_>>(), |locked| {
             let from = [locked.origin(&ours[0])?, locked.origin(&ours[1])?];
@@ -425,6 +490,7 @@ impl Fast {
                         to: to[2 * layer + plane],
                         runs,
                         angles: Some(&tables[layer]).filter(|_| plane == 0),
+                        stream,
                     };
                     // SAFETY: `ForeignCache::load` checked that no slot is written twice, and `each` gives each thread its own
                     // runs and layers.
