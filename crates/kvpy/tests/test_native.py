@@ -129,7 +129,7 @@ def test_roots_depend_on_everything_that_bytes_depend_on() -> None:
 
 
 def test_a_chunk_is_computed_once_and_found_by_all_that_it_depends_on() -> None:
-    cache = kvcache.ChunkCacheManager(kvcache.ChunkCacheConfig(max_chunk_tokens=32), 8, 16)
+    cache = kvcache.ChunkCacheManager(kvcache.ChunkCacheConfig(max_chunk_tokens=32), 6, 16)
     key, tokens = root(), list(range(40))
     first = cache.acquire(key, "alone", [1, 2], tokens, 0)
     assert [type(piece).__name__ for piece in first] == ["ChunkReservation", "ChunkReservation"]

@@ -1,9 +1,11 @@
 """Types of the native module."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, final
 
-class SupportsDlpack(Protocol):
+from typing_extensions import Self
+
+class _SupportsDlpack(Protocol):
     """A tensor of NumPy, torch or another library."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
@@ -13,24 +15,38 @@ class KvCacheError(Exception):
     """An error of kvcache. The attributes are the numbers of the message, by name."""
 
     kind: str
-    def __getattr__(self, name: str) -> int: ...
+    asked: int
+    free: int
+    evictable: int
+    total: int
+    expected: int
+    got: int
+    value: int
+    limit: int
+    most: int
+    budget: int
+    block_bytes: int
+    of: int
+    number: int
 
+@final
 class Ropes:
     """The rotary embeddings of a model's layers, from the text of its ``config.json``."""
 
-    def __init__(self, config_json: str, longest: int | None = None) -> None: ...
+    def __new__(cls, config_json: str, longest: int | None = None) -> Self: ...
     @property
     def num_layers(self) -> int: ...
     @property
     def max_positions(self) -> int: ...
     def at(self, layer: int, position: int) -> tuple[list[float], list[float], float]: ...
 
+@final
 class Arena:
     """Keys and values of all layers in host memory, in blocks."""
 
-    def __init__(
-        self, *, num_layers: int, num_blocks: int, block_size: int, num_heads: int, head_dim: int, dtype_name: str
-    ) -> None: ...
+    def __new__(
+        cls, *, num_layers: int, num_blocks: int, block_size: int, num_heads: int, head_dim: int, dtype_name: str
+    ) -> Self: ...
     @property
     def block_bytes(self) -> int: ...
     @property
@@ -40,20 +56,23 @@ class Arena:
     ) -> None: ...
     def save(self, cache: ForeignCache, to: Sequence[int], slots: Sequence[int]) -> None: ...
 
+@final
 class ForeignCache:
     """The cache of another engine in host memory."""
 
     @staticmethod
-    def interleaved(layers: Sequence[SupportsDlpack], order: Literal["columns", "tiles"]) -> ForeignCache: ...
+    def interleaved(layers: Sequence[_SupportsDlpack], order: Literal["columns", "tiles"]) -> ForeignCache: ...
     @staticmethod
-    def rows(layers: Sequence[SupportsDlpack], axes: str) -> ForeignCache: ...
+    def rows(layers: Sequence[_SupportsDlpack], axes: str) -> ForeignCache: ...
 
+@final
 class ChunkCacheConfig:
     """The settings of a chunk cache."""
 
-    def __init__(self, **settings: Any) -> None: ...
+    def __new__(cls, **settings: Any) -> Self: ...
     def to_dict(self) -> dict[str, Any]: ...
 
+@final
 class PieceHold:
     """A stored piece of a chunk that is held."""
 
@@ -65,6 +84,7 @@ class PieceHold:
     def stored_start(self) -> int: ...
     def release(self) -> None: ...
 
+@final
 class ChunkReservation:
     """Blocks for a missing piece of a chunk."""
 
@@ -75,16 +95,18 @@ class ChunkReservation:
     def store(self) -> PieceHold: ...
     def abandon(self) -> None: ...
 
+@final
 class ChunkWaiter:
     """Work of another request on a piece of a chunk."""
 
     @property
     def is_over(self) -> bool: ...
 
+@final
 class ChunkCacheManager:
     """The chunks in the blocks of an arena."""
 
-    def __init__(self, config: ChunkCacheConfig, num_blocks: int, block_size: int) -> None: ...
+    def __new__(cls, config: ChunkCacheConfig, num_blocks: int, block_size: int) -> Self: ...
     def acquire(
         self, root: bytes, mode: str, system: Sequence[int], tokens: Sequence[int], stored_start: int
     ) -> list[PieceHold | ChunkReservation | ChunkWaiter | None]: ...
