@@ -16,6 +16,8 @@ import sys
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+# A core for each rank: without it, vLLM wants a node of memory for each.
+os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1" if "--ranks" in sys.argv else "auto")
 
 import torch
 from vllm import LLM, SamplingParams
@@ -32,7 +34,9 @@ COUNT = 6
 class Host:
     """A vLLM with the connector, in this process."""
 
-    def __init__(self, path: str, *, host_memory: str = "64MiB", blocks: int = 1024, **settings) -> None:
+    def __init__(
+        self, path: str, *, host_memory: str | int = "64MiB", blocks: int = 1024, ranks: int = 1, **settings
+    ) -> None:
         self.path = path
         self.llm = LLM(
             model=path,
@@ -44,7 +48,8 @@ class Host:
             max_num_batched_tokens=256,
             num_gpu_blocks_override=blocks,
             kv_cache_memory_bytes=256 << 20,
-            distributed_executor_backend="uni",
+            distributed_executor_backend="uni" if ranks == 1 else "mp",
+            tensor_parallel_size=ranks,
             disable_log_stats=False,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="ChunkConnector",
@@ -267,10 +272,20 @@ def block_bytes(model) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="+")
+    parser.add_argument("--ranks", type=int, default=1, help="check tensor parallelism over so many ranks")
+    args = parser.parse_args()
     failures = 0
-    for path in parser.parse_args().models:
+    for path in args.models:
         print(f"== {path}", flush=True)
         checks = Checks(path)
+        if args.ranks > 1:
+            host = Host(path, ranks=args.ranks)
+            for check in (checks.orders, checks.linked, checks.together):
+                check(host)
+            checks.say("nothing stays held", host.nothing_held())
+            host.close()
+            failures += checks.failures
+            continue
         host = Host(path)
         for check in (checks.orders, checks.linked, checks.salts, checks.together, checks.aborted, checks.refused):
             check(host)

@@ -1,4 +1,5 @@
 //! Caches that another engine laid out: every layout, instruction set and number of threads against the plain loops.
+#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
 

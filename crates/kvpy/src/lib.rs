@@ -11,6 +11,8 @@
 //!
 //! Work runs without Python's lock. Tensors of other libraries are used where they lie, through `DLPack`.
 
+#![allow(clippy::needless_pass_by_value, reason = "arguments from Python are converted to values")]
+
 mod arena;
 mod chunks;
 mod error;
