@@ -70,7 +70,7 @@ def main() -> None:
             orders.append(order)
     ttft(orders[0], "none")
     rows = {}
-    for name, recompute in (("without chunks", None), ("none", "none"), ("link:16", "link:16"), ("link:32", "link:32"), ("link:64", "link:64")):
+    for name, recompute in (("without chunks", None), ("none", "none"), ("link:16", "link:16"), ("link:32", "link:32"), ("question:0.2", "question:0.2"), ("question:0.5", "question:0.5")):
         rows[name] = min(ttft(order, recompute) for order in orders[1:])
 
     # The copies alone, against a copy of as many bytes.

@@ -184,6 +184,25 @@ class Checks:
         self.same("so it is for chunks that saw the system prompt", answer(out), self.expected([1, 2, 0], "plain"))
         (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "link:0"))
         self.same("linking none is reuse as it is", answer(out), self.expected([1, 2, 0], "alone"))
+        (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "question:1"))
+        self.same("so is a question that chooses everything full attention", answer(out), self.expected([1, 2, 0], "plain"))
+        (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "question:0"))
+        self.same("and one that chooses nothing reuse as it is", answer(out), self.expected([1, 2, 0], "alone"))
+        self.nearer(host)
+
+    def nearer(self, host: Host) -> None:
+        """What the question chooses brings the answer nearer to full attention's than as many random tokens would."""
+        full = torch.tensor(self.expected([1, 2, 0], "plain", 1)[1])
+
+        def away(recompute: str) -> float:
+            (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", recompute, 1))
+            return float((torch.tensor(answer(out)[1]) - full).abs())
+
+        none, half, most = away("none"), away("question:0.5"), away("question:0.9")
+        self.say(
+            f"away from full attention's first log-probability: none {none:.2f}, half {half:.2f}, nine of ten {most:.2f}",
+            None if most < none else "choosing did not help",
+        )
 
     def salts(self, host: Host) -> None:
         self.generate(host, self.case.prompt([0, 2], "alone"))

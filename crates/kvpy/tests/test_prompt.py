@@ -33,6 +33,9 @@ def test_modes_say_what_chunks_see_and_links_what_is_computed_again() -> None:
     assert runs == [(3, 5), (5, 8)]
     assert [(run.start, run.end) for run in plan("with-system", "link:3").linked()] == [(5, 8)]
     assert plan("alone", "link:0").linked() == [] and plan("alone").linked() == []
+    assert [(run.start, run.end) for run in plan("sink:2").apart()] == [(3, 5), (5, 9)]
+    shares = [plan("alone", recompute).chosen_share() for recompute in ("question:0.2", "question:1", "link:3", "none")]
+    assert shares == [0.2, 1.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,7 @@ def test_modes_say_what_chunks_see_and_links_what_is_computed_again() -> None:
         ({"chunk_lengths": [3, 4], "chunk_separator": [1]}, "either"),
         ({"chunk_lengths": [3, 4], "chunk_mode": "sink:0"}, "chunk_mode"),
         ({"chunk_lengths": [3, 4], "chunk_recompute": "link"}, "chunk_recompute"),
+        ({"chunk_lengths": [3, 4], "chunk_recompute": "question:1.2"}, "chunk_recompute"),
         ({"chunk_separator": "##"}, "token ids"),
         ({"chunk_separator": [99]}, "stands 0 times"),
     ],

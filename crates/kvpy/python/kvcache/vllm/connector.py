@@ -13,6 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
 from .host import Settings, geometry
 from .scheduler import ChunkScheduler
 from .worker import ChunkWorker
@@ -51,6 +53,8 @@ class Saved(KVConnectorWorkerMetadata):
 
 class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps chunks in host memory and puts them into vLLM's blocks at any position."""
+
+    _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -7,8 +7,9 @@ HTTP in the body:
 - ``chunk_separator``: instead, the ids of the tokens that end the system prompt and each chunk. They stay part of what they end.
 - ``chunk_mode``: what a chunk sees while it is computed: ``"alone"`` (only itself, the default), ``"with-system"`` (the system prompt,
   too) or ``"sink:K"`` (the first K tokens of the system prompt, too).
-- ``chunk_recompute``: which tokens of chunks are computed again with everything before them in sight: ``"none"`` (the default) or
-  ``"link:K"`` (the first K of each chunk but the first).
+- ``chunk_recompute``: which tokens of chunks are computed again with everything before them in sight: ``"none"`` (the default),
+  ``"link:K"`` (the first K of each chunk) or ``"question:R"`` (the share R of all, those that the question attends to most).
+  A first chunk that saw the system prompt has seen everything before it already.
 """
 
 from __future__ import annotations
@@ -58,15 +59,21 @@ class ChunkPlan:
             return self.system.tokens
         return min(int(self.mode.split(":")[1]), self.system.tokens)
 
+    def apart(self) -> tuple[Part, ...]:
+        """The chunks that were computed without something that stands before them."""
+        return self.chunks if self.mode != "with-system" else self.chunks[1:]
+
     def linked(self) -> list[Part]:
-        """The runs of tokens that are computed again, in order."""
-        if self.recompute == "none":
+        """The runs of tokens that ``link:K`` computes again, in order."""
+        if not self.recompute.startswith("link:"):
             return []
         count = int(self.recompute.split(":")[1])
-        # The first chunk was computed with all that stands before it, if it saw the system prompt.
-        chunks = self.chunks if self.mode == "alone" else self.chunks[1:]
-        runs = [Part(c.start, min(c.end, c.start + count)) for c in chunks]
+        runs = [Part(c.start, min(c.end, c.start + count)) for c in self.apart()]
         return [run for run in runs if run.tokens > 0]
+
+    def chosen_share(self) -> float:
+        """The share of tokens that ``question:R`` computes again."""
+        return float(self.recompute.split(":")[1]) if self.recompute.startswith("question:") else 0.0
 
 
 def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan | None:
@@ -80,8 +87,10 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
     recompute = params.get("chunk_recompute", "none")
     if not (isinstance(mode, str) and re.fullmatch(r"alone|with-system|sink:[1-9]\d*", mode)):
         raise ChunkRequestError(f"chunk_mode is {mode!r}: take 'alone', 'with-system' or 'sink:K'")
-    if not (isinstance(recompute, str) and re.fullmatch(r"none|link:\d+", recompute)):
-        raise ChunkRequestError(f"chunk_recompute is {recompute!r}: take 'none' or 'link:K'")
+    if not (isinstance(recompute, str) and re.fullmatch(r"none|link:\d+|question:(0(\.\d+)?|1(\.0+)?)", recompute)):
+        raise ChunkRequestError(
+            f"chunk_recompute is {recompute!r}: take 'none', 'link:K' or 'question:R' with a share R from 0 to 1"
+        )
     lengths, separator = params.get("chunk_lengths"), params.get("chunk_separator")
     if (lengths is None) == (separator is None):
         raise ChunkRequestError("give either chunk_lengths or chunk_separator")

@@ -2,64 +2,141 @@
 
 Each run of tokens is a row of a batch whose query ends where the run does: to the host's attention it looks like a request that has
 computed what stands before it. Keys and values are written to the request's own blocks.
+
+The question chooses by its own attention: it is computed once over the keys as they are, and the weights of its softmax are summed
+for each token, over rows, heads, and all layers but the first third.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.distributed import tensor_model_parallel_all_reduce
 from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from .layout import keys_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from .scheduler import Again
 
-def recompute(
-    vllm_config: VllmConfig,
-    runner: Any,
-    runs: list[tuple[int, list[int]]],
-    table: list[int],
-    block_size: int,
-) -> None:
-    """Runs the model over ``runs``, each the position of its first token and its tokens, of a request with the blocks ``table``."""
-    device = runner.device
-    tokens = [token for _, run in runs for token in run]
-    positions = [start + i for start, run in runs for i in range(len(run))]
-    ends = [start + len(run) for start, run in runs]
-    starts = [0]
-    for _, run in runs:
-        starts.append(starts[-1] + len(run))
-    slots = [table[p // block_size] * block_size + p % block_size for p in positions]
 
-    def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+class Recomputer:
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        runner: Any,
+        layers: list[str],
+        caches: list[torch.Tensor],
+        order: str,
+        block_size: int,
+    ) -> None:
+        self.config = vllm_config
+        self.runner = runner
+        self.layers = layers
+        self.caches = caches
+        self.order = order
+        self.block_size = block_size
 
-    slot_mapping = ints(slots, torch.int64)
-    common = CommonAttentionMetadata(
-        query_start_loc=ints(starts),
-        query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
-        seq_lens=ints(ends),
-        num_reqs=len(runs),
-        num_actual_tokens=len(tokens),
-        max_query_len=max(len(run) for _, run in runs),
-        max_seq_len=max(ends),
-        block_table_tensor=ints([table] * len(runs)),
-        slot_mapping=slot_mapping,
-        positions=ints(positions, torch.int64),
-        is_prefilling=torch.ones(len(runs), dtype=torch.bool),
-        seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
-    )
-    metadata, mapping = {}, {}
-    for group in runner.attn_groups[0]:
-        built = group.get_metadata_builder().build(0, common)
-        for name in group.layer_names:
-            metadata[name], mapping[name] = built, slot_mapping
-    with set_forward_context(metadata, vllm_config, num_tokens=len(tokens), slot_mapping=mapping):
-        runner.model(
-            input_ids=ints(tokens),
+    def run(self, again: Again) -> None:
+        """Computes what is chosen, or what the question chooses, again."""
+        runs = again.runs if again.share is None else self.chosen(again)
+        if runs:
+            self.forward(again.tokens, again.table, runs)
+
+    def forward(self, tokens: list[int], table: list[int], runs: list[tuple[int, int]]) -> None:
+        """Runs the model over the tokens of ``runs``, each from its first token to its end."""
+        device, size = self.runner.device, self.block_size
+        positions = [place for start, end in runs for place in range(start, end)]
+        slots = [table[place // size] * size + place % size for place in positions]
+        starts = [0]
+        for start, end in runs:
+            starts.append(starts[-1] + end - start)
+        ends = [end for _, end in runs]
+
+        def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=device)
+
+        slot_mapping = ints(slots, torch.int64)
+        common = CommonAttentionMetadata(
+            query_start_loc=ints(starts),
+            query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
+            seq_lens=ints(ends),
+            num_reqs=len(runs),
+            num_actual_tokens=len(positions),
+            max_query_len=max(end - start for start, end in runs),
+            max_seq_len=max(ends),
+            block_table_tensor=ints(table).expand(len(runs), -1).contiguous(),
+            slot_mapping=slot_mapping,
             positions=ints(positions, torch.int64),
-            intermediate_tensors=None,
-            inputs_embeds=None,
+            is_prefilling=torch.ones(len(runs), dtype=torch.bool),
+            seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
         )
+        metadata, mapping = {}, {}
+        for group in self.runner.attn_groups[0]:
+            built = group.get_metadata_builder().build(0, common)
+            for name in group.layer_names:
+                metadata[name], mapping[name] = built, slot_mapping
+        with set_forward_context(metadata, self.config, num_tokens=len(positions), slot_mapping=mapping):
+            self.runner.model(
+                input_ids=ints([tokens[place] for place in positions]),
+                positions=ints(positions, torch.int64),
+                intermediate_tensors=None,
+                inputs_embeds=None,
+            )
+
+    def chosen(self, again: Again) -> list[tuple[int, int]]:
+        """Returns the runs of tokens that the question attends to most."""
+        among = torch.tensor([place for start, end in again.runs for place in range(start, end)])
+        count = math.ceil(again.share * len(among))
+        if count >= len(among):
+            return again.runs
+        weights = self.weights(again)[among]
+        # Equal weights on all ranks and in every run: the earlier token first.
+        best = torch.argsort(weights, descending=True, stable=True)[:count]
+        places = sorted(among[best].tolist())
+        runs: list[tuple[int, int]] = []
+        for place in places:
+            if runs and runs[-1][1] == place:
+                runs[-1] = (runs[-1][0], place + 1)
+            else:
+                runs.append((place, place + 1))
+        return runs
+
+    def weights(self, again: Again) -> torch.Tensor:
+        """Computes the question over the keys as they are, and returns the attention to each token before it."""
+        start, end = again.question_start, len(again.tokens)
+        context = self.config.compilation_config.static_forward_context
+        first = len(self.layers) // 3
+        blocks = torch.tensor(again.table[: -(-end // self.block_size)])
+        sums = torch.zeros(start)
+        visible = torch.arange(end)[None] <= torch.arange(start, end)[:, None]
+        queries: dict[int, torch.Tensor] = {}
+
+        def note(number: int):
+            def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                query = args[0] if args else kwargs["query"]
+                queries[number] = query.detach().float().clone()
+
+            return hook
+
+        wanted = range(first, len(self.layers))
+        hooks = [context[self.layers[i]].register_forward_pre_hook(note(i), with_kwargs=True) for i in wanted]
+        try:
+            self.forward(again.tokens, again.table, [(start, end)])
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for number, query in queries.items():
+            module = context[self.layers[number]]
+            keys = keys_of(self.caches[number], blocks, self.order)[:end].float()
+            heads, kv_heads, dim = module.num_heads, module.num_kv_heads, module.head_size
+            rows = query[: end - start].view(end - start, kv_heads, heads // kv_heads, dim)
+            logits = torch.einsum("qghd,tgd->ghqt", rows, keys) * module.impl.scale
+            logits.masked_fill_(~visible, float("-inf"))
+            sums += logits.softmax(-1)[..., :start].sum((0, 1, 2))
+        return tensor_model_parallel_all_reduce(sums)

@@ -41,6 +41,20 @@ ENCODE = "kvcache-encode-"
 
 
 @dataclass
+class Again:
+    """Tokens of chunks that the model computes again."""
+
+    tokens: list[int]
+    """The prompt, as far as the request has blocks."""
+    table: list[int]
+    """The request's blocks."""
+    runs: list[tuple[int, int]]
+    """Where the tokens begin and end that are computed again; with a share, those among which the question chooses."""
+    share: float | None
+    question_start: int
+
+
+@dataclass
 class Load:
     """Rows that a worker copies from the arena into a request's blocks."""
 
@@ -48,10 +62,10 @@ class Load:
     rows: list[tuple[list[int], list[int], int]]
     block_ids: list[int]
     """The blocks that are written, to be named if the copy fails."""
-    linked: list[tuple[int, list[int]]] = field(default_factory=list)
-    """The runs of tokens that are computed again: the first position, and the tokens."""
-    table: list[int] = field(default_factory=list)
-    """All blocks of the request, for those runs."""
+    at_once: bool
+    """Whether the request runs in this step, behind the copy."""
+    again: Again | None = None
+    """What is computed again behind the copy."""
 
 
 @dataclass
@@ -180,7 +194,9 @@ class ChunkScheduler:
         """The same prompt cut or computed in another way has other keys and values."""
         plan = state.plan
         ends = [part.end for part in state.parts()]
-        what = json.dumps(["kvcache chunks v1", state.salt, plan.mode, plan.recompute, ends])
+        # Keys and values that the question has chosen to be computed again are for this question.
+        question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_share() > 0 else []
+        what = json.dumps(["kvcache chunks v2", state.salt, plan.mode, plan.recompute, ends, question])
         return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()
 
     # Parts are looked up.
@@ -308,7 +324,8 @@ class ChunkScheduler:
             if len(state.holds) <= len(state.plan.chunks):
                 return None, False
         tokens = state.plan.question_start - num_computed
-        return (tokens, True) if tokens > 0 else (0, False)
+        # What is computed again needs the model, in the step in which the question runs.
+        return (tokens, state.plan.recompute == "none") if tokens > 0 else (0, False)
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         state = self.states.get(request.request_id)
@@ -334,15 +351,20 @@ class ChunkScheduler:
                     tokens = range(start + skip, start + len(own))
                     rows.append((own[skip:], [slot(token) for token in tokens], start - hold.stored_start))
                 start += len(own)
-        linked = []
-        if first == 0 or state.plan.recompute != "none":
-            linked = [
-                (run.start, list(request.prompt_token_ids[run.start : run.end]))
-                for run in state.plan.linked()
-                if run.end > first
-            ]
         written = block_ids[first // size : -(-end // size)]
-        self.loads.append(Load(request.request_id, rows, written, linked, list(block_ids) if linked else []))
+        again = self._again(request, state.plan, first, block_ids)
+        self.loads.append(Load(request.request_id, rows, written, state.plan.recompute != "none", again))
+
+    def _again(self, request: Request, plan: ChunkPlan, first: int, block_ids: list[int]) -> Again | None:
+        """What is computed again of a request whose tokens before ``first`` are in vLLM's own cache, as they have to be."""
+        share = plan.chosen_share()
+        parts = plan.apart() if share > 0 else plan.linked()
+        runs = [(max(part.start, first), part.end) for part in parts if part.end > first]
+        if not runs:
+            return None
+        held = len(block_ids) * self.shape.engine_block_size
+        tokens = list(request.prompt_token_ids[:held])
+        return Again(tokens, list(block_ids), runs, share if share > 0 else None, plan.question_start)
 
     def orders(self, output: SchedulerOutput) -> tuple[list[Load], list[Save]]:
         """Returns what the workers copy in this step."""

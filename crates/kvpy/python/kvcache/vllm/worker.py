@@ -11,7 +11,7 @@ from kvcache import Arena, KvCacheError, Ropes
 
 from .host import Geometry, UnsupportedHostError, caller_of
 from .layout import foreign_cache
-from .recompute import recompute
+from .recompute import Recomputer
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class ChunkWorker:
         )
         self.block_size = shape.engine_block_size
         self.cache: Any = None
-        self.runner: Any = None
+        self.recomputer: Any = None
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-load")
         self.loading: dict[str, tuple[Future[None], list[int]]] = {}
         self.failed: set[int] = set()
@@ -50,25 +50,28 @@ class ChunkWorker:
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-        self.runner = caller_of(GPUModelRunner, "the runner of the model")
-        self.cache = foreign_cache(self.config, self.layers, kv_caches)
+        runner = caller_of(GPUModelRunner, "the runner of the model")
+        self.cache, order = foreign_cache(self.config, self.layers, kv_caches)
+        tensors = [kv_caches[name] for name in self.layers]
+        self.recomputer = Recomputer(self.config, runner, self.layers, tensors, order, self.block_size)
 
     def start_loads(self, loads: list[Any]) -> None:
         for load in loads:
-            if load.linked:
-                # All ranks run the model in the same step.
-                future: Future[None] = Future()
-                try:
-                    future.set_result(self._load_and_link(load))
-                except Exception as error:
-                    future.set_exception(error)
-            else:
+            if not load.at_once:
                 future = self.threads.submit(self.arena.load, self.cache, load.rows, self.ropes)
-            self.loading[load.request_id] = (future, load.block_ids)
+                self.loading[load.request_id] = (future, load.block_ids)
+                continue
+            # The request runs in this step. All ranks run the model in the same one.
+            try:
+                self.arena.load(self.cache, load.rows, self.ropes)
+                if load.again is not None:
+                    self.recomputer.run(load.again)
+            except KvCacheError as error:
+                self._failed(load.request_id, load.block_ids, error)
 
-    def _load_and_link(self, load: Any) -> None:
-        self.arena.load(self.cache, load.rows, self.ropes)
-        recompute(self.config, self.runner, load.linked, load.table, self.block_size)
+    def _failed(self, request_id: str, block_ids: list[int], error: BaseException) -> None:
+        logger.error("the chunks of request %s could not be loaded: %s", request_id, error)
+        self.failed.update(block_ids)
 
     def save(self, saves: list[Any]) -> None:
         for save in saves:
@@ -85,10 +88,7 @@ class ChunkWorker:
             future, block_ids = self.loading.pop(name)
             error = future.exception()
             if error is not None:
-                logger.error("the chunks of request %s could not be loaded: %s", name, error)
-                if not isinstance(error, KvCacheError):
-                    logger.exception("", exc_info=error)
-                self.failed.update(block_ids)
+                self._failed(name, block_ids, error)
         return done or None
 
     def failed_blocks(self) -> set[int]:
