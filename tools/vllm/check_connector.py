@@ -22,6 +22,7 @@ os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1" if "--ranks" in sys.arg
 import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.metrics.reader import Counter
 
 import kvcache.vllm.scheduler as side
@@ -246,6 +247,28 @@ class Checks:
         (out,) = self.generate(host, self.case.prompt([1, 3], "alone"))
         self.same("afterwards", answer(out), self.expected([1, 3], "alone"))
 
+    def broken(self, host: Host) -> None:
+        worker = get_kv_transfer_group()._worker
+        own = worker.arena
+
+        class Broken:
+            save = own.save
+
+            @staticmethod
+            def load(*_):
+                raise KvCacheError("the disk is on fire")
+
+        for recompute in ("none", "link:4"):
+            self.case.question = self.case.text(9)
+            worker.arena = Broken()
+            try:
+                (out,) = self.generate(host, self.case.prompt([3, 1, 0], "alone", recompute))
+            finally:
+                worker.arena = own
+            self.same("a copy that fails is computed by vLLM", answer(out), self.expected([3, 1, 0], "plain"))
+        (out,) = self.generate(host, self.case.prompt([0, 3, 1], "alone"))
+        self.same("afterwards", answer(out), self.expected([0, 3, 1], "alone"))
+
     def refused(self, host: Host) -> None:
         for wrong in ({"chunk_lengths": [21, 400]}, {"chunk_lengths": [21]}, {"chunk_lengths": None},
                       {"chunk_mode": "sideways"}, {"chunk_lengths": None, "chunk_separator": [999999]}):
@@ -306,7 +329,7 @@ def main() -> None:
             failures += checks.failures
             continue
         host = Host(path)
-        for check in (checks.orders, checks.linked, checks.salts, checks.together, checks.aborted, checks.refused):
+        for check in (checks.orders, checks.linked, checks.salts, checks.together, checks.aborted, checks.broken, checks.refused):
             check(host)
         checks.say("nothing stays held", host.nothing_held())
         host.close()

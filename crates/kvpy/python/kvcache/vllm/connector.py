@@ -37,18 +37,19 @@ class Orders(KVConnectorMetadata):
         self.saves = saves
 
 
-class Saved(KVConnectorWorkerMetadata):
-    """The encodes whose rows are in the arena of every worker that has spoken."""
+class Report(KVConnectorWorkerMetadata):
+    """What workers say of a step: the encodes whose rows they have saved, and the requests whose rows they could not load."""
 
-    def __init__(self, counts: dict[str, int]) -> None:
-        self.counts = counts
+    def __init__(self, saved: dict[str, int], failed: set[str]) -> None:
+        self.saved = saved
+        self.failed = failed
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, Saved)
-        counts = dict(self.counts)
-        for name, count in other.counts.items():
-            counts[name] = counts.get(name, 0) + count
-        return Saved(counts)
+        assert isinstance(other, Report)
+        saved = dict(self.saved)
+        for name, count in other.saved.items():
+            saved[name] = saved.get(name, 0) + count
+        return Report(saved, self.failed | other.failed)
 
 
 class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
@@ -88,8 +89,9 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
-        if isinstance(meta, Saved):
-            self._scheduler.saved(meta.counts)
+        if isinstance(meta, Report):
+            self._scheduler.saved(meta.saved)
+            self._scheduler.not_loaded(meta.failed)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.finished(request)
@@ -128,8 +130,8 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        saved = self._worker.saved()
-        return Saved({name: 1 for name in saved}) if saved else None
+        saved, failed = self._worker.report()
+        return Report({name: 1 for name in saved}, failed) if saved or failed else None
 
     def shutdown(self) -> None:
         if self._worker is not None:

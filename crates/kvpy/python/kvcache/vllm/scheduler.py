@@ -311,6 +311,13 @@ class ChunkScheduler:
                 reservation.store().release()
             self.encodes.pop(name, None)
 
+    def not_loaded(self, names: set[str]) -> None:
+        """Lets requests go on without chunks whose rows could not be copied: vLLM computes them."""
+        for name in names:
+            state, request = self.states.get(name), self.host.requests.get(name)
+            if state is not None and request is not None:
+                self._go_without(request, state, "the chunks could not be copied: the log of the worker says why")
+
     # The host schedules.
 
     def matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:

@@ -46,6 +46,7 @@ class ChunkWorker:
         self.loading: dict[str, tuple[Future[None], list[int]]] = {}
         self.failed: set[int] = set()
         self.just_saved: list[str] = []
+        self.not_loaded: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -72,6 +73,7 @@ class ChunkWorker:
     def _failed(self, request_id: str, block_ids: list[int], error: BaseException) -> None:
         logger.error("the chunks of request %s could not be loaded: %s", request_id, error)
         self.failed.update(block_ids)
+        self.not_loaded.add(request_id)
 
     def save(self, saves: list[Any]) -> None:
         for save in saves:
@@ -95,9 +97,11 @@ class ChunkWorker:
         failed, self.failed = self.failed, set()
         return failed
 
-    def saved(self) -> list[str]:
-        saved, self.just_saved = self.just_saved, []
-        return saved
+    def report(self) -> tuple[list[str], set[str]]:
+        """Returns the encodes that were saved and the requests that could not be loaded since the last call."""
+        said = self.just_saved, self.not_loaded
+        self.just_saved, self.not_loaded = [], set()
+        return said
 
     def shutdown(self) -> None:
         self.threads.shutdown(wait=True)
