@@ -56,6 +56,7 @@ pub struct ForeignShape {
     pub dtype: DType,
 }
 
+// Decision: docs/decisions/vllm.md#copies-into-another-engines-cache-are-no-operation-of-the-contract
 /// The cache of another engine: keys and values of each layer.
 #[derive(Debug, Clone)]
 pub struct ForeignCache {

@@ -100,6 +100,7 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
     )
 
 
+# Decision: docs/decisions/vllm.md#the-scheduler-and-the-runner-are-found-on-the-stack
 def caller_of(kind: type, found: str) -> Any:
     """Returns the object of a class whose method is on the stack: vLLM hands connectors no reference to what owns them.
 

@@ -48,6 +48,7 @@ class Recomputer:
         if runs:
             self.forward(again.tokens, again.table, runs)
 
+    # Decision: docs/decisions/vllm.md#tokens-are-computed-again-as-if-they-were-requests
     def forward(self, tokens: list[int], table: list[int], runs: list[tuple[int, int]]) -> None:
         """Runs the model over the tokens of ``runs``, each from its first token to its end."""
         device, size = self.runner.device, self.block_size

@@ -265,6 +265,7 @@ class ChunkScheduler:
 
     # Missing parts are computed.
 
+    # Decision: docs/decisions/vllm.md#what-is-missing-is-encoded-by-requests-of-its-own
     def _encode(
         self,
         request: Request,
@@ -418,6 +419,7 @@ class ChunkScheduler:
         return {"chunk_tokens_reused": state.reused, "chunk_tokens_computed": state.computed}
 
 
+# Decision: docs/decisions/vllm.md#a-request-with-chunks-changes-its-own-salt
 def _salt(request: Request, salt: str | None) -> None:
     """Gives a request that has no blocks yet another salt."""
     request.cache_salt = salt
