@@ -47,6 +47,7 @@ class Host:
             block_size=32,
             max_model_len=512,
             max_num_batched_tokens=256,
+            max_logprobs=1024,
             num_gpu_blocks_override=blocks,
             kv_cache_memory_bytes=256 << 20,
             distributed_executor_backend="uni" if ranks == 1 else "mp",
@@ -192,16 +193,20 @@ class Checks:
         self.nearer(host)
 
     def nearer(self, host: Host) -> None:
-        """What the question chooses brings the answer nearer to full attention's than as many random tokens would."""
-        full = torch.tensor(self.expected([1, 2, 0], "plain", 1)[1])
+        """What the question chooses brings the distribution of the first token nearer to full attention's."""
+        parts = self.case.parts([1, 2, 0])
+        full = reference.first(self.model, parts, self.case.question)
 
         def away(recompute: str) -> float:
-            (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", recompute, 1))
-            return float((torch.tensor(answer(out)[1]) - full).abs())
+            prompt, sampling = self.case.prompt([1, 2, 0], "alone", recompute, 1)
+            sampling.logprobs = self.case.vocab
+            (out,) = self.generate(host, (prompt, sampling))
+            got = torch.tensor([out.outputs[0].logprobs[0][token].logprob for token in range(self.case.vocab)])
+            return float((full.exp() * (full - got)).sum())
 
         none, half, most = away("none"), away("question:0.5"), away("question:0.9")
         self.say(
-            f"away from full attention's first log-probability: none {none:.2f}, half {half:.2f}, nine of ten {most:.2f}",
+            f"divergence from full attention: none {none:.3f}, half chosen {half:.3f}, nine of ten {most:.3f}",
             None if most < none else "choosing did not help",
         )
 

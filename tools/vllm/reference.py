@@ -68,6 +68,13 @@ def plain(model, parts: list[list[int]], question: list[int], count: int):
 
 
 @torch.no_grad()
+def first(model, parts: list[list[int]], question: list[int]) -> torch.Tensor:
+    """The log-probabilities of the first token under ordinary attention."""
+    tokens = [t for part in parts for t in part] + question
+    return rest(model, DynamicCache(), 0, tokens, additive(windowed(model, len(tokens))))[-1]
+
+
+@torch.no_grad()
 def continued(model, cache, length: int, last: torch.Tensor, count: int):
     out, probs = [], []
     window = getattr(model.config, "sliding_window", None)
