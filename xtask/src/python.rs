@@ -27,10 +27,10 @@ const PACKAGES: &str = "maturin==1.16.0 numpy==2.4.6 pytest==9.1.1 mypy==2.3.1";
 const VLLM: &str = "target/vllm";
 const INSTALL: &str = "tools/vllm/install.sh";
 
-/// What building and testing the module needs.
+/// Tools that build and test the module.
 pub(crate) const NEEDS: &[Tool] = &[Tool::Program("python3", "python3"), Tool::PythonPackages];
 
-/// What the checks inside vLLM need.
+/// Tools of the checks inside vLLM.
 pub(crate) const NEEDS_VLLM: &[Tool] =
     &[Tool::Program("python3", "python3"), Tool::PythonPackages, Tool::Vllm];
 

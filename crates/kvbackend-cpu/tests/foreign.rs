@@ -23,7 +23,7 @@ const OWN_BLOCKS: usize = 9;
 enum Layout {
     /// `[blocks, heads, block, 2 × dim]`: keys transposed, values behind them.
     Columns,
-    /// The same with tiles of a matrix unit.
+    /// Blocks and heads as above, keys and values in the tiles of a matrix unit.
     Tiles,
     /// `[2, blocks, block, heads, dim]`.
     TokenMajor,

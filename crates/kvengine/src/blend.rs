@@ -36,7 +36,7 @@ pub(crate) struct Blend {
     layer: usize,
     scratch: ScratchBlocks,
     question: SequenceInput,
-    /// What was found out before.
+    /// Evidence that was gathered before the blend.
     found: Findings,
     /// The pieces that were computed up to the checkpoint, in order, and the number of their rows.
     kept: VecDeque<(KeptRows, usize)>,

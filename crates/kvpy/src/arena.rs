@@ -18,6 +18,27 @@ pub(crate) struct Arena {
     arena: KvArena,
 }
 
+/// Returns the shape of an arena whose keys and values have rows of the same `heads × dim`.
+pub(crate) fn shape(
+    num_layers: usize,
+    num_blocks: usize,
+    block_size: usize,
+    (heads, dim): (usize, usize),
+    dtype_name: &str,
+) -> PyResult<KvShape> {
+    Ok(KvShape {
+        num_layers,
+        num_blocks,
+        block_size,
+        k_heads: heads,
+        v_heads: heads,
+        k_dim: dim,
+        v_dim: dim,
+        format: dtype(dtype_name)?.into(),
+        order: BlockOrder::HeadMajor,
+    })
+}
+
 impl Arena {
     fn allocate(shape: KvShape) -> Result<Self> {
         let backend = CpuBackend::new();
@@ -40,17 +61,7 @@ impl Arena {
         head_dim: usize,
         dtype_name: &str,
     ) -> PyResult<Self> {
-        Ok(Self::allocate(KvShape {
-            num_layers,
-            num_blocks,
-            block_size,
-            k_heads: num_heads,
-            v_heads: num_heads,
-            k_dim: head_dim,
-            v_dim: head_dim,
-            format: dtype(dtype_name)?.into(),
-            order: BlockOrder::HeadMajor,
-        })?)
+        Ok(Self::allocate(shape(num_layers, num_blocks, block_size, (num_heads, head_dim), dtype_name)?)?)
     }
 
     /// The bytes of a block: keys and values of all layers.
@@ -97,7 +108,7 @@ impl Arena {
 #[pyclass(frozen, module = "kvcache")]
 pub(crate) struct ForeignCache(kvbackend_cpu::ForeignCache);
 
-/// Returns the distances of `dims` axes of a tensor.
+/// Returns the strides of a tensor of `N` axes, in elements.
 fn strides<const N: usize>(tensor: &HostTensor, what: &str) -> PyResult<[usize; N]> {
     let wrong =
         || PyValueError::new_err(format!("{what} has the shape {:?}; {N} axes are needed", tensor.shape));

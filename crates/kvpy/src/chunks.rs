@@ -114,7 +114,7 @@ impl ChunkReservation {
 
 #[pymethods]
 impl ChunkWaiter {
-    /// Whether the work is over. Ask for the piece again.
+    /// True once the work is over: ask for the piece again.
     #[getter]
     fn is_over(&self) -> bool {
         self.0.is_over()

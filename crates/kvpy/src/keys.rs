@@ -1,10 +1,10 @@
 //! Roots of keys: everything that the bytes of a chunk depend on beside its tokens.
 
-use kvcore::{BlockOrder, KeyScope, KvShape};
+use kvcore::KeyScope;
 use pyo3::prelude::*;
 
+use crate::arena::shape;
 use crate::rope::Ropes;
-use crate::tensor::dtype;
 
 /// Returns the root of the keys of a model's chunks: of the model and its revision, the rotary embeddings, the layout, an adapter and
 /// the tenant's salt. Two caches with different roots find nothing of each other.
@@ -22,17 +22,7 @@ pub(crate) fn key_root(
     adapter: Option<(String, Vec<u8>)>,
     salt: Option<Vec<u8>>,
 ) -> PyResult<[u8; 32]> {
-    let shape = KvShape {
-        num_layers: ropes.layers.layers().len(),
-        num_blocks: 1,
-        block_size,
-        k_heads: num_heads,
-        v_heads: num_heads,
-        k_dim: head_dim,
-        v_dim: head_dim,
-        format: dtype(dtype_name)?.into(),
-        order: BlockOrder::TokenMajor,
-    };
+    let shape = shape(ropes.layers.layers().len(), 1, block_size, (num_heads, head_dim), dtype_name)?;
     let mut scope = KeyScope::new(model, revision).ropes(&ropes.layers).layout(&shape);
     if let Some((id, revision)) = &adapter {
         scope = scope.adapter(id, revision);

@@ -417,7 +417,7 @@ unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, r
     }
 }
 
-/// What is moved: all runs in all layers.
+/// A move of runs of tokens, each in all layers.
 struct Moved<'a> {
     cache: &'a ForeignCache,
     arena: &'a KvArena,

@@ -1,9 +1,8 @@
 //! Beams: the likeliest answers as a whole, found by following the likeliest beginnings side by side.
 //!
 //! As transformers does it: of the beams' continuations the `2 * width` likeliest are looked at, or more where the model has several end
-//! tokens. Those that end are kept, each with the
-//! sum of its log-probabilities over its length to the power of `length_penalty`; the `width` likeliest others go on. It is over when
-//! no beam can come before the worst that is kept, or at the token limit.
+//! tokens. Those that end are kept, each with the sum of its log-probabilities over its length to the power of `length_penalty`; the
+//! `width` likeliest others go on. The search is over when no beam can come before the worst that is kept, or at the token limit.
 
 use std::cmp::Ordering;
 

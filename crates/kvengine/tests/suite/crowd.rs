@@ -35,21 +35,10 @@ pub(crate) fn engine_on(
     scheduling: Scheduling,
     swap_memory: usize,
 ) -> Engine {
-    engine_with(backend, blocks, scheduling, swap_memory, &ManualClock::default())
+    engine_of(load_model(MODEL), backend, blocks, scheduling, swap_memory, &ManualClock::default())
 }
 
-/// Returns such an engine whose time only its test moves.
-pub(crate) fn engine_with(
-    backend: Arc<dyn Backend>,
-    blocks: usize,
-    scheduling: Scheduling,
-    swap_memory: usize,
-    clock: &ManualClock,
-) -> Engine {
-    engine_of(load_model(MODEL), backend, blocks, scheduling, swap_memory, clock)
-}
-
-/// Returns such an engine for a model of the same extents.
+/// Returns such an engine for a model of the same extents, whose time only its test moves.
 pub(crate) fn engine_of(
     model: Model,
     backend: Arc<dyn Backend>,
@@ -186,6 +175,27 @@ pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) -
     }
     assert_eq!((&got.tokens, got.finish), (&expected.tokens, expected.finish), "{what}");
     true
+}
+
+/// Answers requests at once, of which one is cancelled in the middle, and checks that each answer is the one it gets alone. Returns the
+/// last report.
+pub(crate) fn assert_each_as_alone(engine: &mut Engine, requests: &[Request]) -> Step {
+    const CANCELLED: usize = 9;
+    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
+    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    engine.step().unwrap();
+    answers[CANCELLED].cancel();
+    let (last, _) = run(engine, &mut answers, &mut reads);
+    assert!(matches!(reads[CANCELLED].error, Some(Error::Cancelled)), "{:?}", reads[CANCELLED].error);
+    for (i, (read, request)) in reads.iter().zip(requests).enumerate().filter(|(i, _)| *i != CANCELLED) {
+        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
+        for (sample, expected) in alone(request).iter().enumerate() {
+            let got = read.ends[sample].as_ref().unwrap();
+            assert_same(got, expected, &format!("request {i}, sample {sample}"));
+        }
+    }
+    assert_nothing_held(engine);
+    last
 }
 
 pub(crate) fn assert_nothing_held(engine: &Engine) {

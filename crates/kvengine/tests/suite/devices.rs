@@ -16,7 +16,7 @@ use rstest::rstest;
 
 use crate::batch::Batch;
 use crate::common::{Golden, distance, folder, load_model};
-use crate::crowd::{MODEL, Read, alone, assert_nothing_held, assert_same, engine_of, mixed, run};
+use crate::crowd::{MODEL, assert_each_as_alone, engine_of, mixed};
 use crate::views::answer;
 
 /// The kind of a device.
@@ -122,21 +122,8 @@ fn requests_at_once_on_the_device_answer_as_each_alone_on_the_host(
         .collect();
     let scheduling = Scheduling { step_tokens: 48, ..Scheduling::default() };
     let mut engine = engine_of(model, backend, 44, scheduling, 1 << 20, &ManualClock::default());
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    engine.step().unwrap();
-    answers[9].cancel();
-    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    let last = assert_each_as_alone(&mut engine, &requests);
     assert!(last.preemptions > 0, "{last:?}");
-    for (i, (read, request)) in reads.iter().zip(&requests).enumerate().filter(|(i, _)| *i != 9) {
-        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
-        for (sample, expected) in alone(request).iter().enumerate() {
-            let got = read.ends[sample].as_ref().unwrap();
-            assert_same(got, expected, &format!("request {i}, sample {sample}"));
-        }
-    }
-    assert!(reads[9].error.is_some());
-    assert_nothing_held(&engine);
 }
 
 /// Returns the bits of all logits of three requests to one engine with at most `graphs` graphs, and how steps ran.

@@ -12,8 +12,8 @@ use rstest::rstest;
 
 use crate::common::load_model;
 use crate::crowd::{
-    Read, VOCABULARY, alone, assert_nothing_held, assert_same, engine, engine_on, engine_with, mixed, roomy,
-    run,
+    MODEL, Read, VOCABULARY, alone, assert_nothing_held, assert_same, engine, engine_of, engine_on, mixed,
+    roomy, run,
 };
 
 #[test]
@@ -254,7 +254,7 @@ fn every_sample_ends_once_whenever_it_is_declared_complete() {
 #[test]
 fn time_ends_a_request_and_a_text_that_is_complete_ends_its_sample() {
     let clock = ManualClock::default();
-    let mut engine = engine_with(CpuBackend::new(), 4096, Scheduling::default(), 0, &clock);
+    let mut engine = engine_of(load_model(MODEL), CpuBackend::new(), 4096, Scheduling::default(), 0, &clock);
     let limit = Duration::from_millis(30);
     let plain = PromptTokens::Plain(vec![7, 9, 11]);
     let request = Request { max_new_tokens: 50, ..Request::new(plain) };

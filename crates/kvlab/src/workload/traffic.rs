@@ -86,7 +86,7 @@ impl Traffic {
 pub struct SharedPrefix {
     /// Their number.
     pub tokens: usize,
-    /// Whether they are computed before the first request and kept, whoever needs blocks.
+    /// True if they are computed before the first request and kept, whoever needs blocks.
     pub pinned: bool,
 }
 

@@ -100,7 +100,6 @@ class State:
     root: bytes
     holds: dict[int, list[PieceHold]] = field(default_factory=dict)
     """The pieces of each part, once all of them are there."""
-    partial: dict[int, list[PieceHold]] = field(default_factory=dict)
     waiters: dict[int, list[Any]] = field(default_factory=dict)
     """What a part waits for: encodes by their ids, and waiters for those of others."""
     reused: int = 0
@@ -110,11 +109,10 @@ class State:
         return [self.plan.system, *self.plan.chunks]
 
     def release(self) -> None:
-        for holds in (*self.holds.values(), *self.partial.values()):
+        for holds in self.holds.values():
             for hold in holds:
                 hold.release()
         self.holds.clear()
-        self.partial.clear()
         self.waiters.clear()
 
 
