@@ -9,7 +9,7 @@ use crate::run::Result;
 use crate::step::{self, Outcome, word};
 use crate::test::Sums;
 use crate::tools::{self, Tool};
-use crate::{ascend_headers, bindgen, cuda_double, cuda_ptx, deep};
+use crate::{ascend_headers, bindgen, cuda_double, cuda_ptx, deep, python};
 
 /// Options of `cargo xtask ci`.
 #[derive(Args)]
@@ -110,6 +110,7 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: "cargo run --release --example continuous_batching", budget: 3, needs: &[] },
     Step { command: "cargo run --release --example chunk_reuse", budget: 5, needs: &[] },
     Step { command: "cargo run --release --example own_backend", budget: 5, needs: &[] },
+    Step { command: "cargo xtask python", budget: 75, needs: python::NEEDS },
     Step { command: "cargo xtask conform --backend ascend", budget: 10, needs: &[] },
     Step { command: "cargo xtask conform --backend cpu", budget: 5, needs: &[] },
     Step { command: "cargo xtask conform --backend cuda", budget: 10, needs: cuda_double::NEEDS },

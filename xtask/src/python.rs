@@ -21,7 +21,15 @@ pub(crate) struct PythonArgs {
 
 /// The environment of the module's tests, below the root of the workspace, and its packages.
 const FOLDER: &str = "target/python";
-const PACKAGES: &str = "maturin==1.16.0 numpy==2.4.6 pytest==9.1.1 mypy==2.3.1";
+const NUMPY: &str = "numpy==2.4.6";
+const PACKAGES: &str = "maturin==1.16.0 pytest==9.1.1 mypy==2.3.1";
+
+/// The environment of a user, made anew each time: it has the wheel, and `NumPy` for the examples.
+const FRESH: &str = "target/python-fresh";
+
+/// Documents whose Python lines are run there, and the program that runs them.
+const DOCUMENTS: [&str; 2] = ["README.md", "crates/kvpy/README.md"];
+const EXAMPLES: &str = "crates/kvpy/tests/examples.py";
 
 /// The environment with vLLM, and the script that makes it.
 const VLLM: &str = "target/vllm";
@@ -41,7 +49,7 @@ pub(crate) fn is_here() -> bool {
 
 /// Returns the command that makes it.
 pub(crate) fn bring() -> String {
-    format!("python3 -m venv {FOLDER} && {FOLDER}/bin/pip install -q {PACKAGES}")
+    format!("python3 -m venv {FOLDER} && {FOLDER}/bin/pip install -q {PACKAGES} {NUMPY}")
 }
 
 /// Returns whether the environment with vLLM is here.
@@ -73,7 +81,10 @@ pub(crate) fn python(args: &PythonArgs) -> Result {
             run(bench.arg("tools/vllm/bench_connector.py").arg(model), "the benchmark inside vLLM")
         }
         None if args.vllm => inside_vllm(),
-        None => tests(),
+        None => {
+            tests()?;
+            examples(&wheel)
+        }
     }
 }
 
@@ -105,6 +116,15 @@ fn tests() -> Result {
     let mut stubs = python_of(FOLDER);
     stubs.args(["-m", "mypy.stubtest", "kvcache._native", "--ignore-missing-stub"]);
     run(&mut stubs, "stubtest")
+}
+
+/// Installs the wheel as a user does, and runs the Python lines of the documents, and the notebook.
+fn examples(wheel: &Path) -> Result {
+    let mut make = Command::new("python3");
+    run(make.args(["-m", "venv", "--clear", FRESH]).current_dir(root()), "python3 -m venv")?;
+    run(python_of(FRESH).args(["-m", "pip", "install", "-q", NUMPY]).arg(wheel), "pip install")?;
+    run(python_of(FRESH).arg(EXAMPLES).args(DOCUMENTS), "the Python lines of the documents")?;
+    run(python_of(FRESH).arg("examples/notebook.py"), "examples/notebook.py")
 }
 
 /// Makes small models of random weights, if they are not here, and runs the checks on them.

@@ -1,21 +1,32 @@
-//! Host memory for keys and values, and the caches of other engines that its rows go to and come from.
+//! Host memory for keys and values, and the operations on it.
 
 use std::sync::Arc;
 
-use kvbackend_cpu::{CpuBackend, ForeignLoad, ForeignOrder, ForeignPlane, ForeignShape};
-use kvcore::{Backend, BlockOrder, KvArena, KvLayout, KvShape, MemoryKind, SlotMapping, WriteSlots};
+use kvbackend_cpu::{CpuBackend, ForeignLoad};
+use kvcore::{
+    Attend, Backend, BlockOrder, CopyBlocks, Gather, KvArena, KvLayout, KvShape, MemoryKind, Operation,
+    RotateKeys, Rotation, RowRotation, Scatter, SlotMapping, Stream, WriteSlots,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::error::{Failure, Result};
+use crate::foreign::ForeignCache;
+use crate::names::dtype;
 use crate::rope::Ropes;
-use crate::tensor::{HostTensor, dtype};
+use crate::segment::AttendWork;
+use crate::table::{Pairs, Slots};
+use crate::tensor::{Integers, read, written};
 
 /// Keys and values of all layers in host memory, in blocks.
+///
+/// Operations return when they are done. Tensors are used where they lie; nobody else may use their elements, or the blocks that are
+/// written, during a call.
 #[pyclass(frozen, module = "kvcache")]
 pub(crate) struct Arena {
     backend: Arc<CpuBackend>,
-    arena: KvArena,
+    stream: Arc<dyn Stream>,
+    memory: KvArena,
 }
 
 /// Returns the shape of an arena whose keys and values have rows of the same `heads × dim`.
@@ -43,8 +54,18 @@ impl Arena {
     fn allocate(shape: KvShape) -> Result<Self> {
         let backend = CpuBackend::new();
         let layout = Arc::new(KvLayout::new(shape)?);
-        let arena = KvArena::allocate(backend.as_ref() as &dyn Backend, MemoryKind::System, layout)?;
-        Ok(Self { backend, arena })
+        let memory = KvArena::allocate(backend.as_ref() as &dyn Backend, MemoryKind::System, layout)?;
+        let stream = backend.stream()?;
+        Ok(Self { backend, stream, memory })
+    }
+
+    /// Runs an operation, and waits for it, without Python's lock.
+    fn run(&self, py: Python<'_>, operation: Operation<'_>) -> PyResult<()> {
+        let run = || {
+            self.stream.run(operation)?;
+            self.stream.synchronize()
+        };
+        Ok(py.detach(run).map_err(Failure::from)?)
     }
 }
 
@@ -67,13 +88,116 @@ impl Arena {
     /// The bytes of a block: keys and values of all layers.
     #[getter]
     fn block_bytes(&self) -> usize {
-        self.arena.layout().block_bytes()
+        self.memory.layout().block_bytes()
     }
 
     /// The number of blocks.
     #[getter]
     fn num_blocks(&self) -> usize {
-        self.arena.layout().shape().num_blocks
+        self.memory.layout().shape().num_blocks
+    }
+
+    /// The number of tokens in a block.
+    #[getter]
+    fn block_size(&self) -> usize {
+        self.memory.layout().shape().block_size
+    }
+
+    /// Writes row `i` of `k` and `v`, `[rows, heads, head_dim]` each, to slot `slots[i]` of a layer. A negative slot is skipped.
+    /// With `ropes` and `positions`, each key is rotated to its position on the way.
+    #[pyo3(signature = (layer, k, v, slots, *, ropes = None, positions = None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn scatter(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        slots: Slots,
+        ropes: Option<&Ropes>,
+        positions: Option<Integers>,
+    ) -> PyResult<()> {
+        let mut scatter = Scatter::new(&self.memory, layer, read(k)?, read(v)?, &slots.writable());
+        scatter.rotation = match (ropes, positions) {
+            (None, None) => None,
+            (Some(ropes), Some(positions)) => {
+                Some(RowRotation { rope: ropes.layer(layer)?, positions: positions.0.into() })
+            }
+            _ => return Err(PyValueError::new_err("keys are rotated by ropes and positions together")),
+        };
+        self.run(py, Operation::Scatter(&scatter))
+    }
+
+    /// Reads slot `slots[i]` of a layer into row `i` of `k` and `v`, `[rows, heads, head_dim]` each. A row with a negative slot is left
+    /// as it is. With `ropes`, keys are rotated by `distance` positions on the way.
+    #[pyo3(signature = (layer, slots, k, v, *, ropes = None, distance = 0))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn gather(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        slots: Slots,
+        k: &Bound<'_, PyAny>,
+        v: &Bound<'_, PyAny>,
+        ropes: Option<&Ropes>,
+        distance: i64,
+    ) -> PyResult<()> {
+        let mut gather = Gather::new(&self.memory, layer, slots.mapping().slots(), written(k)?, written(v)?);
+        if let Some(ropes) = ropes {
+            gather.rotation = Some(Rotation { rope: ropes.layer(layer)?, delta: distance });
+        }
+        self.run(py, Operation::Gather(&gather))
+    }
+
+    /// Copies whole blocks of all layers, for pairs of a block to read and a block to write.
+    fn copy(&self, py: Python<'_>, pairs: Pairs) -> PyResult<()> {
+        let copy = CopyBlocks { arena: self.memory.clone(), pairs: pairs.0 };
+        self.run(py, Operation::CopyBlocks(&copy))
+    }
+
+    /// Copies whole blocks of all layers, keys rotated by `distance` positions, for pairs of a block to read and a block to write.
+    fn rotate(&self, py: Python<'_>, pairs: Pairs, ropes: &Ropes, distance: i64) -> PyResult<()> {
+        for layer in 0..self.memory.layout().shape().num_layers {
+            let rotate = RotateKeys {
+                src: self.memory.clone(),
+                dst: self.memory.clone(),
+                layer,
+                pairs: pairs.0.clone(),
+                rotation: Rotation { rope: ropes.layer(layer)?, delta: distance },
+            };
+            self.run(py, Operation::RotateKeys(&rotate))?;
+        }
+        Ok(())
+    }
+
+    /// Attends with `q`, `[rows, heads, head_dim]`, to the segments of `work`, and writes `out`, of the same shape. With `ropes`, queries
+    /// are rotated to their positions on the way; segments that are used at another place than they were stored at need that. Keys
+    /// do not move. `lse`, `[rows, heads]` in f32, takes the log-sum-exp of each row and head.
+    #[pyo3(signature = (layer, q, work, out, *, ropes = None, scale = None, window = None, softcap = None, lse = None))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn attend(
+        &self,
+        py: Python<'_>,
+        layer: usize,
+        q: &Bound<'_, PyAny>,
+        work: &AttendWork,
+        out: &Bound<'_, PyAny>,
+        ropes: Option<&Ropes>,
+        scale: Option<f32>,
+        window: Option<usize>,
+        softcap: Option<f32>,
+        lse: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let plain = Attend::new(&self.memory, layer, read(q)?, &work.0, written(out)?);
+        let attend = Attend {
+            rope: ropes.map(|ropes| ropes.layer(layer)).transpose()?,
+            scale: scale.unwrap_or(plain.scale),
+            window,
+            softcap,
+            lse: lse.map(written).transpose()?,
+            ..plain
+        };
+        self.run(py, Operation::Attend(&attend))
     }
 
     /// Copies rows of all layers to another engine's slots: `loads` are lists of slots to read, of slots to write (a negative one is
@@ -91,7 +215,7 @@ impl Arena {
             delta,
         };
         let loads: Vec<_> = loads.into_iter().map(load).collect();
-        let work = || cache.0.load(&self.backend, &self.arena, &loads, &ropes.layers);
+        let work = || cache.0.load(&self.backend, &self.memory, &loads, &ropes.layers);
         Ok(py.detach(work).map_err(Failure::from)?)
     }
 
@@ -99,114 +223,7 @@ impl Arena {
     /// may write the slots meanwhile.
     fn save(&self, py: Python<'_>, cache: &ForeignCache, to: Vec<i64>, slots: Vec<i64>) -> PyResult<()> {
         let (to, from) = (WriteSlots::unchecked(to), SlotMapping::from(slots));
-        let work = || cache.0.save(&self.backend, &self.arena, &to, &from);
+        let work = || cache.0.save(&self.backend, &self.memory, &to, &from);
         Ok(py.detach(work).map_err(Failure::from)?)
-    }
-}
-
-/// The cache of another engine in host memory: the keys and values of each layer, where they lie.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct ForeignCache(kvbackend_cpu::ForeignCache);
-
-/// Returns the strides of a tensor of `N` axes, in elements.
-fn strides<const N: usize>(tensor: &HostTensor, what: &str) -> PyResult<[usize; N]> {
-    let wrong =
-        || PyValueError::new_err(format!("{what} has the shape {:?}; {N} axes are needed", tensor.shape));
-    <[usize; N]>::try_from(tensor.strides.as_slice()).map_err(|_| wrong())
-}
-
-#[pymethods]
-impl ForeignCache {
-    /// Describes a cache whose layers lie in one tensor each, `[blocks, heads, block_size, 2 × head_dim]`. Within a block and head the
-    /// keys come first. `order` is `"columns"` (keys `[head_dim, block_size]`, values `[block_size, head_dim]`) or `"tiles"` (both in
-    /// tiles of a matrix unit).
-    #[staticmethod]
-    fn interleaved(layers: Vec<Bound<'_, PyAny>>, order: &str) -> PyResult<Self> {
-        let orders = |dim| match order {
-            "columns" => Ok([ForeignOrder::Columns, ForeignOrder::Rows { token: dim }]),
-            "tiles" => Ok([ForeignOrder::KeyTiles, ForeignOrder::ValueTiles]),
-            _ => Err(PyValueError::new_err(format!("unknown order {order:?}: take columns or tiles"))),
-        };
-        Self::of_layers(&layers, |tensor| {
-            let [block, head, token, element] = strides(tensor, "a layer")?;
-            let (block_size, both) = (tensor.shape[2], tensor.shape[3]);
-            if element != 1 || token != both || both % 2 != 0 {
-                let text =
-                    format!("a head of a block must lie without gaps; strides are {:?}", tensor.strides);
-                return Err(PyValueError::new_err(text));
-            }
-            let (dim, [keys, values]) = (both / 2, orders(both / 2)?);
-            let shape = ForeignShape {
-                num_blocks: tensor.shape[0],
-                block_size,
-                heads: tensor.shape[1],
-                dim,
-                dtype: tensor.dtype,
-            };
-            let storage = &tensor.storage;
-            let plane =
-                |start, order| ForeignPlane { storage: Arc::clone(storage), start, block, head, order };
-            Ok((shape, [plane(0, keys), plane(block_size * dim, values)]))
-        })
-    }
-
-    /// Describes a cache whose layers lie in one tensor each, with rows of `head_dim` elements: `[2, blocks, block_size, heads, head_dim]`
-    /// for `axes = "kbtho"`. The letters name the axes: k for keys and values, b blocks, t tokens, h heads, o elements.
-    #[staticmethod]
-    fn rows(layers: Vec<Bound<'_, PyAny>>, axes: &str) -> PyResult<Self> {
-        let unknown = || {
-            PyValueError::new_err(format!("axes must be the letters k, b, t, h, o once each, not {axes:?}"))
-        };
-        let place = |letter| axes.find(letter).filter(|_| axes.len() == 5).ok_or_else(unknown);
-        let [k, b, t, h, o] = [place('k')?, place('b')?, place('t')?, place('h')?, place('o')?];
-        Self::of_layers(&layers, |tensor| {
-            let strides: [usize; 5] = strides(tensor, "a layer")?;
-            if tensor.shape[k] != 2 || strides[o] != 1 {
-                let text = format!(
-                    "keys and values need an axis of 2, rows a stride of 1; the shape is {:?}",
-                    tensor.shape
-                );
-                return Err(PyValueError::new_err(text));
-            }
-            let shape = ForeignShape {
-                num_blocks: tensor.shape[b],
-                block_size: tensor.shape[t],
-                heads: tensor.shape[h],
-                dim: tensor.shape[o],
-                dtype: tensor.dtype,
-            };
-            let plane = |start| ForeignPlane {
-                storage: Arc::clone(&tensor.storage),
-                start,
-                block: strides[b],
-                head: strides[h],
-                order: ForeignOrder::Rows { token: strides[t] },
-            };
-            Ok((shape, [plane(0), plane(strides[k])]))
-        })
-    }
-}
-
-impl ForeignCache {
-    fn of_layers(
-        layers: &[Bound<'_, PyAny>],
-        describe: impl Fn(&HostTensor) -> PyResult<(ForeignShape, [ForeignPlane; 2])>,
-    ) -> PyResult<Self> {
-        let mut all = Vec::with_capacity(layers.len());
-        let mut first: Option<ForeignShape> = None;
-        for layer in layers {
-            let (shape, planes) = describe(&HostTensor::of(layer)?)?;
-            match &first {
-                Some(first) if *first != shape => {
-                    return Err(PyValueError::new_err(format!("layers differ: {first:?} and {shape:?}")));
-                }
-                _ => first = Some(shape),
-            }
-            all.push(planes);
-        }
-        let Some(shape) = first else {
-            return Err(PyValueError::new_err("a cache needs at least one layer"));
-        };
-        Ok(Self(kvbackend_cpu::ForeignCache::new(shape, all).map_err(Failure::from)?))
     }
 }

@@ -8,10 +8,14 @@ use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
 use crate::error::{Failure, KvCacheError, Result};
+use crate::metrics::ChunkCacheMetrics;
+use crate::prompt::ChunkHash;
+use crate::segment::Segment;
+use crate::table::WriteSlots;
 
 /// The settings of a chunk cache. Names that are left out keep their defaults.
 #[pyclass(frozen, module = "kvcache")]
-pub(crate) struct ChunkCacheConfig(kvchunk::ChunkCacheConfig);
+pub(crate) struct ChunkCacheConfig(pub(crate) kvchunk::ChunkCacheConfig);
 
 #[pymethods]
 impl ChunkCacheConfig {
@@ -92,6 +96,25 @@ impl PieceHold {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.cached_position_start())
     }
 
+    /// The hash that the piece is found by.
+    #[getter]
+    fn chunk_hash(&self) -> PyResult<ChunkHash> {
+        Ok(self.0.lock().as_ref().ok_or_else(over)?.chunk_hash().into())
+    }
+
+    /// The piece as attention reads it in a prompt: its first token has the logical index `logical_start`, and is used at `position`.
+    /// Nothing is copied. The hold must outlast the attention.
+    fn segment(&self, logical_start: usize, position: i64) -> PyResult<Segment> {
+        let own = self.0.lock();
+        let hold = own.as_ref().ok_or_else(over)?;
+        let stored = hold.cached_position_start();
+        let ids = hold.block_ids().clone();
+        let segment = kvcore::Segment::new(ids, hold.num_tokens(), logical_start, stored);
+        let offset =
+            position.checked_sub(stored).ok_or(kvcore::Error::Overflow { what: "offset of a chunk" });
+        Ok(Segment(segment.at_offset(offset.map_err(Failure::from)?)))
+    }
+
     /// Ends the hold now.
     fn release(&self) {
         drop(self.0.lock().take());
@@ -100,6 +123,12 @@ impl PieceHold {
 
 #[pymethods]
 impl ChunkReservation {
+    /// The slots to write, with the permit of this reservation.
+    fn write_slots(&self) -> PyResult<WriteSlots> {
+        let own = self.own.lock();
+        Ok(WriteSlots(own.as_ref().ok_or_else(over)?.write_slots().map_err(Failure::from)?))
+    }
+
     /// Stores the piece, whose slots have been filled, and returns a hold on it.
     fn store(&self) -> PyResult<PieceHold> {
         let own = self.own.lock().take().ok_or_else(over)?;
@@ -125,6 +154,12 @@ impl ChunkCacheManager {
     fn build(config: kvchunk::ChunkCacheConfig, num_blocks: u32, block_size: usize) -> Result<Self> {
         let pool = ChunkBlockPool::new(0..num_blocks, block_size)?;
         Ok(Self(kvchunk::ChunkCacheManager::new(config, pool)?))
+    }
+
+    fn hasher(&self, root: [u8; 32], mode: &str, system: &[u32]) -> Result<ChunkHasher> {
+        let mode: ComputeMode = mode.parse()?;
+        let context = ChunkContext::new(BlockKey::from_bytes(root), mode, system);
+        Ok(ChunkHasher::new(self.0.config().hash_algorithm, context, self.0.pool().block_size()))
     }
 }
 
@@ -153,58 +188,46 @@ impl ChunkCacheManager {
         if tokens.is_empty() {
             return Err(PyValueError::new_err("a chunk needs at least one token"));
         }
-        let mode: ComputeMode = mode.parse().map_err(Failure::from)?;
+        let hasher = self.hasher(root, mode, &system)?;
         let cache = self.0.clone();
         let acquire = move || {
-            let context = ChunkContext::new(BlockKey::from_bytes(root), mode, &system);
-            let config = cache.config();
-            let hasher = ChunkHasher::new(config.hash_algorithm, context, cache.pool().block_size());
             let mut start = stored_start;
             let piece = |piece: kvchunk::ChunkPiece<'_>| {
                 let acquired = cache.acquire(TenantId::default(), &piece, start);
                 start += piece.tokens().len() as i64;
                 acquired
             };
-            hasher.pieces(&tokens, config.max_chunk_tokens).map(piece).collect::<Vec<_>>()
+            hasher.pieces(&tokens, cache.config().max_chunk_tokens).map(piece).collect::<Vec<_>>()
         };
         py.detach(acquire).into_iter().map(|acquired| outcome(py, acquired)).collect()
     }
 
+    /// The hash of each piece of a chunk, with everything that it is found by. Takes what `acquire` takes.
+    fn compute_chunk_hash(
+        &self,
+        root: [u8; 32],
+        mode: &str,
+        system: Vec<u32>,
+        tokens: Vec<u32>,
+    ) -> PyResult<Vec<ChunkHash>> {
+        let hasher = self.hasher(root, mode, &system)?;
+        let pieces = hasher.pieces(&tokens, self.0.config().max_chunk_tokens);
+        Ok(pieces.map(|piece| ChunkHash::from(piece.hash())).collect())
+    }
+
     /// Forgets every chunk that nobody holds.
-    fn clear(&self) {
+    fn clear_cache(&self) {
         self.0.clear();
     }
 
-    /// The counts since the cache was made, and the gauges of this moment, by name.
-    fn metrics<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let m = self.0.metrics();
-        let dict = PyDict::new(py);
-        for (name, value) in [
-            ("lookup_count", m.lookup_count),
-            ("hit_count", m.hit_count),
-            ("miss_count", m.miss_count),
-            ("shared_flights", m.shared_flights),
-            ("insertions", m.insertions),
-            ("evictions", m.evictions),
-            ("uncached", m.uncached),
-            ("tokens_reused", m.tokens_reused),
-            ("tokens_computed", m.tokens_computed),
-            ("cached_chunks", m.cached_chunks as u64),
-            ("total_blocks", m.total_blocks as u64),
-            ("used_blocks", m.used_blocks as u64),
-        ] {
-            dict.set_item(name, value)?;
-        }
-        for (name, value) in [
-            ("hit_rate", m.hit_rate()),
-            ("memory_utilization", m.memory_utilization()),
-            ("avg_lookup_time_ms", m.avg_lookup_time_ms()),
-            ("avg_reindex_time_ms", m.avg_reindex_time_ms()),
-            ("avg_compute_time_ms", m.avg_compute_time_ms()),
-        ] {
-            dict.set_item(name, value)?;
-        }
-        Ok(dict)
+    /// Gives up the piece that was used longest ago, or that `cache_policy` puts first. Returns false if all are held.
+    fn evict_lru(&self) -> bool {
+        self.0.evict_lru()
+    }
+
+    /// The counts since the cache was made, and the gauges of this moment.
+    fn get_metrics(&self) -> ChunkCacheMetrics {
+        ChunkCacheMetrics::from(self.0.metrics())
     }
 
     /// Recounts everything, and raises an error that says which number is wrong.

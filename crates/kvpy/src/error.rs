@@ -17,6 +17,7 @@ pub(crate) enum Failure {
     Core(kvcore::Error),
     Chunk(kvchunk::Error),
     Model(kvmodel::Error),
+    Engine(kvengine::Error),
 }
 
 pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
@@ -41,6 +42,17 @@ impl From<kvmodel::Error> for Failure {
         match error {
             kvmodel::Error::Core(error) => Self::Core(error),
             other => Self::Model(other),
+        }
+    }
+}
+
+impl From<kvengine::Error> for Failure {
+    fn from(error: kvengine::Error) -> Self {
+        match error {
+            kvengine::Error::Core(error) => Self::Core(error),
+            kvengine::Error::Chunk(error) => error.into(),
+            kvengine::Error::Model(error) => error.into(),
+            other => Self::Engine(other),
         }
     }
 }
@@ -74,6 +86,7 @@ impl From<Failure> for PyErr {
             Failure::Core(error) => (error.to_string(), format!("{error:?}")),
             Failure::Chunk(error) => (error.to_string(), format!("{error:?}")),
             Failure::Model(error) => (error.to_string(), format!("{error:?}")),
+            Failure::Engine(error) => (error.to_string(), format!("{error:?}")),
         };
         let kind: String = debug.chars().take_while(|c| c.is_alphanumeric()).collect();
         let error = KvCacheError::new_err(text);

@@ -1,12 +1,12 @@
-//! Roots of keys: everything that the bytes of a chunk depend on beside its tokens.
+//! Keys of blocks, and their roots: everything that bytes depend on beside tokens.
 
-use kvcore::KeyScope;
+use kvcore::{BlockKey, KeyScope, PromptKeys, VllmChain, VllmExtras};
 use pyo3::prelude::*;
 
 use crate::arena::shape;
 use crate::rope::Ropes;
 
-/// Returns the root of the keys of a model's chunks: of the model and its revision, the rotary embeddings, the layout, an adapter and
+/// Returns the root of the keys of a model's blocks and chunks: of the model and its revision, the rotary embeddings, the layout, an adapter and
 /// the tenant's salt. Two caches with different roots find nothing of each other.
 #[pyfunction]
 #[pyo3(signature = (model, revision, ropes, *, dtype_name, num_heads, head_dim, block_size, adapter = None, salt = None))]
@@ -31,4 +31,29 @@ pub(crate) fn key_root(
         scope = scope.tenant_salt(salt);
     }
     Ok(*scope.root().as_bytes())
+}
+
+/// Returns the keys of the full blocks of a prompt, each with everything before it, under a root.
+#[pyfunction]
+pub(crate) fn prefix_keys(root: [u8; 32], tokens: Vec<u32>, block_size: usize) -> Vec<[u8; 32]> {
+    bytes(PromptKeys::new(BlockKey::from_bytes(root), &tokens, block_size).keys())
+}
+
+/// Returns the keys of the full blocks of a prompt as vLLM computes them with `--prefix-caching-hash-algo sha256_cbor`. `seed` is its
+/// `PYTHONHASHSEED`, `lora` the name and path of an adapter.
+#[pyfunction]
+#[pyo3(signature = (tokens, block_size, *, cache_salt = None, lora = None, seed = None))]
+pub(crate) fn vllm_keys(
+    tokens: Vec<u32>,
+    block_size: usize,
+    cache_salt: Option<String>,
+    lora: Option<(String, String)>,
+    seed: Option<&str>,
+) -> Vec<[u8; 32]> {
+    let chain = seed.map_or_else(VllmChain::default, VllmChain::with_seed);
+    bytes(&chain.keys(&tokens, block_size, &VllmExtras { cache_salt, lora, inputs: Vec::new() }))
+}
+
+fn bytes(keys: &[BlockKey]) -> Vec<[u8; 32]> {
+    keys.iter().map(|key| *key.as_bytes()).collect()
 }

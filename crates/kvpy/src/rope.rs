@@ -1,6 +1,8 @@
 //! Rotary embeddings of a model.
 
-use kvcore::{LayerRopes, RopeFamily};
+use std::sync::Arc;
+
+use kvcore::{LayerRopes, Rope, RopeFamily};
 use kvmodel::ModelConfig;
 use pyo3::prelude::*;
 
@@ -20,6 +22,15 @@ impl Ropes {
         let family = RopeFamily::new(&ropes, config.max_positions)?;
         let layers = family.at(longest.unwrap_or(config.max_positions).min(config.max_positions))?;
         Ok(Self { layers, max_positions: config.max_positions })
+    }
+
+    /// Returns the embedding of a layer.
+    pub(crate) fn layer(&self, layer: usize) -> Result<Arc<Rope>> {
+        let ropes = self.layers.layers();
+        let found = ropes.get(layer).map(Arc::clone);
+        let range =
+            kvcore::Error::OutOfRange { what: "layer", value: layer as i128, limit: ropes.len() as i128 };
+        found.ok_or_else(|| range.into())
     }
 }
 
@@ -46,10 +57,7 @@ impl Ropes {
 
     /// The cosines and sines of a layer at a position, and the attention factor that multiplies both when a row is first rotated.
     fn at(&self, layer: usize, position: i64) -> PyResult<(Vec<f32>, Vec<f32>, f32)> {
-        let ropes = self.layers.layers();
-        let range =
-            || kvcore::Error::OutOfRange { what: "layer", value: layer as i128, limit: ropes.len() as i128 };
-        let rope = ropes.get(layer).ok_or_else(|| Failure::from(range()))?;
+        let rope = self.layer(layer)?;
         let table = rope.table([position]).map_err(Failure::from)?;
         let mut sin = vec![0.0; rope.frequencies().len()];
         let cos = table.at(position, &mut sin).to_vec();

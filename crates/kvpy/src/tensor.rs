@@ -7,17 +7,22 @@ use std::sync::Arc;
 use dlpark::ffi::{DLDataTypeCode, DLDeviceType};
 use dlpark::python;
 use kvbackend_cpu::CpuStorage;
-use kvcore::{DType, MemoryKind, Storage};
+use kvcore::{DType, Dims, MemoryKind, Storage, TensorView};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::error::Failure;
+
 /// A tensor of another library in host memory. Its memory lives as long as the storage.
+#[derive(Debug)]
 pub(crate) struct HostTensor {
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
     /// In elements.
     pub(crate) strides: Vec<usize>,
+    /// False for memory that its owner does not let others write.
+    writable: bool,
 }
 
 /// The managed tensor of another library, which keeps the memory alive.
@@ -37,6 +42,7 @@ impl HostTensor {
     /// device, with negative strides, or without elements.
     pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let tensor = python::from_dlpack(object.as_borrowed(), None, None)?;
+        let writable = !tensor.flags().contains(dlpark::DlpackFlags::READ_ONLY);
         let view = tensor.validate().map_err(|error| PyValueError::new_err(error.to_string()))?;
         let device = view.device();
         if device.device_type != DLDeviceType::CPU {
@@ -63,7 +69,7 @@ impl HostTensor {
             return Err(PyValueError::new_err(format!("the tensor has no elements: its shape is {shape:?}")));
         }
         let last: usize = shape.iter().zip(&strides).map(|(n, stride)| (n - 1) * stride).sum();
-        let bytes = dtype.bytes_for(last + 1).map_err(crate::error::Failure::from)?;
+        let bytes = dtype.bytes_for(last + 1).map_err(Failure::from)?;
         let start = view.data_ptr().cast_mut().cast::<u8>().wrapping_add(view.byte_offset() as usize);
         let Some(start) = NonNull::new(start) else {
             return Err(PyValueError::new_err("the tensor has no memory"));
@@ -73,19 +79,47 @@ impl HostTensor {
         // as `owner` is not dropped. The Python caller guarantees that nobody else uses the elements during a call, as the
         // documentation of each call says.
         let storage = unsafe { CpuStorage::from_raw(start, bytes, MemoryKind::System, owner) };
-        let storage = Arc::new(storage.map_err(crate::error::Failure::from)?);
-        Ok(Self { storage, dtype, shape, strides })
+        let storage = Arc::new(storage.map_err(Failure::from)?);
+        Ok(Self { storage, dtype, shape, strides, writable })
+    }
+
+    /// Returns the tensor as an operand that is read.
+    pub(crate) fn view(&self) -> PyResult<TensorView> {
+        let view = || {
+            let (shape, strides) = (Dims::new(&self.shape)?, Dims::new(&self.strides)?);
+            TensorView::with_strides(Arc::clone(&self.storage), self.dtype, shape, strides, 0)
+        };
+        Ok(view().map_err(Failure::from)?)
     }
 }
 
-/// Returns the element type of a name, such as `"bfloat16"`, `"torch.bfloat16"` or `"bf16"`.
-pub(crate) fn dtype(name: &str) -> PyResult<DType> {
-    match name.rsplit('.').next().unwrap_or(name) {
-        "float32" | "f32" | "float" => Ok(DType::F32),
-        "float16" | "f16" | "half" => Ok(DType::F16),
-        "bfloat16" | "bf16" => Ok(DType::BF16),
-        _ => Err(PyValueError::new_err(format!(
-            "unknown element type {name:?}: take float32, float16 or bfloat16"
-        ))),
+/// Returns a tensor as an operand that is read.
+pub(crate) fn read(object: &Bound<'_, PyAny>) -> PyResult<TensorView> {
+    HostTensor::of(object)?.view()
+}
+
+/// Returns a tensor as an operand that is written.
+///
+/// # Errors
+/// Returns a `ValueError` for a tensor that is read-only, and the errors of [`HostTensor::of`].
+pub(crate) fn written(object: &Bound<'_, PyAny>) -> PyResult<TensorView> {
+    let tensor = HostTensor::of(object)?;
+    if !tensor.writable {
+        return Err(PyValueError::new_err("the tensor is read-only"));
+    }
+    tensor.view()
+}
+
+/// A list of integers, or a tensor of them in host memory.
+#[derive(Debug)]
+pub(crate) struct Integers(pub(crate) Vec<i64>);
+
+impl<'py> FromPyObject<'_, 'py> for Integers {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        // Arrays and tensors make a list of their elements much faster than a loop over them does.
+        let list = if object.hasattr("tolist")? { object.call_method0("tolist")? } else { object.to_owned() };
+        Ok(Self(list.extract()?))
     }
 }

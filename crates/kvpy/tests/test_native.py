@@ -151,11 +151,11 @@ def test_a_chunk_is_computed_once_and_found_by_all_that_it_depends_on() -> None:
         holds[0].slots  # noqa: B018
     with pytest.raises(ValueError, match="at least one token"):
         cache.acquire(key, "alone", [], [], 0)
-    metrics = cache.metrics()
-    assert (metrics["cached_chunks"], metrics["hit_count"]) == (2, 2)
+    metrics = cache.get_metrics()
+    assert (metrics.cached_chunks, metrics.hit_count) == (2, 2)
     cache.check_invariants()
-    cache.clear()
-    assert cache.metrics()["used_blocks"] == 0
+    cache.clear_cache()
+    assert cache.get_metrics().used_blocks == 0
 
 
 def test_settings_have_the_names_of_the_design() -> None:

@@ -139,12 +139,6 @@ pub(crate) const SLICES: &[Slice] = &[
         needs: &[Tool::PublishedModel],
     },
     Slice {
-        name: "python",
-        covers: "the wheel of the Python module, its tests, and its stubs against what it is",
-        command: "cargo xtask python",
-        needs: python::NEEDS,
-    },
-    Slice {
         name: "vllm",
         covers: "the connector inside vLLM on the CPU, against transformers, on small models of five kinds",
         command: "cargo xtask python --vllm",

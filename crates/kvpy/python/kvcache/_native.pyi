@@ -1,7 +1,8 @@
 """Types of the native module."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol, final
+from os import PathLike
+from typing import Any, Literal, Protocol, TypeAlias, final
 
 from typing_extensions import Self
 
@@ -42,7 +43,11 @@ class Ropes:
 
 @final
 class Arena:
-    """Keys and values of all layers in host memory, in blocks."""
+    """Keys and values of all layers in host memory, in blocks.
+
+    Operations return when they are done. Tensors are used where they lie; nobody else may use their elements, or the blocks that
+    are written, during a call.
+    """
 
     def __new__(
         cls, *, num_layers: int, num_blocks: int, block_size: int, num_heads: int, head_dim: int, dtype_name: str
@@ -51,10 +56,170 @@ class Arena:
     def block_bytes(self) -> int: ...
     @property
     def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    def scatter(
+        self,
+        layer: int,
+        k: _SupportsDlpack,
+        v: _SupportsDlpack,
+        slots: _Slots,
+        *,
+        ropes: Ropes | None = None,
+        positions: _Integers | None = None,
+    ) -> None:
+        """Writes row ``i`` of ``k`` and ``v``, ``[rows, heads, head_dim]`` each, to slot ``slots[i]`` of a layer."""
+
+    def gather(
+        self,
+        layer: int,
+        slots: _Slots,
+        k: _SupportsDlpack,
+        v: _SupportsDlpack,
+        *,
+        ropes: Ropes | None = None,
+        distance: int = 0,
+    ) -> None:
+        """Reads slot ``slots[i]`` of a layer into row ``i`` of ``k`` and ``v``, keys rotated by ``distance`` with ``ropes``."""
+
+    def copy(self, pairs: _Pairs) -> None:
+        """Copies whole blocks of all layers, for pairs of a block to read and a block to write."""
+
+    def rotate(self, pairs: _Pairs, ropes: Ropes, distance: int) -> None:
+        """Copies whole blocks of all layers, keys rotated by ``distance`` positions."""
+
+    def attend(
+        self,
+        layer: int,
+        q: _SupportsDlpack,
+        work: AttendWork,
+        out: _SupportsDlpack,
+        *,
+        ropes: Ropes | None = None,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+        lse: _SupportsDlpack | None = None,
+    ) -> None:
+        """Attends with ``q``, ``[rows, heads, head_dim]``, to the segments of ``work``, and writes ``out``.
+
+        With ``ropes``, queries are rotated to their positions on the way. Keys do not move.
+        """
+
     def load(
         self, cache: ForeignCache, loads: Sequence[tuple[Sequence[int], Sequence[int], int]], ropes: Ropes
-    ) -> None: ...
-    def save(self, cache: ForeignCache, to: Sequence[int], slots: Sequence[int]) -> None: ...
+    ) -> None:
+        """Copies rows to another engine's slots: slots to read, slots to write, the distance that keys are rotated by."""
+
+    def save(self, cache: ForeignCache, to: Sequence[int], slots: Sequence[int]) -> None:
+        """Copies rows from another engine's slots, keys as they are."""
+
+@final
+class BlockPool:
+    """The blocks of an arena: free, being filled, shared, or kept under a key until room is needed."""
+
+    def __new__(
+        cls,
+        num_blocks: int,
+        *,
+        start: int = 0,
+        policy: Literal["lru", "tiny-lfu", "s3-fifo", "priority"] = "lru",
+        ttl: float | None = None,
+    ) -> Self: ...
+    def allocate(self, n: int) -> MutableBlocks: ...
+    def lookup(self, keys: Sequence[bytes]) -> SharedBlocks: ...
+    def cached_prefix(self, keys: Sequence[bytes]) -> int: ...
+    def counts(self) -> dict[str, int]: ...
+    def clear_cached(self) -> int: ...
+    def check_invariants(self) -> None: ...
+
+@final
+class MutableBlocks:
+    """Blocks that one owner fills. They become free when they are released or dropped."""
+
+    @property
+    def ids(self) -> list[int]: ...
+    def write_slots(self, block_size: int, slots: _Integers) -> WriteSlots: ...
+    def register(self, keys: Sequence[bytes], parent: bytes | None = None) -> SharedBlocks: ...
+    def share(self) -> SharedBlocks: ...
+    def release(self) -> None: ...
+    def __len__(self) -> int: ...
+
+@final
+class SharedBlocks:
+    """Filled blocks that any number of holders read."""
+
+    @property
+    def ids(self) -> list[int]: ...
+    def release(self) -> None: ...
+    def __len__(self) -> int: ...
+
+@final
+class BlockTable:
+    """The blocks of a sequence in order: shared ones first, then those that it fills itself."""
+
+    def __new__(cls, pool: BlockPool, block_size: int, prefix: SharedBlocks | None = None) -> Self: ...
+    @property
+    def block_ids(self) -> list[int]: ...
+    def grow(self, tokens: int) -> WriteSlots: ...
+    def write_slots(self, start: int, end: int) -> WriteSlots: ...
+    def slots(self, start: int, end: int) -> list[int]: ...
+    def segment(self, *, logical_start: int = 0, stored_start: int = 0) -> Segment: ...
+    def fork(self) -> BlockTable: ...
+    def unshare_tail(self) -> TailCopy | None: ...
+    def truncate(self, length: int) -> None: ...
+    def share_full(self, keys: Sequence[bytes], parent: bytes | None = None) -> None: ...
+    def release(self) -> None: ...
+    def __len__(self) -> int: ...
+
+@final
+class WriteSlots:
+    """Slots that may be written: a slot mapping with the permit of the blocks' owner."""
+
+    def tolist(self) -> list[int]: ...
+    def __len__(self) -> int: ...
+
+@final
+class TailCopy:
+    """A shared block to copy before a sequence may write to the copy."""
+
+    @property
+    def pairs(self) -> list[tuple[int, int]]: ...
+
+_Integers: TypeAlias = Sequence[int] | _SupportsDlpack
+_Slots: TypeAlias = WriteSlots | _Integers
+_Pairs: TypeAlias = TailCopy | Sequence[tuple[int, int]]
+
+@final
+class Segment:
+    """A run of cached tokens as one request uses it."""
+
+    def __new__(
+        cls,
+        block_ids: Sequence[int],
+        length: int,
+        *,
+        logical_start: int = 0,
+        stored_start: int = 0,
+        offset: int = 0,
+    ) -> Self: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def logical_start(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+
+@final
+class AttendWork:
+    """The queries of a step and what each attends to, prepared once for all layers.
+
+    For each request: the number of its rows, which are the last tokens of its last segment, and the segments that it attends to.
+    """
+
+    def __new__(cls, batch: Sequence[tuple[int, Sequence[Segment]]]) -> Self: ...
+    @property
+    def num_rows(self) -> int: ...
 
 @final
 class ForeignCache:
@@ -82,6 +247,9 @@ class PieceHold:
     def num_tokens(self) -> int: ...
     @property
     def stored_start(self) -> int: ...
+    @property
+    def chunk_hash(self) -> ChunkHash: ...
+    def segment(self, logical_start: int, position: int) -> Segment: ...
     def release(self) -> None: ...
 
 @final
@@ -92,6 +260,7 @@ class ChunkReservation:
     def slots(self) -> list[int]: ...
     @property
     def stored_start(self) -> int: ...
+    def write_slots(self) -> WriteSlots: ...
     def store(self) -> PieceHold: ...
     def abandon(self) -> None: ...
 
@@ -110,11 +279,166 @@ class ChunkCacheManager:
     def acquire(
         self, root: bytes, mode: str, system: Sequence[int], tokens: Sequence[int], stored_start: int
     ) -> list[PieceHold | ChunkReservation | ChunkWaiter | None]: ...
-    def clear(self) -> None: ...
-    def metrics(self) -> dict[str, Any]: ...
+    def compute_chunk_hash(self, root: bytes, mode: str, system: Sequence[int], tokens: Sequence[int]) -> list[ChunkHash]: ...
+    def clear_cache(self) -> None: ...
+    def evict_lru(self) -> bool: ...
+    def get_metrics(self) -> ChunkCacheMetrics: ...
     def check_invariants(self) -> None: ...
     @staticmethod
     def hash_algorithms() -> list[str]: ...
+
+@final
+class ChunkCacheMetrics:
+    """The counts of a chunk cache since it was made, and its gauges at one moment."""
+
+    lookup_count: int
+    hit_count: int
+    miss_count: int
+    shared_flights: int
+    insertions: int
+    evictions: int
+    uncached: int
+    tokens_reused: int
+    tokens_computed: int
+    cached_chunks: int
+    total_blocks: int
+    used_blocks: int
+    hit_rate: float
+    memory_utilization: float
+    avg_lookup_time_ms: float
+    avg_reindex_time_ms: float
+    avg_compute_time_ms: float
+
+@final
+class ChunkHash:
+    """The hash of a piece of a chunk, wherever it stands."""
+
+    hash_bytes: bytes
+    token_count: int
+    num_blocks: int
+    def __eq__(self, value: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
+
+@final
+class ChunkedPrompt:
+    """The tokens of a prompt in parts: a system prompt, chunks that do not see each other, and a question."""
+
+    def __new__(
+        cls, sys_prompt: Sequence[int], chunks: Sequence[Sequence[int]], user_question: Sequence[int]
+    ) -> Self: ...
+    @property
+    def sys_prompt(self) -> list[int]: ...
+    @property
+    def chunks(self) -> list[list[int]]: ...
+    @property
+    def user_question(self) -> list[int]: ...
+    def get_total_tokens(self) -> int: ...
+    def positions(
+        self, mode: str = "with-system", strategy: str = "overlapped", max_positions: int = ...
+    ) -> PositionPlan: ...
+
+@final
+class PositionPlan:
+    """The places of the parts of a prompt."""
+
+    chunks: list[ChunkPlace]
+    question_logical: int
+    question_position: int
+
+@final
+class ChunkPlace:
+    """The place of a chunk: its index in the prompt, and the positions of its first key when it is stored and when it is used."""
+
+    logical_start: int
+    stored_start: int
+    used_start: int
+    num_tokens: int
+
+@final
+class SamplingParams:
+    """The settings of an answer, by vLLM's names."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    seed: int
+    max_tokens: int
+    stop: list[str]
+    ignore_eos: bool
+    def __new__(
+        cls,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        seed: int = 0,
+        max_tokens: int = 64,
+        stop: Sequence[str] = ...,
+        ignore_eos: bool = False,
+    ) -> Self: ...
+
+@final
+class RequestOutput:
+    """An answer, with its costs."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length"]
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_recomputed_tokens: int
+    ttft: float
+
+_Prompt: TypeAlias = str | Sequence[int] | ChunkedPrompt
+
+@final
+class LLM:
+    """A model on this machine's CPU, which keeps the documents of its prompts and finds them in any order.
+
+    Half of the tokens of documents are computed again, unless ``chunk_cache_config`` or ``recompute`` says otherwise.
+    """
+
+    def __new__(
+        cls,
+        model: str | PathLike[str],
+        *,
+        enable_chunk_cache: bool = True,
+        chunk_cache_config: ChunkCacheConfig | None = None,
+        recompute: str | None = None,
+        dtype_name: str = "float32",
+        block_size: int = 16,
+        kv_cache_memory_bytes: int | None = None,
+        threads: int | None = None,
+    ) -> Self: ...
+    def generate(
+        self,
+        prompts: _Prompt | Sequence[_Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat: bool = False,
+    ) -> list[RequestOutput]: ...
+    def get_chunk_cache_stats(self) -> ChunkCacheMetrics: ...
+
+def prefix_keys(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
+    """Returns the keys of the full blocks of a prompt, each with everything before it."""
+
+def vllm_keys(
+    tokens: Sequence[int],
+    block_size: int,
+    *,
+    cache_salt: str | None = None,
+    lora: tuple[str, str] | None = None,
+    seed: str | None = None,
+) -> list[bytes]:
+    """Returns the keys of the full blocks of a prompt as vLLM computes them with ``sha256_cbor``."""
 
 def key_root(
     model: str,

@@ -1,0 +1,269 @@
+//! A model that answers prompts, with documents found anywhere in them.
+
+use std::path::PathBuf;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use kvbackend_cpu::{CpuBackend, CpuOptions};
+use kvchunk::{Recompute, Reuse};
+use kvengine::{Answer, AnswerEvent, Engine, EngineConfig, FinishReason, Generation, Request};
+use kvmodel::dense::WeightFormat;
+use kvmodel::{ModelDirectory, PromptTokens, TextCodec, TextStream};
+use pyo3::exceptions::{PyFileNotFoundError, PyTypeError, PyValueError};
+use pyo3::prelude::*;
+use pyo3::sync::MutexExt;
+
+use crate::chunks::ChunkCacheConfig;
+use crate::error::{Failure, Result};
+use crate::metrics::ChunkCacheMetrics;
+use crate::names::dtype;
+use crate::prompt::ChunkedPrompt;
+use crate::sampling::SamplingParams;
+
+/// The share of the KV memory in which documents are kept, unless settings of the chunk cache say another.
+const DEFAULT_SHARE: f64 = 0.5;
+
+/// A model on this machine's CPU, which keeps the documents of its prompts and finds them in any order.
+#[pyclass(frozen, name = "LLM", module = "kvcache")]
+pub(crate) struct Llm {
+    engine: Mutex<Engine>,
+    codec: TextCodec,
+    separator: String,
+    enabled: bool,
+    way: Reuse,
+}
+
+/// An answer, with its costs.
+#[pyclass(frozen, get_all, module = "kvcache")]
+pub(crate) struct RequestOutput {
+    /// The text, without the stop string.
+    text: String,
+    token_ids: Vec<u32>,
+    /// `"stop"` or `"length"`.
+    finish_reason: &'static str,
+    num_prompt_tokens: usize,
+    /// The tokens of the prompt whose keys and values were found.
+    num_cached_tokens: usize,
+    /// The tokens of documents that were computed again.
+    num_recomputed_tokens: usize,
+    /// Seconds to the first token.
+    ttft: f64,
+}
+
+/// A prompt that is being answered.
+struct Running<'a> {
+    answer: Answer,
+    text: TextStream<'a>,
+    tokens: Vec<u32>,
+    end: Option<Generation>,
+}
+
+impl Running<'_> {
+    /// Takes what has come of the answer.
+    fn read(&mut self) -> Result<()> {
+        while let Some(event) = self.answer.try_next() {
+            match event? {
+                AnswerEvent::Token { token, .. } if !self.text.is_stopped() => {
+                    self.tokens.push(token);
+                    self.text.push(token)?;
+                    if self.text.is_stopped() {
+                        self.answer.complete(0);
+                    }
+                }
+                AnswerEvent::Token { .. } => {}
+                AnswerEvent::End { generation, .. } => self.end = Some(*generation),
+            }
+        }
+        Ok(())
+    }
+
+    fn output(self, end: &Generation) -> Result<RequestOutput> {
+        let length = end.finish == FinishReason::Length && !self.text.is_stopped();
+        Ok(RequestOutput {
+            text: self.text.finish()?,
+            token_ids: self.tokens,
+            finish_reason: if length { "length" } else { "stop" },
+            num_prompt_tokens: end.prompt_tokens,
+            num_cached_tokens: end.cached_tokens,
+            num_recomputed_tokens: end.recomputed_tokens,
+            ttft: end.ttft.as_secs_f64(),
+        })
+    }
+}
+
+impl Llm {
+    fn load(
+        path: &std::path::Path,
+        config: &EngineConfig,
+        threads: Option<usize>,
+    ) -> Result<(Engine, TextCodec)> {
+        let backend = CpuBackend::with_options(&CpuOptions { threads, ..CpuOptions::default() })?;
+        let ModelDirectory { model, codec } =
+            ModelDirectory::load(path, WeightFormat::default(), &mut |_, _| ())?;
+        let engine = Engine::new(model, backend, codec.digest(), config)?;
+        Ok((engine, codec))
+    }
+
+    /// Waits for the engine, without keeping Python's lock from the thread that has it.
+    fn engine(&self, py: Python<'_>) -> MutexGuard<'_, Engine> {
+        self.engine.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns the tokens of a text, of token ids, or of a prompt in parts.
+    fn prompt(&self, prompt: &Bound<'_, PyAny>, chat: bool) -> PyResult<PromptTokens> {
+        if let Ok(parts) = prompt.cast::<ChunkedPrompt>() {
+            return Ok(PromptTokens::Chunked(parts.get().0.clone()));
+        }
+        if let Ok(text) = prompt.extract::<&str>() {
+            let tokens = if chat {
+                self.codec.chat_prompt(text, &self.separator)
+            } else {
+                self.codec.prompt(text, &self.separator, true)
+            };
+            return Ok(tokens.map_err(Failure::from)?);
+        }
+        let tokens: PyResult<Vec<u32>> = prompt.extract();
+        let wrong = |_| PyTypeError::new_err("a prompt is a text, a list of token ids, or a ChunkedPrompt");
+        tokens.map(PromptTokens::Plain).map_err(wrong)
+    }
+
+    fn request(&self, engine: &Engine, prompt: PromptTokens, params: &SamplingParams) -> Request {
+        Request {
+            full_attention: !self.enabled,
+            max_new_tokens: params.max_tokens,
+            sampling: params.sampling(),
+            ignore_end: params.ignore_eos,
+            ..engine.request(prompt).reusing(&self.way)
+        }
+    }
+
+    fn answer(
+        &self,
+        py: Python<'_>,
+        engine: &mut Engine,
+        prompts: Vec<PromptTokens>,
+        params: &[PyRef<'_, SamplingParams>],
+    ) -> PyResult<Vec<RequestOutput>> {
+        let mut running = Vec::with_capacity(prompts.len());
+        for (i, prompt) in prompts.into_iter().enumerate() {
+            let params = &params[if params.len() == 1 { 0 } else { i }];
+            let text = TextStream::new(&self.codec, params.stop.iter().cloned()).map_err(Failure::from)?;
+            let request = self.request(engine, prompt, params);
+            let answer = engine.submit(request).map_err(Failure::from)?;
+            running.push(Running { answer, text, tokens: Vec::new(), end: None });
+        }
+        while running.iter().any(|one| one.end.is_none()) {
+            let step = || {
+                engine.step()?;
+                running.iter_mut().try_for_each(Running::read)
+            };
+            py.detach(step)?;
+            py.check_signals()?;
+        }
+        let output = |mut one: Running<'_>| {
+            let end = one.end.take();
+            end.map_or_else(|| Err(Failure::Engine(kvengine::Error::Cancelled)), |end| one.output(&end))
+        };
+        Ok(running.into_iter().map(output).collect::<Result<_>>()?)
+    }
+}
+
+#[pymethods]
+impl Llm {
+    /// Loads a folder in the Hugging Face format, or a GGUF file.
+    ///
+    /// `chunk_cache_config` says how a text is cut and what its chunks see. Half of the tokens of documents are computed again (the ones
+    /// that the question attends to most), which keeps the answers best of all that was measured; with settings of the chunk cache,
+    /// or with `recompute` (`"none"`, `"link:K"`, `"question:R"`, …), that is as they say. Without `enable_chunk_cache`, prompts are answered by
+    /// ordinary attention.
+    #[new]
+    #[pyo3(signature = (
+        model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, dtype_name = "float32",
+        block_size = 16, kv_cache_memory_bytes = None, threads = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn new(
+        py: Python<'_>,
+        model: PathBuf,
+        enable_chunk_cache: bool,
+        chunk_cache_config: Option<&ChunkCacheConfig>,
+        recompute: Option<&str>,
+        dtype_name: &str,
+        block_size: usize,
+        kv_cache_memory_bytes: Option<usize>,
+        threads: Option<usize>,
+    ) -> PyResult<Self> {
+        if !model.exists() {
+            return Err(PyFileNotFoundError::new_err(format!("{}: no such model", model.display())));
+        }
+        let mut way = chunk_cache_config.map_or_else(Reuse::default, |config| Reuse::plain(config.0.cell()));
+        if let Some(recompute) = recompute {
+            way.recompute = recompute.parse::<Recompute>().map_err(Failure::from)?;
+        }
+        let mut chunks = chunk_cache_config.map_or_else(
+            || kvchunk::ChunkCacheConfig {
+                memory_share: DEFAULT_SHARE,
+                ..kvchunk::ChunkCacheConfig::default()
+            },
+            |config| config.0.clone(),
+        );
+        (chunks.compute_mode, chunks.position_strategy) = (way.cell.mode, way.cell.strategy);
+        let enabled = enable_chunk_cache && chunks.enabled;
+        let separator = chunks.separator.clone();
+        let config = EngineConfig {
+            kv_format: dtype(dtype_name)?.into(),
+            block_size,
+            kv_memory: kv_cache_memory_bytes,
+            chunks,
+            ..EngineConfig::default()
+        };
+        let (engine, codec) = py.detach(|| Self::load(&model, &config, threads))?;
+        Ok(Self { engine: Mutex::new(engine), codec, separator, enabled, way })
+    }
+
+    /// Answers prompts together, and returns the answers in their order. A prompt is a text, which is cut at the separator, a list of
+    /// token ids, or a `ChunkedPrompt`. Several `sampling_params` go with one prompt each. With `chat`, a text is the user's message in
+    /// the model's chat template.
+    #[pyo3(signature = (prompts, sampling_params = None, *, chat = false))]
+    fn generate(
+        &self,
+        py: Python<'_>,
+        prompts: &Bound<'_, PyAny>,
+        sampling_params: Option<&Bound<'_, PyAny>>,
+        chat: bool,
+    ) -> PyResult<Vec<RequestOutput>> {
+        let several = prompts.try_iter().ok().filter(|_| prompts.extract::<&str>().is_err());
+        let ids = prompts.extract::<Vec<u32>>().is_ok_and(|ids| !ids.is_empty());
+        let prompts: Vec<PromptTokens> = match several {
+            Some(prompts) if !ids => prompts.map(|one| self.prompt(&one?, chat)).collect::<PyResult<_>>()?,
+            _ => vec![self.prompt(prompts, chat)?],
+        };
+        let default = py.import("kvcache._native")?.getattr("SamplingParams")?;
+        let params: Vec<PyRef<'_, SamplingParams>> = match sampling_params {
+            None => vec![default.call0()?.extract()?],
+            Some(one) if one.is_instance(&default)? => vec![one.extract()?],
+            Some(several) => several.extract()?,
+        };
+        if params.len() != 1 && params.len() != prompts.len() {
+            let text = format!(
+                "{} sampling_params for {} prompts: give one, or one each",
+                params.len(),
+                prompts.len()
+            );
+            return Err(PyValueError::new_err(text));
+        }
+        let mut guard = self.engine(py);
+        let engine: &mut Engine = &mut guard;
+        let answered = self.answer(py, engine, prompts, &params);
+        if answered.is_err() {
+            // Requests that were not answered are let go of, and nothing stays held.
+            py.detach(|| engine.step()).map_err(Failure::from)?;
+        }
+        answered
+    }
+
+    /// The counts and gauges of the chunk cache.
+    fn get_chunk_cache_stats(&self, py: Python<'_>) -> ChunkCacheMetrics {
+        let engine = self.engine(py);
+        engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default().into()
+    }
+}

@@ -1,0 +1,27 @@
+//! Values that Python gives by their names.
+
+use kvcore::DType;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+use serde::de::DeserializeOwned;
+
+/// Returns the element type of a name, such as `"bfloat16"`, `"torch.bfloat16"` or `"bf16"`.
+pub(crate) fn dtype(name: &str) -> PyResult<DType> {
+    match name.rsplit('.').next().unwrap_or(name) {
+        "float32" | "f32" | "float" => Ok(DType::F32),
+        "float16" | "f16" | "half" => Ok(DType::F16),
+        "bfloat16" | "bf16" => Ok(DType::BF16),
+        _ => Err(PyValueError::new_err(format!(
+            "unknown element type {name:?}: take float32, float16 or bfloat16"
+        ))),
+    }
+}
+
+/// Returns the value of a name, as configurations write it.
+///
+/// # Errors
+/// Returns a `ValueError` that lists the names.
+pub(crate) fn named<T: DeserializeOwned>(what: &str, name: &str) -> PyResult<T> {
+    let value = serde_json::Value::String(name.to_owned());
+    serde_json::from_value(value).map_err(|error| PyValueError::new_err(format!("{what}: {error}")))
+}

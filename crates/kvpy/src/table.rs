@@ -1,0 +1,175 @@
+//! Block tables of sequences, and the slots of their tokens.
+
+use kvcore::{BlockId, SlotMapping, WritePairs};
+use parking_lot::Mutex;
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::error::Failure;
+use crate::pool::{BlockPool, SharedBlocks, keys_of};
+use crate::segment::Segment;
+use crate::tensor::Integers;
+
+/// The blocks of a sequence in order: shared ones first, then those that it fills itself. They are released when the table is
+/// released or dropped.
+#[pyclass(frozen, module = "kvcache")]
+pub(crate) struct BlockTable(Mutex<Option<kvcore::BlockTable>>);
+
+/// Slots that may be written: a slot mapping with the permit of the blocks' owner. Once a block is shared, or leaves its owner, the
+/// slots in it are refused.
+#[pyclass(frozen, module = "kvcache")]
+pub(crate) struct WriteSlots(pub(crate) kvcore::WriteSlots);
+
+/// A shared block to copy before a sequence may write to the copy. It is held until the object is dropped.
+#[pyclass(frozen, module = "kvcache")]
+pub(crate) struct TailCopy(kvcore::TailCopy);
+
+/// Slots of rows: a permit, or the numbers of an engine that keeps its own blocks and knows that nobody reads them meanwhile.
+#[derive(FromPyObject)]
+pub(crate) enum Slots<'py> {
+    Permit(PyRef<'py, WriteSlots>),
+    Numbers(Integers),
+}
+
+impl Slots<'_> {
+    /// Returns the slots to be written.
+    pub(crate) fn writable(self) -> kvcore::WriteSlots {
+        match self {
+            Self::Permit(slots) => slots.0.clone(),
+            Self::Numbers(slots) => kvcore::WriteSlots::unchecked(slots.0),
+        }
+    }
+
+    /// Returns the slots to be read.
+    pub(crate) fn mapping(self) -> SlotMapping {
+        match self {
+            Self::Permit(slots) => slots.0.mapping().clone(),
+            Self::Numbers(slots) => SlotMapping::from(slots.0),
+        }
+    }
+}
+
+/// Pairs of a block to read and a block to write: a table's copy, or the numbers of an engine that keeps its own blocks.
+#[derive(Debug)]
+pub(crate) struct Pairs(pub(crate) WritePairs);
+
+impl<'py> FromPyObject<'_, 'py> for Pairs {
+    type Error = PyErr;
+
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        if let Ok(copy) = object.cast::<TailCopy>() {
+            return Ok(Self(copy.get().0.pairs().clone()));
+        }
+        let pairs: Vec<(u32, u32)> = object.extract()?;
+        let pairs: Vec<_> = pairs.into_iter().map(|(from, to)| (BlockId(from), BlockId(to))).collect();
+        Ok(Self(WritePairs::unchecked(pairs)))
+    }
+}
+
+fn over() -> PyErr {
+    PyRuntimeError::new_err("the table was released")
+}
+
+impl BlockTable {
+    fn with<T>(&self, work: impl FnOnce(&mut kvcore::BlockTable) -> kvcore::Result<T>) -> PyResult<T> {
+        let mut own = self.0.lock();
+        Ok(work(own.as_mut().ok_or_else(over)?).map_err(Failure::from)?)
+    }
+}
+
+#[pymethods]
+impl BlockTable {
+    /// Creates an empty table, or one that begins with full blocks found by their keys, which it takes over.
+    #[new]
+    #[pyo3(signature = (pool, block_size, prefix = None))]
+    fn new(pool: &BlockPool, block_size: usize, prefix: Option<&SharedBlocks>) -> PyResult<Self> {
+        let table = match prefix {
+            Some(prefix) => kvcore::BlockTable::with_prefix(prefix.take()?, block_size),
+            None => kvcore::BlockTable::new(&pool.0, block_size),
+        };
+        Ok(Self(Mutex::new(Some(table.map_err(Failure::from)?))))
+    }
+
+    /// Makes room for more tokens, and returns their slots.
+    fn grow(&self, tokens: usize) -> PyResult<WriteSlots> {
+        self.with(|table| table.grow(tokens)).map(WriteSlots)
+    }
+
+    /// The slots of tokens `start` to `end`, to be written again.
+    fn write_slots(&self, start: usize, end: usize) -> PyResult<WriteSlots> {
+        self.with(|table| table.write_slots(start..end)).map(WriteSlots)
+    }
+
+    /// The slots of tokens `start` to `end`, to be read.
+    fn slots(&self, start: usize, end: usize) -> PyResult<Vec<i64>> {
+        self.with(|table| (start..end).map(|token| table.slot(token)).collect())
+    }
+
+    /// The numbers of the blocks, in order.
+    #[getter]
+    fn block_ids(&self) -> PyResult<Vec<u32>> {
+        self.with(|table| Ok(table.ids().iter().map(|id| id.0).collect()))
+    }
+
+    /// The tokens as attention reads them: the first has the logical index `logical_start`, and its key was rotated to `stored_start`.
+    #[pyo3(signature = (*, logical_start = 0, stored_start = 0))]
+    fn segment(&self, logical_start: usize, stored_start: i64) -> PyResult<Segment> {
+        self.with(|table| {
+            let ids = table.ids().clone();
+            Ok(Segment(kvcore::Segment::new(ids, table.len(), logical_start, stored_start)))
+        })
+    }
+
+    /// Creates a second table over the same tokens. Both share all blocks; who writes first copies the last one.
+    fn fork(&self) -> PyResult<Self> {
+        self.with(kvcore::BlockTable::fork).map(|table| Self(Mutex::new(Some(table))))
+    }
+
+    /// Replaces a partial last block that others read by one of this table's own. Returns the copy to make, with `Arena.copy`, before
+    /// the table grows; None if none is needed.
+    fn unshare_tail(&self) -> PyResult<Option<TailCopy>> {
+        Ok(self.with(kvcore::BlockTable::unshare_tail)?.map(TailCopy))
+    }
+
+    /// Removes the tokens past `length`.
+    fn truncate(&self, length: usize) -> PyResult<()> {
+        self.with(|table| table.truncate(length))
+    }
+
+    /// Shares the next full blocks, which have been filled, under their keys, so that lookups find them.
+    #[pyo3(signature = (keys, parent = None))]
+    fn share_full(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<()> {
+        let parent = parent.map(kvcore::BlockKey::from_bytes);
+        self.with(|table| table.share_full(parent, &keys_of(keys)))
+    }
+
+    /// Releases all blocks now.
+    fn release(&self) {
+        drop(self.0.lock().take());
+    }
+
+    fn __len__(&self) -> PyResult<usize> {
+        self.with(|table| Ok(table.len()))
+    }
+}
+
+#[pymethods]
+impl WriteSlots {
+    /// The slots: `block * block_size + offset` each.
+    fn tolist(&self) -> Vec<i64> {
+        self.0.to_vec()
+    }
+
+    fn __len__(&self) -> usize {
+        self.0.len()
+    }
+}
+
+#[pymethods]
+impl TailCopy {
+    /// Pairs of the block to read and the block to write.
+    #[getter]
+    fn pairs(&self) -> Vec<(u32, u32)> {
+        self.0.pairs().iter().map(|(from, to)| (from.0, to.0)).collect()
+    }
+}

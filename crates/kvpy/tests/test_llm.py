@@ -1,0 +1,87 @@
+"""`kvcache.LLM` with the built-in model of the repository."""
+
+import pathlib
+import threading
+
+import kvcache
+import pytest
+
+MODEL = pathlib.Path(__file__).parents[3] / "models/tiny-rag"
+PROMPT = "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?"
+OTHER = "you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?"
+
+
+@pytest.fixture(scope="module")
+def llm() -> kvcache.LLM:
+    return kvcache.LLM(MODEL, chunk_cache_config=kvcache.ChunkCacheConfig(chunk_separator="##", memory_share=0.5))
+
+
+def test_documents_are_found_in_another_order(llm: kvcache.LLM) -> None:
+    (first,) = llm.generate(PROMPT)
+    before = llm.get_chunk_cache_stats()
+    (other,) = llm.generate([OTHER])
+    stats = llm.get_chunk_cache_stats()
+    assert (first.text.strip(), other.text.strip()) == ("blue", "red")
+    assert (before.miss_count, stats.hit_count - before.hit_count, stats.miss_count) == (2, 2, 2)
+    assert stats.cached_chunks == 2 and stats.hit_rate == 0.5 and 0 < stats.used_blocks <= stats.total_blocks
+    assert other.num_cached_tokens > other.num_prompt_tokens // 2 and other.finish_reason == "stop" and other.ttft > 0
+    assert "hit_count=2" in repr(stats)
+
+
+def test_prompts_are_answered_together_and_in_parts(llm: kvcache.LLM) -> None:
+    texts = [PROMPT, OTHER, PROMPT, OTHER]
+    answers = [answer.text.strip() for answer in llm.generate(texts)]
+    assert answers == ["blue", "red", "blue", "red"]
+    limits = [kvcache.SamplingParams(max_tokens=n, ignore_eos=True) for n in (1, 2, 3, 4)]
+    assert [len(answer.token_ids) for answer in llm.generate(texts, limits)] == [1, 2, 3, 4]
+    (stopped,) = llm.generate(PROMPT, kvcache.SamplingParams(stop=["ue"]))
+    assert stopped.text.strip() in ("bl", "") and stopped.finish_reason == "stop"
+    (ids,) = llm.generate(kvcache.ChunkedPrompt([3, 4], [[5, 6], [7, 8]], [9]), kvcache.SamplingParams(max_tokens=2))
+    assert ids.num_prompt_tokens == 7
+    (plain,) = llm.generate([5, 6, 7])
+    assert plain.num_prompt_tokens == 3
+
+
+def test_without_a_chunk_cache_prompts_are_ordinary() -> None:
+    baseline = kvcache.LLM(MODEL, enable_chunk_cache=False)
+    (answer,) = baseline.generate(PROMPT)
+    assert answer.text.strip() == "blue" and baseline.get_chunk_cache_stats().lookup_count == 0
+    default = kvcache.LLM(MODEL)
+    (answer,) = default.generate(PROMPT)
+    (again,) = default.generate(OTHER)
+    assert again.num_recomputed_tokens > 0 and (answer.text.strip(), again.text.strip()) == ("blue", "red")
+
+
+def test_threads_take_turns(llm: kvcache.LLM) -> None:
+    answers: list[str] = []
+
+    def ask(text: str) -> None:
+        answers.extend(answer.text.strip() for answer in llm.generate(text))
+
+    threads = [threading.Thread(target=ask, args=(PROMPT,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == ["blue"] * 4
+
+
+def test_wrong_requests_are_refused_and_hold_nothing(llm: kvcache.LLM) -> None:
+    llm.generate(PROMPT)
+    used = llm.get_chunk_cache_stats().used_blocks
+    with pytest.raises(FileNotFoundError, match="no such model"):
+        kvcache.LLM("/nowhere")
+    with pytest.raises(TypeError, match="a prompt is"):
+        llm.generate([3.5])
+    with pytest.raises(ValueError, match="2 sampling_params for 1 prompts"):
+        llm.generate(PROMPT, [kvcache.SamplingParams()] * 2)
+    with pytest.raises(kvcache.KvCacheError) as error:
+        llm.generate([PROMPT, [10_000_000]])
+    assert error.value.kind == "TokenOutOfVocabulary"
+    with pytest.raises(kvcache.KvCacheError, match="top.p"):
+        llm.generate(PROMPT, kvcache.SamplingParams(temperature=1.0, top_p=-0.5))
+    with pytest.raises(kvcache.KvCacheError, match="empty"):
+        llm.generate("a ## ## b")
+    assert llm.get_chunk_cache_stats().used_blocks == used
+    (answer,) = llm.generate(PROMPT)
+    assert answer.text.strip() == "blue"
