@@ -83,16 +83,24 @@ class Host:
         for _ in range(8):
             self.llm.llm_engine.step()
         side = self.side
-        if side.states or side.encodes or side.unsaved or side.refused:
-            return f"states {side.states}, encodes {side.encodes}, unsaved {side.unsaved}, refused {side.refused}"
+        for name in ("states", "encodes", "unsaved", "refused", "receiving", "ended"):
+            if getattr(side, name):
+                return f"{name} {getattr(side, name)}"
+        if side.tier is not None:
+            tier = side.tier
+            if tier.holds or tier.saving or tier.on_their_way or tier.progress or tier.barred:
+                return f"blocks of prefixes: {tier.holds}, {tier.saving}, {tier.progress}, {tier.barred}"
+            counts = tier.pool.counts()
+            if counts["mutable"] or counts["shared"]:
+                return f"blocks of prefixes: {counts}"
         if self.scheduler.kv_cache_manager.usage != 0:
             return f"{self.scheduler.kv_cache_manager.usage} of vLLM's blocks"
         try:
             side.cache.check_invariants()
         except KvCacheError as error:
             return str(error)
-        side.cache.clear()
-        used = side.cache.metrics()["used_blocks"]
+        side.cache.clear_cache()
+        used = side.cache.get_metrics().used_blocks
         return f"{used} blocks of chunks" if used else None
 
 
@@ -226,20 +234,20 @@ class Checks:
         self.say("without a salt of its own it would be another one", None if leaked else "nothing leaked")
 
     def together(self, host: Host) -> None:
-        host.side.cache.clear()
-        before = host.side.cache.metrics()["insertions"]
+        host.side.cache.clear_cache()
+        before = host.side.cache.get_metrics().insertions
         orders = [[0, 1], [1, 0], [2, 1], [3, 0, 2], [1, 2, 3], [0, 3]]
         outs = self.generate(host, *(self.case.prompt(order, "alone") for order in orders))
         for order, out in zip(orders, outs):
             self.same(f"six at once, documents {order}", answer(out), self.expected(order, "alone"))
-        made = host.side.cache.metrics()["insertions"] - before
+        made = host.side.cache.get_metrics().insertions - before
         self.say("what they lack in common is encoded once", None if made == 5 else f"{made} encodes instead of 5")
 
     def aborted(self, host: Host) -> None:
         engine = host.llm.llm_engine
         fault = None
         for steps in range(9):
-            host.side.cache.clear()
+            host.side.cache.clear_cache()
             names = []
             for i, order in enumerate(([0, 1], [1, 2], [3, 0])):
                 prompt, sampling = self.case.prompt(order, "alone", count=20)
@@ -305,7 +313,7 @@ class Checks:
             (out,) = self.generate(host, self.case.prompt([3, i % 3], "alone"))
             if i % 4 == 3:
                 self.same("more documents than fit, one after another", answer(out), self.expected([3, i % 3], "alone"))
-        evictions = host.side.cache.metrics()["evictions"]
+        evictions = host.side.cache.get_metrics().evictions
         self.say(f"{evictions} were evicted", None if evictions else "none was")
         self.say("nothing stays held", host.nothing_held())
 

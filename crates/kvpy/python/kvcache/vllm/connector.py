@@ -12,44 +12,23 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
-
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from .host import Settings, geometry
+from .orders import Orders, Report
 from .scheduler import ChunkScheduler
+from .stats import ChunkMetrics, ChunkStats
 from .worker import ChunkWorker
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-class Orders(KVConnectorMetadata):
-    """What the scheduler's side asks of the workers in a step."""
-
-    def __init__(self, loads: list[Any], saves: list[Any]) -> None:
-        self.loads = loads
-        self.saves = saves
-
-
-class Report(KVConnectorWorkerMetadata):
-    """What workers say of a step: the encodes whose rows they have saved, and the requests whose rows they could not load."""
-
-    def __init__(self, saved: dict[str, int], failed: set[str]) -> None:
-        self.saved = saved
-        self.failed = failed
-
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, Report)
-        saved = dict(self.saved)
-        for name, count in other.saved.items():
-            saved[name] = saved.get(name, 0) + count
-        return Report(saved, self.failed | other.failed)
 
 
 class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
@@ -90,8 +69,10 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, Report):
+            self._scheduler.not_saved(meta.not_saved)
             self._scheduler.saved(meta.saved)
-            self._scheduler.not_loaded(meta.failed)
+            self._scheduler.not_loaded(meta.not_loaded)
+        self._scheduler.received(connector_output.finished_recving or set())
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self._scheduler.finished(request)
@@ -103,6 +84,27 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
 
     def take_events(self) -> Iterable[Any]:
         return ()
+
+    def reset_cache(self) -> bool:
+        self._scheduler.reset()
+        return True
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._scheduler.stats() if self._scheduler is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return ChunkStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        return ChunkMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # The workers' side.
 
@@ -130,8 +132,10 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        saved, failed = self._worker.report()
-        return Report({name: 1 for name in saved}, failed) if saved or failed else None
+        saved, not_saved, not_loaded = self._worker.report()
+        if not (saved or not_saved or not_loaded):
+            return None
+        return Report({name: 1 for name in saved}, not_saved, not_loaded)
 
     def shutdown(self) -> None:
         if self._worker is not None:

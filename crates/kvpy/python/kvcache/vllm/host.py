@@ -31,7 +31,9 @@ class Settings:
     max_chunks: int = 100_000
     """The largest number of pieces."""
     cache_policy: str = "lru"
-    """The order in which chunks are given up."""
+    """The order in which chunks and prefixes are given up."""
+    prefix_memory: int = 0
+    """Bytes of host memory for blocks of ordinary prompts, over all ranks; 0 keeps none."""
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> Settings:
@@ -41,12 +43,15 @@ class Settings:
             known = ", ".join(cls.__dataclass_fields__)
             raise ValueError(f"kv_connector_extra_config has {sorted(unknown)}; the settings are {known}")
         values = dict(extra)
-        if isinstance(values.get("host_memory"), str):
-            match = re.fullmatch(r"(\d+)\s*(|KiB|MiB|GiB)", values["host_memory"].strip())
-            if match is None:
-                raise ValueError(f"host_memory is {values['host_memory']!r}: take bytes, or a number with KiB, MiB or GiB")
-            values["host_memory"] = int(match[1]) * UNITS[match[2]]
+        for name in ("host_memory", "prefix_memory"):
+            if isinstance(values.get(name), str):
+                match = re.fullmatch(r"(\d+)\s*(|KiB|MiB|GiB)", values[name].strip())
+                if match is None:
+                    raise ValueError(f"{name} is {values[name]!r}: take bytes, or a number with KiB, MiB or GiB")
+                values[name] = int(match[1]) * UNITS[match[2]]
         settings = cls(**values)
+        if type(settings.prefix_memory) is not int or settings.prefix_memory < 0:
+            raise ValueError(f"prefix_memory is {settings.prefix_memory!r}: it must be a number, 0 for none")
         for name in ("host_memory", "block_size", "max_chunk_tokens", "max_chunks"):
             if type(getattr(settings, name)) is not int or getattr(settings, name) <= 0:
                 raise ValueError(f"{name} is {getattr(settings, name)!r}: it must be a number above 0")
@@ -64,6 +69,8 @@ class Geometry:
     head_dim: int
     dtype: str
     engine_block_size: int
+    prefix_blocks: int
+    """Blocks of host memory for ordinary prompts, as large as the engine's."""
     sliding: bool
 
 
@@ -88,6 +95,9 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
         raise ValueError(
             f"host_memory of {settings.host_memory} bytes holds no block: one takes {row * settings.block_size * ranks} bytes"
         )
+    prefix_block = row * spec.block_size * ranks
+    if 0 < settings.prefix_memory < prefix_block:
+        raise ValueError(f"prefix_memory of {settings.prefix_memory} bytes holds no block: one takes {prefix_block} bytes")
     return Geometry(
         num_layers=layers,
         num_blocks=min(blocks, (1 << 32) - 1),
@@ -96,6 +106,7 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
         head_dim=spec.head_size,
         dtype=dtype,
         engine_block_size=spec.block_size,
+        prefix_blocks=min(settings.prefix_memory // prefix_block, (1 << 32) - 1),
         sliding=kind == "SlidingWindowSpec",
     )
 

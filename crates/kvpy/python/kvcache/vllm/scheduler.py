@@ -27,7 +27,10 @@ from vllm.logger import init_logger
 from kvcache import ChunkCacheConfig, ChunkCacheManager, ChunkReservation, ChunkWaiter, KvCacheError, PieceHold, Ropes, key_root
 
 from .host import Geometry, Settings, UnsupportedHostError, caller_of
+from .orders import Again, Load, Save
+from .prefix import PrefixTier
 from .prompt import ChunkPlan, ChunkRequestError, Part, plan_of
+from .stats import ChunkStats, Counting
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -38,43 +41,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.kvcache")
 
 ENCODE = "kvcache-encode-"
-
-
-@dataclass
-class Again:
-    """Tokens of chunks that the model computes again."""
-
-    tokens: list[int]
-    """The prompt, as far as the request has blocks."""
-    table: list[int]
-    """The request's blocks."""
-    runs: list[tuple[int, int]]
-    """Where the tokens begin and end that are computed again; with a share, those among which the question chooses."""
-    share: float | None
-    question_start: int
-
-
-@dataclass
-class Load:
-    """Rows that a worker copies from the arena into a request's blocks."""
-
-    request_id: str
-    rows: list[tuple[list[int], list[int], int]]
-    block_ids: list[int]
-    """The blocks that are written, to be named if the copy fails."""
-    at_once: bool
-    """Whether the request runs in this step, behind the copy."""
-    again: Again | None = None
-    """What is computed again behind the copy."""
-
-
-@dataclass
-class Save:
-    """Rows that a worker copies from an encode's blocks into the arena."""
-
-    request_id: str
-    to: list[int]
-    slots: list[int]
 
 
 @dataclass
@@ -139,10 +105,20 @@ class ChunkScheduler:
         self.states: dict[str, State] = {}
         self.refused: dict[str, str] = {}
         self.encodes: dict[str, Encode] = {}
-        self.unsaved: dict[str, tuple[Encode, int]] = {}
+        self.unsaved: dict[str, int] = {}
+        """Workers that have saved the rows of an encode or of a block, by its name."""
         self.new_encodes: list[Request] = []
         self.loads: list[Load] = []
         self.numbers = itertools.count()
+        self.receiving: set[str] = set()
+        """Requests whose rows are being copied in beside a step."""
+        self.ended: dict[str, State | None] = {}
+        """Requests that ended meanwhile, with the chunks that the copy still reads."""
+        self.counting = Counting()
+        self.num_refused = 0
+        self.tier: PrefixTier | None = None
+        if shape.prefix_blocks > 0:
+            self.tier = PrefixTier(shape.prefix_blocks, shape.engine_block_size, settings.cache_policy, self._root)
 
     # A request comes.
 
@@ -152,8 +128,7 @@ class ChunkScheduler:
         try:
             plan = self._plan(request)
         except ChunkRequestError as error:
-            logger.warning("request %s is answered without chunks: %s", request.request_id, error)
-            self.refused[request.request_id] = str(error)
+            self._refuse(request, str(error))
             return
         if plan is None:
             return
@@ -254,9 +229,13 @@ class ChunkScheduler:
             return waiter not in self.encodes
         return waiter.is_over
 
-    def _go_without(self, request: Request, state: State, reason: str) -> None:
+    def _refuse(self, request: Request, reason: str) -> None:
         logger.warning("request %s is answered without chunks: %s", request.request_id, reason)
         self.refused[request.request_id] = reason
+        self.num_refused += 1
+
+    def _go_without(self, request: Request, state: State, reason: str) -> None:
+        self._refuse(request, reason)
         state.release()
         del self.states[request.request_id]
         _salt(request, state.salt)
@@ -298,53 +277,111 @@ class ChunkScheduler:
             self.host.add_request(encode)
 
     def saved(self, counts: dict[str, int]) -> None:
-        """Takes note of encodes whose rows are in the arenas of workers."""
+        """Takes note of rows that are in the arenas of workers."""
         for name, count in counts.items():
             if name not in self.unsaved:
                 continue
-            encode, had = self.unsaved.pop(name)
-            if had + count < self.ranks:
-                self.unsaved[name] = (encode, had + count)
+            self.unsaved[name] += count
+            if self.unsaved[name] < self.ranks:
                 continue
-            for _, reservation in encode.waiting:
+            del self.unsaved[name]
+            if name not in self.encodes:
+                self.tier.stored(name)
+                continue
+            for _, reservation in self.encodes.pop(name).waiting:
                 reservation.store().release()
-            self.encodes.pop(name, None)
+
+    def not_saved(self, names: set[str]) -> None:
+        """Gives up rows that a worker could not copy out: requests that wait for them are answered without chunks."""
+        for name in names:
+            if self.unsaved.pop(name, None) is None:
+                continue
+            if name not in self.encodes:
+                self.tier.lost(name)
+                continue
+            for _, reservation in self.encodes.pop(name).waiting:
+                reservation.abandon()
+            for request_id, state in list(self.states.items()):
+                if any(name in waiters for waiters in state.waiters.values()):
+                    reason = "a chunk could not be copied to host memory: the log of the worker says why"
+                    self._go_without(self.host.requests[request_id], state, reason)
 
     def not_loaded(self, names: set[str]) -> None:
-        """Lets requests go on without chunks whose rows could not be copied: vLLM computes them."""
+        """Lets requests go on whose rows could not be copied in: vLLM computes them."""
         for name in names:
             state, request = self.states.get(name), self.host.requests.get(name)
-            if state is not None and request is not None:
+            if request is None:
+                continue
+            if state is not None:
                 self._go_without(request, state, "the chunks could not be copied: the log of the worker says why")
+            elif self.tier is not None:
+                self.tier.bar(name)
+
+    def received(self, names: set[str]) -> None:
+        """Takes note of copies beside steps that have ended."""
+        for name in names:
+            self.receiving.discard(name)
+            has_ended, state = name in self.ended, self.ended.pop(name, None)
+            if state is not None:
+                state.release()
+            if self.tier is not None:
+                self.tier.let_go(name)
+                if has_ended:
+                    self.tier.finished(name)
 
     # The host schedules.
 
     def matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         state = self.states.get(request.request_id)
         if state is None:
-            return 0, False
+            return self._prefix_matched(request, num_computed)
         if len(state.holds) <= len(state.plan.chunks):
             self._acquire(request, state)
             if request.request_id not in self.states:
-                return 0, False
+                return self._prefix_matched(request, num_computed)
             if len(state.holds) <= len(state.plan.chunks):
                 return None, False
         tokens = state.plan.question_start - num_computed
         # What is computed again needs the model, in the step in which the question runs.
         return (tokens, state.plan.recompute == "none") if tokens > 0 else (0, False)
 
+    def _prefix_matched(self, request: Request, num_computed: int) -> tuple[int, bool]:
+        """Looks an ordinary prompt up."""
+        if self.tier is None or not self._is_plain(request):
+            return 0, False
+        tokens = self.tier.matched(request, num_computed)
+        return tokens, tokens > 0
+
+    def _is_plain(self, request: Request) -> bool:
+        """Tells whether the bytes of a request's blocks follow from its tokens alone, under ordinary attention."""
+        name = request.request_id
+        of_text = request.prompt_token_ids is not None and not request.mm_features and request.pooling_params is None
+        return of_text and name not in self.states and not name.startswith(ENCODE)
+
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
-        state = self.states.get(request.request_id)
-        if state is None or num_external == 0:
+        name = request.request_id
+        state = self.states.get(name)
+        if num_external == 0:
+            if self.tier is not None:
+                self.tier.let_go(name)
             return
         (block_ids,) = blocks.get_block_ids()
-        size, end = self.shape.engine_block_size, state.plan.question_start
-        first = end - num_external
+        size = self.shape.engine_block_size
 
         def slot(token: int) -> int:
             block = block_ids[token // size]
             # Block 0 stands for one that a window has let go of.
             return block * size + token % size if block != 0 else -1
+
+        if state is None:
+            first, own = self.tier.found(name)
+            rows = [(own, [slot(token) for token in range(first, first + num_external)], 0)]
+            written = block_ids[first // size : (first + num_external) // size]
+            self.loads.append(Load(name, rows, written, of_prefix=True))
+            self.receiving.add(name)
+            return
+        end = state.plan.question_start
+        first = end - num_external
 
         rows = []
         for number, part in enumerate(state.parts()):
@@ -359,7 +396,10 @@ class ChunkScheduler:
                 start += len(own)
         written = block_ids[first // size : -(-end // size)]
         again = self._again(request, state.plan, first, block_ids)
-        self.loads.append(Load(request.request_id, rows, written, state.plan.recompute != "none", again))
+        at_once = state.plan.recompute != "none"
+        self.loads.append(Load(name, rows, written, at_once, again))
+        if not at_once:
+            self.receiving.add(name)
 
     def _again(self, request: Request, plan: ChunkPlan, first: int, block_ids: list[int]) -> Again | None:
         """What is computed again of a request whose tokens before ``first`` are in vLLM's own cache, as they have to be."""
@@ -379,21 +419,50 @@ class ChunkScheduler:
         saves = []
         for name, count in output.num_scheduled_tokens.items():
             encode = self.encodes.get(name)
-            if encode is None or encode.scheduled:
-                continue
-            if self.host.requests[name].num_computed_tokens + count < encode.prompt_tokens:
-                continue
-            (block_ids,) = self.host.kv_cache_manager.get_block_ids(name)
-            size = self.shape.engine_block_size
-            to, slots = [], []
-            for start, reservation in encode.waiting:
-                to += reservation.slots
-                for token in range(encode.prefix + start, encode.prefix + start + len(reservation.slots)):
-                    slots.append(block_ids[token // size] * size + token % size)
-            encode.scheduled = True
-            self.unsaved[name] = (encode, 0)
-            saves.append(Save(name, to, slots))
+            if encode is not None:
+                if not encode.scheduled:
+                    saves += self._saves_of_encode(encode, count)
+            elif self.tier is not None:
+                saves += self._saves_of_prefix(name, count)
         return loads, saves
+
+    def _saves_of_encode(self, encode: Encode, count: int) -> list[Save]:
+        """Saves the rows of an encode once its last tokens are computed, in this step."""
+        name = encode.request_id
+        if self.host.requests[name].num_computed_tokens + count < encode.prompt_tokens:
+            return []
+        (block_ids,) = self.host.kv_cache_manager.get_block_ids(name)
+        size = self.shape.engine_block_size
+        to, slots = [], []
+        for start, reservation in encode.waiting:
+            to += reservation.slots
+            for token in range(encode.prefix + start, encode.prefix + start + len(reservation.slots)):
+                slots.append(block_ids[token // size] * size + token % size)
+        encode.scheduled = True
+        self.unsaved[name] = 0
+        return [Save(name, to, slots)]
+
+    def _saves_of_prefix(self, name: str, count: int) -> list[Save]:
+        """Saves the blocks of an ordinary request that are full behind this step, if the tier lacks them."""
+        request = self.host.requests[name]
+        if not self._is_plain(request):
+            return []
+        first, names, blocks = self.tier.new_blocks(request, request.num_computed_tokens + count)
+        if not any(names):
+            return []
+        (block_ids,) = self.host.kv_cache_manager.get_block_ids(name)
+        size, saves = self.shape.engine_block_size, []
+        for at, (save, block) in enumerate(zip(names, blocks), first):
+            if not save:
+                continue
+            if block_ids[at] == 0:
+                # A window has let go of it.
+                self.tier.lost(save)
+                continue
+            self.unsaved[save] = 0
+            to, slots = ([start * size + token for token in range(size)] for start in (block, block_ids[at]))
+            saves.append(Save(save, to, slots, of_prefix=True))
+        return saves
 
     # A request ends.
 
@@ -407,14 +476,48 @@ class ChunkScheduler:
                     reservation.abandon()
                 del self.encodes[name]
             return None
+        state = self.states.pop(name, None)
+        if name in self.receiving:
+            # The copy still reads what is held.
+            self.ended[name] = state
+        else:
+            if state is not None:
+                state.release()
+            if self.tier is not None:
+                self.tier.finished(name)
         reason = self.refused.pop(name, None)
         if reason is not None:
             return {"chunk_error": reason}
-        state = self.states.pop(name, None)
         if state is None:
             return None
-        state.release()
         return {"chunk_tokens_reused": state.reused, "chunk_tokens_computed": state.computed}
+
+
+    def reset(self) -> None:
+        """Forgets everything that nobody holds."""
+        self.cache.clear_cache()
+        if self.tier is not None:
+            self.tier.reset()
+
+    def stats(self) -> ChunkStats | None:
+        """Returns what was counted since the last call."""
+        chunks = self.cache.get_metrics()
+        totals = {
+            "chunk_tokens_reused": chunks.tokens_reused,
+            "chunk_tokens_computed": chunks.tokens_computed,
+            "chunk_evictions": chunks.evictions,
+            "chunk_requests_refused": self.num_refused,
+        }
+        gauges = {"chunk_memory_usage_perc": chunks.memory_utilization}
+        if self.tier is not None:
+            counts = self.tier.pool.counts()
+            totals |= {
+                "prefix_tokens_found": self.tier.tokens_found,
+                "prefix_blocks_saved": self.tier.blocks_saved,
+                "prefix_blocks_evicted": counts["evictions"],
+            }
+            gauges["prefix_memory_usage_perc"] = 1 - counts["free"] / counts["total"]
+        return self.counting.report(totals, gauges)
 
 
 # Decision: docs/decisions/vllm.md#a-request-with-chunks-changes-its-own-salt

@@ -31,14 +31,20 @@ class ChunkWorker:
             raise UnsupportedHostError(
                 f"this rank has {len(self.layers)} layers of {self.ropes.num_layers}: pipelines are not supported"
             )
-        self.arena = Arena(
-            num_layers=shape.num_layers,
-            num_blocks=shape.num_blocks,
-            block_size=shape.block_size,
-            num_heads=shape.num_heads,
-            head_dim=shape.head_dim,
-            dtype_name=shape.dtype,
-        )
+
+        def arena(num_blocks: int, block_size: int) -> Arena:
+            return Arena(
+                num_layers=shape.num_layers,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_heads=shape.num_heads,
+                head_dim=shape.head_dim,
+                dtype_name=shape.dtype,
+            )
+
+        self.arena = arena(shape.num_blocks, shape.block_size)
+        # Blocks of ordinary prompts are as large as the engine's.
+        self.prefixes = arena(max(shape.prefix_blocks, 1), shape.engine_block_size)
         self.block_size = shape.engine_block_size
         self.cache: Any = None
         self.recomputer: Any = None
@@ -46,6 +52,7 @@ class ChunkWorker:
         self.loading: dict[str, tuple[Future[None], list[int]]] = {}
         self.failed: set[int] = set()
         self.just_saved: list[str] = []
+        self.not_saved: set[str] = set()
         self.not_loaded: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -59,7 +66,8 @@ class ChunkWorker:
     def start_loads(self, loads: list[Any]) -> None:
         for load in loads:
             if not load.at_once:
-                future = self.threads.submit(self.arena.load, self.cache, load.rows, self.ropes)
+                arena = self.prefixes if load.of_prefix else self.arena
+                future = self.threads.submit(arena.load, self.cache, load.rows, self.ropes)
                 self.loading[load.request_id] = (future, load.block_ids)
                 continue
             # The request runs in this step. All ranks run the model in the same one.
@@ -71,14 +79,19 @@ class ChunkWorker:
                 self._failed(load.request_id, load.block_ids, error)
 
     def _failed(self, request_id: str, block_ids: list[int], error: BaseException) -> None:
-        logger.error("the chunks of request %s could not be loaded: %s", request_id, error)
+        logger.error("rows of request %s could not be copied in: %s", request_id, error)
         self.failed.update(block_ids)
         self.not_loaded.add(request_id)
 
     def save(self, saves: list[Any]) -> None:
         for save in saves:
-            self.arena.save(self.cache, save.to, save.slots)
-            self.just_saved.append(save.request_id)
+            arena = self.prefixes if save.of_prefix else self.arena
+            try:
+                arena.save(self.cache, save.to, save.slots)
+                self.just_saved.append(save.request_id)
+            except KvCacheError as error:
+                logger.error("%s could not be copied to host memory: %s", save.request_id, error)
+                self.not_saved.add(save.request_id)
 
     def loaded(self) -> set[str] | None:
         done = {name for name, (future, _) in self.loading.items() if future.done()}
@@ -97,10 +110,10 @@ class ChunkWorker:
         failed, self.failed = self.failed, set()
         return failed
 
-    def report(self) -> tuple[list[str], set[str]]:
-        """Returns the encodes that were saved and the requests that could not be loaded since the last call."""
-        said = self.just_saved, self.not_loaded
-        self.just_saved, self.not_loaded = [], set()
+    def report(self) -> tuple[list[str], set[str], set[str]]:
+        """Returns what was saved, what could not be, and the requests that could not be loaded, since the last call."""
+        said = self.just_saved, self.not_saved, self.not_loaded
+        self.just_saved, self.not_saved, self.not_loaded = [], set(), set()
         return said
 
     def shutdown(self) -> None:

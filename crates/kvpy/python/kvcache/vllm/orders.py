@@ -1,0 +1,72 @@
+"""What the scheduler's side asks of the workers in a step, and what they say of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+@dataclass
+class Again:
+    """Tokens of chunks that the model computes again."""
+
+    tokens: list[int]
+    """The prompt, as far as the request has blocks."""
+    table: list[int]
+    """The request's blocks."""
+    runs: list[tuple[int, int]]
+    """Where the tokens begin and end that are computed again; with a share, those among which the question chooses."""
+    share: float | None
+    question_start: int
+
+
+@dataclass
+class Load:
+    """Rows that a worker copies from the arena into a request's blocks."""
+
+    request_id: str
+    rows: list[tuple[list[int], list[int], int]]
+    block_ids: list[int]
+    """The blocks that are written, to be named if the copy fails."""
+    at_once: bool = False
+    """Whether the request runs in this step, behind the copy."""
+    again: Again | None = None
+    """What is computed again behind the copy."""
+    of_prefix: bool = False
+    """Whether the rows are those of an ordinary prompt."""
+
+
+@dataclass
+class Save:
+    """Rows that a worker copies from an encode's blocks into the arena."""
+
+    request_id: str
+    to: list[int]
+    slots: list[int]
+    of_prefix: bool = False
+
+
+class Orders(KVConnectorMetadata):
+    """What the scheduler's side asks of the workers in a step."""
+
+    def __init__(self, loads: list[Load], saves: list[Save]) -> None:
+        self.loads = loads
+        self.saves = saves
+
+
+class Report(KVConnectorWorkerMetadata):
+    """What workers say of a step: what they have saved, by how many of them, what they could not save, and the requests whose rows
+    they could not load."""
+
+    def __init__(self, saved: dict[str, int], not_saved: set[str], not_loaded: set[str]) -> None:
+        self.saved = saved
+        self.not_saved = not_saved
+        self.not_loaded = not_loaded
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, Report)
+        saved = dict(self.saved)
+        for name, count in other.saved.items():
+            saved[name] = saved.get(name, 0) + count
+        return Report(saved, self.not_saved | other.not_saved, self.not_loaded | other.not_loaded)

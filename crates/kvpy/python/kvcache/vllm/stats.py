@@ -1,0 +1,87 @@
+"""Counts of the connector for vLLM's log and its Prometheus endpoint.
+
+vLLM itself counts the tokens that come from the connector (``vllm:external_prefix_cache_hits`` and others). These are the rest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+from vllm.v1.metrics.utils import create_metric_per_engine
+
+COUNTERS = {
+    "chunk_tokens_reused": "Tokens of chunks that were found in host memory.",
+    "chunk_tokens_computed": "Tokens of chunks that were missing and computed.",
+    "chunk_evictions": "Chunks given up to make room.",
+    "chunk_requests_refused": "Requests with chunks that were answered without them.",
+    "prefix_tokens_found": "Tokens of ordinary prompts that were found in host memory.",
+    "prefix_blocks_saved": "Blocks of ordinary prompts that were saved to host memory.",
+    "prefix_blocks_evicted": "Such blocks given up to make room.",
+}
+GAUGES = {
+    "chunk_memory_usage_perc": "The share of the memory for chunks that is used, from 0 to 1.",
+    "prefix_memory_usage_perc": "The share of the memory for prefixes that is used, from 0 to 1.",
+}
+
+
+@dataclass
+class ChunkStats(KVConnectorStats):
+    """What was counted since the last report, and the gauges of this moment."""
+
+    def reset(self) -> None:
+        self.data = {}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.get(name) for name in COUNTERS)
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] = self.data.get(name, 0) + value if name in COUNTERS else value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(value, 3) for name, value in self.data.items()}
+
+
+class ChunkMetrics(KVConnectorPromMetrics):
+    """The same as counters and gauges of Prometheus, as ``vllm:kvcache_…``."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+        def each(kind: Any, name: str, text: str) -> dict[int, Any]:
+            metric = kind(name=f"vllm:kvcache_{name}", documentation=text, labelnames=labelnames)
+            return create_metric_per_engine(metric, per_engine_labelvalues)
+
+        self.counters = {name: each(self._counter_cls, name, text) for name, text in COUNTERS.items()}
+        self.gauges = {name: each(self._gauge_cls, name, text) for name, text in GAUGES.items()}
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        for name, value in transfer_stats_data.items():
+            if name in self.counters:
+                self.counters[name][engine_idx].inc(value)
+            elif name in self.gauges:
+                self.gauges[name][engine_idx].set(value)
+
+
+class Counting:
+    """Turns totals into the differences that a report has."""
+
+    def __init__(self) -> None:
+        self.before: dict[str, int] = {}
+
+    def report(self, totals: dict[str, int], gauges: dict[str, float]) -> ChunkStats | None:
+        """Returns what was counted since the last report, or ``None`` if nothing was."""
+        since = {name: total - self.before.get(name, 0) for name, total in totals.items()}
+        if not any(since.values()):
+            return None
+        self.before = totals
+        return ChunkStats({**since, **gauges})

@@ -1,0 +1,177 @@
+"""The tier for ordinary prompts inside a real vLLM on a CPU, against transformers. Run by the slice `vllm` of `cargo xtask deep`.
+
+    python check_prefix.py MODEL … [--ranks 2]
+
+vLLM gets few blocks of its own, so that it evicts prompts, and the tier has to bring them back: the same tokens, log-probabilities within
+1e-3 in f32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from check_connector import Case, Checks, Host, answer
+
+from kvcache import KvCacheError
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+SIZE = 32
+
+
+class PrefixChecks(Checks):
+    def ask(self, host: Host, system: list[int], order: list[int], mode: str = "plain", **changes):
+        """Asks a prompt with another beginning, and returns its output."""
+        own, self.case.system = self.case.system, system
+        try:
+            prompt, sampling = self.case.prompt(order, mode)
+            prompt.update(changes)
+            (out,) = self.generate(host, (prompt, sampling))
+            return out, self.expected(order, mode)
+        finally:
+            self.case.system = own
+
+    def full_blocks(self, out) -> int:
+        return (len(out.prompt_token_ids) - 1) // SIZE * SIZE
+
+    def found(self, what: str, host: Host, system: list[int], order: list[int], **changes) -> None:
+        """Asks a prompt again, whose full blocks have to be found."""
+        before = host.counter("vllm:external_prefix_cache_hits")
+        out, expected = self.ask(host, system, order, **changes)
+        self.same(what, answer(out), expected)
+        hits, full = host.counter("vllm:external_prefix_cache_hits") - before, self.full_blocks(out)
+        fault = None if hits == out.num_cached_tokens == full else f"{hits} hits, {out.num_cached_tokens} cached, of {full}"
+        self.say(f"its {full} tokens in full blocks were found", fault)
+
+    def evicted_by_vllm(self, host: Host) -> None:
+        systems = [self.case.text(60) for _ in range(9)]
+        for system in systems:
+            out, expected = self.ask(host, system, [0, 2])
+            self.same("computed and saved", answer(out), expected)
+        for system in systems[:4]:
+            self.found("evicted by vLLM and found again", host, system, [0, 2])
+        host.llm.reset_prefix_cache()
+        self.found("found after vLLM has forgotten everything", host, systems[0], [0, 2])
+        self.found_behind_vllms_own(host, systems[0])
+
+    def found_behind_vllms_own(self, host: Host, system: list[int]) -> None:
+        """vLLM has the beginning, the tier the rest."""
+        out, _ = self.ask(host, system, [0, 2])
+        host.llm.reset_prefix_cache()
+        short = {"prompt_token_ids": out.prompt_token_ids[: SIZE + 1]}
+        self.generate(host, (short, self.case.prompt([0], "plain", count=1)[1]))
+        before = host.counter("vllm:external_prefix_cache_hits")
+        out, expected = self.ask(host, system, [0, 2])
+        self.same("the beginning from vLLM, the rest from the tier", answer(out), expected)
+        hits, rest = host.counter("vllm:external_prefix_cache_hits") - before, self.full_blocks(out) - SIZE
+        self.say(f"{rest} tokens came from the tier", None if hits == rest else f"{hits} did")
+
+    def apart(self, host: Host) -> None:
+        """Salts and chunks keep to themselves."""
+        system = self.case.text(60)
+        for salt, hit in (("alice", False), ("alice", True), ("bob", False)):
+            host.llm.reset_prefix_cache()
+            out, expected = self.ask(host, system, [1, 2], cache_salt=salt)
+            self.same(f"{salt} asks", answer(out), expected)
+            self.say(f"{salt} {'finds' if hit else 'does not find'} it", None if bool(out.num_cached_tokens) == hit else "")
+        system = self.case.text(60)
+        out, expected = self.ask(host, system, [1, 2], "alone")
+        self.same("a request with chunks", answer(out), expected)
+        host.llm.reset_prefix_cache()
+        out, expected = self.ask(host, system, [1, 2])
+        self.same("an ordinary one of the same tokens finds nothing of it", answer(out), expected)
+        self.say("and nothing was cached", None if out.num_cached_tokens == 0 else f"{out.num_cached_tokens} tokens were")
+
+    def at_once(self, host: Host) -> None:
+        orders = [[0, 1], [0, 2], [0, 1, 2], [3, 0], [3, 1], [0, 1]]
+        for round_ in ("computed", "found"):
+            host.llm.reset_prefix_cache()
+            before = host.counter("vllm:external_prefix_cache_hits")
+            outs = self.generate(host, *(self.case.prompt(order, "plain") for order in orders))
+            for order, out in zip(orders, outs):
+                self.same(f"six at once, {round_}, documents {order}", answer(out), self.expected(order, "plain"))
+        hits = host.counter("vllm:external_prefix_cache_hits") - before
+        self.say(f"{hits} tokens were found", None if hits > 0 else "none")
+
+    def aborted_meanwhile(self, host: Host) -> None:
+        engine, fault = host.llm.llm_engine, None
+        for steps in range(7):
+            host.llm.reset_prefix_cache()
+            names = []
+            for i, order in enumerate(([0, 1], [0, 2], [3, 0])):
+                prompt, sampling = self.case.prompt(order, "plain", count=20)
+                names.append(engine.add_request(f"abort-{steps}-{i}", prompt, sampling) or f"abort-{steps}-{i}")
+            for _ in range(steps):
+                engine.step()
+            engine.abort_request(names, internal=True)
+            fault = fault or host.nothing_held()
+        self.say("aborted after 0 to 6 steps, nothing stays held", fault)
+
+    def broken_copies(self, host: Host) -> None:
+        worker = get_kv_transfer_group()._worker
+
+        def broken(*_):
+            raise KvCacheError("the disk is on fire")
+
+        def with_arena(load, save, order, what):
+            own = worker.prefixes
+            worker.prefixes = type("Broken", (), {"load": staticmethod(load or own.load), "save": staticmethod(save or own.save)})
+            try:
+                host.llm.reset_prefix_cache()
+                out, expected = self.ask(host, self.case.system, order)
+            finally:
+                worker.prefixes = own
+            self.same(what, answer(out), expected)
+
+        self.ask(host, self.case.system, [2, 1])
+        with_arena(broken, None, [2, 1], "a copy that fails is computed by vLLM")
+        with_arena(None, broken, [3, 2, 1], "a block that cannot be saved is not found later")
+        self.say("nothing stays held", host.nothing_held())
+        host.llm.reset_prefix_cache()
+        out, expected = self.ask(host, self.case.system, [3, 2, 1])
+        self.same("afterwards", answer(out), expected)
+
+    def counted(self, host: Host) -> None:
+        found, saved = (host.counter(f"vllm:kvcache_prefix_{name}") for name in ("tokens_found", "blocks_saved"))
+        self.say(f"counted: {found} tokens found, {saved} blocks saved", None if found and saved else "nothing")
+
+    def too_small(self, host: Host) -> None:
+        """The tier has room for fewer blocks than the prompts have."""
+        for i in range(8):
+            out, expected = self.ask(host, self.case.text(60), [i % 4, (i + 1) % 4])
+            self.same(f"more than the tier holds, {i}", answer(out), expected)
+        host.side.tier.pool.check_invariants()
+        evictions = host.side.tier.pool.counts()["evictions"]
+        self.say(f"{evictions} blocks were given up", None if evictions else "none was")
+        self.say("nothing stays held", host.nothing_held())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--ranks", type=int, default=1, help="check tensor parallelism over so many ranks")
+    args = parser.parse_args()
+    failures = 0
+    for path in args.models:
+        print(f"== {path}", flush=True)
+        checks = PrefixChecks(path)
+        host = Host(path, blocks=24, prefix_memory="16MiB", ranks=args.ranks)
+        checks.evicted_by_vllm(host)
+        checks.apart(host)
+        checks.at_once(host)
+        if args.ranks == 1:
+            checks.aborted_meanwhile(host)
+            checks.broken_copies(host)
+        checks.counted(host)
+        checks.say("nothing stays held", host.nothing_held())
+        host.close()
+        if args.ranks == 1:
+            host = Host(path, blocks=24, prefix_memory=9 * 2 * 3 * 2 * 32 * 4 * SIZE)
+            checks.too_small(host)
+            host.close()
+        failures += checks.failures
+    sys.exit(f"{failures} checks failed" if failures else 0)
+
+
+if __name__ == "__main__":
+    main()
