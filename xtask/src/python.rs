@@ -7,6 +7,7 @@ use clap::Args;
 
 use crate::run::{Result, root, run};
 use crate::tools::{Tool, require};
+use crate::{ascend_simulator, cuda_double};
 
 /// Options of `cargo xtask python`.
 #[derive(Args)]
@@ -109,7 +110,11 @@ fn python_of(folder: &str) -> Command {
 
 /// Runs the tests of the module, and compares its stubs with what it is.
 fn tests() -> Result {
-    run(python_of(FOLDER).args(["-m", "pytest", "-q", "crates/kvpy/tests"]), "pytest")?;
+    let mut tests = python_of(FOLDER);
+    // A model on a device is on a double of it, where there is none.
+    cuda_double::provide(&mut tests)?;
+    ascend_simulator::provide(&mut tests)?;
+    run(tests.args(["-m", "pytest", "-q", "-rs", "crates/kvpy/tests"]), "pytest")?;
     let mut types = python_of(FOLDER);
     types.args(["-m", "mypy", "--strict", "--no-error-summary", "crates/kvpy/python/kvcache/__init__.py"]);
     run(&mut types, "mypy")?;

@@ -80,6 +80,15 @@ impl CudaBackend {
         Ok(Arc::new(Self { device: Device::open(options)?, tables: Arc::default() }))
     }
 
+    /// Creates a stream as [`stream`](Backend::stream) does, by its own type: [`raw`](CudaStream::raw) is the driver's stream, which
+    /// other libraries order their work by.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Device`] if the driver refuses.
+    pub fn cuda_stream(&self) -> Result<Arc<CudaStream>> {
+        Ok(Arc::new(CudaStream::new(&self.device, &self.tables)?))
+    }
+
     /// Creates a storage over device or pinned memory that the caller allocated, for example a tensor of the engine.
     /// `owner` is dropped with the storage.
     ///
@@ -146,7 +155,7 @@ impl Backend for CudaBackend {
     }
 
     fn stream(&self) -> Result<Arc<dyn Stream>> {
-        Ok(Arc::new(CudaStream::new(&self.device, &self.tables)?))
+        Ok(self.cuda_stream()?)
     }
 
     fn counters(&self) -> CounterSnapshot {

@@ -1,15 +1,16 @@
-//! Host memory for keys and values, and the operations on it.
+//! Memory for keys and values on a device, and the operations on it.
 
 use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, ForeignLoad};
 use kvcore::{
-    Attend, Backend, BlockOrder, CopyBlocks, Gather, KvArena, KvLayout, KvShape, MemoryKind, Operation,
-    RotateKeys, Rotation, RowRotation, Scatter, SlotMapping, Stream, WriteSlots,
+    Attend, BlockOrder, CopyBlocks, Gather, KvArena, KvLayout, KvShape, Operation, RotateKeys, Rotation,
+    RowRotation, Scatter, SlotMapping, WriteSlots,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::device::Device;
 use crate::error::{Failure, Result};
 use crate::foreign::ForeignCache;
 use crate::names::dtype;
@@ -18,14 +19,13 @@ use crate::segment::AttendWork;
 use crate::table::{Pairs, Slots};
 use crate::tensor::{Integers, read, written};
 
-/// Keys and values of all layers in host memory, in blocks.
+/// Keys and values of all layers in blocks, in the memory of a device.
 ///
 /// Operations return when they are done. Tensors are used where they lie; nobody else may use their elements, or the blocks that are
 /// written, during a call.
 #[pyclass(frozen, module = "kvcache")]
 pub(crate) struct Arena {
-    backend: Arc<CpuBackend>,
-    stream: Arc<dyn Stream>,
+    device: Device,
     memory: KvArena,
 }
 
@@ -51,19 +51,27 @@ pub(crate) fn shape(
 }
 
 impl Arena {
-    fn allocate(shape: KvShape) -> Result<Self> {
-        let backend = CpuBackend::new();
+    fn allocate(shape: KvShape, device: Device) -> Result<Self> {
         let layout = Arc::new(KvLayout::new(shape)?);
-        let memory = KvArena::allocate(backend.as_ref() as &dyn Backend, MemoryKind::System, layout)?;
-        let stream = backend.stream()?;
-        Ok(Self { backend, stream, memory })
+        let memory = KvArena::allocate(device.backend(), device.memory(), layout)?;
+        Ok(Self { device, memory })
+    }
+
+    /// Returns the backend that copies to and from other engines' caches.
+    fn host(&self) -> PyResult<&CpuBackend> {
+        match &self.device {
+            Device::Cpu(backend, _) => Ok(backend),
+            Device::Cuda(..) => Err(PyValueError::new_err(
+                "caches of other engines on a device are read and written by scatter and gather; load and save are for host memory",
+            )),
+        }
     }
 
     /// Runs an operation, and waits for it, without Python's lock.
     fn run(&self, py: Python<'_>, operation: Operation<'_>) -> PyResult<()> {
         let run = || {
-            self.stream.run(operation)?;
-            self.stream.synchronize()
+            self.device.stream().run(operation)?;
+            self.device.stream().synchronize()
         };
         Ok(py.detach(run).map_err(Failure::from)?)
     }
@@ -71,9 +79,9 @@ impl Arena {
 
 #[pymethods]
 impl Arena {
-    /// Allocates `num_blocks` blocks. Memory is taken as it is first written.
+    /// Allocates `num_blocks` blocks on `device`: `"cpu"`, whose memory is taken as it is first written, `"cuda"` or `"cuda:N"`.
     #[new]
-    #[pyo3(signature = (*, num_layers, num_blocks, block_size, num_heads, head_dim, dtype_name))]
+    #[pyo3(signature = (*, num_layers, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "cpu"))]
     fn new(
         num_layers: usize,
         num_blocks: usize,
@@ -81,8 +89,10 @@ impl Arena {
         num_heads: usize,
         head_dim: usize,
         dtype_name: &str,
+        device: &str,
     ) -> PyResult<Self> {
-        Ok(Self::allocate(shape(num_layers, num_blocks, block_size, (num_heads, head_dim), dtype_name)?)?)
+        let shape = shape(num_layers, num_blocks, block_size, (num_heads, head_dim), dtype_name)?;
+        Ok(Self::allocate(shape, Device::open(device)?)?)
     }
 
     /// The bytes of a block: keys and values of all layers.
@@ -117,7 +127,13 @@ impl Arena {
         ropes: Option<&Ropes>,
         positions: Option<Integers>,
     ) -> PyResult<()> {
-        let mut scatter = Scatter::new(&self.memory, layer, read(k)?, read(v)?, &slots.writable());
+        let mut scatter = Scatter::new(
+            &self.memory,
+            layer,
+            read(k, &self.device)?,
+            read(v, &self.device)?,
+            &slots.writable(),
+        );
         scatter.rotation = match (ropes, positions) {
             (None, None) => None,
             (Some(ropes), Some(positions)) => {
@@ -142,7 +158,13 @@ impl Arena {
         ropes: Option<&Ropes>,
         distance: i64,
     ) -> PyResult<()> {
-        let mut gather = Gather::new(&self.memory, layer, slots.mapping().slots(), written(k)?, written(v)?);
+        let mut gather = Gather::new(
+            &self.memory,
+            layer,
+            slots.mapping().slots(),
+            written(k, &self.device)?,
+            written(v, &self.device)?,
+        );
         if let Some(ropes) = ropes {
             gather.rotation = Some(Rotation { rope: ropes.layer(layer)?, delta: distance });
         }
@@ -188,13 +210,14 @@ impl Arena {
         softcap: Option<f32>,
         lse: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
-        let plain = Attend::new(&self.memory, layer, read(q)?, &work.0, written(out)?);
+        let plain =
+            Attend::new(&self.memory, layer, read(q, &self.device)?, &work.0, written(out, &self.device)?);
         let attend = Attend {
             rope: ropes.map(|ropes| ropes.layer(layer)).transpose()?,
             scale: scale.unwrap_or(plain.scale),
             window,
             softcap,
-            lse: lse.map(written).transpose()?,
+            lse: lse.map(|lse| written(lse, &self.device)).transpose()?,
             ..plain
         };
         self.run(py, Operation::Attend(&attend))
@@ -215,7 +238,8 @@ impl Arena {
             delta,
         };
         let loads: Vec<_> = loads.into_iter().map(load).collect();
-        let work = || cache.0.load(&self.backend, &self.memory, &loads, &ropes.layers);
+        let host = self.host()?;
+        let work = || cache.0.load(host, &self.memory, &loads, &ropes.layers);
         Ok(py.detach(work).map_err(Failure::from)?)
     }
 
@@ -223,7 +247,8 @@ impl Arena {
     /// may write the slots meanwhile.
     fn save(&self, py: Python<'_>, cache: &ForeignCache, to: Vec<i64>, slots: Vec<i64>) -> PyResult<()> {
         let (to, from) = (WriteSlots::unchecked(to), SlotMapping::from(slots));
-        let work = || cache.0.save(&self.backend, &self.memory, &to, &from);
+        let host = self.host()?;
+        let work = || cache.0.save(host, &self.memory, &to, &from);
         Ok(py.detach(work).map_err(Failure::from)?)
     }
 }

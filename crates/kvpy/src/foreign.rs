@@ -6,15 +6,16 @@ use kvbackend_cpu::{ForeignOrder, ForeignPlane, ForeignShape};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
+use crate::device::Device;
 use crate::error::Failure;
-use crate::tensor::HostTensor;
+use crate::tensor::Tensor;
 
 /// The cache of another engine in host memory: the keys and values of each layer, where they lie.
 #[pyclass(frozen, module = "kvcache")]
 pub(crate) struct ForeignCache(pub(crate) kvbackend_cpu::ForeignCache);
 
 /// Returns the strides of a tensor of `N` axes, in elements.
-fn strides<const N: usize>(tensor: &HostTensor, what: &str) -> PyResult<[usize; N]> {
+fn strides<const N: usize>(tensor: &Tensor, what: &str) -> PyResult<[usize; N]> {
     let wrong =
         || PyValueError::new_err(format!("{what} has the shape {:?}; {N} axes are needed", tensor.shape));
     <[usize; N]>::try_from(tensor.strides.as_slice()).map_err(|_| wrong())
@@ -95,12 +96,13 @@ impl ForeignCache {
 impl ForeignCache {
     fn of_layers(
         layers: &[Bound<'_, PyAny>],
-        describe: impl Fn(&HostTensor) -> PyResult<(ForeignShape, [ForeignPlane; 2])>,
+        describe: impl Fn(&Tensor) -> PyResult<(ForeignShape, [ForeignPlane; 2])>,
     ) -> PyResult<Self> {
+        let host = Device::open("cpu")?;
         let mut all = Vec::with_capacity(layers.len());
         let mut first: Option<ForeignShape> = None;
         for layer in layers {
-            let (shape, planes) = describe(&HostTensor::of(layer)?)?;
+            let (shape, planes) = describe(&Tensor::of(layer, &host)?)?;
             match &first {
                 Some(first) if *first != shape => {
                     return Err(PyValueError::new_err(format!("layers differ: {first:?} and {shape:?}")));

@@ -6,7 +6,7 @@
 //!        │
 //!   kvcache._native    this crate: conversions only
 //!        │
-//!   kvcore, kvbackend-cpu, kvchunk, kvmodel, kvengine
+//!   kvcore, kvbackend-{ascend,cpu,cuda}, kvchunk, kvmodel, kvengine
 //! ```
 //!
 //! Work runs without Python's lock. Tensors of other libraries are used where they lie, through `DLPack`.
@@ -15,6 +15,7 @@
 
 mod arena;
 mod chunks;
+mod device;
 mod error;
 mod foreign;
 mod keys;

@@ -1,9 +1,8 @@
 //! A model that answers prompts, with documents found anywhere in them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use kvbackend_cpu::{CpuBackend, CpuOptions};
 use kvchunk::{Recompute, Reuse};
 use kvengine::{Answer, AnswerEvent, Engine, EngineConfig, FinishReason, Generation, Request};
 use kvmodel::dense::WeightFormat;
@@ -13,6 +12,7 @@ use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
 use crate::chunks::ChunkCacheConfig;
+use crate::device::{Opened, open_model};
 use crate::error::{Failure, Result};
 use crate::metrics::ChunkCacheMetrics;
 use crate::names::dtype;
@@ -22,7 +22,7 @@ use crate::sampling::SamplingParams;
 /// The share of the KV memory in which documents are kept, unless settings of the chunk cache say another.
 const DEFAULT_SHARE: f64 = 0.5;
 
-/// A model on this machine's CPU, which keeps the documents of its prompts and finds them in any order.
+/// A model on this machine, which keeps the documents of its prompts and finds them in any order.
 #[pyclass(frozen, name = "LLM", module = "kvcache")]
 pub(crate) struct Llm {
     engine: Mutex<Engine>,
@@ -91,14 +91,10 @@ impl Running<'_> {
 }
 
 impl Llm {
-    fn load(
-        path: &std::path::Path,
-        config: &EngineConfig,
-        threads: Option<usize>,
-    ) -> Result<(Engine, TextCodec)> {
-        let backend = CpuBackend::with_options(&CpuOptions { threads, ..CpuOptions::default() })?;
+    fn load(path: &Path, config: &EngineConfig, opened: Opened) -> Result<(Engine, TextCodec)> {
+        let Opened { backend, dense } = opened;
         let ModelDirectory { model, codec } =
-            ModelDirectory::load(path, WeightFormat::default(), &mut |_, _| ())?;
+            ModelDirectory::load_with(path, WeightFormat::default(), dense, &mut |_, _| ())?;
         let engine = Engine::new(model, backend, codec.digest(), config)?;
         Ok((engine, codec))
     }
@@ -169,7 +165,7 @@ impl Llm {
 
 #[pymethods]
 impl Llm {
-    /// Loads a folder in the Hugging Face format, or a GGUF file.
+    /// Loads a folder in the Hugging Face format, or a GGUF file, to `device`: `"cpu"`, `"cuda"`, `"cuda:N"`, `"ascend"` or `"ascend:N"`.
     ///
     /// `chunk_cache_config` says how a text is cut and what its chunks see. Half of the tokens of documents are computed again (the ones
     /// that the question attends to most), which keeps the answers best of all that was measured; with settings of the chunk cache,
@@ -178,7 +174,7 @@ impl Llm {
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, dtype_name = "float32",
-        block_size = 16, kv_cache_memory_bytes = None, threads = None
+        block_size = 16, kv_cache_memory_bytes = None, device = "cpu", threads = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -190,6 +186,7 @@ impl Llm {
         dtype_name: &str,
         block_size: usize,
         kv_cache_memory_bytes: Option<usize>,
+        device: &str,
         threads: Option<usize>,
     ) -> PyResult<Self> {
         if !model.exists() {
@@ -208,6 +205,7 @@ impl Llm {
         );
         (chunks.compute_mode, chunks.position_strategy) = (way.cell.mode, way.cell.strategy);
         let enabled = enable_chunk_cache && chunks.enabled;
+        let opened = open_model(device, threads)?;
         let separator = chunks.separator.clone();
         let config = EngineConfig {
             kv_format: dtype(dtype_name)?.into(),
@@ -216,7 +214,7 @@ impl Llm {
             chunks,
             ..EngineConfig::default()
         };
-        let (engine, codec) = py.detach(|| Self::load(&model, &config, threads))?;
+        let (engine, codec) = py.detach(|| Self::load(&model, &config, opened))?;
         Ok(Self { engine: Mutex::new(engine), codec, separator, enabled, way })
     }
 

@@ -1,21 +1,23 @@
 //! Tensors of other libraries, used where they lie.
 
 use std::any::Any;
+use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use dlpark::ffi::{DLDataTypeCode, DLDeviceType};
-use dlpark::python;
-use kvbackend_cpu::CpuStorage;
-use kvcore::{DType, Dims, MemoryKind, Storage, TensorView};
+use dlpark::ffi::{DLDataTypeCode, DLDevice};
+use dlpark::python::consumer::stream::cuda;
+use dlpark::python::{DlpackStream, ImportRequest, StreamArg};
+use kvcore::{DType, Dims, Storage, TensorView};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
+use crate::device::Device;
 use crate::error::Failure;
 
-/// A tensor of another library in host memory. Its memory lives as long as the storage.
+/// A tensor of another library. Its memory lives as long as the storage.
 #[derive(Debug)]
-pub(crate) struct HostTensor {
+pub(crate) struct Tensor {
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
@@ -34,21 +36,33 @@ unsafe impl Send for Kept {}
 // SAFETY: a shared reference to it gives no access to anything.
 unsafe impl Sync for Kept {}
 
-impl HostTensor {
-    /// Takes a tensor in host memory through `DLPack`, without a copy.
+/// The stream that a producer orders its work before.
+struct Consumer(*mut c_void);
+
+// SAFETY: the handle is that of a live CUDA stream, which `Device` keeps, in the convention of CUDA's devices.
+unsafe impl DlpackStream for Consumer {
+    fn as_python_arg(&self, _: Python<'_>, _: DLDevice) -> PyResult<StreamArg> {
+        Ok(cuda(self.0))
+    }
+}
+
+impl Tensor {
+    /// Takes a tensor on a device through `DLPack`, without a copy. Work that its producer has enqueued comes before that of the
+    /// device's stream.
     ///
     /// # Errors
-    /// Returns a `TypeError` for an object that is no tensor or of another element type, and a `ValueError` for a tensor on a
-    /// device, with negative strides, or without elements.
-    pub(crate) fn of(object: &Bound<'_, PyAny>) -> PyResult<Self> {
-        let tensor = python::from_dlpack(object.as_borrowed(), None, None)?;
+    /// Returns a `TypeError` for an object that is no tensor or of another element type, and a `ValueError` for a tensor elsewhere,
+    /// with negative strides, or without elements.
+    pub(crate) fn of(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<Self> {
+        let stream = place.raw_stream().map(Consumer);
+        let stream = stream.as_ref().map(|stream| stream as &dyn DlpackStream);
+        let request = ImportRequest::new(object.as_borrowed())?;
+        // A tensor elsewhere is refused before its producer hears of a stream.
+        place.check(request.device()?)?;
+        let tensor = request.import(stream, None)?;
         let writable = !tensor.flags().contains(dlpark::DlpackFlags::READ_ONLY);
         let view = tensor.validate().map_err(|error| PyValueError::new_err(error.to_string()))?;
-        let device = view.device();
-        if device.device_type != DLDeviceType::CPU {
-            let at = format!("{:?}:{}", device.device_type, device.device_id);
-            return Err(PyValueError::new_err(format!("the tensor lies on {at}, not in host memory")));
-        }
+        place.check(view.device())?;
         let of_type = view.dtype();
         let dtype = match (of_type.code, of_type.bits, of_type.lanes) {
             (DLDataTypeCode::FLOAT, 32, 1) => DType::F32,
@@ -68,8 +82,11 @@ impl HostTensor {
         if shape.contains(&0) {
             return Err(PyValueError::new_err(format!("the tensor has no elements: its shape is {shape:?}")));
         }
-        let last: usize = shape.iter().zip(&strides).map(|(n, stride)| (n - 1) * stride).sum();
-        let bytes = dtype.bytes_for(last + 1).map_err(Failure::from)?;
+        let reach =
+            |sum: usize, (n, stride): (&usize, &usize)| (n - 1).checked_mul(*stride)?.checked_add(sum);
+        let elements = shape.iter().zip(&strides).try_fold(1, reach);
+        let overflow = kvcore::Error::Overflow { what: "extent of a tensor" };
+        let bytes = elements.ok_or(overflow).and_then(|n| dtype.bytes_for(n)).map_err(Failure::from)?;
         let start = view.data_ptr().cast_mut().cast::<u8>().wrapping_add(view.byte_offset() as usize);
         let Some(start) = NonNull::new(start) else {
             return Err(PyValueError::new_err("the tensor has no memory"));
@@ -78,8 +95,8 @@ impl HostTensor {
         // SAFETY: the producer guarantees that its tensor lies at `start` with the shape and strides that were checked, for as long
         // as `owner` is not dropped. The Python caller guarantees that nobody else uses the elements during a call, as the
         // documentation of each call says.
-        let storage = unsafe { CpuStorage::from_raw(start, bytes, MemoryKind::System, owner) };
-        let storage = Arc::new(storage.map_err(Failure::from)?);
+        let storage = unsafe { place.lent(start, bytes, owner) };
+        let storage = storage?;
         Ok(Self { storage, dtype, shape, strides, writable })
     }
 
@@ -94,16 +111,16 @@ impl HostTensor {
 }
 
 /// Returns a tensor as an operand that is read.
-pub(crate) fn read(object: &Bound<'_, PyAny>) -> PyResult<TensorView> {
-    HostTensor::of(object)?.view()
+pub(crate) fn read(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<TensorView> {
+    Tensor::of(object, place)?.view()
 }
 
 /// Returns a tensor as an operand that is written.
 ///
 /// # Errors
-/// Returns a `ValueError` for a tensor that is read-only, and the errors of [`HostTensor::of`].
-pub(crate) fn written(object: &Bound<'_, PyAny>) -> PyResult<TensorView> {
-    let tensor = HostTensor::of(object)?;
+/// Returns a `ValueError` for a tensor that is read-only, and the errors of [`Tensor::of`].
+pub(crate) fn written(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<TensorView> {
+    let tensor = Tensor::of(object, place)?;
     if !tensor.writable {
         return Err(PyValueError::new_err("the tensor is read-only"));
     }

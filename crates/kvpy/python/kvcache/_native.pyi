@@ -43,14 +43,22 @@ class Ropes:
 
 @final
 class Arena:
-    """Keys and values of all layers in host memory, in blocks.
+    """Keys and values of all layers in blocks, in the memory of a device.
 
     Operations return when they are done. Tensors are used where they lie; nobody else may use their elements, or the blocks that
     are written, during a call.
     """
 
     def __new__(
-        cls, *, num_layers: int, num_blocks: int, block_size: int, num_heads: int, head_dim: int, dtype_name: str
+        cls,
+        *,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        head_dim: int,
+        dtype_name: str,
+        device: str = "cpu",
     ) -> Self: ...
     @property
     def block_bytes(self) -> int: ...
@@ -401,7 +409,7 @@ _Prompt: TypeAlias = str | Sequence[int] | ChunkedPrompt
 
 @final
 class LLM:
-    """A model on this machine's CPU, which keeps the documents of its prompts and finds them in any order.
+    """A model on this machine, which keeps the documents of its prompts and finds them in any order.
 
     Half of the tokens of documents are computed again, unless ``chunk_cache_config`` or ``recompute`` says otherwise.
     """
@@ -416,6 +424,7 @@ class LLM:
         dtype_name: str = "float32",
         block_size: int = 16,
         kv_cache_memory_bytes: int | None = None,
+        device: str = "cpu",
         threads: int | None = None,
     ) -> Self: ...
     def generate(

@@ -1,0 +1,179 @@
+//! Devices by their names: the backends behind arenas and models.
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use dlpark::ffi::{DLDevice, DLDeviceType};
+use kvbackend_ascend::{AscendBackend, AscendOptions};
+use kvbackend_cpu::{CpuBackend, CpuOptions, CpuStorage};
+use kvbackend_cuda::{CudaBackend, CudaOptions, CudaStream};
+use kvcore::{Backend, MemoryKind, Storage, Stream};
+use kvmodel::dense::{AscendDense, CudaDense, Dense, HostDense};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use crate::error::{Failure, Result};
+
+/// The device of an arena, with the stream that its operations run on.
+pub(crate) enum Device {
+    Cpu(Arc<CpuBackend>, Arc<dyn Stream>),
+    Cuda(Arc<CudaBackend>, Arc<CudaStream>, i32),
+}
+
+impl Device {
+    /// Opens `cpu`, `cuda` or `cuda:N`.
+    pub(crate) fn open(name: &str) -> PyResult<Self> {
+        let cpu = || -> Result<Self> {
+            let backend = CpuBackend::new();
+            let stream = backend.stream()?;
+            Ok(Self::Cpu(backend, stream))
+        };
+        let cuda = |device: usize| -> Result<Self> {
+            let backend = cuda(device)?;
+            let stream = backend.cuda_stream()?;
+            Ok(Self::Cuda(backend, stream, device as i32))
+        };
+        Ok(match parts(name) {
+            ("cpu", None) => cpu()?,
+            ("cuda", number) => cuda(number.unwrap_or(0))?,
+            _ => return Err(unknown(name, "cpu, cuda or cuda:N")),
+        })
+    }
+
+    pub(crate) fn backend(&self) -> &dyn Backend {
+        match self {
+            Self::Cpu(backend, _) => backend.as_ref(),
+            Self::Cuda(backend, ..) => backend.as_ref(),
+        }
+    }
+
+    pub(crate) fn stream(&self) -> &dyn Stream {
+        match self {
+            Self::Cpu(_, stream) => stream.as_ref(),
+            Self::Cuda(_, stream, _) => stream.as_ref(),
+        }
+    }
+
+    /// Returns the kind of memory that an arena takes.
+    pub(crate) fn memory(&self) -> MemoryKind {
+        match self {
+            Self::Cpu(..) => MemoryKind::System,
+            Self::Cuda(..) => MemoryKind::Device,
+        }
+    }
+
+    /// Returns the driver's stream, which other libraries order their work by.
+    pub(crate) fn raw_stream(&self) -> Option<*mut c_void> {
+        match self {
+            Self::Cpu(..) => None,
+            Self::Cuda(_, stream, _) => Some(stream.raw().cast()),
+        }
+    }
+
+    /// Returns the device as `DLPack` numbers it.
+    fn number(&self) -> DLDevice {
+        match self {
+            Self::Cpu(..) => DLDevice { device_type: DLDeviceType::CPU, device_id: 0 },
+            Self::Cuda(_, _, number) => DLDevice { device_type: DLDeviceType::CUDA, device_id: *number },
+        }
+    }
+
+    /// Checks that a tensor lies on this device.
+    pub(crate) fn check(&self, device: DLDevice) -> PyResult<()> {
+        let own = self.number();
+        let numbered = own.device_type != DLDeviceType::CPU;
+        if device.device_type == own.device_type && (!numbered || device.device_id == own.device_id) {
+            return Ok(());
+        }
+        let (at, here) = (name_of(device), name_of(own));
+        Err(PyValueError::new_err(format!("the tensor lies on {at}, not on {here}")))
+    }
+
+    /// Takes memory of another library.
+    ///
+    /// # Safety
+    /// `start` is valid for `bytes` bytes of this device for as long as `owner` lives. Nobody else uses them during an operation.
+    pub(crate) unsafe fn lent(
+        &self,
+        start: NonNull<u8>,
+        bytes: usize,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Result<Arc<dyn Storage>> {
+        Ok(match self {
+            // SAFETY: the caller guarantees the same.
+            Self::Cpu(..) => {
+                Arc::new(unsafe { CpuStorage::from_raw(start, bytes, MemoryKind::System, owner) }?)
+            }
+            Self::Cuda(backend, ..) => {
+                // SAFETY: the caller guarantees the same.
+                Arc::new(unsafe { backend.lent(start.as_ptr() as u64, bytes, owner) }?)
+            }
+        })
+    }
+}
+
+fn name_of(device: DLDevice) -> String {
+    match device.device_type {
+        DLDeviceType::CPU => "cpu".to_owned(),
+        DLDeviceType::CUDA => format!("cuda:{}", device.device_id),
+        other => format!("device {} of DLPack's kind {}", device.device_id, other.0),
+    }
+}
+
+fn cuda(device: usize) -> Result<Arc<CudaBackend>> {
+    Ok(CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() })?)
+}
+
+/// Cuts the name of a device into its kind and its number.
+fn parts(name: &str) -> (&str, Option<usize>) {
+    let (kind, number) = name.split_once(':').unwrap_or((name, "0"));
+    // A number that is none makes a kind that nobody knows.
+    number.parse().map_or((name, None), |number| (kind, name.contains(':').then_some(number)))
+}
+
+fn unknown(name: &str, known: &str) -> PyErr {
+    PyValueError::new_err(format!("unknown device {name:?}: take {known}"))
+}
+
+/// The backend of a model, and its dense steps.
+pub(crate) struct Opened {
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) dense: Arc<dyn Dense>,
+}
+
+/// Opens the device of a model: `cpu`, `cuda`, `ascend`, or one of the latter with its number. Dense steps of a device whose
+/// libraries are not found stay on the host.
+pub(crate) fn open_model(name: &str, threads: Option<usize>) -> PyResult<Opened> {
+    let host = || -> Result<Arc<CpuBackend>> {
+        Ok(CpuBackend::with_options(&CpuOptions { threads, ..CpuOptions::default() })?)
+    };
+    let beside = |backend: Arc<dyn Backend>, dense: kvmodel::Result<Arc<dyn Dense>>| -> Result<Opened> {
+        match dense {
+            Ok(dense) => Ok(Opened { backend, dense }),
+            Err(kvmodel::Error::Core(kvcore::Error::NoDevice { .. })) => {
+                Ok(Opened { backend, dense: Arc::new(HostDense::beside(host()?.as_ref())) })
+            }
+            Err(other) => Err(other.into()),
+        }
+    };
+    let opened = match parts(name) {
+        ("cpu", None) => {
+            host().map(|backend| Opened { dense: Arc::new(HostDense::beside(&backend)), backend })
+        }
+        ("cuda", number) => cuda(number.unwrap_or(0)).and_then(|backend| {
+            let dense = CudaDense::new(&backend).map(|dense| Arc::new(dense) as Arc<dyn Dense>);
+            beside(backend, dense)
+        }),
+        ("ascend", number) => {
+            let options = AscendOptions { device: number.unwrap_or(0), ..AscendOptions::default() };
+            AscendBackend::with_options(&options).map_err(Failure::from).and_then(|backend| {
+                let dense = AscendDense::new(&backend).map(|dense| Arc::new(dense) as Arc<dyn Dense>);
+                beside(backend, dense)
+            })
+        }
+        _ => return Err(unknown(name, "cpu, cuda, cuda:N, ascend or ascend:N")),
+    };
+    Ok(opened?)
+}
