@@ -119,6 +119,8 @@ class ChunkScheduler:
         self.tier: PrefixTier | None = None
         if shape.prefix_blocks > 0:
             self.tier = PrefixTier(shape.prefix_blocks, shape.engine_block_size, settings.cache_policy, self._root)
+        self.behind_chunks: set[str] = set()
+        """Requests without chunks whose blocks are behind some all the same."""
 
     # A request comes.
 
@@ -135,7 +137,7 @@ class ChunkScheduler:
         state = State(plan, request.cache_salt, self._root(request))
         self.states[request.request_id] = state
         _salt(request, self._mode_salt(request, state))
-        self._acquire(request, state)
+        self._acquire(request, state, 0)
         self._submit()
 
     def _plan(self, request: Request) -> ChunkPlan | None:
@@ -174,14 +176,15 @@ class ChunkScheduler:
 
     # Parts are looked up.
 
-    def _acquire(self, request: Request, state: State) -> None:
+    def _acquire(self, request: Request, state: State, num_computed: int) -> None:
         for number, part in enumerate(state.parts()):
             if number in state.holds:
                 continue
             if any(not self._is_over(waiter) for waiter in state.waiters.get(number, ())):
                 continue
             if not self._acquire_part(request, state, number, part):
-                self._go_without(request, state, "the memory for chunks has no room: raise host_memory")
+                reason = "the memory for chunks has no room: raise host_memory"
+                self._go_without(request, state, reason, behind_chunks=num_computed > 0)
                 return
 
     def _acquire_part(self, request: Request, state: State, number: int, part: Part) -> bool:
@@ -234,11 +237,17 @@ class ChunkScheduler:
         self.refused[request.request_id] = reason
         self.num_refused += 1
 
-    def _go_without(self, request: Request, state: State, reason: str) -> None:
+    def _go_without(self, request: Request, state: State, reason: str, *, behind_chunks: bool = False) -> None:
+        """Lets vLLM compute what is not in the request's blocks yet, which may be behind chunks that vLLM's own cache had."""
         self._refuse(request, reason)
         state.release()
         del self.states[request.request_id]
-        _salt(request, state.salt)
+        if behind_chunks:
+            # Blocks behind chunks are nobody else's.
+            self.behind_chunks.add(request.request_id)
+            _salt(request, f"kvcache-mixed-{next(self.numbers)}")
+        else:
+            _salt(request, state.salt)
 
     # Missing parts are computed.
 
@@ -313,7 +322,11 @@ class ChunkScheduler:
             if request is None:
                 continue
             if state is not None:
-                self._go_without(request, state, "the chunks could not be copied: the log of the worker says why")
+                # They are known by the salt of chunks, and vLLM computes something else into them.
+                (block_ids,) = self.host.kv_cache_manager.get_block_ids(name)
+                self.host.kv_cache_manager.evict_blocks(set(block_ids))
+                reason = "the chunks could not be copied: the log of the worker says why"
+                self._go_without(request, state, reason, behind_chunks=True)
             elif self.tier is not None:
                 self.tier.bar(name)
 
@@ -336,7 +349,7 @@ class ChunkScheduler:
         if state is None:
             return self._prefix_matched(request, num_computed)
         if len(state.holds) <= len(state.plan.chunks):
-            self._acquire(request, state)
+            self._acquire(request, state, num_computed)
             if request.request_id not in self.states:
                 return self._prefix_matched(request, num_computed)
             if len(state.holds) <= len(state.plan.chunks):
@@ -356,7 +369,8 @@ class ChunkScheduler:
         """Tells whether the bytes of a request's blocks follow from its tokens alone, under ordinary attention."""
         name = request.request_id
         of_text = request.prompt_token_ids is not None and not request.mm_features and request.pooling_params is None
-        return of_text and name not in self.states and not name.startswith(ENCODE)
+        of_chunks = name in self.states or name in self.behind_chunks or name.startswith(ENCODE)
+        return of_text and not of_chunks
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external: int) -> None:
         name = request.request_id
@@ -476,6 +490,7 @@ class ChunkScheduler:
                     reservation.abandon()
                 del self.encodes[name]
             return None
+        self.behind_chunks.discard(name)
         state = self.states.pop(name, None)
         if name in self.receiving:
             # The copy still reads what is held.

@@ -11,7 +11,6 @@ from kvcache import Arena, KvCacheError, Ropes
 
 from .host import Geometry, UnsupportedHostError, caller_of
 from .layout import foreign_cache
-from .recompute import Recomputer
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +56,8 @@ class ChunkWorker:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        from .recompute import Recomputer
 
         runner = caller_of(GPUModelRunner, "the runner of the model")
         self.cache, order = foreign_cache(self.config, self.layers, kv_caches)

@@ -1,0 +1,90 @@
+"""A model without weights, over caches as vLLM's CPU kernels lay them out: ``[blocks, heads, 32, 2 * dim]``, keys transposed.
+
+The keys and values of a token are numbers drawn from the tokens that it sees, itself last; keys are rotated to its position. Whoever
+knows what a token saw knows its bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from kvcache import Ropes
+
+
+class Tensor(np.ndarray):
+    """An array that says where it is as a tensor of torch does."""
+
+    device = SimpleNamespace(type="cpu")
+
+
+class FakeModel:
+    def __init__(self, ropes: Ropes, layers: list[str], blocks: int, heads: int, block_size: int, dim: int) -> None:
+        self.ropes, self.heads, self.size, self.dim = ropes, heads, block_size, dim
+        shape = (blocks, heads, block_size, 2 * dim)
+        self.caches = {name: np.full(shape, np.nan, np.float32).view(Tensor) for name in layers}
+        halves = [cache.view(np.ndarray).reshape(blocks, heads, 2, block_size * dim) for cache in self.caches.values()]
+        self.keys = [half[:, :, 0].reshape(blocks, heads, dim, block_size) for half in halves]
+        self.values = [half[:, :, 1].reshape(blocks, heads, block_size, dim) for half in halves]
+        for views in (self.keys, self.values):
+            assert all(np.shares_memory(view, cache) for view, cache in zip(views, self.caches.values()))
+        self.rows = lru_cache(maxsize=None)(self._rows)
+        self.angles = lru_cache(maxsize=None)(self._angles)
+
+    def _angles(self, position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Cosines and sines ``[layers, 1, dim]`` of a position."""
+        of_layers = [self.ropes.at(layer, position)[:2] for layer in range(len(self.caches))]
+        cos, sin = (np.array([angles[i] * 2 for angles in of_layers], np.float32)[:, None] for i in range(2))
+        return cos, sin
+
+    def _rows(self, seen: tuple[int, ...], position: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the keys and values ``[layers, heads, dim]`` of a token that sees these, at a position."""
+        seed = int.from_bytes(hashlib.blake2b(np.array(seen, np.int32).tobytes(), digest_size=8).digest(), "little")
+        shape = (2, len(self.caches), self.heads, self.dim)
+        keys, values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+        cos, sin = self.angles(position)
+        half = self.dim // 2
+        return keys * cos + np.concatenate([-keys[..., half:], keys[..., :half]], -1) * sin, values
+
+    def write(self, table: list[int], position: int, seen: tuple[int, ...]) -> None:
+        """Computes a token."""
+        block, row = table[position // self.size], position % self.size
+        keys, values = self.rows(seen, position)
+        for layer in range(len(self.caches)):
+            self.keys[layer][block, :, :, row], self.values[layer][block, :, row] = keys[layer], values[layer]
+
+    def fault(self, table: list[int], seen: dict[int, tuple[int, ...]]) -> str | None:
+        """Says which token is not in its slot as it is after seeing these, if there is one."""
+        places = np.array(list(seen))
+        expected = [self.rows(tokens, position) for position, tokens in seen.items()]
+        blocks, rows = np.array(table)[places // self.size], places % self.size
+        for layer in range(len(self.caches)):
+            keys = np.abs(self.keys[layer][blocks, :, :, rows] - [keys[layer] for keys, _ in expected]) < 1e-5
+            values = self.values[layer][blocks, :, rows] == [values[layer] for _, values in expected]
+            for what, right in (("keys", keys), ("values", values)):
+                if not right.all():
+                    wrong = places[~right.all((1, 2))]
+                    return f"the {what} of tokens {wrong.tolist()} in layer {layer} are wrong"
+        return None
+
+
+class FakeRecomputer:
+    """Computes tokens again with everything before them in sight. A question chooses the first of those that it may choose."""
+
+    def __init__(self, model: FakeModel) -> None:
+        self.model = model
+        self.chosen: dict[tuple[int, ...], set[int]] = {}
+        """The positions that a question has chosen, by the prompt."""
+
+    def run(self, again: Any) -> None:
+        places = [place for start, end in again.runs for place in range(start, end)]
+        if again.share is not None:
+            places = places[: math.ceil(again.share * len(places))]
+            self.chosen.setdefault(tuple(again.tokens), set()).update(places)
+        for place in places:
+            self.model.write(again.table, place, tuple(again.tokens[: place + 1]))

@@ -1,0 +1,5 @@
+"""The class of schedulers."""
+
+
+class SchedulerInterface:
+    pass

@@ -1,0 +1,55 @@
+"""A request in the scheduler."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+BLOCK_SIZE = 32
+
+
+def block_hashes(request: Request) -> list[bytes]:
+    """Returns the hashes of blocks that have none yet: of the tokens up to their end, and of the salt."""
+    done, tokens = len(request.block_hashes), request.all_token_ids
+    ends = range((done + 1) * BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
+    return [hashlib.sha256(repr((request.cache_salt, tokens[:end])).encode()).digest() for end in ends]
+
+
+class Request:
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int] | None,
+        sampling_params: Any,
+        pooling_params: Any,
+        client_index: int = 0,
+        lora_request: Any = None,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        block_hasher: Callable[[Request], list[bytes]] | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt_token_ids
+        self.sampling_params = sampling_params
+        self.pooling_params = pooling_params
+        self.client_index = client_index
+        self.lora_request = lora_request
+        self.cache_salt = cache_salt
+        self.priority = priority
+        self.mm_features: list[Any] = []
+        self.num_computed_tokens = 0
+        self.output_token_ids: list[int] = []
+        extra = (sampling_params.extra_args if sampling_params else None) or {}
+        self.kv_transfer_params: dict[str, Any] | None = extra.get("kv_transfer_params")
+        self.block_hashes: list[bytes] = []
+        self._block_hasher = block_hasher
+        self.update_block_hashes()
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return [*(self.prompt_token_ids or ()), *self.output_token_ids]
+
+    def update_block_hashes(self) -> None:
+        if self._block_hasher is not None:
+            self.block_hashes.extend(self._block_hasher(self))

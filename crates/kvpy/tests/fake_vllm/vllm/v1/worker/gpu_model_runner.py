@@ -1,0 +1,5 @@
+"""The class of what runs the model."""
+
+
+class GPUModelRunner:
+    pass

@@ -1,0 +1,191 @@
+"""A connector that writes down the calls that vLLM makes to it: vLLM loads ``RecordedConnector`` in place of ``ChunkConnector``.
+
+The scheduler's side and the worker's side are in one process and write into one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from golden_calls import Call, Effects, call, described, ints, plain
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.v1.core.sched.interface import SchedulerInterface
+
+from kvcache.vllm import ChunkConnector
+from kvcache.vllm.host import caller_of
+
+
+class Record:
+    """What has been recorded since the last start."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.config: dict[str, Any] = {}
+        self.scheduler: Any = None
+        self.worker: Any = None
+        self.effects = Effects(self.salts)
+
+    def run(self, method: str, args: Any, work: Callable[[], Any]) -> Any:
+        """Runs a call of the connector and notes it with its result and its effects."""
+        noted = [method]
+        self.calls.append(noted)
+        result, effects = self.effects.of(work)
+        noted[:] = call(method, args, plain(result), effects)
+        return result
+
+    def salts(self) -> dict[str, str | None]:
+        return {name: request.cache_salt for name, request in self.scheduler.requests.items()}
+
+    def watch_scheduler(self, scheduler: Any) -> None:
+        """Notes requests that the connector adds, with the calls that come out of it."""
+        self.scheduler, add = scheduler, scheduler.add_request
+
+        def added(request: Any) -> None:
+            if not self.effects.running:
+                add(request)
+                return
+            outer, self.calls = self.calls, []
+            self.effects.note("add_request", described(request), self.calls)
+            try:
+                add(request)
+            finally:
+                self.calls = outer
+
+        scheduler.add_request = added
+
+    def watch_blocks(self, manager: Any) -> None:
+        """Notes blocks that the connector takes out of vLLM's prefix cache."""
+        evict = manager.evict_blocks
+
+        def noted(block_ids: set[int]) -> None:
+            if self.effects.running:
+                self.effects.note("evict_blocks", plain(block_ids))
+            evict(block_ids)
+
+        manager.evict_blocks = noted
+
+    def watch_recomputer(self, recomputer: Any) -> None:
+        """Notes what is computed again."""
+        run = recomputer.run
+
+        def noted(again: Any) -> None:
+            self.effects.note("recompute", plain(again))
+            run(again)
+
+        recomputer.run = noted
+
+
+record = Record()
+
+
+def step(output: Any) -> dict[str, Any]:
+    """Returns what the connector reads of a step: tokens to compute, tokens computed and blocks of each request."""
+    scheduler = record.scheduler
+    return {
+        name: [count, scheduler.requests[name].num_computed_tokens, blocks(scheduler.kv_cache_manager.get_block_ids(name))]
+        for name, count in output.num_scheduled_tokens.items()
+    }
+
+
+def blocks(groups: tuple[list[int], ...]) -> str:
+    (ids,) = groups
+    return ints(ids)
+
+
+def finished(request: Any, block_ids: tuple[list[int], ...]) -> list[Any]:
+    return [request.request_id, blocks(block_ids), ints(request.output_token_ids)]
+
+
+# How the arguments of each call are written.
+CALLS: dict[str, Callable[..., Any]] = {
+    "on_new_request": described,
+    "get_num_new_matched_tokens": lambda request, computed: [request.request_id, computed],
+    "update_state_after_alloc": lambda request, held, external: [request.request_id, blocks(held.get_block_ids()), external],
+    "build_connector_meta": step,
+    "update_connector_output": lambda output: plain(output.kv_connector_worker_meta),
+    "request_finished_all_groups": finished,
+    "bind_connector_metadata": lambda metadata: None,
+    "clear_connector_metadata": lambda: None,
+    "start_load_kv": lambda context: None,
+    "wait_for_save": lambda: None,
+    "get_finished": lambda names: plain(names) or None,
+    "get_block_ids_with_load_errors": lambda: None,
+    "build_connector_worker_meta": lambda: None,
+}
+# Written otherwise, or of no effect.
+OTHERS = {
+    "__init__",
+    "register_kv_caches",
+    "wait_for_layer_load",
+    "save_kv_layer",
+    "request_finished",
+    "requires_kv_delivery",
+    "take_events",
+    "shutdown",
+}
+
+
+class RecordedConnector(ChunkConnector):
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        unknown = set(vars(ChunkConnector)) & set(vars(KVConnectorBase_V1)) - set(CALLS) - OTHERS
+        unknown = {name for name in unknown if not name.startswith("_")}
+        assert not unknown, f"the connector answers to {sorted(unknown)}, which are not recorded"
+        super().__init__(vllm_config, role, kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            record.watch_scheduler(caller_of(SchedulerInterface, "the scheduler"))
+            record.config = configured(vllm_config, kv_cache_config)
+        else:
+            record.worker = self._worker
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        super().register_kv_caches(kv_caches)
+        record.watch_recomputer(self._worker.recomputer)
+
+    def bind_kv_cache_manager(self, kv_cache_manager: Any) -> None:
+        super().bind_kv_cache_manager(kv_cache_manager)
+        record.watch_blocks(kv_cache_manager)
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        # Loads have ended in every step, so that a step does not depend on the time that they take.
+        self._worker.threads.submit(lambda: None).result()
+        return super().get_finished(finished_req_ids)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        # A forward pass of vLLM's, if no call of the connector is running, which would be a recomputation.
+        if not record.effects.running and layer_name == self._worker.layers[0]:
+            record.calls.append(["forward"])
+
+
+def recorded(method: str, written: Callable[..., Any]) -> Callable[..., Any]:
+    own = getattr(RecordedConnector, method)
+
+    def run(self: RecordedConnector, *args: Any, **kwargs: Any) -> Any:
+        return record.run(method, written(*args, **kwargs), lambda: own(self, *args, **kwargs))
+
+    return run
+
+
+for name, describe in CALLS.items():
+    setattr(RecordedConnector, name, recorded(name, describe))
+
+
+def configured(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
+    """Returns what the connector reads of vLLM's configuration."""
+    model, (group,) = vllm_config.model_config, kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    text = model.hf_text_config.to_dict()
+    return {
+        "model": {key: value for key, value in text.items() if key != "_name_or_path"},
+        "max_model_len": model.max_model_len,
+        "extra_config": vllm_config.kv_transfer_config.kv_connector_extra_config,
+        "layers": group.layer_names,
+        "spec": {
+            "kind": type(spec).__name__,
+            "dtype": str(spec.dtype),
+            "num_kv_heads": spec.num_kv_heads,
+            "head_size": spec.head_size,
+            "block_size": spec.block_size,
+        },
+        "num_blocks": kv_cache_config.num_blocks,
+    }
