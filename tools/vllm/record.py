@@ -30,6 +30,7 @@ import vllm
 from recorder import record
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.v1.request import RequestStatus
 
 from kvcache import KvCacheError
 
@@ -118,6 +119,9 @@ def link(host: Host) -> None:
     host.ask("turned", [1, 0], chunk_recompute="link:8", **ALONE)
     host.ask("after-system", [1, 0], chunk_recompute="link:8", chunk_mode="with-system")
     host.ask("unlinked", [1, 0], **ALONE)
+    host.ask("long", [0, 1], chunk_recompute="link:40", **ALONE)
+    # vLLM's own cache ends among the tokens that are computed again.
+    host.ask("long-again", [0, 1], question=OTHER_QUESTION, chunk_recompute="link:40", **ALONE)
 
 
 def question(host: Host) -> None:
@@ -156,8 +160,9 @@ def aborted(host: Host) -> None:
     host.engine.step()
     host.abort("first")
     host.engine.step()
-    encodes = [name for name in record.scheduler.requests if name not in ("first", "second")]
-    host.abort(*encodes[:1])
+    encodes = [request for request in record.scheduler.requests.values() if request.prompt_token_ids == list(DOCUMENTS[3])]
+    # vLLM's front does not know them.
+    record.scheduler.finish_requests([request.request_id for request in encodes], RequestStatus.FINISHED_ABORTED)
     host.finish()
     host.add("third", [1, 2], **ALONE)
     host.abort("third")

@@ -15,7 +15,9 @@ from replay import Replay
 def test_recorded_calls_are_answered_as_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     replay = Replay(golden_calls.read(name), monkeypatch)
     replay.run()
-    chunks = replay.side._scheduler.cache
+    side = replay.side._scheduler
+    assert not (side.states or side.encodes or side.unsaved or side.refused), "something is kept of requests that have ended"
+    chunks = side.cache
     chunks.check_invariants()
     chunks.clear()
     assert chunks.metrics()["used_blocks"] == 0, "something stays held when no request runs"
