@@ -1,17 +1,16 @@
 """What a request says about its chunks."""
 
-import importlib.util
-import pathlib
+import subprocess
+import sys
 
 import pytest
 
-# The module needs nothing of vLLM, unlike the package that it is in.
-path = pathlib.Path(__import__("kvcache").__file__).parent / "vllm" / "prompt.py"
-spec = importlib.util.spec_from_file_location("kvcache_prompt", path)
-assert spec is not None and spec.loader is not None
-prompt = importlib.util.module_from_spec(spec)
-__import__("sys").modules["kvcache_prompt"] = prompt
-spec.loader.exec_module(prompt)
+from kvcache.vllm import prompt
+
+
+def test_clients_need_no_vllm() -> None:
+    program = "import sys; sys.modules['vllm'] = None; from kvcache.vllm import ChunkPrompt"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_parts_are_cut_by_lengths_or_by_a_separator() -> None:
