@@ -12,12 +12,26 @@ use crate::{ascend_simulator, cuda_double};
 /// Options of `cargo xtask python`.
 #[derive(Args)]
 pub(crate) struct PythonArgs {
-    /// Run the connector inside a real vLLM on the CPU, against transformers, instead of the module's own tests.
-    #[arg(long)]
-    vllm: bool,
+    /// Run the connector inside a real vLLM on the CPU, against transformers, instead of the module's own tests: all of it, or a part.
+    #[arg(long, value_name = "PART")]
+    #[expect(clippy::option_option, reason = "clap's form of an option with an optional value")]
+    vllm: Option<Option<VllmPart>>,
     /// Measure the connector inside vLLM on this model, instead of checking it.
     #[arg(long, value_name = "FOLDER", requires = "vllm")]
     bench: Option<PathBuf>,
+}
+
+/// A part of the checks inside vLLM.
+#[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+pub(crate) enum VllmPart {
+    /// Chunks, on small models of five kinds, and on two ranks.
+    Connector,
+    /// The tier for ordinary prompts, on small models, and on two ranks.
+    Prefix,
+    /// Chunks, on a published model.
+    Published,
+    /// The commands of docs/vllm.md, over HTTP too, with a published model.
+    Docs,
 }
 
 /// The environment of the module's tests, below the root of the workspace, and its packages.
@@ -39,9 +53,19 @@ const INSTALL: &str = "tools/vllm/install.sh";
 /// Tools that build and test the module.
 pub(crate) const NEEDS: &[Tool] = &[Tool::Program("python3", "python3"), Tool::PythonPackages];
 
-/// Tools of the checks inside vLLM.
-pub(crate) const NEEDS_VLLM: &[Tool] =
-    &[Tool::Program("python3", "python3"), Tool::PythonPackages, Tool::Vllm];
+/// Tools of the checks inside vLLM, and of the commands of docs/vllm.md.
+pub(crate) const NEEDS_VLLM: &[Tool] = &[
+    Tool::Program("python3", "python3"),
+    Tool::Program("curl", "curl"),
+    Tool::Program("jq", "jq"),
+    Tool::PythonPackages,
+    Tool::Vllm,
+    Tool::PublishedModel,
+    Tool::PublishedDirectory,
+];
+
+/// The folder of the published model.
+const PUBLISHED: &str = "target/published/hf";
 
 /// Returns whether the environment of the tests is here.
 pub(crate) fn is_here() -> bool {
@@ -69,20 +93,20 @@ fn program(folder: &str, name: &str) -> PathBuf {
 }
 
 pub(crate) fn python(args: &PythonArgs) -> Result {
-    let needs = if args.vllm { NEEDS_VLLM } else { NEEDS };
+    let needs = if args.vllm.is_some() { NEEDS_VLLM } else { NEEDS };
     require("`cargo xtask python`", needs)?;
     let wheel = wheel()?;
-    let folder = if args.vllm { VLLM } else { FOLDER };
+    let folder = if args.vllm.is_some() { VLLM } else { FOLDER };
     let mut install = python_of(folder);
     install.args(["-m", "pip", "install", "-q", "--force-reinstall", "--no-deps"]).arg(&wheel);
     run(&mut install, "pip install")?;
-    match &args.bench {
-        Some(model) => {
+    match (args.vllm, &args.bench) {
+        (_, Some(model)) => {
             let mut bench = python_of(folder);
             run(bench.arg("tools/vllm/bench_connector.py").arg(model), "the benchmark inside vLLM")
         }
-        None if args.vllm => inside_vllm(),
-        None => {
+        (Some(part), None) => inside_vllm(part),
+        (None, None) => {
             tests()?;
             examples(&wheel)
         }
@@ -132,17 +156,32 @@ fn examples(wheel: &Path) -> Result {
     run(python_of(FRESH).arg("examples/notebook.py"), "examples/notebook.py")
 }
 
-/// Makes small models of random weights, if they are not here, and runs the checks on them.
-fn inside_vllm() -> Result {
+/// Runs the checks inside vLLM.
+fn inside_vllm(part: Option<VllmPart>) -> Result {
+    let wanted = |one| part.is_none_or(|part| part == one);
     let models = Path::new("target/vllm-models");
     let names = ["llama", "qwen2", "qwen3", "mistral", "mistral-window"];
     if !names.iter().all(|name| root().join(models).join(name).join("config.json").is_file()) {
         run(python_of(VLLM).arg("tools/vllm/tiny.py").arg(models), "the small models")?;
     }
-    let mut checks = python_of(VLLM);
-    checks.arg("tools/vllm/check_connector.py").args(names.iter().map(|name| models.join(name)));
-    run(&mut checks, "the checks inside vLLM")?;
-    let mut ranks = python_of(VLLM);
-    ranks.arg("tools/vllm/check_connector.py").arg(models.join("llama")).args(["--ranks", "2"]);
-    run(&mut ranks, "the checks inside vLLM on two ranks")
+    let check = |program: &str, names: &[&str], more: &[&str]| {
+        let mut check = python_of(VLLM);
+        check.arg(format!("tools/vllm/{program}.py")).args(names.iter().map(|name| models.join(name)));
+        run(check.args(more), program)
+    };
+    if wanted(VllmPart::Connector) {
+        check("check_connector", &names, &[])?;
+        check("check_connector", &["llama"], &["--ranks", "2"])?;
+    }
+    if wanted(VllmPart::Prefix) {
+        check("check_prefix", &["llama", "mistral-window"], &[])?;
+        check("check_prefix", &["llama"], &["--ranks", "2"])?;
+    }
+    if wanted(VllmPart::Published) {
+        check("check_connector", &[], &[PUBLISHED])?;
+    }
+    if wanted(VllmPart::Docs) {
+        check("check_docs", &[], &[PUBLISHED])?;
+    }
+    Ok(())
 }

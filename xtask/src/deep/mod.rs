@@ -141,7 +141,25 @@ pub(crate) const SLICES: &[Slice] = &[
     Slice {
         name: "vllm",
         covers: "the connector inside vLLM on the CPU, against transformers, on small models of five kinds",
-        command: "cargo xtask python --vllm",
+        command: "cargo xtask python --vllm connector",
+        needs: python::NEEDS_VLLM,
+    },
+    Slice {
+        name: "vllm-prefix",
+        covers: "the connector's tier for ordinary prompts inside vLLM, against transformers",
+        command: "cargo xtask python --vllm prefix",
+        needs: python::NEEDS_VLLM,
+    },
+    Slice {
+        name: "vllm-published",
+        covers: "the connector inside vLLM, against transformers, on a published model",
+        command: "cargo xtask python --vllm published",
+        needs: python::NEEDS_VLLM,
+    },
+    Slice {
+        name: "vllm-docs",
+        covers: "the commands of docs/vllm.md: a server, curl, clients",
+        command: "cargo xtask python --vllm docs",
         needs: python::NEEDS_VLLM,
     },
     Slice {

@@ -1,0 +1,194 @@
+"""Runs the commands of ``docs/vllm.md`` as they stand, over HTTP too. Run by the slice `vllm` of `cargo xtask deep`.
+
+    python check_docs.py MODEL
+
+The blocks of the page are found by the second word of their fence. MODEL is put in, and a port that is free; the server gets the flags
+that the page has for small machines. Every check prints a line; the exit status is 1 if one of them fails. Needs bash, curl and jq.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/vllm.md"
+SMALL = "--enforce-eager --max-model-len 4096 --kv-cache-memory-bytes 1073741824"
+# Programs of vLLM's environment are those that the page names.
+ENVIRONMENT = {
+    **os.environ,
+    "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"),
+}
+# Seconds until the server answers.
+PATIENCE = 900
+
+
+class Page:
+    """The blocks of the page, and what it says that they print."""
+
+    def __init__(self, model: str, port: int) -> None:
+        text = PAGE.read_text()
+        assert SMALL in text, f"the page does not have {SMALL}"
+        text = re.sub(r"\b8000\b", str(port), re.sub(r"\bMODEL\b", model, text))
+        self.blocks: dict[str, str] = {}
+        self.printed: dict[str, str] = {}
+        name = None
+        for fence, block in re.findall(r"^```(.+?)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+            if fence == "text" and name:
+                self.printed[name] = block
+            name = fence.split()[1] if " " in fence else None
+            if name:
+                self.blocks[name] = block
+
+    def run(self, name: str) -> list[str]:
+        """Runs a block, and returns the lines that it prints."""
+        block = self.blocks[name]
+        if not block.lstrip().startswith(("from ", "import ")):
+            return output(["bash", "-euo", "pipefail", "-c", block])
+        with tempfile.TemporaryDirectory() as folder:
+            program = Path(folder) / f"{name}.py"
+            program.write_text(block)
+            return output([sys.executable, str(program)])
+
+
+def output(command: list[str]) -> list[str]:
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"exit status {done.returncode} of {command}:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return [line for line in done.stdout.splitlines() if line.strip()]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
+
+
+@contextmanager
+def server(command: str, port: int):
+    """Runs the server until the end of the block, and waits until it answers."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            ["bash", "-c", f"exec {command.strip()} {SMALL}"],
+            env=ENVIRONMENT,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            began = time.monotonic()
+            while not answers(port):
+                if process.poll() is not None or time.monotonic() - began > PATIENCE:
+                    log.seek(0)
+                    raise RuntimeError(f"the server does not answer: {log.read()[-6000:]}")
+                time.sleep(1)
+            print(f"ok      the server answers after {time.monotonic() - began:.0f} s", flush=True)
+            yield
+        finally:
+            stop(process)
+
+
+def answers(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://localhost:{port}/health", timeout=5) as answer:
+            return answer.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """Ends the server and the processes that it has started."""
+    for number, patience in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(patience)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+class Checks:
+    def __init__(self, page: Page) -> None:
+        self.page, self.failures = page, 0
+
+    def say(self, what: str, fault: str | None) -> None:
+        self.failures += fault is not None
+        print(f"{'ok' if fault is None else 'FAILED':7} {what}{'' if fault is None else ': ' + fault}", flush=True)
+
+    def equal(self, what: str, got: Any, expected: Any) -> None:
+        self.say(what, None if got == expected else f"{got} instead of {expected}")
+
+    def curl(self) -> None:
+        answers = [json.loads(line) for line in self.page.run("curl")]
+        self.reused("curl", [(one["cached"], one["chunks"], one["text"]) for one in answers])
+        # The page shows what SmolLM2 answers, without the text.
+        shown = [json.loads(line.replace("…", '"…"')) for line in self.page.printed["curl"].splitlines()]
+        self.equal("the page shows it", [{**one, "text": "…"} for one in answers], shown)
+
+    def reused(self, who: str, answers: list[tuple[int, dict[str, int], str]]) -> None:
+        """The second request reuses every token before the question, in another order."""
+        self.equal(f"{who} asks twice", len(answers), 2)
+        (cached, chunks, _), (again, chunks_again, text) = answers
+        everything = sum(chunks.values())
+        self.say(f"{who}: the documents have {everything} tokens", None if everything > 0 else "none")
+        # vLLM's own cache may have a block that ends in the question.
+        fault = None if min(cached, again) >= everything else f"{cached}, {again}"
+        self.say(f"{who}: all of them are cached when the question runs", fault)
+        self.equal(f"{who}: in another order all are reused", chunks_again, {"chunk_tokens_reused": everything, "chunk_tokens_computed": 0})
+        self.say(f"{who}: the answer is {text!r}", None if text.strip() else "nothing")
+
+    def printed(self, name: str) -> list[tuple[int, dict[str, int], str]]:
+        """Reads lines of a Python block: a number, a dictionary, and the beginning of the text."""
+        lines = [re.match(r"(\d+) (\{.*?\}) (.*)", line) for line in self.page.run(name)]
+        return [(int(line[1]), ast.literal_eval(line[2]), line[3]) for line in lines if line]
+
+    def client(self) -> list[tuple[int, dict[str, int], str]]:
+        answers = self.printed("client")
+        self.reused("the openai client", answers)
+        shown = [f"{cached} {chunks} …" for cached, chunks, _ in answers]
+        self.equal("the page shows it", shown, self.page.printed["client"].splitlines())
+        return answers
+
+    def wrong(self) -> None:
+        self.equal("wrong parts are named", self.page.run("wrong"), self.page.printed["wrong"].splitlines())
+
+    def metrics(self) -> None:
+        hits = [float(line.split()[-1]) for line in self.page.run("metrics")]
+        self.say(f"vLLM counts {hits} external hits", None if hits and hits[0] > 0 else "none")
+
+    def offline(self, over_http: list[tuple[int, dict[str, int], str]]) -> None:
+        answers = self.printed("offline")
+        self.reused("LLM.generate", answers)
+        self.equal("and answers as the server does", [one[2] for one in answers], [one[2] for one in over_http])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    model, port = Path(parser.parse_args().model), free_port()
+    page = Page(str(model.resolve() if model.exists() else model), port)
+    checks = Checks(page)
+    with server(page.blocks["serve"], port):
+        checks.curl()
+        over_http = checks.client()
+        checks.wrong()
+        checks.metrics()
+    checks.offline(over_http)
+    sys.exit(f"{checks.failures} checks failed" if checks.failures else 0)
+
+
+if __name__ == "__main__":
+    main()
