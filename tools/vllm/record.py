@@ -227,6 +227,22 @@ def short_of_memory(host: Host) -> None:
         host.ask(name, order, **ALONE)
 
 
+def prefixes(host: Host) -> None:
+    """Ordinary prompts come back after vLLM has given their blocks up, for those who may have them."""
+    host.ask("first", [0, 1], count=40)
+    host.ask("others", [2])
+    host.ask("first-again", [0, 1], question=OTHER_QUESTION)
+    host.ask("others-again", [2], question=OTHER_QUESTION)
+    host.ask("alice", [0, 1], salt="alice")
+    host.ask("chunks", [0, 1], **ALONE)
+    host.ask("turned", [1, 0])
+    host.add("left", [0, 1], question=OTHER_QUESTION)
+    host.engine.step()
+    host.abort("left")
+    host.finish()
+    host.ask("others-last", [2])
+
+
 def window(host: Host) -> None:
     """Layers see 96 tokens: blocks before them are let go, and nothing can be computed again."""
     host.ask("first", [2, 3], **ALONE)
@@ -256,6 +272,7 @@ SCENARIOS = [
     Scenario(failed),
     Scenario(refused),
     Scenario(short_of_memory, settings={"host_memory": 4 * BLOCK}),
+    Scenario(prefixes, blocks=10, settings={"prefix_memory": 9 * BLOCK}),
     Scenario(window, model="mistral-window"),
 ]
 

@@ -100,10 +100,10 @@ def finished(request: Any, block_ids: tuple[list[int], ...]) -> list[Any]:
 # How the arguments of each call are written.
 CALLS: dict[str, Callable[..., Any]] = {
     "on_new_request": described,
-    "get_num_new_matched_tokens": lambda request, computed: [request.request_id, computed],
+    "get_num_new_matched_tokens": lambda request, computed: [request.request_id, computed, request.num_tokens],
     "update_state_after_alloc": lambda request, held, external: [request.request_id, blocks(held.get_block_ids()), external],
     "build_connector_meta": step,
-    "update_connector_output": lambda output: plain(output.kv_connector_worker_meta),
+    "update_connector_output": lambda output: [plain(output.kv_connector_worker_meta), plain(output.finished_recving)],
     "request_finished_all_groups": finished,
     "bind_connector_metadata": lambda metadata: None,
     "clear_connector_metadata": lambda: None,
@@ -122,6 +122,10 @@ OTHERS = {
     "request_finished",
     "requires_kv_delivery",
     "take_events",
+    "reset_cache",
+    "get_kv_connector_stats",
+    "build_kv_connector_stats",
+    "build_prom_metrics",
     "shutdown",
 }
 

@@ -151,9 +151,15 @@ class Replay:
         self.side.on_new_request(self.scheduler.requests[told["id"]])
 
     def get_num_new_matched_tokens(self, args: list[Any]) -> Any:
-        name, computed = args
+        name, computed, known = args
         self.found[name] = computed
+        self.answered(self.scheduler.requests[name], known)
         return self.side.get_num_new_matched_tokens(self.scheduler.requests[name], computed)
+
+    def answered(self, request: Request, known: int) -> None:
+        """Gives a request the tokens of its answer that the host knows by now, of so many in all."""
+        count = max(known - len(request.prompt_token_ids), len(request.output_token_ids))
+        request.output_token_ids = self.outputs[request.request_id][:count]
 
     def update_state_after_alloc(self, args: list[Any]) -> None:
         name, blocks, external = args
@@ -163,19 +169,23 @@ class Replay:
 
     def build_connector_meta(self, step: dict[str, Any]) -> Any:
         self.step = step
-        for name, (_, computed, blocks) in step.items():
-            self.scheduler.requests[name].num_computed_tokens = computed
+        for name, (count, computed, blocks) in step.items():
+            request = self.scheduler.requests[name]
+            request.num_computed_tokens = computed
+            self.answered(request, computed + count)
             self.scheduler.tables[name] = numbers(blocks)
         counts = {name: count for name, (count, _, _) in step.items()}
         self.orders = self.side.build_connector_meta(SimpleNamespace(num_scheduled_tokens=counts))
         return self.orders
 
-    def update_connector_output(self, meta: Any) -> None:
+    def update_connector_output(self, args: list[Any]) -> None:
+        meta, received = args
         assert plain(self.report) == meta
         said = self.report
         for _ in range(1, self.ranks if said is not None else 1):
             said = said.aggregate(self.report)
-        self.side.update_connector_output(SimpleNamespace(kv_connector_worker_meta=said))
+        output = SimpleNamespace(kv_connector_worker_meta=said, finished_recving=set(received or ()))
+        self.side.update_connector_output(output)
 
     def request_finished_all_groups(self, args: list[Any]) -> Any:
         name, blocks, _ = args

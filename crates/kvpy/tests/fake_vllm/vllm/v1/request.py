@@ -50,6 +50,10 @@ class Request:
     def all_token_ids(self) -> list[int]:
         return [*(self.prompt_token_ids or ()), *self.output_token_ids]
 
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
     def update_block_hashes(self) -> None:
         if self._block_hasher is not None:
             self.block_hashes.extend(self._block_hasher(self))
