@@ -229,18 +229,35 @@ def short_of_memory(host: Host) -> None:
 
 def prefixes(host: Host) -> None:
     """Ordinary prompts come back after vLLM has given their blocks up, for those who may have them."""
+    forget = host.llm.reset_prefix_cache
     host.ask("first", [0, 1], count=40)
-    host.ask("others", [2])
-    host.ask("first-again", [0, 1], question=OTHER_QUESTION)
-    host.ask("others-again", [2], question=OTHER_QUESTION)
-    host.ask("alice", [0, 1], salt="alice")
-    host.ask("chunks", [0, 1], **ALONE)
-    host.ask("turned", [1, 0])
-    host.add("left", [0, 1], question=OTHER_QUESTION)
+    forget()
+    host.ask("same", [0, 1], question=OTHER_QUESTION)
+    # Its beginning is vLLM's own, and its last token fills a block.
+    forget()
+    host.ask("short", [0], question=range(26, 30))
+    host.ask("longer", [0, 1], question=range(26, 40))
+    forget()
+    host.ask("full", [0, 1], question=range(26, 40))
+    # One is ended while its blocks are copied in, and two lack the same blocks.
+    forget()
+    host.add("left", [0, 1])
     host.engine.step()
     host.abort("left")
+    host.add("turned", [1, 0])
+    host.add("turned-too", [1, 0], question=OTHER_QUESTION)
     host.finish()
-    host.ask("others-last", [2])
+    # Others' salts, and chunks, are apart.
+    forget()
+    host.ask("alice", [0, 1], salt="alice")
+    host.ask("chunks", [0, 1], **ALONE)
+    with broken_loads():
+        host.ask("mixed", [0, 1], question=LONG_QUESTION, **ALONE)
+    forget()
+    host.ask("plain", [0, 1], question=LONG_QUESTION)
+    # More than fits.
+    host.ask("large", [3])
+    host.ask("last", [2, 0])
 
 
 def window(host: Host) -> None:
@@ -272,7 +289,7 @@ SCENARIOS = [
     Scenario(failed),
     Scenario(refused),
     Scenario(short_of_memory, settings={"host_memory": 4 * BLOCK}),
-    Scenario(prefixes, blocks=10, settings={"prefix_memory": 9 * BLOCK}),
+    Scenario(prefixes, settings={"prefix_memory": 12 * BLOCK}),
     Scenario(window, model="mistral-window"),
 ]
 
