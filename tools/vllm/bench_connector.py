@@ -1,9 +1,10 @@
-"""Times to first token inside vLLM on a CPU: documents that were seen before, in another order.
+"""Times to first token inside vLLM on a CPU: documents that were seen before, in another order, and what that costs in nearness.
 
     python bench_connector.py MODEL [--documents 5] [--tokens 512] [--dtype float32]
 
 The peer is the same vLLM without the connector's help, whose prefix cache finds the system prompt and no document behind another one.
-Loading is compared with a copy of the same bytes. Each row is the least of some rounds; all rows are of one process.
+Documents are notes on firms, cut to one length, and each question is about a fact in one of them. Loading is compared with a copy of
+the same bytes. The time of a row is the least of some rounds, its divergence their mean; all rows are of one process.
 """
 
 from __future__ import annotations
@@ -13,97 +14,128 @@ import json
 import os
 import random
 import time
-
-os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+from dataclasses import dataclass, field
 
 import torch
-from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
+from transformers import AutoConfig, AutoTokenizer
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from kvcache.vllm.chat import BORDER, Chat
+from kvcache.vllm.local import BLOCK, Asked, LocalEngine, divergence
+from kvcache.vllm.questions import SYSTEM, prose, questions
+
+ORDINARY = "without chunks"
+ROWS = (ORDINARY, "none", "link:16", "link:32", "link:64", "question:0.2", "question:0.5")
+
+
+@dataclass
+class Row:
+    """Measurements of one way."""
+
+    seconds: list[float] = field(default_factory=list)
+    divergences: list[float] = field(default_factory=list)
+    """Of the first token's distribution from the peer's, in nats."""
+    same: int = 0
+    """Rounds in which the first token is the peer's."""
+
+
+class Bench:
+    """Documents that were asked about in one order, to be asked about in others."""
+
+    def __init__(self, model: str, count: int, tokens: int, dtype: str) -> None:
+        self.chat = Chat(AutoTokenizer.from_pretrained(model))
+        config = AutoConfig.from_pretrained(model).get_text_config()
+        self.engine = LocalEngine(model, config, dtype=dtype, max_len=4096, host_memory="1GiB")
+        encode, more = self.chat.encode, prose(2)
+        self.system = encode(f"{self.chat.before}{SYSTEM}{BORDER}")
+        self.questions, self.documents = [], []
+        for question in questions(1, count, 2):
+            document = encode(BORDER.join(question.notes) + BORDER)
+            while len(document) < tokens:
+                document += encode(next(more))
+            self.documents.append(document[:tokens])
+            self.questions.append(encode(f"{question.text}{self.chat.after}"))
+
+    def ask(self, order: list[int], question: int, recompute: str) -> Asked:
+        parts = [self.system, *(self.documents[number] for number in order)]
+        tokens = [token for part in parts for token in part] + self.questions[question]
+        params = {"chunk_lengths": [len(part) for part in parts], "chunk_recompute": recompute}
+        return self.engine.ask(tokens, None if recompute == ORDINARY else params, 1)
+
+    def rows(self, rounds: int) -> dict[str, Row]:
+        """Asks a question of its own in each round, in an order of its own."""
+        first, *others = orders(len(self.documents), rounds + 1)
+        self.ask(first, 0, "none")
+        rows = {name: Row() for name in ROWS}
+        for number, order in enumerate(others):
+            full = None
+            for name, row in rows.items():
+                out = self.ask(order, number % len(self.questions), name)
+                full = full or out
+                row.seconds.append(out.seconds)
+                row.divergences.append(divergence(full.first, out.first))
+                row.same += out.answer.tokens == full.answer.tokens
+        return rows
+
+    def copies(self) -> tuple[float, float, int]:
+        """Returns the seconds that loading takes, those of a copy of as many bytes, and the bytes."""
+        side = get_kv_transfer_group()._worker
+        count = sum(map(len, self.documents))
+        slots = [(2 + i // BLOCK) * BLOCK + i % BLOCK for i in range(count)]
+        load = [(list(range(count)), slots, 37)]
+        size = -(-count // BLOCK) * side.arena.block_bytes
+        source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
+        torch.set_num_threads(os.cpu_count() or 1)
+        copy = least(lambda: target.copy_(source))
+        return least(lambda: side.arena.load(side.cache, load, side.ropes)), copy, size
+
+
+def orders(documents: int, count: int) -> list[list[int]]:
+    """Draws orders of which each has no other beginning than the system prompt in common with those before it."""
+    draw, drawn = random.Random(1), []
+    while len(drawn) < count:
+        order = list(range(documents))
+        draw.shuffle(order)
+        if all(order[0] != other[0] for other in drawn[-documents + 1 :]):
+            drawn.append(order)
+    return drawn
+
+
+def least(call) -> float:
+    times = []
+    for _ in range(12):
+        started = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--documents", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
-    llm = LLM(
-        model=args.model,
-        skip_tokenizer_init=True,
-        dtype=args.dtype,
-        enforce_eager=True,
-        block_size=32,
-        max_model_len=4096,
-        kv_cache_memory_bytes=1 << 30,
-        distributed_executor_backend="uni",
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="ChunkConnector",
-            kv_connector_module_path="kvcache.vllm",
-            kv_role="kv_both",
-            kv_connector_extra_config={"host_memory": "1GiB"},
-        ),
-    )
-    draw = random.Random(1)
-    text = lambda n: [draw.randrange(5, 40_000) for _ in range(n)]
-    system, documents = text(32), [text(args.tokens) for _ in range(args.documents)]
-
-    def ttft(order: list[int], recompute: str | None) -> float:
-        """Seconds to the first token of a question that was never asked."""
-        parts = [system, *(documents[i] for i in order)]
-        tokens = [t for part in parts for t in part] + text(32)
-        params = {"chunk_lengths": [len(p) for p in parts], "chunk_recompute": recompute}
-        extra = None if recompute is None else {"kv_transfer_params": params}
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False, ignore_eos=True, extra_args=extra)
-        started = time.perf_counter()
-        llm.generate([{"prompt_token_ids": tokens}], [sampling], use_tqdm=False)
-        return time.perf_counter() - started
-
-    orders = []
-    while len(orders) < args.rounds + 1:
-        order = list(range(args.documents))
-        draw.shuffle(order)
-        # No other beginning than the system prompt in common.
-        if all(order[0] != other[0] for other in orders[-args.documents + 1 :]):
-            orders.append(order)
-    ttft(orders[0], "none")
-    rows = {}
-    for name, recompute in (("without chunks", None), ("none", "none"), ("link:16", "link:16"), ("link:32", "link:32"), ("question:0.2", "question:0.2"), ("question:0.5", "question:0.5")):
-        rows[name] = min(ttft(order, recompute) for order in orders[1:])
-
-    # The copies alone, against a copy of as many bytes.
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    side = get_kv_transfer_group()._worker
-    count = args.documents * args.tokens
-    blocks = -(-count // 32)
-    slots = [(2 + i // 32) * 32 + i % 32 for i in range(count)]
-    load = [(list(range(count)), slots, 37)]
-    bytes_moved = blocks * side.arena.block_bytes
-    source, target = torch.ones(bytes_moved, dtype=torch.uint8), torch.empty(bytes_moved, dtype=torch.uint8)
-
-    def least(call) -> float:
-        times = []
-        for _ in range(12):
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-        return min(times)
-
-    torch.set_num_threads(os.cpu_count() or 1)
-    copy = least(lambda: target.copy_(source))
-    loading = least(lambda: side.arena.load(side.cache, load, side.ropes))
+    bench = Bench(args.model, args.documents, args.tokens, args.dtype)
+    rows = bench.rows(args.rounds)
+    loading, copy, size = bench.copies()
+    times = {name: min(row.seconds) for name, row in rows.items()}
+    away = {name: sum(row.divergences) / args.rounds for name, row in rows.items()}
     print(json.dumps({
-        "model": args.model, "dtype": args.dtype, "tokens": count, "ttft_seconds": rows,
-        "times_as_fast": {name: rows["without chunks"] / seconds for name, seconds in rows.items()},
-        "load_seconds": loading, "copy_seconds": copy, "load_to_copy": loading / copy, "bytes": bytes_moved,
+        "model": args.model, "dtype": args.dtype, "tokens": args.documents * args.tokens, "rounds": args.rounds,
+        "ttft_seconds": times, "times_as_fast": {name: times[ORDINARY] / seconds for name, seconds in times.items()},
+        "divergence": away, "same_first_token": {name: row.same for name, row in rows.items()},
+        "load_seconds": loading, "copy_seconds": copy, "load_to_copy": loading / copy, "bytes": size,
     }))
-    print(f"{args.documents} documents of {args.tokens} tokens in another order, {args.dtype}")
-    for name, seconds in rows.items():
-        print(f"  {name:16} {seconds * 1e3:9.1f} ms   {rows['without chunks'] / seconds:6.1f} times as fast")
-    print(f"  loading {bytes_moved >> 20} MiB takes {loading * 1e3:.1f} ms, {loading / copy:.2f} of a copy ({copy * 1e3:.1f} ms)")
+    print(f"{args.documents} documents of {args.tokens} tokens in another order, {args.dtype}, {args.rounds} rounds")
+    for name, row in rows.items():
+        print(
+            f"  {name:16} {times[name] * 1e3:9.1f} ms   {times[ORDINARY] / times[name]:6.1f} times as fast   "
+            f"{away[name]:7.4f} nats away   {row.same} of {args.rounds} first tokens the same"
+        )
+    print(f"  loading {size >> 20} MiB takes {loading * 1e3:.1f} ms, {loading / copy:.2f} of a copy ({copy * 1e3:.1f} ms)")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
 """Position-independent chunks inside vLLM, through its connector interface.
 
 Start vLLM with ``KVTransferConfig(kv_connector="ChunkConnector", kv_connector_module_path="kvcache.vllm", kv_role="kv_both")``.
-Clients that only build requests need no vLLM: it is imported with ``ChunkConnector``.
+``python -m kvcache.vllm check MODEL`` says whether chunks are fit for a model. Clients that only build requests need no vLLM: it is
+imported with ``ChunkConnector``.
 """
+
+from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from .compare import Answer
+
 
 def load(path: str):
+    """Loads a model in f32, with attention that takes any mask."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
@@ -49,7 +52,7 @@ def additive(mask: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def alone(model, parts: list[list[int]], question: list[int], count: int):
+def alone(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
     """Greedy tokens and their log-probabilities under the mask in which chunks see only themselves."""
     tokens = [t for part in parts for t in part] + question
     mask = visible([len(p) for p in parts], len(question), "alone") & windowed(model, len(tokens))
@@ -59,7 +62,7 @@ def alone(model, parts: list[list[int]], question: list[int], count: int):
 
 
 @torch.no_grad()
-def plain(model, parts: list[list[int]], question: list[int], count: int):
+def plain(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
     """Greedy tokens and log-probabilities of ordinary attention."""
     tokens = [t for part in parts for t in part] + question
     cache = DynamicCache()
@@ -75,24 +78,34 @@ def first(model, parts: list[list[int]], question: list[int]) -> torch.Tensor:
 
 
 @torch.no_grad()
-def continued(model, cache, length: int, last: torch.Tensor, count: int):
-    out, probs = [], []
+def continued(model, cache, length: int, last: torch.Tensor, count: int) -> Answer:
+    """Greedy tokens behind a prompt of ``length`` tokens that is in the cache and ended with these log-probabilities."""
+    tokens, logprobs, margins = [], [], []
     window = getattr(model.config, "sliding_window", None)
     for _ in range(count):
-        token = int(last.argmax())
-        out.append(token)
-        probs.append(float(last[token]))
-        if len(out) == count:
+        best, second = last.topk(2).values.tolist()
+        tokens.append(int(last.argmax()))
+        logprobs.append(best)
+        margins.append(best - second)
+        if len(tokens) == count:
             break
-        seen = torch.ones(1, length + len(out), dtype=torch.bool)
+        seen = torch.ones(1, length + len(tokens), dtype=torch.bool)
         if window:
-            seen[0, : max(0, length + len(out) - window)] = False
-        last = rest(model, cache, length + len(out) - 1, [token], additive(seen))[-1]
-    return out, probs
+            seen[0, : max(0, length + len(tokens) - window)] = False
+        last = rest(model, cache, length + len(tokens) - 1, tokens[-1:], additive(seen))[-1]
+    return Answer(tokens, logprobs, margins)
+
+
+def moved(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates keys: the elements that the model rotates stand before those that it leaves as they are."""
+    width = cos.shape[-1]
+    turning, still = keys[..., :width], keys[..., width:]
+    turned = torch.cat([-turning[..., width // 2 :], turning[..., : width // 2]], -1)
+    return torch.cat([turning * cos + turned * sin, still], -1)
 
 
 @torch.no_grad()
-def with_system(model, parts: list[list[int]], question: list[int], count: int):
+def with_system(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
     """Greedy tokens and log-probabilities of the computation in two phases."""
     system = parts[0]
     merged = DynamicCache()
@@ -108,9 +121,7 @@ def with_system(model, parts: list[list[int]], question: list[int], count: int):
         cos, sin = cos[0, 0] / factor, sin[0, 0] / factor
         for layer, kept in enumerate(own.layers):
             keys, values = kept.keys[:, :, len(system) :], kept.values[:, :, len(system) :]
-            half = keys.shape[-1] // 2
-            turned = torch.cat([-keys[..., half:], keys[..., :half]], -1)
-            merged.update(keys * cos + turned * sin, values, layer)
+            merged.update(moved(keys, cos, sin), values, layer)
         start += len(chunk)
     logs = rest(model, merged, start, question, additive(windowed(model, start + len(question))[start:]))
     return continued(model, merged, start + len(question), logs[-1], count)

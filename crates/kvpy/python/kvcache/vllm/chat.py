@@ -1,0 +1,67 @@
+"""Questions as a model wants them asked: in its chat template, cut into parts that are tokenised by themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .prompt import ChunkPrompt
+from .questions import SYSTEM, Question
+
+# Ends the system prompt and each note. It belongs to what it ends, so that a note has the same tokens wherever it stands.
+BORDER = "\n\n"
+MARK = "<the message>"
+
+
+class Chat:
+    """Puts questions into the chat template of a tokenizer of transformers, or into plain text if it has none.
+
+    Nothing of the template stands between the notes: they are one message, and so is the system prompt before them.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.before, self.after = frame(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def prompt(self, question: Question, order: Sequence[int], mode: str = "alone", recompute: str = "none") -> ChunkPrompt:
+        """Returns the prompt of a question with its notes in this order."""
+        return ChunkPrompt.of(
+            self.encode,
+            f"{self.before}{SYSTEM}{BORDER}",
+            [question.notes[number] + BORDER for number in order],
+            f"{question.text}{self.after}",
+            mode=mode,
+            recompute=recompute,
+        )
+
+
+def frame(tokenizer: Any) -> tuple[str, str]:
+    """Returns the text before and after the message of a user. Raises ``ValueError`` for a template that does not write it once."""
+    if not getattr(tokenizer, "chat_template", None):
+        begins = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
+        return (tokenizer.bos_token if begins else ""), "\nAnswer:"
+    message = [{"role": "user", "content": MARK}]
+    # Models that think before they answer are asked not to.
+    text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+    before, found, after = text.partition(MARK)
+    if not found or MARK in after:
+        raise ValueError("the chat template does not write the message of a user exactly once")
+    return before, after
+
+
+def end_tokens(folder: Path, tokenizer: Any) -> list[int]:
+    """Returns the tokens that end an answer, by the tokenizer and the files of the model."""
+    ends = {tokenizer.eos_token_id}
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        token = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        ends.update(token if isinstance(token, list) else [token])
+    return sorted(end for end in ends if end is not None)

@@ -1,0 +1,199 @@
+"""The gate of a model: chunks are exact inside vLLM, all of them are found, and questions are answered as well as without them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer
+
+from . import reference
+from .chat import Chat, end_tokens
+from .compare import Answer, compare
+from .local import LocalEngine, divergence
+from .prompt import ChunkPrompt
+from .questions import Question, questions
+from .verdict import ORDINARY, Finding, Row
+
+MODES = ("alone", "with-system")
+# Prompts and tokens whose exactness is checked.
+SAMPLES, COUNT = 2, 12
+# An answer may say a sentence around the fact.
+ANSWER = 32
+
+Progress = Callable[[str], None]
+
+
+class CheckError(RuntimeError):
+    """A reason why a model cannot be checked, and the way out."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of a check."""
+
+    model: str
+    questions: int = 40
+    notes: int = 2
+    recompute: tuple[str, ...] = ("none", "link:16", "link:32", "link:64", "question:0.5")
+    mode: str = "alone"
+    seed: int = 1
+    dtype: str = "float32"
+    max_len: int = 4096
+    host_memory: str = "1GiB"
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What transformers answers to a question, in each mode and with ordinary attention."""
+
+    question: Question
+    chunks: dict[str, Answer]
+    plain: Answer
+
+
+def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row]]:
+    """Checks a model. The rows are empty if reuse is not exact.
+
+    Raises ``CheckError``, ``UnsupportedHostError`` for a model that the connector refuses, and the errors of vLLM.
+    """
+    config = AutoConfig.from_pretrained(options.model).get_text_config()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError) as error:
+        raise CheckError(f"{options.model} has no tokenizer that transformers reads, and questions need one: {error}") from error
+    chat = Chat(tokenizer)
+    asked = questions(options.seed, options.questions, options.notes)
+    _fit(options, config, chat, asked)
+    progress("transformers computes what vLLM has to answer")
+    expected = references(options.model, chat, asked[:SAMPLES])
+    progress("vLLM starts")
+    # Exactness is that of f32, whatever the answers are computed in.
+    with started(options, config, "float32") as engine:
+        progress("exactness")
+        findings = exactness(engine, chat, expected)
+        if options.dtype == "float32" and not any(finding.fault for finding in findings):
+            return findings, answers(engine, chat, asked, options, progress)
+    if any(finding.fault for finding in findings):
+        return findings, []
+    progress(f"vLLM starts again in {options.dtype}")
+    with started(options, config, options.dtype) as engine:
+        return findings, answers(engine, chat, asked, options, progress)
+
+
+def _fit(options: Options, config: Any, chat: Chat, asked: Sequence[Question]) -> None:
+    """Raises ``CheckError`` if a prompt with its answer is longer than vLLM is told."""
+    longest = ANSWER + max(len(chat.prompt(question, _order(question)).token_ids) for question in asked)
+    most = getattr(config, "max_position_embeddings", options.max_len)
+    if options.max_len > most:
+        raise CheckError(f"--max-len is {options.max_len}, and the model has {most} positions: take --max-len {most}")
+    if longest > options.max_len:
+        raise CheckError(f"prompts have up to {longest} tokens with their answers: raise --max-len, or take fewer --notes")
+
+
+@contextmanager
+def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
+    engine = LocalEngine(options.model, config, dtype=dtype, max_len=options.max_len, host_memory=options.host_memory)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def references(model: str, chat: Chat, asked: Sequence[Question]) -> list[Expected]:
+    """Computes answers by transformers, and lets go of its model."""
+    loaded, of = reference.load(model), {"alone": reference.alone, "with-system": reference.with_system}
+    out = []
+    for question in asked:
+        parts, text = cut(chat.prompt(question, _order(question)))
+        chunks = {mode: of[mode](loaded, parts, text, COUNT) for mode in MODES}
+        out.append(Expected(question, chunks, reference.plain(loaded, parts, text, COUNT)))
+    del loaded
+    gc.collect()
+    return out
+
+
+def cut(prompt: ChunkPrompt) -> tuple[list[list[int]], list[int]]:
+    """Returns the tokens of the system prompt and of each chunk, and those of the question."""
+    parts, at = [], 0
+    for length in prompt.kv_transfer_params["chunk_lengths"]:
+        parts.append(prompt.token_ids[at : at + length])
+        at += length
+    return parts, prompt.token_ids[at:]
+
+
+def _order(question: Question) -> list[int]:
+    return list(range(len(question.notes)))
+
+
+def seen_before(engine: LocalEngine, chat: Chat, question: Question, mode: str) -> None:
+    """Lets the notes of a question be cached in another order than the one in which they are asked about."""
+    order = _order(question)
+    prompt = chat.prompt(question, order[1:] + order[:1], mode)
+    out = engine.ask(prompt.token_ids, prompt.kv_transfer_params, 1)
+    if "chunk_error" in out.params:
+        raise CheckError(f"chunks are not kept: {out.params['chunk_error']} (--host-memory)")
+
+
+def exactness(engine: LocalEngine, chat: Chat, expected: Sequence[Expected]) -> list[Finding]:
+    """Compares answers with transformers', and counts the tokens that were found."""
+    findings = []
+    for mode in MODES:
+        compared, apart, found, faults, missed = 0, 0.0, 0, [], []
+        for one in expected:
+            seen_before(engine, chat, one.question, mode)
+            prompt, before = chat.prompt(one.question, _order(one.question), mode), engine.hits()
+            out = engine.ask(prompt.token_ids, prompt.kv_transfer_params, COUNT, logprobs=True)
+            result = compare(out.answer, one.chunks[mode])
+            compared, apart = compared + result.compared, max(apart, result.apart)
+            faults += [result.fault] if result.fault else []
+            lengths = prompt.kv_transfer_params["chunk_lengths"]
+            hits, chunks = engine.hits() - before, sum(lengths[1:])
+            # vLLM itself may have found the system prompt.
+            if hits < chunks or out.cached_tokens != sum(lengths) or out.params.get("chunk_tokens_computed") != 0:
+                missed.append(f"{hits} of {chunks} tokens of chunks are hits, and {out.cached_tokens} of {sum(lengths)} were cached")
+            found += chunks
+        what = f"{mode}: {compared} of {len(expected) * COUNT} tokens compared with transformers, log-probabilities apart {apart:.0e}"
+        findings.append(Finding(what, faults[0] if faults else None))
+        findings.append(Finding(f"{mode}: all {found} tokens of chunks in another order are hits", missed[0] if missed else None))
+    faults = []
+    for one in expected:
+        prompt = chat.prompt(one.question, _order(one.question))
+        out = engine.ask(prompt.token_ids, None, COUNT, logprobs=True)
+        faults += [fault] if (fault := compare(out.answer, one.plain).fault) else []
+    findings.append(Finding("a request without chunks is untouched by those before it", faults[0] if faults else None))
+    return findings
+
+
+def answers(
+    engine: LocalEngine, chat: Chat, asked: Sequence[Question], options: Options, progress: Progress
+) -> list[Row]:
+    """Asks all questions with ordinary attention and in each way."""
+    rows = [Row(ORDINARY), *(Row(recompute) for recompute in options.recompute)]
+    stop = end_tokens(Path(options.model), chat.tokenizer)
+    for number, question in enumerate(asked):
+        progress(f"question {number + 1} of {len(asked)}")
+        full = None
+        for row in rows:
+            if row.refused is not None:
+                continue
+            ordinary = row is rows[0]
+            prompt = chat.prompt(question, _order(question), options.mode, "none" if ordinary else row.recompute)
+            out = engine.ask(prompt.token_ids, None if ordinary else prompt.kv_transfer_params, ANSWER, stop=stop)
+            if "chunk_error" in out.params:
+                row.refused = out.params["chunk_error"]
+                continue
+            if not ordinary and out.params["chunk_tokens_computed"]:
+                raise CheckError("the notes of a question do not fit into the memory for chunks: raise --host-memory")
+            if full is None:
+                full = out.first
+                # Behind the ordinary request, which would find what chunks leave in vLLM's own cache.
+                seen_before(engine, chat, question, options.mode)
+            row.right.append(question.is_right(chat.decode(out.answer.tokens)))
+            row.divergences.append(divergence(full, out.first))
+            row.seconds.append(out.seconds)
+    return rows

@@ -1,0 +1,194 @@
+"""The verdict on a model: which setting to use, by right answers beside those of ordinary attention."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+# The 95 % quantile of the normal distribution.
+Z = 1.645
+
+
+@dataclass(frozen=True)
+class Paired:
+    """Counts of questions that were answered in two ways, by ordinary attention and with reuse."""
+
+    asked: int
+    lost: int
+    """Questions that only ordinary attention answered right."""
+    gained: int
+    """Questions that only the answer with reuse has right."""
+
+    @classmethod
+    def of(cls, ordinary: Sequence[bool], reused: Sequence[bool]) -> Paired:
+        pairs = list(zip(ordinary, reused))
+        return cls(len(pairs), sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs))
+
+    @property
+    def loss(self) -> float:
+        """The share of all questions by which reuse is worse. Below 0 it is better."""
+        return (self.lost - self.gained) / max(1, self.asked)
+
+    def at_most(self) -> float:
+        """Returns the largest loss that the answers do not refute: the upper limit of a one-sided 95 % interval (Tango, 1998).
+
+        1 without questions.
+        """
+        if self.asked == 0:
+            return 1.0
+        inside, outside = self.loss, 1.0
+        for _ in range(60):
+            middle = (inside + outside) / 2
+            if abs(self._score(middle)) <= Z:
+                inside = middle
+            else:
+                outside = middle
+        return inside
+
+    def _score(self, d: float) -> float:
+        """The distance of the observed loss from a loss ``d``, in standard deviations under it."""
+        n, b, c = self.asked, self.lost, self.gained
+        linear = -b - c + (2 * n - b + c) * d
+        # The likeliest share of gained answers, if the loss is ``d``.
+        gained = (math.sqrt(max(0.0, linear * linear + 8 * n * c * d * (1 - d))) - linear) / (4 * n)
+        variance = n * (2 * gained + d * (1 - d))
+        distance = b - c - n * d
+        return 0.0 if distance == 0 else distance / math.sqrt(max(variance, 1e-300))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A claim that was checked, and its fault if it does not hold."""
+
+    what: str
+    fault: str | None = None
+
+
+@dataclass
+class Row:
+    """Answers in one way. That of ordinary attention comes first, and is named by ``ORDINARY``."""
+
+    recompute: str
+    right: list[bool] = field(default_factory=list)
+    divergences: list[float] = field(default_factory=list)
+    """Of the first token's distribution from ordinary attention's, in nats."""
+    seconds: list[float] = field(default_factory=list)
+    refused: str | None = None
+    """The reason why the model does not have this way."""
+
+    def mean_seconds(self) -> float:
+        return sum(self.seconds) / max(1, len(self.seconds))
+
+    def mean_divergence(self) -> float:
+        return sum(self.divergences) / max(1, len(self.divergences))
+
+
+ORDINARY = "ordinary attention"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The setting to use, if one is fit, and a sentence that says so."""
+
+    fit: bool
+    recompute: str | None
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that may be lost, and the least that ordinary attention must answer for a loss to be judged, as shares."""
+
+    loss: float = 0.02
+    floor: float = 0.3
+
+
+def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: Limits) -> Verdict:
+    """Chooses the cheapest setting, by its time to first token, whose loss of right answers is within the limit."""
+    broken = [finding for finding in findings if finding.fault]
+    if broken:
+        return Verdict(False, None, f"Do not use chunks with this model: {broken[0].what}: {broken[0].fault}.")
+    ordinary, ways = rows[0], [row for row in rows[1:] if row.refused is None]
+    asked, right = len(ordinary.right), sum(ordinary.right)
+    if right < limits.floor * asked or not asked:
+        return Verdict(
+            False,
+            None,
+            f"Nothing can be said: ordinary attention answers {right} of {asked} questions, fewer than {limits.floor:.0%}. "
+            "Ask about fewer notes, or take a model that follows instructions.",
+        )
+    for row in sorted(ways, key=Row.mean_seconds):
+        paired = Paired.of(ordinary.right, row.right)
+        # Points are compared as they are printed.
+        if round(100 * paired.loss, 6) <= round(100 * limits.loss, 6):
+            return Verdict(
+                True,
+                row.recompute,
+                f'Use chunk_recompute "{row.recompute}" with chunk_mode "{mode}": it is the cheapest that loses at most '
+                f"{100 * limits.loss:g} of a hundred right answers here ({sum(row.right)} of {asked} right, ordinary attention {right}), "
+                f"and the first token comes {ordinary.mean_seconds() / row.mean_seconds():.1f} times as fast.",
+            )
+    return Verdict(
+        False,
+        None,
+        f"No setting is fit: each loses more than {100 * limits.loss:g} of a hundred right answers with chunk_mode {mode!r}. "
+        "Try the other mode, a larger share such as question:0.7, or --tolerance.",
+    )
+
+
+def caution(asked: int) -> str:
+    """Returns what a small set of questions can say, and how large one has to be."""
+    clean = Paired(asked, 0, 0).at_most()
+    return (
+        f"{asked} questions bound a loss only roughly: even with no answer lost, {100 * clean:.1f} of a hundred are not refuted "
+        "(95 %, one-sided; Tango, 1998). Ask more with --questions before you rely on it, and ask your own."
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Formats the rows for people."""
+    lines = [("recomputed", "right", "points lost (at most)", "divergence", "first token", "times as fast")]
+    ordinary = rows[0]
+    for row in rows:
+        if row.refused is not None:
+            lines.append((row.recompute, "refused", row.refused, "", "", ""))
+            continue
+        lost = away = ""
+        if row is not ordinary:
+            paired = Paired.of(ordinary.right, row.right)
+            lost = f"{100 * paired.loss:.1f} ({100 * paired.at_most():.1f})"
+            away = f"{row.mean_divergence():.3f}"
+        seconds = row.mean_seconds()
+        faster = f"{ordinary.mean_seconds() / seconds:.1f}" if seconds else ""
+        lines.append((row.recompute, f"{sum(row.right)} of {len(row.right)}", lost, away, f"{1e3 * seconds:.0f} ms", faster))
+    wide = [max(len(line[at]) for line in lines if line[1] != "refused" or at < 2) for at in range(6)]
+    return "\n".join(
+        "  ".join(cell.ljust(wide[at]) if at == 0 or line[1] == "refused" else cell.rjust(wide[at]) for at, cell in enumerate(line)).rstrip()
+        for line in lines
+    )
+
+
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns the figures of the table."""
+    ordinary, out = rows[0], []
+    for row in rows:
+        if row.refused is not None:
+            out.append({"recompute": row.recompute, "refused": row.refused})
+            continue
+        paired = Paired.of(ordinary.right, row.right)
+        seconds = row.mean_seconds()
+        out.append({
+            "recompute": row.recompute,
+            "right": sum(row.right),
+            "asked": paired.asked,
+            "lost": paired.lost,
+            "gained": paired.gained,
+            "loss": paired.loss,
+            "loss_at_most": paired.at_most(),
+            "divergence": row.mean_divergence(),
+            "ttft_seconds": seconds,
+            "times_as_fast": ordinary.mean_seconds() / seconds if seconds else None,
+        })
+    return out
