@@ -220,6 +220,9 @@ class Checks:
         self.same("so is a question that chooses everything full attention", answer(out), self.expected([1, 2, 0], "plain"))
         (out,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "question:0"))
         self.same("and one that chooses nothing reuse as it is", answer(out), self.expected([1, 2, 0], "alone"))
+        (once,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "question:0.5"))
+        (again,) = self.generate(host, self.case.prompt([1, 2, 0], "alone", "question:0.5"))
+        self.same("a question that is asked again is answered as before", answer(again), answer(once))
         self.nearer(host)
 
     def nearer(self, host: Host) -> None:

@@ -17,8 +17,12 @@ class Again:
     """The request's blocks."""
     runs: list[tuple[int, int]]
     """Where the tokens begin and end that are computed again; with a share, those among which the question chooses."""
+    first: int
+    """The first token that vLLM's own cache does not have. Those before it are as they have to be."""
     share: float | None
     question_start: int
+    key: bytes
+    """The prompt and all that decides what the question chooses."""
 
 
 @dataclass

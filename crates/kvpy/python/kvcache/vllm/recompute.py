@@ -4,12 +4,14 @@ Each run of tokens is a row of a batch whose query ends where the run does: to t
 computed what stands before it. Keys and values are written to the request's own blocks.
 
 The question chooses by its own attention: it is computed once over the keys as they are, and the weights of its softmax are summed
-for each token, over rows, heads, and all layers but the first third.
+for each token, over rows, heads, and all layers but the first third. Choices are kept: a request that finds a part of its blocks in the
+host's own cache, as one that is asked again or was preempted, completes them by the choice that they were made by.
 """
 
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from .scheduler import Again
+
+
+# The number of questions whose choices are kept.
+CHOICES = 256
 
 
 class Recomputer:
@@ -41,10 +47,12 @@ class Recomputer:
         self.caches = caches
         self.order = order
         self.block_size = block_size
+        self.choices: OrderedDict[bytes, list[tuple[int, int]]] = OrderedDict()
 
     def run(self, again: Again) -> None:
         """Computes what is chosen, or what the question chooses, again."""
-        runs = again.runs if again.share is None else self.chosen(again)
+        runs = again.runs if again.share is None else self.kept_choice(again)
+        runs = [(max(start, again.first), end) for start, end in runs if end > again.first]
         if runs:
             self.forward(again.tokens, again.table, runs)
 
@@ -89,6 +97,15 @@ class Recomputer:
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
+
+    def kept_choice(self, again: Again) -> list[tuple[int, int]]:
+        """Returns the runs that the question chose when its blocks were made, or else those that it chooses now."""
+        # All ranks see the same requests in the same order, and so forget the same choices.
+        chosen = self.choices.pop(again.key, None)
+        self.choices[again.key] = self.chosen(again) if chosen is None else chosen
+        if len(self.choices) > CHOICES:
+            self.choices.popitem(last=False)
+        return self.choices[again.key]
 
     def chosen(self, again: Again) -> list[tuple[int, int]]:
         """Returns the runs of tokens that the question attends to most."""

@@ -416,15 +416,21 @@ class ChunkScheduler:
             self.receiving.add(name)
 
     def _again(self, request: Request, plan: ChunkPlan, first: int, block_ids: list[int]) -> Again | None:
-        """What is computed again of a request whose tokens before ``first`` are in vLLM's own cache, as they have to be."""
+        """What is computed again of a request whose tokens before ``first`` are in vLLM's own cache."""
         share = plan.chosen_share()
         parts = plan.apart() if share > 0 else plan.linked()
-        runs = [(max(part.start, first), part.end) for part in parts if part.end > first]
-        if not runs:
+        if not any(part.end > first for part in parts):
             return None
         held = len(block_ids) * self.shape.engine_block_size
-        tokens = list(request.prompt_token_ids[:held])
-        return Again(tokens, list(block_ids), runs, share if share > 0 else None, plan.question_start)
+        return Again(
+            tokens=list(request.prompt_token_ids[:held]),
+            table=list(block_ids),
+            runs=[(part.start, part.end) for part in parts],
+            first=first,
+            share=share if share > 0 else None,
+            question_start=plan.question_start,
+            key=hashlib.sha256(json.dumps([request.cache_salt, list(request.prompt_token_ids)]).encode()).digest(),
+        )
 
     def orders(self, output: SchedulerOutput) -> tuple[list[Load], list[Save]]:
         """Returns what the workers copy in this step."""
