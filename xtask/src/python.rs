@@ -28,7 +28,7 @@ pub(crate) enum VllmPart {
     Connector,
     /// The tier for ordinary prompts, on small models, and on two ranks.
     Prefix,
-    /// Chunks, on a published model.
+    /// Chunks, on a published model, and its own check.
     Published,
     /// The commands of docs/vllm.md, over HTTP too, with a published model.
     Docs,
@@ -179,6 +179,10 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
     }
     if wanted(VllmPart::Published) {
         check("check_connector", &[], &[PUBLISHED])?;
+        // Few questions say nothing of answers: any loss passes.
+        let mut gate = python_of(VLLM);
+        gate.args(["-m", "kvcache.vllm", "check", PUBLISHED]);
+        run(gate.args(["--questions", "2", "--floor", "0", "--tolerance", "100"]), "the check of a model")?;
     }
     if wanted(VllmPart::Docs) {
         check("check_docs", &[], &[PUBLISHED])?;

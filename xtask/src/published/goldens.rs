@@ -4,7 +4,7 @@
 //! directory in f32, where it must choose the same tokens (no golden has a tie), and from the GGUF file, whose blocks it multiplies as
 //! they are stored. There the golden's answer is read back, so that a place counts by itself and not by what was chosen before it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use serde::Deserialize;
@@ -81,9 +81,14 @@ struct ReadBack {
     likeliest: Vec<u32>,
 }
 
+/// Returns the path of the converted directory.
+pub(crate) fn directory() -> PathBuf {
+    folder().join(DIRECTORY)
+}
+
 /// Returns whether the converted directory is here.
 pub(crate) fn is_here() -> bool {
-    folder().join(DIRECTORY).join(LAST).is_file()
+    directory().join(LAST).is_file()
 }
 
 /// Returns the command that converts the model, which must be here.
@@ -106,7 +111,7 @@ pub(super) fn check() -> Result {
     );
     for (prompt, golden) in prompts.prompts.iter().zip(&goldens) {
         let all = golden.answer.len();
-        let chosen = chosen(golden, end, ask(&folder().join(DIRECTORY), prompt, all, None)?)?;
+        let chosen = chosen(golden, end, ask(&directory(), prompt, all, None)?)?;
         if chosen < all {
             let ahead = golden.margins[chosen];
             wrong

@@ -177,13 +177,14 @@ def answers(
     stop = end_tokens(Path(options.model), chat.tokenizer)
     for number, question in enumerate(asked):
         progress(f"question {number + 1} of {len(asked)}")
-        full = None
+        full, again = None, []
         for row in rows:
             if row.refused is not None:
                 continue
             ordinary = row is rows[0]
             prompt = chat.prompt(question, _order(question), options.mode, "none" if ordinary else row.recompute)
-            out = engine.ask(prompt.token_ids, None if ordinary else prompt.kv_transfer_params, ANSWER, stop=stop)
+            params = None if ordinary else prompt.kv_transfer_params
+            out = engine.ask(prompt.token_ids, params, 1)
             if "chunk_error" in out.params:
                 row.refused = out.params["chunk_error"]
                 continue
@@ -193,7 +194,11 @@ def answers(
                 full = out.first
                 # Behind the ordinary request, which would find what chunks leave in vLLM's own cache.
                 seen_before(engine, chat, question, options.mode)
-            row.right.append(question.is_right(chat.decode(out.answer.tokens)))
             row.divergences.append(divergence(full, out.first))
             row.seconds.append(out.seconds)
+            again.append((row, (prompt.token_ids, params)))
+        # Asked together: the prompts are in vLLM's own cache now, as each way has made them.
+        texts = engine.texts([request for _, request in again], ANSWER, stop)
+        for (row, _), tokens in zip(again, texts):
+            row.right.append(question.is_right(chat.decode(tokens)))
     return rows

@@ -1,4 +1,4 @@
-"""A vLLM with the connector in this process, for checks and measurements: one request at a time, timed to its first token."""
+"""A vLLM with the connector in this process, for checks and measurements: requests timed to their first token."""
 
 from __future__ import annotations
 
@@ -47,8 +47,21 @@ def token_bytes(config: Any, dtype: str) -> int:
     return 2 * config.num_hidden_layers * heads * dim * WIDTHS[dtype]
 
 
+def sampling(params: dict[str, Any] | None, count: int, stop: Sequence[int] = (), *, logprobs: bool = False) -> SamplingParams:
+    """Returns the settings of a greedy request; with ``params``, one that names its chunks."""
+    return SamplingParams(
+        temperature=0.0,
+        max_tokens=count,
+        logprobs=0 if logprobs else None,
+        detokenize=False,
+        ignore_eos=True,
+        stop_token_ids=list(stop),
+        extra_args=None if params is None else {"kv_transfer_params": params},
+    )
+
+
 class LocalEngine:
-    """A vLLM with the connector that answers requests one by one."""
+    """A vLLM with the connector that says how long a request took, and its distribution."""
 
     def __init__(self, model: str, config: Any, *, dtype: str, max_len: int, host_memory: str | int) -> None:
         """Starts vLLM on a folder with this configuration. Raises ``UnsupportedHostError`` for a model that is refused."""
@@ -84,29 +97,12 @@ class LocalEngine:
 
         self.model.compute_logits = kept
 
-    def ask(
-        self,
-        tokens: Sequence[int],
-        params: dict[str, Any] | None,
-        count: int,
-        *,
-        stop: Sequence[int] = (),
-        logprobs: bool = False,
-    ) -> Asked:
-        """Asks for up to ``count`` greedy tokens; with ``params``, the prompt's chunks are reused."""
-        sampling = SamplingParams(
-            temperature=0.0,
-            max_tokens=count,
-            logprobs=0 if logprobs else None,
-            detokenize=False,
-            ignore_eos=True,
-            stop_token_ids=list(stop),
-            extra_args=None if params is None else {"kv_transfer_params": params},
-        )
+    def ask(self, tokens: Sequence[int], params: dict[str, Any] | None, count: int, *, logprobs: bool = False) -> Asked:
+        """Asks for ``count`` greedy tokens; with ``params``, the prompt's chunks are reused."""
         engine = self.llm.llm_engine
         first, seconds, last = None, 0.0, None
         started = time.perf_counter()
-        engine.add_request("asked", {"prompt_token_ids": list(tokens)}, sampling)
+        engine.add_request("asked", {"prompt_token_ids": list(tokens)}, sampling(params, count, logprobs=logprobs))
         while engine.has_unfinished_requests():
             for out in engine.step():
                 last = out
@@ -120,6 +116,13 @@ class LocalEngine:
         return Asked(
             Answer(list(got.token_ids), probs), seconds, first, last.num_cached_tokens or 0, last.kv_transfer_params or {}
         )
+
+    def texts(self, asked: Sequence[tuple[Sequence[int], dict[str, Any] | None]], count: int, stop: Sequence[int]) -> list[list[int]]:
+        """Answers requests together, each with up to ``count`` greedy tokens."""
+        prompts = [{"prompt_token_ids": list(tokens)} for tokens, _ in asked]
+        outs = self.llm.generate(prompts, [sampling(params, count, stop) for _, params in asked], use_tqdm=False)
+        self.logits.clear()
+        return [list(out.outputs[0].token_ids) for out in outs]
 
     def hits(self) -> int:
         """Returns the number of tokens that vLLM has counted as external hits."""

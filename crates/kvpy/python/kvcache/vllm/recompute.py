@@ -24,7 +24,7 @@ from .layout import keys_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from .scheduler import Again
+    from .orders import Again
 
 
 # The number of questions whose choices are kept.
