@@ -71,7 +71,9 @@ def parser() -> argparse.ArgumentParser:
         default="float32",
         help="element type in which questions are answered (default: float32)",
     )
-    check.add_argument("--max-len", type=above_0, default=4096, metavar="TOKENS", help="longest prompt with its answer (default: 4096)")
+    check.add_argument(
+        "--max-len", type=above_0, metavar="TOKENS", help="longest prompt with its answer (default: 4096, if the model has as many)"
+    )
     check.add_argument("--host-memory", default="1GiB", metavar="SIZE", help="memory for chunks (default: 1GiB)")
     check.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
     return whole
@@ -154,16 +156,17 @@ def run_check(args: argparse.Namespace) -> int:
         print(json.dumps(said))
         return 0 if verdict.fit else 1
     for finding in findings:
-        print(f"{'ok' if finding.fault is None else 'FAILED':7} {finding.what}{'' if finding.fault is None else ': ' + finding.fault}")
+        print(f"ok      {finding.what}" if finding.fault is None else f"FAILED  {finding.what}: {finding.fault}")
     if rows:
-        print(f"\n{len(rows[0].right)} questions about {args.notes} notes each, cached before in another order, {args.mode}, {args.dtype}:\n")
+        asked = len(rows[0].right)
+        print(f"\n{asked} questions about {args.notes} notes each, cached before in another order, {args.mode}, {args.dtype}:\n")
         print(table(rows))
         print(
             "\nPoints lost, of a hundred questions: those that only ordinary attention answered, less those that only this way\n"
             "answered; in brackets the most that the answers do not refute. Divergence is that of the first token's distribution\n"
             "from ordinary attention's, in nats. Times are means.\n"
         )
-        print(caution(len(rows[0].right)))
+        print(caution(asked))
     print(f"\n{verdict.sentence}")
     return 0 if verdict.fit else 1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from . import reference
 from .chat import Chat, end_tokens
 from .compare import Answer, compare
+from .host import UnsupportedHostError, ropes_of
 from .local import LocalEngine, divergence
 from .prompt import ChunkPrompt
 from .questions import Question, questions
@@ -22,6 +23,7 @@ from .verdict import ORDINARY, Finding, Row
 MODES = ("alone", "with-system")
 # Prompts and tokens whose exactness is checked.
 SAMPLES, COUNT = 2, 12
+MAX_LEN = 4096
 # An answer may say a sentence around the fact.
 ANSWER = 32
 
@@ -43,7 +45,8 @@ class Options:
     mode: str = "alone"
     seed: int = 1
     dtype: str = "float32"
-    max_len: int = 4096
+    max_len: int | None = None
+    """The longest prompt with its answer, ``MAX_LEN`` or all positions of the model by default."""
     host_memory: str = "1GiB"
 
 
@@ -65,10 +68,12 @@ def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
     except (OSError, ValueError) as error:
-        raise CheckError(f"{options.model} has no tokenizer that transformers reads, and questions need one: {error}") from error
+        raise CheckError(f"{options.model} has no tokenizer that transformers reads, and questions need one") from error
     chat = Chat(tokenizer)
     asked = questions(options.seed, options.questions, options.notes)
-    _fit(options, config, chat, asked)
+    options = replace(options, max_len=_max_len(options, config, chat, asked))
+    # Before anything is loaded: transformers runs models that the connector refuses.
+    ropes_of(config, options.max_len)
     progress("transformers computes what vLLM has to answer")
     expected = references(options.model, chat, asked[:SAMPLES])
     progress("vLLM starts")
@@ -85,19 +90,27 @@ def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row
         return findings, answers(engine, chat, asked, options, progress)
 
 
-def _fit(options: Options, config: Any, chat: Chat, asked: Sequence[Question]) -> None:
-    """Raises ``CheckError`` if a prompt with its answer is longer than vLLM is told."""
+def _max_len(options: Options, config: Any, chat: Chat, asked: Sequence[Question]) -> int:
+    """Returns the longest prompt that vLLM is told. Raises ``CheckError`` if one of the questions is longer."""
+    positions = getattr(config, "max_position_embeddings", MAX_LEN)
+    most = options.max_len or min(MAX_LEN, positions)
+    if most > positions:
+        raise CheckError(f"--max-len is {most}, and the model has {positions} positions: take --max-len {positions}")
     longest = ANSWER + max(len(chat.prompt(question, _order(question)).token_ids) for question in asked)
-    most = getattr(config, "max_position_embeddings", options.max_len)
-    if options.max_len > most:
-        raise CheckError(f"--max-len is {options.max_len}, and the model has {most} positions: take --max-len {most}")
-    if longest > options.max_len:
-        raise CheckError(f"prompts have up to {longest} tokens with their answers: raise --max-len, or take fewer --notes")
+    if longest > most:
+        raise CheckError(f"prompts have up to {longest} tokens with their answers, of {most}: raise --max-len, or take fewer --notes")
+    return most
 
 
 @contextmanager
 def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
-    engine = LocalEngine(options.model, config, dtype=dtype, max_len=options.max_len, host_memory=options.host_memory)
+    """Runs vLLM for a while. Raises ``CheckError`` if vLLM itself refuses the model."""
+    try:
+        engine = LocalEngine(options.model, config, dtype=dtype, max_len=options.max_len, host_memory=options.host_memory)
+    except UnsupportedHostError:
+        raise
+    except Exception as error:
+        raise CheckError(f"vLLM does not run {options.model}: {type(error).__name__}: {error}") from error
     try:
         yield engine
     finally:

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvcache import KvCacheError, Ropes
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -109,6 +111,14 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
         prefix_blocks=min(settings.prefix_memory // prefix_block, (1 << 32) - 1),
         sliding=kind == "SlidingWindowSpec",
     )
+
+
+def ropes_of(config: Any, positions: int) -> Ropes:
+    """Reads the RoPE of a configuration of transformers. Raises ``UnsupportedHostError`` for a family that is not known."""
+    try:
+        return Ropes(config.to_json_string(), positions)
+    except KvCacheError as error:
+        raise UnsupportedHostError(str(error)) from error
 
 
 # Decision: docs/decisions/vllm.md#the-scheduler-and-the-runner-are-found-on-the-stack

@@ -110,7 +110,7 @@ def with_system(model, parts: list[list[int]], question: list[int], count: int) 
     system = parts[0]
     merged = DynamicCache()
     rest(model, merged, 0, system, additive(windowed(model, len(system))))
-    rotary, start = model.model.rotary_emb, len(system)
+    rotary, start = model.base_model.rotary_emb, len(system)
     probe = torch.zeros(1, 1, 1)
     for chunk in parts[1:]:
         own = DynamicCache()

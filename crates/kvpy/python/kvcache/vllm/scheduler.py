@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kvcache import ChunkCacheConfig, ChunkCacheManager, ChunkReservation, ChunkWaiter, KvCacheError, PieceHold, Ropes, key_root
+from kvcache import ChunkCacheConfig, ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, key_root
 
-from .host import Geometry, Settings, UnsupportedHostError, caller_of
+from .host import Geometry, Settings, caller_of, ropes_of
 from .orders import Again, Load, Save
 from .prefix import PrefixTier
 from .prompt import ChunkPlan, ChunkRequestError, Part, plan_of
@@ -91,10 +91,7 @@ class ChunkScheduler:
         self.piece_tokens = settings.max_chunk_tokens
         self.ranks = vllm_config.parallel_config.tensor_parallel_size
         model = vllm_config.model_config
-        try:
-            self.ropes = Ropes(model.hf_text_config.to_json_string(), model.max_model_len)
-        except KvCacheError as error:
-            raise UnsupportedHostError(f"{model.model}: {error}") from error
+        self.ropes = ropes_of(model.hf_text_config, model.max_model_len)
         self.model = (model.model, json.dumps([model.revision, model.hf_text_config.to_dict()], default=str, sort_keys=True))
         config = ChunkCacheConfig(
             max_chunks=min(settings.max_chunks, shape.num_blocks),

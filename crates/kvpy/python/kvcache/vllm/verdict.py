@@ -164,10 +164,12 @@ def table(rows: Sequence[Row]) -> str:
         faster = f"{ordinary.mean_seconds() / seconds:.1f}" if seconds else ""
         lines.append((row.recompute, f"{sum(row.right)} of {len(row.right)}", lost, away, f"{1e3 * seconds:.0f} ms", faster))
     wide = [max(len(line[at]) for line in lines if line[1] != "refused" or at < 2) for at in range(6)]
-    return "\n".join(
-        "  ".join(cell.ljust(wide[at]) if at == 0 or line[1] == "refused" else cell.rjust(wide[at]) for at, cell in enumerate(line)).rstrip()
-        for line in lines
-    )
+
+    def formatted(line: tuple[str, ...]) -> str:
+        left = [0] if line[1] != "refused" else range(6)
+        return "  ".join(cell.ljust(wide[at]) if at in left else cell.rjust(wide[at]) for at, cell in enumerate(line)).rstrip()
+
+    return "\n".join(map(formatted, lines))
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

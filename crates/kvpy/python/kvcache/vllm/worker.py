@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kvcache import Arena, KvCacheError, Ropes
+from kvcache import Arena, KvCacheError
 
-from .host import Geometry, UnsupportedHostError, caller_of
+from .host import Geometry, UnsupportedHostError, caller_of, ropes_of
 from .layout import foreign_cache
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class ChunkWorker:
         self.config = vllm_config
         self.layers = list(kv_cache_config.kv_cache_groups[0].layer_names)
         model = vllm_config.model_config
-        self.ropes = Ropes(model.hf_text_config.to_json_string(), model.max_model_len)
+        self.ropes = ropes_of(model.hf_text_config, model.max_model_len)
         if self.ropes.num_layers != len(self.layers):
             raise UnsupportedHostError(
                 f"this rank has {len(self.layers)} layers of {self.ropes.num_layers}: pipelines are not supported"
