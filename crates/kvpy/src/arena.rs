@@ -2,17 +2,17 @@
 
 use std::sync::Arc;
 
-use kvbackend_cpu::{CpuBackend, ForeignLoad};
+use kvbackend_cpu::ForeignLoad;
 use kvcore::{
-    Attend, BlockOrder, CopyBlocks, Gather, KvArena, KvLayout, KvShape, Operation, RotateKeys, Rotation,
-    RowRotation, Scatter, SlotMapping, WriteSlots,
+    Attend, BlockOrder, CopyBlocks, Gather, KvArena, KvLayout, KvShape, MemoryKind, Operation, RotateKeys,
+    Rotation, RowRotation, Scatter, SlotMapping, WriteSlots,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::device::Device;
 use crate::error::{Failure, Result};
-use crate::foreign::ForeignCache;
+use crate::foreign::{ForeignCache, Memory};
 use crate::names::dtype;
 use crate::rope::Ropes;
 use crate::segment::AttendWork;
@@ -25,7 +25,7 @@ use crate::tensor::{Integers, read, written};
 /// written, during a call.
 #[pyclass(frozen, module = "kvcache")]
 pub(crate) struct Arena {
-    device: Device,
+    device: Arc<Device>,
     memory: KvArena,
 }
 
@@ -51,20 +51,10 @@ pub(crate) fn shape(
 }
 
 impl Arena {
-    fn allocate(shape: KvShape, device: Device) -> Result<Self> {
+    fn allocate(shape: KvShape, device: Arc<Device>, kind: MemoryKind) -> Result<Self> {
         let layout = Arc::new(KvLayout::new(shape)?);
-        let memory = KvArena::allocate(device.backend(), device.memory(), layout)?;
+        let memory = KvArena::allocate(device.backend(), kind, layout)?;
         Ok(Self { device, memory })
-    }
-
-    /// Returns the backend that copies to and from other engines' caches.
-    fn host(&self) -> PyResult<&CpuBackend> {
-        match &self.device {
-            Device::Cpu(backend, _) => Ok(backend),
-            Device::Cuda(..) => Err(PyValueError::new_err(
-                "caches of other engines on a device are read and written by scatter and gather; load and save are for host memory",
-            )),
-        }
     }
 
     /// Runs an operation, and waits for it, without Python's lock.
@@ -79,9 +69,11 @@ impl Arena {
 
 #[pymethods]
 impl Arena {
-    /// Allocates `num_blocks` blocks on `device`: `"cpu"`, whose memory is taken as it is first written, `"cuda"` or `"cuda:N"`.
+    /// Allocates `num_blocks` blocks on `device`: `"cpu"`, whose memory is taken as it is first written, `"cuda"` or `"cuda:N"`. `memory` is
+    /// the device's own, or that of the `"host"`, where a device reads and writes it, too.
     #[new]
-    #[pyo3(signature = (*, num_layers, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "cpu"))]
+    #[pyo3(signature = (*, num_layers, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "cpu", memory = "device"))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
         num_layers: usize,
         num_blocks: usize,
@@ -90,9 +82,12 @@ impl Arena {
         head_dim: usize,
         dtype_name: &str,
         device: &str,
+        memory: &str,
     ) -> PyResult<Self> {
         let shape = shape(num_layers, num_blocks, block_size, (num_heads, head_dim), dtype_name)?;
-        Ok(Self::allocate(shape, Device::open(device)?)?)
+        let device = Device::open(device)?;
+        let kind = device.memory(memory)?;
+        Ok(Self::allocate(shape, device, kind)?)
     }
 
     /// The bytes of a block: keys and values of all layers.
@@ -238,17 +233,15 @@ impl Arena {
             delta,
         };
         let loads: Vec<_> = loads.into_iter().map(load).collect();
-        let host = self.host()?;
-        let work = || cache.0.load(host, &self.memory, &loads, &ropes.layers);
-        Ok(py.detach(work).map_err(Failure::from)?)
+        let memory = Memory { device: &self.device, arena: &self.memory };
+        Ok(py.detach(|| cache.0.load(&memory, &loads, &ropes.layers))?)
     }
 
     /// Copies rows of all layers from another engine's slots to slots of this arena, keys as they are. Returns when it is done. Nobody
     /// may write the slots meanwhile.
     fn save(&self, py: Python<'_>, cache: &ForeignCache, to: Vec<i64>, slots: Vec<i64>) -> PyResult<()> {
         let (to, from) = (WriteSlots::unchecked(to), SlotMapping::from(slots));
-        let host = self.host()?;
-        let work = || cache.0.save(host, &self.memory, &to, &from);
-        Ok(py.detach(work).map_err(Failure::from)?)
+        let memory = Memory { device: &self.device, arena: &self.memory };
+        Ok(py.detach(|| cache.0.save(&memory, &to, &from))?)
     }
 }

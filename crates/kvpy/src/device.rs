@@ -1,6 +1,7 @@
 //! Devices by their names: the backends behind arenas and models.
 
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use kvbackend_cpu::{CpuBackend, CpuOptions, CpuStorage};
 use kvbackend_cuda::{CudaBackend, CudaOptions, CudaStream};
 use kvcore::{Backend, MemoryKind, Storage, Stream};
 use kvmodel::dense::{AscendDense, CudaDense, Dense, HostDense};
+use parking_lot::Mutex;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -22,24 +24,37 @@ pub(crate) enum Device {
     Cuda(Arc<CudaBackend>, Arc<CudaStream>, i32),
 }
 
+/// The devices that were opened, by their names: what is made on one by one call is known to the others.
+static OPENED: Mutex<BTreeMap<String, Arc<Device>>> = Mutex::new(BTreeMap::new());
+
 impl Device {
-    /// Opens `cpu`, `cuda` or `cuda:N`.
-    pub(crate) fn open(name: &str) -> PyResult<Self> {
-        let cpu = || -> Result<Self> {
+    /// Returns `cpu`, `cuda` or `cuda:N`, opened once.
+    pub(crate) fn open(name: &str) -> PyResult<Arc<Self>> {
+        let number = match parts(name) {
+            ("cpu", None) => None,
+            ("cuda", number) => Some(number.unwrap_or(0)),
+            _ => return Err(unknown(name, "cpu, cuda or cuda:N")),
+        };
+        let mut opened = OPENED.lock();
+        let key = number.map_or_else(|| "cpu".to_owned(), |number| format!("cuda:{number}"));
+        if let Some(device) = opened.get(&key) {
+            return Ok(Arc::clone(device));
+        }
+        let device = Arc::new(Self::new(number)?);
+        opened.insert(key, Arc::clone(&device));
+        Ok(device)
+    }
+
+    /// Opens the CPU, or an NVIDIA GPU by its number.
+    fn new(number: Option<usize>) -> Result<Self> {
+        let Some(number) = number else {
             let backend = CpuBackend::new();
             let stream = backend.stream()?;
-            Ok(Self::Cpu(backend, stream))
+            return Ok(Self::Cpu(backend, stream));
         };
-        let cuda = |device: usize| -> Result<Self> {
-            let backend = cuda(device)?;
-            let stream = backend.cuda_stream()?;
-            Ok(Self::Cuda(backend, stream, device as i32))
-        };
-        Ok(match parts(name) {
-            ("cpu", None) => cpu()?,
-            ("cuda", number) => cuda(number.unwrap_or(0))?,
-            _ => return Err(unknown(name, "cpu, cuda or cuda:N")),
-        })
+        let backend = cuda(number)?;
+        let stream = backend.cuda_stream()?;
+        Ok(Self::Cuda(backend, stream, number as i32))
     }
 
     pub(crate) fn backend(&self) -> &dyn Backend {
@@ -56,11 +71,13 @@ impl Device {
         }
     }
 
-    /// Returns the kind of memory that an arena takes.
-    pub(crate) fn memory(&self) -> MemoryKind {
-        match self {
-            Self::Cpu(..) => MemoryKind::System,
-            Self::Cuda(..) => MemoryKind::Device,
+    /// Returns the kind of memory of a name: `device`, or `host`, which the device reads and writes, too.
+    pub(crate) fn memory(&self, name: &str) -> PyResult<MemoryKind> {
+        match (self, name) {
+            (Self::Cpu(..), "device" | "host") => Ok(MemoryKind::System),
+            (Self::Cuda(..), "device") => Ok(MemoryKind::Device),
+            (Self::Cuda(..), "host") => Ok(MemoryKind::Pinned),
+            _ => Err(PyValueError::new_err(format!("unknown memory {name:?}: take device or host"))),
         }
     }
 

@@ -2,17 +2,27 @@
 
 use std::sync::Arc;
 
-use kvbackend_cpu::{ForeignOrder, ForeignPlane, ForeignShape};
+use kvbackend_cpu::{CpuBackend, ForeignLoad, ForeignOrder, ForeignPlane, ForeignShape};
+use kvcore::{
+    BlockOrder, Gather, KvArena, KvFormat, KvLayout, KvShape, LayerRopes, MemoryKind, Operation,
+    PlaneStrides, Rotation, Scatter, SlotMapping, TensorView, WriteSlots, allocate_tensor,
+};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
 use crate::device::Device;
-use crate::error::Failure;
+use crate::error::{Failure, Result};
 use crate::tensor::Tensor;
 
-/// The cache of another engine in host memory: the keys and values of each layer, where they lie.
+/// The cache of another engine: the keys and values of each layer, where they lie.
 #[pyclass(frozen, module = "kvcache")]
-pub(crate) struct ForeignCache(pub(crate) kvbackend_cpu::ForeignCache);
+pub(crate) struct ForeignCache(pub(crate) Foreign);
+
+/// A cache in host memory, in any order of its elements, or rows on a device, an arena for each layer.
+pub(crate) enum Foreign {
+    Host(kvbackend_cpu::ForeignCache),
+    Device(Arc<Device>, Vec<KvArena>),
+}
 
 /// Returns the strides of a tensor of `N` axes, in elements.
 fn strides<const N: usize>(tensor: &Tensor, what: &str) -> PyResult<[usize; N]> {
@@ -21,17 +31,154 @@ fn strides<const N: usize>(tensor: &Tensor, what: &str) -> PyResult<[usize; N]> 
     <[usize; N]>::try_from(tensor.strides.as_slice()).map_err(|_| wrong())
 }
 
+/// Returns the shape of a layer of rows, its strides (block, head, token), and the number of elements of a key.
+fn row_axes(tensor: &Tensor) -> PyResult<(ForeignShape, [usize; 3], usize)> {
+    let [block, head, token, element] = strides(tensor, "a layer")?;
+    let both = tensor.shape[3];
+    if element != 1 || !both.is_multiple_of(2) {
+        let text =
+            format!("a row must lie without gaps, a key and its value; the shape is {:?}", tensor.shape);
+        return Err(PyValueError::new_err(text));
+    }
+    let shape = ForeignShape {
+        num_blocks: tensor.shape[0],
+        block_size: tensor.shape[2],
+        heads: tensor.shape[1],
+        dim: both / 2,
+        dtype: tensor.dtype,
+    };
+    Ok((shape, [block, head, token], both / 2))
+}
+
+impl Foreign {
+    /// Copies rows of an arena to the cache: slots to read, slots to write, and the distance that keys are rotated by, for each run.
+    pub(crate) fn load(&self, to: &Memory<'_>, loads: &[ForeignLoad], ropes: &LayerRopes) -> Result<()> {
+        let (device, layers) = match self {
+            Self::Host(cache) => return Ok(cache.load(to.host()?, to.arena, loads, ropes)?),
+            Self::Device(device, layers) => (device, layers),
+        };
+        to.check(device, layers)?;
+        for load in loads {
+            let copy = Rows::new(device, to.arena, load.from.len())?;
+            for (layer, foreign) in layers.iter().enumerate() {
+                let mut gather = copy.gather(to.arena, layer, load.from.slots());
+                if load.delta != 0 {
+                    let rope = ropes.layers().get(layer).ok_or_else(|| no_rope(layer, ropes))?;
+                    gather.rotation = Some(Rotation { rope: Arc::clone(rope), delta: load.delta });
+                }
+                device.stream().run(Operation::Gather(&gather))?;
+                let slots = WriteSlots::unchecked(load.to.to_vec());
+                device.stream().run(Operation::Scatter(&copy.scatter(foreign, 0, &slots)))?;
+            }
+        }
+        Ok(device.stream().synchronize()?)
+    }
+
+    /// Copies rows of the cache to slots of an arena, keys as they are.
+    pub(crate) fn save(&self, from: &Memory<'_>, to: &WriteSlots, slots: &SlotMapping) -> Result<()> {
+        let (device, layers) = match self {
+            Self::Host(cache) => return Ok(cache.save(from.host()?, from.arena, to, slots)?),
+            Self::Device(device, layers) => (device, layers),
+        };
+        from.check(device, layers)?;
+        let copy = Rows::new(device, from.arena, slots.len())?;
+        for (layer, foreign) in layers.iter().enumerate() {
+            device.stream().run(Operation::Gather(&copy.gather(foreign, 0, slots.slots())))?;
+            device.stream().run(Operation::Scatter(&copy.scatter(from.arena, layer, to)))?;
+        }
+        Ok(device.stream().synchronize()?)
+    }
+}
+
+fn no_rope(layer: usize, ropes: &LayerRopes) -> kvcore::Error {
+    kvcore::Error::OutOfRange { what: "layer", value: layer as i128, limit: ropes.layers().len() as i128 }
+}
+
+/// The memory on this side of a copy.
+pub(crate) struct Memory<'a> {
+    pub(crate) device: &'a Arc<Device>,
+    pub(crate) arena: &'a KvArena,
+}
+
+impl Memory<'_> {
+    fn host(&self) -> Result<&CpuBackend> {
+        match &**self.device {
+            Device::Cpu(backend, _) => Ok(backend),
+            Device::Cuda(..) => Err(self.elsewhere("cpu")),
+        }
+    }
+
+    fn elsewhere(&self, wanted: &str) -> Failure {
+        let reason = format!("the arena is one of {}", self.device.backend().description());
+        kvcore::Error::Unsupported {
+            backend: "kvcache",
+            what: format!("a copy to or from a cache on {wanted}; {reason}"),
+        }
+        .into()
+    }
+
+    /// Checks that the cache is on the arena's device, and has as many layers.
+    fn check(&self, device: &Arc<Device>, layers: &[KvArena]) -> Result<()> {
+        if !Arc::ptr_eq(device, self.device) {
+            return Err(self.elsewhere("a device"));
+        }
+        let (expected, got) = (self.arena.layout().shape().num_layers, layers.len());
+        if expected == got {
+            return Ok(());
+        }
+        Err(kvcore::Error::Mismatch { what: "layers of the cache", expected, got }.into())
+    }
+}
+
+/// Rows of a layer on their way, in the memory of a device.
+struct Rows {
+    k: TensorView,
+    v: TensorView,
+}
+
+impl Rows {
+    fn new(device: &Device, arena: &KvArena, count: usize) -> Result<Self> {
+        let shape = arena.layout().shape();
+        let KvFormat::Dense(dtype) = shape.format else {
+            return Err(kvcore::Error::InvalidFormat {
+                format: shape.format,
+                reason: "rows are dense".to_owned(),
+            }
+            .into());
+        };
+        let rows =
+            |heads, dim| allocate_tensor(device.backend(), MemoryKind::Device, dtype, &[count, heads, dim]);
+        Ok(Self { k: rows(shape.k_heads, shape.k_dim)?, v: rows(shape.v_heads, shape.v_dim)? })
+    }
+
+    fn gather(&self, arena: &KvArena, layer: usize, slots: &Arc<[i64]>) -> Gather {
+        Gather::new(arena, layer, slots, self.k.clone(), self.v.clone())
+    }
+
+    fn scatter(&self, arena: &KvArena, layer: usize, slots: &WriteSlots) -> Scatter {
+        Scatter::new(arena, layer, self.k.clone(), self.v.clone(), slots)
+    }
+}
+
 #[pymethods]
 impl ForeignCache {
-    /// Describes a cache whose layers lie in one tensor each, `[blocks, heads, block_size, 2 × head_dim]`. Within a block and head the
-    /// keys come first. `order` is `"columns"` (keys `[head_dim, block_size]`, values `[block_size, head_dim]`) or `"tiles"` (both in
-    /// tiles of a matrix unit).
+    /// Describes a cache whose layers lie in one tensor each, `[blocks, heads, block_size, 2 × head_dim]`. `order` is `"rows"` (each row a
+    /// key and then its value, whatever the strides of the other axes), `"columns"` (within a block and head, keys
+    /// `[head_dim, block_size]` and then values `[block_size, head_dim]`) or `"tiles"` (both in tiles of a matrix unit). Caches on a GPU have rows.
     #[staticmethod]
-    fn interleaved(layers: Vec<Bound<'_, PyAny>>, order: &str) -> PyResult<Self> {
+    #[pyo3(signature = (layers, order, device = "cpu"))]
+    fn interleaved(layers: Vec<Bound<'_, PyAny>>, order: &str, device: &str) -> PyResult<Self> {
+        let device = Device::open(device)?;
+        if order == "rows" {
+            return Self::of_rows(&layers, device);
+        }
+        if matches!(*device, Device::Cuda(..)) {
+            return Err(PyValueError::new_err(format!("order {order:?} is one of host memory: take rows")));
+        }
         let orders = |dim| match order {
             "columns" => Ok([ForeignOrder::Columns, ForeignOrder::Rows { token: dim }]),
             "tiles" => Ok([ForeignOrder::KeyTiles, ForeignOrder::ValueTiles]),
-            _ => Err(PyValueError::new_err(format!("unknown order {order:?}: take columns or tiles"))),
+            _ => Err(PyValueError::new_err(format!("unknown order {order:?}: take rows, columns or tiles"))),
         };
         Self::of_layers(&layers, |tensor| {
             let [block, head, token, element] = strides(tensor, "a layer")?;
@@ -94,6 +241,53 @@ impl ForeignCache {
 }
 
 impl ForeignCache {
+    /// Describes layers of rows, each a key and then its value.
+    fn of_rows(layers: &[Bound<'_, PyAny>], device: Arc<Device>) -> PyResult<Self> {
+        if matches!(*device, Device::Cpu(..)) {
+            return Self::of_layers(layers, |tensor| {
+                let (shape, [block, head, token], dim) = row_axes(tensor)?;
+                let order = ForeignOrder::Rows { token };
+                let storage = &tensor.storage;
+                let plane = |start| ForeignPlane { storage: Arc::clone(storage), start, block, head, order };
+                Ok((shape, [plane(0), plane(dim)]))
+            });
+        }
+        let arena = |layer: &Bound<'_, PyAny>| -> PyResult<KvArena> {
+            let tensor = Tensor::of(layer, &device)?;
+            let (shape, [block, head, token], dim) = row_axes(&tensor)?;
+            let strides = PlaneStrides { layer: 0, block, head, token };
+            let build = || -> Result<KvArena> {
+                let layout = KvLayout::with_strides(
+                    KvShape {
+                        num_layers: 1,
+                        num_blocks: shape.num_blocks,
+                        block_size: shape.block_size,
+                        k_heads: shape.heads,
+                        v_heads: shape.heads,
+                        k_dim: dim,
+                        v_dim: dim,
+                        format: shape.dtype.into(),
+                        order: BlockOrder::TokenMajor,
+                    },
+                    strides,
+                    strides,
+                )?;
+                let values = tensor.behind(dim, &device)?;
+                Ok(KvArena::from_storage(Arc::clone(&tensor.storage), values, Arc::new(layout))?)
+            };
+            Ok(build()?)
+        };
+        let arenas = layers.iter().map(arena).collect::<PyResult<Vec<_>>>()?;
+        let shapes = || arenas.iter().map(|arena| arena.layout().shape());
+        match shapes().next() {
+            None => Err(PyValueError::new_err("a cache needs at least one layer")),
+            Some(first) => match shapes().find(|shape| *shape != first) {
+                Some(other) => Err(PyValueError::new_err(format!("layers differ: {first:?} and {other:?}"))),
+                None => Ok(Self(Foreign::Device(device, arenas))),
+            },
+        }
+    }
+
     fn of_layers(
         layers: &[Bound<'_, PyAny>],
         describe: impl Fn(&Tensor) -> PyResult<(ForeignShape, [ForeignPlane; 2])>,
@@ -114,6 +308,6 @@ impl ForeignCache {
         let Some(shape) = first else {
             return Err(PyValueError::new_err("a cache needs at least one layer"));
         };
-        Ok(Self(kvbackend_cpu::ForeignCache::new(shape, all).map_err(Failure::from)?))
+        Ok(Self(Foreign::Host(kvbackend_cpu::ForeignCache::new(shape, all).map_err(Failure::from)?)))
     }
 }

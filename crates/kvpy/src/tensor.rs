@@ -13,7 +13,7 @@ use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
 use crate::device::Device;
-use crate::error::Failure;
+use crate::error::{Failure, Result};
 
 /// A tensor of another library. Its memory lives as long as the storage.
 #[derive(Debug)]
@@ -25,6 +25,8 @@ pub(crate) struct Tensor {
     pub(crate) strides: Vec<usize>,
     /// False for memory that its owner does not let others write.
     writable: bool,
+    start: NonNull<u8>,
+    owner: Arc<dyn Any + Send + Sync>,
 }
 
 /// The managed tensor of another library, which keeps the memory alive.
@@ -95,9 +97,19 @@ impl Tensor {
         // SAFETY: the producer guarantees that its tensor lies at `start` with the shape and strides that were checked, for as long
         // as `owner` is not dropped. The Python caller guarantees that nobody else uses the elements during a call, as the
         // documentation of each call says.
-        let storage = unsafe { place.lent(start, bytes, owner) };
-        let storage = storage?;
-        Ok(Self { storage, dtype, shape, strides, writable })
+        let storage = unsafe { place.lent(start, bytes, Arc::clone(&owner)) }?;
+        Ok(Self { storage, dtype, shape, strides, writable, start, owner })
+    }
+
+    /// Returns the memory from an element on.
+    pub(crate) fn behind(&self, elements: usize, place: &Device) -> Result<Arc<dyn Storage>> {
+        let skipped = self.dtype.bytes_for(elements)?;
+        let left = self.storage.len().checked_sub(skipped);
+        let bytes = left.ok_or(kvcore::Error::Overflow { what: "extent of a tensor" })?;
+        // SAFETY: a part of the tensor's memory, whose validity `of` states, and which lives as long as its owner.
+        let start = unsafe { self.start.add(skipped) };
+        // SAFETY: as above; operations on both parts are those of one arena, in which they lie in turn.
+        unsafe { place.lent(start, bytes, Arc::clone(&self.owner)) }
     }
 
     /// Returns the tensor as an operand that is read.

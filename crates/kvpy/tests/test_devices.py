@@ -10,7 +10,7 @@ import kvcache
 import numpy as np
 import pytest
 from test_llm import MODEL, OTHER, PROMPT
-from test_native import DIM, HEADS, LAYERS, ropes
+from test_native import DIM, HEADS, LAYERS, ropes, turned
 from test_paged import QUERY_HEADS, attention, rows
 
 CUDA = 2  # as DLPack numbers devices
@@ -67,36 +67,40 @@ class DeviceArray:
 
     def __init__(self, driver: Driver, values: np.ndarray) -> None:
         self.driver, self.shape, self.streams = driver, values.shape, []
-        self.bytes = values.nbytes
+        self.bytes, self.strides = values.nbytes, [stride // values.itemsize for stride in values.strides]
         self.address = ctypes.c_uint64()
         driver.call("cuCtxSetCurrent", driver.context)
         driver.call("cuMemAlloc_v2", ctypes.byref(self.address), ctypes.c_size_t(self.bytes))
-        source = np.ascontiguousarray(values)
+        # Its elements as they lie, whatever the order of the axes.
+        source = self.flat(values).copy()
         driver.call("cuMemcpyHtoD_v2", self.address, source.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(self.bytes))
 
+    def flat(self, values: np.ndarray) -> np.ndarray:
+        return np.lib.stride_tricks.as_strided(values, (self.bytes // 4,), (4,))
+
     def numpy(self) -> np.ndarray:
-        values = np.empty(self.shape, np.float32)
+        values = np.empty(self.bytes // 4, np.float32)
         self.driver.call("cuCtxSetCurrent", self.driver.context)
         self.driver.call("cuMemcpyDtoH_v2", values.ctypes.data_as(ctypes.c_void_p), self.address, ctypes.c_size_t(self.bytes))
-        return values
+        return np.lib.stride_tricks.as_strided(values, self.shape, [4 * stride for stride in self.strides])
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return CUDA, 0
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
         self.streams.append(stream)
-        shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
+        shape, strides = ((ctypes.c_int64 * len(self.shape))(*values) for values in (self.shape, self.strides))
         number = next(self.numbers)
         deleter = DELETER(lambda _: self.kept.pop(number) and None)
-        tensor = DLTensor(self.address.value, Device(CUDA, 0), len(self.shape), DataType(2, 32, 1), shape, None, 0)
+        tensor = DLTensor(self.address.value, Device(CUDA, 0), len(self.shape), DataType(2, 32, 1), shape, strides, 0)
         managed = Managed(tensor, None, deleter)
-        self.kept[number] = (managed, shape, deleter, self)
+        self.kept[number] = (managed, (shape, strides), deleter, self)
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
         return new(ctypes.addressof(managed), b"dltensor", None)
 
 
-def cuda_arena() -> kvcache.Arena:
+def cuda_arena(memory: str = "device") -> kvcache.Arena:
     try:
         return kvcache.Arena(
             num_layers=LAYERS,
@@ -106,6 +110,7 @@ def cuda_arena() -> kvcache.Arena:
             head_dim=DIM,
             dtype_name="float32",
             device="cuda",
+            memory=memory,
         )
     except kvcache.KvCacheError as error:
         pytest.skip(f"SKIPPED: {error}")
@@ -132,11 +137,59 @@ def test_operations_on_a_gpu_take_tensors_of_the_gpu() -> None:
     own.rotate([(table.block_ids[0], 6)], ropes(), 3)
     with pytest.raises(ValueError, match="lies on cpu, not on cuda:0"):
         own.scatter(1, k, v, range(37))
-    with pytest.raises(ValueError, match="host memory"):
+    with pytest.raises(kvcache.KvCacheError, match="on cpu"):
         host = [np.zeros((3, HEADS, 32, 2 * DIM), np.float32) for _ in range(LAYERS)]
         own.save(kvcache.ForeignCache.interleaved(host, "columns"), [0], [0])
     with pytest.raises(ValueError, match="lies on cuda:0, not on cpu"):
         kvcache.ForeignCache.interleaved([keys], "columns")
+
+
+def strided(layer: np.ndarray, order: str) -> np.ndarray:
+    """Returns a layer with its axes (blocks, heads, tokens, elements) in another order in memory."""
+    axes = ["BHNC".index(axis) for axis in order]
+    back = [axes.index(axis) for axis in range(4)]
+    return layer.transpose(axes).copy().transpose(back)
+
+
+@pytest.mark.parametrize("order", ["BHNC", "BNHC", "HBNC"])
+@pytest.mark.parametrize("distance", [0, 700, -5])
+def test_rows_go_to_and_from_an_engines_cache_on_a_gpu(order: str, distance: int) -> None:
+    """Keys and values in turn in each row, as FlashAttention and FlashInfer have them in vLLM, beside the same on the host."""
+    own, driver = cuda_arena("host"), Driver()
+    drawn = np.random.default_rng(0).standard_normal((LAYERS, 3, HEADS, 16, 2 * DIM), dtype=np.float32)
+    layers = [strided(layer, order) for layer in drawn]
+    theirs = [DeviceArray(driver, layer) for layer in layers]
+    on_host = [strided(layer, order) for layer in drawn]
+    pairs = [
+        (own, kvcache.ForeignCache.interleaved(theirs, "rows", "cuda")),
+        (host_arena(), kvcache.ForeignCache.interleaved(on_host, "rows")),
+    ]
+    for arena, cache in pairs:
+        arena.save(cache, [20, 21, 22], [5, 6, 17])
+        arena.load(cache, [([20, 21, 22], [40, -1, 41], distance)], ropes())
+    for layer, (device, host) in enumerate(zip(theirs, on_host)):
+        got = device.numpy()
+        assert np.allclose(got, host, atol=1e-5)
+        for slot, read in ((5, 40), (17, 41)):
+            before = drawn[layer][slot // 16, :, slot % 16]
+            assert np.allclose(got[2, :, read % 16, :DIM], turned(before[:, :DIM], layer, distance), atol=1e-5)
+            assert np.array_equal(got[2, :, read % 16, DIM:], before[:, DIM:])
+        changed = np.argwhere((got != drawn[layer]).any(-1))
+        assert {(int(block), int(token)) for block, _, token in changed} == {(2, 8), (2, 9)}, "other rows were written"
+    with pytest.raises(ValueError, match="take rows"):
+        kvcache.ForeignCache.interleaved(theirs, "columns", "cuda")
+    # Kept, since a deleter that is written in Python cannot run while an exception is on its way.
+    one = kvcache.ForeignCache.interleaved(theirs[:1], "rows", "cuda")
+    with pytest.raises(kvcache.KvCacheError, match="layers of the cache"):
+        own.load(one, [([0], [0], 0)], ropes())
+    with pytest.raises(kvcache.KvCacheError, match="out of range"):
+        own.load(pairs[0][1], [([0], [48], 0)], ropes())
+
+
+def host_arena() -> kvcache.Arena:
+    return kvcache.Arena(
+        num_layers=LAYERS, num_blocks=8, block_size=16, num_heads=HEADS, head_dim=DIM, dtype_name="float32"
+    )
 
 
 @pytest.mark.parametrize("device", ["cuda", "ascend"])

@@ -79,12 +79,13 @@ impl KvArena {
         Ok(arena)
     }
 
-    /// Creates a dense arena over memory that the caller provides.
+    /// Creates a dense arena over memory that the caller provides. In device memory, K and V may lie in turn in one piece, such as in
+    /// rows of a key and its value: `v` then begins behind `k`, and both reach to their own last element.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the layout requires more bytes than a storage has.
     /// - Returns [`Error::Misaligned`] if the address of a storage does not suit the element type.
-    /// - Returns [`Error::Aliased`] if K and V share memory.
+    /// - Returns [`Error::Aliased`] if K and V share memory, and do not lie in turn.
     /// - Returns [`Error::InvalidFormat`] for a quantised layout, which needs
     ///   [`with_scales`](Self::with_scales).
     pub fn from_storage(k: Arc<dyn Storage>, v: Arc<dyn Storage>, layout: Arc<KvLayout>) -> Result<Self> {
@@ -128,11 +129,20 @@ impl KvArena {
             }
         }
         for (i, storage) in arena.storages().enumerate() {
-            if arena.storages().skip(i + 1).any(|other| storage.shares_memory(other.as_ref())) {
+            let mut shared =
+                arena.storages().skip(i + 1).filter(|other| storage.shares_memory(other.as_ref()));
+            if shared.next().is_some() && !arena.planes_in_turn() {
                 return Err(Error::Aliased { what: "K, V and their scales" });
             }
         }
         Ok(arena)
+    }
+
+    /// Returns whether K and V lie in turn in one piece of device memory. Kernels of the host take whole planes, which must be apart
+    /// there.
+    fn planes_in_turn(&self) -> bool {
+        let distance = self.v.address().checked_sub(self.k.address());
+        self.k.kind() == MemoryKind::Device && distance.is_some_and(|distance| self.layout.in_turn(distance))
     }
 
     /// Returns the K storage. For a view made of it the caller guarantees the same as for [`views`](Self::views).

@@ -59,6 +59,7 @@ class Arena:
         head_dim: int,
         dtype_name: str,
         device: str = "cpu",
+        memory: Literal["device", "host"] = "device",
     ) -> Self: ...
     @property
     def block_bytes(self) -> int: ...
@@ -231,10 +232,12 @@ class AttendWork:
 
 @final
 class ForeignCache:
-    """The cache of another engine in host memory."""
+    """The cache of another engine: the keys and values of each layer, where they lie."""
 
     @staticmethod
-    def interleaved(layers: Sequence[_SupportsDlpack], order: Literal["columns", "tiles"]) -> ForeignCache: ...
+    def interleaved(
+        layers: Sequence[_SupportsDlpack], order: Literal["rows", "columns", "tiles"], device: str = "cpu"
+    ) -> ForeignCache: ...
     @staticmethod
     def rows(layers: Sequence[_SupportsDlpack], axes: str) -> ForeignCache: ...
 

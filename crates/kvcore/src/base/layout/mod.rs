@@ -124,6 +124,21 @@ impl KvLayout {
         Ok(Self { shape, k, v, token_bytes, block_bytes })
     }
 
+    /// Returns whether K and V may lie in one piece of memory, V `distance` bytes behind K, without sharing an element: in turn within
+    /// each row, head or block. Both have the same strides, heads and extents of rows then.
+    pub(crate) fn in_turn(&self, distance: u64) -> bool {
+        let (s, dtype) = (&self.shape, self.shape.format.storage_dtype());
+        let alike = (s.k_heads, s.k_dim, self.k.strides) == (s.v_heads, s.v_dim, self.v.strides);
+        let bytes = (dtype.bits() / 8) as u64;
+        let whole = bytes > 0 && distance.is_multiple_of(bytes) && !s.format.is_quantized();
+        alike && whole && {
+            let distance = usize::try_from(distance / bytes);
+            let extent =
+                |distance| self.k.strides.extent_of("K and V", s, s.k_heads, s.k_dim, 1, (distance, 2));
+            distance.is_ok_and(|distance| extent(distance).is_ok())
+        }
+    }
+
     /// Creates a layout with as many blocks as `budget` bytes hold. A block counts K, V and their scales
     /// over all layers. The `num_blocks` of `shape` is ignored.
     ///
@@ -270,6 +285,34 @@ mod tests {
             KvLayout::with_strides(shape(), bad, good.v_strides()),
             Err(Error::InvalidStrides { what: "K", .. })
         ));
+    }
+
+    #[test]
+    fn keys_and_values_may_lie_in_turn() {
+        let shape =
+            KvShape { v_heads: shape().k_heads, v_dim: shape().k_dim, format: DType::F16.into(), ..shape() };
+        let (heads, dim, size) = (shape.k_heads, shape.k_dim, shape.block_size);
+        // Rows of a key and its value, by tokens.
+        let token = 2 * heads * dim;
+        let block = size * token;
+        let strides = PlaneStrides { layer: block * shape.num_blocks, block, head: 2 * dim, token };
+        let layout = KvLayout::with_strides(shape.clone(), strides, strides).unwrap();
+        let bytes = 2 * dim as u64;
+        assert!(layout.in_turn(bytes));
+        assert!(!layout.in_turn(bytes - 2) && !layout.in_turn(bytes + 2), "rows overlap");
+        assert!(!layout.in_turn(bytes + 1) && !layout.in_turn(0), "elements overlap");
+        // A block of keys, and then one of values.
+        let half = size * heads * dim;
+        let strides = PlaneStrides {
+            layer: 2 * half * shape.num_blocks,
+            block: 2 * half,
+            head: dim,
+            token: heads * dim,
+        };
+        let layout = KvLayout::with_strides(shape.clone(), strides, strides).unwrap();
+        assert!(layout.in_turn(2 * half as u64) && !layout.in_turn(half as u64));
+        let dense = KvLayout::new(shape).unwrap();
+        assert!(!dense.in_turn(bytes), "no room between rows");
     }
 
     #[test]

@@ -44,12 +44,27 @@ impl PlaneStrides {
         dim: usize,
         per_byte: usize,
     ) -> Result<usize> {
+        self.extent_of(what, shape, heads, dim, per_byte, (0, 1))
+    }
+
+    /// Returns the extent of `planes` planes of these strides, each `distance` elements behind the one before, as
+    /// [`extent`](Self::extent) does for one.
+    pub(super) fn extent_of(
+        &self,
+        what: &'static str,
+        shape: &KvShape,
+        heads: usize,
+        dim: usize,
+        per_byte: usize,
+        (distance, planes): (usize, usize),
+    ) -> Result<usize> {
         let invalid = |reason| Err(Error::InvalidStrides { what, reason });
         let mut axes = [
             (self.layer, shape.num_layers, "layer"),
             (self.block, shape.num_blocks, "block"),
             (self.head, heads, "head"),
             (self.token, shape.block_size, "token"),
+            (distance, planes, "plane"),
         ];
         axes.sort_by_key(|&(stride, count, _)| (stride, count));
         let mut covered = dim;
