@@ -7,7 +7,6 @@ knows what a token saw knows its bytes.
 from __future__ import annotations
 
 import hashlib
-import math
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -83,8 +82,8 @@ class FakeRecomputer:
 
     def run(self, again: Any) -> None:
         places = [place for start, end in again.runs for place in range(start, end)]
-        if again.share is not None:
-            places = places[: math.ceil(again.share * len(places))]
+        if again.chosen is not None:
+            places = places[: again.chosen]
             self.chosen.setdefault(tuple(again.tokens), set()).update(places)
         for place in places:
             self.model.write(again.table, place, tuple(again.tokens[: place + 1]))

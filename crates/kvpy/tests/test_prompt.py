@@ -33,8 +33,16 @@ def test_modes_say_what_chunks_see_and_links_what_is_computed_again() -> None:
     assert [(run.start, run.end) for run in plan("with-system", "link:3").linked()] == [(5, 8)]
     assert plan("alone", "link:0").linked() == [] and plan("alone").linked() == []
     assert [(run.start, run.end) for run in plan("sink:2").apart()] == [(3, 5), (5, 9)]
-    shares = [plan("alone", recompute).chosen_share() for recompute in ("question:0.2", "question:1", "link:3", "none")]
-    assert shares == [0.2, 1.0, 0.0, 0.0]
+
+
+def test_a_share_is_that_of_all_chunks_and_is_taken_from_those_that_have_not_seen_everything() -> None:
+    def chosen(mode: str, recompute: str) -> int:
+        params = {"chunk_lengths": [3, 5, 15], "chunk_mode": mode, "chunk_recompute": recompute}
+        return prompt.plan_of(params, list(range(30))).chosen_tokens()
+
+    assert [chosen("alone", how) for how in ("question:0.15", "question:0.21", "question:1", "question:0")] == [3, 5, 20, 0]
+    assert [chosen("with-system", how) for how in ("question:0.15", "question:0.7", "question:0.8")] == [3, 14, 15]
+    assert chosen("alone", "link:3") == chosen("alone", "none") == 0
 
 
 @pytest.mark.parametrize(

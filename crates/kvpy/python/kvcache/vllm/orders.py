@@ -16,10 +16,11 @@ class Again:
     table: list[int]
     """The request's blocks."""
     runs: list[tuple[int, int]]
-    """Where the tokens begin and end that are computed again; with a share, those among which the question chooses."""
+    """Where the tokens begin and end that are computed again; with ``chosen``, those among which the question chooses."""
     first: int
     """The first token that vLLM's own cache does not have. Those before it are as they have to be."""
-    share: float | None
+    chosen: int | None
+    """The number of tokens that the question chooses."""
     question_start: int
     key: bytes
     """The prompt and all that decides what the question chooses."""

@@ -8,12 +8,14 @@ HTTP in the body:
 - ``chunk_mode``: what a chunk sees while it is computed: ``"alone"`` (only itself, the default), ``"with-system"`` (the system prompt,
   too) or ``"sink:K"`` (the first K tokens of the system prompt, too).
 - ``chunk_recompute``: which tokens of chunks are computed again with everything before them in sight: ``"none"`` (the default),
-  ``"link:K"`` (the first K of each chunk) or ``"question:R"`` (the share R of all, those that the question attends to most).
+  ``"link:K"`` (the first K of each chunk) or ``"question:R"`` (as many as the share R of all tokens of chunks, those that the question
+  attends to most).
   A first chunk that saw the system prompt has seen everything before it already.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -71,9 +73,13 @@ class ChunkPlan:
         runs = [Part(c.start, min(c.end, c.start + count)) for c in self.apart()]
         return [run for run in runs if run.tokens > 0]
 
-    def chosen_share(self) -> float:
-        """The share of tokens that ``question:R`` computes again."""
-        return float(self.recompute.split(":")[1]) if self.recompute.startswith("question:") else 0.0
+    def chosen_tokens(self) -> int:
+        """The number of tokens that ``question:R`` computes again: a share of the tokens of all chunks, as long as there are such."""
+        if not self.recompute.startswith("question:"):
+            return 0
+        among, everything = (sum(part.tokens for part in parts) for parts in (self.apart(), self.chunks))
+        # A product such as 0.15 * 20 is a hair above 3.
+        return min(among, math.ceil(float(self.recompute.split(":")[1]) * everything - 1e-9))
 
 
 def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan | None:

@@ -10,7 +10,6 @@ host's own cache, as one that is asked again or was preempted, completes them by
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +50,7 @@ class Recomputer:
 
     def run(self, again: Again) -> None:
         """Computes what is chosen, or what the question chooses, again."""
-        runs = again.runs if again.share is None else self.kept_choice(again)
+        runs = again.runs if again.chosen is None else self.kept_choice(again)
         runs = [(max(start, again.first), end) for start, end in runs if end > again.first]
         if runs:
             self.forward(again.tokens, again.table, runs)
@@ -110,12 +109,11 @@ class Recomputer:
     def chosen(self, again: Again) -> list[tuple[int, int]]:
         """Returns the runs of tokens that the question attends to most."""
         among = torch.tensor([place for start, end in again.runs for place in range(start, end)])
-        count = math.ceil(again.share * len(among))
-        if count >= len(among):
+        if again.chosen >= len(among):
             return again.runs
         weights = self.weights(again)[among]
         # Equal weights on all ranks and in every run: the earlier token first.
-        best = torch.argsort(weights, descending=True, stable=True)[:count]
+        best = torch.argsort(weights, descending=True, stable=True)[: again.chosen]
         places = sorted(among[best].tolist())
         runs: list[tuple[int, int]] = []
         for place in places:

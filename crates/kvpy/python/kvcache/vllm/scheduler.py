@@ -167,7 +167,7 @@ class ChunkScheduler:
         plan = state.plan
         ends = [part.end for part in state.parts()]
         # Keys and values that the question has chosen to be computed again are for this question.
-        question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_share() > 0 else []
+        question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_tokens() > 0 else []
         what = json.dumps(["kvcache chunks v2", state.salt, plan.mode, plan.recompute, ends, question])
         return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()
 
@@ -414,8 +414,8 @@ class ChunkScheduler:
 
     def _again(self, request: Request, plan: ChunkPlan, first: int, block_ids: list[int]) -> Again | None:
         """What is computed again of a request whose tokens before ``first`` are in vLLM's own cache."""
-        share = plan.chosen_share()
-        parts = plan.apart() if share > 0 else plan.linked()
+        chosen = plan.chosen_tokens()
+        parts = plan.apart() if chosen > 0 else plan.linked()
         if not any(part.end > first for part in parts):
             return None
         held = len(block_ids) * self.shape.engine_block_size
@@ -424,7 +424,7 @@ class ChunkScheduler:
             table=list(block_ids),
             runs=[(part.start, part.end) for part in parts],
             first=first,
-            share=share if share > 0 else None,
+            chosen=chosen if chosen > 0 else None,
             question_start=plan.question_start,
             key=hashlib.sha256(json.dumps([request.cache_salt, list(request.prompt_token_ids)]).encode()).digest(),
         )
