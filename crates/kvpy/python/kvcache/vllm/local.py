@@ -60,6 +60,7 @@ def sampling(params: dict[str, Any] | None, count: int, stop: Sequence[int] = ()
     )
 
 
+# Decision: docs/decisions/vllm.md#a-model-is-checked-in-one-process-with-vllm
 class LocalEngine:
     """A vLLM with the connector that says how long a request took, and its distribution."""
 

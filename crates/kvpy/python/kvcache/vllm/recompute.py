@@ -97,6 +97,7 @@ class Recomputer:
                 inputs_embeds=None,
             )
 
+    # Decision: docs/decisions/vllm.md#what-a-question-chose-is-kept-by-the-workers
     def kept_choice(self, again: Again) -> list[tuple[int, int]]:
         """Returns the runs that the question chose when its blocks were made, or else those that it chooses now."""
         # All ranks see the same requests in the same order, and so forget the same choices.
