@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import kvcache
 import numpy as np
 import pytest
+from kvcache.vllm import layout
+from kvcache.vllm.host import UnsupportedHostError
 from test_llm import MODEL, OTHER, PROMPT
 from test_native import DIM, HEADS, LAYERS, ropes, turned
 from test_paged import QUERY_HEADS, attention, rows
@@ -184,6 +187,29 @@ def test_rows_go_to_and_from_an_engines_cache_on_a_gpu(order: str, distance: int
         own.load(one, [([0], [0], 0)], ropes())
     with pytest.raises(kvcache.KvCacheError, match="out of range"):
         own.load(pairs[0][1], [([0], [48], 0)], ropes())
+
+
+def test_the_connector_knows_layouts_of_gpus_by_their_backends() -> None:
+    cuda_arena()
+    driver = Driver()
+    caches = {f"layer.{i}": DeviceArray(driver, np.zeros((3, HEADS, 16, 2 * DIM), np.float32)) for i in range(LAYERS)}
+    for cache in caches.values():
+        cache.device = SimpleNamespace(type="cuda", index=0)  # type: ignore[attr-defined]
+
+    def described(*backends: str) -> str:
+        modules = {
+            name: SimpleNamespace(attn_backend=SimpleNamespace(get_name=lambda backend=backend: backend))
+            for name, backend in zip(caches, backends)
+        }
+        config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules))
+        return layout.foreign_cache(config, list(caches), caches)[1]  # type: ignore[arg-type]
+
+    assert described("FLASH_ATTN", "FLASH_ATTN") == described("FLASHINFER", "TRITON_ATTN") == "rows"
+    with pytest.raises(UnsupportedHostError, match=r"vLLM .* lays its caches out for FLASH_ATTN, MAMBA"):
+        described("FLASH_ATTN", "MAMBA")
+    elsewhere = SimpleNamespace(device=SimpleNamespace(type="npu", index=0))
+    with pytest.raises(UnsupportedHostError, match="'npu'"):
+        layout.device_of(elsewhere)  # type: ignore[arg-type]
 
 
 def host_arena() -> kvcache.Arena:

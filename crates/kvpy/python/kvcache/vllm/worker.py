@@ -10,7 +10,7 @@ from vllm.logger import init_logger
 from kvcache import Arena, KvCacheError
 
 from .host import Geometry, UnsupportedHostError, caller_of, ropes_of
-from .layout import foreign_cache
+from .layout import device_of, foreign_cache
 
 if TYPE_CHECKING:
     import torch
@@ -30,21 +30,12 @@ class ChunkWorker:
             raise UnsupportedHostError(
                 f"this rank has {len(self.layers)} layers of {self.ropes.num_layers}: pipelines are not supported"
             )
-
-        def arena(num_blocks: int, block_size: int) -> Arena:
-            return Arena(
-                num_layers=shape.num_layers,
-                num_blocks=num_blocks,
-                block_size=block_size,
-                num_heads=shape.num_heads,
-                head_dim=shape.head_dim,
-                dtype_name=shape.dtype,
-            )
-
-        self.arena = arena(shape.num_blocks, shape.block_size)
-        # Blocks of ordinary prompts are as large as the engine's.
-        self.prefixes = arena(max(shape.prefix_blocks, 1), shape.engine_block_size)
+        self.shape = shape
         self.block_size = shape.engine_block_size
+        self.arena: Any = None
+        """Chunks."""
+        self.prefixes: Any = None
+        """Blocks of ordinary prompts, as large as the engine's."""
         self.cache: Any = None
         self.recomputer: Any = None
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-load")
@@ -62,6 +53,22 @@ class ChunkWorker:
         runner = caller_of(GPUModelRunner, "the runner of the model")
         self.cache, order = foreign_cache(self.config, self.layers, kv_caches)
         tensors = [kv_caches[name] for name in self.layers]
+        shape, self.device = self.shape, device_of(tensors[0])
+
+        def arena(num_blocks: int, block_size: int) -> Arena:
+            return Arena(
+                num_layers=shape.num_layers,
+                num_blocks=num_blocks,
+                block_size=block_size,
+                num_heads=shape.num_heads,
+                head_dim=shape.head_dim,
+                dtype_name=shape.dtype,
+                device=self.device,
+                memory="host",
+            )
+
+        self.arena = arena(shape.num_blocks, shape.block_size)
+        self.prefixes = arena(max(shape.prefix_blocks, 1), shape.engine_block_size)
         self.recomputer = Recomputer(self.config, runner, self.layers, tensors, order, self.block_size)
 
     def start_loads(self, loads: list[Any]) -> None:
@@ -85,6 +92,11 @@ class ChunkWorker:
         self.not_loaded.add(request_id)
 
     def save(self, saves: list[Any]) -> None:
+        if saves and self.device != "cpu":
+            import torch
+
+            # Rows are copied on a stream of their own, behind the model's.
+            torch.cuda.current_stream(self.device).synchronize()
         for save in saves:
             arena = self.prefixes if save.of_prefix else self.arena
             try:
