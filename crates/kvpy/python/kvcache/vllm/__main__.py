@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 from .host import UnsupportedHostError
 from .prompt import ChunkRequestError, plan_of
 from .verdict import Limits, as_json, caution, judge, table
+
+WIDTH = 118
 
 CHECK = """Say whether chunks are fit for a model.
 
@@ -166,8 +169,8 @@ def run_check(args: argparse.Namespace) -> int:
             "answered; in brackets the most that the answers do not refute. Divergence is that of the first token's distribution\n"
             "from ordinary attention's, in nats. Times are means.\n"
         )
-        print(caution(asked))
-    print(f"\n{verdict.sentence}")
+        print(textwrap.fill(caution(asked), WIDTH))
+    print(f"\n{textwrap.fill(verdict.sentence, WIDTH)}")
     return 0 if verdict.fit else 1
 
 
