@@ -20,9 +20,9 @@ import torch
 from transformers import AutoConfig, AutoTokenizer
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from kvcache.vllm.chat import BORDER, Chat
-from kvcache.vllm.local import BLOCK, Asked, LocalEngine, divergence
-from kvcache.vllm.questions import SYSTEM, prose, questions
+from kvcache.vllm.gate.chat import BORDER, Chat
+from kvcache.vllm.gate.local import BLOCK, Asked, LocalEngine, divergence
+from kvcache.vllm.gate.questions import SYSTEM, prose, questions
 
 ORDINARY = "without chunks"
 ROWS = (ORDINARY, "none", "link:16", "link:32", "link:64", "question:0.2", "question:0.5")

@@ -31,10 +31,10 @@ from vllm.v1.metrics.reader import Counter
 
 import kvcache.vllm.scheduler as side
 from kvcache import KvCacheError
-from kvcache.vllm import reference
-from kvcache.vllm.compare import CLOSE, Answer, compare
-from kvcache.vllm.local import BLOCK, divergence, token_bytes
-from kvcache.vllm.questions import prose
+from kvcache.vllm.gate import reference
+from kvcache.vllm.gate.compare import CLOSE, Answer, compare
+from kvcache.vllm.gate.local import BLOCK, divergence, token_bytes
+from kvcache.vllm.gate.questions import prose
 
 COUNT = 6
 

@@ -4,7 +4,7 @@ import json
 import pathlib
 
 import pytest
-from kvcache.vllm import chat, questions
+from kvcache.vllm.gate import chat, questions
 
 
 def test_equal_seeds_give_equal_questions_and_each_answer_stands_in_one_note() -> None:

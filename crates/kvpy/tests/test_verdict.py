@@ -1,8 +1,8 @@
 """The verdict on a model, and the comparison of answers below it."""
 
 import pytest
-from kvcache.vllm.compare import Answer, compare
-from kvcache.vllm.verdict import ORDINARY, Finding, Limits, Paired, Row, as_json, caution, judge, table
+from kvcache.vllm.gate.compare import Answer, compare
+from kvcache.vllm.gate.verdict import ORDINARY, Finding, Limits, Paired, Row, as_json, caution, judge, table
 
 
 def row(recompute: str, right: int, seconds: float, asked: int = 100, **more: str) -> Row:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from .host import UnsupportedHostError
 from .prompt import ChunkRequestError, plan_of
-from .verdict import Limits, as_json, caution, judge, table
+from .gate.verdict import Limits, as_json, caution, judge, table
 
 WIDTH = 118
 
@@ -119,7 +119,7 @@ def run_check(args: argparse.Namespace) -> int:
             raise CommandError(f"--recompute: {error}") from error
     with quiet():
         try:
-            from .check import CheckError, Options, check
+            from .gate.check import CheckError, Options, check
         except ModuleNotFoundError as error:
             raise CommandError(
                 f"the Python module {error.name!r} is missing: install vLLM and transformers into this environment "

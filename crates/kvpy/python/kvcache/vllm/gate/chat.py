@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .prompt import ChunkPrompt
+from ..prompt import ChunkPrompt
 from .questions import SYSTEM, Question
 
 # Ends the system prompt and each note. It belongs to what it ends, so that a note has the same tokens wherever it stands.

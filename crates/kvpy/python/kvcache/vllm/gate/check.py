@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoTokenizer
 from . import reference
 from .chat import Chat, end_tokens
 from .compare import Answer, compare
-from .host import UnsupportedHostError, ropes_of
+from ..host import UnsupportedHostError, ropes_of
 from .local import LocalEngine, divergence
-from .prompt import ChunkPrompt
+from ..prompt import ChunkPrompt
 from .questions import Question, questions
 from .verdict import ORDINARY, Finding, Row
 
