@@ -1,4 +1,4 @@
-"""The tier for ordinary prompts inside a real vLLM on a CPU, against transformers. Run by the slice `vllm` of `cargo xtask deep`.
+"""The tier for ordinary prompts inside a real vLLM on a CPU, against transformers. Run by the slice `vllm-prefix` of `cargo xtask deep`.
 
     python check_prefix.py MODEL … [--ranks 2]
 
@@ -73,7 +73,7 @@ class PrefixChecks(Checks):
             host.llm.reset_prefix_cache()
             out, expected = self.ask(host, system, [1, 2], cache_salt=salt)
             self.same(f"{salt} asks", answer(out), expected)
-            self.say(f"{salt} {'finds' if hit else 'does not find'} it", None if bool(out.num_cached_tokens) == hit else "")
+            self.say(f"{salt} {'finds' if hit else 'does not find'} it", None if bool(out.num_cached_tokens) == hit else f"{out.num_cached_tokens} tokens were found")
         system = self.case.text(60)
         out, expected = self.ask(host, system, [1, 2], "alone")
         self.same("a request with chunks", answer(out), expected)

@@ -110,17 +110,17 @@ pub(crate) const STEPS: &[Step] = &[
     Step { command: "cargo run --release --example continuous_batching", budget: 3, needs: &[] },
     Step { command: "cargo run --release --example chunk_reuse", budget: 5, needs: &[] },
     Step { command: "cargo run --release --example own_backend", budget: 5, needs: &[] },
-    Step { command: "cargo xtask python", budget: 75, needs: python::NEEDS },
+    Step { command: "cargo xtask python", budget: 60, needs: python::NEEDS },
     Step { command: "cargo xtask conform --backend ascend", budget: 10, needs: &[] },
     Step { command: "cargo xtask conform --backend cpu", budget: 5, needs: &[] },
     Step { command: "cargo xtask conform --backend cuda", budget: 10, needs: cuda_double::NEEDS },
     Step { command: "cargo xtask bindgen --check", budget: 5, needs: bindgen::NEEDS },
     Step { command: "cargo xtask ascend-headers", budget: 10, needs: ascend_headers::NEEDS },
     Step { command: "cargo xtask cuda-ptx --check", budget: 35, needs: cuda_ptx::NEEDS },
-    Step { command: "cargo xtask conform --backend wgpu", budget: 85, needs: GPU },
+    Step { command: "cargo xtask conform --backend wgpu", budget: 45, needs: GPU },
     Step { command: "cargo xtask sanitize", budget: 140, needs: &[Tool::Sanitizer] },
     Step { command: "cargo xtask loom", budget: 55, needs: &[] },
-    Step { command: "cargo xtask deep", budget: 160, needs: &[] },
+    Step { command: "cargo xtask deep", budget: 140, needs: &[] },
 ];
 
 /// Runs every step, also after one that failed, and prints the table and the counts of the tests last.

@@ -25,7 +25,8 @@ pub(crate) enum Device {
 }
 
 /// The devices that were opened, by their names: what is made on one by one call is known to the others.
-static OPENED: Mutex<BTreeMap<String, Arc<Device>>> = Mutex::new(BTreeMap::new());
+/// A process that was forked opens its own: it has none of the threads and contexts of the other.
+static OPENED: Mutex<BTreeMap<(u32, String), Arc<Device>>> = Mutex::new(BTreeMap::new());
 
 impl Device {
     /// Returns `cpu`, `cuda` or `cuda:N`, opened once.
@@ -36,7 +37,8 @@ impl Device {
             _ => return Err(unknown(name, "cpu, cuda or cuda:N")),
         };
         let mut opened = OPENED.lock();
-        let key = number.map_or_else(|| "cpu".to_owned(), |number| format!("cuda:{number}"));
+        let name = number.map_or_else(|| "cpu".to_owned(), |number| format!("cuda:{number}"));
+        let key = (std::process::id(), name);
         if let Some(device) = opened.get(&key) {
             return Ok(Arc::clone(device));
         }

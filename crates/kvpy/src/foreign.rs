@@ -58,7 +58,7 @@ impl Foreign {
             Self::Device(device, layers) => (device, layers),
         };
         to.check(device, layers)?;
-        for load in loads {
+        for load in loads.iter().filter(|load| !load.from.is_empty()) {
             let copy = Rows::new(device, to.arena, load.from.len())?;
             for (layer, foreign) in layers.iter().enumerate() {
                 let mut gather = copy.gather(to.arena, layer, load.from.slots());
@@ -253,7 +253,7 @@ impl ForeignCache {
             });
         }
         let arena = |layer: &Bound<'_, PyAny>| -> PyResult<KvArena> {
-            let tensor = Tensor::of(layer, &device)?;
+            let tensor = Tensor::of_written(layer, &device)?;
             let (shape, [block, head, token], dim) = row_axes(&tensor)?;
             let strides = PlaneStrides { layer: 0, block, head, token };
             let build = || -> Result<KvArena> {
@@ -296,7 +296,7 @@ impl ForeignCache {
         let mut all = Vec::with_capacity(layers.len());
         let mut first: Option<ForeignShape> = None;
         for layer in layers {
-            let (shape, planes) = describe(&Tensor::of(layer, &host)?)?;
+            let (shape, planes) = describe(&Tensor::of_written(layer, &host)?)?;
             match &first {
                 Some(first) if *first != shape => {
                     return Err(PyValueError::new_err(format!("layers differ: {first:?} and {shape:?}")));

@@ -101,6 +101,15 @@ impl Tensor {
         Ok(Self { storage, dtype, shape, strides, writable, start, owner })
     }
 
+    /// Takes a tensor that is written, as [`of`](Self::of) does.
+    ///
+    /// # Errors
+    /// Returns a `ValueError` for a tensor that is read-only, and the errors of `of`.
+    pub(crate) fn of_written(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<Self> {
+        let tensor = Self::of(object, place)?;
+        if tensor.writable { Ok(tensor) } else { Err(PyValueError::new_err("the tensor is read-only")) }
+    }
+
     /// Returns the memory from an element on.
     pub(crate) fn behind(&self, elements: usize, place: &Device) -> Result<Arc<dyn Storage>> {
         let skipped = self.dtype.bytes_for(elements)?;
@@ -130,13 +139,9 @@ pub(crate) fn read(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<Tensor
 /// Returns a tensor as an operand that is written.
 ///
 /// # Errors
-/// Returns a `ValueError` for a tensor that is read-only, and the errors of [`Tensor::of`].
+/// Returns the errors of [`Tensor::of_written`].
 pub(crate) fn written(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<TensorView> {
-    let tensor = Tensor::of(object, place)?;
-    if !tensor.writable {
-        return Err(PyValueError::new_err("the tensor is read-only"));
-    }
-    tensor.view()
+    Tensor::of_written(object, place)?.view()
 }
 
 /// A list of integers, or a tensor of them in host memory.

@@ -61,6 +61,8 @@ def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
     vllm_config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config=config["extra_config"]),
         parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        device_config=SimpleNamespace(device_type="cpu"),
+        lora_config=None,
         model_config=model,
         compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(config["layers"], layer)),
     )

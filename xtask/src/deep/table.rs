@@ -149,11 +149,11 @@ mod tests {
         let mut table = Table::default();
         assert_eq!(table.longest_unrun().name, SLICES[0].name);
         for (i, slice) in SLICES.iter().enumerate() {
-            table.set(slice, row(&format!("2026-01-{:02} 00:00", 20 - i), true));
+            table.set(slice, row(&format!("2026-01-{:02} 00:00", 28 - i), true));
         }
         let last = &SLICES[SLICES.len() - 1];
         assert_eq!(table.longest_unrun().name, last.name);
-        table.set(last, row("2026-01-28 00:00", false));
+        table.set(last, row("2026-02-01 00:00", false));
         assert_eq!(table.longest_unrun().name, SLICES[SLICES.len() - 2].name);
         table.0.remove(SLICES[0].name);
         assert_eq!(table.longest_unrun().name, SLICES[0].name);

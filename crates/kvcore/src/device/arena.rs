@@ -80,7 +80,8 @@ impl KvArena {
     }
 
     /// Creates a dense arena over memory that the caller provides. In device memory, K and V may lie in turn in one piece, such as in
-    /// rows of a key and its value: `v` then begins behind `k`, and both reach to their own last element.
+    /// rows of a key and its value: `v` then begins behind `k`, and both reach to their own last element. The caller guarantees that both are parts of one allocation
+    /// there.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the layout requires more bytes than a storage has.

@@ -64,7 +64,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return Orders(*self._scheduler.orders(scheduler_output))
+        return Orders(*self._scheduler.orders(scheduler_output), is_idle=not scheduler_output.num_scheduled_tokens)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         meta = connector_output.kv_connector_worker_meta
@@ -86,8 +86,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         return ()
 
     def reset_cache(self) -> bool:
-        self._scheduler.reset()
-        return True
+        return self._scheduler.reset()
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return self._scheduler.stats() if self._scheduler is not None else None
@@ -112,10 +111,11 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.register(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._worker.start_loads(self._get_connector_metadata().loads)
+        orders = self._get_connector_metadata()
+        self._worker.start_loads(orders.loads, orders.is_idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        # Loads are asynchronous: a request runs when its load has ended.
+        # A request runs when its rows are there.
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""What is read of the host engine: its settings, the shape of its caches, and the objects that own the connector."""
+"""The host engine: its settings, the shape of its caches, and the objects that own the connector."""
 
 from __future__ import annotations
 

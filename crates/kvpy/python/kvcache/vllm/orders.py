@@ -1,4 +1,4 @@
-"""What the scheduler's side asks of the workers in a step, and what they say of it."""
+"""Orders of the scheduler's side to the workers for a step, and their report."""
 
 from __future__ import annotations
 
@@ -35,34 +35,37 @@ class Load:
     block_ids: list[int]
     """The blocks that are written, to be named if the copy fails."""
     at_once: bool = False
-    """Whether the request runs in this step, behind the copy."""
+    """True if the request runs in this step, behind the copy."""
     again: Again | None = None
     """What is computed again behind the copy."""
     of_prefix: bool = False
-    """Whether the rows are those of an ordinary prompt."""
+    """True for rows of an ordinary prompt."""
 
 
 @dataclass
 class Save:
-    """Rows that a worker copies from an encode's blocks into the arena."""
+    """Rows that a worker copies from the blocks of an encode, or of an ordinary request, into host memory."""
 
-    request_id: str
+    name: str
+    """The encode, or the block that is saved."""
     to: list[int]
     slots: list[int]
     of_prefix: bool = False
 
 
 class Orders(KVConnectorMetadata):
-    """What the scheduler's side asks of the workers in a step."""
+    """Orders for a step."""
 
-    def __init__(self, loads: list[Load], saves: list[Save]) -> None:
+    def __init__(self, loads: list[Load], saves: list[Save], *, is_idle: bool) -> None:
         self.loads = loads
         self.saves = saves
+        self.is_idle = is_idle
+        """Nothing is computed in the step, so that the workers may wait for copies."""
 
 
 class Report(KVConnectorWorkerMetadata):
-    """What workers say of a step: what they have saved, by how many of them, what they could not save, and the requests whose rows
-    they could not load."""
+    """The report of a step: names of what was saved with the number of workers that did, of what could not be saved, and the requests
+    whose rows could not be loaded."""
 
     def __init__(self, saved: dict[str, int], not_saved: set[str], not_loaded: set[str]) -> None:
         self.saved = saved

@@ -36,11 +36,13 @@ class Progress:
 
 @dataclass
 class Saving:
-    """Blocks of host memory that the workers fill."""
+    """A block of host memory that the workers fill."""
 
     blocks: MutableBlocks
     parent: bytes | None
-    keys: list[bytes]
+    key: bytes
+    is_forgotten: bool = False
+    """Whether everything was to be forgotten meanwhile."""
 
 
 class PrefixTier:
@@ -76,6 +78,10 @@ class PrefixTier:
     def matched(self, request: Request, num_computed: int) -> int:
         """Holds the blocks that follow those that vLLM has itself, and returns the number of their tokens."""
         self.let_go(request.request_id)
+        own = self.progress.get(request.request_id)
+        if own is not None:
+            # It comes back after it gave way: the tier may have given blocks up since.
+            own.offered = 0
         if request.request_id in self.barred:
             return 0
         # One token at least is left to compute.
@@ -98,7 +104,10 @@ class PrefixTier:
 
         Returns the index of the first, and for each a name, which `stored` or `lost` takes, and its block in host memory.
         """
-        keys = self._keys(request, min(tokens, request.num_tokens))
+        tokens, own = min(tokens, request.num_tokens), self.progress.get(request.request_id)
+        if own is not None and tokens // self.block_size <= own.offered:
+            return own.offered, [], []
+        keys = self._keys(request, tokens)
         own = self.progress[request.request_id]
         first, names, blocks = own.offered, [], []
         for at in range(first, len(keys)):
@@ -110,10 +119,11 @@ class PrefixTier:
             try:
                 room = self.pool.allocate(1)
             except KvCacheError:
-                # Everything is held or on its way: later blocks would not be found without this one.
-                break
+                # Everything is held or on its way. Later blocks are not found without this one, which the next step offers again.
+                own.offered = at
+                return first, names, blocks
             name = f"{SAVE}{next(self.numbers)}"
-            self.saving[name] = Saving(room, keys[at - 1] if at else None, [key])
+            self.saving[name] = Saving(room, keys[at - 1] if at else None, key)
             self.on_their_way.add(key)
             names.append(name)
             blocks.append(room.ids[0])
@@ -123,14 +133,17 @@ class PrefixTier:
     def stored(self, name: str) -> None:
         """Registers a block that all workers have saved."""
         saving = self.saving.pop(name)
-        self.on_their_way.difference_update(saving.keys)
-        saving.blocks.register(saving.keys, saving.parent).release()
+        self.on_their_way.discard(saving.key)
+        if saving.is_forgotten:
+            saving.blocks.release()
+            return
+        saving.blocks.register([saving.key], saving.parent).release()
         self.blocks_saved += 1
 
     def lost(self, name: str) -> None:
         """Gives back a block that a worker could not save."""
         saving = self.saving.pop(name)
-        self.on_their_way.difference_update(saving.keys)
+        self.on_their_way.discard(saving.key)
         saving.blocks.release()
 
     def bar(self, name: str) -> None:
@@ -150,5 +163,7 @@ class PrefixTier:
         self.barred.discard(name)
 
     def reset(self) -> None:
-        """Forgets every block that nobody holds."""
+        """Forgets every block that nobody holds, and those that are on their way."""
         self.pool.clear_cached()
+        for saving in self.saving.values():
+            saving.is_forgotten = True

@@ -1,4 +1,4 @@
-"""What a request says about its chunks, and a helper that builds such requests.
+"""Parts of a request as it names them, and a helper that builds such requests.
 
 A request names its parts in ``kv_transfer_params``, in Python as ``SamplingParams(extra_args={"kv_transfer_params": …})`` and over
 HTTP in the body:

@@ -88,14 +88,16 @@ class ChunkScheduler:
 
         self.host = caller_of(SchedulerInterface, "the scheduler")
         self.shape = shape
-        self.piece_tokens = settings.max_chunk_tokens
+        # Behind a window, the rows of a chunk depend on where it ends: a piece of another chunk must not be found.
+        self.piece_tokens = vllm_config.model_config.max_model_len if shape.sliding else settings.max_chunk_tokens
+        self.no_recompute = _no_recompute(vllm_config, shape)
         self.ranks = vllm_config.parallel_config.tensor_parallel_size
         model = vllm_config.model_config
         self.ropes = ropes_of(model.hf_text_config, model.max_model_len)
         self.model = (model.model, json.dumps([model.revision, model.hf_text_config.to_dict()], default=str, sort_keys=True))
         config = ChunkCacheConfig(
             max_chunks=min(settings.max_chunks, shape.num_blocks),
-            max_chunk_tokens=settings.max_chunk_tokens,
+            max_chunk_tokens=self.piece_tokens,
             cache_policy=settings.cache_policy,
         )
         self.cache = ChunkCacheManager(config, shape.num_blocks, shape.block_size)
@@ -141,10 +143,12 @@ class ChunkScheduler:
         plan = plan_of(request.kv_transfer_params, request.prompt_token_ids or ())
         if plan is None:
             return None
-        if request.pooling_params is not None or request.mm_features:
+        if request.pooling_params is not None or request.mm_features or request.prompt_embeds is not None:
             raise ChunkRequestError("chunks are for text that is generated from text")
-        if plan.recompute != "none" and self.shape.sliding:
-            raise ChunkRequestError("layers with a sliding window let go of what recomputed tokens would see: take chunk_recompute none")
+        if request.skip_reading_prefix_cache:
+            raise ChunkRequestError("log-probabilities of the prompt are those of ordinary attention")
+        if plan.recompute != "none" and self.no_recompute is not None:
+            raise ChunkRequestError(f"{self.no_recompute}: take chunk_recompute none")
         return plan
 
     def _root(self, request: Request) -> bytes:
@@ -365,7 +369,8 @@ class ChunkScheduler:
     def _is_plain(self, request: Request) -> bool:
         """Tells whether the bytes of a request's blocks follow from its tokens alone, under ordinary attention."""
         name = request.request_id
-        of_text = request.prompt_token_ids is not None and not request.mm_features and request.pooling_params is None
+        of_tokens = request.prompt_token_ids is not None and request.prompt_embeds is None
+        of_text = of_tokens and not request.mm_features and request.pooling_params is None
         of_chunks = name in self.states or name in self.behind_chunks or name.startswith(ENCODE)
         return of_text and not of_chunks
 
@@ -387,7 +392,7 @@ class ChunkScheduler:
         if state is None:
             first, own = self.tier.found(name)
             rows = [(own, [slot(token) for token in range(first, first + num_external)], 0)]
-            written = block_ids[first // size : (first + num_external) // size]
+            written = _held(block_ids[first // size : (first + num_external) // size])
             self.loads.append(Load(name, rows, written, of_prefix=True))
             self.receiving.add(name)
             return
@@ -405,7 +410,7 @@ class ChunkScheduler:
                     tokens = range(start + skip, start + len(own))
                     rows.append((own[skip:], [slot(token) for token in tokens], start - hold.stored_start))
                 start += len(own)
-        written = block_ids[first // size : -(-end // size)]
+        written = _held(block_ids[first // size : -(-end // size)])
         again = self._again(request, state.plan, first, block_ids)
         at_once = state.plan.recompute != "none"
         self.loads.append(Load(name, rows, written, at_once, again))
@@ -510,12 +515,12 @@ class ChunkScheduler:
             return None
         return {"chunk_tokens_reused": state.reused, "chunk_tokens_computed": state.computed}
 
-
-    def reset(self) -> None:
-        """Forgets everything that nobody holds."""
+    def reset(self) -> bool:
+        """Forgets everything that nobody holds, and returns whether nothing was held."""
         self.cache.clear_cache()
         if self.tier is not None:
             self.tier.reset()
+        return not (self.states or self.encodes or self.unsaved)
 
     def stats(self) -> ChunkStats | None:
         """Returns what was counted since the last call."""
@@ -536,6 +541,22 @@ class ChunkScheduler:
             }
             gauges["prefix_memory_usage_perc"] = 1 - counts["free"] / counts["total"]
         return self.counting.report(totals, gauges)
+
+
+def _no_recompute(vllm_config: VllmConfig, shape: Geometry) -> str | None:
+    """Says why tokens cannot be computed again on this host, or nothing."""
+    if shape.sliding:
+        return "layers with a sliding window let go of what recomputed tokens would see"
+    if vllm_config.lora_config is not None:
+        return "a host with adapters computes tokens again without them"
+    if vllm_config.device_config.device_type != "cpu":
+        return "tokens are computed again on CPUs only"
+    return None
+
+
+def _held(block_ids: list[int]) -> list[int]:
+    """Returns the blocks without block 0, which stands for those that a window has let go of, of every request."""
+    return [block for block in block_ids if block != 0]
 
 
 # Decision: docs/decisions/vllm.md#a-request-with-chunks-changes-its-own-salt

@@ -18,7 +18,7 @@ COUNTERS = {
     "chunk_requests_refused": "Requests with chunks that were answered without them.",
     "prefix_tokens_found": "Tokens of ordinary prompts that were found in host memory.",
     "prefix_blocks_saved": "Blocks of ordinary prompts that were saved to host memory.",
-    "prefix_blocks_evicted": "Such blocks given up to make room.",
+    "prefix_blocks_evicted": "Blocks of ordinary prompts given up to make room.",
 }
 GAUGES = {
     "chunk_memory_usage_perc": "The share of the memory for chunks that is used, from 0 to 1.",
@@ -28,7 +28,7 @@ GAUGES = {
 
 @dataclass
 class ChunkStats(KVConnectorStats):
-    """What was counted since the last report, and the gauges of this moment."""
+    """Counts since the last report, and the gauges of this moment."""
 
     def reset(self) -> None:
         self.data = {}
@@ -46,7 +46,7 @@ class ChunkStats(KVConnectorStats):
 
 
 class ChunkMetrics(KVConnectorPromMetrics):
-    """The same as counters and gauges of Prometheus, as ``vllm:kvcache_…``."""
+    """Counters and gauges of Prometheus, as ``vllm:kvcache_…``."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from kvcache import Arena, KvCacheError
+from kvcache import Arena
 
 from .host import Geometry, UnsupportedHostError, caller_of, ropes_of
 from .layout import device_of, foreign_cache
@@ -28,7 +28,7 @@ class ChunkWorker:
         self.ropes = ropes_of(model.hf_text_config, model.max_model_len)
         if self.ropes.num_layers != len(self.layers):
             raise UnsupportedHostError(
-                f"this rank has {len(self.layers)} layers of {self.ropes.num_layers}: pipelines are not supported"
+                f"this rank has {len(self.layers)} layers of {self.ropes.num_layers}: pipelines and draft models are not supported"
             )
         self.shape = shape
         self.block_size = shape.engine_block_size
@@ -41,6 +41,7 @@ class ChunkWorker:
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-load")
         self.loading: dict[str, tuple[Future[None], list[int]]] = {}
         self.failed: set[int] = set()
+        self.is_idle = False
         self.just_saved: list[str] = []
         self.not_saved: set[str] = set()
         self.not_loaded: set[str] = set()
@@ -54,6 +55,10 @@ class ChunkWorker:
         self.cache, order = foreign_cache(self.config, self.layers, kv_caches)
         tensors = [kv_caches[name] for name in self.layers]
         shape, self.device = self.shape, device_of(tensors[0])
+        if tensors[0].shape[2] != self.block_size:
+            raise UnsupportedHostError(
+                f"the kernels have blocks of {tensors[0].shape[2]} tokens, vLLM of {self.block_size}: take --block-size {tensors[0].shape[2]}"
+            )
 
         def arena(num_blocks: int, block_size: int) -> Arena:
             return Arena(
@@ -71,20 +76,31 @@ class ChunkWorker:
         self.prefixes = arena(max(shape.prefix_blocks, 1), shape.engine_block_size)
         self.recomputer = Recomputer(self.config, runner, self.layers, tensors, order, self.block_size)
 
-    def start_loads(self, loads: list[Any]) -> None:
+    def start_loads(self, loads: list[Any], is_idle: bool) -> None:
+        self.is_idle = is_idle
         for load in loads:
             if not load.at_once:
                 arena = self.prefixes if load.of_prefix else self.arena
                 future = self.threads.submit(arena.load, self.cache, load.rows, self.ropes)
                 self.loading[load.request_id] = (future, load.block_ids)
                 continue
-            # The request runs in this step. All ranks run the model in the same one.
-            try:
-                self.arena.load(self.cache, load.rows, self.ropes)
-                if load.again is not None:
-                    self.recomputer.run(load.again)
-            except KvCacheError as error:
-                self._failed(load.request_id, load.block_ids, error)
+            self._load_at_once(load)
+
+    def _load_at_once(self, load: Any) -> None:
+        """Loads a request that runs in this step."""
+        failure: Exception | None = None
+        try:
+            self.arena.load(self.cache, load.rows, self.ropes)
+        except Exception as error:
+            failure = error
+        try:
+            # Behind a copy that failed, too: all ranks run the model in the same step, and the rows are thrown away.
+            if load.again is not None:
+                self.recomputer.run(load.again)
+        except Exception as error:
+            failure = failure or error
+        if failure is not None:
+            self._failed(load.request_id, load.block_ids, failure)
 
     def _failed(self, request_id: str, block_ids: list[int], error: BaseException) -> None:
         logger.error("rows of request %s could not be copied in: %s", request_id, error)
@@ -101,15 +117,15 @@ class ChunkWorker:
             arena = self.prefixes if save.of_prefix else self.arena
             try:
                 arena.save(self.cache, save.to, save.slots)
-                self.just_saved.append(save.request_id)
-            except KvCacheError as error:
-                logger.error("%s could not be copied to host memory: %s", save.request_id, error)
-                self.not_saved.add(save.request_id)
+                self.just_saved.append(save.name)
+            except Exception as error:
+                logger.error("%s could not be copied to host memory: %s", save.name, error)
+                self.not_saved.add(save.name)
 
     def loaded(self) -> set[str] | None:
         done = {name for name, (future, _) in self.loading.items() if future.done()}
-        if not done and self.loading:
-            # Nothing else may be running: do not spin through empty steps.
+        if not done and self.loading and self.is_idle:
+            # Nothing else is running: do not spin through empty steps.
             next(iter(self.loading.values()))[0].exception()
             done = {name for name, (future, _) in self.loading.items() if future.done()}
         for name in done:

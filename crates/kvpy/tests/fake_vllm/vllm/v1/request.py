@@ -38,6 +38,8 @@ class Request:
         self.cache_salt = cache_salt
         self.priority = priority
         self.mm_features: list[Any] = []
+        self.prompt_embeds: Any = None
+        self.skip_reading_prefix_cache = False
         self.num_computed_tokens = 0
         self.output_token_ids: list[int] = []
         extra = (sampling_params.extra_args if sampling_params else None) or {}
