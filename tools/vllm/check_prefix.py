@@ -155,7 +155,7 @@ def main() -> None:
     for path in args.models:
         print(f"== {path}", flush=True)
         checks = PrefixChecks(path)
-        host = Host(path, blocks=24, prefix_memory="16MiB", ranks=args.ranks)
+        host = Host(path, host_memory="64MiB", blocks=24, prefix_memory="16MiB", ranks=args.ranks)
         checks.evicted_by_vllm(host)
         checks.apart(host)
         checks.at_once(host)
@@ -166,7 +166,7 @@ def main() -> None:
         checks.say("nothing stays held", host.nothing_held())
         host.close()
         if args.ranks == 1:
-            host = Host(path, blocks=24, prefix_memory=9 * 2 * 3 * 2 * 32 * 4 * SIZE)
+            host = Host(path, host_memory="64MiB", blocks=24, prefix_memory=9 * 2 * 3 * 2 * 32 * 4 * SIZE)
             checks.too_small(host)
             host.close()
         failures += checks.failures

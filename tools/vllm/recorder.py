@@ -124,6 +124,7 @@ OTHERS = {
     "take_events",
     "reset_cache",
     "get_kv_connector_stats",
+    "get_transfer_results",
     "build_kv_connector_stats",
     "build_prom_metrics",
     "shutdown",

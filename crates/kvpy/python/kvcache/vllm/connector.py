@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -127,6 +128,10 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         return None, self._worker.loaded()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        _, received = self.get_finished(finished_req_ids)
+        return KVConnectorTransferResults(finished_recving=received or set(), failed_recving=self._worker.failed_receives())
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._worker.failed_blocks()

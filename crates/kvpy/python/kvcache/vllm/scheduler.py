@@ -392,7 +392,7 @@ class ChunkScheduler:
         if state is None:
             first, own = self.tier.found(name)
             rows = [(own, [slot(token) for token in range(first, first + num_external)], 0)]
-            written = _held(block_ids[first // size : (first + num_external) // size])
+            written = block_ids[first // size : (first + num_external) // size]
             self.loads.append(Load(name, rows, written, of_prefix=True))
             self.receiving.add(name)
             return
@@ -410,7 +410,7 @@ class ChunkScheduler:
                     tokens = range(start + skip, start + len(own))
                     rows.append((own[skip:], [slot(token) for token in tokens], start - hold.stored_start))
                 start += len(own)
-        written = _held(block_ids[first // size : -(-end // size)])
+        written = block_ids[first // size : -(-end // size)]
         again = self._again(request, state.plan, first, block_ids)
         at_once = state.plan.recompute != "none"
         self.loads.append(Load(name, rows, written, at_once, again))
@@ -552,11 +552,6 @@ def _no_recompute(vllm_config: VllmConfig, shape: Geometry) -> str | None:
     if vllm_config.device_config.device_type != "cpu":
         return "tokens are computed again on CPUs only"
     return None
-
-
-def _held(block_ids: list[int]) -> list[int]:
-    """Returns the blocks without block 0, which stands for those that a window has let go of, of every request."""
-    return [block for block in block_ids if block != 0]
 
 
 # Decision: docs/decisions/vllm.md#a-request-with-chunks-changes-its-own-salt

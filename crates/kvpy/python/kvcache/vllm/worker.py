@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -39,8 +40,10 @@ class ChunkWorker:
         self.cache: Any = None
         self.recomputer: Any = None
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-load")
-        self.loading: dict[str, tuple[Future[None], list[int]]] = {}
+        self.loading: dict[str, Future[None]] = {}
         self.failed: set[int] = set()
+        """Blocks of requests that run in this step."""
+        self.not_received: set[str] = set()
         self.is_idle = False
         self.just_saved: list[str] = []
         self.not_saved: set[str] = set()
@@ -82,7 +85,7 @@ class ChunkWorker:
             if not load.at_once:
                 arena = self.prefixes if load.of_prefix else self.arena
                 future = self.threads.submit(arena.load, self.cache, load.rows, self.ropes)
-                self.loading[load.request_id] = (future, load.block_ids)
+                self.loading[load.request_id] = future
                 continue
             self._load_at_once(load)
 
@@ -102,7 +105,7 @@ class ChunkWorker:
         if failure is not None:
             self._failed(load.request_id, load.block_ids, failure)
 
-    def _failed(self, request_id: str, block_ids: list[int], error: BaseException) -> None:
+    def _failed(self, request_id: str, block_ids: Iterable[int], error: BaseException) -> None:
         logger.error("rows of request %s could not be copied in: %s", request_id, error)
         self.failed.update(block_ids)
         self.not_loaded.add(request_id)
@@ -123,17 +126,23 @@ class ChunkWorker:
                 self.not_saved.add(save.name)
 
     def loaded(self) -> set[str] | None:
-        done = {name for name, (future, _) in self.loading.items() if future.done()}
+        done = {name for name, future in self.loading.items() if future.done()}
         if not done and self.loading and self.is_idle:
             # Nothing else is running: do not spin through empty steps.
-            next(iter(self.loading.values()))[0].exception()
-            done = {name for name, (future, _) in self.loading.items() if future.done()}
+            next(iter(self.loading.values())).exception()
+            done = {name for name, future in self.loading.items() if future.done()}
         for name in done:
-            future, block_ids = self.loading.pop(name)
-            error = future.exception()
+            error = self.loading.pop(name).exception()
             if error is not None:
-                self._failed(name, block_ids, error)
+                # By its name: blocks that a window has let go of are those of other requests, too.
+                self.not_received.add(name)
+                self._failed(name, (), error)
         return done or None
+
+    def failed_receives(self) -> set[str]:
+        """Returns the requests whose rows could not be copied in beside a step, since the last call."""
+        failed, self.not_received = self.not_received, set()
+        return failed
 
     def failed_blocks(self) -> set[int]:
         failed, self.failed = self.failed, set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -13,6 +14,13 @@ class SupportsHMA:
 class KVConnectorRole(enum.Enum):
     SCHEDULER = 0
     WORKER = 1
+
+
+@dataclass
+class KVConnectorTransferResults:
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
 
 
 class KVConnectorMetadata:
