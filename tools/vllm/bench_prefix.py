@@ -3,8 +3,9 @@
     python bench_prefix.py MODEL [--rounds 5]
 
 A prompt of 2,592 tokens is asked once. Then vLLM's prefix cache is emptied, never that of a connector, and the prompt is asked again with
-another end of 32 tokens. Rows are vLLM without a connector, this project's connector, and the server of LMCache, if that is installed in this environment (`pip install --no-deps lmcache==0.5.6`, and what it asks for beside CUDA). Each row is a
-process of its own. Answers of 16 tokens have to be those that vLLM computes from nothing. Times are the least of some rounds.
+another end of 32 tokens. Rows are vLLM without a connector, this project's connector, and the server of LMCache, if that is installed in
+this environment (`pip install --no-deps lmcache==0.5.6`, and what it asks for beside CUDA). Each row is a process of its own. Answers of 16
+tokens have to be those that vLLM computes from nothing. Times are the least of some rounds.
 """
 
 from __future__ import annotations
