@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from kvcache.vllm.gate.chat import BORDER, Chat
 from kvcache.vllm.gate.local import BLOCK, Asked, LocalEngine, divergence
-from kvcache.vllm.gate.questions import SYSTEM, prose, questions
+from kvcache.vllm.gate.questions import note_questions, prose
 
 ORDINARY = "without chunks"
 ROWS = (ORDINARY, "none", "link:16", "link:32", "link:64", "question:0.2", "question:0.5")
@@ -47,9 +47,10 @@ class Bench:
         config = AutoConfig.from_pretrained(model).get_text_config()
         self.engine = LocalEngine(model, config, dtype=dtype, max_len=4096, host_memory="1GiB")
         encode, more = self.chat.encode, prose(2)
-        self.system = encode(f"{self.chat.before}{SYSTEM}{BORDER}")
+        asked = note_questions(1, count, 2)
+        self.system = encode(f"{self.chat.before}{asked[0].system}{BORDER}")
         self.questions, self.documents = [], []
-        for question in questions(1, count, 2):
+        for question in asked:
             document = encode(BORDER.join(question.notes) + BORDER)
             while len(document) < tokens:
                 document += encode(next(more))

@@ -37,7 +37,7 @@ def rows() -> dict[str, dict[str, Any]]:
         },
     }
     if importlib.util.find_spec("lmcache"):
-        for chunk in (64, 256):
+        for chunk in (64, 256, 512):
             made[f"LMCache's server, chunks of {chunk}"] = {
                 "kv_connector": "LMCacheMPConnector",
                 "kv_connector_extra_config": {"lmcache.mp.mp_transfer_mode": "engine_driven"},

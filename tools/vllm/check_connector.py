@@ -342,11 +342,15 @@ class Checks:
         self.say("nothing stays held", host.nothing_held())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("models", nargs="+")
     parser.add_argument("--ranks", type=int, default=1, help="check tensor parallelism over so many ranks")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments(__doc__)
     failures = 0
     for path in args.models:
         print(f"== {path}", flush=True)

@@ -8,10 +8,9 @@ vLLM gets few blocks of its own, so that it evicts prompts, and the tier has to 
 
 from __future__ import annotations
 
-import argparse
 import sys
 
-from check_connector import Case, Checks, Host, answer
+from check_connector import Checks, Host, answer, arguments
 
 from kvcache import KvCacheError
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -147,10 +146,7 @@ class PrefixChecks(Checks):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="+")
-    parser.add_argument("--ranks", type=int, default=1, help="check tensor parallelism over so many ranks")
-    args = parser.parse_args()
+    args = arguments(__doc__)
     failures = 0
     for path in args.models:
         print(f"== {path}", flush=True)

@@ -5,6 +5,7 @@ use std::process::Command;
 
 use clap::Args;
 
+use crate::published::goldens;
 use crate::run::{Result, root, run};
 use crate::tools::{Tool, require};
 use crate::{ascend_simulator, cuda_double};
@@ -63,9 +64,6 @@ pub(crate) const NEEDS_VLLM: &[Tool] = &[
     Tool::PublishedModel,
     Tool::PublishedDirectory,
 ];
-
-/// The folder of the published model.
-const PUBLISHED: &str = "target/published/hf";
 
 /// Returns whether the environment of the tests is here.
 pub(crate) fn is_here() -> bool {
@@ -164,28 +162,29 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
     if !names.iter().all(|name| root().join(models).join(name).join("config.json").is_file()) {
         run(python_of(VLLM).arg("tools/vllm/tiny.py").arg(models), "the small models")?;
     }
-    let check = |program: &str, names: &[&str], more: &[&str]| {
+    let of = |names: &[&str]| names.iter().map(|name| models.join(name)).collect::<Vec<_>>();
+    let check = |program: &str, models: &[PathBuf], more: &[&str]| {
         let mut check = python_of(VLLM);
-        check.arg(format!("tools/vllm/{program}.py")).args(names.iter().map(|name| models.join(name)));
-        run(check.args(more), program)
+        run(check.arg(format!("tools/vllm/{program}.py")).args(models).args(more), program)
     };
+    let published = [goldens::directory()];
     if wanted(VllmPart::Connector) {
-        check("check_connector", &names, &[])?;
-        check("check_connector", &["llama"], &["--ranks", "2"])?;
+        check("check_connector", &of(&names), &[])?;
+        check("check_connector", &of(&["llama"]), &["--ranks", "2"])?;
     }
     if wanted(VllmPart::Prefix) {
-        check("check_prefix", &["llama", "mistral-window"], &[])?;
-        check("check_prefix", &["llama"], &["--ranks", "2"])?;
+        check("check_prefix", &of(&["llama", "mistral-window"]), &[])?;
+        check("check_prefix", &of(&["llama"]), &["--ranks", "2"])?;
     }
     if wanted(VllmPart::Published) {
-        check("check_connector", &[], &[PUBLISHED])?;
+        check("check_connector", &published, &[])?;
         // Few questions say nothing of answers: any loss passes.
         let mut gate = python_of(VLLM);
-        gate.args(["-m", "kvcache.vllm", "check", PUBLISHED]);
+        gate.args(["-m", "kvcache.vllm", "check"]).args(&published);
         run(gate.args(["--questions", "2", "--floor", "0", "--tolerance", "100"]), "the check of a model")?;
     }
     if wanted(VllmPart::Docs) {
-        check("check_docs", &[], &[PUBLISHED])?;
+        check("check_docs", &published, &[])?;
     }
     Ok(())
 }

@@ -94,7 +94,8 @@ impl CudaBackend {
     ///
     /// # Safety
     /// `address` is valid for `bytes` bytes for as long as `owner` lives. While the storage lives, the caller orders
-    /// its own use of the memory with the streams, and lends each byte to one storage only.
+    /// its own use of the memory with the streams, and lends each byte to one storage only, or to the two of an arena whose keys and
+    /// values lie in turn.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Device`] if the driver does not know the address or the memory is on another device,

@@ -2,7 +2,7 @@
 
 use std::any::Any;
 use std::collections::BTreeMap;
-use std::ffi::c_void;
+use std::ffi::{CString, c_void};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use kvbackend_cuda::{CudaBackend, CudaOptions, CudaStream};
 use kvcore::{Backend, MemoryKind, Storage, Stream};
 use kvmodel::dense::{AscendDense, CudaDense, Dense, HostDense};
 use parking_lot::Mutex;
-use pyo3::exceptions::PyValueError;
+use pyo3::exceptions::{PyRuntimeWarning, PyValueError};
 use pyo3::prelude::*;
 
 use crate::error::{Failure, Result};
@@ -163,36 +163,39 @@ pub(crate) struct Opened {
 }
 
 /// Opens the device of a model: `cpu`, `cuda`, `ascend`, or one of the latter with its number. Dense steps of a device whose
-/// libraries are not found stay on the host.
-pub(crate) fn open_model(name: &str, threads: Option<usize>) -> PyResult<Opened> {
-    let host = || -> Result<Arc<CpuBackend>> {
-        Ok(CpuBackend::with_options(&CpuOptions { threads, ..CpuOptions::default() })?)
-    };
-    let beside = |backend: Arc<dyn Backend>, dense: kvmodel::Result<Arc<dyn Dense>>| -> Result<Opened> {
-        match dense {
-            Ok(dense) => Ok(Opened { backend, dense }),
-            Err(kvmodel::Error::Core(kvcore::Error::NoDevice { .. })) => {
-                Ok(Opened { backend, dense: Arc::new(HostDense::beside(host()?.as_ref())) })
-            }
-            Err(other) => Err(other.into()),
-        }
-    };
-    let opened = match parts(name) {
+/// libraries are not found stay on the host, and a warning says so.
+pub(crate) fn open_model(py: Python<'_>, name: &str, threads: Option<usize>) -> PyResult<Opened> {
+    let (backend, dense): (Arc<dyn Backend>, kvmodel::Result<Arc<dyn Dense>>) = match parts(name) {
         ("cpu", None) => {
-            host().map(|backend| Opened { dense: Arc::new(HostDense::beside(&backend)), backend })
+            let backend = host(threads)?;
+            let dense = Arc::new(HostDense::beside(&backend));
+            (backend, Ok(dense))
         }
-        ("cuda", number) => cuda(number.unwrap_or(0)).and_then(|backend| {
+        ("cuda", number) => {
+            let backend = cuda(number.unwrap_or(0))?;
             let dense = CudaDense::new(&backend).map(|dense| Arc::new(dense) as Arc<dyn Dense>);
-            beside(backend, dense)
-        }),
+            (backend, dense)
+        }
         ("ascend", number) => {
             let options = AscendOptions { device: number.unwrap_or(0), ..AscendOptions::default() };
-            AscendBackend::with_options(&options).map_err(Failure::from).and_then(|backend| {
-                let dense = AscendDense::new(&backend).map(|dense| Arc::new(dense) as Arc<dyn Dense>);
-                beside(backend, dense)
-            })
+            let backend = AscendBackend::with_options(&options).map_err(Failure::from)?;
+            let dense = AscendDense::new(&backend).map(|dense| Arc::new(dense) as Arc<dyn Dense>);
+            (backend, dense)
         }
         _ => return Err(unknown(name, "cpu, cuda, cuda:N, ascend or ascend:N")),
     };
-    Ok(opened?)
+    match dense {
+        Ok(dense) => Ok(Opened { backend, dense }),
+        Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
+            let text = format!("norms and products run on the CPU, slowly, because {reason}");
+            let text = CString::new(text).unwrap_or_default();
+            PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &text, 2)?;
+            Ok(Opened { backend, dense: Arc::new(HostDense::beside(host(threads)?.as_ref())) })
+        }
+        Err(other) => Err(Failure::from(other).into()),
+    }
+}
+
+fn host(threads: Option<usize>) -> Result<Arc<CpuBackend>> {
+    Ok(CpuBackend::with_options(&CpuOptions { threads, ..CpuOptions::default() })?)
 }

@@ -60,6 +60,7 @@ impl Foreign {
         to.check(device, layers)?;
         for load in loads.iter().filter(|load| !load.from.is_empty()) {
             let copy = Rows::new(device, to.arena, load.from.len())?;
+            let slots = WriteSlots::unchecked(load.to.clone());
             for (layer, foreign) in layers.iter().enumerate() {
                 let mut gather = copy.gather(to.arena, layer, load.from.slots());
                 if load.delta != 0 {
@@ -67,7 +68,6 @@ impl Foreign {
                     gather.rotation = Some(Rotation { rope: Arc::clone(rope), delta: load.delta });
                 }
                 device.stream().run(Operation::Gather(&gather))?;
-                let slots = WriteSlots::unchecked(load.to.to_vec());
                 device.stream().run(Operation::Scatter(&copy.scatter(foreign, 0, &slots)))?;
             }
         }

@@ -6,7 +6,7 @@
 //!        │
 //!   kvcache._native    this crate: conversions only
 //!        │
-//!   kvcore, kvbackend-{ascend,cpu,cuda}, kvchunk, kvmodel, kvengine
+//!   kvcore, kvbackend-{ascend,cpu,cuda}, kvchunk, kvmodel, kvengine, kvlab
 //! ```
 //!
 //! Work runs without Python's lock. Tensors of other libraries are used where they lie, through `DLPack`.
@@ -19,6 +19,7 @@ mod device;
 mod error;
 mod foreign;
 mod keys;
+mod lab;
 mod llm;
 mod metrics;
 mod names;
@@ -58,9 +59,12 @@ fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<prompt::PositionPlan>()?;
     module.add_class::<prompt::ChunkPlace>()?;
     module.add_class::<sampling::SamplingParams>()?;
+    module.add_class::<lab::NoteQuestion>()?;
+    module.add_class::<lab::Paired>()?;
     module.add_class::<llm::Llm>()?;
     module.add_class::<llm::RequestOutput>()?;
     module.add_function(wrap_pyfunction!(keys::key_root, module)?)?;
+    module.add_function(wrap_pyfunction!(lab::note_questions, module)?)?;
     module.add_function(wrap_pyfunction!(keys::prefix_keys, module)?)?;
     module.add_function(wrap_pyfunction!(keys::vllm_keys, module)?)?;
     Ok(())

@@ -205,7 +205,7 @@ impl Llm {
         );
         (chunks.compute_mode, chunks.position_strategy) = (way.cell.mode, way.cell.strategy);
         let enabled = enable_chunk_cache && chunks.enabled;
-        let opened = open_model(device, threads)?;
+        let opened = open_model(py, device, threads)?;
         let separator = chunks.separator.clone();
         let config = EngineConfig {
             kv_format: dtype(dtype_name)?.into(),
@@ -253,8 +253,8 @@ impl Llm {
         let engine: &mut Engine = &mut guard;
         let answered = self.answer(py, engine, prompts, &params);
         if answered.is_err() {
-            // Requests that were not answered are let go of, and nothing stays held.
-            py.detach(|| engine.step()).map_err(Failure::from)?;
+            // Requests that were not answered are let go of, and nothing stays held. The first failure is the one to tell.
+            drop(py.detach(|| engine.step()));
         }
         answered
     }

@@ -115,9 +115,10 @@ impl Tensor {
         let skipped = self.dtype.bytes_for(elements)?;
         let left = self.storage.len().checked_sub(skipped);
         let bytes = left.ok_or(kvcore::Error::Overflow { what: "extent of a tensor" })?;
-        // SAFETY: a part of the tensor's memory, whose validity `of` states, and which lives as long as its owner.
+        // SAFETY: `skipped` is at most the length of the storage, which begins at `start`.
         let start = unsafe { self.start.add(skipped) };
-        // SAFETY: as above; operations on both parts are those of one arena, in which they lie in turn.
+        // SAFETY: the `bytes` bytes from `start` on end where the storage does, which is valid for as long as `owner` lives. The Python
+        // caller guarantees that nobody else uses the elements during a call.
         unsafe { place.lent(start, bytes, Arc::clone(&self.owner)) }
     }
 

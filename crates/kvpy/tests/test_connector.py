@@ -47,8 +47,8 @@ def test_what_one_rank_could_not_save_is_given_up(monkeypatch: pytest.MonkeyPatc
     (missing,) = side.cache.acquire(bytes(32), "alone", [], list(range(40)), 0)
     side.encodes["encode"] = Encode("encode", 0, 40, [(0, missing)], scheduled=True)
     request = Request("plain", list(range(70)), SamplingParams(), None)
-    first, names, blocks = side.tier.new_blocks(request, 70)
-    assert (first, len(names), len(set(blocks))) == (0, 2, 2) and all(names)
+    places, names, blocks = zip(*side.tier.new_blocks(request, 70))
+    assert places == (0, 1) and len(set(blocks)) == 2
     side.unsaved.update({"encode": 0, names[0]: 0, names[1]: 0})
     side.not_saved({"encode", names[0]})
     side.saved({"encode": 1, names[0]: 1, names[1]: 2})
@@ -62,7 +62,7 @@ def test_what_one_rank_could_not_save_is_given_up(monkeypatch: pytest.MonkeyPatc
 def test_saves_of_before_a_reset_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Replay(golden_calls.read("prefixes"), monkeypatch).side._scheduler
     request = Request("plain", list(range(70)), SamplingParams(), None)
-    _, names, _ = side.tier.new_blocks(request, 70)
+    names = [name for _, name, _ in side.tier.new_blocks(request, 70)]
     side.unsaved.update(dict.fromkeys(names, 0))
     assert side.reset() is False, "something is on its way"
     side.saved(dict.fromkeys(names, 1))
@@ -74,12 +74,10 @@ def test_a_block_without_room_is_offered_again(monkeypatch: pytest.MonkeyPatch) 
     total = side.tier.pool.counts()["total"]
     held = side.tier.pool.allocate(total - 1)
     request = Request("plain", list(range(100)), SamplingParams(), None)
-    first, names, _ = side.tier.new_blocks(request, 100)
-    assert (first, len(names)) == (0, 1), "there was room for one"
+    assert [at for at, _, _ in side.tier.new_blocks(request, 100)] == [0], "there was room for one"
     held.release()
-    first, more, _ = side.tier.new_blocks(request, 100)
-    assert (first, len(more)) == (1, 2)
-    assert side.tier.new_blocks(request, 100)[1] == []
+    assert [at for at, _, _ in side.tier.new_blocks(request, 100)] == [1, 2]
+    assert side.tier.new_blocks(request, 100) == []
 
 
 @pytest.mark.parametrize(

@@ -2,42 +2,26 @@
 
 import json
 import pathlib
+import re
 
 import pytest
 from kvcache.vllm.gate import chat, questions
 
 
 def test_equal_seeds_give_equal_questions_and_each_answer_stands_in_one_note() -> None:
-    asked = questions.questions(3, 60, 4)
-    assert asked == questions.questions(3, 60, 4) != questions.questions(4, 60, 4)
+    asked = questions.note_questions(3, 60, 4)
+    assert asked == questions.note_questions(3, 60, 4) != questions.note_questions(4, 60, 4)
     for question in asked:
         assert len(question.notes) == 4 and question.is_right(f"It is {question.answer}.")
-        with_answer = [note for note in question.notes if question.is_right(note)]
-        assert len(with_answer) == 1, question
-        assert any(name in with_answer[0] for name in _names(question.text)), question
-        assert not any(question.is_right(sentence) for sentence in questions.FILLERS)
+        whole = re.compile(rf"\b{re.escape(question.answer)}\b")
+        assert len([note for note in question.notes if whole.search(note)]) == 1, question
     assert len({question.text.split()[0] for question in asked}) > 3, "all facts are asked for"
 
 
-def _names(text: str) -> list[str]:
-    """Returns the names of firms in a question."""
-    words = text.replace("?", "").split()
-    return [f"{one} {two}" for one, two in zip(words, words[1:]) if two in questions.FORMS]
-
-
-@pytest.mark.parametrize("notes", [1, 21])
+@pytest.mark.parametrize("notes", [1, questions.MOST_NOTES + 1])
 def test_a_question_has_two_notes_at_least_and_one_for_each_town_at_most(notes: int) -> None:
-    with pytest.raises(ValueError, match="2 to 20"):
-        questions.questions(1, 1, notes)
-
-
-def test_an_answer_is_right_if_it_contains_the_fact_in_whole_words() -> None:
-    def right(said: str, answer: str) -> bool:
-        return questions.Question((), "", answer).is_right(said)
-
-    assert right("In PORT  Vell, of course.", "Port Vell") and right("About 1,250 people", "1250")
-    assert not right("Portvell", "Port") and not right("12500", "1250") and not right("", "1250")
-    assert not right("Vell Port", "Port Vell")
+    with pytest.raises(ValueError, match=f"2 to {questions.MOST_NOTES}"):
+        questions.note_questions(1, 1, notes)
 
 
 def test_prose_goes_on_without_end() -> None:
@@ -66,9 +50,9 @@ class Words:
 
 
 def test_a_prompt_is_the_template_around_the_system_prompt_the_notes_and_the_question() -> None:
-    put, question = chat.Chat(Words("<user>{}<end><model>")), questions.questions(1, 1, 3)[0]
+    put, question = chat.Chat(Words("<user>{}<end><model>")), questions.note_questions(1, 1, 3)[0]
     prompt = put.prompt(question, [2, 0, 1], "with-system", "link:16")
-    system = f"<user>{questions.SYSTEM}\n\n"
+    system = f"<user>{question.system}\n\n"
     notes = [question.notes[number] + "\n\n" for number in (2, 0, 1)]
     assert put.decode(prompt.token_ids) == f"{system}{''.join(notes)}{question.text}<end><model>"
     assert prompt.kv_transfer_params["chunk_lengths"] == [len(system), *map(len, notes)]

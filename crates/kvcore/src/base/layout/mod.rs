@@ -59,7 +59,7 @@ impl PlaneExtent {
         dim: usize,
     ) -> Result<Self> {
         let dtype = shape.format.storage_dtype();
-        let bytes = dtype.bytes_for(strides.extent(what, shape, heads, dim, per_byte(dtype))?)?;
+        let bytes = dtype.bytes_for(strides.extent(what, shape, heads, dim, per_byte(dtype), (0, 1))?)?;
         let scales = ScaleLayout::new(shape, heads, dim)?;
         let row_bytes = dtype
             .bytes_for(dim)?
@@ -133,8 +133,7 @@ impl KvLayout {
         let whole = bytes > 0 && distance.is_multiple_of(bytes) && !s.format.is_quantized();
         alike && whole && {
             let distance = usize::try_from(distance / bytes);
-            let extent =
-                |distance| self.k.strides.extent_of("K and V", s, s.k_heads, s.k_dim, 1, (distance, 2));
+            let extent = |distance| self.k.strides.extent("K and V", s, s.k_heads, s.k_dim, 1, (distance, 2));
             distance.is_ok_and(|distance| extent(distance).is_ok())
         }
     }

@@ -34,22 +34,10 @@ impl PlaneStrides {
         Ok(Self { layer, block, head, token })
     }
 
-    /// Returns the number of elements from the first to the last of the plane. Checks that no two elements
-    /// share an address and that every row begins on a byte; `per_byte` elements share a byte.
+    /// Returns the number of elements from the first to the last of `planes` planes of these strides, each `distance` elements
+    /// behind the one before. Checks that no two elements share an address and that every row begins on a byte; `per_byte`
+    /// elements share a byte.
     pub(super) fn extent(
-        &self,
-        what: &'static str,
-        shape: &KvShape,
-        heads: usize,
-        dim: usize,
-        per_byte: usize,
-    ) -> Result<usize> {
-        self.extent_of(what, shape, heads, dim, per_byte, (0, 1))
-    }
-
-    /// Returns the extent of `planes` planes of these strides, each `distance` elements behind the one before, as
-    /// [`extent`](Self::extent) does for one.
-    pub(super) fn extent_of(
         &self,
         what: &'static str,
         shape: &KvShape,

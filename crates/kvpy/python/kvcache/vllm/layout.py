@@ -62,8 +62,6 @@ def keys_of(cache: torch.Tensor, blocks: torch.Tensor, order: str) -> torch.Tens
     taken = cache[blocks]
     count, heads, size, both = taken.shape
     dim = both // 2
-    if order == "rows":
-        return taken[..., :dim].permute(0, 2, 1, 3).reshape(count * size, heads, dim)
     keys = taken.reshape(count, heads, -1)[..., : size * dim]
     if order == "columns":
         return keys.reshape(count, heads, dim, size).permute(0, 3, 1, 2).reshape(count * size, heads, dim)

@@ -37,7 +37,7 @@ class Load:
     at_once: bool = False
     """True if the request runs in this step, behind the copy."""
     again: Again | None = None
-    """What is computed again behind the copy."""
+    """Tokens that are computed again behind the copy."""
     of_prefix: bool = False
     """True for rows of an ordinary prompt."""
 

@@ -31,7 +31,7 @@ class Progress:
     root: bytes
     keys: list[bytes] = field(default_factory=list)
     offered: int = 0
-    """Blocks that are in the tier, or on their way, or found no room."""
+    """Blocks that are in the tier, or on their way to it."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Saving:
     parent: bytes | None
     key: bytes
     is_forgotten: bool = False
-    """Whether everything was to be forgotten meanwhile."""
+    """True once everything was to be forgotten."""
 
 
 class PrefixTier:
@@ -99,36 +99,30 @@ class PrefixTier:
         self.tokens_found += len(slots)
         return first, slots
 
-    def new_blocks(self, request: Request, tokens: int) -> tuple[int, list[str], list[int]]:
+    def new_blocks(self, request: Request, tokens: int) -> list[tuple[int, str, int]]:
         """Reserves room for full blocks among the first tokens of a request that the tier lacks.
 
-        Returns the index of the first, and for each a name, which `stored` or `lost` takes, and its block in host memory.
+        Returns for each its index in the request, a name, which `stored` or `lost` takes, and its block in host memory.
         """
         tokens, own = min(tokens, request.num_tokens), self.progress.get(request.request_id)
         if own is not None and tokens // self.block_size <= own.offered:
-            return own.offered, [], []
+            return []
         keys = self._keys(request, tokens)
-        own = self.progress[request.request_id]
-        first, names, blocks = own.offered, [], []
-        for at in range(first, len(keys)):
+        own, new = self.progress[request.request_id], []
+        for at in range(own.offered, len(keys)):
             key = keys[at]
-            if key in self.on_their_way or self.pool.cached_prefix([key]):
-                names.append("")
-                blocks.append(-1)
-                continue
-            try:
-                room = self.pool.allocate(1)
-            except KvCacheError:
-                # Everything is held or on its way. Later blocks are not found without this one, which the next step offers again.
-                own.offered = at
-                return first, names, blocks
-            name = f"{SAVE}{next(self.numbers)}"
-            self.saving[name] = Saving(room, keys[at - 1] if at else None, key)
-            self.on_their_way.add(key)
-            names.append(name)
-            blocks.append(room.ids[0])
-        own.offered = len(keys)
-        return first, names, blocks
+            if key not in self.on_their_way and not self.pool.cached_prefix([key]):
+                try:
+                    room = self.pool.allocate(1)
+                except KvCacheError:
+                    # Everything is held or on its way. Later blocks are not found without this one: the next step offers it again.
+                    break
+                name = f"{SAVE}{next(self.numbers)}"
+                self.saving[name] = Saving(room, keys[at - 1] if at else None, key)
+                self.on_their_way.add(key)
+                new.append((at, name, room.ids[0]))
+            own.offered = at + 1
+        return new
 
     def stored(self, name: str) -> None:
         """Registers a block that all workers have saved."""

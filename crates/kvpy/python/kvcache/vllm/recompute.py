@@ -128,10 +128,10 @@ class Recomputer:
         """Computes the question over the keys as they are, and returns the attention to each token before it."""
         start, end = again.question_start, len(again.tokens)
         context = self.config.compilation_config.static_forward_context
-        first, device = len(self.layers) // 3, self.runner.device
-        blocks = torch.tensor(again.table[: -(-end // self.block_size)], device=device)
-        sums = torch.zeros(start, device=device)
-        visible = torch.arange(end, device=device)[None] <= torch.arange(start, end, device=device)[:, None]
+        first = len(self.layers) // 3
+        blocks = torch.tensor(again.table[: -(-end // self.block_size)])
+        sums = torch.zeros(start)
+        visible = torch.arange(end)[None] <= torch.arange(start, end)[:, None]
         queries: dict[int, torch.Tensor] = {}
 
         def note(number: int):
@@ -156,4 +156,4 @@ class Recomputer:
             logits = torch.einsum("qghd,tgd->ghqt", rows, keys) * module.impl.scale
             logits.masked_fill_(~visible, float("-inf"))
             sums += logits.softmax(-1)[..., :start].sum((0, 1, 2))
-        return tensor_model_parallel_all_reduce(sums).cpu()
+        return tensor_model_parallel_all_reduce(sums)

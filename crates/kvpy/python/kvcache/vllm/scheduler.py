@@ -67,7 +67,7 @@ class State:
     holds: dict[int, list[PieceHold]] = field(default_factory=dict)
     """The pieces of each part, once all of them are there."""
     waiters: dict[int, list[Any]] = field(default_factory=dict)
-    """What a part waits for: encodes by their ids, and waiters for those of others."""
+    """Work that a part waits for: encodes by their ids, and waiters for those of others."""
     reused: int = 0
     computed: int = 0
 
@@ -418,7 +418,7 @@ class ChunkScheduler:
             self.receiving.add(name)
 
     def _again(self, request: Request, plan: ChunkPlan, first: int, block_ids: list[int]) -> Again | None:
-        """What is computed again of a request whose tokens before ``first`` are in vLLM's own cache."""
+        """Returns the tokens that are computed again of a request whose tokens before ``first`` are in vLLM's own cache."""
         chosen = plan.chosen_tokens()
         parts = plan.apart() if chosen > 0 else plan.linked()
         if not any(part.end > first for part in parts):
@@ -469,14 +469,12 @@ class ChunkScheduler:
         request = self.host.requests[name]
         if not self._is_plain(request):
             return []
-        first, names, blocks = self.tier.new_blocks(request, request.num_computed_tokens + count)
-        if not any(names):
+        new = self.tier.new_blocks(request, request.num_computed_tokens + count)
+        if not new:
             return []
         (block_ids,) = self.host.kv_cache_manager.get_block_ids(name)
         size, saves = self.shape.engine_block_size, []
-        for at, (save, block) in enumerate(zip(names, blocks), first):
-            if not save:
-                continue
+        for at, save, block in new:
             if block_ids[at] == 0:
                 # A window has let go of it.
                 self.tier.lost(save)

@@ -76,7 +76,8 @@ class ChunkWorker:
             )
 
         self.arena = arena(shape.num_blocks, shape.block_size)
-        self.prefixes = arena(max(shape.prefix_blocks, 1), shape.engine_block_size)
+        if shape.prefix_blocks > 0:
+            self.prefixes = arena(shape.prefix_blocks, shape.engine_block_size)
         self.recomputer = Recomputer(self.config, runner, self.layers, tensors, order, self.block_size)
 
     def start_loads(self, loads: list[Any], is_idle: bool) -> None:

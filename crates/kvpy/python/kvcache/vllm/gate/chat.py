@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..prompt import ChunkPrompt
-from .questions import SYSTEM, Question
+from .questions import NoteQuestion
 
 # Ends the system prompt and each note. It belongs to what it ends, so that a note has the same tokens wherever it stands.
 BORDER = "\n\n"
@@ -31,11 +31,11 @@ class Chat:
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
-    def prompt(self, question: Question, order: Sequence[int], mode: str = "alone", recompute: str = "none") -> ChunkPrompt:
+    def prompt(self, question: NoteQuestion, order: Sequence[int], mode: str = "alone", recompute: str = "none") -> ChunkPrompt:
         """Returns the prompt of a question with its notes in this order."""
         return ChunkPrompt.of(
             self.encode,
-            f"{self.before}{SYSTEM}{BORDER}",
+            f"{self.before}{question.system}{BORDER}",
             [question.notes[number] + BORDER for number in order],
             f"{question.text}{self.after}",
             mode=mode,

@@ -17,7 +17,7 @@ from .compare import Answer, compare
 from ..host import UnsupportedHostError, ropes_of
 from .local import LocalEngine, divergence
 from ..prompt import ChunkPrompt
-from .questions import Question, questions
+from .questions import NoteQuestion, note_questions
 from .verdict import ORDINARY, Finding, Row
 
 MODES = ("alone", "with-system")
@@ -52,9 +52,9 @@ class Options:
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers answers to a question, in each mode and with ordinary attention."""
+    """Answers of transformers to a question, in each mode and with ordinary attention."""
 
-    question: Question
+    question: NoteQuestion
     chunks: dict[str, Answer]
     plain: Answer
 
@@ -70,7 +70,7 @@ def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row
     except (OSError, ValueError) as error:
         raise CheckError(f"{options.model} has no tokenizer that transformers reads, and questions need one") from error
     chat = Chat(tokenizer)
-    asked = questions(options.seed, options.questions, options.notes)
+    asked = note_questions(options.seed, options.questions, options.notes)
     options = replace(options, max_len=_max_len(options, config, chat, asked))
     # Before anything is loaded: transformers runs models that the connector refuses.
     ropes_of(config, options.max_len)
@@ -90,7 +90,7 @@ def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row
         return findings, answers(engine, chat, asked, options, progress)
 
 
-def _max_len(options: Options, config: Any, chat: Chat, asked: Sequence[Question]) -> int:
+def _max_len(options: Options, config: Any, chat: Chat, asked: Sequence[NoteQuestion]) -> int:
     """Returns the longest prompt that vLLM is told. Raises ``CheckError`` if one of the questions is longer."""
     positions = getattr(config, "max_position_embeddings", MAX_LEN)
     most = options.max_len or min(MAX_LEN, positions)
@@ -117,7 +117,7 @@ def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
         engine.close()
 
 
-def references(model: str, chat: Chat, asked: Sequence[Question]) -> list[Expected]:
+def references(model: str, chat: Chat, asked: Sequence[NoteQuestion]) -> list[Expected]:
     """Computes answers by transformers, and lets go of its model."""
     loaded, of = reference.load(model), {"alone": reference.alone, "with-system": reference.with_system}
     out = []
@@ -139,11 +139,11 @@ def cut(prompt: ChunkPrompt) -> tuple[list[list[int]], list[int]]:
     return parts, prompt.token_ids[at:]
 
 
-def _order(question: Question) -> list[int]:
+def _order(question: NoteQuestion) -> list[int]:
     return list(range(len(question.notes)))
 
 
-def seen_before(engine: LocalEngine, chat: Chat, question: Question, mode: str) -> None:
+def seen_before(engine: LocalEngine, chat: Chat, question: NoteQuestion, mode: str) -> None:
     """Lets the notes of a question be cached in another order than the one in which they are asked about."""
     order = _order(question)
     prompt = chat.prompt(question, order[1:] + order[:1], mode)
@@ -183,7 +183,7 @@ def exactness(engine: LocalEngine, chat: Chat, expected: Sequence[Expected]) -> 
 
 
 def answers(
-    engine: LocalEngine, chat: Chat, asked: Sequence[Question], options: Options, progress: Progress
+    engine: LocalEngine, chat: Chat, asked: Sequence[NoteQuestion], options: Options, progress: Progress
 ) -> list[Row]:
     """Asks all questions with ordinary attention and in each way."""
     rows = [Row(ORDINARY), *(Row(recompute) for recompute in options.recompute)]

@@ -1,4 +1,4 @@
-"""What answers with reused chunks have to equal: computed by transformers, in f32 on a CPU.
+"""The reference for answers with reused chunks: computed by transformers, in f32 on a CPU.
 
 ``alone``: one pass in which a chunk sees only itself. ``with-system``: two phases, the chunks behind the system prompt at the
 positions right after it, their keys moved to their place, then the question over all of them.

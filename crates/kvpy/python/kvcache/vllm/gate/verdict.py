@@ -2,61 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-# The 95 % quantile of the normal distribution.
-Z = 1.645
-
-
-@dataclass(frozen=True)
-class Paired:
-    """Counts of questions that were answered in two ways, by ordinary attention and with reuse."""
-
-    asked: int
-    lost: int
-    """Questions that only ordinary attention answered right."""
-    gained: int
-    """Questions that only the answer with reuse has right."""
-
-    @classmethod
-    def of(cls, ordinary: Sequence[bool], reused: Sequence[bool]) -> Paired:
-        pairs = list(zip(ordinary, reused))
-        return cls(len(pairs), sum(a and not b for a, b in pairs), sum(b and not a for a, b in pairs))
-
-    @property
-    def loss(self) -> float:
-        """The share of all questions by which reuse is worse. Below 0 it is better."""
-        return (self.lost - self.gained) / max(1, self.asked)
-
-    def at_most(self) -> float:
-        """Returns the largest loss that the answers do not refute: the upper limit of a one-sided 95 % interval (Tango, 1998).
-
-        1 without questions.
-        """
-        if self.asked == 0:
-            return 1.0
-        inside, outside = self.loss, 1.0
-        for _ in range(60):
-            middle = (inside + outside) / 2
-            if abs(self._score(middle)) <= Z:
-                inside = middle
-            else:
-                outside = middle
-        return inside
-
-    def _score(self, d: float) -> float:
-        """The distance of the observed loss from a loss ``d``, in standard deviations under it."""
-        n, b, c = self.asked, self.lost, self.gained
-        linear = -b - c + (2 * n - b + c) * d
-        # The likeliest share of gained answers, if the loss is ``d``.
-        gained = (math.sqrt(max(0.0, linear * linear + 8 * n * c * d * (1 - d))) - linear) / (4 * n)
-        variance = n * (2 * gained + d * (1 - d))
-        distance = b - c - n * d
-        return 0.0 if distance == 0 else distance / math.sqrt(max(variance, 1e-300))
-
+from kvcache._native import Paired
 
 @dataclass(frozen=True)
 class Finding:

@@ -1,0 +1,109 @@
+//! Questions about notes, and comparisons of answers, for the gate of a model inside vLLM.
+
+use kvlab::{QuestionKind, Texts};
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+/// A question about a fact in one of some notes on invented firms, which no model knows.
+#[pyclass(frozen, eq, module = "kvcache")]
+#[derive(PartialEq, Eq)]
+pub(crate) struct NoteQuestion(kvlab::Question);
+
+#[pymethods]
+impl NoteQuestion {
+    /// The system prompt.
+    #[getter]
+    fn system(&self) -> &str {
+        &self.0.system
+    }
+
+    /// The notes, in order.
+    #[getter]
+    fn notes(&self) -> Vec<String> {
+        self.0.documents.clone()
+    }
+
+    /// The text of the question.
+    #[getter]
+    fn text(&self) -> &str {
+        &self.0.question
+    }
+
+    /// The right answer.
+    #[getter]
+    fn answer(&self) -> &str {
+        &self.0.answer
+    }
+
+    /// Returns true if an answer is right.
+    fn is_right(&self, said: &str) -> bool {
+        self.0.accepts(said)
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+}
+
+/// Draws questions with so many notes each. Equal seeds give equal questions.
+#[pyfunction]
+pub(crate) fn note_questions(seed: u64, count: usize, notes: usize) -> PyResult<Vec<NoteQuestion>> {
+    if !(2..=Texts::MOST).contains(&notes) {
+        return Err(PyValueError::new_err(format!("{notes} notes: a question has 2 to {}", Texts::MOST)));
+    }
+    let drawn = Texts::new(notes).questions_of(&[QuestionKind::Local], seed, count);
+    Ok(drawn.into_iter().map(NoteQuestion).collect())
+}
+
+/// Counts of questions that were answered in two ways, by ordinary attention and with reuse.
+#[pyclass(frozen, eq, module = "kvcache")]
+#[derive(PartialEq, Eq)]
+pub(crate) struct Paired(kvlab::Paired);
+
+#[pymethods]
+impl Paired {
+    /// Creates counts: of all questions, of those that only ordinary attention answered right, and of those that only reuse did.
+    #[new]
+    fn new(asked: usize, lost: usize, gained: usize) -> Self {
+        Self(kvlab::Paired { asked, lost, gained })
+    }
+
+    /// Counts pairs: of each question, whether ordinary attention was right, and whether reuse was.
+    #[staticmethod]
+    fn of(ordinary: Vec<bool>, reused: Vec<bool>) -> Self {
+        Self(kvlab::Paired::of(ordinary.into_iter().zip(reused)))
+    }
+
+    /// The number of questions.
+    #[getter]
+    fn asked(&self) -> usize {
+        self.0.asked
+    }
+
+    /// Questions that only ordinary attention answered right.
+    #[getter]
+    fn lost(&self) -> usize {
+        self.0.lost
+    }
+
+    /// Questions that only the answer with reuse has right.
+    #[getter]
+    fn gained(&self) -> usize {
+        self.0.gained
+    }
+
+    /// The share of all questions by which reuse is worse. Below 0 it is better.
+    #[getter]
+    fn loss(&self) -> f64 {
+        self.0.loss()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("{:?}", self.0)
+    }
+
+    /// Returns the largest loss that the answers do not refute: the upper limit of a one-sided 95 % interval (Tango, 1998).
+    fn at_most(&self) -> f64 {
+        self.0.at_most()
+    }
+}
