@@ -75,6 +75,21 @@ pub struct ForeignLoad {
     pub delta: i64,
 }
 
+impl ForeignShape {
+    /// Checks the engine's slots of one call: each exists, and none is written twice. A negative one is skipped where slots are
+    /// written.
+    ///
+    /// # Errors
+    /// Returns [`Error::OutOfRange`] for a slot that does not exist, and [`Error::Twice`] for one that is written twice.
+    pub fn check_slots(&self, slots: &[&SlotMapping], written: bool) -> Result<()> {
+        let most = self.num_blocks * self.block_size;
+        for slots in slots {
+            check_slots("slot of the other engine", slots, most, written)?;
+        }
+        if written { check_once(slots) } else { Ok(()) }
+    }
+}
+
 impl ForeignOrder {
     /// Returns the place of an element from the first of its block and head.
     pub(crate) fn at(self, shape: &ForeignShape, token: usize, i: usize) -> usize {
@@ -206,7 +221,7 @@ impl ForeignCache {
             check_slots("slot of the arena", &load.from, arena.layout().num_slots(), false)?;
         }
         let written: Vec<&SlotMapping> = loads.iter().map(|load| &load.to).collect();
-        self.check_own(&written, true)?;
+        self.shape.check_slots(&written, true)?;
         backend.kernels.load_foreign(self, arena, loads, ropes)
     }
 
@@ -228,7 +243,7 @@ impl ForeignCache {
         same("slots to write", from.len(), to.len())?;
         check_slots("slot of the arena", to.mapping(), arena.layout().num_slots(), false)?;
         check_once(&[to.mapping()])?;
-        self.check_own(&[from], false)?;
+        self.shape.check_slots(&[from], false)?;
         backend.kernels.save_foreign(self, arena, to.mapping(), from)
     }
 
@@ -249,14 +264,6 @@ impl ForeignCache {
             same(what, expected, got)?;
         }
         Ok(())
-    }
-
-    fn check_own(&self, slots: &[&SlotMapping], written: bool) -> Result<()> {
-        let most = self.shape.num_blocks * self.shape.block_size;
-        for slots in slots {
-            check_slots("slot of the other engine", slots, most, written)?;
-        }
-        if written { check_once(slots) } else { Ok(()) }
     }
 }
 

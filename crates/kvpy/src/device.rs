@@ -152,6 +152,14 @@ fn parts(name: &str) -> (&str, Option<usize>) {
     number.parse().map_or((name, None), |number| (kind, name.contains(':').then_some(number)))
 }
 
+/// Returns the number of an NPU by its name, `ascend` or `ascend:N`.
+pub(crate) fn npu(name: &str) -> PyResult<usize> {
+    match parts(name) {
+        ("ascend", number) => Ok(number.unwrap_or(0)),
+        _ => Err(unknown(name, "ascend or ascend:N")),
+    }
+}
+
 fn unknown(name: &str, known: &str) -> PyErr {
     PyValueError::new_err(format!("unknown device {name:?}: take {known}"))
 }

@@ -1,5 +1,6 @@
 //! The caches of other engines that rows of an arena go to and come from.
 
+use std::any::Any;
 use std::sync::Arc;
 
 use kvbackend_cpu::{CpuBackend, ForeignLoad, ForeignOrder, ForeignPlane, ForeignShape};
@@ -10,18 +11,21 @@ use kvcore::{
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::device::Device;
+use crate::device::{Device, npu};
 use crate::error::{Failure, Result};
+use crate::names::dtype;
+use crate::npu::{NpuCache, Planes};
 use crate::tensor::Tensor;
 
 /// The cache of another engine: the keys and values of each layer, where they lie.
 #[pyclass(frozen, module = "kvcache")]
 pub(crate) struct ForeignCache(pub(crate) Foreign);
 
-/// A cache in host memory, in any order of its elements, or rows on a device, an arena for each layer.
+/// A cache in host memory, in any order of its elements, rows on a GPU, an arena for each layer, or rows on an NPU.
 pub(crate) enum Foreign {
     Host(kvbackend_cpu::ForeignCache),
     Device(Arc<Device>, Vec<KvArena>),
+    Npu(Box<NpuCache>),
 }
 
 /// Returns the strides of a tensor of `N` axes, in elements.
@@ -55,6 +59,7 @@ impl Foreign {
     pub(crate) fn load(&self, to: &Memory<'_>, loads: &[ForeignLoad], ropes: &LayerRopes) -> Result<()> {
         let (device, layers) = match self {
             Self::Host(cache) => return Ok(cache.load(to.host()?, to.arena, loads, ropes)?),
+            Self::Npu(cache) => return cache.load(to.host()?, to.arena, loads, ropes),
             Self::Device(device, layers) => (device, layers),
         };
         to.check(device, layers)?;
@@ -78,6 +83,7 @@ impl Foreign {
     pub(crate) fn save(&self, from: &Memory<'_>, to: &WriteSlots, slots: &SlotMapping) -> Result<()> {
         let (device, layers) = match self {
             Self::Host(cache) => return Ok(cache.save(from.host()?, from.arena, to, slots)?),
+            Self::Npu(cache) => return cache.save(from.host()?, from.arena, to, slots),
             Self::Device(device, layers) => (device, layers),
         };
         from.check(device, layers)?;
@@ -237,6 +243,38 @@ impl ForeignCache {
             };
             Ok((shape, [plane(0), plane(strides[k])]))
         })
+    }
+
+    /// Describes a cache in the memory of an NPU, `"ascend"` or `"ascend:N"`: for each layer the addresses of its keys and of its values,
+    /// `[num_blocks, block_size, num_heads, head_dim]` each, without gaps. Arenas that rows go to and come from are on the CPU.
+    ///
+    /// Nothing checks what lies at an address: each must be that of a tensor of this shape that lives as long as `owner`.
+    #[staticmethod]
+    #[pyo3(signature = (planes, owner, *, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "ascend"))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn lent(
+        planes: Vec<Planes>,
+        owner: Py<PyAny>,
+        num_blocks: usize,
+        block_size: usize,
+        num_heads: usize,
+        head_dim: usize,
+        dtype_name: &str,
+        device: &str,
+    ) -> PyResult<Self> {
+        let device = npu(device)?;
+        let shape = ForeignShape {
+            num_blocks,
+            block_size,
+            heads: num_heads,
+            dim: head_dim,
+            dtype: dtype(dtype_name)?,
+        };
+        let owner: Arc<dyn Any + Send + Sync> = Arc::new(owner);
+        // SAFETY: the Python caller guarantees that the tensors are of this shape and live as long as `owner`, and that nobody uses
+        // the slots of a copy meanwhile, as the documentation of each call says.
+        let cache = unsafe { NpuCache::lent(device, &planes, shape, &owner) }?;
+        Ok(Self(Foreign::Npu(Box::new(cache))))
     }
 }
 

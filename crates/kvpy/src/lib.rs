@@ -23,6 +23,7 @@ mod lab;
 mod llm;
 mod metrics;
 mod names;
+mod npu;
 mod pool;
 mod prompt;
 mod rope;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,15 +208,136 @@ def test_the_connector_knows_layouts_of_gpus_by_their_backends() -> None:
     assert described("FLASH_ATTN", "FLASH_ATTN") == described("FLASHINFER", "TRITON_ATTN") == "rows"
     with pytest.raises(UnsupportedHostError, match=r"vLLM .* lays its caches out for FLASH_ATTN, MAMBA"):
         described("FLASH_ATTN", "MAMBA")
-    elsewhere = SimpleNamespace(device=SimpleNamespace(type="npu", index=0))
-    with pytest.raises(UnsupportedHostError, match="'npu'"):
+    elsewhere = SimpleNamespace(device=SimpleNamespace(type="tpu", index=0))
+    with pytest.raises(UnsupportedHostError, match="'tpu'"):
         layout.device_of(elsewhere)  # type: ignore[arg-type]
 
 
-def host_arena() -> kvcache.Arena:
+def host_arena(num_blocks: int = 8) -> kvcache.Arena:
     return kvcache.Arena(
-        num_layers=LAYERS, num_blocks=8, block_size=16, num_heads=HEADS, head_dim=DIM, dtype_name="float32"
+        num_layers=LAYERS, num_blocks=num_blocks, block_size=16, num_heads=HEADS, head_dim=DIM, dtype_name="float32"
     )
+
+
+class Npu:
+    """CANN's runtime, as far as a tensor needs it."""
+
+    HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
+    IS_INITIALISED = 100002
+
+    def __init__(self) -> None:
+        folder = os.environ.get("KV_ASCEND_LIB_DIR")
+        try:
+            self.library = ctypes.CDLL(os.path.join(folder, "libascendcl.so") if folder else "libascendcl.so")
+        except OSError as error:
+            pytest.skip(f"SKIPPED: {error}")
+        assert self.library.aclInit(None) in (0, self.IS_INITIALISED)
+
+    def call(self, name: str, *args: Any) -> None:
+        assert self.library.aclrtSetDevice(0) == 0
+        code = getattr(self.library, name)(*args)
+        assert code == 0, f"{name} returned {code}"
+
+
+class NpuTensor:
+    """A tensor of f32 without gaps in the memory of an NPU, with what the connector reads of one of torch."""
+
+    dtype = "torch.float32"
+    device = SimpleNamespace(type="npu", index=0)
+    contiguous = True
+
+    def __init__(self, npu: Npu, values: np.ndarray) -> None:
+        self.npu, self.shape, self.bytes = npu, values.shape, values.nbytes
+        self.address, source = ctypes.c_void_p(), np.ascontiguousarray(values)
+        npu.call("aclrtMalloc", ctypes.byref(self.address), ctypes.c_size_t(self.bytes), 0)
+        self.copy(self.address, source.ctypes.data_as(ctypes.c_void_p), Npu.HOST_TO_DEVICE)
+
+    def copy(self, to: ctypes.c_void_p, source: ctypes.c_void_p, kind: int) -> None:
+        size = ctypes.c_size_t(self.bytes)
+        self.npu.call("aclrtMemcpy", to, size, source, size, kind)
+
+    def numpy(self) -> np.ndarray:
+        values = np.empty(self.shape, np.float32)
+        self.copy(values.ctypes.data_as(ctypes.c_void_p), self.address, Npu.DEVICE_TO_HOST)
+        return values
+
+    def data_ptr(self) -> int:
+        assert self.address.value is not None
+        return self.address.value
+
+    def is_contiguous(self) -> bool:
+        return self.contiguous
+
+
+def described_npu(layers: list[tuple[NpuTensor, ...]], *backends: str) -> tuple[kvcache.ForeignCache, str]:
+    """Describes caches as the connector does, for layers of some classes of attention."""
+    names = [f"layer.{i}" for i in range(len(layers))]
+    modules = {name: SimpleNamespace(attn_backend=type(backend, (), {})) for name, backend in zip(names, backends)}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules))
+    try:
+        return layout.foreign_cache(config, names, dict(zip(names, layers)))  # type: ignore[arg-type]
+    except kvcache.KvCacheError as error:
+        pytest.skip(f"SKIPPED: {error}")
+
+
+NPU_BLOCKS, NPU_BLOCK_SIZE = 3, 128
+
+
+def npu_layers(npu: Npu, drawn: np.ndarray) -> list[tuple[NpuTensor, ...]]:
+    return [(NpuTensor(npu, keys), NpuTensor(npu, values)) for keys, values in drawn]
+
+
+@pytest.mark.parametrize("distance", [0, 700, -5])
+def test_rows_go_to_and_from_an_engines_cache_on_an_npu(distance: int) -> None:
+    """More rows than are on their way at a time, keys rotated, into caches as vllm-ascend lays them out."""
+    npu, count = Npu(), 300
+    drawn = np.random.default_rng(0).standard_normal(
+        (LAYERS, 2, NPU_BLOCKS, NPU_BLOCK_SIZE, HEADS, DIM), dtype=np.float32
+    )
+    theirs = npu_layers(npu, drawn)
+    cache, order = described_npu(theirs, *["AscendAttentionBackend"] * LAYERS)
+    assert order == "planes"
+    assert (layout.device_of(theirs[0]), layout.block_size_of(theirs[0])) == ("ascend:0", NPU_BLOCK_SIZE)  # type: ignore[arg-type]
+    own = host_arena(20)
+    assert layout.arena_device("ascend:0") == "cpu"
+    # Backwards, so that a wrong order is seen; the last row has no place.
+    rows, read = list(range(count)), list(range(20 + count, 20, -1))
+    written = [*range(NPU_BLOCKS * NPU_BLOCK_SIZE - count, NPU_BLOCKS * NPU_BLOCK_SIZE - 1), -1]
+    own.save(cache, rows, read)
+    own.load(cache, [(rows, written, distance)], ropes())
+    for layer, (keys, values) in enumerate(theirs):
+        before = [plane.reshape(-1, HEADS, DIM) for plane in drawn[layer]]
+        after = [tensor.numpy().reshape(-1, HEADS, DIM) for tensor in (keys, values)]
+        moved = np.stack([turned(row, layer, distance) for row in before[0][read[:-1]]])
+        assert np.allclose(after[0][written[:-1]], moved, atol=1e-5)
+        assert np.array_equal(after[1][written[:-1]], before[1][read[:-1]])
+        rest = [*range(NPU_BLOCKS * NPU_BLOCK_SIZE - count), NPU_BLOCKS * NPU_BLOCK_SIZE - 1]
+        assert all(np.array_equal(x[rest], y[rest]) for x, y in zip(after, before)), "other rows were written"
+    with pytest.raises(kvcache.KvCacheError, match="out of range"):
+        own.load(cache, [([0], [NPU_BLOCKS * NPU_BLOCK_SIZE], 0)], ropes())
+    with pytest.raises(kvcache.KvCacheError, match="twice"):
+        own.load(cache, [([0, 1], [5, 5], 0)], ropes())
+    with pytest.raises(kvcache.KvCacheError, match="slots to write"):
+        own.save(cache, [0], [0, 1])
+
+
+def test_layouts_of_npus_are_known_by_their_classes() -> None:
+    npu = Npu()
+    theirs = npu_layers(npu, np.zeros((LAYERS, 2, NPU_BLOCKS, NPU_BLOCK_SIZE, HEADS, DIM), np.float32))
+    known = ["AscendAttentionBackend"] * LAYERS
+    with pytest.raises(UnsupportedHostError, match=r"vLLM .* lays its caches out for .*AscendMLABackend"):
+        described_npu(theirs, "AscendMLABackend", *known[1:])
+    with pytest.raises(UnsupportedHostError, match="1 planes of 1 layers"):
+        described_npu([theirs[0][:1]], *known[:1])
+    theirs[0][0].contiguous = False
+    with pytest.raises(UnsupportedHostError, match="gaps"):
+        described_npu(theirs, *known)
+    places = [(theirs[0][0].data_ptr(), theirs[0][0].data_ptr() + 64)]
+    shape: Any = dict(num_blocks=1, block_size=16, num_heads=HEADS, head_dim=DIM, dtype_name="float32")
+    with pytest.raises(kvcache.KvCacheError, match="share memory"):
+        kvcache.ForeignCache.lent(places, theirs, **shape)
+    with pytest.raises(ValueError, match='unknown device "cuda"'):
+        kvcache.ForeignCache.lent([], theirs, **shape, device="cuda")
 
 
 @pytest.mark.parametrize("device", ["cuda", "ascend"])

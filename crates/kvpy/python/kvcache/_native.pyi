@@ -240,6 +240,18 @@ class ForeignCache:
     ) -> ForeignCache: ...
     @staticmethod
     def rows(layers: Sequence[_SupportsDlpack], axes: str) -> ForeignCache: ...
+    @staticmethod
+    def lent(
+        planes: Sequence[tuple[int, int]],
+        owner: object,
+        *,
+        num_blocks: int,
+        block_size: int,
+        num_heads: int,
+        head_dim: int,
+        dtype_name: str,
+        device: str = "ascend",
+    ) -> ForeignCache: ...
 
 @final
 class ChunkCacheConfig:

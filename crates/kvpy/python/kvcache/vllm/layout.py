@@ -12,25 +12,47 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
+    # A tensor, or one of keys and one of values.
+    Layer = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
 # By the kernels of the CPU backend, as its layers name them.
 CPU_KERNELS = {"vec": "columns", "vec16": "columns", "amx": "tiles"}
 # Backends of attention on NVIDIA GPUs that keep a key and its value in one row, whatever the order of the rows.
 GPU_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}
+# Classes of vllm-ascend's attention whose layers have a tensor of keys and one of values, `[blocks, block_size, heads, head_dim]`.
+NPU_BACKENDS = {"AscendAttentionBackend"}
+# Devices by their names in torch, and in this module.
+DEVICES = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
 
 
-def device_of(tensor: torch.Tensor) -> str:
-    """Returns the name of the device that a cache lies on. Raises ``UnsupportedHostError`` for others than CPUs and NVIDIA GPUs."""
-    kind = tensor.device.type
-    if kind == "cpu":
+def place_of(layer: Layer) -> torch.device:
+    """Returns the device of a layer, as torch has it."""
+    return layer[0].device if isinstance(layer, (tuple, list)) else layer.device
+
+
+def device_of(layer: Layer) -> str:
+    """Returns the name of the device that a cache lies on. Raises ``UnsupportedHostError`` for others than CPUs, NVIDIA GPUs and NPUs."""
+    place = place_of(layer)
+    if place.type == "cpu":
         return "cpu"
-    if kind == "cuda":
-        return f"cuda:{tensor.device.index or 0}"
-    raise UnsupportedHostError(f"vLLM {_version()} keeps its caches on {kind!r}: chunks go to caches on CPUs and NVIDIA GPUs")
+    if place.type in DEVICES:
+        return f"{DEVICES[place.type]}:{place.index or 0}"
+    raise UnsupportedHostError(
+        f"vLLM {_version()} keeps its caches on {place.type!r}: chunks go to caches on CPUs, NVIDIA GPUs and NPUs of Ascend"
+    )
 
 
-def foreign_cache(
-    vllm_config: VllmConfig, layers: list[str], kv_caches: dict[str, torch.Tensor]
-) -> tuple[ForeignCache, str]:
+def arena_device(device: str) -> str:
+    """Returns the device that memory of the host is taken by: kernels of an NPU do not reach it, so that copies are the CPU's."""
+    return "cpu" if device.startswith("ascend") else device
+
+
+def block_size_of(layer: Layer) -> int:
+    """Returns the number of tokens in a block of a layer."""
+    return int(layer[0].shape[1] if isinstance(layer, (tuple, list)) else layer.shape[2])
+
+
+def foreign_cache(vllm_config: VllmConfig, layers: list[str], kv_caches: dict[str, Layer]) -> tuple[ForeignCache, str]:
     """Describes the caches of all layers, in their order, and names the order of their elements."""
     tensors = [kv_caches[name] for name in layers]
     device = device_of(tensors[0])
@@ -38,6 +60,9 @@ def foreign_cache(
     if device == "cpu":
         names = {getattr(module, "isa", None) for module in modules}
         known = CPU_KERNELS
+    elif device.startswith("ascend"):
+        names = {module.attn_backend.__name__ for module in modules}
+        known = dict.fromkeys(NPU_BACKENDS, "planes")
     else:
         names = {module.attn_backend.get_name() for module in modules}
         known = dict.fromkeys(GPU_BACKENDS, "rows")
@@ -48,7 +73,33 @@ def foreign_cache(
             f"the layouts of {', '.join(sorted(known))} are known"
         )
     (order,) = orders
+    if order == "planes":
+        return _lent(tensors, device), order
     return ForeignCache.interleaved(tensors, order, device), order
+
+
+def _lent(layers: list[Layer], device: str) -> ForeignCache:
+    """Lends the caches of an NPU by their addresses."""
+    planes = [plane for layer in layers for plane in layer]
+    shapes, dtypes = {tuple(plane.shape) for plane in planes}, {str(plane.dtype).rsplit(".", 1)[-1] for plane in planes}
+    if len(planes) != 2 * len(layers) or len(shapes) != 1 or len(dtypes) != 1 or len(min(shapes)) != 4:
+        raise UnsupportedHostError(
+            f"vLLM {_version()} has tensors of {sorted(shapes)} in {len(planes)} planes of {len(layers)} layers: "
+            "keys and values [blocks, block_size, heads, head_dim] are known"
+        )
+    if not all(plane.is_contiguous() for plane in planes):
+        raise UnsupportedHostError(f"vLLM {_version()} leaves gaps in its caches: planes without gaps are known")
+    ((num_blocks, block_size, num_heads, head_dim),), (dtype,) = shapes, dtypes
+    return ForeignCache.lent(
+        [(keys.data_ptr(), values.data_ptr()) for keys, values in layers],
+        planes,
+        num_blocks=num_blocks,
+        block_size=block_size,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        dtype_name=dtype,
+        device=device,
+    )
 
 
 def _version() -> str:

@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from kvcache import Arena
 
 from .host import Geometry, UnsupportedHostError, caller_of, ropes_of
-from .layout import device_of, foreign_cache
+from .layout import arena_device, block_size_of, device_of, foreign_cache, place_of
 
 if TYPE_CHECKING:
     import torch
@@ -57,10 +57,11 @@ class ChunkWorker:
         runner = caller_of(GPUModelRunner, "the runner of the model")
         self.cache, order = foreign_cache(self.config, self.layers, kv_caches)
         tensors = [kv_caches[name] for name in self.layers]
-        shape, self.device = self.shape, device_of(tensors[0])
-        if tensors[0].shape[2] != self.block_size:
+        shape, self.place, size = self.shape, place_of(tensors[0]), block_size_of(tensors[0])
+        device = arena_device(device_of(tensors[0]))
+        if size != self.block_size:
             raise UnsupportedHostError(
-                f"the kernels have blocks of {tensors[0].shape[2]} tokens, vLLM of {self.block_size}: take --block-size {tensors[0].shape[2]}"
+                f"the kernels have blocks of {size} tokens, vLLM of {self.block_size}: take --block-size {size}"
             )
 
         def arena(num_blocks: int, block_size: int) -> Arena:
@@ -71,7 +72,7 @@ class ChunkWorker:
                 num_heads=shape.num_heads,
                 head_dim=shape.head_dim,
                 dtype_name=shape.dtype,
-                device=self.device,
+                device=device,
                 memory="host",
             )
 
@@ -82,13 +83,35 @@ class ChunkWorker:
 
     def start_loads(self, loads: list[Any], is_idle: bool) -> None:
         self.is_idle = is_idle
+        if not loads:
+            return
+        # Blocks that a request has let go of may be written by a step that is still on its way.
+        event = self._event()
         for load in loads:
-            if not load.at_once:
-                arena = self.prefixes if load.of_prefix else self.arena
-                future = self.threads.submit(arena.load, self.cache, load.rows, self.ropes)
-                self.loading[load.request_id] = future
-                continue
-            self._load_at_once(load)
+            if load.at_once:
+                self._wait(event)
+                self._load_at_once(load)
+            else:
+                self.loading[load.request_id] = self.threads.submit(self._load_beside, event, load)
+
+    def _event(self) -> Any:
+        """Returns an event behind everything that the model has enqueued on a device; None on a CPU, which has done it."""
+        if self.place.type == "cpu":
+            return None
+        import torch
+
+        event = torch.Event(self.place)
+        event.record(torch.get_device_module(self.place).current_stream(self.place))
+        return event
+
+    @staticmethod
+    def _wait(event: Any) -> None:
+        if event is not None:
+            event.synchronize()
+
+    def _load_beside(self, event: Any, load: Any) -> None:
+        self._wait(event)
+        (self.prefixes if load.of_prefix else self.arena).load(self.cache, load.rows, self.ropes)
 
     def _load_at_once(self, load: Any) -> None:
         """Loads a request that runs in this step."""
@@ -112,11 +135,9 @@ class ChunkWorker:
         self.not_loaded.add(request_id)
 
     def save(self, saves: list[Any]) -> None:
-        if saves and self.device != "cpu":
-            import torch
-
+        if saves:
             # Rows are copied on a stream of their own, behind the model's.
-            torch.cuda.current_stream(self.device).synchronize()
+            self._wait(self._event())
         for save in saves:
             arena = self.prefixes if save.of_prefix else self.arena
             try:
