@@ -133,6 +133,14 @@ impl Device {
     }
 }
 
+/// Enqueues work, and waits for it. If a part is refused, those before it are waited for, too: their operands may be given back then.
+pub(crate) fn finished(stream: &dyn Stream, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
+    let enqueued = enqueue();
+    let waited = stream.synchronize();
+    enqueued?;
+    Ok(waited?)
+}
+
 fn name_of(device: DLDevice) -> String {
     match device.device_type {
         DLDeviceType::CPU => "cpu".to_owned(),

@@ -11,7 +11,7 @@ use kvcore::{
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::device::{Device, npu};
+use crate::device::{Device, finished, npu};
 use crate::error::{Failure, Result};
 use crate::names::dtype;
 use crate::npu::{NpuCache, Planes};
@@ -63,20 +63,23 @@ impl Foreign {
             Self::Device(device, layers) => (device, layers),
         };
         to.check(device, layers)?;
-        for load in loads.iter().filter(|load| !load.from.is_empty()) {
-            let copy = Rows::new(device, to.arena, load.from.len())?;
-            let slots = WriteSlots::unchecked(load.to.clone());
-            for (layer, foreign) in layers.iter().enumerate() {
-                let mut gather = copy.gather(to.arena, layer, load.from.slots());
-                if load.delta != 0 {
-                    let rope = ropes.layers().get(layer).ok_or_else(|| no_rope(layer, ropes))?;
-                    gather.rotation = Some(Rotation { rope: Arc::clone(rope), delta: load.delta });
+        let stream = device.stream();
+        finished(stream, || {
+            for load in loads.iter().filter(|load| !load.from.is_empty()) {
+                let copy = Rows::new(device, to.arena, load.from.len())?;
+                let slots = WriteSlots::unchecked(load.to.clone());
+                for (layer, foreign) in layers.iter().enumerate() {
+                    let mut gather = copy.gather(to.arena, layer, load.from.slots());
+                    if load.delta != 0 {
+                        let rope = ropes.layers().get(layer).ok_or_else(|| no_rope(layer, ropes))?;
+                        gather.rotation = Some(Rotation { rope: Arc::clone(rope), delta: load.delta });
+                    }
+                    stream.run(Operation::Gather(&gather))?;
+                    stream.run(Operation::Scatter(&copy.scatter(foreign, 0, &slots)))?;
                 }
-                device.stream().run(Operation::Gather(&gather))?;
-                device.stream().run(Operation::Scatter(&copy.scatter(foreign, 0, &slots)))?;
             }
-        }
-        Ok(device.stream().synchronize()?)
+            Ok(())
+        })
     }
 
     /// Copies rows of the cache to slots of an arena, keys as they are.
@@ -87,12 +90,15 @@ impl Foreign {
             Self::Device(device, layers) => (device, layers),
         };
         from.check(device, layers)?;
-        let copy = Rows::new(device, from.arena, slots.len())?;
-        for (layer, foreign) in layers.iter().enumerate() {
-            device.stream().run(Operation::Gather(&copy.gather(foreign, 0, slots.slots())))?;
-            device.stream().run(Operation::Scatter(&copy.scatter(from.arena, layer, to)))?;
-        }
-        Ok(device.stream().synchronize()?)
+        let stream = device.stream();
+        finished(stream, || {
+            let copy = Rows::new(device, from.arena, slots.len())?;
+            for (layer, foreign) in layers.iter().enumerate() {
+                stream.run(Operation::Gather(&copy.gather(foreign, 0, slots.slots())))?;
+                stream.run(Operation::Scatter(&copy.scatter(from.arena, layer, to)))?;
+            }
+            Ok(())
+        })
     }
 }
 

@@ -16,6 +16,7 @@ use kvcore::{
 };
 use parking_lot::Mutex;
 
+use crate::device::finished;
 use crate::error::Result;
 
 /// Rows that are on their way at a time.
@@ -128,33 +129,32 @@ impl NpuCache {
     /// Copies the first rows of the staging memory to slots of the cache, and waits.
     fn down(&self, staging: &Staging, slots: &[i64]) -> Result<()> {
         let slots = WriteSlots::unchecked(slots.to_vec());
-        for (layer, arena) in self.layers.iter().enumerate() {
-            let [k, v] = staging.device(slots.len())?;
-            let [from_k, from_v] = staging.host(layer, slots.len())?;
-            from_k.h2d(&k, self.stream.as_ref())?;
-            from_v.h2d(&v, self.stream.as_ref())?;
-            self.stream.run(Operation::Scatter(&Scatter::new(arena, 0, k, v, &slots)))?;
-        }
-        Ok(self.stream.synchronize()?)
+        finished(self.stream.as_ref(), || {
+            for (layer, arena) in self.layers.iter().enumerate() {
+                let [k, v] = staging.device(slots.len())?;
+                let [from_k, from_v] = staging.host(layer, slots.len())?;
+                from_k.h2d(&k, self.stream.as_ref())?;
+                from_v.h2d(&v, self.stream.as_ref())?;
+                self.stream.run(Operation::Scatter(&Scatter::new(arena, 0, k, v, &slots)))?;
+            }
+            Ok(())
+        })
     }
 
     /// Copies slots of the cache to the first rows of the staging memory, and waits.
     fn up(&self, staging: &Staging, slots: &[i64]) -> Result<()> {
         let slots = SlotMapping::from(slots.to_vec());
-        for (layer, arena) in self.layers.iter().enumerate() {
-            let [k, v] = staging.device(slots.len())?;
-            let [to_k, to_v] = staging.host(layer, slots.len())?;
-            self.stream.run(Operation::Gather(&Gather::new(
-                arena,
-                0,
-                slots.slots(),
-                k.clone(),
-                v.clone(),
-            )))?;
-            k.d2h(&to_k, self.stream.as_ref())?;
-            v.d2h(&to_v, self.stream.as_ref())?;
-        }
-        Ok(self.stream.synchronize()?)
+        finished(self.stream.as_ref(), || {
+            for (layer, arena) in self.layers.iter().enumerate() {
+                let [k, v] = staging.device(slots.len())?;
+                let [to_k, to_v] = staging.host(layer, slots.len())?;
+                let gather = Gather::new(arena, 0, slots.slots(), k.clone(), v.clone());
+                self.stream.run(Operation::Gather(&gather))?;
+                k.d2h(&to_k, self.stream.as_ref())?;
+                v.d2h(&to_v, self.stream.as_ref())?;
+            }
+            Ok(())
+        })
     }
 }
 

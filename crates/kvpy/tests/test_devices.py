@@ -319,6 +319,17 @@ def test_rows_go_to_and_from_an_engines_cache_on_an_npu(distance: int) -> None:
         own.load(cache, [([0, 1], [5, 5], 0)], ropes())
     with pytest.raises(kvcache.KvCacheError, match="slots to write"):
         own.save(cache, [0], [0, 1])
+    with pytest.raises(kvcache.KvCacheError):
+        own.load(cache, [([0], [5], 10**9)], ropes())
+    small = kvcache.Arena(
+        num_layers=LAYERS, num_blocks=1, block_size=16, num_heads=HEADS, head_dim=DIM, dtype_name="float16"
+    )
+    with pytest.raises(kvcache.KvCacheError, match="arena"):
+        small.save(cache, [0], [0])
+    # What was refused has changed nothing, and is in nobody's way.
+    own.save(cache, [0], [0])
+    own.load(cache, [([0], [1], 0)], ropes())
+    assert np.array_equal(theirs[0][1].numpy()[0, 1], drawn[0][1][0, 0])
 
 
 def test_layouts_of_npus_are_known_by_their_classes() -> None:
