@@ -40,7 +40,7 @@ const FILES: [(&str, &[&str]); 5] = [
 
 pub(crate) fn bindgen(args: &BindgenArgs) -> Result {
     require("`cargo xtask bindgen`", NEEDS)?;
-    let folder = root().join("crates/kvbackend-ascend");
+    let folder = root().join("kvbackend-ascend");
     let (header, committed, made) =
         (folder.join("ffi/ascend.h"), folder.join("src/bindings"), root().join("target/bindings"));
     std::fs::create_dir_all(&made).map_err(|e| format!("{}: {e}", made.display()))?;

@@ -4,13 +4,13 @@ use std::fs;
 use std::process::{Command, Stdio};
 
 use crate::run::{Result, cargo, cargo_command, root, run};
-use crate::{ci, deep, features, links, rooms};
+use crate::{ci, deep, features, links, rooms, storeys};
 
 /// Longest source file.
 const MAX_LINES: usize = 600;
 
 /// Workspaces of their own, with lock files of their own.
-const BENCHES: [&str; 2] = ["benches/block-pool/Cargo.toml", "benches/instructions/Cargo.toml"];
+const BENCHES: [&str; 2] = ["proof/kvbench/block-pool/Cargo.toml", "proof/kvbench/instructions/Cargo.toml"];
 
 /// Command that runs all steps, and is none of them.
 const CI: &str = "cargo xtask ci";
@@ -20,7 +20,7 @@ type NamedCheck = fn() -> Result;
 
 /// Runs every check and reports all that failed.
 pub(crate) fn check() -> Result {
-    let steps: [(&str, NamedCheck); 11] = [
+    let steps: [(&str, NamedCheck); 12] = [
         ("formatting", formatting),
         ("lock files", lock_files),
         ("lints", || {
@@ -39,6 +39,7 @@ pub(crate) fn check() -> Result {
         ("docs", docs),
         ("feature combinations", features::few),
         ("file sizes", file_sizes),
+        ("the storeys of the workspace", storeys::check),
         ("the rooms of kvcore", || rooms::check(&tracked(&[".rs"])?)),
         ("the documents' commands", commands_run),
         ("the crates' READMEs", crate_readmes),
@@ -125,7 +126,7 @@ fn features_have_tests() -> Result {
     }
     let mut rows = 0;
     for (file, test) in tests_named(&text) {
-        let path = root().join("crates").join(file);
+        let path = root().join(file);
         let source = fs::read_to_string(&path).map_err(|e| format!("{name}: {file}: {e}"))?;
         if !source.contains(&format!("fn {test}(")) {
             return Err(format!("{name}: {file} has no {test}"));
@@ -165,7 +166,10 @@ fn commands_run() -> Result {
 /// run.
 fn crate_readmes() -> Result {
     let mut stray = Vec::new();
-    for file in tracked(&["README.md"])?.into_iter().filter(|file| file.starts_with("crates/")) {
+    for file in tracked(&["README.md"])?
+        .into_iter()
+        .filter(|file| root().join(file.replace("README.md", "src/lib.rs")).exists())
+    {
         let readme = read(&file)?;
         let example: Vec<&str> = block_lines(&readme, "```rust").collect();
         if example.is_empty() {

@@ -52,7 +52,7 @@ pub(crate) fn cuda_double(args: &CudaDoubleArgs) -> Result {
 /// Builds the double with kernels of its own tests, and runs them.
 fn selftest() -> Result {
     require("the double of the CUDA driver", NEEDS)?;
-    let double = root().join("crates/kvbackend-cuda/double");
+    let double = root().join("kvbackend-cuda/double");
     let folder = root().join(FOLDER).join("selftest");
     std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let job =
@@ -117,7 +117,7 @@ fn library_path(folders: Vec<PathBuf>) -> std::ffi::OsString {
 /// Builds the library and returns its folder.
 pub(crate) fn build() -> Result<PathBuf> {
     require("the double of the CUDA driver", NEEDS)?;
-    let crate_folder = root().join("crates/kvbackend-cuda");
+    let crate_folder = root().join("kvbackend-cuda");
     let (double, kernels) = (crate_folder.join("double"), crate_folder.join("kernels"));
     let folder = root().join(FOLDER);
     let objects = folder.join("objects");

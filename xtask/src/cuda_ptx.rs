@@ -62,7 +62,7 @@ fn program(name: &str) -> PathBuf {
 
 pub(crate) fn cuda_ptx(args: &CudaPtxArgs) -> Result {
     require("`cargo xtask cuda-ptx`", NEEDS)?;
-    let crate_folder = root().join("crates/kvbackend-cuda");
+    let crate_folder = root().join("kvbackend-cuda");
     let made = root().join("target/cuda-ptx");
     std::fs::create_dir_all(&made).map_err(|e| format!("{}: {e}", made.display()))?;
     let sources = sources(&crate_folder.join("kernels"))?;

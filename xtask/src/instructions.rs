@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::run::{Result, cargo_command, root, skip};
 
-/// Of `gungraun` in benches/instructions/Cargo.toml; its runner must be the same.
+/// Of `gungraun` in proof/kvbench/instructions/Cargo.toml; its runner must be the same.
 pub(crate) const GUNGRAUN: &str = "0.20.0";
 
 /// Growth that is let pass.
@@ -60,7 +60,7 @@ pub(crate) fn instructions(args: &InstructionsArgs) -> Result {
     }
     let tools = tools()?;
     let counts = count()?;
-    let path = root().join("benches/instructions/baseline.json");
+    let path = root().join("proof/kvbench/instructions/baseline.json");
     let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
     let baseline: Baseline = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
     print!("{}", table(&baseline, &counts));
@@ -68,7 +68,7 @@ pub(crate) fn instructions(args: &InstructionsArgs) -> Result {
         let text = serde_json::to_string_pretty(&moved(&baseline, &counts, &tools, reason));
         fs::write(&path, text.map_err(|e| e.to_string())? + "\n")
             .map_err(|e| format!("{}: {e}", path.display()))?;
-        println!("written to benches/instructions/baseline.json");
+        println!("written to proof/kvbench/instructions/baseline.json");
         return Ok(());
     }
     let complaints = complaints(&baseline, &counts);
@@ -107,7 +107,7 @@ fn tools() -> Result<String> {
 
 /// Runs every path once.
 fn count() -> Result<Counts> {
-    let manifest = root().join("benches/instructions/Cargo.toml");
+    let manifest = root().join("proof/kvbench/instructions/Cargo.toml");
     let mut command = cargo_command(&["bench", "--quiet", "--locked", "--bench", "hot_paths"]);
     command.arg("--manifest-path").arg(manifest).args(["--", "--output-format=json"]);
     command.env("CARGO_TARGET_DIR", root().join("target/instructions"));

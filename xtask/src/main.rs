@@ -27,6 +27,7 @@ mod rooms;
 mod run;
 mod sanitize;
 mod step;
+mod storeys;
 mod test;
 mod tools;
 

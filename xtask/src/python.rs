@@ -44,12 +44,12 @@ const PACKAGES: &str = "maturin==1.16.0 pytest==9.1.1 mypy==2.3.1";
 const FRESH: &str = "target/python-fresh";
 
 /// Documents whose Python lines are run there, and the program that runs them.
-const DOCUMENTS: [&str; 2] = ["README.md", "crates/kvpy/README.md"];
-const EXAMPLES: &str = "crates/kvpy/tests/examples.py";
+const DOCUMENTS: [&str; 2] = ["README.md", "engine/kvpy/README.md"];
+const EXAMPLES: &str = "engine/kvpy/tests/examples.py";
 
 /// The environment with vLLM, and the script that makes it.
 const VLLM: &str = "target/vllm";
-const INSTALL: &str = "tools/vllm/install.sh";
+const INSTALL: &str = "proof/vllm/install.sh";
 
 /// Tools that build and test the module.
 pub(crate) const NEEDS: &[Tool] = &[Tool::Program("python3", "python3"), Tool::PythonPackages];
@@ -101,7 +101,7 @@ pub(crate) fn python(args: &PythonArgs) -> Result {
     match (args.vllm, &args.bench) {
         (_, Some(model)) => {
             let mut bench = python_of(folder);
-            run(bench.arg("tools/vllm/bench_connector.py").arg(model), "the benchmark inside vLLM")
+            run(bench.arg("proof/vllm/bench_connector.py").arg(model), "the benchmark inside vLLM")
         }
         (Some(part), None) => inside_vllm(part),
         (None, None) => {
@@ -115,7 +115,7 @@ pub(crate) fn python(args: &PythonArgs) -> Result {
 fn wheel() -> Result<PathBuf> {
     let out = root().join("target/wheels");
     let mut build = Command::new(program(FOLDER, "maturin"));
-    build.args(["build", "--release", "--quiet", "--manifest-path", "crates/kvpy/Cargo.toml", "--out"]);
+    build.args(["build", "--release", "--quiet", "--manifest-path", "engine/kvpy/Cargo.toml", "--out"]);
     run(build.arg(&out).current_dir(root()), "maturin build")?;
     let wheels = std::fs::read_dir(&out).map_err(|error| format!("{}: {error}", out.display()))?;
     let newest = |path: &PathBuf| path.metadata().and_then(|data| data.modified()).ok();
@@ -136,9 +136,9 @@ fn tests() -> Result {
     // A model on a device is on a double of it, where there is none.
     cuda_double::provide(&mut tests)?;
     ascend_simulator::provide(&mut tests)?;
-    run(tests.args(["-m", "pytest", "-q", "-rs", "crates/kvpy/tests"]), "pytest")?;
+    run(tests.args(["-m", "pytest", "-q", "-rs", "engine/kvpy/tests"]), "pytest")?;
     let mut types = python_of(FOLDER);
-    types.args(["-m", "mypy", "--strict", "--no-error-summary", "crates/kvpy/python/kvcache/__init__.py"]);
+    types.args(["-m", "mypy", "--strict", "--no-error-summary", "engine/kvpy/python/kvcache/__init__.py"]);
     run(&mut types, "mypy")?;
     let mut stubs = python_of(FOLDER);
     stubs.args(["-m", "mypy.stubtest", "kvcache._native", "--ignore-missing-stub"]);
@@ -160,12 +160,12 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
     let models = Path::new("target/vllm-models");
     let names = ["llama", "qwen2", "qwen3", "mistral", "mistral-window"];
     if !names.iter().all(|name| root().join(models).join(name).join("config.json").is_file()) {
-        run(python_of(VLLM).arg("tools/vllm/tiny.py").arg(models), "the small models")?;
+        run(python_of(VLLM).arg("proof/vllm/tiny.py").arg(models), "the small models")?;
     }
     let of = |names: &[&str]| names.iter().map(|name| models.join(name)).collect::<Vec<_>>();
     let check = |program: &str, models: &[PathBuf], more: &[&str]| {
         let mut check = python_of(VLLM);
-        run(check.arg(format!("tools/vllm/{program}.py")).args(models).args(more), program)
+        run(check.arg(format!("proof/vllm/{program}.py")).args(models).args(more), program)
     };
     let published = [goldens::directory()];
     if wanted(VllmPart::Connector) {

@@ -10,7 +10,7 @@ use crate::run::{Result, root};
 use crate::tools::{Tool, require};
 
 mod cann_sys;
-#[path = "../../../crates/kvbackend-ascend/ffi/compare.rs"]
+#[path = "../../../kvbackend-ascend/ffi/compare.rs"]
 mod compare;
 
 use cann_sys::{Compared, Declared};
@@ -69,7 +69,7 @@ fn folders(version: &str) -> [PathBuf; 3] {
 
 pub(crate) fn ascend_headers() -> Result {
     require("`cargo xtask ascend-headers`", NEEDS)?;
-    let ffi = root().join("crates/kvbackend-ascend/ffi");
+    let ffi = root().join("kvbackend-ascend/ffi");
     let mut nowhere: Option<Vec<String>> = None;
     for (version, cann) in WHEELS {
         let page = root().join(FOLDER).join(format!("{version}.cpp"));
@@ -80,7 +80,7 @@ pub(crate) fn ascend_headers() -> Result {
         let known = nowhere.take().unwrap_or_else(|| comparison.absent.clone());
         nowhere = Some(known.into_iter().filter(|name| comparison.absent.contains(name)).collect());
     }
-    let ours = Declared::of(&root().join("crates/kvbackend-ascend/src/bindings"))?;
+    let ours = Declared::of(&root().join("kvbackend-ascend/src/bindings"))?;
     let (name, version) = CRATE;
     let compared = ours
         .compare(&Declared::of(&crate_folder())?)

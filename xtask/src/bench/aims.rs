@@ -175,9 +175,9 @@ mod tests {
     #[test]
     fn every_aim_of_a_card_is_of_a_row_that_the_benchmark_prints() {
         let source = concat!(
-            include_str!("../../../crates/kvbench/benches/kernels_on_cuda/attention.rs"),
-            include_str!("../../../crates/kvbench/benches/kernels_on_cuda/card.rs"),
-            include_str!("../../../crates/kvbench/benches/kernels_on_cuda/pool.rs"),
+            include_str!("../../../proof/kvbench/benches/kernels_on_cuda/attention.rs"),
+            include_str!("../../../proof/kvbench/benches/kernels_on_cuda/card.rs"),
+            include_str!("../../../proof/kvbench/benches/kernels_on_cuda/pool.rs"),
         );
         for aim in &ON_A_CARD {
             let what = aim.what.strip_prefix("cuda: ").unwrap_or_default();

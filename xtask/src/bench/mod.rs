@@ -168,7 +168,7 @@ fn bench_command(name: &str) -> Command {
 
 /// The block pool against its peer, which has a workspace of its own.
 fn block_pool(quick: bool) -> Result<Vec<BenchRow>> {
-    let manifest = root().join("benches/block-pool/Cargo.toml");
+    let manifest = root().join("proof/kvbench/block-pool/Cargo.toml");
     let mut command = cargo_command(&["run", "--quiet", "--release", "--locked", "--manifest-path"]);
     command.arg(manifest).env("CARGO_TARGET_DIR", root().join("target/bench-peers")).arg("--");
     if quick {

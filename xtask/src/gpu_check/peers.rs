@@ -1,4 +1,4 @@
-//! Rows of other software on the same card, which `tools/peers/gpu.py` prints, beside ours.
+//! Rows of other software on the same card, which `proof/peers/gpu.py` prints, beside ours.
 
 use std::fmt::Write as _;
 

@@ -29,7 +29,7 @@ const BUILT: &[Built] = &[
 ];
 
 /// The script of the peers, and its place in the repository.
-pub(super) const PEERS: (&str, &str) = ("gpu.py", "tools/peers/gpu.py");
+pub(super) const PEERS: (&str, &str) = ("gpu.py", "proof/peers/gpu.py");
 
 /// The file of a carried folder that says what the programs were built of.
 const VERSION: &str = "VERSION";
@@ -180,7 +180,7 @@ mod tests {
 
     fn message(of: &str, name: &str, kind: &str, path: &str) -> String {
         format!(
-            r#"{{"reason":"compiler-artifact","package_id":"path+file:///w/crates/{of}#0.1.0","target":{{"name":"{name}","kind":["{kind}"]}},"executable":{path}}}"#
+            r#"{{"reason":"compiler-artifact","package_id":"path+file:///w/{of}#0.1.0","target":{{"name":"{name}","kind":["{kind}"]}},"executable":{path}}}"#
         )
     }
 

@@ -430,7 +430,7 @@ mod tests {
 
     #[test]
     fn selected_cases_are_cases_of_the_suite() {
-        let cases = include_str!("../../../crates/kvconform/src/cases/mod.rs");
+        let cases = include_str!("../../../proof/kvconform/src/cases/mod.rs");
         for prefix in MEMCHECK.iter().chain(RACECHECK) {
             assert!(cases.contains(&format!("\n    {prefix}")), "no case begins with {prefix}");
         }

@@ -1,7 +1,7 @@
 //! The finals: the cells and a few strategies answer hundreds of local questions beside full attention.
 //!
 //! Answers are kept in a file a draw, so that a run goes on where another one was stopped. What was right is written to
-//! `crates/kvlab/tests/published`, by which a test holds the gate to its verdicts. A run on another machine goes on from there.
+//! `proof/kvlab/tests/published`, by which a test holds the gate to its verdicts. A run on another machine goes on from there.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -1,6 +1,6 @@
 //! `cargo xtask published --goldens`: answers of the published model against those of Hugging Face transformers.
 //!
-//! `tools/published_model` has prompts and goldens, and says how they are made. `kvc` answers each prompt twice: from the converted
+//! `proof/goldens/published_model` has prompts and goldens, and says how they are made. `kvc` answers each prompt twice: from the converted
 //! directory in f32, where it must choose the same tokens (no golden has a tie), and from the GGUF file, whose blocks it multiplies as
 //! they are stored. There the golden's answer is read back, so that a place counts by itself and not by what was chosen before it.
 
@@ -16,7 +16,7 @@ use crate::run::{Result, cargo, root};
 use crate::tools::{Tool, require};
 
 /// The prompts, the goldens, and the program that converts the model.
-const TOOLS: &str = "tools/published_model";
+const TOOLS: &str = "proof/goldens/published_model";
 
 /// The packages that the program needs, and their folder below that of the model.
 const PACKAGES: &str = "gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0";

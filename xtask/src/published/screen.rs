@@ -1,6 +1,6 @@
 //! The screen: all ways to answer, ordered by their divergence from full attention's own answers to sixty prompts.
 //!
-//! Each draw of questions is kept in `crates/kvlab/tests/published`, from which the table is made. A run goes on where another one was
+//! Each draw of questions is kept in `proof/kvlab/tests/published`, from which the table is made. A run goes on where another one was
 //! stopped, also on another machine. A way that is added to the list is asked alone, beside full attention.
 
 use std::collections::BTreeMap;

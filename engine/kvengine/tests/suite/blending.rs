@@ -1,0 +1,215 @@
+//! Recomputation by deviation, with shares between 0 and 1. The reference is one pass in which tokens that
+//! were not chosen keep their stored keys and values from the layer of the check on
+//! (`proof/goldens/models/blending.py`).
+
+use std::sync::{Arc, Mutex};
+
+use kvchunk::{
+    ChunkSpan, ChunkedPrompt, DeviationOf, Evidence, Findings, Recompute, RecomputeStrategy, ReuseCell,
+    TokenSelection,
+};
+use rstest::rstest;
+
+use crate::asking::{ask, engine, last, spoil};
+use crate::common::{Golden, distance, golden_name};
+
+/// A strategy that chooses as a blend does and remembers the choice. Without a blend it chooses the given
+/// tokens.
+#[derive(Debug)]
+pub(crate) struct Spy {
+    blend: Option<Recompute>,
+    chosen: Mutex<Vec<Vec<u32>>>,
+    found: Mutex<Findings>,
+}
+
+impl Spy {
+    pub(crate) fn on(blend: &str) -> Arc<Self> {
+        let blend = Some(blend.parse().unwrap());
+        Arc::new(Self { blend, chosen: Mutex::default(), found: Mutex::default() })
+    }
+
+    pub(crate) fn told(chosen: Vec<Vec<u32>>) -> Arc<Self> {
+        Arc::new(Self { blend: None, chosen: Mutex::new(chosen), found: Mutex::default() })
+    }
+
+    pub(crate) fn chosen(&self) -> Vec<Vec<u32>> {
+        self.chosen.lock().unwrap().clone()
+    }
+
+    /// Returns what the strategy was told of the tokens.
+    pub(crate) fn found(&self) -> Findings {
+        self.found.lock().unwrap().clone()
+    }
+
+    fn deviations(&self) -> Vec<Vec<f32>> {
+        self.found().deviations.unwrap().chunks().to_vec()
+    }
+}
+
+impl RecomputeStrategy for Spy {
+    fn name(&self) -> String {
+        "spy".to_owned()
+    }
+    fn evidence(&self) -> Evidence {
+        self.blend.as_ref().map(RecomputeStrategy::evidence).unwrap_or_default()
+    }
+    fn select(&self, chunks: &[ChunkSpan], found: &Findings) -> TokenSelection {
+        let Some(blend) = &self.blend else { return TokenSelection::new(self.chosen()) };
+        let selection = blend.select(chunks, found);
+        *self.found.lock().unwrap() = found.clone();
+        *self.chosen.lock().unwrap() = selection.chunks().to_vec();
+        selection
+    }
+}
+
+#[rstest]
+#[case("llama-deep", 1)]
+#[case("llama-deep", 2)]
+#[case("llama-deep", 3)]
+#[case("llama-yarn", 1)]
+#[case("qwen3", 1)]
+#[case("mistral", 1)]
+#[case("deepseek-v3", 1)]
+fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
+    #[case] name: &str,
+    #[case] layer: usize,
+    #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+) {
+    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    let of = |what: &str| format!("{what}.{}.{layer}", golden_name(cell));
+    let mut engine = engine(name, "f32".parse().unwrap());
+    let vocabulary = engine.model().config().vocab_size;
+    // Nothing is cached in the first round, everything in the second.
+    for round in 0..2 {
+        let spy = Spy::on(&format!("blend:0.4@{layer}:both"));
+        let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
+        // The second token sees the KV that is cached after the blend, in every layer.
+        let got = ask(&mut engine, &golden.prompt, |request| {
+            (request.recompute, request.cell, request.max_new_tokens) = (strategy, cell, 2);
+        });
+        assert_eq!(got.chunks.iter().all(|chunk| chunk.hit), round == 1);
+        let starts = golden.prompt.chunks().iter().scan(0, |next, chunk| {
+            let start = *next;
+            *next += chunk.len() as u32;
+            Some(start)
+        });
+        let chosen = spy.chosen();
+        let flat: Vec<u32> = chosen
+            .iter()
+            .zip(starts)
+            .flat_map(|(tokens, start)| tokens.iter().map(move |t| start + t))
+            .collect();
+        assert_eq!(flat, golden.ids(&of("blend_chosen")), "round {round}: the tokens that deviate most");
+        assert_eq!(got.recomputed_tokens, flat.len());
+        for (logits, what) in got.logits.iter().zip(["blend", "blend_next"]) {
+            let expected = golden.logits(&of(what));
+            let gap = distance(logits, last(&expected, vocabulary));
+            println!("| {name} | {}@{layer} | f32 | {what} | {gap:.3e} |", golden_name(cell));
+            assert!(gap < 1e-4, "round {round}, {what}: {gap}");
+        }
+        assert_eq!(got.logits.len(), 2);
+    }
+}
+
+#[rstest]
+fn a_blend_of_documents_that_are_full_attentions_already_changes_nothing(
+    #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+    #[values(1, 2)] documents: usize,
+) {
+    // If the system prompt is seen, the first of two chunks and a single chunk have no deviations.
+    let (golden, cell) = (Golden::load("llama-deep"), ReuseCell::ALL[cell]);
+    let chunks = golden.prompt.chunks()[..documents].to_vec();
+    let parts = |chunks| {
+        ChunkedPrompt::new(golden.prompt.system().to_vec(), chunks, golden.prompt.question().to_vec())
+            .unwrap()
+    };
+    let prompt = parts(chunks);
+    let mut engine = engine("llama-deep", "f32".parse().unwrap());
+    for round in 0..2 {
+        for layer in [0, 1, 3] {
+            let spy = Spy::on(&format!("blend:0.4@{layer}:both"));
+            let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
+            let got =
+                ask(&mut engine, &prompt, |request| (request.recompute, request.cell) = (strategy, cell));
+            let asked = spy.chosen().iter().map(Vec::len).sum::<usize>();
+            assert!(got.recomputed_tokens <= asked, "round {round}, layer {layer}");
+            if documents == 1 && got.recomputed_tokens == 0 {
+                let plain = ask(&mut engine, &prompt, crate::asking::with("none", cell));
+                assert!(distance(&got.logits[0], &plain.logits[0]) < 1e-5, "round {round}, layer {layer}");
+            }
+        }
+    }
+}
+
+#[rstest]
+fn deviations_are_of_what_was_asked_for(
+    #[values("llama", "deepseek-v3")] name: &str,
+    #[values("f32", "bf16")] format: &str,
+) {
+    let (golden, cell) = (Golden::load(name), ReuseCell::OVERLAPPED_WITH_SYSTEM);
+    let of = |what: &str, spoilt: [bool; 2]| {
+        let mut engine = engine(name, format.parse().unwrap());
+        ask(&mut engine, &golden.prompt, crate::asking::with("none", cell));
+        // The fresh rows of the check layer see the first chunk below that layer, which stays as it was.
+        spoil(&engine, 1..2, spoilt);
+        let spy = Spy::on(&format!("blend:0.4@1:{what}"));
+        let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
+        ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell));
+        spy.deviations()
+    };
+    for (what, of_this, of_the_other) in
+        [("keys", [true, false], [false, true]), ("values", [false, true], [true, false])]
+    {
+        let right = of(what, [false, false]);
+        assert!(right.iter().flatten().any(|deviation| *deviation > 0.0));
+        assert_eq!(of(what, of_the_other), right, "{what} are what they were");
+        assert_ne!(of(what, of_this), right, "{what} are zeros");
+        assert_ne!(of("both", of_this), of("both", [false, false]));
+    }
+}
+
+#[rstest]
+fn a_blend_at_the_first_layer_equals_the_same_tokens_chosen_by_hand(
+    #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
+    #[values(0, 1, 2, 3)] cell: usize,
+) {
+    // At layer 0 rows go on before anything was computed above them. Blend therefore computes for its chosen
+    // tokens exactly what any strategy computes for them.
+    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    let mut engine = engine(name, "f32".parse().unwrap());
+    let mut run = |strategy: Arc<dyn RecomputeStrategy>| {
+        ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell))
+    };
+    let choosing = Spy::on("blend:0.4@0:both");
+    let blended = run(choosing.clone());
+    let expected = run(Spy::told(choosing.chosen()));
+    assert!(blended.recomputed_tokens > 0);
+    assert!(expected.recomputed_tokens >= blended.recomputed_tokens);
+    let gap = distance(&blended.logits[0], &expected.logits[0]);
+    assert!(gap < 1e-4, "{name} {cell:?}: {gap}");
+}
+
+#[rstest]
+fn deeper_checkpoints_cost_more_and_move_rows(
+    #[values("llama", "deepseek-v3")] name: &str,
+    #[values("f32", "bf16")] format: &str,
+) {
+    let golden = Golden::load(name);
+    let mut engine = engine(name, format.parse().unwrap());
+    let cell = ReuseCell::OVERLAPPED_WITH_SYSTEM;
+    let mut run = |strategy| ask(&mut engine, &golden.prompt, crate::asking::with(strategy, cell));
+    let none = run("none");
+    let costs: Vec<_> = ["none", "link:1", "blend:0.3@0", "blend:0.3@1", "full"]
+        .map(&mut run)
+        .into_iter()
+        .map(|got| (got.prefill_flops, got.recomputed_tokens))
+        .collect();
+    assert!(costs.windows(2).all(|pair| pair[0].0 < pair[1].0), "{costs:?}");
+    assert_eq!((costs[0].1, costs[1].1, costs[2].1), (0, 2, costs[3].1));
+    assert!(costs[0].0 < none.prefill_flops, "chunks were computed the first time");
+    let past = engine.model().config().num_layers();
+    let mut request = kvengine::Request::new(kvmodel::PromptTokens::Chunked(golden.prompt.clone()));
+    request.recompute = Arc::new(Recompute::Blend { share: 0.5, layer: past, of: DeviationOf::default() });
+    assert!(engine.generate(&request, &mut ()).unwrap_err().to_string().contains("layer"));
+    engine.check_invariants().unwrap();
+}

@@ -1,0 +1,404 @@
+//! A small laboratory: a golden model, its caches, and passes that keep all logits.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use kvbackend_cpu::{CpuBackend, Execution};
+use kvchunk::{
+    ArenaSleep, AssembledPrompt, Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkReport,
+    ChunkedPrompt, ComputeMode, HashAlgorithm, PositionPlan, PositionReindexer, PositionStrategy, ReuseCell,
+    SleepForm, SleepStore, TenantKeys,
+};
+use kvcore::{
+    Backend, BlockId, BlockKey, BlockPool, DType, Gather, KeyForm, KeyScope, KvArena, KvFormat, KvLayout,
+    KvPlane, LayerRopes, Logits, MemoryKind, PagedKvCache, RankInfo, SequenceId, SequenceInput,
+    SequenceStart, Stream, SystemClock, allocate_tensor,
+};
+use kvmodel::{ComputeDevice, Model, ModelConfig, Profiler, WeightFormat, Weights};
+use safetensors::SafeTensors;
+
+/// Defines a test for every golden model: each family, and each kind of rotary embedding. The first argument
+/// is the model's name. Further arguments are those of `rstest`.
+macro_rules! for_every_model {
+    ($(#[$meta:meta])* fn $test:ident($name:ident: &str $(, $($more:tt)+)?) $body:block) => {
+        $(#[$meta])*
+        #[rstest::rstest]
+        fn $test(
+            #[values(
+                "llama",
+                "llama3",
+                "llama-yarn",
+                "llama-linear",
+                "llama-ntk",
+                "llama-dynamic",
+                "llama-longrope",
+                "llama-partial",
+                "mistral",
+                "qwen2",
+                "qwen2-layers",
+                "qwen3",
+                "deepseek-v3",
+                "deepseek-v3-plain"
+            )]
+            $name: &str
+            $(, $($more)+)?
+        ) $body
+    };
+}
+pub(crate) use for_every_model;
+
+/// Returns the folder of a golden model.
+pub(crate) fn folder(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../kvmodel/tests/goldens").join(name)
+}
+
+/// The results of transformers; see `proof/goldens/models/make.py`.
+pub(crate) struct Golden {
+    bytes: Vec<u8>,
+    pub(crate) prompt: ChunkedPrompt,
+}
+
+impl Golden {
+    pub(crate) fn load(name: &str) -> Self {
+        let bytes = std::fs::read(folder(name).join("golden.safetensors")).expect("a golden file");
+        let ids = |part: &str| -> Vec<u32> {
+            let file = SafeTensors::deserialize(&bytes).expect("safetensors");
+            let data = file.tensor(part).expect(part).data().to_vec();
+            data.chunks_exact(4).map(|b| u32::from_le_bytes(b.try_into().expect("four bytes"))).collect()
+        };
+        let chunks = (0..3).map(|i| ids(&format!("chunk{i}"))).collect();
+        let prompt = ChunkedPrompt::new(ids("system"), chunks, ids("question")).expect("parts");
+        Self { bytes, prompt }
+    }
+
+    /// Returns logits, row after row.
+    pub(crate) fn logits(&self, name: &str) -> Vec<f32> {
+        self.numbers(name, f32::from_le_bytes)
+    }
+
+    /// Returns whole numbers.
+    pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
+        self.numbers(name, u32::from_le_bytes)
+    }
+
+    fn numbers<T>(&self, name: &str, of: fn([u8; 4]) -> T) -> Vec<T> {
+        let file = SafeTensors::deserialize(&self.bytes).expect("safetensors");
+        let data = file.tensor(name).expect(name).data().to_vec();
+        data.chunks_exact(4).map(|b| of(b.try_into().expect("four bytes"))).collect()
+    }
+
+    /// Returns the errors of transformers with a cache of this kind (`f16`, `int8:4`, `bf16_unrotated`, …)
+    /// under the mask of `name`. For each row of the question, the error is the largest difference of its
+    /// logits.
+    pub(crate) fn own_errors(&self, cache: &str, name: &str) -> Vec<f32> {
+        let errors = self.logits(&format!("error_{cache}.{name}"));
+        assert!(errors.len() == self.prompt.question().len() && errors.iter().all(|error| *error > 1e-6));
+        errors
+    }
+
+    /// Returns the largest of [`own_errors`](Self::own_errors), over the rows that a [`Run`] has logits for.
+    pub(crate) fn own_error(&self, cache: &str, cell: ReuseCell) -> f32 {
+        self.own_errors(cache, errors_of(cell)).into_iter().fold(0.0, f32::max)
+    }
+}
+
+pub(crate) fn load_model(name: &str) -> Model {
+    let config = std::fs::read_to_string(folder(name).join("config.json")).expect("a config");
+    let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).expect("weights");
+    Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::Stored)
+        .expect("a model")
+}
+
+/// The settings of a laboratory.
+#[derive(Clone, Copy)]
+pub(crate) struct Setup {
+    pub(crate) format: KvFormat,
+    pub(crate) keys: KeyForm,
+    pub(crate) max_chunk_tokens: usize,
+    pub(crate) chunk_blocks: u32,
+    pub(crate) execution: Execution,
+    pub(crate) cross_system_reuse: bool,
+    pub(crate) hash: HashAlgorithm,
+    /// The form in which chunks can sleep.
+    pub(crate) sleep: Option<SleepForm>,
+}
+
+impl Default for Setup {
+    fn default() -> Self {
+        Self {
+            format: KvFormat::Dense(DType::F32),
+            keys: KeyForm::Rotated,
+            max_chunk_tokens: 4096,
+            chunk_blocks: 32,
+            execution: Execution::Immediate,
+            cross_system_reuse: false,
+            hash: HashAlgorithm::default(),
+            sleep: None,
+        }
+    }
+}
+
+pub(crate) struct Lab {
+    pub(crate) model: Model,
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) stream: Arc<dyn Stream>,
+    pub(crate) main: PagedKvCache,
+    pub(crate) chunks: ChunkCacheManager,
+    pub(crate) scope: KeyScope,
+    pub(crate) keys: KeyForm,
+    pub(crate) profiler: Profiler,
+}
+
+/// An answered prompt: its question's logits, and the chunks that it still holds.
+pub(crate) struct Run {
+    pub(crate) logits: Vec<f32>,
+    pub(crate) reports: Vec<ChunkReport>,
+    pub(crate) held: AssembledPrompt,
+    pub(crate) reused: usize,
+}
+
+impl Lab {
+    pub(crate) fn new(name: &str, setup: Setup) -> Self {
+        let model = load_model(name);
+        let backend: Arc<dyn Backend> = CpuBackend::with_execution(setup.execution);
+        // Blocks have 4 tokens, so chunks of 4, 7 and 9 tokens end on and inside a block.
+        let num_blocks = 64 + setup.chunk_blocks as usize;
+        let shape = model.kv_extents(setup.format).shape(&RankInfo::default(), num_blocks, 4);
+        let layout = Arc::new(KvLayout::new(shape.expect("a shape")).expect("a layout"));
+        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout).expect("memory");
+        let stream = backend.stream().expect("a stream");
+        let sleep = setup.sleep.map(|form| -> Arc<dyn SleepStore> {
+            let (backend, stream) = (Arc::clone(&backend), Arc::clone(&stream));
+            Arc::new(ArenaSleep::new(backend, arena.clone(), stream, form, 1 << 20).expect("a place"))
+        });
+        let main = PagedKvCache::new(arena, BlockPool::new(0..64).expect("a pool")).expect("a cache");
+        let config = ChunkCacheConfig {
+            max_chunk_tokens: setup.max_chunk_tokens,
+            cross_system_reuse: setup.cross_system_reuse,
+            hash_algorithm: setup.hash,
+            ..ChunkCacheConfig::default()
+        };
+        let pool = ChunkBlockPool::new(64..64 + setup.chunk_blocks, 4).expect("a pool");
+        let clock = Arc::new(SystemClock::default());
+        let chunks = ChunkCacheManager::build(config, pool, sleep, clock).expect("a cache");
+        let (keys, scope) = (setup.keys, KeyScope::new(name, model.revision()).keys(setup.keys));
+        Self { model, backend, stream, main, chunks, scope, keys, profiler: Profiler::disabled() }
+    }
+
+    /// Returns the rotary embeddings of a request that reaches `longest` positions, and the root of its keys.
+    pub(crate) fn regime(&self, longest: usize) -> (LayerRopes, BlockKey) {
+        let ropes = self.model.ropes(longest).expect("a regime");
+        let root = self.scope.clone().ropes(&ropes).root();
+        (ropes, root)
+    }
+
+    pub(crate) fn forward(&self, ropes: &LayerRopes, batch: &[SequenceInput]) -> Vec<Vec<f32>> {
+        self.forward_on(self.stream.as_ref(), ropes, batch)
+    }
+
+    /// Runs a forward pass on a stream of its own, so that several threads can do so.
+    pub(crate) fn forward_on(
+        &self,
+        stream: &dyn Stream,
+        ropes: &LayerRopes,
+        batch: &[SequenceInput],
+    ) -> Vec<Vec<f32>> {
+        let device = ComputeDevice {
+            backend: self.backend.as_ref(),
+            stream,
+            arenas: std::slice::from_ref(self.main.arena()),
+            keys: self.keys,
+            profiler: &self.profiler,
+        };
+        let pass = self.model.forward(&device, ropes, batch, &mut ()).expect("a forward pass");
+        let Some(logits) = &pass.logits else { return Vec::new() };
+        let vocabulary = logits.vocabulary();
+        let mut left = logits.values().to_vec();
+        let rows = |sequence: &SequenceInput| match sequence.logits {
+            Logits::None => 0,
+            Logits::Last => 1,
+            Logits::All => sequence.tokens.len(),
+        };
+        let wanted = batch.iter().map(rows).filter(|&rows| rows > 0);
+        wanted.map(|rows| left.drain(..rows * vocabulary).collect()).collect()
+    }
+
+    pub(crate) fn assembler<'a>(
+        &'a self,
+        root: BlockKey,
+        cell: ReuseCell,
+        reindexer: &'a PositionReindexer,
+    ) -> Assembler<'a> {
+        let (chunks, tenant) = (Some(&self.chunks), TenantKeys::shared(root));
+        Assembler {
+            chunks,
+            tenant,
+            main: self.main.kv_pool().clone(),
+            prefixes: true,
+            cell,
+            reindexer,
+            ranks: None,
+            replicas: None,
+        }
+    }
+
+    /// Returns the logits of every token of an ordinary prompt.
+    pub(crate) fn plain(&mut self, tokens: &[u32]) -> Vec<f32> {
+        let id = self.main.create(SequenceStart::default()).expect("a sequence");
+        let slots = self.main.grow(id, tokens.len()).expect("room");
+        let own = self.main.segment(id).expect("a segment");
+        let input = SequenceInput::new(tokens.to_vec(), 0, 0, slots, vec![own]).with_logits(Logits::All);
+        let logits = self.forward(&self.regime(tokens.len()).0, &[input]).remove(0);
+        self.main.free(id).expect("a sequence");
+        logits
+    }
+
+    /// Runs a chunked prompt that generates nothing, and keeps its holds.
+    pub(crate) fn run(&mut self, prompt: &ChunkedPrompt, cell: ReuseCell, reuse: bool) -> Run {
+        self.run_and_generate(prompt, cell, reuse, 0)
+    }
+
+    /// Runs a chunked prompt as [`run`](Self::run) does, for a request that might reach `more` positions
+    /// after its question.
+    pub(crate) fn run_and_generate(
+        &mut self,
+        prompt: &ChunkedPrompt,
+        cell: ReuseCell,
+        reuse: bool,
+        more: usize,
+    ) -> Run {
+        let max_positions = self.model.config().max_positions;
+        let plan = PositionPlan::new(prompt, cell, max_positions).expect("a plan");
+        let (ropes, root) = self.regime(plan.question_position as usize + prompt.question().len() + more);
+        let reindexer = PositionReindexer::for_layers(&ropes);
+        let assembler = self.assembler(root, cell, &reindexer);
+        let assembler =
+            Assembler { chunks: assembler.chunks.filter(|_| reuse), prefixes: reuse, ..assembler };
+        let assembly = assembler.assemble(prompt).expect("an assembly");
+        let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
+        let own: SequenceId = self.main.create(SequenceStart { logical, position }).expect("a sequence");
+        let slots = self.main.grow(own, prompt.question().len()).expect("room");
+        let mut batch = assembly.inputs().to_vec();
+        let mut segments = assembly.segments().to_vec();
+        segments.push(self.main.segment(own).expect("a segment"));
+        let question = SequenceInput::new(prompt.question().to_vec(), logical, position, slots, segments);
+        batch.push(question.with_logits(Logits::All));
+        let logits = self.forward(&ropes, &batch).pop().expect("logits");
+        let (reports, reused) = (assembly.reports(), assembly.reused_tokens());
+        let held = assembly.commit().expect("a commit");
+        self.main.free(own).expect("a sequence");
+        Run { logits, reports, held, reused }
+    }
+
+    /// Returns K and V of whole blocks in every layer, as they lie in memory. For a quantised cache, returns
+    /// the dequantised rows.
+    pub(crate) fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
+        let shape = self.main.arena().layout().shape().clone();
+        let slots: Arc<[i64]> =
+            blocks.iter().flat_map(|b| (0..4).map(move |i| i64::from(b.0) * 4 + i)).collect();
+        let dtype = match shape.format {
+            KvFormat::Dense(dtype) => dtype,
+            _ => DType::F32,
+        };
+        let mut all = Vec::new();
+        for layer in 0..shape.num_layers {
+            let rows = |plane: KvPlane| {
+                allocate_tensor(
+                    self.backend.as_ref(),
+                    MemoryKind::Device,
+                    dtype,
+                    &[slots.len(), plane.heads, plane.dim],
+                )
+                .expect("memory")
+            };
+            let arena = self.main.arena().clone();
+            let (k, v) = (rows(arena.k_plane()), rows(arena.v_plane()));
+            let op = Gather {
+                arena,
+                layer,
+                slots: Arc::clone(&slots),
+                k: k.clone(),
+                v: v.clone(),
+                rotation: None,
+            };
+            self.stream.gather(&op).expect("a gather");
+            for view in [k, v] {
+                let mut bytes = vec![0; view.dtype().bytes_for(view.len()).expect("a size")];
+                self.stream.read(&view, &mut bytes).expect("a read");
+                all.extend(bytes);
+            }
+        }
+        all
+    }
+
+    /// Checks that everything except cached blocks is free, and that the pools are consistent.
+    pub(crate) fn assert_nothing_held(&self) {
+        self.chunks.check_invariants().expect("a consistent cache");
+        for pool in [self.main.pool(), self.chunks.pool().blocks()] {
+            pool.check_invariants().expect("consistent pools");
+            let counts = pool.counts();
+            assert_eq!(counts.free + counts.cached, counts.total, "{counts:?}");
+        }
+    }
+}
+
+/// The largest ratio of a format's errors to those of transformers, which rounds the same numbers. A sum in
+/// another order puts single numbers on the other side of a rounding.
+pub(crate) const OWN_ERRORS: f32 = 1.5;
+
+/// Returns the largest difference between two lists of numbers.
+pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
+    assert_eq!(a.len(), b.len());
+    // NaN is further than any number.
+    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, |m, d| if d > m || d.is_nan() { d } else { m })
+}
+
+/// Returns the parts with the chunks in another order and another question of equal length.
+pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
+    let mut chunks = prompt.chunks().to_vec();
+    chunks.rotate_left(1);
+    let question = (1..=prompt.question().len() as u32).collect();
+    ChunkedPrompt::new(prompt.system().to_vec(), chunks, question).expect("parts")
+}
+
+/// Returns the name under which the goldens have a cell's errors. In an absolute cell, keys are rounded where
+/// they are used.
+pub(crate) fn errors_of(cell: ReuseCell) -> &'static str {
+    let absolute = cell.strategy == PositionStrategy::Absolute && cell.mode == ComputeMode::Alone;
+    if absolute { "absolute_alone" } else { golden_name(cell) }
+}
+
+/// Returns the name under which the goldens have the errors of full attention at a cell's positions, with
+/// chunks stored as the cell stores them.
+pub(crate) fn full_of(cell: ReuseCell) -> String {
+    match cell.strategy {
+        PositionStrategy::Absolute => "full".to_owned(),
+        PositionStrategy::Overlapped | PositionStrategy::Sequential => format!("full.{}", golden_name(cell)),
+    }
+}
+
+/// Returns the name of a cell.
+pub(crate) fn cell_name(cell: ReuseCell) -> String {
+    format!("{:?}, {:?}", cell.strategy, cell.mode)
+}
+
+/// Returns the name of the golden that a cell's logits equal: one pass, or two phases.
+pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
+    use ComputeMode::{Alone, WithSystem};
+    use PositionStrategy::{Absolute, Overlapped, Sequential};
+    match (cell.strategy, cell.mode) {
+        (Overlapped, WithSystem) => "overlapped_with_system",
+        (Overlapped, Alone) => "overlapped_alone",
+        (Sequential | Absolute, Alone) => "sequential_alone",
+        (Sequential, WithSystem) => "sequential_with_system_two_phase",
+        (Absolute, WithSystem) => "sequential_with_system_single",
+        (_, ComputeMode::Sink(_)) => panic!("no golden is of a sink"),
+    }
+}
+
+/// Creates a model of one golden's configuration and another's weights.
+pub(crate) fn model(config: &str, weights: &str) -> Model {
+    let config = std::fs::read_to_string(folder(config).join("config.json")).unwrap();
+    let weights = Weights::from_directory(&folder(weights), &mut |_, _| ()).unwrap();
+    Model::new(ModelConfig::from_json(&config).unwrap(), weights, WeightFormat::Stored).unwrap()
+}

@@ -1,0 +1,193 @@
+"""``python -m kvcache.vllm``: commands about the connector for people."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .host import UnsupportedHostError
+from .prompt import ChunkRequestError, plan_of
+from .gate.verdict import Limits, as_json, caution, judge, table
+
+WIDTH = 118
+
+CHECK = """Say whether chunks are fit for a model.
+
+The model runs inside vLLM on this machine, on CPUs. Three things are checked, in this order:
+
+  exactness  reuse gives the tokens and log-probabilities of transformers under the mask of chunks (in float32)
+  hits       all tokens of documents are found, in another order than before, and other requests are untouched
+  answers    questions about notes that no model knows are answered as well as with ordinary attention
+
+The exit status is 0 if a setting is fit, 1 if none is, and 2 if the check could not be made."""
+
+EXAMPLES = """examples:
+  python -m kvcache.vllm check FOLDER                     all settings, 40 questions about two notes each
+  python -m kvcache.vllm check FOLDER --notes 4 --questions 200 --mode with-system
+  python -m kvcache.vllm check FOLDER --recompute link:8 --recompute question:0.3 --json
+
+Each question takes a few times as long as the model needs to read its notes; the small models of a laptop take minutes."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of all commands."""
+    whole = argparse.ArgumentParser(prog="python -m kvcache.vllm", description="Chunks inside vLLM.")
+    commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    check = commands.add_parser(
+        "check",
+        help="say whether chunks are fit for a model",
+        description=CHECK,
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    check.add_argument("model", metavar="MODEL", help="a folder with config.json, weights and a tokenizer, as transformers writes it")
+    check.add_argument("--questions", type=above_0, default=40, metavar="N", help="questions (default: 40); more bound the loss better")
+    check.add_argument("--notes", type=int, default=2, metavar="N", help="notes of each question, 2 to 20 (default: 2)")
+    check.add_argument(
+        "--recompute",
+        action="append",
+        metavar="HOW",
+        help="a setting to try, as in chunk_recompute: none, link:K or question:R; may be repeated "
+        "(default: none, link:16, link:32, link:64 and question:0.5)",
+    )
+    check.add_argument("--mode", choices=("alone", "with-system"), default="alone", help="what a chunk sees (default: alone)")
+    check.add_argument(
+        "--tolerance", type=float, default=2.0, metavar="POINTS", help="right answers of a hundred that may be lost (default: 2)"
+    )
+    check.add_argument(
+        "--floor",
+        type=float,
+        default=30.0,
+        metavar="PERCENT",
+        help="right answers of a hundred that ordinary attention must give for a loss to be judged (default: 30)",
+    )
+    check.add_argument("--seed", type=int, default=1, metavar="N", help="other questions for another number (default: 1)")
+    check.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="element type in which questions are answered (default: float32)",
+    )
+    check.add_argument(
+        "--max-len", type=above_0, metavar="TOKENS", help="longest prompt with its answer (default: 4096, if the model has as many)"
+    )
+    check.add_argument("--host-memory", default="1GiB", metavar="SIZE", help="memory for chunks (default: 1GiB)")
+    check.add_argument("--json", action="store_true", help="print the figures as JSON instead of a table")
+    return whole
+
+
+def above_0(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Sends what libraries print to standard error, so that standard output has the result alone."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def say(what: str) -> None:
+    print(f"check: {what}", file=sys.stderr, flush=True)
+
+
+def run_check(args: argparse.Namespace) -> int:
+    """Runs the check, and returns the exit status."""
+    folder = Path(args.model)
+    if not (folder / "config.json").is_file():
+        raise CommandError(f"{folder} has no config.json: give the folder of a model; `hf download NAME --local-dir FOLDER` brings one")
+    for recompute in args.recompute or ():
+        try:
+            plan_of({"chunk_lengths": [1, 1], "chunk_recompute": recompute}, [0, 0, 0])
+        except ChunkRequestError as error:
+            raise CommandError(f"--recompute: {error}") from error
+    with quiet():
+        try:
+            from .gate.check import CheckError, Options, check
+        except ModuleNotFoundError as error:
+            raise CommandError(
+                f"the Python module {error.name!r} is missing: install vLLM and transformers into this environment "
+                "(`proof/vllm/install.sh FOLDER` of the repository makes one)"
+            ) from error
+        more = {"recompute": tuple(args.recompute)} if args.recompute else {}
+        options = Options(
+            model=str(folder),
+            questions=args.questions,
+            notes=args.notes,
+            mode=args.mode,
+            seed=args.seed,
+            dtype=args.dtype,
+            max_len=args.max_len,
+            host_memory=args.host_memory,
+            **more,
+        )
+        try:
+            findings, rows = check(options, say)
+        except UnsupportedHostError as error:
+            raise CommandError(f"{folder} is refused: {error}") from error
+        except (CheckError, ValueError, OSError) as error:
+            raise CommandError(str(error)) from error
+    verdict = judge(findings, rows, args.mode, Limits(args.tolerance / 100, args.floor / 100))
+    if args.json:
+        said = {
+            "model": args.model,
+            "dtype": args.dtype,
+            "mode": args.mode,
+            "notes": args.notes,
+            "findings": [{"what": finding.what, "fault": finding.fault} for finding in findings],
+            "rows": as_json(rows) if rows else [],
+            "fit": verdict.fit,
+            "recompute": verdict.recompute,
+            "verdict": verdict.sentence,
+        }
+        print(json.dumps(said))
+        return 0 if verdict.fit else 1
+    for finding in findings:
+        print(f"ok      {finding.what}" if finding.fault is None else f"FAILED  {finding.what}: {finding.fault}")
+    if rows:
+        asked = len(rows[0].right)
+        print(f"\n{asked} questions about {args.notes} notes each, cached before in another order, {args.mode}, {args.dtype}:\n")
+        print(table(rows))
+        print(
+            "\nPoints lost, of a hundred questions: those that only ordinary attention answered, less those that only this way\n"
+            "answered; in brackets the most that the answers do not refute. Divergence is that of the first token's distribution\n"
+            "from ordinary attention's, in nats. Times are means.\n"
+        )
+        print(textwrap.fill(caution(asked), WIDTH))
+    print(f"\n{textwrap.fill(verdict.sentence, WIDTH)}")
+    return 0 if verdict.fit else 1
+
+
+class CommandError(Exception):
+    """An error that says what to do next."""
+
+
+def main() -> None:
+    args = parser().parse_args()
+    try:
+        status = run_check(args)
+    except CommandError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    sys.stdout.flush()
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Makes the calls of a golden file to a real connector over fake data holders, and compares what it returns and does.
+
+Before every forward pass of the fake model, the blocks of each request have to hold exactly the keys and values of the tokens that it
+has computed or loaded: each token as it is after seeing what its request says that it sees.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import golden_calls
+from fake_model import FakeModel, FakeRecomputer
+from golden_calls import Call, Effects, described, numbers, plain
+from vllm import SamplingParams
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.v1.core.sched.interface import SchedulerInterface
+from vllm.v1.request import Request, block_hashes
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+from kvcache import KvCacheError, Ropes
+from kvcache.vllm import ChunkConnector
+
+RECORD = "if the connector changed on purpose, record anew: python proof/vllm/record.py FOLDER"
+
+
+class Scheduler(SchedulerInterface):
+    """Requests and their blocks, as the golden file says them."""
+
+    def __init__(self, config: Any, caches: Any, replay: Replay) -> None:
+        self.replay = replay
+        self.requests: dict[str, Request] = {}
+        self.tables: dict[str, list[int]] = {}
+        self.kv_cache_manager = SimpleNamespace(
+            get_block_ids=lambda name: (self.tables[name],),
+            evict_blocks=lambda blocks: replay.effects.note("evict_blocks", plain(blocks)),
+        )
+        self.connector = ChunkConnector(config, KVConnectorRole.SCHEDULER, caches)
+
+    def add_request(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.replay.added(request)
+
+
+class Runner(GPUModelRunner):
+    """The model, and the worker's side of the connector."""
+
+    def __init__(self, config: Any, caches: Any, model: FakeModel) -> None:
+        self.connector = ChunkConnector(config, KVConnectorRole.WORKER, caches)
+        self.connector.register_kv_caches(model.caches)
+
+
+def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
+    """Returns vLLM's configuration and that of its caches, as far as the connector reads them."""
+    text, spec = config["model"], config["spec"]
+    settings = SimpleNamespace(to_json_string=lambda: json.dumps(text), to_dict=lambda: text)
+    model = SimpleNamespace(hf_text_config=settings, max_model_len=config["max_model_len"], model="small", revision=None)
+    layer = SimpleNamespace(isa="vec")
+    vllm_config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config=config["extra_config"]),
+        parallel_config=SimpleNamespace(tensor_parallel_size=ranks),
+        device_config=SimpleNamespace(device_type="cpu"),
+        lora_config=None,
+        model_config=model,
+        compilation_config=SimpleNamespace(static_forward_context=dict.fromkeys(config["layers"], layer)),
+    )
+    made = type(spec["kind"], (SimpleNamespace,), {})(**spec)
+    group = SimpleNamespace(kv_cache_spec=made, layer_names=config["layers"])
+    return vllm_config, SimpleNamespace(kv_cache_groups=[group], num_blocks=config["num_blocks"])
+
+
+class Replay:
+    """One scenario. Of several ranks, the worker is one whose reports the others repeat."""
+
+    def __init__(self, golden: dict[str, Any], monkeypatch: Any, ranks: int = 1) -> None:
+        self.calls = golden["calls"]
+        self.ranks = ranks
+        config, caches = configs(golden["config"], ranks)
+        spec = golden["config"]["spec"]
+        ropes = Ropes(json.dumps(golden["config"]["model"]), golden["config"]["max_model_len"])
+        self.model = FakeModel(
+            ropes, golden["config"]["layers"], caches.num_blocks, spec["num_kv_heads"], spec["block_size"], spec["head_size"]
+        )
+        self.recomputer = FakeRecomputer(self.model)
+        # The module imports torch.
+        recompute = SimpleNamespace(Recomputer=lambda *_: SimpleNamespace(run=self.recompute))
+        monkeypatch.setitem(__import__("sys").modules, "kvcache.vllm.recompute", recompute)
+        self.effects = Effects(self.salts)
+        self.expected: list[list[Any]] = []
+        """Recorded effects of the calls that are running, as far as they add requests, the innermost last."""
+        self.scheduler = Scheduler(config, caches, self)
+        self.side = self.scheduler.connector
+        self.runner = Runner(config, caches, self.model)
+        self.worker = self.runner.connector
+        finished = [args for method, args, *_ in (one for one in self.calls if len(one) > 1) if method.startswith("request_fin")]
+        self.outputs = {name: numbers(outputs) for name, _, outputs in finished}
+        self.found: dict[str, int] = {}
+        """Tokens of requests that the host's own cache had."""
+        self.step: dict[str, Any] = {}
+        self.orders: Any = None
+        self.report: Any = None
+
+    def run(self) -> None:
+        """Makes the calls. Raises ``AssertionError`` for the first that is answered otherwise, and for wrong bytes."""
+        for number, one in enumerate(self.calls):
+            self.repeat(one, f"call {number}")
+        self.side.shutdown()
+        self.worker.shutdown()
+
+    def repeat(self, recorded: Call, where: str) -> None:
+        """Makes one call, and compares its result and its effects with the recorded ones."""
+        method, args, result, effects = [*recorded, *[None] * (4 - len(recorded))]
+        where = f"{where}, {method} {args}"
+        if not hasattr(ChunkConnector, method):
+            getattr(self, method)(where)
+            return
+        if method == "on_new_request":
+            self.arrive(args)
+        self.expected.append([effect for effect in effects or () if effect[0] == "add_request"])
+        got, did = self.effects.of(lambda: getattr(self, method)(args))
+        self.expected.pop()
+        assert plain(got) == result, f"{where} returns {plain(got)} instead of {result}; {RECORD}"
+        assert did == (effects or []), f"{where} does {did} instead of {effects}; {RECORD}"
+
+    def salts(self) -> dict[str, str | None]:
+        return {name: request.cache_salt for name, request in self.scheduler.requests.items()}
+
+    def added(self, request: Request) -> None:
+        """A request that the connector adds: the host makes the calls that came out of it."""
+        assert self.expected[-1], f"the connector adds {described(request)}, which was not recorded; {RECORD}"
+        _, _, calls = self.expected[-1].pop(0)
+        self.effects.note("add_request", described(request), calls)
+        for one in calls:
+            self.repeat(one, f"while {request.request_id} is added")
+
+    def recompute(self, again: Any) -> None:
+        self.effects.note("recompute", plain(again))
+        self.recomputer.run(again)
+
+    # Calls on the scheduler's side.
+
+    def arrive(self, told: dict[str, Any]) -> None:
+        """Gives the scheduler a request of a client."""
+        if told["id"] not in self.scheduler.requests:
+            extra = {"kv_transfer_params": told["params"]} if "params" in told else None
+            sampling = SamplingParams(max_tokens=told["max_tokens"], extra_args=extra)
+            request = Request(told["id"], numbers(told["tokens"]), sampling, None, 0, None, told.get("salt"), 0, block_hashes)
+            self.scheduler.requests[told["id"]] = request
+
+    def on_new_request(self, told: dict[str, Any]) -> None:
+        self.side.on_new_request(self.scheduler.requests[told["id"]])
+
+    def get_num_new_matched_tokens(self, args: list[Any]) -> Any:
+        name, computed, known = args
+        self.found[name] = computed
+        self.answered(self.scheduler.requests[name], known)
+        return self.side.get_num_new_matched_tokens(self.scheduler.requests[name], computed)
+
+    def answered(self, request: Request, known: int) -> None:
+        """Gives a request the tokens of its answer that the host knows by now, of so many in all."""
+        count = max(known - len(request.prompt_token_ids), len(request.output_token_ids))
+        request.output_token_ids = self.outputs[request.request_id][:count]
+
+    def update_state_after_alloc(self, args: list[Any]) -> None:
+        name, blocks, external = args
+        self.scheduler.tables[name] = numbers(blocks)
+        held = SimpleNamespace(get_block_ids=lambda: (numbers(blocks),))
+        self.side.update_state_after_alloc(self.scheduler.requests[name], held, external)
+
+    def build_connector_meta(self, step: dict[str, Any]) -> Any:
+        self.step = step
+        for name, (count, computed, blocks) in step.items():
+            request = self.scheduler.requests[name]
+            request.num_computed_tokens = computed
+            self.answered(request, computed + count)
+            self.scheduler.tables[name] = numbers(blocks)
+        counts = {name: count for name, (count, _, _) in step.items()}
+        self.orders = self.side.build_connector_meta(SimpleNamespace(num_scheduled_tokens=counts))
+        return self.orders
+
+    def update_connector_output(self, args: list[Any]) -> None:
+        meta, received = args
+        assert plain(self.report) == meta
+        said = self.report
+        for _ in range(1, self.ranks if said is not None else 1):
+            said = said.aggregate(self.report)
+        output = SimpleNamespace(kv_connector_worker_meta=said, finished_recving=set(received or ()))
+        self.side.update_connector_output(output)
+
+    def request_finished_all_groups(self, args: list[Any]) -> Any:
+        name, blocks, _ = args
+        try:
+            return self.side.request_finished_all_groups(self.scheduler.requests[name], (numbers(blocks),))
+        finally:
+            del self.scheduler.requests[name]
+
+    # Calls on the worker's side.
+
+    def bind_connector_metadata(self, _: Any) -> None:
+        self.worker.bind_connector_metadata(self.orders)
+
+    def clear_connector_metadata(self, _: Any) -> None:
+        self.worker.clear_connector_metadata()
+
+    def start_load_kv(self, _: Any) -> None:
+        self.worker.start_load_kv(None)
+
+    def wait_for_save(self, _: Any) -> None:
+        self.worker.wait_for_save()
+
+    def get_finished(self, names: Any) -> Any:
+        # Loads have ended in every step, as when they were recorded.
+        ended: Future[None] = self.worker._worker.threads.submit(lambda: None)
+        ended.result()
+        return self.worker.get_finished(set(names or ()))
+
+    def get_block_ids_with_load_errors(self, _: Any) -> Any:
+        return self.worker.get_block_ids_with_load_errors()
+
+    def build_connector_worker_meta(self, _: Any) -> Any:
+        self.report = self.worker.build_connector_worker_meta()
+        return self.report
+
+    # Other lines of a file.
+
+    def break_loads(self, _: str) -> None:
+        own = self.own_arena = self.worker._worker.arena
+
+        class Broken:
+            save = own.save
+
+            @staticmethod
+            def load(*_: Any) -> None:
+                raise KvCacheError("the disk is on fire")
+
+        self.worker._worker.arena = Broken()
+
+    def mend_loads(self, _: str) -> None:
+        self.worker._worker.arena = self.own_arena
+
+    def forward(self, where: str) -> None:
+        """Computes the tokens of a step, over blocks that have to be right."""
+        for name, (count, computed, blocks) in self.step.items():
+            request, table = self.scheduler.requests[name], numbers(blocks)
+            tokens = [*request.prompt_token_ids, *self.outputs[name]]
+            # Block 0 stands for one that a window has let go of.
+            held = [position for position in range(computed) if table[position // self.model.size] != 0]
+            seen = {position: self.seen(request, tokens, position) for position in held}
+            # The host throws away what a request computes in a step in which its load failed.
+            if seen and name not in self.worker._worker.not_loaded:
+                fault = self.model.fault(table, seen)
+                assert fault is None, f"{where}, {name}: {fault}"
+            for layer in self.model.caches:
+                self.worker.wait_for_layer_load(layer)
+                self.worker.save_kv_layer(layer, self.model.caches[layer], None)
+            for position in range(computed, computed + count):
+                self.model.write(table, position, tuple(tokens[: position + 1]))
+
+    def seen(self, request: Request, tokens: list[int], position: int) -> tuple[int, ...]:
+        """Returns the tokens that a token of a request has seen, itself last."""
+        everything = tuple(tokens[: position + 1])
+        salt = request.cache_salt or ""
+        # A request that could not be loaded is computed by the host behind what its own cache had.
+        chunked = salt.startswith("kvcache:") or (salt.startswith("kvcache-mixed-") and position < self.found[request.request_id])
+        if not chunked:
+            return everything
+        params = request.kv_transfer_params
+        lengths, mode, again = params["chunk_lengths"], params["chunk_mode"], params.get("chunk_recompute", "none")
+        system, start = lengths[0], lengths[0]
+        for number, length in enumerate(lengths[1:]):
+            if start <= position < start + length:
+                break
+            start += length
+        else:
+            return everything
+        apart = mode != "with-system" or number > 0
+        if again.startswith("link:") and apart and position < start + int(again[5:]):
+            return everything
+        chosen = self.recomputer.chosen.get(tuple(request.prompt_token_ids), ())
+        if again.startswith("question:") and float(again[9:]) > 0 and position in chosen:
+            return everything
+        before = {"alone": 0, "with-system": system}.get(mode) if ":" not in mode else int(mode.split(":")[1])
+        return (*tokens[:before], *tokens[start : position + 1])

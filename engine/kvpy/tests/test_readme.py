@@ -1,0 +1,25 @@
+"""The examples of the documents do what they say."""
+
+import os
+import pathlib
+
+import examples
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def test_a_chunk_goes_into_another_engines_blocks() -> None:
+    paged, foreign = examples.run(ROOT / "engine/kvpy/README.md")
+    assert paged["out"].any() and paged["chunks"].get_metrics().cached_chunks == 1
+    assert foreign["layers"][0][6, :, :, :].any()
+
+
+def test_the_page_of_the_project_answers_a_question() -> None:
+    before = os.getcwd()
+    os.chdir(ROOT)
+    try:
+        (names,) = examples.run(ROOT / "README.md")
+    finally:
+        os.chdir(before)
+    assert names["answer"].text.strip() == "red"
+    assert names["answer"].num_cached_tokens >= names["answer"].num_prompt_tokens - 3

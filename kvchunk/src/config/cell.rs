@@ -1,0 +1,160 @@
+//! Compute modes, position strategies, and the exactness of reuse in each combination.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::Error;
+
+/// The tokens that a chunk sees while its KV is computed.
+///
+/// ```
+/// use kvchunk::ComputeMode;
+/// for name in ["with-system", "alone", "sink:4"] {
+///     assert_eq!(name.parse::<ComputeMode>()?.to_string(), name);
+/// }
+/// assert_eq!(ComputeMode::Sink(4).seen(100), 4);
+/// assert!("sink:0".parse::<ComputeMode>().is_err(), "that is alone");
+/// # Ok::<(), kvchunk::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum ComputeMode {
+    /// A chunk sees the system prompt and itself. It is stored at the positions right after the system
+    /// prompt, and its key contains the system prompt.
+    #[default]
+    WithSystem,
+    /// A chunk sees only itself. It is stored at positions `0..n` and serves under any system prompt.
+    Alone,
+    /// A chunk sees the first tokens of the system prompt, at least one, and itself. It is stored at the positions right after
+    /// them, and serves under any system prompt that begins with them: they take the attention that a model gives to the first
+    /// tokens of a text (Xiao et al., 2023), so that no chunk has to.
+    Sink(u32),
+}
+
+impl ComputeMode {
+    /// Returns the number of tokens that a chunk sees of a system prompt of `system` tokens.
+    pub fn seen(self, system: usize) -> usize {
+        match self {
+            Self::WithSystem => system,
+            Self::Alone => 0,
+            Self::Sink(tokens) => system.min(tokens as usize),
+        }
+    }
+}
+
+impl fmt::Display for ComputeMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::WithSystem => f.write_str("with-system"),
+            Self::Alone => f.write_str("alone"),
+            Self::Sink(tokens) => write!(f, "sink:{tokens}"),
+        }
+    }
+}
+
+impl FromStr for ComputeMode {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        let sink = || text.strip_prefix("sink:")?.parse().ok().filter(|&tokens| tokens > 0);
+        match text {
+            "with-system" => Ok(Self::WithSystem),
+            "alone" => Ok(Self::Alone),
+            _ => sink().map(Self::Sink).ok_or_else(|| Error::UnknownMode(text.to_owned())),
+        }
+    }
+}
+
+impl TryFrom<String> for ComputeMode {
+    type Error = Error;
+
+    fn try_from(text: String) -> Result<Self, Error> {
+        text.parse()
+    }
+}
+
+impl From<ComputeMode> for String {
+    fn from(mode: ComputeMode) -> Self {
+        mode.to_string()
+    }
+}
+
+/// The positions that chunks take when they are used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum PositionStrategy {
+    /// Every chunk starts right after the system prompt. The question starts after the longest chunk.
+    #[default]
+    #[serde(alias = "virtual")]
+    Overlapped,
+    /// Chunks follow one another, as in an ordinary prompt.
+    Sequential,
+    /// Chunks follow one another, as under [`Sequential`](Self::Sequential), but each is stored at the
+    /// position where it is used. The position is part of the key, so only the same position in another
+    /// prompt is a hit.
+    Absolute,
+}
+
+/// The exactness of reuse in a cell, compared with a reference under the mask "chunks do not see each other".
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Exactness {
+    /// Reuse equals one forward pass with that mask and these positions, to rounding.
+    Exact,
+    /// Reuse equals only a pass in two phases: chunk rows at their stored positions, question rows at
+    /// sequential positions over all keys. No single pass gives the same result.
+    TwoPhase,
+}
+
+/// A compute mode with a position strategy: one cell of the exactness table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+pub struct ReuseCell {
+    /// The tokens that a chunk sees while its KV is computed.
+    pub mode: ComputeMode,
+    /// The positions that chunks take when they are used.
+    pub strategy: PositionStrategy,
+}
+
+impl ReuseCell {
+    /// Every chunk sees the system prompt and starts right after it.
+    pub const OVERLAPPED_WITH_SYSTEM: Self =
+        Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Overlapped };
+    /// Every chunk sees itself alone; all start at the same position.
+    pub const OVERLAPPED_ALONE: Self =
+        Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Overlapped };
+    /// Chunks see themselves alone and follow one another.
+    pub const SEQUENTIAL_ALONE: Self =
+        Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Sequential };
+    /// Chunks see the system prompt and follow one another.
+    pub const SEQUENTIAL_WITH_SYSTEM: Self =
+        Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
+    /// Chunks see the system prompt; only the same position is a hit.
+    pub const ABSOLUTE_WITH_SYSTEM: Self =
+        Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Absolute };
+    /// Chunks see themselves alone; only the same position is a hit.
+    pub const ABSOLUTE_ALONE: Self = Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Absolute };
+
+    /// The cells of both modes without a number, under each of the three strategies.
+    pub const ALL: [Self; 6] = [
+        Self::OVERLAPPED_WITH_SYSTEM,
+        Self::OVERLAPPED_ALONE,
+        Self::SEQUENTIAL_ALONE,
+        Self::SEQUENTIAL_WITH_SYSTEM,
+        Self::ABSOLUTE_WITH_SYSTEM,
+        Self::ABSOLUTE_ALONE,
+    ];
+
+    /// Returns the exactness of reuse in this cell.
+    pub fn exactness(self) -> Exactness {
+        match (self.mode, self.strategy) {
+            (ComputeMode::WithSystem, PositionStrategy::Sequential) => Exactness::TwoPhase,
+            // The distance from the first tokens to the chunk is another one where it is used.
+            (ComputeMode::Sink(_), PositionStrategy::Sequential | PositionStrategy::Overlapped) => {
+                Exactness::TwoPhase
+            }
+            _ => Exactness::Exact,
+        }
+    }
+}

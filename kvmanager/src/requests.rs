@@ -1,0 +1,347 @@
+//! Blocks by request.
+
+use kvcore::{BlockId, BlockPool, MutableBlocks};
+use std::collections::HashMap;
+use std::fmt;
+use std::time::Instant;
+
+use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, PoolMetrics, Result};
+use kvchunk::metrics::LatencyHistogram;
+
+/// The number of a request, chosen by the engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct RequestId(pub u64);
+
+impl fmt::Display for RequestId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// A manager that reserves blocks of a pool for requests, releases all blocks of a request together, and
+/// measures the latency of these calls. (The `KvStorageManager` of the seed.)
+///
+/// The manager holds one guard of the pool for each request, under one lock. If the pool has no other
+/// users, available and in-flight blocks add up to the pool's total at every moment that a caller can
+/// observe. Engines that need no request numbers use the guards of [`BlockPool`] directly.
+///
+/// ```
+/// use kvcore::BlockPool;
+/// use kvmanager::{Error, RequestId, StorageManager};
+/// let manager = StorageManager::new(BlockPool::new(0..8)?);
+/// let request = RequestId(7);
+/// assert_eq!(manager.reserve(request, 3)?.len(), 3);
+/// manager.reserve(request, 2)?;                            // adds to the first three
+/// assert_eq!((manager.available_count(), manager.inflight_count()), (3, 5));
+/// assert!(manager.reserve(RequestId(8), 4).is_err());      // all or nothing
+/// assert_eq!(manager.release(request)?, 5);
+/// assert_eq!(manager.release(request), Err(Error::UnknownRequest(7)));
+/// # Ok::<(), Error>(())
+/// ```
+#[derive(Debug)]
+pub struct StorageManager {
+    pool: BlockPool,
+    requests: Mutex<Requests>,
+    timing: Option<Timing>,
+}
+
+#[derive(Debug, Default)]
+struct Requests {
+    held: HashMap<RequestId, MutableBlocks>,
+    in_flight: usize,
+    counted: Counted,
+}
+
+/// Counts of events since the manager was created.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Counted {
+    pub(super) reservations: u64,
+    pub(super) refused: u64,
+    pub(super) releases: u64,
+    pub(super) reserved_blocks: u64,
+    pub(super) released_blocks: u64,
+    pub(super) taken_blocks: u64,
+}
+
+#[derive(Debug, Default)]
+struct Timing {
+    allocation: LatencyHistogram,
+    release: LatencyHistogram,
+}
+
+impl StorageManager {
+    /// Creates a manager that measures the latency of its calls. Each call reads the clock twice.
+    pub fn new(pool: BlockPool) -> Self {
+        Self { pool, requests: Mutex::default(), timing: Some(Timing::default()) }
+    }
+
+    /// Creates a manager that counts its calls but never reads the clock.
+    pub fn untimed(pool: BlockPool) -> Self {
+        Self { pool, requests: Mutex::default(), timing: None }
+    }
+
+    /// Reserves `blocks` more blocks for a request, or none, and returns them. Evicts cached blocks if
+    /// needed.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case the
+    /// request keeps the blocks it had.
+    pub fn reserve(&self, request: RequestId, blocks: usize) -> Result<Vec<BlockId>> {
+        self.timed(
+            |timing| &timing.allocation,
+            || {
+                let mut requests = self.requests.lock();
+                let reserved = requests.reserve(&self.pool, request, blocks);
+                let counted = &mut requests.counted;
+                if reserved.is_ok() {
+                    counted.reservations += 1;
+                    counted.reserved_blocks += blocks as u64;
+                    requests.in_flight += blocks;
+                } else {
+                    counted.refused += 1;
+                }
+                reserved
+            },
+        )
+    }
+
+    /// Frees all blocks of a request. Returns their number.
+    ///
+    /// # Errors
+    /// Returns [`Error::UnknownRequest`] if the request is not known.
+    pub fn release(&self, request: RequestId) -> Result<usize> {
+        self.timed(
+            |timing| &timing.release,
+            || {
+                let mut requests = self.requests.lock();
+                let blocks = requests.remove(request)?.len(); // dropped here: the blocks are free
+                requests.counted.releases += 1;
+                requests.counted.released_blocks += blocks as u64;
+                Ok(blocks)
+            },
+        )
+    }
+
+    /// Hands over the blocks of a request, so that the caller can complete and share them. Afterwards the
+    /// manager no longer knows the request.
+    ///
+    /// # Errors
+    /// Returns [`Error::UnknownRequest`] if the request is not known.
+    pub fn take(&self, request: RequestId) -> Result<MutableBlocks> {
+        let mut requests = self.requests.lock();
+        let blocks = requests.remove(request)?;
+        requests.counted.taken_blocks += blocks.len() as u64;
+        Ok(blocks)
+    }
+
+    /// Returns the blocks of a request, in the order of their reservation.
+    ///
+    /// # Errors
+    /// Returns [`Error::UnknownRequest`] if the request is not known.
+    pub fn blocks(&self, request: RequestId) -> Result<Vec<BlockId>> {
+        let requests = self.requests.lock();
+        let blocks = requests.held.get(&request).ok_or(Error::UnknownRequest(request.0))?;
+        Ok(blocks.ids().to_vec())
+    }
+
+    /// Returns the number of blocks that a reservation can take: free and evictable blocks.
+    pub fn available_count(&self) -> usize {
+        let _requests = self.requests.lock(); // no reservation is half done
+        self.pool.counts().available()
+    }
+
+    /// Returns the number of blocks held by requests.
+    pub fn inflight_count(&self) -> usize {
+        self.requests.lock().in_flight
+    }
+
+    /// Returns the number of blocks of the pool.
+    pub fn total(&self) -> usize {
+        self.pool.range().len()
+    }
+
+    /// Returns the share of blocks held by requests, between 0 and 1.
+    pub fn utilization(&self) -> f64 {
+        share(self.inflight_count(), self.total())
+    }
+
+    /// Returns the pool of the manager.
+    pub fn pool(&self) -> &BlockPool {
+        &self.pool
+    }
+
+    /// Returns all metrics at one moment. Latencies of calls that end during this call may or may not be
+    /// counted.
+    pub fn metrics(&self) -> PoolMetrics {
+        let requests = self.requests.lock();
+        let counted = requests.counted;
+        let latencies = |of: fn(&Timing) -> &LatencyHistogram| {
+            self.timing.as_ref().map_or_else(Default::default, |timing| of(timing).snapshot())
+        };
+        PoolMetrics {
+            in_flight: requests.in_flight,
+            utilization: share(requests.in_flight, self.total()),
+            reservations: counted.reservations,
+            refused: counted.refused,
+            releases: counted.releases,
+            reserved_blocks: counted.reserved_blocks,
+            released_blocks: counted.released_blocks,
+            taken_blocks: counted.taken_blocks,
+            allocation: latencies(|timing| &timing.allocation),
+            release: latencies(|timing| &timing.release),
+            ..PoolMetrics::of(&self.pool)
+        }
+    }
+
+    /// Runs `call`. If it succeeds and latencies are measured, records its duration.
+    fn timed<T>(&self, of: fn(&Timing) -> &LatencyHistogram, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        let Some(timing) = &self.timing else { return call() };
+        let start = Instant::now();
+        let value = call()?;
+        of(timing).record(start.elapsed());
+        Ok(value)
+    }
+}
+
+impl Requests {
+    fn reserve(&mut self, pool: &BlockPool, request: RequestId, blocks: usize) -> Result<Vec<BlockId>> {
+        if let Some(held) = self.held.get_mut(&request) {
+            let before = held.len();
+            held.allocate(blocks)?;
+            return Ok(held.ids()[before..].to_vec());
+        }
+        let fresh = pool.allocate(blocks)?;
+        let ids = fresh.ids().to_vec();
+        self.held.insert(request, fresh);
+        Ok(ids)
+    }
+
+    fn remove(&mut self, request: RequestId) -> Result<MutableBlocks> {
+        let blocks = self.held.remove(&request).ok_or(Error::UnknownRequest(request.0))?;
+        self.in_flight -= blocks.len();
+        Ok(blocks)
+    }
+}
+
+/// Returns `part / whole`, or 0 if `whole` is 0.
+pub(super) fn share(part: usize, whole: usize) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::CoreError;
+
+    fn manager(blocks: u32) -> StorageManager {
+        StorageManager::new(BlockPool::new(0..blocks).unwrap())
+    }
+
+    const A: RequestId = RequestId(1);
+    const B: RequestId = RequestId(2);
+
+    #[test]
+    fn a_second_reservation_adds_to_the_first() {
+        let m = manager(10);
+        let mut all = m.reserve(A, 2).unwrap();
+        all.extend(m.reserve(A, 3).unwrap());
+        assert_eq!(m.blocks(A).unwrap(), all);
+        all.sort_unstable();
+        all.dedup();
+        assert_eq!((all.len(), m.inflight_count(), m.available_count()), (5, 5, 5));
+        assert_eq!(m.release(A), Ok(5), "none is lost");
+        assert_eq!((m.inflight_count(), m.available_count(), m.utilization()), (0, 10, 0.0));
+        m.pool().check_invariants().unwrap();
+    }
+
+    #[test]
+    fn refused_calls_change_nothing() {
+        let m = manager(4);
+        m.reserve(A, 3).unwrap();
+        let before = (m.blocks(A).unwrap(), m.pool().counts());
+        let out = |asked| Err(Error::Core(CoreError::OutOfBlocks { asked, free: 1, evictable: 0, total: 4 }));
+        assert_eq!(m.reserve(A, 2), out(2), "to a known request");
+        assert_eq!(m.reserve(B, 2), out(2), "to a new one");
+        assert_eq!(m.reserve(B, usize::MAX), out(usize::MAX));
+        assert_eq!(m.release(B), Err(Error::UnknownRequest(2)));
+        assert_eq!(m.blocks(B), Err(Error::UnknownRequest(2)));
+        assert!(matches!(m.take(B), Err(Error::UnknownRequest(2))));
+        assert_eq!((m.blocks(A).unwrap(), m.pool().counts()), before);
+        let metrics = m.metrics();
+        assert_eq!((metrics.reservations, metrics.refused, metrics.releases), (1, 3, 0));
+        assert_eq!((metrics.allocation.count(), metrics.release.count()), (1, 0), "refusals are not timed");
+    }
+
+    #[test]
+    fn nothing_reserved_is_a_request_with_no_blocks() {
+        let m = manager(2);
+        assert_eq!(m.utilization(), 0.0);
+        assert_eq!(m.reserve(A, 0), Ok(vec![]));
+        assert_eq!((m.blocks(A), m.release(A)), (Ok(vec![]), Ok(0)));
+        assert_eq!(m.release(A), Err(Error::UnknownRequest(1)));
+    }
+
+    #[test]
+    fn blocks_that_are_taken_over_can_be_completed_and_are_evicted_for_the_next() {
+        let m = manager(4);
+        m.reserve(A, 3).unwrap();
+        let key = kvcore::KeyScope::new("m", b"").root();
+        let shared = m.take(A).unwrap().register(None, &[1, 2, 3].map(|n| key.child(&[n]))).unwrap();
+        assert_eq!((m.inflight_count(), m.available_count(), m.release(A).is_err()), (0, 1, true));
+        drop(shared);
+        assert_eq!((m.available_count(), m.pool().counts().cached), (4, 3), "cached ones may be evicted");
+        m.reserve(B, 4).unwrap();
+        let metrics = m.metrics();
+        assert_eq!((metrics.evictions, metrics.taken_blocks, metrics.in_flight), (3, 3, 4));
+        assert_eq!(metrics.reserved_blocks, 7);
+    }
+
+    #[test]
+    fn without_a_clock_everything_else_is_counted() {
+        let m = StorageManager::untimed(BlockPool::new(0..4).unwrap());
+        m.reserve(A, 1).unwrap();
+        m.release(A).unwrap();
+        let metrics = m.metrics();
+        assert_eq!((metrics.reservations, metrics.releases), (1, 1));
+        assert_eq!((metrics.allocation.count(), metrics.release.count()), (0, 0));
+    }
+
+    #[test]
+    fn counters_add_up_under_threads() {
+        const THREADS: u64 = 4;
+        const ROUNDS: u64 = 300;
+        let m = manager(40);
+        std::thread::scope(|scope| {
+            for thread in 0..THREADS {
+                let m = &m;
+                scope.spawn(move || {
+                    for round in 0..ROUNDS {
+                        let request = RequestId(thread * ROUNDS + round);
+                        let (first, second) = (m.reserve(request, 3), m.reserve(request, 4));
+                        let expected = first.map_or(0, |b| b.len()) + second.map_or(0, |b| b.len());
+                        if expected > 0 {
+                            assert_eq!(m.blocks(request).unwrap().len(), expected);
+                            assert_eq!(m.release(request), Ok(expected));
+                        }
+                    }
+                });
+            }
+            for _ in 0..ROUNDS {
+                let seen = m.metrics();
+                assert_eq!(seen.available + seen.in_flight, seen.total);
+                assert_eq!(seen.reserved_blocks - seen.released_blocks, seen.in_flight as u64);
+            }
+        });
+        let end = m.metrics();
+        assert_eq!((end.in_flight, end.available), (0, 40));
+        assert_eq!(end.reservations + end.refused, 2 * THREADS * ROUNDS);
+        assert_eq!(end.reserved_blocks, end.released_blocks);
+        assert_eq!((end.allocation.count(), end.release.count()), (end.reservations, end.releases));
+        assert!(end.allocation.max() >= end.allocation.quantile(0.5).unwrap());
+        m.pool().check_invariants().unwrap();
+    }
+}

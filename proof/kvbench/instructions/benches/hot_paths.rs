@@ -1,0 +1,59 @@
+//! The counted calls. Run by `cargo xtask instructions`, which compares the counts with
+//! `proof/kvbench/instructions/baseline.json`.
+//!
+//! A function returns what it was given, so that dropping it is not counted.
+
+use gungraun::prelude::*;
+use instructions::{ChunkReuse, Kernel, Keys, PoolPath};
+use kvcore::DType;
+
+#[library_benchmark]
+#[bench::blocks_128(PoolPath::new(), 128)]
+#[bench::block_1(PoolPath::new(), 1)]
+fn pool_alloc_free(pool: PoolPath, n: usize) -> PoolPath {
+    pool.alloc_free(n);
+    pool
+}
+
+#[library_benchmark]
+#[bench::blocks_128(PoolPath::new())]
+fn prefix_hit(pool: PoolPath) -> PoolPath {
+    pool.hit();
+    pool
+}
+
+#[library_benchmark]
+#[bench::tokens_8192(Keys::new())]
+fn blake3_chain(keys: Keys) -> Keys {
+    keys.chain();
+    keys
+}
+
+#[library_benchmark]
+#[bench::tokens_4096(ChunkReuse::new())]
+fn chunk_reuse(chunk: ChunkReuse) -> ChunkReuse {
+    chunk.run();
+    chunk
+}
+
+#[library_benchmark]
+#[bench::scatter_bf16(Kernel::scatter(DType::BF16))]
+#[bench::gather_bf16(Kernel::gather(DType::BF16))]
+#[bench::copy_blocks_bf16(Kernel::copy_blocks(DType::BF16))]
+#[bench::rope_bf16(Kernel::rope(DType::BF16))]
+#[bench::rope_f32(Kernel::rope(DType::F32))]
+#[bench::rotate_keys_bf16(Kernel::rotate_keys(DType::BF16))]
+#[bench::attend_decode_bf16(Kernel::attend(DType::BF16, 1))]
+#[bench::attend_decode_f32(Kernel::attend(DType::F32, 1))]
+#[bench::attend_prefill_bf16(Kernel::attend(DType::BF16, 64))]
+#[bench::attend_prefill_f32(Kernel::attend(DType::F32, 64))]
+fn kernel(kernel: Kernel) -> Kernel {
+    kernel.run();
+    kernel
+}
+
+library_benchmark_group!(
+    name = hot_paths,
+    benchmarks = [pool_alloc_free, prefix_hit, blake3_chain, chunk_reuse, kernel]
+);
+main!(library_benchmark_groups = hot_paths);

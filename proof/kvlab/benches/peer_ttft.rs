@@ -1,0 +1,146 @@
+//! Measures the time to first token (TTFT) of the prompts that `proof/peers/llama_cpp.py` also gives to
+//! llama.cpp, with the same weights.
+//!
+//! `--model DIR` holds config.json and safetensors. `--prompts FILE` holds token ids: `system`, `documents`
+//! and `questions`. Every request takes the next question. Prints one JSON object per line: a scenario, its
+//! best time, the number of tokens that it computed, its first token, and two distances. The distances are
+//! those of the log-probabilities of the likeliest tokens from the same mask without any cache, and from full
+//! attention.
+
+use std::path::PathBuf;
+
+use kvbackend_cpu::CpuBackend;
+use kvchunk::{ChunkCacheConfig, ChunkedPrompt};
+use kvengine::{Engine, EngineConfig, Generation, Request};
+use kvlab::{Error, Result};
+use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use serde::Deserialize;
+
+#[derive(Deserialize)]
+struct Prompts {
+    system: Vec<u32>,
+    documents: Vec<Vec<u32>>,
+    questions: Vec<Vec<u32>>,
+}
+
+/// A measured scenario.
+struct Scenario {
+    name: &'static str,
+    /// The order of the documents.
+    order: fn(&mut Vec<Vec<u32>>),
+    /// True if documents do not see each other.
+    chunked: bool,
+}
+
+const SCENARIOS: [Scenario; 3] = [
+    Scenario { name: "same order", order: |_| (), chunked: false },
+    Scenario { name: "rotated, chunks", order: |d| d.rotate_left(1), chunked: true },
+    Scenario { name: "reversed, chunks", order: |d| d.reverse(), chunked: true },
+];
+
+/// The number of repetitions. The best counts.
+const REPETITIONS: usize = 3;
+
+fn argument(flag: &str) -> Result<PathBuf> {
+    let mut args = std::env::args().skip_while(|arg| arg != flag).skip(1);
+    args.next().map(PathBuf::from).ok_or_else(|| Error::Workload(format!("{flag} PATH is missing")))
+}
+
+fn read(path: PathBuf) -> Result<String> {
+    std::fs::read_to_string(&path).map_err(|source| kvmodel::Error::Io { path, source }.into())
+}
+
+/// The way in which a prompt is computed.
+#[derive(Clone, Copy)]
+enum Way {
+    /// With the cached KV.
+    Cached,
+    /// Under the same mask, without any cache.
+    Anew,
+    /// With documents that see each other, without any cache.
+    Full,
+}
+
+struct Lab {
+    engine: Engine,
+    prompts: Prompts,
+}
+
+impl Lab {
+    /// Asks for an answer of one token, with the scenario's order of documents.
+    fn ask(&mut self, scenario: &Scenario, question: usize, way: Way) -> Result<Generation> {
+        let mut documents = self.prompts.documents.clone();
+        (scenario.order)(&mut documents);
+        let question = self.prompts.questions[question % self.prompts.questions.len()].clone();
+        let prompt = ChunkedPrompt::new(self.prompts.system.clone(), documents, question)?;
+        let prompt = if scenario.chunked {
+            PromptTokens::Chunked(prompt)
+        } else {
+            PromptTokens::Plain(prompt.flatten())
+        };
+        let request = Request {
+            reuse: matches!(way, Way::Cached),
+            full_attention: matches!(way, Way::Full),
+            max_new_tokens: 1,
+            keep_logits: true,
+            ..Request::new(prompt)
+        };
+        Ok(self.engine.generate(&request, &mut ())?)
+    }
+}
+
+/// The number of tokens whose log-probabilities are compared, as many as llama.cpp is asked for.
+const LIKELIEST: usize = 20;
+
+/// Returns the log-probabilities of the first token.
+fn logprobs(answer: &Generation) -> Vec<f32> {
+    let logits = answer.logits.first().map_or(&[][..], Vec::as_slice);
+    let top = logits.iter().fold(f32::NEG_INFINITY, |top, &x| top.max(x));
+    let sum: f32 = logits.iter().map(|x| (x - top).exp()).sum();
+    logits.iter().map(|x| x - top - sum.ln()).collect()
+}
+
+/// Returns the largest difference from `exact` among the likeliest tokens of `exact`.
+fn apart(answer: &Generation, exact: &Generation) -> f32 {
+    let (answer, exact) = (logprobs(answer), logprobs(exact));
+    let mut order: Vec<usize> = (0..exact.len()).collect();
+    order.sort_by(|&a, &b| exact[b].total_cmp(&exact[a]));
+    order.iter().take(LIKELIEST).map(|&i| (answer[i] - exact[i]).abs()).fold(0.0, f32::max)
+}
+
+fn show(name: &str, answer: &Generation, off: Option<[f32; 2]>) {
+    let line = serde_json::json!({
+        "scenario": name, "seconds": answer.ttft.as_secs_f64(), "tokens": answer.prompt_tokens,
+        "computed": answer.prompt_tokens - answer.cached_tokens, "first": answer.tokens.first(),
+        "off_mask": off.map(|off| off[0]), "apart": off.map(|off| off[1]),
+    });
+    println!("{line}");
+}
+
+fn main() -> Result<()> {
+    let directory = argument("--model")?;
+    let prompts: Prompts = serde_json::from_str(&read(argument("--prompts")?)?)
+        .map_err(|e| Error::Workload(format!("prompts: {e}")))?;
+    let config = ModelConfig::from_json(&read(directory.join("config.json"))?)?;
+    let weights = Weights::from_directory(&directory, &mut |_, _| ())?;
+    let model = Model::new(config, weights, WeightFormat::Stored)?;
+    let half = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
+    let engine = EngineConfig { chunks: half, ..EngineConfig::default() };
+    let mut lab = Lab { engine: Engine::new(model, CpuBackend::new(), b"none", &engine)?, prompts };
+
+    show("cold", &lab.ask(&SCENARIOS[0], 0, Way::Full)?, None);
+    for scenario in &SCENARIOS {
+        // The cached KV comes from the first order, so that an order is new when it is measured.
+        lab.ask(&Scenario { order: |_| (), ..*scenario }, 0, Way::Cached)?;
+        let mut best = lab.ask(scenario, 1, Way::Cached)?;
+        let full = lab.ask(scenario, 1, Way::Full)?;
+        let anew = if scenario.chunked { &lab.ask(scenario, 1, Way::Anew)? } else { &full };
+        let off = [apart(&best, anew), apart(&best, &full)];
+        for question in 2..=REPETITIONS {
+            let answer = lab.ask(scenario, question, Way::Cached)?;
+            best = if answer.ttft < best.ttft { answer } else { best };
+        }
+        show(scenario.name, &best, Some(off));
+    }
+    Ok(())
+}

@@ -1,0 +1,125 @@
+//! The storeys of the workspace: the library at the root, `engine/` on it, `proof/` above both.
+
+use std::process::Stdio;
+
+use serde::Deserialize;
+
+use crate::run::{Result, cargo_command, root};
+
+/// Crates of `engine/` that may depend on a crate of `proof/`: the program and the Python module evaluate reuse.
+const EXCEPTIONS: [(&str, &str); 2] = [("kvcli", "kvlab"), ("kvpy", "kvlab")];
+
+/// A storey, the lowest first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Storey {
+    Library,
+    Engine,
+    Proof,
+}
+
+impl Storey {
+    /// Returns the storey of a crate by its folder, relative to the root of the repository. `xtask` and `examples` have
+    /// none: anything may be named there.
+    fn of(folder: &str) -> Option<Self> {
+        match folder.split('/').next()? {
+            "engine" => Some(Self::Engine),
+            "proof" => Some(Self::Proof),
+            "xtask" | "examples" => None,
+            _ => Some(Self::Library),
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Metadata {
+    packages: Vec<Package>,
+}
+
+#[derive(Deserialize)]
+struct Package {
+    name: String,
+    manifest_path: String,
+    dependencies: Vec<Dependency>,
+}
+
+#[derive(Deserialize)]
+struct Dependency {
+    name: String,
+    /// `dev` or `build`; none for an ordinary dependency.
+    kind: Option<String>,
+    /// The folder of a crate of the workspace.
+    path: Option<String>,
+}
+
+/// Checks that no crate depends on a crate of a higher storey. Tests and benchmarks may.
+pub(crate) fn check() -> Result {
+    let mut command = cargo_command(&["metadata", "--no-deps", "--format-version", "1"]);
+    let output = command.stderr(Stdio::inherit()).output().map_err(|e| format!("`cargo metadata`: {e}"))?;
+    let root = format!("{}/", root().display());
+    let upward = upward(&output.stdout, &root)?;
+    if upward.is_empty() {
+        Ok(())
+    } else {
+        Err(format!("a crate depends on one of a higher storey (see ARCHITECTURE.md): {}", upward.join(", ")))
+    }
+}
+
+/// Returns the dependencies that point upward, as `a → b`, given the output of `cargo metadata`.
+fn upward(metadata: &[u8], root: &str) -> Result<Vec<String>> {
+    let metadata: Metadata =
+        serde_json::from_slice(metadata).map_err(|e| format!("`cargo metadata`: {e}"))?;
+    let storey = |path: &str| path.strip_prefix(root).and_then(Storey::of);
+    let mut upward = Vec::new();
+    for package in &metadata.packages {
+        let Some(own) = storey(&package.manifest_path) else { continue };
+        for dependency in package.dependencies.iter().filter(|d| d.kind.as_deref() != Some("dev")) {
+            let higher = dependency.path.as_deref().and_then(storey).is_some_and(|other| other > own);
+            if higher && !EXCEPTIONS.contains(&(package.name.as_str(), dependency.name.as_str())) {
+                upward.push(format!("{} → {}", package.name, dependency.name));
+            }
+        }
+    }
+    Ok(upward)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn package(name: &str, folder: &str, dependencies: &[(&str, &str, Option<&str>)]) -> serde_json::Value {
+        let dependency = |&(name, folder, kind): &(&str, &str, Option<&str>)| serde_json::json!({"name": name, "path": format!("/w/{folder}"), "kind": kind});
+        let dependencies: Vec<_> = dependencies.iter().map(dependency).collect();
+        serde_json::json!({"name": name, "manifest_path": format!("/w/{folder}/Cargo.toml"), "dependencies": dependencies})
+    }
+
+    fn upward_of(packages: &[serde_json::Value]) -> Vec<String> {
+        let metadata = serde_json::json!({"packages": packages}).to_string();
+        upward(metadata.as_bytes(), "/w/").unwrap()
+    }
+
+    #[test]
+    fn a_dependency_on_a_higher_storey_is_named() {
+        let packages = [
+            package("kvchunk", "kvchunk", &[("kvcore", "kvcore", None), ("kvmodel", "engine/kvmodel", None)]),
+            package(
+                "kvengine",
+                "engine/kvengine",
+                &[("kvchunk", "kvchunk", None), ("kvlab", "proof/kvlab", None)],
+            ),
+            package("kvcore", "kvcore", &[("kvbench", "proof/kvbench", Some("build"))]),
+        ];
+        assert_eq!(upward_of(&packages), ["kvchunk → kvmodel", "kvengine → kvlab", "kvcore → kvbench"]);
+    }
+
+    #[test]
+    fn tests_exceptions_and_crates_without_a_storey_may_depend_on_anything() {
+        let packages = [
+            package("kvcore", "kvcore", &[("kvconform", "proof/kvconform", Some("dev"))]),
+            package("kvcli", "engine/kvcli", &[("kvlab", "proof/kvlab", None)]),
+            package("kvlab", "proof/kvlab", &[("kvengine", "engine/kvengine", None)]),
+            package("xtask", "xtask", &[("kvlab", "proof/kvlab", None)]),
+        ];
+        assert_eq!(upward_of(&packages), [""; 0]);
+        assert!(upward(b"{}", "/w/").is_err());
+    }
+}
