@@ -19,11 +19,6 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
-/// Compiles and runs the example of the README.
-#[cfg(doctest)]
-#[doc = include_str!("../../README.md")]
-struct Readme;
-
 mod communicator;
 #[allow(
     clippy::inline_always,
@@ -170,6 +165,10 @@ impl Backend for CpuBackend {
             memory: vec![MemoryKind::Device, MemoryKind::Pinned, MemoryKind::System],
             missing: if cfg!(target_os = "linux") { vec!["graphs"] } else { vec!["graphs", "reserve"] },
         }
+    }
+
+    fn shares_host_memory(&self) -> bool {
+        true
     }
 
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
