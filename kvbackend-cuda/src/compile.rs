@@ -10,8 +10,8 @@ use std::path::Path;
 use cudarc::nvrtc::{result, sys};
 use kvcore::{Error, Result};
 
-use crate::NAME;
-use crate::device::DeviceFacts;
+use crate::driver::NAME;
+use crate::facts::DeviceFacts;
 
 /// Files that sources include, by the name by which they do.
 const HEADERS: &[(&str, &str)] = &[

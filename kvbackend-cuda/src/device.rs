@@ -5,17 +5,17 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdevice_attribute, CUmemoryPool, CUstream};
+use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdeviceptr, CUfunction, CUmemoryPool, CUstream};
 use kvcore::{Counters, Error, MemoryKind, Result};
 use parking_lot::Mutex;
 
-use crate::NAME;
-use crate::driver::{self, Bound};
-use crate::module::Modules;
+use crate::driver::{self, Bound, NAME};
+use crate::facts::DeviceFacts;
+use crate::module::{Kernel, Modules};
 use crate::options::{CudaOptions, KernelCode};
 
-/// Compute capability of the oldest devices that the kernels serve.
-const OLDEST: i32 = 8;
+/// Bytes that the pool keeps for later allocations instead of returning them to the device.
+const KEPT: u64 = 64 << 20;
 
 /// A device whose primary context is retained.
 pub(crate) struct Device {
@@ -24,7 +24,7 @@ pub(crate) struct Device {
     pub(crate) context: CUcontext,
     pub(crate) facts: DeviceFacts,
     pub(crate) counters: Counters,
-    pub(crate) modules: Modules,
+    modules: Modules,
     /// The stream on which memory is zeroed and freed. Nothing else runs on it.
     pub(crate) setup: CUstream,
     /// The pool of device memory, if the device has pools.
@@ -39,60 +39,10 @@ unsafe impl Send for Device {}
 // SAFETY: as for `Send`; the driver locks what calls share.
 unsafe impl Sync for Device {}
 
-/// The facts of a device that decide how kernels are launched.
-#[derive(Debug, Clone)]
-pub(crate) struct DeviceFacts {
-    pub(crate) name: String,
-    pub(crate) total_memory: usize,
-    pub(crate) compute_capability: (i32, i32),
-    pub(crate) multiprocessors: u32,
-    /// Most bytes of shared memory of a block.
-    pub(crate) shared_memory: u32,
-    /// Whether memory can be reserved and mapped.
-    pub(crate) virtual_memory: bool,
-    /// Whether memory comes from stream-ordered pools.
-    pub(crate) pools: bool,
-}
-
 impl fmt::Debug for Device {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Device({}, {})", self.ordinal, self.facts.name)
     }
-}
-
-/// Reads the facts of a device.
-pub(crate) fn facts(handle: CUdevice) -> Result<DeviceFacts, DriverError> {
-    use CUdevice_attribute::{
-        CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
-        CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN, CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED,
-        CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED,
-    };
-    // SAFETY: `handle` is a device that the driver returned.
-    let attribute = |attribute| unsafe { result::device::get_attribute(handle, attribute) };
-    Ok(DeviceFacts {
-        name: result::device::get_name(handle)?,
-        // SAFETY: `handle` is a device that the driver returned.
-        total_memory: unsafe { result::device::total_mem(handle) }?,
-        compute_capability: (
-            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            attribute(CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-        ),
-        multiprocessors: attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as u32,
-        shared_memory: attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as u32,
-        virtual_memory: attribute(CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)? != 0,
-        pools: attribute(CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED)? != 0,
-    })
-}
-
-/// Returns the reason why the backend cannot use a device, if there is one.
-pub(crate) fn unfit(facts: &DeviceFacts) -> Option<String> {
-    let (major, minor) = facts.compute_capability;
-    (major < OLDEST).then(|| {
-        format!(
-            "compute capability {major}.{minor} is too old for the kernels, which need {OLDEST}.0; the wgpu backend may \
-             serve it"
-        )
-    })
 }
 
 impl Device {
@@ -115,8 +65,8 @@ impl Device {
             return Err(driver::no_device(reason));
         }
         let handle = result::device::get(ordinal).map_err(refused)?;
-        let facts = facts(handle).map_err(refused)?;
-        if let Some(reason) = unfit(&facts) {
+        let facts = DeviceFacts::of(handle).map_err(refused)?;
+        if let Some(reason) = facts.unfit() {
             return Err(driver::no_device(format!("device {ordinal} ({}): {reason}", facts.name)));
         }
         // SAFETY: `handle` is a device that the driver returned; the context is released by `Drop`.
@@ -140,7 +90,7 @@ impl Device {
         let refused = |error| driver::no_device(format!("device {ordinal}: {}", driver::text(error)));
         let setup = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(refused)?;
         let pool = if facts.pools {
-            Some(crate::memory::create_pool(ordinal).map_err(|error| {
+            Some(create_pool(ordinal).map_err(|error| {
                 // SAFETY: the stream was created above, and nothing else knows it.
                 let _ = unsafe { result::stream::destroy(setup) };
                 refused(error)
@@ -183,11 +133,58 @@ impl Device {
         self.noted(driver::no_memory(error, kind, bytes))
     }
 
+    /// Returns a kernel, and loads it on first use. The device's context is current.
+    ///
+    /// # Errors
+    /// Returns [`Error::Unsupported`] if the kernel takes more shared memory than the device has, and the errors of the
+    /// driver and of the compiler.
+    pub(crate) fn kernel(&self, kernel: Kernel) -> Result<CUfunction> {
+        self.modules.get(&self.facts, kernel).map_err(|error| self.noted(error))
+    }
+
+    /// Waits for the setup stream, so that all streams see what it did.
+    pub(crate) fn settle(&self) -> Result<()> {
+        // SAFETY: the device owns the stream.
+        unsafe { result::stream::synchronize(self.setup) }.map_err(|error| self.refused(error))
+    }
+
+    /// Zeroes bytes of the device before anything else uses them.
+    ///
+    /// # Safety
+    /// The `bytes` bytes from `address` on belong to the caller, and no enqueued work uses them.
+    pub(crate) unsafe fn zero(&self, address: CUdeviceptr, bytes: usize) -> Result<()> {
+        // SAFETY: the caller guarantees that the range is its own.
+        unsafe { result::memset_d8_async(address, 0, bytes, self.setup) }
+            .map_err(|error| self.refused(error))?;
+        self.settle()
+    }
+
     fn noted(&self, error: Error) -> Error {
         if let Error::DeviceLost { reason, .. } = &error {
             let _ = self.lost.set(reason.clone());
         }
         error
+    }
+}
+
+/// Creates the pool of a device's memory. The device's context is current.
+fn create_pool(ordinal: i32) -> Result<CUmemoryPool, DriverError> {
+    // SAFETY: all zeros is a valid value of a plain C struct, and of the unions in it.
+    let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
+    properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
+    properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
+    properties.location.id = ordinal;
+    let mut kept = KEPT;
+    // SAFETY: `properties` describes a pool of an open device; the threshold is a 64-bit number, as the driver asks.
+    unsafe {
+        let pool = result::mem_pool::create(&raw const properties)?;
+        let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
+        let set = sys::cuMemPoolSetAttribute(pool, threshold, (&raw mut kept).cast()).result();
+        if let Err(error) = set {
+            let _ = result::mem_pool::destroy(pool);
+            return Err(error);
+        }
+        Ok(pool)
     }
 }
 
@@ -216,21 +213,4 @@ pub(crate) fn count() -> Result<usize> {
     driver::version()?;
     let count = result::device::get_count().map_err(|error| driver::no_device(driver::text(error)))?;
     Ok(count.max(0) as usize)
-}
-
-/// Waits for the setup stream, so that all streams see what it did.
-pub(crate) fn settle(device: &Device) -> Result<()> {
-    // SAFETY: the device owns the stream.
-    unsafe { result::stream::synchronize(device.setup) }.map_err(|error| device.refused(error))
-}
-
-/// Zeroes bytes of the device before anything else uses them.
-///
-/// # Safety
-/// The `bytes` bytes from `address` on belong to the caller, and no enqueued work uses them.
-pub(crate) unsafe fn zero(device: &Device, address: sys::CUdeviceptr, bytes: usize) -> Result<()> {
-    // SAFETY: the caller guarantees that the range is its own.
-    unsafe { result::memset_d8_async(address, 0, bytes, device.setup) }
-        .map_err(|error| device.refused(error))?;
-    settle(device)
 }

@@ -7,7 +7,8 @@ use cudarc::driver::result::DriverError;
 use cudarc::driver::sys::{self, CUcontext, CUresult};
 use kvcore::{Error, MemoryKind, Result};
 
-use crate::NAME;
+/// Name of the backend in errors and on command lines.
+pub(crate) const NAME: &str = "cuda";
 
 /// The oldest driver that has every entry point that the backend calls: that of CUDA 12.0.
 const OLDEST: i32 = 12_000;

@@ -21,145 +21,26 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
+mod backend;
 mod compile;
 pub mod dense;
 mod device;
 mod driver;
+mod facts;
 mod kernels;
 mod memory;
 mod module;
 mod nccl;
 mod options;
+mod queue;
 mod report;
 mod stream;
 mod tables;
 
-use std::any::Any;
-use std::sync::Arc;
-
-use kvcore::{
-    Backend, Capabilities, CounterSnapshot, DType, KvFormat, MemoryKind, ReservedStorage, Result, Storage,
-    Stream,
-};
-
-use device::Device;
-use tables::Tables;
-
+pub use backend::CudaBackend;
 pub use cudarc;
 pub use memory::{CudaReserved, CudaStorage};
 pub use nccl::{NcclCommunicator, NcclId};
 pub use options::{CudaOptions, KernelCode};
+pub use queue::{CudaEvent, CudaStream};
 pub use report::{DeviceReport, devices};
-pub use stream::{CudaEvent, CudaStream};
-
-/// Name of the backend in errors and on command lines.
-pub(crate) const NAME: &str = "cuda";
-
-/// A backend on one NVIDIA GPU.
-#[derive(Debug)]
-pub struct CudaBackend {
-    device: Arc<Device>,
-    tables: Arc<Tables>,
-}
-
-impl CudaBackend {
-    /// Creates a backend on the first device.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if there is no driver or no device; the error says what to do.
-    pub fn new() -> Result<Arc<Self>> {
-        Self::with_options(&CudaOptions::default())
-    }
-
-    /// Creates a backend with the given options.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if the device does not exist, is older than compute capability 8.0, or
-    /// cannot be opened.
-    pub fn with_options(options: &CudaOptions) -> Result<Arc<Self>> {
-        Ok(Arc::new(Self { device: Device::open(options)?, tables: Arc::default() }))
-    }
-
-    /// Creates a stream as [`stream`](Backend::stream) does, by its own type: [`raw`](CudaStream::raw) is the driver's stream, which
-    /// other libraries order their work by.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::Device`] if the driver refuses.
-    pub fn cuda_stream(&self) -> Result<Arc<CudaStream>> {
-        Ok(Arc::new(CudaStream::new(&self.device, &self.tables)?))
-    }
-
-    /// Creates a storage over device or pinned memory that the caller allocated, for example a tensor of the engine.
-    /// `owner` is dropped with the storage.
-    ///
-    /// # Safety
-    /// `address` is valid for `bytes` bytes for as long as `owner` lives. While the storage lives, the caller orders
-    /// its own use of the memory with the streams, and lends each byte to one storage only, or to the two of an arena whose keys and
-    /// values lie in turn.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::Device`] if the driver does not know the address or the memory is on another device,
-    /// [`kvcore::Error::TooLarge`] if the allocation is smaller, and [`kvcore::Error::Zero`] if `bytes` is 0.
-    pub unsafe fn lent(
-        &self,
-        address: u64,
-        bytes: usize,
-        owner: Arc<dyn Any + Send + Sync>,
-    ) -> Result<CudaStorage> {
-        // SAFETY: the caller guarantees the same.
-        unsafe { CudaStorage::lent(&self.device, address, bytes, owner) }
-    }
-
-    /// Creates a stream over a stream that the caller created in the device's primary context. Operations are enqueued
-    /// there, in order with the caller's own work. `owner` is dropped with the stream.
-    ///
-    /// # Safety
-    /// `stream` is a stream of the driver that lives as long as `owner`.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::ForeignHandle`] if the stream is of another context.
-    pub unsafe fn lent_stream(
-        &self,
-        stream: cudarc::driver::sys::CUstream,
-        owner: Arc<dyn Any + Send + Sync>,
-    ) -> Result<CudaStream> {
-        // SAFETY: the caller guarantees the same.
-        unsafe { CudaStream::lent(&self.device, &self.tables, stream, owner) }
-    }
-}
-
-impl Backend for CudaBackend {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn description(&self) -> String {
-        format!("{NAME} ({}, device {})", self.device.facts.name, self.device.ordinal)
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        let reserve = if self.device.facts.virtual_memory { None } else { Some("reserve") };
-        Capabilities {
-            dtypes: DType::COMPUTE.to_vec(),
-            formats: KvFormat::QUANTIZED.to_vec(),
-            memory: vec![MemoryKind::Device, MemoryKind::Pinned],
-            missing: reserve.into_iter().collect(),
-        }
-    }
-
-    fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
-        Ok(Arc::new(CudaStorage::allocate(&self.device, kind, bytes)?))
-    }
-
-    fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
-        Ok(Arc::new(CudaReserved::reserve(&self.device, kind, bytes)?))
-    }
-
-    fn stream(&self) -> Result<Arc<dyn Stream>> {
-        Ok(self.cuda_stream()?)
-    }
-
-    fn counters(&self) -> CounterSnapshot {
-        self.device.counters.snapshot()
-    }
-}

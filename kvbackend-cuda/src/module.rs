@@ -9,9 +9,9 @@ use cudarc::driver::sys::{self, CUfunction, CUmodule};
 use kvcore::{Error, Result};
 use parking_lot::Mutex;
 
-use crate::NAME;
 use crate::compile;
-use crate::device::Device;
+use crate::driver::{self, NAME};
+use crate::facts::DeviceFacts;
 use crate::options::KernelCode;
 
 /// A file of `kernels/`, compiled.
@@ -112,49 +112,48 @@ impl Modules {
     }
 
     /// Returns the PTX of a module.
-    fn ptx(&self, device: &Device, module: Module) -> Result<Cow<'static, str>> {
+    fn ptx(&self, facts: &DeviceFacts, module: Module) -> Result<Cow<'static, str>> {
         match &self.code {
             KernelCode::Committed => Ok(module.ptx().into()),
             KernelCode::Compiled { keep_in } => {
-                compile::ptx(module.source(), &device.facts, keep_in.as_deref()).map(Cow::Owned)
+                compile::ptx(module.source(), facts, keep_in.as_deref()).map(Cow::Owned)
             }
         }
     }
 
     /// Returns a kernel, and loads it on first use. The device's context is current.
-    pub(crate) fn get(&self, device: &Device, kernel: Kernel) -> Result<CUfunction> {
+    pub(crate) fn get(&self, facts: &DeviceFacts, kernel: Kernel) -> Result<CUfunction> {
         let mut loaded = self.loaded.lock();
         if let Some(&function) = loaded.kernels.get(&kernel) {
             return Ok(function);
         }
-        if kernel.shared > device.facts.shared_memory {
+        if kernel.shared > facts.shared_memory {
             let what = format!(
                 "kernel {}, whose blocks take {} bytes of shared memory: the device has {}",
-                kernel.name, kernel.shared, device.facts.shared_memory
+                kernel.name, kernel.shared, facts.shared_memory
             );
             return Err(Error::Unsupported { backend: NAME, what });
         }
         let module = if let Some(&module) = loaded.modules.get(&kernel.module) {
             module
         } else {
-            let text = self.ptx(device, kernel.module)?;
+            let text = self.ptx(facts, kernel.module)?;
             let text = CString::new(&*text).map_err(|_| no_text(kernel))?;
             // SAFETY: `text` is PTX that ends with a zero byte.
             let module = unsafe { result::module::load_data(text.as_ptr().cast()) };
-            let module = module.map_err(|error| device.refused(error))?;
+            let module = module.map_err(driver::refused)?;
             loaded.modules.insert(kernel.module, module);
             module
         };
         let name = CString::new(kernel.name).map_err(|_| no_text(kernel))?;
         // SAFETY: `module` is loaded and stays so until the device is dropped.
-        let function =
-            unsafe { result::module::get_function(module, name) }.map_err(|error| device.refused(error))?;
+        let function = unsafe { result::module::get_function(module, name) }.map_err(driver::refused)?;
         if kernel.shared > PLAIN_SHARED {
             let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: `function` was just loaded.
             unsafe { sys::cuFuncSetAttribute(function, attribute, kernel.shared as i32) }
                 .result()
-                .map_err(|error| device.refused(error))?;
+                .map_err(driver::refused)?;
         }
         loaded.kernels.insert(kernel, function);
         Ok(function)

@@ -3,6 +3,7 @@
 use cudarc::driver::result;
 use kvcore::Result;
 
+use crate::facts::DeviceFacts;
 use crate::{device, driver};
 
 /// A device that the driver reports.
@@ -34,10 +35,10 @@ pub fn devices() -> Result<Vec<DeviceReport>> {
     (0..device::count()?)
         .map(|ordinal| {
             let handle = result::device::get(ordinal as i32).map_err(refused)?;
-            let facts = device::facts(handle).map_err(refused)?;
+            let facts = DeviceFacts::of(handle).map_err(refused)?;
             Ok(DeviceReport {
                 ordinal,
-                unfit: device::unfit(&facts),
+                unfit: facts.unfit(),
                 name: facts.name,
                 virtual_memory: facts.virtual_memory,
                 compute_capability: facts.compute_capability,

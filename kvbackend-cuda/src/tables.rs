@@ -9,17 +9,17 @@ use parking_lot::Mutex;
 use crate::device::Device;
 use crate::memory::CudaStorage;
 
-/// A table of cosines and sines on the device: a pair `(cos, sin)` for each position and pair of elements, without the
-/// attention factor.
-pub(crate) type Angles = Arc<dyn Storage>;
+/// The host's table, and its copy on the device.
+type Copied = (Weak<RopeTable>, Arc<dyn Storage>);
 
-/// The tables of a backend, by the address of the host's table that each is a copy of.
+/// The RoPE tables of a backend, by the address of the host's table that each copies. A table holds a pair `(cos, sin)` for
+/// each position and pair of elements, without the attention factor.
 #[derive(Debug, Default)]
-pub(crate) struct Tables(Mutex<HashMap<usize, (Weak<RopeTable>, Angles)>>);
+pub(crate) struct AngleTables(Mutex<HashMap<usize, Copied>>);
 
-impl Tables {
+impl AngleTables {
     /// Returns the table of a RoPE on the device. The table grows with the host's.
-    pub(crate) fn angles(&self, device: &Arc<Device>, rope: &Rope) -> Result<Angles> {
+    pub(crate) fn angles(&self, device: &Arc<Device>, rope: &Rope) -> Result<Arc<dyn Storage>> {
         let table = rope.table([])?;
         let key = Arc::as_ptr(&table) as usize;
         let mut tables = self.0.lock();
@@ -33,7 +33,7 @@ impl Tables {
         let bytes: &[u8] = bytemuck::cast_slice(&pairs);
         let storage = CudaStorage::allocate(device, MemoryKind::Device, bytes.len().max(1))?;
         storage.fill(bytes)?;
-        let angles: Angles = Arc::new(storage);
+        let angles: Arc<dyn Storage> = Arc::new(storage);
         tables.insert(key, (Arc::downgrade(&table), Arc::clone(&angles)));
         Ok(angles)
     }

@@ -10,9 +10,8 @@ use cudarc::cublas::sys::{
 use cudarc::driver::sys::CUstream;
 use kvcore::{Error, Result};
 
-use super::no_library;
-use crate::NAME;
 use crate::device::Device;
+use crate::driver::{NAME, no_device};
 
 /// Bytes that products work in. cuBLAS asks for as much on cards of compute capability 9.0, and for less on others.
 pub(super) const WORKSPACE: usize = 32 << 20;
@@ -71,7 +70,7 @@ impl Blas {
     pub(super) fn new(device: &Arc<Device>, stream: CUstream) -> Result<Self> {
         // SAFETY: loading a library runs its initialisers; cuBLAS's have no other effect.
         if !unsafe { sys::is_culib_present() } {
-            return Err(no_library(
+            return Err(no_device(
                 "cuBLAS (libcublas.so.13 or .12, cublas64) was not found; name its folder in LD_LIBRARY_PATH: \
                  /usr/local/cuda/lib64 where CUDA's toolkit is installed, nvidia/cu13/lib of the wheel nvidia-cublas"
                     .to_owned(),

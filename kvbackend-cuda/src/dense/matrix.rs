@@ -10,7 +10,7 @@ use super::steps::{THREADS, kernel, rows_grid};
 use super::weight::WeightArgs;
 use super::{DenseSteps, DeviceWeight, StoredKind, address, matrix_shape, narrow};
 use crate::module::{Kernel, Module};
-use crate::stream::Launch;
+use crate::queue::Launch;
 
 /// Most rows of a product that a kernel of this crate computes.
 const FEW: usize = 8;
@@ -101,11 +101,7 @@ impl DenseSteps {
     ) -> Result<TensorView> {
         let (rows, width) = matrix_shape(x)?;
         if width != matrix.width {
-            return Err(Error::Mismatch {
-                what: "width of a projection",
-                expected: matrix.width,
-                got: width,
-            });
+            return Err(Error::mismatch("width of a projection", matrix.width, width));
         }
         let out = self.rows(&[rows, matrix.rows])?;
         let bias_at = bias.map_or(Ok(0), |bias| Self::vector(bias, matrix.rows))?;
@@ -294,7 +290,7 @@ impl DenseSteps {
         let per_head = matrices.rows.checked_div(heads).unwrap_or(0);
         let (wanted, b) = if transposed { (matrices.width, per_head) } else { (per_head, matrices.width) };
         if wanted != a || per_head * heads != matrices.rows || matrices.kind != StoredKind::F32 {
-            return Err(Error::Mismatch { what: "matrices of heads", expected: a, got: wanted });
+            return Err(Error::mismatch("matrices of heads", a, wanted));
         }
         let out = self.rows(&[rows, heads, b])?;
         if out.is_empty() {

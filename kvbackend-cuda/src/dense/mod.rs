@@ -11,20 +11,21 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvcore::{CopyTensor, DType, Dims, Error, Result, Storage, Stream, TensorView};
+use kvcore::device::queue::{CapturedStream, Hold, LoanMemory};
+use kvcore::{CopyTensor, DType, Dims, Error, MemoryKind, Result, Storage, Stream, TensorView};
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 
+use crate::backend::CudaBackend;
 use crate::device::Device;
-use crate::stream::{CudaStream, Held, Lowering, capture};
-use crate::{CudaBackend, NAME, memory};
+use crate::memory::{self, CudaStorage};
+use crate::queue::{CudaStream, Lowering};
 
-mod activations;
 mod blas;
 mod matrix;
 mod steps;
 mod weight;
 
-pub(crate) use activations::ActivationMemory;
 use blas::Blas;
 
 pub use weight::{DeviceWeight, StoredKind};
@@ -34,7 +35,7 @@ pub struct DenseSteps {
     device: Arc<Device>,
     stream: CudaStream,
     blas: Mutex<Blas>,
-    memory: Arc<ActivationMemory>,
+    memory: Arc<LoanMemory<CudaStorage>>,
     /// Number of times that work was enqueued.
     enqueued: AtomicU64,
 }
@@ -96,19 +97,26 @@ impl DenseSteps {
     /// Takes memory for results, and frees what waits for use if the device is out of memory.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
         let memory = self.lender()?;
-        match memory.take(&self.device, bytes) {
+        match self.take_from(&memory, bytes) {
             Err(Error::Allocation { .. }) if Arc::ptr_eq(&memory, &self.memory) => {
                 self.stream.synchronize()?;
                 self.memory.clear();
-                self.memory.take(&self.device, bytes)
+                self.take_from(&memory, bytes)
             }
             taken => taken,
         }
     }
 
+    fn take_from(&self, memory: &Arc<LoanMemory<CudaStorage>>, bytes: usize) -> Result<Arc<dyn Storage>> {
+        memory.take(bytes, |bytes| {
+            let storage = CudaStorage::allocate(&self.device, MemoryKind::Device, bytes)?;
+            Ok(storage.lent_by(Arc::as_ptr(memory) as usize))
+        })
+    }
+
     /// Returns the memory that activations are taken from. A graph has its own, which no other work uses between replays.
-    fn lender(&self) -> Result<Arc<ActivationMemory>> {
-        capture::with(self.stream.state(), |recording| {
+    fn lender(&self) -> Result<Arc<LoanMemory<CudaStorage>>> {
+        self.stream.state().recorded(|recording| {
             Ok(recording.map_or_else(|| Arc::clone(&self.memory), |it| it.activations(&self.memory)))
         })
     }
@@ -120,15 +128,16 @@ impl DenseSteps {
         uses: &[&Arc<dyn Storage>],
         prepare: impl FnOnce(&mut Lowering<'_>) -> Result<()>,
     ) -> Result<()> {
-        for storage in uses {
-            memory::of(&self.device, storage)?;
+        let lender = Arc::as_ptr(&self.lender()?) as usize;
+        let mut held: SmallVec<[_; 4]> = SmallVec::new();
+        for &storage in uses {
+            if memory::of(&self.device, storage)?.lender() != Some(lender) {
+                held.push(Hold::Storage(Arc::clone(storage)));
+            }
         }
-        let lender = self.lender()?;
         self.stream.enqueue(|to| {
             prepare(to)?;
-            for storage in uses.iter().filter(|storage| !lender.owns(storage)) {
-                to.hold(Held::Storage(Arc::clone(storage)));
-            }
+            held.into_iter().for_each(|hold| to.hold(hold));
             Ok(())
         })?;
         self.count();
@@ -206,7 +215,7 @@ fn matrix_shape(x: &TensorView) -> Result<(usize, usize)> {
 }
 
 fn rank(expected: usize, x: &TensorView) -> Error {
-    Error::Mismatch { what: "rank of activations", expected, got: x.shape().len() }
+    Error::mismatch("rank of activations", expected, x.shape().len())
 }
 
 /// Returns a view of the same elements with other extents.
@@ -223,7 +232,7 @@ fn reshaped(x: &TensorView, shape: &[usize], strides: &[usize]) -> Result<Tensor
 /// Returns the address of the first element of a view in f32 whose last axis is dense.
 fn address(x: &TensorView) -> Result<u64> {
     if x.dtype() != DType::F32 {
-        return Err(Error::DTypeMismatch { what: "activations", expected: DType::F32, got: x.dtype() });
+        return Err(Error::mismatch("activations", DType::F32, x.dtype()));
     }
     match (x.shape().last(), x.strides().last()) {
         (Some(&n), Some(&stride)) if n > 1 && stride != 1 => Err(Error::InvalidStrides {
@@ -237,8 +246,4 @@ fn address(x: &TensorView) -> Result<u64> {
 /// Returns a count as a kernel takes it.
 fn narrow(n: usize) -> Result<u32> {
     u32::try_from(n).map_err(|_| Error::Overflow { what: "extents of a dense step" })
-}
-
-fn no_library(reason: String) -> Error {
-    Error::NoDevice { backend: NAME, reason }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use super::weight::WeightArgs;
 use super::{DenseSteps, DeviceWeight, address, matrix_shape, narrow};
 use crate::module::{Kernel, Module};
-use crate::stream::Launch;
+use crate::queue::Launch;
 
 /// Threads of a block, as in `dense.cu`.
 pub(super) const THREADS: u32 = 256;
@@ -174,11 +174,7 @@ impl DenseSteps {
     fn pair(&self, name: &'static str, x: &TensorView, y: &TensorView) -> Result<TensorView> {
         let (x, y) = (self.dense(x)?, self.dense(y)?);
         if x.shape() != y.shape() {
-            return Err(Error::Mismatch {
-                what: "elements of a sum or product",
-                expected: x.len(),
-                got: y.len(),
-            });
+            return Err(Error::mismatch("elements of a sum or product", x.len(), y.len()));
         }
         let out = self.rows(x.shape())?;
         let args = PairArgs { x: address(&x)?, y: address(&y)?, out: address(&out)?, count: x.len() as u64 };
@@ -220,7 +216,7 @@ impl DenseSteps {
             [("factors of rows", count, factors.len()), ("width of rows to add", width, y_width)]
         {
             if expected != got {
-                return Err(Error::Mismatch { what, expected, got });
+                return Err(Error::mismatch(what, expected, got));
             }
         }
         let out = self.copy(sum)?;

@@ -6,7 +6,7 @@ use bytemuck::{Pod, Zeroable};
 use kvcore::{Error, MemoryKind, Result, Storage};
 
 use super::{DenseSteps, narrow};
-use crate::NAME;
+use crate::driver::NAME;
 use crate::memory::CudaStorage;
 
 /// The stored type of a weight. Blocks are those of ggml, and lie along the last axis.
@@ -124,7 +124,7 @@ impl DenseSteps {
             (width / elements).checked_mul(rows).ok_or(Error::Overflow { what: "blocks of a weight" })?;
         let expected = blocks.checked_mul(size).ok_or(Error::Overflow { what: "bytes of a weight" })?;
         if expected != bytes.len() || expected == 0 {
-            return Err(Error::Mismatch { what: "bytes of a stored weight", expected, got: bytes.len() });
+            return Err(Error::mismatch("bytes of a stored weight", expected, bytes.len()));
         }
         let [codes, scales, factors] = match kind {
             StoredKind::Q8_0 => q8_0(bytes),
@@ -147,7 +147,7 @@ impl DenseSteps {
     pub(super) fn check(what: &'static str, weight: &DeviceWeight, rows: usize, width: usize) -> Result<()> {
         for (expected, got) in [(rows, weight.rows), (width, weight.width)] {
             if expected != got {
-                return Err(Error::Mismatch { what, expected, got });
+                return Err(Error::mismatch(what, expected, got));
             }
         }
         Ok(())

@@ -7,11 +7,10 @@ use kvcore::{
 };
 use smallvec::SmallVec;
 
-use super::kind;
-use super::places::{ItemKind, Items, Region, Side, blocks, bytes_of, unit_log};
-use crate::NAME;
+use super::places::{ItemKind, Items, Region, Side, blocks, bytes_of, element_kind, unit_log};
+use crate::driver::NAME;
 use crate::module::{Kernel, Module};
-use crate::stream::{Launch, Lowering};
+use crate::queue::{Launch, Lowering};
 
 const DENSE: Kernel = Kernel { module: Module::Convert, name: "convert_dense", shared: 0 };
 
@@ -143,8 +142,8 @@ impl RowsOf {
             src_scales_head,
             dst_scales_head,
             how: 1,
-            src_kind: kind(src.dtype),
-            dst_kind: kind(dst.dtype),
+            src_kind: element_kind(src.dtype),
+            dst_kind: element_kind(dst.dtype),
             tokens: narrow(tokens)?,
             heads: narrow(heads)?,
             dim: narrow(dim)?,
@@ -180,7 +179,7 @@ impl ConvertPart {
         if self.how == 0 {
             return if aligned && self.unit_log == 4 { self.dim } else { 0 };
         }
-        let dense = self.src_kind <= kind(DType::BF16) && self.dst_kind <= kind(DType::BF16);
+        let dense = self.src_kind <= element_kind(DType::BF16) && self.dst_kind <= element_kind(DType::BF16);
         let per_turn = if self.interleaved != 0 { 4 } else { 8 };
         if !dense || !aligned || !self.dim.is_multiple_of(8) || !self.pairs.is_multiple_of(per_turn) {
             return 0;

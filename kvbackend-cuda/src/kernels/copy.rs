@@ -7,7 +7,7 @@ use smallvec::SmallVec;
 use super::places::{Items, Region, Side, blocks, bytes_of, unit_log};
 use crate::memory;
 use crate::module::{Kernel, Module};
-use crate::stream::{Launch, Lowering};
+use crate::queue::{Launch, Lowering};
 
 const WIDE: Kernel = Kernel { module: Module::Copy, name: "copy_wide", shared: 0 };
 const ROWS: Kernel = Kernel { module: Module::Copy, name: "copy_rows", shared: 0 };
@@ -183,7 +183,7 @@ pub(super) fn copy_tensor(to: &mut Lowering<'_>, op: &CopyTensor) -> Result<()> 
         return Ok(());
     }
     if memory::of(to.device(), op.src.storage()).is_err() {
-        return memory::copy_from_peer(to.device(), to.raw(), op);
+        return memory::copy_from_peer(to.device(), to.stream().raw, op);
     }
     let dtype = op.src.dtype();
     let dense = |view: &TensorView| view.strides().last().is_none_or(|&stride| stride == 1);

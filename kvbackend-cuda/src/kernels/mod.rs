@@ -6,17 +6,15 @@
 //! | scatter and gather with another type or format, or with a rotation, rope, K of rotate_keys, quantize, dequantize | `convert.cu` |
 //! | attend, attend_mla, with selections and in every format | `attend_*.cu`; see `attend/` |
 
-use kvcore::{DType, Operation, Result};
+use kvcore::{Operation, Result};
 
-use crate::stream::Lowering;
+use crate::queue::Lowering;
 
 mod attend;
 mod convert;
 mod copy;
 mod places;
 mod rows;
-
-pub(crate) use attend::{GraphPlan, Plans};
 
 /// Lowers a checked operation to launches.
 pub(crate) fn lower(to: &mut Lowering<'_>, operation: Operation<'_>) -> Result<()> {
@@ -32,18 +30,5 @@ pub(crate) fn lower(to: &mut Lowering<'_>, operation: Operation<'_>) -> Result<(
         Operation::AttendMla(op) => attend::attend_mla(to, op),
         Operation::Quantize(op) => convert::quantize(to, op),
         Operation::Dequantize(op) => convert::dequantize(to, op),
-    }
-}
-
-/// Returns the number by which `element.cuh` knows an element type.
-fn kind(dtype: DType) -> u32 {
-    match dtype {
-        DType::F16 => 1,
-        DType::BF16 => 2,
-        DType::F8E4M3 => 3,
-        DType::F8E5M2 => 4,
-        DType::I8 => 5,
-        DType::I4 => 6,
-        _ => 0,
     }
 }

@@ -3,8 +3,8 @@
 use bytemuck::{Pod, Zeroable};
 use kvcore::{DType, Error, KvArena, KvPlane, PlaneStrides, Result, TensorView, WritePairs};
 
-use crate::NAME;
-use crate::stream::Lowering;
+use crate::driver::NAME;
+use crate::queue::Lowering;
 
 /// What an item of a list is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,4 +133,17 @@ const MOST_BLOCKS: u64 = (1 << 31) - 1;
 /// Returns the number of thread blocks for some work. Kernels take further work in turns.
 pub(super) fn blocks(work: u64, per_block: u64) -> u32 {
     work.div_ceil(per_block.max(1)).min(MOST_BLOCKS) as u32
+}
+
+/// Returns the number by which `element.cuh` knows an element type.
+pub(super) fn element_kind(dtype: DType) -> u32 {
+    match dtype {
+        DType::F16 => 1,
+        DType::BF16 => 2,
+        DType::F8E4M3 => 3,
+        DType::F8E5M2 => 4,
+        DType::I8 => 5,
+        DType::I4 => 6,
+        _ => 0,
+    }
 }

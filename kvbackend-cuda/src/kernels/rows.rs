@@ -5,7 +5,7 @@ use kvcore::{Gather, KvArena, KvFormat, KvPlane, Result, Scatter, TensorView};
 use super::convert::{self, End, RowsOf, Turn};
 use super::copy::{self, CopyPart, InnerAxis};
 use super::places::{ItemKind, Items, Region, bytes_of};
-use crate::stream::Lowering;
+use crate::queue::Lowering;
 
 /// K or V of a pool, and the rows that go there or come from there.
 struct Movement<'a> {

@@ -8,8 +8,8 @@ use cudarc::driver::sys::{self, CUdeviceptr, CUpointer_attribute};
 use kvcore::{Error, MemoryKind, Result};
 
 use super::{CudaStorage, Owner};
-use crate::NAME;
 use crate::device::Device;
+use crate::driver::NAME;
 
 impl CudaStorage {
     /// Wraps lent memory after asking the driver whether it is what the caller says.

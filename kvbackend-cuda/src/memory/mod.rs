@@ -6,11 +6,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUdeviceptr, CUmemoryPool};
+use cudarc::driver::sys::{self, CUdeviceptr};
 use kvcore::{Error, MemoryKind, Result, Storage};
 
-use crate::NAME;
-use crate::device::{self, Device};
+use crate::device::Device;
+use crate::driver::NAME;
 
 mod lent;
 mod peer;
@@ -18,9 +18,6 @@ mod reserved;
 
 pub(crate) use peer::copy_from_peer;
 pub use reserved::CudaReserved;
-
-/// Bytes that the pool keeps for later allocations instead of returning them to the device.
-const KEPT: u64 = 64 << 20;
 
 /// Bytes of a device's memory, or of host memory that the device reads and writes.
 ///
@@ -62,27 +59,6 @@ impl fmt::Debug for CudaStorage {
     }
 }
 
-/// Creates the pool of a device's memory. The device's context is current.
-pub(crate) fn create_pool(ordinal: i32) -> Result<CUmemoryPool, DriverError> {
-    // SAFETY: all zeros is a valid value of a plain C struct, and of the unions in it.
-    let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
-    properties.allocType = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
-    properties.location.id = ordinal;
-    let mut kept = KEPT;
-    // SAFETY: `properties` describes a pool of an open device; the threshold is a 64-bit number, as the driver asks.
-    unsafe {
-        let pool = result::mem_pool::create(&raw const properties)?;
-        let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        let set = sys::cuMemPoolSetAttribute(pool, threshold, (&raw mut kept).cast()).result();
-        if let Err(error) = set {
-            let _ = result::mem_pool::destroy(pool);
-            return Err(error);
-        }
-        Ok(pool)
-    }
-}
-
 impl CudaStorage {
     /// Allocates zeroed memory.
     pub(crate) fn allocate(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
@@ -117,7 +93,7 @@ impl CudaStorage {
             // SAFETY: the memory was just allocated for `bytes` bytes.
             Owner::Pinned => unsafe { host.cast::<u8>().write_bytes(0, bytes) },
             // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else knows the address.
-            _ => unsafe { device::zero(device, address, bytes) }?,
+            _ => unsafe { device.zero(address, bytes) }?,
         }
         Ok(storage)
     }
@@ -129,7 +105,7 @@ impl CudaStorage {
         // SAFETY: the range lies in the storage, and `bytes` outlives the wait.
         unsafe { result::memcpy_htod_async(self.address, bytes, self.device.setup) }
             .map_err(|error| self.device.refused(error))?;
-        device::settle(&self.device)
+        self.device.settle()
     }
 
     /// Returns the address of pinned memory on the host.

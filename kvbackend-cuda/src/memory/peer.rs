@@ -7,8 +7,8 @@ use cudarc::driver::sys::{self, CUstream};
 use kvcore::{CopyTensor, Error, Result, TensorView};
 
 use super::CudaStorage;
-use crate::NAME;
 use crate::device::Device;
+use crate::driver::NAME;
 
 /// Enqueues a copy from the memory of another device. `into` is the device of the stream, whose context is current. The
 /// caller holds both storages until the copy is done.

@@ -6,19 +6,12 @@ use std::sync::Arc;
 
 use cudarc::driver::result::DriverError;
 use cudarc::driver::sys::{self, CUdeviceptr, CUmemAllocationProp, CUmemGenericAllocationHandle};
-use kvcore::{Error, MemoryKind, ReservedStorage, Result, Storage, check_granules};
-use parking_lot::Mutex;
+use kvcore::device::queue::{Granules, granules_for};
+use kvcore::{Error, MemoryKind, ReservedStorage, Result, Storage};
 
 use super::{CudaStorage, Owner};
-use crate::NAME;
-use crate::device::{self, Device};
-
-/// Number of granules up to which a reservation has granules of the least size. Larger reservations have larger ones,
-/// because each is a call of the driver.
-const FINE: usize = 2048;
-
-/// Largest granule.
-const LARGEST: usize = 64 << 20;
+use crate::device::Device;
+use crate::driver::NAME;
 
 /// Reserved memory of a device.
 ///
@@ -27,8 +20,7 @@ const LARGEST: usize = 64 << 20;
 #[derive(Debug)]
 pub struct CudaReserved {
     storage: CudaStorage,
-    granule: usize,
-    handles: Arc<Mutex<Vec<Option<CUmemGenericAllocationHandle>>>>,
+    granules: Arc<Granules<CUmemGenericAllocationHandle>>,
 }
 
 /// Reserved addresses, and the physical memory that is mapped there.
@@ -36,20 +28,16 @@ pub(super) struct Reservation {
     device: Arc<Device>,
     address: CUdeviceptr,
     len: usize,
-    granule: usize,
-    handles: Arc<Mutex<Vec<Option<CUmemGenericAllocationHandle>>>>,
+    granules: Arc<Granules<CUmemGenericAllocationHandle>>,
 }
 
 impl Drop for Reservation {
     fn drop(&mut self) {
         let Ok(_bound) = self.device.bind() else { return };
-        let mut handles = self.handles.lock();
-        for (i, handle) in handles.iter_mut().enumerate() {
-            if let Some(handle) = handle.take() {
-                // SAFETY: `handle` is mapped at granule `i`, and no work uses the storage any more.
-                unsafe { release(self.address + (i * self.granule) as u64, self.granule, handle) };
-            }
-        }
+        let (address, granule) = (self.address, self.granules.granule());
+        // SAFETY: each handle is mapped at its offset, and no work uses the storage any more.
+        self.granules
+            .unmap(0..self.len, |at, handle| unsafe { release(address + at as u64, granule, handle) });
         // SAFETY: the addresses were reserved with this length, and nothing is mapped there.
         let _ = unsafe { sys::cuMemAddressFree(self.address, self.len) };
     }
@@ -124,28 +112,41 @@ impl CudaReserved {
         unsafe { sys::cuMemGetAllocationGranularity(&raw mut least, &raw const properties, minimum) }
             .result()
             .map_err(refused)?;
-        let granule = (bytes / FINE).next_power_of_two().min(LARGEST).max(least.next_power_of_two());
-        let len = bytes
-            .checked_next_multiple_of(granule)
-            .ok_or(Error::Overflow { what: "bytes of a reservation" })?;
+        let (granule, len) = granules_for(bytes, least)?;
         // SAFETY: with address 0 the driver chooses an unused range.
         unsafe { sys::cuMemAddressReserve(&raw mut address, len, granule, 0, 0) }
             .result()
             .map_err(refused)?;
-        let handles = Arc::new(Mutex::new(vec![None; len / granule]));
+        let granules = Arc::new(Granules::new(granule, len));
         let reservation =
-            Reservation { device: Arc::clone(device), address, len, granule, handles: Arc::clone(&handles) };
+            Reservation { device: Arc::clone(device), address, len, granules: Arc::clone(&granules) };
         let owner = Owner::Reserved(reservation);
         let host = std::ptr::null_mut();
         let storage =
             CudaStorage { device: Arc::clone(device), address, len, kind, host, owner, lender: None };
-        let reserved = Self { storage, granule, handles };
+        let reserved = Self { storage, granules };
         reserved.map(0..len)?;
         Ok(reserved)
     }
 
-    fn at(&self, granule: usize) -> CUdeviceptr {
-        self.storage.address + (granule * self.granule) as u64
+    /// Maps zeroed memory at an offset, for a call that asks for `wanted` bytes.
+    fn place(&self, at: usize, wanted: usize) -> Result<CUmemGenericAllocationHandle> {
+        let CudaStorage { device, address, .. } = &self.storage;
+        let (address, granule) = (address + at as u64, self.granules.granule());
+        // SAFETY: the granule lies in the reservation and has no memory. Nothing else uses its memory yet.
+        unsafe {
+            let handle = place(device.ordinal, address, granule)
+                .map_err(|error| device.no_memory(error, MemoryKind::Device, wanted))?;
+            device.zero(address, granule).inspect_err(|_| release(address, granule, handle))?;
+            Ok(handle)
+        }
+    }
+
+    /// Returns a function that unmaps the granule at an offset.
+    fn release(&self) -> impl Fn(usize, CUmemGenericAllocationHandle) {
+        let (address, granule) = (self.storage.address, self.granules.granule());
+        // SAFETY: the ledger gives each handle with its offset; no work uses the granule.
+        move |at, handle| unsafe { release(address + at as u64, granule, handle) }
     }
 }
 
@@ -170,58 +171,24 @@ impl Storage for CudaReserved {
 
 impl ReservedStorage for CudaReserved {
     fn granularity(&self) -> usize {
-        self.granule
+        self.granules.granule()
     }
 
     fn map(&self, range: Range<usize>) -> Result<()> {
-        check_granules(&range, self.granule, self.storage.len)?;
-        let device = &self.storage.device;
-        let _bound = device.bind()?;
-        let mut handles = self.handles.lock();
-        let mut placed = Vec::new();
-        for i in (range.start / self.granule..range.end / self.granule).filter(|&i| handles[i].is_none()) {
-            let made = unsafe {
-                // SAFETY: granule `i` lies in the reservation and has no memory.
-                place(device.ordinal, self.at(i), self.granule)
-                    .map_err(|error| device.no_memory(error, MemoryKind::Device, range.len()))
-                    // SAFETY: the granule is new, and nothing else uses it.
-                    .and_then(|handle| {
-                        device::zero(device, self.at(i), self.granule).map(|()| handle).inspect_err(|_| {
-                            release(self.at(i), self.granule, handle);
-                        })
-                    })
-            };
-            match made {
-                Ok(handle) => placed.push((i, handle)),
-                Err(error) => {
-                    for (i, handle) in placed {
-                        // SAFETY: the granule was mapped above, and nothing uses it yet.
-                        unsafe { release(self.at(i), self.granule, handle) };
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        for (i, handle) in placed {
-            handles[i] = Some(handle);
-        }
-        Ok(())
+        self.granules.check(&range)?;
+        let _bound = self.storage.device.bind()?;
+        let wanted = range.len();
+        self.granules.map(range, |at| self.place(at, wanted), self.release())
     }
 
     fn unmap(&self, range: Range<usize>) -> Result<()> {
-        check_granules(&range, self.granule, self.storage.len)?;
+        self.granules.check(&range)?;
         let _bound = self.storage.device.bind()?;
-        let mut handles = self.handles.lock();
-        for i in range.start / self.granule..range.end / self.granule {
-            if let Some(handle) = handles[i].take() {
-                // SAFETY: `handle` is mapped at granule `i`; the caller has waited for the work that uses it.
-                unsafe { release(self.at(i), self.granule, handle) };
-            }
-        }
+        self.granules.unmap(range, self.release());
         Ok(())
     }
 
     fn mapped_bytes(&self) -> usize {
-        self.handles.lock().iter().flatten().count() * self.granule
+        self.granules.mapped_bytes()
     }
 }

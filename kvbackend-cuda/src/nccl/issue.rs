@@ -7,7 +7,7 @@ use cudarc::nccl::sys::{ncclComm_t, ncclDataType_t, ncclRedOp_t};
 use kvcore::{Collective, DType, Error, ReduceOp, Result, TensorView, Transfer};
 
 use super::library::Nccl;
-use crate::NAME;
+use crate::driver::NAME;
 
 /// Tensors that are not combined travel as bytes, so that NCCL need not know their element type.
 const BYTES: ncclDataType_t = ncclDataType_t::ncclUint8;

@@ -8,8 +8,7 @@ use cudarc::nccl::sys::{ncclComm_t, ncclConfig_t, ncclDataType_t, ncclRedOp_t, n
 use kvcore::{Error, Result};
 use libloading::{Library, Symbol};
 
-use crate::NAME;
-use crate::driver::no_device;
+use crate::driver::{NAME, no_device};
 
 /// Names of the library. Its package and its wheel have the first only.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];

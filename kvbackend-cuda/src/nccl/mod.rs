@@ -13,6 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvcore::device::queue::CapturedStream;
 use kvcore::{CheckedCollective, Collective, Communicator, Error, Event, Result, Stream};
 use parking_lot::Mutex;
 
@@ -27,10 +28,10 @@ pub use id::NcclId;
 use library::library;
 use member::Member;
 
+use crate::backend::CudaBackend;
 use crate::device::Device;
-use crate::stream::capture;
-use crate::stream::{CudaEvent, CudaStream, StreamState};
-use crate::{CudaBackend, NAME};
+use crate::driver::NAME;
+use crate::queue::{CudaEvent, CudaStream, CudaStreamState};
 
 /// A rank of a group of NVIDIA GPUs, through NCCL. Each rank has a device of its own.
 ///
@@ -181,7 +182,7 @@ impl NcclCommunicator {
         &self,
         stream: &dyn Stream,
         before: &Arc<dyn Event>,
-        caller: &StreamState,
+        caller: &CudaStreamState,
         collective: Collective<'_>,
     ) -> Result<Arc<dyn Event>> {
         self.stream.wait_for(before)?;
@@ -214,8 +215,8 @@ impl Communicator for NcclCommunicator {
         let collective = collective.collective();
         let before = self.record(stream)?;
         let event = cuda(&before)?;
-        capture::outside(event.stream(), "a collective")?;
-        if !Arc::ptr_eq(event.stream().device(), &self.device) {
+        event.stream().outside("a collective")?;
+        if !Arc::ptr_eq(&event.stream().on.device, &self.device) {
             return Err(Error::ForeignHandle { what: "a stream of another device", backend: NAME });
         }
         if issue::is_empty(collective) {
@@ -245,7 +246,7 @@ impl Communicator for NcclCommunicator {
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         self.check()?;
         let event = self.record(stream)?;
-        capture::outside(cuda(&event)?.stream(), "a wait of the host")?;
+        cuda(&event)?.stream().outside("a wait of the host")?;
         let newest = self.newest.lock().clone().filter(|(_, done)| !done.is_done());
         let call = newest.map_or("a wait for the stream".to_owned(), |(call, _)| call);
         self.group.poll(self.place, &call, || {

@@ -12,6 +12,7 @@ pub mod graph;
 pub mod operation;
 mod owned;
 mod permit;
+pub mod queue;
 pub mod tensor;
 
 pub use arena::{KvArena, KvPlane};

@@ -1,14 +1,12 @@
 //! The argument of the attention kernels, as `attend.cuh` declares it.
 
 use bytemuck::{Pod, Zeroable};
-use kvcore::{Attend, DType, KeyForm, KvFormat, KvPlane, Pairing, Result, TensorView};
+use kvcore::{Attend, DType, KeyForm, KvPlane, Pairing, Result, TensorView};
 
-use super::plan::Chunk;
 use super::records::NO_WINDOW;
-use super::tiling::Tiling;
-use crate::kernels::kind;
-use crate::kernels::places::Region;
-use crate::stream::Lowering;
+use super::tiling::{Tiling, groups};
+use crate::kernels::places::{Region, element_kind};
+use crate::queue::{Lowering, PlanChunk};
 
 /// K or V of one layer, in bytes.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
@@ -45,13 +43,13 @@ impl AttendPlane {
 /// A tensor of rows and heads, in bytes.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
-pub(super) struct AttendRows {
+pub(super) struct RowsArg {
     at: u64,
     row: i64,
     head: i64,
 }
 
-impl AttendRows {
+impl RowsArg {
     pub(super) fn new(view: &TensorView) -> Self {
         let rows = Region::rows(view);
         Self { at: rows.side.address, row: rows.side.outer, head: rows.head }
@@ -69,10 +67,10 @@ impl AttendRows {
 pub(super) struct AttendArgs {
     k: AttendPlane,
     v: AttendPlane,
-    q: AttendRows,
-    latent: AttendRows,
-    out: AttendRows,
-    lse: AttendRows,
+    q: RowsArg,
+    latent: RowsArg,
+    out: RowsArg,
+    lse: RowsArg,
     rows: u64,
     segments: u64,
     tables: u64,
@@ -111,18 +109,18 @@ pub(super) struct AttendArgs {
 }
 
 /// The part of a call that all its chunks share.
-pub(super) struct Call<'a> {
+pub(super) struct AttendCall<'a> {
     pub(super) op: &'a Attend,
     pub(super) latent: Option<&'a TensorView>,
     pub(super) tiling: &'a Tiling,
 }
 
-impl Call<'_> {
+impl AttendCall<'_> {
     /// Returns the argument of a chunk whose plan lies at `plan` and whose parts lie at `sums` and `values`.
     pub(super) fn args(
         &self,
         to: &mut Lowering<'_>,
-        chunk: &Chunk,
+        chunk: &PlanChunk,
         plan: u64,
         (sums, values): (u64, u64),
     ) -> Result<AttendArgs> {
@@ -135,10 +133,10 @@ impl Call<'_> {
         Ok(AttendArgs {
             k: AttendPlane::new(&op.arena.k_plane(), op.layer),
             v: AttendPlane::new(&op.arena.v_plane(), op.layer),
-            q: AttendRows::new(&op.q),
-            latent: AttendRows::optional(*latent),
-            out: AttendRows::new(&op.out),
-            lse: AttendRows::optional(op.lse.as_ref()),
+            q: RowsArg::new(&op.q),
+            latent: RowsArg::optional(*latent),
+            out: RowsArg::new(&op.out),
+            lse: RowsArg::optional(op.lse.as_ref()),
             rows: plan + chunk.shared.rows,
             segments: plan + chunk.shared.segments,
             tables: plan + chunk.shared.tables,
@@ -154,10 +152,10 @@ impl Call<'_> {
             pairs: op.rope.as_ref().map_or(0, |rope| rope.config().rotary_dim / 2) as u32,
             interleaved: u32::from(interleaved),
             unrotated: u32::from(op.keys == KeyForm::Unrotated),
-            kind: kind(s.format.storage_dtype()),
-            q_kind: kind(op.q.dtype()),
-            latent_kind: kind(latent.map_or(DType::F32, TensorView::dtype)),
-            out_kind: kind(op.out.dtype()),
+            kind: element_kind(s.format.storage_dtype()),
+            q_kind: element_kind(op.q.dtype()),
+            latent_kind: element_kind(latent.map_or(DType::F32, TensorView::dtype)),
+            out_kind: element_kind(op.out.dtype()),
             k_dim: s.k_dim as u32,
             v_dim: s.v_dim as u32,
             k_group: k_group as u32,
@@ -175,14 +173,5 @@ impl Call<'_> {
             columns: tiling.columns as u32,
             eights: tiling.eights,
         })
-    }
-}
-
-/// Returns the number of elements of a key and of a value that share a scale.
-pub(super) fn groups(op: &Attend) -> (usize, usize) {
-    let s = op.arena.layout().shape();
-    match s.format {
-        KvFormat::Int8 { group } | KvFormat::Int4 { group } => (group, group),
-        _ => (s.k_dim, s.v_dim),
     }
 }

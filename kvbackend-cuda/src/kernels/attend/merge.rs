@@ -3,13 +3,11 @@
 use bytemuck::{Pod, Zeroable};
 use kvcore::{Attend, Result};
 
-use super::args::AttendRows;
-use super::grid;
-use super::plan::Chunk;
-use super::tiling::THREADS;
-use crate::kernels::kind;
+use super::args::RowsArg;
+use super::tiling::{THREADS, grid};
+use crate::kernels::places::element_kind;
 use crate::module::{Kernel, Module};
-use crate::stream::Launch;
+use crate::queue::{Launch, PlanChunk};
 
 const MERGE: Kernel = Kernel { module: Module::AttendMerge, name: "attend_merge", shared: SHARED };
 
@@ -23,8 +21,8 @@ const SHARED: u32 = (8 * THREADS + 4 * COLUMNS * THREADS / 32) as u32;
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 struct MergeArgs {
-    out: AttendRows,
-    lse: AttendRows,
+    out: RowsArg,
+    lse: RowsArg,
     sums: u64,
     values: u64,
     rows: u64,
@@ -38,11 +36,16 @@ struct MergeArgs {
 }
 
 /// Returns the launch that closes the parts of a chunk. Its grid is empty if there are none.
-pub(super) fn launch(op: &Attend, chunk: &Chunk, plan: u64, (sums, values): (u64, u64)) -> Result<Launch> {
+pub(super) fn launch(
+    op: &Attend,
+    chunk: &PlanChunk,
+    plan: u64,
+    (sums, values): (u64, u64),
+) -> Result<Launch> {
     let heads = op.q.shape()[1];
     let args = MergeArgs {
-        out: AttendRows::new(&op.out),
-        lse: AttendRows::optional(op.lse.as_ref()),
+        out: RowsArg::new(&op.out),
+        lse: RowsArg::optional(op.lse.as_ref()),
         sums,
         values,
         rows: plan + chunk.merged,
@@ -52,7 +55,7 @@ pub(super) fn launch(op: &Attend, chunk: &Chunk, plan: u64, (sums, values): (u64
         count: chunk.merged_rows as u32,
         heads: heads as u32,
         v_dim: op.arena.layout().shape().v_dim as u32,
-        out_kind: kind(op.out.dtype()),
+        out_kind: element_kind(op.out.dtype()),
     };
     Ok(Launch::new(MERGE, grid(chunk.merged_rows * heads)?, THREADS as u32, SHARED, &args))
 }

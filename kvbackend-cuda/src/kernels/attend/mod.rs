@@ -6,7 +6,7 @@
 //! A tile with one task is written at once; the parts of others lie in scratch memory of limited size, so that a call
 //! with more parts than fit runs in chunks of tiles.
 //!
-//! All of this division is a [`Plan`](plan::Plan), which lies on the device and which the layers of a step share. A layer
+//! All of this division is a [`AttendPlan`](crate::queue::AttendPlan), which lies on the device and which the layers of a step share. A layer
 //! adds the places of its keys, values, queries and results.
 //!
 //! | kernels | pools |
@@ -19,20 +19,22 @@
 
 use std::sync::Arc;
 
-use kvcore::{Attend, AttendMla, Error, Result, TensorView};
+use kvcore::device::queue::Hold;
+use kvcore::{Attend, AttendMla, Result, TensorView};
 
-use crate::stream::{Held, Launch, Lowering};
+use crate::queue::{Launch, Lowering};
 
 mod args;
+mod captured;
+mod division;
 mod merge;
 mod plan;
 mod records;
 mod runs;
 mod tiling;
 
-use args::Call;
-pub(crate) use plan::{GraphPlan, Plans};
-use tiling::{THREADS, Tiling};
+use args::AttendCall;
+use tiling::{THREADS, Tiling, grid};
 
 pub(crate) fn attend(to: &mut Lowering<'_>, op: &Attend) -> Result<()> {
     run(to, op, None)
@@ -46,10 +48,10 @@ fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Resul
     let tiling = Tiling::of(&to.device().facts, op, latent)?;
     let plan = plan::of(to, op, latent, &tiling)?;
     if let Some(upload) = &plan.upload {
-        to.hold(Held::Upload(Arc::clone(upload)));
+        to.hold(Hold::Other(Arc::clone(upload) as _));
     }
     let address = plan.address;
-    let call = Call { op, latent, tiling: &tiling };
+    let call = AttendCall { op, latent, tiling: &tiling };
     for chunk in &plan.chunks {
         let scratch = if chunk.parts == 0 { (0, 0) } else { parts(to, op, chunk.parts)? };
         let args = call.args(to, chunk, address, scratch)?;
@@ -60,16 +62,9 @@ fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Resul
     Ok(())
 }
 
-/// Returns a grid of some blocks.
-fn grid(blocks: usize) -> Result<[u32; 3]> {
-    let blocks =
-        i32::try_from(blocks).map_err(|_| Error::Overflow { what: "blocks of threads of one launch" })?;
-    Ok([blocks.unsigned_abs(), 1, 1])
-}
-
 /// Returns the places of the sums and of the values of some parts, each of one row and all heads.
 fn parts(to: &mut Lowering<'_>, op: &Attend, parts: usize) -> Result<(u64, u64)> {
     let sums = (parts * op.q.shape()[1] * 8).next_multiple_of(256);
-    let scratch = to.scratch(sums + parts * plan::part_bytes(op))?;
+    let scratch = to.scratch(sums + parts * division::part_bytes(op))?;
     Ok((scratch, scratch + sums as u64))
 }

@@ -2,9 +2,8 @@
 
 use kvcore::{Attend, DType, Error, KeyForm, KvFormat, Result, TensorView};
 
-use super::args::groups;
-use crate::NAME;
-use crate::device::DeviceFacts;
+use crate::driver::NAME;
+use crate::facts::DeviceFacts;
 use crate::kernels::places::Region;
 use crate::module::{Kernel, Module};
 
@@ -307,4 +306,20 @@ fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<Tiling> {
         s.k_dim, s.v_dim
     );
     Err(Error::Unsupported { backend: NAME, what })
+}
+
+/// Returns the number of elements of a key and of a value that share a scale.
+pub(super) fn groups(op: &Attend) -> (usize, usize) {
+    let s = op.arena.layout().shape();
+    match s.format {
+        KvFormat::Int8 { group } | KvFormat::Int4 { group } => (group, group),
+        _ => (s.k_dim, s.v_dim),
+    }
+}
+
+/// Returns a grid of some blocks.
+pub(super) fn grid(blocks: usize) -> Result<[u32; 3]> {
+    let blocks =
+        i32::try_from(blocks).map_err(|_| Error::Overflow { what: "blocks of threads of one launch" })?;
+    Ok([blocks.unsigned_abs(), 1, 1])
 }

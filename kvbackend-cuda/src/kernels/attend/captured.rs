@@ -4,15 +4,17 @@
 //! Each list of records has room for about twice as many as the captured work has. The grids are those of the room.
 //! Records that are not there are marked, and the blocks that find them end at once.
 
-use kvcore::{Attend, AttendWork, Error, Result, TensorView};
 use std::sync::Arc;
 
-use super::{Chunk, Plan, PlanKey, records};
+use kvcore::device::capture::without_work;
+use kvcore::{Attend, AttendWork, Error, Result, TensorView};
+
+use super::division::records;
+use super::records::{MergedRow, TaskRecord};
+use super::tiling::Tiling;
 use crate::device::Device;
-use crate::kernels::attend::records::{MergedRow, TaskRecord};
-use crate::kernels::attend::tiling::Tiling;
-use crate::stream::capture::uncapturable;
-use crate::stream::{List, Lowering};
+use crate::queue::capture::uncapturable;
+use crate::queue::{AttendPlan, AttendPlanKey, Lowering, PlanChunk, StepList};
 
 /// Places of some lists in the order of a plan with one chunk.
 const ROWS: usize = 0;
@@ -21,12 +23,13 @@ const TASKS: usize = 5;
 const MERGED: usize = 6;
 
 /// The division of a captured call.
-pub(crate) struct GraphPlan {
+struct GraphPlan {
+    device: Arc<Device>,
     /// The call, without its work.
     op: Attend,
     latent: Option<TensorView>,
     tiling: Tiling,
-    key: PlanKey,
+    key: AttendPlanKey,
     /// Bytes of each list of records.
     room: Vec<usize>,
     /// Number of parts that the scratch has room for.
@@ -49,11 +52,11 @@ pub(super) fn plan(
     op: &Attend,
     latent: Option<&TensorView>,
     tiling: &Tiling,
-    key: PlanKey,
-) -> Result<Plan> {
+    key: AttendPlanKey,
+) -> Result<AttendPlan> {
     let multiprocessors = to.device().facts.multiprocessors as usize;
     let (bytes, chunks) = records(op, tiling, &key, multiprocessors, None)?;
-    let [Chunk { parts, .. }] = chunks[..] else {
+    let [PlanChunk { parts, .. }] = chunks[..] else {
         return Err(uncapturable("attention with more parts than fit in memory at the same time, or none"));
     };
     let room = room(&bytes.lists, op.work.rows().len());
@@ -65,10 +68,10 @@ pub(super) fn plan(
         chunk.parts = parts;
     }
     let size = bytes.all.len();
-    let op = crate::stream::without_work(op);
-    let plan = GraphPlan { op, latent: latent.cloned(), tiling: *tiling, key, room, parts };
-    let address = to.input(List::Plan(Box::new(plan)), size)?;
-    Ok(Plan { chunks, address, upload: None })
+    let (device, op) = (Arc::clone(to.device()), without_work(op));
+    let plan = GraphPlan { device, op, latent: latent.cloned(), tiling: *tiling, key, room, parts };
+    let address = to.input(StepList::Plan(Box::new(move |work| plan.records(work))), size)?;
+    Ok(AttendPlan { chunks, address, upload: None })
 }
 
 impl GraphPlan {
@@ -76,13 +79,13 @@ impl GraphPlan {
     ///
     /// # Errors
     /// Returns [`Error::GraphOutgrown`] if the records do not fit or if the work asks for another kernel.
-    pub(crate) fn records(&self, device: &Arc<Device>, work: &Arc<AttendWork>) -> Result<Vec<u8>> {
+    fn records(&self, work: &Arc<AttendWork>) -> Result<Vec<u8>> {
         let outgrown = || Error::GraphOutgrown { what: "segments" };
         let op = Attend { work: Arc::clone(work), ..self.op.clone() };
-        if Tiling::of(&device.facts, &op, self.latent.as_ref())? != self.tiling {
+        if Tiling::of(&self.device.facts, &op, self.latent.as_ref())? != self.tiling {
             return Err(outgrown());
         }
-        let multiprocessors = device.facts.multiprocessors as usize;
+        let multiprocessors = self.device.facts.multiprocessors as usize;
         let (bytes, chunks) = records(&op, &self.tiling, &self.key, multiprocessors, Some(&self.room))?;
         let fits = bytes.lists.len() == self.room.len()
             && bytes.lists.iter().zip(&self.room).all(|(bytes, room)| bytes <= room)

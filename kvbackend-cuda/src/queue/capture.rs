@@ -1,0 +1,99 @@
+//! Captures by the driver, and what a graph of this backend keeps.
+//!
+//! Lists of the step lie in memory that each replay writes ([`StepLists`]). Other lists are constants of the graph.
+
+use std::cell::RefCell;
+use std::sync::Arc;
+use std::thread::LocalKey;
+
+use cudarc::driver::result;
+use cudarc::driver::sys::CUstreamCaptureMode;
+use kvcore::device::queue::{CaptureSide, CapturedStream, StepLists};
+use kvcore::{Error, Operation, Result, Rope, RopeTable};
+
+use super::lists::StepList;
+use super::plans::AttendPlans;
+use super::raw::RawGraph;
+use super::state::CudaStreamState;
+use crate::driver::NAME;
+use crate::memory::CudaStorage;
+
+/// A capture of this backend's streams.
+pub(crate) type Recording = kvcore::device::queue::Recording<CudaStreamState>;
+
+thread_local! {
+    static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
+}
+
+/// What the backend notes of a capture.
+#[derive(Default)]
+pub(crate) struct GraphNotes {
+    pub(super) lists: StepLists<StepList>,
+    pub(super) plans: AttendPlans,
+    /// The tables of angles that kernels read. A rope's table is another one when it has grown.
+    tables: Vec<(Arc<Rope>, Arc<RopeTable>)>,
+}
+
+impl GraphNotes {
+    /// Checks that no table of angles has grown since the capture.
+    ///
+    /// # Errors
+    /// Returns [`Error::GraphOutgrown`] if a position is past the table of angles that the graph reads.
+    pub(super) fn check_tables(&self) -> Result<()> {
+        for (rope, table) in &self.tables {
+            if !Arc::ptr_eq(&rope.table([])?, table) {
+                return Err(Error::GraphOutgrown { what: "positions" });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the error for something that a graph cannot hold.
+pub(crate) fn uncapturable(what: &str) -> Error {
+    kvcore::device::capture::uncapturable(NAME, what)
+}
+
+/// Checks that an operation can be replayed with other lists, and notes its check and its table of angles.
+///
+/// # Errors
+/// Returns [`Error::Unsupported`], which names the operation.
+pub(crate) fn admit(recording: &mut Recording, operation: Operation<'_>) -> Result<()> {
+    if let Some(rope) = recording.admit(operation)? {
+        let table = rope.table([])?;
+        recording.notes().tables.push((rope, table));
+    }
+    Ok(())
+}
+
+// Decision: docs/decisions/backend-cuda.md#a-capture-belongs-to-a-thread
+impl CapturedStream for CudaStreamState {
+    const BACKEND: &'static str = NAME;
+    type Graph = RawGraph;
+    type Notes = GraphNotes;
+    type Memory = CudaStorage;
+
+    fn side(&self) -> &CaptureSide {
+        &self.side
+    }
+
+    fn slot() -> &'static LocalKey<RefCell<Option<Recording>>> {
+        &RECORDING
+    }
+
+    fn begin(&self) -> Result<()> {
+        let _bound = self.on.device.bind()?;
+        let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: the stream is alive. Memory that captured work uses is held by the graph.
+        unsafe { result::stream::begin_capture(self.on.raw, mode) }
+            .map_err(|error| self.on.device.refused(error))
+    }
+
+    fn end(&self) -> Result<RawGraph> {
+        let device = &self.on.device;
+        let _bound = device.bind()?;
+        // SAFETY: the stream is alive; its capture was begun by this thread.
+        let raw = unsafe { result::stream::end_capture(self.on.raw) };
+        Ok(RawGraph { raw: raw.map_err(|error| device.refused(error))?, device: Arc::clone(device) })
+    }
+}

@@ -1,0 +1,37 @@
+//! Queues: what one operation sends up, holds and launches on a stream.
+//!
+//! An operation is lowered to launches under the stream's lock, and enqueued at once; the host never waits for it.
+//! Lists that kernels read (slots, plans of attention) go up on the same stream, each once for all layers that share
+//! it. The stream holds the memory of enqueued work until an event marks the work as done. While a thread captures,
+//! its work enters a graph instead ([`capture`]), which owns its memory and reads its lists where replays write them.
+//!
+//! ```text
+//!   raw      handles of the driver
+//!   upload   memory of lists, on the host and on the device
+//!   lists    lists that layers share, and lists of a captured step
+//!   plans    plans of attention that layers share
+//!   state    a stream, with its holds, uploads, lists and plans
+//!   capture  captures by the driver
+//!   event    points in the order of a stream
+//!   lowering one operation: its lists, holds and launches; its enqueueing
+//!   graph    captured work and its replay
+//! ```
+
+pub(crate) mod capture;
+mod event;
+mod graph;
+mod lists;
+mod lowering;
+mod plans;
+mod raw;
+mod state;
+mod upload;
+
+pub use event::CudaEvent;
+pub(crate) use graph::CudaGraph;
+pub(crate) use lists::StepList;
+pub(crate) use lowering::{Launch, Lowering};
+pub(crate) use plans::{AttendPlan, AttendPlanKey, PlanChunk, SharedPlaces};
+pub(crate) use raw::RawStream;
+pub use state::CudaStream;
+pub(crate) use state::CudaStreamState;

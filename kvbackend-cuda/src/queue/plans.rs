@@ -1,0 +1,61 @@
+//! Plans of attention on the device: the places of their records. The kernels of attention divide the work and make them.
+
+use std::sync::Arc;
+
+use kvcore::device::queue::Recent;
+
+use super::upload::CudaUpload;
+
+/// Number of plans that a stream keeps. Few suffice, because the layers of a model differ at most in their window.
+const KEPT: usize = 4;
+
+/// All that a plan depends on. Layers with equal keys share a plan.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct AttendPlanKey {
+    /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
+    pub(crate) work: u64,
+    pub(crate) window: Option<usize>,
+    /// Query heads of a block, blocks for all heads, rows of a block, tokens of a tile, and blocks at the same time.
+    pub(crate) tiling: [usize; 5],
+    pub(crate) block_size: usize,
+    pub(crate) part_bytes: usize,
+    /// Whether the output overlaps the queries, so that nothing may be written before all queries are read.
+    pub(crate) over_queries: bool,
+}
+
+/// Places of records that all chunks share, in bytes from the start of the plan.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct SharedPlaces {
+    pub(crate) rows: u64,
+    pub(crate) segments: u64,
+    pub(crate) tables: u64,
+    pub(crate) groups: u64,
+}
+
+/// Tiles whose parts fit in the scratch memory. Places are in bytes from the start of the plan.
+#[derive(Debug)]
+pub(crate) struct PlanChunk {
+    pub(crate) shared: SharedPlaces,
+    pub(crate) runs: u64,
+    pub(crate) tasks: u64,
+    pub(crate) task_count: usize,
+    pub(crate) merged: u64,
+    pub(crate) merged_rows: usize,
+    pub(crate) ranges: u64,
+    pub(crate) lists: u64,
+    /// Number of parts, each of one row and all heads.
+    pub(crate) parts: usize,
+}
+
+/// The division of a call, and its records on the device.
+#[derive(Debug)]
+pub(crate) struct AttendPlan {
+    pub(crate) chunks: Vec<PlanChunk>,
+    /// Address of the records.
+    pub(crate) address: u64,
+    /// Memory of the records, unless a graph owns it.
+    pub(crate) upload: Option<Arc<CudaUpload>>,
+}
+
+/// The plans of a stream's last calls.
+pub(crate) type AttendPlans = Recent<AttendPlanKey, Arc<AttendPlan>, KEPT>;

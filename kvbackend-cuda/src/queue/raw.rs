@@ -1,0 +1,86 @@
+//! Handles of the driver that a stream's work uses: the stream itself, marks in its order, and captured graphs.
+
+use std::sync::Arc;
+
+use cudarc::driver::result;
+use cudarc::driver::sys::{self, CUevent, CUgraph, CUresult, CUstream};
+use kvcore::Result;
+use kvcore::device::queue::Mark;
+
+use crate::device::Device;
+
+/// A stream of the driver, with its device. Its owner keeps it alive and destroys it.
+pub(crate) struct RawStream {
+    pub(crate) device: Arc<Device>,
+    pub(crate) raw: CUstream,
+}
+
+/// An event of the driver, destroyed when it is dropped.
+pub(crate) struct RawEvent {
+    raw: CUevent,
+    device: Arc<Device>,
+}
+
+/// A captured graph that is not instantiated, destroyed when it is dropped.
+pub(crate) struct RawGraph {
+    pub(super) raw: CUgraph,
+    pub(super) device: Arc<Device>,
+}
+
+// SAFETY: the driver's events may be used from any thread.
+unsafe impl Send for RawEvent {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for RawEvent {}
+
+impl RawEvent {
+    pub(crate) fn raw(&self) -> CUevent {
+        self.raw
+    }
+}
+
+impl Mark for RawEvent {
+    type Stream = RawStream;
+
+    fn create(stream: &RawStream) -> Result<Self> {
+        let device = Arc::clone(&stream.device);
+        let raw = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        Ok(Self { raw: raw.map_err(|error| device.refused(error))?, device })
+    }
+
+    fn record(&self, stream: &RawStream) -> Result<()> {
+        // SAFETY: event and stream are alive and of one device.
+        unsafe { result::event::record(self.raw, stream.raw) }.map_err(|error| self.device.refused(error))
+    }
+
+    fn is_done(&self) -> Result<bool> {
+        let _bound = self.device.bind()?;
+        // SAFETY: the event is alive.
+        match unsafe { result::event::query(self.raw) } {
+            Ok(()) => Ok(true),
+            Err(error) if error.0 == CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            Err(error) => Err(self.device.refused(error)),
+        }
+    }
+
+    fn wait(&self) -> Result<()> {
+        let _bound = self.device.bind()?;
+        // SAFETY: the event is alive.
+        unsafe { result::event::synchronize(self.raw) }.map_err(|error| self.device.refused(error))
+    }
+}
+
+impl Drop for RawEvent {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.device.bind() else { return };
+        // SAFETY: the event is alive; the driver frees it when no stream waits for it any more.
+        let _ = unsafe { result::event::destroy(self.raw) };
+    }
+}
+
+impl Drop for RawGraph {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.device.bind() else { return };
+        // SAFETY: the graph is alive, and nothing else uses it.
+        let _ = unsafe { result::graph::destroy(self.raw) };
+    }
+}

@@ -1,0 +1,96 @@
+//! Lists that go up to the device: slots, positions, pairs of blocks, plans.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::result;
+use kvcore::{MemoryKind, Result, Storage};
+
+use super::raw::RawStream;
+use crate::device::Device;
+use crate::memory::{self, CudaStorage};
+
+/// Most replays that are enqueued and not done. The host waits for the oldest before it enqueues another.
+pub(super) const AHEAD: usize = 32;
+
+/// Most uploads that wait for another use. Twice [`AHEAD`]: each replay under way holds one, and the host waits for running
+/// kernels when pinned memory is freed.
+const KEPT: usize = 2 * AHEAD;
+
+/// Memory of a list: where the host writes it, and where kernels read it.
+#[derive(Debug)]
+pub(crate) struct CudaUpload {
+    host: *mut c_void,
+    storage: CudaStorage,
+}
+
+// SAFETY: the host's memory is written by the holder of the stream's lock only.
+unsafe impl Send for CudaUpload {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for CudaUpload {}
+
+impl CudaUpload {
+    fn new(device: &Arc<Device>, bytes: usize) -> Result<Self> {
+        let storage = CudaStorage::allocate(device, MemoryKind::Device, bytes)?;
+        let (host, _) = memory::pinned(bytes, memory::WRITTEN_ONLY)
+            .map_err(|error| device.no_memory(error, MemoryKind::Pinned, bytes))?;
+        Ok(Self { host, storage })
+    }
+
+    /// Returns the address of the list on the device, a multiple of 256.
+    pub(crate) fn address(&self) -> u64 {
+        self.storage.address()
+    }
+
+    /// Returns the memory that the host writes.
+    pub(crate) fn host(&self) -> *mut c_void {
+        self.host
+    }
+}
+
+impl Drop for CudaUpload {
+    fn drop(&mut self) {
+        let Ok(_bound) = self.storage.device().bind() else { return };
+        // SAFETY: `host` came from `pinned`. No copy reads it, because enqueued copies hold the upload.
+        let _ = unsafe { result::free_host(self.host) };
+    }
+}
+
+/// The uploads of a stream, in use or waiting for another list.
+#[derive(Debug, Default)]
+pub(crate) struct CudaUploads(Vec<(usize, Arc<CudaUpload>)>);
+
+impl CudaUploads {
+    /// Copies bytes to pinned memory, from which an enqueued copy takes them. The caller holds it until then.
+    pub(crate) fn stage(&mut self, device: &Arc<Device>, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
+        let make = |bytes| CudaUpload::new(device, bytes);
+        let upload = kvcore::device::queue::room(&mut self.0, bytes.len().max(1), KEPT, make)?;
+        // SAFETY: the upload has room for the bytes. Nothing reads or writes it, because nothing else holds it.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), upload.host.cast::<u8>(), bytes.len()) };
+        Ok(upload)
+    }
+
+    /// Enqueues the copy of a list to its own memory on the device. The caller holds the upload until the copy is done.
+    pub(crate) fn send(&mut self, stream: &RawStream, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
+        let upload = self.stage(&stream.device, bytes)?;
+        // SAFETY: the upload's memory on the device has room for the bytes.
+        unsafe { copy_up(stream, &upload, upload.address(), bytes.len()) }?;
+        Ok(upload)
+    }
+}
+
+/// Enqueues a copy of the first `bytes` staged bytes to an address on the device. The caller holds the upload until the copy
+/// is done.
+///
+/// # Safety
+/// The `bytes` bytes from `to` on are memory of the device that is held until the copy is done.
+pub(super) unsafe fn copy_up(stream: &RawStream, upload: &CudaUpload, to: u64, bytes: usize) -> Result<()> {
+    if bytes == 0 {
+        return Ok(());
+    }
+    // SAFETY: `stage` has written the bytes to the pinned memory, which lives as long as the upload.
+    unsafe {
+        let host = std::slice::from_raw_parts(upload.host.cast::<u8>(), bytes);
+        result::memcpy_htod_async(to, host, stream.raw).map_err(|error| stream.device.refused(error))
+    }
+}

@@ -1,0 +1,130 @@
+//! The granules of a reservation: each has physical memory of its own, or none.
+
+use std::ops::Range;
+
+use parking_lot::Mutex;
+
+use crate::base::{Error, Result};
+use crate::device::check_granules;
+
+// Decision: docs/decisions/backend-cuda.md#granules-grow-with-the-reservation
+/// Number of granules up to which a reservation has granules of the least size. Larger reservations have larger granules,
+/// because each granule is a call of the driver.
+const FINE: usize = 2048;
+
+/// Bytes of the largest granule.
+const LARGEST: usize = 64 << 20;
+
+/// Returns the bytes of a granule, a power of two, and of a reservation of at least `bytes` bytes. `least` is the device's
+/// least granule.
+///
+/// # Errors
+/// Returns [`Error::Overflow`] if the reservation is larger than the address space.
+pub fn granules_for(bytes: usize, least: usize) -> Result<(usize, usize)> {
+    let granule = (bytes / FINE).next_power_of_two().min(LARGEST).max(least.next_power_of_two());
+    let len = bytes.checked_next_multiple_of(granule);
+    len.map(|len| (granule, len)).ok_or(Error::Overflow { what: "bytes of a reservation" })
+}
+
+/// Which granules of a reservation are mapped, each with the device's handle of its physical memory.
+#[derive(Debug)]
+pub struct Granules<H> {
+    granule: usize,
+    handles: Mutex<Vec<Option<H>>>,
+}
+
+impl<H> Granules<H> {
+    /// Returns the granules of a reservation of `len` bytes, none of them mapped.
+    pub fn new(granule: usize, len: usize) -> Self {
+        Self { granule, handles: Mutex::new((0..len / granule).map(|_| None).collect()) }
+    }
+
+    /// Returns the bytes of a granule.
+    pub fn granule(&self) -> usize {
+        self.granule
+    }
+
+    /// Returns the bytes of all granules.
+    pub fn reserved_bytes(&self) -> usize {
+        self.handles.lock().len() * self.granule
+    }
+
+    /// Returns the bytes of the mapped granules.
+    pub fn mapped_bytes(&self) -> usize {
+        self.handles.lock().iter().flatten().count() * self.granule
+    }
+
+    /// Checks that a range consists of whole granules of the reservation.
+    ///
+    /// # Errors
+    /// Returns the errors of [`check_granules`].
+    pub fn check(&self, range: &Range<usize>) -> Result<()> {
+        check_granules(range, self.granule, self.reserved_bytes())
+    }
+
+    /// Maps the granules of a checked range that have no memory. `place` and `release` get the offset of a granule in bytes;
+    /// `release` undoes `place`.
+    ///
+    /// # Errors
+    /// Returns the error of `place`. No granule is mapped then that was not mapped before.
+    pub fn map(
+        &self,
+        range: Range<usize>,
+        mut place: impl FnMut(usize) -> Result<H>,
+        mut release: impl FnMut(usize, H),
+    ) -> Result<()> {
+        let mut handles = self.handles.lock();
+        let mut placed = Vec::new();
+        for i in (range.start / self.granule..range.end / self.granule).filter(|&i| handles[i].is_none()) {
+            match place(i * self.granule) {
+                Ok(handle) => placed.push((i, handle)),
+                Err(error) => {
+                    for (i, handle) in placed {
+                        release(i * self.granule, handle);
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        for (i, handle) in placed {
+            handles[i] = Some(handle);
+        }
+        Ok(())
+    }
+
+    /// Unmaps the granules of a checked range that have memory. `release` gets the offset of a granule in bytes.
+    pub fn unmap(&self, range: Range<usize>, mut release: impl FnMut(usize, H)) {
+        let mut handles = self.handles.lock();
+        for i in range.start / self.granule..range.end / self.granule {
+            if let Some(handle) = handles[i].take() {
+                release(i * self.granule, handle);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refused_granule_leaves_the_range_as_it_was() {
+        let granules = Granules::new(4, 16);
+        granules.map(4..8, |at| Ok(at), |_, _| {}).unwrap();
+        let mut released = Vec::new();
+        let refused = |at| if at == 12 { Err(Error::Zero { what: "memory" }) } else { Ok(at) };
+        assert!(granules.map(0..16, refused, |at, _| released.push(at)).is_err());
+        assert_eq!((released, granules.mapped_bytes()), (vec![0, 8], 4));
+        assert!(granules.check(&(2..8)).is_err() && granules.check(&(8..20)).is_err());
+        let mut released = Vec::new();
+        granules.unmap(0..16, |at, handle| released.push((at, handle)));
+        assert_eq!((released, granules.mapped_bytes()), (vec![(4, 4)], 0));
+    }
+
+    #[test]
+    fn granules_grow_with_the_reservation() {
+        assert_eq!(granules_for(1, 2 << 20).unwrap(), (2 << 20, 2 << 20));
+        assert_eq!(granules_for(80 << 30, 2 << 20).unwrap().0, 64 << 20);
+        assert!(granules_for(usize::MAX, 2 << 20).is_err());
+    }
+}

@@ -1,0 +1,139 @@
+//! Holds of enqueued work: what lives until the work is done.
+
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::base::Result;
+use crate::device::Storage;
+
+/// Number of holds after which a mark is recorded, so that they end when the mark is done.
+const BATCH: usize = 64;
+
+/// Something that enqueued work uses.
+#[derive(Debug, Clone)]
+pub enum Hold {
+    /// Memory.
+    Storage(Arc<dyn Storage>),
+    /// Anything else: memory of a list, an event, a graph.
+    Other(Arc<dyn Any + Send + Sync>),
+}
+
+impl Hold {
+    /// Returns the address of what is held, by which two holds of one thing are found equal.
+    pub(super) fn address(&self) -> usize {
+        match self {
+            Self::Storage(storage) => Arc::as_ptr(storage).cast::<u8>() as usize,
+            Self::Other(other) => Arc::as_ptr(other).cast::<u8>() as usize,
+        }
+    }
+}
+
+/// A point in the order of a stream. A mark that is done may be recorded again.
+pub trait Mark: Sized {
+    /// A stream of the device.
+    type Stream;
+
+    /// Creates a mark that is not recorded yet.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    fn create(stream: &Self::Stream) -> Result<Self>;
+
+    /// Records the mark after the work enqueued on a stream so far.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    fn record(&self, stream: &Self::Stream) -> Result<()>;
+
+    /// Returns whether the work before the recorded mark is done.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    fn is_done(&self) -> Result<bool>;
+
+    /// Blocks the host until the work before the recorded mark is done.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    fn wait(&self) -> Result<()>;
+}
+
+/// The holds of a stream in the order of its work, cut into batches by marks.
+#[derive(Debug)]
+pub struct InFlight<M> {
+    batches: VecDeque<(M, Vec<Hold>)>,
+    current: Vec<Hold>,
+    /// Marks that may be recorded again.
+    spare: Vec<M>,
+}
+
+impl<M> Default for InFlight<M> {
+    fn default() -> Self {
+        Self { batches: VecDeque::new(), current: Vec::new(), spare: Vec::new() }
+    }
+}
+
+impl<M: Mark> InFlight<M> {
+    /// Holds something until the work enqueued so far, and the work enqueued next, is done.
+    pub fn hold(&mut self, hold: Hold) {
+        let address = hold.address();
+        if !self.current.iter().any(|known| known.address() == address) {
+            self.current.push(hold);
+        }
+    }
+
+    /// Cuts a batch if there are many holds, and drops the batches whose work is done.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn tidy(&mut self, stream: &M::Stream) -> Result<()> {
+        if self.current.len() >= BATCH {
+            return self.cut(stream);
+        }
+        self.drop_done()
+    }
+
+    /// Cuts a batch, and drops the batches whose work is done.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn cut(&mut self, stream: &M::Stream) -> Result<()> {
+        if !self.current.is_empty() {
+            let mark = self.spare.pop().map_or_else(|| M::create(stream), Ok)?;
+            if let Err(error) = mark.record(stream) {
+                self.spare.push(mark);
+                return Err(error);
+            }
+            self.batches.push_back((mark, std::mem::take(&mut self.current)));
+        }
+        self.drop_done()
+    }
+
+    fn drop_done(&mut self) -> Result<()> {
+        while let Some((mark, _)) = self.batches.front()
+            && mark.is_done()?
+        {
+            self.spare.extend(self.batches.pop_front().map(|(mark, _)| mark));
+        }
+        Ok(())
+    }
+
+    /// Waits for the oldest batches, and drops them, until fewer than `most` are left.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub fn wait_until(&mut self, most: usize) -> Result<()> {
+        while self.batches.len() >= most.max(1) {
+            self.batches[0].0.wait()?;
+            self.spare.extend(self.batches.pop_front().map(|(mark, _)| mark));
+        }
+        Ok(())
+    }
+
+    /// Drops all holds. The caller has waited for the stream, or the device is lost.
+    pub fn clear(&mut self) {
+        self.spare.extend(self.batches.drain(..).map(|(mark, _)| mark));
+        self.current.clear();
+    }
+}

@@ -1,0 +1,27 @@
+//! The bookkeeping that backends with queues on a device share. Nothing here calls a driver.
+//!
+//! ```text
+//!   hold       what enqueued work uses, in batches that end with marks of the device
+//!   recent     what the last operations have sent up or divided, by key
+//!   uploads    pinned memory of lists, used again when no work holds it
+//!   lists      places of a captured step's lists, which each replay writes
+//!   capture    the capture that a thread records, and the streams that take part
+//!   memory     memory of activations, on loan
+//!   granules   which granules of a reservation are mapped
+//! ```
+
+mod capture;
+mod granules;
+mod hold;
+mod lists;
+mod memory;
+mod recent;
+mod uploads;
+
+pub use capture::{CaptureSide, Captured, CapturedStream, Recording, capture};
+pub use granules::{Granules, granules_for};
+pub use hold::{Hold, InFlight, Mark};
+pub use lists::StepLists;
+pub use memory::LoanMemory;
+pub use recent::Recent;
+pub use uploads::room;

@@ -1,0 +1,41 @@
+//! Values by key, of which the newest few are kept.
+
+/// The last `N` values that were made, each with its key.
+///
+/// ```
+/// use kvcore::device::queue::Recent;
+///
+/// let mut recent = Recent::<u32, &str, 2>::default();
+/// for (key, value) in [(1, "one"), (2, "two"), (3, "three")] {
+///     recent.keep(key, value);
+/// }
+/// assert_eq!((recent.get(&1), recent.get(&3)), (None, Some(&"three")));
+/// ```
+#[derive(Debug)]
+pub struct Recent<K, V, const N: usize> {
+    kept: Vec<(K, V)>,
+    /// Place of the oldest value when all places are taken.
+    next: usize,
+}
+
+impl<K, V, const N: usize> Default for Recent<K, V, N> {
+    fn default() -> Self {
+        Self { kept: Vec::new(), next: 0 }
+    }
+}
+
+impl<K: PartialEq, V, const N: usize> Recent<K, V, N> {
+    /// Returns the value of a key.
+    pub fn get(&self, key: &K) -> Option<&V> {
+        self.kept.iter().find(|(known, _)| known == key).map(|(_, value)| value)
+    }
+
+    /// Keeps the value of a new key, in place of the oldest value if there are `N`.
+    pub fn keep(&mut self, key: K, value: V) {
+        if self.kept.len() < N {
+            return self.kept.push((key, value));
+        }
+        self.kept[self.next] = (key, value);
+        self.next = (self.next + 1) % N;
+    }
+}

@@ -1,0 +1,34 @@
+//! Memory of lists that go up to the device, used again by later lists.
+
+use std::sync::Arc;
+
+use crate::base::Result;
+
+/// Least bytes of a list's memory.
+const LEAST: usize = 4096;
+
+/// Returns memory for `bytes` bytes that nobody but `pool` holds; new memory, from `make`, if there is none. The pool keeps
+/// at most `most` pieces of memory, each with its bytes.
+///
+/// # Errors
+/// Returns the errors of `make`, which gets the number of bytes.
+pub fn room<U>(
+    pool: &mut Vec<(usize, Arc<U>)>,
+    bytes: usize,
+    most: usize,
+    make: impl FnOnce(usize) -> Result<U>,
+) -> Result<Arc<U>> {
+    let fits = |(len, known): &&(usize, Arc<U>)| *len >= bytes && Arc::strong_count(known) == 1;
+    if let Some((_, known)) = pool.iter().find(fits) {
+        return Ok(Arc::clone(known));
+    }
+    let len = bytes.next_power_of_two().max(LEAST);
+    let made = Arc::new(make(len)?);
+    if pool.len() >= most {
+        // The smallest piece serves the fewest lists. Work that still uses it keeps it alive.
+        let smallest = (0..pool.len()).min_by_key(|&i| pool[i].0).unwrap_or_default();
+        pool.swap_remove(smallest);
+    }
+    pool.push((len, Arc::clone(&made)));
+    Ok(made)
+}
