@@ -1,8 +1,8 @@
-//! Two prompts with the same documents in another order: `cargo run --release --example chunk_reuse`.
+//! Two prompts with the same documents in a different order: `cargo run --release --example chunk_reuse`.
 //!
-//! The first prompt computes its documents. The second prompt finds both, and reads them at other positions without
-//! a copy: attention turns the query instead of the keys. A model is replaced by keys and values that are made up from
-//! the tokens; everything else is what an engine does.
+//! The first prompt computes its documents. The second prompt finds both and reads them at other positions without
+//! a copy, because attention rotates the query instead of the keys. In place of a model, keys and values are made up
+//! from the tokens. Everything else is what an engine does.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use kvchunk::{
 };
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockOrder, BlockPool, DType, KeyForm, KeyScope, KvArena,
-    KvLayout, KvShape, MemoryKind, PagedKvCache, QueryRow, Rope, RopeConfig, RowRotation, Scatter, Segment,
+    KvLayout, KvShape, LayerRopes, MemoryKind, PagedKvCache, QueryRow, Rope, RopeConfig, RopeFamily, RowRotation, Scatter, Segment,
     SequenceStart, Stream, TensorView, WriteSlots, allocate_tensor,
 };
 
@@ -27,7 +27,7 @@ struct Device {
     backend: Arc<CpuBackend>,
     stream: Arc<dyn Stream>,
     arena: KvArena,
-    rope: Arc<Rope>,
+    ropes: LayerRopes,
 }
 
 impl Device {
@@ -46,8 +46,12 @@ impl Device {
         let backend = CpuBackend::new();
         let layout = Arc::new(KvLayout::new(shape)?);
         let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout)?;
-        let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 4096)?);
-        Ok(Self { stream: backend.stream()?, backend, arena, rope })
+        let ropes = RopeFamily::new(&[RopeConfig::new(DIM, 10_000.0)], 4096)?.at(4096)?;
+        Ok(Self { stream: backend.stream()?, backend, arena, ropes })
+    }
+
+    fn rope(&self) -> Arc<Rope> {
+        Arc::clone(&self.ropes.layers()[0])
     }
 
     /// Returns one row per token, made up from the token and a phase.
@@ -64,7 +68,7 @@ impl Device {
 
     /// Computes keys and values of tokens and writes them to slots. The keys are rotated for `positions`.
     fn fill(&self, tokens: &[u32], positions: Arc<[i64]>, slots: WriteSlots) -> Result<()> {
-        let rotation = Some(RowRotation { rope: Arc::clone(&self.rope), positions });
+        let rotation = Some(RowRotation { rope: self.rope(), positions });
         let (k, v) = (self.rows(tokens, 0.1)?, self.rows(tokens, 0.2)?);
         Ok(self.stream.scatter(&Scatter { arena: self.arena.clone(), layer: 0, k, v, slots, rotation })?)
     }
@@ -76,7 +80,7 @@ impl Device {
             arena: self.arena.clone(),
             layer: 0,
             q: self.rows(&[token], 0.3)?,
-            rope: Some(Arc::clone(&self.rope)),
+            rope: Some(self.rope()),
             keys: KeyForm::Rotated,
             work: Arc::new(AttendWork::new([at], [AttendRows::new(0..1, segments)])),
             scale: 1.0 / (DIM as f32).sqrt(),
@@ -91,8 +95,8 @@ impl Device {
     }
 }
 
-/// Returns the attention of the same token over keys that are computed and rotated anew, all in one sequence.
-fn computed_anew(
+/// Returns the attention of the same token over keys that are computed again, all in one sequence.
+fn recomputed(
     device: &Device,
     main: &mut PagedKvCache,
     prompt: &ChunkedPrompt,
@@ -108,6 +112,10 @@ fn computed_anew(
     Ok(out)
 }
 
+fn largest_difference(a: &[f32], b: &[f32]) -> f32 {
+    a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
+}
+
 fn main() -> Result<()> {
     let device = Device::new()?;
     // One arena, two pools: an `attend` reads blocks of both.
@@ -115,7 +123,7 @@ fn main() -> Result<()> {
     let mut main = PagedKvCache::new(device.arena.clone(), BlockPool::new(main_blocks)?)?;
     let chunks =
         ChunkCacheManager::new(ChunkCacheConfig::default(), ChunkBlockPool::new(chunk_blocks, BLOCK_SIZE)?)?;
-    let reindexer = PositionReindexer::new(Arc::clone(&device.rope));
+    let reindexer = PositionReindexer::for_layers(&device.ropes);
     // Documents follow one another, so that a document in another order is at another position.
     let cell = ReuseCell { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
 
@@ -150,7 +158,7 @@ fn main() -> Result<()> {
             position: assembly.plan().question_position,
         };
         // From now on other requests find the parts, too. They are held until `held` is dropped.
-        let held = assembly.commit()?;
+        let mut held = assembly.commit()?;
         let segments = &held.segments()[1..]; // the first segment is the system prompt
         for ((report, segment), (name, _)) in held.reports().iter().zip(segments).zip(documents) {
             let blocks: Vec<usize> = segment.blocks.iter().map(|block| block.index()).collect();
@@ -167,12 +175,20 @@ fn main() -> Result<()> {
 
         // The answer is that of keys rotated for these very positions, though no stored key has moved.
         let answer = device.attend(question[0], at, Arc::clone(held.segments()))?;
-        let anew = computed_anew(&device, &mut main, &prompt, at)?;
-        let error = answer.iter().zip(&anew).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+        let recomputed = recomputed(&device, &mut main, &prompt, at)?;
+        let error = largest_difference(&answer, &recomputed);
         assert!(error < 1e-4, "attention differs by {error}");
         println!(
-            "        attention equals that over keys rotated anew: the largest difference is {error:.0e}"
+            "        attention equals that over recomputed keys: the largest difference is {error:.0e}"
         );
+
+        // A kernel that does not read segments takes a copy: one run of blocks, with keys rotated for this prompt.
+        let copy = held.rotated_copy(KeyForm::Rotated, main.pool())?;
+        copy.enqueue(device.backend.as_ref(), device.stream.as_ref(), &device.arena, &device.ropes)?;
+        let answer = device.attend(question[0], at, [copy.segment_by_position()?].into())?;
+        let error = largest_difference(&answer, &recomputed);
+        assert!(error < 1e-4, "attention over the copy differs by {error}");
+        println!("        {} tokens copied for a kernel without segments: {error:.0e}", copy.copied_tokens());
     }
     Ok(())
 }

@@ -203,7 +203,7 @@ impl ForeignCache {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::FormatMismatch`] or [`Error::Mismatch`] for an arena with other rows, other numbers of layers or of
+    /// Returns [`Error::Mismatch`] for an arena with other rows, other numbers of layers or of
     /// slots, [`Error::OutOfRange`] for a slot that does not exist, [`Error::Twice`] for a slot that is written twice, the
     /// errors of [`Rope::table`](kvcore::Rope::table) for a distance past the model's positions, and
     /// [`Error::ForeignHandle`] for memory of another backend.
@@ -252,7 +252,7 @@ impl ForeignCache {
         let (own, shape) = (&self.shape, arena.layout().shape());
         if shape.format != own.dtype.into() {
             let (expected, got) = (KvFormat::from(own.dtype), shape.format);
-            return Err(Error::FormatMismatch { what: "arena", expected, got });
+            return Err(Error::mismatch("arena", expected, got));
         }
         for (what, expected, got) in [
             ("layers of the arena", self.layers.len(), shape.num_layers),
@@ -307,7 +307,7 @@ impl ForeignPlane {
 }
 
 fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
-    if expected == got { Ok(()) } else { Err(Error::Mismatch { what, expected, got }) }
+    if expected == got { Ok(()) } else { Err(Error::mismatch(what, expected, got)) }
 }
 
 /// Checks that slots are below `limit`, and not negative unless `padding` is allowed.

@@ -4,6 +4,7 @@
 
 use kvbackend_cpu::dense::{Matrix, Products, StoredType};
 use kvbackend_cpu::{CpuOptions, SimdLevel};
+use kvcore::Compared::Number;
 use kvcore::Error;
 use proptest::prelude::*;
 use rstest::rstest;
@@ -167,12 +168,18 @@ fn steps_of_other_extents_are_refused() {
         Err(Error::NotMultiple { value: 5, of: 2, .. })
     ));
     assert!(matches!(steps.rms_norm(&[1.0; 5], &[], 0.0), Err(Error::Zero { .. })));
-    assert!(matches!(steps.gated(&[1.0; 5], &[1.0; 4]), Err(Error::Mismatch { expected: 5, got: 4, .. })));
-    assert!(matches!(steps.sums(&[], &[1.0]), Err(Error::Mismatch { expected: 0, got: 1, .. })));
+    assert!(matches!(
+        steps.gated(&[1.0; 5], &[1.0; 4]),
+        Err(Error::Mismatch { expected: Number(5), got: Number(4), .. })
+    ));
+    assert!(matches!(
+        steps.sums(&[], &[1.0]),
+        Err(Error::Mismatch { expected: Number(0), got: Number(1), .. })
+    ));
     let matrix = [0u8; 24];
     let matrix = Matrix::new(StoredType::F32, 2, 3, &matrix).unwrap();
     let refused = steps.multiplied(&[1.0; 4], 2, &matrix);
-    assert!(matches!(refused, Err(Error::Mismatch { expected: 6, got: 4, .. })));
+    assert!(matches!(refused, Err(Error::Mismatch { expected: Number(6), got: Number(4), .. })));
     assert!(steps.rms_norm(&[], &[1.0], 0.0).unwrap().is_empty());
     assert!(steps.gated(&[], &[]).unwrap().is_empty());
     assert_eq!(steps.multiplied(&[1.0; 3], 1, &matrix).unwrap(), [0.0; 2]);
@@ -226,7 +233,7 @@ fn extents_that_do_not_fit_are_errors() {
     let wrong = Matrix::new(StoredType::Q8_0, 2, 40, &[0; 85]);
     assert!(matches!(wrong, Err(Error::NotMultiple { value: 40, of: 32, .. })), "{wrong:?}");
     let wrong = Matrix::new(StoredType::F32, 2, 3, &[0; 23]);
-    assert!(matches!(wrong, Err(Error::Mismatch { expected: 24, got: 23, .. })), "{wrong:?}");
+    assert!(matches!(wrong, Err(Error::Mismatch { expected: Number(24), got: Number(23), .. })), "{wrong:?}");
     assert!(Matrix::new(StoredType::F32, usize::MAX, 3, &[0; 23]).is_err());
     let bytes = [0; 24];
     let matrix = Matrix::new(StoredType::F32, 2, 3, &bytes).unwrap();

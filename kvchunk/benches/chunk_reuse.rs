@@ -5,7 +5,6 @@
 //! since there is no KV here at all. `--tokens N` sets the longest chunk (default 4096).
 
 use std::hint::black_box;
-use std::sync::Arc;
 use std::time::Instant;
 
 use kvchunk::{
@@ -39,8 +38,8 @@ fn longest() -> usize {
 fn main() -> kvchunk::Result<()> {
     let root = KeyScope::new("bench", b"w").root();
     let system: Vec<u32> = (0..200).collect();
-    let rope = Arc::new(Rope::new(RopeConfig::new(64, 500_000.0), 1 << 20)?);
-    let reindexer = PositionReindexer::new(rope);
+    let rope = Rope::new(RopeConfig::new(64, 500_000.0), 1 << 20)?;
+    let reindexer = PositionReindexer::new(&rope);
     for algorithm in HashAlgorithm::ALL {
         for length in [longest() / 4, longest() / 2, longest()] {
             let tokens: Vec<u32> = (0..length as u32).map(|i| i.wrapping_mul(2_654_435_761) >> 15).collect();

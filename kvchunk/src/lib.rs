@@ -65,6 +65,7 @@ mod cache;
 mod config;
 mod error;
 mod hash;
+pub mod metrics;
 mod pool;
 mod position;
 mod prefix;
@@ -76,22 +77,24 @@ mod scaling;
 mod sleep;
 
 pub use assembly::{
-    AssembledPrompt, Assembler, Assembly, ChunkReport, ChunkSpan, Recomputation, RotatedCopy, ScratchBlocks,
+    AssembledPrompt, Assembler, Assembly, ChunkReport, Recomputation, RotatedCopy, ScratchBlocks,
 };
 pub use cache::{
     Acquired, ChunkCacheManager, ChunkCacheMetrics, ChunkHashIndex, ChunkInfo, ChunkReservation, ChunkWaiter,
     PieceHold, Tenant, TenantId, TenantKeys, WeakChunkCache,
 };
-pub use config::{ChunkCacheConfig, ComputeMode, Exactness, PositionStrategy, Reuse, ReuseCell};
+pub use config::{
+    ChunkCacheConfig, ComputeMode, Exactness, HashAlgorithm, PositionStrategy, Reuse, ReuseCell,
+};
 pub use error::{Error, Result};
-pub use hash::{ChunkContext, ChunkHash, ChunkHasher, ChunkPiece, HashAlgorithm};
+pub use hash::{ChunkContext, ChunkHash, ChunkHasher, ChunkPiece};
 pub use pool::ChunkBlockPool;
 pub use position::{ChunkPlace, MergedRun, PlacedPiece, PositionPlan, PositionReindexer};
 pub use prefix::{PrefixFill, SealedPrefix};
 pub use prompt::{ChunkedPrompt, DEFAULT_SEPARATOR, SplitPrompt};
 pub use ranks::{CollectiveRank, RankAgreement};
 pub use recompute::{
-    AttentionCheck, DeviationCheck, DeviationOf, Evidence, Findings, Recompute, RecomputeStrategy,
+    AttentionCheck, ChunkSpan, DeviationCheck, DeviationOf, Evidence, Findings, Recompute, RecomputeStrategy,
     TokenScores, TokenSelection,
 };
 pub use replica::{

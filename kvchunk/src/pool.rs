@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use kvcore::{BlockPool, KvLayout, MutableBlocks};
+use kvcore::{BlockPool, MutableBlocks};
 
 use crate::error::{Error, Result};
 
@@ -64,25 +64,6 @@ impl ChunkBlockPool {
         let all = all.ok_or(Error::NoRoomForTwoPools { blocks: num_blocks })?;
         let main = all - ((f64::from(all) * share) as u32).clamp(1, all - 1);
         Ok((0..main, main..all))
-    }
-
-    /// Returns the number of bytes that a chunk of `tokens` tokens takes in its blocks. Per token slot this
-    /// is `2 × layers × heads × dim × bytes` if K and V have the same shape, otherwise the sum of K and V,
-    /// plus the scales if there are any.
-    ///
-    /// ```
-    /// use kvchunk::ChunkBlockPool;
-    /// use kvcore::{BlockOrder, DType, KvLayout, KvShape};
-    /// // Llama-2-7B in bf16: 4096 tokens are 2 GiB
-    /// let shape = KvShape {
-    ///     num_layers: 32, num_blocks: 1, block_size: 16, k_heads: 32, v_heads: 32, k_dim: 128, v_dim: 128,
-    ///     format: DType::BF16.into(), order: BlockOrder::TokenMajor,
-    /// };
-    /// assert_eq!(ChunkBlockPool::chunk_bytes(&KvLayout::new(shape)?, 4096), 2 << 30);
-    /// # Ok::<(), kvcore::Error>(())
-    /// ```
-    pub fn chunk_bytes(layout: &KvLayout, tokens: usize) -> usize {
-        layout.blocks_for(tokens).saturating_mul(layout.block_bytes())
     }
 
     /// Takes `n` blocks, all or none.

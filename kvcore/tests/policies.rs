@@ -132,7 +132,7 @@ fn a_block_twice_in_a_guard_gets_no_keys() {
     twice.append(twice.clone()).unwrap();
     let refused = twice.register(0, None, &[key(1), key(2)]);
     let block = twice.ids()[0];
-    assert_eq!(refused, Err(kvcore::Error::BlockTwice { block, role: "a block to register twice" }));
+    assert_eq!(refused, Err(kvcore::Error::Twice { what: "block to register", number: u64::from(block.0) }));
     assert!(cached(&pool, 0..3).is_empty());
     twice.register(1, None, &[key(2)]).unwrap();
     assert_eq!(cached(&pool, 0..3), [2]);

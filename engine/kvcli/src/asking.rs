@@ -1,4 +1,4 @@
-//! Asking questions of a model, as `eval` and `tune` do: the engine, the questions and their form.
+//! The engine, the questions and their form, for `kvc eval` and `kvc tune`.
 
 use std::path::Path;
 
@@ -12,7 +12,7 @@ use crate::backend::Opened;
 use crate::error::{Error, Result};
 use crate::{backend, embedded, load};
 
-/// Loads the model that is asked, with its caches.
+/// Loads the model to ask, with its caches.
 pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, TextCodec)> {
     let Opened { backend, dense } = backend::open(&args.backend)?;
     let ModelDirectory { model, codec } = load::model(asking.model.as_deref(), args.weights, dense)?;
@@ -27,7 +27,7 @@ pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, 
     Ok((engine, codec))
 }
 
-/// Returns how questions are asked; what is measured is up to the command.
+/// Returns the way to ask questions. The command decides what to measure.
 pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
     let separator = match &asking.separator {
         Some(text) => text.replace("\\n", "\n"),
@@ -42,21 +42,23 @@ pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
     }
 }
 
-/// Questions of each kind in a draw where answers are shown.
+/// Number of questions of each kind in a draw, if answers are only counted.
 pub(crate) const SHOWN: usize = 20;
-/// Questions of each kind in a draw where a loss is judged: of five draws, they can bound one of nothing by two points.
+/// Number of questions of each kind in a draw, if a loss is judged. With five draws they suffice to bound a
+/// loss of zero by two points.
 pub(crate) const JUDGED: usize = 30;
-/// Notes in a prompt if a model comes without questions of its own.
+/// Number of notes in a prompt, for a model without questions of its own.
 const NOTES: usize = 2;
 
-/// Returns the questions for each seed: as many of each kind as the caller asks for, or `usual`.
+/// Returns the questions for each seed: as many of each kind as the options ask for, or `usual`.
 pub(crate) fn questions(asking: &AskingArgs, usual: usize) -> Result<Vec<Vec<Question>>> {
     let mut draws = drawn(asking, asking.questions.unwrap_or(usual))?;
     draws.retain(|questions| !questions.is_empty());
     if draws.is_empty() { Err(Error::NoKind) } else { Ok(draws) }
 }
 
-/// Returns the first question that holds the separator, and the field that does. Space keeps nothing apart, and may stand anywhere.
+/// Returns the first question that contains the separator, with the name of that field. A separator of white
+/// space may occur anywhere.
 fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
     let separator = separator.trim();
     let holds = |(at, question): (usize, &Question)| {
@@ -68,7 +70,7 @@ fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
     if separator.is_empty() { None } else { questions.iter().enumerate().find_map(holds) }
 }
 
-/// Returns the questions of each seed that are of the kinds asked for; a seed may have none.
+/// Returns the questions of the requested kinds, for each seed. A seed may have none.
 fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
     let beside = |name: &str| asking.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &Path| {
@@ -103,7 +105,7 @@ fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
         }
         all = graded(all);
         all.truncate(asking.questions.unwrap_or(usize::MAX));
-        // Each part takes every n-th question of the dataset, so that the parts are alike.
+        // Each part takes every n-th question of the dataset, to make the parts similar.
         let part = |seed: usize| all.iter().skip(seed).step_by(asking.seeds).cloned().collect::<Vec<_>>();
         return Ok((0..asking.seeds).map(part).collect());
     }

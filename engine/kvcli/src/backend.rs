@@ -1,4 +1,4 @@
-//! Backends by name, with the dense steps that go with each.
+//! Opens backends by name, each with its dense steps.
 
 use std::sync::Arc;
 
@@ -8,14 +8,14 @@ use kvmodel::dense::Dense;
 use crate::args::BackendName;
 use crate::error::Result;
 
-/// A backend, and the dense steps of a model beside it.
+/// A backend with the dense steps of a model.
 pub(crate) struct Opened {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) dense: Arc<dyn Dense>,
 }
 
 impl Opened {
-    /// Returns a backend with dense steps on the host, on so many threads.
+    /// Returns a backend with dense steps on the host, on the given number of threads.
     #[cfg(any(feature = "ascend", feature = "cuda", feature = "wgpu"))]
     #[cfg_attr(
         not(feature = "cpu"),
@@ -37,8 +37,8 @@ pub(crate) fn open(name: &BackendName) -> Result<Opened> {
     open_with(name, None)
 }
 
-/// Opens the backend of the given name. The CPU backend and dense steps on the host take `threads`, where it is given, in
-/// place of one per processor.
+/// Opens the backend of the given name. If `threads` is given, the CPU backend and dense steps on the host
+/// use that number instead of one per processor.
 ///
 /// # Errors
 /// Returns an error if this program was built without the backend, or if the machine has no such device.
@@ -100,8 +100,8 @@ fn cuda(device: usize, threads: Option<usize>) -> Result<Opened> {
     beside(backend, dense.map(|dense| Arc::new(dense) as Arc<dyn Dense>), threads)
 }
 
-/// Returns a backend with the dense steps of its device. Where the device's libraries lack something, the steps stay on
-/// the host, and a note says so.
+/// Returns a backend with the dense steps of its device. If the device's libraries lack something, the steps
+/// run on the host instead, and a note explains this.
 #[cfg(any(feature = "ascend", feature = "cuda"))]
 fn beside(
     backend: Arc<dyn Backend>,

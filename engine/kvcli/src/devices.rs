@@ -1,4 +1,4 @@
-//! `kvc devices`: the devices that `--backend` can name on this machine.
+//! `kvc devices`: the devices of this machine that `--backend` accepts.
 
 use std::io::Write;
 
@@ -11,10 +11,10 @@ use crate::report;
 /// A device of one backend.
 #[derive(Serialize)]
 struct ListedDevice {
-    /// Name of the device for `--backend`.
+    /// The device's name for `--backend`.
     backend: String,
     name: String,
-    /// Interface, kind and driver.
+    /// The interface, kind and driver of the device.
     about: String,
     limits: Vec<(&'static str, String)>,
     features: Vec<(&'static str, bool)>,
@@ -22,7 +22,7 @@ struct ListedDevice {
     unfit: Option<String>,
 }
 
-/// A backend without a device in this build or on this machine, and advice.
+/// A backend without a device in this build or on this machine, with advice.
 #[derive(Serialize)]
 struct Missing {
     backend: &'static str,

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// A failure, as the user reads it.
+/// A failure with its message for the user.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum Error {
     /// The engine, its model or a cache failed.
@@ -20,7 +20,7 @@ pub(crate) enum Error {
     /// A document has no text.
     #[error("the document {0} is empty; take it out, or give it a text")]
     EmptyDocument(PathBuf),
-    /// Documents stand at the start of a prompt, where the model has nothing that they could follow.
+    /// Documents are at the very start of a prompt, but must follow a text.
     #[error("documents need a text before them: give --system TEXT, or --chat for the model's template")]
     NoSystem,
     /// A file of messages is malformed, or its conversation cannot be answered.
@@ -30,7 +30,7 @@ pub(crate) enum Error {
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]
     NoBackend(&'static str),
-    /// There is nothing at the path of the model.
+    /// The path of the model does not exist.
     #[error(
         "there is no {0}; --model takes a directory with config.json, *.safetensors and tokenizer.json, or a GGUF file"
     )]
@@ -47,45 +47,45 @@ pub(crate) enum Error {
     /// A file of answers cannot be read.
     #[error("cannot read {path}: {source}")]
     ReadAnswers { path: PathBuf, source: std::io::Error },
-    /// A line of a file of answers is none.
+    /// A line of a file of answers is not an answer.
     #[error("{path}, line {line}: {reason}; kvc eval --answers writes such files")]
     Answer { path: PathBuf, line: usize, reason: String },
-    /// Files of answers have none.
+    /// The files of answers are empty.
     #[error("the files that --read names have no answers")]
     NoAnswers,
     /// A trace of arrivals cannot be read.
     #[error("cannot read the trace {path}: {source}")]
     Trace { path: PathBuf, source: std::io::Error },
-    /// A line of a trace is no arrival.
+    /// A line of a trace is not an arrival.
     #[error(
         "{path}, line {line}: {reason}; a line is a JSON object with at (seconds), prompt_tokens and answer_tokens"
     )]
     Arrival { path: PathBuf, line: usize, reason: String },
-    /// The file of questions has a wrong line, or no question.
+    /// The file of questions has a malformed line, or no question.
     #[error("{path}: {source}")]
     Questions { path: PathBuf, source: kvlab::Error },
-    /// Full attention answers too little for a way to be judged.
+    /// Full attention answers too few questions for a way to be judged.
     #[error(
         "full attention itself answers {right:.0} % of the questions, too few to judge a way by (--floor {floor:.0}), and no file is \
          written: ask questions that the model can answer, of fewer --texts or of a --dataset"
     )]
     NothingJudged { right: f64, floor: f64 },
-    /// A part of a question holds the text that stands behind parts.
+    /// A part of a question contains the text that separates parts.
     #[error(
         "{path}, line {line}: {field} holds the separator, so that its end could not be told from its middle: choose another one with \
          --separator, or change the text"
     )]
     Separator { path: PathBuf, line: usize, field: String },
-    /// No question is of the kinds that are asked for.
+    /// There is no question of the requested kinds.
     #[error(
         "there is no question of the kinds that --kind asks for: texts have local, comparison and reference, and world.json has \
              local, cross-start and cross-middle"
     )]
     NoKind,
-    /// The gate found that reuse is not fit for the model.
+    /// The gate found that reuse does not suit the model.
     #[error("reuse is not fit for this model; what does not hold: {0}")]
     GateClosed(String),
-    /// The gate could not decide whether reuse is fit for the model.
+    /// The gate could not decide whether reuse suits the model.
     #[error("whether reuse is fit for this model cannot be said: {0}")]
     GateUndecided(String),
     /// A file of results, such as a plot, cannot be written.
@@ -100,8 +100,8 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Returns advice for a cache that is too small or has no chunks, and for a chat template that fails, if an option of the
-    /// command or a change of its input can help.
+    /// Returns advice if an option of the command or a change of its input can help: for a cache that is too
+    /// small or keeps no documents, and for a chat template that fails.
     pub(crate) fn hint(&self) -> Option<&'static str> {
         use kvcore::Error::{Allocation, NotEnoughMemory, OutOfBlocks};
         use kvengine::Error::{Chunk, Core, Model, NoChunks};
@@ -113,7 +113,7 @@ impl Error {
         match error {
             NoChunks(_) => Some("take --cache paged, or --full-attention without --chunk-sleep"),
             Model(Template { .. }) => Some("change the prompt or the template, or leave --chat out"),
-            // Only a sleeping document has a memory budget of its own.
+            // Only sleeping documents have a memory budget of their own.
             Chunk(kvchunk::Error::Core(NotEnoughMemory { .. })) => {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")
             }

@@ -1,4 +1,4 @@
-//! Loading a model with a progress bar.
+//! Loads a model with a progress bar.
 
 use std::path::Path;
 use std::sync::Arc;

@@ -1,15 +1,15 @@
-//! Memory that a run used.
+//! The memory that a run used.
 
 use std::fmt;
 
 use kvengine::Engine;
 use serde::Serialize;
 
-/// Peak memory in bytes, and the parts of the model and of its cache.
+/// The peak memory of the process, and the memory of the model and its caches, in bytes.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[allow(clippy::struct_field_names, reason = "the names of the JSON")]
 pub(crate) struct MemoryJson {
-    /// Largest resident size of the process, if the system reports it.
+    /// The largest resident size of the process, if the system reports it.
     #[serde(skip_serializing_if = "Option::is_none")]
     peak_bytes: Option<usize>,
     weight_bytes: usize,
@@ -34,7 +34,7 @@ impl fmt::Display for MemoryJson {
     }
 }
 
-/// Returns the largest resident size so far, as Linux counts it.
+/// Returns the largest resident size so far, as Linux reports it.
 fn peak() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

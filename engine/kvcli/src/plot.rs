@@ -24,7 +24,7 @@ pub(crate) struct Frame<'a> {
     pub(crate) legend: Legend,
 }
 
-/// The place of the legend at the right, where lines leave room.
+/// The place of the legend, on the right, where lines leave room.
 #[derive(Clone, Copy)]
 pub(crate) enum Legend {
     Above,
@@ -32,7 +32,7 @@ pub(crate) enum Legend {
     Below,
 }
 
-/// Colours that people tell apart, also those who see fewer of them (Okabe and Ito, 2008), and three more.
+/// Colours that people with colour blindness can tell apart, too (Okabe and Ito, 2008), and three more.
 const COLOURS: [(u8, u8, u8); 9] = [
     (0, 114, 178),
     (213, 94, 0),
@@ -48,7 +48,7 @@ const COLOURS: [(u8, u8, u8); 9] = [
 /// Width and height of a panel.
 const PANEL: (u32, u32) = (640, 480);
 
-/// Checks that a plot can be written to a file, before its data is computed.
+/// Checks that a plot can be written to a file. Call it before the data is computed.
 pub(crate) fn writable(path: &Path) -> Result<()> {
     let existed = path.exists();
     let opened = std::fs::OpenOptions::new().create(true).append(true).open(path);
@@ -56,7 +56,7 @@ pub(crate) fn writable(path: &Path) -> Result<()> {
     tried.map_err(|error| Error::Plot { path: path.to_owned(), reason: error.to_string() })
 }
 
-/// Draws series with error bars and a legend, a panel beside the other.
+/// Draws series with error bars and a legend, with panels side by side.
 pub(crate) fn draw(path: &Path, panels: &[(Frame<'_>, Vec<Series>)]) -> Result<()> {
     try_draw(path, panels).map_err(|reason| Error::Plot { path: path.to_owned(), reason: reason.to_string() })
 }

@@ -1,4 +1,5 @@
-//! Progress on standard error if that is a terminal, and the growing answer on standard output.
+//! Shows progress on standard error, if that is a terminal, and prints the answer to standard output as it
+//! grows.
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
@@ -8,7 +9,7 @@ use kvmodel::{Observer, TextCodec, TextStream};
 
 use crate::error::Result;
 
-/// Returns a bar that is visible only on a terminal, and only if `show` is true.
+/// Returns a progress bar, visible only on a terminal and only if `show` is true.
 pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
     let show = show && std::io::stderr().is_terminal();
     let target = if show { ProgressDrawTarget::stderr() } else { ProgressDrawTarget::hidden() };
@@ -17,19 +18,19 @@ pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
     ProgressBar::with_draw_target(None, target).with_style(style).with_message(what)
 }
 
-/// Shows the prefill as a bar, and after it prints the text of the answer as it becomes certain.
+/// An observer that shows the prefill as a bar and then prints the answer as its text becomes certain.
 pub(crate) struct Live<'a> {
     text: TextStream<'a>,
     prefill: ProgressBar,
     print: bool,
-    /// True once something was printed; white space before it is left out.
+    /// True once something was printed. White space before that is skipped.
     begun: bool,
     failure: Option<kvmodel::Error>,
 }
 
 impl<'a> Live<'a> {
-    /// Creates an observer that ends the answer at a text of `stop`. With `print` it prints text to standard output;
-    /// otherwise it shows only the bar.
+    /// Creates an observer that ends the answer at a text of `stop`. If `print` is true, it prints text to
+    /// standard output; otherwise it shows only the bar.
     pub(crate) fn new(codec: &'a TextCodec, stop: &[String], print: bool) -> Result<Self> {
         Ok(Self {
             text: TextStream::new(codec, stop.iter().cloned())?,
@@ -42,7 +43,8 @@ impl<'a> Live<'a> {
 }
 
 impl Live<'_> {
-    /// Prints the text that is still held back, such as bytes that never became a character, and returns the whole text.
+    /// Prints the text that is still held back, such as bytes that never became a character, and returns the
+    /// whole text.
     pub(crate) fn finish(mut self) -> Result<String> {
         if let Some(failure) = self.failure {
             return Err(failure.into());
@@ -72,7 +74,8 @@ impl Observer for Live<'_> {
                 if !shown.is_empty() {
                     self.begun = true;
                     let mut out = std::io::stdout();
-                    // A closed pipe ends the program when the answer is complete, and nothing is lost before that.
+                    // A closed pipe ends the program when the answer is complete. Nothing is lost before
+                    // that.
                     let _ = out.write_all(shown.as_bytes()).and_then(|()| out.flush());
                 }
             }

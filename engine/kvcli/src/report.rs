@@ -1,4 +1,4 @@
-//! Output of commands: tables for people, one JSON object for programs.
+//! The output of commands: tables for people, one JSON object for programs.
 
 use std::fmt;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use serde::Serialize;
 
 use crate::memory::MemoryJson;
 
-/// An answer as JSON.
+/// An answer, as written by `--json`.
 #[derive(Serialize)]
 pub(crate) struct AnswerJson<'a> {
     text: String,
@@ -42,7 +42,7 @@ pub(crate) struct AnswerJson<'a> {
     profile: Option<ProfileReport>,
 }
 
-/// Blocks of both pools together, and of each pool.
+/// The number of blocks of both pools together, and of each pool.
 #[derive(Serialize)]
 struct BlocksJson {
     #[serde(flatten)]
@@ -51,12 +51,13 @@ struct BlocksJson {
     pools: CacheReport,
 }
 
-/// The model's own choice at each token of an answer that was given to it.
+/// The model's own choices along a given answer.
 #[derive(Serialize)]
 pub(crate) struct ReadBackJson {
     /// The tokens of the prompt.
     prompt: Vec<u32>,
-    /// The likeliest token at the place of each token of the answer, and behind the last if there was room for it.
+    /// The most likely token at the place of each token of the answer, and after the last one if there was
+    /// room.
     likeliest: Vec<u32>,
 }
 
@@ -72,16 +73,17 @@ impl ReadBackJson {
     }
 }
 
-/// Documents that slept before a prompt was asked, and their state afterwards.
+/// The documents that slept before a prompt was asked, and their state afterwards.
 #[derive(Serialize)]
 pub(crate) struct SleepJson {
     form: String,
-    /// Pieces that ever fell asleep; after it, pieces that hits woke, and pieces that could not be read back.
+    /// The number of pieces that fell asleep so far. Then: the number that hits woke, and the number that
+    /// could not be read back.
     slept: u64,
     woken: u64,
     lost: u64,
-    /// Bytes on the device of the pieces that slept before the prompt; after it, the bytes of host memory
-    /// that they took, and the difference.
+    /// The bytes that the pieces asleep before the prompt had taken on the device. Then: the bytes of host
+    /// memory that they took, and the difference.
     device_bytes: usize,
     host_bytes: usize,
     saved_bytes: usize,
@@ -119,13 +121,13 @@ impl fmt::Display for SleepJson {
     }
 }
 
-/// The decode steps of an engine whose backend captures graphs, by the way in which they ran.
+/// The number of decode steps by the way in which they ran, for a backend that captures graphs.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(transparent)]
 pub(crate) struct GraphsJson(GraphCounts);
 
 impl GraphsJson {
-    /// Returns the counts; none if no step could be captured.
+    /// Returns the counts, or `None` if no step could be captured.
     pub(crate) fn of(engine: &Engine) -> Option<Self> {
         let counts = engine.graph_counts();
         (counts != GraphCounts::default()).then_some(Self(counts))
@@ -179,7 +181,7 @@ pub(crate) fn answer_json<'a>(
     }
 }
 
-/// The style of tables: a line under the header and no other.
+/// The style of tables: one line, under the header.
 const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
 
 /// Creates an empty table with a header, in the style of all tables.

@@ -1,4 +1,4 @@
-//! `kvc tune`: the cheapest way of reuse whose loss against full attention can be bounded.
+//! `kvc tune`: finds the cheapest way of reuse with a bounded loss against full attention.
 
 use std::io::Write;
 
@@ -17,9 +17,9 @@ use crate::report::table;
 struct TuneReport<'a> {
     #[serde(flatten)]
     tuning: &'a Tuning,
-    /// True if the answers bound the loss, false if they refute it, null if they do neither.
+    /// True if the answers bound the loss, false if they refute the bound, null if they do neither.
     fits: Option<bool>,
-    /// Null if no way could be judged.
+    /// Null if no way passed.
     file: Option<&'a std::path::Path>,
 }
 
@@ -51,7 +51,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
     bar.finish_and_clear();
     let (choice, mut file) = (tuning.choice(), None);
     if let Some(choice) = choice {
-        // A search takes candidates of reuse only.
+        // A search accepts only candidates that reuse documents.
         let way = choice.arm.reused().unwrap_or_default();
         let paired = choice.paired.unwrap_or_default();
         let measured = TunedBy {
@@ -88,14 +88,14 @@ fn fits(row: &TuneRow) -> Option<bool> {
     }
 }
 
-/// Returns the first questions of all draws, as many of each as of the others.
+/// Returns the first questions of every draw, the same number from each.
 fn screened(draws: &[Vec<Question>], count: usize) -> Vec<Question> {
     let longest = draws.iter().map(Vec::len).max().unwrap_or(0);
     let each = (0..longest).flat_map(|at| draws.iter().filter_map(move |draw| draw.get(at)));
     each.take(count).cloned().collect()
 }
 
-/// Returns candidates of several costs. Deviations are compared at layer 1 and at a third of the layers.
+/// Returns candidates of different costs. Deviations are compared at layer 1 and at a third of the layers.
 fn usual(layers: usize) -> Vec<Arm> {
     let third = (layers / 3).max(1);
     let blend = |share: f64| format!("blend:{share}@{third}");
@@ -134,7 +134,7 @@ fn usual(layers: usize) -> Vec<Arm> {
     ways.iter().filter_map(|way| way.parse().ok()).collect()
 }
 
-/// Prints the candidates, the cheapest first, and what was written.
+/// Prints the candidates, the cheapest first, and the way that was written.
 fn show(out: &mut impl Write, tuning: &Tuning, args: &TuneArgs) -> Result<()> {
     let mut rows = table(&[
         "",

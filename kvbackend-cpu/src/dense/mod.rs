@@ -85,7 +85,7 @@ impl<'a> Matrix<'a> {
         })?;
         let expected = out.saturating_mul(row_bytes);
         if bytes.len() != expected {
-            return Err(Error::Mismatch { what: "bytes of a matrix", expected, got: bytes.len() });
+            return Err(Error::mismatch("bytes of a matrix", expected, bytes.len()));
         }
         Ok(Self { dtype, out, input, row_bytes, bytes })
     }
@@ -235,7 +235,7 @@ impl Products {
 }
 
 fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
-    if expected == got { Ok(()) } else { Err(Error::Mismatch { what, expected, got }) }
+    if expected == got { Ok(()) } else { Err(Error::mismatch(what, expected, got)) }
 }
 
 /// Returns `len` elements that `fill` writes. Their memory is not zeroed before.

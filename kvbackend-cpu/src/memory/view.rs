@@ -47,7 +47,7 @@ impl<'a, T: Pod> Elements<'a, T> {
         cpu(tensor.storage())?;
         let (width, bits) = (8 * size_of::<T>(), tensor.dtype().bits());
         if width != bits && width != 8 {
-            return Err(Error::Mismatch { what: "bits of an element", expected: bits, got: width });
+            return Err(Error::mismatch("bits of an element", bits, width));
         }
         let span = Span::new(tensor.storage(), tensor.host_range(tensor.dtype().bytes_for(tensor.len())?)?);
         let mut access = if write { Access::new(&[], &[&span]) } else { Access::new(&[&span], &[]) }?;
@@ -137,6 +137,7 @@ impl<T> fmt::Debug for HostViewMut<'_, T> {
 
 #[cfg(test)]
 mod tests {
+    use kvcore::Compared::Number;
     use std::sync::Arc;
 
     use kvcore::{DType, Dims};
@@ -161,7 +162,10 @@ mod tests {
     fn wrong_widths_alignments_and_strides_are_refused() {
         let storage = Arc::new(CpuStorage::from_vec(vec![0u8; 16]).unwrap());
         let bytes = TensorView::new(storage, DType::U8, &[4, 4]).unwrap();
-        assert!(matches!(HostView::<f32>::of(&bytes), Err(Error::Mismatch { expected: 8, got: 32, .. })));
+        assert!(matches!(
+            HostView::<f32>::of(&bytes),
+            Err(Error::Mismatch { expected: Number(8), got: Number(32), .. })
+        ));
         assert!(matches!(HostView::<()>::of(&bytes), Err(Error::Mismatch { .. })));
         let turned = bytes.permute(&[1, 0]).unwrap();
         assert!(matches!(HostView::<u8>::of(&turned), Err(Error::InvalidStrides { .. })));

@@ -253,11 +253,7 @@ fn slots_in_blocks_of_another_size_are_refused() {
     let own = pool.allocate(1).unwrap();
     // In blocks of 1000, slot 16 lies in block 0, which the guard fills. In the arena it lies in block 4.
     let slots = own.write_slots(1000, [16]).unwrap();
-    let other = Error::Mismatch {
-        what: "block_size of the arena that the slots address",
-        expected: 1000,
-        got: BLOCK,
-    };
+    let other = Error::mismatch("block_size of the arena that the slots address", 1000_usize, BLOCK);
     assert_eq!(lab.scatter(&slots), Err(other.clone()));
     let mut table = BlockTable::new(&pool, 1000).unwrap();
     assert_eq!(lab.scatter(&table.grow(20).unwrap()), Err(other));

@@ -34,8 +34,8 @@ fn what_is_held_keeps_its_bytes_whatever_happens(
     write(&m, &mut cache, id, 14, 1.0);
     cache.commit(id, &tokens[..14]).unwrap();
     let before = from(&m, &cache, id, 8);
-    assert_eq!(cache.let_go(id, 11), Ok(2));
-    assert_eq!(cache.let_go(id, 11), Ok(0), "a block goes when its last token does");
+    assert_eq!(cache.free_before(id, 11), Ok(2));
+    assert_eq!(cache.free_before(id, 11), Ok(0), "a block goes when its last token does");
     if keyed {
         // What was let go is found as long as nobody takes it.
         let (again, cached) = cache.create_with_prefix(&PromptKeys::new(root(), &tokens[..14], 4)).unwrap();
@@ -47,8 +47,8 @@ fn what_is_held_keeps_its_bytes_whatever_happens(
     assert_eq!((segment.len, segment.blocks.len()), (6, 2));
     assert_eq!((segment.logical_start, segment.stored_start), start);
     assert_eq!((cache.len(id), from(&m, &cache, id, 8)), (Ok(14), before.clone()));
-    assert_eq!(cache.slots(id, 7..9).unwrap_err(), Error::LetGo { token: 7, first: 8 });
-    assert_eq!(cache.truncate(id, 7), Err(Error::LetGo { token: 7, first: 8 }));
+    assert_eq!(cache.slots(id, 7..9).unwrap_err(), Error::TokenFreed { token: 7, first: 8 });
+    assert_eq!(cache.truncate(id, 7), Err(Error::TokenFreed { token: 7, first: 8 }));
 
     let twin = cache.fork(id).unwrap();
     assert_eq!(cache.copy_on_write(&[id, twin], m.stream.as_ref()), Ok(1));
@@ -71,7 +71,7 @@ fn what_is_held_keeps_its_bytes_whatever_happens(
     for step in 16..60 {
         write(&m, &mut cache, id, 1, 90.0);
         cache.commit(id, &tokens[step..=step]).unwrap();
-        cache.let_go(id, step + 1 - 8).unwrap();
+        cache.free_before(id, step + 1 - 8).unwrap();
         assert!(cache.blocks(id).unwrap().len() <= 3);
     }
     for sequence in [id, twin] {

@@ -11,21 +11,7 @@ use crate::error::{Error, Result};
 use crate::position::MergedRun;
 use crate::prefix::SealedPrefix;
 use crate::prompt::ChunkedPrompt;
-use crate::recompute::{TokenScores, TokenSelection};
-
-/// One chunk of an assembled prompt.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ChunkSpan {
-    /// The number of tokens of the chunk.
-    pub tokens: usize,
-    /// The logical index of the chunk's first token.
-    pub logical_start: usize,
-    /// The position of the chunk's first token in this prompt.
-    pub position: i64,
-    /// True if the chunk's KV already equals that of full attention. This holds for the first chunk, if it saw the
-    /// system prompt and is used at the position for which it was computed.
-    pub is_full: bool,
-}
+use crate::recompute::{ChunkSpan, TokenScores, TokenSelection};
 
 /// A prompt whose parts are held until it is dropped.
 #[derive(Debug)]

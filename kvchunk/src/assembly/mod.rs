@@ -20,11 +20,12 @@ use kvcore::{BlockId, BlockKey, KvPool, MutableBlocks, Segment, SequenceInput};
 use crate::cache::{ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, SystemFill, TenantKeys};
 use crate::config::{ComputeMode, ReuseCell};
 use crate::error::Result;
-use crate::hash::Evidence;
+use crate::hash::PieceEvidence;
 use crate::position::{ChunkPlace, PositionPlan, PositionReindexer, Stored};
 use crate::prefix::SealedPrefix;
 use crate::prompt::ChunkedPrompt;
 use crate::ranks::{RankAgreement, RankLookup};
+use crate::recompute::ChunkSpan;
 use crate::replica::{ReplicaLink, ReplicaLookup};
 
 mod assembled;
@@ -33,7 +34,7 @@ mod resolve;
 mod rotated;
 mod scratch;
 
-pub use assembled::{AssembledPrompt, ChunkSpan, Recomputation};
+pub use assembled::{AssembledPrompt, Recomputation};
 pub(crate) use lookup::{FoundPiece, LocalLookup, PromptLookup};
 pub use rotated::RotatedCopy;
 pub use scratch::ScratchBlocks;
@@ -108,7 +109,7 @@ impl PromptPiece {
 /// A piece that this prompt computes, in case the prompt contains it again.
 #[derive(Debug)]
 struct OwnPiece {
-    evidence: Evidence,
+    evidence: PieceEvidence,
     piece: PromptPiece,
     exact: bool,
 }
@@ -281,6 +282,11 @@ impl Assembly {
     /// a layer are written before the layer's attention reads.
     pub fn inputs(&self) -> &[SequenceInput] {
         &self.inputs
+    }
+
+    /// Hands the [inputs](Self::inputs) over, for a scheduler that feeds them to several passes. None are left here.
+    pub fn take_inputs(&mut self) -> Vec<SequenceInput> {
+        std::mem::take(&mut self.inputs)
     }
 
     /// Returns the segments of the system prompt and the chunks as the question sees them. There are none until

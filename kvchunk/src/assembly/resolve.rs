@@ -7,9 +7,9 @@ use kvcore::{Segment, SequenceInput, SlotMapping, WriteSlots};
 use super::lookup::{FoundPiece, PromptLookup};
 use super::{Assembler, Assembly, OwnPiece, PieceSource, PromptPiece, SystemPart};
 use crate::cache::{Acquired, SystemFound};
-use crate::config::PositionStrategy;
+use crate::config::{HashAlgorithm, PositionStrategy};
 use crate::error::Result;
-use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece, HashAlgorithm};
+use crate::hash::{ChunkContext, ChunkHasher, ChunkPiece};
 use crate::position::{PositionPlan, PositionReindexer};
 use crate::prompt::ChunkedPrompt;
 

@@ -4,10 +4,10 @@ use std::sync::Arc;
 
 use kvcore::{BlockPool, MutableBlocks, Segment, SequenceInput, SlotMapping};
 
-use super::assembled::{AssembledPrompt, ChunkSpan};
+use super::assembled::AssembledPrompt;
 use crate::error::Result;
 use crate::prompt::ChunkedPrompt;
-use crate::recompute::TokenSelection;
+use crate::recompute::{ChunkSpan, TokenSelection};
 
 /// The request's own blocks for every chunk token that full attention would compute differently, with the
 /// slots at which the same tokens are stored.

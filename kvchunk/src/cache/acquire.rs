@@ -2,28 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-use super::flight::ChunkWaiter;
-use super::search::{PieceRequest, Searched};
+use super::search::{Acquired, PieceRequest, Searched};
 use super::tenant::TenantId;
 use super::{ChunkCacheManager, ChunkReservation, LockedState, PieceHold, SharedCache};
 use crate::hash::ChunkPiece;
 use crate::position::{PlacedPiece, PositionReindexer};
-
-/// The outcome of a request for a piece.
-#[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
-pub enum Acquired {
-    /// The piece is stored, and held.
-    Hit(PieceHold),
-    /// The piece is missing, and this request must compute it.
-    Compute(ChunkReservation),
-    /// Another request computes the piece, or the piece is being moved. Wait, and ask again. Compute your own
-    /// reservations first; see [`ChunkWaiter`].
-    Busy(ChunkWaiter),
-    /// There is no room, even after every piece that nobody holds was evicted, or the whole pool sleeps. This
-    /// request computes the piece for itself.
-    NoRoom,
-}
 
 impl ChunkCacheManager {
     /// Looks a piece up for a tenant, and reserves room for it if it is missing. If this request must compute
@@ -115,72 +98,6 @@ impl ChunkCacheManager {
         drop(state);
         self.0.looked_up(since.elapsed());
         found
-    }
-
-    /// Returns the piece at the position `new_position_start`. If the piece is not cached, `compute` fills
-    /// the reservation's blocks. If another request is computing the piece, the call waits for that.
-    ///
-    /// ```
-    /// use std::sync::Arc;
-    /// use kvchunk::{
-    ///     ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHasher, ComputeMode,
-    ///     HashAlgorithm, PositionReindexer, TenantId,
-    /// };
-    /// use kvcore::{KeyScope, Rope, RopeConfig};
-    ///
-    /// let cache = ChunkCacheManager::new(ChunkCacheConfig::default(), ChunkBlockPool::new(0..64, 16)?)?;
-    /// let context = ChunkContext::new(KeyScope::new("m", b"w").root(), ComputeMode::Alone, &[]);
-    /// let hasher = ChunkHasher::new(HashAlgorithm::Blake3, context, 16);
-    /// let reindexer = PositionReindexer::new(Arc::new(Rope::new(RopeConfig::new(64, 10_000.0), 8192)?));
-    /// let piece = hasher.pieces(&[5; 40], 4096).next().unwrap();
-    /// let mut computed = 0;
-    /// for position in [7, 700] {
-    ///     let chunk = cache.get_or_compute_chunk(TenantId::default(), &piece, 0, &reindexer, position, |r| {
-    ///         computed += r.write_slots()?.len();
-    ///         Ok::<_, kvchunk::Error>(())
-    ///     })?.expect("room for it");
-    ///     assert_eq!((chunk.new_position_start(), chunk.position_offset()), (position, position));
-    /// }
-    /// assert_eq!(computed, 40); // once
-    /// # Ok::<(), kvchunk::Error>(())
-    /// ```
-    ///
-    /// Returns `None` if there is no room for the piece, or if the other request takes longer than
-    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). In that case, compute the piece as part of an
-    /// ordinary prompt.
-    ///
-    /// # Errors
-    /// Returns the error of `compute`. In that case the blocks are free again, and the next request computes
-    /// the piece. Returns [`Error::TooLong`](crate::Error::TooLong) if the model does not have one of the
-    /// positions.
-    pub fn get_or_compute_chunk<E: From<crate::Error>>(
-        &self,
-        tenant: TenantId,
-        piece: &ChunkPiece<'_>,
-        stored_start: i64,
-        reindexer: &PositionReindexer,
-        new_position_start: i64,
-        compute: impl FnOnce(&ChunkReservation) -> Result<(), E>,
-    ) -> Result<Option<PlacedPiece>, E> {
-        reindexer.check(new_position_start, piece.tokens().len())?;
-        let (since, limit) = (Instant::now(), self.0.config.max_wait());
-        let chunk = loop {
-            match self.acquire(tenant, piece, stored_start) {
-                Acquired::Hit(chunk) => break chunk,
-                Acquired::Compute(reservation) => {
-                    compute(&reservation)?;
-                    break reservation.store();
-                }
-                Acquired::Busy(waiter) => {
-                    if !waiter.wait_for(limit.saturating_sub(since.elapsed())) {
-                        self.go_without(tenant);
-                        return Ok(None);
-                    }
-                }
-                Acquired::NoRoom => return Ok(None),
-            }
-        };
-        Ok(Some(self.reindex(reindexer, chunk, new_position_start)?))
     }
 
     /// Places a piece, and records the time that this took.

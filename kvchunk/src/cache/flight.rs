@@ -1,6 +1,5 @@
 //! Single flight: of several requests that miss a chunk or a system prompt at once, one computes it.
 
-use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -15,41 +14,29 @@ pub(crate) struct Flight {
     changed: Condvar,
 }
 
-#[derive(Default)]
+#[derive(Debug, Default)]
 struct FlightState {
     landed: bool,
-    calls: Vec<Box<dyn FnOnce() + Send>>,
     wakers: Vec<Waker>,
-}
-
-impl fmt::Debug for FlightState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FlightState").field("landed", &self.landed).finish_non_exhaustive()
-    }
 }
 
 impl Flight {
     /// Ends the flight, whether or not the work succeeded. Every waiter asks the cache again.
     ///
-    /// The caller holds no lock of the cache: a waiter that is called back may use the cache.
+    /// The caller must hold no lock of the cache, because a waker may use the cache.
     pub(crate) fn land(&self) {
-        let FlightState { calls, wakers, .. } = std::mem::replace(
-            &mut *self.state.lock(),
-            FlightState { landed: true, ..FlightState::default() },
-        );
+        let landed = FlightState { landed: true, wakers: Vec::new() };
+        let FlightState { wakers, .. } = std::mem::replace(&mut *self.state.lock(), landed);
         self.changed.notify_all();
         wakers.into_iter().for_each(Waker::wake);
-        for call in calls {
-            call();
-        }
     }
 }
 
 // Decision: docs/decisions/chunks.md#waiting-for-another-request-is-the-callers-business
 /// A handle to wait for a piece, or a system prompt, that another request works on.
 ///
-/// A thread [waits](Self::wait), a scheduler [looks](Self::is_over) or has itself [called](Self::when_over), and an async engine
-/// awaits the handle, which is a future.
+/// A thread [waits](Self::wait), a scheduler [polls](Self::is_over), and an async engine awaits the handle,
+/// which is a future.
 ///
 /// A waiter does not tell how the work ended: ask the cache again. If the work failed or was cancelled, the
 /// first request to ask takes it over. Never wait while you hold a reservation that is not computed yet,
@@ -81,19 +68,6 @@ impl ChunkWaiter {
     /// Returns true if the work has ended. Never blocks.
     pub fn is_over(&self) -> bool {
         self.0.state.lock().landed
-    }
-
-    /// Calls `call` when the work has ended, on the thread that ends it, or at once if it has. Never blocks.
-    ///
-    /// `call` may use the cache. It should be short, since a request waits for it to return: post a message, set a flag.
-    pub fn when_over(&self, call: impl FnOnce() + Send + 'static) {
-        let mut state = self.0.state.lock();
-        if !state.landed {
-            state.calls.push(Box::new(call));
-            return;
-        }
-        drop(state);
-        call();
     }
 }
 
@@ -133,8 +107,9 @@ mod tests {
         }
         assert!(waiter.is_over() && waiter.wait_for(Duration::MAX));
     }
+
     #[test]
-    fn waiters_are_called_back_once_and_futures_woken() {
+    fn futures_are_woken_once() {
         use std::sync::atomic::{AtomicUsize, Ordering};
         use std::task::Wake;
 
@@ -146,32 +121,14 @@ mod tests {
             }
         }
 
-        let (flight, woken, called) =
-            (Arc::new(Flight::default()), Arc::<Count>::default(), Arc::<Count>::default());
+        let (flight, woken) = (Arc::new(Flight::default()), Arc::<Count>::default());
         let mut waiter = ChunkWaiter(Arc::clone(&flight));
         let waker = Waker::from(Arc::clone(&woken));
         let mut poll = || Pin::new(&mut waiter).poll(&mut Context::from_waker(&waker));
         assert_eq!([poll(), poll()], [Poll::Pending; 2]);
-        let call = || {
-            let called = Arc::clone(&called);
-            move || called.wake()
-        };
-        let other = ChunkWaiter(Arc::clone(&flight));
-        other.when_over(call());
-        let counts = || [&woken, &called].map(|count| count.0.load(Ordering::SeqCst));
-        assert_eq!(counts(), [0, 0]);
+        assert_eq!(woken.0.load(Ordering::SeqCst), 0);
         flight.land();
-        assert_eq!(counts(), [1, 1], "one waker, however often it polled");
-        other.when_over(call());
-        assert_eq!((poll(), counts()), (Poll::Ready(()), [1, 2]), "at once");
-    }
-
-    #[test]
-    fn a_call_back_may_wait_for_the_flight_that_calls_it() {
-        let flight = Arc::new(Flight::default());
-        let waiter = ChunkWaiter(Arc::clone(&flight));
-        let again = waiter.clone();
-        waiter.when_over(move || again.wait());
-        flight.land();
+        assert_eq!(woken.0.load(Ordering::SeqCst), 1, "one waker, however often it polled");
+        assert_eq!(poll(), Poll::Ready(()));
     }
 }

@@ -10,7 +10,7 @@ use super::flight::Flight;
 use super::state::{AwakePiece, PieceMemory, StoredPiece};
 use super::tenant::TenantId;
 use crate::error::Result;
-use crate::hash::{ChunkHash, Evidence};
+use crate::hash::{ChunkHash, PieceEvidence};
 use crate::position::Stored;
 
 /// A hold on a stored piece of a chunk: its blocks, and the position that its keys were rotated to.
@@ -22,10 +22,10 @@ use crate::position::Stored;
 /// When the last hold is dropped, the piece stays cached until room is needed.
 #[derive(Debug, Clone)]
 #[doc(alias = "ChunkKVCache")]
-pub struct PieceHold(Arc<Held>);
+pub struct PieceHold(Arc<HeldPiece>);
 
 #[derive(Debug)]
-pub(super) struct Held {
+pub(super) struct HeldPiece {
     pub(super) cache: Arc<SharedCache>,
     /// The slot of the piece in the index; `None` for a piece that is not kept.
     pub(super) slot: Option<u32>,
@@ -38,7 +38,7 @@ pub(super) struct Held {
     pub(super) exact: bool,
 }
 
-impl Drop for Held {
+impl Drop for HeldPiece {
     fn drop(&mut self) {
         // The blocks go first: as soon as the cache hears of the drop, it may evict the piece and wants them
         // back.
@@ -48,7 +48,7 @@ impl Drop for Held {
 }
 
 impl PieceHold {
-    pub(super) fn new(held: Held) -> Self {
+    pub(super) fn new(held: HeldPiece) -> Self {
         Self(Arc::new(held))
     }
 
@@ -82,11 +82,6 @@ impl PieceHold {
         self.0.stored_start
     }
 
-    /// Returns one past the position that the last key was rotated to.
-    pub fn cached_position_end(&self) -> i64 {
-        self.0.stored_start + self.num_tokens() as i64
-    }
-
     /// Returns true if the bytes are exactly those of the hash. This is false if the piece was computed under
     /// another system prompt, or was quantised while it slept.
     pub fn is_exact(&self) -> bool {
@@ -105,7 +100,7 @@ pub struct ChunkReservation {
     pub(super) cache: Arc<SharedCache>,
     pub(super) hash: ChunkHash,
     pub(super) any_system: Option<BlockKey>,
-    pub(super) evidence: Evidence,
+    pub(super) evidence: PieceEvidence,
     pub(super) tenant: TenantId,
     pub(super) stored_start: i64,
     /// `None` once the piece is stored.
@@ -222,7 +217,7 @@ impl SharedCache {
         drop(state);
         reservation.flight.land();
         let (cache, stored_start) = (Arc::clone(self), reservation.stored_start);
-        PieceHold::new(Held { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
+        PieceHold::new(HeldPiece { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
     }
 
     /// Ends a reservation that was not computed. A reservation that was stored has ended already.
@@ -239,6 +234,6 @@ impl SharedCache {
     /// Removes a holder.
     fn release(&self, slot: Option<u32>, generation: u64) {
         let now = self.clock.millis();
-        self.lock().let_go(slot, generation, now);
+        self.lock().drop_holder(slot, generation, now);
     }
 }

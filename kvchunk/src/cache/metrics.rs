@@ -155,7 +155,7 @@ impl ChunkCacheMetrics {
 
 /// The JSON form: the counts, and the values that follow from them.
 #[derive(Serialize)]
-struct Printed<'a> {
+struct MetricsTable<'a> {
     #[serde(flatten, serialize_with = "counted")]
     counts: &'a ChunkCacheMetrics,
     hit_rate: f64,
@@ -173,7 +173,7 @@ fn counted<S: Serializer>(counts: &&ChunkCacheMetrics, serializer: S) -> Result<
 
 impl Serialize for ChunkCacheMetrics {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
-        let printed = Printed {
+        let printed = MetricsTable {
             counts: self,
             hit_rate: self.hit_rate(),
             memory_utilization: self.memory_utilization(),

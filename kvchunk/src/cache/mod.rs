@@ -44,16 +44,16 @@ mod state;
 mod system;
 mod tenant;
 
-pub use acquire::Acquired;
 pub use flight::ChunkWaiter;
 pub use hold::{ChunkReservation, PieceHold};
 pub use index::ChunkHashIndex;
 pub use metrics::ChunkCacheMetrics;
+pub use search::Acquired;
 pub(crate) use system::{SystemFill, SystemFound};
 pub use tenant::{Tenant, TenantId, TenantKeys};
 
 pub(crate) use flight::Flight;
-pub(crate) use state::{AwakePiece, CacheState, PieceMemory, StoredPiece};
+pub(crate) use state::{AwakePiece, CacheState, PieceMemory, PoolMemory, StoredPiece};
 
 use tenant::Account;
 

@@ -4,13 +4,28 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::SharedCache;
-use super::acquire::Acquired;
 use super::flight::{ChunkWaiter, Flight};
-use super::hold::{ChunkReservation, Held, PieceHold};
+use super::hold::{ChunkReservation, HeldPiece, PieceHold};
 use super::state::{CacheState, PieceMemory, UnderWay};
 use super::tenant::TenantId;
-use crate::hash::{ChunkPiece, Evidence};
+use crate::hash::{ChunkPiece, PieceEvidence};
 use crate::sleep::Waking;
+
+/// The outcome of a request for a piece.
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
+pub enum Acquired {
+    /// The piece is stored, and held.
+    Hit(PieceHold),
+    /// The piece is missing, and this request must compute it.
+    Compute(ChunkReservation),
+    /// Another request computes the piece, or the piece is being moved. Wait, and ask again. Compute your own
+    /// reservations first; see [`ChunkWaiter`].
+    Busy(ChunkWaiter),
+    /// There is no room, even after every piece that nobody holds was evicted, or the whole pool sleeps. This
+    /// request computes the piece for itself.
+    NoRoom,
+}
 
 /// A request for a piece: the tenant that it is for, the position to store it at, and the time.
 #[derive(Debug, Clone, Copy)]
@@ -91,7 +106,7 @@ impl SharedCache {
         same_system: bool,
     ) -> Option<PieceHold> {
         let (entry, awake) = state.hold(slot, now)?;
-        Some(PieceHold::new(Held {
+        Some(PieceHold::new(HeldPiece {
             cache: Arc::clone(self),
             slot: Some(slot),
             generation: entry.generation,
@@ -123,7 +138,7 @@ impl SharedCache {
             return None;
         };
         state.account(tenant).counted.miss();
-        let (flight, evidence): (Arc<Flight>, Evidence) = (Arc::default(), piece.evidence());
+        let (flight, evidence): (Arc<Flight>, PieceEvidence) = (Arc::default(), piece.evidence());
         let known = UnderWay {
             evidence: evidence.clone(),
             flight: Arc::clone(&flight),

@@ -3,14 +3,14 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvcore::{BlockId, BlockKey, MutableBlocks, PinnedBlocks};
+use kvcore::{BlockId, BlockKey, MutableBlocks, PinnedBlocks, SleepingBlocks};
 
 use super::flight::Flight;
 use super::index::{ChunkHashIndex, Indexed};
 use super::tenant::{Account, TenantId};
-use crate::hash::{ChunkHash, ChunkPiece, Evidence};
+use crate::hash::{ChunkHash, ChunkPiece, PieceEvidence};
 use crate::pool::ChunkBlockPool;
-use crate::sleep::{PoolMemory, SavedPiece, Sleeping};
+use crate::sleep::{SavedPiece, Sleeping};
 
 /// The place of a stored piece.
 #[derive(Debug)]
@@ -37,7 +37,7 @@ pub(crate) struct AwakePiece {
 pub(crate) struct StoredPiece {
     pub(crate) hash: ChunkHash,
     pub(crate) any_system: Option<BlockKey>,
-    pub(crate) evidence: Evidence,
+    pub(crate) evidence: PieceEvidence,
     pub(crate) tenant: TenantId,
     /// A number that tells a hold on this entry from a hold on a later entry in the same slot.
     pub(crate) generation: u64,
@@ -74,7 +74,7 @@ impl Indexed for StoredPiece {
 /// A piece that a request is computing.
 #[derive(Debug)]
 pub(crate) struct UnderWay {
-    pub(crate) evidence: Evidence,
+    pub(crate) evidence: PieceEvidence,
     pub(crate) flight: Arc<Flight>,
     pub(crate) tenant: TenantId,
     pub(crate) blocks: usize,
@@ -87,6 +87,21 @@ pub(crate) struct Orphan {
     tenant: TenantId,
     blocks: usize,
     holders: u32,
+}
+
+/// The memory of the pool's blocks.
+#[derive(Debug)]
+pub(crate) enum PoolMemory {
+    Awake,
+    /// The pool is falling asleep or waking, without the lock.
+    Moving,
+    Asleep(SleepingBlocks),
+}
+
+impl PoolMemory {
+    pub(crate) fn is_awake(&self) -> bool {
+        matches!(self, Self::Awake)
+    }
 }
 
 #[derive(Debug)]
@@ -167,10 +182,10 @@ impl CacheState {
     }
 
     /// Removes a holder.
-    pub(crate) fn let_go(&mut self, slot: Option<u32>, generation: u64, now: u64) {
+    pub(crate) fn drop_holder(&mut self, slot: Option<u32>, generation: u64, now: u64) {
         let entry = slot.and_then(|slot| self.index.at_mut(slot));
         let Some(entry) = entry.filter(|entry| entry.generation == generation) else {
-            return self.let_go_orphan(generation);
+            return self.drop_orphan_holder(generation);
         };
         entry.holders -= 1;
         if entry.holders == 0
@@ -182,7 +197,7 @@ impl CacheState {
         }
     }
 
-    fn let_go_orphan(&mut self, generation: u64) {
+    fn drop_orphan_holder(&mut self, generation: u64) {
         let Some(orphan) = self.orphans.get_mut(&generation) else { return };
         orphan.holders -= 1;
         if orphan.holders == 0 {
@@ -349,7 +364,7 @@ impl CacheState {
     /// Recounts everything. `Err` says which number is inconsistent.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.index.check()?;
-        let mut sums = vec![Sum::default(); self.accounts.len()];
+        let mut sums = vec![AccountSums::default(); self.accounts.len()];
         for (slot, entry) in self.index.with_slots() {
             let sum = &mut sums[entry.tenant.0 as usize];
             match &entry.memory {
@@ -382,14 +397,14 @@ impl CacheState {
 
 /// The numbers that a tenant's account must show.
 #[derive(Debug, Clone, Copy, Default)]
-struct Sum {
+struct AccountSums {
     used: usize,
     idle: usize,
     evictable: usize,
     sleeping_bytes: usize,
 }
 
-impl Sum {
+impl AccountSums {
     fn check(self, account: &Account) -> Result<(), String> {
         let pairs = [
             ("idle blocks", account.idle, self.idle),

@@ -6,12 +6,13 @@ use kvcore::PolicyKind;
 use serde::{Deserialize, Serialize};
 
 use crate::error::{Error, Result};
-use crate::hash::HashAlgorithm;
 use crate::prompt::DEFAULT_SEPARATOR;
 
+mod algorithm;
 mod cell;
 mod reuse;
 
+pub use algorithm::HashAlgorithm;
 pub use cell::{ComputeMode, Exactness, PositionStrategy, ReuseCell};
 pub use reuse::Reuse;
 

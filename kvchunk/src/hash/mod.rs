@@ -15,11 +15,7 @@ use std::sync::Arc;
 
 use kvcore::BlockKey;
 
-mod algorithm;
-
-pub use algorithm::HashAlgorithm;
-
-use crate::config::ComputeMode;
+use crate::config::{ComputeMode, HashAlgorithm};
 
 /// The identity of a piece's bytes, independent of the place of use. Two hashes are equal if their keys are
 /// equal.
@@ -163,7 +159,7 @@ impl ChunkPiece<'_> {
 
     /// Returns true if the hash proves the contents to a cache that has not computed them.
     pub(crate) fn resists_collisions(&self) -> bool {
-        self.hasher.algorithm.is_collision_resistant()
+        self.hasher.algorithm.resists_collisions()
     }
 
     /// Returns this piece with another hash, to test how a cache treats colliding hashes.
@@ -181,9 +177,9 @@ impl ChunkPiece<'_> {
     }
 
     /// Returns the evidence that a later hit is compared with.
-    pub(crate) fn evidence(&self) -> Evidence {
-        let whole = !self.hasher.algorithm.is_collision_resistant();
-        Evidence {
+    pub(crate) fn evidence(&self) -> PieceEvidence {
+        let whole = !self.hasher.algorithm.resists_collisions();
+        PieceEvidence {
             tokens: self.tokens.into(),
             rest: whole.then(|| (Arc::clone(&self.hasher.context), self.before.into())),
         }
@@ -193,13 +189,13 @@ impl ChunkPiece<'_> {
 // Decision: docs/decisions/chunks.md#a-hit-compares-tokens-or-everything
 /// The evidence of a stored piece, compared on every hit, since a hash alone is never trusted.
 #[derive(Debug, Clone)]
-pub(crate) struct Evidence {
+pub(crate) struct PieceEvidence {
     tokens: Arc<[u32]>,
     /// The context and the tokens of earlier pieces, if the hash does not resist collisions.
     rest: Option<(Arc<ChunkContext>, Arc<[u32]>)>,
 }
 
-impl Evidence {
+impl PieceEvidence {
     /// Returns true if a piece with the same hash is the stored one.
     pub(crate) fn proves(&self, piece: &ChunkPiece<'_>) -> bool {
         let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {

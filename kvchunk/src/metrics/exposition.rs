@@ -91,14 +91,14 @@ pub struct MetricFamily {
     name: &'static str,
     kind: MetricKind,
     help: &'static str,
-    samples: Vec<(Labels, Value)>,
+    samples: Vec<(Labels, SampleValue)>,
 }
 
 /// Names and values of labels.
 type Labels = Vec<(String, String)>;
 
 #[derive(Debug, Clone)]
-enum Value {
+enum SampleValue {
     Number(f64),
     Latencies { sum: f64, count: u64, buckets: Vec<(f64, u64)> },
 }
@@ -106,7 +106,7 @@ enum Value {
 impl MetricFamily {
     /// Adds one number.
     pub fn sample(&mut self, labels: &[(&str, &str)], value: f64) -> &mut Self {
-        self.push(labels, Value::Number(value))
+        self.push(labels, SampleValue::Number(value))
     }
 
     /// Adds a histogram of durations.
@@ -118,10 +118,10 @@ impl MetricFamily {
         }
         buckets.push((f64::INFINITY, latencies.count().saturating_sub(before)));
         let sum = latencies.sum().as_secs_f64();
-        self.push(labels, Value::Latencies { sum, count: latencies.count(), buckets })
+        self.push(labels, SampleValue::Latencies { sum, count: latencies.count(), buckets })
     }
 
-    fn push(&mut self, labels: &[(&str, &str)], value: Value) -> &mut Self {
+    fn push(&mut self, labels: &[(&str, &str)], value: SampleValue) -> &mut Self {
         let owned = |(name, value): &(&str, &str)| ((*name).to_owned(), (*value).to_owned());
         self.samples.push((labels.iter().map(owned).collect(), value));
         self
@@ -140,11 +140,11 @@ impl Collector for MetricFamily {
         for (labels, value) in &self.samples {
             let mut metric = family.encode_family(labels)?;
             match (self.kind, value) {
-                (MetricKind::Counter, Value::Number(value)) => {
+                (MetricKind::Counter, SampleValue::Number(value)) => {
                     metric.encode_counter::<NoLabelSet, _, f64>(value, None)?;
                 }
-                (_, Value::Number(value)) => metric.encode_gauge(value)?,
-                (_, Value::Latencies { sum, count, buckets }) => {
+                (_, SampleValue::Number(value)) => metric.encode_gauge(value)?,
+                (_, SampleValue::Latencies { sum, count, buckets }) => {
                     metric.encode_histogram::<NoLabelSet>(*sum, *count, buckets, None)?;
                 }
             }
@@ -158,7 +158,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::LatencyHistogram;
+    use crate::metrics::LatencyHistogram;
 
     #[test]
     fn label_values_of_users_are_escaped() {

@@ -3,8 +3,9 @@
 mod merged;
 mod plan;
 mod reindex;
+mod stored;
 
 pub use merged::MergedRun;
 pub use plan::{ChunkPlace, PositionPlan};
-pub(crate) use reindex::Stored;
 pub use reindex::{PlacedPiece, PositionReindexer};
+pub(crate) use stored::Stored;

@@ -33,13 +33,25 @@
 use std::fmt;
 use std::ops::Range;
 
-use crate::assembly::ChunkSpan;
-
 mod evidence;
 mod strategy;
 
 pub use evidence::{AttentionCheck, DeviationCheck, DeviationOf, Evidence, Findings, TokenScores};
 pub use strategy::Recompute;
+
+/// One chunk of an assembled prompt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkSpan {
+    /// The number of tokens of the chunk.
+    pub tokens: usize,
+    /// The logical index of the chunk's first token.
+    pub logical_start: usize,
+    /// The position of the chunk's first token in this prompt.
+    pub position: i64,
+    /// True if the chunk's KV already equals that of full attention. This holds for the first chunk, if it saw the
+    /// system prompt and is used at the position for which it was computed.
+    pub is_full: bool,
+}
 
 /// A strategy that chooses the tokens to recompute.
 ///

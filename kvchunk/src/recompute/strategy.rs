@@ -6,10 +6,9 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    AttentionCheck, DeviationCheck, DeviationOf, Evidence, Findings, RecomputeStrategy, TokenScores,
-    TokenSelection,
+    AttentionCheck, ChunkSpan, DeviationCheck, DeviationOf, Evidence, Findings, RecomputeStrategy,
+    TokenScores, TokenSelection,
 };
-use crate::assembly::ChunkSpan;
 use crate::error::{Error, Result};
 
 /// A strategy of this crate, parsed from the name that users write.

@@ -107,5 +107,5 @@ impl ReplicaDevice {
 }
 
 fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
-    if expected == got { Ok(()) } else { Err(CoreError::Mismatch { what, expected, got }.into()) }
+    if expected == got { Ok(()) } else { Err(CoreError::mismatch(what, expected, got).into()) }
 }

@@ -26,23 +26,15 @@ use crate::hash::{ChunkHash, ChunkPiece};
 mod bytes;
 mod direct;
 mod give;
+mod id;
 mod local;
 mod lookup;
 mod parcel;
 
+pub use id::ReplicaId;
 pub use local::LocalReplica;
 pub(crate) use lookup::ReplicaLookup;
 pub use parcel::ChunkParcel;
-
-/// A replica, by its number in the group.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct ReplicaId(pub u32);
-
-impl fmt::Display for ReplicaId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "replica {}", self.0)
-    }
-}
 
 /// The way from one replica to the others: a network, or [`LocalReplica`] within a process.
 ///

@@ -8,7 +8,7 @@ use kvcore::{
 };
 
 use super::ledger::{Charge, Ledger};
-use super::planes::Planes;
+use super::planes::BytePlanes;
 use super::store::Sleeping;
 use crate::error::Result;
 
@@ -39,7 +39,7 @@ pub(super) struct CompressedPiece {
 /// A few blocks: K and V, with their scales.
 #[derive(Debug)]
 struct StagedGroup {
-    buffers: Vec<Planes>,
+    buffers: Vec<BytePlanes>,
 }
 
 impl CompressedStore {
@@ -75,10 +75,10 @@ impl CompressedStore {
             let compress = |buffer: StagedBuffer<'_>| {
                 let mut bytes = vec![0; buffer.bytes];
                 self.stream.read(&buffer.view()?, &mut bytes)?;
-                Planes::compress(&bytes, buffer.element)
+                BytePlanes::compress(&bytes, buffer.element)
             };
             let buffers = buffers(&dst).into_iter().map(compress).collect::<Result<Vec<_>>>()?;
-            bytes += buffers.iter().map(Planes::bytes).sum::<usize>();
+            bytes += buffers.iter().map(BytePlanes::bytes).sum::<usize>();
             self.ledger.has_room(bytes)?;
             groups.push(StagedGroup { buffers });
             staging = Some(dst);
@@ -93,7 +93,7 @@ impl Sleeping for CompressedPiece {
     fn restore(&self, blocks: &MutableBlocks) -> Result<()> {
         let (expected, got) = (self.blocks, blocks.len());
         if expected != got {
-            return Err(CoreError::Mismatch { what: "blocks of a sleeping piece", expected, got }.into());
+            return Err(CoreError::mismatch("blocks of a sleeping piece", expected, got).into());
         }
         let (store, mut staging) = (&self.store, None);
         for (ids, group) in blocks.ids().chunks(STAGED_BLOCKS).zip(&self.groups) {
@@ -149,6 +149,7 @@ fn buffers(arena: &KvArena) -> Vec<StagedBuffer<'_>> {
 
 #[cfg(test)]
 mod tests {
+    use kvcore::Compared::Number;
     use std::sync::atomic::{AtomicUsize, Ordering::SeqCst};
 
     use kvbackend_cpu::CpuBackend;
@@ -341,7 +342,10 @@ mod tests {
         let piece = store.save(&[BlockId(1), BlockId(3)]).unwrap();
         let pool = BlockPool::new(0..4).unwrap();
         let refused = piece.restore(&pool.allocate(1).unwrap()).unwrap_err();
-        assert!(matches!(refused, Error::Core(CoreError::Mismatch { expected: 2, got: 1, .. })));
+        assert!(matches!(
+            refused,
+            Error::Core(CoreError::Mismatch { expected: Number(2), got: Number(1), .. })
+        ));
         piece.restore(&pool.allocate(2).unwrap()).unwrap();
     }
 }

@@ -4,19 +4,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::cold::ColdRule;
-use super::store::{SleepStore, Sleeping};
+use super::store::{SavedPiece, SleepStore};
 use crate::cache::{
     AwakePiece, CacheState, ChunkCacheManager, Flight, PieceMemory, SharedCache, StoredPiece, TenantId,
 };
 use crate::error::{Error, Result};
-
-/// A piece's contents in a lower memory, with the properties that the store gave.
-#[derive(Debug)]
-pub(crate) struct SavedPiece {
-    pub(crate) contents: Box<dyn Sleeping>,
-    pub(crate) bytes: usize,
-    pub(crate) exact: bool,
-}
 
 impl ChunkCacheManager {
     /// Puts the pieces that `rule` calls cold to sleep, and returns their number. Their blocks become free. A

@@ -157,7 +157,7 @@ impl Sleeping for HostPiece {
     fn restore(&self, blocks: &MutableBlocks) -> Result<()> {
         let (expected, got) = (self.blocks.len(), blocks.len());
         if expected != got {
-            return Err(CoreError::Mismatch { what: "blocks of a sleeping piece", expected, got }.into());
+            return Err(CoreError::mismatch("blocks of a sleeping piece", expected, got).into());
         }
         let store = &self.store;
         let pairs: Arc<[_]> = self.blocks.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();

@@ -29,11 +29,10 @@ mod wake;
 
 pub use arena::ArenaSleep;
 pub use cold::ColdRule;
-pub(crate) use fall::SavedPiece;
 pub use form::SleepForm;
 pub use ledger::SleepUsage;
-pub(crate) use pool::PoolMemory;
 pub use pool::PoolSleep;
+pub(crate) use store::SavedPiece;
 pub use store::{SleepStore, Sleeping};
 pub use wake::NotWoken;
 pub(crate) use wake::Waking;

@@ -11,11 +11,11 @@ const LEVEL: i32 = 1;
 // Decision: docs/decisions/chunks.md#a-compressed-chunk-is-one-zstd-frame-per-byte-of-an-element
 /// A compressed buffer: one frame for each byte of its elements, with a checksum of the contents.
 #[derive(Debug)]
-pub(super) struct Planes {
+pub(super) struct BytePlanes {
     pub(super) frames: Vec<Box<[u8]>>,
 }
 
-impl Planes {
+impl BytePlanes {
     /// Compresses a buffer of elements of `element` bytes.
     ///
     /// # Errors
@@ -80,7 +80,7 @@ mod tests {
         for element in [1, 2, 4] {
             for len in [0, element, 7 * element, 4096 * element] {
                 let bytes = &values(len / 4 + 1)[..len];
-                let planes = Planes::compress(bytes, element).unwrap();
+                let planes = BytePlanes::compress(bytes, element).unwrap();
                 assert_eq!(planes.frames.len(), element);
                 assert_eq!(planes.decompress(len).unwrap(), bytes);
             }
@@ -90,8 +90,10 @@ mod tests {
     #[test]
     fn planes_shrink_where_whole_elements_do_not() {
         let bytes = values(1 << 14);
-        let (whole, planes) =
-            (Planes::compress(&bytes, 1).unwrap().bytes(), Planes::compress(&bytes, 4).unwrap().bytes());
+        let (whole, planes) = (
+            BytePlanes::compress(&bytes, 1).unwrap().bytes(),
+            BytePlanes::compress(&bytes, 4).unwrap().bytes(),
+        );
         assert!(
             planes < whole && planes * 10 < bytes.len() * 9,
             "{planes} of {}, {whole} whole",
@@ -102,13 +104,13 @@ mod tests {
     #[test]
     fn every_damaged_byte_and_every_cut_is_found() {
         let bytes = values(64);
-        let good = Planes::compress(&bytes, 2).unwrap();
+        let good = BytePlanes::compress(&bytes, 2).unwrap();
         let altered = |plane: usize, change: &dyn Fn(&mut Vec<u8>)| {
             let mut frames = good.frames.clone();
             let mut frame = frames[plane].to_vec();
             change(&mut frame);
             frames[plane] = frame.into();
-            Planes { frames }.decompress(bytes.len())
+            BytePlanes { frames }.decompress(bytes.len())
         };
         for plane in 0..2 {
             for at in 0..good.frames[plane].len() {

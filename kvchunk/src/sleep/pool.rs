@@ -1,24 +1,9 @@
 //! Sleep of the whole pool: its memory is released, but every piece keeps its blocks.
 
-use kvcore::{BlockId, ReservedArena, SleepingBlocks, Stream};
+use kvcore::{BlockId, ReservedArena, Stream};
 
-use crate::cache::{CacheState, ChunkCacheManager, PieceMemory, Tenant};
+use crate::cache::{CacheState, ChunkCacheManager, PieceMemory, PoolMemory, Tenant};
 use crate::error::{Error, Result};
-
-/// The memory of the pool's blocks.
-#[derive(Debug)]
-pub(crate) enum PoolMemory {
-    Awake,
-    /// The pool is falling asleep or waking, without the lock.
-    Moving,
-    Asleep(SleepingBlocks),
-}
-
-impl PoolMemory {
-    pub(crate) fn is_awake(&self) -> bool {
-        matches!(self, Self::Awake)
-    }
-}
 
 /// The result of putting a pool to sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

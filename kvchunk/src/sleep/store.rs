@@ -40,3 +40,11 @@ pub trait Sleeping: Send + Sync + fmt::Debug {
         true
     }
 }
+
+/// A piece's contents in a lower memory, with the properties that the store gave.
+#[derive(Debug)]
+pub(crate) struct SavedPiece {
+    pub(crate) contents: Box<dyn Sleeping>,
+    pub(crate) bytes: usize,
+    pub(crate) exact: bool,
+}

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use kvcore::MutableBlocks;
 
-use super::fall::{SavedPiece, guarded};
+use super::fall::guarded;
+use super::store::SavedPiece;
 use crate::cache::{
     AwakePiece, CacheState, ChunkCacheManager, ChunkWaiter, Flight, LockedState, PieceHold, PieceMemory,
     SharedCache, TenantId,

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{
     AssembledPrompt, Assembler, Assembly, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkedPrompt,
-    PositionPlan, PositionReindexer, RankAgreement, ReuseCell, TenantId, TenantKeys,
+    PositionPlan, PositionReindexer, RankAgreement, ReuseCell, TenantKeys,
 };
 use kvcore::{
     BlockKey, BlockOrder, BlockPool, DType, KeyScope, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache,
@@ -46,9 +46,7 @@ impl World {
         Self {
             main: PagedKvCache::new(arena, BlockPool::new(0..main).unwrap()).unwrap(),
             cache: ChunkCacheManager::new(config, pool).unwrap(),
-            reindexer: PositionReindexer::new(Arc::new(
-                Rope::new(RopeConfig::new(8, 10_000.0), 1024).unwrap(),
-            )),
+            reindexer: PositionReindexer::new(&Rope::new(RopeConfig::new(8, 10_000.0), 1024).unwrap()),
             root: KeyScope::new("m", b"w").root(),
         }
     }

@@ -1,7 +1,7 @@
 //! Waits for other requests have a limit.
 
 use super::*;
-use kvchunk::{Acquired, ChunkContext, ChunkHasher, ChunkWaiter, ComputeMode, HashAlgorithm};
+use kvchunk::ChunkWaiter;
 use std::time::{Duration, Instant};
 
 fn impatient() -> World {
@@ -32,24 +32,6 @@ fn a_request_whose_piece_never_comes_computes_it_for_itself() {
     drop(stalled.commit().unwrap());
     assert_eq!(hits(&w.run(&both)), [true; 3]);
     drop(held);
-    w.check();
-}
-
-#[test]
-fn getting_a_piece_that_never_comes_ends_too() {
-    let w = impatient();
-    let hasher =
-        ChunkHasher::new(HashAlgorithm::Blake3, ChunkContext::new(w.root, ComputeMode::Alone, &[]), BLOCK);
-    let piece = hasher.pieces(&[2; 7], 64).next().unwrap();
-    let Acquired::Compute(stalled) = w.cache.acquire(TenantId::default(), &piece, 0) else { panic!() };
-    let get = || {
-        let compute = |_: &kvchunk::ChunkReservation| Ok::<_, kvchunk::Error>(());
-        w.cache.get_or_compute_chunk(TenantId::default(), &piece, 0, &w.reindexer, 3, compute).unwrap()
-    };
-    assert!(get().is_none());
-    assert_eq!(w.cache.metrics().uncached, 1);
-    drop(stalled.store());
-    assert_eq!(get().unwrap().new_position_start(), 3);
     w.check();
 }
 
@@ -161,7 +143,7 @@ fn what_has_ended_is_used_while_the_rest_is_waited_for() {
 }
 
 #[test]
-fn two_threads_compute_a_prompt_once_and_wake_each_other() {
+fn two_threads_compute_a_prompt_once() {
     let w = World::new(16, 16, ChunkCacheConfig::default());
     let both = prompt(&[2, 3]);
     let (started, start) = std::sync::mpsc::channel();
@@ -171,7 +153,7 @@ fn two_threads_compute_a_prompt_once_and_wake_each_other() {
         let first = scope.spawn(move || {
             let assembly = w.assembler().assemble(both).unwrap();
             started.send(()).unwrap();
-            // The other request asks to be told before this one ends.
+            // The other request waits before this one ends.
             ended.recv().unwrap();
             let tokens: usize = tokens_of(&assembly).iter().sum();
             drop(assembly.commit().unwrap());
@@ -179,16 +161,11 @@ fn two_threads_compute_a_prompt_once_and_wake_each_other() {
         });
         let second = scope.spawn(move || {
             start.recv().unwrap();
-            let (called, call) = std::sync::mpsc::channel();
             let mut assembly = w.assembler().assemble(both).unwrap();
-            assembly.waiters().for_each(|waiter| {
-                let called = called.clone();
-                waiter.when_over(move || called.send(()).unwrap());
-            });
             over.send(()).unwrap();
             let mut tokens = 0;
             while !assembly.is_ready() {
-                call.recv().unwrap();
+                assembly.waiters().next().unwrap().clone().wait();
                 assembly.try_advance(&w.assembler(), both).unwrap();
                 tokens += tokens_of(&assembly).iter().sum::<usize>();
             }

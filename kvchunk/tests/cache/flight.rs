@@ -31,16 +31,15 @@ fn when_the_first_fails_the_next_takes_over() {
 fn of_eight_threads_that_miss_at_once_one_computes() {
     let w = World::new(64);
     let (computed, failed) = (AtomicUsize::new(0), AtomicUsize::new(0));
-    let reindexer = kvchunk::PositionReindexer::new(Arc::new(
-        kvcore::Rope::new(kvcore::RopeConfig::new(8, 10_000.0), 1024).unwrap(),
-    ));
+    let rope = kvcore::Rope::new(kvcore::RopeConfig::new(8, 10_000.0), 1024).unwrap();
+    let reindexer = kvchunk::PositionReindexer::new(&rope);
     std::thread::scope(|scope| {
         for thread in 0..8 {
             let (w, computed, failed, reindexer) = (&w, &computed, &failed, &reindexer);
             scope.spawn(move || {
                 let piece = w.hasher.pieces(&[9; 30], 64).next().unwrap();
                 let position = 10 * thread;
-                let got = w.cache.get_or_compute_chunk(w.tenant, &piece, 0, reindexer, position, |_| {
+                let got = get_or_compute(&w.cache, w.tenant, &piece, |_| {
                     std::thread::sleep(Duration::from_millis(20));
                     // No lock is held while this computes, so other threads may use the cache.
                     w.cache.metrics();
@@ -52,7 +51,10 @@ fn of_eight_threads_that_miss_at_once_one_computes() {
                     Ok(())
                 });
                 match got {
-                    Ok(placed) => assert_eq!(placed.unwrap().new_position_start(), position),
+                    Ok(hold) => {
+                        let placed = w.cache.reindex(reindexer, hold.unwrap(), position).unwrap();
+                        assert_eq!(placed.new_position_start(), position);
+                    }
                     Err(error) => assert_eq!(error, refusal()),
                 }
             });

@@ -109,7 +109,7 @@ fn chunks_are_listed_with_what_the_seed_records() {
     assert_eq!((chunk.chunk_hash.token_count, chunk.chunk_hash.num_blocks), (6, 2));
     assert_eq!((chunk.ref_count, chunk.access_count, chunk.age_ms, chunk.idle_ms), (1, 1, 7000, 4000));
     assert!(!chunk.asleep && chunk.exact && chunk.tenant == "chunk_cache");
-    assert_eq!((held.cached_position_start(), held.cached_position_end()), (0, 6));
+    assert_eq!((held.cached_position_start(), held.num_tokens()), (0, 6));
     assert_eq!(held.chunk_hash(), w.hash(&[1; 6]));
 }
 

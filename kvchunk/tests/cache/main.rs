@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use kvchunk::{
     Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHash, ChunkHasher,
-    ChunkReservation, ComputeMode, HashAlgorithm, PieceHold, SleepStore, Sleeping, TenantId,
+    ChunkPiece, ChunkReservation, ComputeMode, HashAlgorithm, PieceHold, SleepStore, Sleeping, TenantId,
 };
 use kvcore::{BlockId, BlockKey, KeyScope, ManualClock, MutableBlocks};
 
@@ -28,6 +28,27 @@ fn root(salt: &[u8]) -> BlockKey {
 /// Returns the error of a computation that fails on purpose.
 fn refusal() -> kvchunk::Error {
     kvcore::Error::Device { backend: "test", reason: "on purpose".to_owned() }.into()
+}
+
+/// Holds a piece: at once, after another request has computed it, or after `compute` has filled its blocks.
+/// Returns `None` if there is no room for it.
+fn get_or_compute(
+    cache: &ChunkCacheManager,
+    tenant: TenantId,
+    piece: &ChunkPiece<'_>,
+    compute: impl FnOnce(&ChunkReservation) -> kvchunk::Result<()>,
+) -> kvchunk::Result<Option<PieceHold>> {
+    loop {
+        match cache.acquire(tenant, piece, 0) {
+            Acquired::Hit(hold) => return Ok(Some(hold)),
+            Acquired::Compute(reservation) => {
+                compute(&reservation)?;
+                return Ok(Some(reservation.store()));
+            }
+            Acquired::Busy(waiter) => waiter.wait(),
+            Acquired::NoRoom => return Ok(None),
+        }
+    }
 }
 
 /// A cache over `blocks` blocks of four tokens, with a clock that tests move.

@@ -151,7 +151,7 @@ struct Stress {
     stream: Arc<dyn Stream>,
     meeting: Meeting,
     working: AtomicU64,
-    /// The number of chunks that `get_or_compute_chunk` returned.
+    /// The number of chunks that [`get_or_compute`] returned.
     placed: AtomicU64,
     pool_slept: AtomicU64,
 }
@@ -182,13 +182,13 @@ impl Stress {
             order: BlockOrder::TokenMajor,
         };
         let (backend, layout) = (CpuBackend::new(), Arc::new(KvLayout::new(shape).unwrap()));
-        let rope = Arc::new(Rope::new(RopeConfig::new(8, 10_000.0), 1024).unwrap());
+        let rope = Rope::new(RopeConfig::new(8, 10_000.0), 1024).unwrap();
         Self {
             world,
             contents,
             tenants: [TenantId::default(), alice, bob],
             hashers: roots.map(salted),
-            reindexer: PositionReindexer::new(rope),
+            reindexer: PositionReindexer::new(&rope),
             stream: backend.stream().unwrap(),
             arena: ReservedArena::create(backend, MemoryKind::Device, layout).unwrap(),
             meeting: Meeting::default(),
@@ -247,10 +247,11 @@ impl Stress {
                     Ok(())
                 };
                 let position = (random >> 50) as i64 % 512;
-                match cache.get_or_compute_chunk(tenant, &piece, 0, &self.reindexer, position, compute) {
-                    Ok(Some(placed)) => {
+                match get_or_compute(cache, tenant, &piece, compute) {
+                    Ok(Some(hold)) => {
+                        let placed = cache.reindex(&self.reindexer, hold, position).unwrap();
                         assert_eq!(placed.new_position_start(), position);
-                        self.contents.verify(which, placed.original_cache().block_ids());
+                        self.contents.verify(which, &placed.segment().blocks);
                         self.placed.fetch_add(1, SeqCst);
                     }
                     Ok(None) => held.clear(),

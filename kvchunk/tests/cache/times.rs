@@ -32,7 +32,7 @@ fn act(stats: bool) -> World {
     let config = ChunkCacheConfig { stats, ..ChunkCacheConfig::default() };
     let w = World::with(8, config, Some(Arc::new(Slow)));
     let rope = kvcore::Rope::new(kvcore::RopeConfig::new(8, 10_000.0), 64).unwrap();
-    let reindexer = PositionReindexer::new(Arc::new(rope));
+    let reindexer = PositionReindexer::new(&rope);
     let reservation = w.reserve(&[1; 8]);
     std::thread::sleep(Duration::from_millis(10)); // the model at work
     drop(reservation.store());

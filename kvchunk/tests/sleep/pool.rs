@@ -186,7 +186,7 @@ fn a_rank_wakes_no_piece_into_a_pool_that_sleeps() {
     let w = World::plain("f32", Execution::Immediate);
     let main = PagedKvCache::new(w.arena().clone(), BlockPool::new(0..POOL.start).unwrap()).unwrap();
     let rope = Rope::new(RopeConfig::new(DIM, 10_000.0), 64).unwrap();
-    let reindexer = PositionReindexer::new(Arc::new(rope));
+    let reindexer = PositionReindexer::new(&rope);
     let alone = ThreadCommunicator::group(1, Duration::from_secs(20)).unwrap().remove(0);
     let rank = CollectiveRank::new(Arc::new(alone), CpuBackend::new()).unwrap();
     let assembler = Assembler {

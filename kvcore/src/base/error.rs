@@ -1,5 +1,7 @@
 //! The error type of this crate. Each variant carries the numbers that a caller needs to act on it.
 
+use std::fmt;
+
 use crate::base::{BlockId, DType, KvFormat};
 
 /// An error of `kvcore`, or of a backend that implements its contract.
@@ -28,55 +30,31 @@ pub enum Error {
         /// The given value.
         value: f64,
     },
-    /// Two entries of a batch contain one query row.
-    #[error("row {row} is in two entries of the batch")]
-    RowTwice {
-        /// The row.
-        row: usize,
-    },
-    /// A token's block was let go, as those behind a sliding window are.
-    #[error("the block of token {token} was let go: the sequence is held from token {first} on")]
-    LetGo {
+    /// The block of a token was freed, because the token left the sliding window.
+    #[error("the block of token {token} was freed; the sequence keeps tokens from {first} on")]
+    TokenFreed {
         /// The token.
         token: usize,
         /// The first token that has a slot.
         first: usize,
     },
-    /// One call names twice what it may name once.
-    #[error("one call names {what} {number} twice")]
+    /// One call contains the same item twice: a row, block, slot or sequence.
+    #[error("one call contains {what} {number} twice; give it once")]
     Twice {
-        /// The kind of what is named.
+        /// The kind of item, such as `"slot"` or `"destination block"`.
         what: &'static str,
-        /// Its number.
+        /// The item's number.
         number: u64,
     },
-    /// One call names a block twice, in roles that exclude each other.
-    #[error("one call names block {block} as {role}")]
-    BlockTwice {
-        /// The block.
-        block: BlockId,
-        /// `"source and destination"`, `"destination twice"` or `"a block to register twice"`.
-        role: &'static str,
-    },
-    /// Two extents differ that must be equal.
+    /// Two sizes, element types or formats differ that must be equal.
     #[error("{what}: expected {expected}, got {got}")]
     Mismatch {
-        /// The extents compared.
+        /// The things compared.
         what: &'static str,
-        /// The required extent.
-        expected: usize,
-        /// The given extent.
-        got: usize,
-    },
-    /// Two element types differ that must be equal.
-    #[error("{what}: expected {expected}, got {got}")]
-    DTypeMismatch {
-        /// The element types compared.
-        what: &'static str,
-        /// The required element type.
-        expected: DType,
-        /// The given element type.
-        got: DType,
+        /// The required value.
+        expected: Compared,
+        /// The given value.
+        got: Compared,
     },
     /// No kernel computes with rows of an element type; see [`DType::COMPUTE`].
     #[error("{what}: no kernel computes with {got}; take f32, f16 or bf16")]
@@ -85,16 +63,6 @@ pub enum Error {
         what: &'static str,
         /// Their element type.
         got: DType,
-    },
-    /// Two KV formats differ that must be equal.
-    #[error("{what}: expected {expected}, got {got}")]
-    FormatMismatch {
-        /// The formats compared.
-        what: &'static str,
-        /// The required format.
-        expected: KvFormat,
-        /// The given format.
-        got: KvFormat,
     },
     /// A KV format cannot be used in this way.
     #[error("KV format {format}: {reason}")]
@@ -359,7 +327,51 @@ pub enum Error {
     InvalidRope(String),
 }
 
+/// One side of an [`Error::Mismatch`].
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Compared {
+    /// A size or a count.
+    Number(usize),
+    /// An element type.
+    DType(DType),
+    /// A KV format.
+    Format(KvFormat),
+}
+
+impl fmt::Display for Compared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Number(number) => number.fmt(f),
+            Self::DType(dtype) => dtype.fmt(f),
+            Self::Format(format) => format.fmt(f),
+        }
+    }
+}
+
+impl From<usize> for Compared {
+    fn from(number: usize) -> Self {
+        Self::Number(number)
+    }
+}
+
+impl From<DType> for Compared {
+    fn from(dtype: DType) -> Self {
+        Self::DType(dtype)
+    }
+}
+
+impl From<KvFormat> for Compared {
+    fn from(format: KvFormat) -> Self {
+        Self::Format(format)
+    }
+}
+
 impl Error {
+    /// Returns the error for two values that differ and must be equal.
+    pub fn mismatch(what: &'static str, expected: impl Into<Compared>, got: impl Into<Compared>) -> Self {
+        Self::Mismatch { what, expected: expected.into(), got: got.into() }
+    }
+
     /// Returns the error for a value that is not below `limit`.
     pub(crate) fn range(what: &'static str, value: impl TryInto<i128>, limit: impl TryInto<i128>) -> Self {
         Self::OutOfRange {
@@ -383,8 +395,8 @@ impl Error {
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Checks that `expected == got`. Otherwise returns an [`Error::Mismatch`] that names `what`.
-pub(crate) fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
-    if expected == got { Ok(()) } else { Err(Error::Mismatch { what, expected, got }) }
+pub(crate) fn same<T: PartialEq + Into<Compared>>(what: &'static str, expected: T, got: T) -> Result<()> {
+    if expected == got { Ok(()) } else { Err(Error::mismatch(what, expected, got)) }
 }
 
 /// Returns the product of `factors`, or [`Error::Overflow`].

@@ -12,7 +12,7 @@ pub mod rope;
 mod slots;
 
 pub use dtype::DType;
-pub use error::{Error, Result};
+pub use error::{Compared, Error, Result};
 pub(crate) use error::{product, same};
 pub use ids::BlockId;
 pub use layout::{BlockOrder, KvLayout, KvShape, PlaneStrides, ScaleLayout};

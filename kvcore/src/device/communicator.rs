@@ -115,7 +115,7 @@ impl<'a> Collective<'a> {
     /// - Returns [`Error::InvalidStrides`] for a view that is not contiguous, and [`Error::NotMultiple`] for one
     ///   that ends inside a byte.
     /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
-    /// - Returns [`Error::Mismatch`] and [`Error::DTypeMismatch`] if source and destination do not fit.
+    /// - Returns [`Error::Mismatch`] if source and destination do not fit.
     /// - Returns [`Error::Aliased`] if a written view overlaps another view.
     /// - Returns [`Error::Unsupported`] for a reduction of another element type, and for a transfer of a rank to
     ///   itself.
@@ -161,10 +161,7 @@ fn dense(view: &TensorView) -> Result<()> {
 
 /// Checks the operands of an all-gather.
 fn fits(rank: usize, ranks: usize, src: &TensorView, dst: &TensorView) -> Result<()> {
-    if src.dtype() != dst.dtype() {
-        let (expected, got) = (dst.dtype(), src.dtype());
-        return Err(Error::DTypeMismatch { what: "all-gather", expected, got });
-    }
+    same("all-gather", dst.dtype(), src.dtype())?;
     same("rank of an all-gather's destination", src.shape().len() + 1, dst.shape().len())?;
     same("parts of an all-gather's destination", ranks, dst.shape()[0])?;
     for (&expected, &got) in src.shape().iter().zip(&dst.shape()[1..]) {

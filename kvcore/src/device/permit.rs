@@ -40,18 +40,18 @@ struct SlotPermit {
 
 /// The permits of one owner, or of several, which operations of all layers share.
 #[derive(Debug, Clone)]
-struct Held<T> {
+struct PermitList<T> {
     one: Option<T>,
     more: Option<Arc<Vec<T>>>,
 }
 
-impl<T> Default for Held<T> {
+impl<T> Default for PermitList<T> {
     fn default() -> Self {
         Self { one: None, more: None }
     }
 }
 
-impl<T: Clone> Held<T> {
+impl<T: Clone> PermitList<T> {
     fn one(permit: T) -> Self {
         Self { one: Some(permit), more: None }
     }
@@ -106,13 +106,13 @@ impl Permits {
     /// owner fills the block of each slot, and that none of these blocks comes before its block `first`.
     pub(crate) fn slots(&self, first: usize, block_size: usize, slots: impl Into<SlotMapping>) -> WriteSlots {
         let permit = SlotPermit { permit: self.issue(first), block_size };
-        WriteSlots { slots: slots.into(), permits: Held::one(permit) }
+        WriteSlots { slots: slots.into(), permits: PermitList::one(permit) }
     }
 
     /// Returns pairs whose destinations may be written. The caller guarantees that the owner fills each
     /// destination, and that none of them comes before its block `first`.
     pub(crate) fn pairs(&self, first: usize, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> WritePairs {
-        WritePairs { pairs: pairs.into(), permits: Held::one(self.issue(first)) }
+        WritePairs { pairs: pairs.into(), permits: PermitList::one(self.issue(first)) }
     }
 }
 
@@ -157,7 +157,7 @@ impl Permit {
 pub struct WriteSlots {
     slots: SlotMapping,
     /// Permits for the slots. Empty for unchecked slots.
-    permits: Held<SlotPermit>,
+    permits: PermitList<SlotPermit>,
 }
 
 impl WriteSlots {
@@ -167,7 +167,7 @@ impl WriteSlots {
     /// The caller guarantees that the blocks of these slots are not read while they are written, and that a
     /// [`BlockPool`](crate::BlockPool) has shared none of these blocks.
     pub fn unchecked(slots: impl Into<SlotMapping>) -> Self {
-        Self { slots: slots.into(), permits: Held::default() }
+        Self { slots: slots.into(), permits: PermitList::default() }
     }
 
     /// Returns the slot mapping, for reading.
@@ -207,7 +207,7 @@ impl WriteSlots {
         if let (Some(only), None) = (rest.next(), rest.next()) {
             return only.clone();
         }
-        let permits = Held::several(parts.clone().flat_map(|part| part.permits.iter().cloned()));
+        let permits = PermitList::several(parts.clone().flat_map(|part| part.permits.iter().cloned()));
         Self { slots: SlotMapping::concat(parts.map(|part| &part.slots)), permits }
     }
 
@@ -248,7 +248,7 @@ impl Deref for WriteSlots {
 pub struct WritePairs {
     pairs: Arc<[(BlockId, BlockId)]>,
     /// Permits for the destinations. Empty for unchecked pairs.
-    permits: Held<Permit>,
+    permits: PermitList<Permit>,
 }
 
 impl WritePairs {
@@ -257,12 +257,12 @@ impl WritePairs {
     /// The caller guarantees that the destinations are not read while they are written, and that a
     /// [`BlockPool`](crate::BlockPool) has shared none of them.
     pub fn unchecked(pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> Self {
-        Self { pairs: pairs.into(), permits: Held::default() }
+        Self { pairs: pairs.into(), permits: PermitList::default() }
     }
 
     /// Concatenates the pairs of several owners, to be copied by one operation.
     pub fn concat<'a>(parts: impl Iterator<Item = &'a Self> + Clone) -> Self {
-        let permits = Held::several(parts.clone().flat_map(|part| part.permits.iter().cloned()));
+        let permits = PermitList::several(parts.clone().flat_map(|part| part.permits.iter().cloned()));
         Self { pairs: parts.flat_map(|part| part.pairs.iter().copied()).collect(), permits }
     }
 

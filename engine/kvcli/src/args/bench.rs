@@ -19,20 +19,21 @@ pub(crate) struct BenchArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchKind {
-    /// Serves the prompts of a retrieval service and reports hits, times to first token and memory.
+    /// Serve prompts like those of a retrieval service, and report hits, times to first token and memory.
     Rag(RagArgs),
-    /// Answers requests that arrive while others are answered, and reports tokens a second and times to tokens.
+    /// Answer requests that arrive while others are running, and report tokens per second and times to
+    /// tokens.
     Serve(ServeArgs),
 }
 
-/// The model that is measured, and where it runs.
+/// Model to measure, and where it runs.
 #[derive(Debug, Args)]
 pub(crate) struct MeasuredArgs {
-    /// A GGUF file or a Hugging Face directory. Without it and without --size: the built-in model.
+    /// GGUF file or Hugging Face directory of the model. Default (also without --size): the built-in model.
     #[arg(long, value_name = "PATH", conflicts_with = "size")]
     pub(crate) model: Option<PathBuf>,
 
-    /// A Llama of this size with random weights.
+    /// Use a Llama of this size (LAYERSxWIDTH) with random weights.
     #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
     pub(crate) size: Option<(usize, usize)>,
 
@@ -40,17 +41,17 @@ pub(crate) struct MeasuredArgs {
     #[arg(long, value_name = "MIB", default_value_t = 1024, value_parser = at_least_one)]
     pub(crate) kv_memory: usize,
 
-    /// Storage format of keys and values, see `kvc run --help`.
+    /// Storage format of keys and values (see `kvc run --help`).
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// Format in which weights are held: as they are stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
+    /// Format of weights in memory: as stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
     /// eight-bit blocks.
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
-    /// devices).
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or
+    /// wgpu:ADAPTER (see `kvc devices`).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 }
@@ -89,15 +90,15 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "K", default_value_t = 5, value_parser = at_least_one)]
     pub(crate) per_request: usize,
 
-    /// Choose documents by Zipf's law with this exponent.
+    /// Draw documents by Zipf's law with this exponent.
     #[arg(long, value_name = "S", conflicts_with = "repetition")]
     pub(crate) zipf: Option<f64>,
 
-    /// Choose a document that was used before with this probability, otherwise a new one.
+    /// Draw a document that was used before with this probability, otherwise a new one.
     #[arg(long, value_name = "P")]
     pub(crate) repetition: Option<f64>,
 
-    /// Share of the requests whose system prompt differs from the one before.
+    /// Share of requests whose system prompt differs from that of the previous request.
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub(crate) system_changes: f64,
 
@@ -105,11 +106,11 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Positions of documents, see `kvc run --help`.
+    /// Positions of documents (see `kvc run --help`).
     #[arg(long, value_enum, default_value = "overlapped")]
     pub(crate) positions: Positions,
 
-    /// Tokens that documents see while they are computed, see `kvc run --help`.
+    /// Tokens that documents see while they are computed (see `kvc run --help`).
     #[arg(long, value_name = "MODE", default_value = "with-system", value_parser = mode)]
     pub(crate) chunks: ComputeMode,
 
@@ -120,11 +121,12 @@ pub(crate) struct RagArgs {
     #[command(flatten)]
     pub(crate) sleep: SleepArgs,
 
-    /// Draw the time to first token of each request of the first workload, in order of arrival.
+    /// Plot the time to first token of each request of the first workload, in order of arrival, to this SVG
+    /// file.
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 
-    /// Print one JSON object on standard output, and nothing else.
+    /// Print only one JSON object on standard output.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -146,7 +148,7 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) on: MeasuredArgs,
 
-    /// Arrivals from a file, in place of drawn ones.
+    /// Read arrivals from this file instead of drawing them.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["requests", "rate", "prompt_tokens", "answer_tokens"])]
     pub(crate) trace: Option<PathBuf>,
 
@@ -154,35 +156,37 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub(crate) requests: usize,
 
-    /// Requests a second, by Poisson's law. Without it all arrive at the first moment.
+    /// Requests per second, as a Poisson process. Default: all requests arrive at the start.
     #[arg(long, value_name = "R", allow_negative_numbers = true)]
     pub(crate) rate: Option<f64>,
 
-    /// Tokens of a prompt, on average.
+    /// Average number of tokens of a prompt.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]
     pub(crate) prompt_tokens: usize,
 
-    /// Tokens of an answer, on average.
+    /// Average number of tokens of an answer.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub(crate) answer_tokens: usize,
 
-    /// Tokens that all prompts begin with, on top of their own, as instructions do.
+    /// Number of tokens that all prompts share at their start (such as instructions), in addition to their
+    /// own.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) shared_prefix: usize,
 
-    /// Compute the shared prefix first and keep it, whoever needs memory.
+    /// Compute the shared prefix first and keep it, even if requests need its memory.
     #[arg(long, requires = "shared_prefix")]
     pub(crate) pin: bool,
 
-    /// Answers that run at once, at most.
+    /// Maximum number of answers that run at once.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]
     pub(crate) running: usize,
 
-    /// Tokens of a pass, at most. Longer prompts are computed in pieces.
+    /// Maximum number of tokens of a pass. Longer prompts are computed in pieces.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
     pub(crate) step_tokens: usize,
 
-    /// Host memory for requests that give way where memory for keys and values is short, in MiB; 0 computes them again.
+    /// Host memory for requests that are paused when memory for keys and values runs short, in MiB. With 0,
+    /// paused requests are recomputed.
     #[arg(long, value_name = "MIB", default_value_t = 512)]
     pub(crate) swap_memory: usize,
 
@@ -190,11 +194,11 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
-    /// Draw the time to first token of each request, in order of arrival.
+    /// Plot the time to first token of each request, in order of arrival, to this SVG file.
     #[arg(long, value_name = "FILE.svg")]
     pub(crate) plot: Option<PathBuf>,
 
-    /// Print one JSON object on standard output, and nothing else.
+    /// Print only one JSON object on standard output.
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -33,17 +33,17 @@ pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) asking: AskingArgs,
 
-    /// What to measure: right answers; the divergence from full attention along its own answer, which orders strategies by a
-    /// few dozen questions; or both.
+    /// What to measure: right answers; divergence from full attention along its own answer, which ranks
+    /// strategies with a few dozen questions; or both.
     #[arg(long, value_enum, default_value = "answers", conflicts_with = "gate")]
     pub(crate) measure: MeasureName,
 
-    /// Way to answer: full, or positions, mode and strategy with commas between them; may be repeated. Without it: full
-    /// attention, every cell, and the strategies.
+    /// Way to answer: full, or POSITIONS,MODE,STRATEGY. May be repeated. Default: full attention, every cell,
+    /// and the strategies.
     #[arg(long = "arm", value_name = "ARM", value_parser = arm, conflicts_with_all = ["gate", "strategies", "positions"])]
     pub(crate) arms: Vec<Arm>,
 
-    /// Way to answer that kvc tune wrote for this model: one more arm, or what the gate judges.
+    /// File that `kvc tune` wrote for this model: adds its way to answer, or lets the gate judge it.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["strategies", "positions", "chunks"])]
     pub(crate) reuse: Option<PathBuf>,
 
@@ -51,59 +51,61 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "gate")]
     pub(crate) show: usize,
 
-    /// Write every answer to a file, with a JSON object a line.
+    /// Write every answer to this file, one JSON object per line.
     #[arg(long, value_name = "FILE", conflicts_with = "gate")]
     pub(crate) answers: Option<PathBuf>,
 
-    /// Score the answers that earlier evaluations wrote by --answers, and ask nothing; may be repeated.
+    /// Score answers that earlier evaluations wrote with --answers instead of asking. May be repeated.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["gate", "answers", "show", "arms", "reuse", "strategies"])]
     pub(crate) read: Vec<PathBuf>,
 
-    /// Recompute strategy, see `kvc run --help`; may be repeated. Without it: link, blend, question, joint and
-    /// random in several sizes, and full. For the gate: the one strategy to judge.
+    /// Recompute strategy (see `kvc run --help`). May be repeated. Default: link, blend, question, joint and
+    /// random in several sizes, and full. With --gate: the one strategy to judge.
     #[arg(long = "strategy", value_name = "STRATEGY", value_parser = recompute)]
     pub(crate) strategies: Vec<Recompute>,
 
-    /// Check whether reuse is fit for this model: equalities that must hold, and local questions answered as
-    /// well as under full attention. Exit code 1 if not.
+    /// Check whether reuse suits this model: some results must be equal, and local questions must be answered
+    /// as well as under full attention. Exit code 1 if not.
     #[arg(long)]
     pub(crate) gate: bool,
 
-    /// Positions of documents, sequential without the option. Without this one, --strategy and --chunks, the gate judges what kvc
-    /// run does by default.
+    /// Positions of documents. Default: sequential. Without this option, --strategy and --chunks, the gate
+    /// judges what `kvc run` does by default.
     #[arg(long, value_enum)]
     pub(crate) positions: Option<Positions>,
 
-    /// Context temperature, see `kvc run --help`. This option and --context-scale add two rows, one per mode,
-    /// in which the question sees documents with this scaling.
+    /// Context temperature (see `kvc run --help`). This option and --context-scale add two rows, one per
+    /// mode, in which the question sees documents with this scaling.
     #[arg(long, value_name = "T", default_value_t = 1.0, value_parser = positive, conflicts_with = "gate")]
     pub(crate) context_temperature: f32,
 
-    /// Context scale, see --context-temperature.
+    /// Context scale (see --context-temperature).
     #[arg(long, value_name = "S", default_value_t = 1.0, value_parser = positive, conflicts_with = "gate")]
     pub(crate) context_scale: f32,
 
-    /// For the gate: tokens that documents see while they are computed.
+    /// With --gate: tokens that documents see while they are computed.
     #[arg(long, value_name = "MODE", value_parser = mode, requires = "gate")]
     pub(crate) chunks: Option<ComputeMode>,
 
-    /// For the gate: most points of accuracy that reuse may lose. The gate opens if the answers bound the loss by that, with
-    /// 95 % confidence.
+    /// With --gate: maximum loss of accuracy, in points. Reuse passes if the answers show with 95 %
+    /// confidence that it loses no more.
     #[arg(long, value_name = "POINTS", default_value_t = 2.0, value_parser = points, requires = "gate")]
     pub(crate) within: f64,
 
-    /// For the gate: least percentage of questions that full attention must answer for the loss to be judged.
+    /// With --gate: minimum percentage of questions that full attention must answer for the loss to be
+    /// judged.
     #[arg(long, value_name = "PERCENT", default_value_t = 50.0, value_parser = points, requires = "gate")]
     pub(crate) floor: f64,
 
-    /// Draw right answers (without them, divergence) against the operations of the prefill, a line for each family of strategies.
+    /// Plot right answers (or divergence, if only that is measured) against the operations of the prefill to
+    /// this SVG file, one line per family of strategies.
     #[arg(long, value_name = "FILE.svg", conflicts_with = "gate")]
     pub(crate) plot: Option<PathBuf>,
 
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
 
-    /// Print one JSON object on standard output, and nothing else.
+    /// Print only one JSON object on standard output.
     #[arg(long)]
     pub(crate) json: bool,
 }

@@ -26,7 +26,7 @@ use kvchunk::{ComputeMode, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
 use kvengine::DEFAULT_GRAPHS;
 
-/// Runs a language model whose documents' keys and values are computed once and reused at any position.
+/// Run a language model that computes the keys and values of documents once and reuses them at any position.
 #[derive(Debug, Parser)]
 #[command(name = "kvc", version, propagate_version = true)]
 #[command(after_help = "\
@@ -59,7 +59,7 @@ impl Cli {
 }
 
 impl RunArgs {
-    /// Returns what to say of an option that has no effect on the chosen cache.
+    /// Returns a message about an option that has no effect on the chosen cache, if there is one.
     fn without_effect(&self) -> Option<&'static str> {
         match self.cache {
             Cache::Paged => self.max_len.map(|_| "--max-len applies only to --cache static"),
@@ -72,17 +72,18 @@ impl RunArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    /// Asks the built-in model about a few documents, several times and in different orders.
+    /// Ask the built-in model about a few documents, several times and in different orders.
     Demo(DemoArgs),
-    /// Answers one prompt.
+    /// Answer one prompt.
     Run(Box<RunArgs>),
-    /// Measures the accuracy of answers with and without reuse, and the cost of each way.
+    /// Measure the accuracy of answers with and without reuse, and the cost of each way to answer.
     Eval(Box<EvalArgs>),
-    /// Finds the cheapest way of reuse whose loss against full attention it can bound, and writes it to a file for --reuse.
+    /// Find the cheapest way of reuse with a bounded loss against full attention, and write it to a file for
+    /// --reuse.
     Tune(Box<TuneArgs>),
-    /// Measures a workload.
+    /// Measure a workload.
     Bench(Box<BenchArgs>),
-    /// Lists the devices that --backend can name on this machine, with limits and features.
+    /// List the devices of this machine that --backend accepts, with their limits and features.
     Devices(DevicesArgs),
 }
 
@@ -97,16 +98,16 @@ pub(crate) struct DevicesArgs {
 /// Options of `kvc demo`.
 #[derive(Debug, Args)]
 pub(crate) struct DemoArgs {
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
-    /// devices).
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or
+    /// wgpu:ADAPTER (see `kvc devices`).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
-    /// Storage format of keys and values, see `kvc run --help`.
+    /// Storage format of keys and values (see `kvc run --help`).
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// Print a JSON array with one object per request on standard output, instead of tables.
+    /// Print a JSON array with one object per request instead of tables.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -126,7 +127,8 @@ Examples:
 With --chunk-sleep all documents fall asleep after each --warm prompt, and those that the prompt has are woken.")]
 #[command(group = clap::ArgGroup::new("input").required(true).args(["prompt", "prompt_file", "stdin", "messages"]))]
 pub(crate) struct RunArgs {
-    /// A GGUF file, or a Hugging Face directory (config.json, safetensors, tokenizer.json). Without it: the built-in model.
+    /// GGUF file, or Hugging Face directory with config.json, safetensors and tokenizer.json. Default: the
+    /// built-in model.
     #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
@@ -139,37 +141,38 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) way: WayArgs,
 
-    /// Hash function of documents. Every hit compares tokens; under xxh3-128 it compares everything else too.
+    /// Hash function of documents. Every hit compares the tokens; with xxh3-128, it compares everything else,
+    /// too.
     #[arg(long, value_enum, default_value = "blake3")]
     pub(crate) hash: Hash,
 
-    /// If no document under this system prompt is cached, use one computed under another system prompt that
-    /// is no longer: faster, but the error has no bound.
+    /// If a document is not cached under this system prompt, use its copy from under another one that is not
+    /// longer. Faster, but the error has no bound.
     #[arg(long)]
     pub(crate) cross_system_reuse: bool,
 
-    /// Compute everything again under the same mask: same answer, slower.
+    /// Recompute everything under the same mask: the same answer, slower.
     #[arg(long, conflicts_with = "chunk_sleep")]
     pub(crate) no_chunk_cache: bool,
 
-    /// Let documents see each other: treat the parts as one ordinary prompt.
+    /// Let documents see each other, as in an ordinary prompt.
     #[arg(long, conflicts_with_all = ["recompute", "positions", "chunks", "chunk_sleep", "reuse"])]
     pub(crate) full_attention: bool,
 
     #[command(flatten)]
     pub(crate) sampling: SamplingArgs,
 
-    /// Storage format of keys and values: f32, f16, bf16, int8, int4, fp8-e4m3 or fp8-e5m2. `int8:16` has one
-    /// scale per 16 elements of a head instead of 32.
+    /// Storage format of keys and values: f32, f16, bf16, int8, int4, fp8-e4m3 or fp8-e5m2. `int8:16` stores
+    /// one scale per 16 elements of a head instead of 32.
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// Form of the keys in the cache: rotated to a position, so that reading them costs nothing; or
-    /// unrotated, so that each key is rotated to its position when it is read.
+    /// Form of keys in the cache: rotated to a position, which makes reading free; or unrotated, in which
+    /// case each key is rotated whenever it is read.
     #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
     pub(crate) keys: KeyForm,
 
-    /// Format in which weights are held: as they are stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
+    /// Format of weights in memory: as stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
     /// eight-bit blocks.
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
@@ -178,45 +181,47 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 16, value_parser = at_least_one)]
     pub(crate) block_size: usize,
 
-    /// Kind of cache: blocks on demand, with chunks and shared prefixes; one run of slots for the prompt
-    /// and its answer; or blocks on demand in a pool for each group of layers that attend to the same tokens, so that layers with a
-    /// window let go of what lies behind it. Only a paged cache keeps chunks: with the others, prompts in parts need
-    /// `--full-attention`.
+    /// Kind of cache. paged: blocks on demand, with chunks and shared prefixes. static: one run of slots for
+    /// the prompt and its answer. grouped: blocks on demand, with one pool per group of layers; layers with a
+    /// sliding window free the blocks that leave it. Only a paged cache keeps documents: with the others,
+    /// prompts in parts need `--full-attention`.
     #[arg(long, value_enum, default_value = "paged")]
     pub(crate) cache: Cache,
 
-    /// Longest sequence of a static cache; `max` or 0 is the model's limit, which it is without the option.
+    /// Maximum length of a sequence in a static cache; `max` or 0 means the model's limit. Default: max.
     #[arg(long, value_name = "TOKENS", value_parser = max_len)]
     pub(crate) max_len: Option<MaxLen>,
 
-    /// Memory for keys and values, in MiB. By default: eight prompts of the model's greatest length, at most
-    /// 2048.
+    /// Memory for keys and values, in MiB. Default: enough for eight prompts of the model's maximum length,
+    /// at most 2048.
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
-    /// Share of that memory in which documents are kept, half of it by default; prompts take the rest.
+    /// Share of --kv-memory that is reserved for documents; prompts use the rest. Default: half.
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) memory_share: Option<f64>,
 
-    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or wgpu:ADAPTER (see kvc
-    /// devices).
+    /// Backend for keys, values and attention: cpu, cuda, cuda:NUMBER, ascend, ascend:NUMBER, wgpu or
+    /// wgpu:ADAPTER (see `kvc devices`).
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
-    /// Graphs of decode steps to keep, on a backend that captures them (ascend; cuda, with cuBLAS): a step is then one launch.
-    /// Others take no notice. 0 launches every kernel by itself; the answer is the same.
+    /// Number of graphs of decode steps to keep, on a backend that captures them (ascend; cuda with cuBLAS).
+    /// A captured step is one launch; 0 launches every kernel by itself. The answer is the same. Other
+    /// backends ignore the option.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_GRAPHS)]
     pub(crate) graphs: usize,
 
-    /// Threads of the CPU backend and of matrix products, each; by default one per processor and one per physical core.
+    /// Number of threads for the CPU backend, and as many for matrix products. Default: one per processor,
+    /// and one per physical core.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) threads: Option<usize>,
 
-    /// Show how time was spent.
+    /// Show how the time was spent.
     #[arg(long)]
     pub(crate) profile: bool,
 
-    /// Print one JSON object on standard output, and nothing else.
+    /// Print only one JSON object on standard output.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -280,14 +285,14 @@ pub(crate) enum WeightsFormat {
     Q8,
 }
 
-/// Backends by name; the features of the program decide which backends are built in.
+/// A backend by name. The features of the program decide which backends are built in.
 #[derive(Debug, Clone)]
 pub(crate) enum BackendName {
     Cpu,
-    /// The wgpu backend, with a part of an adapter's name, or its number.
+    /// The wgpu backend, with a part of an adapter's name or the adapter's number.
     #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "this build only says what it lacks"))]
     Wgpu(Option<String>),
-    /// The CUDA backend, with the number of a device.
+    /// The CUDA backend, with the number of the device.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "this build only says what it lacks"))]
     Cuda(usize),
     /// The Ascend backend.
@@ -295,7 +300,7 @@ pub(crate) enum BackendName {
     Ascend {
         /// The number of a device.
         device: usize,
-        /// True if no fused operator is called.
+        /// True if no fused operator may be called.
         plain: bool,
     },
 }
@@ -342,7 +347,7 @@ fn recompute(text: &str) -> Result<Recompute, String> {
     text.parse().map_err(|error: kvchunk::Error| error.to_string())
 }
 
-/// Parses a share, without the ends.
+/// Parses a share above 0 and below 1.
 fn share(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(share) if share > 0.0 && share < 1.0 => Ok(share),
@@ -350,7 +355,7 @@ fn share(text: &str) -> Result<f64, String> {
     }
 }
 
-/// Parses points of a hundred.
+/// Parses a number of points, from 0 to 100.
 fn points(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(points) if (0.0..=100.0).contains(&points) => Ok(points),

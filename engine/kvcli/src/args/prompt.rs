@@ -1,4 +1,4 @@
-//! Options of `kvc run` that say what is asked.
+//! Options of `kvc run` that give the prompt.
 
 use std::path::PathBuf;
 
@@ -6,10 +6,10 @@ use clap::Args;
 
 use super::separator;
 
-/// The prompt, its parts, and earlier prompts.
+/// Options that give the prompt, its parts, and earlier prompts.
 #[derive(Debug, Args)]
 pub(crate) struct PromptArgs {
-    /// The prompt; `-` reads it from standard input.
+    /// Prompt; `-` reads it from standard input.
     #[arg(short, long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) prompt: Option<String>,
 
@@ -21,36 +21,36 @@ pub(crate) struct PromptArgs {
     #[arg(value_name = "-", value_parser = ["-"])]
     pub(crate) stdin: Option<String>,
 
-    /// File with a conversation whose last message is the prompt: a JSON list of objects with `role` (system, user
+    /// File with a conversation that ends with the prompt: a JSON list of objects with `role` (system, user
     /// or assistant) and `content`. Implies --chat.
     #[arg(long, value_name = "FILE")]
     pub(crate) messages: Option<PathBuf>,
 
-    /// System prompt: with --chat the system message, otherwise the text before everything else.
+    /// System prompt: the system message with --chat, otherwise the text before everything else.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, conflicts_with = "messages")]
     pub(crate) system: Option<String>,
 
-    /// File with a document, computed once and found again in other prompts. Documents stand before the prompt and
-    /// do not see each other. May be repeated.
+    /// File with a document, which is computed once and reused in other prompts. Documents come before the
+    /// prompt and do not see each other. May be repeated.
     #[arg(long = "document", value_name = "FILE")]
     pub(crate) documents: Vec<PathBuf>,
 
-    /// Cut the prompt at this text, usually ##, into SYSTEM, DOCUMENTS and QUESTION. Without the option a prompt is
-    /// never cut.
+    /// Split the prompt at this text (usually ##) into SYSTEM, DOCUMENTS and QUESTION. Default: the prompt is
+    /// not split.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = separator,
         conflicts_with_all = ["system", "documents", "messages"])]
     pub(crate) separator: Option<String>,
 
-    /// Put the prompt into the model's chat template; otherwise it is raw text.
+    /// Put the prompt into the model's chat template. Default: raw text.
     #[arg(long)]
     pub(crate) chat: bool,
 
-    /// An earlier prompt of the same form (with --document: another question about the documents), answered
-    /// silently first so that its chunks are cached. May be repeated.
+    /// Earlier prompt in the same form (with --document: another question about the documents). It is
+    /// answered first, without output, to fill the cache. May be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) warm: Vec<String>,
 
-    /// File that contains an earlier prompt, which comes after those of --warm. May be repeated.
+    /// File with an earlier prompt, answered after those of --warm. May be repeated.
     #[arg(long, value_name = "FILE")]
     pub(crate) warm_file: Vec<PathBuf>,
 }

@@ -1,93 +1,96 @@
-//! Options of `kvc run` that say how the tokens of an answer are chosen, and where it ends.
+//! Options of `kvc run` that choose the tokens of an answer and end it.
 
 use std::sync::Arc;
 
 use clap::Args;
 use kvengine::{BeamSearch, Sampling, SparseDecode};
 
-/// The choice of tokens, and the end of an answer.
+/// Options for the choice of tokens and the end of an answer.
 #[derive(Debug, Args)]
 pub(crate) struct SamplingArgs {
-    /// Most tokens of the answer.
+    /// Maximum number of tokens of the answer.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_new_tokens: usize,
 
-    /// End the answer before this text, which is not printed. May be repeated.
+    /// End the answer before this text. May be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = stop)]
     pub(crate) stop: Vec<String>,
 
-    /// Temperature: 0 takes the most likely token; above 0, tokens are drawn.
+    /// Temperature. 0 takes the most likely token; above 0, tokens are drawn at random.
     #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature, allow_negative_numbers = true)]
     temperature: f32,
 
-    /// Draw from the K most likely tokens; 0 draws from all.
+    /// Draw only from the K most likely tokens; 0 draws from all.
     #[arg(long, value_name = "K", default_value_t = 0, allow_negative_numbers = true)]
     top_k: usize,
 
-    /// Draw from the fewest most likely tokens whose probabilities add up to P; 1 draws from all.
+    /// Draw only from the most likely tokens whose probabilities together reach P; 1 draws from all.
     #[arg(long, value_name = "P", default_value_t = 1.0, value_parser = top_p, allow_negative_numbers = true)]
     top_p: f32,
 
-    /// Draw from tokens at least P times as likely as the most likely one; 0 draws from all.
+    /// Draw only from tokens at least P times as likely as the most likely one; 0 draws from all.
     #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = min_p, allow_negative_numbers = true)]
     min_p: f32,
 
-    /// Make tokens of the prompt and the answer less likely: above 1; 1 changes nothing.
+    /// Penalty for tokens that occur in the prompt or the answer: above 1 makes them less likely, 1 changes
+    /// nothing.
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = super::positive, allow_negative_numbers = true)]
     repetition_penalty: f32,
 
-    /// Make tokens that the answer has less likely by X; 0 changes nothing.
+    /// Lower the logit of each token that occurs in the answer by X; 0 changes nothing.
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = finite, allow_negative_numbers = true)]
     presence_penalty: f32,
 
-    /// Make a token less likely by X for each time that the answer has it; 0 changes nothing.
+    /// Lower the logit of a token by X for every occurrence in the answer; 0 changes nothing.
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = finite, allow_negative_numbers = true)]
     frequency_penalty: f32,
 
-    /// Add to the logit of a token, as in `504=-5`; `504=-inf` excludes it. May be repeated.
+    /// Add a number to the logit of a token, as in `504=-5`; `504=-inf` excludes the token. May be repeated.
     #[arg(long, value_name = "ID=X", value_parser = bias)]
     pub(crate) logit_bias: Vec<(u32, f32)>,
 
-    /// Look for the likeliest answer as a whole, with N beginnings side by side; 1 chooses token by token.
+    /// Search for the most likely whole answer with N beams; 1 chooses token by token.
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = super::at_least_one)]
     beams: usize,
 
-    /// Exponent of the length by which the log-probability of an answer of --beams is divided: above 0, longer answers come first.
+    /// Length penalty of --beams: an answer's log-probability is divided by its length to this power. Larger
+    /// values prefer longer answers.
     #[arg(long, value_name = "X", default_value_t = 1.0, value_parser = finite, allow_negative_numbers = true)]
     length_penalty: f32,
 
-    /// Guess up to N tokens ahead in a step, from what followed the last ones before; the answer is the same. Saves time where answers
-    /// quote their documents. 0 guesses none.
+    /// Guess up to N tokens ahead in each step, from what followed the same tokens earlier. The answer is the
+    /// same. Saves time if answers quote their documents. 0 guesses none.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) lookup: usize,
 
-    /// Let tokens of the answer attend to N blocks of a long context in each layer, those that they may attend to most: faster, and
-    /// approximate. At least 4. Without the option everything is seen.
+    /// Let each token of the answer attend only to the N most relevant blocks of a long context in each
+    /// layer. Faster, but approximate. At least 4. Default: all blocks.
     #[arg(long, value_name = "N")]
     pages: Option<usize>,
 
-    /// Give the log-probability of each token of the answer, with those of the N likeliest, in the object of --json.
+    /// Report the log-probability of each token of the answer and of the N most likely ones, in the output of
+    /// --json.
     #[arg(long, value_name = "N", requires = "json")]
     pub(crate) logprobs: Option<usize>,
 
-    /// Seed of the draw.
+    /// Seed of the random draws.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
-    /// Read this answer back instead of choosing one: ids of tokens, as in `504,2988`. The object of --json then has the ids of
-    /// the prompt and the likeliest token at each place, under `read_back`.
+    /// Score this answer instead of choosing one: token ids, as in `504,2988`. The output of --json then
+    /// contains, under `read_back`, the ids of the prompt and the most likely token at each place.
     #[arg(long, value_name = "IDS", value_delimiter = ',', requires = "json", conflicts_with_all = ["temperature", "stop"])]
     answer: Vec<u32>,
 }
 
 impl SamplingArgs {
-    /// Returns the beam search, if one is asked for.
+    /// Returns the settings of the beam search, if one was requested.
     pub(crate) fn beams(&self) -> Option<BeamSearch> {
         let search = BeamSearch { width: self.beams, length_penalty: self.length_penalty };
         Some(search).filter(|search| search.width > 1)
     }
 
-    /// Returns the setting of sparse decode, if it is asked for.
+    /// Returns the setting of sparse decode, if it was requested.
     pub(crate) fn sparse(&self) -> Option<SparseDecode> {
         self.pages.map(SparseDecode::new)
     }
@@ -106,7 +109,7 @@ impl SamplingArgs {
         }
     }
 
-    /// Returns the answer that is read back, if one is.
+    /// Returns the answer to score instead of choosing one, if it was given.
     pub(crate) fn answer(&self) -> Option<Arc<[u32]>> {
         (!self.answer.is_empty()).then(|| self.answer.as_slice().into())
     }

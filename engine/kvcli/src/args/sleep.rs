@@ -6,16 +6,16 @@ use kvengine::ChunkSleep;
 
 use super::at_least_one;
 
-/// Options for sleeping documents, for commands that use documents again.
+/// Options for sleeping documents, for commands that reuse documents.
 #[derive(Debug, Args)]
 pub(crate) struct SleepArgs {
-    /// Put documents to sleep in host memory when no prompt needs them, and wake them on a hit: unchanged
-    /// (plain), lossless (compressed), or in fewer bits (int8, int4, fp8-e4m3, fp8-e5m2, as for --dtype),
-    /// after which the error of their hits has no bound.
+    /// Move documents to host memory when no prompt needs them, and back on a hit: unchanged (plain),
+    /// compressed without loss (compressed), or in fewer bits (int8, int4, fp8-e4m3, fp8-e5m2, as for
+    /// --dtype). With fewer bits, the error of later hits has no bound.
     #[arg(long, value_name = "FORM", value_parser = form)]
     chunk_sleep: Option<SleepForm>,
 
-    /// Host memory for sleeping documents, in MiB. By default: as much as documents have on the device.
+    /// Host memory for sleeping documents, in MiB. Default: as much as documents have on the device.
     #[arg(long, value_name = "MIB", requires = "chunk_sleep", value_parser = at_least_one)]
     chunk_sleep_memory: Option<usize>,
 }

@@ -25,21 +25,21 @@ pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub(crate) asking: AskingArgs,
 
-    /// Most points of accuracy that reuse may lose against full attention. A way is taken if its answers bound the loss by that,
-    /// with 95 % confidence.
+    /// Maximum loss of accuracy against full attention, in points. A way passes if its answers show with 95 %
+    /// confidence that it loses no more.
     #[arg(long, value_name = "POINTS", default_value_t = 2.0, value_parser = points)]
     pub(crate) within: f64,
 
-    /// Least percentage of questions that full attention must answer for a loss to be judged.
+    /// Minimum percentage of questions that full attention must answer for a loss to be judged.
     #[arg(long, value_name = "PERCENT", default_value_t = 50.0, value_parser = points)]
     pub(crate) floor: f64,
 
-    /// Questions that order the candidates by divergence.
+    /// Number of questions used to rank the candidates by divergence.
     #[arg(long, value_name = "N", default_value_t = 24, value_parser = at_least_one)]
     pub(crate) screen: usize,
 
-    /// Candidate: positions, mode and strategy with commas between them; may be repeated. Without it: every mode without
-    /// recomputation, and link, blend, question and joint in several sizes.
+    /// Candidate, as POSITIONS,MODE,STRATEGY. May be repeated. Default: every mode without recomputation, and
+    /// link, blend, question and joint in several sizes.
     #[arg(long = "candidate", value_name = "ARM", value_parser = arm)]
     pub(crate) candidates: Vec<Arm>,
 
@@ -50,7 +50,7 @@ pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub(crate) engine: EngineArgs,
 
-    /// Print one JSON object on standard output, and nothing else.
+    /// Print only one JSON object on standard output.
     #[arg(long)]
     pub(crate) json: bool,
 }

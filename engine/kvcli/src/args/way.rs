@@ -13,47 +13,50 @@ const WAY: &str = "How documents are reused (as --positions sequential --chunks 
 /// The way in which documents are reused.
 #[derive(Debug, Args)]
 pub(crate) struct WayArgs {
-    /// Positions of documents: all right after the system prompt; one after the other; or one after the
-    /// other, and found again only at the same position. Sequential, if another option of these is given.
+    /// Positions of documents. overlapped: all right after the system prompt. sequential: one after another.
+    /// absolute: one after another, and reused only at the same position. Default if another option of this
+    /// group is given: sequential.
     #[arg(long, value_enum, help_heading = WAY)]
     positions: Option<Positions>,
 
-    /// Tokens that documents see while they are computed, beside themselves: the system prompt (with-system, without the
-    /// option), nothing (alone), or the first K tokens of the system prompt (sink:K), so that they serve under each that begins
-    /// with these. What equals one pass: docs/exactness.md.
+    /// What documents see besides themselves while they are computed: the system prompt (with-system, the
+    /// default), nothing (alone), or the first K tokens of the system prompt (sink:K), for use under every
+    /// system prompt that begins with them. See docs/exactness.md for the exact cases.
     #[arg(long, help_heading = WAY, value_name = "MODE", value_parser = mode)]
     chunks: Option<ComputeMode>,
 
-    /// Document tokens to recompute with everything before them in sight: none (if another option of these is given); the first
-    /// K of each document (link:K); the share R that deviates most at a layer (blend:R, blend:R@LAYER,
-    /// blend:R@LAYER:keys|values|both); the share R that the question attends to most (question:R), or of which it would
-    /// see the largest error (joint:R@LAYER); a random share (random:R@SEED); or full.
+    /// Document tokens to recompute while they see everything before them: none (the default if another
+    /// option of this group is given); the first K of each document (link:K); the share R that deviates most
+    /// at a layer (blend:R, blend:R@LAYER, blend:R@LAYER:keys|values|both); the share R that the question
+    /// attends to most (question:R), or whose error it would see most (joint:R@LAYER); a random share
+    /// (random:R@SEED); or full.
     #[arg(long, help_heading = WAY, value_name = "STRATEGY", value_parser = recompute)]
     recompute: Option<Recompute>,
 
-    /// The way that kvc tune wrote for this model, in place of the other options.
+    /// File that `kvc tune` wrote for this model; replaces the other options of this group.
     #[arg(long, help_heading = WAY, value_name = "FILE", conflicts_with_all = ["positions", "chunks", "recompute", "context_temperature",
         "context_scale"])]
     pub(crate) reuse: Option<PathBuf>,
 
-    /// Divides the question's logits over documents; below 1, attention to them is sharper (APE).
+    /// Temperature of the question's attention to documents: its logits are divided by it. Below 1, attention
+    /// is sharper (APE).
     #[arg(long, help_heading = WAY, value_name = "T", default_value_t = 1.0, value_parser = positive)]
     context_temperature: f32,
 
-    /// Multiplies the log-sum-exp of all documents together (APE).
+    /// Factor for the log-sum-exp of all documents together (APE).
     #[arg(long, help_heading = WAY, value_name = "S", default_value_t = 1.0, value_parser = positive)]
     context_scale: f32,
 }
 
 impl WayArgs {
-    /// Returns the way that the options ask for, but for a file.
+    /// Returns the way that the options other than the file ask for.
     pub(crate) fn asked_for(&self) -> Reuse {
         let scaling = ContextScaling { temperature: self.context_temperature, scale: self.context_scale };
         Reuse { scaling, ..way(self.positions, self.chunks, self.recompute) }
     }
 }
 
-/// Returns the way that is named in parts: the default if no part is.
+/// Returns the way that the given parts name, or the default if none is given.
 pub(crate) fn way(
     positions: Option<Positions>,
     chunks: Option<ComputeMode>,

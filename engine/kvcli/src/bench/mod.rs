@@ -1,4 +1,5 @@
-//! `kvc bench`: the prompts of a retrieval service, served with and without reuse (`rag`), and requests at once (`serve`).
+//! `kvc bench`: prompts of a retrieval service with and without reuse (`rag`), and concurrent requests
+//! (`serve`).
 
 use std::io::Write;
 use std::sync::Arc;
@@ -104,7 +105,8 @@ fn engine(args: &RagArgs) -> Result<Engine> {
     Ok(Engine::new(model, backend, &tokenizer, &config)?)
 }
 
-/// Opens a backend, and loads a model on it or makes one of a size with random weights. Returns the tokenizer's digest, too.
+/// Opens a backend, and loads a model on it or creates one of a given size with random weights. Also returns
+/// the tokenizer's digest.
 fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
     let Opened { backend, dense } = backend::open(&args.backend)?;
     if let Some((layers, width)) = args.size {

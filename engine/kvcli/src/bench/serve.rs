@@ -1,4 +1,4 @@
-//! `kvc bench serve`: requests that arrive while others are answered.
+//! `kvc bench serve`: requests that arrive while others are running.
 
 use std::io::Write;
 use std::path::Path;
@@ -59,7 +59,7 @@ fn engine(args: &ServeArgs) -> Result<Engine> {
     Ok(Engine::new(model, backend, &tokenizer, &config)?)
 }
 
-/// Reads a trace: a JSON object a line.
+/// Reads a trace: one JSON object per line.
 fn read(path: &Path) -> Result<Vec<Arrival>> {
     let text = std::fs::read_to_string(path).map_err(|source| Error::Trace { path: path.into(), source })?;
     let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());

@@ -22,10 +22,10 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// A function that returns a cell of a row, for one workload.
+/// Returns the cell of a row for one workload.
 type Cell<'a> = Box<dyn Fn(&RagReport) -> String + 'a>;
 
-/// Writes hits, times, and the model of the speed-up, with one column per workload.
+/// Writes hits, times and the predicted speed-up, with one column per workload.
 pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<()> {
     let names: Vec<String> = reports.iter().map(|report| name(report.workload.popularity)).collect();
     let header: Vec<&str> = [""].into_iter().chain(names.iter().map(String::as_str)).collect();
@@ -82,7 +82,7 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
     Ok(())
 }
 
-/// Writes the goals and alarms of the seed, with one column per workload.
+/// Writes the goals and alarms, with one column per workload.
 fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result<()> {
     let mut table = table(header);
     let bound = |goal: &Goal| match goal.target {
@@ -111,12 +111,12 @@ fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result
     Ok(())
 }
 
-/// Returns the bound of a goal, in few digits.
+/// Returns the bound of a goal as a short text.
 fn limit_in(unit: &str, limit: f64) -> String {
     if unit == "seconds" { format!("{:.0} ms", 1e3 * limit) } else { format!("{:.0} %", 100.0 * limit) }
 }
 
-/// Returns a number in the unit of a goal, for people.
+/// Returns a number in the unit of a goal, as a readable text.
 fn value(unit: &str, number: f64) -> String {
     if unit == "seconds" { format!("{:.4} ms", 1e3 * number) } else { percent(number) }
 }

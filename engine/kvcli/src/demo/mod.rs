@@ -21,7 +21,7 @@ struct DemoQuestion {
     expected: &'static str,
 }
 
-/// One request, answered with and without the cache.
+/// The outcome of one request, answered with and without the cache.
 #[derive(Serialize)]
 struct Answered {
     question: &'static str,
@@ -45,7 +45,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let config = EngineConfig { kv_format: args.dtype, ..EngineConfig::default() };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     let trials = trials()?;
-    // A request that keeps nothing warms up threads and memory.
+    // A request that stores nothing warms up threads and memory.
     let first = trials[0].prompt(&codec)?;
     engine.generate(&Request { reuse: false, ..Request::new(first) }, &mut ())?;
     if !args.json {
@@ -217,13 +217,13 @@ impl Answered {
         self.answer == self.expected
     }
 
-    /// Returns whether the cache changed nothing but rounding.
+    /// Returns true if the cache changed nothing except rounding.
     fn is_unchanged(&self) -> bool {
         self.same_answer_without_cache && self.largest_logit_difference < 1e-3
     }
 }
 
-/// Checks that the demo showed its claims.
+/// Checks that the demo showed what it claims.
 fn verdict(outcomes: &[Answered]) -> Result<()> {
     let good = outcomes.iter().all(|o| o.is_right() && o.is_unchanged());
     let hits = outcomes.iter().skip(1).all(|o| o.chunks.iter().all(|c| c.hit));

@@ -1,4 +1,4 @@
-//! Files of answers: a JSON object a line, with the name of its arm.
+//! Files of answers: one JSON object per line, with the name of its arm.
 
 use std::collections::HashSet;
 use std::io::Write;
@@ -29,7 +29,8 @@ pub(super) fn write(path: &Path, arms: &[Arm], trials: &[Trial]) -> Result<()> {
     write().map_err(|source| Error::Answers { path: path.to_owned(), source })
 }
 
-/// Reads the answers of several files. Of several to one question in one arm, the first counts: each file has full attention's.
+/// Reads the answers of several files. If an arm has several answers to one question, the first counts; every
+/// file contains those of full attention.
 pub(super) fn read(paths: &[PathBuf]) -> Result<(Vec<Arm>, Vec<Trial>)> {
     #[derive(Deserialize)]
     struct Line {

@@ -1,4 +1,4 @@
-//! `kvc eval`: accuracy of every way to answer, and the cost of each.
+//! `kvc eval`: the accuracy and the cost of every way to answer.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -27,7 +27,7 @@ struct EvalReport<'a> {
 
 #[derive(Serialize)]
 struct GateReport<'a> {
-    /// True if reuse is fit; null if the gate cannot decide.
+    /// True if reuse suits the model; null if the gate cannot decide.
     fit: Option<bool>,
     checks: Vec<CheckReport<'a>>,
 }
@@ -127,7 +127,7 @@ fn read(args: &EvalArgs) -> Result<()> {
     report(args, out, &evaluation.scores, (asked.len(), draws.len()), positions)
 }
 
-/// Prints and draws scores.
+/// Prints and plots scores.
 fn report(
     args: &EvalArgs,
     out: &mut impl Write,
@@ -153,7 +153,7 @@ fn counted(asked: usize, draws: usize) -> String {
     format!("{} in {}", of(asked, "question"), of(draws, "draw"))
 }
 
-/// Returns the arms, with full attention before them: all others are compared with it.
+/// Returns the arms, with full attention first, because all others are compared with it.
 fn with_full_attention(named: &[Arm]) -> Vec<Arm> {
     let others = named.iter().filter(|arm| arm.cell.is_some());
     [Arm::full_attention()].into_iter().chain(others.copied()).collect()
@@ -165,8 +165,8 @@ fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
     Ok(())
 }
 
-/// Returns full attention, and every cell without recomputation; at `positions` also the strategies, and the
-/// scaling if there is one, in both modes.
+/// Returns full attention and every cell without recomputation. For the cells at `positions`, adds the
+/// strategies and, if given, the scaling, in both modes.
 fn arms(
     strategies: &[Recompute],
     layers: usize,
@@ -192,7 +192,8 @@ fn arms(
     arms
 }
 
-/// Returns strategies of several sizes, with blends at layer 1 and at the middle layer of the model, and joint choices at layer 1.
+/// Returns strategies of several sizes. Blends choose at layer 1 and at the middle layer of the model, joint
+/// choices at layer 1.
 fn usual(layers: usize) -> Vec<Recompute> {
     let mut strategies: Vec<Recompute> = [1, 2, 4, 8, 16].map(|tokens| Recompute::Link { tokens }).into();
     let shares = [0.05, 0.15, 0.3, 0.5];

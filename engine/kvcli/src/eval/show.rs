@@ -8,11 +8,11 @@ use super::kinds;
 use crate::error::Result;
 use crate::report::table as styled;
 
-/// Number of draws from which on intervals are shown: with two, most intervals would exceed the possible
-/// range.
+/// The minimum number of draws for which intervals are shown. With two draws, most intervals would exceed the
+/// possible range.
 pub(super) const DRAWS: usize = 3;
 
-/// Writes one row per arm. Each kind of question has a column for what was measured; costs are relative to full attention.
+/// Writes one row per arm, with a column for each kind of question. Costs are relative to full attention.
 pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Result<()> {
     let kinds = kinds(scores);
     let (answered, compared) =
@@ -127,7 +127,8 @@ fn beyond(score: &Score) -> String {
     }
 }
 
-/// Writes the answers to the first `count` questions of each kind. `first` is the number of the first list of questions.
+/// Writes the answers to the first `count` questions of each kind. `first` is the number of the first list of
+/// questions.
 pub(super) fn answers(
     out: &mut impl Write,
     arms: &[Arm],

@@ -17,7 +17,7 @@ use prompts::Prompts;
 
 mod prompts;
 
-/// Share of the KV memory in which documents are kept, without an option.
+/// The default share of the KV memory for documents.
 const DEFAULT_SHARE: f64 = 0.5;
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
@@ -89,7 +89,7 @@ fn request(args: &RunArgs, way: &Reuse, engine: &Engine, prompt: PromptTokens) -
     }
 }
 
-/// Says why an answer was cut.
+/// Explains why an answer was cut.
 fn cut(args: &RunArgs, generation: &Generation) -> String {
     let count = generation.tokens.len();
     let tokens = if count == 1 { "1 token".to_owned() } else { format!("{count} tokens") };
@@ -102,7 +102,8 @@ fn cut(args: &RunArgs, generation: &Generation) -> String {
     )
 }
 
-/// Prints the answer, whose text already stands there unless it goes into an object. `asleep` counts the documents that slept before the prompt was asked.
+/// Prints the report of an answer; the text itself is already on the screen, unless it goes into a JSON
+/// object. `asleep` is the number of documents that slept before the prompt was asked.
 fn show(
     args: &RunArgs,
     way: &Reuse,

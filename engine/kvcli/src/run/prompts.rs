@@ -1,4 +1,4 @@
-//! The prompts of a run: its files, and the tokens of each prompt in the form that the options ask for.
+//! The prompts of a run: reads them from files and turns them into tokens in the requested form.
 
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -20,10 +20,10 @@ pub(super) struct Prompts {
 }
 
 // Decision: docs/decisions/models.md#a-text-is-cut-only-when-asked
-/// The way from a text to a prompt.
+/// The way to turn a text into a prompt.
 #[derive(Debug)]
 enum Form {
-    /// The text is cut at a separator.
+    /// The text is split at a separator.
     Cut { separator: String, chat: bool },
     /// The text follows a system prompt and documents.
     Raw { system: Option<String>, documents: Vec<String> },
@@ -32,7 +32,7 @@ enum Form {
 }
 
 impl Prompts {
-    /// Reads everything that the options name.
+    /// Reads all files that the options name.
     pub(super) fn read(args: &PromptArgs) -> Result<Self> {
         let documents = args.documents.iter().map(|path| document(path)).collect::<Result<Vec<_>>>()?;
         let system = args.system.clone();
@@ -69,7 +69,8 @@ impl Prompts {
         self.warm.iter().map(|text| self.tokens(codec, text))
     }
 
-    /// Says what a separator did not do: it was not asked for, or stands in the prompt less than twice.
+    /// Explains why the separator did not split the prompt: none was given, or it occurs fewer than two
+    /// times.
     pub(super) fn note(&self) -> Option<String> {
         match &self.form {
             Form::Cut { separator, .. } => {
@@ -160,7 +161,8 @@ fn messages(path: &Path) -> Result<Vec<Message>> {
 }
 
 // Decision: docs/decisions/models.md#a-document-file-ends-with-a-line-break
-/// Returns a part of a prompt with a line break at its end, so that the next part does not continue its last word.
+/// Returns a part of a prompt with a line break at its end, so that the next part does not continue its last
+/// word.
 fn ended(text: &str) -> String {
     if text.ends_with('\n') { text.to_owned() } else { format!("{text}\n") }
 }

@@ -212,6 +212,11 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Returns the capabilities of this backend.
     fn capabilities(&self) -> Capabilities;
 
+    /// Returns true if device memory of this backend is memory of the host, which other code of the process may lend to its operations.
+    fn shares_host_memory(&self) -> bool {
+        false
+    }
+
     /// Allocates zeroed memory.
     ///
     /// # Errors

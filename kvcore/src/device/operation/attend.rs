@@ -190,13 +190,13 @@ impl Attend {
     /// # Errors
     /// - Returns [`Error::Mismatch`] if extents do not fit together.
     /// - Returns [`Error::NotMultiple`] if the heads of the cache do not divide those of the queries.
-    /// - Returns [`Error::NotComputed`] or [`Error::DTypeMismatch`] if an element type is not accepted.
+    /// - Returns [`Error::NotComputed`] or [`Error::Mismatch`] if an element type is not accepted.
     /// - Returns [`Error::InvalidStrides`] if the last axis of queries or output is not dense, or if two elements
     ///   of `out` or `lse` share an address.
     /// - Returns [`Error::OutOfRange`] if a layer, block, merge group or position is out of range, and
     ///   [`Error::TooLarge`] if rows end past the work or a segment is longer than its blocks.
     /// - Returns [`Error::Overflow`] if positions of a segment overflow.
-    /// - Returns [`Error::RowTwice`] if a row is in two entries.
+    /// - Returns [`Error::Twice`] if a row is in two entries.
     /// - Returns [`Error::NotPositive`] if the soft-cap is not above 0.
     /// - Returns [`Error::Aliased`] if an operand lies in the arena, or if `lse` overlaps the queries or the
     ///   output.
@@ -244,7 +244,7 @@ impl Attend {
             same("rows of lse", rows, lse.shape()[0])?;
             same("heads of lse", heads, lse.shape()[1])?;
             if lse.dtype() != DType::F32 {
-                return Err(Error::DTypeMismatch { what: "lse", expected: DType::F32, got: lse.dtype() });
+                return Err(Error::mismatch("lse", DType::F32, lse.dtype()));
             }
             writable("lse", lse)?;
             self.arena.check_apart("lse", lse)?;

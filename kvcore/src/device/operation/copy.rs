@@ -23,7 +23,7 @@ impl CopyBlocks {
     ///
     /// # Errors
     /// Returns [`Error::PermitVoid`] if the permit is void, [`Error::OutOfRange`] if a block is outside the
-    /// arena, and [`Error::BlockTwice`] if a block is a destination twice, or both source and destination.
+    /// arena, and [`Error::Twice`] if a block is a destination twice, or both source and destination.
     pub fn check(&self) -> Result<()> {
         check_pairs(&self.arena, &self.arena, &self.pairs)
     }
@@ -58,7 +58,7 @@ impl SwapBlocks {
     /// format. Both may be one arena, under the rule of [`CopyBlocks`].
     ///
     /// # Errors
-    /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] and [`Error::FormatMismatch`] for other
+    /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] for other
     /// blocks, and [`Error::Aliased`] for arenas that share a part of their memory only, such as windows of one piece of
     /// memory.
     pub fn check(&self) -> Result<()> {
@@ -98,13 +98,15 @@ pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> R
     let mut written: Vec<BlockId> = pairs.iter().map(|&(_, to)| to).collect();
     written.sort_unstable();
     if let Some(w) = written.windows(2).find(|w| w[0] == w[1]) {
-        return Err(Error::BlockTwice { block: w[0], role: "destination twice" });
+        return Err(Error::Twice { what: "destination block", number: u64::from(w[0].0) });
     }
     if !one_memory(src, dst)? {
         return Ok(());
     }
     match pairs.iter().find(|(from, _)| written.binary_search(from).is_ok()) {
-        Some(&(block, _)) => Err(Error::BlockTwice { block, role: "source and destination" }),
+        Some(&(block, _)) => {
+            Err(Error::Twice { what: "source or destination block", number: u64::from(block.0) })
+        }
         None => Ok(()),
     }
 }
@@ -123,12 +125,7 @@ fn one_memory(src: &KvArena, dst: &KvArena) -> Result<bool> {
 /// number of blocks may differ.
 pub(super) fn same_blocks(src: &KvArena, dst: &KvArena) -> Result<()> {
     same_extents(src, dst)?;
-    let (expected, got) = (src.layout().shape().format, dst.layout().shape().format);
-    if expected == got {
-        Ok(())
-    } else {
-        Err(Error::FormatMismatch { what: "KV format of the arenas", expected, got })
-    }
+    same("KV format of the arenas", src.layout().shape().format, dst.layout().shape().format)
 }
 
 /// Checks that blocks of both arenas have the same extents. The formats may differ.

@@ -59,7 +59,7 @@ impl Gather {
         if let KvFormat::Dense(expected) = s.format {
             for view in [&self.k, &self.v] {
                 if view.dtype() != expected {
-                    return Err(Error::DTypeMismatch { what: "gathered rows", expected, got: view.dtype() });
+                    return Err(Error::mismatch("gathered rows", expected, view.dtype()));
                 }
             }
         }

@@ -51,7 +51,7 @@ impl Quantize {
     /// - Returns [`Error::InvalidFormat`] if the source is quantised or the destination is not.
     /// - Returns [`Error::Mismatch`] if the extents differ.
     /// - Returns [`Error::OutOfRange`] if a block is outside its arena.
-    /// - Returns [`Error::BlockTwice`] if a block is a destination twice.
+    /// - Returns [`Error::Twice`] if a block is a destination twice.
     /// - Returns [`Error::PermitVoid`] if the permit is void.
     /// - Returns [`Error::Aliased`] if the arenas share memory.
     pub fn check(&self) -> Result<()> {

@@ -70,11 +70,7 @@ impl Scatter {
         if let KvFormat::Dense(expected) = self.arena.layout().shape().format {
             for view in [&self.k, &self.v] {
                 if view.dtype() != expected && view.dtype() != DType::F32 {
-                    return Err(Error::DTypeMismatch {
-                        what: "rows to scatter",
-                        expected,
-                        got: view.dtype(),
-                    });
+                    return Err(Error::mismatch("rows to scatter", expected, view.dtype()));
                 }
             }
         }

@@ -26,7 +26,7 @@ impl CopyTensor {
     ///
     /// # Errors
     /// - Returns [`Error::Mismatch`] if the shapes differ.
-    /// - Returns [`Error::DTypeMismatch`] if the element types differ.
+    /// - Returns [`Error::Mismatch`] if the element types differ.
     /// - Returns [`Error::Aliased`] if the operands overlap ([`TensorView::overlaps`]).
     /// - Returns [`Error::InvalidStrides`] if two elements of `dst` may share an address, or if a row begins or
     ///   ends inside a byte.
@@ -36,13 +36,7 @@ impl CopyTensor {
         for (&expected, &got) in dst.shape().iter().zip(src.shape()) {
             same("extent of a tensor copy", expected, got)?;
         }
-        if src.dtype() != dst.dtype() {
-            return Err(Error::DTypeMismatch {
-                what: "tensor copy",
-                expected: dst.dtype(),
-                got: src.dtype(),
-            });
-        }
+        same("tensor copy", dst.dtype(), src.dtype())?;
         writable("destination of a tensor copy", dst)?;
         whole_rows("source of a tensor copy", src)?;
         whole_rows("destination of a tensor copy", dst)?;

@@ -232,7 +232,8 @@ impl AttendWork {
                 claimed.retain(|rows| !rows.is_empty());
                 claimed.sort_by_key(|rows| rows.start);
                 let both = claimed.windows(2).find(|pair| pair[0].end > pair[1].start);
-                return both.map_or(Ok(()), |pair| Err(Error::RowTwice { row: pair[1].start }));
+                return both
+                    .map_or(Ok(()), |pair| Err(Error::Twice { what: "row", number: pair[1].start as u64 }));
             }
             end = rows.end;
         }

@@ -1,7 +1,7 @@
 //! A recount of the pool from its blocks. The checks hold whenever the shards are locked.
 
 use super::index::Index;
-use super::pool::Rules;
+use super::rules::Rules;
 use super::shard::{Shard, Stage};
 use super::{FreeOrder, PoolCounts};
 
@@ -15,15 +15,15 @@ pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize
         match stage {
             Stage::Free => seen.free += 1,
             Stage::Mutable => seen.mutable += 1,
-            Stage::Held | Stage::Keyed if meta.holders > 0 => seen.shared += 1,
-            Stage::Held | Stage::Keyed => seen.cached += 1,
+            Stage::Shared | Stage::Registered if meta.holders > 0 => seen.shared += 1,
+            Stage::Shared | Stage::Registered => seen.cached += 1,
         }
         match stage {
             Stage::Free | Stage::Mutable if claimed => {
                 return Err(format!("block {id} is {stage:?} and has holders or pins"));
             }
-            Stage::Held if !claimed => return Err(format!("nothing keeps block {id}, yet it is not free")),
-            Stage::Keyed => {
+            Stage::Shared if !claimed => return Err(format!("nothing keeps block {id}, yet it is not free")),
+            Stage::Registered => {
                 keyed += 1;
                 if !index.holds(&meta.key, id.0 - rules.first) {
                     return Err(format!("the index does not find block {id} under its key"));

@@ -137,10 +137,10 @@ guard!(SharedBlocks);
 /// Frees blocks that were not shared. The last block is the next one to be allocated.
 fn discard(pool: &BlockPool, ids: &[BlockId]) {
     if !ids.is_empty() {
-        let (now, mut walk) = (pool.0.now(), pool.0.walk());
+        let (moment, mut walk) = (pool.0.moment(), pool.0.walk());
         for &id in ids {
             let (shard, block) = walk.shard(id);
-            shard.discard(block, now, &pool.0.rules);
+            shard.discard(block, moment);
         }
     }
 }
@@ -300,7 +300,7 @@ impl SharedBlocks {
     /// have a key keep it.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if there are more keys than blocks. Returns [`Error::BlockTwice`] if a
+    /// Returns [`Error::TooLarge`] if there are more keys than blocks. Returns [`Error::Twice`] if a
     /// block occurs twice among them, which is possible after guards were appended to each other. In these
     /// cases nothing has changed.
     pub fn register(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
@@ -311,7 +311,7 @@ impl SharedBlocks {
         let mut sorted: Ids = self.ids[start..end].into();
         sorted.sort_unstable();
         if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(Error::BlockTwice { block: pair[0], role: "a block to register twice" });
+            return Err(Error::Twice { what: "block to register", number: u64::from(pair[0].0) });
         }
         self.enter_keys(start, parent, keys);
         Ok(())
@@ -367,7 +367,7 @@ impl SharedBlocks {
     /// same first word, both blocks stay, and the block at `place` gets no key.
     fn merge(&mut self, place: usize, key: &BlockKey) -> bool {
         let (handle, own) = (self.pool.clone(), self.ids[place]);
-        let (pool, now) = (&*handle.0, handle.0.now());
+        let (pool, moment) = (&*handle.0, handle.0.moment());
         loop {
             let mut walk = pool.walk();
             let (shard, block) = walk.shard(own);
@@ -380,9 +380,9 @@ impl SharedBlocks {
             };
             let other = BlockId(other + pool.rules.first);
             let (shard, block) = walk.shard(other);
-            if shard.hold_keyed(block, key, now, &pool.rules, &pool.index) {
+            if shard.hold_keyed(block, key, moment) {
                 let (shard, block) = walk.shard(own);
-                shard.let_go(block, now, &pool.rules);
+                shard.drop_holder(block, moment);
                 self.ids[place] = other;
                 return false;
             }
@@ -425,14 +425,14 @@ impl SharedBlocks {
     /// Releases the blocks from `len` on, the last one first.
     pub fn truncate(&mut self, len: usize) {
         let from = len.min(self.ids.len());
-        let_go(&self.pool, &self.ids[from..]);
+        drop_holders(&self.pool, &self.ids[from..]);
         self.ids.truncate(len);
     }
 
     /// Lets go of the first `n` blocks.
-    pub(super) fn let_go_first(&mut self, n: usize) {
+    pub(super) fn drop_first(&mut self, n: usize) {
         let n = n.min(self.ids.len());
-        let_go(&self.pool, &self.ids[..n]);
+        drop_holders(&self.pool, &self.ids[..n]);
         self.ids.drain(..n);
     }
 
@@ -460,18 +460,18 @@ impl Clone for SharedBlocks {
     }
 }
 
-fn let_go(pool: &BlockPool, ids: &[BlockId]) {
+fn drop_holders(pool: &BlockPool, ids: &[BlockId]) {
     if !ids.is_empty() {
-        let (now, mut walk) = (pool.0.now(), pool.0.walk());
+        let (moment, mut walk) = (pool.0.moment(), pool.0.walk());
         for &id in ids.iter().rev() {
             let (shard, block) = walk.shard(id);
-            shard.let_go(block, now, &pool.0.rules);
+            shard.drop_holder(block, moment);
         }
     }
 }
 
 impl Drop for SharedBlocks {
     fn drop(&mut self) {
-        let_go(&self.pool, &self.ids);
+        drop_holders(&self.pool, &self.ids);
     }
 }

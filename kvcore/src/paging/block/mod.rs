@@ -36,20 +36,23 @@
 mod check;
 mod clock;
 mod config;
+mod counts;
 mod event;
 mod evict;
 mod guard;
 mod index;
 mod pin;
 mod pool;
+mod rules;
 mod shard;
 mod table;
 
 pub use clock::{Clock, ManualClock, SystemClock};
 pub use config::{Duplicates, FreeOrder, PoolConfig};
+pub use counts::PoolCounts;
 pub use event::{EventQueue, EventSink, KvEvent};
 pub use evict::{EvictionPolicy, Lru, PolicyEntry, PolicyKind, PriorityLru, Retention, S3Fifo, TinyLfu};
 pub use guard::{MutableBlocks, Rejected, SharedBlocks};
 pub use pin::PinnedBlocks;
-pub use pool::{BlockPool, Lookups, PoolCounts};
+pub use pool::{BlockPool, Lookups};
 pub use table::{BlockTable, TailCopy};

@@ -68,23 +68,14 @@ impl PinnedBlocks {
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }
-
-    /// Returns whether any of the blocks has a holder.
-    pub fn is_held(&self) -> bool {
-        let mut walk = self.pool.0.walk();
-        self.ids.iter().any(|&id| {
-            let (shard, block) = walk.shard(id);
-            shard.meta[block as usize].holders > 0
-        })
-    }
 }
 
 impl Drop for PinnedBlocks {
     fn drop(&mut self) {
-        let (now, mut walk) = (self.pool.0.now(), self.pool.0.walk());
+        let (moment, mut walk) = (self.pool.0.moment(), self.pool.0.walk());
         for &id in self.ids.iter().rev() {
             let (shard, block) = walk.shard(id);
-            shard.unpin(block, now, &self.pool.0.rules);
+            shard.unpin(block, moment);
         }
     }
 }

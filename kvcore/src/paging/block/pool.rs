@@ -10,12 +10,13 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use smallvec::SmallVec;
 
-use super::clock::{Clock, millis};
-use super::event::{EventSink, KvEvent};
+use super::clock::millis;
+use super::event::KvEvent;
 use super::guard::{Ids, MutableBlocks, SharedBlocks};
 use super::index::Index;
+use super::rules::{Moment, Rules};
 use super::shard::Shard;
-use super::{Duplicates, FreeOrder, PoolConfig, check};
+use super::{Duplicates, FreeOrder, PoolConfig, PoolCounts, check};
 use crate::base::{BlockId, Error, Result};
 use crate::paging::key::BlockKey;
 use crate::paging::sync::{Arc, Mutex, MutexGuard, turn};
@@ -49,19 +50,6 @@ pub(super) struct SharedPool {
     pub(super) index: Index,
     pub(super) rules: Rules,
     watermark: usize,
-}
-
-/// The settings of the pool that its shards use.
-#[derive(Debug)]
-pub(super) struct Rules {
-    /// First block id of the pool.
-    pub(super) first: u32,
-    pub(super) free_order: FreeOrder,
-    /// Time to live in milliseconds.
-    pub(super) ttl: Option<u64>,
-    pub(super) events: Option<std::sync::Arc<dyn EventSink>>,
-    /// Present only if the pool needs the time.
-    pub(super) clock: Option<std::sync::Arc<dyn Clock>>,
 }
 
 /// A shard on cache lines of its own.
@@ -111,50 +99,6 @@ pub struct Lookups {
     pub hits: u64,
     /// Number of keys whose blocks were not found.
     pub misses: u64,
-}
-
-/// The number of blocks in each state. `free + mutable + shared + cached = total`.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
-pub struct PoolCounts {
-    /// Number of blocks of the pool.
-    pub total: usize,
-    /// Blocks without contents or holders.
-    pub free: usize,
-    /// Blocks being filled.
-    pub mutable: usize,
-    /// Blocks with at least one holder.
-    pub shared: usize,
-    /// Blocks without holders whose contents are kept.
-    pub cached: usize,
-    /// Cached blocks that the pool may evict: those without pins.
-    pub evictable: usize,
-}
-
-impl PoolCounts {
-    /// Returns the number of blocks that an allocation can take: free and evictable blocks.
-    pub fn available(&self) -> usize {
-        self.free + self.evictable
-    }
-
-    /// Returns the share of blocks that are not free, between 0 and 1, or 0 for an empty pool. Counts
-    /// cached blocks as used, unlike the `PoolMetrics` of `kvmanager`.
-    pub fn utilization(&self) -> f64 {
-        if self.total == 0 { 0.0 } else { (self.total - self.free) as f64 / self.total as f64 }
-    }
-}
-
-impl std::iter::Sum for PoolCounts {
-    /// Adds the counts of several pools.
-    fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
-        counts.fold(Self::default(), |a, b| Self {
-            total: a.total + b.total,
-            free: a.free + b.free,
-            mutable: a.mutable + b.mutable,
-            shared: a.shared + b.shared,
-            cached: a.cached + b.cached,
-            evictable: a.evictable + b.evictable,
-        })
-    }
 }
 
 impl BlockPool {
@@ -270,13 +214,13 @@ impl BlockPool {
         wanted: impl FnOnce(usize) -> (usize, usize),
     ) -> Result<(SharedBlocks, MutableBlocks)> {
         let inner = &*self.0;
-        let (now, rules) = (inner.now(), &inner.rules);
+        let moment = inner.moment();
         let (mut found, mut fresh) = (SharedBlocks::none(self), MutableBlocks::none(self));
         let mut shards = inner.lock_all();
         let mut idle: SmallVec<[BlockId; 64]> = SmallVec::new();
         for (key, block) in keys.iter().zip(inner.index.find_prefix(keys)) {
             let id = inner.id(block);
-            let Some(is_idle) = shards[inner.shard_of(id)].findable(inner.local(id), key, now, rules) else {
+            let Some(is_idle) = shards[inner.shard_of(id)].findable(inner.local(id), key, moment) else {
                 break;
             };
             found.ids.push(id);
@@ -304,11 +248,11 @@ impl BlockPool {
             return Ok((found, fresh));
         }
         for (id, key) in found.ids.iter().zip(keys) {
-            shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, now, rules, &inner.index);
+            shards[inner.shard_of(*id)].hold_keyed(inner.local(*id), key, moment);
         }
         inner.count_lookup(keys, found.ids.len());
         let home = inner.home(missing);
-        let taken = inner.take_from(&mut shards, home, &mut fresh.ids, missing, now);
+        let taken = inner.take_from(&mut shards, home, &mut fresh.ids, missing, moment);
         // The guards lock shards when dropped.
         drop(shards);
         taken.map(|()| (found, fresh))
@@ -319,7 +263,7 @@ impl BlockPool {
             return Ok(());
         }
         let inner = &*self.0;
-        let now = inner.now();
+        let moment = inner.moment();
         let mut home = inner.home(n);
         if spare == 0 {
             let mut shard = inner.lock_near(&mut home);
@@ -334,7 +278,7 @@ impl BlockPool {
             }
             // Contents elsewhere must not be evicted while blocks are free. The slow path decides that.
             if shard.available() >= n && !elsewhere() {
-                return inner.take_from(&mut [shard], 0, out, n, now);
+                return inner.take_from(&mut [shard], 0, out, n, moment);
             }
         }
         let mut shards = inner.lock_all();
@@ -343,7 +287,7 @@ impl BlockPool {
         if n.checked_add(spare).is_none_or(|wanted| wanted > available) {
             return Err(out_of_blocks(&shards, n));
         }
-        inner.take_from(&mut shards, home, out, n, now)
+        inner.take_from(&mut shards, home, out, n, moment)
     }
 
     /// Returns the block with this key if it is held or cached. The guard is a further holder of the block.
@@ -356,7 +300,7 @@ impl BlockPool {
     pub fn lookup_chain(&self, keys: &[BlockKey]) -> SharedBlocks {
         let mut found = SharedBlocks::none(self);
         let inner = &*self.0;
-        let now = inner.now();
+        let moment = inner.moment();
         let known = inner.index.find_prefix(keys);
         // The index may have changed since it was read, so each block's key is compared under its lock.
         found.ids.reserve_exact(known.len());
@@ -364,7 +308,7 @@ impl BlockPool {
         for (block, key) in known.into_iter().zip(keys) {
             let id = inner.id(block);
             let (shard, block) = walk.shard(id);
-            if !shard.hold_keyed(block, key, now, &inner.rules, &inner.index) {
+            if !shard.hold_keyed(block, key, moment) {
                 break;
             }
             found.ids.push(id);
@@ -378,12 +322,12 @@ impl BlockPool {
     /// schedulers that weigh requests.
     pub fn cached_prefix(&self, keys: &[BlockKey]) -> usize {
         let inner = &*self.0;
-        let now = inner.now();
+        let moment = inner.moment();
         let known = inner.index.find_prefix(keys);
         let mut walk = inner.walk();
         let found = known.into_iter().zip(keys).take_while(|(block, key)| {
             let (shard, block) = walk.shard(inner.id(*block));
-            shard.findable(block, key, now, &inner.rules).is_some()
+            shard.findable(block, key, moment).is_some()
         });
         found.count()
     }
@@ -411,7 +355,7 @@ impl BlockPool {
     /// Frees every cached block that the pool may evict. Returns the number of blocks freed.
     pub fn clear_cached(&self) -> usize {
         let inner = &*self.0;
-        let now = inner.now();
+        let moment = inner.moment();
         let mut shards = inner.lock_all();
         let all = shards.iter().all(|shard| shard.keyed_are_evictable());
         if let Some(events) = &inner.rules.events
@@ -419,17 +363,15 @@ impl BlockPool {
         {
             events.record(KvEvent::Cleared);
         }
-        let clear = |shard: &mut LockedShard<'_>| shard.clear_cached(now, !all, &inner.rules, &inner.index);
-        shards.iter_mut().map(clear).sum()
+        shards.iter_mut().map(|shard| shard.clear_cached(!all, moment)).sum()
     }
 
     /// Frees the cached blocks that were not used for the configured time to live. Returns the number of
     /// blocks freed. Only lookups and this call check the time; nothing runs in the background.
     pub fn expire(&self) -> usize {
         let inner = &*self.0;
-        let now = inner.now();
-        let each = |i| inner.lock(i).expire_all(now, &inner.rules, &inner.index);
-        (0..inner.shards.len()).map(each).sum()
+        let moment = inner.moment();
+        (0..inner.shards.len()).map(|i| inner.lock(i).expire_all(moment)).sum()
     }
 
     /// Returns the block ids of this pool.
@@ -470,6 +412,10 @@ fn out_of_blocks(shards: &[LockedShard<'_>], asked: usize) -> Error {
 impl SharedPool {
     pub(super) fn now(&self) -> u64 {
         self.rules.clock.as_ref().map_or(0, |clock| clock.millis())
+    }
+
+    pub(super) fn moment(&self) -> Moment<'_> {
+        Moment { now: self.now(), rules: &self.rules, index: &self.index }
     }
 
     fn count_lookup(&self, keys: &[BlockKey], found: usize) {
@@ -523,7 +469,7 @@ impl SharedPool {
         home: usize,
         out: &mut Ids,
         n: usize,
-        now: u64,
+        moment: Moment<'_>,
     ) -> Result<()> {
         let count = shards.len();
         let (start, mut left) = (out.len(), n);
@@ -534,14 +480,14 @@ impl SharedPool {
             let (before, share) = (left, left.div_ceil(count));
             for i in 0..count {
                 let shard = &mut shards[(home + i) % count];
-                left -= shard.take_next(share.min(left), now, &self.rules, &self.index, out);
+                left -= shard.take_next(share.min(left), moment, out);
             }
             if left == before {
                 // A policy that holds blocks and evicts none breaks its contract. The blocks taken so far
                 // are returned.
                 for id in out.drain(start..).rev() {
                     let at = if count == 1 { 0 } else { self.shard_of(id) };
-                    shards[at].discard(self.local(id), now, &self.rules);
+                    shards[at].discard(self.local(id), moment);
                 }
                 return Err(out_of_blocks(shards, n));
             }

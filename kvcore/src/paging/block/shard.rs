@@ -6,8 +6,7 @@ use smallvec::SmallVec;
 use super::clock::millis;
 use super::event::KvEvent;
 use super::evict::{EvictionPolicy, PolicyEntry, Retention};
-use super::index::Index;
-use super::pool::Rules;
+use super::rules::{Moment, Rules};
 use super::{FreeOrder, PoolCounts};
 use crate::base::BlockId;
 use crate::paging::BlockKey;
@@ -18,14 +17,14 @@ pub(super) enum Stage {
     Free,
     Mutable,
     /// Shared while the block has holders, cached while only pins keep it.
-    Held,
-    /// As `Held`, and registered in the index under its key.
-    Keyed,
+    Shared,
+    /// Like `Shared`, and registered in the index under its key. Without holders, the block is cached.
+    Registered,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Meta {
-    /// Valid only in stage `Keyed`. The counts below are 0 in all stages before `Held`.
+    /// Valid only in stage `Registered`. The counts below are 0 in all stages before `Shared`.
     pub(super) key: BlockKey,
     pub(super) holders: u32,
     pub(super) pins: u32,
@@ -151,26 +150,24 @@ impl Shard {
     pub(super) fn take_next(
         &mut self,
         n: usize,
-        now: u64,
-        rules: &Rules,
-        index: &Index,
+        moment: Moment<'_>,
         out: &mut impl Extend<BlockId>,
     ) -> usize {
         let mut taken = 0;
         let mut evicted: SmallVec<[(BlockKey, u32); 64]> = SmallVec::new();
         while taken < n
-            && let Some(block) = self.policy.evict(now)
+            && let Some(block) = self.policy.evict(moment.now)
         {
             if self.stage[block as usize] == Stage::Free {
                 self.queued_free -= 1;
             } else {
-                evicted.push(self.forgotten(block, rules, true));
+                evicted.push(self.forgotten(block, moment.rules, true));
             }
             self.stage[block as usize] = Stage::Mutable;
             out.extend([self.id(block)]);
             taken += 1;
         }
-        index.remove(&evicted);
+        moment.index.remove(&evicted);
         self.mutable += taken;
         self.evicted += evicted.len() as u64;
         taken
@@ -187,19 +184,19 @@ impl Shard {
     }
 
     /// Frees a mutable block. Does nothing for other stages.
-    pub(super) fn discard(&mut self, block: u32, now: u64, rules: &Rules) {
+    pub(super) fn discard(&mut self, block: u32, moment: Moment<'_>) {
         match self.stage[block as usize] {
             Stage::Mutable => self.mutable -= 1,
-            Stage::Free | Stage::Held | Stage::Keyed => return,
+            Stage::Free | Stage::Shared | Stage::Registered => return,
         }
-        self.release(block, now, rules);
+        self.release(block, moment);
     }
 
-    fn release(&mut self, block: u32, now: u64, rules: &Rules) {
+    fn release(&mut self, block: u32, moment: Moment<'_>) {
         self.stage[block as usize] = Stage::Free;
-        match rules.free_order {
+        match moment.rules.free_order {
             FreeOrder::FreeFirst => self.free.push(block),
-            FreeOrder::OneQueue => self.enqueue_free(block, now),
+            FreeOrder::OneQueue => self.enqueue_free(block, moment.now),
         }
     }
 
@@ -212,7 +209,7 @@ impl Shard {
     pub(super) fn share(&mut self, block: u32) {
         self.mutable -= 1;
         self.shared += 1;
-        self.stage[block as usize] = Stage::Held;
+        self.stage[block as usize] = Stage::Shared;
         self.meta[block as usize].holders = 1;
         if let Some(times) = self.times.get_mut(block as usize) {
             *times = BlockTimes::NONE;
@@ -222,7 +219,7 @@ impl Shard {
     /// Makes a shared block mutable again if it has one holder, no key and no pin. Returns whether it did.
     pub(super) fn reclaim(&mut self, block: u32) -> bool {
         let meta = &mut self.meta[block as usize];
-        let alone = self.stage[block as usize] == Stage::Held && meta.holders == 1 && meta.pins == 0;
+        let alone = self.stage[block as usize] == Stage::Shared && meta.holders == 1 && meta.pins == 0;
         if alone {
             meta.holders = 0;
             self.stage[block as usize] = Stage::Mutable;
@@ -233,7 +230,7 @@ impl Shard {
     }
 
     pub(super) fn has_key(&self, block: u32) -> bool {
-        self.stage[block as usize] == Stage::Keyed
+        self.stage[block as usize] == Stage::Registered
     }
 
     /// Returns whether the index, which compares only words of keys, finds this block under a key that is
@@ -245,7 +242,7 @@ impl Shard {
 
     /// Gives a held block without a key its key.
     pub(super) fn set_key(&mut self, block: u32, key: BlockKey) {
-        self.stage[block as usize] = Stage::Keyed;
+        self.stage[block as usize] = Stage::Registered;
         self.meta[block as usize].key = key;
     }
 
@@ -262,19 +259,12 @@ impl Shard {
     }
 
     /// Holds a block if it still has this key and has not expired.
-    pub(super) fn hold_keyed(
-        &mut self,
-        block: u32,
-        key: &BlockKey,
-        now: u64,
-        rules: &Rules,
-        index: &Index,
-    ) -> bool {
-        if self.stage[block as usize] != Stage::Keyed || self.meta[block as usize].key != *key {
+    pub(super) fn hold_keyed(&mut self, block: u32, key: &BlockKey, moment: Moment<'_>) -> bool {
+        if self.stage[block as usize] != Stage::Registered || self.meta[block as usize].key != *key {
             return false;
         }
-        if self.has_expired(block, now, rules) {
-            self.expire(block, now, rules, index);
+        if self.has_expired(block, moment) {
+            self.expire(block, moment);
             return false;
         }
         if self.wants_hits {
@@ -286,53 +276,54 @@ impl Shard {
 
     /// Returns `None` if a lookup would not find the block, otherwise true if the block has neither holders
     /// nor pins.
-    pub(super) fn findable(&self, block: u32, key: &BlockKey, now: u64, rules: &Rules) -> Option<bool> {
+    pub(super) fn findable(&self, block: u32, key: &BlockKey, moment: Moment<'_>) -> Option<bool> {
         let meta = &self.meta[block as usize];
-        let found = self.has_key(block) && meta.key == *key && !self.has_expired(block, now, rules);
+        let found = self.has_key(block) && meta.key == *key && !self.has_expired(block, moment);
         found.then_some(meta.holders == 0 && meta.pins == 0)
     }
 
-    fn has_expired(&self, block: u32, now: u64, rules: &Rules) -> bool {
-        let (Some(ttl), meta) = (rules.ttl, &self.meta[block as usize]) else { return false };
-        meta.holders == 0 && meta.pins == 0 && now.saturating_sub(self.times[block as usize].released) >= ttl
+    fn has_expired(&self, block: u32, moment: Moment<'_>) -> bool {
+        let (Some(ttl), meta) = (moment.rules.ttl, &self.meta[block as usize]) else { return false };
+        let unused = || moment.now.saturating_sub(self.times[block as usize].released);
+        meta.holders == 0 && meta.pins == 0 && unused() >= ttl
     }
 
-    fn expire(&mut self, block: u32, now: u64, rules: &Rules, index: &Index) {
+    fn expire(&mut self, block: u32, moment: Moment<'_>) {
         self.policy.remove(block);
-        index.remove(&[self.forgotten(block, rules, true)]);
-        self.release(block, now, rules);
+        moment.index.remove(&[self.forgotten(block, moment.rules, true)]);
+        self.release(block, moment);
     }
 
     /// Frees the cached blocks that have expired. Returns the number of blocks freed.
-    pub(super) fn expire_all(&mut self, now: u64, rules: &Rules, index: &Index) -> usize {
+    pub(super) fn expire_all(&mut self, moment: Moment<'_>) -> usize {
         let over = |shard: &Self, block: u32| {
-            shard.stage[block as usize] == Stage::Keyed && shard.has_expired(block, now, rules)
+            shard.stage[block as usize] == Stage::Registered && shard.has_expired(block, moment)
         };
         let gone: Vec<u32> = (0..self.stage.len() as u32).filter(|&block| over(self, block)).collect();
         for &block in &gone {
-            self.expire(block, now, rules, index);
+            self.expire(block, moment);
         }
         gone.len()
     }
 
     /// Removes a holder from a block.
-    pub(super) fn let_go(&mut self, block: u32, now: u64, rules: &Rules) {
+    pub(super) fn drop_holder(&mut self, block: u32, moment: Moment<'_>) {
         let meta = &mut self.meta[block as usize];
         meta.holders -= 1;
         if meta.holders == 0 {
             self.shared -= 1;
             if meta.pins == 0 {
-                self.settle(block, now, rules);
+                self.settle(block, moment);
             }
         }
     }
 
     /// Caches a block without holders and pins if it has a key, and frees it otherwise.
-    fn settle(&mut self, block: u32, now: u64, rules: &Rules) {
-        if self.stage[block as usize] != Stage::Keyed {
-            return self.release(block, now, rules);
+    fn settle(&mut self, block: u32, moment: Moment<'_>) {
+        if self.stage[block as usize] != Stage::Registered {
+            return self.release(block, moment);
         }
-        let key = Some(&self.meta[block as usize].key);
+        let (key, now) = (Some(&self.meta[block as usize].key), moment.now);
         let entry = match self.times.get_mut(block as usize) {
             Some(times) => {
                 times.released = now;
@@ -347,11 +338,11 @@ impl Shard {
         self.meta[block as usize].pins += 1;
     }
 
-    pub(super) fn unpin(&mut self, block: u32, now: u64, rules: &Rules) {
+    pub(super) fn unpin(&mut self, block: u32, moment: Moment<'_>) {
         let meta = &mut self.meta[block as usize];
         meta.pins -= 1;
         if meta.pins == 0 && meta.holders == 0 {
-            self.settle(block, now, rules);
+            self.settle(block, moment);
         }
     }
 
@@ -365,7 +356,8 @@ impl Shard {
 
     /// Frees all cached blocks that the pool may evict. Allocations take them after the blocks that are
     /// already free, in the order in which they would have been evicted.
-    pub(super) fn clear_cached(&mut self, now: u64, tell_each: bool, rules: &Rules, index: &Index) -> usize {
+    pub(super) fn clear_cached(&mut self, tell_each: bool, moment: Moment<'_>) -> usize {
+        let Moment { now, rules, index } = moment;
         let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();
         self.queued_free = 0;
         let mut cleared = Vec::new();
@@ -385,7 +377,7 @@ impl Shard {
 
     /// Returns whether no block with a key is held or pinned.
     pub(super) fn keyed_are_evictable(&self) -> bool {
-        let keyed = self.stage.iter().filter(|&&stage| stage == Stage::Keyed).count();
+        let keyed = self.stage.iter().filter(|&&stage| stage == Stage::Registered).count();
         keyed == self.evictable()
     }
 

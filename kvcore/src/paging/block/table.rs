@@ -109,13 +109,13 @@ impl BlockTable {
 
     /// Lets go of the blocks whose tokens all come before `token`, such as those behind a sliding window. Returns their number. The
     /// tokens still count, but have no slots any more. Blocks with keys stay cached.
-    pub fn let_go(&mut self, token: usize) -> usize {
+    pub fn free_before(&mut self, token: usize) -> usize {
         let blocks = (token.min(self.len) / self.block_size).saturating_sub(self.gone);
         if blocks == 0 {
             return 0;
         }
         let of_shared = blocks.min(self.shared.len());
-        self.shared.let_go_first(of_shared);
+        self.shared.drop_first(of_shared);
         drop(self.own.take_first(blocks - of_shared));
         self.gone += blocks;
         self.refresh();
@@ -285,7 +285,7 @@ impl BlockTable {
     /// Returns the slot of a token: `block * block_size + offset`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the token is past the end, and [`Error::LetGo`] if its block was let go.
+    /// Returns [`Error::OutOfRange`] if the token is past the end, and [`Error::TokenFreed`] if its block was let go.
     pub fn slot(&self, token: usize) -> Result<i64> {
         if token >= self.len {
             return Err(Error::range("token", token, self.len));
@@ -296,7 +296,7 @@ impl BlockTable {
 
     fn check_held(&self, token: usize) -> Result<()> {
         let first = self.first();
-        if token < first { Err(Error::LetGo { token, first }) } else { Ok(()) }
+        if token < first { Err(Error::TokenFreed { token, first }) } else { Ok(()) }
     }
 
     fn slot_unchecked(&self, token: usize) -> i64 {
@@ -309,7 +309,7 @@ impl BlockTable {
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if `len` is past the end, [`Error::SharedBlock`] if `len` lies
-    /// inside a block that others can find by its key, and [`Error::LetGo`] if it lies in blocks that were let go.
+    /// inside a block that others can find by its key, and [`Error::TokenFreed`] if it lies in blocks that were let go.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         self.check_truncate(len)?;
         let keep = len.div_ceil(self.block_size);

@@ -15,7 +15,7 @@ use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 ///
 /// A group is a [`PagedKvCache`]; a sequence has one id in all of them. Calls that take blocks succeed in every group or change none.
 /// A prefix is found as far as every group has what its kind needs of it: all blocks in a full group, in a group with a window those
-/// that reach into the window behind the prefix. [`let_go`](Self::let_go) frees what lies behind the window of each group, so that
+/// that reach into the window behind the prefix. [`free_before`](Self::free_before) frees what lies behind the window of each group, so that
 /// a group with a window holds a bounded number of blocks, however long its sequences are. Heads and dimensions may differ by group.
 /// The [order](PagedKvCache#order) of the paged cache applies to every arena.
 ///
@@ -43,7 +43,7 @@ use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 /// let (first, _, slots) = cache.admit(&prompt, 20)?;
 /// assert_eq!(slots.iter().map(|slots| slots.len()).collect::<Vec<_>>(), [20, 20]); // of each group
 /// cache.commit(first, &tokens)?;
-/// assert_eq!(cache.let_go(first, 20)?, 3);                                         // tokens up to 11 are behind the window of 20
+/// assert_eq!(cache.free_before(first, 20)?, 3);                                         // tokens up to 11 are behind the window of 20
 ///
 /// let (second, cached) = cache.create_with_prefix(&prompt)?;
 /// let held = cache.groups().iter().map(|(_, group)| Ok(group.blocks(second)?.len()));
@@ -102,6 +102,9 @@ impl GroupedKvCache {
     /// # Errors
     /// Returns the errors of [`PagedKvCache::create_with_prefix`].
     pub fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
+        if let Some(group) = self.single() {
+            return group.create_with_prefix(prompt);
+        }
         self.groups[0].1.check_prompt(prompt)?;
         let (id, cached, _) = self.begin(prompt, |group, found| {
             let shared = group.pool().lookup_chain(&prompt.findable()[found.clone()]);
@@ -122,6 +125,9 @@ impl GroupedKvCache {
         prompt: &PromptKeys,
         piece: usize,
     ) -> Result<(SequenceId, usize, Vec<WriteSlots>)> {
+        if let Some(group) = self.single() {
+            return group.admit(prompt, piece).map(|(id, cached, slots)| (id, cached, vec![slots]));
+        }
         self.groups[0].1.check_prompt(prompt)?;
         let (found, all) =
             (self.found(prompt.findable()), prompt.tokens().len().div_ceil(prompt.block_size()));
@@ -155,6 +161,14 @@ impl GroupedKvCache {
             }
             // Another user of a pool has taken a block meanwhile.
             keys = &keys[..blocks.saturating_sub(1)];
+        }
+    }
+
+    /// Returns the only group, if its layers attend to all earlier tokens: it is a paged cache, which looks a prefix up once.
+    fn single(&mut self) -> Option<&mut PagedKvCache> {
+        match self.groups.as_mut_slice() {
+            [(GroupKind::Full | GroupKind::Latent, group)] => Some(group),
+            _ => None,
         }
     }
 
@@ -223,14 +237,14 @@ impl GroupedKvCache {
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
-    pub fn let_go(&mut self, id: SequenceId, token: usize) -> Result<usize> {
-        self.groups.iter_mut().map(|(kind, group)| group.let_go(id, kind.first_needed(token))).sum()
+    pub fn free_before(&mut self, id: SequenceId, token: usize) -> Result<usize> {
+        self.groups.iter_mut().map(|(kind, group)| group.free_before(id, kind.first_needed(token))).sum()
     }
 
     /// Removes the tokens past `len` in every group, or in none.
     ///
     /// # Errors
-    /// Returns the errors of [`PagedKvCache::truncate`], and [`Error::LetGo`] if `len` lies behind the window of a group.
+    /// Returns the errors of [`PagedKvCache::truncate`], and [`Error::TokenFreed`] if `len` lies behind the window of a group.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         self.groups.iter().try_for_each(|(_, group)| group.get(id)?.table.check_truncate(len))?;
         self.groups.iter_mut().try_for_each(|(_, group)| group.truncate(id, len))

@@ -137,7 +137,7 @@ pub trait KvCache: Send + fmt::Debug {
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
-    fn let_go(&mut self, id: SequenceId, token: usize) -> Result<usize> {
+    fn free_before(&mut self, id: SequenceId, token: usize) -> Result<usize> {
         let _ = token;
         self.len(id).map(|_| 0)
     }

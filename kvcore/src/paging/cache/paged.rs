@@ -286,12 +286,12 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
-    pub fn let_go(&mut self, id: SequenceId, token: usize) -> Result<usize> {
+    pub fn free_before(&mut self, id: SequenceId, token: usize) -> Result<usize> {
         let block_size = self.block_size();
         let Sequence { table, chain, .. } = self.get_mut(id)?;
         // Blocks get their keys first.
         let keyed = table.keyed_blocks() * block_size;
-        Ok(table.let_go(if chain.is_some() { token.min(keyed) } else { token }))
+        Ok(table.free_before(if chain.is_some() { token.min(keyed) } else { token }))
     }
 
     /// Scatters new rows of a sequence in one layer: `k` is `[rows, k_heads, k_dim]`, `v` is

@@ -41,8 +41,8 @@ impl KvCache for PagedKvCache {
         Ok(self.get(id)?.table.missing_blocks(tokens))
     }
 
-    fn let_go(&mut self, id: SequenceId, token: usize) -> Result<usize> {
-        self.let_go(id, token)
+    fn free_before(&mut self, id: SequenceId, token: usize) -> Result<usize> {
+        self.free_before(id, token)
     }
 
     fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {

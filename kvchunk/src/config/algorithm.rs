@@ -33,7 +33,7 @@ impl HashAlgorithm {
     pub const ALL: [Self; 3] = [Self::Blake3, Self::Sha256, Self::Xxh3];
 
     /// Returns true if nobody can make two contents with the same hash.
-    pub fn is_collision_resistant(self) -> bool {
+    pub(crate) fn resists_collisions(self) -> bool {
         self != Self::Xxh3
     }
 

@@ -1,0 +1,21 @@
+//! Stored keys and values, and the segment in which a prompt uses them.
+
+use std::sync::Arc;
+
+use kvcore::{BlockId, Segment};
+
+/// Stored keys and values: their blocks and their position.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Stored<'a> {
+    pub(crate) blocks: &'a Arc<[BlockId]>,
+    pub(crate) len: usize,
+    /// The position that the first key is rotated to.
+    pub(crate) start: i64,
+}
+
+impl Stored<'_> {
+    /// Returns the segment of these keys and values, used at the positions from `position` on.
+    pub(super) fn used_at(self, position: i64, logical: usize) -> Segment {
+        Segment::new(Arc::clone(self.blocks), self.len, logical, self.start).at_offset(position - self.start)
+    }
+}
