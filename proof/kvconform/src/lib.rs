@@ -15,12 +15,25 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
+//! ```text
+//! cases        CASES: what any backend must do, seen through kvcore alone
+//! collectives  the collectives of a group of ranks, each against plain loops
+//! devices      several devices, faults of a driver, failures of groups: run with the controls of a double
+//! oracle       arithmetic of the operations in f64
+//! bench        what a case works with: a backend, a stream, an element type, comparisons
+//! raw          bytes on devices, for tests that look at bytes
+//! backends     the backends of this build, by the name given to `conform --backend`
+//! skip         tests that cannot run on a machine
+//! ```
+
 #![forbid(unsafe_code)]
 
 mod bench;
 pub mod cases;
 mod collectives;
+pub mod devices;
 pub mod oracle;
+pub mod raw;
 
 mod backends;
 mod skip;
@@ -29,4 +42,8 @@ pub use backends::{BACKENDS, NamedBackend};
 pub use bench::{Bench, Failure, Outcome};
 pub use cases::{CASES, Case};
 pub use collectives::{RankUnderTest, run_collectives};
+pub use devices::{
+    DeviceRig, DriverDouble, GroupRig, refused_calls, refused_group_calls, run_devices, run_groups,
+    silent_calls,
+};
 pub use skip::{STRICT, is_strict, skip};

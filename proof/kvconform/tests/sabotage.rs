@@ -6,7 +6,7 @@ use std::collections::{BTreeSet, HashMap};
 use std::ops::Range;
 use std::sync::{Arc, Mutex};
 
-use kvbackend_cpu::CpuBackend;
+use kvbackend_cpu::{CpuBackend, Execution};
 use kvconform::{Bench, CASES};
 use kvcore::{
     ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Backend, BlockId, Capabilities, Checked,
@@ -64,6 +64,9 @@ enum Fault {
     UnmapTakesNeighbours,
     MapClearsWhatIsMapped,
     RangesAreNotChecked,
+    LargeWritesAreCut,
+    WritesOvertake,
+    RefusesNoWork,
     /// Not a fault: the missing kernel is listed and refused correctly.
     LacksQuantize,
     /// Not a fault: the backend cannot reserve, lists this and refuses correctly.
@@ -138,6 +141,12 @@ const FAULTS: &[(Fault, &str)] = &[
     (Fault::MapClearsWhatIsMapped, "reserve::mapping_twice_keeps_contents_and_unmapping_twice_is_nothing"),
     (Fault::RangesAreNotChecked, "reserve::wrong_ranges_are_refused_and_change_nothing"),
     (Fault::CopyOneLayer, "reserve::kernels_work_on_reserved_memory"),
+    (Fault::LargeWritesAreCut, "memory::a_caller_may_reuse_the_bytes_that_it_wrote"),
+    (Fault::WritesOvertake, "order::writes_come_in_the_order_of_the_stream"),
+    (Fault::CopyTensorNothing, "order::enqueued_work_keeps_its_memory"),
+    (Fault::CopyTensorNothing, "order::work_of_a_dropped_stream_is_done"),
+    (Fault::RefusesNoWork, "order::no_work_is_no_work"),
+    (Fault::ScatterWritesPadding, "order::no_work_is_no_work"),
 ];
 
 #[derive(Debug)]
@@ -152,6 +161,8 @@ struct Wrong {
 struct WrongStream {
     inner: Arc<dyn Stream>,
     fault: Fault,
+    /// A stream of the same backend, for what overtakes.
+    ahead: Arc<dyn Stream>,
     /// The window of the first call with each work.
     windows: Mutex<HashMap<u64, Option<usize>>>,
 }
@@ -209,8 +220,8 @@ impl Backend for Wrong {
         Ok(Arc::new(WrongReserved { inner, fault: self.fault, hidden: Mutex::default() }))
     }
     fn stream(&self) -> Result<Arc<dyn Stream>> {
-        let (inner, windows) = (self.inner.stream()?, Mutex::default());
-        Ok(Arc::new(WrongStream { inner, fault: self.fault, windows }))
+        let (inner, ahead) = (self.inner.stream()?, self.inner.stream()?);
+        Ok(Arc::new(WrongStream { inner, fault: self.fault, ahead, windows: Mutex::default() }))
     }
     fn counters(&self) -> CounterSnapshot {
         self.inner.counters()
@@ -393,7 +404,13 @@ impl Stream for WrongStream {
         self.inner.synchronize()
     }
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
-        self.inner.write(dst, src)
+        match self.fault {
+            Fault::WritesOvertake => self.ahead.write(dst, src).and_then(|()| self.ahead.synchronize()),
+            Fault::LargeWritesAreCut if src.len() > 1 << 20 => {
+                self.inner.write(&dst.slice(0, 0, 1 << 20)?, &src[..1 << 20])
+            }
+            _ => self.inner.write(dst, src),
+        }
     }
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
         self.inner.read(src, dst)?;
@@ -411,6 +428,9 @@ impl Stream for WrongStream {
 impl WrongStream {
     fn scatter(&self, op: &Scatter) -> Result<()> {
         op.check()?;
+        if self.fault == Fault::RefusesNoWork && op.slots.is_empty() {
+            return Err(Error::Zero { what: "rows" });
+        }
         let limit = op.arena.layout().num_slots() as i64;
         let slots = op.slots.iter().map(|&slot| match self.fault {
             Fault::ScatterNextSlot if slot >= 0 => (slot + 1) % limit,
@@ -532,10 +552,9 @@ impl WrongStream {
 }
 
 fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
-    let inner: Arc<dyn Backend> = CpuBackend::with_execution(if fault == Fault::EventsDoNotOrder {
-        kvbackend_cpu::Execution::Deferred
-    } else {
-        kvbackend_cpu::Execution::Immediate
+    let inner: Arc<dyn Backend> = CpuBackend::with_execution(match fault {
+        Fault::EventsDoNotOrder | Fault::WritesOvertake => Execution::Deferred,
+        _ => Execution::Immediate,
     });
     let backend = Arc::new(Wrong { inner, fault, kept: Mutex::default() });
     CASES

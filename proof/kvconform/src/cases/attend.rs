@@ -19,7 +19,7 @@ pub(super) fn segment(blocks: &[u32], len: usize, logical_start: usize, stored_s
 }
 
 /// An attend over filled memory, with the values that its oracle needs.
-pub(super) struct Trial {
+pub(super) struct AttendTrial {
     pub(super) op: Attend,
     pub(super) q: Vec<f32>,
     pub(super) k: Vec<f32>,
@@ -32,7 +32,7 @@ pub(super) fn with_batch(op: &Attend, batch: impl Into<Vec<AttendRows>>) -> Atte
     Attend { work: Arc::new(work), ..op.clone() }
 }
 
-impl Trial {
+impl AttendTrial {
     fn new(b: &Bench, order: BlockOrder, rows: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
         Self::over(b, b.arena(order)?, rows, batch)
     }
@@ -101,7 +101,7 @@ pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
             // row 4 is in no entry
             entry(5..7, vec![segment(&[7, 3], 6, 0, 0)]),
         ];
-        Trial::new(b, order, &at, batch)?.check(b, "mixed batch")?;
+        AttendTrial::new(b, order, &at, batch)?.check(b, "mixed batch")?;
     }
     Ok(())
 }
@@ -142,7 +142,7 @@ fn many_queries(
 ) -> Outcome {
     let shape = b.arena(order)?.layout().shape().clone();
     let arena = b.arena_of(KvShape { block_size, k_dim, v_dim, ..shape })?;
-    let mut trial = Trial::over(b, arena, &at, batch)?;
+    let mut trial = AttendTrial::over(b, arena, &at, batch)?;
     trial.op.scale = scale;
     trial.check(b, &format!("many queries, heads of {k_dim} and {v_dim}"))?;
     trial.op.window = Some(20);
@@ -154,7 +154,7 @@ pub(super) fn k_and_v_may_differ_in_heads(b: &Bench) -> Outcome {
         let shape = b.arena(order)?.layout().shape().clone();
         let arena = b.arena_of(KvShape { k_heads, v_heads, ..shape })?;
         let batch = vec![entry(0..2, reused(40, &[0, 2])), entry(2..3, vec![segment(&[1, 8], 7, 0, 0)])];
-        Trial::over(b, arena, &rows(&[(9, 46), (10, 47), (6, 6)]), batch)?
+        AttendTrial::over(b, arena, &rows(&[(9, 46), (10, 47), (6, 6)]), batch)?
             .check(b, "heads of K and V that differ")?;
     }
     Ok(())
@@ -168,7 +168,8 @@ pub(super) fn reused(offset: i64, chunk: &[u32]) -> Vec<Segment> {
 pub(super) fn segments_at_offsets(b: &Bench) -> Outcome {
     for offset in [0, 3, 1000] {
         let at = rows(&[(9, offset + 6), (10, offset + 7)]);
-        let trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(offset, &[0, 2]))])?;
+        let trial =
+            AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(offset, &[0, 2]))])?;
         trial.check(b, "a chunk used at an offset")?;
         let here = b.download(&trial.op.out)?;
         let at_zero = reused(offset, &[0, 2]).into_iter().map(|s| s.at_offset(0)).collect();
@@ -183,14 +184,14 @@ pub(super) fn segments_at_offsets(b: &Bench) -> Outcome {
 pub(super) fn the_same_blocks_at_two_offsets_at_once(b: &Bench) -> Outcome {
     let at = rows(&[(9, 9), (9, 505)]);
     let batch = vec![entry(0..1, reused(3, &[0, 2])), entry(1..2, reused(499, &[0, 2]))];
-    let trial = Trial::new(b, BlockOrder::HeadMajor, &at, batch)?;
+    let trial = AttendTrial::new(b, BlockOrder::HeadMajor, &at, batch)?;
     let before = b.contents(&trial.op.arena)?;
     trial.check(b, "two requests over the same blocks")?;
     let after = b.contents(&trial.op.arena)?;
     equal("K after reading", &after.0, &before.0)?;
     equal("V after reading", &after.1, &before.1)?;
     let twice = [reused(3, &[0, 2]), vec![segment(&[0, 2], 6, 11, 0).at_offset(700)]].concat();
-    Trial::new(b, BlockOrder::HeadMajor, &rows(&[(30, 720)]), vec![entry(0..1, twice)])?
+    AttendTrial::new(b, BlockOrder::HeadMajor, &rows(&[(30, 720)]), vec![entry(0..1, twice)])?
         .check(b, "the same chunk twice in one prompt")
 }
 
@@ -198,13 +199,15 @@ pub(super) fn causality_goes_by_logical_order(b: &Bench) -> Outcome {
     // The later chunk overlaps the earlier one in position. The row lies inside the later chunk.
     let segments = vec![segment(&[4], 3, 0, 0), segment(&[0, 2], 6, 3, 3), segment(&[5, 7], 5, 9, 3)];
     let at = rows(&[(3, 3), (8, 8), (9, 3), (11, 5), (13, 7)]);
-    Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..5, segments)])?.check(b, "overlapping positions")
+    AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..5, segments)])?
+        .check(b, "overlapping positions")
 }
 
 pub(super) fn windows_go_by_position(b: &Bench) -> Outcome {
     for window in [1, 4, 7, 100] {
         let at = rows(&[(9, 46), (10, 47)]);
-        let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
+        let mut trial =
+            AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
         trial.op.window = Some(window);
         trial.check(b, "sliding window")?;
     }
@@ -216,7 +219,7 @@ pub(super) fn softcap_temperature_and_groups(b: &Bench) -> Outcome {
     let mut segments = reused(8, &[0, 2]);
     segments[1].logit_scale = 1.6;
     segments[1].merge_group = 1;
-    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, segments)])?;
+    let mut trial = AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, segments)])?;
     let groups = [MergeGroup::default(), MergeGroup { lse_scale: 0.7 }];
     trial.op.work = Arc::new(AttendWork::with_groups(at, trial.op.work.batch(), groups));
     trial.check(b, "a group with a temperature and a scale")?;
@@ -227,7 +230,7 @@ pub(super) fn softcap_temperature_and_groups(b: &Bench) -> Outcome {
 /// A backend may keep what it derives from a work. Layers that differ in anything else must not share it.
 pub(super) fn layers_share_the_work_of_a_step(b: &Bench) -> Outcome {
     let at = rows(&[(9, 46), (10, 47)]);
-    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
+    let mut trial = AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
     let other_rope = RopeConfig { rotary_dim: 4, ..RopeConfig::new(10, 20.0) };
     let ropes = [trial.op.rope.clone(), Some(Arc::new(Rope::new(other_rope, 4096)?))];
     for step in 0..2 {
@@ -262,7 +265,7 @@ pub(super) fn layers_share_the_work_of_a_step(b: &Bench) -> Outcome {
 pub(super) fn rows_that_see_nothing_are_zero(b: &Bench) -> Outcome {
     let at = rows(&[(2, 2), (3, 3)]);
     let batch = vec![entry(0..1, vec![segment(&[1], 4, 9, 9)]), entry(1..2, vec![segment(&[], 0, 0, 0)])];
-    let trial = Trial::new(b, BlockOrder::TokenMajor, &at, batch)?;
+    let trial = AttendTrial::new(b, BlockOrder::TokenMajor, &at, batch)?;
     trial.check(b, "rows that see nothing")?;
     equal("output", &b.download(&trial.op.out)?, &vec![0.0; 2 * HEADS * 6])?;
     if let Some(lse) = &trial.op.lse {
@@ -273,7 +276,7 @@ pub(super) fn rows_that_see_nothing_are_zero(b: &Bench) -> Outcome {
 
 pub(super) fn nan_reaches_the_output(b: &Bench) -> Outcome {
     let batch = vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0)])];
-    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &rows(&[(5, 5)]), batch)?;
+    let mut trial = AttendTrial::new(b, BlockOrder::TokenMajor, &rows(&[(5, 5)]), batch)?;
     trial.op.q = b.upload(b.dtype, &[1, HEADS, 10], &[f32::NAN; HEADS * 10])?;
     b.stream.attend(&trial.op)?;
     equal("output of NaN queries", &b.download(&trial.op.out)?, &[f32::NAN; HEADS * 6])
@@ -282,7 +285,7 @@ pub(super) fn nan_reaches_the_output(b: &Bench) -> Outcome {
 pub(super) fn rotated_queries_need_no_table(b: &Bench) -> Outcome {
     let at = rows(&[(5, 5)]);
     let mut trial =
-        Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0)])])?;
+        AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..1, vec![segment(&[3, 1], 6, 0, 0)])])?;
     trial.op.rope = None;
     trial.check(b, "queries as they are")?;
     trial.op = with_batch(&trial.op, [entry(0..1, vec![segment(&[3, 1], 6, 0, 0).at_offset(4)])]);
@@ -304,7 +307,7 @@ pub(super) fn keys_may_lie_unrotated(b: &Bench) -> Outcome {
         [(BlockOrder::HeadMajor, 0), (BlockOrder::TokenMajor, 3), (BlockOrder::HeadMajor, 1000)]
     {
         let at = rows(&[(9, offset + 6), (10, offset + 7)]);
-        let mut trial = Trial::new(b, order, &at, vec![entry(0..2, reused(offset, &[0, 2]))])?;
+        let mut trial = AttendTrial::new(b, order, &at, vec![entry(0..2, reused(offset, &[0, 2]))])?;
         trial.op.keys = KeyForm::Unrotated;
         trial.check(b, "unrotated keys")?;
         trial.op.rope = Some(Arc::clone(&scaled));
@@ -327,7 +330,7 @@ pub(super) fn keys_may_lie_unrotated(b: &Bench) -> Outcome {
 pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
     let at = rows(&[(0, 0), (1, 1)]);
     let good =
-        Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, vec![segment(&[0], 2, 0, 0)])])?.op;
+        AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, vec![segment(&[0], 2, 0, 0)])])?.op;
     b.stream.attend(&good)?;
     let with = |batch: Vec<AttendRows>| with_batch(&good, batch);
     let small: KvArena = b.arena(BlockOrder::TokenMajor)?;
@@ -407,7 +410,7 @@ pub(super) fn sequences_decode_in_the_type_of_their_cache(b: &Bench) -> Outcome 
         let batch =
             vec![of_row(0, &[7], 16), of_row(1, &[9, 0], 21), entry(2..3, vec![segment(&[11], 1, 0, 8)])];
         let at = rows(&[(47, 55), (52, 60), (0, 8)]);
-        let mut trial = Trial::over(b, arena, &at, batch)?;
+        let mut trial = AttendTrial::over(b, arena, &at, batch)?;
         trial.op.out = b.tensor(b.dtype, &[3, HEADS, DIM])?;
         b.stream.attend(&trial.op)?;
         let (out, lse) = oracle::attend(&trial.op, &trial.q, &trial.k, &trial.v, UNTOUCHED);
@@ -424,7 +427,7 @@ pub(super) fn output_may_lie_where_queries_do(b: &Bench) -> Outcome {
     let n = 300;
     let at: Vec<_> = (0..n).map(|i| (5 + i % 2, 5)).collect();
     let batch = vec![entry(0..n, vec![segment(&[3, 1], 7, 0, 0)])];
-    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &rows(&at), batch)?;
+    let mut trial = AttendTrial::new(b, BlockOrder::TokenMajor, &rows(&at), batch)?;
     let values = [&trial.q[..], &[0.0; HEADS * 10]].concat();
     let base = b.upload(b.dtype, &[n + 1, HEADS, 10], &values)?;
     trial.op.q = base.slice(0, 0, n)?;
@@ -439,7 +442,7 @@ pub(super) fn output_may_lie_where_queries_do(b: &Bench) -> Outcome {
 
 pub(super) fn output_in_the_element_type(b: &Bench) -> Outcome {
     let at = rows(&[(9, 46), (10, 47)]);
-    let mut trial = Trial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
+    let mut trial = AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
     trial.op.out = b.tensor(b.dtype, &[2, HEADS, 6])?;
     trial.op.lse = None;
     b.stream.attend(&trial.op)?;

@@ -1,35 +1,38 @@
 //! Captured graphs: a replay with other lists equals the eager step bit for bit.
 
 use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::thread::ScopedJoinHandle;
 
 use kvcore::{
-    Attend, AttendMla, AttendRows, AttendWork, BlockId, BlockOrder, CopyBlocks, CopyTensor, DType, Error,
-    Graph, GraphCache, GraphKey, GraphRun, KeyForm, KvArena, KvFormat, KvShape, QueryRow, Rope, RopeConfig,
-    RowRotation, Scatter, Segment, Selection, SelectionUnit, StepInputs, TensorView, WritePairs, WriteSlots,
+    Attend, AttendMla, AttendRows, AttendWork, BlockId, BlockOrder, BlockPool, BlockTable, CopyBlocks,
+    CopyTensor, DType, Error, Graph, GraphCache, GraphKey, GraphRun, KeyForm, KvArena, KvFormat, KvShape,
+    QueryRow, Rope, RopeConfig, RowRotation, Scatter, Segment, Selection, SelectionUnit, StepInputs,
+    TensorView, WritePairs, WriteSlots,
 };
 
 use crate::bench::{Bench, Failure, Outcome, encode, ensure, numbers};
 
-const LAYERS: usize = 2;
+pub(crate) const LAYERS: usize = 2;
 const ROWS: usize = 2;
 const HEADS: usize = 4;
 const BLOCK: usize = 16;
 const BLOCKS: usize = 40;
 
 /// A decode step of a model with two layers: new rows are stored, and queries attend to chunks and to the own tail.
-struct Decode<'a> {
+pub(crate) struct DecodeStep<'a> {
     b: &'a Bench,
     arena: KvArena,
     rope: Arc<Rope>,
     rows: [TensorView; 3],
     /// Queries in the latent's space, if attention is latent.
     latent: Option<TensorView>,
-    out: TensorView,
+    pub(crate) out: TensorView,
     lse: TensorView,
 }
 
-impl<'a> Decode<'a> {
-    fn new(b: &'a Bench, format: KvFormat, dims: (usize, usize)) -> Outcome<Self> {
+impl<'a> DecodeStep<'a> {
+    pub(crate) fn new(b: &'a Bench, format: KvFormat, dims: (usize, usize)) -> Outcome<Self> {
         Self::of(b, format, dims, 2)
     }
 
@@ -92,7 +95,7 @@ impl<'a> Decode<'a> {
         }
     }
 
-    fn enqueue(&self, step: &StepInputs) -> kvcore::Result<()> {
+    pub(crate) fn enqueue(&self, step: &StepInputs) -> kvcore::Result<()> {
         for layer in 0..LAYERS {
             self.b.stream.scatter(&self.scatter(layer, step))?;
             let attend = self.attend(layer, step);
@@ -104,7 +107,7 @@ impl<'a> Decode<'a> {
         Ok(())
     }
 
-    fn capture(&self, step: &StepInputs) -> Outcome<Arc<dyn Graph>> {
+    pub(crate) fn capture(&self, step: &StepInputs) -> Outcome<Arc<dyn Graph>> {
         Ok(self.b.stream.capture(step, &mut || self.enqueue(step))?)
     }
 
@@ -155,6 +158,11 @@ fn step(chunks: &[(std::ops::Range<u32>, usize, i64)], tails: [usize; ROWS]) -> 
     }
 }
 
+/// Returns a step of two sequences without chunks; the first has `n` tokens.
+pub(crate) fn own_tokens(n: usize) -> StepInputs {
+    step(&[], [n, 3])
+}
+
 /// Steps that differ in everything that a replay may change: slots, positions, lengths, offsets, blocks, an absent chunk,
 /// and so many tokens that attention is divided in another way.
 fn steps() -> Vec<StepInputs> {
@@ -189,27 +197,27 @@ fn same_bits(what: &str, actual: &[u32], expected: &[u32]) -> Outcome {
 
 pub(super) fn a_replay_equals_the_eager_step(b: &Bench) -> Outcome {
     for (format, dims) in formats(b) {
-        replays(&Decode::new(b, format, dims)?, Decode::new(b, format, dims)?)?;
+        replays(&DecodeStep::new(b, format, dims)?, DecodeStep::new(b, format, dims)?)?;
     }
     Ok(())
 }
 
 pub(super) fn a_latent_replay_equals_the_eager_step(b: &Bench) -> Outcome {
     for dims in [(10, 6), (64, 512)] {
-        replays(&Decode::latent(b, b.dtype.into(), dims)?, Decode::latent(b, b.dtype.into(), dims)?)?;
+        replays(&DecodeStep::latent(b, b.dtype.into(), dims)?, DecodeStep::latent(b, b.dtype.into(), dims)?)?;
     }
     Ok(())
 }
 
 /// Runs all steps eagerly, and as replays of a graph that one of them was captured as.
-fn replays<'a>(eager: &Decode<'a>, replayed: Decode<'a>) -> Outcome {
+fn replays<'a>(eager: &DecodeStep<'a>, replayed: DecodeStep<'a>) -> Outcome {
     let mut expected = Vec::new();
     for (number, step) in steps().iter().enumerate() {
         eager.write(number)?;
         eager.enqueue(step)?;
         expected.push(eager.bits()?);
     }
-    let replayed = Decode { rope: Arc::clone(&eager.rope), ..replayed };
+    let replayed = DecodeStep { rope: Arc::clone(&eager.rope), ..replayed };
     let untouched = replayed.bits()?;
     let graph = replayed.capture(&steps()[1])?;
     same_bits("what a capture changes", &replayed.bits()?, &untouched)?;
@@ -223,7 +231,7 @@ fn replays<'a>(eager: &Decode<'a>, replayed: Decode<'a>) -> Outcome {
 }
 
 pub(super) fn replays_follow_each_other_without_a_wait(b: &Bench) -> Outcome {
-    let decode = Decode::new(b, b.dtype.into(), (32, 64))?;
+    let decode = DecodeStep::new(b, b.dtype.into(), (32, 64))?;
     let steps = steps();
     // Steps read what others have written: results are the same from the second round on.
     let mut expected = Vec::new();
@@ -251,7 +259,7 @@ pub(super) fn replays_follow_each_other_without_a_wait(b: &Bench) -> Outcome {
 
 pub(super) fn a_cache_captures_what_comes_twice(b: &Bench) -> Outcome {
     let (eager, cached) =
-        (Decode::new(b, b.dtype.into(), (32, 64))?, Decode::new(b, b.dtype.into(), (32, 64))?);
+        (DecodeStep::new(b, b.dtype.into(), (32, 64))?, DecodeStep::new(b, b.dtype.into(), (32, 64))?);
     // A backend that cannot capture says so here.
     cached.capture(&steps()[0])?;
     let (mut cache, mut runs) = (GraphCache::new(4), Vec::new());
@@ -271,7 +279,7 @@ pub(super) fn a_cache_captures_what_comes_twice(b: &Bench) -> Outcome {
 /// Checks that a recorded function is refused with a text that names `name`, and that the stream works on.
 fn refused(
     b: &Bench,
-    decode: &Decode<'_>,
+    decode: &DecodeStep<'_>,
     name: &str,
     record: &mut dyn FnMut() -> kvcore::Result<()>,
 ) -> Outcome {
@@ -286,7 +294,7 @@ fn refused(
 }
 
 pub(super) fn what_cannot_be_captured_is_refused_by_name(b: &Bench) -> Outcome {
-    let decode = Decode::new(b, b.dtype.into(), (10, 6))?;
+    let decode = DecodeStep::new(b, b.dtype.into(), (10, 6))?;
     let captured = steps().swap_remove(0);
     decode.capture(&captured)?;
     let (stream, other) = (b.stream.as_ref(), &steps()[2]);
@@ -323,7 +331,7 @@ pub(super) fn what_cannot_be_captured_is_refused_by_name(b: &Bench) -> Outcome {
 }
 
 pub(super) fn wrong_inputs_are_refused_and_write_nothing(b: &Bench) -> Outcome {
-    let decode = Decode::new(b, b.dtype.into(), (10, 6))?;
+    let decode = DecodeStep::new(b, b.dtype.into(), (10, 6))?;
     let right = steps().swap_remove(0);
     decode.enqueue(&right)?;
     let graph = decode.capture(&right)?;
@@ -341,4 +349,118 @@ pub(super) fn wrong_inputs_are_refused_and_write_nothing(b: &Bench) -> Outcome {
         ensure(graph.replay(inputs).is_err(), || format!("{what} was replayed"))?;
     }
     same_bits("after refused replays", &decode.bits()?, &before)
+}
+
+pub(super) fn replays_count_as_the_operations_that_they_run(b: &Bench) -> Outcome {
+    let decode = DecodeStep::new(b, b.dtype.into(), (10, 6))?;
+    let counts = |run: &dyn Fn() -> Outcome| {
+        let before = b.backend.counters();
+        run()?;
+        let since = b.backend.counters().since(&before);
+        Ok::<_, Failure>((since.scatter_bytes, since.attend_calls))
+    };
+    let eager = counts(&|| Ok(decode.enqueue(&own_tokens(9))?))?;
+    let graph = decode.capture(&own_tokens(9))?;
+    let captured = counts(&|| decode.capture(&own_tokens(10)).map(drop))?;
+    let replayed = counts(&|| Ok(graph.replay(&own_tokens(11))?))?;
+    b.stream.synchronize()?;
+    ensure(eager != (0, 0) && captured == (0, 0) && replayed == eager, || {
+        format!("a step counts {eager:?}, its capture {captured:?}, its replay {replayed:?}")
+    })
+}
+
+pub(super) fn a_cache_captures_again_what_has_outgrown_its_graph(b: &Bench) -> Outcome {
+    let (eager, cached) =
+        (DecodeStep::new(b, b.dtype.into(), (32, 64))?, DecodeStep::new(b, b.dtype.into(), (32, 64))?);
+    // Chunks, each at an offset of its own.
+    let chunks = |n: usize| {
+        let chunks: Vec<_> = (0..n).map(|i| (1..2, 1, 3 * i as i64)).collect();
+        step(&chunks, [20, 3])
+    };
+    let (small, large) = (chunks(8), chunks(60));
+    let graph = cached.capture(&small)?;
+    let outgrown = graph.replay(&large);
+    ensure(matches!(outgrown, Ok(()) | Err(Error::GraphOutgrown { .. })), || format!("{outgrown:?}"))?;
+    let again = if outgrown.is_ok() { GraphRun::Replayed } else { GraphRun::Captured };
+    // Both begin with what the replay may have written.
+    eager.enqueue(&large)?;
+    cached.enqueue(&large)?;
+    let (mut cache, key) = (GraphCache::new(1), GraphKey::of(&small, b.dtype));
+    let wanted = [GraphRun::Eager, GraphRun::Captured, GraphRun::Replayed, again, GraphRun::Replayed];
+    for (number, (inputs, wanted)) in [&small, &small, &small, &large, &large].iter().zip(wanted).enumerate()
+    {
+        eager.write(number)?;
+        cached.write(number)?;
+        eager.enqueue(inputs)?;
+        let run = cache.run(b.stream.as_ref(), key, inputs, &mut || cached.enqueue(inputs))?.0;
+        ensure(run == wanted, || format!("step {number} was {run:?}, expected {wanted:?}"))?;
+        same_bits(&format!("step {number}"), &cached.bits()?, &eager.bits()?)?;
+    }
+    Ok(())
+}
+
+pub(super) fn a_void_permit_is_refused_by_a_replay(b: &Bench) -> Outcome {
+    let decode = DecodeStep::new(b, b.dtype.into(), (10, 6))?;
+    let pool = BlockPool::new(0..BLOCKS as u32)?;
+    let mut table = BlockTable::new(&pool, BLOCK)?;
+    let inputs = StepInputs { slots: table.grow(ROWS)?, ..own_tokens(2) };
+    decode.enqueue(&inputs)?;
+    let graph = decode.capture(&inputs)?;
+    graph.replay(&inputs)?;
+    let _twin = table.fork()?;
+    let void = graph.replay(&inputs);
+    ensure(void == Err(Error::PermitVoid { what: "slots" }), || format!("{void:?}"))?;
+    Ok(b.stream.synchronize()?)
+}
+
+pub(super) fn a_capture_belongs_to_its_thread_and_its_streams(b: &Bench) -> Outcome {
+    let decode = DecodeStep::new(b, b.dtype.into(), (10, 6))?;
+    let (inputs, other) = (own_tokens(6), b.backend.stream()?);
+    decode.capture(&inputs)?;
+    let attends = || b.backend.counters().attend_calls;
+    // Work of another thread waits until the capture has ended, and is no part of it.
+    let before = attends();
+    let graph = std::thread::scope(|scope| {
+        let ((begun, seen), mut waiting) = (channel(), None);
+        let (decode, inputs) = (&decode, &inputs);
+        let graph = b.stream.capture(inputs, &mut || {
+            let begun = begun.clone();
+            waiting = Some(scope.spawn(move || {
+                let _ = begun.send(());
+                decode.enqueue(inputs).and_then(|()| decode.b.stream.synchronize())
+            }));
+            let _ = seen.recv();
+            decode.enqueue(inputs)
+        });
+        let waited = waiting.map(ScopedJoinHandle::join);
+        ensure(matches!(waited, Some(Ok(Ok(())))), || format!("the other thread: {waited:?}"))?;
+        Ok::<_, Failure>(graph?)
+    })?;
+    let outside = attends() - before;
+    ensure(outside == LAYERS as u64, || format!("{outside} attends ran outside of the graph"))?;
+    graph.replay(&inputs)?;
+    let replayed = attends() - before - outside;
+    ensure(replayed == LAYERS as u64, || format!("{replayed} attends ran in the graph"))?;
+    // Another stream is no part of the capture until it has joined, and one that has is waited for again.
+    let copied = b.tensor(DType::F32, decode.out.shape())?;
+    let copy = CopyTensor { src: decode.out.clone(), dst: copied.clone() };
+    match b.stream.capture(&inputs, &mut || other.copy_tensor(&copy)) {
+        Err(Error::Unsupported { what, .. }) if what.contains("has not joined") => {}
+        outcome => return Err(Failure::new(format!("a stream that has not joined: {outcome:?}"))),
+    }
+    let join = |back: bool| {
+        b.stream.capture(&inputs, &mut || {
+            other.wait_for(&b.stream.record()?)?;
+            other.copy_tensor(&copy)?;
+            if back { b.stream.wait_for(&other.record()?) } else { Ok(()) }
+        })
+    };
+    let joined = join(true)?;
+    ensure(join(false).is_err(), || "a stream that joined was not waited for again".to_owned())?;
+    joined.replay(&inputs)?;
+    let bits = |view| Ok::<_, Failure>(b.download(view)?.iter().map(|x| x.to_bits()).collect::<Vec<_>>());
+    same_bits("a copy of a stream that joined", &bits(&copied)?, &bits(&decode.out)?)?;
+    decode.enqueue(&inputs)?;
+    b.stream.synchronize()?;
+    Ok(other.synchronize()?)
 }

@@ -3,6 +3,7 @@
 use kvcore::{DType, Error, MemoryKind, allocate_tensor};
 
 use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
+use crate::raw::{download, noise};
 
 pub(super) fn is_zeroed_and_refuses_nothing(b: &Bench) -> Outcome {
     let view = b.tensor(b.dtype, &[1000])?;
@@ -45,4 +46,19 @@ pub(super) fn host_copies_check_length_and_density(b: &Bench) -> Outcome {
     let column = view.slice(1, 0, 2)?;
     let holes = b.stream.read(&column, &mut [0; 32]);
     ensure(matches!(holes, Err(Error::InvalidStrides { .. })), || format!("a read with holes gave {holes:?}"))
+}
+
+/// Small writes may go through memory of the stream; large ones may not.
+pub(super) fn a_caller_may_reuse_the_bytes_that_it_wrote(b: &Bench) -> Outcome {
+    let n = 3 << 20;
+    let view = b.tensor(DType::U8, &[n])?;
+    let mut bytes = noise(4, n);
+    let mut expected = bytes.clone();
+    b.stream.write(&view, &bytes)?;
+    bytes.fill(7);
+    b.stream.write(&view.slice(0, 5, 17)?, &[9; 12])?;
+    expected[5..17].fill(9);
+    let seen = download(b.stream.as_ref(), &view)?;
+    let at = seen.iter().zip(&expected).position(|(a, e)| a != e);
+    ensure(at.is_none(), || format!("byte {at:?} of {n} differs"))
 }

@@ -7,7 +7,7 @@ use kvcore::{
     Rotation, SelectionUnit, TensorView,
 };
 
-use super::attend::{HEADS, Trial, UNTOUCHED, after_a_chunk, entry, reused, rows, segment, with_batch};
+use super::attend::{AttendTrial, HEADS, UNTOUCHED, after_a_chunk, entry, reused, rows, segment, with_batch};
 use super::blocks::pairs;
 use super::quant::each;
 use super::sparse::select;
@@ -20,7 +20,7 @@ const RANK: usize = 24;
 
 /// An attend over filled latents, with the values that its oracle needs.
 struct Latents {
-    trial: Trial,
+    trial: AttendTrial,
     q_latent: Vec<f32>,
     rank: usize,
 }
@@ -40,7 +40,7 @@ impl Latents {
     fn over(b: &Bench, shape: &KvShape, at: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
         let rank = shape.v_dim;
         let arena = b.arena_of(KvShape { k_heads: 1, v_heads: 1, ..shape.clone() })?;
-        let trial = Trial::over(b, arena, at, batch)?;
+        let trial = AttendTrial::over(b, arena, at, batch)?;
         let q_latent = rounded(b.dtype, &numbers(60, at.len() * HEADS * rank));
         Ok(Self { trial, q_latent, rank })
     }

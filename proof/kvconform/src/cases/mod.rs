@@ -7,7 +7,7 @@ use crate::bench::{Bench, Failure, Outcome};
 mod attend;
 mod blocks;
 mod capabilities;
-mod graphs;
+pub(crate) mod graphs;
 mod memory;
 mod mla;
 mod order;
@@ -72,6 +72,7 @@ cases! {
     memory::reused_memory_is_zeroed,
     memory::host_copies_round_trip,
     memory::host_copies_check_length_and_density,
+    memory::a_caller_may_reuse_the_bytes_that_it_wrote,
     reserve::memory_goes_and_comes_back_as_zeros_at_its_address needs ["reserve"],
     reserve::mapping_twice_keeps_contents_and_unmapping_twice_is_nothing needs ["reserve"],
     reserve::wrong_ranges_are_refused_and_change_nothing needs ["reserve"],
@@ -85,6 +86,10 @@ cases! {
     order::events_order_streams,
     order::events_call_back_when_they_are_done,
     order::dropping_handles_loses_no_work,
+    order::writes_come_in_the_order_of_the_stream,
+    order::enqueued_work_keeps_its_memory,
+    order::work_of_a_dropped_stream_is_done,
+    order::no_work_is_no_work,
     rows::scatter_puts_rows_where_slots_say,
     rows::k_and_v_may_differ_in_heads,
     rows::scatter_takes_head_major_rows,
@@ -150,4 +155,8 @@ cases! {
     graphs::a_cache_captures_what_comes_twice needs ["graphs"],
     graphs::what_cannot_be_captured_is_refused_by_name needs ["graphs"],
     graphs::wrong_inputs_are_refused_and_write_nothing needs ["graphs"],
+    graphs::replays_count_as_the_operations_that_they_run needs ["graphs"],
+    graphs::a_cache_captures_again_what_has_outgrown_its_graph needs ["graphs"],
+    graphs::a_void_permit_is_refused_by_a_replay needs ["graphs"],
+    graphs::a_capture_belongs_to_its_thread_and_its_streams needs ["graphs"],
 }

@@ -7,7 +7,7 @@ use kvcore::{
     KvShape, Quantize, RotateKeys, Rotation, ScaleScope, Scatter, SwapBlocks, TensorView, WriteSlots,
 };
 
-use super::attend::{Trial, entry, reused, rows, segment};
+use super::attend::{AttendTrial, entry, reused, rows, segment};
 use super::blocks::{for_tokens, pairs, yarn};
 use crate::bench::{Bench, Failure, Outcome, ensure, equal, numbers, rounded, rounded_once};
 use crate::oracle;
@@ -241,7 +241,7 @@ pub(super) fn copies_move_codes_and_scales(b: &Bench) -> Outcome {
         for_tokens((&src, &v0), (&dst, &v2), (3, 0), false, |_, old, new| equal("swapped V", new, old))?;
         let other = arena(b, KvFormat::Int8 { group: 4 }, BlockOrder::HeadMajor)?;
         let mixed = b.stream.swap_blocks(&SwapBlocks { src, dst: other, pairs: pairs(&[(3, 0)]) });
-        ensure(matches!(mixed, Err(Error::FormatMismatch { .. })), || format!("two formats gave {mixed:?}"))
+        ensure(matches!(mixed, Err(Error::Mismatch { .. })), || format!("two formats gave {mixed:?}"))
     })
 }
 
@@ -276,7 +276,7 @@ pub(super) fn attend_reads_quantised_blocks(b: &Bench) -> Outcome {
         for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
             let at = rows(&[(9, 46), (10, 47), (5, 5)]);
             let batch = vec![entry(0..2, reused(40, &[0, 2])), entry(2..3, vec![segment(&[1, 8], 6, 0, 0)])];
-            let mut trial = Trial::over(b, arena(b, format, order)?, &at, batch)?;
+            let mut trial = AttendTrial::over(b, arena(b, format, order)?, &at, batch)?;
             trial.check(b, "quantised blocks")?;
             trial.op.keys = KeyForm::Unrotated;
             trial.check(b, "quantised blocks of keys that are not rotated")?;

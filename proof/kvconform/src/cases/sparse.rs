@@ -2,7 +2,7 @@
 
 use kvcore::{Attend, AttendRows, BlockOrder, KvShape, Selection, SelectionUnit};
 
-use super::attend::{HEADS, Trial, entry, reused, rows, segment};
+use super::attend::{AttendTrial, HEADS, entry, reused, rows, segment};
 use super::quant::each;
 use crate::bench::{Bench, Outcome, ensure, equal};
 
@@ -16,14 +16,14 @@ pub(super) fn select(unit: SelectionUnit, rows: &[&[u32]]) -> Selection {
 }
 
 /// Returns a prefill and a decode that reuse a chunk at an offset, and a row without a selection.
-fn mixed(b: &Bench, order: BlockOrder, prefill: Selection, decode: Selection) -> Outcome<Trial> {
+fn mixed(b: &Bench, order: BlockOrder, prefill: Selection, decode: Selection) -> Outcome<AttendTrial> {
     let at = rows(&[(9, 46), (10, 47), (30, 507), (4, 4)]);
     let batch = vec![
         entry(0..2, reused(40, &[0, 2])).selecting(prefill),
         entry(2..3, reused(500, &[7, 1])).selecting(decode),
         entry(3..4, vec![segment(&[3, 5], 5, 0, 0)]),
     ];
-    Trial::over(b, b.arena(order)?, &at, batch)
+    AttendTrial::over(b, b.arena(order)?, &at, batch)
 }
 
 pub(super) fn rows_see_selected_tokens_only(b: &Bench) -> Outcome {
@@ -52,7 +52,7 @@ pub(super) fn what_is_selected_must_be_visible_too(b: &Bench) -> Outcome {
         let at = rows(&[(9, 46), (5, 42)]);
         let selection = select(unit, &[indices, indices]);
         let batch = vec![entry(0..2, reused(40, &[0, 2])).selecting(selection)];
-        let mut trial = Trial::over(b, b.arena(BlockOrder::TokenMajor)?, &at, batch)?;
+        let mut trial = AttendTrial::over(b, b.arena(BlockOrder::TokenMajor)?, &at, batch)?;
         trial.check(b, "everything selected")?;
         trial.op.window = Some(4);
         trial.check(b, "everything selected, inside a window")?;
@@ -65,7 +65,8 @@ pub(super) fn an_empty_selection_sees_nothing(b: &Bench) -> Outcome {
         // The second row selects a token or block that it must not see yet.
         let future: &[u32] = if unit == SelectionUnit::Tokens { &[10] } else { &[3] };
         let batch = vec![entry(0..2, reused(40, &[0, 2])).selecting(select(unit, &[&[], future]))];
-        let trial = Trial::over(b, b.arena(BlockOrder::HeadMajor)?, &rows(&[(10, 47), (3, 40)]), batch)?;
+        let trial =
+            AttendTrial::over(b, b.arena(BlockOrder::HeadMajor)?, &rows(&[(10, 47), (3, 40)]), batch)?;
         trial.check(b, "an empty selection")?;
         equal("output", &b.download(&trial.op.out)?, &[0.0; 2 * HEADS * 6])?;
         if let Some(lse) = &trial.op.lse {
@@ -85,7 +86,7 @@ pub(super) fn selections_of_quantised_blocks(b: &Bench) -> Outcome {
         ];
         for selection in selections {
             let batch = vec![entry(0..2, reused(40, &[0, 2])).selecting(selection)];
-            Trial::over(b, arena.clone(), &rows(&[(9, 46), (10, 47)]), batch)?
+            AttendTrial::over(b, arena.clone(), &rows(&[(9, 46), (10, 47)]), batch)?
                 .check(b, "selected tokens of quantised blocks")?;
         }
         Ok(())
@@ -96,7 +97,7 @@ pub(super) fn wrong_selections_are_refused(b: &Bench) -> Outcome {
     let tokens = SelectionUnit::Tokens;
     let trial = |selection| -> Outcome<Attend> {
         let batch: Vec<AttendRows> = vec![entry(0..2, reused(40, &[0, 2])).selecting(selection)];
-        Ok(Trial::over(b, b.arena(BlockOrder::TokenMajor)?, &rows(&[(9, 46), (10, 47)]), batch)?.op)
+        Ok(AttendTrial::over(b, b.arena(BlockOrder::TokenMajor)?, &rows(&[(9, 46), (10, 47)]), batch)?.op)
     };
     b.stream.attend(&trial(select(tokens, &[&[0, 10], &[10]]))?)?;
     let raw = |offsets: &[u32], indices: &[u32]| Selection {
