@@ -8,13 +8,13 @@ use std::sync::{Arc, OnceLock};
 use kvcore::{Counters, Error, MemoryKind, Result};
 use parking_lot::Mutex;
 
-use crate::NAME;
 use crate::bindings::types as sys;
-use crate::library::{Library, Serves, library, no_device};
+use crate::errors::{NAME, no_device};
+use crate::library::{Library, Serves, library};
 use crate::options::AscendOptions;
 
 /// A device whose context is retained.
-pub(crate) struct Device {
+pub(crate) struct Npu {
     pub(crate) ordinal: i32,
     pub(crate) library: &'static Library,
     pub(crate) context: sys::aclrtContext,
@@ -29,13 +29,13 @@ pub(crate) struct Device {
 }
 
 // SAFETY: contexts and streams may be used from any thread that has the context current, which `bind` sees to.
-unsafe impl Send for Device {}
+unsafe impl Send for Npu {}
 // SAFETY: as for `Send`; ACL locks what calls share.
-unsafe impl Sync for Device {}
+unsafe impl Sync for Npu {}
 
-impl fmt::Debug for Device {
+impl fmt::Debug for Npu {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Device({})", self.ordinal)
+        write!(f, "Npu({})", self.ordinal)
     }
 }
 
@@ -77,7 +77,7 @@ fn is_out_of_memory(code: i32) -> bool {
         .contains(&(code as u32))
 }
 
-impl Device {
+impl Npu {
     /// Opens a device by its number.
     ///
     /// # Errors
@@ -141,7 +141,7 @@ impl Device {
     ///
     /// # Errors
     /// Returns [`Error::DeviceLost`] if the device is lost.
-    pub(crate) fn bind(&self) -> Result<Bound> {
+    pub(crate) fn bind(&self) -> Result<CurrentContext> {
         if let Some(reason) = self.lost.get() {
             return Err(Error::DeviceLost { backend: NAME, reason: reason.clone() });
         }
@@ -149,14 +149,14 @@ impl Device {
     }
 
     /// Makes the device's context current on this thread, also if the device is lost: what it holds must go.
-    pub(crate) fn bind_lost(&self) -> Result<Bound> {
+    pub(crate) fn bind_lost(&self) -> Result<CurrentContext> {
         let before = current(self.library);
         if before == Some(self.context) {
-            return Ok(Bound { library: self.library, before: None });
+            return Ok(CurrentContext { library: self.library, before: None });
         }
         // SAFETY: the device retains its context.
         self.check(unsafe { self.library.acl.aclrtSetCurrentContext(self.context) })?;
-        Ok(Bound { library: self.library, before })
+        Ok(CurrentContext { library: self.library, before })
     }
 
     /// Checks the code of a call.
@@ -224,9 +224,9 @@ impl Device {
     }
 }
 
-impl Drop for Device {
+impl Drop for Npu {
     fn drop(&mut self) {
-        if let Ok(_bound) = self.bind_lost() {
+        if let Ok(_current) = self.bind_lost() {
             // SAFETY: storages and streams hold the device, so that nothing uses the stream any more.
             unsafe { self.library.acl.aclrtDestroyStream(self.setup) };
         }
@@ -238,13 +238,13 @@ impl Drop for Device {
 /// A context that is current on this thread until the value is dropped.
 ///
 /// A host engine may work with another device on the same thread. Its context is current again afterwards.
-pub(crate) struct Bound {
+pub(crate) struct CurrentContext {
     library: &'static Library,
     /// The context before, if the thread had another.
     before: Option<sys::aclrtContext>,
 }
 
-impl Drop for Bound {
+impl Drop for CurrentContext {
     fn drop(&mut self) {
         restore(self.library, self.before);
     }

@@ -4,10 +4,10 @@ use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use kvcore::{Error, Result};
+use kvcore::Result;
 
-use crate::NAME;
 use crate::bindings::{Acl, Base, Operators, types as sys};
+use crate::errors::no_device;
 
 /// The variable that names the folder of the libraries, before all others.
 const FOLDER: &str = "KV_ASCEND_LIB_DIR";
@@ -60,11 +60,6 @@ pub(crate) struct Library {
 pub(crate) fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
     LIBRARY.get_or_init(Library::load).as_ref().map_err(|reason| no_device(reason.clone()))
-}
-
-/// Returns the error for a device that cannot be used.
-pub(crate) fn no_device(reason: String) -> Error {
-    Error::NoDevice { backend: NAME, reason }
 }
 
 /// Returns the files of a library to try, in order.

@@ -2,13 +2,13 @@
 
 use kvcore::Result;
 
-use crate::device::{self, Device};
+use crate::device::{self, Npu};
 use crate::library::{Serves, library};
 use crate::options::AscendOptions;
 
 /// A device that ACL reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DeviceReport {
+pub struct NpuReport {
     /// Number of the device, for [`AscendOptions::device`].
     pub ordinal: usize,
     /// Name of the processor.
@@ -40,18 +40,18 @@ pub struct OperatorReport {
 ///
 /// # Errors
 /// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if it does not start.
-pub fn devices() -> Result<Vec<DeviceReport>> {
+pub fn devices() -> Result<Vec<NpuReport>> {
     let library = library()?;
     let facts = |ordinal| -> Result<(usize, bool)> {
-        let device = Device::open(&AscendOptions { device: ordinal, plain: false })?;
-        let _bound = device.bind()?;
+        let device = Npu::open(&AscendOptions { device: ordinal, plain: false })?;
+        let _current = device.bind()?;
         Ok((device.memory()?.1, crate::memory::maps(&device)))
     };
     // A device that another program holds, or that is broken, hides no other.
     let report = |ordinal| {
         let known = facts(ordinal);
         let (total_memory, virtual_memory) = *known.as_ref().unwrap_or(&(0, false));
-        DeviceReport {
+        NpuReport {
             ordinal,
             name: library.processor(),
             total_memory,

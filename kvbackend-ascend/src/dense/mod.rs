@@ -1,7 +1,8 @@
 //! The dense steps of a model on the device: everything between token ids and logits, except attention.
 //!
-//! Steps take and return views in f32. They run on a stream of their own, one after another; [`DenseSteps::order`] puts
-//! them in order with another stream. Weights are widened to f32 when they go to the device, and products are those of f32.
+//! Steps take and return views in f32. They run on a stream of their own, one after another;
+//! [`AscendDenseSteps::order`] orders that stream and another. Weights are widened to f32 as they are copied to the
+//! device, and products are computed in f32.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,75 +10,74 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvcore::{CopyTensor, DType, Dims, Error, MemoryKind, Result, Storage, Stream, TensorView};
 
-use crate::AscendBackend;
-use crate::device::Device;
-use crate::library::{Serves, no_device};
+use crate::bindings::types as sys;
+use crate::device::Npu;
+use crate::errors::no_device;
+use crate::library::Serves;
 use crate::memory::{self, AscendStorage};
 use crate::operators::Tensor;
-use crate::stream::{AscendStream, Held, Work, capture};
+use crate::queue::{AclStream, ActivationPool, Used, Work, capture};
 
-mod activations;
 mod steps;
 
-pub(crate) use activations::ActivationMemory;
-
 /// The dense steps of a device.
-pub struct DenseSteps {
-    device: Arc<Device>,
-    stream: AscendStream,
-    memory: Arc<ActivationMemory>,
+pub struct AscendDenseSteps {
+    /// The queue of the steps' stream.
+    queue: Arc<AclStream>,
+    stream: Arc<dyn Stream>,
+    memory: Arc<ActivationPool>,
     /// Number of times that work was enqueued.
     enqueued: AtomicU64,
 }
 
 /// Numbers in f32 on the device: a matrix `[rows, width]`, or one for each head.
 #[derive(Debug)]
-pub struct DeviceWeight {
+pub struct AscendWeight {
     storage: Arc<dyn Storage>,
     rows: usize,
     width: usize,
 }
 
-impl DeviceWeight {
+impl AscendWeight {
     /// Returns the bytes that the weight takes on the device.
     pub fn bytes(&self) -> usize {
         self.storage.len()
     }
 
     fn tensor(&self, dims: &[usize]) -> Tensor {
-        Tensor::dense(self.storage.address(), crate::bindings::types::ACL_FLOAT, dims)
+        Tensor::dense(self.storage.address(), sys::ACL_FLOAT, dims)
     }
 }
 
-impl fmt::Debug for DenseSteps {
+impl fmt::Debug for AscendDenseSteps {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "DenseSteps on {:?}", self.device)
+        write!(f, "AscendDenseSteps on {:?}", self.queue.npu)
     }
 }
 
-impl Drop for DenseSteps {
+impl Drop for AscendDenseSteps {
     /// Waits for the enqueued work, because the memory of its activations goes.
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
     }
 }
 
-impl DenseSteps {
-    /// Creates the steps of a backend's device, with a stream of their own.
+impl AscendDenseSteps {
+    /// Checks that CANN has the operators of the steps.
     ///
     /// # Errors
-    /// Returns [`Error::NoDevice`] if CANN lacks an operator of the steps, and the errors of the device.
-    pub fn new(backend: &AscendBackend) -> Result<Self> {
-        let device = Arc::clone(&backend.device);
-        let lacks = device.library.lacks_for(Serves::DenseSteps);
-        if !lacks.is_empty() {
-            return Err(no_device(format!(
-                "CANN lacks {}, which the steps of a model need",
-                lacks.join(", ")
-            )));
+    /// Returns [`Error::NoDevice`], which names the missing operators.
+    pub(crate) fn check(npu: &Npu) -> Result<()> {
+        let missing = npu.library.lacks_for(Serves::DenseSteps);
+        if missing.is_empty() {
+            return Ok(());
         }
-        let stream = AscendStream::new(&device)?;
-        Ok(Self { device, stream, memory: Arc::default(), enqueued: AtomicU64::new(0) })
+        Err(no_device(format!("CANN lacks {}, which the steps of a model need", missing.join(", "))))
+    }
+
+    /// Creates the steps over a stream, and the queue of that stream.
+    pub(crate) fn over(queue: &Arc<AclStream>, stream: Arc<dyn Stream>) -> Self {
+        Self { queue: Arc::clone(queue), stream, memory: Arc::default(), enqueued: AtomicU64::new(0) }
     }
 
     /// Returns a number that grows with each piece of work that is enqueued.
@@ -86,8 +86,8 @@ impl DenseSteps {
     }
 
     /// Returns the stream of the steps.
-    pub fn stream(&self) -> &AscendStream {
-        &self.stream
+    pub fn stream(&self) -> &dyn Stream {
+        self.stream.as_ref()
     }
 
     /// Makes `after` wait for everything enqueued on `before` so far. One of them is the stream of the steps.
@@ -102,17 +102,17 @@ impl DenseSteps {
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if there are more or fewer numbers, and the errors of the device.
-    pub fn weight(&self, rows: usize, width: usize, numbers: &[f32]) -> Result<DeviceWeight> {
+    pub fn weight(&self, rows: usize, width: usize, numbers: &[f32]) -> Result<AscendWeight> {
         let expected = rows.checked_mul(width).ok_or(Error::Overflow { what: "numbers of a weight" })?;
         if expected != numbers.len() {
-            return Err(Error::Mismatch { what: "numbers of a weight", expected, got: numbers.len() });
+            return Err(Error::mismatch("numbers of a weight", expected, numbers.len()));
         }
         let bytes = size_of_val(numbers);
         let storage: Arc<dyn Storage> =
-            Arc::new(AscendStorage::uninitialised(&self.device, MemoryKind::Device, bytes)?);
+            Arc::new(AscendStorage::uninitialised(&self.queue.npu, MemoryKind::Device, bytes)?);
         let view = TensorView::new(Arc::clone(&storage), DType::F32, &[rows, width])?;
         self.stream.write(&view, bytemuck::cast_slice(numbers))?;
-        Ok(DeviceWeight { storage, rows, width })
+        Ok(AscendWeight { storage, rows, width })
     }
 
     /// Allocates rows for results, with any contents.
@@ -128,17 +128,17 @@ impl DenseSteps {
 
     /// Takes memory for results, and frees what waits for use if the device is out of memory.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
-        let captured = capture::with(self.stream.state(), |recording| {
+        let captured = capture::with(&self.queue, |recording| {
             Ok(recording.map(|recording| recording.activations(&self.memory)))
         })?;
         if let Some(of_graph) = captured {
-            return of_graph.take(&self.device, bytes);
+            return of_graph.take(&self.queue.npu, bytes);
         }
-        match self.memory.take(&self.device, bytes) {
+        match self.memory.take(&self.queue.npu, bytes) {
             Err(Error::Allocation { .. }) => {
                 self.stream.synchronize()?;
                 self.memory.clear();
-                self.memory.take(&self.device, bytes)
+                self.memory.take(&self.queue.npu, bytes)
             }
             taken => taken,
         }
@@ -152,13 +152,13 @@ impl DenseSteps {
     ) -> Result<()> {
         let mut of_activations = Vec::with_capacity(uses.len());
         for storage in uses {
-            of_activations.push(memory::of(&self.device, storage)?.is_activation());
+            of_activations.push(memory::of(&self.queue.npu, storage)?.is_activation());
         }
-        self.stream.enqueue(|work| {
+        self.queue.enqueue(|work| {
             for (&storage, of_activations) in uses.iter().zip(of_activations) {
                 // A graph holds the memory of its activations, which its steps use one after another.
                 if !(of_activations && work.captured_step().is_some()) {
-                    work.hold(Held::Storage(Arc::clone(storage)));
+                    work.hold(Used::Storage(Arc::clone(storage)));
                 }
             }
             enqueue(work)
@@ -178,8 +178,7 @@ impl DenseSteps {
     /// Returns the errors of the device.
     pub fn copy(&self, x: &TensorView) -> Result<TensorView> {
         let copy = self.rows(x.shape())?;
-        let stream: &dyn Stream = &self.stream;
-        stream.copy_tensor(&CopyTensor { src: x.clone(), dst: copy.clone() })?;
+        self.stream.copy_tensor(&CopyTensor { src: x.clone(), dst: copy.clone() })?;
         self.enqueued.fetch_add(1, Ordering::Release);
         Ok(copy)
     }
@@ -229,7 +228,7 @@ fn matrix_shape(x: &TensorView) -> Result<(usize, usize)> {
 }
 
 fn rank(expected: usize, x: &TensorView) -> Error {
-    Error::Mismatch { what: "rank of activations", expected, got: x.shape().len() }
+    Error::mismatch("rank of activations", expected, x.shape().len())
 }
 
 /// Returns a view of the same elements with other extents.

@@ -2,18 +2,18 @@
 
 use std::sync::Arc;
 
-use kvcore::{DType, Error, Result, StepInputs, Storage, Stream, TensorView};
+use kvcore::{DType, Error, Result, StepInputs, Storage, TensorView};
 
-use super::{DenseSteps, DeviceWeight, matrix_shape, rank};
+use super::{AscendDenseSteps, AscendWeight, matrix_shape, rank};
 use crate::bindings::types as sys;
 use crate::operators::Tensor;
-use crate::stream::Work;
+use crate::queue::Work;
 
 /// Checks that a weight has the given extents.
-fn check(what: &'static str, weight: &DeviceWeight, rows: usize, width: usize) -> Result<()> {
+fn check(what: &'static str, weight: &AscendWeight, rows: usize, width: usize) -> Result<()> {
     for (expected, got) in [(rows, weight.rows), (width, weight.width)] {
         if expected != got {
-            return Err(Error::Mismatch { what, expected, got });
+            return Err(Error::mismatch(what, expected, got));
         }
     }
     Ok(())
@@ -43,17 +43,17 @@ fn numbers(work: &mut Work<'_>, tokens: &[u32], limit: usize) -> Result<Tensor> 
     Ok(Tensor::dense(at, sys::ACL_INT32, &[tokens.len()]))
 }
 
-/// Returns row numbers that [`DenseSteps::index`] has sent up.
+/// Returns row numbers that [`AscendDenseSteps::index`] has sent up.
 fn sent(rows: &Arc<dyn Storage>, count: usize) -> Tensor {
     Tensor::dense(rows.address(), sys::ACL_INT32, &[count])
 }
 
-impl DenseSteps {
+impl AscendDenseSteps {
     /// Returns the embeddings of tokens, `[tokens, width]`.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] for a token that the table does not have, and the errors of the device.
-    pub fn embed(&self, table: &DeviceWeight, tokens: &[u32]) -> Result<TensorView> {
+    pub fn embed(&self, table: &AscendWeight, tokens: &[u32]) -> Result<TensorView> {
         check_tokens(tokens, table.rows)?;
         let out = self.rows(&[tokens.len(), table.width])?;
         self.enqueue(&[&table.storage, out.storage()], |work| {
@@ -94,7 +94,7 @@ impl DenseSteps {
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the weight has another width, and the errors of the device.
-    pub fn rms_norm(&self, x: &TensorView, weight: &DeviceWeight, eps: f32) -> Result<TensorView> {
+    pub fn rms_norm(&self, x: &TensorView, weight: &AscendWeight, eps: f32) -> Result<TensorView> {
         let x = self.dense(x)?;
         let width = *x.shape().last().ok_or_else(|| rank(2, &x))?;
         check("numbers of a norm", weight, 1, width)?;
@@ -116,8 +116,8 @@ impl DenseSteps {
     pub fn project(
         &self,
         x: &TensorView,
-        matrix: &DeviceWeight,
-        bias: Option<&DeviceWeight>,
+        matrix: &AscendWeight,
+        bias: Option<&AscendWeight>,
     ) -> Result<TensorView> {
         let x = self.dense(x)?;
         let (rows, width) = matrix_shape(&x)?;
@@ -145,13 +145,13 @@ impl DenseSteps {
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device.
-    pub fn by_head(&self, x: &TensorView, matrices: &DeviceWeight, transposed: bool) -> Result<TensorView> {
+    pub fn by_head(&self, x: &TensorView, matrices: &AscendWeight, transposed: bool) -> Result<TensorView> {
         let &[rows, heads, a] = x.shape() else { return Err(rank(3, x)) };
         let each = matrices.rows / heads.max(1);
         let (inner, b) = if transposed { (matrices.width, each) } else { (each, matrices.width) };
         check("matrices of heads", matrices, heads * each, matrices.width)?;
         if inner != a {
-            return Err(Error::Mismatch { what: "width of a head", expected: inner, got: a });
+            return Err(Error::mismatch("width of a head", inner, a));
         }
         let out = self.rows(&[rows, heads, b])?;
         self.enqueue(&[x.storage(), &matrices.storage, out.storage()], |work| {
@@ -219,7 +219,7 @@ impl DenseSteps {
         let y = self.dense(y)?;
         let (count, width) = matrix_shape(&y)?;
         if factors.len() != count {
-            return Err(Error::Mismatch { what: "factors of rows", expected: count, got: factors.len() });
+            return Err(Error::mismatch("factors of rows", count, factors.len()));
         }
         let out = self.copy(sum)?;
         self.enqueue(&[rows, y.storage(), out.storage()], |work| {

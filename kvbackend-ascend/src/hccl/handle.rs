@@ -8,15 +8,16 @@ use std::time::Duration;
 use kvcore::{Error, Result};
 
 use super::id::HcclId;
-use super::library::{Loaded, loaded};
+use super::library::{HcclLibrary, loaded};
 use crate::bindings::types as sys;
-use crate::device::Device;
+use crate::device::Npu;
+use crate::errors::NAME;
 
 /// A rank's handle, which goes with the value.
 pub(super) struct Handle {
     pub(super) raw: sys::HcclComm,
-    device: Arc<Device>,
-    loaded: &'static Loaded,
+    npu: Arc<Npu>,
+    loaded: &'static HcclLibrary,
 }
 
 // SAFETY: handles may be used from any thread that has the device's context current. Collectives are handed over by one
@@ -27,7 +28,7 @@ unsafe impl Sync for Handle {}
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        if let Ok(_bound) = self.device.bind_lost() {
+        if let Ok(_current) = self.npu.bind_lost() {
             // SAFETY: the handle was made by HCCL and goes once; no collective of it is under way.
             unsafe { self.loaded.hccl.HcclCommDestroy(self.raw) };
         }
@@ -37,7 +38,7 @@ impl Drop for Handle {
 impl Handle {
     /// Returns the failure of the rank's collectives that HCCL knows of.
     pub(super) fn check(&self) -> Result<()> {
-        let _bound = self.device.bind()?;
+        let _current = self.npu.bind()?;
         let mut failed = sys::HCCL_SUCCESS;
         // SAFETY: the handle is alive, the context of its device is current, and `failed` is a place for the answer. HCCL
         // lets any thread ask while collectives run.
@@ -52,22 +53,22 @@ impl Handle {
 /// # Errors
 /// Returns [`Error::RanksTimedOut`] if the others do not come in time, and the errors of HCCL.
 pub(super) fn join(
-    device: &Arc<Device>,
+    npu: &Arc<Npu>,
     id: &HcclId,
     rank: usize,
     ranks: usize,
     limit: Duration,
 ) -> Result<Handle> {
-    let (loaded, device, info) = (loaded()?, Arc::clone(device), id.raw());
+    let (loaded, npu, info) = (loaded()?, Arc::clone(npu), id.raw());
     let made = within(rank, limit, move || {
-        let _bound = device.bind()?;
+        let _current = npu.bind()?;
         let mut raw: *mut c_void = std::ptr::null_mut();
         // SAFETY: `raw` is a place for the answer; the context of the rank's device is current.
         let code = unsafe {
             loaded.hccl.HcclCommInitRootInfo(ranks as u32, &raw const info, rank as u32, &raw mut raw)
         };
         loaded.check("a start of a group", code)?;
-        Ok(Handle { raw, device: Arc::clone(&device), loaded })
+        Ok(Handle { raw, npu: Arc::clone(&npu), loaded })
     });
     made?
 }
@@ -76,20 +77,20 @@ pub(super) fn join(
 ///
 /// # Errors
 /// Returns [`Error::RanksTimedOut`] if HCCL does not start in time, and its errors.
-pub(super) fn join_all(devices: &[Arc<Device>], limit: Duration) -> Result<Vec<Handle>> {
+pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Handle>> {
     let (loaded, devices) = (loaded()?, devices.to_vec());
     let made = within(0, limit, move || {
-        let mut ordinals: Vec<i32> = devices.iter().map(|device| device.ordinal).collect();
+        let mut ordinals: Vec<i32> = devices.iter().map(|npu| npu.ordinal).collect();
         let mut raw: Vec<*mut c_void> = vec![std::ptr::null_mut(); devices.len()];
         // In reverse, so that the first device is the current one afterwards.
-        let bound = devices.iter().rev().map(|device| device.bind()).collect::<Result<Vec<_>>>()?;
+        let bound = devices.iter().rev().map(|npu| npu.bind()).collect::<Result<Vec<_>>>()?;
         // SAFETY: both lists have one place for each device, and every device is set.
         let code = unsafe {
             loaded.hccl.HcclCommInitAll(devices.len() as u32, ordinals.as_mut_ptr(), raw.as_mut_ptr())
         };
         drop(bound);
         loaded.check("a start of a group", code)?;
-        let handle = |(device, raw): (&Arc<Device>, _)| Handle { raw, device: Arc::clone(device), loaded };
+        let handle = |(npu, raw): (&Arc<Npu>, _)| Handle { raw, npu: Arc::clone(npu), loaded };
         Ok(devices.iter().zip(raw).map(handle).collect())
     });
     made?
@@ -110,7 +111,7 @@ fn within<T: Send + 'static>(
     });
     if let Err(error) = started {
         let reason = format!("no thread for the start of a group: {error}");
-        return Err(Error::Device { backend: crate::NAME, reason });
+        return Err(Error::Device { backend: NAME, reason });
     }
     made.recv_timeout(limit).map_err(|_| Error::RanksTimedOut {
         rank,

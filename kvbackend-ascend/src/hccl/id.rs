@@ -6,7 +6,7 @@ use std::fmt;
 use kvcore::Result;
 
 use super::library::loaded;
-use crate::AscendBackend;
+use crate::backend::AscendBackend;
 use crate::bindings::types as sys;
 
 /// The root information of a group of ranks, made by one rank and carried to the others by the caller: by a file, a socket
@@ -31,7 +31,7 @@ impl HcclId {
     /// Returns [`kvcore::Error::NoDevice`] if HCCL is missing, and [`kvcore::Error::Device`] if it refuses.
     pub fn new(backend: &AscendBackend) -> Result<Self> {
         let loaded = loaded()?;
-        let _bound = backend.device.bind()?;
+        let _current = backend.npu.bind()?;
         let mut info = sys::HcclRootInfo { internal: [0; Self::LEN] };
         // SAFETY: `info` is a place for the answer, and the context of rank 0's device is current.
         let code = unsafe { loaded.hccl.HcclGetRootInfo(&raw mut info) };

@@ -3,23 +3,23 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use kvcore::{Collective, DType, Error, MemoryKind, ReduceOp, Result, Storage, TensorView, Transfer};
+use kvcore::{Collective, DType, MemoryKind, ReduceOp, Result, Storage, TensorView, Transfer};
 
 use super::handle::Handle;
-use super::library::Loaded;
-use crate::NAME;
+use super::library::HcclLibrary;
 use crate::bindings::types as sys;
-use crate::device::Device;
+use crate::device::Npu;
+use crate::errors::unsupported;
 use crate::memory::AscendStorage;
-use crate::stream::{Way, copy};
+use crate::queue::{CopyDirection, copy};
 
 /// Tensors that are not combined travel as bytes.
 const BYTES: sys::HcclDataType = sys::HCCL_DATA_TYPE_INT8;
 
 /// Where collectives of a rank go.
 pub(super) struct Line<'a> {
-    pub(super) loaded: &'static Loaded,
-    pub(super) device: &'a Arc<Device>,
+    pub(super) loaded: &'static HcclLibrary,
+    pub(super) npu: &'a Arc<Npu>,
     /// None for the only rank of a group.
     pub(super) handle: Option<&'a Handle>,
     pub(super) stream: sys::aclrtStream,
@@ -48,7 +48,7 @@ pub(super) fn reaches(collective: Collective<'_>) -> Result<()> {
         Some(view) => {
             let what =
                 format!("collectives of {} memory; copy it to the device first", view.storage().kind());
-            Err(Error::Unsupported { backend: NAME, what })
+            Err(unsupported(what))
         }
     }
 }
@@ -73,9 +73,9 @@ impl Line<'_> {
                 // The own part of the destination may be the source, which HCCL does not promise to read before it
                 // writes.
                 if place(&dst.select(0, rank)?)?.0 == from {
-                    let made = AscendStorage::uninitialised(self.device, MemoryKind::Device, bytes)?;
+                    let made = AscendStorage::uninitialised(self.npu, MemoryKind::Device, bytes)?;
                     let staged = self.staged.insert(made);
-                    copy(self.device, stream, staged.address(), from as u64, bytes, Way::Within)?;
+                    copy(self.npu, stream, staged.address(), from as u64, bytes, CopyDirection::OnDevice)?;
                     from = staged.address() as *mut c_void;
                 }
                 // SAFETY: `from` is valid for `bytes` bytes and `to` for as many of each rank, as the caller
@@ -106,7 +106,7 @@ impl Line<'_> {
         if let Collective::AllGather { src, dst } = collective {
             let ((from, bytes), (to, _)) = (place(src)?, place(dst)?);
             if from != to {
-                copy(self.device, self.stream, to as u64, from as u64, bytes, Way::Within)?;
+                copy(self.npu, self.stream, to as u64, from as u64, bytes, CopyDirection::OnDevice)?;
             }
         }
         Ok(())
@@ -147,7 +147,7 @@ fn element(dtype: DType) -> Result<sys::HcclDataType> {
         DType::F16 => sys::HCCL_DATA_TYPE_FP16,
         DType::BF16 => sys::HCCL_DATA_TYPE_BFP16,
         DType::I8 => sys::HCCL_DATA_TYPE_INT8,
-        other => return Err(Error::Unsupported { backend: NAME, what: format!("a reduction of {other}") }),
+        other => return Err(unsupported(format!("a reduction of {other}"))),
     })
 }
 

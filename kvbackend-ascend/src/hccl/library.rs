@@ -5,12 +5,12 @@ use std::sync::OnceLock;
 
 use kvcore::{Error, Result};
 
-use crate::NAME;
 use crate::bindings::{Hccl, types as sys};
-use crate::library::{Library, library, missing, no_device, open};
+use crate::errors::{NAME, no_device};
+use crate::library::{Library, library, missing, open};
 
 /// HCCL beside the libraries that devices need.
-pub(super) struct Loaded {
+pub(super) struct HcclLibrary {
     pub(super) hccl: Hccl,
     pub(super) base: &'static Library,
 }
@@ -19,13 +19,13 @@ pub(super) struct Loaded {
 ///
 /// # Errors
 /// Returns [`Error::NoDevice`] if CANN or its HCCL is missing, or lacks a function.
-pub(super) fn loaded() -> Result<&'static Loaded> {
-    static LOADED: OnceLock<std::result::Result<Loaded, String>> = OnceLock::new();
+pub(super) fn loaded() -> Result<&'static HcclLibrary> {
+    static LOADED: OnceLock<std::result::Result<HcclLibrary, String>> = OnceLock::new();
     let base = library()?;
-    LOADED.get_or_init(|| Loaded::load(base)).as_ref().map_err(|reason| no_device(reason.clone()))
+    LOADED.get_or_init(|| HcclLibrary::load(base)).as_ref().map_err(|reason| no_device(reason.clone()))
 }
 
-impl Loaded {
+impl HcclLibrary {
     fn load(base: &'static Library) -> std::result::Result<Self, String> {
         let library = open("libhccl.so")?;
         // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers` compares

@@ -26,13 +26,14 @@ use group::Group;
 use handle::Handle;
 pub use id::HcclId;
 use issue::Line;
-use library::{Loaded, loaded};
+use library::{HcclLibrary, loaded};
 
+use crate::backend::AscendBackend;
 use crate::bindings::types as sys;
-use crate::device::Device;
+use crate::device::Npu;
+use crate::errors::{foreign, unsupported};
 use crate::memory::AscendStorage;
-use crate::stream::AscendEvent;
-use crate::{AscendBackend, NAME};
+use crate::queue::{AscendEvent, capture};
 
 /// The time between two looks at the state of the group while a collective is under way.
 const SLICE: Duration = Duration::from_millis(10);
@@ -75,8 +76,8 @@ pub struct HcclCommunicator {
     ranks: usize,
     limit: Duration,
     group: Arc<Group>,
-    device: Arc<Device>,
-    loaded: &'static Loaded,
+    npu: Arc<Npu>,
+    loaded: &'static HcclLibrary,
     /// None for the only rank of a group.
     handle: Option<Handle>,
     /// The stream on which HCCL works, locked while a collective is under way; none after the group has failed.
@@ -86,7 +87,7 @@ pub struct HcclCommunicator {
 /// A stream of the rank's own, which goes with the value and all work that is not done.
 struct Own {
     raw: sys::aclrtStream,
-    device: Arc<Device>,
+    npu: Arc<Npu>,
     /// Memory that the collective under way uses beside its views.
     staged: Option<AscendStorage>,
 }
@@ -95,27 +96,27 @@ struct Own {
 unsafe impl Send for Own {}
 
 impl Own {
-    fn new(device: &Arc<Device>) -> Result<Self> {
-        let _bound = device.bind()?;
+    fn new(npu: &Arc<Npu>) -> Result<Self> {
+        let _current = npu.bind()?;
         let mut raw = std::ptr::null_mut();
         // SAFETY: `raw` is a place for the answer, and the device's context is current.
-        device.check(unsafe { device.library.acl.aclrtCreateStreamWithConfig(&raw mut raw, 0, 0) })?;
-        Ok(Self { raw, device: Arc::clone(device), staged: None })
+        npu.check(unsafe { npu.library.acl.aclrtCreateStreamWithConfig(&raw mut raw, 0, 0) })?;
+        Ok(Self { raw, npu: Arc::clone(npu), staged: None })
     }
 }
 
 impl Drop for Own {
     fn drop(&mut self) {
-        if let Ok(_bound) = self.device.bind_lost() {
+        if let Ok(_current) = self.npu.bind_lost() {
             // SAFETY: the stream is the rank's own, and goes once. Its memory goes behind it.
-            unsafe { self.device.library.acl.aclrtDestroyStreamForce(self.raw) };
+            unsafe { self.npu.library.acl.aclrtDestroyStreamForce(self.raw) };
         }
     }
 }
 
 impl fmt::Debug for HcclCommunicator {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "HcclCommunicator(rank {} of {} on {:?})", self.rank, self.ranks, self.device)
+        write!(f, "HcclCommunicator(rank {} of {} on {:?})", self.rank, self.ranks, self.npu)
     }
 }
 
@@ -139,9 +140,9 @@ impl HcclCommunicator {
         }
         let handle = match ranks {
             1 => None,
-            _ => Some(handle::join(&backend.device, id, rank, ranks, limit)?),
+            _ => Some(handle::join(&backend.npu, id, rank, ranks, limit)?),
         };
-        Self::over(&Arc::default(), &backend.device, handle, (rank, ranks), limit)
+        Self::over(&Arc::default(), &backend.npu, handle, (rank, ranks), limit)
     }
 
     /// Creates a group of one rank for each backend, in order, all of them in this process. Each rank is for a thread of
@@ -151,11 +152,11 @@ impl HcclCommunicator {
     /// Returns the errors of [`new`](Self::new), [`Error::Zero`] for no backend, and [`Error::Unsupported`] for two
     /// backends on one device.
     pub fn group(backends: &[Arc<AscendBackend>], limit: Duration) -> Result<Vec<Self>> {
-        let devices: Vec<Arc<Device>> = backends.iter().map(|backend| Arc::clone(&backend.device)).collect();
-        for (rank, device) in devices.iter().enumerate() {
-            if devices[..rank].iter().any(|other| other.ordinal == device.ordinal) {
-                let what = format!("two ranks on device {}; take a device for each rank", device.ordinal);
-                return Err(Error::Unsupported { backend: NAME, what });
+        let devices: Vec<Arc<Npu>> = backends.iter().map(|backend| Arc::clone(&backend.npu)).collect();
+        for (rank, npu) in devices.iter().enumerate() {
+            if devices[..rank].iter().any(|other| other.ordinal == npu.ordinal) {
+                let what = format!("two ranks on device {}; take a device for each rank", npu.ordinal);
+                return Err(unsupported(what));
             }
         }
         let handles: Vec<Option<Handle>> = match devices.len() {
@@ -164,21 +165,21 @@ impl HcclCommunicator {
             _ => handle::join_all(&devices, limit)?.into_iter().map(Some).collect(),
         };
         let (group, ranks) = (Arc::default(), devices.len());
-        let rank = |(rank, (device, handle))| Self::over(&group, device, handle, (rank, ranks), limit);
+        let rank = |(rank, (npu, handle))| Self::over(&group, npu, handle, (rank, ranks), limit);
         devices.iter().zip(handles).enumerate().map(rank).collect()
     }
 
     fn over(
         group: &Arc<Group>,
-        device: &Arc<Device>,
+        npu: &Arc<Npu>,
         handle: Option<Handle>,
         (rank, ranks): (usize, usize),
         limit: Duration,
     ) -> Result<Self> {
-        let (loaded, stream) = (loaded()?, Mutex::new(Some(Own::new(device)?)));
+        let (loaded, stream) = (loaded()?, Mutex::new(Some(Own::new(npu)?)));
         group.enter(rank);
-        let (group, device) = (Arc::clone(group), Arc::clone(device));
-        Ok(Self { rank, ranks, limit, group, device, loaded, handle, stream })
+        let (group, npu) = (Arc::clone(group), Arc::clone(npu));
+        Ok(Self { rank, ranks, limit, group, npu, loaded, handle, stream })
     }
 
     /// Records an event of the caller's stream. A device that is lost has failed its group.
@@ -192,10 +193,10 @@ impl HcclCommunicator {
 
     /// Hands a collective to HCCL behind an event, and waits for it.
     fn perform(&self, own: &mut Own, before: &AscendEvent, collective: Collective<'_>) -> Result<()> {
-        let _bound = self.device.bind()?;
-        before.hold_back(&self.device, own.raw)?;
-        let (loaded, device, handle) = (self.loaded, &self.device, self.handle.as_ref());
-        let mut line = Line { loaded, device, handle, stream: own.raw, staged: &mut own.staged };
+        let _current = self.npu.bind()?;
+        before.0.hold_back(&self.npu, own.raw)?;
+        let (loaded, npu, handle) = (self.loaded, &self.npu, self.handle.as_ref());
+        let mut line = Line { loaded, npu, handle, stream: own.raw, staged: &mut own.staged };
         // SAFETY: `Communicator::run` has asked whether the stream owns the views. The work is done when this returns, or
         // its stream is dropped before the caller goes on.
         unsafe { line.collective(self.rank, collective) }?;
@@ -211,9 +212,9 @@ impl HcclCommunicator {
         loop {
             let left = self.limit.saturating_sub(since.elapsed()).min(SLICE).as_millis().max(1) as i32;
             // SAFETY: the stream is alive, and the device's context is current.
-            let code = unsafe { self.device.library.acl.aclrtSynchronizeStreamWithTimeout(stream, left) };
+            let code = unsafe { self.npu.library.acl.aclrtSynchronizeStreamWithTimeout(stream, left) };
             if code != WAITED_TOO_LONG {
-                return self.device.check(code);
+                return self.npu.check(code);
             }
             self.check()?;
             self.group.check_presence(self.rank)?;
@@ -240,9 +241,9 @@ impl Communicator for HcclCommunicator {
         let collective = collective.collective();
         let before = self.record(stream)?;
         let event = ascend(&before)?;
-        event.refuse_capture("a collective")?;
-        if !Arc::ptr_eq(event.device(), &self.device) {
-            return Err(Error::ForeignHandle { what: "a stream of another device", backend: NAME });
+        capture::refuse(event, "a collective")?;
+        if !Arc::ptr_eq(&event.0.npu, &self.npu) {
+            return Err(foreign("a stream of another device"));
         }
         issue::reaches(collective)?;
         let Some(own) = stream_of_rank.as_mut().filter(|_| !issue::is_empty(collective)) else {
@@ -271,7 +272,7 @@ impl Communicator for HcclCommunicator {
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         self.check()?;
         // Collectives are done when their call returns, so that the stream waits for nobody.
-        ascend(&self.record(stream)?)?.refuse_capture("a wait of the host")?;
+        capture::refuse(ascend(&self.record(stream)?)?, "a wait of the host")?;
         stream.synchronize().inspect_err(|_| self.abort())?;
         self.check()
     }
@@ -295,5 +296,5 @@ impl Drop for HcclCommunicator {
 /// Returns the event behind a handle of this backend.
 fn ascend(event: &Arc<dyn Event>) -> Result<&AscendEvent> {
     let known = event.as_any().downcast_ref::<AscendEvent>();
-    known.ok_or(Error::ForeignHandle { what: "a stream", backend: NAME })
+    known.ok_or(foreign("a stream"))
 }

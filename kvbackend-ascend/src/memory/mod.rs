@@ -7,14 +7,14 @@ use std::sync::Arc;
 
 use kvcore::{Error, MemoryKind, Result, Storage};
 
-use crate::NAME;
 use crate::bindings::types as sys;
-use crate::device::Device;
+use crate::device::Npu;
+use crate::errors::{foreign, unsupported};
 
 mod peer;
 mod reserved;
 
-pub(crate) use peer::{copy_from, of_peer};
+pub(crate) use peer::of_peer;
 pub(crate) use reserved::is_there as maps;
 
 pub use reserved::AscendReserved;
@@ -24,7 +24,7 @@ pub use reserved::AscendReserved;
 /// The address is a pointer of the device, or of the host for pinned memory. ACL frees at once, whatever still uses the
 /// memory: operations that are enqueued hold the storage, so that it goes when no work uses it any more.
 pub struct AscendStorage {
-    device: Arc<Device>,
+    npu: Arc<Npu>,
     address: u64,
     len: usize,
     kind: MemoryKind,
@@ -46,32 +46,32 @@ impl fmt::Debug for AscendStorage {
         write!(
             f,
             "AscendStorage({} bytes of {} memory at {:#x} on {:?})",
-            self.len, self.kind, self.address, self.device
+            self.len, self.kind, self.address, self.npu
         )
     }
 }
 
 impl AscendStorage {
     /// Allocates zeroed memory.
-    pub(crate) fn allocate(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
-        let storage = Self::uninitialised(device, kind, bytes)?;
-        let _bound = device.bind()?;
+    pub(crate) fn allocate(npu: &Arc<Npu>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+        let storage = Self::uninitialised(npu, kind, bytes)?;
+        let _current = npu.bind()?;
         match kind {
             // SAFETY: the pinned memory was just allocated for `bytes` bytes.
             MemoryKind::Pinned => unsafe { (storage.address as *mut u8).write_bytes(0, bytes) },
             // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else knows the address.
-            _ => unsafe { device.zero(storage.address, bytes) }?,
+            _ => unsafe { npu.zero(storage.address, bytes) }?,
         }
         Ok(storage)
     }
 
     /// Allocates memory with arbitrary contents.
-    pub(crate) fn uninitialised(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+    pub(crate) fn uninitialised(npu: &Arc<Npu>, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of an allocation" });
         }
-        let acl = &device.library.acl;
-        let _bound = device.bind()?;
+        let acl = &npu.library.acl;
+        let _current = npu.bind()?;
         let mut address = std::ptr::null_mut();
         // SAFETY: `address` is a place for the answer, and the device's context is current.
         let (code, owner) = match kind {
@@ -82,19 +82,12 @@ impl AscendStorage {
             // SAFETY: as above.
             MemoryKind::Pinned => (unsafe { acl.aclrtMallocHost(&raw mut address, bytes) }, Owner::Pinned),
             other => {
-                let what = format!("{other} memory, which the device does not reach: take pinned memory");
-                return Err(Error::Unsupported { backend: NAME, what });
+                let what = "memory, which the device does not reach: take pinned memory";
+                return Err(unsupported(format!("{other} {what}")));
             }
         };
-        device.check_memory(code, kind, bytes)?;
-        Ok(Self {
-            device: Arc::clone(device),
-            address: address as u64,
-            len: bytes,
-            kind,
-            owner,
-            activation: false,
-        })
+        npu.check_memory(code, kind, bytes)?;
+        Ok(Self { npu: Arc::clone(npu), address: address as u64, len: bytes, kind, owner, activation: false })
     }
 
     /// Wraps memory of the caller.
@@ -102,7 +95,7 @@ impl AscendStorage {
     /// # Safety
     /// See [`AscendBackend::lent`](crate::AscendBackend::lent).
     pub(crate) unsafe fn lent(
-        device: &Arc<Device>,
+        npu: &Arc<Npu>,
         address: u64,
         bytes: usize,
         owner: Arc<dyn Any + Send + Sync>,
@@ -110,8 +103,8 @@ impl AscendStorage {
         if bytes == 0 || address == 0 {
             return Err(Error::Zero { what: "address or bytes of lent memory" });
         }
-        let (device, kind, owner) = (Arc::clone(device), MemoryKind::Device, Owner::Lent(owner));
-        Ok(Self { device, address, len: bytes, kind, owner, activation: false })
+        let (npu, kind, owner) = (Arc::clone(npu), MemoryKind::Device, Owner::Lent(owner));
+        Ok(Self { npu, address, len: bytes, kind, owner, activation: false })
     }
 
     /// Marks the memory as that of activations.
@@ -135,17 +128,26 @@ impl AscendStorage {
 ///
 /// # Errors
 /// Returns [`Error::ForeignHandle`] for any other storage.
-pub(crate) fn of<'a>(device: &Arc<Device>, storage: &'a Arc<dyn Storage>) -> Result<&'a AscendStorage> {
+pub(crate) fn of<'a>(npu: &Arc<Npu>, storage: &'a Arc<dyn Storage>) -> Result<&'a AscendStorage> {
     let known = storage.as_any().downcast_ref::<AscendStorage>();
-    known
-        .filter(|known| Arc::ptr_eq(&known.device, device))
-        .ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
+    known.filter(|known| Arc::ptr_eq(&known.npu, npu)).ok_or(foreign("a storage"))
+}
+
+/// Checks that operators reach a storage.
+///
+/// # Errors
+/// Returns [`Error::Unsupported`] for memory of the host.
+pub(crate) fn on_device(what: &str, storage: &Arc<dyn Storage>) -> Result<()> {
+    match storage.kind() {
+        MemoryKind::Device => Ok(()),
+        other => Err(unsupported(format!("{what} in {other} memory; copy it to the device first"))),
+    }
 }
 
 impl Drop for AscendStorage {
     fn drop(&mut self) {
-        let Ok(_bound) = self.device.bind_lost() else { return };
-        let acl = &self.device.library.acl;
+        let Ok(_current) = self.npu.bind_lost() else { return };
+        let acl = &self.npu.library.acl;
         let address = self.address as *mut c_void;
         // SAFETY: each pointer came from the allocation that its owner names. No enqueued work uses it, because work
         // holds its storages until it is done.

@@ -9,9 +9,9 @@ use kvcore::{Error, MemoryKind, ReservedStorage, Result, Storage, check_granules
 use parking_lot::Mutex;
 
 use super::{AscendStorage, Owner};
-use crate::NAME;
 use crate::bindings::types as sys;
-use crate::device::Device;
+use crate::device::Npu;
+use crate::errors::unsupported;
 
 /// Number of granules up to which a reservation has granules of the least size. Larger reservations have larger ones,
 /// because each is a call of the driver.
@@ -40,7 +40,7 @@ pub struct AscendReserved {
 
 /// Reserved addresses, and the physical memory that is mapped there.
 pub(super) struct Reservation {
-    device: Arc<Device>,
+    npu: Arc<Npu>,
     address: u64,
     granule: usize,
     handles: Arc<Mutex<Vec<Option<Handle>>>>,
@@ -48,21 +48,21 @@ pub(super) struct Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        let Ok(_bound) = self.device.bind_lost() else { return };
+        let Ok(_current) = self.npu.bind_lost() else { return };
         for (i, handle) in self.handles.lock().iter_mut().enumerate() {
             if let Some(handle) = handle.take() {
                 // SAFETY: `handle` is mapped at granule `i`, and no work uses the storage any more.
-                unsafe { release(&self.device, self.address + (i * self.granule) as u64, &handle) };
+                unsafe { release(&self.npu, self.address + (i * self.granule) as u64, &handle) };
             }
         }
         // SAFETY: the addresses were reserved, and nothing is mapped there.
-        unsafe { self.device.library.acl.aclrtReleaseMemAddress(self.address as *mut c_void) };
+        unsafe { self.npu.library.acl.aclrtReleaseMemAddress(self.address as *mut c_void) };
     }
 }
 
 /// Returns whether the libraries can reserve and map memory.
-pub(crate) fn is_there(device: &Device) -> bool {
-    let acl = &device.library.acl;
+pub(crate) fn is_there(npu: &Npu) -> bool {
+    let acl = &npu.library.acl;
     acl.aclrtMemGetAllocationGranularity.is_ok()
         && acl.aclrtReserveMemAddress.is_ok()
         && acl.aclrtReleaseMemAddress.is_ok()
@@ -88,8 +88,8 @@ fn properties(ordinal: i32) -> sys::aclrtPhysicalMemProp {
 ///
 /// # Safety
 /// `handle` is mapped at `address`, and no work uses the memory.
-unsafe fn release(device: &Device, address: u64, handle: &Handle) {
-    let acl = &device.library.acl;
+unsafe fn release(npu: &Npu, address: u64, handle: &Handle) {
+    let acl = &npu.library.acl;
     // SAFETY: as the caller guarantees.
     unsafe {
         acl.aclrtUnmapMem(address as *mut c_void);
@@ -101,9 +101,8 @@ unsafe fn release(device: &Device, address: u64, handle: &Handle) {
 ///
 /// # Safety
 /// The `bytes` bytes from `address` on are reserved, and nothing is mapped there.
-unsafe fn place(device: &Device, address: u64, bytes: usize) -> std::result::Result<Handle, i32> {
-    let (acl, properties, mut handle) =
-        (&device.library.acl, properties(device.ordinal), std::ptr::null_mut());
+unsafe fn place(npu: &Npu, address: u64, bytes: usize) -> std::result::Result<Handle, i32> {
+    let (acl, properties, mut handle) = (&npu.library.acl, properties(npu.ordinal), std::ptr::null_mut());
     // SAFETY: the description is valid, and the range is the caller's.
     unsafe {
         match acl.aclrtMallocPhysical(&raw mut handle, bytes, &raw const properties, 0) {
@@ -121,18 +120,18 @@ unsafe fn place(device: &Device, address: u64, bytes: usize) -> std::result::Res
 }
 
 impl AscendReserved {
-    pub(crate) fn reserve(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+    pub(crate) fn reserve(npu: &Arc<Npu>, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a reservation" });
         }
-        if kind != MemoryKind::Device || !is_there(device) {
+        if kind != MemoryKind::Device || !is_there(npu) {
             let what =
                 format!("reserving {kind} memory; reserve device memory, with a CANN that maps memory");
-            return Err(Error::Unsupported { backend: NAME, what });
+            return Err(unsupported(what));
         }
-        let _bound = device.bind()?;
-        let acl = &device.library.acl;
-        let (mut properties, mut least, mut address) = (properties(device.ordinal), 0, std::ptr::null_mut());
+        let _current = npu.bind()?;
+        let acl = &npu.library.acl;
+        let (mut properties, mut least, mut address) = (properties(npu.ordinal), 0, std::ptr::null_mut());
         // SAFETY: `properties` describes memory of this device, and `least` is a place for the answer.
         let code = unsafe {
             acl.aclrtMemGetAllocationGranularity(
@@ -141,21 +140,20 @@ impl AscendReserved {
                 &raw mut least,
             )
         };
-        device.check_memory(code, kind, bytes)?;
+        npu.check_memory(code, kind, bytes)?;
         let granule = (bytes / FINE).next_power_of_two().min(LARGEST).max(least.next_power_of_two());
         let len = bytes
             .checked_next_multiple_of(granule)
             .ok_or(Error::Overflow { what: "bytes of a reservation" })?;
         // SAFETY: without an expected address ACL chooses an unused range.
         let code = unsafe { acl.aclrtReserveMemAddress(&raw mut address, len, 0, std::ptr::null_mut(), 0) };
-        device.check_memory(code, kind, bytes)?;
+        npu.check_memory(code, kind, bytes)?;
         let address = address as u64;
         let handles = Arc::new(Mutex::new((0..len / granule).map(|_| None).collect()));
         let reservation =
-            Reservation { device: Arc::clone(device), address, granule, handles: Arc::clone(&handles) };
+            Reservation { npu: Arc::clone(npu), address, granule, handles: Arc::clone(&handles) };
         let owner = Owner::Reserved(reservation);
-        let storage =
-            AscendStorage { device: Arc::clone(device), address, len, kind, owner, activation: false };
+        let storage = AscendStorage { npu: Arc::clone(npu), address, len, kind, owner, activation: false };
         let reserved = Self { storage, granule, handles };
         reserved.map(0..len)?;
         Ok(reserved)
@@ -167,16 +165,16 @@ impl AscendReserved {
 
     /// Maps zeroed memory at a granule that has none.
     fn place(&self, granule: usize, wanted: usize) -> Result<Handle> {
-        let device = &self.storage.device;
+        let npu = &self.storage.npu;
         // SAFETY: the granule lies in the reservation and has no memory.
-        let handle = unsafe { place(device, self.at(granule), self.granule) }
-            .map_err(|code| device.memory_error(code, MemoryKind::Device, wanted))?;
+        let handle = unsafe { place(npu, self.at(granule), self.granule) }
+            .map_err(|code| npu.memory_error(code, MemoryKind::Device, wanted))?;
         // SAFETY: the granule is new, and nothing else uses it.
-        match unsafe { device.zero(self.at(granule), self.granule) } {
+        match unsafe { npu.zero(self.at(granule), self.granule) } {
             Ok(()) => Ok(handle),
             Err(error) => {
                 // SAFETY: the granule was mapped above, and nothing uses it.
-                unsafe { release(device, self.at(granule), &handle) };
+                unsafe { release(npu, self.at(granule), &handle) };
                 Err(error)
             }
         }
@@ -209,8 +207,8 @@ impl ReservedStorage for AscendReserved {
 
     fn map(&self, range: Range<usize>) -> Result<()> {
         check_granules(&range, self.granule, self.storage.len)?;
-        let device = &self.storage.device;
-        let _bound = device.bind()?;
+        let npu = &self.storage.npu;
+        let _current = npu.bind()?;
         let mut handles = self.handles.lock();
         let mut placed = Vec::new();
         for i in (range.start / self.granule..range.end / self.granule).filter(|&i| handles[i].is_none()) {
@@ -219,7 +217,7 @@ impl ReservedStorage for AscendReserved {
                 Err(error) => {
                     for (i, handle) in placed {
                         // SAFETY: the granule was mapped above, and nothing uses it yet.
-                        unsafe { release(device, self.at(i), &handle) };
+                        unsafe { release(npu, self.at(i), &handle) };
                     }
                     return Err(error);
                 }
@@ -233,13 +231,13 @@ impl ReservedStorage for AscendReserved {
 
     fn unmap(&self, range: Range<usize>) -> Result<()> {
         check_granules(&range, self.granule, self.storage.len)?;
-        let device = &self.storage.device;
-        let _bound = device.bind()?;
+        let npu = &self.storage.npu;
+        let _current = npu.bind()?;
         let mut handles = self.handles.lock();
         for i in range.start / self.granule..range.end / self.granule {
             if let Some(handle) = handles[i].take() {
                 // SAFETY: `handle` is mapped at granule `i`; the caller has waited for the work that uses it.
-                unsafe { release(device, self.at(i), &handle) };
+                unsafe { release(npu, self.at(i), &handle) };
             }
         }
         Ok(())

@@ -7,13 +7,15 @@ use kvcore::{
     SwapBlocks, WritePairs,
 };
 
-use super::places::{Geometry, PlaneRows, RowNumbers};
-use super::plans::Sent;
-use super::turn::{Angles, in_f32};
-use super::{codes, unsupported};
+use super::codes;
+use super::geometry::{RowGeometry, RowNumbers};
+use super::matrix::PlaneMatrix;
+use super::plans::StepWork;
+use super::sent::SentTensor;
 use crate::bindings::types as sys;
+use crate::errors::unsupported;
 use crate::operators::{Tensor, bytes_of, number};
-use crate::stream::{Way, Work};
+use crate::queue::{CopyDirection, Work};
 
 /// Blocks of K or V in a pool, or of the scales of one of them.
 struct Blocks<'a> {
@@ -38,8 +40,9 @@ impl<'a> Blocks<'a> {
             let on_host = storage.kind() != MemoryKind::Device;
             Self { storage, strides, heads: plane.heads, dim, dtype, block_size, on_host }
         };
-        let scales =
-            plane.scales.map(|(of, scales)| blocks(of, scales.strides, scales.per_row, sys::ACL_FLOAT16));
+        let scales = plane
+            .scales
+            .map(|(storage, scales)| blocks(storage, scales.strides, scales.per_row, sys::ACL_FLOAT16));
         Ok([blocks(plane.storage, plane.strides, plane.dim, dtype)].into_iter().chain(scales).collect())
     }
 
@@ -58,19 +61,19 @@ impl<'a> Blocks<'a> {
         self.block_size * self.heads * self.dim
     }
 
-    /// Returns a block as `[tokens, heads, dim]`, at an address that need not be in the pool.
+    /// Returns a block as `[tokens, heads, dim]`, in the pool or copied to another address.
     fn view(&self, address: u64) -> Tensor {
         let s = self.strides;
         let dims = [self.block_size, self.heads, self.dim];
         Tensor::strided(address, self.dtype, &dims, &[s.token, s.head, 1])
     }
 
-    /// Returns the elements from the first of a block to its last.
+    /// Returns the number of elements from the first of a block to its last, gaps included.
     fn span(&self) -> usize {
         self.strides.at(0, 0, self.block_size - 1, self.heads - 1) + self.dim
     }
 
-    /// Returns whether a block is a row of elements without gaps.
+    /// Returns whether a block has no gaps.
     fn is_dense(&self) -> bool {
         self.span() == self.elements()
     }
@@ -80,7 +83,7 @@ impl<'a> Blocks<'a> {
         let (at, bytes) = (self.address(layer, block.index()), self.span() * bytes_of(self.dtype));
         let from = if self.on_host {
             let staged = work.bytes(bytes)?;
-            work.copy_bytes(staged, at, bytes, Way::Up)?;
+            work.copy_bytes(staged, at, bytes, CopyDirection::ToDevice)?;
             staged
         } else {
             at
@@ -99,11 +102,11 @@ impl<'a> Blocks<'a> {
         }
         let staged = work.bytes(bytes)?;
         if !self.is_dense() {
-            // What lies between the rows stays.
-            work.copy_bytes(staged, at, bytes, Way::Up)?;
+            // The bytes between the rows stay as they are.
+            work.copy_bytes(staged, at, bytes, CopyDirection::ToDevice)?;
         }
         work.convert(&rows, &self.view(staged))?;
-        work.copy_bytes(at, staged, bytes, Way::Down)
+        work.copy_bytes(at, staged, bytes, CopyDirection::ToHost)
     }
 
     /// Returns whether blocks of both have the same order.
@@ -113,7 +116,7 @@ impl<'a> Blocks<'a> {
     }
 }
 
-/// Copies a block of one layer.
+/// Copies a block of one layer, from one address to another.
 fn copy_block(
     work: &mut Work<'_>,
     (src, from): (&Blocks<'_>, u64),
@@ -122,16 +125,16 @@ fn copy_block(
     let bytes = |blocks: &Blocks<'_>| blocks.span() * bytes_of(blocks.dtype);
     if src.is_like(dst) && src.is_dense() && !(src.on_host && dst.on_host) {
         let way = match (src.on_host, dst.on_host) {
-            (true, _) => Way::Up,
-            (_, true) => Way::Down,
-            _ => Way::Within,
+            (true, _) => CopyDirection::ToDevice,
+            (_, true) => CopyDirection::ToHost,
+            _ => CopyDirection::OnDevice,
         };
         return work.copy_bytes(to, from, bytes(src), way);
     }
     // Blocks of pinned memory are rearranged on the device.
     let from = if src.on_host {
         let staged = work.bytes(bytes(src))?;
-        work.copy_bytes(staged, from, bytes(src), Way::Up)?;
+        work.copy_bytes(staged, from, bytes(src), CopyDirection::ToDevice)?;
         staged
     } else {
         from
@@ -141,11 +144,11 @@ fn copy_block(
     }
     let staged = work.bytes(bytes(dst))?;
     if !dst.is_dense() {
-        // What lies between the rows stays.
-        work.copy_bytes(staged, to, bytes(dst), Way::Up)?;
+        // The bytes between the rows stay as they are.
+        work.copy_bytes(staged, to, bytes(dst), CopyDirection::ToDevice)?;
     }
     work.convert(&src.view(from), &dst.view(staged))?;
-    work.copy_bytes(to, staged, bytes(dst), Way::Down)
+    work.copy_bytes(to, staged, bytes(dst), CopyDirection::ToHost)
 }
 
 fn copy_all(work: &mut Work<'_>, src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> Result<()> {
@@ -169,7 +172,7 @@ pub(super) fn swap_blocks(work: &mut Work<'_>, op: &SwapBlocks) -> Result<()> {
     copy_all(work, &op.src, &op.dst, &op.pairs)
 }
 
-pub(super) fn rotate_keys(work: &mut Work<'_>, op: &RotateKeys) -> Result<()> {
+pub(super) fn rotate_keys(work: &mut StepWork<'_, '_>, op: &RotateKeys) -> Result<()> {
     let block_size = op.src.layout().shape().block_size;
     let values = |arena| Blocks::of_plane(arena, block_size);
     let (from, to) = (op.src.v_plane(), op.dst.v_plane());
@@ -182,21 +185,21 @@ pub(super) fn rotate_keys(work: &mut Work<'_>, op: &RotateKeys) -> Result<()> {
             copy_block(work, (src, ends.0), (dst, ends.1))?;
         }
     }
-    let [src, dst] = [&op.src, &op.dst].map(|arena| rows_of(arena, &arena.k_plane(), op.layer));
+    let [src, dst] = [&op.src, &op.dst].map(|arena| PlaneMatrix::new(arena, &arena.k_plane(), op.layer));
     let (src, dst) = (src?, dst?);
-    let angles = Angles::of_distance(work, &op.rotation.rope, op.rotation.delta)?;
+    let angles = work.angles_of_distance(&op.rotation.rope, op.rotation.delta)?.all();
     let mut numbers = BlockNumbers::new(&op.pairs, block_size);
     let places = numbers.of(work, &src, false)?;
     let keys = src.read(work, &places)?;
-    let turned = in_f32(work, &keys)?;
-    angles.turn(work, &turned, &[1, 1])?;
+    let rotated = work.in_f32(&keys)?;
+    angles.rotate(work, &rotated, &[1, 1])?;
     let places = numbers.of(work, &dst, true)?;
-    dst.write(work, &places, &turned)
+    dst.write(work, &places, &rotated)
 }
 
 /// Stores blocks of an arena in the format of another, over all layers.
 pub(super) fn convert_all(
-    work: &mut Work<'_>,
+    work: &mut StepWork<'_, '_>,
     src: &KvArena,
     dst: &KvArena,
     pairs: &WritePairs,
@@ -211,19 +214,25 @@ pub(super) fn convert_all(
     let mut numbers = BlockNumbers::new(pairs, shape.block_size);
     for layer in 0..shape.num_layers {
         for planes in [[src.k_plane(), dst.k_plane()], [src.v_plane(), dst.v_plane()]] {
-            let (from, to) = (rows_of(src, &planes[0], layer)?, rows_of(dst, &planes[1], layer)?);
+            let from = PlaneMatrix::new(src, &planes[0], layer)?;
+            let to = PlaneMatrix::new(dst, &planes[1], layer)?;
             let places = [numbers.of(work, &from, false)?, numbers.of(work, &to, true)?];
             let mark = work.mark();
             let rows = from.read(work, &places[0])?;
             to.write(work, &places[1], &rows)?;
-            work.release(mark);
+            work.free_since(mark);
         }
     }
     Ok(())
 }
 
 /// Stores blocks in another format, one after another, where one of the arenas is in pinned memory.
-fn convert_by_block(work: &mut Work<'_>, src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> Result<()> {
+fn convert_by_block(
+    work: &mut StepWork<'_, '_>,
+    src: &KvArena,
+    dst: &KvArena,
+    pairs: &WritePairs,
+) -> Result<()> {
     let shape = src.layout().shape();
     for planes in [[src.k_plane(), dst.k_plane()], [src.v_plane(), dst.v_plane()]] {
         let (from, to) = (
@@ -235,7 +244,7 @@ fn convert_by_block(work: &mut Work<'_>, src: &KvArena, dst: &KvArena, pairs: &W
                 let mark = work.mark();
                 let rows = from[0].load(work, layer, a)?;
                 let rows = match from.get(1) {
-                    None => in_f32(work, &rows)?,
+                    None => work.in_f32(&rows)?,
                     Some(scales) => {
                         let scales = scales.load(work, layer, a)?;
                         codes::decoded(work, &rows, &scales)?
@@ -243,30 +252,24 @@ fn convert_by_block(work: &mut Work<'_>, src: &KvArena, dst: &KvArena, pairs: &W
                 };
                 let Some(of_scales) = to.get(1) else {
                     to[0].store(work, layer, b, &rows)?;
-                    work.release(mark);
+                    work.free_since(mark);
                     continue;
                 };
                 let (codes, scales) = codes::encoded(work, &rows, to[0].dim / of_scales.dim)?;
                 to[0].store(work, layer, b, &codes)?;
                 of_scales.store(work, layer, b, &scales)?;
-                work.release(mark);
+                work.free_since(mark);
             }
         }
     }
     Ok(())
 }
 
-/// Returns one layer of a plane of an arena.
-fn rows_of(arena: &KvArena, plane: &KvPlane<'_>, layer: usize) -> Result<PlaneRows> {
-    let shape = arena.layout().shape();
-    PlaneRows::new(plane, layer, (shape.num_blocks, shape.block_size))
-}
-
-/// The numbers of all rows of some blocks, sent up once for each geometry.
+/// The numbers of all rows of some blocks, sent once for each geometry.
 struct BlockNumbers<'a> {
     pairs: &'a WritePairs,
     block_size: usize,
-    sent: Vec<(Geometry, bool, Sent)>,
+    sent: Vec<(RowGeometry, bool, SentTensor)>,
 }
 
 impl<'a> BlockNumbers<'a> {
@@ -274,22 +277,21 @@ impl<'a> BlockNumbers<'a> {
         Self { pairs, block_size, sent: Vec::new() }
     }
 
-    /// Returns the numbers for the sources or for the destinations of the pairs.
-    fn of(&mut self, work: &mut Work<'_>, plane: &PlaneRows, written: bool) -> Result<RowNumbers> {
-        plane.numbers(|geometry| {
-            let known = self.sent.iter().find(|(of, end, _)| (of, *end) == (geometry, written));
-            if let Some((_, _, known)) = known {
-                return Ok(known.tensor.clone());
+    /// Returns the numbers for the sources of the pairs, or for their destinations.
+    fn of(&mut self, work: &mut Work<'_>, plane: &PlaneMatrix, written: bool) -> Result<RowNumbers> {
+        RowNumbers::make(plane.geometries(), |geometry| {
+            let sent = self.sent.iter().find(|(known, end, _)| (*known, *end) == (geometry, written));
+            if let Some((_, _, sent)) = sent {
+                return Ok(sent.tensor.clone());
             }
             let block = |&(from, to): &(BlockId, BlockId)| if written { to } else { from };
             let slots: Vec<usize> = (self.pairs.iter().map(block))
                 .flat_map(|block| (0..self.block_size).map(move |token| (block, token)))
                 .map(|(block, token)| block.index() * self.block_size + token)
                 .collect();
-            let index = geometry.by_slot(slots.into_iter());
-            let made = Sent::send(work, &index, sys::ACL_INT32, &[index.len()])?;
-            self.sent.push((*geometry, written, made.clone()));
-            Ok(made.tensor)
+            let sent = SentTensor::index(work, &geometry.by_slot(slots.into_iter()))?;
+            self.sent.push((geometry, written, sent.clone()));
+            Ok(sent.tensor)
         })
     }
 }

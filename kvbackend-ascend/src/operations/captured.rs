@@ -1,32 +1,30 @@
-//! Lists of a captured step, which each replay makes anew: their lengths are those of the capture, whatever the step.
+//! Lists of a captured step, which each replay makes again: they keep the lengths of the capture, whatever the step.
 //!
-//! A row of padding has no slot, and operators write every row they are given. It stands for a row that has one: both write
-//! the same bytes to the same place.
+//! A row of padding has no slot, and operators write every row they are given. Another row with a slot takes the place of
+//! such a row: both write the same bytes to the same place.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvcore::{Error, Result, Rope, StepInputs};
-use smallvec::smallvec;
 
-use super::places::Geometry;
-use super::plans::ListKey;
-use super::turn::{Turn, cosines_and_sines};
+use super::angles::{AngleRows, cosines_and_sines};
+use super::geometry::RowGeometry;
+use super::plans::{ByAddress, PlanKey, StepWork};
 use crate::bindings::types as sys;
 use crate::operators::Tensor;
-use crate::stream::Work;
-use crate::stream::capture::MakeList;
 
+// Decision: docs/decisions/backend-ascend.md#a-row-of-padding-stands-for-another-row
 /// Rows that are written, one for each row of the step.
-pub(super) struct Chosen {
+pub(super) struct ChosenRows {
     /// The row that is written in place of each row.
     pub(super) rows: Vec<usize>,
-    /// Where it goes.
+    /// Where each of them is written.
     pub(super) places: Vec<usize>,
 }
 
-impl Chosen {
-    /// Chooses rows by the place of each, below 0 for padding. The last row for a place is the one that is written.
+impl ChosenRows {
+    /// Chooses rows by the place of each, below 0 for padding. Of several rows for one place, the last is written.
     ///
     /// # Errors
     /// Returns [`Error::GraphOutgrown`] if no row has a place.
@@ -48,72 +46,72 @@ impl Chosen {
 }
 
 /// Returns the bytes of a list.
-pub(super) fn bytes_of<T: bytemuck::NoUninit>(list: &[T]) -> Vec<u8> {
+fn to_bytes<T: bytemuck::NoUninit>(list: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(list).to_vec()
 }
 
 /// Returns the address of a list that the layers of a captured step share.
-pub(super) fn shared(work: &mut Work<'_>, key: ListKey, bytes: usize, make: MakeList) -> Result<u64> {
-    if let Some(known) = work.plans().get::<u64>(&key) {
-        return Ok(*known);
-    }
-    let made = Arc::new(work.replayed_list(bytes, make)?);
-    work.plans().keep(key, Box::new(()), &made);
-    Ok(*made)
+fn replayed(
+    work: &mut StepWork<'_, '_>,
+    key: PlanKey,
+    bytes: usize,
+    make: impl Fn(&StepInputs) -> Result<Vec<u8>> + Send + Sync + 'static,
+) -> Result<u64> {
+    work.shared(key, |work| work.replayed_list(bytes, Box::new(make)))
 }
 
 /// The rows of a captured scatter.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct StepRows {
+pub(super) struct CapturedRows {
     pub(super) count: usize,
 }
 
-impl StepRows {
+impl CapturedRows {
     /// Returns the numbers of the rows that are written.
-    pub(super) fn numbers(self, work: &mut Work<'_>) -> Result<Tensor> {
-        let make = |step: &StepInputs| Ok(bytes_of(&Chosen::new(&step.slots)?.numbers()));
-        let at = shared(work, smallvec![30, self.count as u64], 4 * self.count, Box::new(make))?;
+    pub(super) fn numbers(self, work: &mut StepWork<'_, '_>) -> Result<Tensor> {
+        let make = |step: &StepInputs| Ok(to_bytes(&ChosenRows::new(&step.slots)?.numbers()));
+        let at = replayed(work, PlanKey::CapturedRows { count: self.count }, 4 * self.count, make)?;
         Ok(Tensor::dense(at, sys::ACL_INT32, &[self.count]))
     }
 
     /// Returns the numbers of their places in the matrix of a plane.
-    pub(super) fn places(self, work: &mut Work<'_>, geometry: Geometry) -> Result<Tensor> {
+    pub(super) fn places(self, work: &mut StepWork<'_, '_>, geometry: RowGeometry) -> Result<Tensor> {
         let len = self.count * geometry.rows_of_slot();
-        let mut key: ListKey = smallvec![31];
-        key.extend(geometry.key());
         let make = move |step: &StepInputs| {
-            let places = Chosen::new(&step.slots)?.places;
-            Ok(bytes_of(&geometry.by_slot(places.into_iter())))
+            let places = ChosenRows::new(&step.slots)?.places;
+            Ok(to_bytes(&geometry.by_slot(places.into_iter())))
         };
-        let at = shared(work, key, 4 * len, Box::new(make))?;
+        let at = replayed(work, PlanKey::CapturedPlaces(geometry), 4 * len, make)?;
         Ok(Tensor::dense(at, sys::ACL_INT32, &[len]))
     }
 
     /// Returns the angles of the rows that are written.
-    pub(super) fn angles(self, work: &mut Work<'_>, rope: &Arc<Rope>) -> Result<Turn> {
-        positions(work, rope, 32, self.count, |step| {
-            let rows = Chosen::new(&step.slots)?.rows;
-            Ok(rows.into_iter().map(|row| step.positions[row]).collect())
-        })
+    pub(super) fn angles(self, work: &mut StepWork<'_, '_>, rope: &Arc<Rope>) -> Result<AngleRows> {
+        angles(work, rope, self.count, true)
     }
 }
 
-/// Returns the angles of positions of the step.
-pub(super) fn positions(
-    work: &mut Work<'_>,
+/// Returns the angles of the positions of a step with `count` rows, or of the rows that its scatters write.
+pub(super) fn angles(
+    work: &mut StepWork<'_, '_>,
     rope: &Arc<Rope>,
-    kind: u64,
     count: usize,
-    of: impl Fn(&StepInputs) -> Result<Vec<i64>> + Send + Sync + 'static,
-) -> Result<Turn> {
+    written: bool,
+) -> Result<AngleRows> {
     let half = rope.config().rotary_dim / 2;
-    let (pairing, owned) = (rope.pairing(), Arc::clone(rope));
+    let (pairing, held) = (rope.pairing(), Arc::clone(rope));
     let make = move |step: &StepInputs| {
-        let (cos, sin) = cosines_and_sines(&owned, &of(step)?, owned.attention_factor())?;
-        Ok(bytes_of(&[cos, sin].concat()))
+        let positions = if written {
+            let rows = ChosenRows::new(&step.slots)?.rows;
+            rows.into_iter().map(|row| step.positions[row]).collect()
+        } else {
+            step.positions.to_vec()
+        };
+        let (cos, sin) = cosines_and_sines(&held, &positions, held.attention_factor())?;
+        Ok(to_bytes(&[cos, sin].concat()))
     };
-    let key = smallvec![kind, Arc::as_ptr(rope) as u64, count as u64];
-    let at = shared(work, key, 8 * count * half, Box::new(make))?;
-    let angles = |at| Tensor::dense(at, sys::ACL_FLOAT, &[count, half]);
-    Ok(Turn { cos: angles(at), sin: angles(at + (4 * count * half) as u64), pairing })
+    let key = PlanKey::CapturedPositions { rope: ByAddress::of(rope), count, written };
+    let at = replayed(work, key, 8 * count * half, make)?;
+    let rows = |at| Tensor::dense(at, sys::ACL_FLOAT, &[count, half]);
+    Ok(AngleRows { cos: rows(at), sin: rows(at + (4 * count * half) as u64), pairing })
 }

@@ -1,28 +1,28 @@
 //! Codes of int8 caches, as [`kvcore::IntKind::Int8`] defines them: one f16 scale for each group of a row.
 //!
-//! A scale is the largest magnitude of its group by 127, rounded up to f16. CANN rounds to nearest, so that a scale that came
-//! out too small is made the next larger f16. A group that is not finite has a scale of NaN, and reads back as NaN;
-//! one below the smallest normal f32 reads back as 0.
+//! A scale is the largest magnitude of its group divided by 127, rounded up to f16. CANN rounds to nearest, so a scale
+//! that came out too small is replaced by the next larger f16. A group that is not finite has a scale of NaN, and reads
+//! back as NaN; one below the smallest normal f32 reads back as 0.
 
 use kvcore::Result;
 
-use super::plans::Sent;
+use super::plans::StepWork;
 use crate::bindings::types as sys;
 use crate::operators::Tensor;
-use crate::stream::Work;
+use crate::queue::Work;
 
 /// The largest code.
 const LARGEST: f32 = 127.0;
 
-/// Three quarters of the distance between two f16, of the smallest of a binade and of the smallest of all: what is added
-/// rounds to the next.
+/// Three quarters of the distance from an f16 to the next one, relative to the smallest number of its binade, and for the
+/// smallest numbers of all. A number plus this step rounds to the next f16.
 const STEP: f32 = 0.75 / 1024.0;
 const LEAST_STEP: f32 = 0.75 / 16_777_216.0;
 
 /// Less than every scale but 0.
 const TINY: f32 = 1e-30;
 
-/// Returns codes times the scales of their groups, in f32. Both are in one order.
+/// Returns codes times the scales of their groups, in f32. Codes and scales have the same order.
 pub(super) fn decoded(work: &mut Work<'_>, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
     let all = |x: &Tensor| x.dims().iter().product::<usize>();
     let (groups, elements) = (all(scales), all(codes));
@@ -36,11 +36,11 @@ pub(super) fn decoded(work: &mut Work<'_>, codes: &Tensor, scales: &Tensor) -> R
 }
 
 /// Returns the codes of dense rows in f32, and their scales, one for each `group` elements.
-pub(super) fn encoded(work: &mut Work<'_>, rows: &Tensor, group: usize) -> Result<(Tensor, Tensor)> {
+pub(super) fn encoded(work: &mut StepWork<'_, '_>, rows: &Tensor, group: usize) -> Result<(Tensor, Tensor)> {
     let groups = rows.dims().iter().product::<usize>() / group;
     let by_group = rows.reshaped(&[groups, group]);
     let (scales, factors) = scales(work, &by_group)?;
-    let tiny = Sent::one(work, TINY)?.reshaped(&[1, 1]);
+    let tiny = work.number(TINY)?.reshaped(&[1, 1]);
     work.maximum(&factors, &tiny, &factors)?;
     let steps = work.temporary(sys::ACL_FLOAT, &[groups, group])?;
     work.div(&by_group, &factors, &steps)?;
@@ -52,11 +52,11 @@ pub(super) fn encoded(work: &mut Work<'_>, rows: &Tensor, group: usize) -> Resul
 }
 
 /// Returns the scales of groups in f16 and in f32, `[groups, 1]`.
-fn scales(work: &mut Work<'_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
+fn scales(work: &mut StepWork<'_, '_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
     let groups = x.dim(0);
     let one = [groups, 1];
-    let numbers = |work: &mut Work<'_>| work.temporary(sys::ACL_FLOAT, &one);
-    // The largest magnitude is that of the largest or of the smallest element.
+    let numbers = |work: &mut StepWork<'_, '_>| work.temporary(sys::ACL_FLOAT, &one);
+    // The element of the largest magnitude is the largest or the smallest element.
     let (largest, smallest, negated) =
         (numbers(work)?, numbers(work)?, work.temporary(sys::ACL_FLOAT, &x.dims())?);
     work.greatest(x, &largest)?;
@@ -64,7 +64,7 @@ fn scales(work: &mut Work<'_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
     work.greatest(&negated, &smallest)?;
     work.maximum(&largest, &smallest, &largest)?;
     let (near, scale) = (work.temporary(sys::ACL_FLOAT16, &one)?, numbers(work)?);
-    let limit = Sent::one(work, LARGEST)?.reshaped(&[1, 1]);
+    let limit = work.number(LARGEST)?.reshaped(&[1, 1]);
     work.div(&largest, &limit, &scale)?;
     work.convert(&scale, &near)?;
     work.convert(&near, &scale)?;
@@ -75,7 +75,7 @@ fn scales(work: &mut Work<'_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
     work.scale(&short, f32::MAX, &short)?;
     work.clamp(&short, 0.0, 1.0, &short)?;
     work.scale(&scale, STEP, &step)?;
-    let least = Sent::one(work, LEAST_STEP)?.reshaped(&[1, 1]);
+    let least = work.number(LEAST_STEP)?.reshaped(&[1, 1]);
     work.maximum(&step, &least, &step)?;
     work.mul(&step, &short, &step)?;
     work.add(&scale, &step, &scale)?;

@@ -7,41 +7,36 @@
 //! | rope, `rotate_keys`, rotations on the way | `Cast` to f32, `Mul`, `Add`, `Sub` on the halves of the rows, `Cast` back |
 //! | attend, `attend_mla`, selections | products, exponentials and sums in f32 for each run of tokens with one rotation; see `attend` |
 
-use kvcore::{Error, Operation, Result};
+use kvcore::{Operation, Result};
 
-use crate::NAME;
-use crate::stream::Work;
-
+mod angles;
 mod attend;
 mod blocks;
 mod captured;
 mod codes;
-mod places;
+mod geometry;
+mod matrix;
 mod plans;
+mod rope;
 mod rows;
+mod sent;
 mod tensors;
-mod turn;
 
-pub(crate) use plans::Plans;
+pub(crate) use plans::{StepPlans, StepWork};
 
 /// Enqueues a checked operation.
-pub(crate) fn run(work: &mut Work<'_>, operation: Operation<'_>) -> Result<()> {
+pub(crate) fn run(work: &mut StepWork<'_, '_>, operation: Operation<'_>) -> Result<()> {
     match operation {
         Operation::Scatter(op) => rows::scatter(work, op),
         Operation::Gather(op) => rows::gather(work, op),
         Operation::CopyBlocks(op) => blocks::copy_blocks(work, op),
         Operation::SwapBlocks(op) => blocks::swap_blocks(work, op),
         Operation::CopyTensor(op) => tensors::copy_tensor(work, op),
-        Operation::ApplyRope(op) => turn::rope(work, op),
+        Operation::ApplyRope(op) => rope::apply_rope(work, op),
         Operation::RotateKeys(op) => blocks::rotate_keys(work, op),
         Operation::Attend(op) => attend::attend(work, op, None),
         Operation::AttendMla(op) => attend::attend(work, &op.attend, Some(&op.q_latent)),
         Operation::Quantize(op) => blocks::convert_all(work, &op.src, &op.dst, &op.pairs),
         Operation::Dequantize(op) => blocks::convert_all(work, &op.src, &op.dst, &op.pairs),
     }
-}
-
-/// Returns the error for what the backend does not do.
-fn unsupported(what: String) -> Error {
-    Error::Unsupported { backend: NAME, what }
 }

@@ -1,99 +1,242 @@
-//! Lists that are on the device already: the layers of a step share their indices, angles and masks.
+//! Plans: lists that are on the device already. The layers of a step share their indices, angles and masks.
 
-use std::any::Any;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-use kvcore::Result;
-use smallvec::{SmallVec, smallvec};
+use kvcore::{Attend, KeyForm, Result, Rope, SlotMapping};
 
+use super::angles::SentAngles;
+use super::attend::lists::{AttentionPlan, BlockTables, PlanAngles, RoomLists};
+use super::geometry::{PlaneGeometry, RowGeometry};
+use super::sent::SentTensor;
+use crate::bindings::types as sys;
 use crate::operators::Tensor;
-use crate::stream::{Held, Upload, Work};
+use crate::queue::Work;
 
-/// Number of lists that a stream keeps. A step has few: indices of K and V, angles, and those of attention.
+/// Number of lists that a stream keeps. A step has few: indices of K and V, angles, and the lists of attention.
 const KEPT: usize = 16;
 
-/// What a list is made of: addresses of what its owner keeps alive, and numbers.
-pub(super) type ListKey = SmallVec<[u64; 12]>;
+/// What a list on the device is made of. A key holds what it names by address, so the address stays taken.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum PlanKey {
+    /// One number, by its bits.
+    Number(u32),
+    /// Numbers of the rows that have a slot.
+    Rows(SlotsKey),
+    /// Row numbers of slots in a matrix.
+    Places(SlotsKey, RowGeometry),
+    /// Row numbers of the rows that a captured step writes.
+    CapturedRows { count: usize },
+    /// Row numbers of the slots that a captured step writes.
+    CapturedPlaces(RowGeometry),
+    /// Angles of one distance.
+    Distance { rope: ByAddress<Rope>, delta: i64 },
+    /// Angles of positions, times the embedding's factor on attention.
+    Positions { rope: ByAddress<Rope>, positions: ByAddress<[i64]> },
+    /// Angles of the positions of the rows that have a slot.
+    SlotPositions { slots: SlotsKey, rope: ByAddress<Rope>, positions: ByAddress<[i64]> },
+    /// Angles of all positions of a captured step, or of its rows that have a slot.
+    CapturedPositions { rope: ByAddress<Rope>, count: usize, written: bool },
+    /// Tokens of each merge group, for attention that computes one entry after another.
+    Attention { work: AttentionKey, planes: [PlaneGeometry; 2] },
+    /// Angles of queries and keys, for the same attention.
+    AttentionAngles { work: AttentionKey, rope: ByAddress<Rope> },
+    /// Tokens of all rows, for attention that computes rows side by side.
+    SideBySide { work: AttentionKey, planes: [PlaneGeometry; 2], rope: Option<ByAddress<Rope>> },
+    /// Block tables of sequences that decode.
+    Sequences { work: u64, block_size: usize, window: Option<usize> },
+    /// Angles of the queries of sequences that decode.
+    SequenceAngles { work: u64, window: Option<usize>, rope: ByAddress<Rope> },
+}
 
-/// Keeps in its place what a key names by its address.
-pub(super) type ListOwner = Box<dyn Any + Send + Sync>;
+/// Something that is equal only to itself.
+#[derive(Debug)]
+pub(super) struct ByAddress<T: ?Sized>(pub(super) Arc<T>);
 
-/// Lists of the last operations of a stream, each with what was made of it.
+impl<T: ?Sized> ByAddress<T> {
+    pub(super) fn of(known: &Arc<T>) -> Self {
+        Self(Arc::clone(known))
+    }
+}
+
+impl<T: ?Sized> Clone for ByAddress<T> {
+    fn clone(&self) -> Self {
+        Self::of(&self.0)
+    }
+}
+
+impl<T: ?Sized> PartialEq for ByAddress<T> {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+}
+
+/// The slots of an operation. Of several rows for one slot, a write takes the last.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) struct SlotsKey {
+    pub(super) slots: ByAddress<[i64]>,
+    pub(super) written: bool,
+}
+
+impl SlotsKey {
+    pub(super) fn written(slots: &SlotMapping) -> Self {
+        Self { slots: ByAddress::of(slots.slots()), written: true }
+    }
+
+    pub(super) fn read(slots: &Arc<[i64]>) -> Self {
+        Self { slots: ByAddress::of(slots), written: false }
+    }
+}
+
+/// The work of an attention, by its id: the work itself is its owner's to edit.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct AttentionKey {
+    pub(super) work: u64,
+    pub(super) window: Option<usize>,
+    pub(super) keys: KeyForm,
+}
+
+impl AttentionKey {
+    pub(super) fn of(op: &Attend) -> Self {
+        Self { work: op.work.id(), window: op.window, keys: op.keys }
+    }
+}
+
+/// Something that the layers of a step share: a kind of [`StepPlan`].
+pub(super) trait Planned: Sized {
+    /// Returns what a plan keeps, if the plan is of this kind.
+    fn of(plan: &StepPlan) -> Option<Self>;
+
+    /// Returns the plan that keeps the value.
+    fn plan(&self) -> StepPlan;
+}
+
+/// Defines the kinds of plans.
+macro_rules! plans {
+    ($($(#[$doc:meta])* $kind:ident($type:ty),)*) => {
+        /// What was made for a key.
+        #[derive(Debug, Clone)]
+        pub(super) enum StepPlan {
+            $($(#[$doc])* $kind($type),)*
+        }
+
+        $(impl Planned for $type {
+            fn of(plan: &StepPlan) -> Option<Self> {
+                if let StepPlan::$kind(known) = plan { Some(known.clone()) } else { None }
+            }
+
+            fn plan(&self) -> StepPlan {
+                StepPlan::$kind(self.clone())
+            }
+        })*
+    };
+}
+
+plans! {
+    /// The address of a list that each replay writes.
+    Replayed(u64),
+    Sent(SentTensor),
+    Angles(SentAngles),
+    Attention(Arc<AttentionPlan>),
+    AttentionAngles(Arc<PlanAngles>),
+    SideBySide(Arc<RoomLists>),
+    Sequences(Arc<BlockTables>),
+}
+
+impl StepPlan {
+    /// Holds the lists until the work is done. A graph holds the lists of its replays.
+    fn hold(&self, work: &mut Work<'_>) {
+        match self {
+            Self::Replayed(_) => {}
+            Self::Sent(sent) => sent.hold(work),
+            Self::Angles(angles) => angles.hold(work),
+            Self::Attention(plan) => plan.hold(work),
+            Self::AttentionAngles(angles) => angles.hold(work),
+            Self::SideBySide(lists) => lists.hold(work),
+            Self::Sequences(tables) => tables.hold(work),
+        }
+    }
+}
+
+/// The plans of the last operations of a stream or of a capture.
 #[derive(Debug, Default)]
-pub(crate) struct Plans {
-    kept: Vec<(ListKey, Kept)>,
+pub(crate) struct StepPlans {
+    kept: Vec<(PlanKey, StepPlan)>,
     next: usize,
 }
 
-struct Kept {
-    #[expect(dead_code, reason = "held so that the places in the key stay taken")]
-    owner: ListOwner,
-    made: Arc<dyn Any + Send + Sync>,
-}
-
-impl std::fmt::Debug for Kept {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.write_str("Kept")
-    }
-}
-
-impl Plans {
-    /// Returns what was made for a key.
-    pub(super) fn get<T: Send + Sync + 'static>(&self, key: &ListKey) -> Option<Arc<T>> {
-        let kept = self.kept.iter().find(|(known, _)| known == key);
-        kept.and_then(|(_, kept)| Arc::clone(&kept.made).downcast().ok())
+impl StepPlans {
+    fn get(&self, key: &PlanKey) -> Option<&StepPlan> {
+        self.kept.iter().find(|(known, _)| known == key).map(|(_, plan)| plan)
     }
 
-    /// Keeps what was made for a key in place of the oldest.
-    pub(super) fn keep<T: Send + Sync + 'static>(&mut self, key: ListKey, owner: ListOwner, made: &Arc<T>) {
-        let entry = (key, Kept { owner, made: Arc::clone(made) as Arc<dyn Any + Send + Sync> });
+    /// Keeps a plan in place of the oldest.
+    fn keep(&mut self, key: PlanKey, plan: StepPlan) {
         if self.kept.len() < KEPT {
-            self.kept.push(entry);
+            self.kept.push((key, plan));
         } else {
-            self.kept[self.next] = entry;
+            self.kept[self.next] = (key, plan);
             self.next = (self.next + 1) % KEPT;
         }
     }
 }
 
-/// A tensor on the device that came from a list of the host.
-#[derive(Debug, Clone)]
-pub(super) struct Sent {
-    pub(super) tensor: Tensor,
-    upload: Arc<Upload>,
+/// The work of an operation, with the plans that the layers of its step share.
+pub(crate) struct StepWork<'a, 'w> {
+    pub(crate) work: &'a mut Work<'w>,
+    pub(crate) plans: &'a mut StepPlans,
 }
 
-impl Sent {
-    /// Sends numbers up as a dense tensor.
-    pub(super) fn send<T: bytemuck::NoUninit>(
-        work: &mut Work<'_>,
-        numbers: &[T],
-        dtype: crate::bindings::types::aclDataType,
-        dims: &[usize],
-    ) -> Result<Self> {
-        let upload = work.send(bytemuck::cast_slice(numbers))?;
-        Ok(Self { tensor: Tensor::dense(upload.address(), dtype, dims), upload })
-    }
+impl<'w> Deref for StepWork<'_, 'w> {
+    type Target = Work<'w>;
 
-    /// Sends up one number.
-    pub(super) fn one(work: &mut Work<'_>, number: f32) -> Result<Tensor> {
-        let key: ListKey = smallvec![22, number.to_bits().into()];
-        if let Some(known) = work.plans().get::<Self>(&key) {
-            known.hold(work);
-            return Ok(known.tensor.clone());
+    fn deref(&self) -> &Work<'w> {
+        self.work
+    }
+}
+
+impl DerefMut for StepWork<'_, '_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        self.work
+    }
+}
+
+impl StepWork<'_, '_> {
+    /// Returns what an earlier layer made for a key and holds it, or makes it.
+    ///
+    /// # Errors
+    /// Returns the errors of `make`.
+    pub(super) fn shared<T: Planned>(
+        &mut self,
+        key: PlanKey,
+        make: impl FnOnce(&mut Self) -> Result<T>,
+    ) -> Result<T> {
+        if let Some(plan) = self.plans.get(&key)
+            && let Some(known) = T::of(plan)
+        {
+            plan.hold(self.work);
+            return Ok(known);
         }
-        let made = Arc::new(Self::send(work, &[number], crate::bindings::types::ACL_FLOAT, &[1, 1, 1])?);
-        work.plans().keep(key, Box::new(()), &made);
-        Ok(made.tensor.clone())
+        let made = make(self)?;
+        self.plans.keep(key, made.plan());
+        Ok(made)
     }
 
-    /// Returns some rows of the list.
-    pub(super) fn rows(&self, first: usize, count: usize) -> Self {
-        Self { tensor: self.tensor.sliced(0, first, count), upload: Arc::clone(&self.upload) }
+    /// Returns a number on the device, `[1, 1, 1]` in f32.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub(super) fn number(&mut self, number: f32) -> Result<Tensor> {
+        let send = |work: &mut Self| SentTensor::send(work, &[number], sys::ACL_FLOAT, &[1, 1, 1]);
+        Ok(self.shared(PlanKey::Number(number.to_bits()), send)?.tensor)
     }
 
-    /// Holds the list until the work is done.
-    pub(super) fn hold(&self, work: &mut Work<'_>) {
-        work.hold(Held::Upload(Arc::clone(&self.upload)));
+    /// Returns the angles of one distance for all rows.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub(super) fn angles_of_distance(&mut self, rope: &Arc<Rope>, delta: i64) -> Result<SentAngles> {
+        let key = PlanKey::Distance { rope: ByAddress::of(rope), delta };
+        self.shared(key, |work| SentAngles::send(work, rope, &[delta], 1.0))
     }
 }

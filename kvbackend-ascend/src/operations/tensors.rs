@@ -1,42 +1,46 @@
-//! Copies of tensors of any strides, within the device and between the device and pinned memory.
+//! Copies of tensors of any strides: on the device, between the device and pinned memory, and from other devices.
+
+use std::sync::Arc;
 
 use kvcore::{CopyTensor, MemoryKind, Result, TensorView};
 use smallvec::SmallVec;
 
 use crate::bindings::types as sys;
+use crate::device::Npu;
+use crate::errors::unsupported;
 use crate::memory;
-use crate::operators::Tensor;
-use crate::stream::{Way, Work};
+use crate::operators::{Tensor, bytes_of};
+use crate::queue::{CopyDirection, Work};
 
 pub(super) fn copy_tensor(work: &mut Work<'_>, op: &CopyTensor) -> Result<()> {
     if op.dst.is_empty() {
         return Ok(());
     }
-    let device = work.device();
-    if memory::of(device, op.src.storage()).is_err() {
-        let peer = memory::of_peer(device, op.src.storage())?;
-        return memory::copy_from(work, peer, op);
+    let npu = work.npu();
+    if memory::of(npu, op.src.storage()).is_err() {
+        let peer = memory::of_peer(npu, op.src.storage())?;
+        return copy_from(work, peer, op);
     }
     let on_host = |view: &TensorView| view.storage().kind() != MemoryKind::Device;
     match (on_host(&op.src), on_host(&op.dst)) {
-        (false, false) => within(work, &Bytes::of(&op.src), &Bytes::of(&op.dst)),
+        (false, false) => on_device(work, &BitTensor::of(&op.src), &BitTensor::of(&op.dst)),
         (true, false) => {
-            let src = up(work, &op.src)?;
-            within(work, &src, &Bytes::of(&op.dst))
+            let src = to_device(work, &op.src)?;
+            on_device(work, &src, &BitTensor::of(&op.dst))
         }
-        (false, true) => down(work, &Bytes::of(&op.src), &op.dst),
+        (false, true) => to_host(work, &BitTensor::of(&op.src), &op.dst),
         (true, true) => {
-            let src = up(work, &op.src)?;
-            down(work, &src, &op.dst)
+            let src = to_device(work, &op.src)?;
+            to_host(work, &src, &op.dst)
         }
     }
 }
 
 /// A view as elements whose bits are copied: numbers of one, two, four or eight bytes.
 #[derive(Debug, Clone)]
-struct Bytes(Tensor);
+struct BitTensor(Tensor);
 
-impl Bytes {
+impl BitTensor {
     fn of(view: &TensorView) -> Self {
         let at = view.storage().address();
         let (mut dims, mut strides): (SmallVec<[usize; 8]>, SmallVec<[usize; 8]>) =
@@ -65,7 +69,7 @@ impl Bytes {
 
     /// Returns the bytes from the first element to the last.
     fn span(&self) -> usize {
-        self.0.span() * crate::operators::bytes_of(self.0.dtype())
+        self.0.span() * bytes_of(self.0.dtype())
     }
 
     /// Returns the same elements from another address on.
@@ -74,33 +78,59 @@ impl Bytes {
     }
 }
 
-/// Copies within the device.
-fn within(work: &mut Work<'_>, src: &Bytes, dst: &Bytes) -> Result<()> {
+/// Copies on the device.
+fn on_device(work: &mut Work<'_>, src: &BitTensor, dst: &BitTensor) -> Result<()> {
     if src.0.is_dense() && dst.0.is_dense() {
-        return work.copy_bytes(dst.0.address(), src.0.address(), src.span(), Way::Within);
+        return work.copy_bytes(dst.0.address(), src.0.address(), src.span(), CopyDirection::OnDevice);
     }
     work.convert(&src.0, &dst.0)
 }
 
 /// Copies a view of pinned memory to the device, with the bytes between its elements.
-fn up(work: &mut Work<'_>, src: &TensorView) -> Result<Bytes> {
-    let src = Bytes::of(src);
+fn to_device(work: &mut Work<'_>, src: &TensorView) -> Result<BitTensor> {
+    let src = BitTensor::of(src);
     let staged = work.bytes(src.span())?;
-    work.copy_bytes(staged, src.0.address(), src.span(), Way::Up)?;
+    work.copy_bytes(staged, src.0.address(), src.span(), CopyDirection::ToDevice)?;
     Ok(src.at(staged))
 }
 
 /// Copies to a view of pinned memory.
-fn down(work: &mut Work<'_>, src: &Bytes, dst: &TensorView) -> Result<()> {
-    let dst = Bytes::of(dst);
+fn to_host(work: &mut Work<'_>, src: &BitTensor, dst: &TensorView) -> Result<()> {
+    let dst = BitTensor::of(dst);
     if src.0.is_dense() && dst.0.is_dense() {
-        return work.copy_bytes(dst.0.address(), src.0.address(), src.span(), Way::Down);
+        return work.copy_bytes(dst.0.address(), src.0.address(), src.span(), CopyDirection::ToHost);
     }
     let staged = work.bytes(dst.span())?;
     if !dst.0.is_dense() {
-        // What lies between the elements stays.
-        work.copy_bytes(staged, dst.0.address(), dst.span(), Way::Up)?;
+        // The bytes between the elements stay as they are.
+        work.copy_bytes(staged, dst.0.address(), dst.span(), CopyDirection::ToDevice)?;
     }
-    within(work, src, &dst.at(staged))?;
-    work.copy_bytes(dst.0.address(), staged, dst.span(), Way::Down)
+    on_device(work, src, &dst.at(staged))?;
+    work.copy_bytes(dst.0.address(), staged, dst.span(), CopyDirection::ToHost)
+}
+
+/// Enqueues a copy from the memory of another device. The work holds both storages.
+///
+/// # Errors
+/// Returns [`kvcore::Error::Unsupported`] for views that are not contiguous, [`kvcore::Error::DeviceLost`] if the other
+/// device is lost, and the errors of the device.
+fn copy_from(work: &mut Work<'_>, peer: &Arc<Npu>, op: &CopyTensor) -> Result<()> {
+    let address = |view: &TensorView| {
+        if !view.is_contiguous() {
+            let what = "a copy between devices of a view that is not contiguous; copy the view first";
+            return Err(unsupported(what));
+        }
+        let range = view.host_range(view.dtype().bytes_for(view.len())?)?;
+        Ok(view.storage().address() + range.start as u64)
+    };
+    let (dst, src) = (address(&op.dst)?, address(&op.src)?);
+    // An error here is the other device's: the receiving device is not lost.
+    drop(peer.bind()?);
+    let npu = work.npu();
+    if npu.ordinal != peer.ordinal && npu.peers.lock().insert(peer.ordinal) {
+        // Another backend of the device may have enabled it already. A copy that cannot reach the peer fails by itself.
+        // SAFETY: the device's context is current; the flags are none.
+        unsafe { npu.library.acl.aclrtDeviceEnablePeerAccess(peer.ordinal, 0) };
+    }
+    work.copy_bytes(dst, src, op.bytes(), CopyDirection::OnDevice)
 }

@@ -7,7 +7,7 @@ use kvcore::Result;
 
 use super::tensor::TensorList;
 use super::{NumberList, Tensor};
-use crate::stream::Work;
+use crate::queue::Work;
 
 /// No limit to the distance of tokens.
 const FAR: i64 = 2_147_483_647;
@@ -35,11 +35,11 @@ pub(crate) struct PagedAttention<'a> {
 impl Work<'_> {
     /// `out = softmax(scale · q · k) · v` over the first tokens of each sequence.
     pub(crate) fn attend_paged(&mut self, op: &PagedAttention<'_>) -> Result<()> {
-        let device = self.device();
-        let (q, table) = (op.q.handle(device)?, op.table.handle(device)?);
-        let (out, lse) = (op.out.handle(device)?, op.lse.handle(device)?);
-        let (k, v) = (TensorList::of(op.k, device)?, TensorList::of(op.v, device)?);
-        let lengths = NumberList::new(device, op.lengths)?;
+        let npu = self.npu();
+        let (q, table) = (op.q.handle(npu)?, op.table.handle(npu)?);
+        let (out, lse) = (op.out.handle(npu)?, op.lse.handle(npu)?);
+        let (k, v) = (TensorList::of(op.k, npu)?, TensorList::of(op.v, npu)?);
+        let lengths = NumberList::new(npu, op.lengths)?;
         let mut layout = *b"BNSD\0";
         let layout = layout.as_mut_ptr().cast::<c_char>();
         let with_lse = op.lse.dims().len() > 1;
@@ -106,9 +106,9 @@ impl Work<'_> {
         caches: [&Tensor; 2],
         slots: &Tensor,
     ) -> Result<()> {
-        let device = self.device();
-        let (key, value, slots) = (rows[0].handle(device)?, rows[1].handle(device)?, slots.handle(device)?);
-        let (keys, values) = (caches[0].handle(device)?, caches[1].handle(device)?);
+        let npu = self.npu();
+        let (key, value, slots) = (rows[0].handle(npu)?, rows[1].handle(npu)?, slots.handle(npu)?);
+        let (keys, values) = (caches[0].handle(npu)?, caches[1].handle(npu)?);
         let (mut cache_mode, mut scatter_mode) = (*b"Norm\0", *b"None\0");
         let (cache_mode, scatter_mode) = (cache_mode.as_mut_ptr(), scatter_mode.as_mut_ptr());
         self.operator(

@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use kvcore::{Error, Result};
 
-use crate::NAME;
 use crate::bindings::{Operators, types as sys};
-use crate::device::Device;
-use crate::stream::Work;
+use crate::device::Npu;
+use crate::errors::unsupported;
+use crate::queue::Work;
 
 mod fused;
 mod tensor;
@@ -23,50 +23,50 @@ pub(crate) use tensor::{Tensor, bytes_of, number};
 const KEEP_TYPES: i8 = 0;
 
 /// A number that operators take from the host.
-struct Scalar {
+struct HostScalar {
     raw: *mut sys::aclScalar,
-    device: Arc<Device>,
+    npu: Arc<Npu>,
 }
 
-impl Scalar {
-    fn new(device: &Arc<Device>, mut value: f32) -> Result<Self> {
+impl HostScalar {
+    fn new(npu: &Arc<Npu>, mut value: f32) -> Result<Self> {
         // SAFETY: `value` is an f32, as the type says; the call copies it.
-        let raw = unsafe { device.library.base.aclCreateScalar((&raw mut value).cast(), sys::ACL_FLOAT) };
+        let raw = unsafe { npu.library.base.aclCreateScalar((&raw mut value).cast(), sys::ACL_FLOAT) };
         if raw.is_null() {
-            return Err(device.error(sys::ACL_ERROR_INVALID_PARAM as i32));
+            return Err(npu.error(sys::ACL_ERROR_INVALID_PARAM as i32));
         }
-        Ok(Self { raw, device: Arc::clone(device) })
+        Ok(Self { raw, npu: Arc::clone(npu) })
     }
 }
 
-impl Drop for Scalar {
+impl Drop for HostScalar {
     fn drop(&mut self) {
         // SAFETY: the scalar was made by `aclCreateScalar` and goes once.
-        unsafe { self.device.library.base.aclDestroyScalar(self.raw) };
+        unsafe { self.npu.library.base.aclDestroyScalar(self.raw) };
     }
 }
 
 /// A list of numbers that operators take from the host: axes, or lengths.
 struct NumberList {
     raw: *mut sys::aclIntArray,
-    device: Arc<Device>,
+    npu: Arc<Npu>,
 }
 
 impl NumberList {
-    fn new(device: &Arc<Device>, numbers: &[i64]) -> Result<Self> {
+    fn new(npu: &Arc<Npu>, numbers: &[i64]) -> Result<Self> {
         // SAFETY: the array has the given length; the call copies it.
-        let raw = unsafe { device.library.base.aclCreateIntArray(numbers.as_ptr(), numbers.len() as u64) };
+        let raw = unsafe { npu.library.base.aclCreateIntArray(numbers.as_ptr(), numbers.len() as u64) };
         if raw.is_null() {
-            return Err(device.error(sys::ACL_ERROR_INVALID_PARAM as i32));
+            return Err(npu.error(sys::ACL_ERROR_INVALID_PARAM as i32));
         }
-        Ok(Self { raw, device: Arc::clone(device) })
+        Ok(Self { raw, npu: Arc::clone(npu) })
     }
 }
 
 impl Drop for NumberList {
     fn drop(&mut self) {
         // SAFETY: the array was made by `aclCreateIntArray` and goes once.
-        unsafe { self.device.library.base.aclDestroyIntArray(self.raw) };
+        unsafe { self.npu.library.base.aclDestroyIntArray(self.raw) };
     }
 }
 
@@ -82,10 +82,10 @@ impl Work<'_> {
         first: &dyn Fn(&Operators, *mut u64, *mut *mut sys::aclOpExecutor) -> sys::aclnnStatus,
         second: Second<'_>,
     ) -> Result<()> {
-        let device = self.device();
-        let operators = &device.library.operators;
+        let npu = self.npu();
+        let operators = &npu.library.operators;
         let (mut bytes, mut executor) = (0, std::ptr::null_mut());
-        let refused = |code: i32| match device.error(code) {
+        let refused = |code: i32| match npu.error(code) {
             Error::Device { backend, reason } => {
                 Error::Device { backend, reason: format!("{name}: {reason}") }
             }
@@ -97,10 +97,9 @@ impl Work<'_> {
         }
         let workspace = match usize::try_from(bytes) {
             Ok(0) => 0,
-            Ok(bytes) => self.bytes(bytes).inspect_err(|_| device.library.discard(executor))?,
+            Ok(bytes) => self.bytes(bytes).inspect_err(|_| npu.library.discard(executor))?,
             Err(_) => {
-                let what = format!("a workspace of {bytes} bytes for {name}");
-                return Err(Error::Unsupported { backend: NAME, what });
+                return Err(unsupported(format!("a workspace of {bytes} bytes for {name}")));
             }
         };
         match second(operators, workspace as *mut c_void, bytes, executor, self.stream()) {
@@ -110,11 +109,48 @@ impl Work<'_> {
     }
 }
 
+/// Tensors between operators.
+impl Work<'_> {
+    /// Returns a dense tensor between operators, with arbitrary contents.
+    pub(crate) fn temporary(&mut self, dtype: sys::aclDataType, dims: &[usize]) -> Result<Tensor> {
+        let overflow = Error::Overflow { what: "elements between operators" };
+        let bytes =
+            dims.iter().try_fold(bytes_of(dtype), |bytes, &n| bytes.checked_mul(n)).ok_or(overflow)?;
+        let at = self.bytes(bytes)?;
+        Ok(Tensor::dense(at, dtype, dims))
+    }
+
+    /// Returns a dense copy in an element type.
+    pub(crate) fn copied(&mut self, dtype: sys::aclDataType, x: &Tensor) -> Result<Tensor> {
+        let copy = self.temporary(dtype, &x.dims())?;
+        self.convert(x, &copy)?;
+        Ok(copy)
+    }
+
+    /// Returns a dense copy in f32.
+    pub(crate) fn in_f32(&mut self, x: &Tensor) -> Result<Tensor> {
+        self.copied(sys::ACL_FLOAT, x)
+    }
+
+    /// Returns the tensor itself if it is dense and of an element type, else a copy that is.
+    pub(crate) fn dense_in(&mut self, dtype: sys::aclDataType, x: &Tensor) -> Result<Tensor> {
+        if x.dtype() == dtype && x.is_dense() { Ok(x.clone()) } else { self.copied(dtype, x) }
+    }
+
+    /// Fills a dense tensor with zeros. The work holds its memory.
+    pub(crate) fn zero(&mut self, x: &Tensor) -> Result<()> {
+        let bytes = x.span() * bytes_of(x.dtype());
+        let (at, npu) = (x.address() as *mut c_void, self.npu());
+        // SAFETY: the range lies in memory that the stream holds until the work is done.
+        npu.check(unsafe { npu.library.acl.aclrtMemsetAsync(at, bytes, 0, bytes, self.stream()) })
+    }
+}
+
 /// Calls an operator: makes handles of the tensors, which the arguments name, and runs both phases.
 macro_rules! operator {
     ($work:expr, $operator:ident, $phase:ident, [$($tensor:ident),*], ($($argument:expr),*)) => {{
-        let device = $work.device();
-        $(let $tensor = $tensor.handle(device)?;)*
+        let npu = $work.npu();
+        $(let $tensor = $tensor.handle(npu)?;)*
         $work.operator(
             stringify!($operator),
             // SAFETY: the handles are alive; size and executor are places for the answer.
@@ -167,7 +203,7 @@ impl Work<'_> {
         if out.is_empty() {
             return Ok(());
         }
-        let one = Scalar::new(self.device(), 1.0)?;
+        let one = HostScalar::new(self.npu(), 1.0)?;
         operator!(
             self,
             aclnnAdd,
@@ -182,7 +218,7 @@ impl Work<'_> {
         if out.is_empty() {
             return Ok(());
         }
-        let one = Scalar::new(self.device(), 1.0)?;
+        let one = HostScalar::new(self.npu(), 1.0)?;
         operator!(
             self,
             aclnnSub,
@@ -197,7 +233,7 @@ impl Work<'_> {
         if out.is_empty() {
             return Ok(());
         }
-        let factor = Scalar::new(self.device(), factor)?;
+        let factor = HostScalar::new(self.npu(), factor)?;
         operator!(self, aclnnMuls, aclnnMulsGetWorkspaceSize, [x, out], (x.raw(), factor.raw, out.raw()))
     }
 
@@ -206,7 +242,7 @@ impl Work<'_> {
         if out.is_empty() {
             return Ok(());
         }
-        let (least, most) = (Scalar::new(self.device(), least)?, Scalar::new(self.device(), most)?);
+        let (least, most) = (HostScalar::new(self.npu(), least)?, HostScalar::new(self.npu(), most)?);
         operator!(
             self,
             aclnnClamp,
@@ -267,7 +303,7 @@ impl Work<'_> {
         if out.is_empty() {
             return Ok(());
         }
-        let last = NumberList::new(self.device(), &[-1])?;
+        let last = NumberList::new(self.npu(), &[-1])?;
         operator!(self, aclnnAmax, aclnnAmaxGetWorkspaceSize, [x, out], (x.raw(), last.raw, true, out.raw()))
     }
 
@@ -276,7 +312,7 @@ impl Work<'_> {
         if out.is_empty() {
             return Ok(());
         }
-        let (last, dtype) = (NumberList::new(self.device(), &[-1])?, out.dtype());
+        let (last, dtype) = (NumberList::new(self.npu(), &[-1])?, out.dtype());
         operator!(
             self,
             aclnnReduceSum,

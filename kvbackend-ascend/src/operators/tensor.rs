@@ -3,38 +3,38 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use kvcore::{DType, Error, Result, TensorView};
+use kvcore::{DType, Result, TensorView};
 use smallvec::{SmallVec, smallvec};
 
-use crate::NAME;
 use crate::bindings::types as sys;
-use crate::device::Device;
+use crate::device::Npu;
+use crate::errors::unsupported;
 
 /// Alignment that operators want of the address of a tensor.
 const ALIGN: u64 = 32;
 
 /// Extents or strides.
-pub(crate) type Axes = SmallVec<[i64; 6]>;
+pub(crate) type TensorAxes = SmallVec<[i64; 6]>;
 
 /// A view of device memory. Strides are in elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Tensor {
     address: u64,
     dtype: sys::aclDataType,
-    dims: Axes,
-    strides: Axes,
+    dims: TensorAxes,
+    strides: TensorAxes,
 }
 
 /// Returns ACL's number of an element type.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] for types that operators do not compute with.
+/// Returns [`kvcore::Error::Unsupported`] for types that operators do not compute with.
 pub(crate) fn number(dtype: DType) -> Result<sys::aclDataType> {
     match dtype {
         DType::F32 => Ok(sys::ACL_FLOAT),
         DType::F16 => Ok(sys::ACL_FLOAT16),
         DType::BF16 => Ok(sys::ACL_BF16),
-        other => Err(Error::Unsupported { backend: NAME, what: format!("arithmetic in {other}") }),
+        other => Err(unsupported(format!("arithmetic in {other}"))),
     }
 }
 
@@ -51,8 +51,8 @@ pub(crate) fn bytes_of(dtype: sys::aclDataType) -> usize {
 impl Tensor {
     /// Returns a dense tensor.
     pub(crate) fn dense(address: u64, dtype: sys::aclDataType, dims: &[usize]) -> Self {
-        let dims: Axes = dims.iter().map(|&n| n as i64).collect();
-        let mut strides: Axes = smallvec![1; dims.len()];
+        let dims: TensorAxes = dims.iter().map(|&n| n as i64).collect();
+        let mut strides: TensorAxes = smallvec![1; dims.len()];
         for axis in (1..dims.len()).rev() {
             strides[axis - 1] = strides[axis] * dims[axis].max(1);
         }
@@ -68,7 +68,7 @@ impl Tensor {
     /// Returns a view as operators that compute take it.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] for types that operators do not compute with.
+    /// Returns [`kvcore::Error::Unsupported`] for types that operators do not compute with.
     pub(crate) fn of(view: &TensorView) -> Result<Self> {
         let dtype = number(view.dtype())?;
         let at = view.storage().address() + (view.offset() * bytes_of(dtype)) as u64;
@@ -120,7 +120,7 @@ impl Tensor {
 
     /// Returns the axes in another order.
     pub(crate) fn permuted(&self, axes: &[usize]) -> Self {
-        let pick = |of: &Axes| axes.iter().map(|&axis| of[axis]).collect();
+        let pick = |of: &TensorAxes| axes.iter().map(|&axis| of[axis]).collect();
         Self { dims: pick(&self.dims), strides: pick(&self.strides), ..*self }
     }
 
@@ -149,7 +149,7 @@ impl Tensor {
     ///
     /// # Errors
     /// Returns the errors of the device.
-    pub(crate) fn handle(&self, device: &Arc<Device>) -> Result<TensorHandle> {
+    pub(crate) fn handle(&self, npu: &Arc<Npu>) -> Result<TensorHandle> {
         let bytes = bytes_of(self.dtype) as u64;
         // Operators want an aligned address; what is left is an offset.
         let before = if (self.address % ALIGN).is_multiple_of(bytes) { self.address % ALIGN } else { 0 };
@@ -157,7 +157,7 @@ impl Tensor {
         let storage = [offset + self.span() as i64];
         // SAFETY: the arrays have the given lengths; the call copies them.
         let raw = unsafe {
-            device.library.base.aclCreateTensor(
+            npu.library.base.aclCreateTensor(
                 self.dims.as_ptr(),
                 self.dims.len() as u64,
                 self.dtype,
@@ -170,16 +170,16 @@ impl Tensor {
             )
         };
         if raw.is_null() {
-            return Err(device.error(sys::ACL_ERROR_INVALID_PARAM as i32));
+            return Err(npu.error(sys::ACL_ERROR_INVALID_PARAM as i32));
         }
-        Ok(TensorHandle { raw, device: Arc::clone(device) })
+        Ok(TensorHandle { raw, npu: Arc::clone(npu) })
     }
 }
 
 /// A tensor of CANN, which goes with the value unless a list has taken it.
 pub(crate) struct TensorHandle {
     raw: *mut sys::aclTensor,
-    device: Arc<Device>,
+    npu: Arc<Npu>,
 }
 
 impl TensorHandle {
@@ -191,7 +191,7 @@ impl TensorHandle {
 /// A list of one tensor, which goes with the value.
 pub(crate) struct TensorList {
     raw: *mut sys::aclTensorList,
-    device: Arc<Device>,
+    npu: Arc<Npu>,
 }
 
 impl TensorList {
@@ -199,17 +199,17 @@ impl TensorList {
     ///
     /// # Errors
     /// Returns the errors of the device.
-    pub(crate) fn of(tensor: &Tensor, device: &Arc<Device>) -> Result<Self> {
-        let mut handle = tensor.handle(device)?;
+    pub(crate) fn of(tensor: &Tensor, npu: &Arc<Npu>) -> Result<Self> {
+        let mut handle = tensor.handle(npu)?;
         let tensors = [handle.raw.cast_const()];
         // SAFETY: the array has one handle, which is alive.
-        let raw = unsafe { device.library.base.aclCreateTensorList(tensors.as_ptr(), 1) };
+        let raw = unsafe { npu.library.base.aclCreateTensorList(tensors.as_ptr(), 1) };
         if raw.is_null() {
-            return Err(device.error(sys::ACL_ERROR_INVALID_PARAM as i32));
+            return Err(npu.error(sys::ACL_ERROR_INVALID_PARAM as i32));
         }
         // The list owns the tensor now.
         handle.raw = std::ptr::null_mut();
-        Ok(Self { raw, device: Arc::clone(device) })
+        Ok(Self { raw, npu: Arc::clone(npu) })
     }
 
     pub(crate) fn raw(&self) -> *mut sys::aclTensorList {
@@ -220,7 +220,7 @@ impl TensorList {
 impl Drop for TensorList {
     fn drop(&mut self) {
         // SAFETY: the list was made by `aclCreateTensorList` and goes once, with its tensor.
-        unsafe { self.device.library.base.aclDestroyTensorList(self.raw) };
+        unsafe { self.npu.library.base.aclDestroyTensorList(self.raw) };
     }
 }
 
@@ -230,6 +230,6 @@ impl Drop for TensorHandle {
             return;
         }
         // SAFETY: the tensor was made by `aclCreateTensor` and goes once.
-        unsafe { self.device.library.base.aclDestroyTensor(self.raw) };
+        unsafe { self.npu.library.base.aclDestroyTensor(self.raw) };
     }
 }

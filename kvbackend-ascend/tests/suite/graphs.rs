@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvbackend_ascend::AscendBackend;
-use kvbackend_ascend::dense::DenseSteps;
+use kvbackend_ascend::dense::AscendDenseSteps;
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, Error, Graph, GraphCache, GraphKey,
     GraphRun, KeyForm, KvArena, KvShape, MemoryKind, QueryRow, Rope, RopeConfig, RowRotation, Scatter,
@@ -381,7 +381,7 @@ fn dense_steps_join_a_capture() {
     for device in [EAGER, LAZY] {
         let backend = opened(device).unwrap();
         let stream = backend.stream().unwrap();
-        let steps = DenseSteps::new(&backend).unwrap();
+        let steps = AscendDenseSteps::new(&backend).unwrap();
         let floats = |seed, n| -> Vec<f32> {
             noise(seed, n).iter().map(|&byte| f32::from(byte) / 64.0 - 2.0).collect()
         };
@@ -395,7 +395,7 @@ fn dense_steps_join_a_capture() {
         };
         let read = |x: &TensorView| {
             let mut values = Vec::new();
-            DenseSteps::order(stream.as_ref(), steps.stream()).unwrap();
+            AscendDenseSteps::order(stream.as_ref(), steps.stream()).unwrap();
             steps.read(x, &mut values).unwrap();
             values.iter().map(|x| x.to_bits()).collect::<Vec<_>>()
         };
@@ -403,9 +403,9 @@ fn dense_steps_join_a_capture() {
         let mut logits = None;
         let graph = stream
             .capture(&inputs, &mut || {
-                DenseSteps::order(stream.as_ref(), steps.stream())?;
+                AscendDenseSteps::order(stream.as_ref(), steps.stream())?;
                 logits = Some(pass(&inputs.tokens)?);
-                DenseSteps::order(steps.stream(), stream.as_ref())
+                AscendDenseSteps::order(steps.stream(), stream.as_ref())
             })
             .unwrap();
         let logits = logits.unwrap();

@@ -1,7 +1,7 @@
 //! The dense steps on an Ascend NPU.
 
 use kvbackend_ascend::AscendBackend;
-use kvbackend_ascend::dense::{DenseSteps, DeviceWeight};
+use kvbackend_ascend::dense::{AscendDenseSteps, AscendWeight};
 
 use super::device::device_dense;
 
@@ -10,11 +10,11 @@ device_dense! {
     ///
     /// Only token ids go up and logits come down (with routed experts, also their scores). Weights are widened to f32 when
     /// they are loaded, whatever their stored type is.
-    AscendDense of "ascend": AscendBackend, DenseSteps, DeviceWeight, place: place
+    AscendDense of "ascend": AscendBackend, AscendDenseSteps, AscendWeight, place: place
 }
 
 /// Puts a weight on the device.
-fn place(steps: &DenseSteps, stored: &StoredWeight, _: WeightUse) -> Result<DeviceWeight> {
+fn place(steps: &AscendDenseSteps, stored: &StoredWeight, _: WeightUse) -> Result<AscendWeight> {
     let shape = stored.shape();
     let rows = shape[..shape.len() - 1].iter().product();
     Ok(steps.weight(rows, stored.width(), &stored.to_f32())?)

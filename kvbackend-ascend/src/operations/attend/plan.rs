@@ -1,83 +1,23 @@
-//! The plan of an attention: for each entry the tokens of each merge group, where they lie, how their keys are rotated, and
-//! which rows see them.
+//! The plan of an attention: for each entry the tokens of each merge group, where they are stored, how their keys are
+//! rotated, and which rows see them.
 
+use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
 
 use kvcore::{Attend, AttendRows, KeyForm, Result, Rope, Segment};
-use smallvec::smallvec;
 
+use super::lists::{AttentionPlan, KeyRotation, PackedLists, PlanAngles, PlannedEntry, TokenRun};
 use crate::bindings::types as sys;
-use crate::operations::places::{Geometry, PlaneRows, RowNumbers};
-use crate::operations::plans::ListKey;
-use crate::operations::turn::Angles;
+use crate::operations::angles::SentAngles;
+use crate::operations::geometry::{RowGeometry, RowNumbers};
+use crate::operations::matrix::PlaneMatrix;
+use crate::operations::plans::{AttentionKey, ByAddress, PlanKey, StepWork};
 use crate::operators::Tensor;
-use crate::stream::{Held, Upload, Work};
 
-/// Alignment of lists that go up together.
-const ALIGN: usize = 64;
-
-/// What all layers of a step share, for one geometry of their pools.
-#[derive(Debug)]
-pub(super) struct Plan {
-    pub(super) entries: Vec<Entry>,
-    lists: Arc<Upload>,
-}
-
-/// Rows with the same segments.
-#[derive(Debug)]
-pub(super) struct Entry {
-    pub(super) rows: Range<usize>,
-    pub(super) runs: Vec<Run>,
-}
-
-/// The tokens of a merge group.
-#[derive(Debug)]
-pub(super) struct Run {
-    pub(super) group: usize,
-    pub(super) tokens: usize,
-    /// Numbers of the rows of K and V.
-    pub(super) places: [RowNumbers; 2],
-    /// `[1, 1, tokens]`: the factors of the tokens' logits. None if all are 1.
-    pub(super) factors: Option<Tensor>,
-    /// `[1, rows, tokens]`: 0 where a row sees a token, and −∞ elsewhere. None if all rows see all tokens.
-    pub(super) mask: Option<Tensor>,
-    turns: Option<Turns>,
-}
-
-/// How the keys of a run are rotated as they are read.
-#[derive(Debug)]
-struct Turns {
-    /// The angles that occur, as positions.
-    distinct: Vec<i64>,
-    /// The number of each token's angle.
-    which: Tensor,
-}
-
-/// The angles of a plan: those of the queries of each entry, and those of the keys of each run.
-#[derive(Debug)]
-pub(super) struct PlanAngles {
-    pub(super) queries: Vec<Angles>,
-    pub(super) keys: Vec<Vec<Option<Angles>>>,
-}
-
-/// Lists that go up together.
+/// Tokens that a row sees, in the order of the lists.
 #[derive(Debug, Default)]
-pub(super) struct Lists(pub(super) Vec<u8>);
-
-impl Lists {
-    /// Adds a list. Returns its place.
-    pub(super) fn add<T: bytemuck::NoUninit>(&mut self, list: &[T]) -> usize {
-        let at = self.0.len().next_multiple_of(ALIGN);
-        self.0.resize(at, 0);
-        self.0.extend_from_slice(bytemuck::cast_slice(list));
-        at
-    }
-}
-
-/// Tokens that a row sees, as the lists of a run have them.
-#[derive(Debug, Default)]
-pub(super) struct Tokens {
+pub(super) struct SeenTokens {
     /// The block of each token, and its place there.
     pub(super) places: Vec<(usize, usize)>,
     /// The angle by which each token's key is rotated as it is read, as a position.
@@ -85,13 +25,13 @@ pub(super) struct Tokens {
     pub(super) factors: Vec<f32>,
 }
 
-impl Tokens {
+impl SeenTokens {
     /// Adds tokens of a segment.
     pub(super) fn add(&mut self, segment: &Segment, tokens: Range<usize>, keys: KeyForm, block_size: usize) {
         for token in tokens {
             self.places.push((segment.blocks[token / block_size].index(), token % block_size));
-            // A key that was rotated as it was stored goes on from there. The query's place needs no other turn: a product
-            // depends on the distance of both.
+            // A key that was rotated as it was stored is rotated on from there. The query needs no other rotation, because
+            // a product depends on the distance of both.
             self.angles.push(match keys {
                 KeyForm::Rotated => segment.position_offset,
                 KeyForm::Unrotated => segment.position(token as i64),
@@ -105,9 +45,9 @@ impl Tokens {
     }
 }
 
-/// Returns the numbers that occur, in the order of their first use, and which of them each place has.
+/// Returns the numbers that occur, in the order of their first use, and for each place the index of its number.
 pub(super) fn distinct(numbers: &[i64]) -> (Vec<i64>, Vec<i32>) {
-    let (mut known, mut last) = (std::collections::HashMap::new(), (i64::MIN, -1));
+    let (mut known, mut last) = (HashMap::new(), (i64::MIN, -1));
     let (mut distinct, mut which) = (Vec::new(), Vec::with_capacity(numbers.len()));
     for &number in numbers {
         if last.1 < 0 || last.0 != number {
@@ -123,100 +63,94 @@ pub(super) fn distinct(numbers: &[i64]) -> (Vec<i64>, Vec<i32>) {
 }
 
 /// A run before its lists are on the device.
-struct Draft<'a> {
+struct RunDraft<'a> {
     group: usize,
     /// Segments with the union of the tokens that rows see, and the numbers of the first of these tokens in the run.
     parts: Vec<(&'a Segment, Range<usize>, usize)>,
-    tokens: Tokens,
+    tokens: SeenTokens,
 }
 
-/// The place of a list of numbers, and how many there are.
-type Listed = (usize, usize);
+/// The offset of a list of numbers in bytes, and how many there are.
+type PackedNumbers = (usize, usize);
 
-/// Places of the lists of a run.
-struct Placed {
-    places: [(Listed, Option<Listed>); 2],
+/// Offsets of the lists of a run.
+struct PackedRun {
+    places: [(PackedNumbers, Option<PackedNumbers>); 2],
     factors: Option<usize>,
     mask: Option<usize>,
-    turns: Option<(Vec<i64>, usize)>,
+    rotation: Option<(Vec<i64>, usize)>,
 }
 
 /// Returns the plan of an operation, made once for all layers of a step.
-pub(super) fn plan(work: &mut Work<'_>, op: &Attend, k: &PlaneRows, v: &PlaneRows) -> Result<Arc<Plan>> {
-    let key = key(op, 20, k, v);
-    if let Some(known) = work.plans().get::<Plan>(&key) {
-        work.hold(Held::Upload(Arc::clone(&known.lists)));
-        return Ok(known);
-    }
-    let mut lists = Lists::default();
-    let drafts: Vec<(&AttendRows, Vec<Draft<'_>>)> =
+pub(super) fn plan(
+    work: &mut StepWork<'_, '_>,
+    op: &Attend,
+    planes: &[PlaneMatrix; 2],
+) -> Result<Arc<AttentionPlan>> {
+    let geometries = [planes[0].geometries(), planes[1].geometries()];
+    let key = PlanKey::Attention { work: AttentionKey::of(op), planes: geometries };
+    work.shared(key, |work| Ok(Arc::new(send(work, op, planes)?)))
+}
+
+/// Sends the lists of a plan.
+fn send(work: &mut StepWork<'_, '_>, op: &Attend, planes: &[PlaneMatrix; 2]) -> Result<AttentionPlan> {
+    let mut lists = PackedLists::default();
+    let drafts: Vec<(&AttendRows, Vec<RunDraft<'_>>)> =
         op.work.batch().iter().map(|entry| (entry, drafts(op, entry))).collect();
-    let mut placed = Vec::new();
+    let mut packed = Vec::new();
     for (entry, runs) in &drafts {
-        placed.extend(runs.iter().map(|run| place(&mut lists, op, entry, run, [k, v])));
+        packed.extend(runs.iter().map(|run| pack(&mut lists, op, entry, run, planes)));
     }
-    let upload = work.send(&lists.0)?;
-    let mut placed = placed.into_iter();
-    let at = |place: usize| upload.address() + place as u64;
-    let numbers = |(place, len): Listed| Tensor::dense(at(place), sys::ACL_INT32, &[len]);
+    let lists = work.send(&lists.0)?;
+    let mut packed = packed.into_iter();
+    let at = |offset: usize| lists.address() + offset as u64;
+    let numbers = |(offset, len): PackedNumbers| Tensor::dense(at(offset), sys::ACL_INT32, &[len]);
     let mut entries = Vec::new();
     for (entry, runs) in drafts {
         let count = entry.rows.len();
-        let runs = runs.iter().zip(placed.by_ref()).map(|(run, placed)| {
+        let runs = runs.iter().zip(packed.by_ref()).map(|(run, packed)| {
             let tokens = run.tokens.len();
-            Run {
+            let floats = |offset, dims: &[usize]| Tensor::dense(at(offset), sys::ACL_FLOAT, dims);
+            TokenRun {
                 group: run.group,
                 tokens,
-                places: placed
+                places: packed
                     .places
                     .map(|(rows, scales)| RowNumbers { rows: numbers(rows), scales: scales.map(numbers) }),
-                factors: placed
-                    .factors
-                    .map(|place| Tensor::dense(at(place), sys::ACL_FLOAT, &[1, 1, tokens])),
-                mask: placed.mask.map(|place| Tensor::dense(at(place), sys::ACL_FLOAT, &[1, count, tokens])),
-                turns: placed
-                    .turns
-                    .map(|(distinct, place)| Turns { distinct, which: numbers((place, tokens)) }),
+                factors: packed.factors.map(|offset| floats(offset, &[1, 1, tokens])),
+                mask: packed.mask.map(|offset| floats(offset, &[1, count, tokens])),
+                rotation: packed
+                    .rotation
+                    .map(|(distinct, offset)| KeyRotation { distinct, which: numbers((offset, tokens)) }),
             }
         });
-        entries.push(Entry { rows: entry.rows.clone(), runs: runs.collect() });
+        entries.push(PlannedEntry { rows: entry.rows.clone(), runs: runs.collect() });
     }
-    let made = Arc::new(Plan { entries, lists: upload });
-    // The id of the work says whose plan it is; the work itself is its owner's to edit.
-    work.plans().keep(key, Box::new(()), &made);
-    Ok(made)
-}
-
-/// Returns the key of what is made of an operation's work for one geometry.
-pub(super) fn key(op: &Attend, kind: u64, k: &PlaneRows, v: &PlaneRows) -> ListKey {
-    let window = op.window.map_or(0, |window| window as u64 + 1);
-    let mut key: ListKey = smallvec![kind, op.work.id(), window, u64::from(op.keys == KeyForm::Rotated)];
-    key.extend(k.key());
-    key.extend(v.key());
-    key
+    Ok(AttentionPlan { entries, lists })
 }
 
 /// Gathers the tokens of an entry into a run for each merge group.
-fn drafts<'a>(op: &Attend, entry: &'a AttendRows) -> Vec<Draft<'a>> {
+fn drafts<'a>(op: &Attend, entry: &'a AttendRows) -> Vec<RunDraft<'a>> {
     let mut union: Vec<Option<Range<usize>>> = vec![None; entry.segments.len()];
     for row in entry.rows.clone() {
         for (segment, tokens) in op.seen(entry, row).into_iter().filter(|(_, tokens)| !tokens.is_empty()) {
-            let known = &mut union[number(entry, segment)];
-            *known = Some(match known.take() {
+            let seen = &mut union[number(entry, segment)];
+            *seen = Some(match seen.take() {
                 None => tokens,
-                Some(known) => known.start.min(tokens.start)..known.end.max(tokens.end),
+                Some(seen) => seen.start.min(tokens.start)..seen.end.max(tokens.end),
             });
         }
     }
     let block_size = op.arena.layout().shape().block_size;
-    let mut runs: Vec<Draft<'a>> = Vec::new();
+    let mut runs: Vec<RunDraft<'a>> = Vec::new();
     for (segment, tokens) in entry.segments.iter().zip(union) {
         let Some(tokens) = tokens else { continue };
-        let known = runs.iter().position(|run| run.group == segment.merge_group).unwrap_or(runs.len());
-        if known == runs.len() {
-            runs.push(Draft { group: segment.merge_group, parts: Vec::new(), tokens: Tokens::default() });
+        let at = runs.iter().position(|run| run.group == segment.merge_group).unwrap_or(runs.len());
+        if at == runs.len() {
+            let group = segment.merge_group;
+            runs.push(RunDraft { group, parts: Vec::new(), tokens: SeenTokens::default() });
         }
-        let run = &mut runs[known];
+        let run = &mut runs[at];
         run.parts.push((segment, tokens.clone(), run.tokens.len()));
         run.tokens.add(segment, tokens, op.keys, block_size);
     }
@@ -229,36 +163,37 @@ fn number(entry: &AttendRows, segment: &Segment) -> usize {
 }
 
 /// Adds the lists of a run.
-fn place(
-    lists: &mut Lists,
+fn pack(
+    lists: &mut PackedLists,
     op: &Attend,
     entry: &AttendRows,
-    run: &Draft<'_>,
-    planes: [&PlaneRows; 2],
-) -> Placed {
-    let Tokens { places, angles, factors } = &run.tokens;
-    let turned = op.rope.is_some() && (op.keys == KeyForm::Unrotated || angles.iter().any(|&a| a != 0));
-    Placed {
-        places: planes.map(|plane| {
-            let scales = plane.scales.as_ref().map(|scales| index(lists, &scales.geometry, places));
-            (index(lists, &plane.geometry, places), scales)
+    run: &RunDraft<'_>,
+    planes: &[PlaneMatrix; 2],
+) -> PackedRun {
+    let SeenTokens { places, angles, factors } = &run.tokens;
+    let rotated = op.rope.is_some() && (op.keys == KeyForm::Unrotated || angles.iter().any(|&a| a != 0));
+    PackedRun {
+        places: planes.each_ref().map(|plane| {
+            let (rows, scales) = plane.geometries();
+            let scales = scales.map(|scales| index(lists, scales, places));
+            (index(lists, rows, places), scales)
         }),
         factors: factors.iter().any(|&factor| factor != 1.0).then(|| lists.add(factors)),
         mask: mask(op, entry, run).map(|mask| lists.add(&mask)),
-        turns: turned.then(|| {
+        rotation: rotated.then(|| {
             let (distinct, which) = distinct(angles);
             (distinct, lists.add(&which))
         }),
     }
 }
 
-fn index(lists: &mut Lists, geometry: &Geometry, tokens: &[(usize, usize)]) -> Listed {
+fn index(lists: &mut PackedLists, geometry: RowGeometry, tokens: &[(usize, usize)]) -> PackedNumbers {
     let index = geometry.by_head(tokens);
     (lists.add(&index), index.len())
 }
 
 /// Returns 0 where a row sees a token and −∞ elsewhere; none if all rows see all tokens.
-fn mask(op: &Attend, entry: &AttendRows, run: &Draft<'_>) -> Option<Vec<f32>> {
+fn mask(op: &Attend, entry: &AttendRows, run: &RunDraft<'_>) -> Option<Vec<f32>> {
     let tokens_of_run = run.tokens.len();
     let mut mask = vec![f32::NEG_INFINITY; entry.rows.len() * tokens_of_run];
     for (row, seen) in entry.rows.clone().zip(mask.chunks_exact_mut(tokens_of_run)) {
@@ -273,8 +208,8 @@ fn mask(op: &Attend, entry: &AttendRows, run: &Draft<'_>) -> Option<Vec<f32>> {
     mask.iter().any(|&x| x != 0.0).then_some(mask)
 }
 
-/// Returns the factor on cosines and sines of keys that are rotated as they are read: that of the embedding where the key was
-/// not rotated before.
+/// Returns the factor on cosines and sines of keys that are rotated as they are read: the embedding's factor if the keys
+/// were not rotated before, else 1.
 pub(super) fn key_factor(rope: &Rope, keys: KeyForm) -> f32 {
     match keys {
         KeyForm::Rotated => 1.0,
@@ -282,60 +217,27 @@ pub(super) fn key_factor(rope: &Rope, keys: KeyForm) -> f32 {
     }
 }
 
-impl PlanAngles {
-    /// Returns the angles of a plan, made once for all layers that share a rotary embedding.
-    pub(super) fn of(work: &mut Work<'_>, plan: &Plan, rope: &Arc<Rope>, op: &Attend) -> Result<Arc<Self>> {
-        let window = op.window.map_or(0, |window| window as u64 + 1);
-        let turned = u64::from(op.keys == KeyForm::Rotated);
-        let key: ListKey = smallvec![21, op.work.id(), window, turned, Arc::as_ptr(rope) as u64];
-        let made = match work.plans().get::<Self>(&key) {
-            Some(known) => known,
-            None => Self::make(work, plan, rope, op, key)?,
-        };
-        let keys = made.keys.iter().flatten().flatten();
-        made.queries.iter().chain(keys).for_each(|angles| angles.hold(work));
-        Ok(made)
-    }
-
-    fn make(
-        work: &mut Work<'_>,
-        plan: &Plan,
-        rope: &Arc<Rope>,
-        op: &Attend,
-        key: ListKey,
-    ) -> Result<Arc<Self>> {
+/// Returns the angles of a plan, made once for all layers that share a rotary embedding.
+pub(super) fn angles(
+    work: &mut StepWork<'_, '_>,
+    plan: &AttentionPlan,
+    rope: &Arc<Rope>,
+    op: &Attend,
+) -> Result<Arc<PlanAngles>> {
+    let key = PlanKey::AttentionAngles { work: AttentionKey::of(op), rope: ByAddress::of(rope) };
+    work.shared(key, |work| {
         let (mut queries, mut keys) = (Vec::new(), Vec::new());
         for entry in &plan.entries {
             let rows = op.work.rows()[entry.rows.clone()].iter();
             let positions: Vec<i64> = rows.map(|row| row.position).collect();
-            queries.push(Angles::send(work, rope, &positions, rope.attention_factor())?);
-            let of_run = |run: &Run| {
-                let send =
-                    |turns: &Turns| Angles::send(work, rope, &turns.distinct, key_factor(rope, op.keys));
-                run.turns.as_ref().map(send).transpose()
+            queries.push(SentAngles::send(work, rope, &positions, rope.attention_factor())?);
+            let of_run = |run: &TokenRun| {
+                let factor = key_factor(rope, op.keys);
+                let send = |rotation: &KeyRotation| SentAngles::send(work, rope, &rotation.distinct, factor);
+                run.rotation.as_ref().map(send).transpose()
             };
             keys.push(entry.runs.iter().map(of_run).collect::<Result<_>>()?);
         }
-        let made = Arc::new(Self { queries, keys });
-        work.plans().keep(key, Box::new(Arc::clone(rope)), &made);
-        Ok(made)
-    }
-}
-
-impl Run {
-    /// Rotates the keys of the run, `[heads, tokens, dim]` in f32, as they are read.
-    pub(super) fn turn(&self, work: &mut Work<'_>, k: &Tensor, angles: Option<&Angles>) -> Result<()> {
-        let (Some(turns), Some(angles)) = (&self.turns, angles) else { return Ok(()) };
-        if turns.distinct.len() == 1 {
-            return angles.turn(work, k, &[1, 1]);
-        }
-        angles.spread(work, &turns.which)?.turn(work, k, &[1, self.tokens])
-    }
-}
-
-impl Entry {
-    /// Returns the tokens of the longest run.
-    pub(super) fn longest(&self) -> usize {
-        self.runs.iter().map(|run| run.tokens).max().unwrap_or(0)
-    }
+        Ok(Arc::new(PlanAngles { queries, keys }))
+    })
 }

@@ -1,15 +1,15 @@
-//! Softmaxes in parts: maximum, sum of exponentials and weighted sum of values, and how parts become one.
+//! Softmaxes in parts (maximum, sum of exponentials, weighted sum of values), and merges of parts.
 
 use kvcore::Result;
 
 use crate::bindings::types as sys;
 use crate::operators::Tensor;
-use crate::stream::Work;
+use crate::queue::Work;
 
-/// The maximum of a row without tokens: below every logit, and finite, so that differences are numbers.
+/// The maximum of a row without tokens: below every logit, and finite, because a difference of infinities is NaN.
 pub(super) const FLOOR: f32 = -1e30;
 
-/// Less than every sum of exponentials but 0.
+/// Less than every sum of exponentials except 0.
 pub(super) const TINY: f32 = 1e-30;
 
 /// The part of a softmax over some tokens, for each head and row: `[heads, rows, 1]` and `[heads, rows, dim]`.
@@ -86,8 +86,8 @@ impl Partial {
         Ok(Self { max, sum: self.sum, values: self.values })
     }
 
-    /// Returns the part as that of one token, whose logit is the part's log-sum-exp times `scale` and whose value is the
-    /// part's result.
+    /// Returns the part of one token in place of all: its logit is the part's log-sum-exp times `scale`, its value the part's
+    /// result.
     pub(super) fn into_one(
         self,
         work: &mut Work<'_>,

@@ -1,0 +1,102 @@
+//! Where the rows of a plane lie in a matrix, and the numbers of the rows that a list names.
+
+use kvcore::Result;
+
+use crate::bindings::types as sys;
+use crate::operators::Tensor;
+use crate::queue::Work;
+
+/// Where rows lie in the matrix of a layer, in rows of the matrix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RowGeometry {
+    pub(super) heads: usize,
+    pub(super) dim: usize,
+    /// Heads that have rows of their own; 1 where a token's heads follow one another.
+    pub(super) apart: usize,
+    /// Rows of the matrix that make one row of such a head.
+    pub(super) parts: usize,
+    pub(super) block: usize,
+    pub(super) token: usize,
+    pub(super) head: usize,
+    pub(super) block_size: usize,
+}
+
+/// The geometry of a plane, and of its scales if it has any.
+pub(super) type PlaneGeometry = (RowGeometry, Option<RowGeometry>);
+
+/// Numbers of rows in the matrix of a plane, and in the matrix of its scales.
+#[derive(Debug, Clone)]
+pub(super) struct RowNumbers {
+    pub(super) rows: Tensor,
+    pub(super) scales: Option<Tensor>,
+}
+
+impl RowNumbers {
+    /// Makes the numbers of rows by the geometry of a plane, and by the geometry of its scales.
+    pub(super) fn make(
+        (rows, scales): PlaneGeometry,
+        mut make: impl FnMut(RowGeometry) -> Result<Tensor>,
+    ) -> Result<Self> {
+        Ok(Self { scales: scales.map(&mut make).transpose()?, rows: make(rows)? })
+    }
+}
+
+impl RowGeometry {
+    /// Returns the numbers of the rows of slots, in the order `[slots, heads, dim]`.
+    pub(super) fn by_slot(&self, slots: impl ExactSizeIterator<Item = usize>) -> Vec<i32> {
+        let mut index = Vec::with_capacity(slots.len() * self.rows_of_slot());
+        for slot in slots {
+            let at = self.at(slot / self.block_size, slot % self.block_size);
+            for head in 0..self.apart {
+                self.push(&mut index, at + head * self.head);
+            }
+        }
+        index
+    }
+
+    /// Returns the numbers of the rows of tokens, each in a block: `[heads, tokens, dim]` if heads have rows of their own
+    /// or there is one head, else `[tokens, heads, dim]`.
+    pub(super) fn by_head(&self, tokens: &[(usize, usize)]) -> Vec<i32> {
+        let mut index = Vec::with_capacity(tokens.len() * self.rows_of_slot());
+        for head in 0..self.apart {
+            for &(block, token) in tokens {
+                self.push(&mut index, self.at(block, token) + head * self.head);
+            }
+        }
+        index
+    }
+
+    /// Returns whether heads have rows of their own: the tokens of a head follow one another.
+    pub(super) fn heads_lie_apart(&self) -> bool {
+        self.apart > 1
+    }
+
+    /// Returns how many rows of the matrix a slot has.
+    pub(super) fn rows_of_slot(&self) -> usize {
+        self.apart * self.parts
+    }
+
+    /// Returns rows that were read in the order of [`by_head`](Self::by_head) as `[rows, heads, tokens, dim]` in f32.
+    pub(super) fn on_heads(
+        &self,
+        work: &mut Work<'_>,
+        found: &Tensor,
+        (rows, tokens): (usize, usize),
+    ) -> Result<Tensor> {
+        let (heads, dim) = (self.heads, self.dim);
+        if self.apart > 1 || heads == 1 {
+            let found = found.reshaped(&[rows, heads, tokens, dim]);
+            return if found.dtype() == sys::ACL_FLOAT { Ok(found) } else { work.in_f32(&found) };
+        }
+        work.in_f32(&found.reshaped(&[rows, tokens, heads, dim]).permuted(&[0, 2, 1, 3]))
+    }
+
+    fn at(&self, block: usize, token: usize) -> usize {
+        block * self.block + token * self.token
+    }
+
+    fn push(&self, index: &mut Vec<i32>, first: usize) {
+        // `PlaneMatrix::new` has checked that all rows have numbers of 31 bits.
+        index.extend((first..first + self.parts).map(|row| row as i32));
+    }
+}

@@ -1,0 +1,39 @@
+//! Tensors on the device that the host has sent.
+
+use std::sync::Arc;
+
+use kvcore::Result;
+
+use crate::bindings::types as sys;
+use crate::operators::Tensor;
+use crate::queue::{ListMemory, Used, Work};
+
+/// A tensor on the device that came from a list of the host.
+#[derive(Debug, Clone)]
+pub(super) struct SentTensor {
+    pub(super) tensor: Tensor,
+    list: Arc<ListMemory>,
+}
+
+impl SentTensor {
+    /// Sends numbers to the device as a dense tensor.
+    pub(super) fn send<T: bytemuck::NoUninit>(
+        work: &mut Work<'_>,
+        numbers: &[T],
+        dtype: sys::aclDataType,
+        dims: &[usize],
+    ) -> Result<Self> {
+        let list = work.send(bytemuck::cast_slice(numbers))?;
+        Ok(Self { tensor: Tensor::dense(list.address(), dtype, dims), list })
+    }
+
+    /// Sends row numbers.
+    pub(super) fn index(work: &mut Work<'_>, numbers: &[i32]) -> Result<Self> {
+        Self::send(work, numbers, sys::ACL_INT32, &[numbers.len()])
+    }
+
+    /// Holds the list until the work is done.
+    pub(super) fn hold(&self, work: &mut Work<'_>) {
+        work.hold(Used::List(Arc::clone(&self.list)));
+    }
+}

@@ -1,0 +1,56 @@
+//! Copies of bytes by ACL.
+
+use std::ffi::c_void;
+
+use kvcore::Result;
+
+use crate::bindings::types as sys;
+use crate::device::Npu;
+
+/// The direction of a copy. Host memory is pinned, unless the copy is immediate.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum CopyDirection {
+    ToDevice,
+    ToHost,
+    OnDevice,
+}
+
+impl CopyDirection {
+    fn kind(self) -> sys::aclrtMemcpyKind {
+        match self {
+            Self::ToDevice => sys::ACL_MEMCPY_HOST_TO_DEVICE,
+            Self::ToHost => sys::ACL_MEMCPY_DEVICE_TO_HOST,
+            Self::OnDevice => sys::ACL_MEMCPY_DEVICE_TO_DEVICE,
+        }
+    }
+}
+
+/// Enqueues a copy. The device's context is current, and the caller holds both memories until the copy is done.
+pub(crate) fn copy(
+    npu: &Npu,
+    stream: sys::aclrtStream,
+    dst: u64,
+    src: u64,
+    bytes: usize,
+    direction: CopyDirection,
+) -> Result<()> {
+    let (dst, src) = (dst as *mut c_void, src as *const c_void);
+    // SAFETY: the ranges lie in memories that are held until the copy is done; host memory is pinned.
+    npu.check(unsafe { npu.library.acl.aclrtMemcpyAsync(dst, bytes, src, bytes, direction.kind(), stream) })
+}
+
+/// Copies bytes immediately, between memories that no enqueued work uses. The device's context is current.
+///
+/// # Safety
+/// Both ranges are valid for `bytes` bytes.
+pub(crate) unsafe fn copy_now(
+    npu: &Npu,
+    dst: u64,
+    src: u64,
+    bytes: usize,
+    direction: CopyDirection,
+) -> Result<()> {
+    let (dst, src) = (dst as *mut c_void, src as *const c_void);
+    // SAFETY: the caller guarantees both ranges.
+    npu.check(unsafe { npu.library.acl.aclrtMemcpy(dst, bytes, src, bytes, direction.kind()) })
+}

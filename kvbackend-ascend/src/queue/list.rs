@@ -1,0 +1,95 @@
+//! Memory of the lists that operators read: indices, masks, cosines and sines.
+
+use std::sync::Arc;
+
+use kvcore::{MemoryKind, Result, Storage};
+
+use super::copies::{CopyDirection, copy};
+use crate::bindings::types as sys;
+use crate::device::Npu;
+use crate::memory::AscendStorage;
+
+/// Least bytes of a list's memory.
+const LEAST: usize = 4096;
+
+/// Most memories that a stream keeps for later lists.
+const KEPT: usize = 32;
+
+/// Memory of a list: where the host writes it, and where operators read it.
+#[derive(Debug)]
+pub(crate) struct ListMemory {
+    /// None for a list that is sent once.
+    host: Option<AscendStorage>,
+    device: AscendStorage,
+}
+
+impl ListMemory {
+    fn new(npu: &Arc<Npu>, bytes: usize) -> Result<Self> {
+        Ok(Self {
+            host: Some(AscendStorage::uninitialised(npu, MemoryKind::Pinned, bytes)?),
+            device: AscendStorage::uninitialised(npu, MemoryKind::Device, bytes)?,
+        })
+    }
+
+    /// Allocates memory of a list that is sent once, of at least one byte.
+    pub(super) fn on_device(npu: &Arc<Npu>, bytes: usize) -> Result<Self> {
+        let device = AscendStorage::uninitialised(npu, MemoryKind::Device, bytes.max(1))?;
+        Ok(Self { host: None, device })
+    }
+
+    /// Returns the address of the list on the device.
+    pub(crate) fn address(&self) -> u64 {
+        self.device.address()
+    }
+
+    /// Returns the address that the host writes; 0 for a list that is sent once.
+    pub(crate) fn host(&self) -> u64 {
+        self.host.as_ref().map_or(0, Storage::address)
+    }
+}
+
+/// The lists' memories of a stream, in use or kept for later lists.
+#[derive(Debug, Default)]
+pub(crate) struct ListPool(Vec<Arc<ListMemory>>);
+
+impl ListPool {
+    /// Returns memory for `bytes` bytes that no enqueued work uses.
+    fn unused(&mut self, npu: &Arc<Npu>, bytes: usize) -> Result<Arc<ListMemory>> {
+        let fits = |memory: &&Arc<ListMemory>| memory.device.len() >= bytes && Arc::strong_count(memory) == 1;
+        if let Some(memory) = self.0.iter().find(fits) {
+            return Ok(Arc::clone(memory));
+        }
+        let made = Arc::new(ListMemory::new(npu, bytes.next_power_of_two().max(LEAST))?);
+        if self.0.len() >= KEPT {
+            // The smallest serves the fewest lists. Work that still uses it keeps it alive.
+            let smallest = (0..self.0.len()).min_by_key(|&i| self.0[i].device.len()).unwrap_or_default();
+            self.0.swap_remove(smallest);
+        }
+        self.0.push(Arc::clone(&made));
+        Ok(made)
+    }
+
+    /// Copies bytes to pinned memory, from which an enqueued copy takes them. The caller holds the memory until then.
+    pub(crate) fn stage(&mut self, npu: &Arc<Npu>, bytes: &[u8]) -> Result<Arc<ListMemory>> {
+        let memory = self.unused(npu, bytes.len().max(1))?;
+        // SAFETY: the memory has room for the bytes, and is in no other use.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), memory.host() as *mut u8, bytes.len()) };
+        Ok(memory)
+    }
+
+    /// Enqueues the copy of a list to the device. The caller holds the memory until the copy is done. The device's
+    /// context is current.
+    pub(super) fn send(
+        &mut self,
+        npu: &Arc<Npu>,
+        stream: sys::aclrtStream,
+        bytes: &[u8],
+    ) -> Result<Arc<ListMemory>> {
+        let memory = self.stage(npu, bytes)?;
+        if !bytes.is_empty() {
+            let (dst, src) = (memory.address(), memory.host());
+            copy(npu, stream, dst, src, bytes.len(), CopyDirection::ToDevice)?;
+        }
+        Ok(memory)
+    }
+}

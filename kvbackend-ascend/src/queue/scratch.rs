@@ -1,0 +1,91 @@
+//! Memory between the operators of an operation.
+
+use std::sync::{Arc, Weak};
+
+use kvcore::{Error, MemoryKind, Result, Storage};
+
+use crate::device::Npu;
+use crate::memory::AscendStorage;
+
+/// Alignment of the pieces, in bytes.
+const ALIGN: usize = 64;
+
+/// Bytes after each piece, which operators may read past its end.
+const PADDING: usize = 32;
+
+/// Least bytes of a block of memory.
+const LEAST: usize = 1 << 20;
+
+/// Memory between operators that the graphs of a stream share while one of them holds it, because their replays run one
+/// after another. Each comes with ACL's stream that the work belongs to.
+pub(super) type SharedScratch = Vec<(usize, Weak<dyn Storage>)>;
+
+/// A block of memory from which an operation takes the pieces between its operators.
+///
+/// The next operation of the stream takes the same pieces again, because its operators run later.
+#[derive(Debug, Default)]
+pub(super) struct WorkScratch {
+    memory: Option<Arc<dyn Storage>>,
+    used: usize,
+}
+
+/// How much memory between operators was in use.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ScratchMark {
+    memory: Option<u64>,
+    used: usize,
+}
+
+impl WorkScratch {
+    /// Creates scratch that begins with memory that earlier work used.
+    pub(super) fn over(memory: Option<Arc<dyn Storage>>) -> Self {
+        Self { memory, used: 0 }
+    }
+
+    pub(super) fn memory(&self) -> Option<&Arc<dyn Storage>> {
+        self.memory.as_ref()
+    }
+
+    /// Makes all of the memory available to the next operation.
+    pub(super) fn restart(&mut self) {
+        self.used = 0;
+    }
+
+    /// Returns the address of a piece of `bytes` bytes, and the memory that it lies in, which the caller holds.
+    pub(super) fn piece(&mut self, npu: &Arc<Npu>, bytes: usize) -> Result<(u64, Arc<dyn Storage>)> {
+        let wanted = bytes
+            .checked_add(PADDING)
+            .and_then(|bytes| bytes.checked_next_multiple_of(ALIGN))
+            .ok_or(Error::Overflow { what: "bytes between operators" })?;
+        let memory = match &self.memory {
+            Some(memory) if memory.len() - self.used >= wanted => Arc::clone(memory),
+            before => {
+                // Enqueued work holds the memory before.
+                let len = before.as_ref().map_or(LEAST, |memory| memory.len().saturating_mul(2)).max(wanted);
+                let allocate = |len| AscendStorage::uninitialised(npu, MemoryKind::Device, len);
+                let made = match allocate(len) {
+                    // The device may have room for this piece, though not for twice the memory.
+                    Err(Error::Allocation { .. }) if len > wanted => allocate(wanted)?,
+                    made => made?,
+                };
+                self.used = 0;
+                let made: Arc<dyn Storage> = Arc::new(made);
+                self.memory.insert(made).clone()
+            }
+        };
+        let at = memory.address() + self.used as u64;
+        self.used += wanted;
+        Ok((at, memory))
+    }
+
+    pub(super) fn mark(&self) -> ScratchMark {
+        ScratchMark { memory: self.memory.as_ref().map(|memory| memory.address()), used: self.used }
+    }
+
+    /// Frees the pieces taken since a mark for later operators, unless the memory was replaced since.
+    pub(super) fn free_since(&mut self, mark: ScratchMark) {
+        if self.mark().memory == mark.memory {
+            self.used = mark.used;
+        }
+    }
+}

@@ -1,0 +1,148 @@
+//! Work of one operation: memory between its operators, lists for the device, copies, and what it holds.
+
+use std::sync::Arc;
+
+use kvcore::{Operation, Result, StepInputs};
+
+use super::capture::{self, AclRecording};
+use super::copies::{CopyDirection, copy};
+use super::held::Used;
+use super::list::ListMemory;
+use super::replay::MakeList;
+use super::scratch::{ScratchMark, WorkScratch};
+use super::state::{AclStream, StreamMemory};
+use crate::bindings::types as sys;
+use crate::device::Npu;
+use crate::errors::uncapturable;
+
+/// The work of one operation on a stream, or in the capture that takes it.
+pub(crate) struct Work<'a> {
+    npu: &'a Arc<Npu>,
+    stream: sys::aclrtStream,
+    memory: &'a mut StreamMemory,
+    recording: Option<&'a mut AclRecording>,
+}
+
+impl AclStream {
+    /// Runs `enqueue`, and holds what it names until its work is done.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Unsupported`] if this thread records a capture that the stream has not joined, and the
+    /// errors of `enqueue`.
+    pub(crate) fn enqueue(&self, enqueue: impl FnOnce(&mut Work<'_>) -> Result<()>) -> Result<()> {
+        capture::with(self, |recording| {
+            let _current = self.npu.bind()?;
+            let mut memory = self.memory.lock();
+            let captured = recording.is_some();
+            let mut work = Work { npu: &self.npu, stream: self.raw, memory: &mut memory, recording };
+            work.scratch().restart();
+            let done = enqueue(&mut work);
+            if captured {
+                return done;
+            }
+            // Work that was enqueued before an error runs, and its memory stays held as that of a whole operation.
+            done.and(memory.in_flight.tidy(&self.npu, self.raw))
+        })
+    }
+}
+
+impl<'a> Work<'a> {
+    fn scratch(&mut self) -> &mut WorkScratch {
+        match &mut self.recording {
+            Some(recording) => recording.scratch(self.stream),
+            None => &mut self.memory.scratch,
+        }
+    }
+
+    /// Notes the check of an operation that is captured.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Unsupported`] for an operation that cannot be captured.
+    pub(crate) fn admit(&mut self, operation: Operation<'_>) -> Result<()> {
+        self.recording.as_mut().map_or(Ok(()), |recording| recording.admit(operation))
+    }
+
+    /// Returns the step that is captured, if the work is part of a capture.
+    pub(crate) fn captured_step(&self) -> Option<&StepInputs> {
+        self.recording.as_ref().map(|recording| recording.step())
+    }
+
+    /// Adds a list that each replay writes again. Returns its address on the device.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Unsupported`] outside of captures, and [`kvcore::Error::Allocation`] if the device is out of
+    /// memory.
+    pub(crate) fn replayed_list(&mut self, bytes: usize, make: MakeList) -> Result<u64> {
+        match &mut self.recording {
+            Some(recording) => recording.lists.add(self.npu, bytes, make),
+            None => Err(uncapturable("a list of no capture")),
+        }
+    }
+
+    pub(crate) fn npu(&self) -> &'a Arc<Npu> {
+        self.npu
+    }
+
+    pub(crate) fn stream(&self) -> sys::aclrtStream {
+        self.stream
+    }
+
+    /// Holds something until the work is done.
+    pub(crate) fn hold(&mut self, used: Used) {
+        match &mut self.recording {
+            Some(recording) => recording.hold(used),
+            None => self.memory.in_flight.hold(used),
+        }
+    }
+
+    /// Returns the address of bytes between operators, with arbitrary contents.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Allocation`] if the device is out of memory.
+    pub(crate) fn bytes(&mut self, bytes: usize) -> Result<u64> {
+        let npu = self.npu;
+        let (at, memory) = self.scratch().piece(npu, bytes)?;
+        self.hold(Used::Storage(memory));
+        Ok(at)
+    }
+
+    /// Marks how much memory between operators is in use.
+    pub(crate) fn mark(&mut self) -> ScratchMark {
+        self.scratch().mark()
+    }
+
+    /// Frees the memory between operators that was taken since a mark. Later operators run after the ones that use it.
+    pub(crate) fn free_since(&mut self, mark: ScratchMark) {
+        self.scratch().free_since(mark);
+    }
+
+    /// Sends a list to the device and holds it.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Allocation`] if the device is out of memory, and the errors of the device.
+    pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<Arc<ListMemory>> {
+        if let Some(recording) = &mut self.recording {
+            return recording.constant(self.npu, bytes);
+        }
+        let list = self.memory.lists.send(self.npu, self.stream, bytes)?;
+        self.memory.in_flight.hold(Used::List(Arc::clone(&list)));
+        Ok(list)
+    }
+
+    /// Enqueues a copy of bytes between memories that the work holds.
+    ///
+    /// # Errors
+    /// Returns the errors of the device.
+    pub(crate) fn copy_bytes(
+        &mut self,
+        dst: u64,
+        src: u64,
+        bytes: usize,
+        direction: CopyDirection,
+    ) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        copy(self.npu, self.stream, dst, src, bytes, direction)
+    }
+}

@@ -1,0 +1,210 @@
+//! Streams: the contract's order of operators and copies, on a queue of ACL.
+//!
+//! An operation becomes calls of operators under the queue's lock, enqueued at once; the host never waits for the
+//! operation. Lists that operators read are sent on the same stream, each once for all layers that share it.
+
+use std::any::Any;
+use std::cell::RefCell;
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+
+use kvcore::{Checked, Counters, Event, Graph, MemoryKind, Result, StepInputs, Storage, Stream, TensorView};
+use parking_lot::Mutex;
+
+use crate::bindings::types as sys;
+use crate::device::Npu;
+use crate::errors::foreign;
+use crate::memory;
+use crate::operations::{self, StepPlans, StepWork};
+use crate::queue::{
+    AclEvent, AclStream, AscendEvent, AscendGraph, CopyDirection, Used, capture, copy, copy_now,
+};
+
+/// Bytes up to which a write goes through pinned memory of the stream, without a wait of the host. Larger writes wait for
+/// the stream.
+const STAGED: usize = 1 << 20;
+
+thread_local! {
+    /// Plans of the capture that this thread records. The streams of a capture share them.
+    static CAPTURED: RefCell<StepPlans> = RefCell::default();
+}
+
+/// Drops the plans of this thread's capture at its end.
+struct CapturedPlans;
+
+impl Drop for CapturedPlans {
+    fn drop(&mut self) {
+        CAPTURED.take();
+    }
+}
+
+/// A stream of the Ascend backend.
+pub struct AscendStream {
+    queue: Arc<AclStream>,
+    plans: Mutex<StepPlans>,
+}
+
+impl fmt::Debug for AscendStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "AscendStream on {:?}", self.queue.npu)
+    }
+}
+
+impl AscendStream {
+    pub(crate) fn over(queue: AclStream) -> Self {
+        Self { queue: Arc::new(queue), plans: Mutex::default() }
+    }
+
+    /// Wraps a stream of the caller, of this device.
+    ///
+    /// # Safety
+    /// See [`AscendBackend::lent_stream`](crate::AscendBackend::lent_stream).
+    pub(crate) unsafe fn lent(
+        npu: &Arc<Npu>,
+        raw: sys::aclrtStream,
+        owner: Arc<dyn Any + Send + Sync>,
+    ) -> Self {
+        Self::over(AclStream::over(npu, raw, Some(owner)))
+    }
+
+    pub(crate) fn queue(&self) -> &Arc<AclStream> {
+        &self.queue
+    }
+
+    /// Returns ACL's stream, for engines that enqueue work of their own between operations.
+    pub fn raw(&self) -> *mut c_void {
+        self.queue.raw
+    }
+}
+
+impl Stream for AscendStream {
+    fn launch(&self, operation: Checked<'_>) -> Result<()> {
+        let operation = operation.operation();
+        self.queue.enqueue(|work| {
+            work.admit(operation)?;
+            operation.storages().for_each(|storage| work.hold(Used::Storage(Arc::clone(storage))));
+            if work.captured_step().is_some() {
+                return CAPTURED
+                    .with_borrow_mut(|plans| operations::run(&mut StepWork { work, plans }, operation));
+            }
+            operations::run(&mut StepWork { work, plans: &mut self.plans.lock() }, operation)
+        })
+    }
+
+    fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        memory::of(&self.queue.npu, storage).map(drop)
+    }
+
+    fn reaches(&self, storage: &Arc<dyn Storage>) -> Result<()> {
+        let npu = &self.queue.npu;
+        self.owns(storage).or_else(|_| memory::of_peer(npu, storage).map(drop))
+    }
+
+    fn counters(&self) -> &Counters {
+        if capture::records(&self.queue) { &self.queue.captured } else { &self.queue.npu.counters }
+    }
+
+    fn record(&self) -> Result<Arc<dyn Event>> {
+        let AclStream { npu, raw, memory, .. } = &*self.queue;
+        capture::with(&self.queue, |recording| {
+            let _current = npu.bind()?;
+            let number = recording.as_ref().map_or(0, |recording| recording.number());
+            let event = Arc::new(AclEvent::create(npu, number)?);
+            let mut memory = memory.lock();
+            event.record(*raw)?;
+            let used = Used::Event(Arc::clone(&event));
+            match recording {
+                Some(recording) => recording.hold(used),
+                None => memory.in_flight.hold(used),
+            }
+            Ok(Arc::new(AscendEvent(event)) as Arc<dyn Event>)
+        })
+    }
+
+    fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
+        let event = event.as_any().downcast_ref::<AscendEvent>().ok_or(foreign("an event"))?;
+        let AclStream { npu, raw, memory, .. } = &*self.queue;
+        capture::join(&self.queue, event, |recording| {
+            let _current = npu.bind()?;
+            let mut memory = memory.lock();
+            event.0.hold_back(npu, *raw)?;
+            let used = Used::Event(Arc::clone(&event.0));
+            if let Some(recording) = recording {
+                recording.hold(used);
+                return Ok(());
+            }
+            memory.in_flight.hold(used);
+            memory.in_flight.tidy(npu, *raw)
+        })
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        let _pass = capture::outside(&self.queue, "a wait of the host")?;
+        let _current = self.queue.npu.bind()?;
+        self.queue.synchronize(&mut self.queue.memory.lock())
+    }
+
+    fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
+        let range = dst.host_range(src.len())?;
+        let AclStream { npu, raw, memory, .. } = &*self.queue;
+        let into = memory::of(npu, dst.storage())?;
+        let _pass = capture::outside(&self.queue, "a write by the host")?;
+        let _current = npu.bind()?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        let (at, len) = (dst.storage().address() + range.start as u64, src.len());
+        let mut memory = memory.lock();
+        match into.host() {
+            // The host writes pinned memory itself, after the stream's work.
+            Some(_) => {
+                self.queue.synchronize(&mut memory)?;
+                // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract asks
+                // callers to order other streams before.
+                unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), at as *mut u8, len) };
+            }
+            None if len > STAGED => {
+                self.queue.synchronize(&mut memory)?;
+                // SAFETY: the range lies in the storage, whose work on this stream is done.
+                unsafe { copy_now(npu, at, src.as_ptr() as u64, len, CopyDirection::ToDevice) }?;
+            }
+            None => {
+                let staged = memory.lists.stage(npu, src)?;
+                memory.in_flight.hold(Used::Storage(Arc::clone(dst.storage())));
+                memory.in_flight.hold(Used::List(Arc::clone(&staged)));
+                copy(npu, *raw, at, staged.host(), len, CopyDirection::ToDevice)?;
+            }
+        }
+        Counters::add(&npu.counters.host_write_bytes, len);
+        memory.in_flight.tidy(npu, *raw)
+    }
+
+    fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
+        let range = src.host_range(dst.len())?;
+        let AclStream { npu, memory, .. } = &*self.queue;
+        let from = memory::of(npu, src.storage())?;
+        let _pass = capture::outside(&self.queue, "a read by the host")?;
+        let _current = npu.bind()?;
+        let at = src.storage().address() + range.start as u64;
+        self.queue.synchronize(&mut memory.lock())?;
+        if from.kind() == MemoryKind::Pinned {
+            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract asks callers
+            // to order other streams before.
+            unsafe { std::ptr::copy_nonoverlapping(at as *const u8, dst.as_mut_ptr(), dst.len()) };
+        } else if !dst.is_empty() {
+            // SAFETY: the range lies in the storage, whose work on this stream is done.
+            unsafe { copy_now(npu, dst.as_mut_ptr() as u64, at, dst.len(), CopyDirection::ToHost) }?;
+        }
+        Counters::add(&npu.counters.host_read_bytes, dst.len());
+        Ok(())
+    }
+
+    fn capture(&self, inputs: &StepInputs, record: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
+        let open = capture::OpenCapture::begin(&self.queue, inputs)?;
+        let _plans = CapturedPlans;
+        record()?;
+        let (graph, recording, counts) = open.end()?;
+        Ok(Arc::new(AscendGraph::new(&self.queue, graph, recording, counts)))
+    }
+}
