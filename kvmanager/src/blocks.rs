@@ -1,53 +1,32 @@
-//! Blocks by number, for engines that keep block lists themselves.
+//! Blocks by number, for engines that keep their own block lists.
 
 use kvcore::{
-    Backend, BlockId, BlockPool, KvArena, KvExtents, KvLayout, LayerViews, MemoryKind, MutableBlocks,
-    PoolCounts, RankInfo, Scatter, Stream, TensorView,
+    Backend, BlockId, BlockPool, KvArena, KvLayout, KvShape, LayerViews, MemoryKind, MutableBlocks,
+    PoolCounts, Scatter, Stream, TensorView,
 };
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashSet};
 use std::sync::Arc;
-
-use serde::{Deserialize, Serialize};
 
 use crate::error::{CoreError, too_large};
 use crate::rows::read_rows;
 use crate::{Error, Result};
 
-/// The number and the size of a manager's blocks.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct BlockManagerConfig {
-    /// Number of tokens per block, at least 1.
-    pub block_size: usize,
-    /// Number of blocks.
-    pub num_blocks: usize,
-}
-
-impl Default for BlockManagerConfig {
-    /// Returns 256 blocks of 16 tokens.
-    fn default() -> Self {
-        Self { block_size: 16, num_blocks: 256 }
-    }
-}
-
-/// A manager of one device's blocks, which are allocated and freed by number, and read and written block by
-/// block.
+/// The blocks of one device, allocated and freed by number, read and written block by block.
 ///
-/// The typed guards of [`BlockPool`] make wrong frees impossible; in this manager, wrong frees are errors.
-/// All layers share the block numbers. Rows move in the order of the caller's streams: a read sees rows
-/// written before on its stream, or on a stream that its stream waits for.
+/// The typed guards of [`BlockPool`] make wrong frees impossible; here, they are errors. All layers share the block
+/// numbers. Copies of rows run in the order of the caller's streams: a read sees rows that were written before on its
+/// stream, or on a stream that its stream waits for.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{DType, KvExtents, RankInfo};
-/// use kvmanager::{BlockManager, BlockManagerConfig, Error};
+/// use kvcore::{BlockOrder, DType, KvShape};
+/// use kvmanager::{BlockManager, Error};
 ///
-/// let extents = KvExtents {
-///     num_layers: 2, k_heads: 2, v_heads: 2, k_dim: 8, v_dim: 8, max_positions: 128,
-///     format: DType::F32.into(),
+/// let shape = KvShape {
+///     num_layers: 2, num_blocks: 256, block_size: 16, k_heads: 2, v_heads: 2, k_dim: 8, v_dim: 8,
+///     format: DType::F32.into(), order: BlockOrder::HeadMajor,
 /// };
-/// let config = BlockManagerConfig::default();
-/// let mut manager = BlockManager::from_config(CpuBackend::new(), &extents, &RankInfo::default(), &config)?;
+/// let mut manager = BlockManager::new(CpuBackend::new(), shape)?;
 /// let blocks = manager.allocate(3)?;
 /// assert_eq!((manager.counts().free, manager.max_tokens_supported()), (253, 256 * 16));
 /// manager.free(&blocks)?;
@@ -63,22 +42,17 @@ pub struct BlockManager {
 }
 
 impl BlockManager {
-    /// Allocates the blocks of this rank's part of a model.
+    /// Allocates the memory of all blocks.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Zero`] if the number of blocks or the block size is 0, [`kvcore::Error::Uneven`] if the
-    /// model does not divide evenly among the ranks, [`kvcore::Error::Overflow`] if a size does not fit the address
+    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if a size does not fit the address
     /// space, and the errors of the backend.
-    pub fn from_config(
-        backend: Arc<dyn Backend>,
-        extents: &KvExtents,
-        rank: &RankInfo,
-        config: &BlockManagerConfig,
-    ) -> Result<Self> {
-        let layout = KvLayout::new(extents.shape(rank, config.num_blocks, config.block_size)?)?;
-        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(layout))?;
-        let pool = BlockPool::new(0..config.num_blocks as u32)?;
-        Ok(Self { backend, arena, pool, held: BTreeMap::new() })
+    pub fn new(backend: Arc<dyn Backend>, shape: KvShape) -> Result<Self> {
+        let blocks = u32::try_from(shape.num_blocks);
+        let blocks = blocks.map_err(|_| CoreError::Overflow { what: "number of blocks" })?;
+        let layout = Arc::new(KvLayout::new(shape)?);
+        let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, layout)?;
+        Ok(Self { backend, arena, pool: BlockPool::new(0..blocks)?, held: BTreeMap::new() })
     }
 
     /// Takes `n` blocks, or none.
@@ -98,11 +72,10 @@ impl BlockManager {
     /// Frees all of `blocks`, or none.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::ForeignBlock`] for a number that is not of this manager, and
-    /// [`Error::NotAllocated`] for a block that is free already or given twice. In these cases nothing is
-    /// freed.
+    /// Returns [`kvcore::Error::ForeignBlock`] for a number past the last block, and [`Error::NotAllocated`] for a block
+    /// that is already free, is given twice, or belongs to a sequence. In these cases nothing is freed.
     pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
-        let mut seen = std::collections::HashSet::new();
+        let mut seen = HashSet::new();
         for &block in blocks {
             self.check_held(block)?;
             if !seen.insert(block) {
@@ -127,12 +100,12 @@ impl BlockManager {
         self.held.get(&block).ok_or(Error::NotAllocated { block })
     }
 
-    /// Writes rows `[tokens, heads, dim]` of one layer into a block, starting at token `offset` of the
-    /// block, in the order of `stream`.
+    /// Writes rows `[tokens, heads, dim]` of one layer into a block, starting at token `offset` of the block, in the order
+    /// of `stream`.
     ///
     /// # Errors
-    /// Returns an error if the block is not allocated, if the rows reach past the end of the block, or if
-    /// the layer or a shape does not fit. In these cases nothing is written.
+    /// Returns an error if the block is not allocated, if the rows reach past the end of the block, or if the layer or a
+    /// shape does not fit. In these cases nothing is written.
     pub fn write(
         &self,
         stream: &dyn Stream,
@@ -155,12 +128,12 @@ impl BlockManager {
         Ok(stream.scatter(&Scatter::new(&self.arena, layer, k.clone(), v.clone(), &slots))?)
     }
 
-    /// Copies the first `len` tokens of a list of blocks: `([len, heads, k_dim], [len, heads, v_dim])`. The
-    /// caller may use the result on `stream`, and on other streams that wait for an event of `stream`.
+    /// Copies the first `len` tokens of a list of blocks: `([len, heads, k_dim], [len, heads, v_dim])`. Use the result on
+    /// `stream`, or on a stream that waits for an event of `stream`.
     ///
     /// # Errors
-    /// Returns an error if a block is not allocated, if `len` exceeds the tokens of the blocks, or if the
-    /// layer is out of range.
+    /// Returns an error if a block is not allocated, if `len` exceeds the tokens of the blocks, or if the layer is out of
+    /// range.
     pub fn read(
         &self,
         stream: &dyn Stream,
@@ -177,7 +150,7 @@ impl BlockManager {
         read_rows(self.backend.as_ref(), stream, &self.arena, layer, &(0..len).map(slot).collect())
     }
 
-    /// Frees all blocks.
+    /// Frees all blocks that [`allocate`](Self::allocate) gave out. Blocks of sequences stay with their sequence.
     pub fn reset(&mut self) {
         self.held.clear();
     }
@@ -186,12 +159,12 @@ impl BlockManager {
         self.arena.layout().shape().block_size
     }
 
-    /// Returns the number of blocks in each state.
+    /// Returns the number of blocks in each state, with the blocks of sequences.
     pub fn counts(&self) -> PoolCounts {
         self.pool.counts()
     }
 
-    /// Returns the number of tokens of one layer that all blocks hold together.
+    /// Returns the number of tokens that all blocks hold together.
     pub fn max_tokens_supported(&self) -> usize {
         self.arena.layout().num_slots()
     }
@@ -201,8 +174,13 @@ impl BlockManager {
         self.arena.storages().map(|storage| storage.len()).sum()
     }
 
-    /// Returns the arena of the keys and values, for kernels that read blocks in place.
+    /// Returns the memory of keys and values.
     pub fn arena(&self) -> &KvArena {
         &self.arena
+    }
+
+    /// Returns the backend and the pool, for sequences that take blocks of their own.
+    pub(crate) fn parts(&self) -> (&Arc<dyn Backend>, &BlockPool) {
+        (&self.backend, &self.pool)
     }
 }

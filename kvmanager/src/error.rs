@@ -76,5 +76,5 @@ pub(crate) fn too_large(what: &'static str, value: usize, most: usize) -> Error 
 
 /// Checks that two extents agree.
 pub(crate) fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
-    if expected == got { Ok(()) } else { Err(Error::Core(CoreError::Mismatch { what, expected, got })) }
+    if expected == got { Ok(()) } else { Err(Error::Core(CoreError::mismatch(what, expected, got))) }
 }

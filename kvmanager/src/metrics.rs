@@ -9,15 +9,13 @@ use kvchunk::metrics::{Exposition, Goal, Latencies, LatencyColumn, MetricKind, N
 
 /// The metrics of a pool, and of the calls of its [`StorageManager`](super::StorageManager), at one moment.
 ///
-/// [`of`](Self::of) reads a pool alone, for example that of a [`PagedKvCache`](kvcore::PagedKvCache), which
-/// takes blocks without a manager. [`prometheus`](Self::prometheus) returns the text that Prometheus
-/// scrapes; `serde` gives JSON.
+/// [`prometheus`](Self::prometheus) returns the text that Prometheus scrapes; `serde` gives JSON.
 ///
 /// ```
 /// use kvcore::BlockPool;
-/// use kvmanager::{PoolMetrics, RequestId, StorageManager};
+/// use kvmanager::{PoolMetrics, StorageManager};
 /// let manager = StorageManager::new(BlockPool::new(0..10)?);
-/// manager.reserve(RequestId(1), 4)?;
+/// manager.reserve(1, 4)?;
 /// let metrics = manager.metrics();
 /// assert_eq!((metrics.available, metrics.in_flight, metrics.utilization), (6, 4, 0.4));
 /// assert!(metrics.goals().iter().take(2).all(|goal| goal.met == Some(true)));
@@ -31,8 +29,7 @@ pub struct PoolMetrics {
     pub total: usize,
     /// Number of blocks that a reservation can take: free and evictable blocks.
     pub available: usize,
-    /// Number of blocks held by requests. Without a manager: the number of blocks with any guard, for
-    /// filling or for reading.
+    /// Number of blocks held by requests.
     pub in_flight: usize,
     /// `in_flight / total`, or 0 for an empty pool. Does not count cached blocks, unlike
     /// [`PoolCounts::utilization`], which counts every block that is not free.
@@ -49,7 +46,7 @@ pub struct PoolMetrics {
     pub reserved_blocks: u64,
     /// Number of blocks freed by releases.
     pub released_blocks: u64,
-    /// Number of blocks handed over to be shared.
+    /// Number of blocks given to callers that share them.
     pub taken_blocks: u64,
     /// Number of cached blocks that were evicted.
     pub evictions: u64,
@@ -63,7 +60,7 @@ pub struct PoolMetrics {
 
 const COLUMNS: [NumberColumn<PoolMetrics>; 11] = [
     ("kvcore_pool_size_blocks", MetricKind::Gauge, "Blocks of the pool", |m| m.total as f64),
-    ("kvcore_pool_available_blocks", MetricKind::Gauge, "Blocks that a reservation can have", |m| {
+    ("kvcore_pool_available_blocks", MetricKind::Gauge, "Blocks that a reservation can take", |m| {
         m.available as f64
     }),
     ("kvcore_pool_in_flight_blocks", MetricKind::Gauge, "Blocks that requests hold", |m| m.in_flight as f64),
@@ -71,15 +68,18 @@ const COLUMNS: [NumberColumn<PoolMetrics>; 11] = [
         m.utilization
     }),
     ("kvcore_pool_reservations", MetricKind::Counter, "Reservations made", |m| m.reservations as f64),
-    ("kvcore_pool_refused", MetricKind::Counter, "Reservations refused for want of blocks", |m| {
-        m.refused as f64
-    }),
+    (
+        "kvcore_pool_refused",
+        MetricKind::Counter,
+        "Reservations refused because too few blocks were available",
+        |m| m.refused as f64,
+    ),
     ("kvcore_pool_releases", MetricKind::Counter, "Requests released", |m| m.releases as f64),
     ("kvcore_pool_reserved_blocks", MetricKind::Counter, "Blocks reserved", |m| m.reserved_blocks as f64),
-    ("kvcore_pool_released_blocks", MetricKind::Counter, "Blocks given back by releases", |m| {
+    ("kvcore_pool_released_blocks", MetricKind::Counter, "Blocks freed by releases", |m| {
         m.released_blocks as f64
     }),
-    ("kvcore_pool_taken_blocks", MetricKind::Counter, "Blocks handed over to be shared", |m| {
+    ("kvcore_pool_taken_blocks", MetricKind::Counter, "Blocks given to callers that share them", |m| {
         m.taken_blocks as f64
     }),
     ("kvcore_pool_evictions", MetricKind::Counter, "Cached blocks that were evicted", |m| m.evictions as f64),
@@ -91,22 +91,8 @@ const HISTOGRAMS: [LatencyColumn<PoolMetrics>; 2] = [
 ];
 
 impl PoolMetrics {
-    /// Reads the metrics of a pool without a manager. The counts of calls are 0, and the latencies are
-    /// empty.
-    ///
-    /// ```
-    /// use kvcore::{BlockPool, KeyScope};
-    /// use kvmanager::PoolMetrics;
-    /// let pool = BlockPool::new(0..8)?;
-    /// let keys = KeyScope::new("m", b"w").root().chain(&[1, 2, 3], 1);
-    /// let held = pool.allocate(2)?.register(None, &keys[..2])?;
-    /// let found = pool.lookup_chain(&keys);
-    /// let metrics = PoolMetrics::of(&pool);
-    /// assert_eq!((metrics.in_flight, metrics.available, metrics.utilization), (2, 6, 0.25));
-    /// assert_eq!((metrics.lookups.hits, metrics.lookups.misses), (2, 1));
-    /// # Ok::<(), kvcore::Error>(())
-    /// ```
-    pub fn of(pool: &BlockPool) -> Self {
+    /// Reads the metrics of a pool alone. The counts of calls are 0, and the latencies are empty.
+    pub(crate) fn of(pool: &BlockPool) -> Self {
         let counts = pool.counts();
         let in_flight = counts.mutable + counts.shared;
         Self {
@@ -172,14 +158,14 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::{RequestId, StorageManager};
+    use crate::StorageManager;
     use kvchunk::metrics::LatencyHistogram;
     use kvcore::KeyScope;
 
     fn metrics(total: u32, reserved: usize) -> PoolMetrics {
-        let manager = StorageManager::untimed(BlockPool::new(0..total).unwrap());
-        manager.reserve(RequestId(1), reserved).unwrap();
-        manager.metrics()
+        let manager = StorageManager::new(BlockPool::new(0..total).unwrap());
+        manager.reserve(1, reserved).unwrap();
+        PoolMetrics { allocation: Latencies::default(), ..manager.metrics() }
     }
 
     #[test]
@@ -206,7 +192,7 @@ mod tests {
         assert_eq!(PoolMetrics::of(&pool).lookups, Lookups { hits: 5, misses: 2 });
         drop(pool.allocate(9).unwrap());
         assert_eq!(PoolMetrics::of(&pool).evictions, 2);
-        let managed = StorageManager::untimed(pool);
+        let managed = StorageManager::new(pool);
         assert_eq!(managed.metrics(), PoolMetrics::of(managed.pool()));
     }
 

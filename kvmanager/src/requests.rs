@@ -2,42 +2,29 @@
 
 use kvcore::{BlockId, BlockPool, MutableBlocks};
 use std::collections::HashMap;
-use std::fmt;
 use std::time::Instant;
 
 use parking_lot::Mutex;
-use serde::{Deserialize, Serialize};
 
 use crate::{Error, PoolMetrics, Result};
 use kvchunk::metrics::LatencyHistogram;
 
-/// The number of a request, chosen by the engine.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(transparent)]
-pub struct RequestId(pub u64);
-
-impl fmt::Display for RequestId {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-/// A manager that reserves blocks of a pool for requests, releases all blocks of a request together, and
-/// measures the latency of these calls. (The `KvStorageManager` of the seed.)
+/// A manager that reserves blocks of a pool for requests, releases all blocks of a request together, and measures the
+/// latency of these calls.
 ///
-/// The manager holds one guard of the pool for each request, under one lock. If the pool has no other
-/// users, available and in-flight blocks add up to the pool's total at every moment that a caller can
-/// observe. Engines that need no request numbers use the guards of [`BlockPool`] directly.
+/// The manager holds one guard of the pool for each request, under one lock. If the pool has no other users, available
+/// and in-flight blocks always add up to the pool's total. Engines that need no request numbers use the guards of
+/// [`BlockPool`] directly.
 ///
 /// ```
 /// use kvcore::BlockPool;
-/// use kvmanager::{Error, RequestId, StorageManager};
+/// use kvmanager::{Error, StorageManager};
 /// let manager = StorageManager::new(BlockPool::new(0..8)?);
-/// let request = RequestId(7);
+/// let request = 7;
 /// assert_eq!(manager.reserve(request, 3)?.len(), 3);
-/// manager.reserve(request, 2)?;                            // adds to the first three
+/// manager.reserve(request, 2)?;                             // adds to the first three
 /// assert_eq!((manager.available_count(), manager.inflight_count()), (3, 5));
-/// assert!(manager.reserve(RequestId(8), 4).is_err());      // all or nothing
+/// assert!(manager.reserve(8, 4).is_err());                  // all or nothing
 /// assert_eq!(manager.release(request)?, 5);
 /// assert_eq!(manager.release(request), Err(Error::UnknownRequest(7)));
 /// # Ok::<(), Error>(())
@@ -46,12 +33,12 @@ impl fmt::Display for RequestId {
 pub struct StorageManager {
     pool: BlockPool,
     requests: Mutex<Requests>,
-    timing: Option<Timing>,
+    timing: Timing,
 }
 
 #[derive(Debug, Default)]
 struct Requests {
-    held: HashMap<RequestId, MutableBlocks>,
+    held: HashMap<u64, MutableBlocks>,
     in_flight: usize,
     counted: Counted,
 }
@@ -74,64 +61,51 @@ struct Timing {
 }
 
 impl StorageManager {
-    /// Creates a manager that measures the latency of its calls. Each call reads the clock twice.
+    /// Creates a manager of the blocks of a pool. Each reservation and each release reads the clock twice.
     pub fn new(pool: BlockPool) -> Self {
-        Self { pool, requests: Mutex::default(), timing: Some(Timing::default()) }
+        Self { pool, requests: Mutex::default(), timing: Timing::default() }
     }
 
-    /// Creates a manager that counts its calls but never reads the clock.
-    pub fn untimed(pool: BlockPool) -> Self {
-        Self { pool, requests: Mutex::default(), timing: None }
-    }
-
-    /// Reserves `blocks` more blocks for a request, or none, and returns them. Evicts cached blocks if
-    /// needed.
+    /// Reserves `blocks` more blocks for a request, or none, and returns them. Evicts cached blocks if needed.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case the
-    /// request keeps the blocks it had.
-    pub fn reserve(&self, request: RequestId, blocks: usize) -> Result<Vec<BlockId>> {
-        self.timed(
-            |timing| &timing.allocation,
-            || {
-                let mut requests = self.requests.lock();
-                let reserved = requests.reserve(&self.pool, request, blocks);
-                let counted = &mut requests.counted;
-                if reserved.is_ok() {
-                    counted.reservations += 1;
-                    counted.reserved_blocks += blocks as u64;
-                    requests.in_flight += blocks;
-                } else {
-                    counted.refused += 1;
-                }
-                reserved
-            },
-        )
+    /// Returns [`kvcore::Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case the request keeps
+    /// the blocks that it had.
+    pub fn reserve(&self, request: u64, blocks: usize) -> Result<Vec<BlockId>> {
+        timed(&self.timing.allocation, || {
+            let mut requests = self.requests.lock();
+            let reserved = requests.reserve(&self.pool, request, blocks);
+            let counted = &mut requests.counted;
+            if reserved.is_ok() {
+                counted.reservations += 1;
+                counted.reserved_blocks += blocks as u64;
+                requests.in_flight += blocks;
+            } else {
+                counted.refused += 1;
+            }
+            reserved
+        })
     }
 
     /// Frees all blocks of a request. Returns their number.
     ///
     /// # Errors
     /// Returns [`Error::UnknownRequest`] if the request is not known.
-    pub fn release(&self, request: RequestId) -> Result<usize> {
-        self.timed(
-            |timing| &timing.release,
-            || {
-                let mut requests = self.requests.lock();
-                let blocks = requests.remove(request)?.len(); // dropped here: the blocks are free
-                requests.counted.releases += 1;
-                requests.counted.released_blocks += blocks as u64;
-                Ok(blocks)
-            },
-        )
+    pub fn release(&self, request: u64) -> Result<usize> {
+        timed(&self.timing.release, || {
+            let mut requests = self.requests.lock();
+            let blocks = requests.remove(request)?.len(); // dropped here: the blocks are free
+            requests.counted.releases += 1;
+            requests.counted.released_blocks += blocks as u64;
+            Ok(blocks)
+        })
     }
 
-    /// Hands over the blocks of a request, so that the caller can complete and share them. Afterwards the
-    /// manager no longer knows the request.
+    /// Gives the blocks of a request to the caller, who can share them under their keys. The manager forgets the request.
     ///
     /// # Errors
     /// Returns [`Error::UnknownRequest`] if the request is not known.
-    pub fn take(&self, request: RequestId) -> Result<MutableBlocks> {
+    pub fn take(&self, request: u64) -> Result<MutableBlocks> {
         let mut requests = self.requests.lock();
         let blocks = requests.remove(request)?;
         requests.counted.taken_blocks += blocks.len() as u64;
@@ -142,9 +116,9 @@ impl StorageManager {
     ///
     /// # Errors
     /// Returns [`Error::UnknownRequest`] if the request is not known.
-    pub fn blocks(&self, request: RequestId) -> Result<Vec<BlockId>> {
+    pub fn blocks(&self, request: u64) -> Result<Vec<BlockId>> {
         let requests = self.requests.lock();
-        let blocks = requests.held.get(&request).ok_or(Error::UnknownRequest(request.0))?;
+        let blocks = requests.held.get(&request).ok_or(Error::UnknownRequest(request))?;
         Ok(blocks.ids().to_vec())
     }
 
@@ -159,56 +133,41 @@ impl StorageManager {
         self.requests.lock().in_flight
     }
 
-    /// Returns the number of blocks of the pool.
-    pub fn total(&self) -> usize {
-        self.pool.range().len()
-    }
-
-    /// Returns the share of blocks held by requests, between 0 and 1.
-    pub fn utilization(&self) -> f64 {
-        share(self.inflight_count(), self.total())
-    }
-
     /// Returns the pool of the manager.
     pub fn pool(&self) -> &BlockPool {
         &self.pool
     }
 
-    /// Returns all metrics at one moment. Latencies of calls that end during this call may or may not be
-    /// counted.
+    /// Returns all metrics at one moment. Latencies of calls that end during this call may be missing.
     pub fn metrics(&self) -> PoolMetrics {
         let requests = self.requests.lock();
         let counted = requests.counted;
-        let latencies = |of: fn(&Timing) -> &LatencyHistogram| {
-            self.timing.as_ref().map_or_else(Default::default, |timing| of(timing).snapshot())
-        };
         PoolMetrics {
             in_flight: requests.in_flight,
-            utilization: share(requests.in_flight, self.total()),
+            utilization: share(requests.in_flight, self.pool.range().len()),
             reservations: counted.reservations,
             refused: counted.refused,
             releases: counted.releases,
             reserved_blocks: counted.reserved_blocks,
             released_blocks: counted.released_blocks,
             taken_blocks: counted.taken_blocks,
-            allocation: latencies(|timing| &timing.allocation),
-            release: latencies(|timing| &timing.release),
+            allocation: self.timing.allocation.snapshot(),
+            release: self.timing.release.snapshot(),
             ..PoolMetrics::of(&self.pool)
         }
     }
+}
 
-    /// Runs `call`. If it succeeds and latencies are measured, records its duration.
-    fn timed<T>(&self, of: fn(&Timing) -> &LatencyHistogram, call: impl FnOnce() -> Result<T>) -> Result<T> {
-        let Some(timing) = &self.timing else { return call() };
-        let start = Instant::now();
-        let value = call()?;
-        of(timing).record(start.elapsed());
-        Ok(value)
-    }
+/// Runs `call`. If it succeeds, records its duration.
+fn timed<T>(latencies: &LatencyHistogram, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    let start = Instant::now();
+    let value = call()?;
+    latencies.record(start.elapsed());
+    Ok(value)
 }
 
 impl Requests {
-    fn reserve(&mut self, pool: &BlockPool, request: RequestId, blocks: usize) -> Result<Vec<BlockId>> {
+    fn reserve(&mut self, pool: &BlockPool, request: u64, blocks: usize) -> Result<Vec<BlockId>> {
         if let Some(held) = self.held.get_mut(&request) {
             let before = held.len();
             held.allocate(blocks)?;
@@ -220,8 +179,8 @@ impl Requests {
         Ok(ids)
     }
 
-    fn remove(&mut self, request: RequestId) -> Result<MutableBlocks> {
-        let blocks = self.held.remove(&request).ok_or(Error::UnknownRequest(request.0))?;
+    fn remove(&mut self, request: u64) -> Result<MutableBlocks> {
+        let blocks = self.held.remove(&request).ok_or(Error::UnknownRequest(request))?;
         self.in_flight -= blocks.len();
         Ok(blocks)
     }
@@ -241,8 +200,8 @@ mod tests {
         StorageManager::new(BlockPool::new(0..blocks).unwrap())
     }
 
-    const A: RequestId = RequestId(1);
-    const B: RequestId = RequestId(2);
+    const A: u64 = 1;
+    const B: u64 = 2;
 
     #[test]
     fn a_second_reservation_adds_to_the_first() {
@@ -254,7 +213,7 @@ mod tests {
         all.dedup();
         assert_eq!((all.len(), m.inflight_count(), m.available_count()), (5, 5, 5));
         assert_eq!(m.release(A), Ok(5), "none is lost");
-        assert_eq!((m.inflight_count(), m.available_count(), m.utilization()), (0, 10, 0.0));
+        assert_eq!((m.inflight_count(), m.available_count(), m.metrics().utilization), (0, 10, 0.0));
         m.pool().check_invariants().unwrap();
     }
 
@@ -279,14 +238,13 @@ mod tests {
     #[test]
     fn nothing_reserved_is_a_request_with_no_blocks() {
         let m = manager(2);
-        assert_eq!(m.utilization(), 0.0);
         assert_eq!(m.reserve(A, 0), Ok(vec![]));
         assert_eq!((m.blocks(A), m.release(A)), (Ok(vec![]), Ok(0)));
         assert_eq!(m.release(A), Err(Error::UnknownRequest(1)));
     }
 
     #[test]
-    fn blocks_that_are_taken_over_can_be_completed_and_are_evicted_for_the_next() {
+    fn blocks_that_are_taken_can_be_shared_and_are_evicted_for_the_next() {
         let m = manager(4);
         m.reserve(A, 3).unwrap();
         let key = kvcore::KeyScope::new("m", b"").root();
@@ -301,16 +259,6 @@ mod tests {
     }
 
     #[test]
-    fn without_a_clock_everything_else_is_counted() {
-        let m = StorageManager::untimed(BlockPool::new(0..4).unwrap());
-        m.reserve(A, 1).unwrap();
-        m.release(A).unwrap();
-        let metrics = m.metrics();
-        assert_eq!((metrics.reservations, metrics.releases), (1, 1));
-        assert_eq!((metrics.allocation.count(), metrics.release.count()), (0, 0));
-    }
-
-    #[test]
     fn counters_add_up_under_threads() {
         const THREADS: u64 = 4;
         const ROUNDS: u64 = 300;
@@ -320,7 +268,7 @@ mod tests {
                 let m = &m;
                 scope.spawn(move || {
                     for round in 0..ROUNDS {
-                        let request = RequestId(thread * ROUNDS + round);
+                        let request = thread * ROUNDS + round;
                         let (first, second) = (m.reserve(request, 3), m.reserve(request, 4));
                         let expected = first.map_or(0, |b| b.len()) + second.map_or(0, |b| b.len());
                         if expected > 0 {

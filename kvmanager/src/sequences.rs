@@ -6,8 +6,7 @@ use std::sync::Arc;
 
 use crate::error::{CoreError, range, same, too_large};
 use crate::rows::read_rows;
-use crate::single::SingleSequence;
-use crate::{Error, Result};
+use crate::{BlockManager, Error, Result};
 
 /// Default limit to the number of blocks of a sequence.
 pub const DEFAULT_MAX_BLOCKS: usize = 64;
@@ -19,18 +18,17 @@ struct Named {
     written: Vec<usize>,
 }
 
-/// A paged cache whose sequences are appended to layer by layer.
+/// Sequences in the blocks of a [`BlockManager`], appended to layer by layer.
 ///
-/// All layers of a sequence share its blocks. The first layer to receive a token takes the slot, and the
-/// other layers write to that slot, so the length advances once per token. Rows move in the order of the
-/// caller's streams, under the rule stated at [`PagedKvCache`](PagedKvCache#order). Meant for engines that
-/// attend over dense tensors; engines that read blocks in place use [`PagedKvCache`] itself.
+/// All layers of a sequence share its blocks. The first layer that receives a token takes the slot, and the other
+/// layers write to that slot, so the length grows once per token. Copies of rows run in the order of the caller's
+/// streams, under the rule stated at [`PagedKvCache`](PagedKvCache#order). Meant for engines that attend over dense
+/// tensors; engines that read blocks in place use [`PagedKvCache`] itself.
 ///
 /// ```
-/// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache, allocate_tensor};
-/// use kvmanager::PagedSequences;
+/// use kvcore::{Backend, BlockOrder, DType, KvShape, MemoryKind, allocate_tensor};
+/// use kvmanager::{BlockManager, PagedSequences};
 ///
 /// let backend = CpuBackend::new();
 /// let stream = backend.stream()?;
@@ -38,17 +36,16 @@ struct Named {
 ///     num_layers: 2, num_blocks: 8, block_size: 4, k_heads: 2, v_heads: 2, k_dim: 3, v_dim: 3,
 ///     format: DType::F32.into(), order: BlockOrder::HeadMajor,
 /// };
-/// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
-/// let cache = PagedKvCache::new(arena, BlockPool::new(0..8)?)?;
-/// let mut sequences = PagedSequences::new(backend.clone(), cache);
+/// let manager = BlockManager::new(backend.clone(), shape)?;
+/// let mut sequences = PagedSequences::new(&manager)?;
 ///
 /// let id = sequences.create(None)?;
 /// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[5, 2, 3])?;
 /// for layer in 0..2 {
 ///     sequences.append(stream.as_ref(), id, layer, &rows, &rows)?;
 /// }
-/// assert_eq!(sequences.len(id)?, 5);
-/// assert_eq!(sequences.read(stream.as_ref(), id, 1)?.0.shape(), [5, 2, 3]);
+/// assert_eq!((sequences.len(id)?, manager.counts().free), (5, 6));
+/// assert_eq!(sequences.read(stream.as_ref(), id, 1, 5)?.0.shape(), [5, 2, 3]);
 /// sequences.delete(id)?;
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
@@ -61,10 +58,16 @@ pub struct PagedSequences {
 }
 
 impl PagedSequences {
-    /// Creates a set of sequences in `cache`, whose memory is of `backend`. A sequence has at most
+    /// Creates an empty set of sequences that take their blocks from `manager`. A sequence has at most
     /// [`DEFAULT_MAX_BLOCKS`] blocks.
-    pub fn new(backend: Arc<dyn Backend>, cache: PagedKvCache) -> Self {
-        Self { backend, cache, sequences: BTreeMap::new(), max_blocks: DEFAULT_MAX_BLOCKS }
+    ///
+    /// # Errors
+    /// Returns the errors of [`PagedKvCache::new`].
+    pub fn new(manager: &BlockManager) -> Result<Self> {
+        let (backend, pool) = manager.parts();
+        let cache = PagedKvCache::new(manager.arena().clone(), pool.clone())?;
+        let backend = Arc::clone(backend);
+        Ok(Self { backend, cache, sequences: BTreeMap::new(), max_blocks: DEFAULT_MAX_BLOCKS })
     }
 
     /// Sets the limit to the number of blocks of a sequence.
@@ -105,25 +108,12 @@ impl PagedSequences {
         written.get(layer).copied().ok_or(range("layer", layer, written.len()))
     }
 
-    /// Returns the number of tokens of a sequence: that of its longest layer.
+    /// Returns the number of tokens of a sequence, which is that of its longest layer.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
     pub fn len(&self, number: u64) -> Result<usize> {
         Ok(self.cache.len(self.named(number)?.id)?)
-    }
-
-    /// Returns whether a sequence has no token.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
-    pub fn is_empty(&self, number: u64) -> Result<bool> {
-        Ok(self.len(number)? == 0)
-    }
-
-    /// Returns the number of live sequences.
-    pub fn num_sequences(&self) -> usize {
-        self.sequences.len()
     }
 
     /// Appends new rows `[tokens, heads, dim]` to one layer.
@@ -144,28 +134,26 @@ impl PagedSequences {
         self.write(stream, number, layer, k, v, start)
     }
 
-    /// Writes rows of one layer at `start`, in place of all tokens that the layer had from `start` on.
-    /// Returns all rows that the layer has afterwards: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
+    /// Writes rows of one layer at `start`, in place of all tokens that the layer had from `start` on. Returns all rows
+    /// of the layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
     /// Blocks past the end of the longest layer are freed.
     ///
     /// ```
-    /// # use std::sync::Arc;
     /// # use kvbackend_cpu::CpuBackend;
-    /// # use kvcore::{Backend, BlockOrder, BlockPool, DType, KvArena, KvLayout, KvShape, MemoryKind, PagedKvCache, allocate_tensor};
-    /// # use kvmanager::PagedSequences;
+    /// # use kvcore::{Backend, BlockOrder, DType, KvShape, MemoryKind, allocate_tensor};
+    /// # use kvmanager::{BlockManager, PagedSequences};
     /// # let backend = CpuBackend::new();
     /// # let stream = backend.stream()?;
     /// # let shape = KvShape {
     /// #     num_layers: 1, num_blocks: 8, block_size: 4, k_heads: 2, v_heads: 2, k_dim: 3, v_dim: 3,
     /// #     format: DType::F32.into(), order: BlockOrder::HeadMajor,
     /// # };
-    /// # let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
-    /// # let cache = PagedKvCache::new(arena, BlockPool::new(0..8)?)?;
-    /// # let mut sequences = PagedSequences::new(backend.clone(), cache);
+    /// # let manager = BlockManager::new(backend.clone(), shape)?;
+    /// # let mut sequences = PagedSequences::new(&manager)?;
     /// let id = sequences.create(None)?;
     /// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[6, 2, 3])?;
     /// sequences.append(stream.as_ref(), id, 0, &rows, &rows)?;
-    /// // the last four of six tokens were wrong: three others take their place
+    /// // The last four of six tokens were wrong: three others take their place.
     /// let new = rows.slice(0, 0, 3)?;
     /// let (k, _) = sequences.update(stream.as_ref(), id, 0, &new, &new, 2)?;
     /// assert_eq!((k.shape(), sequences.len(id)?), (&[5, 2, 3][..], 5));
@@ -189,7 +177,7 @@ impl PagedSequences {
             return Err(too_large("start of the update", start, held));
         }
         self.write(stream, number, layer, k, v, start)?;
-        self.read(stream, number, layer)
+        self.read(stream, number, layer, self.layer_len(number, layer)?)
     }
 
     fn write(
@@ -223,21 +211,12 @@ impl PagedSequences {
         Ok(self.cache.truncate(id, furthest)?)
     }
 
-    /// Copies all rows of one layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
+    /// Copies the first `len` rows of one layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
     ///
     /// # Errors
-    /// Returns the errors of [`layer_len`](Self::layer_len), and those of the backend.
-    pub fn read(&self, stream: &dyn Stream, number: u64, layer: usize) -> Result<LayerViews> {
-        self.read_first(stream, number, layer, self.layer_len(number, layer)?)
-    }
-
-    pub(super) fn read_first(
-        &self,
-        stream: &dyn Stream,
-        number: u64,
-        layer: usize,
-        len: usize,
-    ) -> Result<LayerViews> {
+    /// Returns the errors of [`layer_len`](Self::layer_len), [`kvcore::Error::TooLarge`] if the layer has fewer than `len`
+    /// tokens, and the errors of the backend.
+    pub fn read(&self, stream: &dyn Stream, number: u64, layer: usize, len: usize) -> Result<LayerViews> {
         let held = self.layer_len(number, layer)?;
         if len > held {
             return Err(too_large("tokens to read", len, held));
@@ -246,26 +225,12 @@ impl PagedSequences {
         read_rows(self.backend.as_ref(), stream, self.cache.arena(), layer, slots.slots())
     }
 
-    /// Ends a sequence. Its blocks become free at once.
+    /// Ends a sequence and frees its blocks at once.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
     pub fn delete(&mut self, number: u64) -> Result<()> {
         let named = self.sequences.remove(&number).ok_or(Error::Core(CoreError::UnknownSequence(number)))?;
         Ok(self.cache.free(named.id)?)
-    }
-
-    /// Returns the cache that holds the sequences.
-    pub fn cache(&self) -> &PagedKvCache {
-        &self.cache
-    }
-
-    /// Returns one sequence behind the interface of a dense cache.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
-    pub fn single(&mut self, number: u64) -> Result<SingleSequence<'_>> {
-        self.named(number)?;
-        Ok(SingleSequence::new(self, number))
     }
 }

@@ -1,12 +1,8 @@
 //! The states of blocks under the names that operators know.
 
 use kvcore::PoolCounts;
-use std::fmt;
 
-use serde::Serialize;
-
-/// The state of a block for display: the lifecycle of NVIDIA Dynamo's KV manager, mapped to that of this
-/// crate.
+/// The state of a block for display, under the names of NVIDIA Dynamo's KV manager.
 ///
 /// | here | in [`kvcore`] | leaves by |
 /// |---|---|---|
@@ -27,8 +23,7 @@ use serde::Serialize;
 /// # drop(reserved);
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
-#[serde(rename_all = "snake_case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum BlockState {
     /// The block is free.
     Available,
@@ -66,12 +61,6 @@ impl BlockState {
     }
 }
 
-impl fmt::Display for BlockState {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.pad(self.name())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -89,6 +78,5 @@ mod tests {
         assert_eq!(states(), [2, 0, 2, 0]);
         drop(shared);
         assert_eq!(states(), [2, 0, 0, 2]);
-        assert_eq!(format!("{:>9}|", BlockState::InUse), "   in_use|");
     }
 }

@@ -1,197 +1,251 @@
-//! The cache of one rank: some layers of a model, for the tokens of the prompt so far.
+//! The cache of one rank: keys, or values, of some layers, for the tokens of the prompt so far.
 
-use crate::error::{CoreError, range, too_large};
-use crate::ranks::{Piece, PiecePlace};
-use crate::{Error, Result};
-use kvcore::{KvArena, LayerViews, Segment, StaticKvCache, Stream, TensorView};
+use kvcore::{Backend, CopyTensor, DType, MemoryKind, Stream, TensorView, allocate_tensor};
 use std::ops::Range;
 
-/// K `[layers, batch, capacity, k_heads, k_dim]`, and V likewise, for consecutive layers of a model.
+use crate::error::{CoreError, same, too_large};
+use crate::ranks::{PiecePlace, PrefillPlan, ReceivedMatrix};
+use crate::{Error, Result};
+
+/// Keys, or values, of consecutive layers: `[layers, batch, heads, capacity, dim]`.
 ///
-/// A rank cache is a [`StaticKvCache`] whose batch entries advance together and whose layers are numbered
-/// as in the model. [`into_static`](Self::into_static) returns that cache, for decoding after a prefill
-/// without copies. All memory is allocated up front; appending and merging allocate no device memory.
-///
-/// `append_sequence`, `get_data` and `reset` have the names of the seed. Its `merge_from_ranks` is
-/// [`PieceMerger`](super::PieceMerger).
+/// A stage of a pipeline appends the chunks that it computes to a cache of its own layers. A cache of all layers merges
+/// the pieces of all stages: whole chunks with [`merge_from_ranks`](Self::merge_from_ranks), or after
+/// [`expect`](Self::expect) piece by piece, in any order. All memory is allocated up front. Copies run in the order of
+/// the caller's streams.
 ///
 /// ```
-/// use std::sync::Arc;
 /// use kvbackend_cpu::CpuBackend;
-/// use kvcore::{Backend, BlockOrder, DType, KvArena, KvLayout, KvShape, MemoryKind, allocate_tensor};
-/// use kvmanager::RankCache;
+/// use kvcore::{Backend, DType, MemoryKind, allocate_tensor};
+/// use kvmanager::{Error, PrefillPlan, RankCache};
 ///
 /// let backend = CpuBackend::new();
 /// let stream = backend.stream()?;
-/// let shape = KvShape {
-///     num_layers: 12, num_blocks: 1, block_size: 21,        // 12 layers, one batch entry, 21 tokens
-///     k_heads: 2, v_heads: 2, k_dim: 8, v_dim: 8,
-///     format: DType::F16.into(), order: BlockOrder::TokenMajor,
-/// };
-/// let arena = KvArena::allocate(backend.as_ref(), MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
-/// let mut cache = RankCache::new(arena, 24)?;               // the last stage of 36 layers
-/// let rows = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F16, &[1, 7, 2, 8])?;
-/// cache.append_sequence(stream.as_ref(), 30, &rows, &rows)?;
-/// let (k, _) = cache.append_sequence(stream.as_ref(), 30, &rows, &rows)?;
-/// assert_eq!(k.shape(), [1, 14, 2, 8]);
-/// assert!(cache.append_sequence(stream.as_ref(), 3, &rows, &rows).is_err()); // another rank's layer
+/// let mut cache = RankCache::new(backend.as_ref(), DType::F32, [4, 1, 2, 6, 8])?;   // 4 layers, 6 tokens
+/// let piece = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 1, 2, 3, 8])?;
+///
+/// cache.merge_from_ranks(stream.as_ref(), &[piece.clone(), piece.clone()])?;        // 2 stages, 3 tokens
+/// assert_eq!(cache.get_data()?.shape(), [4, 1, 2, 3, 8]);
+///
+/// cache.expect(PrefillPlan::even(4, 2, 6, 3)?)?;                                    // 2 stages, 2 chunks of 3 tokens
+/// for (stage, chunk) in [(1, 1), (0, 0), (1, 0), (0, 1)] {
+///     cache.accept(stream.as_ref(), stage, chunk, &piece)?;
+///     assert!(matches!(                                                             // a piece is accepted once
+///         cache.accept(stream.as_ref(), stage, chunk, &piece),
+///         Err(Error::DuplicatePiece { .. } | Error::LatePiece { .. })
+///     ));
+/// }
+/// assert_eq!(cache.len(), 6);
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct RankCache {
-    dense: StaticKvCache,
-    first_layer: usize,
+    data: TensorView,
+    /// Number of tokens that every layer holds.
+    len: usize,
+    merge: Option<(PrefillPlan, ReceivedMatrix)>,
 }
 
+/// The axes of a cache, and of the tensors that it takes.
+const LAYERS: usize = 0;
+const TOKENS: usize = 3;
+
 impl RankCache {
-    /// Creates an empty cache over an arena whose blocks are batch entries. Its layers are those of the
-    /// model from `first_layer` on.
+    /// Allocates an empty cache of the shape `[layers, batch, heads, capacity, dim]`.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::InvalidFormat`] for a quantised arena, because pieces move as elements without
-    /// scales. Returns [`kvcore::Error::Overflow`] if `first_layer` is too large.
-    pub fn new(arena: KvArena, first_layer: usize) -> Result<Self> {
-        let shape = arena.layout().shape();
-        if shape.format.is_quantized() {
-            let reason = "ranks exchange dense keys and values".to_owned();
-            return Err(Error::Core(CoreError::InvalidFormat { format: shape.format, reason }));
+    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if the size does not fit the address
+    /// space, and [`kvcore::Error::Allocation`] if there is no memory.
+    pub fn new(backend: &dyn Backend, dtype: DType, shape: [usize; 5]) -> Result<Self> {
+        let names = ["layers", "batch", "heads", "capacity", "dim"];
+        if let Some((what, _)) = names.into_iter().zip(shape).find(|(_, extent)| *extent == 0) {
+            return Err(Error::Core(CoreError::Zero { what }));
         }
-        first_layer
-            .checked_add(shape.num_layers)
-            .ok_or(Error::Core(CoreError::Overflow { what: "layers of a rank" }))?;
-        Ok(Self { dense: StaticKvCache::new(arena)?, first_layer })
+        let data = allocate_tensor(backend, MemoryKind::Device, dtype, &shape)?;
+        Ok(Self { data, len: 0, merge: None })
     }
 
-    /// Returns the layers of this rank, numbered as in the model.
-    pub fn layers(&self) -> Range<usize> {
-        self.first_layer..self.first_layer + self.arena().layout().shape().num_layers
-    }
-
-    /// Returns the number of batch entries.
-    pub fn batch(&self) -> usize {
-        self.dense.max_batch()
+    /// Returns the number of layers.
+    pub fn num_layers(&self) -> usize {
+        self.data.shape()[LAYERS]
     }
 
     /// Returns the number of tokens that a layer can hold.
     pub fn capacity(&self) -> usize {
-        self.dense.max_len()
+        self.data.shape()[TOKENS]
     }
 
-    /// Returns the arena of the cache. Its blocks are batch entries.
-    pub fn arena(&self) -> &KvArena {
-        self.dense.arena()
+    /// Returns the number of tokens that every layer holds.
+    pub fn len(&self) -> usize {
+        self.len
     }
 
-    /// Returns the number in the arena of a layer of the model.
-    fn local(&self, layer: usize) -> Result<usize> {
-        let layers = self.layers();
-        match layer.checked_sub(layers.start) {
-            Some(local) if layer < layers.end => Ok(local),
-            Some(_) => Err(range("layer", layer, layers.end)),
-            None => Err(Error::Core(CoreError::Mismatch {
-                what: "layer of an earlier rank; the first one here",
-                expected: layers.start,
-                got: layer,
-            })),
-        }
-    }
-
-    /// Returns the number of tokens that a layer holds.
-    ///
-    /// # Errors
-    /// Returns an error if the layer is of another rank.
-    pub fn len(&self, layer: usize) -> Result<usize> {
-        Ok(self.dense.entry_len(self.local(layer)?, 0)?)
-    }
-
-    /// Returns whether no layer holds a token.
+    /// Returns whether no token is held by every layer.
     pub fn is_empty(&self) -> bool {
-        self.layers().all(|layer| self.len(layer) == Ok(0))
+        self.len == 0
     }
 
-    /// Appends new tokens to one layer; `k` and `v` are `[batch, new, heads, dim]`. Returns views of the
-    /// layer, as [`get_data`](Self::get_data) does.
+    /// Returns the tokens so far, as a view `[layers, batch, heads, len, dim]`. Nothing is copied, so that the view has
+    /// gaps between heads until the cache is full; [`TensorView::contiguous`] closes them.
     ///
     /// # Errors
-    /// Returns an error in the following cases. In all of them the cache is unchanged.
-    /// - The layer is of another rank.
-    /// - The batch, the heads or the dims differ from the cache's.
-    /// - K and V have different numbers of tokens.
-    /// - [`Scatter`](kvcore::Scatter) does not accept the element type.
-    /// - The tokens exceed the capacity ([`kvcore::Error::TooLarge`]).
-    pub fn append_sequence(
+    /// Returns the errors of [`TensorView::slice`], which this view never causes.
+    pub fn get_data(&self) -> Result<TensorView> {
+        Ok(self.data.slice(TOKENS, 0, self.len)?)
+    }
+
+    /// Removes all tokens, and ends a merge. The memory stays allocated.
+    pub fn reset(&mut self) {
+        self.len = 0;
+        self.merge = None;
+    }
+
+    /// Appends tensors `[layers, batch, heads, tokens, dim]` one after another along the tokens, all of them or none.
+    ///
+    /// # Errors
+    /// In these cases the cache is unchanged:
+    /// - [`kvcore::Error::Mismatch`] if an extent or the element type differs from the cache's, or if a merge is not complete.
+    /// - [`kvcore::Error::TooLarge`] if the tokens exceed the capacity.
+    pub fn append_sequence(&mut self, stream: &dyn Stream, tensors: &[TensorView]) -> Result<()> {
+        self.check_merged()?;
+        let mut end = self.len;
+        let mut copies = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            let start = end;
+            end = end.saturating_add(extent(tensor, TOKENS)?);
+            copies.push(self.copy(tensor, 0..self.num_layers(), start..end)?);
+        }
+        run(stream, &copies)?;
+        self.len = end;
+        Ok(())
+    }
+
+    /// Merges the layers of all ranks for the next tokens: `tensors[r]` is `[layers of rank r, batch, heads, tokens,
+    /// dim]`, and ranks follow each other in the order of their layers. Every tensor has the same tokens, so the length
+    /// grows by the tokens of one tensor. In a merge that [`expect`](Self::expect) began, the tensors are the pieces of
+    /// the first chunk that is not complete.
+    ///
+    /// # Errors
+    /// In these cases the cache is unchanged:
+    /// - [`kvcore::Error::Mismatch`] if the layers of all ranks do not add up to the cache's, or another extent or the element
+    ///   type differs.
+    /// - [`kvcore::Error::TooLarge`] if the tokens exceed the capacity.
+    /// - [`Error::DuplicatePiece`] if one of the pieces has arrived before.
+    // Decision: docs/decisions/managers.md#merging-by-layer-never-lengthens-the-sequence
+    pub fn merge_from_ranks(&mut self, stream: &dyn Stream, tensors: &[TensorView]) -> Result<()> {
+        if let Some((plan, received)) = self.merge.as_ref().filter(|(_, received)| !received.is_complete()) {
+            same("ranks of the merge", plan.num_stages(), tensors.len())?;
+            let chunk = received.chunks_in_a_row();
+            let pieces = tensors.iter().enumerate();
+            let copies = pieces.map(|(stage, piece)| self.piece(stage, chunk, piece));
+            run(stream, &copies.collect::<Result<Vec<_>>>()?)?;
+            return (0..tensors.len()).try_for_each(|stage| self.record(stage, chunk));
+        }
+        let tokens = tensors.first().map_or(Ok(0), |tensor| extent(tensor, TOKENS))?;
+        let end = self.len.saturating_add(tokens);
+        let mut layers: Range<usize> = 0..0;
+        let mut copies = Vec::with_capacity(tensors.len());
+        for tensor in tensors {
+            layers = layers.end..layers.end.saturating_add(extent(tensor, LAYERS)?);
+            if layers.end > self.num_layers() {
+                break;
+            }
+            copies.push(self.copy(tensor, layers.clone(), self.len..end)?);
+        }
+        same("layers of all ranks", self.num_layers(), layers.end)?;
+        run(stream, &copies)?;
+        self.len = end;
+        Ok(())
+    }
+
+    /// Empties the cache, and begins a merge of the pieces of a plan, in any order.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Mismatch`] if the plan has other layers than the cache, and [`kvcore::Error::TooLarge`] if
+    /// the prompt exceeds the capacity. In these cases the cache is unchanged.
+    pub fn expect(&mut self, plan: PrefillPlan) -> Result<()> {
+        same("layers of the plan", self.num_layers(), plan.num_layers())?;
+        if plan.num_tokens() > self.capacity() {
+            return Err(too_large("tokens of the plan", plan.num_tokens(), self.capacity()));
+        }
+        let received = ReceivedMatrix::new(plan.num_chunks(), plan.num_stages())?;
+        (self.len, self.merge) = (0, Some((plan, received)));
+        Ok(())
+    }
+
+    /// Copies a piece `[layers of the stage, batch, heads, tokens of the chunk, dim]` to its place. Tokens become
+    /// readable once all stages of their chunk, and of all chunks before, have arrived.
+    ///
+    /// # Errors
+    /// In these cases the cache is unchanged:
+    /// - [`kvcore::Error::OutOfRange`] if the plan has no such stage or chunk; without a plan it has none.
+    /// - [`Error::LatePiece`] if all stages of the chunk have arrived.
+    /// - [`Error::DuplicatePiece`] if the piece has arrived before.
+    /// - [`kvcore::Error::Mismatch`] if an extent differs from the plan's or the cache's, or the element type does.
+    pub fn accept(
         &mut self,
         stream: &dyn Stream,
-        layer: usize,
-        k: &TensorView,
-        v: &TensorView,
-    ) -> Result<LayerViews> {
-        let (local, len) = (self.local(layer)?, self.len(layer)?);
-        Ok(self.dense.update(stream, local, k, v, &vec![len; self.batch()])?)
+        stage: usize,
+        chunk: usize,
+        piece: &TensorView,
+    ) -> Result<()> {
+        run(stream, &[self.piece(stage, chunk, piece)?])?;
+        self.record(stage, chunk)
     }
 
-    /// Returns K and V of one layer up to its length, as views `[batch, len, heads, dim]`. Nothing is
-    /// copied.
-    ///
-    /// The views have the layout of the cache. With one batch entry and
-    /// [`BlockOrder::TokenMajor`](kvcore::BlockOrder::TokenMajor), the tokens so far are one run of memory.
-    /// With [`BlockOrder::HeadMajor`](kvcore::BlockOrder::HeadMajor), the tokens of each head are.
-    /// [`TensorView::contiguous`] returns row-major copies.
-    ///
-    /// # Errors
-    /// Returns an error if the layer is of another rank.
-    pub fn get_data(&self, layer: usize) -> Result<LayerViews> {
-        Ok(self.dense.views(self.local(layer)?)?)
+    /// Returns the record of the pieces of the last merge, if there was one since the last reset.
+    pub fn received(&self) -> Option<&ReceivedMatrix> {
+        self.merge.as_ref().map(|(_, received)| received)
     }
 
-    /// Returns the tokens of one batch entry in one layer as a segment of an attend over
-    /// [`arena`](Self::arena), whose layers count from 0.
-    ///
-    /// # Errors
-    /// Returns an error if the layer is of another rank or the entry is out of range.
-    pub fn segment(&self, layer: usize, entry: usize) -> Result<Segment> {
-        Ok(self.dense.entry_segment(self.local(layer)?, entry)?)
-    }
-
-    /// Returns a part of this cache to send to other ranks, as views. Nothing is copied. The sender MUST
-    /// NOT [`reset`](Self::reset) the cache and append to it before the receivers have read the part.
-    ///
-    /// # Errors
-    /// Returns an error if a layer is of another rank, and [`kvcore::Error::TooLarge`] if a layer does not hold
-    /// the tokens.
-    pub fn piece(&self, place: PiecePlace) -> Result<Piece> {
-        for layer in place.layers.clone() {
-            let len = self.len(layer)?;
-            if place.tokens.end > len {
-                return Err(too_large("last token of the piece", place.tokens.end, len));
-            }
+    /// Checks a piece, and returns the copy to its place.
+    fn piece(&self, stage: usize, chunk: usize, piece: &TensorView) -> Result<CopyTensor> {
+        let none = CoreError::OutOfRange { what: "chunk", value: chunk as i128, limit: 0 };
+        let (plan, received) = self.merge.as_ref().ok_or(none)?;
+        let PiecePlace { layers, tokens } = plan.place(stage, chunk)?;
+        if received.is_chunk_complete(chunk)? {
+            return Err(Error::LatePiece { chunk, stage });
         }
-        let (k, v) = self.region(&place)?;
-        Ok(Piece { place, k, v })
+        if received.is_received(chunk, stage)? {
+            return Err(Error::DuplicatePiece { chunk, stage });
+        }
+        self.copy(piece, layers, tokens)
     }
 
-    /// Returns the region of a piece: `[layers, batch, tokens, heads, dim]` of K and V, filled or not.
-    pub(super) fn region(&self, place: &PiecePlace) -> Result<LayerViews> {
-        let start = self.local(place.layers.start)?;
-        let end = place.layers.end.saturating_sub(self.first_layer);
-        let tokens = &place.tokens;
-        let part = |view: &TensorView| view.slice(0, start, end)?.slice(2, tokens.start, tokens.end);
-        let (k, v) = self.arena().views()?;
-        Ok((part(&k)?, part(&v)?))
+    fn record(&mut self, stage: usize, chunk: usize) -> Result<()> {
+        if let Some((plan, received)) = &mut self.merge {
+            received.record(chunk, stage)?;
+            self.len = plan.tokens_before(received.chunks_in_a_row());
+        }
+        Ok(())
     }
 
-    /// Sets the number of tokens that a layer holds, after pieces were copied in.
-    pub(super) fn set_len(&mut self, layer: usize, len: usize) -> Result<()> {
-        Ok(self.dense.set_layer_len(self.local(layer)?, len)?)
+    fn check_merged(&self) -> Result<()> {
+        match self.received() {
+            Some(received) => same("pieces received", received.total(), received.received()),
+            None => Ok(()),
+        }
     }
 
-    /// Removes all tokens. The memory stays allocated.
-    pub fn reset(&mut self) {
-        self.dense.reset();
+    /// Returns the checked copy of a tensor to a region of the cache.
+    fn copy(&self, tensor: &TensorView, layers: Range<usize>, tokens: Range<usize>) -> Result<CopyTensor> {
+        if tokens.end > self.capacity() {
+            return Err(too_large("tokens of the cache", tokens.end, self.capacity()));
+        }
+        let dst =
+            self.data.slice(LAYERS, layers.start, layers.end)?.slice(TOKENS, tokens.start, tokens.end)?;
+        let copy = CopyTensor { src: tensor.clone(), dst };
+        copy.check()?;
+        Ok(copy)
     }
+}
 
-    /// Returns the underlying static cache with its memory and lengths. Its layers count from 0.
-    pub fn into_static(self) -> StaticKvCache {
-        self.dense
-    }
+/// Returns an extent of a tensor `[layers, batch, heads, tokens, dim]`.
+fn extent(tensor: &TensorView, axis: usize) -> Result<usize> {
+    same("rank of [layers, batch, heads, tokens, dim]", 5, tensor.shape().len())?;
+    Ok(tensor.shape()[axis])
+}
+
+fn run(stream: &dyn Stream, copies: &[CopyTensor]) -> Result<()> {
+    Ok(copies.iter().try_for_each(|copy| stream.copy_tensor(copy))?)
 }

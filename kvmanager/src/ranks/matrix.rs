@@ -2,13 +2,11 @@
 
 use std::fmt;
 
-use crate::error::{CoreError, range, same};
+use crate::error::{CoreError, range};
 use crate::{Error, Result};
-use serde::{Deserialize, Serialize};
 
-/// The matrix `[num_chunks, num_stages]` of a merge: 1 for a piece that has arrived, 0 for a missing piece.
-///
-/// The matrix prints as a table and serialises as its rows, `[[1,1],[1,0]]`.
+/// The matrix `[num_chunks, num_stages]` of a merge: 1 for a piece that has arrived, 0 for a missing piece. Prints as a
+/// table.
 ///
 /// ```
 /// use kvmanager::ReceivedMatrix;
@@ -26,8 +24,7 @@ use serde::{Deserialize, Serialize};
 /// received: 4/6 (66.7 %)");
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Vec<Vec<u8>>", into = "Vec<Vec<u8>>")]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedMatrix {
     /// Arrived pieces, by chunk and within a chunk by stage.
     received: Vec<bool>,
@@ -106,16 +103,17 @@ impl ReceivedMatrix {
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if the stage is unknown.
     pub fn is_stage_complete(&self, stage: usize) -> Result<bool> {
-        Ok(self.chunks_in_a_row(stage)? == self.num_chunks())
+        let start = self.index(0, stage)?;
+        Ok(self.received[start..].iter().step_by(self.stages).all(|&received| received))
     }
 
-    /// Returns the number of chunks of a stage that have arrived before the first missing one.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if the stage is unknown.
-    pub fn chunks_in_a_row(&self, stage: usize) -> Result<usize> {
-        let start = self.index(0, stage)?;
-        Ok(self.received[start..].iter().step_by(self.stages).take_while(|&&received| received).count())
+    /// Returns the number of complete chunks before the first incomplete one.
+    pub fn chunks_in_a_row(&self) -> usize {
+        self.chunks().take_while(|chunk| chunk.iter().all(|&received| received)).count()
+    }
+
+    fn chunks(&self) -> impl Iterator<Item = &[bool]> {
+        self.received.chunks_exact(self.stages)
     }
 
     /// Returns whether all pieces have arrived.
@@ -143,6 +141,11 @@ impl ReceivedMatrix {
         let places = self.received.iter().enumerate().filter(|(_, received)| !**received);
         places.map(|(at, _)| (at / self.stages, at % self.stages))
     }
+
+    /// Returns the rows of the matrix, one for each chunk.
+    pub fn rows(&self) -> Vec<Vec<u8>> {
+        self.chunks().map(|chunk| chunk.iter().map(|&received| u8::from(received)).collect()).collect()
+    }
 }
 
 impl fmt::Display for ReceivedMatrix {
@@ -152,7 +155,7 @@ impl fmt::Display for ReceivedMatrix {
         write!(f, "{:<name$}|", "Chunk")?;
         (0..self.stages).try_for_each(|stage| write!(f, "{:>cell$}", format!("PP{stage}")))?;
         write!(f, "\n{}", "-".repeat(name + 1 + cell * self.stages))?;
-        for (chunk, row) in self.received.chunks_exact(self.stages).enumerate() {
+        for (chunk, row) in self.chunks().enumerate() {
             write!(f, "\n{:<name$}|", format!("Chunk{chunk}"))?;
             row.iter().try_for_each(|&received| write!(f, "{:>cell$}", u8::from(received)))?;
         }
@@ -160,42 +163,18 @@ impl fmt::Display for ReceivedMatrix {
     }
 }
 
-impl From<ReceivedMatrix> for Vec<Vec<u8>> {
-    fn from(matrix: ReceivedMatrix) -> Self {
-        let row = |row: &[bool]| row.iter().map(|&received| u8::from(received)).collect();
-        matrix.received.chunks_exact(matrix.stages).map(row).collect()
-    }
-}
-
-impl TryFrom<Vec<Vec<u8>>> for ReceivedMatrix {
-    type Error = Error;
-
-    /// Reads a matrix from its rows.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::Mismatch`] if rows differ in length, [`kvcore::Error::OutOfRange`] if a cell is neither 0
-    /// nor 1, and [`kvcore::Error::Zero`] if there are no chunks or no stages.
-    fn try_from(rows: Vec<Vec<u8>>) -> Result<Self> {
-        let mut matrix = Self::new(rows.len(), rows.first().map_or(0, Vec::len))?;
-        for (row, received) in rows.iter().zip(matrix.received.chunks_exact_mut(matrix.stages)) {
-            same("stages of a chunk", received.len(), row.len())?;
-            for (&cell, received) in row.iter().zip(received) {
-                if cell > 1 {
-                    return Err(range("cell of the matrix", cell.into(), 2));
-                }
-                *received = cell == 1;
-            }
-        }
-        Ok(matrix)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn matrix(rows: &[&[u8]]) -> Result<ReceivedMatrix> {
-        rows.iter().map(|row| row.to_vec()).collect::<Vec<_>>().try_into()
+    fn matrix(rows: &[&[u8]]) -> ReceivedMatrix {
+        let mut matrix = ReceivedMatrix::new(rows.len(), rows[0].len()).unwrap();
+        for (chunk, row) in rows.iter().enumerate() {
+            for (stage, _) in row.iter().enumerate().filter(|(_, cell)| **cell == 1) {
+                matrix.record(chunk, stage).unwrap();
+            }
+        }
+        matrix
     }
 
     #[test]
@@ -229,10 +208,12 @@ mod tests {
 
     #[test]
     fn completeness_by_piece_chunk_stage_and_in_all() {
-        let m = matrix(&[&[1, 1, 0], &[1, 0, 1], &[1, 1, 1]]).unwrap();
+        let m = matrix(&[&[1, 1, 0], &[1, 0, 1], &[1, 1, 1]]);
         assert_eq!([0, 1, 2].map(|c| m.is_chunk_complete(c).unwrap()), [false, false, true]);
         assert_eq!([0, 1, 2].map(|s| m.is_stage_complete(s).unwrap()), [true, false, false]);
-        assert_eq!([0, 1, 2].map(|s| m.chunks_in_a_row(s).unwrap()), [3, 1, 0]);
+        assert_eq!(m.chunks_in_a_row(), 0, "the first chunk is incomplete");
+        assert_eq!(matrix(&[&[1, 1], &[1, 1], &[0, 1], &[1, 1]]).chunks_in_a_row(), 2);
+        assert_eq!(m.rows(), [[1, 1, 0], [1, 0, 1], [1, 1, 1]]);
         assert_eq!((m.received(), m.total(), m.completion()), (7, 9, 7.0 / 9.0));
         assert_eq!(m.missing().collect::<Vec<_>>(), [(0, 2), (1, 1)]);
         assert!(m.is_received(0, 1).unwrap() && !m.is_received(1, 1).unwrap() && !m.is_complete());
@@ -240,7 +221,7 @@ mod tests {
 
     #[test]
     fn duplicates_and_places_outside_are_errors_that_change_nothing() {
-        let mut m = matrix(&[&[0, 1], &[0, 0]]).unwrap();
+        let mut m = matrix(&[&[0, 1], &[0, 0]]);
         let before = m.clone();
         assert_eq!(m.record(0, 1), Err(Error::DuplicatePiece { chunk: 0, stage: 1 }));
         assert_eq!(
@@ -252,21 +233,10 @@ mod tests {
             Err(Error::Core(CoreError::OutOfRange { what: "stage", value: 2, limit: 2 }))
         );
         assert!(m.is_received(2, 0).is_err() && m.is_chunk_complete(2).is_err());
-        assert!(m.is_stage_complete(2).is_err() && m.chunks_in_a_row(2).is_err());
+        assert!(m.is_stage_complete(2).is_err());
         assert_eq!(m, before);
         assert!(matches!(ReceivedMatrix::new(0, 1), Err(Error::Core(CoreError::Zero { what: "chunks" }))));
         assert!(matches!(ReceivedMatrix::new(1, 0), Err(Error::Core(CoreError::Zero { what: "stages" }))));
         assert!(matches!(ReceivedMatrix::new(usize::MAX, 2), Err(Error::Core(CoreError::Overflow { .. }))));
-    }
-
-    #[test]
-    fn its_rows_are_stored_and_read_back() {
-        let m = matrix(&[&[1, 0], &[0, 1], &[1, 1]]).unwrap();
-        let json = serde_json::to_string(&m).unwrap();
-        assert_eq!(json, "[[1,0],[0,1],[1,1]]");
-        assert_eq!(serde_json::from_str::<ReceivedMatrix>(&json).unwrap(), m);
-        for wrong in ["[]", "[[]]", "[[1],[1,0]]", "[[2]]"] {
-            assert!(serde_json::from_str::<ReceivedMatrix>(wrong).is_err(), "{wrong}");
-        }
     }
 }

@@ -5,16 +5,11 @@ use std::ops::Range;
 
 use crate::error::{CoreError, range, same};
 use crate::{Error, Result};
-use serde::{Deserialize, Serialize};
 
-/// The place of a piece in a cache. It travels with the bytes of the piece.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+/// The place of a piece in a cache.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PiecePlace {
-    /// Stage of the pipeline that computed the piece.
-    pub stage: usize,
-    /// Chunk of the prompt.
-    pub chunk: usize,
-    /// Layers of the stage, numbered as in the model.
+    /// Layers of the stage.
     pub layers: Range<usize>,
     /// Tokens of the chunk, numbered as in the prompt.
     pub tokens: Range<usize>,
@@ -27,7 +22,7 @@ pub struct PiecePlace {
 /// let plan = PrefillPlan::even(36, 3, 21, 7)?;
 /// let place = plan.place(1, 2)?;                   // stage 1, chunk 2
 /// assert_eq!((place.layers, place.tokens), (12..24, 14..21));
-/// assert_eq!((plan.layers(), plan.num_tokens()), (0..36, 21));
+/// assert_eq!((plan.num_layers(), plan.num_tokens()), (36, 21));
 /// # Ok::<(), kvmanager::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -37,16 +32,15 @@ pub struct PrefillPlan {
 }
 
 impl PrefillPlan {
-    /// Creates a plan from the layers of each stage and the tokens of each chunk, which start at 0.
+    /// Creates a plan from the layers of each stage and the tokens of each chunk. Both start at 0.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Zero`] if there are no stages or no chunks, or if one of them is empty. Returns
     /// [`kvcore::Error::Mismatch`] if a stage or chunk does not begin where the previous one ends (a gap or an
     /// overlap).
     pub fn new(stages: Vec<Range<usize>>, chunks: Vec<Range<usize>>) -> Result<Self> {
-        let first_layer = stages.first().map_or(0, |stage| stage.start);
-        consecutive(["stages", "layers of a stage", "first layer of a stage"], first_layer, &stages)?;
-        consecutive(["chunks", "tokens of a chunk", "first token of a chunk"], 0, &chunks)?;
+        consecutive(["stages", "layers of a stage", "first layer of a stage"], &stages)?;
+        consecutive(["chunks", "tokens of a chunk", "first token of a chunk"], &chunks)?;
         Ok(Self { stages, chunks })
     }
 
@@ -83,10 +77,9 @@ impl PrefillPlan {
         self.chunks.last().map_or(0, |chunk| chunk.end)
     }
 
-    /// Returns the layers of all stages.
-    pub fn layers(&self) -> Range<usize> {
-        let start = self.stages.first().map_or(0, |stage| stage.start);
-        start..self.stages.last().map_or(start, |stage| stage.end)
+    /// Returns the number of layers of all stages.
+    pub fn num_layers(&self) -> usize {
+        self.stages.last().map_or(0, |stage| stage.end)
     }
 
     /// Returns the number of tokens in the first `chunks` chunks.
@@ -101,17 +94,17 @@ impl PrefillPlan {
     pub fn place(&self, stage: usize, chunk: usize) -> Result<PiecePlace> {
         let layers = self.stages.get(stage).ok_or(range("stage", stage, self.stages.len()))?;
         let tokens = self.chunks.get(chunk).ok_or(range("chunk", chunk, self.chunks.len()))?;
-        Ok(PiecePlace { stage, chunk, layers: layers.clone(), tokens: tokens.clone() })
+        Ok(PiecePlace { layers: layers.clone(), tokens: tokens.clone() })
     }
 }
 
-/// Checks that the ranges are not empty and follow one another from `start` on. `what` names the list of
-/// ranges, the extent of a range, and the start of a range.
-fn consecutive(what: [&'static str; 3], start: usize, ranges: &[Range<usize>]) -> Result<()> {
+/// Checks that the ranges are not empty and follow one another from 0 on. `what` names the list of ranges, the extent of
+/// a range, and the start of a range.
+fn consecutive(what: [&'static str; 3], ranges: &[Range<usize>]) -> Result<()> {
     if ranges.is_empty() {
         return Err(Error::Core(CoreError::Zero { what: what[0] }));
     }
-    let mut next = start;
+    let mut next = 0;
     for range in ranges {
         same(what[2], next, range.start)?;
         if range.is_empty() {
@@ -139,7 +132,7 @@ mod tests {
     #[test]
     fn gaps_overlaps_and_empty_cuts_are_refused() {
         let new = PrefillPlan::new;
-        let mismatch = |what, expected, got| Err(Error::Core(CoreError::Mismatch { what, expected, got }));
+        let mismatch = |what, expected, got| Err(Error::Core(CoreError::mismatch(what, expected, got)));
         assert_eq!(new(vec![0..2, 3..4], vec![0..1]), mismatch("first layer of a stage", 2, 3));
         assert_eq!(new(vec![0..2, 1..4], vec![0..1]), mismatch("first layer of a stage", 2, 1));
         assert_eq!(new(vec![0..2], vec![0..5, 6..7]), mismatch("first token of a chunk", 5, 6));
@@ -148,7 +141,7 @@ mod tests {
         for (stages, chunks, what) in [
             (vec![], vec![0..1], "stages"),
             (vec![0..1], vec![], "chunks"),
-            (vec![4..4], vec![0..1], "layers of a stage"),
+            (vec![0..0], vec![0..1], "layers of a stage"),
             (vec![0..1], vec![0..3, 3..2], "tokens of a chunk"),
         ] {
             assert_eq!(new(stages, chunks), Err(Error::Core(CoreError::Zero { what })));
@@ -157,7 +150,7 @@ mod tests {
         assert!(matches!(PrefillPlan::even(4, 2, 0, 2), Err(Error::Core(CoreError::Zero { .. }))));
         assert!(matches!(PrefillPlan::even(4, 2, 8, 0), Err(Error::Core(CoreError::Zero { .. }))));
         assert!(matches!(PrefillPlan::even(2, 3, 8, 2), Err(Error::Core(CoreError::Uneven { .. }))));
-        assert!(new(vec![24..36], vec![0..1]).is_ok(), "a part of a model has its own layer numbers");
+        assert_eq!(new(vec![4..5], vec![0..1]), mismatch("first layer of a stage", 0, 4));
     }
 
     #[test]

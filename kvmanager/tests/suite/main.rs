@@ -1,9 +1,7 @@
 //! Managers on the memory of the CPU backend.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod choice;
 #[path = "../../../kvbackend-cpu/tests/caches/common.rs"]
 mod common;
 mod manager;
 mod pipeline;
-mod spanned;

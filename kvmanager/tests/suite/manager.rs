@@ -2,25 +2,29 @@
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
-    Backend, BlockId, BlockPool, DType, Error as CoreError, KvExtents, LayerViews, PagedKvCache, RankInfo,
-    StaticKvCache, TensorView,
+    Backend, BlockId, BlockOrder, DType, Error as CoreError, KvShape, LayerViews, StaticKvCache, TensorView,
 };
-use kvmanager::{BlockManager, BlockManagerConfig, DenseKv, DenseSequence, Error, PagedSequences};
+use kvmanager::{BlockManager, Error, PagedSequences};
 use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
-fn manager(m: &Memory, config: &BlockManagerConfig) -> BlockManager {
-    let extents = KvExtents {
+fn shape(num_blocks: usize, block_size: usize) -> KvShape {
+    KvShape {
         num_layers: 2,
+        num_blocks,
+        block_size,
         k_heads: HEADS,
         v_heads: HEADS,
         k_dim: DIM,
         v_dim: DIM,
-        max_positions: 100,
         format: DType::F32.into(),
-    };
-    BlockManager::from_config(m.backend.clone(), &extents, &RankInfo::default(), config).unwrap()
+        order: BlockOrder::HeadMajor,
+    }
+}
+
+fn manager(m: &Memory, num_blocks: usize, block_size: usize) -> BlockManager {
+    BlockManager::new(m.backend.clone(), shape(num_blocks, block_size)).unwrap()
 }
 
 /// Returns the values of a strided view, copied row by row.
@@ -35,7 +39,7 @@ fn blocks_are_allocated_written_read_and_freed_by_number(
     #[values(Immediate, Deferred)] execution: Execution,
 ) {
     let m = Memory::new(execution);
-    let mut blocks = manager(&m, &BlockManagerConfig::default());
+    let mut blocks = manager(&m, 256, 16);
     assert_eq!((blocks.counts().total, blocks.max_tokens_supported()), (256, 256 * 16));
     assert_eq!(blocks.memory_usage(), 2 * 256 * 16 * HEADS * (DIM + DIM) * 4);
     let ids = blocks.allocate(3).unwrap();
@@ -63,7 +67,7 @@ fn blocks_are_allocated_written_read_and_freed_by_number(
 #[rstest]
 fn wrong_numbers_are_errors_and_change_nothing(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);
-    let mut blocks = manager(&m, &BlockManagerConfig { block_size: 6, num_blocks: 4 });
+    let mut blocks = manager(&m, 4, 6);
     let ids = blocks.allocate(3).unwrap();
     let before = blocks.counts();
     assert!(matches!(blocks.allocate(2), Err(Error::Core(CoreError::OutOfBlocks { asked: 2, free: 1, .. }))));
@@ -91,23 +95,42 @@ fn wrong_numbers_are_errors_and_change_nothing(#[values(Immediate, Deferred)] ex
     blocks.free(&ids).unwrap();
     assert_eq!(blocks.free(&ids[..1]), Err(Error::NotAllocated { block: ids[0] }), "freed twice");
     assert_eq!(blocks.counts().free, 4);
-    let zero = BlockManagerConfig { block_size: 0, num_blocks: 4 };
-    let extents = KvExtents {
-        num_layers: 1,
-        k_heads: 1,
-        v_heads: 1,
-        k_dim: 1,
-        v_dim: 1,
-        max_positions: 1,
-        format: DType::F32.into(),
-    };
-    let refused = BlockManager::from_config(m.backend.clone(), &extents, &RankInfo::default(), &zero);
+    let refused = BlockManager::new(m.backend.clone(), shape(4, 0));
     assert_eq!(refused.unwrap_err(), Error::Core(CoreError::Zero { what: "block_size" }));
 }
 
-fn sequences(m: &Memory, blocks: u32, block_size: usize) -> PagedSequences {
-    let cache = PagedKvCache::new(m.arena(blocks as usize, block_size), BlockPool::new(0..blocks).unwrap());
-    PagedSequences::new(m.backend.clone(), cache.unwrap())
+fn sequences(m: &Memory, num_blocks: usize, block_size: usize) -> (BlockManager, PagedSequences) {
+    let blocks = manager(m, num_blocks, block_size);
+    let sequences = PagedSequences::new(&blocks).unwrap();
+    (blocks, sequences)
+}
+
+/// A static cache of one entry, which the rows of a paged sequence must equal.
+struct Dense(StaticKvCache);
+
+impl Dense {
+    fn new(m: &Memory, capacity: usize) -> Self {
+        Self(StaticKvCache::new(m.arena(1, capacity)).unwrap())
+    }
+
+    fn update(
+        &mut self,
+        m: &Memory,
+        layer: usize,
+        k: &TensorView,
+        v: &TensorView,
+        start: usize,
+    ) -> LayerViews {
+        let (k, v) = (k.unsqueeze(0).unwrap(), v.unsqueeze(0).unwrap());
+        let (k, v) = self.0.update(m.stream.as_ref(), layer, &k, &v, &[start]).unwrap();
+        (k.select(0, 0).unwrap(), v.select(0, 0).unwrap())
+    }
+
+    fn read(&self, layer: usize, len: usize) -> LayerViews {
+        let (k, v) = self.0.views(layer).unwrap();
+        let first = |view: TensorView| view.select(0, 0).unwrap().slice(0, 0, len).unwrap();
+        (first(k), first(v))
+    }
 }
 
 #[rstest]
@@ -115,7 +138,7 @@ fn the_length_advances_once_a_token_whichever_layer_comes_first(
     #[values(Immediate, Deferred)] execution: Execution,
 ) {
     let m = Memory::new(execution);
-    let mut all = sequences(&m, 8, 4);
+    let (blocks, mut all) = sequences(&m, 8, 4);
     let id = all.create(Some(7)).unwrap();
     assert_eq!(all.create(Some(7)), Err(Error::SequenceExists(7)));
     assert_eq!(all.create(None), Ok(8));
@@ -124,13 +147,13 @@ fn the_length_advances_once_a_token_whichever_layer_comes_first(
     assert_eq!((all.len(id).unwrap(), all.layer_len(id, 0).unwrap()), (5, 0));
     all.append(m.stream.as_ref(), id, 0, &rows, &rows).unwrap();
     assert_eq!((all.len(id).unwrap(), all.layer_len(id, 0).unwrap()), (5, 5));
-    assert_eq!(all.cache().pool().counts().mutable, 2, "layers share blocks");
-    assert_eq!(dense(&m, &all.read(m.stream.as_ref(), id, 0).unwrap().1), dense(&m, &rows));
+    assert_eq!(blocks.counts().mutable, 2, "layers share blocks");
+    assert_eq!(dense(&m, &all.read(m.stream.as_ref(), id, 0, 5).unwrap().1), dense(&m, &rows));
     all.delete(id).unwrap();
-    assert_eq!(all.cache().pool().counts().free, 8);
+    assert_eq!(blocks.counts().free, 8);
     assert_eq!(all.delete(id), Err(Error::Core(CoreError::UnknownSequence(7))));
     assert!(
-        all.read(m.stream.as_ref(), id, 0).is_err()
+        all.read(m.stream.as_ref(), id, 0, 0).is_err()
             && all.append(m.stream.as_ref(), id, 0, &rows, &rows).is_err()
     );
 }
@@ -140,7 +163,8 @@ fn a_sequence_has_at_most_its_blocks_and_failures_change_nothing(
     #[values(Immediate, Deferred)] execution: Execution,
 ) {
     let m = Memory::new(execution);
-    let mut all = sequences(&m, 8, 4).max_blocks(2);
+    let (blocks, all) = sequences(&m, 8, 4);
+    let mut all = all.max_blocks(2);
     let id = all.create(None).unwrap();
     let rows = m.tensor(&[6, HEADS, DIM], 0.0);
     all.append(m.stream.as_ref(), id, 0, &rows, &rows).unwrap();
@@ -153,9 +177,9 @@ fn a_sequence_has_at_most_its_blocks_and_failures_change_nothing(
     assert!(all.append(m.stream.as_ref(), id, 2, &rows, &rows).is_err());
     let one = m.tensor(&[1, HEADS, DIM], 0.0);
     assert!(all.update(m.stream.as_ref(), id, 0, &one, &one, 7).is_err(), "a hole");
-    assert_eq!((all.len(id).unwrap(), all.cache().pool().counts().free), (6, 6));
+    assert_eq!((all.len(id).unwrap(), blocks.counts().free), (6, 6));
     // 65 blocks are one too many unless configured
-    let mut many = sequences(&m, 70, 1);
+    let (_, mut many) = sequences(&m, 70, 1);
     let long = many.create(None).unwrap();
     let rows = m.tensor(&[65, HEADS, DIM], 0.0);
     let limit = Err(Error::SequenceTooLong { sequence: long, blocks: 65, limit: 64 });
@@ -165,11 +189,11 @@ fn a_sequence_has_at_most_its_blocks_and_failures_change_nothing(
 #[rstest]
 fn dense_and_paged_sequences_give_identical_bytes(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);
-    let mut paged = sequences(&m, 9, 4);
+    let (blocks, mut paged) = sequences(&m, 9, 4);
     let other = paged.create(None).unwrap();
     let id = paged.create(None).unwrap();
     let stray = m.tensor(&[3, HEADS, DIM], -50.0);
-    let mut fixed = DenseSequence::new(StaticKvCache::new(m.arena(1, 20)).unwrap()).unwrap();
+    let mut fixed = Dense::new(&m, 20);
     let mut at = 0;
     // appended in pieces, with another sequence in between, and once rolled back and overwritten
     for (step, (back, tokens)) in [(0, 5), (0, 1), (2, 4), (0, 3)].into_iter().enumerate() {
@@ -177,26 +201,19 @@ fn dense_and_paged_sequences_give_identical_bytes(#[values(Immediate, Deferred)]
         for layer in [1, 0] {
             let rows = m.tensor(&[tokens, HEADS, DIM], (step * 100 + layer * 1000) as f32);
             let values = m.tensor(&[tokens, HEADS, DIM], -((step * 100 + layer * 1000) as f32));
-            let write =
-                |cache: &mut dyn DenseKv| cache.update(m.stream.as_ref(), layer, &rows, &values, at).unwrap();
-            let (a, b) = (write(&mut fixed), write(&mut paged.single(id).unwrap()));
+            let a = fixed.update(&m, layer, &rows, &values, at);
+            let b = paged.update(m.stream.as_ref(), id, layer, &rows, &values, at).unwrap();
             compare(&m, &a, &b);
         }
         paged.append(m.stream.as_ref(), other, 0, &stray, &stray).unwrap();
         at += tokens;
     }
     for len in [0, 1, 7, at] {
-        let single = paged.single(id).unwrap();
-        compare(
-            &m,
-            &fixed.layer_kv(m.stream.as_ref(), 1, len).unwrap(),
-            &single.layer_kv(m.stream.as_ref(), 1, len).unwrap(),
-        );
+        compare(&m, &fixed.read(1, len), &paged.read(m.stream.as_ref(), id, 1, len).unwrap());
     }
-    assert!(
-        paged.single(id).unwrap().layer_kv(m.stream.as_ref(), 0, at + 1).is_err()
-            && fixed.layer_kv(m.stream.as_ref(), 0, at + 1).is_err()
-    );
+    let past = paged.read(m.stream.as_ref(), id, 0, at + 1);
+    assert!(matches!(past, Err(Error::Core(CoreError::TooLarge { .. }))));
+    assert_eq!(blocks.counts().mutable, at.div_ceil(4) + 3, "blocks of both sequences");
 }
 
 /// Another stream sees the rows once it waits for an event of the writer.
@@ -205,7 +222,7 @@ fn blocks_are_read_on_any_stream_that_waits_for_the_writer(
     #[values(Immediate, Deferred)] execution: Execution,
 ) {
     let m = Memory::new(execution);
-    let mut blocks = manager(&m, &BlockManagerConfig { block_size: 4, num_blocks: 3 });
+    let mut blocks = manager(&m, 3, 4);
     let ids = blocks.allocate(1).unwrap();
     let rows = m.tensor(&[4, HEADS, DIM], 1.0);
     blocks.write(m.stream.as_ref(), 0, ids[0], 0, &rows, &rows).unwrap();
@@ -221,7 +238,7 @@ fn blocks_are_read_on_any_stream_that_waits_for_the_writer(
 fn a_reset_frees_blocks_in_one_order() {
     let next = || {
         let m = Memory::new(Immediate);
-        let mut blocks = manager(&m, &BlockManagerConfig { block_size: 4, num_blocks: 64 });
+        let mut blocks = manager(&m, 64, 4);
         let ids = blocks.allocate(64).unwrap();
         blocks.free(&ids[7..23]).unwrap();
         blocks.reset();
@@ -236,26 +253,22 @@ fn a_reset_frees_blocks_in_one_order() {
 fn a_sequence_shrinks_with_the_layer_that_is_furthest(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);
     let stream = m.stream.as_ref();
-    let mut paged = sequences(&m, 9, 4);
+    let (blocks, mut paged) = sequences(&m, 9, 4);
     let id = paged.create(None).unwrap();
-    let mut fixed = DenseSequence::new(StaticKvCache::new(m.arena(1, 20)).unwrap()).unwrap();
+    let mut fixed = Dense::new(&m, 20);
     let mut lengths = [0; 2];
     let steps = [(0, 0, 11), (1, 0, 9), (0, 2, 1), (1, 3, 2), (0, 3, 10), (1, 1, 1), (0, 0, 1)];
     for (step, (layer, start, tokens)) in steps.into_iter().enumerate() {
         let rows = m.tensor(&[tokens, HEADS, DIM], (step * 100) as f32);
-        let a = fixed.update(stream, layer, &rows, &rows, start).unwrap();
-        let b = paged.single(id).unwrap().update(stream, layer, &rows, &rows, start).unwrap();
+        let a = fixed.update(&m, layer, &rows, &rows, start);
+        let b = paged.update(stream, id, layer, &rows, &rows, start).unwrap();
         compare(&m, &a, &b);
         lengths[layer] = start + tokens;
         let furthest = lengths[0].max(lengths[1]);
         assert_eq!((paged.len(id).unwrap(), paged.layer_len(id, layer).unwrap()), (furthest, lengths[layer]));
-        assert_eq!(paged.cache().pool().counts().mutable, furthest.div_ceil(4), "step {step}");
+        assert_eq!(blocks.counts().mutable, furthest.div_ceil(4), "step {step}");
         for (other, &len) in lengths.iter().enumerate() {
-            compare(
-                &m,
-                &fixed.layer_kv(stream, other, len).unwrap(),
-                &paged.read(stream, id, other).unwrap(),
-            );
+            compare(&m, &fixed.read(other, len), &paged.read(stream, id, other, len).unwrap());
         }
     }
     assert_eq!(paged.len(id).unwrap(), 2);

@@ -238,4 +238,65 @@ mod tests {
             Err(Error::NotEnoughMemory { budget: block - 1, block_bytes: block })
         );
     }
+
+    #[test]
+    fn configs_are_cloned_and_read_back() {
+        let order = BlockOrder::TokenMajor;
+        for config in [
+            StaticCacheConfig { max_batch: 8, max_len: 2048.into(), order },
+            StaticCacheConfig { max_batch: 2, max_len: 0.into(), ..Default::default() },
+        ] {
+            let json = serde_json::to_string(&config).unwrap();
+            assert_eq!(serde_json::from_str::<StaticCacheConfig>(&json).unwrap(), config.clone(), "{json}");
+        }
+        let paged = PagedCacheConfig {
+            max_memory: 10 << 30,
+            block_size: 24,
+            order,
+            policy: PolicyKind::TinyLfu,
+            watermark: 7,
+            ttl_seconds: Some(3600),
+        };
+        let json = serde_json::to_string(&paged).unwrap();
+        assert_eq!(serde_json::from_str::<PagedCacheConfig>(&json).unwrap(), paged.clone(), "{json}");
+        let policy = PagedCacheConfig { policy: PolicyKind::S3Fifo, ..Default::default() };
+        assert_eq!(serde_json::from_str::<PagedCacheConfig>(r#"{"policy":"s3-fifo"}"#).unwrap(), policy);
+        let fixed = serde_json::from_str::<StaticCacheConfig>(r#"{"max_len":"max"}"#).unwrap();
+        assert_eq!(fixed, StaticCacheConfig::default());
+    }
+
+    #[test]
+    fn configs_lay_out_the_rank_they_are_asked_for() {
+        let extents = |k_heads, v_heads| KvExtents {
+            num_layers: 2,
+            k_heads,
+            v_heads,
+            k_dim: 3,
+            v_dim: 3,
+            max_positions: 32,
+            format: DType::F32.into(),
+        };
+        let fixed = StaticCacheConfig { max_batch: 8, max_len: 1000.into(), ..Default::default() };
+        let rank = RankInfo { tp_rank: 1, tp_size: 4, dp_rank: 2, dp_size: 3, ..RankInfo::default() };
+        let layout = fixed.layout(&extents(8, 2), &rank).unwrap();
+        let s = layout.shape();
+        assert_eq!(s.block_size, 32, "the model's length is shorter");
+        assert_eq!(
+            (s.num_blocks, s.k_heads, s.v_heads),
+            (2, 2, 1),
+            "heads divided or replicated, batch sliced"
+        );
+        let uneven = fixed.layout(&extents(8, 8), &RankInfo::tensor_parallel(0, 3).unwrap());
+        assert_eq!(uneven, Err(Error::Uneven { what: "KV heads", count: 8, ranks: 3 }));
+
+        let paged = |max_memory, block_size| {
+            let config = PagedCacheConfig { max_memory, block_size, ..PagedCacheConfig::default() };
+            config.layout(&extents(2, 2), &RankInfo::default())
+        };
+        let layout = paged(100_000, 5).unwrap();
+        let bytes = layout.k_bytes() + layout.v_bytes();
+        assert!(bytes <= 100_000 && bytes + layout.block_bytes() > 100_000, "as many as fit");
+        assert!(matches!(paged(10, 16), Err(Error::NotEnoughMemory { budget: 10, .. })));
+        assert_eq!(paged(100_000, 0), Err(Error::Zero { what: "block_size" }));
+    }
 }
