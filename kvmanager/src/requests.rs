@@ -32,6 +32,7 @@ use kvchunk::metrics::LatencyHistogram;
 #[derive(Debug)]
 pub struct StorageManager {
     pool: BlockPool,
+    // Decision: docs/decisions/managers.md#storagemanager-has-one-lock
     requests: Mutex<Requests>,
     timing: Timing,
 }
@@ -39,6 +40,7 @@ pub struct StorageManager {
 #[derive(Debug, Default)]
 struct Requests {
     held: HashMap<u64, MutableBlocks>,
+    // Decision: docs/decisions/managers.md#in-flight-means-held
     in_flight: usize,
     counted: Counted,
 }

@@ -207,6 +207,7 @@ impl PagedSequences {
         }
         let Some(named) = self.sequences.get_mut(&number) else { return Ok(()) };
         named.written[layer] = end;
+        // Decision: docs/decisions/managers.md#a-sequence-is-as-long-as-its-longest-layer
         let furthest = named.written.iter().copied().max().unwrap_or(end);
         Ok(self.cache.truncate(id, furthest)?)
     }

@@ -17,6 +17,7 @@ use std::sync::Arc;
 use crate::base::{Error, KvFormat, Result, SlotMapping, same};
 use crate::device::{AttendWork, QueryRow, Stream, WriteSlots};
 
+// Decision: docs/decisions/device.md#the-inputs-of-a-graph-are-lists-known-by-identity
 /// The lists of a step that change from replay to replay.
 ///
 /// While a step is recorded, operations name these very lists: a scatter the slots and positions, an attend the work, an

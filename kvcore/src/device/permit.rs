@@ -117,6 +117,7 @@ impl Permits {
 }
 
 impl Permit {
+    // Decision: docs/decisions/device.md#a-permit-is-checked-when-the-operation-is-enqueued
     fn check(&self, what: &'static str) -> Result<()> {
         if self.lowest >= self.floor.load(Ordering::Acquire) {
             Ok(())
@@ -127,6 +128,7 @@ impl Permit {
 }
 
 // Decision: docs/decisions/device.md#a-permit-vouches-for-blocks-the-caller-for-the-arena
+// Decision: docs/decisions/device.md#only-guards-of-mutable-blocks-permit-writes
 /// Slots that may be written: a slot mapping with the permits of the owners that fill its blocks.
 ///
 /// Guards of mutable blocks and block tables issue it ([`BlockTable::grow`](crate::BlockTable::grow),

@@ -7,6 +7,7 @@ use crate::error::{CoreError, same, too_large};
 use crate::ranks::{PiecePlace, PrefillPlan, ReceivedMatrix};
 use crate::{Error, Result};
 
+// Decision: docs/decisions/managers.md#a-rank-cache-holds-keys-or-values-not-both
 /// Keys, or values, of consecutive layers: `[layers, batch, heads, capacity, dim]`.
 ///
 /// A stage of a pipeline appends the chunks that it computes to a cache of its own layers. A cache of all layers merges

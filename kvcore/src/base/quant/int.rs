@@ -37,6 +37,7 @@ impl IntKind {
     }
 
     // Decision: docs/decisions/base.md#integer-scales-are-rounded-up
+    // Decision: docs/decisions/base.md#a-group-with-nan-is-nan
     /// Returns the scale of a group.
     pub fn scale_of(self, group: &[f32]) -> f16 {
         let mut amax = 0.0f32;

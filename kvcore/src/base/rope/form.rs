@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::{Error, Result};
 
+// Decision: docs/decisions/device.md#the-form-of-keys-is-an-argument-of-attend
 /// The form of cached keys: rotated or not.
 ///
 /// ```

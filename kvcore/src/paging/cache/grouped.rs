@@ -11,6 +11,7 @@ use crate::device::{KvArena, Stream, WriteSlots};
 use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 
 // Decision: docs/decisions/paging.md#layers-of-other-kinds-have-groups-of-their-own
+// Decision: docs/decisions/paging.md#a-grouped-cache-is-one-per-group
 /// A cache of sequences whose layers are in groups: each group has a kind, an arena with its layers alone, and a pool.
 ///
 /// A group is a [`PagedKvCache`]; a sequence has one id in all of them. Calls that take blocks succeed in every group or change none.

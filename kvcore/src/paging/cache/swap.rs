@@ -99,6 +99,7 @@ impl PagedKvCache {
         })
     }
 
+    // Decision: docs/decisions/paging.md#a-swapped-sequence-is-borrowed-when-it-comes-back
     /// Restores a swapped sequence under a new id. Blocks of its prefix that this cache still knows are
     /// shared again. The other blocks are copied on `stream`, which waits for the copy out if that copy ran
     /// on another stream. Drop `swapped` after that, in the [order](PagedKvCache#order) of this cache.
