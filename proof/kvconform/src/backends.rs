@@ -17,11 +17,11 @@ use kvcore::{Backend, DType, Result};
 pub struct NamedBackend {
     /// Name of the backend, as in `conform --backend NAME`.
     pub name: &'static str,
-    /// Name of the way in which the backend computes, for a backend with several.
+    /// How the backend computes, or on which device, for a backend with several variants.
     pub variant: &'static str,
-    /// Element types of its cases: each of them is in one variant of each backend at least.
+    /// Element types to test. Every type is in at least one variant of each backend.
     pub dtypes: &'static [DType],
-    /// Creates the backend on a newly opened device. The error says what this machine lacks.
+    /// Opens a device and creates the backend. The error explains what this machine lacks.
     pub make: fn() -> Result<Arc<dyn Backend>>,
 }
 
@@ -54,10 +54,10 @@ fn wgpu(options: &WgpuOptions) -> Result<Arc<dyn Backend>> {
 #[cfg(any(feature = "ascend", feature = "cpu", feature = "cuda"))]
 const ALL: &[DType] = &DType::COMPUTE;
 
-/// All of them. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and
-/// deferred until something waits; wgpu with the device's own f16, with packed f16, and with windows so small that
-/// pools are bound in parts. (Software that acts as a GPU compiles a kernel in a second, so that these
-/// run in some element types, and in all by `conform --every`.)
+/// All variants. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and
+/// deferred until something waits. wgpu runs with the device's own f16, with packed f16, and with windows
+/// small enough to bind pools in parts. (A software GPU takes a second to compile a kernel. Each variant of
+/// wgpu therefore runs in some element types; `conform --every` runs all.)
 pub const BACKENDS: &[NamedBackend] = &[
     #[cfg(feature = "ascend")]
     NamedBackend { name: "ascend", variant: "device 0", dtypes: ALL, make: || ascend(0) },

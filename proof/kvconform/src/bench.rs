@@ -11,12 +11,12 @@ use kvcore::{
 
 use crate::oracle;
 
-/// The reason why a case failed.
+/// Why a case failed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Failure {
-    /// A message that says what was expected, and what happened.
+    /// What was expected, and what happened.
     pub message: String,
-    /// The backend's error that ended the case, if one did.
+    /// The error of the backend that ended the case, if there was one.
     pub error: Option<kvcore::Error>,
 }
 
@@ -100,8 +100,8 @@ impl Bench {
         Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::Device, layout)?)
     }
 
-    /// Returns all of K and all of V as values, each element at the index of the element (or of its code),
-    /// for cases that look at every byte.
+    /// Returns all of K and all of V as values, each at the index of its element or code, for cases that
+    /// check every byte.
     pub fn contents(&self, arena: &KvArena) -> Outcome<(Vec<f32>, Vec<f32>)> {
         let values = |plane: KvPlane, bytes: usize| {
             let codes = self.raw(plane.storage, bytes)?;
@@ -125,7 +125,7 @@ impl Bench {
         Ok(bytes)
     }
 
-    /// Fills K and V with numbers, codes and scales that are finite, and returns the stored values.
+    /// Fills K and V with finite numbers, codes and scales, and returns the stored values.
     pub fn fill(&self, arena: &KvArena, seed: u32) -> Outcome<(Vec<f32>, Vec<f32>)> {
         let layout = arena.layout();
         for (plane, bytes, seed) in
@@ -151,7 +151,7 @@ impl Bench {
     }
 }
 
-/// Returns codes of a quantised format whose values are finite and of moderate size.
+/// Returns codes of a quantised format. Their values are finite and of moderate size.
 fn codes(format: KvFormat, seed: u32, bytes: usize) -> Vec<u8> {
     let finite = |byte: u8| match format {
         KvFormat::Int8 { .. } if byte == 0x80 => 1,
@@ -167,7 +167,7 @@ fn codes(format: KvFormat, seed: u32, bytes: usize) -> Vec<u8> {
     numbers(seed, bytes).iter().map(|x| finite((127.5 + 127.5 * x) as u8)).collect()
 }
 
-/// Returns the relative error of rounding to nearest: half the spacing of the element type.
+/// Returns the largest relative error of rounding to nearest: half the spacing of the element type.
 pub(crate) fn half_spacing(dtype: DType) -> f32 {
     match dtype {
         DType::F16 => 1.0 / 2048.0,
@@ -176,8 +176,8 @@ pub(crate) fn half_spacing(dtype: DType) -> f32 {
     }
 }
 
-/// Checks that `actual` is `expected`, computed in f32 and rounded once to nearest. Half a spacing is
-/// allowed, with a little room for f32 arithmetic. Truncation has twice that error and fails.
+/// Checks that `actual` is `expected`, computed in f32 and rounded once to nearest. Allows half a spacing and
+/// a little room for f32 arithmetic. Truncation has twice that error and fails.
 pub(crate) fn rounded_once(what: &str, dtype: DType, actual: &[f32], expected: &[f32]) -> Outcome {
     for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
         let allowed = half_spacing(dtype) * e.abs() + 1e-5;

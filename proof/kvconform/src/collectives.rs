@@ -11,18 +11,18 @@ use kvcore::{
 
 use crate::bench::{Failure, Outcome, ensure, numbers};
 
-/// One rank of a group under test: its communicator, and the backend that its tensors lie in.
+/// One rank of a group under test: its communicator, and the backend that allocates its tensors.
 pub type RankUnderTest = (Arc<dyn Communicator>, Arc<dyn Backend>);
 
 /// Runs every case on all ranks of a group, each in a thread of its own. The group is still whole afterwards.
 ///
-/// Failures of groups are cases of [`run_groups`](crate::run_groups). Calls that differ among ranks are left to the tests
-/// of the implementation, because implementations notice different things.
+/// Failures of groups are cases of [`run_groups`](crate::run_groups). Calls that differ among ranks are left
+/// to the tests of the implementation, because implementations notice different things.
 pub fn run_collectives(group: &[RankUnderTest]) -> Outcome {
     thread::scope(|scope| {
         let run = |(communicator, backend): &RankUnderTest| {
             let stream = backend.stream()?;
-            let rank = CollectiveRank { of: &**communicator, backend: &**backend, stream: &*stream };
+            let rank = TestedRank { of: &**communicator, backend: &**backend, stream: &*stream };
             rank.all().inspect_err(|_| communicator.abort())
         };
         let threads: Vec<_> = group.iter().map(|member| scope.spawn(move || run(member))).collect();
@@ -40,17 +40,17 @@ pub fn run_collectives(group: &[RankUnderTest]) -> Outcome {
     })
 }
 
-/// Numbers of elements. Elements of four bits come in twice as many.
+/// Numbers of elements; twice as many for elements of 4 bits.
 const SIZES: [usize; 4] = [0, 1, 7, 1001];
 
 #[derive(Clone, Copy)]
-struct CollectiveRank<'a> {
+struct TestedRank<'a> {
     of: &'a dyn Communicator,
     backend: &'a dyn Backend,
     stream: &'a dyn Stream,
 }
 
-impl CollectiveRank<'_> {
+impl TestedRank<'_> {
     fn all(self) -> Outcome {
         for dtype in DType::ALL {
             for n in SIZES.map(|n| if dtype == DType::I4 { 2 * n } else { n }) {
@@ -69,7 +69,7 @@ impl CollectiveRank<'_> {
         Ok(self.of.check()?)
     }
 
-    /// Returns zeroed memory, also for no elements.
+    /// Returns a zeroed tensor, which may have no elements.
     fn tensor(self, dtype: DType, shape: &[usize]) -> Outcome<TensorView> {
         let room: Vec<usize> = shape.iter().map(|&n| n.max(2)).collect();
         let view = allocate_tensor(self.backend, MemoryKind::Device, dtype, &room)?;
@@ -100,7 +100,7 @@ impl CollectiveRank<'_> {
         })
     }
 
-    /// Returns any bytes, others for each rank and turn.
+    /// Returns bytes that differ for each rank and turn.
     fn bytes(rank: usize, turn: usize, dtype: DType, n: usize) -> Outcome<Vec<u8>> {
         let seed = 31 + 7 * rank as u32 + 1009 * turn as u32;
         Ok(numbers(seed, dtype.bytes_for(n)?).iter().map(|x| (127.5 + 127.5 * x) as u8).collect())
@@ -132,7 +132,7 @@ impl CollectiveRank<'_> {
         self.expect("an all-gather in place", &dst, &all)
     }
 
-    /// Numbers whose sums are exact in every type, in every order.
+    /// Reduces numbers whose sums are exact in every type, in every order.
     fn reduces(self, dtype: DType, n: usize, op: ReduceOp) -> Outcome {
         let encode: fn(f32) -> Vec<u8> = match dtype {
             DType::F32 => |x| x.to_ne_bytes().to_vec(),
@@ -172,7 +172,7 @@ impl CollectiveRank<'_> {
         self.expect("a tensor that is passed on", &view, &first)
     }
 
-    /// All ranks send to the rank after them and receive from the rank before them, at once.
+    /// All ranks send to the next rank and receive from the previous one, at the same time.
     fn rings(self, dtype: DType, n: usize) -> Outcome {
         let (rank, ranks) = (self.of.rank(), self.of.ranks());
         let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
@@ -185,7 +185,7 @@ impl CollectiveRank<'_> {
         self.expect("a tensor from the rank before", &into, &Self::bytes(before, 2, dtype, n)?)
     }
 
-    /// The last rank receives two tensors of other sizes from each other rank, matched in order.
+    /// The last rank receives two tensors of different sizes from each other rank, matched in order.
     fn collects(self, dtype: DType, n: usize) -> Outcome {
         let (rank, last) = (self.of.rank(), self.of.ranks() - 1);
         if rank != last {
@@ -206,8 +206,8 @@ impl CollectiveRank<'_> {
         views.iter().try_for_each(|(view, _, bytes)| self.expect("a collected tensor", view, bytes))
     }
 
-    /// Copies before and after collectives, round after round, with one wait at the end. Each round writes where the
-    /// collective of the round before reads.
+    /// Copies before and after collectives, round after round, with one wait at the end. Each round writes
+    /// where the collective of the round before reads.
     fn keeps_the_order_of_the_stream(self) -> Outcome {
         let n = 1 << 16;
         let src = self.upload(DType::I8, &[n], &vec![self.of.rank() as u8 + 1; n])?;

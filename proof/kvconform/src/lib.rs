@@ -18,7 +18,7 @@
 //! ```text
 //! cases        CASES: what any backend must do, seen through kvcore alone
 //! collectives  the collectives of a group of ranks, each against plain loops
-//! devices      several devices, faults of a driver, failures of groups: run with the controls of a double
+//! devices      cases over several devices, faults of a driver and failing groups, supplied by a backend's tests
 //! oracle       arithmetic of the operations in f64
 //! bench        what a case works with: a backend, a stream, an element type, comparisons
 //! raw          bytes on devices, for tests that look at bytes

@@ -1,9 +1,9 @@
-//! Tests that cannot run on a machine: said and counted, or a failure where nothing may be missing.
+//! Tests that cannot run on a machine: reported and counted, or a failure where nothing may be missing.
 
 use std::fmt::Display;
 use std::sync::LazyLock;
 
-/// The variable of the environment under which nothing that can be installed may be missing. `cargo xtask ci` sets it.
+/// Environment variable that turns skipped tests into failures. `cargo xtask ci` sets it.
 pub const STRICT: &str = "KVCACHE_STRICT";
 
 /// Returns whether [`STRICT`] is set.
@@ -12,10 +12,10 @@ pub fn is_strict() -> bool {
     *SET
 }
 
-/// Says that a test cannot run here: prints `SKIPPED: reason`, which `cargo xtask test` counts.
+/// Reports that a test cannot run here: prints `SKIPPED: reason`, which `cargo xtask test` counts.
 ///
 /// # Panics
-/// Under [`STRICT`], with the reason: it names what to install.
+/// Panics if [`STRICT`] is set. The message is the reason, which names what to install.
 pub fn skip(reason: impl Display) {
     assert!(!is_strict(), "nothing may be skipped here ({STRICT} is set): {reason}");
     println!("SKIPPED: {reason}");

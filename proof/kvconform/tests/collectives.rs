@@ -1,5 +1,5 @@
-//! Collectives of threads, over the streams of backends, and of devices. Groups of threads that fail, and wrong ranks that
-//! the cases of groups must catch.
+//! Collectives of threads, over the streams of backends, and of devices. Groups of threads that fail, and
+//! wrong ranks that the cases of groups must catch.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;

@@ -1,13 +1,13 @@
-//! Every case on five variants of the CPU, in every element type; `cargo xtask conform` runs the others. What each
-//! backend says of itself.
+//! Every case on five variants of the CPU, in every element type (`cargo xtask conform` runs the others), and
+//! the capabilities that each backend lists.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use kvconform::{BACKENDS, Bench, CASES, NamedBackend, skip};
 use kvcore::{DType, Error, KvFormat, OPTIONAL};
 use rstest::rstest;
 
-/// Returns whether a backend can be tested here, and says it if not. Instructions that the processor lacks are skipped
-/// even where nothing may be: no installation brings them.
+/// Returns whether a backend can be tested here, and reports it if not. Missing instructions of the processor
+/// are skipped even in strict runs, because no installation brings them.
 fn is_here(named: &NamedBackend) -> bool {
     let NamedBackend { name, variant, .. } = named;
     match (named.make)() {

@@ -111,7 +111,7 @@ proptest! {
                 let end = end.min(extents[*axis]);
                 view = view.slice(*axis, start.min(end), end).unwrap();
             }
-            // the axes of source and destination are rotated alike, the memory behind them is not
+            // the axes of source and destination are rotated alike, their memory is not
             axes.rotate_left(turn % extents.len());
             (whole, view.permute(&axes).unwrap(), values)
         };

@@ -19,7 +19,7 @@ use rstest::rstest;
 
 /// The fault of a backend.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Fault {
+enum BackendFault {
     None,
     ScatterNextSlot,
     ScatterWritesPadding,
@@ -74,85 +74,88 @@ enum Fault {
 }
 
 /// Each fault, with the case that must catch it.
-const FAULTS: &[(Fault, &str)] = &[
-    (Fault::ScatterNextSlot, "rows::scatter_puts_rows_where_slots_say"),
-    (Fault::ScatterWritesPadding, "rows::scatter_puts_rows_where_slots_say"),
-    (Fault::ScatterWithoutRotation, "rows::scatter_rotates_keys_on_the_way"),
-    (Fault::GatherWithoutRotation, "rows::gather_rotates_keys_on_the_way"),
-    (Fault::CopyOneLayer, "blocks::copy_moves_all_layers_and_nothing_else"),
-    (Fault::SwapNothing, "blocks::swap_goes_between_layouts"),
-    (Fault::ReusedMemoryIsDirty, "memory::reused_memory_is_zeroed"),
-    (Fault::CopyTensorForgetsStrides, "tensor::any_strides_equal_indexing"),
-    (Fault::CopyTensorForgetsStrides, "tensor::elements_of_any_size_are_copied"),
-    (Fault::CopyTensorForgetsStrides, "tensor::tensors_go_to_the_device_and_back"),
-    (Fault::CopyTensorNothing, "tensor::parts_of_one_storage_may_be_copied"),
-    (Fault::CopyTensorChecksNothing, "tensor::wrong_tensor_copies_are_refused_and_write_nothing"),
-    (Fault::ReadZeros, "memory::host_copies_round_trip"),
-    (Fault::RopeOtherPairing, "rope::rows_are_rotated_in_both_pairings"),
-    (Fault::RotateTooFar, "blocks::rotated_copies_equal_keys_rotated_there"),
-    (Fault::AttendIgnoresOffsets, "attend::segments_at_offsets"),
-    (Fault::AttendIgnoresCausality, "attend::causality_goes_by_logical_order"),
-    (Fault::AttendIgnoresWindow, "attend::windows_go_by_position"),
-    (Fault::AttendKeepsTheWindowOfItsWork, "attend::layers_share_the_work_of_a_step"),
-    (Fault::AttendIgnoresGroups, "attend::softcap_temperature_and_groups"),
-    (Fault::AttendIgnoresSoftcap, "attend::softcap_temperature_and_groups"),
-    (Fault::AttendScalesTwice, "attend::prefill_and_decode_in_one_call"),
-    (Fault::AttendForgetsLse, "attend::prefill_and_decode_in_one_call"),
-    (Fault::AttendOtherKvHead, "attend::prefill_and_decode_in_one_call"),
-    (Fault::AttendIgnoresOffsets, "attend::keys_may_lie_unrotated"),
-    (Fault::AttendTakesKeysAsRotated, "attend::keys_may_lie_unrotated"),
-    (Fault::AttendTakesKeysAsRotated, "mla::rotated_parts_may_lie_unrotated"),
-    (Fault::AttendTakesKeysAsRotated, "quant::attend_reads_quantised_blocks"),
-    (Fault::EventsDoNotOrder, "order::events_order_streams"),
-    (Fault::EventsDoNotOrder, "order::events_call_back_when_they_are_done"),
-    (Fault::ScatterNextSlot, "rows::k_and_v_may_differ_in_heads"),
-    (Fault::AttendOtherKvHead, "attend::k_and_v_may_differ_in_heads"),
-    (Fault::ScatterNextSlot, "quant::rows_read_back_within_the_bound_of_their_format"),
-    (Fault::ScalesTooLarge, "quant::rows_read_back_within_the_bound_of_their_format"),
-    (Fault::HidesNan, "quant::what_is_not_finite_never_becomes_finite"),
-    (Fault::GatherWithoutRotation, "quant::gathered_keys_are_rotated_in_f32"),
-    (Fault::CopyWithoutScales, "quant::copies_move_codes_and_scales"),
-    (Fault::RotateTooFar, "quant::rotated_keys_are_quantised_again"),
-    (Fault::AttendIgnoresOffsets, "quant::attend_reads_quantised_blocks"),
-    (Fault::ScalesTooLarge, "quant::blocks_are_quantised_and_back"),
-    (Fault::QuantizeNextBlock, "quant::blocks_are_quantised_and_back"),
-    (Fault::DequantizeNothing, "quant::blocks_are_quantised_and_back"),
-    (Fault::QuantizeChecksNothing, "quant::wrong_conversions_are_refused"),
-    (Fault::ListsARequiredKernelAsMissing, "capabilities::no_required_kernel_or_type_is_missing"),
-    (Fault::ListsWhatItHasAsMissing, "quant::blocks_are_quantised_and_back"),
-    (Fault::HidesAFormat, "quant::attend_reads_quantised_blocks"),
-    (Fault::RefusesWithAnotherError, "quant::blocks_are_quantised_and_back"),
-    (Fault::SelectionIgnored, "sparse::rows_see_selected_tokens_only"),
-    (Fault::SelectionIgnored, "sparse::rows_see_selected_blocks_only"),
-    (Fault::SelectionIgnored, "sparse::an_empty_selection_sees_nothing"),
-    (Fault::SelectionIgnored, "sparse::selections_of_quantised_blocks"),
-    (Fault::SelectionOfOtherUnits, "sparse::rows_see_selected_blocks_only"),
-    (Fault::AttendIgnoresCausality, "sparse::what_is_selected_must_be_visible_too"),
-    (Fault::AcceptsAnyAttend, "sparse::wrong_selections_are_refused"),
-    (Fault::AcceptsAnyAttend, "mla::wrong_latent_attends_are_refused"),
-    (Fault::MlaIgnoresLatents, "mla::the_latent_is_key_and_value"),
-    (Fault::MlaIgnoresLatents, "mla::queries_may_come_rotated"),
-    (Fault::MlaIgnoresLatents, "mla::latents_may_be_quantised"),
-    (Fault::MlaIgnoresRope, "mla::the_latent_is_key_and_value"),
-    (Fault::SelectionIgnored, "mla::latents_may_be_selected"),
-    (Fault::RotateTooFar, "mla::moving_a_chunk_moves_the_rotated_part_only"),
-    (Fault::UnmapKeepsContents, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
-    (Fault::UnmapTakesNeighbours, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
-    (Fault::MapClearsWhatIsMapped, "reserve::mapping_twice_keeps_contents_and_unmapping_twice_is_nothing"),
-    (Fault::RangesAreNotChecked, "reserve::wrong_ranges_are_refused_and_change_nothing"),
-    (Fault::CopyOneLayer, "reserve::kernels_work_on_reserved_memory"),
-    (Fault::LargeWritesAreCut, "memory::a_caller_may_reuse_the_bytes_that_it_wrote"),
-    (Fault::WritesOvertake, "order::writes_come_in_the_order_of_the_stream"),
-    (Fault::CopyTensorNothing, "order::enqueued_work_keeps_its_memory"),
-    (Fault::CopyTensorNothing, "order::work_of_a_dropped_stream_is_done"),
-    (Fault::RefusesNoWork, "order::no_work_is_no_work"),
-    (Fault::ScatterWritesPadding, "order::no_work_is_no_work"),
+const FAULTS: &[(BackendFault, &str)] = &[
+    (BackendFault::ScatterNextSlot, "rows::scatter_puts_rows_where_slots_say"),
+    (BackendFault::ScatterWritesPadding, "rows::scatter_puts_rows_where_slots_say"),
+    (BackendFault::ScatterWithoutRotation, "rows::scatter_rotates_keys_on_the_way"),
+    (BackendFault::GatherWithoutRotation, "rows::gather_rotates_keys_on_the_way"),
+    (BackendFault::CopyOneLayer, "blocks::copy_moves_all_layers_and_nothing_else"),
+    (BackendFault::SwapNothing, "blocks::swap_goes_between_layouts"),
+    (BackendFault::ReusedMemoryIsDirty, "memory::reused_memory_is_zeroed"),
+    (BackendFault::CopyTensorForgetsStrides, "tensor::any_strides_equal_indexing"),
+    (BackendFault::CopyTensorForgetsStrides, "tensor::elements_of_any_size_are_copied"),
+    (BackendFault::CopyTensorForgetsStrides, "tensor::tensors_go_to_the_device_and_back"),
+    (BackendFault::CopyTensorNothing, "tensor::parts_of_one_storage_may_be_copied"),
+    (BackendFault::CopyTensorChecksNothing, "tensor::wrong_tensor_copies_are_refused_and_write_nothing"),
+    (BackendFault::ReadZeros, "memory::host_copies_round_trip"),
+    (BackendFault::RopeOtherPairing, "rope::rows_are_rotated_in_both_pairings"),
+    (BackendFault::RotateTooFar, "blocks::rotated_copies_equal_keys_rotated_there"),
+    (BackendFault::AttendIgnoresOffsets, "attend::segments_at_offsets"),
+    (BackendFault::AttendIgnoresCausality, "attend::causality_goes_by_logical_order"),
+    (BackendFault::AttendIgnoresWindow, "attend::windows_go_by_position"),
+    (BackendFault::AttendKeepsTheWindowOfItsWork, "attend::layers_share_the_work_of_a_step"),
+    (BackendFault::AttendIgnoresGroups, "attend::softcap_temperature_and_groups"),
+    (BackendFault::AttendIgnoresSoftcap, "attend::softcap_temperature_and_groups"),
+    (BackendFault::AttendScalesTwice, "attend::prefill_and_decode_in_one_call"),
+    (BackendFault::AttendForgetsLse, "attend::prefill_and_decode_in_one_call"),
+    (BackendFault::AttendOtherKvHead, "attend::prefill_and_decode_in_one_call"),
+    (BackendFault::AttendIgnoresOffsets, "attend::keys_may_lie_unrotated"),
+    (BackendFault::AttendTakesKeysAsRotated, "attend::keys_may_lie_unrotated"),
+    (BackendFault::AttendTakesKeysAsRotated, "mla::rotated_parts_may_lie_unrotated"),
+    (BackendFault::AttendTakesKeysAsRotated, "quant::attend_reads_quantised_blocks"),
+    (BackendFault::EventsDoNotOrder, "order::events_order_streams"),
+    (BackendFault::EventsDoNotOrder, "order::events_call_back_when_they_are_done"),
+    (BackendFault::ScatterNextSlot, "rows::k_and_v_may_differ_in_heads"),
+    (BackendFault::AttendOtherKvHead, "attend::k_and_v_may_differ_in_heads"),
+    (BackendFault::ScatterNextSlot, "quant::rows_read_back_within_the_bound_of_their_format"),
+    (BackendFault::ScalesTooLarge, "quant::rows_read_back_within_the_bound_of_their_format"),
+    (BackendFault::HidesNan, "quant::what_is_not_finite_never_becomes_finite"),
+    (BackendFault::GatherWithoutRotation, "quant::gathered_keys_are_rotated_in_f32"),
+    (BackendFault::CopyWithoutScales, "quant::copies_move_codes_and_scales"),
+    (BackendFault::RotateTooFar, "quant::rotated_keys_are_quantised_again"),
+    (BackendFault::AttendIgnoresOffsets, "quant::attend_reads_quantised_blocks"),
+    (BackendFault::ScalesTooLarge, "quant::blocks_are_quantised_and_back"),
+    (BackendFault::QuantizeNextBlock, "quant::blocks_are_quantised_and_back"),
+    (BackendFault::DequantizeNothing, "quant::blocks_are_quantised_and_back"),
+    (BackendFault::QuantizeChecksNothing, "quant::wrong_conversions_are_refused"),
+    (BackendFault::ListsARequiredKernelAsMissing, "capabilities::no_required_kernel_or_type_is_missing"),
+    (BackendFault::ListsWhatItHasAsMissing, "quant::blocks_are_quantised_and_back"),
+    (BackendFault::HidesAFormat, "quant::attend_reads_quantised_blocks"),
+    (BackendFault::RefusesWithAnotherError, "quant::blocks_are_quantised_and_back"),
+    (BackendFault::SelectionIgnored, "sparse::rows_see_selected_tokens_only"),
+    (BackendFault::SelectionIgnored, "sparse::rows_see_selected_blocks_only"),
+    (BackendFault::SelectionIgnored, "sparse::an_empty_selection_sees_nothing"),
+    (BackendFault::SelectionIgnored, "sparse::selections_of_quantised_blocks"),
+    (BackendFault::SelectionOfOtherUnits, "sparse::rows_see_selected_blocks_only"),
+    (BackendFault::AttendIgnoresCausality, "sparse::what_is_selected_must_be_visible_too"),
+    (BackendFault::AcceptsAnyAttend, "sparse::wrong_selections_are_refused"),
+    (BackendFault::AcceptsAnyAttend, "mla::wrong_latent_attends_are_refused"),
+    (BackendFault::MlaIgnoresLatents, "mla::the_latent_is_key_and_value"),
+    (BackendFault::MlaIgnoresLatents, "mla::queries_may_come_rotated"),
+    (BackendFault::MlaIgnoresLatents, "mla::latents_may_be_quantised"),
+    (BackendFault::MlaIgnoresRope, "mla::the_latent_is_key_and_value"),
+    (BackendFault::SelectionIgnored, "mla::latents_may_be_selected"),
+    (BackendFault::RotateTooFar, "mla::moving_a_chunk_moves_the_rotated_part_only"),
+    (BackendFault::UnmapKeepsContents, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
+    (BackendFault::UnmapTakesNeighbours, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
+    (
+        BackendFault::MapClearsWhatIsMapped,
+        "reserve::mapping_twice_keeps_contents_and_unmapping_twice_is_nothing",
+    ),
+    (BackendFault::RangesAreNotChecked, "reserve::wrong_ranges_are_refused_and_change_nothing"),
+    (BackendFault::CopyOneLayer, "reserve::kernels_work_on_reserved_memory"),
+    (BackendFault::LargeWritesAreCut, "memory::a_caller_may_reuse_the_bytes_that_it_wrote"),
+    (BackendFault::WritesOvertake, "order::writes_come_in_the_order_of_the_stream"),
+    (BackendFault::CopyTensorNothing, "order::enqueued_work_keeps_its_memory"),
+    (BackendFault::CopyTensorNothing, "order::work_of_a_dropped_stream_is_done"),
+    (BackendFault::RefusesNoWork, "order::no_work_is_no_work"),
+    (BackendFault::ScatterWritesPadding, "order::no_work_is_no_work"),
 ];
 
 #[derive(Debug)]
 struct Wrong {
     inner: Arc<dyn Backend>,
-    fault: Fault,
+    fault: BackendFault,
     /// Memory that is handed out again without being cleared.
     kept: Mutex<Vec<Arc<dyn Storage>>>,
 }
@@ -160,7 +163,7 @@ struct Wrong {
 #[derive(Debug)]
 struct WrongStream {
     inner: Arc<dyn Stream>,
-    fault: Fault,
+    fault: BackendFault,
     /// A stream of the same backend, for what overtakes.
     ahead: Arc<dyn Stream>,
     /// The window of the first call with each work.
@@ -190,18 +193,20 @@ impl Backend for Wrong {
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.inner.capabilities();
         match self.fault {
-            Fault::ListsARequiredKernelAsMissing => capabilities.missing.push("gather"),
-            Fault::ListsWhatItHasAsMissing | Fault::RefusesWithAnotherError | Fault::LacksQuantize => {
+            BackendFault::ListsARequiredKernelAsMissing => capabilities.missing.push("gather"),
+            BackendFault::ListsWhatItHasAsMissing
+            | BackendFault::RefusesWithAnotherError
+            | BackendFault::LacksQuantize => {
                 capabilities.missing.push("quantize");
             }
-            Fault::LacksReserve => capabilities.missing.push("reserve"),
-            Fault::HidesAFormat => capabilities.formats.retain(|&f| f != "int4"),
+            BackendFault::LacksReserve => capabilities.missing.push("reserve"),
+            BackendFault::HidesAFormat => capabilities.formats.retain(|&f| f != "int4"),
             _ => {}
         }
         capabilities
     }
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
-        if self.fault != Fault::ReusedMemoryIsDirty {
+        if self.fault != BackendFault::ReusedMemoryIsDirty {
             return self.inner.allocate(kind, bytes);
         }
         let mut kept = self.kept.lock().unwrap();
@@ -213,7 +218,7 @@ impl Backend for Wrong {
         Ok(Arc::clone(&kept[kept.len() - 1]))
     }
     fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
-        if self.fault == Fault::LacksReserve {
+        if self.fault == BackendFault::LacksReserve {
             return Err(Error::Unsupported { backend: "wrong", what: "reserve".to_owned() });
         }
         let inner = self.inner.reserve(kind, bytes)?;
@@ -232,7 +237,7 @@ impl Backend for Wrong {
 #[derive(Debug)]
 struct WrongReserved {
     inner: Arc<dyn ReservedStorage>,
-    fault: Fault,
+    fault: BackendFault,
     /// Granules that are unmapped in name only.
     hidden: Mutex<BTreeSet<usize>>,
 }
@@ -259,9 +264,9 @@ impl ReservedStorage for WrongReserved {
     fn map(&self, range: Range<usize>) -> Result<()> {
         let checked = check_granules(&range, self.granularity(), self.len());
         match self.fault {
-            Fault::RangesAreNotChecked if checked.is_err() => return Ok(()),
-            Fault::MapClearsWhatIsMapped => self.inner.unmap(range.clone())?,
-            Fault::UnmapKeepsContents => {
+            BackendFault::RangesAreNotChecked if checked.is_err() => return Ok(()),
+            BackendFault::MapClearsWhatIsMapped => self.inner.unmap(range.clone())?,
+            BackendFault::UnmapKeepsContents => {
                 self.hidden.lock().unwrap().retain(|granule| !range.contains(granule));
             }
             _ => {}
@@ -272,13 +277,13 @@ impl ReservedStorage for WrongReserved {
         let granule = self.granularity();
         let checked = check_granules(&range, granule, self.len());
         match self.fault {
-            Fault::RangesAreNotChecked if checked.is_err() => return Ok(()),
-            Fault::UnmapKeepsContents => {
+            BackendFault::RangesAreNotChecked if checked.is_err() => return Ok(()),
+            BackendFault::UnmapKeepsContents => {
                 checked?;
                 self.hidden.lock().unwrap().extend(range.step_by(granule));
                 return Ok(());
             }
-            Fault::UnmapTakesNeighbours if checked.is_ok() && range.end < self.len() => {
+            BackendFault::UnmapTakesNeighbours if checked.is_ok() && range.end < self.len() => {
                 self.inner.unmap(range.end..range.end + granule)?;
                 self.inner.map(range.end..range.end + granule)?;
             }
@@ -308,14 +313,14 @@ impl WrongStream {
     fn spoilt(&self, op: &Attend) -> Result<Attend> {
         let (mut op, id) = (op.clone(), op.work.id());
         let change = |segment: &Segment| match self.fault {
-            Fault::AttendIgnoresOffsets | Fault::MlaIgnoresRope => segment.clone().at_offset(0),
-            Fault::AttendIgnoresCausality => Segment { logical_start: 0, ..segment.clone() },
-            Fault::AttendIgnoresGroups => Segment { merge_group: 0, ..segment.clone() },
+            BackendFault::AttendIgnoresOffsets | BackendFault::MlaIgnoresRope => segment.clone().at_offset(0),
+            BackendFault::AttendIgnoresCausality => Segment { logical_start: 0, ..segment.clone() },
+            BackendFault::AttendIgnoresGroups => Segment { merge_group: 0, ..segment.clone() },
             _ => segment.clone(),
         };
         let reselect = |selection: &Selection| match self.fault {
-            Fault::SelectionIgnored => None,
-            Fault::SelectionOfOtherUnits => {
+            BackendFault::SelectionIgnored => None,
+            BackendFault::SelectionOfOtherUnits => {
                 Some(Selection { unit: SelectionUnit::Tokens, ..selection.clone() })
             }
             _ => Some(selection.clone()),
@@ -328,16 +333,16 @@ impl WrongStream {
         let batch: Vec<_> = op.work.batch().iter().map(entry).collect();
         op.work = Arc::new(AttendWork::with_groups(op.work.rows(), batch, Arc::clone(op.work.groups())));
         match self.fault {
-            Fault::AttendIgnoresWindow => op.window = None,
-            Fault::AttendKeepsTheWindowOfItsWork => {
+            BackendFault::AttendIgnoresWindow => op.window = None,
+            BackendFault::AttendKeepsTheWindowOfItsWork => {
                 op.window = *self.windows.lock().unwrap().entry(id).or_insert(op.window);
             }
-            Fault::AttendIgnoresSoftcap => op.softcap = None,
-            Fault::AttendScalesTwice => op.scale *= op.scale,
-            Fault::AttendForgetsLse => op.lse = None,
-            Fault::AttendTakesKeysAsRotated => op.keys = KeyForm::Rotated,
+            BackendFault::AttendIgnoresSoftcap => op.softcap = None,
+            BackendFault::AttendScalesTwice => op.scale *= op.scale,
+            BackendFault::AttendForgetsLse => op.lse = None,
+            BackendFault::AttendTakesKeysAsRotated => op.keys = KeyForm::Rotated,
             // Three query heads share a KV head; from the second half on, they get the wrong one.
-            Fault::AttendOtherKvHead => {
+            BackendFault::AttendOtherKvHead => {
                 let heads = op.q.shape()[1];
                 let part = |view: &TensorView| view.slice(1, heads / 2, heads);
                 (op.q, op.out, op.lse) =
@@ -352,13 +357,13 @@ impl WrongStream {
     fn spoil_scales(&self, arena: &KvArena) -> Result<()> {
         match self.fault {
             // A sixteenth larger: the fourth bit of the mantissa is incremented.
-            Fault::ScalesTooLarge => self.change_scales(arena, |bytes, dtype| {
+            BackendFault::ScalesTooLarge => self.change_scales(arena, |bytes, dtype| {
                 let (at, step) = if dtype == DType::F16 { (0, 0x40) } else { (2, 0x08) };
                 for scale in bytes.chunks_exact_mut(dtype.bits() / 8) {
                     scale[at] = scale[at].wrapping_add(step);
                 }
             }),
-            Fault::HidesNan => self.change_scales(arena, |bytes, dtype| {
+            BackendFault::HidesNan => self.change_scales(arena, |bytes, dtype| {
                 if dtype == DType::F16 {
                     bytes.chunks_exact_mut(2).filter(|s| s[1] & 0x7f > 0x7b).for_each(|s| s[1] = 0x3c);
                 }
@@ -395,18 +400,20 @@ impl Stream for WrongStream {
         self.inner.counters()
     }
     fn record(&self) -> Result<Arc<dyn Event>> {
-        if self.fault == Fault::EventsDoNotOrder { Ok(Arc::new(Never)) } else { self.inner.record() }
+        if self.fault == BackendFault::EventsDoNotOrder { Ok(Arc::new(Never)) } else { self.inner.record() }
     }
     fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
-        if self.fault == Fault::EventsDoNotOrder { Ok(()) } else { self.inner.wait_for(event) }
+        if self.fault == BackendFault::EventsDoNotOrder { Ok(()) } else { self.inner.wait_for(event) }
     }
     fn synchronize(&self) -> Result<()> {
         self.inner.synchronize()
     }
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()> {
         match self.fault {
-            Fault::WritesOvertake => self.ahead.write(dst, src).and_then(|()| self.ahead.synchronize()),
-            Fault::LargeWritesAreCut if src.len() > 1 << 20 => {
+            BackendFault::WritesOvertake => {
+                self.ahead.write(dst, src).and_then(|()| self.ahead.synchronize())
+            }
+            BackendFault::LargeWritesAreCut if src.len() > 1 << 20 => {
                 self.inner.write(&dst.slice(0, 0, 1 << 20)?, &src[..1 << 20])
             }
             _ => self.inner.write(dst, src),
@@ -414,7 +421,7 @@ impl Stream for WrongStream {
     }
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
         self.inner.read(src, dst)?;
-        if self.fault == Fault::ReadZeros {
+        if self.fault == BackendFault::ReadZeros {
             dst.fill(0);
         }
         Ok(())
@@ -428,28 +435,28 @@ impl Stream for WrongStream {
 impl WrongStream {
     fn scatter(&self, op: &Scatter) -> Result<()> {
         op.check()?;
-        if self.fault == Fault::RefusesNoWork && op.slots.is_empty() {
+        if self.fault == BackendFault::RefusesNoWork && op.slots.is_empty() {
             return Err(Error::Zero { what: "rows" });
         }
         let limit = op.arena.layout().num_slots() as i64;
         let slots = op.slots.iter().map(|&slot| match self.fault {
-            Fault::ScatterNextSlot if slot >= 0 => (slot + 1) % limit,
-            Fault::ScatterWritesPadding => slot.max(0),
+            BackendFault::ScatterNextSlot if slot >= 0 => (slot + 1) % limit,
+            BackendFault::ScatterWritesPadding => slot.max(0),
             _ => slot,
         });
         let slots = WriteSlots::unchecked(slots.collect::<Arc<[_]>>());
-        let rotation = op.rotation.clone().filter(|_| self.fault != Fault::ScatterWithoutRotation);
+        let rotation = op.rotation.clone().filter(|_| self.fault != BackendFault::ScatterWithoutRotation);
         self.inner.scatter(&Scatter { slots, rotation, ..op.clone() })?;
         self.spoil_scales(&op.arena)
     }
     fn gather(&self, op: &Gather) -> Result<()> {
         op.check()?;
-        let rotation = op.rotation.clone().filter(|_| self.fault != Fault::GatherWithoutRotation);
+        let rotation = op.rotation.clone().filter(|_| self.fault != BackendFault::GatherWithoutRotation);
         self.inner.gather(&Gather { rotation, ..op.clone() })
     }
     fn copy_blocks(&self, op: &CopyBlocks) -> Result<()> {
         op.check()?;
-        if self.fault == Fault::CopyWithoutScales {
+        if self.fault == BackendFault::CopyWithoutScales {
             let kept = std::cell::RefCell::new(std::collections::VecDeque::new());
             self.change_scales(&op.arena, |bytes, _| kept.borrow_mut().push_back(bytes.to_vec()))?;
             self.inner.copy_blocks(op)?;
@@ -457,7 +464,7 @@ impl WrongStream {
                 bytes.copy_from_slice(&kept.borrow_mut().pop_front().expect("one for each plane"));
             });
         }
-        if self.fault != Fault::CopyOneLayer {
+        if self.fault != BackendFault::CopyOneLayer {
             return self.inner.copy_blocks(op);
         }
         let rope = Arc::new(Rope::new(RopeConfig::new(2, 10.0), 1)?);
@@ -467,7 +474,7 @@ impl WrongStream {
     }
     fn swap_blocks(&self, op: &SwapBlocks) -> Result<()> {
         op.check()?;
-        if self.fault == Fault::SwapNothing { Ok(()) } else { self.inner.swap_blocks(op) }
+        if self.fault == BackendFault::SwapNothing { Ok(()) } else { self.inner.swap_blocks(op) }
     }
     fn copy_tensor(&self, op: &CopyTensor) -> Result<()> {
         let dense = |view: &TensorView| {
@@ -481,9 +488,9 @@ impl WrongStream {
             )
         };
         match self.fault {
-            Fault::CopyTensorNothing => op.check(),
-            Fault::CopyTensorChecksNothing if op.check().is_err() => Ok(()),
-            Fault::CopyTensorForgetsStrides => {
+            BackendFault::CopyTensorNothing => op.check(),
+            BackendFault::CopyTensorChecksNothing if op.check().is_err() => Ok(()),
+            BackendFault::CopyTensorForgetsStrides => {
                 op.check()?;
                 self.inner.copy_tensor(&CopyTensor { src: dense(&op.src)?, ..op.clone() })
             }
@@ -491,7 +498,7 @@ impl WrongStream {
         }
     }
     fn rope(&self, op: &ApplyRope) -> Result<()> {
-        if self.fault != Fault::RopeOtherPairing {
+        if self.fault != BackendFault::RopeOtherPairing {
             return self.inner.rope(op);
         }
         let pairing = match op.rope.pairing() {
@@ -503,26 +510,26 @@ impl WrongStream {
     }
     fn rotate_keys(&self, op: &RotateKeys) -> Result<()> {
         let mut op = op.clone();
-        if self.fault == Fault::RotateTooFar {
+        if self.fault == BackendFault::RotateTooFar {
             op.rotation.delta += 1;
         }
         self.inner.rotate_keys(&op)
     }
     fn attend(&self, op: &Attend) -> Result<()> {
         match op.check() {
-            Err(_) if self.fault == Fault::AcceptsAnyAttend => Ok(()),
+            Err(_) if self.fault == BackendFault::AcceptsAnyAttend => Ok(()),
             checked => checked.and_then(|()| self.inner.attend(&self.spoilt(op)?)),
         }
     }
     fn attend_mla(&self, op: &AttendMla) -> Result<()> {
-        if self.fault == Fault::AcceptsAnyAttend && op.check().is_err() {
+        if self.fault == BackendFault::AcceptsAnyAttend && op.check().is_err() {
             return Ok(());
         }
         op.check()?;
         let mut op = AttendMla { attend: self.spoilt(&op.attend)?, ..op.clone() };
         match self.fault {
-            Fault::MlaIgnoresLatents => return self.inner.attend(&op.attend),
-            Fault::MlaIgnoresRope => op.attend.rope = None,
+            BackendFault::MlaIgnoresLatents => return self.inner.attend(&op.attend),
+            BackendFault::MlaIgnoresRope => op.attend.rope = None,
             _ => {}
         }
         self.inner.attend_mla(&op)
@@ -532,10 +539,12 @@ impl WrongStream {
             (from, BlockId((to.0 + 1) % op.dst.layout().shape().num_blocks as u32))
         };
         match self.fault {
-            Fault::QuantizeChecksNothing if op.check().is_err() => Ok(()),
-            Fault::RefusesWithAnotherError => Err(Error::Zero { what: "quantize" }),
-            Fault::LacksQuantize => Err(Error::Unsupported { backend: "wrong", what: "quantize".to_owned() }),
-            Fault::QuantizeNextBlock => self.inner.quantize(&Quantize {
+            BackendFault::QuantizeChecksNothing if op.check().is_err() => Ok(()),
+            BackendFault::RefusesWithAnotherError => Err(Error::Zero { what: "quantize" }),
+            BackendFault::LacksQuantize => {
+                Err(Error::Unsupported { backend: "wrong", what: "quantize".to_owned() })
+            }
+            BackendFault::QuantizeNextBlock => self.inner.quantize(&Quantize {
                 pairs: WritePairs::unchecked(op.pairs.iter().map(next).collect::<Arc<[_]>>()),
                 ..op.clone()
             }),
@@ -547,13 +556,13 @@ impl WrongStream {
     }
     fn dequantize(&self, op: &Dequantize) -> Result<()> {
         op.check()?;
-        if self.fault == Fault::DequantizeNothing { Ok(()) } else { self.inner.dequantize(op) }
+        if self.fault == BackendFault::DequantizeNothing { Ok(()) } else { self.inner.dequantize(op) }
     }
 }
 
-fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
+fn failures(fault: BackendFault, dtype: DType) -> Vec<&'static str> {
     let inner: Arc<dyn Backend> = CpuBackend::with_execution(match fault {
-        Fault::EventsDoNotOrder | Fault::WritesOvertake => Execution::Deferred,
+        BackendFault::EventsDoNotOrder | BackendFault::WritesOvertake => Execution::Deferred,
         _ => Execution::Immediate,
     });
     let backend = Arc::new(Wrong { inner, fault, kept: Mutex::default() });
@@ -571,7 +580,7 @@ fn failures(fault: Fault, dtype: DType) -> Vec<&'static str> {
 fn a_wrong_kernel_fails_the_case_that_is_there_for_it(
     #[values(DType::F32, DType::F16, DType::BF16)] dtype: DType,
 ) {
-    let mut known: Vec<(Fault, Vec<&str>)> = Vec::new();
+    let mut known: Vec<(BackendFault, Vec<&str>)> = Vec::new();
     for &(fault, case) in FAULTS {
         if known.iter().all(|(f, _)| *f != fault) {
             let failed = failures(fault, dtype);
@@ -585,7 +594,7 @@ fn a_wrong_kernel_fails_the_case_that_is_there_for_it(
 
 #[test]
 fn the_wrapper_without_a_fault_passes() {
-    for fault in [Fault::None, Fault::LacksQuantize, Fault::LacksReserve] {
+    for fault in [BackendFault::None, BackendFault::LacksQuantize, BackendFault::LacksReserve] {
         assert_eq!(failures(fault, DType::F32), [] as [&str; 0], "{fault:?}");
     }
 }

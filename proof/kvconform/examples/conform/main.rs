@@ -1,10 +1,10 @@
-//! Runs the suite on one backend and prints a table: `conform --backend cpu`. With `--every`, variants that otherwise
-//! run in some element types run in all of them. With `--only PREFIX`, which may be repeated, cases whose names begin
-//! with a prefix run, and no others.
+//! Runs the suite on one backend and prints a table: `conform --backend cpu`. With `--every`, variants that
+//! otherwise run in some element types run in all of them. With `--only PREFIX`, which may be repeated, cases
+//! whose names begin with a prefix run, and no others.
 //!
-//! Fails if a case does, if a variant cannot be opened (but for instructions that the processor lacks, and a second
-//! card), or if Vulkan's validation layers, where they are installed, report anything meanwhile. Where nothing may be
-//! skipped, they must be installed.
+//! Fails if a case does, if a variant cannot be opened (but for instructions that the processor lacks, and a
+//! second card), or if Vulkan's validation layers, where they are installed, report anything meanwhile. Where
+//! nothing may be skipped, they must be installed.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -13,7 +13,7 @@ use std::sync::mpsc::{Sender, channel};
 use kvconform::{BACKENDS, Bench, CASES, Case, NamedBackend};
 use kvcore::DType;
 
-use table::Table;
+use table::CaseTable;
 
 mod table;
 #[cfg(feature = "wgpu")]
@@ -52,7 +52,7 @@ impl<'a> Options<'a> {
 }
 
 /// The report of a column.
-enum Report {
+enum ColumnReport {
     /// It cannot be opened, and why.
     Unopened(kvcore::Error),
     /// A case by its number, and how it failed.
@@ -98,8 +98,8 @@ fn main() -> ExitCode {
     if failed == 0 && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Runs as many columns at a time as there are processors, and prints lines in order as they are complete. Returns
-/// how many cases passed, failed and were skipped.
+/// Runs as many columns at a time as there are processors, and prints lines in order as they are complete.
+/// Returns how many cases passed, failed and were skipped.
 fn run_all(columns: &[Column], cases: &[&'static Case]) -> (usize, usize, usize) {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(columns.len());
     let next = AtomicUsize::new(0);
@@ -115,7 +115,7 @@ fn run_all(columns: &[Column], cases: &[&'static Case]) -> (usize, usize, usize)
             });
         }
         drop(sender);
-        let mut table = Table::new(columns, cases);
+        let mut table = CaseTable::new(columns, cases);
         for (column, report) in reports {
             table.add(column, report);
         }
@@ -124,17 +124,17 @@ fn run_all(columns: &[Column], cases: &[&'static Case]) -> (usize, usize, usize)
 }
 
 /// Runs all cases of a column. A closed receiver is no error.
-fn run(number: usize, column: &Column, cases: &[&'static Case], sender: &Sender<(usize, Report)>) {
+fn run(number: usize, column: &Column, cases: &[&'static Case], sender: &Sender<(usize, ColumnReport)>) {
     let backend = match (column.backend.make)() {
         Ok(backend) => backend,
         Err(reason) => {
-            let _ = sender.send((number, Report::Unopened(reason)));
+            let _ = sender.send((number, ColumnReport::Unopened(reason)));
             return;
         }
     };
     for (i, case) in cases.iter().enumerate() {
         let bench = Bench::new(backend.clone(), column.dtype).map_err(|error| error.to_string());
         let outcome = bench.and_then(|bench| case.run(&bench).map_err(|failure| failure.to_string()));
-        let _ = sender.send((number, Report::Case(i, outcome)));
+        let _ = sender.send((number, ColumnReport::Case(i, outcome)));
     }
 }

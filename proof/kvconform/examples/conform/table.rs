@@ -3,16 +3,17 @@
 use kvconform::Case;
 use kvcore::Error;
 
-use crate::{Column, Report};
+use crate::{Column, ColumnReport};
 
 /// The reports so far, and the part of them that is printed.
-pub(crate) struct Table<'a> {
+pub(crate) struct CaseTable<'a> {
     columns: &'a [Column],
     cases: &'a [&'static Case],
     /// Outcomes by column and case.
     outcomes: Vec<Vec<Option<Result<(), String>>>>,
     unopened: Vec<Option<Unopened>>,
-    /// The first column of the variant whose turn it is, and its next case; none if its name is not printed yet.
+    /// The first column of the variant whose turn it is, and its next case; none if its name is not printed
+    /// yet.
     turn: (usize, Option<usize>),
     passed: usize,
     failed: usize,
@@ -26,7 +27,7 @@ struct Unopened {
     is_lasting: bool,
 }
 
-impl<'a> Table<'a> {
+impl<'a> CaseTable<'a> {
     pub(crate) fn new(columns: &'a [Column], cases: &'a [&'static Case]) -> Self {
         let outcomes = columns.iter().map(|_| cases.iter().map(|_| None).collect()).collect();
         let unopened = columns.iter().map(|_| None).collect();
@@ -34,9 +35,9 @@ impl<'a> Table<'a> {
     }
 
     /// Takes a report, and prints every complete line in order.
-    pub(crate) fn add(&mut self, column: usize, report: Report) {
+    pub(crate) fn add(&mut self, column: usize, report: ColumnReport) {
         match report {
-            Report::Unopened(error) => {
+            ColumnReport::Unopened(error) => {
                 let backend = self.columns[column].backend;
                 let is_lasting = match (backend.name, backend.variant) {
                     ("cpu", _) => matches!(error, Error::Unsupported { .. }),
@@ -46,7 +47,7 @@ impl<'a> Table<'a> {
                 };
                 self.unopened[column] = Some(Unopened { reason: error.to_string(), is_lasting });
             }
-            Report::Case(case, outcome) => self.outcomes[column][case] = Some(outcome),
+            ColumnReport::Case(case, outcome) => self.outcomes[column][case] = Some(outcome),
         }
         while self.print_next() {}
     }
@@ -79,7 +80,7 @@ impl<'a> Table<'a> {
             self.turn = (columns.end, None);
             return true;
         };
-        // A device that opens beside others and not here is a failure of every case.
+        // If only some columns of a variant open, every case of the others has failed.
         let outcome = |column: usize| match (&self.outcomes[column][case], &self.unopened[column]) {
             (Some(Ok(())), _) => Some(Ok(())),
             (Some(Err(failure)), _) | (None, Some(Unopened { reason: failure, .. })) => Some(Err(failure)),

@@ -37,7 +37,7 @@ impl AttendTrial {
         Self::over(b, b.arena(order)?, rows, batch)
     }
 
-    /// Creates a trial over an arena of any shape and format.
+    /// Creates an attend over an arena of any shape and format.
     pub(super) fn over(
         b: &Bench,
         arena: KvArena,
@@ -106,8 +106,8 @@ pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Returns a prompt of `fresh` tokens after a chunk of `stored` tokens, which ends inside a block and was
-/// stored for other positions: the rows of the prompt, and one sequence of segments.
+/// Returns a prompt of `fresh` tokens after a chunk of `stored` tokens: the rows of the prompt, and one
+/// sequence of segments. The chunk ends inside a block and was stored for other positions.
 pub(super) fn after_a_chunk(stored: usize, fresh: usize) -> (Vec<QueryRow>, Vec<AttendRows>) {
     let chunk = segment(&[5, 2], stored, 0, 0).at_offset(9);
     let own = segment(&[1, 8, 3, 0, 7], fresh, stored, stored as i64 + 9);
@@ -115,8 +115,8 @@ pub(super) fn after_a_chunk(stored: usize, fresh: usize) -> (Vec<QueryRow>, Vec<
     (rows(&at), vec![entry(0..fresh, vec![chunk, own])])
 }
 
-/// Rows and blocks of sizes for which processors have instructions, with more queries per head than one
-/// instruction takes: a prompt whose last tile is partial.
+/// Rows and blocks of sizes that processors have instructions for, with more queries per head than one
+/// instruction takes. The last tile of the prompt is partial.
 pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 32, 64), (BlockOrder::HeadMajor, 64, 32)] {
         many_queries(b, order, (16, k_dim, v_dim), after_a_chunk(27, 75), 0.2)?;
@@ -124,7 +124,7 @@ pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Heads with more elements than a workgroup has threads, or than fit in a large tile.
+/// Heads with more elements than a workgroup has threads, or than a large tile holds.
 pub(super) fn wide_heads(b: &Bench) -> Outcome {
     for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 256, 256), (BlockOrder::HeadMajor, 192, 136)] {
         many_queries(b, order, (8, k_dim, v_dim), after_a_chunk(13, 38), 0.1)?;
@@ -227,7 +227,7 @@ pub(super) fn softcap_temperature_and_groups(b: &Bench) -> Outcome {
     trial.check(b, "soft-capped logits")
 }
 
-/// A backend may keep what it derives from a work. Layers that differ in anything else must not share it.
+/// A backend may cache what it derives from a work. Layers that differ in anything else must not share it.
 pub(super) fn layers_share_the_work_of_a_step(b: &Bench) -> Outcome {
     let at = rows(&[(9, 46), (10, 47)]);
     let mut trial = AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
@@ -381,8 +381,8 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// One row for each sequence, with queries, cache and output in one type, in extents for which devices have kernels: their
-/// matrix units round the rotated queries and the weights to that type.
+/// One row for each sequence, with queries, cache and output of one type, in sizes that devices have kernels
+/// for. Matrix units round the rotated queries and the weights to that type.
 pub(super) fn sequences_decode_in_the_type_of_their_cache(b: &Bench) -> Outcome {
     const DIM: usize = 32;
     let tolerance = match b.dtype {
@@ -402,7 +402,7 @@ pub(super) fn sequences_decode_in_the_type_of_their_cache(b: &Bench) -> Outcome 
             format: b.dtype.into(),
             order,
         })?;
-        // Whole blocks that two rows share, and what each has behind them, all moved by one distance.
+        // Whole blocks that two rows share, then the tail of each row, all moved by one distance.
         let of_row = |row: usize, own: &[u32], len: usize| {
             let shared = segment(&[4, 2], 32, 0, 3).at_offset(5);
             entry(row..row + 1, vec![shared, segment(own, len, 32, 35).at_offset(5)])
@@ -422,7 +422,8 @@ pub(super) fn sequences_decode_in_the_type_of_their_cache(b: &Bench) -> Outcome 
     Ok(())
 }
 
-/// Results lie one row after the queries, with more rows than a device may take at once.
+/// The output begins one row after the queries in the same memory, with more rows than a device may take at
+/// once.
 pub(super) fn output_may_lie_where_queries_do(b: &Bench) -> Outcome {
     let n = 300;
     let at: Vec<_> = (0..n).map(|i| (5 + i % 2, 5)).collect();

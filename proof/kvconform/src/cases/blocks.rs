@@ -15,7 +15,7 @@ pub(super) fn pairs(list: &[(u32, u32)]) -> WritePairs {
     WritePairs::unchecked(pairs.collect::<Arc<[_]>>())
 }
 
-/// Passes each token of block `from` of `src`, and the token expected in block `to` of `dst`, to `check`.
+/// Calls `check` with each token of block `from` of `src`, and the token at its place in block `to` of `dst`.
 pub(super) fn for_tokens(
     src: (&KvArena, &[f32]),
     dst: (&KvArena, &[f32]),

@@ -19,7 +19,8 @@ const HEADS: usize = 4;
 const BLOCK: usize = 16;
 const BLOCKS: usize = 40;
 
-/// A decode step of a model with two layers: new rows are stored, and queries attend to chunks and to the own tail.
+/// A decode step of a model with two layers: stores new rows, then attends to chunks and to each sequence's
+/// own tail.
 pub(crate) struct DecodeStep<'a> {
     b: &'a Bench,
     arena: KvArena,
@@ -132,8 +133,8 @@ fn blocks(range: std::ops::Range<u32>) -> Arc<[BlockId]> {
     range.map(BlockId).collect()
 }
 
-/// Returns a step of two sequences. Both see the chunks, which are `(blocks, length, offset)`; the first has an own tail of
-/// `tails[0]` tokens, the second of `tails[1]`.
+/// Returns a step of two sequences, with own tails of `tails` tokens. Both see the chunks, which are
+/// `(blocks, length, offset)`.
 fn step(chunks: &[(std::ops::Range<u32>, usize, i64)], tails: [usize; ROWS]) -> StepInputs {
     let (mut rows, mut batch, mut slots) = (Vec::new(), Vec::new(), Vec::new());
     for (row, (first, tail)) in [10u32, 26].into_iter().zip(tails).enumerate() {
@@ -163,8 +164,8 @@ pub(crate) fn own_tokens(n: usize) -> StepInputs {
     step(&[], [n, 3])
 }
 
-/// Steps that differ in everything that a replay may change: slots, positions, lengths, offsets, blocks, an absent chunk,
-/// and so many tokens that attention is divided in another way.
+/// Steps that differ in everything that a replay may change: slots, positions, lengths, offsets, blocks, an
+/// absent chunk, and enough tokens that attention is divided in another way.
 fn steps() -> Vec<StepInputs> {
     vec![
         step(&[(1..4, 40, 9), (4..6, 30, 5)], [20, 3]),
@@ -209,7 +210,7 @@ pub(super) fn a_latent_replay_equals_the_eager_step(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Runs all steps eagerly, and as replays of a graph that one of them was captured as.
+/// Runs all steps eagerly, then as replays of a graph captured from one of them, and compares.
 fn replays<'a>(eager: &DecodeStep<'a>, replayed: DecodeStep<'a>) -> Outcome {
     let mut expected = Vec::new();
     for (number, step) in steps().iter().enumerate() {
@@ -307,7 +308,7 @@ pub(super) fn what_cannot_be_captured_is_refused_by_name(b: &Bench) -> Outcome {
     refused(b, &decode, "write", &mut || stream.write(&decode.lse, &[0; 4 * ROWS * HEADS]))?;
     refused(b, &decode, "wait", &mut || stream.synchronize())?;
     refused(b, &decode, "wait", &mut || stream.record()?.wait())?;
-    // What was refused is not forgotten when the recording goes on.
+    // A refusal counts even if the recording goes on.
     refused(b, &decode, "copy_blocks", &mut || {
         let _ = stream.copy_blocks(&copy);
         decode.enqueue(&steps()[0]).or(Ok(()))
@@ -382,7 +383,7 @@ pub(super) fn a_cache_captures_again_what_has_outgrown_its_graph(b: &Bench) -> O
     let outgrown = graph.replay(&large);
     ensure(matches!(outgrown, Ok(()) | Err(Error::GraphOutgrown { .. })), || format!("{outgrown:?}"))?;
     let again = if outgrown.is_ok() { GraphRun::Replayed } else { GraphRun::Captured };
-    // Both begin with what the replay may have written.
+    // The replay may have written to the pool; both start from the same step.
     eager.enqueue(&large)?;
     cached.enqueue(&large)?;
     let (mut cache, key) = (GraphCache::new(1), GraphKey::of(&small, b.dtype));

@@ -80,7 +80,7 @@ pub(super) fn the_latent_is_key_and_value(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Latents under the conditions of `attend::many_queries_over_even_rows`.
+/// Latents in the sizes of `attend::many_queries_over_even_rows`.
 pub(super) fn many_queries_over_even_latents(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
         many_queries(b, order, (16, 32, 96), after_a_chunk(27, 70), 0.1)?;

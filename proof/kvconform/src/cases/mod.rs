@@ -29,10 +29,8 @@ pub struct Case {
 }
 
 impl Case {
-    /// Checks the claim of the case.
-    ///
-    /// If the backend lists a feature that the case needs as missing, the claim is a different one: the case
-    /// must end with [`Error::Unsupported`] of this backend.
+    /// Runs the case. If the backend lists a feature that the case needs as missing, checks instead that the
+    /// case ends with [`Error::Unsupported`] of this backend.
     pub fn run(&self, bench: &Bench) -> Outcome {
         let missing = bench.backend.capabilities().missing;
         match self.needs.iter().find(|kernel| missing.contains(kernel)) {
@@ -42,7 +40,7 @@ impl Case {
     }
 }
 
-/// Checks that a feature that the backend lists as missing was refused with the typed error.
+/// Checks that a feature listed as missing was refused with the typed error.
 fn refused(b: &Bench, what: &str, outcome: Outcome) -> Outcome {
     match outcome {
         Err(Failure { error: Some(Error::Unsupported { backend, .. }), .. })

@@ -6,15 +6,16 @@ use std::time::Duration;
 
 use kvcore::{
     ApplyRope, Attend, AttendRows, AttendWork, BlockOrder, CopyBlocks, CopyTensor, DType, Gather, KeyForm,
-    KvArena, QueryRow, Rope, RopeConfig, RotateKeys, Rotation, Scatter, Stream, TensorView, WritePairs,
-    WriteSlots, allocate_tensor,
+    KvArena, KvFormat, KvShape, Quantize, QueryRow, Rope, RopeConfig, RotateKeys, Rotation, Scatter, Stream,
+    TensorView, WritePairs, WriteSlots, allocate_tensor,
 };
 
 use crate::bench::{Bench, Failure, Outcome, ensure, equal, numbers, rounded};
 use crate::raw::{download, noise};
 
 const SLOTS: [i64; 3] = [3, 17, 8];
-/// The time after which a call that has not come is taken for lost.
+
+/// How long to wait for a callback before the case fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Returns a scatter of three rows, and the keys that it stores.
@@ -122,7 +123,8 @@ pub(super) fn writes_come_in_the_order_of_the_stream(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Copies bytes through `times` tensors, each dropped as soon as its copies are enqueued, to the tensor that is returned.
+/// Copies bytes through `times` tensors and returns the last. Each of the others is dropped when its copies
+/// are enqueued.
 fn relay(b: &Bench, stream: &dyn Stream, bytes: &[u8], times: usize) -> Outcome<TensorView> {
     let tensor = || b.tensor(DType::U8, &[bytes.len()]);
     let mut from = tensor()?;
@@ -168,6 +170,11 @@ pub(super) fn no_work_is_no_work(b: &Bench) -> Outcome {
     let rotation = Rotation { rope: Arc::clone(&rope), delta: 1 };
     let (src, dst) = (arena.clone(), arena.clone());
     stream.rotate_keys(&RotateKeys { src, dst, layer: 0, pairs: pairs(), rotation })?;
+    if !b.backend.capabilities().missing.contains(&"quantize") {
+        let shape = KvShape { format: KvFormat::Int8 { group: 2 }, ..arena.layout().shape().clone() };
+        let (src, dst) = (arena.clone(), b.arena_of(shape)?);
+        stream.quantize(&Quantize { src, dst, pairs: pairs() })?;
+    }
     for (q, batch) in [(none(10)?, vec![]), (rows(10)?, vec![]), (rows(10)?, vec![AttendRows::new(0..0, [])])]
     {
         let n = q.shape()[0];
@@ -189,8 +196,9 @@ pub(super) fn no_work_is_no_work(b: &Bench) -> Outcome {
     }
     stream.write(&none(10)?, &[])?;
     stream.read(&none(10)?, &mut [])?;
-    stream.synchronize()?;
-    ensure(stream.record()?.is_done(), || "an event after a wait is not done".to_owned())?;
+    let event = stream.record()?;
+    event.wait()?;
+    ensure(event.is_done(), || "an event that was waited for is not done".to_owned())?;
     let (k, v) = b.contents(&arena)?;
     ensure(k.iter().chain(&v).all(|&x| x == 0.0), || "no work has written".to_owned())
 }

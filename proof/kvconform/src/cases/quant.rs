@@ -29,7 +29,7 @@ const FORMATS: [KvFormat; 8] = [
 const SLOTS: [i64; 4] = [35, 0, -1, 7];
 const TOKENS: [usize; 3] = [0, 1, 3];
 
-/// Checks a claim for every format. A format that the backend does not list must be refused.
+/// Checks a claim for every format. A backend must refuse the formats that it does not list.
 pub(super) fn each(b: &Bench, claim: impl Fn(KvFormat) -> Outcome) -> Outcome {
     let capabilities = b.backend.capabilities();
     FORMATS.into_iter().try_for_each(|format| {
@@ -54,7 +54,7 @@ fn arena(b: &Bench, format: KvFormat, order: BlockOrder) -> Outcome<KvArena> {
     Ok(arena)
 }
 
-/// Returns one row per slot of a plane: most elements are small, some fifty times as large.
+/// Returns one row per slot of a plane. Most elements are small, some are fifty times as large.
 fn outliers(plane: &KvPlane, seed: u32) -> Vec<f32> {
     let n = SLOTS.len() * plane.heads * plane.dim;
     numbers(seed, n).iter().enumerate().map(|(i, x)| if i % 11 == 3 { *x } else { x / 50.0 }).collect()
@@ -93,7 +93,7 @@ fn gather(
     Ok((b.download(&k)?, b.download(&v)?))
 }
 
-/// Returns the rows at [`SLOTS`] of a plane with the given values; padding is zero.
+/// Returns the rows at [`SLOTS`] of a plane with the given values. Rows of padding are zero.
 fn stored(arena: &KvArena, plane: &KvPlane, values: &[f32]) -> Vec<f32> {
     let mut rows = Vec::new();
     for slot in SLOTS {
@@ -123,7 +123,7 @@ fn scale_of(b: &Bench, plane: &KvPlane, layer: usize, head: usize) -> Outcome<(u
     }
 }
 
-/// Checks that `actual` is `row` as stored: every element lies within the bound of the format.
+/// Checks that every element of `actual` is the one of `row`, within the bound of the format.
 fn within_bound(
     what: &str,
     format: KvFormat,

@@ -62,12 +62,12 @@ pub(super) fn memory_goes_and_comes_back_as_zeros_at_its_address(b: &Bench) -> O
         storage.unmap(asleep.clone())?;
         mapped(3 * granule)?;
         holds(b, "what stayed before", &view, &before, round)?;
-        holds(b, "what stayed behind", &view, &after, round)?;
+        holds(b, "what stayed after", &view, &after, round)?;
         storage.map(asleep.clone())?;
         mapped(all.end)?;
         holds(b, "what was mapped again", &view, &asleep, 0)?;
         holds(b, "before what was mapped", &view, &before, round)?;
-        holds(b, "behind what was mapped", &view, &after, round)?;
+        holds(b, "after what was mapped", &view, &after, round)?;
     }
     Ok(())
 }

@@ -11,14 +11,14 @@ use crate::bench::{Bench, Failure, Outcome, ensure, equal, numbers, rounded, rou
 use crate::oracle;
 
 const ORDERS: [BlockOrder; 2] = [BlockOrder::HeadMajor, BlockOrder::TokenMajor];
-/// Out of order, across blocks, with padding.
+/// Slots out of order, in several blocks, with padding.
 const SLOTS: [i64; 6] = [35, 0, -1, 7, 20, -9];
 
 fn scatter(arena: &KvArena, layer: usize, k: TensorView, v: TensorView, slots: &[i64]) -> Scatter {
     Scatter { arena: arena.clone(), layer, k, v, slots: WriteSlots::unchecked(slots), rotation: None }
 }
 
-/// A plane's values after rows `[n, heads, dim]` went to `slots` of `layer`.
+/// Returns the values of a plane after rows `[n, heads, dim]` were stored in `slots` of `layer`.
 fn placed(
     arena: &KvArena,
     plane: KvPlane,

@@ -113,7 +113,7 @@ pub(super) fn wrong_selections_are_refused(b: &Bench) -> Outcome {
         ("offsets for another number of rows", select(tokens, &[&[0]])),
         ("no offsets", raw(&[], &[])),
         ("offsets that go back", raw(&[0, 2, 1], &[1])),
-        ("indices behind the last offset", raw(&[0, 1, 1], &[1, 2])),
+        ("indices past the last offset", raw(&[0, 1, 1], &[1, 2])),
         ("a first offset that is not 0", raw(&[1, 1, 2], &[1, 2])),
         ("offsets past the indices", raw(&[0, 1, 5], &[1, 2])),
     ] {

@@ -66,7 +66,7 @@ pub(super) fn elements_of_any_size_are_copied(b: &Bench) -> Outcome {
         let per_row = 8 * 8 / dtype.bits();
         let (src, dst) = (b.tensor(dtype, &[8, per_row])?, b.tensor(dtype, &[5, 2, per_row / 2])?);
         b.stream.write(&src, &bytes)?;
-        // rows 7, 5, 3, 1 cannot be expressed by strides; rows 1, 3, 5, 7 can, the right half before the left
+        // no strides give rows 7, 5, 3, 1; strides give rows 1, 3, 5, 7, the right half before the left
         let read = strided(&src, &[4, per_row / 2], &[2 * per_row, 1], per_row + per_row / 2)?;
         b.stream.copy_tensor(&CopyTensor { src: read, dst: dst.slice(0, 1, 5)?.select(1, 1)? })?;
         let mut got = [0; 40];

@@ -88,8 +88,8 @@ pub(super) fn a_dropped_graph_leaves_nothing_of_the_driver<R: DeviceRig>(
         b.tensor(DType::U8, &[64])?;
         live.push(double.live(EAGER));
     }
-    // A stream keeps the events of its batches and makes one more whenever all are still in flight, so that the count may
-    // rise by a few. One object that stays would add one for each graph.
+    // The count may rise by a few: a stream keeps the events of its batches, and creates one more whenever
+    // all are in flight. An object that a graph leaves behind would add one for each graph.
     let (first, last) = (live[0], live[31]);
     ensure(last.objects < first.objects + 8 && last.bytes == first.bytes, || format!("{live:?}"))
 }

@@ -1,8 +1,8 @@
-//! Cases of devices: what takes a second device, a fault of the driver, or a look at what the driver holds.
+//! Cases that need a second device, a fault of the driver, or the driver's count of what it holds.
 //!
-//! [`CASES`](crate::CASES) see a backend through `kvcore` alone. These cases also need what only the tests of a backend can
-//! supply: its devices by number, and the controls of the double that stands in for its driver ([`DeviceRig`]).
-//! [`run_devices`] runs all of them; [`run_groups`](crate::run_groups) does it for the collectives of the devices.
+//! [`CASES`](crate::CASES) see a backend through `kvcore` alone. These cases also need what only the tests of
+//! a backend can supply: devices by number, and the controls of the double that stands in for its driver
+//! ([`DeviceRig`]). [`run_devices`] runs the cases of devices, [`run_groups`] those of groups of devices.
 
 use std::sync::Arc;
 
@@ -34,7 +34,8 @@ pub const SMALL: usize = 2;
 
 /// The devices of a backend, as the backend's own tests supply them.
 ///
-/// Devices of a double behave as [`EAGER`], [`LAZY`] and [`SMALL`] say; real devices of these numbers need not.
+/// Devices of a double behave as [`EAGER`], [`LAZY`] and [`SMALL`] say; real devices of these numbers need
+/// not.
 pub trait DeviceRig: Sync {
     /// The backend under test.
     type Backend: Backend + 'static;
@@ -48,7 +49,7 @@ pub trait DeviceRig: Sync {
     /// Returns the controls of the double of the driver; none on real devices.
     fn double(&self) -> Option<&dyn DriverDouble>;
 
-    /// Returns a copy whose source is freed memory, so that the device is lost when the copy runs.
+    /// Returns a copy from freed memory, which loses the device when it runs.
     ///
     /// # Errors
     /// Returns the errors of the allocations.
@@ -57,13 +58,14 @@ pub trait DeviceRig: Sync {
 
 /// The controls of a double of a driver.
 pub trait DriverDouble {
-    /// Returns what the driver holds for a device.
+    /// Returns the memory and the handles that the driver holds for a device.
     fn live(&self, device: usize) -> Holdings;
 
-    /// Returns what was enqueued on a device since the last call.
+    /// Returns the numbers of tasks enqueued on a device since the last call.
     fn queued(&self, device: usize) -> Queued;
 
-    /// Makes call number `after` of a function from now on fail with a code of the driver, once. 0 takes the wish back.
+    /// Makes the `after`-th next call of a function fail with a code of the driver, once. 0 cancels an
+    /// earlier wish.
     fn fail(&self, function: &str, after: usize, code: i32);
 
     /// Returns the function of the driver and the code by which it reports a fault.
@@ -79,14 +81,14 @@ pub trait DriverDouble {
     fn reset(&self);
 }
 
-/// What a driver holds for a device.
+/// The memory and the handles that a driver holds for a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Holdings {
     /// Bytes of memory of the device.
     pub bytes: usize,
     /// Bytes of pinned memory; 0 where the double counts such memory as objects only.
     pub pinned: usize,
-    /// Streams, events, allocations and all else that has a handle.
+    /// Streams, events, allocations and everything else with a handle.
     pub objects: usize,
 }
 
@@ -140,8 +142,9 @@ macro_rules! on_double {
 }
 pub(crate) use {any, on_double};
 
-/// Runs every case of devices, and prints a line for each. Cases that need a double are skipped on real devices, and all
-/// where devices are missing. The caller keeps other tests from using the double meanwhile.
+/// Runs every case of devices, and prints a line for each. Skips cases that need a double on real devices,
+/// and cases that need a device which is missing. The caller guarantees that no other test uses the double
+/// meanwhile.
 ///
 /// # Errors
 /// Returns the failures of all cases as one.

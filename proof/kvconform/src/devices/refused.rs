@@ -12,11 +12,13 @@ use super::{DeviceRig, DriverDouble, EAGER, LAZY, bytes_on, same};
 use crate::bench::{Failure, Outcome, ensure};
 use crate::raw::{arena, noise};
 
-/// Makes calls of the driver fail while each part of a backend is used once, on two devices. `functions` are the functions
-/// of the driver, `codes` the numbers of the call that fails and its code; at least `least` of the failures must be seen.
+/// Makes calls of the driver fail while each part of a backend is used once, on two devices. `functions` are
+/// the functions of the driver, `codes` the numbers of the call that fails and its code; at least `least` of
+/// the failures must be seen.
 ///
 /// # Errors
-/// Returns a failure that names a call whose failure left something behind, or after which the backend does not work.
+/// Returns a failure that names a call whose failure left something behind, or after which the backend does
+/// not work.
 pub fn refused_calls<R: DeviceRig>(
     rig: &R,
     functions: &[&str],

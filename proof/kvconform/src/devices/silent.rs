@@ -1,5 +1,5 @@
-//! What if a backend forgot a synchronisation, an event or a free? Functions of the driver are made to do nothing, and a
-//! case or the count of what is left must notice.
+//! What if a backend forgot a synchronisation, an event or a free? Functions of the driver are made to do
+//! nothing, and a case or the count of what is left must notice.
 
 use kvcore::{Backend, CopyTensor, DType, MemoryKind, allocate_tensor};
 
@@ -21,11 +21,12 @@ const CHOSEN: [&str; 10] = [
     "graphs::replays_follow",
 ];
 
-/// Checks that each of these functions of the driver is missed if it does nothing: by one of a row of cases on the lazy
-/// device, or by what the double still holds afterwards. Prints which case missed it.
+/// Checks that each of these functions of the driver is missed if it does nothing: by one of a row of cases
+/// on the lazy device, or by what the double still holds afterwards. Prints which case missed it.
 ///
 /// # Errors
-/// Returns a failure that names a function that nothing misses, or a case that fails although nothing is wrong.
+/// Returns a failure that names a function that nothing misses, or a case that fails although nothing is
+/// wrong.
 pub fn silent_calls<R: DeviceRig>(rig: &R, functions: &[&str]) -> Outcome {
     let Some(double) = rig.double() else {
         crate::skip("functions that do nothing need the double of the driver");

@@ -1,4 +1,4 @@
-//! The contract of the kernels in f64, independent of every backend and of `kvcore`'s own arithmetic.
+//! The operations in f64, written independently of every backend and of `kvcore`'s own arithmetic.
 
 use kvcore::{
     Attend, AttendMla, AttendRows, KeyForm, KvLayout, KvPlane, Pairing, PlaneStrides, Rope, Segment,
@@ -36,7 +36,7 @@ pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (
     rows(op, q, None, k, v, untouched)
 }
 
-/// Returns the results of an `attend_mla` as [`attend`] does for an attend; `q_latent` holds the latent
+/// Returns the results of an `attend_mla`, as [`attend`] does for an attend. `q_latent` holds the latent
 /// queries.
 pub fn attend_mla(
     op: &AttendMla,
@@ -90,7 +90,7 @@ struct OracleQuery<'a> {
     head: usize,
 }
 
-/// Returns whether a row of an entry may see a token, given by its number and its block's number over all
+/// Returns whether a row of an entry may see a token. The token and its block are numbered across all
 /// segments.
 fn selected(entry: &AttendRows, row: usize, token: usize, block: usize) -> bool {
     let Some(selection) = &entry.selection else { return true };

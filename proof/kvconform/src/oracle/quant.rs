@@ -3,7 +3,7 @@
 use half::f16;
 use kvcore::{Fp8Kind, KvFormat, KvLayout, KvPlane};
 
-/// Returns the value of an 8-bit float, with sign, exponent and mantissa as in the OCP specification.
+/// Returns the value of an 8-bit float as the OCP specification defines it.
 pub fn fp8(kind: Fp8Kind, code: u8) -> f64 {
     let (mantissa_bits, bias, exponents) = match kind {
         Fp8Kind::E4M3 => (3, 7, 15),
@@ -63,10 +63,9 @@ fn value(format: KvFormat, at: usize, codes: &[u8], scale: usize, scales: &[u8])
     }
 }
 
-/// Returns the largest allowed difference between an element and the value that was stored.
-///
-/// For an integer group whose largest magnitude is `amax`, it is half a step (the scale is rounded up to
-/// f16); for an 8-bit float under `scale`, half a spacing.
+/// Returns the largest allowed difference between an element and its stored value: half a step for a group of
+/// integers with largest magnitude `amax` (whose scale is rounded up to f16), half a spacing for an 8-bit
+/// float under `scale`.
 pub fn error_bound(format: KvFormat, x: f64, amax: f64, scale: f64) -> f64 {
     let half_step = |limit: f64| 0.5 * (amax / limit * (1.0 + 2f64.powi(-10)) + 2f64.powi(-24));
     match format {
