@@ -6,11 +6,10 @@ use wgpu::{
     MemoryHints, Queue,
 };
 
-use crate::NAME;
-use crate::device::NATIVE_F16;
+use crate::device::{NAME, NATIVE_F16};
 use crate::options::WgpuOptions;
 
-/// Number of storage buffers that the attention kernel binds.
+/// Number of storage buffers that the attention kernel binds, the most of all kernels.
 const STORAGE_BUFFERS: u32 = 10;
 
 /// Number of threads of the largest workgroup.
@@ -27,7 +26,7 @@ pub struct AdapterReport {
     pub kind: &'static str,
     /// Name and version of the driver.
     pub driver: String,
-    /// Bytes of the largest buffer that the device can make.
+    /// Bytes of the largest buffer that the device can create.
     pub max_buffer: u64,
     /// Most bytes of a buffer that a kernel can bind at once; larger buffers are bound in parts.
     pub max_binding: u64,
@@ -85,7 +84,7 @@ fn report(adapter: &Adapter) -> AdapterReport {
     }
 }
 
-/// Returns the limit of a device that is too low for the kernels, if there is one.
+/// Returns a sentence about the first limit that is too low for the kernels; none if all are high enough.
 pub(crate) fn unfit(limits: &Limits) -> Option<String> {
     [
         ("storage buffers in a shader", limits.max_storage_buffers_per_shader_stage, STORAGE_BUFFERS),

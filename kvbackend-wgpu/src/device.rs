@@ -13,40 +13,42 @@ use wgpu::{
     PollType, Queue, SubmissionIndex,
 };
 
-use crate::NAME;
 use crate::options::WgpuOptions;
-use crate::pipeline::Pipelines;
+use crate::pipeline::{Constant, Pipeline, Pipelines, Shader};
 
-/// The next address of a storage. Addresses are unique among all devices of the process; they are indices,
-/// not memory.
+/// Name of the backend in errors and on command lines.
+pub(crate) const NAME: &str = "wgpu";
+
+/// The next address of a storage. An address is an index that is unique among all devices of the process; no
+/// memory lies there.
 static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(ADDRESS_ALIGN);
 
 /// Alignment of addresses: suits every element type and every offset at which a buffer may be bound.
 const ADDRESS_ALIGN: u64 = 256;
 
-/// Most bytes of a binding: elements are counted in 32 bits, and 4-bit elements are the most numerous.
+/// Most bytes of a binding. Elements are counted in 32 bits, and a byte holds two elements of 4 bits.
 const MOST_BINDING: u64 = (1 << 31) - ADDRESS_ALIGN;
 
 /// Features that a device needs to compute in f16 itself.
 pub(crate) const NATIVE_F16: Features = Features::SHADER_F16.union(Features::SHADER_I16);
 
-/// Time for which a device that refused something may finish its work, before it is asked whether it is lost.
+/// How long to wait for a device that refused something, before asking whether it is lost.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// A device with its queue, its pipelines and its state of health.
-pub(crate) struct Device {
+/// A device with its queue, its compiled kernels and its failures.
+pub(crate) struct GpuDevice {
     pub(crate) handle: Handle,
     pub(crate) queue: Queue,
     pub(crate) limits: Limits,
     pub(crate) features: Features,
-    pub(crate) pipelines: Pipelines,
+    pipelines: Pipelines,
     pub(crate) counters: Counters,
     /// Most bytes of a buffer that are bound at once.
     pub(crate) binding: u64,
     health: Arc<Health>,
-    /// RoPE tables on the device, by the address of the host's table that each is a copy of.
+    /// Copies of RoPE tables on the device, by the address of the table on the host.
     angles: Mutex<HashMap<usize, (Weak<RopeTable>, Buffer)>>,
-    /// Buffers for bindings that a kernel does not use: one to read, one to write.
+    /// Buffers for bindings that a kernel does not use: one that is written, one that is only read.
     pub(crate) nothing: [Buffer; 2],
 }
 
@@ -57,13 +59,13 @@ struct Health {
     error: Mutex<Option<String>>,
 }
 
-impl std::fmt::Debug for Device {
+impl std::fmt::Debug for GpuDevice {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Device({})", self.handle.adapter_info().name)
     }
 }
 
-impl Device {
+impl GpuDevice {
     pub(crate) fn new(handle: Handle, queue: Queue, options: &WgpuOptions) -> Arc<Self> {
         let health = Arc::new(Health::default());
         let lost = Arc::clone(&health);
@@ -103,18 +105,35 @@ impl Device {
         })
     }
 
-    /// Returns an address that no other storage has.
+    /// Returns the kernel with these constants, and compiles it on first use. `texts` holds constants that
+    /// WGSL needs in its source text; they depend on the other constants.
+    pub(crate) fn pipeline(
+        &self,
+        shader: Shader,
+        constants: &[Constant],
+        texts: &str,
+    ) -> Result<Arc<Pipeline>> {
+        self.pipelines.get(shader, constants, |native_f16| {
+            self.check()?;
+            self.guarded(|| {
+                Pipeline::compile(&self.handle, shader, shader.text(native_f16, texts), constants)
+            })
+            .map_err(|reason| self.refusal(format!("{shader:?}: {reason}")))
+        })
+    }
+
+    /// Returns an address for a storage of `bytes` bytes, which no other storage overlaps.
     pub(crate) fn address(bytes: usize) -> u64 {
         let size = (bytes as u64).next_multiple_of(ADDRESS_ALIGN);
         NEXT_ADDRESS.fetch_add(size, Ordering::Relaxed)
     }
 
-    /// Returns the bytes of which the offset of a binding must be a multiple.
+    /// Returns the alignment of a binding's offset in bytes.
     pub(crate) fn binding_align(&self) -> u64 {
         u64::from(self.limits.min_storage_buffer_offset_alignment).max(16)
     }
 
-    /// Checks that rows fit in workgroup memory, of which they take `words` words of 32 bits.
+    /// Checks that `words` words of 32 bits fit in the memory of a workgroup.
     pub(crate) fn check_workgroup(&self, words: usize) -> Result<()> {
         let bytes = self.limits.max_compute_workgroup_storage_size as usize;
         if 4 * words <= bytes {
@@ -144,8 +163,8 @@ impl Device {
         }
     }
 
-    /// Returns the error for a refusal of the device: loss of the device, or `reason`. A device reports its
-    /// loss only when it has no work left, so that this call waits for it.
+    /// Returns the error for a refusal of the device: its loss if it is lost, otherwise `reason`. Waits up to
+    /// [`PATIENCE`], because a device reports its loss only when it has no work left.
     pub(crate) fn refusal(&self, reason: String) -> Error {
         let _ = self.poll(None, Some(PATIENCE));
         match self.health.lost.get() {
@@ -154,7 +173,7 @@ impl Device {
         }
     }
 
-    /// Runs `make` and returns its result, or the device's reason if it refused.
+    /// Runs `make` and returns its result. The error is the device's reason for refusing.
     pub(crate) fn guarded<T>(&self, make: impl FnOnce() -> T) -> std::result::Result<T, String> {
         let scopes = [ErrorFilter::Validation, ErrorFilter::OutOfMemory, ErrorFilter::Internal]
             .map(|filter| self.handle.push_error_scope(filter));
@@ -168,8 +187,8 @@ impl Device {
         refused.map_or(Ok(made), Err)
     }
 
-    /// Queues whole words for a buffer, to be written before the next submission. The error is the reason of
-    /// a refusal.
+    /// Writes whole words to a buffer before the next submission. The error is the device's reason for
+    /// refusing.
     pub(crate) fn fill(&self, buffer: &Buffer, at: u64, bytes: &[u8]) -> std::result::Result<(), String> {
         self.guarded(|| self.queue.write_buffer(buffer, at, bytes))
     }
@@ -181,14 +200,15 @@ impl Device {
         waited.map_err(|error| self.refusal(error.to_string()))
     }
 
-    /// Returns whether a submission is done or never will be, without waiting.
+    /// Returns whether a submission is done, or lost with its device. Never waits.
     pub(crate) fn is_done(&self, submission: SubmissionIndex) -> bool {
         !matches!(self.poll(Some(submission), Some(Duration::ZERO)), Err(PollError::Timeout))
     }
 
-    /// Waits for a submission, or for the last one.
+    /// Waits for a submission, or without one for everything submitted.
     ///
-    /// `wgpu` panics if the driver reports that the device is gone; here the panic marks the device as lost.
+    /// `wgpu` panics if the driver reports that the device is gone. The panic is caught and marks the device
+    /// as lost.
     fn poll(
         &self,
         submission_index: Option<SubmissionIndex>,
@@ -204,8 +224,9 @@ impl Device {
         )
     }
 
-    /// Returns the table of a RoPE on the device: cosine and sine of each pair, by position. The table grows
-    /// with the host's.
+    // Decision: docs/decisions/backend-wgpu.md#angles-are-a-table-on-the-device
+    /// Returns the table of a RoPE on the device: the cosine and sine of each pair, by position. Uploads the
+    /// table again when it has grown on the host.
     pub(crate) fn angles(&self, rope: &Rope) -> Result<Buffer> {
         let table = rope.table([])?;
         let key = Arc::as_ptr(&table) as usize;

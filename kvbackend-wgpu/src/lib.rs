@@ -3,11 +3,23 @@
 //! Memory is `wgpu` buffers, kernels are WGSL compute shaders, and all streams share the one queue of the
 //! device. Results are visible to the host only after a wait.
 //!
+//! ```text
+//! stream    `impl Stream`: the only caller of `kernels::lower`
+//! kernels/  operations lowered to runs of kernels; `attend/` divides attention, in plans that layers share
+//! queue/    what a stream has recorded: runs of kernels, uploads, reads, submissions
+//! memory    storages: own, lent and reserved buffers
+//! device    an opened device: its health, compiled kernels, tables of angles
+//! pipeline  compiled kernels by shader and constants
+//! adapter   the adapters of the machine, and the choice among them
+//! options   settings of a backend
+//! shaders/  the WGSL of the kernels
+//! ```
+//!
 //! # Rows that share a word
 //! Buffers are arrays of 32-bit words, and rows of 16-bit, 8-bit or 4-bit elements may begin and end inside a
 //! word. A word that a row fills completely is stored. In a word that a row shares, atomic operations clear
-//! and set only the bits of the row, so that threads that own other bits of the word lose nothing. (Reading,
-//! changing and writing back the whole word loses bits: it gave wrong results in each of fifty trials.)
+//! and set only the bits of the row. Threads that own other bits of the word lose nothing. (Reading, changing
+//! and writing back the whole word loses bits: it gave wrong results in each of fifty trials.)
 //!
 //! # Large pools
 //! A device binds only a part of a buffer at once: `max_storage_buffer_binding_size`, often 128 MiB to 4 GiB.
@@ -16,8 +28,8 @@
 //! allocation is refused with an error that names this limit.
 //!
 //! # Limits of the interface
-//! Addresses cannot be reserved. A [reserved](kvcore::Backend::reserve) storage gives its memory back when no
-//! part of it is mapped any more, not part by part. Its address is an index, so that views of it stay valid.
+//! Addresses cannot be reserved. A [reserved](kvcore::Backend::reserve) storage frees its memory when its
+//! last mapped part is unmapped, not part by part. Its address is an index, and views of it stay valid.
 //! `pinned` and `system` memory need an adapter that binds host memory (`MAPPABLE_PRIMARY_BUFFERS`).
 //!
 //! ```
@@ -43,6 +55,7 @@ mod kernels;
 mod memory;
 mod options;
 mod pipeline;
+mod queue;
 mod stream;
 
 use std::sync::Arc;
@@ -52,7 +65,7 @@ use kvcore::{
     Stream,
 };
 
-use device::Device;
+use device::{GpuDevice, NAME};
 
 pub use adapter::{AdapterReport, NO_ADAPTER, adapters};
 pub use memory::WgpuStorage;
@@ -60,13 +73,10 @@ pub use options::WgpuOptions;
 pub use stream::{WgpuEvent, WgpuStream};
 pub use wgpu;
 
-/// Name of the backend in errors and on command lines.
-pub(crate) const NAME: &str = "wgpu";
-
 /// A backend on one device that wgpu reaches.
 #[derive(Debug)]
 pub struct WgpuBackend {
-    device: Arc<Device>,
+    device: Arc<GpuDevice>,
 }
 
 impl WgpuBackend {
@@ -86,14 +96,14 @@ impl WgpuBackend {
     /// need, or cannot be opened.
     pub fn with_options(options: &WgpuOptions) -> Result<Arc<Self>> {
         let (handle, queue) = adapter::open(options)?;
-        Ok(Arc::new(Self { device: Device::new(handle, queue, options) }))
+        Ok(Arc::new(Self { device: GpuDevice::new(handle, queue, options) }))
     }
 
     /// Creates a backend on a device that the caller has opened, for engines that use wgpu themselves.
     ///
     /// The caller should open the device with the limits of its adapter, and with `SHADER_F16`, `SHADER_I16`
     /// and `MAPPABLE_PRIMARY_BUFFERS` if the adapter has them. The backend replaces the device's handlers of
-    /// errors and of device loss, so that one device serves one backend only.
+    /// errors and of device loss. Give each device to one backend only.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::NoDevice`] if a limit of the device is below what the kernels need.
@@ -102,13 +112,13 @@ impl WgpuBackend {
             let reason = format!("{reason}; open it with its adapter's limits");
             return Err(kvcore::Error::NoDevice { backend: NAME, reason });
         }
-        Ok(Arc::new(Self { device: Device::new(handle, queue, options) }))
+        Ok(Arc::new(Self { device: GpuDevice::new(handle, queue, options) }))
     }
 
     /// Creates a storage over a buffer of this device that the caller owns.
     ///
-    /// While the storage lives, the caller orders its own use of the buffer with the streams, and lends the
-    /// buffer only once: two storages count as two pieces of memory.
+    /// While the storage lives, the caller guarantees that its own use of the buffer is ordered with the
+    /// streams, and that the buffer is lent only once: two storages count as two pieces of memory.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Unsupported`] if the buffer lacks a usage of `STORAGE`, `COPY_SRC` and
@@ -118,7 +128,7 @@ impl WgpuBackend {
         WgpuStorage::lent(&self.device, buffer, kind)
     }
 
-    /// Returns the device, for engines that use it beside the backend.
+    /// Returns the device, for engines that also use it directly.
     pub fn device(&self) -> &wgpu::Device {
         &self.device.handle
     }

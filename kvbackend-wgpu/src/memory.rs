@@ -9,8 +9,7 @@ use kvcore::{Error, MemoryKind, ReservedStorage, Result, Storage, check_granules
 use parking_lot::Mutex;
 use wgpu::{Buffer, BufferUsages, CommandEncoderDescriptor, Features};
 
-use crate::NAME;
-use crate::device::Device;
+use crate::device::{GpuDevice, NAME};
 
 /// Usages that kernels and copies need of a buffer.
 const USAGES: BufferUsages =
@@ -23,13 +22,13 @@ const GRANULE: usize = 64 << 10;
 ///
 /// The address of a storage is an index, unique in the process; no memory lies there.
 pub struct WgpuStorage {
-    device: Arc<Device>,
+    device: Arc<GpuDevice>,
     /// The buffer; none while a reserved storage is unmapped.
     buffer: Mutex<Option<Buffer>>,
     kind: MemoryKind,
     address: u64,
     len: usize,
-    /// For each granule of a reserved storage, whether it is mapped; empty for other storages.
+    /// Whether each granule of a reserved storage is mapped; empty for other storages.
     granules: Mutex<Vec<bool>>,
 }
 
@@ -40,7 +39,7 @@ impl fmt::Debug for WgpuStorage {
 }
 
 impl WgpuStorage {
-    pub(crate) fn allocate(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+    pub(crate) fn allocate(device: &Arc<GpuDevice>, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of an allocation" });
         }
@@ -49,7 +48,7 @@ impl WgpuStorage {
     }
 
     // Decision: docs/decisions/backend-wgpu.md#reserved-memory-is-released-as-a-whole
-    pub(crate) fn reserve(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+    pub(crate) fn reserve(device: &Arc<GpuDevice>, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a reservation" });
         }
@@ -60,7 +59,7 @@ impl WgpuStorage {
         Ok(Self::new(device, Some(buffer), kind, len, vec![true; len / GRANULE]))
     }
 
-    pub(crate) fn lent(device: &Arc<Device>, buffer: Buffer, kind: MemoryKind) -> Result<Self> {
+    pub(crate) fn lent(device: &Arc<GpuDevice>, buffer: Buffer, kind: MemoryKind) -> Result<Self> {
         if !buffer.usage().contains(USAGES) {
             return Err(Error::Unsupported {
                 backend: NAME,
@@ -78,17 +77,17 @@ impl WgpuStorage {
     }
 
     fn new(
-        device: &Arc<Device>,
+        device: &Arc<GpuDevice>,
         buffer: Option<Buffer>,
         kind: MemoryKind,
         len: usize,
         granules: Vec<bool>,
     ) -> Self {
-        let (device, address) = (Arc::clone(device), Device::address(len));
+        let (device, address) = (Arc::clone(device), GpuDevice::address(len));
         Self { device, buffer: Mutex::new(buffer), kind, address, len, granules: Mutex::new(granules) }
     }
 
-    /// Returns the buffer, which holds at least the bytes of the storage, in whole words.
+    /// Returns the buffer, which is at least as long as the storage and a multiple of 4 bytes.
     pub(crate) fn buffer(&self) -> Result<Buffer> {
         self.buffer.lock().clone().ok_or_else(|| Error::Device {
             backend: NAME,
@@ -97,8 +96,9 @@ impl WgpuStorage {
     }
 }
 
+// Decision: docs/decisions/backend-wgpu.md#host-memory-is-memory-that-the-device-binds
 /// Allocates a zeroed buffer.
-fn create(device: &Device, kind: MemoryKind, bytes: usize) -> Result<Buffer> {
+fn create(device: &GpuDevice, kind: MemoryKind, bytes: usize) -> Result<Buffer> {
     let refused = |reason: String| Error::Allocation { bytes, kind, reason };
     let usage = match kind {
         MemoryKind::Device => USAGES,
@@ -147,9 +147,9 @@ impl Storage for WgpuStorage {
     }
 }
 
-/// The interface cannot release memory and keep its address. Therefore a storage drops its buffer when no
-/// granule is mapped any more, and makes a new one when a granule is mapped again. While any granule is
-/// mapped, the whole buffer is kept.
+/// The interface cannot free memory and keep its address. A storage therefore drops its buffer when its last
+/// mapped granule is unmapped, and creates another one when a granule is mapped again. While any granule is
+/// mapped, the whole buffer stays.
 impl ReservedStorage for WgpuStorage {
     fn granularity(&self) -> usize {
         GRANULE
@@ -198,14 +198,17 @@ impl ReservedStorage for WgpuStorage {
         self.granules.lock().iter().filter(|mapped| **mapped).count() * GRANULE
     }
 
-    /// Returns all bytes while a granule is mapped: a buffer goes as a whole.
+    /// Returns all bytes while any granule is mapped, because a buffer is freed as a whole.
     fn resident_bytes(&self) -> usize {
         if self.buffer.lock().is_some() { self.len } else { 0 }
     }
 }
 
-/// Returns the storage behind a handle, if the storage belongs to this device.
-pub(crate) fn of<'a>(device: &Arc<Device>, storage: &'a Arc<dyn Storage>) -> Result<&'a WgpuStorage> {
+/// Returns the storage of a handle.
+///
+/// # Errors
+/// Returns [`Error::ForeignHandle`] for a storage of another device or backend.
+pub(crate) fn of<'a>(device: &Arc<GpuDevice>, storage: &'a Arc<dyn Storage>) -> Result<&'a WgpuStorage> {
     let known = storage.as_any().downcast_ref::<WgpuStorage>();
     known
         .filter(|known| Arc::ptr_eq(&known.device, device))

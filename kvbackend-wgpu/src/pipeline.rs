@@ -1,4 +1,4 @@
-//! Compiled kernels, kept by shape class: the shader and its pipeline constants.
+//! Compiled kernels, kept by shader and pipeline constants.
 
 use std::collections::HashMap;
 use std::num::NonZeroU64;
@@ -14,8 +14,6 @@ use wgpu::{
     ShaderModuleDescriptor, ShaderSource, ShaderStages,
 };
 
-use crate::device::Device;
-
 const ARGS: &str = include_str!("shaders/args.wgsl");
 const AXES: &str = include_str!("shaders/axes.wgsl");
 const ROW: &str = include_str!("shaders/row.wgsl");
@@ -24,6 +22,7 @@ const ELEMENT: &str = include_str!("shaders/element.wgsl");
 const F16_NATIVE: &str = include_str!("shaders/f16_native.wgsl");
 const F16_PACKED: &str = include_str!("shaders/f16_packed.wgsl");
 
+// Decision: docs/decisions/backend-wgpu.md#kernels-that-move-rows-share-a-shader
 /// The kernels. The file of each shader documents its bindings and its constants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Shader {
@@ -45,7 +44,8 @@ impl Shader {
         }
     }
 
-    /// Returns, for each binding, whether it is written or may be the same buffer as one that is.
+    /// Returns whether each binding is declared as written: it is, or it may share its buffer with one that
+    /// is.
     fn written(self) -> &'static [bool] {
         match self {
             Self::CopyUnits | Self::CopyBytes => &[false, true, true],
@@ -55,8 +55,8 @@ impl Shader {
         }
     }
 
-    /// Returns the whole source text. WGSL cannot include one file in another.
-    fn text(self, native_f16: bool, texts: &str) -> String {
+    /// Returns the whole source text, put together here because WGSL cannot include one file in another.
+    pub(crate) fn text(self, native_f16: bool, texts: &str) -> String {
         let f16 = if native_f16 { F16_NATIVE } else { F16_PACKED };
         let parts: &[&str] = match self {
             Self::CopyUnits => &[ARGS, AXES],
@@ -97,8 +97,12 @@ impl Binding {
 }
 
 impl Pipeline {
-    /// Binds the bindings in the order of their numbers.
-    pub(crate) fn bind<'a>(&self, device: &Device, bindings: impl Iterator<Item = &'a Binding>) -> BindGroup {
+    /// Binds parts of buffers as bindings 0, 1, 2 and so on.
+    pub(crate) fn bind<'a>(
+        &self,
+        device: &wgpu::Device,
+        bindings: impl Iterator<Item = &'a Binding>,
+    ) -> BindGroup {
         let entries: SmallVec<[_; 10]> = (0..)
             .zip(bindings)
             .map(|(binding, part)| BindGroupEntry {
@@ -111,11 +115,59 @@ impl Pipeline {
             })
             .collect();
         let descriptor = BindGroupDescriptor { label: None, layout: &self.layout, entries: &entries };
-        device.handle.create_bind_group(&descriptor)
+        device.create_bind_group(&descriptor)
+    }
+
+    /// Compiles a kernel from its source text.
+    pub(crate) fn compile(
+        device: &wgpu::Device,
+        shader: Shader,
+        text: String,
+        constants: &[Constant],
+    ) -> Self {
+        let label = format!("{shader:?}");
+        let module = device.create_shader_module(ShaderModuleDescriptor {
+            label: Some(&label),
+            source: ShaderSource::Wgsl(text.into()),
+        });
+        let entries: Vec<BindGroupLayoutEntry> = (0..)
+            .zip(shader.written())
+            .map(|(binding, &written)| BindGroupLayoutEntry {
+                binding,
+                visibility: ShaderStages::COMPUTE,
+                ty: BindingType::Buffer {
+                    ty: BufferBindingType::Storage { read_only: !written },
+                    has_dynamic_offset: false,
+                    min_binding_size: None,
+                },
+                count: None,
+            })
+            .collect();
+        let layout = device
+            .create_bind_group_layout(&BindGroupLayoutDescriptor { label: Some(&label), entries: &entries });
+        let pipeline_layout = device.create_pipeline_layout(&PipelineLayoutDescriptor {
+            label: Some(&label),
+            bind_group_layouts: &[Some(&layout)],
+            immediate_size: 0,
+        });
+        let handle = device.create_compute_pipeline(&ComputePipelineDescriptor {
+            label: Some(&label),
+            layout: Some(&pipeline_layout),
+            module: &module,
+            entry_point: Some("main"),
+            // Every kernel writes the workgroup memory that it uses; attention masks the tokens that it reads
+            // past the end of a run.
+            compilation_options: PipelineCompilationOptions {
+                constants,
+                zero_initialize_workgroup_memory: false,
+            },
+            cache: None,
+        });
+        Self { handle, layout }
     }
 }
 
-/// All pipelines of a device that have been asked for so far.
+/// The kernels that a device has compiled so far.
 pub(crate) struct Pipelines {
     native_f16: bool,
     made: Mutex<HashMap<(Shader, Values), Arc<Pipeline>>>,
@@ -126,14 +178,13 @@ impl Pipelines {
         Self { native_f16, made: Mutex::default() }
     }
 
-    /// Returns the kernel with these constants, and compiles it on first use. `texts` holds constants that
-    /// WGSL needs in its source text; they depend on the other constants.
+    /// Returns the kernel with these constants. `make` compiles it on first use; its argument says whether
+    /// the kernel reads f16 with the device's own arithmetic.
     pub(crate) fn get(
         &self,
-        device: &Device,
         shader: Shader,
         constants: &[Constant],
-        texts: &str,
+        make: impl FnOnce(bool) -> Result<Pipeline>,
     ) -> Result<Arc<Pipeline>> {
         let values: Values = constants.iter().map(|&(name, value)| (name, value.to_bits())).collect();
         let key = (shader, values);
@@ -141,56 +192,8 @@ impl Pipelines {
         if let Some(pipeline) = made.get(&key) {
             return Ok(Arc::clone(pipeline));
         }
-        device.check()?;
-        let text = shader.text(self.native_f16, texts);
-        let pipeline = device
-            .guarded(|| compile(device, shader, text, constants))
-            .map_err(|reason| device.refusal(format!("{shader:?}: {reason}")))?;
-        let pipeline = Arc::new(pipeline);
+        let pipeline = Arc::new(make(self.native_f16)?);
         made.insert(key, Arc::clone(&pipeline));
         Ok(pipeline)
     }
-}
-
-fn compile(device: &Device, shader: Shader, text: String, constants: &[Constant]) -> Pipeline {
-    let label = format!("{shader:?}");
-    let module = device.handle.create_shader_module(ShaderModuleDescriptor {
-        label: Some(&label),
-        source: ShaderSource::Wgsl(text.into()),
-    });
-    let entries: Vec<BindGroupLayoutEntry> = (0..)
-        .zip(shader.written())
-        .map(|(binding, &written)| BindGroupLayoutEntry {
-            binding,
-            visibility: ShaderStages::COMPUTE,
-            ty: BindingType::Buffer {
-                ty: BufferBindingType::Storage { read_only: !written },
-                has_dynamic_offset: false,
-                min_binding_size: None,
-            },
-            count: None,
-        })
-        .collect();
-    let layout = device
-        .handle
-        .create_bind_group_layout(&BindGroupLayoutDescriptor { label: Some(&label), entries: &entries });
-    let pipeline_layout = device.handle.create_pipeline_layout(&PipelineLayoutDescriptor {
-        label: Some(&label),
-        bind_group_layouts: &[Some(&layout)],
-        immediate_size: 0,
-    });
-    let handle = device.handle.create_compute_pipeline(&ComputePipelineDescriptor {
-        label: Some(&label),
-        layout: Some(&pipeline_layout),
-        module: &module,
-        entry_point: Some("main"),
-        // Every kernel writes the workgroup memory that it uses; attention masks the tokens that it reads
-        // beyond a run.
-        compilation_options: PipelineCompilationOptions {
-            constants,
-            zero_initialize_workgroup_memory: false,
-        },
-        cache: None,
-    });
-    Pipeline { handle, layout }
 }

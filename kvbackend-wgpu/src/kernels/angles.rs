@@ -7,23 +7,22 @@ use std::sync::Arc;
 use kvcore::{Error, Result, Rope, RopeTable};
 use wgpu::BufferUsages;
 
-use crate::NAME;
-use crate::device::Device;
+use crate::device::{GpuDevice, NAME};
 use crate::pipeline::Binding;
 
-/// Rows of a RoPE table, bound. A kernel finds the row of a number at its magnitude minus `first`, and
-/// rotates in the opposite direction if the number is negative.
-pub(super) struct Turns {
+/// Bound rows of a RoPE table. A kernel finds the row of a number at its magnitude minus `first`, and rotates
+/// in the opposite direction if the number is negative.
+pub(super) struct RowAngles {
     pub(super) binding: Binding,
     pub(super) first: u32,
-    rows: TurnRows,
+    rows: RopeRows,
 }
 
-/// The rows that a set of positions needs, of any RoPE with as many pairs.
-pub(super) enum TurnRows {
-    /// Rows bound as they lie in the table: the first row, and the row after the last.
+/// The rows that a set of positions needs, in the table of any RoPE with the same number of pairs.
+pub(super) enum RopeRows {
+    /// A range of the table: its first row, and the row after its last.
     Span(u64, u64),
-    /// Rows that lie too far apart to be bound at once: the sorted magnitudes of their positions.
+    /// Rows too far apart to be bound at once, by the sorted magnitudes of their positions.
     Picked(Vec<u32>),
 }
 
@@ -32,17 +31,17 @@ pub(super) fn pairs_of(rope: &Rope) -> usize {
     rope.config().rotary_dim / 2
 }
 
-impl Turns {
+impl RowAngles {
     /// Binds the rows of all positions in some ranges.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the device cannot bind the rows at once.
     pub(super) fn of(
-        device: &Arc<Device>,
+        device: &Arc<GpuDevice>,
         rope: &Rope,
         positions: impl Iterator<Item = RangeInclusive<i32>> + Clone,
     ) -> Result<Self> {
-        let rows = TurnRows::of(device, pairs_of(rope), positions)?;
+        let rows = RopeRows::of(device, pairs_of(rope), positions)?;
         let (binding, first) = rows.bind(device, rope)?;
         Ok(Self { binding, first, rows })
     }
@@ -53,13 +52,13 @@ impl Turns {
     }
 }
 
-impl TurnRows {
+impl RopeRows {
     /// Finds the rows of all positions in some ranges, in tables of `pairs` pairs.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the device cannot bind the rows at once.
     pub(super) fn of(
-        device: &Device,
+        device: &GpuDevice,
         pairs: usize,
         positions: impl Iterator<Item = RangeInclusive<i32>> + Clone,
     ) -> Result<Self> {
@@ -72,7 +71,7 @@ impl TurnRows {
         let (low, high) = magnitudes.fold((u32::MAX, 0), |(low, high), at| (low.min(at), high.max(at)));
         let row = 8 * pairs as u64;
         let align = device.binding_align();
-        // Rows after which a row begins at an offset where a binding may begin.
+        // Every `step` rows, a row begins where a binding may begin.
         let step = (1..=align).find(|rows| (rows * row).is_multiple_of(align)).unwrap_or(align);
         let first = u64::from(low.min(high));
         let (first, end) = (first - first % step, u64::from(high) + 1);
@@ -82,7 +81,7 @@ impl TurnRows {
         let unsupported = |what| Err(Error::Unsupported { backend: NAME, what });
         if positions.clone().any(|range| *range.start() < 0 && *range.end() > 0) {
             return unsupported(
-                "keys on both sides of position 0 beside positions far away; give them in calls of their own"
+                "keys on both sides of position 0 together with positions far away; give them in calls of their own"
                     .to_owned(),
             );
         }
@@ -98,7 +97,7 @@ impl TurnRows {
     }
 
     /// Binds the rows in the table of a RoPE. Returns also the number of the first row.
-    pub(super) fn bind(&self, device: &Device, rope: &Rope) -> Result<(Binding, u32)> {
+    pub(super) fn bind(&self, device: &GpuDevice, rope: &Rope) -> Result<(Binding, u32)> {
         let half = pairs_of(rope);
         match self {
             &Self::Span(first, end) => {
@@ -117,7 +116,7 @@ impl TurnRows {
                 device
                     .fill(&buffer, 0, bytemuck::cast_slice(&rows))
                     .map_err(|reason| device.refusal(reason))?;
-                // Numbers begin at 1, so that each has a sign.
+                // Numbers begin at 1, because 0 has no sign.
                 Ok((Binding::whole(&buffer), 1))
             }
         }

@@ -1,4 +1,4 @@
-//! Rows that change on the way: other formats, rotations, scales.
+//! Rows that change as they move: other formats, rotations, scales.
 
 use std::sync::Arc;
 
@@ -9,15 +9,15 @@ use kvcore::{
 use smallvec::smallvec;
 use wgpu::Buffer;
 
-use super::angles::{Turns, pairs_of};
+use super::angles::{RowAngles, pairs_of};
 use super::copy;
-use super::places::{Place, PlaceBuffer, RowAxis, RowItems, windows};
-use crate::device::Device;
+use super::places::{PlaceBuffer, RowAxis, RowItems, RowPlace, windows};
+use crate::device::GpuDevice;
 use crate::memory;
 use crate::pipeline::{Binding, Constant, Shader};
-use crate::stream::Dispatch;
+use crate::queue::Dispatch;
 
-/// Most workgroups of one run: they are counted in 32 bits.
+/// Most workgroups of one run, whose number has 32 bits.
 const MOST_GROUPS: u64 = 1 << 31;
 
 /// Returns the number by which `element.wgsl` knows an element type.
@@ -42,20 +42,20 @@ pub(super) fn group(format: KvFormat) -> Option<usize> {
 }
 
 /// The source or the destination of rows.
-pub(super) struct End {
+pub(super) struct RowEnd {
     buffer: Buffer,
     dtype: DType,
     group: Option<usize>,
     scales: Option<(Buffer, ScaleLayout)>,
 }
 
-impl End {
-    pub(super) fn view(device: &Arc<Device>, view: &TensorView) -> Result<Self> {
+impl RowEnd {
+    pub(super) fn view(device: &Arc<GpuDevice>, view: &TensorView) -> Result<Self> {
         let buffer = memory::of(device, view.storage())?.buffer()?;
         Ok(Self { buffer, dtype: view.dtype(), group: None, scales: None })
     }
 
-    pub(super) fn plane(device: &Arc<Device>, plane: &KvPlane) -> Result<Self> {
+    pub(super) fn plane(device: &Arc<GpuDevice>, plane: &KvPlane) -> Result<Self> {
         let buffer = memory::of(device, plane.storage)?.buffer()?;
         let scales = plane
             .scales
@@ -64,8 +64,8 @@ impl End {
         Ok(Self { buffer, dtype: format.storage_dtype(), group: group(format), scales: scales.transpose()? })
     }
 
-    /// Returns the sides for rows of `dim` elements and for their scales.
-    fn sides(&self, device: &Device, dim: usize) -> [PlaceBuffer; 2] {
+    /// Returns the buffers of rows of `dim` elements and of their scales.
+    fn sides(&self, device: &GpuDevice, dim: usize) -> [PlaceBuffer; 2] {
         let rows =
             PlaceBuffer { buffer: self.buffer.clone(), bits: self.dtype.bits() as u64, row: dim as u64 };
         let scales = match &self.scales {
@@ -80,30 +80,31 @@ impl End {
     }
 }
 
-/// The rotation of the rows of a conversion. The numbers of the items are the positions to rotate by.
-pub(super) struct Turn<'a> {
+/// The rotation of a conversion's rows by the positions in [`RowItems::numbers`].
+pub(super) struct ConversionTurn<'a> {
     pub(super) rope: &'a Rope,
     pub(super) factor: f32,
 }
 
-/// A conversion of rows of `dim` elements from one end to the other. Places are in elements and in scales:
-/// source, destination, scales of the source, scales of the destination.
+/// A conversion of rows of `dim` elements from `source` to `dest`. Places count elements of source and
+/// destination, and scales of both.
 pub(super) struct Conversion<'a> {
-    pub(super) source: End,
-    pub(super) dest: End,
+    pub(super) source: RowEnd,
+    pub(super) dest: RowEnd,
     pub(super) dim: usize,
     pub(super) rows: RowItems,
-    pub(super) turn: Option<Turn<'a>>,
+    pub(super) turn: Option<ConversionTurn<'a>>,
 }
 
 impl Conversion<'_> {
-    pub(super) fn dispatches(self, device: &Arc<Device>) -> Result<Vec<Dispatch>> {
+    pub(super) fn dispatches(self, device: &Arc<GpuDevice>) -> Result<Vec<Dispatch>> {
         let Self { source, dest, dim, rows, turn } = self;
         if dim == 0 || rows.items.is_empty() || rows.axes.iter().any(|axis| axis.n == 0) {
             return Ok(Vec::new());
         }
-        let turns =
-            turn.as_ref().map(|turn| Turns::of(device, turn.rope, rows.numbers.iter().map(|&at| at..=at)));
+        let turns = turn
+            .as_ref()
+            .map(|turn| RowAngles::of(device, turn.rope, rows.numbers.iter().map(|&at| at..=at)));
         let turns = turns.transpose()?;
         let pairs = turn.as_ref().map_or(0, |turn| pairs_of(turn.rope));
         let interleaved = turn.as_ref().is_some_and(|turn| turn.rope.pairing() == Pairing::Interleaved);
@@ -117,14 +118,14 @@ impl Conversion<'_> {
             ("PAIRS", pairs as f64),
             ("INTERLEAVED", f64::from(u8::from(interleaved))),
         ];
-        let pipeline = device.pipelines.get(device, Shader::ConvertRows, &constants, "")?;
+        let pipeline = device.pipeline(Shader::ConvertRows, &constants, "")?;
         let [from, from_scales] = source.sides(device, dim);
         let [to, to_scales] = dest.sides(device, dim);
         let mut work = Vec::new();
         for part in windows(device, rows.with_axes(2), &[from, to, from_scales, to_scales])? {
             let mut axes = part.axes;
             while axes.len() < 2 {
-                axes.insert(0, RowAxis { n: 1, strides: Place::default() });
+                axes.insert(0, RowAxis { n: 1, strides: RowPlace::default() });
             }
             let per_item = axes.iter().map(|axis| axis.n as u64).product::<u64>();
             let mut bindings = part.bindings;
@@ -145,7 +146,7 @@ impl Conversion<'_> {
                     args,
                     bindings: bindings.clone(),
                     groups: items.len() as u64 * per_item,
-                    plan: None,
+                    keeps: None,
                 });
             }
         }
@@ -159,26 +160,26 @@ pub(super) fn scale_strides(plane: &KvPlane) -> kvcore::PlaneStrides {
     plane.scales.map_or(none, |(_, scales)| scales.strides)
 }
 
-pub(crate) fn rope(device: &Arc<Device>, op: &ApplyRope) -> Result<Vec<Dispatch>> {
+pub(crate) fn rope(device: &Arc<GpuDevice>, op: &ApplyRope) -> Result<Vec<Dispatch>> {
     let (shape, strides) = (op.rows.shape(), op.rows.strides());
     let at = |row: usize| (op.rows.offset() + row * strides[0]) as u64;
-    let items: Vec<Place> = (0..shape[0]).map(|row| [at(row), at(row), 0, 0]).collect();
+    let items: Vec<RowPlace> = (0..shape[0]).map(|row| [at(row), at(row), 0, 0]).collect();
     let numbers = op.positions.iter().map(|&position| position as i32).collect();
     let axes = smallvec![RowAxis { n: shape[1], strides: [strides[1] as u64, strides[1] as u64, 0, 0] }];
     let conversion = Conversion {
-        source: End::view(device, &op.rows)?,
-        dest: End::view(device, &op.rows)?,
+        source: RowEnd::view(device, &op.rows)?,
+        dest: RowEnd::view(device, &op.rows)?,
         // Elements past the rotary dimension stay as they are.
         dim: op.rope.config().rotary_dim,
         rows: RowItems { items, numbers, axes },
-        turn: Some(Turn { rope: &op.rope, factor: op.rope.attention_factor() }),
+        turn: Some(ConversionTurn { rope: &op.rope, factor: op.rope.attention_factor() }),
     };
     conversion.dispatches(device)
 }
 
 /// Converts blocks of some layers of one plane into blocks of another plane.
 fn blocks(
-    device: &Arc<Device>,
+    device: &Arc<GpuDevice>,
     (src, dst): (&KvPlane, &KvPlane),
     layers: std::ops::Range<usize>,
     block_size: usize,
@@ -186,7 +187,7 @@ fn blocks(
     rotation: Option<&Rotation>,
 ) -> Result<Vec<Dispatch>> {
     let strides = [src.strides, dst.strides, scale_strides(src), scale_strides(dst)];
-    let items: Vec<Place> = layers
+    let items: Vec<RowPlace> = layers
         .flat_map(|layer| pairs.iter().map(move |&(from, to)| (layer, [from, to, from, to])))
         .map(|(layer, blocks)| {
             std::array::from_fn(|side| strides[side].at(layer, blocks[side].index(), 0, 0) as u64)
@@ -196,11 +197,11 @@ fn blocks(
         RowAxis { n: block_size, strides: strides.map(|strides| strides.token as u64) },
         RowAxis { n: src.heads, strides: strides.map(|strides| strides.head as u64) },
     ];
-    let turn = rotation.map(|rotation| Turn { rope: &rotation.rope, factor: 1.0 });
+    let turn = rotation.map(|rotation| ConversionTurn { rope: &rotation.rope, factor: 1.0 });
     let number = rotation.map_or(0, |rotation| rotation.delta as i32);
     let conversion = Conversion {
-        source: End::plane(device, src)?,
-        dest: End::plane(device, dst)?,
+        source: RowEnd::plane(device, src)?,
+        dest: RowEnd::plane(device, dst)?,
         dim: src.dim,
         rows: RowItems { numbers: vec![number; items.len()], items, axes },
         turn,
@@ -208,7 +209,7 @@ fn blocks(
     conversion.dispatches(device)
 }
 
-pub(crate) fn rotate_keys(device: &Arc<Device>, op: &RotateKeys) -> Result<Vec<Dispatch>> {
+pub(crate) fn rotate_keys(device: &Arc<GpuDevice>, op: &RotateKeys) -> Result<Vec<Dispatch>> {
     let block_size = op.src.layout().shape().block_size;
     let layers = op.layer..op.layer + 1;
     let (k, v) = ((&op.src.k_plane(), &op.dst.k_plane()), (&op.src.v_plane(), &op.dst.v_plane()));
@@ -218,7 +219,7 @@ pub(crate) fn rotate_keys(device: &Arc<Device>, op: &RotateKeys) -> Result<Vec<D
 }
 
 fn all_blocks(
-    device: &Arc<Device>,
+    device: &Arc<GpuDevice>,
     (src, dst): (&KvArena, &KvArena),
     pairs: &[(BlockId, BlockId)],
 ) -> Result<Vec<Dispatch>> {
@@ -230,10 +231,10 @@ fn all_blocks(
     Ok(work)
 }
 
-pub(crate) fn quantize(device: &Arc<Device>, op: &Quantize) -> Result<Vec<Dispatch>> {
+pub(crate) fn quantize(device: &Arc<GpuDevice>, op: &Quantize) -> Result<Vec<Dispatch>> {
     all_blocks(device, (&op.src, &op.dst), &op.pairs)
 }
 
-pub(crate) fn dequantize(device: &Arc<Device>, op: &Dequantize) -> Result<Vec<Dispatch>> {
+pub(crate) fn dequantize(device: &Arc<GpuDevice>, op: &Dequantize) -> Result<Vec<Dispatch>> {
     all_blocks(device, (&op.src, &op.dst), &op.pairs)
 }

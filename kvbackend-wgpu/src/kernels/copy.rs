@@ -1,4 +1,4 @@
-//! Rows that are copied bit for bit.
+//! Copies of rows, bit for bit.
 
 use std::sync::Arc;
 
@@ -8,11 +8,11 @@ use kvcore::{
 use smallvec::{SmallVec, smallvec};
 use wgpu::BufferUsages;
 
-use super::places::{Place, PlaceBuffer, RowAxis, RowItems, SIDES, Windowed, windows};
-use crate::device::Device;
+use super::places::{PlaceBuffer, RowAxis, RowItems, RowPlace, SIDES, Windowed, byte_of, windows};
+use crate::device::GpuDevice;
 use crate::memory;
 use crate::pipeline::Shader;
-use crate::stream::{Dispatch, byte_of};
+use crate::queue::Dispatch;
 
 /// Bytes that one thread of the fast kernel copies.
 const UNIT: u64 = 16;
@@ -20,11 +20,10 @@ const UNIT: u64 = 16;
 /// Threads of a workgroup, in both kernels.
 const THREADS: u64 = 256;
 
-/// Most threads of one run: they are counted in 32 bits.
+/// Most threads of one run, whose number has 32 bits.
 const MOST_THREADS: u64 = 1 << 31;
 
-/// A copy described in bytes: places, strides of the axes, and the length of a row, which is dense on both
-/// sides.
+/// A copy of rows. Places, strides and the length of a row are in bytes; a row is dense in both buffers.
 pub(super) struct Copy {
     pub(super) source: wgpu::Buffer,
     pub(super) dest: wgpu::Buffer,
@@ -33,16 +32,16 @@ pub(super) struct Copy {
     pub(super) row: u64,
 }
 
-/// Returns the place of source and destination, with the other sides unused.
-pub(super) fn place(source: u64, dest: u64) -> Place {
+/// Returns a place in source and destination, with the buffers of scales unused.
+pub(super) fn place(source: u64, dest: u64) -> RowPlace {
     let mut place = [0; SIDES];
     (place[0], place[1]) = (source, dest);
     place
 }
 
 impl Copy {
-    /// Joins rows that are adjacent on both sides, and sorts the axes from the largest stride to the
-    /// smallest.
+    /// Joins rows that are adjacent in both buffers. Sorts the axes by their stride in the destination, the
+    /// largest first.
     fn joined(mut self) -> Self {
         self.rows.axes.retain(|axis| axis.n != 1);
         self.rows.axes.sort_by_key(|axis| std::cmp::Reverse(axis.strides[1]));
@@ -55,7 +54,7 @@ impl Copy {
         self
     }
 
-    pub(super) fn dispatches(self, device: &Device) -> Result<Vec<Dispatch>> {
+    pub(super) fn dispatches(self, device: &GpuDevice) -> Result<Vec<Dispatch>> {
         if self.row == 0 || self.rows.items.is_empty() || self.rows.axes.iter().any(|axis| axis.n == 0) {
             return Ok(Vec::new());
         }
@@ -70,7 +69,7 @@ impl Copy {
     }
 
     /// Divides rows that are longer than a binding into shorter rows: pieces of one length, and the rest.
-    fn in_pieces(self, device: &Device) -> Vec<Self> {
+    fn in_pieces(self, device: &GpuDevice) -> Vec<Self> {
         let piece = device.binding / 2 - device.binding / 2 % UNIT;
         if self.row <= piece {
             return vec![self];
@@ -95,20 +94,20 @@ fn in_units(part: &Windowed, row: u64) -> bool {
         && part.axes.iter().all(|axis| axis.strides[..2].iter().all(|stride| stride.is_multiple_of(UNIT)))
 }
 
-fn run(device: &Device, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
+fn run(device: &GpuDevice, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     let units = in_units(part, row);
     let (shader, unit) = if units { (Shader::CopyUnits, UNIT) } else { (Shader::CopyBytes, 1) };
     let mut axes: SmallVec<[RowAxis; 3]> = part.axes.clone();
     while axes.len() < 3 {
         axes.insert(0, RowAxis { n: 1, strides: [0; SIDES] });
     }
-    // Threads of a row. A row that begins inside a word touches one word more.
+    // Threads of a row: one more where a row may begin inside a word.
     let per_row = if units { row / UNIT } else { row.div_ceil(4) + 1 };
     let per_item = axes.iter().map(|axis| axis.n as u64).product::<u64>() * per_row;
     if per_item > MOST_THREADS {
         return Err(Error::Overflow { what: "bytes of one copied item" });
     }
-    let pipeline = device.pipelines.get(device, shader, &[], "")?;
+    let pipeline = device.pipeline(shader, &[], "")?;
     let mut work = Vec::new();
     for items in part.items.chunks((MOST_THREADS / per_item).max(1) as usize) {
         let mut args = vec![items.len() as u32];
@@ -125,15 +124,15 @@ fn run(device: &Device, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
             args,
             bindings: part.bindings.clone(),
             groups: (items.len() as u64 * per_item).div_ceil(THREADS),
-            plan: None,
+            keeps: None,
         });
     }
     Ok(work)
 }
 
-/// Copies bytes of the host to any byte of a buffer. They go through a buffer of their own, because the
-/// commands of a queue copy whole words.
-pub(crate) fn bytes(device: &Device, bytes: &[u8], to: &wgpu::Buffer, at: usize) -> Result<Vec<Dispatch>> {
+/// Copies bytes of the host to byte `at` of a buffer, through a buffer of their own: the commands of a queue
+/// copy whole words only.
+pub(crate) fn bytes(device: &GpuDevice, bytes: &[u8], to: &wgpu::Buffer, at: usize) -> Result<Vec<Dispatch>> {
     let (whole, rest) = bytes.split_at(bytes.len() - bytes.len() % 4);
     let source =
         device.buffer("bytes", bytes.len() as u64, BufferUsages::STORAGE | BufferUsages::COPY_DST)?;
@@ -150,7 +149,7 @@ pub(crate) fn bytes(device: &Device, bytes: &[u8], to: &wgpu::Buffer, at: usize)
 
 /// Copies whole blocks of K or V of some layers, and their scales if the scales belong to blocks.
 pub(super) fn blocks(
-    device: &Arc<Device>,
+    device: &Arc<GpuDevice>,
     (src, dst): (&KvPlane, &KvPlane),
     layers: std::ops::Range<usize>,
     block_size: usize,
@@ -165,7 +164,7 @@ pub(super) fn blocks(
         let at = |strides: PlaneStrides, layer: usize, block: BlockId| {
             byte_of(dtype, strides.at(layer, block.index(), 0, 0))
         };
-        let items: Vec<Place> = layers
+        let items: Vec<RowPlace> = layers
             .clone()
             .flat_map(|layer| {
                 pairs.iter().map(move |&(src, dst)| place(at(a, layer, src), at(b, layer, dst)))
@@ -181,7 +180,7 @@ pub(super) fn blocks(
 }
 
 fn all_blocks(
-    device: &Arc<Device>,
+    device: &Arc<GpuDevice>,
     planes: &[(KvPlane, KvPlane)],
     layout: &KvLayout,
     pairs: &[(BlockId, BlockId)],
@@ -194,18 +193,18 @@ fn all_blocks(
     Ok(work)
 }
 
-pub(crate) fn copy_blocks(device: &Arc<Device>, op: &CopyBlocks) -> Result<Vec<Dispatch>> {
+pub(crate) fn copy_blocks(device: &Arc<GpuDevice>, op: &CopyBlocks) -> Result<Vec<Dispatch>> {
     let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
     all_blocks(device, &[(k, k), (v, v)], op.arena.layout(), &op.pairs)
 }
 
-pub(crate) fn swap_blocks(device: &Arc<Device>, op: &SwapBlocks) -> Result<Vec<Dispatch>> {
+pub(crate) fn swap_blocks(device: &Arc<GpuDevice>, op: &SwapBlocks) -> Result<Vec<Dispatch>> {
     let (src, dst) = (&op.src, &op.dst);
     let planes = [(src.k_plane(), dst.k_plane()), (src.v_plane(), dst.v_plane())];
     all_blocks(device, &planes, src.layout(), &op.pairs)
 }
 
-pub(crate) fn copy_tensor(device: &Arc<Device>, op: &CopyTensor) -> Result<Vec<Dispatch>> {
+pub(crate) fn copy_tensor(device: &Arc<GpuDevice>, op: &CopyTensor) -> Result<Vec<Dispatch>> {
     if op.dst.is_empty() {
         return Ok(Vec::new());
     }

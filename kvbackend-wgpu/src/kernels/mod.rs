@@ -8,7 +8,7 @@
 
 use kvcore::{Operation, Result};
 
-use crate::stream::{Dispatch, WgpuStream};
+use crate::queue::{Dispatch, Queue};
 
 mod angles;
 mod attend;
@@ -17,11 +17,13 @@ pub(crate) mod copy;
 mod places;
 mod rows;
 
-pub(crate) use attend::{Plan, Plans};
+pub(crate) use attend::Plans;
 
 /// Lowers a checked operation to runs of kernels.
-pub(crate) fn lower(stream: &WgpuStream, operation: Operation<'_>) -> Result<Vec<Dispatch>> {
-    let device = stream.device();
+///
+/// Attention takes scratch of the queue, and keeps its plans among `plans`.
+pub(crate) fn lower(queue: &Queue, plans: &Plans, operation: Operation<'_>) -> Result<Vec<Dispatch>> {
+    let device = queue.device();
     match operation {
         Operation::Scatter(op) => rows::scatter(device, op),
         Operation::Gather(op) => rows::gather(device, op),
@@ -30,8 +32,8 @@ pub(crate) fn lower(stream: &WgpuStream, operation: Operation<'_>) -> Result<Vec
         Operation::CopyTensor(op) => copy::copy_tensor(device, op),
         Operation::ApplyRope(op) => convert::rope(device, op),
         Operation::RotateKeys(op) => convert::rotate_keys(device, op),
-        Operation::Attend(op) => attend::attend(stream, op),
-        Operation::AttendMla(op) => attend::attend_mla(stream, op),
+        Operation::Attend(op) => attend::attend(queue, plans, op),
+        Operation::AttendMla(op) => attend::attend_mla(queue, plans, op),
         Operation::Quantize(op) => convert::quantize(device, op),
         Operation::Dequantize(op) => convert::dequantize(device, op),
     }

@@ -5,28 +5,32 @@
 
 use std::collections::BTreeMap;
 
-use kvcore::{Error, Result};
+use kvcore::{DType, Error, Result};
 use smallvec::SmallVec;
 
-use crate::NAME;
-use crate::device::Device;
+use crate::device::{GpuDevice, NAME};
 use crate::pipeline::Binding;
 
-/// Number of buffers in which a row has a place: source, destination, scales of the source, scales of the
+/// Number of buffers that a row has a place in: source, destination, scales of the source, scales of the
 /// destination.
 pub(super) const SIDES: usize = 4;
 
-/// A place in each of these buffers, in units of its side.
-pub(super) type Place = [u64; SIDES];
+/// A place in each of these buffers, in the unit of its [`PlaceBuffer`].
+pub(super) type RowPlace = [u64; SIDES];
+
+/// Returns the byte of an element that begins a row.
+pub(super) fn byte_of(dtype: DType, element: usize) -> u64 {
+    element as u64 * dtype.bits() as u64 / 8
+}
 
 /// Most items of one run: their arguments must fit in a binding.
 const MOST_ITEMS: usize = 1 << 18;
 
-/// A loop inside each item.
+/// A loop over the rows of an item: `n` steps, and the distance of a step in each buffer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowAxis {
     pub(super) n: usize,
-    pub(super) strides: Place,
+    pub(super) strides: RowPlace,
 }
 
 /// A buffer, and the unit in which places in it are counted.
@@ -42,17 +46,17 @@ pub(super) struct PlaceBuffer {
 /// Rows to move: items at any places, each a loop over the axes.
 #[derive(Debug, Clone, Default)]
 pub(super) struct RowItems {
-    pub(super) items: Vec<Place>,
-    /// For each item, a number that is not a place.
+    pub(super) items: Vec<RowPlace>,
+    /// A number of each item that is no place, such as the position to rotate by.
     pub(super) numbers: Vec<i32>,
     pub(super) axes: SmallVec<[RowAxis; 3]>,
 }
 
 impl RowItems {
-    /// Returns `count` times as many items, each with `n` steps of an axis, from step `first` on.
+    /// Returns `count` items for each item, with `n` steps of an axis each, from step `first` on.
     fn pieces(&self, axis: usize, n: usize, first: usize, count: usize) -> Self {
         let strides = self.axes[axis].strides;
-        let steps = |place: &Place| {
+        let steps = |place: &RowPlace| {
             let place = *place;
             let at = (0..count).map(move |i| (first + i * n) as u64);
             at.map(move |step| std::array::from_fn(|side| place[side] + step * strides[side]))
@@ -66,7 +70,7 @@ impl RowItems {
         }
     }
 
-    /// Returns the same rows with at most `most` axes: the shortest axes become items.
+    /// Returns the same rows with at most `most` axes, by turning the shortest axes into items.
     pub(super) fn with_axes(mut self, most: usize) -> Self {
         while self.axes.len() > most {
             let shortest = (0..self.axes.len()).min_by_key(|&i| self.axes[i].n).unwrap_or(0);
@@ -76,8 +80,7 @@ impl RowItems {
         self
     }
 
-    /// Returns the same rows, cut so that on every side one window reaches a whole item. The axis that
-    /// reaches furthest is cut.
+    /// Cuts items until one window of every buffer covers a whole item. Cuts the axis that reaches furthest.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if a single row is longer than the limit of its side.
@@ -104,25 +107,26 @@ impl RowItems {
         Ok(parts)
     }
 
-    /// Returns the units from the place of an item to the end of its last row.
+    /// Returns the number of units from the place of an item to the end of its last row.
     fn span(&self, side: usize, row: u64) -> u64 {
         self.axes.iter().map(|axis| (axis.n as u64 - 1) * axis.strides[side]).sum::<u64>() + row
     }
 }
 
-/// Rows of one run: the binding of each side, and the items inside the bindings, their places counted from
-/// the beginning of each.
+/// The rows of one run of a kernel: a binding of each buffer, and items whose places count from the beginning
+/// of the bindings.
 pub(super) struct Windowed {
     pub(super) bindings: Vec<Binding>,
     pub(super) items: Vec<([u32; SIDES], i32)>,
     pub(super) axes: SmallVec<[RowAxis; 3]>,
 }
 
+// Decision: docs/decisions/backend-wgpu.md#a-large-pool-is-bound-in-windows
 /// Divides rows into runs that the device can bind.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] if a single row is larger than a binding.
-pub(super) fn windows(device: &Device, rows: RowItems, sides: &[PlaceBuffer]) -> Result<Vec<Windowed>> {
+pub(super) fn windows(device: &GpuDevice, rows: RowItems, sides: &[PlaceBuffer]) -> Result<Vec<Windowed>> {
     let align = device.binding_align();
     // A binding begins at the multiple of `align` at or below its first unit, and ends with a whole word.
     let limits: Vec<u64> = sides.iter().map(|side| (device.binding - align - 4) * 8 / side.bits).collect();
@@ -181,7 +185,7 @@ mod tests {
     use super::*;
 
     /// Returns the places of all rows of all items, sorted.
-    fn places(rows: &RowItems) -> Vec<Place> {
+    fn places(rows: &RowItems) -> Vec<RowPlace> {
         let mut all = rows.clone().with_axes(0).items;
         all.sort_unstable();
         all
@@ -202,7 +206,7 @@ mod tests {
             assert!(
                 fitting.iter().all(|part| spans(part).iter().zip(limits).all(|(span, limit)| *span <= limit))
             );
-            let mut cut: Vec<Place> = fitting.iter().flat_map(places).collect();
+            let mut cut: Vec<RowPlace> = fitting.iter().flat_map(places).collect();
             cut.sort_unstable();
             assert_eq!(cut, places(&rows), "{limits:?}");
             assert!(fitting.iter().all(|part| part.numbers.iter().all(|number| *number == 5)));

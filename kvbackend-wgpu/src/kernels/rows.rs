@@ -5,14 +5,14 @@ use std::sync::Arc;
 use kvcore::{Gather, KvFormat, KvPlane, Result, Scatter, TensorView};
 use smallvec::smallvec;
 
-use super::convert::{Conversion, End, Turn, scale_strides};
+use super::convert::{Conversion, ConversionTurn, RowEnd, scale_strides};
 use super::copy::{Copy, place};
-use super::places::{Place, RowAxis, RowItems};
-use crate::device::Device;
+use super::places::{RowAxis, RowItems, RowPlace, byte_of};
+use crate::device::GpuDevice;
 use crate::memory;
-use crate::stream::{Dispatch, byte_of};
+use crate::queue::Dispatch;
 
-/// Rows of one plane and the slots that they belong to.
+/// Rows, and their slots in one plane.
 struct SlotRows<'a> {
     plane: KvPlane<'a>,
     rows: &'a TensorView,
@@ -41,14 +41,14 @@ impl SlotRows<'_> {
         [self.rows.strides()[1], self.plane.strides.head, scale_strides(&self.plane).head]
     }
 
-    /// Copies bits unchanged, from rows to slots if `forth` is true, otherwise from slots to rows.
-    fn copy(&self, device: &Arc<Device>, forth: bool) -> Result<Vec<Dispatch>> {
+    /// Copies bits from rows to slots if `forth` is true, otherwise from slots to rows.
+    fn copy(&self, device: &Arc<GpuDevice>, forth: bool) -> Result<Vec<Dispatch>> {
         let dtype = self.rows.dtype();
         let ends = |[row, slot, _]: [usize; 3]| {
             let (row, slot) = (byte_of(dtype, row), byte_of(dtype, slot));
             if forth { place(row, slot) } else { place(slot, row) }
         };
-        let items: Vec<Place> = self.places().map(ends).collect();
+        let items: Vec<RowPlace> = self.places().map(ends).collect();
         let axes = smallvec![RowAxis { n: self.plane.heads, strides: ends(self.head()) }];
         let rows = memory::of(device, self.rows.storage())?.buffer()?;
         let slots = memory::of(device, self.plane.storage)?.buffer()?;
@@ -59,19 +59,19 @@ impl SlotRows<'_> {
 
     fn convert(
         &self,
-        device: &Arc<Device>,
+        device: &Arc<GpuDevice>,
         forth: bool,
-        turn: Option<Turn<'_>>,
+        turn: Option<ConversionTurn<'_>>,
         position: impl Fn(usize) -> i64,
     ) -> Result<Vec<Dispatch>> {
         let ends = |places: [usize; 3]| {
             let [row, slot, scale] = places.map(|at| at as u64);
             if forth { [row, slot, 0, scale] } else { [slot, row, scale, 0] }
         };
-        let items: Vec<Place> = self.places().map(ends).collect();
+        let items: Vec<RowPlace> = self.places().map(ends).collect();
         let axes = smallvec![RowAxis { n: self.plane.heads, strides: ends(self.head()) }];
         let numbers = self.slots.iter().map(|&(row, _)| position(row) as i32).collect();
-        let (rows, slots) = (End::view(device, self.rows)?, End::plane(device, &self.plane)?);
+        let (rows, slots) = (RowEnd::view(device, self.rows)?, RowEnd::plane(device, &self.plane)?);
         let (source, dest) = if forth { (rows, slots) } else { (slots, rows) };
         let conversion =
             Conversion { source, dest, dim: self.plane.dim, rows: RowItems { items, numbers, axes }, turn };
@@ -85,8 +85,8 @@ fn used(slots: &[i64]) -> Vec<(usize, usize)> {
     used.map(|(row, &slot)| (row, slot as usize)).collect()
 }
 
-/// Returns the pairs of row and slot as [`used`] does, but for each slot only its last row: two rows that are
-/// written to one slot at the same time would mix.
+/// Returns the pairs of row and slot as [`used`] does, with the last row of each slot only: two rows written
+/// to one slot at the same time would mix.
 fn unique(slots: &[i64]) -> Vec<(usize, usize)> {
     let mut used = used(slots);
     if used.windows(2).any(|pair| pair[0].1 >= pair[1].1) {
@@ -96,7 +96,7 @@ fn unique(slots: &[i64]) -> Vec<(usize, usize)> {
     used
 }
 
-pub(crate) fn scatter(device: &Arc<Device>, op: &Scatter) -> Result<Vec<Dispatch>> {
+pub(crate) fn scatter(device: &Arc<GpuDevice>, op: &Scatter) -> Result<Vec<Dispatch>> {
     let slots = unique(&op.slots);
     let block_size = op.arena.layout().shape().block_size;
     let mut work = Vec::new();
@@ -107,14 +107,14 @@ pub(crate) fn scatter(device: &Arc<Device>, op: &Scatter) -> Result<Vec<Dispatch
         work.extend(if plane.format == KvFormat::Dense(rows.dtype()) && rotation.is_none() {
             movement.copy(device, true)?
         } else {
-            let turn = rotation.map(|r| Turn { rope: &r.rope, factor: r.rope.attention_factor() });
+            let turn = rotation.map(|r| ConversionTurn { rope: &r.rope, factor: r.rope.attention_factor() });
             movement.convert(device, true, turn, |row| rotation.map_or(0, |r| r.positions[row]))?
         });
     }
     Ok(work)
 }
 
-pub(crate) fn gather(device: &Arc<Device>, op: &Gather) -> Result<Vec<Dispatch>> {
+pub(crate) fn gather(device: &Arc<GpuDevice>, op: &Gather) -> Result<Vec<Dispatch>> {
     let slots = used(&op.slots);
     let block_size = op.arena.layout().shape().block_size;
     let mut work = Vec::new();
@@ -125,7 +125,7 @@ pub(crate) fn gather(device: &Arc<Device>, op: &Gather) -> Result<Vec<Dispatch>>
         work.extend(if plane.format == KvFormat::Dense(rows.dtype()) && rotation.is_none() {
             movement.copy(device, false)?
         } else {
-            let turn = rotation.map(|r| Turn { rope: &r.rope, factor: 1.0 });
+            let turn = rotation.map(|r| ConversionTurn { rope: &r.rope, factor: 1.0 });
             movement.convert(device, false, turn, |_| rotation.map_or(0, |r| r.delta))?
         });
     }

@@ -3,10 +3,11 @@
 // the sum of exponentials, and the weighted sum of values. merge.wgsl closes the softmax.
 //
 // A tile of keys, and after it a tile of values, is loaded to workgroup memory as f32, once for all queries.
+// Decision: docs/decisions/backend-wgpu.md#attention-multiplies-by-four-queries-at-once
 // Queries lie there in fours, side by side: a thread multiplies each element of a tile that it reads by four
 // of them, for logits as for values. Registers accumulate the values.
 //
-// args: parameters by the names below, which each layer has for itself.
+// args: parameters by the names below, different for each layer.
 // records: tasks, runs and rows, and lists of tokens, placed by kernels/attend/records.rs. All layers of a
 // step share them.
 
@@ -80,7 +81,7 @@ const TASK_WORDS: u32 = 5u;
 const RUN_WORDS: u32 = 6u;
 const ROW_WORDS: u32 = 3u;
 
-// One more than the row, so that equal elements of many rows lie in different banks.
+// One more than the row: equal elements of many rows then lie in different banks.
 override K_ROW: u32 = K_DIM + 1u;
 override V_ROW: u32 = V_DIM + 1u;
 override TILE_ROW: u32;
@@ -255,7 +256,7 @@ fn turn_queries(task: Task, run: u32, thread: u32) {
     }
 }
 
-// Computes shares of the logits of a tile: the products with keys, or those with latents on top of them.
+// Computes shares of the logits of a tile: the products with keys, or adds the products with latents.
 fn multiply(side: u32, thread: u32) {
     let dim = select(K_DIM, V_DIM, side == VALUES);
     let row = thread % TOKENS * select(K_ROW, V_ROW, side == VALUES);
@@ -437,7 +438,7 @@ fn main(
     }
     var run = records[record + 2u];
     for (var r = 0u; r < records[record + 3u]; r++) {
-        // Each run rotates queries by its own positions, so that they are loaded again.
+        // Queries are loaded again, because each run rotates them by its own positions.
         if (r == 0u || PAIRS > 0u) {
             workgroupBarrier();
             load_queries(KEYS, task, first_row, thread);

@@ -76,8 +76,8 @@ fn largest_code() -> f32 {
     return select(127.0, 7.0, DEST == I4);
 }
 
-// Returns the scale of a group, rounded up to f16 so that no finite element clips, and no further than
-// needed. NaN if an element or the scale is not finite.
+// Returns the scale of a group, rounded up to the next f16: then no finite element clips. NaN if an element
+// or the scale is not finite.
 fn step_bits(group: u32) -> u32 {
     var most = 0u;
     for (var i = group * PER_SCALE; i < (group + 1u) * PER_SCALE; i++) {

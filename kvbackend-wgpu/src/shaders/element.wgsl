@@ -1,6 +1,7 @@
 // Conversion of elements from their bits to f32 and back. The kind of an element is a pipeline constant at
-// every call, so that one arm of each switch remains.
+// every call: the compiler keeps one arm of each switch.
 //
+// Decision: docs/decisions/backend-wgpu.md#f32-is-rounded-in-bits
 // f32 is converted to f16, bf16 and fp8 by operations on bits, to nearest, ties to even: WGSL does not
 // specify how its own conversions round, or how they treat NaN.
 
@@ -115,7 +116,7 @@ fn fp8_bits(x: f32, mantissa: u32, bias: u32, largest: u32, infinity: u32) -> u3
     return sign | (((magnitude + even) >> shift) - ((127u - bias) << mantissa));
 }
 
-// Returns the bits of an element; for integers, those of the nearest code, ties to even.
+// Returns the bits of an element; for integers, the bits of the nearest code, ties to even.
 fn encode(kind: u32, x: f32) -> u32 {
     switch (kind) {
         case F32: { return bitcast<u32>(x); }

@@ -1,6 +1,7 @@
+// Decision: docs/decisions/backend-wgpu.md#shared-words-are-changed-by-two-atomic-operations
 // Words of destinations. Rows may begin and end inside a 32-bit word, and another thread may own the rest of
 // that word. Reading, changing and writing back the word would lose the bits that the other thread wrote in
-// between. Therefore a word with one owner is stored; in any other word, atomic operations clear and set only
+// between. A word with one owner is therefore stored; in any other word, atomic operations clear and set only
 // the owner's bits and leave all other bits as they are.
 
 @group(0) @binding(1) var<storage, read_write> source: array<u32>;

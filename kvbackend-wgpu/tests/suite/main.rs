@@ -1,5 +1,6 @@
-//! Properties that the conformance suite does not test: elements bit by bit, rows that share words, windows, and the
-//! fate of errors. Without an adapter every test prints SKIPPED, or fails where nothing may be skipped.
+//! Properties that the conformance suite does not test: elements bit by bit, rows that share words, windows,
+//! and the fate of errors. Without an adapter every test prints SKIPPED, or fails where nothing may be
+//! skipped.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;

@@ -35,25 +35,6 @@ fn bytes_go_to_any_place_and_nowhere_else() {
 }
 
 #[test]
-fn a_write_comes_after_what_was_enqueued_before() {
-    let Some(backend) = shared() else { return };
-    let stream = backend.stream().unwrap();
-    let tensor = |bytes: usize| {
-        TensorView::new(backend.allocate(MemoryKind::Device, bytes).unwrap(), DType::U8, &[bytes]).unwrap()
-    };
-    // A small one, one larger than a submission takes, and two that are no whole words.
-    for len in [64, 4 << 20, 61, (1 << 20) + 1] {
-        let (a, b) = (tensor(len), tensor(len));
-        let (old, new) = (noise(1, len), noise(2, len));
-        stream.write(&a, &old).unwrap();
-        a.copy_to(&b, stream.as_ref()).unwrap();
-        stream.write(&a, &new).unwrap();
-        assert!(download(stream.as_ref(), &b) == old, "{len} bytes: the copy saw a later write");
-        assert!(download(stream.as_ref(), &a) == new, "{len} bytes");
-    }
-}
-
-#[test]
 fn a_lent_buffer_is_used_in_place() {
     let Some(backend) = shared() else { return };
     let make = |size: u64, usage: BufferUsages| {

@@ -17,7 +17,7 @@ const LAYERS: usize = 12;
 const TOKENS: usize = 64;
 
 /// The rows of a prompt, and a cache for them.
-struct Prompt {
+struct PromptRows {
     backend: Arc<WgpuBackend>,
     stream: Arc<dyn Stream>,
     arena: KvArena,
@@ -28,8 +28,8 @@ struct Prompt {
     out: TensorView,
 }
 
-impl Prompt {
-    /// Opens a device for one test, so that the work of other tests is not counted.
+impl PromptRows {
+    /// Opens a device for one test, because counters also count the work of other tests.
     fn new() -> Option<Self> {
         let backend = opened(&WgpuOptions::default())?;
         let shape = KvShape {
@@ -109,8 +109,8 @@ impl Prompt {
 
 #[test]
 fn many_layers_go_in_one_submission() {
-    let Some(prompt) = Prompt::new() else { return };
-    let work = Prompt::work();
+    let Some(prompt) = PromptRows::new() else { return };
+    let work = PromptRows::work();
     prompt.enqueue(0, &work); // the first call makes tables of angles
     let counted = prompt.counted(|| (0..LAYERS).for_each(|layer| prompt.enqueue(layer, &work)));
     assert_eq!((counted.submissions, counted.attend_calls), (1, LAYERS as u64));
@@ -119,9 +119,9 @@ fn many_layers_go_in_one_submission() {
 
 #[test]
 fn segments_and_block_tables_are_uploaded_once_a_step() {
-    let Some(prompt) = Prompt::new() else { return };
+    let Some(prompt) = PromptRows::new() else { return };
     let step = |reads: bool| {
-        let work = Prompt::work();
+        let work = PromptRows::work();
         let mut host = vec![0; TOKENS * HEADS * DIM * 4];
         for layer in 0..LAYERS {
             prompt.enqueue(layer, &work);
@@ -130,7 +130,7 @@ fn segments_and_block_tables_are_uploaded_once_a_step() {
             }
         }
     };
-    let once = prompt.counted(|| prompt.enqueue(0, &Prompt::work())).plan_bytes;
+    let once = prompt.counted(|| prompt.enqueue(0, &PromptRows::work())).plan_bytes;
     assert!(once > 4 * TOKENS as u64, "{once} bytes hold no record of each row");
     assert_eq!(prompt.counted(|| step(false)).plan_bytes, once);
     assert_eq!(prompt.counted(|| step(true)).plan_bytes, once);
@@ -140,8 +140,8 @@ fn segments_and_block_tables_are_uploaded_once_a_step() {
 
 #[test]
 fn a_layer_that_the_host_feeds_and_reads_is_one_submission() {
-    let Some(prompt) = Prompt::new() else { return };
-    let work = Prompt::work();
+    let Some(prompt) = PromptRows::new() else { return };
+    let work = PromptRows::work();
     prompt.enqueue(0, &work);
     let mut host = noise(1, TOKENS * HEADS * DIM * 4);
     let bytes = host.len() as u64;
@@ -161,7 +161,7 @@ fn a_layer_that_the_host_feeds_and_reads_is_one_submission() {
 
 #[test]
 fn large_writes_wait_for_the_work_that_follows_and_not_for_ever() {
-    let Some(prompt) = Prompt::new() else { return };
+    let Some(prompt) = PromptRows::new() else { return };
     let large = noise(2, 8 << 20);
     let view = upload(prompt.backend.as_ref(), DType::U8, &[large.len()], &large);
     let writes = |n: usize| {

@@ -1,23 +1,23 @@
-//! `attend` and `attend_mla`: tiles of queries over parts of the tokens that they see, and after them a
-//! merge.
+//! `attend` and `attend_mla`: tiles of queries attend to parts of the tokens that they see, then the parts
+//! are merged.
 //!
 //! The rows of an entry are cut into tiles, the tokens that a tile sees into runs of one segment each, and
-//! the runs of a merge group into parts, so that few rows over many tokens still fill the device. Each part
-//! of a tile is a task of `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes the softmaxes.
-//! Parts lie in a scratch buffer of limited size: a call with more parts than fit runs in chunks of tiles.
+//! the runs of a merge group into parts. Few rows over many tokens still fill the device. Each part of a tile
+//! is a task of `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes the softmaxes. Parts lie in
+//! a scratch buffer of limited size: a call with more parts than fit runs in chunks of tiles.
 //!
-//! All of this division is a [`Plan`], which the layers of a step share. A layer adds its parameters: the
-//! places of its keys, values, queries and results.
+//! All of this division is an [`WindowedPlan`], which the layers of a step share. A layer adds its parameters:
+//! the places of its keys, values, queries and results.
 
 use std::sync::Arc;
 
 use kvcore::{Attend, AttendMla, CopyTensor, MemoryKind, Result, TensorView};
 
-use crate::device::Device;
+use crate::device::GpuDevice;
 use crate::kernels::copy;
 use crate::memory::WgpuStorage;
 use crate::pipeline::Binding;
-use crate::stream::{Dispatch, WgpuStream};
+use crate::queue::{Dispatch, Queue};
 
 mod merge;
 mod plan;
@@ -26,30 +26,30 @@ mod runs;
 mod tiling;
 mod window;
 
-use plan::{Chunk, WindowTasks};
-pub(crate) use plan::{Plan, Plans};
+pub(crate) use plan::Plans;
+use plan::{TileChunk, WindowTasks, WindowedPlan};
 use tiling::Tiling;
 use window::{PlaneWindows, rows_window};
 
 /// Words of the parameters of `attend.wgsl`.
 const PARAMETERS: usize = 31;
 
-pub(crate) fn attend(stream: &WgpuStream, op: &Attend) -> Result<Vec<Dispatch>> {
-    run(stream, op, None)
+pub(crate) fn attend(queue: &Queue, plans: &Plans, op: &Attend) -> Result<Vec<Dispatch>> {
+    run(queue, plans, op, None)
 }
 
-pub(crate) fn attend_mla(stream: &WgpuStream, op: &AttendMla) -> Result<Vec<Dispatch>> {
-    run(stream, &op.attend, Some(&op.q_latent))
+pub(crate) fn attend_mla(queue: &Queue, plans: &Plans, op: &AttendMla) -> Result<Vec<Dispatch>> {
+    run(queue, plans, &op.attend, Some(&op.q_latent))
 }
 
-fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<Vec<Dispatch>> {
-    let device = stream.device();
+fn run(queue: &Queue, plans: &Plans, op: &Attend, latent: Option<&TensorView>) -> Result<Vec<Dispatch>> {
+    let device = queue.device();
     let tiling = Tiling::of(device, op, latent.is_some())?;
     let planes = PlaneWindows::of(device, op)?;
-    let (plan, uploaded) = stream.plans().of(device, op, latent, (&tiling, &planes))?;
-    stream.count_written(uploaded);
+    let (plan, uploaded) = plans.of(device, op, latent, (&tiling, &planes))?;
+    queue.count_written(uploaded);
     let mut work = Vec::new();
-    // The first chunk overwrites queries that lie where results go, so that later chunks need a copy.
+    // The first chunk overwrites queries that lie where results go. Later chunks need a copy of them.
     let mut apart = |view: &TensorView| {
         if plan.chunks.len() > 1 && view.overlaps(&op.out)? {
             copied(device, view, &mut work)
@@ -60,26 +60,31 @@ fn run(stream: &WgpuStream, op: &Attend, latent: Option<&TensorView>) -> Result<
     let latent = latent.map(&mut apart).transpose()?;
     let op = &Attend { q: apart(&op.q)?, ..op.clone() };
     for chunk in &plan.chunks {
-        let scratch = stream.scratch(chunk.parts.max(1) * plan.part_bytes)?;
-        let call = Call { device, op, latent: latent.as_ref(), tiling: &tiling, planes: &planes };
+        let scratch = queue.scratch(chunk.parts.max(1) * plan.part_bytes)?;
+        let call = WindowedCall { device, op, latent: latent.as_ref(), tiling: &tiling, planes: &planes };
         work.extend(call.dispatches(&plan, chunk, &scratch)?);
         work.push(merge::dispatch(device, op, &plan, chunk, scratch)?);
     }
     Ok(work)
 }
 
-/// A call, as all its chunks see it.
-struct Call<'a> {
-    device: &'a Arc<Device>,
+/// The parts of a call that all its chunks share.
+struct WindowedCall<'a> {
+    device: &'a Arc<GpuDevice>,
     op: &'a Attend,
     latent: Option<&'a TensorView>,
     tiling: &'a Tiling,
     planes: &'a PlaneWindows,
 }
 
-impl Call<'_> {
+impl WindowedCall<'_> {
     /// Returns one run of `attend.wgsl` for each combination of windows that some task reads.
-    fn dispatches(&self, plan: &Arc<Plan>, chunk: &Chunk, scratch: &Binding) -> Result<Vec<Dispatch>> {
+    fn dispatches(
+        &self,
+        plan: &Arc<WindowedPlan>,
+        chunk: &TileChunk,
+        scratch: &Binding,
+    ) -> Result<Vec<Dispatch>> {
         let Self { device, op, latent, tiling, planes } = *self;
         if chunk.tasks.is_empty() {
             return Ok(Vec::new());
@@ -110,15 +115,15 @@ impl Call<'_> {
             bindings.extend([queries.clone(), latents.clone(), angles.clone(), scratch.clone()]);
             bindings.push(chunk.records(&tasks.records));
             let groups = (tasks.count * tiling.units) as u64;
-            let plan = Some(Arc::clone(plan));
-            Dispatch { pipeline: Arc::clone(&pipeline), args, bindings, groups, plan }
+            let keeps = Some(Arc::clone(plan) as _);
+            Dispatch { pipeline: Arc::clone(&pipeline), args, bindings, groups, keeps }
         };
         Ok(chunk.tasks.iter().map(dispatch).collect())
     }
 }
 
-/// Returns a dense copy of a view, which `work` makes.
-fn copied(device: &Arc<Device>, view: &TensorView, work: &mut Vec<Dispatch>) -> Result<TensorView> {
+/// Returns a dense copy of a view. The runs that make the copy are added to `work`.
+fn copied(device: &Arc<GpuDevice>, view: &TensorView, work: &mut Vec<Dispatch>) -> Result<TensorView> {
     let bytes = view.dtype().bytes_for(view.len())?;
     let storage = Arc::new(WgpuStorage::allocate(device, MemoryKind::Device, bytes)?);
     let dst = TensorView::new(storage, view.dtype(), view.shape())?;

@@ -1,5 +1,5 @@
-//! Plans: the tiles of a step's attention, with their records and lists of blocks on the device. Layers that
-//! share an [`AttendWork`](kvcore::AttendWork) share its plans.
+//! Plans: the tiles of a step's attention, with their records and lists of blocks on the device. Layers with
+//! the same [`AttendWork`](kvcore::AttendWork) share its plans.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -9,28 +9,27 @@ use kvcore::{Attend, Counters, Error, KeyForm, Result, TensorView};
 use parking_lot::Mutex;
 use wgpu::{Buffer, BufferUsages};
 
-use super::runs::{self, RowTile, RunTask};
+use super::records;
+use super::runs::{self, RowTile, RunTask, first_parts};
 use super::tiling::Tiling;
 use super::window::{self, PlaneWindows, WindowKey};
-use super::{merge, records};
-use crate::NAME;
-use crate::device::Device;
-use crate::kernels::angles::{TurnRows, pairs_of};
+use crate::device::{GpuDevice, NAME};
+use crate::kernels::angles::{RopeRows, pairs_of};
 use crate::pipeline::Binding;
 
 /// Most bytes of scratch for parts.
 const SCRATCH: u64 = 64 << 20;
 
-/// Most bytes of a buffer that is used again for another plan.
+/// Most bytes of a buffer that is kept for another plan.
 const LARGE: u64 = 1 << 20;
 
-/// Number of plans that a stream keeps. Few suffice, because the layers of a model differ at most in their
-/// window.
+/// Number of plans that a stream keeps. Few are enough, because layers of a model differ in their window at
+/// most.
 const KEPT: usize = 4;
 
-/// All that a plan depends on. Layers with equal keys share a plan.
+/// Everything that a plan depends on. Layers with equal keys share a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
-struct PlanKey {
+struct WindowedPlanKey {
     /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
     work: u64,
     window: Option<usize>,
@@ -51,13 +50,13 @@ struct PlanKey {
 }
 
 /// Tiles whose parts fit in the scratch and whose rows can be bound at once.
-pub(super) struct Chunk {
+pub(super) struct TileChunk {
     /// All rows from the first to the last.
     pub(super) rows: Range<usize>,
     /// Number of parts, each of one row and all heads.
     pub(super) parts: u64,
     /// The angles by which queries and keys are rotated, if they are.
-    pub(super) turns: Option<TurnRows>,
+    pub(super) turns: Option<RopeRows>,
     /// The tasks of each combination of windows.
     pub(super) tasks: Vec<WindowTasks>,
     /// Number of rows that are merged, and their records.
@@ -65,7 +64,7 @@ pub(super) struct Chunk {
     records: Buffer,
 }
 
-impl Chunk {
+impl TileChunk {
     /// Binds records of the chunk.
     pub(super) fn records(&self, place: &Range<u64>) -> Binding {
         Binding { buffer: self.records.clone(), offset: place.start, size: place.end - place.start }
@@ -81,39 +80,38 @@ pub(super) struct WindowTasks {
 }
 
 /// The division of a call into runs of kernels, and their records on the device.
-pub(crate) struct Plan {
-    pub(super) chunks: Vec<Chunk>,
+pub(crate) struct WindowedPlan {
+    pub(super) chunks: Vec<TileChunk>,
     /// Bytes of scratch that a part of one row and all heads takes.
     pub(super) part_bytes: u64,
 }
 
 /// The plans of a stream's last calls.
 #[derive(Default)]
-pub(crate) struct Plans(Mutex<Kept>);
+pub(crate) struct Plans(Mutex<KeptPlans>);
 
 #[derive(Default)]
-struct Kept {
-    plans: [Option<(PlanKey, Arc<Plan>)>; KEPT],
+struct KeptPlans {
+    plans: [Option<(WindowedPlanKey, Arc<WindowedPlan>)>; KEPT],
     /// The place of the plan that is replaced next.
     next: usize,
 }
 
 impl Plans {
-    /// Returns the plan of a call, and makes it on first use. Returns also the number of bytes that were
-    /// uploaded for it now.
+    /// Returns the plan of a call, made on first use, and the number of bytes that this call uploaded for it.
     pub(super) fn of(
         &self,
-        device: &Arc<Device>,
+        device: &Arc<GpuDevice>,
         op: &Attend,
         latent: Option<&TensorView>,
         (tiling, planes): (&Tiling, &PlaneWindows),
-    ) -> Result<(Arc<Plan>, usize)> {
+    ) -> Result<(Arc<WindowedPlan>, usize)> {
         let shape = op.arena.layout().shape();
         let heads = op.q.shape()[1];
         // A sum of values, the largest score and the sum of the weights.
         let part_bytes = heads as u64 * 4 * (shape.v_dim as u64 + 2);
         let views = [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten();
-        let key = PlanKey {
+        let key = WindowedPlanKey {
             work: op.work.id(),
             window: op.window,
             keys: op.keys,
@@ -132,7 +130,7 @@ impl Plans {
         }
         let place = kept.next;
         kept.next = (place + 1) % KEPT;
-        // A plan that nothing else holds has no work left to submit, so that its buffer can be written again.
+        // The buffer of a plan that nothing else holds can be written again: its work has been submitted.
         let old = kept.plans[place].take().and_then(|(_, plan)| Arc::into_inner(plan));
         let free = old.and_then(|mut plan| plan.chunks.pop()).map(|chunk| chunk.records);
         let (plan, bytes) = make(device, op, &key, planes, free.filter(|free| free.size() <= LARGE))?;
@@ -142,16 +140,16 @@ impl Plans {
     }
 }
 
-/// Makes a plan, with records in `free` if they fit. Returns also the number of bytes of all records.
+/// Makes a plan, with records in `free` if they fit. Also returns the number of bytes of all records.
 fn make(
-    device: &Arc<Device>,
+    device: &Arc<GpuDevice>,
     op: &Attend,
-    key: &PlanKey,
+    key: &WindowedPlanKey,
     planes: &PlaneWindows,
     mut free: Option<Buffer>,
-) -> Result<(Plan, usize)> {
+) -> Result<(WindowedPlan, usize)> {
     let tiles = runs::tiles(op, &key.tiling, planes, key.parts as usize);
-    let (mut plan, mut bytes) = (Plan { chunks: Vec::new(), part_bytes: key.part_bytes }, 0);
+    let (mut plan, mut bytes) = (WindowedPlan { chunks: Vec::new(), part_bytes: key.part_bytes }, 0);
     for tiles in chunks(device, key, &tiles) {
         let (chunk, uploaded) = chunk(device, op, key, tiles, free.take())?;
         plan.chunks.push(chunk);
@@ -161,14 +159,14 @@ fn make(
     Ok((plan, bytes))
 }
 
-/// Makes the records of a chunk of tiles, in `free` if they fit. Returns also their number of bytes.
+/// Makes the records of a chunk of tiles, in `free` if they fit. Also returns their number of bytes.
 fn chunk(
-    device: &Arc<Device>,
+    device: &Arc<GpuDevice>,
     op: &Attend,
-    key: &PlanKey,
+    key: &WindowedPlanKey,
     tiles: &[RowTile],
     free: Option<Buffer>,
-) -> Result<(Chunk, usize)> {
+) -> Result<(TileChunk, usize)> {
     let parts = tiles.iter().flat_map(RowTile::tasks).map(|task| task.rows.len() as u64).sum();
     if parts > key.parts {
         let what = format!(
@@ -178,7 +176,7 @@ fn chunk(
         return Err(Error::Unsupported { backend: NAME, what });
     }
     let turns =
-        key.pairs.map(|pairs| TurnRows::of(device, pairs, records::positions(op, tiles))).transpose()?;
+        key.pairs.map(|pairs| RopeRows::of(device, pairs, records::positions(op, tiles))).transpose()?;
     let number = |position| turns.as_ref().map_or(0, |turns| turns.number(position));
     let mut by_window: BTreeMap<WindowKey, Vec<(&RunTask, u32)>> = BTreeMap::new();
     for (task, part) in first_parts(tiles) {
@@ -191,7 +189,7 @@ fn chunk(
         tasks.push(WindowTasks { window, count: of_window.len(), records: words.add(device, &records)? });
     }
     let count = tiles.iter().map(|tile| tile.rows.len()).sum();
-    let merged = (count, words.add(device, &merge::records(op, tiles))?);
+    let merged = (count, words.add(device, &records::of_merge(op, tiles))?);
     let bytes: &[u8] = bytemuck::cast_slice(&words.words);
     let records = if let Some(free) = free.filter(|free| free.size() >= bytes.len() as u64) {
         free
@@ -200,12 +198,12 @@ fn chunk(
         device.buffer("records", bytes.len().next_power_of_two() as u64, usage)?
     };
     device.fill(&records, 0, bytes).map_err(|reason| device.refusal(reason))?;
-    Ok((Chunk { rows: rows_of(tiles), parts, turns, tasks, merged, records }, bytes.len()))
+    Ok((TileChunk { rows: rows_of(tiles), parts, turns, tasks, merged, records }, bytes.len()))
 }
 
 /// Records that are gathered for one buffer.
 struct Words {
-    /// Words of which the place of each list of records must be a multiple.
+    /// Alignment of each list of records, in words.
     align: usize,
     words: Vec<u32>,
 }
@@ -215,7 +213,7 @@ impl Words {
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the device cannot bind the records at once.
-    fn add(&mut self, device: &Device, records: &[u32]) -> Result<Range<u64>> {
+    fn add(&mut self, device: &GpuDevice, records: &[u32]) -> Result<Range<u64>> {
         let (size, most) = (4 * records.len() as u64, device.limits.max_storage_buffer_binding_size);
         if size > most {
             return Err(device.lists_too_long(size));
@@ -232,9 +230,9 @@ impl Words {
 }
 
 /// Divides tiles into chunks whose parts fit in the scratch and whose rows and lists can be bound at once.
-fn chunks<'a>(device: &Device, key: &PlanKey, tiles: &'a [RowTile]) -> Vec<&'a [RowTile]> {
+fn chunks<'a>(device: &GpuDevice, key: &WindowedPlanKey, tiles: &'a [RowTile]) -> Vec<&'a [RowTile]> {
     let mut chunks = Vec::new();
-    // Half of what can be bound; the other half is for the part of a list that two tiles share.
+    // Half of the largest binding; the other half is for the part of a list that two tiles share.
     let most_words = (device.limits.max_storage_buffer_binding_size / 8) as usize;
     let (mut start, mut parts, mut words, mut rows) = (0, 0, 0, rows_of(&tiles[..tiles.len().min(1)]));
     for (i, tile) in tiles.iter().enumerate() {
@@ -259,14 +257,4 @@ fn chunks<'a>(device: &Device, key: &PlanKey, tiles: &'a [RowTile]) -> Vec<&'a [
 fn rows_of(tiles: &[RowTile]) -> Range<usize> {
     let start = tiles.iter().map(|tile| tile.rows.start).min().unwrap_or(0);
     start..tiles.iter().map(|tile| tile.rows.end).max().unwrap_or(start)
-}
-
-/// Returns each task with the number of its first part, in the order of tiles and tasks.
-pub(super) fn first_parts(tiles: &[RowTile]) -> impl Iterator<Item = (&RunTask, u32)> {
-    let mut next = 0;
-    tiles.iter().flat_map(RowTile::tasks).map(move |task| {
-        let first = next;
-        next += task.rows.len() as u32;
-        (task, first)
-    })
 }

@@ -1,11 +1,12 @@
-//! The records of `attend.wgsl`: tasks, runs and lists of tokens, in the order of the shader.
+//! The records that shaders read, in their order: tasks, runs and lists of tokens of `attend.wgsl`, rows and
+//! lists of parts of `merge.wgsl`.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 
 use kvcore::{Attend, KeyForm};
 
-use super::runs::{RowTile, Run, RunTask, Tokens};
+use super::runs::{RowTile, RunTask, SeenRun, TokenPlaces, first_parts};
 
 /// Words of a task.
 const TASK: usize = 5;
@@ -13,6 +14,9 @@ const TASK: usize = 5;
 /// Words of a run before its rows.
 const RUN: usize = 6;
 const ROW: usize = 3;
+
+/// Words of the record of a row that is merged.
+pub(super) const MERGED: usize = 3;
 
 /// Returns every position by which some query or key is rotated.
 pub(super) fn positions<'a>(
@@ -25,8 +29,8 @@ pub(super) fn positions<'a>(
         let queries = seen.map(|&(_, turn)| turn..=turn);
         let keys = (op.keys == KeyForm::Unrotated).then(|| {
             let token = |i: usize| match &run.tokens {
-                Tokens::Blocks(_) => i as i32,
-                Tokens::Slots(slots) => slots[i].1 as i32,
+                TokenPlaces::Blocks(_) => i as i32,
+                TokenPlaces::Slots(slots) => slots[i].1 as i32,
             };
             let at = |i: usize| run.position.saturating_add(token(i));
             at(run.range.start)..=at(run.range.end - 1)
@@ -35,8 +39,8 @@ pub(super) fn positions<'a>(
     })
 }
 
-/// Returns tasks, runs and lists for tasks with the numbers of their first parts. `number` returns the number
-/// by which the kernel knows a position.
+/// Returns the records of tasks, of their runs and of the runs' lists. Each task comes with the number of its
+/// first part; `number` gives the number by which the kernel knows a position.
 pub(super) fn of_tasks(
     tasks: &[(&RunTask, u32)],
     (rows, heads): (usize, usize),
@@ -67,16 +71,36 @@ pub(super) fn of_tasks(
     records
 }
 
+/// Returns a record for each row of some tiles, the factors of the merge groups, and the lists of parts.
+pub(super) fn of_merge(op: &Attend, tiles: &[RowTile]) -> Vec<u32> {
+    let heads = op.q.shape()[1] as u32;
+    let groups = MERGED * tiles.iter().map(|tile| tile.rows.len()).sum::<usize>();
+    let mut parts = first_parts(tiles);
+    let (mut records, mut lists) = (Vec::new(), Vec::new());
+    for tile in tiles {
+        let tasks: Vec<(usize, u32)> =
+            tile.grouped().zip(&mut parts).map(|((group, _), (_, part))| (group, part)).collect();
+        for (i, row) in tile.rows.clone().enumerate() {
+            let list = groups + op.work.groups().len() + lists.len();
+            records.extend([row as u32, list as u32, tasks.len() as u32]);
+            lists.extend(tasks.iter().flat_map(|&(group, part)| [(part + i as u32) * heads, group as u32]));
+        }
+    }
+    records.extend(op.work.groups().iter().map(|group| group.lse_scale.to_bits()));
+    records.extend(lists);
+    records
+}
+
 /// Returns the number that token 0 of a run's segment would have.
-fn first_key(run: &Run, number: impl Fn(i32) -> i32) -> i32 {
+fn first_key(run: &SeenRun, number: impl Fn(i32) -> i32) -> i32 {
     let token = match &run.tokens {
-        Tokens::Blocks(_) => run.range.start as i32,
-        Tokens::Slots(slots) => slots[run.range.start].1 as i32,
+        TokenPlaces::Blocks(_) => run.range.start as i32,
+        TokenPlaces::Slots(slots) => slots[run.range.start].1 as i32,
     };
     number(run.position.saturating_add(token)).wrapping_sub(token)
 }
 
-/// Lists of blocks and slots behind the records. Each list is stored once.
+/// Lists of blocks and slots, after the records. Each list is stored once.
 struct TokenLists {
     at: usize,
     known: HashMap<usize, u32>,
@@ -84,18 +108,18 @@ struct TokenLists {
 }
 
 impl TokenLists {
-    /// Returns the place of a run's list, and 1 for a list of slots or 0 for a list of blocks.
-    fn place(&mut self, run: &Run) -> (u32, u32) {
+    /// Returns the word at which a run's list begins, and 1 for a list of slots or 0 for a list of blocks.
+    fn place(&mut self, run: &SeenRun) -> (u32, u32) {
         let next = (self.at + self.words.len()) as u32;
         match &run.tokens {
-            Tokens::Blocks(blocks) => {
+            TokenPlaces::Blocks(blocks) => {
                 let at = *self.known.entry(blocks.as_ptr() as usize).or_insert(next);
                 if at == next {
                     self.words.extend(blocks.iter().map(|block| block.index() as u32));
                 }
                 (at, 0)
             }
-            Tokens::Slots(slots) => {
+            TokenPlaces::Slots(slots) => {
                 let at = *self.known.entry(slots.as_ptr() as usize).or_insert(next);
                 if at == next {
                     self.words.extend(slots.iter().flat_map(|&(slot, token)| [slot, token]));

@@ -1,4 +1,4 @@
-//! The tokens that each tile of rows sees, as runs, and the tasks that read them.
+//! Runs: the tokens that each tile of rows sees. Tasks: the runs that a workgroup reads.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -22,7 +22,7 @@ const RECORD: usize = 8;
 /// Consecutive rows of one entry.
 pub(super) struct RowTile {
     pub(super) rows: Range<usize>,
-    /// Merge groups with at least one run: the number of each, and its tasks.
+    /// Merge groups with at least one run: number and tasks of each.
     groups: Vec<(usize, Vec<RunTask>)>,
 }
 
@@ -31,13 +31,13 @@ impl RowTile {
         self.groups.iter().flat_map(|(_, tasks)| tasks)
     }
 
-    /// Returns about the number of words that the records and lists of the tile take, for attention and for
-    /// the merge. `rows` is the number of rows that a workgroup may have.
+    /// Estimates the words of the tile's records and lists, for attention and for the merge. `rows` is the
+    /// most rows of a workgroup.
     pub(super) fn words(&self, rows: usize) -> usize {
-        let of = |run: &Run| {
+        let of = |run: &SeenRun| {
             let listed = match &run.tokens {
-                Tokens::Blocks(blocks) => blocks.len(),
-                Tokens::Slots(slots) => 2 * slots.len(),
+                TokenPlaces::Blocks(blocks) => blocks.len(),
+                TokenPlaces::Slots(slots) => 2 * slots.len(),
             };
             listed + RECORD + RECORD * rows
         };
@@ -55,19 +55,19 @@ impl RowTile {
 pub(super) struct RunTask {
     pub(super) rows: Range<usize>,
     pub(super) window: WindowKey,
-    pub(super) runs: Vec<Run>,
+    pub(super) runs: Vec<SeenRun>,
 }
 
-/// The places of the tokens of a run.
+/// Where the tokens of a run lie.
 #[derive(Clone)]
-pub(super) enum Tokens {
+pub(super) enum TokenPlaces {
     /// In the blocks of a segment.
     Blocks(Arc<[BlockId]>),
     /// At given slots, each with the token's number in the segment; used for selected tokens.
     Slots(Arc<[(u32, u32)]>),
 }
 
-impl Tokens {
+impl TokenPlaces {
     /// Returns the block that a token lies in.
     fn block(&self, token: usize, block_size: usize) -> usize {
         match self {
@@ -79,8 +79,8 @@ impl Tokens {
 
 /// Tokens of one segment that a tile sees.
 #[derive(Clone)]
-pub(super) struct Run {
-    pub(super) tokens: Tokens,
+pub(super) struct SeenRun {
+    pub(super) tokens: TokenPlaces,
     pub(super) range: Range<usize>,
     pub(super) logit_scale: f32,
     /// Position of the segment's first token.
@@ -90,7 +90,7 @@ pub(super) struct Run {
     pub(super) rows: SmallVec<[(Range<usize>, i32); 4]>,
 }
 
-impl Run {
+impl SeenRun {
     /// Returns the part of the run inside `range`.
     fn cut(&self, range: Range<usize>) -> Self {
         let inside = |row: &Range<usize>| {
@@ -102,7 +102,7 @@ impl Run {
 }
 
 /// A merge group, with a run of one of its segments.
-type GroupedRun = (usize, Run);
+type GroupedRun = (usize, SeenRun);
 
 /// Returns the tiles of a call, in the order of its entries and rows.
 ///
@@ -125,7 +125,7 @@ pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: u
         BUSY.div_ceil(workgroups.max(1)).min(most / tiling.rows / 2 / op.work.groups().len().max(1)).max(1);
     let tile = |(rows, runs): (Range<usize>, Vec<GroupedRun>)| {
         let groups = (0..op.work.groups().len()).filter_map(|group| {
-            let runs: Vec<&Run> = runs.iter().filter(|run| run.0 == group).map(|run| &run.1).collect();
+            let runs: Vec<&SeenRun> = runs.iter().filter(|run| run.0 == group).map(|run| &run.1).collect();
             (!runs.is_empty()).then(|| (group, tasks(op, &rows, &runs, cuts, planes)))
         });
         RowTile { groups: groups.collect(), rows }
@@ -143,7 +143,7 @@ fn visible(op: &Attend, entry: &AttendRows, rows: &Range<usize>) -> Vec<GroupedR
         let seen = rows.iter().map(|row| &row.0).filter(|range| !range.is_empty());
         let start = seen.clone().map(|range| range.start).min()?;
         let end = seen.map(|range| range.end).max()?;
-        let tokens = Tokens::Blocks(Arc::clone(&segment.blocks));
+        let tokens = TokenPlaces::Blocks(Arc::clone(&segment.blocks));
         Some((segment.merge_group, made(segment, tokens, start..end, rows)))
     };
     entry.segments.iter().filter_map(run).collect()
@@ -151,11 +151,11 @@ fn visible(op: &Attend, entry: &AttendRows, rows: &Range<usize>) -> Vec<GroupedR
 
 fn made(
     segment: &Segment,
-    tokens: Tokens,
+    tokens: TokenPlaces,
     range: Range<usize>,
     rows: SmallVec<[(Range<usize>, i32); 4]>,
-) -> Run {
-    Run { tokens, range, logit_scale: segment.logit_scale, position: segment.position(0) as i32, rows }
+) -> SeenRun {
+    SeenRun { tokens, range, logit_scale: segment.logit_scale, position: segment.position(0) as i32, rows }
 }
 
 /// Returns the position by which a row's query is rotated for the keys of a segment.
@@ -164,7 +164,7 @@ fn turn(op: &Attend, segment: &Segment, row: QueryRow) -> i32 {
     row.position.saturating_sub(moved) as i32
 }
 
-/// Returns the tokens that one row sees among those selected for it, as runs with their merge groups.
+/// Returns the selected tokens that one row sees, as runs with their merge groups.
 fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<GroupedRun> {
     let block_size = op.arena.layout().shape().block_size;
     let runs = op.seen(entry, row);
@@ -181,7 +181,7 @@ fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<GroupedRun> {
         if !slots.is_empty() {
             let range = 0..slots.len();
             let rows = SmallVec::from_iter([(range.clone(), turn(op, segment, op.work.rows()[row]))]);
-            made_runs.push((segment.merge_group, made(segment, Tokens::Slots(slots), range, rows)));
+            made_runs.push((segment.merge_group, made(segment, TokenPlaces::Slots(slots), range, rows)));
         }
     }
     made_runs
@@ -191,7 +191,7 @@ fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<GroupedRun> {
 fn tasks(
     op: &Attend,
     rows: &Range<usize>,
-    runs: &[&Run],
+    runs: &[&SeenRun],
     cuts: usize,
     planes: &PlaneWindows,
 ) -> Vec<RunTask> {
@@ -222,4 +222,14 @@ fn tasks(
         }
     }
     windows.into_values().flat_map(|(tasks, _)| tasks).collect()
+}
+
+/// Returns each task with the number of its first part, in the order of tiles and tasks.
+pub(super) fn first_parts(tiles: &[RowTile]) -> impl Iterator<Item = (&RunTask, u32)> {
+    let mut next = 0;
+    tiles.iter().flat_map(RowTile::tasks).map(move |task| {
+        let first = next;
+        next += task.rows.len() as u32;
+        (task, first)
+    })
 }

@@ -4,8 +4,7 @@ use std::sync::Arc;
 
 use kvcore::{Attend, Error, KeyForm, Pairing, Result};
 
-use crate::NAME;
-use crate::device::Device;
+use crate::device::{GpuDevice, NAME};
 use crate::kernels::angles::pairs_of;
 use crate::kernels::convert::{group, kind};
 use crate::pipeline::{Constant, Pipeline, Shader};
@@ -22,7 +21,7 @@ const TOKENS: usize = 4 * THREADS / QUERIES;
 /// The shape of a workgroup's work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Tiling {
-    /// Query heads of a workgroup; all of them read the same heads of K and V.
+    /// Query heads of a workgroup, which all read the same heads of K and V.
     pub(super) heads: usize,
     /// Number of workgroups that cover all heads of a row.
     pub(super) units: usize,
@@ -37,7 +36,7 @@ impl Tiling {
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the heads are too wide for the device's workgroup memory.
-    pub(super) fn of(device: &Device, op: &Attend, latent: bool) -> Result<Self> {
+    pub(super) fn of(device: &GpuDevice, op: &Attend, latent: bool) -> Result<Self> {
         let s = op.arena.layout().shape();
         let all_heads = op.q.shape()[1];
         let shared = all_heads / least_common_multiple(s.k_heads, s.v_heads);
@@ -72,7 +71,7 @@ impl Tiling {
 
     pub(super) fn pipeline(
         &self,
-        device: &Device,
+        device: &GpuDevice,
         op: &Attend,
         latent: Option<kvcore::DType>,
     ) -> Result<Arc<Pipeline>> {
@@ -105,12 +104,12 @@ impl Tiling {
         // WGSL needs the sizes of a thread's arrays as constants in its source text.
         let (turns, columns) = (quads.div_ceil(THREADS / width), s.v_dim.div_ceil(width));
         let texts = format!("const TURNS: u32 = {turns}u;\nconst COLUMNS: u32 = {columns}u;\n");
-        device.pipelines.get(device, Shader::Attend, &constants, &texts)
+        device.pipeline(Shader::Attend, &constants, &texts)
     }
 }
 
-/// Returns the number of threads that share the product of a key and four queries, so that few queries keep a
-/// workgroup busy.
+/// Returns the number of threads that share the product of a key and four queries: more than one where few
+/// queries would leave threads idle.
 fn shares(quads: usize, tokens: usize) -> usize {
     (THREADS / (quads * tokens)).max(1)
 }

@@ -7,12 +7,11 @@ use kvcore::{Attend, Error, KvPlane, PlaneStrides, Result, TensorView};
 use smallvec::SmallVec;
 use wgpu::Buffer;
 
-use crate::NAME;
-use crate::device::Device;
+use crate::device::{GpuDevice, NAME};
 use crate::memory;
 use crate::pipeline::Binding;
 
-/// For K, V and the scales of both: the number of the window that a block lies in.
+/// The windows that a block lies in: one number each for K, V, and the scales of K and V.
 pub(super) type WindowKey = [u32; 4];
 
 /// Rows of K, of V, or of the scales of either.
@@ -39,7 +38,7 @@ impl PlaneWindows {
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if a block reaches further than the device can bind.
-    pub(super) fn of(device: &Arc<Device>, op: &Attend) -> Result<Self> {
+    pub(super) fn of(device: &Arc<GpuDevice>, op: &Attend) -> Result<Self> {
         let s = op.arena.layout().shape();
         let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
         let align = device.binding_align();
@@ -93,11 +92,11 @@ impl PlaneWindows {
         std::array::from_fn(|i| self.planes[i].as_ref().map_or(0, |plane| (block / plane.blocks) as u32))
     }
 
-    /// Returns the binding of a plane, the place that its block 0 would have in the binding, in elements
-    /// modulo 2³², and the strides of a block, a token and a head.
+    /// Returns the binding of a plane and four words for the kernel: the place of block 0 in the binding (in
+    /// elements, modulo 2³²), and the strides of a block, a token and a head.
     pub(super) fn window(
         &self,
-        device: &Device,
+        device: &GpuDevice,
         i: usize,
         layer: usize,
         key: WindowKey,
@@ -119,8 +118,8 @@ impl PlaneWindows {
     }
 }
 
-/// Returns the byte range to bind for some rows of a view: its start and its end.
-fn extent(device: &Device, view: &TensorView, rows: &Range<usize>) -> (u64, u64) {
+/// Returns the first byte to bind for some rows of a view, and the byte after the last.
+fn extent(device: &GpuDevice, view: &TensorView, rows: &Range<usize>) -> (u64, u64) {
     let (bits, strides) = (view.dtype().bits(), view.strides());
     let first = view.offset() + rows.start * strides[0];
     let rest: usize = view.shape()[1..].iter().zip(&strides[1..]).map(|(n, stride)| (n - 1) * stride).sum();
@@ -130,8 +129,8 @@ fn extent(device: &Device, view: &TensorView, rows: &Range<usize>) -> (u64, u64)
     (start - start % device.binding_align(), end)
 }
 
-/// Returns a number of rows of a view that can be bound at once wherever they begin, at least 1.
-pub(super) fn most_rows(device: &Device, view: &TensorView) -> usize {
+/// Returns how many rows of a view can be bound at once wherever they begin: at least 1.
+pub(super) fn most_rows(device: &GpuDevice, view: &TensorView) -> usize {
     let bits = view.dtype().bits() as u64;
     let rest: usize =
         view.shape()[1..].iter().zip(&view.strides()[1..]).map(|(n, stride)| (n - 1) * stride).sum();
@@ -141,13 +140,13 @@ pub(super) fn most_rows(device: &Device, view: &TensorView) -> usize {
     usize::try_from(more.unwrap_or(u64::MAX)).unwrap_or(usize::MAX).saturating_add(1)
 }
 
-/// Binds some rows of a view. Returns also the place of row 0 of the view in the binding, in elements modulo
-/// 2³², and the strides of a row and a head.
+/// Binds some rows of a view. Also returns three words for the kernel: the place of row 0 in the binding (in
+/// elements, modulo 2³²), and the strides of a row and a head.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] if the rows are more bytes than the device can bind.
 pub(super) fn rows_window(
-    device: &Arc<Device>,
+    device: &Arc<GpuDevice>,
     view: &TensorView,
     rows: &Range<usize>,
 ) -> Result<(Binding, SmallVec<[u32; 3]>)> {

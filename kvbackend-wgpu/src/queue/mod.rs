@@ -1,0 +1,147 @@
+//! The work of a stream on the one queue of its device: recording, uploads, submissions, reads and waits.
+//!
+//! ```text
+//! Queue ── recorded ─► submitted ─► done
+//!    run(work)     submit()      wait
+//! ```
+//!
+//! This room knows runs of kernels ([`Dispatch`]) and buffers, and no operation.
+
+use std::sync::Arc;
+
+use kvcore::Result;
+use parking_lot::Mutex;
+use wgpu::{Buffer, BufferUsages, SubmissionIndex};
+
+use crate::device::GpuDevice;
+use crate::pipeline::Binding;
+
+mod dispatch;
+mod pending;
+mod read;
+mod upload;
+
+pub(crate) use dispatch::Dispatch;
+use pending::Pending;
+pub(crate) use pending::Point;
+
+/// Bytes up to which an aligned write goes with the next submission; larger ones are given to the queue at
+/// once.
+pub(crate) const SMALL_WRITE: usize = 1 << 20;
+
+/// The recorded work of a stream. Everything recorded runs in order, after all that was recorded before.
+pub(crate) struct Queue {
+    device: Arc<GpuDevice>,
+    pending: Mutex<Pending>,
+}
+
+impl Drop for Queue {
+    /// Submits the recorded work, which still runs.
+    fn drop(&mut self) {
+        self.pending.get_mut().submit(&self.device);
+    }
+}
+
+impl Queue {
+    pub(crate) fn new(device: Arc<GpuDevice>) -> Self {
+        Self { device, pending: Mutex::default() }
+    }
+
+    pub(crate) fn device(&self) -> &Arc<GpuDevice> {
+        &self.device
+    }
+
+    /// Records runs of kernels, in order.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Unsupported`] for arguments that exceed the largest binding; nothing is
+    /// recorded then.
+    pub(crate) fn run(&self, work: Vec<Dispatch>) -> Result<()> {
+        self.device.check()?;
+        self.pending.lock().run(&self.device, work)
+    }
+
+    /// Records the runs of several pieces of a write, one after the other with nothing between them. Each
+    /// piece comes with the number of its bytes that were given to the device's queue.
+    ///
+    /// # Errors
+    /// Returns the errors of the pieces and of [`run`](Self::run).
+    pub(crate) fn run_pieces(
+        &self,
+        pieces: impl Iterator<Item = Result<(Vec<Dispatch>, usize)>>,
+    ) -> Result<()> {
+        let mut pending = self.pending.lock();
+        pending.check(&self.device)?;
+        for piece in pieces {
+            let (work, bytes) = piece?;
+            pending.run(&self.device, work)?;
+            pending.count_written(&self.device, bytes);
+        }
+        Ok(())
+    }
+
+    /// Counts bytes that were given to the device's queue for work that follows.
+    pub(crate) fn count_written(&self, bytes: usize) {
+        if bytes > 0 {
+            self.pending.lock().count_written(&self.device, bytes);
+        }
+    }
+
+    /// Returns `bytes` bytes in which a kernel leaves results for the next kernel of the same operation. All
+    /// operations of a stream share the memory, because they run one after the other.
+    pub(crate) fn scratch(&self, bytes: u64) -> Result<Binding> {
+        let mut pending = self.pending.lock();
+        let buffer = if let Some(kept) = pending.scratch.as_ref().filter(|kept| kept.size() >= bytes) {
+            kept.clone()
+        } else {
+            self.device.buffer("scratch", bytes.next_power_of_two(), BufferUsages::STORAGE)?
+        };
+        pending.scratch = Some(buffer.clone());
+        Ok(Binding { buffer, offset: 0, size: bytes })
+    }
+
+    /// Writes whole words to a buffer from byte `start` on, after all work recorded before.
+    pub(crate) fn write_words(&self, buffer: &Buffer, start: u64, bytes: &[u8]) -> Result<()> {
+        let (device, mut pending) = (&self.device, self.pending.lock());
+        pending.check(device)?;
+        if bytes.len() > SMALL_WRITE {
+            pending.write(device, buffer, start, bytes);
+            return pending.check(device);
+        }
+        let from = pending.upload(device, bytes)?;
+        let (offset, size) = (from.offset, Some(bytes.len() as u64));
+        pending.encoder(device).copy_buffer_to_buffer(&from.buffer, offset, buffer, start, size);
+        Ok(())
+    }
+
+    /// Submits everything recorded.
+    pub(crate) fn submit(&self) {
+        self.pending.lock().submit(&self.device);
+    }
+
+    /// Returns an error if the device refused work of this stream.
+    pub(crate) fn check(&self) -> Result<()> {
+        self.pending.lock().check(&self.device)
+    }
+
+    /// Returns the moment after everything recorded so far; none if nothing was ever recorded.
+    pub(crate) fn point(&self) -> Option<Arc<Point>> {
+        self.pending.lock().point()
+    }
+
+    /// Submits everything recorded, and waits until it is done.
+    pub(crate) fn drain(&self) -> Result<()> {
+        let last = {
+            let mut pending = self.pending.lock();
+            pending.submit(&self.device);
+            pending.last()
+        };
+        self.wait(last)?;
+        self.check()
+    }
+
+    /// Waits for a submission, if there is one.
+    pub(crate) fn wait(&self, submission: Option<SubmissionIndex>) -> Result<()> {
+        submission.map_or_else(|| self.device.check(), |submission| self.device.wait(submission))
+    }
+}

@@ -1,0 +1,79 @@
+//! Host data that kernels and copies of the next submission read.
+
+use kvcore::Result;
+use wgpu::{Buffer, BufferUsages};
+
+use crate::device::GpuDevice;
+use crate::pipeline::Binding;
+
+/// Bytes of the first upload buffer; each further buffer of a submission is twice as large.
+const FIRST: u64 = 64 << 10;
+
+// Decision: docs/decisions/backend-wgpu.md#waiting-work-is-bounded
+/// Bytes of all upload buffers beyond which the work so far is submitted.
+const MANY: u64 = 16 << 20;
+
+/// A buffer of the device, and the bytes that are written to it before the submission.
+struct UploadBuffer {
+    buffer: Buffer,
+    bytes: Vec<u8>,
+}
+
+/// The upload buffers of a stream, each larger than the one before. Only the last has room left.
+#[derive(Default)]
+pub(super) struct Uploads(Vec<UploadBuffer>);
+
+/// Returns the bytes that a buffer has for some bytes of the host: whole words, and at least one.
+fn padded(bytes: usize) -> u64 {
+    (bytes as u64).next_multiple_of(4).max(4)
+}
+
+impl Uploads {
+    fn has_room(&self, device: &GpuDevice, size: u64) -> bool {
+        let align = device.binding_align();
+        let end = |last: &UploadBuffer| (last.bytes.len() as u64).next_multiple_of(align) + size;
+        self.0.last().is_some_and(|last| end(last) <= last.buffer.size())
+    }
+
+    /// Returns whether so many bytes need another buffer, and the buffers would then be too large together.
+    pub(super) fn are_many_with(&self, device: &GpuDevice, bytes: usize) -> bool {
+        let (size, all) = (padded(bytes), self.0.iter().map(|one| one.buffer.size()).sum::<u64>());
+        !self.has_room(device, size) && all + size > MANY
+    }
+
+    /// Adds bytes, and binds the place where the device will find them.
+    pub(super) fn add(&mut self, device: &GpuDevice, bytes: &[u8]) -> Result<Binding> {
+        let size = padded(bytes.len());
+        if !self.has_room(device, size) {
+            let next = self.0.last().map_or(FIRST, |last| 2 * last.buffer.size());
+            let usage = BufferUsages::STORAGE | BufferUsages::COPY_SRC | BufferUsages::COPY_DST;
+            let buffer = device.buffer("arguments", size.next_power_of_two().max(next), usage)?;
+            self.0.push(UploadBuffer { buffer, bytes: Vec::new() });
+        }
+        let last = self.0.len() - 1;
+        let UploadBuffer { buffer, bytes: filled } = &mut self.0[last];
+        let offset = (filled.len() as u64).next_multiple_of(device.binding_align());
+        filled.resize(offset as usize, 0);
+        filled.extend_from_slice(bytes);
+        filled.resize((offset + size) as usize, 0);
+        Ok(Binding { buffer: buffer.clone(), offset, size })
+    }
+
+    /// Gives all bytes to the device's queue.
+    pub(super) fn write(&self, device: &GpuDevice) {
+        for one in self.0.iter().filter(|one| !one.bytes.is_empty()) {
+            device.queue.write_buffer(&one.buffer, 0, &one.bytes);
+        }
+    }
+
+    /// Forgets all bytes after a submission. The largest buffer also serves the next one.
+    pub(super) fn clear(&mut self) {
+        self.0 = self.0.pop().into_iter().filter(|one| one.buffer.size() <= MANY).collect();
+        self.forget();
+    }
+
+    /// Forgets all bytes, and keeps the buffers.
+    pub(super) fn forget(&mut self) {
+        self.0.iter_mut().for_each(|one| one.bytes.clear());
+    }
+}
