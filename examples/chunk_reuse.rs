@@ -13,8 +13,8 @@ use kvchunk::{
 };
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockOrder, BlockPool, DType, KeyForm, KeyScope, KvArena,
-    KvLayout, KvShape, LayerRopes, MemoryKind, PagedKvCache, QueryRow, Rope, RopeConfig, RopeFamily, RowRotation, Scatter, Segment,
-    SequenceStart, Stream, TensorView, WriteSlots, allocate_tensor,
+    KvLayout, KvShape, LayerRopes, MemoryKind, PagedKvCache, QueryRow, Rope, RopeConfig, RopeFamily,
+    RowRotation, Scatter, Segment, SequenceStart, Stream, TensorView, WriteSlots, allocate_tensor,
 };
 
 const BLOCKS: usize = 64;
@@ -54,7 +54,7 @@ impl Device {
         Arc::clone(&self.ropes.layers()[0])
     }
 
-    /// Returns one row per token, made up from the token and a phase.
+    /// Returns one row per token, computed from the token and a phase.
     fn rows(&self, tokens: &[u32], phase: f32) -> Result<TensorView> {
         let shape = [tokens.len(), HEADS, DIM];
         let view = allocate_tensor(self.backend.as_ref(), MemoryKind::Device, DType::F32, &shape)?;
@@ -124,7 +124,7 @@ fn main() -> Result<()> {
     let chunks =
         ChunkCacheManager::new(ChunkCacheConfig::default(), ChunkBlockPool::new(chunk_blocks, BLOCK_SIZE)?)?;
     let reindexer = PositionReindexer::for_layers(&device.ropes);
-    // Documents follow one another, so that a document in another order is at another position.
+    // Documents follow one another: in another order, a document is at another position.
     let cell = ReuseCell { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
 
     let (system, question): (Vec<u32>, Vec<u32>) = ((1..9).collect(), vec![900]);
@@ -144,7 +144,7 @@ fn main() -> Result<()> {
             ranks: None,
             replicas: None,
         };
-        // Everything is looked up. The inputs are the parts that are missing, with a slot for each token.
+        // Looks up all parts. The inputs are the missing ones, with a slot for each token.
         let assembly = assembler.assemble(&prompt)?;
         assert!(assembly.is_ready(), "no other request computes a piece of this prompt");
         let mut computed = 0;
@@ -157,7 +157,7 @@ fn main() -> Result<()> {
             logical: assembly.plan().question_logical,
             position: assembly.plan().question_position,
         };
-        // From now on other requests find the parts, too. They are held until `held` is dropped.
+        // From now on, other requests find the parts too. They are held until `held` is dropped.
         let mut held = assembly.commit()?;
         let segments = &held.segments()[1..]; // the first segment is the system prompt
         for ((report, segment), (name, _)) in held.reports().iter().zip(segments).zip(documents) {
@@ -173,14 +173,12 @@ fn main() -> Result<()> {
         }
         assert_eq!((computed, reused), if number == 1 { (72, 0) } else { (0, 72) });
 
-        // The answer is that of keys rotated for these very positions, though no stored key has moved.
+        // The answer equals attention over keys rotated for these positions, although no stored key has moved.
         let answer = device.attend(question[0], at, Arc::clone(held.segments()))?;
         let recomputed = recomputed(&device, &mut main, &prompt, at)?;
         let error = largest_difference(&answer, &recomputed);
         assert!(error < 1e-4, "attention differs by {error}");
-        println!(
-            "        attention equals that over recomputed keys: the largest difference is {error:.0e}"
-        );
+        println!("        attention equals that over recomputed keys: the largest difference is {error:.0e}");
 
         // A kernel that does not read segments takes a copy: one run of blocks, with keys rotated for this prompt.
         let copy = held.rotated_copy(KeyForm::Rotated, main.pool())?;

@@ -71,13 +71,13 @@ pub(crate) fn unsupported(dtype: DType) -> Error {
     Error::Unsupported { backend: NAME, what: format!("element type {dtype}") }
 }
 
-/// Returns `bytes` as elements, without a tail that is no whole element.
+/// Returns `bytes` as elements, without an incomplete element at the end.
 pub(crate) fn elements<T: Element>(bytes: &[u8]) -> Result<&[T]> {
     let whole = bytes.len() / size_of::<T>() * size_of::<T>();
     bytemuck::try_cast_slice(&bytes[..whole]).map_err(|_| misaligned::<T>(bytes))
 }
 
-/// Returns `bytes` as mutable elements, without a tail that is no whole element.
+/// Returns `bytes` as mutable elements, without an incomplete element at the end.
 pub(crate) fn elements_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
     let whole = bytes.len() / size_of::<T>() * size_of::<T>();
     let error = misaligned::<T>(bytes);

@@ -1,8 +1,8 @@
-//! KV caches that another engine laid out in host memory: our rows go to its blocks, and its rows come to ours.
+//! KV caches of other engines in host memory: copies our rows to their blocks, and their rows to ours.
 //!
-//! An engine such as vLLM keeps its own blocks, in a layout of its own. On a CPU its keys may lie transposed, or in the tiles
-//! of a matrix unit, so that no strides of [`KvLayout`](kvcore::KvLayout) describe them. Rows that are loaded are rotated on
-//! the way, always from the stored original.
+//! An engine such as vLLM has its own blocks, in its own layout. On a CPU its keys may be transposed, or
+//! stored in the tiles of a matrix unit, which the strides of [`KvLayout`](kvcore::KvLayout) cannot describe.
+//! Rows are rotated while they are loaded, always from the stored original.
 
 use std::sync::Arc;
 
@@ -13,12 +13,12 @@ use crate::CpuBackend;
 /// The order of the elements of one head in one block of another engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ForeignOrder {
-    /// `[block_size, dim]` with this distance from a token to the next.
+    /// `[block_size, dim]` with the given distance from a token to the next.
     Rows {
         /// Distance between tokens, in elements.
         token: usize,
     },
-    /// `[dim, block_size]`: rows lie transposed, as the keys of vLLM's vector kernels do.
+    /// `[dim, block_size]`: transposed rows, like the keys of vLLM's vector kernels.
     Columns,
     /// `[block_size / 16, dim / 2, 16, 2]`: keys in the tiles of a matrix unit, elements of two bytes.
     KeyTiles,
@@ -64,23 +64,25 @@ pub struct ForeignCache {
     layers: Vec<[ForeignPlane; 2]>,
 }
 
-/// Rows of an arena that go to another engine's slots.
+/// A load of rows from an arena to another engine's slots.
 #[derive(Debug, Clone)]
 pub struct ForeignLoad {
     /// The slots to read, token after token.
     pub from: SlotMapping,
-    /// The engine's slots to write. A negative slot is skipped, as a block that the engine has let go of.
+    /// The engine's slots to write. A negative slot is skipped, for example one in a block that the engine
+    /// has freed.
     pub to: SlotMapping,
-    /// The distance that keys are rotated by: their new position less the stored one.
+    /// The distance to rotate keys by: their new position minus the stored one.
     pub delta: i64,
 }
 
 impl ForeignShape {
-    /// Checks the engine's slots of one call: each exists, and none is written twice. A negative one is skipped where slots are
-    /// written.
+    /// Checks that all of the engine's slots in one call exist, and that none is written twice. Where slots
+    /// are written, negative ones are skipped.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] for a slot that does not exist, and [`Error::Twice`] for one that is written twice.
+    /// Returns [`Error::OutOfRange`] for a slot that does not exist, and [`Error::Twice`] for one that is
+    /// written twice.
     pub fn check_slots(&self, slots: &[&SlotMapping], written: bool) -> Result<()> {
         let most = self.num_blocks * self.block_size;
         for slots in slots {
@@ -103,8 +105,8 @@ impl ForeignOrder {
         }
     }
 
-    /// Checks that the order suits the extents, and returns the number of elements from the first to the last of a block and
-    /// head.
+    /// Checks that the order suits the extents, and returns the number of elements from the first to the last
+    /// of a block and head.
     fn extent(self, shape: &ForeignShape) -> Result<usize> {
         let multiple = |what, value: usize, of| {
             if value.is_multiple_of(of) { Ok(()) } else { Err(Error::NotMultiple { what, value, of }) }
@@ -133,12 +135,13 @@ impl ForeignOrder {
 }
 
 impl ForeignCache {
-    /// Describes the cache of another engine: keys and values of each layer.
+    /// Creates a description of another engine's cache from the keys and values of each layer.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] for an extent or a number of layers that is 0, [`Error::NotComputed`] for another element type,
-    /// [`Error::InvalidStrides`] and [`Error::NotMultiple`] for an order that does not suit the extents or pieces that overlap,
-    /// [`Error::TooLarge`] if a plane reaches past its memory, and [`Error::Misaligned`] if it does not begin at an element.
+    /// Returns [`Error::Zero`] for an extent or a number of layers that is 0, [`Error::NotComputed`] for
+    /// another element type, [`Error::InvalidStrides`] and [`Error::NotMultiple`] for an order that does not
+    /// suit the extents or pieces that overlap, [`Error::TooLarge`] if a plane reaches past its memory, and
+    /// [`Error::Misaligned`] if it does not begin at an element.
     pub fn new(shape: ForeignShape, layers: Vec<[ForeignPlane; 2]>) -> Result<Self> {
         let extents = [
             ("num_blocks", shape.num_blocks),
@@ -169,10 +172,10 @@ impl ForeignCache {
         &self.layers
     }
 
-    /// Copies rows of all layers from an arena to the engine's slots, and rotates the keys of each layer on the way.
+    /// Copies rows of all layers from an arena to the engine's slots, and rotates the keys of each layer.
     ///
-    /// The call returns when the copies are done. The caller guarantees that the engine uses none of the slots meanwhile, and
-    /// that work on the arena has been waited for.
+    /// The call returns when the copies are done. The caller guarantees that the engine uses none of the
+    /// slots meanwhile, and that all work on the arena is done.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -203,10 +206,10 @@ impl ForeignCache {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] for an arena with other rows, other numbers of layers or of
-    /// slots, [`Error::OutOfRange`] for a slot that does not exist, [`Error::Twice`] for a slot that is written twice, the
-    /// errors of [`Rope::table`](kvcore::Rope::table) for a distance past the model's positions, and
-    /// [`Error::ForeignHandle`] for memory of another backend.
+    /// Returns [`Error::Mismatch`] for an arena with other rows, other numbers of layers or of slots,
+    /// [`Error::OutOfRange`] for a slot that does not exist, [`Error::Twice`] for a slot that is written
+    /// twice, the errors of [`Rope::table`](kvcore::Rope::table) for a distance past the model's positions,
+    /// and [`Error::ForeignHandle`] for memory of another backend.
     pub fn load(
         &self,
         backend: &CpuBackend,
@@ -227,10 +230,12 @@ impl ForeignCache {
 
     /// Copies rows of all layers from the engine's slots to an arena. Keys are stored as they are.
     ///
-    /// The call returns when the copies are done. The caller guarantees that the engine writes none of the slots meanwhile.
+    /// The call returns when the copies are done. The caller guarantees that the engine writes none of the
+    /// slots meanwhile.
     ///
     /// # Errors
-    /// Returns the errors of [`load`](Self::load), and [`Error::PermitVoid`] for slots that may not be written.
+    /// Returns the errors of [`load`](Self::load), and [`Error::PermitVoid`] for slots that may not be
+    /// written.
     pub fn save(
         &self,
         backend: &CpuBackend,
@@ -284,8 +289,9 @@ impl ForeignPlane {
         Ok(())
     }
 
-    /// Returns the number of elements from the first to the last of the plane. Checks that no two share an address: `piece` is
-    /// the extent of a block and head, whose rows may take turns with those of other heads.
+    /// Returns the number of elements from the first to the last of the plane. Checks that no two share an
+    /// address: `piece` is the extent of a block and head, whose rows may alternate with those of other
+    /// heads.
     fn elements(&self, shape: &ForeignShape, piece: usize) -> Result<usize> {
         let (rows, mut covered) = match self.order {
             ForeignOrder::Rows { token } => ((token, shape.block_size), shape.dim),

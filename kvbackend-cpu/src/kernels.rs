@@ -58,7 +58,8 @@ kernels! {
     Dequantize: dequantize,
 }
 
-/// Moves between an arena and another engine's cache, which are not operations of the contract: only hosts have such layouts.
+/// Copies between an arena and another engine's cache. These are not operations of the contract, because only
+/// hosts have such layouts.
 impl KernelTable {
     pub(crate) fn load_foreign(
         &self,

@@ -5,6 +5,21 @@
 //! devices. [`CpuOptions`] chooses between reference and fast kernels, and sets the instruction set and the
 //! threads of the fast ones.
 //!
+//! - `backend`, `options`, `stream`: the device, its settings, and its queues of work
+//! - `memory`: owned, lent and reserved bytes, and the locks of their ranges
+//! - `kernels`: the kernel of each operation, reference or fast
+//! - `reference`: plain loops, the oracle
+//! - `fast`: kernels at the speed of memory; `fast::attend` is attention
+//! - `simd`: vectors of each instruction set, chosen at run time, and tiles of AMX
+//! - [`dense`]: products with stored matrices, and the steps of a model between them
+//! - `element`, `plane`, `movement`: element types, and rows of a cache in any format
+//! - `foreign`: rows to and from caches of other engines
+//! - `communicator`: ranks that are threads of the process
+//! - `workers`, `load`: threads, and whether other programs keep the cores busy
+//! - `raw`, `writes`: bytes that threads share, and the storages that an operation writes
+//!
+//! All `unsafe` code is in `memory`, `raw`, `workers`, `load`, `simd`, `fast` and `dense`.
+//!
 //! ```
 //! use kvbackend_cpu::CpuBackend;
 //! use kvcore::{Backend, DType, MemoryKind, allocate_tensor};
@@ -19,6 +34,7 @@
 //! # Ok::<(), kvcore::Error>(())
 //! ```
 
+mod backend;
 mod communicator;
 #[allow(
     clippy::inline_always,
@@ -52,140 +68,15 @@ mod stream;
 mod workers;
 mod writes;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-
-#[cfg(target_os = "linux")]
-use kvcore::ReservedStorage;
-use kvcore::{
-    Backend, Capabilities, CounterSnapshot, Counters, DType, KvFormat, MemoryKind, Result, Storage, Stream,
-};
-
-use fast::Fast;
-use kernels::KernelTable;
-use simd::AvailableLevel;
-use workers::Workers;
-
+pub use backend::CpuBackend;
 pub use communicator::ThreadCommunicator;
 pub use foreign::{ForeignCache, ForeignLoad, ForeignOrder, ForeignPlane, ForeignShape};
 #[cfg(target_os = "linux")]
 pub use memory::CpuReserved;
 pub use memory::{CpuStorage, HostView, HostViewMut, LentBytes, LentMemory};
-pub use options::{CpuOptions, KernelSet, Thresholds};
+pub use options::{CpuOptions, Execution, KernelSet, Thresholds};
 pub use simd::SimdLevel;
 pub use stream::{CpuEvent, CpuStream};
 
 /// Name of the backend in errors and on command lines.
 pub(crate) const NAME: &str = "cpu";
-
-/// The time at which enqueued work runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Execution {
-    /// In the calling thread, at the time of the call.
-    #[default]
-    Immediate,
-    /// When a read, a synchronisation or an event waits for the work.
-    ///
-    /// A program that forgets to wait does not see the results, as on a GPU. Meant for tests.
-    Deferred,
-}
-
-/// The CPU as a device whose memory is host memory.
-#[derive(Debug)]
-pub struct CpuBackend {
-    execution: Execution,
-    level: AvailableLevel,
-    workers: Arc<Workers>,
-    kernels: KernelTable,
-    counters: Arc<Counters>,
-    streams: AtomicU64,
-}
-
-impl CpuBackend {
-    /// Creates a backend that runs fast kernels immediately.
-    pub fn new() -> Arc<Self> {
-        Self::with_execution(Execution::Immediate)
-    }
-
-    /// Creates a backend that runs fast kernels when `execution` says; [`new`](Self::new) runs them
-    /// immediately.
-    pub fn with_execution(execution: Execution) -> Arc<Self> {
-        let options = CpuOptions { execution, ..CpuOptions::default() };
-        Self::made(&options, AvailableLevel::best(), Workers::of_the_machine())
-    }
-
-    /// Creates a backend with the given options.
-    ///
-    /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] if the processor lacks the instruction set of `options.simd`,
-    /// and [`kvcore::Error::Zero`] if `options.threads` is 0.
-    pub fn with_options(options: &CpuOptions) -> Result<Arc<Self>> {
-        let level = options.simd.map_or_else(|| Ok(AvailableLevel::best()), AvailableLevel::new)?;
-        let workers = match options.threads {
-            None => Workers::of_the_machine(),
-            Some(0) => return Err(kvcore::Error::Zero { what: "threads" }),
-            Some(threads) => Arc::new(Workers::new(threads)),
-        };
-        Ok(Self::made(options, level, workers))
-    }
-
-    fn made(options: &CpuOptions, level: AvailableLevel, workers: Arc<Workers>) -> Arc<Self> {
-        let kernels = match options.kernels {
-            KernelSet::Reference => KernelTable::Reference,
-            KernelSet::Fast => {
-                let workers = Arc::clone(&workers);
-                KernelTable::Fast(Arc::new(Fast::new(level, workers, options.thresholds)))
-            }
-        };
-        Arc::new(Self {
-            execution: options.execution,
-            level,
-            workers,
-            kernels,
-            counters: Arc::default(),
-            streams: AtomicU64::new(0),
-        })
-    }
-
-    /// Returns the instruction set of the fast kernels.
-    pub fn simd(&self) -> SimdLevel {
-        self.level.level()
-    }
-}
-
-impl Backend for CpuBackend {
-    fn name(&self) -> &'static str {
-        NAME
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            dtypes: DType::COMPUTE.to_vec(),
-            formats: KvFormat::QUANTIZED.to_vec(),
-            memory: vec![MemoryKind::Device, MemoryKind::Pinned, MemoryKind::System],
-            missing: if cfg!(target_os = "linux") { vec!["graphs"] } else { vec!["graphs", "reserve"] },
-        }
-    }
-
-    fn shares_host_memory(&self) -> bool {
-        true
-    }
-
-    fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
-        Ok(Arc::new(CpuStorage::allocate(kind, bytes)?))
-    }
-
-    #[cfg(target_os = "linux")]
-    fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
-        Ok(Arc::new(CpuReserved::reserve(kind, bytes)?))
-    }
-
-    fn stream(&self) -> Result<Arc<dyn Stream>> {
-        let id = self.streams.fetch_add(1, Ordering::Relaxed);
-        Ok(Arc::new(CpuStream::new(id, self.execution, Arc::clone(&self.counters), self.kernels.clone())))
-    }
-
-    fn counters(&self) -> CounterSnapshot {
-        self.counters.snapshot()
-    }
-}

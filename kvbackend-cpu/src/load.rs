@@ -1,17 +1,20 @@
-//! The load of the cores by other work, judged by how often the scheduler takes a core away from the threads of a pool.
+//! Estimates the load of the cores by other work, from how often the scheduler takes a core away from the
+//! threads of a pool.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// The shortest time between two questions to the system by one thread: a question takes a fraction of a microsecond.
+/// The minimum time between two queries of the system by one thread. A query takes a fraction of a
+/// microsecond.
 const BETWEEN: Duration = Duration::from_millis(1);
 
 thread_local! {
-    /// When this thread asked, and the answer.
+    /// The time of this thread's last query, and its answer.
     static ASKED: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
 }
 
-/// Returns how often this thread has lost its core to others since its last call, or 0 if that was a moment ago.
+/// Returns how often this thread lost its core to others since its last call, or 0 if that call was too
+/// recent.
 pub(crate) fn preemptions(now: Instant) -> u64 {
     match ASKED.get() {
         Some((asked, _)) if now.saturating_duration_since(asked) < BETWEEN => 0,
@@ -23,12 +26,12 @@ pub(crate) fn preemptions(now: Instant) -> u64 {
     }
 }
 
-/// Leaves out what this thread has lost so far.
+/// Ignores the losses of this thread so far.
 fn forget(now: Instant) {
     ASKED.set(Some((now, count())));
 }
 
-/// Returns how often this thread has lost its core to others.
+/// Returns how often this thread lost its core to others.
 #[cfg(target_os = "linux")]
 fn count() -> u64 {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
@@ -40,30 +43,31 @@ fn count() -> u64 {
     u64::try_from(usage.ru_nivcsw).unwrap_or(0)
 }
 
-/// Other systems do not tell, and threads are used always.
+/// Other systems do not report this, and threads are always used.
 #[cfg(not(target_os = "linux"))]
 fn count() -> u64 {
     0
 }
 
-/// The time over which preemptions are counted, and the count from which on cores are busy. A core that two threads share
-/// changes hands every three milliseconds or so; one that is free, now and then.
+/// The length of the window in which preemptions are counted, and the count from which on cores are
+/// considered busy. A core that two threads share changes hands about every three milliseconds; a free core,
+/// only now and then.
 const WINDOW: Duration = Duration::from_millis(20);
 const MANY: u64 = 3;
 
-/// The time for which a caller works alone after cores were found busy: at first, and at most. A window of trial after each
-/// costs a small part of it.
+/// The time for which a caller works alone after cores were found busy: initially, and at most. The trial
+/// window after each such time costs a small part of it.
 const ALONE: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(800)];
 
 // Decision: docs/decisions/backend-cpu.md#on-busy-cores-the-caller-works-alone
-/// The judgement of a pool whether its threads help.
+/// A pool's decision whether its threads help.
 #[derive(Debug)]
 pub(crate) struct Judgement {
-    /// The begin of the window, and the preemptions until then.
+    /// The start of the window, and the number of preemptions until then.
     since: Option<(Instant, u64)>,
-    /// The end of the time alone, while it lasts.
+    /// The end of the current time alone, if there is one.
     until: Option<Instant>,
-    /// The next time alone.
+    /// The length of the next time alone.
     alone: Duration,
 }
 
@@ -74,7 +78,8 @@ impl Default for Judgement {
 }
 
 impl Judgement {
-    /// Returns whether threads help a job that begins now. `preemptions` is the count of the pool's threads so far.
+    /// Returns true if threads help a job that begins now. `preemptions` is the total count of the pool's
+    /// threads so far.
     pub(crate) fn threads_help(&mut self, now: Instant, preemptions: u64) -> bool {
         if let Some(until) = self.until {
             if now < until {
@@ -105,7 +110,7 @@ impl Judgement {
 mod tests {
     use super::*;
 
-    /// Returns whether threads help at each time, in milliseconds, after so many preemptions in all.
+    /// Returns, for each time in milliseconds and total number of preemptions, whether threads help.
     fn judged(judgement: &mut Judgement, start: Instant, jobs: &[(u64, u64)]) -> Vec<bool> {
         let at = |&(ms, count): &(u64, u64)| judgement.threads_help(start + Duration::from_millis(ms), count);
         jobs.iter().map(at).collect()
@@ -116,7 +121,7 @@ mod tests {
         let (mut judgement, start) = (Judgement::default(), Instant::now());
         let first = [(0, 0), (10, 2), (19, 9), (20, 9), (60, 9), (119, 30)];
         assert_eq!(judged(&mut judgement, start, &first), [true, true, true, false, false, false]);
-        // A trial of a window, with what was lost in between left out; busy again, for twice as long.
+        // After a trial window, which ignores the losses in between: busy again, for twice as long.
         let second = [(121, 40), (140, 44), (141, 44), (330, 50), (342, 50)];
         assert_eq!(judged(&mut judgement, start, &second), [true, true, false, false, true]);
         // The cores are free again.
@@ -130,12 +135,12 @@ mod tests {
         let (mut judgement, start) = (Judgement::default(), Instant::now());
         let jobs: Vec<(u64, u64)> = (0..1000).map(|i| (10 * i, i / 10)).collect();
         assert!(judged(&mut judgement, start, &jobs).into_iter().all(|help| help));
-        // Few jobs with long pauses: as many preemptions as a busy window has, in a second.
+        // Few jobs with long pauses: a second has as many preemptions as a busy window.
         assert!(judged(&mut judgement, start, &[(10_000, 100), (11_000, 110)]).into_iter().all(|help| help));
     }
 
     #[test]
-    fn a_thread_counts_what_it_has_lost_since_it_asked_and_leaves_out_what_it_forgets() {
+    fn a_thread_counts_its_losses_since_its_last_query_and_may_ignore_some() {
         let (now, later) = (Instant::now(), |times: u32| Instant::now() + times * BETWEEN);
         assert_eq!(preemptions(now), 0, "the first call only remembers");
         // As if five had been lost since.

@@ -1,14 +1,14 @@
-//! Rows that go to the slots of one layer, or come from these slots.
+//! Rows on their way to the slots of one layer, or from them.
 
 use std::ops::Range;
 
 use kvcore::{KvArena, KvPlane, Result, TensorView};
 
-use crate::memory::Span;
+use crate::memory::ByteSpan;
 use crate::plane::{PlaneSpans, RowAt};
 
 /// One plane of one layer, the rows that go to the plane or come from it, and their slot mapping.
-pub(crate) struct Movement<'a> {
+pub(crate) struct LayerMovement<'a> {
     pub(crate) plane: KvPlane<'a>,
     /// The bytes of the layer in the plane.
     pub(crate) spans: PlaneSpans<'a>,
@@ -18,7 +18,7 @@ pub(crate) struct Movement<'a> {
     pub(crate) slots: &'a [i64],
 }
 
-impl<'a> Movement<'a> {
+impl<'a> LayerMovement<'a> {
     pub(crate) fn new(
         arena: &KvArena,
         plane: KvPlane<'a>,
@@ -31,8 +31,8 @@ impl<'a> Movement<'a> {
     }
 
     /// Returns the bytes of the rows.
-    pub(crate) fn span_of_rows(&self) -> Result<Span<'a>> {
-        Span::of(self.rows)
+    pub(crate) fn span_of_rows(&self) -> Result<ByteSpan<'a>> {
+        ByteSpan::of(self.rows)
     }
 
     /// Returns some of the rows, each with the place of head 0 of its slot. Padding is skipped.

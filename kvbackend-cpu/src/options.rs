@@ -1,6 +1,18 @@
 //! Settings of a CPU backend.
 
-use crate::{Execution, SimdLevel};
+use crate::simd::SimdLevel;
+
+/// The time at which enqueued work runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Execution {
+    /// In the calling thread, at the time of the call.
+    #[default]
+    Immediate,
+    /// When a read, a synchronisation or an event waits for the work.
+    ///
+    /// A program that forgets to wait does not see the results, as on a GPU. Meant for tests.
+    Deferred,
+}
 
 /// The set of kernels that a backend runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -28,14 +40,15 @@ pub struct CpuOptions {
     pub execution: Execution,
     /// The set of kernels that runs.
     pub kernels: KernelSet,
-    /// Instruction set of the fast kernels; by default the best one that the processor has.
+    /// The instruction set of the fast kernels. Default: the best one that the processor has.
     pub simd: Option<SimdLevel>,
     /// Threads of a kernel, including the caller's.
     ///
-    /// By default one thread per processor, taken from a pool that all such backends share and that ends with the last of
-    /// them. With a number, threads of its own, which end with the backend, its streams and its products.
+    /// `None` uses one thread per processor, from a pool that all such backends share and that ends with the
+    /// last of them. With a number, the backend has its own threads, which end with the backend, its streams
+    /// and its products.
     pub threads: Option<usize>,
-    /// Sizes from which on fast kernels use threads and bypass the caches.
+    /// The sizes from which on fast kernels use threads and bypass the caches.
     pub thresholds: Thresholds,
 }
 

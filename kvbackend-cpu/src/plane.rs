@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 
 use crate::NAME;
 use crate::element::{Element, dispatch, elements, elements_mut};
-use crate::memory::{Parts, Span, Window, WindowMut};
+use crate::memory::{ByteSpan, LockedParts, Window, WindowMut};
 
 /// The place of a row: one head's elements of one token.
 #[derive(Clone, Copy)]
@@ -102,8 +102,8 @@ impl RowLayout {
 /// The bytes of some layers of a plane: of their codes, and of their scales.
 #[derive(Clone)]
 pub(crate) struct PlaneSpans<'a> {
-    pub(crate) codes: Span<'a>,
-    pub(crate) scales: Option<Span<'a>>,
+    pub(crate) codes: ByteSpan<'a>,
+    pub(crate) scales: Option<ByteSpan<'a>>,
 }
 
 impl<'a> PlaneSpans<'a> {
@@ -115,7 +115,8 @@ impl<'a> PlaneSpans<'a> {
     /// Returns the bytes of some layers, at least one, of a plane of an arena.
     pub(crate) fn new(arena: &KvArena, plane: &KvPlane<'a>, layers: &Range<usize>) -> Self {
         let shape = arena.layout().shape();
-        let span = |storage, layout: RowLayout| Span::new(storage, layout.extent(shape, plane.heads, layers));
+        let span =
+            |storage, layout: RowLayout| ByteSpan::new(storage, layout.extent(shape, plane.heads, layers));
         let scales = plane.scales.map(|(storage, _)| storage).zip(RowLayout::scales(plane));
         Self {
             codes: span(plane.storage, RowLayout::codes(plane)),
@@ -124,7 +125,7 @@ impl<'a> PlaneSpans<'a> {
     }
 
     /// Returns the bytes of the codes and of the scales.
-    pub(crate) fn all(&self) -> SmallVec<[&Span<'a>; 2]> {
+    pub(crate) fn all(&self) -> SmallVec<[&ByteSpan<'a>; 2]> {
         std::iter::once(&self.codes).chain(&self.scales).collect()
     }
 }
@@ -138,7 +139,7 @@ pub(crate) struct PlaneRows<'a> {
 
 impl<'a> PlaneRows<'a> {
     /// Takes the bytes of a plane from the locked parts.
-    pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut Parts<'a>) -> Result<Self> {
+    pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut LockedParts<'a>) -> Result<Self> {
         let codes = (RowLayout::codes(plane), parts.read(&spans.codes)?);
         let scales = spans.scales.as_ref().map(|scales| parts.read(scales)).transpose()?;
         Ok(Self { format: plane.format, codes, scales: RowLayout::scales(plane).zip(scales) })
@@ -170,7 +171,7 @@ pub(crate) struct PlaneRowsMut<'a> {
 
 impl<'a> PlaneRowsMut<'a> {
     /// Takes the bytes of a plane from the parts that are locked for writing.
-    pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut Parts<'a>) -> Result<Self> {
+    pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut LockedParts<'a>) -> Result<Self> {
         let codes = (RowLayout::codes(plane), parts.write(&spans.codes)?);
         let scales = spans.scales.as_ref().map(|scales| parts.write(scales)).transpose()?;
         Ok(Self { format: plane.format, codes, scales: RowLayout::scales(plane).zip(scales) })

@@ -11,7 +11,7 @@ use crate::memory::{Window, WindowMut};
 /// Code that dereferences a pointer from [`at`](Self::at) guarantees that no other thread accesses the same
 /// bytes meanwhile.
 #[derive(Clone, Copy)]
-pub(crate) struct Target<'a> {
+pub(crate) struct Destination<'a> {
     start: *mut u8,
     /// The offset of the byte at `start`.
     first: usize,
@@ -19,7 +19,7 @@ pub(crate) struct Target<'a> {
     life: PhantomData<&'a mut [u8]>,
 }
 
-/// Bytes to read. They may belong to a [`Target`], of which nobody writes this part meanwhile.
+/// Bytes to read. They may belong to a [`Destination`], if no code writes this part meanwhile.
 #[derive(Clone, Copy)]
 pub(crate) struct Origin<'a> {
     start: *const u8,
@@ -29,12 +29,12 @@ pub(crate) struct Origin<'a> {
     life: PhantomData<&'a [u8]>,
 }
 
-// SAFETY: a `Target` holds the exclusive borrow `'a` of its bytes. It touches no byte itself: code that
+// SAFETY: a `Destination` holds the exclusive borrow `'a` of its bytes. It touches no byte itself: code that
 // dereferences a pointer from `at` guarantees that no two threads access the same byte.
-unsafe impl Send for Target<'_> {}
+unsafe impl Send for Destination<'_> {}
 // SAFETY: `&Target` only gives out pointers, by `at`; code that dereferences them excludes races, as for
 // `Send`.
-unsafe impl Sync for Target<'_> {}
+unsafe impl Sync for Destination<'_> {}
 // SAFETY: an `Origin` holds a borrow `'a` of bytes that are only read. It touches no byte itself: code that
 // dereferences a pointer from `at` guarantees that no thread writes the same byte.
 unsafe impl Send for Origin<'_> {}
@@ -42,23 +42,23 @@ unsafe impl Send for Origin<'_> {}
 // `Send`.
 unsafe impl Sync for Origin<'_> {}
 
-impl<'a> Target<'a> {
+impl<'a> Destination<'a> {
     pub(crate) fn new(bytes: &'a mut [u8]) -> Self {
         Self { start: bytes.as_mut_ptr(), first: 0, len: bytes.len(), life: PhantomData }
     }
 
-    /// Takes memory that has no elements yet.
+    /// Wraps memory that has no elements yet.
     pub(crate) fn to_fill<T>(elements: &'a mut [MaybeUninit<T>]) -> Self {
         let (start, len) = (elements.as_mut_ptr().cast(), size_of_val(elements));
         Self { start, first: 0, len, life: PhantomData }
     }
 
-    /// Takes a part of a storage. Its bytes keep their offsets in the storage.
+    /// Wraps a part of a storage. Its bytes keep their offsets in the storage.
     pub(crate) fn of(WindowMut { first, values }: WindowMut<'a>) -> Self {
         Self { first, ..Self::new(values) }
     }
 
-    /// Returns the bytes as an origin, from which they are read.
+    /// Returns the bytes as an origin, for reading.
     pub(crate) fn as_origin(self) -> Origin<'a> {
         Origin { start: self.start, first: self.first, len: self.len, life: PhantomData }
     }
@@ -78,10 +78,10 @@ impl<'a> Target<'a> {
     }
 }
 
-/// Returns the place of `len` bytes at `offset` among bytes of which the first has offset `own.0`, `own.1` in all.
+/// Returns the place of `len` bytes at `offset` within `own.1` bytes that begin at offset `own.0`.
 ///
 /// # Panics
-/// If they do not lie inside.
+/// If the range does not lie inside.
 #[inline]
 fn place(own: (usize, usize), offset: usize, len: usize) -> usize {
     let at = offset.wrapping_sub(own.0);
@@ -94,7 +94,7 @@ impl<'a> Origin<'a> {
         Self { start: bytes.as_ptr(), first: 0, len: bytes.len(), life: PhantomData }
     }
 
-    /// Takes a part of a storage. Its bytes keep their offsets in the storage.
+    /// Wraps a part of a storage. Its bytes keep their offsets in the storage.
     pub(crate) fn of(part: Window<'a>) -> Self {
         Self { first: part.first, ..Self::new(part.values) }
     }

@@ -12,7 +12,7 @@ use kvcore::{
 use parking_lot::Mutex;
 
 use crate::kernels::{KernelTable, QueuedWork};
-use crate::memory::{Access, Span, cpu};
+use crate::memory::{Access, ByteSpan, cpu};
 use crate::{Execution, NAME, writes};
 
 /// A stream of the CPU backend.
@@ -21,21 +21,20 @@ pub struct CpuStream {
     execution: Execution,
     counters: Arc<Counters>,
     kernels: KernelTable,
-    queue: Arc<Queue>,
+    queue: Arc<WorkQueue>,
 }
 
-/// Enqueued work, in order. `done` counts finished items, so that an event is done if `done` is at least its
-/// number.
+/// Enqueued work, in order. `done` counts finished items: an event is done if `done` is at least its number.
 #[derive(Default)]
-struct Queue {
+struct WorkQueue {
     items: Mutex<VecDeque<QueuedWork>>,
     enqueued: AtomicU64,
     done: AtomicU64,
-    /// Locked while an item runs, so that two waiting threads never run items side by side.
+    /// Locked while an item runs, which keeps two waiting threads from running items at the same time.
     running: Mutex<()>,
 }
 
-impl Queue {
+impl WorkQueue {
     /// Runs items until `until` items have run, and stops at the first error.
     fn run(&self, until: u64) -> Result<()> {
         while self.done.load(Ordering::Acquire) < until {
@@ -56,7 +55,7 @@ impl Queue {
 pub struct CpuEvent {
     stream: u64,
     at: u64,
-    queue: Weak<Queue>,
+    queue: Weak<WorkQueue>,
 }
 
 impl fmt::Debug for CpuStream {
@@ -164,7 +163,7 @@ impl Stream for CpuStream {
         Counters::add(&self.counters.host_write_bytes, src.len());
         let storage = Arc::clone(dst.storage());
         let copy = move |src: &[u8]| {
-            let span = Span::new(&storage, range.clone());
+            let span = ByteSpan::new(&storage, range.clone());
             Access::new(&[], &[&span])?.parts().write(&span)?.values.copy_from_slice(src);
             Ok(())
         };
@@ -182,7 +181,7 @@ impl Stream for CpuStream {
         cpu(src.storage())?;
         self.synchronize()?;
         Counters::add(&self.counters.host_read_bytes, dst.len());
-        let span = Span::new(src.storage(), range);
+        let span = ByteSpan::new(src.storage(), range);
         dst.copy_from_slice(Access::new(&[&span], &[])?.read(&span)?.values);
         Ok(())
     }

@@ -1,9 +1,9 @@
-//! A few threads that wait for work, so that a kernel can be cut into parts.
+//! A pool of threads that wait for parts of kernels.
 //!
-//! Kernels are short: a decode step runs some ten of them per millisecond. Therefore threads look for a while before
-//! they sleep, the caller works too, a call allocates nothing, and a caller that finds the threads busy with another stream's work does its own
-//! work alone. So does a caller on a machine whose cores are busy with other work, where a thread that lost its core in the
-//! middle of a part keeps all others waiting.
+//! Kernels are short: a decode step runs about ten of them per millisecond. Therefore threads poll for a
+//! while before they sleep, the caller works, too, and a call allocates nothing. A caller works alone if the
+//! threads are busy with another stream's work, or if the cores are busy with other programs: there, a thread
+//! that loses its core in the middle of a part would keep all others waiting.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -16,9 +16,10 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::load::{Judgement, preemptions};
 
-/// Threads that share the parts of one job at a time. They start with the first job for several, and end with the pool.
+/// Threads that share the parts of one job at a time. They start with the first job for several, and end with
+/// the pool.
 pub(crate) struct Workers {
-    shared: Arc<Shared>,
+    shared: Arc<SharedQueue>,
     /// Threads that the pool has, including the caller.
     count: usize,
     threads: OnceLock<Vec<JoinHandle<()>>>,
@@ -33,13 +34,14 @@ impl std::fmt::Debug for Workers {
 }
 
 #[derive(Default)]
-struct Shared {
+struct SharedQueue {
     state: Mutex<JobState>,
     wake: Condvar,
     done: Condvar,
     /// Number of the next part that no thread has taken.
     next: AtomicUsize,
-    /// The count of jobs and the number of threads inside one, as `state` has them, for threads that look without a lock.
+    /// Copies of the job count and the number of threads inside the job from `state`, for threads that poll
+    /// without the lock.
     posted: AtomicU64,
     inside: AtomicUsize,
     /// The number of times that threads lost their core to others while they served jobs.
@@ -47,11 +49,11 @@ struct Shared {
 }
 
 // Decision: docs/decisions/backend-cpu.md#threads-look-for-a-while-before-they-sleep
-/// Looks at a value before a thread sleeps: about thirty microseconds. Steps of a model follow one another faster than a thread
-/// that sleeps is woken.
+/// How often a thread polls a value before it sleeps (about 30 µs). A model's next step usually arrives
+/// sooner than a sleeping thread can be woken.
 const LOOKS: usize = 1000;
 
-/// Looks until `ready` is true, or for a while. Returns whether it was.
+/// Polls until `ready` is true, but only for a while. Returns whether it became true.
 fn look(ready: impl Fn() -> bool) -> bool {
     (0..LOOKS).any(|_| {
         std::hint::spin_loop();
@@ -62,7 +64,7 @@ fn look(ready: impl Fn() -> bool) -> bool {
 #[derive(Default)]
 struct JobState {
     job: Option<Job>,
-    /// Count of jobs, so that a thread takes part in each job once.
+    /// The number of jobs so far, which lets a thread take part in each job once.
     number: u64,
     /// Number of threads inside the job.
     inside: usize,
@@ -81,7 +83,7 @@ struct Job {
 // inside.
 unsafe impl Send for Job {}
 
-impl Shared {
+impl SharedQueue {
     /// Takes parts and calls `work` with each, until none is left.
     fn take_parts(&self, work: &(dyn Fn(usize) + Sync), parts: usize) {
         loop {
@@ -129,7 +131,7 @@ impl Shared {
                     looked = false;
                 }
                 _ => {
-                    // A job that ended without this thread is none to wait for.
+                    // A job that ended without this thread needs no wait.
                     seen = state.number;
                     drop(state);
                     looked = !look(|| self.posted.load(Ordering::Relaxed) != seen);
@@ -141,7 +143,7 @@ impl Shared {
 }
 
 impl Workers {
-    /// Creates a pool of `count` threads, at least one, of which one is the caller.
+    /// Creates a pool of `count` threads, including the caller.
     pub(crate) fn new(count: usize) -> Self {
         let (shared, busy) = (Arc::default(), Mutex::default());
         Self { shared, count: count.max(1), threads: OnceLock::new(), busy }
@@ -165,7 +167,7 @@ impl Workers {
         })
     }
 
-    /// Starts the threads beside the caller; fewer if the system refuses one.
+    /// Starts the threads besides the caller; fewer if the system refuses one.
     fn start(&self) -> Vec<JoinHandle<()>> {
         let start = |i| {
             let shared = Arc::clone(&self.shared);
@@ -202,7 +204,7 @@ impl Workers {
         self.threads.get_or_init(|| self.start());
         shared.next.store(0, Ordering::Relaxed);
         // SAFETY: the transmute changes only the lifetime of `work`. Threads call the job only while `inside`
-        // counts them; below, the job is removed and `inside` reaches 0 before this call returns, so that
+        // counts them; below, the job is removed and `inside` reaches 0 before this call returns, so
         // `work` outlives every use.
         let erased: &'static (dyn Fn(usize) + Sync) = unsafe { std::mem::transmute(work) };
         {
@@ -301,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_pool_ends_with_the_last_who_shares_it() {
+    fn a_shared_pool_ends_with_its_last_user() {
         let place = Mutex::new(Weak::new());
         let (a, b) = (Workers::shared(&place, || 2), Workers::shared(&place, || 5));
         assert!(Arc::ptr_eq(&a, &b));

@@ -1,4 +1,4 @@
-//! A decode step at the cache allocates nothing, as counted by the allocator over all threads.
+//! A decode step allocates nothing in the cache, as counted by the allocator over all threads.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -125,9 +125,9 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
     (0..steps).map(count).collect()
 }
 
-/// A single test, so that no other thread allocates meanwhile.
+/// This is the only test of the program, so no other thread allocates meanwhile.
 #[test]
-fn a_step_of_decoding_allocates_nothing_but_what_a_new_block_takes() {
+fn a_decode_step_allocates_only_for_a_new_block() {
     for format in ["f32", "bf16", "int8:32", "fp8-e4m3"] {
         for threads in [1, 2] {
             let counts = steps(format.parse().unwrap(), threads, 2 * BLOCK);

@@ -45,7 +45,8 @@ fn on_all<T: Send>(ranks: &[Rank], call: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Checks that a call fails on all ranks with one error that `expected` accepts, and that the group stays failed.
+/// Checks that a call fails on all ranks with one error that `expected` accepts, and that the group stays
+/// failed.
 fn fails(ranks: &[Rank], call: impl Fn(&Rank) -> Result<()> + Sync, expected: impl Fn(&Error) -> bool) {
     let errors: Vec<Error> = on_all(ranks, call).into_iter().map(Result::unwrap_err).collect();
     assert!(errors.iter().all(|error| *error == errors[0] && expected(error)), "{errors:?}");

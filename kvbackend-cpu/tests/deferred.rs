@@ -13,7 +13,7 @@ fn value(stream: &dyn Stream, view: &kvcore::TensorView) -> f32 {
 }
 
 #[test]
-fn a_forgotten_event_reads_what_was_there_before() {
+fn a_forgotten_event_reads_the_old_contents() {
     let backend = CpuBackend::with_execution(Execution::Deferred);
     let (writer, reader) = (backend.stream().unwrap(), backend.stream().unwrap());
     let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[1]).unwrap();

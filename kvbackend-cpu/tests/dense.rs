@@ -1,5 +1,5 @@
-//! Products with matrices of every stored type against plain sums in f64: on every instruction set that the processor has, on
-//! one thread and on several.
+//! Products with matrices of every stored type against plain sums in f64: on every instruction set that the
+//! processor has, on one thread and on several.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use kvbackend_cpu::dense::{Matrix, Products, StoredType};
@@ -78,7 +78,7 @@ fn check(dtype: StoredType, rows: usize, out: usize, input: usize, seed: u64) {
     let matrix = Matrix::new(dtype, out, input, &bytes).unwrap();
     let mut known: Vec<(String, Vec<f32>)> = Vec::new();
     for (name, products) in ways() {
-        // What lies there before does not count.
+        // Earlier contents do not matter.
         let mut y = vec![f32::NAN; rows * out];
         products.multiply(&x, &matrix, &mut y).unwrap();
         for (i, (y, (sum, size))) in y.iter().zip(&expected).enumerate() {
@@ -119,7 +119,7 @@ fn rows_longer_than_a_step_are_summed_in_parts() {
     }
 }
 
-/// Norms, gates and sums on every way, over so many elements that several threads have parts, and over a few.
+/// Norms, gates and sums in every way to compute, over enough elements for several threads, and over a few.
 #[rstest]
 fn steps_between_products_are_those_of_plain_sums(
     #[values(1, 3, 200)] rows: usize,
@@ -247,8 +247,8 @@ fn extents_that_do_not_fit_are_errors() {
     assert_eq!(y, [0.0; 4], "sums of nothing");
 }
 
-/// Checks products of f32 or bf16 against plain sums: as near as sums in f32 come, but for what denormals add, and not finite
-/// where the sums are not. Threads change no bit.
+/// Checks products of f32 or bf16 against plain sums: as close as sums in f32, except for denormals, and not
+/// finite where the sums are not. Threads change no bit.
 fn check_numbers(x: &[f32], w: &[f32], input: usize, dtype: StoredType) {
     let (rows, out) = (x.len() / input, w.len() / input);
     let bytes: Vec<u8> = match dtype {
@@ -326,7 +326,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_not_finite_stays_where_it_belongs(
+    fn numbers_that_are_not_finite_stay_in_their_place(
         dtype in prop::sample::select(vec![StoredType::F32, StoredType::BF16]),
         rows in 1usize..60,
         out in 1usize..70,

@@ -1,4 +1,4 @@
-//! Caches that another engine laid out: every layout, instruction set and number of threads against the plain loops.
+//! Caches of other engines: every layout, instruction set and number of threads against the plain loops.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -21,7 +21,7 @@ const OWN_BLOCKS: usize = 9;
 /// A layout of keys and values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Layout {
-    /// `[blocks, heads, block, 2 × dim]`: keys transposed, values behind them.
+    /// `[blocks, heads, block, 2 × dim]`: keys transposed, values after them.
     Columns,
     /// Blocks and heads as above, keys and values in the tiles of a matrix unit.
     Tiles,
@@ -216,7 +216,7 @@ proptest! {
 }
 
 #[test]
-fn what_was_loaded_unmoved_comes_back_bit_for_bit() {
+fn rows_loaded_without_a_move_come_back_bit_for_bit() {
     for (layout, dtype) in
         [(Layout::Columns, DType::F32), (Layout::Columns, DType::BF16), (Layout::Tiles, DType::BF16)]
     {

@@ -1,5 +1,5 @@
-//! Operations lock what they touch and nothing else. A host view holds one layer while operations of others run on the same
-//! thread: one that waited for it would never return.
+//! Operations lock what they touch and nothing else. A host view holds one layer while operations of others
+//! run on the same thread: one that waited for it would never return.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -115,7 +115,7 @@ fn an_operation_of_the_same_layer_waits_for_the_view() {
     let mut held = HostViewMut::<u8>::of(&middle[0]).unwrap();
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| all_of_a_layer(backend.stream().unwrap().as_ref(), &arena, 1));
-        // Whatever the view writes lies in the past of the operations that wait for it.
+        // All writes of the view come before the operations that wait for it.
         held.fill(0xff);
         drop(held);
         worker.join().unwrap();

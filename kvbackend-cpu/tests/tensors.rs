@@ -34,7 +34,7 @@ impl Memory {
 }
 
 #[test]
-fn contiguous_copies_only_what_is_not_contiguous_yet() {
+fn contiguous_copies_only_views_that_are_not() {
     let m = Memory::new(Execution::Immediate);
     let view = m.bytes(MemoryKind::Pinned, &[3, 4]);
     let before = m.backend.counters();

@@ -27,12 +27,12 @@ impl Lent {
         Self { start: NonNull::from(words.as_mut_slice()).cast(), owner: Arc::new(Mutex::new(words)) }
     }
 
-    /// Returns a window that begins at byte `start`. While two windows that overlap live, tests run no operation
-    /// on them.
+    /// Returns a window that begins at byte `start`. While two windows that overlap live, tests run no
+    /// operation on them.
     fn window(&self, start: usize, bytes: usize) -> Arc<dyn Storage> {
         assert!(start + bytes <= 8 * PLANE);
-        // SAFETY: `start + bytes` is inside the vector, which lives in the owner, does not move, and is locked
-        // by nobody. While two windows that overlap live, every operation on them is refused.
+        // SAFETY: `start + bytes` is inside the vector, which lives in the owner, does not move, and is
+        // locked by nobody. While two windows that overlap live, every operation on them is refused.
         let storage = unsafe {
             CpuStorage::from_raw(self.start.add(start), bytes, MemoryKind::Device, self.owner.clone())
         };

@@ -44,7 +44,7 @@ fn main() -> kvchunk::Result<()> {
         for length in [longest() / 4, longest() / 2, longest()] {
             let tokens: Vec<u32> = (0..length as u32).map(|i| i.wrapping_mul(2_654_435_761) >> 15).collect();
             let chain = time(|| drop(black_box(root.chain(black_box(&tokens), BLOCK_SIZE))));
-            // A thousand other chunks stand beside the one that is looked up.
+            // The cache also holds a thousand other chunks.
             let config = ChunkCacheConfig {
                 hash_algorithm: algorithm,
                 max_chunks: 2000,

@@ -9,13 +9,17 @@ use crate::replica::ReplicaId;
 #[non_exhaustive]
 pub enum Error {
     /// A part of a chunked prompt is empty, or the prompt has no chunk.
-    #[error("{part} is empty; a chunked prompt is system, chunks and question, none of them empty")]
+    #[error(
+        "{part} is empty; a chunked prompt needs a system prompt, chunks and a question, none of them empty"
+    )]
     EmptyPart {
         /// The part, such as `"system prompt"`, `"chunk 2"` or `"question"`.
         part: String,
     },
     /// The separator is empty and would split the text everywhere.
-    #[error("the separator is empty and would split everywhere; give it at least one character, such as ##")]
+    #[error(
+        "the separator is empty and would split the text everywhere; give it at least one character, such as ##"
+    )]
     EmptySeparator,
     /// The prompt needs a position that the model does not have.
     #[error("the prompt needs position {largest}, the model has {limit} (0..{limit}); shorten it")]
@@ -41,7 +45,7 @@ pub enum Error {
     },
     /// An assembly was committed before all its pieces were there.
     #[error(
-        "the prompt is not ready, other requests compute {pieces} pieces of it: advance it, or drop it after an error"
+        "the prompt is not ready, because other requests compute {pieces} of its pieces; advance it, or drop it after an error"
     )]
     NotReady {
         /// The number of pieces that other requests are still computing.
@@ -62,18 +66,18 @@ pub enum Error {
     },
     /// The text names no recompute strategy.
     #[error(
-        "{0:?} is no recompute strategy: none, link:K, blend:R[@LAYER][:keys|values|both], \
-         question:R[@LAYER], joint:R[@LAYER][:keys|values|both], random:R[@SEED], full; \
+        "{0:?} is not a recompute strategy; take none, link:K, blend:R[@LAYER][:keys|values|both], \
+         question:R[@LAYER], joint:R[@LAYER][:keys|values|both], random:R[@SEED] or full; \
          R is a share of the tokens, from 0 to 1"
     )]
     UnknownStrategy(String),
     /// The text names no compute mode.
-    #[error("{0:?} is no compute mode: with-system, alone, sink:TOKENS with at least one")]
+    #[error("{0:?} is not a compute mode; take with-system, alone or sink:TOKENS with at least one token")]
     UnknownMode(String),
     /// The text names no form of sleep.
     #[error(
-        "{0:?} is no form of sleep: plain, compressed, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] and \
-         fp8-e5m2[:head] are"
+        "{0:?} is not a form of sleep; take plain, compressed, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] or \
+         fp8-e5m2[:head]"
     )]
     UnknownSleepForm(String),
     /// A share is not above 0 and below 1.
@@ -85,7 +89,7 @@ pub enum Error {
         value: f64,
     },
     /// An arena is too small, or too large, to be split into a main pool and a chunk pool.
-    #[error("{blocks} blocks cannot be cut into a main pool and a chunk pool: 2 to 2^32 - 1 are needed")]
+    #[error("{blocks} blocks cannot be split into a main pool and a chunk pool: 2 to 2^32 - 1 are needed")]
     NoRoomForTwoPools {
         /// The number of blocks of the arena.
         blocks: usize,
@@ -94,12 +98,12 @@ pub enum Error {
     #[error("tenant {0:?} is unknown; add it first")]
     UnknownTenant(String),
     /// A tenant with this tag exists already.
-    #[error("tenant {0:?} is there already; ask for it by its tag, or add another tag")]
+    #[error("tenant {0:?} exists already; look it up by its tag, or choose another tag")]
     TenantExists(String),
     /// Two tenants would have the same salt. The default tenant's salt is empty, so an empty salt is refused,
     /// too.
     #[error(
-        "tenant {tag:?} has the salt of tenant {other:?}, so that they would share chunks; give it its own"
+        "tenant {tag:?} has the salt of tenant {other:?}, and the two would share chunks; give it another salt"
     )]
     SharedSalt {
         /// The tag of the refused tenant.
@@ -111,49 +115,52 @@ pub enum Error {
     #[error("this chunk cache has no place to sleep; build it with one")]
     NoSleep,
     /// The tokens of a run do not have consecutive positions, so one segment cannot describe the run.
-    #[error("token {index} of the run has position {position}; one segment cannot say so")]
+    #[error("token {index} of the run has position {position}; one segment cannot describe this")]
     NotInARow {
         /// The index of the first token whose position is not its index.
         index: i64,
         /// The position of that token.
         position: i64,
     },
-    /// Another rank cannot compute the prompt, for instance for lack of room.
+    /// Another rank cannot compute the prompt, for instance because it has no room.
     #[error("another rank cannot compute this prompt; its own error says why")]
     RankFailed,
     /// A replica no longer has a chunk.
-    #[error("{replica} has the chunk no more; ask another one, or compute it")]
+    #[error("{replica} no longer has the chunk; ask another replica, or compute it")]
     ReplicaLacks {
         /// The replica.
         replica: ReplicaId,
     },
     /// A replica cannot be reached, or does not answer.
-    #[error("{replica} gave nothing: {reason}; ask another one, or compute the chunk")]
+    #[error("{replica} did not give the chunk: {reason}; ask another replica, or compute it")]
     ReplicaFailed {
         /// The replica.
         replica: ReplicaId,
         /// The reason that the transport gave.
         reason: String,
     },
-    /// A parcel from another replica is not the requested piece, or has another layout than the blocks here.
+    /// A parcel from another replica is not the requested piece, or its layout differs from that of the local
+    /// blocks.
     #[error(
-        "what a replica sent has another {what} than this one needs; run replicas of one model and setup"
+        "the {what} of a replica's parcel differs from that of this replica; run replicas of one model and setup"
     )]
     ReplicaDiffers {
         /// The name of the property that differs.
         what: &'static str,
     },
     /// The hash does not resist collisions, so replicas cannot share chunks under it.
-    #[error("replicas share no chunks under a hash that does not resist collisions; take blake3 or sha256")]
+    #[error(
+        "replicas cannot share chunks under a hash that does not resist collisions; take blake3 or sha256"
+    )]
     WeakHash,
-    /// The pool has no room for a chunk, even after every piece that nobody holds was evicted.
+    /// The pool has no room for a chunk, even after every piece without holders was evicted.
     #[error("no room for a chunk of {blocks} blocks; give chunks more memory, or let requests end")]
     NoRoomForChunk {
         /// The number of blocks that the chunk needs.
         blocks: usize,
     },
     /// Another request has been computing or moving the chunk for too long.
-    #[error("another request has computed or moved the chunk for {limit:?}; ask again, or compute it")]
+    #[error("another request has been computing or moving the chunk for {limit:?}; ask again, or compute it")]
     StillBusy {
         /// The longest time to wait.
         limit: Duration,
@@ -172,12 +179,10 @@ pub enum Error {
         limit: usize,
     },
     /// Saved or received contents of a chunk fail their check: a checksum or a digest.
-    #[error(
-        "the contents of a chunk are damaged: {0}; compute it anew, which the next request for it does by itself"
-    )]
+    #[error("the contents of a chunk are damaged: {0}; the next request for the chunk recomputes it")]
     Damaged(String),
     /// A [`SleepStore`](crate::SleepStore) panicked while it saved or restored a chunk.
-    #[error("the store panicked: a chunk to save stays awake, and a chunk to wake is computed anew")]
+    #[error("the store panicked: a chunk to save stays awake, and a chunk to wake is recomputed")]
     StorePanicked,
     /// The chunk pool is in use and cannot be put to sleep.
     #[error(

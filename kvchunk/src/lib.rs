@@ -14,7 +14,7 @@
 //!  Segment(0)  Segment(offset)  …   SequenceInput ──► one forward pass ──► Assembly::commit
 //! ```
 //!
-//! [`ReuseCell::exactness`] says when reuse equals a computation from scratch under the same mask.
+//! [`ReuseCell::exactness`] tells when reuse equals a computation from scratch under the same mask.
 //!
 //! A *chunk cache* finds a document anywhere in a prompt. A *prefix cache* finds only the start of a prompt.
 //!
@@ -26,6 +26,24 @@
 //! assert_eq!(plan.question_position, 3 + 8); // after the longest chunk
 //! # Ok::<(), kvchunk::Error>(())
 //! ```
+//!
+//! # Modules
+//!
+//! - `prompt`: the parts of a prompt, and the split of a text
+//! - `prefix`: a system prompt, cached to the token
+//! - `config`: settings, compute modes, position strategies and their exactness
+//! - `hash`: the identity of a piece's bytes
+//! - `position`: planned positions, placed pieces and merged runs
+//! - `pool`: the blocks that hold chunks
+//! - `cache`: lookup, acquisition, single flight, tenants, eviction and metrics
+//! - `sleep`: pieces, or the whole pool, in a lower memory
+//! - `assembly`: a prompt as segments and inputs; copy-on-write, scratch blocks and rotated copies
+//! - `recompute`: strategies that choose the tokens to recompute
+//! - `scaling`: the temperature and the scale of the question's attention to chunks
+//! - `ranks`: one lookup for all ranks of a model
+//! - `replica`: chunks shared between caches of one model
+//! - [`metrics`]: latencies, goals and the text for Prometheus
+//! - `error`: the error type
 //!
 //! # Glossary
 //!
@@ -39,16 +57,16 @@
 //!   logical start, offset. Several segments may read the blocks of one piece.
 //! - **placed piece** ([`PlacedPiece`]): a hold on a piece together with the position at which a prompt uses
 //!   the piece. A segment is made from it.
-//! - **run** ([`MergedRun`]): all parts of a prompt, token after token, as slots and positions; also called the
-//!   merged KV. A run is for kernels that do not read segments.
+//! - **run** ([`MergedRun`]): all parts of a prompt, token after token, as slots and positions; also called
+//!   the merged KV. A run is for kernels that do not read segments.
 //! - **place** ([`ChunkPlace`]): the planned logical index and positions of one chunk, stored and used.
 //! - **span** ([`ChunkSpan`]): one chunk of an assembled prompt, as recompute strategies see it. A place is
 //!   planned; a span also tells if the KV already equals that of full attention.
 //! - **cell** ([`ReuseCell`]): compute mode × position strategy. The cell decides how exact reuse is.
 //! - **reservation** ([`ChunkReservation`]): writable blocks for a missing piece, owned by the request that
 //!   computes it.
-//! - **flight** ([`ChunkWaiter`]): work on a piece that is under way: computing, falling asleep, waking. The
-//!   worker owns the blocks; other requests wait for the flight.
+//! - **flight** ([`ChunkWaiter`]): work on a piece that is in progress: computing, falling asleep, waking.
+//!   The worker owns the blocks; other requests wait for the flight.
 //! - **hold** ([`PieceHold`]): read-only use of a stored piece. A reservation may be written; a hold keeps
 //!   blocks from being written or evicted.
 //! - **parcel** ([`ChunkParcel`]): the bytes of a piece on their way to another replica. A sleeping piece

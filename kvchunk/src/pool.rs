@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 
 /// The block pool for chunks.
 ///
-/// The chunk pool shares the arena and the block ids with the main pool, so that one `attend` reads both. The
+/// The chunk pool shares the arena and the block ids with the main pool, so one `attend` can read both. The
 /// two pools never exchange blocks. A piece that finds no room in the chunk pool is computed into blocks of
 /// the *main* pool, for its request alone and until the request ends.
 ///

@@ -7,7 +7,7 @@ use kvcore::{BlockKey, BlockTable, KvPool, Segment, WriteSlots};
 use crate::error::Result;
 
 // Decision: docs/decisions/chunks.md#the-system-prompt-is-kept-to-the-token
-/// A prefix at the start of a prompt. One part is cached, and the rest is to be computed.
+/// A prefix at the start of a prompt: one part is cached, the rest is to be computed.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -35,7 +35,7 @@ use crate::error::Result;
 /// ```
 ///
 /// # Drop behaviour
-/// Blocks that were to be filled become free. Cached blocks stay cached.
+/// The blocks to fill become free. Cached blocks stay cached.
 #[derive(Debug)]
 #[must_use = "dropping it forgets the prefix"]
 pub struct PrefixFill {
@@ -82,7 +82,8 @@ impl PrefixFill {
         self.cached
     }
 
-    /// Returns the key of the whole prefix: the last of its blocks'. A prefix without a root has none.
+    /// Returns the key of the whole prefix, which is that of its last block. A prefix without a root has
+    /// none.
     pub fn key(&self) -> Option<BlockKey> {
         self.keys.last().copied()
     }
@@ -118,7 +119,7 @@ impl PrefixFill {
         Segment::new(Arc::clone(self.table.ids()), self.table.len(), 0, 0)
     }
 
-    /// Declares that all slots have been written. From this call on, the blocks can be found by their keys.
+    /// Declares that all slots have been written. From now on, the blocks can be found by their keys.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::TooLarge`] if there are more keys than blocks, which
@@ -141,7 +142,7 @@ impl SealedPrefix {
         self.0.len()
     }
 
-    /// Returns whether no token is held.
+    /// Returns true if no token is held.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

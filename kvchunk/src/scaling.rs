@@ -10,11 +10,11 @@ use crate::error::{Error, Result};
 /// The temperature and scale of the question's attention to chunks, after APE (Yang et al., *APE: Faster and
 /// Longer Context-Augmented Generation via Adaptive Parallel Encoding*, 2025).
 ///
-/// Chunks that were computed apart take more of the question's attention than chunks that were computed one
-/// after the other, because each has first tokens of its own. A temperature below 1 sharpens the logits of
+/// Chunks that were computed separately take more of the question's attention than chunks that were computed
+/// one after another, because each has first tokens of its own. A temperature below 1 sharpens the logits of
 /// the chunks. The scale multiplies the log-sum-exp of all chunks together, before it is merged with the
-/// rest. Neither costs anything here, since segments are merged by log-sum-exp anyway. The system prompt and
-/// the question's own tokens are left as they are (APE's shared prefix and query).
+/// rest. Neither costs anything, because segments are merged by log-sum-exp anyway. The system prompt and the
+/// question's own tokens are left as they are (APE's shared prefix and query).
 ///
 /// ```
 /// use kvchunk::ContextScaling;
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_temperature_divides_what_a_segment_has_already() {
+    fn a_temperature_divides_the_scaling_that_a_segment_has() {
         let mut own = segments();
         Arc::make_mut(&mut own)[2].logit_scale = 3.0;
         let scaled = ContextScaling { temperature: 0.5, scale: 1.0 }.apply(&own);

@@ -1,4 +1,4 @@
-//! Prefixes cached to the token: what is found, what is left to compute, and what a smaller share takes.
+//! Prefixes cached to the token: the part that is found, the rest to compute, and a smaller share.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -29,7 +29,7 @@ fn cache(blocks: usize) -> PagedKvCache {
 }
 
 #[test]
-fn of_a_cached_prefix_less_may_be_taken_and_what_was_known_stays() {
+fn less_of_a_cached_prefix_may_be_taken_and_known_blocks_stay() {
     let mut cache = cache(8);
     let root = KeyScope::new("m", b"").root();
     let tokens: Vec<u32> = (0..10).collect();

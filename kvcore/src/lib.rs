@@ -12,8 +12,14 @@
 //!   base     BlockId, SlotMapping, KvShape, KvLayout, Rope, DType, Error
 //! ```
 //!
-//! Block ids, layouts and RoPE lie in [`base`], the contract of a backend in [`device`], and what decides
-//! which block holds which token in [`paging`]. All names are exported here too.
+//! - [`base`]: plain values: element types, block ids, layouts, quantised formats, rotary embeddings, ranks,
+//!   errors
+//! - [`device`]: the contract of a backend: memory, streams, operations, tensor views, arenas, write permits,
+//!   graphs, collectives
+//! - [`paging`]: the structures of an engine: keys, block pool, block tables, caches, prefixes, sleep,
+//!   batches
+//!
+//! All names are also exported here.
 //!
 //! This crate knows no device API, no async runtime and no model. A backend implements
 //! [`Backend`], [`Stream`], [`Storage`] and [`Event`]; an engine keeps sequences in a [`PagedKvCache`] (or a

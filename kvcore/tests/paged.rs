@@ -1,4 +1,4 @@
-//! Sequences of a paged cache and their prefixes, by metadata alone: no memory stands behind the arena.
+//! Sequences of a paged cache and their prefixes, by metadata alone: the arena has no memory.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -71,7 +71,7 @@ fn a_prefix_is_shared_block_by_block_and_one_token_is_left() {
 }
 
 #[test]
-fn after_a_rollback_blocks_are_registered_under_what_they_hold() {
+fn after_a_rollback_blocks_are_registered_under_their_contents() {
     let root = KeyScope::new("m", b"").root();
     let mut cache = cache(8);
     let (id, _) = fill(&mut cache, root, &[0, 1, 2, 3, 4, 5]);

@@ -108,10 +108,10 @@ fn priorities_hold_for_their_time() {
 }
 
 #[test]
-fn one_queue_takes_what_was_released_first() {
+fn one_queue_takes_the_block_released_first() {
     let pool = BlockPool::with_config(0..4, PoolConfig::default().free_order(FreeOrder::OneQueue)).unwrap();
     store(&pool, 0);
-    // blocks 1, 2 and 3 were never used and wait before block 0; an unused block goes behind block 0
+    // blocks 1, 2 and 3 were never used and wait before block 0; an unused block goes after block 0
     drop(pool.allocate(1).unwrap());
     let taken = pool.allocate(2).unwrap();
     assert_eq!(cached(&pool, 0..1), [0]);
@@ -166,7 +166,7 @@ fn hit_rate(kind: PolicyKind) -> f64 {
 }
 
 #[test]
-fn frequency_keeps_what_recency_loses_to_a_scan() {
+fn frequency_keeps_blocks_that_recency_loses_to_a_scan() {
     let [lru, tiny, s3, priority] = PolicyKind::ALL.map(hit_rate);
     println!("hit rates: LRU {lru:.2}, TinyLFU {tiny:.2}, S3-FIFO {s3:.2}, priority {priority:.2}");
     assert!(tiny > lru + 0.2 && s3 > lru + 0.2, "LRU {lru:.2}, TinyLFU {tiny:.2}, S3-FIFO {s3:.2}");

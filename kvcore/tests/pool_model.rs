@@ -219,8 +219,8 @@ impl World {
         owned.chain(self.holders().into_keys()).chain(self.pins()).collect()
     }
 
-    /// Checks the blocks that a registration returned. `held` lists what the guard at hand held before, which is
-    /// not among the guards of the model meanwhile.
+    /// Checks the blocks that a registration returned. `held` lists the blocks that the current guard held
+    /// before; meanwhile that guard is not among those of the model.
     fn registered(&mut self, held: &[u32], own: &[u32], got: &[u32], keys: &[BlockKey]) {
         for ((&own, &got), key) in own.iter().zip(got).zip(keys) {
             let known = self.find(key).filter(|&b| held.contains(&b) || !self.expired(b));
@@ -427,7 +427,7 @@ impl World {
         let missing = blocks.saturating_sub(known.len());
         let needed = blocks.max(room).saturating_sub(known.len());
         let (counts, before) = (self.pool.counts(), [self.in_use(), known.clone()].concat());
-        // Nobody runs whom the watermark could serve if no block is held.
+        // If no block is held, there is no running sequence that could need the watermark.
         let watermark = if counts.available() == counts.total { 0 } else { WATERMARK };
         let fits = (idle.is_empty() && needed == 0) || idle.len() + needed + watermark <= counts.available();
         match self.pool.admit_prefix(&keys, blocks, room) {
@@ -554,7 +554,7 @@ fn setups() -> Vec<Setup> {
 }
 
 #[test]
-fn a_pool_does_what_its_model_does() {
+fn a_pool_agrees_with_its_model() {
     const LENGTH: usize = 250;
     let setups = setups();
     let ops = std::env::var("KVCORE_MODEL_OPS").ok().and_then(|ops| ops.parse().ok());

@@ -81,7 +81,7 @@ fn work(pool: &BlockPool, seed: u64) {
 }
 
 #[test]
-fn what_threads_hold_stays_theirs_and_all_adds_up() {
+fn blocks_that_threads_hold_stay_theirs_and_all_adds_up() {
     for policy in PolicyKind::ALL {
         for shards in [1, 4] {
             let events = Arc::new(EventQueue::new(10_000_000));

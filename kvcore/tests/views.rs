@@ -1,4 +1,4 @@
-//! Tensor views: strides, slices, addresses, and what is refused.
+//! Tensor views: strides, slices, addresses, and refused arguments.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;

@@ -109,7 +109,7 @@ impl Replay {
             "admit" => {
                 let request = self.requests.get_mut(&number(&event["req"])).unwrap();
                 request.append(event, size);
-                // One token is always computed, so that there are logits.
+                // One token is always computed, to have logits.
                 let usable = request.tokens.len().saturating_sub(1) / size;
                 let keys = &request.keys[..usable.min(request.keys.len())];
                 let hit = self.pool.cached_prefix(keys);

@@ -9,12 +9,12 @@ use crate::args::BackendName;
 use crate::error::Result;
 
 /// A backend with the dense steps of a model.
-pub(crate) struct Opened {
+pub(crate) struct OpenedBackend {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) dense: Arc<dyn Dense>,
 }
 
-impl Opened {
+impl OpenedBackend {
     /// Returns a backend with dense steps on the host, on the given number of threads.
     #[cfg(any(feature = "ascend", feature = "cuda", feature = "wgpu"))]
     #[cfg_attr(
@@ -33,7 +33,7 @@ impl Opened {
 }
 
 /// Opens the backend of the given name with its usual number of threads, as [`open_with`] does.
-pub(crate) fn open(name: &BackendName) -> Result<Opened> {
+pub(crate) fn open(name: &BackendName) -> Result<OpenedBackend> {
     open_with(name, None)
 }
 
@@ -46,12 +46,12 @@ pub(crate) fn open(name: &BackendName) -> Result<Opened> {
     not(any(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")),
     allow(unused_variables, reason = "this build has no backend")
 )]
-pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Opened> {
+pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<OpenedBackend> {
     match name {
         #[cfg(feature = "cpu")]
         BackendName::Cpu => {
             let backend = cpu(threads)?;
-            Ok(Opened { dense: Arc::new(kvmodel::dense::HostDense::beside(&backend)), backend })
+            Ok(OpenedBackend { dense: Arc::new(kvmodel::dense::HostDense::beside(&backend)), backend })
         }
         #[cfg(not(feature = "cpu"))]
         BackendName::Cpu => Err(crate::error::Error::NoBackend("cpu")),
@@ -77,7 +77,7 @@ pub(crate) fn open_with(name: &BackendName, threads: Option<usize>) -> Result<Op
             };
             let backend =
                 kvbackend_wgpu::WgpuBackend::with_options(&options).map_err(kvengine::Error::from)?;
-            Opened::with_host(backend, threads)
+            OpenedBackend::with_host(backend, threads)
         }
         #[cfg(not(feature = "wgpu"))]
         BackendName::Wgpu(_) => Err(crate::error::Error::NoBackend("wgpu")),
@@ -93,7 +93,7 @@ fn cpu(threads: Option<usize>) -> Result<Arc<kvbackend_cpu::CpuBackend>> {
 
 /// Opens a CUDA device.
 #[cfg(feature = "cuda")]
-fn cuda(device: usize, threads: Option<usize>) -> Result<Opened> {
+fn cuda(device: usize, threads: Option<usize>) -> Result<OpenedBackend> {
     let options = kvbackend_cuda::CudaOptions { device, ..kvbackend_cuda::CudaOptions::default() };
     let backend = kvbackend_cuda::CudaBackend::with_options(&options).map_err(kvengine::Error::from)?;
     let dense = kvmodel::dense::CudaDense::new(&backend);
@@ -107,14 +107,14 @@ fn beside(
     backend: Arc<dyn Backend>,
     dense: kvmodel::Result<Arc<dyn Dense>>,
     threads: Option<usize>,
-) -> Result<Opened> {
+) -> Result<OpenedBackend> {
     match dense {
-        Ok(dense) => Ok(Opened { backend, dense }),
+        Ok(dense) => Ok(OpenedBackend { backend, dense }),
         Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
             eprintln!(
                 "note: norms and products run on the CPU, slowly and without graphs of decode steps, because {reason}"
             );
-            Opened::with_host(backend, threads)
+            OpenedBackend::with_host(backend, threads)
         }
         Err(other) => Err(other.into()),
     }

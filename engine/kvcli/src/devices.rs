@@ -24,7 +24,7 @@ struct ListedDevice {
 
 /// A backend without a device in this build or on this machine, with advice.
 #[derive(Serialize)]
-struct Missing {
+struct AbsentBackend {
     backend: &'static str,
     reason: String,
 }
@@ -56,14 +56,14 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
         table.add_row([device.backend.clone(), name, limits.join("\n"), features.join("\n")]);
     }
     writeln!(out, "{table}")?;
-    for Missing { backend, reason } in &missing {
+    for AbsentBackend { backend, reason } in &missing {
         writeln!(out, "\n{backend}: {reason}")?;
     }
     Ok(())
 }
 
 #[cfg(feature = "cpu")]
-fn cpu(found: &mut Vec<ListedDevice>, _: &mut Vec<Missing>) {
+fn cpu(found: &mut Vec<ListedDevice>, _: &mut Vec<AbsentBackend>) {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     found.push(ListedDevice {
         backend: "cpu".to_owned(),
@@ -76,19 +76,19 @@ fn cpu(found: &mut Vec<ListedDevice>, _: &mut Vec<Missing>) {
 }
 
 #[cfg(not(feature = "cpu"))]
-fn cpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+fn cpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
     missing.push(not_built("cpu"));
 }
 
 #[cfg(feature = "cuda")]
-fn cuda(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+fn cuda(found: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
     let devices = match kvbackend_cuda::devices() {
         Ok(devices) if !devices.is_empty() => devices,
         Ok(_) => {
             return missing
-                .push(Missing { backend: "cuda", reason: "the driver found no device".to_owned() });
+                .push(AbsentBackend { backend: "cuda", reason: "the driver found no device".to_owned() });
         }
-        Err(reason) => return missing.push(Missing { backend: "cuda", reason: reason.to_string() }),
+        Err(reason) => return missing.push(AbsentBackend { backend: "cuda", reason: reason.to_string() }),
     };
     for device in devices {
         let (major, minor) = device.compute_capability;
@@ -105,21 +105,22 @@ fn cuda(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+fn cuda(_: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
     missing.push(not_built("cuda"));
 }
 
 #[cfg(feature = "ascend")]
-fn ascend(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+fn ascend(found: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
     let listed = kvbackend_ascend::devices().and_then(|found| Ok((found, kvbackend_ascend::operators()?)));
     let (devices, operators) = match listed {
         Ok((devices, operators)) if !devices.is_empty() => (devices, operators),
         Ok(_) => {
-            return missing.push(Missing { backend: "ascend", reason: "CANN found no device".to_owned() });
+            return missing
+                .push(AbsentBackend { backend: "ascend", reason: "CANN found no device".to_owned() });
         }
-        Err(reason) => return missing.push(Missing { backend: "ascend", reason: reason.to_string() }),
+        Err(reason) => return missing.push(AbsentBackend { backend: "ascend", reason: reason.to_string() }),
     };
-    let missing = operators.iter().filter(|operator| !operator.there);
+    let missing = operators.iter().filter(|operator| !operator.present);
     let int8 = missing.clone().all(|operator| operator.serves != kvbackend_ascend::Serves::Int8Caches);
     let lacks: Vec<String> =
         missing.map(|operator| format!("{} ({})", operator.name, operator.serves)).collect();
@@ -146,15 +147,15 @@ fn ascend(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
 }
 
 #[cfg(not(feature = "ascend"))]
-fn ascend(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+fn ascend(_: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
     missing.push(not_built("ascend"));
 }
 
 #[cfg(feature = "wgpu")]
-fn wgpu(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+fn wgpu(found: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
     let adapters = kvbackend_wgpu::adapters();
     if adapters.is_empty() {
-        missing.push(Missing { backend: "wgpu", reason: kvbackend_wgpu::NO_ADAPTER.to_owned() });
+        missing.push(AbsentBackend { backend: "wgpu", reason: kvbackend_wgpu::NO_ADAPTER.to_owned() });
     }
     for (i, adapter) in adapters.into_iter().enumerate() {
         let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
@@ -174,11 +175,11 @@ fn wgpu(found: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
 }
 
 #[cfg(not(feature = "wgpu"))]
-fn wgpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<Missing>) {
+fn wgpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
     missing.push(not_built("wgpu"));
 }
 
 #[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]
-fn not_built(backend: &'static str) -> Missing {
-    Missing { backend, reason: crate::error::Error::NoBackend(backend).to_string() }
+fn not_built(backend: &'static str) -> AbsentBackend {
+    AbsentBackend { backend, reason: crate::error::Error::NoBackend(backend).to_string() }
 }

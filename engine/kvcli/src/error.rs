@@ -18,28 +18,28 @@ pub(crate) enum Error {
     #[error("cannot read the document {path}: {source}")]
     Document { path: PathBuf, source: std::io::Error },
     /// A document has no text.
-    #[error("the document {0} is empty; take it out, or give it a text")]
+    #[error("the document {0} is empty; remove it, or give it a text")]
     EmptyDocument(PathBuf),
     /// Documents are at the very start of a prompt, but must follow a text.
-    #[error("documents need a text before them: give --system TEXT, or --chat for the model's template")]
+    #[error("documents need a text before them; give --system TEXT, or --chat for the model's template")]
     NoSystem,
     /// A file of messages is malformed, or its conversation cannot be answered.
     #[error("{path}: {source}")]
-    Messages { path: PathBuf, source: kvmodel::Error },
+    Messages { path: PathBuf, source: kvengine::Error },
     /// The program was built without the backend.
     #[error("this program was built without the {0:?} backend; build it with `--features {0}`")]
     #[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]
     NoBackend(&'static str),
     /// The path of the model does not exist.
     #[error(
-        "there is no {0}; --model takes a directory with config.json, *.safetensors and tokenizer.json, or a GGUF file"
+        "{0} does not exist; --model takes a directory with config.json, *.safetensors and tokenizer.json, or a GGUF file"
     )]
     NoModel(PathBuf),
     /// The file of questions cannot be read.
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },
     /// The gate was asked to judge several strategies at once.
-    #[error("the gate judges one way to answer: give --strategy once")]
+    #[error("the gate judges one way to answer; give --strategy once")]
     SeveralStrategies,
     /// The answers cannot be written.
     #[error("cannot write the answers to {path}: {source}")]
@@ -51,7 +51,7 @@ pub(crate) enum Error {
     #[error("{path}, line {line}: {reason}; kvc eval --answers writes such files")]
     Answer { path: PathBuf, line: usize, reason: String },
     /// The files of answers are empty.
-    #[error("the files that --read names have no answers")]
+    #[error("the files of --read contain no answers")]
     NoAnswers,
     /// A trace of arrivals cannot be read.
     #[error("cannot read the trace {path}: {source}")]
@@ -66,27 +66,27 @@ pub(crate) enum Error {
     Questions { path: PathBuf, source: kvlab::Error },
     /// Full attention answers too few questions for a way to be judged.
     #[error(
-        "full attention itself answers {right:.0} % of the questions, too few to judge a way by (--floor {floor:.0}), and no file is \
-         written: ask questions that the model can answer, of fewer --texts or of a --dataset"
+        "full attention itself answers {right:.0} % of the questions, too few to judge a way by (--floor {floor:.0}); no file was \
+         written. Ask questions that the model can answer, with fewer --texts or another --dataset"
     )]
     NothingJudged { right: f64, floor: f64 },
     /// A part of a question contains the text that separates parts.
     #[error(
-        "{path}, line {line}: {field} holds the separator, so that its end could not be told from its middle: choose another one with \
+        "{path}, line {line}: {field} contains the separator, which makes its end ambiguous; choose another one with \
          --separator, or change the text"
     )]
     Separator { path: PathBuf, line: usize, field: String },
     /// There is no question of the requested kinds.
     #[error(
-        "there is no question of the kinds that --kind asks for: texts have local, comparison and reference, and world.json has \
-             local, cross-start and cross-middle"
+        "there is no question of the kinds of --kind; texts have local, comparison and reference questions, world.json has \
+         local, cross-start and cross-middle ones"
     )]
     NoKind,
     /// The gate found that reuse does not suit the model.
-    #[error("reuse is not fit for this model; what does not hold: {0}")]
+    #[error("reuse is not fit for this model; these checks failed: {0}")]
     GateClosed(String),
     /// The gate could not decide whether reuse suits the model.
-    #[error("whether reuse is fit for this model cannot be said: {0}")]
+    #[error("cannot decide whether reuse is fit for this model: {0}")]
     GateUndecided(String),
     /// A file of results, such as a plot, cannot be written.
     #[error("cannot write {path}: {reason}")]
@@ -118,11 +118,11 @@ impl Error {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")
             }
             Core(OutOfBlocks { .. } | NotEnoughMemory { .. })
-            | Chunk(kvchunk::Error::Core(OutOfBlocks { .. })) => Some(
-                "give the caches more memory: --kv-memory MIB (--help says how much they have without it)",
-            ),
+            | Chunk(kvchunk::Error::Core(OutOfBlocks { .. })) => {
+                Some("give the caches more memory: --kv-memory MIB (--help lists the default)")
+            }
             Core(Allocation { .. }) | Chunk(kvchunk::Error::Core(Allocation { .. })) => Some(
-                "the device has less free memory than that: give the caches less with --kv-memory MIB, or free some",
+                "the device has less free memory than that; give the caches less with --kv-memory MIB, or free some",
             ),
             _ => None,
         }

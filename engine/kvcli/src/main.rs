@@ -1,6 +1,13 @@
 //! `kvc`: a language model on the caches of `kvcore`.
 //!
 //! Exit codes: 0 for success, 1 for a failure, 2 for wrong usage.
+//!
+//! - [`args`]: the command line, and its help
+//! - [`run`], [`demo`], [`eval`], [`tune`], [`bench`], [`devices`]: the commands
+//! - [`asking`]: the engine and the questions of `eval` and `tune`
+//! - [`backend`], [`load`], [`embedded`]: devices and models
+//! - [`report`], [`progress`], [`plot`], [`memory`]: the output
+//! - [`error`]: failures, with advice
 
 mod args;
 mod asking;

@@ -19,7 +19,7 @@ pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
 }
 
 /// An observer that shows the prefill as a bar and then prints the answer as its text becomes certain.
-pub(crate) struct Live<'a> {
+pub(crate) struct LiveAnswer<'a> {
     text: TextStream<'a>,
     prefill: ProgressBar,
     print: bool,
@@ -28,7 +28,7 @@ pub(crate) struct Live<'a> {
     failure: Option<kvmodel::Error>,
 }
 
-impl<'a> Live<'a> {
+impl<'a> LiveAnswer<'a> {
     /// Creates an observer that ends the answer at a text of `stop`. If `print` is true, it prints text to
     /// standard output; otherwise it shows only the bar.
     pub(crate) fn new(codec: &'a TextCodec, stop: &[String], print: bool) -> Result<Self> {
@@ -42,7 +42,7 @@ impl<'a> Live<'a> {
     }
 }
 
-impl Live<'_> {
+impl LiveAnswer<'_> {
     /// Prints the text that is still held back, such as bytes that never became a character, and returns the
     /// whole text.
     pub(crate) fn finish(mut self) -> Result<String> {
@@ -57,7 +57,7 @@ impl Live<'_> {
     }
 }
 
-impl Observer for Live<'_> {
+impl Observer for LiveAnswer<'_> {
     fn layer(&mut self, done: usize, total: usize) -> ControlFlow<()> {
         self.prefill.set_length(total as u64);
         self.prefill.set_position(done as u64);

@@ -6,8 +6,10 @@ use std::time::Duration;
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
 use kvchunk::{ChunkReport, ReuseCell, SleepForm, SleepUsage};
 use kvcore::{GraphCounts, PoolCounts};
-use kvengine::{CacheReport, Engine, FinishReason, Generation, Sampler, Sampling, TokenLogprobs};
-use kvmodel::{ProfileReport, PromptTokens};
+use kvengine::{
+    CacheReport, Engine, FinishReason, Generation, PromptTokens, Sampler, Sampling, TokenLogprobs,
+};
+use kvmodel::ProfileReport;
 use serde::Serialize;
 
 use crate::memory::MemoryJson;

@@ -155,7 +155,7 @@ fn show(out: &mut impl Write, tuning: &Tuning, args: &TuneArgs) -> Result<()> {
         let verdict = match row.verdict {
             Some(Verdict::Holds) => "bounded",
             Some(Verdict::Fails) => "loses more",
-            Some(Verdict::CannotSay) => "cannot be said",
+            Some(Verdict::CannotSay) => "undecided",
             None => "",
         };
         rows.add_row([

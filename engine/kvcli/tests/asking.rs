@@ -1,5 +1,5 @@
-//! Questions to `kvc run`, and the choice and the end of its answers: prompts in each form, conversations, documents, sampling,
-//! stop strings, threads.
+//! Prompts and answers of `kvc run`: prompts in each form, conversations, documents, sampling, stop strings,
+//! threads.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -30,7 +30,8 @@ fn json(args: &[&str]) -> Value {
     serde_json::from_str(&run(&[&["--json"], args].concat()).0).expect("exactly one JSON object")
 }
 
-/// Checks that `kvc run` fails with `code`, prints `expected` on standard error, and nothing on standard output.
+/// Checks that `kvc run` fails with `code`, prints `expected` on standard error, and nothing on standard
+/// output.
 fn fails(args: &[&str], code: i32, expected: &str) {
     let output = kvc(&[&["run"], args].concat());
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -90,7 +91,7 @@ fn a_text_with_separators_is_ordinary_until_they_are_asked_for() {
     assert_eq!(plain["chunks"], Value::Array(vec![]), "standard output stays one object beside the note");
     let cut = json(&["-p", &parts, "--separator", "##"]);
     assert_eq!((cut["chunks"].as_array().unwrap().len(), &cut["text"]), (2, &Value::from(" red")));
-    // No note where nothing was lost, or the form is explicit.
+    // There is no note if nothing was lost, or if the form is explicit.
     for quiet in [&["-p", "one ## only"][..], &["-p", markdown, "--system", "a"]] {
         assert!(!run(quiet).1.contains("note:"), "{quiet:?}");
     }
@@ -119,7 +120,7 @@ fn prompts_come_from_files_and_standard_input_too() {
 }
 
 #[test]
-fn documents_behind_a_sink_are_hits_under_each_system_prompt_that_begins_with_it() {
+fn documents_after_a_sink_are_hits_under_each_system_prompt_that_begins_with_it() {
     let ask = format!("{SYSTEM} ## {A} ## {B} ## bora ?");
     let warm = format!("you answer questions ## {B} ## {A} ## cedo ?");
     let hits = |mode: &str| {
@@ -138,7 +139,7 @@ fn documents_are_files_and_are_hits_in_later_prompts() {
     let ask = ["--system", SYSTEM, "--document", &a, "--document", &b, "--prompt", "bora ?"];
     let cold = json(&ask);
     assert_eq!(cold["text"], " red");
-    // The parts are those of the same text cut at a separator, each with a line break at its end.
+    // The parts equal those of the same text split at a separator, each with a line break at its end.
     let parts = format!("{SYSTEM}\n|{A}\n|{B}\n|bora ?");
     let cut = json(&["--prompt", &parts, "--separator", "|"]);
     assert_eq!((&cut["prompt_tokens"], &cut["tokens"]), (&cold["prompt_tokens"], &cold["tokens"]));
@@ -174,11 +175,11 @@ fn a_conversation_is_rendered_in_the_chat_template() {
     let told = json(&["--model", &dir, "--messages", &chat]);
     let raw = json(&["--model", &dir, "-p", rendered]);
     assert_eq!((&told["tokens"], &told["prompt_tokens"]), (&raw["tokens"], &raw["prompt_tokens"]));
-    // A system prompt is a message of its own.
+    // A system prompt is a separate message.
     let system = json(&["--model", &dir, "--chat", "--system", "be brief", "-p", "alba is red"]);
     let raw = json(&["--model", &dir, "-p", "system says be brief . user says alba is red . alba ?"]);
     assert_eq!((&system["tokens"], &system["prompt_tokens"]), (&raw["tokens"], &raw["prompt_tokens"]));
-    // Documents stand at the start of the last message.
+    // Documents are at the start of the last message.
     let documents = ["--document", &files.arg("a.txt"), "--document", &files.arg("b.txt")];
     let told = json(&[&["--model", &dir, "--messages", &chat], &documents[..]].concat());
     let parts = rendered.replace("user says alba is red", &format!("user says |{A}\n|{B}\n|alba is red"));
@@ -235,13 +236,13 @@ fn a_stop_string_ends_the_answer_and_is_not_printed() {
 }
 
 #[test]
-fn what_a_prompt_did_not_get_is_said() {
+fn missing_parts_of_a_prompt_are_reported() {
     let documents: Vec<String> =
         (0..40).map(|n| format!("alba is red . {}", "bora is blue . ".repeat(n))).collect();
     let parts: Vec<&str> =
         [SYSTEM].into_iter().chain(documents.iter().map(String::as_str)).chain(["alba ?"]).collect();
-    let (ask, no_room) = (parts.join("##"), "no room beside the others");
-    // Overlapped, so that all of them fit into the model's positions.
+    let (ask, no_room) = (parts.join("##"), "no room to keep a document");
+    // Overlapped, so all of them fit into the model's positions.
     let ask = [
         "--prompt",
         &ask,
@@ -315,7 +316,7 @@ fn a_given_answer_is_read_back_token_by_token() {
     assert_eq!(back["tokens"], chosen["tokens"]);
     assert_eq!(ids(&back["read_back"]["likeliest"])[..tokens.len()], tokens);
     assert_eq!(ids(&back["read_back"]["prompt"]).len() as u64, back["prompt_tokens"].as_u64().unwrap());
-    // The first place is that of the prompt, whatever is given there.
+    // The first choice depends only on the prompt, not on the given answer.
     let other = read(&ids(&back["read_back"]["prompt"])[..1]);
     assert_eq!(ids(&other["read_back"]["likeliest"])[0], tokens[0]);
     assert_ne!(other["tokens"][0], chosen["tokens"][0]);

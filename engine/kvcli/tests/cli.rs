@@ -1,4 +1,4 @@
-//! The program as a user meets it: output, exit codes, and errors that say what to do.
+//! The program as a user sees it: output, exit codes, and errors with advice.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
@@ -86,8 +86,8 @@ fn the_json_has_every_field_and_blocks_add_up() {
     assert_eq!(memory("weight_bytes"), 4 * 312_704, "its head is its embedding");
     assert!(memory("kv_bytes") > 1 << 20);
     if cfg!(target_os = "linux") {
-        // The program itself, its tokenizer and one prompt's activations take less than 64 MiB. Memory for keys and values is taken
-        // as it is touched.
+        // The program itself, its tokenizer and one prompt's activations take less than 64 MiB. Memory for
+        // keys and values is taken as it is touched.
         let limit = memory("weight_bytes") + memory("kv_bytes") + (64 << 20);
         assert!((memory("weight_bytes")..limit).contains(&memory("peak_bytes")), "{}", row["memory"]);
         let large = json(&["--prompt", &prompt(&[SYSTEM, A, B, "cedo ?"]), "--kv-memory", "4096"]);
@@ -220,7 +220,7 @@ fn wrong_usage_is_exit_code_2() {
 }
 
 #[test]
-fn bad_prompts_are_exit_code_1_and_say_what_is_wrong() {
+fn bad_prompts_are_exit_code_1_and_explain_the_fault() {
     let long = prompt(&[SYSTEM, &"alba is red . ".repeat(600), "alba ?"]);
     for (text, expected) in [
         ("", "the prompt is empty"),
@@ -396,7 +396,7 @@ fn eval_measures_divergence_of_named_arms_and_shows_and_writes_answers() {
         assert!(shown.contains(text), "{text}: {shown}");
     }
     fails(&["eval", "--answers", "/nowhere/a.jsonl"], 1, "/nowhere/a.jsonl");
-    // Texts that kvc writes, in the chat template, with a text behind each document.
+    // Texts that kvc writes, in the chat template, with a text after each document.
     let texts = [
         "eval",
         "--chat",
@@ -426,7 +426,7 @@ fn a_plot_that_cannot_be_written_is_refused_before_anything_is_computed() {
     }
 }
 
-/// Checks every field and method of the seed's `ChunkCacheMetrics`, under its name.
+/// Checks every field and method of `ChunkCacheMetrics`, under its name.
 fn has_the_seeds_metrics(cache: &Value) {
     let number = |name: &str| cache[name].as_f64().unwrap_or_else(|| panic!("{name} is not in {cache}"));
     for name in ["avg_lookup_time_ms", "avg_reindex_time_ms", "avg_compute_time_ms", "cached_chunks"] {
@@ -489,7 +489,7 @@ fn bench_serve_plays_arrivals_drawn_or_from_a_file() {
 }
 
 #[test]
-fn bench_rag_reports_what_the_seed_asks_for() {
+fn bench_rag_reports_the_required_numbers() {
     let folder = tempfile::tempdir().unwrap();
     let plot = folder.path().join("ttft.svg");
     let small = ["--requests", "30", "--document-tokens", "24"];

@@ -1,4 +1,4 @@
-//! Questions of a user's own: the file of a dataset, its errors, and the gate over it.
+//! A user's own questions: the file of a dataset, its errors, and the gate.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::process::{Command, Output, Stdio};
@@ -56,14 +56,14 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
             String::from_utf8_lossy(&output.stderr).into_owned(),
         )
     };
-    // The answer lies in another document, so that reuse loses it.
+    // The answer is in another document, so reuse loses it.
     let lost = format!(
         r#"{{"system": "{SYSTEM}", "documents": ["alba is red .", "bora is same . cedo is blue ."], "question": "bora ?", "answer": "red"}}"#
     );
     let (shown, said) = gate(&[lost.as_str(); 8].join("\n"));
     assert!(shown.contains("NOT fit"), "{shown}");
     assert!(
-        said.contains("what does not hold: 8 local questions: 100.0 points lost")
+        said.contains("these checks failed: 8 local questions: 100.0 points lost")
             && !said.contains("recomputing"),
         "{said}"
     );
@@ -85,7 +85,7 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
         ["", &line("alba", "red"), &line("cedo", "blue").replace("bora is", "bora ## is")].join("\n"),
     )
     .unwrap();
-    let held = format!("{file}, line 3: documents[0] holds the separator");
+    let held = format!("{file}, line 3: documents[0] contains the separator");
     fails(&["eval", "--dataset", file, "--separator", " ##\n"], 1, &held);
     let none = format!("{file}: questions, line 2: answer \"red\": it has no number");
     fails(&["eval", "--dataset", file, "--grader", "numbers"], 1, &none);

@@ -1,5 +1,5 @@
-//! The program with keys, values and attention on a device: an adapter of wgpu, which may be software, a CUDA device, for
-//! which the double of the driver stands in, or an NPU, for which the simulator of CANN does.
+//! The program with keys, values and attention on a device: an adapter of wgpu, which may be software, a CUDA
+//! device, for which the double of the driver stands in, or an NPU, for which the simulator of CANN does.
 #![cfg(all(feature = "ascend", feature = "cuda", feature = "wgpu"))]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 use rstest::rstest;
 use serde_json::Value;
 
-/// Returns the JSON that a command prints; none, with a message, if the machine has no such device.
+/// Returns the JSON that a command prints, or `None` with a message if the machine has no such device.
 fn json(args: &[&str]) -> Option<Value> {
     let output = Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap();
     let stderr = String::from_utf8_lossy(&output.stderr);
@@ -131,7 +131,7 @@ fn chunks_sleep_and_wake_as_on_the_cpu(#[values("ascend", "cuda", "wgpu")] gpu: 
 }
 
 #[test]
-fn devices_are_listed_with_what_they_can_do() {
+fn devices_are_listed_with_their_features() {
     let devices = json(&["devices", "--json"]).unwrap();
     let (found, missing) = (devices["devices"].as_array().unwrap(), devices["missing"].as_array().unwrap());
     assert!(found.iter().any(|device| device["backend"] == "cpu"));
@@ -212,7 +212,7 @@ fn without_cann_it_says_so() {
 
 #[test]
 #[cfg(target_os = "linux")]
-fn without_an_adapter_it_says_what_to_install() {
+fn without_an_adapter_the_message_names_the_package_to_install() {
     let without = |args: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvc"));
         // The Vulkan loader reads the one of the two names that it knows.

@@ -19,7 +19,8 @@ fn fails(args: &[&str], code: i32, expected: &[&str]) {
     assert!(output.stdout.is_empty() && !stderr.contains("panicked"), "{args:?}");
 }
 
-/// Tunes the built-in model among two ways, and returns the folder with the file, its path, and the report.
+/// Tunes the built-in model with two candidates. Returns the folder with the file, the file's path, and the
+/// report.
 fn tuned() -> (TempDir, String, Value) {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("reuse.json").to_str().unwrap().to_owned();
@@ -33,7 +34,7 @@ fn tuned() -> (TempDir, String, Value) {
 }
 
 #[test]
-fn what_tune_writes_is_what_run_and_eval_take() {
+fn run_and_eval_accept_the_file_that_tune_writes() {
     let (_folder, file, report) = tuned();
     assert_eq!((&report["fits"], report["rows"].as_array().unwrap().len()), (&true.into(), 2));
     let chosen = &report["rows"][report["chosen"].as_u64().unwrap() as usize];

@@ -1,55 +1,55 @@
-//! The call of a rank, to compare with the calls of others.
+//! Collective calls of ranks, which can be compared with each other.
 
 use std::fmt;
 
 use kvcore::{DType, ReduceOp, TensorView};
 
-/// Element type and number of elements of a view that travels. Ranks may call with different shapes.
+/// The element type and the number of elements of a view that is sent. Ranks may pass different shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Tensor {
+pub(super) struct Payload {
     dtype: DType,
     len: usize,
 }
 
-impl Tensor {
+impl Payload {
     pub(super) fn of(view: &TensorView) -> Self {
         Self { dtype: view.dtype(), len: view.len() }
     }
 }
 
-/// A call of a collective. Calls of ranks that meet are equal.
+/// A call of a collective. All ranks of a meeting make the same call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Call {
+pub(super) enum CollectiveCall {
     Broadcast {
         root: usize,
-        tensor: Tensor,
+        tensor: Payload,
     },
     AllGather {
-        tensor: Tensor,
+        tensor: Payload,
     },
     AllReduce {
         op: ReduceOp,
-        tensor: Tensor,
+        tensor: Payload,
     },
     /// An exchange. Its messages are compared one by one.
     Exchange,
     Send {
         to: usize,
-        tensor: Tensor,
+        tensor: Payload,
     },
     Receive {
         from: usize,
-        tensor: Tensor,
+        tensor: Payload,
     },
 }
 
-impl fmt::Display for Tensor {
+impl fmt::Display for Payload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} elements of {}", self.len, self.dtype)
     }
 }
 
-impl fmt::Display for Call {
+impl fmt::Display for CollectiveCall {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Broadcast { root, tensor } => write!(f, "a broadcast of {tensor} from rank {root}"),

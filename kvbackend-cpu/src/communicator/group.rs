@@ -1,4 +1,5 @@
-//! The meeting point of a group: bytes brought by all ranks, messages between two, and the failure of all.
+//! The meeting point of a group: the bytes that ranks bring, messages between two ranks, and the failure of
+//! the group.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -7,49 +8,49 @@ use std::time::{Duration, Instant};
 use kvcore::{Error, Result};
 use parking_lot::{Condvar, Mutex};
 
-use super::call::{Call, Tensor};
+use super::call::{CollectiveCall, Payload};
 
 /// The bytes that each rank brought to a meeting.
-pub(super) type Parts = Arc<[Vec<u8>]>;
+pub(super) type RankBytes = Arc<[Vec<u8>]>;
 
 /// Bytes on their way from one rank to another.
 #[derive(Debug)]
-pub(super) struct Message {
-    pub(super) tensor: Tensor,
+pub(super) struct SentBytes {
+    pub(super) tensor: Payload,
     pub(super) bytes: Vec<u8>,
 }
 
 /// The ranks of a group. A rank is in one call at a time.
 #[derive(Debug)]
-pub(super) struct Group {
+pub(super) struct ThreadGroup {
     ranks: usize,
     limit: Duration,
-    state: Mutex<State>,
+    state: Mutex<GroupState>,
     /// Notified when a rank has come, posted, taken or failed.
     changed: Condvar,
 }
 
 #[derive(Debug)]
-struct State {
+struct GroupState {
     /// The first failure. It is final.
     failed: Option<Error>,
     /// Ranks that have left. The group fails as soon as a call needs one of them.
     left: Vec<bool>,
     /// The call of the ranks that have come to the current meeting.
-    call: Option<Call>,
+    call: Option<CollectiveCall>,
     /// The bytes of the ranks that have come to the current meeting.
     brought: Vec<Option<Vec<u8>>>,
     /// The number of meetings that have ended, and the result of the last one. No rank is a meeting ahead of
-    /// another, so that every rank finds the result of its own.
+    /// another, so every rank finds the result of its own meeting.
     ended: u64,
-    parts: Parts,
-    /// Messages that were posted and not taken, at `from * ranks + to`.
-    mail: Vec<VecDeque<Message>>,
+    parts: RankBytes,
+    /// Messages that were posted but not yet taken, at `from * ranks + to`.
+    mail: Vec<VecDeque<SentBytes>>,
 }
 
-impl Group {
+impl ThreadGroup {
     pub(super) fn new(ranks: usize, limit: Duration) -> Self {
-        let state = State {
+        let state = GroupState {
             failed: None,
             left: vec![false; ranks],
             call: None,
@@ -78,8 +79,8 @@ impl Group {
         self.changed.notify_all();
     }
 
-    /// Waits until all ranks have come with the same call, and returns what each of them brought.
-    pub(super) fn meet(&self, rank: usize, call: Call, own: Vec<u8>) -> Result<Parts> {
+    /// Waits until all ranks have come with the same call, and returns the bytes of each rank.
+    pub(super) fn meet(&self, rank: usize, call: CollectiveCall, own: Vec<u8>) -> Result<RankBytes> {
         let mut own = Some(own);
         let mut awaited = None;
         self.wait(rank, call, |state| {
@@ -108,21 +109,21 @@ impl Group {
     }
 
     // Decision: docs/decisions/device.md#a-send-of-a-thread-waits-for-its-receive
-    /// Posts messages, each with the rank that takes it, takes the expected ones, each with the rank that posts
-    /// it, and waits until all have been taken. Returns the bytes taken, in order.
+    /// Posts messages, each with the rank that takes it, takes the expected ones, each with the rank that
+    /// posts it, and waits until all have been taken. Returns the bytes taken, in order.
     pub(super) fn exchange(
         &self,
         rank: usize,
-        sends: Vec<(usize, Message)>,
-        expected: &[(usize, Tensor)],
+        sends: Vec<(usize, SentBytes)>,
+        expected: &[(usize, Payload)],
     ) -> Result<Vec<Vec<u8>>> {
-        let to: Vec<(usize, Tensor)> = sends.iter().map(|(to, message)| (*to, message.tensor)).collect();
+        let to: Vec<(usize, Payload)> = sends.iter().map(|(to, message)| (*to, message.tensor)).collect();
         let mut sends = Some(sends);
         let mut taken: Vec<Option<Vec<u8>>> = vec![None; expected.len()];
         let call = match (&to[..], expected) {
-            (&[(to, tensor)], []) => Call::Send { to, tensor },
-            ([], &[(from, tensor)]) => Call::Receive { from, tensor },
-            _ => Call::Exchange,
+            (&[(to, tensor)], []) => CollectiveCall::Send { to, tensor },
+            ([], &[(from, tensor)]) => CollectiveCall::Receive { from, tensor },
+            _ => CollectiveCall::Exchange,
         };
         self.wait(rank, call, |state| {
             for (to, message) in sends.take().into_iter().flatten() {
@@ -133,11 +134,11 @@ impl Group {
                 taken.iter_mut().zip(expected).filter(|(taken, _)| taken.is_none())
             {
                 let mail = &mut state.mail[from * self.ranks + rank];
-                // A message that differs stays, so that its sender learns of the failure.
+                // A message that does not match stays, which lets its sender learn of the failure.
                 if let Some(sent) = mail.front().map(|message| message.tensor).filter(|sent| *sent != tensor)
                 {
-                    let sent = Call::Send { to: rank, tensor: sent };
-                    return Err(differ(rank, Call::Receive { from, tensor }, sent));
+                    let sent = CollectiveCall::Send { to: rank, tensor: sent };
+                    return Err(differ(rank, CollectiveCall::Receive { from, tensor }, sent));
                 }
                 let Some(message) = mail.pop_front() else { continue };
                 self.changed.notify_all();
@@ -165,8 +166,8 @@ impl Group {
     fn wait<T>(
         &self,
         rank: usize,
-        call: Call,
-        mut done: impl FnMut(&mut State) -> Result<Option<T>>,
+        call: CollectiveCall,
+        mut done: impl FnMut(&mut GroupState) -> Result<Option<T>>,
     ) -> Result<T> {
         let since = Instant::now();
         let mut state = self.state.lock();
@@ -190,6 +191,6 @@ impl Group {
     }
 }
 
-fn differ(rank: usize, call: Call, other: Call) -> Error {
+fn differ(rank: usize, call: CollectiveCall, other: CollectiveCall) -> Error {
     Error::RanksDiffer { rank, call: call.to_string(), other: other.to_string() }
 }

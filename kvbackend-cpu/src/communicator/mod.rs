@@ -18,17 +18,18 @@ mod call;
 mod group;
 mod reduce;
 
-use call::{Call, Tensor};
-use group::{Group, Message};
+use call::{CollectiveCall, Payload};
+use group::{SentBytes, ThreadGroup};
 use reduce::reduced;
 
 // Decision: docs/decisions/device.md#threads-exchange-through-host-memory
 /// A rank that is a thread of this process, with the streams of any backend.
 ///
-/// Tensors travel through host memory: a collective reads this rank's part, which waits for all work before it on
-/// the stream, meets the other ranks, and enqueues the write of the result. The calling thread therefore waits
-/// for the other ranks in the call, and [`wait`](Communicator::wait) waits for the stream alone. All-reduces
-/// combine in f32, in the order of ranks, and round once. A send waits for its receive, as on devices.
+/// Tensors travel through host memory: a collective reads this rank's part, which waits for all work before
+/// it on the stream, meets the other ranks, and enqueues the write of the result. The calling thread
+/// therefore waits for the other ranks in the call, and [`wait`](Communicator::wait) waits for the stream
+/// alone. All-reduces combine in f32, in the order of ranks, and round once. A send waits for its receive, as
+/// on devices.
 ///
 /// ```
 /// use std::time::Duration;
@@ -62,7 +63,7 @@ use reduce::reduced;
 pub struct ThreadCommunicator {
     rank: usize,
     ranks: usize,
-    group: Arc<Group>,
+    group: Arc<ThreadGroup>,
     /// Locked during a collective: a rank takes part in one at a time.
     turn: Mutex<()>,
 }
@@ -77,7 +78,7 @@ impl ThreadCommunicator {
         if ranks == 0 {
             return Err(Error::Zero { what: "number of ranks" });
         }
-        let group = Arc::new(Group::new(ranks, limit));
+        let group = Arc::new(ThreadGroup::new(ranks, limit));
         let rank = |rank| Self { rank, ranks, group: Arc::clone(&group), turn: Mutex::default() };
         Ok((0..ranks).map(rank).collect())
     }
@@ -86,18 +87,18 @@ impl ThreadCommunicator {
     fn take_part(&self, stream: &dyn Stream, collective: Collective<'_>) -> Result<()> {
         match collective {
             Collective::Broadcast { view, root } => {
-                let call = Call::Broadcast { root, tensor: Tensor::of(view) };
+                let call = CollectiveCall::Broadcast { root, tensor: Payload::of(view) };
                 let own = if self.rank == root { read(stream, view)? } else { Vec::new() };
                 let parts = self.group.meet(self.rank, call, own)?;
                 if self.rank == root { Ok(()) } else { write(stream, view, &parts[root]) }
             }
             Collective::AllGather { src, dst } => {
-                let call = Call::AllGather { tensor: Tensor::of(src) };
+                let call = CollectiveCall::AllGather { tensor: Payload::of(src) };
                 let parts = self.group.meet(self.rank, call, read(stream, src)?)?;
                 write(stream, dst, &parts.concat())
             }
             Collective::AllReduce { view, op } => {
-                let call = Call::AllReduce { op, tensor: Tensor::of(view) };
+                let call = CollectiveCall::AllReduce { op, tensor: Payload::of(view) };
                 let parts = self.group.meet(self.rank, call, read(stream, view)?)?;
                 write(stream, view, &reduced(view.dtype(), op, &parts)?)
             }
@@ -107,10 +108,10 @@ impl ThreadCommunicator {
 
     fn swap(&self, stream: &dyn Stream, sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<()> {
         let message = |&(view, to): &Transfer<'_>| {
-            Ok((to, Message { tensor: Tensor::of(view), bytes: read(stream, view)? }))
+            Ok((to, SentBytes { tensor: Payload::of(view), bytes: read(stream, view)? }))
         };
         let sends = sends.iter().map(message).collect::<Result<Vec<_>>>()?;
-        let expected: Vec<_> = receives.iter().map(|&(view, from)| (from, Tensor::of(view))).collect();
+        let expected: Vec<_> = receives.iter().map(|&(view, from)| (from, Payload::of(view))).collect();
         let came = self.group.exchange(self.rank, sends, &expected)?;
         receives.iter().zip(came).try_for_each(|((view, _), bytes)| write(stream, view, &bytes))
     }
@@ -128,7 +129,8 @@ impl Communicator for ThreadCommunicator {
     fn launch(&self, stream: &dyn Stream, collective: CheckedCollective<'_>) -> Result<()> {
         let _turn = self.turn.lock();
         self.check()?;
-        // If the stream failed, the others learn that this rank ended the work. They keep an earlier failure.
+        // If the stream failed, the other ranks learn that this one ended the work. An earlier failure takes
+        // precedence.
         self.take_part(stream, collective.collective()).inspect_err(|_| self.abort())
     }
 
@@ -136,8 +138,8 @@ impl Communicator for ThreadCommunicator {
         self.group.check()
     }
 
-    /// Waits for the stream: collectives met the other ranks when they were called. No device waits for a rank,
-    /// so that no time-out is needed.
+    /// Waits for the stream: collectives met the other ranks when they were called. No device waits for a
+    /// rank, so this needs no time-out.
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         stream.synchronize()
     }

@@ -1,24 +1,27 @@
-//! The steps of a model between its products: norms, gates and sums, each in one pass over its rows.
+//! Steps of a model between its matrix products: norms, gates and sums, each in one pass over its rows.
 
 use std::ops::Range;
 
 use kvcore::{Error, Result};
 
 use super::{Products, filled, same};
-use crate::raw::Target;
-use crate::simd::{Simd, Task, exp};
+use crate::raw::Destination;
+use crate::simd::{Simd, SimdTask, exp};
 
-/// Bytes of results for each thread: about as many as one thread computes while another one is woken.
+/// Bytes of results per thread: about as many as one thread computes in the time it takes to wake another
+/// one.
 const BYTES_PER_THREAD: usize = 32 << 10;
-/// Elements of the smallest part of a thread: some lines of the cache, so that no two threads write to one.
+/// The smallest number of elements for one thread: a few cache lines, which keeps two threads from writing to
+/// the same line.
 const UNIT: usize = 256;
 
 impl Products {
-    /// Returns each row of `x`, divided by its root mean square and multiplied by `weight`, which has as many elements as a row. `eps`
-    /// is added to the mean square. (`RMSNorm`, Zhang and Sennrich, 2019.)
+    /// Returns each row of `x`, divided by its root mean square and multiplied by `weight`, which has as many
+    /// elements as a row. `eps` is added to the mean square. (`RMSNorm`, Zhang and Sennrich, 2019.)
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if `weight` is empty, and [`Error::NotMultiple`] if `x` does not have whole rows.
+    /// Returns [`Error::Zero`] if `weight` is empty, and [`Error::NotMultiple`] if `x` does not have whole
+    /// rows.
     pub fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f64) -> Result<Vec<f32>> {
         let width = weight.len();
         if width == 0 {
@@ -43,7 +46,7 @@ impl Products {
     /// Returns `gate · sigmoid(gate) · up`, element by element. (`SwiGLU`, Shazeer, 2020.)
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if there are not equally many of both.
+    /// Returns [`Error::Mismatch`] if the operands differ in length.
     pub fn gated(&self, gate: &[f32], up: &[f32]) -> Result<Vec<f32>> {
         self.pairs(Pair::Gate, gate, up)
     }
@@ -51,26 +54,28 @@ impl Products {
     /// Returns `x + y`, element by element.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if there are not equally many of both.
+    /// Returns [`Error::Mismatch`] if the operands differ in length.
     pub fn sums(&self, x: &[f32], y: &[f32]) -> Result<Vec<f32>> {
         self.pairs(Pair::Sum, x, y)
     }
 
     fn pairs(&self, what: Pair, a: &[f32], b: &[f32]) -> Result<Vec<f32>> {
         same("elements of the other operand", a.len(), b.len())?;
-        // SAFETY: the parts are all units, the last of them cut short, and a task writes every element of its range.
+        // SAFETY: the parts are all units, the last of them cut short, and a task writes every element of its
+        // range.
         unsafe {
             filled(a.len(), |y| {
                 self.cut(a.len().div_ceil(UNIT), UNIT, |units| {
                     let at = units.start * UNIT..(units.end * UNIT).min(a.len());
-                    self.level.run(Pairs { what, a, b, at, y });
+                    self.level.run(PairFunction { what, a, b, at, y });
                 });
                 Ok(())
             })
         }
     }
 
-    /// Calls `work` with every one of `units` once, of `elements` elements each, on several threads if there are enough.
+    /// Calls `work` once with each of `units` units of `elements` elements, on several threads if there are
+    /// enough.
     fn cut(&self, units: usize, elements: usize, work: impl Fn(Range<usize>) + Sync) {
         let parts = self.workers.parts(units, units * elements * size_of::<f32>(), BYTES_PER_THREAD);
         self.workers.run(parts, &|part| work(units * part / parts..units * (part + 1) / parts));
@@ -83,11 +88,11 @@ struct Norm<'a> {
     weight: &'a [f32],
     eps: f64,
     rows: Range<usize>,
-    /// Has as many elements as `x`; no other thread has those of `rows`.
-    y: Target<'a>,
+    /// Has as many elements as `x`. No other thread accesses those of `rows`.
+    y: Destination<'a>,
 }
 
-impl Task for Norm<'_> {
+impl SimdTask for Norm<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -98,8 +103,9 @@ impl Task for Norm<'_> {
             let x = &self.x[row * width..(row + 1) * width];
             let (factor, x) = (factor(x, self.eps), x.as_ptr());
             let y = self.y.at(row * width * size_of::<f32>(), size_of_val(self.weight)).cast::<f32>();
-            // SAFETY: `x`, `weight` and `y` have `width` elements; vectors are loaded and stored where `i + LANES <= width`. The elements
-            // of `y` are this thread's alone, and the caller is compiled for `S`.
+            // SAFETY: `x`, `weight` and `y` have `width` elements; vectors are loaded and stored where `i +
+            // LANES <= width`. The elements of `y` are this thread's alone, and the caller is compiled for
+            // `S`.
             unsafe {
                 let mut i = 0;
                 while i + S::LANES <= width {
@@ -115,10 +121,11 @@ impl Task for Norm<'_> {
     }
 }
 
-/// Returns the factor by which a row is normed. The sum is of f64: routers of experts turn on differences of its last places.
+/// Returns the factor that normalises a row. The sum is in f64, because the routing of experts depends on its
+/// last digits.
 #[inline(always)]
 fn factor(row: &[f32], eps: f64) -> f32 {
-    // Sums side by side, of which the compiler makes vectors.
+    // Independent sums, which the compiler turns into vectors.
     let mut sums = [0.0f64; 8];
     let (eights, end) = row.as_chunks::<8>();
     for x in eights {
@@ -159,17 +166,17 @@ impl Pair {
     }
 }
 
-/// A function of the elements `at` of two operands.
-struct Pairs<'a> {
+/// Applies a function to the elements `at` of two operands.
+struct PairFunction<'a> {
     what: Pair,
     a: &'a [f32],
     b: &'a [f32],
     at: Range<usize>,
-    /// Has as many elements as `a` and `b`; no other thread has those of `at`.
-    y: Target<'a>,
+    /// Has as many elements as `a` and `b`. No other thread accesses those of `at`.
+    y: Destination<'a>,
 }
 
-impl Task for Pairs<'_> {
+impl SimdTask for PairFunction<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -178,8 +185,9 @@ impl Task for Pairs<'_> {
         let (len, y) =
             (at.len(), y.at(at.start * size_of::<f32>(), at.len() * size_of::<f32>()).cast::<f32>());
         let (a, b) = (a[at.clone()].as_ptr(), b[at].as_ptr());
-        // SAFETY: `a`, `b` and `y` have `len` elements; vectors are loaded and stored where `i + LANES <= len`, and the lanes have
-        // room for the longest vector. The elements of `y` are this thread's alone, and the caller is compiled for `S`.
+        // SAFETY: `a`, `b` and `y` have `len` elements; vectors are loaded and stored where `i + LANES <=
+        // len`, and the lanes have room for the longest vector. The elements of `y` are this thread's alone,
+        // and the caller is compiled for `S`.
         unsafe {
             let mut i = 0;
             while i + S::LANES <= len {

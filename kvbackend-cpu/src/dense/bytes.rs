@@ -1,11 +1,11 @@
-//! Bytes of weights, in memory or in a file, that many share.
+//! Shared bytes of weights, in memory or in a mapped file.
 
 use std::fmt;
 use std::fs::File;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-/// Bytes that many share and nobody copies: a vector, or a mapped file.
+/// Bytes that are shared without a copy: a vector, or a mapped file.
 ///
 /// ```
 /// use kvbackend_cpu::dense::SharedBytes;
@@ -24,8 +24,8 @@ pub struct SharedBytes {
 impl SharedBytes {
     /// Maps a file. Pages are read when they are needed, and are shared with other programs.
     ///
-    /// The caller guarantees that nobody changes the file while the bytes are in use: they would change, and reading what a
-    /// file has lost ends the program.
+    /// The caller guarantees that the file does not change while the bytes are in use. Otherwise the bytes
+    /// change, too, and reading past the end of a shortened file ends the program.
     ///
     /// # Errors
     /// Returns the error of the system.
@@ -39,7 +39,7 @@ impl SharedBytes {
         Ok(Self { owner: Arc::new(mapped), range })
     }
 
-    /// Returns some of the bytes, or `None` if there are fewer.
+    /// Returns a range of the bytes, or `None` if there are too few.
     pub fn part(&self, range: Range<usize>) -> Option<Self> {
         if range.start > range.end || range.end > self.range.len() {
             return None;

@@ -1,8 +1,9 @@
-//! Products of a few rows, or of many, with the matrices of a model, and the steps between them.
+//! Products of rows with the matrices of a model, and the steps between them.
 //!
-//! [`Products`] multiplies activations in f32 with a matrix as it is stored: floats, or blocks of ggml. Every element of the
-//! matrix is decoded once for all rows; nothing is rounded but the products and their sums. Norms, gates and sums of rows run on the
-//! same threads, since a step that one thread takes alone costs the time of all.
+//! [`Products`] multiplies activations in f32 with a matrix in its stored form: floats, or blocks of ggml.
+//! Every element of the matrix is decoded once for all rows, and only products and their sums are rounded.
+//! Norms, gates and sums of rows run on the same threads, because all threads wait for a step that runs on
+//! one.
 //!
 //! ```
 //! use kvbackend_cpu::dense::{Matrix, Products, StoredType};
@@ -22,8 +23,8 @@ use std::sync::Arc;
 
 use kvcore::{Error, Result};
 
-use crate::raw::Target;
-use crate::simd::{AvailableLevel, Simd, Task};
+use crate::raw::Destination;
+use crate::simd::{AvailableLevel, Simd, SimdTask};
 use crate::workers::Workers;
 use crate::{CpuBackend, CpuOptions};
 
@@ -43,19 +44,20 @@ pub use bytes::SharedBytes;
 pub use stored::StoredType;
 
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-on-their-way
-/// Rows that are multiplied at a time, at most, and the number that is worth it.
+/// The maximum number of rows to multiply at a time, and the number from which on this pays.
 const ROWS: usize = 96;
 const FEWEST_OF_A_RUN: usize = 24;
-/// Elements of the rows that are multiplied at a time, about.
+/// The approximate number of row elements to multiply at a time.
 const FEW: usize = 64 << 10;
-/// Rows of the matrix that are decoded at a time.
+/// The number of matrix rows to decode at a time.
 const GROUP: usize = 4 * tile::COLUMNS;
-/// Elements between decoded rows: a line of the cache.
+/// Elements between decoded rows: a cache line.
 const PAD: usize = 16;
-/// Bytes of a matrix for each thread: about as many as one thread multiplies with a row while another one is woken.
+/// Bytes of a matrix per thread: about as many as one thread multiplies with a row in the time it takes to
+/// wake another one.
 const BYTES_PER_THREAD: usize = 64 << 10;
 
-/// A matrix `[out, input]` as it is stored, row by row.
+/// A matrix `[out, input]` in its stored form, row by row.
 #[derive(Clone, Copy)]
 pub struct Matrix<'a> {
     dtype: StoredType,
@@ -75,8 +77,8 @@ impl<'a> Matrix<'a> {
     /// Describes the bytes of a matrix.
     ///
     /// # Errors
-    /// Returns [`Error::NotMultiple`] if rows do not consist of whole blocks, and [`Error::Mismatch`] if there are more or
-    /// fewer bytes than the extents ask for.
+    /// Returns [`Error::NotMultiple`] if rows do not consist of whole blocks, and [`Error::Mismatch`] if the
+    /// number of bytes does not match the extents.
     pub fn new(dtype: StoredType, out: usize, input: usize, bytes: &'a [u8]) -> Result<Self> {
         let row_bytes = dtype.row_bytes(input).ok_or(Error::NotMultiple {
             what: "the width of a matrix in blocks",
@@ -90,19 +92,20 @@ impl<'a> Matrix<'a> {
         Ok(Self { dtype, out, input, row_bytes, bytes })
     }
 
-    /// Returns the bytes of some rows.
+    /// Returns the bytes of a range of rows.
     fn rows(&self, rows: Range<usize>) -> &'a [u8] {
         &self.bytes[rows.start * self.row_bytes..rows.end * self.row_bytes]
     }
 
-    /// Returns the bytes of some elements of a row, in whole blocks.
+    /// Returns the bytes of a range of elements of a row, in whole blocks.
     #[cfg(target_arch = "x86_64")]
     fn elements(&self, row: usize, elements: &Range<usize>) -> &'a [u8] {
         let at = |element: usize| element / self.dtype.block_elements() * self.dtype.block_bytes();
         &self.rows(row..row + 1)[at(elements.start)..at(elements.end)]
     }
 
-    /// Returns the matrix for panels, if it has f32 at addresses for them, and so many rows pay for panels.
+    /// Returns the matrix in the form for panels, if its elements are aligned f32 and the number of rows
+    /// makes panels pay.
     fn for_panels(&self, rows: usize) -> Option<panel::Floats<'a>> {
         if self.dtype != StoredType::F32 || rows < panel::FEWEST_ROWS {
             return None;
@@ -111,7 +114,7 @@ impl<'a> Matrix<'a> {
         Some(panel::Floats { values, out: self.out, input: self.input })
     }
 
-    /// Returns rows in f32, decoded into `scratch` unless the matrix has them.
+    /// Returns rows in f32, decoded into `scratch` unless the matrix already stores f32.
     ///
     /// # Safety
     /// The caller is compiled for the instruction set of `S`.
@@ -126,7 +129,7 @@ impl<'a> Matrix<'a> {
         {
             return tile::Columns { values, count, stride: input };
         }
-        // Rows that are a power of two apart would lie in the same sets of the first-level cache.
+        // Rows that are a power of two apart would fall into the same sets of the first-level cache.
         let stride = input + PAD;
         if scratch.len() < count * stride {
             scratch.resize(count * stride, 0.0);
@@ -164,18 +167,18 @@ impl Default for Products {
 }
 
 impl Products {
-    /// Creates products by the best instructions of the processor, on the threads that backends without a thread count
-    /// of their own share.
+    /// Creates products with the best instructions of the processor, on the threads shared by all backends
+    /// without a thread count of their own.
     pub fn new() -> Self {
         Self { level: AvailableLevel::best(), workers: Workers::of_the_machine() }
     }
 
-    /// Creates products by the instructions and on the threads of a backend.
+    /// Creates products with the instructions and the threads of a backend.
     pub fn beside(backend: &CpuBackend) -> Self {
         Self { level: backend.level, workers: Arc::clone(&backend.workers) }
     }
 
-    /// Creates products with the instruction set and the threads of options; their other fields do not count.
+    /// Creates products with the instruction set and the threads of `options`; the other fields are ignored.
     ///
     /// # Errors
     /// Returns the errors of [`CpuBackend::with_options`].
@@ -186,12 +189,13 @@ impl Products {
     /// Computes `y = x · matrixᵀ`: `[rows, out]` of `[rows, input]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if `x` or `y` does not have whole rows, or the two have not equally many.
+    /// Returns [`Error::Mismatch`] if `x` or `y` does not consist of whole rows, or if the two have different
+    /// numbers of rows.
     pub fn multiply(&self, x: &[f32], matrix: &Matrix<'_>, y: &mut [f32]) -> Result<()> {
         let rows = x.len().checked_div(matrix.input).or_else(|| y.len().checked_div(matrix.out)).unwrap_or(0);
         same("elements of the rows to multiply", rows * matrix.input, x.len())?;
         same("elements of the products", rows * matrix.out, y.len())?;
-        self.products(x, rows, matrix, Target::new(bytemuck::cast_slice_mut(y)))
+        self.products(x, rows, matrix, Destination::new(bytemuck::cast_slice_mut(y)))
     }
 
     /// Returns `x · matrixᵀ`, `[rows, out]` of `[rows, input]`, in new memory that is written once.
@@ -205,8 +209,9 @@ impl Products {
         unsafe { filled(elements, |y| self.products(x, rows, matrix, y)) }
     }
 
-    /// Writes the products to `y`, which has `rows` rows of `matrix.out` elements of f32: every element, unless there is an error.
-    fn products(&self, x: &[f32], rows: usize, matrix: &Matrix<'_>, y: Target<'_>) -> Result<()> {
+    /// Writes the products to `y`, which has `rows` rows of `matrix.out` elements of f32. Unless there is an
+    /// error, every element is written.
+    fn products(&self, x: &[f32], rows: usize, matrix: &Matrix<'_>, y: Destination<'_>) -> Result<()> {
         let (out, input) = (matrix.out, matrix.input);
         same("elements of the rows to multiply", rows * input, x.len())?;
         if rows == 0 || out == 0 {
@@ -214,7 +219,8 @@ impl Products {
         }
         if input == 0 {
             let y = y.at(0, rows * out * size_of::<f32>()).cast::<f32>();
-            // SAFETY: `y` has `rows * out` elements by contract, and no other thread has it. Bytes of 0 are 0.0.
+            // SAFETY: `y` has `rows * out` elements by contract, and no other thread has it. Bytes of 0 are
+            // 0.0.
             unsafe { y.write_bytes(0, rows * out) };
             return Ok(());
         }
@@ -225,7 +231,7 @@ impl Products {
         let unit = if matrix.for_panels(rows).is_some() { panel::UNIT } else { tile::COLUMNS };
         in_parts((&self.workers, threads), out, unit, &|columns| {
             SCRATCH.with_borrow_mut(|scratch| {
-                let part = Part { x, rows, matrix, columns, y, scratch };
+                let part = MatrixPart { x, rows, matrix, columns, y, scratch };
                 // SAFETY: `y` has `rows` rows of `out` elements, and no other part has these columns.
                 unsafe { self.level.run(part) };
             });
@@ -238,29 +244,30 @@ fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::mismatch(what, expected, got)) }
 }
 
-/// Returns `len` elements that `fill` writes. Their memory is not zeroed before.
+/// Returns `len` elements written by `fill`. Their memory is not zeroed first.
 ///
 /// # Errors
 /// Returns the error of `fill`.
 ///
 /// # Safety
 /// If `fill` returns `Ok`, it has written every element.
-unsafe fn filled(len: usize, fill: impl FnOnce(Target<'_>) -> Result<()>) -> Result<Vec<f32>> {
+unsafe fn filled(len: usize, fill: impl FnOnce(Destination<'_>) -> Result<()>) -> Result<Vec<f32>> {
     let mut elements = Vec::with_capacity(len);
-    fill(Target::to_fill(&mut elements.spare_capacity_mut()[..len]))?;
+    fill(Destination::to_fill(&mut elements.spare_capacity_mut()[..len]))?;
     // SAFETY: there is room for `len` elements, and `fill` has written all of them.
     unsafe { elements.set_len(len) };
     Ok(elements)
 }
 
-/// Calls `work` with every column once, in ranges that begin at multiples of `unit`, on so many threads.
+/// Calls `work` once for every column, in ranges that begin at multiples of `unit`, on the given number of
+/// threads.
 fn in_parts(
     (workers, threads): (&Workers, usize),
     out: usize,
     unit: usize,
     work: &(dyn Fn(Range<usize>) + Sync),
 ) {
-    // Several parts for each thread, so that a thread that is late takes fewer.
+    // Each thread gets several parts, so a late thread takes fewer.
     let parts = if threads > 1 { (4 * threads).min(out.div_ceil(unit)) } else { 1 };
     workers.run(parts, &|part| {
         let at = |part: usize| (out * part / parts).next_multiple_of(unit).min(out);
@@ -268,19 +275,19 @@ fn in_parts(
     });
 }
 
-/// The products of all rows with some rows of the matrix, which are columns of the result.
+/// The products of all rows with a range of rows of the matrix, which are columns of the result.
 ///
-/// `y` has `rows` rows of `matrix.out` elements of f32, of whose `columns` no other thread writes any.
-struct Part<'a> {
+/// `y` has `rows` rows of `matrix.out` elements of f32. No other thread writes their `columns`.
+struct MatrixPart<'a> {
     x: &'a [f32],
     rows: usize,
     matrix: &'a Matrix<'a>,
     columns: Range<usize>,
-    y: Target<'a>,
+    y: Destination<'a>,
     scratch: &'a mut Vec<f32>,
 }
 
-impl Task for Part<'_> {
+impl SimdTask for MatrixPart<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -298,7 +305,8 @@ impl Task for Part<'_> {
             return;
         }
         let ahead = matrix.dtype == StoredType::F32;
-        // Rows in runs of equal length, which stay in the second-level cache beside the rows of the matrix that meet all of them.
+        // Rows in runs of equal length, which stay in the second-level cache together with the rows of the
+        // matrix that multiply them.
         let runs = rows.div_ceil((FEW / input).clamp(FEWEST_OF_A_RUN, ROWS));
         for from in columns.clone().step_by(GROUP) {
             let taken = from..(from + GROUP).min(columns.end);
@@ -309,8 +317,9 @@ impl Task for Part<'_> {
                 let x = &x[at * input..end * input];
                 for column in taken.clone().step_by(tile::COLUMNS) {
                     let w = group.part(column - from..(column + tile::COLUMNS).min(taken.end) - from);
-                    // SAFETY: the caller is compiled for `S`. `w` has some rows of `input` elements, `x` has those of the run, and `y`
-                    // has `rows` rows of `out` elements, of which the columns `taken` belong to this part by contract.
+                    // SAFETY: the caller is compiled for `S`. `w` has some rows of `input` elements, `x` has
+                    // those of the run, and `y` has `rows` rows of `out` elements, of which the columns
+                    // `taken` belong to this part by contract.
                     unsafe {
                         let y = (y.add(at * out + column), out);
                         tile::columns::<S>((x, end - at, input), w, y, ahead && run == 0);

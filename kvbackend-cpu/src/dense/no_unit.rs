@@ -1,7 +1,7 @@
-//! Stand-in for products by the matrix unit on processors that have none.
+//! Stand-in for products of the matrix unit, on processors without one.
 
 use super::Matrix;
-use crate::raw::Target;
+use crate::raw::Destination;
 use crate::simd::SimdLevel;
 use crate::workers::Workers;
 
@@ -11,7 +11,7 @@ pub(super) fn multiply(
     _: (&Workers, usize),
     _: (&[f32], usize),
     _: &Matrix<'_>,
-    _: Target<'_>,
+    _: Destination<'_>,
 ) -> bool {
     false
 }

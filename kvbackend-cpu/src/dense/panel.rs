@@ -1,29 +1,32 @@
 //! Panels: the products of many rows with a few rows of a matrix, whose elements are laid side by side first.
 //!
-//! A panel holds so many elements of two vectors of columns, transposed, that it stays in the first-level cache. Six or eight rows at a
-//! time meet it: each of their elements is spread over a vector, and every sum stays in a register until the panel ends. (Goto and van
-//! de Geijn, *Anatomy of high-performance matrix multiplication*, 2008.)
+//! A panel holds elements of two vectors of columns, transposed, and fits in the first-level cache. Six or
+//! eight rows at a time are multiplied with it: each of their elements is broadcast to a vector, and every
+//! sum stays in a register until the panel ends. (Goto and van de Geijn, *Anatomy of high-performance matrix
+//! multiplication*, 2008.)
 
 use std::ops::Range;
 
 use super::PAD;
 use crate::simd::Simd;
 
-/// Rows from which on a panel saves more than its transposition costs.
+/// The number of rows from which on a panel saves more than its transposition costs.
 pub(super) const FEWEST_ROWS: usize = 24;
-/// Columns at which a thread may begin: whole panels with every instruction set.
+/// A thread's columns begin at multiples of this number: whole panels with every instruction set.
 pub(super) const UNIT: usize = 32;
-/// Elements of each column in a panel, at most.
+/// The maximum number of elements of each column in a panel.
 const DEPTH: usize = 256;
-/// Rows that meet a panel before the next one is made: those elements of them that meet it stay in the second-level cache.
+/// The number of rows to multiply with a panel before the next one is made. Their elements for the panel stay
+/// in the second-level cache.
 const ROWS: usize = 384;
-/// Elements that lie in the same sets of the first-level cache if they are so far apart: rows of a multiple of them are copied apart.
+/// Elements at this distance fall into the same sets of the first-level cache. Rows whose length is a
+/// multiple of it are copied to spread them.
 const SAME_SETS: usize = 1024;
-/// Elements of rows that stay in the second-level cache as a whole, beside a panel.
+/// The number of row elements that fit in the second-level cache next to a panel.
 const FEW: usize = 64 << 10;
-/// Rows of a tile, at most.
+/// The maximum number of rows of a tile.
 const TILE_ROWS: usize = 8;
-/// Columns of a panel, at most.
+/// The maximum number of columns of a panel.
 const WIDTH: usize = 32;
 
 /// A matrix `[out, input]` in f32.
@@ -34,12 +37,12 @@ pub(super) struct Floats<'a> {
     pub(super) input: usize,
 }
 
-/// Computes `y[r * out + c] = x[r] · matrix[c]` for all `rows` rows of `x` and the rows `columns` of the matrix. What `scratch` holds
-/// does not count.
+/// Computes `y[r * out + c] = x[r] · matrix[c]` for all `rows` rows of `x` and the rows `columns` of the
+/// matrix. The contents of `scratch` are overwritten.
 ///
 /// # Safety
-/// `y` is valid for writes of `columns` at each of `rows` strides of `matrix.out`, and nobody else accesses them. The caller is
-/// compiled for the instruction set of `S`.
+/// `y` is valid for writes of `columns` at each of `rows` strides of `matrix.out`, and no other code accesses
+/// them. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn columns<S: Simd>(
     (x, rows): (&[f32], usize),
@@ -62,8 +65,8 @@ pub(super) unsafe fn columns<S: Simd>(
     let (panel, copies) = scratch.split_at_mut(width * depth);
     for run in 0..runs {
         let (first, end) = (rows * run / runs, rows * (run + 1) / runs);
-        // A few rows stay in the cache as a whole, and the matrix is read row by row. Of many rows, a part of each meets all columns
-        // first.
+        // Few rows fit in the cache as a whole, and the matrix is read row by row. Of many rows, a part of
+        // each is first multiplied with all columns.
         let few = (end - first) * input <= FEW;
         for group in columns.clone().step_by(if few { width } else { columns.len().max(1) }) {
             let group = group..if few { (group + width).min(columns.end) } else { columns.end };
@@ -78,12 +81,13 @@ pub(super) unsafe fn columns<S: Simd>(
                 let depth = part.len();
                 for column in group.clone().step_by(width) {
                     let count = width.min(columns.end - column);
-                    // SAFETY: the caller is compiled for `S`. The panel has `width` columns of `depth` elements; the matrix has the
-                    // rows from `column` on, with the elements from `from` on, and `x` those of the rows from `first` to `end`,
-                    // `stride` elements apart; and by contract `y` may be written at `count` columns of these rows.
+                    // SAFETY: the caller is compiled for `S`. The panel has `width` columns of `depth`
+                    // elements; the matrix has the rows from `column` on, with the elements from `from` on,
+                    // and `x` those of the rows from `first` to `end`, `stride` elements apart; and by
+                    // contract `y` may be written at `count` columns of these rows.
                     unsafe {
                         let source = matrix.values.as_ptr().add(column * input + from);
-                        let source = Source { elements: source, stride: input, rows: count };
+                        let source = MatrixRows { elements: source, stride: input, rows: count };
                         source.transpose::<S>(depth, panel.as_mut_ptr());
                         let panel = Panel { elements: panel.as_ptr(), depth, columns: count, add: from > 0 };
                         let y = y.add(first * matrix.out + column);
@@ -95,36 +99,36 @@ pub(super) unsafe fn columns<S: Simd>(
     }
 }
 
-/// Copies some elements of each row to rows that begin a line of the cache apart.
+/// Copies a range of elements of each row to rows that begin a cache line apart.
 fn copy(x: &[f32], input: usize, part: Range<usize>, to: &mut [f32]) {
     for (row, to) in x.chunks_exact(input).zip(to.chunks_exact_mut(part.len() + PAD)) {
         to[..part.len()].copy_from_slice(&row[part.clone()]);
     }
 }
 
-/// Some elements of a few rows of a matrix, whose beginnings are `stride` elements apart.
-struct Source {
+/// A range of elements of a few rows of a matrix. The rows begin `stride` elements apart.
+struct MatrixRows {
     elements: *const f32,
     stride: usize,
     rows: usize,
 }
 
-impl Source {
-    /// Lays `depth` elements of the rows side by side, as columns of a panel; those that are missing are 0.
+impl MatrixRows {
+    /// Writes `depth` elements of each row as columns of a panel; missing columns are 0.
     ///
     /// # Safety
-    /// Every row has `depth` elements, and `panel` is valid for writes of as many vectors of `2 * LANES`. The caller is compiled for
-    /// `S`.
+    /// Every row has `depth` elements, and `panel` is valid for writes of as many vectors of `2 * LANES`. The
+    /// caller is compiled for `S`.
     #[inline(always)]
     unsafe fn transpose<S: Simd>(&self, depth: usize, panel: *mut f32) {
         let width = 2 * S::LANES;
-        // The rows that come next.
+        // The next rows, to prefetch.
         let ahead = width * self.stride;
         for first in [0, S::LANES] {
             let rows = self.rows.saturating_sub(first).min(S::LANES);
             let mut i = 0;
-            // SAFETY: rows `first..first + rows` have the elements `i..i + LANES` where a vector is loaded, and `i` where one element
-            // is; the panel has `depth` times `width` elements.
+            // SAFETY: rows `first..first + rows` have the elements `i..i + LANES` where a vector is loaded,
+            // and `i` where one element is; the panel has `depth` times `width` elements.
             unsafe {
                 let at = |row: usize, i: usize| self.elements.add((first + row) * self.stride + i);
                 while i + S::LANES <= depth {
@@ -150,13 +154,13 @@ impl Source {
     }
 }
 
-/// Columns side by side: `depth` times two vectors, of whose elements the first `columns` count.
+/// Columns side by side: `depth` times two vectors, of which the first `columns` elements are used.
 #[derive(Clone, Copy)]
 struct Panel {
     elements: *const f32,
     depth: usize,
     columns: usize,
-    /// Adds to the products that are there.
+    /// True to add to the existing products.
     add: bool,
 }
 
@@ -164,8 +168,8 @@ impl Panel {
     /// Multiplies rows, `input` elements apart, and writes the products, `stride` elements apart.
     ///
     /// # Safety
-    /// `x` has `depth` elements at each of `rows` strides, and `y` is valid for `columns` products at each of as many strides. The
-    /// caller is compiled for `S`.
+    /// `x` has `depth` elements at each of `rows` strides, and `y` is valid for `columns` products at each of
+    /// as many strides. The caller is compiled for `S`.
     #[inline(always)]
     unsafe fn multiply<S: Simd>(
         self,
@@ -204,8 +208,9 @@ impl Panel {
         (y, stride): (*mut f32, usize),
     ) {
         let width = 2 * S::LANES;
-        // SAFETY: `x` has `depth` elements at each of `R` strides and the panel `depth` times `width`. Whole vectors of products are
-        // written where `y` has as many columns, and to the lanes otherwise, which have room for the largest tile.
+        // SAFETY: `x` has `depth` elements at each of `R` strides and the panel `depth` times `width`. Whole
+        // vectors of products are written where `y` has as many columns, and to the lanes otherwise, which
+        // have room for the largest tile.
         unsafe {
             let mut sums = [[S::splat(0.0); 2]; R];
             let mut column = self.elements;

@@ -1,14 +1,14 @@
-//! The products of a single row, as it is multiplied in decode steps: elements are converted on their way to the sums.
+//! The products of a single row, as in decode steps. Elements are converted on their way to the sums.
 
 use std::ops::Range;
 
 use half::{bf16, f16};
 
-use super::stored::{self, Group, Sink};
+use super::stored::{self, BlockFactors, Sink};
 use super::{Matrix, StoredType};
 use crate::simd::{Simd, SimdElement};
 
-/// Multiplies rows of blocks, each of so many bytes and elements.
+/// Multiplies rows of blocks with the given numbers of bytes and elements.
 macro_rules! blocks {
     ($read:ident, $bytes:literal, $elements:literal, $x:expr, $sums:expr, $rows:expr, $count:expr, $y:expr) => {{
         let blocks = $x.len() / $elements;
@@ -25,25 +25,27 @@ macro_rules! blocks {
     }};
 }
 
-/// Sums the products of a row's elements with those of `x`, which has as many. The products of a group are summed before
-/// its factor multiplies them; its minimum multiplies the sum of elements of `x`.
+/// Sums the products of a row's elements with those of `x`, which has as many. The products of a group are
+/// summed first and then multiplied by the group's factor; the group's minimum multiplies the sum of the
+/// elements of `x`.
 struct Dot<S: Simd> {
     x: *const f32,
-    /// A vector for every 16 elements of `x`, whose elements have the same sum, if the matrix has minima.
+    /// If the matrix has minima: a vector for every 16 elements of `x`, with the same sum.
     of_x: *const f32,
     sums: [S::V; 2],
 }
 
 impl<S: Simd> Sink<S> for Dot<S> {
     #[inline(always)]
-    unsafe fn take(&mut self, group: Group<S::V>, i: usize, q: S::V, sum: S::V) -> S::V {
+    unsafe fn take(&mut self, group: BlockFactors<S::V>, i: usize, q: S::V, sum: S::V) -> S::V {
         // SAFETY: `x` has the elements of the block, by contract.
         unsafe { S::mul_add(S::load(self.x.add(group.at + i)), q, sum) }
     }
 
     #[inline(always)]
-    unsafe fn end(&mut self, group: Group<S::V>, elements: usize, sum: S::V) {
-        // SAFETY: `of_x` has a vector for every 16 elements of a block with minima, and a group has whole sixteens.
+    unsafe fn end(&mut self, group: BlockFactors<S::V>, elements: usize, sum: S::V) {
+        // SAFETY: `of_x` has a vector for every 16 elements of a block with minima, and a group has whole
+        // sixteens.
         unsafe {
             self.sums[0] = S::mul_add(sum, group.factor, self.sums[0]);
             if let Some(minimum) = group.minimum {
@@ -57,8 +59,8 @@ impl<S: Simd> Sink<S> for Dot<S> {
     }
 }
 
-/// Returns a vector for every 16 elements of `x`, whose elements have the same sum: those of `x` itself, or of `sums`, which holds
-/// nothing else. They are valid while neither changes.
+/// Returns a vector for every 16 elements of `x`, with the same sum: parts of `x` itself, or of `sums`, which
+/// is overwritten. They are valid until either changes.
 ///
 /// # Safety
 /// The caller is compiled for `S`. `x` has whole groups of 16 elements.
@@ -72,7 +74,8 @@ unsafe fn sums_of<S: Simd>(x: &[f32], sums: &mut Vec<f32>) -> *const f32 {
         sums.resize(len, 0.0);
     }
     for group in 0..x.len() / 16 {
-        // SAFETY: `x` has the 16 elements of the group, which numbers of lanes divide, and `sums` a vector for it.
+        // SAFETY: `x` has the 16 elements of the group, which numbers of lanes divide, and `sums` a vector
+        // for it.
         unsafe {
             let x = x.as_ptr().add(16 * group);
             let mut sum = S::load(x);
@@ -85,11 +88,12 @@ unsafe fn sums_of<S: Simd>(x: &[f32], sums: &mut Vec<f32>) -> *const f32 {
     sums.as_ptr()
 }
 
-/// Computes `y[c] = x · matrix[c]` for the rows `columns` of the matrix. Returns false for floats that do not lie at addresses
-/// for floats. What `scratch` holds does not count.
+/// Computes `y[c] = x · matrix[c]` for the rows `columns` of the matrix. Returns false for floats that are
+/// not aligned. The contents of `scratch` are overwritten.
 ///
 /// # Safety
-/// `y` is valid for writes of the elements `columns`, and nobody else accesses them. The caller is compiled for `S`.
+/// `y` is valid for writes of the elements `columns`, and no other code accesses them. The caller is compiled
+/// for `S`.
 #[inline(always)]
 pub(super) unsafe fn columns<S: Simd>(
     x: &[f32],
@@ -100,8 +104,8 @@ pub(super) unsafe fn columns<S: Simd>(
 ) -> bool {
     assert_eq!(x.len(), matrix.input, "one row");
     let rows = matrix.rows(columns.clone()).as_ptr();
-    // SAFETY: `rows` has as many rows as there are columns, `x` has the elements of a row, and by contract `y` has the
-    // columns. Rows of floats are aligned where they are read as floats.
+    // SAFETY: `rows` has as many rows as there are columns, `x` has the elements of a row, and by contract
+    // `y` has the columns. Rows of floats are aligned where they are read as floats.
     unsafe {
         let (count, y) = (columns.len(), y.add(columns.start));
         let sums = if matrix.dtype.has_minima() { sums_of::<S>(x, scratch) } else { std::ptr::null() };
@@ -127,17 +131,20 @@ pub(super) unsafe fn columns<S: Simd>(
     true
 }
 
-/// Multiplies rows of floats, one after another: memory is read in one stream, and several sums hide how long an addition takes.
+/// Multiplies rows of floats one after another: memory is read in one stream, and several sums hide the
+/// latency of additions.
 ///
 /// # Safety
-/// `w` has `count` rows of `x.len()` elements, and `y` is valid for writes of `count`. The caller is compiled for `S`.
+/// `w` has `count` rows of `x.len()` elements, and `y` is valid for writes of `count`. The caller is compiled
+/// for `S`.
 #[inline(always)]
 unsafe fn floats<S: Simd, E: SimdElement>(x: &[f32], w: *const E, count: usize, y: *mut f32) {
     let width = x.len();
     let x = x.as_ptr();
     for c in 0..count {
-        // SAFETY: `i + 4 * LANES <= width` where four vectors are loaded, `i + LANES <= width` where one is, and `i < width`
-        // where one element is, of `x` and of row `c < count`; `y` has `count` elements by contract.
+        // SAFETY: `i + 4 * LANES <= width` where four vectors are loaded, `i + LANES <= width` where one is,
+        // and `i < width` where one element is, of `x` and of row `c < count`; `y` has `count` elements by
+        // contract.
         unsafe {
             let w = w.add(c * width);
             let mut four = [S::splat(0.0); 4];

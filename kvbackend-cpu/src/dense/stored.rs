@@ -4,9 +4,9 @@ use std::fmt;
 
 use bytemuck::pod_read_unaligned;
 
-use crate::simd::{AvailableLevel, Simd, Task, from_f16};
+use crate::simd::{AvailableLevel, Simd, SimdTask, from_f16};
 
-/// The element type of a stored matrix. Blocks are those of ggml, and lie along the rows.
+/// The element type of a stored matrix. Blocks are those of ggml and run along the rows.
 ///
 /// ```
 /// use kvbackend_cpu::dense::StoredType;
@@ -22,12 +22,12 @@ pub enum StoredType {
     F16,
     /// bfloat16: the upper half of an f32.
     BF16,
-    /// ggml's `Q8_0`: 32 elements in 34 bytes, an f16 scale and 32 signed bytes. An element is the scale times its
-    /// byte.
+    /// ggml's `Q8_0`: 32 elements in 34 bytes, an f16 scale and 32 signed bytes. An element is the scale
+    /// times its byte.
     Q8_0,
-    /// ggml's `Q4_K`: 256 elements in 144 bytes. Two f16 factors, for scales and for minima; 12 bytes with a scale
-    /// and a minimum of six bits for each of the eight groups of 32 elements; 128 bytes with two elements of four
-    /// bits each. An element is `factor · scale · q − factor · minimum`.
+    /// ggml's `Q4_K`: 256 elements in 144 bytes. Two f16 factors, for scales and for minima; 12 bytes with a
+    /// scale and a minimum of six bits for each of the eight groups of 32 elements; 128 bytes with two
+    /// elements of four bits each. An element is `factor · scale · q − factor · minimum`.
     Q4K,
     /// ggml's `Q4_0`: 32 elements in 18 bytes.
     Q4_0,
@@ -92,7 +92,7 @@ impl StoredType {
         }
     }
 
-    /// Returns true if groups of elements have a minimum beside their scale.
+    /// Returns true if groups of elements have a minimum in addition to their scale.
     pub(super) const fn has_minima(self) -> bool {
         matches!(self, Self::Q4_1 | Self::Q5_1 | Self::Q2K | Self::Q4K | Self::Q5K)
     }
@@ -102,8 +102,8 @@ impl StoredType {
         self.block_elements() > 1
     }
 
-    /// Returns the bytes of a row of `width` elements, or `None` if the row does not consist of whole blocks or is too long
-    /// to count.
+    /// Returns the bytes of a row of `width` elements, or `None` if the row does not consist of whole blocks
+    /// or the number overflows.
     pub const fn row_bytes(self, width: usize) -> Option<usize> {
         if !width.is_multiple_of(self.block_elements()) {
             return None;
@@ -111,10 +111,11 @@ impl StoredType {
         (width / self.block_elements()).checked_mul(self.block_bytes())
     }
 
-    /// Reads elements as f32, exactly for floats. Elements beyond the bytes, and bytes beyond the elements, stay as they are.
+    /// Decodes elements to f32, exactly for floats. Stops at the end of `bytes` or of the elements, whichever
+    /// comes first.
     pub fn decode(self, bytes: &[u8], to: &mut [f32]) {
         // SAFETY: the task states no condition that could fail.
-        unsafe { AvailableLevel::best().run(Decode { dtype: self, bytes, to }) };
+        unsafe { AvailableLevel::best().run(DecodeRows { dtype: self, bytes, to }) };
     }
 }
 
@@ -138,16 +139,16 @@ impl fmt::Display for StoredType {
     }
 }
 
-/// Reads elements of rows as f32.
+/// Decodes elements of rows to f32.
 ///
-/// `bytes` and `to` hold equally many whole blocks; what is beyond stays as it is.
-struct Decode<'a> {
+/// `bytes` and `to` hold the same number of whole blocks; anything after these is left alone.
+struct DecodeRows<'a> {
     dtype: StoredType,
     bytes: &'a [u8],
     to: &'a mut [f32],
 }
 
-impl Task for Decode<'_> {
+impl SimdTask for DecodeRows<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -157,8 +158,8 @@ impl Task for Decode<'_> {
     }
 }
 
-/// Calls a function with each block of some bytes and its elements. No closure: it would not be compiled for the instructions
-/// of the caller.
+/// Calls a function with each block and its elements. The function cannot be a closure, which would not be
+/// compiled for the caller's instructions.
 macro_rules! each_block {
     ($bytes:expr, $to:expr, $decode:expr) => {
         for (block, y) in $bytes.as_chunks().0.iter().zip($to.as_chunks_mut().0) {
@@ -198,7 +199,7 @@ pub(super) unsafe fn decode<S: Simd>(dtype: StoredType, bytes: &[u8], to: &mut [
             StoredType::Q5K => each_block!(bytes, to, q5_k of 256),
             StoredType::Q6K => each_block!(bytes, to, q6_k of 256),
         }
-        // Floats that fill no vector.
+        // The remaining floats, fewer than a vector.
         let (width, done) = match dtype {
             StoredType::F16 | StoredType::BF16 => (2, to.len().min(bytes.len() / 2) / FLOATS * FLOATS),
             _ => return,
@@ -210,7 +211,7 @@ pub(super) unsafe fn decode<S: Simd>(dtype: StoredType, bytes: &[u8], to: &mut [
     }
 }
 
-/// Floats of 16 bits that are decoded at a time.
+/// The number of 16-bit floats to decode at a time.
 const FLOATS: usize = 16;
 
 /// Decodes 16 elements of f16.
@@ -252,7 +253,7 @@ fn half_at(block: &[u8], at: usize) -> f32 {
     from_f16(bits_at(block, at))
 }
 
-/// Splits 16 bytes into their low and their high halves, and adds the bits of `high` as fifth ones.
+/// Splits 16 bytes into their low and high halves, and adds the bits of `high` as fifth bits.
 #[inline(always)]
 fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
     let mut q = [0; 32];
@@ -266,28 +267,29 @@ fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
     q
 }
 
-/// Factor and minimum that elements of a block share: they are `factor · q + minimum`.
+/// The factor and the minimum of a group of elements, which are `factor · q + minimum`.
 #[derive(Clone, Copy)]
-pub(super) struct Group<V> {
+pub(super) struct BlockFactors<V> {
     /// The first element, counted from the start of the block: a multiple of 16.
     pub at: usize,
     pub factor: V,
     pub minimum: Option<V>,
 }
 
-/// Takes the elements of blocks: stores them, or multiplies them.
+/// A consumer of the elements of blocks: it stores or multiplies them.
 pub(super) trait Sink<S: Simd> {
-    /// Takes `LANES` elements of a group from `i` on, and returns `sum` with what they add to it.
+    /// Takes `LANES` elements of a group from `i` on, and returns the updated `sum`.
     ///
     /// # Safety
     /// The caller is compiled for `S`. The elements lie within the block.
-    unsafe fn take(&mut self, group: Group<S::V>, i: usize, q: S::V, sum: S::V) -> S::V;
+    unsafe fn take(&mut self, group: BlockFactors<S::V>, i: usize, q: S::V, sum: S::V) -> S::V;
 
-    /// Ends a group of so many elements, a multiple of 16: all have been taken, and have this sum.
+    /// Ends a group after all of its elements were taken. Their number is a multiple of 16, and `sum` is
+    /// their sum.
     ///
     /// # Safety
     /// As for [`take`](Self::take).
-    unsafe fn end(&mut self, group: Group<S::V>, elements: usize, sum: S::V);
+    unsafe fn end(&mut self, group: BlockFactors<S::V>, elements: usize, sum: S::V);
 }
 
 /// Stores elements, rounded after each step.
@@ -295,7 +297,7 @@ struct Store<'a, const N: usize>(&'a mut [f32; N]);
 
 impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
     #[inline(always)]
-    unsafe fn take(&mut self, group: Group<S::V>, i: usize, q: S::V, sum: S::V) -> S::V {
+    unsafe fn take(&mut self, group: BlockFactors<S::V>, i: usize, q: S::V, sum: S::V) -> S::V {
         // SAFETY: the elements lie within the block by contract, and the slice has as many as are stored.
         unsafe {
             let scaled = S::mul(group.factor, q);
@@ -309,7 +311,7 @@ impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
     }
 
     #[inline(always)]
-    unsafe fn end(&mut self, _: Group<S::V>, _: usize, _: S::V) {}
+    unsafe fn end(&mut self, _: BlockFactors<S::V>, _: usize, _: S::V) {}
 }
 
 /// Takes a group of signed bytes.
@@ -317,7 +319,7 @@ impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
 /// # Safety
 /// As for [`Sink::take`]. `N` is a multiple of 16, as it is below.
 #[inline(always)]
-unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: Group<S::V>, q: &[i8; N]) {
+unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: BlockFactors<S::V>, q: &[i8; N]) {
     // SAFETY: `i + LANES <= N`, since all numbers of lanes divide 16.
     unsafe {
         let mut sum = S::splat(0.0);
@@ -328,12 +330,13 @@ unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: Group<
     }
 }
 
-/// Takes a group of 32 elements: the low halves of 16 bytes, and after them the high ones. `zero` is subtracted from each.
+/// Takes a group of 32 elements: the low halves of 16 bytes, then the high halves. `zero` is subtracted from
+/// each.
 ///
 /// # Safety
 /// As for [`bytes`].
 #[inline(always)]
-unsafe fn nibbles<S: Simd, G: Sink<S>>(sink: &mut G, group: Group<S::V>, q: &[u8; 16], zero: S::V) {
+unsafe fn nibbles<S: Simd, G: Sink<S>>(sink: &mut G, group: BlockFactors<S::V>, q: &[u8; 16], zero: S::V) {
     // SAFETY: `i + LANES <= 16`, since all numbers of lanes divide 16.
     unsafe {
         let mut sum = S::splat(0.0);
@@ -346,7 +349,8 @@ unsafe fn nibbles<S: Simd, G: Sink<S>>(sink: &mut G, group: Group<S::V>, q: &[u8
     }
 }
 
-/// Defines the reader of a format, `unsafe` because the caller is compiled for `S`, and the sink has room for the block.
+/// Defines the reader of a format. It is `unsafe` because the caller must be compiled for `S`, and the sink
+/// must have room for the block.
 macro_rules! format {
     ($(#[$doc:meta])* $name:ident($block:ident: $bytes:literal, $sink:ident) $body:block) => {
         $(#[$doc])*
@@ -365,15 +369,15 @@ format! {
     /// A factor, and 32 signed bytes.
     q8_0(block: 34, sink) {
         let factor = S::splat_f16(bits_at(block, 0));
-        bytes::<S, G, 32>(sink, Group { at: 0, factor, minimum: None }, &*block.as_ptr().add(2).cast());
+        bytes::<S, G, 32>(sink, BlockFactors { at: 0, factor, minimum: None }, &*block.as_ptr().add(2).cast());
     }
 }
 
 format! {
-    /// A factor, and 32 elements of four bits, 8 for zero.
+    /// A factor, and 32 elements of four bits; 8 means zero.
     q4_0(block: 18, sink) {
         let factor = S::splat_f16(bits_at(block, 0));
-        let group = Group { at: 0, factor, minimum: None };
+        let group = BlockFactors { at: 0, factor, minimum: None };
         nibbles(sink, group, &*block.as_ptr().add(2).cast(), S::splat(8.0));
     }
 }
@@ -382,19 +386,19 @@ format! {
     /// A factor, a minimum, and 32 elements of four bits.
     q4_1(block: 20, sink) {
         let (factor, minimum) = (S::splat_f16(bits_at(block, 0)), Some(S::splat_f16(bits_at(block, 2))));
-        let group = Group { at: 0, factor, minimum };
+        let group = BlockFactors { at: 0, factor, minimum };
         nibbles(sink, group, &*block.as_ptr().add(4).cast(), S::splat(0.0));
     }
 }
 
 format! {
-    /// A factor, 32 fifth bits, and 32 elements of four bits, 16 for zero.
+    /// A factor, 32 fifth bits, and 32 elements of four bits; 16 means zero.
     q5_0(block: 22, sink) {
         let mut q = fives(&block[6..], pod_read_unaligned(&block[2..6]));
         for q in &mut q {
             *q -= 16;
         }
-        bytes(sink, Group { at: 0, factor: S::splat_f16(bits_at(block, 0)), minimum: None }, &q);
+        bytes(sink, BlockFactors { at: 0, factor: S::splat_f16(bits_at(block, 0)), minimum: None }, &q);
     }
 }
 
@@ -403,7 +407,7 @@ format! {
     q5_1(block: 24, sink) {
         let q = fives(&block[8..], pod_read_unaligned(&block[4..8]));
         let (factor, minimum) = (S::splat_f16(bits_at(block, 0)), Some(S::splat_f16(bits_at(block, 2))));
-        bytes(sink, Group { at: 0, factor, minimum }, &q);
+        bytes(sink, BlockFactors { at: 0, factor, minimum }, &q);
     }
 }
 
@@ -416,7 +420,8 @@ unsafe fn sixteen<S: Simd>(words: [u64; 2]) -> [f32; 16] {
     let q: [i8; 16] = bytemuck::cast(words.map(u64::to_le));
     let mut numbers = [0.0; 16];
     for i in (0..16).step_by(S::LANES) {
-        // SAFETY: the caller is compiled for `S` by contract, and numbers of lanes divide 16, which both arrays have.
+        // SAFETY: the caller is compiled for `S` by contract, and numbers of lanes divide 16, which both
+        // arrays have.
         unsafe { S::store(numbers.as_mut_ptr().add(i), S::load_i8(q.as_ptr().add(i))) };
     }
     numbers
@@ -428,7 +433,7 @@ fn word_at(block: &[u8], at: usize) -> u64 {
     u64::from_le(pod_read_unaligned(&block[at..at + 8]))
 }
 
-/// Returns a word whose bytes are all the same.
+/// Returns a word with the same value in every byte.
 const fn each(byte: u8) -> u64 {
     u64::from_ne_bytes([byte; 8])
 }
@@ -445,7 +450,7 @@ format! {
             let q = block.as_ptr().add(16 + 32 * half + 16 * side);
             let factor = S::mul(d, S::splat(scales[group]));
             let minimum = Some(S::mul(least, S::splat(minima[group])));
-            let (of, mut sum) = (Group { at: 16 * group, factor, minimum }, S::splat(0.0));
+            let (of, mut sum) = (BlockFactors { at: 16 * group, factor, minimum }, S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
                 sum = sink.take(of, i, S::load_bits(q.add(i), 2 * run, 3), sum);
             }
@@ -458,7 +463,7 @@ format! {
     /// 32 bytes of third bits, 64 bytes of two bits, 16 scales of six bits, and a factor.
     q3_k(block: 110, sink) {
         let (d, four) = (S::splat_f16(bits_at(block, 108)), word_at(block, 96));
-        // The upper two bits of four scales are in a byte.
+        // One byte holds the upper two bits of four scales.
         let top = u64::from(u32::from_le(pod_read_unaligned(&block[104..108])));
         let top = [top | ((top >> 2) << 32), (top >> 4) | ((top >> 6) << 32)];
         let scales = sixteen::<S>([
@@ -469,9 +474,9 @@ format! {
             let (half, run, side) = (group / 8, group % 8 / 2, group % 2);
             let (low, high) = (block.as_ptr().add(32 + 32 * half + 16 * side), block.as_ptr().add(16 * side));
             let factor = S::mul(d, S::splat(scale - 32.0));
-            let (of, mut sum) = (Group { at: 16 * group, factor, minimum: None }, S::splat(0.0));
+            let (of, mut sum) = (BlockFactors { at: 16 * group, factor, minimum: None }, S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
-                // Without its third bit, a number is less by four.
+                // A number without its third bit is smaller by four.
                 let two = S::sub(S::load_bits(low.add(i), 2 * run, 3), S::splat(4.0));
                 let third = S::load_bits(high.add(i), 4 * half + run, 1);
                 sum = sink.take(of, i, S::mul_add(third, S::splat(4.0), two), sum);
@@ -481,7 +486,7 @@ format! {
     }
 }
 
-/// Returns the eight scales and after them the eight minima, of six bits each, of a block of `Q4_K` and `Q5_K`.
+/// Returns the eight scales and then the eight minima of a block of `Q4_K` or `Q5_K`, six bits each.
 ///
 /// # Safety
 /// The caller is compiled for `S`.
@@ -489,7 +494,8 @@ format! {
 unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     let word = |at: usize| u32::from_le(pod_read_unaligned(&block[at..at + 4]));
     let (first, last) = ([word(4), word(8)], word(12));
-    // Four of each have a byte. The others have half a byte, and their upper two bits at the top of those bytes.
+    // The first four of each have a byte. The others have half a byte, and their upper two bits are at the
+    // top of those bytes.
     let top = first.map(|word| ((word >> 6) & 0x0303_0303) << 4);
     let last = [(last & 0x0f0f_0f0f) | top[0], ((last >> 4) & 0x0f0f_0f0f) | top[1]];
     let eight = |i: usize| u64::from(first[i] & 0x3f3f_3f3f) | (u64::from(last[i]) << 32);
@@ -497,7 +503,7 @@ unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     unsafe { sixteen::<S>([eight(0), eight(1)]) }
 }
 
-/// Takes a block of `Q4_K` or `Q5_K`: 128 bytes of four bits at a place, and fifth bits if there are any.
+/// Takes a block of `Q4_K` or `Q5_K`: 128 bytes of four-bit elements, and their fifth bits, if any.
 ///
 /// # Safety
 /// As for [`bytes`]. `fifth` has 32 bytes.
@@ -511,10 +517,10 @@ unsafe fn fours<S: Simd, G: Sink<S>>(sink: &mut G, block: &[u8], four: usize, fi
             let (at, at_high) = (2 * pair, 2 * pair + 1);
             let factor = S::mul(d, S::splat(numbers[at]));
             let minimum = Some(S::mul(least, S::splat(numbers[at + 8])));
-            let low = Group { at: 32 * at, factor, minimum };
+            let low = BlockFactors { at: 32 * at, factor, minimum };
             let factor = S::mul(d, S::splat(numbers[at_high]));
             let minimum = Some(S::mul(least, S::splat(numbers[at_high + 8])));
-            let high = Group { at: 32 * at_high, factor, minimum };
+            let high = BlockFactors { at: 32 * at_high, factor, minimum };
             let q = block[four + 32 * pair..][..32].as_ptr();
             let (mut sum, mut sum_high) = (S::splat(0.0), S::splat(0.0));
             for i in (0..32).step_by(S::LANES) {
@@ -552,15 +558,15 @@ format! {
     q6_k(block: 210, sink) {
         let d = S::splat_f16(bits_at(block, 208));
         let scales = sixteen::<S>([word_at(block, 192), word_at(block, 200)]);
-        // A half has four runs of 32 elements: the low nibbles of 64 bytes, and after them the high ones.
+        // Each half has four runs of 32 elements: the low halves of 64 bytes, then the high halves.
         for pair in 0..8 {
             let (half, run, side) = (pair / 4, pair / 2 % 2, pair % 2);
             let low = block.as_ptr().add(64 * half + 32 * run + 16 * side);
             let high = block.as_ptr().add(128 + 32 * half + 16 * side);
             let at = 8 * half + 2 * run + side;
-            let first = Group { at: 16 * at, factor: S::mul(d, S::splat(scales[at])), minimum: None };
+            let first = BlockFactors { at: 16 * at, factor: S::mul(d, S::splat(scales[at])), minimum: None };
             let factor = S::mul(d, S::splat(scales[at + 4]));
-            let second = Group { at: 16 * (at + 4), factor, minimum: None };
+            let second = BlockFactors { at: 16 * (at + 4), factor, minimum: None };
             let (mut sum, mut sum_second) = (S::splat(0.0), S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
                 let [four, four_second] = S::load_nibbles(low.add(i));
@@ -582,7 +588,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_lies_beyond_whole_blocks_stays() {
+    fn bytes_after_the_last_whole_block_stay() {
         let mut to = [7.0; 40];
         StoredType::Q8_0.decode(&[0; 34 + 5], &mut to);
         assert_eq!((&to[..32], &to[32..]), (&[0.0; 32][..], &[7.0; 8][..]));

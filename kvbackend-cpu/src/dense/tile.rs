@@ -4,10 +4,10 @@ use std::ops::Range;
 
 use crate::simd::Simd;
 
-/// Rows of the matrix that are taken at a time.
+/// The number of matrix rows to take at a time.
 pub(super) const COLUMNS: usize = 8;
 
-/// Rows of a matrix in f32, whose beginnings are `stride` elements apart.
+/// Rows of a matrix in f32, which begin `stride` elements apart.
 #[derive(Clone, Copy)]
 pub(super) struct Columns<'a> {
     pub values: &'a [f32],
@@ -16,18 +16,18 @@ pub(super) struct Columns<'a> {
 }
 
 impl Columns<'_> {
-    /// Returns some of the rows, with what lies behind them.
+    /// Returns the rows from a given one on.
     pub(super) fn part(self, rows: Range<usize>) -> Self {
         Self { values: &self.values[rows.start * self.stride..], count: rows.len(), ..self }
     }
 }
 
-/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, at most [`COLUMNS`], of `input` elements each as the rows of `x`. With `ahead`, asks
-/// for the memory behind `w`, which is next.
+/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, at most [`COLUMNS`]. Rows of `w` and of
+/// `x` have `input` elements. With `ahead`, prefetches the memory after `w`, which is used next.
 ///
 /// # Safety
-/// `y` is valid for writes of as many elements as `w` has rows, at each of `rows` strides, and nobody else accesses them.
-/// The caller is compiled for the instruction set of `S`.
+/// `y` is valid for writes of as many elements as `w` has rows, at each of `rows` strides, and no other code
+/// accesses them. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn columns<S: Simd>(
     (x, rows, input): (&[f32], usize, usize),
@@ -37,21 +37,22 @@ pub(super) unsafe fn columns<S: Simd>(
 ) {
     let whole = w.stride >= input && w.values.len() >= w.count * w.stride;
     assert!(x.len() == rows * input && whole, "whole rows");
-    // Rows are taken in runs of equal length, none longer than registers allow. So many elements of each are taken that the
-    // rows of the matrix fill half of the first-level cache (32 KiB, or with more registers 48).
+    // Rows are taken in runs of equal length that registers can hold. The number of elements at a time is
+    // such that the rows of the matrix fill half of the first-level cache (32 KiB, or 48 with more
+    // registers).
     let (most, depth_of_all) = if S::REGISTERS >= 32 { (6, 1024) } else { (3, 512) };
     let runs = rows.div_ceil(most);
-    // Equal parts: a short one would spend more on its sums than on its products.
+    // Parts are equal, because a short one would spend more on its sums than on its products.
     let depth_of_all = input.div_ceil(input.div_ceil(depth_of_all).max(1)).next_multiple_of(S::LANES);
     for from in (0..input).step_by(depth_of_all.max(1)) {
         let depth = depth_of_all.min(input - from);
         for run in 0..runs {
             let at = rows * run / runs;
             let taken = rows * (run + 1) / runs - at;
-            // SAFETY: `at + taken <= rows`, `from + depth <= input`, and a tile reads `taken` rows of `x` and as many of
-            // `w` as it has columns, `depth` elements of each.
+            // SAFETY: `at + taken <= rows`, `from + depth <= input`, and a tile reads `taken` rows of `x` and
+            // as many of `w` as it has columns, `depth` elements of each.
             unsafe {
-                let tile = Tile {
+                let tile = ProductTile {
                     x: x.as_ptr().add(at * input + from),
                     w: w.values.as_ptr().add(from),
                     input,
@@ -70,10 +71,10 @@ pub(super) unsafe fn columns<S: Simd>(
 
 /// Rows and columns of one tile.
 ///
-/// `x` and `w` point to `depth` elements at each of their rows, which are `input` and `w_stride` elements apart; `y` to the
-/// products, whose rows are `stride` elements apart.
+/// `x` and `w` point to rows of `depth` elements, which are `input` and `w_stride` elements apart. `y` points
+/// to the products, whose rows are `stride` elements apart.
 #[derive(Clone, Copy)]
-struct Tile {
+struct ProductTile {
     x: *const f32,
     w: *const f32,
     input: usize,
@@ -83,19 +84,20 @@ struct Tile {
     stride: usize,
     /// Adds to the products that are there.
     add: bool,
-    /// Asks for the memory of the next rows of `w`.
+    /// True to prefetch the next rows of `w`.
     ahead: bool,
 }
 
-impl Tile {
+impl ProductTile {
     /// Computes `rows × columns` products, at most six rows.
     ///
     /// # Safety
-    /// `x` has `rows` rows and `w` has `columns`, and `y` is valid for their products. The caller is compiled for `S`.
+    /// `x` has `rows` rows and `w` has `columns`, and `y` is valid for their products. The caller is compiled
+    /// for `S`.
     #[inline(always)]
     unsafe fn run<S: Simd>(self, rows: usize, columns: usize) {
-        // SAFETY: a tile of `R × C` reads `R` rows of `x` and `C` of `w`: `R` is `rows`, and the columns taken are at most
-        // `columns`.
+        // SAFETY: a tile of `R × C` reads `R` rows of `x` and `C` of `w`: `R` is `rows`, and the columns
+        // taken are at most `columns`.
         unsafe {
             let fours = columns / 4 * 4;
             for c in (0..fours).step_by(4) {
@@ -136,13 +138,14 @@ impl Tile {
     #[inline(always)]
     unsafe fn products<S: Simd, const R: usize, const C: usize>(self) {
         let Self { x, w, input, w_stride, depth, y, stride, add, ahead } = self;
-        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is, of `R` rows of `x`
-        // and `C` of `w`; `y` is valid for `C` products at each of `R` strides by contract.
+        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is, of `R`
+        // rows of `x` and `C` of `w`; `y` is valid for `C` products at each of `R` strides by contract.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
             let mut i = 0;
             while i + S::LANES <= depth {
-                // The rows' elements stay in registers beside the sums: one more holds those of each column in turn.
+                // The elements of the rows stay in registers next to the sums; one more register holds those
+                // of each column in turn.
                 let mut of_x = [S::splat(0.0); R];
                 for (r, of_x) in of_x.iter_mut().enumerate() {
                     *of_x = S::load(x.add(r * input + i));
@@ -184,8 +187,8 @@ impl Tile {
     #[inline(always)]
     unsafe fn one<S: Simd>(self) {
         let Self { x, w, depth, y, add, .. } = self;
-        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is; `y` is valid for one
-        // product by contract.
+        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is; `y` is
+        // valid for one product by contract.
         unsafe {
             let mut sum = S::splat(0.0);
             let mut i = 0;

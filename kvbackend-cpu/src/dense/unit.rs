@@ -1,7 +1,8 @@
-//! Products of many rows by the matrix unit (AMX), as exact as sums in f32: both sides come as sums of numbers of bf16.
+//! Products of many rows on the matrix unit (AMX), as exact as sums in f32, because both operands are split
+//! into sums of bf16 numbers.
 //!
-//! Rows of `x` become the columns of tiles, once for the whole matrix. Rows of the matrix are the rows of tiles, 32 at a time, which
-//! stay in the second-level cache while they meet all rows of `x`.
+//! Rows of `x` become the columns of tiles, once for the whole matrix. Rows of the matrix become the rows of
+//! tiles, 32 at a time, which stay in the second-level cache while all rows of `x` are multiplied with them.
 
 use std::arch::x86_64::{
     __m512, __m512i, _mm512_add_ps, _mm512_castsi512_ps, _mm512_fpclass_ps_mask, _mm512_loadu_ps,
@@ -12,35 +13,37 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use super::{Matrix, StoredType, in_parts, stored, tile};
-use crate::raw::Target;
+use crate::raw::Destination;
 use crate::simd::amx::squares::{SQUARES, Square, split, two_by_two};
-use crate::simd::amx::{PARTS, ROW, ROWS, TILE_BYTES, Tiles};
+use crate::simd::amx::{AmxTiles, PARTS, ROW, ROWS, TILE_BYTES};
 use crate::simd::avx512::Avx512;
 use crate::simd::{Simd, SimdLevel};
 use crate::workers::Workers;
 
 // Decision: docs/decisions/backend-cpu.md#many-rows-go-to-the-matrix-unit-in-parts-of-bf16
-/// The fewest rows that the matrix unit multiplies faster than vectors do, by the parts of an element of the matrix.
+/// The minimum number of rows for which the matrix unit is faster than vectors, by the number of parts of a
+/// matrix element.
 const LEAST: [usize; PARTS] = [16, 20, 24];
 /// Elements of a row of a tile of bf16.
 const PAIRS: usize = 2 * ROWS;
-/// Rows of the matrix that are taken at a time.
+/// The number of matrix rows to take at a time.
 const COLUMNS: usize = 2 * ROWS;
-/// Elements of a row that are taken at a time. Sums of more lose digits.
+/// The number of elements of a row to take at a time. Longer sums lose digits.
 const DEPTH: usize = 1024;
-/// A multiple of the elements of every block.
+/// A multiple of the number of elements of every kind of block.
 const BLOCK: usize = 256;
-/// Bytes of the parts of `x` that are taken at a time. With those of the matrix they fit in the second-level cache.
+/// The number of bytes of parts of `x` to take at a time. Together with those of the matrix they fit in the
+/// second-level cache.
 const BYTES: usize = 1280 << 10;
 
 thread_local! {
-    /// Rows of `x` in parts, which all threads of a call read.
+    /// Rows of `x` in parts, read by all threads of a call.
     static PACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-    /// Memory of one thread for rows of the matrix and for sums.
+    /// The memory of one thread for rows of the matrix and for sums.
     static MEMORY: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Returns the first `bytes` bytes of a vector that begin a cache line, after it has grown to have them.
+/// Grows a vector if needed, and returns `bytes` bytes of it that begin at a cache line.
 fn lines(memory: &mut Vec<f32>, bytes: usize) -> &mut [u8] {
     let len = (bytes + ROW).div_ceil(size_of::<f32>());
     if memory.len() < len {
@@ -51,17 +54,18 @@ fn lines(memory: &mut Vec<f32>, bytes: usize) -> &mut [u8] {
     &mut memory[start..start + bytes]
 }
 
-/// Returns how many numbers of bf16 any element of a type is the sum of.
+/// Returns the number of bf16 parts that represent any element of a type exactly.
 fn parts(dtype: StoredType) -> usize {
     match dtype {
         StoredType::BF16 => 1,
-        // Elements of 11 digits, and factors of 11 times codes of at most 4.
+        // Elements of 11 binary digits, and factors of 11 digits times codes of at most 4.
         StoredType::F16 | StoredType::Q4_0 | StoredType::Q5_0 => 2,
         _ => PARTS,
     }
 }
 
-/// Computes `y = x · matrixᵀ` on so many threads, unless the level has no matrix unit or rows are few. Returns whether it did.
+/// Computes `y = x · matrixᵀ` on the given number of threads. Does nothing and returns false if the level has
+/// no matrix unit or there are too few rows.
 ///
 /// `x` has `rows` rows, and `y` those of the result.
 pub(super) fn multiply(
@@ -69,14 +73,14 @@ pub(super) fn multiply(
     (workers, threads): (&Workers, usize),
     (x, rows): (&[f32], usize),
     matrix: &Matrix<'_>,
-    y: Target<'_>,
+    y: Destination<'_>,
 ) -> bool {
     if level < SimdLevel::Amx || rows < LEAST[parts(matrix.dtype) - 1] {
         return false;
     }
     let input = matrix.input;
     assert!(x.len() == rows * input, "whole rows");
-    // Runs of elements and of rows, each about equally long.
+    // Runs of elements and of rows, of about equal length.
     let depths = input.div_ceil(DEPTH);
     let depth = |i: usize| (input * i / depths).next_multiple_of(BLOCK).min(input);
     let most = (0..depths).map(|i| depth(i + 1) - depth(i)).max().unwrap_or(0);
@@ -85,22 +89,22 @@ pub(super) fn multiply(
     let runs = tiles.div_ceil((BYTES / tile_bytes).next_multiple_of(2));
     let row = |i: usize| ((tiles * i / runs).next_multiple_of(2) * ROWS).min(rows);
     PACKED.with_borrow_mut(|packed| {
-        let packed = Target::new(lines(packed, tile_bytes * (tiles.div_ceil(runs) + 1)));
+        let packed = Destination::new(lines(packed, tile_bytes * (tiles.div_ceil(runs) + 1)));
         for rows in (0..runs).map(|run| row(run)..row(run + 1)) {
             for depth in (0..depths).map(|i| depth(i)..depth(i + 1)) {
-                let pass = Pass { x, matrix, rows: rows.clone(), depth, packed, y };
+                let pass = UnitPass { x, matrix, rows: rows.clone(), depth, packed, y };
                 let tiles = rows.len().div_ceil(ROWS);
                 let parts = if threads > 1 { tiles } else { 1 };
                 workers.run(parts, &|part| {
                     for tile in tiles * part / parts..tiles * (part + 1) / parts {
-                        // SAFETY: the level says that the processor has AMX, and with it AVX-512. The rows of the tile are
-                        // rows of `x`, `packed` has room for it, and no other part writes it.
+                        // SAFETY: the level says that the processor has AMX, and with it AVX-512. The rows of
+                        // the tile are rows of `x`, `packed` has room for it, and no other part writes it.
                         unsafe { pass.put_rows(tile) };
                     }
                 });
                 in_parts((workers, threads), matrix.out, COLUMNS, &|columns| {
-                    // SAFETY: a level from `Amx` on has AMX and AVX-512. All tiles of the pass have been written, nobody writes them
-                    // now, and no other part has these columns of `y`.
+                    // SAFETY: a level from `Amx` on has AMX and AVX-512. All tiles of the pass have been
+                    // written, no code writes them now, and no other part has these columns of `y`.
                     MEMORY.with_borrow_mut(|memory| unsafe { pass.multiply(columns, memory) });
                 });
             }
@@ -109,19 +113,20 @@ pub(super) fn multiply(
     true
 }
 
-/// Some elements of some rows of `x`, times those of all rows of the matrix.
+/// A range of elements of a range of rows of `x`, times those of all rows of the matrix.
 ///
-/// `packed` has room for the tiles of the rows, and `y` has rows of `matrix.out` elements of f32, `rows` among them.
-struct Pass<'a> {
+/// `packed` has room for the tiles of the rows, and `y` has rows of `matrix.out` elements of f32, `rows`
+/// among them.
+struct UnitPass<'a> {
     x: &'a [f32],
     matrix: &'a Matrix<'a>,
     rows: Range<usize>,
     depth: Range<usize>,
-    packed: Target<'a>,
-    y: Target<'a>,
+    packed: Destination<'a>,
+    y: Destination<'a>,
 }
 
-impl Pass<'_> {
+impl UnitPass<'_> {
     /// Returns the number of steps of 32 elements.
     fn steps(&self) -> usize {
         self.depth.len().div_ceil(PAIRS)
@@ -133,18 +138,19 @@ impl Pass<'_> {
         self.packed.at(tile * bytes, bytes)
     }
 
-    /// Puts the rows of a tile into columns, with zeros for rows that there are not.
+    /// Writes the rows of a tile as columns, with zeros for missing rows.
     ///
     /// # Safety
-    /// The processor supports AVX-512. `rows` and `depth` lie in `x`, and nobody else accesses the tile.
+    /// The processor supports AVX-512. `rows` and `depth` are inside `x`, and no other code accesses the
+    /// tile.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn put_rows(&self, tile: usize) {
         let first = self.rows.start + tile * ROWS;
         let count = ROWS.min(self.rows.end - first);
         let mut to = self.tile(tile);
         for step in 0..self.steps() {
-            // SAFETY: `first + j` is one of the rows, of which `halves` reads elements of `depth`, and `to` moves through the
-            // `steps() * PARTS` tiles.
+            // SAFETY: `first + j` is one of the rows, of which `halves` reads elements of `depth`, and `to`
+            // moves through the `steps() * PARTS` tiles.
             unsafe {
                 let mut squares = [[_mm512_setzero_ps(); ROWS]; PARTS];
                 for j in 0..count {
@@ -165,11 +171,11 @@ impl Pass<'_> {
         }
     }
 
-    /// Computes some columns of `y`, or adds to them if elements before these have been multiplied.
+    /// Computes a range of columns of `y`, or adds to them if earlier elements have been multiplied already.
     ///
     /// # Safety
-    /// The processor supports AMX with bf16, and this thread has no [`Tiles`]. `put_rows` has written all tiles, which nobody
-    /// writes now, and nobody else accesses these columns of `y`.
+    /// The processor supports AMX with bf16, and this thread has no [`AmxTiles`]. `put_rows` has written all
+    /// tiles, which no code writes now, and no other code accesses these columns of `y`.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn multiply(&self, columns: Range<usize>, memory: &mut Vec<f32>) {
         let (steps, parts) = (self.steps(), parts(self.matrix.dtype));
@@ -181,11 +187,12 @@ impl Pass<'_> {
         let (sums, weights) = (sums.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr());
         let decoded = bytemuck::cast_slice_mut(decoded);
         let row_tiles = self.rows.len().div_ceil(ROWS);
-        // SAFETY: AMX is available, and these tiles are the only ones of this thread, by contract. `weights` has two tiles in
-        // `parts` parts for each step, `packed` has those of `row_tiles` tiles, and `sums` has room for `SQUARES`. The
-        // columns and rows that are stored are those of `y` in this part and this pass.
+        // SAFETY: AMX is available, and these tiles are the only ones of this thread, by contract. `weights`
+        // has two tiles in `parts` parts for each step, `packed` has those of `row_tiles` tiles, and `sums`
+        // has room for `SQUARES`. The columns and rows that are stored are those of `y` in this part and this
+        // pass.
         unsafe {
-            let tiles = Tiles::new();
+            let tiles = AmxTiles::new();
             for from in columns.clone().step_by(COLUMNS) {
                 let taken = from..(from + COLUMNS).min(columns.end);
                 match parts {
@@ -193,7 +200,7 @@ impl Pass<'_> {
                     2 => self.put_columns::<2>(taken.clone(), weights, decoded),
                     _ => self.put_columns::<PARTS>(taken.clone(), weights, decoded),
                 }
-                // A tile that there is not is the first once more, whose sums nobody reads.
+                // In place of a missing tile, the first one is used again; its sums are not read.
                 let second = if taken.len() > ROWS { tile_bytes } else { 0 };
                 let rows = [weights.cast_const(), weights.add(second).cast_const()];
                 for i in (0..row_tiles).step_by(2) {
@@ -211,19 +218,19 @@ impl Pass<'_> {
         }
     }
 
-    /// Puts the rows `columns` of the matrix, at most [`COLUMNS`], into tiles in `N` parts, with zeros for elements that there
-    /// are not.
+    /// Writes the rows `columns` of the matrix, at most [`COLUMNS`], to tiles in `N` parts, with zeros for
+    /// missing elements.
     ///
     /// # Safety
-    /// `to` is valid for writes of two tiles in `N` parts for each step, and `decoded` has room for `depth`. The caller is
-    /// compiled for AVX-512.
+    /// `to` is valid for writes of two tiles in `N` parts for each step, and `decoded` has room for `depth`.
+    /// The caller is compiled for AVX-512.
     #[inline(always)]
     unsafe fn put_columns<const N: usize>(&self, columns: Range<usize>, to: *mut u8, decoded: &mut [f32]) {
         let (dtype, steps) = (self.matrix.dtype, self.steps());
         for (i, column) in columns.enumerate() {
             let bytes = self.matrix.elements(column, &self.depth);
-            // SAFETY: `bytes` are `depth` elements, and `decoded` has them in f32 if they are not. `i` is one of the rows of
-            // two tiles.
+            // SAFETY: `bytes` are `depth` elements, and `decoded` has them in f32 if they are not. `i` is one
+            // of the rows of two tiles.
             unsafe {
                 let row = if dtype == StoredType::F32 {
                     bytes.as_ptr().cast::<f32>()
@@ -241,7 +248,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Puts rows of a matrix of bf16 into tiles as they are, as [`put_columns`](Self::put_columns) does.
+    /// Writes rows of a matrix of bf16 to tiles without splitting them; otherwise like
+    /// [`put_columns`](Self::put_columns).
     ///
     /// # Safety
     /// As for `put_columns`, with one part, for elements of bf16.
@@ -261,12 +269,12 @@ impl Pass<'_> {
         }
     }
 
-    /// Stores a tile of sums, whose rows are `columns` of `y`, at most 16, and whose columns are the rows of a tile of `x`.
-    /// A sum that is not finite is computed once more, from numbers in f32.
+    /// Stores a tile of sums, whose rows are `columns` of `y`, at most 16, and whose columns are the rows of
+    /// a tile of `x`. A sum that is not finite is recomputed from numbers in f32.
     ///
     /// # Safety
-    /// `sums` is a tile of f32. The rows are among those of this pass, and nobody else accesses these columns of `y`.
-    /// The caller is compiled for AVX-512.
+    /// `sums` is a tile of f32. The rows are among those of this pass, and no other code accesses these
+    /// columns of `y`. The caller is compiled for AVX-512.
     #[inline(always)]
     unsafe fn store(&self, sums: *const f32, tile: usize, columns: Range<usize>) {
         let (out, lanes) = (self.matrix.out, first_lanes(columns.len()) as u16);
@@ -299,11 +307,11 @@ impl Pass<'_> {
         }
     }
 
-    /// Computes products without parts, of which infinity times 0 would give NaN: of rows of `x` from `first` on, each with
-    /// the columns that its mask has, counted from `from`.
+    /// Computes products without parts, since infinity times a part of 0 would give NaN. Row by row of `x`
+    /// from `first` on, for the columns that the row's mask selects, counted from `from`.
     ///
     /// # Safety
-    /// As for [`store`](Self::store), of whose tile these products are. The processor supports AVX-512.
+    /// As for [`store`](Self::store), for the same tile. The processor supports AVX-512.
     #[cold]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn once_more(&self, masks: &[u16], first: usize, from: usize) {
@@ -311,8 +319,8 @@ impl Pass<'_> {
         let mut decoded = Vec::new();
         for i in (0..ROWS).filter(|i| masks.iter().any(|mask| (mask >> i) & 1 == 1)) {
             let column = from + i;
-            // SAFETY: the caller is compiled for AVX-512, and the product at `column` in a row of the tile is one of those
-            // of this part.
+            // SAFETY: the caller is compiled for AVX-512, and the product at `column` in a row of the tile is
+            // one of those of this part.
             unsafe {
                 let w = self.matrix.in_f32::<Avx512>(column..column + 1, &mut decoded);
                 for row in (0..masks.len()).filter(|row| (masks[*row] >> i) & 1 == 1).map(|row| first + row) {
@@ -324,7 +332,7 @@ impl Pass<'_> {
     }
 }
 
-/// Returns a mask of the first `n` lanes, or of all.
+/// Returns a mask of the first `n` lanes, or of all lanes if there are fewer.
 #[inline(always)]
 fn first_lanes(n: usize) -> u32 {
     ((1u64 << n.min(PAIRS)) - 1) as u32

@@ -6,7 +6,7 @@ use super::locked::with_locked;
 use super::rotate::{RotateRows, RotationTable};
 use super::runs::CopyRuns;
 use super::{Fast, queues, share};
-use crate::memory::Span;
+use crate::memory::ByteSpan;
 use crate::plane::{PlaneSpans, RowAt, RowLayout};
 
 impl Fast {
@@ -64,7 +64,7 @@ impl Fast {
     fn copy_layers(&self, src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
         let layout = src.layout();
         let layers = layout.shape().num_layers;
-        // Large layers are locked one by one, so that operations on the others go on.
+        // Large layers are locked one by one, which lets operations on other layers continue.
         let step = if self.streams(layout.block_bytes() / layers * pairs.len()) { 1 } else { layers };
         for first in (0..layers).step_by(step) {
             let copy = BlockPairs::new((src, dst), first..first + step, pairs);
@@ -93,7 +93,7 @@ impl Fast {
         copy: &BlockPairs,
         heads: usize,
         (a, b): (RowLayout, RowLayout),
-        (src, dst): (&Span<'_>, &Span<'_>),
+        (src, dst): (&ByteSpan<'_>, &ByteSpan<'_>),
     ) -> Result<()> {
         let bytes = copy.rows() * heads * a.row_bytes();
         let (parts, stream) = (self.parts(copy.pairs(), bytes), self.streams(bytes));
@@ -115,7 +115,7 @@ impl Fast {
     }
 }
 
-/// Pairs of blocks, of which some layers are to be copied.
+/// Pairs of blocks, and the layers to copy.
 pub(super) struct BlockPairs<'a> {
     /// The source and the destination.
     arenas: (&'a KvArena, &'a KvArena),

@@ -1,14 +1,13 @@
 //! Conversion of codes to f32 and back, one row at a time, with the same bits as the reference
 //! (`kvcore::base::quant`).
 //!
-//! Loops have no branches, so that the compiler vectorises them for the instruction set that they are
-//! compiled for.
+//! Loops have no branches, which lets the compiler vectorise them for the instruction set in use.
 
 use half::f16;
 use kvcore::{Fp8Kind, IntKind, KvFormat, Result};
 
 use crate::plane::unsupported;
-use crate::simd::{Simd, Task, narrow, widen};
+use crate::simd::{Simd, SimdTask, narrow, widen};
 
 /// A number that, added to a number below 2²² in magnitude, leaves the nearest integer, ties to even, in the
 /// lowest bits.
@@ -56,7 +55,7 @@ pub(super) struct EncodeRow {
     pub(super) dim: usize,
 }
 
-impl Task for DecodeRow {
+impl SimdTask for DecodeRow {
     type Output = ();
 
     #[inline(always)]
@@ -89,7 +88,7 @@ impl Task for DecodeRow {
     }
 }
 
-impl Task for EncodeRow {
+impl SimdTask for EncodeRow {
     type Output = ();
 
     #[inline(always)]
@@ -138,7 +137,7 @@ impl Task for EncodeRow {
 /// Returns `n` bytes at `at`.
 ///
 /// # Safety
-/// `at` is valid for reads of `n` bytes, which nobody writes while the slice lives.
+/// `at` is valid for reads of `n` bytes, which no code writes while the slice lives.
 unsafe fn slice<'a>(at: *const u8, n: usize) -> &'a [u8] {
     // SAFETY: by contract, `at` is valid for reads of `n` bytes.
     unsafe { std::slice::from_raw_parts(at, n) }
@@ -184,7 +183,7 @@ unsafe fn times<S: Simd>(codes: *const i8, step: f32, to: *mut f32, n: usize) {
 unsafe fn nibbles<S: Simd>(codes: *const u8, step: f32, mut to: *mut f32, group: usize) {
     let mut wide = [0i8; 64];
     // SAFETY: by contract, `codes` has `group / 2` bytes and `to` has `group` elements. A part has at most 32
-    // bytes, so that its codes fit in `wide`, and the parts together give `group` elements.
+    // bytes, so its codes fit in `wide`, and the parts together give `group` elements.
     unsafe {
         for part in slice(codes, group / 2).chunks(32) {
             for (pair, byte) in wide.chunks_exact_mut(2).zip(part) {

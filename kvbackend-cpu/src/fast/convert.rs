@@ -1,5 +1,5 @@
-//! Rows of one format converted to another, rotated on the way if asked: all movement to and from quantised
-//! caches.
+//! Converts rows from one format to another, and rotates them if requested: all movement to and from
+//! quantised caches.
 
 use kvcore::{
     BlockId, Dequantize, Gather, KvArena, KvFormat, KvPlane, Quantize, Result, RotateKeys, Rotation,
@@ -12,12 +12,12 @@ use super::codes::{DecodeRow, EncodeRow, check};
 use super::locked::{Locked, with_locked};
 use super::rotate::{RotationTable, rotate};
 use super::{Fast, share};
-use crate::movement::Movement;
+use crate::movement::LayerMovement;
 use crate::plane::{PlaneSpans, RowAt, RowLayout};
-use crate::raw::{Origin, Target};
-use crate::simd::{Simd, Task};
+use crate::raw::{Destination, Origin};
+use crate::simd::{Simd, SimdTask};
 
-/// Elements of a row up to which the row lies on the stack.
+/// The maximum number of elements of a row that is kept on the stack.
 const ROW: usize = 512;
 
 /// The rows of one side: elements of a float type, or codes and scales.
@@ -77,7 +77,7 @@ fn source<'a>(plane: &KvPlane, spans: &PlaneSpans, locked: &Locked<'a>) -> Resul
     Ok(RowSide::new(plane, locked.origin(&spans.codes)?, scales))
 }
 
-fn target<'a>(plane: &KvPlane, spans: &PlaneSpans, locked: &Locked<'a>) -> Result<RowSide<Target<'a>>> {
+fn target<'a>(plane: &KvPlane, spans: &PlaneSpans, locked: &Locked<'a>) -> Result<RowSide<Destination<'a>>> {
     check(plane.format)?;
     let scales = spans.scales.as_ref().map(|scales| locked.target(scales)).transpose()?;
     Ok(RowSide::new(plane, locked.target(&spans.codes)?, scales))
@@ -90,14 +90,14 @@ fn target<'a>(plane: &KvPlane, spans: &PlaneSpans, locked: &Locked<'a>) -> Resul
 /// sides passed [`check`], and the rotary dimension of `table` is at most `dim`.
 struct ConvertRows<'a, I> {
     from: RowSide<Origin<'a>>,
-    to: RowSide<Target<'a>>,
+    to: RowSide<Destination<'a>>,
     dim: usize,
     /// The table that holds the positions, and the factor that multiplies rotated rows.
     table: Option<(&'a RotationTable, f32)>,
     offsets: I,
 }
 
-impl<I: Iterator<Item = (RowOffsets, RowOffsets, i64)>> Task for ConvertRows<'_, I> {
+impl<I: Iterator<Item = (RowOffsets, RowOffsets, i64)>> SimdTask for ConvertRows<'_, I> {
     type Output = ();
 
     #[inline(always)]
@@ -142,7 +142,7 @@ impl Fast {
         rotation: Option<&RowRotation>,
         twice: impl FnOnce() -> bool,
     ) -> Result<()> {
-        let m = Movement::new(&op.arena, *plane, rows, op.layer, &op.slots);
+        let m = LayerMovement::new(&op.arena, *plane, rows, op.layer, &op.slots);
         let table = rotation.map(|rotation| RotationTable::of_checked(&rotation.rope)).transpose()?;
         let table = table.as_ref().map(|table| (table, table.factor));
         let position = |row: usize| rotation.map_or(0, |rotation| rotation.positions[row]);
@@ -175,7 +175,7 @@ impl Fast {
         rows: &TensorView,
         rotation: Option<&Rotation>,
     ) -> Result<()> {
-        let m = Movement::new(&op.arena, *plane, rows, op.layer, &op.slots);
+        let m = LayerMovement::new(&op.arena, *plane, rows, op.layer, &op.slots);
         let table = rotation.map(RotationTable::of_rotation).transpose()?;
         let (table, delta) = (table.as_ref().map(|table| (table, 1.0)), rotation.map_or(0, |r| r.delta));
         let (layout, parts) = (PlaneLayout::new(plane), self.parts(op.slots.len(), m.bytes()));

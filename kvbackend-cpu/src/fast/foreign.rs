@@ -1,7 +1,7 @@
-//! Rows that go to the slots of another engine's cache, and rows that come from there.
+//! Moves rows to the slots of another engine's cache, and back.
 //!
-//! Tokens that are neighbours in a block of the engine are moved together, head by head: they are rotated into a small
-//! buffer, and leave it in the order of the engine, whose lines are thus written whole.
+//! Tokens that are neighbours in a block of the engine are moved together, head by head: they are rotated
+//! into a small buffer and leave it in the order of the engine, which fills whole cache lines.
 
 use std::ops::Range;
 
@@ -12,21 +12,21 @@ use super::locked::with_locked;
 use super::rotate::{RotationTable, rotate};
 use super::{Fast, share};
 use crate::foreign::{ForeignCache, ForeignLoad, ForeignOrder, ForeignPlane, ForeignShape};
-use crate::memory::Span;
+use crate::memory::ByteSpan;
 use crate::plane::PlaneSpans;
-use crate::raw::{Origin, Target};
-use crate::simd::{Simd, SimdElement, Task};
+use crate::raw::{Destination, Origin};
+use crate::simd::{Simd, SimdElement, SimdTask};
 
-/// Bytes of a cache line, and of the lines that are filled before they bypass the caches.
+/// Bytes of a cache line, and of the lines that are filled before they are written past the caches.
 const LINE: usize = 64;
 const LINES: usize = 4096;
 
-/// Lines that are filled here.
+/// A buffer in which lines are filled.
 #[repr(align(64))]
 struct Lines([u8; LINES]);
 
-/// Tokens that lie side by side in a block of the engine.
-struct Run<'a> {
+/// Tokens that are next to each other in a block of the engine.
+struct AdjacentTokens<'a> {
     /// Their slots in the arena.
     ours: &'a [i64],
     /// The engine's block, and the first token in it.
@@ -35,8 +35,14 @@ struct Run<'a> {
     delta: i64,
 }
 
-/// Cuts the tokens of a transfer into runs. Pairs with a negative slot are left out.
-fn runs<'a>(runs: &mut Vec<Run<'a>>, ours: &'a [i64], theirs: &[i64], block_size: usize, delta: i64) {
+/// Splits the tokens of a transfer into runs. Pairs with a negative slot are skipped.
+fn runs<'a>(
+    runs: &mut Vec<AdjacentTokens<'a>>,
+    ours: &'a [i64],
+    theirs: &[i64],
+    block_size: usize,
+    delta: i64,
+) {
     let mut at = 0;
     while at < theirs.len() {
         if theirs[at] < 0 {
@@ -48,14 +54,14 @@ fn runs<'a>(runs: &mut Vec<Run<'a>>, ours: &'a [i64], theirs: &[i64], block_size
         let most = (block_size - token).min(theirs.len() - at);
         let beside = |i: &usize| theirs[at + i] == theirs[at] + *i as i64;
         let len = (0..most).take_while(beside).count();
-        runs.push(Run { ours: &ours[at..at + len], block, token, delta });
+        runs.push(AdjacentTokens { ours: &ours[at..at + len], block, token, delta });
         at += len;
     }
 }
 
 /// Keys or values of one layer, on both sides.
 #[derive(Clone, Copy)]
-struct Places<'a> {
+struct LayerPlaces<'a> {
     layer: usize,
     /// The rows in the arena, and the tokens of its blocks.
     strides: PlaneStrides,
@@ -66,7 +72,7 @@ struct Places<'a> {
     size: usize,
 }
 
-impl<'a> Places<'a> {
+impl<'a> LayerPlaces<'a> {
     fn new(cache: &'a ForeignCache, arena: &KvArena, layer: usize, plane: usize) -> Self {
         let layout = arena.layout();
         let shape = cache.shape();
@@ -112,12 +118,13 @@ impl<'a> Places<'a> {
 /// Moves runs of tokens of one plane of one layer to the engine.
 ///
 /// # Safety
-/// No other thread accesses the elements written meanwhile, and `angles` has the rotary dimension of the rows at most.
-struct Load<'a> {
-    places: Places<'a>,
+/// No other thread accesses the elements written meanwhile, and `angles` has the rotary dimension of the rows
+/// at most.
+struct LoadRuns<'a> {
+    places: LayerPlaces<'a>,
     from: Origin<'a>,
-    to: Target<'a>,
-    runs: &'a [Run<'a>],
+    to: Destination<'a>,
+    runs: &'a [AdjacentTokens<'a>],
     /// The rotation of keys.
     angles: Option<&'a RotationTable>,
     /// True to bypass the caches where whole lines are written.
@@ -128,19 +135,20 @@ struct Load<'a> {
 ///
 /// # Safety
 /// No other thread accesses the elements written meanwhile.
-struct Save<'a> {
-    places: Places<'a>,
+struct SaveRuns<'a> {
+    places: LayerPlaces<'a>,
     from: Origin<'a>,
-    to: Target<'a>,
-    runs: &'a [Run<'a>],
+    to: Destination<'a>,
+    runs: &'a [AdjacentTokens<'a>],
 }
 
-impl Task for Load<'_> {
+impl SimdTask for LoadRuns<'_> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `Load` are those of `load`.
+        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `LoadRuns` are those
+        // of `load`.
         unsafe {
             match self.places.shape.dtype {
                 DType::F16 => load::<S, f16>(&self),
@@ -152,12 +160,13 @@ impl Task for Load<'_> {
     }
 }
 
-impl Task for Save<'_> {
+impl SimdTask for SaveRuns<'_> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `Save` are those of `save`.
+        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `SaveRuns` are those
+        // of `save`.
         unsafe {
             match self.places.shape.dtype {
                 DType::F16 => save::<S, f16>(&self),
@@ -168,12 +177,12 @@ impl Task for Save<'_> {
     }
 }
 
-/// Moves all runs of a [`Load`].
+/// Moves all runs of a [`LoadRuns`].
 ///
 /// # Safety
-/// The conditions of [`Load`] hold, and the caller is compiled for the instruction set of `S`.
+/// The conditions of [`LoadRuns`] hold, and the caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn load<S: Simd, E: SimdElement>(task: &Load<'_>) {
+unsafe fn load<S: Simd, E: SimdElement>(task: &LoadRuns<'_>) {
     let places = &task.places;
     let ForeignShape { heads, dim, block_size, .. } = *places.shape;
     let mut turned = vec![E::from_f32(0.0); if task.angles.is_some() { block_size * dim } else { 0 }];
@@ -193,8 +202,9 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &Load<'_>) {
             rows.clear();
             for (i, &slot) in run.ours.iter().enumerate() {
                 let row = task.from.at(places.row(slot, head), places.row_bytes()).cast::<E>();
-                // SAFETY: `at` checked that the row lies inside the arena. A run has at most `block_size` tokens, so that
-                // row `i` of `turned`, or token `token + i` of the piece, lies inside; the rotary dimension is at most `dim`.
+                // SAFETY: `at` checked that the row lies inside the arena. A run has at most `block_size`
+                // tokens, so row `i` of `turned`, or token `token + i` of the piece, lies inside; the
+                // rotary dimension is at most `dim`.
                 unsafe {
                     match (angle, places.theirs.order) {
                         (Some(angle), ForeignOrder::Rows { token }) => {
@@ -217,8 +227,8 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &Load<'_>) {
                     }
                 }
             }
-            // SAFETY: `rows` are rows of `dim` elements, and the piece has `block_size × dim` elements of which the tokens
-            // from `run.token` on are the run's, which no other thread accesses by contract.
+            // SAFETY: `rows` are rows of `dim` elements, and the piece has `block_size × dim` elements of
+            // which the tokens from `run.token` on are the run's, which no other thread accesses by contract.
             unsafe {
                 match places.theirs.order {
                     ForeignOrder::Rows { .. } => {}
@@ -259,12 +269,12 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &Load<'_>) {
     }
 }
 
-/// Moves all runs of a [`Save`].
+/// Moves all runs of a [`SaveRuns`].
 ///
 /// # Safety
-/// The conditions of [`Save`] hold, and the caller is compiled for the instruction set of `S`.
+/// The conditions of [`SaveRuns`] hold, and the caller is compiled for the instruction set of `S`.
 #[inline(always)]
-unsafe fn save<S: Simd, E: SimdElement>(task: &Save<'_>) {
+unsafe fn save<S: Simd, E: SimdElement>(task: &SaveRuns<'_>) {
     let places = &task.places;
     let ForeignShape { heads, dim, block_size, .. } = *places.shape;
     let mut rows: Vec<*mut E> = Vec::with_capacity(block_size);
@@ -275,8 +285,9 @@ unsafe fn save<S: Simd, E: SimdElement>(task: &Save<'_>) {
             for &slot in run.ours {
                 rows.push(task.to.at(places.row(slot, head), places.row_bytes()).cast());
             }
-            // SAFETY: `at` checked that all rows lie inside the arena, where no other thread accesses them by contract. The
-            // piece has `block_size × dim` elements, of which the tokens from `run.token` on are read.
+            // SAFETY: `at` checked that all rows lie inside the arena, where no other thread accesses them by
+            // contract. The piece has `block_size × dim` elements, of which the tokens from `run.token` on
+            // are read.
             unsafe {
                 match places.theirs.order {
                     ForeignOrder::Rows { token } => {
@@ -310,8 +321,8 @@ unsafe fn save<S: Simd, E: SimdElement>(task: &Save<'_>) {
     }
 }
 
-/// Calls `work` for the tokens of each tile of 16, with their range among `len` tokens from `first` on, the tile, and the first
-/// token in it.
+/// Calls `work` for the tokens of each tile of 16, with their range among `len` tokens from `first` on, the
+/// tile, and the first token in it.
 #[inline(always)]
 fn tiles(first: usize, len: usize, mut work: impl FnMut(Range<usize>, usize, usize)) {
     let mut at = 0;
@@ -323,26 +334,28 @@ fn tiles(first: usize, len: usize, mut work: impl FnMut(Range<usize>, usize, usi
     }
 }
 
-/// Copies whole lines and bypasses the caches.
+/// Copies whole lines past the caches.
 ///
 /// # Safety
-/// `from` is valid for reads and `to`, which begins a line, for writes of `bytes` bytes, a multiple of a line; they do not overlap. The
-/// caller is compiled for the instruction set of `S`.
+/// `from` is valid for reads and `to`, which begins a line, for writes of `bytes` bytes, a multiple of a
+/// line; they do not overlap. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn stream_lines<S: Simd>(from: *const u8, to: *mut u8, bytes: usize) {
     let mut at = 0;
     while at < bytes {
-        // SAFETY: `at` is a multiple of a line below `bytes`, so that a whole line lies inside by contract.
+        // SAFETY: `at` is a multiple of a line below `bytes`, so a whole line lies inside by contract.
         unsafe { S::stream_line(to.add(at), from.add(at)) };
         at += LINE;
     }
 }
 
-/// Writes `to[(i - first) * stride + t] = rows[t][i]` for the elements `i` from `first` on that `elements` names.
+/// Writes `to[(i - first) * stride + t] = rows[t][i]` for the elements `i` from `first` on that `elements`
+/// names.
 ///
 /// # Safety
-/// Each row has the elements, `to` has room for `rows.len()` elements at each multiple of `stride` below the number of elements times
-/// `stride`, and the two sides do not overlap. The caller is compiled for the instruction set of `S`.
+/// Each row has the elements, `to` has room for `rows.len()` elements at each multiple of `stride` below the
+/// number of elements times `stride`, and the two sides do not overlap. The caller is compiled for the
+/// instruction set of `S`.
 #[inline(always)]
 unsafe fn columns<S: Simd, E: SimdElement>(
     rows: &[*const E],
@@ -353,8 +366,8 @@ unsafe fn columns<S: Simd, E: SimdElement>(
     let whole_rows = rows.len() - rows.len() % S::LANES;
     let whole = elements.end - elements.len() % S::LANES;
     let first = elements.start;
-    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= elements.end` where vectors are accessed, `t < rows.len()` and
-    // `i < elements.end` where one element is; the contract gives the elements.
+    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= elements.end` where vectors are accessed, `t <
+    // rows.len()` and `i < elements.end` where one element is; the contract gives the elements.
     unsafe {
         for i in (first..whole).step_by(S::LANES) {
             for t in (0..whole_rows).step_by(S::LANES) {
@@ -384,13 +397,13 @@ unsafe fn columns<S: Simd, E: SimdElement>(
 /// Writes `rows[t][i] = from[i * stride + t]` for rows of `dim` elements.
 ///
 /// # Safety
-/// `from` has `rows.len()` elements at each multiple of `stride` below `dim * stride`, each row has room for `dim` elements, and the two
-/// sides do not overlap. The caller is compiled for the instruction set of `S`.
+/// `from` has `rows.len()` elements at each multiple of `stride` below `dim * stride`, each row has room for
+/// `dim` elements, and the two sides do not overlap. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, rows: &[*mut E], dim: usize) {
     let (whole_rows, whole) = (rows.len() - rows.len() % S::LANES, dim - dim % S::LANES);
-    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= dim` where vectors are accessed, `t < rows.len()` and `i < dim` where
-    // one element is; the contract gives the elements.
+    // SAFETY: `t + LANES <= rows.len()` and `i + LANES <= dim` where vectors are accessed, `t < rows.len()`
+    // and `i < dim` where one element is; the contract gives the elements.
     unsafe {
         for i in (0..whole).step_by(S::LANES) {
             for t in (0..whole_rows).step_by(S::LANES) {
@@ -421,21 +434,21 @@ unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, r
 struct Moved<'a> {
     cache: &'a ForeignCache,
     arena: &'a KvArena,
-    runs: Vec<Run<'a>>,
+    runs: Vec<AdjacentTokens<'a>>,
 }
 
 impl<'a> Moved<'a> {
     /// Returns the memory of keys and of values of the arena.
-    fn ours(&self) -> [Span<'a>; 2] {
+    fn ours(&self) -> [ByteSpan<'a>; 2] {
         let layers = 0..self.cache.layers().len();
         [self.arena.k_plane(), self.arena.v_plane()]
             .map(|plane| PlaneSpans::new(self.arena, &plane, &layers).codes)
     }
 
     /// Returns the memory of keys and of values of each layer of the engine.
-    fn theirs(&self) -> Vec<Span<'a>> {
+    fn theirs(&self) -> Vec<ByteSpan<'a>> {
         let planes = self.cache.layers().iter().flatten();
-        planes.map(|plane| Span::new(&plane.storage, 0..plane.storage.len())).collect()
+        planes.map(|plane| ByteSpan::new(&plane.storage, 0..plane.storage.len())).collect()
     }
 
     /// Returns the number of bytes written.
@@ -446,7 +459,7 @@ impl<'a> Moved<'a> {
     }
 
     /// Calls `work` with the runs of each layer, in parts for the threads of `fast`.
-    fn each(&self, fast: &Fast, work: impl Fn(usize, &[Run<'a>]) + Sync) {
+    fn each(&self, fast: &Fast, work: impl Fn(usize, &[AdjacentTokens<'a>]) + Sync) {
         let count = self.runs.len();
         let units = self.cache.layers().len() * count;
         let parts = fast.parts(units, self.bytes());
@@ -484,16 +497,16 @@ impl Fast {
             let to = theirs.iter().map(|span| locked.target(span)).collect::<Result<Vec<_>>>()?;
             moved.each(self, |layer, runs| {
                 for plane in 0..2 {
-                    let load = Load {
-                        places: Places::new(cache, arena, layer, plane),
+                    let load = LoadRuns {
+                        places: LayerPlaces::new(cache, arena, layer, plane),
                         from: from[plane],
                         to: to[2 * layer + plane],
                         runs,
                         angles: Some(&tables[layer]).filter(|_| plane == 0),
                         stream,
                     };
-                    // SAFETY: `ForeignCache::load` checked that no slot is written twice, and `each` gives each thread its own
-                    // runs and layers.
+                    // SAFETY: `ForeignCache::load` checked that no slot is written twice, and `each` gives
+                    // each thread its own runs and layers.
                     unsafe { self.level.run(load) };
                 }
             });
@@ -516,10 +529,10 @@ impl Fast {
             let from = theirs.iter().map(|span| locked.origin(span)).collect::<Result<Vec<_>>>()?;
             moved.each(self, |layer, runs| {
                 for plane in 0..2 {
-                    let places = Places::new(cache, arena, layer, plane);
-                    let save = Save { places, from: from[2 * layer + plane], to: to[plane], runs };
-                    // SAFETY: `ForeignCache::save` checked that no slot is written twice, and `each` gives each thread its own
-                    // runs and layers.
+                    let places = LayerPlaces::new(cache, arena, layer, plane);
+                    let save = SaveRuns { places, from: from[2 * layer + plane], to: to[plane], runs };
+                    // SAFETY: `ForeignCache::save` checked that no slot is written twice, and `each` gives
+                    // each thread its own runs and layers.
                     unsafe { self.level.run(save) };
                 }
             });

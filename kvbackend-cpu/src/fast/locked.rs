@@ -1,10 +1,11 @@
-//! The parts of storages that an operation reads and writes, locked together. One part may be read and written.
+//! Locks the parts of storages that an operation reads and writes, all at once. A part may be both read and
+//! written.
 
 use kvcore::Result;
 use smallvec::SmallVec;
 
-use crate::memory::{Access, CpuStorage, LockedBytes, Span, not_locked};
-use crate::raw::{Origin, Target};
+use crate::memory::{Access, ByteSpan, CpuStorage, LockedBytes, not_locked};
+use crate::raw::{Destination, Origin};
 
 /// Locked parts of storages, which several threads may use at the same time.
 pub(super) struct Locked<'a>(SmallVec<[LockedPart<'a>; 8]>);
@@ -12,20 +13,20 @@ pub(super) struct Locked<'a>(SmallVec<[LockedPart<'a>; 8]>);
 struct LockedPart<'a> {
     storage: &'a CpuStorage,
     origin: Origin<'a>,
-    target: Option<Target<'a>>,
+    target: Option<Destination<'a>>,
 }
 
 /// Locks all parts and calls `work` with them.
 pub(super) fn with_locked<R>(
-    reads: &[&Span<'_>],
-    writes: &[&Span<'_>],
+    reads: &[&ByteSpan<'_>],
+    writes: &[&ByteSpan<'_>],
     work: impl FnOnce(&Locked<'_>) -> Result<R>,
 ) -> Result<R> {
     let mut access = Access::new(reads, writes)?;
     let parts = access.windows().map(|(storage, bytes)| match bytes {
         LockedBytes::Read(bytes) => LockedPart { storage, origin: Origin::of(bytes), target: None },
         LockedBytes::Write(bytes) => {
-            let target = Target::of(bytes);
+            let target = Destination::of(bytes);
             LockedPart { storage, origin: target.as_origin(), target: Some(target) }
         }
     });
@@ -33,7 +34,7 @@ pub(super) fn with_locked<R>(
 }
 
 impl<'a> Locked<'a> {
-    fn find(&self, span: &Span<'_>) -> Result<&LockedPart<'a>> {
+    fn find(&self, span: &ByteSpan<'_>) -> Result<&LockedPart<'a>> {
         let storage = span.storage()?;
         let holds =
             |part: &&LockedPart<'_>| std::ptr::eq(part.storage, storage) && part.origin.holds(span.bytes());
@@ -41,12 +42,12 @@ impl<'a> Locked<'a> {
     }
 
     /// Returns locked bytes, for reading.
-    pub(super) fn origin(&self, span: &Span<'_>) -> Result<Origin<'a>> {
+    pub(super) fn origin(&self, span: &ByteSpan<'_>) -> Result<Origin<'a>> {
         self.find(span).map(|part| part.origin)
     }
 
     /// Returns bytes that are locked for writing.
-    pub(super) fn target(&self, span: &Span<'_>) -> Result<Target<'a>> {
+    pub(super) fn target(&self, span: &ByteSpan<'_>) -> Result<Destination<'a>> {
         self.find(span)?.target.ok_or_else(not_locked)
     }
 }

@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Kernels that only move or rotate elements give the same bits as the reference. Attention adds in another
-//! order and uses its own exponential, so that it agrees with the reference up to rounding.
+//! order and uses its own exponential, so it agrees with the reference up to rounding.
 
 mod attend;
 mod blocks;

@@ -5,7 +5,7 @@ use kvcore::{ApplyRope, Result};
 use super::locked::with_locked;
 use super::rotate::{RotateRows, RotationTable};
 use super::{Fast, share};
-use crate::memory::Span;
+use crate::memory::ByteSpan;
 
 impl Fast {
     pub(crate) fn rope(&self, op: &ApplyRope) -> Result<()> {
@@ -14,7 +14,7 @@ impl Fast {
         let (size, dim, heads) = (dtype.bits() / 8, shape[2], shape[1]);
         // The operation's check has refused rows that share elements.
         let parts = self.parts(shape[0], op.rows.len() * size);
-        let rows = Span::of(&op.rows)?;
+        let rows = ByteSpan::of(&op.rows)?;
         with_locked(&[], &[&rows], |locked| {
             let to = locked.target(&rows)?;
             self.workers.run(parts, &|part| {

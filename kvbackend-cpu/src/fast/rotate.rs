@@ -1,13 +1,13 @@
-//! Rotation of rows in the reference's arithmetic: each product and each sum is rounded on its own, so that
-//! the results have the same bits.
+//! Rotates rows in the reference's arithmetic: each product and each sum is rounded on its own, which gives
+//! the same bits.
 
 use std::sync::Arc;
 
 use half::{bf16, f16};
 use kvcore::{DType, Pairing, Result, Rope, RopeTable, Rotation};
 
-use crate::raw::{Origin, Target};
-use crate::simd::{Simd, SimdElement, Task};
+use crate::raw::{Destination, Origin};
+use crate::simd::{Simd, SimdElement, SimdTask};
 
 /// A RoPE table that holds all positions of a call.
 pub(super) struct RotationTable {
@@ -63,7 +63,7 @@ pub(super) struct Angle<'a> {
 /// overlap, and the rotary dimension of `table` is at most `dim`.
 pub(super) struct RotateRows<'a, I> {
     pub(super) from: Origin<'a>,
-    pub(super) to: Target<'a>,
+    pub(super) to: Destination<'a>,
     pub(super) heads: usize,
     /// Bytes from one head's row to the next, in source and destination.
     pub(super) head_strides: (usize, usize),
@@ -77,7 +77,7 @@ pub(super) struct RotateRows<'a, I> {
     pub(super) tokens: I,
 }
 
-impl<I: Iterator<Item = (usize, usize, i64)>> Task for RotateRows<'_, I> {
+impl<I: Iterator<Item = (usize, usize, i64)>> SimdTask for RotateRows<'_, I> {
     type Output = ();
 
     #[inline(always)]
@@ -158,7 +158,7 @@ pub(super) unsafe fn rotate<S: Simd, E: SimdElement>(
     factor: f32,
 ) {
     // SAFETY: by contract, `from` and `to` have `dim` elements each, equal or apart, and `rotary <= dim`, so
-    // that `dim - rotary` elements remain past the rotary ones.
+    // `dim - rotary` elements remain past the rotary ones.
     unsafe {
         match (angle.pairing, factor == 1.0 && angle.sign == 1.0) {
             (Pairing::HalfSplit, true) => half_split::<S, E, true>(from, to, angle, factor),

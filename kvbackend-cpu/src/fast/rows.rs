@@ -9,9 +9,9 @@ use super::locked::with_locked;
 use super::rotate::{RotateRows, RotationTable};
 use super::runs::CopyRuns;
 use super::{Fast, queues, share};
-use crate::movement::Movement;
-use crate::raw::{Origin, Target};
-use crate::simd::{Simd, Task, narrow};
+use crate::movement::LayerMovement;
+use crate::raw::{Destination, Origin};
+use crate::simd::{Simd, SimdTask, narrow};
 
 /// A division of rows into runs of equal size, by their offsets on both sides.
 #[derive(Clone, Copy)]
@@ -66,7 +66,7 @@ impl Steps {
 /// Bytes up to which rows are joined.
 const JOINED: usize = 4096;
 
-impl Movement<'_> {
+impl LayerMovement<'_> {
     /// Returns a cut with one row per step. Heads that are adjacent on both sides form one run.
     fn single(&self) -> Cut {
         let (heads, dim) = (self.plane.heads, self.plane.dim);
@@ -148,7 +148,7 @@ fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
 impl Fast {
     /// Returns the number of parts for threads, which must not write the same slot. `twice` returns whether a
     /// slot is written twice; it is called only if the answer matters.
-    pub(super) fn parts_of_scatter(&self, m: &Movement, twice: impl FnOnce() -> bool) -> usize {
+    pub(super) fn parts_of_scatter(&self, m: &LayerMovement, twice: impl FnOnce() -> bool) -> usize {
         match self.parts(m.slots.len(), m.bytes()) {
             parts if parts > 1 && twice() => 1,
             parts => parts,
@@ -169,7 +169,7 @@ impl Fast {
                     continue;
                 }
             };
-            let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
+            let m = LayerMovement::new(&op.arena, plane, rows, op.layer, &op.slots);
             let parts = self.parts_of_scatter(&m, twice);
             let stream = self.streams(m.bytes());
             let (source, target) = (m.span_of_rows()?, &m.spans.codes);
@@ -201,7 +201,7 @@ impl Fast {
                         let offsets = m.offsets(cut, range, &left);
                         // SAFETY: rows and arena are different storages, as the operation's check found, and
                         // threads share the work only if no slot is written twice. Rows of another type than
-                        // the cache are of f32, so that `dtype` has two bytes.
+                        // the cache are of f32, so `dtype` has two bytes.
                         unsafe {
                             self.level.run(NarrowRows { from, to, elements: cut.elements, dtype, offsets });
                         }
@@ -221,11 +221,11 @@ impl Fast {
                 self.gather_codes(op, &plane, rows, rotation)?;
                 continue;
             };
-            let m = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
+            let m = LayerMovement::new(&op.arena, plane, rows, op.layer, &op.slots);
             let size = dtype.bits() / 8;
             let stream = self.streams(m.bytes());
             let table = rotation.map(RotationTable::of_rotation).transpose()?;
-            // Rows do not overlap each other, whatever slots they come from.
+            // Rows do not overlap each other, even if they come from the same slot.
             let parts = self.parts(op.slots.len(), m.bytes());
             let (source, target) = (&m.spans.codes, m.span_of_rows()?);
             with_locked(&[source], &[&target], |locked| {
@@ -279,13 +279,13 @@ impl Fast {
 /// two bytes.
 struct NarrowRows<'a, I> {
     from: Origin<'a>,
-    to: Target<'a>,
+    to: Destination<'a>,
     elements: usize,
     dtype: DType,
     offsets: I,
 }
 
-impl<I: Iterator<Item = (usize, usize)>> Task for NarrowRows<'_, I> {
+impl<I: Iterator<Item = (usize, usize)>> SimdTask for NarrowRows<'_, I> {
     type Output = ();
 
     #[inline(always)]

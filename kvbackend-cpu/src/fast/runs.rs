@@ -4,8 +4,8 @@
 //! prefetches its next run, and stores do not read the line first. Together they reach the speed of
 //! `memcpy` on one large run.
 
-use crate::raw::{Origin, Target};
-use crate::simd::{Simd, Task};
+use crate::raw::{Destination, Origin};
+use crate::simd::{Simd, SimdTask};
 
 // Decision: docs/decisions/backend-cpu.md#four-streams-of-copies
 /// Number of queues of runs; the first runs of all queues are copied side by side.
@@ -19,7 +19,7 @@ const LINE: usize = 64;
 /// No byte is both read and written, and no other thread accesses the bytes written meanwhile.
 pub(super) struct CopyRuns<'a, I> {
     pub(super) from: Origin<'a>,
-    pub(super) to: Target<'a>,
+    pub(super) to: Destination<'a>,
     pub(super) bytes: usize,
     /// Four lists of offsets, fastest if the offsets of a list are adjacent.
     pub(super) offsets: [I; QUEUES],
@@ -70,7 +70,7 @@ impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
     }
 }
 
-impl<I: Iterator<Item = (usize, usize)>> Task for CopyRuns<'_, I> {
+impl<I: Iterator<Item = (usize, usize)>> SimdTask for CopyRuns<'_, I> {
     type Output = ();
 
     #[inline(always)]

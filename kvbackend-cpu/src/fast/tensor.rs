@@ -5,8 +5,8 @@ use kvcore::{CopyTensor, Result};
 
 use super::locked::with_locked;
 use super::{Fast, share};
-use crate::memory::Span;
-use crate::raw::{Origin, Target};
+use crate::memory::ByteSpan;
+use crate::raw::{Destination, Origin};
 use crate::reference::{Axis, DenseRuns};
 
 /// Elements along a side of a square, chosen so that its lines of both sides stay in the first-level cache.
@@ -18,7 +18,7 @@ impl Fast {
         if op.dst.is_empty() {
             return Ok(());
         }
-        let (src, dst) = (Span::of(&op.src)?, Span::of(&op.dst)?);
+        let (src, dst) = (ByteSpan::of(&op.src)?, ByteSpan::of(&op.dst)?);
         // Threads share the longest axis.
         let longest = (0..runs.axes.len()).max_by_key(|&i| runs.axes[i].n);
         let parts = longest.map_or(1, |axis| self.parts(runs.axes[axis].n, op.bytes()));
@@ -62,7 +62,7 @@ fn nearest(axes: &[Axis], stride: fn(&Axis) -> usize) -> Option<usize> {
 #[derive(Clone, Copy)]
 struct StridedCopy<'a> {
     from: Origin<'a>,
-    to: Target<'a>,
+    to: Destination<'a>,
     bytes: usize,
 }
 

@@ -6,19 +6,19 @@ use std::sync::Arc;
 use kvcore::{Error, Result, Storage, TensorView};
 use smallvec::SmallVec;
 
-use super::ranges::{RangeUse, Turn};
+use super::ranges::{RangeTurn, RangeUse};
 use super::{CpuStorage, LentBytes, cpu};
 use crate::NAME;
 use crate::element::{Element, elements, elements_mut};
 
-/// Bytes of a storage that an operation uses.
+/// A range of bytes of a storage that an operation uses.
 #[derive(Clone)]
-pub(crate) struct Span<'a> {
+pub(crate) struct ByteSpan<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: Range<usize>,
 }
 
-impl<'a> Span<'a> {
+impl<'a> ByteSpan<'a> {
     pub(crate) fn new(storage: &'a Arc<dyn Storage>, bytes: Range<usize>) -> Self {
         Self { storage, bytes }
     }
@@ -39,41 +39,41 @@ impl<'a> Span<'a> {
     }
 }
 
-/// A list whose inline capacity covers what operations touch, so that it does not use the heap.
+/// A list that stays off the heap, because its inline capacity suffices for an operation.
 type Few<T> = SmallVec<[T; 8]>;
 
-/// Locks of all that one operation touches.
+/// The locks of all bytes that one operation touches.
 ///
-/// Parts that overlap are one part. The parts of a storage are locked at once, in the order of arrival, and storages in the
-/// order of their addresses. Hence operations cannot deadlock: one that waits in a storage waits for earlier uses of this
-/// storage, which wait for still earlier ones or in storages further on.
+/// Overlapping parts are joined. The parts of a storage are locked at once, in the order of arrival, and
+/// storages in the order of their addresses. Therefore operations cannot deadlock: an operation that waits in
+/// a storage waits for earlier uses of that storage, which wait for still earlier ones or in later storages.
 ///
 pub(crate) struct Access<'a> {
     /// Sorted by storage and by first byte. No two parts of a storage overlap.
-    parts: Few<Part<'a>>,
-    /// The bytes of lent memory, which are found by their place.
+    parts: Few<SpanUse<'a>>,
+    /// The bytes of lent memory, with the index of their part.
     lent: SmallVec<[LentBytes<'a>; 4]>,
 }
 
-struct Part<'a> {
+struct SpanUse<'a> {
     storage: &'a CpuStorage,
     range: RangeUse,
     /// The turn of the storage's parts.
-    turn: Turn,
+    turn: RangeTurn,
 }
 
-impl Part<'_> {
+impl SpanUse<'_> {
     fn order(&self) -> (u64, *const CpuStorage, usize, usize) {
         let bytes = &self.range.bytes;
         (self.storage.address, std::ptr::from_ref(self.storage), bytes.start, bytes.end)
     }
 
-    fn contains(&self, span: &Span<'_>) -> Result<bool> {
+    fn contains(&self, span: &ByteSpan<'_>) -> Result<bool> {
         let (own, bytes) = (&self.range.bytes, span.bytes());
         Ok(own.start <= bytes.start && bytes.end <= own.end && std::ptr::eq(self.storage, span.storage()?))
     }
 
-    /// Joins a part that is the next in order if it shares a byte with this one.
+    /// Joins the next part in order, if it shares a byte with this one.
     fn joins(&mut self, next: &Self) -> bool {
         let (own, other) = (&mut self.range, &next.range);
         let overlap = std::ptr::eq(self.storage, next.storage) && other.bytes.start < own.bytes.end;
@@ -86,14 +86,15 @@ impl Part<'_> {
 }
 
 impl<'a> Access<'a> {
-    /// Locks `reads` for reading and `writes` for writing. Parts that overlap are locked as one, for writing if one of them
-    /// is written.
+    /// Locks `reads` for reading and `writes` for writing. Parts that overlap are locked as one, for writing
+    /// if one of them is written.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignHandle`] for a storage of another backend, and [`Error::TooLarge`] for bytes that a storage
-    /// does not have. Returns [`Error::Unsupported`] for `writes` in memory that is lent to be read.
-    pub(crate) fn new(reads: &[&Span<'a>], writes: &[&Span<'a>]) -> Result<Self> {
-        let mut parts: Few<Part<'a>> = Few::new();
+    /// Returns [`Error::ForeignHandle`] for a storage of another backend, and [`Error::TooLarge`] for bytes
+    /// that a storage does not have. Returns [`Error::Unsupported`] for `writes` in memory that is lent to be
+    /// read.
+    pub(crate) fn new(reads: &[&ByteSpan<'a>], writes: &[&ByteSpan<'a>]) -> Result<Self> {
+        let mut parts: Few<SpanUse<'a>> = Few::new();
         for (list, write) in [(writes, true), (reads, false)] {
             for span in list {
                 let (storage, bytes) = (span.storage()?, span.bytes().clone());
@@ -108,10 +109,10 @@ impl<'a> Access<'a> {
                 if write {
                     storage.check_writable()?;
                 }
-                parts.push(Part { storage, range: RangeUse { bytes, write }, turn: Turn::default() });
+                parts.push(SpanUse { storage, range: RangeUse { bytes, write }, turn: RangeTurn::default() });
             }
         }
-        parts.sort_unstable_by_key(Part::order);
+        parts.sort_unstable_by_key(SpanUse::order);
         parts.dedup_by(|next, last| last.joins(next));
         for parts in parts.chunk_by_mut(|a, b| std::ptr::eq(a.storage, b.storage)) {
             let turn = parts[0].storage.locks.begin(parts.iter().map(|part| &part.range));
@@ -121,7 +122,7 @@ impl<'a> Access<'a> {
         }
         let mut access = Self { parts, lent: SmallVec::new() };
         for part in &access.parts {
-            // The lock of an owner is taken once, also for several storages over its memory.
+            // The lock of an owner is taken only once, even for several storages over its memory.
             if access.lent(part.storage).is_none()
                 && let Some(bytes) = part.storage.lock_lent()?
             {
@@ -139,7 +140,7 @@ impl<'a> Access<'a> {
     }
 
     /// Returns locked bytes, for reading.
-    pub(crate) fn read(&self, span: &Span<'_>) -> Result<Window<'_>> {
+    pub(crate) fn read(&self, span: &ByteSpan<'_>) -> Result<Window<'_>> {
         for part in &self.parts {
             if part.contains(span)? {
                 let range = &part.range.bytes;
@@ -149,8 +150,8 @@ impl<'a> Access<'a> {
                 if part.storage.has_lender() {
                     return Err(not_locked());
                 }
-                // SAFETY: the part is locked while `self` lives. Bytes to write are given out only by `windows`, which borrows
-                // `self` mutably, so that none exist now.
+                // SAFETY: the part is locked while `self` lives. Bytes to write are given out only by
+                // `windows`, which borrows `self` mutably, so none exist now.
                 let values = unsafe { part.storage.bytes(range) };
                 return Ok(Window { first: range.start, values });
             }
@@ -158,21 +159,21 @@ impl<'a> Access<'a> {
         Err(not_locked())
     }
 
-    /// Returns all locked bytes with their storages, each once.
+    /// Returns all locked bytes with their storages, each of them once.
     pub(crate) fn windows(&mut self) -> impl Iterator<Item = (&CpuStorage, LockedBytes<'_>)> {
         let this = &*self;
-        this.parts.iter().map(|Part { storage, range, .. }| {
+        this.parts.iter().map(|SpanUse { storage, range, .. }| {
             let first = range.bytes.start;
             if let Some(bytes) = this.lent(storage) {
                 return (*storage, LockedBytes::Read(Window { first, values: &bytes[range.bytes.clone()] }));
             }
             if storage.has_lender() {
-                // A guard whose bytes have moved gives none.
+                // A guard whose bytes have moved gives nothing.
                 return (*storage, LockedBytes::Read(Window { first, values: &[] }));
             }
-            // SAFETY: the part is locked while `self` lives, for writing if the slice is one to write. No two parts of
-            // `self` overlap, each is given out once, and `self` is borrowed mutably as long as they live. Two storages
-            // share bytes only if they are read alone, as their constructors demand.
+            // SAFETY: the part is locked while `self` lives, for writing if the slice is one to write. No two
+            // parts of `self` overlap, each is given out once, and `self` is borrowed mutably as long as they
+            // live. Two storages share bytes only if they are read alone, as their constructors demand.
             let bytes = unsafe {
                 if range.write {
                     LockedBytes::Write(WindowMut { first, values: storage.bytes_mut(&range.bytes) })
@@ -184,9 +185,9 @@ impl<'a> Access<'a> {
         })
     }
 
-    /// Returns all locked bytes, to be taken out part by part.
-    pub(crate) fn parts(&mut self) -> Parts<'_> {
-        Parts(self.windows().collect())
+    /// Returns all locked bytes, from which parts can be taken.
+    pub(crate) fn parts(&mut self) -> LockedParts<'_> {
+        LockedParts(self.windows().collect())
     }
 }
 
@@ -198,8 +199,8 @@ impl Drop for Access<'_> {
     }
 }
 
-/// Locked bytes of several storages at the same time. A part can be taken once.
-pub(crate) struct Parts<'a>(Few<(&'a CpuStorage, LockedBytes<'a>)>);
+/// Locked bytes of several storages at the same time. Each part can be taken once.
+pub(crate) struct LockedParts<'a>(Few<(&'a CpuStorage, LockedBytes<'a>)>);
 
 pub(crate) enum LockedBytes<'a> {
     Read(Window<'a>),
@@ -216,8 +217,8 @@ impl LockedBytes<'_> {
     }
 }
 
-impl<'a> Parts<'a> {
-    fn take(&mut self, span: &Span<'_>) -> Result<LockedBytes<'a>> {
+impl<'a> LockedParts<'a> {
+    fn take(&mut self, span: &ByteSpan<'_>) -> Result<LockedBytes<'a>> {
         let storage = span.storage()?;
         let holds = |(own, bytes): &(&CpuStorage, LockedBytes<'_>)| {
             std::ptr::eq(*own, storage) && bytes.contains(span.bytes())
@@ -227,7 +228,7 @@ impl<'a> Parts<'a> {
     }
 
     /// Takes the bytes of a span, for reading.
-    pub(crate) fn read(&mut self, span: &Span<'_>) -> Result<Window<'a>> {
+    pub(crate) fn read(&mut self, span: &ByteSpan<'_>) -> Result<Window<'a>> {
         match self.take(span)? {
             LockedBytes::Read(bytes) => Ok(bytes),
             LockedBytes::Write(WindowMut { first, values }) => Ok(Window { first, values }),
@@ -235,7 +236,7 @@ impl<'a> Parts<'a> {
     }
 
     /// Takes the bytes of a span that is locked for writing.
-    pub(crate) fn write(&mut self, span: &Span<'_>) -> Result<WindowMut<'a>> {
+    pub(crate) fn write(&mut self, span: &ByteSpan<'_>) -> Result<WindowMut<'a>> {
         match self.take(span)? {
             LockedBytes::Write(bytes) => Ok(bytes),
             LockedBytes::Read(_) => Err(not_locked()),
@@ -243,19 +244,19 @@ impl<'a> Parts<'a> {
     }
 }
 
-/// Returns the error for bytes that a kernel uses without the lock that the use needs.
+/// Returns the error for bytes that a kernel uses without the required lock.
 pub(crate) fn not_locked() -> Error {
     let reason = "a kernel uses bytes that it has not locked, or has locked only to read".to_owned();
     Error::Device { backend: NAME, reason }
 }
 
-/// Elements of a part of a storage to read. They keep the numbers that they have in the storage.
+/// Elements of a part of a storage, for reading. They keep their indices in the storage.
 pub(crate) struct Window<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a [T],
 }
 
-/// Elements of a part of a storage to write. They keep the numbers that they have in the storage.
+/// Elements of a part of a storage, for writing. They keep their indices in the storage.
 pub(crate) struct WindowMut<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a mut [T],
@@ -270,21 +271,21 @@ impl<T> Clone for Window<'_, T> {
 impl<T> Copy for Window<'_, T> {}
 
 impl<'a> Window<'a> {
-    /// Returns the bytes as elements, of which the first begins where the window does.
+    /// Returns the bytes as elements, beginning at the start of the window.
     pub(crate) fn elements<T: Element>(self) -> Result<Window<'a, T>> {
         Ok(Window { first: self.first / size_of::<T>(), values: elements(self.values)? })
     }
 }
 
 impl<'a> WindowMut<'a> {
-    /// Returns the bytes as elements, of which the first begins where the window does.
+    /// Returns the bytes as elements, beginning at the start of the window.
     pub(crate) fn elements<T: Element>(self) -> Result<WindowMut<'a, T>> {
         Ok(WindowMut { first: self.first / size_of::<T>(), values: elements_mut(self.values)? })
     }
 }
 
 impl<'a, T> Window<'a, T> {
-    /// Returns elements by their numbers in the storage.
+    /// Returns elements by their indices in the storage.
     pub(crate) fn get(self, range: Range<usize>) -> &'a [T] {
         &self.values[range.start - self.first..range.end - self.first]
     }
@@ -325,9 +326,9 @@ mod tests {
     #[test]
     fn parts_that_overlap_are_one_and_are_taken_once() {
         let storage = storage(16);
-        let (a, b) = (Span::new(&storage, 2..6), Span::new(&storage, 4..8));
+        let (a, b) = (ByteSpan::new(&storage, 2..6), ByteSpan::new(&storage, 4..8));
         let mut access = Access::new(&[&a], &[&b]).unwrap();
-        assert_eq!(access.read(&Span::new(&storage, 2..8)).unwrap().values.len(), 6);
+        assert_eq!(access.read(&ByteSpan::new(&storage, 2..8)).unwrap().values.len(), 6);
         let mut parts = access.parts();
         parts.write(&b).unwrap()[4..6].fill(1);
         assert!(parts.read(&a).is_err(), "taken already");
@@ -336,22 +337,24 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_locked_or_not_there_is_refused() {
+    fn unlocked_and_missing_bytes_are_refused() {
         let (storage, other) = (storage(16), storage(16));
-        let part = Span::new(&storage, 0..4);
+        let part = ByteSpan::new(&storage, 0..4);
         let mut access = Access::new(&[&part], &[]).unwrap();
-        for span in [Span::new(&storage, 0..5), Span::new(&storage, 8..9), Span::new(&other, 0..4)] {
+        for span in
+            [ByteSpan::new(&storage, 0..5), ByteSpan::new(&storage, 8..9), ByteSpan::new(&other, 0..4)]
+        {
             assert!(matches!(access.read(&span), Err(Error::Device { .. })));
         }
         assert!(access.parts().write(&part).is_err(), "locked to read");
-        let outside = Access::new(&[&Span::new(&storage, 8..17)], &[]).map(drop);
+        let outside = Access::new(&[&ByteSpan::new(&storage, 8..17)], &[]).map(drop);
         assert!(matches!(outside, Err(Error::TooLarge { value: 17, most: 16, .. })));
     }
 
     #[test]
-    fn parts_beside_each_other_are_apart() {
+    fn adjacent_parts_are_separate() {
         let storage = storage(16);
-        let (left, right) = (Span::new(&storage, 0..8), Span::new(&storage, 8..16));
+        let (left, right) = (ByteSpan::new(&storage, 0..8), ByteSpan::new(&storage, 8..16));
         let mut access = Access::new(&[&left], &[&right]).unwrap();
         let mut parts = access.parts();
         let (from, mut to) = (parts.read(&left).unwrap(), parts.write(&right).unwrap());
@@ -362,10 +365,10 @@ mod tests {
     fn empty_views_lock_nothing() {
         let storage = storage(16);
         let view = TensorView::new(Arc::clone(&storage), DType::U8, &[16]).unwrap();
-        let _all = Access::new(&[], &[&Span::of(&view).unwrap()]).unwrap();
+        let _all = Access::new(&[], &[&ByteSpan::of(&view).unwrap()]).unwrap();
         let none = view.slice(0, 4, 4).unwrap();
-        // On the thread that holds all: a lock that waited would never return.
-        let mut access = Access::new(&[], &[&Span::of(&none).unwrap()]).unwrap();
-        assert!(access.parts().write(&Span::of(&none).unwrap()).unwrap().values.is_empty());
+        // This thread already holds everything: a lock that waited would never return.
+        let mut access = Access::new(&[], &[&ByteSpan::of(&none).unwrap()]).unwrap();
+        assert!(access.parts().write(&ByteSpan::of(&none).unwrap()).unwrap().values.is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! Memory that its owner lends to be read: storages over tensors of other libraries, without a copy.
+//! Memory that its owner lends for reading: storages over tensors of other libraries, without a copy.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -8,10 +8,11 @@ use std::sync::Arc;
 
 use kvcore::{Error, MemoryKind, Result};
 
-use super::{CpuStorage, Memory, Owner};
+use super::{CpuStorage, MemoryOwner, OwnedMemory};
 use crate::NAME;
 
-/// Memory whose owner lends it to be read. Operations lock it while they read it, in whatever way the owner locks.
+/// Memory that its owner lends for reading. Operations lock it while they read it, with the owner's kind of
+/// lock.
 ///
 /// ```
 /// use std::sync::{Arc, RwLock};
@@ -46,17 +47,18 @@ use crate::NAME;
 pub trait LentMemory: Send + Sync {
     /// Waits until the bytes may be read, and keeps others from writing them while the result lives.
     ///
-    /// The owner guarantees that they stay where they are, for as long as the storage lives. An operation that finds them
-    /// elsewhere is refused.
+    /// The owner guarantees that the bytes do not move as long as the storage lives. An operation that finds
+    /// them elsewhere is refused.
     fn lock(&self) -> LentBytes<'_>;
 }
 
-/// Bytes that are locked to be read: a guard of any type. A guard lies inline, so that locking takes no memory.
+/// Bytes that are locked for reading, by a guard of any type. The guard is stored inline, so locking
+/// allocates nothing.
 pub struct LentBytes<'a> {
     guard: MaybeUninit<[usize; WORDS]>,
     bytes: unsafe fn(*const [usize; WORDS]) -> *const [u8],
     drop: unsafe fn(*mut [usize; WORDS]),
-    /// Guards of threads must not move to another.
+    /// Guards that belong to a thread must not move to another one.
     life: PhantomData<(&'a (), *const ())>,
 }
 
@@ -64,7 +66,7 @@ pub struct LentBytes<'a> {
 const WORDS: usize = 4;
 
 impl<'a> LentBytes<'a> {
-    /// Takes a guard, which must be of at most four words.
+    /// Wraps a guard of at most four words.
     pub fn new<G: Deref<Target = [u8]> + 'a>(guard: G) -> Self {
         const {
             assert!(size_of::<G>() <= size_of::<[usize; WORDS]>() && align_of::<G>() <= align_of::<usize>());
@@ -90,8 +92,8 @@ impl Deref for LentBytes<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `bytes` is the function for the guard in the place. The slice is borrowed of the guard, which is borrowed
-        // with `self`.
+        // SAFETY: `bytes` is the function for the guard in the place. The slice is borrowed of the guard,
+        // which is borrowed with `self`.
         unsafe { &*(self.bytes)(self.guard.as_ptr()) }
     }
 }
@@ -110,8 +112,8 @@ impl fmt::Debug for LentBytes<'_> {
 }
 
 impl CpuStorage {
-    /// Creates a storage over memory that operations may read and not write; [`LentMemory`] has an example. The owner is
-    /// dropped with the storage.
+    /// Creates a storage over memory that operations may only read; see the example at [`LentMemory`]. The
+    /// owner is dropped with the storage.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if there are no bytes.
@@ -122,19 +124,23 @@ impl CpuStorage {
         if len == 0 {
             return Err(Error::Zero { what: "bytes of a lent memory" });
         }
-        Ok(Self::new(Memory { ptr, owner: Owner::Lender(Arc::new(owner)) }, len, MemoryKind::System))
+        Ok(Self::new(
+            OwnedMemory { ptr, owner: MemoryOwner::Lender(Arc::new(owner)) },
+            len,
+            MemoryKind::System,
+        ))
     }
 
-    /// Returns whether the memory is lent to be read, under its owner's lock.
+    /// Returns true if the memory is lent for reading, under its owner's lock.
     pub(super) fn has_lender(&self) -> bool {
-        matches!(self.memory.owner, Owner::Lender(_))
+        matches!(self.memory.owner, MemoryOwner::Lender(_))
     }
 
-    /// Locks the bytes of a lent memory; `None` for a storage whose own locks suffice.
+    /// Locks the bytes of lent memory. Returns `None` for a storage whose own locks suffice.
     pub(super) fn lock_lent(&self) -> Result<Option<LentBytes<'_>>> {
-        let Owner::Lender(owner) = &self.memory.owner else { return Ok(None) };
+        let MemoryOwner::Lender(owner) = &self.memory.owner else { return Ok(None) };
         let bytes = owner.lock();
-        // A guard that holds the bytes itself takes them along wherever it goes.
+        // A guard that contains the bytes takes them along when it moves.
         let guard = std::ptr::from_ref(&bytes).addr();
         let inline = (guard..guard + size_of_val(&bytes)).contains(&bytes.as_ptr().addr());
         if bytes.as_ptr() as u64 != self.address || bytes.len() != self.len || inline {
@@ -147,7 +153,7 @@ impl CpuStorage {
     /// Checks that operations may write the storage.
     pub(crate) fn check_writable(&self) -> Result<()> {
         match self.memory.owner {
-            Owner::Lender(_) => {
+            MemoryOwner::Lender(_) => {
                 let what = "writing memory that is lent to be read".to_owned();
                 Err(Error::Unsupported { backend: NAME, what })
             }
@@ -166,7 +172,7 @@ mod tests {
     use super::*;
     use crate::{CpuBackend, Execution, HostView, HostViewMut};
 
-    /// Bytes that can be exchanged for others, and a count of the guards that live.
+    /// Bytes that can be replaced, and the number of live guards.
     struct Lender {
         bytes: Mutex<Arc<Vec<u8>>>,
         guards: Arc<AtomicUsize>,

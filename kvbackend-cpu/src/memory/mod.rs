@@ -1,4 +1,5 @@
-//! Host storage: owned, lent or reserved bytes. Operations lock the ranges that they touch, so that safe code cannot race.
+//! Host storage: owned, lent or reserved bytes. Operations lock the ranges that they touch, so safe code
+//! cannot race.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
@@ -24,7 +25,7 @@ mod view;
 
 pub use lent::{LentBytes, LentMemory};
 
-pub(crate) use access::{Access, LockedBytes, Parts, Span, Window, WindowMut, not_locked};
+pub(crate) use access::{Access, ByteSpan, LockedBytes, LockedParts, Window, WindowMut, not_locked};
 #[cfg(target_os = "linux")]
 pub use reserved::CpuReserved;
 pub use view::{HostView, HostViewMut};
@@ -40,25 +41,25 @@ const LARGE_PAGE: usize = 2 << 20;
 // Decision: docs/decisions/backend-cpu.md#operations-lock-the-ranges-that-they-touch
 /// Bytes of host memory.
 ///
-/// An operation locks the ranges of bytes that it touches, to read or to write, while it runs: the rows of one layer, the
-/// elements of a view. Operations on other ranges, such as those of another layer, go on meanwhile. The contract asks
-/// callers to order streams by events. If a caller forgets to, results may be stale, but two threads never race on an
-/// element.
+/// While an operation runs, it locks the ranges of bytes that it touches, for reading or writing: the rows of
+/// one layer, or the elements of a view. Operations on other ranges, such as those of another layer, run at
+/// the same time. The contract asks callers to order streams by events. If a caller forgets this, results may
+/// be stale, but two threads never race on an element.
 pub struct CpuStorage {
-    memory: Memory,
+    memory: OwnedMemory,
     locks: RangeLocks,
     kind: MemoryKind,
     address: u64,
     len: usize,
 }
 
-/// The bytes of a storage, which only the ranges that `locks` gave out may reach.
-struct Memory {
+/// The bytes of a storage. Only ranges locked by `locks` may be accessed.
+struct OwnedMemory {
     ptr: NonNull<u8>,
-    owner: Owner,
+    owner: MemoryOwner,
 }
 
-enum Owner {
+enum MemoryOwner {
     /// Allocated by the global allocator with this layout.
     Allocated(Layout),
     /// Mapped by the system for this storage alone.
@@ -66,18 +67,20 @@ enum Owner {
     Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::Mapping),
     /// Lent to the storage; the owner keeps the bytes alive.
     Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
-    /// Lent to be read, under the owner's own lock.
+    /// Lent for reading, under the owner's own lock.
     Lender(Arc<dyn LentMemory>),
 }
 
-// SAFETY: `Memory` owns its bytes, or keeps the owner alive, which is `Send`; no field is tied to a thread.
-unsafe impl Send for Memory {}
-// SAFETY: `&Memory` gives no access to the bytes; whoever follows `ptr` excludes races. The owner is `Sync`.
-unsafe impl Sync for Memory {}
+// SAFETY: `OwnedMemory` owns its bytes, or keeps the owner alive, which is `Send`; no field is tied to a
+// thread.
+unsafe impl Send for OwnedMemory {}
+// SAFETY: `&OwnedMemory` gives no access to the bytes; code that follows `ptr` excludes races. The owner is
+// `Sync`.
+unsafe impl Sync for OwnedMemory {}
 
-impl Drop for Memory {
+impl Drop for OwnedMemory {
     fn drop(&mut self) {
-        if let Owner::Allocated(layout) = self.owner {
+        if let MemoryOwner::Allocated(layout) = self.owner {
             // SAFETY: `ptr` came from the global allocator with `layout`, and `drop` runs once.
             unsafe { dealloc(self.ptr.as_ptr(), layout) }
         }
@@ -85,7 +88,7 @@ impl Drop for Memory {
 }
 
 impl CpuStorage {
-    /// Allocates `bytes` zeroed bytes. On Linux, many bytes take memory only as they are touched.
+    /// Allocates `bytes` zeroed bytes. On Linux, large allocations take memory only when touched.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `bytes` is 0, and [`Error::Allocation`] if the system refuses.
@@ -96,7 +99,7 @@ impl CpuStorage {
         #[cfg(target_os = "linux")]
         if bytes >= 2 * LARGE_PAGE {
             let (ptr, _, mapping) = reserved::Mapping::new(kind, bytes)?;
-            return Ok(Self::new(Memory { ptr, owner: Owner::Reserved(mapping) }, bytes, kind));
+            return Ok(Self::new(OwnedMemory { ptr, owner: MemoryOwner::Reserved(mapping) }, bytes, kind));
         }
         let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
         let layout =
@@ -104,7 +107,7 @@ impl CpuStorage {
         // SAFETY: the size of `layout` is `bytes`, which is not 0.
         let ptr = NonNull::new(unsafe { alloc_zeroed(layout) })
             .ok_or_else(|| refused("the system is out of memory"))?;
-        Ok(Self::new(Memory { ptr, owner: Owner::Allocated(layout) }, bytes, kind))
+        Ok(Self::new(OwnedMemory { ptr, owner: MemoryOwner::Allocated(layout) }, bytes, kind))
     }
 
     /// Creates a storage over memory that other code allocated; `owner` is dropped with the storage.
@@ -119,7 +122,7 @@ impl CpuStorage {
     /// let mut bytes = vec![0u8; 4096];
     /// let ptr = NonNull::from(bytes.as_mut_slice()).cast();
     /// let owner: Arc<dyn Any + Send + Sync> = Arc::new(Mutex::new(bytes));
-    /// // SAFETY: the vector lives in `owner`, its memory does not move, and nobody locks it meanwhile.
+    /// // SAFETY: the vector lives in `owner`, its memory does not move, and no code locks it meanwhile.
     /// let storage = unsafe { CpuStorage::from_raw(ptr, 4096, MemoryKind::System, owner) }?;
     /// assert_eq!(storage.len(), 4096);
     /// # Ok::<(), kvcore::Error>(())
@@ -128,9 +131,9 @@ impl CpuStorage {
     /// # Safety
     /// `ptr` must be valid for reads and writes of `bytes` initialised bytes for as long as `owner` lives.
     /// While the storage lives, nothing else may access these bytes except through the storage. In particular
-    /// no other storage covers one of them: each storage has a lock of its own. Operations refuse operands that
-    /// share memory, such as two arenas over windows that overlap, yet operations on different streams cannot
-    /// see each other's.
+    /// no other storage covers one of them: each storage has a lock of its own. Operations refuse operands
+    /// that share memory, such as two arenas over windows that overlap, yet operations on different streams
+    /// cannot see each other's.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `bytes` is 0.
@@ -143,32 +146,35 @@ impl CpuStorage {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a lent memory" });
         }
-        Ok(Self::new(Memory { ptr, owner: Owner::Lent(owner) }, bytes, kind))
+        Ok(Self::new(OwnedMemory { ptr, owner: MemoryOwner::Lent(owner) }, bytes, kind))
     }
 
     /// Creates a storage over the `len` bytes of `memory`.
-    fn new(memory: Memory, len: usize, kind: MemoryKind) -> Self {
+    fn new(memory: OwnedMemory, len: usize, kind: MemoryKind) -> Self {
         let address = memory.ptr.as_ptr() as u64;
         Self { memory, locks: RangeLocks::default(), kind, address, len }
     }
 
-    /// Returns some of the bytes.
+    /// Returns a range of the bytes.
     ///
     /// # Safety
-    /// The range lies inside the storage, whose memory is no lender's, and nothing writes it while the slice lives.
+    /// The range lies inside the storage, whose memory is no lender's, and nothing writes it while the slice
+    /// lives.
     unsafe fn bytes(&self, range: &Range<usize>) -> &[u8] {
-        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some by contract.
+        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some
+        // by contract.
         unsafe { std::slice::from_raw_parts(self.memory.ptr.as_ptr().add(range.start), range.len()) }
     }
 
-    /// Returns some of the bytes, to be written.
+    /// Returns a range of the bytes, for writing.
     ///
     /// # Safety
-    /// The range lies inside the storage, whose memory is no lender's, and nothing else reads or writes it while the slice
-    /// lives.
+    /// The range lies inside the storage, whose memory is no lender's, and nothing else reads or writes it
+    /// while the slice lives.
     #[expect(clippy::mut_from_ref, reason = "the caller holds the lock of the range")]
     unsafe fn bytes_mut(&self, range: &Range<usize>) -> &mut [u8] {
-        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some by contract.
+        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some
+        // by contract.
         unsafe { std::slice::from_raw_parts_mut(self.memory.ptr.as_ptr().add(range.start), range.len()) }
     }
 }
@@ -197,7 +203,7 @@ impl Storage for CpuStorage {
     }
 }
 
-/// Returns the CPU storage behind a handle.
+/// Returns the CPU storage of a handle.
 pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
     storage.as_any().downcast_ref().ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
 }
@@ -213,7 +219,7 @@ mod tests {
     fn memory_is_zeroed_and_no_bytes_are_an_error() {
         let storage: Arc<dyn Storage> = Arc::new(CpuStorage::allocate(MemoryKind::Pinned, 100).unwrap());
         assert_eq!(storage.address() % ALIGN as u64, 0);
-        let all = Span::new(&storage, 0..100);
+        let all = ByteSpan::new(&storage, 0..100);
         let access = Access::new(&[&all], &[]).unwrap();
         assert!(access.read(&all).unwrap().values.iter().all(|&b| b == 0));
         assert!(matches!(CpuStorage::allocate(MemoryKind::System, 0), Err(Error::Zero { .. })));
@@ -232,7 +238,7 @@ mod tests {
         let storage = unsafe { CpuStorage::from_raw(ptr, 64, MemoryKind::System, owner.clone()) }.unwrap();
         let storage: Arc<dyn Storage> = Arc::new(storage);
         assert_eq!(Arc::strong_count(&owner), 2);
-        let all = Span::new(&storage, 0..64);
+        let all = ByteSpan::new(&storage, 0..64);
         let access = Access::new(&[&all], &[]).unwrap();
         assert_eq!(access.read(&all).unwrap().values[63], 7);
         drop(access);

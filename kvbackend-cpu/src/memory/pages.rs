@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use rustix::mm::{Advice, madvise};
 use rustix::param::page_size;
 
-/// Asks the system for large pages behind an allocation. If it refuses, pages stay small, and nothing else
+/// Asks the system to back an allocation with large pages. If it refuses, pages stay small and nothing else
 /// changes.
 pub(super) fn prefer(ptr: NonNull<u8>, bytes: usize) {
     let (start, page) = (ptr.as_ptr() as usize, page_size());

@@ -1,32 +1,33 @@
-//! The ranges of a storage that are in use, so that operations on disjoint ranges do not wait for each other.
+//! The ranges of a storage that are in use. Operations on disjoint ranges do not wait for each other.
 
 use std::ops::Range;
 
 use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 
-/// The uses of one storage, in the order in which they were asked for.
+/// The uses of one storage, in the order of their requests.
 ///
-/// A use is all ranges that one operation touches. It begins once no earlier use conflicts: two uses conflict if they
-/// share a byte and one of them writes it. No use passes an earlier one that it conflicts with, so that readers who
-/// follow one another never keep a writer out.
+/// A use consists of all ranges that one operation touches. It begins as soon as it conflicts with no earlier
+/// use: two uses conflict if they share a byte and one of them writes it. A use never overtakes an earlier
+/// one that it conflicts with, so a sequence of readers cannot starve a writer.
 #[derive(Default)]
 pub(super) struct RangeLocks {
-    state: Mutex<State>,
+    state: Mutex<RangeState>,
     ended: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    /// Uses in progress and uses that wait, by turn. The inline capacity covers a few operations at once.
-    uses: SmallVec<[(Turn, RangeUse); 8]>,
+struct RangeState {
+    /// Uses in progress and waiting uses, by turn. The inline capacity suffices for a few concurrent
+    /// operations.
+    uses: SmallVec<[(RangeTurn, RangeUse); 8]>,
     next: u64,
     waiting: usize,
 }
 
-/// The place of a use in the order of its storage.
+/// The place of a use in the order of a storage's uses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Turn(u64);
+pub(super) struct RangeTurn(u64);
 
 /// A range of bytes that a use reads or writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -42,9 +43,9 @@ impl RangeUse {
     }
 }
 
-impl State {
+impl RangeState {
     /// Returns whether a use with an earlier turn conflicts with the use of this turn.
-    fn must_wait(&self, turn: Turn) -> bool {
+    fn must_wait(&self, turn: RangeTurn) -> bool {
         let first = self.uses.iter().position(|(known, _)| *known == turn).unwrap_or(self.uses.len());
         let (earlier, own) = self.uses.split_at(first);
         let mut own = own.iter().take_while(|(known, _)| *known == turn);
@@ -54,9 +55,9 @@ impl State {
 
 impl RangeLocks {
     /// Waits until the ranges may be used, and returns the turn to [`end`](Self::end) after the use.
-    pub(super) fn begin<'a>(&self, ranges: impl Iterator<Item = &'a RangeUse>) -> Turn {
+    pub(super) fn begin<'a>(&self, ranges: impl Iterator<Item = &'a RangeUse>) -> RangeTurn {
         let mut state = self.state.lock();
-        let (turn, alone) = (Turn(state.next), state.uses.is_empty());
+        let (turn, alone) = (RangeTurn(state.next), state.uses.is_empty());
         state.next += 1;
         for range in ranges {
             state.uses.push((turn, range.clone()));
@@ -71,8 +72,8 @@ impl RangeLocks {
         turn
     }
 
-    /// Ends a use. The caller keeps nothing that was reached through it.
-    pub(super) fn end(&self, turn: Turn) {
+    /// Ends a use. The caller must not keep a reference into its ranges.
+    pub(super) fn end(&self, turn: RangeTurn) {
         let mut state = self.state.lock();
         state.uses.retain(|(known, _)| *known != turn);
         let waiting = state.waiting > 0;
@@ -114,7 +115,7 @@ mod tests {
     fn disjoint_ranges_and_readers_of_one_range_do_not_wait() {
         let locks = RangeLocks::default();
         let all = [writes(0..8), writes(8..16), reads(16..24), reads(20..32), writes(32..32), writes(4..4)];
-        // On one thread: a use that waited would never return.
+        // On a single thread, a use that waited would never return.
         let turns = all.map(|range| locks.begin([range].iter()));
         for turn in turns {
             locks.end(turn);
@@ -137,7 +138,7 @@ mod tests {
             until_waiting(&locks, 1);
             scope.spawn(|| enter("reader", reads(4..8)));
             until_waiting(&locks, 2);
-            // What shares no byte with those that wait goes on.
+            // A use that shares no byte with the waiting ones proceeds.
             enter("other", writes(12..16));
             locks.end(first);
         });

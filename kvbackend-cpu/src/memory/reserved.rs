@@ -1,4 +1,4 @@
-//! Reserved host memory: an anonymous mapping whose pages go back to the system and return zeroed.
+//! Reserved host memory: an anonymous mapping whose pages can be returned to the system and come back zeroed.
 
 use std::any::Any;
 use std::ops::Range;
@@ -10,13 +10,13 @@ use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use rustix::param::page_size;
 
 use super::ranges::RangeUse;
-use super::{CpuStorage, LARGE_PAGE, Memory, Owner, pages};
+use super::{CpuStorage, LARGE_PAGE, MemoryOwner, OwnedMemory, pages};
 
 /// Host memory whose pages can be released and mapped again; kernels use it as a [`CpuStorage`].
 ///
-/// Pages of an unmapped range are dropped, not protected. On the next access the system puts a zeroed page
-/// behind the address, so that safe code may read and write there. Bytes written to an unmapped range occupy
-/// memory until the range is unmapped or mapped again, which drops them.
+/// Pages of an unmapped range are dropped, not protected. On the next access the system supplies a zeroed
+/// page, so safe code may read and write there. Bytes written to an unmapped range occupy memory until the
+/// range is unmapped or mapped again, which drops them.
 #[derive(Debug)]
 pub struct CpuReserved {
     storage: CpuStorage,
@@ -25,7 +25,8 @@ pub struct CpuReserved {
     page: usize,
 }
 
-/// An anonymous mapping of zeros, unmapped when dropped. The system gives it pages when they are first touched.
+/// An anonymous mapping of zeros, unmapped when dropped. The system gives it pages when they are first
+/// touched.
 pub(super) struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
@@ -38,14 +39,16 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `ptr` and `len` are those of a mapping that `Mapping::new` made, and nothing refers to it any more. `munmap` can fail only for a range that is no mapping; in that case memory is
-        // leaked, not freed twice.
+        // SAFETY: `ptr` and `len` are those of a mapping that `Mapping::new` made, and nothing refers to it
+        // any more. `munmap` can fail only for a range that is no mapping; in that case memory is leaked, not
+        // freed twice.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
     }
 }
 
 impl Mapping {
-    /// Maps `bytes` bytes, rounded up to whole pages. Returns them with the mapping; many bytes begin at a large page.
+    /// Maps `bytes` bytes, rounded up to whole pages. Returns them with the mapping. Large mappings begin at
+    /// a large page.
     pub(super) fn new(kind: MemoryKind, bytes: usize) -> Result<(NonNull<u8>, usize, Self)> {
         let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
         let fits = |len: &usize| isize::try_from(*len).is_ok();
@@ -54,7 +57,7 @@ impl Mapping {
         let large = usable >= 2 * LARGE_PAGE;
         let len = usable.checked_add(if large { LARGE_PAGE } else { 0 }).filter(fits);
         let len = len.ok_or_else(|| refused("larger than the address space"))?;
-        // SAFETY: with a null address the system chooses an unused range, so that the new private mapping
+        // SAFETY: with a null address the system chooses an unused range, so the new private mapping
         // touches no other memory.
         let ptr =
             unsafe { mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
@@ -64,7 +67,8 @@ impl Mapping {
         if !large {
             return Ok((ptr, usable, mapping));
         }
-        // SAFETY: the distance to the next large page is less than `LARGE_PAGE`, by which the mapping is longer.
+        // SAFETY: the distance to the next large page is less than `LARGE_PAGE`, by which the mapping is
+        // longer.
         let start = unsafe { ptr.add(ptr.as_ptr().align_offset(LARGE_PAGE)) };
         pages::prefer(start, usable);
         Ok((start, usable, mapping))
@@ -82,7 +86,7 @@ impl CpuReserved {
         }
         let page = page_size();
         let (ptr, len, mapping) = Mapping::new(kind, bytes)?;
-        let storage = CpuStorage::new(Memory { ptr, owner: Owner::Reserved(mapping) }, len, kind);
+        let storage = CpuStorage::new(OwnedMemory { ptr, owner: MemoryOwner::Reserved(mapping) }, len, kind);
         Ok(Self { storage, mapped: Mutex::new(vec![true; len / page]), page })
     }
 
@@ -94,11 +98,11 @@ impl CpuReserved {
         }
         let whole = RangeUse { bytes: range.clone(), write: true };
         let turn = self.storage.locks.begin(std::iter::once(&whole));
-        // SAFETY: the range is locked, so that nothing else reads or writes it, and the caller guarantees that it lies inside
-        // the mapping.
+        // SAFETY: the range is locked, so nothing else reads or writes it, and the caller guarantees
+        // that it lies inside the mapping.
         let at = unsafe { self.storage.bytes_mut(range) }.as_mut_ptr();
-        // SAFETY: the range lies in a private anonymous mapping, and its lock excludes every other reader and writer. The
-        // bytes are zero afterwards, which is a valid value.
+        // SAFETY: the range lies in a private anonymous mapping, and its lock excludes every other reader and
+        // writer. The bytes are zero afterwards, which is a valid value.
         let dropped = unsafe { madvise(at.cast(), range.len(), Advice::LinuxDontNeed) };
         self.storage.locks.end(turn);
         dropped.map_err(|errno| Error::Allocation {
@@ -145,8 +149,7 @@ impl ReservedStorage for CpuReserved {
         for run in mapped[pages.clone()].chunk_by(|a, b| a == b) {
             let next = page + run.len();
             if !run[0] {
-                // Bytes written while the run was unmapped are dropped first, so that the run is zero when
-                // mapped.
+                // Bytes written while the run was unmapped are dropped first, so a mapped run is always zero.
                 self.discard(&(page * self.page..next * self.page))?;
             }
             page = next;
@@ -240,7 +243,7 @@ mod tests {
         stream.read(&view, &mut bytes).unwrap();
         assert!(bytes[..3 * page].iter().all(|&byte| byte == 0));
         assert_eq!(storage.mapped_bytes(), 2 * page);
-        // Mapping what is mapped keeps its contents.
+        // Mapping a mapped range keeps its contents.
         stream.write(&view, &vec![9; 4 * page]).unwrap();
         storage.map(0..4 * page).unwrap();
         stream.read(&view, &mut bytes).unwrap();

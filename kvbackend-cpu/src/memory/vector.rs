@@ -1,4 +1,4 @@
-//! Vectors that become storages, and come back, without a copy.
+//! Turns vectors into storages and back, without a copy.
 
 use std::alloc::Layout;
 use std::mem::ManuallyDrop;
@@ -8,10 +8,10 @@ use std::sync::Arc;
 use bytemuck::Pod;
 use kvcore::{Error, MemoryKind, Result};
 
-use super::{CpuStorage, Memory, Owner};
+use super::{CpuStorage, MemoryOwner, OwnedMemory};
 
 impl CpuStorage {
-    /// Creates a storage of the elements of a vector. Nothing is copied.
+    /// Creates a storage from the elements of a vector, without copying them.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -39,18 +39,18 @@ impl CpuStorage {
         let layout = layout.map_err(|_| Error::Overflow { what: "bytes of a vector" })?;
         let mut values = ManuallyDrop::new(values);
         let ptr = NonNull::from(values.as_mut_slice()).cast();
-        // The vector's memory came from the global allocator with this layout, and nobody else frees it.
-        Ok(Self::new(Memory { ptr, owner: Owner::Allocated(layout) }, bytes, MemoryKind::System))
+        // The vector's memory came from the global allocator with this layout, and no other code frees it.
+        Ok(Self::new(OwnedMemory { ptr, owner: MemoryOwner::Allocated(layout) }, bytes, MemoryKind::System))
     }
 
-    /// Returns the elements of a storage that [`from_vec`](Self::from_vec) created, without a copy. They may be of another
-    /// type than those of the vector, of the same size and alignment.
+    /// Returns the elements of a storage that [`from_vec`](Self::from_vec) created, without a copy. `T` may
+    /// be another type of the same size and alignment as the vector's.
     ///
     /// # Errors
-    /// Returns the storage if other handles of it are left (views, operations that a stream has not run), if it was created in
-    /// another way, or if elements of `T` have another size or alignment.
+    /// Returns the storage if it has other handles (views, or operations that a stream has not run), if it
+    /// was created in another way, or if elements of `T` have another size or alignment.
     pub fn try_into_vec<T: Pod>(self: Arc<Self>) -> std::result::Result<Vec<T>, Arc<Self>> {
-        let Owner::Allocated(layout) = self.memory.owner else { return Err(self) };
+        let MemoryOwner::Allocated(layout) = self.memory.owner else { return Err(self) };
         let whole = |bytes: usize| bytes.checked_rem(size_of::<T>()) == Some(0);
         if layout.align() != align_of::<T>() || !whole(layout.size()) || !whole(self.len) {
             return Err(self);
@@ -58,9 +58,9 @@ impl CpuStorage {
         let storage = Arc::try_unwrap(self)?;
         let (memory, size) = (ManuallyDrop::new(storage.memory), size_of::<T>());
         let (len, capacity) = (storage.len / size, layout.size() / size);
-        // SAFETY: `memory` was allocated by the global allocator with `layout`, which is that of `capacity` elements of `T`,
-        // and is not freed here. Its first `len` elements are initialised, and any bytes are a valid `T`. No handle of the
-        // storage is left, and hence no lock.
+        // SAFETY: `memory` was allocated by the global allocator with `layout`, which is that of `capacity`
+        // elements of `T`, and is not freed here. Its first `len` elements are initialised, and any bytes are
+        // a valid `T`. No handle of the storage is left, and hence no lock.
         Ok(unsafe { Vec::from_raw_parts(memory.ptr.cast().as_ptr(), len, capacity) })
     }
 }
@@ -83,7 +83,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shared_or_of_another_kind_stays_a_storage() {
+    fn shared_storages_and_other_kinds_stay_storages() {
         let storage = Arc::new(CpuStorage::from_vec(vec![7u32; 4]).unwrap());
         let other = Arc::clone(&storage);
         let storage = storage.try_into_vec::<u32>().unwrap_err();

@@ -1,4 +1,4 @@
-//! Elements of a tensor as a slice of the host.
+//! Elements of a tensor as a slice in host memory.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -7,13 +7,14 @@ use std::ptr::NonNull;
 use bytemuck::Pod;
 use kvcore::{Error, Result, TensorView};
 
-use super::{Access, Span, cpu};
+use super::{Access, ByteSpan, cpu};
 
 // Decision: docs/decisions/backend-cpu.md#host-views-hold-the-lock-of-their-range
-/// The elements of a contiguous tensor, locked to read. Other readers go on meanwhile, operations that write the elements wait.
+/// The elements of a contiguous tensor, locked for reading. Other readers continue; operations that write the
+/// elements wait.
 ///
-/// A view sees what has been done: wait for the streams that write the tensor first. While a thread holds a view, it MUST NOT
-/// run or wait for operations that write its elements: they wait for the view.
+/// A view sees only completed work: first wait for the streams that write the tensor. While a thread holds a
+/// view, it MUST NOT run or wait for operations that write its elements: they wait for the view.
 ///
 /// ```
 /// use kvbackend_cpu::{CpuBackend, HostView, HostViewMut};
@@ -28,10 +29,10 @@ use super::{Access, Span, cpu};
 /// ```
 pub struct HostView<'a, T>(Elements<'a, T>);
 
-/// The elements of a contiguous tensor, locked to write.
+/// The elements of a contiguous tensor, locked for writing.
 ///
-/// While a thread holds a view, it MUST NOT run or wait for operations that touch its elements: they wait for the view. In all
-/// else it is as [`HostView`].
+/// While a thread holds a view, it MUST NOT run or wait for operations that touch its elements: they wait for
+/// the view. Otherwise like [`HostView`].
 pub struct HostViewMut<'a, T>(Elements<'a, T>);
 
 /// Locked elements.
@@ -49,7 +50,8 @@ impl<'a, T: Pod> Elements<'a, T> {
         if width != bits && width != 8 {
             return Err(Error::mismatch("bits of an element", bits, width));
         }
-        let span = Span::new(tensor.storage(), tensor.host_range(tensor.dtype().bytes_for(tensor.len())?)?);
+        let span =
+            ByteSpan::new(tensor.storage(), tensor.host_range(tensor.dtype().bytes_for(tensor.len())?)?);
         let mut access = if write { Access::new(&[], &[&span]) } else { Access::new(&[&span], &[]) }?;
         let misaligned = |bytes: &[u8]| {
             let address = bytes.as_ptr() as u64;
@@ -69,28 +71,28 @@ impl<'a, T: Pod> Elements<'a, T> {
     }
 
     fn as_slice(&self) -> &[T] {
-        // SAFETY: `of` made `start` and `len` of a slice of locked bytes that are elements of `T`, and the lock is held while
-        // `self` lives. Only `as_mut_slice` writes them, which borrows `self` mutably.
+        // SAFETY: `of` made `start` and `len` of a slice of locked bytes that are elements of `T`, and the
+        // lock is held while `self` lives. Only `as_mut_slice` writes them, which borrows `self` mutably.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl<'a, T: Pod> HostView<'a, T> {
-    /// Locks the elements of a tensor, and waits for operations that write them now. `T` is as wide as an element of the tensor,
-    /// or a byte.
+    /// Locks the elements of a tensor, after waiting for operations that are writing them. `T` must be as
+    /// wide as an element of the tensor, or a byte.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignHandle`] if the tensor lies in memory of another backend, [`Error::Mismatch`] for another width,
-    /// [`Error::Misaligned`] if the elements are not aligned for `T`, and [`Error::InvalidStrides`] if the tensor is not
-    /// contiguous.
+    /// Returns [`Error::ForeignHandle`] if the tensor lies in memory of another backend, [`Error::Mismatch`]
+    /// for another width, [`Error::Misaligned`] if the elements are not aligned for `T`, and
+    /// [`Error::InvalidStrides`] if the tensor is not contiguous.
     pub fn of(tensor: &'a TensorView) -> Result<Self> {
         Elements::of(tensor, false).map(Self)
     }
 }
 
 impl<'a, T: Pod> HostViewMut<'a, T> {
-    /// Locks the elements of a tensor, and waits for operations that touch them now. `T` is as wide as an element of the tensor,
-    /// or a byte.
+    /// Locks the elements of a tensor, after waiting for operations that are touching them. `T` must be as
+    /// wide as an element of the tensor, or a byte.
     ///
     /// # Errors
     /// Returns the errors of [`HostView::of`].
@@ -117,8 +119,8 @@ impl<T: Pod> Deref for HostViewMut<'_, T> {
 
 impl<T: Pod> DerefMut for HostViewMut<'_, T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: `of` made `start` and `len` of a slice of bytes that are locked to be written, and are elements of `T`. The
-        // lock is held while `self` lives, and `self` is borrowed mutably.
+        // SAFETY: `of` made `start` and `len` of a slice of bytes that are locked to be written, and are
+        // elements of `T`. The lock is held while `self` lives, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.0.start.as_ptr(), self.0.len) }
     }
 }
@@ -150,7 +152,7 @@ mod tests {
         let storage = Arc::new(CpuStorage::from_vec((0..6).collect::<Vec<u32>>()).unwrap());
         let all = TensorView::new(storage, DType::F32, &[3, 2]).unwrap();
         let (first, last) = (all.select(0, 0).unwrap(), all.select(0, 2).unwrap());
-        // On one thread: a view that waited would never return.
+        // On a single thread, a view that waited would never return.
         let (from, mut to) = (HostView::<u32>::of(&first).unwrap(), HostViewMut::<u32>::of(&last).unwrap());
         to.copy_from_slice(&from);
         assert_eq!((to.len(), HostView::<u8>::of(&first).unwrap().len()), (2, 8));
@@ -171,7 +173,7 @@ mod tests {
         assert!(matches!(HostView::<u8>::of(&turned), Err(Error::InvalidStrides { .. })));
         let one = Dims::new(&[1]).unwrap();
         let odd = TensorView::with_strides(bytes.storage().clone(), DType::F16, one, one, 0);
-        // Whether a vector of bytes begins at an even address is up to the allocator.
+        // A vector of bytes may begin at an odd address; the allocator decides.
         let aligned = bytes.storage().address().is_multiple_of(2);
         assert_eq!(odd.is_ok_and(|view| HostView::<u16>::of(&view).is_ok()), aligned);
     }

@@ -8,7 +8,7 @@ use kvcore::{Attend, AttendMla, AttendRows, Error, KeyForm, Result, Segment, Ten
 
 use super::Rotator;
 use crate::element::{Element, dispatch};
-use crate::memory::{Access, Span};
+use crate::memory::{Access, ByteSpan};
 use crate::plane::{PlaneRows, PlaneSpans, RowAt};
 
 pub(crate) fn attend(op: &Attend) -> Result<()> {
@@ -21,7 +21,7 @@ pub(crate) fn attend_mla(op: &AttendMla) -> Result<()> {
     store(&op.attend, &results)
 }
 
-/// The least number of rows that are worth a thread.
+/// The minimum number of rows for which a thread pays.
 const ROWS_PER_THREAD: usize = 8;
 
 /// The output and the log-sum-exp of one row and head.
@@ -35,8 +35,8 @@ struct RowResult {
 fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResult>> {
     let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
     let planes = [k, v].map(|plane| PlaneSpans::of_layer(&op.arena, &plane, op.layer));
-    let (q, latent) = (Span::of(&op.q)?, q_latent.map(Span::of).transpose()?);
-    let mut reads: Vec<&Span> = planes.iter().flat_map(PlaneSpans::all).collect();
+    let (q, latent) = (ByteSpan::of(&op.q)?, q_latent.map(ByteSpan::of).transpose()?);
+    let mut reads: Vec<&ByteSpan> = planes.iter().flat_map(PlaneSpans::all).collect();
     reads.extend(std::iter::once(&q).chain(&latent));
     let mut access = Access::new(&reads, &[])?;
     let (queries, latents) =
@@ -54,7 +54,7 @@ fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResu
     let part = |rows: &[(usize, &AttendRows)]| -> Result<Vec<Vec<RowResult>>> {
         rows.iter().map(|&(row, entry)| inputs.one_row(row, entry)).collect()
     };
-    // Threads of the call alone, which end with it.
+    // Threads that belong to the call and end with it.
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get);
     let nested: Vec<Vec<RowResult>> = if rows.len() < ROWS_PER_THREAD * 2 || threads == 1 {
         part(&rows)?
@@ -81,7 +81,7 @@ impl DenseQueries {
         let (shape, strides) = (view.shape(), view.strides());
         let mut values = Vec::with_capacity(view.len());
         dispatch!(view.dtype(), T => {
-            let q = access.read(&Span::of(view)?)?.elements::<T>()?;
+            let q = access.read(&ByteSpan::of(view)?)?.elements::<T>()?;
             for row in 0..shape[0] {
                 for head in 0..shape[1] {
                     let at = view.offset() + row * strides[0] + head * strides[1];
@@ -235,7 +235,7 @@ fn merge(op: &Attend, groups: Vec<PartialSoftmax>) -> (Vec<f32>, f32) {
 
 fn store(op: &Attend, results: &[RowResult]) -> Result<()> {
     let strides = op.out.strides();
-    let span = Span::of(&op.out)?;
+    let span = ByteSpan::of(&op.out)?;
     let mut access = Access::new(&[], &[&span])?;
     dispatch!(op.out.dtype(), T => {
         let mut out = access.parts().write(&span)?.elements::<T>()?;
@@ -249,7 +249,7 @@ fn store(op: &Attend, results: &[RowResult]) -> Result<()> {
     })?;
     drop(access);
     if let Some(lse) = &op.lse {
-        let span = Span::of(lse)?;
+        let span = ByteSpan::of(lse)?;
         let mut access = Access::new(&[], &[&span])?;
         let mut rows = access.parts().write(&span)?.elements::<f32>()?;
         for p in results {

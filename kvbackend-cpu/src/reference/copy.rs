@@ -4,7 +4,7 @@ use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys
 
 use super::{Rotator, rows_of_block};
 use crate::element::{dispatch, elements_mut};
-use crate::memory::{Access, Span};
+use crate::memory::{Access, ByteSpan};
 use crate::plane::{PlaneRowsMut, PlaneSpans, RowLayout};
 
 pub(crate) fn copy_blocks(op: &CopyBlocks) -> Result<()> {
@@ -90,8 +90,8 @@ impl BlockCopy<'_> {
     fn bytes(
         &self,
         heads: usize,
-        src: (&Span<'_>, RowLayout),
-        dst: (&Span<'_>, RowLayout),
+        src: (&ByteSpan<'_>, RowLayout),
+        dst: (&ByteSpan<'_>, RowLayout),
         mut change: impl FnMut(&mut [u8]) -> Result<()>,
     ) -> Result<()> {
         let mut access = Access::new(&[src.0], &[dst.0])?;

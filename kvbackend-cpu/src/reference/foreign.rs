@@ -1,11 +1,11 @@
-//! Rows that go to the slots of another engine's cache, and rows that come from there: element by element.
+//! Moves rows to the slots of another engine's cache and back, element by element.
 
 use kvcore::{KvArena, KvPlane, LayerRopes, Result, SlotMapping};
 
 use super::Rotator;
 use crate::element::{Element, dispatch};
 use crate::foreign::{ForeignCache, ForeignLoad, ForeignPlane};
-use crate::memory::{Access, Span};
+use crate::memory::{Access, ByteSpan};
 use crate::plane::PlaneSpans;
 
 pub(crate) fn load_foreign(
@@ -43,7 +43,7 @@ fn load_plane<T: Element>(
     mut rotate: impl FnMut(&mut [T]),
 ) -> Result<()> {
     let from = PlaneSpans::of_layer(arena, &ours, layer).codes;
-    let to = Span::new(&theirs.storage, 0..theirs.storage.len());
+    let to = ByteSpan::new(&theirs.storage, 0..theirs.storage.len());
     let mut access = Access::new(&[&from], &[&to])?;
     let mut parts = access.parts();
     let rows = parts.read(&from)?.elements::<T>()?;
@@ -86,7 +86,7 @@ fn save_plane<T: Element>(
     (to, from): (&SlotMapping, &SlotMapping),
 ) -> Result<()> {
     let (own, rows) = (
-        Span::new(&theirs.storage, 0..theirs.storage.len()),
+        ByteSpan::new(&theirs.storage, 0..theirs.storage.len()),
         PlaneSpans::of_layer(arena, &ours, layer).codes,
     );
     let mut access = Access::new(&[&own], &[&rows])?;
@@ -105,7 +105,7 @@ fn save_plane<T: Element>(
     Ok(())
 }
 
-/// Returns the pairs of slots of which neither is padding.
+/// Returns the pairs of slots without padding.
 fn pairs(a: &SlotMapping, b: &SlotMapping) -> impl Iterator<Item = (usize, usize)> {
     let pairs = a.iter().zip(b.iter()).filter(|(a, b)| **a >= 0 && **b >= 0);
     pairs.map(|(&a, &b)| (a as usize, b as usize))

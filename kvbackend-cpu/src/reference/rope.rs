@@ -4,14 +4,14 @@ use kvcore::{ApplyRope, Result};
 
 use super::Rotator;
 use crate::element::{Element, dispatch};
-use crate::memory::{Access, Span};
+use crate::memory::{Access, ByteSpan};
 
 pub(crate) fn rope(op: &ApplyRope) -> Result<()> {
     dispatch!(op.rows.dtype(), T => rope_rows::<T>(op))
 }
 
 fn rope_rows<T: Element>(op: &ApplyRope) -> Result<()> {
-    let span = Span::of(&op.rows)?;
+    let span = ByteSpan::of(&op.rows)?;
     let mut access = Access::new(&[], &[&span])?;
     let mut rows = access.parts().write(&span)?.elements::<T>()?;
     let (shape, strides) = (op.rows.shape(), op.rows.strides());

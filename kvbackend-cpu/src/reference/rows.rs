@@ -5,10 +5,10 @@ use kvcore::{DType, Gather, KvFormat, Result, Rotation, RowRotation, Scatter};
 use super::Rotator;
 use crate::element::{Element, dispatch};
 use crate::memory::Access;
-use crate::movement::Movement;
+use crate::movement::LayerMovement;
 use crate::plane::{PlaneRows, PlaneRowsMut, RowAt};
 
-impl Movement<'_> {
+impl LayerMovement<'_> {
     /// Calls `work` with the index of each head's first element in the rows and with its place in the plane.
     /// Slots that are padding are skipped.
     fn each(&self, mut work: impl FnMut(usize, RowAt) -> Result<()>) -> Result<()> {
@@ -26,7 +26,7 @@ pub(crate) fn scatter(op: &Scatter) -> Result<()> {
     for (plane, rows, rotation) in
         [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
     {
-        let movement = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
+        let movement = LayerMovement::new(&op.arena, plane, rows, op.layer, &op.slots);
         if let Some(rotation) = rotation {
             dispatch!(rows.dtype(), S => scatter_rotated::<S>(&movement, rotation))?;
             continue;
@@ -46,7 +46,7 @@ pub(crate) fn scatter(op: &Scatter) -> Result<()> {
 }
 
 /// Scatters rows into a dense plane. Elements of the same type are copied bit for bit.
-fn scatter_dense<S: Element, T: Element>(m: &Movement, convert: impl Fn(S) -> T) -> Result<()> {
+fn scatter_dense<S: Element, T: Element>(m: &LayerMovement, convert: impl Fn(S) -> T) -> Result<()> {
     let (from, to) = (m.span_of_rows()?, &m.spans.codes);
     let mut access = Access::new(&[&from], &[to])?;
     let mut parts = access.parts();
@@ -62,7 +62,7 @@ fn scatter_dense<S: Element, T: Element>(m: &Movement, convert: impl Fn(S) -> T)
     })
 }
 
-fn scatter_quantized<S: Element>(m: &Movement) -> Result<()> {
+fn scatter_quantized<S: Element>(m: &LayerMovement) -> Result<()> {
     let from = m.span_of_rows()?;
     let mut access = Access::new(&[&from], &m.spans.all())?;
     let mut parts = access.parts();
@@ -77,8 +77,8 @@ fn scatter_quantized<S: Element>(m: &Movement) -> Result<()> {
     })
 }
 
-/// Scatters rows that are rotated in f32 on the way, into a plane of any format.
-fn scatter_rotated<S: Element>(m: &Movement, rotation: &RowRotation) -> Result<()> {
+/// Rotates rows in f32 and scatters them into a plane of any format.
+fn scatter_rotated<S: Element>(m: &LayerMovement, rotation: &RowRotation) -> Result<()> {
     let from = m.span_of_rows()?;
     let mut access = Access::new(&[&from], &m.spans.all())?;
     let mut parts = access.parts();
@@ -105,7 +105,7 @@ pub(crate) fn gather(op: &Gather) -> Result<()> {
     for (plane, rows, rotation) in
         [(op.arena.k_plane(), &op.k, op.rotation.as_ref()), (op.arena.v_plane(), &op.v, None)]
     {
-        let movement = Movement::new(&op.arena, plane, rows, op.layer, &op.slots);
+        let movement = LayerMovement::new(&op.arena, plane, rows, op.layer, &op.slots);
         dispatch!(rows.dtype(), T => match plane.format {
             KvFormat::Dense(_) => gather_dense::<T>(&movement, rotation),
             _ => gather_quantized::<T>(&movement, rotation),
@@ -115,7 +115,7 @@ pub(crate) fn gather(op: &Gather) -> Result<()> {
 }
 
 /// Gathers rows from a dense plane. Elements that are not rotated are copied bit for bit.
-fn gather_dense<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result<()> {
+fn gather_dense<T: Element>(m: &LayerMovement, rotation: Option<&Rotation>) -> Result<()> {
     let (from, to) = (&m.spans.codes, m.span_of_rows()?);
     let mut access = Access::new(&[from], &[&to])?;
     let mut parts = access.parts();
@@ -134,7 +134,7 @@ fn gather_dense<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result
     })
 }
 
-fn gather_quantized<T: Element>(m: &Movement, rotation: Option<&Rotation>) -> Result<()> {
+fn gather_quantized<T: Element>(m: &LayerMovement, rotation: Option<&Rotation>) -> Result<()> {
     let to = m.span_of_rows()?;
     let mut access = Access::new(&m.spans.all(), &[&to])?;
     let mut parts = access.parts();

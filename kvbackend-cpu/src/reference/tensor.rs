@@ -3,13 +3,13 @@
 use kvcore::{CopyTensor, Result};
 use smallvec::SmallVec;
 
-use crate::memory::{Access, Span};
+use crate::memory::{Access, ByteSpan};
 
 pub(crate) fn copy_tensor(op: &CopyTensor) -> Result<()> {
     if op.dst.is_empty() {
         return Ok(());
     }
-    let (src, dst) = (Span::of(&op.src)?, Span::of(&op.dst)?);
+    let (src, dst) = (ByteSpan::of(&op.src)?, ByteSpan::of(&op.dst)?);
     let runs = DenseRuns::new(op);
     let mut access = Access::new(&[&src], &[&dst])?;
     let mut parts = access.parts();

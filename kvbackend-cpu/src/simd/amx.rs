@@ -1,8 +1,7 @@
 //! AMX: products of matrices of bf16, one tile of 16 rows of 64 bytes at a time, summed in f32.
 //!
-//! An f32 number is the sum of three bf16 numbers, so that products with bf16 on one side are as exact as in
-//! f32. The instructions treat denormals as zero, and a product of infinity with the parts of a number may be
-//! NaN.
+//! An f32 number is the sum of three bf16 numbers, so products with bf16 on one side are as exact as in f32.
+//! The instructions treat denormals as zero, and a product of infinity with the parts of a number may be NaN.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid_count, __m512, _mm512_and_si512, _mm512_castps_si512};
@@ -71,23 +70,23 @@ static CONFIG: TileConfig = {
 
 /// The tiles of the current thread, configured while the value lives. The pointer keeps the value in its
 /// thread.
-pub(crate) struct Tiles(std::marker::PhantomData<*mut ()>);
+pub(crate) struct AmxTiles(std::marker::PhantomData<*mut ()>);
 
-impl Tiles {
+impl AmxTiles {
     /// Configures the tiles of the current thread.
     ///
     /// # Safety
-    /// [`is_available`] has returned true, no other `Tiles` of this thread lives, and the value is dropped in
-    /// this thread.
+    /// [`is_available`] has returned true, no other `AmxTiles` of this thread lives, and the value is dropped
+    /// in this thread.
     pub(crate) unsafe fn new() -> Self {
-        // SAFETY: `CONFIG` is 64 valid bytes, AMX is available, and no other `Tiles` uses the tiles of this
-        // thread.
+        // SAFETY: `CONFIG` is 64 valid bytes, AMX is available, and no other `AmxTiles` uses the tiles of
+        // this thread.
         unsafe { asm!("ldtilecfg [{}]", in(reg) CONFIG.0.as_ptr(), options(nostack, readonly)) };
         Self(std::marker::PhantomData)
     }
 }
 
-impl Drop for Tiles {
+impl Drop for AmxTiles {
     fn drop(&mut self) {
         // SAFETY: `new` configured the tiles of this thread.
         unsafe { asm!("tilerelease", options(nostack, nomem)) };
@@ -159,16 +158,16 @@ macro_rules! products {
     };
 }
 
-/// Computes `out[i][r][c] = Σ each[i][r] · shared[c]`: rows as they lie, times columns. Elements of a column
-/// lie in pairs, 16 columns to a row.
+/// Computes `out[i][r][c] = Σ each[i][r] · shared[c]`: rows in place, times columns. Elements of a column are
+/// stored in pairs, 16 columns to a row.
 ///
 /// # Safety
-/// AMX with bf16 is available and this thread holds the [`Tiles`] passed. `steps` is at least 1. Every tile
-/// that `each` and `shared` describe for `steps` steps is readable, `out` is valid for writes of [`PRODUCTS`]
-/// tiles, and `shared.parts` is 1 or [`PARTS`].
+/// AMX with bf16 is available and this thread holds the [`AmxTiles`] passed. `steps` is at least 1. Every
+/// tile that `each` and `shared` describe for `steps` steps is readable, `out` is valid for writes of
+/// [`PRODUCTS`] tiles, and `shared.parts` is 1 or [`PARTS`].
 #[inline]
 pub(crate) unsafe fn rows_by_columns(
-    _: &Tiles,
+    _: &AmxTiles,
     each: Operands,
     shared: SharedOperand,
     steps: usize,
@@ -204,7 +203,7 @@ pub(crate) unsafe fn rows_by_columns(
 /// As for [`rows_by_columns`], with `shared.parts` equal to [`PARTS`].
 #[inline]
 pub(crate) unsafe fn row_by_each_columns(
-    _: &Tiles,
+    _: &AmxTiles,
     each: Operands,
     shared: SharedOperand,
     steps: usize,

@@ -19,7 +19,7 @@ use std::arch::x86_64::{
 };
 
 use super::level::with_avx2;
-use super::{E4M3_NAN, Simd, Task};
+use super::{E4M3_NAN, Simd, SimdTask};
 
 /// The AVX2 instruction set, with FMA and F16C.
 #[derive(Clone, Copy)]
@@ -37,7 +37,7 @@ impl Simd for Avx2 {
     intrinsics! { splat: _mm256_set1_ps, add: _mm256_add_ps, sub: _mm256_sub_ps, mul: _mm256_mul_ps, div: _mm256_div_ps, mul_add: _mm256_fmadd_ps, max: _mm256_max_ps, min: _mm256_min_ps, load: _mm256_loadu_ps, store: _mm256_storeu_ps }
 
     #[inline(always)]
-    unsafe fn call<T: Task>(task: T) -> T::Output {
+    unsafe fn call<T: SimdTask>(task: T) -> T::Output {
         unsafe { with_avx2(task) }
     }
 

@@ -20,7 +20,7 @@ use std::arch::x86_64::{
 };
 
 use super::level::with_avx512;
-use super::{E4M3_NAN, Simd, Task};
+use super::{E4M3_NAN, Simd, SimdTask};
 
 /// The AVX-512 instruction set: F, BW, DQ and VL.
 #[derive(Clone, Copy)]
@@ -82,7 +82,7 @@ impl Simd for Avx512 {
     intrinsics! { splat: _mm512_set1_ps, add: _mm512_add_ps, sub: _mm512_sub_ps, mul: _mm512_mul_ps, div: _mm512_div_ps, mul_add: _mm512_fmadd_ps, max: _mm512_max_ps, min: _mm512_min_ps, load: _mm512_loadu_ps, store: _mm512_storeu_ps }
 
     #[inline(always)]
-    unsafe fn call<T: Task>(task: T) -> T::Output {
+    unsafe fn call<T: SimdTask>(task: T) -> T::Output {
         unsafe { with_avx512(task) }
     }
 

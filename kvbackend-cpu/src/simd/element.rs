@@ -12,7 +12,7 @@ use crate::element::Element;
 /// Every function requires the instruction set of `S`, as [`Simd`] does, and a pointer that is valid for the
 /// `S::LANES` elements loaded or stored, or for `2 * S::LANES` elements in
 /// [`store_twice`](Self::store_twice).
-#[allow(clippy::missing_safety_doc, reason = "said once, at the trait")]
+#[allow(clippy::missing_safety_doc, reason = "stated once, at the trait")]
 pub(crate) trait SimdElement: Element {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     unsafe fn store<S: Simd>(to: *mut Self, a: S::V);
@@ -28,7 +28,7 @@ pub(crate) trait SimdElement: Element {
     }
 }
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as stated at Simd")]
 impl SimdElement for f32 {
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const Self) -> S::V {
@@ -43,7 +43,7 @@ impl SimdElement for f32 {
 /// Implements [`SimdElement`] for an element of two bytes by functions of [`Simd`].
 macro_rules! half {
     ($element:ty, $load:ident, $store:ident, $store_twice:ident) => {
-        #[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as Simd says")]
+        #[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as stated at Simd")]
         impl SimdElement for $element {
             #[inline(always)]
             unsafe fn load<S: Simd>(from: *const Self) -> S::V {

@@ -30,12 +30,12 @@ pub enum SimdLevel {
     /// (`AVX512_BF16`) flushes denormals, which no other backend does.
     Avx512,
     /// AVX-512 and AMX with bf16. Attention over keys and values of bf16 multiplies tiles of them, and so do
-    /// products of many rows with stored matrices; numbers are split into as many parts of bf16 as they need.
+    /// products of many rows with stored matrices; numbers are split into as many bf16 parts as needed.
     Amx,
 }
 
 /// Code that is generic over the instruction set.
-pub(crate) trait Task {
+pub(crate) trait SimdTask {
     /// The result of the task.
     type Output;
 
@@ -115,7 +115,7 @@ impl AvailableLevel {
     ///
     /// # Safety
     /// The fields of `task` meet the conditions that the type of the task states.
-    pub(crate) unsafe fn run<T: Task>(self, task: T) -> T::Output {
+    pub(crate) unsafe fn run<T: SimdTask>(self, task: T) -> T::Output {
         match self.0 {
             // SAFETY: every processor that the program runs on supports the instructions that the program is
             // compiled for, and the conditions of `task` hold by contract.
@@ -144,7 +144,7 @@ impl AvailableLevel {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline(never)]
-pub(super) unsafe fn with_avx2<T: Task>(task: T) -> T::Output {
+pub(super) unsafe fn with_avx2<T: SimdTask>(task: T) -> T::Output {
     // SAFETY: AVX2, FMA, F16C and the conditions of `task` hold by contract, and this function is compiled
     // for the instructions.
     unsafe { task.run::<Avx2>() }
@@ -158,7 +158,7 @@ pub(super) unsafe fn with_avx2<T: Task>(task: T) -> T::Output {
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[inline(never)]
-pub(super) unsafe fn with_avx512<T: Task>(task: T) -> T::Output {
+pub(super) unsafe fn with_avx512<T: SimdTask>(task: T) -> T::Output {
     // SAFETY: AVX-512 and the conditions of `task` hold by contract, and this function is compiled for the
     // instructions.
     unsafe { task.run::<Avx512>() }

@@ -4,8 +4,8 @@ use super::Simd;
 
 /// Returns the number that bits of f16 mean, without a branch.
 ///
-/// (Marat Dukhan's FP16 library describes the arithmetic: normal numbers by a change of the exponent's bias, denormal ones by
-/// a subtraction.)
+/// (Marat Dukhan's FP16 library describes the arithmetic: normal numbers by a change of the exponent's bias,
+/// denormal ones by a subtraction.)
 #[inline(always)]
 pub(crate) fn from_f16(bits: u16) -> f32 {
     let bits = u32::from(bits) << 16;
@@ -31,7 +31,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     unsafe {
         let x = S::max(S::splat(-88.1), S::min(S::splat(88.3), x));
         let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
-        // ln 2 is split in two parts. The first has trailing zeros, so that its product with n is exact.
+        // ln 2 is split in two parts. The first has trailing zeros, which makes its product with n exact.
         let r = S::mul_add(n, S::splat(-0.693_359_4), x);
         let r = S::mul_add(n, S::splat(2.121_944_4e-4), r);
         let mut p = S::splat(1.0 / 5040.0);
@@ -44,13 +44,13 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
 
 #[cfg(test)]
 mod tests {
-    use super::super::{AvailableLevel, SimdLevel, Task};
+    use super::super::{AvailableLevel, SimdLevel, SimdTask};
     use super::*;
     use half::f16;
 
     struct Exp<'a>(&'a [f32], &'a mut Vec<f32>);
 
-    impl Task for Exp<'_> {
+    impl SimdTask for Exp<'_> {
         type Output = ();
 
         #[inline(always)]

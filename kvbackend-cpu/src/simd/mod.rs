@@ -1,8 +1,8 @@
 //! Vectors of f32: one implementation per instruction set, chosen at run time.
 //!
-//! A kernel is a [`Task`]: one generic function over [`Simd`]. [`AvailableLevel::run`] calls the task inside
-//! a function that is compiled for the instruction set, so that everything inlined into the task is compiled
-//! for it too. Functions on this path are `#[inline(always)]`, because a function that is not inlined would
+//! A kernel is a [`SimdTask`]: one generic function over [`Simd`]. [`AvailableLevel::run`] calls the task
+//! inside a function that is compiled for the instruction set; everything inlined into the task is compiled
+//! for it, too. Functions on this path are `#[inline(always)]`, because a function that is not inlined would
 //! be compiled without the instructions. Code that is large, or used in many places, is a task of its own,
 //! called by [`Simd::call`]: it is compiled once for all places. Otherwise compile time would grow with every
 //! path through them.
@@ -62,7 +62,7 @@ pub(crate) mod avx512;
 
 pub(crate) use element::{SimdElement, narrow, widen};
 pub use level::SimdLevel;
-pub(crate) use level::{AvailableLevel, Task};
+pub(crate) use level::{AvailableLevel, SimdTask};
 pub(crate) use math::{exp, from_f16};
 
 /// The number by which [`Simd::load_e4m3`] divides: a code with its exponent widened to that of f16 is an f16
@@ -78,7 +78,7 @@ const E4M3_NAN: u8 = 0x7f;
 /// Every function requires that the processor supports the instruction set of the implementation, and that
 /// the caller is compiled for it. A pointer argument must be valid for as many elements as the function reads
 /// or writes there, and aligned for its element type; [`stream_line`](Self::stream_line) asks for more.
-#[allow(clippy::missing_safety_doc, reason = "said once, at the trait")]
+#[allow(clippy::missing_safety_doc, reason = "stated once, at the trait")]
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// The vector type.
     type V: Copy;
@@ -90,7 +90,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const STREAMS: bool;
 
     /// Runs a task in a function of its own.
-    unsafe fn call<T: Task>(task: T) -> T::Output;
+    unsafe fn call<T: SimdTask>(task: T) -> T::Output;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
@@ -151,13 +151,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_i8(from: *const i8) -> Self::V;
     /// Loads the low and the high halves of `LANES` bytes: numbers from 0 to 15.
     unsafe fn load_nibbles(from: *const u8) -> [Self::V; 2];
-    /// Loads some bits of `LANES` bytes, after a shift to the right by less than eight: numbers without a sign.
+    /// Loads some bits of `LANES` bytes, after a shift to the right by less than eight: numbers without a
+    /// sign.
     unsafe fn load_bits(from: *const u8, shift: usize, mask: u8) -> Self::V;
     /// Loads signed integers of four bits, two in a byte, the first in the low half: `LANES / 2` bytes.
     unsafe fn load_i4(from: *const u8) -> Self::V;
-    /// Loads 8-bit floats of format E4M3, divided by [`E4M3_UNIT`]. What a code of NaN gives is not defined.
+    /// Loads 8-bit floats of format E4M3, divided by [`E4M3_UNIT`]. The result for a code of NaN is
+    /// unspecified.
     unsafe fn load_e4m3(from: *const u8) -> Self::V;
-    /// Returns whether any of `n` codes of format E4M3, `offset` bytes behind each address of `rows`, is NaN.
+    /// Returns true if any of `n` codes of format E4M3, `offset` bytes after each address of `rows`, is NaN.
     unsafe fn any_nan_e4m3(rows: &[*const u8], offset: usize, n: usize) -> bool;
     /// Loads 8-bit floats of format E5M2.
     unsafe fn load_e5m2(from: *const u8) -> Self::V;
@@ -166,9 +168,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn stream_line(to: *mut u8, from: *const u8);
     /// Orders streamed stores before all later stores.
     unsafe fn fence();
-    /// Asks for the cache line at `at`, which may be any address.
+    /// Prefetches the cache line at `at`, which may be any address.
     unsafe fn prefetch(at: *const u8);
-    /// Asks for the cache line at `at` as [`prefetch`](Self::prefetch) does, but only into the second-level
+    /// Prefetches the cache line at `at`, like [`prefetch`](Self::prefetch), but only into the second-level
     /// cache.
     unsafe fn prefetch_far(at: *const u8);
 }

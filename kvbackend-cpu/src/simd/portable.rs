@@ -4,7 +4,7 @@
 use half::{bf16, f16};
 use kvcore::Fp8Kind;
 
-use super::{E4M3_NAN, E4M3_UNIT, Simd, Task, from_f16};
+use super::{E4M3_NAN, E4M3_UNIT, Simd, SimdTask, from_f16};
 
 /// The instruction set that the program is compiled for.
 #[derive(Clone, Copy)]
@@ -24,7 +24,7 @@ impl Simd for Portable {
     const STREAMS: bool = false;
 
     #[inline(never)]
-    unsafe fn call<T: Task>(task: T) -> T::Output {
+    unsafe fn call<T: SimdTask>(task: T) -> T::Output {
         // SAFETY: `Self` needs no instructions beyond those that the program is compiled for; the caller
         // guarantees the conditions of `task`.
         unsafe { task.run::<Self>() }
@@ -195,7 +195,7 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn any_nan_e4m3(rows: &[*const u8], offset: usize, n: usize) -> bool {
         rows.iter().any(|row| {
-            // SAFETY: by contract, each row is valid for reads of `n` codes behind `offset`.
+            // SAFETY: by contract, each row is valid for reads of `n` codes after `offset`.
             let codes = unsafe { std::slice::from_raw_parts(row.add(offset), n) };
             codes.iter().fold(0, |largest, code| (code & E4M3_NAN).max(largest)) == E4M3_NAN
         })

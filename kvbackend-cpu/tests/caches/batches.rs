@@ -26,7 +26,8 @@ fn sequences(cache: &mut dyn KvCache, count: usize) -> Vec<SequenceId> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Steps of random sizes: each succeeds for all sequences or changes nothing, and its slots are the sequences' own, in order.
+    /// Steps of random sizes: each succeeds for all sequences or changes nothing, and its slots are the
+    /// sequences' own, in order.
     #[test]
     fn a_batch_grows_as_its_sequences_would_or_not_at_all(
         steps in prop::collection::vec(prop::collection::vec(0usize..9, 5), 1..20),
@@ -85,7 +86,7 @@ fn a_batch_is_refused_for_a_sequence_twice_an_unknown_one_and_a_shared_tail() {
     paged.grow_batch(&[(twin, 0)], &mut slots).unwrap();
 }
 
-/// The permits of a batch are those of its sequences: one that goes away takes its slots along.
+/// The permits of a batch are those of its sequences: a freed sequence voids its slots.
 #[test]
 fn slots_of_a_batch_are_void_as_soon_as_one_of_its_blocks_is_gone() {
     let m = Memory::new(Immediate);

@@ -1,4 +1,5 @@
-//! Groups of layers behind one sequence: random operations against plain bookkeeping, prefixes, and heads by group.
+//! Groups of layers under one sequence: random operations against plain bookkeeping, prefixes, and heads by
+//! group.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -78,7 +79,8 @@ fn counts(cache: &GroupedKvCache) -> Vec<PoolCounts> {
     cache.groups().iter().map(|(_, group)| group.pool().counts()).collect()
 }
 
-/// The plain bookkeeping: the tokens of each sequence, and the first of them that the window group must still have.
+/// The plain bookkeeping: the tokens of each sequence, and the first of them that the window group must still
+/// have.
 type Plain = BTreeMap<SequenceId, (Vec<u32>, usize)>;
 
 fn check(m: &Memory, cache: &GroupedKvCache, plain: &Plain) {
@@ -248,7 +250,8 @@ fn a_prefix_is_found_as_far_as_every_group_has_it() {
             (first, first as i64, 32 - first)
         );
     }
-    // Eight other blocks in the group with the window: what ends in blocks that are gone is no longer found, in no group.
+    // Eight other blocks in the group with the window: prefixes that end in lost blocks are no longer found,
+    // in either group.
     let pool = cache.groups()[1].1.pool().clone();
     drop(pool.allocate(8).unwrap());
     for len in [9, 17, 25, 32] {
@@ -261,7 +264,7 @@ fn a_prefix_is_found_as_far_as_every_group_has_it() {
     for id in [id, again] {
         cache.free(id).unwrap();
     }
-    // What the full group lacks is not found, although the other has its end.
+    // A prefix that the full group lacks is not found, although the other group has its end.
     cache.groups()[0].1.pool().clear_cached();
     let (none, cached) = cache.create_with_prefix(&longer).unwrap();
     assert_eq!(cached, 0);
@@ -319,7 +322,7 @@ fn heads_differ_by_group() {
         };
         let attend = Attend::new(group.arena(), 0, q, &Arc::new(work), out.clone());
         m.stream.attend(&Attend { window, ..attend }).unwrap();
-        // Queries of zeros take the mean of what they see: 1..=12, or the last seven.
+        // Queries of zeros give the mean of the values that they see: 1..=12, or the last seven.
         let mean = if window.is_some() { 9.0 } else { 6.5 };
         assert!(m.values(&out).iter().all(|x| (x - mean).abs() < 1e-5), "{kind:?}: {:?}", m.values(&out));
     }

@@ -1,4 +1,5 @@
-//! Sequences whose first blocks are let go: what is held keeps its bytes through forks, swaps, commits and rollbacks.
+//! Sequences whose first blocks are freed: held blocks keep their bytes through forks, swaps, commits and
+//! rollbacks.
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{BlockPool, Error, PagedKvCache, PromptKeys, SequenceId, SequenceStart};
@@ -18,7 +19,7 @@ fn from(m: &Memory, cache: &PagedKvCache, id: SequenceId, first: usize) -> Vec<f
 }
 
 #[rstest]
-fn what_is_held_keeps_its_bytes_whatever_happens(
+fn held_blocks_keep_their_bytes_through_all_operations(
     #[values(Immediate, Deferred)] execution: Execution,
     #[values(false, true)] keyed: bool,
 ) {
@@ -37,7 +38,7 @@ fn what_is_held_keeps_its_bytes_whatever_happens(
     assert_eq!(cache.free_before(id, 11), Ok(2));
     assert_eq!(cache.free_before(id, 11), Ok(0), "a block goes when its last token does");
     if keyed {
-        // What was let go is found as long as nobody takes it.
+        // A freed block with a key can be found until it is taken.
         let (again, cached) = cache.create_with_prefix(&PromptKeys::new(root(), &tokens[..14], 4)).unwrap();
         assert_eq!(cached, 12);
         cache.free(again).unwrap();

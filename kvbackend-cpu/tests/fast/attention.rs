@@ -202,7 +202,7 @@ fn equals_the_reference(call: &Call) -> Result<(), TestCaseError> {
 
 /// Keys and values that are not finite reach only the queries that see them.
 #[rstest]
-fn infinity_and_nan_stay_with_those_who_see_them(
+fn infinity_and_nan_reach_only_queries_that_see_them(
     #[values(false, true)] of_keys: bool,
     #[values(f32::INFINITY, f32::NEG_INFINITY, f32::NAN)] odd: f32,
     #[values(DType::BF16, DType::F16, DType::F32)] dtype: DType,

@@ -1,5 +1,5 @@
-//! Attention over any codes, written as bytes: equal to the reference up to rounding, whatever the widths, the
-//! groups and the queries are, and with the same elements not finite.
+//! Attention over any codes, written as bytes: equal to the reference up to rounding for all widths, groups
+//! and queries, and with the same elements not finite.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 use super::{Lab, compare};
 
-/// Largest magnitude that codes mean, but for those that are not finite.
+/// The largest finite magnitude of a code.
 const LARGEST: f32 = 2.0;
 
 /// The parameters of a call, without its memory.
@@ -95,7 +95,7 @@ fn write(lab: &Lab, storage: &Arc<dyn Storage>, bytes: &[u8]) {
 }
 
 impl Call {
-    /// Returns the codes of a plane: finite ones, but for those of `odd`.
+    /// Returns the codes of a plane: finite ones, except for those of `odd`.
     fn codes(&self, n: usize, of_values: bool) -> Vec<u8> {
         let mut codes = bytes(n, self.seed.wrapping_add(u64::from(of_values)));
         if let KvFormat::Fp8 { kind, .. } = self.shape.format {

@@ -67,7 +67,7 @@ fn lent_memory_that_is_not_aligned_to_lines_is_right_or_refused() {
             let mut bytes = vec![0u64; 5000];
             let start = NonNull::new(bytes.as_mut_ptr().cast::<u8>().wrapping_add(offset)).unwrap();
             let owner: Arc<dyn Any + Send + Sync> = Arc::new(std::sync::Mutex::new(bytes));
-            // SAFETY: `start` lies at most 34 bytes into the 40000 bytes of the vector, so that 39000 bytes
+            // SAFETY: `start` lies at most 34 bytes into the 40000 bytes of the vector, so 39000 bytes
             // follow; the vector lives in `owner`, its memory does not move, and nobody else accesses it.
             let storage = unsafe { CpuStorage::from_raw(start, 39_000, MemoryKind::Device, owner) }.unwrap();
             let storage: Arc<dyn Storage> = Arc::new(storage);

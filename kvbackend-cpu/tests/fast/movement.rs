@@ -185,7 +185,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 60, max_shrink_iters: 50, ..ProptestConfig::default() })]
 
     #[test]
-    fn tensors_are_copied_whatever_their_strides(
+    fn tensors_of_any_strides_are_copied(
         extents in prop::collection::vec(1usize..40, 1..4),
         last in prop::sample::select(vec![1usize, 2, 7, 40]),
         order in any::<[u8; 4]>(),

@@ -75,7 +75,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 30, max_shrink_iters: 50, ..ProptestConfig::default() })]
 
     #[test]
-    fn codes_and_what_they_mean_are_the_same(shape in shape(), dtype in prop::sample::select(DType::COMPUTE.to_vec()), turn in any::<bool>()) {
+    fn codes_and_their_values_are_the_same(shape in shape(), dtype in prop::sample::select(DType::COMPUTE.to_vec()), turn in any::<bool>()) {
         let rope = Rope::new(RopeConfig::new(shape.k_dim, 100.0), 400).unwrap();
         let rotation = Rotation { rope: Arc::new(rope), delta: -37 };
         compare(|lab| {

@@ -1,5 +1,4 @@
-//! Assembled prompts: the system prompt and all chunks are computed and held. Some of their tokens can be
-//! recomputed.
+//! Assembled prompts: the system prompt and all chunks are computed and held. Some tokens can be recomputed.
 
 use std::sync::Arc;
 
@@ -24,7 +23,7 @@ pub struct AssembledPrompt {
     holds: Vec<PieceHold>,
     reports: Vec<ChunkReport>,
     private: Vec<MutableBlocks>,
-    #[expect(dead_code, reason = "held so that the blocks live as long as the request")]
+    #[expect(dead_code, reason = "held to keep the blocks as long as the request")]
     system: SealedPrefix,
 }
 
@@ -45,7 +44,8 @@ impl AssembledPrompt {
         let (reports, spans) = (assembly.reports(), assembly.chunks());
         let Assembly { block_size, system, chunks, private, mut segments, .. } = assembly;
         let SystemPart::Sealed(system) = system else { return Err(Error::NotReady { pieces: 1 }) };
-        // The blocks of another request may have taken the place of those that the segments name.
+        // Another request may have stored the same system prompt first. In that case its blocks replace those
+        // of the segments.
         if segments[0] != system.segment() {
             Arc::make_mut(&mut segments)[0] = system.segment();
         }
@@ -104,7 +104,8 @@ impl AssembledPrompt {
         &self.reports
     }
 
-    /// Sorts numbers by chunk. There is one for each token of the [`segments`](Self::segments) behind the system prompt, in order.
+    /// Sorts numbers by chunk. `numbers` has one for each token of the [`segments`](Self::segments) after the
+    /// system prompt, in order.
     pub fn by_chunk(&self, numbers: &[f32]) -> TokenScores {
         let mut chunks: Vec<Vec<f32>> = self.spans.iter().map(|span| vec![0.0; span.tokens]).collect();
         let mut left = numbers;
@@ -125,8 +126,8 @@ impl AssembledPrompt {
     /// blocks to copy and the tokens to compute. From now on [`segments`](Self::segments) refer to the new
     /// blocks.
     ///
-    /// The shared blocks are not written. Recomputed keys are stored with the rotation of the keys beside
-    /// them, so a chunk remains one segment.
+    /// The shared blocks are not written. Recomputed keys are stored with the same rotation as their
+    /// neighbours, so a chunk remains one segment.
     ///
     /// # Errors
     /// After each of these errors nothing has changed.

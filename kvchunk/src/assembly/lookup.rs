@@ -15,17 +15,17 @@ pub(crate) struct FoundPiece {
     pub(crate) exact: bool,
 }
 
-/// A way to find the parts of a prompt: here ([`LocalLookup`]), here and at other replicas
+/// Finds the parts of a prompt: in this process ([`LocalLookup`]), also at other replicas
 /// ([`ReplicaLookup`](crate::replica::ReplicaLookup)), or on all ranks of a model
 /// ([`RankLookup`](crate::ranks::RankLookup)).
 ///
 /// - A prompt calls the methods in the order below, [`acquire`](Self::acquire) for each piece that was not
 ///   held.
 /// - All pieces that are found are held before any is acquired, so a prompt never evicts its own pieces.
-/// - A hold is no hit yet. The prompt [counts](ChunkCacheManager::count_hit) the holds that it uses.
+/// - A hold is not a hit yet. The prompt [counts](ChunkCacheManager::count_hit) the holds that it uses.
 pub(crate) trait PromptLookup {
-    /// Finds or allocates the blocks of the system prompt, under the chain of keys that an ordinary prompt
-    /// with this beginning has. With `wait`, another request that computes it may be waited for.
+    /// Finds or allocates the blocks of the system prompt, under the same chain of keys as an ordinary prompt
+    /// with this beginning. With `wait`, the prompt may wait for another request that computes it.
     fn fill_system(&self, tokens: &[u32], wait: bool) -> Result<SystemFound>;
 
     /// Holds the pieces that are found. The answer has the shape of `pieces`, the pieces of each chunk.
@@ -52,7 +52,7 @@ pub(crate) struct LocalLookup<'a> {
 }
 
 impl LocalLookup<'_> {
-    /// Finds or allocates the blocks of the system prompt, whoever else computes it.
+    /// Finds or allocates the blocks of the system prompt, even if another request computes it.
     pub(crate) fn fill_alone(&self, tokens: &[u32]) -> Result<PrefixFill> {
         PrefixFill::new(self.main, self.system_root, tokens)
     }

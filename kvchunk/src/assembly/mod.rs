@@ -1,4 +1,4 @@
-//! Assembly: turning a chunked prompt into the segments of a request, and into the inputs to compute first.
+//! Assembly turns a chunked prompt into the segments of a request, and into the inputs to compute first.
 //!
 //! ```text
 //!   assemble ──► inputs ──► [model] ──► is_ready? ──yes──► commit ──► AssembledPrompt
@@ -8,7 +8,7 @@
 //!
 //! [`Assembler::assemble`] looks everything up and reserves room for the missing parts. The caller runs *one*
 //! forward pass over [`Assembly::inputs`], with its question in the same batch if wanted, and
-//! [commits](Assembly::commit) after that. Dropping the assembly instead gives every block back, so nothing
+//! [commits](Assembly::commit) after that. Dropping the assembly frees every block instead, so nothing
 //! partial can ever be found.
 
 use std::collections::{HashMap, HashSet};
@@ -58,9 +58,9 @@ pub struct Assembler<'a> {
     /// them or on none.
     pub ranks: Option<&'a dyn RankAgreement>,
     /// The link to other replicas. A missing piece is pulled from a replica that has it, and computed only if
-    /// no replica supplies it. Pieces are pulled one by one; other requests that miss them wait for this request. A
-    /// hit here takes precedence over a replica's, even an approximate one. If [`ranks`](Self::ranks) is set,
-    /// no replica is asked.
+    /// no replica supplies it. Pieces are pulled one by one; other requests that miss them wait for this
+    /// request. A hit here takes precedence over a replica's, even an approximate one. If
+    /// [`ranks`](Self::ranks) is set, no replica is asked.
     pub replicas: Option<&'a ReplicaLink>,
 }
 
@@ -69,7 +69,7 @@ pub struct Assembler<'a> {
 pub struct ChunkReport {
     /// The number of tokens of the chunk.
     pub tokens: usize,
-    /// True if the whole chunk was found in the cache, or is computed for an earlier chunk of the same
+    /// True if the whole chunk was found in the cache, or is computed anyway for an earlier chunk of the same
     /// prompt.
     pub hit: bool,
     /// True if the chunk's bytes are exactly those of its hash; see [`PieceHold::is_exact`].
@@ -252,7 +252,7 @@ impl Assembler<'_> {
 }
 
 impl Assembly {
-    /// Takes the system prompt as far as it was found, and adds the rest to the inputs.
+    /// Uses the part of the system prompt that was found, and adds the rest to the inputs.
     fn add_system(&mut self, tokens: &[u32], fill: Box<SystemFill>) {
         let prefix = &fill.prefix;
         let cached = prefix.cached();
@@ -271,9 +271,10 @@ impl Assembly {
 
     /// Returns true if every piece is cached or among the inputs. In that case the question may be computed
     /// in the same batch, and [`commit`](Self::commit) follows. Otherwise another request is computing a
-    /// piece of this prompt: compute the inputs, and call [`try_advance`](Self::try_advance) or [`advance`](Self::advance).
+    /// piece of this prompt: compute the inputs, and call [`try_advance`](Self::try_advance) or
+    /// [`advance`](Self::advance).
     pub fn is_ready(&self) -> bool {
-        // A lookup that failed leaves no segments.
+        // A failed lookup leaves no segments.
         self.waiting.is_empty() && !self.segments.is_empty()
     }
 
@@ -284,13 +285,14 @@ impl Assembly {
         &self.inputs
     }
 
-    /// Hands the [inputs](Self::inputs) over, for a scheduler that feeds them to several passes. None are left here.
+    /// Takes the [inputs](Self::inputs) out of the assembly, for a scheduler that feeds them to several
+    /// passes.
     pub fn take_inputs(&mut self) -> Vec<SequenceInput> {
         std::mem::take(&mut self.inputs)
     }
 
-    /// Returns the segments of the system prompt and the chunks as the question sees them. There are none until
-    /// the assembly [is ready](Self::is_ready).
+    /// Returns the segments of the system prompt and the chunks as the question sees them. There are none
+    /// until the assembly [is ready](Self::is_ready).
     pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
@@ -337,9 +339,9 @@ impl Assembly {
         self.waiting.iter().map(|(_, waiter)| waiter)
     }
 
-    /// Declares the inputs computed, and looks again for whatever other requests have ended to compute. Never blocks. Call
-    /// it for an assembly that is not ready, when one of its [`waiters`](Self::waiters) is over. Afterwards there are new inputs,
-    /// perhaps none.
+    /// Declares the inputs computed, and looks again for the parts that other requests have finished. Never
+    /// blocks. Call it for an assembly that is not ready, when one of its [`waiters`](Self::waiters) is over.
+    /// Afterwards [`inputs`](Self::inputs) has the new inputs, if any.
     ///
     /// # Errors
     /// Returns the errors of [`Assembler::assemble`]. In that case drop the assembly.
@@ -354,14 +356,14 @@ impl Assembly {
         Ok(())
     }
 
-    /// Gives up waiting: whatever is still missing is among the inputs after the next [`try_advance`](Self::try_advance), to be computed
-    /// for this request alone.
+    /// Gives up waiting. After the next [`try_advance`](Self::try_advance), all parts that are still missing
+    /// are among the inputs, to be computed for this request alone.
     pub fn stop_waiting(&mut self) {
         self.overdue.extend(self.waiting.drain(..).map(|(key, _)| key));
     }
 
     /// Declares the inputs computed, waits for the pieces that other requests compute, and looks again. Call
-    /// it for an assembly that is not ready. Afterwards there are new inputs, perhaps none.
+    /// it for an assembly that is not ready. Afterwards [`inputs`](Self::inputs) has the new inputs, if any.
     ///
     /// All waits of one assembly together take no longer than
     /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). Pieces that are still missing after that are
@@ -371,7 +373,7 @@ impl Assembly {
     /// Returns the errors of [`Assembler::assemble`]. In that case drop the assembly.
     pub fn advance(&mut self, assembler: &Assembler<'_>, prompt: &ChunkedPrompt) -> Result<()> {
         self.inputs.clear();
-        // Whoever waits for this request must not wait for its waits, too.
+        // Requests that wait for this one must not wait for its own waits, too.
         self.store()?;
         let limit = assembler.chunks.map_or(Duration::ZERO, |cache| cache.config().max_wait());
         let (since, left) = (Instant::now(), limit.saturating_sub(self.waited));
@@ -385,15 +387,16 @@ impl Assembly {
         self.try_advance(assembler, prompt)
     }
 
-    /// Stores all reserved pieces and the system prompt, since they have been computed. Other requests can find them from now on.
+    /// Stores all reserved pieces and the system prompt, which have been computed. From now on, other
+    /// requests can find them.
     fn store(&mut self) -> Result<()> {
-        // Who waits for the system prompt goes on when the pieces are stored, too, and finds them.
+        // Requests that wait for the system prompt continue only after the pieces are stored, and find them.
         let mut landing = None;
         self.system = match std::mem::replace(&mut self.system, SystemPart::Missing) {
             SystemPart::Filling(fill) => {
                 landing = fill.flight;
-                // Another request may have computed the same system prompt in the meantime. In that case its blocks
-                // stay.
+                // Another request may have computed the same system prompt in the meantime. In that case its
+                // blocks stay.
                 SystemPart::Sealed(fill.prefix.finish()?)
             }
             other => other,

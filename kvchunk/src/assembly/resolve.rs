@@ -1,4 +1,4 @@
-//! Finding or reserving the pieces of a prompt's chunks.
+//! Finds or reserves the pieces of a prompt's chunks.
 
 use std::sync::Arc;
 
@@ -29,8 +29,8 @@ impl Assembler<'_> {
         }
     }
 
-    /// Gives blocks to the system prompt and to all pieces that have none yet, up to the first piece of each chunk that another
-    /// request computes. Without the system prompt no piece is looked up.
+    /// Gives blocks to the system prompt and to all pieces that have none yet. Stops, in each chunk, at the
+    /// first piece that another request computes. Looks up no piece before the system prompt has its blocks.
     pub(super) fn resolve(
         &self,
         lookup: &dyn PromptLookup,
@@ -120,7 +120,8 @@ impl Assembler<'_> {
         }
         let state = &assembly.chunks[chunk];
         let stored_start = state.place.stored_start + state.tokens as i64;
-        // A piece that is computed after an approximate one is no function of its hash, so it is not stored.
+        // A piece that is computed after an approximate one does not follow from its hash alone, so it is not
+        // stored.
         let acquired = match self.chunks {
             Some(cache) if state.exact && assembly.overdue.contains(&piece.hash().key) => {
                 cache.go_without(self.tenant.id());
@@ -194,8 +195,8 @@ impl Assembly {
         self.push(chunk, piece);
     }
 
-    /// Adds the input for the last piece that a chunk has so far. The piece sees the chunk's earlier pieces,
-    /// and what the mode says of the system prompt, at the positions at which their keys are stored.
+    /// Adds the input for the last piece that a chunk has so far. The piece sees the chunk's earlier pieces
+    /// and, depending on the mode, the system prompt, at the positions at which their keys are stored.
     fn add_input(
         &mut self,
         reindexer: &PositionReindexer,
@@ -222,7 +223,7 @@ impl Assembly {
         if !self.waiting.is_empty() {
             return Ok(false);
         }
-        // Nothing else is waited for before the system prompt is there.
+        // Until the system prompt has its blocks, the prompt waits for nothing else.
         match lookup.fill_system(prompt.system(), self.overdue.is_empty())? {
             SystemFound::Filled(fill) => {
                 self.add_system(prompt.system(), fill);

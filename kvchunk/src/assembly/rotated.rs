@@ -16,9 +16,9 @@ use crate::position::MergedRun;
 /// The system prompt and the chunks in one run of blocks, token after token, with the keys rotated for the
 /// positions of use.
 ///
-/// Blocks that already lie as the run needs them are shared; the others are the request's own. Each copy
-/// starts from the stored original, and goes to other blocks. Its keys are rounded once more than keys that
-/// are read with a rotated query.
+/// Blocks that already have the layout and positions of the run are shared; the others are the request's own.
+/// Each copy reads the stored original and writes to other blocks. Its keys are rounded once more than keys
+/// that are read with a rotated query.
 #[derive(Debug, Clone)]
 pub struct RotatedCopy {
     merged: MergedRun,
@@ -34,11 +34,11 @@ struct Move {
 }
 
 impl AssembledPrompt {
-    /// Allocates the request's own blocks from `pool`, for all tokens that do not lie as a single run needs
-    /// them. Returns the run with the copies to make. The blocks are held until this prompt is dropped. The
+    /// Allocates the request's own blocks from `pool`, for all tokens whose blocks a single run cannot share.
+    /// Returns the run with the copies to make. The blocks are held until this prompt is dropped. The
     /// prompt's [`segments`](Self::segments) do not change.
     ///
-    /// Keys that are stored unrotated are copied unchanged, since their reader rotates them.
+    /// Keys that are stored unrotated are copied unchanged, because the kernel that reads them rotates them.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room. In that case nothing has changed.
@@ -85,7 +85,7 @@ fn as_it_lies(tokens: &[(i64, i64)], block_size: usize) -> Option<BlockId> {
 
 impl RotatedCopy {
     /// Enqueues the copies: a `gather`, which rotates, and a `scatter` per layer and distance. `ropes` are
-    /// the request's. The staging rows take memory until the work is done.
+    /// the request's. The rows in between take memory until the work is done.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if there are fewer embeddings than layers, and the errors of the
@@ -139,9 +139,9 @@ impl RotatedCopy {
         self.moves.iter().map(|group| group.from.len()).sum()
     }
 
-    /// Returns the run as one segment without an offset, for rotated keys and kernels that go only by order.
-    /// The n-th token counts as the n-th, whatever its position. This does not fit a sliding window or
-    /// unrotated keys; for these see [`segment_by_position`](Self::segment_by_position).
+    /// Returns the run as one segment without an offset, for rotated keys and kernels that only need the
+    /// order of tokens. The n-th token counts as the n-th, regardless of its position. This does not fit a
+    /// sliding window or unrotated keys; for these see [`segment_by_position`](Self::segment_by_position).
     pub fn segment(&self) -> Segment {
         Segment::new(self.merged.block_ids.as_slice().into(), self.merged.total_tokens, 0, 0)
     }

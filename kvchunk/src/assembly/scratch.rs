@@ -1,4 +1,4 @@
-//! Scratch blocks: all chunk tokens recomputed for a while, beside the stored ones.
+//! Scratch blocks hold recomputed KV of all chunk tokens for a while, next to the stored KV.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ pub struct ScratchBlocks {
     stored: Vec<SlotMapping>,
     /// The place of each input: its chunk, and the number of the chunk's tokens before it.
     places: Vec<(usize, usize)>,
-    #[expect(dead_code, reason = "held so that the blocks live as long as the scratch")]
+    #[expect(dead_code, reason = "held to keep the blocks as long as the scratch")]
     blocks: MutableBlocks,
 }
 
@@ -83,7 +83,7 @@ impl ScratchBlocks {
         rows.iter().filter_map(|&row| all.slots().get(row as usize).copied()).collect::<Vec<_>>().into()
     }
 
-    /// Arranges one number per row by chunk and token. Tokens that have no row get 0.
+    /// Arranges numbers, one per row, by chunk and token. Tokens without a row get 0.
     pub fn by_chunk(&self, chunks: &[ChunkSpan], of_rows: &[f32]) -> Vec<Vec<f32>> {
         let mut out: Vec<Vec<f32>> = chunks.iter().map(|span| vec![0.0; span.tokens]).collect();
         let mut rest = of_rows.iter();

@@ -1,4 +1,5 @@
-//! Acquiring a piece: hold it, compute it, wait for the request that computes it, or go without.
+//! Acquires a piece: the request holds it, computes it, waits for the request that computes it, or goes
+//! without.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +10,7 @@ use crate::hash::ChunkPiece;
 use crate::position::{PlacedPiece, PositionReindexer};
 
 impl ChunkCacheManager {
-    /// Looks a piece up for a tenant, and reserves room for it if it is missing. If this request must compute
+    /// Looks up a piece for a tenant, and reserves room for it if it is missing. If this request must compute
     /// the piece, its first key is to be rotated to the position `stored_start`.
     ///
     /// A sleeping piece is woken without the lock, and is held as soon as it is awake.
@@ -78,7 +79,7 @@ impl ChunkCacheManager {
         reserved
     }
 
-    /// Counts a piece that a request computes for itself.
+    /// Counts a piece that a request computes only for itself.
     pub(crate) fn go_without(&self, tenant: TenantId) {
         let mut state = self.0.lock();
         let tenant = state.known(tenant);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// A flight: work on a piece that is under way. The piece is being computed, put to sleep or woken.
+/// Work on a piece that is in progress: the piece is being computed, put to sleep or woken.
 #[derive(Debug, Default)]
 pub(crate) struct Flight {
     state: Mutex<FlightState>,

@@ -1,13 +1,13 @@
-//! The goals that the seed sets for a chunk cache, with the measured values.
+//! The goals for a chunk cache, with the measured values.
 
 use crate::metrics::{Goal, Target};
 
 use super::ChunkCacheMetrics;
 
 impl ChunkCacheMetrics {
-    /// Returns seed 004's goals, each with the measured value: more than 70 % of the lookups hit, 70 to 90 %
-    /// of the blocks used, lookups below 1 ms on average, and a 99th percentile of placing a piece below 10 ms. The
-    /// value of a goal is unknown while there is no lookup, block or time.
+    /// Returns the goals, each with its measured value: more than 70 % of the lookups hit, 70 to 90 % of the
+    /// blocks used, lookups below 1 ms on average, and a 99th percentile of placing a piece below 10 ms. A
+    /// value is unknown as long as there is no lookup, block or time to take it from.
     ///
     /// ```
     /// use kvchunk::ChunkCacheMetrics;
@@ -25,7 +25,7 @@ impl ChunkCacheMetrics {
         ]
     }
 
-    /// Returns the bounds at which the seed raises an alarm, as goals. A missed goal is an alarm.
+    /// Returns the bounds that raise an alarm, as goals. A missed goal is an alarm.
     pub fn alarms(&self) -> [Goal; 4] {
         [
             Goal::new("hit_rate", "fraction", Target::Above(0.50), self.found_share()),

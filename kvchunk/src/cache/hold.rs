@@ -40,8 +40,8 @@ pub(super) struct HeldPiece {
 
 impl Drop for HeldPiece {
     fn drop(&mut self) {
-        // The blocks go first: as soon as the cache hears of the drop, it may evict the piece and wants them
-        // back.
+        // The blocks are dropped first: once the cache knows of the drop, it may evict the piece and take
+        // them back.
         drop(self.blocks.take());
         self.cache.release(self.slot, self.generation);
     }

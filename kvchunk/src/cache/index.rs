@@ -6,20 +6,21 @@ use kvcore::BlockKey;
 
 use crate::hash::ChunkHash;
 
-/// A value that an index can hold. The trait is sealed: nobody outside can name it.
+/// A value that an index can hold. The trait is sealed: code outside the crate cannot name it.
 pub trait Indexed {
     /// Returns the hash under which the value is found.
     fn hash(&self) -> ChunkHash;
-    /// Returns the hash of the same tokens under any system prompt, if the value is found by that hash, too.
+    /// Returns the hash of the same tokens under any system prompt, if the value can also be found by that
+    /// hash.
     fn any_system(&self) -> Option<BlockKey>;
 }
 
-/// An index of stored pieces by their hash. A second hash finds the same tokens under any system prompt; of
-/// several such pieces it finds the latest.
+/// An index of stored pieces by their hash. A second hash finds the same tokens under any system prompt; if
+/// there are several such pieces, it finds the latest.
 ///
-/// A cache keeps its pieces in an index behind its lock. Every change also belongs to the account of a
-/// tenant, so nothing can be inserted or removed from outside.
-/// [`ChunkCacheManager::index`](super::ChunkCacheManager::index) returns a copy to read.
+/// A cache protects its index by a lock. Every change also affects the account of a tenant, so code outside
+/// the cache cannot insert or remove anything. [`ChunkCacheManager::index`](super::ChunkCacheManager::index)
+/// returns a copy to read.
 #[derive(Debug, Clone)]
 pub struct ChunkHashIndex<T> {
     slots: Vec<Option<T>>,

@@ -9,7 +9,7 @@ use serde::{Serialize, Serializer};
 /// the computation has ended. Times are those of the whole cache. They are empty unless
 /// [`ChunkCacheConfig::stats`](crate::ChunkCacheConfig::stats) is set.
 ///
-/// The JSON form also has the values that follow from the counts: `hit_rate`, `memory_utilization` and the
+/// The JSON form also contains values derived from the counts: `hit_rate`, `memory_utilization` and the
 /// average times `avg_lookup_time_ms`, `avg_wake_time_ms`, `avg_reindex_time_ms` and `avg_compute_time_ms`.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[serde(remote = "Self")]
@@ -29,12 +29,12 @@ pub struct ChunkCacheMetrics {
     pub insertions: u64,
     /// Pieces evicted to make room.
     pub evictions: u64,
-    /// Pieces computed for one request only, since nothing could be evicted.
+    /// Pieces computed for one request only, because nothing could be evicted.
     pub uncached: u64,
     /// Pieces that were missing here and came from another replica. They are included in
     /// [`miss_count`](Self::miss_count).
     pub fetched: u64,
-    /// Replicas that were asked and did not give the piece: the piece was gone, the replica failed, or the
+    /// Requests to replicas that did not supply the piece: the piece was gone, the replica failed, or the
     /// parcel was wrong.
     pub fetch_failures: u64,
     /// Pieces put to sleep.
@@ -66,7 +66,7 @@ pub struct ChunkCacheMetrics {
     /// Times to place a piece at its position.
     #[serde(rename = "reindex_time")]
     pub reindexes: Latencies,
-    /// Times from the reservation of a piece to its storing.
+    /// Times from the reservation of a piece until it is stored.
     #[serde(rename = "compute_time")]
     pub computes: Latencies,
 }
@@ -111,7 +111,7 @@ impl ChunkCacheMetrics {
         ratio(self.hit_count as f64, self.lookup_count as f64)
     }
 
-    /// Returns the used blocks per block, from 0 to 1.
+    /// Returns the share of blocks that are used, from 0 to 1.
     pub fn memory_utilization(&self) -> f64 {
         ratio(self.used_blocks as f64, self.total_blocks as f64)
     }
@@ -153,7 +153,7 @@ impl ChunkCacheMetrics {
     }
 }
 
-/// The JSON form: the counts, and the values that follow from them.
+/// The JSON form: the counts, and the values derived from them.
 #[derive(Serialize)]
 struct MetricsTable<'a> {
     #[serde(flatten, serialize_with = "counted")]

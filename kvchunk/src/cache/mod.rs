@@ -14,8 +14,8 @@
 //! ```
 //!
 //! The whole pool can sleep, too ([`ChunkCacheManager::sleep_pool`]). In that case every request gets
-//! `NoRoom`. This module has lookup, acquisition, eviction, tenants and metrics; falling asleep and waking are
-//! in `crate::sleep`.
+//! `NoRoom`. This module contains lookup, acquisition, eviction, tenants and metrics. Falling asleep and
+//! waking are in `crate::sleep`.
 //!
 //! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
 
@@ -113,7 +113,8 @@ pub(crate) struct SharedCache {
     pub(crate) wakes: LatencyHistogram,
     pub(crate) reindexes: LatencyHistogram,
     pub(crate) computes: LatencyHistogram,
-    /// The system prompts that requests compute, by the key of the whole prompt. Locked before any other lock.
+    /// The system prompts that requests compute, by the key of the whole prompt. Locked before any other
+    /// lock.
     pub(crate) systems: Mutex<HashMap<BlockKey, Arc<Flight>>>,
 }
 
@@ -163,7 +164,8 @@ pub struct ChunkInfo {
     pub cached_position_start: i64,
     /// The number of holds on the piece. Clones of one [`PieceHold`] count once.
     pub ref_count: u32,
-    /// The number of times that the piece was held since it was stored, also by prompts that let go of it unused.
+    /// The number of times that the piece was held since it was stored, including holds that a prompt dropped
+    /// unused.
     pub access_count: u64,
     /// The milliseconds since the piece was stored.
     pub age_ms: u64,
@@ -261,7 +263,8 @@ impl ChunkCacheManager {
         Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
     }
 
-    /// Returns the keys of the tenant with this tag, or of the default tenant, under a root that all tenants share.
+    /// Returns the keys of the tenant with this tag, or of the default tenant, under a root that all tenants
+    /// share.
     ///
     /// # Errors
     /// Returns [`Error::UnknownTenant`] if no tenant has this tag.
@@ -271,16 +274,17 @@ impl ChunkCacheManager {
         Ok(TenantKeys { id, root: tenant.root(root) })
     }
 
-    /// Evicts one piece: the next one that nobody holds, of the tenant that uses most of its quota. If there
-    /// is no such piece, evicts the sleeping piece with the oldest last use. Returns false if there is none.
+    /// Evicts one piece: the next piece without holders, of the tenant that uses most of its quota. If there
+    /// is no such piece, evicts the sleeping piece with the oldest last use. Returns false if there is none
+    /// either.
     pub fn evict_lru(&self) -> bool {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
         state.evict_fullest(now) || state.evict_sleeper(|_| true)
     }
 
-    /// Forgets every stored piece. A held piece is freed when its last holder ends, and counts to its tenant
-    /// until that moment. A piece that is being computed is still stored when it is ready.
+    /// Forgets every stored piece. A held piece is freed when its last hold is dropped, and counts towards
+    /// its tenant's quota until then. A piece that is being computed is still stored when it is ready.
     pub fn clear(&self) {
         self.clear_where(|_| true);
     }
@@ -324,7 +328,7 @@ impl ChunkCacheManager {
         })
     }
 
-    /// Returns the counts since the cache was made, and the gauges of this moment.
+    /// Returns the counts since the cache was created, and the current gauges.
     pub fn metrics(&self) -> ChunkCacheMetrics {
         let state = self.0.lock();
         let counts = self.0.pool.blocks().counts();
@@ -376,7 +380,7 @@ impl ChunkCacheManager {
     }
 }
 
-/// Counts the pieces that do not lie in blocks, of the tenants that `of` accepts.
+/// Counts the pieces that are not in blocks, for the tenants that `of` accepts.
 fn asleep(state: &CacheState, of: impl Fn(TenantId) -> bool) -> usize {
     let sleeps = |entry: &&StoredPiece| of(entry.tenant) && !matches!(entry.memory, PieceMemory::Awake(_));
     state.index.iter().filter(sleeps).count()

@@ -19,15 +19,15 @@ pub enum Acquired {
     Hit(PieceHold),
     /// The piece is missing, and this request must compute it.
     Compute(ChunkReservation),
-    /// Another request computes the piece, or the piece is being moved. Wait, and ask again. Compute your own
-    /// reservations first; see [`ChunkWaiter`].
+    /// Another request computes the piece, or the piece is being moved. Wait, and ask again; but first
+    /// compute your own reservations (see [`ChunkWaiter`]).
     Busy(ChunkWaiter),
-    /// There is no room, even after every piece that nobody holds was evicted, or the whole pool sleeps. This
+    /// There is no room, even after every piece without holders was evicted, or the whole pool sleeps. This
     /// request computes the piece for itself.
     NoRoom,
 }
 
-/// A request for a piece: the tenant that it is for, the position to store it at, and the time.
+/// A request for a piece, with its tenant, the position to store it at, and the time.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PieceRequest<'a, 't> {
     pub(super) piece: &'a ChunkPiece<'t>,
@@ -39,7 +39,7 @@ pub(super) struct PieceRequest<'a, 't> {
 /// The outcome of a search under the lock.
 pub(super) enum Searched {
     Done(Acquired),
-    /// The piece sleeps, and has room to wake in.
+    /// The piece sleeps, and blocks to wake in are reserved.
     Asleep(Waking),
 }
 
@@ -97,7 +97,7 @@ impl SharedCache {
     }
 
     /// Holds the piece in `slot` if it is awake, without counting anything. `same_system` is false for a
-    /// piece that was computed under another system prompt than the one that asks.
+    /// piece that was computed under another system prompt than that of the request.
     pub(crate) fn hold(
         self: &Arc<Self>,
         state: &mut CacheState,
@@ -118,8 +118,8 @@ impl SharedCache {
         }))
     }
 
-    /// Reserves room for a piece, and counts a miss. A piece whose hash is taken gets no room: contents that
-    /// only share the hash are computed beside the others and not kept.
+    /// Reserves room for a piece, and counts a miss. A piece whose hash is taken gets no room: other contents
+    /// with the same hash are computed for their request alone and not kept.
     pub(super) fn reserve(
         self: &Arc<Self>,
         state: &mut CacheState,

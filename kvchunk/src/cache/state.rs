@@ -1,4 +1,4 @@
-//! The state of a chunk cache behind its lock: the pieces, their holders and the order of eviction.
+//! The state of a chunk cache that its lock protects: the pieces, their holders and the order of eviction.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -17,8 +17,8 @@ use crate::sleep::{SavedPiece, Sleeping};
 pub(crate) enum PieceMemory {
     /// The piece is in blocks of the pool.
     Awake(AwakePiece),
-    /// The piece is moving into sleep or out of it. Its blocks are charged to its tenant; the mover owns
-    /// them.
+    /// The piece is moving into sleep or out of it. Its blocks are charged to its tenant and owned by the
+    /// mover.
     Moving(Arc<Flight>),
     /// The piece is in a lower memory.
     Asleep(SavedPiece),
@@ -81,7 +81,7 @@ pub(crate) struct UnderWay {
 }
 
 /// A held piece that can no longer be found: it was cleared, or the cache had no place for it. Its blocks are
-/// charged to its tenant until the last holder ends.
+/// charged to its tenant until the last hold is dropped.
 #[derive(Debug)]
 pub(crate) struct Orphan {
     tenant: TenantId,
@@ -93,7 +93,7 @@ pub(crate) struct Orphan {
 #[derive(Debug)]
 pub(crate) enum PoolMemory {
     Awake,
-    /// The pool is falling asleep or waking, without the lock.
+    /// The pool is falling asleep or waking, without holding the lock.
     Moving,
     Asleep(SleepingBlocks),
 }
@@ -131,8 +131,8 @@ impl CacheState {
         }
     }
 
-    /// Returns the tenant, or the default tenant if this cache does not have that id. This is about quotas and
-    /// counts only; keys keep the pieces of tenants apart.
+    /// Returns the tenant, or the default tenant if this cache does not have that id. This is about quotas
+    /// and counts only; keys keep the pieces of tenants apart.
     pub(crate) fn known(&self, tenant: TenantId) -> TenantId {
         if (tenant.0 as usize) < self.accounts.len() { tenant } else { TenantId::default() }
     }
@@ -247,9 +247,9 @@ impl CacheState {
         }
     }
 
-    /// Forgets a piece that is in no eviction order. Returns true if it was there. The blocks of a held piece
-    /// stay charged to its tenant until the last holder ends. The blocks of a moving piece are the mover's
-    /// business.
+    /// Forgets a piece that is in no eviction order. Returns true if there was one. The blocks of a held
+    /// piece stay charged to its tenant until the last hold is dropped. The mover of a moving piece accounts
+    /// for its blocks.
     fn forget(&mut self, slot: u32) -> bool {
         let Some(entry) = self.index.remove(slot) else { return false };
         let (tenant, blocks, holders) = (entry.tenant, entry.hash.num_blocks, entry.holders);
@@ -272,7 +272,7 @@ impl CacheState {
         true
     }
 
-    /// Forgets a piece. Returns true if it was there. A held piece lives on until its holders end.
+    /// Forgets a piece. Returns true if there was one. A held piece lives until its last hold is dropped.
     pub(crate) fn remove(&mut self, slot: u32) -> bool {
         self.unorder(slot);
         self.forget(slot)
@@ -310,9 +310,8 @@ impl CacheState {
         idle.max_by(|(_, a), (_, b)| a.pressure().total_cmp(&b.pressure())).map(|(i, _)| TenantId(i as u32))
     }
 
-    /// Forgets one piece, so that a tenant can store another. Sleeping pieces go before awake ones, since
-    /// they are colder. All of the tenant's own pieces go before those of others. Returns false if there is
-    /// none.
+    /// Forgets one piece to let a tenant store another. Sleeping pieces go before awake ones, because they
+    /// are colder. The tenant's own pieces go before those of others. Returns false if there is none.
     pub(crate) fn make_place(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict_sleeper(|of| of == tenant)
             || self.evict(tenant, now)
@@ -330,8 +329,8 @@ impl CacheState {
         self.remove(slot)
     }
 
-    /// Allocates `n` blocks for a tenant, and evicts pieces that nobody holds as needed. Returns `None` if
-    /// even that does not make room. In that case nothing was evicted.
+    /// Allocates `n` blocks for a tenant, and evicts pieces without holders as needed. Returns `None` if even
+    /// that does not make room. In that case nothing was evicted.
     pub(crate) fn room(
         &mut self,
         pool: &ChunkBlockPool,
@@ -361,7 +360,7 @@ impl CacheState {
         }
     }
 
-    /// Recounts everything. `Err` says which number is inconsistent.
+    /// Recounts everything. `Err` names the first inconsistent number.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.index.check()?;
         let mut sums = vec![AccountSums::default(); self.accounts.len()];

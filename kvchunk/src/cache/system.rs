@@ -12,13 +12,13 @@ use crate::prefix::PrefixFill;
 /// The outcome of a look-up of a system prompt.
 #[derive(Debug)]
 pub(crate) enum SystemFound {
-    /// The cached part of it, and room for the rest.
+    /// The cached part of the system prompt, and room for the rest.
     Filled(Box<SystemFill>),
     /// Another request computes the system prompt with this key.
     Busy(BlockKey, ChunkWaiter),
 }
 
-/// A system prompt that a request has found in part.
+/// A system prompt of which a request has found a part.
 #[derive(Debug)]
 pub(crate) struct SystemFill {
     pub(crate) prefix: PrefixFill,
@@ -49,13 +49,14 @@ impl Drop for SystemFlight {
 }
 
 impl ChunkCacheManager {
-    /// Finds the cached part of a system prompt in `main` and takes blocks for the rest, unless another request computes it.
+    /// Finds the cached part of a system prompt in `main` and takes blocks for the rest, unless another
+    /// request computes it.
     ///
     /// # Errors
     /// Returns the errors of [`PrefixFill::new`].
     pub(crate) fn fill_system(&self, main: &KvPool, root: BlockKey, tokens: &[u32]) -> Result<SystemFound> {
         let mut systems = self.0.systems.lock();
-        // Asked first, since room that is taken may push something out of the cache.
+        // This comes first, because taking room may evict something from the cache.
         if !systems.is_empty()
             && let Some(key) = root.chain(tokens, main.block_size()).last()
             && let Some(flight) = systems.get(key)

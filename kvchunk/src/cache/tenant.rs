@@ -8,8 +8,9 @@ use super::metrics::ChunkCacheMetrics;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
-/// A tenant, and the root of its keys. [`ChunkCacheManager::tenant_keys`](crate::ChunkCacheManager::tenant_keys) joins the two, so
-/// that no request looks for one tenant's chunks under the keys of another.
+/// A tenant, and the root of its keys. Only
+/// [`ChunkCacheManager::tenant_keys`](crate::ChunkCacheManager::tenant_keys) joins the two, which keeps a
+/// request from looking for one tenant's chunks under the keys of another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TenantKeys {
     pub(crate) id: TenantId,
@@ -35,7 +36,7 @@ impl TenantKeys {
 
 /// A user of a chunk cache: a tag for people, a salt that separates the tenant's keys, and a quota.
 ///
-/// The operator of the server chooses the salt. A salt that clients choose protects nobody.
+/// The operator of the server chooses the salt. A salt that clients choose protects no one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
     /// The tenant's name, unique in a cache.
@@ -82,7 +83,7 @@ pub(crate) struct Account {
     pub(crate) order: Order,
     /// The bytes that the tenant's sleeping pieces take.
     pub(crate) sleeping_bytes: usize,
-    /// The tenant's counts. Gauges are filled in when somebody asks.
+    /// The tenant's counts. Gauges are filled in when the metrics are read.
     pub(crate) counted: ChunkCacheMetrics,
 }
 
@@ -107,7 +108,7 @@ impl Account {
 #[derive(Debug)]
 pub(crate) struct Order {
     policy: Box<dyn EvictionPolicy>,
-    /// The piece behind each number.
+    /// The piece that each number belongs to.
     pieces: Vec<u32>,
     free: Vec<u32>,
     wants_hits: bool,
@@ -142,7 +143,7 @@ impl Order {
         self.pieces[number as usize] = piece;
     }
 
-    /// Gives a number back.
+    /// Frees a number.
     pub(crate) fn retire(&mut self, number: u32) {
         self.free.push(number);
     }
@@ -152,14 +153,14 @@ impl Order {
         self.policy.insert(number, &PolicyEntry { key: Some(key), now, ..PolicyEntry::default() });
     }
 
-    /// Makes a piece unevictable, because it is held again or goes.
+    /// Makes a piece unevictable, because it is held again or removed.
     pub(crate) fn remove(&mut self, number: u32) {
         if !take(&mut self.passed_over, number) {
             self.policy.remove(number);
         }
     }
 
-    /// Makes a piece unevictable for a while, because it moves into sleep. It keeps its rank.
+    /// Makes a piece unevictable while it moves into sleep. The piece keeps its rank.
     pub(crate) fn depart(&mut self, number: u32) {
         self.departed.push(number);
     }
@@ -169,7 +170,7 @@ impl Order {
         take(&mut self.departed, number);
     }
 
-    /// Removes a departed piece, because it sleeps now, and gives its number back.
+    /// Removes a departed piece, which sleeps now, and frees its number.
     pub(crate) fn arrive(&mut self, number: u32) {
         take(&mut self.departed, number);
         self.remove(number);
@@ -215,7 +216,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_departs_is_passed_over_and_keeps_its_place() {
+    fn departed_pieces_are_passed_over_and_keep_their_place() {
         let mut order = Order::new(PolicyKind::Lru, 5);
         let key = BlockKey::from_bytes([1; 32]);
         for piece in 10..15 {

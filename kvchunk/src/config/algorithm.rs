@@ -11,7 +11,7 @@ use xxhash_rust::xxh3::Xxh3;
 /// |---|---|---|
 /// | BLAKE3, keyed by the hash of the preceding content | the tokens | the fastest that resists collisions |
 /// | SHA-256 | the tokens | slower; for installations that must use it |
-/// | xxh3-128 | everything that the hash covers | the fastest, but anybody can make collisions |
+/// | xxh3-128 | everything that the hash covers | the fastest, but anyone can produce collisions |
 ///
 /// With xxh3-128 a hit compares the root key (model, tenant), the mode, the system prompt, the preceding
 /// tokens and the piece's own tokens. The comparison turns collisions into misses.
@@ -32,7 +32,7 @@ impl HashAlgorithm {
     /// All algorithms.
     pub const ALL: [Self; 3] = [Self::Blake3, Self::Sha256, Self::Xxh3];
 
-    /// Returns true if nobody can make two contents with the same hash.
+    /// Returns true if it is infeasible to make two contents with the same hash.
     pub(crate) fn resists_collisions(self) -> bool {
         self != Self::Xxh3
     }

@@ -25,11 +25,12 @@ pub enum ComputeMode {
     /// prompt, and its key contains the system prompt.
     #[default]
     WithSystem,
-    /// A chunk sees only itself. It is stored at positions `0..n` and serves under any system prompt.
+    /// A chunk sees only itself. It is stored at positions `0..n` and can be used under any system prompt.
     Alone,
-    /// A chunk sees the first tokens of the system prompt, at least one, and itself. It is stored at the positions right after
-    /// them, and serves under any system prompt that begins with them: they take the attention that a model gives to the first
-    /// tokens of a text (Xiao et al., 2023), so that no chunk has to.
+    /// A chunk sees the first tokens of the system prompt, at least one, and itself. It is stored at the
+    /// positions right after them, and can be used under any system prompt that begins with them. These
+    /// tokens absorb the attention that a model gives to the first tokens of a text (Xiao et al., 2023), in
+    /// place of the chunk's own.
     Sink(u32),
 }
 
@@ -101,7 +102,7 @@ pub enum PositionStrategy {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Exactness {
-    /// Reuse equals one forward pass with that mask and these positions, to rounding.
+    /// Up to rounding, reuse equals one forward pass with that mask and these positions.
     Exact,
     /// Reuse equals only a pass in two phases: chunk rows at their stored positions, question rows at
     /// sequential positions over all keys. No single pass gives the same result.
@@ -121,10 +122,10 @@ impl ReuseCell {
     /// Every chunk sees the system prompt and starts right after it.
     pub const OVERLAPPED_WITH_SYSTEM: Self =
         Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Overlapped };
-    /// Every chunk sees itself alone; all start at the same position.
+    /// Every chunk sees only itself; all start at the same position.
     pub const OVERLAPPED_ALONE: Self =
         Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Overlapped };
-    /// Chunks see themselves alone and follow one another.
+    /// Chunks see only themselves and follow one another.
     pub const SEQUENTIAL_ALONE: Self =
         Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Sequential };
     /// Chunks see the system prompt and follow one another.
@@ -133,10 +134,10 @@ impl ReuseCell {
     /// Chunks see the system prompt; only the same position is a hit.
     pub const ABSOLUTE_WITH_SYSTEM: Self =
         Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Absolute };
-    /// Chunks see themselves alone; only the same position is a hit.
+    /// Chunks see only themselves; only the same position is a hit.
     pub const ABSOLUTE_ALONE: Self = Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Absolute };
 
-    /// The cells of both modes without a number, under each of the three strategies.
+    /// The cells of the two modes without a number of tokens, under each of the three strategies.
     pub const ALL: [Self; 6] = [
         Self::OVERLAPPED_WITH_SYSTEM,
         Self::OVERLAPPED_ALONE,
@@ -150,7 +151,7 @@ impl ReuseCell {
     pub fn exactness(self) -> Exactness {
         match (self.mode, self.strategy) {
             (ComputeMode::WithSystem, PositionStrategy::Sequential) => Exactness::TwoPhase,
-            // The distance from the first tokens to the chunk is another one where it is used.
+            // At the place of use, the chunk's distance from the first tokens is different.
             (ComputeMode::Sink(_), PositionStrategy::Sequential | PositionStrategy::Overlapped) => {
                 Exactness::TwoPhase
             }

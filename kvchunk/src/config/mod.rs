@@ -29,7 +29,7 @@ pub use reuse::Reuse;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChunkCacheConfig {
-    /// Turns the keeping of chunks on. If false, every chunked prompt is recomputed under the same mask.
+    /// Turns the chunk cache on. If false, every chunked prompt is recomputed under the same mask.
     #[serde(rename = "enable_chunk_cache")]
     pub enabled: bool,
     /// The share of the KV memory that belongs to chunks, above 0 and below 1.
@@ -40,30 +40,30 @@ pub struct ChunkCacheConfig {
     /// The largest number of tokens of a piece. A longer chunk is stored in several pieces. Later pieces see
     /// earlier ones, so the limit never changes an answer.
     pub max_chunk_tokens: usize,
-    /// The separator between the parts of a prompt, for the program that cuts the prompt's text
-    /// ([`SplitPrompt`](crate::SplitPrompt)). Caches and engines see tokens only and never read the field.
+    /// The separator between the parts of a prompt, for the program that splits the text
+    /// ([`SplitPrompt`](crate::SplitPrompt)). Caches and engines see only tokens and never read this field.
     #[serde(alias = "chunk_separator")]
     pub separator: String,
     /// The hash algorithm for chunks.
     #[serde(alias = "chunk_hash_algo")]
     pub hash_algorithm: HashAlgorithm,
-    /// The positions that chunks take when they are used. The seed's word `virtual` is read as the default
-    /// strategy; the word describes how chunks are stored under every strategy but the absolute one.
+    /// The positions that chunks take when they are used. `virtual` is accepted as a name of the default
+    /// strategy; the word describes how chunks are stored under every strategy except the absolute one.
     pub position_strategy: PositionStrategy,
     /// The tokens that a chunk sees while its KV is computed.
     pub compute_mode: ComputeMode,
     /// The policy that chooses the next piece to evict.
     pub cache_policy: PolicyKind,
-    /// Turns on the measurement of the times of lookups, placements, computations and wakes.
+    /// Measures the times of lookups, placements, computations and wakes.
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
     /// The longest time in milliseconds that a request waits for pieces that other requests compute. After
     /// that time the request computes the pieces for itself. Waking pieces waits no longer than this for
     /// pieces that other threads move.
     pub max_wait_ms: u64,
-    /// Lets a piece that is missing under this system prompt be replaced by one that was computed under
-    /// another system prompt that is no longer than this one. The error of such a hit has no bound. The
-    /// hit counts as approximate.
+    /// Replaces a piece that is missing under this system prompt by one that was computed under another
+    /// system prompt, if that is not longer. The error of such a hit has no bound, and the hit counts as
+    /// approximate.
     pub cross_system_reuse: bool,
 }
 

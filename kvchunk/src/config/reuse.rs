@@ -1,4 +1,4 @@
-//! A way of reuse: everything that a request says of its chunks beside their tokens.
+//! A way of reuse: everything that a request specifies about its chunks besides their tokens.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,8 +6,8 @@ use super::{ComputeMode, PositionStrategy, ReuseCell};
 use crate::recompute::Recompute;
 use crate::scaling::ContextScaling;
 
-/// A way in which the chunks of a prompt are reused: where they stand, what they have seen, which of their tokens are computed
-/// anew, and how the question attends to them.
+/// A way to reuse the chunks of a prompt: their positions, what they have seen, which of their tokens are
+/// recomputed, and how the question attends to them.
 ///
 /// ```
 /// use kvchunk::Reuse;
@@ -17,8 +17,8 @@ use crate::scaling::ContextScaling;
 /// assert!(way.scaling.is_plain());
 /// ```
 ///
-/// The default is what was measured to answer most as full attention does on a published model (docs/quality.md). It is not exact
-/// for any mask; [`plain`](Self::plain) reuse is, in most cells.
+/// The default is the way whose answers were closest to full attention on a published model
+/// (docs/quality.md). It is not exact under any mask; [`plain`](Self::plain) reuse is, in most cells.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reuse {
@@ -33,7 +33,7 @@ pub struct Reuse {
 }
 
 impl Reuse {
-    /// Returns reuse in a cell as it is: nothing is recomputed or scaled.
+    /// Returns plain reuse in a cell: nothing is recomputed or scaled.
     ///
     /// ```
     /// use kvchunk::{Exactness, Recompute, Reuse, ReuseCell};

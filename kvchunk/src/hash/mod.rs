@@ -55,13 +55,14 @@ pub struct ChunkContext {
 }
 
 impl ChunkContext {
-    /// Creates the context of chunks under the key `root` in `mode`. Tokens of `system` that chunks do not see are ignored.
+    /// Creates the context of chunks under the key `root` in `mode`. Tokens of `system` that chunks do not
+    /// see are ignored.
     pub fn new(root: BlockKey, mode: ComputeMode, system: &[u32]) -> Self {
         let system = system[..mode.seen(system.len())].into();
         Self { root, mode, system, position: None }
     }
 
-    /// Returns this context for a chunk that serves at one position only.
+    /// Returns this context for a chunk that is used at one position only.
     #[must_use]
     pub fn at(&self, position: i64) -> Self {
         Self { position: Some(position), ..self.clone() }

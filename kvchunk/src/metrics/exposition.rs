@@ -1,4 +1,4 @@
-//! The text that Prometheus scrapes, written by `prometheus-client` in the `OpenMetrics` format.
+//! The text for Prometheus, written by `prometheus-client` in the `OpenMetrics` format.
 
 use std::fmt;
 
@@ -39,8 +39,8 @@ pub enum MetricKind {
 pub struct Exposition(Vec<MetricFamily>);
 
 impl Exposition {
-    /// Begins a family. `name` and the names of labels match `[a-zA-Z_][a-zA-Z0-9_]*`, and `help` is a phrase without
-    /// its full stop. Label values may be any text.
+    /// Begins a family. `name` and the names of labels match `[a-zA-Z_][a-zA-Z0-9_]*`, and `help` is a phrase
+    /// without its full stop. Label values may be any text.
     pub fn family(&mut self, name: &'static str, kind: MetricKind, help: &'static str) -> &mut MetricFamily {
         let at = self.0.len();
         self.0.push(MetricFamily { name, kind, help, samples: Vec::new() });

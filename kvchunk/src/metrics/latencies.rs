@@ -7,14 +7,16 @@ use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-/// Durations beyond this many nanoseconds, about 18 minutes, count as this many.
+/// The largest duration that is recorded as it is, in nanoseconds (about 18 minutes). Longer ones count as
+/// this one.
 const LONGEST: u64 = 1 << 40;
-/// Decimal digits to which a quantile is exact.
+/// The number of decimal digits of a quantile that are exact.
 const DIGITS: u8 = 2;
-/// Exponents of the ends of the buckets that Prometheus sees: 2^6 = 64 ns to 2^30 ns, the first beyond a second.
+/// Exponents of the bucket bounds for Prometheus: from 2^6 = 64 ns to 2^30 ns, just over a second.
 const EXPONENTS: std::ops::RangeInclusive<u32> = 6..=30;
 
-/// A histogram that any number of threads record durations in. Memory is taken with the first duration, about 30 KiB.
+/// A histogram of durations that any number of threads may record into. The first duration allocates its
+/// memory, about 30 KiB.
 ///
 /// ```
 /// use std::time::Duration;
@@ -46,7 +48,7 @@ impl LatencyHistogram {
 #[derive(Clone, Default, PartialEq, Serialize)]
 #[serde(into = "Summary")]
 pub struct Latencies {
-    /// None before the first duration.
+    /// `None` before the first duration.
     histogram: Option<Histogram<u64>>,
     sum: Duration,
     longest: Duration,
@@ -55,7 +57,7 @@ pub struct Latencies {
 impl Latencies {
     fn record(&mut self, took: Duration) {
         if self.histogram.is_none() {
-            // The bounds are constants that the constructor takes.
+            // The constructor accepts these constant bounds.
             self.histogram = Histogram::new_with_bounds(1, LONGEST, DIGITS).ok();
         }
         if let Some(histogram) = &mut self.histogram {
@@ -88,7 +90,7 @@ impl Latencies {
         Some(bound.min(self.longest))
     }
 
-    /// Returns buckets whose ends double, as `(end in seconds, durations that do not exceed the end)`.
+    /// Returns buckets whose bounds double, as `(bound in seconds, number of durations up to the bound)`.
     pub(crate) fn cumulative(&self) -> impl Iterator<Item = (f64, u64)> {
         EXPONENTS.map(|exponent| {
             let end = 1u64 << exponent;

@@ -1,7 +1,7 @@
-//! Measurements of the caches: latencies, goals, and the text that Prometheus scrapes.
+//! Measurements of the caches: latencies, goals, and the text for Prometheus.
 //!
-//! Latencies are histograms of `hdrhistogram`; text is written by `prometheus-client`. Values are read from the caches
-//! at the moment of a scrape, so that nothing is registered and nothing runs in the background.
+//! Latencies are histograms of `hdrhistogram`; `prometheus-client` writes the text. Values are read from the
+//! caches at the moment of a scrape: nothing is registered, and nothing runs in the background.
 //!
 //! ```
 //! use std::time::Duration;

@@ -6,7 +6,7 @@ use crate::error::Result;
 
 /// The slots and positions of the system prompt, the chunks and any further parts, in logical order.
 ///
-/// The positions are those at which the tokens are *used*, but the keys lie rotated for the positions at
+/// The positions are those at which the tokens are *used*, but the keys are rotated for the positions at
 /// which they were stored. A kernel that takes one table for all parts therefore needs parts without an
 /// offset (the overlapped strategy in with-system mode, or the absolute strategy), or the run of a
 /// [`RotatedCopy`](crate::RotatedCopy).
@@ -29,7 +29,7 @@ pub struct MergedRun {
     pub slot_mapping: SlotMapping,
     /// The position at which every token is used.
     pub positions: Vec<i64>,
-    /// The blocks of the parts, one part after the other. They need not adjoin.
+    /// The blocks of the parts, one part after another. They need not be contiguous.
     pub block_ids: Vec<BlockId>,
     /// The number of tokens of all parts together.
     pub total_tokens: usize,

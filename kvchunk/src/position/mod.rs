@@ -1,4 +1,4 @@
-//! Positions: the places of a prompt's parts, and the placing of stored chunks.
+//! Positions: plans the places of a prompt's parts, and places stored chunks.
 
 mod merged;
 mod plan;

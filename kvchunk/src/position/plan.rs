@@ -1,4 +1,4 @@
-//! The position plan: logical order and positions of a chunked prompt's parts.
+//! The position plan: the logical order and the positions of a chunked prompt's parts.
 
 use crate::config::{PositionStrategy, ReuseCell};
 use crate::error::{Error, Result};

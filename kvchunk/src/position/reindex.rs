@@ -1,4 +1,4 @@
-//! Reindexing: placing a stored piece at the position where a prompt uses it. No key byte is touched.
+//! Reindexing places a stored piece at the position where a prompt uses it, without touching a key byte.
 
 use kvcore::{LayerRopes, Rope, Segment, SlotMapping};
 
@@ -6,7 +6,7 @@ use super::stored::Stored;
 use crate::cache::PieceHold;
 use crate::error::{Error, Result};
 
-/// A reindexer: it places stored pieces at positions that the model has.
+/// Places stored pieces at the positions where prompts use them, within the positions of the model.
 ///
 /// Keys stay as they are stored, rotated at their virtual positions. Instead, `attend` rotates the *query* by
 /// its position minus the piece's offset, which gives the same scores.
@@ -19,13 +19,13 @@ impl PositionReindexer {
     /// Creates a reindexer for a model with this rotary embedding in every layer.
     ///
     /// Pieces that were computed under other frequencies (another regime of dynamic NTK or LongRoPE) have
-    /// other hashes and never come here.
+    /// other hashes and are never found.
     pub fn new(rope: &Rope) -> Self {
         Self { max_positions: rope.max_positions() }
     }
 
-    /// Creates a reindexer for the embeddings of a request, one per layer. The layer with the fewest positions
-    /// sets the limit.
+    /// Creates a reindexer for the embeddings of a request, one per layer. The layer with the fewest
+    /// positions sets the limit.
     pub fn for_layers(ropes: &LayerRopes) -> Self {
         let each = ropes.layers().iter().map(|rope| rope.max_positions());
         Self { max_positions: each.min().unwrap_or(0) }

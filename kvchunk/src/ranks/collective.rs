@@ -1,4 +1,4 @@
-//! Ranks that agree through a communicator.
+//! An agreement of ranks through a communicator.
 
 use std::sync::Arc;
 
@@ -8,7 +8,8 @@ use parking_lot::Mutex;
 use super::RankAgreement;
 use crate::error::Result;
 
-/// A rank that agrees by all-reduces of a [`Communicator`]: flags are bytes, and the smallest of all ranks wins.
+/// A rank that agrees by all-reduces of a [`Communicator`]: flags are bytes, and the minimum over all ranks
+/// wins.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -27,7 +28,7 @@ use crate::error::Result;
 /// # Ok::<(), kvchunk::Error>(())
 /// ```
 ///
-/// A rank that cannot take part in an agreement aborts the group, so that no other rank waits for it. A dropped
+/// A rank that cannot take part in an agreement aborts the group, and no other rank waits for it. A dropped
 /// rank leaves the group, unless others hold its communicator.
 #[derive(Debug)]
 pub struct CollectiveRank {
@@ -39,9 +40,9 @@ pub struct CollectiveRank {
 }
 
 impl CollectiveRank {
-    /// Creates the agreement of one rank, with a stream of its own. `backend` MUST be the one whose memory the
-    /// communicator moves. Other collectives of the communicator, if there are any, MUST come in the same order
-    /// on all ranks, and be ordered by a wait of the host.
+    /// Creates the agreement of one rank, with a stream of its own. `backend` MUST be the one whose memory
+    /// the communicator moves. Other collectives of the communicator, if there are any, MUST come in the same
+    /// order on all ranks, and be ordered by a wait of the host.
     ///
     /// # Errors
     /// Returns the errors of [`Backend::stream`].
@@ -63,7 +64,7 @@ impl CollectiveRank {
         if !bytes.is_empty() {
             stream.write(&view, bytes)?;
         }
-        // Also without flags, so that ranks that ask for different things notice.
+        // Even without flags, the call lets ranks notice that they ask for different things.
         self.communicator.all_reduce(stream, &view, ReduceOp::Min)?;
         self.communicator.wait(stream)?;
         if bytes.is_empty() { Ok(()) } else { stream.read(&view, bytes) }
@@ -164,7 +165,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_cannot_take_part_keeps_nobody_waiting() {
+    fn a_rank_that_cannot_take_part_makes_no_other_wait() {
         let mut threads = ThreadCommunicator::group(2, Duration::from_secs(600)).unwrap().into_iter();
         let full = Arc::new(NoRoom(CpuBackend::new()));
         let a = CollectiveRank::new(Arc::new(threads.next().unwrap()), full).unwrap();

@@ -9,7 +9,7 @@ use crate::prefix::PrefixFill;
 
 /// The lookup of one rank, which finds only parts that all ranks find.
 ///
-/// A piece that this rank holds and another lacks is released and computed anew; the stored copy stays.
+/// A piece that this rank holds and another one lacks is released and recomputed; the stored copy stays.
 #[derive(Debug)]
 pub(crate) struct RankLookup<'a> {
     pub(crate) local: LocalLookup<'a>,
@@ -17,8 +17,8 @@ pub(crate) struct RankLookup<'a> {
 }
 
 impl PromptLookup for RankLookup<'_> {
-    /// Takes as much of the system prompt from the cache as all ranks have. The rest is computed and kept. All ranks compute it in
-    /// the same pass, so that none waits for another request.
+    /// Takes as much of the system prompt from the cache as all ranks have. All ranks compute the rest in the
+    /// same pass and keep it, and none waits for another request.
     fn fill_system(&self, tokens: &[u32], _wait: bool) -> Result<SystemFound> {
         let filled = self.local.fill_alone(tokens);
         let cached = filled.as_ref().map_or(0, PrefixFill::cached);
@@ -41,7 +41,7 @@ impl PromptLookup for RankLookup<'_> {
                 *found = woken.map(|hold| FoundPiece { exact: hold.is_exact(), hold });
             }
         }
-        // The first half of the flags says that the piece is held here, the second that it is exact.
+        // The first half of the flags marks pieces that are held here, the second half pieces that are exact.
         let here = all.iter().flatten().map(Option::is_some);
         let exact = all.iter().flatten().map(|found| found.as_ref().is_none_or(|found| found.exact));
         let mut flags: Vec<bool> = here.chain(exact).collect();

@@ -37,8 +37,8 @@ pub trait RankAgreement: fmt::Debug {
     ///
     /// # Errors
     /// Returns an error if a rank is late, has left or asked something else, for example
-    /// [`kvcore::Error::RanksTimedOut`], [`kvcore::Error::RankLeft`] and [`kvcore::Error::RanksDiffer`]. In that
-    /// case no rank can rely on the flags, and the request must end on all ranks.
+    /// [`kvcore::Error::RanksTimedOut`], [`kvcore::Error::RankLeft`] and [`kvcore::Error::RanksDiffer`]. In
+    /// that case no rank can rely on the flags, and the request must end on all ranks.
     fn agree(&self, flags: &mut [bool]) -> Result<()>;
 }
 

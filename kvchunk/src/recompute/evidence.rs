@@ -1,4 +1,4 @@
-//! Evidence: what a strategy wants to know of the tokens of reused chunks before it chooses.
+//! Evidence: the facts about the tokens of reused chunks that a strategy needs before it chooses.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,7 +27,8 @@ pub struct DeviationCheck {
 /// The layers whose attention from the question to the tokens counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionCheck {
-    /// The first of these layers, from 0; all later ones count, too. `None` leaves out the first third of the model's layers.
+    /// The first layer that counts, from 0; all later ones count, too. `None` leaves out the first third of
+    /// the model's layers.
     pub from: Option<usize>,
 }
 
@@ -38,12 +39,14 @@ impl AttentionCheck {
     }
 }
 
-/// The evidence that a strategy wants on each token of reused chunks before it chooses: nothing, one of these, or both.
+/// The evidence that a strategy needs about each token of reused chunks before it chooses: none, one of
+/// these, or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Evidence {
     /// The question's attention to the token, over the reused keys. The model computes the question once.
     pub attention: Option<AttentionCheck>,
-    /// The distance of the stored KV from that of full attention. The model computes all tokens up to the layer that is checked.
+    /// The distance of the stored KV from that of full attention. The model computes all tokens up to the
+    /// layer that is checked.
     pub deviations: Option<DeviationCheck>,
 }
 
@@ -53,7 +56,7 @@ impl Evidence {
         self.attention.is_none() && self.deviations.is_none()
     }
 
-    /// Returns the last of the layers that are looked at first, from 0, in a model of `layers` layers.
+    /// Returns the last layer that must be computed for this evidence, from 0, in a model of `layers` layers.
     pub fn deepest_start(&self, layers: usize) -> Option<usize> {
         let attention = self.attention.map(|check| check.first_layer(layers));
         attention.max(self.deviations.map(|check| check.layer))
@@ -62,8 +65,8 @@ impl Evidence {
 
 /// One number for every chunk token.
 ///
-/// A deviation is `‖fresh − stored‖² / mean ‖fresh‖²`. Attention is the weight of the token after the softmax, summed over the
-/// question's tokens, the heads and the layers that count.
+/// A deviation is `‖fresh − stored‖² / mean ‖fresh‖²`. Attention is the weight of the token after the
+/// softmax, summed over the question's tokens, the heads and the layers that count.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TokenScores(Vec<Vec<f32>>);
 
@@ -84,11 +87,11 @@ impl TokenScores {
     }
 }
 
-/// The findings for the [`Evidence`] that a strategy asked for.
+/// The findings for the [`Evidence`] that a strategy requested.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Findings {
-    /// The attention to each token, if it was asked for.
+    /// The attention to each token, if requested.
     pub attention: Option<TokenScores>,
-    /// The deviation of each token, if it was asked for.
+    /// The deviation of each token, if requested.
     pub deviations: Option<TokenScores>,
 }

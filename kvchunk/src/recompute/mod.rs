@@ -1,15 +1,15 @@
-//! Recompute strategies: the choice of tokens of reused chunks that are recomputed, under full attention.
+//! Recompute strategies choose the tokens of reused chunks that are recomputed under full attention.
 //!
-//! A chunk that was computed apart knows nothing of the preceding chunks. A strategy chooses tokens whose KV
-//! is computed again with everything before them in sight. All other tokens keep their stored KV.
+//! A chunk that was computed on its own knows nothing about the preceding chunks. A strategy chooses tokens
+//! whose KV is recomputed while they see everything before them. All other tokens keep their stored KV.
 //!
 //! | strategy | tokens | source |
 //! |---|---|---|
 //! | [`Recompute::None`] | none | Block-Attention (Sun et al., 2024), PromptCache |
-//! | [`Recompute::Link`] | the first k of each chunk but the first | EPIC's LegoLink (Hu et al., 2024) |
+//! | [`Recompute::Link`] | the first k of each chunk except the first | EPIC's LegoLink (Hu et al., 2024) |
 //! | [`Recompute::Blend`] | the share r whose KV deviates most | CacheBlend (Yao et al., 2024) |
 //! | [`Recompute::Question`] | the share r to which the question attends most | `ProphetKV` (2026) |
-//! | [`Recompute::Joint`] | the share r of which a question that attends to them would see the largest error | none: both of the above |
+//! | [`Recompute::Joint`] | the share r with the largest error in the question's attention | none: both of the above |
 //! | [`Recompute::Random`] | the share r, drawn at random | none: a baseline that any choice must beat |
 //! | [`Recompute::Full`] | all | ordinary full attention at the positions of the cell |
 //!
@@ -21,11 +21,12 @@
 //! - CacheBlend takes the deviation of V at layer 1 and chooses tokens again at later layers.
 //!   [`Recompute::Blend`] chooses once, at any layer, by K, V or both. The layers before it are computed for
 //!   all tokens.
-//! - `ProphetKV` weighs layers of a first pass by how their attention is spread. [`Recompute::Question`] sums the attention of all
-//!   layers but the first third, or of all from one on, and computes the question again with the chosen tokens.
+//! - `ProphetKV` weighs the layers of a first pass by how their attention is spread. [`Recompute::Question`]
+//!   sums the attention of all layers except the first third, or of all layers from a given one on, and
+//!   recomputes the question with the chosen tokens.
 //!
-//! - [`Recompute::Joint`] weighs each token by its attention times the root of its deviation: to first order, the error that the
-//!   question's attention takes from the token.
+//! - [`Recompute::Joint`] weighs each token by its attention times the root of its deviation. To first order,
+//!   this is the error that the token adds to the question's attention.
 //!
 //! Recomputed tokens go into the request's own blocks; see
 //! [`AssembledPrompt::copy_on_write`](crate::AssembledPrompt::copy_on_write).
@@ -48,8 +49,8 @@ pub struct ChunkSpan {
     pub logical_start: usize,
     /// The position of the chunk's first token in this prompt.
     pub position: i64,
-    /// True if the chunk's KV already equals that of full attention. This holds for the first chunk, if it saw the
-    /// system prompt and is used at the position for which it was computed.
+    /// True if the chunk's KV already equals that of full attention. This holds for the first chunk, if it
+    /// saw the system prompt and is used at the position for which it was computed.
     pub is_full: bool,
 }
 
@@ -78,12 +79,12 @@ pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
     /// Returns the strategy's name, as users write it.
     fn name(&self) -> String;
 
-    /// Returns what the strategy wants to know of the tokens before it chooses; by default nothing.
+    /// Returns the evidence that the strategy needs about the tokens before it chooses. Default: none.
     fn evidence(&self) -> Evidence {
         Evidence::default()
     }
 
-    /// Chooses the tokens. `found` has what [`evidence`](Self::evidence) asked for.
+    /// Chooses the tokens. `found` contains the [`evidence`](Self::evidence) that was requested.
     fn select(&self, chunks: &[ChunkSpan], found: &Findings) -> TokenSelection;
 }
 

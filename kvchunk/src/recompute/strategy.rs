@@ -29,7 +29,7 @@ pub enum Recompute {
     /// Recomputes nothing: chunks are used as they are stored.
     #[default]
     None,
-    /// Recomputes the first tokens of every chunk that is not full attention's already.
+    /// Recomputes the first tokens of every chunk whose KV does not already equal that of full attention.
     Link {
         /// The number of tokens per chunk.
         tokens: usize,
@@ -50,8 +50,8 @@ pub enum Recompute {
         /// The first layer whose attention counts, from 0; `None` leaves out the first third of the layers.
         from: Option<usize>,
     },
-    /// Recomputes the tokens whose KV deviates most, weighed by how much the question attends to them behind the first
-    /// third of the layers.
+    /// Recomputes the tokens whose KV deviates most, weighted by the question's attention to them after the
+    /// first third of the layers.
     Joint {
         /// The share of all chunk tokens, rounded up; 0 selects none and 1 all.
         share: f64,
@@ -77,7 +77,7 @@ impl RecomputeStrategy for Recompute {
     }
 
     fn evidence(&self) -> Evidence {
-        // At shares 0 and 1 there is nothing to choose.
+        // At a share of 0 or 1 there is no choice.
         let chooses = |share: f64| share > 0.0 && share < 1.0;
         let deviations = |layer, of| Some(DeviationCheck { layer, of });
         match *self {
@@ -126,7 +126,7 @@ fn score_of(scores: Option<&TokenScores>) -> impl Fn(usize, usize) -> f32 {
 }
 
 /// Selects the share of all tokens with the highest scores, and the earlier of two equal ones. Chunks whose
-/// KV is full attention's already come last.
+/// KV already equals that of full attention come last.
 fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32) -> TokenSelection {
     let all: usize = chunks.iter().map(|chunk| chunk.tokens).sum();
     // A product such as 0.15 × 20 is a hair above 3.
@@ -150,7 +150,7 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Returns the word of the rows that are compared.
+/// Returns the name of the rows that are compared.
 fn rows(of: DeviationOf) -> &'static str {
     match of {
         DeviationOf::Keys => "keys",
@@ -178,8 +178,9 @@ impl FromStr for Recompute {
     type Err = Error;
 
     /// Parses `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `question:R[@LAYER]`,
-    /// `joint:R[@LAYER][:keys|values|both]`, `random:R[@SEED]` or `full`. The layer of `blend` and `joint` defaults to 1, their rows
-    /// to `values` and the seed to 0. A question counts attention from its layer on, by default behind the first third of the layers.
+    /// `joint:R[@LAYER][:keys|values|both]`, `random:R[@SEED]` or `full`. The layer of `blend` and `joint`
+    /// defaults to 1, their rows to `values` and the seed to 0. `question` counts attention from its layer
+    /// on, by default after the first third of the layers.
     fn from_str(text: &str) -> Result<Self> {
         let bad = || Error::UnknownStrategy(text.to_owned());
         let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
@@ -278,7 +279,7 @@ mod tests {
         let mut attention = vec![vec![9.0; 4], vec![0.0; 6], vec![0.1; 10]];
         attention[1][4] = 0.7;
         let scores = Findings { attention: Some(TokenScores::new(attention)), ..nothing() };
-        // The first chunk is full attention's already.
+        // The first chunk already equals full attention.
         assert_eq!(select("question:0.1", &scores), [vec![], vec![4], vec![0]]);
         assert_eq!(select("question:1", &nothing()), select("full", &nothing()));
         let of = |text: &str| text.parse::<Recompute>().unwrap().evidence();
@@ -289,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn joint_takes_what_deviates_where_the_question_looks() {
+    fn joint_takes_deviating_tokens_that_the_question_attends_to() {
         let scores = |of: [(usize, usize, f32); 3]| {
             let mut scores = vec![vec![0.01; 4], vec![0.01; 6], vec![0.01; 10]];
             for (chunk, token, x) in of {
@@ -320,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_strategy_is_an_error_that_lists_them() {
+    fn an_unknown_strategy_is_an_error_that_lists_all() {
         for text in [
             "",
             "link",

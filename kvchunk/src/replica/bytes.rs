@@ -12,10 +12,10 @@ use super::parcel::agree;
 use crate::cache::ChunkReservation;
 use crate::error::Result;
 
-/// The name of scales that belong to a whole arena, which must be those of the other replica.
+/// The name, in errors, of scales that belong to a whole arena and must agree between replicas.
 pub(super) const STATIC_SCALES: &str = "static scales";
 
-/// A buffer of staged blocks. Static scales belong to the whole arena and lie in the device's.
+/// A buffer of staged blocks. Static scales belong to the whole arena and stay in the device's.
 pub(super) struct ParcelBuffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
@@ -57,7 +57,7 @@ impl ReplicaDevice {
         Ok(KvArena::allocate(self.backend.as_ref(), kind, layout)?)
     }
 
-    /// Copies blocks to staged memory, in which they lie one after another.
+    /// Copies blocks to staged memory, one after another.
     pub(super) fn stage(&self, blocks: &[BlockId], staged: &KvArena) -> Result<()> {
         let pairs: Arc<[_]> = blocks.iter().copied().zip((0..).map(BlockId)).collect();
         // The staged copy is the caller's own.
@@ -72,8 +72,8 @@ impl ReplicaDevice {
         Ok(bytes)
     }
 
-    /// Fills reserved blocks from staged memory and waits for the stream, since contents that have not arrived must not
-    /// be found.
+    /// Fills reserved blocks from staged memory and waits for the stream, because contents must not be found
+    /// before they have arrived.
     pub(super) fn fill(&self, staged: KvArena, reservation: &ChunkReservation) -> Result<()> {
         let blocks = reservation.block_ids().len();
         let pairs = reservation.write_pairs((0..blocks as u32).map(BlockId))?;

@@ -1,4 +1,4 @@
-//! Chunks that go from the device of one replica to that of another.
+//! Copies chunks from the device of one replica directly to that of another.
 //!
 //! ```text
 //!   giver's blocks ─► staged there ─── event, copy_tensor ───► staged here ─► reserved blocks
@@ -14,15 +14,15 @@ use crate::error::Result;
 use crate::hash::ChunkPiece;
 
 impl ReplicaDevice {
-    /// Returns whether another device copies out of this one's memory. Replicas on one device are no case of it: they
-    /// would share one cache.
+    /// Returns true if another device can copy from this device's memory. Two replicas on one device do not
+    /// count: they would share one cache.
     pub(super) fn is_reached_by(&self, other: &Self) -> bool {
         let here = self.arena.k_plane();
         other.stream.owns(here.storage).is_err() && other.stream.reaches(here.storage).is_ok()
     }
 
-    /// Copies a chunk that lies here into reserved blocks of another device, if it is the requested piece. Waits for the
-    /// other device. Returns false, and copies nothing, if a device has no memory to stage the chunk in.
+    /// Copies a chunk of this device into reserved blocks of another one, if it is the requested piece. Waits
+    /// for the other device. Returns false and copies nothing if a device lacks memory to stage the chunk.
     pub(super) fn copy_to(
         &self,
         other: &Self,

@@ -1,12 +1,12 @@
-//! The cache's side of replicas: giving pieces to other replicas, and storing theirs.
+//! The cache's side of replicas: gives pieces to other replicas, and stores theirs.
 
 use std::sync::Arc;
 
 use crate::cache::{ChunkCacheManager, ChunkReservation, PieceHold, PieceMemory, StoredPiece, TenantId};
 use crate::hash::ChunkHash;
 
-/// Returns true if another replica may use the piece. The bytes of a piece that slept in fewer bits are no
-/// function of its hash, and a weak hash proves nothing elsewhere.
+/// Returns true if another replica may use the piece. The bytes of a piece that slept in fewer bits do not
+/// follow from its hash, and a weak hash proves nothing elsewhere.
 fn may_leave(entry: &StoredPiece) -> bool {
     entry.exact && entry.evidence.is_tokens_alone()
 }

@@ -9,12 +9,12 @@ use crate::cache::{ChunkCacheManager, ChunkReservation, WeakChunkCache};
 use crate::error::{Error, Result};
 use crate::hash::{ChunkHash, ChunkPiece};
 
-/// A replica within this process: threads that have their own cache. A replica that pulls reads the other's
-/// memory itself, through the other's stream. Between devices of one backend that reach each other the blocks go from
-/// device to device, otherwise through the host.
+/// A replica within this process: threads with their own cache. A replica that pulls a chunk reads the
+/// other's memory itself, through the other's stream. Blocks go directly from device to device if the
+/// backend's devices can reach each other, otherwise through the host.
 ///
 /// # Drop behaviour
-/// A dropped replica gives nothing any more. The other replicas compute the pieces that they would have
+/// A dropped replica no longer gives anything. The other replicas compute the pieces that they would have
 /// pulled from it.
 #[derive(Debug)]
 pub struct LocalReplica {
@@ -49,7 +49,7 @@ impl LocalReplica {
         Ok((served.cache.upgrade().ok_or_else(left)?, served.device))
     }
 
-    /// Lets the other replicas pull from `cache`, whose chunks lie in `device`, as long as the cache lives.
+    /// Lets the other replicas pull from `cache`, whose chunks are in `device`, as long as the cache lives.
     pub fn serve(&self, cache: &ChunkCacheManager, device: &ReplicaDevice) {
         let served = ServedCache { cache: cache.downgrade(), device: device.clone() };
         self.caches.lock()[self.id.0 as usize] = Some(served);
@@ -59,7 +59,7 @@ impl LocalReplica {
 impl ReplicaTransport for LocalReplica {
     fn locate(&self, hash: &ChunkHash) -> Result<Vec<ReplicaId>> {
         let caches = self.caches.lock().clone();
-        // Replicas after this one come first, so that not all ask the same one.
+        // Replicas after this one come first, which spreads the requests.
         let count = caches.len() as u32;
         let others = (1..count).map(|step| (self.id.0 + step) % count);
         let has = |id: &u32| {

@@ -1,4 +1,4 @@
-//! The lookup here and at other replicas: the local lookup, which pulls the pieces that are missing.
+//! The lookup that also asks other replicas: a local lookup that pulls missing pieces.
 
 use super::ReplicaLink;
 use crate::assembly::{FoundPiece, LocalLookup, PromptLookup};

@@ -36,10 +36,10 @@ pub use local::LocalReplica;
 pub(crate) use lookup::ReplicaLookup;
 pub use parcel::ChunkParcel;
 
-/// The way from one replica to the others: a network, or [`LocalReplica`] within a process.
+/// The connection from one replica to the others: a network, or [`LocalReplica`] within a process.
 ///
-/// Every call goes from one replica to one other. No third replica has to take part for the call to end. A
-/// call waits no longer than its implementation allows, and fails after that.
+/// Every call involves two replicas; it never needs a third one to end. A call waits no longer than its
+/// implementation allows, and fails after that.
 pub trait ReplicaTransport: fmt::Debug + Send + Sync {
     /// Returns the other replicas that have a chunk, in the order in which to ask them. The answer is a hint:
     /// the chunk may be evicted before it is pulled.
@@ -55,12 +55,12 @@ pub trait ReplicaTransport: fmt::Debug + Send + Sync {
     /// Returns the errors of the implementation, such as [`Error::ReplicaFailed`].
     fn pull(&self, from: ReplicaId, hash: &ChunkHash) -> Result<Option<ChunkParcel>>;
 
-    /// Fills the reserved blocks from the memory of one replica, without a way through the host, if there is one. Returns
-    /// whether the blocks are filled; if they are not, the chunk is [pulled](Self::pull).
+    /// Fills the reserved blocks directly from the memory of one replica, without going through the host.
+    /// Returns false if this is not possible; in that case the chunk is [pulled](Self::pull).
     ///
     /// # Errors
-    /// Returns [`Error::ReplicaLacks`] if the replica no longer has the chunk, [`Error::ReplicaDiffers`] if it has
-    /// another one, and the errors of the devices.
+    /// Returns [`Error::ReplicaLacks`] if the replica no longer has the chunk, [`Error::ReplicaDiffers`] if
+    /// it has another one, and the errors of the devices.
     fn hand_over(
         &self,
         from: ReplicaId,
@@ -76,7 +76,7 @@ pub trait ReplicaTransport: fmt::Debug + Send + Sync {
 /// The memory that holds a replica's keys and values.
 #[derive(Debug, Clone)]
 pub struct ReplicaDevice {
-    /// The backend that allocates the host memory through which the bytes pass: as much as the piece takes.
+    /// The backend. It allocates the host memory that the bytes pass through, as much as the piece takes.
     pub backend: Arc<dyn Backend>,
     /// The stream that orders the copies. It must be the stream that computes into the arena and reads it, or
     /// one that events order with it.
@@ -116,7 +116,7 @@ impl ReplicaDevice {
 #[derive(Debug, Clone)]
 #[doc(alias = "MultiGPUChunkCacheCoordinator")]
 pub struct ReplicaLink {
-    /// The memory that holds keys and values here.
+    /// The local memory for keys and values.
     pub device: ReplicaDevice,
     /// The transport to the other replicas.
     pub transport: Arc<dyn ReplicaTransport>,
@@ -142,7 +142,7 @@ pub struct RemoteLookup {
     /// The replica that gave the piece, if any.
     pub fetched_from: Option<ReplicaId>,
     /// The errors of replicas that did not give the piece. The replica is `None` if the transport could not
-    /// say which replicas have it.
+    /// tell which replicas have it.
     pub failed: Vec<(Option<ReplicaId>, Error)>,
 }
 
@@ -183,7 +183,7 @@ impl ChunkCacheManager {
     ///     let (cache, link) = &replicas[at];
     ///     cache.get_chunk_with_remote_lookup(TenantId::default(), &piece, 0, link)
     /// };
-    /// let Acquired::Compute(reservation) = lookup(0).acquired else { panic!("nobody has it") };
+    /// let Acquired::Compute(reservation) = lookup(0).acquired else { panic!("no replica has it") };
     /// drop(reservation.store());
     /// let there = lookup(1);
     /// assert!(matches!(there.acquired, Acquired::Hit(_)));
@@ -227,8 +227,8 @@ impl ChunkCacheManager {
 
     /// Pulls a piece from the replica `from`, unless it is stored here already. This shares a piece before
     /// requests ask for it. If another request computes or pulls the piece, the call waits for it, no longer
-    /// than [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). To have a chunk everywhere, every replica
-    /// pulls it, and none waits for the others.
+    /// than [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). To share a chunk everywhere, every replica
+    /// pulls it; none waits for the others.
     ///
     /// # Errors
     /// After each of these errors no block stays held.

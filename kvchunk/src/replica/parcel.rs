@@ -11,8 +11,8 @@ use crate::error::{Error, Result};
 use crate::hash::ChunkPiece;
 
 // Decision: docs/decisions/chunks.md#a-received-chunk-is-compared-not-believed
-/// The contents of a piece between two replicas: whole blocks of all layers, with every property that must
-/// agree before they are used.
+/// The contents of a piece on their way to another replica: whole blocks of all layers, with every property
+/// that must agree before they are used.
 ///
 /// The fields are public for transports that write them to a wire. The digest finds damage, but proves
 /// nothing about the sender. Replicas trust each other, as ranks do.
@@ -50,7 +50,7 @@ impl ChunkParcel {
         Self { key, tokens, stored_start, shape, keys, buffers, digest }
     }
 
-    /// Checks that the parcel is the requested piece, laid out as here and undamaged.
+    /// Checks that the parcel is the requested piece, has the local layout, and is undamaged.
     pub(super) fn check(
         &self,
         device: &ReplicaDevice,
@@ -73,7 +73,7 @@ impl ChunkParcel {
     }
 }
 
-/// Checks that a chunk elsewhere is the one that is asked for, property by property.
+/// Checks, property by property, that a remote chunk is the requested one.
 pub(super) fn agree(properties: impl IntoIterator<Item = (&'static str, bool)>) -> Result<()> {
     match properties.into_iter().find(|(_, agree)| !agree) {
         None => Ok(()),

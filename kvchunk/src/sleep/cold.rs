@@ -1,4 +1,4 @@
-//! The rule that says which pieces are cold, and may be put to sleep.
+//! The rule that decides which pieces are cold and may be put to sleep.
 
 use std::time::Duration;
 
@@ -15,15 +15,15 @@ pub struct ColdRule {
 }
 
 impl Default for ColdRule {
-    /// Calls pieces cold that had fewer than 5 uses, or no use for an hour. Spares pieces that were stored or
-    /// woken within the last minute.
+    /// A piece is cold after fewer than 5 uses, or an hour without use. Pieces that were stored or woken
+    /// within the last minute are spared.
     fn default() -> Self {
         Self { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::from_secs(60) }
     }
 }
 
 impl ColdRule {
-    /// The rule that calls every piece cold that nobody holds.
+    /// The rule by which every piece without holders is cold.
     pub const EVERYTHING: Self =
         Self { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
 

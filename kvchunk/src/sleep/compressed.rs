@@ -52,7 +52,7 @@ impl CompressedStore {
         Self { backend, device, stream, ledger }
     }
 
-    /// Returns host blocks between the device and the compressor. Takes `there` if it has the right size.
+    /// Returns host blocks between the device and the compressor. Reuses `there` if it has the right size.
     fn staging(&self, num_blocks: usize, there: Option<KvArena>) -> Result<KvArena> {
         if let Some(staging) = there.filter(|arena| arena.layout().shape().num_blocks == num_blocks) {
             return Ok(staging);
@@ -62,13 +62,13 @@ impl CompressedStore {
         Ok(KvArena::allocate(self.backend.as_ref(), self.backend.capabilities().host_memory(), layout)?)
     }
 
-    /// Saves blocks. A piece that does not fit is given up as soon as that is known, not after all of it is
+    /// Saves blocks. Stops as soon as it is known that the piece does not fit, before all of it is
     /// compressed.
     pub(super) fn save(self: &Arc<Self>, blocks: &[BlockId]) -> Result<CompressedPiece> {
         let (mut groups, mut bytes, mut staging) = (Vec::new(), 0, None);
         for group in blocks.chunks(STAGED_BLOCKS) {
             let dst = self.staging(group.len(), staging.take())?;
-            // The staging arena is this call's own.
+            // The staging arena belongs to this call.
             let pairs: Arc<[_]> = group.iter().copied().zip((0..).map(BlockId)).collect();
             let pairs = WritePairs::unchecked(pairs);
             self.stream.swap_blocks(&SwapBlocks { src: self.device.clone(), dst: dst.clone(), pairs })?;
@@ -162,7 +162,7 @@ mod tests {
     };
     use kvcore::BlockPool;
 
-    /// A store in which one buffer rots.
+    /// A store that damages one buffer.
     #[derive(Debug)]
     struct Rotting {
         store: Arc<CompressedStore>,
@@ -180,7 +180,7 @@ mod tests {
     }
 
     #[test]
-    fn rule_8_damaged_bytes_are_found_and_the_chunk_is_computed_anew() {
+    fn rule_8_damaged_bytes_are_found_and_the_chunk_is_recomputed() {
         let backend = CpuBackend::new();
         let shape = KvShape {
             num_layers: 2,
@@ -288,7 +288,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_staged_does_not_grow_with_the_piece() {
+    fn staging_memory_does_not_grow_with_the_piece() {
         let (store, watched) = noisy(1 << 20);
         let blocks: Vec<BlockId> = (0..21).map(|i| BlockId(i * 3)).collect();
         let bytes = |blocks: &[BlockId]| -> Vec<Vec<u8>> {

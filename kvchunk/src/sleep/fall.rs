@@ -1,4 +1,4 @@
-//! Falling asleep: cold pieces move from blocks into a store.
+//! Moves cold pieces from blocks into a store.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -52,7 +52,7 @@ impl ChunkCacheManager {
     }
 }
 
-/// Runs code of a store, and treats a panic as a failure, so that nobody waits for ever.
+/// Runs code of a store, and treats a panic as a failure. Otherwise other requests would wait for ever.
 pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     caught.unwrap_or_else(|_| Err(Error::StorePanicked))
@@ -99,8 +99,8 @@ impl SharedCache {
 }
 
 impl CacheState {
-    /// Starts to move a piece that nobody holds into sleep. The piece keeps its blocks until the move ends.
-    /// It also keeps its rank in the eviction order, but is not evicted meanwhile.
+    /// Starts to move a piece without holders into sleep. The piece keeps its blocks until the move ends. It
+    /// also keeps its rank in the eviction order, but is not evicted meanwhile.
     pub(crate) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<AwakePiece> {
         let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
         match std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(flight))) {

@@ -20,8 +20,8 @@ use crate::error::{Error, Result};
 pub enum SleepForm {
     /// Unchanged, in blocks of a host arena, with a digest. Waits for the stream.
     Plain,
-    /// Compressed without loss. The bytes of the elements are sorted into planes, so that sign and exponent
-    /// lie apart from the rest of the mantissa. zstd compresses each plane, with a checksum. Waits for the
+    /// Compressed without loss. The bytes of the elements are sorted into planes, which separates sign and
+    /// exponent from the rest of the mantissa. zstd compresses each plane, with a checksum. Waits for the
     /// stream.
     Compressed,
     /// In a quantised format. The woken contents differ from the saved ones, so the pieces are marked as

@@ -32,7 +32,7 @@ pub(super) struct HostPiece {
     /// The host arena under the piece's own scales, if the piece has any.
     scaled: Option<KvArena>,
     /// The piece's blocks. They are declared before the charge and therefore freed first: the pool must have
-    /// whatever the ledger has room for.
+    /// blocks for everything that the ledger admits.
     blocks: MutableBlocks,
     charge: Charge,
     /// The digest of the saved contents.

@@ -101,7 +101,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_booked_stays_within_the_limit_and_is_struck_out() {
+    fn charges_stay_within_the_limit_and_are_released() {
         let ledger = Arc::new(Ledger::new(100));
         let first = ledger.charge(80, 60).unwrap();
         assert_eq!(ledger.charge(80, 41).unwrap_err(), Error::SleepFull { asked: 41, free: 40, limit: 100 });

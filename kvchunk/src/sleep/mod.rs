@@ -1,4 +1,4 @@
-//! Sleep: keeping chunks in a lower memory than the device's.
+//! Sleep keeps chunks in a lower memory than the device's.
 //!
 //! Two things sleep, independently of each other:
 //!
@@ -7,12 +7,12 @@
 //!   the pool    sleep_pool ──► memory released, pieces copied ──► wake_pool ──► the blocks of before
 //! ```
 //!
-//! A piece that falls asleep gives its blocks to others, and a hit wakes it. While the whole pool sleeps, every
-//! request goes uncached.
+//! A piece that falls asleep frees its blocks, and a hit wakes it. While the whole pool sleeps, no request
+//! uses the cache.
 //!
-//! - The cache's side: [`fall`] and [`wake`] move pieces, [`cold`] says which, [`pool`] moves the pool.
-//! - The store's side: [`store`] is the contract, [`arena`] the store of an arena, in a [`form`]: [`host`] with
-//!   [`scales`], or [`compressed`] with [`planes`]. The [`ledger`] keeps the account.
+//! - The cache's side: [`fall`] and [`wake`] move pieces, [`cold`] chooses them, [`pool`] moves the pool.
+//! - The store's side: [`store`] is the contract, [`arena`] the store of an arena, in a [`form`]: [`host`]
+//!   with [`scales`], or [`compressed`] with [`planes`]. The [`ledger`] keeps the account.
 
 mod arena;
 mod cold;

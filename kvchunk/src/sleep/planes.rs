@@ -30,7 +30,7 @@ impl BytePlanes {
         compressor.include_checksum(true).map_err(refused)?;
         let mut frame = |plane: usize| {
             let plane: Vec<u8> = bytes.iter().skip(plane).step_by(element).copied().collect();
-            // Boxed, because a vector would keep the room for the worst case.
+            // Boxed, because a vector would keep its capacity for the worst case.
             compressor.compress(&plane).map(Vec::into_boxed_slice).map_err(refused)
         };
         let frames = (0..element).map(&mut frame).collect::<Result<_, _>>()?;
@@ -40,7 +40,7 @@ impl BytePlanes {
     /// Decompresses the buffer of `len` bytes.
     ///
     /// # Errors
-    /// Returns [`Error::Damaged`] if a frame is not the one that was made.
+    /// Returns [`Error::Damaged`] if a frame does not decompress to its checksum.
     pub(super) fn decompress(&self, len: usize) -> Result<Vec<u8>> {
         let damaged = |plane: usize, why: &str| Error::Damaged(format!("byte plane {plane}: {why}"));
         let element = self.frames.len();
@@ -59,7 +59,7 @@ impl BytePlanes {
         Ok(bytes)
     }
 
-    /// Bytes of all frames.
+    /// Returns the bytes of all frames.
     pub(super) fn bytes(&self) -> usize {
         self.frames.iter().map(|frame| frame.len()).sum()
     }
@@ -69,7 +69,7 @@ impl BytePlanes {
 mod tests {
     use super::*;
 
-    /// Returns values of similar size, as a model makes them.
+    /// Returns values of similar size, like those of a model.
     fn values(n: usize) -> Vec<u8> {
         let value = |i: usize| ((i as f32 * 0.37).sin() * 2.0).to_bits().to_le_bytes();
         (0..n).flat_map(value).collect()
@@ -116,7 +116,7 @@ mod tests {
             for at in 0..good.frames[plane].len() {
                 for bit in 0..8 {
                     let result = altered(plane, &|frame| frame[at] ^= 1 << bit);
-                    // A bit that means nothing may change if the contents do not.
+                    // An unused bit may change, as long as the contents do not.
                     match result {
                         Err(Error::Damaged(_)) => {}
                         other => assert_eq!(other.unwrap(), bytes, "bit {bit} of byte {at}"),

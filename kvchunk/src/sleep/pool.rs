@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 /// The result of putting a pool to sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSleep {
-    /// The bytes of device memory that were released: granules that hold nothing but chunks.
+    /// The bytes of device memory that were released: granules that contain only chunks.
     pub released_bytes: usize,
     /// The bytes of host memory that hold the stored pieces while the pool sleeps.
     pub saved_bytes: usize,
@@ -29,7 +29,7 @@ impl ChunkCacheManager {
     /// done, such as the copies of a [`SleepStore`](crate::SleepStore) that uses another stream.
     ///
     /// # Errors
-    /// After each of these errors the pool stays as it was.
+    /// After each of these errors the pool is unchanged.
     ///
     /// - Returns [`Error::PoolInUse`], with the numbers, while pieces are held, computed or moved.
     /// - Returns [`Error::PoolAsleep`] if the pool sleeps already.
@@ -111,8 +111,8 @@ impl ChunkCacheManager {
     }
 }
 
-/// Returns the number of held pieces, the number of pieces under way, and the number of blocks of all pieces
-/// that can be found now or will be.
+/// Returns the number of held pieces, the number of pieces in progress, and the number of blocks of all
+/// pieces that can be found now or later.
 fn in_use(state: &CacheState) -> (usize, usize, usize) {
     let entries = || state.index.iter();
     let held = entries().filter(|entry| entry.holders > 0).count();

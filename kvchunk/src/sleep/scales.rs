@@ -12,8 +12,8 @@ use crate::error::Result;
 /// The number of blocks that are read at a time. This memory does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;
 
-/// Returns the codes of `host` under new scales, so large that the contents of `blocks` of `device` just fit.
-/// Returns `None` for formats that keep scales with every row. Waits for the stream.
+/// Returns the codes of `host` under new scales: the smallest ones under which the contents of `blocks` of
+/// `device` fit. Returns `None` for formats that keep scales with every row. Waits for the stream.
 pub(super) fn of_piece(
     backend: &dyn Backend,
     stream: &dyn Stream,
@@ -96,7 +96,7 @@ impl Look<'_> {
         }
     }
 
-    /// Raises the largest finite magnitudes so far to those of some rows.
+    /// Raises the largest finite magnitudes so far to at least those of the given rows.
     fn raise(&self, largest: &mut [f32], view: &TensorView, plane: &KvPlane<'_>) -> Result<()> {
         let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
         self.stream.read(view, &mut bytes)?;

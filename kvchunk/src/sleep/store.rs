@@ -41,7 +41,7 @@ pub trait Sleeping: Send + Sync + fmt::Debug {
     }
 }
 
-/// A piece's contents in a lower memory, with the properties that the store gave.
+/// A piece's contents in a lower memory, with the properties that the store reported.
 #[derive(Debug)]
 pub(crate) struct SavedPiece {
     pub(crate) contents: Box<dyn Sleeping>,

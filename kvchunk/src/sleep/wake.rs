@@ -1,4 +1,4 @@
-//! Waking of pieces: on request, or because a lookup found them.
+//! Wakes pieces: on request, or because a lookup found them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,11 +21,11 @@ use crate::pool::ChunkBlockPool;
 pub enum NotWoken {
     /// No piece has this hash.
     Unknown,
-    /// There is no room, even after every piece that nobody holds was evicted.
+    /// There is no room, even after every piece without holders was evicted.
     NoRoom,
     /// The whole pool sleeps; see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
     PoolAsleep,
-    /// Another thread was still putting the piece to sleep or waking it when the time to wait was over.
+    /// Another thread was still putting the piece to sleep or waking it when the waiting time was over.
     Moving {
         /// The longest time to wait, [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
         limit: Duration,
@@ -38,7 +38,9 @@ impl fmt::Display for NotWoken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unknown => f.write_str("no chunk has this hash"),
-            Self::NoRoom => f.write_str("the chunk pool has no room, even after evicting what nobody holds"),
+            Self::NoRoom => {
+                f.write_str("the chunk pool has no room, even after evicting all chunks without holders")
+            }
             Self::PoolAsleep => f.write_str("the whole chunk pool sleeps; wake it first"),
             Self::Moving { limit } => {
                 write!(f, "another thread still moves it after {limit:?}; ask again, or raise max_wait_ms")
@@ -60,7 +62,7 @@ pub(crate) struct Waking {
 }
 
 impl ChunkCacheManager {
-    /// Wakes the given pieces. Returns those that could not be woken, each with the reason.
+    /// Wakes the given pieces. Returns the pieces that could not be woken, each with the reason.
     ///
     /// If other threads are moving some of the pieces, the call waits for them, no longer than
     /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms) for all pieces together.
@@ -69,8 +71,8 @@ impl ChunkCacheManager {
         hashes.iter().filter_map(|hash| self.0.wake_up(hash, since).err().map(|why| (*hash, why))).collect()
     }
 
-    /// Wakes the piece if it sleeps and there is room, and holds it as soon as it is awake. Nothing is counted
-    /// as a hit or a miss.
+    /// Wakes the piece if it sleeps and there is room, and holds it as soon as it is awake. Nothing is
+    /// counted as a hit or a miss.
     pub(crate) fn wake_and_hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
@@ -110,7 +112,7 @@ impl SharedCache {
     }
 
     /// Wakes a piece, and copies it without the lock. Calls `then` with the piece's slot under the same lock
-    /// under which the piece became awake, so that nothing can have put it back to sleep.
+    /// under which the piece became awake, so nothing can have put it back to sleep.
     ///
     /// # Errors
     /// Returns the store's error if the contents are lost. In that case the piece is forgotten.
@@ -160,7 +162,7 @@ impl CacheState {
             return None;
         };
         let flight = Arc::new(Flight::default());
-        // Making room touches no sleeping piece, so this one is still there and asleep.
+        // Making room touches no sleeping piece, so this one still exists and sleeps.
         let entry = self.index.at_mut(slot)?;
         let PieceMemory::Asleep(saved) =
             std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(&flight)))

@@ -55,7 +55,7 @@ fn rule_8_over_several_ranks_a_chunk_hits_on_all_or_on_none() {
     let held = ranks.run(&both);
     for (rank, (inputs, held)) in held.iter().enumerate() {
         assert_eq!((&inputs[..], hits(held)), (&[7][..], vec![false, true]), "rank {rank}");
-        // A rank that has the chunk cached computes it beside the cached one, into the request's own blocks.
+        // A rank that has the chunk cached recomputes it into the request's own blocks.
         assert_eq!(held.segments()[1].blocks[0].index() >= 32, rank == 1);
     }
     let m = ranks.0[0].0.cache.metrics();
@@ -132,7 +132,7 @@ fn rule_8_of_a_system_prompt_that_a_rank_has_cached_in_part_the_rest_is_computed
 }
 
 #[test]
-fn rule_8_what_another_request_of_one_rank_computes_is_computed_on_all() {
+fn rule_8_a_piece_that_another_request_of_one_rank_computes_is_computed_on_all() {
     let ranks = Ranks::new(16);
     let w = &ranks.0[0].0;
     let elsewhere = w.assembler().assemble(&prompt(&[2])).unwrap();
@@ -142,7 +142,7 @@ fn rule_8_what_another_request_of_one_rank_computes_is_computed_on_all() {
     assert_eq!(ranks.agreed(&prompt(&[2])).1, [true]);
 }
 
-/// An agreement that looks at the counts of a cache and has the last word.
+/// An agreement that reads the counts of a cache and decides last.
 #[derive(Debug)]
 struct Scraping<'a> {
     cache: &'a ChunkCacheManager,

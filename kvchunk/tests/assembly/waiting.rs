@@ -52,7 +52,7 @@ fn a_piece_that_comes_in_time_is_a_hit() {
 }
 
 #[test]
-fn a_request_that_is_stopped_leaves_its_pieces_to_whoever_waits_for_them() {
+fn a_stopped_request_leaves_its_pieces_to_waiting_requests() {
     let w = World::new(16, 16, ChunkCacheConfig::default());
     let stopped = w.assembler().assemble(&prompt(&[2, 3])).unwrap();
     let mut waiting = w.assembler().assemble(&prompt(&[2, 3])).unwrap();
@@ -78,7 +78,7 @@ fn a_request_that_is_stopped_leaves_its_pieces_to_whoever_waits_for_them() {
 }
 
 #[test]
-fn a_piece_behind_one_that_another_request_computes_counts_as_one_hit() {
+fn a_piece_after_one_that_another_request_computes_counts_as_one_hit() {
     let config = ChunkCacheConfig { max_chunk_tokens: 4, ..ChunkCacheConfig::default() };
     let w = World::new(16, 16, config);
     let of = |tokens: &[u32]| ChunkedPrompt::new(vec![1; 5], vec![tokens.to_vec()], vec![9]).unwrap();
@@ -118,7 +118,7 @@ fn one_thread_drives_two_requests_that_miss_the_same_chunk() {
 }
 
 #[test]
-fn what_has_ended_is_used_while_the_rest_is_waited_for() {
+fn finished_pieces_are_used_while_the_rest_is_awaited() {
     let w = World::new(16, 16, ChunkCacheConfig::default());
     drop(w.run(&prompt(&[9])));
     let (two, three) =
@@ -179,7 +179,7 @@ fn two_threads_compute_a_prompt_once() {
 }
 
 #[test]
-fn a_system_prompt_is_computed_once_or_by_whoever_takes_it_over() {
+fn a_system_prompt_is_computed_once_or_by_the_request_that_takes_it_over() {
     let w = World::new(16, 16, ChunkCacheConfig::default());
     let prompts: Vec<ChunkedPrompt> = (2..6).map(|chunk| prompt(&[chunk])).collect();
     let mut all: Vec<Assembly> =

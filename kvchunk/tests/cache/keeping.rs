@@ -1,4 +1,4 @@
-//! The pieces that are kept, and the order in which others go.
+//! The pieces that are kept, and the order in which others are evicted.
 
 use super::*;
 use kvcore::PolicyKind;
@@ -99,7 +99,7 @@ fn clear_lets_held_chunks_live_until_their_holders_end() {
 }
 
 #[test]
-fn chunks_are_listed_with_what_the_seed_records() {
+fn chunks_are_listed_with_all_their_properties() {
     let w = World::new(8);
     let held = w.store(&[1; 6]);
     w.advance(3);

@@ -153,7 +153,7 @@ fn a_woken_chunk_is_not_cold_at_once() {
     assert_eq!(w.cache.sleep_cold_chunks(ColdRule::default()).unwrap(), 1, "seldom used, and a minute ago");
 }
 
-/// A clock that puts every piece that nobody holds to sleep whenever somebody asks for the time.
+/// A clock that puts every piece without holders to sleep whenever the time is read.
 #[derive(Debug, Default)]
 struct Lullaby {
     cache: Later,
@@ -222,7 +222,7 @@ fn a_hit_on_a_sleeper_ends_while_a_thread_puts_everything_to_sleep() {
 }
 
 #[test]
-fn what_a_full_store_refuses_keeps_its_place_in_the_order() {
+fn pieces_that_a_full_store_refuses_keep_their_place() {
     let memory = Memory::with_room(0);
     let store = Store { memory, exact: true };
     let w = World::with(6, ChunkCacheConfig::default(), Some(Arc::new(store)));

@@ -30,7 +30,7 @@ fn cold_chunks_sleep_held_and_new_ones_do_not_and_a_hit_wakes() {
 }
 
 #[test]
-fn what_is_used_often_stays_awake_until_it_is_idle() {
+fn often_used_pieces_stay_awake_until_idle() {
     let w = world(8, &Memory::with_room(10), true);
     drop(w.store(&[1; 8]));
     for _ in 0..5 {
@@ -69,7 +69,7 @@ fn waking_says_why_not() {
 }
 
 #[test]
-fn rule_8_a_damaged_sleeper_is_computed_anew() {
+fn rule_8_a_damaged_sleeper_is_recomputed() {
     let memory = Memory::with_room(10);
     let w = world(4, &memory, true);
     drop(w.store(&[1; 8]));

@@ -15,7 +15,7 @@ const CALLS: u64 = 100_000;
 const CHUNKS: u32 = 40;
 const BLOCKS: u32 = 24;
 const TENANTS: usize = 3;
-/// The number of calls after which all threads let go and the pool sleeps.
+/// The number of calls after which all threads drop their holds and the pool sleeps.
 const SLEEP_EVERY: u64 = 10_000;
 /// The number of calls that the thread that put the pool to sleep makes before it wakes the pool.
 const ASLEEP_FOR: u64 = 100;
@@ -128,7 +128,7 @@ impl Meeting {
     }
 }
 
-/// A working thread. Its drop tells the others that the thread has ended, for whatever reason.
+/// A working thread. Its drop tells the others that the thread has ended, for any reason.
 struct Working<'a>(&'a Stress);
 
 impl Drop for Working<'_> {
@@ -198,8 +198,8 @@ impl Stress {
         }
     }
 
-    /// Waits until all threads have let go. One of them puts the pool to sleep. Returns true if it was this
-    /// one.
+    /// Waits until all threads have dropped their holds. One of them puts the pool to sleep. Returns true if
+    /// it was this one.
     fn fall_asleep(&self, first: bool) -> bool {
         self.meeting.wait();
         if first {

@@ -1,4 +1,4 @@
-//! Times: recorded where they should be, and only if somebody wants them.
+//! Times are recorded where they should be, and only if they are turned on.
 
 use super::*;
 use kvchunk::{ColdRule, PositionReindexer};

@@ -63,7 +63,7 @@ fn mischiefs() -> [(Mischief, Error); 10] {
 }
 
 #[test]
-fn what_a_replica_does_not_give_whole_is_computed() {
+fn incomplete_pieces_of_a_replica_are_computed() {
     for (mischief, expected) in mischiefs() {
         computed_after(mischief, &expected);
     }

@@ -197,7 +197,7 @@ fn a_chunk_comes_bit_for_bit_and_is_local_afterwards(
 }
 
 #[test]
-fn a_named_replica_is_pulled_from_and_what_is_here_is_not() {
+fn a_piece_is_pulled_from_the_named_replica_unless_it_is_here() {
     let all = group(3);
     drop(all[1].compute(&[7; 6]));
     let here = all[0].pull(&[7; 6], 1).unwrap();
@@ -278,7 +278,7 @@ fn a_replica_alone_finds_nothing_and_waits_for_nobody() {
 }
 
 #[test]
-fn what_sleeps_is_not_given() {
+fn sleeping_pieces_are_not_given() {
     let all = group(2);
     drop(all[1].compute(&[7; 5]));
     assert_eq!(all[1].cache.sleep_cold_chunks(ColdRule::EVERYTHING), Ok(1));

@@ -4,7 +4,7 @@ use super::*;
 use kvchunk::{Error, NotWoken, SleepUsage, Tenant};
 use rstest::rstest;
 
-/// Fills the whole pool with other chunks, so that nothing of the sleeping pieces is left on the device.
+/// Fills the whole pool with other chunks, so nothing of the sleeping pieces is left on the device.
 fn overwrite(w: &World) {
     let mut chunk = 1000;
     while w.free() >= 4 {
@@ -220,7 +220,7 @@ fn one_tenants_chunks_sleep_and_anothers_do_not() {
 }
 
 #[rstest]
-fn rule_8_a_bit_that_changed_in_host_memory_is_found_and_the_chunk_is_computed_anew(
+fn rule_8_a_bit_that_changed_in_host_memory_is_found_and_the_chunk_is_recomputed(
     #[values(Execution::Immediate, Execution::Deferred)] execution: Execution,
     #[values("plain", "int8:8", "int4:8", "fp8-e4m3")] form: &str,
 ) {

@@ -210,7 +210,7 @@ impl World {
         bytes
     }
 
-    /// Puts every piece that nobody holds to sleep, after it has become cold.
+    /// Puts every piece without holders to sleep, after it has become cold.
     fn sleep_all(&self) -> kvchunk::Result<usize> {
         self.clock.advance(Duration::from_secs(7200));
         self.cache.sleep_cold_chunks(ColdRule::default())

@@ -63,7 +63,7 @@ fn four_threads_sleep_and_wake_and_every_byte_stays_right(
             }
         });
         w.check();
-        // Nobody holds a piece now.
+        // No piece is held now.
         match w.cache.sleep_pool(&w.reserved, w.stream.as_ref()) {
             Ok(_) | Err(Error::PoolAsleep) => assert!(!w.cache.is_pool_awake()),
             Err(error) => panic!("{error}"),

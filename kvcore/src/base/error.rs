@@ -116,7 +116,7 @@ pub enum Error {
         if asked > total { "give the pool more memory" } else { "free a sequence or give the pool more memory" }
     )]
     OutOfBlocks {
-        /// Number of blocks requested, with those of the watermark where it is left to others.
+        /// Number of blocks requested, including the watermark if it must be left to others.
         asked: usize,
         /// Number of free blocks at the time of the request.
         free: usize,
@@ -158,7 +158,7 @@ pub enum Error {
         /// The call of another rank.
         other: String,
     },
-    /// A collective was not done in time, because a rank did not come. The group has failed on all ranks.
+    /// A collective did not finish in time, because a rank did not come. The group has failed on all ranks.
     #[error("{call} on rank {rank} waited {limit:?} for other ranks; end the work on all ranks")]
     RanksTimedOut {
         /// The rank that waited longest.
@@ -168,10 +168,10 @@ pub enum Error {
         /// The longest time that a rank waits.
         limit: std::time::Duration,
     },
-    /// A rank has left its group, so that no further collective can be done.
+    /// A rank has left its group, so no further collective is possible.
     #[error("rank {0} has left the group; end the work on all ranks")]
     RankLeft(usize),
-    /// A rank has ended the work of its group: by a call, or because it failed. Its own error says why.
+    /// A rank has ended the work of its group: by a call, or because it failed. Its own error explains why.
     #[error("rank {0} has ended the work of the group; end it on all ranks")]
     RankAborted(usize),
     /// A write would change a block that others may read.
@@ -256,7 +256,7 @@ pub enum Error {
     },
     /// A device is gone: unplugged, reset or destroyed. The contents of its memory are lost; other devices
     /// are not affected.
-    #[error("the device of the {backend} backend is lost: {reason}; open it again and compute anew")]
+    #[error("the device of the {backend} backend is lost: {reason}; open it again and recompute")]
     DeviceLost {
         /// The backend.
         backend: &'static str,
@@ -280,8 +280,9 @@ pub enum Error {
         /// The operation or combination.
         what: String,
     },
-    /// A captured graph has room for fewer, for example because a sequence has grown since; capture it anew.
-    #[error("the captured graph has no room for these {what}; capture it anew")]
+    /// A captured graph has too little room, for example because a sequence has grown since. Capture it
+    /// again.
+    #[error("the captured graph has no room for these {what}; capture it again")]
     GraphOutgrown {
         /// The inputs of the replay.
         what: &'static str,
@@ -296,8 +297,8 @@ pub enum Error {
         /// The system's reason.
         reason: String,
     },
-    /// A view or an element of it begins inside a byte, where elements of four bits may.
-    #[error("{what} begins inside the byte at {address:#x}; begin at a whole byte")]
+    /// A view of four-bit elements, or an element of it, begins in the middle of a byte.
+    #[error("{what} begins in the middle of the byte at {address:#x}; begin at a whole byte")]
     InsideByte {
         /// The view or element.
         what: &'static str,

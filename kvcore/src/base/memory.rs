@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// The kind of memory that a storage lies in. Disks are a tier below memory and have no kind.
+/// The kind of memory of a storage. Disks are a tier below memory and have no kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryKind {

@@ -9,7 +9,7 @@ use crate::device::{Backend, Dims, Storage, Stream, TensorView};
 
 /// The K and V memory of one device in one layout. Block ids and slots refer to places in an arena.
 ///
-/// The main pool and the chunk pool are quotas over one arena, so that one `attend` reads both. A quantised
+/// The main pool and the chunk pool are quotas over one arena, so one `attend` can read both. A quantised
 /// arena has two further storages, for the scales of K and of V.
 #[derive(Debug, Clone)]
 pub struct KvArena {
@@ -79,14 +79,14 @@ impl KvArena {
         Ok(arena)
     }
 
-    /// Creates a dense arena over memory that the caller provides. In device memory, K and V may lie in turn in one piece, such as in
-    /// rows of a key and its value: `v` then begins behind `k`, and both reach to their own last element. The caller guarantees that both are parts of one allocation
-    /// there.
+    /// Creates a dense arena over memory that the caller provides. In device memory, K and V may alternate in
+    /// one piece of memory, such as in rows of a key and its value. In that case `v` begins after `k`, both
+    /// reach to their own last element, and the caller guarantees that both are parts of one allocation.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the layout requires more bytes than a storage has.
     /// - Returns [`Error::Misaligned`] if the address of a storage does not suit the element type.
-    /// - Returns [`Error::Aliased`] if K and V share memory, and do not lie in turn.
+    /// - Returns [`Error::Aliased`] if K and V share memory without alternating.
     /// - Returns [`Error::InvalidFormat`] for a quantised layout, which needs
     ///   [`with_scales`](Self::with_scales).
     pub fn from_storage(k: Arc<dyn Storage>, v: Arc<dyn Storage>, layout: Arc<KvLayout>) -> Result<Self> {
@@ -139,19 +139,19 @@ impl KvArena {
         Ok(arena)
     }
 
-    /// Returns whether K and V lie in turn in one piece of device memory. Kernels of the host take whole planes, which must be apart
-    /// there.
+    /// Returns true if K and V alternate in one piece of device memory. Kernels of the host take whole
+    /// planes, which must be separate.
     fn planes_in_turn(&self) -> bool {
         let distance = self.v.address().checked_sub(self.k.address());
         self.k.kind() == MemoryKind::Device && distance.is_some_and(|distance| self.layout.in_turn(distance))
     }
 
-    /// Returns the K storage. For a view made of it the caller guarantees the same as for [`views`](Self::views).
+    /// Returns the K storage. The caller's guarantee for [`views`](Self::views) also applies to views of it.
     pub fn k(&self) -> &Arc<dyn Storage> {
         &self.k
     }
 
-    /// Returns the V storage. For a view made of it the caller guarantees the same as for [`views`](Self::views).
+    /// Returns the V storage. The caller's guarantee for [`views`](Self::views) also applies to views of it.
     pub fn v(&self) -> &Arc<dyn Storage> {
         &self.v
     }
@@ -183,11 +183,11 @@ impl KvArena {
     }
 
     /// Returns all of K and all of V as strided views `[num_layers, num_blocks, block_size, heads, dim]`,
-    /// whatever the order in memory: rows come before heads wherever rows are given or returned.
-    /// For a quantised arena these are the codes. Nothing is copied.
+    /// independent of the order in memory: tokens come before heads wherever rows are given or returned. For
+    /// a quantised arena these are the codes. Nothing is copied.
     ///
-    /// A view carries no permit, and operations accept it as a destination. The caller guarantees that nothing
-    /// writes through the views to a block that a [`BlockPool`](crate::BlockPool) has shared.
+    /// A view carries no permit, and operations accept it as a destination. The caller guarantees that
+    /// nothing writes through the views to a block that a [`BlockPool`](crate::BlockPool) has shared.
     ///
     /// # Errors
     /// Returns the errors of [`TensorView::with_strides`].
@@ -206,12 +206,12 @@ impl KvArena {
         Ok((view(self.k_plane())?, view(self.v_plane())?))
     }
 
-    /// Returns the first `len` tokens of every block of one layer, as strided views
-    /// `[num_blocks, len, heads, dim]` of K and of V. The caller's guarantee is that of [`views`](Self::views).
+    /// Returns the first `len` tokens of every block of one layer, as strided views `[num_blocks, len, heads,
+    /// dim]` of K and of V. The caller's guarantee is that of [`views`](Self::views).
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, and [`Error::TooLarge`] if `len` exceeds
-    /// the block size.
+    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, and [`Error::TooLarge`] if `len`
+    /// exceeds the block size.
     pub fn layer_views(&self, layer: usize, len: usize) -> Result<(TensorView, TensorView)> {
         let layers = self.layout.shape().num_layers;
         if layer >= layers {
@@ -281,8 +281,8 @@ impl KvArena {
         if layer < limit { Ok(()) } else { Err(Error::range("layer", layer, limit)) }
     }
 
-    /// Checks that the storage of `view` shares no memory with the arena, where it would be read while the
-    /// arena is written.
+    /// Checks that the storage of `view` shares no memory with the arena. Otherwise it would be read while
+    /// the arena is written.
     pub(crate) fn check_apart(&self, what: &'static str, view: &TensorView) -> Result<()> {
         if self.holds(view.storage()) { Err(Error::Aliased { what }) } else { Ok(()) }
     }

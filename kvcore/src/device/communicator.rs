@@ -11,8 +11,8 @@ use crate::device::{Stream, TensorView};
 
 /// The operator of an all-reduce.
 ///
-/// Elements of f32, f16 and bf16 are combined in an order that the implementation chooses; f16 and bf16 may be
-/// rounded at each step. A sum of i8 wraps. The minimum and maximum of a NaN and a number may be either.
+/// Elements of f32, f16 and bf16 are combined in an order that the implementation chooses; f16 and bf16 may
+/// be rounded at each step. A sum of i8 wraps. The minimum and maximum of a NaN and a number may be either.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// The sum.
@@ -60,8 +60,8 @@ pub enum Collective<'a> {
         /// The operator.
         op: ReduceOp,
     },
-    /// Sends to some ranks and receives from some, side by side. Views from one rank to another are matched in
-    /// the order in which both list them.
+    /// Sends to some ranks and receives from some, side by side. Views from one rank to another are matched
+    /// in the order in which both list them.
     Exchange {
         /// Views to read, each with the rank that receives it.
         sends: &'a [Transfer<'a>],
@@ -70,7 +70,8 @@ pub enum Collective<'a> {
     },
 }
 
-/// The collective as errors name it: what it is, and how many elements of which type this rank brings.
+/// The collective as named in errors: its kind, and the number and type of the elements that this rank
+/// passes.
 impl fmt::Display for Collective<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let tensor = |view: &TensorView| format!("{} elements of {}", view.len(), view.dtype());
@@ -109,16 +110,17 @@ impl<'a> Collective<'a> {
         }
     }
 
-    /// Checks what rank `rank` of `ranks` can see, and returns the proof that [`Communicator::launch`] requires.
+    /// Checks everything that rank `rank` of `ranks` can see, and returns the proof that
+    /// [`Communicator::launch`] requires.
     ///
     /// # Errors
-    /// - Returns [`Error::InvalidStrides`] for a view that is not contiguous, and [`Error::NotMultiple`] for one
-    ///   that ends inside a byte.
+    /// - Returns [`Error::InvalidStrides`] for a view that is not contiguous, and [`Error::NotMultiple`] for
+    ///   one that ends inside a byte.
     /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
     /// - Returns [`Error::Mismatch`] if source and destination do not fit.
     /// - Returns [`Error::Aliased`] if a written view overlaps another view.
-    /// - Returns [`Error::Unsupported`] for a reduction of another element type, and for a transfer of a rank to
-    ///   itself.
+    /// - Returns [`Error::Unsupported`] for a reduction of another element type, and for a transfer of a rank
+    ///   to itself.
     pub fn checked(self, rank: usize, ranks: usize) -> Result<CheckedCollective<'a>> {
         self.views().into_iter().try_for_each(dense)?;
         let in_group = |peer| if peer < ranks { Ok(()) } else { Err(Error::range("rank", peer, ranks)) };
@@ -182,20 +184,21 @@ fn unsupported(what: String) -> Error {
 /// One rank of a group whose ranks exchange tensors: threads of a process, devices, machines.
 ///
 /// # Behaviour
-/// - Every rank of the group has a communicator of its own, used by a thread of its own. All ranks call the same
-///   collectives, with the same sizes, element types, roots and operators, in the same order. An
+/// - Every rank of the group has a communicator of its own, used by a thread of its own. All ranks call the
+///   same collectives, with the same sizes, element types, roots and operators, in the same order. An
 ///   [exchange](Self::exchange) concerns only the ranks of its transfers.
-/// - Collectives are enqueued: they come after all that was enqueued on the stream, and before all that follows.
-///   They own handles to their memory. The collectives of a communicator are on one stream, or ordered by events.
-/// - A call may return before the collective is done, or wait for the other ranks; the caller relies on neither.
-///   Transfers that wait for each other in a circle (a ring of sends) MUST be one exchange.
+/// - Collectives are enqueued: they run after everything enqueued earlier on the stream, and before
+///   everything later. They own handles to their memory. The collectives of a communicator are on one stream,
+///   or ordered by events.
+/// - A call may return before the collective is done, or wait for the other ranks; the caller relies on
+///   neither. Transfers that wait for each other in a circle (a ring of sends) MUST be one exchange.
 /// - [`run`](Self::run) is the only entry: it checks the collective and the memory, and launches. A refused
 ///   collective enqueues nothing. The other ranks wait for it until their time-out, or until an
 ///   [`abort`](Self::abort).
-/// - A failure is final for all ranks: an abort, a time-out, a lost device, a rank that left while others need it. Ranks
-///   of the same process learn of it at once, others at the latest by their time-out.
-///   Destinations are then undefined, and every later collective returns the error. Other work of the streams
-///   goes on.
+/// - A failure is final for all ranks: an abort, a time-out, a lost device, a rank that left while others
+///   need it. Ranks of the same process learn of it at once, others at the latest by their time-out. After a
+///   failure, destinations are undefined, and every later collective returns the error. Other work of the
+///   streams continues.
 /// - The time-out, and how ranks find each other, are matters of the constructor.
 /// - Dropping a communicator leaves the group. [`wait`](Self::wait) before.
 pub trait Communicator: Send + Sync + fmt::Debug {
@@ -205,8 +208,8 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// Returns the number of ranks of the group.
     fn ranks(&self) -> usize;
 
-    /// Enqueues a collective that has passed its check, on memory that the stream owns. [`run`](Self::run) calls
-    /// this method.
+    /// Enqueues a collective that has passed its check, on memory that the stream owns. [`run`](Self::run)
+    /// calls this method.
     ///
     /// # Errors
     /// Returns the errors of [`check`](Self::check) and of the device.
@@ -217,19 +220,21 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// # Errors
     /// - Returns [`Error::RanksDiffer`] if ranks called different collectives and the implementation noticed.
     /// - Returns [`Error::RanksTimedOut`] if a collective was not done in time.
-    /// - Returns [`Error::RankLeft`] if a collective needed a rank that has left, and [`Error::RankAborted`] if a rank
-    ///   aborted or its device failed, or another error of the device where ranks do not learn the reason.
+    /// - Returns [`Error::RankLeft`] if a collective needed a rank that has left, and [`Error::RankAborted`]
+    ///   if a rank aborted or its device failed, or another error of the device where ranks do not learn the
+    ///   reason.
     fn check(&self) -> Result<()>;
 
-    /// Blocks the host until everything enqueued on the stream so far is done, collectives included, no longer
-    /// than the time-out.
+    /// Blocks the host until everything enqueued on the stream so far is done, collectives included, no
+    /// longer than the time-out.
     ///
     /// # Errors
     /// Returns the errors of the collectives among it, as [`check`](Self::check) lists them, and those of
     /// [`Stream::synchronize`].
     fn wait(&self, stream: &dyn Stream) -> Result<()>;
 
-    /// Ends the group for good: the pending work of the ranks of this process at once, that of others as they learn of it. Has no effect on a group that has failed.
+    /// Ends the group for good: pending work of this process's ranks ends at once, that of other processes
+    /// when they learn of it. Has no effect on a failed group.
     fn abort(&self);
 
     /// Checks and launches a collective.

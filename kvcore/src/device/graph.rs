@@ -1,14 +1,14 @@
 //! Graphs: a step's work, captured once and replayed with other lists.
 //!
-//! Each decode step enqueues the same kernels over the same memory. Only the lists differ: tokens, positions, slots, and
-//! the segments with their lengths, offsets and blocks. A captured graph reads these lists from memory that a replay
-//! writes anew, so that one call of the device stands for all launches of a step.
+//! Each decode step enqueues the same kernels over the same memory. Only the lists differ: tokens, positions,
+//! slots, and the segments with their lengths, offsets and blocks. A captured graph reads these lists from
+//! memory that each replay overwrites: one call of the device replaces all launches of a step.
 //!
 //! ```text
 //!   GraphCache::run(stream, key, inputs, record) ─► output of record()
 //!      first time    record()                      eager: kernels are loaded, memory is taken
 //!      second time   Stream::capture ─► Graph      record() enqueues nothing, and is replayed at once
-//!      afterwards    Graph::replay(inputs)         no record(): the output of the capture is written anew
+//!      afterwards    Graph::replay(inputs)         no record(): overwrites the output of the capture
 //! ```
 
 use std::fmt;
@@ -20,8 +20,8 @@ use crate::device::{AttendWork, QueryRow, Stream, WriteSlots};
 // Decision: docs/decisions/device.md#the-inputs-of-a-graph-are-lists-known-by-identity
 /// The lists of a step that change from replay to replay.
 ///
-/// While a step is recorded, operations name these very lists: a scatter the slots and positions, an attend the work, an
-/// embedding the tokens. They are known by identity, not by contents.
+/// While a step is recorded, operations must use these very lists: a scatter the slots and positions, an
+/// attend the work, an embedding the tokens. Lists are recognised by identity, not by contents.
 #[derive(Debug, Clone)]
 pub struct StepInputs {
     /// Token of each row.
@@ -35,8 +35,9 @@ pub struct StepInputs {
 }
 
 impl StepInputs {
-    /// Returns the inputs with rows of padding up to a power of two, so that batches of similar size share a graph.
-    /// Padding is token 0 at position 0, is written nowhere, and attends to nothing: its output is left unchanged.
+    /// Returns the inputs padded with rows up to a power of two, which lets batches of similar size share a
+    /// graph. Padding is token 0 at position 0, is written nowhere, and attends to nothing: its output is
+    /// left unchanged.
     #[must_use]
     pub fn padded(self) -> Self {
         let (rows, padded) = (self.positions.len(), self.positions.len().next_power_of_two());
@@ -61,8 +62,8 @@ impl StepInputs {
 ///
 /// - A graph keeps alive all memory that its work touches.
 /// - A replay is enqueued on the stream of the capture, in order with the stream's other work.
-/// - A replay checks its inputs as [`Operation::check`](crate::Operation::check) does for each captured operation.
-///   If it refuses them, nothing is enqueued.
+/// - A replay checks its inputs as [`Operation::check`](crate::Operation::check) does for each captured
+///   operation. If it refuses them, nothing is enqueued.
 pub trait Graph: Send + Sync + fmt::Debug {
     /// Enqueues the captured work with other inputs.
     ///
@@ -122,7 +123,7 @@ pub enum GraphRun {
     Eager,
     /// Captured, and the new graph replayed once.
     Captured,
-    /// By a graph that was there.
+    /// By replaying an existing graph.
     Replayed,
 }
 
@@ -133,35 +134,36 @@ pub struct GraphCounts {
     pub eager: u64,
     /// Captures.
     pub captured: u64,
-    /// Replays of a graph that was there.
+    /// Replays of an existing graph.
     pub replayed: u64,
-    /// Captures that the backend refused, or that found no memory. Steps of such a key run eagerly from then on.
+    /// Captures that the backend refused, or that found no memory. Later steps with such a key run eagerly.
     pub refused: u64,
 }
 
-/// What a cache knows of a key.
+/// The state of a key in the cache.
 #[derive(Debug)]
 enum Known<T> {
     Seen,
-    /// A graph, and what the recorded function returned: where each replay writes its results.
+    /// A graph, and the value that the recorded function returned: the place where each replay writes its
+    /// results.
     Captured(Arc<dyn Graph>, T),
     Refused,
 }
 
 // Decision: docs/decisions/device.md#a-step-is-captured-when-it-comes-a-second-time
-/// The graphs of one stream, by key. The graph that was not used for longest goes first.
+/// The graphs of one stream, by key. The least recently used graph is dropped first.
 ///
 /// The caller guarantees that all steps under one key enqueue the same operations over the same memory.
 #[derive(Debug)]
 pub struct GraphCache<T = ()> {
     most: usize,
-    /// The latest used is the last.
+    /// The most recently used graph is last.
     known: Vec<(GraphKey, Known<T>)>,
     counts: GraphCounts,
 }
 
 impl<T: Clone> GraphCache<T> {
-    /// Creates a cache of at most `most` graphs. With none, every step runs eagerly.
+    /// Creates a cache of at most `most` graphs. With 0, every step runs eagerly.
     pub fn new(most: usize) -> Self {
         Self { most, known: Vec::new(), counts: GraphCounts::default() }
     }
@@ -176,13 +178,13 @@ impl<T: Clone> GraphCache<T> {
         self.counts
     }
 
-    /// Forgets all graphs, because steps enqueue other operations or use other memory from now on.
+    /// Forgets all graphs. Call this before steps enqueue other operations or use other memory.
     pub fn clear(&mut self) {
         self.known.clear();
     }
 
-    /// Runs a step whose operations `record` enqueues on `stream`: by a graph if there is one that fits. `record` runs
-    /// at most once, or once more if a capture is refused. Returns its output: where the step's results are.
+    /// Runs a step whose operations `record` enqueues on `stream`, by a graph if one fits. `record` runs at
+    /// most once, or twice if a capture is refused. Returns its output: the place of the step's results.
     ///
     /// # Errors
     /// Returns the errors of `record` and of [`Graph::replay`]. A step that cannot be captured is no error.
@@ -222,7 +224,8 @@ impl<T: Clone> GraphCache<T> {
                     self.keep(key, Known::Captured(graph, output.clone()));
                     return Ok((GraphRun::Captured, output));
                 }
-                // What cannot be captured runs as it did the first time, and so does what finds no memory of its own.
+                // A step that cannot be captured runs eagerly, as it did the first time. So does one whose
+                // graph finds no memory.
                 (Err(Error::Unsupported { .. } | Error::Allocation { .. }), _) | (Ok(_), None) => {
                     self.counts.refused += 1;
                     self.known.pop();

@@ -7,9 +7,9 @@
 //! ```
 //!
 //! An owner numbers its blocks in order, and its *floor* is the number of its first block. A permit keeps the
-//! lowest number among the blocks that it writes, and is valid while that number is not below the floor. Blocks
-//! that leave at the front raise the floor by their number, and the other blocks keep their numbers. Every
-//! other loss raises the floor past all numbers in use, and so numbers the remaining blocks anew.
+//! lowest number among the blocks that it writes, and is valid while that number is not below the floor.
+//! Blocks that leave at the front raise the floor by their count, and the other blocks keep their numbers.
+//! Every other loss raises the floor past all numbers in use, which renumbers the remaining blocks.
 
 use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -64,7 +64,7 @@ impl<T: Clone> PermitList<T> {
         self.one.iter().chain(self.more.iter().flat_map(|more| more.iter()))
     }
 
-    /// Replaces the permits, in the old memory if no operation holds it.
+    /// Replaces the permits. Reuses their memory if no operation holds it.
     fn refill(&mut self, permits: impl Iterator<Item = T>) {
         self.one = None;
         match self.more.as_mut().and_then(Arc::get_mut) {
@@ -90,14 +90,14 @@ impl Permits {
     }
 
     /// Voids every permit issued so far. The caller guarantees that the owner has at most `blocks` blocks,
-    /// those that are about to leave included.
+    /// including the ones that are about to leave.
     pub(crate) fn void(&self, blocks: usize) {
         // A permit for no block has the number after the last block.
         self.raise(blocks + 1);
     }
 
-    /// Voids the permits that write one of the owner's first `blocks` blocks. The caller guarantees that these
-    /// blocks leave the owner.
+    /// Voids the permits that write one of the owner's first `blocks` blocks. The caller guarantees that
+    /// these blocks leave the owner.
     pub(crate) fn void_first(&self, blocks: usize) {
         self.raise(blocks);
     }
@@ -132,13 +132,13 @@ impl Permit {
 /// Slots that may be written: a slot mapping with the permits of the owners that fill its blocks.
 ///
 /// Guards of mutable blocks and block tables issue it ([`BlockTable::grow`](crate::BlockTable::grow),
-/// [`MutableBlocks::write_slots`](crate::MutableBlocks::write_slots)). [`Scatter`](crate::Scatter) accepts
-/// no other type of slots. The permit becomes void as soon as a block of these slots is shared, so old slots
+/// [`MutableBlocks::write_slots`](crate::MutableBlocks::write_slots)). [`Scatter`](crate::Scatter) accepts no
+/// other type of slots. The permit becomes void as soon as a block of these slots is shared, so old slots
 /// never write into a block that others read. It also becomes void as soon as any block of the owner is
-/// truncated, split off or freed. A commit of earlier blocks, or letting them go, leaves it valid: slots for tokens ahead, of a
-/// draft or of a prefill that is under way, stay usable. [`Scatter`](crate::Scatter) refuses an arena with
-/// blocks of another size than the owner's. A permit refers to block ids: the caller MUST use it with the
-/// arena that the pool's ids belong to.
+/// truncated, split off or freed. Committing or freeing earlier blocks leaves it valid: slots for tokens
+/// ahead, of a draft or of a prefill in progress, stay usable. [`Scatter`](crate::Scatter) refuses an arena
+/// with blocks of another size than the owner's. A permit refers to block ids: the caller MUST use it with
+/// the arena that the pool's ids belong to.
 ///
 /// ```
 /// use kvcore::{BlockPool, BlockTable, Error, KeyScope};
@@ -196,8 +196,8 @@ impl WriteSlots {
         self.permits.iter().try_for_each(|slots| slots.permit.check("slots"))
     }
 
-    /// Checks that the permits were issued for blocks of `block_size` tokens: in blocks of another size the
-    /// same slots lie in other blocks, which the owners may not fill.
+    /// Checks that the permits were issued for blocks of `block_size` tokens. With another block size, the
+    /// same slots would be in other blocks, which the owners may not fill.
     pub(crate) fn check_block_size(&self, block_size: usize) -> Result<()> {
         let what = "block_size of the arena that the slots address";
         self.permits.iter().try_for_each(|slots| same(what, slots.block_size, block_size))
@@ -213,8 +213,8 @@ impl WriteSlots {
         Self { slots: SlotMapping::concat(parts.map(|part| &part.slots)), permits }
     }
 
-    /// Replaces the slots by those of several owners, each with its first block as in [`Permits::slots`], which gives the
-    /// conditions. Uses the old memory again as far as no operation holds it.
+    /// Replaces the slots by those of several owners, each with its first block, under the conditions of
+    /// [`Permits::slots`]. Reuses memory that no operation holds.
     pub(crate) fn refill_batch<'a>(
         &mut self,
         block_size: usize,

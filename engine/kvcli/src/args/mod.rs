@@ -290,13 +290,13 @@ pub(crate) enum WeightsFormat {
 pub(crate) enum BackendName {
     Cpu,
     /// The wgpu backend, with a part of an adapter's name or the adapter's number.
-    #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "this build only says what it lacks"))]
+    #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "this build only reports what it lacks"))]
     Wgpu(Option<String>),
     /// The CUDA backend, with the number of the device.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "this build only says what it lacks"))]
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "this build only reports what it lacks"))]
     Cuda(usize),
     /// The Ascend backend.
-    #[cfg_attr(not(feature = "ascend"), expect(dead_code, reason = "this build only says what it lacks"))]
+    #[cfg_attr(not(feature = "ascend"), expect(dead_code, reason = "this build only reports what it lacks"))]
     Ascend {
         /// The number of a device.
         device: usize,
@@ -329,7 +329,11 @@ fn device_number(what: &str, number: &str) -> Result<usize, String> {
 }
 
 fn separator(text: &str) -> Result<String, String> {
-    if text.is_empty() { Err("it would separate everywhere".to_owned()) } else { Ok(text.to_owned()) }
+    if text.is_empty() {
+        Err("an empty separator would split the text everywhere".to_owned())
+    } else {
+        Ok(text.to_owned())
+    }
 }
 
 fn at_least_one(text: &str) -> Result<usize, String> {

@@ -131,7 +131,11 @@ impl SamplingArgs {
 }
 
 fn stop(text: &str) -> Result<String, String> {
-    if text.is_empty() { Err("it would end every answer at once".to_owned()) } else { Ok(text.to_owned()) }
+    if text.is_empty() {
+        Err("an empty text would end every answer at once".to_owned())
+    } else {
+        Ok(text.to_owned())
+    }
 }
 
 fn temperature(text: &str) -> Result<f32, String> {

@@ -8,7 +8,7 @@ use kvchunk::{ComputeMode, ContextScaling, PositionStrategy, Recompute, Reuse, R
 use super::{Positions, mode, positive, recompute};
 
 /// The heading of these options in the help.
-const WAY: &str = "How documents are reused (as --positions sequential --chunks with-system --recompute question:0.5, if none is given)";
+const WAY: &str = "How documents are reused (default: --positions sequential --chunks with-system --recompute question:0.5)";
 
 /// The way in which documents are reused.
 #[derive(Debug, Args)]

@@ -12,7 +12,7 @@ use kvmodel::{Model, ModelConfig, ModelDirectory, Weights};
 use serde::Serialize;
 
 use crate::args::{BenchArgs, BenchKind, MeasuredArgs, RagArgs};
-use crate::backend::Opened;
+use crate::backend::OpenedBackend;
 use crate::error::Result;
 use crate::plot::writable;
 use crate::progress::bar;
@@ -108,7 +108,7 @@ fn engine(args: &RagArgs) -> Result<Engine> {
 /// Opens a backend, and loads a model on it or creates one of a given size with random weights. Also returns
 /// the tokenizer's digest.
 fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
-    let Opened { backend, dense } = backend::open(&args.backend)?;
+    let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
     if let Some((layers, width)) = args.size {
         let config = ModelConfig::benchmark(layers, width)?;
         let model = Model::with_dense(config, Weights::random(1), load::format(args.weights), dense)?;

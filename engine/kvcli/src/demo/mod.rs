@@ -3,12 +3,12 @@
 use std::io::Write;
 
 use kvchunk::ChunkReport;
-use kvengine::{Engine, EngineConfig, Generation, Request};
-use kvmodel::{ModelDirectory, PromptTokens, TextCodec, WeightFormat};
+use kvengine::{Engine, EngineConfig, Generation, PromptTokens, Request};
+use kvmodel::{ModelDirectory, TextCodec, WeightFormat};
 use serde::Serialize;
 
 use crate::args::DemoArgs;
-use crate::backend::Opened;
+use crate::backend::OpenedBackend;
 use crate::error::{Error, Result};
 use crate::report::{ms, table};
 use crate::{backend, embedded};
@@ -40,7 +40,7 @@ struct Answered {
 
 pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let out = &mut std::io::stdout().lock();
-    let Opened { backend, dense } = backend::open(&args.backend)?;
+    let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
     let ModelDirectory { model, codec } = embedded::load(WeightFormat::Stored, dense)?;
     let config = EngineConfig { kv_format: args.dtype, ..EngineConfig::default() };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
@@ -98,7 +98,7 @@ fn trials() -> Result<Vec<DemoQuestion>> {
 impl DemoQuestion {
     fn prompt(&self, codec: &TextCodec) -> Result<PromptTokens> {
         let documents = self.order.iter().map(|&i| embedded::DOCUMENTS[i].1);
-        Ok(codec.prompt_of(embedded::SYSTEM, documents, self.question, true)?)
+        Ok(PromptTokens::from_parts(codec, embedded::SYSTEM, documents, self.question, true)?)
     }
 }
 

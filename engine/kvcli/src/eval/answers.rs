@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 /// Writes every answer.
 pub(super) fn write(path: &Path, arms: &[Arm], trials: &[Trial]) -> Result<()> {
     #[derive(Serialize)]
-    struct Line<'a> {
+    struct AnswerLine<'a> {
         name: String,
         #[serde(flatten)]
         trial: &'a Trial,
@@ -20,7 +20,7 @@ pub(super) fn write(path: &Path, arms: &[Arm], trials: &[Trial]) -> Result<()> {
     let write = || -> std::io::Result<()> {
         let mut file = std::io::BufWriter::new(std::fs::File::create(path)?);
         for trial in trials {
-            let line = Line { name: arms[trial.arm].name(), trial };
+            let line = AnswerLine { name: arms[trial.arm].name(), trial };
             serde_json::to_writer(&mut file, &line).map_err(std::io::Error::from)?;
             writeln!(file)?;
         }
@@ -33,7 +33,7 @@ pub(super) fn write(path: &Path, arms: &[Arm], trials: &[Trial]) -> Result<()> {
 /// file contains those of full attention.
 pub(super) fn read(paths: &[PathBuf]) -> Result<(Vec<Arm>, Vec<Trial>)> {
     #[derive(Deserialize)]
-    struct Line {
+    struct AnswerLine {
         name: String,
         #[serde(flatten)]
         trial: Trial,
@@ -44,7 +44,7 @@ pub(super) fn read(paths: &[PathBuf]) -> Result<(Vec<Arm>, Vec<Trial>)> {
             .map_err(|source| Error::ReadAnswers { path: path.clone(), source })?;
         for (number, line) in text.lines().enumerate() {
             let bad = |reason: String| Error::Answer { path: path.clone(), line: number + 1, reason };
-            let Line { name, trial } = serde_json::from_str(line).map_err(|e| bad(e.to_string()))?;
+            let AnswerLine { name, trial } = serde_json::from_str(line).map_err(|e| bad(e.to_string()))?;
             let found = names.iter().position(|known| *known == name);
             let arm = if let Some(arm) = found {
                 arm

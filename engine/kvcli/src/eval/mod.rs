@@ -223,7 +223,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_arm_is_asked_once_whatever_the_number_of_layers() {
+    fn every_arm_is_asked_once_for_any_number_of_layers() {
         for layers in 1..=6 {
             let arms = arms(&[], layers, PositionStrategy::Sequential, ContextScaling::default());
             let mut names: Vec<String> = arms.iter().map(Arm::name).collect();

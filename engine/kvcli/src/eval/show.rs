@@ -26,7 +26,7 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
         header.extend(compared.then(|| format!("{}: divergence", kind.name())));
         header.extend(ordered.then(|| format!("{}: beyond", kind.name())));
     }
-    header.extend(["tokens anew", "operations", "TTFT"].map(str::to_owned));
+    header.extend(["tokens recomputed", "operations", "TTFT"].map(str::to_owned));
     let mut table = styled(&header.iter().map(String::as_str).collect::<Vec<_>>());
     let names = distinct(scores.iter().map(|score| score.name.as_str()));
     let full = of(scores, names.first().copied().unwrap_or_default(), &kinds);
@@ -67,7 +67,7 @@ pub(super) fn table(out: &mut impl Write, scores: &[Score], draws: usize) -> Res
         if right < floor {
             writeln!(
                 out,
-                "\nFull attention answers {:.0} % of the {} questions, less than {:.0} %: a small loss says little about reuse.",
+                "\nFull attention answers {:.0} % of the {} questions, less than {:.0} %: a small loss tells little about reuse.",
                 100.0 * right,
                 score.kind.name(),
                 100.0 * floor
@@ -199,7 +199,7 @@ pub(super) fn gate(out: &mut impl Write, gate: &Gate) -> Result<()> {
                  several were not asked: `kvc eval` asks them."
             }
             Some(false) => {
-                "Reuse is NOT fit for this model in this cell: see `kvc eval` for what recomputation repairs."
+                "Reuse is NOT fit for this model in this cell: run `kvc eval` to see how much recomputation repairs."
             }
             None =>
                 "Reuse of this model cannot be judged by these questions: ask more of them (--questions), or \

@@ -3,17 +3,17 @@
 use std::io::Write;
 
 use kvchunk::{ChunkCacheConfig, ColdRule, Reuse, SleepUsage};
-use kvengine::{Engine, EngineConfig, FinishReason, Generation, Request, TunedReuse};
-use kvmodel::{ModelDirectory, PromptTokens};
+use kvengine::{Engine, EngineConfig, FinishReason, Generation, PromptTokens, Request, TunedReuse};
+use kvmodel::ModelDirectory;
 
 use crate::args::RunArgs;
-use crate::backend::Opened;
+use crate::backend::OpenedBackend;
 use crate::error::Result;
 use crate::memory::MemoryJson;
-use crate::progress::Live;
+use crate::progress::LiveAnswer;
 use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, ms};
 use crate::{backend, load};
-use prompts::Prompts;
+use prompts::RunPrompts;
 
 mod prompts;
 
@@ -21,8 +21,8 @@ mod prompts;
 const DEFAULT_SHARE: f64 = 0.5;
 
 pub(crate) fn run(args: &RunArgs) -> Result<()> {
-    let prompts = Prompts::read(&args.asked)?;
-    let Opened { backend, dense } = backend::open_with(&args.backend, args.threads)?;
+    let prompts = RunPrompts::read(&args.asked)?;
+    let OpenedBackend { backend, dense } = backend::open_with(&args.backend, args.threads)?;
     let ModelDirectory { model, codec } = load::model(args.model.as_deref(), args.weights, dense)?;
     let way = match &args.way.reuse {
         Some(path) => TunedReuse::read(path)?.of(&model)?,
@@ -51,7 +51,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     for earlier in prompts.warm(&codec) {
         let request = request(args, &way, &engine, earlier?);
-        engine.generate(&request, &mut Live::new(&codec, &[], false)?)?;
+        engine.generate(&request, &mut LiveAnswer::new(&codec, &[], false)?)?;
         if let (Some(chunks), Some(_)) = (engine.chunks(), args.sleep.form()) {
             chunks.sleep_cold_chunks(ColdRule::EVERYTHING).map_err(kvengine::Error::from)?;
         }
@@ -67,7 +67,7 @@ pub(crate) fn run(args: &RunArgs) -> Result<()> {
         forced,
         ..request(args, &way, &engine, prompts.asked(&codec)?)
     };
-    let mut live = Live::new(&codec, &args.sampling.stop, !args.json)?;
+    let mut live = LiveAnswer::new(&codec, &args.sampling.stop, !args.json)?;
     let generation = engine.generate(&request, &mut live)?;
     let text = live.finish()?;
     let read_back = request.forced.is_some().then(|| ReadBackJson::new(&request.prompt, &generation));
@@ -133,11 +133,11 @@ fn show(
     let no_room = report.chunk_cache.as_ref().map_or(0, |cache| cache.uncached);
     if no_room > 0 {
         eprintln!(
-            "{no_room} times a document found no room beside the others, and was not kept: raise --kv-memory or --memory-share"
+            "{no_room} times there was no room to keep a document: raise --kv-memory or --memory-share"
         );
     }
     if generation.recomputed_tokens > 0 {
-        eprintln!("{} document tokens computed anew ({})", generation.recomputed_tokens, way.recompute);
+        eprintln!("{} document tokens recomputed ({})", generation.recomputed_tokens, way.recompute);
     }
     eprintln!(
         "{} prompt tokens, {} of them cached; {} of {} chunks hit; first token after {:.1} ms, {} new in {:.1} ms",

@@ -4,14 +4,15 @@ use std::io::Read;
 use std::path::{Path, PathBuf};
 
 use kvchunk::DEFAULT_SEPARATOR;
-use kvmodel::{Message, PromptTokens, Role, TextCodec};
+use kvengine::PromptTokens;
+use kvmodel::{Message, Role, TextCodec};
 
 use crate::args::PromptArgs;
 use crate::error::{Error, Result};
 
 /// The prompt and earlier prompts, read from options and files.
 #[derive(Debug)]
-pub(super) struct Prompts {
+pub(super) struct RunPrompts {
     form: Form,
     /// The text of the prompt, or of the last message.
     text: String,
@@ -31,7 +32,7 @@ enum Form {
     Chat { earlier: Vec<Message>, documents: Vec<String>, file: Option<PathBuf> },
 }
 
-impl Prompts {
+impl RunPrompts {
     /// Reads all files that the options name.
     pub(super) fn read(args: &PromptArgs) -> Result<Self> {
         let documents = args.documents.iter().map(|path| document(path)).collect::<Result<Vec<_>>>()?;
@@ -98,8 +99,8 @@ impl Prompts {
 
     fn tokens(&self, codec: &TextCodec, text: &str) -> Result<PromptTokens> {
         match &self.form {
-            Form::Cut { separator, chat: true } => Ok(codec.chat_prompt(text, separator)?),
-            Form::Cut { separator, chat: false } => Ok(codec.prompt(text, separator, true)?),
+            Form::Cut { separator, chat: true } => Ok(PromptTokens::split_chat(codec, text, separator)?),
+            Form::Cut { separator, chat: false } => Ok(PromptTokens::split(codec, text, separator, true)?),
             Form::Raw { system, documents } if documents.is_empty() => {
                 let system = system.as_deref().map(ended).unwrap_or_default();
                 Ok(PromptTokens::Plain(codec.encode(&format!("{system}{text}"), true)?))
@@ -109,12 +110,14 @@ impl Prompts {
                 if codec.encode(&system, true)?.is_empty() {
                     return Err(Error::NoSystem);
                 }
-                Ok(codec.prompt_of(&system, documents.iter().map(String::as_str), text, true)?)
+                let documents = documents.iter().map(String::as_str);
+                Ok(PromptTokens::from_parts(codec, &system, documents, text, true)?)
             }
             Form::Chat { earlier, documents, file } => {
                 let last = Message::new(Role::User, text);
                 let messages: Vec<Message> = earlier.iter().cloned().chain([last]).collect();
-                let tokens = codec.conversation(&messages, documents.iter().map(String::as_str));
+                let documents = documents.iter().map(String::as_str);
+                let tokens = PromptTokens::from_conversation(codec, &messages, documents);
                 tokens.map_err(|source| match file {
                     Some(path) => Error::Messages { path: path.clone(), source },
                     None => source.into(),
@@ -161,7 +164,7 @@ fn messages(path: &Path) -> Result<Vec<Message>> {
 }
 
 // Decision: docs/decisions/models.md#a-document-file-ends-with-a-line-break
-/// Returns a part of a prompt with a line break at its end, so that the next part does not continue its last
+/// Returns a part of a prompt with a line break at its end, to keep the next part from continuing its last
 /// word.
 fn ended(text: &str) -> String {
     if text.ends_with('\n') { text.to_owned() } else { format!("{text}\n") }

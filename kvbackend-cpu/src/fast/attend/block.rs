@@ -10,12 +10,12 @@ use super::elements::{RowElement, Scaling};
 use super::pointers::{Prefetch, RowPointers, RowScales};
 use super::products::{accumulate, dots};
 use super::softmax::{LogitScaling, OnlineSoftmax, StateLayout};
-use super::tile::{TILE, Tile};
-use crate::simd::{Simd, Task};
+use super::tile::{TILE, TokenTile};
+use crate::simd::{Simd, SimdTask};
 
 /// Elements between the logits of two queries: a tile, and one vector more.
 const STRIDE: usize = TILE + 16;
-/// Most queries of a block of registers.
+/// The maximum number of queries of a block of registers.
 const QUERIES: usize = 6;
 
 /// Attention of the queries of one unit of heads over one tile of tokens.
@@ -39,11 +39,11 @@ pub(super) struct TileAttention<'a> {
     /// States of the segment's merge group.
     pub(super) states: *mut f32,
     pub(super) layout: StateLayout,
-    pub(super) tile: &'a Tile<'a>,
+    pub(super) tile: &'a TokenTile<'a>,
     pub(super) keys: RowPointers<'a>,
     pub(super) values: RowPointers<'a>,
     pub(super) columns: &'a [*const u8],
-    /// Rows of keys and of values that come next.
+    /// The next rows of keys and of values, to prefetch.
     pub(super) ahead: [Prefetch<'a>; 2],
 }
 
@@ -174,7 +174,7 @@ impl<'a, E, const Q: usize, const N: usize, const PACKED: bool> QueryBlock<'a, E
     }
 }
 
-impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> Task
+impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> SimdTask
     for QueryBlock<'_, E, Q, N, PACKED>
 {
     type Output = ();
@@ -193,8 +193,8 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> Task
         let stride = attention.layout.stride();
         // The next rows are prefetched by the first block of queries.
         let ahead = if self.first == 0 { attention.ahead } else { Default::default() };
-        // SAFETY: `Q <= QUERIES`, so that `logits` has `STRIDE` elements for each query, a tile and one
-        // vector. `first + Q <= queries()` by contract, so that queries and states are those of `attention`.
+        // SAFETY: `Q <= QUERIES`, so `logits` has `STRIDE` elements for each query, a tile and one
+        // vector. `first + Q <= queries()` by contract, so queries and states are those of `attention`.
         // Only logits that `dots` or `accumulate` wrote are read, since each range seen lies in `all`.
         unsafe {
             let q = attention.q.add(self.first * k_dim);
@@ -285,12 +285,12 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> Task
 /// Multiplies the weights of `n` tokens by the scales of their values, those of tokens from `first` on.
 ///
 /// # Safety
-/// `weights` and, from token `first` on, `scales` are initialised for `n` tokens and `S::LANES` more, with one
-/// scale for each token. The caller is compiled for the instruction set of `S`.
+/// `weights` and, from token `first` on, `scales` are initialised for `n` tokens and `S::LANES` more, with
+/// one scale for each token. The caller is compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn scale_weights<S: Simd>(weights: *mut f32, n: usize, scales: RowScales, first: usize) {
     for t in (0..n).step_by(S::LANES) {
-        // SAFETY: `t < n`, so that the vectors end before `n + LANES`, for which there is room by contract.
+        // SAFETY: `t < n`, so the vectors end before `n + LANES`, for which there is room by contract.
         unsafe {
             let (weight, scale) = (S::load(weights.add(t)), S::load(scales.row(first + t)));
             S::store(weights.add(t), S::mul(weight, scale));
@@ -312,7 +312,7 @@ pub(super) struct AccumulateValues<'a, E, const N: usize> {
     pub(super) element: PhantomData<E>,
 }
 
-impl<E: RowElement, const N: usize> Task for AccumulateValues<'_, E, N> {
+impl<E: RowElement, const N: usize> SimdTask for AccumulateValues<'_, E, N> {
     type Output = ();
 
     #[inline(always)]

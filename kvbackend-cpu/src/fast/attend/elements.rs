@@ -5,7 +5,7 @@ use std::marker::PhantomData;
 use kvcore::Fp8Kind;
 
 use super::pointers::RowPointers;
-use crate::simd::{E4M3_UNIT, Simd, SimdElement, Task};
+use crate::simd::{E4M3_UNIT, Simd, SimdElement, SimdTask};
 
 /// The place where elements meet their scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,7 +24,7 @@ pub(super) enum Scaling {
 /// # Safety
 /// Every function requires a row with element `i`, [`load`](Self::load) one with `S::LANES` elements from `i`
 /// on, of which `i` is a multiple, and a caller that is compiled for the instruction set of `S`.
-#[allow(clippy::missing_safety_doc, reason = "said once, at the trait")]
+#[allow(clippy::missing_safety_doc, reason = "stated once, at the trait")]
 pub(super) trait RowElement: Copy + 'static {
     const SCALING: Scaling;
 
@@ -35,7 +35,7 @@ pub(super) trait RowElement: Copy + 'static {
     unsafe fn one(row: *const u8, i: usize) -> f32;
 }
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as stated at RowElement")]
 impl<E: SimdElement> RowElement for E {
     const SCALING: Scaling = Scaling::None;
 
@@ -54,7 +54,7 @@ impl<E: SimdElement> RowElement for E {
 #[derive(Clone, Copy)]
 pub(super) struct Int8;
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as stated at RowElement")]
 impl RowElement for Int8 {
     const SCALING: Scaling = Scaling::Rows;
 
@@ -73,7 +73,7 @@ impl RowElement for Int8 {
 #[derive(Clone, Copy)]
 pub(super) struct Int4;
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as stated at RowElement")]
 impl RowElement for Int4 {
     const SCALING: Scaling = Scaling::Rows;
 
@@ -94,7 +94,7 @@ impl RowElement for Int4 {
 #[derive(Clone, Copy)]
 pub(super) struct E4M3;
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as stated at RowElement")]
 impl RowElement for E4M3 {
     const SCALING: Scaling = Scaling::Rows;
 
@@ -113,7 +113,7 @@ impl RowElement for E4M3 {
 #[derive(Clone, Copy)]
 pub(super) struct E5M2;
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as stated at RowElement")]
 impl RowElement for E5M2 {
     const SCALING: Scaling = Scaling::Rows;
 
@@ -132,7 +132,7 @@ impl RowElement for E5M2 {
 #[derive(Clone, Copy)]
 pub(super) struct Grouped<E>(PhantomData<E>);
 
-#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as RowElement says")]
+#[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as stated at RowElement")]
 impl<E: RowElement> RowElement for Grouped<E> {
     const SCALING: Scaling = Scaling::Groups;
 
@@ -156,7 +156,7 @@ pub(super) struct AnyNan<'a> {
     pub(super) dim: usize,
 }
 
-impl Task for AnyNan<'_> {
+impl SimdTask for AnyNan<'_> {
     type Output = bool;
 
     #[inline(always)]

@@ -3,13 +3,13 @@
 use kvcore::{Attend, TensorView};
 
 use super::softmax::StateLayout;
-use crate::raw::Target;
-use crate::simd::{Simd, Task, narrow};
+use crate::raw::Destination;
+use crate::simd::{Simd, SimdTask, narrow};
 
 /// The destinations of results.
 pub(super) struct Outputs<'a> {
-    pub(super) out: (&'a TensorView, Target<'a>),
-    pub(super) lse: Option<(&'a TensorView, Target<'a>)>,
+    pub(super) out: (&'a TensorView, Destination<'a>),
+    pub(super) lse: Option<(&'a TensorView, Destination<'a>)>,
 }
 
 /// Merges the states of one row and head, and writes output and log-sum-exp.
@@ -30,13 +30,13 @@ pub(super) struct Finish<'a> {
     pub(super) layout: StateLayout,
 }
 
-impl Task for Finish<'_> {
+impl SimdTask for Finish<'_> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { op, outputs, at: (row, head), states, parts: (parts, part_stride), layout } = self;
-        // SAFETY: `index` is below the number of groups and `part < parts`, so that by the contract of
+        // SAFETY: `index` is below the number of groups and `part < parts`, so by the contract of
         // `Finish` each state reached has `v_dim + 2` elements. `first` and the other operand of `merge` are
         // different states.
         unsafe {

@@ -6,11 +6,11 @@ use super::heads::HeadUnits;
 use super::source::SourcePlane;
 use crate::fast::locked::Locked;
 use crate::fast::rotate::RotationTable;
-use crate::memory::Span;
+use crate::memory::ByteSpan;
 use crate::raw::Origin;
 
 /// The inputs that all items of a call read.
-pub(super) struct Inputs<'a> {
+pub(super) struct CallInputs<'a> {
     pub(super) op: &'a Attend,
     pub(super) units: HeadUnits,
     pub(super) keys: SourcePlane<'a>,
@@ -22,7 +22,7 @@ pub(super) struct Inputs<'a> {
     pub(super) table: Option<RotationTable>,
 }
 
-impl Inputs<'_> {
+impl CallInputs<'_> {
     /// Returns the head of K and the head of V of a unit.
     pub(super) fn kv_heads(&self, unit: usize) -> (usize, usize) {
         let s = self.op.arena.layout().shape();
@@ -53,15 +53,15 @@ impl<'a> QueryRows<'a> {
         locked: &Locked<'b>,
         copy: &'a mut Vec<u8>,
     ) -> Result<Self> {
-        let span = Span::of(view)?;
+        let span = ByteSpan::of(view)?;
         let (start, len) = (span.bytes().start, span.bytes().len());
         let bytes = locked.origin(&span)?.part(start, len);
         if !view.overlaps(out)? {
             return Ok(Self { view, bytes });
         }
         copy.clear();
-        // SAFETY: `part` checked that `len` bytes lie inside. The bytes are locked and no kernel of this
-        // call runs yet, so that nobody writes them while the slice lives.
+        // SAFETY: `part` checked that `len` bytes lie inside. The bytes are locked and no kernel of this call
+        // runs yet, so no code writes them while the slice lives.
         copy.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes.at(0, len), len) });
         Ok(Self { view, bytes: Origin::new(copy) })
     }

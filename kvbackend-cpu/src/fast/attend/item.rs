@@ -1,4 +1,5 @@
-//! One item of a call: its tokens one tile at a time, with partial softmax states kept from tile to tile.
+//! Computes one item of a call: its tokens one tile at a time, with partial softmax states kept from tile to
+//! tile.
 
 use std::ops::Range;
 
@@ -8,16 +9,16 @@ use kvcore::{DType, Fp8Kind, KeyForm, KvFormat};
 use super::block::TileAttention;
 use super::elements::{AnyNan, E4M3, E5M2, Grouped, Int4, Int8};
 use super::finish::{Finish, Outputs};
-use super::inputs::{Inputs, QueryRows};
+use super::inputs::{CallInputs, QueryRows};
 use super::matrix::{MatrixBuffers, MatrixForm};
 use super::plan::{MANY_QUERIES, TokenRun, WorkItem, number_of_states};
 use super::pointers::RowPointers;
 use super::scales::{ReadScales, TileScales};
 use super::softmax::StateLayout;
-use super::tile::{TILE, Tile, TileBuffers, TileForm, adjacent_rows};
+use super::tile::{TILE, TileBuffers, TileForm, TokenTile, adjacent_rows};
 use crate::fast::rotate::rotate;
-use crate::raw::Target;
-use crate::simd::{Simd, Task, widen};
+use crate::raw::Destination;
+use crate::simd::{Simd, SimdTask, widen};
 
 /// Widens the queries of all units of an item, and rotates them to their positions minus `moved`, if given.
 ///
@@ -25,14 +26,14 @@ use crate::simd::{Simd, Task, widen};
 /// `to` is valid for writes of the queries of the item, each of the width of `queries`, outside the queries'
 /// storage.
 struct WidenQueries<'a> {
-    inputs: &'a Inputs<'a>,
+    inputs: &'a CallInputs<'a>,
     item: &'a WorkItem,
     queries: &'a QueryRows<'a>,
     to: *mut f32,
     moved: Option<i64>,
 }
 
-impl Task for WidenQueries<'_> {
+impl SimdTask for WidenQueries<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -63,7 +64,7 @@ impl Task for WidenQueries<'_> {
 
 /// Memory of a thread. It grows to the needs of its largest item, and never shrinks.
 #[derive(Default)]
-pub(super) struct Scratch {
+pub(super) struct ItemScratch {
     queries: Vec<f32>,
     latents: Vec<f32>,
     states: Vec<f32>,
@@ -78,7 +79,7 @@ pub(super) struct Scratch {
 /// An item, with the inputs and outputs of its call.
 #[derive(Clone, Copy)]
 pub(super) struct ItemContext<'a> {
-    pub(super) inputs: &'a Inputs<'a>,
+    pub(super) inputs: &'a CallInputs<'a>,
     pub(super) item: &'a WorkItem,
     /// The runs of tokens of the item.
     pub(super) runs: &'a [TokenRun],
@@ -86,7 +87,7 @@ pub(super) struct ItemContext<'a> {
     pub(super) matrix_form: Option<MatrixForm>,
     pub(super) outputs: &'a Outputs<'a>,
     /// The shared buffer, for states of rows whose tokens are split.
-    pub(super) shared: Target<'a>,
+    pub(super) shared: Destination<'a>,
 }
 
 /// Computes an item in a thread's memory.
@@ -98,7 +99,7 @@ pub(super) struct ItemContext<'a> {
 /// `item` in the outputs, or its states in `shared`, meanwhile.
 pub(super) struct ComputeItem<'a> {
     pub(super) context: ItemContext<'a>,
-    pub(super) scratch: &'a mut Scratch,
+    pub(super) scratch: &'a mut ItemScratch,
 }
 
 /// Queries and partial softmax states of an item, and buffers for one of its tiles.
@@ -125,7 +126,7 @@ impl ItemBuffers<'_> {
         let queries = self.layout.count / units;
         if let Some(matrix) = &self.matrix {
             for unit in 0..units {
-                // SAFETY: `unit < units`, so that `from` has the `queries` queries of the unit, and the
+                // SAFETY: `unit < units`, so `from` has the `queries` queries of the unit, and the
                 // buffers have columns for them, by contract. A form of matrices exists only on processors
                 // with AMX.
                 unsafe { matrix.put_queries(which, unit, queries, from.add(unit * queries * dim)) };
@@ -134,7 +135,7 @@ impl ItemBuffers<'_> {
     }
 }
 
-impl Task for ComputeItem<'_> {
+impl SimdTask for ComputeItem<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -174,7 +175,7 @@ impl Task for ComputeItem<'_> {
             }),
             // SAFETY: `MatrixForm::of` gives a form only at the level `Amx`, which is available. A thread
             // computes one item at a time and drops the buffers at its end, before the memory changes, so
-            // that no other `Tiles` of this thread lives.
+            // no other `AmxTiles` of this thread lives.
             matrix: context.matrix_form.filter(|_| form == TileForm::Matrix).map(|form| unsafe {
                 form.buffers(item.units.len(), queries / item.units.len(), &mut scratch.matrices)
             }),
@@ -203,9 +204,9 @@ impl Task for ComputeItem<'_> {
                     buffers.put_queries(0, item.units.len(), buffers.q, k_dim);
                     rotated_by = Some(moved);
                 }
-                let mut now = Tile::new(inputs, segment, run.start, run.end);
+                let mut now = TokenTile::new(inputs, segment, run.start, run.end);
                 while now.len() > 0 {
-                    let next = Tile::new(inputs, segment, now.tokens.end, run.end);
+                    let next = TokenTile::new(inputs, segment, now.tokens.end, run.end);
                     context.tile::<S>(&buffers, form, &now, &next);
                     now = next;
                 }
@@ -218,7 +219,7 @@ impl Task for ComputeItem<'_> {
 }
 
 impl ItemContext<'_> {
-    /// Returns the form in which keys and values come to the products.
+    /// Returns the form of keys and values that the products read.
     fn form<S: Simd>(&self) -> TileForm {
         let inputs = self.inputs;
         if self.item.rows.len() * inputs.units.size >= MANY_QUERIES {
@@ -248,7 +249,13 @@ impl ItemContext<'_> {
     /// `buffers` are rotated for the segment of `tile`, and the caller is compiled for the instruction set of
     /// `S`.
     #[inline(always)]
-    unsafe fn tile<S: Simd>(&self, buffers: &ItemBuffers, form: TileForm, tile: &Tile, next: &Tile) {
+    unsafe fn tile<S: Simd>(
+        &self,
+        buffers: &ItemBuffers,
+        form: TileForm,
+        tile: &TokenTile,
+        next: &TokenTile,
+    ) {
         let (inputs, item, tile_buffers) = (self.inputs, self.item, &buffers.tile);
         let (k_dim, v_dim) = (inputs.keys.dim, inputs.values.dim);
         let (keys, values) =

@@ -21,7 +21,7 @@ use super::products::dots;
 use super::softmax::{LogitScaling, OnlineSoftmax};
 use super::source::SourcePlane;
 use super::tile::TILE;
-use crate::simd::amx::{self, Operands, PARTS, PRODUCTS, ROW, ROWS, SharedOperand, Tiles};
+use crate::simd::amx::{self, AmxTiles, Operands, PARTS, PRODUCTS, ROW, ROWS, SharedOperand};
 use crate::simd::avx512::{Avx512, upper_halves};
 use crate::simd::{Simd, SimdLevel};
 
@@ -46,7 +46,7 @@ pub(super) struct MatrixForm {
 /// Memory of an item, all of it in whole AMX tiles, and the tile registers of the thread.
 pub(super) struct MatrixBuffers {
     form: MatrixForm,
-    tiles: Tiles,
+    tiles: AmxTiles,
     /// Queries in columns, of all units: first those for the keys, second those for the values.
     queries: [*mut u8; 2],
     /// Copies of the rows of keys and of values, for rows that are not evenly spaced.
@@ -106,7 +106,7 @@ impl MatrixForm {
     /// Makes room for `units` units of `queries` queries each in `memory`.
     ///
     /// # Safety
-    /// The processor supports AMX with bf16, no other [`Tiles`] of this thread lives, and the buffers are
+    /// The processor supports AMX with bf16, no other [`AmxTiles`] of this thread lives, and the buffers are
     /// used and dropped in this thread, before `memory` is changed or dropped.
     pub(super) unsafe fn buffers(self, units: usize, queries: usize, memory: &mut Vec<f32>) -> MatrixBuffers {
         let sizes = self.sizes(units, queries);
@@ -123,9 +123,9 @@ impl MatrixForm {
         });
         MatrixBuffers {
             form: self,
-            // SAFETY: by contract, AMX is available, no other `Tiles` of this thread lives, and this one is
-            // dropped in this thread.
-            tiles: unsafe { Tiles::new() },
+            // SAFETY: by contract, AMX is available, no other `AmxTiles` of this thread lives, and this one
+            // is dropped in this thread.
+            tiles: unsafe { AmxTiles::new() },
             queries: [q, latents],
             copies: [keys, latent_keys],
             values,
@@ -145,7 +145,7 @@ impl MatrixBuffers {
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn put_queries(&self, which: usize, unit: usize, count: usize, from: *const f32) {
         let (parts, dim) = (self.form.parts, [self.form.k_dim, self.form.v_dim][which]);
-        // SAFETY: a query has `dim` elements, a multiple of `PAIRS`, so that `i + PAIRS <= dim` for both
+        // SAFETY: a query has `dim` elements, a multiple of `PAIRS`, so `i + PAIRS <= dim` for both
         // loads, and `first + j < count`. The columns of a unit have room for `groups(count)` groups of
         // `queries_bytes` bytes, as many as are written. AVX-512 is available by contract.
         unsafe {
@@ -326,7 +326,7 @@ impl TileAttention<'_> {
         let scaling = LogitScaling { factor, softcap: self.op.softcap };
         let mut shrink = [1.0; ROWS];
         let steps = n.div_ceil(PAIRS);
-        // SAFETY: `a < count`, so that `first + a` is one of the queries. A row of logits has `STRIDE`
+        // SAFETY: `a < count`, so `first + a` is one of the queries. A row of logits has `STRIDE`
         // elements, a tile and one vector, and `seen` lies in the tile. `buffers.weights` has `steps * PARTS`
         // tiles, with a row for each `a < ROWS`. States and rows are those of the attention.
         unsafe {
@@ -372,7 +372,7 @@ impl TileAttention<'_> {
     unsafe fn put_logits(&self, buffers: &MatrixBuffers, logits: *mut f32) -> bool {
         let mut unordered = 0;
         for i in 0..self.tile.len().div_ceil(ROWS) {
-            // SAFETY: `i < TILE / ROWS` and `j < ROWS`, so that each load lies in the `PRODUCTS` tiles of a
+            // SAFETY: `i < TILE / ROWS` and `j < ROWS`, so each load lies in the `PRODUCTS` tiles of a
             // sum, and each store in row `j` of `logits`, which has room by contract.
             unsafe {
                 let mut square = [_mm512_setzero_ps(); ROWS];
@@ -403,7 +403,7 @@ impl TileAttention<'_> {
     unsafe fn put_logits_of(&self, buffers: &MatrixBuffers, m: usize, row: *mut f32) {
         let (k_dim, v_dim) = (buffers.form.k_dim, buffers.form.v_dim);
         // SAFETY: query `m` has `k_dim` elements, and `v_dim` latent ones; a tile has at most `TILE` rows, so
-        // that `row` has room for their logits and three more.
+        // `row` has room for their logits and three more.
         unsafe {
             let to = (row, STRIDE);
             dots::<Avx512, bf16, 1>(self.q.add(m * k_dim), k_dim, self.keys, to, false, Prefetch::default());
@@ -431,7 +431,7 @@ impl TileAttention<'_> {
         let weights = SharedOperand { at: buffers.weights, parts: PARTS };
         // SAFETY: `tile(j)` is one of the `dim / ROWS` tiles of a step, and `values` and `weights` have tiles
         // for `steps` steps. `a < count <= ROWS` is a row of each sum. `dim` is a multiple of `PAIRS`, so
-        // that `i + (j + 2) * ROWS <= dim` for each pair of sums, and a state has `dim` values.
+        // `i + (j + 2) * ROWS <= dim` for each pair of sums, and a state has `dim` values.
         unsafe {
             // The places of 16 adjacent elements, and of the 16 elements after them.
             let low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);

@@ -56,30 +56,30 @@ use smallvec::SmallVec;
 
 use self::finish::{Finish, Outputs};
 use self::heads::HeadUnits;
-use self::inputs::{Inputs, QueryRows};
-use self::item::{ComputeItem, ItemContext, Scratch};
+use self::inputs::{CallInputs, QueryRows};
+use self::item::{ComputeItem, ItemContext, ItemScratch};
 use self::matrix::MatrixForm;
-use self::plan::{Plan, PlanKey, Plans};
+use self::plan::{ItemPlan, ItemPlanKey, ItemPlans};
 use self::softmax::StateLayout;
 use self::source::SourcePlane;
 use super::Fast;
 use super::locked::with_locked;
 use super::rotate::RotationTable;
-use crate::memory::Span;
+use crate::memory::ByteSpan;
 use crate::plane::PlaneSpans;
-use crate::raw::Target;
+use crate::raw::Destination;
 
 /// Memory that a thread keeps between calls.
 #[derive(Default)]
 struct CallerMemory {
-    plans: Plans,
+    plans: ItemPlans,
     shared: Vec<f32>,
     /// Copies of queries that lie where results will be written.
     copies: [Vec<u8>; 2],
 }
 
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    static SCRATCH: RefCell<ItemScratch> = RefCell::default();
     static CALLER_MEMORY: RefCell<CallerMemory> = RefCell::default();
 }
 
@@ -97,11 +97,11 @@ impl Fast {
         let units = HeadUnits::new(op.q.shape()[1], s.k_heads, s.v_heads);
         let (k, v) = (op.arena.k_plane(), op.arena.v_plane());
         let planes = [k, v].map(|plane| PlaneSpans::of_layer(&op.arena, &plane, op.layer));
-        let (q, q_latent) = (Span::of(&op.q)?, latent.map(Span::of).transpose()?);
-        let (out, lse) = (Span::of(&op.out)?, op.lse.as_ref().map(Span::of).transpose()?);
-        let mut reads: SmallVec<[&Span; 8]> = planes.iter().flat_map(PlaneSpans::all).collect();
+        let (q, q_latent) = (ByteSpan::of(&op.q)?, latent.map(ByteSpan::of).transpose()?);
+        let (out, lse) = (ByteSpan::of(&op.out)?, op.lse.as_ref().map(ByteSpan::of).transpose()?);
+        let mut reads: SmallVec<[&ByteSpan; 8]> = planes.iter().flat_map(PlaneSpans::all).collect();
         reads.extend(std::iter::once(&q).chain(&q_latent));
-        let writes: SmallVec<[&Span; 2]> = std::iter::once(&out).chain(&lse).collect();
+        let writes: SmallVec<[&ByteSpan; 2]> = std::iter::once(&out).chain(&lse).collect();
         with_locked(&reads, &writes, |locked| {
             CALLER_MEMORY.with_borrow_mut(|CallerMemory { plans, shared, copies: [q, q_latent] }| {
                 let q = QueryRows::new(&op.q, &op.out, locked, q)?;
@@ -119,7 +119,7 @@ impl Fast {
                     },
                 };
                 let matrix_form = MatrixForm::of(self.level.level(), op, latent_view, [&keys, &values]);
-                let inputs = Inputs { op, units, keys, values, q, latent, table };
+                let inputs = CallInputs { op, units, keys, values, q, latent, table };
                 self.run_plan(&inputs, matrix_form, &outputs, plans, shared);
                 Ok(())
             })
@@ -128,23 +128,23 @@ impl Fast {
 
     fn run_plan(
         &self,
-        inputs: &Inputs,
+        inputs: &CallInputs,
         matrix_form: Option<MatrixForm>,
         outputs: &Outputs,
-        plans: &mut Plans,
+        plans: &mut ItemPlans,
         shared: &mut Vec<f32>,
     ) {
         let threads = self.workers.count();
-        let plan = plans.get(PlanKey::of(inputs.op, inputs.units, threads), |plan| {
+        let plan = plans.get(ItemPlanKey::of(inputs.op, inputs.units, threads), |plan| {
             plan.make(inputs.op, inputs.units, threads);
             if self.parts(plan.items.len(), plan.cost) == 1 && !plan.split.is_empty() {
                 plan.make(inputs.op, inputs.units, 1);
             }
         });
         shared.resize(plan.shared.max(shared.len()), 0.0);
-        let shared = Target::new(bytemuck::cast_slice_mut(shared));
+        let shared = Destination::new(bytemuck::cast_slice_mut(shared));
         let work = |i: usize| {
-            // The last rows of a prefill see the most tokens, so that they go first.
+            // The last rows of a prefill see the most tokens, so they go first.
             let item = &plan.items[plan.items.len() - 1 - i];
             let context = ItemContext {
                 inputs,
@@ -156,7 +156,7 @@ impl Fast {
             };
             // Outside of the task: a closure inside it would be compiled without the task's instructions.
             SCRATCH.with_borrow_mut(|scratch| {
-                // SAFETY: `plan` was made for this operation, and each of its items is computed once, so that
+                // SAFETY: `plan` was made for this operation, and each of its items is computed once, so
                 // no other thread writes the rows and heads of `item`, or its states in `shared`.
                 // `matrix_form` was made for the level of `self`, from these inputs.
                 unsafe { self.level.run(ComputeItem { context, scratch }) };
@@ -171,7 +171,7 @@ impl Fast {
     }
 
     /// Merges the states of rows whose tokens were split, and writes their results.
-    fn merge(&self, inputs: &Inputs, plan: &Plan, outputs: &Outputs, shared: Target<'_>) {
+    fn merge(&self, inputs: &CallInputs, plan: &ItemPlan, outputs: &Outputs, shared: Destination<'_>) {
         let (op, units) = (inputs.op, inputs.units);
         for split in &plan.split {
             let item = &plan.items[split.item];

@@ -9,9 +9,9 @@ use crate::fast::share;
 
 /// Query rows times heads from which on a tile is packed once for all of them.
 pub(super) const MANY_QUERIES: usize = 16;
-/// Most query rows times heads of one item.
+/// The maximum of query rows times heads of one item.
 const MOST_QUERIES: usize = 256;
-/// Fewest tokens of an item whose tokens are split.
+/// The minimum number of tokens of an item whose tokens are split.
 const FEWEST_TOKENS: usize = 256;
 
 /// Rows of one entry with some heads, over all or part of the tokens that they see.
@@ -22,7 +22,7 @@ pub(super) struct WorkItem {
     pub(super) units: Range<usize>,
     /// The item's part of the tokens that any of its rows sees, counted over all segments.
     tokens: Range<usize>,
-    /// The runs of these tokens, in order, as a range of [`Plan::runs`].
+    /// The runs of these tokens, in order, as a range of [`ItemPlan::runs`].
     pub(super) runs: Range<usize>,
     /// First element of the item's states in the shared buffer, if other items have more tokens of the same
     /// rows.
@@ -39,7 +39,7 @@ pub(super) struct SplitItems {
 
 /// The calls that a plan serves: the calls of all layers of a step with the same window and extents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct PlanKey {
+pub(super) struct ItemPlanKey {
     /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
     work: u64,
     window: Option<usize>,
@@ -49,7 +49,7 @@ pub(super) struct PlanKey {
     threads: usize,
 }
 
-impl PlanKey {
+impl ItemPlanKey {
     pub(super) fn of(op: &Attend, units: HeadUnits, threads: usize) -> Self {
         let s = op.arena.layout().shape();
         let (v_dim, block_size) = (s.v_dim, s.block_size);
@@ -59,16 +59,16 @@ impl PlanKey {
 
 /// The plans of a thread's last calls, in memory that is kept from step to step.
 #[derive(Debug, Default)]
-pub(super) struct Plans {
+pub(super) struct ItemPlans {
     /// The last plans. Few suffice, because the layers of a model differ at most in their window.
-    plans: [(Option<PlanKey>, Plan); 4],
+    plans: [(Option<ItemPlanKey>, ItemPlan); 4],
     /// The number of the plan to replace next.
     next: usize,
 }
 
-impl Plans {
+impl ItemPlans {
     /// Returns the plan of a key. If there is none, `make` makes it.
-    pub(super) fn get(&mut self, key: PlanKey, make: impl FnOnce(&mut Plan)) -> &Plan {
+    pub(super) fn get(&mut self, key: ItemPlanKey, make: impl FnOnce(&mut ItemPlan)) -> &ItemPlan {
         let known = self.plans.iter().position(|(known, _)| *known == Some(key));
         let at = known.unwrap_or_else(|| {
             let at = self.next;
@@ -92,7 +92,7 @@ pub(super) struct TokenRun {
 
 /// The items of a call.
 #[derive(Debug, Default)]
-pub(super) struct Plan {
+pub(super) struct ItemPlan {
     pub(super) items: Vec<WorkItem>,
     /// Runs of the tokens of all items; see [`WorkItem::runs`].
     pub(super) runs: Vec<TokenRun>,
@@ -106,7 +106,7 @@ pub(super) struct Plan {
     pub(super) cost: usize,
 }
 
-impl Plan {
+impl ItemPlan {
     /// Cuts a call into items for `threads` threads.
     pub(super) fn make(&mut self, op: &Attend, units: HeadUnits, threads: usize) {
         self.items.clear();

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use crate::simd::Simd;
 
-/// The scales of rows of one head as f32, those of a row beside each other; none for rows that have no scales.
+/// The scales of rows of one head as f32, next to each other for each row; empty for rows without scales.
 #[derive(Clone, Copy)]
 pub(super) struct RowScales {
     at: *const f32,
@@ -65,8 +65,8 @@ impl RowPointers<'_> {
     }
 }
 
-/// Rows of a plane that come next. They are prefetched while others are computed, so that both products keep
-/// memory busy.
+/// The next rows of a plane. They are prefetched while others are computed, which keeps memory busy during
+/// both products.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Prefetch<'a> {
     pub(super) rows: RowPointers<'a>,
@@ -77,7 +77,7 @@ pub(super) struct Prefetch<'a> {
 }
 
 impl Prefetch<'_> {
-    /// Returns the number of lines to prefetch at each of `steps` steps, so that all are prefetched by the
+    /// Returns the number of lines to prefetch at each of `steps` steps, so all are prefetched by the
     /// last step.
     #[inline(always)]
     pub(super) fn lines(&self, steps: usize) -> usize {

@@ -12,9 +12,9 @@ const TOKENS: usize = 4;
 /// Computes `logits[a * stride + t] (+)= queries[a] · rows[t]` for `Q` queries of `dim` elements each.
 ///
 /// # Safety
-/// `queries` has `Q * dim` elements, each row has `dim` elements of `E` and the scales of these, with room for
-/// three more rows' scales, and `logits` has room for `rows.len() + 3` elements at each of `Q` strides; with
-/// `add`, these elements are initialised. The caller is compiled for `S`.
+/// `queries` has `Q * dim` elements, each row has `dim` elements of `E` and the scales of these, with room
+/// for three more rows' scales, and `logits` has room for `rows.len() + 3` elements at each of `Q` strides;
+/// with `add`, these elements are initialised. The caller is compiled for `S`.
 #[inline(always)]
 pub(super) unsafe fn dots<S: Simd, E: RowElement, const Q: usize>(
     queries: *const f32,
@@ -97,8 +97,8 @@ unsafe fn block<S: Simd, E: RowElement, const Q: usize>(
     }
 }
 
-/// Adds the products of one vector of each of `Q` queries and of four rows, from element `i` on. Elements that
-/// are scaled group by group are multiplied by the factors of their rows.
+/// Adds the products of one vector of each of `Q` queries and of four rows, from element `i` on. Elements
+/// that are scaled group by group are multiplied by the factors of their rows.
 ///
 /// # Safety
 /// `queries` has `Q * dim` elements, each of `rows` has `dim`, and `i + S::LANES <= dim`. The caller is
@@ -159,12 +159,13 @@ unsafe fn rest<E: RowElement>(
 }
 
 /// Computes `out[a * out_stride ..] = out * shrink[a] + Σ_t weights[a * stride + t] · rows[t]` for `Q` rows
-/// of output of `dim` elements each, `N` vectors at a time. Weights are multiplied by the scales of rows before.
+/// of output of `dim` elements each, `N` vectors at a time. Weights are multiplied by the scales of rows
+/// before.
 ///
 /// # Safety
-/// Each row has `dim` elements of `E` and the scales of their groups, `weights` has `rows.len()` elements at each of `Q` strides, and `out`
-/// has `dim` initialised elements at each of its `Q` strides. The caller is compiled for the instruction set
-/// of `S`.
+/// Each row has `dim` elements of `E` and the scales of their groups, `weights` has `rows.len()` elements at
+/// each of `Q` strides, and `out` has `dim` initialised elements at each of its `Q` strides. The caller is
+/// compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn accumulate<S: Simd, E: RowElement, const Q: usize, const N: usize>(
     weights: *const f32,

@@ -8,7 +8,7 @@ use super::pointers::{Prefetch, RowPointers, RowScales};
 use super::source::SourcePlane;
 use super::tile::TILE;
 use crate::plane::RowLayout;
-use crate::simd::{E4M3_UNIT, Simd, Task};
+use crate::simd::{E4M3_UNIT, Simd, SimdTask};
 
 /// Elements after the scales, which vectors may read past the last scale.
 const ROOM: usize = 16;
@@ -58,7 +58,7 @@ pub(super) struct ReadScales<'a> {
     pub(super) to: TileScales,
 }
 
-impl Task for ReadScales<'_> {
+impl SimdTask for ReadScales<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -72,7 +72,7 @@ impl Task for ReadScales<'_> {
             let rows = RowPointers { at: rows, offset: head * head_bytes, ..RowPointers::default() };
             let to = to.of(head).row(0).cast_mut();
             // SAFETY: `addresses` checked that the scales of all heads of each row lie inside, and `to` has
-            // room for a tile of them, and behind the last head for a tile of f16, by contract.
+            // room for a tile of them, and after the last head for a tile of f16, by contract.
             unsafe {
                 if let KvFormat::Fp8 { kind, .. } = source.format {
                     let unit = if kind == Fp8Kind::E4M3 { E4M3_UNIT } else { 1.0 };

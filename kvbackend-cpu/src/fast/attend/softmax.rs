@@ -1,6 +1,6 @@
 //! Online softmax: conversion of logits to weights, one tile at a time (Milakov and Gimelshein, 2018).
 
-use crate::simd::{Simd, Task, exp};
+use crate::simd::{Simd, SimdTask, exp};
 
 /// The layout of partial softmax states: each has the running maximum, the sum of weights and the weighted
 /// sum of values of one query.
@@ -52,7 +52,7 @@ pub(super) struct OnlineSoftmax {
     pub(super) state: *mut f32,
 }
 
-impl Task for OnlineSoftmax {
+impl SimdTask for OnlineSoftmax {
     type Output = Option<f32>;
 
     #[inline(always)]

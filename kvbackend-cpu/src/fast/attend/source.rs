@@ -112,8 +112,8 @@ impl<'a> SourcePlane<'a> {
     }
 }
 
-/// Writes the addresses of the rows of consecutive tokens of one block, beginning with `first`, which is a row
-/// of head 0. The rows of all `heads` heads are checked to lie inside.
+/// Writes the addresses of the rows of consecutive tokens of one block, beginning with `first`, which is a
+/// row of head 0. The rows of all `heads` heads are checked to lie inside.
 fn addresses((layout, origin): &(RowLayout, Origin<'_>), heads: usize, first: RowAt, to: &mut [*const u8]) {
     let step = layout.token_bytes();
     let start = layout.bytes(first).start;

@@ -1,22 +1,24 @@
-//! Some tokens of a segment: the addresses of their rows, and their rows in the form that the products need.
+//! Tiles of tokens of a segment: the addresses of their rows, and their rows in the form that the products
+//! need.
 
 use std::ops::Range;
 
 use kvcore::{Attend, DType, KeyForm, Segment};
 
-use super::inputs::Inputs;
+use super::inputs::CallInputs;
 use super::pointers::RowPointers;
 use super::products::transpose;
 use super::source::SourcePlane;
 use crate::fast::rotate::{RotationTable, rotate};
 use crate::plane::RowAt;
-use crate::simd::{Simd, SimdElement, Task};
+use crate::simd::{Simd, SimdElement, SimdTask};
 
-/// Most tokens of a tile. The keys and values of a packed tile stay in the first-level cache for all queries.
+/// The maximum number of tokens of a tile. The keys and values of a packed tile stay in the first-level cache
+/// for all queries.
 pub(super) const TILE: usize = 64;
 
 /// A tile of tokens of one segment.
-pub(super) struct Tile<'a> {
+pub(super) struct TokenTile<'a> {
     op: &'a Attend,
     pub(super) segment: &'a Segment,
     pub(super) tokens: Range<usize>,
@@ -27,9 +29,9 @@ pub(super) struct Tile<'a> {
     pub(super) scales: [[*const u8; TILE]; 2],
 }
 
-impl<'a> Tile<'a> {
+impl<'a> TokenTile<'a> {
     /// Creates a tile of up to [`TILE`] tokens of a run, from `start` on and not past `end`.
-    pub(super) fn new(inputs: &Inputs<'a>, segment: &'a Segment, start: usize, end: usize) -> Self {
+    pub(super) fn new(inputs: &CallInputs<'a>, segment: &'a Segment, start: usize, end: usize) -> Self {
         let tokens = start..(start + TILE).min(end).max(start);
         let nothing = [std::ptr::null(); TILE];
         let scales = [nothing; 2];
@@ -59,10 +61,10 @@ impl<'a> Tile<'a> {
     }
 }
 
-/// The form in which keys and values come to the products.
+/// The form of keys and values that the products read.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum TileForm {
-    /// Rows in place, as they lie in the cache.
+    /// Rows in place, in the cache.
     InPlace,
     /// Rows of f32, which are decoded or rotated first.
     Widened,
@@ -87,21 +89,21 @@ pub(super) struct TileBuffers<'a> {
 /// `to` is valid for writes of `tile.len() * source.dim` elements outside the plane.
 struct WidenRows<'a> {
     source: &'a SourcePlane<'a>,
-    tile: &'a Tile<'a>,
+    tile: &'a TokenTile<'a>,
     head: usize,
     /// The rotation of unrotated keys.
     table: Option<&'a RotationTable>,
     to: *mut f32,
 }
 
-impl Task for WidenRows<'_> {
+impl SimdTask for WidenRows<'_> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let dim = self.source.dim;
         for t in 0..self.tile.len() {
-            // SAFETY: `t < tile.len()`, so that `to` has room for row `t` by the contract of `WidenRows`; the
+            // SAFETY: `t < tile.len()`, so `to` has room for row `t` by the contract of `WidenRows`; the
             // operation's check bounds the rotary dimension by `dim`, and the caller guarantees the
             // instruction set.
             unsafe {
@@ -129,7 +131,7 @@ struct TransposeRows<'a> {
     to: *mut f32,
 }
 
-impl Task for TransposeRows<'_> {
+impl SimdTask for TransposeRows<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -165,7 +167,7 @@ pub(super) fn adjacent_rows(start: *mut f32, dim: usize) -> [*const u8; TILE] {
     std::array::from_fn(|t| start.wrapping_add(t * dim).cast::<u8>().cast_const())
 }
 
-impl Inputs<'_> {
+impl CallInputs<'_> {
     /// Returns the rotation of keys, if they are stored unrotated.
     fn key_rotation(&self) -> Option<&RotationTable> {
         self.table.as_ref().filter(|_| self.op.keys == KeyForm::Unrotated)
@@ -179,7 +181,7 @@ impl Inputs<'_> {
     #[inline(always)]
     pub(super) unsafe fn widen<S: Simd>(
         &self,
-        tile: &Tile<'_>,
+        tile: &TokenTile<'_>,
         heads: (usize, usize),
         buffers: &TileBuffers<'_>,
     ) {
@@ -196,7 +198,7 @@ impl Inputs<'_> {
     /// # Safety
     /// `buffers.keys` has room for [`TILE`] rows, and the caller is compiled for the instruction set of `S`.
     #[inline(always)]
-    unsafe fn widen_keys<S: Simd>(&self, tile: &Tile<'_>, head: usize, buffers: &TileBuffers<'_>) {
+    unsafe fn widen_keys<S: Simd>(&self, tile: &TokenTile<'_>, head: usize, buffers: &TileBuffers<'_>) {
         let (source, table) = (&self.keys, self.key_rotation());
         // SAFETY: `buffers.keys` has room for `TILE` rows of `keys.dim` elements by contract, and a tile has
         // at most `TILE` tokens.
@@ -209,7 +211,7 @@ impl Inputs<'_> {
     /// `buffers.values` has room for [`TILE`] rows, and the caller is compiled for the instruction set of
     /// `S`.
     #[inline(always)]
-    unsafe fn widen_values<S: Simd>(&self, tile: &Tile<'_>, head: usize, buffers: &TileBuffers<'_>) {
+    unsafe fn widen_values<S: Simd>(&self, tile: &TokenTile<'_>, head: usize, buffers: &TileBuffers<'_>) {
         // SAFETY: `buffers.values` has room for `TILE` rows of `values.dim` elements by contract, and
         // `tile.len() <= TILE`.
         unsafe { S::call(WidenRows { source: &self.values, tile, head, table: None, to: buffers.values }) }
@@ -225,7 +227,7 @@ impl Inputs<'_> {
     #[inline(always)]
     pub(super) unsafe fn pack<S: Simd>(
         &self,
-        tile: &Tile<'_>,
+        tile: &TokenTile<'_>,
         (k_head, v_head): (usize, usize),
         buffers: &TileBuffers<'_>,
     ) {

@@ -6,7 +6,7 @@ use std::arch::x86_64::{
     _mm512_set1_epi32, _mm512_setzero_si512, _mm512_sub_ps,
 };
 
-use super::{PARTS, ROW, Tiles};
+use super::{AmxTiles, PARTS, ROW};
 use crate::simd::avx512::upper_halves;
 
 /// Tiles of results of one call: row tile 0 with both column tiles, then row tile 1.
@@ -40,10 +40,12 @@ macro_rules! columns {
     };
 }
 
-/// Sums, over all steps, the products of two tiles of rows, `tmm4` and `tmm5`, with two tiles of columns, `tmm6` and `tmm7`.
+/// Sums, over all steps, the products of two tiles of rows, `tmm4` and `tmm5`, with two tiles of columns,
+/// `tmm6` and `tmm7`.
 ///
-/// `$small` are the products of a step whose factors are not both first parts. They are summed over all steps before the
-/// products of first parts are added, on the way back, so that a sum that is large is rounded once for each step.
+/// `$small` are the products of a step whose factors are not both first parts. They are summed over all steps
+/// before the products of first parts are added, from the last step to the first. A large sum is therefore
+/// rounded only once per step.
 macro_rules! squares {
     ($of:ident, $steps:ident, $out:ident, $row_step:literal, $($small:expr),*) => {
         asm!(
@@ -89,7 +91,8 @@ macro_rules! squares {
     };
 }
 
-/// Tiles of rows in parts, and tiles of columns in [`PARTS`] parts. The parts of a step follow one another, and steps do.
+/// Tiles of rows in parts, and tiles of columns in [`PARTS`] parts. The parts of a step are contiguous, and
+/// so are the steps.
 #[derive(Clone, Copy)]
 pub(crate) struct Square {
     pub(crate) rows: [*const u8; 2],
@@ -98,17 +101,20 @@ pub(crate) struct Square {
     pub(crate) parts: usize,
 }
 
-/// Computes `out[2 i + j][r][c] = Σ rows[i][r] · columns[j][c]` as exactly as sums in f32 do. Elements of a column lie in
-/// pairs, 16 columns to a row. Products of parts that are below the last digit of an f32 are left out.
+/// Computes `out[2 i + j][r][c] = Σ rows[i][r] · columns[j][c]` as exactly as sums in f32 do. Elements of a
+/// column are stored in pairs, 16 columns to a row. Products of parts below the last digit of an f32 are left
+/// out.
 ///
 /// # Safety
-/// AMX with bf16 is available and this thread holds the [`Tiles`] passed. `steps` is at least 1, and `of.parts` is 1, 2 or
-/// 3. Every tile that `of` describes for `steps` steps is readable, and `out` is valid for writes of [`SQUARES`] tiles.
+/// AMX with bf16 is available and this thread holds the [`AmxTiles`] passed. `steps` is at least 1, and
+/// `of.parts` is 1, 2 or
+/// 3. Every tile that `of` describes for `steps` steps is readable, and `out` is valid for writes of
+///    [`SQUARES`] tiles.
 #[inline]
-pub(crate) unsafe fn two_by_two(_: &Tiles, of: Square, steps: usize, out: *mut f32) {
+pub(crate) unsafe fn two_by_two(_: &AmxTiles, of: Square, steps: usize, out: *mut f32) {
     debug_assert!(steps > 0 && (1..=PARTS).contains(&of.parts));
-    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes `SQUARES` tiles, and tiles
-    // are configured; the assembly accesses nothing else.
+    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes `SQUARES` tiles, and
+    // tiles are configured; the assembly accesses nothing else.
     unsafe {
         match of.parts {
             1 => squares!(of, steps, out, "1024", columns!("2048"), columns!("1024")),
@@ -140,8 +146,8 @@ pub(crate) unsafe fn two_by_two(_: &Tiles, of: Square, steps: usize, out: *mut f
     }
 }
 
-/// Returns the number of bf16 that is nearest, in the upper half of every element; of two, the one with the larger
-/// magnitude. Lower halves are zero.
+/// Returns the number of bf16 that is nearest, in the upper half of every element; of two, the one with the
+/// larger magnitude. Lower halves are zero.
 #[inline(always)]
 unsafe fn nearest(a: __m512) -> __m512 {
     // SAFETY: AVX-512 F is available by contract, and no pointer is involved.
@@ -151,8 +157,9 @@ unsafe fn nearest(a: __m512) -> __m512 {
     }
 }
 
-/// Splits the elements of two vectors, those of `b` after those of `a`, into `N` numbers of bf16 each, of which each is at most
-/// 2⁻⁸ of the one before. The sum of three is the element; the sum of two is, if the element has no more than 17 digits.
+/// Splits the elements of two vectors, those of `b` after those of `a`, into `N` bf16 numbers each. Each part
+/// is at most 2⁻⁸ of the previous one. Three parts sum up to the element, and two do if the element has at
+/// most 17 binary digits.
 ///
 /// An element that is not finite, or that is rounded to infinity, has a part that is not finite.
 ///

@@ -85,8 +85,8 @@ impl KvLayout {
         Self::with_strides(shape, k, v)
     }
 
-    /// Creates a layout with the caller's strides, for memory that other code laid out. Scales lie without
-    /// gaps, in the order of `shape`.
+    /// Creates a layout with the caller's strides, for memory that other code laid out. Scales have no gaps
+    /// and follow the order of `shape`.
     ///
     /// # Errors
     /// - Returns [`Error::Zero`] if an extent or the group is 0.
@@ -124,8 +124,9 @@ impl KvLayout {
         Ok(Self { shape, k, v, token_bytes, block_bytes })
     }
 
-    /// Returns whether K and V may lie in one piece of memory, V `distance` bytes behind K, without sharing an element: in turn within
-    /// each row, head or block. Both have the same strides, heads and extents of rows then.
+    /// Returns true if K and V can be in one piece of memory, V `distance` bytes after K, without sharing an
+    /// element: alternating within each row, head or block. This requires equal strides, heads and row
+    /// extents.
     pub(crate) fn in_turn(&self, distance: u64) -> bool {
         let (s, dtype) = (&self.shape, self.shape.format.storage_dtype());
         let alike = (s.k_heads, s.k_dim, self.k.strides) == (s.v_heads, s.v_dim, self.v.strides);

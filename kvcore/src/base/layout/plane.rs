@@ -34,9 +34,9 @@ impl PlaneStrides {
         Ok(Self { layer, block, head, token })
     }
 
-    /// Returns the number of elements from the first to the last of `planes` planes of these strides, each `distance` elements
-    /// behind the one before. Checks that no two elements share an address and that every row begins on a byte; `per_byte`
-    /// elements share a byte.
+    /// Returns the number of elements from the first to the last of `planes` planes of these strides, each
+    /// `distance` elements after the previous one. Checks that no two elements share an address and that
+    /// every row begins on a byte; `per_byte` elements share a byte.
     pub(super) fn extent(
         &self,
         what: &'static str,

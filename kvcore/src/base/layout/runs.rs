@@ -21,8 +21,8 @@ impl KvLayout {
     /// buffer with per-block contents: K, V, and the scales of K and of V unless the scales are static.
     ///
     /// A range that reaches the end of its buffer ends at `usize::MAX` instead, so it also covers any bytes
-    /// behind the last block. If layers are the outermost axis, which holds unless the caller gave strides,
-    /// a buffer has at most one range per layer.
+    /// after the last block. If layers are the outermost axis, which holds unless the caller gave strides, a
+    /// buffer has at most one range per layer.
     pub fn runs(&self, blocks: &Range<u32>) -> Vec<Vec<Range<usize>>> {
         let s = &self.shape;
         let dtype = s.format.storage_dtype();
@@ -42,7 +42,7 @@ impl KvLayout {
 
 impl RoleRows {
     /// Returns the byte ranges of `blocks`. Relies on strides that do not overlap (`PlaneStrides::extent`):
-    /// axes with a larger stride than the block axis lie around a block, the other axes inside it.
+    /// axes with a larger stride than the block axis are outside a block, the other axes inside it.
     fn runs(&self, shape: &KvShape, blocks: &Range<u32>) -> Vec<Range<usize>> {
         let s = self.strides;
         let axes = [(s.layer, shape.num_layers), (s.head, self.heads), (s.token, shape.block_size)];
@@ -168,6 +168,6 @@ mod tests {
         for runs in layout.runs(&(0..5)) {
             assert_eq!((runs.len(), runs[0].clone()), (1, 0..usize::MAX));
         }
-        assert_eq!(layout.runs(&(4..5))[0][2].end, usize::MAX, "nobody else has what lies behind");
+        assert_eq!(layout.runs(&(4..5))[0][2].end, usize::MAX, "nothing else has the bytes after it");
     }
 }

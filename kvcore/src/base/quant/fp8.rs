@@ -182,7 +182,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_finite_never_becomes_finite_and_what_is_saturates() {
+    fn only_finite_numbers_saturate() {
         for x in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
             assert!(Fp8Kind::E4M3.decode(Fp8Kind::E4M3.encode(x)).is_nan());
         }

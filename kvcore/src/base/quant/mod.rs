@@ -1,4 +1,4 @@
-//! Quantised caches: arithmetic that stores the elements of a row in fewer bits. This module knows no
+//! Quantised caches: the arithmetic that stores the elements of a row in fewer bits. This module knows no
 //! device.
 //!
 //! | format | one code | scales | NaN and infinity |

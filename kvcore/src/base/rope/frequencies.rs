@@ -1,5 +1,5 @@
-//! The frequencies of a regime, computed in f32 with the operations of Hugging Face transformers in the
-//! same order, so that they equal the frequencies the model runs with elsewhere.
+//! The frequencies of a regime, computed in f32 with the same operations in the same order as in Hugging Face
+//! transformers. They equal the frequencies that the model uses there.
 
 use std::f32::consts::PI;
 

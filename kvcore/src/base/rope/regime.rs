@@ -6,8 +6,8 @@ use super::{RopeConfig, RopeScaling};
 ///
 /// A request has one regime for all of its tokens, from its first prefill to its last answer token. The
 /// longest position that the request *may* reach decides it: the prompt and the tokens to generate, without
-/// the last, capped at the model's limit. No request therefore holds keys of two regimes, and a [`Rope`](crate::Rope)
-/// refuses positions past the end of its regime.
+/// the last, capped at the model's limit. No request therefore holds keys of two regimes, and a
+/// [`Rope`](crate::Rope) refuses positions past the end of its regime.
 ///
 /// A rotation cannot repair keys of another regime, because the states of deeper layers were computed under
 /// other attention. The frequencies are part of every key ([`KeyScope::rope`](crate::KeyScope::rope)), so a
@@ -17,7 +17,7 @@ use super::{RopeConfig, RopeScaling};
 /// therefore change in the middle of an answer, while older cached keys keep the old ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Regime {
-    /// The frequencies within the original context, and those of scalings that never change them.
+    /// The frequencies within the original context, and of scalings that never change them.
     Original,
     /// The frequencies of `LongRoPE` beyond the original context.
     Long,

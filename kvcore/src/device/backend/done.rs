@@ -25,12 +25,13 @@ struct Watched {
 
 static WATCHED: Mutex<Watched> = Mutex::new(Watched { events: Vec::new(), running: false });
 
-/// Pauses between two looks at the watched events: the first, and the longest.
+/// Pauses between two checks of the watched events: the first, and the longest.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
 // Decision: docs/decisions/device.md#a-thread-watches-events-while-there-are-some
-/// Calls `call` when `event` is done: now if it is, otherwise from a thread that looks at all such events and ends with the last
-/// of them. A backend whose [`Event::is_done`] becomes true without a wait may implement [`Event::on_done`] by this function.
+/// Calls `call` when `event` is done: at once if it is done already, otherwise from a thread that polls all
+/// such events and ends with the last of them. A backend whose [`Event::is_done`] becomes true without a wait
+/// may implement [`Event::on_done`] with this function.
 pub fn call_when_done(event: Arc<dyn Event>, call: DoneCall) {
     if event.is_done() {
         return call(event.wait());
@@ -68,14 +69,14 @@ fn watch() {
         }
         pause = PAUSES[0];
         for (event, call) in done {
-            // A call that panics takes nothing from the others.
+            // A panic in one call does not affect the others.
             let _ = catch_unwind(AssertUnwindSafe(|| call(event.wait())));
         }
     }
 }
 
-/// A future that ends when an event is done, with the result of [`Event::wait`]. `done` of an event creates it.
-/// Dropping it changes nothing.
+/// A future that ends when an event is done, with the result of [`Event::wait`]. The event's method `done`
+/// creates it. Dropping it has no effect.
 #[derive(Debug)]
 pub struct EventDone(Arc<Mutex<Told>>);
 

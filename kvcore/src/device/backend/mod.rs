@@ -42,13 +42,13 @@ pub trait Storage: Send + Sync + fmt::Debug {
     /// Returns the kind of memory that the storage lies in.
     fn kind(&self) -> MemoryKind;
 
-    /// Returns the storage as [`Any`], so that its backend can recover the concrete type.
+    /// Returns the storage as [`Any`], from which its backend recovers the concrete type.
     fn as_any(&self) -> &dyn Any;
 }
 
 impl dyn Storage + '_ {
-    /// Returns whether two storages of one backend share a byte: they are one storage, or windows of one piece
-    /// of memory.
+    /// Returns whether two storages of one backend share a byte: they are one storage, or windows of one
+    /// piece of memory.
     pub(crate) fn shares_memory(&self, other: &dyn Storage) -> bool {
         let end = |storage: &dyn Storage| storage.address().saturating_add(storage.len() as u64);
         self.address().max(other.address()) < end(self).min(end(other))
@@ -63,14 +63,14 @@ pub trait Event: Send + Sync + fmt::Debug {
     /// Returns whether everything enqueued before the event is done. Never blocks.
     fn is_done(&self) -> bool;
 
-    /// Calls `call` once, with the result of [`wait`](Self::wait), when everything enqueued before the event is done. Does not
-    /// wait for a device. `event.done()` is a future over this method.
+    /// Calls `call` once, with the result of [`wait`](Self::wait), when everything enqueued before the event
+    /// is done. Does not wait for a device. `event.done()` is a future over this method.
     ///
-    /// The call comes from this thread if the event is done already, otherwise from one that calls for other events too: it
-    /// returns soon, and waits for nothing.
+    /// The call runs on this thread if the event is done already, otherwise on a thread that also serves
+    /// other events: it must return soon and wait for nothing.
     fn on_done(self: Arc<Self>, call: DoneCall);
 
-    /// Returns the event as [`Any`], so that its backend can recover the concrete type.
+    /// Returns the event as [`Any`], from which its backend recovers the concrete type.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -100,9 +100,9 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Returns [`Error::ForeignHandle`] for any other storage.
     fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()>;
 
-    /// Checks that this stream can copy tensors out of a storage: one that it [owns](Self::owns), or one of another
-    /// device of its backend. Such a copy goes from device to device, and both views are contiguous. The caller orders
-    /// the streams of both devices by events.
+    /// Checks that this stream can copy tensors out of a storage: one that it [owns](Self::owns), or one of
+    /// another device of its backend. In the second case the copy goes from device to device, both views must
+    /// be contiguous, and the caller orders the streams of both devices by events.
     ///
     /// # Errors
     /// Returns [`Error::ForeignHandle`] for any other storage.
@@ -117,8 +117,9 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Checks, launches and counts an operation.
     ///
     /// # Errors
-    /// Returns the errors of [`Operation::check`], [`owns`](Self::owns) ([`reaches`](Self::reaches) for the source of a
-    /// copy of a tensor) and [`launch`](Self::launch), in this order. In these cases nothing is enqueued or counted.
+    /// Returns the errors of [`Operation::check`], [`owns`](Self::owns) ([`reaches`](Self::reaches) for the
+    /// source of a copy of a tensor) and [`launch`](Self::launch), in this order. In these cases nothing is
+    /// enqueued or counted.
     fn run(&self, operation: Operation<'_>) -> Result<()> {
         let checked = operation.checked()?;
         match operation {
@@ -153,16 +154,17 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Returns an error if the lengths differ, or if the view is not contiguous.
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()>;
 
-    /// Captures the operations that `record` enqueues on this stream as a graph, and runs none of them. A backend
-    /// without this feature lists `"graphs"` as missing.
+    /// Captures the operations that `record` enqueues on this stream as a graph, and runs none of them. A
+    /// backend without this feature lists `"graphs"` as missing.
     ///
-    /// The capture belongs to the thread that records. Other streams of the backend take part from the moment when they
-    /// [wait for](Self::wait_for) an event of it, and MUST be waited for again before its end.
+    /// The capture belongs to the thread that records. Other streams of the backend join the capture when
+    /// they [wait for](Self::wait_for) an event of it, and this stream MUST wait for them before the capture
+    /// ends.
     ///
     /// # Errors
-    /// Returns the errors of `record`. Returns [`Error::Unsupported`], with the name of the operation, for what cannot be
-    /// captured: a wait, a copy from or to the host, an operation whose lists are not those of `inputs`. The capture
-    /// is thrown away, and the stream works on.
+    /// Returns the errors of `record`. Returns [`Error::Unsupported`], with the name of the operation, for
+    /// anything that cannot be captured: a wait, a copy from or to the host, or an operation over lists other
+    /// than `inputs`. The capture is discarded, and the stream remains usable.
     fn capture(&self, inputs: &StepInputs, record: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
         let _ = (inputs, record);
         Err(Error::Unsupported { backend: "the stream's backend", what: "captures of graphs".to_owned() })
@@ -178,8 +180,7 @@ pub struct Capabilities {
     pub formats: Vec<&'static str>,
     /// Kinds of memory that the backend can allocate.
     pub memory: Vec<MemoryKind>,
-    /// Names of the missing features, out of [`OPTIONAL`](crate::device::OPTIONAL), for example
-    /// `"attend_mla"`.
+    /// Names of the missing features among [`OPTIONAL`](crate::device::OPTIONAL), for example `"attend_mla"`.
     pub missing: Vec<&'static str>,
 }
 
@@ -192,8 +193,8 @@ impl Capabilities {
         }
     }
 
-    /// Returns the kind of host memory that operations reach: ordinary memory, or pinned memory on a device that reaches
-    /// no other.
+    /// Returns the kind of host memory that operations can access: ordinary memory, or pinned memory if the
+    /// device can access no other.
     pub fn host_memory(&self) -> MemoryKind {
         if self.memory.contains(&MemoryKind::System) { MemoryKind::System } else { MemoryKind::Pinned }
     }
@@ -212,7 +213,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Returns the capabilities of this backend.
     fn capabilities(&self) -> Capabilities;
 
-    /// Returns true if device memory of this backend is memory of the host, which other code of the process may lend to its operations.
+    /// Returns true if the device memory of this backend is host memory, which other code of the process can
+    /// lend to its operations.
     fn shares_host_memory(&self) -> bool {
         false
     }
@@ -224,8 +226,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// and [`crate::Error::Unsupported`] if [`capabilities`](Self::capabilities) does not list the kind.
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>>;
 
-    /// Reserves addresses for at least `bytes` bytes, with physical memory behind all of them until it is
-    /// unmapped. A backend without this feature lists `"reserve"` as missing.
+    /// Reserves addresses for at least `bytes` bytes, backed by physical memory until they are unmapped. A
+    /// backend without this feature lists `"reserve"` as missing.
     ///
     /// ```
     /// # use kvbackend_cpu::CpuBackend;

@@ -18,7 +18,7 @@ use crate::base::{Error, Result};
 /// - Unmapping unmapped memory and mapping mapped memory has no effect, also for parts of a range.
 /// - Both methods act at once and wait for nothing: the caller MUST first wait for the enqueued work that
 ///   touches the range. Reads of an unmapped range return arbitrary bytes, and writes to it are lost. On a
-///   device such an access may end the context; in host memory it never faults.
+///   device such an access may destroy the context; in host memory it never faults.
 ///
 /// [`Backend::reserve`](super::Backend::reserve) creates one.
 pub trait ReservedStorage: Storage {
@@ -26,7 +26,7 @@ pub trait ReservedStorage: Storage {
     /// granules.
     fn granularity(&self) -> usize;
 
-    /// Maps zeroed physical memory behind those granules of `range` that have none.
+    /// Maps zeroed physical memory for all granules of `range` that have none.
     ///
     /// # Errors
     /// Returns [`Error::Misaligned`] or [`Error::TooLarge`] for an invalid range, and
@@ -43,8 +43,8 @@ pub trait ReservedStorage: Storage {
     /// Returns the number of mapped bytes.
     fn mapped_bytes(&self) -> usize;
 
-    /// Returns the bytes of physical memory behind the storage. They exceed the mapped bytes on a device that
-    /// releases a storage only as a whole.
+    /// Returns the bytes of physical memory that back the storage. They exceed the mapped bytes on a device
+    /// that releases a storage only as a whole.
     fn resident_bytes(&self) -> usize {
         self.mapped_bytes()
     }

@@ -1,4 +1,4 @@
-//! The checks of captured operations, which each replay repeats with its own lists.
+//! The checks of captured operations. Each replay repeats them with its own lists.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -14,7 +14,7 @@ type CheckLists = Box<dyn Fn(&StepInputs) -> Result<()> + Send + Sync>;
 
 /// The check of a captured operation that reads lists of the step.
 pub struct ReplayCheck {
-    /// What the lists are checked against: checks with equal keys refuse the same lists.
+    /// The key of a check. Checks with equal keys refuse the same lists.
     key: [usize; 5],
     rope: Option<Arc<Rope>>,
     check: CheckLists,
@@ -26,12 +26,12 @@ impl fmt::Debug for ReplayCheck {
     }
 }
 
-/// Returns the error for something that a graph of a backend cannot hold.
+/// Returns the error for an operation that a graph of a backend cannot hold.
 pub fn uncapturable(backend: &'static str, what: &str) -> Error {
     Error::Unsupported { backend, what: format!("{what} in a captured graph") }
 }
 
-/// Returns a call without its work, so that a graph does not hold it.
+/// Returns a call without its work, which a graph must not hold.
 pub fn without_work(op: &Attend) -> Attend {
     static NONE: OnceLock<Arc<AttendWork>> = OnceLock::new();
     let work = Arc::clone(NONE.get_or_init(|| Arc::new(AttendWork::new([], []))));
@@ -39,11 +39,11 @@ pub fn without_work(op: &Attend) -> Attend {
 }
 
 impl ReplayCheck {
-    /// Returns the check of an operation that is being captured; none if it reads no list of the step.
+    /// Returns the check of an operation that is being captured, or `None` if it reads no list of the step.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`], which names the operation, for one that cannot be captured: one over other lists than
-    /// those of the step, a selection, and operations that no step of a model needs.
+    /// Returns [`Error::Unsupported`], which names the operation, if it cannot be captured: it uses lists
+    /// other than those of the step, has a selection, or is not needed by any step of a model.
     pub fn of(backend: &'static str, operation: Operation<'_>, step: &StepInputs) -> Result<Option<Self>> {
         let other_lists = || {
             let what = format!("{} over lists that are not those of the step", operation.name());
@@ -108,8 +108,8 @@ impl ReplayCheck {
         Self { key, rope: rope.cloned(), check: Box::new(check) }
     }
 
-    /// Returns whether this check refuses all lists that `other` refuses: layers of a model differ in nothing that a
-    /// list is checked against.
+    /// Returns true if this check refuses all lists that `other` refuses. This holds for the layers of a
+    /// model, which do not differ in anything that a list is checked against.
     pub fn covers(&self, other: &Self) -> bool {
         self.key == other.key && self.rope.as_ref().map(Arc::as_ptr) == other.rope.as_ref().map(Arc::as_ptr)
     }
@@ -128,12 +128,12 @@ impl ReplayCheck {
     }
 }
 
-/// Returns whether two lists are one list.
+/// Returns true if both are the same list in memory.
 fn one<T>(a: &[T], b: &[T]) -> bool {
     std::ptr::eq(a, b)
 }
 
-/// Returns the key of a check: the check holds the arena, so that its addresses stay taken.
+/// Returns the key of a check. The check holds the arena, which keeps its addresses from being reused.
 fn key(kind: usize, arena: &KvArena, keys: usize, rows: usize) -> [usize; 5] {
     let storage = Arc::as_ptr(arena.k_plane().storage).cast::<u8>() as usize;
     [kind, storage, Arc::as_ptr(arena.layout()) as usize, keys, rows]

@@ -5,17 +5,17 @@ use parking_lot::{Condvar, Mutex};
 /// The gate of a stream. Captures have numbers above 0.
 #[derive(Debug, Default)]
 pub struct CaptureGate {
-    /// The number of the capture, or 0, and the number of calls under way.
+    /// The ID of the current capture (0 if none), and the number of calls in progress.
     state: Mutex<(u64, usize)>,
     changed: Condvar,
 }
 
-/// A call under way on a stream that no capture has. It keeps captures away until it is dropped.
+/// A call in progress on a stream without a capture. It blocks captures until it is dropped.
 #[derive(Debug)]
 pub struct CapturePass<'a>(Option<&'a CaptureGate>);
 
 impl CapturePass<'_> {
-    /// Returns the pass of a call that is part of a capture, which keeps nothing away.
+    /// Returns the pass of a call that is part of a capture, which blocks nothing.
     pub fn within_capture() -> Self {
         Self(None)
     }
@@ -31,7 +31,7 @@ impl Drop for CapturePass<'_> {
 }
 
 impl CaptureGate {
-    /// Waits until no capture has the stream, and begins a call.
+    /// Waits until the stream has no capture, and begins a call.
     pub fn enter(&self) -> CapturePass<'_> {
         let mut state = self.state.lock();
         self.changed.wait_while(&mut state, |(capture, _)| *capture != 0);
@@ -39,7 +39,7 @@ impl CaptureGate {
         CapturePass(Some(self))
     }
 
-    /// Waits until no call is under way and no capture has the stream, and gives the stream to capture `number`.
+    /// Waits until the stream has no call and no capture, and gives it to capture `number`.
     pub fn close(&self, number: u64) {
         let mut state = self.state.lock();
         self.changed.wait_while(&mut state, |(capture, calls)| *capture != 0 || *calls > 0);

@@ -1,5 +1,5 @@
-//! What backends share that capture graphs: a gate, which keeps other threads' calls away from a stream while it is captured,
-//! and the checks that each replay repeats.
+//! Shared parts of backends that capture graphs: a gate that blocks other threads' calls on a stream during a
+//! capture, and the checks that each replay repeats.
 
 mod check;
 mod gate;

@@ -85,8 +85,9 @@ impl Default for MergeGroup {
 /// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row without such
 /// tokens gives zeros and a log-sum-exp of −∞.
 ///
-/// Everything is computed in f32 and rounded once, with one exception: if queries, cache and output all have one type of 16
-/// bits, a device's matrix units may round the rotated queries and the weights of the softmax to that type.
+/// Everything is computed in f32 and rounded once, with one exception: if queries, cache and output all have
+/// one type of 16 bits, a device's matrix units may round the rotated queries and the weights of the softmax
+/// to that type.
 #[derive(Debug, Clone)]
 pub struct Attend {
     /// Arena of the keys and values.
@@ -119,8 +120,9 @@ pub struct Attend {
 }
 
 impl Attend {
-    /// Creates attention of queries that are rotated already, with the softmax scale `1 / sqrt(k_dim)`, without window and soft-cap.
-    /// A literal that ends in `..Attend::new(…)` stays valid when a field is added.
+    /// Creates attention for queries that are rotated already, with the softmax scale `1 / sqrt(k_dim)` and
+    /// without window or soft-cap. A literal that ends in `..Attend::new(…)` stays valid when a field is
+    /// added.
     pub fn new(
         arena: &KvArena,
         layer: usize,
@@ -143,7 +145,7 @@ impl Attend {
         }
     }
 
-    /// Rotates the queries on the way.
+    /// Rotates the queries during the attention.
     #[must_use]
     pub fn rotating(mut self, rope: &Arc<Rope>) -> Self {
         self.rope = Some(Arc::clone(rope));
@@ -191,8 +193,8 @@ impl Attend {
     /// - Returns [`Error::Mismatch`] if extents do not fit together.
     /// - Returns [`Error::NotMultiple`] if the heads of the cache do not divide those of the queries.
     /// - Returns [`Error::NotComputed`] or [`Error::Mismatch`] if an element type is not accepted.
-    /// - Returns [`Error::InvalidStrides`] if the last axis of queries or output is not dense, or if two elements
-    ///   of `out` or `lse` share an address.
+    /// - Returns [`Error::InvalidStrides`] if the last axis of queries or output is not dense, or if two
+    ///   elements of `out` or `lse` share an address.
     /// - Returns [`Error::OutOfRange`] if a layer, block, merge group or position is out of range, and
     ///   [`Error::TooLarge`] if rows end past the work or a segment is longer than its blocks.
     /// - Returns [`Error::Overflow`] if positions of a segment overflow.

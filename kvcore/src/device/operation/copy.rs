@@ -58,8 +58,8 @@ impl SwapBlocks {
     /// format. Both may be one arena, under the rule of [`CopyBlocks`].
     ///
     /// # Errors
-    /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] for other
-    /// blocks, and [`Error::Aliased`] for arenas that share a part of their memory only, such as windows of one piece of
+    /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] for other blocks, and
+    /// [`Error::Aliased`] for arenas that share only a part of their memory, such as windows of one piece of
     /// memory.
     pub fn check(&self) -> Result<()> {
         same_blocks(&self.src, &self.dst)?;
@@ -111,8 +111,8 @@ pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> R
     }
 }
 
-/// Returns whether a block id means the same bytes in both arenas. They share all of their memory and its layout,
-/// or nothing.
+/// Returns true if a block id refers to the same bytes in both arenas, which then share all of their memory
+/// and its layout.
 fn one_memory(src: &KvArena, dst: &KvArena) -> Result<bool> {
     let same = src.storages().zip(dst.storages()).all(|(a, b)| a.address() == b.address());
     if same && src.layout().shape() == dst.layout().shape() {

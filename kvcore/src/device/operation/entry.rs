@@ -38,7 +38,7 @@ impl<'a> Checked<'a> {
     }
 }
 
-/// Counts one call, whatever its size.
+/// Counts one call, independent of its size.
 fn once<T>(_: &T) -> usize {
     1
 }

@@ -2,8 +2,8 @@
 //! enqueues.
 //!
 //! Each descriptor owns handles to the memory it touches and can check itself.
-//! [`Stream::run`](crate::device::Stream::run) calls `check()` first, so that a wrong slot, block or shape
-//! is an error before anything runs, with equal results on every device.
+//! [`Stream::run`](crate::device::Stream::run) calls `check()` first, so a wrong slot, block or shape is an
+//! error before anything runs, and is the same error on every device.
 
 use smallvec::SmallVec;
 
@@ -74,7 +74,8 @@ fn slot_bytes(arena: &KvArena, slots: &[i64]) -> usize {
     slots.iter().filter(|&&slot| slot >= 0).count() * arena.layout().token_bytes()
 }
 
-/// Checks that a view has one of the types in [`DType::COMPUTE`](crate::DType::COMPUTE), the only ones that kernels compute with.
+/// Checks that a view has one of the types in [`DType::COMPUTE`](crate::DType::COMPUTE), the only ones that
+/// kernels compute with.
 fn computable(what: &'static str, view: &TensorView) -> Result<()> {
     if view.dtype().is_compute() { Ok(()) } else { Err(Error::NotComputed { what, got: view.dtype() }) }
 }
@@ -95,12 +96,12 @@ fn writable(what: &'static str, view: &TensorView) -> Result<()> {
             let reason = format!("elements {stride} apart lie among {covered} elements of the other axes");
             return Err(Error::InvalidStrides { what, reason });
         }
-        covered += stride * (n - 1); // inside the storage, so that it cannot overflow
+        covered += stride * (n - 1); // inside the storage, so it cannot overflow
     }
     Ok(())
 }
 
-/// Checks that a written view does not overlap a view that is read or written beside it.
+/// Checks that a written view does not overlap another view that is read or written.
 pub(in crate::device) fn apart(what: &'static str, written: &TensorView, other: &TensorView) -> Result<()> {
     if written.overlaps(other)? { Err(Error::Aliased { what }) } else { Ok(()) }
 }

@@ -51,12 +51,13 @@ impl RowRotation {
 }
 
 impl Scatter {
-    /// Creates a scatter that stores keys as given. A literal that ends in `..Scatter::new(…)` stays valid when a field is added.
+    /// Creates a scatter that stores keys as given. A literal that ends in `..Scatter::new(…)` stays valid
+    /// when a field is added.
     pub fn new(arena: &KvArena, layer: usize, k: TensorView, v: TensorView, slots: &WriteSlots) -> Self {
         Self { arena: arena.clone(), layer, k, v, slots: slots.clone(), rotation: None }
     }
 
-    /// Rotates the key of each row to its position on the way.
+    /// Rotates the key of each row to its position before it is stored.
     #[must_use]
     pub fn rotated(mut self, rope: &Arc<Rope>, positions: &Arc<[i64]>) -> Self {
         self.rotation = Some(RowRotation { rope: Arc::clone(rope), positions: Arc::clone(positions) });

@@ -28,8 +28,8 @@ impl CopyTensor {
     /// - Returns [`Error::Mismatch`] if the shapes differ.
     /// - Returns [`Error::Mismatch`] if the element types differ.
     /// - Returns [`Error::Aliased`] if the operands overlap ([`TensorView::overlaps`]).
-    /// - Returns [`Error::InvalidStrides`] if two elements of `dst` may share an address, or if a row begins or
-    ///   ends inside a byte.
+    /// - Returns [`Error::InvalidStrides`] if two elements of `dst` may share an address, or if a row begins
+    ///   or ends inside a byte.
     pub fn check(&self) -> Result<()> {
         let Self { src, dst } = self;
         same("rank of a tensor copy", dst.shape().len(), src.shape().len())?;

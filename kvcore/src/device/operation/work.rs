@@ -32,7 +32,7 @@ pub struct AttendRows {
     /// Range of rows in `q` and `out`.
     pub rows: Range<usize>,
     /// Segments that the rows attend to. They include the tokens of the rows themselves, which must be
-    /// scattered before.
+    /// scattered first.
     pub segments: Arc<[Segment]>,
     /// Tokens that each row may attend to, or `None` for all tokens.
     pub selection: Option<Selection>,

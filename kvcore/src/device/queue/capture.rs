@@ -1,8 +1,9 @@
 //! Captures: what a thread has enqueued so far, and what the graph keeps.
 //!
-//! A capture belongs to one thread, and has the streams that take part for itself: the stream that began it, and the streams
-//! that wait for one of its events. Work on another stream by this thread is refused, because it would be lost. Calls of
-//! other threads on these streams wait until the capture ends ([`CaptureGate`]), because they would enter the graph unseen.
+//! A capture belongs to one thread, and has the streams that take part for itself: the stream that began it,
+//! and the streams that wait for one of its events. Work on another stream by this thread is refused, because
+//! it would be lost. Calls of other threads on these streams wait until the capture ends ([`CaptureGate`]),
+//! because they would enter the graph unseen.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -63,11 +64,12 @@ pub trait CapturedStream: Sized + 'static {
             .with_borrow(|slot| slot.as_ref().is_some_and(|it| it.number == self.side().gate.capture()))
     }
 
-    /// Calls `body` with the capture that this thread records, if any. Waits first while another thread captures the stream.
+    /// Calls `body` with the capture that this thread records, if any. Waits first while another thread
+    /// captures the stream.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if this thread records a capture that the stream has not joined, and the errors of
-    /// `body`.
+    /// Returns [`Error::Unsupported`] if this thread records a capture that the stream has not joined, and
+    /// the errors of `body`.
     fn recorded<R>(&self, body: impl FnOnce(Option<&mut Recording<Self>>) -> Result<R>) -> Result<R> {
         Self::slot().with_borrow_mut(|slot| match slot {
             None => {
@@ -78,8 +80,8 @@ pub trait CapturedStream: Sized + 'static {
         })
     }
 
-    /// Refuses a call of a thread that records a capture. Waits first while another thread captures the stream, and keeps
-    /// captures away until the pass is dropped.
+    /// Refuses a call of a thread that records a capture. Waits first while another thread captures the
+    /// stream, and keeps captures away until the pass is dropped.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`], which names the call.
@@ -91,12 +93,12 @@ pub trait CapturedStream: Sized + 'static {
         })
     }
 
-    /// Calls `body` to let the stream wait for an event of capture `number`. The stream takes part in that capture from then
-    /// on. For an event of no capture, 0, captures are kept away while `body` runs.
+    /// Calls `body` to let the stream wait for an event of capture `number`. The stream takes part in that
+    /// capture from then on. For an event of no capture, 0, captures are kept away while `body` runs.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if the capture is not this thread's or has ended, and for an event from before the
-    /// capture that the stream takes part in. Returns the errors of `body`.
+    /// Returns [`Error::Unsupported`] if the capture is not this thread's or has ended, and for an event from
+    /// before the capture that the stream takes part in. Returns the errors of `body`.
     fn join<R>(
         self: &Arc<Self>,
         number: u64,
@@ -132,7 +134,8 @@ pub trait CapturedStream: Sized + 'static {
     }
 }
 
-/// Loan memories of a capture, each by the address of the memory that serves the same steps outside of captures.
+/// Loan memories of a capture, each by the address of the memory that serves the same steps outside of
+/// captures.
 type Activations<M> = Vec<(usize, Arc<LoanMemory<M>>)>;
 
 /// A capture that this thread records.
@@ -203,8 +206,8 @@ impl<S: CapturedStream> Recording<S> {
         error
     }
 
-    /// Checks that an operation can be replayed with other lists, and notes its check. Returns the rotary embedding of the
-    /// check, unless a check with equal keys was noted before.
+    /// Checks that an operation can be replayed with other lists, and notes its check. Returns the rotary
+    /// embedding of the check, unless a check with equal keys was noted before.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`], which names the operation.
@@ -226,8 +229,8 @@ impl<S: CapturedStream> Recording<S> {
         }
     }
 
-    /// Returns the memory of activations that stands in for `usual`. It is the graph's own: what one graph leaves for its
-    /// caller must not lie where another graph works.
+    /// Returns the memory of activations that stands in for `usual`. It is the graph's own: what one graph
+    /// leaves for its caller must not lie where another graph works.
     pub fn activations(&mut self, usual: &Arc<LoanMemory<S::Memory>>) -> Arc<LoanMemory<S::Memory>> {
         let key = Arc::as_ptr(usual) as usize;
         let activations = &mut self.captured.activations;
@@ -260,11 +263,12 @@ impl<S: CapturedStream> Drop for Open<'_, S> {
     }
 }
 
-/// Captures what `record` enqueues on a stream. Returns the device's graph, what it keeps, and the captured operations'
-/// counts.
+/// Captures what `record` enqueues on a stream. Returns the device's graph, what it keeps, and the captured
+/// operations' counts.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] for work that a graph cannot hold, the errors of `record`, and those of the device.
+/// Returns [`Error::Unsupported`] for work that a graph cannot hold, the errors of `record`, and those of the
+/// device.
 pub fn capture<S: CapturedStream>(
     stream: &Arc<S>,
     step: &StepInputs,

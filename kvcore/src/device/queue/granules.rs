@@ -8,15 +8,15 @@ use crate::base::{Error, Result};
 use crate::device::check_granules;
 
 // Decision: docs/decisions/backend-cuda.md#granules-grow-with-the-reservation
-/// Number of granules up to which a reservation has granules of the least size. Larger reservations have larger granules,
-/// because each granule is a call of the driver.
+/// Number of granules up to which a reservation has granules of the least size. Larger reservations have
+/// larger granules, because each granule is a call of the driver.
 const FINE: usize = 2048;
 
 /// Bytes of the largest granule.
 const LARGEST: usize = 64 << 20;
 
-/// Returns the bytes of a granule, a power of two, and of a reservation of at least `bytes` bytes. `least` is the device's
-/// least granule.
+/// Returns the bytes of a granule, a power of two, and of a reservation of at least `bytes` bytes. `least` is
+/// the device's least granule.
 ///
 /// # Errors
 /// Returns [`Error::Overflow`] if the reservation is larger than the address space.
@@ -62,8 +62,8 @@ impl<H> Granules<H> {
         check_granules(range, self.granule, self.reserved_bytes())
     }
 
-    /// Maps the granules of a checked range that have no memory. `place` and `release` get the offset of a granule in bytes;
-    /// `release` undoes `place`.
+    /// Maps the granules of a checked range that have no memory. `place` and `release` get the offset of a
+    /// granule in bytes; `release` undoes `place`.
     ///
     /// # Errors
     /// Returns the error of `place`. No granule is mapped then that was not mapped before.
@@ -92,7 +92,8 @@ impl<H> Granules<H> {
         Ok(())
     }
 
-    /// Unmaps the granules of a checked range that have memory. `release` gets the offset of a granule in bytes.
+    /// Unmaps the granules of a checked range that have memory. `release` gets the offset of a granule in
+    /// bytes.
     pub fn unmap(&self, range: Range<usize>, mut release: impl FnMut(usize, H)) {
         let mut handles = self.handles.lock();
         for i in range.start / self.granule..range.end / self.granule {

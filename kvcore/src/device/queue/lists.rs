@@ -33,8 +33,8 @@ impl<L> StepLists<L> {
         Some(self.blocks[*block].0.address() + range.start as u64)
     }
 
-    /// Adds a list of `bytes` bytes, and returns its address. Lists begin at multiples of `align` bytes from the start of a
-    /// block, which `allocate` makes of at least the bytes that it gets.
+    /// Adds a list of `bytes` bytes, and returns its address. Lists begin at multiples of `align` bytes from
+    /// the start of a block, which `allocate` makes of at least the bytes that it gets.
     ///
     /// # Errors
     /// Returns the errors of `allocate`.
@@ -56,7 +56,8 @@ impl<L> StepLists<L> {
         Ok(storage.address() + at as u64)
     }
 
-    /// Returns the contents of each block, with the address where they go. `write` fills the room of each list.
+    /// Returns the contents of each block, with the address where they go. `write` fills the room of each
+    /// list.
     ///
     /// # Errors
     /// Returns the errors of `write`.

@@ -15,10 +15,12 @@ const STEP: usize = 1 << 20;
 /// Least bytes of a loan.
 const LEAST: usize = 4096;
 
-/// Memory of activations, by size: taken by a step, given back when its last view is dropped, used again by later steps.
+/// Memory of activations, by size: taken by a step, given back when its last view is dropped, used again by
+/// later steps.
 ///
-/// Work that is enqueued on the stream of the steps may still use memory that is given back. Only later work of that stream
-/// takes it again, so that it is free when it is written. Other streams hold the storages of their own work.
+/// Work that is enqueued on the stream of the steps may still use memory that is given back. Only later work
+/// of that stream takes it again, so that it is free when it is written. Other streams hold the storages of
+/// their own work.
 #[derive(Debug)]
 pub struct LoanMemory<S>(Mutex<BTreeMap<usize, Vec<S>>>);
 
@@ -38,8 +40,8 @@ impl<S> Default for LoanMemory<S> {
 }
 
 impl<S: Storage + 'static> LoanMemory<S> {
-    /// Takes at least `bytes` bytes with any contents, from `allocate` if none of that size wait for use. The loan is found as
-    /// the storage in it by [`Storage::as_any`].
+    /// Takes at least `bytes` bytes with any contents, from `allocate` if none of that size wait for use. The
+    /// loan is found as the storage in it by [`Storage::as_any`].
     ///
     /// # Errors
     /// Returns the errors of `allocate`, which gets the number of bytes.

@@ -7,8 +7,8 @@ use crate::base::Result;
 /// Least bytes of a list's memory.
 const LEAST: usize = 4096;
 
-/// Returns memory for `bytes` bytes that nobody but `pool` holds; new memory, from `make`, if there is none. The pool keeps
-/// at most `most` pieces of memory, each with its bytes.
+/// Returns memory for `bytes` bytes that nobody but `pool` holds; new memory, from `make`, if there is none.
+/// The pool keeps at most `most` pieces of memory, each with its bytes.
 ///
 /// # Errors
 /// Returns the errors of `make`, which gets the number of bytes.

@@ -25,8 +25,8 @@ pub struct TensorView {
 }
 
 impl TensorView {
-    /// Creates a dense row-major view of `shape` at the start of `storage`. A view of the storage of an arena can be
-    /// written without a permit: see the guarantee at [`KvArena::views`](crate::KvArena::views).
+    /// Creates a dense row-major view of `shape` at the start of `storage`. A view of the storage of an arena
+    /// can be written without a permit: see the guarantee at [`KvArena::views`](crate::KvArena::views).
     ///
     /// # Errors
     /// Returns the errors of [`Dims::new`] and of [`with_strides`](Self::with_strides).
@@ -36,7 +36,8 @@ impl TensorView {
         Self::with_strides(storage, dtype, shape, strides, 0)
     }
 
-    /// Creates a view with explicit strides and offset, both in elements. The guarantee at [`new`](Self::new) applies.
+    /// Creates a view with explicit strides and offset, both in elements. The guarantee at [`new`](Self::new)
+    /// applies.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the view reaches past the end of the storage.
@@ -119,7 +120,7 @@ impl TensorView {
         self.len() == 0
     }
 
-    /// Returns whether the elements lie densely in row-major order. True for an empty view.
+    /// Returns true if the elements are dense and in row-major order. True for an empty view.
     pub fn is_contiguous(&self) -> bool {
         if self.is_empty() {
             return true;
@@ -161,9 +162,9 @@ impl TensorView {
         self.extent()
     }
 
-    /// Returns whether the byte ranges of both views, each from first to last element, overlap in memory, also
-    /// if the views lie in different storages over one piece of memory. Interleaved views overlap in this
-    /// sense without sharing an element.
+    /// Returns whether the byte ranges of both views, each from first to last element, overlap in memory,
+    /// also if the views lie in different storages over one piece of memory. Interleaved views overlap in
+    /// this sense without sharing an element.
     pub fn overlaps(&self, other: &Self) -> Result<bool> {
         let range = |view: &Self| -> Result<_> {
             let (extent, address) = (view.extent()?, view.storage.address());
@@ -193,8 +194,8 @@ impl TensorView {
     /// Returns the part `start..end` of axis `axis`. Nothing is copied.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `axis` is unknown, [`Error::TooLarge`] if the range is reversed or past
-    /// the end, and [`Error::InsideByte`] if the part starts inside a byte.
+    /// Returns [`Error::OutOfRange`] if `axis` is unknown, [`Error::TooLarge`] if the range is reversed or
+    /// past the end, and [`Error::InsideByte`] if the part starts inside a byte.
     pub fn slice(&self, axis: usize, start: usize, end: usize) -> Result<Self> {
         let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
         if end > n {

@@ -57,8 +57,8 @@ impl TensorView {
     /// a backend may use a staging buffer.
     ///
     /// # Errors
-    /// Returns [`Error::WrongMemory`] if this view does not lie in host memory or `device` does not lie in
-    /// device memory, and the errors of [`copy_to`](Self::copy_to).
+    /// Returns [`Error::WrongMemory`] if this view is not in host memory or `device` is not in device memory,
+    /// and the errors of [`copy_to`](Self::copy_to).
     pub fn h2d(&self, device: &Self, stream: &dyn Stream) -> Result<()> {
         in_host("source of a host-to-device copy", self)?;
         in_device("destination of a host-to-device copy", device)?;
@@ -68,8 +68,8 @@ impl TensorView {
     /// Copies this view of device memory to a view of host memory.
     ///
     /// # Errors
-    /// Returns [`Error::WrongMemory`] if this view does not lie in device memory or `host` does not lie in
-    /// host memory, and the errors of [`copy_to`](Self::copy_to).
+    /// Returns [`Error::WrongMemory`] if this view is not in device memory or `host` is not in host memory,
+    /// and the errors of [`copy_to`](Self::copy_to).
     pub fn d2h(&self, host: &Self, stream: &dyn Stream) -> Result<()> {
         in_device("source of a device-to-host copy", self)?;
         in_host("destination of a device-to-host copy", host)?;

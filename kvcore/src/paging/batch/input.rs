@@ -23,22 +23,23 @@ pub struct SequenceInput {
     /// Distance in positions between stored keys and their tokens: the key of a token at position `p` is
     /// rotated to `p − key_offset`, for a segment with that offset.
     pub key_offset: i64,
-    /// Slots for K and V of the new tokens, one slot per token; none if they are among those of the whole
-    /// [batch](super::StepBatch::slots).
+    /// Slots for K and V of the new tokens, one slot per token. Empty if the slots are among those of the
+    /// whole [batch](super::StepBatch::slots).
     pub slots: WriteSlots,
     /// Segments that the tokens attend to: earlier segments and, last, the segment that holds the tokens
     /// themselves. The attention work of a pass shares the list.
     pub segments: Arc<[Segment]>,
     /// Merge groups of the segments.
     pub groups: Arc<[MergeGroup]>,
-    /// The logits that the caller wants.
+    /// The logits to compute.
     pub logits: Logits,
-    /// Slots and segments in each further group of layers, if the cache has [several](crate::GroupedKvCache). Slots and segments
-    /// above are of the first group.
+    /// Slots and segments in each further group of layers, if the cache has [several](crate::GroupedKvCache).
+    /// `slots` and `segments` belong to the first group.
     pub others: Vec<GroupInput>,
 }
 
-/// Slots and segments of a sequence in one group of layers, as [`SequenceInput`] has them of the first.
+/// Slots and segments of a sequence in one group of layers, like those that [`SequenceInput`] has for the
+/// first group.
 #[derive(Debug, Clone, Default)]
 pub struct GroupInput {
     /// Slots for K and V of the new tokens.
@@ -77,15 +78,15 @@ impl SequenceInput {
         }
     }
 
-    /// Sets the logits that the caller wants.
+    /// Sets the logits to compute.
     #[must_use]
     pub fn with_logits(mut self, logits: Logits) -> Self {
         self.logits = logits;
         self
     }
 
-    /// Returns some of the tokens as an input of their own, which sees the same segments and wants no logits. Parts of an input
-    /// that are computed in order, in one pass or several, equal the whole.
+    /// Returns a part of the tokens as a separate input, which sees the same segments and needs no logits.
+    /// Computing the parts of an input in order, in one pass or several, gives the same result as the whole.
     ///
     /// ```
     /// # use kvcore::{BlockId, Segment, SequenceInput, WriteSlots};
@@ -130,7 +131,7 @@ impl SequenceInput {
         self.others.iter_mut().for_each(|group| group.slots = slots.next().unwrap_or_default());
     }
 
-    /// Returns slots and segments in a group of layers, of which the caller has checked that it is there.
+    /// Returns slots and segments in a group of layers. The caller must have checked that the group exists.
     pub(super) fn in_group(&self, group: usize) -> (&WriteSlots, &Arc<[Segment]>) {
         match group.checked_sub(1).and_then(|other| self.others.get(other)) {
             Some(other) => (&other.slots, &other.segments),

@@ -1,4 +1,4 @@
-//! The batch of a pass: its sequences, and their rows as the operations of every layer take them.
+//! The batch of a pass: its sequences, and their rows in the form that the operations of every layer take.
 //!
 //! ```text
 //!  SequenceInput, SequenceInput, … ──┐
@@ -13,7 +13,7 @@ mod rows;
 pub use input::{GroupInput, SequenceInput};
 pub use rows::BatchRows;
 
-/// The logits that the caller wants.
+/// The logits to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Logits {
     /// No logits: the pass only fills the cache.
@@ -30,8 +30,8 @@ pub enum Logits {
 pub struct StepBatch<'a> {
     /// The sequences. A slice of them is a batch, too.
     pub inputs: &'a [SequenceInput],
-    /// The slots of those tokens, in their order, whose sequences have none of their own, in each group of layers:
-    /// [`grow_batch`](crate::KvCache::grow_batch) returns them. Empty if all sequences have slots.
+    /// The slots, in each group of layers, of all tokens whose sequences have no slots of their own, in
+    /// order: [`grow_batch`](crate::KvCache::grow_batch) returns them. Empty if all sequences have slots.
     pub slots: &'a [WriteSlots],
 }
 

@@ -11,7 +11,7 @@ use crate::device::{AttendRows, AttendWork, MergeGroup, QueryRow, Segment, StepI
 
 /// The rows of a batch, in the form that the operations of every layer take.
 ///
-/// Filling it again uses its memory where the extents are equal, so that a decode step allocates nothing.
+/// Refilling reuses its memory where the extents are equal, so a decode step allocates nothing.
 ///
 /// ```
 /// use kvcore::{BatchRows, BlockPool, BlockTable, Segment, SequenceInput};
@@ -34,11 +34,11 @@ use crate::device::{AttendRows, AttendWork, MergeGroup, QueryRow, Segment, StepI
 pub struct BatchRows {
     tokens: Arc<[u32]>,
     positions: Arc<[i64]>,
-    /// Slots and work in each group of layers, of which there is at least one.
+    /// Slots and work in each group of layers. There is at least one group.
     in_groups: Vec<GroupRows>,
     /// The merge groups of the whole batch.
     groups: Vec<MergeGroup>,
-    /// The rows of each sequence whose logits are wanted, as a range of `tokens`.
+    /// For each sequence, the rows whose logits are needed, as a range of `tokens`.
     logits: Vec<Range<usize>>,
 }
 
@@ -68,11 +68,12 @@ impl Default for BatchRows {
 }
 
 impl BatchRows {
-    /// Replaces the rows by those of a batch.
+    /// Replaces the rows by the rows of a batch.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] for a sequence without a slot for each token or with another number of groups of layers than the
-    /// others, and [`Error::OutOfRange`] for a segment of an unknown merge group. In these cases the rows are as they were.
+    /// Returns [`Error::Mismatch`] for a sequence that lacks a slot for a token or has a different number of
+    /// layer groups than the others, and [`Error::OutOfRange`] for a segment of an unknown merge group. In
+    /// these cases the rows are unchanged.
     pub fn fill<'a>(&mut self, batch: impl Into<StepBatch<'a>>) -> Result<()> {
         let StepBatch { inputs, slots } = batch.into();
         let num_groups = inputs.first().map_or(1, SequenceInput::num_groups);
@@ -104,17 +105,17 @@ impl BatchRows {
         Ok(())
     }
 
-    /// Returns the tokens, one a row.
+    /// Returns the tokens, one per row.
     pub fn tokens(&self) -> &Arc<[u32]> {
         &self.tokens
     }
 
-    /// Returns the positions that keys are rotated to, one a row.
+    /// Returns the positions that keys are rotated to, one per row.
     pub fn positions(&self) -> &Arc<[i64]> {
         &self.positions
     }
 
-    /// Returns the slots for keys and values, one a row, in the first group of layers.
+    /// Returns the slots for keys and values, one per row, in the first group of layers.
     pub fn slots(&self) -> &WriteSlots {
         self.slots_in(0)
     }
@@ -129,12 +130,13 @@ impl BatchRows {
         self.in_groups.len()
     }
 
-    /// Returns the slots of the rows in a group of layers. The caller guarantees that there are so many.
+    /// Returns the slots of the rows in a group of layers. The caller guarantees that the group exists.
     pub fn slots_in(&self, group: usize) -> &WriteSlots {
         &self.in_groups[group].slots
     }
 
-    /// Returns the attention work of the rows in a group of layers. The caller guarantees that there are so many.
+    /// Returns the attention work of the rows in a group of layers. The caller guarantees that the group
+    /// exists.
     pub fn work_in(&self, group: usize) -> &Arc<AttendWork> {
         &self.in_groups[group].work
     }
@@ -180,8 +182,8 @@ impl BatchRows {
         }
     }
 
-    /// Adds rows of padding up to a number of rows that a graph has, and returns the lists of the rows. The rows hold
-    /// these very lists. A graph is of layers in one group: the lists are those of the first.
+    /// Adds rows of padding up to the number of rows of a graph, and returns the lists of the rows; the rows
+    /// hold the same lists. A graph covers layers of one group, so the lists are those of the first group.
     pub fn padded(&mut self) -> StepInputs {
         let own = &mut self.in_groups[0];
         let step = StepInputs {
@@ -201,7 +203,7 @@ impl BatchRows {
         step
     }
 
-    /// Releases the slots and segments of the batch, so that their owner can refill them in place.
+    /// Releases the slots and segments of the batch, which lets their owner refill them in place.
     pub fn release(&mut self) {
         for own in &mut self.in_groups {
             own.slots = WriteSlots::default();
@@ -211,13 +213,13 @@ impl BatchRows {
         }
     }
 
-    /// Returns whether the logits of all rows are wanted.
+    /// Returns true if the logits of all rows are needed.
     pub fn all_wanted(&self) -> bool {
         self.logits.iter().map(Range::len).sum::<usize>() == self.tokens.len()
     }
 
-    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if these are all rows. In the
-    /// last layer no other row needs queries.
+    /// Returns the rows whose logits are needed, with their attention in a group of layers, or `None` if
+    /// these are all rows. In the last layer no other row needs queries.
     pub fn wanted(&self, group: usize) -> Option<(Vec<u32>, Arc<AttendWork>)> {
         if self.all_wanted() {
             return None;
@@ -236,7 +238,8 @@ impl BatchRows {
     }
 }
 
-/// Returns the slots of all tokens in a group of layers: each sequence's own, or the next of the whole batch.
+/// Returns the slots of all tokens in a group of layers: each sequence's own slots, or the next slots of the
+/// whole batch.
 fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>, group: usize) -> Result<WriteSlots> {
     let none = WriteSlots::default();
     let shared = shared.unwrap_or(&none);
@@ -262,7 +265,7 @@ fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>, group: usize)
     Ok(WriteSlots::concat(parts.iter()))
 }
 
-/// Checks that the segments of a sequence name merge groups that it has.
+/// Checks that the segments of a sequence refer to merge groups that it has.
 fn check_groups(sequence: &SequenceInput) -> Result<()> {
     let limit = sequence.groups.len();
     let segments = (0..sequence.num_groups()).flat_map(|group| sequence.in_group(group).1.iter());
@@ -273,12 +276,13 @@ fn check_groups(sequence: &SequenceInput) -> Result<()> {
     })
 }
 
-/// Returns the place of a merge group among the groups of a batch. Bits are compared, so that NaN is found.
+/// Returns the index of a merge group among the groups of a batch. Compares bits, so NaN is found, too.
 fn place_of(groups: &[MergeGroup], group: MergeGroup) -> Option<usize> {
     groups.iter().position(|known| known.lse_scale.to_bits() == group.lse_scale.to_bits())
 }
 
-/// Returns a sequence's segments in a group of layers with the merge groups of the whole batch, in which equal groups are one.
+/// Returns a sequence's segments in a group of layers, renumbered to the merge groups of the whole batch, in
+/// which equal groups are joined.
 fn grouped(sequence: &SequenceInput, group: usize, groups: &[MergeGroup]) -> Arc<[Segment]> {
     let segments = sequence.in_group(group).1;
     let place = |group: usize| place_of(groups, sequence.groups[group]).unwrap_or(group);
@@ -289,7 +293,7 @@ fn grouped(sequence: &SequenceInput, group: usize, groups: &[MergeGroup]) -> Arc
     segments.iter().map(moved).collect()
 }
 
-/// Replaces the items of a list, in its old memory if their number is unchanged and nobody else holds it.
+/// Replaces the items of a list. Reuses its memory if their number is unchanged and no other holder exists.
 fn refill<T: Clone>(list: &mut Arc<[T]>, len: usize, items: impl Iterator<Item = T>) {
     match Arc::get_mut(list) {
         Some(own) if own.len() == len => own.iter_mut().zip(items).for_each(|(own, item)| *own = item),

@@ -2,7 +2,7 @@
 
 use super::index::Index;
 use super::rules::Rules;
-use super::shard::{Shard, Stage};
+use super::shard::{BlockStage, Shard};
 use super::{FreeOrder, PoolCounts};
 
 /// Returns the number of blocks of a shard that have keys, or a description of the first inconsistency.
@@ -13,17 +13,19 @@ pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize
         let id = shard.id(i as u32);
         let claimed = meta.holders > 0 || meta.pins > 0;
         match stage {
-            Stage::Free => seen.free += 1,
-            Stage::Mutable => seen.mutable += 1,
-            Stage::Shared | Stage::Registered if meta.holders > 0 => seen.shared += 1,
-            Stage::Shared | Stage::Registered => seen.cached += 1,
+            BlockStage::Free => seen.free += 1,
+            BlockStage::Mutable => seen.mutable += 1,
+            BlockStage::Shared | BlockStage::Registered if meta.holders > 0 => seen.shared += 1,
+            BlockStage::Shared | BlockStage::Registered => seen.cached += 1,
         }
         match stage {
-            Stage::Free | Stage::Mutable if claimed => {
+            BlockStage::Free | BlockStage::Mutable if claimed => {
                 return Err(format!("block {id} is {stage:?} and has holders or pins"));
             }
-            Stage::Shared if !claimed => return Err(format!("nothing keeps block {id}, yet it is not free")),
-            Stage::Registered => {
+            BlockStage::Shared if !claimed => {
+                return Err(format!("nothing keeps block {id}, yet it is not free"));
+            }
+            BlockStage::Registered => {
                 keyed += 1;
                 if !index.holds(&meta.key, id.0 - rules.first) {
                     return Err(format!("the index does not find block {id} under its key"));
@@ -36,7 +38,7 @@ pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize
     let mut free = shard.free.clone();
     free.sort_unstable();
     free.dedup();
-    if free.len() != shard.free.len() || free.iter().any(|&i| shard.stage[i as usize] != Stage::Free) {
+    if free.len() != shard.free.len() || free.iter().any(|&i| shard.stage[i as usize] != BlockStage::Free) {
         return Err("the free list holds a block twice or one in use".to_owned());
     }
     let queued = if rules.free_order == FreeOrder::OneQueue { seen.free } else { 0 };

@@ -11,7 +11,7 @@ pub trait Clock: Send + Sync + fmt::Debug {
     fn millis(&self) -> u64;
 }
 
-/// Returns whole milliseconds, rounded up, so that a time above zero does not become zero.
+/// Returns whole milliseconds, rounded up, so a time above zero never becomes zero.
 pub(super) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }

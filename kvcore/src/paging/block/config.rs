@@ -28,7 +28,7 @@ pub enum Duplicates {
     /// Shares the known block and frees the second one.
     #[default]
     Merge,
-    /// Keeps both blocks; lookups find the older one. vLLM does this so that block tables only ever grow.
+    /// Keeps both blocks; lookups find the older one. vLLM does this because its block tables only ever grow.
     Keep,
 }
 
@@ -131,7 +131,8 @@ impl PoolConfig {
         self
     }
 
-    /// Sets the number of blocks that [`admit_prefix`](super::BlockPool::admit_prefix) leaves to running sequences.
+    /// Sets the number of blocks that [`admit_prefix`](super::BlockPool::admit_prefix) leaves to running
+    /// sequences.
     #[must_use]
     pub fn watermark(mut self, blocks: usize) -> Self {
         self.watermark = blocks;

@@ -118,7 +118,7 @@ mod tests {
     }
 
     #[test]
-    fn a_full_queue_counts_what_it_lost() {
+    fn a_full_queue_counts_lost_events() {
         let queue = EventQueue::new(2);
         for _ in 0..5 {
             queue.record(KvEvent::Cleared);

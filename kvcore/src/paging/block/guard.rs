@@ -1,7 +1,7 @@
 //! Guards of blocks in one state. Blocks change state only by operations on their guard.
 //!
-//! A guard holds any number of blocks of one pool, so that a step takes one lock for all of them and
-//! allocates nothing for a few.
+//! A guard holds any number of blocks of one pool: a step takes one lock for all of them, and allocates
+//! nothing for a few.
 
 use std::sync::Arc;
 
@@ -56,7 +56,7 @@ pub struct MutableBlocks {
 /// Filled blocks that any number of holders read. Never written while they are shared.
 ///
 /// # Drop behaviour
-/// Each block loses one holder, the last block first, so that the pool evicts the end of a prefix before
+/// Each block loses one holder, the last block first, which makes the pool evict the end of a prefix before
 /// its beginning. A block that loses its last holder becomes cached if a key or a pin ([`PinnedBlocks`])
 /// claims it, and free otherwise.
 #[derive(Debug)]
@@ -109,7 +109,7 @@ macro_rules! guard {
                 Ok(Self::over(self.pool.clone(), self.ids.drain(at..).collect()))
             }
 
-            /// Appends the blocks of `other`, whose permits become void.
+            /// Appends the blocks of `other`. The permits of `other` become void.
             ///
             /// # Errors
             /// Returns [`Error::ForeignBlock`] for blocks of another pool, which are returned in the error.
@@ -210,8 +210,8 @@ impl MutableBlocks {
         share(&self.pool, std::mem::take(&mut self.ids))
     }
 
-    /// Returns `slots` with a permit to write them. All slots must lie in these blocks, of `block_size` tokens
-    /// each. Negative slots are padding.
+    /// Returns `slots` with a permit to write them. All slots must lie in these blocks, of `block_size`
+    /// tokens each. Negative slots are padding.
     ///
     /// # Errors
     /// Returns [`Error::NotOwned`] if a slot lies in another block, and [`Error::Zero`] if `block_size` is
@@ -389,7 +389,7 @@ impl SharedBlocks {
             if shard.collides(block, key) {
                 return false;
             }
-            // The known block is gone since the index named it.
+            // The known block was freed after the index returned it.
         }
     }
 
@@ -429,7 +429,7 @@ impl SharedBlocks {
         self.ids.truncate(len);
     }
 
-    /// Lets go of the first `n` blocks.
+    /// Releases the first `n` blocks.
     pub(super) fn drop_first(&mut self, n: usize) {
         let n = n.min(self.ids.len());
         drop_holders(&self.pool, &self.ids[..n]);

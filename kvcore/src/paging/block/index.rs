@@ -1,8 +1,8 @@
 //! The index from keys to blocks: hash tables over bits of the digests, sharded by key.
 //!
-//! An entry holds 64 bits of its key. The caller compares the whole key under the lock of the block's
-//! shard. The locks of the tables are leaves: no other lock is taken while one is held, and no two are held
-//! at once. Batches are grouped by table, so that a table is locked once for all its keys in a batch.
+//! An entry holds 64 bits of its key. The caller compares the whole key under the lock of the block's shard.
+//! The locks of the tables are leaves: no other lock is taken while one is held, and no two are held at once.
+//! Batches are grouped by table, so a table is locked once for all its keys in a batch.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry as Slot;
@@ -65,7 +65,7 @@ const MOST_TABLES: usize = 64;
 impl Index {
     pub(super) fn new(tables: usize, blocks: usize, duplicates: bool) -> Self {
         let tables = tables.next_power_of_two().min(MOST_TABLES);
-        // A little above the mean, so that a table seldom grows when keys spread unevenly.
+        // A little above the mean, so a table seldom grows when keys spread unevenly.
         let room = if tables == 1 { blocks } else { blocks / tables * 9 / 8 + 64 };
         let table = || Mutex::new(IndexTable { entries: HashTable::with_capacity(room), stamp: 0 });
         Self { tables: (0..tables).map(|_| table()).collect(), duplicates }

@@ -16,10 +16,10 @@
 //! Only the sole holder of a block without a key and a pin may fill the block further
 //! ([`SharedBlocks::reclaim_last`]): no other holder can read the block any more.
 //!
-//! The states Mutable and Shared have a guard type each, which holds any number of blocks. A step consumes the guard of the
-//! previous state, so an illegal step does not compile. Dropping a guard returns the blocks. There is no
-//! other way to free a block, so no block is freed twice. A block without holders is kept alive by a
-//! *claim*: its key in the pool's index (the pool may evict the block) or a pin ([`PinnedBlocks`]).
+//! The states Mutable and Shared have a guard type each, which holds any number of blocks. A step consumes
+//! the guard of the previous state, so an illegal step does not compile. Dropping a guard returns the blocks.
+//! There is no other way to free a block, so no block is freed twice. A block without holders is kept alive
+//! by a *claim*: its key in the pool's index (the pool may evict the block) or a pin ([`PinnedBlocks`]).
 //!
 //! Only a guard of mutable blocks issues permits to write ([`MutableBlocks::write_slots`],
 //! [`MutableBlocks::write_pairs`]). Sharing, splitting or dropping the guard voids the permits; a

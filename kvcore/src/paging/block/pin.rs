@@ -13,7 +13,7 @@ use crate::base::BlockId;
 /// let pool = BlockPool::new(0..4)?;
 /// let system_prompt = pool.allocate(2)?.share();
 /// let pinned = system_prompt.pin();
-/// drop(system_prompt);                           // nobody holds the blocks, yet they stay
+/// drop(system_prompt);                           // no holder is left, yet the blocks stay
 /// assert!(pool.allocate(3).is_err());
 /// assert_eq!(pinned.share().len(), 2);
 /// drop(pinned);
@@ -25,7 +25,7 @@ use crate::base::BlockId;
 /// Blocks without holders stay cached if they have a key, and become free otherwise. Held blocks do so when
 /// their last holder is dropped.
 #[derive(Debug)]
-#[must_use = "dropping the claim lets blocks go that nobody holds"]
+#[must_use = "dropping the claim releases blocks without holders"]
 pub struct PinnedBlocks {
     pool: BlockPool,
     ids: Ids,

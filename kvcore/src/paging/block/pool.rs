@@ -59,8 +59,8 @@ struct ShardCell {
     shard: Mutex<Shard>,
     /// Number of free blocks of the shard when its lock was last released: a hint for searches.
     free: AtomicUsize,
-    /// Number of keys found by lookups that began with a key of this cell. Counted by key, so that threads
-    /// seldom contend.
+    /// Number of keys found by lookups that began with a key of this cell. Counted by key, which keeps
+    /// threads from contending.
     hits: AtomicU64,
     misses: AtomicU64,
 }
@@ -166,10 +166,10 @@ impl BlockPool {
     }
 
     /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys`, and takes the
-    /// missing blocks up to `blocks` in total. Unlike
-    /// [`allocate`](Self::allocate), leaves the watermark's blocks to running sequences, so that a newly admitted one does not soon preempt
-    /// another; a pool of which no block is held leaves none. There must be room for `room`
-    /// blocks in total; pass the number that the whole prompt needs if only its first part is computed now.
+    /// missing blocks up to `blocks` in total. Unlike [`allocate`](Self::allocate), leaves the watermark's
+    /// blocks to running sequences, so a newly admitted sequence does not soon preempt another. If no block
+    /// of the pool is held, it leaves none. There must be room for `room` blocks in total; pass the number
+    /// that the whole prompt needs if only its first part is computed now.
     ///
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] if there is not enough room. In that case nothing has changed, not
@@ -186,8 +186,8 @@ impl BlockPool {
         })
     }
 
-    /// Admits the first piece of a prompt as [`admit_prefix`](Self::admit_prefix) does: holds the longest known prefix, and takes
-    /// up to `piece` of the missing blocks of `blocks` in total.
+    /// Admits the first piece of a prompt as [`admit_prefix`](Self::admit_prefix) does: holds the longest
+    /// known prefix, and takes up to `piece` of the missing blocks of `blocks` in total.
     pub(crate) fn admit_piece(
         &self,
         keys: &[BlockKey],
@@ -200,13 +200,15 @@ impl BlockPool {
         })
     }
 
-    /// Checks that an admission would hold the known blocks of `keys` and take `missing` others. Changes nothing.
+    /// Checks that an admission could hold the known blocks of `keys` and take `missing` others. Changes
+    /// nothing.
     pub(crate) fn check_room(&self, keys: &[BlockKey], missing: usize) -> Result<()> {
         self.admit_with(keys, false, |_| (missing, missing)).map(drop)
     }
 
-    /// Holds the longest known prefix, and takes blocks, or only checks that it could, unless it is to `take` them. `wanted` returns, for the number of blocks that are found, the number to take
-    /// and the number that there must be room for.
+    /// Holds the longest known prefix and takes blocks; with `take` false, only checks that it could.
+    /// `wanted` gets the number of blocks found, and returns the number to take and the number that there
+    /// must be room for.
     fn admit_with(
         &self,
         keys: &[BlockKey],
@@ -233,8 +235,8 @@ impl BlockPool {
         idle.dedup();
         let (missing, needed) = wanted(found.ids.len());
         let available: usize = shards.iter().map(|shard| shard.available()).sum();
-        // An idle block that is found is no longer available to others, just like a block that is taken.
-        // Nobody runs whom the watermark could serve if no block is held.
+        // An idle block that is found is no longer available to others, just like a block that is taken. If
+        // no block is held, there is no running sequence that could need the watermark.
         let total: usize = shards.iter().map(|shard| shard.stage.len()).sum();
         let watermark = if available == total { 0 } else { inner.watermark };
         let leaves = idle.len().checked_add(needed).and_then(|n| n.checked_add(watermark));
@@ -394,7 +396,7 @@ impl BlockPool {
     }
 
     /// Returns whether both handles refer to one pool.
-    pub fn same_pool(&self, other: &Self) -> bool {
+    pub(super) fn same_pool(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 }
@@ -434,7 +436,7 @@ impl SharedPool {
     }
 
     /// Returns the shard at which a thread begins to take `n` blocks. A thread stays with a shard for a
-    /// sixteenth of the shard's blocks, so that the bookkeeping stays in its core's cache and contents are
+    /// sixteenth of the shard's blocks: the bookkeeping stays in its core's cache, and contents are still
     /// evicted evenly from all shards.
     fn home(&self, n: usize) -> usize {
         if self.shards.len() == 1 {

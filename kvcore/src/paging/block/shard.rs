@@ -1,5 +1,5 @@
-//! The bookkeeping of one shard behind its lock: the states of a run of blocks, their free list and their
-//! eviction order. All methods take indices into the shard.
+//! The bookkeeping of one shard, protected by its lock: the states of a run of blocks, their free list and
+//! their eviction order. All methods take indices into the shard.
 
 use smallvec::SmallVec;
 
@@ -13,7 +13,7 @@ use crate::paging::BlockKey;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-pub(super) enum Stage {
+pub(super) enum BlockStage {
     Free,
     Mutable,
     /// Shared while the block has holders, cached while only pins keep it.
@@ -67,7 +67,7 @@ impl BlockTimes {
 pub(super) struct Shard {
     /// First block id of the shard.
     first: u32,
-    pub(super) stage: Box<[Stage]>,
+    pub(super) stage: Box<[BlockStage]>,
     pub(super) meta: Box<[Meta]>,
     times: Box<[BlockTimes]>,
     /// Free blocks, unless they wait in the policy's order.
@@ -87,7 +87,7 @@ impl Shard {
         let timed = if rules.clock.is_some() { blocks } else { 0 };
         let mut shard = Self {
             first,
-            stage: vec![Stage::Free; blocks].into(),
+            stage: vec![BlockStage::Free; blocks].into(),
             meta: vec![FRESH; blocks].into(),
             times: vec![BlockTimes::NONE; timed].into(),
             free: Vec::new(),
@@ -139,7 +139,7 @@ impl Shard {
         let n = n.min(self.free.len());
         let (first, stage) = (self.first, &mut self.stage);
         out.extend(self.free.drain(self.free.len() - n..).rev().map(|block| {
-            stage[block as usize] = Stage::Mutable;
+            stage[block as usize] = BlockStage::Mutable;
             BlockId(first + block)
         }));
         self.mutable += n;
@@ -158,12 +158,12 @@ impl Shard {
         while taken < n
             && let Some(block) = self.policy.evict(moment.now)
         {
-            if self.stage[block as usize] == Stage::Free {
+            if self.stage[block as usize] == BlockStage::Free {
                 self.queued_free -= 1;
             } else {
                 evicted.push(self.forgotten(block, moment.rules, true));
             }
-            self.stage[block as usize] = Stage::Mutable;
+            self.stage[block as usize] = BlockStage::Mutable;
             out.extend([self.id(block)]);
             taken += 1;
         }
@@ -173,8 +173,8 @@ impl Shard {
         taken
     }
 
-    /// Returns the index entry to remove for a cached block. If `tell` is set, records the removal first,
-    /// so that routers see it before the key can be stored again.
+    /// Returns the index entry to remove for a cached block. If `tell` is set, records the removal first, so
+    /// routers see it before the key can be stored again.
     fn forgotten(&self, block: u32, rules: &Rules, tell: bool) -> (BlockKey, u32) {
         let key = self.meta[block as usize].key;
         if let Some(events) = rules.events.as_ref().filter(|_| tell) {
@@ -186,14 +186,14 @@ impl Shard {
     /// Frees a mutable block. Does nothing for other stages.
     pub(super) fn discard(&mut self, block: u32, moment: Moment<'_>) {
         match self.stage[block as usize] {
-            Stage::Mutable => self.mutable -= 1,
-            Stage::Free | Stage::Shared | Stage::Registered => return,
+            BlockStage::Mutable => self.mutable -= 1,
+            BlockStage::Free | BlockStage::Shared | BlockStage::Registered => return,
         }
         self.release(block, moment);
     }
 
     fn release(&mut self, block: u32, moment: Moment<'_>) {
-        self.stage[block as usize] = Stage::Free;
+        self.stage[block as usize] = BlockStage::Free;
         match moment.rules.free_order {
             FreeOrder::FreeFirst => self.free.push(block),
             FreeOrder::OneQueue => self.enqueue_free(block, moment.now),
@@ -209,7 +209,7 @@ impl Shard {
     pub(super) fn share(&mut self, block: u32) {
         self.mutable -= 1;
         self.shared += 1;
-        self.stage[block as usize] = Stage::Shared;
+        self.stage[block as usize] = BlockStage::Shared;
         self.meta[block as usize].holders = 1;
         if let Some(times) = self.times.get_mut(block as usize) {
             *times = BlockTimes::NONE;
@@ -219,10 +219,10 @@ impl Shard {
     /// Makes a shared block mutable again if it has one holder, no key and no pin. Returns whether it did.
     pub(super) fn reclaim(&mut self, block: u32) -> bool {
         let meta = &mut self.meta[block as usize];
-        let alone = self.stage[block as usize] == Stage::Shared && meta.holders == 1 && meta.pins == 0;
+        let alone = self.stage[block as usize] == BlockStage::Shared && meta.holders == 1 && meta.pins == 0;
         if alone {
             meta.holders = 0;
-            self.stage[block as usize] = Stage::Mutable;
+            self.stage[block as usize] = BlockStage::Mutable;
             self.shared -= 1;
             self.mutable += 1;
         }
@@ -230,7 +230,7 @@ impl Shard {
     }
 
     pub(super) fn has_key(&self, block: u32) -> bool {
-        self.stage[block as usize] == Stage::Registered
+        self.stage[block as usize] == BlockStage::Registered
     }
 
     /// Returns whether the index, which compares only words of keys, finds this block under a key that is
@@ -242,7 +242,7 @@ impl Shard {
 
     /// Gives a held block without a key its key.
     pub(super) fn set_key(&mut self, block: u32, key: BlockKey) {
-        self.stage[block as usize] = Stage::Registered;
+        self.stage[block as usize] = BlockStage::Registered;
         self.meta[block as usize].key = key;
     }
 
@@ -260,7 +260,7 @@ impl Shard {
 
     /// Holds a block if it still has this key and has not expired.
     pub(super) fn hold_keyed(&mut self, block: u32, key: &BlockKey, moment: Moment<'_>) -> bool {
-        if self.stage[block as usize] != Stage::Registered || self.meta[block as usize].key != *key {
+        if self.stage[block as usize] != BlockStage::Registered || self.meta[block as usize].key != *key {
             return false;
         }
         if self.has_expired(block, moment) {
@@ -297,7 +297,7 @@ impl Shard {
     /// Frees the cached blocks that have expired. Returns the number of blocks freed.
     pub(super) fn expire_all(&mut self, moment: Moment<'_>) -> usize {
         let over = |shard: &Self, block: u32| {
-            shard.stage[block as usize] == Stage::Registered && shard.has_expired(block, moment)
+            shard.stage[block as usize] == BlockStage::Registered && shard.has_expired(block, moment)
         };
         let gone: Vec<u32> = (0..self.stage.len() as u32).filter(|&block| over(self, block)).collect();
         for &block in &gone {
@@ -320,7 +320,7 @@ impl Shard {
 
     /// Caches a block without holders and pins if it has a key, and frees it otherwise.
     fn settle(&mut self, block: u32, moment: Moment<'_>) {
-        if self.stage[block as usize] != Stage::Registered {
+        if self.stage[block as usize] != BlockStage::Registered {
             return self.release(block, moment);
         }
         let (key, now) = (Some(&self.meta[block as usize].key), moment.now);
@@ -364,7 +364,7 @@ impl Shard {
         for &block in &order {
             if self.has_key(block) {
                 cleared.push(self.forgotten(block, rules, tell_each));
-                self.stage[block as usize] = Stage::Free;
+                self.stage[block as usize] = BlockStage::Free;
             }
         }
         index.remove(&cleared);
@@ -377,7 +377,7 @@ impl Shard {
 
     /// Returns whether no block with a key is held or pinned.
     pub(super) fn keyed_are_evictable(&self) -> bool {
-        let keyed = self.stage.iter().filter(|&&stage| stage == Stage::Registered).count();
+        let keyed = self.stage.iter().filter(|&&stage| stage == BlockStage::Registered).count();
         keyed == self.evictable()
     }
 

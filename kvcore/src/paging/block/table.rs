@@ -21,23 +21,23 @@ use crate::paging::BlockKey;
 ///     assert_eq!(copy.pairs()[..], [(BlockId(1), BlockId(2))]);
 /// }
 /// assert_eq!(other.grow(1)?[..], [2 * 4 + 2]);
-/// assert!(beam.unshare_tail()?.is_none());             // nobody else reads its last block any more
+/// assert!(beam.unshare_tail()?.is_none());             // its last block has no other reader any more
 /// assert_eq!(beam.grow(1)?[..], [4 + 2]);
 /// beam.truncate(5)?;                                   // rolled back
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 ///
 /// # Drop behaviour
-/// The blocks are released last first, so that the pool evicts the end of a prefix before its beginning.
+/// The blocks are released last first, which makes the pool evict the end of a prefix before its beginning.
 #[derive(Debug)]
 pub struct BlockTable {
     block_size: usize,
     // The order of these fields is the drop order.
     own: MutableBlocks,
     shared: SharedBlocks,
-    /// Number of blocks that were let go at the front.
+    /// Number of blocks that were freed at the front.
     gone: usize,
-    /// Number of blocks with keys, those that were let go included. These are always the first ones.
+    /// Number of blocks with keys, including freed ones. These are always the first blocks.
     keyed: usize,
     ids: Arc<[BlockId]>,
     len: usize,
@@ -79,7 +79,7 @@ impl BlockTable {
         Self::behind(0, shared, block_size)
     }
 
-    /// Creates a table as [`with_prefix`](Self::with_prefix) does, of whose tokens the first `gone` blocks are let go.
+    /// Creates a table like [`with_prefix`](Self::with_prefix), whose first `gone` blocks are freed already.
     pub(crate) fn behind(gone: usize, shared: SharedBlocks, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
@@ -91,7 +91,8 @@ impl BlockTable {
         Ok(Self { block_size, own, shared, gone, keyed, ids, len })
     }
 
-    /// Declares that the last block holds tokens up to `len` only. A table whose last block is shared and partial cannot grow.
+    /// Declares that the last block holds only tokens up to `len`. A table whose last block is shared and
+    /// partial cannot grow.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if `len` is past the end, or the last block would hold no token.
@@ -107,8 +108,8 @@ impl BlockTable {
         self.ids = self.shared.ids().iter().chain(self.own.ids()).copied().collect();
     }
 
-    /// Lets go of the blocks whose tokens all come before `token`, such as those behind a sliding window. Returns their number. The
-    /// tokens still count, but have no slots any more. Blocks with keys stay cached.
+    /// Frees the blocks whose tokens all come before `token`, such as blocks that have left a sliding window.
+    /// Returns their number. The tokens still count, but no longer have slots. Blocks with keys stay cached.
     pub fn free_before(&mut self, token: usize) -> usize {
         let blocks = (token.min(self.len) / self.block_size).saturating_sub(self.gone);
         if blocks == 0 {
@@ -132,7 +133,7 @@ impl BlockTable {
         (token / self.block_size).saturating_sub(self.gone)
     }
 
-    /// Returns the number of tokens of the sequence, those that were let go included.
+    /// Returns the number of tokens of the sequence, including tokens whose blocks were freed.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -147,7 +148,8 @@ impl BlockTable {
         (self.gone + self.ids.len()) * self.block_size
     }
 
-    /// Returns the blocks in order, from that of the [`first`](Self::first) token on. Segments created from the table share the list.
+    /// Returns the blocks in order, beginning with that of the [`first`](Self::first) token. Segments created
+    /// from the table share the list.
     pub fn ids(&self) -> &Arc<[BlockId]> {
         &self.ids
     }
@@ -180,7 +182,8 @@ impl BlockTable {
         }
     }
 
-    /// Appends tokens as [`grow`](Self::grow) does, and their slots to `slots`. [`issuer`](Self::issuer) has the permit.
+    /// Appends tokens like [`grow`](Self::grow), and their slots to `slots`. [`issuer`](Self::issuer) issues
+    /// the permit.
     pub(crate) fn grow_onto(&mut self, tokens: usize, slots: &mut Vec<i64>) -> Result<()> {
         let tokens = self.reserve(tokens)?;
         slots.extend(tokens.map(|token| self.slot_unchecked(token)));
@@ -208,8 +211,8 @@ impl BlockTable {
         Ok(std::mem::replace(&mut self.len, end)..end)
     }
 
-    /// Adds blocks to a new sequence, for later calls of [`grow`](Self::grow). [`BlockPool::admit_prefix`] returns
-    /// such blocks.
+    /// Adds blocks to a new sequence, for later calls of [`grow`](Self::grow). [`BlockPool::admit_prefix`]
+    /// returns such blocks.
     ///
     /// # Errors
     /// Returns [`Error::ForeignBlock`] for blocks of another pool.
@@ -219,7 +222,7 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Returns the last block if it is partial and shared, so that it may not be written.
+    /// Returns the last block if it is partial and shared, and therefore must not be written.
     pub(crate) fn shared_tail(&self) -> Option<BlockId> {
         let partial = !self.len.is_multiple_of(self.block_size);
         self.shared.ids().get(self.at(self.len)).copied().filter(|_| partial)
@@ -262,8 +265,8 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Creates a second table over the same tokens. From this call on, both tables share all blocks that
-    /// hold tokens. The first table to write copies the last block ([`unshare_tail`](Self::unshare_tail)).
+    /// Creates a second table over the same tokens. From now on, both tables share all blocks that hold
+    /// tokens. The first table to write copies the last block ([`unshare_tail`](Self::unshare_tail)).
     ///
     /// # Errors
     /// Returns no error that a caller can cause.
@@ -285,7 +288,8 @@ impl BlockTable {
     /// Returns the slot of a token: `block * block_size + offset`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the token is past the end, and [`Error::TokenFreed`] if its block was let go.
+    /// Returns [`Error::OutOfRange`] if the token is past the end, and [`Error::TokenFreed`] if its block was
+    /// freed.
     pub fn slot(&self, token: usize) -> Result<i64> {
         if token >= self.len {
             return Err(Error::range("token", token, self.len));
@@ -304,12 +308,12 @@ impl BlockTable {
     }
 
     /// Removes the tokens past `len`, and releases the blocks that are no longer needed. All slots in blocks
-    /// of the table's own become void, also those of tokens that stay;
-    /// [`write_slots`](Self::write_slots) issues them anew.
+    /// of the table's own become void, including those of tokens that stay;
+    /// [`write_slots`](Self::write_slots) issues them again.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if `len` is past the end, [`Error::SharedBlock`] if `len` lies
-    /// inside a block that others can find by its key, and [`Error::TokenFreed`] if it lies in blocks that were let go.
+    /// Returns [`Error::TooLarge`] if `len` is past the end, [`Error::SharedBlock`] if `len` lies inside a
+    /// block that others can find by its key, and [`Error::TokenFreed`] if it is in blocks that were freed.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         self.check_truncate(len)?;
         let keep = len.div_ceil(self.block_size);
@@ -353,8 +357,8 @@ impl BlockTable {
         self.seal(parent, keys)
     }
 
-    /// Shares the next blocks under `keys` as [`share_full`](Self::share_full) does, the partial last block too. After that the table
-    /// cannot grow.
+    /// Shares the next blocks under `keys` like [`share_full`](Self::share_full), including the partial last
+    /// block. After that the table cannot grow.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if there are fewer blocks than keys. In that case nothing is shared.
@@ -392,7 +396,7 @@ impl BlockTable {
         &self.shared
     }
 
-    /// Returns the number of blocks that others can find by key, those that were let go included.
+    /// Returns the number of blocks that others can find by key, including freed ones.
     pub fn keyed_blocks(&self) -> usize {
         self.keyed
     }
@@ -480,7 +484,7 @@ mod tests {
         let ids = Arc::clone(a.ids());
         drop(b);
         let _rest = pool.allocate(1).unwrap();
-        assert!(a.unshare_tail().unwrap().is_none(), "nobody else reads it");
+        assert!(a.unshare_tail().unwrap().is_none(), "no one else reads it");
         let slots = a.grow(2).unwrap();
         assert!(slots.check().is_ok());
         assert_eq!((a.ids(), pool.counts().shared, pool.counts().mutable), (&ids, 1, 2));

@@ -1,4 +1,4 @@
-//! The grouped cache: layers that attend to different tokens keep their blocks in pools of their own.
+//! The grouped cache: layers that attend to different tokens have separate pools of blocks.
 
 use std::ops::Range;
 
@@ -12,13 +12,16 @@ use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 
 // Decision: docs/decisions/paging.md#layers-of-other-kinds-have-groups-of-their-own
 // Decision: docs/decisions/paging.md#a-grouped-cache-is-one-per-group
-/// A cache of sequences whose layers are in groups: each group has a kind, an arena with its layers alone, and a pool.
+/// A cache of sequences whose layers are in groups. Each group has a kind, a pool, and an arena with only its
+/// layers.
 ///
-/// A group is a [`PagedKvCache`]; a sequence has one id in all of them. Calls that take blocks succeed in every group or change none.
-/// A prefix is found as far as every group has what its kind needs of it: all blocks in a full group, in a group with a window those
-/// that reach into the window behind the prefix. [`free_before`](Self::free_before) frees what lies behind the window of each group, so that
-/// a group with a window holds a bounded number of blocks, however long its sequences are. Heads and dimensions may differ by group.
-/// The [order](PagedKvCache#order) of the paged cache applies to every arena.
+/// A group is a [`PagedKvCache`]; a sequence has one id in all of them. Calls that take blocks succeed in
+/// every group or change none. A prefix is found up to the point where every group has the blocks that its
+/// kind needs: all blocks in a full group; in a group with a window, only the blocks that the window after
+/// the prefix reaches. [`free_before`](Self::free_before) frees the blocks that have left the window of each
+/// group, so a group with a window holds a bounded number of blocks, however long its sequences are. Heads
+/// and dimensions may differ by group. The [order](PagedKvCache#order) of the paged cache applies to every
+/// arena.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -44,7 +47,7 @@ use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 /// let (first, _, slots) = cache.admit(&prompt, 20)?;
 /// assert_eq!(slots.iter().map(|slots| slots.len()).collect::<Vec<_>>(), [20, 20]); // of each group
 /// cache.commit(first, &tokens)?;
-/// assert_eq!(cache.free_before(first, 20)?, 3);                                         // tokens up to 11 are behind the window of 20
+/// assert_eq!(cache.free_before(first, 20)?, 3);                                         // tokens up to 11 have left the window of 20
 ///
 /// let (second, cached) = cache.create_with_prefix(&prompt)?;
 /// let held = cache.groups().iter().map(|(_, group)| Ok(group.blocks(second)?.len()));
@@ -58,11 +61,11 @@ pub struct GroupedKvCache {
 }
 
 impl GroupedKvCache {
-    /// Joins the caches of groups, none of which has had a sequence.
+    /// Joins the caches of groups. None of them may have had a sequence.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if there is no group, or for a window of 0, and [`Error::Mismatch`] if their blocks have different
-    /// numbers of tokens, or one has had sequences.
+    /// Returns [`Error::Zero`] if there is no group, or for a window of 0, and [`Error::Mismatch`] if their
+    /// blocks have different numbers of tokens, or one has had sequences.
     pub fn new(groups: Vec<(GroupKind, PagedKvCache)>) -> Result<Self> {
         let Some(block_size) = groups.first().map(|(_, group)| group.block_size()) else {
             return Err(Error::Zero { what: "groups of layers" });
@@ -78,7 +81,8 @@ impl GroupedKvCache {
         Ok(Self { groups, arenas })
     }
 
-    /// Returns the groups, with the kind of each. Their sequences are for reading: changes go through this cache.
+    /// Returns the groups, with the kind of each. Their sequences are for reading: changes go through this
+    /// cache.
     pub fn groups(&self) -> &[(GroupKind, PagedKvCache)] {
         &self.groups
     }
@@ -97,8 +101,8 @@ impl GroupedKvCache {
         Ok(self.insert(sequences))
     }
 
-    /// Creates a sequence at the start of a prompt, as [`PagedKvCache::create_with_prefix`] does. Returns its id and the number of its
-    /// tokens that are cached in every group.
+    /// Creates a sequence at the start of a prompt, as [`PagedKvCache::create_with_prefix`] does. Returns its
+    /// id and the number of its tokens that are cached in every group.
     ///
     /// # Errors
     /// Returns the errors of [`PagedKvCache::create_with_prefix`].
@@ -115,12 +119,13 @@ impl GroupedKvCache {
         Ok((id, cached))
     }
 
-    /// Creates a sequence at the start of a prompt with slots for a first piece of up to `piece` tokens, as [`PagedKvCache::admit`]
-    /// does. Returns its id, the number of tokens that are cached, and the slots in each group.
+    /// Creates a sequence at the start of a prompt with slots for a first piece of up to `piece` tokens, as
+    /// [`PagedKvCache::admit`] does. Returns its id, the number of tokens that are cached, and the slots in
+    /// each group.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] of the first group without enough blocks. In that case no group has changed. Returns the other
-    /// errors of [`PagedKvCache::admit`].
+    /// Returns [`Error::OutOfBlocks`] of the first group without enough blocks. In that case no group has
+    /// changed. Returns the other errors of [`PagedKvCache::admit`].
     pub fn admit(
         &mut self,
         prompt: &PromptKeys,
@@ -140,8 +145,8 @@ impl GroupedKvCache {
         self.begin(prompt, |group, found| group.admitted(prompt, found, piece))
     }
 
-    /// Begins a sequence in every group, each behind those blocks of the longest prefix that it needs, or in none. `each` returns the
-    /// number of tokens that it found.
+    /// Begins a sequence in every group, each with the blocks of the longest prefix that the group needs, or
+    /// in none. `each` returns the number of tokens that it found.
     fn begin<T>(
         &mut self,
         prompt: &PromptKeys,
@@ -160,12 +165,13 @@ impl GroupedKvCache {
             if whole {
                 return Ok((self.insert(sequences), blocks * block_size, beside));
             }
-            // Another user of a pool has taken a block meanwhile.
+            // Meanwhile, another user of a pool has taken a block.
             keys = &keys[..blocks.saturating_sub(1)];
         }
     }
 
-    /// Returns the only group, if its layers attend to all earlier tokens: it is a paged cache, which looks a prefix up once.
+    /// Returns the only group, if its layers attend to all earlier tokens: it is a paged cache, which looks a
+    /// prefix up once.
     fn single(&mut self) -> Option<&mut PagedKvCache> {
         match self.groups.as_mut_slice() {
             [(GroupKind::Full | GroupKind::Latent, group)] => Some(group),
@@ -187,7 +193,8 @@ impl GroupedKvCache {
         }
     }
 
-    /// Adds a sequence to every group. The ids agree, since all groups have had as many.
+    /// Adds a sequence to every group. The ids agree, because all groups have had the same number of
+    /// sequences.
     fn insert(&mut self, sequences: Vec<Sequence>) -> SequenceId {
         let ids = self.groups.iter_mut().zip(sequences).map(|((_, group), sequence)| group.insert(sequence));
         ids.fold(SequenceId(0), |_, id| id)
@@ -203,8 +210,8 @@ impl GroupedKvCache {
         Ok(slots)
     }
 
-    /// Reserves slots for more tokens of several sequences, as [`PagedKvCache::grow_batch`] does, in all groups or in none. Replaces
-    /// the contents of `slots` by the slots in each group.
+    /// Reserves slots for more tokens of several sequences, as [`PagedKvCache::grow_batch`] does, in all
+    /// groups or in none. Replaces the contents of `slots` by the slots in each group.
     ///
     /// # Errors
     /// Returns the errors of [`PagedKvCache::grow_batch`]. In these cases nothing has changed.
@@ -234,7 +241,7 @@ impl GroupedKvCache {
         self.groups.iter_mut().try_for_each(|(_, group)| group.commit(id, tokens))
     }
 
-    /// Lets go, in each group, of the blocks that `token` and later tokens do not attend to. Returns their number.
+    /// Frees, in each group, the blocks that `token` and later tokens do not attend to. Returns their number.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -245,7 +252,8 @@ impl GroupedKvCache {
     /// Removes the tokens past `len` in every group, or in none.
     ///
     /// # Errors
-    /// Returns the errors of [`PagedKvCache::truncate`], and [`Error::TokenFreed`] if `len` lies behind the window of a group.
+    /// Returns the errors of [`PagedKvCache::truncate`], and [`Error::TokenFreed`] if `len` is in blocks that
+    /// have left the window of a group.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         self.groups.iter().try_for_each(|(_, group)| group.get(id)?.table.check_truncate(len))?;
         self.groups.iter_mut().try_for_each(|(_, group)| group.truncate(id, len))
@@ -260,11 +268,12 @@ impl GroupedKvCache {
         Ok(self.insert(twins))
     }
 
-    /// Makes the next token's slot of each sequence writable in every group, as [`PagedKvCache::copy_on_write`] does. Returns the
-    /// number of copies.
+    /// Makes the next token's slot of each sequence writable in every group, as
+    /// [`PagedKvCache::copy_on_write`] does. Returns the number of copies.
     ///
     /// # Errors
-    /// Returns the errors of [`PagedKvCache::copy_on_write`]. A sequence that has a copy in a group by then keeps it.
+    /// Returns the errors of [`PagedKvCache::copy_on_write`]. A sequence that has a copy in a group by then
+    /// keeps it.
     pub fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         self.groups.iter_mut().map(|(_, group)| group.copy_on_write(ids, stream)).sum()
     }
@@ -277,12 +286,12 @@ impl GroupedKvCache {
         self.groups.iter_mut().try_for_each(|(_, group)| group.free(id))
     }
 
-    /// Copies a sequence to other memory, which has a pool for each group, and frees it here, as [`PagedKvCache::swap_out`] does:
-    /// all groups or none.
+    /// Copies a sequence to other memory, which has a pool for each group, and frees it here, as
+    /// [`PagedKvCache::swap_out`] does: all groups or none.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] unless there is a pool for each group, and the errors of [`PagedKvCache::swap_out`]. In these cases
-    /// the sequence is unchanged.
+    /// Returns [`Error::Mismatch`] unless there is a pool for each group, and the errors of
+    /// [`PagedKvCache::swap_out`]. In these cases the sequence is unchanged.
     pub fn swap_out(
         &mut self,
         id: SequenceId,
@@ -303,8 +312,8 @@ impl GroupedKvCache {
     /// Restores a swapped sequence under a new id, as [`PagedKvCache::swap_in`] does: all groups or none.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] unless there is a part for each group, and the errors of [`PagedKvCache::swap_in`]. In these cases
-    /// nothing has changed.
+    /// Returns [`Error::Mismatch`] unless there is a part for each group, and the errors of
+    /// [`PagedKvCache::swap_in`]. In these cases nothing has changed.
     pub fn swap_in(&mut self, swapped: &[SwappedSequence], stream: &dyn Stream) -> Result<SequenceId> {
         same("parts of a swapped sequence, one for each group", self.groups.len(), swapped.len())?;
         let parts = || self.groups.iter().map(|(_, group)| group).zip(swapped);
@@ -324,7 +333,7 @@ impl GroupedKvCache {
     }
 }
 
-/// Returns those of the first `blocks` blocks of a prompt that the next token needs.
+/// Returns the blocks, among the first `blocks` of a prompt, that the next token needs.
 fn needed_of(kind: GroupKind, blocks: usize, block_size: usize) -> Range<usize> {
     kind.first_needed(blocks * block_size) / block_size..blocks
 }
@@ -337,7 +346,7 @@ fn longest(kind: GroupKind, group: &PagedKvCache, keys: &[BlockKey]) -> usize {
         if needed.start == 0 {
             return group.pool().cached_prefix(&keys[..blocks]);
         }
-        // A block that is missing is needed by every prefix from it to the one that was looked for.
+        // Every prefix from a missing block to the one that was looked up needs that block.
         match needed.rev().find(|&i| group.pool().cached_prefix(&keys[i..=i]) == 0) {
             Some(missing) => blocks = missing,
             None => return blocks,

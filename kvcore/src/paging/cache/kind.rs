@@ -11,7 +11,7 @@ pub enum GroupKind {
         /// Number of tokens, including the one that attends.
         window: usize,
     },
-    /// All earlier tokens, of which each has one latent row (MLA).
+    /// All earlier tokens, each with one latent row (MLA).
     Latent,
 }
 

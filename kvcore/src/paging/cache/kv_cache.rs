@@ -1,4 +1,4 @@
-//! The interface of all caches, so that an engine can choose one at run time.
+//! The interface of all caches, which lets an engine choose one at run time.
 
 use std::fmt;
 
@@ -15,7 +15,8 @@ pub enum CacheKind {
     Static,
     /// [`PagedKvCache`]: blocks taken as needed, and shared between equal prefixes.
     Paged,
-    /// [`GroupedKvCache`](crate::GroupedKvCache): a paged cache for each group of layers that attend to the same tokens.
+    /// [`GroupedKvCache`](crate::GroupedKvCache): a paged cache for each group of layers that attend to the
+    /// same tokens.
     Grouped,
 }
 
@@ -29,8 +30,8 @@ impl fmt::Display for CacheKind {
     }
 }
 
-/// K and V of one layer as views of the cache's own memory, for reading: who writes through one gives the guarantee at
-/// [`KvArena::views`](crate::KvArena::views). Nothing is copied.
+/// K and V of one layer as views of the cache's own memory, for reading. Nothing is copied. Code that writes
+/// through a view must give the guarantee at [`KvArena::views`](crate::KvArena::views).
 ///
 /// For a static cache: `([batch, len, k_heads, k_dim], [batch, len, v_heads, v_dim])`, where `len` is that
 /// of the longest entry. For a paged cache: the whole layer,
@@ -92,8 +93,8 @@ pub trait KvCache: Send + fmt::Debug {
     /// cached already, which is 0 for a cache that shares nothing.
     ///
     /// # Errors
-    /// Returns the errors of [`create`](Self::create), and [`crate::Error::Mismatch`] if the keys were made for blocks of another
-    /// size than those of a cache that shares them.
+    /// Returns the errors of [`create`](Self::create), and [`crate::Error::Mismatch`] if the keys were made
+    /// for blocks of another size than those of a cache that shares them.
     fn create_with_prefix(&mut self, _prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         Ok((self.create(SequenceStart::default())?, 0))
     }
@@ -105,12 +106,13 @@ pub trait KvCache: Send + fmt::Debug {
     /// unchanged.
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots>;
 
-    /// Reserves slots for more tokens of several sequences, in one step that succeeds for all or changes nothing, and replaces the
-    /// contents of `slots` by the slots of the whole batch, in its order. Reuses the memory of `slots` if no operation holds it.
+    /// Reserves slots for more tokens of several sequences, in one step that succeeds for all or changes
+    /// nothing, and replaces the contents of `slots` by the slots of the whole batch, in its order. Reuses
+    /// the memory of `slots` if no operation holds it.
     ///
     /// # Errors
-    /// Returns the errors of [`grow`](Self::grow), and [`crate::Error::Twice`] for a sequence that is named twice. In these cases
-    /// nothing has changed.
+    /// Returns the errors of [`grow`](Self::grow), and [`crate::Error::Twice`] for a sequence that is named
+    /// twice. In these cases nothing has changed.
     fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()>;
 
     /// Returns the number of blocks that more tokens of a sequence need, 0 for a cache without a pool.
@@ -122,8 +124,8 @@ pub trait KvCache: Send + fmt::Debug {
         self.len(id).map(|_| 0)
     }
 
-    /// Records the tokens that were written since the last commit, so that a cache that shares prefixes can
-    /// share their blocks. The default implementation does nothing and returns no error.
+    /// Records the tokens that were written since the last commit. A cache that shares prefixes then shares
+    /// their blocks. The default implementation does nothing and returns no error.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, and
@@ -132,8 +134,8 @@ pub trait KvCache: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Lets go of the memory of tokens before `token`, to which no later token attends, as far as the cache can. Returns the number of
-    /// blocks.
+    /// Frees the memory of tokens before `token`, which no later token attends to, if the cache can. Returns
+    /// the number of blocks.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.

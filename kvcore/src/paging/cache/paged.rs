@@ -1,4 +1,4 @@
-//! The paged cache: sequences whose tokens lie in blocks, with prefixes shared between sequences.
+//! The paged cache: sequences whose tokens are in blocks, with prefixes shared between sequences.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ pub(super) struct Sequence {
 /// The keys under which a sequence's blocks are registered.
 #[derive(Debug, Clone)]
 pub(super) struct KeyChain {
-    /// The prompt, whose keys are made.
+    /// The prompt, whose keys are computed already.
     pub(super) prompt: PromptKeys,
     /// Keys of the shared blocks, one per block.
     pub(super) keys: Vec<BlockKey>,
@@ -32,13 +32,13 @@ pub(super) struct KeyChain {
 }
 
 impl KeyChain {
-    /// Begins behind the first `known` blocks of a prompt.
+    /// Begins after the first `known` blocks of a prompt.
     fn new(prompt: PromptKeys, known: usize) -> Self {
         Self { keys: prompt.keys()[..known].to_vec(), prompt, pending: Vec::new() }
     }
 
-    /// Returns the keys of the next blocks, those of the first `tokens` pending tokens. Makes only keys of blocks that are not the
-    /// prompt's.
+    /// Returns the keys of the next blocks, which hold the first `tokens` pending tokens. Computes only keys
+    /// of blocks that are not the prompt's.
     fn next_keys(&self, tokens: usize, block_size: usize) -> Vec<BlockKey> {
         let (parent, next) = (self.last_key(), &self.pending[..tokens]);
         match self.prompt.of(&parent, self.keys.len(), next) {
@@ -151,7 +151,7 @@ impl PagedKvCache {
         self.pool.blocks()
     }
 
-    /// Returns arena and pool, for what takes blocks beside the sequences.
+    /// Returns the arena and the pool, for code that takes blocks outside sequences.
     pub fn kv_pool(&self) -> &KvPool {
         &self.pool
     }
@@ -179,10 +179,11 @@ impl PagedKvCache {
     /// Creates a sequence at the start of a prompt. The sequence shares full blocks with earlier sequences.
     ///
     /// Returns its id and the number of its tokens that are cached already. At least one token is left to
-    /// compute, so that there are logits to continue from.
+    /// compute, which gives the logits to continue from.
     ///
     /// # Errors
-    /// Returns the errors of [`create`](Self::create), and [`Error::Mismatch`] if the keys were made for blocks of another size.
+    /// Returns the errors of [`create`](Self::create), and [`Error::Mismatch`] if the keys were made for
+    /// blocks of another size.
     pub fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         self.check_prompt(prompt)?;
         let sequence = self.begun(prompt, 0, self.pool().lookup_chain(prompt.findable()))?;
@@ -190,28 +191,31 @@ impl PagedKvCache {
         Ok((self.insert(sequence), cached))
     }
 
-    /// Returns a sequence at the start of a prompt, which holds `shared` behind the first `gone` blocks, that are let go.
+    /// Returns a sequence at the start of a prompt, which holds `shared` after the first `gone` blocks; those
+    /// are freed.
     pub(super) fn begun(&self, prompt: &PromptKeys, gone: usize, shared: SharedBlocks) -> Result<Sequence> {
         let chain = Some(KeyChain::new(prompt.clone(), gone + shared.len()));
         let table = BlockTable::behind(gone, shared, self.block_size())?;
         Ok(Sequence { table, start: SequenceStart::default(), chain, batch: 0 })
     }
 
-    /// Creates a sequence at the start of a prompt, with slots for a first piece of up to `piece` tokens behind those that are
-    /// cached, in one step that succeeds or changes nothing. Returns its id, the number of tokens that are cached, and the slots.
-    /// Unlike [`create_with_prefix`](Self::create_with_prefix), leaves the pool's watermark to running sequences.
+    /// Creates a sequence at the start of a prompt, with slots for a first piece of up to `piece` tokens
+    /// after the cached ones, in one step that succeeds or changes nothing. Returns its id, the number of
+    /// tokens that are cached, and the slots. Unlike [`create_with_prefix`](Self::create_with_prefix), leaves
+    /// the pool's watermark to running sequences.
     ///
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] if there are not enough blocks. In that case nothing has changed, not
-    /// even the order of eviction. Returns [`Error::Mismatch`] if the keys were made for blocks of another size.
+    /// even the order of eviction. Returns [`Error::Mismatch`] if the keys were made for blocks of another
+    /// size.
     pub fn admit(&mut self, prompt: &PromptKeys, piece: usize) -> Result<(SequenceId, usize, WriteSlots)> {
         self.check_prompt(prompt)?;
         let (cached, sequence, slots) = self.admitted(prompt, 0..prompt.findable().len(), piece)?;
         Ok((self.insert(sequence), cached, slots))
     }
 
-    /// Returns a sequence as [`admit`](Self::admit) begins it, which holds what is known of the blocks `found` and has let go of those
-    /// before them.
+    /// Returns a sequence as [`admit`](Self::admit) begins it. It holds the known blocks of `found`; the
+    /// blocks before them are freed.
     pub(super) fn admitted(
         &self,
         prompt: &PromptKeys,
@@ -261,8 +265,7 @@ impl PagedKvCache {
         self.get_mut(id)?.table.grow(tokens)
     }
 
-    /// Removes the tokens past `len` and frees the blocks behind them (speculative rollback, a failed
-    /// step).
+    /// Removes the tokens past `len` and frees their blocks (speculative rollback, a failed step).
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::TooLarge`] if `len`
@@ -280,9 +283,10 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Lets go of the blocks of a sequence whose tokens all come before `token`, because no later token attends to them: in every layer
-    /// they lie behind the window. Returns the number of blocks. Blocks that are registered stay cached, and others that hold them keep
-    /// them; [`segment`](Self::segment) begins with the first token that is held.
+    /// Frees the blocks of a sequence whose tokens all come before `token`, because no later token attends to
+    /// them: they have left the window of every layer. Returns the number of blocks. Registered blocks stay
+    /// cached, and other holders keep theirs. [`segment`](Self::segment) begins with the first token that is
+    /// still held.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -298,8 +302,8 @@ impl PagedKvCache {
     /// `[rows, v_heads, v_dim]`.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::PermitVoid`] if,
-    /// since the slots were taken, one of their blocks was shared or the sequence was truncated or freed. Also
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::PermitVoid`] if, since
+    /// the slots were taken, one of their blocks was shared or the sequence was truncated or freed. Also
     /// returns the errors of the stream.
     pub fn write(
         &self,
@@ -339,7 +343,7 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Sets the worth of the blocks that a sequence shares, for when nobody holds them.
+    /// Sets the retention of the blocks that a sequence shares, for the time after their last holder.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -390,16 +394,16 @@ impl PagedKvCache {
         tokens.map(|token| table.slot(token)).collect::<Result<Vec<_>>>().map(Into::into)
     }
 
-    /// Returns the slots of some tokens of a sequence with the permit to write them again.
+    /// Returns the slots of a range of tokens of a sequence, with the permit to write them again.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] past the end, and
-    /// [`Error::NotOwned`] for a token in a shared block.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] past the end,
+    /// and [`Error::NotOwned`] for a token in a shared block.
     pub fn write_slots(&self, id: SequenceId, tokens: Range<usize>) -> Result<WriteSlots> {
         self.get(id)?.table.write_slots(tokens)
     }
 
-    /// Returns all tokens of a sequence that are held as one segment.
+    /// Returns all held tokens of a sequence as one segment.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.

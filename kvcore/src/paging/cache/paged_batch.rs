@@ -10,8 +10,8 @@ use super::paged::Sequence;
 
 impl PagedKvCache {
     /// Creates a second sequence over the tokens of sequence `id` (beam search, parallel sampling). Both
-    /// sequences share all blocks. Call [`copy_on_write`](Self::copy_on_write) before a sequence grows, so
-    /// that it has a last block of its own.
+    /// sequences share all blocks. Before a sequence grows, call [`copy_on_write`](Self::copy_on_write) to
+    /// give it a last block of its own.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -26,13 +26,15 @@ impl PagedKvCache {
         Ok(Sequence { table: table.fork()?, start: *start, chain: chain.clone(), batch: 0 })
     }
 
-    /// Makes the next token's slot of each sequence writable. Where a last block is partial and shared, the sequence gets a copy of
-    /// its own; the last of the sequences that share it takes it back, if nobody else holds it. One operation on `stream` makes the
-    /// copies, a second one those of blocks that others hold, too. Returns the number of copies; without a fork it is 0.
+    /// Makes the next token's slot of each sequence writable. Where a last block is partial and shared, the
+    /// sequence gets a copy of its own; the last sequence that shares the block takes it back, if it is the
+    /// only holder. One operation on `stream` makes the copies, and a second one copies blocks that have
+    /// further holders. Returns the number of copies, which is 0 without a fork.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfBlocks`] if there is
-    /// no block for a copy, and the errors of the stream. A sequence that has a copy by then keeps it; the others are unchanged.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfBlocks`] if there is no
+    /// block for a copy, and the errors of the stream. A sequence that already has its copy keeps it; the
+    /// others are unchanged.
     pub fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         let mut later = Vec::new();
         let mut now = Vec::new();
@@ -77,22 +79,24 @@ impl PagedKvCache {
         made.map(|()| count)
     }
 
-    /// Reserves slots for more tokens of several sequences, in one step that succeeds for all or changes nothing, and replaces the
-    /// contents of `slots` by the slots of the whole batch, in its order. Takes the blocks of all in one go. Reuses the memory of
-    /// `slots` if no operation holds it: a decode step that takes no block allocates nothing.
+    /// Reserves slots for more tokens of several sequences, in one step that succeeds for all or changes
+    /// nothing, and replaces the contents of `slots` by the slots of the whole batch, in its order. Takes the
+    /// blocks of all in one go. Reuses the memory of `slots` if no operation holds it: a decode step that
+    /// takes no block allocates nothing.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::Twice`] for a sequence that is named twice,
-    /// [`Error::SharedBlock`] for one that shares its last block with a fork ([`copy_on_write`](Self::copy_on_write) gives it its
-    /// own), and [`Error::OutOfBlocks`] if there are not enough blocks for all. In these cases nothing has changed, and `slots`
-    /// is as it was.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::Twice`] for a sequence that
+    /// is given twice, [`Error::SharedBlock`] for one that shares its last block with a fork
+    /// ([`copy_on_write`](Self::copy_on_write) gives it its own), and [`Error::OutOfBlocks`] if there are not
+    /// enough blocks for all. In these cases nothing has changed, including `slots`.
     pub fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()> {
         let missing = self.missing_of(batch)?;
         let fresh = self.pool().allocate(missing)?;
         self.supply_batch(batch, fresh, slots)
     }
 
-    /// Returns the number of blocks that more tokens of several sequences need, or the reason why one cannot have them.
+    /// Returns the number of blocks that more tokens of several sequences need, or the reason why one cannot
+    /// have them.
     pub(super) fn missing_of(&mut self, batch: &[(SequenceId, usize)]) -> Result<usize> {
         self.batches += 1;
         let number = self.batches;

@@ -1,4 +1,4 @@
-//! The arena and the pool of a cache: a handle for what takes blocks beside the cache's sequences.
+//! The arena and the pool of a cache, for code that takes blocks outside the cache's sequences.
 
 use super::{Error, Result};
 use crate::device::KvArena;
@@ -6,8 +6,9 @@ use crate::paging::BlockPool;
 
 /// An arena, and the pool that hands out its blocks. Clones are handles to the same blocks.
 ///
-/// Takes the place of a [`PagedKvCache`](crate::PagedKvCache) where blocks are needed beside its sequences, such as for a system
-/// prompt or the pieces of a document. Nobody borrows the cache for that, which another thread may be driving.
+/// Use it in place of a [`PagedKvCache`](crate::PagedKvCache) to take blocks outside its sequences, such as
+/// for a system prompt or the pieces of a document. It does not borrow the cache, which another thread may be
+/// using.
 #[derive(Debug, Clone)]
 pub struct KvPool {
     arena: KvArena,
@@ -15,7 +16,7 @@ pub struct KvPool {
 }
 
 impl KvPool {
-    /// Joins an arena and the pool of its blocks, or of some of them.
+    /// Joins an arena and a pool over all or some of its blocks.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if the pool has blocks that the arena lacks.

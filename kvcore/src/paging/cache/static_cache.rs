@@ -106,8 +106,8 @@ impl StaticKvCache {
     /// Writes new tokens of one layer at `starts[b]` of each entry `b`. Returns views up to the end of the
     /// longest entry: `([batch, len, k_heads, k_dim], [.., v_dim])`.
     ///
-    /// `k` and `v` are rows of each entry, `[batch, new, heads, dim]`, as [`write`](crate::PagedKvCache::write) takes those of a
-    /// sequence. Only the new rows are copied.
+    /// `k` and `v` are rows of each entry, `[batch, new, heads, dim]`, as
+    /// [`write`](crate::PagedKvCache::write) takes those of a sequence. Only the new rows are copied.
     ///
     /// # Errors
     /// Returns an error in the following cases. In all of them the cache is unchanged.
@@ -167,8 +167,8 @@ impl StaticKvCache {
         self.permits[batch].slots(0, self.max_len(), slots)
     }
 
-    /// Returns views of one layer up to the end of the longest entry:
-    /// `([batch, len, k_heads, k_dim], [.., v_dim])`. They are for reading, as [`LayerViews`] says.
+    /// Returns views of one layer up to the end of the longest entry: `([batch, len, k_heads, k_dim], [..,
+    /// v_dim])`. They are for reading; see [`LayerViews`].
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if the layer is past the last.

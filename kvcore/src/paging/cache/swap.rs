@@ -20,7 +20,7 @@ pub struct SwappedSequence {
     /// Event after the copy out.
     copied: Arc<dyn Event>,
     len: usize,
-    /// Number of tokens before the first one that is held.
+    /// Number of tokens before the first held one.
     first: usize,
     start: SequenceStart,
     chain: Option<KeyChain>,
@@ -42,7 +42,7 @@ impl SwappedSequence {
         self.blocks.ids()
     }
 
-    /// Returns the keys of the blocks that were shared, from the first that is held on.
+    /// Returns the keys of the shared blocks, beginning with the first held one.
     pub(super) fn keys(&self, block_size: usize) -> &[BlockKey] {
         let gone = self.first / block_size;
         self.chain.as_ref().and_then(|chain| chain.keys.get(gone..)).unwrap_or_default()
@@ -86,7 +86,7 @@ impl PagedKvCache {
         let pairs: Arc<[_]> = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
         let pairs = blocks.write_pairs(pairs)?;
         stream.swap_blocks(&SwapBlocks { src: self.arena().clone(), dst: arena.clone(), pairs })?;
-        // The copy may be under way: its blocks are not free before it has ended.
+        // The copy may be in progress; its blocks become free only when it has ended.
         let copied = stream.record().inspect_err(|_| drop(stream.synchronize()))?;
         Ok(SwappedSequence {
             arena: arena.clone(),
@@ -106,7 +106,8 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks, and the errors of the stream,
-    /// for example if the blocks of the arenas differ. In these cases nothing has changed, and the caller still has the sequence.
+    /// for example if the blocks of the arenas differ. In these cases nothing has changed, and the caller
+    /// still has the sequence.
     pub fn swap_in(&mut self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<SequenceId> {
         let sequence = self.restore(swapped, stream)?;
         Ok(self.insert(sequence))

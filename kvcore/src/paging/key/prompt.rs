@@ -1,4 +1,4 @@
-//! A prompt with the keys of its blocks, made once.
+//! A prompt with the keys of its blocks, computed once.
 
 use std::sync::Arc;
 
@@ -6,16 +6,16 @@ use super::{BlockKey, KeyScheme};
 
 /// A prompt's tokens and the keys of its full blocks.
 ///
-/// Hashing a long prompt costs more than looking it up. A request that waits for room, is computed in pieces, or comes back after it
-/// gave way, keeps this value: [`PagedKvCache::admit`](crate::PagedKvCache::admit) looks the keys up, and
-/// [`commit`](crate::PagedKvCache::commit) registers the prompt's blocks under them.
+/// Hashing a long prompt costs more than looking it up. A request that waits for room, is computed in pieces,
+/// or returns after a preemption keeps this value: [`PagedKvCache::admit`](crate::PagedKvCache::admit) looks
+/// the keys up, and [`commit`](crate::PagedKvCache::commit) registers the prompt's blocks under them.
 ///
 /// ```
 /// use kvcore::{KeyScope, PromptKeys};
 /// let root = KeyScope::new("model", b"weights").root();
 /// let mut prompt = PromptKeys::new(root, &[1, 2, 3, 4, 5], 2);
 /// assert_eq!(prompt.keys(), root.chain(&[1, 2, 3, 4], 2));
-/// prompt.extend(&[6]);                         // an answer that is computed again, behind its prompt
+/// prompt.extend(&[6]);                         // an answer that is computed again, after its prompt
 /// assert_eq!(prompt.keys(), root.chain(&[1, 2, 3, 4, 5, 6], 2));
 /// ```
 #[derive(Debug, Clone)]
@@ -27,14 +27,14 @@ pub struct PromptKeys {
 }
 
 impl PromptKeys {
-    /// Makes the keys of a prompt. A block size of 0 counts as 1.
+    /// Computes the keys of a prompt. A block size of 0 counts as 1.
     pub fn new(scheme: impl Into<KeyScheme>, tokens: &[u32], block_size: usize) -> Self {
         let (scheme, block_size) = (scheme.into(), block_size.max(1));
         let keys = scheme.keys(tokens, block_size).into();
         Self { scheme, block_size, tokens: tokens.into(), keys }
     }
 
-    /// Appends tokens, and makes the keys of the blocks that they fill.
+    /// Appends tokens, and computes the keys of the blocks that they fill.
     pub fn extend(&mut self, tokens: &[u32]) {
         if tokens.is_empty() {
             return;
@@ -75,8 +75,8 @@ impl PromptKeys {
         &self.keys[..self.tokens.len().saturating_sub(1) / self.block_size]
     }
 
-    /// Returns the keys of the full blocks of `tokens`, which follow the block of `parent` at index `block`, if they are this
-    /// prompt's.
+    /// Returns the keys of the full blocks of `tokens`, which follow the block of `parent` at index `block`,
+    /// if they are this prompt's.
     pub(crate) fn of(&self, parent: &BlockKey, block: usize, tokens: &[u32]) -> Option<&[BlockKey]> {
         let (start, blocks) = (block * self.block_size, tokens.len() / self.block_size);
         let known = match block.checked_sub(1) {

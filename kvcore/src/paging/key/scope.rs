@@ -3,7 +3,7 @@
 use crate::base::{BlockOrder, KeyForm, KvShape, LayerRopes, Pairing, Rope};
 use crate::paging::BlockKey;
 
-/// Version of the encoding below. Increase it with every change of the encoding, so that old keys are not
+/// Version of the encoding below. Increase it with every change of the encoding, to keep old keys from being
 /// found.
 const VERSION: &str = "kvcore key scope v2";
 
@@ -98,7 +98,7 @@ impl KeyScope {
         self
     }
 
-    /// Adds the tenant's salt. The server must choose the salt: a salt chosen by clients protects nobody.
+    /// Adds the tenant's salt. The server must choose the salt: a salt chosen by clients protects no one.
     #[must_use]
     pub fn tenant_salt(mut self, salt: &[u8]) -> Self {
         self.0.field("tenant", salt);

@@ -1,4 +1,4 @@
-//! Block keys as vLLM computes them with `--prefix-caching-hash-algo sha256_cbor`, so that a router can
+//! Block keys as vLLM computes them with `--prefix-caching-hash-algo sha256_cbor`. With them a router can
 //! query both engines for one prefix.
 //!
 //! A key is SHA-256 over the canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. Checked against

@@ -53,15 +53,15 @@ pub(super) struct ReservedMemory {
     parts: Vec<Arc<dyn ReservedStorage>>,
     /// Tags and ranges of the sleeping blocks.
     asleep: Mutex<Vec<(String, Range<u32>)>>,
-    /// Held while granules are released or mapped, so that two counts differ by one call alone.
+    /// Held while granules are released or mapped, so the difference of two counts belongs to one call.
     mapping: Mutex<()>,
 }
 
 /// Whole granules of a part, with the number of the part.
-pub(super) type Granules = (usize, Range<usize>);
+pub(super) type PartGranules = (usize, Range<usize>);
 
 impl ReservedArena {
-    /// Reserves memory for `layout`. Static scales belong to no block and lie in ordinary memory.
+    /// Reserves memory for `layout`. Static scales belong to no block and are in ordinary memory.
     ///
     /// # Errors
     /// Returns the errors of the backend: [`Error::Unsupported`] if it cannot reserve memory, and
@@ -189,7 +189,7 @@ impl ReservedMemory {
     }
 
     /// Returns the granules that lie wholly in `blocks`.
-    pub(super) fn granules(&self, blocks: &Range<u32>) -> Vec<Granules> {
+    pub(super) fn granules(&self, blocks: &Range<u32>) -> Vec<PartGranules> {
         let mut granules = Vec::new();
         for (number, (part, runs)) in self.parts.iter().zip(self.arena.layout().runs(blocks)).enumerate() {
             let inside =
@@ -200,14 +200,14 @@ impl ReservedMemory {
         granules
     }
 
-    /// Returns the bytes of physical memory behind all parts.
+    /// Returns the bytes of physical memory of all parts.
     fn resident_bytes(&self) -> usize {
         self.parts.iter().map(|part| part.resident_bytes()).sum()
     }
 
     /// Releases all granules, or none. The contents of the granules are lost in either case. Returns the
     /// bytes that came free.
-    pub(super) fn unmap(&self, granules: &[Granules]) -> Result<usize> {
+    pub(super) fn unmap(&self, granules: &[PartGranules]) -> Result<usize> {
         let _turn = self.mapping.lock();
         let before = self.resident_bytes();
         self.all_or_none(granules, |part, range| part.unmap(range), |part, range| part.map(range))?;
@@ -215,14 +215,14 @@ impl ReservedMemory {
     }
 
     /// Maps all granules again, or none.
-    pub(super) fn map(&self, granules: &[Granules]) -> Result<()> {
+    pub(super) fn map(&self, granules: &[PartGranules]) -> Result<()> {
         let _turn = self.mapping.lock();
         self.all_or_none(granules, |part, range| part.map(range), |part, range| part.unmap(range))
     }
 
     fn all_or_none(
         &self,
-        granules: &[Granules],
+        granules: &[PartGranules],
         step: impl Fn(&dyn ReservedStorage, Range<usize>) -> Result<()>,
         back: impl Fn(&dyn ReservedStorage, Range<usize>) -> Result<()>,
     ) -> Result<()> {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::arena::{Granules, ReservedMemory};
+use super::arena::{PartGranules, ReservedMemory};
 use crate::base::{BlockId, Result};
 use crate::device::{KvArena, Stream};
 use crate::paging::Rejected;
@@ -22,7 +22,7 @@ pub struct SleepingBlocks {
     keep: Vec<BlockId>,
     saved: Option<KvArena>,
     /// Released granules. Empty while nothing is released.
-    released: Vec<Granules>,
+    released: Vec<PartGranules>,
     /// Bytes of device memory that were freed.
     released_bytes: usize,
 }
@@ -94,8 +94,8 @@ impl SleepingBlocks {
         self.blocks.clone()
     }
 
-    /// Returns the number of bytes of device memory that were freed: 0 on a device that keeps a storage while any part of
-    /// it is mapped.
+    /// Returns the number of bytes of device memory that were freed: 0 on a device that keeps a storage while
+    /// any part of it is mapped.
     pub fn released_bytes(&self) -> usize {
         self.released_bytes
     }

@@ -3,8 +3,7 @@
 use super::lists::LinkedLists;
 use super::{EvictionPolicy, PolicyEntry};
 
-/// A policy that evicts the least recently used block. A block counts as used until its last holder lets
-/// go.
+/// A policy that evicts the least recently used block. A block counts as used until its last holder drops it.
 #[derive(Debug)]
 pub struct Lru(LinkedLists);
 

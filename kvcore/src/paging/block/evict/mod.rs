@@ -3,7 +3,7 @@
 //! | policy | evicts first | suits |
 //! |---|---|---|
 //! | [`Lru`] | the block released longest ago | chat traffic, which is driven by recency; the default |
-//! | [`TinyLfu`] | the rarest key, by an ageing sketch | scans and one-off prompts beside popular prefixes |
+//! | [`TinyLfu`] | the rarest key, by an ageing sketch | scans and one-off prompts mixed with popular prefixes |
 //! | [`S3Fifo`] | blocks without hits in a small, then a main queue | as `TinyLfu`; a hit moves no block |
 //! | [`PriorityLru`] | the lowest [`Retention`] priority, then as `Lru` | prefixes ranked by the caller |
 

@@ -135,7 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn an_old_expiry_does_not_touch_a_block_inserted_anew() {
+    fn an_old_expiry_does_not_touch_a_block_inserted_again() {
         let mut policy = PriorityLru::new(2);
         policy.insert(0, &PolicyEntry { priority: 90, until: 10, ..PolicyEntry::default() });
         policy.remove(0);

@@ -12,8 +12,7 @@ const MOST: u8 = 3;
 /// moves on to the main queue; other blocks are evicted, and their keys are remembered as ghosts. A block
 /// whose key is a ghost enters the main queue directly.
 ///
-/// A held block keeps its place in its queue, so that a hit moves nothing. It is skipped when its turn
-/// comes.
+/// A held block keeps its place in its queue, so a hit moves nothing. It is skipped when its turn comes.
 #[derive(Debug)]
 pub struct S3Fifo {
     lists: LinkedLists,

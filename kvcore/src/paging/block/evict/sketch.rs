@@ -2,7 +2,7 @@
 //! lately.
 //!
 //! The design follows `TinyLFU` (Einziger, Friedman, Manes 2017): four rows, and saturation at 15. After an
-//! average of ten increments per counter, all counters are halved, so that old favourites fade.
+//! average of ten increments per counter, all counters are halved, which lets old favourites fade.
 
 #[derive(Debug)]
 pub(super) struct Sketch {

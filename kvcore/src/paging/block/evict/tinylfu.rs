@@ -115,7 +115,7 @@ mod tests {
     use crate::paging::KeyScope;
 
     #[test]
-    fn a_scan_does_not_push_out_what_is_asked_for_often() {
+    fn a_scan_does_not_push_out_frequent_blocks() {
         let root = KeyScope::new("m", b"").root();
         let mut policy = TinyLfu::new(100);
         let popular: Vec<BlockKey> = (0..50).map(|i| root.child(&[i])).collect();
