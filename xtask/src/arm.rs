@@ -1,7 +1,7 @@
-//! `cargo xtask arm`: the fast kernels of the CPU backend on 64-bit ARM, where the compiler makes NEON of them.
+//! `cargo xtask arm`: the fast kernels of the CPU backend on 64-bit ARM, compiled to NEON.
 
-use crate::run::{Result, cargo_command, root, run, skip};
-use crate::tools::{Tool, require};
+use xtask::run::{Result, cargo_command, root, run, skip};
+use xtask::tools::{Tool, require};
 
 const TARGET: &str = "aarch64-unknown-linux-gnu";
 const COMPILER: &str = "aarch64-linux-gnu-gcc";
@@ -15,7 +15,8 @@ pub(crate) const NEEDS: &[Tool] = &[
     Tool::Program(EMULATOR, "qemu-user"),
 ];
 
-/// Builds and runs the property tests under an emulator; says what is missing otherwise.
+/// Builds the property tests and runs them under an emulator. Reports what is missing on a machine without
+/// one.
 pub(crate) fn arm() -> Result {
     if cfg!(target_arch = "aarch64") {
         println!("arm: this is 64-bit ARM, where `cargo xtask test` runs them");
@@ -24,9 +25,9 @@ pub(crate) fn arm() -> Result {
     if let Err(missing) = require("`cargo xtask arm`", NEEDS) {
         return skip(&missing);
     }
-    // Built for this alone: compiling dependencies for speed would take longer than the tests.
+    // This build serves nothing else: compiling dependencies for speed would take longer than the tests.
     let light = ["--config", "profile.dev.package.'*'.opt-level=1"];
-    let mut command = cargo_command(&["test", "--target", TARGET, "-p", "kvbackend-cpu", "--test", "fast"]);
+    let mut command = cargo_command(&format!("test --target {TARGET} -p kvbackend-cpu --test fast"));
     command
         .args(light)
         .env("CARGO_TARGET_DIR", root().join("target/arm"))

@@ -1,9 +1,10 @@
-//! `cargo xtask ascend-simulator`: the simulator of CANN's libraries, with which the Ascend backend runs without an NPU.
+//! `cargo xtask ascend-simulator`: the simulator of CANN's libraries, on which the Ascend backend runs
+//! without an NPU.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::run::{Result, cargo, root};
+use xtask::run::{Result, cargo, create_folder, root, target};
 
 /// The folder of the library, below the root of the workspace. Programs find it by `KV_ASCEND_LIB_DIR`.
 const FOLDER: &str = "target/ascend-simulator";
@@ -11,7 +12,7 @@ const FOLDER: &str = "target/ascend-simulator";
 /// The variable by which the backend finds the libraries.
 const VARIABLE: &str = "KV_ASCEND_LIB_DIR";
 
-/// The names under which the backend looks for its libraries: one file, which is loaded once.
+/// The names under which the backend looks for its libraries. All lead to one file, which is loaded once.
 const LINKS: [&str; 4] = ["libascendcl.so", "libnnopbase.so", "libopapi.so", "libhccl.so"];
 
 /// Builds the simulator, and prints where it is.
@@ -24,18 +25,17 @@ pub(crate) fn ascend_simulator() -> Result {
 
 /// Builds the simulator and returns its folder.
 fn build() -> Result<PathBuf> {
-    cargo(&["build", "--release", "--quiet", "-p", "ascend-simulator"])?;
-    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), Into::into);
+    cargo("build --release --quiet -p ascend-simulator")?;
     let folder = root().join(FOLDER);
-    std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-    let library = target.join("release/libascend_simulator.so");
+    create_folder(&folder)?;
+    let library = target().join("release/libascend_simulator.so");
     for name in LINKS {
         link(&library, &folder.join(name))?;
     }
     Ok(folder)
 }
 
-/// Makes a link in place of what was there.
+/// Creates a link, in place of an older file.
 fn link(to: &Path, at: &Path) -> Result {
     let failed = |e: std::io::Error| format!("{}: {e}", at.display());
     match std::fs::remove_file(at) {
@@ -48,7 +48,7 @@ fn link(to: &Path, at: &Path) -> Result {
     std::fs::copy(to, at).map(drop).map_err(failed)
 }
 
-/// Tells a command where the libraries are: those of the machine, if it has a device, or else the simulator's.
+/// Tells a command where the libraries are: the machine's own if it has a device, otherwise the simulator.
 pub(crate) fn provide(command: &mut Command) -> Result {
     if Path::new("/dev/davinci_manager").exists() || std::env::var_os(VARIABLE).is_some() {
         return Ok(());

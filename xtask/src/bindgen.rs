@@ -1,12 +1,12 @@
-//! `cargo xtask bindgen`: the Rust of `ascend.h`, which is part of the Ascend backend.
+//! `cargo xtask bindgen`: the Rust bindings of `ascend.h`, which are part of the Ascend backend.
 
 use std::path::Path;
 use std::process::Command;
 
 use clap::Args;
 
-use crate::run::{Result, root, run};
-use crate::tools::{Tool, require};
+use xtask::run::{Result, create_folder, none_of, read, root, run, write};
+use xtask::tools::{Tool, require};
 
 /// Options of `cargo xtask bindgen`.
 #[derive(Args)]
@@ -16,12 +16,12 @@ pub(crate) struct BindgenArgs {
     check: bool,
 }
 
-/// bindgen, and the library that it reads C with. Another version may write other Rust.
+/// bindgen, and the library with which it parses C. Another version may write different Rust.
 pub(crate) const NEEDS: &[Tool] =
     &[Tool::Crate("bindgen", "bindgen-cli", "0.72.1"), Tool::Package("libclang-14-dev")];
 
-/// The files of the bindings, each with what it has of `ascend.h`: types and values, or the functions of one library, in a
-/// table that is filled at run time.
+/// The files of the bindings, each with its share of `ascend.h`: types and values, or the functions of one
+/// library in a table that is filled at run time.
 const FILES: [(&str, &[&str]); 5] = [
     ("types", &["--ignore-functions", "--allowlist-item", "acl.*|ACL_.*|Hccl.*|HCCL_.*"]),
     (
@@ -43,7 +43,7 @@ pub(crate) fn bindgen(args: &BindgenArgs) -> Result {
     let folder = root().join("kvbackend-ascend");
     let (header, committed, made) =
         (folder.join("ffi/ascend.h"), folder.join("src/bindings"), root().join("target/bindings"));
-    std::fs::create_dir_all(&made).map_err(|e| format!("{}: {e}", made.display()))?;
+    create_folder(&made)?;
     let mut different = Vec::new();
     for (name, options) in FILES {
         let file = made.join(format!("{name}.rs"));
@@ -56,18 +56,13 @@ pub(crate) fn bindgen(args: &BindgenArgs) -> Result {
         }
         different.push(format!("{name}.rs"));
         if !args.check {
-            let to = committed.join(format!("{name}.rs"));
-            std::fs::write(&to, new).map_err(|e| format!("{}: {e}", to.display()))?;
+            write(&committed.join(format!("{name}.rs")), &new)?;
         }
     }
-    match (different.is_empty(), args.check) {
-        (true, _) => println!("the bindings are those of ascend.h"),
-        (false, false) => println!("written: {}", different.join(", ")),
-        (false, true) => {
-            let differ = different.join(", ");
-            return Err(format!("not the bindings of ascend.h: {differ}; run `cargo xtask bindgen`"));
-        }
+    if args.check {
+        none_of("differ from ascend.h; run `cargo xtask bindgen`", &different)?;
     }
+    println!("{} of {} files of bindings changed", different.len(), FILES.len());
     Ok(())
 }
 
@@ -85,8 +80,4 @@ fn make(header: &Path, file: &Path, options: &[&str]) -> Result {
     }
     command.arg("-o").arg(file).args(["--", "-std=c11"]);
     run(&mut command, "bindgen")
-}
-
-fn read(file: &Path) -> Result<String> {
-    std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))
 }

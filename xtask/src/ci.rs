@@ -1,129 +1,118 @@
-//! `cargo xtask ci`: the steps of CI, one after another, and a table of their seconds.
+//! `cargo xtask ci`: the steps of CI in order, and a table of their seconds.
 
 use std::fmt::Write as _;
 
 use clap::Args;
+use xtask::counts::Sums;
+use xtask::run::Result;
+use xtask::tools::{self, Tool};
+use xtask::{cann_headers, cuda_double};
 
 use crate::clock::{Seconds, timed};
-use crate::run::Result;
-use crate::step::{self, Outcome, word};
-use crate::test::Sums;
-use crate::tools::{self, Tool};
-use crate::{ascend_headers, bindgen, cuda_double, cuda_ptx, deep, python};
+use crate::step::{self, CommandOutcome, word};
+use crate::{bindgen, cuda_ptx, deep, python, sanitize};
 
 /// Options of `cargo xtask ci`.
 #[derive(Args)]
 pub(crate) struct CiArgs {
-    /// Print the commands that bring the missing tools, and run nothing.
+    /// Print the commands that install the missing tools, and run nothing.
     #[arg(long)]
     missing: bool,
 }
 
 /// One step. To add one, add a line to [`STEPS`].
-pub(crate) struct Step {
-    /// The command, as the README writes it.
+pub(crate) struct CiStep {
+    /// The command, exactly as the documents write it.
     pub(crate) command: &'static str,
-    /// Seconds that it may take on two fast cores from a clean clone. Slow cores may take half as long again; more is
-    /// marked in the table.
+    /// Seconds that it may take on two fast cores from a clean clone. Slow cores may take half as long again.
+    /// The table marks a step that takes longer.
     budget: u32,
-    /// Tools that the step needs beside Rust, git and a C compiler.
+    /// Tools that the step needs besides Rust, git and a C compiler.
     needs: &'static [Tool],
 }
 
-/// Times as long that slow cores may take.
+/// The factor by which slow cores may exceed a budget.
 const SLOW: f64 = 1.5;
 
-/// A device for wgpu: software that acts as a GPU, and the layers that watch over its use.
+/// A device for wgpu: a GPU in software, and the layers that check its use.
 const GPU: &[Tool] = &[
     Tool::Package("mesa-vulkan-drivers"),
     Tool::Package("libvulkan1"),
     Tool::Package("vulkan-validationlayers"),
 ];
 
-/// What tests need: a device for wgpu, the compiler of the CUDA driver's double, and that of CUDA.
+/// Tools of the tests: a device for wgpu, the compiler of the CUDA driver's double, and the compiler of CUDA.
 const DEVICES: &[Tool] = &[GPU[0], GPU[1], GPU[2], cuda_double::NEEDS[0], cuda_ptx::NEEDS[0]];
 
 /// The step whose last line counts the tests.
 const TEST: &str = "cargo xtask test";
 
-/// The steps of CI, in order. All are of the release profile, so the first build serves the others.
-pub(crate) const STEPS: &[Step] = &[
-    Step {
-        command: "cargo xtask check",
-        budget: 125,
-        needs: &[Tool::Component("rustfmt"), Tool::Component("clippy")],
-    },
-    Step { command: TEST, budget: 450, needs: DEVICES },
-    Step { command: "cargo run --release -p kvcli -- demo", budget: 15, needs: &[] },
-    Step {
-        command: "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\" --separator \"##\"",
-        budget: 4,
-        needs: &[],
-    },
-    Step {
-        command: "cargo run --release -p kvcli -- run --system \"you answer questions\" --document examples/documents/harbour.txt --document examples/documents/market.txt -p \"alba ?\"",
-        budget: 4,
-        needs: &[],
-    },
-    Step { command: "cargo run --release -p kvcli -- run --help", budget: 2, needs: &[] },
-    Step { command: "cargo run --release -p kvcli -- eval --gate --questions 30", budget: 5, needs: &[] },
-    Step {
-        command: "cargo run --release -p kvcli -- eval --seeds 2 --questions 4 --strategy link:2 --strategy blend:0.15@2",
-        budget: 5,
-        needs: &[],
-    },
-    Step {
-        command: "cargo run --release -p kvcli -- tune --seeds 5 --questions 40 --out target/reuse.json",
-        budget: 5,
-        needs: &[],
-    },
-    Step {
-        command: "cargo run --release -p kvcli -- run --reuse target/reuse.json --system \"you answer questions\" --document examples/documents/harbour.txt -p \"alba ?\"",
-        budget: 4,
-        needs: &[],
-    },
-    Step { command: "cargo run --release -p kvcli -- bench rag --requests 20", budget: 10, needs: &[] },
-    Step { command: "cargo run --release -p kvcli -- bench serve", budget: 5, needs: &[] },
-    Step {
-        command: "cargo run --release -p kvcli --features ascend,cuda,wgpu -- devices",
-        budget: 5,
-        needs: GPU,
-    },
-    Step {
-        command: "cargo run --release -p kvcli --features ascend,cuda,wgpu -- demo --backend wgpu",
-        budget: 5,
-        needs: GPU,
-    },
-    Step { command: "cargo xtask cuda-double", budget: 5, needs: cuda_double::NEEDS },
-    Step {
-        command: "LD_LIBRARY_PATH=target/cuda-double cargo run --release -p kvcli --features ascend,cuda,wgpu -- demo --backend cuda",
-        budget: 5,
-        needs: cuda_double::NEEDS,
-    },
-    Step { command: "cargo xtask ascend-simulator", budget: 5, needs: &[] },
-    Step {
-        command: "KV_ASCEND_LIB_DIR=target/ascend-simulator cargo run --release -p kvcli --features ascend,cuda,wgpu -- demo --backend ascend",
-        budget: 10,
-        needs: &[],
-    },
-    Step { command: "cargo run --release --example paged_decode", budget: 3, needs: &[] },
-    Step { command: "cargo run --release --example continuous_batching", budget: 3, needs: &[] },
-    Step { command: "cargo run --release --example chunk_reuse", budget: 5, needs: &[] },
-    Step { command: "cargo run --release --example own_backend", budget: 5, needs: &[] },
-    Step { command: "cargo xtask python", budget: 60, needs: python::NEEDS },
-    Step { command: "cargo xtask conform --backend ascend", budget: 10, needs: &[] },
-    Step { command: "cargo xtask conform --backend cpu", budget: 5, needs: &[] },
-    Step { command: "cargo xtask conform --backend cuda", budget: 10, needs: cuda_double::NEEDS },
-    Step { command: "cargo xtask bindgen --check", budget: 5, needs: bindgen::NEEDS },
-    Step { command: "cargo xtask ascend-headers", budget: 10, needs: ascend_headers::NEEDS },
-    Step { command: "cargo xtask cuda-ptx --check", budget: 35, needs: cuda_ptx::NEEDS },
-    Step { command: "cargo xtask conform --backend wgpu", budget: 45, needs: GPU },
-    Step { command: "cargo xtask sanitize", budget: 140, needs: &[Tool::Sanitizer] },
-    Step { command: "cargo xtask loom", budget: 55, needs: &[] },
-    Step { command: "cargo xtask deep", budget: 140, needs: &[] },
+const fn step(command: &'static str, budget: u32, needs: &'static [Tool]) -> CiStep {
+    CiStep { command, budget, needs }
+}
+
+/// The steps of CI, in order. All use the release profile, so the first build serves the others.
+pub(crate) const STEPS: &[CiStep] = &[
+    step("cargo xtask check", 125, &[Tool::Component("rustfmt"), Tool::Component("clippy")]),
+    step(TEST, 450, DEVICES),
+    step("cargo run --release -p kvcli -- demo", 15, &[]),
+    step(
+        "cargo run --release -p kvcli -- run --json --prompt \"you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?\" --warm \"you answer questions ## cedo is blue . bora is same . ## alba is red . ## alba ?\" --separator \"##\"",
+        4,
+        &[],
+    ),
+    step(
+        "cargo run --release -p kvcli -- run --system \"you answer questions\" --document examples/documents/harbour.txt --document examples/documents/market.txt -p \"alba ?\"",
+        4,
+        &[],
+    ),
+    step("cargo run --release -p kvcli -- run --help", 2, &[]),
+    step("cargo run --release -p kvcli -- eval --gate --questions 30", 5, &[]),
+    step(
+        "cargo run --release -p kvcli -- eval --seeds 2 --questions 4 --strategy link:2 --strategy blend:0.15@2",
+        5,
+        &[],
+    ),
+    step("cargo run --release -p kvcli -- tune --seeds 5 --questions 40 --out target/reuse.json", 5, &[]),
+    step(
+        "cargo run --release -p kvcli -- run --reuse target/reuse.json --system \"you answer questions\" --document examples/documents/harbour.txt -p \"alba ?\"",
+        4,
+        &[],
+    ),
+    step("cargo run --release -p kvcli -- bench rag --requests 20", 10, &[]),
+    step("cargo run --release -p kvcli -- bench serve", 5, &[]),
+    step("cargo run --release -p kvcli --features ascend,cuda,wgpu -- devices", 5, GPU),
+    step("cargo run --release -p kvcli --features ascend,cuda,wgpu -- demo --backend wgpu", 5, GPU),
+    step("cargo xtask cuda-double", 5, cuda_double::NEEDS),
+    step(
+        "LD_LIBRARY_PATH=target/cuda-double cargo run --release -p kvcli --features ascend,cuda,wgpu -- demo --backend cuda",
+        5,
+        cuda_double::NEEDS,
+    ),
+    step("cargo xtask ascend-simulator", 5, &[]),
+    step(
+        "KV_ASCEND_LIB_DIR=target/ascend-simulator cargo run --release -p kvcli --features ascend,cuda,wgpu -- demo --backend ascend",
+        10,
+        &[],
+    ),
+    step("cargo run --release --example paged_decode", 3, &[]),
+    step("cargo run --release --example continuous_batching", 3, &[]),
+    step("cargo run --release --example chunk_reuse", 5, &[]),
+    step("cargo run --release --example own_backend", 5, &[]),
+    step("cargo xtask python", 60, python::NEEDS),
+    step("cargo xtask conform --backend ascend", 10, &[]),
+    step("cargo xtask conform --backend cpu", 5, &[]),
+    step("cargo xtask conform --backend cuda", 10, cuda_double::NEEDS),
+    step("cargo xtask bindgen --check", 5, bindgen::NEEDS),
+    step("cargo xtask ascend-headers", 10, cann_headers::NEEDS),
+    step("cargo xtask cuda-ptx --check", 35, cuda_ptx::NEEDS),
+    step("cargo xtask conform --backend wgpu", 45, GPU),
+    step("cargo xtask sanitize", 140, &[sanitize::SANITIZER]),
+    step("cargo xtask loom", 55, &[]),
+    step("cargo xtask deep", 140, &[]),
 ];
 
-/// Runs every step, also after one that failed, and prints the table and the counts of the tests last.
+/// Runs every step, also after a failed one. Prints the table of seconds, and the counts of the tests last.
 pub(crate) fn ci(args: &CiArgs) -> Result {
     if args.missing {
         let needs = STEPS.iter().flat_map(|step| step.needs).copied().chain(deep::next_needs()?);
@@ -139,19 +128,19 @@ pub(crate) fn ci(args: &CiArgs) -> Result {
         println!("failed, {} of {}: {}", failed.len(), STEPS.len(), failed.join("; "));
     }
     println!("{}", counts(&outcomes));
-    // The counts are the last line: what failed is said before them.
+    // The counts are the last line; failed steps are printed before them.
     if failed.is_empty() { Ok(()) } else { Err(String::new()) }
 }
 
-/// Returns the counts of the tests; tests that did not come to be counted are one failure.
-fn counts(outcomes: &[Outcome]) -> Sums {
+/// Returns the counts of the tests. Tests without counts are one failure.
+fn counts(outcomes: &[CommandOutcome]) -> Sums {
     let counted = outcomes.iter().find(|outcome| outcome.name == TEST);
     let counts = counted.and_then(|outcome| outcome.last_line.parse().ok());
     counts.unwrap_or(Sums { passed: 0, failed: 1, skipped: 0 })
 }
 
-/// Returns the table of seconds, with those over their budget marked.
-fn table(steps: &[Step], outcomes: &[Outcome], total: Seconds) -> String {
+/// Returns the table of seconds, which marks each step over its budget.
+fn table(steps: &[CiStep], outcomes: &[CommandOutcome], total: Seconds) -> String {
     let mut text = format!("{:>8} {:>10} {:>7}  {:<6}  step\n", "seconds", "processor", "budget", "");
     let mut row = |seconds: Seconds, budget: u32, what: &str, name: &str| {
         let mark = if seconds.wall > SLOW * f64::from(budget) { "  over its budget" } else { "" };
@@ -167,7 +156,7 @@ fn table(steps: &[Step], outcomes: &[Outcome], total: Seconds) -> String {
     text
 }
 
-/// Returns a command without the end of a long one.
+/// Returns a command, shortened if it is long.
 fn shortened(command: &str) -> String {
     const LENGTH: usize = 72;
     match command.char_indices().nth(LENGTH) {
@@ -180,14 +169,14 @@ fn shortened(command: &str) -> String {
 mod tests {
     use super::*;
 
-    fn outcome(name: &str, wall: f64, passed: bool, last_line: &str) -> Outcome {
+    fn outcome(name: &str, wall: f64, passed: bool, last_line: &str) -> CommandOutcome {
         let seconds = Seconds { wall, cpu: Some(2.0 * wall) };
-        Outcome { name: name.to_owned(), seconds, passed, last_line: last_line.to_owned() }
+        CommandOutcome { name: name.to_owned(), seconds, passed, last_line: last_line.to_owned() }
     }
 
     #[test]
     fn the_table_marks_what_failed_and_what_took_too_long() {
-        let steps = [("a", 10), ("b", 10)].map(|(command, budget)| Step { command, budget, needs: &[] });
+        let steps = [("a", 10), ("b", 10)].map(|(command, budget)| CiStep { command, budget, needs: &[] });
         let outcomes = [outcome("a", 3.0, true, ""), outcome("b", 16.0, false, "")];
         let text = table(&steps, &outcomes, Seconds { wall: 19.0, cpu: Some(38.0) });
         let lines: Vec<Vec<&str>> = text.lines().skip(1).map(|l| l.split_whitespace().collect()).collect();
@@ -197,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_those_of_the_tests_and_a_failure_where_there_are_none() {
+    fn counts_are_read_from_the_tests_and_a_failure_where_there_are_none() {
         let counted =
             [outcome("a", 1.0, true, "9 passed"), outcome(TEST, 1.0, true, "5 passed, 0 failed, 2 skipped")];
         assert_eq!(counts(&counted).to_string(), "5 passed, 0 failed, 2 skipped");

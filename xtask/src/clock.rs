@@ -1,23 +1,23 @@
-//! Seconds that a program takes: on the clock, and of the processors.
+//! Seconds that a program takes, on the clock and on the processors.
 //!
-//! Processor seconds hardly depend on what else the machine does, so that a slow run on a busy machine can be told
-//! from a program that became slower.
+//! Processor seconds hardly depend on the load of the machine. They tell a busy machine from a program that
+//! became slower.
 
 use std::fmt;
 use std::fs;
 use std::time::Instant;
 
-/// Seconds of one program and of all that it started.
+/// Seconds of one program and its children.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Seconds {
-    /// On the clock.
+    /// Seconds on the clock.
     pub(crate) wall: f64,
-    /// Of the processors, where the system says them.
+    /// Seconds on the processors, where the system reports them.
     pub(crate) cpu: Option<f64>,
 }
 
 impl Seconds {
-    /// Returns processor seconds as text, a dash where they are not known.
+    /// Returns processor seconds as text, or a dash if they are unknown.
     pub(crate) fn cpu_text(self) -> String {
         self.cpu.map_or_else(|| "–".to_owned(), |seconds| format!("{seconds:.0}"))
     }
@@ -29,7 +29,7 @@ impl fmt::Display for Seconds {
     }
 }
 
-/// Runs `work` and returns its result with the seconds of the programs that it started and waited for.
+/// Runs `work`. Returns its result, and the seconds of the programs that it started and waited for.
 pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, Seconds) {
     let (start, before) = (Instant::now(), of_children());
     let result = work();
@@ -37,14 +37,14 @@ pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, Seconds) {
     (result, Seconds { wall: start.elapsed().as_secs_f64(), cpu })
 }
 
-/// Returns processor seconds of all children that ended, and of theirs.
+/// Returns the processor seconds of all ended children and of their children.
 #[cfg(target_os = "linux")]
 fn of_children() -> Option<f64> {
     let ticks = ticks_of_children(&fs::read_to_string("/proc/self/stat").ok()?)?;
     Some(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// Returns none: this system has no such file.
+/// Returns `None`: this system has no such file.
 #[cfg(not(target_os = "linux"))]
 fn of_children() -> Option<f64> {
     None
@@ -65,7 +65,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_of_children_stand_behind_a_name_with_any_characters() {
+    fn times_of_children_follow_a_name_with_any_characters() {
         let stat = "7 (a) b (c) S 1 7 7 0 -1 4194560 1 2 3 4 5 6 700 80 20 0 1 0 9";
         assert_eq!(ticks_of_children(stat), Some(780));
         assert_eq!(ticks_of_children("7 (a) S 1"), None);

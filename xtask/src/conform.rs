@@ -4,8 +4,10 @@ use std::process::Command;
 
 use clap::Args;
 
-use crate::run::{Result, cargo, root, run};
-use crate::{ascend_simulator, cuda_double};
+use xtask::cuda_double;
+use xtask::run::{Result, cargo, root, run, target};
+
+use crate::ascend_simulator;
 
 /// Options of `cargo xtask conform`.
 #[derive(Args)]
@@ -13,18 +15,18 @@ pub(crate) struct ConformArgs {
     /// Backend to check.
     #[arg(long, default_value = "cpu")]
     backend: String,
-    /// Every element type in every variant, where some variants otherwise run in some.
+    /// Run every variant in every element type; otherwise some variants run in some types only.
     #[arg(long)]
     every: bool,
 }
 
 pub(crate) fn conform(args: &ConformArgs) -> Result {
     // Among the whole workspace and with all features, as the tests are built: nothing is built twice.
-    cargo(&["build", "--release", "--quiet", "--workspace", "--all-features", "--example", "conform"])?;
-    let folder = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), Into::into);
-    let mut command = Command::new(folder.join("release/examples/conform"));
+    cargo("build --release --quiet --workspace --all-features --example conform")?;
+    let mut command = Command::new(target().join("release/examples/conform"));
     command.args(["--backend", &args.backend]).args(args.every.then_some("--every")).current_dir(root());
-    // The Vulkan loader's layers watch over wgpu: a release build of it asks for them only if told so.
+    // The layers of the Vulkan loader check the use of wgpu. A release build of wgpu asks for them only if
+    // told to.
     command.envs([("WGPU_VALIDATION", "1"), ("WGPU_DEBUG", "1")]);
     match args.backend.as_str() {
         "ascend" => ascend_simulator::provide(&mut command)?,

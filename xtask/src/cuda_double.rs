@@ -1,4 +1,5 @@
-//! `cargo xtask cuda-double`: the test double of the CUDA driver, a library that runs the backend's kernels on the CPU.
+//! `cargo xtask cuda-double`: the test double of the CUDA driver, a library that runs the backend's kernels
+//! on the CPU.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -6,20 +7,20 @@ use std::time::SystemTime;
 
 use clap::Args;
 
-use crate::cuda_ptx::sources;
-use crate::run::{Result, root, run, skip};
+use crate::cuda_compiler::{files, libraries};
+use crate::run::{Result, create_folder, in_parallel, root, run, skip};
 use crate::tools::{Tool, require};
 
 /// The folder of the library, below the root of the workspace. Programs find it by `LD_LIBRARY_PATH`.
 const FOLDER: &str = "target/cuda-double";
 
-/// A C++ compiler.
-pub(crate) const NEEDS: &[Tool] = &[Tool::Program("g++", "g++")];
+/// The tool that builds the double: a C++ compiler.
+pub const NEEDS: &[Tool] = &[Tool::Program("g++", "g++")];
 
 const FLAGS: [&str; 9] =
     ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread"];
 
-/// Further flags for kernels: an access that a device would trap on is a fault here too.
+/// Further flags for kernels. An access on which a device would trap is a fault in the double too.
 const KERNEL_FLAGS: [&str; 4] = [
     "-DKV_DOUBLE",
     "-Wno-unknown-pragmas",
@@ -27,19 +28,19 @@ const KERNEL_FLAGS: [&str; 4] = [
     "-fsanitize-undefined-trap-on-error",
 ];
 
-/// The names under which the library is looked for: the driver's, cuBLAS's and NCCL's.
+/// The names under which programs look for the driver, cuBLAS and NCCL.
 const LINKS: [&str; 3] = ["libcuda.so", "libcublas.so", "libnccl.so.2"];
 
 /// Options of `cargo xtask cuda-double`.
 #[derive(Args)]
-pub(crate) struct CudaDoubleArgs {
-    /// Build and run the double's own tests instead: of fibres, streams, memory, faults and graphs.
+pub struct CudaDoubleArgs {
+    /// Build and run the double's own tests instead, which cover fibres, streams, memory, faults and graphs.
     #[arg(long)]
     selftest: bool,
 }
 
-/// Builds what is older than its sources, and prints where the library is.
-pub(crate) fn cuda_double(args: &CudaDoubleArgs) -> Result {
+/// Compiles the sources that changed, and prints the folder of the library.
+pub fn cuda_double(args: &CudaDoubleArgs) -> Result {
     if args.selftest {
         return selftest();
     }
@@ -49,14 +50,18 @@ pub(crate) fn cuda_double(args: &CudaDoubleArgs) -> Result {
     Ok(())
 }
 
-/// Builds the double with kernels of its own tests, and runs them.
+/// Builds the double with the kernels of its own tests, and runs these.
 fn selftest() -> Result {
     require("the double of the CUDA driver", NEEDS)?;
     let double = root().join("kvbackend-cuda/double");
     let folder = root().join(FOLDER).join("selftest");
-    std::fs::create_dir_all(&folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-    let job =
-        |name: &str, source: PathBuf, flags| Job { object: folder.join(name), changed: None, flags, source };
+    create_folder(&folder)?;
+    let job = |name: &str, source: PathBuf, flags| CompileJob {
+        object: folder.join(name),
+        changed: None,
+        flags,
+        source,
+    };
     let tests = double.join("selftest");
     let jobs = [
         job("all.o", double.join("all.cpp"), &[]),
@@ -82,10 +87,11 @@ fn link<'a>(library: &Path, objects: impl Iterator<Item = &'a PathBuf>, double: 
     finish(link.arg("-o").arg(library).args(objects))
 }
 
-/// Adds the library to where a command looks for libraries, after building it if need be. A machine with the driver
-/// itself uses that; one without a C++ compiler has no device. The compiler's library at run time comes with its wheels.
-pub(crate) fn provide(command: &mut Command) -> Result {
-    let mut folders = vec![crate::cuda_ptx::libraries()];
+/// Adds the double to the folders in which a command looks for libraries, unless the machine has the driver.
+/// Builds the double if it is out of date; without a C++ compiler there is no device. NVRTC comes with the
+/// wheels of the compiler.
+pub fn provide(command: &mut Command) -> Result {
+    let mut folders = vec![libraries()];
     if !driver_is_here() {
         match require("the double of the CUDA driver", NEEDS) {
             Ok(()) => folders.push(build()?),
@@ -96,18 +102,18 @@ pub(crate) fn provide(command: &mut Command) -> Result {
     Ok(())
 }
 
-/// Adds the double to where a command looks for libraries, also on a machine with the driver itself.
-pub(crate) fn insist(command: &mut Command) -> Result {
-    command.env("LD_LIBRARY_PATH", library_path(vec![build()?, crate::cuda_ptx::libraries()]));
+/// Adds the double to the folders in which a command looks for libraries, also on a machine with the driver.
+pub fn insist(command: &mut Command) -> Result {
+    command.env("LD_LIBRARY_PATH", library_path(vec![build()?, libraries()]));
     Ok(())
 }
 
-/// Returns whether the system has a CUDA driver.
-pub(crate) fn driver_is_here() -> bool {
+/// Returns true if the system has a CUDA driver.
+pub fn driver_is_here() -> bool {
     Path::new("/proc/driver/nvidia/version").exists() || Path::new("/dev/nvidiactl").exists()
 }
 
-/// Returns the folders before those that the environment names.
+/// Returns a search path of these folders, followed by the folders that the environment names.
 fn library_path(folders: Vec<PathBuf>) -> std::ffi::OsString {
     let before = std::env::var_os("LD_LIBRARY_PATH").filter(|path| !path.is_empty());
     let paths = folders.into_iter().chain(before.iter().flat_map(std::env::split_paths));
@@ -115,30 +121,30 @@ fn library_path(folders: Vec<PathBuf>) -> std::ffi::OsString {
 }
 
 /// Builds the library and returns its folder.
-pub(crate) fn build() -> Result<PathBuf> {
+fn build() -> Result<PathBuf> {
     require("the double of the CUDA driver", NEEDS)?;
     let crate_folder = root().join("kvbackend-cuda");
     let (double, kernels) = (crate_folder.join("double"), crate_folder.join("kernels"));
     let folder = root().join(FOLDER);
     let objects = folder.join("objects");
-    std::fs::create_dir_all(&objects).map_err(|e| format!("{}: {e}", objects.display()))?;
-    // All sources of the double are one unit, which compiles faster than one by one.
+    create_folder(&objects)?;
+    // All sources of the double are one unit, which compiles faster than separate ones.
     let double_changed = newest(&double, &["cpp", "hpp", "h"])?;
     let headers = newest(&double, &["hpp"])?.max(newest(&kernels, &["cuh"])?);
     let all = double.join("all.cpp");
     let mut jobs =
-        vec![Job { object: objects.join("all.o"), changed: double_changed, flags: &[], source: all }];
-    for source in sources(&kernels)? {
+        vec![CompileJob { object: objects.join("all.o"), changed: double_changed, flags: &[], source: all }];
+    for source in files(&kernels, &["cu"])? {
         let name = source.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let changed = headers.max(modified(&source));
-        jobs.push(Job { object: objects.join(name + ".o"), changed, flags: &KERNEL_FLAGS, source });
+        jobs.push(CompileJob { object: objects.join(name + ".o"), changed, flags: &KERNEL_FLAGS, source });
     }
-    let stale: Vec<&Job> = jobs.iter().filter(|job| modified(&job.object) < job.changed).collect();
+    let stale: Vec<&CompileJob> = jobs.iter().filter(|job| modified(&job.object) < job.changed).collect();
     compile_all(&stale, &[&double, &kernels])?;
     let library = folder.join("libcuda.so.1");
     let linked = modified(&library);
     if linked.is_none() || jobs.iter().any(|job| modified(&job.object) > linked) {
-        // Linked beside it and then moved, so that a program that has it loaded keeps what it has.
+        // Linked under another name and then moved: a program that has loaded the library keeps the old one.
         let next = folder.join("libcuda.so.next");
         link(&next, jobs.iter().map(|job| &job.object), &double)?;
         std::fs::rename(&next, &library).map_err(|e| format!("{}: {e}", library.display()))?;
@@ -154,7 +160,7 @@ pub(crate) fn build() -> Result<PathBuf> {
 }
 
 /// A source to compile.
-struct Job {
+struct CompileJob {
     source: PathBuf,
     object: PathBuf,
     /// The last change of the source or of a header.
@@ -162,28 +168,18 @@ struct Job {
     flags: &'static [&'static str],
 }
 
-/// Compiles sources to objects, as many at a time as there are processors.
-fn compile_all(jobs: &[&Job], includes: &[&Path]) -> Result {
-    let next = std::sync::atomic::AtomicUsize::new(0);
-    let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    let work = || -> Result {
-        while let Some(job) = jobs.get(next.fetch_add(1, std::sync::atomic::Ordering::Relaxed)) {
-            let mut compile = Command::new("g++");
-            compile.args(FLAGS).args(job.flags);
-            for include in includes {
-                compile.arg("-I").arg(include);
-            }
-            compile.args(["-c", "-x", "c++", "-o"]).arg(&job.object).arg(&job.source);
-            finish(&mut compile)?;
+/// Compiles sources to objects.
+fn compile_all(jobs: &[&CompileJob], includes: &[&Path]) -> Result {
+    let compile = |job: &&CompileJob| {
+        let mut compile = Command::new("g++");
+        compile.args(FLAGS).args(job.flags);
+        for include in includes {
+            compile.arg("-I").arg(include);
         }
-        Ok(())
+        compile.args(["-c", "-x", "c++", "-o"]).arg(&job.object).arg(&job.source);
+        finish(&mut compile)
     };
-    std::thread::scope(|scope| {
-        let running: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-        running.into_iter().try_for_each(|thread| {
-            thread.join().unwrap_or_else(|_| Err("a thread of the build panicked".to_owned()))
-        })
-    })
+    in_parallel(jobs, compile).map(drop)
 }
 
 fn finish(command: &mut Command) -> Result {
@@ -192,16 +188,6 @@ fn finish(command: &mut Command) -> Result {
         return Ok(());
     }
     Err(format!("{command:?} failed:\n{}", String::from_utf8_lossy(&output.stderr)))
-}
-
-fn files(folder: &Path, extensions: &[&str]) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-    let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
-    let mut files: Vec<PathBuf> = paths
-        .filter(|path| path.extension().is_some_and(|end| extensions.iter().any(|known| end == *known)))
-        .collect();
-    files.sort();
-    Ok(files)
 }
 
 fn modified(path: &Path) -> Option<SystemTime> {

@@ -1,13 +1,12 @@
 //! `cargo xtask cuda-ptx`: the kernels of the CUDA backend, compiled to the PTX that is part of the crate.
 
-use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Args;
-
-use crate::run::{Result, root};
-use crate::tools::{Tool, require};
+use xtask::cuda_compiler::{COMPILER, files, program};
+use xtask::run::{Result, create_folder, in_parallel, none_of, read, root, write};
+use xtask::tools::{Tool, require};
 
 /// Options of `cargo xtask cuda-ptx`.
 #[derive(Args)]
@@ -17,114 +16,57 @@ pub(crate) struct CudaPtxArgs {
     check: bool,
 }
 
-/// Python wheels that hold the compiler. Others of a release would make other PTX.
-const WHEELS: &str = "nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
-     nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85";
+/// Tools of `cargo xtask cuda-ptx`.
+pub(crate) const NEEDS: &[Tool] = &[COMPILER];
 
-/// The folder of the wheels, below the root of the workspace.
-const TOOLS: &str = "target/cuda-tools";
-
-/// The compiler.
-pub(crate) const NEEDS: &[Tool] = &[Tool::CudaCompiler];
-
-/// The oldest architecture that the kernels serve; newer devices compile its PTX for themselves.
+/// The oldest architecture that the kernels support. Newer devices compile its PTX for themselves.
 const ARCH: &str = "sm_80";
 
-/// Architectures for which the PTX is compiled to the end, to see registers and spills.
+/// Architectures for which the PTX is assembled, to learn its registers and spills.
 const CUBINS: [&str; 2] = ["sm_80", "sm_90"];
 
-/// The PTX version of the oldest driver that the backend accepts, that of CUDA 12.0. The compiler writes its own, which
-/// older drivers refuse although the instructions are theirs.
+/// The PTX version of CUDA 12.0, the oldest driver that the backend accepts. The compiler writes its own
+/// version, which older drivers refuse although they know all the instructions.
 const PTX_VERSION: &str = ".version 8.0";
-
-/// Returns whether the compiler is here.
-pub(crate) fn is_here() -> bool {
-    program("nvcc").is_file()
-}
-
-/// Returns the command that brings the compiler.
-pub(crate) fn bring() -> String {
-    // Wheels carry no permission to run.
-    format!(
-        "python3 -m pip install -q --no-deps --target {TOOLS} {WHEELS} && chmod -R u+x {TOOLS}/nvidia/cu13/bin \
-         {TOOLS}/nvidia/cu13/nvvm/bin"
-    )
-}
-
-/// Returns the folder of the compiler's libraries.
-pub(crate) fn libraries() -> PathBuf {
-    root().join(TOOLS).join("nvidia/cu13/lib")
-}
-
-fn program(name: &str) -> PathBuf {
-    root().join(TOOLS).join("nvidia/cu13/bin").join(name)
-}
 
 pub(crate) fn cuda_ptx(args: &CudaPtxArgs) -> Result {
     require("`cargo xtask cuda-ptx`", NEEDS)?;
     let crate_folder = root().join("kvbackend-cuda");
     let made = root().join("target/cuda-ptx");
-    std::fs::create_dir_all(&made).map_err(|e| format!("{}: {e}", made.display()))?;
-    let sources = sources(&crate_folder.join("kernels"))?;
+    create_folder(&made)?;
+    let sources = files(&crate_folder.join("kernels"), &["cu"])?;
     let mut different = Vec::new();
-    let mut table = format!(
-        "{:<24} {:<6} {:>9} {:>12} {:>12}\n",
-        "kernel", "arch", "registers", "spilled in", "spilled out"
-    );
-    let compiled: Vec<Result<(String, Vec<Usage>)>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = sources
-            .iter()
-            .map(|source| {
-                let made = &made;
-                scope.spawn(move || compile(source, made))
-            })
-            .collect();
-        threads
-            .into_iter()
-            .map(|thread| {
-                thread.join().unwrap_or_else(|_| Err("a thread of the compiler panicked".to_owned()))
-            })
-            .collect()
-    });
-    for (source, compiled) in sources.iter().zip(compiled) {
-        let (text, usages) = compiled?;
+    let texts = in_parallel(&sources, |source| compile(source, &made))?;
+    for (source, text) in sources.iter().zip(texts) {
         let committed = crate_folder.join("ptx").join(file_name(source, "ptx"));
-        if args.check {
-            if std::fs::read_to_string(&committed).ok().as_deref() != Some(text.as_str()) {
-                different.push(committed.display().to_string());
-            }
-        } else {
-            std::fs::write(&committed, &text).map_err(|e| format!("{}: {e}", committed.display()))?;
-        }
-        for usage in usages {
-            let Usage { kernel, arch, registers, loads, stores } = usage;
-            // Writing to a string cannot fail.
-            let _ = writeln!(table, "{kernel:<24} {arch:<6} {registers:>9} {loads:>12} {stores:>12}");
+        if !args.check {
+            write(&committed, &text)?;
+        } else if read(&committed).ok() != Some(text) {
+            different.push(committed.display().to_string());
         }
     }
-    print!("{table}");
-    if different.is_empty() {
-        println!("{} files of PTX {}", sources.len(), if args.check { "are up to date" } else { "written" });
-        return Ok(());
-    }
-    Err(format!("not what the sources compile to: {}; run `cargo xtask cuda-ptx`", different.join(", ")))
+    none_of("differ from the compiled sources; run `cargo xtask cuda-ptx`", &different)?;
+    println!("{} files of PTX {}", sources.len(), if args.check { "are up to date" } else { "written" });
+    // PTX that is up to date was assembled when it was written.
+    if args.check { Ok(()) } else { assemble(&sources, &made) }
 }
 
-/// Returns the sources of kernels, in order.
-pub(crate) fn sources(folder: &Path) -> Result<Vec<PathBuf>> {
-    let entries = std::fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
-    let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));
-    let mut sources: Vec<PathBuf> =
-        paths.filter(|path| path.extension().is_some_and(|end| end == "cu")).collect();
-    sources.sort();
-    Ok(sources)
+/// Assembles the PTX of all sources for every architecture, and prints the resource usage of the kernels.
+fn assemble(sources: &[PathBuf], made: &Path) -> Result {
+    println!("{:<24} {:<6} {:>9} {:>12} {:>12}", "kernel", "arch", "registers", "spilled in", "spilled out");
+    let of_source = |source: &PathBuf| CUBINS.map(|arch| usages(source, made, arch)).into_iter().collect();
+    let all: Vec<Vec<Vec<Usage>>> = in_parallel(sources, of_source)?;
+    for Usage { kernel, arch, registers, loads, stores } in all.into_iter().flatten().flatten() {
+        println!("{kernel:<24} {arch:<6} {registers:>9} {loads:>12} {stores:>12}");
+    }
+    Ok(())
 }
 
 fn file_name(source: &Path, extension: &str) -> PathBuf {
     PathBuf::from(source.file_name().unwrap_or_default()).with_extension(extension)
 }
 
-/// What a kernel takes of a multiprocessor.
+/// Resources that a kernel uses.
 struct Usage {
     kernel: String,
     arch: &'static str,
@@ -133,26 +75,25 @@ struct Usage {
     stores: u32,
 }
 
-/// Compiles a source to PTX, and the PTX to the end for each architecture. Returns the PTX as it is committed.
-fn compile(source: &Path, made: &Path) -> Result<(String, Vec<Usage>)> {
+/// Compiles a source to PTX. Returns the PTX text to commit.
+fn compile(source: &Path, made: &Path) -> Result<String> {
     let ptx = made.join(file_name(source, "ptx"));
     let mut nvcc = Command::new(program("nvcc"));
     nvcc.args(["-ptx", "-std=c++17", "-arch", ARCH, "-o"]).arg(&ptx).arg(source);
     output(&mut nvcc)?;
-    let text = std::fs::read_to_string(&ptx).map_err(|e| format!("{}: {e}", ptx.display()))?;
-    let text = portable(&text);
-    std::fs::write(&ptx, &text).map_err(|e| format!("{}: {e}", ptx.display()))?;
-    let mut usages = Vec::new();
-    for arch in CUBINS {
-        let cubin = made.join(file_name(source, &format!("{arch}.cubin")));
-        let mut ptxas = Command::new(program("ptxas"));
-        ptxas.args(["-v", "-arch", arch, "-o"]).arg(cubin).arg(&ptx);
-        usages.extend(usages_of(&output(&mut ptxas)?, arch));
-    }
-    Ok((text, usages))
+    let text = portable(&read(&ptx)?);
+    write(&ptx, &text)?;
+    Ok(text)
 }
 
-/// Returns PTX that older drivers accept: in an older version, without hints that came later, and without the name of
+/// Assembles the PTX of a source for an architecture. Returns the resource usage of its kernels.
+fn usages(source: &Path, made: &Path, arch: &'static str) -> Result<Vec<Usage>> {
+    let mut ptxas = Command::new(program("ptxas"));
+    ptxas.args(["-v", "-arch", arch, "-o"]).arg(made.join(file_name(source, &format!("{arch}.cubin"))));
+    Ok(usages_of(&output(ptxas.arg(made.join(file_name(source, "ptx"))))?, arch))
+}
+
+/// Returns PTX that older drivers accept: with an older version, without newer hints, and without the name of
 /// the compiler's build.
 fn portable(ptx: &str) -> String {
     let mut text = String::with_capacity(ptx.len());
@@ -167,7 +108,7 @@ fn portable(ptx: &str) -> String {
     text
 }
 
-/// Reads what `ptxas -v` says of each kernel.
+/// Parses the report of `ptxas -v` on each kernel.
 fn usages_of(text: &str, arch: &'static str) -> Vec<Usage> {
     let mut usages = Vec::new();
     let (mut kernel, mut spills) = (String::new(), (0, 0));
@@ -191,7 +132,7 @@ fn usages_of(text: &str, arch: &'static str) -> Vec<Usage> {
     usages
 }
 
-/// Runs a program and returns what it prints.
+/// Runs a program and returns its output.
 fn output(command: &mut Command) -> Result<String> {
     let output =
         command.output().map_err(|e| format!("{} cannot be run: {e}", command.get_program().display()))?;

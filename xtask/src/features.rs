@@ -1,54 +1,51 @@
-//! Combinations of the crates' features: few of them for each run of CI, all of them crate by crate for `deep`.
+//! Combinations of the crates' features: a few in each run of CI, all of them crate by crate in `deep`.
 
-use std::process::Stdio;
+use xtask::run::{Result, cargo, none_of};
 
-use serde::Deserialize;
+use crate::metadata::{Package, packages};
 
-use crate::run::{Result, cargo, cargo_command};
-
-/// A crate of the workspace.
+/// The features of a crate of the workspace.
 #[derive(Debug, Clone, PartialEq)]
-struct Crate {
+struct CrateFeatures {
     name: String,
-    /// Without `default`, which names others.
+    /// All features except `default`, which names others.
     features: Vec<String>,
 }
 
-/// Lints the workspace with no feature, and with each feature alone. Lints with all of them are another step, and
-/// crates that a feature does not reach are not compiled again.
+/// Lints the workspace without features, and with one feature of each crate at a time. Another check lints it
+/// with all features. Crates that a feature does not reach are not compiled again.
 pub(crate) fn few() -> Result {
-    few_of(&crates()?).iter().try_for_each(|features| {
+    few_of(&crates_of(packages()?)).iter().try_for_each(|features| {
         println!("check:   {}", if features.is_empty() { "no feature" } else { features });
-        clippy(&["--workspace", "--no-default-features", "--features", features])
+        clippy(&format!("--workspace --no-default-features --features={features}"))
     })
 }
 
-/// Lints each crate alone, in every combination of its features: what another crate asks of a shared dependency
-/// does not help it.
+/// Lints each crate alone, in every combination of its features. Features that another crate requests of a
+/// shared dependency do not help it then.
 pub(crate) fn all() -> Result {
     let mut failed = Vec::new();
-    for Crate { name, features } in crates()? {
+    for CrateFeatures { name, features } in crates_of(packages()?) {
         for features in powerset(&features) {
             println!("features: {name} [{features}]");
-            let args = ["-p", &name, "--no-default-features", "--features", &features];
-            if clippy(&args).is_err() {
+            if clippy(&format!("-p {name} --no-default-features --features={features}")).is_err() {
                 failed.push(format!("{name} [{features}]"));
             }
         }
     }
-    if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", "))) }
+    none_of("failed", &failed)
 }
 
-fn clippy(args: &[&str]) -> Result {
-    cargo(&[&["clippy", "--release", "--quiet"], args, &["--", "-D", "warnings"]].concat())
+fn clippy(args: &str) -> Result {
+    cargo(&format!("clippy --release --quiet {args} -- -D warnings"))
 }
 
-/// Returns lists of `crate/feature`: the first is empty, each further one has one feature of every crate that has
-/// so many.
-fn few_of(crates: &[Crate]) -> Vec<String> {
+/// Returns lists of `crate/feature`. The first is empty; each further one has the next feature of every crate
+/// that has one.
+fn few_of(crates: &[CrateFeatures]) -> Vec<String> {
     let most = crates.iter().map(|c| c.features.len()).max().unwrap_or(0);
     let of = |i: usize| {
-        let one = |c: &Crate| c.features.get(i).map(|feature| format!("{}/{feature}", c.name));
+        let one = |c: &CrateFeatures| c.features.get(i).map(|feature| format!("{}/{feature}", c.name));
         crates.iter().filter_map(one).collect::<Vec<_>>().join(",")
     };
     std::iter::once(String::new()).chain((0..most).map(of)).collect()
@@ -63,37 +60,20 @@ fn powerset(features: &[String]) -> Vec<String> {
     (0..1 << features.len()).map(subset).collect()
 }
 
-fn crates() -> Result<Vec<Crate>> {
-    let mut command = cargo_command(&["metadata", "--no-deps", "--format-version", "1"]);
-    let output = command.stderr(Stdio::inherit()).output().map_err(|e| format!("`cargo metadata`: {e}"))?;
-    crates_of(&output.stdout)
-}
-
-fn crates_of(metadata: &[u8]) -> Result<Vec<Crate>> {
-    #[derive(Deserialize)]
-    struct Metadata {
-        packages: Vec<Package>,
-    }
-    #[derive(Deserialize)]
-    struct Package {
-        name: String,
-        features: serde_json::Map<String, serde_json::Value>,
-    }
-    let metadata: Metadata =
-        serde_json::from_slice(metadata).map_err(|e| format!("`cargo metadata`: {e}"))?;
+fn crates_of(packages: Vec<Package>) -> Vec<CrateFeatures> {
     let of = |package: Package| {
         let features = package.features.into_iter().map(|(name, _)| name).filter(|name| name != "default");
-        Crate { name: package.name, features: features.collect() }
+        CrateFeatures { name: package.name, features: features.collect() }
     };
-    Ok(metadata.packages.into_iter().map(of).collect())
+    packages.into_iter().map(of).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn of(name: &str, features: &[&str]) -> Crate {
-        Crate { name: name.to_owned(), features: features.iter().map(|f| (*f).to_owned()).collect() }
+    fn of(name: &str, features: &[&str]) -> CrateFeatures {
+        CrateFeatures { name: name.to_owned(), features: features.iter().map(|f| (*f).to_owned()).collect() }
     }
 
     #[test]
@@ -112,7 +92,8 @@ mod tests {
     #[test]
     fn features_are_read_without_the_default() {
         let text = r#"{"packages":[{"name":"a","features":{"default":["cpu"],"cpu":[],"gpu":[]}}]}"#;
-        assert_eq!(crates_of(text.as_bytes()), Ok(vec![of("a", &["cpu", "gpu"])]));
-        assert!(crates_of(b"{}").is_err());
+        let parsed = crate::metadata::parsed(text.as_bytes()).map(crates_of);
+        assert_eq!(parsed, Ok(vec![of("a", &["cpu", "gpu"])]));
+        assert!(crate::metadata::parsed(b"{}").is_err());
     }
 }

@@ -1,9 +1,9 @@
 //! `cargo xtask licences`: licences, bans and sources of all dependencies, by cargo-deny.
 
-use crate::run::{Result, cargo};
-use crate::tools::{Tool, require};
+use xtask::run::{Result, cargo};
+use xtask::tools::{Tool, require};
 
 pub(crate) fn licences() -> Result {
     require("`cargo xtask licences`", &[Tool::Cargo("cargo-deny")])?;
-    cargo(&["deny", "--log-level", "error", "check", "bans", "licenses", "sources"])
+    cargo("deny --log-level error check bans licenses sources")
 }

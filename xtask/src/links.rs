@@ -1,32 +1,28 @@
-//! Relative links of the documents: each leads to something that git tracks.
+//! Relative links of the documents: each leads to a file or folder that git tracks.
 
 use std::collections::BTreeSet;
-use std::fs;
 
-use crate::run::{Result, root};
+use xtask::run::{Result, none_of, read, root};
 
-/// Every relative link in a tracked Markdown file leads to a tracked file, or to a folder of some.
+/// Checks that every relative link in a tracked Markdown file leads to a tracked file, or to a folder with
+/// one.
 pub(crate) fn check(tracked: &[String]) -> Result {
     let known: BTreeSet<&str> = tracked.iter().map(String::as_str).collect();
     let mut broken = Vec::new();
     for file in tracked.iter().filter(|file| is_document(file)) {
-        let text = fs::read_to_string(root().join(file)).map_err(|e| format!("{file}: {e}"))?;
+        let text = read(&root().join(file))?;
         let dead = links(&text).filter(|link| !leads_somewhere(file, link, &known));
         broken.extend(dead.map(|link| format!("{file} links to {link}")));
     }
-    if broken.is_empty() {
-        Ok(())
-    } else {
-        Err(format!("not tracked by git: {}; add what they lead to, or mend them", broken.join("; ")))
-    }
+    none_of("links to files that git does not track", &broken)
 }
 
 fn is_document(file: &str) -> bool {
     std::path::Path::new(file).extension().is_some_and(|ending| ending == "md")
 }
 
-/// Targets of the inline links and images of a Markdown text and of its link definitions, outside of code, that lead to
-/// files beside it.
+/// Returns the targets of a Markdown text's links, images and link definitions that are relative paths. Code
+/// is left out.
 fn links(markdown: &str) -> impl Iterator<Item = String> {
     let mut fenced = false;
     let lines = markdown.lines().filter(move |line| {
@@ -50,13 +46,13 @@ fn links(markdown: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// A line without what stands between backticks, unless these are not in pairs.
+/// Returns a line without its code in backticks. A line with an odd number of backticks stays whole.
 fn without_code(line: &str) -> String {
     let parts: Vec<&str> = line.split('`').collect();
     if parts.len().is_multiple_of(2) { line.to_owned() } else { parts.into_iter().step_by(2).collect() }
 }
 
-/// Returns true if a link of a file leads to something tracked.
+/// Returns true if a link of a file leads to a tracked file or folder.
 fn leads_somewhere(file: &str, link: &str, tracked: &BTreeSet<&str>) -> bool {
     let mut path: Vec<&str> = file.split('/').collect();
     path.pop();

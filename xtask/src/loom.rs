@@ -2,23 +2,23 @@
 
 use clap::Args;
 
-use crate::run::{Result, cargo_command, root, run};
+use xtask::run::{Result, cargo_command, root, run};
 
 /// Options of `cargo xtask loom`.
 #[derive(Args)]
 pub(crate) struct LoomArgs {
-    /// Interleavings with any number of preemptions instead of up to three, for half a minute a model.
+    /// Allow any number of preemptions instead of three, for half a minute a model.
     #[arg(long)]
     exhaustive: bool,
 }
 
-/// Seconds of each model with `--exhaustive`. Some models would take hours to their end.
+/// Seconds of each model with `--exhaustive`. Some models would take hours to finish.
 const SECONDS: &str = "30";
 
 pub(crate) fn loom(args: &LoomArgs) -> Result {
-    let mut command = cargo_command(&["test", "--release", "-p", "kvcore", "--test", "loom"]);
-    // Its own folder: the flag would rebuild everything else. The pool and loom itself are compiled for speed, what only
-    // comes along with kvcore's tests is not.
+    let mut command = cargo_command("test --release -p kvcore --test loom");
+    // A folder of its own, since the flag would rebuild everything else. The pool and loom are compiled for
+    // speed, the other dependencies of kvcore's tests are not.
     command.args(["--config", "profile.release.package.'*'.opt-level=0"]);
     command.args(["--config", "profile.release.package.loom.opt-level=3"]);
     command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", root().join("target/loom"));

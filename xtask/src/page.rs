@@ -1,25 +1,37 @@
-//! Tables in the documents that a task writes: each stands between two lines, and nothing else of a page changes.
+//! Tables that a task writes into a document. Each stands between two marker lines; the rest of the page
+//! stays as it is.
 
-/// The line behind every table.
+use crate::run::{self, Result, root};
+
+/// The line after every table.
 const END: &str = "<!-- end of table -->";
 
 /// Returns the line before the table that a command writes.
-pub(crate) fn begin(command: &str) -> String {
+fn begin(command: &str) -> String {
     format!("<!-- table: written by `{command}` -->")
 }
 
-/// Returns the table that a command has written to a page; none if the page has no place for it.
-pub(crate) fn table<'a>(page: &'a str, command: &str) -> Option<&'a str> {
+/// Returns the table of a command on a page, or `None` if the page lacks the markers.
+pub fn table<'a>(page: &'a str, command: &str) -> Option<&'a str> {
     let (_, rest) = page.split_once(&begin(command))?;
     rest.split_once(END).map(|(table, _)| table.trim())
 }
 
-/// Returns a page with another table of a command; none if the page has no place for it.
-pub(crate) fn replaced(page: &str, command: &str, table: &str) -> Option<String> {
+/// Returns a page with a new table of a command, or `None` if the page lacks the markers.
+pub fn replaced(page: &str, command: &str, table: &str) -> Option<String> {
     let begin = begin(command);
     let (before, rest) = page.split_once(&begin)?;
     let (_, after) = rest.split_once(END)?;
     Some(format!("{before}{begin}\n\n{table}\n{END}{after}"))
+}
+
+/// Writes the table of a command into a document, whose path is relative to the root of the workspace.
+pub fn write(page: &str, command: &str, table: &str) -> Result {
+    let path = root().join(page);
+    let text = run::read(&path)?;
+    let text =
+        replaced(&text, command, table).ok_or_else(|| format!("{page} has no table of `{command}`"))?;
+    run::write(&path, &text)
 }
 
 #[cfg(test)]

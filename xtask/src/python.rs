@@ -1,23 +1,24 @@
-//! `cargo xtask python`: the wheel of the Python module, its tests, its types, and the connector inside vLLM.
+//! `cargo xtask python`: the wheel of the Python module, its tests and types, and the connector inside vLLM.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use clap::Args;
+use xtask::run::{Result, root, run};
+use xtask::tools::{Tool, require};
+use xtask::{cuda_double, published};
 
-use crate::published::goldens;
-use crate::run::{Result, root, run};
-use crate::tools::{Tool, require};
-use crate::{ascend_simulator, cuda_double};
+use crate::ascend_simulator;
 
 /// Options of `cargo xtask python`.
 #[derive(Args)]
 pub(crate) struct PythonArgs {
-    /// Run the connector inside a real vLLM on the CPU, against transformers, instead of the module's own tests: all of it, or a part.
+    /// Check the connector inside a real vLLM on the CPU against transformers, in all parts or one, instead
+    /// of running the module's own tests.
     #[arg(long, value_name = "PART")]
     #[expect(clippy::option_option, reason = "clap's form of an option with an optional value")]
     vllm: Option<Option<VllmPart>>,
-    /// Measure the connector inside vLLM on this model, instead of checking it.
+    /// Measure the connector inside vLLM on the model in this folder, instead of checking it.
     #[arg(long, value_name = "FOLDER", requires = "vllm")]
     bench: Option<PathBuf>,
 }
@@ -40,51 +41,45 @@ const FOLDER: &str = "target/python";
 const NUMPY: &str = "numpy==2.4.6";
 const PACKAGES: &str = "maturin==1.16.0 pytest==9.1.1 mypy==2.3.1";
 
-/// The environment of a user, made anew each time: it has the wheel, and `NumPy` for the examples.
+/// The environment of a user, created from scratch each time, with the wheel and the `NumPy` of the examples.
 const FRESH: &str = "target/python-fresh";
 
-/// Documents whose Python lines are run there, and the program that runs them.
+/// Documents whose Python lines are run in that environment, and the program that runs them.
 const DOCUMENTS: [&str; 2] = ["README.md", "engine/kvpy/README.md"];
 const EXAMPLES: &str = "engine/kvpy/tests/examples.py";
 
-/// The environment with vLLM, and the script that makes it.
+/// The folder of the environment with vLLM, and the script that makes it.
 const VLLM: &str = "target/vllm";
 const INSTALL: &str = "proof/vllm/install.sh";
 
 /// Tools that build and test the module.
-pub(crate) const NEEDS: &[Tool] = &[Tool::Program("python3", "python3"), Tool::PythonPackages];
+pub(crate) const NEEDS: &[Tool] = &[Tool::Program("python3", "python3"), ENVIRONMENT];
 
 /// Tools of the checks inside vLLM, and of the commands of docs/vllm.md.
 pub(crate) const NEEDS_VLLM: &[Tool] = &[
     Tool::Program("python3", "python3"),
     Tool::Program("curl", "curl"),
     Tool::Program("jq", "jq"),
-    Tool::PythonPackages,
-    Tool::Vllm,
-    Tool::PublishedModel,
-    Tool::PublishedDirectory,
+    ENVIRONMENT,
+    VLLM_ENVIRONMENT,
+    published::MODEL,
+    published::CONVERTED,
 ];
 
-/// Returns whether the environment of the tests is here.
-pub(crate) fn is_here() -> bool {
-    program(FOLDER, "mypy").is_file()
-}
+/// The environment of the module's tests.
+const ENVIRONMENT: Tool = Tool::Made {
+    name: "Python environment",
+    is_here: || program(FOLDER, "mypy").is_file(),
+    bring: || format!("python3 -m venv {FOLDER} && {FOLDER}/bin/pip install -q {PACKAGES} {NUMPY}"),
+};
 
-/// Returns the command that makes it.
-pub(crate) fn bring() -> String {
-    format!("python3 -m venv {FOLDER} && {FOLDER}/bin/pip install -q {PACKAGES} {NUMPY}")
-}
-
-/// Returns whether the environment with vLLM is here.
-pub(crate) fn vllm_is_here() -> bool {
-    // Written last.
-    root().join(VLLM).join("ready").is_file()
-}
-
-/// Returns the command that makes it: a quarter of an hour, and 6.3 GB.
-pub(crate) fn bring_vllm() -> String {
-    format!("bash {INSTALL} {VLLM}")
-}
+/// The environment with vLLM. Making it takes a quarter of an hour and 6.3 GB.
+const VLLM_ENVIRONMENT: Tool = Tool::Made {
+    name: "Python environment with vLLM",
+    // The script writes this file last.
+    is_here: || root().join(VLLM).join("ready").is_file(),
+    bring: || format!("bash {INSTALL} {VLLM}"),
+};
 
 fn program(folder: &str, name: &str) -> PathBuf {
     root().join(folder).join("bin").join(name)
@@ -130,10 +125,10 @@ fn python_of(folder: &str) -> Command {
     python
 }
 
-/// Runs the tests of the module, and compares its stubs with what it is.
+/// Runs the tests of the module, and compares its stubs with the built module.
 fn tests() -> Result {
     let mut tests = python_of(FOLDER);
-    // A model on a device is on a double of it, where there is none.
+    // Without a device, a model runs on the double of one.
     cuda_double::provide(&mut tests)?;
     ascend_simulator::provide(&mut tests)?;
     run(tests.args(["-m", "pytest", "-q", "-rs", "engine/kvpy/tests"]), "pytest")?;
@@ -145,7 +140,7 @@ fn tests() -> Result {
     run(&mut stubs, "stubtest")
 }
 
-/// Installs the wheel as a user does, and runs the Python lines of the documents, and the notebook.
+/// Installs the wheel as a user does, then runs the Python lines of the documents and the notebook.
 fn examples(wheel: &Path) -> Result {
     let mut make = Command::new("python3");
     run(make.args(["-m", "venv", "--clear", FRESH]).current_dir(root()), "python3 -m venv")?;
@@ -167,7 +162,7 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
         let mut check = python_of(VLLM);
         run(check.arg(format!("proof/vllm/{program}.py")).args(models).args(more), program)
     };
-    let published = [goldens::directory()];
+    let published = [published::directory()];
     if wanted(VllmPart::Connector) {
         check("check_connector", &of(&names), &[])?;
         check("check_connector", &of(&["llama"]), &["--ranks", "2"])?;
@@ -178,7 +173,7 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
     }
     if wanted(VllmPart::Published) {
         check("check_connector", &published, &[])?;
-        // Few questions say nothing of answers: any loss passes.
+        // Two questions tell nothing about accuracy, so any loss passes.
         let mut gate = python_of(VLLM);
         gate.args(["-m", "kvcache.vllm", "check"]).args(&published);
         run(gate.args(["--questions", "2", "--floor", "0", "--tolerance", "100"]), "the check of a model")?;

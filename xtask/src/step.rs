@@ -1,14 +1,14 @@
-//! One command of a longer run: started as the README writes it, timed, and its outcome.
+//! One command of a longer run: started by the shell, timed, with its outcome.
 
-use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
+use xtask::run::{self, STRICT, root};
+
 use crate::clock::{Seconds, timed};
-use crate::run::{STRICT, root};
 
 /// Outcome of a command.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Outcome {
+pub(crate) struct CommandOutcome {
     /// The command.
     pub(crate) name: String,
     pub(crate) seconds: Seconds,
@@ -17,39 +17,32 @@ pub(crate) struct Outcome {
     pub(crate) last_line: String,
 }
 
-/// Runs a command by the shell in the root of the workspace, where nothing that is required may be skipped. Prints
-/// its name, its output, and its seconds.
-pub(crate) fn run(command: &str) -> Outcome {
+/// Runs a command by the shell in the root of the workspace, with [`STRICT`] set. Prints its name, its
+/// output, and its seconds.
+pub(crate) fn run(command: &str) -> CommandOutcome {
     println!("\n── {command}");
-    let (result, seconds) = timed(|| output(command));
-    let (passed, last_line) = result.unwrap_or_else(|error| {
-        eprintln!("`{command}` cannot be run: {error}");
-        (false, String::new())
+    let mut shell = Command::new("sh");
+    shell.args(["-c", command]).current_dir(root()).env(STRICT, "1").stdin(Stdio::null());
+    let mut last_line = String::new();
+    let (result, seconds) = timed(|| {
+        run::lines(&mut shell, command, |line| {
+            println!("{line}");
+            if !line.trim().is_empty() {
+                line.clone_into(&mut last_line);
+            }
+        })
+    });
+    let passed = result.unwrap_or_else(|error| {
+        eprintln!("{error}");
+        false
     });
     println!("── {command}: {}, {seconds}", word(passed));
-    Outcome { name: command.to_owned(), seconds, passed, last_line }
+    CommandOutcome { name: command.to_owned(), seconds, passed, last_line }
 }
 
 /// Returns the word for an outcome.
 pub(crate) fn word(passed: bool) -> &'static str {
     if passed { "passed" } else { "FAILED" }
-}
-
-/// Runs a command, prints what it prints, and returns whether it succeeded and the last line.
-fn output(command: &str) -> std::io::Result<(bool, String)> {
-    let mut shell = Command::new("sh");
-    shell.args(["-c", command]).current_dir(root()).env(STRICT, "1");
-    let mut child = shell.stdin(Stdio::null()).stdout(Stdio::piped()).spawn()?;
-    let mut last = String::new();
-    if let Some(out) = child.stdout.take() {
-        for line in BufReader::new(out).lines().map_while(std::result::Result::ok) {
-            println!("{line}");
-            if !line.trim().is_empty() {
-                last = line;
-            }
-        }
-    }
-    Ok((child.wait()?.success(), last))
 }
 
 #[cfg(test)]

@@ -1,12 +1,11 @@
 //! The storeys of the workspace: the library at the root, `engine/` on it, `proof/` above both.
 
-use std::process::Stdio;
+use xtask::run::{Result, none_of, root};
 
-use serde::Deserialize;
+use crate::metadata::{Package, packages};
 
-use crate::run::{Result, cargo_command, root};
-
-/// Crates of `engine/` that may depend on a crate of `proof/`: the program and the Python module evaluate reuse.
+/// Crates of `engine/` that may depend on a crate of `proof/`: the program and the Python module evaluate
+/// reuse.
 const EXCEPTIONS: [(&str, &str); 2] = [("kvcli", "kvlab"), ("kvpy", "kvlab")];
 
 /// A storey, the lowest first.
@@ -18,8 +17,8 @@ enum Storey {
 }
 
 impl Storey {
-    /// Returns the storey of a crate by its folder, relative to the root of the repository. `xtask` and `examples` have
-    /// none: anything may be named there.
+    /// Returns the storey of a crate by its folder, relative to the root of the repository. `xtask` and
+    /// `examples` have none: they may depend on any crate.
     fn of(folder: &str) -> Option<Self> {
         match folder.split('/').next()? {
             "engine" => Some(Self::Engine),
@@ -30,47 +29,17 @@ impl Storey {
     }
 }
 
-#[derive(Deserialize)]
-struct Metadata {
-    packages: Vec<Package>,
-}
-
-#[derive(Deserialize)]
-struct Package {
-    name: String,
-    manifest_path: String,
-    dependencies: Vec<Dependency>,
-}
-
-#[derive(Deserialize)]
-struct Dependency {
-    name: String,
-    /// `dev` or `build`; none for an ordinary dependency.
-    kind: Option<String>,
-    /// The folder of a crate of the workspace.
-    path: Option<String>,
-}
-
 /// Checks that no crate depends on a crate of a higher storey. Tests and benchmarks may.
 pub(crate) fn check() -> Result {
-    let mut command = cargo_command(&["metadata", "--no-deps", "--format-version", "1"]);
-    let output = command.stderr(Stdio::inherit()).output().map_err(|e| format!("`cargo metadata`: {e}"))?;
-    let root = format!("{}/", root().display());
-    let upward = upward(&output.stdout, &root)?;
-    if upward.is_empty() {
-        Ok(())
-    } else {
-        Err(format!("a crate depends on one of a higher storey (see ARCHITECTURE.md): {}", upward.join(", ")))
-    }
+    let upward = upward(&packages()?, &format!("{}/", root().display()));
+    none_of("a crate depends on one of a higher storey (see ARCHITECTURE.md)", &upward)
 }
 
-/// Returns the dependencies that point upward, as `a → b`, given the output of `cargo metadata`.
-fn upward(metadata: &[u8], root: &str) -> Result<Vec<String>> {
-    let metadata: Metadata =
-        serde_json::from_slice(metadata).map_err(|e| format!("`cargo metadata`: {e}"))?;
+/// Returns the dependencies that point upward, as `a → b`.
+fn upward(packages: &[Package], root: &str) -> Vec<String> {
     let storey = |path: &str| path.strip_prefix(root).and_then(Storey::of);
     let mut upward = Vec::new();
-    for package in &metadata.packages {
+    for package in packages {
         let Some(own) = storey(&package.manifest_path) else { continue };
         for dependency in package.dependencies.iter().filter(|d| d.kind.as_deref() != Some("dev")) {
             let higher = dependency.path.as_deref().and_then(storey).is_some_and(|other| other > own);
@@ -79,7 +48,7 @@ fn upward(metadata: &[u8], root: &str) -> Result<Vec<String>> {
             }
         }
     }
-    Ok(upward)
+    upward
 }
 
 #[cfg(test)]
@@ -94,7 +63,7 @@ mod tests {
 
     fn upward_of(packages: &[serde_json::Value]) -> Vec<String> {
         let metadata = serde_json::json!({"packages": packages}).to_string();
-        upward(metadata.as_bytes(), "/w/").unwrap()
+        upward(&crate::metadata::parsed(metadata.as_bytes()).unwrap(), "/w/")
     }
 
     #[test]
@@ -120,6 +89,5 @@ mod tests {
             package("xtask", "xtask", &[("kvlab", "proof/kvlab", None)]),
         ];
         assert_eq!(upward_of(&packages), [""; 0]);
-        assert!(upward(b"{}", "/w/").is_err());
     }
 }

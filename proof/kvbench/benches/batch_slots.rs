@@ -1,7 +1,9 @@
-//! Measures the slots of a decode step: minted for a whole batch and written in one layer, against the bare scatter of as many rows.
+//! Measures the slots of a decode step, issued for a whole batch and written in one layer, against a bare
+//! scatter of as many rows.
 //!
-//! Prints one JSON object per line, as `kernels_against_memcpy` does. `--sequences N` sets the largest batch (default 256); a quarter
-//! and a half of it come first. A token has 4 heads of 64 in f32, in K and in V; the sequences are 100 tokens long at first.
+//! Prints one JSON object per line, as `kernels_against_memcpy` does. `--sequences N` sets the largest batch
+//! (default 256); a quarter and a half of it come first. A token has 4 heads of 64 in f32, in K and in V. The
+//! sequences start with 100 tokens.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -17,9 +19,10 @@ const HEADS: usize = 4;
 const DIM: usize = 64;
 const BLOCK: usize = 16;
 const CONTEXT: usize = 100;
-/// The steps that are timed together: those of a block, of which the first takes a block for every sequence.
+/// The steps that are timed together: as many as a block has tokens. The first takes a block for every
+/// sequence.
 const STEPS: usize = BLOCK;
-/// The measurements, of which the fastest counts.
+/// The number of measurements. The fastest counts.
 const ROUNDS: usize = 40;
 
 fn main() -> Result<()> {

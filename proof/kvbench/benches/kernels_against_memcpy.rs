@@ -1,6 +1,6 @@
-//! Kernels against `memcpy` of the same bytes, both on one thread and on all threads. On all threads also a
-//! decode step against a streaming read of the KV bytes, and a prefill against a GEMM with as many
-//! operations. A kernel and its limit take turns.
+//! Kernels against `memcpy` of the same bytes, on one thread and on all threads. On all threads also a decode
+//! step against a streaming read of the KV bytes, and a prefill against a GEMM with as many operations. A
+//! kernel and its limit take turns.
 //!
 //! `--mib N` sets the largest size of each side (default 64). `--context N` sets the longest context of a
 //! decode step (default 16,384), which is eight times the longest prefill.
@@ -81,7 +81,7 @@ fn rotation(dtype: DType, mib: usize, threads: usize) -> Result<()> {
     Ok(())
 }
 
-/// Measures rows of fewer bytes, at slots as a block table gives them and at slots in random order.
+/// Measures rows of fewer bytes, at the slots of a block table and at slots in random order.
 fn small_rows(heads: usize, mib: usize, threads: usize) -> Result<()> {
     let row_bytes = heads * DIM * 2;
     let lab = Lab::of(DType::BF16, heads, (mib << 20) / (2 * row_bytes), &options(threads))?;

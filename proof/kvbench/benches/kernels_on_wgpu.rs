@@ -1,5 +1,5 @@
 //! Kernels of the wgpu backend against the queue's own copy of as many bytes, `copy_buffer_to_buffer`, on the
-//! same adapter. Each is submitted and waited for, and a kernel and its limit take turns.
+//! same adapter. Each is submitted and waited for. A kernel and its limit take turns.
 //!
 //! `--mib N` sets the largest size of each side (default 64). `--context N` sets the longest context of a
 //! decode step (default 16,384), which is 32 times the longest prefill.
@@ -82,7 +82,7 @@ fn movement(backend: &Arc<WgpuBackend>, dtype: DType, mib: usize) -> Result<()> 
     Ok(())
 }
 
-/// Measures conversion of blocks to a format of fewer bits, and back. Bytes are those of the dense side.
+/// Measures conversion of blocks to a format of fewer bits, and back. Counts the bytes of the dense side.
 fn formats(backend: &Arc<WgpuBackend>, mib: usize) -> Result<()> {
     let tokens = (mib << 20) / (2 * HEADS * DIM * 2);
     let lab = Lab::on(Arc::clone(backend) as _, DType::BF16, HEADS, tokens)?;
@@ -123,8 +123,8 @@ fn decode(backend: &Arc<WgpuBackend>, dtype: DType, context: usize) -> Result<()
     Ok(())
 }
 
-/// Measures a prompt whose tokens attend to all tokens before them. This is arithmetic, so that a copy is a
-/// reference, not a limit.
+/// Measures a prompt whose tokens attend to all tokens before them. Arithmetic dominates, so the copy is a
+/// reference and not a limit.
 fn prefill(backend: &Arc<WgpuBackend>, dtype: DType, tokens: usize) -> Result<()> {
     let lab = Lab::on(Arc::clone(backend) as _, dtype, HEADS, tokens)?;
     let (op, stream, bytes) = (lab.attend(lab.tokens, true)?, lab.stream.as_ref(), lab.bytes());

@@ -1,7 +1,8 @@
 //! Two threads against one while every core is busy with other work: spinning threads, one for each core.
 //!
-//! The row's limit is the same work on one thread under the same load: a ratio below 0.91 means that two threads are slower than
-//! 1.1 times one. `--load 0` leaves the cores idle, `--seconds N` sets the time for each row (default 6).
+//! The row's limit is the same work on one thread under the same load: a ratio below 0.91 means that two
+//! threads are slower than 1.1 times one. `--load 0` leaves the cores idle, `--seconds N` sets the time for
+//! each row (default 6).
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use kvbench::lab::Lab;
 use kvbench::{option, row};
 use kvcore::DType;
 
-/// Threads that do nothing but take their share of the cores.
+/// Threads that spin to take their share of the cores.
 struct Load {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,

@@ -1,5 +1,5 @@
-//! Runs on the CPU backend the operations that `proof/peers/torch_ops.py` measures in torch and
-//! `proof/peers/hf_cache.py` in Hugging Face caches.
+//! The operations of `proof/peers/torch_ops.py` (in torch) and `proof/peers/hf_cache.py` (in Hugging Face
+//! caches), on the CPU backend.
 //!
 //! `--threads N` sets the threads (default 1), `--only PREFIX` limits the operations. Prints one JSON object
 //! per line, as `kernels_against_memcpy` does, against `memcpy` of the same bytes with the same threads.
@@ -43,7 +43,7 @@ fn attend(what: &str, rows: usize, tokens: usize, threads: usize) -> Result<()> 
     Ok(())
 }
 
-/// Number of tokens that are appended one by one.
+/// The number of tokens that are appended one by one.
 const STEPS: usize = 256;
 
 /// Measures the growth of a sequence of `context` tokens by a slot of its block table and a row scattered

@@ -1,7 +1,7 @@
-//! Products with stored matrices: a single row against a streaming read of the matrix's bytes, several rows against a library's
-//! product of as many numbers in f32.
+//! Products with stored matrices: a single row against a streaming read of the matrix's bytes, several rows
+//! against a library's product in f32 of the same extents.
 //!
-//! `--mib N` sets the size of the matrices in f32 (default 128), so that they come from memory and not from caches.
+//! `--mib N` sets the size of the matrices in f32 (default 128, too large for caches).
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use kvbackend_cpu::dense::{Matrix, Products, StoredType};
@@ -23,7 +23,7 @@ fn library(x: &[f32], rows: usize, w: &[f32], y: &mut [f32], threads: usize) {
     assert_eq!((x.len(), w.len(), y.len()), (rows * INPUT, OUT * INPUT, rows * OUT));
     let parallelism = if threads > 1 { gemm::Parallelism::Rayon(threads) } else { gemm::Parallelism::None };
     let (out, input) = (OUT.cast_signed(), INPUT.cast_signed());
-    // SAFETY: the lengths are those of the extents and strides, as was asserted.
+    // SAFETY: the slices are as long as the extents and strides need, as was asserted.
     unsafe {
         gemm::gemm(
             rows,

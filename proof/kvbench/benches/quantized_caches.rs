@@ -5,9 +5,9 @@
 //!
 //! The data: K and V of one layer, 8 heads of 128, standard normal. In K four channels of each head are ten
 //! times as large, in V two channels five times, as in activations of language models. Queries of 32 heads
-//! are standard normal and not rotated; the softmax scale is `1 / sqrt(128)`. Errors are those of the output
-//! of `attend` for 16 queries, relative to the output over f32: root mean square to root mean square, largest
-//! difference to largest magnitude.
+//! are standard normal and not rotated; the softmax scale is `1 / sqrt(128)`. Errors compare the output of
+//! `attend` for 16 queries with the output over f32: root mean square to root mean square, largest difference
+//! to largest magnitude.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::sync::Arc;
@@ -24,9 +24,9 @@ use kvbench::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, arena, shuffled};
 use kvbench::limits::Memcpy;
 use kvbench::{option, row, row_of_sweep, time};
 
-/// Number of queries over which errors are taken.
+/// The number of queries over which errors are taken.
 const QUERIES: usize = 16;
-/// Decode steps of each format, of which the fastest counts.
+/// Decode steps of each format. The fastest counts.
 const DECODES: usize = 60;
 const FORMATS: [&str; 10] = [
     "f32",
@@ -84,7 +84,7 @@ struct Measured {
     one: Attend,
     /// Seconds of `one`.
     decode: f64,
-    /// Ratios to `memcpy` of the source bytes; none for dense formats.
+    /// Ratios to `memcpy` of the source bytes; `None` for dense formats.
     conversions: Option<[f64; 2]>,
 }
 
@@ -150,7 +150,7 @@ impl Lab {
         })
     }
 
-    /// Measures everything but the time of a decode step.
+    /// Measures everything except the time of a decode step.
     fn measure(&self, format: KvFormat) -> Result<Measured> {
         let arena = self.filled(format)?;
         let op = self.attend(&arena, QUERIES)?;

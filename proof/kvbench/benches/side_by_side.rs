@@ -1,7 +1,8 @@
-//! Operations beside others: a one-row scatter into a layer while another stream attends to another layer, against the scatter
-//! with nothing beside it.
+//! Concurrent operations: a one-row scatter into a layer while another stream attends to another layer,
+//! against the scatter alone.
 //!
-//! `--tokens N` sets the tokens of the cache (default 32768), `--rows N` the rows that attend to it (default 64).
+//! `--tokens N` sets the tokens of the cache (default 32768), `--rows N` the rows that attend to it (default
+//! 64).
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::sync::Arc;
@@ -15,7 +16,7 @@ use kvcore::{
     Backend, DType, KvArena, KvLayout, KvShape, MemoryKind, Scatter, Stream, WriteSlots, allocate_tensor,
 };
 
-/// Returns the median and the longest time of a one-row scatter, of so many with a pause between them.
+/// Returns the median and the longest time of one-row scatters with pauses between them.
 fn scatters(stream: &dyn Stream, scatter: &Scatter, until: impl Fn(usize) -> bool) -> [f64; 2] {
     let mut seconds = Vec::new();
     while !until(seconds.len()) {
@@ -48,7 +49,7 @@ fn main() {
     let stream = backend.stream().expect("a stream");
     let alone = scatters(stream.as_ref(), &scatter, |count| count >= 1000);
     let (ended, begun) = (AtomicBool::new(false), AtomicBool::new(false));
-    let beside = std::thread::scope(|scope| {
+    let concurrent = std::thread::scope(|scope| {
         let attending = scope.spawn(|| {
             lab.stream.attend(&attend).expect("an attend");
             begun.store(true, Ordering::Release);
@@ -62,13 +63,13 @@ fn main() {
         while !begun.load(Ordering::Acquire) {
             std::thread::yield_now();
         }
-        let beside = scatters(stream.as_ref(), &scatter, |count| count > 0 && ended.load(Ordering::Acquire));
+        let times = scatters(stream.as_ref(), &scatter, |count| count > 0 && ended.load(Ordering::Acquire));
         let seconds = attending.join().expect("the attention");
         eprintln!("an attend of {rows} rows takes {:.1} ms", 1e3 * seconds);
-        beside
+        times
     });
     let bytes = scatter.k.len() * 4;
     let limit = "the same scatter alone";
-    row("one-row scatter beside an attend of another layer, median", bytes, beside[0], limit, alone[0]);
-    row("one-row scatter beside an attend of another layer, longest", bytes, beside[1], limit, alone[1]);
+    row("one-row scatter beside an attend of another layer, median", bytes, concurrent[0], limit, alone[0]);
+    row("one-row scatter beside an attend of another layer, longest", bytes, concurrent[1], limit, alone[1]);
 }

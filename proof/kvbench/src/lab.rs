@@ -1,6 +1,6 @@
-//! The laboratory of the kernel benchmarks: an arena of 8 KV heads (or fewer) with a `head_dim` of 128, in
-//! blocks of 16 tokens. The blocks are in the order in which a pool in use hands them out, and there is one
-//! operation of each kind over all of them.
+//! The laboratory of the kernel benchmarks: an arena of up to 8 KV heads with a `head_dim` of 128, in blocks
+//! of 16 tokens. Blocks are in the order in which a pool in use hands them out. There is one operation of
+//! each kind over all of them.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub const DIM: usize = 128;
 /// Tokens of a block.
 pub const BLOCK: usize = 16;
 
-/// Tokens in an arena of twice their size, so that copies have a destination.
+/// Tokens in an arena of twice their size. Copies go to the second half.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct Lab {
     /// Backend that owns the memory.

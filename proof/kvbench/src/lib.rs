@@ -1,16 +1,25 @@
 //! Common parts of the kernel benchmarks: timing, and the JSON lines that `cargo xtask bench` reads.
 //!
-//! A line is `{"sweep", "what", "size", "unit", "seconds", "limit", "limit_seconds", "ratio"}`. A ratio of 1 means as
-//! fast as the limit. Rows that differ only in `size`, or name the same sweep, form one.
+//! A line is `{"sweep", "what", "size", "unit", "seconds", "limit", "limit_seconds", "ratio"}`. A ratio of 1
+//! means as fast as the limit. Rows that differ only in `size`, or that name the same sweep, form one sweep.
+//!
+//! - [`lab`]: an arena as a service uses it, and the operations that are measured on it
+//! - [`limits`]: limits of the machine, such as `memcpy` with standing threads
+//! - [`rows`]: rows read back from the output of a benchmark, and sweeps
+//! - [`aims`]: the least speed that each row should reach
+//! - [`table`]: the table of docs/benchmarks.md
 
 #![allow(clippy::expect_used, clippy::missing_panics_doc, reason = "a benchmark fails by panicking")]
 
+pub mod aims;
 pub mod lab;
 pub mod limits;
+pub mod rows;
+pub mod table;
 
 use std::time::Instant;
 
-/// Turns of each work: the least, the most, and the seconds that the turns must add up to.
+/// Turns of each work: the least number, the most, and the seconds that they must add up to.
 const TURNS: (usize, usize, f64) = (3, 60, 0.4);
 
 /// Seconds of all works together after which only the least number of turns is run.
@@ -18,7 +27,7 @@ const ENOUGH_OF_ALL: f64 = 3.0;
 
 /// Returns the seconds of each work: the best of several turns after one to warm up.
 ///
-/// The works take turns, so that a machine that is slower for a while is slower for all of them.
+/// The works take turns: a machine that is slower for a while is slower for all of them.
 pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
     let (mut best, mut total) = ([f64::INFINITY; N], [0.0; N]);
     for work in &mut works {
@@ -51,7 +60,7 @@ pub fn row(what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f
     print(None, what, bytes, seconds, limit, limit_seconds)
 }
 
-/// Prints one row of a sweep of which the table shows every size: `what` names the size.
+/// Prints one row of a named sweep, of which the table shows every size. `what` names the size.
 pub fn row_of_sweep(sweep: &str, what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f64) {
     print(Some(sweep), what, bytes, seconds, limit, limit_seconds);
 }

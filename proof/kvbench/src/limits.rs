@@ -1,5 +1,5 @@
-//! Limits that kernels are compared with. Their threads are started before a measurement, and their memory
-//! comes from the backend's own allocator, so that pages have the same size.
+//! Limits that kernels are compared with. Their threads start before a measurement. Their memory comes from
+//! the backend's own allocator, with pages of the same size.
 
 use std::hint::black_box;
 
@@ -8,22 +8,22 @@ use kvcore::{MemoryKind, Storage};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// Creates a pool of `threads` threads that stand ready.
+/// Creates a pool of `threads` standing threads.
 pub fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("threads")
 }
 
 /// Bytes, as the backend allocates them.
-struct Memory(CpuStorage);
+struct BenchMemory(CpuStorage);
 
-impl Memory {
+impl BenchMemory {
     fn new(bytes: usize) -> Self {
         Self(CpuStorage::allocate(MemoryKind::Device, bytes).expect("memory"))
     }
 
     fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: the storage has `len` initialised bytes at `address`, which live as long as `self`. The
-        // storage is private to `Memory`, so that `&mut self` excludes every other access.
+        // storage is private to `BenchMemory`, so `&mut self` excludes every other access.
         unsafe { std::slice::from_raw_parts_mut(self.0.address() as *mut u8, self.0.len()) }
     }
 }
@@ -31,17 +31,17 @@ impl Memory {
 /// A plain copy of bytes.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct Memcpy {
-    src: Memory,
-    dst: Memory,
+    src: BenchMemory,
+    dst: BenchMemory,
     part: usize,
-    /// The threads of the copy; none for one thread.
+    /// The threads of the copy; `None` for one thread.
     pool: Option<ThreadPool>,
 }
 
 impl Memcpy {
     /// Creates a copy of `bytes` bytes, of which each of `threads` threads copies its part.
     pub fn new(bytes: usize, threads: usize) -> Self {
-        let (mut src, dst) = (Memory::new(bytes), Memory::new(bytes));
+        let (mut src, dst) = (BenchMemory::new(bytes), BenchMemory::new(bytes));
         src.bytes().fill(1);
         Self { src, dst, part: bytes.div_ceil(threads), pool: (threads > 1).then(|| pool(threads)) }
     }
@@ -62,14 +62,14 @@ impl Memcpy {
 /// A read of every byte, which is the least work of one decode step.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct StreamingRead {
-    src: Memory,
+    src: BenchMemory,
     pool: ThreadPool,
 }
 
 impl StreamingRead {
     /// Creates a read of `bytes` bytes, which `threads` threads add up.
     pub fn new(bytes: usize, threads: usize) -> Self {
-        let mut src = Memory::new(bytes);
+        let mut src = BenchMemory::new(bytes);
         src.bytes().fill(1);
         Self { src, pool: pool(threads) }
     }

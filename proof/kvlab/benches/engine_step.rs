@@ -1,12 +1,15 @@
-//! Measures what a decode step of the engine takes beside the model: planning, slots, sampling, sending tokens.
+//! Measures the engine's own time in a decode step, without the model: planning, slots, sampling, sending
+//! tokens.
 //!
-//! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. The limit is a hundredth of the model's own time in
-//! the same steps. `allocations` are those of a whole step, the model's pass included: as many for few answers as for many. `--layers L --hidden H --answers N` set the size; the largest number of answers, at most 256, comes last.
+//! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. The limit is a hundredth
+//! of the model's time in the same steps. `allocations` counts the allocations of a whole step, including the
+//! model's pass; it does not depend on the number of answers. `--layers L --hidden H --answers N` set the
+//! size; the largest number of answers, at most 256, comes last.
 
 use allocation_counter::measure;
 use kvbackend_cpu::CpuBackend;
-use kvengine::{Answer, Engine, EngineConfig, Request};
-use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use kvengine::{Answer, Engine, EngineConfig, PromptTokens, Request};
+use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 
 /// The number of steps that are measured.
 const STEPS: usize = 12;
@@ -34,7 +37,7 @@ fn main() -> kvlab::Result<()> {
                 })
             })
             .collect::<Result<_, _>>()?;
-        // Prompts first, then steps that grow what stays.
+        // Prompts first, then steps that grow the lasting buffers.
         while engine.step()?.tokens != answers {}
         for _ in 0..8 {
             engine.step()?;
@@ -50,7 +53,7 @@ fn main() -> kvlab::Result<()> {
                 while answer.try_next().is_some() {}
             }
         }
-        // The least of a few steps: in some, sequences begin a new block.
+        // The least of a few steps, since sequences begin a new block in some.
         let mut allocations = u64::MAX;
         for _ in 0..8 {
             let mut stepped = Ok(());

@@ -3,21 +3,21 @@
 //!
 //! `--model DIR` holds config.json and safetensors. `--prompts FILE` holds token ids: `system`, `documents`
 //! and `questions`. Every request takes the next question. Prints one JSON object per line: a scenario, its
-//! best time, the number of tokens that it computed, its first token, and two distances. The distances are
-//! those of the log-probabilities of the likeliest tokens from the same mask without any cache, and from full
-//! attention.
+//! best time, the number of tokens that it computed, its first token, and two distances: the differences
+//! between the log-probabilities of the likeliest tokens and their values under the same mask without any
+//! cache, and under full attention.
 
 use std::path::PathBuf;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt};
-use kvengine::{Engine, EngineConfig, Generation, Request};
+use kvengine::{Engine, EngineConfig, Generation, PromptTokens, Request};
 use kvlab::{Error, Result};
-use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 use serde::Deserialize;
 
 #[derive(Deserialize)]
-struct Prompts {
+struct PeerPrompts {
     system: Vec<u32>,
     documents: Vec<Vec<u32>>,
     questions: Vec<Vec<u32>>,
@@ -52,23 +52,23 @@ fn read(path: PathBuf) -> Result<String> {
 
 /// The way in which a prompt is computed.
 #[derive(Clone, Copy)]
-enum Way {
+enum ScenarioWay {
     /// With the cached KV.
     Cached,
     /// Under the same mask, without any cache.
-    Anew,
+    Uncached,
     /// With documents that see each other, without any cache.
     Full,
 }
 
 struct Lab {
     engine: Engine,
-    prompts: Prompts,
+    prompts: PeerPrompts,
 }
 
 impl Lab {
     /// Asks for an answer of one token, with the scenario's order of documents.
-    fn ask(&mut self, scenario: &Scenario, question: usize, way: Way) -> Result<Generation> {
+    fn ask(&mut self, scenario: &Scenario, question: usize, way: ScenarioWay) -> Result<Generation> {
         let mut documents = self.prompts.documents.clone();
         (scenario.order)(&mut documents);
         let question = self.prompts.questions[question % self.prompts.questions.len()].clone();
@@ -79,8 +79,8 @@ impl Lab {
             PromptTokens::Plain(prompt.flatten())
         };
         let request = Request {
-            reuse: matches!(way, Way::Cached),
-            full_attention: matches!(way, Way::Full),
+            reuse: matches!(way, ScenarioWay::Cached),
+            full_attention: matches!(way, ScenarioWay::Full),
             max_new_tokens: 1,
             keep_logits: true,
             ..Request::new(prompt)
@@ -89,7 +89,7 @@ impl Lab {
     }
 }
 
-/// The number of tokens whose log-probabilities are compared, as many as llama.cpp is asked for.
+/// The number of tokens whose log-probabilities are compared. llama.cpp is asked for as many.
 const LIKELIEST: usize = 20;
 
 /// Returns the log-probabilities of the first token.
@@ -119,7 +119,7 @@ fn show(name: &str, answer: &Generation, off: Option<[f32; 2]>) {
 
 fn main() -> Result<()> {
     let directory = argument("--model")?;
-    let prompts: Prompts = serde_json::from_str(&read(argument("--prompts")?)?)
+    let prompts: PeerPrompts = serde_json::from_str(&read(argument("--prompts")?)?)
         .map_err(|e| Error::Workload(format!("prompts: {e}")))?;
     let config = ModelConfig::from_json(&read(directory.join("config.json"))?)?;
     let weights = Weights::from_directory(&directory, &mut |_, _| ())?;
@@ -128,16 +128,16 @@ fn main() -> Result<()> {
     let engine = EngineConfig { chunks: half, ..EngineConfig::default() };
     let mut lab = Lab { engine: Engine::new(model, CpuBackend::new(), b"none", &engine)?, prompts };
 
-    show("cold", &lab.ask(&SCENARIOS[0], 0, Way::Full)?, None);
+    show("cold", &lab.ask(&SCENARIOS[0], 0, ScenarioWay::Full)?, None);
     for scenario in &SCENARIOS {
-        // The cached KV comes from the first order, so that an order is new when it is measured.
-        lab.ask(&Scenario { order: |_| (), ..*scenario }, 0, Way::Cached)?;
-        let mut best = lab.ask(scenario, 1, Way::Cached)?;
-        let full = lab.ask(scenario, 1, Way::Full)?;
-        let anew = if scenario.chunked { &lab.ask(scenario, 1, Way::Anew)? } else { &full };
-        let off = [apart(&best, anew), apart(&best, &full)];
+        // The cached KV comes from the first order: each measured order is new.
+        lab.ask(&Scenario { order: |_| (), ..*scenario }, 0, ScenarioWay::Cached)?;
+        let mut best = lab.ask(scenario, 1, ScenarioWay::Cached)?;
+        let full = lab.ask(scenario, 1, ScenarioWay::Full)?;
+        let exact = if scenario.chunked { &lab.ask(scenario, 1, ScenarioWay::Uncached)? } else { &full };
+        let off = [apart(&best, exact), apart(&best, &full)];
         for question in 2..=REPETITIONS {
-            let answer = lab.ask(scenario, question, Way::Cached)?;
+            let answer = lab.ask(scenario, question, ScenarioWay::Cached)?;
             best = if answer.ttft < best.ttft { answer } else { best };
         }
         show(scenario.name, &best, Some(off));

@@ -1,21 +1,22 @@
-//! Page-sparse decode beside a decode that sees everything: the time of a step, and how far its tokens are from those of the other.
+//! Page-sparse decode against dense decode: the time of a step, and the divergence of its tokens.
 //!
-//! Prints a table in Markdown. Contexts are cut from the text of this project's documents. The divergence is that of the distribution of
-//! the next token from the one with everything in sight (Kullback-Leibler, in nats), over all places up to the first token that differs.
-//! `--model DIR` names a directory in the Hugging Face format, `--tokens N` the length of the contexts, `--contexts N` their number.
-//! Without a model it takes a random one of 8 layers of 512, whose attention is spread as no trained model's is: of it, only times count.
+//! Prints a table in Markdown. Contexts are cut from the text of this project's documents. The divergence
+//! (Kullback-Leibler, in nats) compares next-token distributions of sparse and dense decode, up to the first
+//! token that differs. `--model DIR` names a directory in the Hugging Face format, `--tokens N` the length of
+//! the contexts, `--contexts N` their number. Without a model, a random one of 8 layers of 512 is used. Its
+//! attention is spread wider than a trained model's, so only its times count.
 
 use std::path::PathBuf;
 use std::time::Instant;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::DType;
-use kvengine::{AnswerEvent, Engine, EngineConfig, Generation, Request, SparseDecode};
-use kvmodel::{Model, ModelConfig, ModelDirectory, PromptTokens, WeightFormat, Weights};
+use kvengine::{AnswerEvent, Engine, EngineConfig, Generation, PromptTokens, Request, SparseDecode};
+use kvmodel::{Model, ModelConfig, ModelDirectory, WeightFormat, Weights};
 
 /// The tokens of an answer.
 const ANSWER: usize = 24;
-/// Steps of an answer before which nothing is timed: the first reads the keys of all blocks.
+/// Steps of an answer that are not timed: the first reads the keys of all blocks.
 const WARM: usize = 4;
 
 fn word(name: &str) -> Option<String> {
@@ -62,7 +63,8 @@ fn answer(engine: &mut Engine, request: Request) -> kvlab::Result<(Generation, f
     }
 }
 
-/// Returns the sum of divergences of the places that can be compared, how many have the same likeliest token, and their number.
+/// Returns the sum of divergences over comparable places, the number of places with the same likeliest token,
+/// and the number of all comparable places.
 fn compare(dense: &Generation, sparse: &Generation) -> (f64, usize, usize) {
     let (mut sum, mut same, mut places) = (0.0, 0, 0);
     // The first token comes from the prompt.

@@ -1,10 +1,10 @@
 //! The error type of this crate.
 
-/// An error between a workload or a set of questions and its report.
+/// An error of a workload, of a set of questions, or of the engine that answers.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A setting of a workload lets no prompt be drawn.
+    /// A setting of a workload is out of range.
     #[error("workload: {0}")]
     Workload(String),
     /// A file of questions cannot be parsed.
@@ -15,14 +15,14 @@ pub enum Error {
         /// The reason why the line is refused.
         reason: String,
     },
-    /// The name of a way to answer is unknown.
+    /// The name of an arm is unknown.
     #[error(
         "{0:?} is no way to answer: write full attention, or positions (overlapped, sequential, absolute), mode (with-system, \
-         alone, sink:K) and strategy with commas between them, for example sequential,with-system,link:16, and behind these, if wanted, \
+         alone, sink:K) and strategy with commas between them, for example sequential,with-system,link:16; after these, optionally, \
          the temperature and scale of attention to documents: T 0.9 S 0.9"
     )]
     UnknownArm(String),
-    /// A search has no candidate, or nothing to judge it by.
+    /// A search has no candidate of reuse, or no questions to judge it by.
     #[error(
         "there is nothing to tune: a search needs at least one way of reuse, and questions of kind local to judge it by"
     )]

@@ -1,9 +1,12 @@
-//! A laboratory for the reuse of KV. It measures the cost of each strategy and the share of right answers,
-//! and decides if reuse fits a model.
+//! A laboratory for the reuse of KV. It measures the accuracy and the cost of each strategy, and decides if
+//! reuse fits a model.
 //!
-//! [`evaluate`] asks questions through a real [`kvengine::Engine`] in several [`Arm`]s and scores each.
-//! [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest way whose loss against full attention it can bound. [`RagWorkload`] draws the prompts of a
-//! retrieval service, and [`serve`] measures the costs of serving them.
+//! - `eval`: [`evaluate`] asks questions through a real [`kvengine::Engine`] and scores each [`Arm`];
+//!   [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest strategy whose
+//!   loss it can bound
+//! - `workload`: [`RagWorkload`] and [`Traffic`] draw the requests of a service; [`serve`], [`play`] and
+//!   [`ttft_rows`] measure the times of answering them
+//! - `error`: the error type
 //!
 //! ```no_run
 //! let world = kvlab::World::from_json(&std::fs::read_to_string("models/tiny-rag/world.json")?)?;

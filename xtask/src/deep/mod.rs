@@ -1,15 +1,17 @@
-//! `cargo xtask deep`: what CI has no time for at each change, in slices of minutes.
+//! `cargo xtask deep`: checks that are too long for each change, in slices of minutes.
 //!
-//! The table of docs/deep.md says when each slice last ran. Each run of CI takes the slice longest unrun by that table;
-//! who commits the changed table lets the next run take another.
+//! The table of docs/deep.md says when each slice last ran. Each run of CI takes the slice that has gone
+//! longest without a run. Commit the changed table, and the next run takes another slice.
 
 use std::process::Command;
 
 use clap::Args;
 
-use crate::run::{Result, root};
-use crate::tools::{self, Tool, first_line};
-use crate::{arm, cuda_double, instructions, published, python, step};
+use xtask::run::{Result, none_of, root};
+use xtask::tools::{self, GUNGRAUN, Tool, first_line};
+use xtask::{cuda_double, published};
+
+use crate::{arm, python, sanitize, step};
 
 mod table;
 
@@ -18,16 +20,16 @@ use table::{Row, Table};
 /// Options of `cargo xtask deep`.
 #[derive(Args)]
 pub(crate) struct DeepArgs {
-    /// The slice to run; without it the one longest unrun.
+    /// The slice to run; by default the one that has gone longest without a run.
     #[arg(value_name = "SLICE", conflicts_with_all = ["all", "list"])]
     slice: Option<String>,
-    /// Every slice that has not passed on the code as it is now, so that a run goes on where one stopped.
+    /// Run every slice that has not passed on the current code. A stopped run goes on where it stopped.
     #[arg(long, conflicts_with = "list")]
     all: bool,
     /// Print the table and run nothing.
     #[arg(long)]
     list: bool,
-    /// Print the commands that bring the tools that slices lack here, and run nothing.
+    /// Print the commands that install the missing tools of all slices, and run nothing.
     #[arg(long, conflicts_with_all = ["all", "list", "slice"])]
     missing: bool,
 }
@@ -37,9 +39,9 @@ pub(crate) struct Slice {
     pub(crate) name: &'static str,
     /// Subject of the slice, for the table.
     pub(crate) covers: &'static str,
-    /// The command: five minutes at most on two slow cores.
+    /// The command, of at most five minutes on two slow cores.
     pub(crate) command: &'static str,
-    /// Tools that the slice needs beside those of CI.
+    /// Tools that the slice needs besides those of CI.
     needs: &'static [Tool],
 }
 
@@ -67,10 +69,7 @@ pub(crate) const SLICES: &[Slice] = &[
         name: "instructions",
         covers: "instructions of hot paths against the baseline",
         command: "cargo xtask instructions",
-        needs: &[
-            Tool::Program("valgrind", "valgrind"),
-            Tool::Crate("gungraun-runner", "gungraun-runner", instructions::GUNGRAUN),
-        ],
+        needs: &[Tool::Program("valgrind", "valgrind"), GUNGRAUN],
     },
     Slice {
         name: "packages",
@@ -94,13 +93,13 @@ pub(crate) const SLICES: &[Slice] = &[
         name: "sanitizer",
         covers: "all tests of crates with unsafe code, under AddressSanitizer",
         command: "cargo xtask sanitize --all",
-        needs: &[Tool::Sanitizer],
+        needs: &[sanitize::SANITIZER],
     },
     Slice {
         name: "sanitizer-ascend",
         covers: "the tests of the Ascend backend on the simulator of CANN, under AddressSanitizer",
         command: "cargo xtask sanitize --ascend",
-        needs: &[Tool::Sanitizer],
+        needs: &[sanitize::SANITIZER],
     },
     Slice {
         name: "cuda-double",
@@ -124,19 +123,19 @@ pub(crate) const SLICES: &[Slice] = &[
         name: "published",
         covers: "strategies of reuse on a published model: the question chooses well",
         command: "cargo xtask published --quick",
-        needs: &[Tool::PublishedModel],
+        needs: &[published::MODEL],
     },
     Slice {
         name: "published-goldens",
         covers: "greedy answers of a published model against transformers, as floats and as blocks",
         command: "cargo xtask published --goldens",
-        needs: published::goldens::NEEDS,
+        needs: published::NEEDS,
     },
     Slice {
         name: "published-bench",
         covers: "times of a published model, from the file's blocks: prefill, few rows, decoding, documents found",
         command: "cargo bench -p kvlab --bench peer_model -- --model \"$PWD/target/published/smollm2.gguf\" --prefill 500 --rows 1,16 --decode 16 --chunks",
-        needs: &[Tool::PublishedModel],
+        needs: &[published::MODEL],
     },
     Slice {
         name: "vllm",
@@ -182,7 +181,7 @@ pub(crate) const SLICES: &[Slice] = &[
     },
 ];
 
-/// Runs the slices that the options ask for.
+/// Runs the chosen slices.
 pub(crate) fn deep(args: &DeepArgs) -> Result {
     if args.missing {
         for command in tools::commands(SLICES.iter().flat_map(|slice| slice.needs).copied()) {
@@ -206,7 +205,7 @@ pub(crate) fn deep(args: &DeepArgs) -> Result {
     for slice in &slices {
         println!("deep: {}, {}", slice.name, slice.covers);
         let outcome = step::run(slice.command);
-        // At once, so that a run that is stopped keeps what it has done.
+        // After each slice: a run that is stopped keeps the slices that it has done.
         table.set(
             slice,
             Row { when: now()?, commit: commit()?, seconds: outcome.seconds, passed: outcome.passed },
@@ -221,10 +220,10 @@ pub(crate) fn deep(args: &DeepArgs) -> Result {
         slices.len() - failed.len(),
         slices.len()
     );
-    if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", "))) }
+    none_of("failed", &failed)
 }
 
-/// Returns what the slice of the next run needs.
+/// Returns the tools that the slice of the next run needs.
 pub(crate) fn next_needs() -> Result<impl Iterator<Item = Tool>> {
     Ok(Table::read()?.longest_unrun().needs.iter().copied())
 }
@@ -234,7 +233,7 @@ fn unknown(name: &str) -> String {
     format!("no slice is {name:?}; there are {}", names.join(", "))
 }
 
-/// Returns whether a slice passed on the files as they are now; documents are not counted.
+/// Returns true if a slice passed on the current files. Changes of documents do not count.
 fn is_of_this_code(row: &Row) -> bool {
     let unchanged = || {
         let mut command = Command::new("git");
@@ -244,7 +243,7 @@ fn is_of_this_code(row: &Row) -> bool {
     row.passed && unchanged()
 }
 
-/// Returns the commit that is checked out, with a sign if files beside documents are changed.
+/// Returns the commit that is checked out, with a plus sign if files other than documents are changed.
 fn commit() -> Result<String> {
     let git = |args: &[&str]| first_line("git", &[&["-C", &root().to_string_lossy()], args].concat());
     let head = git(&["rev-parse", "--short=10", "HEAD"]).ok_or("`git rev-parse` cannot be run")?;
@@ -253,7 +252,7 @@ fn commit() -> Result<String> {
     Ok(head + if changed { "+" } else { "" })
 }
 
-/// Returns the time, as rows are ordered by it.
+/// Returns the time in a form that sorts.
 fn now() -> Result<String> {
     first_line("date", &["-u", "+%Y-%m-%d %H:%M"]).ok_or_else(|| "`date` cannot be run".to_owned())
 }

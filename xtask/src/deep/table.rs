@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::fs;
+
+use xtask::page;
+use xtask::run::{Result, read, root};
 
 use super::{SLICES, Slice};
 use crate::clock::Seconds;
-use crate::page;
-use crate::run::{Result, root};
 use crate::step::word;
 
 const PAGE: &str = "docs/deep.md";
@@ -18,7 +18,7 @@ const COMMAND: &str = "cargo xtask deep";
 /// The last run of a slice.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
-    /// When it ended, so that later rows are greater.
+    /// When it ended. Later times are greater as text.
     pub(super) when: String,
     /// Commit that was checked out.
     pub(super) commit: String,
@@ -33,16 +33,13 @@ pub(super) struct Table(BTreeMap<String, Row>);
 impl Table {
     /// Reads the page.
     pub(super) fn read() -> Result<Self> {
-        let page = fs::read_to_string(root().join(PAGE)).map_err(|e| format!("{PAGE}: {e}"))?;
-        Self::parsed(page::table(&page, COMMAND).ok_or_else(no_place)?)
+        let page = read(&root().join(PAGE))?;
+        Self::parsed(page::table(&page, COMMAND).ok_or_else(|| format!("{PAGE} lacks its table markers"))?)
     }
 
-    /// Writes the table into the page, where nothing else changes.
+    /// Writes the table into the page.
     pub(super) fn write(&self) -> Result {
-        let path = root().join(PAGE);
-        let page = fs::read_to_string(&path).map_err(|e| format!("{PAGE}: {e}"))?;
-        let page = page::replaced(&page, COMMAND, &self.text()).ok_or_else(no_place)?;
-        fs::write(&path, page).map_err(|e| format!("{PAGE}: {e}"))
+        page::write(PAGE, COMMAND, &self.text())
     }
 
     /// Returns the last run of a slice.
@@ -50,7 +47,7 @@ impl Table {
         self.0.get(slice.name)
     }
 
-    /// Takes a run in place of the one before.
+    /// Records a run, in place of the one before.
     pub(super) fn set(&mut self, slice: &Slice, row: Row) {
         self.0.insert(slice.name.to_owned(), row);
     }
@@ -63,7 +60,7 @@ impl Table {
         SLICES.iter().min_by_key(turn).unwrap_or(&SLICES[0])
     }
 
-    /// Returns the table in Markdown: a line of every slice, in their order.
+    /// Returns the table in Markdown: one line for each slice, in order.
     pub(super) fn text(&self) -> String {
         let mut text =
             "| slice | what it checks | last run (UTC) | commit | seconds | of processors | result |\n\
@@ -83,7 +80,7 @@ impl Table {
         text
     }
 
-    /// Reads what [`text`](Self::text) writes. Rows of slices that are no more are left out.
+    /// Parses the table that [`text`](Self::text) writes. Rows of slices that no longer exist are left out.
     fn parsed(table: &str) -> Result<Self> {
         let mut rows = BTreeMap::new();
         for line in table.lines().skip(2) {
@@ -109,10 +106,6 @@ impl Table {
         }
         Ok(Self(rows))
     }
-}
-
-fn no_place() -> String {
-    format!("{PAGE} lacks its table markers")
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvbackend_cuda::dense::{DenseSteps, StoredKind};
+use kvbackend_cuda::dense::{CudaSteps, StoredKind};
 use kvbench::lab::{BLOCK, DIM, HEADS, shuffled};
 use kvcore::{
     Attend, AttendMla, AttendRows, AttendWork, BlockId, DType, KeyForm, KvArena, KvFormat, MemoryKind,
@@ -15,7 +15,7 @@ use crate::pool::{QUERY_HEADS, arena, rope, rows, shape, usual};
 /// Widths of DeepSeek-V3: the rotated part of a key, and the latent.
 const LATENT: ((usize, usize), (usize, usize)) = ((1, 64), (1, 512));
 
-/// Heads of attention over latents: those of one card of eight.
+/// Heads of attention over latents on one card of eight.
 const LATENT_HEADS: usize = 16;
 
 /// Rows and columns of the product that a prefill is compared with.
@@ -32,8 +32,8 @@ fn queries(format: KvFormat) -> DType {
     }
 }
 
-/// Returns a decode step: one row of each of `sequences` sequences of `context` tokens, cut into `parts` segments of which
-/// each lies at another offset if there are several.
+/// Returns a decode step: one row of each of `sequences` sequences of `context` tokens. Each sequence is cut
+/// into `parts` segments; if there are several, each has another offset.
 fn step(sequences: usize, context: usize, parts: usize) -> AttendWork {
     let per_sequence = context / BLOCK;
     let order = shuffled((sequences * per_sequence) as u32);
@@ -45,7 +45,8 @@ fn step(sequences: usize, context: usize, parts: usize) -> AttendWork {
             let segment = |(i, blocks): (usize, &[u32])| {
                 let blocks: Arc<[BlockId]> = blocks.iter().map(|&block| BlockId(block)).collect();
                 let len = blocks.len() * BLOCK;
-                // As a document that was stored right after a system prompt and is used behind others.
+                // Like a document that was stored right after a system prompt and is used after other
+                // documents.
                 let offset = if parts > 1 { start as i64 + 7 * i as i64 } else { 0 };
                 let stored = if parts > 1 { 0 } else { start as i64 };
                 let segment = Segment::new(blocks, len, start, stored).at_offset(offset);
@@ -80,7 +81,7 @@ fn attend(card: &Card, arena: KvArena, work: AttendWork) -> Result<Attend> {
     })
 }
 
-/// Returns whole blocks of tokens, and as many sequences as fit into a third of the memory that is free.
+/// Returns tokens rounded to whole blocks, and as many sequences as fit into a third of the free memory.
 fn fitting(card: &Card, sequences: usize, context: usize, token: usize) -> (usize, usize) {
     let context = context.next_multiple_of(BLOCK).max(BLOCK);
     (sequences.min(card.free / 3 / (context * token)).max(1), context)
@@ -93,8 +94,8 @@ fn layer(card: &Card, format: KvFormat, tokens: usize) -> Result<(KvArena, usize
     Ok((arena, bytes))
 }
 
-/// Measures a decode step over one layer. It reads each byte of the cache once, where a copy reads and writes: its limit
-/// copies half as many bytes.
+/// Measures a decode step over one layer. The step reads each byte of the cache once; a copy reads and
+/// writes. The limit therefore copies half as many bytes.
 pub(crate) fn decode(card: &Card, format: KvFormat, sequences: usize, context: usize) -> Result<()> {
     let (sequences, context) = fitting(card, sequences, context, 8 * HEADS * DIM);
     let (arena, bytes) = layer(card, format, sequences * context)?;
@@ -103,7 +104,8 @@ pub(crate) fn decode(card: &Card, format: KvFormat, sequences: usize, context: u
     card.against_copy(&what, bytes, bytes / 2, || card.stream.attend(&op))
 }
 
-/// Measures the same step with each sequence in segments, as chunks are used in other places than their own.
+/// Measures the same step with each sequence in segments, like chunks at other positions than their stored
+/// ones.
 pub(crate) fn segments(card: &Card, sequences: usize, context: usize, parts: usize) -> Result<()> {
     let (sequences, context) = fitting(card, sequences, context, 8 * HEADS * DIM);
     let (arena, bytes) = layer(card, DType::BF16.into(), sequences * context)?;
@@ -115,7 +117,7 @@ pub(crate) fn segments(card: &Card, sequences: usize, context: usize, parts: usi
     card.against_copy(&what, bytes, bytes / 2, || card.stream.attend(&op))
 }
 
-/// Measures a decode step over latents, which are read once as [`decode`]'s cache is.
+/// Measures a decode step over latents. It reads them once, as [`decode`] reads its cache.
 pub(crate) fn latent(card: &Card, format: KvFormat, sequences: usize, context: usize) -> Result<()> {
     let (key, value) = (LATENT.0.1, LATENT.1.1);
     let (sequences, context) = fitting(card, sequences, context, 4 * (key + value));
@@ -142,9 +144,9 @@ pub(crate) fn latent(card: &Card, format: KvFormat, sequences: usize, context: u
     card.against_copy(&what, bytes, bytes / 2, || card.stream.attend_mla(&op))
 }
 
-/// Measures a prompt whose tokens attend to all tokens before them, in operations: those of the two products for each pair
-/// of tokens that the mask leaves. The limit is cuBLAS's product of matrices in bf16 with f32 sums; where cuBLAS is missing,
-/// a copy of the cache stands in its place, which is no limit.
+/// Measures a prompt whose tokens attend to all tokens before them. It counts the operations of two products
+/// for each pair of tokens that the mask leaves. The limit is cuBLAS's matrix product in bf16 with f32 sums.
+/// Without cuBLAS, a copy of the cache takes its place, which is no limit.
 pub(crate) fn prefill(card: &Card, format: KvFormat, tokens: usize) -> Result<()> {
     let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
     let (arena, bytes) = layer(card, format, tokens)?;
@@ -161,7 +163,7 @@ pub(crate) fn prefill(card: &Card, format: KvFormat, tokens: usize) -> Result<()
     let raw = card.raw;
     let mut work = || card.stream.attend(&op);
     let gflop = (operations * 1e-9, "GFLOP");
-    let Ok(steps) = DenseSteps::new(&card.backend) else {
+    let Ok(steps) = CudaSteps::new(&card.backend) else {
         let mut copy = || {
             card.copy(raw, bytes);
             Ok(())

@@ -1,4 +1,4 @@
-//! The card: its stream, its clock, and what the driver itself does with memory.
+//! The card: its stream, its clock, and the driver's own copies.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -10,20 +10,20 @@ use kvbackend_cuda::cudarc::driver::result::{self, DriverError};
 use kvbackend_cuda::cudarc::driver::sys::{self, CUevent, CUevent_flags, CUstream};
 use kvcore::{Backend, MemoryKind, Result, Storage, Stream};
 
-/// Most bytes of a single copy of a limit. Longer copies are several, shorter ones walk through as many, so that no cache
-/// holds what they read.
+/// Most bytes of a single copy of a limit. A longer copy is split, and shorter copies walk through as many
+/// bytes, so no cache holds their source.
 const ROOM: usize = 1 << 30;
 
-/// Batches of each work, of which the median counts.
+/// Batches of each work. The median counts.
 const BATCHES: usize = 7;
 
 /// Seconds that a batch should take.
 const BATCH_SECONDS: f64 = 5e-3;
 
-/// Most launches of a batch: fewer than the device queues before the host has to wait.
+/// Most launches of a batch, fewer than the device can queue before the host must wait.
 const MOST_LAUNCHES: f64 = 64.0;
 
-/// Times as long as the host enqueues a batch that the device is kept busy meanwhile.
+/// The device is kept busy this many times as long as the host takes to enqueue a batch.
 const HEAD_START: f64 = 1.5;
 
 /// Work that enqueues itself.
@@ -96,8 +96,8 @@ impl Card {
         self.backend.description()
     }
 
-    /// Writes numbers to memory: products of zeros take less power, and time, than those of numbers. The pattern is finite
-    /// and of moderate size in every element type, and as codes of every format.
+    /// Writes numbers to memory, since products of zeros take less power and time. The pattern is finite and
+    /// moderate in every element type, and as codes of every format.
     pub(crate) fn fill(&self, storage: &Arc<dyn Storage>) {
         let mut state = 1u32;
         let mut number = || {
@@ -138,14 +138,14 @@ impl Card {
         let (device, host) = (self.room[0].address(), self.pinned.address());
         self.walk(bytes, |at, part| {
             let (src, dst) = if back { (host + at, device + at) } else { (device + at, host + at) };
-            // SAFETY: the range lies in both storages, which live as long as the card; pinned memory has an address on the
-            // device.
+            // SAFETY: the range lies in both storages, which live as long as the card; pinned memory has an
+            // address on the device.
             let status = unsafe { sys::cuMemcpyAsync(dst, src, part, stream) };
             status.result()
         });
     }
 
-    /// Calls `copy` with places of the room one after another that have `bytes` bytes together.
+    /// Calls `copy` with successive places of the room that add up to `bytes` bytes.
     fn walk(&self, bytes: usize, mut copy: impl FnMut(u64, usize) -> std::result::Result<(), DriverError>) {
         let room = self.room[0].len();
         let mut left = bytes;
@@ -158,19 +158,26 @@ impl Card {
         }
     }
 
-    /// Returns the seconds of one of `launches` launches, as the device's events tell them.
+    /// Returns the seconds of one of `launches` launches, by the device's events.
     fn batch(&self, stream: CUstream, launches: usize, work: Work<'_>) -> Result<f64> {
-        self.behind(stream, 0, launches, work).map(|(seconds, _)| seconds)
+        self.after_copies(stream, 0, launches, work).map(|(seconds, _)| seconds)
     }
 
-    /// Keeps the device busy with `copies` copies of the room, and enqueues a batch behind them. Returns the seconds of one
-    /// launch, and the seconds in which the host enqueued all of them.
-    fn behind(&self, stream: CUstream, copies: usize, launches: usize, work: Work<'_>) -> Result<(f64, f64)> {
+    /// Keeps the device busy with `copies` copies of the room, and enqueues a batch after them. Returns the
+    /// seconds of one launch, and the seconds that the host took to enqueue all.
+    fn after_copies(
+        &self,
+        stream: CUstream,
+        copies: usize,
+        launches: usize,
+        work: Work<'_>,
+    ) -> Result<(f64, f64)> {
         for _ in 0..copies {
             self.copy(stream, self.room[0].len());
         }
         let [start, end] = self.events;
-        // SAFETY: events and stream are of the context that is current, and live until the end of the program.
+        // SAFETY: events and stream are of the context that is current, and live until the end of the
+        // program.
         let record = |event| unsafe { result::event::record(event, stream) };
         record(start).unwrap_or_else(|error| refused(error));
         let began = Instant::now();
@@ -179,34 +186,34 @@ impl Card {
         }
         let host = began.elapsed().as_secs_f64();
         record(end).unwrap_or_else(|error| refused(error));
-        // SAFETY: both events are of the current context, live until the end of the program, and are recorded on one
-        // stream.
+        // SAFETY: both events are of the current context, live until the end of the program, and are recorded
+        // on one stream.
         let elapsed =
             unsafe { result::event::synchronize(end).and_then(|()| result::event::elapsed(start, end)) };
         let milliseconds = elapsed.unwrap_or_else(|error| refused(error));
         Ok((f64::from(milliseconds) * 1e-3 / launches as f64, host))
     }
 
-    /// Returns the median seconds of each work. The works take turns, each in batches behind copies that keep the device
-    /// busy until all of the batch is enqueued.
+    /// Returns the median seconds of each work. The works take turns, in batches after copies that keep the
+    /// device busy until the whole batch is enqueued.
     pub(crate) fn in_turns<const N: usize>(&self, mut works: [(CUstream, Work<'_>); N]) -> Result<[f64; N]> {
         let mut plans = [(1, 0); N];
         for ((stream, work), plan) in works.iter_mut().zip(&mut plans) {
-            // Now kernels are loaded and lists go up.
+            // The first launches load kernels and upload lists.
             self.batch(*stream, 1, work)?;
             if self.is_double {
                 continue;
             }
             let seconds = self.batch(*stream, 2, work)?;
             let launches = (BATCH_SECONDS / seconds).ceil().clamp(1.0, MOST_LAUNCHES) as usize;
-            let (_, host) = self.behind(*stream, 0, launches, work)?;
+            let (_, host) = self.after_copies(*stream, 0, launches, work)?;
             *plan = (launches, (HEAD_START * host / self.busy).ceil() as usize);
         }
         let mut seconds: [Vec<f64>; N] = std::array::from_fn(|_| Vec::new());
         for _ in 0..if self.is_double { 1 } else { BATCHES } {
             for (i, (stream, work)) in works.iter_mut().enumerate() {
                 let (launches, copies) = plans[i];
-                seconds[i].push(self.behind(*stream, copies, launches, work)?.0);
+                seconds[i].push(self.after_copies(*stream, copies, launches, work)?.0);
             }
         }
         Ok(seconds.map(|mut all| {
@@ -215,7 +222,8 @@ impl Card {
         }))
     }
 
-    /// Measures work on the card's stream that moves `bytes` bytes, against the driver's copy of `copied` bytes.
+    /// Measures work on the card's stream that moves `bytes` bytes, against the driver's copy of `copied`
+    /// bytes.
     pub(crate) fn against_copy(
         &self,
         what: &str,
@@ -234,7 +242,8 @@ impl Card {
         Ok(())
     }
 
-    /// Measures work as [`against_copy`](Self::against_copy) does, against a copy of as many bytes to the host or back.
+    /// Measures work as [`against_copy`](Self::against_copy) does, against a copy of as many bytes to the
+    /// host or back.
     pub(crate) fn against_host(
         &self,
         what: &str,

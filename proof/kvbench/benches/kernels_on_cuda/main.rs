@@ -1,11 +1,11 @@
-//! Kernels of the CUDA backend on device 0, against the driver's own copy of as many bytes on the same card. Times are
-//! those of the device, between events around batches of launches (`card`).
+//! Kernels of the CUDA backend on device 0, against the driver's own copy of as many bytes on the same card.
+//! The device measures the times, between events around batches of launches (`card`).
 //!
-//! The cache is that of a model of 80 layers, 8 KV heads of 128 and 64 query heads, in blocks of 16 tokens. `--mib N` sets
-//! the largest pool (default 8,192), `--layers N` its layers (80), `--sequences N` the sequences of a decode step (64),
-//! `--context N` the tokens of each (8,192), `--prompt N` the tokens of a prefill (4,096). A pool takes at most a quarter of
-//! the memory that is free. Through the test double of the driver, sizes are small and rows are marked: their times say
-//! nothing of a card.
+//! The cache fits a model of 80 layers, 8 KV heads of 128 and 64 query heads, in blocks of 16 tokens. `--mib
+//! N` sets the largest pool (default 8,192), `--layers N` its layers (80), `--sequences N` the sequences of a
+//! decode step (64), `--context N` the tokens of each (8,192), `--prompt N` the tokens of a prefill (4,096).
+//! A pool takes at most a quarter of the free memory. On the test double of the driver, sizes are small and
+//! rows are marked: their times tell nothing about a card.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod attention;

@@ -72,21 +72,21 @@ fn blocks_in(format: KvFormat, layers: usize, bytes: usize) -> Result<usize> {
     Ok((bytes / one).next_multiple_of(2).max(2))
 }
 
-/// Returns pairs of blocks in the order of a pool in use and those that follow each other from `first` on.
+/// Returns pairs of blocks: sources in the order of a pool in use, destinations in sequence from `first` on.
 fn pairs(blocks: usize, first: u32) -> WritePairs {
     let pairs =
         shuffled(blocks as u32).into_iter().zip(first..).map(|(from, to)| (BlockId(from), BlockId(to)));
     WritePairs::unchecked(pairs.collect::<Arc<[_]>>())
 }
 
-/// Calls a work for one layer after another, so that no cache holds the layer.
+/// Calls a work for one layer after another: no cache holds the next layer.
 fn layers(count: usize) -> impl Fn() -> usize {
     let next = Cell::new(0);
     move || next.replace((next.get() + 1) % count)
 }
 
-/// Measures the movement of rows and blocks. Of the pool, rows of all blocks are moved in one layer, and half of the blocks
-/// in all.
+/// Measures the movement of rows and blocks: the rows of all blocks in one layer, and half of the blocks in
+/// all layers.
 pub(crate) fn moves(card: &Card, dtype: DType, num_layers: usize, bytes: usize) -> Result<()> {
     let blocks = blocks_in(dtype.into(), num_layers, bytes)?;
     let arena = arena(card, MemoryKind::Device, shape(dtype.into(), num_layers, blocks, usual()))?;
@@ -162,7 +162,8 @@ fn turned(card: &Card, dtype: DType, tokens: usize) -> Result<()> {
     card.against_copy(&format!("rope {dtype}"), bytes, bytes, || card.stream.rope(&op))
 }
 
-/// Measures the conversion of blocks of all layers to a format of fewer bits, and back. Bytes are those of the dense side.
+/// Measures the conversion of blocks of all layers to a format of fewer bits, and back. Counts the bytes of
+/// the dense side.
 pub(crate) fn formats(card: &Card, format: KvFormat, num_layers: usize, bytes: usize) -> Result<()> {
     let blocks = blocks_in(DType::BF16.into(), num_layers, bytes / 2)?;
     let dense = arena(card, MemoryKind::Device, shape(DType::BF16.into(), num_layers, blocks, usual()))?;

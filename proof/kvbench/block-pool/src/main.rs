@@ -1,9 +1,9 @@
 //! Bookkeeping of blocks against kvbm-logical 1.6.1 (Dynamo's block manager), and block keys against a
-//! SHA-256 chain, all in one run.
+//! SHA-256 chain.
 //!
-//! Prints one JSON object a line, as the other benchmarks do; `cargo xtask bench` runs it. Sizes and
-//! times are of 16-token blocks; keys are made before the clock starts, on both sides. `--quick` measures
-//! one small pool, briefly.
+//! Prints one JSON object per line, as the other benchmarks do; `cargo xtask bench` runs it. Sizes and times
+//! are for blocks of 16 tokens. Both sides make their keys before the clock starts. `--quick` measures one
+//! small pool, briefly.
 
 mod ours;
 mod theirs;
@@ -18,10 +18,10 @@ use sha2::{Digest, Sha256};
 /// Blocks of one call: a prompt of 2,048 tokens.
 const BATCH: usize = 128;
 
-/// Prompts with keys, in units of those that fit in the pool.
+/// Prompts with keys, as a multiple of the prompts that fit in the pool.
 const PROMPTS_PER_POOL: usize = 3;
 
-/// The work that both pools do. Each call works on `BATCH` blocks, unless it is told how many.
+/// The work that both pools do. Each call works on `BATCH` blocks, unless it takes a number.
 trait Pool: Sync {
     /// Creates a pool of `blocks` blocks.
     fn new(blocks: usize) -> Self;
@@ -31,24 +31,24 @@ trait Pool: Sync {
     fn grow(&self);
     /// Fills the pool: prompt `i` of `blocks / BATCH` stays cached.
     fn fill(&self, prompt: usize);
-    /// Holds all blocks of a cached prompt and lets them go.
+    /// Holds all blocks of a cached prompt and releases them.
     fn hit(&self, prompt: usize);
-    /// Takes blocks of a full pool, registers them as a new prompt, and lets them go.
+    /// Takes blocks of a full pool, registers them as a new prompt, and releases them.
     fn churn(&self, prompt: usize);
 }
 
 #[derive(Clone, Copy)]
-enum Work {
+enum PoolWork {
     AllocFree,
     /// A guard for each block.
     AllocFreeOne,
-    /// A guard that takes one block more whenever a decode step has filled the last.
+    /// A guard that takes one more block when a decode step has filled the last.
     Grow,
     Hit,
     Churn,
 }
 
-impl Work {
+impl PoolWork {
     const ALL: [Self; 5] = [Self::AllocFree, Self::AllocFreeOne, Self::Grow, Self::Hit, Self::Churn];
 
     /// Blocks of a call.
@@ -77,25 +77,26 @@ impl Work {
     }
 }
 
-/// Seconds a block with `threads` threads working at once; best of three. A round is cut by `shorter`.
-fn seconds<P: Pool>(work: Work, blocks: usize, threads: usize, shorter: usize) -> f64 {
+/// Returns the seconds per block with `threads` threads at once, the best of three rounds. `shorter` divides
+/// the calls of a round.
+fn seconds<P: Pool>(work: PoolWork, blocks: usize, threads: usize, shorter: usize) -> f64 {
     let pool = P::new(blocks);
     let prompts = blocks / BATCH;
-    if matches!(work, Work::Hit | Work::Churn) {
+    if matches!(work, PoolWork::Hit | PoolWork::Churn) {
         (0..prompts).for_each(|prompt| pool.fill(prompt));
     }
-    // Long enough that waking a thread does not count.
+    // Long enough for the time of waking a thread not to count.
     let calls = work.blocks_a_round() / shorter / work.batch() / threads;
     let round = |thread: usize, round: usize| {
         for call in 0..calls {
             let n = (round * threads + thread) * calls + call;
             match work {
-                Work::AllocFree | Work::AllocFreeOne => pool.alloc_free(work.batch()),
-                Work::Grow => pool.grow(),
-                // In an order that is not that of filling.
-                Work::Hit => pool.hit(n * 7919 % prompts),
-                // A cycle of three times the pool: what comes again has been evicted.
-                Work::Churn => pool.churn((prompts + n) % (PROMPTS_PER_POOL * prompts)),
+                PoolWork::AllocFree | PoolWork::AllocFreeOne => pool.alloc_free(work.batch()),
+                PoolWork::Grow => pool.grow(),
+                // In another order than that of filling.
+                PoolWork::Hit => pool.hit(n * 7919 % prompts),
+                // A cycle of three times the pool: each prompt has been evicted before it comes again.
+                PoolWork::Churn => pool.churn((prompts + n) % (PROMPTS_PER_POOL * prompts)),
             }
         }
     };
@@ -126,7 +127,7 @@ fn seconds<P: Pool>(work: Work, blocks: usize, threads: usize, shorter: usize) -
     best
 }
 
-/// Prints a row. Rows of one sweep differ in size only, and all of them are shown.
+/// Prints a row. Rows of one sweep differ in size only, and the table shows all of them.
 fn row(sweep: &str, what: &str, size: (usize, &str), seconds: f64, limit: &str, limit_seconds: f64) {
     let (ratio, (size, unit)) = (limit_seconds / seconds, size);
     let line = serde_json::json!({
@@ -141,10 +142,10 @@ fn main() {
     let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
     let sizes: &[usize] = if quick { &[8192] } else { &[8192, 65_536, 1_048_576] };
     let shorter = if quick { 16 } else { 1 };
-    for work in Work::ALL {
+    for work in PoolWork::ALL {
         for &blocks in sizes {
             let ours = seconds::<ours::Ours>(work, blocks, 1, shorter);
-            // Above the size that the target names the peer takes minutes to fill.
+            // The peer takes minutes to fill a pool above the size of the aim.
             let peer = seconds::<theirs::Theirs>(work, blocks.min(65_536), 1, shorter);
             let sweep = format!("block pool: {}, per block", work.name());
             let what = format!("block pool: {}, {blocks} blocks, per block", work.name());
@@ -161,7 +162,7 @@ fn main() {
     keys();
 }
 
-/// Keys of prompts of up to 8k tokens.
+/// Measures keys of prompts of up to 8k tokens.
 fn keys() {
     [2048u32, 4096, 8192].into_iter().for_each(keys_of);
 }

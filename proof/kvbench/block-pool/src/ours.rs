@@ -4,7 +4,7 @@ use kvcore::{BlockKey, BlockPool, KeyScope};
 
 use crate::{BATCH, PROMPTS_PER_POOL, Pool};
 
-/// The pool with the keys of every prompt that a run may use.
+/// The pool, with the keys of every prompt that a run may use.
 pub struct Ours {
     pool: BlockPool,
     keys: Vec<BlockKey>,

@@ -5,13 +5,13 @@ use kvbm_logical::{BlockManager, BlockRegistry, SequenceHash};
 
 use crate::{BATCH, PROMPTS_PER_POOL, Pool};
 
-/// The marker of a tier.
+/// The marker of the peer's tier.
 #[derive(Clone)]
-pub struct Tier;
+pub struct PeerTier;
 
-/// The manager with the hashes of every prompt that a run may use.
+/// The manager, with the hashes of every prompt that a run may use.
 pub struct Theirs {
-    manager: BlockManager<Tier>,
+    manager: BlockManager<PeerTier>,
     hashes: Vec<SequenceHash>,
 }
 
@@ -39,7 +39,7 @@ impl Pool for Theirs {
             let parent = (!i.is_multiple_of(BATCH)).then(|| (i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15));
             SequenceHash::new(mixed, parent, (i % BATCH) as u64)
         };
-        let manager = BlockManager::<Tier>::builder()
+        let manager = BlockManager::<PeerTier>::builder()
             .block_count(blocks)
             .block_size(16)
             .registry(BlockRegistry::new())

@@ -1,10 +1,10 @@
-//! The counted calls. Run by `cargo xtask instructions`, which compares the counts with
+//! The counted calls. `cargo xtask instructions` runs them and compares the counts with
 //! `proof/kvbench/instructions/baseline.json`.
 //!
-//! A function returns what it was given, so that dropping it is not counted.
+//! Each function returns its argument: dropping it is not counted.
 
 use gungraun::prelude::*;
-use instructions::{ChunkReuse, Kernel, Keys, PoolPath};
+use instructions::{ChunkReuse, HotKernel, Keys, PoolPath};
 use kvcore::DType;
 
 #[library_benchmark]
@@ -37,17 +37,17 @@ fn chunk_reuse(chunk: ChunkReuse) -> ChunkReuse {
 }
 
 #[library_benchmark]
-#[bench::scatter_bf16(Kernel::scatter(DType::BF16))]
-#[bench::gather_bf16(Kernel::gather(DType::BF16))]
-#[bench::copy_blocks_bf16(Kernel::copy_blocks(DType::BF16))]
-#[bench::rope_bf16(Kernel::rope(DType::BF16))]
-#[bench::rope_f32(Kernel::rope(DType::F32))]
-#[bench::rotate_keys_bf16(Kernel::rotate_keys(DType::BF16))]
-#[bench::attend_decode_bf16(Kernel::attend(DType::BF16, 1))]
-#[bench::attend_decode_f32(Kernel::attend(DType::F32, 1))]
-#[bench::attend_prefill_bf16(Kernel::attend(DType::BF16, 64))]
-#[bench::attend_prefill_f32(Kernel::attend(DType::F32, 64))]
-fn kernel(kernel: Kernel) -> Kernel {
+#[bench::scatter_bf16(HotKernel::scatter(DType::BF16))]
+#[bench::gather_bf16(HotKernel::gather(DType::BF16))]
+#[bench::copy_blocks_bf16(HotKernel::copy_blocks(DType::BF16))]
+#[bench::rope_bf16(HotKernel::rope(DType::BF16))]
+#[bench::rope_f32(HotKernel::rope(DType::F32))]
+#[bench::rotate_keys_bf16(HotKernel::rotate_keys(DType::BF16))]
+#[bench::attend_decode_bf16(HotKernel::attend(DType::BF16, 1))]
+#[bench::attend_decode_f32(HotKernel::attend(DType::F32, 1))]
+#[bench::attend_prefill_bf16(HotKernel::attend(DType::BF16, 64))]
+#[bench::attend_prefill_f32(HotKernel::attend(DType::F32, 64))]
+fn kernel(kernel: HotKernel) -> HotKernel {
     kernel.run();
     kernel
 }

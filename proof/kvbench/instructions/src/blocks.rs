@@ -7,7 +7,7 @@ use kvcore::{BlockKey, BlockPool, KeyScope};
 /// Tokens of a block.
 const BLOCK: usize = 16;
 
-/// `n` tokens of no pattern.
+/// Returns `n` tokens without a pattern.
 pub(crate) fn tokens(n: u32) -> Vec<u32> {
     (0..n).map(|i| i.wrapping_mul(2_654_435_761) >> 15).collect()
 }
@@ -19,7 +19,7 @@ pub struct PoolPath {
 }
 
 impl PoolPath {
-    /// Fills the pool and goes each path once.
+    /// Fills the pool and runs each path once.
     pub fn new() -> Self {
         let pool = BlockPool::new(0..4096).unwrap_or_else(|error| panic!("{error}"));
         let keys = KeyScope::new("model", b"weights").root().chain(&tokens(2048), BLOCK);
@@ -38,7 +38,7 @@ impl PoolPath {
         assert!(black_box(&blocks).is_ok());
     }
 
-    /// Holds the blocks of the cached prompt and lets them go.
+    /// Holds the blocks of the cached prompt and releases them.
     pub fn hit(&self) {
         let held = self.pool.lookup_chain(&self.keys);
         assert_eq!(black_box(&held).len(), self.keys.len());
@@ -58,14 +58,14 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// The prompt, whose keys have been made once.
+    /// Creates the prompt, and makes its keys once.
     pub fn new() -> Self {
         let keys = Self { root: KeyScope::new("model", b"weights").root(), tokens: tokens(8192) };
         keys.chain();
         keys
     }
 
-    /// The 256-bit keys of all its blocks.
+    /// Makes the 256-bit keys of all blocks of the prompt.
     pub fn chain(&self) {
         drop(black_box(self.root.chain(black_box(&self.tokens), BLOCK)));
     }

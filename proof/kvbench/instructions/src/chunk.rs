@@ -14,7 +14,7 @@ use crate::blocks::tokens;
 const BLOCK: usize = 16;
 /// Tokens of the chunk.
 const CHUNK: usize = 4096;
-/// Tokens of the system prompt that it was computed under.
+/// Tokens of the system prompt under which the chunk was computed.
 const SYSTEM: u32 = 200;
 
 /// A cache that holds a chunk of 4,096 tokens and a hundred small ones.
@@ -35,7 +35,7 @@ impl ChunkReuse {
     }
 
     fn try_new() -> kvchunk::Result<Self> {
-        let rope = Arc::new(Rope::new(RopeConfig::new(64, 500_000.0), 1 << 20)?);
+        let rope = Rope::new(RopeConfig::new(64, 500_000.0), 1 << 20)?;
         let config = ChunkCacheConfig {
             hash_algorithm: HashAlgorithm::Blake3,
             max_chunks: 200,
@@ -43,7 +43,7 @@ impl ChunkReuse {
         };
         let reuse = Self {
             cache: ChunkCacheManager::new(config, ChunkBlockPool::new(0..1024, BLOCK)?)?,
-            reindexer: PositionReindexer::new(rope),
+            reindexer: PositionReindexer::new(&rope),
             root: KeyScope::new("model", b"weights").root(),
             system: (0..SYSTEM).collect(),
             tokens: tokens(CHUNK as u32),

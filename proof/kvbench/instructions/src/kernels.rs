@@ -8,17 +8,17 @@ use kvcore::{DType, Result, Stream};
 
 const TOKENS: usize = 256;
 
-/// Does the work once on a stream.
-type Work = Box<dyn Fn(&dyn Stream) -> Result<()>>;
+/// A function that does the work once on a stream.
+type KernelWork = Box<dyn Fn(&dyn Stream) -> Result<()>>;
 
-/// One operation on a stream that works at once.
-pub struct Kernel {
+/// One operation on an immediate stream.
+pub struct HotKernel {
     stream: Arc<dyn Stream>,
-    work: Work,
+    work: KernelWork,
 }
 
-impl Kernel {
-    /// `scatter` of all tokens into blocks in no order.
+impl HotKernel {
+    /// Creates a `scatter` of all tokens into shuffled blocks.
     pub fn scatter(dtype: DType) -> Self {
         Self::ready(dtype, |lab| {
             let op = lab.scatter()?;
@@ -26,7 +26,7 @@ impl Kernel {
         })
     }
 
-    /// `gather` of the same.
+    /// Creates a `gather` of all tokens.
     pub fn gather(dtype: DType) -> Self {
         Self::ready(dtype, |lab| {
             let op = lab.gather()?;
@@ -34,7 +34,7 @@ impl Kernel {
         })
     }
 
-    /// `copy_blocks` of all blocks.
+    /// Creates a `copy_blocks` of all blocks.
     pub fn copy_blocks(dtype: DType) -> Self {
         Self::ready(dtype, |lab| {
             let op = lab.copy_blocks();
@@ -42,7 +42,7 @@ impl Kernel {
         })
     }
 
-    /// `rope` of one row per token.
+    /// Creates a `rope` of one row per token.
     pub fn rope(dtype: DType) -> Self {
         Self::ready(dtype, |lab| {
             let op = lab.rope()?;
@@ -50,7 +50,7 @@ impl Kernel {
         })
     }
 
-    /// `rotate_keys` of all blocks.
+    /// Creates a `rotate_keys` of all blocks.
     pub fn rotate_keys(dtype: DType) -> Self {
         Self::ready(dtype, |lab| {
             let op = lab.rotate_keys();
@@ -58,8 +58,8 @@ impl Kernel {
         })
     }
 
-    /// `attend` of the last `rows` tokens to all: one is a step of decoding, more are a prefill. Every query
-    /// head reads a quarter of a KV head.
+    /// Creates an `attend` of the last `rows` tokens to all tokens: a decode step for one row, a prefill for
+    /// more. Four query heads share a KV head.
     pub fn attend(dtype: DType, rows: usize) -> Self {
         Self::ready(dtype, |lab| {
             let op = lab.attend(rows, true)?;
@@ -67,11 +67,12 @@ impl Kernel {
         })
     }
 
-    /// The operation, which has run once.
-    fn ready(dtype: DType, make: impl FnOnce(&Lab) -> Result<Work>) -> Self {
-        // What BLAKE3 and the C library choose by the processor hangs on this too.
+    /// Creates an operation and runs it once.
+    fn ready(dtype: DType, make: impl FnOnce(&Lab) -> Result<KernelWork>) -> Self {
+        // BLAKE3 and the C library choose their code by this too.
         assert!(!SimdLevel::Avx512.is_available(), "counted under valgrind, which hides AVX-512");
-        // Only this thread is counted, so it is the one that plain kernels run on. It fails where it has been said.
+        // Only this thread is counted, so plain kernels must run on it. A second call fails, which is
+        // harmless.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build_global();
         let options = CpuOptions { simd: Some(SimdLevel::Avx2), threads: Some(1), ..CpuOptions::default() };
         let made = Lab::new(dtype, TOKENS, &options)
@@ -81,7 +82,7 @@ impl Kernel {
         kernel
     }
 
-    /// Runs it.
+    /// Runs the operation.
     pub fn run(&self) {
         (self.work)(self.stream.as_ref()).unwrap_or_else(|error| panic!("{error}"));
     }

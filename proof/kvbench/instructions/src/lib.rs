@@ -1,8 +1,9 @@
-//! Hot paths of the layer, each made ready so that one call of `run` is what is counted.
+//! Hot paths of the library, each prepared for counting one call of `run`.
 //!
-//! Counts are to be the same from run to run and from machine to machine: kernels are those for AVX2 on one
-//! thread (valgrind knows no AVX-512 and hides it from whoever asks the processor), inputs are fixed, and each
-//! path has run once before it is counted, so that nothing is resolved, started or first touched inside.
+//! Counts must be equal in every run and on every machine. Kernels are for AVX2 on one thread, since valgrind
+//! does not know AVX-512 and hides it from programs that ask the processor. Inputs are fixed. Each path runs
+//! once before it is counted, so the count includes no resolving of symbols, no start of threads and no first
+//! touch of memory.
 
 mod blocks;
 mod chunk;
@@ -10,4 +11,4 @@ mod kernels;
 
 pub use blocks::{Keys, PoolPath};
 pub use chunk::ChunkReuse;
-pub use kernels::Kernel;
+pub use kernels::HotKernel;

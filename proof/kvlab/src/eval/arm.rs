@@ -33,7 +33,7 @@ impl Arm {
         Self { cell: Some(cell), recompute, scaling: ContextScaling::default() }
     }
 
-    /// Returns the way of reuse, or `None` for ordinary full attention.
+    /// Returns the settings of reuse, or `None` for ordinary full attention.
     pub fn reused(&self) -> Option<Reuse> {
         let (recompute, scaling) = (self.recompute, self.scaling);
         self.cell.map(|cell| Reuse { cell, recompute, scaling })
@@ -78,8 +78,8 @@ impl From<Reuse> for Arm {
 impl FromStr for Arm {
     type Err = Error;
 
-    /// Parses an arm as tables name it: `full attention`, or positions, mode and strategy, and after these a temperature and a
-    /// scale if the question's attention to documents is scaled.
+    /// Parses the name of an arm in tables: `full attention`, or positions, mode and strategy, optionally
+    /// followed by the temperature and the scale of attention to documents.
     ///
     /// ```
     /// use kvlab::Arm;

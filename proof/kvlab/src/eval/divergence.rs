@@ -1,6 +1,6 @@
-//! Divergence: how far the distribution over next tokens is from that of full attention.
+//! Divergence: the distance of next-token distributions from full attention.
 
-/// The mean over the tokens of an answer.
+/// Means over the tokens of an answer.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Divergence {
     /// The Kullback–Leibler divergence from full attention, in nats.
@@ -9,7 +9,7 @@ pub(super) struct Divergence {
     pub(super) agreement: f64,
 }
 
-/// Returns logarithms of probabilities.
+/// Returns the logarithms of the probabilities.
 fn log_softmax(logits: &[f32]) -> impl Iterator<Item = f64> + Clone {
     let most = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&x| f64::from(x - most).exp()).sum();
@@ -22,7 +22,7 @@ fn likeliest(logits: &[f32]) -> Option<usize> {
 }
 
 impl Divergence {
-    /// Compares logits of the same tokens, token by token. None if there is none.
+    /// Compares logits of the same tokens. Returns `None` without tokens.
     pub(super) fn of(full: &[Vec<f32>], other: &[Vec<f32>]) -> Option<Self> {
         let n = full.len().min(other.len());
         if n == 0 {
@@ -35,7 +35,7 @@ impl Divergence {
         };
         let agreed = pairs().filter(|(full, other)| likeliest(full) == likeliest(other)).count();
         Some(Self {
-            // Rounding may leave a hair below 0.
+            // Rounding may leave a value slightly below 0.
             nats: pairs().map(of_token).sum::<f64>().max(0.0) / n as f64,
             agreement: agreed as f64 / n as f64,
         })
@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn divergences_are_those_of_their_definition() {
+    fn divergences_follow_their_definition() {
         let ln = |x: f32| x.ln();
         let full = vec![vec![ln(0.5), ln(0.5)], vec![ln(0.9), ln(0.1)]];
         let other = vec![vec![ln(0.25), ln(0.75)], vec![ln(0.9) + 7.0, ln(0.1) + 7.0]];

@@ -1,5 +1,5 @@
-//! The gate: it decides if reuse is fit for a model, by identities that must hold and a floor under its
-//! quality.
+//! The gate decides if reuse is fit for a model, by identities that must hold and by a bound on the loss of
+//! accuracy.
 
 use kvchunk::{DeviationOf, PositionStrategy, Recompute, Reuse, ReuseCell};
 use kvcore::{DType, KvFormat};
@@ -39,13 +39,14 @@ impl GateLimits {
 }
 
 impl Default for GateLimits {
-    /// Returns a thousandth of the range for both differences, two percentage points of accuracy, and half of the questions.
+    /// Returns a thousandth of the range for both differences, two percentage points of accuracy, and half of
+    /// the questions.
     fn default() -> Self {
         Self { logits: 1e-3, moved: 1e-3, accuracy: 0.02, floor: 0.5 }
     }
 }
 
-/// What a check says.
+/// The verdict of a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Verdict {
@@ -66,19 +67,19 @@ pub struct GateCheck {
     pub measured: f64,
     /// The largest allowed value.
     pub limit: f64,
-    /// What the check says.
+    /// The verdict.
     pub verdict: Verdict,
 }
 
 impl GateCheck {
-    /// Checks a difference that must not exceed a limit. NaN does.
+    /// Checks a difference that must not exceed a limit. NaN exceeds every limit.
     fn of(what: &str, measured: f64, limit: f64) -> Self {
         let verdict = if measured <= limit { Verdict::Holds } else { Verdict::Fails };
         Self { what: what.to_owned(), measured, limit, verdict }
     }
 
-    /// Checks the loss of right answers against full attention, which answers `right` of the questions. A loss that is beyond doubt
-    /// needs no floor; that there is none does.
+    /// Checks the loss of right answers against full attention, which answers a share of `right` questions
+    /// correctly. The floor matters only if the answers do not refute the claim.
     fn of_answers(paired: Paired, right: f64, limits: &GateLimits) -> Self {
         let (asked, limit) = (paired.asked, limits.accuracy);
         let points = |share: f64| format!("{:.1}", 100.0 * share);
@@ -132,7 +133,7 @@ pub struct Gate {
 }
 
 impl Gate {
-    /// Returns true if all checks hold, so that reuse in this cell is fit for this model.
+    /// Returns true if all checks hold: reuse in this cell is fit for this model.
     pub fn is_open(&self) -> bool {
         self.failing().next().is_none()
     }
@@ -149,16 +150,15 @@ impl Gate {
         self.checks.iter().filter(|check| !check.holds())
     }
 
-    /// Checks a way of reuse on an engine:
+    /// Checks that, on an engine with this kind of reuse:
     ///
     /// - Reuse equals a computation from scratch under the same mask.
-    /// - Recomputing everything, by any strategy that chooses, equals full attention at the positions of an ordinary
-    ///   prompt. At the cell's own positions, all such strategies equal each other.
-    /// - Recomputing nothing changes nothing.
-    /// - It answers local questions as well as full attention does: the answers bound the loss.
+    /// - Recomputing all tokens by any strategy equals full attention at the positions of an ordinary prompt.
+    ///   At the cell's own positions, all strategies equal each other.
+    /// - Recomputing no token changes nothing.
+    /// - The loss of right answers to local questions against full attention is bounded.
     ///
-    /// Documents are cached in another order than the one in which they are used, unless their positions are
-    /// part of their keys.
+    /// Documents are cached in one order and used in another, unless their positions are part of their keys.
     ///
     /// # Errors
     /// Returns the errors of the engine.
@@ -182,7 +182,7 @@ impl Gate {
             for question in &samples {
                 worst = larger(worst, identity.measure(engine, codec, question, &options.style)?);
             }
-            let limit = if identity.computes_anew() { limits.moved } else { limits.logits };
+            let limit = if identity.recomputes() { limits.moved } else { limits.logits };
             checks.push(GateCheck::of(identity.what, worst, limit));
         }
         let arms = [Arm::full_attention(), way.into()];
@@ -202,7 +202,7 @@ impl Gate {
         let paired = Self::pairs(trials);
         if paired.asked == 0 {
             return GateCheck {
-                what: "no local question is there to compare answers with".to_owned(),
+                what: "there is no local question to compare answers with".to_owned(),
                 measured: f64::NAN,
                 limit: limits.accuracy,
                 verdict: Verdict::CannotSay,
@@ -213,7 +213,7 @@ impl Gate {
     }
 }
 
-/// Returns whether the answers of an arm are right, in the order of its trials.
+/// Returns the grades of an arm's answers, in the order of its trials.
 fn rights(trials: &[Trial], arm: usize) -> impl Iterator<Item = bool> {
     trials.iter().filter(move |trial| trial.arm == arm).filter_map(|trial| trial.right)
 }
@@ -231,7 +231,7 @@ struct Identity {
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Against {
     /// The first way, without reuse.
-    Anew,
+    NoReuse,
     /// Full attention over the whole prompt.
     FullAttention,
     /// Another strategy in the same cell.
@@ -255,7 +255,7 @@ fn identities(cell: ReuseCell, layers: usize) -> Vec<Identity> {
     let ordinary = ReuseCell { strategy, ..cell };
     let full = |what, recompute| (what, ordinary, recompute, Against::FullAttention);
     let mut all = vec![
-        ("reuse equals computing anew under the same mask", cell, Recompute::None, Against::Anew),
+        ("reuse equals computing from scratch under the same mask", cell, Recompute::None, Against::NoReuse),
         none("recomputing no token changes nothing", Recompute::Link { tokens: 0 }),
         none("blending no token changes nothing", blend(0.0)),
         full("recomputing every token is full attention", Recompute::Full),
@@ -281,8 +281,8 @@ fn larger(a: f64, b: f64) -> f64 {
 }
 
 impl Identity {
-    /// Returns true if keys and values are computed in another way than they were stored.
-    fn computes_anew(&self) -> bool {
+    /// Returns true if the second way computes keys and values differently from the stored ones.
+    fn recomputes(&self) -> bool {
         matches!(self.against, Against::FullAttention | Against::Strategy(Recompute::Full))
     }
 
@@ -309,7 +309,7 @@ impl Identity {
         ask(Arm::reuse(self.cell, Recompute::None), &elsewhere, true)?;
         let got = ask(arm, &order, true)?;
         let expected = match self.against {
-            Against::Anew => ask(arm, &order, false)?,
+            Against::NoReuse => ask(arm, &order, false)?,
             Against::FullAttention => ask(Arm::full_attention(), &order, false)?,
             Against::Strategy(other) => ask(Arm::reuse(self.cell, other), &order, true)?,
         };

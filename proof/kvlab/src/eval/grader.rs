@@ -1,4 +1,4 @@
-//! Graders: whether an answer is right.
+//! Graders: rules by which an answer is right.
 
 use serde::{Deserialize, Serialize};
 
@@ -9,20 +9,22 @@ pub enum Grader {
     /// The answer begins with the right one, in whole words.
     #[default]
     Begins,
-    /// The answer is the right one, but for a full stop at its end.
+    /// The answer equals the right one, except for a full stop at the end.
     Exact,
     /// The right answer occurs in the answer, in whole words.
     Contains,
     /// The first number of the answer is the right one. A sign counts, commas between digits do not.
     Numbers,
-    /// The words of both overlap: their F1 score is 0.5 or more (as in `SQuAD`, Rajpurkar et al., 2016, which averages it).
+    /// The words of both overlap with an F1 score of at least 0.5. (`SQuAD`, Rajpurkar et al., 2016, averages
+    /// this score.)
     TokenF1,
 }
 
 /// The least F1 score of a right answer.
 const LEAST_F1: f64 = 0.5;
 
-/// Returns true for a character of a script that has no spaces between words: each counts as a word.
+/// Returns true for a character of a script without spaces between words. Each such character counts as a
+/// word.
 fn is_word(c: char) -> bool {
     matches!(c,
         '\u{0e00}'..='\u{0eff}' | '\u{1000}'..='\u{109f}' | '\u{1780}'..='\u{17ff}' // Thai, Lao, Burmese, Khmer
@@ -30,12 +32,12 @@ fn is_word(c: char) -> bool {
         | '\u{f900}'..='\u{faff}' | '\u{20000}'..='\u{3ffff}')
 }
 
-/// Returns true for a character that goes on a word which stands before it.
+/// Returns true for a character that continues the word before it.
 fn goes_on(c: char) -> bool {
     c.is_alphanumeric() && !is_word(c)
 }
 
-/// Returns the words of a text: runs of letters and digits, and the characters of scripts without spaces.
+/// Returns the words of a text: runs of letters and digits, and characters of scripts without spaces.
 fn words(text: &str) -> Vec<String> {
     let (mut words, mut open) = (Vec::<String>::new(), false);
     for c in text.chars() {
@@ -49,8 +51,8 @@ fn words(text: &str) -> Vec<String> {
     words.iter().map(|word| word.to_lowercase()).collect()
 }
 
-/// Returns the numbers of a text, without a decimal point at their end. A minus sign counts where no letter and no digit stands
-/// before it.
+/// Returns the numbers of a text. A decimal point at the end does not count. A minus sign counts unless a
+/// letter or digit comes before it.
 fn numbers(text: &str) -> Vec<f64> {
     let text: Vec<char> = text.chars().collect();
     let is_inner = |i: usize, c: char| {
@@ -115,7 +117,7 @@ impl Grader {
         }
     }
 
-    /// Returns what is wrong with a right answer that no answer can meet.
+    /// Returns an objection to a right answer that no given answer can match.
     pub(super) fn objection(self, right: &str) -> Option<&'static str> {
         match self {
             Self::Contains | Self::TokenF1 if words(right).is_empty() => Some("it has no word"),
@@ -124,9 +126,9 @@ impl Grader {
         }
     }
 
-    /// Returns true if nothing that may follow `answer` changes whether it is right.
+    /// Returns true if no continuation of `answer` can change its grade.
     ///
-    /// The last word and the last number of an answer may still grow, so that they decide nothing.
+    /// The last word and the last number of an answer may still grow, so they decide nothing.
     pub(super) fn is_decided(self, answer: &str, right: &str) -> bool {
         let given = answer.trim_start();
         match self {

@@ -1,11 +1,11 @@
-//! Evaluation: answers under full attention, under reuse and under each recompute strategy, with the costs.
+//! Evaluation: answers under full attention, under reuse and under each recompute strategy, with their costs.
 //!
-//! Every answer goes through the real cache. Documents are cached first, by a prompt that has them in another
-//! order, and are found after that. Nothing is emulated by a mask.
+//! Every answer goes through the real cache. A first prompt caches the documents in another order, and later
+//! prompts find them. No mask emulates reuse.
 //!
-//! An [`Arm`] is one way to answer. [`evaluate`] asks all questions in all arms. It measures the share of right answers, or how
-//! far each arm is from full attention along full attention's own answer, token by token: a few dozen prompts order
-//! strategies by divergence where hundreds of right-or-wrong questions do not.
+//! An [`Arm`] is one way to answer. [`evaluate`] asks all questions in all arms. It measures the share of
+//! right answers, or the divergence of each arm from full attention along full attention's own answer, token
+//! by token. A few dozen prompts order strategies by divergence; hundreds of right-or-wrong questions do not.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -44,7 +44,7 @@ pub use style::PromptStyle;
 pub use tune::{TuneOptions, TuneRow, Tuning};
 pub use world::World;
 
-/// What an evaluation measures.
+/// The quantity that an evaluation measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Measure {
     /// Right answers.
@@ -56,18 +56,18 @@ pub enum Measure {
     Both,
 }
 
-/// How an evaluation asks.
+/// Settings of an evaluation.
 #[derive(Debug, Clone, Default)]
 pub struct EvalOptions {
-    /// How questions are put to the model.
+    /// The form of the prompts.
     pub style: PromptStyle,
-    /// What is measured.
+    /// The measured quantity.
     pub measure: Measure,
     /// The most tokens of an answer; by default a few more than the right answer has.
     pub answer_tokens: Option<usize>,
-    /// Lets each answer go on after its grade is decided.
+    /// True to complete each answer even after its grade is decided.
     pub whole_answers: bool,
-    /// The number of the first list of questions, from which orders of documents are drawn, too.
+    /// The number of the first list of questions. It also seeds the orders of documents.
     pub first_draw: usize,
 }
 
@@ -81,17 +81,18 @@ pub struct Evaluation {
 }
 
 impl Evaluation {
-    /// Scores answers that were given before.
+    /// Scores answers that were given earlier.
     pub fn of(arms: &[Arm], trials: Vec<Trial>) -> Self {
         Self { scores: score::scores(arms, &trials), trials }
     }
 }
 
-/// Asks the questions of every seed in every arm. `questions` has one list per seed. Calls `progress` with
+/// Asks the questions of every seed in every arm. `questions` holds one list per seed. Calls `progress` with
 /// the number of answers so far and in total.
 ///
 /// # Errors
-/// Returns the errors of the engine, such as that of a prompt that the model cannot take, and those of the chat template.
+/// Returns the errors of the engine, for example for a prompt too long for the model, and the errors of the
+/// chat template.
 pub fn evaluate(
     engine: &mut Engine,
     codec: &TextCodec,
@@ -105,9 +106,9 @@ pub fn evaluate(
     for (draw, asked) in (options.first_draw..).zip(questions) {
         let mut rng = StdRng::seed_from_u64(draw as u64);
         for (number, question) in asked.iter().enumerate() {
-            let mut asking = Asking::new(engine, codec, question, options, &mut rng)?;
+            let mut turn = QuestionTurn::new(engine, codec, question, options, &mut rng)?;
             for (at, arm) in arms.iter().enumerate() {
-                trials.push(Trial { draw, question: number, arm: at, ..asking.ask(arm)? });
+                trials.push(Trial { draw, question: number, arm: at, ..turn.ask(arm)? });
                 progress(trials.len(), total);
             }
         }
@@ -116,15 +117,15 @@ pub fn evaluate(
 }
 
 /// One question, asked in one arm after another.
-struct Asking<'a> {
+struct QuestionTurn<'a> {
     engine: &'a mut Engine,
     codec: &'a TextCodec,
     question: &'a Question,
     options: &'a EvalOptions,
-    /// The order of the documents in the prompt, and that in which they are cached before.
+    /// The order of the documents in the prompt, and the order in which they are cached first.
     order: Vec<usize>,
     elsewhere: Vec<usize>,
-    /// The limit is equal for all prompts, since it takes part in the regime of dynamic frequencies.
+    /// The same limit for all prompts: with dynamic RoPE it affects the frequencies.
     max_new_tokens: usize,
     /// Full attention's own answer, and its logits.
     reference: Option<Generation>,
@@ -132,7 +133,7 @@ struct Asking<'a> {
     warm: Vec<ReuseCell>,
 }
 
-/// Ends an answer where nothing that follows can change its grade.
+/// Ends an answer as soon as no continuation can change its grade.
 struct UntilDecided<'a> {
     codec: &'a TextCodec,
     question: &'a Question,
@@ -151,7 +152,7 @@ impl Observer for UntilDecided<'_> {
     }
 }
 
-impl<'a> Asking<'a> {
+impl<'a> QuestionTurn<'a> {
     fn new(
         engine: &'a mut Engine,
         codec: &'a TextCodec,
@@ -175,19 +176,20 @@ impl<'a> Asking<'a> {
         Ok(Request { max_new_tokens: self.max_new_tokens, ..request })
     }
 
-    /// Caches the documents for an arm, in another order. Arms of one cell share them.
+    // Decision: docs/decisions/tools.md#kvc-eval-warms-with-another-order
+    /// Caches the documents for an arm in another order. Arms with the same cell share them.
     fn warm(&mut self, arm: &Arm) -> Result<()> {
         let Some(cell) = arm.cell.filter(|cell| !self.warm.contains(cell)) else { return Ok(()) };
         let moves = cell.strategy != PositionStrategy::Absolute;
         let warm = Arm { recompute: Recompute::None, ..*arm };
         let warm = self.request(&warm, if moves { &self.elsewhere } else { &self.order })?;
-        // The prompt counts, and not its answer.
+        // Only the prompt matters, not its answer.
         self.engine.generate(&Request { forced: Some([].into()), ..warm }, &mut ())?;
         self.warm.push(cell);
         Ok(())
     }
 
-    /// Asks for full attention's own answer with its logits, once for all arms. Returns its tokens.
+    /// Asks full attention once for all arms, with logits. Returns the tokens of its answer.
     fn reference(&mut self) -> Result<Arc<[u32]>> {
         let answer = if let Some(known) = self.reference.take() {
             known
@@ -200,7 +202,7 @@ impl<'a> Asking<'a> {
         Ok(tokens)
     }
 
-    /// Asks in one arm, with all documents cached. The caller numbers the trial.
+    /// Asks in one arm, with all documents cached. The caller sets the numbers of the trial.
     fn ask(&mut self, arm: &Arm) -> Result<Trial> {
         let asks = self.options.measure != Measure::Divergence;
         let forced = match self.options.measure {

@@ -1,7 +1,8 @@
-//! Questions over short natural texts: notes about invented firms, in varied wording, with several facts each.
+//! Questions about short natural texts: notes about invented firms, in varied wording, with several facts
+//! each.
 //!
-//! No model knows the firms, so that every answer comes from the notes. All notes of a question are of one kind, so that each is
-//! a distractor of the others.
+//! No model knows the firms, so every answer comes from the notes. All notes of a question are alike, so each
+//! distracts from the others.
 
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};
@@ -84,7 +85,7 @@ const LAST: [&str; 16] = [
     "Santos",
     "Weiss",
 ];
-/// Sentences that say nothing that is asked.
+/// Sentences about which nothing is asked.
 const FILLERS: [&str; 10] = [
     "The canteen is open to visitors on Fridays.",
     "A small museum next to the gate shows old machines.",
@@ -98,7 +99,7 @@ const FILLERS: [&str; 10] = [
     "The catalogue appears twice a year.",
 ];
 
-/// The wording of a fact, with the firm and the value to put in.
+/// Wordings of a fact, with places for the firm and the value.
 type Wording = [&'static str; 3];
 const FOUNDED: Wording = [
     "{firm} was founded in {value}.",
@@ -131,7 +132,7 @@ const SUPPLIED: Wording = [
     "Most parts reach {firm} from {value}.",
 ];
 
-/// A firm with what its note says.
+/// A firm with the facts of its note.
 #[derive(Debug, Clone)]
 struct Firm {
     name: String,
@@ -161,10 +162,10 @@ impl Texts {
     pub const KINDS: [QuestionKind; 3] =
         [QuestionKind::Local, QuestionKind::Comparison, QuestionKind::Reference];
 
-    /// The largest number of notes of a question: each has a city and a product of its own.
+    /// The largest number of notes of a question. Each note has its own city and product.
     pub const MOST: usize = 20;
 
-    /// Creates questions with so many notes each, at least 2 and at most [`MOST`](Self::MOST).
+    /// Creates a source of questions with `documents` notes each, clamped to 2 and [`MOST`](Self::MOST).
     pub fn new(documents: usize) -> Self {
         Self { documents: documents.clamp(2, Self::MOST) }
     }
@@ -174,8 +175,8 @@ impl Texts {
         self.questions_of(&Self::KINDS, seed, per_kind)
     }
 
-    /// Draws `per_kind` questions of each of these kinds, of which those that texts do not have are left out. Equal seeds and
-    /// kinds give equal questions.
+    /// Draws `per_kind` questions of each of these kinds. Kinds that are not in [`KINDS`](Self::KINDS) are
+    /// left out. Equal seeds and kinds give equal questions.
     pub fn questions_of(&self, kinds: &[QuestionKind], seed: u64, per_kind: usize) -> Vec<Question> {
         let mut rng = StdRng::seed_from_u64(seed);
         let kinds = Self::KINDS.into_iter().filter(|kind| kinds.contains(kind));
@@ -242,7 +243,7 @@ impl Texts {
     }
 }
 
-/// Writes the note about a firm: its facts in any order, in any wording, among sentences that say nothing.
+/// Writes the note about a firm: its facts in random order and wording, among filler sentences.
 fn note(firm: &Firm, supplier: Option<&str>, rng: &mut StdRng) -> String {
     let (founded, staff) = (firm.founded.to_string(), firm.staff.to_string());
     let facts: [(Wording, &str); 5] = [
@@ -297,7 +298,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_answer_stands_in_the_notes_that_its_kind_says() {
+    fn every_answer_is_in_the_notes_that_its_kind_names() {
         for documents in [2, 4, 8, Texts::MOST] {
             let questions = Texts::new(documents).questions(3, 40);
             for q in &questions {
@@ -316,7 +317,7 @@ mod tests {
                         assert!(with(a) != with(b) && with(a).len() == 1, "{q:?}");
                     }
                     _ => {
-                        // The note that names the supplier does not say where the supplier is.
+                        // The note that names the supplier does not name its town.
                         let firm = q.question.rsplit("most to ").next().unwrap().trim_end_matches('?');
                         let place = with(&q.answer);
                         assert_eq!(place.len(), 1, "{q:?}");

@@ -3,7 +3,7 @@
 use serde::ser::SerializeStruct;
 use serde::{Serialize, Serializer};
 
-/// Counts of questions that two ways answered, full attention and another.
+/// Counts of questions that full attention and another way both answered.
 ///
 /// ```
 /// use kvlab::Paired;
@@ -25,7 +25,7 @@ pub struct Paired {
 /// The 95 % quantile of the normal distribution.
 const Z: f64 = 1.645;
 
-/// Writes the counts, and what follows from them.
+/// Writes the counts, the loss and its bounds.
 impl Serialize for Paired {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         let mut fields = to.serialize_struct("Paired", 6)?;
@@ -42,7 +42,7 @@ impl Serialize for Paired {
 }
 
 impl Paired {
-    /// Counts pairs: whether full attention was right, and whether the other way was.
+    /// Counts pairs of grades: full attention's first, then the other way's.
     pub fn of(pairs: impl IntoIterator<Item = (bool, bool)>) -> Self {
         pairs.into_iter().fold(Self::default(), |sum, (full, other)| Self {
             asked: sum.asked + 1,
@@ -56,26 +56,27 @@ impl Paired {
         (self.lost as f64 - self.gained as f64) / self.asked.max(1) as f64
     }
 
-    /// Returns the largest loss that the data do not refute: the upper limit of a one-sided 95 % interval (Tango, 1998).
-    /// 1 without questions.
+    /// Returns the largest loss that the data do not refute: the upper limit of a one-sided 95 % interval
+    /// (Tango, 1998). Returns 1 without questions.
     pub fn at_most(&self) -> f64 {
         self.limit(self.loss(), 1.0)
     }
 
-    /// Returns the smallest loss that the data do not refute: the lower limit of a one-sided 95 % interval. −1 without
-    /// questions.
+    /// Returns the smallest loss that the data do not refute: the lower limit of a one-sided 95 % interval.
+    /// Returns −1 without questions.
     pub fn at_least(&self) -> f64 {
         self.limit(self.loss(), -1.0)
     }
 
-    /// Returns the loss in points, a hundredth of the questions each, and in brackets the smallest and the largest that the data do not
-    /// refute.
+    /// Formats the loss in percentage points, and in brackets the smallest and the largest loss that the data
+    /// do not refute.
     pub fn points(&self) -> String {
         let [loss, least, most] = [self.loss(), self.at_least(), self.at_most()].map(|share| 100.0 * share);
         format!("{loss:.1} ({least:.1} to {most:.1})")
     }
 
-    /// Returns about how many questions bound the loss by `within`, if they go on as these; none if they would not.
+    /// Returns the approximate number of questions that would bound the loss by `within` at the present
+    /// rates, or `None` if no number would.
     pub fn needed(&self, within: f64) -> Option<usize> {
         if self.at_most() <= within {
             return Some(self.asked);
@@ -99,7 +100,7 @@ impl Paired {
         Some(scaled(high).asked)
     }
 
-    /// Returns the difference between `from` and `end` at which the score test has the quantile.
+    /// Returns the difference between `from` and `end` at which the score statistic reaches the quantile.
     fn limit(&self, from: f64, end: f64) -> f64 {
         if self.asked == 0 {
             return end;
@@ -112,10 +113,11 @@ impl Paired {
         inside
     }
 
-    /// Returns the score statistic of a loss `d`: the distance of the observed loss from it, in standard deviations under it.
+    /// Returns the score statistic of a loss `d`: the distance of the observed loss from `d`, in standard
+    /// deviations under `d`.
     fn score(&self, d: f64) -> f64 {
         let (n, b, c) = (self.asked as f64, self.lost as f64, self.gained as f64);
-        // The likeliest share of gained answers, if the loss is `d`.
+        // The likeliest share of gained answers if the loss is `d`.
         let linear = -b - c + (2.0 * n - b + c) * d;
         let constant = -c * d * (1.0 - d);
         let gained = ((linear * linear - 8.0 * n * constant).max(0.0).sqrt() - linear) / (4.0 * n);
@@ -130,7 +132,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn limits_are_those_of_the_score_test() {
+    fn limits_follow_the_score_test() {
         // Without a difference the upper limit is z² / (n + z²).
         let none = Paired { asked: 150, lost: 0, gained: 0 };
         assert!((none.at_most() - Z * Z / (150.0 + Z * Z)).abs() < 1e-6, "{}", none.at_most());

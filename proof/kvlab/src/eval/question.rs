@@ -73,11 +73,13 @@ fn local() -> QuestionKind {
 }
 
 impl Question {
-    /// Reads a file of questions, with one JSON object per line. With a grader, answers are right by this one, whatever lines say.
+    /// Reads a file of questions, with one JSON object per line. A given grader replaces the graders of all
+    /// lines.
     ///
     /// # Errors
-    /// Returns [`Error::Dataset`], with the number of the line, if a line is no such object, has no document
-    /// or an empty part, or if its grader accepts no answer as the right one. Returns it with line 0 if there is no question.
+    /// Returns [`Error::Dataset`] with the number of the line if a line is not such an object, has no
+    /// document or an empty part, or if its grader can accept no answer. Returns it with line 0 if there is
+    /// no question.
     pub fn read_all(text: &str, grader: Option<Grader>) -> Result<Vec<Self>> {
         let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         let questions: Result<Vec<Self>> = lines
@@ -96,7 +98,7 @@ impl Question {
         }
     }
 
-    /// Returns what is wrong with a question that parses.
+    /// Returns an objection to a question that parses.
     fn objection(&self) -> Option<String> {
         if self.documents.is_empty() {
             return Some("documents: there is none".to_owned());
@@ -109,7 +111,7 @@ impl Question {
             return Some(format!("{name} is empty"));
         }
         let objection = self.grader.objection(&self.answer)?;
-        Some(format!("answer {:?}: {objection}, so that no answer is right by this grader", self.answer))
+        Some(format!("answer {:?}: {objection}, and this grader would accept no answer", self.answer))
     }
 
     /// Returns true if an answer is right.
@@ -118,7 +120,7 @@ impl Question {
     }
 }
 
-/// Returns what is wrong with a line that is JSON by itself.
+/// Formats an error in one line of JSON, with the column only.
 fn of_one_line(error: &serde_json::Error) -> String {
     let text = error.to_string();
     match text.rsplit_once(" at line ") {
@@ -132,7 +134,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lines_that_are_no_questions_are_named_by_their_number() {
+    fn bad_lines_are_named_by_their_number() {
         let good = r#"{"system":"s","documents":["d"],"question":"q","answer":"a","kind":"cross-start"}"#;
         assert_eq!(Question::read_all(good, None).unwrap()[0].kind, QuestionKind::CrossStart);
         for (bad, reason) in [

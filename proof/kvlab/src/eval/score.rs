@@ -1,4 +1,4 @@
-//! Scores: what the answers of an arm amount to.
+//! Scores of arms, from their answers.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,7 +8,7 @@ use super::{Arm, Estimate, Paired, QuestionKind};
 /// The answer of one arm to one question.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trial {
-    /// The draw of the question, and its number there.
+    /// The number of the draw.
     pub draw: usize,
     /// The number of the question in its draw.
     pub question: usize,
@@ -18,11 +18,13 @@ pub struct Trial {
     pub arm: usize,
     /// The answer; empty if only divergences were measured.
     pub answer: String,
-    /// True if the answer is right; none if only divergences were measured.
+    /// True if the answer is right; `None` if only divergences were measured.
     pub right: Option<bool>,
-    /// The Kullback–Leibler divergence from full attention along its own answer, in nats a token, if it was measured.
+    /// The Kullback–Leibler divergence from full attention along its own answer, in nats a token, if it was
+    /// measured.
     pub divergence: Option<f64>,
-    /// The share of the tokens of full attention's answer that this arm would have chosen, if it was measured.
+    /// The share of the tokens of full attention's answer that this arm would have chosen, if it was
+    /// measured.
     pub agreement: Option<f64>,
     /// The share of document tokens that were recomputed; 1 under full attention.
     pub recomputed: f64,
@@ -45,13 +47,14 @@ pub struct Score {
     pub kind: QuestionKind,
     /// The number of questions asked, over all seeds.
     pub asked: usize,
-    /// The share of right answers, over seeds; none if only divergences were measured.
+    /// The share of right answers, over seeds; `None` if only divergences were measured.
     pub accuracy: Option<Estimate>,
-    /// The answers beside those of full attention, question by question; none without full attention's.
+    /// The comparison with full attention's answers, question by question; `None` if full attention was not
+    /// asked.
     pub paired: Option<Paired>,
     /// The Kullback–Leibler divergence from full attention, in nats a token, over questions.
     pub divergence: Option<Estimate>,
-    /// The distance from full attention beyond that of the first arm of reuse, question by question; none for that arm and for
+    /// The divergence minus that of the first arm of reuse, question by question; `None` for that arm and for
     /// full attention.
     pub beyond: Option<Estimate>,
     /// The share of full attention's tokens that this arm would have chosen, over questions.
@@ -74,7 +77,7 @@ pub(super) fn scores(arms: &[Arm], trials: &[Trial]) -> Vec<Score> {
     each.filter_map(|(at, arm, kind)| score((at, arm), (full, first), kind, trials)).collect()
 }
 
-/// Scores an arm beside full attention and the first arm of reuse, as far as these were asked.
+/// Scores an arm, and compares it with full attention and the first arm of reuse if these were asked.
 fn score(
     (at, arm): (usize, &Arm),
     (full, first): (Option<usize>, Option<usize>),
@@ -99,13 +102,13 @@ fn score(
         (!rights.is_empty()).then(|| right as f64 / rights.len() as f64)
     };
     let accuracies: Vec<f64> = draws.into_iter().filter_map(of_draw).collect();
-    let beside = |arm: usize, trial: &Trial| {
+    let in_arm = |arm: usize, trial: &Trial| {
         of_arm(arm).find(|other| (other.draw, other.question) == (trial.draw, trial.question))
     };
-    let pair = |trial: &&Trial| Some((beside(full?, trial)?.right?, trial.right?));
+    let pair = |trial: &&Trial| Some((in_arm(full?, trial)?.right?, trial.right?));
     let pairs: Vec<(bool, bool)> = all.iter().filter_map(pair).collect();
     let first = first.filter(|first| *first != at && arm.cell.is_some());
-    let farther = |trial: &&Trial| Some(trial.divergence? - beside(first?, trial)?.divergence?);
+    let farther = |trial: &&Trial| Some(trial.divergence? - in_arm(first?, trial)?.divergence?);
     let farther: Vec<f64> = all.iter().filter_map(farther).collect();
     Some(Score {
         arm: *arm,

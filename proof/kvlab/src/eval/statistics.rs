@@ -18,8 +18,8 @@ const T: [f64; 15] = [
 /// The 97.5 % quantile of the normal distribution.
 const NORMAL: f64 = 1.959_964;
 
-/// Returns the 97.5 % quantile of Student's t, above fifteen degrees of freedom by its expansion around the normal quantile (Abramowitz
-/// and Stegun, 26.7.5).
+/// Returns the 97.5 % quantile of Student's t. Above fifteen degrees of freedom, it is an expansion around
+/// the normal quantile (Abramowitz and Stegun, 26.7.5).
 fn quantile(degrees: usize) -> f64 {
     T.get(degrees.saturating_sub(1)).copied().unwrap_or_else(|| {
         let (z, n) = (NORMAL, degrees as f64);
@@ -29,14 +29,14 @@ fn quantile(degrees: usize) -> f64 {
     })
 }
 
-/// Returns the upper median of some values; NaN without values.
+/// Returns the upper median of some values, or NaN without values.
 pub(super) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 impl Estimate {
-    /// Estimates the mean of these repetitions. The mean of no repetition is 0.
+    /// Estimates the mean of these repetitions. Without repetitions it is 0.
     ///
     /// ```
     /// use kvlab::Estimate;
@@ -60,7 +60,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quantiles_are_those_of_tables() {
+    fn quantiles_equal_published_tables() {
         for (degrees, t) in [(1, 12.706), (4, 2.776), (11, 2.201), (19, 2.093), (59, 2.001), (400, 1.966)] {
             assert!((quantile(degrees) - t).abs() < 2e-3, "{degrees}: {}", quantile(degrees));
         }

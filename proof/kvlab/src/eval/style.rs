@@ -1,24 +1,25 @@
-//! How questions are put to a model.
+//! The form of prompts.
 
-use kvmodel::{PromptTokens, TextCodec};
+use kvengine::PromptTokens;
+use kvmodel::TextCodec;
 
 use super::Question;
 use crate::error::Result;
 
-/// How questions are put to a model.
+/// The form in which a model is asked a question.
 ///
 /// ```
 /// # use kvlab::PromptStyle;
-/// // What an instruct model wants: its chat template, and an empty line behind each document.
+/// // An instruct model needs its chat template, and an empty line after each document.
 /// let style = PromptStyle { chat: true, separator: "\n\n".to_owned() };
 /// assert_ne!(style, PromptStyle::default());
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PromptStyle {
-    /// Puts the prompt into the model's chat template, as the single message of a conversation.
+    /// True to put the prompt into the model's chat template, as the single message of a conversation.
     pub chat: bool,
-    /// The text behind the system prompt and behind each document. It belongs to what it follows, so that a document has the
-    /// same tokens wherever it stands.
+    /// The text after the system prompt and after each document. It is part of the text before it, so a
+    /// document has the same tokens at every place.
     pub separator: String,
 }
 
@@ -33,9 +34,9 @@ impl PromptStyle {
             order.iter().filter_map(|&i| question.documents.get(i)).map(|text| ended(text)).collect();
         let (system, documents) = (ended(&question.system), documents.iter().map(String::as_str));
         Ok(if self.chat {
-            codec.chat_prompt_of(&system, documents, &question.question)?
+            PromptTokens::from_chat_parts(codec, &system, documents, &question.question)?
         } else {
-            codec.prompt_of(&system, documents, &question.question, true)?
+            PromptTokens::from_parts(codec, &system, documents, &question.question, true)?
         })
     }
 }

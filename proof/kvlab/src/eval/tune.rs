@@ -1,8 +1,8 @@
-//! Tuning: the cheapest way of reuse whose loss against full attention can be bounded.
+//! Tuning: the search for the cheapest kind of reuse whose loss against full attention can be bounded.
 //!
-//! A few questions measure how far all candidates are from full attention. A candidate stays unless a cheaper one whose chunks are
-//! computed in the same mode is nearer to it beyond doubt. Those that stay answer many questions, the cheapest first and each against
-//! full attention, until the answers of one bound its loss.
+//! A few questions measure the divergence of all candidates from full attention. A candidate is dropped if a
+//! cheaper one with chunks of the same mode is certainly nearer to full attention. The remaining ones answer
+//! many questions, the cheapest first, until the answers of one bound its loss.
 
 use kvengine::Engine;
 use kvmodel::TextCodec;
@@ -20,13 +20,13 @@ use crate::error::{Error, Result};
 pub struct TuneOptions {
     /// The candidates, in any order.
     pub candidates: Vec<Arm>,
-    /// The most that may be lost, and the least that full attention must answer.
+    /// The largest loss, and the least share of questions that full attention must answer.
     pub limits: GateLimits,
-    /// How questions are asked.
+    /// Settings of the questions.
     pub eval: EvalOptions,
 }
 
-/// What was found out about one candidate.
+/// The measurements of one candidate.
 #[derive(Debug, Clone, Serialize)]
 pub struct TuneRow {
     /// The candidate.
@@ -42,9 +42,10 @@ pub struct TuneRow {
     /// The divergence of each question.
     #[serde(skip)]
     pub each: Vec<f64>,
-    /// The answers beside full attention's; none if a cheaper candidate is nearer to it, or if a cheaper one was taken.
+    /// The comparison with full attention's answers; `None` if the candidate was dropped, or a cheaper one
+    /// was chosen.
     pub paired: Option<Paired>,
-    /// What the answers say of the loss.
+    /// The verdict of the answers on the loss.
     pub verdict: Option<Verdict>,
 }
 
@@ -53,7 +54,7 @@ pub struct TuneRow {
 pub struct Tuning {
     /// The candidates, the cheapest first.
     pub rows: Vec<TuneRow>,
-    /// The number of the row that was chosen; none if full attention answers too little to judge by.
+    /// The number of the chosen row; `None` if full attention answers too few questions right to judge by.
     pub chosen: Option<usize>,
     /// The share of right answers under full attention.
     pub right: f64,
@@ -65,15 +66,17 @@ impl Tuning {
         self.chosen.and_then(|row| self.rows.get(row))
     }
 
-    /// Searches the cheapest way of reuse whose answers bound the loss. `screened` are the questions that order candidates by
-    /// divergence, `judged` the draws of questions whose answers are compared; `progress` is told of what is done of the most that
-    /// may be asked.
+    /// Searches for the cheapest kind of reuse whose answers bound the loss. The `screened` questions order
+    /// candidates by divergence; the answers to the draws of `judged` questions are compared. Calls
+    /// `progress` with the number of questions asked so far and the most that may be asked.
     ///
-    /// Chooses the one with the least upper bound where no candidate's loss is bounded, and none where full attention answers too
-    /// little to judge by: divergence does not order the modes of chunks.
+    /// If no candidate's loss is bounded, the candidate with the least upper bound is chosen. None is chosen
+    /// if full attention answers too few questions right to judge by, since divergence does not order the
+    /// modes of chunks.
     ///
     /// # Errors
-    /// Returns [`Error::NothingToTune`] without a candidate of reuse or without questions, and the errors of the engine.
+    /// Returns [`Error::NothingToTune`] without a candidate of reuse or without questions, and the errors of
+    /// the engine.
     pub fn search(
         engine: &mut Engine,
         codec: &TextCodec,
@@ -103,7 +106,7 @@ impl Tuning {
                 progress(done, total);
             })?;
             (rows[row].paired, rows[row].verdict) = (Some(paired), Some(verdict));
-            // Where full attention answers too little, nobody can be judged.
+            // No candidate can be judged if full attention answers too few questions right.
             if verdict == Verdict::Holds || judge.right() < options.limits.floor {
                 break;
             }
@@ -142,7 +145,8 @@ fn rows(arms: &[Arm], seen: &Evaluation) -> Vec<TuneRow> {
 }
 
 // Decision: docs/decisions/chunks.md#divergence-orders-ways-of-one-mode
-/// Returns the rows to ask: those that no cheaper row of their mode is nearer to full attention than, beyond doubt.
+/// Returns the rows to ask: rows for which no cheaper row of the same mode is certainly nearer to full
+/// attention.
 fn front(rows: &[TuneRow]) -> Vec<usize> {
     let mode = |row: &TuneRow| row.arm.cell.map(|cell| cell.mode);
     let beaten = |at: usize| {
@@ -152,15 +156,15 @@ fn front(rows: &[TuneRow]) -> Vec<usize> {
     (0..rows.len()).filter(|&at| !beaten(at)).collect()
 }
 
-/// Returns true if one way is nearer to full attention than another, question by question: the 95 % interval of the mean difference
-/// does not hold 0.
+/// Returns true if one way is certainly nearer to full attention than another, question by question: the 95 %
+/// interval of the mean difference does not include 0.
 fn is_nearer(one: &[f64], other: &[f64]) -> bool {
     let differences: Vec<f64> = one.iter().zip(other).map(|(one, other)| other - one).collect();
     let Estimate { mean, half_width } = Estimate::of(&differences);
     half_width.is_some_and(|half| mean > half)
 }
 
-/// Returns the row to take: the first whose loss is bounded, else the one with the least bound.
+/// Returns the row to choose: the first whose loss is bounded, otherwise the row with the least upper bound.
 fn choose(rows: &[TuneRow]) -> usize {
     if let Some(holds) = rows.iter().position(|row| row.verdict == Some(Verdict::Holds)) {
         return holds;
@@ -170,7 +174,7 @@ fn choose(rows: &[TuneRow]) -> usize {
     (0..rows.len()).min_by(least).unwrap_or(0)
 }
 
-/// Answers of candidates beside those of full attention, which are asked for once.
+/// Compares answers of candidates with full attention's, which are asked for once.
 struct Judge<'a> {
     engine: &'a mut Engine,
     codec: &'a TextCodec,
@@ -191,7 +195,7 @@ impl Judge<'_> {
         Ok(evaluate(self.engine, self.codec, questions, &[arm], &eval, &mut |_, _| step())?.trials)
     }
 
-    /// Returns the share of full attention's answers that are right, of those asked for so far.
+    /// Returns the share of right answers among full attention's answers so far.
     fn right(&self) -> f64 {
         let all: Vec<bool> = self.full.iter().flatten().filter_map(|trial| trial.right).collect();
         all.iter().filter(|right| **right).count() as f64 / all.len().max(1) as f64
@@ -246,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_farther_than_something_cheaper_of_its_mode_is_not_asked() {
+    fn a_row_farther_than_a_cheaper_one_of_its_mode_is_not_asked() {
         assert_eq!(front(&some()), [0, 1, 3]);
         let mut alone = some();
         alone.insert(3, row("sequential,alone,link:16", 0.2, 0.3));

@@ -9,8 +9,8 @@ use serde::Deserialize;
 use super::{Grader, Question, QuestionKind};
 use crate::error::{Error, Result};
 
-/// The names and values that facts consist of, such as "alba is red .". The value "same" stands for the last
-/// stated value before it, in this document or an earlier one.
+/// The names and values of facts such as "alba is red .". The value "same" means the last stated value before
+/// it, in this document or an earlier one.
 #[derive(Debug, Clone, Deserialize)]
 pub struct World {
     names: Vec<String>,
@@ -18,19 +18,19 @@ pub struct World {
 }
 
 const SYSTEM: &str = "you answer questions from short documents .";
-/// The kinds that this world has.
+/// The kinds of question about this world.
 const KINDS: [QuestionKind; 3] = [QuestionKind::Local, QuestionKind::CrossStart, QuestionKind::CrossMiddle];
 /// The number of references at the start of a document whose middle a question is about.
 const REFERENCES: usize = 3;
-/// The share of facts of local questions that are references inside their document: one in this many.
+/// In local questions, one fact in this many is a reference inside its document.
 const INSIDE: u32 = 6;
 
 impl World {
     /// Reads a `world.json`.
     ///
     /// # Errors
-    /// Returns [`Error::Dataset`] if the file is invalid, or has fewer than 64 names or two values, which are
-    /// too few to draw from.
+    /// Returns [`Error::Dataset`] if the file is invalid, or has fewer than 64 names or fewer than two
+    /// values.
     pub fn from_json(text: &str) -> Result<Self> {
         let bad = |reason: String| Error::Dataset { line: 0, reason };
         let world: Self = serde_json::from_str(text).map_err(|e| bad(e.to_string()))?;
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn answers_are_where_their_kind_says() {
+    fn answers_are_in_the_documents_that_their_kind_names() {
         let questions = world().questions(7, 20);
         assert_eq!(questions.len(), 60);
         let mut inside = 0;

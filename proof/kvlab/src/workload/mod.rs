@@ -1,4 +1,4 @@
-//! Workloads: prompts of a retrieval service, drawn from a seed, and the costs of serving them.
+//! Workloads: requests of a service, drawn from a seed, and the times of answering them.
 
 use kvchunk::ChunkedPrompt;
 use rand::distr::Distribution;
@@ -78,9 +78,9 @@ impl Default for RagWorkload {
 /// The number of system prompts that a workload changes between.
 const SYSTEMS: u64 = 4;
 
-/// The part that tokens are drawn for, so that no document equals a question.
+/// The part of a prompt that tokens are drawn for. It seeds the draw, so no document equals a question.
 #[derive(Clone, Copy)]
-enum Part {
+enum PromptPart {
     System = 1,
     Document = 2,
     Question = 3,
@@ -122,7 +122,7 @@ impl RagWorkload {
     pub fn prompts(&self, vocabulary: usize) -> Result<Vec<ChunkedPrompt>> {
         self.check()?;
         let mut rng = StdRng::seed_from_u64(self.seed);
-        let tokens = |part: Part, number: u64, count: usize| -> Vec<u32> {
+        let tokens = |part: PromptPart, number: u64, count: usize| -> Vec<u32> {
             let mut rng =
                 StdRng::seed_from_u64(self.seed ^ (part as u64) << 56 ^ number.wrapping_mul(0x9e37_79b9));
             (0..count).map(|_| rng.random_range(0..vocabulary.max(1)) as u32).collect()
@@ -138,19 +138,19 @@ impl RagWorkload {
                 Popularity::Repetition(p) => self.repeated(p, &mut used, &mut rng),
             };
             let chunks =
-                documents.iter().map(|&id| tokens(Part::Document, id, self.document_tokens)).collect();
+                documents.iter().map(|&id| tokens(PromptPart::Document, id, self.document_tokens)).collect();
             prompts.push(ChunkedPrompt::new(
-                tokens(Part::System, system, self.system_tokens),
+                tokens(PromptPart::System, system, self.system_tokens),
                 chunks,
-                tokens(Part::Question, request, self.question_tokens),
+                tokens(PromptPart::Question, request, self.question_tokens),
             )?);
         }
         Ok(prompts)
     }
 
     /// Returns the probability that at least one document of a request was seen before, by the model `1 − (1
-    /// − p)^k` of independent repetition. Returns `None` except for [`Popularity::Repetition`]. This is no
-    /// hit rate.
+    /// − p)^k` of independent repetition. Returns `None` except for [`Popularity::Repetition`]. The
+    /// probability is not a hit rate.
     pub fn predicted_any_hit(&self) -> Option<f64> {
         match self.popularity {
             Popularity::Repetition(p) => Some(1.0 - (1.0 - p).powi(self.per_request as i32)),

@@ -8,8 +8,7 @@ use serde::Serialize;
 
 use super::RagWorkload;
 use crate::error::Result;
-use kvengine::{Engine, Generation, Request};
-use kvmodel::PromptTokens;
+use kvengine::{Engine, Generation, PromptTokens, Request};
 
 /// Statistics of times, in milliseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
@@ -90,8 +89,7 @@ pub struct RagReport {
 /// The largest number of requests that are also measured without reuse.
 const SAMPLE: usize = 20;
 
-/// The rule for cold documents. A document may be cold at any age, so that a workload need not last for
-/// minutes.
+/// The rule for cold documents. A document of any age may be cold, since a workload may last only seconds.
 const COLD: ColdRule =
     ColdRule { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::ZERO };
 
@@ -103,8 +101,7 @@ const COLD: ColdRule =
 /// Calls `progress` with the number of requests served so far and in total.
 ///
 /// # Errors
-/// Returns the errors of the workload, and those of the engine, such as that of a prompt too long for the
-/// model.
+/// Returns the errors of the workload and of the engine, for example for a prompt too long for the model.
 pub fn serve(
     engine: &mut Engine,
     workload: &RagWorkload,
@@ -112,7 +109,7 @@ pub fn serve(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<RagReport> {
     let prompts = workload.prompts(engine.model().config().vocab_size)?;
-    // This warms up threads and memory.
+    // The first request warms up threads and memory.
     ask_of(engine, cell, &prompts[0], false, false)?;
     let (mut served, mut arrivals, mut hits, mut any) = (Vec::new(), Vec::new(), 0, 0);
     let (every, total) = (prompts.len().div_ceil(SAMPLE), prompts.len());
@@ -133,9 +130,9 @@ pub fn serve(
         sleep(engine)?;
     }
     let (chunk_cache, chunk_sleep) = (counts(engine), engine.report().chunk_sleep);
-    // A sample is measured afterwards, so that it is not in the counts: with everything cached, and with
-    // nothing.
-    let (mut anew, mut full, mut sampled, mut all_hit) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+    // A sample is measured after the counts were taken: with everything cached, and without reuse.
+    let (mut without_times, mut full, mut sampled, mut all_hit) =
+        (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for request in (0..total).step_by(every) {
         let prompt = &prompts[request];
         let mut ask = |reuse, full_attention| ask_of(engine, cell, prompt, reuse, full_attention);
@@ -143,11 +140,11 @@ pub fn serve(
         all_hit.push(ask(true, false)?.ttft);
         let without = ask(false, false)?.ttft;
         arrivals[request].without_reuse_ms = Some(without.as_secs_f64() * 1e3);
-        anew.push(without);
+        without_times.push(without);
         full.push(ask(false, true)?.ttft);
         sampled.push(served[request]);
     }
-    let (without_reuse, hit, sampled) = (Times::of(&anew), Times::of(&all_hit), Times::of(&sampled));
+    let (without_reuse, hit, sampled) = (Times::of(&without_times), Times::of(&all_hit), Times::of(&sampled));
     let alpha = (1.0 - hit.mean / without_reuse.mean).max(0.0);
     let beta = reused.0 as f64 / reused.1.max(1) as f64;
     let block_bytes = engine.cache().arena().layout().block_bytes();

@@ -1,9 +1,8 @@
-//! Traffic: requests that arrive while others are being answered, and what an engine makes of them.
+//! Traffic: requests that arrive while others are being answered, and the times of answering them.
 
 use std::time::{Duration, Instant};
 
-use kvengine::{Answer, AnswerEvent, Engine, Request, Step, StepTimes};
-use kvmodel::PromptTokens;
+use kvengine::{Answer, AnswerEvent, Engine, PromptTokens, Request, Step, StepTimes};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 use serde::{Deserialize, Serialize};
@@ -11,7 +10,8 @@ use serde::{Deserialize, Serialize};
 use super::Times;
 use crate::error::{Error, Result};
 
-/// A request of a trace. Its prompt is drawn; the answer has as many tokens as it says, whatever the model would stop at.
+/// A request of a trace. Its prompt is drawn at random, and its answer has exactly the given number of
+/// tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Arrival {
@@ -81,12 +81,13 @@ impl Traffic {
     }
 }
 
-/// Tokens that all prompts of a trace begin with, as instructions do. They come on top of each prompt's own.
+/// Tokens at the beginning of all prompts of a trace, such as instructions. Each prompt's own tokens follow
+/// them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct SharedPrefix {
-    /// Their number.
+    /// The number of tokens.
     pub tokens: usize,
-    /// True if they are computed before the first request and kept, whoever needs blocks.
+    /// True if the tokens are computed before the first request and never evicted.
     pub pinned: bool,
 }
 
@@ -136,8 +137,8 @@ struct Asked {
     last: Option<Duration>,
 }
 
-/// Plays a trace: each request is submitted at its time, and the engine steps as long as there is work. `progress` is told how many of
-/// the requests are answered.
+/// Plays a trace: each request is submitted at its time, and the engine steps as long as there is work.
+/// `progress` is told how many of the requests are answered.
 ///
 /// # Errors
 /// Returns the errors of the engine, of any request.

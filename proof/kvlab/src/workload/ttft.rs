@@ -9,8 +9,7 @@ use serde::Serialize;
 
 use super::{Popularity, RagWorkload};
 use crate::error::Result;
-use kvengine::{Engine, Request};
-use kvmodel::PromptTokens;
+use kvengine::{Engine, PromptTokens, Request};
 
 /// A time, with the time that it is compared with.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -63,8 +62,8 @@ impl fmt::Display for TtftTarget {
     }
 }
 
-/// The number of full prefills, with ordinary attention and with the mask of reuse. The best of each counts. A cold prompt
-/// cannot be repeated.
+/// The number of full prefills, with ordinary attention and with the mask of reuse. The best of each counts.
+/// A cold prompt cannot be repeated.
 const PREFILLS: usize = 3;
 
 /// The number of hits, and of questions alone, before each full prefill. The best of all counts.
@@ -78,7 +77,7 @@ const TARGETS: [TtftTarget; 2] = [TtftTarget::TimesAsFast(10.0), TtftTarget::Tim
 /// Hits are measured with the documents in other orders, unless their positions are part of their keys.
 ///
 /// # Errors
-/// Returns the errors of the engine, such as those of a prompt too long for the model, or of a chunk pool too
+/// Returns the errors of the engine, for example for a prompt too long for the model, or for a chunk pool too
 /// small for the documents.
 pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseCell) -> Result<Vec<TtftRow>> {
     let workload = RagWorkload {
@@ -102,13 +101,14 @@ pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseC
     let with_question = |order: Vec<Vec<u32>>, question: &[u32]| {
         ChunkedPrompt::new(prompt.system().to_vec(), order, question.to_vec())
     };
-    // The same context is cached as an ordinary prefix, followed by a question alone. Each question has other
-    // tokens, so that none of it is cached.
+    // The context is cached as an ordinary prefix, followed by a question alone. Each question has new
+    // tokens, of which none is cached.
     let alone = |question: &[u32]| -> Result<PromptTokens> {
         Ok(PromptTokens::Plain(with_question(prompt.chunks().to_vec(), question)?.flatten()))
     };
     ttft(alone(prompt.question())?, &|_| ())?;
-    // All measurements take turns, and hits and questions alone go first in turn: what runs behind a full prefill is slower.
+    // All measurements take turns. Hits and questions alone alternate in order: the first run after a full
+    // prefill is slower.
     let [mut hit, mut floor, mut full, mut masked] = [Duration::MAX; 4];
     for (i, other) in prompts.iter().enumerate().skip(1) {
         let mut order = prompt.chunks().to_vec();

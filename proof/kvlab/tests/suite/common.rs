@@ -19,7 +19,7 @@ pub(crate) fn tiny_rag() -> (Engine, TextCodec, World) {
     (engine, codec, world)
 }
 
-/// Returns the answers of two arms to local questions, from whether each was right: full attention's, then the other's.
+/// Returns answers of two arms to local questions from their grades: full attention's, then the other's.
 pub(crate) fn trials(pairs: impl IntoIterator<Item = (bool, bool)>) -> Vec<Trial> {
     let of = |question: usize, arm: usize, right: bool| Trial {
         draw: 0,

@@ -1,4 +1,4 @@
-//! The gate closes when an identity fails, and names the identity.
+//! The gate closes when an identity fails, and names that identity.
 
 use kvchunk::{Reuse, ReuseCell};
 use kvcore::{CopyTensor, MemoryKind, allocate_tensor};
@@ -55,16 +55,16 @@ fn a_failing_identity_closes_the_gate_and_is_named() {
     let (mut engine, codec, questions) = engine();
     let gate = check(&mut engine, &codec, &questions, fitting());
     assert!(gate.is_open() && gate.checks.len() == 12, "{gate:?}");
-    // The stored contents no longer belong to their keys.
+    // The stored contents no longer match their keys.
     spoil(&engine);
     let gate = check(&mut engine, &codec, &questions, fitting());
     assert!(!gate.is_open());
     let failing: Vec<String> = gate.failing().map(GateCheck::words).collect();
     assert!(
-        failing[0].starts_with("reuse equals computing anew under the same mask (measured "),
+        failing[0].starts_with("reuse equals computing from scratch under the same mask (measured "),
         "{failing:?}"
     );
-    // These hold in spite of that: both sides read the same contents, or everything is recomputed.
+    // Other identities still hold: both sides read the same contents, or recompute everything.
     for what in ["recomputing", "linking", "blending"] {
         assert!(!failing.iter().any(|words| words.contains(what)), "{failing:?}");
     }
@@ -101,7 +101,7 @@ fn answers_are_judged_only_where_they_bound_the_loss() {
             .chain(std::iter::repeat_n((false, false), neither));
         Gate::of_answers(&trials(pairs), &GateLimits::default())
     };
-    // Many questions and hardly a loss; a loss beyond doubt; a loss that could be chance; none that could be seen.
+    // Many questions with hardly a loss; a certain loss; a loss that may be chance; no visible loss.
     assert_eq!(judged(2, 2, 300, 96).verdict, Verdict::Holds);
     let lost = judged(60, 10, 230, 100);
     assert_eq!(lost.verdict, Verdict::Fails);
@@ -114,7 +114,7 @@ fn answers_are_judged_only_where_they_bound_the_loss() {
     assert!(worse.what.contains("would not bound it"), "{}", worse.what);
     let clean = judged(0, 0, 50, 0);
     assert!(clean.verdict == Verdict::CannotSay && clean.what.contains("about 8"), "{}", clean.what);
-    // Full attention itself answers too little.
+    // Full attention itself answers too few questions right.
     let blind = judged(0, 0, 40, 360);
     assert_eq!(blind.verdict, Verdict::CannotSay);
     assert!(blind.what.contains("10.0 % of 400") && blind.what.contains("at least 50.0 %"), "{}", blind.what);

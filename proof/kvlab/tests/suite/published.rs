@@ -10,27 +10,27 @@ use crate::common::trials;
 const FULL: &str = "full attention";
 const OLD_DEFAULT: &str = "overlapped, with-system, none";
 
-/// What was right of the answers about some documents.
+/// The kept grades of answers about some documents.
 #[derive(Deserialize)]
-struct Kept {
+struct KeptGrades {
     questions: usize,
-    ways: Vec<Way>,
+    ways: Vec<GradedWay>,
 }
 
 #[derive(Deserialize)]
-struct Way {
+struct GradedWay {
     name: String,
     /// A 1 for each right answer, a 0 for each wrong one.
     right: String,
 }
 
-fn kept(documents: usize) -> Kept {
+fn kept(documents: usize) -> KeptGrades {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/published");
     let text = std::fs::read_to_string(folder.join(format!("{documents}.json"))).unwrap();
     serde_json::from_str(&text).unwrap()
 }
 
-impl Kept {
+impl KeptGrades {
     fn rights(&self, way: &str) -> impl Iterator<Item = bool> {
         let way = self.ways.iter().find(|known| known.name == way).unwrap();
         assert_eq!(way.right.len(), self.questions);
@@ -53,12 +53,12 @@ fn plain_reuse_is_not_fit_for_a_published_model() {
 }
 
 #[test]
-fn answers_that_bound_the_loss_are_fit_and_those_that_do_not_say_how_many_more_would_tell() {
+fn answers_that_bound_the_loss_are_fit_and_others_report_how_many_more_would_tell() {
     let way = "sequential, with-system, question:0.5";
     let fit = kept(2).judged(way, &GateLimits::default());
     assert_eq!(fit.verdict, Verdict::Holds, "{}", fit.what);
     assert!(fit.measured <= 0.02, "{}", fit.what);
-    // Full attention answers fewer than the floor asks for, of four notes.
+    // With four notes, full attention answers fewer questions right than the floor.
     let blind = kept(4).judged(way, &GateLimits::default());
     assert_eq!(blind.verdict, Verdict::CannotSay, "{}", blind.what);
     assert!(blind.what.contains("too few to judge by"), "{}", blind.what);

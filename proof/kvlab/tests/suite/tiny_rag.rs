@@ -1,4 +1,4 @@
-//! The model in the repository gives right answers to questions about documents that it never saw.
+//! The model in the repository answers questions about new documents correctly.
 
 use std::path::PathBuf;
 
@@ -43,7 +43,7 @@ fn local_questions(per_draw: usize) -> Vec<Vec<Question>> {
 fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell() {
     let ModelDirectory { model, codec } =
         ModelDirectory::load(&folder(), WeightFormat::Stored, &mut |_, _| ()).unwrap();
-    // The pool has room for all documents of a question, so that every one is found.
+    // The pool has room for all documents of a question: every one is found.
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let config = EngineConfig { chunks, ..EngineConfig::default() };
     let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
@@ -80,7 +80,7 @@ fn any_text_encodes_and_long_prompts_fit() {
     }
 }
 
-/// Divergences order ways to answer by how much of full attention they keep.
+/// Divergences order arms by their distance from full attention.
 #[test]
 fn divergences_are_zero_where_everything_is_recomputed_and_large_where_answers_are_lost() {
     let ModelDirectory { model, codec } =

@@ -1,4 +1,4 @@
-//! A search takes the cheapest way of reuse that keeps the answers.
+//! A search chooses the cheapest kind of reuse that keeps the answers right.
 
 use kvlab::{Arm, EvalOptions, GateLimits, Question, QuestionKind, TuneOptions, Tuning, Verdict, World};
 
@@ -9,7 +9,7 @@ fn options(candidates: &[&str], limits: GateLimits) -> TuneOptions {
     TuneOptions { candidates, limits, eval: EvalOptions::default() }
 }
 
-/// Returns draws of questions that need another document, judged as if they did not.
+/// Returns draws of questions across documents, marked as local questions.
 fn across(world: &World) -> Vec<Vec<Question>> {
     let draw = |seed| {
         let questions = world.questions(seed, 40).into_iter();
@@ -42,7 +42,7 @@ fn the_cheapest_way_that_keeps_the_answers_is_found_and_the_dearer_ones_are_not_
     assert_eq!(choice.verdict, Some(Verdict::Holds));
     let none = &tuning.rows[0];
     assert_eq!(none.verdict, Some(Verdict::Fails));
-    assert_eq!(none.paired.unwrap().asked, 40, "what is refuted is asked no more");
+    assert_eq!(none.paired.unwrap().asked, 40, "a refuted candidate is asked no more");
     assert_eq!(choice.paired.unwrap().asked, 200);
     assert!(tuning.rows[2..].iter().all(|row| row.paired.is_none()));
     assert!(tuning.rows.iter().all(|row| row.operations > 0.0 && row.operations < 1.0));

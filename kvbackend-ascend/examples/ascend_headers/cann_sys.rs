@@ -1,22 +1,23 @@
 //! The bindings of the backend, compared with those that another crate declares for the same functions.
 //!
-//! Both are Rust, and both are read as text: the crate links to CANN when it is built with its functions. Handles of CANN are
-//! pointers to nothing known there and to structs without fields here, and enumerations are numbers of four bytes.
+//! Both are Rust and are read as text, since building the crate with its functions would link to CANN. A
+//! handle of CANN is an opaque pointer there and a pointer to a struct without fields here; an enumeration is
+//! a number of four bytes.
 
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
 
-use crate::run::Result;
+use xtask::run::Result;
 
-/// What a set of bindings declares: the type of each function, and the value of each constant.
+/// The declarations of a set of bindings: the type of each function, and the value of each constant.
 #[derive(Debug, Default)]
 pub(super) struct Declared {
     functions: BTreeMap<String, String>,
     values: BTreeMap<String, i128>,
 }
 
-/// What was compared.
+/// Counts of compared declarations.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) struct Compared {
     pub(super) functions: usize,
@@ -75,7 +76,7 @@ impl Declared {
         self.functions.insert(name.trim().to_owned(), format!("({}) -> {result}", types.join(", ")));
     }
 
-    /// Compares what both declare.
+    /// Compares the names that both declare.
     ///
     /// # Errors
     /// Returns the names that differ, with both declarations.
@@ -87,7 +88,7 @@ impl Declared {
     }
 }
 
-/// Returns how many names both have, and those that differ.
+/// Returns the number of names that both have, and the names that differ.
 fn differences<T: PartialEq + std::fmt::Display>(
     ours: &BTreeMap<String, T>,
     theirs: &BTreeMap<String, T>,

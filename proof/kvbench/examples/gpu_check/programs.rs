@@ -5,17 +5,17 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use serde::Deserialize;
+use xtask::run::{Result, cargo_command, create_folder, root, write};
+use xtask::tools::first_line;
 
 use super::absolute;
-use crate::run::{Result, cargo_command, root};
-use crate::tools::first_line;
 
 /// A program that is built.
 struct Built {
     name: &'static str,
-    /// Kind of its target, as Cargo calls it.
+    /// Cargo's name for the kind of its target.
     kind: &'static str,
-    /// Crate of the target. Several crates have a test of one name.
+    /// The crate of the target. Several crates have tests of one name.
     of: &'static str,
 }
 
@@ -28,10 +28,10 @@ const BUILT: &[Built] = &[
     Built { name: "kernels_on_wgpu", kind: "bench", of: "kvbench" },
 ];
 
-/// The script of the peers, and its place in the repository.
+/// The peers' script: its name and its path in the repository.
 pub(super) const PEERS: (&str, &str) = ("gpu.py", "proof/peers/gpu.py");
 
-/// The file of a carried folder that says what the programs were built of.
+/// The file of a carried folder with the version of the sources.
 const VERSION: &str = "VERSION";
 
 /// Most bytes of a carried folder.
@@ -40,7 +40,7 @@ const MOST: u64 = 60 << 20;
 /// Programs by name.
 pub(super) struct Programs {
     paths: Vec<(String, PathBuf)>,
-    /// What they were built of.
+    /// The version of the sources.
     pub(super) version: String,
 }
 
@@ -60,21 +60,14 @@ impl Programs {
         Ok(Self { paths, version })
     }
 
-    /// Builds the programs, as the tests are built: among the whole workspace and with all features.
+    /// Builds the programs as the tests are built: with the whole workspace and all features.
     pub(super) fn built() -> Result<Self> {
-        let mut args: Vec<&str> = "build --release --quiet --workspace --all-features".split(' ').collect();
+        let mut command = cargo_command("build --release --quiet --workspace --all-features");
         for built in BUILT {
-            // A crate may have only one target that is a program, which needs no name.
-            args.extend(match built.kind {
-                "bin" => ["--bin", built.name],
-                "example" => ["--example", built.name],
-                "test" => ["--test", built.name],
-                _ => ["--bench", built.name],
-            });
+            command.args([&format!("--{}", built.kind), built.name]);
         }
-        args.push("--message-format=json");
+        command.arg("--message-format=json");
         println!("gpu-check: builds the programs");
-        let mut command = cargo_command(&args);
         let output = command
             .stderr(Stdio::inherit())
             .output()
@@ -96,27 +89,28 @@ impl Programs {
 
 /// A line of Cargo's messages.
 #[derive(Deserialize)]
-struct Message {
+struct CargoMessage {
     executable: Option<PathBuf>,
     #[serde(default)]
     package_id: String,
-    target: Option<Target>,
+    target: Option<CargoTarget>,
 }
 
 #[derive(Deserialize)]
-struct Target {
+struct CargoTarget {
     name: String,
     kind: Vec<String>,
 }
 
-/// Returns the paths of the programs that Cargo says to have built.
+/// Returns the paths of the programs in Cargo's messages.
 fn executables(messages: &str) -> Result<Vec<(String, PathBuf)>> {
-    let messages: Vec<Message> =
+    let messages: Vec<CargoMessage> =
         messages.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
     let path = |built: &Built| {
-        let is_it = |message: &&Message| {
+        let is_it = |message: &&CargoMessage| {
             let of = message.package_id.rsplit('/').next().unwrap_or_default();
-            let named = |it: &Target| it.name == built.name && it.kind.iter().any(|kind| kind == built.kind);
+            let named =
+                |it: &CargoTarget| it.name == built.name && it.kind.iter().any(|kind| kind == built.kind);
             of.split(['#', '@']).next() == Some(built.of) && message.target.as_ref().is_some_and(named)
         };
         let executable = messages.iter().filter(is_it).find_map(|message| message.executable.clone());
@@ -127,7 +121,7 @@ fn executables(messages: &str) -> Result<Vec<(String, PathBuf)>> {
     BUILT.iter().map(path).collect()
 }
 
-/// Returns the commit that is checked out, with a sign if files are changed.
+/// Returns the commit that is checked out, and whether files are changed.
 fn checked_out() -> String {
     let folder = root().to_string_lossy().into_owned();
     let git = |args: &[&str]| first_line("git", &[&["-C", &folder], args].concat());
@@ -138,29 +132,29 @@ fn checked_out() -> String {
     )
 }
 
-/// Builds the programs and copies them, this one too, into a folder that runs on a machine without Rust.
+/// Builds the programs and copies them and this program into a folder, which also runs on a machine without
+/// Rust.
 pub(super) fn collect(folder: &Path) -> Result {
     let programs = Programs::built()?;
     let failed = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
-    fs::create_dir_all(folder).map_err(|e| failed(folder, e))?;
+    create_folder(folder)?;
     let this = std::env::current_exe().map_err(|e| format!("the path of this program: {e}"))?;
     let all = programs.paths.iter().map(|(name, path)| (name.as_str(), path.as_path()));
     let mut bytes = 0;
-    for (name, path) in all.chain([("xtask", this.as_path())]) {
+    for (name, path) in all.chain([("gpu-check", this.as_path())]) {
         let copy = folder.join(name);
-        // A copy that runs cannot be written over, but it can be replaced.
+        // A running copy cannot be overwritten, but it can be replaced.
         let _ = fs::remove_file(&copy);
         fs::copy(path, &copy).map_err(|e| failed(path, e))?;
         if name != PEERS.0 {
-            // Names of functions, which nobody reads there. Without the program they stay.
+            // The names of functions are useless there. They stay if there is no such program.
             let _ = Command::new("strip").arg(&copy).stderr(Stdio::null()).status();
         }
         let size = copy.metadata().map_err(|e| failed(&copy, e))?.len();
         println!("{:>6.1} MiB  {}", size as f64 / f64::from(1 << 20), copy.display());
         bytes += size;
     }
-    let version = folder.join(VERSION);
-    fs::write(&version, format!("{}\n", programs.version)).map_err(|e| failed(&version, e))?;
+    write(&folder.join(VERSION), &format!("{}\n", programs.version))?;
     let mib = bytes as f64 / f64::from(1 << 20);
     if bytes > MOST {
         return Err(format!(
@@ -170,7 +164,7 @@ pub(super) fn collect(folder: &Path) -> Result {
         ));
     }
     let folder = folder.display();
-    println!("{mib:.0} MiB. On the machine with the card: {folder}/xtask gpu-check --bin {folder}");
+    println!("{mib:.0} MiB. On the machine with the card: {folder}/gpu-check --bin {folder}");
     Ok(())
 }
 

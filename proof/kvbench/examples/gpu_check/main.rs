@@ -1,14 +1,15 @@
-//! `cargo xtask gpu-check`: everything that a real card can say about the CUDA backend, in one command and one report.
+//! `cargo xtask gpu-check`: all checks of the CUDA backend that need a real card, in one command with one
+//! report.
 //!
-//! The steps are a list ([`steps::STEPS`]). They need programs that are built here or were built elsewhere
-//! ([`programs`]), and the driver; nothing of Rust, and no repository.
+//! The steps are a list ([`steps::STEPS`]). They need the driver and programs, which are built here or
+//! elsewhere ([`programs`]), but neither Rust nor the repository.
 
 use std::path::{Path, PathBuf};
+use std::process::ExitCode;
 
-use clap::Args;
-
-use crate::cuda_double;
-use crate::run::{Result, root, skip};
+use clap::Parser;
+use xtask::cuda_double;
+use xtask::run::{Result, create_folder, exit_code, root, skip};
 
 mod machine;
 mod peers;
@@ -24,27 +25,33 @@ use steps::{CardStep, STEPS, Site};
 /// The folder of results, below the root of the workspace or, with `--bin`, below the current one.
 const OUT: &str = "target/gpu-check";
 
-/// Times as long that steps may take through the double, on slow processors.
+/// The factor by which steps may take longer on the double and slow processors.
 const SLOW: u64 = 5;
 
-/// Options of `cargo xtask gpu-check`.
-#[derive(Args)]
-pub(crate) struct GpuCheckArgs {
-    /// Folder for the report and what each step printed [default: target/gpu-check].
+/// Check the CUDA backend on a real card, here or elsewhere, and write one report: conformance, sanitizers,
+/// speed, peers, answers.
+#[derive(Parser)]
+#[command(name = "cargo xtask gpu-check", bin_name = "cargo xtask gpu-check")]
+struct GpuCheckCli {
+    /// Folder for the report and the output of each step [default: target/gpu-check].
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Take the programs from this folder, which `--collect` has filled, and build nothing.
+    /// Take the programs from a folder that `--collect` has filled, and build nothing.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["collect", "double"])]
     bin: Option<PathBuf>,
-    /// Build the programs and copy them into this folder, to be carried to a machine without Rust; check nothing.
+    /// Build the programs and copy them into this folder, for a machine without Rust. Check nothing.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["out", "double"])]
     collect: Option<PathBuf>,
-    /// Run the steps that do not need a card through the test double of the driver.
+    /// Run the steps that need no card, on the test double of the driver.
     #[arg(long)]
     double: bool,
 }
 
-pub(crate) fn gpu_check(args: &GpuCheckArgs) -> Result {
+fn main() -> ExitCode {
+    exit_code(gpu_check(&GpuCheckCli::parse()))
+}
+
+fn gpu_check(args: &GpuCheckCli) -> Result {
     if let Some(folder) = &args.collect {
         return programs::collect(folder);
     }
@@ -63,12 +70,12 @@ pub(crate) fn gpu_check(args: &GpuCheckArgs) -> Result {
         Some(_) => PathBuf::from(OUT),
         None => root().join(OUT),
     });
-    std::fs::create_dir_all(&out).map_err(|e| format!("{}: {e}", out.display()))?;
+    create_folder(&out)?;
     let mut report = Report::new(&programs.version, &found.facts);
     let mut site = Site::new(programs, found, &out, args.double);
     for step in STEPS {
         report.add(step.name, step.about, site.run(step));
-        // After each step, so that what was found is kept whatever happens to the next.
+        // After each step: its results are kept, whatever happens to the next.
         report.write(site.out())?;
     }
     report.print_end(&site.out().join(report::FILE));
@@ -76,20 +83,20 @@ pub(crate) fn gpu_check(args: &GpuCheckArgs) -> Result {
     if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", "))) }
 }
 
-/// Says that there is no card, and what would run on one.
+/// Prints that there is no card, and the steps that would run on one.
 fn nothing_to_check(reason: &str) -> Result {
     println!("gpu-check: {reason}. On a card it runs:");
     for CardStep { name, about, .. } in STEPS {
         skip(&format!("{name}: {about}"))?;
     }
     println!(
-        "`cargo xtask gpu-check --collect DIR` gathers what a machine with a card needs, where `DIR/xtask gpu-check --bin \
+        "`cargo xtask gpu-check --collect DIR` gathers the programs for a machine with a card, where `DIR/gpu-check --bin \
          DIR` then runs; `--double` tries the command itself."
     );
     Ok(())
 }
 
-/// Returns a path from which any current folder reaches the file.
+/// Returns a path that is valid in any current folder.
 fn absolute(path: &Path) -> PathBuf {
     std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf())
 }

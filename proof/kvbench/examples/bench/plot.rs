@@ -1,18 +1,17 @@
-//! Plots of the sweeps: ratio to the limit against size, one file a family.
+//! Plots of the sweeps: ratio to the limit against size, one file for each family.
 
 use std::error::Error;
 use std::path::Path;
 
+use kvbench::rows::{BenchRow, Sweep};
 use plotters::prelude::*;
+use xtask::run::Result;
 
-use super::rows::{BenchRow, Sweep};
-use crate::run::Result;
-
-/// Sweeps that are seen together.
+/// Sweeps that are drawn in one plot.
 struct Figure {
     file: &'static str,
     title: &'static str,
-    /// Returns true for a row of the figure. A row belongs to the first figure that says so.
+    /// Returns true for a row of the figure. A row belongs to the first figure that has it.
     has: fn(&BenchRow) -> bool,
 }
 
@@ -83,7 +82,7 @@ pub(super) fn write(folder: &Path, sweeps: &[Sweep]) -> Result<Vec<String>> {
     Ok(written)
 }
 
-/// Width of the chart; the legend stands beside it.
+/// Width of the chart. The legend is on its right.
 const CHART: u32 = 640;
 /// Height of a line of the legend.
 const LINE: i32 = 20;
@@ -176,7 +175,7 @@ fn draw(path: &Path, title: &str, sweeps: &[&Sweep]) -> std::result::Result<(), 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::rows::{sweeps, tests::row};
+    use kvbench::rows::sweeps;
 
     #[test]
     fn labels_are_sizes_and_ratios() {
@@ -202,8 +201,18 @@ mod tests {
 
     #[test]
     fn sweeps_are_drawn_by_family_and_single_rows_are_not() {
-        let folder = std::env::temp_dir().join(format!("xtask-plot-{}", std::process::id()));
-        let named = |what: &str, size| BenchRow { what: what.to_owned(), ..row(size, 1.0) };
+        let folder = std::env::temp_dir().join(format!("kvbench-plot-{}", std::process::id()));
+        let named = |what: &str, size| BenchRow {
+            what: what.to_owned(),
+            sweep: None,
+            size,
+            unit: "bytes".to_owned(),
+            seconds: 1.0,
+            limit: "memcpy".to_owned(),
+            limit_seconds: 1.0,
+            ratio: 1.0,
+            double: false,
+        };
         let all =
             [("scatter bf16", 1.0), ("scatter bf16", 2.0), ("gather", 1.0), ("gather", 4.0), ("rope", 1.0)];
         let written = write(&folder, &sweeps(all.map(|(what, size)| named(what, size)).to_vec()));

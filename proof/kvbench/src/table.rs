@@ -1,14 +1,12 @@
-//! The table of `docs/benchmarks.md`.
+//! The table of `docs/benchmarks.md`, in Markdown.
 
 use std::fmt::Write as _;
 
-use super::BenchBackend;
-use super::aims::verdict;
-use super::rows::Sweep;
-use crate::page;
+use crate::aims::verdict;
+use crate::rows::{Sweep, parsed, sweeps};
 
-/// Returns the table in Markdown.
-pub(super) fn table(sweeps: &[Sweep]) -> String {
+/// Returns the table of sweeps.
+pub fn table(sweeps: &[Sweep]) -> String {
     let mut text = String::from(
         "| what | size | time | bytes/s | limit or peer | its time | ratio | aim | exponent |\n\
          |---|---|---|---|---|---|---|---|---|\n",
@@ -36,6 +34,12 @@ pub(super) fn table(sweeps: &[Sweep]) -> String {
     text
 }
 
+/// Returns the table of the rows in the output of a benchmark, or `None` without rows.
+pub fn printed(output: &str) -> Option<String> {
+    let rows = parsed(output);
+    (!rows.is_empty()).then(|| table(&sweeps(rows)))
+}
+
 fn size(size: f64, unit: &str) -> String {
     let mib = size / f64::from(1 << 20);
     match unit {
@@ -45,14 +49,14 @@ fn size(size: f64, unit: &str) -> String {
     }
 }
 
-/// Formats a ratio with at least two digits, however small the ratio.
+/// Formats a ratio with at least two digits.
 fn ratio(ratio: f64) -> String {
     let zeros = (-ratio.log10()).ceil().clamp(1.0, 9.0) as usize;
     format!("{ratio:.*}", zeros + 1)
 }
 
-/// Returns a time in the unit that suits it.
-pub(crate) fn duration(seconds: f64) -> String {
+/// Formats a time in the unit that fits it.
+pub fn duration(seconds: f64) -> String {
     match seconds {
         s if s < 1e-6 => format!("{:.1} ns", s * 1e9),
         s if s < 1e-3 => format!("{:.1} µs", s * 1e6),
@@ -61,25 +65,10 @@ pub(crate) fn duration(seconds: f64) -> String {
     }
 }
 
-/// Returns the command that writes the table of a backend; the CPU's is the one without a name.
-fn command(backend: BenchBackend) -> &'static str {
-    match backend {
-        BenchBackend::Cpu => "cargo xtask bench --write",
-        BenchBackend::Products => "cargo xtask bench --backend products --write",
-        BenchBackend::Cuda => "cargo xtask bench --backend cuda --write",
-        BenchBackend::Wgpu => "cargo xtask bench --backend wgpu --write",
-    }
-}
-
-/// Returns a page with another table of a backend.
-pub(super) fn replaced(text: &str, backend: BenchBackend, table: &str) -> Option<String> {
-    page::replaced(text, command(backend), table)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::rows::{BenchRow, sweeps, tests::row};
+    use crate::rows::{BenchRow, tests::row};
 
     #[test]
     fn a_row_of_the_table_ends_in_its_exponent() {
@@ -100,18 +89,5 @@ mod tests {
     fn small_ratios_keep_two_digits() {
         let all = [23.224, 1.0, 0.5, 0.1, 0.0999, 0.012, 0.00034].map(ratio);
         assert_eq!(all, ["23.22", "1.00", "0.50", "0.10", "0.100", "0.012", "0.00034"]);
-    }
-
-    #[test]
-    fn each_backend_has_its_table() {
-        let page = include_str!("../../../docs/benchmarks.md");
-        for backend in [BenchBackend::Cpu, BenchBackend::Products, BenchBackend::Cuda, BenchBackend::Wgpu] {
-            assert!(replaced(page, backend, "new").is_some_and(|page| page.contains(
-                "
-
-new
-"
-            )));
-        }
     }
 }

@@ -1,30 +1,30 @@
-//! Rows of other software on the same card, which `proof/peers/gpu.py` prints, beside ours.
+//! Rows of other software on the same card, printed by `proof/peers/gpu.py`, next to our rows.
 
 use std::fmt::Write as _;
 
+use kvbench::rows::LargestRow;
+use kvbench::table::duration;
 use serde::Deserialize;
 
-use crate::bench::{Printed, duration};
-
-/// A row of the script of the peers.
+/// A row that the peers' script prints.
 #[derive(Debug, Deserialize)]
 pub(super) struct Peer {
     what: String,
-    /// Name of our row that does the same, if there is one.
+    /// The name of our row for the same work, if there is one.
     ours: Option<String>,
     pub(super) seconds: Option<f64>,
     bytes: Option<f64>,
-    /// The reason why it was not measured.
+    /// The reason for a missing measurement.
     pub(super) skipped: Option<String>,
 }
 
-/// Returns the rows that the script printed.
+/// Returns the rows in the output of the script.
 pub(super) fn rows(output: &str) -> Vec<Peer> {
     output.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
-/// Returns the table of the peers beside our rows.
-pub(super) fn table(rows: &[Peer], ours: &[Printed]) -> String {
+/// Returns the table of the peers with our rows.
+pub(super) fn table(rows: &[Peer], ours: &[LargestRow]) -> String {
     let mut text =
         "| peer | size | its time | bytes/s | ours | our time | times as fast |\n|---|---|---|---|---|---|---|\n".to_owned();
     for Peer { what, ours: name, seconds, bytes, skipped } in rows {
@@ -36,8 +36,8 @@ pub(super) fn table(rows: &[Peer], ours: &[Printed]) -> String {
         };
         let bytes = bytes.unwrap_or(0.0);
         let (mib, rate) = (bytes / f64::from(1 << 20), bytes / seconds * 1e-9);
-        // On a card with less memory ours may be of another size: then nothing is compared.
-        let same_size = |us: &&Printed| us.bytes.is_none_or(|of_us| (of_us / bytes - 1.0).abs() < 0.02);
+        // On a card with less memory our row may have another size. Then nothing is compared.
+        let same_size = |us: &&LargestRow| us.bytes.is_none_or(|of_us| (of_us / bytes - 1.0).abs() < 0.02);
         let known = name.as_ref().and_then(|name| ours.iter().find(|known| known.what == *name));
         let (name, time, faster) = match known.filter(same_size) {
             Some(us) => (us.what.as_str(), duration(us.seconds), format!("{:.2}", seconds / us.seconds)),
@@ -57,10 +57,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn peers_stand_beside_our_rows_or_say_why_not() {
+    fn peers_are_compared_with_our_rows_or_give_a_reason() {
         let output = "{\"what\":\"torch\",\"ours\":\"cuda: x\",\"seconds\":0.002,\"bytes\":4e9}\n\
              {\"what\":\"triton\",\"skipped\":\"not installed\"}\nelse\n";
-        let us = |bytes| [Printed { what: "cuda: x".to_owned(), bytes: Some(bytes), seconds: 0.001 }];
+        let us = |bytes| [LargestRow { what: "cuda: x".to_owned(), bytes: Some(bytes), seconds: 0.001 }];
         let shown = table(&rows(output), &us(4e9));
         let lines: Vec<&str> = shown.lines().skip(2).collect();
         assert_eq!(lines[0], "| torch | 3815 MiB | 2.00 ms | 2000 GB/s | cuda: x | 1.00 ms | 2.00 |");

@@ -1,8 +1,10 @@
-//! `cargo xtask published --goldens`: answers of the published model against those of Hugging Face transformers.
+//! `cargo xtask published --goldens`: answers of the published model against the answers of Hugging Face
+//! transformers.
 //!
-//! `proof/goldens/published_model` has prompts and goldens, and says how they are made. `kvc` answers each prompt twice: from the converted
-//! directory in f32, where it must choose the same tokens (no golden has a tie), and from the GGUF file, whose blocks it multiplies as
-//! they are stored. There the golden's answer is read back, so that a place counts by itself and not by what was chosen before it.
+//! `proof/goldens/published_model` holds prompts and goldens, and explains how they are made. `kvc` answers
+//! each prompt twice. From the converted directory in f32 it must choose the same tokens (no golden has a
+//! tie). From the GGUF file it multiplies blocks as they are stored; there the golden's answer is read back,
+//! so each place counts for itself and does not depend on the tokens chosen before it.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,29 +13,17 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use super::{FOLDER, folder, model, program};
-use crate::run::{Result, cargo, root};
-use crate::tools::{Tool, require};
+use xtask::published::{GOLDENS, NEEDS, directory, folder, model};
+use xtask::run::{self, Result, root};
+use xtask::tools::require;
 
-/// The prompts, the goldens, and the program that converts the model.
-const TOOLS: &str = "proof/goldens/published_model";
+use super::{build, program};
 
-/// The packages that the program needs, and their folder below that of the model.
-const PACKAGES: &str = "gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0";
-const PYTHON: &str = "python";
-
-/// The directory that the program makes, below the folder of the model, and the file that it writes last.
-const DIRECTORY: &str = "hf";
-const LAST: &str = "tokenizer_config.json";
-
-/// What the comparison needs.
-pub(crate) const NEEDS: &[Tool] = &[Tool::PublishedModel, Tool::PublishedDirectory];
-
-/// The least share of places at which the GGUF file must have the golden's token.
+/// The least share of places at which the answer from the GGUF file must have the golden's token.
 const OF_FILE: f64 = 0.99;
 
 #[derive(Deserialize)]
-struct Prompts {
+struct PromptFile {
     prompts: Vec<Prompt>,
 }
 
@@ -46,29 +36,29 @@ struct Prompt {
 }
 
 #[derive(Deserialize)]
-struct Goldens {
+struct GoldenFile {
     /// The end token of the model.
     end: u32,
-    /// The largest difference of the reference's logits from those in double precision.
+    /// The largest difference between the reference's logits and logits in double precision.
     #[cfg(test)]
     rounding: f64,
     answers: Vec<Golden>,
 }
 
-/// What transformers makes of a prompt.
+/// The answer of transformers to a prompt.
 #[derive(Deserialize)]
 struct Golden {
     name: String,
     prompt: Vec<u32>,
-    /// The tokens of the answer, with the end token.
+    /// The tokens of the answer, including the end token.
     answer: Vec<u32>,
-    /// By how much each of them is ahead of the second likeliest.
+    /// The lead of each token over the second likeliest.
     margins: Vec<f64>,
 }
 
-/// What `kvc` says of a prompt.
+/// The answer of `kvc` to a prompt.
 #[derive(Deserialize)]
-struct Said {
+struct KvcAnswer {
     tokens: Vec<u32>,
     finish: String,
     prompt_tokens: usize,
@@ -81,29 +71,11 @@ struct ReadBack {
     likeliest: Vec<u32>,
 }
 
-/// Returns the path of the converted directory.
-pub(crate) fn directory() -> PathBuf {
-    folder().join(DIRECTORY)
-}
-
-/// Returns whether the converted directory is here.
-pub(crate) fn is_here() -> bool {
-    directory().join(LAST).is_file()
-}
-
-/// Returns the command that converts the model, which must be here.
-pub(crate) fn bring() -> String {
-    format!(
-        "python3 -m pip install -q --target {FOLDER}/{PYTHON} {PACKAGES} && PYTHONPATH={FOLDER}/{PYTHON} python3 \
-         {TOOLS}/convert.py {FOLDER}/smollm2.gguf {FOLDER}/{DIRECTORY}"
-    )
-}
-
 pub(super) fn check() -> Result {
     require("`cargo xtask published --goldens`", NEEDS)?;
-    cargo(&["build", "--release", "--quiet", "--workspace", "--all-features"])?;
-    let prompts: Prompts = read("prompts.json")?;
-    let Goldens { end, answers: goldens, .. } = read("goldens.json")?;
+    build()?;
+    let prompts: PromptFile = read("prompts.json")?;
+    let GoldenFile { end, answers: goldens, .. } = read("goldens.json")?;
     let (mut places, mut equal, mut wrong) = (0, 0, Vec::new());
     println!(
         "{:<40} {:>6} {:>6} {:>9} {:>9} {:>6}",
@@ -131,8 +103,8 @@ pub(super) fn check() -> Result {
     if wrong.is_empty() { Ok(()) } else { Err(wrong.join("; ")) }
 }
 
-/// Returns the number of tokens that were chosen before one differs from the golden.
-fn chosen(golden: &Golden, end: u32, said: Said) -> Result<usize> {
+/// Returns the number of chosen tokens before the first that differs from the golden.
+fn chosen(golden: &Golden, end: u32, said: KvcAnswer) -> Result<usize> {
     if said.prompt_tokens != golden.prompt.len() {
         let tokens = said.prompt_tokens;
         return Err(format!("{:?} has {tokens} tokens, not {}", golden.name, golden.prompt.len()));
@@ -142,8 +114,8 @@ fn chosen(golden: &Golden, end: u32, said: Said) -> Result<usize> {
     Ok(tokens.zip(&golden.answer).take_while(|(ours, theirs)| ours == *theirs).count())
 }
 
-/// Returns the number of places of the golden's answer, read back, at which its token is the likeliest.
-fn read_back(golden: &Golden, said: &Said) -> Result<usize> {
+/// Returns the number of places at which the token of the golden's answer, read back, is the likeliest.
+fn read_back(golden: &Golden, said: &KvcAnswer) -> Result<usize> {
     let read = said.read_back.as_ref().ok_or("`kvc run --answer` does not say what it read")?;
     if read.prompt != golden.prompt {
         return Err(format!("{:?} has other tokens than its golden", golden.name));
@@ -151,15 +123,15 @@ fn read_back(golden: &Golden, said: &Said) -> Result<usize> {
     Ok(read.likeliest.iter().zip(&golden.answer).filter(|(ours, theirs)| ours == theirs).count())
 }
 
-/// Asks a model a prompt for so many tokens. If an answer is given, it is read back.
-fn ask(model: &Path, prompt: &Prompt, tokens: usize, answer: Option<&[u32]>) -> Result<Said> {
+/// Asks a model to answer a prompt with at most `tokens` tokens, or to read back an answer.
+fn ask(model: &Path, prompt: &Prompt, tokens: usize, answer: Option<&[u32]>) -> Result<KvcAnswer> {
     let asked = folder().join("prompt");
     let (option, text) = match (&prompt.text, &prompt.messages) {
         (Some(text), None) => ("--prompt-file", text.clone()),
         (None, Some(messages)) => ("--messages", messages.to_string()),
         _ => return Err(format!("{:?} is neither a text nor a conversation", prompt.name)),
     };
-    std::fs::write(&asked, text).map_err(|e| format!("{}: {e}", asked.display()))?;
+    run::write(&asked, &text)?;
     let mut command = Command::new(program());
     command.args(["run", "--json", "--kv-memory", "1024", option]).arg(&asked).arg("--model").arg(model);
     command.args(["--max-new-tokens", &tokens.to_string()]);
@@ -176,8 +148,8 @@ fn ask(model: &Path, prompt: &Prompt, tokens: usize, answer: Option<&[u32]>) -> 
 
 /// Reads a file of the goldens' folder.
 fn read<T: DeserializeOwned>(name: &str) -> Result<T> {
-    let path = root().join(TOOLS).join(name);
-    let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let path = root().join(GOLDENS).join(name);
+    let text = run::read(&path)?;
     serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))
 }
 
@@ -189,7 +161,7 @@ mod tests {
     fn tokens_count_up_to_the_first_difference_and_places_by_themselves() {
         let golden =
             Golden { name: String::new(), prompt: vec![1], answer: vec![5, 6, 2], margins: vec![1.0; 3] };
-        let said = |tokens: &[u32], finish: &str| Said {
+        let said = |tokens: &[u32], finish: &str| KvcAnswer {
             tokens: tokens.to_vec(),
             finish: finish.to_owned(),
             prompt_tokens: 1,
@@ -204,7 +176,7 @@ mod tests {
 
     #[test]
     fn every_prompt_has_its_golden_and_none_has_a_tie() {
-        let (prompts, goldens): (Prompts, Goldens) =
+        let (prompts, goldens): (PromptFile, GoldenFile) =
             (read("prompts.json").unwrap(), read("goldens.json").unwrap());
         assert!(prompts.prompts.iter().map(|p| &p.name).eq(goldens.answers.iter().map(|g| &g.name)));
         let lengths = || goldens.answers.iter().map(|golden| golden.prompt.len());

@@ -1,7 +1,8 @@
-//! The finals: the cells and a few strategies answer hundreds of local questions beside full attention.
+//! The finals: full attention, the cells and a few strategies answer hundreds of local questions.
 //!
-//! Answers are kept in a file a draw, so that a run goes on where another one was stopped. What was right is written to
-//! `proof/kvlab/tests/published`, by which a test holds the gate to its verdicts. A run on another machine goes on from there.
+//! The answers to each draw are kept in a file, and a run goes on where another one stopped. The grades are
+//! written to `proof/kvlab/tests/published`, from which a run on another machine goes on. A test checks the
+//! gate's verdicts on them.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,27 +12,28 @@ use std::process::Command;
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Answer, Asked, FLOPS, FULL, KEPT, QUALITY, ask, folder, plain, program, read, with_shares, write_table,
+    AnswerLine, EvalCall, FLOPS, FULL, KEPT, QUALITY, ask, plain, program, read, with_shares, write_table,
 };
-use crate::run::{Result, root};
+use xtask::published::folder;
+use xtask::run::{Result, create_folder, read as read_text, root, write as write_text};
 
-/// The name under which the page has the table.
+/// The command that the page names before the table.
 const TABLE: &str = "cargo xtask published --answers";
 
 /// Questions in a draw.
 const QUESTIONS: usize = 20;
 
-/// The first draw of the questions by which times are measured: others than those that are judged.
+/// The first draw of the questions that are timed. They are not the judged ones.
 const TIMED: usize = 1000;
 
-/// What is asked about so many documents.
+/// The final's questions for one number of documents.
 struct Final {
     documents: usize,
     draws: usize,
     ways: &'static [&'static str],
 }
 
-/// The ways to answer beside full attention: the cells, and then the finalists of the screen.
+/// The strategies next to full attention: the cells, then the finalists of the screen.
 const WAYS: &[&str] = &[
     "overlapped, with-system, none",
     "overlapped, alone, none",
@@ -45,52 +47,42 @@ const WAYS: &[&str] = &[
     "sequential, alone, link:32",
 ];
 
-/// The ways and the numbers of documents that the README shows.
-const SHORT: &[&str] = &[
-    FULL,
-    DEFAULT,
-    "sequential, alone, link:32",
-    "sequential, alone, link:16",
-    "sequential, alone, none",
-    "overlapped, with-system, none",
-];
-const SHORT_DOCUMENTS: [usize; 2] = [2, 4];
-
-/// The way that `kvc` takes by default.
-const DEFAULT: &str = "sequential, with-system, question:0.5";
-
-/// With eight documents full attention itself answers too little to judge anything by: a few questions show it.
+/// With eight documents full attention itself answers too few questions right to judge by, as a few questions
+/// show.
 const FINALS: [Final; 3] = [
     Final { documents: 2, draws: 20, ways: WAYS },
     Final { documents: 4, draws: 20, ways: WAYS },
     Final { documents: 8, draws: 2, ways: &["sequential, with-system, question:0.5"] },
 ];
 
-/// What was right of the answers about so many documents.
+/// The grades of the answers for one number of documents.
 #[derive(Serialize, Deserialize)]
-struct Kept {
+struct KeptFinal {
     documents: usize,
     questions: usize,
     /// Full attention first.
-    ways: Vec<Way>,
+    ways: Vec<WayResult>,
 }
 
-/// The answers given in one way: a 1 for each that is right and a 0 for each that is not, in the order of draws and questions.
+/// The answers with one strategy.
 #[derive(Serialize, Deserialize)]
-struct Way {
+struct WayResult {
     name: String,
+    /// A 1 for each right answer and a 0 for each wrong one, in the order of draws and questions.
     right: String,
-    /// The share of document tokens computed anew.
-    anew: f64,
+    /// The share of document tokens that were recomputed.
+    #[serde(rename = "anew")]
+    recomputed: f64,
     /// Operations of the prefill, as a share of full attention's.
     operations: f64,
-    /// The median time to first token in milliseconds, of questions asked one after another on an idle machine.
+    /// The median time to first token in milliseconds, for questions asked one after another on an idle
+    /// machine.
     ttft_ms: Option<f64>,
 }
 
-/// Asks what has not been answered yet, and measures times.
+/// Asks the questions without answers, and measures times.
 pub(super) fn run() -> Result {
-    unpack()?;
+    restore()?;
     for Final { documents, draws, ways } in FINALS {
         for draw in 0..draws {
             println!("{documents} documents, draw {} of {draws}", draw + 1);
@@ -99,13 +91,13 @@ pub(super) fn run() -> Result {
         if read_kept(documents)?.is_some_and(|kept| kept.times(ways)) {
             continue;
         }
-        let asked = Asked { documents, first: TIMED, draws: 1, questions: QUESTIONS, local: true };
+        let asked = EvalCall { documents, first: TIMED, draws: 1, questions: QUESTIONS, local: true };
         ask(ways, asked, "answers", &times(documents))?;
     }
     keep()
 }
 
-/// Asks a draw in the ways in which it was not asked before.
+/// Asks a draw with the strategies that have not answered it.
 fn complete(documents: usize, draw: usize, ways: &[&str]) -> Result {
     let file = answers(documents, draw);
     let old = std::fs::read_to_string(&file).unwrap_or_default();
@@ -115,24 +107,22 @@ fn complete(documents: usize, draw: usize, ways: &[&str]) -> Result {
     if missing.is_empty() {
         return Ok(());
     }
-    let asked = Asked { documents, first: draw, draws: 1, questions: QUESTIONS, local: true };
+    let asked = EvalCall { documents, first: draw, draws: 1, questions: QUESTIONS, local: true };
     let more = file.with_extension("more");
     ask(&missing, asked, "answers", &more)?;
-    let new = std::fs::read_to_string(&more).map_err(|e| format!("{}: {e}", more.display()))?;
-    std::fs::write(&file, old + &new).map_err(|e| format!("{}: {e}", file.display()))?;
+    write_text(&file, &(old + &read_text(&more)?))?;
     std::fs::remove_file(&more).map_err(|e| format!("{}: {e}", more.display()))
 }
 
-/// Writes the answers to draws that were asked elsewhere, as far as they are kept: whether each was right, and the cost of each way
-/// on average.
-fn unpack() -> Result {
-    std::fs::create_dir_all(folder().join("finals")).map_err(|e| e.to_string())?;
+/// Restores the answers to draws from the kept grades, with each strategy's average cost.
+fn restore() -> Result {
+    create_folder(&folder().join("finals"))?;
     for Final { documents, draws, .. } in FINALS {
         let Some(kept) = read_kept(documents)? else { continue };
         for draw in (0..draws).filter(|draw| (draw + 1) * QUESTIONS <= kept.questions) {
             let file = answers(documents, draw);
             if !file.exists() {
-                std::fs::write(&file, kept.draw(draw)).map_err(|e| format!("{}: {e}", file.display()))?;
+                write_text(&file, &kept.draw(draw))?;
             }
         }
     }
@@ -144,13 +134,13 @@ fn answers(documents: usize, draw: usize) -> PathBuf {
     folder().join(format!("finals/answers-{documents}-{draw}.jsonl"))
 }
 
-/// Returns the file of the answers by which times are measured.
+/// Returns the file of the timed answers.
 fn times(documents: usize) -> PathBuf {
     folder().join(format!("finals/times-{documents}.jsonl"))
 }
 
-/// Returns the names of ways, in the order in which they first occur.
-fn names(answers: &[Answer]) -> Vec<String> {
+/// Returns the names of strategies, in the order in which they first occur.
+fn names(answers: &[AnswerLine]) -> Vec<String> {
     let mut names = Vec::new();
     for answer in answers {
         let name = plain(&answer.name);
@@ -161,24 +151,24 @@ fn names(answers: &[Answer]) -> Vec<String> {
     names
 }
 
-/// Returns the path of what is kept about so many documents.
+/// Returns the path of the kept grades for a number of documents.
 fn kept(documents: usize) -> PathBuf {
     root().join(KEPT).join(format!("{documents}.json"))
 }
 
-/// Returns what is kept about so many documents.
-fn read_kept(documents: usize) -> Result<Option<Kept>> {
+/// Returns the kept grades for a number of documents.
+fn read_kept(documents: usize) -> Result<Option<KeptFinal>> {
     let path = kept(documents);
     if !path.exists() {
         return Ok(None);
     }
-    let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let text = read_text(&path)?;
     serde_json::from_str(&text).map(Some).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-impl Kept {
-    /// Returns the cells of a way's row before the points that it loses, and those behind them.
-    fn cells(&self, way: &Way) -> [String; 2] {
+impl KeptFinal {
+    /// Returns the cells of a strategy's row before and after the points that it loses.
+    fn cells(&self, way: &WayResult) -> [String; 2] {
         let time = match (way.ttft_ms, self.time(FULL)) {
             (Some(ms), Some(full)) => format!("{ms:.0} ms, {:.0} %", 100.0 * ms / full),
             _ => "–".to_owned(),
@@ -186,23 +176,23 @@ impl Kept {
         let (right, asked) = (way.right.matches('1').count(), self.questions);
         [
             format!("| {} | {} | {right} of {asked} | ", self.documents, way.name),
-            format!(" | {:.0} % | {:.0} % | {time} |", 100.0 * way.anew, 100.0 * way.operations),
+            format!(" | {:.0} % | {:.0} % | {time} |", 100.0 * way.recomputed, 100.0 * way.operations),
         ]
     }
 
-    /// Returns the answers to a draw, a line each.
+    /// Returns the answers to a draw, one per line.
     fn draw(&self, draw: usize) -> String {
         let mut text = String::new();
-        for Way { name, right, anew, operations, .. } in &self.ways {
+        for WayResult { name, right, recomputed, operations, .. } in &self.ways {
             for (question, right) in right.bytes().skip(draw * QUESTIONS).take(QUESTIONS).enumerate() {
-                text += &Answer {
+                text += &AnswerLine {
                     name: name.clone(),
                     draw,
                     question,
                     right: Some(right == b'1'),
                     divergence: None,
                     agreement: None,
-                    recomputed: *anew,
+                    recomputed: *recomputed,
                     flops: operations * FLOPS,
                     ttft_ms: 0.0,
                 }
@@ -212,21 +202,21 @@ impl Kept {
         text
     }
 
-    /// Returns the median time to first token of a way.
+    /// Returns the median time to first token of a strategy.
     fn time(&self, way: &str) -> Option<f64> {
         self.ways.iter().find(|known| known.name == way)?.ttft_ms
     }
 
-    /// Returns whether there are times of all ways.
+    /// Returns true if the times of all strategies are known.
     fn times(&self, ways: &[&str]) -> bool {
         ways.iter().chain([&FULL]).all(|way| self.time(way).is_some())
     }
 }
 
-/// Keeps what was right of the draws that were asked in all ways.
+/// Writes the grades of the draws that all strategies have answered.
 fn keep() -> Result {
     for Final { documents, draws, ways } in FINALS {
-        // Draws are numbered by their order here: none after a gap counts.
+        // Kept draws are numbered by their order: none after a gap counts.
         let mut draw_answers = Vec::new();
         for draw in (0..draws).take_while(|&draw| answers(documents, draw).exists()) {
             let answers = read(&answers(documents, draw))?;
@@ -242,8 +232,8 @@ fn keep() -> Result {
         let timed = times(documents);
         let timed = if timed.exists() { read(&timed)? } else { Vec::new() };
         let all = || std::iter::once(FULL).chain(ways.iter().copied());
-        let mut ways: Vec<Way> = all().map(|way| of_way(way, &draw_answers, &timed)).collect();
-        // Times of one machine only: those that were kept go when all are new.
+        let mut ways: Vec<WayResult> = all().map(|way| of_way(way, &draw_answers, &timed)).collect();
+        // All times are of one machine: kept times stay unless all are new.
         if let Some(before) = read_kept(documents)?
             && ways.iter().any(|way| way.ttft_ms.is_none())
         {
@@ -252,17 +242,17 @@ fn keep() -> Result {
             }
         }
         let questions = ways.first().map_or(0, |way| way.right.len());
-        let text =
-            serde_json::to_string_pretty(&Kept { documents, questions, ways }).map_err(|e| e.to_string())?;
+        let text = serde_json::to_string_pretty(&KeptFinal { documents, questions, ways })
+            .map_err(|e| e.to_string())?;
         let path = kept(documents);
-        std::fs::create_dir_all(root().join(KEPT)).map_err(|e| e.to_string())?;
-        std::fs::write(&path, text + "\n").map_err(|e| format!("{}: {e}", path.display()))?;
+        create_folder(&root().join(KEPT))?;
+        write_text(&path, &(text + "\n"))?;
     }
     Ok(())
 }
 
-/// Gathers the answers of a way, question by question. Of several answers to one question, the first counts.
-fn of_way(way: &str, draws: &[Vec<Answer>], timed: &[Answer]) -> Way {
+/// Gathers the answers of a strategy, question by question. The first answer to a question counts.
+fn of_way(way: &str, draws: &[Vec<AnswerLine>], timed: &[AnswerLine]) -> WayResult {
     let mut of_questions: BTreeMap<(usize, usize), (bool, f64, f64)> = BTreeMap::new();
     for (answer, share) in draws.iter().flat_map(|answers| with_shares(answers)) {
         if plain(&answer.name) == way {
@@ -272,15 +262,15 @@ fn of_way(way: &str, draws: &[Vec<Answer>], timed: &[Answer]) -> Way {
         }
     }
     let mean = |values: &mut dyn Iterator<Item = f64>| values.sum::<f64>() / of_questions.len().max(1) as f64;
-    let anew = mean(&mut of_questions.values().map(|(_, recomputed, _)| *recomputed));
+    let recomputed = mean(&mut of_questions.values().map(|(_, share, _)| *share));
     let operations = mean(&mut of_questions.values().map(|(_, _, share)| *share));
     let mut times: Vec<f64> =
         timed.iter().filter(|answer| plain(&answer.name) == way).map(|answer| answer.ttft_ms).collect();
     times.sort_by(f64::total_cmp);
-    Way {
+    WayResult {
         name: way.to_owned(),
         right: of_questions.values().map(|(right, ..)| if *right { '1' } else { '0' }).collect(),
-        anew: rounded(anew),
+        recomputed: rounded(recomputed),
         operations: rounded(operations),
         ttft_ms: times.get(times.len() / 2).map(|ms| (ms * 10.0).round() / 10.0),
     }
@@ -290,27 +280,27 @@ fn rounded(share: f64) -> f64 {
     (share * 1e4).round() / 1e4
 }
 
-/// What `kvc eval --read --json` says of a way.
+/// The output of `kvc eval --read --json`.
 #[derive(Deserialize)]
 struct Scores {
-    scores: Vec<Score>,
+    scores: Vec<WayScore>,
 }
 
 #[derive(Deserialize)]
-struct Score {
+struct WayScore {
     name: String,
-    paired: Option<Bounds>,
+    paired: Option<LossBounds>,
 }
 
 #[derive(Clone, Copy, Deserialize)]
-struct Bounds {
+struct LossBounds {
     loss: f64,
     at_least: f64,
     at_most: f64,
 }
 
-/// Returns what the answers say of the loss of each way.
-fn bounds(documents: usize, draws: usize) -> Result<BTreeMap<String, Bounds>> {
+/// Returns the loss of each strategy with its bounds, by the answers.
+fn bounds(documents: usize, draws: usize) -> Result<BTreeMap<String, LossBounds>> {
     let mut command = Command::new(program());
     command.args(["eval", "--json"]);
     for draw in (0..draws).filter(|&draw| answers(documents, draw).exists()) {
@@ -322,41 +312,16 @@ fn bounds(documents: usize, draws: usize) -> Result<BTreeMap<String, Bounds>> {
     }
     let scores: Scores =
         serde_json::from_slice(&output.stdout).map_err(|e| format!("`kvc eval` printed {e}"))?;
-    let of = |score: Score| Some((plain(&score.name), score.paired?));
+    let of = |score: WayScore| Some((plain(&score.name), score.paired?));
     Ok(scores.scores.into_iter().filter_map(of).collect())
 }
 
-/// Returns the table of the README: few ways, and of what they cost the time alone.
-fn short() -> Result<String> {
-    let mut all = Vec::new();
-    for Final { documents, .. } in FINALS.iter().filter(|of| SHORT_DOCUMENTS.contains(&of.documents)) {
-        all.extend(read_kept(*documents)?);
-    }
-    let mut table = String::from("| positions, mode, recomputed |");
-    for Kept { documents, questions, .. } in &all {
-        let _ = write!(table, " {documents} notes: right, of {questions} | time to first token |");
-    }
-    let _ = writeln!(table, "\n|---|{}", "---|---|".repeat(all.len()));
-    for way in SHORT {
-        let _ = write!(table, "| {way}{} |", if *way == DEFAULT { " (the default)" } else { "" });
-        for kept in &all {
-            let right =
-                kept.ways.iter().find(|kept| kept.name == *way).map(|kept| kept.right.matches('1').count());
-            let right = right.map_or_else(|| "–".to_owned(), |right| right.to_string());
-            let time = kept.time(way).map_or_else(|| "–".to_owned(), |ms| format!("{ms:.0} ms"));
-            let _ = write!(table, " {right} | {time} |");
-        }
-        table.push('\n');
-    }
-    Ok(table)
-}
-
-/// Writes the tables of docs/quality.md and of the README.
+/// Writes the table of docs/quality.md.
 pub(super) fn write() -> Result {
-    unpack()?;
+    restore()?;
     keep()?;
     let mut table = String::from(
-        "| documents | positions, mode, recomputed | right | points lost | tokens anew | operations | time to first token |\n\
+        "| documents | positions, mode, recomputed | right | points lost | tokens recomputed | operations | time to first token |\n\
          |---|---|---|---|---|---|---|\n",
     );
     for Final { documents, draws, .. } in FINALS {
@@ -364,7 +329,7 @@ pub(super) fn write() -> Result {
         let bounds = bounds(documents, draws)?;
         for way in &kept.ways {
             let lost = match bounds.get(&way.name).filter(|_| way.name != FULL) {
-                Some(Bounds { loss, at_least, at_most }) => {
+                Some(LossBounds { loss, at_least, at_most }) => {
                     let [loss, least, most] = [loss, at_least, at_most].map(|share| 100.0 * share);
                     format!("{loss:.1} ({least:.1} to {most:.1})")
                 }
@@ -374,16 +339,15 @@ pub(super) fn write() -> Result {
             let _ = writeln!(table, "{right}{lost}{costs}");
         }
     }
-    write_table(QUALITY, TABLE, &table)?;
-    write_table("README.md", TABLE, &short()?)
+    write_table(QUALITY, TABLE, &table)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn answer(name: &str, question: usize, right: bool, flops: f64) -> Answer {
-        Answer {
+    fn answer(name: &str, question: usize, right: bool, flops: f64) -> AnswerLine {
+        AnswerLine {
             name: name.to_owned(),
             draw: 3,
             question,
@@ -397,7 +361,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_kept_of_a_way_is_in_the_order_of_questions_and_counts_once() {
+    fn kept_answers_are_in_the_order_of_questions_and_count_once() {
         let way = "sequential, alone, blend:0.2@10:values";
         let draws = [vec![
             answer(FULL, 0, true, 100.0),
@@ -408,18 +372,18 @@ mod tests {
             answer(way, 0, true, 100.0),
         ]];
         let kept = of_way("sequential, alone, blend:0.2@10", &draws, &draws[0]);
-        assert_eq!((kept.right.as_str(), kept.anew, kept.ttft_ms), ("10", 0.25, Some(100.0)));
+        assert_eq!((kept.right.as_str(), kept.recomputed, kept.ttft_ms), ("10", 0.25, Some(100.0)));
         assert!((kept.operations - 0.3).abs() < 1e-9, "{}", kept.operations);
         assert_eq!(of_way(FULL, &draws, &[]).right, "11");
         assert_eq!(names(&draws[0]), [FULL, "sequential, alone, blend:0.2@10"]);
     }
 
     #[test]
-    fn answers_that_are_unpacked_are_kept_again_as_they_were() {
-        let way = |name: &str, draws: [&str; 2], anew, operations| Way {
+    fn restored_answers_are_kept_again_as_they_were() {
+        let way = |name: &str, draws: [&str; 2], recomputed, operations| WayResult {
             name: name.to_owned(),
             right: draws.concat(),
-            anew,
+            recomputed,
             operations,
             ttft_ms: None,
         };
@@ -428,32 +392,49 @@ mod tests {
             way(FULL, [&second, &first], 1.0, 1.0),
             way("sequential, alone, none", [&first, &second], 0.0, 0.0372),
         ];
-        let kept = Kept { documents: 4, questions: 2 * QUESTIONS, ways };
+        let kept = KeptFinal { documents: 4, questions: 2 * QUESTIONS, ways };
         let read = |draw| kept.draw(draw).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        let draws: Vec<Vec<Answer>> = (0..2).map(read).collect();
+        let draws: Vec<Vec<AnswerLine>> = (0..2).map(read).collect();
         for way in &kept.ways {
             let again = of_way(&way.name, &draws, &[]);
-            assert_eq!((&again.right, again.anew), (&way.right, way.anew));
+            assert_eq!((&again.right, again.recomputed), (&way.right, way.recomputed));
             assert!((again.operations - way.operations).abs() < 1e-6, "{}", again.operations);
         }
     }
 
-    #[test]
-    fn the_readme_shows_ways_that_were_asked() {
-        assert!(SHORT[1..].iter().all(|way| WAYS.contains(way)));
-        let table = short().unwrap();
-        assert_eq!(table.lines().count(), SHORT.len() + 2);
-        assert!(!table.contains('–'), "{table}");
-        let readme = include_str!("../../../README.md");
-        assert_eq!(
-            crate::page::table(readme, TABLE),
-            Some(table.trim()),
-            "`cargo xtask published --table` writes it"
-        );
+    /// Returns the right answers and the times of some strategies, as `least to most`.
+    fn shown(kept: &KeptFinal, strategies: impl Fn(&str) -> bool) -> [String; 2] {
+        let ways = || kept.ways.iter().filter(|way| strategies(&way.name));
+        let range = |values: Vec<u32>| match (values.iter().min(), values.iter().max()) {
+            (Some(least), Some(most)) if least < most => format!("{least} to {most}"),
+            (Some(all), _) => all.to_string(),
+            _ => String::new(),
+        };
+        let right = ways().map(|way| way.right.matches('1').count() as u32).collect();
+        let ms = ways().map(|way| way.ttft_ms.unwrap_or_default().round() as u32).collect();
+        [range(right), format!("{} ms", range(ms))]
     }
 
     #[test]
-    fn finals_that_were_kept_are_whole() {
+    fn the_readme_shows_the_kept_finals() {
+        let readme = include_str!("../../../../README.md").replace(['*', ','], "");
+        let [two, four] = [2, 4].map(|documents| read_kept(documents).unwrap().expect("a kept file"));
+        let default = |name: &str| name == "sequential, with-system, question:0.5";
+        let none = |name: &str| name.ends_with(", none");
+        let of =
+            |strategies: &dyn Fn(&str) -> bool| [shown(&two, strategies), shown(&four, strategies)].concat();
+        for (row, cells) in [
+            ("full attention", of(&|name| name == FULL)),
+            ("kvcache default", of(&default)),
+            ("kvcache nothing recomputed", of(&none)),
+        ] {
+            let row = format!("| {row} | {} |", cells.join(" | "));
+            assert!(readme.contains(&row), "the README has no row {row}");
+        }
+    }
+
+    #[test]
+    fn kept_finals_are_whole() {
         for Final { documents, draws, ways } in FINALS {
             let kept = read_kept(documents).unwrap().expect("a kept file");
             let names: Vec<&str> = kept.ways.iter().map(|way| &*way.name).collect();
@@ -464,9 +445,9 @@ mod tests {
     }
 
     #[test]
-    fn the_page_shows_what_was_kept() {
-        let page = include_str!("../../../docs/quality.md");
-        let mut rows = crate::page::table(page, TABLE).unwrap().lines().skip(2);
+    fn the_page_shows_the_kept_finals() {
+        let page = include_str!("../../../../docs/quality.md");
+        let mut rows = xtask::page::table(page, TABLE).unwrap().lines().skip(2);
         for Final { documents, .. } in FINALS {
             let kept = read_kept(documents).unwrap().expect("a kept file");
             for way in &kept.ways {

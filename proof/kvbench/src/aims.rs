@@ -1,22 +1,23 @@
-//! The aims of rows: the least speed that is asked of a row, in multiples of its limit's.
+//! Aims of the benchmarks: the least speed that a row should reach, as a multiple of its limit's speed.
 
-use super::rows::BenchRow;
+use crate::rows::BenchRow;
 
-/// The aim of rows that measure one thing against one limit.
+/// The aim of all rows with one measurement and one limit.
 struct Aim {
-    /// The beginning of `what`; the rest names an element type, threads, or sizes.
+    /// The beginning of the row's `what`. The rest names an element type, threads or sizes.
     what: &'static str,
     /// The beginning of the limit's name.
     limit: &'static str,
-    /// The size that the aim is set for, if it is set for one.
+    /// The size for which the aim is set; `None` for any size.
     size: Option<f64>,
+    /// The least ratio.
     least: f64,
-    /// True if a run that misses the aim fails. Such an aim has room to spare on any machine, however noisy.
+    /// True if a run that misses the aim fails. Such an aim leaves room for the noise of any machine.
     required: bool,
 }
 
-/// A chunk of 4096 tokens is reused in at most three times the time of the chain over its tokens, and answered in at
-/// most 1.1 times the time of the question alone.
+/// Aims of rows on the CPU. Reuse of a chunk of 4096 tokens takes at most three times as long as the chain
+/// over its tokens, and an answer after it at most 1.1 times as long as the question alone.
 const AIMS: [Aim; 16] = [
     Aim { what: "scatter ", limit: "memcpy", size: None, least: 0.9, required: false },
     Aim { what: "gather ", limit: "memcpy", size: None, least: 0.9, required: false },
@@ -66,8 +67,8 @@ const AIMS: [Aim; 16] = [
     Aim { what: "256-bit chained keys", limit: "SHA-256", size: None, least: 1.4, required: false },
 ];
 
-/// Aims of kernels on a card. A decode step is compared with a copy that reads and writes as many bytes together as the step
-/// reads.
+/// Aims of kernels on a card. The limit of a decode step is a copy that reads half and writes half of the
+/// step's bytes.
 const ON_A_CARD: [Aim; 5] = [
     Aim { what: "cuda: scatter ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },
     Aim { what: "cuda: gather ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },
@@ -82,7 +83,7 @@ const ON_A_CARD: [Aim; 5] = [
     },
 ];
 
-/// Returns the aim of a row. Times of a test double have none.
+/// Returns the aim of a row. A row of a test double has none.
 fn find(row: &BenchRow) -> Option<&'static Aim> {
     if row.double {
         return None;
@@ -95,14 +96,14 @@ fn find(row: &BenchRow) -> Option<&'static Aim> {
     AIMS.iter().chain(&ON_A_CARD).find(about)
 }
 
-/// Rows that had to reach their aim and did not.
-pub(super) fn broken(rows: &[BenchRow]) -> Vec<&str> {
+/// Returns the names of rows that had to reach their aim and missed it.
+pub fn broken(rows: &[BenchRow]) -> Vec<&str> {
     let broken = |row: &&BenchRow| find(row).is_some_and(|aim| aim.required && row.ratio < aim.least);
     rows.iter().filter(broken).map(|row| row.what.as_str()).collect()
 }
 
-/// Returns a row's aim and the verdict on it, or a dash for a row without an aim.
-pub(super) fn verdict(row: &BenchRow) -> String {
+/// Returns the aim of a row and whether the row reaches it, or a dash for a row without an aim.
+pub fn verdict(row: &BenchRow) -> String {
     match find(row).map(|aim| aim.least) {
         Some(least) if row.ratio >= least => format!("{least:.2}, reached"),
         Some(least) => format!("{least:.2}, **missed**"),
@@ -113,7 +114,7 @@ pub(super) fn verdict(row: &BenchRow) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bench::rows::tests::row;
+    use crate::rows::tests::row;
 
     fn row_of(what: &str, limit: &str, size: f64, ratio: f64) -> BenchRow {
         BenchRow { what: what.to_owned(), limit: limit.to_owned(), ratio, ..row(size, 1.0) }
@@ -175,9 +176,9 @@ mod tests {
     #[test]
     fn every_aim_of_a_card_is_of_a_row_that_the_benchmark_prints() {
         let source = concat!(
-            include_str!("../../../proof/kvbench/benches/kernels_on_cuda/attention.rs"),
-            include_str!("../../../proof/kvbench/benches/kernels_on_cuda/card.rs"),
-            include_str!("../../../proof/kvbench/benches/kernels_on_cuda/pool.rs"),
+            include_str!("../benches/kernels_on_cuda/attention.rs"),
+            include_str!("../benches/kernels_on_cuda/card.rs"),
+            include_str!("../benches/kernels_on_cuda/pool.rs"),
         );
         for aim in &ON_A_CARD {
             let what = aim.what.strip_prefix("cuda: ").unwrap_or_default();

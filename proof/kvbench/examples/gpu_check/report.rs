@@ -3,23 +3,23 @@
 use std::fmt::Write as _;
 use std::path::Path;
 
-use crate::run::Result;
+use xtask::run::{Result, write};
 
 /// The file of the report.
 pub(super) const FILE: &str = "report.md";
 
-/// How a step ended.
+/// The outcome of a step.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Outcome {
-    /// It passed, with a summary.
+pub(super) enum CardOutcome {
+    /// The step passed, with a summary.
     Passed(String),
-    /// It failed, and why.
+    /// The step failed, with the reason.
     Failed(String),
-    /// It cannot run here, and why. This is no failure.
+    /// The step cannot run here, with the reason. This is no failure.
     Skipped(String),
 }
 
-impl Outcome {
+impl CardOutcome {
     fn word(&self) -> &'static str {
         match self {
             Self::Passed(_) => "passed",
@@ -34,19 +34,19 @@ impl Outcome {
     }
 }
 
-/// A step that has ended.
+/// The results of a step.
 #[derive(Debug, Clone)]
-pub(super) struct Ended {
-    pub(super) outcome: Outcome,
+pub(super) struct EndedStep {
+    pub(super) outcome: CardOutcome,
     pub(super) seconds: f64,
-    /// What it found, in Markdown.
+    /// Details for the report, in Markdown.
     pub(super) section: String,
 }
 
 /// The report so far.
 pub(super) struct Report {
     head: String,
-    steps: Vec<(&'static str, &'static str, Ended)>,
+    steps: Vec<(&'static str, &'static str, EndedStep)>,
 }
 
 impl Report {
@@ -62,7 +62,7 @@ impl Report {
     }
 
     /// Adds a step, and prints its line.
-    pub(super) fn add(&mut self, name: &'static str, about: &'static str, ended: Ended) {
+    pub(super) fn add(&mut self, name: &'static str, about: &'static str, ended: EndedStep) {
         let (word, text) = (ended.outcome.word(), ended.outcome.text());
         println!("gpu-check: {name}: {word}, {:.0} s: {text}", ended.seconds);
         self.steps.push((name, about, ended));
@@ -70,8 +70,8 @@ impl Report {
 
     /// Returns the names of the steps that failed.
     pub(super) fn failed(&self) -> Vec<&'static str> {
-        let failed = |(name, _, ended): &(&'static str, _, Ended)| {
-            matches!(ended.outcome, Outcome::Failed(_)).then_some(*name)
+        let failed = |(name, _, ended): &(&'static str, _, EndedStep)| {
+            matches!(ended.outcome, CardOutcome::Failed(_)).then_some(*name)
         };
         self.steps.iter().filter_map(failed).collect()
     }
@@ -79,11 +79,11 @@ impl Report {
     /// Returns the report in Markdown.
     fn text(&self) -> String {
         let mut text = format!("{}\n| step | outcome | seconds | |\n|---|---|---|---|\n", self.head);
-        for (name, _, Ended { outcome, seconds, .. }) in &self.steps {
+        for (name, _, EndedStep { outcome, seconds, .. }) in &self.steps {
             let (word, why) = (outcome.word(), cell(outcome.text()));
             let _ = writeln!(text, "| {name} | {word} | {seconds:.0} | {why} |");
         }
-        for (name, about, Ended { section, .. }) in &self.steps {
+        for (name, about, EndedStep { section, .. }) in &self.steps {
             if !section.is_empty() {
                 let _ = writeln!(text, "\n## {name}\n\n{about}.\n\n{}", section.trim_end());
             }
@@ -93,11 +93,10 @@ impl Report {
 
     /// Writes the report so far.
     pub(super) fn write(&self, folder: &Path) -> Result {
-        let path = folder.join(FILE);
-        std::fs::write(&path, self.text()).map_err(|e| format!("{}: {e}", path.display()))
+        write(&folder.join(FILE), &self.text())
     }
 
-    /// Prints where the report is, and the sum of the steps.
+    /// Prints the counts of the steps, and the path of the report.
     pub(super) fn print_end(&self, path: &Path) {
         let count = |word| self.steps.iter().filter(|(_, _, ended)| ended.outcome.word() == word).count();
         let seconds: f64 = self.steps.iter().map(|(_, _, ended)| ended.seconds).sum();
@@ -109,7 +108,7 @@ impl Report {
     }
 }
 
-/// Returns text that stays in one cell of a table.
+/// Escapes text for one cell of a table.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }
@@ -118,16 +117,16 @@ fn cell(text: &str) -> String {
 mod tests {
     use super::*;
 
-    fn ended(outcome: Outcome, section: &str) -> Ended {
-        Ended { outcome, seconds: 1.6, section: section.to_owned() }
+    fn ended(outcome: CardOutcome, section: &str) -> EndedStep {
+        EndedStep { outcome, seconds: 1.6, section: section.to_owned() }
     }
 
     #[test]
-    fn a_report_has_the_machine_every_step_and_what_steps_found() {
+    fn a_report_has_the_machine_every_step_and_its_details() {
         let mut report = Report::new("commit a", &[("card".to_owned(), "X|Y".to_owned())]);
-        report.add("one", "The first", ended(Outcome::Passed("3 passed".to_owned()), "| t |\n"));
-        report.add("two", "The second", ended(Outcome::Skipped("no tool".to_owned()), ""));
-        report.add("three", "The third", ended(Outcome::Failed("line\nline".to_owned()), ""));
+        report.add("one", "The first", ended(CardOutcome::Passed("3 passed".to_owned()), "| t |\n"));
+        report.add("two", "The second", ended(CardOutcome::Skipped("no tool".to_owned()), ""));
+        report.add("three", "The third", ended(CardOutcome::Failed("line\nline".to_owned()), ""));
         let text = report.text();
         for line in [
             "| built of | commit a |",

@@ -1,29 +1,35 @@
-//! Rows as benchmarks print them, and sweeps: rows that differ in size only.
+//! Rows that benchmarks print, read back, and sweeps: rows that differ in size only.
 
 use serde::Deserialize;
 
-/// One row, as a benchmark prints it.
+/// One row.
 #[derive(Debug, Clone, Deserialize)]
-pub(super) struct BenchRow {
-    pub(super) what: String,
-    /// The name that the row shares with rows of other sizes, if `what` names the size. All rows of such a sweep are
-    /// shown.
-    pub(super) sweep: Option<String>,
-    pub(super) size: f64,
-    pub(super) unit: String,
-    pub(super) seconds: f64,
-    pub(super) limit: String,
-    pub(super) limit_seconds: f64,
-    pub(super) ratio: f64,
-    /// True if a test double took the place of the device, so that times say nothing.
+pub struct BenchRow {
+    /// The name of the measurement.
+    pub what: String,
+    /// The name of the sweep, for a row whose `what` names its size. All rows of such a sweep are shown.
+    pub sweep: Option<String>,
+    /// The size, in `unit`.
+    pub size: f64,
+    /// The unit of the size, such as bytes, tokens or GFLOP.
+    pub unit: String,
+    /// The measured time.
+    pub seconds: f64,
+    /// The name of the limit or peer.
+    pub limit: String,
+    /// The time of the limit or peer.
+    pub limit_seconds: f64,
+    /// `limit_seconds / seconds`.
+    pub ratio: f64,
+    /// True if a test double took the place of the device: the times tell nothing about a device.
     #[serde(default)]
-    pub(super) double: bool,
+    pub double: bool,
 }
 
 impl BenchRow {
-    /// Returns the row's bytes a second, for a row whose size is in bytes, or its operations. A copy reads and writes its
-    /// bytes; they count once.
-    pub(super) fn rate(&self) -> Option<String> {
+    /// Returns the row's bytes per second if its size is in bytes, or its operations per second. Bytes of a
+    /// copy count once, although it reads and writes them.
+    pub fn rate(&self) -> Option<String> {
         let rate = self.size / self.seconds;
         match (self.unit.as_str(), rate) {
             ("bytes", r) if r < 1e6 => Some(format!("{:.1} KB/s", r / 1e3)),
@@ -35,27 +41,30 @@ impl BenchRow {
     }
 }
 
-/// Returns the rows among the lines that a benchmark printed.
-pub(super) fn parsed(output: &str) -> Vec<BenchRow> {
+/// Returns the rows in the output of a benchmark.
+pub fn parsed(output: &str) -> Vec<BenchRow> {
     output.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
 /// Rows that differ in size only, the smallest first.
-pub(super) struct Sweep {
-    pub(super) name: String,
-    pub(super) rows: Vec<BenchRow>,
+#[derive(Debug)]
+pub struct Sweep {
+    /// The name that the rows share.
+    pub name: String,
+    /// The rows.
+    pub rows: Vec<BenchRow>,
 }
 
 impl Sweep {
-    /// Returns the power of the size by which time grows, from the smallest size to the largest.
-    pub(super) fn exponent(&self) -> Option<f64> {
+    /// Returns the exponent by which time grows with size, from the smallest size to the largest.
+    pub fn exponent(&self) -> Option<f64> {
         let (first, last) = (self.rows.first()?, self.rows.last()?);
         let grown = last.size / first.size;
         (grown > 1.0).then(|| (last.seconds / first.seconds).ln() / grown.ln())
     }
 
-    /// Returns the rows of the table: the largest, or all that name their size.
-    pub(super) fn shown(&self) -> &[BenchRow] {
+    /// Returns the rows to show: only the largest, or all rows if they name their size.
+    pub fn shown(&self) -> &[BenchRow] {
         match self.rows.last() {
             Some(last) if last.sweep.as_ref().is_none_or(|name| *name == last.what) => {
                 &self.rows[self.rows.len() - 1..]
@@ -65,12 +74,12 @@ impl Sweep {
     }
 }
 
-/// Groups rows by what they measure, in the order in which each first occurs.
-pub(super) fn sweeps(rows: Vec<BenchRow>) -> Vec<Sweep> {
+/// Groups rows into sweeps, in the order in which each sweep first occurs.
+pub fn sweeps(rows: Vec<BenchRow>) -> Vec<Sweep> {
     let mut all: Vec<Sweep> = Vec::new();
     for row in rows {
         let name = row.sweep.clone().unwrap_or_else(|| row.what.clone());
-        // A sweep that names itself keeps its name where the limit's does not stay the same.
+        // The rows of a named sweep may have limits of different names.
         let same = |s: &&mut Sweep| s.name == name && (row.sweep.is_some() || s.rows[0].limit == row.limit);
         match all.iter_mut().find(same) {
             Some(sweep) => sweep.rows.push(row),
@@ -83,11 +92,31 @@ pub(super) fn sweeps(rows: Vec<BenchRow>) -> Vec<Sweep> {
     all
 }
 
+/// A row at the largest size of its sweep.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LargestRow {
+    /// The name of the measurement.
+    pub what: String,
+    /// The size in bytes, or `None` for a row of another unit.
+    pub bytes: Option<f64>,
+    /// The measured time.
+    pub seconds: f64,
+}
+
+/// Returns the rows in the output of a benchmark, each at its largest size.
+pub fn largest(output: &str) -> Vec<LargestRow> {
+    let last = |sweep: Sweep| {
+        let BenchRow { what, size, unit, seconds, .. } = sweep.rows.into_iter().next_back()?;
+        Some(LargestRow { what, bytes: (unit == "bytes").then_some(size), seconds })
+    };
+    sweeps(parsed(output)).into_iter().filter_map(last).collect()
+}
+
 #[cfg(test)]
-pub(super) mod tests {
+pub(crate) mod tests {
     use super::*;
 
-    pub(in crate::bench) fn row(size: f64, seconds: f64) -> BenchRow {
+    pub(crate) fn row(size: f64, seconds: f64) -> BenchRow {
         let (what, unit, limit) = ("a".to_owned(), "bytes".to_owned(), "memcpy".to_owned());
         let ratio = 1.0 / seconds;
         BenchRow { what, sweep: None, size, unit, seconds, limit, limit_seconds: 1.0, ratio, double: false }

@@ -1,4 +1,4 @@
-//! One program of a step: started with its output in files, and ended when its time is over.
+//! One program of a step: its output goes to files, and it is ended when its time is over.
 
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt as _;
@@ -7,17 +7,17 @@ use std::process::{Child, Command, Stdio};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
-use crate::run::{Result, STRICT};
+use xtask::run::{Result, STRICT};
 
-/// Time between two looks at a program.
+/// Time between two checks whether a program has ended.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// What a program printed, and how it ended.
+/// The output of a program, and how it ended.
 #[derive(Debug)]
 pub(super) struct Ran {
-    /// Standard output, also of a program that was ended.
+    /// Standard output, also of a program that was ended early.
     pub(super) output: String,
-    /// None if the program succeeded, otherwise the reason of the failure.
+    /// The reason of a failure; `None` if the program succeeded.
     pub(super) failure: Option<String>,
 }
 
@@ -25,8 +25,8 @@ pub(super) struct Ran {
 pub(super) fn run(command: &mut Command, folder: &Path, name: &str, deadline: Instant) -> Result<Ran> {
     let [out, err] = ["out", "err"].map(|end| folder.join(format!("{name}.{end}")));
     let create = |path: &Path| File::create(path).map_err(|e| format!("{}: {e}", path.display()));
-    // A group of its own, so that what the program has started ends with it. On a card, tests that need the double are
-    // skipped, which is no failure.
+    // A process group of its own: the children of the program can be ended with it. Tests that need the
+    // double are skipped on a card, which is no failure.
     command
         .stdin(Stdio::null())
         .stdout(create(&out)?)
@@ -49,7 +49,7 @@ fn program(command: &Command) -> String {
     command.get_program().to_string_lossy().into_owned()
 }
 
-/// Waits for a program, and ends it and what it started at the deadline. Returns the reason of its failure.
+/// Waits for a program, and ends it and its children at the deadline. Returns the reason of a failure.
 fn waited(child: &mut Child, deadline: Instant) -> Result<Option<String>> {
     loop {
         match child.try_wait().map_err(|e| e.to_string())? {
@@ -81,7 +81,7 @@ mod tests {
 
     fn ran(script: &str, seconds: f64) -> (Ran, f64) {
         let folder =
-            std::env::temp_dir().join(format!("xtask-process-{}-{}", std::process::id(), script.len()));
+            std::env::temp_dir().join(format!("gpu-check-process-{}-{}", std::process::id(), script.len()));
         fs::create_dir_all(&folder).unwrap_or_default();
         let start = Instant::now();
         let deadline = start + Duration::from_secs_f64(seconds);
@@ -100,7 +100,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_is_ended_with_what_it_started_and_its_output_is_kept() {
+    fn a_program_is_ended_with_its_children_and_its_output_is_kept() {
         let (late, seconds) = ran("echo begun; sleep 60 & sleep 60; echo never", 0.3);
         assert_eq!(late.output, "begun\n");
         assert!(late.failure.is_some_and(|reason| reason.contains("time was over")));

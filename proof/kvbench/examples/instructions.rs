@@ -1,36 +1,37 @@
-//! `cargo xtask instructions`: instructions that hot paths take, held to a committed baseline.
+//! `cargo xtask instructions`: the instructions that hot paths take, compared with a committed baseline.
 //!
-//! Times on a busy machine say little; the number of instructions under valgrind is the same every time, but for a
-//! few where a hash table has a random seed. A path that grows by more than [`TOLERANCE`] fails, until the baseline
-//! is moved with a reason.
+//! Times on a busy machine tell little. The number of instructions under valgrind is the same in every run,
+//! except for a few that depend on the random seed of a hash table. A path that grows by more than
+//! [`TOLERANCE`] fails, until the baseline is moved with a reason.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::fs;
 use std::io::Write as _;
-use std::process::{Command, Stdio};
+use std::process::{ExitCode, Stdio};
 
-use clap::Args;
+use clap::Parser;
 use serde::{Deserialize, Serialize};
+use xtask::run::{Result, cargo_command, exit_code, read, root, skip, write};
+use xtask::tools::{GUNGRAUN, Tool, first_line, require};
 
-use crate::run::{Result, cargo_command, root, skip};
-
-/// Of `gungraun` in proof/kvbench/instructions/Cargo.toml; its runner must be the same.
-pub(crate) const GUNGRAUN: &str = "0.20.0";
-
-/// Growth that is let pass.
+/// The growth that passes, as a share.
 const TOLERANCE: f64 = 0.05;
 
-/// The share by which random seeds change a number, which is no reason to move the number.
+/// The share by which random seeds may change a number. Such a change does not move the number.
 const NOISE: f64 = 0.001;
 
-/// Options of `cargo xtask instructions`.
-#[derive(Args)]
-pub(crate) struct InstructionsArgs {
+/// The committed baseline, below the root of the workspace.
+const BASELINE: &str = "proof/kvbench/instructions/baseline.json";
+
+/// Count the instructions of hot paths and compare them with the committed baseline (needs valgrind and
+/// gungraun-runner).
+#[derive(Parser)]
+#[command(name = "cargo xtask instructions", bin_name = "cargo xtask instructions")]
+struct InstructionsCli {
     /// Move the baseline to the counts of this run.
     #[arg(long, requires = "reason")]
     write: bool,
-    /// Why the counts that moved have moved.
+    /// The reason for the counts that moved.
     #[arg(long, requires = "write")]
     reason: Option<String>,
 }
@@ -38,7 +39,7 @@ pub(crate) struct InstructionsArgs {
 /// Committed counts.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Baseline {
-    /// Tools that counted; another compiler or C library gives other counts.
+    /// The tools that counted. Another compiler or C library gives other counts.
     counted_with: String,
     paths: BTreeMap<String, HotPath>,
 }
@@ -47,28 +48,30 @@ struct Baseline {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct HotPath {
     instructions: u64,
-    /// Why the number is what it is: said when it last moved.
+    /// The reason for the number, given when it last moved.
     reason: String,
 }
 
-/// Counts by path, in the order of the run.
+/// Counts of paths, in the order of the run.
 type Counts = Vec<(String, u64)>;
 
-pub(crate) fn instructions(args: &InstructionsArgs) -> Result {
+fn main() -> ExitCode {
+    exit_code(instructions(&InstructionsCli::parse()))
+}
+
+fn instructions(args: &InstructionsCli) -> Result {
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         return skip("the baseline of instructions is of Linux on x86-64");
     }
     let tools = tools()?;
     let counts = count()?;
-    let path = root().join("proof/kvbench/instructions/baseline.json");
-    let text = fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let baseline: Baseline = serde_json::from_str(&text).map_err(|e| format!("{}: {e}", path.display()))?;
+    let path = root().join(BASELINE);
+    let baseline: Baseline = serde_json::from_str(&read(&path)?).map_err(|e| format!("{BASELINE}: {e}"))?;
     print!("{}", table(&baseline, &counts));
     if let Some(reason) = &args.reason {
         let text = serde_json::to_string_pretty(&moved(&baseline, &counts, &tools, reason));
-        fs::write(&path, text.map_err(|e| e.to_string())? + "\n")
-            .map_err(|e| format!("{}: {e}", path.display()))?;
-        println!("written to proof/kvbench/instructions/baseline.json");
+        write(&path, &(text.map_err(|e| e.to_string())? + "\n"))?;
+        println!("written to {BASELINE}");
         return Ok(());
     }
     let complaints = complaints(&baseline, &counts);
@@ -77,7 +80,7 @@ pub(crate) fn instructions(args: &InstructionsArgs) -> Result {
         return Ok(());
     }
     let mut message = format!(
-        "{}; if that is meant: cargo xtask instructions --write --reason \"…\"",
+        "{}; if that is intended: cargo xtask instructions --write --reason \"…\"",
         complaints.join("; ")
     );
     if tools != baseline.counted_with {
@@ -86,29 +89,20 @@ pub(crate) fn instructions(args: &InstructionsArgs) -> Result {
     Err(message)
 }
 
-/// Returns the versions of the tools that count. The error names the one that is missing.
+/// Returns the versions of the tools that count. The error names a missing tool.
 fn tools() -> Result<String> {
-    let first_line = |program: &str, help: &str| -> Result<String> {
-        let output = Command::new(program).arg("--version").stderr(Stdio::null()).output();
-        let output = output.map_err(|e| format!("`{program}` cannot be run ({e}): {help}"))?;
-        Ok(String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or_default().to_owned())
-    };
-    let install = format!("cargo install --locked gungraun-runner --version {GUNGRAUN}");
-    let runner = first_line("gungraun-runner", &install)?;
-    if !runner.ends_with(GUNGRAUN) {
-        return Err(format!("{runner} is there, {GUNGRAUN} is wanted: {install}"));
-    }
-    let valgrind = first_line("valgrind", "install the package `valgrind`")?;
+    require("`cargo xtask instructions`", &[GUNGRAUN, Tool::Program("valgrind", "valgrind")])?;
     let compiler = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".to_owned());
-    let compiler = first_line(&compiler, "install Rust")?;
+    let [valgrind, compiler] = ["valgrind", &compiler].map(|tool| first_line(tool, &["--version"]));
+    let compiler = compiler.ok_or("`rustc` cannot be run")?;
     let short: Vec<&str> = compiler.split(' ').take(2).collect();
-    Ok(format!("{valgrind}, {}", short.join(" ")))
+    Ok(format!("{}, {}", valgrind.unwrap_or_default(), short.join(" ")))
 }
 
 /// Runs every path once.
 fn count() -> Result<Counts> {
     let manifest = root().join("proof/kvbench/instructions/Cargo.toml");
-    let mut command = cargo_command(&["bench", "--quiet", "--locked", "--bench", "hot_paths"]);
+    let mut command = cargo_command("bench --quiet --locked --bench hot_paths");
     command.arg("--manifest-path").arg(manifest).args(["--", "--output-format=json"]);
     command.env("CARGO_TARGET_DIR", root().join("target/instructions"));
     let output = command.stderr(Stdio::piped()).output().map_err(|e| format!("`cargo bench`: {e}"))?;
@@ -119,7 +113,7 @@ fn count() -> Result<Counts> {
     String::from_utf8_lossy(&output.stdout).lines().map(count_of).collect()
 }
 
-/// The count in one line of the harness.
+/// Parses the path and its count from one line of the harness.
 fn count_of(line: &str) -> Result<(String, u64)> {
     let value: serde_json::Value = serde_json::from_str(line).map_err(|e| format!("{e}: {line}"))?;
     let word = |key: &str| value[key].as_str().unwrap_or_default().to_owned();
@@ -147,7 +141,7 @@ fn table(baseline: &Baseline, counts: &Counts) -> String {
     text
 }
 
-/// Reasons to refuse a run.
+/// Returns the reasons to refuse a run.
 fn complaints(baseline: &Baseline, counts: &Counts) -> Vec<String> {
     let mut all = Vec::new();
     for (path, now) in counts {
@@ -164,7 +158,8 @@ fn complaints(baseline: &Baseline, counts: &Counts) -> Vec<String> {
     all
 }
 
-/// The baseline at the counts of this run; those that moved get the reason, the others stay as they are.
+/// Returns a baseline with the counts of this run. Counts that moved get the reason, the others stay as they
+/// are.
 fn moved(baseline: &Baseline, counts: &Counts, tools: &str, reason: &str) -> Baseline {
     let entry = |(path, now): &(String, u64)| {
         let same = baseline.paths.get(path).filter(|e| growth(e.instructions, *now).abs() <= NOISE);

@@ -1,35 +1,35 @@
-//! The machine: its card, its driver, and adapters of Vulkan that are no software, as `kvc devices` lists them.
+//! The machine: its card, its driver, and its Vulkan adapters in hardware, as `kvc devices` lists them.
 
 use std::process::Command;
 
 use serde::Deserialize;
+use xtask::cuda_double;
+use xtask::run::Result;
+use xtask::tools::first_line;
 
 use super::programs::Programs;
-use crate::cuda_double;
-use crate::run::Result;
-use crate::tools::first_line;
 
-/// What was found.
+/// The result of the search.
 pub(super) struct Found {
     /// Name of the first card that the backend can use.
     pub(super) card: Option<String>,
-    /// The reason why there is none.
+    /// The reason for no usable card.
     pub(super) missing: String,
-    /// Lines of the report: names and values.
+    /// Names and values for the report.
     pub(super) facts: Vec<(String, String)>,
-    /// Names of adapters of Vulkan that are no software.
+    /// Names of the Vulkan adapters in hardware.
     pub(super) adapters: Vec<String>,
 }
 
 /// The output of `kvc devices --json`.
 #[derive(Deserialize)]
-struct Listed {
-    devices: Vec<Device>,
-    missing: Vec<Missing>,
+struct DeviceList {
+    devices: Vec<ListedDevice>,
+    missing: Vec<MissingBackend>,
 }
 
 #[derive(Deserialize)]
-struct Device {
+struct ListedDevice {
     backend: String,
     name: String,
     about: String,
@@ -38,12 +38,12 @@ struct Device {
 }
 
 #[derive(Deserialize)]
-struct Missing {
+struct MissingBackend {
     backend: String,
     reason: String,
 }
 
-/// Puts CUDA's libraries where programs look for them: cuBLAS and NVRTC of an installed toolkit, or the double.
+/// Adds CUDA's libraries to a command's search path: cuBLAS and NVRTC of an installed toolkit, or the double.
 pub(super) fn libraries(command: &mut Command, double: bool) -> Result {
     if double {
         return cuda_double::insist(command);
@@ -74,12 +74,12 @@ pub(super) fn found(programs: &Programs, double: bool) -> Result<Found> {
     Ok(found)
 }
 
-/// Reads what `kvc devices --json` prints.
+/// Parses the output of `kvc devices --json`.
 fn listed(json: &str) -> Result<Found> {
-    let listed: Listed = serde_json::from_str(json).map_err(|e| format!("kvc devices: {e}"))?;
+    let listed: DeviceList = serde_json::from_str(json).map_err(|e| format!("kvc devices: {e}"))?;
     let mut found =
         Found { card: None, missing: "no card is there".to_owned(), facts: Vec::new(), adapters: Vec::new() };
-    for Device { backend, name, about, limits, unfit } in listed.devices {
+    for ListedDevice { backend, name, about, limits, unfit } in listed.devices {
         let limits: Vec<String> = limits.into_iter().map(|(what, value)| format!("{what} {value}")).collect();
         let unfit = unfit.map(|reason| format!("; cannot be used: {reason}"));
         let usable = unfit.is_none();
@@ -96,7 +96,7 @@ fn listed(json: &str) -> Result<Found> {
             found.facts.push((backend, format!("{name}, {about}")));
         }
     }
-    if let Some(Missing { reason, .. }) = listed.missing.into_iter().find(|it| it.backend == "cuda") {
+    if let Some(MissingBackend { reason, .. }) = listed.missing.into_iter().find(|it| it.backend == "cuda") {
         found.missing = reason;
     }
     Ok(found)
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn cards_and_adapters_are_those_that_can_be_used_and_are_no_software() {
+    fn cards_and_adapters_are_usable_hardware() {
         let all = [
             device("cpu", "avx2 kernels", "null"),
             device("cuda:0", "compute capability 9.0", "null"),

@@ -1,33 +1,36 @@
-//! `cargo xtask exactness`: what the tests of exactness measure, as the table of docs/exactness.md.
+//! `cargo xtask exactness`: the measurements of the exactness tests, as the table of docs/exactness.md.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::process::Stdio;
+use std::process::{ExitCode, Stdio};
 
-use clap::Args;
+use clap::Parser;
+use xtask::page;
+use xtask::run::{Result, cargo_command, exit_code};
 
-use crate::page;
-use crate::run::{Result, cargo_command, root};
-
-/// Options of `cargo xtask exactness`.
-#[derive(Debug, Args)]
-pub(crate) struct ExactnessArgs {
-    /// Put the table into docs/exactness.md instead of printing it.
+/// Print the measurements of the exactness tests as the table of docs/exactness.md.
+#[derive(Debug, Parser)]
+#[command(name = "cargo xtask exactness", bin_name = "cargo xtask exactness")]
+struct ExactnessCli {
+    /// Write the table into docs/exactness.md instead of printing it.
     #[arg(long)]
     write: bool,
 }
 
-/// The tests whose rows are gathered.
-const TESTS: [&str; 5] = ["exactness", "approximate", "rotated", "unrotated", "blending"];
+/// The tests that print rows.
+const TESTS: &str = "exactness approximate rotated unrotated blending";
 const PAGE: &str = "docs/exactness.md";
 /// The command that the page names before the table.
 const COMMAND: &str = "cargo xtask exactness --write";
 
-pub(crate) fn exactness(args: &ExactnessArgs) -> Result {
-    // Among the whole workspace, as `cargo xtask test` builds it: what that has built is not built again.
-    let fixed =
-        ["test", "--release", "--workspace", "--all-features", "--test", "suite", "--", "--nocapture"];
-    let mut command = cargo_command(&[&fixed[..], &TESTS].concat());
+fn main() -> ExitCode {
+    exit_code(exactness(&ExactnessCli::parse()))
+}
+
+fn exactness(args: &ExactnessCli) -> Result {
+    // With the whole workspace, as `cargo xtask test` builds it: nothing is built twice.
+    let fixed = "test --release --workspace --all-features --test suite -- --nocapture";
+    let mut command = cargo_command(&format!("{fixed} {TESTS}"));
     let output = command.stderr(Stdio::inherit()).output();
     let output = output.map_err(|error| format!("`cargo test` cannot be run: {error}"))?;
     if !output.status.success() {
@@ -40,25 +43,21 @@ pub(crate) fn exactness(args: &ExactnessArgs) -> Result {
         print!("{table}");
         return Ok(());
     }
-    let path = root().join(PAGE);
-    let page = std::fs::read_to_string(&path).map_err(|error| format!("cannot read {PAGE}: {error}"))?;
-    let page =
-        page::replaced(&page, COMMAND, &table).ok_or_else(|| format!("{PAGE} lacks its table markers"))?;
-    std::fs::write(&path, page).map_err(|error| format!("cannot write {PAGE}: {error}"))
+    page::write(PAGE, COMMAND, &table)
 }
 
 /// Measurements of one kind.
 #[derive(Debug, Default, PartialEq)]
 struct Measured {
     differences: Vec<f64>,
-    /// Each difference as a multiple of transformers' own error, where it has one.
+    /// Differences as multiples of transformers' own error, where a test measures it.
     ratios: Vec<f64>,
 }
 
-/// Differences by what was measured: the form of the cache and what was asked of it.
+/// Returns the differences by the form of the cache and the kind of measurement.
 fn gathered(output: &str) -> BTreeMap<String, Measured> {
     let mut all: BTreeMap<String, Measured> = BTreeMap::new();
-    // With several threads the name of a test may stand before a row.
+    // With several threads, the name of a test may come before a row.
     let rows = output.lines().filter_map(|line| Some(line.get(line.find("| ")?..)?.trim()));
     for row in rows.filter_map(|row| row.strip_prefix('|')?.strip_suffix('|')) {
         let columns: Vec<&str> = row.split('|').map(str::trim).collect();
@@ -107,7 +106,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_gathered_by_kind_wherever_they_stand_in_a_line() {
+    fn rows_are_gathered_by_kind_wherever_they_are_in_a_line() {
         let output = "\
             running 3 tests\n\
             test a ... | llama | Overlapped, Alone | f32 | all chunks hit | 1.000e-6 |\n\

@@ -1,31 +1,32 @@
-//! The steps of a check, as a list, and how each is run.
+//! The steps of a check, and how each is run.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
+use kvbench::rows::{LargestRow, largest};
+use kvbench::table;
 use serde::Deserialize;
+use xtask::counts::counted;
+use xtask::run::Result;
 
 use super::machine::{Found, libraries};
 use super::peers;
 use super::process::{self, Ran, last_line};
 use super::programs::{PEERS, Programs};
-use super::report::{Ended, Outcome};
+use super::report::{CardOutcome, EndedStep};
 use super::{SLOW, absolute};
-use crate::bench::{Printed, printed_rows, printed_table};
-use crate::run::Result;
-use crate::test::counted;
 
 /// A step. To add one, add a line to [`STEPS`].
 pub(super) struct CardStep {
     pub(super) name: &'static str,
     /// Subject of the step, for the report.
     pub(super) about: &'static str,
-    /// Seconds after which its programs are ended.
+    /// Seconds after which the step's programs are ended.
     limit: u64,
-    /// Whether the double can take the place of a card.
+    /// True if the double can take the place of a card.
     on_double: bool,
-    work: fn(&mut Site, &mut Here) -> Result<Outcome>,
+    work: fn(&mut Site, &mut Here) -> Result<CardOutcome>,
 }
 
 /// The steps, in order. Together they stay below ten minutes.
@@ -39,28 +40,28 @@ pub(super) const STEPS: &[CardStep] = &[
     },
     CardStep {
         name: "suite",
-        about: "The backend's own tests, but for those that need the double of the driver",
+        about: "The backend's own tests, except for tests that need the double of the driver",
         limit: 100,
         on_double: true,
         work: |site, here| site.tests(here, "suite", &[]),
     },
     CardStep {
         name: "collectives",
-        about: "Collectives through NCCL, for groups of one card to four, as many as there are",
+        about: "Collectives through NCCL, for groups of one to four cards, as far as the machine has them",
         limit: 20,
         on_double: true,
         work: |site, here| site.tests(here, "collectives", &["devices_exchange"]),
     },
     CardStep {
         name: "memcheck",
-        about: "Some cases of the conformance suite under compute-sanitizer, which looks for accesses out of bounds",
+        about: "Some cases of the conformance suite under compute-sanitizer, which finds accesses out of bounds",
         limit: 60,
         on_double: false,
         work: |site, here| site.sanitizer(here, "memcheck", MEMCHECK),
     },
     CardStep {
         name: "racecheck",
-        about: "Some cases under compute-sanitizer, which looks for races in shared memory",
+        about: "Some cases under compute-sanitizer, which finds races in shared memory",
         limit: 60,
         on_double: false,
         work: |site, here| site.sanitizer(here, "racecheck", RACECHECK),
@@ -74,7 +75,7 @@ pub(super) const STEPS: &[CardStep] = &[
     },
     CardStep {
         name: "wgpu",
-        about: "The kernels of wgpu through Vulkan, on an adapter that is no software",
+        about: "The kernels of wgpu through Vulkan, on an adapter in hardware",
         limit: 45,
         on_double: false,
         work: |site, here| site.wgpu(here),
@@ -102,7 +103,7 @@ pub(super) const STEPS: &[CardStep] = &[
     },
 ];
 
-/// Beginnings of the cases that run under memcheck: one kernel of each kind at least.
+/// Beginnings of the names of cases that run under memcheck: at least one for each kind of kernel.
 const MEMCHECK: &[&str] = &[
     "tensor::any",
     "rows::gather",
@@ -118,16 +119,16 @@ const MEMCHECK: &[&str] = &[
     "graphs::replays_follow",
 ];
 
-/// Beginnings of the cases that run under racecheck: the kernels that have shared memory.
+/// Beginnings of the names of cases that run under racecheck: kernels with shared memory.
 const RACECHECK: &[&str] = &["attend::prefill", "attend::many", "quant::attend", "mla::the_latent"];
 
-/// Where toolkits put their programs.
+/// The folder of an installed toolkit's programs.
 const TOOLKIT: &str = "/usr/local/cuda/bin";
 
-/// Exit code with which the sanitizer says that it found something.
+/// The exit code of the sanitizer for an error in the program.
 const FOUND: &str = "9";
 
-/// Prompts whose tokens are compared, each with an earlier prompt that has the same documents.
+/// Prompts whose tokens are compared, each with an earlier prompt about the same documents.
 const PROMPTS: [(&str, &str); 2] = [
     (
         "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?",
@@ -139,21 +140,21 @@ const PROMPTS: [(&str, &str); 2] = [
     ),
 ];
 
-/// What the steps work with.
+/// The programs, the machine and the results that steps share.
 pub(super) struct Site {
     programs: Programs,
     found: Found,
     out: PathBuf,
     double: bool,
     /// Rows of our kernels.
-    ours: Vec<Printed>,
+    ours: Vec<LargestRow>,
 }
 
-/// A step under way.
+/// A running step.
 struct Here {
     name: &'static str,
     deadline: Instant,
-    /// What it has found so far, in Markdown.
+    /// Its details so far, in Markdown.
     section: String,
 }
 
@@ -167,18 +168,18 @@ impl Site {
         &self.out
     }
 
-    /// Runs a step. Whatever goes wrong in it is its outcome.
-    pub(super) fn run(&mut self, step: &CardStep) -> Ended {
+    /// Runs a step. An error in it is its outcome.
+    pub(super) fn run(&mut self, step: &CardStep) -> EndedStep {
         let start = Instant::now();
         let limit = if self.double { SLOW * step.limit } else { step.limit };
         let deadline = start + Duration::from_secs(limit);
         let mut here = Here { name: step.name, deadline, section: String::new() };
         let outcome = if self.double && !step.on_double {
-            Outcome::Skipped("it needs a card".to_owned())
+            CardOutcome::Skipped("it needs a card".to_owned())
         } else {
-            (step.work)(self, &mut here).unwrap_or_else(Outcome::Failed)
+            (step.work)(self, &mut here).unwrap_or_else(CardOutcome::Failed)
         };
-        Ended { outcome, seconds: start.elapsed().as_secs_f64(), section: here.section }
+        EndedStep { outcome, seconds: start.elapsed().as_secs_f64(), section: here.section }
     }
 
     /// Runs a command until the step's time is over.
@@ -194,13 +195,13 @@ impl Site {
         Ok(command)
     }
 
-    fn conform(&self, here: &mut Here) -> Result<Outcome> {
+    fn conform(&self, here: &mut Here) -> Result<CardOutcome> {
         let ran = self.finish(self.program("conform", &["--backend", "cuda"])?, here, "")?;
         Ok(judged(here, &ran))
     }
 
     /// Runs tests of a program.
-    fn tests(&self, here: &mut Here, program: &str, chosen: &[&str]) -> Result<Outcome> {
+    fn tests(&self, here: &mut Here, program: &str, chosen: &[&str]) -> Result<CardOutcome> {
         let ran = self.finish(self.program(program, &[&["--show-output"], chosen].concat())?, here, "")?;
         let sums = counted(&ran.output);
         let skipped = ran.output.lines().filter(|line| line.trim_start().starts_with("SKIPPED"));
@@ -209,19 +210,19 @@ impl Site {
         reasons.dedup();
         here.section = reasons.join("\n");
         match &ran.failure {
-            None if sums.passed == 0 => Ok(Outcome::Skipped(reasons.join("; "))),
-            None => Ok(Outcome::Passed(sums.to_string())),
+            None if sums.passed == 0 => Ok(CardOutcome::Skipped(reasons.join("; "))),
+            None => Ok(CardOutcome::Passed(sums.to_string())),
             Some(failure) => {
                 here.section = block(&tail(&ran.output));
-                Ok(Outcome::Failed(format!("{sums}; {failure}")))
+                Ok(CardOutcome::Failed(format!("{sums}; {failure}")))
             }
         }
     }
 
-    fn sanitizer(&self, here: &mut Here, tool: &str, prefixes: &[&str]) -> Result<Outcome> {
+    fn sanitizer(&self, here: &mut Here, tool: &str, prefixes: &[&str]) -> Result<CardOutcome> {
         let Some(sanitizer) = installed("compute-sanitizer") else {
             let why = format!("compute-sanitizer is neither on the PATH nor in {TOOLKIT}");
-            return Ok(Outcome::Skipped(why));
+            return Ok(CardOutcome::Skipped(why));
         };
         let mut command = Command::new(sanitizer);
         command.current_dir(&self.out).args(["--tool", tool, "--error-exitcode", FOUND]);
@@ -233,15 +234,15 @@ impl Site {
         Ok(judged(here, &ran))
     }
 
-    fn kernels(&mut self, here: &mut Here) -> Result<Outcome> {
+    fn kernels(&mut self, here: &mut Here) -> Result<CardOutcome> {
         let ran = self.finish(self.program("kernels_on_cuda", &[])?, here, "")?;
-        self.ours = printed_rows(&ran.output);
+        self.ours = largest(&ran.output);
         Ok(tabled(here, &ran))
     }
 
-    fn wgpu(&self, here: &mut Here) -> Result<Outcome> {
+    fn wgpu(&self, here: &mut Here) -> Result<CardOutcome> {
         let [adapter, ..] = &self.found.adapters[..] else {
-            return Ok(Outcome::Skipped("Vulkan has no adapter here that is no software".to_owned()));
+            return Ok(CardOutcome::Skipped("Vulkan has no adapter in hardware here".to_owned()));
         };
         let mut command = self.program("kernels_on_wgpu", &[])?;
         command.env("WGPU_BACKEND", "vulkan");
@@ -251,24 +252,24 @@ impl Site {
         Ok(outcome)
     }
 
-    fn peers(&self, here: &mut Here) -> Result<Outcome> {
+    fn peers(&self, here: &mut Here) -> Result<CardOutcome> {
         let python = std::env::var_os("PYTHON").unwrap_or_else(|| "python3".into());
         let mut command = Command::new(&python);
         command.arg(self.programs.path(PEERS.0)?).current_dir(&self.out);
         let ran = match self.finish(command, here, "") {
             Ok(ran) => ran,
-            Err(reason) => return Ok(Outcome::Skipped(reason)),
+            Err(reason) => return Ok(CardOutcome::Skipped(reason)),
         };
         let rows = peers::rows(&ran.output);
         here.section = peers::table(&rows, &self.ours);
         let measured = rows.iter().filter(|row| row.seconds.is_some()).count();
         Ok(match ran.failure {
-            Some(failure) => Outcome::Failed(failure),
+            Some(failure) => CardOutcome::Failed(failure),
             None if measured == 0 => {
                 let first = rows.iter().find_map(|row| row.skipped.clone());
-                Outcome::Skipped(first.unwrap_or_else(|| "it measured nothing".to_owned()))
+                CardOutcome::Skipped(first.unwrap_or_else(|| "it measured nothing".to_owned()))
             }
-            None => Outcome::Passed(format!("{measured} of {} measured", rows.len())),
+            None => CardOutcome::Passed(format!("{measured} of {} measured", rows.len())),
         })
     }
 
@@ -285,7 +286,7 @@ impl Site {
         Ok([on("cpu")?, on("cuda")?])
     }
 
-    fn demo(&self, here: &mut Here) -> Result<Outcome> {
+    fn demo(&self, here: &mut Here) -> Result<CardOutcome> {
         #[derive(Deserialize, PartialEq)]
         struct Answer {
             answer: String,
@@ -297,13 +298,13 @@ impl Site {
         let (cpu, cuda) = (read(&cpu)?, read(&cuda)?);
         let answers = cuda.iter().map(|it| it.answer.as_str()).collect::<Vec<_>>().join(", ");
         Ok(if cpu == cuda {
-            Outcome::Passed(format!("{} equal answers: {answers}", cuda.len()))
+            CardOutcome::Passed(format!("{} equal answers: {answers}", cuda.len()))
         } else {
-            Outcome::Failed(format!("other answers or reuse than on the processor: {answers}"))
+            CardOutcome::Failed(format!("other answers or reuse than on the processor: {answers}"))
         })
     }
 
-    fn tokens(&self, here: &mut Here) -> Result<Outcome> {
+    fn tokens(&self, here: &mut Here) -> Result<CardOutcome> {
         #[derive(Deserialize)]
         struct Generated {
             tokens: Vec<u32>,
@@ -340,52 +341,53 @@ impl Site {
             if cpu.tokens != cuda.tokens || cpu.cached_tokens != cuda.cached_tokens {
                 let why =
                     format!("{:?} on the card, {:?} on the processor: {prompt}", cuda.tokens, cpu.tokens);
-                return Ok(Outcome::Failed(why));
+                return Ok(CardOutcome::Failed(why));
             }
             compared += cuda.tokens.len();
             replayed += cuda.graphs.map_or(0, |graphs| graphs.replayed);
         }
         if replayed == 0 {
-            return Ok(Outcome::Failed("no decode step was a replay of a graph".to_owned()));
+            return Ok(CardOutcome::Failed("no decode step was a replay of a graph".to_owned()));
         }
         let prompts = PROMPTS.len();
-        Ok(Outcome::Passed(format!(
+        Ok(CardOutcome::Passed(format!(
             "{prompts} prompts with graphs and without, {compared} equal tokens, {replayed} steps replayed"
         )))
     }
 }
 
-/// Returns the outcome of a program whose last line sums it up. Of one that failed, the end of its output is shown.
-fn judged(here: &mut Here, ran: &Ran) -> Outcome {
+/// Returns the outcome of a program whose last line is its summary. A failed program shows the end of its
+/// output.
+fn judged(here: &mut Here, ran: &Ran) -> CardOutcome {
     let sum = last_line(&ran.output).unwrap_or("it printed nothing").to_owned();
     match &ran.failure {
-        None => Outcome::Passed(sum),
+        None => CardOutcome::Passed(sum),
         Some(failure) => {
             here.section = block(&tail(&ran.output));
-            Outcome::Failed(format!("{failure}; {sum}"))
+            CardOutcome::Failed(format!("{failure}; {sum}"))
         }
     }
 }
 
-/// Returns the outcome of a benchmark, and shows its table, also that of one that was ended early.
-fn tabled(here: &mut Here, ran: &Ran) -> Outcome {
-    let table = printed_table(&ran.output);
+/// Returns the outcome of a benchmark. Shows its table, even if the benchmark was ended early.
+fn tabled(here: &mut Here, ran: &Ran) -> CardOutcome {
+    let table = table::printed(&ran.output);
     here.section = table.clone().unwrap_or_default();
     match (&ran.failure, table) {
-        (Some(failure), _) => Outcome::Failed(failure.clone()),
-        (None, None) => Outcome::Failed("it printed no row".to_owned()),
+        (Some(failure), _) => CardOutcome::Failed(failure.clone()),
+        (None, None) => CardOutcome::Failed("it printed no row".to_owned()),
         (None, Some(table)) if table.contains("test double") => {
-            Outcome::Passed("every kernel runs; through the double, times say nothing".to_owned())
+            CardOutcome::Passed("every kernel runs; through the double, times say nothing".to_owned())
         }
         (None, Some(table)) => {
             let count = |word| table.matches(word).count();
             let (reached, missed) = (count(", reached |"), count("**missed**"));
-            Outcome::Passed(format!("{reached} aims reached, {missed} missed"))
+            CardOutcome::Passed(format!("{reached} aims reached, {missed} missed"))
         }
     }
 }
 
-/// Returns the path of a program on the PATH or of the toolkit.
+/// Returns the path of a program on the PATH or in the toolkit.
 fn installed(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::env::split_paths(&path).chain([PathBuf::from(TOOLKIT)]).collect::<Vec<_>>();
@@ -399,7 +401,7 @@ fn tail(output: &str) -> String {
     lines[lines.len().saturating_sub(LINES)..].join("\n")
 }
 
-/// Returns text as it is.
+/// Returns text as a block without formatting.
 fn block(text: &str) -> String {
     format!("```text\n{text}\n```\n")
 }
@@ -430,7 +432,7 @@ mod tests {
 
     #[test]
     fn selected_cases_are_cases_of_the_suite() {
-        let cases = include_str!("../../../proof/kvconform/src/cases/mod.rs");
+        let cases = include_str!("../../../kvconform/src/cases/mod.rs");
         for prefix in MEMCHECK.iter().chain(RACECHECK) {
             assert!(cases.contains(&format!("\n    {prefix}")), "no case begins with {prefix}");
         }
@@ -439,10 +441,13 @@ mod tests {
     #[test]
     fn a_program_is_judged_by_its_exit_and_its_last_line() {
         let mut step = here();
-        assert_eq!(judged(&mut step, &ran("a\n3 passed\n", None)), Outcome::Passed("3 passed".to_owned()));
+        assert_eq!(
+            judged(&mut step, &ran("a\n3 passed\n", None)),
+            CardOutcome::Passed("3 passed".to_owned())
+        );
         assert!(step.section.is_empty());
         let failed = judged(&mut step, &ran("a\n1 failed\n", Some("exit 1")));
-        assert_eq!(failed, Outcome::Failed("exit 1; 1 failed".to_owned()));
+        assert_eq!(failed, CardOutcome::Failed("exit 1; 1 failed".to_owned()));
         assert!(step.section.contains("a\n1 failed"));
     }
 
@@ -451,10 +456,10 @@ mod tests {
         let row = r#"{"what":"cuda: scatter bf16","size":4,"unit":"bytes","seconds":1,"limit":"cuMemcpyDtoD","limit_seconds":1,"ratio":1}"#;
         let mut step = here();
         let passed = tabled(&mut step, &ran(row, None));
-        assert_eq!(passed, Outcome::Passed("1 aims reached, 0 missed".to_owned()));
-        assert_eq!(tabled(&mut step, &ran(row, Some("late"))), Outcome::Failed("late".to_owned()));
+        assert_eq!(passed, CardOutcome::Passed("1 aims reached, 0 missed".to_owned()));
+        assert_eq!(tabled(&mut step, &ran(row, Some("late"))), CardOutcome::Failed("late".to_owned()));
         assert!(step.section.contains("| cuda: scatter bf16 |"));
-        assert!(matches!(tabled(&mut step, &ran("", None)), Outcome::Failed(_)));
+        assert!(matches!(tabled(&mut step, &ran("", None)), CardOutcome::Failed(_)));
     }
 
     #[test]

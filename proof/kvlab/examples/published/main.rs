@@ -1,0 +1,187 @@
+//! `cargo xtask published`: strategies of reuse on a published model, as docs/quality.md reports them.
+//!
+//! The model is SmolLM2-135M-Instruct as a GGUF file. Questions are drawn by `kvc eval --texts`. Divergence
+//! from full attention's own answers orders all strategies by sixty prompts ([`screen`], two hours on two
+//! cores). Full attention, the cells and a few finalists answer 400 questions each ([`finals`], hours).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+
+use clap::Parser;
+use serde::Deserialize;
+use xtask::page;
+use xtask::published::{MODEL, model};
+use xtask::run::{self, Result, cargo, exit_code, target};
+
+mod finals;
+mod goldens;
+mod screen;
+
+/// Ask a published model with every strategy of reuse, and write the tables of docs/quality.md (needs the
+/// model's wheel).
+#[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
+#[derive(Parser)]
+#[command(name = "cargo xtask published", bin_name = "cargo xtask published")]
+struct PublishedCli {
+    /// Write the tables of docs/quality.md from the kept answers, and ask nothing.
+    #[arg(long)]
+    table: bool,
+    /// Ask few questions with three strategies, and fail unless recomputation by the question comes nearest
+    /// to full attention.
+    #[arg(long, conflicts_with = "table")]
+    quick: bool,
+    /// Ask only the questions that are answered, without the prompts that order strategies by divergence. A
+    /// run goes on where another one stopped.
+    #[arg(long, conflicts_with_all = ["table", "quick", "goldens"])]
+    answers: bool,
+    /// Compare greedy answers with the answers of Hugging Face transformers, from a directory in f32 and from
+    /// the GGUF file.
+    #[arg(long, conflicts_with_all = ["table", "quick"])]
+    goldens: bool,
+}
+
+/// Builds `kvc`, which asks the questions.
+fn build() -> Result {
+    // With the whole workspace and all features, as the tests are built: nothing is built twice.
+    cargo("build --release --quiet --workspace --all-features --bin kvc")
+}
+
+/// The folder of kept answers, below the root of the workspace.
+const KEPT: &str = "proof/kvlab/tests/published";
+
+/// The answer to one question with one strategy, as `kvc eval --answers` writes it.
+#[derive(Deserialize)]
+struct AnswerLine {
+    name: String,
+    draw: usize,
+    question: usize,
+    right: Option<bool>,
+    divergence: Option<f64>,
+    agreement: Option<f64>,
+    recomputed: f64,
+    flops: f64,
+    ttft_ms: f64,
+}
+
+/// Operations of full attention in restored answers. Only shares of it count.
+const FLOPS: f64 = 1e9;
+
+impl AnswerLine {
+    /// Returns the line for [`read`] and `kvc eval --read`. The kind of the question is not kept.
+    fn line(&self) -> String {
+        let Self { name, draw, question, right, divergence, agreement, recomputed, flops, ttft_ms } = self;
+        let line = serde_json::json!({
+            "name": name, "draw": draw, "question": question, "kind": "local", "arm": 0, "answer": "", "right": right,
+            "divergence": divergence, "agreement": agreement, "recomputed": recomputed, "found": 1.0,
+            "flops": flops.round() as u64, "ttft_ms": ttft_ms,
+        });
+        format!("{line}\n")
+    }
+}
+
+fn main() -> ExitCode {
+    exit_code(published(&PublishedCli::parse()))
+}
+
+fn published(args: &PublishedCli) -> Result {
+    if args.table {
+        screen::write()?;
+        return finals::write();
+    }
+    if args.goldens {
+        return goldens::check();
+    }
+    if !MODEL.is_here() {
+        return Err(format!("the published model is not here; fetch it by\n    {}", MODEL.bring()));
+    }
+    build()?;
+    if args.quick {
+        return screen::quick();
+    }
+    if !args.answers {
+        screen::run()?;
+        screen::write()?;
+    }
+    finals::run()?;
+    finals::write()
+}
+
+/// Returns the path of `kvc`.
+fn program() -> PathBuf {
+    target().join("release/kvc")
+}
+
+/// The questions of one call of `kvc eval`.
+#[derive(Clone, Copy)]
+struct EvalCall {
+    documents: usize,
+    /// The number of the first draw.
+    first: usize,
+    draws: usize,
+    /// Questions of each kind in a draw.
+    questions: usize,
+    /// True for local questions only.
+    local: bool,
+}
+
+/// Asks questions with some strategies, and writes the answers to a file. The file exists only after the last
+/// answer.
+fn ask(arms: &[&str], asked: EvalCall, measure: &str, to: &Path) -> Result {
+    let mut command = Command::new(program());
+    command.args(["eval", "--chat", "--measure", measure, "--kv-memory", "512", "--model"]).arg(model());
+    let EvalCall { documents, first, draws, questions, local } = asked;
+    for (name, value) in
+        [("--texts", documents), ("--first-seed", first), ("--seeds", draws), ("--questions", questions)]
+    {
+        command.arg(name).arg(value.to_string());
+    }
+    if local {
+        command.args(["--kind", "local"]);
+    }
+    let part = to.with_extension("part");
+    command.args(arms.iter().flat_map(|arm| ["--arm", arm])).arg("--answers").arg(&part);
+    run::run(&mut command, "kvc eval")?;
+    std::fs::rename(&part, to).map_err(|e| format!("{}: {e}", to.display()))
+}
+
+fn read(file: &Path) -> Result<Vec<AnswerLine>> {
+    let text = run::read(file)?;
+    let answer = |line: &str| serde_json::from_str(line).map_err(|e| format!("{}: {e}", file.display()));
+    text.lines().map(answer).collect()
+}
+
+/// The name of the strategy with which all others are compared.
+const FULL: &str = "full attention";
+
+/// Returns the answers to questions that full attention was asked before, each with its share of full
+/// attention's operations. Each call asks full attention first, and an answer is compared with full attention
+/// in the same call.
+fn with_shares(answers: &[AnswerLine]) -> impl Iterator<Item = (&AnswerLine, f64)> {
+    let mut full = BTreeMap::new();
+    answers.iter().filter_map(move |answer| {
+        let question = (answer.draw, answer.question);
+        if answer.name == FULL {
+            full.insert(question, answer.flops);
+        }
+        full.get(&question).map(|full| (answer, answer.flops / full))
+    })
+}
+
+/// Returns the name of a strategy in the tables, without defaults that `kvc` adds to the name.
+fn plain(name: &str) -> String {
+    name.strip_suffix(":values")
+        .or_else(|| name.strip_suffix("@0").filter(|n| n.contains("random")))
+        .unwrap_or(name)
+        .to_owned()
+}
+
+/// The page of the tables.
+const QUALITY: &str = "docs/quality.md";
+
+/// Writes a table into a page, and prints it.
+fn write_table(page: &str, name: &str, table: &str) -> Result {
+    page::write(page, name, table)?;
+    print!("{table}");
+    Ok(())
+}
