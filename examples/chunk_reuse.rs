@@ -8,8 +8,8 @@ use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{
-    Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkedPrompt, ComputeMode,
-    PositionReindexer, PositionStrategy, Result, ReuseCell, TenantKeys,
+    Assembler, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkedPrompt, PositionReindexer, Result,
+    ReuseCell, TenantKeys,
 };
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockOrder, BlockPool, DType, KeyForm, KeyScope, KvArena,
@@ -125,7 +125,7 @@ fn main() -> Result<()> {
         ChunkCacheManager::new(ChunkCacheConfig::default(), ChunkBlockPool::new(chunk_blocks, BLOCK_SIZE)?)?;
     let reindexer = PositionReindexer::for_layers(&device.ropes);
     // Documents follow one another: in another order, a document is at another position.
-    let cell = ReuseCell { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
+    let cell = ReuseCell::SEQUENTIAL_WITH_SYSTEM;
 
     let (system, question): (Vec<u32>, Vec<u32>) = ((1..9).collect(), vec![900]);
     let (cats, dogs): (Vec<u32>, Vec<u32>) = ((100..140).collect(), (200..224).collect());

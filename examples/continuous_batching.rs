@@ -1,8 +1,9 @@
 //! Continuous batching over a paged cache: `cargo run --release --example continuous_batching`.
 //!
-//! Requests come and go while others run. They share the blocks of equal beginnings; where blocks run out, the last request gives its
-//! own back and waits; tokens that a draft got wrong are rolled back. Model weights are replaced by a table of random rows;
-//! everything else is what an engine does in each step. At the end every answer equals the one that its request gets alone.
+//! Requests start and end while others run. They share the blocks of equal beginnings. When blocks run out, the last request
+//! gives its own back and waits. Tokens that a draft got wrong are rolled back. A table of random rows replaces the weights of
+//! a model; the rest is what an engine does in each step. At the end, every answer equals the answer that its request gets
+//! alone.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -18,13 +19,13 @@ const LAYERS: usize = 2;
 const HEADS: usize = 4;
 const DIM: usize = 16;
 const VOCABULARY: usize = 64;
-/// The most tokens of one request in a step: a longer prompt is computed in pieces.
+/// Most tokens of one request in a step. A longer prompt is computed in pieces.
 const PIECE: usize = 32;
-/// The tokens that are guessed ahead of an answer.
+/// Number of tokens to guess ahead of an answer.
 const DRAFT: usize = 3;
 const ANSWER: usize = 40;
 
-/// A device, and a model that is a table of rows.
+/// A device, and a table of rows as the model.
 struct Model {
     backend: Arc<CpuBackend>,
     stream: Arc<dyn Stream>,
@@ -44,7 +45,7 @@ impl Model {
         &self.table[token as usize % VOCABULARY * HEADS * DIM..][..HEADS * DIM]
     }
 
-    /// Runs a pass over the rows of a batch. Returns the likeliest next token behind each row.
+    /// Runs a pass over the rows of a batch. Returns the likeliest next token after each row.
     fn forward(&self, arena: &KvArena, rows: &BatchRows) -> Result<Vec<u32>> {
         let mut x: Vec<f32> = rows.tokens().iter().flat_map(|&t| self.row_of(t)).copied().collect();
         let mut v: Vec<f32> = rows.tokens().iter().flat_map(|&t| self.row_of(t + 1)).copied().collect();
@@ -64,19 +65,20 @@ impl Model {
     }
 }
 
-/// A request: what it has been asked, and what it has answered.
+/// A request: the prompt, followed by the answer so far.
 struct Request {
     number: usize,
     prompt: usize,
     tokens: Vec<u32>,
-    /// The keys of the prompt's blocks: made once, however often the request begins anew.
+    /// Keys of the prompt's blocks, computed once even if the request starts again.
     keys: PromptKeys,
-    /// The number of tokens that are in the cache.
+    /// Number of tokens in the cache.
     computed: usize,
 }
 
 impl Request {
-    /// Returns the tokens of the next step: a piece of the prompt, or the last token of the answer and what followed it before.
+    /// Returns the tokens of the next step: a piece of the prompt, or the answer's last token and a guess (what followed that
+    /// token earlier).
     fn next(&self) -> Vec<u32> {
         let left = &self.tokens[self.computed..];
         let mut next = left[..left.len().min(PIECE)].to_vec();
@@ -94,7 +96,7 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
     let format = DType::F32.into();
     let (num_layers, k_heads, v_heads, k_dim, v_dim) = (LAYERS, HEADS, HEADS, DIM, DIM);
     let extents = KvExtents { num_layers, k_heads, v_heads, k_dim, v_dim, max_positions: 1024, format };
-    // Four blocks are for those who run, not for those who come.
+    // Four blocks are reserved for running requests; new ones may not take them.
     let config = PagedCacheConfig { max_memory, watermark: 4, ..PagedCacheConfig::default() };
     let layout = Arc::new(config.layout(&extents, &RankInfo::default())?);
     let arena = KvArena::allocate(model.backend.as_ref(), MemoryKind::Device, layout)?;
@@ -110,7 +112,7 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
     let (mut steps, mut preempted, mut found, mut accepted) = (0, 0, 0, 0);
     let (mut answers, mut rows) = (vec![Vec::new(); prompts.len()], BatchRows::default());
     while !running.is_empty() || !waiting.is_empty() {
-        // Slots for everybody who runs. Where there are too few blocks, the last to come gives way and begins again later.
+        // Slots for all running requests. If blocks are short, the last request gives way and starts again later.
         let mut next: Vec<Vec<u32>> = running.iter().map(|(_, run)| run.next()).collect();
         let growth = |running: &[(SequenceId, Request)], next: &[Vec<u32>]| -> Vec<_> {
             running.iter().zip(next).map(|((id, _), next)| (*id, next.len())).collect()
@@ -129,7 +131,7 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
             Ok(SequenceInput::new(next.clone(), at, at as i64, WriteSlots::default(), own))
         };
         let mut inputs = running.iter().zip(&next).map(input).collect::<Result<Vec<_>>>()?;
-        // Who waits is let in as long as there is room for a first piece behind what is cached. Its input has its own slots.
+        // Waiting requests are admitted while there is room for a first piece after their cached tokens. Each has its own slots.
         while let Some(mut new) = waiting.pop_front() {
             new.keys.extend(&new.tokens[new.keys.tokens().len()..]);
             let (id, cached, own) = match cache.admit(&new.keys, PIECE) {
@@ -146,23 +148,23 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
             inputs.push(SequenceInput::new(piece, cached, cached as i64, own, [cache.segment(id)?]));
             running.push((id, new));
         }
-        // One pass for all of them.
+        // One pass for all requests.
         rows.fill(StepBatch { inputs: &inputs, slots: std::slice::from_ref(&slots) })?;
         let chosen = model.forward(cache.arena(), &rows)?;
         steps += 1;
         let mut row = 0;
         for ((id, run), fed) in running.iter_mut().zip(&next) {
-            let behind = &chosen[row..row + fed.len()];
+            let following = &chosen[row..row + fed.len()];
             row += fed.len();
             let known = fed.len().min(run.tokens.len() - run.computed);
-            // A drafted token stays if it is the one behind the token before it.
-            let kept = known + (known..fed.len()).take_while(|&i| fed[i] == behind[i - 1]).count();
+            // A drafted token is kept if it equals the model's choice after the token before it.
+            let kept = known + (known..fed.len()).take_while(|&i| fed[i] == following[i - 1]).count();
             accepted += kept - known;
             cache.truncate(*id, run.computed + kept)?;
             cache.commit(*id, &fed[..kept])?;
             run.computed += kept;
             if run.computed >= run.tokens.len() {
-                run.tokens.extend_from_slice(&behind[known - 1..kept]);
+                run.tokens.extend_from_slice(&following[known - 1..kept]);
             }
         }
         for (id, run) in running.extract_if(.., |(_, run)| run.tokens.len() >= run.prompt + ANSWER) {
@@ -184,7 +186,7 @@ fn main() -> Result<()> {
         table: (0..VOCABULARY * HEADS * DIM).map(|i| (i as f32 * 12.9898).sin()).collect(),
         backend,
     };
-    // Forty tokens in common, and up to thirty of their own.
+    // Forty tokens in common, and up to thirty different ones.
     let own = |i: usize| (0..8 + 2 * i).map(move |j| (5 + i * 11 + j * 7) % VOCABULARY);
     let prompts: Vec<Vec<u32>> =
         (0..12).map(|i| (0..40).chain(own(i)).map(|token| token as u32).collect()).collect();
@@ -194,6 +196,6 @@ fn main() -> Result<()> {
     for (prompt, answer) in prompts.iter().zip(&answers) {
         assert_eq!(serve(&model, memory, std::slice::from_ref(prompt))?.0[0], *answer);
     }
-    println!("every answer is the one that its request gets alone");
+    println!("every answer equals the answer that its request gets alone");
     Ok(())
 }

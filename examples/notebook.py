@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Documents in any order
-# A notebook as a script: editors show each `# %%` as a cell. Run all of it with `python examples/notebook.py`, from the root of the
-# repository, with the wheel `kvcache` installed.
+# A notebook as a script: editors show each `# %%` as a cell. To run all of it, install the wheel `kvcache` and call
+# `python examples/notebook.py` from the root of the repository.
 
 # %%
 import itertools
@@ -14,7 +14,7 @@ system = pathlib.Path("examples/system.txt").read_text().strip()
 llm = kvcache.LLM("models/tiny-rag", chunk_cache_config=kvcache.ChunkCacheConfig(memory_share=0.5))
 
 # %% [markdown]
-# Every order of the documents is another prompt. A prefix cache finds the system prompt only; here, everything but the question is found.
+# Every order of the documents is another prompt. A prefix cache finds only the system prompt; here, everything but the question is found.
 
 # %%
 orders = list(itertools.permutations(documents))[:8]
@@ -34,12 +34,12 @@ print(f"hit rate {stats.hit_rate:.0%}, {stats.used_blocks} of {stats.total_block
 assert stats.insertions == len(documents)
 
 # %% [markdown]
-# Documents that were computed apart do not know each other. Half of their tokens computed again, those that the question attends to most,
-# bring the answer back to that of ordinary attention where it needs several documents.
+# Documents that were computed separately have not seen each other. By default, the half of their tokens that the question attends to most
+# is recomputed: answers that need several documents then come close to ordinary attention's.
 
 # %%
 careful = kvcache.LLM("models/tiny-rag")
 question = "##".join([system, *documents, "alba ?"])
 (answer,) = careful.generate(question)
 (again,) = careful.generate("##".join([system, *reversed(documents), "alba ?"]))
-print(f"{again.text.strip()}: {again.num_recomputed_tokens} tokens computed again, {again.num_cached_tokens} found")
+print(f"{again.text.strip()}: {again.num_recomputed_tokens} tokens recomputed, {again.num_cached_tokens} found")

@@ -1,7 +1,7 @@
-//! A backend of one's own in a page: `cargo run --release --example own_backend`.
+//! A backend of your own, on one page: `cargo run --release --example own_backend`.
 //!
 //! It adds a ledger of operations to the CPU backend. A backend for another device has the same four parts: memory, a
-//! stream, a `match` over operations in `launch`, and a list of what it lacks.
+//! stream, a `match` over operations in `launch`, and a list of missing features.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,7 +15,7 @@ use kvcore::{
 /// Calls and bytes by operation.
 type Ledger = Arc<Mutex<BTreeMap<&'static str, (usize, usize)>>>;
 
-/// A backend that writes down what it is asked to do.
+/// A backend that records every operation.
 #[derive(Debug)]
 struct Audited {
     inner: Arc<CpuBackend>,
@@ -85,7 +85,7 @@ fn main() -> Result<()> {
     let tensor = |shape: &[usize]| allocate_tensor(&backend, MemoryKind::Device, DType::F32, shape);
     let (src, dst) = (tensor(&[64, 32])?, tensor(&[32, 64])?);
     stream.copy_tensor(&CopyTensor { src: src.permute(&[1, 0])?, dst: dst.clone() })?;
-    // The check stands before every backend: shapes that differ never reach `launch`.
+    // Operations are checked before they reach a backend: different shapes never reach `launch`.
     let refused = stream.copy_tensor(&CopyTensor { src, dst });
     println!(
         "refused before the launch: {}",

@@ -1,6 +1,6 @@
 //! Paged decoding with prefix sharing, fork and rollback: `cargo run --release --example paged_decode`.
 //!
-//! A model is replaced by random rows; everything else is what an engine does in each step.
+//! Random rows replace a model; the rest is what an engine does in each step.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ const LAYERS: usize = 2;
 const HEADS: usize = 4;
 const DIM: usize = 32;
 
-/// The parts of an engine that the steps share.
+/// The parts of an engine that all steps share.
 struct Engine {
     backend: Arc<CpuBackend>,
     stream: Arc<dyn Stream>,
@@ -42,12 +42,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Decodes one token of a sequence: room for it, its keys and values, attention over all before it.
+    /// Decodes one token of a sequence: takes a slot, stores keys and values, and attends to all earlier tokens.
     fn step(&self, cache: &mut PagedKvCache, id: SequenceId) -> Result<()> {
         let position = cache.len(id)?;
         let slots = cache.grow(id, 1)?;
         self.store(cache, &slots, position)?;
-        // Prepared once, used by every layer.
+        // Prepared once and used by every layer.
         let row = QueryRow { logical: position, position: position as i64 };
         let work = Arc::new(AttendWork::new([row], [AttendRows::new(0..1, [cache.segment(id)?])]));
         for layer in 0..LAYERS {
@@ -81,7 +81,7 @@ fn main() -> Result<()> {
     let mut cache = PagedKvCache::new(arena, BlockPool::new(0..64)?)?;
     let root = KeyScope::new("my-model", b"digest of its weights").tenant_salt(b"alice").root();
 
-    // Two prompts with the same first 48 tokens: the second computes its own part only.
+    // Two prompts with the same first 48 tokens: the second one computes only the rest.
     let prompt: Vec<u32> = (0..60).collect();
     let (first, cached, slots) = cache.admit(&PromptKeys::new(root, &prompt, 16), prompt.len())?;
     engine.store(&cache, &slots, cached)?;
@@ -93,7 +93,7 @@ fn main() -> Result<()> {
     cache.commit(second, &other[cached..])?;
     println!("second prompt: {cached} of {} tokens cached", other.len());
 
-    // Two answers to the second prompt. The fork shares all blocks; whoever writes first copies the last one.
+    // Two answers to the second prompt. The fork shares all blocks; the first write copies the last block.
     let twin = cache.fork(second)?;
     for id in [second, twin] {
         let copied = cache.copy_on_write(&[id], engine.stream.as_ref())? > 0;
