@@ -1,4 +1,4 @@
-// What every entry does first: injected results, the lock, the current context, the stream's handle.
+// The first steps of every entry: injected results, the lock, the current context, the stream's handle.
 #pragma once
 
 #include "state.hpp"

@@ -1,4 +1,4 @@
-/* What tests control and ask of the double. All entries are exported by the library with C linkage. */
+/* The controls and queries of tests. All entries are exported by the library with C linkage. */
 #ifndef KV_DOUBLE_CONTROL_H
 #define KV_DOUBLE_CONTROL_H
 

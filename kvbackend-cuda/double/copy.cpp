@@ -1,4 +1,4 @@
-// Copies and fills. What they refer to is checked when they are queued and again when they run.
+// Copies and fills. Their operands are checked when they are queued and again when they run.
 //
 // A copy from pageable host memory takes its source at the call; a copy to pageable host memory is waited for. A
 // copy from or to pinned host memory reads or writes it when it runs. The entries without a stream use the legacy

@@ -1,7 +1,7 @@
 // Fibres: stacks of their own that a worker switches between without the operating system.
 //
 // A fibre is used again and again: its main function runs one thread of a kernel after the other. A fibre that a
-// fault left in the middle of a kernel is prepared anew before its next use.
+// fault left in the middle of a kernel is prepared again before its next use.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace kvdouble {
 
-// The size of inaccessible memory behind stacks and shared memory: a multiple of every page size in use.
+// The size of inaccessible memory after stacks and shared memory: a multiple of every page size in use.
 constexpr size_t guard_bytes = 65536;
 
 struct Fibre {
@@ -40,7 +40,7 @@ public:
     // Takes back a fibre that waits in its main function.
     void give(Fibre* fibre) { free_.push_back(fibre); }
 
-    // Prepares all fibres anew, whatever they were doing.
+    // Prepares all fibres again, whatever they were doing.
     void reset();
 
     // Whether the address lies in the guard page of one of the stacks.

@@ -1,4 +1,4 @@
-// What the sources of kernels see when the host's compiler compiles them for the double (with KV_DOUBLE).
+// Included by the sources of kernels when the host's compiler compiles them for the double (with KV_DOUBLE).
 //
 // Names and meaning are those of CUDA and of the CUDA side of device.cuh. There is no `__shared__`: kernels use
 // kv_shared(). Sources with `#pragma unroll` need -Wno-unknown-pragmas. A thread that spins until another thread

@@ -1,4 +1,4 @@
-// The memory of devices and pinned memory of the host: where it lies, what is alive, how much is used.
+// The memory of devices and pinned memory of the host: addresses, live allocations, and the bytes in use.
 //
 // All of it lies in large reserved ranges of addresses that are handed out upwards and never twice. An allocation
 // ends, rounded up to 256 bytes, at an inaccessible page, and another lies before it. Freed memory becomes
@@ -80,7 +80,7 @@ CUresult allocate(Device& device, Allocation::Kind kind, size_t size, std::share
 // Gives the pages of an allocation their poison and makes them accessible.
 void open_pages(const Allocation& allocation);
 
-// Makes the allocation inaccessible and forgets it. Fails if something was written beside it.
+// Makes the allocation inaccessible and forgets it. Fails if something was written next to it.
 CUresult release(const std::shared_ptr<Allocation>& allocation);
 
 // Returns the allocation that begins at this address, or null.

@@ -1,4 +1,4 @@
-// The types and numbers of NCCL's ABI that the double implements, and the objects behind its handles.
+// The types and numbers of NCCL's ABI that the double implements, and the objects that its handles refer to.
 #pragma once
 
 #include <array>

@@ -1,4 +1,4 @@
-// What a running thread of a kernel calls: barriers, collectives of a warp, asynchronous copies, traps.
+// Functions that a running thread of a kernel calls: barriers, collectives of a warp, asynchronous copies, traps.
 //
 // The collectives of a warp give the scheduler a request and stop; when all lanes of the mask have given one, the
 // scheduler computes the results of all of them and lets them go on. `line` is the source line of the call: lanes
@@ -14,7 +14,7 @@ struct Index {
     unsigned x, y, z;
 };
 
-// What all threads of the running block share.
+// State that all threads of the running block share.
 struct Group {
     Index block;
     Index block_size;

@@ -1,11 +1,11 @@
-// What the kernels of attention share: their argument, the records of a plan, places of rows, rotations, results.
+// Shared by the kernels of attention: their argument, the records of a plan, places of rows, rotations, results.
 //
 // A task is a tile of query rows of one entry and some runs of tokens that they see. A block works on one task for one
 // unit of query heads that share a head of K and a head of V: `rows * unit_heads` queries, which read each tile of
 // keys and values once. A task whose tile has no other task writes the output itself; other tasks leave a part, an
 // open softmax, which `attend_merge.cu` closes.
 //
-// The structs are those of src/kernels/attend/args.rs and records.rs.
+// The structs match src/kernels/attend/args.rs and records.rs.
 #pragma once
 
 #include "element.cuh"
@@ -84,7 +84,7 @@ struct RunRecord {
     uint32_t segment, first, end;
     // Place of the segment's blocks in the tables, or of the list: pairs of block and token.
     uint32_t table;
-    // Those of the segment.
+    // Position and scale of the segment.
     int64_t offset;
     float logit_scale;
     uint32_t listed;
@@ -113,7 +113,7 @@ __device__ __forceinline__ const T* records(uint64_t address) {
     return reinterpret_cast<const T*>(address);
 }
 
-// What a block works on.
+// The work of a block.
 struct AttendUnit {
     TaskRecord task;
     // First query head, and the heads of K and V that all its heads read.

@@ -91,7 +91,7 @@ KV_KERNEL(attend_merge, MergeArgs, THREADS) {
     for (uint32_t i = 0; i < row.ranges; i++) {
         group = parts.group(ranges[i]);
         const float lse = lse_of(group) * factors[ranges[i].group];
-        // The difference is 0, or NaN for what is not finite.
+        // The difference is 0, or NaN if the logit is not finite.
         if (group.sum != 0.0f && lse != minus_infinity()) all = joined(all, OpenSum{lse, 1.0f + (lse - lse)});
     }
     if (args.lse.at != 0 && thread == 0) {

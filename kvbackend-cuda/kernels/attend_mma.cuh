@@ -10,7 +10,7 @@
 // do codes, which are widened at the begin of their turn; their scales multiply partial products (keys) and weights
 // (values) of a group, so that nothing is rounded. Places and scales are read before the products that hide the wait.
 //
-// Weights are split like queries (attend_query.cuh), into two terms; those in f16 are scaled by 2^15, so that terms of
+// Weights are split like queries (attend_query.cuh), into two terms; terms in f16 are scaled by 2^15, so that terms of
 // small weights keep their bits.
 #pragma once
 
@@ -193,7 +193,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         }
         cp_async_wait<0>();
         __syncthreads();
-        // The keys are there, and nobody reads the values and weights of the last tile any more.
+        // The keys have arrived, and no thread reads the values and weights of the last tile any more.
         if constexpr (CODES) {
             widen<TN>(args.kind, keys, shared.key_row, shared.raw_keys, shared.raw_key_row, args.k_dim);
             widen<TN>(args.kind, values, shared.value_row, shared.raw_values, shared.raw_value_row, args.v_dim);
@@ -234,7 +234,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         put_places<SIDES, TN>(args, unit, later, place, places_of(AHEAD ? buffer : buffer ^ 1));
         if (AHEAD && next.more) put_all_scales(buffer ^ 1);
 
-        // Logits with their factors, and the largest of each query. What a query does not see is minus infinity.
+        // Logits with their factors, and the largest of each query. Tokens that a query does not see are minus infinity.
         const uint32_t first_token = now.start + 8 * NT * warp + 2 * (lane % 4);
         bool in_part = false;
 #pragma unroll

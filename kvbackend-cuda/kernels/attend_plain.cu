@@ -192,7 +192,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
 #pragma unroll
     for (int j = 0; j < 4; j++) high[j] = minus_infinity();
 
-    // What no load writes is zero: the rest of each row.
+    // The rest of each row, which no load writes, is zero.
     for (int i = thread; i < args.tile * (k_row - args.k_dim); i += THREADS) {
         const int width = k_row - args.k_dim;
         shared.keys[i / width * k_row + args.k_dim + i % width] = 0.0f;

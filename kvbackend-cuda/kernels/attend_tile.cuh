@@ -108,7 +108,7 @@ __device__ __forceinline__ float tile_scale(const AttendArgs& args, const uint64
     return place == 0 ? 0.0f : scale_at(args.kind, records<unsigned char>(place), i % groups);
 }
 
-// Reads the first scales of a tile. What needs them comes later.
+// Reads the first scales of a tile, which are needed later.
 template <int TN>
 __device__ __forceinline__ void read_scales(const AttendArgs& args, const uint64_t* places, int groups,
                                             float (&held)[HELD_SCALES]) {

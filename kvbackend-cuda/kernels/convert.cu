@@ -1,7 +1,7 @@
 // Rows that change on the way: other element types, quantised codes with their scales, rotated keys.
 //
 // A launch has up to four parts (grid.z: keys, values, scales) of several layers (grid.y). A part is converted, or
-// copied bit for bit, such as the values beside rotated keys. `convert_dense` serves rows in f32, f16 and bf16 whose
+// copied bit for bit, such as the values of rotated keys. `convert_dense` serves rows in f32, f16 and bf16 whose
 // places are multiples of eight elements: a thread takes 16 bytes or two times 16 bytes and keeps them in registers.
 // `convert_any` serves every other row: a warp takes a row through shared memory.
 #include "element.cuh"
@@ -53,7 +53,7 @@ static_assert(sizeof(ConvertPart) == 240 && sizeof(ConvertArgs) == 1016, "as in 
 
 constexpr uint32_t THREADS = 256;
 
-// The place of a row: its first bytes, and those of its scales.
+// The place of a row: the first bytes of the row and of its scales.
 struct RowPlace {
     const unsigned char *src, *src_scales;
     unsigned char *dst, *dst_scales;
@@ -149,7 +149,7 @@ KV_KERNEL(convert_dense, ConvertArgs, THREADS) {
             copy_unit<uint4>(row, task);
             continue;
         }
-        // Tasks come in order: those of pairs, then those of elements that are not rotated.
+        // Tasks come in order: first the pairs, then the elements that are not rotated.
         const uint32_t turning = part.interleaved ? part.pairs >> 2 : part.pairs >> 3;
         if (task >= turning) {
             convert8(part, row, 2 * part.pairs + 8 * (task - turning));

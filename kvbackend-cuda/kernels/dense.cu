@@ -126,7 +126,7 @@ KV_KERNEL(dense_split, SplitArgs, THREADS) {
                 const uint16_t bits = f32_to_bf16(rest);
                 out[term * part + i] = bits;
                 const float left = rest - bf16_to_f32(bits);
-                // What is not finite stays in the first term alone.
+                // A value that is not finite is stored in the first term alone.
                 rest = fabsf(left) < 3.0e38f ? left : 0.0f;
             }
         }

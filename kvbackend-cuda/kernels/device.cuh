@@ -1,4 +1,4 @@
-// What all kernels see of the device: kernel definitions, shared memory, asynchronous copies, matrix
+// The device as all kernels see it: kernel definitions, shared memory, asynchronous copies, matrix
 // instructions, and conversions of elements.
 //
 // The same sources are compiled by nvcc for the device and, with KV_DOUBLE, by the host's compiler for the test

@@ -1,7 +1,8 @@
 // Elements of every storage format as f32, one at a time or eight at once.
 //
 // A kernel is compiled for a format by the template parameter KIND, or told it by a number at run time (`read`,
-// `write`). The numbers are those of `kind` in src/kernels/mod.rs.
+// `write`). The numbers match `element_kind` in
+// src/kernels/places.rs.
 #pragma once
 
 #include "device.cuh"
@@ -26,7 +27,7 @@ __device__ __forceinline__ float e4m3_to_f32(uint32_t code) {
 // Value of an 8-bit float with 5 exponent bits: the upper byte of an f16.
 __device__ __forceinline__ float e5m2_to_f32(uint32_t code) { return f16_to_f32(static_cast<uint16_t>(code << 8)); }
 
-// Code of the nearest 8-bit float, ties to even, of `mantissa` bits. Finite values saturate; what is not finite stays
+// Code of the nearest 8-bit float, ties to even, of `mantissa` bits. Finite values saturate; other values stay
 // so, and infinity is NaN in E4M3.
 __device__ __forceinline__ uint32_t f32_to_fp8(float x, int mantissa, int bias, uint32_t largest, bool infinite) {
     const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;

@@ -5,13 +5,13 @@
 
 #include "device.cuh"
 
-// What an item of a list is; the numbers are those of `Items` in src/kernels/places.rs.
+// The meaning of an item of a list. The numbers match `ItemKind` in src/kernels/places.rs.
 enum : uint32_t {
-    // Row i of the source goes to slot list[i]. A negative slot is skipped.
+    // Row i of the source is copied to slot list[i]. A negative slot is skipped.
     ROWS_TO_SLOTS = 0,
-    // Slot list[i] goes to row i of the destination. A negative slot is skipped.
+    // Slot list[i] is copied to row i of the destination. A negative slot is skipped.
     SLOTS_TO_ROWS = 1,
-    // Block list[i].x of the source goes to block list[i].y of the destination.
+    // Block list[i].x of the source is copied to block list[i].y of the destination.
     PAIRS = 2,
     // Row i of both sides; there is no list.
     ROWS = 3,

@@ -1,9 +1,9 @@
-// Weights of a model as the device holds them: dense rows, or codes of ggml's blocks with their scales beside them.
+// Weights of a model as the device holds them: dense rows, or codes of ggml's blocks with their scales apart.
 #pragma once
 
 #include "element.cuh"
 
-// Stored types beyond those of elements; the numbers are those of `StoredKind` in src/dense/weight.rs.
+// Stored types other than element types. The numbers match `StoredKind` in src/dense/weight.rs.
 enum : int {
     // Signed bytes; an f16 scale for each 32 of a row.
     Q8_0 = 16,

@@ -8,7 +8,7 @@ use kvcore::{
     Stream,
 };
 
-use crate::device::Device;
+use crate::device::CudaDevice;
 use crate::driver::NAME;
 use crate::memory::{CudaReserved, CudaStorage};
 use crate::options::CudaOptions;
@@ -18,7 +18,7 @@ use crate::tables::AngleTables;
 /// A backend on one NVIDIA GPU.
 #[derive(Debug)]
 pub struct CudaBackend {
-    pub(crate) device: Arc<Device>,
+    pub(crate) device: Arc<CudaDevice>,
     pub(crate) tables: Arc<AngleTables>,
 }
 
@@ -34,14 +34,14 @@ impl CudaBackend {
     /// Creates a backend with the given options.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if the device does not exist, is older than compute capability 8.0, or
-    /// cannot be opened.
+    /// Returns [`kvcore::Error::NoDevice`] if the device does not exist, is older than compute capability
+    /// 8.0, or cannot be opened.
     pub fn with_options(options: &CudaOptions) -> Result<Arc<Self>> {
-        Ok(Arc::new(Self { device: Device::open(options)?, tables: Arc::default() }))
+        Ok(Arc::new(Self { device: CudaDevice::open(options)?, tables: Arc::default() }))
     }
 
-    /// Creates a stream as [`stream`](Backend::stream) does, by its own type: [`raw`](CudaStream::raw) is the driver's stream, which
-    /// other libraries order their work by.
+    /// Creates a stream as [`stream`](Backend::stream) does, but returns its own type. Its
+    /// [`raw`](CudaStream::raw) is the driver's stream, on which other libraries can order their work.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Device`] if the driver refuses.
@@ -49,17 +49,18 @@ impl CudaBackend {
         Ok(Arc::new(CudaStream::new(&self.device, &self.tables)?))
     }
 
-    /// Creates a storage over device or pinned memory that the caller allocated, for example a tensor of the engine.
-    /// `owner` is dropped with the storage.
+    /// Creates a storage over device or pinned memory that the caller allocated, for example a tensor of the
+    /// engine. `owner` is dropped with the storage.
     ///
     /// # Safety
-    /// `address` is valid for `bytes` bytes for as long as `owner` lives. While the storage lives, the caller orders
-    /// its own use of the memory with the streams, and lends each byte to one storage only, or to the two of an arena whose keys and
-    /// values lie in turn.
+    /// `address` is valid for `bytes` bytes for as long as `owner` lives. While the storage lives, the caller
+    /// orders its own use of the memory with the streams, and lends each byte to one storage only. An arena
+    /// whose keys and values alternate in memory may lend the same bytes to its two storages.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Device`] if the driver does not know the address or the memory is on another device,
-    /// [`kvcore::Error::TooLarge`] if the allocation is smaller, and [`kvcore::Error::Zero`] if `bytes` is 0.
+    /// Returns [`kvcore::Error::Device`] if the driver does not know the address or the memory is on another
+    /// device, [`kvcore::Error::TooLarge`] if the allocation is smaller, and [`kvcore::Error::Zero`] if
+    /// `bytes` is 0.
     pub unsafe fn lent(
         &self,
         address: u64,
@@ -70,8 +71,8 @@ impl CudaBackend {
         unsafe { CudaStorage::lent(&self.device, address, bytes, owner) }
     }
 
-    /// Creates a stream over a stream that the caller created in the device's primary context. Operations are enqueued
-    /// there, in order with the caller's own work. `owner` is dropped with the stream.
+    /// Creates a stream over a stream that the caller created in the device's primary context. Operations are
+    /// enqueued there, in order with the caller's own work. `owner` is dropped with the stream.
     ///
     /// # Safety
     /// `stream` is a stream of the driver that lives as long as `owner`.

@@ -1,7 +1,8 @@
-//! Kernels compiled on this machine for its card, by NVRTC, and kept in a folder.
+//! Kernels that NVRTC compiles on this machine for its card, kept in a folder.
 //!
-//! An entry of the folder is named by a hash of all that it depends on: the source, the options, the compiler's version
-//! and the driver's. It begins with a hash of its contents; an entry that does not match is compiled again and replaced.
+//! The name of an entry is a hash of all that it depends on: source, options, and the versions of compiler
+//! and driver. The entry begins with a hash of its contents. If the hash does not match, the entry is
+//! compiled again and replaced.
 
 use std::ffi::CString;
 use std::fs;
@@ -13,7 +14,7 @@ use kvcore::{Error, Result};
 use crate::driver::NAME;
 use crate::facts::DeviceFacts;
 
-/// Files that sources include, by the name by which they do.
+/// Headers by the names under which sources include them.
 const HEADERS: &[(&str, &str)] = &[
     ("attend.cuh", include_str!("../kernels/attend.cuh")),
     ("attend_mma.cuh", include_str!("../kernels/attend_mma.cuh")),
@@ -28,11 +29,12 @@ const HEADERS: &[(&str, &str)] = &[
 /// Bytes of the hash before the contents of an entry.
 const HASH: usize = blake3::OUT_LEN;
 
-/// Returns the PTX of a source for a card: from the folder, or compiled and put there.
+/// Returns the PTX of a source for a card, from the folder if it has an entry. Otherwise compiles the source
+/// and adds an entry.
 ///
 /// # Errors
-/// Returns [`Error::NoDevice`] if NVRTC is not found, and [`Error::Device`] with its log if it refuses the source. A folder
-/// that cannot be written is no error: the kernels are compiled each time.
+/// Returns [`Error::NoDevice`] if NVRTC is not found, and [`Error::Device`] with its log if it refuses the
+/// source. If the folder cannot be written, there is no error and the kernels are compiled each time.
 pub(crate) fn ptx(source: &str, facts: &DeviceFacts, folder: Option<&Path>) -> Result<String> {
     let compiler = version()?;
     let driver = crate::driver::version()?;
@@ -55,7 +57,7 @@ pub(crate) fn ptx(source: &str, facts: &DeviceFacts, folder: Option<&Path>) -> R
     Ok(made)
 }
 
-/// Returns the source with the files that it includes in place of the lines that include them, each once.
+/// Returns the source with each include line replaced by the header. A header appears once.
 fn flattened(source: &str) -> String {
     fn add(text: &str, known: &mut Vec<&'static str>, out: &mut String) {
         for line in text.lines() {
@@ -79,7 +81,7 @@ fn flattened(source: &str) -> String {
     out
 }
 
-/// Returns the contents of an entry if they are what was written.
+/// Returns the contents of an entry; none if the entry is missing or damaged.
 fn read(entry: &Path) -> Option<String> {
     let bytes = fs::read(entry).ok()?;
     let (hash, contents) = bytes.split_at_checked(HASH)?;
@@ -89,7 +91,7 @@ fn read(entry: &Path) -> Option<String> {
     String::from_utf8(contents.to_vec()).ok()
 }
 
-/// Writes an entry as a whole, so that no other process reads a part of it.
+/// Writes an entry under another name and renames it. No other process reads a part of it.
 fn write(entry: &Path, contents: &str) -> std::io::Result<()> {
     let folder = entry.parent().unwrap_or_else(|| Path::new("."));
     fs::create_dir_all(folder)?;
@@ -119,7 +121,7 @@ fn refused(reason: &str) -> Error {
     Error::Device { backend: NAME, reason: format!("NVRTC: {reason}") }
 }
 
-/// Compiles a source that includes nothing.
+/// Compiles a source without include lines.
 fn compiled(source: &str, options: &[String]) -> Result<String> {
     let text = CString::new(source).map_err(|error| refused(&error.to_string()))?;
     let program = result::create_program(&text, None).map_err(|error| refused(&error.to_string()))?;

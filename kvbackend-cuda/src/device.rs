@@ -1,4 +1,5 @@
-//! An opened device: its context, what it can do, its health, and what streams and storages share.
+//! An opened device: its context, facts and health, with the memory pool and kernels that streams and
+//! storages share.
 
 use std::collections::HashSet;
 use std::fmt;
@@ -9,16 +10,16 @@ use cudarc::driver::sys::{self, CUcontext, CUdevice, CUdeviceptr, CUfunction, CU
 use kvcore::{Counters, Error, MemoryKind, Result};
 use parking_lot::Mutex;
 
-use crate::driver::{self, Bound, NAME};
+use crate::driver::{self, CurrentContext, NAME};
 use crate::facts::DeviceFacts;
-use crate::module::{Kernel, Modules};
+use crate::module::{CudaKernel, Modules};
 use crate::options::{CudaOptions, KernelCode};
 
 /// Bytes that the pool keeps for later allocations instead of returning them to the device.
 const KEPT: u64 = 64 << 20;
 
-/// A device whose primary context is retained.
-pub(crate) struct Device {
+/// A device with its primary context, which is retained until the value is dropped.
+pub(crate) struct CudaDevice {
     pub(crate) ordinal: i32,
     pub(crate) handle: CUdevice,
     pub(crate) context: CUcontext,
@@ -29,28 +30,28 @@ pub(crate) struct Device {
     pub(crate) setup: CUstream,
     /// The pool of device memory, if the device has pools.
     pub(crate) pool: Option<CUmemoryPool>,
-    /// The devices to whose memory peer access was asked for.
+    /// Ordinals of the devices for whose memory peer access was requested.
     pub(crate) peers: Mutex<HashSet<i32>>,
     lost: OnceLock<String>,
 }
 
 // SAFETY: the driver's handles may be used from any thread; contexts are bound to a thread for each call.
-unsafe impl Send for Device {}
+unsafe impl Send for CudaDevice {}
 // SAFETY: as for `Send`; the driver locks what calls share.
-unsafe impl Sync for Device {}
+unsafe impl Sync for CudaDevice {}
 
-impl fmt::Debug for Device {
+impl fmt::Debug for CudaDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Device({}, {})", self.ordinal, self.facts.name)
     }
 }
 
-impl Device {
+impl CudaDevice {
     /// Opens a device by its number.
     ///
     /// # Errors
-    /// Returns [`Error::NoDevice`] if there is no such device, if it is too old for the kernels, or if the driver
-    /// refuses to open it.
+    /// Returns [`Error::NoDevice`] if there is no such device, if it is too old for the kernels, or if the
+    /// driver refuses to open it.
     pub(crate) fn open(options: &CudaOptions) -> Result<Arc<Self>> {
         let ordinal = options.device;
         driver::version()?;
@@ -86,7 +87,7 @@ impl Device {
         facts: DeviceFacts,
         kernels: KernelCode,
     ) -> Result<Arc<Self>> {
-        let _bound = Bound::new(context)?;
+        let _bound = CurrentContext::new(context)?;
         let refused = |error| driver::no_device(format!("device {ordinal}: {}", driver::text(error)));
         let setup = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(refused)?;
         let pool = if facts.pools {
@@ -116,14 +117,14 @@ impl Device {
     ///
     /// # Errors
     /// Returns [`Error::DeviceLost`] if the context has ended.
-    pub(crate) fn bind(&self) -> Result<Bound> {
+    pub(crate) fn bind(&self) -> Result<CurrentContext> {
         if let Some(reason) = self.lost.get() {
             return Err(Error::DeviceLost { backend: NAME, reason: reason.clone() });
         }
-        Bound::new(self.context).map_err(|error| self.noted(error))
+        CurrentContext::new(self.context).map_err(|error| self.noted(error))
     }
 
-    /// Returns the error of a refused call, and remembers that the device is lost if it says so.
+    /// Returns the error of a refused call. Marks the device as lost if the error ends its context.
     pub(crate) fn refused(&self, error: DriverError) -> Error {
         self.noted(driver::refused(error))
     }
@@ -136,13 +137,13 @@ impl Device {
     /// Returns a kernel, and loads it on first use. The device's context is current.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if the kernel takes more shared memory than the device has, and the errors of the
-    /// driver and of the compiler.
-    pub(crate) fn kernel(&self, kernel: Kernel) -> Result<CUfunction> {
+    /// Returns [`Error::Unsupported`] if the kernel takes more shared memory than the device has, and the
+    /// errors of the driver and of the compiler.
+    pub(crate) fn kernel(&self, kernel: CudaKernel) -> Result<CUfunction> {
         self.modules.get(&self.facts, kernel).map_err(|error| self.noted(error))
     }
 
-    /// Waits for the setup stream, so that all streams see what it did.
+    /// Waits for the setup stream. Its work is then visible to all streams.
     pub(crate) fn settle(&self) -> Result<()> {
         // SAFETY: the device owns the stream.
         unsafe { result::stream::synchronize(self.setup) }.map_err(|error| self.refused(error))
@@ -175,7 +176,8 @@ fn create_pool(ordinal: i32) -> Result<CUmemoryPool, DriverError> {
     properties.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
     properties.location.id = ordinal;
     let mut kept = KEPT;
-    // SAFETY: `properties` describes a pool of an open device; the threshold is a 64-bit number, as the driver asks.
+    // SAFETY: `properties` describes a pool of an open device; the threshold is a 64-bit number, as the
+    // driver asks.
     unsafe {
         let pool = result::mem_pool::create(&raw const properties)?;
         let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
@@ -188,12 +190,12 @@ fn create_pool(ordinal: i32) -> Result<CUmemoryPool, DriverError> {
     }
 }
 
-impl Drop for Device {
+impl Drop for CudaDevice {
     fn drop(&mut self) {
-        if let Ok(_bound) = Bound::new(self.context) {
+        if let Ok(_bound) = CurrentContext::new(self.context) {
             self.modules.unload();
-            // SAFETY: storages and streams hold the device, so that nothing uses the stream, the pool or the
-            // context any more.
+            // SAFETY: storages and streams hold the device. Nothing uses the stream, the pool or the context
+            // any more.
             unsafe {
                 // Frees that are still enqueued come before the end of their pool.
                 let _ = result::stream::synchronize(self.setup);

@@ -1,4 +1,4 @@
-//! The driver library: whether it is here, its errors, and the binding of a context to a thread.
+//! The driver library: loading, errors, and the binding of a context to a thread.
 
 use std::sync::OnceLock;
 
@@ -10,7 +10,7 @@ use kvcore::{Error, MemoryKind, Result};
 /// Name of the backend in errors and on command lines.
 pub(crate) const NAME: &str = "cuda";
 
-/// The oldest driver that has every entry point that the backend calls: that of CUDA 12.0.
+/// Version of the oldest driver with every entry point that the backend calls: CUDA 12.0.
 const OLDEST: i32 = 12_000;
 
 /// Loads the driver once, and returns the version of CUDA that it serves, for example 13000.
@@ -101,7 +101,7 @@ pub(crate) fn refused(error: DriverError) -> Error {
     }
 }
 
-/// Returns the error of a refused allocation of `bytes` bytes, with the memory that is free.
+/// Returns the error of a refused allocation of `bytes` bytes. The error names the bytes that are free.
 pub(crate) fn no_memory(error: DriverError, kind: MemoryKind, bytes: usize) -> Error {
     if error.0 != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return refused(error);
@@ -121,13 +121,14 @@ pub(crate) fn no_memory(error: DriverError, kind: MemoryKind, bytes: usize) -> E
 
 /// A context that is current on this thread until the value is dropped.
 ///
-/// A host engine may work with another device on the same thread. Its context is current again afterwards.
+/// A host engine may work with another device on the same thread. Dropping the value makes that engine's
+/// context current again.
 #[derive(Debug)]
-pub(crate) struct Bound {
+pub(crate) struct CurrentContext {
     before: Option<CUcontext>,
 }
 
-impl Bound {
+impl CurrentContext {
     /// Makes `context` current.
     pub(crate) fn new(context: CUcontext) -> Result<Self> {
         let before = result::ctx::get_current().map_err(refused)?;
@@ -140,7 +141,7 @@ impl Bound {
     }
 }
 
-impl Drop for Bound {
+impl Drop for CurrentContext {
     fn drop(&mut self) {
         if let Some(before) = self.before {
             // SAFETY: `before` was current on this thread, or is null, which leaves no context current.

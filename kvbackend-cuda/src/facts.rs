@@ -6,14 +6,14 @@ use cudarc::driver::sys::{CUdevice, CUdevice_attribute};
 /// Major compute capability of the oldest devices that the kernels serve.
 const OLDEST: i32 = 8;
 
-/// The facts of a device that decide how kernels are launched.
+/// Properties of a device that decide how kernels are launched.
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceFacts {
     pub(crate) name: String,
     pub(crate) total_memory: usize,
     pub(crate) compute_capability: (i32, i32),
     pub(crate) multiprocessors: u32,
-    /// Most bytes of shared memory of a block.
+    /// Largest number of bytes of shared memory of a block.
     pub(crate) shared_memory: u32,
     /// Whether memory can be reserved and mapped.
     pub(crate) virtual_memory: bool,

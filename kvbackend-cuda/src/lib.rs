@@ -1,8 +1,8 @@
 //! The CUDA backend: NVIDIA GPUs from compute capability 8.0 (Ampere) on.
 //!
-//! Nothing of CUDA is needed to build: the driver library is loaded at run time, and the kernels are compiled to PTX
-//! that is part of this crate. Without a driver or a device, [`CudaBackend::new`] returns
-//! [`kvcore::Error::NoDevice`], which says what was tried.
+//! Building needs nothing of CUDA: the driver library is loaded at run time, and the kernels are part of this
+//! crate as PTX. Without a driver or a device, [`CudaBackend::new`] returns [`kvcore::Error::NoDevice`] with
+//! what was tried.
 //!
 //! ```
 //! use kvbackend_cuda::CudaBackend;
@@ -20,6 +20,33 @@
 //! assert_eq!(bytes, [0, 0, 128, 63, 0, 0, 0, 64]);
 //! # Ok::<(), kvcore::Error>(())
 //! ```
+//!
+//! # Modules
+//! A module uses only modules to its left. `stream` is the only caller of `kernels::lower`.
+//!
+//! ```text
+//! driver ◂ facts ◂ compile ◂ module ◂ device ◂ memory ◂ tables ◂ queue ◂ kernels ◂ stream
+//!                                                                  ▲
+//!                                                               backend ◂ dense, nccl
+//! ```
+//!
+//! | module | holds |
+//! |---|---|
+//! | `backend` | [`CudaBackend`]: opens a device, creates storages and streams |
+//! | `compile` | kernels compiled on this machine by NVRTC, kept in a folder |
+//! | [`dense`] | the steps of a model other than attention; cuBLAS |
+//! | `device` | an opened device: context, setup stream, memory pool, health |
+//! | `driver` | the driver library, its errors, the binding of a context to a thread |
+//! | `facts` | properties of a device, as the driver reports them |
+//! | `kernels` | operations lowered to launches: copies, conversions, attention |
+//! | `memory` | storages: allocated, lent and reserved; copies from other devices |
+//! | `module` | kernels by name, and the PTX that holds them |
+//! | `nccl` | collectives through NCCL |
+//! | `options` | [`CudaOptions`] |
+//! | `queue` | streams with their enqueued work, events, captures, graphs |
+//! | `report` | the devices of a machine, for display |
+//! | `stream` | `impl Stream for CudaStream` |
+//! | `tables` | RoPE tables on the device |
 
 mod backend;
 mod compile;
@@ -43,4 +70,4 @@ pub use memory::{CudaReserved, CudaStorage};
 pub use nccl::{NcclCommunicator, NcclId};
 pub use options::{CudaOptions, KernelCode};
 pub use queue::{CudaEvent, CudaStream};
-pub use report::{DeviceReport, devices};
+pub use report::{CudaReport, devices};

@@ -1,4 +1,5 @@
-//! Kernels by name, and the modules of PTX that hold them. A module is loaded when one of its kernels is first used.
+//! Kernels by name, and the PTX modules that contain them. A module is loaded when one of its kernels is
+//! first used.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -19,9 +20,9 @@ use crate::options::KernelCode;
 pub(crate) enum Module {
     /// Copies of rows, bit for bit.
     Copy,
-    /// Rows that change on the way: other formats, rotations, scales.
+    /// Copies that convert, rotate or scale rows on the way.
     Convert,
-    /// Steps of a model without matrices.
+    /// Steps of a model without matrix products.
     Dense,
     /// Products of few rows with a matrix.
     Skinny,
@@ -44,7 +45,7 @@ pub(crate) enum Module {
 }
 
 impl Module {
-    /// Returns the PTX that `cargo xtask cuda-ptx` has made of the sources.
+    /// Returns the committed PTX, which `cargo xtask cuda-ptx` compiles from the source.
     const fn ptx(self) -> &'static str {
         match self {
             Self::Copy => include_str!("../ptx/copy.ptx"),
@@ -62,7 +63,7 @@ impl Module {
         }
     }
 
-    /// Returns the source.
+    /// Returns the source of the module.
     const fn source(self) -> &'static str {
         match self {
             Self::Copy => include_str!("../kernels/copy.cu"),
@@ -83,27 +84,27 @@ impl Module {
 
 /// A kernel of a module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Kernel {
+pub(crate) struct CudaKernel {
     pub(crate) module: Module,
     /// Name of the entry in the PTX.
     pub(crate) name: &'static str,
-    /// Most bytes of shared memory that a launch asks for.
+    /// Largest number of bytes of shared memory that a launch requests.
     pub(crate) shared: u32,
 }
 
-/// The modules and kernels of a device that are loaded.
+/// The loaded modules and kernels of a device.
 pub(crate) struct Modules {
     code: KernelCode,
-    loaded: Mutex<Loaded>,
+    loaded: Mutex<LoadedModules>,
 }
 
 #[derive(Default)]
-struct Loaded {
+struct LoadedModules {
     modules: HashMap<Module, CUmodule>,
-    kernels: HashMap<Kernel, CUfunction>,
+    kernels: HashMap<CudaKernel, CUfunction>,
 }
 
-/// Shared memory that a block may have without asking.
+/// Bytes of shared memory that a block may use without setting an attribute of the kernel.
 const PLAIN_SHARED: u32 = 48 << 10;
 
 impl Modules {
@@ -122,7 +123,7 @@ impl Modules {
     }
 
     /// Returns a kernel, and loads it on first use. The device's context is current.
-    pub(crate) fn get(&self, facts: &DeviceFacts, kernel: Kernel) -> Result<CUfunction> {
+    pub(crate) fn get(&self, facts: &DeviceFacts, kernel: CudaKernel) -> Result<CUfunction> {
         let mut loaded = self.loaded.lock();
         if let Some(&function) = loaded.kernels.get(&kernel) {
             return Ok(function);
@@ -159,7 +160,7 @@ impl Modules {
         Ok(function)
     }
 
-    /// Unloads all modules. The device's context is current, and nothing runs any more.
+    /// Unloads all modules. The device's context is current, and no kernel runs.
     pub(crate) fn unload(&self) {
         let mut loaded = self.loaded.lock();
         loaded.kernels.clear();
@@ -170,7 +171,7 @@ impl Modules {
     }
 }
 
-fn no_text(kernel: Kernel) -> Error {
+fn no_text(kernel: CudaKernel) -> Error {
     Error::Device {
         backend: NAME,
         reason: format!("kernel {} is not a text without zero bytes", kernel.name),

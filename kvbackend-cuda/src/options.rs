@@ -2,11 +2,11 @@
 
 use std::path::PathBuf;
 
-/// Options of a [`CudaBackend`](crate::CudaBackend). The default is the first device, with the kernels that are part of
-/// the crate.
+/// Options of a [`CudaBackend`](crate::CudaBackend). The default is the first device with the committed
+/// kernels.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CudaOptions {
-    /// Number of the device, as the driver counts them (`CUDA_VISIBLE_DEVICES` changes the order).
+    /// Number of the device in the driver's order, which `CUDA_VISIBLE_DEVICES` changes.
     pub device: usize,
     /// Where kernels come from.
     pub kernels: KernelCode,
@@ -15,12 +15,13 @@ pub struct CudaOptions {
 /// The origin of a device's kernels.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum KernelCode {
-    /// The PTX in this crate, for the oldest card that it serves. The driver compiles it further for the card.
+    /// The PTX in this crate, written for the oldest supported card. The driver compiles it for the card in
+    /// use.
     #[default]
     Committed,
-    /// Compiled on this machine for its card, by NVRTC, which must be installed.
+    /// Code that NVRTC compiles on this machine for its card. NVRTC must be installed.
     Compiled {
-        /// Folder in which the code is kept for the next start. Without one, it is compiled at each start.
+        /// Folder that keeps the code for the next start. Without a folder, each start compiles.
         keep_in: Option<PathBuf>,
     },
 }

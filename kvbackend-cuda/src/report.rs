@@ -8,7 +8,7 @@ use crate::{device, driver};
 
 /// A device that the driver reports.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct DeviceReport {
+pub struct CudaReport {
     /// Number of the device, for [`CudaOptions::device`](crate::CudaOptions::device).
     pub ordinal: usize,
     /// Name of the card.
@@ -17,11 +17,11 @@ pub struct DeviceReport {
     pub compute_capability: (i32, i32),
     /// Bytes of the device's memory.
     pub total_memory: usize,
-    /// Whether memory can be reserved and mapped, so that pools sleep.
+    /// Whether memory can be reserved and mapped, which pools need to sleep.
     pub virtual_memory: bool,
     /// The reason why the backend cannot use the device, if there is one.
     pub unfit: Option<String>,
-    /// Version of CUDA that the driver serves, for example 13000 for 13.0.
+    /// CUDA version of the driver, for example 13000 for 13.0.
     pub driver: i32,
 }
 
@@ -29,14 +29,14 @@ pub struct DeviceReport {
 ///
 /// # Errors
 /// Returns [`kvcore::Error::NoDevice`] if there is no driver, or if it does not start.
-pub fn devices() -> Result<Vec<DeviceReport>> {
+pub fn devices() -> Result<Vec<CudaReport>> {
     let version = driver::version()?;
     let refused = |error| driver::no_device(driver::text(error));
     (0..device::count()?)
         .map(|ordinal| {
             let handle = result::device::get(ordinal as i32).map_err(refused)?;
             let facts = DeviceFacts::of(handle).map_err(refused)?;
-            Ok(DeviceReport {
+            Ok(CudaReport {
                 ordinal,
                 unfit: facts.unfit(),
                 name: facts.name,

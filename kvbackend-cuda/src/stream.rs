@@ -1,4 +1,5 @@
-//! The contract of streams on a queue of the driver. This is the only caller of [`kernels::lower`].
+//! [`Stream`] for CUDA: operations, events, copies of the host, captures. The only caller of
+//! [`kernels::lower`].
 
 use std::sync::Arc;
 
@@ -14,8 +15,8 @@ use crate::kernels;
 use crate::memory;
 use crate::queue::{CudaEvent, CudaGraph, CudaStream, RawStream, capture};
 
-/// Bytes up to which a write goes through pinned memory of the stream, and the host waits for nothing. Larger writes wait
-/// for the stream.
+/// Largest number of bytes of a write that goes through pinned memory of the stream and does not wait. Larger
+/// writes wait for the stream.
 const STAGED: usize = 1 << 20;
 
 impl Stream for CudaStream {
@@ -88,14 +89,15 @@ impl Stream for CudaStream {
         let host = memory::of(device, dst.storage())?.host();
         if let Some(host) = host.filter(|_| src.len() > STAGED) {
             state.synchronize(&mut queue)?;
-            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract asks callers
-            // to order other streams before.
+            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract
+            // asks callers to order other streams before.
             unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), host.add(range.start), src.len()) };
         } else {
             let from = if src.len() > STAGED {
                 src.as_ptr() as u64
             } else {
-                // Copies from host to host do not wait for the stream: pinned memory is written by way of the device.
+                // Decision: docs/decisions/backend-cuda.md#host-copies-to-pinned-memory-go-through-the-device
+                // Copies from host to host do not wait for the stream.
                 let (upload, from) = if host.is_some() {
                     let upload = queue.uploads.send(&state.on, src)?;
                     let from = upload.address();
@@ -108,13 +110,13 @@ impl Stream for CudaStream {
                 queue.in_flight.hold(Hold::Other(upload));
                 from
             };
-            // SAFETY: the range lies in the storage. The upload is held until the work is done, or `src` until the wait
-            // below.
+            // SAFETY: the range lies in the storage. The upload is held until the work is done, or `src`
+            // until the wait below.
             unsafe { sys::cuMemcpyAsync(at, from, src.len(), raw) }
                 .result()
                 .map_err(|error| device.refused(error))?;
             if src.len() > STAGED {
-                // The caller's bytes may be pinned, so that the copy may still read them.
+                // If the caller's bytes are pinned, the copy may still read them.
                 state.synchronize(&mut queue)?;
             }
         }
@@ -140,8 +142,8 @@ impl Stream for CudaStream {
         }
         state.synchronize(&mut queue)?;
         if let Some(host) = host {
-            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract asks callers
-            // to order other streams before.
+            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract
+            // asks callers to order other streams before.
             unsafe { std::ptr::copy_nonoverlapping(host.add(range.start), dst.as_mut_ptr(), dst.len()) };
         }
         Counters::add(&device.counters.host_read_bytes, dst.len());

@@ -10,18 +10,19 @@ use cudarc::cublas::sys::{
 use cudarc::driver::sys::CUstream;
 use kvcore::{Error, Result};
 
-use crate::device::Device;
+use crate::device::CudaDevice;
 use crate::driver::{NAME, no_device};
 
-/// Bytes that products work in. cuBLAS asks for as much on cards of compute capability 9.0, and for less on others.
+/// Bytes of workspace of a product: as much as cuBLAS wants on cards of compute capability 9.0, and more than
+/// on others.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
 /// A handle of cuBLAS on one stream.
 pub(super) struct Blas {
     handle: cublasHandle_t,
-    /// The memory that products work in.
+    /// Address of the workspace of products; 0 before the first.
     workspace: u64,
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
 }
 
 // SAFETY: a handle may be used from any thread, one at a time, which the lock around it ensures.
@@ -57,7 +58,7 @@ pub(super) struct Gemm {
     pub(super) rows: usize,
     pub(super) width: usize,
     pub(super) outputs: usize,
-    /// Elements from a row of `x` to the next.
+    /// Distance between rows of `x`, in elements.
     pub(super) stride: usize,
     pub(super) beta: f32,
 }
@@ -67,7 +68,7 @@ fn extent(n: usize) -> Result<c_int> {
 }
 
 impl Blas {
-    pub(super) fn new(device: &Arc<Device>, stream: CUstream) -> Result<Self> {
+    pub(super) fn new(device: &Arc<CudaDevice>, stream: CUstream) -> Result<Self> {
         // SAFETY: loading a library runs its initialisers; cuBLAS's have no other effect.
         if !unsafe { sys::is_culib_present() } {
             return Err(no_device(
@@ -86,8 +87,8 @@ impl Blas {
         Ok(blas)
     }
 
-    /// Lets products work in [`WORKSPACE`] bytes at an address, which the caller holds until they are done. The device's
-    /// context is current.
+    /// Sets the address of a workspace of [`WORKSPACE`] bytes. The caller holds the memory until the products
+    /// are done. The device's context is current.
     pub(super) fn work_in(&mut self, address: u64) -> Result<()> {
         if self.workspace != address {
             // SAFETY: the handle is alive, and the memory outlives the products that use it.
@@ -130,8 +131,8 @@ impl Blas {
         check(status)
     }
 
-    /// Enqueues a product for each head: `[rows, heads, a]` by `[heads, a, b]`, or by `[heads, b, a]` transposed. The
-    /// device's context is current.
+    /// Enqueues a product for each head: `[rows, heads, a]` by `[heads, a, b]`, or by `[heads, b, a]`
+    /// transposed. The device's context is current.
     pub(super) fn by_head(
         &self,
         (rows, heads, a, b): (usize, usize, usize, usize),

@@ -8,24 +8,24 @@ use kvcore::{Error, Result, Storage, TensorView};
 use super::blas::{Blas, Gemm, Operand, WORKSPACE};
 use super::steps::{THREADS, kernel, rows_grid};
 use super::weight::WeightArgs;
-use super::{DenseSteps, DeviceWeight, StoredKind, address, matrix_shape, narrow};
-use crate::module::{Kernel, Module};
+use super::{CudaSteps, CudaWeight, StoredKind, address, matrix_shape, narrow};
+use crate::module::{CudaKernel, Module};
 use crate::queue::Launch;
 
-/// Most rows of a product that a kernel of this crate computes.
+/// Largest number of rows of a product that a kernel of this crate computes. cuBLAS computes the others.
 const FEW: usize = 8;
 
-/// Rows up to which the three terms of split activations are one product with a tall matrix, so that the weights are read
+/// Largest number of rows whose three terms are stacked into one product. A stacked product reads the weights
 /// once.
 const STACKED: usize = 64;
 
-/// Most elements of weights that are widened at once.
+/// Largest number of weight elements that are widened at once.
 const WIDENED: usize = 16 << 20;
 
-/// Terms of split activations.
+/// Number of terms of split activations.
 const TERMS: usize = 3;
 
-/// Outputs of a block of `skinny.cu`.
+/// Number of outputs of a block of `skinny.cu`.
 const WARPS: usize = 8;
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -71,8 +71,8 @@ struct WidenArgs {
     rows: u32,
 }
 
-/// Returns the kernel for few rows.
-fn skinny(kind: StoredKind, rows: usize) -> Kernel {
+/// Returns the kernel for products of up to eight rows.
+fn skinny(kind: StoredKind, rows: usize) -> CudaKernel {
     let names = match kind {
         StoredKind::F32 => ["skinny_f32_1", "skinny_f32_4", "skinny_f32_8"],
         StoredKind::F16 => ["skinny_f16_1", "skinny_f16_4", "skinny_f16_8"],
@@ -85,10 +85,10 @@ fn skinny(kind: StoredKind, rows: usize) -> Kernel {
         2..=4 => names[1],
         _ => names[2],
     };
-    Kernel { module: Module::Skinny, name, shared: 0 }
+    CudaKernel { module: Module::Skinny, name, shared: 0 }
 }
 
-impl DenseSteps {
+impl CudaSteps {
     /// Returns `x · matrixᵀ + bias`, `[rows, out]` of `[rows, input]`.
     ///
     /// # Errors
@@ -96,8 +96,8 @@ impl DenseSteps {
     pub fn project(
         &self,
         x: &TensorView,
-        matrix: &DeviceWeight,
-        bias: Option<&DeviceWeight>,
+        matrix: &CudaWeight,
+        bias: Option<&CudaWeight>,
     ) -> Result<TensorView> {
         let (rows, width) = matrix_shape(x)?;
         if width != matrix.width {
@@ -122,8 +122,8 @@ impl DenseSteps {
     fn few(
         &self,
         x: &TensorView,
-        matrix: &DeviceWeight,
-        (bias, bias_at): (Option<&DeviceWeight>, u64),
+        matrix: &CudaWeight,
+        (bias, bias_at): (Option<&CudaWeight>, u64),
         out: &TensorView,
     ) -> Result<()> {
         let (rows, outputs) = matrix_shape(out)?;
@@ -149,12 +149,12 @@ impl DenseSteps {
     fn split(
         &self,
         x: &TensorView,
-        matrix: &DeviceWeight,
-        bias: (Option<&DeviceWeight>, u64),
+        matrix: &CudaWeight,
+        bias: (Option<&CudaWeight>, u64),
         out: &TensorView,
     ) -> Result<()> {
         let ((rows, width), outputs) = (matrix_shape(x)?, matrix.rows);
-        // Two bytes an element, in memory that is counted in f32.
+        // Two bytes an element, in memory whose size is given in f32.
         let terms = self.rows(&[(TERMS * rows * width).div_ceil(2)])?;
         let args = SplitArgs {
             x: address(x)?,
@@ -185,7 +185,7 @@ impl DenseSteps {
             })?;
             return self.finish(&products, TERMS, bias, out);
         }
-        // The smallest term first, so that little is lost.
+        // The smallest term comes first, because that order loses the fewest bits.
         for (term, beta) in [(2, 0.0), (1, 1.0), (0, 1.0)] {
             let product = gemm(rows, term, address(out)?, beta);
             self.by_library(&[terms.storage(), &matrix.storage, out.storage()], |blas| {
@@ -195,8 +195,8 @@ impl DenseSteps {
         self.finish(out, 1, bias, out)
     }
 
-    /// Multiplies in f32, with as many rows of the weight as are widened at once.
-    fn widened(&self, x: &TensorView, matrix: &DeviceWeight, out: &TensorView) -> Result<()> {
+    /// Multiplies in f32. Widens the rows of the weight in pieces.
+    fn widened(&self, x: &TensorView, matrix: &CudaWeight, out: &TensorView) -> Result<()> {
         let (rows, width) = matrix_shape(x)?;
         let at_once = (WIDENED / width.max(1)).clamp(1, matrix.rows.max(1));
         let plain = matrix.kind == StoredKind::F32;
@@ -242,7 +242,7 @@ impl DenseSteps {
         &self,
         products: &TensorView,
         terms: usize,
-        (bias, bias_at): (Option<&DeviceWeight>, u64),
+        (bias, bias_at): (Option<&CudaWeight>, u64),
         out: &TensorView,
     ) -> Result<()> {
         if terms == 1 && bias.is_none() {
@@ -266,8 +266,8 @@ impl DenseSteps {
         })
     }
 
-    /// Enqueues products of cuBLAS over these storages. They work in memory of the stream or, in a capture, of the graph:
-    /// as much in both, so that cuBLAS chooses the same kernels.
+    /// Enqueues products of cuBLAS over these storages. Their workspace is memory of the stream or, in a
+    /// capture, of the graph. Both have the same size, because cuBLAS chooses its kernels by the size.
     fn by_library(
         &self,
         uses: &[&Arc<dyn Storage>],
@@ -280,12 +280,12 @@ impl DenseSteps {
         })
     }
 
-    /// Multiplies each head of `[rows, heads, a]` by its own matrix of f32: `[heads, a, b]`, or `[heads, b, a]` if it is
-    /// transposed. Returns `[rows, heads, b]`.
+    /// Multiplies each head of `[rows, heads, a]` by its own matrix of f32: `[heads, a, b]`, or
+    /// `[heads, b, a]` if it is transposed. Returns `[rows, heads, b]`.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device and of cuBLAS.
-    pub fn by_head(&self, x: &TensorView, matrices: &DeviceWeight, transposed: bool) -> Result<TensorView> {
+    pub fn by_head(&self, x: &TensorView, matrices: &CudaWeight, transposed: bool) -> Result<TensorView> {
         let &[rows, heads, a] = x.shape() else { return Err(super::rank(3, x)) };
         let per_head = matrices.rows.checked_div(heads).unwrap_or(0);
         let (wanted, b) = if transposed { (matrices.width, per_head) } else { (per_head, matrices.width) };

@@ -1,11 +1,13 @@
 //! The dense steps of a model on the device: everything between token ids and logits, except attention.
 //!
-//! Steps take and return views in f32. They run on a stream of their own, one after another; [`DenseSteps::order`] puts
-//! them in order with another stream. Weights stay in the format in which they are stored. Products of few rows read the
-//! matrix once, by kernels of this crate; products of many rows are cuBLAS's, which is loaded at run time.
+//! Steps take and return views in f32. They run one after another on a stream of their own;
+//! [`CudaSteps::order`] orders them with another stream. Weights stay in the format in which they are stored.
+//! Products of few rows read the matrix once, by kernels of this crate. cuBLAS, which is loaded at run time,
+//! computes products of many rows.
 //!
-//! Accuracy: products are those of f32. For weights in bf16 the activations are split into three terms of bf16, whose
-//! products the matrix units compute exactly and add up in f32; other weights are widened to f32.
+//! Products have the accuracy of f32. For weights in bf16, activations are split into three terms of bf16;
+//! matrix units compute the products of the terms exactly and add them in f32. Other weights are widened to
+//! f32.
 
 use std::fmt;
 use std::sync::Arc;
@@ -17,7 +19,7 @@ use parking_lot::Mutex;
 use smallvec::SmallVec;
 
 use crate::backend::CudaBackend;
-use crate::device::Device;
+use crate::device::CudaDevice;
 use crate::memory::{self, CudaStorage};
 use crate::queue::{CudaStream, Lowering};
 
@@ -28,11 +30,11 @@ mod weight;
 
 use blas::Blas;
 
-pub use weight::{DeviceWeight, StoredKind};
+pub use weight::{CudaWeight, StoredKind};
 
 /// The dense steps of a device.
-pub struct DenseSteps {
-    device: Arc<Device>,
+pub struct CudaSteps {
+    device: Arc<CudaDevice>,
     stream: CudaStream,
     blas: Mutex<Blas>,
     memory: Arc<LoanMemory<CudaStorage>>,
@@ -40,20 +42,20 @@ pub struct DenseSteps {
     enqueued: AtomicU64,
 }
 
-impl fmt::Debug for DenseSteps {
+impl fmt::Debug for CudaSteps {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "DenseSteps on {:?}", self.device)
     }
 }
 
-impl Drop for DenseSteps {
-    /// Waits for the enqueued work, because the memory of its activations goes.
+impl Drop for CudaSteps {
+    /// Waits for the enqueued work, because dropping the steps frees the memory of its activations.
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
     }
 }
 
-impl DenseSteps {
+impl CudaSteps {
     /// Creates the steps of a backend's device, with a stream of their own.
     ///
     /// # Errors
@@ -94,7 +96,7 @@ impl DenseSteps {
         TensorView::new(self.take(bytes)?, DType::F32, shape)
     }
 
-    /// Takes memory for results, and frees what waits for use if the device is out of memory.
+    /// Takes memory for results. If the device is out of memory, frees the unused activations first.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
         let memory = self.lender()?;
         match self.take_from(&memory, bytes) {
@@ -114,15 +116,15 @@ impl DenseSteps {
         })
     }
 
-    /// Returns the memory that activations are taken from. A graph has its own, which no other work uses between replays.
+    /// Returns the memory for activations. A graph has its own, which no other work uses between replays.
     fn lender(&self) -> Result<Arc<LoanMemory<CudaStorage>>> {
         self.stream.state().recorded(|recording| {
             Ok(recording.map_or_else(|| Arc::clone(&self.memory), |it| it.activations(&self.memory)))
         })
     }
 
-    /// Enqueues launches. `uses` is held until the work is done, unless it is memory of activations, which only later
-    /// work of the same stream uses again.
+    /// Enqueues launches, and holds `uses` until the work is done. Activations are not held, because only
+    /// later work of the same stream takes their memory again.
     fn enqueue(
         &self,
         uses: &[&Arc<dyn Storage>],
@@ -144,12 +146,12 @@ impl DenseSteps {
         Ok(())
     }
 
-    /// Counts work that is enqueued. Whoever saw the number before orders itself once more.
+    /// Counts enqueued work. A caller that sees a new number orders its stream again.
     fn count(&self) {
         self.enqueued.fetch_add(1, Ordering::Release);
     }
 
-    /// Returns the rows as a dense view; a copy if they are not.
+    /// Returns the rows as a dense view. Copies rows that are not dense.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -182,7 +184,8 @@ impl DenseSteps {
         reshaped(x, &[rows, width / dim, dim], &strides)
     }
 
-    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Copies only rows whose heads lie apart.
+    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Copies only if the heads are not
+    /// contiguous.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -243,7 +246,7 @@ fn address(x: &TensorView) -> Result<u64> {
     }
 }
 
-/// Returns a count as a kernel takes it.
+/// Returns a count as the `u32` that kernels take.
 fn narrow(n: usize) -> Result<u32> {
     u32::try_from(n).map_err(|_| Error::Overflow { what: "extents of a dense step" })
 }

@@ -5,21 +5,21 @@ use kvcore::{Error, Result, Storage, TensorView};
 use std::sync::Arc;
 
 use super::weight::WeightArgs;
-use super::{DenseSteps, DeviceWeight, address, matrix_shape, narrow};
-use crate::module::{Kernel, Module};
+use super::{CudaSteps, CudaWeight, address, matrix_shape, narrow};
+use crate::module::{CudaKernel, Module};
 use crate::queue::Launch;
 
 /// Threads of a block, as in `dense.cu`.
 pub(super) const THREADS: u32 = 256;
 
-/// Most blocks of a grid; kernels take further rows in turns.
+/// Largest number of blocks of a grid. Each block takes further rows in turn.
 const MOST_BLOCKS: usize = 1 << 16;
 
-pub(super) const fn kernel(name: &'static str) -> Kernel {
-    Kernel { module: Module::Dense, name, shared: 0 }
+pub(super) const fn kernel(name: &'static str) -> CudaKernel {
+    CudaKernel { module: Module::Dense, name, shared: 0 }
 }
 
-/// Returns the grid for one block a row.
+/// Returns a grid with one block for each row.
 pub(super) fn rows_grid(rows: usize) -> [u32; 3] {
     [rows.min(MOST_BLOCKS) as u32, 1, 1]
 }
@@ -68,12 +68,12 @@ struct AddRowsArgs {
     width: u32,
 }
 
-impl DenseSteps {
+impl CudaSteps {
     /// Returns the embeddings of tokens, `[tokens, width]`.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] for a token that the table does not have, and the errors of the device.
-    pub fn embed(&self, table: &DeviceWeight, tokens: &[u32]) -> Result<TensorView> {
+    pub fn embed(&self, table: &CudaWeight, tokens: &[u32]) -> Result<TensorView> {
         if let Some(&token) = tokens.iter().find(|&&token| token as usize >= table.rows) {
             return Err(Error::OutOfRange { what: "token", value: token.into(), limit: table.rows as i128 });
         }
@@ -105,7 +105,8 @@ impl DenseSteps {
         Ok(storage)
     }
 
-    /// Returns the rows of `x` that `rows` numbers, of which there are `count`. The caller guarantees that `x` has them.
+    /// Returns the rows of `x` whose numbers are in `rows`, of which there are `count`. The caller guarantees
+    /// that `x` has these rows.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -125,11 +126,12 @@ impl DenseSteps {
         Ok(out)
     }
 
-    /// Returns `x / √(mean(x²) + eps) · weight` over the last axis of `[rows, width]` or `[rows, heads, dim]`.
+    /// Returns `x / √(mean(x²) + eps) · weight` over the last axis of `[rows, width]` or
+    /// `[rows, heads, dim]`.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the weight has another width, and the errors of the device.
-    pub fn rms_norm(&self, x: &TensorView, weight: &DeviceWeight, eps: f32) -> Result<TensorView> {
+    pub fn rms_norm(&self, x: &TensorView, weight: &CudaWeight, eps: f32) -> Result<TensorView> {
         let (rows, inners, width, inner) = match *x.shape() {
             [rows, width] => (rows, 1, width, 0),
             [rows, heads, dim] => (rows, heads, dim, x.strides()[1]),
@@ -148,7 +150,7 @@ impl DenseSteps {
             eps,
         };
         self.enqueue(&[x.storage(), &weight.storage, out.storage()], |to| {
-            let kernel = Kernel { shared: 4 * THREADS / 32, ..kernel("dense_rms_norm") };
+            let kernel = CudaKernel { shared: 4 * THREADS / 32, ..kernel("dense_rms_norm") };
             to.launch(Launch::new(kernel, rows_grid(rows * inners), THREADS, kernel.shared, &args));
             Ok(())
         })?;
@@ -197,11 +199,12 @@ impl DenseSteps {
         Ok(zeros)
     }
 
-    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum` has the rows
-    /// and that none is named twice.
+    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum`
+    /// has the rows and that no row is listed twice.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and the errors of the device.
+    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and the errors of the
+    /// device.
     pub fn add_rows(
         &self,
         sum: &TensorView,

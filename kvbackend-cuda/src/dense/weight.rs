@@ -5,11 +5,11 @@ use std::sync::Arc;
 use bytemuck::{Pod, Zeroable};
 use kvcore::{Error, MemoryKind, Result, Storage};
 
-use super::{DenseSteps, narrow};
+use super::{CudaSteps, narrow};
 use crate::driver::NAME;
 use crate::memory::CudaStorage;
 
-/// The stored type of a weight. Blocks are those of ggml, and lie along the last axis.
+/// The stored type of a weight. Quantised types have the blocks of ggml, along the last axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoredKind {
     /// IEEE 754 single precision.
@@ -20,22 +20,23 @@ pub enum StoredKind {
     BF16,
     /// 32 elements in 34 bytes: an f16 scale and 32 signed bytes.
     Q8_0,
-    /// 256 elements in 144 bytes: two f16 factors, eight scales and minima of six bits, and 256 elements of four bits.
+    /// 256 elements in 144 bytes: two f16 factors, eight scales and minima of six bits, and 256 elements of
+    /// four bits.
     Q4K,
 }
 
 /// Matrices `[rows, width]` on the device.
 #[derive(Debug)]
-pub struct DeviceWeight {
+pub struct CudaWeight {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) kind: StoredKind,
     pub(super) rows: usize,
     pub(super) width: usize,
-    /// First bytes of codes, scales and factors.
+    /// Offsets of codes, scales and factors, in bytes.
     parts: [usize; 3],
 }
 
-/// A weight as `weight.cuh` takes it.
+/// A weight, as `weight.cuh` declares it.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct WeightArgs {
@@ -47,7 +48,7 @@ pub(super) struct WeightArgs {
 }
 
 impl WeightArgs {
-    /// Describes rows of activations as a table.
+    /// Describes rows of activations in f32 as a weight.
     pub(super) fn of_rows(address: u64, width: usize) -> Result<Self> {
         let kind = StoredKind::F32.number();
         Ok(Self { codes: address, scales: 0, factors: 0, width: narrow(width)?, kind })
@@ -65,7 +66,7 @@ impl StoredKind {
         }
     }
 
-    /// Returns the number by which `weight.cuh` knows the type.
+    /// Returns the number of the type in `weight.cuh`.
     const fn number(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -77,13 +78,13 @@ impl StoredKind {
     }
 }
 
-impl DeviceWeight {
-    /// Returns the bytes that the weight takes on the device.
+impl CudaWeight {
+    /// Returns the number of bytes on the device.
     pub fn bytes(&self) -> usize {
         self.storage.len()
     }
 
-    /// Returns the number of rows and of elements of a row.
+    /// Returns the number of rows, and of elements of a row.
     pub fn extents(&self) -> (usize, usize) {
         (self.rows, self.width)
     }
@@ -108,14 +109,14 @@ impl DeviceWeight {
 /// Alignment of the parts of a weight.
 const ALIGN: usize = 256;
 
-impl DenseSteps {
-    /// Copies a weight of `rows` rows of `width` elements to the device. Codes of blocks are put beside their scales, so
-    /// that kernels read them in wide words.
+impl CudaSteps {
+    /// Copies a weight of `rows` rows of `width` elements to the device. The codes of blocks are
+    /// stored apart from their scales, and kernels read them in wide words.
     ///
     /// # Errors
-    /// Returns [`Error::NotMultiple`] if rows do not consist of whole blocks, [`Error::Mismatch`] if there are more or
-    /// fewer bytes, and the errors of the device.
-    pub fn weight(&self, kind: StoredKind, rows: usize, width: usize, bytes: &[u8]) -> Result<DeviceWeight> {
+    /// Returns [`Error::NotMultiple`] if rows do not consist of whole blocks, [`Error::Mismatch`] if there
+    /// are more or fewer bytes, and the errors of the device.
+    pub fn weight(&self, kind: StoredKind, rows: usize, width: usize, bytes: &[u8]) -> Result<CudaWeight> {
         let (elements, size) = kind.block();
         if !width.is_multiple_of(elements) {
             return Err(Error::NotMultiple { what: "width of a stored weight", value: width, of: elements });
@@ -140,11 +141,11 @@ impl DenseSteps {
         all.extend(factors);
         let storage = CudaStorage::allocate(&self.device, MemoryKind::Device, all.len())?;
         storage.fill(&all)?;
-        Ok(DeviceWeight { storage: Arc::new(storage), kind, rows, width, parts: [0, second, third] })
+        Ok(CudaWeight { storage: Arc::new(storage), kind, rows, width, parts: [0, second, third] })
     }
 
     /// Checks that a weight has these extents.
-    pub(super) fn check(what: &'static str, weight: &DeviceWeight, rows: usize, width: usize) -> Result<()> {
+    pub(super) fn check(what: &'static str, weight: &CudaWeight, rows: usize, width: usize) -> Result<()> {
         for (expected, got) in [(rows, weight.rows), (width, weight.width)] {
             if expected != got {
                 return Err(Error::mismatch(what, expected, got));
@@ -154,7 +155,7 @@ impl DenseSteps {
     }
 
     /// Returns the address of a vector of `width` numbers in f32.
-    pub(super) fn vector(weight: &DeviceWeight, width: usize) -> Result<u64> {
+    pub(super) fn vector(weight: &CudaWeight, width: usize) -> Result<u64> {
         Self::check("numbers of a vector", weight, 1, width)?;
         match weight.kind {
             StoredKind::F32 => Ok(weight.address()),
@@ -166,7 +167,7 @@ impl DenseSteps {
     }
 }
 
-/// Returns codes and scales of blocks of `Q8_0`, each dense.
+/// Returns the codes and the scales of `Q8_0` blocks, each contiguous.
 fn q8_0(bytes: &[u8]) -> [Vec<u8>; 3] {
     let (mut codes, mut scales) = (Vec::with_capacity(bytes.len()), Vec::new());
     for block in bytes.chunks_exact(34) {
@@ -176,8 +177,8 @@ fn q8_0(bytes: &[u8]) -> [Vec<u8>; 3] {
     [codes, scales, Vec::new()]
 }
 
-/// Returns codes, scales with minima, and factors of blocks of `Q4_K`. Codes are put in the order of elements, two in a
-/// byte.
+/// Returns the codes, the scales with minima, and the factors of `Q4_K` blocks. Codes are in the order of
+/// elements, two in a byte.
 fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
     let (mut codes, mut scales, mut factors) = (Vec::with_capacity(bytes.len()), Vec::new(), Vec::new());
     for block in bytes.chunks_exact(144) {
@@ -185,8 +186,8 @@ fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
         factors.extend_from_slice(&head[..4]);
         let packed = &head[4..];
         for group in 0..8 {
-            // Six bits each: those of the first four groups lie in the low bits of eight bytes, those of the others in
-            // four bytes of halves and in the upper two bits of the eight.
+            // Six bits each. The first four groups lie in the low bits of eight bytes. The others lie in the
+            // halves of four bytes and in the upper two bits of the eight.
             let (scale, minimum) = if group < 4 {
                 (packed[group] & 63, packed[group + 4] & 63)
             } else {

@@ -1,4 +1,4 @@
-//! Rows that change on the way: other formats, rotations, scales.
+//! Copies that convert, rotate or scale rows on the way.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{
@@ -9,20 +9,21 @@ use smallvec::SmallVec;
 
 use super::places::{ItemKind, Items, Region, Side, blocks, bytes_of, element_kind, unit_log};
 use crate::driver::NAME;
-use crate::module::{Kernel, Module};
+use crate::module::{CudaKernel, Module};
 use crate::queue::{Launch, Lowering};
 
-const DENSE: Kernel = Kernel { module: Module::Convert, name: "convert_dense", shared: 0 };
+const DENSE: CudaKernel = CudaKernel { module: Module::Convert, name: "convert_dense", shared: 0 };
 
-/// Most bytes of shared memory of a block of `convert_any`.
+/// Largest number of bytes of shared memory of a block of `convert_any`.
 const MOST_SHARED: usize = 48 << 10;
 
-const ANY: Kernel = Kernel { module: Module::Convert, name: "convert_any", shared: MOST_SHARED as u32 };
+const ANY: CudaKernel =
+    CudaKernel { module: Module::Convert, name: "convert_any", shared: MOST_SHARED as u32 };
 
 /// Threads of a block, as in `convert.cu`.
 const THREADS: u32 = 256;
 
-/// Most parts of a launch.
+/// Largest number of parts of a launch.
 const PARTS: usize = 4;
 
 /// A part of a launch, as in `convert.cu`.
@@ -69,14 +70,14 @@ struct ConvertArgs {
 
 /// The source or the destination of rows.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct End {
+pub(super) struct RowsEnd {
     region: Region,
     scales: Option<Region>,
     dtype: DType,
     group: Option<usize>,
 }
 
-impl End {
+impl RowsEnd {
     pub(super) fn view(view: &TensorView) -> Self {
         Self { region: Region::rows(view), scales: None, dtype: view.dtype(), group: None }
     }
@@ -91,40 +92,41 @@ impl End {
     }
 }
 
-/// Rows of `dim` elements that go from one end to the other, bit for bit or converted.
+/// Rows of `dim` elements that are copied from one end to the other, bit for bit or converted.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowsOf {
-    pub(super) src: End,
-    pub(super) dst: End,
-    /// Tokens of an item: those of a block, or 1.
+    pub(super) src: RowsEnd,
+    pub(super) dst: RowsEnd,
+    /// Number of tokens of an item: the block size, or 1.
     pub(super) tokens: usize,
     pub(super) heads: usize,
     pub(super) dim: usize,
-    /// Whether the rows turn.
+    /// Whether the rows are rotated.
     pub(super) turns: bool,
 }
 
 /// The rotation of a launch.
 #[derive(Clone, Copy)]
-pub(super) struct Turn<'a> {
+pub(super) struct RowTurn<'a> {
     pub(super) rope: &'a Rope,
     pub(super) factor: f32,
-    /// Positions of the items on the device, or 0: then all items turn by `delta`.
+    /// Address of the items' positions on the device. If it is 0, all items are rotated by `delta`.
     pub(super) positions: u64,
     pub(super) delta: i64,
 }
 
 impl RowsOf {
-    /// Returns whether the bits of a row stay as they are.
+    /// Returns whether rows are copied bit for bit.
     fn is_raw(&self) -> bool {
         let scaled = self.src.scales.is_some() || self.dst.scales.is_some();
         !self.turns && !scaled && self.src.dtype == self.dst.dtype
     }
 
-    fn part(&self, turn: Option<Turn<'_>>) -> Result<ConvertPart> {
+    fn part(&self, turn: Option<RowTurn<'_>>) -> Result<ConvertPart> {
         let Self { src, dst, tokens, heads, dim, .. } = *self;
         let narrow = |n: usize| u32::try_from(n).map_err(|_| Error::Overflow { what: "extents of rows" });
-        let scales = |end: &End| end.scales.map_or((Side::default(), 0), |scales| (scales.side, scales.head));
+        let scales =
+            |end: &RowsEnd| end.scales.map_or((Side::default(), 0), |scales| (scales.side, scales.head));
         let ((src_scales, src_scales_head), (dst_scales, dst_scales_head)) = (scales(&src), scales(&dst));
         // A block's tokens lie inside the item; a slot's token is part of its place.
         let token = |side: &Side| if tokens == 1 { 0 } else { side.token };
@@ -173,7 +175,8 @@ impl ConvertPart {
         [a, b, c, d, e, f, g, h, self.src_token, self.dst_token, self.src_head, self.dst_head]
     }
 
-    /// Returns the threads that a row of `convert_dense` takes, or 0 if that kernel does not serve the part.
+    /// Returns the number of threads that `convert_dense` uses for a row; 0 if that kernel cannot run the
+    /// part.
     fn tasks(&self) -> u32 {
         let aligned = unit_log(self.distances()) == 4;
         if self.how == 0 {
@@ -187,7 +190,7 @@ impl ConvertPart {
         self.pairs / per_turn + (self.dim - 2 * self.pairs) / 8
     }
 
-    /// Returns the words of shared memory that a row takes.
+    /// Returns the number of 4-byte words of shared memory for a row.
     fn words(&self) -> usize {
         let groups = self.dim.checked_div(self.group).unwrap_or(0);
         if self.how == 0 { 0 } else { (self.dim + groups) as usize }
@@ -200,7 +203,7 @@ pub(super) fn run(
     items: Items,
     layers: usize,
     rows: &[RowsOf],
-    turn: Option<Turn<'_>>,
+    turn: Option<RowTurn<'_>>,
 ) -> Result<()> {
     let rows = rows.iter().filter(|rows| rows.dim > 0 && rows.heads > 0);
     let parts: SmallVec<[ConvertPart; PARTS]> = rows.map(|rows| rows.part(turn)).collect::<Result<_>>()?;
@@ -242,12 +245,12 @@ pub(super) fn run(
 }
 
 pub(super) fn rope(to: &mut Lowering<'_>, op: &ApplyRope) -> Result<()> {
-    let end = End::view(&op.rows);
+    let end = RowsEnd::view(&op.rows);
     // Elements past the rotary dimension stay as they are.
     let (heads, dim) = (op.rows.shape()[1], op.rope.config().rotary_dim);
     let rows = RowsOf { src: end, dst: end, tokens: 1, heads, dim, turns: true };
     let positions = to.numbers(&op.positions)?;
-    let turn = Turn { rope: &op.rope, factor: op.rope.attention_factor(), positions, delta: 0 };
+    let turn = RowTurn { rope: &op.rope, factor: op.rope.attention_factor(), positions, delta: 0 };
     let items = Items::new(ItemKind::Rows, 0, op.positions.len(), 1)?;
     run(to, items, 1, &[rows], Some(turn))
 }
@@ -255,17 +258,24 @@ pub(super) fn rope(to: &mut Lowering<'_>, op: &ApplyRope) -> Result<()> {
 /// Returns the rows of whole blocks of one plane from `layer` on.
 fn block_rows(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize, turns: bool) -> RowsOf {
     let (heads, dim) = (src.heads, src.dim);
-    RowsOf { src: End::plane(src, layer), dst: End::plane(dst, layer), tokens: block_size, heads, dim, turns }
+    RowsOf {
+        src: RowsEnd::plane(src, layer),
+        dst: RowsEnd::plane(dst, layer),
+        tokens: block_size,
+        heads,
+        dim,
+        turns,
+    }
 }
 
-/// Returns the rows of codes, and of the scales that belong to blocks, that are copied bit for bit.
+/// Returns the copies, bit for bit, of a plane's codes and of its scales if blocks have scales of their own.
 fn raw_rows(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize) -> SmallVec<[RowsOf; 2]> {
     let raw = |from: Region, to: Region, dtype: DType, elements: usize| {
-        let end = |region| End { region, scales: None, dtype: DType::U8, group: None };
+        let end = |region| RowsEnd { region, scales: None, dtype: DType::U8, group: None };
         let dim = bytes_of(dtype, elements) as usize;
         (end(from), end(to), dim)
     };
-    let mut ends: SmallVec<[(End, End, usize); 2]> = SmallVec::new();
+    let mut ends: SmallVec<[(RowsEnd, RowsEnd, usize); 2]> = SmallVec::new();
     let codes = (Region::plane(src, layer), Region::plane(dst, layer));
     ends.push(raw(codes.0, codes.1, src.format.storage_dtype(), src.dim));
     if let (Some((_, scales)), Some(from), Some(to)) =
@@ -274,7 +284,7 @@ fn raw_rows(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize) -> Sm
     {
         ends.push(raw(from, to, scales.dtype, scales.per_row));
     }
-    let rows = |(src_end, dst_end, dim): (End, End, usize)| RowsOf {
+    let rows = |(src_end, dst_end, dim): (RowsEnd, RowsEnd, usize)| RowsOf {
         src: src_end,
         dst: dst_end,
         tokens: block_size,
@@ -292,7 +302,7 @@ pub(super) fn rotate_keys(to: &mut Lowering<'_>, op: &RotateKeys) -> Result<()> 
     rows.push(block_rows(&op.src.k_plane(), &op.dst.k_plane(), op.layer, block_size, true));
     rows.extend(raw_rows(&src_v, &dst_v, op.layer, block_size));
     let items = Items::pairs(to, &op.pairs, block_size)?;
-    let turn = Turn { rope: &op.rotation.rope, factor: 1.0, positions: 0, delta: op.rotation.delta };
+    let turn = RowTurn { rope: &op.rotation.rope, factor: 1.0, positions: 0, delta: op.rotation.delta };
     run(to, items, 1, &rows, Some(turn))
 }
 

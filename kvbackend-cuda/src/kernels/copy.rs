@@ -6,35 +6,35 @@ use smallvec::SmallVec;
 
 use super::places::{Items, Region, Side, blocks, bytes_of, unit_log};
 use crate::memory;
-use crate::module::{Kernel, Module};
+use crate::module::{CudaKernel, Module};
 use crate::queue::{Launch, Lowering};
 
-const WIDE: Kernel = Kernel { module: Module::Copy, name: "copy_wide", shared: 0 };
-const ROWS: Kernel = Kernel { module: Module::Copy, name: "copy_rows", shared: 0 };
-const TENSOR: Kernel = Kernel { module: Module::Copy, name: "copy_tensor", shared: 0 };
+const WIDE: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_wide", shared: 0 };
+const ROWS: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_rows", shared: 0 };
+const TENSOR: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_tensor", shared: 0 };
 
 /// Threads of a block, as in `copy.cu`.
 const THREADS: u32 = 256;
 
-/// Items that a team of threads takes at once, as in `copy.cu`.
+/// Items that a team of threads copies at once, as in `copy.cu`.
 const DEPTH: u64 = 4;
 
-/// Axes over the items of a tensor copy.
+/// Number of axes over the items of a tensor copy.
 const AXES: usize = 5;
 
-/// Most parts of a launch.
+/// Largest number of parts of a launch.
 const PARTS: usize = 4;
 
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
-struct Axes {
+struct CopyAxes {
     n: [u32; AXES],
     pad: u32,
     src: [i64; AXES],
     dst: [i64; AXES],
 }
 
-/// A part of a launch: items of one plane, each a few runs of bytes that are dense on both sides.
+/// A part of a launch: items of one plane. An item is a few runs of bytes that are contiguous on both sides.
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct CopyPart {
@@ -56,7 +56,7 @@ pub(super) struct CopyPart {
 #[repr(C)]
 struct CopyArgs {
     items: Items,
-    axes: Axes,
+    axes: CopyAxes,
     parts: [CopyPart; PARTS],
 }
 
@@ -110,7 +110,7 @@ impl CopyPart {
         })
     }
 
-    /// Returns the thread blocks that copy `count` items at once.
+    /// Returns the number of thread blocks that copy `count` items.
     fn blocks(&self, count: u32) -> u32 {
         let teams = u64::from(THREADS >> self.team_log);
         let step = if self.units > 2 << self.team_log { 1 } else { DEPTH };
@@ -120,16 +120,16 @@ impl CopyPart {
 
 /// Launches a copy of some parts, each over the same items and layers.
 pub(super) fn run(to: &mut Lowering<'_>, items: Items, layers: usize, parts: &[CopyPart]) {
-    launch(to, items, Axes::default(), layers, parts, None);
+    launch(to, items, CopyAxes::default(), layers, parts, None);
 }
 
 fn launch(
     to: &mut Lowering<'_>,
     items: Items,
-    axes: Axes,
+    axes: CopyAxes,
     layers: usize,
     parts: &[CopyPart],
-    kernel: Option<Kernel>,
+    kernel: Option<CudaKernel>,
 ) {
     let parts: SmallVec<[CopyPart; PARTS]> = parts.iter().copied().filter(|part| part.units > 0).collect();
     let grid = parts.iter().map(|part| part.blocks(items.count)).max().unwrap_or(0);
@@ -140,7 +140,7 @@ fn launch(
     to.launch(Launch::new(kernel, [grid, layers as u32, parts.len() as u32], THREADS, 0, &args));
 }
 
-/// Returns the copies of whole blocks of one plane, and of its scales if they belong to blocks.
+/// Returns the copies of whole blocks of one plane, and of its scales if blocks have scales of their own.
 fn plane(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize) -> Result<SmallVec<[CopyPart; 2]>> {
     let of = |from: Region, to: Region, run: i64| {
         let (tokens, heads) = (
@@ -200,7 +200,7 @@ pub(super) fn copy_tensor(to: &mut Lowering<'_>, op: &CopyTensor) -> Result<()> 
         .filter(|axis| axis.n != 1)
         .collect();
     let one = InnerAxis { n: 1, src: 0, dst: 0 };
-    // Up to two axes lie inside an item, those that are neighbours in the destination.
+    // Up to two axes lie inside an item: the innermost ones of the destination.
     axes.sort_by_key(|axis| std::cmp::Reverse(axis.dst));
     let inner =
         [axes.pop().unwrap_or(one), if axes.len() > AXES - 1 { axes.pop().unwrap_or(one) } else { one }];
@@ -210,7 +210,7 @@ pub(super) fn copy_tensor(to: &mut Lowering<'_>, op: &CopyTensor) -> Result<()> 
         ..Side::default()
     };
     let part = CopyPart::new(side(&op.src), side(&op.dst), inner, run, &more)?;
-    let mut outer = Axes { n: [1; AXES], ..Axes::default() };
+    let mut outer = CopyAxes { n: [1; AXES], ..CopyAxes::default() };
     for (i, axis) in axes.iter().enumerate() {
         outer.n[i] =
             u32::try_from(axis.n).map_err(|_| Error::Overflow { what: "extent of a tensor copy" })?;

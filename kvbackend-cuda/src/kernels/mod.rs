@@ -2,7 +2,7 @@
 //!
 //! | operation | kernels |
 //! |---|---|
-//! | scatter, gather of rows in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys | `copy.cu` |
+//! | scatter and gather in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys | `copy.cu` |
 //! | scatter and gather with another type or format, or with a rotation, rope, K of rotate_keys, quantize, dequantize | `convert.cu` |
 //! | attend, attend_mla, with selections and in every format | `attend_*.cu`; see `attend/` |
 

@@ -1,4 +1,4 @@
-//! The places of rows in pools and tensors, as `places.cuh` takes them: bytes and lists.
+//! Places of rows in pools and tensors, in bytes, as `places.cuh` declares them.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{DType, Error, KvArena, KvPlane, PlaneStrides, Result, TensorView, WritePairs};
@@ -6,17 +6,17 @@ use kvcore::{DType, Error, KvArena, KvPlane, PlaneStrides, Result, TensorView, W
 use crate::driver::NAME;
 use crate::queue::Lowering;
 
-/// What an item of a list is.
+/// The meaning of an item of a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum ItemKind {
-    /// Row `i` of the source goes to slot `list[i]`.
+    /// Row `i` of the source is copied to slot `list[i]`.
     RowsToSlots = 0,
-    /// Slot `list[i]` goes to row `i` of the destination.
+    /// Slot `list[i]` is copied to row `i` of the destination.
     SlotsToRows = 1,
-    /// A block of the source goes to a block of the destination.
+    /// A block of the source is copied to a block of the destination.
     Pairs = 2,
-    /// Row `i` of both sides.
+    /// Row `i` of the source is copied to row `i` of the destination.
     Rows = 3,
 }
 
@@ -37,7 +37,7 @@ impl Items {
         Ok(Self { list, kind: kind as u32, count, block_size: block_size as u32, pad: 0 })
     }
 
-    /// Returns the items of a list of slots, of which `count` there are.
+    /// Returns the items of a list of `count` slots.
     pub(super) fn slots(arena: &KvArena, kind: ItemKind, list: u64, count: usize) -> Result<Self> {
         let slots = arena.layout().num_slots();
         if u32::try_from(slots).is_err() {
@@ -47,7 +47,7 @@ impl Items {
         Self::new(kind, list, count, arena.layout().shape().block_size)
     }
 
-    /// Sends pairs of blocks up and returns them as items.
+    /// Sends pairs of blocks up, and returns them as items.
     pub(super) fn pairs(to: &mut Lowering<'_>, pairs: &WritePairs, block_size: usize) -> Result<Self> {
         let list = to.pairs(pairs)?;
         Self::new(ItemKind::Pairs, list, pairs.len(), block_size)
@@ -64,16 +64,16 @@ pub(super) struct Side {
     pub(super) token: i64,
 }
 
-/// Returns the bytes of `elements` elements, which are whole bytes.
+/// Returns the number of bytes of `elements` elements. The caller guarantees that they fill whole bytes.
 pub(super) fn bytes_of(dtype: DType, elements: usize) -> i64 {
     (elements * dtype.bits() / 8) as i64
 }
 
-/// Rows that are somewhere: in a plane of a pool, in its scales, or in a tensor.
+/// Rows in a plane of a pool, in its scales, or in a tensor.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Region {
     pub(super) side: Side,
-    /// Bytes from head to head.
+    /// Distance between heads, in bytes.
     pub(super) head: i64,
 }
 
@@ -114,28 +114,29 @@ impl Region {
     }
 }
 
-/// Returns the largest power of two, up to 16, that divides all places, as an exponent.
+/// Returns the exponent of the largest power of two, up to 16, that divides all places.
 pub(super) fn unit_log(places: impl IntoIterator<Item = i64>) -> u32 {
     let bits = places.into_iter().fold(16, |bits, place| bits | place);
     bits.trailing_zeros()
 }
 
 impl Side {
-    /// Returns the address and the distances, whose common divisor limits the width of accesses.
+    /// Returns the address and the distances. Their common divisor limits the width of accesses.
     pub(super) fn places(&self) -> [i64; 4] {
         [self.address.cast_signed(), self.layer, self.outer, self.token]
     }
 }
 
-/// Most blocks of a grid.
+/// Largest number of blocks of a grid.
 const MOST_BLOCKS: u64 = (1 << 31) - 1;
 
-/// Returns the number of thread blocks for some work. Kernels take further work in turns.
+/// Returns the number of thread blocks for `work` items. Kernels loop if there are more items than the blocks
+/// take.
 pub(super) fn blocks(work: u64, per_block: u64) -> u32 {
     work.div_ceil(per_block.max(1)).min(MOST_BLOCKS) as u32
 }
 
-/// Returns the number by which `element.cuh` knows an element type.
+/// Returns the number of an element type in `element.cuh`.
 pub(super) fn element_kind(dtype: DType) -> u32 {
     match dtype {
         DType::F16 => 1,

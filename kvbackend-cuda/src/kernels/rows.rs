@@ -2,21 +2,21 @@
 
 use kvcore::{Gather, KvArena, KvFormat, KvPlane, Result, Scatter, TensorView};
 
-use super::convert::{self, End, RowsOf, Turn};
+use super::convert::{self, RowTurn, RowsEnd, RowsOf};
 use super::copy::{self, CopyPart, InnerAxis};
 use super::places::{ItemKind, Items, Region, bytes_of};
 use crate::queue::Lowering;
 
-/// K or V of a pool, and the rows that go there or come from there.
-struct Movement<'a> {
+/// K or V of a pool, and the rows that are scattered to it or gathered from it.
+struct PlaneMovement<'a> {
     plane: KvPlane<'a>,
     rows: &'a TensorView,
     layer: usize,
     turns: bool,
 }
 
-impl Movement<'_> {
-    /// Returns whether the bits of the rows stay as they are.
+impl PlaneMovement<'_> {
+    /// Returns whether rows are copied bit for bit.
     fn is_raw(&self) -> bool {
         self.plane.format == KvFormat::Dense(self.rows.dtype()) && !self.turns
     }
@@ -31,21 +31,21 @@ impl Movement<'_> {
     }
 
     fn convert(&self, forth: bool) -> RowsOf {
-        let (rows, slots) = (End::view(self.rows), End::plane(&self.plane, self.layer));
+        let (rows, slots) = (RowsEnd::view(self.rows), RowsEnd::plane(&self.plane, self.layer));
         let (src, dst) = if forth { (rows, slots) } else { (slots, rows) };
         RowsOf { src, dst, tokens: 1, heads: self.plane.heads, dim: self.plane.dim, turns: self.turns }
     }
 }
 
-/// Moves K and V in one launch, which converts or turns one of them, or copies both.
+/// Moves K and V in one launch: a copy if neither changes, otherwise a conversion.
 fn run(
     to: &mut Lowering<'_>,
     items: Items,
-    both: [Movement<'_>; 2],
+    both: [PlaneMovement<'_>; 2],
     forth: bool,
-    turn: Option<Turn<'_>>,
+    turn: Option<RowTurn<'_>>,
 ) -> Result<()> {
-    if both.iter().all(Movement::is_raw) {
+    if both.iter().all(PlaneMovement::is_raw) {
         let [k, v] = [both[0].copy(forth)?, both[1].copy(forth)?];
         copy::run(to, items, 1, &[k, v]);
         return Ok(());
@@ -59,10 +59,10 @@ fn movements<'a>(
     k: &'a TensorView,
     v: &'a TensorView,
     turns: bool,
-) -> [Movement<'a>; 2] {
+) -> [PlaneMovement<'a>; 2] {
     [
-        Movement { plane: arena.k_plane(), rows: k, layer, turns },
-        Movement { plane: arena.v_plane(), rows: v, layer, turns: false },
+        PlaneMovement { plane: arena.k_plane(), rows: k, layer, turns },
+        PlaneMovement { plane: arena.v_plane(), rows: v, layer, turns: false },
     ]
 }
 
@@ -73,7 +73,7 @@ pub(super) fn scatter(to: &mut Lowering<'_>, op: &Scatter) -> Result<()> {
         None => None,
         Some(r) => {
             let positions = to.numbers(&r.positions)?;
-            Some(Turn { rope: &r.rope, factor: r.rope.attention_factor(), positions, delta: 0 })
+            Some(RowTurn { rope: &r.rope, factor: r.rope.attention_factor(), positions, delta: 0 })
         }
     };
     run(to, items, movements(&op.arena, op.layer, &op.k, &op.v, turn.is_some()), true, turn)
@@ -83,6 +83,6 @@ pub(super) fn gather(to: &mut Lowering<'_>, op: &Gather) -> Result<()> {
     let list = to.numbers(&op.slots)?;
     let items = Items::slots(&op.arena, ItemKind::SlotsToRows, list, op.slots.len())?;
     let turn =
-        op.rotation.as_ref().map(|r| Turn { rope: &r.rope, factor: 1.0, positions: 0, delta: r.delta });
+        op.rotation.as_ref().map(|r| RowTurn { rope: &r.rope, factor: 1.0, positions: 0, delta: r.delta });
     run(to, items, movements(&op.arena, op.layer, &op.k, &op.v, turn.is_some()), false, turn)
 }

@@ -7,17 +7,17 @@ use std::sync::Arc;
 use cudarc::driver::sys::{self, CUdeviceptr, CUpointer_attribute};
 use kvcore::{Error, MemoryKind, Result};
 
-use super::{CudaStorage, Owner};
-use crate::device::Device;
+use super::{CudaStorage, FreedBy};
+use crate::device::CudaDevice;
 use crate::driver::NAME;
 
 impl CudaStorage {
-    /// Wraps lent memory after asking the driver whether it is what the caller says.
+    /// Wraps lent memory. Asks the driver for its device, kind and size first.
     ///
     /// # Safety
     /// See [`CudaBackend::lent`](crate::CudaBackend::lent).
     pub(crate) unsafe fn lent(
-        device: &Arc<Device>,
+        device: &Arc<CudaDevice>,
         address: CUdeviceptr,
         bytes: usize,
         owner: Arc<dyn Any + Send + Sync>,
@@ -60,7 +60,7 @@ impl CudaStorage {
             len: bytes,
             kind,
             host,
-            owner: Owner::Lent(owner),
+            owner: FreedBy::Lent(owner),
             lender: None,
         })
     }
@@ -71,7 +71,8 @@ fn not_memory(address: CUdeviceptr) -> Error {
     Error::Device { backend: NAME, reason }
 }
 
-/// Asks the driver for an attribute of a pointer, whose type is that of the attribute.
+/// Asks the driver for an attribute of a pointer. The caller guarantees that `T` is the type of the
+/// attribute.
 fn ask<T: Copy>(address: CUdeviceptr, attribute: CUpointer_attribute) -> Option<T> {
     let mut answer = MaybeUninit::<T>::uninit();
     // SAFETY: the callers ask for attributes of type `T`; the driver writes one on success.

@@ -1,4 +1,5 @@
-//! Storages: device memory from a pool, pinned host memory, memory that the caller lends, and reserved addresses.
+//! Storages: device memory from a pool, pinned host memory, memory that the caller lends, and reserved
+//! addresses.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -9,7 +10,7 @@ use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdeviceptr};
 use kvcore::{Error, MemoryKind, Result, Storage};
 
-use crate::device::Device;
+use crate::device::CudaDevice;
 use crate::driver::NAME;
 
 mod lent;
@@ -21,26 +22,27 @@ pub use reserved::CudaReserved;
 
 /// Bytes of a device's memory, or of host memory that the device reads and writes.
 ///
-/// The address is a device pointer. Operations that are enqueued hold the storage, so that the memory is freed when no
-/// work uses it any more.
+/// The address is a device pointer. Enqueued operations hold the storage; the memory is freed when no work
+/// uses it any more.
 pub struct CudaStorage {
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
     address: CUdeviceptr,
     len: usize,
     kind: MemoryKind,
     /// Address of pinned memory on the host; null for memory of the device.
     host: *mut c_void,
-    owner: Owner,
-    /// The identity of the memory that this storage goes back to when its user is done, if it goes to any.
+    owner: FreedBy,
+    /// Address of the [`LoanMemory`](kvcore::device::queue::LoanMemory) that has lent the storage, if any
+    /// has.
     lender: Option<usize>,
 }
 
-/// The way in which the memory of a storage goes.
-enum Owner {
+/// How the memory of a storage is freed.
+enum FreedBy {
     Pool,
     Allocation,
     Pinned,
-    Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::Reservation),
+    Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::CudaReservation),
     Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
 }
 
@@ -61,7 +63,7 @@ impl fmt::Debug for CudaStorage {
 
 impl CudaStorage {
     /// Allocates zeroed memory.
-    pub(crate) fn allocate(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+    pub(crate) fn allocate(device: &Arc<CudaDevice>, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of an allocation" });
         }
@@ -72,15 +74,15 @@ impl CudaStorage {
             (MemoryKind::Device, Some(pool)) => {
                 // SAFETY: pool and stream belong to the device.
                 let address = unsafe { result::mem_pool::alloc_async(pool, bytes, device.setup) };
-                (address.map_err(refused)?, none, Owner::Pool)
+                (address.map_err(refused)?, none, FreedBy::Pool)
             }
             (MemoryKind::Device, None) => {
                 // SAFETY: the context is current.
-                (unsafe { result::malloc_sync(bytes) }.map_err(refused)?, none, Owner::Allocation)
+                (unsafe { result::malloc_sync(bytes) }.map_err(refused)?, none, FreedBy::Allocation)
             }
             (MemoryKind::Pinned, _) => {
                 let (host, address) = pinned(bytes, PORTABLE).map_err(refused)?;
-                (address, host, Owner::Pinned)
+                (address, host, FreedBy::Pinned)
             }
             (other, _) => {
                 let what = format!("{other} memory, which kernels cannot reach: take pinned memory");
@@ -91,14 +93,14 @@ impl CudaStorage {
             Self { device: Arc::clone(device), address, len: bytes, kind, host, owner, lender: None };
         match storage.owner {
             // SAFETY: the memory was just allocated for `bytes` bytes.
-            Owner::Pinned => unsafe { host.cast::<u8>().write_bytes(0, bytes) },
+            FreedBy::Pinned => unsafe { host.cast::<u8>().write_bytes(0, bytes) },
             // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else knows the address.
             _ => unsafe { device.zero(address, bytes) }?,
         }
         Ok(storage)
     }
 
-    /// Writes bytes from the start on and waits for it. For memory that no enqueued work uses.
+    /// Writes bytes at the start of the storage, and waits for the write. No enqueued work uses the memory.
     pub(crate) fn fill(&self, bytes: &[u8]) -> Result<()> {
         let _bound = self.device.bind()?;
         let bytes = &bytes[..bytes.len().min(self.len)];
@@ -113,26 +115,26 @@ impl CudaStorage {
         (!self.host.is_null()).then(|| self.host.cast())
     }
 
-    /// Marks the storage as on loan from a memory.
+    /// Marks the storage as lent by a memory of activations.
     pub(crate) fn lent_by(mut self, lender: usize) -> Self {
         self.lender = Some(lender);
         self
     }
 
-    /// Returns the memory that the storage is on loan from.
+    /// Returns the memory of activations that has lent the storage.
     pub(crate) fn lender(&self) -> Option<usize> {
         self.lender
     }
 
-    pub(crate) fn device(&self) -> &Arc<Device> {
+    pub(crate) fn device(&self) -> &Arc<CudaDevice> {
         &self.device
     }
 }
 
-/// Pinned memory that every context uses, not only the one that allocated it.
+/// Flags of pinned memory that every context can use.
 pub(crate) const PORTABLE: u32 = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
 
-/// Pinned memory that the host writes and never reads.
+/// Flags of pinned memory that the host writes and never reads.
 pub(crate) const WRITTEN_ONLY: u32 = PORTABLE | sys::CU_MEMHOSTALLOC_WRITECOMBINED;
 
 /// Allocates pinned memory. Returns its address on the host and on the device.
@@ -150,14 +152,14 @@ pub(crate) fn pinned(bytes: usize, flags: u32) -> Result<(*mut c_void, CUdevicep
 
 impl Drop for CudaStorage {
     fn drop(&mut self) {
-        let Ok(_bound) = self.device.bind() else { return }; // a lost context has no memory left
-        // SAFETY: each pointer came from the allocation that its owner names. No enqueued work uses it, because work
-        // holds its storages until it is done.
+        let Ok(_bound) = self.device.bind() else { return }; // the memory of a lost context is gone
+        // SAFETY: each pointer came from the allocation that its owner names. No enqueued work uses it,
+        // because work holds its storages until it is done.
         let _ = match self.owner {
-            Owner::Pool => unsafe { result::free_async(self.address, self.device.setup) },
-            Owner::Allocation => unsafe { result::free_sync(self.address) },
-            Owner::Pinned => unsafe { result::free_host(self.host) },
-            Owner::Reserved(_) | Owner::Lent(_) => Ok(()),
+            FreedBy::Pool => unsafe { result::free_async(self.address, self.device.setup) },
+            FreedBy::Allocation => unsafe { result::free_sync(self.address) },
+            FreedBy::Pinned => unsafe { result::free_host(self.host) },
+            FreedBy::Reserved(_) | FreedBy::Lent(_) => Ok(()),
         };
     }
 }
@@ -180,8 +182,11 @@ impl Storage for CudaStorage {
     }
 }
 
-/// Returns the storage behind a handle, if the storage belongs to this device.
-pub(crate) fn of<'a>(device: &Arc<Device>, storage: &'a Arc<dyn Storage>) -> Result<&'a CudaStorage> {
+/// Returns a storage of this device by its own type.
+///
+/// # Errors
+/// Returns [`Error::ForeignHandle`] for any other storage.
+pub(crate) fn of<'a>(device: &Arc<CudaDevice>, storage: &'a Arc<dyn Storage>) -> Result<&'a CudaStorage> {
     let known = storage.as_any().downcast_ref::<CudaStorage>();
     known
         .filter(|known| Arc::ptr_eq(&known.device, device))

@@ -7,16 +7,16 @@ use cudarc::driver::sys::{self, CUstream};
 use kvcore::{CopyTensor, Error, Result, TensorView};
 
 use super::CudaStorage;
-use crate::device::Device;
+use crate::device::CudaDevice;
 use crate::driver::NAME;
 
-/// Enqueues a copy from the memory of another device. `into` is the device of the stream, whose context is current. The
-/// caller holds both storages until the copy is done.
+/// Enqueues a copy from the memory of another device. `into` is the device of the stream, whose context is
+/// current. The caller holds both storages until the copy is done.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] for views that are not contiguous, [`Error::DeviceLost`] if the other device is lost,
-/// and the errors of the device.
-pub(crate) fn copy_from_peer(into: &Arc<Device>, stream: CUstream, op: &CopyTensor) -> Result<()> {
+/// Returns [`Error::Unsupported`] for views that are not contiguous, [`Error::DeviceLost`] if the other
+/// device is lost, and the errors of the device.
+pub(crate) fn copy_from_peer(into: &Arc<CudaDevice>, stream: CUstream, op: &CopyTensor) -> Result<()> {
     let foreign = || Error::ForeignHandle { what: "a storage", backend: NAME };
     let source = op.src.storage().as_any().downcast_ref::<CudaStorage>().ok_or_else(foreign)?;
     let address = |view: &TensorView| {
@@ -29,17 +29,18 @@ pub(crate) fn copy_from_peer(into: &Arc<Device>, stream: CUstream, op: &CopyTens
         Ok(view.storage().address() + range.start as u64)
     };
     let (dst, src) = (address(&op.dst)?, address(&op.src)?);
-    // Its own error, so that the receiving device is not taken to be lost.
+    // This error is of the other device. The receiving device is not lost.
     drop(source.device.bind()?);
     enable_access(into, &source.device);
-    // SAFETY: the ranges lie in storages that are held until the copy is done, and storages keep their contexts alive.
+    // SAFETY: the ranges lie in storages that are held until the copy is done, and storages keep their
+    // contexts alive.
     unsafe { result::memcpy_peer_async(into.context, dst, source.device.context, src, op.bytes(), stream) }
         .map_err(|error| into.refused(error))
 }
 
-/// Enables peer access to the memory of another device, if the two devices have it. The driver copies by way of the host
-/// otherwise, so that a refusal is no error.
-fn enable_access(into: &Device, from: &Device) {
+/// Enables peer access to the memory of another device. A refusal is no error: the driver then copies by way
+/// of the host.
+fn enable_access(into: &CudaDevice, from: &CudaDevice) {
     if into.context == from.context || !into.peers.lock().insert(from.ordinal) {
         return;
     }

@@ -1,4 +1,4 @@
-//! Reserved memory: addresses that stay while physical memory behind them goes and comes back, granule by granule.
+//! Reserved memory: fixed addresses whose physical memory is mapped and unmapped granule by granule.
 
 use std::any::Any;
 use std::ops::Range;
@@ -9,14 +9,14 @@ use cudarc::driver::sys::{self, CUdeviceptr, CUmemAllocationProp, CUmemGenericAl
 use kvcore::device::queue::{Granules, granules_for};
 use kvcore::{Error, MemoryKind, ReservedStorage, Result, Storage};
 
-use super::{CudaStorage, Owner};
-use crate::device::Device;
+use super::{CudaStorage, FreedBy};
+use crate::device::CudaDevice;
 use crate::driver::NAME;
 
 /// Reserved memory of a device.
 ///
-/// The granularity is a power of two, at least the driver's (usually 2 MiB). Each granule has physical memory of its
-/// own, so that any granule can be released while its neighbours stay in use.
+/// The granularity is a power of two, at least the driver's (usually 2 MiB). Each granule has physical memory
+/// of its own, and can be released while its neighbours stay in use.
 #[derive(Debug)]
 pub struct CudaReserved {
     storage: CudaStorage,
@@ -24,14 +24,14 @@ pub struct CudaReserved {
 }
 
 /// Reserved addresses, and the physical memory that is mapped there.
-pub(super) struct Reservation {
-    device: Arc<Device>,
+pub(super) struct CudaReservation {
+    device: Arc<CudaDevice>,
     address: CUdeviceptr,
     len: usize,
     granules: Arc<Granules<CUmemGenericAllocationHandle>>,
 }
 
-impl Drop for Reservation {
+impl Drop for CudaReservation {
     fn drop(&mut self) {
         let Ok(_bound) = self.device.bind() else { return };
         let (address, granule) = (self.address, self.granules.granule());
@@ -43,7 +43,7 @@ impl Drop for Reservation {
     }
 }
 
-/// Describes physical memory of a device.
+/// Returns the driver's description of physical memory of a device.
 fn properties(ordinal: i32) -> CUmemAllocationProp {
     // SAFETY: all zeros is a valid value of a plain C struct.
     let mut properties: CUmemAllocationProp = unsafe { std::mem::zeroed() };
@@ -53,7 +53,7 @@ fn properties(ordinal: i32) -> CUmemAllocationProp {
     properties
 }
 
-/// Unmaps a granule and gives its memory back.
+/// Unmaps a granule and frees its memory.
 ///
 /// # Safety
 /// `handle` is mapped at `address` with `bytes` bytes, and no work uses them.
@@ -95,7 +95,7 @@ unsafe fn place(
 }
 
 impl CudaReserved {
-    pub(crate) fn reserve(device: &Arc<Device>, kind: MemoryKind, bytes: usize) -> Result<Self> {
+    pub(crate) fn reserve(device: &Arc<CudaDevice>, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a reservation" });
         }
@@ -119,8 +119,8 @@ impl CudaReserved {
             .map_err(refused)?;
         let granules = Arc::new(Granules::new(granule, len));
         let reservation =
-            Reservation { device: Arc::clone(device), address, len, granules: Arc::clone(&granules) };
-        let owner = Owner::Reserved(reservation);
+            CudaReservation { device: Arc::clone(device), address, len, granules: Arc::clone(&granules) };
+        let owner = FreedBy::Reserved(reservation);
         let host = std::ptr::null_mut();
         let storage =
             CudaStorage { device: Arc::clone(device), address, len, kind, host, owner, lender: None };
@@ -129,7 +129,7 @@ impl CudaReserved {
         Ok(reserved)
     }
 
-    /// Maps zeroed memory at an offset, for a call that asks for `wanted` bytes.
+    /// Maps zeroed memory at an offset. `wanted` is the number of bytes that an error names.
     fn place(&self, at: usize, wanted: usize) -> Result<CUmemGenericAllocationHandle> {
         let CudaStorage { device, address, .. } = &self.storage;
         let (address, granule) = (address + at as u64, self.granules.granule());
@@ -163,7 +163,7 @@ impl Storage for CudaReserved {
         self.storage.kind
     }
 
-    /// Returns the inner [`CudaStorage`], which kernels look for.
+    /// Returns the inner [`CudaStorage`], which operations downcast to.
     fn as_any(&self) -> &dyn Any {
         &self.storage
     }

@@ -1,4 +1,5 @@
-//! The ranks of a group that live in this process: they fail together, and the last one to leave waits a moment.
+//! The ranks of a group that live in this process: they fail together, and the last one to leave waits a
+//! moment.
 
 use std::fmt;
 use std::sync::Arc;
@@ -7,38 +8,39 @@ use std::time::Duration;
 use kvcore::{Error, Result};
 use parking_lot::{Condvar, Mutex};
 
-use super::member::{Member, Pauses};
+use super::member::{NcclMember, Pauses};
 
-/// The longest time that the last rank of this process waits for all to have left. Ranks of other processes may stay.
+/// The longest time that the last rank of this process waits for the others to leave. Ranks of other
+/// processes may stay.
 const MOMENT: Duration = Duration::from_secs(1);
 
-pub(super) struct Group {
+pub(super) struct NcclGroup {
     limit: Duration,
     /// Ranks of this process, with their numbers.
-    members: Vec<(usize, Member)>,
+    members: Vec<(usize, NcclMember)>,
     /// The first failure. It is final.
     failed: Mutex<Option<Error>>,
-    presence: Arc<Presence>,
+    presence: Arc<RanksHere>,
 }
 
-/// The numbers of ranks of this process that have not left, and of those that are about to.
+/// Numbers of ranks of this process: the ranks that have not left, and the ranks that are leaving.
 #[derive(Default)]
-struct Presence {
+struct RanksHere {
     counts: Mutex<(usize, usize)>,
     changed: Condvar,
 }
 
-impl Group {
+impl NcclGroup {
     /// Waits until all members have joined.
-    pub(super) fn new(members: Vec<(usize, Member)>, limit: Duration) -> Result<Arc<Self>> {
-        let presence = Arc::new(Presence::default());
+    pub(super) fn new(members: Vec<(usize, NcclMember)>, limit: Duration) -> Result<Arc<Self>> {
+        let presence = Arc::new(RanksHere::default());
         presence.counts.lock().0 = members.len();
         let group = Self { limit, members, failed: Mutex::default(), presence };
         (0..group.members.len()).try_for_each(|place| group.settle(place, &"the start of the group"))?;
         Ok(Arc::new(group))
     }
 
-    pub(super) fn member(&self, place: usize) -> &Member {
+    pub(super) fn member(&self, place: usize) -> &NcclMember {
         &self.members[place].1
     }
 
@@ -54,12 +56,12 @@ impl Group {
         error
     }
 
-    /// Returns the failure of a group that a rank has found gone.
+    /// Returns the failure that has ended a member of the group.
     pub(super) fn gone(&self, place: usize) -> Error {
         self.failed.lock().clone().unwrap_or(Error::RankLeft(self.members[place].0))
     }
 
-    /// Returns whether NCCL has done on the host what a member asked for. Never blocks.
+    /// Returns whether NCCL has finished a member's last call on the host. Never blocks.
     pub(super) fn is_ready(&self, place: usize) -> Result<bool> {
         if let Some(error) = &*self.failed.lock() {
             return Err(error.clone());
@@ -73,12 +75,12 @@ impl Group {
         self.is_ready(place).map(drop)
     }
 
-    /// Waits until NCCL has done on the host what a member asked for.
+    /// Waits until NCCL has finished a member's last call on the host.
     pub(super) fn settle(&self, place: usize, call: &dyn fmt::Display) -> Result<()> {
         self.poll(place, call, || self.is_ready(place))
     }
 
-    /// Asks until the answer is yes, no longer than the time-out, which fails the group.
+    /// Calls `done` until it returns true. The time-out fails the group.
     pub(super) fn poll(
         &self,
         place: usize,
@@ -97,7 +99,8 @@ impl Group {
     }
 
     // Decision: docs/decisions/backend-cuda.md#a-rank-leaves-on-a-thread-of-its-own
-    /// Lets a member leave, on a thread of its own. The last member of this process waits a moment for all.
+    /// Starts a thread in which a member leaves. The last member of this process waits up to a second for all
+    /// threads.
     pub(super) fn leave(self: &Arc<Self>, place: usize) {
         let presence = Arc::clone(&self.presence);
         if self.failed.lock().is_none() {
@@ -105,7 +108,7 @@ impl Group {
             let (group, of_thread) = (Arc::clone(self), Arc::clone(&presence));
             let leaves = move || {
                 group.member(place).leave(group.limit);
-                // With the last rank, its device goes too.
+                // The last rank drops its device, too.
                 drop(group);
                 of_thread.gone();
             };
@@ -122,7 +125,7 @@ impl Group {
     }
 }
 
-impl Presence {
+impl RanksHere {
     fn gone(&self) {
         self.counts.lock().1 -= 1;
         self.changed.notify_all();

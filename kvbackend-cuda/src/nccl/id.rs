@@ -1,4 +1,4 @@
-//! The name of a group, by which its ranks find each other.
+//! The name of a group, by which its ranks find one another.
 
 use std::ffi::c_char;
 
@@ -7,8 +7,9 @@ use kvcore::Result;
 
 use super::library::library;
 
-/// The name of a group of ranks, made by one rank and carried to the others by the caller: by a file, a socket or the
-/// launcher of the processes. It holds the address at which the process that made it waits for the others.
+/// The name of a group of ranks. One rank makes it, and the caller carries it to the others: by a file, a
+/// socket or the launcher of the processes. It holds the address at which the process that made it waits for
+/// the others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NcclId([u8; Self::LEN]);
 
@@ -19,8 +20,8 @@ impl NcclId {
     /// Makes a name that no other group has. The calling process stays alive until all ranks have joined.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if NCCL is missing or too old, and [`kvcore::Error::Device`] if it finds no
-    /// network interface.
+    /// Returns [`kvcore::Error::NoDevice`] if NCCL is missing or too old, and [`kvcore::Error::Device`] if it
+    /// finds no network interface.
     pub fn new() -> Result<Self> {
         let nccl = library()?;
         let mut id = ncclUniqueId { internal: [0; Self::LEN] };

@@ -9,16 +9,17 @@ use kvcore::{Collective, DType, Error, ReduceOp, Result, TensorView, Transfer};
 use super::library::Nccl;
 use crate::driver::NAME;
 
-/// Tensors that are not combined travel as bytes, so that NCCL need not know their element type.
+// Decision: docs/decisions/backend-cuda.md#bytes-travel-unless-they-are-combined
+/// The element type of all collectives but reductions. NCCL need not know the tensors' types.
 const BYTES: ncclDataType_t = ncclDataType_t::ncclUint8;
 
-/// Returns the address and the bytes of a dense view.
+/// Returns the address and the number of bytes of a dense view.
 fn place(view: &TensorView) -> Result<(*mut c_void, usize)> {
     let range = view.host_range(view.dtype().bytes_for(view.len())?)?;
     Ok(((view.storage().address() + range.start as u64) as *mut c_void, range.len()))
 }
 
-/// Returns whether a collective moves nothing. Then no rank calls NCCL.
+/// Returns whether a collective moves no bytes. In that case no rank calls NCCL.
 pub(super) fn is_empty(collective: Collective<'_>) -> bool {
     collective.views().iter().all(|view| view.is_empty())
 }
@@ -26,8 +27,8 @@ pub(super) fn is_empty(collective: Collective<'_>) -> bool {
 /// Hands a collective to NCCL.
 ///
 /// # Safety
-/// The handle is alive. The views are memory that the device of the current context reads and writes, and stay until the
-/// work is done.
+/// The handle is alive. The views are memory that the device of the current context reads and writes, and
+/// stay until the work is done.
 pub(super) unsafe fn collective(
     nccl: &Nccl,
     comm: ncclComm_t,
@@ -45,8 +46,8 @@ pub(super) unsafe fn collective(
         Collective::AllGather { src, dst } => {
             let ((from, bytes), (to, _)) = (place(src)?, place(dst)?);
             debug_assert_eq!(place(&dst.select(0, rank)?)?.1, bytes);
-            // SAFETY: `from` is valid for `bytes` bytes and `to` for as many of each rank, as the caller guarantees and the
-            // check of the collective has seen.
+            // SAFETY: `from` is valid for `bytes` bytes and `to` for as many of each rank, as the caller
+            // guarantees and the check of the collective has seen.
             let code = unsafe { (nccl.all_gather)(from, to, bytes, BYTES, comm, stream) };
             nccl.check("an all-gather", comm, code)
         }

@@ -1,4 +1,4 @@
-//! NCCL, loaded at run time: whether it is here, its entry points and its errors.
+//! NCCL, loaded at run time: its entry points and its errors.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::sync::OnceLock;
@@ -10,14 +10,14 @@ use libloading::{Library, Symbol};
 
 use crate::driver::{NAME, no_device};
 
-/// Names of the library. Its package and its wheel have the first only.
+/// Names of the library. NCCL's package and wheel install it under the first name only.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// The oldest version that is asked for: abort and finalisation of a communicator that does not block work from there
-/// on.
+/// The oldest supported version. Earlier ones cannot abort or finalise a communicator that does not block.
 const OLDEST: c_int = 21_800;
 
-/// The result of an entry point: a number, since a later version may return others than cudarc lists.
+/// The result of an entry point. It is a number, because a later version may return codes that cudarc does
+/// not list.
 pub(super) type Code = c_int;
 
 pub(super) const SUCCESS: Code = 0;
@@ -110,7 +110,7 @@ fn load() -> std::result::Result<Nccl, String> {
 }
 
 impl Nccl {
-    /// Returns the error of a code. A call that goes on in the background has not failed.
+    /// Returns the error of a code. A call that continues in the background has not failed.
     pub(super) fn check(&self, what: &str, comm: ncclComm_t, code: Code) -> Result<()> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
@@ -118,7 +118,8 @@ impl Nccl {
         }
     }
 
-    /// Returns the error of a code, with NCCL's texts of the code and of its last warning. `comm` may be null.
+    /// Returns the error of a code, with NCCL's texts for the code and for its last warning. `comm` may be
+    /// null.
     pub(super) fn refused(&self, what: &str, comm: ncclComm_t, code: Code) -> Error {
         // SAFETY: NCCL knows texts for all numbers; they are never freed.
         let text = unsafe { text_of((self.error_string)(code)) };

@@ -20,35 +20,36 @@ use parking_lot::Mutex;
 use super::id::NcclId;
 use super::issue;
 use super::library::{IN_PROGRESS, Nccl};
-use crate::device::Device;
+use crate::device::CudaDevice;
 
-/// The mark of a filled configuration, and the value of a number that NCCL chooses, as NCCL's header has them.
+/// Values of NCCL's header: the mark of a filled configuration, and the number that leaves a choice to NCCL.
 const MAGIC: u32 = 0xcafe_beef;
 const CHOSEN: c_int = c_int::MIN;
 
-/// The version whose configuration is filled. Later versions add fields behind it.
+/// The NCCL version whose configuration is filled. Later versions append fields.
 const CONFIGURED: u32 = 21_800;
 
-/// A rank of this process. Calls of NCCL for one rank are made one at a time, and none waits for other ranks.
-pub(super) struct Member {
+// Decision: docs/decisions/backend-cuda.md#no-call-of-the-host-waits-for-other-ranks
+/// A rank of this process. It makes one call of NCCL at a time, and no call waits for other ranks.
+pub(super) struct NcclMember {
     nccl: &'static Nccl,
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
     /// None after the rank has left or aborted.
-    handle: Mutex<Option<Handle>>,
+    handle: Mutex<Option<CommHandle>>,
 }
 
-/// The place of NCCL's handle, which NCCL may fill in the background, and does not move before that.
-struct Handle(Box<AtomicPtr<ncclComm>>);
+/// The memory in which NCCL stores its handle, perhaps later in the background. It must not move.
+struct CommHandle(Box<AtomicPtr<ncclComm>>);
 
-impl Handle {
+impl CommHandle {
     /// Returns NCCL's handle, or null while NCCL has not made it.
     fn comm(&self) -> ncclComm_t {
         self.0.load(Ordering::Acquire)
     }
 }
 
-/// Pauses between questions: at first none, so that short waits end at once. By time and not by number, since a core with
-/// other work may not come back to a thread that yields for milliseconds.
+/// Pauses between polls. The first millisecond has none, and short waits end at once. Time decides and not
+/// the number of polls, because a busy core may return to a yielding thread only after milliseconds.
 pub(super) struct Pauses {
     since: Instant,
 }
@@ -74,20 +75,20 @@ impl Pauses {
     }
 }
 
-impl Member {
+impl NcclMember {
     /// Begins to join a group. The rank has joined when [`is_ready`](Self::is_ready).
     pub(super) fn join(
         nccl: &'static Nccl,
-        device: &Arc<Device>,
+        device: &Arc<CudaDevice>,
         id: &NcclId,
         rank: usize,
         ranks: usize,
     ) -> Result<Self> {
         let _bound = device.bind()?;
         let mut config = config();
-        let handle = Handle(Box::default());
-        // SAFETY: the places are valid, and the configuration is filled as NCCL's header fills it. The context of the
-        // rank's device is current.
+        let handle = CommHandle(Box::default());
+        // SAFETY: the places are valid, and the configuration is filled as NCCL's header fills it. The
+        // context of the rank's device is current.
         let code = unsafe {
             (nccl.init_rank)(handle.0.as_ptr(), ranks as c_int, id.raw(), rank as c_int, &raw mut config)
         };
@@ -96,12 +97,12 @@ impl Member {
         refused.map(|()| member)
     }
 
-    /// Returns whether NCCL has done on the host what it was asked for; none after the rank has left or aborted.
+    /// Returns whether NCCL has finished the last call on the host; none after the rank has left or aborted.
     pub(super) fn is_ready(&self) -> Option<Result<bool>> {
         self.handle.lock().as_ref().map(|handle| self.ready(handle))
     }
 
-    fn ready(&self, handle: &Handle) -> Result<bool> {
+    fn ready(&self, handle: &CommHandle) -> Result<bool> {
         let comm = handle.comm();
         if comm.is_null() {
             return Ok(false);
@@ -114,11 +115,12 @@ impl Member {
         Ok(state != IN_PROGRESS)
     }
 
-    /// Hands a collective to NCCL, which enqueues it on `stream` until [`is_ready`](Self::is_ready); none after the rank
-    /// has left or aborted.
+    /// Passes a collective to NCCL, which has enqueued it on `stream` when [`is_ready`](Self::is_ready)
+    /// returns true. Returns none after the rank has left or aborted.
     ///
     /// # Safety
-    /// The views are memory of the member's device and of its pinned host memory, and stay until the work is done.
+    /// The views are memory of the member's device and of its pinned host memory, and stay until the work is
+    /// done.
     pub(super) unsafe fn issue(
         &self,
         collective: Collective<'_>,
@@ -133,7 +135,7 @@ impl Member {
         }))
     }
 
-    /// Ends the work of the rank, for good.
+    /// Ends the work of the rank. It cannot be used again.
     pub(super) fn abort(&self) {
         let handle = self.handle.lock().take();
         if let Some(handle) = handle {
@@ -141,25 +143,25 @@ impl Member {
         }
     }
 
-    fn abort_taken(&self, handle: Handle) {
+    fn abort_taken(&self, handle: CommHandle) {
         let comm = handle.comm();
         if comm.is_null() {
-            // NCCL may fill the place yet.
+            // NCCL may still store a handle.
             return std::mem::forget(handle);
         }
-        // NCCL ends also what a lost device has left of it.
+        // This also frees the rest of a lost device.
         let _bound = self.device.bind();
-        // SAFETY: the handle was taken from its place, so that nothing else uses it.
+        // SAFETY: the handle was taken from its place, and nothing else uses it.
         let _ = unsafe { (self.nccl.abort)(comm) };
     }
 
-    /// Leaves the group. May wait for ranks of the same machine, which NCCL wants to leave together.
+    /// Leaves the group. May wait for ranks of the same machine, because NCCL makes them leave together.
     pub(super) fn leave(&self, limit: Duration) {
         let handle = self.handle.lock().take();
         let Some(handle) = handle else { return };
         let comm = handle.comm();
         let Ok(_bound) = self.device.bind() else { return self.abort_taken(handle) };
-        // SAFETY: the handle was taken from its place, so that nothing else uses it.
+        // SAFETY: the handle was taken from its place, and nothing else uses it.
         let code = unsafe { (self.nccl.finalize)(comm) };
         let mut left = self.nccl.check("the end of a group", comm, code).map(|()| false);
         let pauses = Pauses::new();
@@ -176,7 +178,7 @@ impl Member {
     }
 }
 
-impl Drop for Member {
+impl Drop for NcclMember {
     fn drop(&mut self) {
         self.abort();
     }

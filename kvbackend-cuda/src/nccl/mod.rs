@@ -6,8 +6,8 @@
 //!   group's stream               wait ──► NCCL ──► event
 //! ```
 //!
-//! NCCL is asked in a way that no call of the host waits for other ranks: it works on in the background, and the rank
-//! polls its state until the time-out ([`member`], [`group`]).
+//! No call of the host waits for other ranks inside NCCL. NCCL works in the background, and the rank polls
+//! its state until the time-out ([`member`], [`group`]).
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,25 +23,25 @@ mod issue;
 mod library;
 mod member;
 
-use group::Group;
+use group::NcclGroup;
 pub use id::NcclId;
 use library::library;
-use member::Member;
+use member::NcclMember;
 
 use crate::backend::CudaBackend;
-use crate::device::Device;
+use crate::device::CudaDevice;
 use crate::driver::NAME;
 use crate::queue::{CudaEvent, CudaStream, CudaStreamState};
 
 /// A rank of a group of NVIDIA GPUs, through NCCL. Each rank has a device of its own.
 ///
-/// A call enqueues the collective and returns; the first one between two ranks may wait for the other rank. Waits end at
-/// the time-out, which is final for the group. Other ranks of this process learn of a failure at once, ranks of other
-/// processes by their time-out. Lists of calls that differ among ranks are not noticed: a group may then time out, or
-/// read and write other bytes than its callers meant.
+/// A call enqueues the collective and returns; the first one between two ranks may wait for the other rank.
+/// Waits end at the time-out, which is final for the group. Other ranks of this process learn of a failure at
+/// once, ranks of other processes by their time-out. Nothing notices that ranks make different calls: the
+/// group may time out, or read and write the wrong bytes.
 ///
-/// A read, a wait or the end of a stream that follows a collective waits without limit for ranks that never come:
-/// [`wait`](Communicator::wait) before it. Work in a captured graph is refused.
+/// A read, a wait or the end of a stream after a collective waits without limit for ranks that never come.
+/// Call [`wait`](Communicator::wait) first. Collectives in a captured graph are refused.
 ///
 /// ```
 /// use std::time::Duration;
@@ -67,18 +67,19 @@ use crate::queue::{CudaEvent, CudaStream, CudaStreamState};
 /// ```
 ///
 /// # Drop behaviour
-/// The rank leaves. A collective of this rank that is not done fails the group. The last rank of the process waits up to
-/// a second for NCCL to end.
+/// The rank leaves. A collective of this rank that is not done fails the group. The last rank of the process
+/// waits up to a second for NCCL to end.
 pub struct NcclCommunicator {
     rank: usize,
     ranks: usize,
-    group: Arc<Group>,
-    /// Place among the members of the group in this process.
+    group: Arc<NcclGroup>,
+    /// Index among the members of the group in this process.
     place: usize,
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
     /// The stream on which NCCL works.
     stream: CudaStream,
-    /// The newest collective, locked while one is issued: a rank takes part in one at a time.
+    /// The newest collective, with the event of its end. Locked while a collective is issued, because a rank
+    /// takes part in one at a time.
     newest: Mutex<Option<(String, Arc<dyn Event>)>>,
 }
 
@@ -89,14 +90,14 @@ impl fmt::Debug for NcclCommunicator {
 }
 
 impl NcclCommunicator {
-    /// Joins a group of `ranks` ranks as rank `rank`, with the streams of a backend. Waits for the other ranks, no longer
-    /// than `limit`, which is also the time-out of collectives.
+    /// Joins a group of `ranks` ranks as rank `rank`. Waits for the other ranks for at most `limit`, which is
+    /// also the time-out of collectives.
     ///
     /// # Errors
     /// - Returns [`Error::NoDevice`] if NCCL is missing or too old; the error says what to install.
     /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
-    /// - Returns [`Error::RanksTimedOut`] if other ranks did not come in time, and [`Error::Device`] if NCCL refuses, for
-    ///   example two ranks on one device.
+    /// - Returns [`Error::RanksTimedOut`] if other ranks did not come in time, and [`Error::Device`] if NCCL
+    ///   refuses, for example two ranks on one device.
     pub fn new(
         backend: &CudaBackend,
         id: &NcclId,
@@ -109,17 +110,17 @@ impl NcclCommunicator {
             return Err(Error::OutOfRange { what: "rank", value: rank as i128, limit: ranks as i128 });
         }
         let stream = CudaStream::new(&backend.device, &backend.tables)?;
-        let member = Member::join(nccl, &backend.device, id, rank, ranks)?;
-        let group = Group::new(vec![(rank, member)], limit)?;
+        let member = NcclMember::join(nccl, &backend.device, id, rank, ranks)?;
+        let group = NcclGroup::new(vec![(rank, member)], limit)?;
         Ok(Self::over(group, 0, rank, ranks, &backend.device, stream))
     }
 
-    /// Creates a group of one rank for each backend, in order, all of them in this process. Each rank is for a thread of
-    /// its own.
+    /// Creates a group in this process, with one rank for each backend, in order. Use each rank on a thread
+    /// of its own.
     ///
     /// # Errors
-    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] for no backend, and [`Error::Unsupported`] for two
-    /// backends on one device.
+    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] for no backend, and [`Error::Unsupported`]
+    /// for two backends on one device.
     pub fn group(backends: &[Arc<CudaBackend>], limit: Duration) -> Result<Vec<Self>> {
         let (nccl, ranks) = (library()?, backends.len());
         if ranks == 0 {
@@ -140,16 +141,16 @@ impl NcclCommunicator {
         // The ranks of one thread join together.
         // SAFETY: the start has its end, also after a refused call.
         nccl.check("a start of calls", std::ptr::null_mut(), unsafe { (nccl.group_start)() })?;
-        let joined: Vec<Result<Member>> = backends
+        let joined: Vec<Result<NcclMember>> = backends
             .iter()
             .enumerate()
-            .map(|(rank, backend)| Member::join(nccl, &backend.device, &id, rank, ranks))
+            .map(|(rank, backend)| NcclMember::join(nccl, &backend.device, &id, rank, ranks))
             .collect();
         // SAFETY: the group of calls was started above, on this thread.
         let ended = nccl.check("a start of a group", std::ptr::null_mut(), unsafe { (nccl.group_end)() });
-        let members: Vec<Member> = joined.into_iter().collect::<Result<_>>()?;
+        let members: Vec<NcclMember> = joined.into_iter().collect::<Result<_>>()?;
         ended?;
-        let group = Group::new(members.into_iter().enumerate().collect(), limit)?;
+        let group = NcclGroup::new(members.into_iter().enumerate().collect(), limit)?;
         let rank = |(rank, (backend, stream)): (usize, (&Arc<CudaBackend>, CudaStream))| {
             Self::over(Arc::clone(&group), rank, rank, ranks, &backend.device, stream)
         };
@@ -157,18 +158,18 @@ impl NcclCommunicator {
     }
 
     fn over(
-        group: Arc<Group>,
+        group: Arc<NcclGroup>,
         place: usize,
         rank: usize,
         ranks: usize,
-        device: &Arc<Device>,
+        device: &Arc<CudaDevice>,
         stream: CudaStream,
     ) -> Self {
         let (device, newest) = (Arc::clone(device), Mutex::default());
         Self { rank, ranks, group, place, device, stream, newest }
     }
 
-    /// Records an event of the caller's stream. A device that is lost has failed its group.
+    /// Records an event of the caller's stream. A lost device fails the group.
     fn record(&self, stream: &dyn Stream) -> Result<Arc<dyn Event>> {
         stream.record().inspect_err(|error| {
             if matches!(error, Error::DeviceLost { .. }) {
@@ -186,11 +187,11 @@ impl NcclCommunicator {
         collective: Collective<'_>,
     ) -> Result<Arc<dyn Event>> {
         self.stream.wait_for(before)?;
-        // SAFETY: `Communicator::run` has asked whether the stream owns the views. They are held below, or the group's
-        // stream is waited for.
+        // SAFETY: `Communicator::run` has asked whether the stream owns the views. They are held below, or
+        // the group's stream is waited for.
         let issued = unsafe { self.group.member(self.place).issue(collective, self.rank, self.stream.raw()) };
         issued.ok_or_else(|| self.group.gone(self.place))??;
-        // Only then the work is on the group's stream.
+        // The work is on the group's stream only after NCCL has finished the call.
         self.group.settle(self.place, &collective)?;
         let done = self.stream.record()?;
         stream.wait_for(&done)?;
@@ -230,7 +231,8 @@ impl Communicator for NcclCommunicator {
             Err(error) => {
                 // The other ranks learn that this rank ended the work. They keep an earlier failure.
                 self.abort();
-                // What NCCL has enqueued ends now, and nothing holds its memory. NCCL has no word for a lost device.
+                // The wait ends NCCL's enqueued work, whose memory nothing holds. NCCL has no error code for
+                // a lost device.
                 match self.stream.synchronize() {
                     Err(lost @ Error::DeviceLost { .. }) => Err(lost),
                     _ => Err(error),
@@ -252,7 +254,7 @@ impl Communicator for NcclCommunicator {
         self.group.poll(self.place, &call, || {
             Ok(event.is_done() || self.group.check(self.place).map(|()| false)?)
         })?;
-        // The work is done, so that this only says how it ended, and lets go of its memory.
+        // The work is done. This call returns its error, and drops the holds of its memory.
         stream.synchronize().inspect_err(|_| self.abort())?;
         self.check()
     }
@@ -272,7 +274,7 @@ impl Drop for NcclCommunicator {
     }
 }
 
-/// Returns the event behind a handle of this backend.
+/// Returns an event of this backend by its own type.
 fn cuda(event: &Arc<dyn Event>) -> Result<&CudaEvent> {
     let known = event.as_any().downcast_ref::<CudaEvent>();
     known.ok_or(Error::ForeignHandle { what: "a stream", backend: NAME })

@@ -1,6 +1,7 @@
 //! Captures by the driver, and what a graph of this backend keeps.
 //!
-//! Lists of the step lie in memory that each replay writes ([`StepLists`]). Other lists are constants of the graph.
+//! Lists of the step lie in memory that each replay writes ([`StepLists`]). Other lists are constants of the
+//! graph.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -19,13 +20,13 @@ use crate::driver::NAME;
 use crate::memory::CudaStorage;
 
 /// A capture of this backend's streams.
-pub(crate) type Recording = kvcore::device::queue::Recording<CudaStreamState>;
+pub(crate) type CudaRecording = kvcore::device::queue::Recording<CudaStreamState>;
 
 thread_local! {
-    static RECORDING: RefCell<Option<Recording>> = const { RefCell::new(None) };
+    static RECORDING: RefCell<Option<CudaRecording>> = const { RefCell::new(None) };
 }
 
-/// What the backend notes of a capture.
+/// Notes of a capture that its graph keeps.
 #[derive(Default)]
 pub(crate) struct GraphNotes {
     pub(super) lists: StepLists<StepList>,
@@ -58,7 +59,7 @@ pub(crate) fn uncapturable(what: &str) -> Error {
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`], which names the operation.
-pub(crate) fn admit(recording: &mut Recording, operation: Operation<'_>) -> Result<()> {
+pub(crate) fn admit(recording: &mut CudaRecording, operation: Operation<'_>) -> Result<()> {
     if let Some(rope) = recording.admit(operation)? {
         let table = rope.table([])?;
         recording.notes().tables.push((rope, table));
@@ -77,7 +78,7 @@ impl CapturedStream for CudaStreamState {
         &self.side
     }
 
-    fn slot() -> &'static LocalKey<RefCell<Option<Recording>>> {
+    fn slot() -> &'static LocalKey<RefCell<Option<CudaRecording>>> {
         &RECORDING
     }
 

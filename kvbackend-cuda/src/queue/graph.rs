@@ -12,24 +12,25 @@ use smallvec::SmallVec;
 use super::raw::RawGraph;
 use super::state::CudaStreamState;
 use super::upload::{AHEAD, copy_up};
-use crate::device::Device;
+use crate::device::CudaDevice;
 
 /// A captured step of a [`CudaStream`](crate::CudaStream).
 pub(crate) struct CudaGraph {
     stream: Arc<CudaStreamState>,
     work: Arc<GraphWork>,
-    /// What the captured operations add to the counters.
+    /// Counts that a replay adds to the counters.
     counts: CounterSnapshot,
 }
 
 /// The driver's graph and all memory that it touches. Each replay holds it until the replay is done.
 struct GraphWork {
     exec: CUgraphExec,
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
     captured: Captured<CudaStreamState>,
 }
 
-// SAFETY: the driver's graphs may be launched and destroyed from any thread; launches are ordered by the stream's lock.
+// SAFETY: the driver's graphs may be launched and destroyed from any thread; launches are ordered by the
+// stream's lock.
 unsafe impl Send for GraphWork {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for GraphWork {}
@@ -87,7 +88,8 @@ impl Graph for CudaGraph {
             staged.push(queue.uploads.stage(device, bytes)?);
         }
         for (upload, (to, bytes)) in staged.into_iter().zip(&contents) {
-            // SAFETY: the graph's memory has room for the bytes; its last replay reads it earlier in the order of the stream.
+            // SAFETY: the graph's memory has room for the bytes; its last replay reads it earlier in the
+            // order of the stream.
             unsafe { copy_up(on, &upload, *to, bytes.len()) }?;
             queue.in_flight.hold(Hold::Other(upload));
         }

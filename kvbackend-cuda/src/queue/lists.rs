@@ -1,5 +1,5 @@
-//! Lists in the form in which kernels read them: lists on the device that the layers of a step share, and the lists of a
-//! captured step, which each replay writes.
+//! Lists in the form in which kernels read them: lists on the device that the layers of a step share, and the
+//! lists of a captured step, which each replay writes.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::upload::CudaUpload;
 /// Number of lists that a stream keeps. A step has few: slots, positions, and the lists of copies.
 const KEPT: usize = 8;
 
-/// A list by its place in the host's memory, and the form in which it is sent.
+/// The key of a list: its form on the device, with its address and length on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SentKey {
     Numbers(usize, usize),
@@ -20,7 +20,7 @@ pub(super) enum SentKey {
 }
 
 // Decision: docs/decisions/backend-cuda.md#lists-are-known-by-their-place
-/// Keeps a list in its place: while it is held, no other list has that place, and nothing changes it.
+/// Keeps a list at its address. While the list is held, no other list can have that address.
 #[derive(Debug)]
 pub(super) enum SentOwner {
     Numbers(#[expect(dead_code, reason = "held so that its place stays taken")] Arc<[i64]>),
@@ -60,8 +60,8 @@ impl StepList {
     /// Writes the list of a step to its room.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] for another number of rows, [`Error::OutOfRange`] for a token that the table of
-    /// embeddings does not have, and [`Error::GraphOutgrown`] if a plan has no room.
+    /// Returns [`Error::Mismatch`] for another number of rows, [`Error::OutOfRange`] for a token that the
+    /// table of embeddings does not have, and [`Error::GraphOutgrown`] if a plan has no room.
     pub(super) fn write(&self, step: &StepInputs, room: &mut [u8]) -> Result<()> {
         let mut put = |what, list: &[u8]| {
             if list.len() != room.len() {
@@ -90,7 +90,8 @@ impl StepList {
 }
 
 // Decision: docs/decisions/backend-cuda.md#of-rows-with-the-same-slot-the-last-is-written
-/// Returns the slots with all but the last row of each slot turned to padding. `sorting` is memory to work in.
+/// Returns the slots with all but the last row of each slot turned to padding. `sorting` is memory to work
+/// in.
 pub(super) fn last_of_each(slots: &[i64], sorting: &mut Vec<(i64, usize)>) -> Vec<i64> {
     let mut unique = slots.to_vec();
     if slots.windows(2).all(|pair| pair[0] < pair[1]) {

@@ -1,4 +1,5 @@
-//! The preparation of one operation: what its kernels read is sent up, what it uses is held, its launches are listed.
+//! The preparation of one operation: sends up the lists that its kernels read, holds the memory that it uses,
+//! and collects its launches.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -9,17 +10,17 @@ use kvcore::device::queue::{CapturedStream, Hold};
 use kvcore::{BlockId, MemoryKind, Result, Rope, Storage, TensorView, WritePairs, WriteSlots};
 use smallvec::SmallVec;
 
-use super::capture::{Recording, uncapturable};
+use super::capture::{CudaRecording, uncapturable};
 use super::lists::{SentKey, SentOwner, StepList, last_of_each};
 use super::plans::AttendPlans;
 use super::raw::RawStream;
 use super::state::{CudaQueue, CudaStream, CudaStreamState};
 use super::upload::CudaUpload;
-use crate::device::Device;
+use crate::device::CudaDevice;
 use crate::memory::{self, CudaStorage};
-use crate::module::Kernel;
+use crate::module::CudaKernel;
 
-/// Least bytes of memory between the kernels of an operation.
+/// Smallest number of bytes of scratch.
 const LEAST_SCRATCH: usize = 1 << 16;
 
 /// Distance in bytes between the lists of a captured step: their addresses are multiples of it.
@@ -27,17 +28,24 @@ const ALIGNED: usize = 256;
 
 /// A launch of a kernel: its grid, its blocks and its argument.
 pub(crate) struct Launch {
-    kernel: Kernel,
+    kernel: CudaKernel,
     grid: [u32; 3],
     threads: u32,
     shared: u32,
-    /// The argument, in words so that it is aligned.
+    /// The argument, in 8-byte words for its alignment.
     args: SmallVec<[u64; 32]>,
 }
 
 impl Launch {
-    /// Describes a launch. The caller guarantees that `args` is the kernel's argument, as its source declares it.
-    pub(crate) fn new<A: Pod>(kernel: Kernel, grid: [u32; 3], threads: u32, shared: u32, args: &A) -> Self {
+    /// Describes a launch. The caller guarantees that `args` is the kernel's argument, as its source declares
+    /// it.
+    pub(crate) fn new<A: Pod>(
+        kernel: CudaKernel,
+        grid: [u32; 3],
+        threads: u32,
+        shared: u32,
+        args: &A,
+    ) -> Self {
         let mut words: SmallVec<[u64; 32]> = SmallVec::new();
         words.resize(size_of::<A>().div_ceil(8), 0);
         bytemuck::cast_slice_mut(&mut words[..])[..size_of::<A>()].copy_from_slice(bytemuck::bytes_of(args));
@@ -50,14 +58,15 @@ impl Launch {
 }
 
 impl CudaStream {
-    /// Enqueues the launches that `prepare` lists. If `prepare` or the loading of a kernel fails, no launch is enqueued.
+    /// Enqueues the launches that `prepare` lists. If `prepare` or the loading of a kernel fails, no launch
+    /// is enqueued.
     pub(crate) fn enqueue(&self, prepare: impl FnOnce(&mut Lowering<'_>) -> Result<()>) -> Result<()> {
         self.state.recorded(|recording| self.enqueue_in(recording, prepare))
     }
 
     fn enqueue_in(
         &self,
-        recording: Option<&mut Recording>,
+        recording: Option<&mut CudaRecording>,
         prepare: impl FnOnce(&mut Lowering<'_>) -> Result<()>,
     ) -> Result<()> {
         let CudaStreamState { on, queue, .. } = &*self.state;
@@ -75,8 +84,8 @@ impl CudaStream {
         }
         for (function, mut launch) in functions.into_iter().zip(launches) {
             let mut argument = [launch.argument()];
-            // SAFETY: the argument is the kernel's struct. The memory it names belongs to this device and is held until
-            // the work is done: `Stream::run` has asked `owns`, and so do the dense steps.
+            // SAFETY: the argument is the kernel's struct. The memory it names belongs to this device and is
+            // held until the work is done: `Stream::run` has asked `owns`, and so do the dense steps.
             unsafe {
                 let (grid, block) =
                     ((launch.grid[0], launch.grid[1], launch.grid[2]), (launch.threads, 1, 1));
@@ -105,22 +114,22 @@ impl CudaStream {
     }
 }
 
-/// An operation on its way to the device.
+/// An operation that is being prepared.
 pub(crate) struct Lowering<'a> {
     stream: &'a CudaStreamState,
     queue: &'a mut CudaQueue,
     /// The capture that the operation enters, if any.
-    recording: Option<&'a mut Recording>,
+    recording: Option<&'a mut CudaRecording>,
     launches: SmallVec<[Launch; 2]>,
 }
 
 impl Lowering<'_> {
     /// Returns the capture that the operation enters.
-    pub(crate) fn recording(&mut self) -> Option<&mut Recording> {
+    pub(crate) fn recording(&mut self) -> Option<&mut CudaRecording> {
         self.recording.as_deref_mut()
     }
 
-    pub(crate) fn device(&self) -> &Arc<Device> {
+    pub(crate) fn device(&self) -> &Arc<CudaDevice> {
         &self.stream.on.device
     }
 
@@ -128,7 +137,7 @@ impl Lowering<'_> {
         &self.stream.on
     }
 
-    /// Adds a launch. A grid without blocks is left out.
+    /// Adds a launch, unless its grid is empty.
     pub(crate) fn launch(&mut self, launch: Launch) {
         if !launch.grid.contains(&0) {
             self.launches.push(launch);
@@ -156,11 +165,12 @@ impl Lowering<'_> {
     /// Sends tokens up, each below `limit`, and returns their address.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] in a capture whose step has other tokens, and the errors of the device.
+    /// Returns [`kvcore::Error::Unsupported`] in a capture whose step has other tokens, and the errors of the
+    /// device.
     pub(crate) fn tokens(&mut self, tokens: &[u32], limit: usize) -> Result<u64> {
         let Some(recording) = self.recording() else { return self.upload(tokens) };
         if !is_same(tokens, &recording.step().tokens) {
-            return Err(uncapturable("an embedding of tokens that are not those of the step"));
+            return Err(uncapturable("an embedding of other tokens than the step's"));
         }
         self.input(StepList::Tokens { limit }, size_of_val(tokens))
     }
@@ -200,9 +210,9 @@ impl Lowering<'_> {
         address
     }
 
-    /// Sends slots or positions up as they are, once for all operations that share the list.
+    /// Sends slots or positions up unchanged, once for all operations that share the list.
     pub(crate) fn numbers(&mut self, list: &Arc<[i64]>) -> Result<u64> {
-        let of_step = |recording: &mut Recording| is_same(list, &recording.step().positions);
+        let of_step = |recording: &mut CudaRecording| is_same(list, &recording.step().positions);
         if self.recording().is_some_and(of_step) {
             return self.input(StepList::Positions, size_of_val(&list[..]));
         }
@@ -210,8 +220,8 @@ impl Lowering<'_> {
         self.kept(key, || SentOwner::Numbers(Arc::clone(list)), |_| list.to_vec())
     }
 
-    /// Sends slots up for an operation that writes them. Of rows with the same slot, all but the last become padding,
-    /// because two rows that are written to one slot at the same time would mix.
+    /// Sends slots up for an operation that writes them. Of rows with the same slot, all but the last become
+    /// padding, because two rows that are written to one slot at the same time would mix.
     pub(crate) fn written_slots(&mut self, list: &WriteSlots) -> Result<u64> {
         if self.recording.is_some() {
             return self.input(StepList::Slots, size_of_val(&list[..]));
@@ -249,7 +259,8 @@ impl Lowering<'_> {
         Ok(self.held(upload))
     }
 
-    /// Returns the address of a RoPE table: for each position, a pair `(cos, sin)` of f32 for each pair of elements.
+    /// Returns the address of a RoPE table: for each position, a pair `(cos, sin)` of f32 for each pair of
+    /// elements.
     pub(crate) fn angles(&mut self, rope: &Rope) -> Result<u64> {
         let angles = self.stream.tables.angles(self.device(), rope)?;
         let address = angles.address();
@@ -257,9 +268,9 @@ impl Lowering<'_> {
         Ok(address)
     }
 
-    /// Returns memory in which a kernel leaves results for the next kernel of the same operation. All operations of
-    /// the stream share it, because they run one after the other. A graph has other memory, because it may run at the same
-    /// time as work outside of graphs.
+    /// Returns memory in which a kernel leaves results for the next kernel of the same operation. All
+    /// operations of the stream share it, because they run one after the other. A graph has other memory,
+    /// because it may run at the same time as work outside of graphs.
     pub(crate) fn scratch(&mut self, bytes: usize) -> Result<u64> {
         let device = &self.stream.on.device;
         let make = || allocate(device, bytes.next_power_of_two().max(LEAST_SCRATCH));
@@ -284,11 +295,11 @@ impl Lowering<'_> {
     }
 }
 
-/// Returns whether two lists are the same memory.
+/// Returns whether two slices are the same memory.
 fn is_same<T>(a: &[T], b: &[T]) -> bool {
     std::ptr::eq(a, b)
 }
 
-fn allocate(device: &Arc<Device>, bytes: usize) -> Result<Arc<dyn Storage>> {
+fn allocate(device: &Arc<CudaDevice>, bytes: usize) -> Result<Arc<dyn Storage>> {
     Ok(Arc::new(CudaStorage::allocate(device, MemoryKind::Device, bytes)?))
 }

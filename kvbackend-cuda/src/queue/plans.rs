@@ -1,4 +1,4 @@
-//! Plans of attention on the device: the places of their records. The kernels of attention divide the work and make them.
+//! Plans of attention on the device: the places of their records. `kernels::attend` makes the plans.
 
 use std::sync::Arc;
 
@@ -6,20 +6,23 @@ use kvcore::device::queue::Recent;
 
 use super::upload::CudaUpload;
 
-/// Number of plans that a stream keeps. Few suffice, because the layers of a model differ at most in their window.
+/// Number of plans that a stream keeps. Few suffice, because the layers of a model differ at most in their
+/// window.
 const KEPT: usize = 4;
 
-/// All that a plan depends on. Layers with equal keys share a plan.
+/// The key of a plan: everything that it depends on. Layers with equal keys share a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct AttendPlanKey {
     /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
     pub(crate) work: u64,
     pub(crate) window: Option<usize>,
-    /// Query heads of a block, blocks for all heads, rows of a block, tokens of a tile, and blocks at the same time.
+    /// Query heads of a block, blocks for all heads, rows of a block, tokens of a tile, and blocks at the
+    /// same time.
     pub(crate) tiling: [usize; 5],
     pub(crate) block_size: usize,
     pub(crate) part_bytes: usize,
-    /// Whether the output overlaps the queries, so that nothing may be written before all queries are read.
+    /// Whether the output overlaps the queries, in which case nothing may be written before all queries are
+    /// read.
     pub(crate) over_queries: bool,
 }
 

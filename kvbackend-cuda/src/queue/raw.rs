@@ -1,4 +1,5 @@
-//! Handles of the driver that a stream's work uses: the stream itself, marks in its order, and captured graphs.
+//! Handles of the driver that a stream's work uses: the stream itself, marks in its order, and captured
+//! graphs.
 
 use std::sync::Arc;
 
@@ -7,24 +8,24 @@ use cudarc::driver::sys::{self, CUevent, CUgraph, CUresult, CUstream};
 use kvcore::Result;
 use kvcore::device::queue::Mark;
 
-use crate::device::Device;
+use crate::device::CudaDevice;
 
 /// A stream of the driver, with its device. Its owner keeps it alive and destroys it.
 pub(crate) struct RawStream {
-    pub(crate) device: Arc<Device>,
+    pub(crate) device: Arc<CudaDevice>,
     pub(crate) raw: CUstream,
 }
 
 /// An event of the driver, destroyed when it is dropped.
 pub(crate) struct RawEvent {
     raw: CUevent,
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
 }
 
 /// A captured graph that is not instantiated, destroyed when it is dropped.
 pub(crate) struct RawGraph {
     pub(super) raw: CUgraph,
-    pub(super) device: Arc<Device>,
+    pub(super) device: Arc<CudaDevice>,
 }
 
 // SAFETY: the driver's events may be used from any thread.

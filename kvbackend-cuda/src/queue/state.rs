@@ -14,7 +14,7 @@ use super::lists::SentLists;
 use super::plans::AttendPlans;
 use super::raw::{RawEvent, RawStream};
 use super::upload::CudaUploads;
-use crate::device::Device;
+use crate::device::CudaDevice;
 use crate::driver::NAME;
 use crate::tables::AngleTables;
 
@@ -31,7 +31,8 @@ pub(crate) struct CudaStreamState {
     owner: Option<Arc<dyn Any + Send + Sync>>,
     pub(crate) queue: Mutex<CudaQueue>,
     pub(super) side: CaptureSide,
-    /// Memory between the kernels of an operation that graphs captured here share, by the stream that took part.
+    /// Memory between the kernels of an operation that graphs captured here share, by the stream that took
+    /// part.
     pub(super) graph_scratch: Mutex<GraphScratch>,
 }
 
@@ -98,7 +99,7 @@ impl Drop for CudaStreamState {
 
 impl CudaStream {
     /// Creates a stream that no other stream waits for implicitly.
-    pub(crate) fn new(device: &Arc<Device>, tables: &Arc<AngleTables>) -> Result<Self> {
+    pub(crate) fn new(device: &Arc<CudaDevice>, tables: &Arc<AngleTables>) -> Result<Self> {
         let _bound = device.bind()?;
         let raw = result::stream::create(result::stream::StreamKind::NonBlocking)
             .map_err(|error| device.refused(error))?;
@@ -110,7 +111,7 @@ impl CudaStream {
     /// # Safety
     /// See [`CudaBackend::lent_stream`](crate::CudaBackend::lent_stream).
     pub(crate) unsafe fn lent(
-        device: &Arc<Device>,
+        device: &Arc<CudaDevice>,
         tables: &Arc<AngleTables>,
         raw: CUstream,
         owner: Arc<dyn Any + Send + Sync>,
@@ -126,7 +127,7 @@ impl CudaStream {
     }
 
     fn over(
-        device: &Arc<Device>,
+        device: &Arc<CudaDevice>,
         tables: &Arc<AngleTables>,
         raw: CUstream,
         owner: Option<Arc<dyn Any + Send + Sync>>,

@@ -7,14 +7,15 @@ use cudarc::driver::result;
 use kvcore::{MemoryKind, Result, Storage};
 
 use super::raw::RawStream;
-use crate::device::Device;
+use crate::device::CudaDevice;
 use crate::memory::{self, CudaStorage};
 
-/// Most replays that are enqueued and not done. The host waits for the oldest before it enqueues another.
+/// Largest number of replays that are enqueued and not done. The host waits for the oldest before it enqueues
+/// another.
 pub(super) const AHEAD: usize = 32;
 
-/// Most uploads that wait for another use. Twice [`AHEAD`]: each replay under way holds one, and the host waits for running
-/// kernels when pinned memory is freed.
+/// Largest number of uploads that wait for another use. Twice [`AHEAD`]: each replay under way holds one, and
+/// the host waits for running kernels when pinned memory is freed.
 const KEPT: usize = 2 * AHEAD;
 
 /// Memory of a list: where the host writes it, and where kernels read it.
@@ -30,7 +31,7 @@ unsafe impl Send for CudaUpload {}
 unsafe impl Sync for CudaUpload {}
 
 impl CudaUpload {
-    fn new(device: &Arc<Device>, bytes: usize) -> Result<Self> {
+    fn new(device: &Arc<CudaDevice>, bytes: usize) -> Result<Self> {
         let storage = CudaStorage::allocate(device, MemoryKind::Device, bytes)?;
         let (host, _) = memory::pinned(bytes, memory::WRITTEN_ONLY)
             .map_err(|error| device.no_memory(error, MemoryKind::Pinned, bytes))?;
@@ -62,15 +63,17 @@ pub(crate) struct CudaUploads(Vec<(usize, Arc<CudaUpload>)>);
 
 impl CudaUploads {
     /// Copies bytes to pinned memory, from which an enqueued copy takes them. The caller holds it until then.
-    pub(crate) fn stage(&mut self, device: &Arc<Device>, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
+    pub(crate) fn stage(&mut self, device: &Arc<CudaDevice>, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         let make = |bytes| CudaUpload::new(device, bytes);
         let upload = kvcore::device::queue::room(&mut self.0, bytes.len().max(1), KEPT, make)?;
-        // SAFETY: the upload has room for the bytes. Nothing reads or writes it, because nothing else holds it.
+        // SAFETY: the upload has room for the bytes. Nothing reads or writes it, because nothing else holds
+        // it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), upload.host.cast::<u8>(), bytes.len()) };
         Ok(upload)
     }
 
-    /// Enqueues the copy of a list to its own memory on the device. The caller holds the upload until the copy is done.
+    /// Enqueues the copy of a list to its own memory on the device. The caller holds the upload until the
+    /// copy is done.
     pub(crate) fn send(&mut self, stream: &RawStream, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         let upload = self.stage(&stream.device, bytes)?;
         // SAFETY: the upload's memory on the device has room for the bytes.
@@ -79,8 +82,8 @@ impl CudaUploads {
     }
 }
 
-/// Enqueues a copy of the first `bytes` staged bytes to an address on the device. The caller holds the upload until the copy
-/// is done.
+/// Enqueues a copy of the first `bytes` staged bytes to an address on the device. The caller holds the upload
+/// until the copy is done.
 ///
 /// # Safety
 /// The `bytes` bytes from `to` on are memory of the device that is held until the copy is done.

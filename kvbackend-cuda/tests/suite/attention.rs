@@ -1,5 +1,5 @@
-//! Attention of random shapes and formats against arithmetic in f64: every kernel, with tensor cores and without, which
-//! the few shapes of the conformance suite do not all reach.
+//! Attention of random shapes and formats against arithmetic in f64: every kernel, with tensor cores and
+//! without, which the few shapes of the conformance suite do not all reach.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use kvcore::{
 use rstest::rstest;
 
 use crate::common::opened;
-use crate::double::{EAGER, LAZY, beside_others};
+use crate::double::{EAGER, LAZY, among_others};
 
 /// Value of results that nothing may write.
 const UNTOUCHED: f32 = 0.25;
@@ -209,7 +209,7 @@ fn trial(backend: &Arc<dyn Backend>, format: KvFormat, seed: u64) -> Result<(f32
 #[case(KvFormat::Fp8 { kind: Fp8Kind::E4M3, scales: ScaleScope::PerHead })]
 #[case(KvFormat::Fp8 { kind: Fp8Kind::E5M2, scales: ScaleScope::PerTensor })]
 fn random_calls_equal_arithmetic_in_f64(#[case] format: KvFormat) {
-    let _beside = beside_others();
+    let _shared = among_others();
     for (device, seeds) in [(EAGER, 0..12), (LAZY, 12..16)] {
         let Some(backend) = opened(device) else { return };
         let backend: Arc<dyn Backend> = backend;

@@ -1,15 +1,15 @@
-//! Kernels compiled on this machine by NVRTC: the same code as the committed one, kept in a folder, made anew if the
-//! folder's entry is damaged.
+//! Kernels compiled on this machine by NVRTC: the same code as the committed one, kept in a folder, compiled
+//! again if the folder's entry is damaged.
 
 use kvbackend_cuda::{CudaBackend, CudaOptions, KernelCode};
 use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, allocate_tensor};
 
 use crate::common::{download, noise, upload};
-use crate::double::{EAGER, beside_others};
+use crate::double::{EAGER, among_others};
 
 #[test]
-fn compiled_kernels_are_kept_and_a_damaged_entry_is_made_anew() {
-    let _beside = beside_others();
+fn compiled_kernels_are_kept_and_a_damaged_entry_is_compiled_again() {
+    let _shared = among_others();
     let folder = tempfile::tempdir().unwrap();
     let run = || -> kvcore::Result<()> {
         let kernels = KernelCode::Compiled { keep_in: Some(folder.path().join("kernels")) };

@@ -1,21 +1,21 @@
 //! The dense steps of a model against plain loops in f64.
 
 use half::{bf16, f16};
-use kvbackend_cuda::dense::{DenseSteps, StoredKind};
+use kvbackend_cuda::dense::{CudaSteps, StoredKind};
 use kvcore::Compared::Number;
 use kvcore::{Backend, CopyTensor, DType, Stream, TensorView};
 use rstest::rstest;
 
 use crate::common::{noise, opened};
-use crate::double::{EAGER, LAZY, alone, beside_others};
+use crate::double::{EAGER, LAZY, alone, among_others};
 
 const KINDS: [StoredKind; 5] =
     [StoredKind::F32, StoredKind::F16, StoredKind::BF16, StoredKind::Q8_0, StoredKind::Q4K];
 
-/// Returns the steps of a device, or says why there are none.
-fn steps(device: usize) -> Option<DenseSteps> {
+/// Returns the steps of a device, or prints why there are none.
+fn steps(device: usize) -> Option<CudaSteps> {
     let backend = opened(device)?;
-    DenseSteps::new(&backend).inspect_err(|reason| kvconform::skip(reason)).ok()
+    CudaSteps::new(&backend).inspect_err(|reason| kvconform::skip(reason)).ok()
 }
 
 /// Returns `n` numbers between −1 and 1.
@@ -26,13 +26,13 @@ fn numbers(seed: u64, n: usize) -> Vec<f32> {
         .collect()
 }
 
-fn upload(steps: &DenseSteps, shape: &[usize], values: &[f32]) -> TensorView {
+fn upload(steps: &CudaSteps, shape: &[usize], values: &[f32]) -> TensorView {
     let view = steps.rows(shape).unwrap();
     steps.stream().write(&view, bytemuck::cast_slice(values)).unwrap();
     view
 }
 
-fn read(steps: &DenseSteps, view: &TensorView) -> Vec<f32> {
+fn read(steps: &CudaSteps, view: &TensorView) -> Vec<f32> {
     let mut values = Vec::new();
     steps.read(view, &mut values).unwrap();
     values
@@ -115,7 +115,7 @@ fn projections_of_every_stored_type_equal_plain_loops(
     #[values(0, 1, 3, 7, 8, 9, 40, 70)] rows: usize,
     #[values(EAGER, LAZY)] device: usize,
 ) {
-    let _beside = beside_others();
+    let _shared = among_others();
     let (Some(steps), kind) = (steps(device), KINDS[kind]) else { return };
     let (width, outputs) = (256, 37);
     let (bytes, matrix) = stored(kind, outputs, width, 7);
@@ -142,7 +142,7 @@ fn projections_of_every_stored_type_equal_plain_loops(
 
 #[test]
 fn odd_widths_are_multiplied() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(steps) = steps(LAZY) else { return };
     for kind in &KINDS[..3] {
         for (rows, width, outputs) in [(1, 1, 1), (2, 7, 3), (5, 33, 9), (12, 13, 4)] {
@@ -164,7 +164,7 @@ fn odd_widths_are_multiplied() {
 
 #[test]
 fn embeddings_norms_gates_and_sums_equal_plain_loops() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(steps) = steps(LAZY) else { return };
     for kind in KINDS {
         let (bytes, table) = stored(kind, 5, 256, 21);
@@ -212,7 +212,7 @@ fn embeddings_norms_gates_and_sums_equal_plain_loops() {
 
 #[test]
 fn lists_of_many_steps_wait_side_by_side() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(steps) = steps(LAZY) else { return };
     let table = numbers(61, 50 * 8);
     let there = steps.weight(StoredKind::F32, 50, 8, bytemuck::cast_slice(&table)).unwrap();
@@ -224,7 +224,7 @@ fn lists_of_many_steps_wait_side_by_side() {
 
 #[test]
 fn rows_are_chosen_and_added_back() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(steps) = steps(LAZY) else { return };
     let (a, b) = (numbers(31, 5 * 40), numbers(32, 2 * 40));
     let (sum, y) = (upload(&steps, &[5, 40], &a), upload(&steps, &[2, 40], &b));
@@ -243,7 +243,7 @@ fn rows_are_chosen_and_added_back() {
 
 #[rstest]
 fn each_head_has_its_matrix(#[values(false, true)] transposed: bool) {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(steps) = steps(EAGER) else { return };
     let (rows, heads, a, b) = (5, 3, 8, 6);
     let (x, m) = (numbers(41, rows * heads * a), numbers(42, heads * a * b));
@@ -265,7 +265,7 @@ fn each_head_has_its_matrix(#[values(false, true)] transposed: bool) {
 
 #[test]
 fn memory_of_results_is_used_again() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(steps) = steps(LAZY) else { return };
     let x = upload(&steps, &[64, 1000], &numbers(51, 64_000));
     let mut y = steps.add(&x, &x).unwrap();
@@ -281,23 +281,23 @@ fn memory_of_results_is_used_again() {
 
 #[test]
 fn another_stream_sees_results_after_the_order_and_the_steps_see_its_own() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(backend) = opened(LAZY) else { return };
-    let Ok(steps) = DenseSteps::new(&backend).inspect_err(|reason| kvconform::skip(reason)) else { return };
+    let Ok(steps) = CudaSteps::new(&backend).inspect_err(|reason| kvconform::skip(reason)) else { return };
     let stream = backend.stream().unwrap();
     let x = upload(&steps, &[4, 25], &numbers(71, 100));
     let y = steps.add(&x, &x).unwrap();
-    DenseSteps::order(steps.stream(), stream.as_ref()).unwrap();
+    CudaSteps::order(steps.stream(), stream.as_ref()).unwrap();
     let copy = steps.rows(&[4, 25]).unwrap();
     stream.copy_tensor(&CopyTensor { src: y, dst: copy.clone() }).unwrap();
-    DenseSteps::order(stream.as_ref(), steps.stream()).unwrap();
+    CudaSteps::order(stream.as_ref(), steps.stream()).unwrap();
     let sum = steps.add(&copy, &x).unwrap();
     let expected: Vec<f64> = numbers(71, 100).iter().map(|&x| 3.0 * f64::from(x)).collect();
     close(&read(&steps, &sum), &expected, 1e-6);
 }
 
 #[test]
-fn memory_that_waits_for_use_goes_when_the_device_is_full_and_no_step_loses_its_own() {
+fn unused_activations_are_freed_when_the_device_is_full_and_no_step_loses_its_own() {
     let Some((double, _alone)) = alone() else { return };
     let Some(steps) = steps(LAZY) else { return };
     let (rows, values) = ([1000, 1000], numbers(81, 1_000_000));
@@ -314,7 +314,7 @@ fn memory_that_waits_for_use_goes_when_the_device_is_full_and_no_step_loses_its_
 
 #[test]
 fn weights_of_wrong_sizes_are_refused() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(steps) = steps(EAGER) else { return };
     let mismatch = steps.weight(StoredKind::BF16, 2, 3, &[0; 11]);
     assert!(

@@ -13,7 +13,7 @@ pub(crate) const SMALL: usize = 2;
 /// The library that the backend has loaded, if it is the double.
 pub(crate) struct Double(Library);
 
-/// Returns the double; none where a driver is. Then the test is one that needs no control, or it is skipped.
+/// Returns the double; none if a real driver is loaded.
 pub(crate) fn double() -> Option<&'static Double> {
     static DOUBLE: OnceLock<Option<Double>> = OnceLock::new();
     let find = || {
@@ -26,16 +26,16 @@ pub(crate) fn double() -> Option<&'static Double> {
     DOUBLE.get_or_init(find).as_ref()
 }
 
-/// Held by tests that change what the double does, beside whom no other test runs.
+/// Held by tests that change the behaviour of the double, while no other test runs.
 static CHANGES: RwLock<()> = RwLock::new(());
 
-/// Returns the permission to run beside other tests.
-pub(crate) fn beside_others() -> RwLockReadGuard<'static, ()> {
+/// Returns the permission to run at the same time as other tests.
+pub(crate) fn among_others() -> RwLockReadGuard<'static, ()> {
     CHANGES.read().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Returns the permission to change what the double does, until it is dropped. Says why a test is skipped where a driver
-/// is.
+/// Returns the permission to change the behaviour of the double, until it is dropped. With a real driver,
+/// prints that the test is skipped.
 pub(crate) fn alone() -> Option<(&'static Double, Alone)> {
     let alone = Alone(CHANGES.write().unwrap_or_else(std::sync::PoisonError::into_inner));
     let Some(double) = double() else {
@@ -71,7 +71,8 @@ impl Double {
         unsafe { call(entry.as_ptr(), after, code) }
     }
 
-    fn reset(&self) {
+    /// Makes every entry work again.
+    pub(crate) fn reset(&self) {
         let call = self.entry::<unsafe extern "C" fn(*const c_char, c_int, c_int)>("kv_double_fail");
         // SAFETY: null means everything.
         unsafe { call(std::ptr::null(), 0, 0) }
@@ -103,7 +104,7 @@ impl Double {
         }
     }
 
-    /// Returns what was queued since the last call on a device: the words of each line after the stream.
+    /// Returns the tasks queued on a device since the last call, each as words: its kind, then its details.
     pub(crate) fn trace(&self, device: usize) -> Vec<Vec<String>> {
         let call = self.entry::<unsafe extern "C" fn(*mut c_char, usize) -> usize>("kv_double_trace");
         let mut buffer = vec![0u8; 1 << 16];

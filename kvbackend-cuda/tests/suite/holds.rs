@@ -1,11 +1,11 @@
-//! Memory that enqueued work holds besides the storages of its operation: plans of attention, memory between kernels,
-//! angles, weights.
-//! The device of these tests runs nothing before a wait, so that what is not held is gone or overwritten by then.
+//! Memory that enqueued work holds besides the storages of its operation: plans of attention, memory between
+//! kernels, angles, weights. The device of these tests runs nothing before a wait, so memory that is not held
+//! is freed or overwritten by then.
 
 use std::sync::Arc;
 
 use kvbackend_cuda::CudaBackend;
-use kvbackend_cuda::dense::{DenseSteps, StoredKind};
+use kvbackend_cuda::dense::{CudaSteps, StoredKind};
 use kvcore::{
     ApplyRope, Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, KeyForm, KvArena,
     KvShape, MemoryKind, QueryRow, Rope, RopeConfig, Segment, Stream, TensorView, allocate_tensor,
@@ -54,7 +54,8 @@ impl Bench {
         Self { backend, stream, arena, q }
     }
 
-    /// Enqueues the attention of one query over `tokens` tokens from block `first` on, and returns its output.
+    /// Enqueues the attention of one query over `tokens` tokens from block `first` on, and returns its
+    /// output.
     fn attend(&self, first: u32, tokens: usize) -> TensorView {
         let blocks: Arc<[BlockId]> = (first..first + tokens.div_ceil(BLOCK) as u32).map(BlockId).collect();
         let row = QueryRow { logical: tokens, position: tokens as i64 };
@@ -78,7 +79,8 @@ impl Bench {
         out
     }
 
-    /// Returns the outputs of calls that are enqueued one after another, with a wait after each or only at the end.
+    /// Returns the outputs of calls that are enqueued one after another, with a wait after each or only at
+    /// the end.
     fn outputs(&self, calls: &[(u32, usize)], waiting: bool) -> Vec<Vec<u8>> {
         let enqueue = |&(first, tokens): &(u32, usize)| {
             let out = self.attend(first, tokens);
@@ -96,7 +98,7 @@ impl Bench {
 fn weights_stay_until_their_products_are_done() {
     let Some((_, _alone)) = alone() else { return };
     let bench = Bench::new();
-    let steps = DenseSteps::new(&bench.backend).unwrap();
+    let steps = CudaSteps::new(&bench.backend).unwrap();
     let weight = || steps.weight(StoredKind::F32, 40, DIM, &floats(3, 40 * DIM)).unwrap();
     // Few rows go through a kernel, many through the library.
     for rows in [2, 20] {
@@ -126,7 +128,7 @@ fn plans_stay_until_their_work_is_done() {
 #[test]
 fn memory_between_kernels_stays_until_their_work_is_done() {
     let Some((_, _alone)) = alone() else { return };
-    // Each call has more parts than the one before, so that their memory is another one.
+    // Each call has more parts than the one before, and needs other memory.
     let calls = [(0, 300), (3, 1100), (1, 2500)];
     let bench = Bench::new();
     let got = bench.outputs(&calls, false);

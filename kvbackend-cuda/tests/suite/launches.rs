@@ -51,8 +51,8 @@ impl Bench {
         upload(self.backend.as_ref(), DType::F32, &[rows, heads, DIM], &bytes)
     }
 
-    /// Runs a decode step of `batch` sequences, each over `chunks` chunks of other places and its own last block.
-    /// Returns what each layer enqueued.
+    /// Runs a decode step of `batch` sequences, each over `chunks` chunks of other places and its own last
+    /// block. Returns what each layer enqueued.
     fn step(&self, double: &Double, batch: usize, chunks: usize) -> Vec<Vec<Vec<String>>> {
         let (k, v, q) =
             (self.rows(1, batch, HEADS), self.rows(2, batch, HEADS), self.rows(3, batch, 2 * HEADS));

@@ -1,5 +1,6 @@
-//! The CUDA backend on the first devices of the machine, or on the test double of the driver: memory, failures, order,
-//! and the launches that operations take. The contract itself is checked by the conformance suite.
+//! The CUDA backend on the first devices of the machine, or on the test double of the driver: memory,
+//! failures, order, and the launches that operations take. The contract itself is checked by the conformance
+//! suite.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod attention;
@@ -13,5 +14,4 @@ mod holds;
 mod launches;
 mod memory;
 mod nccl;
-mod peers;
-mod sabotage;
+mod rig;

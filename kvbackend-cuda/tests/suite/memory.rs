@@ -1,4 +1,4 @@
-//! Memory: what is allocated goes, what is lent stays its owner's, what is reserved sleeps part by part.
+//! Memory: pinned sources of writes, and memory and streams that an engine lends.
 
 use std::sync::Arc;
 
@@ -6,99 +6,17 @@ use kvbackend_cuda::{CudaBackend, CudaOptions};
 use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, Storage, TensorView, allocate_tensor};
 
 use crate::common::{download, noise, opened, upload};
-use crate::double::{EAGER, LAZY, alone, beside_others};
+use crate::double::{EAGER, LAZY, among_others};
 
 #[test]
-fn everything_that_a_backend_took_goes_with_it() {
-    let Some((double, _alone)) = alone() else { return };
-    for device in [EAGER, LAZY] {
-        let before = (double.live_bytes(device), double.live_objects(device));
-        let backend = opened(device).unwrap();
-        let stream = backend.stream().unwrap();
-        let src = upload(backend.as_ref(), DType::U8, &[1 << 20], &noise(1, 1 << 20));
-        let dst = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[1 << 20]).unwrap();
-        let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[4096]).unwrap();
-        let pool = backend.reserve(MemoryKind::Device, 5 << 20).unwrap();
-        pool.unmap(0..pool.granularity()).unwrap();
-        stream.copy_tensor(&CopyTensor { src, dst }).unwrap();
-        let event = stream.record().unwrap();
-        drop((pinned, pool, backend));
-        event.wait().unwrap();
-        drop((stream, event));
-        assert_eq!((double.live_bytes(device), double.live_objects(device)), before, "device {device}");
-    }
-}
-
-#[test]
-fn enqueued_work_keeps_its_memory() {
-    let _beside = beside_others();
-    for device in [EAGER, LAZY] {
-        let Some(backend) = opened(device) else { return };
-        let stream = backend.stream().unwrap();
-        let bytes = noise(3, 1 << 16);
-        let last = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[1 << 16]).unwrap();
-        let mut from = upload(backend.as_ref(), DType::U8, &[1 << 16], &bytes);
-        for _ in 0..200 {
-            // Each intermediate tensor is dropped as soon as its copies are enqueued.
-            let to = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[1 << 16]).unwrap();
-            stream.copy_tensor(&CopyTensor { src: from, dst: to.clone() }).unwrap();
-            from = to;
-        }
-        stream.copy_tensor(&CopyTensor { src: from, dst: last.clone() }).unwrap();
-        assert_eq!(download(stream.as_ref(), &last), bytes, "device {device}");
-    }
-}
-
-#[test]
-fn work_of_a_dropped_stream_is_done_in_memory_that_is_there() {
-    let _beside = beside_others();
-    for device in [EAGER, LAZY] {
-        let Some(backend) = opened(device) else { return };
-        let (n, bytes) = (1 << 20, noise(11, 1 << 20));
-        let dst = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
-        let stream = backend.stream().unwrap();
-        let mut from = upload(backend.as_ref(), DType::U8, &[n], &bytes);
-        for _ in 0..20 {
-            let to = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
-            stream.copy_tensor(&CopyTensor { src: from, dst: to.clone() }).unwrap();
-            from = to;
-        }
-        stream.copy_tensor(&CopyTensor { src: from, dst: dst.clone() }).unwrap();
-        drop(stream);
-        assert!(download(backend.stream().unwrap().as_ref(), &dst) == bytes, "device {device}");
-    }
-}
-
-#[test]
-fn a_caller_may_reuse_what_it_wrote_from() {
-    let _beside = beside_others();
-    for device in [EAGER, LAZY] {
-        let Some(backend) = opened(device) else { return };
-        let stream = backend.stream().unwrap();
-        let n = 3 << 20;
-        let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
-        let mut bytes = noise(4, n);
-        let expected = bytes.clone();
-        stream.write(&view, &bytes).unwrap();
-        bytes.fill(7);
-        let small = view.slice(0, 5, 17).unwrap();
-        stream.write(&small, &[9; 12]).unwrap();
-        let mut there = download(stream.as_ref(), &view);
-        assert_eq!(&there[5..17], &[9; 12]);
-        there[5..17].copy_from_slice(&expected[5..17]);
-        assert!(there == expected, "device {device}");
-    }
-}
-
-#[test]
-fn what_a_caller_writes_from_may_be_pinned() {
-    let _beside = beside_others();
+fn a_write_may_come_from_pinned_memory() {
+    let _shared = among_others();
     for (device, n) in [(EAGER, 4096), (LAZY, 4096), (EAGER, 3 << 20), (LAZY, 3 << 20)] {
         let Some(backend) = opened(device) else { return };
         let stream = backend.stream().unwrap();
         let pinned = backend.allocate(MemoryKind::Pinned, n).unwrap();
-        // SAFETY: the memory has `n` bytes, which nothing but this slice uses while the storage lives. On these devices
-        // the host has it at the same address.
+        // SAFETY: the memory has `n` bytes, which nothing but this slice uses while the storage lives. On
+        // these devices the host has it at the same address.
         let source = unsafe { std::slice::from_raw_parts_mut(pinned.address() as *mut u8, n) };
         source.copy_from_slice(&noise(12, n));
         let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
@@ -109,24 +27,8 @@ fn what_a_caller_writes_from_may_be_pinned() {
 }
 
 #[test]
-fn a_write_to_pinned_memory_comes_after_what_was_enqueued_before() {
-    let _beside = beside_others();
-    for (device, n) in [(EAGER, 4096), (LAZY, 4096), (EAGER, 3 << 20), (LAZY, 3 << 20)] {
-        let Some(backend) = opened(device) else { return };
-        let stream = backend.stream().unwrap();
-        let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[n]).unwrap();
-        let copy = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
-        stream.write(&pinned, &noise(13, n)).unwrap();
-        stream.copy_tensor(&CopyTensor { src: pinned.clone(), dst: copy.clone() }).unwrap();
-        stream.write(&pinned, &noise(14, n)).unwrap();
-        assert!(download(stream.as_ref(), &copy) == noise(13, n), "{n} bytes on device {device}");
-        assert!(download(stream.as_ref(), &pinned) == noise(14, n), "{n} bytes on device {device}");
-    }
-}
-
-#[test]
 fn lent_memory_is_used_where_it_is_and_outlives_no_owner() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(backend) = opened(EAGER) else { return };
     // Another backend on the same device plays the engine that owns the memory.
     let engine = opened(EAGER).unwrap();
@@ -147,8 +49,8 @@ fn lent_memory_is_used_where_it_is_and_outlives_no_owner() {
 }
 
 #[test]
-fn lent_memory_that_is_not_what_it_is_said_to_be_is_refused() {
-    let _beside = beside_others();
+fn lent_memory_that_the_driver_describes_otherwise_is_refused() {
+    let _shared = among_others();
     let Some(backend) = opened(EAGER) else { return };
     let lend = |address, bytes| {
         let owner = Arc::new(());
@@ -207,7 +109,7 @@ impl Drop for EngineStream {
 
 #[test]
 fn a_lent_stream_keeps_its_order_and_its_owner() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(backend) = opened(LAZY) else { return };
     let engine = EngineStream::new(LAZY);
     let owner = Arc::new(());
@@ -226,30 +128,8 @@ fn a_lent_stream_keeps_its_order_and_its_owner() {
 }
 
 #[test]
-fn a_pool_sleeps_granule_by_granule() {
-    let Some((double, _alone)) = alone() else { return };
-    let backend = opened(EAGER).unwrap();
-    let before = double.live_bytes(EAGER);
-    let pool = backend.reserve(MemoryKind::Device, 7 << 20).unwrap();
-    let granule = pool.granularity();
-    assert_eq!((double.live_bytes(EAGER) - before, pool.resident_bytes()), (pool.len(), pool.len()));
-    pool.unmap(granule..3 * granule).unwrap();
-    assert_eq!(double.live_bytes(EAGER) - before, pool.len() - 2 * granule);
-    double.limit(EAGER, double.live_bytes(EAGER) + granule);
-    let refused = pool.map(0..pool.len());
-    assert!(matches!(refused, Err(Error::Allocation { .. })), "{refused:?}");
-    assert_eq!(double.live_bytes(EAGER) - before, pool.len() - 2 * granule, "all or nothing");
-    double.limit(EAGER, 2 << 30);
-    pool.map(0..pool.len()).unwrap();
-    let view = TensorView::new(pool.clone(), DType::U8, &[pool.len()]).unwrap();
-    assert!(download(backend.stream().unwrap().as_ref(), &view).iter().all(|&byte| byte == 0));
-    drop((pool, view));
-    assert_eq!(double.live_bytes(EAGER), before);
-}
-
-#[test]
 fn kinds_of_memory_that_kernels_cannot_reach_are_refused_by_name() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(backend) = opened(EAGER) else { return };
     let refused = backend.allocate(MemoryKind::System, 64);
     assert!(

@@ -1,4 +1,5 @@
-//! Groups of devices that fail: every rank gets a typed error, none waits for ever, and nothing is held.
+//! Collectives through NCCL: their memory, and what differs from other libraries. The
+//! conformance suite has groups that fail (`rig`).
 
 use std::process::Command;
 use std::sync::Arc;
@@ -7,25 +8,17 @@ use std::time::{Duration, Instant};
 
 use kvbackend_cuda::{CudaBackend, NcclCommunicator, NcclId};
 use kvcore::{
-    AttendWork, Backend, Collective, Communicator, CopyTensor, DType, Error, MemoryKind, ReduceOp, Result,
-    StepInputs, Stream, TensorView, WriteSlots, allocate_tensor,
+    Backend, Communicator, DType, Error, MemoryKind, ReduceOp, Result, Stream, TensorView, allocate_tensor,
 };
 
 use crate::common::{download, opened, upload};
-use crate::double::{EAGER, LAZY, SMALL, alone, beside_others, double};
-use crate::failure::copy_of_freed_memory;
-
-/// Code of NCCL.
-const SYSTEM_ERROR: i32 = 2;
+use crate::double::{EAGER, LAZY, alone, among_others, double};
 
 /// Longer than any test takes.
 const LONG: Duration = Duration::from_secs(600);
 
 /// The time-out of groups in which nothing comes.
 const SHORT: Duration = Duration::from_millis(100);
-
-/// The first time-out of groups in which something comes, and later nothing does.
-const MOMENT: Duration = Duration::from_secs(1);
 
 /// A rank with a tensor of eight elements.
 struct Rank {
@@ -54,7 +47,7 @@ impl Rank {
     }
 }
 
-/// Opens devices as a group, or prints a line that says why there is none.
+/// Opens devices as a group, or prints why there is none.
 fn group(devices: &[usize], limit: Duration) -> Option<Vec<Rank>> {
     let backends = devices.iter().map(|&device| opened(device)).collect::<Option<Vec<_>>>()?;
     match NcclCommunicator::group(&backends, limit) {
@@ -69,7 +62,7 @@ fn group(devices: &[usize], limit: Duration) -> Option<Vec<Rank>> {
     }
 }
 
-/// Opens devices as ranks that know of each other only what the network says, as ranks of several processes do.
+/// Opens devices as ranks that are connected only by the network, like ranks of several processes.
 fn strangers(devices: &[usize], limit: Duration) -> Option<Result<Vec<Rank>>> {
     drop(group(devices, LONG)?);
     let (id, ranks) = (NcclId::from_bytes(*NcclId::new().unwrap().as_bytes()), devices.len());
@@ -83,19 +76,6 @@ fn strangers(devices: &[usize], limit: Duration) -> Option<Result<Vec<Rank>>> {
     }))
 }
 
-/// Opens [`strangers`] whose time-out is long enough for what comes before a test waits for it: on a machine with other work,
-/// everything takes longer. `first` fails if it did not come in time.
-fn strangers_after<T>(devices: &[usize], first: impl Fn(&[Rank]) -> Result<T>) -> Option<(Vec<Rank>, T)> {
-    let mut limit = MOMENT;
-    loop {
-        let ranks = strangers(devices, limit)?;
-        match ranks.and_then(|ranks| first(&ranks).map(|first| (ranks, first))) {
-            Err(Error::RanksTimedOut { .. }) if limit < LONG => limit *= 4,
-            done => return Some(done.unwrap()),
-        }
-    }
-}
-
 /// Runs a call on every rank, each in a thread of its own. Returns the results in the order of ranks.
 fn on_all<T: Send>(ranks: &[Rank], call: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
     let call = &call;
@@ -105,97 +85,9 @@ fn on_all<T: Send>(ranks: &[Rank], call: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Checks that a rank stays failed with an error, and that its stream goes on.
-fn stays_failed(rank: &Rank, error: &Error) {
-    let since = Instant::now();
-    assert_eq!(rank.of.check(), Err(error.clone()));
-    assert_eq!(rank.sum(), Err(error.clone()), "it does not wait");
-    assert_eq!(rank.wait(), Err(error.clone()), "it does not wait");
-    rank.of.abort();
-    assert_eq!(rank.of.check(), Err(error.clone()), "the first failure stays");
-    rank.stream.write(&rank.view, &[1; 32]).unwrap();
-    assert_eq!(download(rank.stream.as_ref(), &rank.view), [1; 32]);
-    assert!(since.elapsed() < Duration::from_secs(60));
-}
-
-#[test]
-fn a_rank_that_never_comes_ends_the_wait_at_the_time_out() {
-    let _beside = beside_others();
-    for devices in [[EAGER, LAZY], [LAZY, EAGER]] {
-        let Some(ranks) = group(&devices, SHORT) else { return };
-        assert_eq!(ranks[0].sum(), Ok(()), "a call does not wait");
-        let error = ranks[0].wait().unwrap_err();
-        let call = "an all-reduce (sum) of 8 elements of f32".to_owned();
-        assert_eq!(error, Error::RanksTimedOut { rank: 0, call, limit: SHORT });
-        // The other rank of this process has not called anything, and knows.
-        for rank in &ranks {
-            stays_failed(rank, &error);
-        }
-        // Sends in a circle wait for each other.
-        let ranks = group(&devices, SHORT).unwrap();
-        let circle = |r: &Rank| {
-            r.of.send(r.stream.as_ref(), &r.view, 1 - r.of.rank())?;
-            r.wait()
-        };
-        for result in on_all(&ranks, circle) {
-            assert!(matches!(result, Err(Error::RanksTimedOut { .. })), "{result:?}");
-        }
-    }
-}
-
-#[test]
-fn a_group_that_is_not_whole_in_time_does_not_start() {
-    let _beside = beside_others();
-    let Some(ranks) = group(&[EAGER], LONG) else { return };
-    let (backend, id) = (&ranks[0].backend, NcclId::new().unwrap());
-    let error = NcclCommunicator::new(backend, &id, 1, 2, SHORT).unwrap_err();
-    let call = "the start of the group".to_owned();
-    assert_eq!(error, Error::RanksTimedOut { rank: 1, call, limit: SHORT });
-    let error = NcclCommunicator::new(backend, &id, 2, 2, SHORT).unwrap_err();
-    assert_eq!(error, Error::OutOfRange { what: "rank", value: 2, limit: 2 });
-    let error = NcclCommunicator::group(&[], SHORT).unwrap_err();
-    assert_eq!(error, Error::Zero { what: "number of ranks" });
-    let again = opened(EAGER).unwrap();
-    let error = NcclCommunicator::group(&[Arc::clone(backend), again], SHORT).unwrap_err();
-    assert!(matches!(&error, Error::Unsupported { what, .. } if what.contains("device 0")), "{error}");
-    assert_eq!(ranks[0].sum_and_wait(), Ok(()), "another group of the device");
-}
-
-#[test]
-fn an_abort_wakes_the_ranks_of_the_process() {
-    let _beside = beside_others();
-    let Some(ranks) = group(&[EAGER, LAZY, SMALL], LONG) else { return };
-    let call = |rank: &Rank| match rank.of.rank() {
-        0 => rank.sum_and_wait(),
-        1 => rank.of.receive(rank.stream.as_ref(), &rank.view, 2).and_then(|()| rank.wait()),
-        _ => {
-            thread::sleep(Duration::from_millis(20));
-            rank.of.abort();
-            rank.of.check()
-        }
-    };
-    // Ranks 0 and 1 wait for different things of rank 2 only.
-    assert_eq!(on_all(&ranks, call), [(); 3].map(|()| Err(Error::RankAborted(2))));
-    for rank in &ranks {
-        stays_failed(rank, &Error::RankAborted(2));
-    }
-}
-
-#[test]
-fn ranks_of_other_processes_learn_of_an_abort_by_their_time_out() {
-    let _beside = beside_others();
-    let sums = |ranks: &[Rank]| on_all(ranks, Rank::sum_and_wait).into_iter().collect::<Result<Vec<()>>>();
-    let Some((ranks, _)) = strangers_after(&[LAZY, EAGER], sums) else { return };
-    ranks[1].of.abort();
-    let error = ranks[0].sum_and_wait().unwrap_err();
-    assert!(matches!(error, Error::RanksTimedOut { rank: 0, .. }), "{error}");
-    stays_failed(&ranks[0], &error);
-    stays_failed(&ranks[1], &Error::RankAborted(1));
-}
-
 #[test]
 fn calls_that_differ_fail_where_nccl_notices() {
-    let _beside = beside_others();
+    let _shared = among_others();
     if double().is_none() {
         return kvconform::skip("the test needs the double, since NCCL notices nothing");
     }
@@ -230,36 +122,8 @@ fn calls_that_differ_fail_where_nccl_notices() {
 }
 
 #[test]
-fn a_lost_device_fails_its_group() {
-    let Some((_, _alone)) = alone() else { return };
-    let call = |rank: &Rank| {
-        let stream = rank.stream.as_ref();
-        if rank.of.rank() == 1 {
-            stream.copy_tensor(&copy_of_freed_memory(&rank.backend))?;
-        }
-        rank.of.broadcast(stream, &rank.view, 0).and_then(|()| rank.wait())
-    };
-    for devices in [[EAGER, LAZY], [LAZY, EAGER]] {
-        let results = on_all(&group(&devices, LONG).unwrap(), call);
-        assert!(matches!(&results[1], Err(Error::DeviceLost { .. })), "{results:?}");
-        assert_eq!(results[0], Err(Error::RankAborted(1)));
-        // Ranks of other processes are not told.
-        let lost = |ranks: &[Rank]| {
-            let results = on_all(ranks, call);
-            match &results[1] {
-                Err(late @ Error::RanksTimedOut { .. }) => Err(late.clone()),
-                _ => Ok(results),
-            }
-        };
-        let (_, results) = strangers_after(&devices, lost).unwrap();
-        assert!(matches!(&results[1], Err(Error::DeviceLost { .. })), "{results:?}");
-        assert!(matches!(&results[0], Err(Error::RanksTimedOut { rank: 0, .. })), "{results:?}");
-    }
-}
-
-#[test]
 fn enqueued_collectives_hold_their_memory() {
-    let _beside = beside_others();
+    let _shared = among_others();
     for devices in [[EAGER, LAZY], [LAZY, EAGER]] {
         let Some(ranks) = group(&devices, LONG) else { return };
         let call = |rank: &Rank| {
@@ -275,40 +139,15 @@ fn enqueued_collectives_hold_their_memory() {
             };
             let held: Vec<_> = (0..100).map(used).collect();
             rank.wait().unwrap();
-            assert!(held.iter().all(|memory| memory.strong_count() == 0), "a wait lets go");
+            assert!(held.iter().all(|memory| memory.strong_count() == 0), "a wait drops the holds");
         };
         on_all(&ranks, call);
     }
 }
 
 #[test]
-fn collectives_keep_the_order_of_the_callers_stream() {
-    let _beside = beside_others();
-    for devices in [[EAGER, LAZY], [LAZY, EAGER]] {
-        let Some(ranks) = group(&devices, LONG) else { return };
-        let call = |rank: &Rank| {
-            let (stream, backend) = (rank.stream.as_ref(), rank.backend.as_ref());
-            let view = allocate_tensor(backend, MemoryKind::Device, DType::I8, &[1 << 16]).unwrap();
-            let copy = allocate_tensor(backend, MemoryKind::Device, DType::I8, &[1 << 16]).unwrap();
-            let src = upload(backend, DType::I8, &[1 << 16], &vec![rank.of.rank() as u8 + 1; 1 << 16]);
-            for _ in 0..5 {
-                stream.copy_tensor(&CopyTensor { src: src.clone(), dst: view.clone() }).unwrap();
-                rank.of.all_reduce(stream, &view, ReduceOp::Sum).unwrap();
-                stream.copy_tensor(&CopyTensor { src: view.clone(), dst: copy.clone() }).unwrap();
-                // The next round writes where the collective of this one reads.
-            }
-            rank.wait().unwrap();
-            download(stream, &copy)
-        };
-        for bytes in on_all(&ranks, call) {
-            assert!(bytes.iter().all(|&byte| byte == 3));
-        }
-    }
-}
-
-#[test]
 fn pinned_memory_travels_like_a_devices() {
-    let _beside = beside_others();
+    let _shared = among_others();
     let Some(ranks) = group(&[EAGER, LAZY], LONG) else { return };
     let call = |rank: &Rank| {
         let stream = rank.stream.as_ref();
@@ -324,67 +163,20 @@ fn pinned_memory_travels_like_a_devices() {
 }
 
 #[test]
-fn what_is_not_of_the_device_is_refused_and_the_group_is_whole() {
-    let _beside = beside_others();
-    let Some(ranks) = group(&[EAGER, LAZY], LONG) else { return };
-    let (one, other) = (&ranks[0], &ranks[1]);
-    let foreign = |result: Result<()>| {
-        assert!(matches!(result, Err(Error::ForeignHandle { backend: "cuda", .. })), "{result:?}");
-    };
-    foreign(one.of.broadcast(one.stream.as_ref(), &other.view, 0));
-    foreign(one.of.broadcast(other.stream.as_ref(), &other.view, 0));
-    foreign(one.of.broadcast(other.stream.as_ref(), &one.view, 0));
-    let cpu = kvbackend_cpu::CpuBackend::new();
-    let view = allocate_tensor(cpu.as_ref(), MemoryKind::Device, DType::F32, &[8]).unwrap();
-    let stream = cpu.stream().unwrap();
-    foreign(one.of.broadcast(stream.as_ref(), &view, 0));
-    foreign(one.of.wait(stream.as_ref()));
-    let transfers = [(&other.view, 1)];
-    foreign(one.of.run(one.stream.as_ref(), Collective::Exchange { sends: &transfers, receives: &[] }));
-    assert_eq!(on_all(&ranks, Rank::sum_and_wait), [Ok(()), Ok(())]);
-}
-
-#[test]
-fn a_capture_refuses_collectives_by_name() {
-    let _beside = beside_others();
-    let Some(ranks) = group(&[EAGER], LONG) else { return };
-    let rank = &ranks[0];
-    let inputs = StepInputs {
-        tokens: Arc::default(),
-        positions: Arc::default(),
-        slots: WriteSlots::default(),
-        work: Arc::new(AttendWork::new([], [])),
-    };
-    for (name, call) in
-        [("a collective", Rank::sum as fn(&Rank) -> Result<()>), ("a wait of the host", Rank::wait)]
-    {
-        let captured = rank.stream.capture(&inputs, &mut || call(rank));
-        let Err(Error::Unsupported { what, .. }) = captured.map(drop) else { panic!("{name} was captured") };
-        assert!(what.contains(name) && what.contains("captured graph"), "{what}");
-    }
-    assert_eq!(rank.sum_and_wait(), Ok(()), "the group is whole");
-}
-
-#[test]
-fn a_rank_that_leaves_keeps_nobody_waiting_and_nothing_is_held() {
+fn a_rank_that_leaves_in_the_middle_fails_its_group_and_no_other() {
     let Some((double, _alone)) = alone() else { return };
-    let left = || [EAGER, LAZY, SMALL].map(|device| (double.live_bytes(device), double.live_objects(device)));
+    let left = || [EAGER, LAZY].map(|device| (double.live_bytes(device), double.live_objects(device)));
     // With the devices goes all that is on them.
-    let _open = [EAGER, LAZY, SMALL].map(opened);
+    let _open = [EAGER, LAZY].map(opened);
     let before = left();
-    // One after the other, by one thread.
-    let ranks = group(&[EAGER, LAZY, SMALL], LONG).unwrap();
-    assert_eq!(on_all(&ranks, Rank::sum_and_wait), [Ok(()), Ok(()), Ok(())]);
     let since = Instant::now();
-    drop(ranks);
-    assert_eq!(left(), before);
     // With a collective that other ranks have not called.
     for first in [0, 1] {
         let mut ranks = group(&[EAGER, LAZY], LONG).unwrap();
         assert_eq!(ranks[first].sum(), Ok(()));
         let gone = ranks.remove(first);
         drop(gone);
-        stays_failed(&ranks[0], &Error::RankLeft(first));
+        assert_eq!(ranks[0].sum_and_wait(), Err(Error::RankLeft(first)));
         drop(ranks);
         assert_eq!(left(), before);
     }
@@ -402,59 +194,6 @@ fn a_rank_that_leaves_keeps_nobody_waiting_and_nothing_is_held() {
     assert!(since.elapsed() < Duration::from_secs(30));
 }
 
-#[test]
-fn every_call_of_nccl_that_is_refused_is_an_error_and_nothing_is_held() {
-    let Some((double, _alone)) = alone() else { return };
-    let entries = [
-        "ncclGetUniqueId",
-        "ncclCommInitRankConfig",
-        "ncclCommGetAsyncError",
-        "ncclGroupStart",
-        "ncclGroupEnd",
-        "ncclBroadcast",
-        "ncclAllGather",
-        "ncclAllReduce",
-        "ncclSend",
-        "ncclRecv",
-        "ncclCommFinalize",
-        "cuEventCreate",
-        "cuEventRecord",
-        "cuStreamWaitEvent",
-    ];
-    let everything = || -> Result<()> {
-        let backends = [opened(EAGER), opened(LAZY)].map(Option::unwrap);
-        let group = NcclCommunicator::group(&backends, LONG)?;
-        let ranks = group.into_iter().zip(&backends).map(|(of, backend)| Rank::new(of, backend));
-        let ranks = ranks.collect::<Result<Vec<_>>>()?;
-        let calls = |r: &Rank| {
-            let (stream, other) = (r.stream.as_ref(), 1 - r.of.rank());
-            let all = allocate_tensor(r.backend.as_ref(), MemoryKind::Device, DType::F32, &[2, 8])?;
-            r.of.broadcast(stream, &r.view, 1)?;
-            r.of.all_gather(stream, &r.view, &all)?;
-            r.of.exchange(stream, &[(&r.view, other)], &[(&all.select(0, 0)?, other)])?;
-            r.sum_and_wait()
-        };
-        // For a refused call the others wait, until somebody says that it does not come again.
-        let call = |r: &Rank| calls(r).inspect_err(|_| r.of.abort());
-        on_all(&ranks, call).into_iter().collect()
-    };
-    let mut seen = 0;
-    for entry in entries {
-        for after in [1, 2, 4] {
-            let left =
-                || [EAGER, LAZY].map(|device| (double.live_bytes(device), double.live_objects(device)));
-            let before = left();
-            double.fail(entry, after, SYSTEM_ERROR);
-            let result = everything();
-            double.fail(entry, 0, 0);
-            seen += usize::from(result.is_err());
-            assert_eq!(left(), before, "call {after} of {entry} failed: {result:?}");
-        }
-        everything().unwrap_or_else(|error| panic!("after {entry} had failed: {error}"));
-    }
-    assert!(seen > 20, "only {seen} of the failures were seen");
-}
-
 /// Runs the test of this name, which looks at the variable, in a process of its own. Returns what it printed.
 #[cfg(target_os = "linux")]
 fn in_another_process(test: &str, change: impl FnOnce(&mut Command)) -> String {
@@ -470,7 +209,7 @@ fn in_another_process(test: &str, change: impl FnOnce(&mut Command)) -> String {
 #[test]
 #[cfg(target_os = "linux")]
 fn without_nccl_or_with_an_old_one_it_says_what_to_install() {
-    let _beside = beside_others();
+    let _shared = among_others();
     if std::env::var_os("KV_TEST_CHILD").is_some() {
         let result = NcclCommunicator::group(&[opened(EAGER).unwrap()], SHORT).map(drop);
         return println!("child: {result:?}; {:?}", NcclId::new().map(drop));

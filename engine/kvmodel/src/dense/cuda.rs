@@ -1,7 +1,7 @@
 //! The dense steps on an NVIDIA GPU.
 
 use kvbackend_cuda::CudaBackend;
-use kvbackend_cuda::dense::{DenseSteps, DeviceWeight, StoredKind};
+use kvbackend_cuda::dense::{CudaSteps, CudaWeight, StoredKind};
 
 use super::StoredType;
 use super::device::device_dense;
@@ -9,13 +9,14 @@ use super::device::device_dense;
 device_dense! {
     /// The dense steps on an NVIDIA GPU.
     ///
-    /// Only token ids go up and logits come down (with routed experts, also their scores). Weights are held as they are
-    /// stored; products have the precision of f32. Matrix products of many rows are cuBLAS's.
-    CudaDense of "cuda": CudaBackend, DenseSteps, DeviceWeight, place: place
+    /// Only token ids are uploaded, and only logits are read back (with routed experts, also their scores).
+    /// Weights keep their stored type; products have the precision of f32. cuBLAS multiplies matrices of many
+    /// rows.
+    CudaDense of "cuda": CudaBackend, CudaSteps, CudaWeight, place: place
 }
 
 /// Puts a weight on the device.
-fn place(steps: &DenseSteps, stored: &StoredWeight, purpose: WeightUse) -> Result<DeviceWeight> {
+fn place(steps: &CudaSteps, stored: &StoredWeight, purpose: WeightUse) -> Result<CudaWeight> {
     let (kind, bytes) = held_as(stored, purpose)?;
     let shape = stored.shape();
     let rows = shape[..shape.len() - 1].iter().product();
@@ -31,7 +32,7 @@ fn held_as(stored: &StoredWeight, purpose: WeightUse) -> Result<(StoredKind, Vec
         StoredType::BF16 => StoredKind::BF16,
         StoredType::Q8_0 => StoredKind::Q8_0,
         StoredType::Q4K => StoredKind::Q4K,
-        // No kernel multiplies other blocks as they are.
+        // No kernel multiplies other kinds of blocks.
         _ => return in_f32(),
     };
     match purpose {

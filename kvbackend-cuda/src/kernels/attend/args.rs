@@ -4,11 +4,11 @@ use bytemuck::{Pod, Zeroable};
 use kvcore::{Attend, DType, KeyForm, KvPlane, Pairing, Result, TensorView};
 
 use super::records::NO_WINDOW;
-use super::tiling::{Tiling, groups};
+use super::tiling::{KernelTiling, groups};
 use crate::kernels::places::{Region, element_kind};
 use crate::queue::{Lowering, PlanChunk};
 
-/// K or V of one layer, in bytes.
+/// K or V of one layer. Distances are in bytes.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 struct AttendPlane {
@@ -40,7 +40,7 @@ impl AttendPlane {
     }
 }
 
-/// A tensor of rows and heads, in bytes.
+/// A tensor of rows and heads. Distances are in bytes.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct RowsArg {
@@ -61,7 +61,7 @@ impl RowsArg {
     }
 }
 
-/// The argument of a kernel of attention.
+/// The argument of an attention kernel.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct AttendArgs {
@@ -112,11 +112,12 @@ pub(super) struct AttendArgs {
 pub(super) struct AttendCall<'a> {
     pub(super) op: &'a Attend,
     pub(super) latent: Option<&'a TensorView>,
-    pub(super) tiling: &'a Tiling,
+    pub(super) tiling: &'a KernelTiling,
 }
 
 impl AttendCall<'_> {
-    /// Returns the argument of a chunk whose plan lies at `plan` and whose parts lie at `sums` and `values`.
+    /// Returns the argument for a chunk, with the addresses of its plan and of the sums and values of its
+    /// parts.
     pub(super) fn args(
         &self,
         to: &mut Lowering<'_>,

@@ -1,8 +1,8 @@
-//! Plans in a graph: each replay divides its own work anew, as a call outside of the graph would, and writes the records
-//! to places that the capture has fixed.
+//! Plans in a graph. Each replay divides its work as a call outside of the graph would, and writes the
+//! records to places that the capture has fixed.
 //!
-//! Each list of records has room for about twice as many as the captured work has. The grids are those of the room.
-//! Records that are not there are marked, and the blocks that find them end at once.
+//! Each list has room for about twice the records of the captured work, and the grids cover all of the room.
+//! Unused room holds absent records; a block that reads one ends at once.
 
 use std::sync::Arc;
 
@@ -11,12 +11,13 @@ use kvcore::{Attend, AttendWork, Error, Result, TensorView};
 
 use super::division::records;
 use super::records::{MergedRow, TaskRecord};
-use super::tiling::Tiling;
-use crate::device::Device;
+use super::tiling::KernelTiling;
+use crate::device::CudaDevice;
 use crate::queue::capture::uncapturable;
 use crate::queue::{AttendPlan, AttendPlanKey, Lowering, PlanChunk, StepList};
 
-/// Places of some lists in the order of a plan with one chunk.
+// Decision: docs/decisions/backend-cuda.md#a-plan-in-a-graph-has-room-and-is-divided-again-for-each-replay
+/// Indices of lists in a plan with one chunk.
 const ROWS: usize = 0;
 const GROUPS: usize = 3;
 const TASKS: usize = 5;
@@ -24,19 +25,19 @@ const MERGED: usize = 6;
 
 /// The division of a captured call.
 struct GraphPlan {
-    device: Arc<Device>,
+    device: Arc<CudaDevice>,
     /// The call, without its work.
     op: Attend,
     latent: Option<TensorView>,
-    tiling: Tiling,
+    tiling: KernelTiling,
     key: AttendPlanKey,
-    /// Bytes of each list of records.
+    /// Bytes of room of each list of records.
     room: Vec<usize>,
-    /// Number of parts that the scratch has room for.
+    /// Number of parts that fit in the scratch.
     parts: usize,
 }
 
-/// Returns the room of each list, for lists of these bytes.
+/// Returns the bytes of room of each list, from the bytes of its captured records.
 fn room(lists: &[usize], rows: usize) -> Vec<usize> {
     let of = |(list, &bytes): (usize, &usize)| match list {
         ROWS | GROUPS => bytes,
@@ -46,12 +47,12 @@ fn room(lists: &[usize], rows: usize) -> Vec<usize> {
     lists.iter().enumerate().map(of).map(|bytes: usize| bytes.next_multiple_of(16)).collect()
 }
 
-/// Returns the plan of a call that is being captured, without records: a replay writes them.
+/// Returns the plan of a captured call. It has no records yet; a replay writes them.
 pub(super) fn plan(
     to: &mut Lowering<'_>,
     op: &Attend,
     latent: Option<&TensorView>,
-    tiling: &Tiling,
+    tiling: &KernelTiling,
     key: AttendPlanKey,
 ) -> Result<AttendPlan> {
     let multiprocessors = to.device().facts.multiprocessors as usize;
@@ -75,14 +76,14 @@ pub(super) fn plan(
 }
 
 impl GraphPlan {
-    /// Returns the records for some work, each list at its place.
+    /// Returns the records of some work, with each list at its fixed place.
     ///
     /// # Errors
-    /// Returns [`Error::GraphOutgrown`] if the records do not fit or if the work asks for another kernel.
+    /// Returns [`Error::GraphOutgrown`] if the records do not fit or if the work needs another kernel.
     fn records(&self, work: &Arc<AttendWork>) -> Result<Vec<u8>> {
         let outgrown = || Error::GraphOutgrown { what: "segments" };
         let op = Attend { work: Arc::clone(work), ..self.op.clone() };
-        if Tiling::of(&self.device.facts, &op, self.latent.as_ref())? != self.tiling {
+        if KernelTiling::of(&self.device.facts, &op, self.latent.as_ref())? != self.tiling {
             return Err(outgrown());
         }
         let multiprocessors = self.device.facts.multiprocessors as usize;

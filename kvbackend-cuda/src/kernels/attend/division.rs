@@ -9,14 +9,15 @@ use kvcore::{Attend, Error, Result};
 use super::records::{
     ABSENT, DIRECT, GroupRange, MergedRow, RowRecord, RunRecord, SegmentRecord, TaskRecord,
 };
-use super::runs::{RowTile, RunTask, Tiles};
-use super::tiling::Tiling;
+use super::runs::{CallTiles, QueryTile, TileTask};
+use super::tiling::KernelTiling;
 use crate::queue::{AttendPlanKey, PlanChunk, SharedPlaces};
 
-/// Most bytes of scratch for parts, unless one tile needs more or the output lies where the queries do.
+/// Largest number of bytes of scratch for parts. One tile may need more, and so may an output that overlaps
+/// the queries.
 const SCRATCH: usize = 256 << 20;
 
-/// Returns the bytes of values of a part of one row and all heads.
+/// Returns the number of bytes of values of a part: one row, all heads.
 pub(super) fn part_bytes(op: &Attend) -> usize {
     op.q.shape()[1] * op.arena.layout().shape().v_dim * size_of::<f32>()
 }
@@ -27,7 +28,8 @@ pub(super) struct RecordBytes<'a> {
     pub(super) all: Vec<u8>,
     /// Bytes of each list of records, in the order in which they were added.
     pub(super) lists: Vec<usize>,
-    /// Room of each list, if the places are fixed. The rest is filled with records that are marked as absent.
+    /// Bytes of room of each list, if a capture has fixed the places. Unused room is filled with absent
+    /// records.
     room: Option<&'a [usize]>,
 }
 
@@ -48,7 +50,7 @@ impl RecordBytes<'_> {
 /// Divides a call, and returns its records with their places.
 pub(super) fn records<'a>(
     op: &Attend,
-    tiling: &Tiling,
+    tiling: &KernelTiling,
     key: &AttendPlanKey,
     multiprocessors: usize,
     room: Option<&'a [usize]>,
@@ -59,7 +61,7 @@ pub(super) fn records<'a>(
         segments.push(SegmentRecord::new(segment));
         places.push(tables.place(segment, key));
     }
-    let divide = |busy| Tiles::of(op, tiling, &places, tables.words.len(), busy);
+    let divide = |busy| CallTiles::of(op, tiling, &places, tables.words.len(), busy);
     let mut divided = divide(Some(multiprocessors * tiling.resident));
     if key.over_queries && parts_of(&divided.tiles) * key.part_bytes > SCRATCH {
         // All parts lie in the scratch at the same time.
@@ -93,7 +95,7 @@ struct BlockTables {
 }
 
 impl BlockTables {
-    /// Returns the place of a segment's blocks, as many as its tokens lie in.
+    /// Returns the place of the blocks that hold a segment's tokens.
     fn place(&mut self, segment: &kvcore::Segment, key: &AttendPlanKey) -> u32 {
         let count = segment.len.div_ceil(key.block_size);
         let words = &mut self.words;
@@ -105,21 +107,21 @@ impl BlockTables {
     }
 }
 
-/// Returns whether the only task of a tile writes the output, so that there is nothing to merge.
-fn is_direct(tile: &RowTile, over_queries: bool) -> bool {
+/// Returns whether the only task of a tile writes the output itself, without a merge.
+fn is_direct(tile: &QueryTile, over_queries: bool) -> bool {
     !over_queries && tile.tasks() <= 1
 }
 
-fn parts(tile: &RowTile, over_queries: bool) -> usize {
+fn parts(tile: &QueryTile, over_queries: bool) -> usize {
     if is_direct(tile, over_queries) { 0 } else { tile.tasks() * tile.rows.len() }
 }
 
-fn parts_of(tiles: &[RowTile]) -> usize {
+fn parts_of(tiles: &[QueryTile]) -> usize {
     tiles.iter().map(|tile| parts(tile, true)).sum()
 }
 
 /// Divides tiles into chunks of at most `most` parts, or of one tile.
-fn chunks(tiles: &[RowTile], most: usize, over_queries: bool) -> Vec<&[RowTile]> {
+fn chunks(tiles: &[QueryTile], most: usize, over_queries: bool) -> Vec<&[QueryTile]> {
     let (mut chunks, mut start, mut sum) = (Vec::new(), 0, 0usize);
     for (i, tile) in tiles.iter().enumerate() {
         let more = parts(tile, over_queries);
@@ -135,17 +137,17 @@ fn chunks(tiles: &[RowTile], most: usize, over_queries: bool) -> Vec<&[RowTile]>
     chunks
 }
 
-/// Makes the records of a chunk of tiles. Long tasks come first, so that none begins when the others end.
+/// Makes the records of a chunk of tiles. Long tasks come first: a long task that began last would run alone.
 fn chunk(
     op: &Attend,
-    tiles: &[RowTile],
+    tiles: &[QueryTile],
     over_queries: bool,
     shared: SharedPlaces,
     bytes: &mut RecordBytes<'_>,
 ) -> PlanChunk {
     let (mut tasks, mut merged, mut ranges) = (Vec::new(), Vec::new(), Vec::new());
     let (mut lists, mut part): (Vec<u32>, u32) = (Vec::new(), 0);
-    let nothing = RunTask::default();
+    let nothing = TileTask::default();
     for tile in tiles {
         let record = |part, lse_scale| TaskRecord {
             row: tile.rows.start as u32,

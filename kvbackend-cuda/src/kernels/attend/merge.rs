@@ -6,16 +6,16 @@ use kvcore::{Attend, Result};
 use super::args::RowsArg;
 use super::tiling::{THREADS, grid};
 use crate::kernels::places::element_kind;
-use crate::module::{Kernel, Module};
+use crate::module::{CudaKernel, Module};
 use crate::queue::{Launch, PlanChunk};
 
-const MERGE: Kernel = Kernel { module: Module::AttendMerge, name: "attend_merge", shared: SHARED };
+const MERGE: CudaKernel = CudaKernel { module: Module::AttendMerge, name: "attend_merge", shared: SHARED };
 
-/// Columns that a block adds up at a time.
+/// Number of columns that a block adds up at a time.
 const COLUMNS: usize = 128;
 
-/// Bytes of shared memory, as `MergeShared` has it: weights and parts of as many parts as there are threads, and a sum
-/// of each column for each warp.
+/// Bytes of shared memory, as `MergeShared` lays it out: the weight and the number of one part for each
+/// thread, and a sum of each column for each warp.
 const SHARED: u32 = (8 * THREADS + 4 * COLUMNS * THREADS / 32) as u32;
 
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
@@ -35,7 +35,7 @@ struct MergeArgs {
     out_kind: u32,
 }
 
-/// Returns the launch that closes the parts of a chunk. Its grid is empty if there are none.
+/// Returns the launch that merges the parts of a chunk. Its grid is empty if the chunk has no parts.
 pub(super) fn launch(
     op: &Attend,
     chunk: &PlanChunk,

@@ -1,13 +1,13 @@
-//! `attend` and `attend_mla`: tiles of queries over runs of the tokens that they see, and a merge if a tile has several
-//! parts.
+//! `attend` and `attend_mla`: tiles of queries over runs of tokens, and a merge of the tiles that have
+//! several parts.
 //!
-//! The rows of an entry are cut into tiles, the runs of a tile's merge group into tasks, so that few rows over many
-//! tokens still fill the device. A block of threads works on one task for the query heads that share a head of K and V.
-//! A tile with one task is written at once; the parts of others lie in scratch memory of limited size, so that a call
-//! with more parts than fit runs in chunks of tiles.
+//! The rows of an entry are cut into tiles, and the runs of a tile's merge group into tasks. Few rows over
+//! many tokens therefore still fill the device. A block of threads works on one task, for the query heads
+//! that share a head of K and V. The task of a tile with only one writes the output. Parts of other tiles lie
+//! in scratch memory of limited size; a call with more parts runs in chunks of tiles.
 //!
-//! All of this division is a [`AttendPlan`](crate::queue::AttendPlan), which lies on the device and which the layers of a step share. A layer
-//! adds the places of its keys, values, queries and results.
+//! The division is an [`AttendPlan`](crate::queue::AttendPlan) on the device, which the layers of a step
+//! share. A layer adds the places of its keys, values, queries and results.
 //!
 //! | kernels | pools |
 //! |---|---|
@@ -34,7 +34,7 @@ mod runs;
 mod tiling;
 
 use args::AttendCall;
-use tiling::{THREADS, Tiling, grid};
+use tiling::{KernelTiling, THREADS, grid};
 
 pub(crate) fn attend(to: &mut Lowering<'_>, op: &Attend) -> Result<()> {
     run(to, op, None)
@@ -45,7 +45,7 @@ pub(crate) fn attend_mla(to: &mut Lowering<'_>, op: &AttendMla) -> Result<()> {
 }
 
 fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
-    let tiling = Tiling::of(&to.device().facts, op, latent)?;
+    let tiling = KernelTiling::of(&to.device().facts, op, latent)?;
     let plan = plan::of(to, op, latent, &tiling)?;
     if let Some(upload) = &plan.upload {
         to.hold(Hold::Other(Arc::clone(upload) as _));
@@ -62,7 +62,8 @@ fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Resul
     Ok(())
 }
 
-/// Returns the places of the sums and of the values of some parts, each of one row and all heads.
+/// Returns scratch for `parts` parts, each of one row and all heads: the address of the sums, and of the
+/// values.
 fn parts(to: &mut Lowering<'_>, op: &Attend, parts: usize) -> Result<(u64, u64)> {
     let sums = (parts * op.q.shape()[1] * 8).next_multiple_of(256);
     let scratch = to.scratch(sums + parts * division::part_bytes(op))?;

@@ -7,7 +7,7 @@ use kvcore::{Attend, Counters, Result, TensorView};
 
 use super::captured;
 use super::division::{part_bytes, records};
-use super::tiling::Tiling;
+use super::tiling::KernelTiling;
 use crate::queue::{AttendPlan, AttendPlanKey, Lowering};
 
 /// Returns the plan of a call, and makes it on first use.
@@ -15,7 +15,7 @@ pub(super) fn of(
     to: &mut Lowering<'_>,
     op: &Attend,
     latent: Option<&TensorView>,
-    tiling: &Tiling,
+    tiling: &KernelTiling,
 ) -> Result<Arc<AttendPlan>> {
     let latent_over = latent.map_or(Ok(false), |latent| latent.overlaps(&op.out))?;
     let key = AttendPlanKey {

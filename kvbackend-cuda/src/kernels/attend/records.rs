@@ -5,16 +5,16 @@ use std::ops::Range;
 use bytemuck::{Pod, Zeroable};
 use kvcore::{QueryRow, Segment};
 
-/// Larger than every window that excludes a token, and small enough that kernels may add positions to it.
+/// A window that excludes no token. Kernels can add positions to it without overflow.
 pub(super) const NO_WINDOW: i64 = 1 << 61;
 
-/// The first part of a task that writes the output itself.
+/// Part number that marks a task that writes the output itself.
 pub(super) const DIRECT: u32 = u32::MAX;
 
-/// Each byte of a record that stands for nothing. No task has so many rows, and no row of the output this number.
+/// Each byte of an absent record. No task has that many rows, and no output row has that number.
 pub(super) const ABSENT: u8 = u8::MAX;
 
-/// Keeps sums of a few positions from overflowing. No table of angles and no prompt reaches this far.
+/// Clamps a position: sums of a few positions must not overflow. No prompt is that long.
 fn clamped(position: i64) -> i64 {
     position.clamp(-(1 << 60), 1 << 60)
 }
@@ -54,7 +54,7 @@ impl SegmentRecord {
     }
 }
 
-/// Tokens of a segment, or of a list of selected tokens, that a task reads.
+/// Consecutive tokens of a segment, or of a list of selected tokens, that a task reads.
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct RunRecord {
@@ -104,7 +104,7 @@ pub(super) struct TaskRecord {
     pub(super) lse_scale: f32,
 }
 
-/// A row of the output that is merged, the first of its parts in the lists, and its groups.
+/// An output row to merge: its place in the lists of parts, and its groups.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct MergedRow {
@@ -114,7 +114,7 @@ pub(super) struct MergedRow {
     pub(super) ranges: u32,
 }
 
-/// The parts of one group, counted from the first of the row.
+/// The parts of one group, counted from the row's first part.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct GroupRange {

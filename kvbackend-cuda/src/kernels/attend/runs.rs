@@ -1,23 +1,23 @@
-//! The tokens that each tile of rows sees, as runs, and the tasks that read them.
+//! Runs of tokens that a tile of rows attends to, and the tasks that read them.
 
 use std::ops::Range;
 
 use kvcore::{Attend, AttendRows};
 
 use super::records::RunRecord;
-use super::tiling::Tiling;
+use super::tiling::KernelTiling;
 
-/// Tokens below which a task is not cut further.
+/// Number of tokens below which a task is not cut further.
 const SHORT: usize = 256;
 
 /// Consecutive rows of one entry.
-pub(super) struct RowTile {
+pub(super) struct QueryTile {
     pub(super) rows: Range<usize>,
-    /// Merge groups with at least one run: the number of each, and its tasks.
-    pub(super) groups: Vec<(usize, Vec<RunTask>)>,
+    /// Merge groups with at least one run, each with its number and its tasks.
+    pub(super) groups: Vec<(usize, Vec<TileTask>)>,
 }
 
-impl RowTile {
+impl QueryTile {
     /// Returns the number of tasks.
     pub(super) fn tasks(&self) -> usize {
         self.groups.iter().map(|(_, tasks)| tasks.len()).sum()
@@ -26,27 +26,28 @@ impl RowTile {
 
 /// Runs of one merge group that a block reads one after the other.
 #[derive(Default)]
-pub(super) struct RunTask {
+pub(super) struct TileTask {
     pub(super) runs: Vec<RunRecord>,
     pub(super) tokens: usize,
 }
 
 /// A merge group, and a run of one of its segments.
-type GroupedRun = (usize, RunRecord);
+type GroupRun = (usize, RunRecord);
 
-/// The tiles of a call, and the lists of selected tokens that their runs refer to, as pairs of block and token.
-pub(super) struct Tiles {
-    pub(super) tiles: Vec<RowTile>,
+/// The tiles of a call, and the lists of selected tokens that their runs refer to. A list is pairs of block
+/// and token.
+pub(super) struct CallTiles {
+    pub(super) tiles: Vec<QueryTile>,
     pub(super) lists: Vec<u32>,
 }
 
-impl Tiles {
-    /// Divides a call, in the order of its entries and rows. `tables` has the place of each segment's blocks, `first_list`
-    /// is the place of the lists. What a tile sees of a group is cut so that all tasks are at least `busy` blocks of
-    /// threads, or not cut without that number.
+impl CallTiles {
+    /// Divides a call, in the order of its entries and rows. `tables` has the place of each segment's blocks,
+    /// and `first_list` is the place of the lists. Cuts each tile's tokens of a group into tasks until the
+    /// call has at least `busy` blocks of threads. Without `busy`, nothing is cut.
     pub(super) fn of(
         op: &Attend,
-        tiling: &Tiling,
+        tiling: &KernelTiling,
         tables: &[u32],
         first_list: usize,
         busy: Option<usize>,
@@ -68,13 +69,13 @@ impl Tiles {
         let share =
             |busy: usize| (all * tiling.units).div_ceil(busy).max(SHORT).next_multiple_of(tiling.tokens);
         let most = busy.map_or(usize::MAX, share);
-        let tile = |(rows, runs): (Range<usize>, Vec<GroupedRun>)| {
+        let tile = |(rows, runs): (Range<usize>, Vec<GroupRun>)| {
             let groups = (0..op.work.groups().len()).filter_map(|group| {
                 let of_group = runs.iter().filter(|run| run.0 == group).map(|run| run.1);
                 let tasks = tasks(of_group, most);
                 (!tasks.is_empty()).then_some((group, tasks))
             });
-            RowTile { groups: groups.collect(), rows }
+            QueryTile { groups: groups.collect(), rows }
         };
         Self { tiles: seen.into_iter().map(tile).collect(), lists }
     }
@@ -84,14 +85,14 @@ fn tokens(run: &RunRecord) -> usize {
     (run.end - run.first) as usize
 }
 
-/// Returns the tokens of an entry's segments that some row of a tile sees, as runs with their merge groups. Segments are
-/// numbered from `first` on.
+/// Returns runs of the tokens that at least one row of a tile attends to, with their merge groups. Segments
+/// are numbered from `first` on.
 fn visible(
     op: &Attend,
     entry: &AttendRows,
     rows: &Range<usize>,
     (first, tables): (usize, &[u32]),
-) -> Vec<GroupedRun> {
+) -> Vec<GroupRun> {
     let mut runs = Vec::new();
     for ((segment, number), &table) in entry.segments.iter().zip(first..).zip(&tables[first..]) {
         let seen = op.work.rows()[rows.clone()].iter().map(|&row| op.visible(segment, row));
@@ -104,15 +105,15 @@ fn visible(
     runs
 }
 
-/// Returns the tokens that one row sees among those selected for it, as runs with their merge groups. Adds them to the
-/// lists, which begin at `first_list` in the tables.
+/// Returns runs of the selected tokens that one row attends to, with their merge groups. Adds the tokens to
+/// the lists, which begin at `first_list` in the tables.
 fn selected(
     op: &Attend,
     entry: &AttendRows,
     row: usize,
     first: usize,
     (first_list, lists): (usize, &mut Vec<u32>),
-) -> Vec<GroupedRun> {
+) -> Vec<GroupRun> {
     let block_size = op.arena.layout().shape().block_size;
     let seen = op.seen(entry, row);
     let (mut runs, mut left) = (Vec::new(), &seen[..]);
@@ -133,13 +134,13 @@ fn selected(
 }
 
 /// Cuts the runs of a group into tasks of at most `most` tokens.
-fn tasks(runs: impl Iterator<Item = RunRecord>, most: usize) -> Vec<RunTask> {
-    let mut tasks: Vec<RunTask> = Vec::new();
+fn tasks(runs: impl Iterator<Item = RunRecord>, most: usize) -> Vec<TileTask> {
+    let mut tasks: Vec<TileTask> = Vec::new();
     for run in runs {
         let mut at = run.first;
         while at < run.end {
             if tasks.last().is_none_or(|task| task.tokens >= most) {
-                tasks.push(RunTask::default());
+                tasks.push(TileTask::default());
             }
             let Some(task) = tasks.last_mut() else { break };
             let room = u32::try_from(most - task.tokens).unwrap_or(u32::MAX);

@@ -1,76 +1,76 @@
-//! The choice of a kernel for a call, and the shape of the work of its blocks.
+//! The kernel of a call, and the work of each of its blocks.
 
 use kvcore::{Attend, DType, Error, KeyForm, KvFormat, Result, TensorView};
 
 use crate::driver::NAME;
 use crate::facts::DeviceFacts;
 use crate::kernels::places::Region;
-use crate::module::{Kernel, Module};
+use crate::module::{CudaKernel, Module};
 
-/// Threads of a block of every kernel.
+/// Number of threads of a block, for every kernel.
 pub(super) const THREADS: usize = 128;
 const WARPS: usize = THREADS / 32;
 
-/// Bytes that an access of the tensor-core kernels takes.
+/// Bytes of one memory access of the tensor-core kernels.
 const UNIT: i64 = 16;
 
 /// A kernel and the work of its blocks.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Tiling {
-    pub(super) kernel: Kernel,
+pub(super) struct KernelTiling {
+    pub(super) kernel: CudaKernel,
     /// Bytes of shared memory of a block.
     pub(super) shared: u32,
-    /// Query heads of a block; all of them read the same heads of K and V.
+    /// Number of query heads of a block. They read the same heads of K and V.
     pub(super) heads: usize,
     /// Number of blocks that cover all heads of a row.
     pub(super) units: usize,
-    /// Most rows of a block.
+    /// Largest number of rows of a block.
     pub(super) rows: usize,
-    /// Tokens of a tile.
+    /// Number of tokens that a block reads at a time.
     pub(super) tokens: usize,
-    /// Blocks that a multiprocessor works on at the same time.
+    /// Number of blocks that run on a multiprocessor at the same time.
     pub(super) resident: usize,
-    /// Terms that queries, and latent queries, are split into; 0 without tensor cores.
+    /// Number of terms into which queries and latent queries are split; 0 without tensor cores.
     pub(super) terms: (usize, usize),
-    /// Plain kernel: fours of queries, and blocks that share the columns of a task.
+    /// Plain kernel: number of groups of four queries, and of blocks that share the columns of a task.
     pub(super) quads: usize,
     pub(super) columns: usize,
-    /// Plain kernel: whether eight elements of keys (1) and values (2) are read at once.
+    /// Plain kernel: bit 0 is set if keys, and bit 1 if values, are read eight elements at a time.
     pub(super) eights: u32,
 }
 
-/// The tensor-core kernels for some pools.
-struct Family {
+/// The tensor-core kernels for one format of pools.
+struct KernelFamily {
     /// The type of the matrices.
     dtype: DType,
     /// Whether pools hold codes that are widened to that type.
     codes: bool,
-    entries: &'static [Entry],
+    entries: &'static [TileKernel],
 }
 
 /// A tensor-core kernel.
-struct Entry {
+struct TileKernel {
     module: Module,
     name: &'static str,
-    /// Most queries of a block.
+    /// Largest number of queries of a block.
     queries: usize,
-    /// Whether the kernel takes latents, and wide values.
+    /// Whether the kernel takes latents and wide values.
     latent: bool,
-    /// Most columns of values.
+    /// Largest number of columns of values.
     columns: usize,
-    /// Tokens of a tile.
+    /// Number of tokens that a block reads at a time.
     tokens: usize,
 }
 
-const fn heads(module: Module, name: &'static str, queries: usize, columns: usize) -> Entry {
-    Entry { module, name, queries, latent: false, columns, tokens: 64 }
+const fn heads(module: Module, name: &'static str, queries: usize, columns: usize) -> TileKernel {
+    TileKernel { module, name, queries, latent: false, columns, tokens: 64 }
 }
 
-const fn latents(module: Module, name: &'static str, queries: usize) -> Entry {
-    Entry { module, name, queries, latent: true, columns: 512, tokens: 32 }
+const fn latents(module: Module, name: &'static str, queries: usize) -> TileKernel {
+    TileKernel { module, name, queries, latent: true, columns: 512, tokens: 32 }
 }
 
-const BF16: Family = Family {
+const BF16: KernelFamily = KernelFamily {
     dtype: DType::BF16,
     codes: false,
     entries: &[
@@ -82,7 +82,7 @@ const BF16: Family = Family {
     ],
 };
 
-const F16: Family = Family {
+const F16: KernelFamily = KernelFamily {
     dtype: DType::F16,
     codes: false,
     entries: &[
@@ -94,7 +94,7 @@ const F16: Family = Family {
     ],
 };
 
-const CODES: Family = Family {
+const CODES: KernelFamily = KernelFamily {
     dtype: DType::BF16,
     codes: true,
     entries: &[
@@ -104,14 +104,14 @@ const CODES: Family = Family {
     ],
 };
 
-/// Entries of the plain kernel and the columns of values that a block holds.
+/// Names of the plain kernels, each with its columns of values per block.
 const PLAIN: [(&str, usize); 2] = [("attend_plain_v128", 128), ("attend_plain_v256", 256)];
 
-/// Queries and tokens of a block of the plain kernel.
+/// Number of queries of a block of the plain kernel, and of tokens that it reads at a time.
 const PLAIN_QUERIES: usize = 16;
 const PLAIN_TOKENS: usize = 32;
 
-impl Tiling {
+impl KernelTiling {
     /// Chooses the kernel for a call.
     ///
     /// # Errors
@@ -125,8 +125,8 @@ impl Tiling {
     }
 }
 
-/// Returns the tensor-core kernels that serve a call, if any do.
-fn family(op: &Attend) -> Option<Family> {
+/// Returns the tensor-core kernels for a call; none if the plain kernel must run it.
+fn family(op: &Attend) -> Option<KernelFamily> {
     let s = op.arena.layout().shape();
     let family = match s.format {
         KvFormat::Dense(DType::BF16) => BF16,
@@ -147,7 +147,8 @@ fn aligned(op: &Attend, unit: i64) -> bool {
     [op.arena.k_plane(), op.arena.v_plane()].iter().all(|plane| row_places(op, plane) % unit == 0)
 }
 
-/// Returns a number that a power of two divides if it divides the places of all rows of a plane.
+/// Returns the bitwise or of a plane's address and strides in bytes. A power of two that divides it divides
+/// the address of every row.
 fn row_places(op: &Attend, plane: &kvcore::KvPlane) -> i64 {
     let rows = Region::plane(plane, op.layer);
     rows.side.address.cast_signed() | rows.side.outer | rows.side.token | rows.head
@@ -163,30 +164,30 @@ fn sharing(op: &Attend) -> usize {
     op.q.shape()[1] / (s.k_heads / x * s.v_heads)
 }
 
-/// Returns the query heads and the rows of a block of at most `most` queries.
+/// Returns the numbers of query heads and of rows of a block of at most `most` queries.
 fn heads_and_rows(op: &Attend, most: usize) -> (usize, usize) {
     let shared = sharing(op);
     let heads = (1..=most.min(shared)).rev().find(|n| shared.is_multiple_of(*n)).unwrap_or(1);
     (heads, (most / heads).min(longest(op)).max(1))
 }
 
-/// Returns the number of rows of the entry that has most.
+/// Returns the number of rows of the longest entry.
 fn longest(op: &Attend) -> usize {
     op.work.batch().iter().map(|entry| entry.rows.len()).max().unwrap_or(1).max(1)
 }
 
-impl Family {
-    fn tiling(&self, facts: &DeviceFacts, op: &Attend, latent: Option<&TensorView>) -> Option<Tiling> {
+impl KernelFamily {
+    fn tiling(&self, facts: &DeviceFacts, op: &Attend, latent: Option<&TensorView>) -> Option<KernelTiling> {
         let s = op.arena.layout().shape();
         let queries = sharing(op) * longest(op);
         let rotated = op.rope.is_some();
-        let terms = |entry: &Entry| {
+        let terms = |entry: &TileKernel| {
             // Three terms of bf16 are exact.
             let many = if entry.queries <= 32 && self.dtype == DType::BF16 { 3 } else { 2 };
             let terms = |dtype: DType, rotated: bool| if dtype == self.dtype && !rotated { 1 } else { many };
             (terms(op.q.dtype(), rotated), latent.map_or(0, |view| terms(view.dtype(), false)))
         };
-        // Fewer queries than half of what a block takes are better off in a smaller one.
+        // A block that would be less than half full is replaced by a smaller one.
         let entry = self.entries.iter().find(|entry| {
             entry.columns >= s.v_dim
                 && (entry.latent || latent.is_none())
@@ -196,8 +197,8 @@ impl Family {
         let (heads, rows) = heads_and_rows(op, entry.queries);
         let terms = terms(entry);
         let shared = self.shared(op, entry, terms);
-        Some(Tiling {
-            kernel: Kernel { module: entry.module, name: entry.name, shared: facts.shared_memory },
+        Some(KernelTiling {
+            kernel: CudaKernel { module: entry.module, name: entry.name, shared: facts.shared_memory },
             shared: shared as u32,
             heads,
             units: op.q.shape()[1] / heads,
@@ -211,8 +212,8 @@ impl Family {
         })
     }
 
-    /// Returns the bytes of shared memory of a block, as `MmaShared` divides them.
-    fn shared(&self, op: &Attend, entry: &Entry, terms: (usize, usize)) -> usize {
+    /// Returns the bytes of shared memory of a block, in the layout of `MmaShared`.
+    fn shared(&self, op: &Attend, entry: &TileKernel, terms: (usize, usize)) -> usize {
         let s = op.arena.layout().shape();
         let row = |dim: usize| 2 * (dim.next_multiple_of(16) + 8);
         let (k_row, v_row, m, n) = (row(s.k_dim), row(s.v_dim), entry.queries, entry.tokens);
@@ -235,8 +236,8 @@ impl Family {
     }
 }
 
-/// Returns the number of blocks with `shared` bytes of shared memory that a multiprocessor works on at the same time, of
-/// at most 4, which their registers allow. Each block takes one kilobyte more than it asks for.
+/// Returns the number of blocks with `shared` bytes of shared memory that run on a multiprocessor at the same
+/// time. Their registers allow at most 4. Each block takes one kilobyte more than it requests.
 fn resident(facts: &DeviceFacts, shared: usize) -> usize {
     ((facts.shared_memory as usize + 1024) / (shared + 1024)).clamp(1, 4)
 }
@@ -245,7 +246,7 @@ fn whole_units(parts: &[usize]) -> usize {
     parts.iter().map(|bytes| bytes.next_multiple_of(16)).sum()
 }
 
-/// Returns the bytes of shared memory of a block of the plain kernel, as `PlainShared` divides them.
+/// Returns the bytes of shared memory of a block of the plain kernel, in the layout of `PlainShared`.
 fn plain_shared(op: &Attend, latent: bool, quads: usize, tokens: usize) -> usize {
     let s = op.arena.layout().shape();
     let fours = |dim: usize| dim.div_ceil(4) | 1;
@@ -265,7 +266,7 @@ fn plain_shared(op: &Attend, latent: bool, quads: usize, tokens: usize) -> usize
     ])
 }
 
-fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<Tiling> {
+fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<KernelTiling> {
     let s = op.arena.layout().shape();
     let bits = s.format.storage_dtype().bits();
     let eights = |plane: &kvcore::KvPlane| {
@@ -286,8 +287,8 @@ fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<Tiling> {
             continue;
         };
         let shared = plain_shared(op, latent, quads, tokens);
-        return Ok(Tiling {
-            kernel: Kernel { module: Module::AttendPlain, name, shared: facts.shared_memory },
+        return Ok(KernelTiling {
+            kernel: CudaKernel { module: Module::AttendPlain, name, shared: facts.shared_memory },
             shared: shared as u32,
             heads,
             units: op.q.shape()[1] / heads,
@@ -308,7 +309,7 @@ fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<Tiling> {
     Err(Error::Unsupported { backend: NAME, what })
 }
 
-/// Returns the number of elements of a key and of a value that share a scale.
+/// Returns the number of elements that share a scale, in a key and in a value.
 pub(super) fn groups(op: &Attend) -> (usize, usize) {
     let s = op.arena.layout().shape();
     match s.format {
@@ -317,7 +318,7 @@ pub(super) fn groups(op: &Attend) -> (usize, usize) {
     }
 }
 
-/// Returns a grid of some blocks.
+/// Returns a grid of `blocks` blocks.
 pub(super) fn grid(blocks: usize) -> Result<[u32; 3]> {
     let blocks =
         i32::try_from(blocks).map_err(|_| Error::Overflow { what: "blocks of threads of one launch" })?;

@@ -1,4 +1,4 @@
-//! Captures: what a thread has enqueued so far, and what the graph keeps.
+//! Captures: the recording of a thread, and the part of it that a graph keeps.
 //!
 //! A capture belongs to one thread, and has the streams that take part for itself: the stream that began it,
 //! and the streams that wait for one of its events. Work on another stream by this thread is refused, because
@@ -21,7 +21,7 @@ use crate::device::{
 /// Number of the next capture. 0 marks a stream that takes part in none.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
-/// What a stream has for captures.
+/// The part of a stream that captures use.
 #[derive(Debug, Default)]
 pub struct CaptureSide {
     gate: CaptureGate,
@@ -35,12 +35,12 @@ pub trait CapturedStream: Sized + 'static {
     const BACKEND: &'static str;
     /// The device's graph, destroyed when it is dropped.
     type Graph;
-    /// What the backend notes of a capture, and keeps with the graph.
+    /// The backend's notes of a capture, which the graph keeps.
     type Notes: Default;
     /// Memory of activations.
     type Memory;
 
-    /// Returns what the stream has for captures.
+    /// Returns the part of the stream that captures use.
     fn side(&self) -> &CaptureSide;
 
     /// Returns the place of the capture that this thread records.
@@ -150,9 +150,9 @@ pub struct Recording<S: CapturedStream> {
     captured: Captured<S>,
 }
 
-/// What a graph keeps of its capture: all that its work uses, and the checks of its inputs.
+/// The part of a capture that its graph keeps: all that its work uses, and the checks of its inputs.
 pub struct Captured<S: CapturedStream> {
-    /// What the backend has noted.
+    /// The backend's notes.
     pub notes: S::Notes,
     checks: Vec<ReplayCheck>,
     held: Vec<Hold>,
@@ -185,7 +185,7 @@ impl<S: CapturedStream> Recording<S> {
         &self.streams[0].0
     }
 
-    /// Returns what the backend notes.
+    /// Returns the backend's notes.
     pub fn notes(&mut self) -> &mut S::Notes {
         &mut self.captured.notes
     }
@@ -243,7 +243,7 @@ impl<S: CapturedStream> Recording<S> {
     }
 }
 
-/// A capture under way. It is thrown away unless it is ended.
+/// A capture under way. Dropping the value discards it.
 struct Open<'a, S: CapturedStream>(&'a S);
 
 impl<S: CapturedStream> Open<'_, S> {

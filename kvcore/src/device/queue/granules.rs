@@ -26,7 +26,7 @@ pub fn granules_for(bytes: usize, least: usize) -> Result<(usize, usize)> {
     len.map(|len| (granule, len)).ok_or(Error::Overflow { what: "bytes of a reservation" })
 }
 
-/// Which granules of a reservation are mapped, each with the device's handle of its physical memory.
+/// The granules of a reservation. A mapped granule has the device's handle of its physical memory.
 #[derive(Debug)]
 pub struct Granules<H> {
     granule: usize,
@@ -66,7 +66,7 @@ impl<H> Granules<H> {
     /// granule in bytes; `release` undoes `place`.
     ///
     /// # Errors
-    /// Returns the error of `place`. No granule is mapped then that was not mapped before.
+    /// Returns the error of `place`. In that case no further granule is mapped.
     pub fn map(
         &self,
         range: Range<usize>,

@@ -1,4 +1,4 @@
-//! Holds of enqueued work: what lives until the work is done.
+//! Holds of enqueued work: memory and handles that live until the work is done.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -7,7 +7,8 @@ use std::sync::Arc;
 use crate::base::Result;
 use crate::device::Storage;
 
-/// Number of holds after which a mark is recorded, so that they end when the mark is done.
+// Decision: docs/decisions/backend-cuda.md#enqueued-work-holds-its-memory-by-events
+/// Number of holds after which a mark is recorded. The holds end when the mark is done.
 const BATCH: usize = 64;
 
 /// Something that enqueued work uses.
@@ -20,7 +21,7 @@ pub enum Hold {
 }
 
 impl Hold {
-    /// Returns the address of what is held, by which two holds of one thing are found equal.
+    /// Returns the address of the thing that is held. Holds with equal addresses hold the same thing.
     pub(super) fn address(&self) -> usize {
         match self {
             Self::Storage(storage) => Arc::as_ptr(storage).cast::<u8>() as usize,

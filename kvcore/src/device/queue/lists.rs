@@ -1,4 +1,4 @@
-//! The lists of a captured step: where the device finds them, and what a replay writes there.
+//! The lists of a captured step: their addresses on the device, and the bytes that a replay writes there.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ const LEAST: usize = 64 << 10;
 
 /// Lists of a captured step, in memory that each replay writes.
 ///
-/// The lists lie in few blocks of memory, usually one, so that a replay sends them up by one copy.
+/// The lists lie in few blocks of memory, usually one, because a replay sends each block up by one copy.
 #[derive(Debug)]
 pub struct StepLists<L> {
     /// Memory, and its bytes in use.

@@ -19,7 +19,7 @@ const LEAST: usize = 4096;
 /// later steps.
 ///
 /// Work that is enqueued on the stream of the steps may still use memory that is given back. Only later work
-/// of that stream takes it again, so that it is free when it is written. Other streams hold the storages of
+/// of that stream takes it again, and writes it after the earlier use. Other streams hold the storages of
 /// their own work.
 #[derive(Debug)]
 pub struct LoanMemory<S>(Mutex<BTreeMap<usize, Vec<S>>>);

@@ -1,13 +1,13 @@
 //! The bookkeeping that backends with queues on a device share. Nothing here calls a driver.
 //!
 //! ```text
-//!   hold       what enqueued work uses, in batches that end with marks of the device
-//!   recent     what the last operations have sent up or divided, by key
+//!   hold       memory and handles that enqueued work uses, in batches that end with marks of the device
+//!   recent     lists and plans of the last operations, by key
 //!   uploads    pinned memory of lists, used again when no work holds it
 //!   lists      places of a captured step's lists, which each replay writes
 //!   capture    the capture that a thread records, and the streams that take part
 //!   memory     memory of activations, on loan
-//!   granules   which granules of a reservation are mapped
+//!   granules   the mapped granules of a reservation
 //! ```
 
 mod capture;

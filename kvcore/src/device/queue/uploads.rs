@@ -7,7 +7,7 @@ use crate::base::Result;
 /// Least bytes of a list's memory.
 const LEAST: usize = 4096;
 
-/// Returns memory for `bytes` bytes that nobody but `pool` holds; new memory, from `make`, if there is none.
+/// Returns memory for `bytes` bytes that nothing but `pool` holds; new memory, from `make`, if there is none.
 /// The pool keeps at most `most` pieces of memory, each with its bytes.
 ///
 /// # Errors
