@@ -43,6 +43,7 @@ pub mod base;
 pub mod device;
 pub mod paging;
 
+// Decision: docs/decisions/crates.md#public-paths-are-flat
 pub use base::*;
 pub use device::*;
 pub use paging::*;

@@ -25,6 +25,7 @@ const ARCH: &str = "sm_80";
 /// Architectures for which the PTX is assembled, to learn its registers and spills.
 const CUBINS: [&str; 2] = ["sm_80", "sm_90"];
 
+// Decision: docs/decisions/backend-cuda.md#the-ptx-is-written-for-older-drivers
 /// The PTX version of CUDA 12.0, the oldest driver that the backend accepts. The compiler writes its own
 /// version, which older drivers refuse although they know all the instructions.
 const PTX_VERSION: &str = ".version 8.0";

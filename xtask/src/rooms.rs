@@ -29,6 +29,7 @@ const MOST_LINES: usize = 8_600;
 /// The line that begins the tests of a file.
 const TESTS: &str = "#[cfg(test)]\nmod tests {";
 
+// Decision: docs/decisions/crates.md#kvcore-has-three-rooms
 /// Checks that no line of code in a room names a higher room, and that every room of the table exists.
 /// Comments may link anywhere.
 pub(crate) fn check(tracked: &[String]) -> Result {

@@ -15,6 +15,7 @@ const BYTES_PER_THREAD: usize = 32 << 10;
 /// the same line.
 const UNIT: usize = 256;
 
+// Decision: docs/decisions/backend-cpu.md#steps-between-products-run-on-the-same-threads
 impl Products {
     /// Returns each row of `x`, divided by its root mean square and multiplied by `weight`, which has as many
     /// elements as a row. `eps` is added to the mean square. (`RMSNorm`, Zhang and Sennrich, 2019.)

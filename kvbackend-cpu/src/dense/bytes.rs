@@ -22,6 +22,7 @@ pub struct SharedBytes {
 }
 
 impl SharedBytes {
+    // Decision: docs/decisions/models.md#weights-stay-parts-of-their-files
     /// Maps a file. Pages are read when they are needed, and are shared with other programs.
     ///
     /// The caller guarantees that the file does not change while the bytes are in use. Otherwise the bytes

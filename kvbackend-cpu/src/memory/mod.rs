@@ -96,6 +96,7 @@ impl CpuStorage {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of an allocation" });
         }
+        // Decision: docs/decisions/backend-cpu.md#large-memory-is-mapped
         #[cfg(target_os = "linux")]
         if bytes >= 2 * LARGE_PAGE {
             let (ptr, _, mapping) = reserved::Mapping::new(kind, bytes)?;

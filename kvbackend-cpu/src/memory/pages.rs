@@ -5,6 +5,7 @@ use std::ptr::NonNull;
 use rustix::mm::{Advice, madvise};
 use rustix::param::page_size;
 
+// Decision: docs/decisions/backend-cpu.md#large-allocations-ask-for-large-pages
 /// Asks the system to back an allocation with large pages. If it refuses, pages stay small and nothing else
 /// changes.
 pub(super) fn prefer(ptr: NonNull<u8>, bytes: usize) {

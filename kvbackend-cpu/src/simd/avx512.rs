@@ -61,6 +61,7 @@ const NIBBLES: [f32; 16] =
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
+// Decision: docs/decisions/backend-cpu.md#conversions-to-bf16-are-integer-arithmetic
 /// Returns bits whose upper half is the number rounded to bf16, ties to even.
 #[inline(always)]
 unsafe fn rounded(a: __m512) -> __m512i {

@@ -72,6 +72,7 @@ pub(crate) const E4M3_UNIT: f32 = 256.0;
 /// The magnitude of a code of NaN of format E4M3, which is the largest.
 const E4M3_NAN: u8 = 0x7f;
 
+// Decision: docs/decisions/backend-cpu.md#kernels-are-generic-functions-over-an-instruction-set
 /// A vector of f32 of one instruction set.
 ///
 /// # Safety
@@ -89,6 +90,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// True if [`stream_line`](Self::stream_line) bypasses the caches.
     const STREAMS: bool;
 
+    // Decision: docs/decisions/backend-cpu.md#large-parts-of-a-task-are-tasks-too
     /// Runs a task in a function of its own.
     unsafe fn call<T: SimdTask>(task: T) -> T::Output;
 

@@ -146,6 +146,7 @@ impl RotatedCopy {
         Segment::new(self.merged.block_ids.as_slice().into(), self.merged.total_tokens, 0, 0)
     }
 
+    // Decision: docs/decisions/chunks.md#one-segment-is-read-by-order-or-has-consecutive-positions
     /// Returns the run as one segment if the n-th token has the position n. Unlike
     /// [`segment`](Self::segment), the result also fits a sliding window and unrotated keys.
     ///

@@ -148,6 +148,7 @@ impl CacheState {
         self.index.at(slot).filter(|entry| entry.evidence.proves(piece)).map(|_| slot)
     }
 
+    // Decision: docs/decisions/chunks.md#chunks-of-another-system-prompt-move-forward-only
     /// Finds an awake piece of the same tokens under another system prompt, stored at or before
     /// `stored_start`. Such a piece moves forward only, so no query is rotated to a position that its request
     /// does not reach.

@@ -101,6 +101,7 @@ impl Account {
     }
 }
 
+// Decision: docs/decisions/chunks.md#one-index-for-all-tenants-one-policy-for-each
 /// An eviction policy over pieces. The policy knows each piece by a small number.
 ///
 /// A piece that departs into sleep keeps its rank in the order, in case it has to stay.

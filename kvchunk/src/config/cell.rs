@@ -86,6 +86,7 @@ impl From<ComputeMode> for String {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PositionStrategy {
+    // Decision: docs/decisions/chunks.md#virtual-is-read-as-overlapped
     /// Every chunk starts right after the system prompt. The question starts after the longest chunk.
     #[default]
     #[serde(alias = "virtual")]

@@ -82,6 +82,7 @@ impl Latencies {
         self.longest
     }
 
+    // Decision: docs/decisions/managers.md#quantiles-are-rounded-up-to-the-end-of-their-bucket
     /// Returns a duration that the share `q` of all durations does not exceed, exact to two digits, never too
     /// small and at most the longest duration, or `None` if nothing was recorded.
     pub fn quantile(&self, q: f64) -> Option<Duration> {

@@ -21,6 +21,7 @@ impl ReplicaDevice {
         other.stream.owns(here.storage).is_err() && other.stream.reaches(here.storage).is_ok()
     }
 
+    // Decision: docs/decisions/chunks.md#replicas-of-a-process-copy-chunks-between-connected-devices
     /// Copies a chunk of this device into reserved blocks of another one, if it is the requested piece. Waits
     /// for the other device. Returns false and copies nothing if a device lacks memory to stage the chunk.
     pub(super) fn copy_to(

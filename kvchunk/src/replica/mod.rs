@@ -225,6 +225,7 @@ impl ChunkCacheManager {
         RemoteLookup { acquired: Acquired::Compute(reservation), fetched_from: None, failed }
     }
 
+    // Decision: docs/decisions/chunks.md#replicas-pull-chunks-instead-of-broadcasting
     /// Pulls a piece from the replica `from`, unless it is stored here already. This shares a piece before
     /// requests ask for it. If another request computes or pulls the piece, the call waits for it, no longer
     /// than [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). To share a chunk everywhere, every replica

@@ -59,6 +59,7 @@ pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 impl SharedCache {
+    // Decision: docs/decisions/chunks.md#copies-of-sleep-go-through-the-computing-stream
     fn sleep_slot(
         &self,
         slot: u32,
@@ -99,6 +100,7 @@ impl SharedCache {
 }
 
 impl CacheState {
+    // Decision: docs/decisions/chunks.md#a-piece-that-falls-asleep-keeps-its-place-in-the-order
     /// Starts to move a piece without holders into sleep. The piece keeps its blocks until the move ends. It
     /// also keeps its rank in the eviction order, but is not evicted meanwhile.
     pub(crate) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<AwakePiece> {
@@ -135,6 +137,7 @@ impl CacheState {
         account.used -= entry.hash.num_blocks;
         account.sleeping_bytes += saved.bytes;
         account.counted.slept += 1;
+        // Decision: docs/decisions/chunks.md#quantised-sleep-is-approximate-for-good
         entry.exact &= saved.exact;
         entry.memory = PieceMemory::Asleep(saved);
         drop(awake); // frees the blocks

@@ -12,6 +12,7 @@ use crate::error::Result;
 /// The number of blocks that are read at a time. This memory does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;
 
+// Decision: docs/decisions/chunks.md#eight-bit-floats-sleep-under-scales-of-their-own
 /// Returns the codes of `host` under new scales: the smallest ones under which the contents of `blocks` of
 /// `device` fit. Returns `None` for formats that keep scales with every row. Waits for the stream.
 pub(super) fn of_piece(

@@ -7,6 +7,7 @@ use kvcore::Attend;
 use super::heads::HeadUnits;
 use crate::fast::share;
 
+// Decision: docs/decisions/backend-cpu.md#the-number-of-queries-decides-how-attention-reads
 /// Query rows times heads from which on a tile is packed once for all of them.
 pub(super) const MANY_QUERIES: usize = 16;
 /// The maximum of query rows times heads of one item.

@@ -65,6 +65,7 @@ impl RowPointers<'_> {
     }
 }
 
+// Decision: docs/decisions/backend-cpu.md#both-products-prefetch
 /// The next rows of a plane. They are prefetched while others are computed, which keeps memory busy during
 /// both products.
 #[derive(Clone, Copy, Default)]

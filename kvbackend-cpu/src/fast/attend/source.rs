@@ -62,6 +62,7 @@ impl<'a> SourcePlane<'a> {
         self.scales.as_ref().map(|(layout, _)| layout)
     }
 
+    // Decision: docs/decisions/backend-cpu.md#prefetching-follows-the-order-of-memory
     /// Returns the rows to prefetch while unit `i` of `units` works on `head`.
     ///
     /// If the heads of a token are adjacent, the rows are those of all heads for some of the tokens, in

@@ -100,6 +100,7 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Returns [`Error::ForeignHandle`] for any other storage.
     fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()>;
 
+    // Decision: docs/decisions/device.md#the-receiving-device-runs-the-copy
     /// Checks that this stream can copy tensors out of a storage: one that it [owns](Self::owns), or one of
     /// another device of its backend. In the second case the copy goes from device to device, both views must
     /// be contiguous, and the caller orders the streams of both devices by events.

@@ -67,6 +67,7 @@ impl Segment {
 /// temperature in [`Segment::logit_scale`] this is the context scaling of APE (Yang et al., 2025).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MergeGroup {
+    // Decision: docs/decisions/device.md#merge-groups-have-a-scale
     /// Factor on the group's log-sum-exp. 1 for plain attention.
     pub lse_scale: f32,
 }

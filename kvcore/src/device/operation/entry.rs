@@ -130,6 +130,7 @@ macro_rules! operations {
     };
 }
 
+// Decision: docs/decisions/device.md#one-enum-holds-every-operation
 operations! {
     /// Writes new K and V rows to cache slots.
     Scatter: scatter, scatter_bytes += Scatter::bytes;

@@ -70,6 +70,7 @@ impl Scatter {
         check_rows(&self.arena, self.slots.len(), &self.k, &self.v)?;
         if let KvFormat::Dense(expected) = self.arena.layout().shape().format {
             for view in [&self.k, &self.v] {
+                // Decision: docs/decisions/device.md#scatter-converts-f32-rows
                 if view.dtype() != expected && view.dtype() != DType::F32 {
                     return Err(Error::mismatch("rows to scatter", expected, view.dtype()));
                 }

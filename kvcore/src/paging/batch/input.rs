@@ -20,6 +20,7 @@ pub struct SequenceInput {
     /// Distance of each token from the start, in increasing order. `None` if the tokens are consecutive
     /// from the start.
     pub at: Option<Arc<[u32]>>,
+    // Decision: docs/decisions/chunks.md#recomputed-keys-are-rotated-like-their-neighbours
     /// Distance in positions between stored keys and their tokens: the key of a token at position `p` is
     /// rotated to `p − key_offset`, for a segment with that offset.
     pub key_offset: i64,

@@ -63,6 +63,7 @@ impl BlockTimes {
     }
 }
 
+// Decision: docs/decisions/paging.md#a-pool-has-shards
 #[derive(Debug)]
 pub(super) struct Shard {
     /// First block id of the shard.
