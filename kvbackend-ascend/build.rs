@@ -8,6 +8,7 @@ mod compare;
 /// Variables that name the folder of CANN's toolkit.
 const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
+// Decision: docs/decisions/backend-ascend.md#declarations-are-our-own-and-are-compared-with-canns
 fn main() {
     println!("cargo:rerun-if-changed=ffi");
     println!("cargo:rerun-if-env-changed=CXX");
@@ -16,7 +17,7 @@ fn main() {
     }
     let Some(toolkit) = TOOLKITS.iter().find_map(std::env::var_os) else { return };
     let include = Path::new(&toolkit).join("include");
-    // A toolkit that takes the place of another, under the same name, is compared anew.
+    // A toolkit that replaces another under the same name is compared again.
     println!("cargo:rerun-if-changed={}", include.display());
     let folders: Vec<PathBuf> = vec![include];
     if !folders[0].join("acl/acl.h").is_file() {

@@ -85,7 +85,7 @@ typedef struct aclrtPhysicalMemProp {
     uint64_t reserve;
 } aclrtPhysicalMemProp;
 
-/* An event and a stream count the other way round. */
+/* Events and streams have opposite numbers for the same status. */
 typedef enum {
     ACL_EVENT_RECORDED_STATUS_NOT_READY = 0,
     ACL_EVENT_RECORDED_STATUS_COMPLETE = 1

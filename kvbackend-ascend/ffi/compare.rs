@@ -1,16 +1,17 @@
-//! Comparison of `ascend.h` with headers of CANN: a C++ page of static assertions on all values, layouts and prototypes.
+//! Comparison of `ascend.h` with headers of CANN: a C++ page of static assertions on all values, layouts and
+//! prototypes.
 //!
-//! What the headers do not name is left out and counted: headers that come with other software are trimmed.
+//! Names that the headers lack are left out and counted: headers that come with other software are trimmed.
 
 use std::collections::HashSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Headers that include all others but those of operators.
+/// Headers that include all headers except those of operators.
 const HEADERS: [&str; 3] = ["acl/acl.h", "hccl/hccl.h", "aclnn/acl_meta.h"];
 
-/// What `ascend.h` states.
+/// The names that `ascend.h` declares.
 #[derive(Debug, Default)]
 struct Facts {
     /// Names of enumerators.
@@ -22,7 +23,7 @@ struct Facts {
 }
 
 impl Facts {
-    /// Reads the facts of the page.
+    /// Reads the declarations of the page.
     fn of(page: &str) -> Self {
         let page = &statements(page);
         let mut facts = Self::default();
@@ -87,13 +88,14 @@ fn field(text: &str) -> Option<String> {
 #[derive(Debug)]
 pub(crate) struct Comparison {
     page: String,
-    /// Number of facts that the headers have too.
+    /// Number of declarations that the headers have too.
     pub(crate) compared: usize,
     /// Names that the headers do not have.
     pub(crate) absent: Vec<String>,
 }
 
-/// Compares the facts of `ascend.h` with headers that have the given texts. `include` lists those that the page includes.
+/// Compares the declarations of `ascend.h` with headers of the given texts. `include` lists the headers that
+/// the page includes.
 fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
     let known: HashSet<&str> = texts.split(|c: char| !(c.is_alphanumeric() || c == '_')).collect();
     let (mut before, mut after, mut absent, mut compared) = (String::new(), String::new(), Vec::new(), 0);
@@ -107,7 +109,7 @@ fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
     };
     for name in &facts.values {
         ask(name, &|before, after| {
-            // Some versions have macros, which must not change the names of ours.
+            // Some versions have macros, which must not change our names.
             let _ = writeln!(before, "constexpr long long our_{name} = ours::{name};");
             let _ = writeln!(after, "static_assert(our_{name} == (long long)({name}), \"value of {name}\");");
         });
@@ -147,10 +149,11 @@ fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
     Comparison { page, compared, absent }
 }
 
-/// Compares `ascend.h` in `ffi` with the headers in folders: writes the page to `page` and has a C++ compiler read it.
+/// Compares `ascend.h` in `ffi` with the headers in folders: writes the page to `page` and has a C++ compiler
+/// read it.
 ///
 /// # Errors
-/// Returns what differs, in the compiler's words, or why it cannot be said.
+/// Returns the differences in the compiler's words, or the reason why nothing can be compared.
 pub(crate) fn compare_with(
     ffi: &Path,
     folders: &[PathBuf],
@@ -163,7 +166,7 @@ pub(crate) fn compare_with(
     let comparison = compare(&Facts::of(&text), &texts(folders), &headers(folders));
     std::fs::write(page, &comparison.page).map_err(|error| failed(page, error))?;
     let mut command = Command::new(compiler);
-    // What a failed assertion says is looked for in English.
+    // The text of a failed assertion is searched in English.
     command.env("LC_ALL", "C");
     command.args(["-std=c++14", "-fsyntax-only", "-Wno-deprecated", "-I"]).arg(ffi);
     for folder in folders {
@@ -193,7 +196,7 @@ fn texts(folders: &[PathBuf]) -> String {
     text
 }
 
-/// Returns those of [`HEADERS`], and the operators' headers, that lie in one of the folders.
+/// Returns the [`HEADERS`] and the operators' headers that lie in one of the folders.
 fn headers(folders: &[PathBuf]) -> Vec<String> {
     let mut found: Vec<String> = HEADERS
         .iter()

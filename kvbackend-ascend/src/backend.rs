@@ -27,7 +27,7 @@ impl AscendBackend {
     /// Creates a backend on the first device.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if there is no CANN or no device; the error says what to do.
+    /// Returns [`kvcore::Error::NoDevice`] if there is no CANN or no device; the error explains what to do.
     pub fn new() -> Result<Arc<Self>> {
         Self::with_options(&AscendOptions::default())
     }
@@ -35,18 +35,19 @@ impl AscendBackend {
     /// Creates a backend with the given options.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if CANN lacks a function that operations need, if the device does not exist, or
-    /// if it cannot be opened.
+    /// Returns [`kvcore::Error::NoDevice`] if CANN lacks a function that operations need, if the device does
+    /// not exist, or if it cannot be opened.
     pub fn with_options(options: &AscendOptions) -> Result<Arc<Self>> {
         Ok(Arc::new(Self { npu: Npu::open(options)? }))
     }
 
-    /// Creates a storage over device memory that the caller allocated, for example a tensor of the engine. `owner` is
-    /// dropped with the storage.
+    /// Creates a storage over device memory that the caller allocated, for example a tensor of the engine.
+    /// `owner` is dropped with the storage.
     ///
     /// # Safety
-    /// `address` is valid on the device for `bytes` bytes for as long as `owner` lives. While the storage lives, the caller
-    /// orders its own use of the memory with the streams, and lends each byte to one storage only.
+    /// `address` is valid on the device for `bytes` bytes for as long as `owner` lives. While the storage
+    /// lives, the caller orders its own use of the memory with the streams, and lends each byte to one
+    /// storage only.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Zero`] if the address or `bytes` is 0.
@@ -60,8 +61,8 @@ impl AscendBackend {
         unsafe { AscendStorage::lent(&self.npu, address, bytes, owner) }
     }
 
-    /// Creates a stream over a stream of ACL that the caller created on this device. Operations are enqueued there, in order
-    /// with the caller's own work. `owner` is dropped with the stream.
+    /// Creates a stream over a stream of ACL that the caller created on this device. Operations are enqueued
+    /// there, in order with the caller's own work. `owner` is dropped with the stream.
     ///
     /// # Safety
     /// `stream` is a stream of this device that lives as long as `owner`.
@@ -114,7 +115,8 @@ impl AscendDenseSteps {
     /// Creates the dense steps of a backend's device, with a stream of their own.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if CANN lacks an operator of the steps, and the errors of the device.
+    /// Returns [`kvcore::Error::NoDevice`] if CANN lacks an operator of the steps, and the errors of the
+    /// device.
     pub fn new(backend: &AscendBackend) -> Result<Self> {
         Self::check(&backend.npu)?;
         let stream = AscendStream::over(AclStream::new(&backend.npu)?);

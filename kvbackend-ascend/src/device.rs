@@ -1,4 +1,4 @@
-//! Devices: opening one, its context on a thread, and its errors.
+//! NPUs: opening one, its context on a thread, and its errors.
 
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -13,22 +13,23 @@ use crate::errors::{NAME, no_device};
 use crate::library::{Library, Serves, library};
 use crate::options::AscendOptions;
 
-/// A device whose context is retained.
+/// An NPU whose context is retained.
 pub(crate) struct Npu {
     pub(crate) ordinal: i32,
     pub(crate) library: &'static Library,
     pub(crate) context: sys::aclrtContext,
     pub(crate) counters: Counters,
-    /// Whether no fused operator is called.
+    /// True if fused operators are not called.
     plain: bool,
     /// The stream on which memory is zeroed. Nothing else runs on it.
     setup: sys::aclrtStream,
     lost: OnceLock<String>,
-    /// Devices whose memory this one has asked for access to.
+    /// Devices whose memory this device has asked to access.
     pub(crate) peers: Mutex<HashSet<i32>>,
 }
 
-// SAFETY: contexts and streams may be used from any thread that has the context current, which `bind` sees to.
+// SAFETY: contexts and streams may be used from any thread that has the context current, which `bind`
+// ensures.
 unsafe impl Send for Npu {}
 // SAFETY: as for `Send`; ACL locks what calls share.
 unsafe impl Sync for Npu {}
@@ -50,8 +51,8 @@ pub(crate) fn count() -> Result<usize> {
     }
 }
 
-/// Returns whether an error ends a device: those of the runtime's execution, but for work that is not done yet, waits that
-/// took too long, full queues, tasks of a kind that the device does not have, and captures that were broken.
+/// Returns whether an error means that the device is lost: an error of execution, except unfinished work, a
+/// wait that took too long, a full queue, a kind of task that the device does not have, and a broken capture.
 fn is_loss(code: i32) -> bool {
     const STREAM_TASKS_FULL: i32 = 507_002;
     const EVENT_NOT_COMPLETE: i32 = 507_006;
@@ -141,22 +142,23 @@ impl Npu {
     ///
     /// # Errors
     /// Returns [`Error::DeviceLost`] if the device is lost.
-    pub(crate) fn bind(&self) -> Result<CurrentContext> {
+    pub(crate) fn bind(&self) -> Result<ContextGuard> {
         if let Some(reason) = self.lost.get() {
             return Err(Error::DeviceLost { backend: NAME, reason: reason.clone() });
         }
         self.bind_lost()
     }
 
-    /// Makes the device's context current on this thread, also if the device is lost: what it holds must go.
-    pub(crate) fn bind_lost(&self) -> Result<CurrentContext> {
+    /// Makes the device's context current on this thread, also on a lost device: its memory and handles must
+    /// be freed.
+    pub(crate) fn bind_lost(&self) -> Result<ContextGuard> {
         let before = current(self.library);
         if before == Some(self.context) {
-            return Ok(CurrentContext { library: self.library, before: None });
+            return Ok(ContextGuard { library: self.library, before: None });
         }
         // SAFETY: the device retains its context.
         self.check(unsafe { self.library.acl.aclrtSetCurrentContext(self.context) })?;
-        Ok(CurrentContext { library: self.library, before })
+        Ok(ContextGuard { library: self.library, before })
     }
 
     /// Checks the code of a call.
@@ -175,8 +177,8 @@ impl Npu {
         if code == 0 { Ok(()) } else { Err(self.memory_error(code, kind, bytes)) }
     }
 
-    /// Returns the error of a call that did not succeed, in ACL's own words, and remembers that the device is lost if the
-    /// code says so.
+    /// Returns the error of a failed call, in ACL's own words. Remembers that the device is lost if the code
+    /// means that.
     pub(crate) fn error(&self, code: i32) -> Error {
         let reason = self.library.text(code);
         if is_loss(code) {
@@ -186,22 +188,22 @@ impl Npu {
         Error::Device { backend: NAME, reason }
     }
 
-    /// Returns the error of an allocation that did not succeed, with the memory that is free.
+    /// Returns the error of a failed allocation, with the memory that is free.
     pub(crate) fn memory_error(&self, code: i32, kind: MemoryKind, bytes: usize) -> Error {
         if !is_out_of_memory(code) {
             return self.error(code);
         }
-        let said = self.library.text(code);
+        let text = self.library.text(code);
         let reason = match self.memory() {
             Ok((free, total)) if kind == MemoryKind::Device => format!(
                 "{free} of the device's {total} bytes are free; use fewer blocks, or end other programs on the device"
             ),
-            _ => said,
+            _ => text,
         };
         Error::Allocation { bytes, kind, reason }
     }
 
-    /// Returns the free and all bytes of the device's memory. The device's context is current.
+    /// Returns the free bytes and all bytes of the device's memory. The device's context is current.
     pub(crate) fn memory(&self) -> Result<(usize, usize)> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: both are places for answers.
@@ -211,7 +213,7 @@ impl Npu {
         Ok((free, total))
     }
 
-    /// Fills bytes of the device with zeros, and waits for it. The device's context is current.
+    /// Fills bytes of the device with zeros, and waits until that is done. The device's context is current.
     ///
     /// # Safety
     /// The `bytes` bytes from `address` on belong to the caller, and no enqueued work uses them.
@@ -227,7 +229,7 @@ impl Npu {
 impl Drop for Npu {
     fn drop(&mut self) {
         if let Ok(_current) = self.bind_lost() {
-            // SAFETY: storages and streams hold the device, so that nothing uses the stream any more.
+            // SAFETY: storages and streams hold the device, so nothing uses the stream any more.
             unsafe { self.library.acl.aclrtDestroyStream(self.setup) };
         }
         // SAFETY: `open` set the device once.
@@ -237,14 +239,15 @@ impl Drop for Npu {
 
 /// A context that is current on this thread until the value is dropped.
 ///
-/// A host engine may work with another device on the same thread. Its context is current again afterwards.
-pub(crate) struct CurrentContext {
+/// A host engine may work with another device on the same thread. That device's context is current again
+/// afterwards.
+pub(crate) struct ContextGuard {
     library: &'static Library,
-    /// The context before, if the thread had another.
+    /// The thread's context before, if it had another.
     before: Option<sys::aclrtContext>,
 }
 
-impl Drop for CurrentContext {
+impl Drop for ContextGuard {
     fn drop(&mut self) {
         restore(self.library, self.before);
     }
@@ -258,7 +261,7 @@ fn current(library: &Library) -> Option<sys::aclrtContext> {
     (code == 0 && !context.is_null()).then_some(context)
 }
 
-/// Makes a context current again. A thread that had none keeps the last one: ACL has no call that takes it away.
+/// Makes a context current again. A thread that had none keeps the last one: ACL has no call to remove it.
 fn restore(library: &Library, before: Option<sys::aclrtContext>) {
     if let Some(before) = before {
         // SAFETY: the context was current on this thread.

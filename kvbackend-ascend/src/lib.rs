@@ -1,8 +1,30 @@
 //! The Ascend backend: NPUs of Huawei through CANN 8.0 or later.
 //!
-//! Nothing of CANN is needed to build: its libraries are loaded at run time, and every function is looked up by itself.
-//! Without them, or without a device, [`AscendBackend::new`] returns [`kvcore::Error::NoDevice`], which says what was
-//! tried. Operations are composed of CANN's operators; nothing is compiled for the device.
+//! Building needs nothing of CANN: its libraries are loaded at run time, and every function is looked up by
+//! itself. Without the libraries or a device, [`AscendBackend::new`] returns [`kvcore::Error::NoDevice`],
+//! which names the files that were tried. Operations are composed of CANN's operators; nothing is compiled
+//! for the device.
+//!
+//! ```text
+//!                       ┌ operations ┐
+//!   queue ◂ operators ◂ ┤            ├ ◂ stream ◂ backend        a ◂ b: b uses a
+//!                       └ dense ─────┴──────────┘
+//! ```
+//!
+//! | module | |
+//! |---|---|
+//! | `backend` | memory and streams of one NPU |
+//! | `stream` | the contract's streams; the only caller of `operations::run` |
+//! | `operations` | the operations of the contract, as rows of operators |
+//! | `dense` | the steps of a model apart from attention |
+//! | `operators` | calls of CANN's operators in two phases, and their tensors |
+//! | `queue` | what a stream enqueues: memory between operators, lists, events, captures |
+//! | `hccl` | collectives of ranks that are NPUs |
+//! | `memory` | device, pinned, lent and reserved memory |
+//! | `device` | an NPU: its context on a thread, and its errors |
+//! | `library` | the libraries of CANN, loaded at run time |
+//! | `bindings` | declarations, made from `ffi/ascend.h` by `cargo xtask bindgen` |
+//! | `options`, `report`, `errors` | options, the list of devices, errors that rooms share |
 //!
 //! ```
 //! use kvbackend_ascend::AscendBackend;

@@ -1,4 +1,4 @@
-//! The libraries of CANN: where they are looked for, and what they lack.
+//! The libraries of CANN: where they are searched, and which functions they lack.
 
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
@@ -9,16 +9,16 @@ use kvcore::Result;
 use crate::bindings::{Acl, Base, Operators, types as sys};
 use crate::errors::no_device;
 
-/// The variable that names the folder of the libraries, before all others.
+/// Environment variable with the folder of the libraries. It takes precedence over all others.
 const FOLDER: &str = "KV_ASCEND_LIB_DIR";
 
-/// Variables that name the folder of CANN's toolkit.
+/// Environment variables with the folder of CANN's toolkit.
 const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
-/// What an operator serves.
+/// The part of the backend that calls an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Serves {
-    /// Operations of the contract on dense caches. The backend does without none of them.
+    /// Operations of the contract on dense caches. The backend needs all of these operators.
     Operations,
     /// Caches in int8.
     Int8Caches,
@@ -49,14 +49,14 @@ pub(crate) struct Library {
     pub(crate) operators: Operators,
     /// Version of ACL's interface.
     pub(crate) version: (i32, i32, i32),
-    /// What fused operators serve that are here.
+    /// Parts of the backend whose fused operators the libraries have.
     pub(crate) fused: Vec<Serves>,
 }
 
 /// Loads the libraries and starts ACL, at the first call.
 ///
 /// # Errors
-/// Returns [`Error::NoDevice`] if a library is missing, lacks what no operation can do without, or does not start.
+/// Returns [`kvcore::Error::NoDevice`] if a library is missing, lacks a required function, or does not start.
 pub(crate) fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
     LIBRARY.get_or_init(Library::load).as_ref().map_err(|reason| no_device(reason.clone()))
@@ -71,11 +71,11 @@ fn files(name: &str) -> Vec<PathBuf> {
     toolkits.map(|home| Path::new(&home).join("lib64").join(name)).chain([name.into()]).collect()
 }
 
-/// Opens a library from the first file that there is.
+/// Opens a library from the first file that exists.
 pub(crate) fn open(name: &str) -> std::result::Result<libloading::Library, String> {
     let mut tried = Vec::new();
     for file in files(name) {
-        // SAFETY: loading a library runs its initialisers; those of CANN have no effect on this program.
+        // SAFETY: loading a library runs its initialisers, which for CANN have no effect on this program.
         match unsafe { libloading::Library::new(&file) } {
             Ok(library) => return Ok(library),
             Err(error) => tried.push(format!("{}: {error}", file.display())),
@@ -88,24 +88,26 @@ pub(crate) fn open(name: &str) -> std::result::Result<libloading::Library, Strin
     ))
 }
 
-/// Takes the tables of functions, and names those that are needed and missing.
+/// Names the functions of a table that are missing.
 macro_rules! missing {
     ($table:expr, $($function:ident),* $(,)?) => {
         [$((stringify!($function), $table.$function.is_ok())),*]
             .into_iter()
-            .filter_map(|(name, there)| (!there).then_some(name))
+            .filter_map(|(name, present)| (!present).then_some(name))
             .collect::<Vec<_>>()
     };
 }
 pub(crate) use missing;
 
 impl Library {
-    /// Lets go of an operator between its two phases. Where CANN has no call for that, a few bytes of the host stay.
+    /// Frees an operator between its two phases. If CANN has no call for that, it leaks a few bytes of the
+    /// host.
     pub(crate) fn discard(&self, executor: *mut sys::aclOpExecutor) {
         if !missing!(self.base, aclSetAclOpExecutorRepeatable, aclDestroyAclOpExecutor).is_empty() {
             return;
         }
-        // SAFETY: the caller has the executor of a first phase, for which nothing was called since, and calls nothing more.
+        // SAFETY: the executor is that of a first phase without its second, and the caller does not use it
+        // any more.
         unsafe {
             if self.base.aclSetAclOpExecutorRepeatable(executor) == 0 {
                 self.base.aclDestroyAclOpExecutor(executor);
@@ -114,8 +116,8 @@ impl Library {
     }
 
     fn load() -> std::result::Result<Self, String> {
-        // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers` compares
-        // with CANN's headers.
+        // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers`
+        // compares with CANN's headers.
         let (acl, base, operators) = unsafe {
             (
                 Acl::from_library(open("libascendcl.so")?),
@@ -139,14 +141,14 @@ impl Library {
             ));
         }
         let lists = missing!(library.base, aclCreateTensorList, aclDestroyTensorList).is_empty();
-        let here = |&what: &Serves| library.lacks_for(what).is_empty();
-        let fused = [Serves::FusedAttention, Serves::FusedScatter].into_iter().filter(here);
-        library.fused = fused.filter(|&what| lists || what == Serves::FusedScatter).collect();
+        let present = |&part: &Serves| library.lacks_for(part).is_empty();
+        let fused = [Serves::FusedAttention, Serves::FusedScatter].into_iter().filter(present);
+        library.fused = fused.filter(|&part| lists || part == Serves::FusedScatter).collect();
         library.start()?;
         Ok(library)
     }
 
-    /// Returns the names of functions that are missing and that some required operation calls.
+    /// Returns the missing functions that required operations call.
     fn missing(&self) -> Vec<&'static str> {
         let mut names = missing!(
             self.acl,
@@ -187,15 +189,13 @@ impl Library {
             aclDestroyIntArray,
         ));
         let operators = self.operators();
-        names.extend(
-            operators
-                .into_iter()
-                .filter_map(|(name, serves, there)| (serves == Serves::Operations && !there).then_some(name)),
-        );
+        names.extend(operators.into_iter().filter_map(|(name, serves, present)| {
+            (serves == Serves::Operations && !present).then_some(name)
+        }));
         names
     }
 
-    /// Returns each operator with what calls it, and whether the library has it.
+    /// Returns each operator with the part that calls it, and whether the library has the operator.
     pub(crate) fn operators(&self) -> Vec<(&'static str, Serves, bool)> {
         macro_rules! operators {
             ($($operator:ident, $phase:ident, $serves:ident;)*) => {
@@ -239,10 +239,10 @@ impl Library {
             .is_empty()
     }
 
-    /// Returns the names of missing operators that serve something.
-    pub(crate) fn lacks_for(&self, what: Serves) -> Vec<&'static str> {
+    /// Returns the operators that a part of the backend needs and the library lacks.
+    pub(crate) fn lacks_for(&self, part: Serves) -> Vec<&'static str> {
         let operators = self.operators().into_iter();
-        operators.filter_map(|(name, serves, there)| (serves == what && !there).then_some(name)).collect()
+        operators.filter_map(|(name, serves, present)| (serves == part && !present).then_some(name)).collect()
     }
 
     /// Starts ACL. Another part of the program may have started it already.
@@ -267,22 +267,22 @@ impl Library {
         Ok(())
     }
 
-    /// Returns the text of an error: its number, and what ACL says of it.
+    /// Returns the text of an error: its number, and ACL's message.
     pub(crate) fn text(&self, code: i32) -> String {
         // SAFETY: the text lives until the thread's next call of the library.
-        let said = unsafe {
-            let said = self.acl.aclGetRecentErrMsg();
-            (!said.is_null()).then(|| CStr::from_ptr(said).to_string_lossy().trim().to_owned())
+        let message = unsafe {
+            let message = self.acl.aclGetRecentErrMsg();
+            (!message.is_null()).then(|| CStr::from_ptr(message).to_string_lossy().trim().to_owned())
         };
-        match said.filter(|said| !said.is_empty()) {
-            Some(said) => format!("error {code}: {said}"),
+        match message.filter(|message| !message.is_empty()) {
+            Some(message) => format!("error {code}: {message}"),
             None => format!("error {code}"),
         }
     }
 
     /// Returns the name of the processor.
     pub(crate) fn processor(&self) -> String {
-        // SAFETY: the text is the library's own and stays.
+        // SAFETY: the text belongs to the library and stays.
         unsafe {
             let name = self.acl.aclrtGetSocName();
             if name.is_null() {

@@ -5,7 +5,8 @@
 pub struct AscendOptions {
     /// Number of the device, as ACL counts them (`ASCEND_RT_VISIBLE_DEVICES` changes the order).
     pub device: usize,
-    /// Whether operations are composed of plain operators only. Otherwise those of CANN's fused operators are called that are
-    /// there and that accept the operands: attention of decoding rows, and writes to paged caches.
+    /// True to compose operations of plain operators only. Otherwise the backend also calls CANN's fused
+    /// operators, if CANN has them and they accept the operands: for attention of decoding rows, and for
+    /// writes to paged caches.
     pub plain: bool,
 }

@@ -15,13 +15,13 @@ pub struct NpuReport {
     pub name: String,
     /// Bytes of the device's memory.
     pub total_memory: usize,
-    /// Whether memory can be reserved and mapped, so that pools sleep.
+    /// Whether memory can be reserved and mapped, which pools need to sleep.
     pub virtual_memory: bool,
     /// Whether steps can be captured as graphs.
     pub graphs: bool,
     /// Version of ACL's interface, for example 1.12.0.
     pub interface: (i32, i32, i32),
-    /// Why the backend cannot use the device; what was asked of the device itself is then 0 or false.
+    /// Why the backend cannot use the device. The fields that only the device can answer are then 0 or false.
     pub unfit: Option<String>,
 }
 
@@ -30,10 +30,10 @@ pub struct NpuReport {
 pub struct OperatorReport {
     /// Name of the operator in CANN.
     pub name: &'static str,
-    /// What calls it.
+    /// The part of the backend that calls it.
     pub serves: Serves,
     /// Whether this machine's CANN has it.
-    pub there: bool,
+    pub present: bool,
 }
 
 /// Returns the devices of this machine.
@@ -47,7 +47,7 @@ pub fn devices() -> Result<Vec<NpuReport>> {
         let _current = device.bind()?;
         Ok((device.memory()?.1, crate::memory::maps(&device)))
     };
-    // A device that another program holds, or that is broken, hides no other.
+    // A device that is broken, or that another program holds, does not hide the others.
     let report = |ordinal| {
         let known = facts(ordinal);
         let (total_memory, virtual_memory) = *known.as_ref().unwrap_or(&(0, false));
@@ -70,5 +70,5 @@ pub fn devices() -> Result<Vec<NpuReport>> {
 /// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if it does not start.
 pub fn operators() -> Result<Vec<OperatorReport>> {
     let operators = library()?.operators().into_iter();
-    Ok(operators.map(|(name, serves, there)| OperatorReport { name, serves, there }).collect())
+    Ok(operators.map(|(name, serves, present)| OperatorReport { name, serves, present }).collect())
 }

@@ -1,7 +1,8 @@
 //! Streams: the contract's order of operators and copies, on a queue of ACL.
 //!
-//! An operation becomes calls of operators under the queue's lock, enqueued at once; the host never waits for the
-//! operation. Lists that operators read are sent on the same stream, each once for all layers that share it.
+//! An operation becomes calls of operators under the queue's lock, enqueued at once; the host never waits for
+//! the operation. Lists that operators read are sent on the same stream, each once for all layers that share
+//! it.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -9,6 +10,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
 
+use kvcore::device::queue::{CapturedStream, Hold};
 use kvcore::{Checked, Counters, Event, Graph, MemoryKind, Result, StepInputs, Storage, Stream, TensorView};
 use parking_lot::Mutex;
 
@@ -16,18 +18,16 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::foreign;
 use crate::memory;
-use crate::operations::{self, StepPlans, StepWork};
-use crate::queue::{
-    AclEvent, AclStream, AscendEvent, AscendGraph, CopyDirection, Used, capture, copy, copy_now,
-};
+use crate::operations::{self, RecentPlans, StepWork};
+use crate::queue::{AclEvent, AclStream, AscendEvent, CopyDirection, capture, copy, copy_now};
 
-/// Bytes up to which a write goes through pinned memory of the stream, without a wait of the host. Larger writes wait for
-/// the stream.
+/// Bytes up to which a write goes through pinned memory of the stream, without a wait of the host. Larger
+/// writes wait for the stream.
 const STAGED: usize = 1 << 20;
 
 thread_local! {
     /// Plans of the capture that this thread records. The streams of a capture share them.
-    static CAPTURED: RefCell<StepPlans> = RefCell::default();
+    static CAPTURED: RefCell<RecentPlans> = RefCell::default();
 }
 
 /// Drops the plans of this thread's capture at its end.
@@ -42,7 +42,7 @@ impl Drop for CapturedPlans {
 /// A stream of the Ascend backend.
 pub struct AscendStream {
     queue: Arc<AclStream>,
-    plans: Mutex<StepPlans>,
+    plans: Mutex<RecentPlans>,
 }
 
 impl fmt::Debug for AscendStream {
@@ -83,7 +83,7 @@ impl Stream for AscendStream {
         let operation = operation.operation();
         self.queue.enqueue(|work| {
             work.admit(operation)?;
-            operation.storages().for_each(|storage| work.hold(Used::Storage(Arc::clone(storage))));
+            operation.storages().for_each(|storage| work.hold(Hold::Storage(Arc::clone(storage))));
             if work.captured_step().is_some() {
                 return CAPTURED
                     .with_borrow_mut(|plans| operations::run(&mut StepWork { work, plans }, operation));
@@ -102,21 +102,21 @@ impl Stream for AscendStream {
     }
 
     fn counters(&self) -> &Counters {
-        if capture::records(&self.queue) { &self.queue.captured } else { &self.queue.npu.counters }
+        if self.queue.records() { &self.queue.side.counters } else { &self.queue.npu.counters }
     }
 
     fn record(&self) -> Result<Arc<dyn Event>> {
         let AclStream { npu, raw, memory, .. } = &*self.queue;
-        capture::with(&self.queue, |recording| {
+        self.queue.recorded(|recording| {
             let _current = npu.bind()?;
             let number = recording.as_ref().map_or(0, |recording| recording.number());
             let event = Arc::new(AclEvent::create(npu, number)?);
             let mut memory = memory.lock();
             event.record(*raw)?;
-            let used = Used::Event(Arc::clone(&event));
+            let hold = Hold::Other(Arc::clone(&event) as _);
             match recording {
-                Some(recording) => recording.hold(used),
-                None => memory.in_flight.hold(used),
+                Some(recording) => recording.hold(hold),
+                None => memory.in_flight.hold(hold),
             }
             Ok(Arc::new(AscendEvent(event)) as Arc<dyn Event>)
         })
@@ -125,22 +125,22 @@ impl Stream for AscendStream {
     fn wait_for(&self, event: &Arc<dyn Event>) -> Result<()> {
         let event = event.as_any().downcast_ref::<AscendEvent>().ok_or(foreign("an event"))?;
         let AclStream { npu, raw, memory, .. } = &*self.queue;
-        capture::join(&self.queue, event, |recording| {
+        self.queue.join(event.0.capture, |recording| {
             let _current = npu.bind()?;
             let mut memory = memory.lock();
             event.0.hold_back(npu, *raw)?;
-            let used = Used::Event(Arc::clone(&event.0));
+            let hold = Hold::Other(Arc::clone(&event.0) as _);
             if let Some(recording) = recording {
-                recording.hold(used);
+                recording.hold(hold);
                 return Ok(());
             }
-            memory.in_flight.hold(used);
-            memory.in_flight.tidy(npu, *raw)
+            memory.in_flight.hold(hold);
+            memory.in_flight.tidy(&self.queue)
         })
     }
 
     fn synchronize(&self) -> Result<()> {
-        let _pass = capture::outside(&self.queue, "a wait of the host")?;
+        let _pass = self.queue.outside("a wait of the host")?;
         let _current = self.queue.npu.bind()?;
         self.queue.synchronize(&mut self.queue.memory.lock())
     }
@@ -149,7 +149,7 @@ impl Stream for AscendStream {
         let range = dst.host_range(src.len())?;
         let AclStream { npu, raw, memory, .. } = &*self.queue;
         let into = memory::of(npu, dst.storage())?;
-        let _pass = capture::outside(&self.queue, "a write by the host")?;
+        let _pass = self.queue.outside("a write by the host")?;
         let _current = npu.bind()?;
         if src.is_empty() {
             return Ok(());
@@ -160,8 +160,8 @@ impl Stream for AscendStream {
             // The host writes pinned memory itself, after the stream's work.
             Some(_) => {
                 self.queue.synchronize(&mut memory)?;
-                // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract asks
-                // callers to order other streams before.
+                // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The
+                // contract asks callers to order other streams before.
                 unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), at as *mut u8, len) };
             }
             None if len > STAGED => {
@@ -171,26 +171,26 @@ impl Stream for AscendStream {
             }
             None => {
                 let staged = memory.lists.stage(npu, src)?;
-                memory.in_flight.hold(Used::Storage(Arc::clone(dst.storage())));
-                memory.in_flight.hold(Used::List(Arc::clone(&staged)));
+                memory.in_flight.hold(Hold::Storage(Arc::clone(dst.storage())));
+                memory.in_flight.hold(Hold::Other(Arc::clone(&staged) as _));
                 copy(npu, *raw, at, staged.host(), len, CopyDirection::ToDevice)?;
             }
         }
         Counters::add(&npu.counters.host_write_bytes, len);
-        memory.in_flight.tidy(npu, *raw)
+        memory.in_flight.tidy(&self.queue)
     }
 
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()> {
         let range = src.host_range(dst.len())?;
         let AclStream { npu, memory, .. } = &*self.queue;
         let from = memory::of(npu, src.storage())?;
-        let _pass = capture::outside(&self.queue, "a read by the host")?;
+        let _pass = self.queue.outside("a read by the host")?;
         let _current = npu.bind()?;
         let at = src.storage().address() + range.start as u64;
         self.queue.synchronize(&mut memory.lock())?;
         if from.kind() == MemoryKind::Pinned {
-            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract asks callers
-            // to order other streams before.
+            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract
+            // asks callers to order other streams before.
             unsafe { std::ptr::copy_nonoverlapping(at as *const u8, dst.as_mut_ptr(), dst.len()) };
         } else if !dst.is_empty() {
             // SAFETY: the range lies in the storage, whose work on this stream is done.
@@ -201,10 +201,9 @@ impl Stream for AscendStream {
     }
 
     fn capture(&self, inputs: &StepInputs, record: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
-        let open = capture::OpenCapture::begin(&self.queue, inputs)?;
-        let _plans = CapturedPlans;
-        record()?;
-        let (graph, recording, counts) = open.end()?;
-        Ok(Arc::new(AscendGraph::new(&self.queue, graph, recording, counts)))
+        capture(&self.queue, inputs, &mut || {
+            let _plans = CapturedPlans;
+            record()
+        })
     }
 }

@@ -1,25 +1,25 @@
-//! Device memory: addresses that the host cannot read, the bytes behind them, and what is alive.
+//! Device memory: addresses that the host cannot read, their bytes, and which memory is alive.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ops::Range;
 
-use crate::clock::{Accesses, Moment};
-use crate::state::{Outcome, State, call, invalid, refuse};
+use crate::clock::{Accesses, TaskMoment};
+use crate::state::{CallResult, SimState, call, invalid, refuse};
 use crate::types as sys;
 
-/// Addresses of a device. They are used once, so that memory that was freed is known.
+/// Bytes of a device's addresses. Each address is used once, which tells freed memory from new memory.
 const ADDRESSES: usize = 256 << 30;
 
-/// Dead bytes behind each allocation, and its alignment.
+/// Unused bytes after each allocation, and its alignment.
 const GAP: u64 = 4096;
 
-/// What fresh memory and freed memory hold: NaN in every floating-point type.
+/// The bytes of fresh and freed memory: NaN in every floating-point type.
 const POISON: u8 = 0xFF;
 
-/// Memory that is alive or was.
+/// Memory that is alive or was freed.
 #[derive(Debug)]
-pub(crate) struct Memory {
+pub(crate) struct SimMemory {
     pub(crate) len: u64,
     pub(crate) alive: bool,
     accesses: Accesses,
@@ -31,7 +31,7 @@ pub(crate) struct Space {
     /// First address that is handed out, and where its bytes are; made at the first use.
     maps: Option<(u64, *mut u8)>,
     next: u64,
-    memories: BTreeMap<u64, Memory>,
+    memories: BTreeMap<u64, SimMemory>,
     used: u64,
 }
 
@@ -64,12 +64,12 @@ impl Space {
         self.used += bytes;
     }
 
-    /// Counts bytes no more.
+    /// Stops counting bytes.
     pub(crate) fn uncount(&mut self, bytes: u64) {
         self.used -= bytes;
     }
 
-    /// Returns addresses that nothing had before, aligned.
+    /// Returns aligned addresses that were never used before.
     pub(crate) fn addresses(&mut self, bytes: u64, align: u64) -> Option<u64> {
         let (first, _) = self.maps();
         let at = (first + self.next).next_multiple_of(align);
@@ -81,15 +81,15 @@ impl Space {
         Some(at)
     }
 
-    /// Brings memory to life at addresses, filled with what fresh memory holds.
+    /// Creates memory at an address, filled with poison.
     pub(crate) fn enliven(&mut self, at: u64, len: u64) {
-        self.memories.insert(at, Memory { len, alive: true, accesses: Accesses::default() });
+        self.memories.insert(at, SimMemory { len, alive: true, accesses: Accesses::default() });
         let bytes = self.bytes(at);
-        // SAFETY: the range lies in the mapping, and nobody else writes there.
+        // SAFETY: the range lies in the mapping, and nothing else writes there.
         unsafe { bytes.write_bytes(POISON, len as usize) };
     }
 
-    /// Ends memory that begins at an address, and gives its pages back. Returns its length.
+    /// Frees the memory at an address, and returns its pages to the system. Returns the memory's length.
     pub(crate) fn end(&mut self, at: u64) -> Option<u64> {
         let memory = self.memories.get_mut(&at).filter(|memory| memory.alive)?;
         memory.alive = false;
@@ -103,7 +103,7 @@ impl Space {
         Some(len)
     }
 
-    /// Returns where the bytes of an address are.
+    /// Returns where the host finds the bytes of an address.
     fn bytes(&mut self, at: u64) -> *mut u8 {
         let (first, bytes) = self.maps();
         // SAFETY: the caller's address lies in the range that was handed out.
@@ -115,7 +115,7 @@ impl Space {
         self.maps.is_some_and(|(first, _)| (first..first + ADDRESSES as u64).contains(&at))
     }
 
-    /// Returns the memories that bytes lie in, which are alive: one, or several that are mapped one behind the other.
+    /// Returns the live memories that bytes lie in: one, or several that are mapped one after another.
     fn alive(&self, bytes: &Range<u64>) -> Result<Vec<(u64, Range<u64>)>, String> {
         let (mut parts, mut at) = (Vec::new(), bytes.start);
         while at < bytes.end {
@@ -135,11 +135,11 @@ impl Space {
         Ok(parts)
     }
 
-    /// Returns where bytes are that a task reads or writes, or the fault of the access.
+    /// Returns where the host finds bytes that a task reads or writes, or the fault of the access.
     pub(crate) fn access(
         &mut self,
         bytes: &Range<u64>,
-        moment: &Moment,
+        moment: &TaskMoment,
         writes: bool,
     ) -> Result<*mut u8, String> {
         for (start, part) in self.alive(bytes)? {
@@ -158,9 +158,9 @@ impl Space {
     }
 }
 
-impl State {
+impl SimState {
     /// Allocates memory of a device.
-    fn allocate(&mut self, device: usize, size: u64) -> Outcome<u64> {
+    fn allocate(&mut self, device: usize, size: u64) -> CallResult<u64> {
         let device = &mut self.devices[device];
         if device.space.used() + size > device.limit {
             return refuse(
@@ -203,7 +203,7 @@ pub unsafe extern "C" fn aclrtMalloc(
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtFree(at: *mut c_void) -> sys::aclError {
     call("aclrtFree", |state| {
-        State::current()?;
+        SimState::current()?;
         let at = at as u64;
         let space = state.device_of(at).map(|device| &mut state.devices[device].space);
         match space.and_then(|space| space.end(at).map(|len| space.uncount(len))) {

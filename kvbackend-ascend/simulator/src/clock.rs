@@ -1,13 +1,13 @@
-//! Order between streams: what has happened before what, by events and waits of the host, and accesses without order.
+//! Order among streams, by events and waits of the host, and accesses without an order.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// For each stream, the number of its last task that is known to be before.
+/// The last task of each stream that is known to come before, by number.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Clock(HashMap<u64, u64>);
+pub(crate) struct VectorClock(HashMap<u64, u64>);
 
-impl Clock {
+impl VectorClock {
     /// Takes over what another clock knows.
     pub(crate) fn join(&mut self, other: &Self) {
         for (&stream, &tick) in &other.0 {
@@ -28,28 +28,28 @@ impl Clock {
 
 /// A task's place in the order.
 #[derive(Debug, Clone)]
-pub(crate) struct Moment {
+pub(crate) struct TaskMoment {
     pub(crate) stream: u64,
     pub(crate) tick: u64,
-    pub(crate) before: Clock,
+    pub(crate) before: VectorClock,
 }
 
 #[derive(Debug)]
-struct Access {
+struct TaskAccess {
     bytes: Range<u64>,
     stream: u64,
     tick: u64,
     writes: bool,
 }
 
-/// Accesses to one allocation that later ones may race with.
+/// Accesses to one allocation that later accesses may race with.
 #[derive(Debug, Default)]
-pub(crate) struct Accesses(Vec<Access>);
+pub(crate) struct Accesses(Vec<TaskAccess>);
 
 impl Accesses {
     /// Notes an access. Returns the stream that accesses the same bytes without an order, if there is one.
-    pub(crate) fn note(&mut self, bytes: &Range<u64>, moment: &Moment, writes: bool) -> Option<u64> {
-        let overlaps = |known: &Access| known.bytes.start < bytes.end && bytes.start < known.bytes.end;
+    pub(crate) fn note(&mut self, bytes: &Range<u64>, moment: &TaskMoment, writes: bool) -> Option<u64> {
+        let overlaps = |known: &TaskAccess| known.bytes.start < bytes.end && bytes.start < known.bytes.end;
         let race = self.0.iter().find(|known| {
             known.stream != moment.stream
                 && (known.writes || writes)
@@ -59,13 +59,13 @@ impl Accesses {
         if let Some(race) = race {
             return Some(race.stream);
         }
-        // What is before this access, and inside it, is before whatever is ordered behind this one.
+        // An access before this one, and inside it, also comes before everything ordered after this one.
         self.0.retain(|known| {
             let inside = bytes.start <= known.bytes.start && known.bytes.end <= bytes.end;
             let before = known.stream == moment.stream || moment.before.knows(known.stream, known.tick);
             !(inside && before && (writes || (!known.writes && known.stream == moment.stream)))
         });
-        self.0.push(Access { bytes: bytes.clone(), stream: moment.stream, tick: moment.tick, writes });
+        self.0.push(TaskAccess { bytes: bytes.clone(), stream: moment.stream, tick: moment.tick, writes });
         None
     }
 }

@@ -1,4 +1,4 @@
-//! Controls of tests: calls that fail or do nothing, what is alive, and what was enqueued.
+//! Controls for tests: calls that fail or do nothing, counts of live objects, and a trace of enqueued work.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
@@ -7,17 +7,17 @@ use crate::device::usual_limit;
 use crate::state::lock;
 use crate::virtual_memory::Reservations;
 
-/// What tests have asked for.
+/// The behaviour that tests have asked for.
 #[derive(Default)]
 pub(crate) struct Controls {
-    /// Calls that fail: how many more succeed before, and the code.
+    /// Calls that fail: which of the next calls fails, and its code.
     fails: HashMap<String, (u64, i32)>,
     ignored: Vec<String>,
     pub(crate) reservations: Reservations,
 }
 
 impl Controls {
-    /// Returns the code that a call gives without doing anything, if a test asked for it.
+    /// Returns the code that a call returns without doing anything, if a test asked for it.
     pub(crate) fn verdict(&mut self, name: &str) -> Option<i32> {
         if self.ignored.iter().any(|known| known == name) {
             return Some(0);
@@ -47,8 +47,8 @@ pub extern "C" fn kv_sim_live_bytes(device: i32) -> u64 {
     }
 }
 
-/// Returns how many streams, events, reservations and physical memories of a device live, and how many tensors, scalars,
-/// arrays and executors.
+/// Returns how many streams, events, reservations and physical memories of a device live, and how many
+/// tensors, scalars, arrays and executors.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_live_objects(device: i32) -> u64 {
     let state = lock();
@@ -74,7 +74,7 @@ pub extern "C" fn kv_sim_limit(device: i32, bytes: u64) {
     }
 }
 
-/// Makes the `after`-th next call of a function return a code and do nothing; 0 takes the wish back.
+/// Makes the `after`-th next call of a function return a code and do nothing; 0 cancels that.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kv_sim_fail(name: *const c_char, after: u64, code: i32) {
     let (name, mut state) = (text(name), lock());
@@ -85,7 +85,7 @@ pub unsafe extern "C" fn kv_sim_fail(name: *const c_char, after: u64, code: i32)
     }
 }
 
-/// Sets the milliseconds that ranks wait for each other when they join a group.
+/// Sets how many milliseconds ranks wait for one another when they join a group.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_patience(milliseconds: u64) {
     lock().hccl.patience = milliseconds;
@@ -101,7 +101,7 @@ pub unsafe extern "C" fn kv_sim_ignore(name: *const c_char, on: i32) {
     }
 }
 
-/// Takes back all wishes. Devices that nobody has set are as new.
+/// Makes all functions work again. Devices that no thread has set are like new.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_reset() {
     let mut state = lock();
@@ -116,7 +116,8 @@ pub extern "C" fn kv_sim_reset() {
     }
 }
 
-/// Writes what was enqueued on a device since the last call that had room for it, a line each. Returns the bytes needed.
+/// Writes the tasks enqueued on a device since the last call that had room for them, one a line. Returns the
+/// bytes needed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kv_sim_trace(device: i32, buffer: *mut c_char, len: usize) -> usize {
     let mut state = lock();

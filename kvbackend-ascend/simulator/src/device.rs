@@ -1,22 +1,22 @@
-//! Devices: how many, which one a thread has, and what they are like.
+//! Devices: their number, the current device of a thread, and their properties.
 
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_void};
 
 use crate::address::Space;
-use crate::state::{DEVICES, State, call, invalid, lock, refuse, said, set_current, told};
+use crate::state::{DEVICES, SimState, call, invalid, keep_rule, last_rule, lock, refuse, set_current};
 use crate::types as sys;
 
-/// Bytes of memory of the small device, and of the others.
+/// Bytes of memory of the small device, and of the other devices.
 const SMALL: u64 = 64 << 20;
 const LARGE: u64 = 8 << 30;
 
-/// The device that runs nothing before somebody waits, and the one with little memory.
+/// The device that runs nothing before a wait, and the device with little memory.
 const LAZY_DEVICE: usize = 1;
 const SMALL_DEVICE: usize = 2;
 
 /// One device.
-pub(crate) struct Device {
+pub(crate) struct SimDevice {
     pub(crate) space: Space,
     pub(crate) lazy: bool,
     pub(crate) limit: u64,
@@ -25,11 +25,11 @@ pub(crate) struct Device {
     /// Number of times that threads have set the device.
     set: usize,
     pub(crate) peers: Vec<usize>,
-    /// What was enqueued last.
+    /// The last enqueued tasks.
     pub(crate) trace: VecDeque<String>,
 }
 
-impl Device {
+impl SimDevice {
     pub(crate) fn new(number: usize) -> Self {
         Self {
             space: Space::default(),
@@ -43,7 +43,7 @@ impl Device {
     }
 }
 
-impl Device {
+impl SimDevice {
     /// Returns whether a thread has set the device and not reset it.
     pub(crate) fn is_set(&self) -> bool {
         self.set > 0
@@ -68,17 +68,17 @@ fn number(device: i32) -> Option<usize> {
 pub extern "C" fn aclInit(_: *const c_char) -> sys::aclError {
     let mut state = lock();
     if let Some(code) = state.controls.verdict("aclInit") {
-        return told(refuse(code, "aclInit fails because a test asked for it"));
+        return keep_rule(refuse(code, "aclInit fails because a test asked for it"));
     }
     if std::mem::replace(&mut state.started, true) {
-        return told(refuse(sys::ACL_ERROR_REPEAT_INITIALIZE as i32, "aclInit was called before"));
+        return keep_rule(refuse(sys::ACL_ERROR_REPEAT_INITIALIZE as i32, "aclInit was called before"));
     }
     0
 }
 
 #[unsafe(no_mangle)]
 pub extern "C" fn aclGetRecentErrMsg() -> *const c_char {
-    said()
+    last_rule()
 }
 
 #[unsafe(no_mangle)]
@@ -134,7 +134,7 @@ pub extern "C" fn aclrtResetDevice(device: i32) -> sys::aclError {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aclrtGetDevice(device: *mut i32) -> sys::aclError {
     call("aclrtGetDevice", |_| {
-        *device = State::current()? as i32;
+        *device = SimState::current()? as i32;
         Ok(())
     })
 }
@@ -142,7 +142,7 @@ pub unsafe extern "C" fn aclrtGetDevice(device: *mut i32) -> sys::aclError {
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aclrtGetCurrentContext(to: *mut sys::aclrtContext) -> sys::aclError {
     call("aclrtGetCurrentContext", |_| {
-        *to = context(State::current()?);
+        *to = context(SimState::current()?);
         Ok(())
     })
 }
@@ -168,7 +168,7 @@ pub unsafe extern "C" fn aclrtGetMemInfo(
     total: *mut usize,
 ) -> sys::aclError {
     call("aclrtGetMemInfo", |state| {
-        let device = &state.devices[State::current()?];
+        let device = &state.devices[SimState::current()?];
         *total = device.limit as usize;
         *free = device.limit.saturating_sub(device.space.used()) as usize;
         Ok(())

@@ -2,28 +2,28 @@
 
 use std::ffi::c_void;
 
-use crate::clock::Clock;
+use crate::clock::VectorClock;
 use crate::graph::STREAM_CAPTURED;
-use crate::state::{Outcome, State, call, invalid, refuse};
-use crate::task::Work;
+use crate::state::{CallResult, SimState, call, invalid, refuse};
+use crate::task::TaskWork;
 use crate::types as sys;
 
 /// One event.
 #[derive(Debug, Default)]
-pub(crate) struct Event {
+pub(crate) struct SimEvent {
     device: usize,
     /// The number of the last record, and of the last record that was reached.
     pub(crate) recorded: u64,
     pub(crate) reached: u64,
-    /// The capture that the last record is part of. Such a record is never reached by itself.
+    /// The capture that the last record is part of. A captured record is never reached by itself.
     capture: Option<u64>,
-    /// The stream of the last record, and what is before it.
+    /// The stream of the last record, and the tasks before it.
     pub(crate) stream: u64,
-    pub(crate) clock: Clock,
+    pub(crate) clock: VectorClock,
 }
 
-impl State {
-    fn event(&mut self, event: sys::aclrtEvent) -> Outcome<&mut Event> {
+impl SimState {
+    fn event(&mut self, event: sys::aclrtEvent) -> CallResult<&mut SimEvent> {
         match self.events.get_mut(&(event as u64)) {
             Some(event) => Ok(event),
             None => invalid(format!("{event:p} is no event, or was destroyed")),
@@ -31,7 +31,7 @@ impl State {
     }
 
     /// Refuses an event that is part of a capture.
-    fn check_outside(&mut self, event: sys::aclrtEvent) -> Outcome {
+    fn check_outside(&mut self, event: sys::aclrtEvent) -> CallResult {
         match self.event(event)?.capture {
             None => Ok(()),
             Some(_) => refuse(STREAM_CAPTURED, "the host asks for an event of a capture"),
@@ -52,7 +52,7 @@ pub unsafe extern "C" fn aclrtCreateEventExWithFlag(to: *mut sys::aclrtEvent, fl
             return invalid("an event that no stream could wait for");
         }
         let handle = state.handle();
-        state.events.insert(handle, Event { device, ..Event::default() });
+        state.events.insert(handle, SimEvent { device, ..SimEvent::default() });
         *to = handle as *mut c_void;
         Ok(())
     })
@@ -61,7 +61,7 @@ pub unsafe extern "C" fn aclrtCreateEventExWithFlag(to: *mut sys::aclrtEvent, fl
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtDestroyEvent(event: sys::aclrtEvent) -> sys::aclError {
     call("aclrtDestroyEvent", |state| {
-        State::current()?;
+        SimState::current()?;
         state.event(event)?;
         let handle = event as u64;
         let in_use = state.streams.values().any(|stream| stream.uses_event(handle));
@@ -82,13 +82,13 @@ pub extern "C" fn aclrtRecordEvent(event: sys::aclrtEvent, stream: sys::aclrtStr
         let known = state.event(event)?;
         known.capture = capture;
         if capture.is_some() {
-            return state.enqueue(stream, "event", Work::Record(event as u64, 0));
+            return state.enqueue(stream, "event", TaskWork::Record(event as u64, 0));
         }
         known.recorded += 1;
         known.stream = stream;
         known.clock = clock;
         let number = known.recorded;
-        state.enqueue(stream, "event", Work::Record(event as u64, number))
+        state.enqueue(stream, "event", TaskWork::Record(event as u64, number))
     })
 }
 
@@ -99,12 +99,12 @@ pub extern "C" fn aclrtStreamWaitEvent(stream: sys::aclrtStream, event: sys::acl
         let capture = state.event(event)?.capture;
         if capture.is_some() || state.capture_of(stream).is_some() {
             state.join_capture(stream, capture)?;
-            return state.enqueue(stream, "wait", Work::Wait(event as u64, 0));
+            return state.enqueue(stream, "wait", TaskWork::Wait(event as u64, 0));
         }
         let known = state.event(event)?;
         let (number, clock) = (known.recorded, known.clock.clone());
         state.join_clock(stream, &clock);
-        state.enqueue(stream, "wait", Work::Wait(event as u64, number))
+        state.enqueue(stream, "wait", TaskWork::Wait(event as u64, number))
     })
 }
 

@@ -3,10 +3,10 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use crate::clock::Moment;
-use crate::state::{Outcome, State, call, lock, refuse};
-use crate::task::{Action, Work};
-use crate::tensor::{INVALID, NULL, Scalar, View};
+use crate::clock::TaskMoment;
+use crate::state::{CallResult, SimState, call, lock, refuse};
+use crate::task::{Action, TaskWork};
+use crate::tensor::{HostNumber, INVALID, NULL, View};
 use crate::types as sys;
 
 /// An operator that its first phase has accepted.
@@ -14,27 +14,27 @@ pub(crate) struct Executor {
     name: &'static str,
     workspace: u64,
     action: Action,
-    /// The tensors of the first phase, which must live until the second.
+    /// The tensors of the first phase, which must live until the second phase.
     tensors: Vec<u64>,
-    /// True if the executor goes by a call of its own.
+    /// True if the executor is destroyed by a call of its own.
     repeatable: bool,
 }
 
-/// The first phase of an operator: finds its operands and notes what will run.
+/// The first phase of an operator: finds its operands and notes its action.
 pub(crate) struct First<'a> {
-    pub(crate) state: &'a mut State,
+    pub(crate) state: &'a mut SimState,
     tensors: Vec<u64>,
     elements: usize,
 }
 
 /// Returns the refusal of an operator's argument.
-pub(crate) fn wrong<T>(rule: impl Into<String>) -> Outcome<T> {
+pub(crate) fn wrong<T>(rule: impl Into<String>) -> CallResult<T> {
     refuse(INVALID, rule)
 }
 
 impl First<'_> {
     /// Returns a tensor of the arguments.
-    pub(crate) fn tensor(&mut self, tensor: *const sys::aclTensor) -> Outcome<View> {
+    pub(crate) fn tensor(&mut self, tensor: *const sys::aclTensor) -> CallResult<View> {
         if tensor.is_null() {
             return refuse(NULL, "a tensor that must be there is null");
         }
@@ -50,7 +50,7 @@ impl First<'_> {
     }
 
     /// Returns a tensor that is written.
-    pub(crate) fn output(&mut self, tensor: *const sys::aclTensor) -> Outcome<View> {
+    pub(crate) fn output(&mut self, tensor: *const sys::aclTensor) -> CallResult<View> {
         let view = self.tensor(tensor)?;
         if view.overlaps_itself() {
             return wrong("a result whose elements share addresses");
@@ -58,8 +58,8 @@ impl First<'_> {
         Ok(view)
     }
 
-    /// Returns the tensor of a list that has only one.
-    pub(crate) fn only(&mut self, list: *const sys::aclTensorList) -> Outcome<View> {
+    /// Returns the only tensor of a list.
+    pub(crate) fn only(&mut self, list: *const sys::aclTensorList) -> CallResult<View> {
         match self.state.lists.get(&(list as u64)).map(Vec::as_slice) {
             Some(&[tensor]) => self.tensor(tensor as *const sys::aclTensor),
             Some(_) => wrong("a list of several tensors"),
@@ -67,14 +67,14 @@ impl First<'_> {
         }
     }
 
-    pub(crate) fn scalar(&self, scalar: *const sys::aclScalar) -> Outcome<Scalar> {
+    pub(crate) fn scalar(&self, scalar: *const sys::aclScalar) -> CallResult<HostNumber> {
         match self.state.scalars.get(&(scalar as u64)) {
             Some(&scalar) => Ok(scalar),
             None => wrong("a scalar that was destroyed, or null"),
         }
     }
 
-    pub(crate) fn array(&self, array: *const sys::aclIntArray) -> Outcome<Vec<i64>> {
+    pub(crate) fn array(&self, array: *const sys::aclIntArray) -> CallResult<Vec<i64>> {
         match self.state.arrays.get(&(array as u64)) {
             Some(array) => Ok(array.clone()),
             None => wrong("an array that was destroyed, or null"),
@@ -87,7 +87,7 @@ pub(crate) unsafe fn first(
     name: &'static str,
     workspace: *mut u64,
     to: *mut *mut sys::aclOpExecutor,
-    accept: impl FnOnce(&mut First<'_>) -> Outcome<Action>,
+    accept: impl FnOnce(&mut First<'_>) -> CallResult<Action>,
 ) -> sys::aclnnStatus {
     let phase = format!("{name}GetWorkspaceSize");
     call(&phase, |state| {
@@ -98,7 +98,7 @@ pub(crate) unsafe fn first(
             refusal
         })?;
         let (tensors, elements) = (std::mem::take(&mut first.tensors), first.elements);
-        // Some operators ask for none.
+        // Some operators ask for no workspace.
         let wanted = if elements.is_multiple_of(3) { 0 } else { 1000 + elements as u64 % 4096 };
         let handle = state.handle();
         state
@@ -118,7 +118,7 @@ pub(crate) fn second(
     executor: *mut sys::aclOpExecutor,
     stream: sys::aclrtStream,
 ) -> sys::aclnnStatus {
-    // The second phase consumes the executor, whatever comes of it.
+    // The second phase consumes the executor, even if it fails.
     let executor = lock().executors.remove(&(executor as u64));
     call(name, |state| {
         let stream = state.stream_here(stream)?;
@@ -137,20 +137,20 @@ pub(crate) fn second(
             return wrong(format!("{name}: a workspace of {bytes} bytes at {at:#x}, {wanted} wanted"));
         }
         let run = executor.action;
-        let action = move |state: &mut State, moment: &Moment| {
+        let action = move |state: &mut SimState, moment: &TaskMoment| {
             if wanted > 0 {
                 let place = state.touch(&(at..at + wanted), moment, true)?;
-                // SAFETY: the workspace is alive. What an operator leaves there is arbitrary.
+                // SAFETY: the workspace is alive. An operator leaves arbitrary bytes there.
                 unsafe { place.write_bytes(0xA5, wanted as usize) };
             }
             run(state, moment).map_err(|fault| format!("{name}: {fault}"))
         };
-        state.enqueue(stream, &format!("operator {name}"), Work::Run(Arc::new(action)))
+        state.enqueue(stream, &format!("operator {name}"), TaskWork::Run(Arc::new(action)))
     })
 }
 
-/// Lets an executor go by a call of its own, and not by the second phase. (The backend uses none twice, so that no run of
-/// one leaves it here.)
+/// Keeps an executor until a call of its own destroys it. The second phase consumes it all the same here,
+/// because the backend uses no executor twice.
 #[unsafe(no_mangle)]
 pub extern "C" fn aclSetAclOpExecutorRepeatable(executor: *mut sys::aclOpExecutor) -> sys::aclnnStatus {
     call("aclSetAclOpExecutorRepeatable", |state| match state.executors.get_mut(&(executor as u64)) {

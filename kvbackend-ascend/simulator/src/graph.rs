@@ -1,19 +1,19 @@
 //! Graphs: tasks that are captured instead of enqueued, and run as often as the graph is executed.
 //!
-//! The tasks of a graph keep the order in which they were captured. Tasks of several streams have the order that their
-//! events give them, and no other: tasks that touch the same bytes without one are a fault, as among streams.
+//! The tasks of a stream keep the order in which they were captured. Only events order the tasks of several
+//! streams: tasks that touch the same bytes without an order are a fault, as among streams.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::thread::ThreadId;
 
-use crate::clock::{Clock, Moment};
-use crate::state::{Outcome, State, call, invalid, lock, refuse};
-use crate::task::{Action, Task, Work};
+use crate::clock::{TaskMoment, VectorClock};
+use crate::state::{CallResult, SimState, call, invalid, lock, refuse};
+use crate::task::{Action, StreamTask, TaskWork};
 use crate::types as sys;
 
-/// Codes of calls that a capture does not take.
+/// Codes of calls that a capture refuses.
 pub(crate) const STREAM_CAPTURED: i32 = 107_027;
 const CAPTURE_DEPENDENCY: i32 = 107_024;
 const CAPTURE_UNMATCHED: i32 = 107_036;
@@ -21,7 +21,7 @@ const CAPTURE_WRONG_THREAD: i32 = 107_038;
 const CAPTURE_INVALIDATED: i32 = 507_903;
 
 /// A task of a capture, with its stream.
-enum Captured {
+enum CapturedTask {
     Record(u64, u64),
     Wait(u64, u64),
     Run(u64, Action),
@@ -33,28 +33,28 @@ struct Capture {
     device: usize,
     mode: sys::aclmdlRICaptureMode,
     thread: ThreadId,
-    tasks: Vec<Captured>,
+    tasks: Vec<CapturedTask>,
     /// Why the capture cannot become a graph.
     broken: Option<String>,
 }
 
 /// A graph.
-struct Graph {
+struct SimGraph {
     device: usize,
     origin: u64,
-    tasks: Arc<Vec<Captured>>,
+    tasks: Arc<Vec<CapturedTask>>,
     /// How often the graph was executed.
     runs: u64,
 }
 
 /// Captures and graphs.
 #[derive(Default)]
-pub(crate) struct Graphs {
+pub(crate) struct SimGraphs {
     captures: HashMap<u64, Capture>,
-    graphs: HashMap<u64, Graph>,
+    graphs: HashMap<u64, SimGraph>,
 }
 
-impl Graphs {
+impl SimGraphs {
     /// Returns how many captures and graphs of a device live.
     pub(crate) fn live(&self, device: usize) -> usize {
         self.captures.values().filter(|capture| capture.device == device).count()
@@ -62,7 +62,7 @@ impl Graphs {
     }
 }
 
-impl State {
+impl SimState {
     /// Returns the capture that a stream takes part in.
     pub(crate) fn capture_of(&self, stream: u64) -> Option<u64> {
         self.streams.get(&stream).and_then(|stream| stream.capture)
@@ -74,15 +74,15 @@ impl State {
         }
     }
 
-    /// Refuses a call for a stream that is being captured, which ends the capture.
-    pub(crate) fn outside_captures(&mut self, stream: u64, what: &str) -> Outcome {
+    /// Refuses a call on a stream that is being captured, which invalidates the capture.
+    pub(crate) fn outside_captures(&mut self, stream: u64, what: &str) -> CallResult {
         let Some(capture) = self.capture_of(stream) else { return Ok(()) };
         self.break_capture(capture, what);
         refuse(STREAM_CAPTURED, format!("{what} on a stream that is being captured"))
     }
 
-    /// Refuses a call that captures of other modes than the relaxed one do not allow beside them.
-    pub(crate) fn outside_strict_captures(&mut self, device: usize, what: &str) -> Outcome {
+    /// Refuses a call during a capture of another mode than the relaxed one.
+    pub(crate) fn outside_strict_captures(&mut self, device: usize, what: &str) -> CallResult {
         let (thread, relaxed) = (std::thread::current().id(), sys::ACL_MODEL_RI_CAPTURE_MODE_RELAXED);
         let strict = |capture: &Capture| {
             capture.device == device
@@ -92,11 +92,11 @@ impl State {
         let found = self.graphs.captures.iter().find(|(_, capture)| strict(capture)).map(|(&id, _)| id);
         let Some(capture) = found else { return Ok(()) };
         self.break_capture(capture, what);
-        refuse(STREAM_CAPTURED, format!("{what} beside a capture"))
+        refuse(STREAM_CAPTURED, format!("{what} during a capture"))
     }
 
-    /// Lets a stream that waits for an event take part in the event's capture.
-    pub(crate) fn join_capture(&mut self, stream: u64, of_event: Option<u64>) -> Outcome {
+    /// Adds a stream that waits for an event to the event's capture.
+    pub(crate) fn join_capture(&mut self, stream: u64, of_event: Option<u64>) -> CallResult {
         let own = self.capture_of(stream);
         let Some(wanted) = of_event.filter(|wanted| self.graphs.captures.contains_key(wanted)) else {
             if let Some(own) = own {
@@ -118,12 +118,12 @@ impl State {
     }
 
     /// Adds a task to a capture.
-    pub(crate) fn capture_task(&mut self, capture: u64, stream: u64, work: Work) -> Outcome {
+    pub(crate) fn capture_task(&mut self, capture: u64, stream: u64, work: TaskWork) -> CallResult {
         let task = match work {
-            Work::Record(event, _) => Captured::Record(stream, event),
-            Work::Wait(event, _) => Captured::Wait(stream, event),
-            Work::Run(action) => Captured::Run(stream, action),
-            Work::Meet(_) => return refuse(STREAM_CAPTURED, "a collective in a capture"),
+            TaskWork::Record(event, _) => CapturedTask::Record(stream, event),
+            TaskWork::Wait(event, _) => CapturedTask::Wait(stream, event),
+            TaskWork::Run(action) => CapturedTask::Run(stream, action),
+            TaskWork::Meet(_) => return refuse(STREAM_CAPTURED, "a collective in a capture"),
         };
         match self.graphs.captures.get_mut(&capture) {
             Some(capture) => {
@@ -134,7 +134,7 @@ impl State {
         }
     }
 
-    fn end_capture(&mut self, stream: u64) -> Outcome<u64> {
+    fn end_capture(&mut self, stream: u64) -> CallResult<u64> {
         let Some(number) = self.capture_of(stream) else {
             return refuse(CAPTURE_UNMATCHED, "the end of a capture that did not begin");
         };
@@ -161,8 +161,8 @@ impl State {
         if let Some(reason) = capture.broken {
             return refuse(CAPTURE_INVALIDATED, format!("a capture that {reason} has ended"));
         }
-        // What a stream did last must be before the end, by events.
-        let ordered = moments(&capture.tasks, &Clock::default(), (0, 0));
+        // Events must order the last task of each stream before the end.
+        let ordered = moments(&capture.tasks, &VectorClock::default(), (0, 0));
         let end = ordered.ends.get(&capture.origin).cloned().unwrap_or_default();
         for (stream, last) in ordered.last {
             if !end.knows(ordered.streams[&stream], last) {
@@ -171,7 +171,9 @@ impl State {
         }
         let graph = self.handle();
         let (device, origin) = (capture.device, capture.origin);
-        self.graphs.graphs.insert(graph, Graph { device, origin, tasks: Arc::new(capture.tasks), runs: 0 });
+        self.graphs
+            .graphs
+            .insert(graph, SimGraph { device, origin, tasks: Arc::new(capture.tasks), runs: 0 });
         Ok(graph)
     }
 }
@@ -179,37 +181,38 @@ impl State {
 /// The order of a graph's tasks.
 #[derive(Default)]
 struct Ordered {
-    tasks: Vec<Task>,
+    tasks: Vec<StreamTask>,
     /// The number that stands for each stream.
     streams: HashMap<u64, u64>,
-    ends: HashMap<u64, Clock>,
+    ends: HashMap<u64, VectorClock>,
     last: HashMap<u64, u64>,
 }
 
-/// Gives the tasks of a graph their moments behind a clock. Streams have numbers from `first` on, and ticks behind those of
-/// earlier runs.
-fn moments(tasks: &[Captured], before: &Clock, (first, runs): (u64, u64)) -> Ordered {
-    let (mut ordered, mut events) = (Ordered::default(), HashMap::<u64, Clock>::new());
+/// Gives the tasks of a graph their moments, after a clock. Streams have numbers from `first` on, and ticks
+/// after the ticks of earlier runs.
+fn moments(tasks: &[CapturedTask], before: &VectorClock, (first, runs): (u64, u64)) -> Ordered {
+    let (mut ordered, mut events) = (Ordered::default(), HashMap::<u64, VectorClock>::new());
     for task in tasks {
-        let (Captured::Record(stream, _) | Captured::Wait(stream, _) | Captured::Run(stream, _)) = task;
+        let (CapturedTask::Record(stream, _) | CapturedTask::Wait(stream, _) | CapturedTask::Run(stream, _)) =
+            task;
         let next = first + ordered.streams.len() as u64;
         let number = *ordered.streams.entry(*stream).or_insert(next);
         let clock = ordered.ends.entry(*stream).or_insert_with(|| before.clone());
         match task {
-            Captured::Record(_, event) => {
+            CapturedTask::Record(_, event) => {
                 events.insert(*event, clock.clone());
             }
-            Captured::Wait(_, event) => {
+            CapturedTask::Wait(_, event) => {
                 if let Some(known) = events.get(event) {
                     clock.join(known);
                 }
             }
-            Captured::Run(_, action) => {
+            CapturedTask::Run(_, action) => {
                 let tick = ordered.last.entry(*stream).or_insert(runs * tasks.len() as u64);
                 *tick += 1;
                 clock.set(number, *tick);
-                let moment = Moment { stream: number, tick: *tick, before: clock.clone() };
-                ordered.tasks.push(Task { moment, work: Work::Run(Arc::clone(action)) });
+                let moment = TaskMoment { stream: number, tick: *tick, before: clock.clone() };
+                ordered.tasks.push(StreamTask { moment, work: TaskWork::Run(Arc::clone(action)) });
             }
         }
     }
@@ -240,7 +243,7 @@ pub unsafe extern "C" fn aclmdlRICaptureEnd(
     stream: sys::aclrtStream,
     to: *mut sys::aclmdlRI,
 ) -> sys::aclError {
-    // A capture ends, whatever comes of it.
+    // The capture ends, even if it gives no graph.
     let mut asked = lock().controls.verdict("aclmdlRICaptureEnd");
     call("the end of a capture", |state| {
         let stream = state.stream_here(stream)?;
@@ -271,14 +274,14 @@ pub extern "C" fn aclmdlRIExecuteAsync(graph: sys::aclmdlRI, stream: sys::aclrtS
         let ordered = moments(&tasks, &before, (number << 32, runs));
         let end = ordered.ends.get(&origin).cloned().unwrap_or(before);
         // Each task holds the graph until it has run.
-        let held = |task: Task| {
-            let Work::Run(action) = task.work else { return task };
+        let held = |task: StreamTask| {
+            let TaskWork::Run(action) = task.work else { return task };
             let graph = Arc::clone(&tasks);
-            let action = move |state: &mut State, moment: &Moment| {
+            let action = move |state: &mut SimState, moment: &TaskMoment| {
                 let _graph = &graph;
                 action(state, moment)
             };
-            Task { moment: task.moment, work: Work::Run(Arc::new(action)) }
+            StreamTask { moment: task.moment, work: TaskWork::Run(Arc::new(action)) }
         };
         state.enqueue_graph(stream, ordered.tasks.into_iter().map(held).collect(), &end);
         Ok(())
@@ -288,7 +291,7 @@ pub extern "C" fn aclmdlRIExecuteAsync(graph: sys::aclmdlRI, stream: sys::aclrtS
 #[unsafe(no_mangle)]
 pub extern "C" fn aclmdlRIDestroy(graph: sys::aclmdlRI) -> sys::aclError {
     call("aclmdlRIDestroy", |state| {
-        let device = State::current()?;
+        let device = SimState::current()?;
         let lost = state.devices[device].lost.is_some();
         match state.graphs.graphs.get(&(graph as u64)) {
             Some(known) if Arc::strong_count(&known.tasks) > 1 && !lost => {

@@ -1,12 +1,13 @@
-//! A simulator of the libraries of CANN that the Ascend backend loads: one library that is reached by all their names and
-//! executes on the CPU.
+//! A simulator of the libraries of CANN that the Ascend backend loads: one library under all their names,
+//! which executes on the CPU.
 //!
-//! It is stricter than a device. Device memory cannot be read by the host; fresh memory holds NaN; memory is checked when
-//! work *executes*, and a fault loses the device; executors are used once; work of two streams on the same bytes without an
-//! order between them is a fault. It states what we take CANN's contract to be, and cannot show that we took it right.
+//! It is stricter than a device. Device memory cannot be read by the host; fresh memory holds NaN; memory is
+//! checked when work *executes*, and a fault loses the device; executors are used once; work of two streams
+//! on the same bytes without an order between them is a fault. It states what we take CANN's contract to be,
+//! and cannot show that we took it right.
 //!
-//! There are no threads but the callers': an eager device runs work as soon as it is enqueued and what it waits for is done, a lazy one runs
-//! nothing before somebody waits. Every run of a program is the same.
+//! It has no threads of its own. An eager device runs work as soon as it is enqueued and its waits are done;
+//! a lazy device runs nothing before a wait. Every run of a program is the same.
 #![allow(
     clippy::cast_ptr_alignment,
     clippy::missing_safety_doc,

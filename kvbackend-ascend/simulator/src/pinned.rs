@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::ops::Range;
 
-use crate::clock::{Accesses, Moment};
-use crate::state::{State, call, invalid};
+use crate::clock::{Accesses, TaskMoment};
+use crate::state::{SimState, call, invalid};
 use crate::types as sys;
 
 const ALIGN: usize = 4096;
@@ -37,7 +37,7 @@ impl Pinned {
     pub(crate) fn access(
         &mut self,
         bytes: &Range<u64>,
-        moment: &Moment,
+        moment: &TaskMoment,
         writes: bool,
     ) -> Result<*mut u8, String> {
         let Some(accesses) = self.find(bytes) else {
@@ -73,7 +73,7 @@ pub unsafe extern "C" fn aclrtMallocHost(to: *mut *mut c_void, size: usize) -> s
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aclrtFreeHost(at: *mut c_void) -> sys::aclError {
     call("aclrtFreeHost", |state| {
-        State::current()?;
+        SimState::current()?;
         match state.pinned.memories.remove(&(at as u64)) {
             Some((size, _)) => {
                 state.pinned.used -= size as u64;

@@ -1,4 +1,4 @@
-//! The state behind all calls, and the entry of each call.
+//! The state that all calls share, and the entry of each call.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -8,16 +8,16 @@ use std::time::Instant;
 
 use parking_lot::{Condvar, Mutex, MutexGuard};
 
-use crate::clock::Clock;
+use crate::clock::VectorClock;
 use crate::control::Controls;
-use crate::device::Device;
-use crate::event::Event;
+use crate::device::SimDevice;
+use crate::event::SimEvent;
 use crate::executor::Executor;
-use crate::graph::Graphs;
+use crate::graph::SimGraphs;
 use crate::hccl::Groups;
 use crate::pinned::Pinned;
-use crate::stream::Stream;
-use crate::tensor::{Scalar, View};
+use crate::stream::SimStream;
+use crate::tensor::{HostNumber, View};
 use crate::types as sys;
 
 /// Devices of the simulator.
@@ -25,32 +25,32 @@ pub(crate) const DEVICES: usize = 4;
 
 /// The error of a call: its code, and the rule that was broken.
 #[derive(Debug, Clone)]
-pub(crate) struct Refusal {
+pub(crate) struct BrokenRule {
     pub(crate) code: i32,
     pub(crate) rule: String,
 }
 
 /// The result of a call.
-pub(crate) type Outcome<T = ()> = Result<T, Refusal>;
+pub(crate) type CallResult<T = ()> = Result<T, BrokenRule>;
 
 /// Returns the refusal of an argument.
-pub(crate) fn invalid<T>(rule: impl Into<String>) -> Outcome<T> {
+pub(crate) fn invalid<T>(rule: impl Into<String>) -> CallResult<T> {
     refuse(sys::ACL_ERROR_RT_PARAM_INVALID as i32, rule)
 }
 
 /// Returns a refusal.
-pub(crate) fn refuse<T>(code: i32, rule: impl Into<String>) -> Outcome<T> {
-    Err(Refusal { code, rule: rule.into() })
+pub(crate) fn refuse<T>(code: i32, rule: impl Into<String>) -> CallResult<T> {
+    Err(BrokenRule { code, rule: rule.into() })
 }
 
-/// Everything that lives.
-pub(crate) struct State {
+/// Everything that the simulator holds.
+pub(crate) struct SimState {
     pub(crate) started: bool,
-    pub(crate) devices: Vec<Device>,
-    pub(crate) streams: HashMap<u64, Stream>,
-    pub(crate) events: HashMap<u64, Event>,
+    pub(crate) devices: Vec<SimDevice>,
+    pub(crate) streams: HashMap<u64, SimStream>,
+    pub(crate) events: HashMap<u64, SimEvent>,
     pub(crate) tensors: HashMap<u64, View>,
-    pub(crate) scalars: HashMap<u64, Scalar>,
+    pub(crate) scalars: HashMap<u64, HostNumber>,
     pub(crate) arrays: HashMap<u64, Vec<i64>>,
     /// Lists of tensors, which own them.
     pub(crate) lists: HashMap<u64, Vec<u64>>,
@@ -58,20 +58,20 @@ pub(crate) struct State {
     pub(crate) pinned: Pinned,
     pub(crate) controls: Controls,
     pub(crate) hccl: Groups,
-    pub(crate) graphs: Graphs,
+    pub(crate) graphs: SimGraphs,
     /// What the host has waited for.
-    pub(crate) host: Clock,
+    pub(crate) host: VectorClock,
     next: u64,
 }
 
 thread_local! {
     /// The device of this thread.
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
-    /// The rule that this thread's last call broke.
-    static SAID: RefCell<Option<CString>> = const { RefCell::new(None) };
+    /// The rule that this thread broke last.
+    static LAST_RULE: RefCell<Option<CString>> = const { RefCell::new(None) };
 }
 
-impl State {
+impl SimState {
     /// Returns a number that no other handle has.
     pub(crate) fn handle(&mut self) -> u64 {
         self.next += 16;
@@ -79,7 +79,7 @@ impl State {
     }
 
     /// Returns the device of this thread.
-    pub(crate) fn current() -> Outcome<usize> {
+    pub(crate) fn current() -> CallResult<usize> {
         CURRENT.get().map_or_else(
             || refuse(sys::ACL_ERROR_RT_CONTEXT_NULL as i32, "no device is set on this thread"),
             Ok,
@@ -87,14 +87,14 @@ impl State {
     }
 
     /// Returns the device of this thread if it is not lost.
-    pub(crate) fn alive(&self) -> Outcome<usize> {
+    pub(crate) fn alive(&self) -> CallResult<usize> {
         let device = Self::current()?;
         self.check_alive(device)?;
         Ok(device)
     }
 
     /// Refuses a lost device.
-    pub(crate) fn check_alive(&self, device: usize) -> Outcome {
+    pub(crate) fn check_alive(&self, device: usize) -> CallResult {
         match &self.devices[device].lost {
             Some(reason) => refuse(sys::ACL_ERROR_RT_AICORE_EXCEPTION as i32, reason.clone()),
             None => Ok(()),
@@ -107,12 +107,12 @@ pub(crate) fn set_current(device: Option<usize>) {
     CURRENT.set(device);
 }
 
-pub(crate) fn lock() -> MutexGuard<'static, State> {
-    static STATE: OnceLock<Mutex<State>> = OnceLock::new();
+pub(crate) fn lock() -> MutexGuard<'static, SimState> {
+    static STATE: OnceLock<Mutex<SimState>> = OnceLock::new();
     let new = || {
-        Mutex::new(State {
+        Mutex::new(SimState {
             started: false,
-            devices: (0..DEVICES).map(Device::new).collect(),
+            devices: (0..DEVICES).map(SimDevice::new).collect(),
             streams: HashMap::new(),
             events: HashMap::new(),
             tensors: HashMap::new(),
@@ -123,15 +123,15 @@ pub(crate) fn lock() -> MutexGuard<'static, State> {
             pinned: Pinned::default(),
             controls: Controls::default(),
             hccl: Groups::default(),
-            graphs: Graphs::default(),
-            host: Clock::default(),
+            graphs: SimGraphs::default(),
+            host: VectorClock::default(),
             next: 0x5_1000,
         })
     };
     STATE.get_or_init(new).lock()
 }
 
-/// Notified when a rank has done what others may wait for.
+/// Notified when a rank has done something that others may wait for.
 static CHANGED: Condvar = Condvar::new();
 
 /// Wakes the threads that wait for other ranks.
@@ -139,20 +139,20 @@ pub(crate) fn changed() {
     CHANGED.notify_all();
 }
 
-/// Lets other threads go on until something changes. Returns whether that was before `until`.
-pub(crate) fn wait_for_change(state: &mut MutexGuard<'static, State>, until: Instant) -> bool {
+/// Lets other threads run until something changes. Returns whether that happened before `until`.
+pub(crate) fn wait_for_change(state: &mut MutexGuard<'static, SimState>, until: Instant) -> bool {
     !CHANGED.wait_until(state, until).timed_out()
 }
 
-/// Runs a call: unless a test makes it fail or do nothing, and only after the start.
-pub(crate) fn call(name: &str, run: impl FnOnce(&mut State) -> Outcome) -> i32 {
+/// Runs a call after the start, unless a test makes it fail or do nothing.
+pub(crate) fn call(name: &str, run: impl FnOnce(&mut SimState) -> CallResult) -> i32 {
     call_that_waits(name, |state| run(state))
 }
 
 /// Runs a call that may wait for other threads.
 pub(crate) fn call_that_waits(
     name: &str,
-    run: impl FnOnce(&mut MutexGuard<'static, State>) -> Outcome,
+    run: impl FnOnce(&mut MutexGuard<'static, SimState>) -> CallResult,
 ) -> i32 {
     let mut state = lock();
     let outcome = match state.controls.verdict(name) {
@@ -163,21 +163,21 @@ pub(crate) fn call_that_waits(
         }
         None => run(&mut state),
     };
-    told(outcome)
+    keep_rule(outcome)
 }
 
-/// Keeps what a refusal says for this thread, and returns its code.
-pub(crate) fn told(outcome: Outcome) -> i32 {
+/// Keeps the rule that a refused call broke, for this thread, and returns the call's code.
+pub(crate) fn keep_rule(outcome: CallResult) -> i32 {
     match outcome {
         Ok(()) => 0,
-        Err(Refusal { code, rule }) => {
-            SAID.with(|said| *said.borrow_mut() = CString::new(rule).ok());
+        Err(BrokenRule { code, rule }) => {
+            LAST_RULE.with(|last| *last.borrow_mut() = CString::new(rule).ok());
             code
         }
     }
 }
 
-/// Returns what the last refusal of this thread said.
-pub(crate) fn said() -> *const std::ffi::c_char {
-    SAID.with(|said| said.borrow().as_ref().map_or(std::ptr::null(), |text| text.as_ptr()))
+/// Returns the rule that this thread broke last; null if it broke none.
+pub(crate) fn last_rule() -> *const std::ffi::c_char {
+    LAST_RULE.with(|last| last.borrow().as_ref().map_or(std::ptr::null(), |text| text.as_ptr()))
 }

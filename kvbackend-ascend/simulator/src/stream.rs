@@ -1,4 +1,4 @@
-//! Streams: queues of tasks, and when they run.
+//! Streams: queues of tasks, and the time when they run.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-use crate::clock::{Clock, Moment};
-use crate::state::{Outcome, State, call, call_that_waits, invalid, refuse, wait_for_change};
-use crate::task::{Task, Work};
+use crate::clock::{TaskMoment, VectorClock};
+use crate::state::{CallResult, SimState, call, call_that_waits, invalid, refuse, wait_for_change};
+use crate::task::{StreamTask, TaskWork};
 use crate::types as sys;
 
-/// Most tasks that a device remembers for tests.
+/// Most tasks that the trace of a device keeps.
 const TRACED: usize = 1 << 16;
 
-/// The code of a wait that nothing ends.
+/// The code of a wait that nothing can end.
 const STUCK: i32 = sys::ACL_ERROR_RT_INTERNAL_ERROR as i32;
 
 /// The code of a wait that took too long, and the longest wait for other ranks.
@@ -23,30 +23,30 @@ const LONG: Duration = Duration::from_secs(60);
 
 /// One stream.
 #[derive(Default)]
-pub(crate) struct Stream {
+pub(crate) struct SimStream {
     pub(crate) device: usize,
-    tasks: VecDeque<Task>,
-    pub(crate) clock: Clock,
+    tasks: VecDeque<StreamTask>,
+    pub(crate) clock: VectorClock,
     ticks: u64,
-    /// The capture that takes what is enqueued.
+    /// The capture that takes the enqueued tasks.
     pub(crate) capture: Option<u64>,
-    /// Whether its tasks are being run, so that waits that wait for each other end.
+    /// Whether its tasks are being run: ends a circle of waits.
     runs: bool,
 }
 
-impl Stream {
+impl SimStream {
     /// Returns whether a task records or waits for an event.
     pub(crate) fn uses_event(&self, event: u64) -> bool {
         self.tasks.iter().any(|task| match task.work {
-            Work::Record(known, _) | Work::Wait(known, _) => known == event,
-            Work::Run(_) | Work::Meet(_) => false,
+            TaskWork::Record(known, _) | TaskWork::Wait(known, _) => known == event,
+            TaskWork::Run(_) | TaskWork::Meet(_) => false,
         })
     }
 }
 
-impl State {
+impl SimState {
     /// Returns a stream of the device that this thread has set.
-    pub(crate) fn stream_here(&self, stream: sys::aclrtStream) -> Outcome<u64> {
+    pub(crate) fn stream_here(&self, stream: sys::aclrtStream) -> CallResult<u64> {
         let device = self.alive()?;
         match self.streams.get(&(stream as u64)) {
             Some(known) if known.device == device => Ok(stream as u64),
@@ -55,20 +55,20 @@ impl State {
         }
     }
 
-    /// Returns what is before the next task of a stream.
-    pub(crate) fn clock_of(&self, stream: u64) -> Clock {
+    /// Returns the tasks before the next task of a stream.
+    pub(crate) fn clock_of(&self, stream: u64) -> VectorClock {
         self.streams.get(&stream).map(|stream| stream.clock.clone()).unwrap_or_default()
     }
 
-    /// Puts what a clock knows before the next tasks of a stream.
-    pub(crate) fn join_clock(&mut self, stream: u64, clock: &Clock) {
+    /// Orders the tasks that a clock knows before the next tasks of a stream.
+    pub(crate) fn join_clock(&mut self, stream: u64, clock: &VectorClock) {
         if let Some(stream) = self.streams.get_mut(&stream) {
             stream.clock.join(clock);
         }
     }
 
-    /// Adds a task to a stream, and runs what can run at once.
-    pub(crate) fn enqueue(&mut self, stream: u64, name: &str, work: Work) -> Outcome {
+    /// Adds a task to a stream, and runs the tasks that can run at once.
+    pub(crate) fn enqueue(&mut self, stream: u64, name: &str, work: TaskWork) -> CallResult {
         if let Some(capture) = self.streams.get(&stream).and_then(|stream| stream.capture) {
             return self.capture_task(capture, stream, work);
         }
@@ -78,8 +78,8 @@ impl State {
         known.ticks += 1;
         let (device, tick) = (known.device, known.ticks);
         known.clock.set(stream, tick);
-        let moment = Moment { stream, tick, before: known.clock.clone() };
-        known.tasks.push_back(Task { moment, work });
+        let moment = TaskMoment { stream, tick, before: known.clock.clone() };
+        known.tasks.push_back(StreamTask { moment, work });
         self.note(device, name);
         if !self.devices[device].lazy {
             self.run(stream, &|_| false);
@@ -87,8 +87,9 @@ impl State {
         Ok(())
     }
 
-    /// Adds tasks that have their moments already, behind those of a stream, and what is before its next task.
-    pub(crate) fn enqueue_graph(&mut self, stream: u64, tasks: Vec<Task>, end: &Clock) {
+    /// Adds the tasks of a graph, which have their moments already, to a stream. The tasks that `end` knows
+    /// come before the stream's next task.
+    pub(crate) fn enqueue_graph(&mut self, stream: u64, tasks: Vec<StreamTask>, end: &VectorClock) {
         let Some(known) = self.streams.get_mut(&stream) else { return };
         known.tasks.extend(tasks);
         known.clock.join(end);
@@ -99,7 +100,7 @@ impl State {
         }
     }
 
-    /// Remembers for tests that something was enqueued.
+    /// Adds an enqueued task to the trace of its device.
     fn note(&mut self, device: usize, name: &str) {
         let device = &mut self.devices[device];
         if device.trace.len() == TRACED {
@@ -108,7 +109,8 @@ impl State {
         device.trace.push_back(name.to_owned());
     }
 
-    /// Runs the tasks of a stream until `enough`, or as far as they can run.
+    // Decision: docs/decisions/backend-ascend.md#the-simulator-has-no-threads-of-its-own
+    /// Runs the tasks of a stream until `enough`, or until none can run.
     fn run(&mut self, stream: u64, enough: &dyn Fn(&Self) -> bool) {
         match self.streams.get_mut(&stream) {
             Some(known) if !known.runs => known.runs = true,
@@ -119,11 +121,11 @@ impl State {
             let device = known.device;
             let Some(task) = known.tasks.front() else { break };
             if self.devices[device].lost.is_some() {
-                // Nothing runs on a lost device any more, and nobody waits for it.
+                // Nothing runs on a lost device any more, and nothing waits for it.
                 known.tasks.clear();
                 break;
             }
-            if let Work::Wait(event, number) = task.work
+            if let TaskWork::Wait(event, number) = task.work
                 && !self.is_reached(event, number)
             {
                 break;
@@ -133,20 +135,20 @@ impl State {
                 break;
             };
             match task.work {
-                Work::Meet(ref mut part) => {
+                TaskWork::Meet(ref mut part) => {
                     let met = self.meet(part, &task.moment);
                     if !met && let Some(known) = self.streams.get_mut(&stream) {
                         known.tasks.push_front(task);
                         break;
                     }
                 }
-                Work::Wait(..) => {}
-                Work::Record(event, number) => {
+                TaskWork::Wait(..) => {}
+                TaskWork::Record(event, number) => {
                     if let Some(event) = self.events.get_mut(&event) {
                         event.reached = event.reached.max(number);
                     }
                 }
-                Work::Run(work) => {
+                TaskWork::Run(work) => {
                     if let Err(fault) = work(self, &task.moment) {
                         self.devices[device].lost.get_or_insert(fault);
                     }
@@ -171,7 +173,7 @@ impl State {
     }
 
     /// Runs a stream until something holds.
-    pub(crate) fn run_until(&mut self, stream: u64, enough: impl Fn(&Self) -> bool) -> Outcome {
+    pub(crate) fn run_until(&mut self, stream: u64, enough: impl Fn(&Self) -> bool) -> CallResult {
         self.run(stream, &enough);
         let device = self.streams.get(&stream).map(|stream| stream.device);
         if let Some(device) = device {
@@ -185,7 +187,9 @@ impl State {
 
     /// Returns whether a task of some stream waits for other ranks.
     fn waits_for_ranks(&self) -> bool {
-        let front = |stream: &Stream| matches!(stream.tasks.front(), Some(Task { work: Work::Meet(_), .. }));
+        let front = |stream: &SimStream| {
+            matches!(stream.tasks.front(), Some(StreamTask { work: TaskWork::Meet(_), .. }))
+        };
         self.streams.values().any(front)
     }
 
@@ -194,7 +198,7 @@ impl State {
         self.streams.values().filter(|stream| stream.device == device).count()
     }
 
-    fn synchronize(&mut self, stream: u64) -> Outcome {
+    fn synchronize(&mut self, stream: u64) -> CallResult {
         self.run_until(stream, |state| {
             state.streams.get(&stream).is_none_or(|known| known.tasks.is_empty())
         })?;
@@ -204,12 +208,12 @@ impl State {
     }
 }
 
-/// Waits for a stream, as long as other ranks may bring it on.
+/// Waits for a stream while other ranks may still make its tasks run.
 fn synchronize_until(
-    state: &mut MutexGuard<'static, State>,
+    state: &mut MutexGuard<'static, SimState>,
     stream: sys::aclrtStream,
     until: Instant,
-) -> Outcome {
+) -> CallResult {
     let stream = state.stream_here(stream)?;
     state.outside_captures(stream, "a wait of the host")?;
     loop {
@@ -236,7 +240,7 @@ pub unsafe extern "C" fn aclrtCreateStreamWithConfig(
             return invalid(format!("priority {priority}"));
         }
         let handle = state.handle();
-        state.streams.insert(handle, Stream { device, ..Stream::default() });
+        state.streams.insert(handle, SimStream { device, ..SimStream::default() });
         *to = handle as *mut c_void;
         Ok(())
     })
@@ -245,7 +249,7 @@ pub unsafe extern "C" fn aclrtCreateStreamWithConfig(
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtDestroyStream(stream: sys::aclrtStream) -> sys::aclError {
     call("aclrtDestroyStream", |state| {
-        let device = State::current()?;
+        let device = SimState::current()?;
         match state.streams.get(&(stream as u64)) {
             Some(known) if known.device != device => {
                 refuse(sys::ACL_ERROR_RT_STREAM_CONTEXT as i32, "a stream of another device")
@@ -263,11 +267,11 @@ pub extern "C" fn aclrtDestroyStream(stream: sys::aclrtStream) -> sys::aclError 
     })
 }
 
-/// Drops the work of a stream that is not done, with the stream.
+/// Destroys a stream, and drops its unfinished work.
 #[unsafe(no_mangle)]
 pub extern "C" fn aclrtDestroyStreamForce(stream: sys::aclrtStream) -> sys::aclError {
     call("aclrtDestroyStreamForce", |state| {
-        let device = State::current()?;
+        let device = SimState::current()?;
         let handle = stream as u64;
         if state.streams.get(&handle).is_none_or(|known| known.device != device) {
             return invalid(format!("{stream:p} is no stream of device {device}"));

@@ -1,19 +1,19 @@
-//! Tasks of streams: copies, fills, operators, and what they may touch.
+//! Tasks of streams: copies, fills, operators, and the memory they may touch.
 
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::clock::Moment;
-use crate::hccl::Part;
-use crate::state::{Outcome, State, call, invalid, refuse};
+use crate::clock::TaskMoment;
+use crate::hccl::RankPart;
+use crate::state::{CallResult, SimState, call, invalid, refuse};
 use crate::types as sys;
 
-/// What runs when a task is due, once or for each run of a graph. Returns the fault, if there is one.
-pub(crate) type Action = Arc<dyn Fn(&mut State, &Moment) -> Result<(), String> + Send + Sync>;
+/// The action of a task, run once or for each run of a graph. Returns the fault, if there is one.
+pub(crate) type Action = Arc<dyn Fn(&mut SimState, &TaskMoment) -> Result<(), String> + Send + Sync>;
 
 /// What a task does.
-pub(crate) enum Work {
+pub(crate) enum TaskWork {
     /// Reaches the given record of an event.
     Record(u64, u64),
     /// Waits for the given record of an event.
@@ -21,21 +21,21 @@ pub(crate) enum Work {
     /// Runs an action.
     Run(Action),
     /// Waits for the tasks of other ranks.
-    Meet(Part),
+    Meet(RankPart),
 }
 
 /// One task.
-pub(crate) struct Task {
-    pub(crate) moment: Moment,
-    pub(crate) work: Work,
+pub(crate) struct StreamTask {
+    pub(crate) moment: TaskMoment,
+    pub(crate) work: TaskWork,
 }
 
-impl State {
-    /// Returns where bytes are that a task touches: memory of a device or pinned memory.
+impl SimState {
+    /// Returns where the host finds bytes that a task touches: memory of a device or pinned memory.
     pub(crate) fn touch(
         &mut self,
         bytes: &Range<u64>,
-        moment: &Moment,
+        moment: &TaskMoment,
         writes: bool,
     ) -> Result<*mut u8, String> {
         match self.device_of(bytes.start) {
@@ -49,8 +49,13 @@ fn range(at: *const c_void, bytes: usize) -> Range<u64> {
     at as u64..at as u64 + bytes as u64
 }
 
-/// Checks that both ends of a copy lie where its kind says.
-fn check_ends(state: &mut State, kind: sys::aclrtMemcpyKind, dst: &Range<u64>, src: &Range<u64>) -> Outcome {
+/// Checks that both ends of a copy match its kind.
+fn check_ends(
+    state: &mut SimState,
+    kind: sys::aclrtMemcpyKind,
+    dst: &Range<u64>,
+    src: &Range<u64>,
+) -> CallResult {
     let on_device = [state.device_of(dst.start).is_some(), state.device_of(src.start).is_some()];
     let expected = match kind {
         sys::ACL_MEMCPY_HOST_TO_DEVICE => [true, false],
@@ -99,14 +104,14 @@ pub extern "C" fn aclrtMemcpyAsync(
                 _ => {}
             }
         }
-        let action = move |state: &mut State, moment: &Moment| {
+        let action = move |state: &mut SimState, moment: &TaskMoment| {
             let from = state.touch(&src, moment, false)?;
             let to = state.touch(&dst, moment, true)?;
             // SAFETY: both ranges are alive for `count` bytes.
             unsafe { std::ptr::copy(from, to, count) };
             Ok(())
         };
-        state.enqueue(stream, name, Work::Run(Arc::new(action)))
+        state.enqueue(stream, name, TaskWork::Run(Arc::new(action)))
     })
 }
 
@@ -124,17 +129,17 @@ pub extern "C" fn aclrtMemsetAsync(
         if count > most || !(0..256).contains(&value) || state.device_of(bytes.start).is_none() {
             return invalid(format!("{count} bytes of {most} set to {value} at {at:p}"));
         }
-        let action = move |state: &mut State, moment: &Moment| {
+        let action = move |state: &mut SimState, moment: &TaskMoment| {
             let to = state.touch(&bytes, moment, true)?;
             // SAFETY: the range is alive for `count` bytes.
             unsafe { to.write_bytes(value as u8, count) };
             Ok(())
         };
-        state.enqueue(stream, "memset", Work::Run(Arc::new(action)))
+        state.enqueue(stream, "memset", TaskWork::Run(Arc::new(action)))
     })
 }
 
-/// The copy that the host makes at once, without waiting for any stream.
+/// Copies at once on the host, without waiting for any stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aclrtMemcpy(
     dst: *mut c_void,
@@ -151,13 +156,13 @@ pub unsafe extern "C" fn aclrtMemcpy(
         }
         let (to, from) = (range(dst, count), range(src, count));
         check_ends(state, kind, &to, &from)?;
-        let moment = Moment { stream: 0, tick: 1, before: state.host.clone() };
+        let moment = TaskMoment { stream: 0, tick: 1, before: state.host.clone() };
         let mut end = |bytes: &Range<u64>, at: *mut u8, writes| match state.device_of(bytes.start) {
             Some(device) => state.devices[device].space.access(bytes, &moment, writes),
             None => Ok(at),
         };
         let ends = (end(&from, src.cast_mut().cast(), false), end(&to, dst.cast(), true));
-        // The host's next tasks and copies are behind this one.
+        // The host's next tasks and copies come after this one.
         state.host.set(0, 1);
         match ends {
             (Ok(from), Ok(to)) => {

@@ -5,7 +5,7 @@ use std::ops::Range;
 
 use half::{bf16, f16};
 
-use crate::state::{Outcome, call, lock, refuse};
+use crate::state::{CallResult, call, lock, refuse};
 use crate::types as sys;
 
 /// The code of an operator's invalid argument, and of a null one.
@@ -15,7 +15,7 @@ pub(crate) const NULL: i32 = 161_001;
 /// Alignment of a tensor's memory.
 const ALIGN: u64 = 32;
 
-/// What `aclCreateTensor` was given.
+/// The arguments of `aclCreateTensor`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct View {
     /// Address of the first element of the view.
@@ -29,7 +29,7 @@ pub(crate) struct View {
 
 /// A number of the host.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Scalar(pub(crate) f32);
+pub(crate) struct HostNumber(pub(crate) f32);
 
 /// Returns the bytes of an element.
 pub(crate) fn size_of_type(dtype: sys::aclDataType) -> usize {
@@ -47,7 +47,7 @@ impl View {
         self.dims.iter().product()
     }
 
-    /// Returns the bytes from the first element to the last; none for a view without elements.
+    /// Returns the range of bytes from the first element to the last; none for a view without elements.
     pub(crate) fn bytes(&self) -> Option<Range<u64>> {
         if self.len() == 0 {
             return None;
@@ -56,7 +56,7 @@ impl View {
         Some(self.at..self.at + ((last + 1) * size_of_type(self.dtype)) as u64)
     }
 
-    /// Returns whether the elements lie one behind the other.
+    /// Returns whether the elements follow one another without gaps.
     pub(crate) fn is_dense(&self) -> bool {
         let mut expected = 1;
         self.dims.iter().zip(&self.strides).rev().all(|(&n, &stride)| {
@@ -80,7 +80,7 @@ impl View {
     }
 }
 
-/// Reads element `i` behind an address as f32.
+/// Reads element `i` from an address on, as f32.
 ///
 /// # Safety
 /// The element is alive.
@@ -95,7 +95,7 @@ pub(crate) unsafe fn load(dtype: sys::aclDataType, at: *const u8, i: usize) -> f
     }
 }
 
-/// Writes element `i` behind an address, rounded to nearest even.
+/// Writes element `i` from an address on, rounded to nearest even.
 ///
 /// # Safety
 /// The element is alive.
@@ -110,7 +110,7 @@ pub(crate) unsafe fn store(dtype: sys::aclDataType, at: *mut u8, i: usize, x: f3
     }
 }
 
-/// Returns the rule that the arguments of a tensor break, if they break one.
+/// Returns the rule that the arguments of a tensor break, if any.
 unsafe fn wrong(dims: &[i64], strides: &[i64], offset: i64, storage: &[i64], data: u64) -> Option<String> {
     if dims.is_empty() || dims.len() > 8 {
         return Some(format!("a tensor of rank {}", dims.len()));
@@ -161,7 +161,7 @@ pub unsafe extern "C" fn aclCreateTensor(
 pub extern "C" fn aclDestroyTensor(tensor: *const sys::aclTensor) -> sys::aclnnStatus {
     call("aclDestroyTensor", |state| {
         if state.lists.values().flatten().any(|&listed| listed == tensor as u64) {
-            // A device frees it twice, and whatever comes after is arbitrary: nothing works from here on.
+            // CANN would free it twice, after which anything may happen: nothing works from here on.
             state
                 .devices
                 .iter_mut()
@@ -207,7 +207,7 @@ pub unsafe extern "C" fn aclCreateScalar(value: *mut c_void, dtype: sys::aclData
         return std::ptr::null_mut();
     }
     let handle = state.handle();
-    state.scalars.insert(handle, Scalar(load(dtype, value.cast(), 0)));
+    state.scalars.insert(handle, HostNumber(load(dtype, value.cast(), 0)));
     handle as *mut sys::aclScalar
 }
 
@@ -232,6 +232,6 @@ pub extern "C" fn aclDestroyIntArray(array: *const sys::aclIntArray) -> sys::acl
     call("aclDestroyIntArray", |state| known(state.arrays.remove(&(array as u64)).is_some(), "array"))
 }
 
-fn known(removed: bool, what: &str) -> Outcome {
+fn known(removed: bool, what: &str) -> CallResult {
     if removed { Ok(()) } else { refuse(INVALID, format!("no such {what}, or destroyed before")) }
 }

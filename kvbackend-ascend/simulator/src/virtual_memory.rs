@@ -2,13 +2,13 @@
 
 use std::ffi::c_void;
 
-use crate::state::{State, call, invalid, refuse};
+use crate::state::{SimState, call, invalid, refuse};
 use crate::types as sys;
 
-/// Bytes of which sizes and addresses are multiples.
+/// Sizes and addresses are multiples of this many bytes.
 const GRANULE: u64 = 2 << 20;
 
-/// What the calls of virtual memory know of a device.
+/// The virtual memory of all devices.
 #[derive(Default)]
 pub(crate) struct Reservations {
     /// Reserved ranges: device, first address, bytes.
@@ -25,7 +25,7 @@ impl Reservations {
     }
 }
 
-fn reservations(state: &mut State) -> &mut Reservations {
+fn reservations(state: &mut SimState) -> &mut Reservations {
     &mut state.controls.reservations
 }
 

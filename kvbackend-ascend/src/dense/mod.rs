@@ -1,13 +1,14 @@
 //! The dense steps of a model on the device: everything between token ids and logits, except attention.
 //!
 //! Steps take and return views in f32. They run on a stream of their own, one after another;
-//! [`AscendDenseSteps::order`] orders that stream and another. Weights are widened to f32 as they are copied to the
-//! device, and products are computed in f32.
+//! [`AscendDenseSteps::order`] orders that stream and another. Weights are widened to f32 as they are copied
+//! to the device, and products are computed in f32.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvcore::device::queue::{CapturedStream, Hold};
 use kvcore::{CopyTensor, DType, Dims, Error, MemoryKind, Result, Storage, Stream, TensorView};
 
 use crate::bindings::types as sys;
@@ -16,7 +17,7 @@ use crate::errors::no_device;
 use crate::library::Serves;
 use crate::memory::{self, AscendStorage};
 use crate::operators::Tensor;
-use crate::queue::{AclStream, ActivationPool, Used, Work, capture};
+use crate::queue::{AclStream, NpuActivations, Work};
 
 mod steps;
 
@@ -25,8 +26,8 @@ pub struct AscendDenseSteps {
     /// The queue of the steps' stream.
     queue: Arc<AclStream>,
     stream: Arc<dyn Stream>,
-    memory: Arc<ActivationPool>,
-    /// Number of times that work was enqueued.
+    memory: Arc<NpuActivations>,
+    /// How often work was enqueued.
     enqueued: AtomicU64,
 }
 
@@ -56,7 +57,7 @@ impl fmt::Debug for AscendDenseSteps {
 }
 
 impl Drop for AscendDenseSteps {
-    /// Waits for the enqueued work, because the memory of its activations goes.
+    /// Waits for the enqueued work, because the memory of its activations is freed.
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
     }
@@ -98,6 +99,7 @@ impl AscendDenseSteps {
         after.wait_for(&before.record()?)
     }
 
+    // Decision: docs/decisions/backend-ascend.md#weights-are-widened-to-f32
     /// Copies `rows` rows of `width` numbers to the device.
     ///
     /// # Errors
@@ -126,19 +128,23 @@ impl AscendDenseSteps {
         TensorView::new(self.take(bytes)?, DType::F32, shape)
     }
 
-    /// Takes memory for results, and frees what waits for use if the device is out of memory.
+    /// Takes memory for results. If the device is out of memory, frees the unused memory of activations and
+    /// tries again.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
-        let captured = capture::with(&self.queue, |recording| {
-            Ok(recording.map(|recording| recording.activations(&self.memory)))
-        })?;
+        let npu = &self.queue.npu;
+        let allocate =
+            |len| Ok(AscendStorage::uninitialised(npu, MemoryKind::Device, len)?.for_activations());
+        let captured = self
+            .queue
+            .recorded(|recording| Ok(recording.map(|recording| recording.activations(&self.memory))))?;
         if let Some(of_graph) = captured {
-            return of_graph.take(&self.queue.npu, bytes);
+            return of_graph.take(bytes, allocate);
         }
-        match self.memory.take(&self.queue.npu, bytes) {
+        match self.memory.take(bytes, allocate) {
             Err(Error::Allocation { .. }) => {
                 self.stream.synchronize()?;
                 self.memory.clear();
-                self.memory.take(&self.queue.npu, bytes)
+                self.memory.take(bytes, allocate)
             }
             taken => taken,
         }
@@ -158,7 +164,7 @@ impl AscendDenseSteps {
             for (&storage, of_activations) in uses.iter().zip(of_activations) {
                 // A graph holds the memory of its activations, which its steps use one after another.
                 if !(of_activations && work.captured_step().is_some()) {
-                    work.hold(Used::Storage(Arc::clone(storage)));
+                    work.hold(Hold::Storage(Arc::clone(storage)));
                 }
             }
             enqueue(work)

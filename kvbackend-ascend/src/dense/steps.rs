@@ -27,7 +27,7 @@ fn check_tokens(tokens: &[u32], limit: usize) -> Result<()> {
     }
 }
 
-/// Sends up tokens, or takes those that each replay brings.
+/// Sends tokens to the device. In a capture of their step, each replay sends its own.
 fn numbers(work: &mut Work<'_>, tokens: &[u32], limit: usize) -> Result<Tensor> {
     let of_step =
         work.captured_step().is_some_and(|step| step.tokens.as_ptr_range() == tokens.as_ptr_range());
@@ -43,7 +43,7 @@ fn numbers(work: &mut Work<'_>, tokens: &[u32], limit: usize) -> Result<Tensor> 
     Ok(Tensor::dense(at, sys::ACL_INT32, &[tokens.len()]))
 }
 
-/// Returns row numbers that [`AscendDenseSteps::index`] has sent up.
+/// Returns row numbers that [`AscendDenseSteps::index`] has sent.
 fn sent(rows: &Arc<dyn Storage>, count: usize) -> Tensor {
     Tensor::dense(rows.address(), sys::ACL_INT32, &[count])
 }
@@ -75,7 +75,7 @@ impl AscendDenseSteps {
         Ok(storage)
     }
 
-    /// Returns the rows of `x` that `rows` numbers, of which there are `count`. The caller guarantees that `x` has them.
+    /// Returns the `count` rows of `x` whose numbers are in `rows`. The caller guarantees that `x` has them.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -90,7 +90,8 @@ impl AscendDenseSteps {
         Ok(out)
     }
 
-    /// Returns `x / √(mean(x²) + eps) · weight` over the last axis of `[rows, width]` or `[rows, heads, dim]`.
+    /// Returns `x / √(mean(x²) + eps) · weight` over the last axis of `[rows, width]` or `[rows, heads,
+    /// dim]`.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the weight has another width, and the errors of the device.
@@ -140,8 +141,8 @@ impl AscendDenseSteps {
         Ok(out)
     }
 
-    /// Multiplies each head of `[rows, heads, a]` by its own matrix: `[heads, a, b]`, or `[heads, b, a]` transposed. Returns
-    /// `[rows, heads, b]`.
+    /// Multiplies each head of `[rows, heads, a]` by its own matrix: `[heads, a, b]`, or `[heads, b, a]`
+    /// transposed. Returns `[rows, heads, b]`.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device.
@@ -192,7 +193,7 @@ impl AscendDenseSteps {
         Ok(out)
     }
 
-    /// Returns as many zeros as `x` has elements.
+    /// Returns zeros in the shape of `x`.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -204,11 +205,12 @@ impl AscendDenseSteps {
         Ok(zeros)
     }
 
-    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum` has the rows
-    /// and that none is named twice.
+    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum`
+    /// has the rows and that none is listed twice.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and the errors of the device.
+    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and the errors of the
+    /// device.
     pub fn add_rows(
         &self,
         sum: &TensorView,

@@ -1,25 +1,25 @@
-//! The ranks of a group that live in this process: they fail together, and know who has left.
+//! The ranks of a group in this process: they fail together, and know which ranks have left.
 
 use std::collections::HashMap;
 
 use kvcore::{Collective, Error, Result};
 use parking_lot::Mutex;
 
-/// What the ranks of a process share.
+/// State that the ranks of a process share.
 #[derive(Debug, Default)]
-pub(super) struct Group {
+pub(super) struct LocalRanks {
     /// The first failure. It is final.
     failed: Mutex<Option<Error>>,
     /// Calls of the ranks of this process, by rank.
     calls: Mutex<HashMap<usize, Calls>>,
 }
 
-/// What a rank has called so far.
+/// The calls of a rank so far.
 #[derive(Debug, Default)]
 struct Calls {
     /// Collectives of all ranks.
     of_all: u64,
-    /// Transfers to and from other ranks, with true for those to them.
+    /// Transfers by the other rank, and true for a transfer to that rank.
     transfers: HashMap<(usize, bool), u64>,
     left: bool,
 }
@@ -30,7 +30,7 @@ impl Calls {
     }
 }
 
-impl Group {
+impl LocalRanks {
     /// Fails the group, unless it has failed already. Returns the failure.
     pub(super) fn fail(&self, error: Error) -> Error {
         self.failed.lock().get_or_insert(error).clone()
@@ -41,7 +41,7 @@ impl Group {
         self.failed.lock().as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Notes that a rank of this process lives.
+    /// Notes that a rank of this process has joined.
     pub(super) fn enter(&self, rank: usize) {
         self.calls.lock().insert(rank, Calls::default());
     }
@@ -49,20 +49,23 @@ impl Group {
     /// Notes the call of a rank.
     pub(super) fn call(&self, rank: usize, collective: Collective<'_>) {
         let mut calls = self.calls.lock();
-        let known = calls.entry(rank).or_default();
+        let own = calls.entry(rank).or_default();
         match collective {
             Collective::Exchange { sends, receives } => {
                 for (transfers, sends) in [(sends, true), (receives, false)] {
                     for (_, peer) in transfers.iter().filter(|(view, _)| !view.is_empty()) {
-                        *known.transfers.entry((*peer, sends)).or_default() += 1;
+                        *own.transfers.entry((*peer, sends)).or_default() += 1;
                     }
                 }
             }
-            _ => known.of_all += 1,
+            _ => own.of_all += 1,
         }
     }
 
-    /// Returns the failure of a rank's last call, if it needs a rank that has left.
+    /// Checks that a rank's calls need no rank that has left.
+    ///
+    /// # Errors
+    /// Returns [`Error::RankLeft`] for the rank that has left.
     pub(super) fn check_presence(&self, rank: usize) -> Result<()> {
         let calls = self.calls.lock();
         let Some(own) = calls.get(&rank) else { return Ok(()) };

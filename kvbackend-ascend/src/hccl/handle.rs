@@ -1,4 +1,4 @@
-//! HCCL's handle of a rank: how ranks join, no longer than a limit.
+//! HCCL's handle of a rank, and how ranks join within a time limit.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -13,52 +13,55 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::NAME;
 
-/// A rank's handle, which goes with the value.
-pub(super) struct Handle {
+/// A rank's handle, destroyed when it is dropped.
+pub(super) struct RankHandle {
     pub(super) raw: sys::HcclComm,
     npu: Arc<Npu>,
     loaded: &'static HcclLibrary,
 }
 
-// SAFETY: handles may be used from any thread that has the device's context current. Collectives are handed over by one
-// thread at a time, which the communicator's lock sees to.
-unsafe impl Send for Handle {}
+// SAFETY: handles may be used from any thread that has the device's context current. Collectives are handed
+// over by one thread at a time, which the communicator's lock sees to.
+unsafe impl Send for RankHandle {}
 // SAFETY: as for `Send`; asking for a failure changes nothing.
-unsafe impl Sync for Handle {}
+unsafe impl Sync for RankHandle {}
 
-impl Drop for Handle {
+impl Drop for RankHandle {
     fn drop(&mut self) {
         if let Ok(_current) = self.npu.bind_lost() {
-            // SAFETY: the handle was made by HCCL and goes once; no collective of it is under way.
+            // SAFETY: HCCL made the handle, and it is destroyed once; no collective of it is under way.
             unsafe { self.loaded.hccl.HcclCommDestroy(self.raw) };
         }
     }
 }
 
-impl Handle {
-    /// Returns the failure of the rank's collectives that HCCL knows of.
+impl RankHandle {
+    /// Checks that HCCL knows of no failure of the rank's collectives.
+    ///
+    /// # Errors
+    /// Returns [`Error::Device`] with HCCL's failure.
     pub(super) fn check(&self) -> Result<()> {
         let _current = self.npu.bind()?;
         let mut failed = sys::HCCL_SUCCESS;
-        // SAFETY: the handle is alive, the context of its device is current, and `failed` is a place for the answer. HCCL
-        // lets any thread ask while collectives run.
+        // SAFETY: the handle is alive, the context of its device is current, and `failed` is a place for the
+        // answer. HCCL lets any thread ask while collectives run.
         let code = unsafe { self.loaded.hccl.HcclGetCommAsyncError(self.raw, &raw mut failed) };
         self.loaded.check("the state of a group", code)?;
         self.loaded.check("the group has failed", failed)
     }
 }
 
-/// Joins a group as one rank, and waits for the others.
+/// Joins a group as one rank, and waits for the other ranks.
 ///
 /// # Errors
-/// Returns [`Error::RanksTimedOut`] if the others do not come in time, and the errors of HCCL.
+/// Returns [`Error::RanksTimedOut`] if the other ranks do not join in time, and the errors of HCCL.
 pub(super) fn join(
     npu: &Arc<Npu>,
     id: &HcclId,
     rank: usize,
     ranks: usize,
     limit: Duration,
-) -> Result<Handle> {
+) -> Result<RankHandle> {
     let (loaded, npu, info) = (loaded()?, Arc::clone(npu), id.raw());
     let made = within(rank, limit, move || {
         let _current = npu.bind()?;
@@ -68,7 +71,7 @@ pub(super) fn join(
             loaded.hccl.HcclCommInitRootInfo(ranks as u32, &raw const info, rank as u32, &raw mut raw)
         };
         loaded.check("a start of a group", code)?;
-        Ok(Handle { raw, npu: Arc::clone(&npu), loaded })
+        Ok(RankHandle { raw, npu: Arc::clone(&npu), loaded })
     });
     made?
 }
@@ -77,12 +80,12 @@ pub(super) fn join(
 ///
 /// # Errors
 /// Returns [`Error::RanksTimedOut`] if HCCL does not start in time, and its errors.
-pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Handle>> {
+pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<RankHandle>> {
     let (loaded, devices) = (loaded()?, devices.to_vec());
     let made = within(0, limit, move || {
         let mut ordinals: Vec<i32> = devices.iter().map(|npu| npu.ordinal).collect();
         let mut raw: Vec<*mut c_void> = vec![std::ptr::null_mut(); devices.len()];
-        // In reverse, so that the first device is the current one afterwards.
+        // In reverse: the first device is then the current one.
         let bound = devices.iter().rev().map(|npu| npu.bind()).collect::<Result<Vec<_>>>()?;
         // SAFETY: both lists have one place for each device, and every device is set.
         let code = unsafe {
@@ -90,14 +93,15 @@ pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Hand
         };
         drop(bound);
         loaded.check("a start of a group", code)?;
-        let handle = |(npu, raw): (&Arc<Npu>, _)| Handle { raw, npu: Arc::clone(npu), loaded };
+        let handle = |(npu, raw): (&Arc<Npu>, _)| RankHandle { raw, npu: Arc::clone(npu), loaded };
         Ok(devices.iter().zip(raw).map(handle).collect())
     });
     made?
 }
 
 // Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-thread-of-their-own
-/// Runs a call that may wait for other ranks on a thread of its own. What it makes after the limit goes at once.
+/// Runs a call that may wait for other ranks on a thread of its own. A value made after the limit is dropped
+/// at once.
 fn within<T: Send + 'static>(
     rank: usize,
     limit: Duration,
@@ -106,7 +110,7 @@ fn within<T: Send + 'static>(
     let (sender, made) = sync_channel(1);
     let thread = std::thread::Builder::new().name("hccl-join".to_owned());
     let started = thread.spawn(move || {
-        // Nobody may wait for it any more.
+        // The caller's time may be up.
         let _ = sender.send(call());
     });
     if let Err(error) = started {

@@ -1,4 +1,4 @@
-//! The name of a group, by which its ranks find each other.
+//! The name of a group, by which its ranks find one another.
 
 use std::ffi::c_char;
 use std::fmt;
@@ -9,8 +9,9 @@ use super::library::loaded;
 use crate::backend::AscendBackend;
 use crate::bindings::types as sys;
 
-/// The root information of a group of ranks, made by one rank and carried to the others by the caller: by a file, a socket
-/// or the launcher of the processes. It holds the address at which the process that made it waits for the others.
+/// The root information of a group of ranks. One rank creates it, and the caller carries it to the other
+/// ranks: by a file, a socket or the launcher of the processes. It holds the address at which the creating
+/// process waits for the others.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HcclId([u8; Self::LEN]);
 
@@ -24,8 +25,8 @@ impl HcclId {
     /// Number of bytes of a name.
     pub const LEN: usize = sys::HCCL_ROOT_INFO_BYTES as usize;
 
-    /// Makes a name that no other group has, with the device of a backend, which is that of rank 0. The calling process
-    /// stays alive until all ranks have joined.
+    /// Creates a name that no other group has. `backend` is the backend of rank 0. The calling process must
+    /// stay alive until all ranks have joined.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::NoDevice`] if HCCL is missing, and [`kvcore::Error::Device`] if it refuses.
@@ -39,12 +40,12 @@ impl HcclId {
         Ok(Self(info.internal.map(|byte| byte as u8)))
     }
 
-    /// Returns a name that another process has made.
+    /// Returns a name that another process has created.
     pub fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         Self(bytes)
     }
 
-    /// Returns the bytes to carry.
+    /// Returns the bytes to carry to other processes.
     pub fn as_bytes(&self) -> &[u8; Self::LEN] {
         &self.0
     }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use kvcore::{Collective, DType, MemoryKind, ReduceOp, Result, Storage, TensorView, Transfer};
 
-use super::handle::Handle;
+use super::handle::RankHandle;
 use super::library::HcclLibrary;
 use crate::bindings::types as sys;
 use crate::device::Npu;
@@ -13,17 +13,17 @@ use crate::errors::unsupported;
 use crate::memory::AscendStorage;
 use crate::queue::{CopyDirection, copy};
 
-/// Tensors that are not combined travel as bytes.
+/// Tensors that are not combined are sent as bytes.
 const BYTES: sys::HcclDataType = sys::HCCL_DATA_TYPE_INT8;
 
-/// Where collectives of a rank go.
-pub(super) struct Line<'a> {
+/// The target of a rank's collectives: its handle and its stream.
+pub(super) struct CollectiveLine<'a> {
     pub(super) loaded: &'static HcclLibrary,
     pub(super) npu: &'a Arc<Npu>,
     /// None for the only rank of a group.
-    pub(super) handle: Option<&'a Handle>,
+    pub(super) handle: Option<&'a RankHandle>,
     pub(super) stream: sys::aclrtStream,
-    /// Memory that a collective uses beside its views. It stays until the work is done.
+    /// Memory that a collective uses besides its views. It stays until the work is done.
     pub(super) staged: &'a mut Option<AscendStorage>,
 }
 
@@ -33,7 +33,7 @@ fn place(view: &TensorView) -> Result<(*mut c_void, usize)> {
     Ok(((view.storage().address() + range.start as u64) as *mut c_void, range.len()))
 }
 
-/// Returns whether a collective moves nothing. Then no rank calls HCCL.
+/// Returns whether a collective moves nothing, in which case no rank calls HCCL.
 pub(super) fn is_empty(collective: Collective<'_>) -> bool {
     collective.views().iter().all(|view| view.is_empty())
 }
@@ -53,7 +53,7 @@ pub(super) fn reaches(collective: Collective<'_>) -> Result<()> {
     }
 }
 
-impl Line<'_> {
+impl CollectiveLine<'_> {
     /// Hands a collective to HCCL.
     ///
     /// # Safety
@@ -70,8 +70,8 @@ impl Line<'_> {
             }
             Collective::AllGather { src, dst } => {
                 let ((mut from, bytes), (to, _)) = (place(src)?, place(dst)?);
-                // The own part of the destination may be the source, which HCCL does not promise to read before it
-                // writes.
+                // The source may be the rank's own part of the destination, and HCCL does not promise to read
+                // it before it writes there.
                 if place(&dst.select(0, rank)?)?.0 == from {
                     let made = AscendStorage::uninitialised(self.npu, MemoryKind::Device, bytes)?;
                     let staged = self.staged.insert(made);
@@ -101,7 +101,7 @@ impl Line<'_> {
         }
     }
 
-    /// Does what a collective of one rank does: an all-gather copies.
+    /// Runs a collective of a group of one rank: an all-gather copies, and the others do nothing.
     fn alone(&self, collective: Collective<'_>) -> Result<()> {
         if let Collective::AllGather { src, dst } = collective {
             let ((from, bytes), (to, _)) = (place(src)?, place(dst)?);
@@ -113,8 +113,9 @@ impl Line<'_> {
     }
 }
 
-/// Returns the transfers of an exchange in rounds, in each of which at most one goes from one rank to another. Both ranks
-/// of a transfer have it in the same round.
+// Decision: docs/decisions/backend-ascend.md#an-exchange-goes-in-rounds
+/// Cuts an exchange into rounds, each with at most one transfer from one rank to another. Both ranks of a
+/// transfer have it in the same round.
 fn rounds(sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<Vec<Vec<sys::HcclSendRecvItem>>> {
     let mut rounds: Vec<Vec<sys::HcclSendRecvItem>> = Vec::new();
     for (kind, transfers) in [(sys::HCCL_SEND, sends), (sys::HCCL_RECV, receives)] {
@@ -140,7 +141,7 @@ fn rounds(sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<Vec<Vec<s
     Ok(rounds)
 }
 
-/// Returns HCCL's number of an element type, which is not ACL's.
+/// Returns HCCL's number of an element type, which differs from ACL's.
 fn element(dtype: DType) -> Result<sys::HcclDataType> {
     Ok(match dtype {
         DType::F32 => sys::HCCL_DATA_TYPE_FP32,

@@ -1,4 +1,4 @@
-//! HCCL, loaded at run time: whether it is here, and its errors.
+//! HCCL, loaded at run time, and its errors.
 
 use std::ffi::CStr;
 use std::sync::OnceLock;
@@ -9,7 +9,7 @@ use crate::bindings::{Hccl, types as sys};
 use crate::errors::{NAME, no_device};
 use crate::library::{Library, library, missing, open};
 
-/// HCCL beside the libraries that devices need.
+/// HCCL, and the libraries that devices need.
 pub(super) struct HcclLibrary {
     pub(super) hccl: Hccl,
     pub(super) base: &'static Library,
@@ -28,8 +28,8 @@ pub(super) fn loaded() -> Result<&'static HcclLibrary> {
 impl HcclLibrary {
     fn load(base: &'static Library) -> std::result::Result<Self, String> {
         let library = open("libhccl.so")?;
-        // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers` compares
-        // with HCCL's headers.
+        // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers`
+        // compares with HCCL's headers.
         let hccl = unsafe { Hccl::from_library(library) }.map_err(|error| error.to_string())?;
         let mut lacks = missing!(
             hccl,
@@ -54,17 +54,17 @@ impl HcclLibrary {
     /// Checks the code of a call.
     ///
     /// # Errors
-    /// Returns [`Error::Device`] for any code but that of success.
+    /// Returns [`Error::Device`] for any code except success.
     pub(super) fn check(&self, what: &str, code: sys::HcclResult) -> Result<()> {
         if code == sys::HCCL_SUCCESS {
             return Ok(());
         }
-        // SAFETY: the text is HCCL's own and stays.
-        let said = unsafe {
-            let said = self.hccl.HcclGetErrorString(code);
-            if said.is_null() { c"" } else { CStr::from_ptr(said) }.to_string_lossy()
+        // SAFETY: the text belongs to HCCL and stays.
+        let message = unsafe {
+            let message = self.hccl.HcclGetErrorString(code);
+            if message.is_null() { c"" } else { CStr::from_ptr(message) }.to_string_lossy()
         };
-        let reason = format!("HCCL: {what}: {said} ({})", self.base.text(code as i32));
+        let reason = format!("HCCL: {what}: {message} ({})", self.base.text(code as i32));
         Err(Error::Device { backend: NAME, reason })
     }
 }

@@ -3,11 +3,11 @@
 //! ```text
 //!   caller's stream   … work ──► event                        work …
 //!                                  │                           ▲
-//!   rank's stream                wait ──► HCCL ──► host waits, no longer than the time-out
+//!   rank's stream                wait ──► HCCL ──► host waits, until the time-out at most
 //! ```
 //!
-//! HCCL has no call that ends a collective whose ranks never come. A stream that waited for one would never go on, so that
-//! the host waits instead, and drops the rank's stream if the group fails.
+//! HCCL has no call that ends a collective whose ranks never come. A stream that waited for one would never
+//! go on. The host waits instead, and drops the rank's stream if the group fails.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,10 +22,10 @@ mod id;
 mod issue;
 mod library;
 
-use group::Group;
-use handle::Handle;
+use group::LocalRanks;
+use handle::RankHandle;
 pub use id::HcclId;
-use issue::Line;
+use issue::CollectiveLine;
 use library::{HcclLibrary, loaded};
 
 use crate::backend::AscendBackend;
@@ -33,9 +33,9 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::{foreign, unsupported};
 use crate::memory::AscendStorage;
-use crate::queue::{AscendEvent, capture};
+use crate::queue::AscendEvent;
 
-/// The time between two looks at the state of the group while a collective is under way.
+/// How often the state of the group is checked while a collective is under way.
 const SLICE: Duration = Duration::from_millis(10);
 
 /// ACL's code of a wait that took too long.
@@ -43,9 +43,10 @@ const WAITED_TOO_LONG: i32 = 507_046;
 
 /// A rank of a group of NPUs, through HCCL. Each rank has a device of its own.
 ///
-/// A call waits until the collective is done, no longer than the time-out, which is final for the group. Other ranks of this
-/// process learn of a failure within milliseconds, ranks of other processes by their time-out. Lists of calls that differ
-/// among ranks are not noticed: a group may then time out, or read and write other bytes than its callers meant.
+/// A call waits until the collective is done or the time-out ends, which fails the group for good. Other
+/// ranks of this process learn of a failure within milliseconds, ranks of other processes by their own
+/// time-out. The ranks MUST make the same calls in the same order, which is not checked: otherwise a group
+/// may time out, or read and write the wrong bytes.
 ///
 /// ```
 /// use std::time::Duration;
@@ -75,27 +76,27 @@ pub struct HcclCommunicator {
     rank: usize,
     ranks: usize,
     limit: Duration,
-    group: Arc<Group>,
+    group: Arc<LocalRanks>,
     npu: Arc<Npu>,
     loaded: &'static HcclLibrary,
     /// None for the only rank of a group.
-    handle: Option<Handle>,
-    /// The stream on which HCCL works, locked while a collective is under way; none after the group has failed.
-    stream: Mutex<Option<Own>>,
+    handle: Option<RankHandle>,
+    /// The stream on which HCCL works, locked during a collective; none after the group has failed.
+    stream: Mutex<Option<RankStream>>,
 }
 
-/// A stream of the rank's own, which goes with the value and all work that is not done.
-struct Own {
+/// A stream of the rank's own. Dropping it also discards the work that is not done.
+struct RankStream {
     raw: sys::aclrtStream,
     npu: Arc<Npu>,
-    /// Memory that the collective under way uses beside its views.
+    /// Memory that the collective under way uses besides its views.
     staged: Option<AscendStorage>,
 }
 
 // SAFETY: ACL's streams may be used from any thread that has the device's context current.
-unsafe impl Send for Own {}
+unsafe impl Send for RankStream {}
 
-impl Own {
+impl RankStream {
     fn new(npu: &Arc<Npu>) -> Result<Self> {
         let _current = npu.bind()?;
         let mut raw = std::ptr::null_mut();
@@ -105,10 +106,10 @@ impl Own {
     }
 }
 
-impl Drop for Own {
+impl Drop for RankStream {
     fn drop(&mut self) {
         if let Ok(_current) = self.npu.bind_lost() {
-            // SAFETY: the stream is the rank's own, and goes once. Its memory goes behind it.
+            // SAFETY: the stream is the rank's own, and is destroyed once, before its memory is freed.
             unsafe { self.npu.library.acl.aclrtDestroyStreamForce(self.raw) };
         }
     }
@@ -121,13 +122,14 @@ impl fmt::Debug for HcclCommunicator {
 }
 
 impl HcclCommunicator {
-    /// Joins a group of `ranks` ranks as rank `rank`. Waits for the other ranks, no longer than `limit`, which is also the
-    /// time-out of collectives.
+    /// Joins a group of `ranks` ranks as rank `rank`. Waits at most `limit` for the other ranks, which is
+    /// also the time-out of collectives.
     ///
     /// # Errors
     /// - Returns [`Error::NoDevice`] if HCCL is missing.
     /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
-    /// - Returns [`Error::RanksTimedOut`] if other ranks did not come in time, and [`Error::Device`] if HCCL refuses.
+    /// - Returns [`Error::RanksTimedOut`] if other ranks did not join in time, and [`Error::Device`] if HCCL
+    ///   refuses.
     pub fn new(
         backend: &AscendBackend,
         id: &HcclId,
@@ -145,12 +147,12 @@ impl HcclCommunicator {
         Self::over(&Arc::default(), &backend.npu, handle, (rank, ranks), limit)
     }
 
-    /// Creates a group of one rank for each backend, in order, all of them in this process. Each rank is for a thread of
-    /// its own.
+    /// Creates a group of one rank for each backend, in order, all of them in this process. The caller runs
+    /// each rank on a thread of its own.
     ///
     /// # Errors
-    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] for no backend, and [`Error::Unsupported`] for two
-    /// backends on one device.
+    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] for no backend, and [`Error::Unsupported`]
+    /// for two backends on one device.
     pub fn group(backends: &[Arc<AscendBackend>], limit: Duration) -> Result<Vec<Self>> {
         let devices: Vec<Arc<Npu>> = backends.iter().map(|backend| Arc::clone(&backend.npu)).collect();
         for (rank, npu) in devices.iter().enumerate() {
@@ -159,7 +161,7 @@ impl HcclCommunicator {
                 return Err(unsupported(what));
             }
         }
-        let handles: Vec<Option<Handle>> = match devices.len() {
+        let handles: Vec<Option<RankHandle>> = match devices.len() {
             0 => return Err(Error::Zero { what: "number of ranks" }),
             1 => vec![None],
             _ => handle::join_all(&devices, limit)?.into_iter().map(Some).collect(),
@@ -170,19 +172,19 @@ impl HcclCommunicator {
     }
 
     fn over(
-        group: &Arc<Group>,
+        group: &Arc<LocalRanks>,
         npu: &Arc<Npu>,
-        handle: Option<Handle>,
+        handle: Option<RankHandle>,
         (rank, ranks): (usize, usize),
         limit: Duration,
     ) -> Result<Self> {
-        let (loaded, stream) = (loaded()?, Mutex::new(Some(Own::new(npu)?)));
+        let (loaded, stream) = (loaded()?, Mutex::new(Some(RankStream::new(npu)?)));
         group.enter(rank);
         let (group, npu) = (Arc::clone(group), Arc::clone(npu));
         Ok(Self { rank, ranks, limit, group, npu, loaded, handle, stream })
     }
 
-    /// Records an event of the caller's stream. A device that is lost has failed its group.
+    /// Records an event of the caller's stream. A lost device fails its group.
     fn record(&self, stream: &dyn Stream) -> Result<Arc<dyn Event>> {
         stream.record().inspect_err(|error| {
             if matches!(error, Error::DeviceLost { .. }) {
@@ -191,14 +193,15 @@ impl HcclCommunicator {
         })
     }
 
-    /// Hands a collective to HCCL behind an event, and waits for it.
-    fn perform(&self, own: &mut Own, before: &AscendEvent, collective: Collective<'_>) -> Result<()> {
+    // Decision: docs/decisions/backend-ascend.md#the-host-waits-for-collectives
+    /// Hands a collective to HCCL after an event, and waits for the collective.
+    fn perform(&self, own: &mut RankStream, before: &AscendEvent, collective: Collective<'_>) -> Result<()> {
         let _current = self.npu.bind()?;
         before.0.hold_back(&self.npu, own.raw)?;
         let (loaded, npu, handle) = (self.loaded, &self.npu, self.handle.as_ref());
-        let mut line = Line { loaded, npu, handle, stream: own.raw, staged: &mut own.staged };
-        // SAFETY: `Communicator::run` has asked whether the stream owns the views. The work is done when this returns, or
-        // its stream is dropped before the caller goes on.
+        let mut line = CollectiveLine { loaded, npu, handle, stream: own.raw, staged: &mut own.staged };
+        // SAFETY: `Communicator::run` has asked whether the stream owns the views. The work is done when this
+        // returns, or its stream is dropped before the caller goes on.
         unsafe { line.collective(self.rank, collective) }?;
         self.group.call(self.rank, collective);
         self.finish(own.raw, collective)?;
@@ -206,7 +209,7 @@ impl HcclCommunicator {
         Ok(())
     }
 
-    /// Waits for the rank's stream, no longer than the time-out.
+    /// Waits for the rank's stream, until the time-out at most.
     fn finish(&self, stream: sys::aclrtStream, collective: Collective<'_>) -> Result<()> {
         let since = Instant::now();
         loop {
@@ -241,7 +244,7 @@ impl Communicator for HcclCommunicator {
         let collective = collective.collective();
         let before = self.record(stream)?;
         let event = ascend(&before)?;
-        capture::refuse(event, "a collective")?;
+        event.refuse_capture("a collective")?;
         if !Arc::ptr_eq(&event.0.npu, &self.npu) {
             return Err(foreign("a stream of another device"));
         }
@@ -255,7 +258,7 @@ impl Communicator for HcclCommunicator {
             late @ (Error::RanksTimedOut { .. } | Error::RankLeft(_) | Error::RankAborted(_)) => {
                 self.group.fail(late)
             }
-            // The other ranks learn that this rank ended the work. They keep an earlier failure.
+            // The other ranks fail because this rank ended the work. They keep an earlier failure.
             own => {
                 self.group.fail(Error::RankAborted(self.rank));
                 own
@@ -271,8 +274,8 @@ impl Communicator for HcclCommunicator {
 
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         self.check()?;
-        // Collectives are done when their call returns, so that the stream waits for nobody.
-        capture::refuse(ascend(&self.record(stream)?)?, "a wait of the host")?;
+        // Collectives are done when their call returns, so the stream has none to wait for.
+        ascend(&self.record(stream)?)?.refuse_capture("a wait of the host")?;
         stream.synchronize().inspect_err(|_| self.abort())?;
         self.check()
     }
@@ -285,15 +288,15 @@ impl Communicator for HcclCommunicator {
 impl Drop for HcclCommunicator {
     fn drop(&mut self) {
         self.group.leave(self.rank);
-        // Calls have waited for their work, so that there is none. The handle goes before the stream, as HCCL asks; after a
-        // failure the stream is gone.
+        // Calls have waited for their work. HCCL asks to destroy the handle before the stream; after a
+        // failure the stream has been dropped already.
         let own = self.stream.get_mut().take();
         self.handle = None;
         drop(own);
     }
 }
 
-/// Returns the event behind a handle of this backend.
+/// Returns an event as this backend's type.
 fn ascend(event: &Arc<dyn Event>) -> Result<&AscendEvent> {
     let known = event.as_any().downcast_ref::<AscendEvent>();
     known.ok_or(foreign("a stream"))

@@ -15,30 +15,31 @@ mod peer;
 mod reserved;
 
 pub(crate) use peer::of_peer;
-pub(crate) use reserved::is_there as maps;
+pub(crate) use reserved::maps;
 
 pub use reserved::AscendReserved;
 
 /// Bytes of a device's memory, or of pinned host memory.
 ///
-/// The address is a pointer of the device, or of the host for pinned memory. ACL frees at once, whatever still uses the
-/// memory: operations that are enqueued hold the storage, so that it goes when no work uses it any more.
+/// The address is a pointer of the device, or of the host for pinned memory. ACL frees at once, whatever
+/// still uses the memory. Enqueued operations therefore hold the storage: it is freed when no work uses it
+/// any more.
 pub struct AscendStorage {
     npu: Arc<Npu>,
     address: u64,
     len: usize,
     kind: MemoryKind,
-    owner: Owner,
+    free_call: FreeCall,
     /// Whether the memory is on loan for an activation of the dense steps.
     activation: bool,
 }
 
-/// The way in which the memory of a storage goes.
-enum Owner {
+/// The call that frees the memory of a storage.
+enum FreeCall {
     Device,
     Pinned,
-    Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::Reservation),
-    Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
+    /// No call: the owner frees the memory, and is dropped with the storage.
+    Owner(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
 }
 
 impl fmt::Debug for AscendStorage {
@@ -74,20 +75,27 @@ impl AscendStorage {
         let _current = npu.bind()?;
         let mut address = std::ptr::null_mut();
         // SAFETY: `address` is a place for the answer, and the device's context is current.
-        let (code, owner) = match kind {
+        let (code, free_call) = match kind {
             MemoryKind::Device => (
                 unsafe { acl.aclrtMalloc(&raw mut address, bytes, sys::ACL_MEM_MALLOC_HUGE_FIRST) },
-                Owner::Device,
+                FreeCall::Device,
             ),
             // SAFETY: as above.
-            MemoryKind::Pinned => (unsafe { acl.aclrtMallocHost(&raw mut address, bytes) }, Owner::Pinned),
+            MemoryKind::Pinned => (unsafe { acl.aclrtMallocHost(&raw mut address, bytes) }, FreeCall::Pinned),
             other => {
                 let what = "memory, which the device does not reach: take pinned memory";
                 return Err(unsupported(format!("{other} {what}")));
             }
         };
         npu.check_memory(code, kind, bytes)?;
-        Ok(Self { npu: Arc::clone(npu), address: address as u64, len: bytes, kind, owner, activation: false })
+        Ok(Self {
+            npu: Arc::clone(npu),
+            address: address as u64,
+            len: bytes,
+            kind,
+            free_call,
+            activation: false,
+        })
     }
 
     /// Wraps memory of the caller.
@@ -103,8 +111,13 @@ impl AscendStorage {
         if bytes == 0 || address == 0 {
             return Err(Error::Zero { what: "address or bytes of lent memory" });
         }
-        let (npu, kind, owner) = (Arc::clone(npu), MemoryKind::Device, Owner::Lent(owner));
-        Ok(Self { npu, address, len: bytes, kind, owner, activation: false })
+        Ok(Self::owned(npu, address, bytes, owner))
+    }
+
+    /// Creates a storage over memory of the device that its owner frees.
+    fn owned(npu: &Arc<Npu>, address: u64, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
+        let (npu, kind, free_call) = (Arc::clone(npu), MemoryKind::Device, FreeCall::Owner(owner));
+        Self { npu, address, len, kind, free_call, activation: false }
     }
 
     /// Marks the memory as that of activations.
@@ -149,13 +162,13 @@ impl Drop for AscendStorage {
         let Ok(_current) = self.npu.bind_lost() else { return };
         let acl = &self.npu.library.acl;
         let address = self.address as *mut c_void;
-        // SAFETY: each pointer came from the allocation that its owner names. No enqueued work uses it, because work
-        // holds its storages until it is done.
-        match self.owner {
-            Owner::Device => unsafe { acl.aclrtFree(address) },
+        // SAFETY: each pointer came from the allocation that `free_call` names. No enqueued work uses it,
+        // because work holds its storages until it is done.
+        match self.free_call {
+            FreeCall::Device => unsafe { acl.aclrtFree(address) },
             // SAFETY: as above.
-            Owner::Pinned => unsafe { acl.aclrtFreeHost(address) },
-            Owner::Reserved(_) | Owner::Lent(_) => 0,
+            FreeCall::Pinned => unsafe { acl.aclrtFreeHost(address) },
+            FreeCall::Owner(_) => 0,
         };
     }
 }

@@ -11,8 +11,8 @@ use crate::errors::foreign;
 /// Returns the device of a storage that lies on another device, which `npu` reaches.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::ForeignHandle`] for a storage of another backend, of the host, and of a device that this one
-/// cannot reach.
+/// Returns [`kvcore::Error::ForeignHandle`] for a storage of another backend, of the host, and of a device
+/// that this one cannot reach.
 pub(crate) fn of_peer<'a>(npu: &Npu, storage: &'a Arc<dyn Storage>) -> Result<&'a Arc<Npu>> {
     let known = storage.as_any().downcast_ref::<AscendStorage>();
     let known = known.filter(|known| known.kind == MemoryKind::Device).ok_or(foreign("a storage"))?;

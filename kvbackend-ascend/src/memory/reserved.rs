@@ -1,67 +1,59 @@
-//! Reserved memory: addresses that stay while physical memory behind them goes and comes back, granule by granule.
+//! Reserved memory: addresses that stay while the physical memory at them is freed and mapped again, granule
+//! by granule.
 
 use std::any::Any;
 use std::ffi::c_void;
 use std::ops::Range;
 use std::sync::Arc;
 
-use kvcore::{Error, MemoryKind, ReservedStorage, Result, Storage, check_granules};
-use parking_lot::Mutex;
+use kvcore::device::queue::{Granules, granules_for};
+use kvcore::{Error, MemoryKind, ReservedStorage, Result, Storage};
 
-use super::{AscendStorage, Owner};
+use super::AscendStorage;
 use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::unsupported;
 
-/// Number of granules up to which a reservation has granules of the least size. Larger reservations have larger ones,
-/// because each is a call of the driver.
-const FINE: usize = 2048;
-
-/// Largest granule.
-const LARGEST: usize = 64 << 20;
-
 /// A handle of physical memory.
 #[derive(Debug)]
-struct Handle(sys::aclrtDrvMemHandle);
+struct PhysicalMemory(sys::aclrtDrvMemHandle);
 
 // SAFETY: handles may be used from any thread that has the device's context current.
-unsafe impl Send for Handle {}
+unsafe impl Send for PhysicalMemory {}
 
 /// Reserved memory of a device.
 ///
-/// The granularity is a power of two, at least ACL's (usually 2 MiB). Each granule has physical memory of its own, so that
-/// any granule can be released while its neighbours stay in use.
+/// The granularity is a power of two, at least ACL's (usually 2 MiB). Each granule has physical memory of its
+/// own, so any granule can be freed while its neighbours stay in use.
 #[derive(Debug)]
 pub struct AscendReserved {
     storage: AscendStorage,
-    granule: usize,
-    handles: Arc<Mutex<Vec<Option<Handle>>>>,
+    addresses: Arc<ReservedAddresses>,
 }
 
 /// Reserved addresses, and the physical memory that is mapped there.
-pub(super) struct Reservation {
+#[derive(Debug)]
+struct ReservedAddresses {
     npu: Arc<Npu>,
     address: u64,
-    granule: usize,
-    handles: Arc<Mutex<Vec<Option<Handle>>>>,
+    granules: Granules<PhysicalMemory>,
 }
 
-impl Drop for Reservation {
+impl Drop for ReservedAddresses {
     fn drop(&mut self) {
         let Ok(_current) = self.npu.bind_lost() else { return };
-        for (i, handle) in self.handles.lock().iter_mut().enumerate() {
-            if let Some(handle) = handle.take() {
-                // SAFETY: `handle` is mapped at granule `i`, and no work uses the storage any more.
-                unsafe { release(&self.npu, self.address + (i * self.granule) as u64, &handle) };
-            }
-        }
+        self.granules.unmap(0..self.granules.reserved_bytes(), |at, handle| {
+            // SAFETY: `handle` is mapped there. No work uses the memory any more, because work holds its
+            // storage.
+            unsafe { self.release(at, &handle) }
+        });
         // SAFETY: the addresses were reserved, and nothing is mapped there.
         unsafe { self.npu.library.acl.aclrtReleaseMemAddress(self.address as *mut c_void) };
     }
 }
 
 /// Returns whether the libraries can reserve and map memory.
-pub(crate) fn is_there(npu: &Npu) -> bool {
+pub(crate) fn maps(npu: &Npu) -> bool {
     let acl = &npu.library.acl;
     acl.aclrtMemGetAllocationGranularity.is_ok()
         && acl.aclrtReserveMemAddress.is_ok()
@@ -83,39 +75,68 @@ fn properties(ordinal: i32) -> sys::aclrtPhysicalMemProp {
     }
 }
 
-/// Unmaps a granule and gives its memory back: in this order, because memory that is freed first goes only when it is
-/// unmapped.
-///
-/// # Safety
-/// `handle` is mapped at `address`, and no work uses the memory.
-unsafe fn release(npu: &Npu, address: u64, handle: &Handle) {
-    let acl = &npu.library.acl;
-    // SAFETY: as the caller guarantees.
-    unsafe {
-        acl.aclrtUnmapMem(address as *mut c_void);
-        acl.aclrtFreePhysical(handle.0);
-    }
-}
-
-/// Maps new physical memory at an address. Returns the error code if ACL refuses.
-///
-/// # Safety
-/// The `bytes` bytes from `address` on are reserved, and nothing is mapped there.
-unsafe fn place(npu: &Npu, address: u64, bytes: usize) -> std::result::Result<Handle, i32> {
-    let (acl, properties, mut handle) = (&npu.library.acl, properties(npu.ordinal), std::ptr::null_mut());
-    // SAFETY: the description is valid, and the range is the caller's.
-    unsafe {
-        match acl.aclrtMallocPhysical(&raw mut handle, bytes, &raw const properties, 0) {
-            0 => {}
-            code => return Err(code),
+impl ReservedAddresses {
+    /// Unmaps a granule and frees its memory: in this order, because memory that is freed first stays until
+    /// it is unmapped.
+    ///
+    /// # Safety
+    /// `handle` is mapped at offset `at`, and no work uses the memory.
+    unsafe fn release(&self, at: usize, handle: &PhysicalMemory) {
+        let acl = &self.npu.library.acl;
+        // SAFETY: the caller guarantees that `handle` is mapped there, and that the memory is unused.
+        unsafe {
+            acl.aclrtUnmapMem((self.address + at as u64) as *mut c_void);
+            acl.aclrtFreePhysical(handle.0);
         }
-        match acl.aclrtMapMem(address as *mut c_void, bytes, 0, handle, 0) {
-            0 => Ok(Handle(handle)),
-            code => {
-                acl.aclrtFreePhysical(handle);
-                Err(code)
+    }
+
+    /// Maps new physical memory at an offset. Returns the error code if ACL refuses.
+    ///
+    /// # Safety
+    /// Offset `at` is that of a granule without memory.
+    unsafe fn place(&self, at: usize) -> std::result::Result<PhysicalMemory, i32> {
+        let (acl, bytes) = (&self.npu.library.acl, self.granules.granule());
+        let (properties, mut handle) = (properties(self.npu.ordinal), std::ptr::null_mut());
+        let address = (self.address + at as u64) as *mut c_void;
+        // SAFETY: the description is valid, and the range is reserved and has no memory.
+        unsafe {
+            match acl.aclrtMallocPhysical(&raw mut handle, bytes, &raw const properties, 0) {
+                0 => {}
+                code => return Err(code),
+            }
+            match acl.aclrtMapMem(address, bytes, 0, handle, 0) {
+                0 => Ok(PhysicalMemory(handle)),
+                code => {
+                    acl.aclrtFreePhysical(handle);
+                    Err(code)
+                }
             }
         }
+    }
+
+    /// Maps zeroed memory at a granule that has none. `wanted` is the number of bytes that the caller maps in
+    /// all.
+    fn place_zeroed(&self, at: usize, wanted: usize) -> Result<PhysicalMemory> {
+        // SAFETY: `map` asks for granules that have no memory.
+        let handle = unsafe { self.place(at) }
+            .map_err(|code| self.npu.memory_error(code, MemoryKind::Device, wanted))?;
+        // SAFETY: the granule is new, and nothing else uses it.
+        match unsafe { self.npu.zero(self.address + at as u64, self.granules.granule()) } {
+            Ok(()) => Ok(handle),
+            Err(error) => {
+                // SAFETY: the granule was mapped above, and nothing uses it.
+                unsafe { self.release(at, &handle) };
+                Err(error)
+            }
+        }
+    }
+
+    fn map(&self, range: Range<usize>) -> Result<()> {
+        self.granules.check(&range)?;
+        let (_current, wanted) = (self.npu.bind()?, range.len());
+        let place = |at| self.place_zeroed(at, wanted);
+        // SAFETY: the granule was mapped by the same call, and nothing uses it yet.
+        self.granules.map(range, place, |at, handle| unsafe { self.release(at, &handle) })
     }
 }
 
@@ -124,7 +145,7 @@ impl AscendReserved {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a reservation" });
         }
-        if kind != MemoryKind::Device || !is_there(npu) {
+        if kind != MemoryKind::Device || !maps(npu) {
             let what =
                 format!("reserving {kind} memory; reserve device memory, with a CANN that maps memory");
             return Err(unsupported(what));
@@ -141,43 +162,15 @@ impl AscendReserved {
             )
         };
         npu.check_memory(code, kind, bytes)?;
-        let granule = (bytes / FINE).next_power_of_two().min(LARGEST).max(least.next_power_of_two());
-        let len = bytes
-            .checked_next_multiple_of(granule)
-            .ok_or(Error::Overflow { what: "bytes of a reservation" })?;
+        let (granule, len) = granules_for(bytes, least)?;
         // SAFETY: without an expected address ACL chooses an unused range.
         let code = unsafe { acl.aclrtReserveMemAddress(&raw mut address, len, 0, std::ptr::null_mut(), 0) };
         npu.check_memory(code, kind, bytes)?;
-        let address = address as u64;
-        let handles = Arc::new(Mutex::new((0..len / granule).map(|_| None).collect()));
-        let reservation =
-            Reservation { npu: Arc::clone(npu), address, granule, handles: Arc::clone(&handles) };
-        let owner = Owner::Reserved(reservation);
-        let storage = AscendStorage { npu: Arc::clone(npu), address, len, kind, owner, activation: false };
-        let reserved = Self { storage, granule, handles };
-        reserved.map(0..len)?;
-        Ok(reserved)
-    }
-
-    fn at(&self, granule: usize) -> u64 {
-        self.storage.address + (granule * self.granule) as u64
-    }
-
-    /// Maps zeroed memory at a granule that has none.
-    fn place(&self, granule: usize, wanted: usize) -> Result<Handle> {
-        let npu = &self.storage.npu;
-        // SAFETY: the granule lies in the reservation and has no memory.
-        let handle = unsafe { place(npu, self.at(granule), self.granule) }
-            .map_err(|code| npu.memory_error(code, MemoryKind::Device, wanted))?;
-        // SAFETY: the granule is new, and nothing else uses it.
-        match unsafe { npu.zero(self.at(granule), self.granule) } {
-            Ok(()) => Ok(handle),
-            Err(error) => {
-                // SAFETY: the granule was mapped above, and nothing uses it.
-                unsafe { release(npu, self.at(granule), &handle) };
-                Err(error)
-            }
-        }
+        let (npu, address) = (Arc::clone(npu), address as u64);
+        let addresses = Arc::new(ReservedAddresses { npu, address, granules: Granules::new(granule, len) });
+        addresses.map(0..len)?;
+        let storage = AscendStorage::owned(&addresses.npu, address, len, Arc::clone(&addresses) as _);
+        Ok(Self { storage, addresses })
     }
 }
 
@@ -202,48 +195,24 @@ impl Storage for AscendReserved {
 
 impl ReservedStorage for AscendReserved {
     fn granularity(&self) -> usize {
-        self.granule
+        self.addresses.granules.granule()
     }
 
     fn map(&self, range: Range<usize>) -> Result<()> {
-        check_granules(&range, self.granule, self.storage.len)?;
-        let npu = &self.storage.npu;
-        let _current = npu.bind()?;
-        let mut handles = self.handles.lock();
-        let mut placed = Vec::new();
-        for i in (range.start / self.granule..range.end / self.granule).filter(|&i| handles[i].is_none()) {
-            match self.place(i, range.len()) {
-                Ok(handle) => placed.push((i, handle)),
-                Err(error) => {
-                    for (i, handle) in placed {
-                        // SAFETY: the granule was mapped above, and nothing uses it yet.
-                        unsafe { release(npu, self.at(i), &handle) };
-                    }
-                    return Err(error);
-                }
-            }
-        }
-        for (i, handle) in placed {
-            handles[i] = Some(handle);
-        }
-        Ok(())
+        self.addresses.map(range)
     }
 
+    /// The caller has waited for the work that uses the range.
     fn unmap(&self, range: Range<usize>) -> Result<()> {
-        check_granules(&range, self.granule, self.storage.len)?;
-        let npu = &self.storage.npu;
+        let ReservedAddresses { npu, granules, .. } = &*self.addresses;
+        granules.check(&range)?;
         let _current = npu.bind()?;
-        let mut handles = self.handles.lock();
-        for i in range.start / self.granule..range.end / self.granule {
-            if let Some(handle) = handles[i].take() {
-                // SAFETY: `handle` is mapped at granule `i`; the caller has waited for the work that uses it.
-                unsafe { release(npu, self.at(i), &handle) };
-            }
-        }
+        // SAFETY: `handle` is mapped there; the caller has waited for the work that uses it.
+        granules.unmap(range, |at, handle| unsafe { self.addresses.release(at, &handle) });
         Ok(())
     }
 
     fn mapped_bytes(&self) -> usize {
-        self.handles.lock().iter().flatten().count() * self.granule
+        self.addresses.granules.mapped_bytes()
     }
 }

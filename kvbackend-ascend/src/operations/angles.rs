@@ -82,8 +82,8 @@ impl AngleRows {
         Ok(Self { cos: spread(&self.cos)?, sin: spread(&self.sin)?, pairing: self.pairing })
     }
 
-    /// Rotates the first elements of dense rows in place, `[…, dim]` in f32. `outer` are the extents of the angles along the
-    /// axes before the last: 1 where they repeat.
+    /// Rotates the first elements of dense rows in place, `[…, dim]` in f32. `outer` are the extents of the
+    /// angles along the axes before the last: 1 where they repeat.
     pub(super) fn rotate(&self, work: &mut Work<'_>, x: &Tensor, outer: &[usize]) -> Result<()> {
         let half = self.cos.dim(1);
         let dims: SmallVec<[usize; 6]> = outer.iter().copied().chain([half]).collect();

@@ -1,4 +1,5 @@
-//! Copies of whole blocks: within a pool, between pools and memories, with the keys rotated, and into another format.
+//! Copies of whole blocks: within a pool, between pools and memories, with the keys rotated, and into another
+//! format.
 
 use std::sync::Arc;
 

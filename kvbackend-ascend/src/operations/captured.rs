@@ -1,7 +1,8 @@
-//! Lists of a captured step, which each replay makes again: they keep the lengths of the capture, whatever the step.
+//! Lists of a captured step, which each replay makes again: they keep the lengths of the capture, whatever
+//! the step.
 //!
-//! A row of padding has no slot, and operators write every row they are given. Another row with a slot takes the place of
-//! such a row: both write the same bytes to the same place.
+//! A row of padding has no slot, and operators write every row they are given. Another row with a slot takes
+//! the place of such a row: both write the same bytes to the same place.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,15 +17,16 @@ use crate::operators::Tensor;
 
 // Decision: docs/decisions/backend-ascend.md#a-row-of-padding-stands-for-another-row
 /// Rows that are written, one for each row of the step.
-pub(super) struct ChosenRows {
+pub(super) struct WrittenRows {
     /// The row that is written in place of each row.
     pub(super) rows: Vec<usize>,
     /// Where each of them is written.
     pub(super) places: Vec<usize>,
 }
 
-impl ChosenRows {
-    /// Chooses rows by the place of each, below 0 for padding. Of several rows for one place, the last is written.
+impl WrittenRows {
+    /// Chooses rows by the place of each, below 0 for padding. Of several rows for one place, the last is
+    /// written.
     ///
     /// # Errors
     /// Returns [`Error::GraphOutgrown`] if no row has a place.
@@ -69,7 +71,7 @@ pub(super) struct CapturedRows {
 impl CapturedRows {
     /// Returns the numbers of the rows that are written.
     pub(super) fn numbers(self, work: &mut StepWork<'_, '_>) -> Result<Tensor> {
-        let make = |step: &StepInputs| Ok(to_bytes(&ChosenRows::new(&step.slots)?.numbers()));
+        let make = |step: &StepInputs| Ok(to_bytes(&WrittenRows::new(&step.slots)?.numbers()));
         let at = replayed(work, PlanKey::CapturedRows { count: self.count }, 4 * self.count, make)?;
         Ok(Tensor::dense(at, sys::ACL_INT32, &[self.count]))
     }
@@ -78,7 +80,7 @@ impl CapturedRows {
     pub(super) fn places(self, work: &mut StepWork<'_, '_>, geometry: RowGeometry) -> Result<Tensor> {
         let len = self.count * geometry.rows_of_slot();
         let make = move |step: &StepInputs| {
-            let places = ChosenRows::new(&step.slots)?.places;
+            let places = WrittenRows::new(&step.slots)?.places;
             Ok(to_bytes(&geometry.by_slot(places.into_iter())))
         };
         let at = replayed(work, PlanKey::CapturedPlaces(geometry), 4 * len, make)?;
@@ -102,7 +104,7 @@ pub(super) fn angles(
     let (pairing, held) = (rope.pairing(), Arc::clone(rope));
     let make = move |step: &StepInputs| {
         let positions = if written {
-            let rows = ChosenRows::new(&step.slots)?.rows;
+            let rows = WrittenRows::new(&step.slots)?.rows;
             rows.into_iter().map(|row| step.positions[row]).collect()
         } else {
             step.positions.to_vec()

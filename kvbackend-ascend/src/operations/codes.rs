@@ -1,8 +1,8 @@
 //! Codes of int8 caches, as [`kvcore::IntKind::Int8`] defines them: one f16 scale for each group of a row.
 //!
-//! A scale is the largest magnitude of its group divided by 127, rounded up to f16. CANN rounds to nearest, so a scale
-//! that came out too small is replaced by the next larger f16. A group that is not finite has a scale of NaN, and reads
-//! back as NaN; one below the smallest normal f32 reads back as 0.
+//! A scale is the largest magnitude of its group divided by 127, rounded up to f16. CANN rounds to nearest,
+//! so a scale that came out too small is replaced by the next larger f16. A group that is not finite has a
+//! scale of NaN, and reads back as NaN; one below the smallest normal f32 reads back as 0.
 
 use kvcore::Result;
 
@@ -14,8 +14,8 @@ use crate::queue::Work;
 /// The largest code.
 const LARGEST: f32 = 127.0;
 
-/// Three quarters of the distance from an f16 to the next one, relative to the smallest number of its binade, and for the
-/// smallest numbers of all. A number plus this step rounds to the next f16.
+/// Three quarters of the distance from an f16 to the next one, relative to the smallest number of its binade,
+/// and for the smallest numbers of all. A number plus this step rounds to the next f16.
 const STEP: f32 = 0.75 / 1024.0;
 const LEAST_STEP: f32 = 0.75 / 16_777_216.0;
 
@@ -35,6 +35,7 @@ pub(super) fn decoded(work: &mut Work<'_>, codes: &Tensor, scales: &Tensor) -> R
     Ok(values)
 }
 
+// Decision: docs/decisions/backend-ascend.md#codes-of-int8-are-made-by-plain-operators
 /// Returns the codes of dense rows in f32, and their scales, one for each `group` elements.
 pub(super) fn encoded(work: &mut StepWork<'_, '_>, rows: &Tensor, group: usize) -> Result<(Tensor, Tensor)> {
     let groups = rows.dims().iter().product::<usize>() / group;
@@ -68,7 +69,8 @@ fn scales(work: &mut StepWork<'_, '_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
     work.div(&largest, &limit, &scale)?;
     work.convert(&scale, &near)?;
     work.convert(&near, &scale)?;
-    // 1 where the scale times the largest code stays below the magnitude, and 0 elsewhere; NaN for what is not finite.
+    // 1 where the scale times the largest code stays below the magnitude, and 0 elsewhere; NaN for a group
+    // that is not finite.
     let (short, step) = (numbers(work)?, numbers(work)?);
     work.scale(&scale, LARGEST, &short)?;
     work.sub(&largest, &short, &short)?;

@@ -54,8 +54,8 @@ impl RowGeometry {
         index
     }
 
-    /// Returns the numbers of the rows of tokens, each in a block: `[heads, tokens, dim]` if heads have rows of their own
-    /// or there is one head, else `[tokens, heads, dim]`.
+    /// Returns the numbers of the rows of tokens, each in a block: `[heads, tokens, dim]` if heads have rows
+    /// of their own or there is one head, else `[tokens, heads, dim]`.
     pub(super) fn by_head(&self, tokens: &[(usize, usize)]) -> Vec<i32> {
         let mut index = Vec::with_capacity(tokens.len() * self.rows_of_slot());
         for head in 0..self.apart {
@@ -76,7 +76,8 @@ impl RowGeometry {
         self.apart * self.parts
     }
 
-    /// Returns rows that were read in the order of [`by_head`](Self::by_head) as `[rows, heads, tokens, dim]` in f32.
+    /// Returns rows that were read in the order of [`by_head`](Self::by_head) as `[rows, heads, tokens, dim]`
+    /// in f32.
     pub(super) fn on_heads(
         &self,
         work: &mut Work<'_>,

@@ -13,8 +13,8 @@ use crate::memory::on_device;
 use crate::operators::{Tensor, bytes_of, number};
 use crate::queue::Work;
 
-/// One layer of K or V, or of their codes, as a dense matrix. A row of a head, or of all heads where a token's heads
-/// follow one another, is one or several rows of the matrix.
+/// One layer of K or V, or of their codes, as a dense matrix. A row of a head, or of all heads where a
+/// token's heads follow one another, is one or several rows of the matrix.
 #[derive(Debug, Clone)]
 pub(super) struct PlaneMatrix {
     /// `[rows, unit]`.
@@ -128,9 +128,9 @@ impl PlaneMatrix {
         work.dense_in(self.matrix.dtype(), rows)
     }
 
-    /// Returns the layer as the paged cache of CANN's fused operators: `[blocks, heads, block_size, dim]` if heads lie
-    /// apart, else `[blocks, block_size, heads, dim]`. None if blocks have gaps or another order, and for types other than
-    /// f16 and bf16.
+    /// Returns the layer as the paged cache of CANN's fused operators: `[blocks, heads, block_size, dim]` if
+    /// heads lie apart, else `[blocks, block_size, heads, dim]`. None if blocks have gaps or another order,
+    /// and for types other than f16 and bf16.
     pub(super) fn pages(&self) -> Option<Tensor> {
         let RowGeometry { heads, dim, apart, parts, block, token, head, block_size } = self.geometry;
         let half = [sys::ACL_FLOAT16, sys::ACL_BF16].contains(&self.matrix.dtype());

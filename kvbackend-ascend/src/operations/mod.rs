@@ -22,8 +22,9 @@ mod rows;
 mod sent;
 mod tensors;
 
-pub(crate) use plans::{StepPlans, StepWork};
+pub(crate) use plans::{RecentPlans, StepWork};
 
+// Decision: docs/decisions/backend-ascend.md#operations-are-composed-of-plain-operators
 /// Enqueues a checked operation.
 pub(crate) fn run(work: &mut StepWork<'_, '_>, operation: Operation<'_>) -> Result<()> {
     match operation {

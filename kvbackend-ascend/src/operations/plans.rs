@@ -3,20 +3,23 @@
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
+use kvcore::device::queue::Recent;
 use kvcore::{Attend, KeyForm, Result, Rope, SlotMapping};
 
 use super::angles::SentAngles;
-use super::attend::lists::{AttentionPlan, BlockTables, PlanAngles, RoomLists};
+use super::attend::lists::{AttentionPlan, DecodeTables, PlanAngles, RoomLists};
 use super::geometry::{PlaneGeometry, RowGeometry};
 use super::sent::SentTensor;
 use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Number of lists that a stream keeps. A step has few: indices of K and V, angles, and the lists of attention.
+/// Number of lists that a stream keeps. A step has few: indices of K and V, angles, and the lists of
+/// attention.
 const KEPT: usize = 16;
 
-/// What a list on the device is made of. A key holds what it names by address, so the address stays taken.
+/// The contents of a list on the device. A key holds the things that it compares by address, so their
+/// addresses stay taken.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum PlanKey {
     /// One number, by its bits.
@@ -49,7 +52,7 @@ pub(super) enum PlanKey {
     SequenceAngles { work: u64, window: Option<usize>, rope: ByAddress<Rope> },
 }
 
-/// Something that is equal only to itself.
+/// A value that is equal only to itself.
 #[derive(Debug)]
 pub(super) struct ByAddress<T: ?Sized>(pub(super) Arc<T>);
 
@@ -102,31 +105,31 @@ impl AttentionKey {
     }
 }
 
-/// Something that the layers of a step share: a kind of [`StepPlan`].
+/// A value that the layers of a step share: a kind of [`KeptPlan`].
 pub(super) trait Planned: Sized {
-    /// Returns what a plan keeps, if the plan is of this kind.
-    fn of(plan: &StepPlan) -> Option<Self>;
+    /// Returns the value of a plan, if the plan is of this kind.
+    fn of(plan: &KeptPlan) -> Option<Self>;
 
     /// Returns the plan that keeps the value.
-    fn plan(&self) -> StepPlan;
+    fn plan(&self) -> KeptPlan;
 }
 
 /// Defines the kinds of plans.
 macro_rules! plans {
     ($($(#[$doc:meta])* $kind:ident($type:ty),)*) => {
-        /// What was made for a key.
+        /// The value that was made for a key.
         #[derive(Debug, Clone)]
-        pub(super) enum StepPlan {
+        pub(super) enum KeptPlan {
             $($(#[$doc])* $kind($type),)*
         }
 
         $(impl Planned for $type {
-            fn of(plan: &StepPlan) -> Option<Self> {
-                if let StepPlan::$kind(known) = plan { Some(known.clone()) } else { None }
+            fn of(plan: &KeptPlan) -> Option<Self> {
+                if let KeptPlan::$kind(known) = plan { Some(known.clone()) } else { None }
             }
 
-            fn plan(&self) -> StepPlan {
-                StepPlan::$kind(self.clone())
+            fn plan(&self) -> KeptPlan {
+                KeptPlan::$kind(self.clone())
             }
         })*
     };
@@ -140,10 +143,10 @@ plans! {
     Attention(Arc<AttentionPlan>),
     AttentionAngles(Arc<PlanAngles>),
     SideBySide(Arc<RoomLists>),
-    Sequences(Arc<BlockTables>),
+    Sequences(Arc<DecodeTables>),
 }
 
-impl StepPlan {
+impl KeptPlan {
     /// Holds the lists until the work is done. A graph holds the lists of its replays.
     fn hold(&self, work: &mut Work<'_>) {
         match self {
@@ -160,31 +163,12 @@ impl StepPlan {
 
 /// The plans of the last operations of a stream or of a capture.
 #[derive(Debug, Default)]
-pub(crate) struct StepPlans {
-    kept: Vec<(PlanKey, StepPlan)>,
-    next: usize,
-}
-
-impl StepPlans {
-    fn get(&self, key: &PlanKey) -> Option<&StepPlan> {
-        self.kept.iter().find(|(known, _)| known == key).map(|(_, plan)| plan)
-    }
-
-    /// Keeps a plan in place of the oldest.
-    fn keep(&mut self, key: PlanKey, plan: StepPlan) {
-        if self.kept.len() < KEPT {
-            self.kept.push((key, plan));
-        } else {
-            self.kept[self.next] = (key, plan);
-            self.next = (self.next + 1) % KEPT;
-        }
-    }
-}
+pub(crate) struct RecentPlans(Recent<PlanKey, KeptPlan, KEPT>);
 
 /// The work of an operation, with the plans that the layers of its step share.
 pub(crate) struct StepWork<'a, 'w> {
     pub(crate) work: &'a mut Work<'w>,
-    pub(crate) plans: &'a mut StepPlans,
+    pub(crate) plans: &'a mut RecentPlans,
 }
 
 impl<'w> Deref for StepWork<'_, 'w> {
@@ -202,7 +186,8 @@ impl DerefMut for StepWork<'_, '_> {
 }
 
 impl StepWork<'_, '_> {
-    /// Returns what an earlier layer made for a key and holds it, or makes it.
+    /// Returns the value that an earlier layer made for a key, and holds its lists; makes the value if there
+    /// is none.
     ///
     /// # Errors
     /// Returns the errors of `make`.
@@ -211,14 +196,14 @@ impl StepWork<'_, '_> {
         key: PlanKey,
         make: impl FnOnce(&mut Self) -> Result<T>,
     ) -> Result<T> {
-        if let Some(plan) = self.plans.get(&key)
+        if let Some(plan) = self.plans.0.get(&key)
             && let Some(known) = T::of(plan)
         {
             plan.hold(self.work);
             return Ok(known);
         }
         let made = make(self)?;
-        self.plans.keep(key, made.plan());
+        self.plans.0.keep(key, made.plan());
         Ok(made)
     }
 

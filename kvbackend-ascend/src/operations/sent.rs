@@ -6,7 +6,7 @@ use kvcore::Result;
 
 use crate::bindings::types as sys;
 use crate::operators::Tensor;
-use crate::queue::{ListMemory, Used, Work};
+use crate::queue::{ListMemory, Work};
 
 /// A tensor on the device that came from a list of the host.
 #[derive(Debug, Clone)]
@@ -34,6 +34,6 @@ impl SentTensor {
 
     /// Holds the list until the work is done.
     pub(super) fn hold(&self, work: &mut Work<'_>) {
-        work.hold(Used::List(Arc::clone(&self.list)));
+        work.hold_list(&self.list);
     }
 }

@@ -1,4 +1,5 @@
-//! Copies of tensors of any strides: on the device, between the device and pinned memory, and from other devices.
+//! Copies of tensors of any strides: on the device, between the device and pinned memory, and from other
+//! devices.
 
 use std::sync::Arc;
 
@@ -112,8 +113,8 @@ fn to_host(work: &mut Work<'_>, src: &BitTensor, dst: &TensorView) -> Result<()>
 /// Enqueues a copy from the memory of another device. The work holds both storages.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::Unsupported`] for views that are not contiguous, [`kvcore::Error::DeviceLost`] if the other
-/// device is lost, and the errors of the device.
+/// Returns [`kvcore::Error::Unsupported`] for views that are not contiguous, [`kvcore::Error::DeviceLost`] if
+/// the other device is lost, and the errors of the device.
 fn copy_from(work: &mut Work<'_>, peer: &Arc<Npu>, op: &CopyTensor) -> Result<()> {
     let address = |view: &TensorView| {
         if !view.is_contiguous() {
@@ -128,7 +129,8 @@ fn copy_from(work: &mut Work<'_>, peer: &Arc<Npu>, op: &CopyTensor) -> Result<()
     drop(peer.bind()?);
     let npu = work.npu();
     if npu.ordinal != peer.ordinal && npu.peers.lock().insert(peer.ordinal) {
-        // Another backend of the device may have enabled it already. A copy that cannot reach the peer fails by itself.
+        // Another backend of the device may have enabled it already. A copy that cannot reach the peer fails by
+        // itself.
         // SAFETY: the device's context is current; the flags are none.
         unsafe { npu.library.acl.aclrtDeviceEnablePeerAccess(peer.ordinal, 0) };
     }

@@ -19,7 +19,7 @@ pub(crate) struct PagedAttention<'a> {
     /// `[blocks, block_size, kv_heads · dim]` or `[blocks, kv_heads, block_size, dim]`, dense.
     pub(crate) k: &'a Tensor,
     pub(crate) v: &'a Tensor,
-    /// `[sequences, n]`: the blocks of each sequence, and anything behind them.
+    /// `[sequences, n]`: the blocks of each sequence, followed by anything.
     pub(crate) table: &'a Tensor,
     /// Tokens of each sequence.
     pub(crate) lengths: &'a [i64],
@@ -28,7 +28,7 @@ pub(crate) struct PagedAttention<'a> {
     pub(crate) scale: f32,
     /// `[sequences, heads, 1, dim]`, dense.
     pub(crate) out: &'a Tensor,
-    /// `[sequences, heads, 1, 1]` in f32, or `[1]`, which is not used then.
+    /// `[sequences, heads, 1, 1]` in f32, or `[1]` if it is not wanted.
     pub(crate) lse: &'a Tensor,
 }
 
@@ -45,7 +45,8 @@ impl Work<'_> {
         let with_lse = op.lse.dims().len() > 1;
         self.operator(
             "aclnnFusedInferAttentionScoreV2",
-            // SAFETY: the handles are alive, and null stands for what is optional. Size and executor are places for the answer.
+            // SAFETY: the handles are alive, and null stands for an operand left out. Size and executor are
+            // places for the answer.
             &|operators, bytes, executor| unsafe {
                 operators.aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
                     q.raw(),
@@ -91,15 +92,16 @@ impl Work<'_> {
                     executor,
                 )
             },
-            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked for.
+            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked
+            // for.
             &|operators, workspace, bytes, executor, stream| unsafe {
                 operators.aclnnFusedInferAttentionScoreV2(workspace, bytes, executor, stream)
             },
         )
     }
 
-    /// Writes rows `[rows, heads, dim]` of keys and values to slots of caches `[blocks, block_size, heads, dim]`. Each slot occurs
-    /// once.
+    /// Writes rows `[rows, heads, dim]` of keys and values to slots of caches `[blocks, block_size, heads,
+    /// dim]`. Each slot occurs once.
     pub(crate) fn put_paged(
         &mut self,
         rows: [&Tensor; 2],
@@ -113,7 +115,8 @@ impl Work<'_> {
         let (cache_mode, scatter_mode) = (cache_mode.as_mut_ptr(), scatter_mode.as_mut_ptr());
         self.operator(
             "aclnnScatterPaKvCache",
-            // SAFETY: the handles are alive, and null stands for what is optional. Size and executor are places for the answer.
+            // SAFETY: the handles are alive, and null stands for an operand left out. Size and executor are
+            // places for the answer.
             &|operators, bytes, executor| unsafe {
                 operators.aclnnScatterPaKvCacheGetWorkspaceSize(
                     key.raw(),
@@ -132,7 +135,8 @@ impl Work<'_> {
                     executor,
                 )
             },
-            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked for.
+            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked
+            // for.
             &|operators, workspace, bytes, executor, stream| unsafe {
                 operators.aclnnScatterPaKvCache(workspace, bytes, executor, stream)
             },

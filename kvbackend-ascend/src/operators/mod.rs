@@ -1,7 +1,8 @@
 //! Operators of CANN, as the operations of the contract call them.
 //!
-//! Each call has two phases: the first checks the operands and says how much workspace the operator wants, the second
-//! enqueues it and consumes the executor. Both happen here, with a workspace between the stream's operators.
+//! Each call has two phases: the first checks the operands and returns the size of the operator's workspace,
+//! the second enqueues the operator and consumes the executor. Both happen here; the workspace is memory
+//! between operators.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -30,7 +31,7 @@ struct HostScalar {
 
 impl HostScalar {
     fn new(npu: &Arc<Npu>, mut value: f32) -> Result<Self> {
-        // SAFETY: `value` is an f32, as the type says; the call copies it.
+        // SAFETY: `value` is an f32, as `ACL_FLOAT` states; the call copies it.
         let raw = unsafe { npu.library.base.aclCreateScalar((&raw mut value).cast(), sys::ACL_FLOAT) };
         if raw.is_null() {
             return Err(npu.error(sys::ACL_ERROR_INVALID_PARAM as i32));
@@ -41,7 +42,7 @@ impl HostScalar {
 
 impl Drop for HostScalar {
     fn drop(&mut self) {
-        // SAFETY: the scalar was made by `aclCreateScalar` and goes once.
+        // SAFETY: `aclCreateScalar` made the scalar, and it is destroyed once.
         unsafe { self.npu.library.base.aclDestroyScalar(self.raw) };
     }
 }
@@ -65,7 +66,7 @@ impl NumberList {
 
 impl Drop for NumberList {
     fn drop(&mut self) {
-        // SAFETY: the array was made by `aclCreateIntArray` and goes once.
+        // SAFETY: `aclCreateIntArray` made the array, and it is destroyed once.
         unsafe { self.npu.library.base.aclDestroyIntArray(self.raw) };
     }
 }
@@ -146,7 +147,7 @@ impl Work<'_> {
     }
 }
 
-/// Calls an operator: makes handles of the tensors, which the arguments name, and runs both phases.
+/// Calls an operator: makes the handles of the tensors that the arguments name, and runs both phases.
 macro_rules! operator {
     ($work:expr, $operator:ident, $phase:ident, [$($tensor:ident),*], ($($argument:expr),*)) => {{
         let npu = $work.npu();
@@ -155,7 +156,8 @@ macro_rules! operator {
             stringify!($operator),
             // SAFETY: the handles are alive; size and executor are places for the answer.
             &|operators, bytes, executor| unsafe { operators.$phase($($argument,)* bytes, executor) },
-            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked for.
+            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked
+            // for.
             &|operators, workspace, bytes, executor, stream| unsafe {
                 operators.$operator(workspace, bytes, executor, stream)
             },
@@ -163,7 +165,7 @@ macro_rules! operator {
     }};
 }
 
-/// Defines methods for operators whose arguments are tensors only, the result last.
+/// Defines methods for operators whose arguments are all tensors, the result last.
 macro_rules! of_tensors {
     ($($(#[$doc:meta])* $method:ident($($tensor:ident),*) = $operator:ident / $phase:ident;)*) => {
         impl Work<'_> {$(
@@ -284,7 +286,7 @@ impl Work<'_> {
         )
     }
 
-    /// `rows[index[i]] = x[i]`, for a dense matrix of rows, whose others stay as they are.
+    /// `rows[index[i]] = x[i]`, for a dense matrix of rows. The other rows stay as they are.
     pub(crate) fn put_rows(&mut self, rows: &Tensor, index: &Tensor, x: &Tensor) -> Result<()> {
         if x.is_empty() {
             return Ok(());
@@ -298,7 +300,7 @@ impl Work<'_> {
         )
     }
 
-    /// The greatest element along the last axis, which `out` has with extent 1.
+    /// `out` = the greatest element along the last axis, whose extent in `out` is 1.
     pub(crate) fn greatest(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
         if out.is_empty() {
             return Ok(());
@@ -307,7 +309,7 @@ impl Work<'_> {
         operator!(self, aclnnAmax, aclnnAmaxGetWorkspaceSize, [x, out], (x.raw(), last.raw, true, out.raw()))
     }
 
-    /// The sum along the last axis, which `out` has with extent 1.
+    /// `out` = the sum along the last axis, whose extent in `out` is 1.
     pub(crate) fn sum(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
         if out.is_empty() {
             return Ok(());
@@ -350,7 +352,8 @@ impl Work<'_> {
         )
     }
 
-    /// `out = x / √(mean(x²) + eps) · gamma` over the last axis; `deviations` has the factors of the rows afterwards.
+    /// `out = x / √(mean(x²) + eps) · gamma` over the last axis. Writes the factors of the rows to
+    /// `deviations`.
     pub(crate) fn rms_norm(
         &mut self,
         x: &Tensor,

@@ -96,7 +96,7 @@ impl Tensor {
         self.dims.contains(&0)
     }
 
-    /// Returns whether the elements lie one behind the other.
+    /// Returns whether the elements follow one another without gaps.
     pub(crate) fn is_dense(&self) -> bool {
         let mut expected = 1;
         self.dims.iter().zip(&self.strides).rev().all(|(&n, &stride)| {
@@ -106,7 +106,7 @@ impl Tensor {
         })
     }
 
-    /// Returns the elements from the first to the last.
+    /// Returns the number of elements from the first to the last, gaps included.
     pub(crate) fn span(&self) -> usize {
         let last: i64 =
             self.dims.iter().zip(&self.strides).map(|(&n, &stride)| (n - 1).max(0) * stride).sum();
@@ -151,7 +151,7 @@ impl Tensor {
     /// Returns the errors of the device.
     pub(crate) fn handle(&self, npu: &Arc<Npu>) -> Result<TensorHandle> {
         let bytes = bytes_of(self.dtype) as u64;
-        // Operators want an aligned address; what is left is an offset.
+        // Operators want an aligned address; the rest of the address becomes an offset.
         let before = if (self.address % ALIGN).is_multiple_of(bytes) { self.address % ALIGN } else { 0 };
         let offset = (before / bytes) as i64;
         let storage = [offset + self.span() as i64];
@@ -176,7 +176,7 @@ impl Tensor {
     }
 }
 
-/// A tensor of CANN, which goes with the value unless a list has taken it.
+/// A tensor of CANN, destroyed when it is dropped, unless a list has taken it.
 pub(crate) struct TensorHandle {
     raw: *mut sys::aclTensor,
     npu: Arc<Npu>,
@@ -188,14 +188,14 @@ impl TensorHandle {
     }
 }
 
-/// A list of one tensor, which goes with the value.
+/// A list of one tensor, destroyed when it is dropped.
 pub(crate) struct TensorList {
     raw: *mut sys::aclTensorList,
     npu: Arc<Npu>,
 }
 
 impl TensorList {
-    /// Makes the list of a tensor.
+    /// Makes a list of one tensor.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -219,7 +219,7 @@ impl TensorList {
 
 impl Drop for TensorList {
     fn drop(&mut self) {
-        // SAFETY: the list was made by `aclCreateTensorList` and goes once, with its tensor.
+        // SAFETY: `aclCreateTensorList` made the list, and it is destroyed once, with its tensor.
         unsafe { self.npu.library.base.aclDestroyTensorList(self.raw) };
     }
 }
@@ -229,7 +229,7 @@ impl Drop for TensorHandle {
         if self.raw.is_null() {
             return;
         }
-        // SAFETY: the tensor was made by `aclCreateTensor` and goes once.
+        // SAFETY: `aclCreateTensor` made the tensor, and it is destroyed once.
         unsafe { self.npu.library.base.aclDestroyTensor(self.raw) };
     }
 }

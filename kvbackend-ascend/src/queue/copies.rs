@@ -25,7 +25,8 @@ impl CopyDirection {
     }
 }
 
-/// Enqueues a copy. The device's context is current, and the caller holds both memories until the copy is done.
+/// Enqueues a copy. The device's context is current, and the caller holds both memories until the copy is
+/// done.
 pub(crate) fn copy(
     npu: &Npu,
     stream: sys::aclrtStream,

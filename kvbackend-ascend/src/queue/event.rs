@@ -13,13 +13,13 @@ use crate::device::Npu;
 use crate::errors::uncapturable;
 
 // Decision: docs/decisions/backend-ascend.md#streams-hold-events
-/// An event of ACL that may be recorded again, destroyed with the value. Streams hold the events that their work records
-/// or waits for until that work is done, because ACL destroys at once.
+/// An event of ACL that may be recorded again, destroyed with the value. Streams hold the events that their
+/// work records or waits for until that work is done, because ACL destroys at once.
 pub(crate) struct AclEvent {
     raw: sys::aclrtEvent,
     pub(crate) npu: Arc<Npu>,
     /// Number of the capture that the event is part of, or 0. An event of a capture never happens.
-    pub(super) capture: u64,
+    pub(crate) capture: u64,
 }
 
 // SAFETY: events may be used from any thread that has the device's context current.
@@ -34,8 +34,8 @@ impl fmt::Debug for AclEvent {
 }
 
 impl AclEvent {
-    /// Creates an event that streams and the host can wait for, or one of capture `capture`. The device's context is
-    /// current.
+    /// Creates an event that streams and the host can wait for, or one of capture `capture`. The device's
+    /// context is current.
     pub(crate) fn create(npu: &Arc<Npu>, capture: u64) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
         // Events of this kind may be recorded again, as CUDA's may, and take none of the hardware's numbers.

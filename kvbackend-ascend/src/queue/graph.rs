@@ -3,23 +3,50 @@
 use std::fmt;
 use std::sync::Arc;
 
-use kvcore::{CounterSnapshot, Counters, Graph, Result, StepInputs};
+use kvcore::device::queue::{Captured, CapturedStream, Hold};
+use kvcore::{CounterSnapshot, Counters, Error, Graph, Result, StepInputs};
 
-use super::capture::{self, AclRecording};
 use super::copies::{CopyDirection, copy};
-use super::held::{CapturedSteps, Used};
 use super::state::AclStream;
 use crate::bindings::types as sys;
+use crate::device::Npu;
 
 /// Replays that may be enqueued and not done. The host waits for the oldest before it enqueues another.
 const AHEAD: usize = 8;
 
+/// A graph of ACL, destroyed when it is dropped: no enqueued work runs it then.
+pub(crate) struct AclGraph {
+    pub(super) raw: sys::aclmdlRI,
+    pub(super) npu: Arc<Npu>,
+}
+
+// SAFETY: ACL's graphs may be run and destroyed from any thread that has the device's context current; runs
+// are ordered by the stream's lock.
+unsafe impl Send for AclGraph {}
+// SAFETY: as for `Send`.
+unsafe impl Sync for AclGraph {}
+
+impl Drop for AclGraph {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.npu.bind_lost() {
+            // SAFETY: the graph is the value's own. Its runs are done, because they hold it.
+            unsafe { self.npu.library.acl.aclmdlRIDestroy(self.raw) };
+        }
+    }
+}
+
+/// A graph and all memory that it touches. Each replay holds it until the replay is done.
+pub(super) struct CapturedWork {
+    pub(super) graph: AclGraph,
+    pub(super) captured: Captured<AclStream>,
+}
+
 /// A captured step of a stream.
-pub(crate) struct AscendGraph {
-    stream: Arc<AclStream>,
-    steps: Arc<CapturedSteps>,
-    /// What the captured operations add to the counters.
-    counts: CounterSnapshot,
+pub(super) struct AscendGraph {
+    pub(super) stream: Arc<AclStream>,
+    pub(super) work: Arc<CapturedWork>,
+    /// The counts of the captured operations, which each replay adds to the counters.
+    pub(super) counts: CounterSnapshot,
 }
 
 impl fmt::Debug for AscendGraph {
@@ -28,28 +55,20 @@ impl fmt::Debug for AscendGraph {
     }
 }
 
-impl AscendGraph {
-    /// Creates a graph from a capture that has ended.
-    pub(crate) fn new(
-        stream: &Arc<AclStream>,
-        graph: sys::aclmdlRI,
-        recording: AclRecording,
-        counts: CounterSnapshot,
-    ) -> Self {
-        let AclRecording { lists, checks, used, activations, .. } = recording;
-        let npu = Arc::clone(&stream.npu);
-        let steps = CapturedSteps { graph, npu, lists, checks, used, activations };
-        Self { stream: Arc::clone(stream), steps: Arc::new(steps), counts }
-    }
-}
-
 impl Graph for AscendGraph {
     fn replay(&self, inputs: &StepInputs) -> Result<()> {
         let AclStream { npu, raw, memory, .. } = &*self.stream;
-        let _pass = capture::outside(&self.stream, "a replay")?;
-        let steps = &self.steps;
-        steps.checks.iter().try_for_each(|check| check.check(inputs))?;
-        let contents = steps.lists.contents(inputs)?;
+        let _pass = self.stream.outside("a replay")?;
+        let captured = &self.work.captured;
+        captured.check(inputs)?;
+        let contents = captured.notes.lists.contents(|make, room| {
+            let made = make(inputs)?;
+            if made.len() != room.len() {
+                return Err(Error::mismatch("bytes of a list of a captured step", room.len(), made.len()));
+            }
+            room.copy_from_slice(&made);
+            Ok(())
+        })?;
         let _current = npu.bind()?;
         let mut memory = memory.lock();
         memory.in_flight.wait_until(AHEAD)?;
@@ -57,16 +76,17 @@ impl Graph for AscendGraph {
         for (_, bytes) in &contents {
             staged.push(memory.lists.stage(npu, bytes)?);
         }
-        memory.in_flight.hold(Used::Graph(Arc::clone(steps)));
+        memory.in_flight.hold(Hold::Other(Arc::clone(&self.work) as _));
         for ((to, bytes), list) in contents.iter().zip(staged).filter(|((_, bytes), _)| !bytes.is_empty()) {
-            memory.in_flight.hold(Used::List(Arc::clone(&list)));
-            // The graph's memory has room for the bytes; its last replay reads it earlier in the order of the stream.
+            memory.in_flight.hold(Hold::Other(Arc::clone(&list) as _));
+            // The graph's memory has room for the bytes; its last replay reads it earlier in the order of the
+            // stream.
             copy(npu, *raw, *to, list.host(), bytes.len(), CopyDirection::ToDevice)?;
         }
         // SAFETY: graph and stream are alive, and the graph is held until it is done.
-        npu.check(unsafe { npu.library.acl.aclmdlRIExecuteAsync(steps.graph, *raw) })?;
+        npu.check(unsafe { npu.library.acl.aclmdlRIExecuteAsync(self.work.graph.raw, *raw) })?;
         npu.counters.add_all(&self.counts);
         Counters::add(&npu.counters.plan_bytes, contents.iter().map(|(_, bytes)| bytes.len()).sum());
-        memory.in_flight.cut(npu, *raw)
+        memory.in_flight.cut(&self.stream)
     }
 }

@@ -2,15 +2,13 @@
 
 use std::sync::Arc;
 
+use kvcore::device::queue::room;
 use kvcore::{MemoryKind, Result, Storage};
 
 use super::copies::{CopyDirection, copy};
 use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::memory::AscendStorage;
-
-/// Least bytes of a list's memory.
-const LEAST: usize = 4096;
 
 /// Most memories that a stream keeps for later lists.
 const KEPT: usize = 32;
@@ -50,35 +48,20 @@ impl ListMemory {
 
 /// The lists' memories of a stream, in use or kept for later lists.
 #[derive(Debug, Default)]
-pub(crate) struct ListPool(Vec<Arc<ListMemory>>);
+pub(crate) struct ListPool(Vec<(usize, Arc<ListMemory>)>);
 
 impl ListPool {
-    /// Returns memory for `bytes` bytes that no enqueued work uses.
-    fn unused(&mut self, npu: &Arc<Npu>, bytes: usize) -> Result<Arc<ListMemory>> {
-        let fits = |memory: &&Arc<ListMemory>| memory.device.len() >= bytes && Arc::strong_count(memory) == 1;
-        if let Some(memory) = self.0.iter().find(fits) {
-            return Ok(Arc::clone(memory));
-        }
-        let made = Arc::new(ListMemory::new(npu, bytes.next_power_of_two().max(LEAST))?);
-        if self.0.len() >= KEPT {
-            // The smallest serves the fewest lists. Work that still uses it keeps it alive.
-            let smallest = (0..self.0.len()).min_by_key(|&i| self.0[i].device.len()).unwrap_or_default();
-            self.0.swap_remove(smallest);
-        }
-        self.0.push(Arc::clone(&made));
-        Ok(made)
-    }
-
-    /// Copies bytes to pinned memory, from which an enqueued copy takes them. The caller holds the memory until then.
+    /// Copies bytes to pinned memory, from which an enqueued copy takes them. The caller holds the memory
+    /// until then.
     pub(crate) fn stage(&mut self, npu: &Arc<Npu>, bytes: &[u8]) -> Result<Arc<ListMemory>> {
-        let memory = self.unused(npu, bytes.len().max(1))?;
+        let memory = room(&mut self.0, bytes.len().max(1), KEPT, |len| ListMemory::new(npu, len))?;
         // SAFETY: the memory has room for the bytes, and is in no other use.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), memory.host() as *mut u8, bytes.len()) };
         Ok(memory)
     }
 
-    /// Enqueues the copy of a list to the device. The caller holds the memory until the copy is done. The device's
-    /// context is current.
+    /// Enqueues the copy of a list to the device. The caller holds the memory until the copy is done. The
+    /// device's context is current.
     pub(super) fn send(
         &mut self,
         npu: &Arc<Npu>,

@@ -1,35 +1,29 @@
-//! The queue of a stream, below all operations: what one operation enqueues, and the memory that its work uses.
+//! The queue of a stream, below all operations: what one operation enqueues, and the memory that its work
+//! uses.
 //!
 //! ```text
 //!   state     ACL's stream, and what its calls share under a lock
 //!   work      one operation: memory between its operators, lists for the device, copies, what it holds
-//!   flight    what enqueued work holds until an event shows that the work is done
 //!   capture   a recording under way, which takes the place of the stream's own memory
 //!   graph     replays of what was captured
 //! ```
 //!
-//! ACL frees and destroys at once, whatever still uses the memory. The queue therefore holds everything that enqueued
-//! work uses.
+//! ACL frees and destroys at once, whatever still uses the memory. The queue therefore holds everything that
+//! enqueued work uses. [`kvcore::device::queue`] has the bookkeeping; this room makes the calls of ACL.
 
-mod activations;
-pub(crate) mod capture;
+mod capture;
 mod copies;
 mod event;
-mod flight;
 mod graph;
-mod held;
 mod list;
-mod replay;
 mod scratch;
 mod state;
 mod work;
 
-pub(crate) use activations::ActivationPool;
+pub(crate) use capture::capture;
 pub(crate) use copies::{CopyDirection, copy, copy_now};
 pub(crate) use event::AclEvent;
 pub use event::AscendEvent;
-pub(crate) use graph::AscendGraph;
-pub(crate) use held::Used;
 pub(crate) use list::ListMemory;
-pub(crate) use state::AclStream;
+pub(crate) use state::{AclStream, NpuActivations};
 pub(crate) use work::Work;

@@ -16,8 +16,8 @@ const PADDING: usize = 32;
 /// Least bytes of a block of memory.
 const LEAST: usize = 1 << 20;
 
-/// Memory between operators that the graphs of a stream share while one of them holds it, because their replays run one
-/// after another. Each comes with ACL's stream that the work belongs to.
+/// Memory between operators that the graphs of a stream share while one of them holds it, because their
+/// replays run one after another. Each comes with ACL's stream that the work belongs to.
 pub(super) type SharedScratch = Vec<(usize, Weak<dyn Storage>)>;
 
 /// A block of memory from which an operation takes the pieces between its operators.
@@ -51,7 +51,8 @@ impl WorkScratch {
         self.used = 0;
     }
 
-    /// Returns the address of a piece of `bytes` bytes, and the memory that it lies in, which the caller holds.
+    /// Returns the address of a piece of `bytes` bytes, and the memory that it lies in, which the caller
+    /// holds.
     pub(super) fn piece(&mut self, npu: &Arc<Npu>, bytes: usize) -> Result<(u64, Arc<dyn Storage>)> {
         let wanted = bytes
             .checked_add(PADDING)

@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
+use kvcore::device::queue::{CapturedStream, Hold};
 use kvcore::{Operation, Result, StepInputs};
 
-use super::capture::{self, AclRecording};
+use super::capture::{self, AclRecording, MakeList};
 use super::copies::{CopyDirection, copy};
-use super::held::Used;
 use super::list::ListMemory;
-use super::replay::MakeList;
 use super::scratch::{ScratchMark, WorkScratch};
 use super::state::{AclStream, StreamMemory};
 use crate::bindings::types as sys;
@@ -27,10 +26,10 @@ impl AclStream {
     /// Runs `enqueue`, and holds what it names until its work is done.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] if this thread records a capture that the stream has not joined, and the
-    /// errors of `enqueue`.
+    /// Returns [`kvcore::Error::Unsupported`] if this thread records a capture that the stream has not
+    /// joined, and the errors of `enqueue`.
     pub(crate) fn enqueue(&self, enqueue: impl FnOnce(&mut Work<'_>) -> Result<()>) -> Result<()> {
-        capture::with(self, |recording| {
+        self.recorded(|recording| {
             let _current = self.npu.bind()?;
             let mut memory = self.memory.lock();
             let captured = recording.is_some();
@@ -40,8 +39,9 @@ impl AclStream {
             if captured {
                 return done;
             }
-            // Work that was enqueued before an error runs, and its memory stays held as that of a whole operation.
-            done.and(memory.in_flight.tidy(&self.npu, self.raw))
+            // Work that was enqueued before an error runs, and its memory stays held as that of a whole
+            // operation.
+            done.and(memory.in_flight.tidy(self))
         })
     }
 }
@@ -49,7 +49,7 @@ impl AclStream {
 impl<'a> Work<'a> {
     fn scratch(&mut self) -> &mut WorkScratch {
         match &mut self.recording {
-            Some(recording) => recording.scratch(self.stream),
+            Some(recording) => capture::scratch(recording, self.stream),
             None => &mut self.memory.scratch,
         }
     }
@@ -59,7 +59,7 @@ impl<'a> Work<'a> {
     /// # Errors
     /// Returns [`kvcore::Error::Unsupported`] for an operation that cannot be captured.
     pub(crate) fn admit(&mut self, operation: Operation<'_>) -> Result<()> {
-        self.recording.as_mut().map_or(Ok(()), |recording| recording.admit(operation))
+        self.recording.as_mut().map_or(Ok(()), |recording| recording.admit(operation).map(drop))
     }
 
     /// Returns the step that is captured, if the work is part of a capture.
@@ -70,11 +70,11 @@ impl<'a> Work<'a> {
     /// Adds a list that each replay writes again. Returns its address on the device.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] outside of captures, and [`kvcore::Error::Allocation`] if the device is out of
-    /// memory.
+    /// Returns [`kvcore::Error::Unsupported`] outside of captures, and [`kvcore::Error::Allocation`] if the
+    /// device is out of memory.
     pub(crate) fn replayed_list(&mut self, bytes: usize, make: MakeList) -> Result<u64> {
         match &mut self.recording {
-            Some(recording) => recording.lists.add(self.npu, bytes, make),
+            Some(recording) => capture::add_list(recording, self.npu, bytes, make),
             None => Err(uncapturable("a list of no capture")),
         }
     }
@@ -88,11 +88,16 @@ impl<'a> Work<'a> {
     }
 
     /// Holds something until the work is done.
-    pub(crate) fn hold(&mut self, used: Used) {
+    pub(crate) fn hold(&mut self, hold: Hold) {
         match &mut self.recording {
-            Some(recording) => recording.hold(used),
-            None => self.memory.in_flight.hold(used),
+            Some(recording) => recording.hold(hold),
+            None => self.memory.in_flight.hold(hold),
         }
+    }
+
+    /// Holds the memory of a list until the work is done.
+    pub(crate) fn hold_list(&mut self, list: &Arc<ListMemory>) {
+        self.hold(Hold::Other(Arc::clone(list) as _));
     }
 
     /// Returns the address of bytes between operators, with arbitrary contents.
@@ -102,7 +107,7 @@ impl<'a> Work<'a> {
     pub(crate) fn bytes(&mut self, bytes: usize) -> Result<u64> {
         let npu = self.npu;
         let (at, memory) = self.scratch().piece(npu, bytes)?;
-        self.hold(Used::Storage(memory));
+        self.hold(Hold::Storage(memory));
         Ok(at)
     }
 
@@ -111,7 +116,8 @@ impl<'a> Work<'a> {
         self.scratch().mark()
     }
 
-    /// Frees the memory between operators that was taken since a mark. Later operators run after the ones that use it.
+    /// Frees the memory between operators that was taken since a mark. Later operators run after the ones
+    /// that use it.
     pub(crate) fn free_since(&mut self, mark: ScratchMark) {
         self.scratch().free_since(mark);
     }
@@ -122,10 +128,10 @@ impl<'a> Work<'a> {
     /// Returns [`kvcore::Error::Allocation`] if the device is out of memory, and the errors of the device.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<Arc<ListMemory>> {
         if let Some(recording) = &mut self.recording {
-            return recording.constant(self.npu, bytes);
+            return capture::add_constant(recording, self.npu, bytes);
         }
         let list = self.memory.lists.send(self.npu, self.stream, bytes)?;
-        self.memory.in_flight.hold(Used::List(Arc::clone(&list)));
+        self.hold_list(&list);
         Ok(list)
     }
 

@@ -1,4 +1,4 @@
-//! Codes and scales of int8 caches: bit for bit those of their definition.
+//! Codes and scales of int8 caches, bit for bit as defined.
 
 use std::sync::Arc;
 
@@ -8,12 +8,13 @@ use kvcore::{
 };
 
 use crate::common::{arena, download, noise, opened, upload};
-use crate::simulator::{LAZY, beside_others};
+use crate::simulator::{LAZY, with_others};
 
 const DIM: usize = 32;
 const GROUP: usize = 8;
 
-/// Returns rows of groups of any magnitude, with zeros, the smallest and the largest numbers, and what is not finite.
+/// Returns rows of groups of any magnitude, with zeros, the smallest and the largest numbers, and what is not
+/// finite.
 fn rows() -> Vec<f32> {
     let bytes = noise(5, 4 * 64 * DIM);
     let mut rows: Vec<f32> = bytes
@@ -48,8 +49,8 @@ fn bytes_of(stream: &dyn Stream, storage: &Arc<dyn Storage>) -> Vec<u8> {
 }
 
 #[test]
-fn codes_and_scales_are_those_of_their_definition() {
-    let _beside = beside_others();
+fn codes_and_scales_follow_their_definition() {
+    let _others = with_others();
     let Some(backend) = opened(LAZY) else { return };
     let (rows, tokens) = (rows(), 64);
     let shape = KvShape {

@@ -1,13 +1,12 @@
-//! Captured graphs on the simulator: what a replay enqueues, their memory, and who may take part.
+//! Captured graphs on the simulator: their room, their memory, and the dense steps in them.
 
 use std::sync::Arc;
 
-use kvbackend_ascend::AscendBackend;
 use kvbackend_ascend::dense::AscendDenseSteps;
 use kvcore::{
     Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, Error, Graph, GraphCache, GraphKey,
-    GraphRun, KeyForm, KvArena, KvShape, MemoryKind, QueryRow, Rope, RopeConfig, RowRotation, Scatter,
-    Segment, StepInputs, Stream, TensorView, WriteSlots, allocate_tensor,
+    KeyForm, KvArena, KvShape, MemoryKind, QueryRow, Rope, RopeConfig, RowRotation, Scatter, Segment,
+    StepInputs, Stream, TensorView, WriteSlots, allocate_tensor,
 };
 
 use crate::common::{arena, download, noise, opened, upload};
@@ -20,7 +19,6 @@ const LAYERS: usize = 3;
 const CAPTURE_INVALIDATED: i32 = 507_903;
 
 struct Bench {
-    backend: Arc<AscendBackend>,
     stream: Arc<dyn Stream>,
     arena: KvArena,
     rope: Arc<Rope>,
@@ -52,7 +50,6 @@ impl Bench {
             rope: Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 4096).unwrap()),
             rows: upload(backend.as_ref(), DType::F32, &[1, 2, DIM], &bytes),
             out: allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[1, 2, DIM]).unwrap(),
-            backend,
         }
     }
 
@@ -120,93 +117,6 @@ fn a_capture_that_is_broken_does_not_lose_the_device() {
 }
 
 #[test]
-fn a_replay_is_one_copy_and_one_task() {
-    let Some((simulator, _alone)) = alone() else { return };
-    let bench = Bench::new(LAZY);
-    bench.enqueue(&step(99)).unwrap();
-    let mut cache = GraphCache::new(2);
-    let mut runs = Vec::new();
-    simulator.trace(LAZY);
-    for at in 20..26 {
-        let (step, stream) = (step(at), bench.stream.as_ref());
-        let key = GraphKey::of(&step, DType::BF16);
-        runs.push(cache.run(stream, key, &step, &mut || bench.enqueue(&step)).unwrap().0);
-        let trace = simulator.trace(LAZY);
-        match runs.last().unwrap() {
-            GraphRun::Eager => assert!(queued(&trace, "operator") >= 10 * LAYERS, "{trace:?}"),
-            GraphRun::Captured => assert_eq!(queued(&trace, "graph"), 1, "{trace:?}"),
-            GraphRun::Replayed => {
-                assert_eq!(queued(&trace, "graph"), 1, "{trace:?}");
-                assert_eq!(queued(&trace, "memcpy_h2d"), 1, "{trace:?}");
-                assert_eq!(queued(&trace, "operator"), 0, "{trace:?}");
-            }
-        }
-    }
-    assert_eq!(runs[..3], [GraphRun::Eager, GraphRun::Captured, GraphRun::Replayed]);
-    bench.stream.synchronize().unwrap();
-}
-
-#[test]
-fn a_graph_keeps_its_memory_and_gives_it_back() {
-    let Some((simulator, _alone)) = alone() else { return };
-    for device in [EAGER, LAZY] {
-        let before = simulator.live(device);
-        let bench = Bench::new(device);
-        bench.enqueue(&step(40)).unwrap();
-        let expected = download(bench.stream.as_ref(), &bench.out);
-        let graph = bench.capture(&step(20));
-        let Bench { backend, stream, arena, rope, rows, out } = bench;
-        drop((arena, rope, rows));
-        // Other work takes memory and replaces the lists that the stream keeps.
-        let taken: Vec<_> =
-            (0..20).map(|i| upload(backend.as_ref(), DType::U8, &[4096], &noise(i, 4096))).collect();
-        for _ in 0..40 {
-            graph.replay(&step(40)).unwrap();
-        }
-        drop(taken);
-        // A replay outlives its graph.
-        drop(graph);
-        assert_eq!(download(stream.as_ref(), &out), expected, "device {device}");
-        drop((out, stream, backend));
-        assert_eq!(simulator.live(device), before, "device {device}");
-    }
-}
-
-#[test]
-fn a_graph_that_is_gone_leaves_nothing_of_the_driver() {
-    let Some((simulator, _alone)) = alone() else { return };
-    let bench = Bench::new(EAGER);
-    let use_one = || {
-        let graph = bench.capture(&step(4));
-        graph.replay(&step(4)).unwrap();
-        drop(graph);
-        bench.stream.synchronize().unwrap();
-        simulator.live(EAGER)
-    };
-    bench.enqueue(&step(4)).unwrap();
-    let counts = [(); 4].map(|()| use_one());
-    assert_eq!(counts[1], counts[3], "{counts:?}");
-}
-
-#[test]
-fn replays_count_as_the_operations_that_they_run() {
-    let Some((_, _alone)) = alone() else { return };
-    let bench = Bench::new(EAGER);
-    let counts = |run: &dyn Fn()| {
-        let before = bench.backend.counters();
-        run();
-        let since = bench.backend.counters().since(&before);
-        (since.scatter_bytes, since.attend_calls)
-    };
-    let eager = counts(&|| bench.enqueue(&step(9)).unwrap());
-    assert_ne!(eager, (0, 0));
-    let graph = bench.capture(&step(9));
-    assert_eq!(counts(&|| drop(bench.capture(&step(10)))), (0, 0));
-    assert_eq!(counts(&|| graph.replay(&step(11)).unwrap()), eager);
-    bench.stream.synchronize().unwrap();
-}
-
-#[test]
 fn inputs_past_the_room_of_a_graph_ask_for_another_one() {
     let Some((_, _alone)) = alone() else { return };
     let bench = Bench::new(EAGER);
@@ -253,7 +163,7 @@ fn inputs_past_the_room_of_a_graph_ask_for_another_one() {
 }
 
 #[test]
-fn a_capture_takes_no_replay_and_keeps_what_one_operation_sends_up() {
+fn a_capture_takes_no_replay_and_keeps_the_lists_of_one_operation() {
     let Some((_, _alone)) = alone() else { return };
     for device in [EAGER, LAZY] {
         let bench = Bench::new(device);
@@ -287,7 +197,7 @@ fn a_capture_takes_no_replay_and_keeps_what_one_operation_sends_up() {
 }
 
 #[test]
-fn replays_that_are_ahead_take_so_much_pinned_memory_and_no_more() {
+fn replays_that_are_ahead_take_a_bounded_amount_of_pinned_memory() {
     let Some((simulator, _alone)) = alone() else { return };
     let bench = Bench::new(LAZY);
     let inputs = step(3);
@@ -301,78 +211,6 @@ fn replays_that_are_ahead_take_so_much_pinned_memory_and_no_more() {
     });
     assert_eq!(pinned[0], pinned[1]);
     bench.stream.synchronize().unwrap();
-}
-
-#[test]
-fn a_void_permit_is_refused_by_a_replay() {
-    let Some((_, _alone)) = alone() else { return };
-    let bench = Bench::new(EAGER);
-    let pool = kvcore::BlockPool::new(0..32).unwrap();
-    let mut table = kvcore::BlockTable::new(&pool, 16).unwrap();
-    let slots = table.grow(1).unwrap();
-    let inputs = StepInputs { slots, ..step(0) };
-    bench.enqueue(&inputs).unwrap();
-    let graph = bench.capture(&inputs);
-    graph.replay(&inputs).unwrap();
-    let _twin = table.fork().unwrap();
-    assert_eq!(graph.replay(&inputs), Err(Error::PermitVoid { what: "slots" }));
-    bench.stream.synchronize().unwrap();
-}
-
-#[test]
-fn a_capture_belongs_to_its_thread_and_its_streams() {
-    let Some((simulator, _alone)) = alone() else { return };
-    let bench = Bench::new(LAZY);
-    let inputs = step(5);
-    bench.enqueue(&inputs).unwrap();
-    let other = bench.backend.stream().unwrap();
-    simulator.trace(LAZY);
-    bench.enqueue(&inputs).unwrap();
-    let kernels = || queued(&simulator.trace(LAZY), "operator");
-    let of_a_step = kernels();
-    let unsupported = |result: kvcore::Result<()>, what: &str| match result {
-        Err(Error::Unsupported { what: named, .. }) => assert!(named.contains(what), "{named}"),
-        other => panic!("{other:?}"),
-    };
-    // Work of another thread waits until the capture has ended, and is no part of it.
-    let graph = std::thread::scope(|scope| {
-        let ((begun, seen), mut waiting) = (std::sync::mpsc::channel(), None);
-        let (bench, inputs) = (&bench, &inputs);
-        let graph = bench.stream.capture(inputs, &mut || {
-            let begun = begun.clone();
-            waiting = Some(scope.spawn(move || {
-                begun.send(()).unwrap();
-                (bench.enqueue(inputs), bench.stream.synchronize())
-            }));
-            seen.recv().unwrap();
-            bench.enqueue(inputs)
-        });
-        assert_eq!(waiting.unwrap().join().unwrap(), (Ok(()), Ok(())));
-        graph.unwrap()
-    });
-    assert_eq!(kernels(), of_a_step, "the other thread's step ran outside of the graph");
-    graph.replay(&inputs).unwrap();
-    let lost = bench.stream.capture(&inputs, &mut || {
-        let copy = kvcore::CopyTensor { src: bench.rows.clone(), dst: bench.out.clone() };
-        other.copy_tensor(&copy)
-    });
-    unsupported(lost.map(drop), "has not joined");
-    // A stream that joins takes part; one that is not waited for again ends the capture.
-    let join = |back: bool| {
-        bench.stream.capture(&inputs, &mut || {
-            other.wait_for(&bench.stream.record()?)?;
-            other.copy_tensor(&kvcore::CopyTensor { src: bench.rows.clone(), dst: bench.out.clone() })?;
-            if back { bench.stream.wait_for(&other.record()?) } else { Ok(()) }
-        })
-    };
-    let copied = join(true).unwrap();
-    assert!(join(false).is_err());
-    copied.replay(&inputs).unwrap();
-    let (out, rows) = (download(bench.stream.as_ref(), &bench.out), download(other.as_ref(), &bench.rows));
-    assert_eq!(out, rows);
-    bench.enqueue(&inputs).unwrap();
-    bench.stream.synchronize().unwrap();
-    other.synchronize().unwrap();
 }
 
 #[test]
@@ -414,7 +252,7 @@ fn dense_steps_join_a_capture() {
             let expected = read(&pass(&inputs.tokens).unwrap());
             simulator.trace(device);
             graph.replay(&inputs).unwrap();
-            // Work beside the replay takes none of the graph's memory.
+            // Work next to the replay takes none of the graph's memory.
             pass(&[8]).unwrap();
             assert_eq!(read(&logits), expected, "token {at}, device {device}");
             let trace = simulator.trace(device);
@@ -449,26 +287,6 @@ fn graphs_of_a_stream_share_the_memory_between_their_operators() {
     }
     drop((first, second, bench));
     assert_eq!(simulator.live(LAZY), at_first);
-}
-
-#[test]
-fn a_step_whose_capture_finds_no_memory_runs_as_before() {
-    const OUT_OF_MEMORY: i32 = 207_001;
-    let Some((simulator, _alone)) = alone() else { return };
-    let bench = Bench::new(EAGER);
-    let (mut cache, key) = (GraphCache::new(2), GraphKey::of(&step(3), DType::BF16));
-    let mut run = |at: usize| {
-        let inputs = step(at);
-        let run = cache.run(bench.stream.as_ref(), key, &inputs, &mut || bench.enqueue(&inputs)).unwrap().0;
-        (run, cache.counts().refused)
-    };
-    assert_eq!(run(3), (GraphRun::Eager, 0));
-    simulator.fail("aclrtMalloc", 1, OUT_OF_MEMORY);
-    assert_eq!(run(4), (GraphRun::Eager, 1));
-    assert_eq!(run(5), (GraphRun::Eager, 1), "it is not tried again");
-    let got = download(bench.stream.as_ref(), &bench.out);
-    bench.enqueue(&step(5)).unwrap();
-    assert_eq!(got, download(bench.stream.as_ref(), &bench.out));
 }
 
 #[test]

@@ -1,5 +1,5 @@
-//! What enqueued work uses lives until the work is done, whatever the caller drops. The lazy device runs nothing before
-//! the wait at the end.
+//! Memory that enqueued work uses lives until the work is done, even if the caller drops it. The lazy device
+//! runs nothing before the wait at the end.
 
 use std::sync::Arc;
 
@@ -37,7 +37,8 @@ fn rope() -> Arc<Rope> {
     Arc::new(Rope::new(RopeConfig::new(8, 100.0), 64).unwrap())
 }
 
-/// Runs `enqueue` often, and waits only then: what it made and dropped must live until the wait, and go after it.
+/// Runs `enqueue` often, and waits only then. The memory that it made and dropped must live until the wait,
+/// and be freed after it.
 fn held(name: &str, enqueue: impl Fn(&dyn Backend, &dyn Stream, i64)) {
     let Some((simulator, _alone)) = alone() else { return };
     let backend = opened(LAZY).unwrap();
@@ -114,14 +115,14 @@ fn plans_masks_and_memory_between_operators() {
 }
 
 #[test]
-fn rows_that_are_turned_in_place() {
+fn rows_that_are_rotated_in_place() {
     held("rope", |backend, stream, i| {
         let rows = rows(backend, 2);
         stream.rope(&ApplyRope { rows, positions: [i % 60, 1].into(), rope: rope() }).unwrap();
     });
 }
 
-/// Lists that are on the device already are held by the work that uses them again.
+/// Work holds the lists on the device that it uses again.
 #[test]
 fn lists_that_are_used_again() {
     let Some((_, _alone)) = alone() else { return };
@@ -179,7 +180,7 @@ fn streams_that_are_dropped_with_work() {
 }
 
 #[test]
-fn events_that_nobody_waits_for() {
+fn events_that_nothing_waits_for() {
     held("events", |_, stream, _| drop(stream.record().unwrap()));
 }
 

@@ -1,4 +1,4 @@
-//! Numbers of operators: those of a batch do not grow with its sequences, nor with their chunks.
+//! The number of operators of a batch grows neither with its sequences nor with their chunks.
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
-//! Libraries that are missing, that lack operators, or that are stubs: errors that say what was tried. Each is tried in a
-//! process of its own, because a process loads its libraries once.
+//! Libraries that are missing, that lack operators, or that are stubs: errors that say what was tried. Each
+//! is tried in a process of its own, because a process loads its libraries once.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

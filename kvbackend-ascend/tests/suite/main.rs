@@ -1,9 +1,11 @@
-//! The Ascend backend on the first devices of the machine, or on the simulator of CANN: memory, failures, order, and what
-//! goes when. The contract itself is checked by the conformance suite.
+//! The Ascend backend on the first devices of the machine, or on the simulator of CANN. `devices` runs the
+//! cases that all backends share; the other modules test operators, libraries, and memory. The conformance
+//! suite checks the contract.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod codes;
 mod common;
+mod devices;
 mod failure;
 mod fused;
 mod graphs;
@@ -12,7 +14,5 @@ mod holds;
 mod launches;
 mod libraries;
 mod memory;
-mod peers;
 mod rules;
-mod sabotage;
 mod simulator;

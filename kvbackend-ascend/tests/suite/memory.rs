@@ -5,11 +5,11 @@ use std::sync::Arc;
 use kvcore::{Backend, CopyTensor, DType, MemoryKind, Storage, Stream, TensorView, allocate_tensor};
 
 use crate::common::{download, noise, opened, upload};
-use crate::simulator::{EAGER, LAZY, alone, beside_others};
+use crate::simulator::{EAGER, LAZY, alone, with_others};
 
 #[test]
 fn lent_memory_keeps_its_owner_and_its_address() {
-    let _beside = beside_others();
+    let _others = with_others();
     let Some(backend) = opened(LAZY) else { return };
     let engine = backend.allocate(MemoryKind::Device, 256).unwrap();
     let owner = Arc::new(());
@@ -86,47 +86,4 @@ fn calls_leave_the_thread_its_device() {
     drop((view, stream, backend));
     assert_eq!(simulator.current(), EAGER, "its calls, and their end");
     simulator.end(EAGER, engine);
-}
-
-#[test]
-fn a_pool_sleeps_granule_by_granule() {
-    let Some((simulator, _alone)) = alone() else { return };
-    let backend = opened(LAZY).unwrap();
-    let before = simulator.live(LAZY);
-    let pool = backend.reserve(MemoryKind::Device, 9 << 20).unwrap();
-    let granule = pool.granularity();
-    let (address, len) = (pool.address(), pool.len());
-    assert_eq!((len, pool.mapped_bytes()), (5 * granule, 5 * granule));
-    pool.unmap(granule..3 * granule).unwrap();
-    assert_eq!(simulator.live(LAZY)[0] - before[0], 3 * granule as u64, "physical memory goes");
-    assert_eq!((pool.mapped_bytes(), pool.address()), (3 * granule, address));
-    simulator.limit(LAZY, simulator.live(LAZY)[0] + granule as u64);
-    assert!(pool.map(0..len).is_err(), "one granule of two has room");
-    assert_eq!(pool.mapped_bytes(), 3 * granule, "nothing is mapped then");
-    simulator.limit(LAZY, 1 << 30);
-    pool.map(0..len).unwrap();
-    let storage: Arc<dyn Storage> = pool;
-    let view = TensorView::new(storage, DType::U8, &[len]).unwrap();
-    assert!(download(backend.stream().unwrap().as_ref(), &view).iter().all(|&byte| byte == 0));
-    drop(view);
-    assert_eq!(simulator.live(LAZY), before);
-}
-
-#[test]
-fn writes_keep_the_order_of_the_stream() {
-    let _beside = beside_others();
-    let Some(backend) = opened(LAZY) else { return };
-    let stream = backend.stream().unwrap();
-    for kind in [MemoryKind::Pinned, MemoryKind::Device] {
-        // Beyond what goes through memory of the stream.
-        for len in [64, 3 << 20] {
-            let tensor = |kind| allocate_tensor(backend.as_ref(), kind, DType::U8, &[len]).unwrap();
-            let (source, copy) = (tensor(kind), tensor(MemoryKind::Device));
-            stream.write(&source, &noise(1, len)).unwrap();
-            stream.copy_tensor(&CopyTensor { src: source.clone(), dst: copy.clone() }).unwrap();
-            stream.write(&source, &noise(2, len)).unwrap();
-            assert_eq!(download(stream.as_ref(), &copy), noise(1, len), "{len} bytes of {kind} memory");
-            assert_eq!(download(stream.as_ref(), &source), noise(2, len));
-        }
-    }
 }

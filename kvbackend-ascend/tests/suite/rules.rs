@@ -92,7 +92,8 @@ impl<'a> Caller<'a> {
         unsafe { make(dims.as_ptr(), rank, dtype, strides.as_ptr(), 0, FORMAT_ND, storage.as_ptr(), 1, at) }
     }
 
-    /// Runs the first phase of an operator of one operand. Returns its code, the bytes of its workspace, and the executor.
+    /// Runs the first phase of an operator of one operand. Returns its code, the bytes of its workspace, and
+    /// the executor.
     fn exp(&self, x: Pointer, out: Pointer) -> (i32, u64, Pointer) {
         let (mut bytes, mut executor) = (0, null_mut());
         let code = call!(self, "aclnnExpGetWorkspaceSize", (x => Pointer, out => Pointer, &raw mut bytes => *mut u64, &raw mut executor => *mut Pointer));

@@ -27,16 +27,16 @@ fn simulator() -> Option<&'static Simulator> {
     SIMULATOR.get_or_init(find).as_ref()
 }
 
-/// Held by tests that change what the simulator does, beside whom no other test runs.
+/// Held by tests that change what the simulator does. No other test runs meanwhile.
 static CHANGES: RwLock<()> = RwLock::new(());
 
-/// Returns the permission to run beside other tests.
-pub(crate) fn beside_others() -> RwLockReadGuard<'static, ()> {
+/// Returns the permission to run at the same time as other tests.
+pub(crate) fn with_others() -> RwLockReadGuard<'static, ()> {
     CHANGES.read().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Returns the permission to change what the simulator does, until it is dropped. Says why a test is skipped where CANN
-/// itself is.
+/// Returns the permission to change what the simulator does, until it is dropped. Prints why a test is
+/// skipped if CANN itself is present.
 pub(crate) fn alone() -> Option<(&'static Simulator, Alone)> {
     let alone = Alone(CHANGES.write().unwrap_or_else(std::sync::PoisonError::into_inner));
     let Some(simulator) = simulator() else {

@@ -1,15 +1,15 @@
-//! The collectives as calls: what each accepts, and the task that it becomes.
+//! The calls of collectives: their checks, and their tasks.
 
 use std::ffi::c_void;
 use std::ops::Range;
 
-use super::meeting::{Part, Transfer, What};
+use super::meeting::{RankPart, RankTransfer, What};
 use super::{call, wrong};
-use crate::state::{Outcome, State};
-use crate::task::Work;
+use crate::state::{CallResult, SimState};
+use crate::task::TaskWork;
 use crate::types as sys;
 
-fn size_of_type(dtype: sys::HcclDataType) -> Outcome<u64> {
+fn size_of_type(dtype: sys::HcclDataType) -> CallResult<u64> {
     Ok(match dtype {
         sys::HCCL_DATA_TYPE_INT8 | sys::HCCL_DATA_TYPE_UINT8 => 1,
         sys::HCCL_DATA_TYPE_FP16 | sys::HCCL_DATA_TYPE_BFP16 => 2,
@@ -18,8 +18,8 @@ fn size_of_type(dtype: sys::HcclDataType) -> Outcome<u64> {
     })
 }
 
-/// A rank that calls: its group, its number, and the stream.
-struct Caller {
+/// The caller of a collective: its group, its rank, and the stream.
+struct RankCaller {
     group: u64,
     rank: usize,
     ranks: usize,
@@ -27,8 +27,8 @@ struct Caller {
     device: usize,
 }
 
-impl Caller {
-    fn new(state: &mut State, comm: sys::HcclComm, stream: sys::aclrtStream) -> Outcome<Self> {
+impl RankCaller {
+    fn new(state: &mut SimState, comm: sys::HcclComm, stream: sys::aclrtStream) -> CallResult<Self> {
         let stream = state.stream_here(stream)?;
         state.outside_captures(stream, "a collective")?;
         let Some(known) = state.hccl.comms.get(&(comm as u64)) else {
@@ -45,11 +45,11 @@ impl Caller {
     /// Returns the bytes of a buffer, which lies on the device.
     fn buffer(
         &self,
-        state: &State,
+        state: &SimState,
         at: *const c_void,
         count: u64,
         dtype: sys::HcclDataType,
-    ) -> Outcome<Range<u64>> {
+    ) -> CallResult<Range<u64>> {
         let (at, bytes) = (at as u64, count * size_of_type(dtype)?);
         if count == 0 || state.device_of(at) != Some(self.device) {
             return wrong(format!("{count} elements at {at:#x}, which are not on device {}", self.device));
@@ -58,11 +58,11 @@ impl Caller {
     }
 
     /// Adds the task to the stream.
-    fn enqueue(self, state: &mut State, name: &str, what: What) -> Outcome {
+    fn enqueue(self, state: &mut SimState, name: &str, what: What) -> CallResult {
         let Some(meeting) = state.hccl.meeting(self.group) else { return wrong("no group") };
         let number = meeting.number(self.rank, &what);
-        let part = Part { group: self.group, rank: self.rank, number, what: Some(what) };
-        state.enqueue(self.stream, name, Work::Meet(part))
+        let part = RankPart { group: self.group, rank: self.rank, number, what: Some(what) };
+        state.enqueue(self.stream, name, TaskWork::Meet(part))
     }
 }
 
@@ -76,7 +76,7 @@ pub extern "C" fn HcclBroadcast(
     stream: sys::aclrtStream,
 ) -> sys::HcclResult {
     call("HcclBroadcast", |state| {
-        let caller = Caller::new(state, comm, stream)?;
+        let caller = RankCaller::new(state, comm, stream)?;
         if root as usize >= caller.ranks {
             return wrong(format!("root {root} of {} ranks", caller.ranks));
         }
@@ -95,7 +95,7 @@ pub extern "C" fn HcclAllGather(
     stream: sys::aclrtStream,
 ) -> sys::HcclResult {
     call("HcclAllGather", |state| {
-        let caller = Caller::new(state, comm, stream)?;
+        let caller = RankCaller::new(state, comm, stream)?;
         let from = caller.buffer(state, send, count, dtype)?;
         let to = caller.buffer(state, receive, count * caller.ranks as u64, dtype)?;
         if from.start < to.end && to.start < from.end {
@@ -116,7 +116,7 @@ pub extern "C" fn HcclAllReduce(
     stream: sys::aclrtStream,
 ) -> sys::HcclResult {
     call("HcclAllReduce", |state| {
-        let caller = Caller::new(state, comm, stream)?;
+        let caller = RankCaller::new(state, comm, stream)?;
         if dtype == sys::HCCL_DATA_TYPE_UINT8
             || ![sys::HCCL_REDUCE_SUM, sys::HCCL_REDUCE_MAX, sys::HCCL_REDUCE_MIN].contains(&op)
         {
@@ -136,8 +136,8 @@ pub unsafe extern "C" fn HcclBatchSendRecv(
     stream: sys::aclrtStream,
 ) -> sys::HcclResult {
     call("HcclBatchSendRecv", |state| {
-        let caller = Caller::new(state, comm, stream)?;
-        let mut transfers: Vec<Transfer> = Vec::new();
+        let caller = RankCaller::new(state, comm, stream)?;
+        let mut transfers: Vec<RankTransfer> = Vec::new();
         for item in std::slice::from_raw_parts(items, count as usize) {
             let (peer, sends) = (item.remoteRank as usize, item.sendRecvType == sys::HCCL_SEND);
             if peer >= caller.ranks || peer == caller.rank {
@@ -146,7 +146,7 @@ pub unsafe extern "C" fn HcclBatchSendRecv(
             if transfers.iter().any(|known| known.peer == peer && known.sends == sends) {
                 return wrong(format!("two transfers of one way between ranks {} and {peer}", caller.rank));
             }
-            transfers.push(Transfer {
+            transfers.push(RankTransfer {
                 peer,
                 sends,
                 bytes: caller.buffer(state, item.buf, item.count, item.dataType)?,

@@ -1,41 +1,41 @@
-//! Where tasks of ranks meet: each brings its part, and the last one that comes moves the data of all.
+//! Meetings of the ranks' tasks: each task brings its part, and the last task to come moves the data of all.
 
 use std::collections::HashMap;
 use std::mem::discriminant;
 use std::ops::Range;
 
-use crate::clock::Moment;
-use crate::state::State;
+use crate::clock::TaskMoment;
+use crate::state::SimState;
 use crate::tensor::{load, store};
 use crate::types as sys;
 
 /// Marks the numbers of exchanges.
 const EXCHANGES: u64 = 1 << 63;
 
-/// What a rank does in a collective.
+/// The action of a rank in a collective.
 #[derive(Debug, Clone)]
 pub(crate) enum What {
     Broadcast { bytes: Range<u64>, root: usize },
     Gather { from: Range<u64>, to: Range<u64> },
     Reduce { from: Range<u64>, to: Range<u64>, dtype: sys::HcclDataType, op: sys::HcclReduceOp },
-    Exchange(Vec<Transfer>),
+    Exchange(Vec<RankTransfer>),
 }
 
-/// Bytes on their way between a rank and another.
+/// Bytes that one rank sends to another.
 #[derive(Debug, Clone)]
-pub(crate) struct Transfer {
+pub(crate) struct RankTransfer {
     pub(crate) peer: usize,
     pub(crate) sends: bool,
     pub(crate) bytes: Range<u64>,
 }
 
 /// The task of a rank.
-pub(crate) struct Part {
+pub(crate) struct RankPart {
     pub(crate) group: u64,
     pub(crate) rank: usize,
-    /// The collective's number among those of all ranks, or the exchange's among those of this rank.
+    /// The number of the collective, counted for all ranks, or of the exchange, counted for this rank.
     pub(crate) number: u64,
-    /// What the rank brings; none after it has come to the front of its stream.
+    /// The rank's part; none after its task has come to the front of its stream.
     pub(crate) what: Option<What>,
 }
 
@@ -43,7 +43,7 @@ pub(crate) struct Part {
 struct Brought {
     rank: usize,
     what: What,
-    moment: Moment,
+    moment: TaskMoment,
 }
 
 /// Half of a transfer that waits for the other half.
@@ -52,25 +52,25 @@ struct Half {
     to: usize,
     /// The exchange of the rank that brought the half.
     number: u64,
-    transfer: Transfer,
-    moment: Moment,
+    transfer: RankTransfer,
+    moment: TaskMoment,
 }
 
 /// Collectives of a group that are not done.
 #[derive(Default)]
-pub(crate) struct Meeting {
+pub(crate) struct RankMeeting {
     pub(crate) ranks: usize,
     /// Numbers of the next collective of all ranks, and of the next exchange, by rank.
     next: HashMap<(usize, bool), u64>,
     waiting: HashMap<u64, Vec<Brought>>,
-    /// Collectives that are done, with the number of ranks that have not seen it.
+    /// Finished collectives, with the number of ranks that have not seen the end.
     done: HashMap<u64, usize>,
     halves: Vec<Half>,
     /// The error that makes every wait end.
     pub(crate) failed: Option<sys::HcclResult>,
 }
 
-impl Meeting {
+impl RankMeeting {
     /// Returns the number of a rank's next collective.
     pub(super) fn number(&mut self, rank: usize, what: &What) -> u64 {
         let exchanges = matches!(what, What::Exchange(_));
@@ -79,7 +79,7 @@ impl Meeting {
         *next | if exchanges { EXCHANGES } else { 0 }
     }
 
-    /// Takes back what a stream has brought.
+    /// Removes the parts that a stream has brought.
     pub(super) fn withdraw(&mut self, stream: u64) {
         self.waiting.values_mut().for_each(|all| all.retain(|brought| brought.moment.stream != stream));
         self.halves.retain(|half| half.moment.stream != stream);
@@ -103,9 +103,9 @@ fn differ(a: &What, b: &What) -> bool {
     !same || size(a) != size(b)
 }
 
-impl State {
+impl SimState {
     /// Brings the part of a task that has come to the front of its stream. Returns whether the task is done.
-    pub(crate) fn meet(&mut self, part: &mut Part, moment: &Moment) -> bool {
+    pub(crate) fn meet(&mut self, part: &mut RankPart, moment: &TaskMoment) -> bool {
         let met = match part.what.take() {
             Some(What::Exchange(transfers)) => self.exchange(part, transfers, moment),
             Some(what) => self.gather_round(part, what, moment),
@@ -127,7 +127,7 @@ impl State {
         crate::state::changed();
     }
 
-    fn is_met(&mut self, part: &Part) -> bool {
+    fn is_met(&mut self, part: &RankPart) -> bool {
         let Some(meeting) = self.hccl.meeting(part.group) else { return false };
         if meeting.failed.is_some() {
             return false;
@@ -146,7 +146,7 @@ impl State {
     }
 
     /// Brings a part of a collective of all ranks.
-    fn gather_round(&mut self, part: &Part, what: What, moment: &Moment) -> Result<(), Fault> {
+    fn gather_round(&mut self, part: &RankPart, what: What, moment: &TaskMoment) -> Result<(), Fault> {
         let Some(meeting) = self.hccl.meeting(part.group) else { return Ok(()) };
         let (ranks, waiting) = (meeting.ranks, meeting.waiting.entry(part.number).or_default());
         if waiting.iter().any(|known| differ(&known.what, &what)) {
@@ -165,24 +165,24 @@ impl State {
         Ok(())
     }
 
-    fn place(&mut self, bytes: &Range<u64>, moment: &Moment, writes: bool) -> Result<*mut u8, Fault> {
+    fn place(&mut self, bytes: &Range<u64>, moment: &TaskMoment, writes: bool) -> Result<*mut u8, Fault> {
         self.touch(bytes, moment, writes).map_err(|fault| (bytes.start, fault))
     }
 
-    fn read(&mut self, bytes: &Range<u64>, moment: &Moment) -> Result<Vec<u8>, Fault> {
+    fn read(&mut self, bytes: &Range<u64>, moment: &TaskMoment) -> Result<Vec<u8>, Fault> {
         let at = self.place(bytes, moment, false)?;
         // SAFETY: the range is alive.
         Ok(unsafe { std::slice::from_raw_parts(at, (bytes.end - bytes.start) as usize) }.to_vec())
     }
 
-    fn write(&mut self, to: &Range<u64>, moment: &Moment, bytes: &[u8]) -> Result<(), Fault> {
+    fn write(&mut self, to: &Range<u64>, moment: &TaskMoment, bytes: &[u8]) -> Result<(), Fault> {
         let at = self.place(to, moment, true)?;
         // SAFETY: the range is alive, and has as many bytes.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, bytes.len()) };
         Ok(())
     }
 
-    /// Moves the data of a collective, to which all ranks have brought their part.
+    /// Moves the data of a collective after all ranks have brought their part.
     fn move_all(&mut self, all: &[Brought]) -> Result<(), Fault> {
         match &all[0].what {
             What::Broadcast { root, .. } => {
@@ -228,8 +228,13 @@ impl State {
         }
     }
 
-    /// Brings the transfers of an exchange, and moves those whose other half is there.
-    fn exchange(&mut self, part: &Part, transfers: Vec<Transfer>, moment: &Moment) -> Result<(), Fault> {
+    /// Brings the transfers of an exchange, and moves the transfers whose other half has come.
+    fn exchange(
+        &mut self,
+        part: &RankPart,
+        transfers: Vec<RankTransfer>,
+        moment: &TaskMoment,
+    ) -> Result<(), Fault> {
         for transfer in transfers {
             let (from, to) =
                 if transfer.sends { (part.rank, transfer.peer) } else { (transfer.peer, part.rank) };

@@ -1,7 +1,8 @@
-//! Groups of ranks: how ranks find each other, and what a rank's handle is.
+//! Groups of ranks: how ranks find one another, and their handles.
 //!
-//! Ranks are threads of the caller. A collective is a task of each rank's stream; it is done when the tasks of all ranks that
-//! it concerns have come to the front of their streams. Nothing ends a task whose ranks never come, as on a device.
+//! Ranks are threads of the caller. A collective is a task of each rank's stream. It is done when the tasks
+//! of all its ranks have come to the front of their streams. Nothing ends a task whose ranks never come, as
+//! on a device.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
@@ -9,23 +10,23 @@ use std::time::{Duration, Instant};
 
 use parking_lot::MutexGuard;
 
-use crate::state::{Outcome, Refusal, State, lock, refuse, told, wait_for_change};
+use crate::state::{BrokenRule, CallResult, SimState, keep_rule, lock, refuse, wait_for_change};
 use crate::types as sys;
 
 mod calls;
 mod meeting;
 
-pub(crate) use meeting::{Meeting, Part};
+pub(crate) use meeting::{RankMeeting, RankPart};
 
-/// Milliseconds that a rank waits for the others of its group when it joins, as CANN does without a setting.
+/// Milliseconds that a rank waits for the other ranks when it joins: CANN's default.
 pub(crate) const PATIENCE: u64 = 120_000;
 
-/// The ranks that found each other by one piece of root information.
+/// The ranks that joined by the same root information.
 #[derive(Default)]
-pub(crate) struct Group {
+pub(crate) struct RankGroup {
     /// The handle of each rank that has joined.
     ranks: Vec<Option<u64>>,
-    pub(crate) meeting: Meeting,
+    pub(crate) meeting: RankMeeting,
 }
 
 /// A rank's handle.
@@ -37,7 +38,7 @@ struct Comm {
 
 /// Groups and handles.
 pub(crate) struct Groups {
-    all: HashMap<u64, Group>,
+    all: HashMap<u64, RankGroup>,
     comms: HashMap<u64, Comm>,
     pub(crate) patience: u64,
 }
@@ -55,23 +56,23 @@ impl Groups {
     }
 
     /// Returns the meeting point of a group.
-    pub(crate) fn meeting(&mut self, group: u64) -> Option<&mut Meeting> {
+    pub(crate) fn meeting(&mut self, group: u64) -> Option<&mut RankMeeting> {
         self.all.get_mut(&group).map(|group| &mut group.meeting)
     }
 
-    /// Takes back what a stream has brought to meetings: the stream is gone.
+    /// Removes the parts that a destroyed stream has brought to meetings.
     pub(crate) fn withdraw(&mut self, stream: u64) {
         self.all.values_mut().for_each(|group| group.meeting.withdraw(stream));
     }
 }
 
 /// Returns the refusal of an argument.
-fn wrong<T>(rule: impl Into<String>) -> Outcome<T> {
+fn wrong<T>(rule: impl Into<String>) -> CallResult<T> {
     refuse(sys::HCCL_E_PARA as i32, rule)
 }
 
-/// Runs a call of HCCL, whose codes are its own.
-fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, State>) -> Outcome) -> sys::HcclResult {
+/// Runs a call of HCCL, which has its own codes.
+fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, SimState>) -> CallResult) -> sys::HcclResult {
     let mut state = lock();
     let outcome = match state.controls.verdict(name) {
         Some(0) => Ok(()),
@@ -79,21 +80,21 @@ fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, State>) -> Outcome
         None => run(&mut state),
     };
     // A refusal of ACL is one of the runtime below.
-    let own = |refusal: Refusal| match refusal.code {
+    let own = |refusal: BrokenRule| match refusal.code {
         0..1000 => refusal,
-        _ => Refusal { code: sys::HCCL_E_RUNTIME as i32, ..refusal },
+        _ => BrokenRule { code: sys::HCCL_E_RUNTIME as i32, ..refusal },
     };
-    told(outcome.map_err(own)) as sys::HcclResult
+    keep_rule(outcome.map_err(own)) as sys::HcclResult
 }
 
 /// Joins a rank, waits for the others, and returns its handle.
 fn join(
-    state: &mut MutexGuard<'static, State>,
+    state: &mut MutexGuard<'static, SimState>,
     id: u64,
     rank: usize,
     ranks: usize,
     device: usize,
-) -> Outcome<u64> {
+) -> CallResult<u64> {
     let handle = state.handle();
     let Some(group) = state.hccl.all.get_mut(&id) else { return wrong("no root information") };
     group.ranks.resize(ranks, None);
@@ -103,8 +104,9 @@ fn join(
     }
     group.meeting.ranks = ranks;
     let until = Instant::now() + Duration::from_millis(state.hccl.patience);
-    let whole =
-        |state: &State| state.hccl.all.get(&id).is_some_and(|group| group.ranks.iter().all(Option::is_some));
+    let whole = |state: &SimState| {
+        state.hccl.all.get(&id).is_some_and(|group| group.ranks.iter().all(Option::is_some))
+    };
     crate::state::changed();
     while !whole(state) {
         if !wait_for_change(state, until) {
@@ -123,7 +125,7 @@ pub unsafe extern "C" fn HcclGetRootInfo(to: *mut sys::HcclRootInfo) -> sys::Hcc
     call("HcclGetRootInfo", |state| {
         state.alive()?;
         let id = state.handle();
-        state.hccl.all.insert(id, Group::default());
+        state.hccl.all.insert(id, RankGroup::default());
         let mut info = sys::HcclRootInfo { internal: [0; sys::HCCL_ROOT_INFO_BYTES as usize] };
         for (to, byte) in info.internal.iter_mut().zip(id.to_le_bytes()) {
             *to = byte as c_char;
@@ -161,14 +163,15 @@ pub unsafe extern "C" fn HcclCommInitAll(
         let devices = std::slice::from_raw_parts(devices, count as usize);
         for (rank, &device) in devices.iter().enumerate() {
             let set = usize::try_from(device).ok().and_then(|device| state.devices.get(device));
-            if !set.is_some_and(crate::device::Device::is_set) || devices[..rank].contains(&device) {
+            if !set.is_some_and(crate::device::SimDevice::is_set) || devices[..rank].contains(&device) {
                 return wrong(format!("device {device}, which is not set or is named twice"));
             }
             state.check_alive(device as usize)?;
         }
         let id = state.handle();
         let handles: Vec<u64> = devices.iter().map(|_| state.handle()).collect();
-        let mut group = Group { ranks: handles.iter().copied().map(Some).collect(), ..Group::default() };
+        let mut group =
+            RankGroup { ranks: handles.iter().copied().map(Some).collect(), ..RankGroup::default() };
         group.meeting.ranks = devices.len();
         state.hccl.all.insert(id, group);
         for (rank, (&device, &handle)) in devices.iter().zip(&handles).enumerate() {
@@ -183,7 +186,7 @@ pub unsafe extern "C" fn HcclCommInitAll(
 #[unsafe(no_mangle)]
 pub extern "C" fn HcclCommDestroy(comm: sys::HcclComm) -> sys::HcclResult {
     call("HcclCommDestroy", |state| {
-        State::current()?;
+        SimState::current()?;
         let Some(known) = state.hccl.comms.remove(&(comm as u64)) else {
             return wrong(format!("{comm:p} is no communicator, or was destroyed"));
         };

@@ -2,19 +2,17 @@
 
 use std::sync::Arc;
 
-use super::{check_apart, operator, place, strides_along, walk};
+use super::{TensorArgument, check_apart, operator, place, strides_along, walk};
 use crate::executor::{First, wrong};
-use crate::state::Outcome;
+use crate::state::CallResult;
 use crate::task::Action;
 use crate::tensor::{View, load, size_of_type, store};
 use crate::types as sys;
 
-type Tensor = *const sys::aclTensor;
-
 const CAST: [sys::aclDataType; 5] =
     [sys::ACL_FLOAT, sys::ACL_FLOAT16, sys::ACL_BF16, sys::ACL_INT8, sys::ACL_INT32];
 
-fn copy(from: View, out: View) -> Outcome<Action> {
+fn copy(from: View, out: View) -> CallResult<Action> {
     check_apart(&out, &[&from])?;
     let strides = strides_along(&from, &out.dims)?;
     if from.dtype != out.dtype && !(CAST.contains(&from.dtype) && CAST.contains(&out.dtype)) {
@@ -38,7 +36,12 @@ fn copy(from: View, out: View) -> Outcome<Action> {
     }))
 }
 
-fn cast(first: &mut First<'_>, x: Tensor, dtype: sys::aclDataType, out: Tensor) -> Outcome<Action> {
+fn cast(
+    first: &mut First<'_>,
+    x: TensorArgument,
+    dtype: sys::aclDataType,
+    out: TensorArgument,
+) -> CallResult<Action> {
     let (x, out) = (first.tensor(x)?, first.output(out)?);
     if out.dtype != dtype || x.dims != out.dims {
         return wrong(format!(
@@ -49,8 +52,8 @@ fn cast(first: &mut First<'_>, x: Tensor, dtype: sys::aclDataType, out: Tensor) 
     copy(x, out)
 }
 
-operator!(aclnnCast, aclnnCastGetWorkspaceSize, (x: Tensor, dtype: sys::aclDataType, out: Tensor), cast);
-operator!(aclnnInplaceCopy, aclnnInplaceCopyGetWorkspaceSize, (out: Tensor, x: Tensor), |first, out, x| {
+operator!(aclnnCast, aclnnCastGetWorkspaceSize, (x: TensorArgument, dtype: sys::aclDataType, out: TensorArgument), cast);
+operator!(aclnnInplaceCopy, aclnnInplaceCopyGetWorkspaceSize, (out: TensorArgument, x: TensorArgument), |first, out, x| {
     let (out, x) = (first.output(out)?, first.tensor(x)?);
     copy(x, out)
 });

@@ -2,11 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{check_apart, check_types, operator, place, strides_along, walk};
+use super::{TensorArgument, check_apart, check_types, operator, place, strides_along, walk};
 use crate::executor::{First, wrong};
-use crate::state::Outcome;
+use crate::state::CallResult;
 use crate::task::Action;
-use crate::tensor::{Scalar, View, load, store};
+use crate::tensor::{HostNumber, View, load, store};
 use crate::types as sys;
 
 /// Accepts an operator of two operands.
@@ -14,7 +14,7 @@ fn of_two(
     first: &mut First<'_>,
     (a, b, out): (*const sys::aclTensor, *const sys::aclTensor, *const sys::aclTensor),
     f: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
-) -> Outcome<Action> {
+) -> CallResult<Action> {
     let (a, b, out) = (first.tensor(a)?, first.tensor(b)?, first.output(out)?);
     check_types(&[&a, &b, &out])?;
     check_apart(&out, &[&a, &b])?;
@@ -50,7 +50,7 @@ fn of_one(
     first: &mut First<'_>,
     (x, out): (*const sys::aclTensor, *const sys::aclTensor),
     f: impl Fn(f32) -> f32 + Send + Sync + 'static,
-) -> Outcome<Action> {
+) -> CallResult<Action> {
     let (x, out) = (first.tensor(x)?, first.output(out)?);
     check_types(&[&x, &out])?;
     check_apart(&out, &[&x])?;
@@ -69,42 +69,41 @@ fn of_one(
     }))
 }
 
-type Tensor = *const sys::aclTensor;
-type Number = *const sys::aclScalar;
+type NumberArgument = *const sys::aclScalar;
 
-operator!(aclnnAdd, aclnnAddGetWorkspaceSize, (a: Tensor, b: Tensor, alpha: Number, out: Tensor), |first, a, b, alpha, out| {
-    let Scalar(alpha) = first.scalar(alpha)?;
+operator!(aclnnAdd, aclnnAddGetWorkspaceSize, (a: TensorArgument, b: TensorArgument, alpha: NumberArgument, out: TensorArgument), |first, a, b, alpha, out| {
+    let HostNumber(alpha) = first.scalar(alpha)?;
     of_two(first, (a, b, out), move |a, b| a + alpha * b)
 });
-operator!(aclnnSub, aclnnSubGetWorkspaceSize, (a: Tensor, b: Tensor, alpha: Number, out: Tensor), |first, a, b, alpha, out| {
-    let Scalar(alpha) = first.scalar(alpha)?;
+operator!(aclnnSub, aclnnSubGetWorkspaceSize, (a: TensorArgument, b: TensorArgument, alpha: NumberArgument, out: TensorArgument), |first, a, b, alpha, out| {
+    let HostNumber(alpha) = first.scalar(alpha)?;
     of_two(first, (a, b, out), move |a, b| a - alpha * b)
 });
-operator!(aclnnMul, aclnnMulGetWorkspaceSize, (a: Tensor, b: Tensor, out: Tensor), |first, a, b, out| {
+operator!(aclnnMul, aclnnMulGetWorkspaceSize, (a: TensorArgument, b: TensorArgument, out: TensorArgument), |first, a, b, out| {
     of_two(first, (a, b, out), |a, b| a * b)
 });
-operator!(aclnnDiv, aclnnDivGetWorkspaceSize, (a: Tensor, b: Tensor, out: Tensor), |first, a, b, out| {
+operator!(aclnnDiv, aclnnDivGetWorkspaceSize, (a: TensorArgument, b: TensorArgument, out: TensorArgument), |first, a, b, out| {
     of_two(first, (a, b, out), |a, b| a / b)
 });
-operator!(aclnnMaximum, aclnnMaximumGetWorkspaceSize, (a: Tensor, b: Tensor, out: Tensor), |first, a, b, out| {
+operator!(aclnnMaximum, aclnnMaximumGetWorkspaceSize, (a: TensorArgument, b: TensorArgument, out: TensorArgument), |first, a, b, out| {
     // A NaN stays.
     of_two(first, (a, b, out), |a, b| if a.is_nan() || a > b { a } else { b })
 });
-operator!(aclnnMuls, aclnnMulsGetWorkspaceSize, (x: Tensor, factor: Number, out: Tensor), |first, x, factor, out| {
-    let Scalar(factor) = first.scalar(factor)?;
+operator!(aclnnMuls, aclnnMulsGetWorkspaceSize, (x: TensorArgument, factor: NumberArgument, out: TensorArgument), |first, x, factor, out| {
+    let HostNumber(factor) = first.scalar(factor)?;
     of_one(first, (x, out), move |x| x * factor)
 });
-operator!(aclnnRound, aclnnRoundGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| {
+operator!(aclnnRound, aclnnRoundGetWorkspaceSize, (x: TensorArgument, out: TensorArgument), |first, x, out| {
     of_one(first, (x, out), f32::round_ties_even)
 });
-operator!(aclnnClamp, aclnnClampGetWorkspaceSize, (x: Tensor, least: Number, most: Number, out: Tensor), |first, x, least, most, out| {
-    let (Scalar(least), Scalar(most)) = (first.scalar(least)?, first.scalar(most)?);
+operator!(aclnnClamp, aclnnClampGetWorkspaceSize, (x: TensorArgument, least: NumberArgument, most: NumberArgument, out: TensorArgument), |first, x, least, most, out| {
+    let (HostNumber(least), HostNumber(most)) = (first.scalar(least)?, first.scalar(most)?);
     // A NaN stays.
     of_one(first, (x, out), move |x| if x < least { least } else if x > most { most } else { x })
 });
-operator!(aclnnExp, aclnnExpGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| of_one(first, (x, out), f32::exp));
-operator!(aclnnLog, aclnnLogGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| of_one(first, (x, out), f32::ln));
-operator!(aclnnTanh, aclnnTanhGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| of_one(first, (x, out), f32::tanh));
-operator!(aclnnSilu, aclnnSiluGetWorkspaceSize, (x: Tensor, out: Tensor), |first, x, out| {
+operator!(aclnnExp, aclnnExpGetWorkspaceSize, (x: TensorArgument, out: TensorArgument), |first, x, out| of_one(first, (x, out), f32::exp));
+operator!(aclnnLog, aclnnLogGetWorkspaceSize, (x: TensorArgument, out: TensorArgument), |first, x, out| of_one(first, (x, out), f32::ln));
+operator!(aclnnTanh, aclnnTanhGetWorkspaceSize, (x: TensorArgument, out: TensorArgument), |first, x, out| of_one(first, (x, out), f32::tanh));
+operator!(aclnnSilu, aclnnSiluGetWorkspaceSize, (x: TensorArgument, out: TensorArgument), |first, x, out| {
     of_one(first, (x, out), |x| x / (1.0 + (-x).exp()))
 });

@@ -1,29 +1,27 @@
-//! Rows by number: taking them, and putting them.
+//! Operators that read and write rows by number.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use super::{check_apart, operator, place};
-use crate::clock::Moment;
+use super::{TensorArgument, check_apart, operator, place};
+use crate::clock::TaskMoment;
 use crate::executor::{First, wrong};
-use crate::state::{Outcome, State};
+use crate::state::{CallResult, SimState};
 use crate::task::Action;
 use crate::tensor::{View, size_of_type};
 use crate::types as sys;
 
-type Tensor = *const sys::aclTensor;
-
-/// A matrix of rows, the numbers of some, and the rows themselves.
-struct Rows {
+/// A matrix of rows, the numbers of some rows, and the rows themselves.
+struct RowArguments {
     matrix: View,
     index: View,
     moved: View,
 }
 
-impl Rows {
-    fn new(matrix: View, axis: i64, index: View, rows: View) -> Outcome<Self> {
+impl RowArguments {
+    fn new(matrix: View, axis: i64, index: View, rows: View) -> CallResult<Self> {
         if axis != 0 || !matrix.is_dense() || !rows.is_dense() || !index.is_dense() {
-            // A device copies the whole matrix then.
+            // A device would copy the whole matrix.
             return wrong("rows of a matrix that is not dense, or of another axis than the first");
         }
         if index.dims.len() != 1 || ![sys::ACL_INT32, sys::ACL_INT64].contains(&index.dtype) {
@@ -45,7 +43,7 @@ impl Rows {
     }
 
     /// Reads the index.
-    fn numbers(&self, state: &mut State, moment: &Moment) -> Result<Vec<usize>, String> {
+    fn numbers(&self, state: &mut SimState, moment: &TaskMoment) -> Result<Vec<usize>, String> {
         let at = place(state, &self.index, moment, false)?;
         let number = |i: usize| {
             // SAFETY: the index is alive and has this element.
@@ -62,11 +60,11 @@ impl Rows {
         (0..self.index.dims[0]).map(number).collect()
     }
 
-    /// Returns where a run of rows of the matrix is.
+    /// Returns where the host finds a run of rows of the matrix.
     fn run(
         &self,
-        state: &mut State,
-        moment: &Moment,
+        state: &mut SimState,
+        moment: &TaskMoment,
         first: usize,
         count: usize,
         writes: bool,
@@ -77,7 +75,8 @@ impl Rows {
     }
 }
 
-/// Cuts numbers into runs of successive ones: the place of the first in the list, the first number, and how many.
+/// Cuts numbers into runs of successive numbers: the place of the first in the list, the first number, and
+/// how many.
 fn runs(numbers: &[usize]) -> Vec<(usize, usize, usize)> {
     let mut runs: Vec<(usize, usize, usize)> = Vec::new();
     for (i, &n) in numbers.iter().enumerate() {
@@ -89,8 +88,14 @@ fn runs(numbers: &[usize]) -> Vec<(usize, usize, usize)> {
     runs
 }
 
-fn select(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, out: Tensor) -> Outcome<Action> {
-    let rows = Rows::new(first.tensor(x)?, axis, first.tensor(index)?, first.output(out)?)?;
+fn select(
+    first: &mut First<'_>,
+    x: TensorArgument,
+    axis: i64,
+    index: TensorArgument,
+    out: TensorArgument,
+) -> CallResult<Action> {
+    let rows = RowArguments::new(first.tensor(x)?, axis, first.tensor(index)?, first.output(out)?)?;
     Ok(Arc::new(move |state, moment| {
         let bytes = rows.row_bytes();
         let numbers = rows.numbers(state, moment)?;
@@ -104,8 +109,14 @@ fn select(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, out: Tenso
     }))
 }
 
-fn put(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, source: Tensor) -> Outcome<Action> {
-    let rows = Rows::new(first.output(x)?, axis, first.tensor(index)?, first.tensor(source)?)?;
+fn put(
+    first: &mut First<'_>,
+    x: TensorArgument,
+    axis: i64,
+    index: TensorArgument,
+    source: TensorArgument,
+) -> CallResult<Action> {
+    let rows = RowArguments::new(first.output(x)?, axis, first.tensor(index)?, first.tensor(source)?)?;
     Ok(Arc::new(move |state, moment| {
         let bytes = rows.row_bytes();
         let numbers = rows.numbers(state, moment)?;
@@ -127,5 +138,5 @@ fn put(first: &mut First<'_>, x: Tensor, axis: i64, index: Tensor, source: Tenso
     }))
 }
 
-operator!(aclnnIndexSelect, aclnnIndexSelectGetWorkspaceSize, (x: Tensor, axis: i64, index: Tensor, out: Tensor), select);
-operator!(aclnnInplaceIndexCopy, aclnnInplaceIndexCopyGetWorkspaceSize, (x: Tensor, axis: i64, index: Tensor, source: Tensor), put);
+operator!(aclnnIndexSelect, aclnnIndexSelectGetWorkspaceSize, (x: TensorArgument, axis: i64, index: TensorArgument, out: TensorArgument), select);
+operator!(aclnnInplaceIndexCopy, aclnnInplaceIndexCopyGetWorkspaceSize, (x: TensorArgument, axis: i64, index: TensorArgument, source: TensorArgument), put);

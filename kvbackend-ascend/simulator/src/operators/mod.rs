@@ -1,8 +1,8 @@
-//! Operators: what each accepts in its first phase, and what it computes when it runs.
+//! Operators: the checks of the first phase, and the computation of the second.
 
-use crate::clock::Moment;
+use crate::clock::TaskMoment;
 use crate::executor::wrong;
-use crate::state::{Outcome, State};
+use crate::state::{CallResult, SimState};
 use crate::tensor::{View, size_of_type};
 use crate::types as sys;
 
@@ -39,11 +39,14 @@ macro_rules! operator {
 }
 pub(crate) use operator;
 
+/// A tensor among the arguments of an operator.
+pub(crate) type TensorArgument = *const sys::aclTensor;
+
 /// Types that operators compute with.
 const COMPUTED: [sys::aclDataType; 3] = [sys::ACL_FLOAT, sys::ACL_FLOAT16, sys::ACL_BF16];
 
 /// Refuses types that operators do not compute with, and operands of several types.
-pub(crate) fn check_types(views: &[&View]) -> Outcome {
+pub(crate) fn check_types(views: &[&View]) -> CallResult {
     let dtype = views[0].dtype;
     if !COMPUTED.contains(&dtype) || views.iter().any(|view| view.dtype != dtype) {
         let types: Vec<_> = views.iter().map(|view| view.dtype).collect();
@@ -53,7 +56,7 @@ pub(crate) fn check_types(views: &[&View]) -> Outcome {
 }
 
 /// Returns the strides of a view along the axes of a result, 0 where the view repeats.
-pub(crate) fn strides_along(view: &View, dims: &[usize]) -> Outcome<Vec<usize>> {
+pub(crate) fn strides_along(view: &View, dims: &[usize]) -> CallResult<Vec<usize>> {
     let Some(missing) = dims.len().checked_sub(view.dims.len()) else {
         return wrong(format!("extents {:?} for a result of {dims:?}", view.dims));
     };
@@ -68,14 +71,14 @@ pub(crate) fn strides_along(view: &View, dims: &[usize]) -> Outcome<Vec<usize>> 
 }
 
 /// Refuses a result that shares bytes with an operand, unless both are the same view.
-pub(crate) fn check_apart(out: &View, others: &[&View]) -> Outcome {
+pub(crate) fn check_apart(out: &View, others: &[&View]) -> CallResult {
     for other in others {
         if let (Some(a), Some(b)) = (out.bytes(), other.bytes())
             && a.start < b.end
             && b.start < a.end
             && *other != out
         {
-            // Rows of one tensor may lie among each other: their elements differ.
+            // Rows of one tensor may interleave: their elements differ.
             let distance = (b.start as i64 - a.start as i64) / size_of_type(out.dtype) as i64;
             let alike = out.dims == other.dims && out.strides == other.strides && out.dtype == other.dtype;
             let mut axes: Vec<(usize, usize)> =
@@ -89,8 +92,8 @@ pub(crate) fn check_apart(out: &View, others: &[&View]) -> Outcome {
     Ok(())
 }
 
-/// Returns whether elements of a view and of the same view at a distance are one. `axes` are its strides and extents, the
-/// largest stride last.
+/// Returns whether a view shares elements with the same view at a distance. `axes` are its strides and
+/// extents, the largest stride last.
 fn coincide(distance: i64, axes: &[(usize, usize)]) -> bool {
     let Some((&(stride, n), inner)) = axes.split_last() else { return distance == 0 };
     let (stride, n) = (stride.max(1) as i64, n as i64);
@@ -127,11 +130,11 @@ pub(crate) fn walk<const N: usize>(dims: &[usize], strides: &[&[usize]; N], mut 
     }
 }
 
-/// Returns where a view is, for a task that reads or writes it; dangling for a view without elements.
+/// Returns where the host finds a view that a task reads or writes; dangling for a view without elements.
 pub(crate) fn place(
-    state: &mut State,
+    state: &mut SimState,
     view: &View,
-    moment: &Moment,
+    moment: &TaskMoment,
     writes: bool,
 ) -> Result<*mut u8, String> {
     match view.bytes() {

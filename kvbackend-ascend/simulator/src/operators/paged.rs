@@ -4,17 +4,16 @@ use std::collections::HashSet;
 use std::ffi::{CStr, c_char};
 use std::sync::Arc;
 
-use super::{check_apart, check_types, operator, place};
-use crate::clock::Moment;
+use super::{TensorArgument, check_apart, check_types, operator, place};
+use crate::clock::TaskMoment;
 use crate::executor::{First, wrong};
-use crate::state::{Outcome, State};
+use crate::state::{CallResult, SimState};
 use crate::task::Action;
 use crate::tensor::{View, load, size_of_type, store};
 use crate::types as sys;
 
-type Tensor = *const sys::aclTensor;
-type List = *const sys::aclTensorList;
-type Numbers = *const sys::aclIntArray;
+type ListArgument = *const sys::aclTensorList;
+type NumbersArgument = *const sys::aclIntArray;
 
 /// Returns the text of an argument.
 unsafe fn text(at: *const c_char) -> String {
@@ -22,7 +21,7 @@ unsafe fn text(at: *const c_char) -> String {
 }
 
 /// Reads whole numbers of 32 bits.
-fn numbers(state: &mut State, view: &View, moment: &Moment) -> Result<Vec<i32>, String> {
+fn numbers(state: &mut SimState, view: &View, moment: &TaskMoment) -> Result<Vec<i32>, String> {
     let at = place(state, view, moment, false)?.cast::<i32>();
     // SAFETY: the view is alive and has these elements.
     Ok((0..view.len()).map(|i| unsafe { at.add(i).read_unaligned() }).collect())
@@ -38,7 +37,7 @@ struct Pages {
 }
 
 impl Pages {
-    fn new(view: View, heads: usize, block_size: usize, dim: usize) -> Outcome<Self> {
+    fn new(view: View, heads: usize, block_size: usize, dim: usize) -> CallResult<Self> {
         let heads_outside = match *view.dims {
             [_, tokens, width] if (tokens, width) == (block_size, heads * dim) && width <= 65_535 => false,
             [_, n, tokens, d] if (n, tokens, d) == (heads, block_size, dim) => true,
@@ -58,8 +57,8 @@ impl Pages {
     /// Reads the first tokens of a block, `[heads, tokens, dim]`.
     fn read(
         &self,
-        state: &mut State,
-        moment: &Moment,
+        state: &mut SimState,
+        moment: &TaskMoment,
         block: i32,
         tokens: usize,
     ) -> Result<Vec<f32>, String> {
@@ -84,24 +83,25 @@ impl Pages {
     }
 }
 
-/// The arguments of attention that this simulator knows. All others must be null, or what stands for nothing.
-struct Arguments {
-    q: Tensor,
-    k: List,
-    v: List,
-    lengths: Numbers,
-    table: Tensor,
+/// The arguments of attention that this simulator knows. All others must be null, or a value that means
+/// nothing.
+struct AttentionArguments {
+    q: TensorArgument,
+    k: ListArgument,
+    v: ListArgument,
+    lengths: NumbersArgument,
+    table: TensorArgument,
     heads: i64,
     scale: f64,
     layout: *const c_char,
     kv_heads: i64,
     block_size: i64,
     with_lse: bool,
-    out: Tensor,
-    lse: Tensor,
+    out: TensorArgument,
+    lse: TensorArgument,
 }
 
-/// What attention computes.
+/// The operands of attention.
 struct Attention {
     q: View,
     k: Pages,
@@ -113,7 +113,7 @@ struct Attention {
     lse: Option<View>,
 }
 
-fn attention(first: &mut First<'_>, args: &Arguments) -> Outcome<Action> {
+fn attention(first: &mut First<'_>, args: &AttentionArguments) -> CallResult<Action> {
     // SAFETY: the caller gives a text that ends with 0.
     let layout = unsafe { text(args.layout) };
     let q = first.tensor(args.q)?;
@@ -169,7 +169,7 @@ fn attention(first: &mut First<'_>, args: &Arguments) -> Outcome<Action> {
 }
 
 impl Attention {
-    fn run(&self, state: &mut State, moment: &Moment) -> Result<(), String> {
+    fn run(&self, state: &mut SimState, moment: &TaskMoment) -> Result<(), String> {
         let table = numbers(state, &self.table, moment)?;
         let (width, heads, dim) = (self.table.dims[1], self.q.dims[1], self.q.dims[3]);
         let q = place(state, &self.q, moment, false)?;
@@ -190,7 +190,7 @@ impl Attention {
                 let query: Vec<f32> = (0..dim).map(|i| unsafe { load(self.q.dtype, q, at + i) }).collect();
                 let (values, sum) = self.of_head(&query, &pages, head * self.k.heads / heads);
                 for (i, &x) in values.iter().enumerate() {
-                    // SAFETY: as above.
+                    // SAFETY: the row of the head lies in the view, which is alive.
                     unsafe { store(self.out.dtype, out, at + i, x) };
                 }
                 if let Some(lse) = lse {
@@ -202,8 +202,8 @@ impl Attention {
         Ok(())
     }
 
-    /// Returns the result of a head and its log-sum-exp. As on the device's matrix unit, the weights have the type of the
-    /// values.
+    /// Returns the result of a head and its log-sum-exp. As on the device's matrix unit, the weights have the
+    /// type of the values.
     fn of_head(&self, query: &[f32], pages: &[(usize, Vec<f32>, Vec<f32>)], head: usize) -> (Vec<f32>, f32) {
         let dim = query.len();
         let rows =
@@ -238,11 +238,11 @@ impl Attention {
 /// Writes of rows to slots of both caches.
 fn scatter(
     first: &mut First<'_>,
-    rows: [Tensor; 2],
-    caches: [Tensor; 2],
-    slots: Tensor,
+    rows: [TensorArgument; 2],
+    caches: [TensorArgument; 2],
+    slots: TensorArgument,
     modes: [*const c_char; 2],
-) -> Outcome<Action> {
+) -> CallResult<Action> {
     // SAFETY: the caller gives texts that end with 0.
     let modes = unsafe { modes.map(|mode| text(mode)) };
     if modes != ["Norm", "None"] {
@@ -297,8 +297,8 @@ fn scatter(
 
 operator!(
     aclnnScatterPaKvCache, aclnnScatterPaKvCacheGetWorkspaceSize,
-    (key: Tensor, keys: Tensor, slots: Tensor, value: Tensor, values: Tensor, lengths: Tensor, offsets: Tensor,
-     sequences: Tensor, cache_mode: *const c_char, scatter_mode: *const c_char, strides: Numbers, places: Numbers),
+    (key: TensorArgument, keys: TensorArgument, slots: TensorArgument, value: TensorArgument, values: TensorArgument, lengths: TensorArgument, offsets: TensorArgument,
+     sequences: TensorArgument, cache_mode: *const c_char, scatter_mode: *const c_char, strides: NumbersArgument, places: NumbersArgument),
     |first, key, keys, slots, value, values, lengths, offsets, sequences, cache_mode, scatter_mode, strides, places| {
         if [lengths, offsets, sequences].iter().any(|x| !x.is_null()) || !strides.is_null() || !places.is_null() {
             return wrong("arguments of other modes");
@@ -309,12 +309,12 @@ operator!(
 
 operator!(
     aclnnFusedInferAttentionScoreV2, aclnnFusedInferAttentionScoreV2GetWorkspaceSize,
-    (q: Tensor, k: List, v: List, shift: Tensor, mask: Tensor, q_lengths: Numbers, lengths: Numbers, d1: Tensor,
-     s1: Tensor, d2: Tensor, s2: Tensor, o2: Tensor, anti_scale: Tensor, anti_offset: Tensor, table: Tensor,
-     q_padding: Tensor, kv_padding: Tensor, k_scale: Tensor, k_offset: Tensor, v_scale: Tensor, v_offset: Tensor,
-     k_prefix: Tensor, v_prefix: Tensor, prefix: Numbers, heads: i64, scale: f64, before: i64, after: i64,
+    (q: TensorArgument, k: ListArgument, v: ListArgument, shift: TensorArgument, mask: TensorArgument, q_lengths: NumbersArgument, lengths: NumbersArgument, d1: TensorArgument,
+     s1: TensorArgument, d2: TensorArgument, s2: TensorArgument, o2: TensorArgument, anti_scale: TensorArgument, anti_offset: TensorArgument, table: TensorArgument,
+     q_padding: TensorArgument, kv_padding: TensorArgument, k_scale: TensorArgument, k_offset: TensorArgument, v_scale: TensorArgument, v_offset: TensorArgument,
+     k_prefix: TensorArgument, v_prefix: TensorArgument, prefix: NumbersArgument, heads: i64, scale: f64, before: i64, after: i64,
      layout: *const c_char, kv_heads: i64, sparse: i64, precise: i64, block_size: i64, anti_mode: i64, with_lse: bool,
-     k_mode: i64, v_mode: i64, out: Tensor, lse: Tensor),
+     k_mode: i64, v_mode: i64, out: TensorArgument, lse: TensorArgument),
     |first, q, k, v, shift, mask, q_lengths, lengths, d1, s1, d2, s2, o2, anti_scale, anti_offset, table, q_padding,
      kv_padding, k_scale, k_offset, v_scale, v_offset, k_prefix, v_prefix, prefix, heads, scale, before, after, layout,
      kv_heads, sparse, precise, block_size, anti_mode, with_lse, k_mode, v_mode, out, lse| {
@@ -329,7 +329,7 @@ operator!(
         {
             return wrong("arguments of other modes");
         }
-        attention(first, &Arguments {
+        attention(first, &AttentionArguments {
             q, k, v, lengths, table, heads, scale, layout, kv_heads, block_size, with_lse, out, lse,
         })
     }

@@ -2,14 +2,11 @@
 
 use std::sync::Arc;
 
-use super::{check_apart, check_types, operator, place};
+use super::{TensorArgument, check_apart, check_types, operator, place};
 use crate::executor::{First, wrong};
-use crate::state::Outcome;
+use crate::state::CallResult;
 use crate::task::Action;
 use crate::tensor::{View, load, store};
-use crate::types as sys;
-
-type Tensor = *const sys::aclTensor;
 
 /// Keeps the element types.
 const KEEP: i8 = 0;
@@ -18,8 +15,8 @@ const KEEP: i8 = 0;
 struct Matrices(View);
 
 impl Matrices {
-    /// Takes dense matrices, or dense ones whose rows and columns are exchanged.
-    fn new(view: View) -> Outcome<Self> {
+    /// Accepts dense matrices, also with rows and columns exchanged.
+    fn new(view: View) -> CallResult<Self> {
         let (dims, strides) = (view.dims.clone(), view.strides.clone());
         let mut exchanged = view.clone();
         exchanged.dims.swap(1, 2);
@@ -34,7 +31,7 @@ impl Matrices {
         (self.0.dims[0], self.0.dims[1], self.0.dims[2])
     }
 
-    /// Reads a matrix, its rows one behind the other.
+    /// Reads a matrix, row after row.
     fn read(&self, from: *const u8, batch: usize) -> Vec<f32> {
         let (batches, rows, columns) = self.extents();
         let first = if batches == 1 { 0 } else { batch * self.0.strides[0] };
@@ -50,7 +47,7 @@ impl Matrices {
     }
 }
 
-fn multiply(a: View, b: View, out: View, types: i8) -> Outcome<Action> {
+fn multiply(a: View, b: View, out: View, types: i8) -> CallResult<Action> {
     check_types(&[&a, &b, &out])?;
     check_apart(&out, &[&a, &b])?;
     if types != KEEP {
@@ -92,7 +89,13 @@ fn as_batch(mut view: View) -> View {
     view
 }
 
-fn matmul(first: &mut First<'_>, a: Tensor, b: Tensor, out: Tensor, types: i8) -> Outcome<Action> {
+fn matmul(
+    first: &mut First<'_>,
+    a: TensorArgument,
+    b: TensorArgument,
+    out: TensorArgument,
+    types: i8,
+) -> CallResult<Action> {
     let (a, b, out) = (first.tensor(a)?, first.tensor(b)?, first.output(out)?);
     if [&a, &b, &out].iter().any(|view| view.dims.len() != 2) {
         return wrong("a product of matrices that have no two axes");
@@ -103,10 +106,10 @@ fn matmul(first: &mut First<'_>, a: Tensor, b: Tensor, out: Tensor, types: i8) -
 operator!(
     aclnnBatchMatMul,
     aclnnBatchMatMulGetWorkspaceSize,
-    (a: Tensor, b: Tensor, out: Tensor, types: i8),
+    (a: TensorArgument, b: TensorArgument, out: TensorArgument, types: i8),
     |first, a, b, out, types| {
         let (a, b, out) = (first.tensor(a)?, first.tensor(b)?, first.output(out)?);
         multiply(a, b, out, types)
     }
 );
-operator!(aclnnMatmul, aclnnMatmulGetWorkspaceSize, (a: Tensor, b: Tensor, out: Tensor, types: i8), matmul);
+operator!(aclnnMatmul, aclnnMatmulGetWorkspaceSize, (a: TensorArgument, b: TensorArgument, out: TensorArgument, types: i8), matmul);

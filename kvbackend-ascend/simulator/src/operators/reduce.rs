@@ -2,23 +2,22 @@
 
 use std::sync::Arc;
 
-use super::{check_apart, check_types, operator, place, strides_along, walk};
+use super::{TensorArgument, check_apart, check_types, operator, place, strides_along, walk};
 use crate::executor::{First, wrong};
-use crate::state::Outcome;
+use crate::state::CallResult;
 use crate::task::Action;
 use crate::tensor::{View, load, store};
 use crate::types as sys;
 
-type Tensor = *const sys::aclTensor;
-type Axes = *const sys::aclIntArray;
+type AxesArgument = *const sys::aclIntArray;
 
-/// Accepts a reduction along axes, which the result has with extent 1.
+/// Accepts a reduction along axes, whose extent in the result is 1.
 fn reduce(
     first: &mut First<'_>,
-    (x, axes, keep, out): (Tensor, Axes, bool, Tensor),
+    (x, axes, keep, out): (TensorArgument, AxesArgument, bool, TensorArgument),
     start: f32,
     f: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
-) -> Outcome<Action> {
+) -> CallResult<Action> {
     let (x, out, axes) = (first.tensor(x)?, first.output(out)?, first.array(axes)?);
     check_types(&[&x, &out])?;
     check_apart(&out, &[&x])?;
@@ -58,12 +57,12 @@ fn span(view: &View) -> usize {
 
 fn norm(
     first: &mut First<'_>,
-    x: Tensor,
-    gamma: Tensor,
+    x: TensorArgument,
+    gamma: TensorArgument,
     eps: f64,
-    y: Tensor,
-    rstd: Tensor,
-) -> Outcome<Action> {
+    y: TensorArgument,
+    rstd: TensorArgument,
+) -> CallResult<Action> {
     let (x, gamma, y, rstd) = (first.tensor(x)?, first.tensor(gamma)?, first.output(y)?, first.output(rstd)?);
     check_types(&[&x, &gamma, &y])?;
     let width = *x.dims.last().unwrap_or(&0);
@@ -94,13 +93,13 @@ fn norm(
     }))
 }
 
-operator!(aclnnAmax, aclnnAmaxGetWorkspaceSize, (x: Tensor, axes: Axes, keep: bool, out: Tensor), |first, x, axes, keep, out| {
+operator!(aclnnAmax, aclnnAmaxGetWorkspaceSize, (x: TensorArgument, axes: AxesArgument, keep: bool, out: TensorArgument), |first, x, axes, keep, out| {
     reduce(first, (x, axes, keep, out), f32::NEG_INFINITY, |a, b| if a.is_nan() || a > b { a } else { b })
 });
 operator!(
     aclnnReduceSum,
     aclnnReduceSumGetWorkspaceSize,
-    (x: Tensor, axes: Axes, keep: bool, dtype: sys::aclDataType, out: Tensor),
+    (x: TensorArgument, axes: AxesArgument, keep: bool, dtype: sys::aclDataType, out: TensorArgument),
     |first, x, axes, keep, dtype, out| {
         if first.tensor(out)?.dtype != dtype {
             return wrong("a sum of another type than its result");
@@ -108,4 +107,4 @@ operator!(
         reduce(first, (x, axes, keep, out), 0.0, |a, b| a + b)
     }
 );
-operator!(aclnnRmsNorm, aclnnRmsNormGetWorkspaceSize, (x: Tensor, gamma: Tensor, eps: f64, y: Tensor, rstd: Tensor), norm);
+operator!(aclnnRmsNorm, aclnnRmsNormGetWorkspaceSize, (x: TensorArgument, gamma: TensorArgument, eps: f64, y: TensorArgument, rstd: TensorArgument), norm);

@@ -2,7 +2,7 @@
 
 use kvcore::Result;
 
-use super::lists::{AttentionPlan, PlanAngles, PlannedEntry, TokenRun};
+use super::lists::{AttentionPlan, GroupTokens, PlanAngles, PlannedEntry};
 use super::operands::{AttentionOperands, products};
 use super::softmax::{FLOOR, Partial, TINY};
 use crate::operations::plans::StepWork;
@@ -69,7 +69,7 @@ impl Entries<'_> {
         &self,
         work: &mut Work<'_>,
         (entry, at): (usize, usize),
-        run: &TokenRun,
+        run: &GroupTokens,
         k: &Tensor,
     ) -> Result<()> {
         let angles = self.angles.and_then(|angles| angles.keys[entry][at].as_ref());
@@ -129,7 +129,7 @@ impl Entries<'_> {
         q: &Tensor,
         latent: Option<&Tensor>,
         kv: &RunKv,
-        run: &TokenRun,
+        run: &GroupTokens,
     ) -> Result<Tensor> {
         let scores = products(work, q, &kv.k)?;
         if let Some(latent) = latent {

@@ -1,14 +1,14 @@
 //! Attention of rows that decode, by CANN's fused operator on the paged cache.
 //!
-//! `FusedInferAttentionScoreV2` computes plain softmax attention of one row for each sequence, over the first tokens of a
-//! block table. Everything else that an operation asks for, and operands beyond the limits that CANN documents, are left
-//! to other operators.
+//! `FusedInferAttentionScoreV2` computes plain softmax attention of one row for each sequence, over the first
+//! tokens of a block table. Everything else that an operation asks for, and operands beyond the limits that
+//! CANN documents, are left to other operators.
 
 use std::sync::Arc;
 
 use kvcore::{Attend, AttendRows, BlockId, KeyForm, QueryRow, Result};
 
-use super::lists::{BlockTables, SequenceTables};
+use super::lists::{DecodeTables, SequenceTables};
 use super::operands::AttentionOperands;
 use crate::bindings::types as sys;
 use crate::library::Serves;
@@ -34,7 +34,8 @@ const UNIT: usize = 16;
 /// Most tokens of a block.
 const BLOCK: usize = 512;
 
-/// The tokens that a row sees, if they are the first tokens of a list of blocks and count as in plain attention.
+/// The tokens that a row sees, if they are the first tokens of a list of blocks and count as in plain
+/// attention.
 struct RowTokens {
     blocks: Vec<BlockId>,
     tokens: usize,
@@ -66,7 +67,7 @@ impl RowTokens {
 }
 
 /// Returns the block tables of an operation, made once for all layers.
-fn block_tables(work: &mut StepWork<'_, '_>, op: &Attend) -> Result<Arc<BlockTables>> {
+fn block_tables(work: &mut StepWork<'_, '_>, op: &Attend) -> Result<Arc<DecodeTables>> {
     let block_size = op.arena.layout().shape().block_size;
     let key = PlanKey::Sequences { work: op.work.id(), block_size, window: op.window };
     work.shared(key, |work| {
@@ -78,7 +79,7 @@ fn block_tables(work: &mut StepWork<'_, '_>, op: &Attend) -> Result<Arc<BlockTab
         });
         let sequences: Option<Vec<RowTokens>> = if in_order { sequences.collect() } else { None };
         let tables = sequences.map(|sequences| SequenceTables::send(work, rows, &sequences)).transpose()?;
-        Ok(Arc::new(BlockTables(tables)))
+        Ok(Arc::new(DecodeTables(tables)))
     })
 }
 

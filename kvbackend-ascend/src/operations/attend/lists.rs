@@ -9,7 +9,7 @@ use crate::operations::angles::SentAngles;
 use crate::operations::geometry::{PlaneGeometry, RowNumbers};
 use crate::operations::sent::SentTensor;
 use crate::operators::Tensor;
-use crate::queue::{ListMemory, Used, Work};
+use crate::queue::{ListMemory, Work};
 
 /// Alignment of lists that are sent together, in bytes.
 const ALIGN: usize = 64;
@@ -30,7 +30,7 @@ impl PackedLists {
 
 /// The entries of an attention, for all layers whose pools have one geometry.
 #[derive(Debug)]
-pub(in crate::operations) struct AttentionPlan {
+pub(crate) struct AttentionPlan {
     pub(super) entries: Vec<PlannedEntry>,
     pub(super) lists: Arc<ListMemory>,
 }
@@ -39,12 +39,12 @@ pub(in crate::operations) struct AttentionPlan {
 #[derive(Debug)]
 pub(super) struct PlannedEntry {
     pub(super) rows: Range<usize>,
-    pub(super) runs: Vec<TokenRun>,
+    pub(super) runs: Vec<GroupTokens>,
 }
 
 /// The tokens of a merge group.
 #[derive(Debug)]
-pub(super) struct TokenRun {
+pub(super) struct GroupTokens {
     pub(super) group: usize,
     pub(super) tokens: usize,
     /// Numbers of the rows of K and V.
@@ -67,14 +67,14 @@ pub(super) struct KeyRotation {
 
 /// The angles of a plan: of the queries of each entry, and of the keys of each run.
 #[derive(Debug)]
-pub(in crate::operations) struct PlanAngles {
+pub(crate) struct PlanAngles {
     pub(super) queries: Vec<SentAngles>,
     pub(super) keys: Vec<Vec<Option<SentAngles>>>,
 }
 
 /// The sequences of a step as block tables. None inside if the step's work is not of that form.
 #[derive(Debug)]
-pub(in crate::operations) struct BlockTables(pub(super) Option<SequenceTables>);
+pub(crate) struct DecodeTables(pub(super) Option<SequenceTables>);
 
 /// One block table for each row.
 #[derive(Debug)]
@@ -106,7 +106,7 @@ pub(super) struct RowRoom {
 
 /// The lists of a room on the device.
 #[derive(Debug)]
-pub(in crate::operations) struct RoomLists {
+pub(crate) struct RoomLists {
     pub(super) room: RowRoom,
     /// Address of the first list.
     pub(super) at: u64,
@@ -130,22 +130,22 @@ pub(super) struct RoomLayout {
 
 impl AttentionPlan {
     /// Holds the lists until the work is done.
-    pub(in crate::operations) fn hold(&self, work: &mut Work<'_>) {
-        work.hold(Used::List(Arc::clone(&self.lists)));
+    pub(crate) fn hold(&self, work: &mut Work<'_>) {
+        work.hold_list(&self.lists);
     }
 }
 
 impl PlanAngles {
     /// Holds the angles until the work is done.
-    pub(in crate::operations) fn hold(&self, work: &mut Work<'_>) {
+    pub(crate) fn hold(&self, work: &mut Work<'_>) {
         let keys = self.keys.iter().flatten().flatten();
         self.queries.iter().chain(keys).for_each(|angles| angles.hold(work));
     }
 }
 
-impl BlockTables {
+impl DecodeTables {
     /// Holds the table until the work is done.
-    pub(in crate::operations) fn hold(&self, work: &mut Work<'_>) {
+    pub(crate) fn hold(&self, work: &mut Work<'_>) {
         if let Some(tables) = &self.0 {
             tables.table.hold(work);
         }
@@ -154,9 +154,9 @@ impl BlockTables {
 
 impl RoomLists {
     /// Holds the lists until the work is done. A graph holds the lists that its replays bring.
-    pub(in crate::operations) fn hold(&self, work: &mut Work<'_>) {
+    pub(crate) fn hold(&self, work: &mut Work<'_>) {
         if let Some(list) = &self.list {
-            work.hold(Used::List(Arc::clone(list)));
+            work.hold_list(list);
         }
     }
 }

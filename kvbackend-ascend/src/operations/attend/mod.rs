@@ -28,7 +28,7 @@ mod softmax;
 use entries::Entries;
 use operands::AttentionOperands;
 
-// Decision: docs/decisions/backend-ascend.md#keys-are-turned-to-their-place
+// Decision: docs/decisions/backend-ascend.md#keys-are-rotated-as-they-are-read
 pub(super) fn attend(work: &mut StepWork<'_, '_>, op: &Attend, latent: Option<&TensorView>) -> Result<()> {
     let operands = AttentionOperands::new(op, latent)?;
     if operands.out.is_empty() {

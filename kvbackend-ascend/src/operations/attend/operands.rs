@@ -50,7 +50,8 @@ impl<'a> AttentionOperands<'a> {
     }
 }
 
-/// Returns the products of queries `[heads, rows, dim]` and keys `[kv_heads, tokens, dim]`, `[heads, rows, tokens]`.
+/// Returns the products of queries `[heads, rows, dim]` and keys `[kv_heads, tokens, dim]`, `[heads, rows,
+/// tokens]`.
 pub(super) fn products(work: &mut Work<'_>, q: &Tensor, k: &Tensor) -> Result<Tensor> {
     let (heads, rows) = (q.dim(0), q.dim(1));
     let (kv_heads, tokens, dim) = (k.dim(0), k.dim(1), k.dim(2));

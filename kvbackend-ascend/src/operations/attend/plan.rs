@@ -1,5 +1,5 @@
-//! The plan of an attention: for each entry the tokens of each merge group, where they are stored, how their keys are
-//! rotated, and which rows see them.
+//! The plan of an attention: for each entry the tokens of each merge group, where they are stored, how their
+//! keys are rotated, and which rows see them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use kvcore::{Attend, AttendRows, KeyForm, Result, Rope, Segment};
 
-use super::lists::{AttentionPlan, KeyRotation, PackedLists, PlanAngles, PlannedEntry, TokenRun};
+use super::lists::{AttentionPlan, GroupTokens, KeyRotation, PackedLists, PlanAngles, PlannedEntry};
 use crate::bindings::types as sys;
 use crate::operations::angles::SentAngles;
 use crate::operations::geometry::{RowGeometry, RowNumbers};
@@ -30,8 +30,8 @@ impl SeenTokens {
     pub(super) fn add(&mut self, segment: &Segment, tokens: Range<usize>, keys: KeyForm, block_size: usize) {
         for token in tokens {
             self.places.push((segment.blocks[token / block_size].index(), token % block_size));
-            // A key that was rotated as it was stored is rotated on from there. The query needs no other rotation, because
-            // a product depends on the distance of both.
+            // A key that was rotated as it was stored is rotated on from there. The query needs no other
+            // rotation, because a product depends on the distance of both.
             self.angles.push(match keys {
                 KeyForm::Rotated => segment.position_offset,
                 KeyForm::Unrotated => segment.position(token as i64),
@@ -45,7 +45,8 @@ impl SeenTokens {
     }
 }
 
-/// Returns the numbers that occur, in the order of their first use, and for each place the index of its number.
+/// Returns the numbers that occur, in the order of their first use, and for each place the index of its
+/// number.
 pub(super) fn distinct(numbers: &[i64]) -> (Vec<i64>, Vec<i32>) {
     let (mut known, mut last) = (HashMap::new(), (i64::MIN, -1));
     let (mut distinct, mut which) = (Vec::new(), Vec::with_capacity(numbers.len()));
@@ -65,7 +66,8 @@ pub(super) fn distinct(numbers: &[i64]) -> (Vec<i64>, Vec<i32>) {
 /// A run before its lists are on the device.
 struct RunDraft<'a> {
     group: usize,
-    /// Segments with the union of the tokens that rows see, and the numbers of the first of these tokens in the run.
+    /// Segments with the union of the tokens that rows see, and the numbers of the first of these tokens in
+    /// the run.
     parts: Vec<(&'a Segment, Range<usize>, usize)>,
     tokens: SeenTokens,
 }
@@ -111,7 +113,7 @@ fn send(work: &mut StepWork<'_, '_>, op: &Attend, planes: &[PlaneMatrix; 2]) -> 
         let runs = runs.iter().zip(packed.by_ref()).map(|(run, packed)| {
             let tokens = run.tokens.len();
             let floats = |offset, dims: &[usize]| Tensor::dense(at(offset), sys::ACL_FLOAT, dims);
-            TokenRun {
+            GroupTokens {
                 group: run.group,
                 tokens,
                 places: packed
@@ -208,8 +210,8 @@ fn mask(op: &Attend, entry: &AttendRows, run: &RunDraft<'_>) -> Option<Vec<f32>>
     mask.iter().any(|&x| x != 0.0).then_some(mask)
 }
 
-/// Returns the factor on cosines and sines of keys that are rotated as they are read: the embedding's factor if the keys
-/// were not rotated before, else 1.
+/// Returns the factor on cosines and sines of keys that are rotated as they are read: the embedding's factor
+/// if the keys were not rotated before, else 1.
 pub(super) fn key_factor(rope: &Rope, keys: KeyForm) -> f32 {
     match keys {
         KeyForm::Rotated => 1.0,
@@ -231,7 +233,7 @@ pub(super) fn angles(
             let rows = op.work.rows()[entry.rows.clone()].iter();
             let positions: Vec<i64> = rows.map(|row| row.position).collect();
             queries.push(SentAngles::send(work, rope, &positions, rope.attention_factor())?);
-            let of_run = |run: &TokenRun| {
+            let of_run = |run: &GroupTokens| {
                 let factor = key_factor(rope, op.keys);
                 let send = |rotation: &KeyRotation| SentAngles::send(work, rope, &rotation.distinct, factor);
                 run.rotation.as_ref().map(send).transpose()

@@ -1,5 +1,5 @@
-//! The lists of rows side by side. Each row has room for the same number of tokens; a place without a token names a
-//! token that the row sees, under a mask of −∞.
+//! The lists of rows side by side. Each row has room for the same number of tokens; a place without a token
+//! names a token that the row sees, under a mask of −∞.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::plan::{SeenTokens, distinct, key_factor};
 use crate::bindings::types as sys;
 use crate::errors::uncapturable;
 use crate::operations::angles::{AngleRows, cosines_and_sines};
-use crate::operations::captured::ChosenRows;
+use crate::operations::captured::WrittenRows;
 use crate::operations::geometry::{RowGeometry, RowNumbers};
 use crate::operations::matrix::PlaneMatrix;
 use crate::operations::plans::{AttentionKey, ByAddress, PlanKey, StepWork};
@@ -132,7 +132,7 @@ impl RowRoom {
         }
         let placed: Vec<i64> =
             step.rows.iter().zip(0..).map(|(row, at)| if row.is_some() { at } else { -1 }).collect();
-        let chosen = ChosenRows::new(&placed)?;
+        let chosen = WrittenRows::new(&placed)?;
         let mut angles = step.distinct;
         angles.resize(self.angles, 0);
         let [keys, queries] = match &self.rope {

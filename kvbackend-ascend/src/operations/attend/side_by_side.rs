@@ -1,7 +1,7 @@
 //! Attention of rows side by side: one set of operators for all rows, whatever their segments are.
 //!
-//! Batches of sequences that decode run this way, and captured steps: a replay may bring other blocks, lengths, offsets
-//! and segments, provided each row's tokens have room.
+//! Batches of sequences that decode run this way, and captured steps: a replay may bring other blocks,
+//! lengths, offsets and segments, provided each row's tokens have room.
 
 use kvcore::Result;
 
@@ -15,8 +15,8 @@ use crate::operations::plans::StepWork;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Returns whether rows side by side take fewer operators, and not much more work, than one entry after another: if there
-/// are several entries of one row each, of similar lengths.
+/// Returns whether rows side by side take fewer operators, and not much more work, than one entry after
+/// another: if there are several entries of one row each, of similar lengths.
 pub(super) fn suits(operands: &AttentionOperands<'_>) -> bool {
     let batch = operands.op.work.batch();
     let lengths =

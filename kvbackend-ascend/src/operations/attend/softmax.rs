@@ -6,13 +6,15 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// The maximum of a row without tokens: below every logit, and finite, because a difference of infinities is NaN.
+/// The maximum of a row without tokens: below every logit, and finite, because a difference of infinities is
+/// NaN.
 pub(super) const FLOOR: f32 = -1e30;
 
 /// Less than every sum of exponentials except 0.
 pub(super) const TINY: f32 = 1e-30;
 
-/// The part of a softmax over some tokens, for each head and row: `[heads, rows, 1]` and `[heads, rows, dim]`.
+/// The part of a softmax over some tokens, for each head and row: `[heads, rows, 1]` and `[heads, rows,
+/// dim]`.
 #[derive(Debug)]
 pub(super) struct Partial {
     max: Tensor,
@@ -21,7 +23,8 @@ pub(super) struct Partial {
 }
 
 impl Partial {
-    /// Computes the part of logits `[heads, rows, tokens]`, which are overwritten, over values `[kv_heads, tokens, dim]`.
+    /// Computes the part of logits `[heads, rows, tokens]`, which are overwritten, over values `[kv_heads,
+    /// tokens, dim]`.
     pub(super) fn of(
         work: &mut Work<'_>,
         scores: &Tensor,
@@ -86,8 +89,8 @@ impl Partial {
         Ok(Self { max, sum: self.sum, values: self.values })
     }
 
-    /// Returns the part of one token in place of all: its logit is the part's log-sum-exp times `scale`, its value the part's
-    /// result.
+    /// Returns the part of one token in place of all: its logit is the part's log-sum-exp times `scale`, its
+    /// value the part's result.
     pub(super) fn into_one(
         self,
         work: &mut Work<'_>,
