@@ -32,6 +32,7 @@ pub(crate) struct CudaDevice {
     pub(crate) pool: Option<CUmemoryPool>,
     /// Ordinals of the devices for whose memory peer access was requested.
     pub(crate) peers: Mutex<HashSet<i32>>,
+    // Decision: docs/decisions/backend-cuda.md#a-lost-device-stays-lost
     lost: OnceLock<String>,
 }
 

@@ -13,6 +13,7 @@ pub(crate) const NAME: &str = "cuda";
 /// Version of the oldest driver with every entry point that the backend calls: CUDA 12.0.
 const OLDEST: i32 = 12_000;
 
+// Decision: docs/decisions/backend-cuda.md#the-driver-library-is-called-without-a-safe-layer
 /// Loads the driver once, and returns the version of CUDA that it serves, for example 13000.
 ///
 /// # Errors
@@ -119,6 +120,7 @@ pub(crate) fn no_memory(error: DriverError, kind: MemoryKind, bytes: usize) -> E
     Error::Allocation { bytes, kind, reason }
 }
 
+// Decision: docs/decisions/backend-cuda.md#a-context-is-current-for-one-call
 /// A context that is current on this thread until the value is dropped.
 ///
 /// A host engine may work with another device on the same thread. Dropping the value makes that engine's

@@ -12,6 +12,7 @@ pub struct CudaOptions {
     pub kernels: KernelCode,
 }
 
+// Decision: docs/decisions/backend-cuda.md#kernels-are-compiled-at-run-time-only-on-request
 /// The origin of a device's kernels.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum KernelCode {

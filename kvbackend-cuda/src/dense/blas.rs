@@ -90,6 +90,7 @@ impl Blas {
     /// Sets the address of a workspace of [`WORKSPACE`] bytes. The caller holds the memory until the products
     /// are done. The device's context is current.
     pub(super) fn work_in(&mut self, address: u64) -> Result<()> {
+        // Decision: docs/decisions/backend-cuda.md#cublas-gets-an-explicit-workspace-for-each-product
         if self.workspace != address {
             // SAFETY: the handle is alive, and the memory outlives the products that use it.
             check(unsafe { sys::cublasSetWorkspace_v2(self.handle, address as *mut _, WORKSPACE) })?;

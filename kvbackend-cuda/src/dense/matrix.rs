@@ -22,6 +22,7 @@ const STACKED: usize = 64;
 /// Largest number of weight elements that are widened at once.
 const WIDENED: usize = 16 << 20;
 
+// Decision: docs/decisions/backend-cuda.md#activations-are-split-into-three-terms-of-bf16
 /// Number of terms of split activations.
 const TERMS: usize = 3;
 

@@ -44,6 +44,7 @@ impl NcclGroup {
         &self.members[place].1
     }
 
+    // Decision: docs/decisions/backend-cuda.md#the-ranks-of-a-process-fail-together
     /// Fails the group, unless it has failed already, and ends the work of its ranks. Returns the failure.
     pub(super) fn fail(&self, error: Error) -> Error {
         let mut failed = self.failed.lock();

@@ -32,6 +32,7 @@ pub(crate) struct Launch {
     grid: [u32; 3],
     threads: u32,
     shared: u32,
+    // Decision: docs/decisions/backend-cuda.md#a-kernel-takes-one-struct-and-uses-dynamic-shared-memory-only
     /// The argument, in 8-byte words for its alignment.
     args: SmallVec<[u64; 32]>,
 }

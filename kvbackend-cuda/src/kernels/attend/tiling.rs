@@ -182,6 +182,7 @@ impl KernelFamily {
         let queries = sharing(op) * longest(op);
         let rotated = op.rope.is_some();
         let terms = |entry: &TileKernel| {
+            // Decision: docs/decisions/backend-cuda.md#attention-splits-its-f32-operands
             // Three terms of bf16 are exact.
             let many = if entry.queries <= 32 && self.dtype == DType::BF16 { 3 } else { 2 };
             let terms = |dtype: DType, rotated: bool| if dtype == self.dtype && !rotated { 1 } else { many };
