@@ -32,7 +32,7 @@ pub enum Error {
     /// A request that holds no blocks: one that never reserved any, or was released.
     #[error("unknown request {0}")]
     UnknownRequest(u64),
-    /// A piece of a merge that has arrived before.
+    /// A piece of a merge that arrived before.
     #[error("stage {stage} of chunk {chunk} has arrived already")]
     DuplicatePiece {
         /// The chunk of tokens.
@@ -40,8 +40,8 @@ pub enum Error {
         /// The stage of the pipeline.
         stage: usize,
     },
-    /// A piece of a chunk that is complete, so that readers may use it.
-    #[error("stage {stage} of chunk {chunk} is late: the chunk is complete and sealed")]
+    /// A piece of a chunk that is already complete, and may be in use.
+    #[error("stage {stage} of chunk {chunk} is late: the chunk is already complete")]
     LatePiece {
         /// The chunk of tokens.
         chunk: usize,

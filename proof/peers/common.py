@@ -1,4 +1,5 @@
-"""What the comparisons with peers share: running our benchmarks, timing, and their tables in docs/benchmarks.md."""
+"""Shared by the comparisons with peers: running our benchmarks, timing, and the tables in docs/benchmarks.md.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def best(work, repetitions: int = 3) -> float:
-    """Seconds of the best run, after one to warm up."""
+    """Returns the seconds of the best run, after a warm-up run."""
     work()
     seconds = []
     for _ in range(repetitions):
@@ -22,14 +23,14 @@ def best(work, repetitions: int = 3) -> float:
 
 
 def ours(package: str, bench: str, *args: str) -> list[dict]:
-    """The rows that one of our benchmarks prints."""
+    """Returns the rows that one of our benchmarks prints."""
     command = ["cargo", "bench", "--quiet", "-p", package, "--bench", bench, "--", *args]
     output = subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
     return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def row(what: str, size: int, unit: str, seconds: float, limit: str, limit_seconds: float) -> dict:
-    """Prints a row in the form that our benchmarks print, and returns it."""
+    """Prints a row in the form of our benchmarks, and returns it."""
     line = {
         "what": what, "size": size, "unit": unit, "seconds": seconds,
         "limit": limit, "limit_seconds": limit_seconds, "ratio": limit_seconds / seconds,
@@ -51,7 +52,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def show(name: str, text: str, write: bool) -> None:
-    """Prints a table, and puts it between the markers of `name` in docs/benchmarks.md if asked to."""
+    """Prints a table. On request, also puts it between the markers of `name` in docs/benchmarks.md."""
     print(text)
     if not write:
         return

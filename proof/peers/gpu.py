@@ -3,11 +3,12 @@
     python3 -m venv .venv && .venv/bin/pip install torch flashinfer-python
     PYTHON=.venv/bin/python cargo xtask gpu-check
 
-Prints one JSON object a line: a measured row, or what was skipped and why. It needs nothing else of this repository, so that
-it can be carried to the machine with the card. A decode step has 64 sequences of 8,192 tokens, 64 query heads and 8 heads of
-keys and values of 128, in bf16. torch's attention gets contiguous keys and values, the others blocks of 16 in random order,
-as ours. Copies move the rows of one layer of a pool of 8 GiB and 80 layers. Times are those of the card, between events
-around batches of launches that wait behind other work until all are enqueued; the median of seven batches counts.
+Prints one JSON object a line: a measured row, or a skipped one with the reason. The file needs nothing else
+of this repository, so that it can be copied to the machine with the card. A decode step has 64 sequences of
+8,192 tokens, 64 query heads and 8 heads of keys and values of 128, in bf16. torch's attention gets contiguous
+keys and values, the others blocks of 16 in random order, as ours does. Copies move the rows of one layer of a
+pool of 8 GiB and 80 layers. Times are measured on the card, between events around batches of launches, which
+wait for other work until all are enqueued; the median of seven batches counts.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class Card:
 
 
 def over(*_) -> None:
-    raise TimeoutError("it takes too long here; a second run may find its kernels compiled")
+    raise TimeoutError("too slow here; a second run may find the kernels compiled")
 
 
 def attempt(what: str, measure, seconds: float) -> None:
-    """Runs one measurement; what goes wrong in it is the reason for skipping it."""
+    """Runs one measurement. If it fails, the row is skipped with the error as the reason."""
     try:
         signal.signal(signal.SIGALRM, over)
         signal.alarm(max(1, int(seconds)))
@@ -111,7 +112,8 @@ def sdpa(card: Card, sequences: int, context: int, rows: int, what: str, ours: s
 
 
 def paged(torch):
-    """Keys and values in blocks of random order, `[blocks, 2, BLOCK, HEADS, DIM]`, and the table of blocks."""
+    """Returns keys and values in blocks of random order, `[blocks, 2, BLOCK, HEADS, DIM]`, and the table of
+    blocks."""
     blocks = SEQUENCES * CONTEXT // BLOCK
     cache = torch.randn(blocks, 2, BLOCK, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     table = torch.randperm(blocks, device="cuda").int().view(SEQUENCES, CONTEXT // BLOCK)
@@ -143,7 +145,8 @@ def triton_decode(card: Card) -> None:
 
     torch = card.torch
 
-    # Each program takes one part of one sequence, for the queries of one head of keys; the parts are merged by torch.
+    # Each program takes one part of one sequence, for the queries of one head of keys; torch merges the
+    # parts.
     @triton.jit
     def part(q, cache, table, out, lse, scale, CONTEXT: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
              GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):
@@ -202,7 +205,7 @@ ALL = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=55, help="for everything; what has no time left is skipped")
+    parser.add_argument("--seconds", type=float, default=55, help="for all rows; rows without time left are skipped")
     end = time.monotonic() + parser.parse_args().seconds
     try:
         import torch

@@ -1,13 +1,15 @@
-"""Hugging Face transformers against our engine on a published model: prefills, passes of a few rows, decoding, in f32.
+"""Hugging Face transformers against our engine on a published model: prefills, passes of a few rows,
+decoding, in f32.
 
     python3 -m venv .venv && .venv/bin/pip install numpy==2.4.6 gguf==0.19.0 safetensors==0.8.0 torch==2.15.0 transformers==5.23.0
-    python proof/goldens/published_model/convert.py target/published/smollm2.gguf target/published/hf    # its header says how
+    python proof/goldens/published_model/convert.py target/published/smollm2.gguf target/published/hf    # see its header
     .venv/bin/python proof/peers/hf_published.py --model target/published/hf [--write]
 
-Both read the same directory, take as many threads, and store keys and values in f32. transformers attends by torch's scaled dot product into a
-`DynamicCache`, and computes the logits of the last token only, as ours does. A prefill starts from nothing; rows and answers stand
-behind a context of 512 tokens that is cached. Rounds alternate between the two, and the best time of each counts. `--write`
-puts the table into docs/benchmarks.md.
+Both read the same directory, use the same number of threads, and store keys and values in f32. transformers
+uses torch's scaled dot product attention with a `DynamicCache`, and computes the logits of the last token
+only, as ours does. A prefill starts from scratch; rows and answers come after a cached context of 512 tokens.
+Rounds alternate between the two, and the best time of each counts. `--write` puts the table into
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Theirs:
         return torch.randint(self.model.config.vocab_size, (1, count))
 
     def step(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
-        """The likeliest next token."""
+        """Returns the likeliest next token."""
         logits = self.model(tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         return logits[:, -1:].argmax(-1)
 
@@ -52,7 +54,7 @@ class Theirs:
     def best(self, work, repetitions: int = REPETITIONS) -> float:
         seconds = []
         for _ in range(repetitions):
-            # A negative number of tokens is taken away.
+            # A negative number removes that many tokens.
             if more := self.context.get_seq_length() - CONTEXT:
                 self.context.crop(-more)
             start = time.perf_counter()
@@ -80,7 +82,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, type=pathlib.Path, help="the converted directory")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="of torch; ours takes one per processor")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch; ours takes one per processor")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     args = parser.parse_args()
     with torch.inference_mode():

@@ -1,12 +1,14 @@
-"""llama.cpp against our engine with several answers at once: 16 prompts of 128 tokens, 64 tokens each, on the same GGUF files.
+"""llama.cpp against our engine with several answers at once: 16 prompts of 128 tokens, 64 tokens each, on the
+same GGUF files.
 
     cmake --build build -j --target llama-batched-bench    # in llama.cpp's folder, see llama_published.py
     cargo build --release -p kvcli
     python3 proof/peers/llama_batched.py --bench .../build/bin/llama-batched-bench --kvc target/release/kvc FILE.gguf ...
 
-`llama-batched-bench` is llama.cpp's batch without a server: no requests, no sampling, no scheduler. Both take two threads, keys and
-values in f16, and passes of 512 tokens at most. Rounds alternate between the two, so that both meet the same noise; the best wall
-time of each counts, with the processor time of that run, loading the model included. Needs nothing but Python.
+`llama-batched-bench` is llama.cpp's batch without a server: no requests, no sampling, no scheduler. Both use
+two threads, keys and values in f16, and passes of at most 512 tokens. Rounds alternate between the two, so
+that noise affects both; the best wall time of each counts, with the processor time of that run, including
+loading the model. Needs only Python.
 """
 
 from __future__ import annotations

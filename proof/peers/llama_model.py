@@ -13,7 +13,7 @@ HEAD, VOCAB, POSITIONS, THETA, EPS = 64, 4096, 8192, 500_000.0, 1e-5
 
 
 def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Every parameter of kvmodel's `ModelConfig::benchmark(layers, hidden)`."""
+    """Returns every parameter of kvmodel's `ModelConfig::benchmark(layers, hidden)`."""
     kv, inner = hidden // 4, hidden * 11 // 4
     all_shapes = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
     for i in range(layers):
@@ -33,7 +33,7 @@ def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(layers: int, hidden: int) -> dict[str, np.ndarray]:
-    """Norms near 1, projections that keep the size of what goes through them."""
+    """Draws weights: norms near 1, and projections that keep the size of their input."""
     rng = np.random.default_rng(1)
 
     def values(shape: tuple[int, ...]) -> np.ndarray:
@@ -59,7 +59,7 @@ def write_hugging_face(folder: pathlib.Path, layers: int, hidden: int, weights: 
 
 
 def interleaved(weight: np.ndarray) -> np.ndarray:
-    """Rows of a projection in the order in which llama.cpp rotates pairs: neighbours, not halves of a head."""
+    """Returns the rows of a projection in llama.cpp's order: it rotates neighbours, not halves of a head."""
     rows, width = weight.shape
     return weight.reshape(rows // HEAD, 2, HEAD // 2, width).swapaxes(1, 2).reshape(rows, width).copy()
 
@@ -87,7 +87,7 @@ def write_gguf(path: pathlib.Path, layers: int, hidden: int, weights: dict[str, 
     writer.add_rope_freq_base(THETA)
     writer.add_layer_norm_rms_eps(EPS)
     writer.add_vocab_size(VOCAB)
-    # Prompts are token ids; the vocabulary is there because a server wants one.
+    # Prompts are token ids, but the server needs a vocabulary.
     special = [b"<unk>", b"<s>", b"</s>"]
     tokens = special + [f"<0x{i:02X}>".encode() for i in range(256)]
     types = [gguf.TokenType.UNKNOWN, gguf.TokenType.CONTROL, gguf.TokenType.CONTROL] + [gguf.TokenType.BYTE] * 256

@@ -1,20 +1,21 @@
-"""llama.cpp against our engine on a published model: prefills, passes of a few rows, decoding, in f32, bf16 and Q8_0.
+"""llama.cpp against our engine on a published model: prefills, passes of a few rows, decoding, in f32, bf16
+and Q8_0.
 
     python3 -m venv .venv && .venv/bin/pip install numpy==2.4.6 gguf==0.19.0 safetensors==0.8.0
-    python proof/goldens/published_model/convert.py target/published/smollm2.gguf target/published/hf    # its header says how
+    python proof/goldens/published_model/convert.py target/published/smollm2.gguf target/published/hf    # see its header
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36    # bundles llama.cpp's source
     tar xzf llama_cpp_python-0.3.36.tar.gz && cd llama_cpp_python-0.3.36/vendor/llama.cpp
-    cmake -B build ...    # as llama_cpp.py has it, and where its AMX kernels crash, in a fresh folder: -DGGML_NATIVE=OFF
+    cmake -B build ...    # as in llama_cpp.py; where its AMX kernels crash, in a fresh folder with -DGGML_NATIVE=OFF
                           # -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON -DGGML_AVX512_BF16=ON
     cmake --build build -j --target llama-bench
     .venv/bin/python proof/peers/llama_published.py --bench .../build/bin/llama-bench --model target/published/hf [--write]
 
-The directory becomes three GGUF files, of which both read each: all matrices in the type, norms in f32. Both take as many threads and
-store keys and values in f16. A prefill starts from nothing. Rows and answers stand behind a context of 512 tokens that is
-cached. Rounds alternate between the two, so that both meet the same noise, and the best time of each counts; llama.cpp
-also has the better of its two kinds of attention. The last rows compare our engine with itself: a prompt of five documents of 512
-tokens that are all cached, and its question alone after the same keys and values. `--write` puts the table into
-docs/benchmarks.md.
+The directory is converted to three GGUF files, which both engines read: all matrices in one type, norms in
+f32. Both use the same number of threads and store keys and values in f16. A prefill starts from scratch. Rows
+and answers come after a cached context of 512 tokens. Rounds alternate between the two, so that noise affects
+both, and the best time of each counts; for llama.cpp, the better of its two kinds of attention counts. The
+last rows compare our engine with itself: a prompt of five cached documents of 512 tokens, and its question
+alone after the same keys and values. `--write` puts the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from published import CONTEXT, DECODE, PREFILL, ROWS, listed
 TYPES = {
     "f32": gguf.GGMLQuantizationType.F32, "bf16": gguf.GGMLQuantizationType.BF16, "Q8_0": gguf.GGMLQuantizationType.Q8_0,
 }
-# llama-bench knows no f32 here, and f16 is llama.cpp's default.
+# llama-bench has no f32 for this, and f16 is llama.cpp's default.
 KV = "f16"
 
 
@@ -120,7 +121,7 @@ def main() -> None:
     parser.add_argument("--model", required=True, type=pathlib.Path, help="the converted directory")
     parser.add_argument("--types", nargs="+", choices=TYPES, default=list(TYPES))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2, help="of llama.cpp; ours takes one per processor")
+    parser.add_argument("--threads", type=int, default=2, help="threads of llama.cpp; ours takes one per processor")
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
     args = parser.parse_args()
     theirs, table = Theirs(args.bench, args.threads), []

@@ -1,4 +1,4 @@
-"""llama.cpp's server as a peer: started on a free port, asked over HTTP, ended."""
+"""llama.cpp's server as a peer: starts it on a free port, asks it over HTTP, and ends it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class LlamaServer:
         self.process.wait()
 
     def cpu(self) -> float:
-        """Seconds of processor time so far."""
+        """Returns the seconds of processor time so far."""
         stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     def complete(self, **body) -> dict:
-        """The answer of `/completion`."""
+        """Returns the answer of `/completion`."""
         request = urllib.request.Request(
             self.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"},
         )

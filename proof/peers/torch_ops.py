@@ -5,9 +5,9 @@
 
 Tokens have 8 heads of 128 in bf16, 32 query heads. Slots come from blocks of 16 in random order, in a cache
 twice the size. torch's `index_copy_`, `index_select(out=...)` and `scaled_dot_product_attention` work on
-contiguous keys and values that belong to one sequence; ours read and write blocks. torch and our benchmark
-`peer_ops` take turns, each with memcpy of the same bytes measured in its own process; the best of all rounds
-counts. All data is warm. `--write` puts the table into docs/benchmarks.md.
+contiguous keys and values of one sequence; ours read and write blocks. torch and our benchmark `peer_ops`
+alternate, each with a memcpy of the same bytes measured in its own process; the best of all rounds counts.
+All data is warm. `--write` puts the table into docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def theirs(threads: int) -> list[dict]:
 
 
 def faster(all_rows: list[list[dict]]) -> dict[str, dict]:
-    """Of each operation the best row of all rounds, with the best memcpy."""
+    """Returns the best row of each operation over all rounds, with the best memcpy."""
     best: dict[str, dict] = {}
     for row in (row for rows in all_rows for row in rows):
         old = best.setdefault(row["what"], dict(row))
@@ -79,7 +79,7 @@ def faster(all_rows: list[list[dict]]) -> dict[str, dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="put the table into docs/benchmarks.md")
-    parser.add_argument("--rounds", type=int, default=2, help="turns that each side gets")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of each side")
     args = parser.parse_args()
     lines = []
     for threads in (1, 2):

@@ -1,10 +1,12 @@
-"""Times to first token inside vLLM on a CPU: documents that were seen before, in another order, and what that costs in nearness.
+"""Times to first token inside vLLM on a CPU for documents that were seen before in another order, and the
+divergence that reuse costs.
 
     python bench_connector.py MODEL [--documents 5] [--tokens 512] [--dtype float32]
 
-The peer is the same vLLM without the connector's help, whose prefix cache finds the system prompt and no document behind another one.
-Documents are notes on firms, cut to one length, and each question is about a fact in one of them. Loading is compared with a copy of
-the same bytes. The time of a row is the least of some rounds, its divergence their mean; all rows are of one process.
+The peer is the same vLLM without chunks: its prefix cache finds the system prompt, but no document after a
+different one. Documents are notes on firms, cut to one length, and each question is about a fact in one of
+them. Loading is compared with a copy of the same bytes. A row has the least time and the mean divergence of
+its rounds; one process measures all rows.
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ ROWS = (ORDINARY, "none", "link:16", "link:32", "link:64", "question:0.2", "ques
 
 @dataclass
 class Row:
-    """Measurements of one way."""
+    """The measurements of one setting."""
 
     seconds: list[float] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)
-    """Of the first token's distribution from the peer's, in nats."""
+    """The divergences of the first token's distribution from the peer's, in nats."""
     same: int = 0
-    """Rounds in which the first token is the peer's."""
+    """The number of rounds in which the first token equals the peer's."""
 
 
 class Bench:
-    """Documents that were asked about in one order, to be asked about in others."""
+    """Documents that are first asked about in one order, and then in others."""
 
     def __init__(self, model: str, count: int, tokens: int, dtype: str) -> None:
         self.chat = Chat(AutoTokenizer.from_pretrained(model))
@@ -64,7 +66,7 @@ class Bench:
         return self.engine.ask(tokens, None if recompute == ORDINARY else params, 1)
 
     def rows(self, rounds: int) -> dict[str, Row]:
-        """Asks a question of its own in each round, in an order of its own."""
+        """Asks a different question in each round, with the documents in a different order."""
         first, *others = orders(len(self.documents), rounds + 1)
         self.ask(first, 0, "none")
         rows = {name: Row() for name in ROWS}
@@ -79,12 +81,12 @@ class Bench:
         return rows
 
     def copies(self) -> tuple[float, float, int]:
-        """Returns the seconds that loading takes, those of a copy of as many bytes, and the bytes."""
+        """Returns the seconds of a load, the seconds of a copy of the same size, and the size in bytes."""
         side = get_kv_transfer_group()._worker
         count = sum(map(len, self.documents))
-        slots = [(2 + i // BLOCK) * BLOCK + i % BLOCK for i in range(count)]
-        load = [(list(range(count)), slots, 37)]
-        size = -(-count // BLOCK) * side.arena.block_bytes
+        blocks = -(-count // BLOCK)
+        load = [((list(range(blocks)), 0, count), (list(range(2, 2 + blocks)), 0, count), 37)]
+        size = blocks * side.arena.block_bytes
         source, target = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8)
         torch.set_num_threads(os.cpu_count() or 1)
         copy = least(lambda: target.copy_(source))
@@ -92,7 +94,7 @@ class Bench:
 
 
 def orders(documents: int, count: int) -> list[list[int]]:
-    """Draws orders of which each has no other beginning than the system prompt in common with those before it."""
+    """Draws orders that share no prefix with an earlier order, except for the system prompt."""
     draw, drawn = random.Random(1), []
     while len(drawn) < count:
         order = list(range(documents))

@@ -1,11 +1,13 @@
-"""Ordinary prompts inside vLLM on a CPU, after its prefix cache has been emptied: our tier beside those of others.
+"""Ordinary prompts inside vLLM on a CPU after its prefix cache was emptied: our tier compared with others.
 
     python bench_prefix.py MODEL [--rounds 5] [--processes 3]
 
-A prompt of 2,592 tokens is asked once. Then vLLM's prefix cache is emptied, never that of a connector, and the prompt is asked again with
-another end of 32 tokens. Rows are vLLM without a connector, this project's connector, and the server of LMCache, if that is installed in
-this environment (`pip install --no-deps lmcache==0.5.6`, and what it asks for beside CUDA). Each row has processes of its own, which take turns with
-those of other rows. Answers of 16 tokens have to be those that vLLM computes from nothing. Times are the least of some rounds of all processes.
+A prompt of 2,592 tokens is asked once. Then vLLM's prefix cache is emptied (but not the connector's), and the
+prompt is asked again with another end of 32 tokens. Rows are vLLM without a connector, this project's
+connector, and the server of LMCache, if it is installed in this environment (`pip install --no-deps
+lmcache==0.5.6`, and its requirements except CUDA). Each row has its own processes, which alternate with the
+processes of other rows. Answers of 16 tokens must equal the ones that vLLM computes from scratch. Times are
+the least of all rounds and processes.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ TIMES = ("first_seconds", "again_seconds", "own_seconds")
 
 
 def rows() -> dict[str, dict[str, Any]]:
-    """Returns the connectors by the names of their rows; `chunk` is the setting of LMCache's server."""
+    """Returns the connector of each row; `chunk` is the chunk size of LMCache's server."""
     made: dict[str, dict[str, Any]] = {
         "no connector": {},
         "kvcache": {
@@ -48,7 +50,8 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def hide_llvmlite() -> None:
-    """Keeps vLLM from a library that LMCache brings: it answers any attribute, which vLLM 0.32.0 takes for a kernel's."""
+    """Hides a library of LMCache's from vLLM: the library answers any attribute, which vLLM 0.32.0 takes for
+    a kernel."""
     try:
         from llvmlite.binding import ffi
     except ImportError:
@@ -96,7 +99,7 @@ def measure(model: str, config: dict[str, Any], rounds: int) -> dict[str, Any]:
         started = time.perf_counter()
         (out,) = llm.generate([{"prompt_token_ids": tokens}], [sampling], use_tqdm=False)
         seconds = time.perf_counter() - started
-        # What is stored beside steps ends, and is given back.
+        # Let asynchronous stores end, so that their blocks are freed.
         for _ in range(4):
             llm.llm_engine.step()
             time.sleep(0.03)
@@ -118,7 +121,7 @@ def measure(model: str, config: dict[str, Any], rounds: int) -> dict[str, Any]:
         seconds, out = ask(prefix + end())
         again.append(seconds)
         cached.append(out.num_cached_tokens)
-        # Now vLLM itself has it.
+        # Now vLLM's own cache has it.
         own.append(ask(prefix + end())[0])
     forget()
     _, out = ask(prefix + checked, ANSWER)
@@ -141,7 +144,7 @@ def free_port() -> int:
 
 
 def server(chunk: int) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts a server of LMCache with memory that it shares with vLLM."""
+    """Starts LMCache's server, with memory that it shares with vLLM."""
     port = free_port()
     program = os.path.join(os.path.dirname(sys.executable), "lmcache")
     command = [program, "server", "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1"]
@@ -160,7 +163,7 @@ def server(chunk: int) -> tuple[subprocess.Popen[bytes], int]:
 
 
 def row(name: str, config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Measures one row in a process of its own."""
+    """Measures one row in a new process."""
     config, running = dict(config), None
     chunk = config.pop("chunk", None)
     if chunk is not None:
@@ -182,7 +185,7 @@ def row(name: str, config: dict[str, Any], args: argparse.Namespace) -> dict[str
 
 
 def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Joins what two processes of a row found: the least times and hits. Their answers have to be the same."""
+    """Joins the results of two processes of a row: the least times and hits. Their answers must be equal."""
     if one["tokens"] != other["tokens"]:
         raise SystemExit(f"two processes of a row answered differently: {one['tokens']} and {other['tokens']}")
     return {**one, **{name: min(one[name], other[name]) for name in (*TIMES, "cached_tokens")}}
@@ -192,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--rounds", type=int, default=5, help="rounds in each process")
-    parser.add_argument("--processes", type=int, default=3, help="processes of each row: some are slower than others throughout")
+    parser.add_argument("--processes", type=int, default=3, help="processes of each row: some processes are slower throughout")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.row is not None:

@@ -1,9 +1,11 @@
-"""The connector inside a real vLLM on a CPU, against transformers. Run by the slice `vllm` of `cargo xtask deep`.
+"""The connector inside a real vLLM on a CPU, against transformers. Run by the slice `vllm` of `cargo xtask
+deep`.
 
     python check_connector.py MODEL …
 
-Answers have to be those of the reference: the same tokens, log-probabilities within 1e-3 in f32. Texts are those of notes if a model
-has a tokenizer, and of random tokens otherwise. Every check prints a line; the exit status is 1 if one of them fails.
+Answers must have the tokens of the reference, and log-probabilities within 1e-3 in f32. Texts are notes if
+the model has a tokenizer, and random tokens otherwise. Every check prints a line; the exit status is 1 if one
+of them fails.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# A core for each rank: without it, vLLM wants a node of memory for each.
+# A core for each rank: otherwise vLLM wants a memory node for each.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1" if "--ranks" in sys.argv else "auto")
 
 import torch
@@ -29,12 +31,13 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.v1.metrics.reader import Counter
 
-import kvcache.vllm.scheduler as side
+import kvcache.vllm.chunks as side
 from kvcache import KvCacheError
 from kvcache.vllm.gate import reference
 from kvcache.vllm.gate.compare import CLOSE, Answer, compare
 from kvcache.vllm.gate.local import BLOCK, divergence, token_bytes
 from kvcache.vllm.gate.questions import prose
+from kvcache.vllm.prefix import Prefixes
 
 COUNT = 6
 
@@ -54,7 +57,7 @@ class Host:
             block_size=BLOCK,
             max_model_len=512,
             max_num_batched_tokens=256,
-            # Divergences are those of whole distributions.
+            # Divergences need whole distributions.
             max_logprobs=-1,
             num_gpu_blocks_override=blocks,
             kv_cache_memory_bytes=256 << 20,
@@ -87,28 +90,24 @@ class Host:
         return sum(m.value for m in self.llm.get_metrics() if isinstance(m, Counter) and m.name == name)
 
     def nothing_held(self) -> str | None:
-        """Says what is still held when no request runs, or nothing."""
+        """Returns what is still held when no request runs; None if nothing is."""
         for _ in range(8):
             self.llm.llm_engine.step()
         side = self.side
-        for name in ("states", "encodes", "unsaved", "refused", "receiving", "ended"):
-            if getattr(side, name):
-                return f"{name} {getattr(side, name)}"
-        if side.tier is not None:
-            tier = side.tier
-            if tier.holds or tier.saving or tier.on_their_way or tier.progress or tier.barred:
-                return f"blocks of prefixes: {tier.holds}, {tier.saving}, {tier.progress}, {tier.barred}"
-            counts = tier.pool.counts()
-            if counts["mutable"] or counts["shared"]:
-                return f"blocks of prefixes: {counts}"
+        if side.requests or side.saving or side.loads:
+            return f"requests {side.requests}, saves {side.saving}, loads {side.loads}"
+        if isinstance(side.prefixes, Prefixes):
+            counts = side.prefixes.pool.counts()
+            if side.prefixes.saving or counts["mutable"] or counts["shared"]:
+                return f"blocks of prefixes: {counts}, {side.prefixes.saving}"
         if self.scheduler.kv_cache_manager.usage != 0:
             return f"{self.scheduler.kv_cache_manager.usage} of vLLM's blocks"
         try:
-            side.cache.check_invariants()
+            side.chunks.cache.check_invariants()
         except KvCacheError as error:
             return str(error)
-        side.cache.clear_cache()
-        used = side.cache.get_metrics().used_blocks
+        side.chunks.cache.clear_cache()
+        used = side.chunks.cache.get_metrics().used_blocks
         return f"{used} blocks of chunks" if used else None
 
 
@@ -124,7 +123,7 @@ def tokens_of_notes(path: str) -> Iterator[int]:
 
 
 class Case:
-    """Documents, a system prompt and a question, cut out of a text without end."""
+    """Documents, a system prompt and a question, cut from an endless text."""
 
     def __init__(self, tokens: Iterator[int]) -> None:
         self.tokens = tokens
@@ -186,7 +185,7 @@ class Checks:
         prompts, sampling = zip(*asked)
         return host.llm.generate(list(prompts), list(sampling), use_tqdm=False)
 
-    # What follows are the checks.
+    # The checks.
 
     def orders(self, host: Host) -> None:
         for order in ([0, 1, 2, 3], [2, 0, 3, 1], [3, 3, 1]):
@@ -226,7 +225,8 @@ class Checks:
         self.nearer(host)
 
     def nearer(self, host: Host) -> None:
-        """What the question chooses brings the distribution of the first token nearer to full attention's."""
+        """Recomputing the question's choice brings the first token's distribution nearer to full attention's.
+        """
         parts = self.case.parts([1, 2, 0])
         full = reference.first(self.model, parts, self.case.question)
 
@@ -258,20 +258,20 @@ class Checks:
         self.say("without a salt of its own it would be another one", None if leaked else "nothing leaked")
 
     def together(self, host: Host) -> None:
-        host.side.cache.clear_cache()
-        before = host.side.cache.get_metrics().insertions
+        host.side.chunks.cache.clear_cache()
+        before = host.side.chunks.cache.get_metrics().insertions
         orders = [[0, 1], [1, 0], [2, 1], [3, 0, 2], [1, 2, 3], [0, 3]]
         outs = self.generate(host, *(self.case.prompt(order, "alone") for order in orders))
         for order, out in zip(orders, outs):
             self.same(f"six at once, documents {order}", answer(out), self.expected(order, "alone"))
-        made = host.side.cache.get_metrics().insertions - before
-        self.say("what they lack in common is encoded once", None if made == 5 else f"{made} encodes instead of 5")
+        made = host.side.chunks.cache.get_metrics().insertions - before
+        self.say("chunks that both lack are encoded once", None if made == 5 else f"{made} encodes instead of 5")
 
     def aborted(self, host: Host) -> None:
         engine = host.llm.llm_engine
         fault = None
         for steps in range(9):
-            host.side.cache.clear_cache()
+            host.side.chunks.cache.clear_cache()
             names = []
             for i, order in enumerate(([0, 1], [1, 2], [3, 0])):
                 prompt, sampling = self.case.prompt(order, "alone", count=20)
@@ -321,7 +321,7 @@ class Checks:
         for order, out in zip(orders, outs):
             self.same(f"in too few blocks, documents {order}", answer(out), self.expected(order, "alone", 60))
         times = host.counter("vllm:num_preemptions") - before
-        self.say(f"requests gave way {times} times", None if times or self.windowed else "none did")
+        self.say(f"requests were preempted {times} times", None if times or self.windowed else "none did")
         self.say("nothing stays held", host.nothing_held())
 
     def short_of_memory(self, host: Host) -> None:
@@ -337,7 +337,7 @@ class Checks:
             (out,) = self.generate(host, self.case.prompt([3, i % 3], "alone"))
             if i % 4 == 3:
                 self.same("more documents than fit, one after another", answer(out), self.expected([3, i % 3], "alone"))
-        evictions = host.side.cache.get_metrics().evictions
+        evictions = host.side.chunks.cache.get_metrics().evictions
         self.say(f"{evictions} were evicted", None if evictions else "none was")
         self.say("nothing stays held", host.nothing_held())
 
@@ -345,7 +345,7 @@ class Checks:
 def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("models", nargs="+")
-    parser.add_argument("--ranks", type=int, default=1, help="check tensor parallelism over so many ranks")
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks of tensor parallelism to check")
     return parser.parse_args()
 
 

@@ -1,9 +1,11 @@
-"""Runs the commands of ``docs/vllm.md`` as they stand, over HTTP too. Run by the slice `vllm` of `cargo xtask deep`.
+"""Runs the commands of ``docs/vllm.md`` unchanged, also over HTTP. Run by the slice `vllm` of `cargo xtask
+deep`.
 
     python check_docs.py MODEL
 
-The blocks of the page are found by the second word of their fence. MODEL is put in, and a port that is free; the server gets the flags
-that the page has for small machines. Every check prints a line; the exit status is 1 if one of them fails. Needs bash, curl and jq.
+The blocks of the page are found by the second word of their fence. MODEL and a free port are inserted, and
+the server gets the flags that the page gives for small machines. Every check prints a line; the exit status
+is 1 if one of them fails. Needs bash, curl and jq.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/vllm.md"
 SMALL = "--enforce-eager --max-model-len 4096 --kv-cache-memory-bytes 1073741824"
-# Programs of vLLM's environment are those that the page names.
+# The page's commands use the programs of vLLM's environment.
 ENVIRONMENT = {
     **os.environ,
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
@@ -38,7 +40,7 @@ PATIENCE = 900
 
 
 class Page:
-    """The blocks of the page, and what it says that they print."""
+    """The blocks of the page, and the output that the page gives for them."""
 
     def __init__(self, model: str, port: int) -> None:
         text = PAGE.read_text()
@@ -80,7 +82,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(command: str, port: int):
-    """Runs the server until the end of the block, and waits until it answers."""
+    """Runs the server until the end of the block. Waits until the server answers."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {command.strip()} {SMALL}"],
@@ -111,7 +113,7 @@ def answers(port: int) -> bool:
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """Ends the server and the processes that it has started."""
+    """Ends the server and the processes that it started."""
     for number, patience in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, number)
@@ -134,7 +136,7 @@ class Checks:
     def curl(self) -> None:
         answers = [json.loads(line) for line in self.page.run("curl")]
         self.reused("curl", [(one["cached"], one["chunks"], one["text"]) for one in answers])
-        # The page shows what SmolLM2 answers, without the text.
+        # The page shows SmolLM2's answer without its text.
         shown = [json.loads(line.replace("…", '"…"')) for line in self.page.printed["curl"].splitlines()]
         self.equal("the page shows it", [{**one, "text": "…"} for one in answers], shown)
 

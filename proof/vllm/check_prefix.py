@@ -1,9 +1,10 @@
-"""The tier for ordinary prompts inside a real vLLM on a CPU, against transformers. Run by the slice `vllm-prefix` of `cargo xtask deep`.
+"""The tier for ordinary prompts inside a real vLLM on a CPU, against transformers. Run by the slice
+`vllm-prefix` of `cargo xtask deep`.
 
     python check_prefix.py MODEL … [--ranks 2]
 
-vLLM gets few blocks of its own, so that it evicts prompts, and the tier has to bring them back: the same tokens, log-probabilities within
-1e-3 in f32.
+vLLM has few blocks, so that it evicts prompts and the tier must bring them back, with the same tokens, and
+log-probabilities within 1e-3 in f32.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SIZE = 32
 
 class PrefixChecks(Checks):
     def ask(self, host: Host, system: list[int], order: list[int], mode: str = "plain", **changes):
-        """Asks a prompt with another beginning, and returns its output."""
+        """Asks a prompt with a different prefix, and returns its output."""
         own, self.case.system = self.case.system, system
         try:
             prompt, sampling = self.case.prompt(order, mode)
@@ -34,7 +35,7 @@ class PrefixChecks(Checks):
         return (len(out.prompt_token_ids) - 1) // SIZE * SIZE
 
     def found(self, what: str, host: Host, system: list[int], order: list[int], **changes) -> None:
-        """Asks a prompt again, whose full blocks have to be found."""
+        """Asks a prompt again. Its full blocks must be found."""
         before = host.counter("vllm:external_prefix_cache_hits")
         out, expected = self.ask(host, system, order, **changes)
         self.same(what, answer(out), expected)
@@ -54,7 +55,7 @@ class PrefixChecks(Checks):
         self.found_behind_vllms_own(host, systems[0])
 
     def found_behind_vllms_own(self, host: Host, system: list[int]) -> None:
-        """vLLM has the beginning, the tier the rest."""
+        """vLLM has the first blocks, and the tier the rest."""
         out, _ = self.ask(host, system, [0, 2])
         host.llm.reset_prefix_cache()
         short = {"prompt_token_ids": out.prompt_token_ids[: SIZE + 1]}
@@ -66,7 +67,7 @@ class PrefixChecks(Checks):
         self.say(f"{rest} tokens came from the tier", None if hits == rest else f"{hits} did")
 
     def apart(self, host: Host) -> None:
-        """Salts and chunks keep to themselves."""
+        """Requests with salts or chunks share nothing."""
         system = self.case.text(60)
         for salt, hit in (("alice", False), ("alice", True), ("bob", False)):
             host.llm.reset_prefix_cache()
@@ -139,9 +140,9 @@ class PrefixChecks(Checks):
         for i in range(8):
             out, expected = self.ask(host, self.case.text(60), [i % 4, (i + 1) % 4])
             self.same(f"more than the tier holds, {i}", answer(out), expected)
-        host.side.tier.pool.check_invariants()
-        evictions = host.side.tier.pool.counts()["evictions"]
-        self.say(f"{evictions} blocks were given up", None if evictions else "none was")
+        host.side.prefixes.pool.check_invariants()
+        evictions = host.side.prefixes.pool.counts()["evictions"]
+        self.say(f"{evictions} blocks were evicted", None if evictions else "none was")
         self.say("nothing stays held", host.nothing_held())
 
 

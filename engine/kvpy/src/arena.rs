@@ -4,40 +4,41 @@ use std::sync::Arc;
 
 use kvbackend_cpu::ForeignLoad;
 use kvcore::{
-    Attend, BlockOrder, CopyBlocks, Gather, KvArena, KvLayout, KvShape, MemoryKind, Operation, RotateKeys,
-    Rotation, RowRotation, Scatter, SlotMapping, WriteSlots,
+    Attend, BlockOrder, CopyBlocks, DType, Gather, KvArena, KvLayout, KvShape, MemoryKind, Operation,
+    RotateKeys, Rotation, RowRotation, Scatter, WriteSlots,
 };
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::device::Device;
-use crate::error::{Failure, Result};
-use crate::foreign::{ForeignCache, Memory};
+use crate::device::ArenaDevice;
+use crate::error::{CallError, Result};
+use crate::foreign::{ArenaSide, PyForeignCache};
 use crate::names::dtype;
-use crate::rope::Ropes;
-use crate::segment::AttendWork;
-use crate::table::{Pairs, Slots};
+use crate::rope::PyRopes;
+use crate::runs::CacheRows;
+use crate::segment::PyAttendWork;
+use crate::table::{BlockPairs, Slots};
 use crate::tensor::{Integers, read, written};
 
 /// Keys and values of all layers in blocks, in the memory of a device.
 ///
-/// Operations return when they are done. Tensors are used where they lie; nobody else may use their elements, or the blocks that are
-/// written, during a call.
+/// Operations return when they are done. Tensors are used where they lie: during a call, nothing else may use
+/// their elements, or the blocks that are written.
 #[pyclass(frozen, module = "kvcache")]
 pub(crate) struct Arena {
-    device: Arc<Device>,
+    device: Arc<ArenaDevice>,
     memory: KvArena,
 }
 
-/// Returns the shape of an arena whose keys and values have rows of the same `heads × dim`.
+/// Returns the shape of an arena with `heads × dim` elements in a row of keys, and in a row of values.
 pub(crate) fn shape(
     num_layers: usize,
     num_blocks: usize,
     block_size: usize,
     (heads, dim): (usize, usize),
-    dtype_name: &str,
-) -> PyResult<KvShape> {
-    Ok(KvShape {
+    dtype: DType,
+) -> KvShape {
+    KvShape {
         num_layers,
         num_blocks,
         block_size,
@@ -45,32 +46,33 @@ pub(crate) fn shape(
         v_heads: heads,
         k_dim: dim,
         v_dim: dim,
-        format: dtype(dtype_name)?.into(),
+        format: dtype.into(),
         order: BlockOrder::HeadMajor,
-    })
+    }
 }
 
 impl Arena {
-    fn allocate(shape: KvShape, device: Arc<Device>, kind: MemoryKind) -> Result<Self> {
+    fn allocate(shape: KvShape, device: Arc<ArenaDevice>, kind: MemoryKind) -> Result<Self> {
         let layout = Arc::new(KvLayout::new(shape)?);
         let memory = KvArena::allocate(device.backend(), kind, layout)?;
         Ok(Self { device, memory })
     }
 
-    /// Runs an operation, and waits for it, without Python's lock.
+    /// Runs an operation without Python's lock, and waits for it.
     fn run(&self, py: Python<'_>, operation: Operation<'_>) -> PyResult<()> {
         let run = || {
             self.device.stream().run(operation)?;
             self.device.stream().synchronize()
         };
-        Ok(py.detach(run).map_err(Failure::from)?)
+        Ok(py.detach(run).map_err(CallError::from)?)
     }
 }
 
 #[pymethods]
 impl Arena {
-    /// Allocates `num_blocks` blocks on `device`: `"cpu"`, whose memory is taken as it is first written, `"cuda"` or `"cuda:N"`. `memory` is
-    /// the device's own, or that of the `"host"`, where a device reads and writes it, too.
+    /// Allocates `num_blocks` blocks on `device`: `"cpu"`, which takes memory at the first write, `"cuda"` or
+    /// `"cuda:N"`. `memory` is `"device"`, the device's own memory, or `"host"`, memory of the host that the
+    /// device can access.
     #[new]
     #[pyo3(signature = (*, num_layers, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "cpu", memory = "device"))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -84,13 +86,13 @@ impl Arena {
         device: &str,
         memory: &str,
     ) -> PyResult<Self> {
-        let shape = shape(num_layers, num_blocks, block_size, (num_heads, head_dim), dtype_name)?;
-        let device = Device::open(device)?;
+        let shape = shape(num_layers, num_blocks, block_size, (num_heads, head_dim), dtype(dtype_name)?);
+        let device = ArenaDevice::open(device)?;
         let kind = device.memory(memory)?;
         Ok(Self::allocate(shape, device, kind)?)
     }
 
-    /// The bytes of a block: keys and values of all layers.
+    /// The number of bytes of a block, with the keys and values of all layers.
     #[getter]
     fn block_bytes(&self) -> usize {
         self.memory.layout().block_bytes()
@@ -108,8 +110,9 @@ impl Arena {
         self.memory.layout().shape().block_size
     }
 
-    /// Writes row `i` of `k` and `v`, `[rows, heads, head_dim]` each, to slot `slots[i]` of a layer. A negative slot is skipped.
-    /// With `ropes` and `positions`, each key is rotated to its position on the way.
+    /// Writes row `i` of `k` and `v`, `[rows, heads, head_dim]` each, to slot `slots[i]` of a layer. A
+    /// negative slot is skipped. With `ropes` and `positions`, each key is rotated to its position on the
+    /// way.
     #[pyo3(signature = (layer, k, v, slots, *, ropes = None, positions = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn scatter(
@@ -119,7 +122,7 @@ impl Arena {
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
         slots: Slots,
-        ropes: Option<&Ropes>,
+        ropes: Option<&PyRopes>,
         positions: Option<Integers>,
     ) -> PyResult<()> {
         let mut scatter = Scatter::new(
@@ -134,13 +137,14 @@ impl Arena {
             (Some(ropes), Some(positions)) => {
                 Some(RowRotation { rope: ropes.layer(layer)?, positions: positions.0.into() })
             }
-            _ => return Err(PyValueError::new_err("keys are rotated by ropes and positions together")),
+            _ => return Err(PyValueError::new_err("give both ropes and positions, or neither")),
         };
         self.run(py, Operation::Scatter(&scatter))
     }
 
-    /// Reads slot `slots[i]` of a layer into row `i` of `k` and `v`, `[rows, heads, head_dim]` each. A row with a negative slot is left
-    /// as it is. With `ropes`, keys are rotated by `distance` positions on the way.
+    /// Reads slot `slots[i]` of a layer into row `i` of `k` and `v`, `[rows, heads, head_dim]` each. A row
+    /// with a negative slot stays as it is. With `ropes`, keys are rotated by `distance` positions on the
+    /// way.
     #[pyo3(signature = (layer, slots, k, v, *, ropes = None, distance = 0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn gather(
@@ -150,7 +154,7 @@ impl Arena {
         slots: Slots,
         k: &Bound<'_, PyAny>,
         v: &Bound<'_, PyAny>,
-        ropes: Option<&Ropes>,
+        ropes: Option<&PyRopes>,
         distance: i64,
     ) -> PyResult<()> {
         let mut gather = Gather::new(
@@ -166,14 +170,15 @@ impl Arena {
         self.run(py, Operation::Gather(&gather))
     }
 
-    /// Copies whole blocks of all layers, for pairs of a block to read and a block to write.
-    fn copy(&self, py: Python<'_>, pairs: Pairs) -> PyResult<()> {
+    /// Copies whole blocks of all layers. A pair is the block to read and the block to write.
+    fn copy(&self, py: Python<'_>, pairs: BlockPairs) -> PyResult<()> {
         let copy = CopyBlocks { arena: self.memory.clone(), pairs: pairs.0 };
         self.run(py, Operation::CopyBlocks(&copy))
     }
 
-    /// Copies whole blocks of all layers, keys rotated by `distance` positions, for pairs of a block to read and a block to write.
-    fn rotate(&self, py: Python<'_>, pairs: Pairs, ropes: &Ropes, distance: i64) -> PyResult<()> {
+    /// Copies whole blocks of all layers, with keys rotated by `distance` positions. A pair is the block to
+    /// read and the block to write.
+    fn rotate(&self, py: Python<'_>, pairs: BlockPairs, ropes: &PyRopes, distance: i64) -> PyResult<()> {
         for layer in 0..self.memory.layout().shape().num_layers {
             let rotate = RotateKeys {
                 src: self.memory.clone(),
@@ -187,9 +192,10 @@ impl Arena {
         Ok(())
     }
 
-    /// Attends with `q`, `[rows, heads, head_dim]`, to the segments of `work`, and writes `out`, of the same shape. With `ropes`, queries
-    /// are rotated to their positions on the way; segments that are used at another place than they were stored at need that. Keys
-    /// do not move. `lse`, `[rows, heads]` in f32, takes the log-sum-exp of each row and head.
+    /// Attends with `q`, `[rows, heads, head_dim]`, to the segments of `work`, and writes the result to
+    /// `out`, of the same shape. With `ropes`, queries are rotated to their positions on the way, which
+    /// segments need that are used at another position than the stored one. Keys do not move. `lse`, `[rows,
+    /// heads]` in f32, receives the log-sum-exp of each row and head.
     #[pyo3(signature = (layer, q, work, out, *, ropes = None, scale = None, window = None, softcap = None, lse = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn attend(
@@ -197,9 +203,9 @@ impl Arena {
         py: Python<'_>,
         layer: usize,
         q: &Bound<'_, PyAny>,
-        work: &AttendWork,
+        work: &PyAttendWork,
         out: &Bound<'_, PyAny>,
-        ropes: Option<&Ropes>,
+        ropes: Option<&PyRopes>,
         scale: Option<f32>,
         window: Option<usize>,
         softcap: Option<f32>,
@@ -218,30 +224,32 @@ impl Arena {
         self.run(py, Operation::Attend(&attend))
     }
 
-    /// Copies rows of all layers to another engine's slots: `loads` are lists of slots to read, of slots to write (a negative one is
-    /// skipped), and the distance that keys are rotated by. Returns when it is done. Nobody may use the slots meanwhile.
+    /// Copies rows of all layers to another engine's cache: `loads` are the rows to read, the rows to write,
+    /// and the distance that keys are rotated by. Rows are `(blocks, first, count)`, tokens `first` to `first
+    /// + count` of these blocks, or any slots. Rows to write in a negative block, or of a negative slot, are
+    /// skipped. Returns when the copies are done; meanwhile nothing else may use the rows.
     fn load(
         &self,
         py: Python<'_>,
-        cache: &ForeignCache,
-        loads: Vec<(Vec<i64>, Vec<i64>, i64)>,
-        ropes: &Ropes,
+        cache: &PyForeignCache,
+        loads: Vec<(CacheRows, CacheRows, i64)>,
+        ropes: &PyRopes,
     ) -> PyResult<()> {
-        let load = |(from, to, delta): (Vec<i64>, Vec<i64>, i64)| ForeignLoad {
-            from: from.into(),
-            to: to.into(),
-            delta,
+        let (own, other) = (self.block_size(), cache.0.block_size());
+        let load = |(from, to, delta): (CacheRows, CacheRows, i64)| -> Result<ForeignLoad> {
+            Ok(ForeignLoad { from: from.slots(own)?, to: to.slots(other)?, delta })
         };
-        let loads: Vec<_> = loads.into_iter().map(load).collect();
-        let memory = Memory { device: &self.device, arena: &self.memory };
+        let loads = loads.into_iter().map(load).collect::<Result<Vec<_>>>()?;
+        let memory = ArenaSide { device: &self.device, arena: &self.memory };
         Ok(py.detach(|| cache.0.load(&memory, &loads, &ropes.layers))?)
     }
 
-    /// Copies rows of all layers from another engine's slots to slots of this arena, keys as they are. Returns when it is done. Nobody
-    /// may write the slots meanwhile.
-    fn save(&self, py: Python<'_>, cache: &ForeignCache, to: Vec<i64>, slots: Vec<i64>) -> PyResult<()> {
-        let (to, from) = (WriteSlots::unchecked(to), SlotMapping::from(slots));
-        let memory = Memory { device: &self.device, arena: &self.memory };
+    /// Copies rows of all layers from another engine's cache to rows `to` of this arena, keys as they are.
+    /// Rows are those of `load`. Returns when the copies are done; meanwhile nothing else may write the rows.
+    fn save(&self, py: Python<'_>, cache: &PyForeignCache, to: CacheRows, rows: CacheRows) -> PyResult<()> {
+        let to = WriteSlots::unchecked(to.slots(self.block_size())?);
+        let from = rows.slots(cache.0.block_size())?;
+        let memory = ArenaSide { device: &self.device, arena: &self.memory };
         Ok(py.detach(|| cache.0.save(&memory, &to, &from))?)
     }
 }

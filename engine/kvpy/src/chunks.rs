@@ -1,4 +1,4 @@
-//! The chunk cache: which chunks are in an arena, where, and who computes those that are missing.
+//! The chunk cache: the chunks in an arena, and the requests that compute missing ones.
 
 use kvchunk::{Acquired, ChunkBlockPool, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm, TenantId};
 use kvcore::{BlockKey, SlotMapping};
@@ -7,18 +7,19 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::error::{Failure, KvCacheError, Result};
-use crate::metrics::ChunkCacheMetrics;
-use crate::prompt::ChunkHash;
-use crate::segment::Segment;
-use crate::table::WriteSlots;
+use crate::error::{CallError, KvCacheError, Result};
+use crate::metrics::PyChunkCacheMetrics;
+use crate::pool::numbers;
+use crate::prompt::PyChunkHash;
+use crate::segment::PySegment;
+use crate::table::PyWriteSlots;
 
-/// The settings of a chunk cache. Names that are left out keep their defaults.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct ChunkCacheConfig(pub(crate) kvchunk::ChunkCacheConfig);
+/// The settings of a chunk cache. Omitted settings have their defaults.
+#[pyclass(frozen, name = "ChunkCacheConfig", module = "kvcache")]
+pub(crate) struct PyChunkCacheConfig(pub(crate) kvchunk::ChunkCacheConfig);
 
 #[pymethods]
-impl ChunkCacheConfig {
+impl PyChunkCacheConfig {
     #[new]
     #[pyo3(signature = (**settings))]
     fn new(py: Python<'_>, settings: Option<&Bound<'_, PyDict>>) -> PyResult<Self> {
@@ -29,11 +30,11 @@ impl ChunkCacheConfig {
         };
         let config: kvchunk::ChunkCacheConfig = serde_json::from_str(&text)
             .map_err(|error| PyValueError::new_err(format!("settings of the chunk cache: {error}")))?;
-        config.check().map_err(Failure::from)?;
+        config.check().map_err(CallError::from)?;
         Ok(Self(config))
     }
 
-    /// All settings, by their names.
+    /// All settings by name.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let text =
             serde_json::to_string(&self.0).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
@@ -45,43 +46,55 @@ impl ChunkCacheConfig {
     }
 }
 
-/// The chunks in the blocks of an arena. The bytes themselves may lie elsewhere, such as in the arenas of several workers.
+/// The chunks in the blocks of an arena. The bytes may be elsewhere, for example in the arenas of several
+/// workers.
 ///
-/// Chunks are found by all that their bytes depend on, and by their tokens. A chunk is computed by one request at a time; others wait.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct ChunkCacheManager(kvchunk::ChunkCacheManager);
+/// A chunk is found by its tokens and by everything else that its bytes depend on. One request computes a
+/// chunk; others wait for it.
+#[pyclass(frozen, name = "ChunkCacheManager", module = "kvcache")]
+pub(crate) struct PyChunkCacheManager(kvchunk::ChunkCacheManager);
 
-/// A stored piece of a chunk that is held: it is neither written nor evicted until the hold is dropped or released.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct PieceHold(Mutex<Option<kvchunk::PieceHold>>);
+/// A hold on a stored piece of a chunk, which is neither written nor evicted until the hold is released or
+/// dropped.
+#[pyclass(frozen, name = "PieceHold", module = "kvcache")]
+pub(crate) struct PyPieceHold(Mutex<Option<kvchunk::PieceHold>>);
 
-/// Blocks for a missing piece of a chunk, which this request computes. Dropping it gives the blocks back.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct ChunkReservation {
+/// Blocks for a missing piece of a chunk, which this request computes. Dropping the reservation frees the
+/// blocks.
+#[pyclass(frozen, name = "ChunkReservation", module = "kvcache")]
+pub(crate) struct PyChunkReservation {
     own: Mutex<Option<kvchunk::ChunkReservation>>,
     #[pyo3(get)]
-    slots: Vec<i64>,
+    block_ids: Vec<u32>,
+    #[pyo3(get)]
+    num_tokens: usize,
     #[pyo3(get)]
     stored_start: i64,
 }
 
-/// Work of another request on a piece of a chunk.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct ChunkWaiter(kvchunk::ChunkWaiter);
+/// A piece of a chunk that another request is computing.
+#[pyclass(frozen, name = "ChunkWaiter", module = "kvcache")]
+pub(crate) struct PyChunkWaiter(kvchunk::ChunkWaiter);
 
 fn over() -> PyErr {
-    PyRuntimeError::new_err("it was released or stored before")
+    PyRuntimeError::new_err("it was already released or stored")
 }
 
 #[pymethods]
-impl PieceHold {
+impl PyPieceHold {
     /// The slots of the piece's tokens in the arena.
     #[getter]
     fn slots(&self) -> PyResult<Vec<i64>> {
         let own = self.0.lock();
         let hold = own.as_ref().ok_or_else(over)?;
         let slots = SlotMapping::in_blocks(hold.block_ids(), hold.block_size(), 0..hold.num_tokens());
-        Ok(slots.map_err(Failure::from)?.to_vec())
+        Ok(slots.map_err(CallError::from)?.to_vec())
+    }
+
+    /// The blocks of the piece in the arena, in order.
+    #[getter]
+    fn block_ids(&self) -> PyResult<Vec<u32>> {
+        Ok(numbers(self.0.lock().as_ref().ok_or_else(over)?.block_ids()))
     }
 
     /// The number of tokens.
@@ -90,21 +103,21 @@ impl PieceHold {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.num_tokens())
     }
 
-    /// The position that the first key was rotated to when the piece was stored.
+    /// The position to which the piece's first key was rotated when it was stored.
     #[getter]
     fn stored_start(&self) -> PyResult<i64> {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.cached_position_start())
     }
 
-    /// The hash that the piece is found by.
+    /// The hash under which the piece is found.
     #[getter]
-    fn chunk_hash(&self) -> PyResult<ChunkHash> {
+    fn chunk_hash(&self) -> PyResult<PyChunkHash> {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.chunk_hash().into())
     }
 
-    /// The piece as attention reads it in a prompt: its first token has the logical index `logical_start`, and is used at `position`.
-    /// Nothing is copied. The hold must outlast the attention.
-    fn segment(&self, logical_start: usize, position: i64) -> PyResult<Segment> {
+    /// The piece as attention reads it in a prompt: the first token has the logical index `logical_start`,
+    /// and is used at `position`. Nothing is copied. Keep the hold until the attention is done.
+    fn segment(&self, logical_start: usize, position: i64) -> PyResult<PySegment> {
         let own = self.0.lock();
         let hold = own.as_ref().ok_or_else(over)?;
         let stored = hold.cached_position_start();
@@ -112,7 +125,7 @@ impl PieceHold {
         let segment = kvcore::Segment::new(ids, hold.num_tokens(), logical_start, stored);
         let offset =
             position.checked_sub(stored).ok_or(kvcore::Error::Overflow { what: "offset of a chunk" });
-        Ok(Segment(segment.at_offset(offset.map_err(Failure::from)?)))
+        Ok(PySegment(segment.at_offset(offset.map_err(CallError::from)?)))
     }
 
     /// Ends the hold now.
@@ -122,35 +135,35 @@ impl PieceHold {
 }
 
 #[pymethods]
-impl ChunkReservation {
-    /// The slots to write, with the permit of this reservation.
-    fn write_slots(&self) -> PyResult<WriteSlots> {
+impl PyChunkReservation {
+    /// The slots to write, with a permit for this reservation's blocks.
+    fn write_slots(&self) -> PyResult<PyWriteSlots> {
         let own = self.own.lock();
-        Ok(WriteSlots(own.as_ref().ok_or_else(over)?.write_slots().map_err(Failure::from)?))
+        Ok(PyWriteSlots(own.as_ref().ok_or_else(over)?.write_slots().map_err(CallError::from)?))
     }
 
-    /// Stores the piece, whose slots have been filled, and returns a hold on it.
-    fn store(&self) -> PyResult<PieceHold> {
+    /// Stores the piece after its slots have been filled, and returns a hold on it.
+    fn store(&self) -> PyResult<PyPieceHold> {
         let own = self.own.lock().take().ok_or_else(over)?;
-        Ok(PieceHold(Mutex::new(Some(own.store()))))
+        Ok(PyPieceHold(Mutex::new(Some(own.store()))))
     }
 
-    /// Gives the blocks back. The next request computes the piece.
+    /// Frees the blocks. The next request that needs the piece computes it.
     fn abandon(&self) {
         drop(self.own.lock().take());
     }
 }
 
 #[pymethods]
-impl ChunkWaiter {
-    /// True once the work is over: ask for the piece again.
+impl PyChunkWaiter {
+    /// True once the piece is stored or given up: then ask for it again.
     #[getter]
     fn is_over(&self) -> bool {
         self.0.is_over()
     }
 }
 
-impl ChunkCacheManager {
+impl PyChunkCacheManager {
     fn build(config: kvchunk::ChunkCacheConfig, num_blocks: u32, block_size: usize) -> Result<Self> {
         let pool = ChunkBlockPool::new(0..num_blocks, block_size)?;
         Ok(Self(kvchunk::ChunkCacheManager::new(config, pool)?))
@@ -164,18 +177,20 @@ impl ChunkCacheManager {
 }
 
 #[pymethods]
-impl ChunkCacheManager {
+impl PyChunkCacheManager {
     /// Creates an empty cache over `num_blocks` blocks of `block_size` tokens.
     #[new]
-    fn new(config: &ChunkCacheConfig, num_blocks: u32, block_size: usize) -> PyResult<Self> {
+    fn new(config: &PyChunkCacheConfig, num_blocks: u32, block_size: usize) -> PyResult<Self> {
         Ok(Self::build(config.0.clone(), num_blocks, block_size)?)
     }
 
-    /// Looks up every piece of a chunk under the keys of `root`, and reserves blocks for those that are missing. Returns one of
-    /// `PieceHold`, `ChunkReservation`, `ChunkWaiter` and `None` (no room) for each piece, in order. A long chunk has several pieces.
+    /// Looks up every piece of a chunk under `root`, and reserves blocks for the missing pieces. Returns a
+    /// `PieceHold`, a `ChunkReservation`, a `ChunkWaiter` or `None` (no room) for each piece, in order. A
+    /// long chunk has several pieces.
     ///
-    /// `mode` is `"alone"`, `"with-system"` or `"sink:K"`: what a chunk sees of the tokens of `system` while it is computed.
-    /// `stored_start` is the position that its first key is rotated to when it is stored.
+    /// `mode` is `"alone"`, `"with-system"` or `"sink:K"`: what a chunk sees of the tokens of `system` while
+    /// it is computed. `stored_start` is the position to which the chunk's first key is rotated when it is
+    /// stored.
     fn acquire(
         &self,
         py: Python<'_>,
@@ -202,35 +217,36 @@ impl ChunkCacheManager {
         py.detach(acquire).into_iter().map(|acquired| outcome(py, acquired)).collect()
     }
 
-    /// The hash of each piece of a chunk, with everything that it is found by. Takes what `acquire` takes.
+    /// Returns the hash of each piece of a chunk. The arguments are those of `acquire`.
     fn compute_chunk_hash(
         &self,
         root: [u8; 32],
         mode: &str,
         system: Vec<u32>,
         tokens: Vec<u32>,
-    ) -> PyResult<Vec<ChunkHash>> {
+    ) -> PyResult<Vec<PyChunkHash>> {
         let hasher = self.hasher(root, mode, &system)?;
         let pieces = hasher.pieces(&tokens, self.0.config().max_chunk_tokens);
-        Ok(pieces.map(|piece| ChunkHash::from(piece.hash())).collect())
+        Ok(pieces.map(|piece| PyChunkHash::from(piece.hash())).collect())
     }
 
-    /// Forgets every chunk that nobody holds.
+    /// Removes every chunk that is not held.
     fn clear_cache(&self) {
         self.0.clear();
     }
 
-    /// Gives up the piece that was used longest ago, or that `cache_policy` puts first. Returns false if all are held.
+    /// Evicts the least recently used piece, or the first one by `cache_policy`. Returns false if all pieces
+    /// are held.
     fn evict_lru(&self) -> bool {
         self.0.evict_lru()
     }
 
-    /// The counts since the cache was made, and the gauges of this moment.
-    fn get_metrics(&self) -> ChunkCacheMetrics {
-        ChunkCacheMetrics::from(self.0.metrics())
+    /// Returns the counts since the cache was created, and the current gauges.
+    fn get_metrics(&self) -> PyChunkCacheMetrics {
+        PyChunkCacheMetrics::from(self.0.metrics())
     }
 
-    /// Recounts everything, and raises an error that says which number is wrong.
+    /// Recounts everything, and raises an error that names the first wrong number.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }
@@ -242,17 +258,20 @@ impl ChunkCacheManager {
     }
 }
 
-/// Returns what became of a request for a piece, as an object of Python.
+/// Returns the outcome of a lookup as a Python object.
 fn outcome(py: Python<'_>, acquired: Acquired) -> PyResult<Py<PyAny>> {
     Ok(match acquired {
-        Acquired::Hit(hold) => Py::new(py, PieceHold(Mutex::new(Some(hold))))?.into_any(),
+        Acquired::Hit(hold) => Py::new(py, PyPieceHold(Mutex::new(Some(hold))))?.into_any(),
         Acquired::Compute(reservation) => {
-            let slots = reservation.write_slots().map_err(Failure::from)?.to_vec();
-            let stored_start = reservation.stored_start();
-            Py::new(py, ChunkReservation { own: Mutex::new(Some(reservation)), slots, stored_start })?
-                .into_any()
+            let reserved = PyChunkReservation {
+                block_ids: numbers(reservation.block_ids()),
+                num_tokens: reservation.tokens().len(),
+                stored_start: reservation.stored_start(),
+                own: Mutex::new(Some(reservation)),
+            };
+            Py::new(py, reserved)?.into_any()
         }
-        Acquired::Busy(waiter) => Py::new(py, ChunkWaiter(waiter))?.into_any(),
+        Acquired::Busy(waiter) => Py::new(py, PyChunkWaiter(waiter))?.into_any(),
         Acquired::NoRoom => py.None(),
     })
 }

@@ -1,4 +1,4 @@
-//! Devices by their names: the backends behind arenas and models.
+//! Devices by name: the backends of arenas and models.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -16,19 +16,19 @@ use parking_lot::Mutex;
 use pyo3::exceptions::{PyRuntimeWarning, PyValueError};
 use pyo3::prelude::*;
 
-use crate::error::{Failure, Result};
+use crate::error::{CallError, Result};
 
 /// The device of an arena, with the stream that its operations run on.
-pub(crate) enum Device {
+pub(crate) enum ArenaDevice {
     Cpu(Arc<CpuBackend>, Arc<dyn Stream>),
     Cuda(Arc<CudaBackend>, Arc<CudaStream>, i32),
 }
 
-/// The devices that were opened, by their names: what is made on one by one call is known to the others.
-/// A process that was forked opens its own: it has none of the threads and contexts of the other.
-static OPENED: Mutex<BTreeMap<(u32, String), Arc<Device>>> = Mutex::new(BTreeMap::new());
+/// The open devices by process and name, so that memory from one call is accepted by the next. A forked
+/// process opens its own devices: it has none of its parent's threads and contexts.
+static OPENED: Mutex<BTreeMap<(u32, String), Arc<ArenaDevice>>> = Mutex::new(BTreeMap::new());
 
-impl Device {
+impl ArenaDevice {
     /// Returns `cpu`, `cuda` or `cuda:N`, opened once.
     pub(crate) fn open(name: &str) -> PyResult<Arc<Self>> {
         let number = match parts(name) {
@@ -47,7 +47,7 @@ impl Device {
         Ok(device)
     }
 
-    /// Opens the CPU, or an NVIDIA GPU by its number.
+    /// Opens the CPU (`None`), or an NVIDIA GPU by number.
     fn new(number: Option<usize>) -> Result<Self> {
         let Some(number) = number else {
             let backend = CpuBackend::new();
@@ -66,6 +66,14 @@ impl Device {
         }
     }
 
+    /// Returns the backend as a shared pointer.
+    pub(crate) fn shared(&self) -> Arc<dyn Backend> {
+        match self {
+            Self::Cpu(backend, _) => Arc::clone(backend) as Arc<dyn Backend>,
+            Self::Cuda(backend, ..) => Arc::clone(backend) as Arc<dyn Backend>,
+        }
+    }
+
     pub(crate) fn stream(&self) -> &dyn Stream {
         match self {
             Self::Cpu(_, stream) => stream.as_ref(),
@@ -73,7 +81,7 @@ impl Device {
         }
     }
 
-    /// Returns the kind of memory of a name: `device`, or `host`, which the device reads and writes, too.
+    /// Returns the kind of memory of a name: `device`, or `host`, which the device can access, too.
     pub(crate) fn memory(&self, name: &str) -> PyResult<MemoryKind> {
         match (self, name) {
             (Self::Cpu(..), "device" | "host") => Ok(MemoryKind::System),
@@ -83,7 +91,7 @@ impl Device {
         }
     }
 
-    /// Returns the driver's stream, which other libraries order their work by.
+    /// Returns the driver's stream, with which other libraries order their work; `None` on a CPU.
     pub(crate) fn raw_stream(&self) -> Option<*mut c_void> {
         match self {
             Self::Cpu(..) => None,
@@ -92,7 +100,7 @@ impl Device {
     }
 
     /// Returns the device as `DLPack` numbers it.
-    fn number(&self) -> DLDevice {
+    pub(crate) fn number(&self) -> DLDevice {
         match self {
             Self::Cpu(..) => DLDevice { device_type: DLDeviceType::CPU, device_id: 0 },
             Self::Cuda(_, _, number) => DLDevice { device_type: DLDeviceType::CUDA, device_id: *number },
@@ -110,10 +118,11 @@ impl Device {
         Err(PyValueError::new_err(format!("the tensor lies on {at}, not on {here}")))
     }
 
-    /// Takes memory of another library.
+    /// Wraps memory of another library.
     ///
     /// # Safety
-    /// `start` is valid for `bytes` bytes of this device for as long as `owner` lives. Nobody else uses them during an operation.
+    /// `start` is valid for `bytes` bytes of this device for as long as `owner` lives. Nothing else uses the
+    /// bytes during an operation.
     pub(crate) unsafe fn lent(
         &self,
         start: NonNull<u8>,
@@ -133,12 +142,14 @@ impl Device {
     }
 }
 
-/// Enqueues work, and waits for it. If a part is refused, those before it are waited for, too: their operands may be given back then.
-pub(crate) fn finished(stream: &dyn Stream, enqueue: impl FnOnce() -> Result<()>) -> Result<()> {
+/// Enqueues work and waits for it. If a part is refused, waits for the parts before it, so that their
+/// operands can be freed.
+pub(crate) fn finished<T>(stream: &dyn Stream, enqueue: impl FnOnce() -> Result<T>) -> Result<T> {
     let enqueued = enqueue();
     let waited = stream.synchronize();
-    enqueued?;
-    Ok(waited?)
+    let value = enqueued?;
+    waited?;
+    Ok(value)
 }
 
 fn name_of(device: DLDevice) -> String {
@@ -153,14 +164,14 @@ fn cuda(device: usize) -> Result<Arc<CudaBackend>> {
     Ok(CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() })?)
 }
 
-/// Cuts the name of a device into its kind and its number.
+/// Splits the name of a device into its kind and its number.
 fn parts(name: &str) -> (&str, Option<usize>) {
     let (kind, number) = name.split_once(':').unwrap_or((name, "0"));
-    // A number that is none makes a kind that nobody knows.
+    // With a malformed number, the whole name is the kind, which is unknown.
     number.parse().map_or((name, None), |number| (kind, name.contains(':').then_some(number)))
 }
 
-/// Returns the number of an NPU by its name, `ascend` or `ascend:N`.
+/// Returns the number of an NPU from its name, `ascend` or `ascend:N`.
 pub(crate) fn npu(name: &str) -> PyResult<usize> {
     match parts(name) {
         ("ascend", number) => Ok(number.unwrap_or(0)),
@@ -173,14 +184,14 @@ fn unknown(name: &str, known: &str) -> PyErr {
 }
 
 /// The backend of a model, and its dense steps.
-pub(crate) struct Opened {
+pub(crate) struct ModelDevice {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) dense: Arc<dyn Dense>,
 }
 
-/// Opens the device of a model: `cpu`, `cuda`, `ascend`, or one of the latter with its number. Dense steps of a device whose
-/// libraries are not found stay on the host, and a warning says so.
-pub(crate) fn open_model(py: Python<'_>, name: &str, threads: Option<usize>) -> PyResult<Opened> {
+/// Opens the device of a model: `cpu`, `cuda`, `cuda:N`, `ascend` or `ascend:N`. If the libraries for dense
+/// steps are not found, these steps run on the host, and Python gets a warning.
+pub(crate) fn open_model(py: Python<'_>, name: &str, threads: Option<usize>) -> PyResult<ModelDevice> {
     let (backend, dense): (Arc<dyn Backend>, kvmodel::Result<Arc<dyn Dense>>) = match parts(name) {
         ("cpu", None) => {
             let backend = host(threads)?;
@@ -194,21 +205,21 @@ pub(crate) fn open_model(py: Python<'_>, name: &str, threads: Option<usize>) -> 
         }
         ("ascend", number) => {
             let options = AscendOptions { device: number.unwrap_or(0), ..AscendOptions::default() };
-            let backend = AscendBackend::with_options(&options).map_err(Failure::from)?;
+            let backend = AscendBackend::with_options(&options).map_err(CallError::from)?;
             let dense = AscendDense::new(&backend).map(|dense| Arc::new(dense) as Arc<dyn Dense>);
             (backend, dense)
         }
         _ => return Err(unknown(name, "cpu, cuda, cuda:N, ascend or ascend:N")),
     };
     match dense {
-        Ok(dense) => Ok(Opened { backend, dense }),
+        Ok(dense) => Ok(ModelDevice { backend, dense }),
         Err(kvmodel::Error::Core(kvcore::Error::NoDevice { reason, .. })) => {
             let text = format!("norms and products run on the CPU, slowly, because {reason}");
             let text = CString::new(text).unwrap_or_default();
             PyErr::warn(py, &py.get_type::<PyRuntimeWarning>(), &text, 2)?;
-            Ok(Opened { backend, dense: Arc::new(HostDense::beside(host(threads)?.as_ref())) })
+            Ok(ModelDevice { backend, dense: Arc::new(HostDense::beside(host(threads)?.as_ref())) })
         }
-        Err(other) => Err(Failure::from(other).into()),
+        Err(other) => Err(CallError::from(other).into()),
     }
 }
 

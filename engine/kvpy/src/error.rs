@@ -1,34 +1,35 @@
 //! Errors as Python exceptions.
 
 use pyo3::create_exception;
-use pyo3::exceptions::PyException;
+use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
 create_exception!(
     kvcache,
     KvCacheError,
-    PyException,
-    "An error of kvcache. The attributes are the numbers of the message, by name; `kind` is the name of the error."
+    PyRuntimeError,
+    "An error of kvcache. Its attributes are the numbers of the message, by name; `kind` is the name of the error."
 );
 
-/// Errors of the crates below, on their way to Python.
+/// An error of one of the crates below, before it becomes a `KvCacheError`.
 #[derive(Debug)]
-pub(crate) enum Failure {
+pub(crate) enum CallError {
     Core(kvcore::Error),
     Chunk(kvchunk::Error),
     Model(kvmodel::Error),
     Engine(kvengine::Error),
+    Manager(kvmanager::Error),
 }
 
-pub(crate) type Result<T, E = Failure> = std::result::Result<T, E>;
+pub(crate) type Result<T, E = CallError> = std::result::Result<T, E>;
 
-impl From<kvcore::Error> for Failure {
+impl From<kvcore::Error> for CallError {
     fn from(error: kvcore::Error) -> Self {
         Self::Core(error)
     }
 }
 
-impl From<kvchunk::Error> for Failure {
+impl From<kvchunk::Error> for CallError {
     fn from(error: kvchunk::Error) -> Self {
         match error {
             kvchunk::Error::Core(error) => Self::Core(error),
@@ -37,7 +38,7 @@ impl From<kvchunk::Error> for Failure {
     }
 }
 
-impl From<kvmodel::Error> for Failure {
+impl From<kvmodel::Error> for CallError {
     fn from(error: kvmodel::Error) -> Self {
         match error {
             kvmodel::Error::Core(error) => Self::Core(error),
@@ -46,7 +47,7 @@ impl From<kvmodel::Error> for Failure {
     }
 }
 
-impl From<kvengine::Error> for Failure {
+impl From<kvengine::Error> for CallError {
     fn from(error: kvengine::Error) -> Self {
         match error {
             kvengine::Error::Core(error) => Self::Core(error),
@@ -57,9 +58,18 @@ impl From<kvengine::Error> for Failure {
     }
 }
 
+impl From<kvmanager::Error> for CallError {
+    fn from(error: kvmanager::Error) -> Self {
+        match error {
+            kvmanager::Error::Core(error) => Self::Core(error),
+            other => Self::Manager(other),
+        }
+    }
+}
+
 /// Returns the numbers of an error by name.
 fn numbers(error: &kvcore::Error) -> Vec<(&'static str, i128)> {
-    use kvcore::Error as E;
+    use kvcore::{Compared, Error as E};
     let wide = |x: usize| x as i128;
     match *error {
         E::OutOfBlocks { asked, free, evictable, total } => vec![
@@ -68,7 +78,9 @@ fn numbers(error: &kvcore::Error) -> Vec<(&'static str, i128)> {
             ("evictable", wide(evictable)),
             ("total", wide(total)),
         ],
-        E::Mismatch { expected, got, .. } => vec![("expected", wide(expected)), ("got", wide(got))],
+        E::Mismatch { expected: Compared::Number(expected), got: Compared::Number(got), .. } => {
+            vec![("expected", wide(expected)), ("got", wide(got))]
+        }
         E::OutOfRange { value, limit, .. } => vec![("value", value), ("limit", limit)],
         E::TooLarge { value, most, .. } => vec![("value", value), ("most", most)],
         E::NotEnoughMemory { budget, block_bytes } => {
@@ -80,25 +92,26 @@ fn numbers(error: &kvcore::Error) -> Vec<(&'static str, i128)> {
     }
 }
 
-impl From<Failure> for PyErr {
-    fn from(failure: Failure) -> Self {
+impl From<CallError> for PyErr {
+    fn from(failure: CallError) -> Self {
         let (text, debug) = match &failure {
-            Failure::Core(error) => (error.to_string(), format!("{error:?}")),
-            Failure::Chunk(error) => (error.to_string(), format!("{error:?}")),
-            Failure::Model(error) => (error.to_string(), format!("{error:?}")),
-            Failure::Engine(error) => (error.to_string(), format!("{error:?}")),
+            CallError::Core(error) => (error.to_string(), format!("{error:?}")),
+            CallError::Chunk(error) => (error.to_string(), format!("{error:?}")),
+            CallError::Model(error) => (error.to_string(), format!("{error:?}")),
+            CallError::Engine(error) => (error.to_string(), format!("{error:?}")),
+            CallError::Manager(error) => (error.to_string(), format!("{error:?}")),
         };
         let kind: String = debug.chars().take_while(|c| c.is_alphanumeric()).collect();
         let error = KvCacheError::new_err(text);
         Python::attach(|py| {
             let value = error.value(py);
             let mut set = value.setattr("kind", kind);
-            if let Failure::Core(core) = &failure {
+            if let CallError::Core(core) = &failure {
                 for (name, number) in numbers(core) {
                     set = set.and_then(|()| value.setattr(name, number));
                 }
             }
-            // An exception without its attributes is still the exception.
+            // If an attribute cannot be set, the exception is raised without it.
             drop(set);
         });
         error

@@ -1,4 +1,4 @@
-//! The caches of other engines that rows of an arena go to and come from.
+//! The caches of other engines, to and from which rows of an arena are copied.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -11,32 +11,33 @@ use kvcore::{
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::device::{Device, finished, npu};
-use crate::error::{Failure, Result};
+use crate::device::{ArenaDevice, finished, npu};
+use crate::error::{CallError, Result};
 use crate::names::dtype;
-use crate::npu::{NpuCache, Planes};
-use crate::tensor::Tensor;
+use crate::npu::{NpuCache, PlaneAddresses};
+use crate::tensor::ForeignTensor;
 
-/// The cache of another engine: the keys and values of each layer, where they lie.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct ForeignCache(pub(crate) Foreign);
+/// The cache of another engine: the keys and values of each layer, in the engine's own memory.
+#[pyclass(frozen, name = "ForeignCache", module = "kvcache")]
+pub(crate) struct PyForeignCache(pub(crate) Foreign);
 
-/// A cache in host memory, in any order of its elements, rows on a GPU, an arena for each layer, or rows on an NPU.
+/// A cache in host memory, with any order of elements; on a GPU, with an arena for each layer; or on an NPU.
 pub(crate) enum Foreign {
     Host(kvbackend_cpu::ForeignCache),
-    Device(Arc<Device>, Vec<KvArena>),
+    Device(Arc<ArenaDevice>, Vec<KvArena>),
     Npu(Box<NpuCache>),
 }
 
 /// Returns the strides of a tensor of `N` axes, in elements.
-fn strides<const N: usize>(tensor: &Tensor, what: &str) -> PyResult<[usize; N]> {
+fn strides<const N: usize>(tensor: &ForeignTensor, what: &str) -> PyResult<[usize; N]> {
     let wrong =
         || PyValueError::new_err(format!("{what} has the shape {:?}; {N} axes are needed", tensor.shape));
     <[usize; N]>::try_from(tensor.strides.as_slice()).map_err(|_| wrong())
 }
 
-/// Returns the shape of a layer of rows, its strides (block, head, token), and the number of elements of a key.
-fn row_axes(tensor: &Tensor) -> PyResult<(ForeignShape, [usize; 3], usize)> {
+/// Returns the shape of a layer of rows, its strides (block, head, token), and the number of elements of a
+/// key.
+fn row_axes(tensor: &ForeignTensor) -> PyResult<(ForeignShape, [usize; 3], usize)> {
     let [block, head, token, element] = strides(tensor, "a layer")?;
     let both = tensor.shape[3];
     if element != 1 || !both.is_multiple_of(2) {
@@ -55,8 +56,17 @@ fn row_axes(tensor: &Tensor) -> PyResult<(ForeignShape, [usize; 3], usize)> {
 }
 
 impl Foreign {
-    /// Copies rows of an arena to the cache: slots to read, slots to write, and the distance that keys are rotated by, for each run.
-    pub(crate) fn load(&self, to: &Memory<'_>, loads: &[ForeignLoad], ropes: &LayerRopes) -> Result<()> {
+    /// Returns the number of tokens in a block.
+    pub(crate) fn block_size(&self) -> usize {
+        match self {
+            Self::Host(cache) => cache.shape().block_size,
+            Self::Device(_, layers) => layers.first().map_or(1, |layer| layer.layout().shape().block_size),
+            Self::Npu(cache) => cache.block_size(),
+        }
+    }
+
+    /// Copies rows of an arena to the cache, and rotates keys on the way.
+    pub(crate) fn load(&self, to: &ArenaSide<'_>, loads: &[ForeignLoad], ropes: &LayerRopes) -> Result<()> {
         let (device, layers) = match self {
             Self::Host(cache) => return Ok(cache.load(to.host()?, to.arena, loads, ropes)?),
             Self::Npu(cache) => return cache.load(to.host()?, to.arena, loads, ropes),
@@ -66,7 +76,7 @@ impl Foreign {
         let stream = device.stream();
         finished(stream, || {
             for load in loads.iter().filter(|load| !load.from.is_empty()) {
-                let copy = Rows::new(device, to.arena, load.from.len())?;
+                let copy = StagedRows::new(device, to.arena, load.from.len())?;
                 let slots = WriteSlots::unchecked(load.to.clone());
                 for (layer, foreign) in layers.iter().enumerate() {
                     let mut gather = copy.gather(to.arena, layer, load.from.slots());
@@ -82,8 +92,8 @@ impl Foreign {
         })
     }
 
-    /// Copies rows of the cache to slots of an arena, keys as they are.
-    pub(crate) fn save(&self, from: &Memory<'_>, to: &WriteSlots, slots: &SlotMapping) -> Result<()> {
+    /// Copies rows of the cache to slots of an arena, without rotating keys.
+    pub(crate) fn save(&self, from: &ArenaSide<'_>, to: &WriteSlots, slots: &SlotMapping) -> Result<()> {
         let (device, layers) = match self {
             Self::Host(cache) => return Ok(cache.save(from.host()?, from.arena, to, slots)?),
             Self::Npu(cache) => return cache.save(from.host()?, from.arena, to, slots),
@@ -92,7 +102,7 @@ impl Foreign {
         from.check(device, layers)?;
         let stream = device.stream();
         finished(stream, || {
-            let copy = Rows::new(device, from.arena, slots.len())?;
+            let copy = StagedRows::new(device, from.arena, slots.len())?;
             for (layer, foreign) in layers.iter().enumerate() {
                 stream.run(Operation::Gather(&copy.gather(foreign, 0, slots.slots())))?;
                 stream.run(Operation::Scatter(&copy.scatter(from.arena, layer, to)))?;
@@ -106,21 +116,21 @@ fn no_rope(layer: usize, ropes: &LayerRopes) -> kvcore::Error {
     kvcore::Error::OutOfRange { what: "layer", value: layer as i128, limit: ropes.layers().len() as i128 }
 }
 
-/// The memory on this side of a copy.
-pub(crate) struct Memory<'a> {
-    pub(crate) device: &'a Arc<Device>,
+/// The arena of a copy, and its device.
+pub(crate) struct ArenaSide<'a> {
+    pub(crate) device: &'a Arc<ArenaDevice>,
     pub(crate) arena: &'a KvArena,
 }
 
-impl Memory<'_> {
+impl ArenaSide<'_> {
     fn host(&self) -> Result<&CpuBackend> {
         match &**self.device {
-            Device::Cpu(backend, _) => Ok(backend),
-            Device::Cuda(..) => Err(self.elsewhere("cpu")),
+            ArenaDevice::Cpu(backend, _) => Ok(backend),
+            ArenaDevice::Cuda(..) => Err(self.elsewhere("cpu")),
         }
     }
 
-    fn elsewhere(&self, wanted: &str) -> Failure {
+    fn elsewhere(&self, wanted: &str) -> CallError {
         let reason = format!("the arena is one of {}", self.device.backend().description());
         kvcore::Error::Unsupported {
             backend: "kvcache",
@@ -129,8 +139,8 @@ impl Memory<'_> {
         .into()
     }
 
-    /// Checks that the cache is on the arena's device, and has as many layers.
-    fn check(&self, device: &Arc<Device>, layers: &[KvArena]) -> Result<()> {
+    /// Checks that the cache is on the arena's device and has as many layers as the arena.
+    fn check(&self, device: &Arc<ArenaDevice>, layers: &[KvArena]) -> Result<()> {
         if !Arc::ptr_eq(device, self.device) {
             return Err(self.elsewhere("a device"));
         }
@@ -138,18 +148,18 @@ impl Memory<'_> {
         if expected == got {
             return Ok(());
         }
-        Err(kvcore::Error::Mismatch { what: "layers of the cache", expected, got }.into())
+        Err(kvcore::Error::mismatch("layers of the cache", expected, got).into())
     }
 }
 
-/// Rows of a layer on their way, in the memory of a device.
-struct Rows {
+/// Device memory for the rows of one layer during a copy.
+struct StagedRows {
     k: TensorView,
     v: TensorView,
 }
 
-impl Rows {
-    fn new(device: &Device, arena: &KvArena, count: usize) -> Result<Self> {
+impl StagedRows {
+    fn new(device: &ArenaDevice, arena: &KvArena, count: usize) -> Result<Self> {
         let shape = arena.layout().shape();
         let KvFormat::Dense(dtype) = shape.format else {
             return Err(kvcore::Error::InvalidFormat {
@@ -173,19 +183,20 @@ impl Rows {
 }
 
 #[pymethods]
-impl ForeignCache {
-    /// Describes a cache whose layers lie in one tensor each, `[blocks, heads, block_size, 2 × head_dim]`. `order` is `"rows"` (each row a
-    /// key and then its value, whatever the strides of the other axes), `"columns"` (within a block and head, keys
-    /// `[head_dim, block_size]` and then values `[block_size, head_dim]`) or `"tiles"` (both in tiles of a matrix unit). Caches on a GPU have rows.
+impl PyForeignCache {
+    /// Describes a cache with one tensor per layer, `[blocks, heads, block_size, 2 × head_dim]`. `order` is
+    /// `"rows"` (each row is a key followed by its value; other axes may have any strides), `"columns"`
+    /// (within a block and head, keys `[head_dim, block_size]` and then values `[block_size, head_dim]`) or
+    /// `"tiles"` (both in tiles of a matrix unit). Caches on a GPU take `"rows"`.
     #[staticmethod]
     #[pyo3(signature = (layers, order, device = "cpu"))]
     fn interleaved(layers: Vec<Bound<'_, PyAny>>, order: &str, device: &str) -> PyResult<Self> {
-        let device = Device::open(device)?;
+        let device = ArenaDevice::open(device)?;
         if order == "rows" {
             return Self::of_rows(&layers, device);
         }
-        if matches!(*device, Device::Cuda(..)) {
-            return Err(PyValueError::new_err(format!("order {order:?} is one of host memory: take rows")));
+        if matches!(*device, ArenaDevice::Cuda(..)) {
+            return Err(PyValueError::new_err(format!("order {order:?} is for host memory: take rows")));
         }
         let orders = |dim| match order {
             "columns" => Ok([ForeignOrder::Columns, ForeignOrder::Rows { token: dim }]),
@@ -215,8 +226,9 @@ impl ForeignCache {
         })
     }
 
-    /// Describes a cache whose layers lie in one tensor each, with rows of `head_dim` elements: `[2, blocks, block_size, heads, head_dim]`
-    /// for `axes = "kbtho"`. The letters name the axes: k for keys and values, b blocks, t tokens, h heads, o elements.
+    /// Describes a cache with one tensor per layer and rows of `head_dim` elements. `axes` names the axes in
+    /// order: k (keys and values), b (blocks), t (tokens), h (heads), o (elements). `"kbtho"` is `[2, blocks,
+    /// block_size, heads, head_dim]`.
     #[staticmethod]
     fn rows(layers: Vec<Bound<'_, PyAny>>, axes: &str) -> PyResult<Self> {
         let unknown = || {
@@ -251,15 +263,16 @@ impl ForeignCache {
         })
     }
 
-    /// Describes a cache in the memory of an NPU, `"ascend"` or `"ascend:N"`: for each layer the addresses of its keys and of its values,
-    /// `[num_blocks, block_size, num_heads, head_dim]` each, without gaps. Arenas that rows go to and come from are on the CPU.
+    /// Describes a cache in the memory of an NPU, `"ascend"` or `"ascend:N"`, by the addresses of each
+    /// layer's keys and values. Each address is that of `[num_blocks, block_size, num_heads, head_dim]`
+    /// without gaps. Copies go to and from arenas on the CPU.
     ///
-    /// Nothing checks what lies at an address: each must be that of a tensor of this shape that lives as long as `owner`.
+    /// Addresses are not checked: each MUST be that of a tensor of this shape that lives as long as `owner`.
     #[staticmethod]
     #[pyo3(signature = (planes, owner, *, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "ascend"))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn lent(
-        planes: Vec<Planes>,
+        planes: Vec<PlaneAddresses>,
         owner: Py<PyAny>,
         num_blocks: usize,
         block_size: usize,
@@ -277,17 +290,18 @@ impl ForeignCache {
             dtype: dtype(dtype_name)?,
         };
         let owner: Arc<dyn Any + Send + Sync> = Arc::new(owner);
-        // SAFETY: the Python caller guarantees that the tensors are of this shape and live as long as `owner`, and that nobody uses
-        // the slots of a copy meanwhile, as the documentation of each call says.
+        // SAFETY: the Python caller guarantees that the tensors have this shape and live as long as `owner`,
+        // and that nothing else uses the slots of a copy meanwhile, as the documentation of each call
+        // requires.
         let cache = unsafe { NpuCache::lent(device, &planes, shape, &owner) }?;
         Ok(Self(Foreign::Npu(Box::new(cache))))
     }
 }
 
-impl ForeignCache {
-    /// Describes layers of rows, each a key and then its value.
-    fn of_rows(layers: &[Bound<'_, PyAny>], device: Arc<Device>) -> PyResult<Self> {
-        if matches!(*device, Device::Cpu(..)) {
+impl PyForeignCache {
+    /// Describes layers of rows, in which each key is followed by its value.
+    fn of_rows(layers: &[Bound<'_, PyAny>], device: Arc<ArenaDevice>) -> PyResult<Self> {
+        if matches!(*device, ArenaDevice::Cpu(..)) {
             return Self::of_layers(layers, |tensor| {
                 let (shape, [block, head, token], dim) = row_axes(tensor)?;
                 let order = ForeignOrder::Rows { token };
@@ -297,7 +311,7 @@ impl ForeignCache {
             });
         }
         let arena = |layer: &Bound<'_, PyAny>| -> PyResult<KvArena> {
-            let tensor = Tensor::of_written(layer, &device)?;
+            let tensor = ForeignTensor::of_written(layer, &device)?;
             let (shape, [block, head, token], dim) = row_axes(&tensor)?;
             let strides = PlaneStrides { layer: 0, block, head, token };
             let build = || -> Result<KvArena> {
@@ -316,7 +330,7 @@ impl ForeignCache {
                     strides,
                     strides,
                 )?;
-                let values = tensor.behind(dim, &device)?;
+                let values = tensor.after(dim, &device)?;
                 Ok(KvArena::from_storage(Arc::clone(&tensor.storage), values, Arc::new(layout))?)
             };
             Ok(build()?)
@@ -334,13 +348,13 @@ impl ForeignCache {
 
     fn of_layers(
         layers: &[Bound<'_, PyAny>],
-        describe: impl Fn(&Tensor) -> PyResult<(ForeignShape, [ForeignPlane; 2])>,
+        describe: impl Fn(&ForeignTensor) -> PyResult<(ForeignShape, [ForeignPlane; 2])>,
     ) -> PyResult<Self> {
-        let host = Device::open("cpu")?;
+        let host = ArenaDevice::open("cpu")?;
         let mut all = Vec::with_capacity(layers.len());
         let mut first: Option<ForeignShape> = None;
         for layer in layers {
-            let (shape, planes) = describe(&Tensor::of_written(layer, &host)?)?;
+            let (shape, planes) = describe(&ForeignTensor::of_written(layer, &host)?)?;
             match &first {
                 Some(first) if *first != shape => {
                     return Err(PyValueError::new_err(format!("layers differ: {first:?} and {shape:?}")));
@@ -352,6 +366,6 @@ impl ForeignCache {
         let Some(shape) = first else {
             return Err(PyValueError::new_err("a cache needs at least one layer"));
         };
-        Ok(Self(Foreign::Host(kvbackend_cpu::ForeignCache::new(shape, all).map_err(Failure::from)?)))
+        Ok(Self(Foreign::Host(kvbackend_cpu::ForeignCache::new(shape, all).map_err(CallError::from)?)))
     }
 }

@@ -1,20 +1,22 @@
-//! Keys of blocks, and their roots: everything that bytes depend on beside tokens.
+//! Keys of blocks, and their roots: everything besides tokens that the blocks' bytes depend on.
 
 use kvcore::{BlockKey, KeyScope, PromptKeys, VllmChain, VllmExtras};
 use pyo3::prelude::*;
 
 use crate::arena::shape;
-use crate::rope::Ropes;
+use crate::names::dtype;
+use crate::rope::PyRopes;
 
-/// Returns the root of the keys of a model's blocks and chunks: of the model and its revision, the rotary embeddings, the layout, an adapter and
-/// the tenant's salt. Two caches with different roots find nothing of each other.
+/// Returns the root of the keys of blocks and chunks. It covers the model and its revision, the rotary
+/// embeddings, the layout, an adapter and the tenant's salt. Caches with different roots find nothing of each
+/// other.
 #[pyfunction]
 #[pyo3(signature = (model, revision, ropes, *, dtype_name, num_heads, head_dim, block_size, adapter = None, salt = None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
 pub(crate) fn key_root(
     model: &str,
     revision: &[u8],
-    ropes: &Ropes,
+    ropes: &PyRopes,
     dtype_name: &str,
     num_heads: usize,
     head_dim: usize,
@@ -22,7 +24,7 @@ pub(crate) fn key_root(
     adapter: Option<(String, Vec<u8>)>,
     salt: Option<Vec<u8>>,
 ) -> PyResult<[u8; 32]> {
-    let shape = shape(ropes.layers.layers().len(), 1, block_size, (num_heads, head_dim), dtype_name)?;
+    let shape = shape(ropes.layers.layers().len(), 1, block_size, (num_heads, head_dim), dtype(dtype_name)?);
     let mut scope = KeyScope::new(model, revision).ropes(&ropes.layers).layout(&shape);
     if let Some((id, revision)) = &adapter {
         scope = scope.adapter(id, revision);
@@ -33,14 +35,15 @@ pub(crate) fn key_root(
     Ok(*scope.root().as_bytes())
 }
 
-/// Returns the keys of the full blocks of a prompt, each with everything before it, under a root.
+/// Returns the keys of the full blocks of a prompt under a root. A key covers its block and all blocks before
+/// it.
 #[pyfunction]
 pub(crate) fn prefix_keys(root: [u8; 32], tokens: Vec<u32>, block_size: usize) -> Vec<[u8; 32]> {
     bytes(PromptKeys::new(BlockKey::from_bytes(root), &tokens, block_size).keys())
 }
 
-/// Returns the keys of the full blocks of a prompt as vLLM computes them with `--prefix-caching-hash-algo sha256_cbor`. `seed` is its
-/// `PYTHONHASHSEED`, `lora` the name and path of an adapter.
+/// Returns the keys of the full blocks of a prompt as vLLM computes them with `--prefix-caching-hash-algo
+/// sha256_cbor`. `seed` is vLLM's `PYTHONHASHSEED`, and `lora` the name and path of an adapter.
 #[pyfunction]
 #[pyo3(signature = (tokens, block_size, *, cache_salt = None, lora = None, seed = None))]
 pub(crate) fn vllm_keys(

@@ -4,7 +4,7 @@ use kvlab::{QuestionKind, Texts};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// A question about a fact in one of some notes on invented firms, which no model knows.
+/// A question about a fact in one of several notes on invented firms, which no model knows.
 #[pyclass(frozen, eq, module = "kvcache")]
 #[derive(PartialEq, Eq)]
 pub(crate) struct NoteQuestion(kvlab::Question);
@@ -45,7 +45,7 @@ impl NoteQuestion {
     }
 }
 
-/// Draws questions with so many notes each. Equal seeds give equal questions.
+/// Draws `count` questions with `notes` notes each. Equal seeds give equal questions.
 #[pyfunction]
 pub(crate) fn note_questions(seed: u64, count: usize, notes: usize) -> PyResult<Vec<NoteQuestion>> {
     if !(2..=Texts::MOST).contains(&notes) {
@@ -55,20 +55,21 @@ pub(crate) fn note_questions(seed: u64, count: usize, notes: usize) -> PyResult<
     Ok(drawn.into_iter().map(NoteQuestion).collect())
 }
 
-/// Counts of questions that were answered in two ways, by ordinary attention and with reuse.
-#[pyclass(frozen, eq, module = "kvcache")]
+/// Counts of right answers to questions that were answered twice: by ordinary attention, and with reuse.
+#[pyclass(frozen, name = "Paired", eq, module = "kvcache")]
 #[derive(PartialEq, Eq)]
-pub(crate) struct Paired(kvlab::Paired);
+pub(crate) struct PyPaired(kvlab::Paired);
 
 #[pymethods]
-impl Paired {
-    /// Creates counts: of all questions, of those that only ordinary attention answered right, and of those that only reuse did.
+impl PyPaired {
+    /// Creates the counts of all questions, of questions that only ordinary attention answered right
+    /// (`lost`), and of questions that only reuse answered right (`gained`).
     #[new]
     fn new(asked: usize, lost: usize, gained: usize) -> Self {
         Self(kvlab::Paired { asked, lost, gained })
     }
 
-    /// Counts pairs: of each question, whether ordinary attention was right, and whether reuse was.
+    /// Counts pairs: for each question, whether ordinary attention was right, and whether reuse was.
     #[staticmethod]
     fn of(ordinary: Vec<bool>, reused: Vec<bool>) -> Self {
         Self(kvlab::Paired::of(ordinary.into_iter().zip(reused)))
@@ -80,19 +81,19 @@ impl Paired {
         self.0.asked
     }
 
-    /// Questions that only ordinary attention answered right.
+    /// The number of questions that only ordinary attention answered right.
     #[getter]
     fn lost(&self) -> usize {
         self.0.lost
     }
 
-    /// Questions that only the answer with reuse has right.
+    /// The number of questions that only reuse answered right.
     #[getter]
     fn gained(&self) -> usize {
         self.0.gained
     }
 
-    /// The share of all questions by which reuse is worse. Below 0 it is better.
+    /// The share of all questions that reuse loses, less the share that it gains. Below 0, reuse is better.
     #[getter]
     fn loss(&self) -> f64 {
         self.0.loss()
@@ -102,7 +103,8 @@ impl Paired {
         format!("{:?}", self.0)
     }
 
-    /// Returns the largest loss that the answers do not refute: the upper limit of a one-sided 95 % interval (Tango, 1998).
+    /// Returns the largest loss that the answers do not rule out: the upper limit of a one-sided 95 %
+    /// interval (Tango, 1998).
     fn at_most(&self) -> f64 {
         self.0.at_most()
     }

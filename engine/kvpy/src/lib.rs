@@ -1,4 +1,4 @@
-//! The Python module `kvcache._native`, which the package `kvcache` gives its public names.
+//! The Python module `kvcache._native`, whose classes the package `kvcache` exports.
 //!
 //! ```text
 //!   kvcache            names for users        python/kvcache/
@@ -6,10 +6,26 @@
 //!        │
 //!   kvcache._native    this crate: conversions only
 //!        │
-//!   kvcore, kvbackend-{ascend,cpu,cuda}, kvchunk, kvmodel, kvengine, kvlab
+//!   kvcore, kvbackend-{ascend,cpu,cuda}, kvchunk, kvmanager, kvmodel, kvengine, kvlab
 //! ```
 //!
-//! Work runs without Python's lock. Tensors of other libraries are used where they lie, through `DLPack`.
+//! Work runs without Python's lock. Tensors of other libraries are used where they lie, through `DLPack`. The
+//! struct `PyX` is the Python class `X`.
+//!
+//! | module | contents |
+//! |---|---|
+//! | `arena` | `Arena`: keys and values in blocks, and the operations on them |
+//! | `pool`, `table` | `BlockPool`, `MutableBlocks`, `SharedBlocks`; `BlockTable`, `WriteSlots`, `TailCopy` |
+//! | `segment` | `Segment`, `AttendWork` |
+//! | `chunks`, `metrics`, `prompt` | the chunk cache and its metrics; prompts in parts, and the parts' places |
+//! | `keys`, `rope` | keys of blocks; the rotary embeddings of a model |
+//! | `foreign`, `npu`, `runs` | caches of other engines on the host, a GPU or an NPU; rows as Python names them |
+//! | `managers` | the managers of `kvmanager`: blocks, sequences and requests by number, caches of ranks |
+//! | `llm`, `sampling` | `LLM`, `RequestOutput`, `SamplingParams` |
+//! | `lab` | questions for the gate of a model inside vLLM |
+//! | `device`, `names` | devices and element types by their names |
+//! | `tensor`, `export` | tensors of other libraries here; tensors of this module there |
+//! | `error` | `KvCacheError`, from the errors of the crates below |
 
 #![allow(clippy::needless_pass_by_value, reason = "arguments from Python are converted to values")]
 
@@ -17,16 +33,19 @@ mod arena;
 mod chunks;
 mod device;
 mod error;
+mod export;
 mod foreign;
 mod keys;
 mod lab;
 mod llm;
+mod managers;
 mod metrics;
 mod names;
 mod npu;
 mod pool;
 mod prompt;
 mod rope;
+mod runs;
 mod sampling;
 mod segment;
 mod table;
@@ -39,31 +58,40 @@ use pyo3::prelude::*;
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("KvCacheError", module.py().get_type::<error::KvCacheError>())?;
     module.add_class::<arena::Arena>()?;
-    module.add_class::<foreign::ForeignCache>()?;
-    module.add_class::<pool::BlockPool>()?;
-    module.add_class::<pool::MutableBlocks>()?;
-    module.add_class::<pool::SharedBlocks>()?;
-    module.add_class::<table::BlockTable>()?;
-    module.add_class::<table::WriteSlots>()?;
-    module.add_class::<table::TailCopy>()?;
-    module.add_class::<segment::Segment>()?;
-    module.add_class::<segment::AttendWork>()?;
-    module.add_class::<rope::Ropes>()?;
-    module.add_class::<chunks::ChunkCacheConfig>()?;
-    module.add_class::<chunks::ChunkCacheManager>()?;
-    module.add_class::<chunks::PieceHold>()?;
-    module.add_class::<chunks::ChunkReservation>()?;
-    module.add_class::<chunks::ChunkWaiter>()?;
-    module.add_class::<metrics::ChunkCacheMetrics>()?;
-    module.add_class::<prompt::ChunkHash>()?;
-    module.add_class::<prompt::ChunkedPrompt>()?;
-    module.add_class::<prompt::PositionPlan>()?;
-    module.add_class::<prompt::ChunkPlace>()?;
+    module.add_class::<foreign::PyForeignCache>()?;
+    module.add_class::<pool::PyBlockPool>()?;
+    module.add_class::<pool::PyMutableBlocks>()?;
+    module.add_class::<pool::PySharedBlocks>()?;
+    module.add_class::<table::PyBlockTable>()?;
+    module.add_class::<table::PyWriteSlots>()?;
+    module.add_class::<table::PyTailCopy>()?;
+    module.add_class::<segment::PySegment>()?;
+    module.add_class::<segment::PyAttendWork>()?;
+    module.add_class::<rope::PyRopes>()?;
+    module.add_class::<chunks::PyChunkCacheConfig>()?;
+    module.add_class::<chunks::PyChunkCacheManager>()?;
+    module.add_class::<chunks::PyPieceHold>()?;
+    module.add_class::<chunks::PyChunkReservation>()?;
+    module.add_class::<chunks::PyChunkWaiter>()?;
+    module.add_class::<metrics::PyChunkCacheMetrics>()?;
+    module.add_class::<prompt::PyChunkHash>()?;
+    module.add_class::<prompt::PyChunkedPrompt>()?;
+    module.add_class::<prompt::PyPositionPlan>()?;
+    module.add_class::<prompt::PyChunkPlace>()?;
     module.add_class::<sampling::SamplingParams>()?;
     module.add_class::<lab::NoteQuestion>()?;
-    module.add_class::<lab::Paired>()?;
+    module.add_class::<lab::PyPaired>()?;
     module.add_class::<llm::Llm>()?;
     module.add_class::<llm::RequestOutput>()?;
+    module.add_class::<export::PyTensor>()?;
+    module.add_class::<managers::PyBlockManager>()?;
+    module.add_class::<managers::PyPagedKvCache>()?;
+    module.add_class::<managers::PyPagedKvCacheWrapper>()?;
+    module.add_class::<managers::PyKvCache>()?;
+    module.add_class::<managers::PyReceivedMatrix>()?;
+    module.add_class::<managers::PyKvStorageManager>()?;
+    module.add_class::<managers::PyStorageMetrics>()?;
+    module.add_class::<managers::PyStorageTierConfig>()?;
     module.add_function(wrap_pyfunction!(keys::key_root, module)?)?;
     module.add_function(wrap_pyfunction!(lab::note_questions, module)?)?;
     module.add_function(wrap_pyfunction!(keys::prefix_keys, module)?)?;

@@ -1,28 +1,28 @@
-//! A model that answers prompts, with documents found anywhere in them.
+//! A model that answers prompts, and reuses their documents wherever they are.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use kvchunk::{Recompute, Reuse};
-use kvengine::{Answer, AnswerEvent, Engine, EngineConfig, FinishReason, Generation, Request};
+use kvengine::{Answer, AnswerEvent, Engine, EngineConfig, FinishReason, Generation, PromptTokens, Request};
 use kvmodel::dense::WeightFormat;
-use kvmodel::{ModelDirectory, PromptTokens, TextCodec, TextStream};
+use kvmodel::{ModelDirectory, TextCodec, TextStream};
 use pyo3::exceptions::{PyFileNotFoundError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::sync::MutexExt;
 
-use crate::chunks::ChunkCacheConfig;
-use crate::device::{Opened, open_model};
-use crate::error::{Failure, Result};
-use crate::metrics::ChunkCacheMetrics;
+use crate::chunks::PyChunkCacheConfig;
+use crate::device::{ModelDevice, open_model};
+use crate::error::{CallError, Result};
+use crate::metrics::PyChunkCacheMetrics;
 use crate::names::dtype;
-use crate::prompt::ChunkedPrompt;
+use crate::prompt::PyChunkedPrompt;
 use crate::sampling::SamplingParams;
 
-/// The share of the KV memory in which documents are kept, unless settings of the chunk cache say another.
+/// The share of the KV memory for documents, unless the settings of the chunk cache give another.
 const DEFAULT_SHARE: f64 = 0.5;
 
-/// A model on this machine, which keeps the documents of its prompts and finds them in any order.
+/// A model on this machine that keeps the documents of its prompts and finds them in any order.
 #[pyclass(frozen, name = "LLM", module = "kvcache")]
 pub(crate) struct Llm {
     engine: Mutex<Engine>,
@@ -41,9 +41,9 @@ pub(crate) struct RequestOutput {
     /// `"stop"` or `"length"`.
     finish_reason: &'static str,
     num_prompt_tokens: usize,
-    /// The tokens of the prompt whose keys and values were found.
+    /// The number of prompt tokens whose keys and values were found.
     num_cached_tokens: usize,
-    /// The tokens of documents that were computed again.
+    /// The number of document tokens that were recomputed.
     num_recomputed_tokens: usize,
     /// Seconds to the first token.
     ttft: f64,
@@ -58,7 +58,7 @@ struct Running<'a> {
 }
 
 impl Running<'_> {
-    /// Takes what has come of the answer.
+    /// Takes the tokens that have arrived.
     fn read(&mut self) -> Result<()> {
         while let Some(event) = self.answer.try_next() {
             match event? {
@@ -91,31 +91,31 @@ impl Running<'_> {
 }
 
 impl Llm {
-    fn load(path: &Path, config: &EngineConfig, opened: Opened) -> Result<(Engine, TextCodec)> {
-        let Opened { backend, dense } = opened;
+    fn load(path: &Path, config: &EngineConfig, opened: ModelDevice) -> Result<(Engine, TextCodec)> {
+        let ModelDevice { backend, dense } = opened;
         let ModelDirectory { model, codec } =
             ModelDirectory::load_with(path, WeightFormat::default(), dense, &mut |_, _| ())?;
         let engine = Engine::new(model, backend, codec.digest(), config)?;
         Ok((engine, codec))
     }
 
-    /// Waits for the engine, without keeping Python's lock from the thread that has it.
+    /// Waits for the engine without holding Python's lock, which the thread that has the engine may need.
     fn engine(&self, py: Python<'_>) -> MutexGuard<'_, Engine> {
         self.engine.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the tokens of a text, of token ids, or of a prompt in parts.
     fn prompt(&self, prompt: &Bound<'_, PyAny>, chat: bool) -> PyResult<PromptTokens> {
-        if let Ok(parts) = prompt.cast::<ChunkedPrompt>() {
+        if let Ok(parts) = prompt.cast::<PyChunkedPrompt>() {
             return Ok(PromptTokens::Chunked(parts.get().0.clone()));
         }
         if let Ok(text) = prompt.extract::<&str>() {
             let tokens = if chat {
-                self.codec.chat_prompt(text, &self.separator)
+                PromptTokens::split_chat(&self.codec, text, &self.separator)
             } else {
-                self.codec.prompt(text, &self.separator, true)
+                PromptTokens::split(&self.codec, text, &self.separator, true)
             };
-            return Ok(tokens.map_err(Failure::from)?);
+            return Ok(tokens.map_err(CallError::from)?);
         }
         let tokens: PyResult<Vec<u32>> = prompt.extract();
         let wrong = |_| PyTypeError::new_err("a prompt is a text, a list of token ids, or a ChunkedPrompt");
@@ -142,9 +142,9 @@ impl Llm {
         let mut running = Vec::with_capacity(prompts.len());
         for (i, prompt) in prompts.into_iter().enumerate() {
             let params = &params[if params.len() == 1 { 0 } else { i }];
-            let text = TextStream::new(&self.codec, params.stop.iter().cloned()).map_err(Failure::from)?;
+            let text = TextStream::new(&self.codec, params.stop.iter().cloned()).map_err(CallError::from)?;
             let request = self.request(engine, prompt, params);
-            let answer = engine.submit(request).map_err(Failure::from)?;
+            let answer = engine.submit(request).map_err(CallError::from)?;
             running.push(Running { answer, text, tokens: Vec::new(), end: None });
         }
         while running.iter().any(|one| one.end.is_none()) {
@@ -157,7 +157,7 @@ impl Llm {
         }
         let output = |mut one: Running<'_>| {
             let end = one.end.take();
-            end.map_or_else(|| Err(Failure::Engine(kvengine::Error::Cancelled)), |end| one.output(&end))
+            end.map_or_else(|| Err(CallError::Engine(kvengine::Error::Cancelled)), |end| one.output(&end))
         };
         Ok(running.into_iter().map(output).collect::<Result<_>>()?)
     }
@@ -165,12 +165,14 @@ impl Llm {
 
 #[pymethods]
 impl Llm {
-    /// Loads a folder in the Hugging Face format, or a GGUF file, to `device`: `"cpu"`, `"cuda"`, `"cuda:N"`, `"ascend"` or `"ascend:N"`.
+    /// Loads a folder in the Hugging Face format, or a GGUF file, to `device`: `"cpu"`, `"cuda"`, `"cuda:N"`,
+    /// `"ascend"` or `"ascend:N"`.
     ///
-    /// `chunk_cache_config` says how a text is cut and what its chunks see. Half of the tokens of documents are computed again (the ones
-    /// that the question attends to most), which keeps the answers best of all that was measured; with settings of the chunk cache,
-    /// or with `recompute` (`"none"`, `"link:K"`, `"question:R"`, …), that is as they say. Without `enable_chunk_cache`, prompts are answered by
-    /// ordinary attention.
+    /// `chunk_cache_config` determines how a text is cut and what its chunks see. By default, half of the
+    /// tokens of documents are recomputed, the ones that the question attends to most, which gave the best
+    /// answers of all measured settings; `chunk_cache_config` and `recompute` (`"none"`, `"link:K"`,
+    /// `"question:R"`, …) change that. Without `enable_chunk_cache`, prompts are answered by ordinary
+    /// attention.
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, dtype_name = "float32",
@@ -181,7 +183,7 @@ impl Llm {
         py: Python<'_>,
         model: PathBuf,
         enable_chunk_cache: bool,
-        chunk_cache_config: Option<&ChunkCacheConfig>,
+        chunk_cache_config: Option<&PyChunkCacheConfig>,
         recompute: Option<&str>,
         dtype_name: &str,
         block_size: usize,
@@ -194,7 +196,7 @@ impl Llm {
         }
         let mut way = chunk_cache_config.map_or_else(Reuse::default, |config| Reuse::plain(config.0.cell()));
         if let Some(recompute) = recompute {
-            way.recompute = recompute.parse::<Recompute>().map_err(Failure::from)?;
+            way.recompute = recompute.parse::<Recompute>().map_err(CallError::from)?;
         }
         let mut chunks = chunk_cache_config.map_or_else(
             || kvchunk::ChunkCacheConfig {
@@ -218,9 +220,9 @@ impl Llm {
         Ok(Self { engine: Mutex::new(engine), codec, separator, enabled, way })
     }
 
-    /// Answers prompts together, and returns the answers in their order. A prompt is a text, which is cut at the separator, a list of
-    /// token ids, or a `ChunkedPrompt`. Several `sampling_params` go with one prompt each. With `chat`, a text is the user's message in
-    /// the model's chat template.
+    /// Answers prompts in one batch, and returns the answers in order. A prompt is a text, which is cut at
+    /// the separator, a list of token ids, or a `ChunkedPrompt`. A list of `sampling_params` has one entry
+    /// per prompt. With `chat`, a text becomes the user's message in the model's chat template.
     #[pyo3(signature = (prompts, sampling_params = None, *, chat = false))]
     fn generate(
         &self,
@@ -253,14 +255,15 @@ impl Llm {
         let engine: &mut Engine = &mut guard;
         let answered = self.answer(py, engine, prompts, &params);
         if answered.is_err() {
-            // Requests that were not answered are let go of, and nothing stays held. The first failure is the one to tell.
+            // One more step ends the requests without an answer, so that nothing stays held. The first
+            // failure is the one to report.
             drop(py.detach(|| engine.step()));
         }
         answered
     }
 
     /// The counts and gauges of the chunk cache.
-    fn get_chunk_cache_stats(&self, py: Python<'_>) -> ChunkCacheMetrics {
+    fn get_chunk_cache_stats(&self, py: Python<'_>) -> PyChunkCacheMetrics {
         let engine = self.engine(py);
         engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default().into()
     }

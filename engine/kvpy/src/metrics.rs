@@ -5,9 +5,9 @@ use pyo3::prelude::*;
 /// Defines the class with its counts, and the conversion from the crate's metrics.
 macro_rules! metrics {
     ($($count:ident)*) => {
-        /// The counts of a chunk cache since it was made, and its gauges at one moment.
-        #[pyclass(frozen, get_all, module = "kvcache")]
-        pub(crate) struct ChunkCacheMetrics {
+        /// The counts of a chunk cache since it was created, and its gauges at one moment.
+        #[pyclass(frozen, name = "ChunkCacheMetrics", get_all, module = "kvcache")]
+        pub(crate) struct PyChunkCacheMetrics {
             $($count: u64,)*
             hit_rate: f64,
             memory_utilization: f64,
@@ -16,7 +16,7 @@ macro_rules! metrics {
             avg_compute_time_ms: f64,
         }
 
-        impl From<kvchunk::ChunkCacheMetrics> for ChunkCacheMetrics {
+        impl From<kvchunk::ChunkCacheMetrics> for PyChunkCacheMetrics {
             fn from(metrics: kvchunk::ChunkCacheMetrics) -> Self {
                 Self {
                     $($count: metrics.$count as u64,)*
@@ -30,7 +30,7 @@ macro_rules! metrics {
         }
 
         #[pymethods]
-        impl ChunkCacheMetrics {
+        impl PyChunkCacheMetrics {
             fn __repr__(&self) -> String {
                 let mut text = "ChunkCacheMetrics(".to_owned();
                 $(text += &format!(concat!(stringify!($count), "={}, "), self.$count);)*

@@ -1,4 +1,4 @@
-//! Values that Python gives by their names.
+//! Values that Python passes by name.
 
 use kvcore::DType;
 use pyo3::exceptions::PyValueError;
@@ -17,10 +17,17 @@ pub(crate) fn dtype(name: &str) -> PyResult<DType> {
     }
 }
 
-/// Returns the value of a name, as configurations write it.
+/// Returns a device or an element type as a name: `"cuda:0"` of `torch.device("cuda:0")`, `"float16"` of
+/// `numpy.float16`.
+pub(crate) fn text_of(object: &Bound<'_, PyAny>) -> PyResult<String> {
+    let name = object.getattr_opt("__name__")?;
+    Ok(name.as_ref().unwrap_or(object).str()?.to_string())
+}
+
+/// Returns the value that a configuration calls `name`.
 ///
 /// # Errors
-/// Returns a `ValueError` that lists the names.
+/// Returns a `ValueError` that lists the known names.
 pub(crate) fn named<T: DeserializeOwned>(what: &str, name: &str) -> PyResult<T> {
     let value = serde_json::Value::String(name.to_owned());
     serde_json::from_value(value).map_err(|error| PyValueError::new_err(format!("{what}: {error}")))

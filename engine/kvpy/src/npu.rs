@@ -1,6 +1,7 @@
-//! The cache of another engine in the memory of an NPU, lent by the addresses of its tensors.
+//! The cache of another engine in the memory of an NPU, described by the addresses of its tensors.
 //!
-//! Kernels of an NPU do not reach memory of the host. Rows are turned on the CPU, and go by way of pinned memory, some at a time.
+//! Kernels of an NPU cannot access host memory. Keys are rotated on the CPU, and rows are copied through
+//! pinned memory, a few hundred at a time.
 
 use std::any::Any;
 use std::ptr::NonNull;
@@ -19,11 +20,11 @@ use parking_lot::Mutex;
 use crate::device::finished;
 use crate::error::Result;
 
-/// Rows that are on their way at a time.
+/// The number of rows that are copied at a time.
 const ROWS: usize = 256;
 
 /// The addresses of the keys and of the values of a layer.
-pub(crate) type Planes = (u64, u64);
+pub(crate) type PlaneAddresses = (u64, u64);
 
 /// A cache on an NPU, an arena for each layer.
 pub(crate) struct NpuCache {
@@ -37,11 +38,11 @@ impl NpuCache {
     /// Describes a cache by the addresses of its layers, `[num_blocks, block_size, heads, dim]` without gaps.
     ///
     /// # Safety
-    /// The addresses are those of tensors of this shape on this device, which live as long as `owner`. Nobody else uses a slot during a copy
-    /// to or from it.
+    /// The addresses are those of tensors of this shape on this device, which live as long as `owner`.
+    /// Nothing else uses a slot during a copy to or from it.
     pub(crate) unsafe fn lent(
         device: usize,
-        planes: &[Planes],
+        planes: &[PlaneAddresses],
         shape: ForeignShape,
         owner: &Arc<dyn Any + Send + Sync>,
     ) -> Result<Self> {
@@ -73,14 +74,19 @@ impl NpuCache {
         let bytes = shape.dtype.bytes_for(bytes)?;
         check_apart(planes, bytes)?;
         let lent = |address| -> kvcore::Result<Arc<dyn Storage>> {
-            // SAFETY: the caller guarantees that the tensor at the address lives as long as `owner`. No two share a byte, as was
-            // checked.
+            // SAFETY: the caller guarantees that the tensor at the address lives as long as `owner`.
+            // `check_apart` has checked that no two share a byte.
             Ok(Arc::new(unsafe { backend.lent(address, bytes, Arc::clone(owner)) }?))
         };
-        let arena = |&(k, v): &Planes| KvArena::from_storage(lent(k)?, lent(v)?, Arc::clone(&layout));
+        let arena = |&(k, v): &PlaneAddresses| KvArena::from_storage(lent(k)?, lent(v)?, Arc::clone(&layout));
         let layers = planes.iter().map(arena).collect::<kvcore::Result<Vec<_>>>()?;
         let staging = Mutex::new(Staging::new(&backend, &shape, layers.len())?);
         Ok(Self { stream: backend.stream()?, shape, layers, staging })
+    }
+
+    /// Returns the number of tokens in a block.
+    pub(crate) fn block_size(&self) -> usize {
+        self.shape.block_size
     }
 
     /// Copies rows of an arena in host memory to the cache, as [`ForeignCache::load`] does.
@@ -126,7 +132,7 @@ impl NpuCache {
         Ok(())
     }
 
-    /// Copies the first rows of the staging memory to slots of the cache, and waits.
+    /// Copies the first rows of the staging memory to slots of the cache, and waits for the copy.
     fn down(&self, staging: &Staging, slots: &[i64]) -> Result<()> {
         let slots = WriteSlots::unchecked(slots.to_vec());
         finished(self.stream.as_ref(), || {
@@ -141,7 +147,7 @@ impl NpuCache {
         })
     }
 
-    /// Copies slots of the cache to the first rows of the staging memory, and waits.
+    /// Copies slots of the cache to the first rows of the staging memory, and waits for the copy.
     fn up(&self, staging: &Staging, slots: &[i64]) -> Result<()> {
         let slots = SlotMapping::from(slots.to_vec());
         finished(self.stream.as_ref(), || {
@@ -158,7 +164,7 @@ impl NpuCache {
     }
 }
 
-/// Rows of all layers in pinned memory, and of one layer on the device.
+/// Room for `ROWS` rows: of all layers in pinned memory, and of one layer on the device.
 struct Staging {
     /// The pinned rows as a cache in host memory, of one block.
     cache: ForeignCache,
@@ -178,9 +184,9 @@ impl Staging {
         let start = NonNull::new(memory.address() as *mut u8)
             .ok_or(kvcore::Error::Zero { what: "address of pinned memory" })?;
         let (bytes, owner) = (memory.len(), Arc::new(Arc::clone(&memory)));
-        // SAFETY: the address of pinned memory is one of the host, valid for its length as long as `owner` holds it, and the backend
-        // has cleared it. The CPU uses it only after the stream has been waited for, and the stream only after a copy of the CPU has
-        // returned.
+        // SAFETY: pinned memory has a host address, which is valid for the memory's length as long as `owner`
+        // holds the memory, and the backend has cleared it. The CPU accesses it only after a wait for the
+        // stream, and the stream only after a copy of the CPU has returned.
         let storage: Arc<dyn Storage> =
             Arc::new(unsafe { CpuStorage::from_raw(start, bytes, MemoryKind::Pinned, owner) }?);
         let plane = ROWS * heads * dim;
@@ -212,8 +218,8 @@ fn planes(both: &TensorView, rows: usize) -> kvcore::Result<[TensorView; 2]> {
     Ok([both.select(0, 0)?.slice(0, 0, rows)?, both.select(0, 1)?.slice(0, 0, rows)?])
 }
 
-/// Checks that no two planes of so many bytes share memory.
-fn check_apart(planes: &[Planes], bytes: usize) -> Result<()> {
+/// Checks that no two planes of `bytes` bytes share memory.
+fn check_apart(planes: &[PlaneAddresses], bytes: usize) -> Result<()> {
     let mut starts: Vec<u64> = planes.iter().flat_map(|&(k, v)| [k, v]).collect();
     starts.sort_unstable();
     match starts.windows(2).find(|pair| pair[1] - pair[0] < bytes as u64) {
@@ -225,7 +231,7 @@ fn check_apart(planes: &[Planes], bytes: usize) -> Result<()> {
     }
 }
 
-/// Returns as many slots of the staging memory as there are rows.
+/// Returns the first slots of the staging memory, one for each row.
 fn places(rows: &[i64]) -> SlotMapping {
     (0..rows.len() as i64).collect::<Vec<_>>().into()
 }
@@ -235,5 +241,5 @@ fn same_length(read: &[i64], written: &[i64]) -> Result<()> {
     if expected == got {
         return Ok(());
     }
-    Err(kvcore::Error::Mismatch { what: "slots to write", expected, got }.into())
+    Err(kvcore::Error::mismatch("slots to write", expected, got).into())
 }

@@ -1,4 +1,4 @@
-//! Blocks by number: who holds them, who fills them, and who finds them by a key.
+//! Blocks by number, their holders, and the keys under which they are found.
 
 use std::time::Duration;
 
@@ -8,25 +8,27 @@ use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::error::{Failure, KvCacheError};
+use crate::error::{CallError, KvCacheError};
 use crate::names::named;
-use crate::table::WriteSlots;
+use crate::table::PyWriteSlots;
 use crate::tensor::Integers;
 
-/// The blocks of an arena, or of any other memory: free, being filled, shared, or kept under a key until room is needed.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct BlockPool(pub(crate) kvcore::BlockPool);
+/// The blocks of an arena, or of other memory. A block is free, being filled, shared, or cached under a key
+/// until its memory is needed.
+#[pyclass(frozen, name = "BlockPool", module = "kvcache")]
+pub(crate) struct PyBlockPool(pub(crate) kvcore::BlockPool);
 
 /// Blocks that one owner fills. They become free when they are released or dropped.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct MutableBlocks(Mutex<Option<kvcore::MutableBlocks>>);
+#[pyclass(frozen, name = "MutableBlocks", module = "kvcache")]
+pub(crate) struct PyMutableBlocks(Mutex<Option<kvcore::MutableBlocks>>);
 
-/// Filled blocks that any number of holders read. A block whose last holder goes is kept if it has a key.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct SharedBlocks(Mutex<Option<kvcore::SharedBlocks>>);
+/// Filled blocks that any number of holders read. After the last hold ends, a block with a key stays cached;
+/// others become free.
+#[pyclass(frozen, name = "SharedBlocks", module = "kvcache")]
+pub(crate) struct PySharedBlocks(Mutex<Option<kvcore::SharedBlocks>>);
 
 fn over() -> PyErr {
-    PyRuntimeError::new_err("the blocks were released, or given to somebody else")
+    PyRuntimeError::new_err("the blocks were released, or passed to another object")
 }
 
 /// Returns keys from their bytes.
@@ -34,14 +36,16 @@ pub(crate) fn keys_of(bytes: Vec<[u8; 32]>) -> Vec<BlockKey> {
     bytes.into_iter().map(BlockKey::from_bytes).collect()
 }
 
-fn numbers(ids: &[BlockId]) -> Vec<u32> {
+/// Returns the numbers of blocks.
+pub(crate) fn numbers(ids: &[BlockId]) -> Vec<u32> {
     ids.iter().map(|id| id.0).collect()
 }
 
 #[pymethods]
-impl BlockPool {
-    /// Creates a pool of the blocks `start` to `start + num_blocks`. `policy` is the order in which kept blocks are given up: `"lru"`,
-    /// `"s3-fifo"`, `"tiny-lfu"` or `"priority"`. After `ttl` seconds a kept block is no longer found.
+impl PyBlockPool {
+    /// Creates a pool of the blocks `start` to `start + num_blocks`. `policy` determines which cached blocks
+    /// are evicted first: `"lru"`, `"s3-fifo"`, `"tiny-lfu"` or `"priority"`. After `ttl` seconds, a cached
+    /// block is no longer found.
     #[new]
     #[pyo3(signature = (num_blocks, *, start = 0, policy = "lru", ttl = None))]
     fn new(num_blocks: u32, start: u32, policy: &str, ttl: Option<f64>) -> PyResult<Self> {
@@ -52,26 +56,26 @@ impl BlockPool {
             config = config.ttl(ttl.map_err(|error| PyValueError::new_err(format!("ttl: {error}")))?);
         }
         let end = start.checked_add(num_blocks).ok_or(kvcore::Error::Overflow { what: "the last block" });
-        let pool = kvcore::BlockPool::with_config(start..end.map_err(Failure::from)?, config);
-        Ok(Self(pool.map_err(Failure::from)?))
+        let pool = kvcore::BlockPool::with_config(start..end.map_err(CallError::from)?, config);
+        Ok(Self(pool.map_err(CallError::from)?))
     }
 
-    /// Takes `n` blocks to fill, or none. Kept blocks are given up if they are needed.
-    fn allocate(&self, n: usize) -> PyResult<MutableBlocks> {
-        Ok(MutableBlocks(Mutex::new(Some(self.0.allocate(n).map_err(Failure::from)?))))
+    /// Allocates `n` blocks to fill, or none. Evicts cached blocks if needed.
+    fn allocate(&self, n: usize) -> PyResult<PyMutableBlocks> {
+        Ok(PyMutableBlocks::new(self.0.allocate(n).map_err(CallError::from)?))
     }
 
-    /// Holds the blocks of the longest known beginning of a chain of keys.
-    fn lookup(&self, keys: Vec<[u8; 32]>) -> SharedBlocks {
-        SharedBlocks(Mutex::new(Some(self.0.lookup_chain(&keys_of(keys)))))
+    /// Holds the blocks of the longest known prefix of a chain of keys.
+    fn lookup(&self, keys: Vec<[u8; 32]>) -> PySharedBlocks {
+        PySharedBlocks(Mutex::new(Some(self.0.lookup_chain(&keys_of(keys)))))
     }
 
-    /// The number of blocks that a lookup would find now.
+    /// Returns the number of blocks that a lookup would find now.
     fn cached_prefix(&self, keys: Vec<[u8; 32]>) -> usize {
         self.0.cached_prefix(&keys_of(keys))
     }
 
-    /// The blocks in each state, by its name, and the number of blocks given up so far.
+    /// Returns the number of blocks in each state, and the number of evictions so far.
     fn counts<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let (counts, dict) = (self.0.counts(), PyDict::new(py));
         for (name, count) in [
@@ -88,54 +92,60 @@ impl BlockPool {
         Ok(dict)
     }
 
-    /// Forgets every kept block that nobody holds, and returns their number.
+    /// Frees every cached block, and returns their number.
     fn clear_cached(&self) -> usize {
         self.0.clear_cached()
     }
 
-    /// Recounts everything, and raises an error that says which number is wrong.
+    /// Recounts everything, and raises an error that names the first wrong number.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }
 }
 
+impl PyMutableBlocks {
+    pub(crate) fn new(blocks: kvcore::MutableBlocks) -> Self {
+        Self(Mutex::new(Some(blocks)))
+    }
+}
+
 #[pymethods]
-impl MutableBlocks {
+impl PyMutableBlocks {
     /// The numbers of the blocks.
     #[getter]
     fn ids(&self) -> PyResult<Vec<u32>> {
         Ok(numbers(self.0.lock().as_ref().ok_or_else(over)?.ids()))
     }
 
-    /// A permit to write these slots, which must lie in these blocks.
-    fn write_slots(&self, block_size: usize, slots: Integers) -> PyResult<WriteSlots> {
+    /// Returns a permit to write `slots`, which must lie in these blocks.
+    fn write_slots(&self, block_size: usize, slots: Integers) -> PyResult<PyWriteSlots> {
         let own = self.0.lock();
         let slots = own.as_ref().ok_or_else(over)?.write_slots(block_size, slots.0);
-        Ok(WriteSlots(slots.map_err(Failure::from)?))
+        Ok(PyWriteSlots(slots.map_err(CallError::from)?))
     }
 
-    /// Shares the blocks, which have been filled, under a key for each. A block whose key is known already is replaced by the known
+    /// Shares the filled blocks, each under a key. If a key is already known, the known block replaces this
     /// one. `parent` is the key before the first.
     #[pyo3(signature = (keys, parent = None))]
-    fn register(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<SharedBlocks> {
+    fn register(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<PySharedBlocks> {
         let mut own = self.0.lock();
         let blocks = own.take().ok_or_else(over)?;
         match blocks.register(parent.map(BlockKey::from_bytes), &keys_of(keys)) {
-            Ok(shared) => Ok(SharedBlocks(Mutex::new(Some(shared)))),
+            Ok(shared) => Ok(PySharedBlocks(Mutex::new(Some(shared)))),
             Err(rejected) => {
                 *own = Some(rejected.blocks);
-                Err(Failure::from(rejected.error).into())
+                Err(CallError::from(rejected.error).into())
             }
         }
     }
 
-    /// Shares the blocks, which have been filled, without keys.
-    fn share(&self) -> PyResult<SharedBlocks> {
+    /// Shares the filled blocks without keys.
+    fn share(&self) -> PyResult<PySharedBlocks> {
         let blocks = self.0.lock().take().ok_or_else(over)?;
-        Ok(SharedBlocks(Mutex::new(Some(blocks.share()))))
+        Ok(PySharedBlocks(Mutex::new(Some(blocks.share()))))
     }
 
-    /// Gives the blocks back now.
+    /// Frees the blocks now.
     fn release(&self) {
         drop(self.0.lock().take());
     }
@@ -145,15 +155,15 @@ impl MutableBlocks {
     }
 }
 
-impl SharedBlocks {
-    /// Takes the blocks out of the object, for a new holder.
+impl PySharedBlocks {
+    /// Takes the blocks out of the object, to pass them on.
     pub(crate) fn take(&self) -> PyResult<kvcore::SharedBlocks> {
         self.0.lock().take().ok_or_else(over)
     }
 }
 
 #[pymethods]
-impl SharedBlocks {
+impl PySharedBlocks {
     /// The numbers of the blocks.
     #[getter]
     fn ids(&self) -> PyResult<Vec<u32>> {

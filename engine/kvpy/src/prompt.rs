@@ -1,22 +1,22 @@
-//! Prompts in parts, the hashes of their chunks, and the positions of their parts.
+//! Prompts in parts, the hashes of their chunks, and the positions of the parts.
 
 use kvchunk::{ComputeMode, PositionStrategy, ReuseCell};
 use pyo3::prelude::*;
 
-use crate::error::Failure;
+use crate::error::CallError;
 use crate::names::named;
 
 /// The tokens of a prompt in parts: a system prompt, chunks that do not see each other, and a question.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct ChunkedPrompt(pub(crate) kvchunk::ChunkedPrompt);
+#[pyclass(frozen, name = "ChunkedPrompt", module = "kvcache")]
+pub(crate) struct PyChunkedPrompt(pub(crate) kvchunk::ChunkedPrompt);
 
 #[pymethods]
-impl ChunkedPrompt {
+impl PyChunkedPrompt {
     /// Creates a prompt from the token ids of its parts. No part may be empty.
     #[new]
     fn new(sys_prompt: Vec<u32>, chunks: Vec<Vec<u32>>, user_question: Vec<u32>) -> PyResult<Self> {
         let prompt = kvchunk::ChunkedPrompt::new(sys_prompt, chunks, user_question);
-        Ok(Self(prompt.map_err(Failure::from)?))
+        Ok(Self(prompt.map_err(CallError::from)?))
     }
 
     /// The tokens of the system prompt.
@@ -42,20 +42,21 @@ impl ChunkedPrompt {
         self.0.total_tokens()
     }
 
-    /// Returns where the parts stand: each chunk's logical index, and the positions that its keys are stored for and used at.
+    /// Returns the place of each part: a chunk's logical index, and the positions at which its keys are
+    /// stored and used.
     #[pyo3(signature = (mode = "with-system", strategy = "overlapped", max_positions = usize::MAX))]
-    fn positions(&self, mode: &str, strategy: &str, max_positions: usize) -> PyResult<PositionPlan> {
-        let mode: ComputeMode = mode.parse().map_err(Failure::from)?;
+    fn positions(&self, mode: &str, strategy: &str, max_positions: usize) -> PyResult<PyPositionPlan> {
+        let mode: ComputeMode = mode.parse().map_err(CallError::from)?;
         let strategy: PositionStrategy = named("strategy", strategy)?;
         let plan = kvchunk::PositionPlan::new(&self.0, ReuseCell { mode, strategy }, max_positions);
-        let plan = plan.map_err(Failure::from)?;
-        let place = |place: kvchunk::ChunkPlace| ChunkPlace {
+        let plan = plan.map_err(CallError::from)?;
+        let place = |place: kvchunk::ChunkPlace| PyChunkPlace {
             logical_start: place.logical_start,
             stored_start: place.stored_start,
             used_start: place.used_start,
             num_tokens: place.len,
         };
-        Ok(PositionPlan {
+        Ok(PyPositionPlan {
             chunks: plan.chunks.into_iter().map(place).collect(),
             question_logical: plan.question_logical,
             question_position: plan.question_position,
@@ -64,33 +65,35 @@ impl ChunkedPrompt {
 }
 
 /// The places of the parts of a prompt.
-#[pyclass(frozen, get_all, module = "kvcache")]
-pub(crate) struct PositionPlan {
-    chunks: Vec<ChunkPlace>,
+#[pyclass(frozen, name = "PositionPlan", get_all, module = "kvcache")]
+pub(crate) struct PyPositionPlan {
+    chunks: Vec<PyChunkPlace>,
     question_logical: usize,
     question_position: i64,
 }
 
-/// The place of a chunk: its index in the prompt, and the positions of its first key when it is stored and when it is used.
-#[pyclass(frozen, get_all, module = "kvcache")]
+/// The place of a chunk: the index of its first token in the prompt, and that token's positions when stored
+/// and when used.
+#[pyclass(frozen, name = "ChunkPlace", get_all, module = "kvcache")]
 #[derive(Clone)]
-pub(crate) struct ChunkPlace {
+pub(crate) struct PyChunkPlace {
     logical_start: usize,
     stored_start: i64,
     used_start: i64,
     num_tokens: usize,
 }
 
-/// The hash of a piece of a chunk, wherever it stands: of its tokens, and of all that its bytes depend on.
-#[pyclass(frozen, eq, hash, get_all, module = "kvcache")]
+/// The hash of a piece of a chunk: of its tokens, and of everything else that its bytes depend on. It does
+/// not depend on the piece's place.
+#[pyclass(frozen, name = "ChunkHash", eq, hash, get_all, module = "kvcache")]
 #[derive(Clone, PartialEq, Eq, Hash)]
-pub(crate) struct ChunkHash {
+pub(crate) struct PyChunkHash {
     hash_bytes: [u8; 32],
     token_count: usize,
     num_blocks: usize,
 }
 
-impl From<kvchunk::ChunkHash> for ChunkHash {
+impl From<kvchunk::ChunkHash> for PyChunkHash {
     fn from(hash: kvchunk::ChunkHash) -> Self {
         Self { hash_bytes: *hash.key.as_bytes(), token_count: hash.token_count, num_blocks: hash.num_blocks }
     }

@@ -6,16 +6,16 @@ use kvcore::{LayerRopes, Rope, RopeFamily};
 use kvmodel::ModelConfig;
 use pyo3::prelude::*;
 
-use crate::error::{Failure, Result};
+use crate::error::{CallError, Result};
 
-/// The rotary embeddings of a model's layers, from the text of its `config.json`.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct Ropes {
+/// The rotary embeddings of a model's layers, read from the text of its `config.json`.
+#[pyclass(frozen, name = "Ropes", module = "kvcache")]
+pub(crate) struct PyRopes {
     pub(crate) layers: LayerRopes,
     pub(crate) max_positions: usize,
 }
 
-impl Ropes {
+impl PyRopes {
     fn read(text: &str, longest: Option<usize>) -> Result<Self> {
         let config = ModelConfig::from_json(text)?;
         let ropes: Vec<_> = config.layers.iter().map(|layer| layer.rope.clone()).collect();
@@ -35,7 +35,7 @@ impl Ropes {
 }
 
 #[pymethods]
-impl Ropes {
+impl PyRopes {
     /// Reads the embeddings for requests of up to `longest` positions.
     #[new]
     #[pyo3(signature = (config_json, longest = None))]
@@ -49,16 +49,17 @@ impl Ropes {
         self.layers.layers().len()
     }
 
-    /// The first position past the largest one.
+    /// The number of positions of the model: the largest position plus 1.
     #[getter]
     fn max_positions(&self) -> usize {
         self.max_positions
     }
 
-    /// The cosines and sines of a layer at a position, and the attention factor that multiplies both when a row is first rotated.
+    /// Returns the cosines and sines of a layer at a position, and the attention factor that multiplies both
+    /// when a row is first rotated.
     fn at(&self, layer: usize, position: i64) -> PyResult<(Vec<f32>, Vec<f32>, f32)> {
         let rope = self.layer(layer)?;
-        let table = rope.table([position]).map_err(Failure::from)?;
+        let table = rope.table([position]).map_err(CallError::from)?;
         let mut sin = vec![0.0; rope.frequencies().len()];
         let cos = table.at(position, &mut sin).to_vec();
         Ok((cos, sin, rope.attention_factor()))

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 
-/// The settings of an answer. Without any, the likeliest token is taken each time, up to 64 tokens.
+/// The settings of an answer. By default, each token is the likeliest one, up to 64 tokens.
 #[pyclass(frozen, get_all, module = "kvcache")]
 pub(crate) struct SamplingParams {
     pub(crate) temperature: f32,
@@ -20,7 +20,7 @@ pub(crate) struct SamplingParams {
 
 #[pymethods]
 impl SamplingParams {
-    /// Creates settings by vLLM's names. An answer ends before a text of `stop`.
+    /// Creates settings under vLLM's names. An answer ends before the first text of `stop`.
     #[new]
     #[pyo3(signature = (
         *, temperature = 0.0, top_k = 0, top_p = 1.0, min_p = 0.0, repetition_penalty = 1.0, presence_penalty = 0.0,
@@ -57,7 +57,7 @@ impl SamplingParams {
 }
 
 impl SamplingParams {
-    /// Returns the settings of the choice of a token.
+    /// Returns the settings for choosing a token.
     pub(crate) fn sampling(&self) -> kvengine::Sampling {
         kvengine::Sampling {
             temperature: self.temperature,

@@ -6,16 +6,16 @@ use kvcore::{AttendRows, BlockId, QueryRow};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// A run of cached tokens as one request uses it: its blocks, its place in the prompt, and the distance of that place from the one
-/// that its keys were rotated for.
-#[pyclass(frozen, module = "kvcache")]
+/// A run of cached tokens as one request uses it: its blocks, its place in the prompt, and the distance
+/// between the position of use and the position to which its keys were rotated.
+#[pyclass(frozen, name = "Segment", module = "kvcache")]
 #[derive(Clone)]
-pub(crate) struct Segment(pub(crate) kvcore::Segment);
+pub(crate) struct PySegment(pub(crate) kvcore::Segment);
 
 #[pymethods]
-impl Segment {
-    /// Creates a run of `length` tokens in `block_ids`. The first has the logical index `logical_start`; its key was rotated to
-    /// `stored_start`, and is used `offset` positions further on.
+impl PySegment {
+    /// Creates a run of `length` tokens in `block_ids`. The first token has the logical index
+    /// `logical_start`; its key was rotated to `stored_start`, and is used `offset` positions later.
     #[new]
     #[pyo3(signature = (block_ids, length, *, logical_start = 0, stored_start = 0, offset = 0))]
     fn new(block_ids: Vec<u32>, length: usize, logical_start: usize, stored_start: i64, offset: i64) -> Self {
@@ -47,17 +47,17 @@ impl Segment {
     }
 }
 
-/// The queries of a step and what each attends to, prepared once for all layers.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct AttendWork(pub(crate) Arc<kvcore::AttendWork>);
+/// The queries of a step and the segments that each attends to, prepared once for all layers.
+#[pyclass(frozen, name = "AttendWork", module = "kvcache")]
+pub(crate) struct PyAttendWork(pub(crate) Arc<kvcore::AttendWork>);
 
 #[pymethods]
-impl AttendWork {
-    /// Creates the work of a batch: for each request, in the order of the rows of the queries, the number of its rows and the
-    /// segments that it attends to. The rows are the last tokens of the last segment. A row sees the tokens whose logical index is
-    /// at most its own.
+impl PyAttendWork {
+    /// Creates the work of a batch. Each entry is a request's number of query rows, and the segments that it
+    /// attends to; requests are in the order of the rows. The rows are the last tokens of the last segment. A
+    /// row sees all tokens with a logical index up to its own.
     #[new]
-    fn new(batch: Vec<(usize, Vec<PyRef<'_, Segment>>)>) -> PyResult<Self> {
+    fn new(batch: Vec<(usize, Vec<PyRef<'_, PySegment>>)>) -> PyResult<Self> {
         let (mut rows, mut entries) = (Vec::new(), Vec::new());
         for (count, segments) in batch {
             let segments: Vec<kvcore::Segment> = segments.iter().map(|segment| segment.0.clone()).collect();

@@ -5,29 +5,30 @@ use parking_lot::Mutex;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::error::Failure;
-use crate::pool::{BlockPool, SharedBlocks, keys_of};
-use crate::segment::Segment;
+use crate::error::CallError;
+use crate::pool::{PyBlockPool, PySharedBlocks, keys_of};
+use crate::segment::PySegment;
 use crate::tensor::Integers;
 
-/// The blocks of a sequence in order: shared ones first, then those that it fills itself. They are released when the table is
-/// released or dropped.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct BlockTable(Mutex<Option<kvcore::BlockTable>>);
+/// The blocks of a sequence in order: shared blocks first, then blocks that the sequence fills itself. All
+/// are released when the table is released or dropped.
+#[pyclass(frozen, name = "BlockTable", module = "kvcache")]
+pub(crate) struct PyBlockTable(Mutex<Option<kvcore::BlockTable>>);
 
-/// Slots that may be written: a slot mapping with the permit of the blocks' owner. Once a block is shared, or leaves its owner, the
-/// slots in it are refused.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct WriteSlots(pub(crate) kvcore::WriteSlots);
+/// Slots that may be written: a slot mapping with a permit of the blocks' owner. Once a block is shared, or
+/// leaves its owner, its slots are refused.
+#[pyclass(frozen, name = "WriteSlots", module = "kvcache")]
+pub(crate) struct PyWriteSlots(pub(crate) kvcore::WriteSlots);
 
-/// A shared block to copy before a sequence may write to the copy. It is held until the object is dropped.
-#[pyclass(frozen, module = "kvcache")]
-pub(crate) struct TailCopy(kvcore::TailCopy);
+/// A copy to make before a sequence writes: of a shared block, which is held until the object is dropped.
+#[pyclass(frozen, name = "TailCopy", module = "kvcache")]
+pub(crate) struct PyTailCopy(kvcore::TailCopy);
 
-/// Slots of rows: a permit, or the numbers of an engine that keeps its own blocks and knows that nobody reads them meanwhile.
+/// Slots of rows: a permit, or numbers from an engine that manages its own blocks and guarantees that nothing
+/// reads them during a write.
 #[derive(FromPyObject)]
 pub(crate) enum Slots<'py> {
-    Permit(PyRef<'py, WriteSlots>),
+    Permit(PyRef<'py, PyWriteSlots>),
     Numbers(Integers),
 }
 
@@ -49,15 +50,16 @@ impl Slots<'_> {
     }
 }
 
-/// Pairs of a block to read and a block to write: a table's copy, or the numbers of an engine that keeps its own blocks.
+/// Pairs of a block to read and a block to write: a table's copy, or numbers from an engine that manages its
+/// own blocks.
 #[derive(Debug)]
-pub(crate) struct Pairs(pub(crate) WritePairs);
+pub(crate) struct BlockPairs(pub(crate) WritePairs);
 
-impl<'py> FromPyObject<'_, 'py> for Pairs {
+impl<'py> FromPyObject<'_, 'py> for BlockPairs {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        if let Ok(copy) = object.cast::<TailCopy>() {
+        if let Ok(copy) = object.cast::<PyTailCopy>() {
             return Ok(Self(copy.get().0.pairs().clone()));
         }
         let pairs: Vec<(u32, u32)> = object.extract()?;
@@ -70,37 +72,38 @@ fn over() -> PyErr {
     PyRuntimeError::new_err("the table was released")
 }
 
-impl BlockTable {
+impl PyBlockTable {
     fn with<T>(&self, work: impl FnOnce(&mut kvcore::BlockTable) -> kvcore::Result<T>) -> PyResult<T> {
         let mut own = self.0.lock();
-        Ok(work(own.as_mut().ok_or_else(over)?).map_err(Failure::from)?)
+        Ok(work(own.as_mut().ok_or_else(over)?).map_err(CallError::from)?)
     }
 }
 
 #[pymethods]
-impl BlockTable {
-    /// Creates an empty table, or one that begins with full blocks found by their keys, which it takes over.
+impl PyBlockTable {
+    /// Creates an empty table, or one that begins with `prefix`, full blocks that were found by their keys.
+    /// The table takes them over.
     #[new]
     #[pyo3(signature = (pool, block_size, prefix = None))]
-    fn new(pool: &BlockPool, block_size: usize, prefix: Option<&SharedBlocks>) -> PyResult<Self> {
+    fn new(pool: &PyBlockPool, block_size: usize, prefix: Option<&PySharedBlocks>) -> PyResult<Self> {
         let table = match prefix {
             Some(prefix) => kvcore::BlockTable::with_prefix(prefix.take()?, block_size),
             None => kvcore::BlockTable::new(&pool.0, block_size),
         };
-        Ok(Self(Mutex::new(Some(table.map_err(Failure::from)?))))
+        Ok(Self(Mutex::new(Some(table.map_err(CallError::from)?))))
     }
 
-    /// Makes room for more tokens, and returns their slots.
-    fn grow(&self, tokens: usize) -> PyResult<WriteSlots> {
-        self.with(|table| table.grow(tokens)).map(WriteSlots)
+    /// Makes room for `tokens` more tokens, and returns their slots.
+    fn grow(&self, tokens: usize) -> PyResult<PyWriteSlots> {
+        self.with(|table| table.grow(tokens)).map(PyWriteSlots)
     }
 
-    /// The slots of tokens `start` to `end`, to be written again.
-    fn write_slots(&self, start: usize, end: usize) -> PyResult<WriteSlots> {
-        self.with(|table| table.write_slots(start..end)).map(WriteSlots)
+    /// Returns the slots of tokens `start` to `end`, to be written again.
+    fn write_slots(&self, start: usize, end: usize) -> PyResult<PyWriteSlots> {
+        self.with(|table| table.write_slots(start..end)).map(PyWriteSlots)
     }
 
-    /// The slots of tokens `start` to `end`, to be read.
+    /// Returns the slots of tokens `start` to `end`, to be read.
     fn slots(&self, start: usize, end: usize) -> PyResult<Vec<i64>> {
         self.with(|table| (start..end).map(|token| table.slot(token)).collect())
     }
@@ -111,24 +114,26 @@ impl BlockTable {
         self.with(|table| Ok(table.ids().iter().map(|id| id.0).collect()))
     }
 
-    /// The tokens as attention reads them: the first has the logical index `logical_start`, and its key was rotated to `stored_start`.
+    /// Returns the tokens as attention reads them: the first has the logical index `logical_start`, and its
+    /// key was rotated to `stored_start`.
     #[pyo3(signature = (*, logical_start = 0, stored_start = 0))]
-    fn segment(&self, logical_start: usize, stored_start: i64) -> PyResult<Segment> {
+    fn segment(&self, logical_start: usize, stored_start: i64) -> PyResult<PySegment> {
         self.with(|table| {
             let ids = table.ids().clone();
-            Ok(Segment(kvcore::Segment::new(ids, table.len(), logical_start, stored_start)))
+            Ok(PySegment(kvcore::Segment::new(ids, table.len(), logical_start, stored_start)))
         })
     }
 
-    /// Creates a second table over the same tokens. Both share all blocks; who writes first copies the last one.
+    /// Creates a second table over the same tokens. Both share all blocks; the first one that writes copies
+    /// the last block.
     fn fork(&self) -> PyResult<Self> {
         self.with(kvcore::BlockTable::fork).map(|table| Self(Mutex::new(Some(table))))
     }
 
-    /// Replaces a partial last block that others read by one of this table's own. Returns the copy to make, with `Arena.copy`, before
-    /// the table grows; None if none is needed.
-    fn unshare_tail(&self) -> PyResult<Option<TailCopy>> {
-        Ok(self.with(kvcore::BlockTable::unshare_tail)?.map(TailCopy))
+    /// Replaces a partial last block that others read by a block of this table. Returns the copy to make with
+    /// `Arena.copy` before the table grows; `None` if no copy is needed.
+    fn unshare_tail(&self) -> PyResult<Option<PyTailCopy>> {
+        Ok(self.with(kvcore::BlockTable::unshare_tail)?.map(PyTailCopy))
     }
 
     /// Removes the tokens past `length`.
@@ -136,7 +141,8 @@ impl BlockTable {
         self.with(|table| table.truncate(length))
     }
 
-    /// Shares the next full blocks, which have been filled, under their keys, so that lookups find them.
+    /// Shares the next full blocks under their keys, so that lookups find them. Their slots must have been
+    /// filled.
     #[pyo3(signature = (keys, parent = None))]
     fn share_full(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<()> {
         let parent = parent.map(kvcore::BlockKey::from_bytes);
@@ -154,7 +160,7 @@ impl BlockTable {
 }
 
 #[pymethods]
-impl WriteSlots {
+impl PyWriteSlots {
     /// The slots: `block * block_size + offset` each.
     fn tolist(&self) -> Vec<i64> {
         self.0.to_vec()
@@ -166,7 +172,7 @@ impl WriteSlots {
 }
 
 #[pymethods]
-impl TailCopy {
+impl PyTailCopy {
     /// Pairs of the block to read and the block to write.
     #[getter]
     fn pairs(&self) -> Vec<(u32, u32)> {

@@ -12,54 +12,55 @@ use kvcore::{DType, Dims, Storage, TensorView};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
-use crate::device::Device;
-use crate::error::{Failure, Result};
+use crate::device::ArenaDevice;
+use crate::error::{CallError, Result};
 
 /// A tensor of another library. Its memory lives as long as the storage.
 #[derive(Debug)]
-pub(crate) struct Tensor {
+pub(crate) struct ForeignTensor {
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
-    /// In elements.
+    /// The distance between neighbours on each axis, in elements.
     pub(crate) strides: Vec<usize>,
-    /// False for memory that its owner does not let others write.
+    /// False if the owner marks the memory as read-only.
     writable: bool,
     start: NonNull<u8>,
     owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// The managed tensor of another library, which keeps the memory alive.
-struct Kept(#[expect(dead_code, reason = "held for its Drop")] dlpark::AllocationDeleter);
+/// Keeps the managed tensor of another library, and so its memory, alive.
+struct DlpackOwner(#[expect(dead_code, reason = "held for its Drop")] dlpark::AllocationDeleter);
 
-// SAFETY: the deleter is called once, when the last holder drops it; `DLPack` allows that on any thread, and Python's own producers
-// take the lock of the interpreter in it.
-unsafe impl Send for Kept {}
+// SAFETY: the deleter is called once, when the last holder is dropped. `DLPack` allows the call on any
+// thread; Python's own producers take the interpreter's lock in it.
+unsafe impl Send for DlpackOwner {}
 // SAFETY: a shared reference to it gives no access to anything.
-unsafe impl Sync for Kept {}
+unsafe impl Sync for DlpackOwner {}
 
-/// The stream that a producer orders its work before.
+/// The stream before whose work a producer's work must come.
 struct Consumer(*mut c_void);
 
-// SAFETY: the handle is that of a live CUDA stream, which `Device` keeps, in the convention of CUDA's devices.
+// SAFETY: the handle is that of a live CUDA stream, which `ArenaDevice` keeps, in the convention of CUDA's
+// devices.
 unsafe impl DlpackStream for Consumer {
     fn as_python_arg(&self, _: Python<'_>, _: DLDevice) -> PyResult<StreamArg> {
         Ok(cuda(self.0))
     }
 }
 
-impl Tensor {
-    /// Takes a tensor on a device through `DLPack`, without a copy. Work that its producer has enqueued comes before that of the
-    /// device's stream.
+impl ForeignTensor {
+    /// Takes a tensor on a device through `DLPack`, without a copy. The device's stream waits for work that
+    /// the producer has enqueued.
     ///
     /// # Errors
-    /// Returns a `TypeError` for an object that is no tensor or of another element type, and a `ValueError` for a tensor elsewhere,
-    /// with negative strides, or without elements.
-    pub(crate) fn of(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<Self> {
+    /// Returns a `TypeError` for an object that is no tensor or of another element type, and a `ValueError`
+    /// for a tensor elsewhere, with negative strides, or without elements.
+    pub(crate) fn of(object: &Bound<'_, PyAny>, place: &ArenaDevice) -> PyResult<Self> {
         let stream = place.raw_stream().map(Consumer);
         let stream = stream.as_ref().map(|stream| stream as &dyn DlpackStream);
         let request = ImportRequest::new(object.as_borrowed())?;
-        // A tensor elsewhere is refused before its producer hears of a stream.
+        // Check the device first: a producer elsewhere must not get this stream.
         place.check(request.device()?)?;
         let tensor = request.import(stream, None)?;
         let writable = !tensor.flags().contains(dlpark::DlpackFlags::READ_ONLY);
@@ -88,61 +89,61 @@ impl Tensor {
             |sum: usize, (n, stride): (&usize, &usize)| (n - 1).checked_mul(*stride)?.checked_add(sum);
         let elements = shape.iter().zip(&strides).try_fold(1, reach);
         let overflow = kvcore::Error::Overflow { what: "extent of a tensor" };
-        let bytes = elements.ok_or(overflow).and_then(|n| dtype.bytes_for(n)).map_err(Failure::from)?;
+        let bytes = elements.ok_or(overflow).and_then(|n| dtype.bytes_for(n)).map_err(CallError::from)?;
         let start = view.data_ptr().cast_mut().cast::<u8>().wrapping_add(view.byte_offset() as usize);
         let Some(start) = NonNull::new(start) else {
             return Err(PyValueError::new_err("the tensor has no memory"));
         };
-        let owner: Arc<dyn Any + Send + Sync> = Arc::new(Kept(tensor.into_deleter()));
-        // SAFETY: the producer guarantees that its tensor lies at `start` with the shape and strides that were checked, for as long
-        // as `owner` is not dropped. The Python caller guarantees that nobody else uses the elements during a call, as the
-        // documentation of each call says.
+        let owner: Arc<dyn Any + Send + Sync> = Arc::new(DlpackOwner(tensor.into_deleter()));
+        // SAFETY: the producer guarantees that its tensor lies at `start` with the shape and strides that
+        // were checked, for as long as `owner` is not dropped. The Python caller guarantees that nothing else
+        // uses the elements during a call, as the documentation of each call requires.
         let storage = unsafe { place.lent(start, bytes, Arc::clone(&owner)) }?;
         Ok(Self { storage, dtype, shape, strides, writable, start, owner })
     }
 
-    /// Takes a tensor that is written, as [`of`](Self::of) does.
+    /// Takes a tensor that will be written, as [`of`](Self::of) does.
     ///
     /// # Errors
-    /// Returns a `ValueError` for a tensor that is read-only, and the errors of `of`.
-    pub(crate) fn of_written(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<Self> {
+    /// Returns a `ValueError` for a read-only tensor, and the errors of `of`.
+    pub(crate) fn of_written(object: &Bound<'_, PyAny>, place: &ArenaDevice) -> PyResult<Self> {
         let tensor = Self::of(object, place)?;
         if tensor.writable { Ok(tensor) } else { Err(PyValueError::new_err("the tensor is read-only")) }
     }
 
-    /// Returns the memory from an element on.
-    pub(crate) fn behind(&self, elements: usize, place: &Device) -> Result<Arc<dyn Storage>> {
+    /// Returns the memory after the first `elements` elements.
+    pub(crate) fn after(&self, elements: usize, place: &ArenaDevice) -> Result<Arc<dyn Storage>> {
         let skipped = self.dtype.bytes_for(elements)?;
         let left = self.storage.len().checked_sub(skipped);
         let bytes = left.ok_or(kvcore::Error::Overflow { what: "extent of a tensor" })?;
         // SAFETY: `skipped` is at most the length of the storage, which begins at `start`.
         let start = unsafe { self.start.add(skipped) };
-        // SAFETY: the `bytes` bytes from `start` on end where the storage does, which is valid for as long as `owner` lives. The Python
-        // caller guarantees that nobody else uses the elements during a call.
+        // SAFETY: the `bytes` bytes from `start` on end where the storage does, which is valid for as long as
+        // `owner` lives. The Python caller guarantees that nothing else uses the elements during a call.
         unsafe { place.lent(start, bytes, Arc::clone(&self.owner)) }
     }
 
-    /// Returns the tensor as an operand that is read.
+    /// Returns the tensor as an operand to read.
     pub(crate) fn view(&self) -> PyResult<TensorView> {
         let view = || {
             let (shape, strides) = (Dims::new(&self.shape)?, Dims::new(&self.strides)?);
             TensorView::with_strides(Arc::clone(&self.storage), self.dtype, shape, strides, 0)
         };
-        Ok(view().map_err(Failure::from)?)
+        Ok(view().map_err(CallError::from)?)
     }
 }
 
-/// Returns a tensor as an operand that is read.
-pub(crate) fn read(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<TensorView> {
-    Tensor::of(object, place)?.view()
+/// Returns a tensor as an operand to read.
+pub(crate) fn read(object: &Bound<'_, PyAny>, place: &ArenaDevice) -> PyResult<TensorView> {
+    ForeignTensor::of(object, place)?.view()
 }
 
-/// Returns a tensor as an operand that is written.
+/// Returns a tensor as an operand to write.
 ///
 /// # Errors
-/// Returns the errors of [`Tensor::of_written`].
-pub(crate) fn written(object: &Bound<'_, PyAny>, place: &Device) -> PyResult<TensorView> {
-    Tensor::of_written(object, place)?.view()
+/// Returns the errors of [`ForeignTensor::of_written`].
+pub(crate) fn written(object: &Bound<'_, PyAny>, place: &ArenaDevice) -> PyResult<TensorView> {
+    ForeignTensor::of_written(object, place)?.view()
 }
 
 /// A list of integers, or a tensor of them in host memory.
@@ -153,7 +154,7 @@ impl<'py> FromPyObject<'_, 'py> for Integers {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        // Arrays and tensors make a list of their elements much faster than a loop over them does.
+        // `tolist` of arrays and tensors is much faster than a loop over their elements.
         let list = if object.hasattr("tolist")? { object.call_method0("tolist")? } else { object.to_owned() };
         Ok(Self(list.extract()?))
     }

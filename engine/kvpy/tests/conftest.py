@@ -1,4 +1,4 @@
-"""Puts the fake of vLLM on the path: its real packages are too large for these tests."""
+"""Puts a fake vLLM on the path: the real packages are too large for these tests."""
 
 import pathlib
 import sys

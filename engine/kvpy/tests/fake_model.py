@@ -1,7 +1,8 @@
-"""A model without weights, over caches as vLLM's CPU kernels lay them out: ``[blocks, heads, 32, 2 * dim]``, keys transposed.
+"""A model without weights, over caches as vLLM's CPU kernels lay them out: ``[blocks, heads, 32, 2 * dim]``,
+keys transposed.
 
-The keys and values of a token are numbers drawn from the tokens that it sees, itself last; keys are rotated to its position. Whoever
-knows what a token saw knows its bytes.
+The keys and values of a token are drawn from the tokens that it sees, with the token itself as the last; keys
+are rotated to its position. So the tokens that a token saw determine its bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvcache import Ropes
 
 
 class Tensor(np.ndarray):
-    """An array that says where it is as a tensor of torch does."""
+    """An array with the ``device`` of a torch tensor."""
 
     device = SimpleNamespace(type="cpu")
 
@@ -42,7 +43,8 @@ class FakeModel:
         return cos, sin
 
     def _rows(self, seen: tuple[int, ...], position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the keys and values ``[layers, heads, dim]`` of a token that sees these, at a position."""
+        """Returns the keys and values ``[layers, heads, dim]`` of a token that sees ``seen``, at a position.
+        """
         seed = int.from_bytes(hashlib.blake2b(np.array(seen, np.int32).tobytes(), digest_size=8).digest(), "little")
         shape = (2, len(self.caches), self.heads, self.dim)
         keys, values = np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
@@ -58,7 +60,7 @@ class FakeModel:
             self.keys[layer][block, :, :, row], self.values[layer][block, :, row] = keys[layer], values[layer]
 
     def fault(self, table: list[int], seen: dict[int, tuple[int, ...]]) -> str | None:
-        """Says which token is not in its slot as it is after seeing these, if there is one."""
+        """Returns a description of tokens with wrong bytes in their slots; None if all are right."""
         places = np.array(list(seen))
         expected = [self.rows(tokens, position) for position, tokens in seen.items()]
         blocks, rows = np.array(table)[places // self.size], places % self.size
@@ -73,7 +75,8 @@ class FakeModel:
 
 
 class FakeRecomputer:
-    """Computes tokens again with everything before them in sight. A question chooses the first of those that it may choose."""
+    """Recomputes tokens with everything before them in sight. A question chooses the first tokens that it may
+    choose."""
 
     def __init__(self, model: FakeModel) -> None:
         self.model = model

@@ -1,7 +1,8 @@
-"""Golden files of the calls that vLLM makes to the connector: how values are written, and the files.
+"""Golden files of the calls that vLLM makes to the connector: the written form of values, and the files.
 
-A call is a list of its method, its arguments, its result and its effects; what is empty at the end is left out. Effects are what the
-connector does to its host beside returning: requests it adds, with the calls that come out of it; salts it sets; recomputations.
+A call is a list of its method, its arguments, its result and its effects; empty values at the end are left
+out. Effects are the connector's other actions on its host: requests that it adds, with the calls that follow;
+salts that it sets; recomputations.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def ints(values: Any) -> str:
 
 
 def numbers(text: str) -> list[int]:
-    """Reads what ``ints`` writes."""
+    """Reads numbers from the form of ``ints``."""
     values: list[int] = []
     for run in text.split():
         first, _, last = run.partition("..")
@@ -38,7 +39,7 @@ def numbers(text: str) -> list[int]:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as JSON has it. Objects are their fields; lists of numbers are their runs."""
+    """Returns a value as JSON. Objects become their fields, and lists of numbers become runs."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, bytes):
@@ -59,7 +60,7 @@ def plain(value: Any) -> Any:
 
 
 def described(request: Any) -> dict[str, Any]:
-    """Returns what the connector reads of a new request."""
+    """Returns the parts of a new request that the connector reads."""
     sampling = request.sampling_params
     fields = {
         "id": request.request_id,
@@ -95,7 +96,7 @@ class Effects:
 
 
 def call(method: str, args: Any = None, result: Any = None, effects: list[Any] | None = None) -> Call:
-    """Puts a call together, without what is empty at its end."""
+    """Returns a call without empty values at its end."""
     made = [method, args, result, effects or None]
     while made[-1] is None:
         made.pop()
@@ -103,7 +104,8 @@ def call(method: str, args: Any = None, result: Any = None, effects: list[Any] |
 
 
 def write(name: str, header: dict[str, Any], calls: list[Call]) -> None:
-    """Writes a golden file: a line for each call that has arguments, and one for those in a row that have none."""
+    """Writes a golden file: a line for each call with arguments, and one line for consecutive calls without.
+    """
     lines, bare = [], []
     for one in [*calls, None]:
         if one is not None and len(one) == 1:

@@ -1,7 +1,9 @@
-"""Makes the calls of a golden file to a real connector over fake data holders, and compares what it returns and does.
+"""Makes the calls of a golden file to a real connector with a fake vLLM, and compares its results and
+effects.
 
-Before every forward pass of the fake model, the blocks of each request have to hold exactly the keys and values of the tokens that it
-has computed or loaded: each token as it is after seeing what its request says that it sees.
+Before every forward pass of the fake model, the blocks of each request must hold exactly the keys and values
+of the tokens that it has computed or loaded. A token's rows depend on the tokens that it saw, which the
+request's parameters determine.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from kvcache import KvCacheError, Ropes
 from kvcache.vllm import ChunkConnector
 
-RECORD = "if the connector changed on purpose, record anew: python proof/vllm/record.py FOLDER"
+RECORD = "if the connector changed on purpose, record again: python proof/vllm/record.py FOLDER"
 
 
 class Scheduler(SchedulerInterface):
-    """Requests and their blocks, as the golden file says them."""
+    """Requests and their blocks, as in the golden file."""
 
     def __init__(self, config: Any, caches: Any, replay: Replay) -> None:
         self.replay = replay
@@ -53,7 +55,7 @@ class Runner(GPUModelRunner):
 
 
 def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
-    """Returns vLLM's configuration and that of its caches, as far as the connector reads them."""
+    """Returns the parts of vLLM's configuration, and of its caches', that the connector reads."""
     text, spec = config["model"], config["spec"]
     settings = SimpleNamespace(to_json_string=lambda: json.dumps(text), to_dict=lambda: text)
     model = SimpleNamespace(hf_text_config=settings, max_model_len=config["max_model_len"], model="small", revision=None)
@@ -72,7 +74,7 @@ def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
 
 
 class Replay:
-    """One scenario. Of several ranks, the worker is one whose reports the others repeat."""
+    """One scenario. With several ranks, there is one worker, and the other ranks repeat its reports."""
 
     def __init__(self, golden: dict[str, Any], monkeypatch: Any, ranks: int = 1) -> None:
         self.calls = golden["calls"]
@@ -89,7 +91,7 @@ class Replay:
         monkeypatch.setitem(__import__("sys").modules, "kvcache.vllm.recompute", recompute)
         self.effects = Effects(self.salts)
         self.expected: list[list[Any]] = []
-        """Recorded effects of the calls that are running, as far as they add requests, the innermost last."""
+        """The recorded requests that the running calls add, the innermost call last."""
         self.scheduler = Scheduler(config, caches, self)
         self.side = self.scheduler.connector
         self.runner = Runner(config, caches, self.model)
@@ -97,13 +99,14 @@ class Replay:
         finished = [args for method, args, *_ in (one for one in self.calls if len(one) > 1) if method.startswith("request_fin")]
         self.outputs = {name: numbers(outputs) for name, _, outputs in finished}
         self.found: dict[str, int] = {}
-        """Tokens of requests that the host's own cache had."""
+        """The number of tokens of each request that the host's own cache had."""
         self.step: dict[str, Any] = {}
         self.orders: Any = None
         self.report: Any = None
 
     def run(self) -> None:
-        """Makes the calls. Raises ``AssertionError`` for the first that is answered otherwise, and for wrong bytes."""
+        """Makes the calls. Raises ``AssertionError`` for the first one with another result, and for wrong
+        bytes."""
         for number, one in enumerate(self.calls):
             self.repeat(one, f"call {number}")
         self.side.shutdown()
@@ -128,7 +131,7 @@ class Replay:
         return {name: request.cache_salt for name, request in self.scheduler.requests.items()}
 
     def added(self, request: Request) -> None:
-        """A request that the connector adds: the host makes the calls that came out of it."""
+        """Adds a request of the connector's: the host makes the calls that followed when it was recorded."""
         assert self.expected[-1], f"the connector adds {described(request)}, which was not recorded; {RECORD}"
         _, _, calls = self.expected[-1].pop(0)
         self.effects.note("add_request", described(request), calls)
@@ -159,7 +162,7 @@ class Replay:
         return self.side.get_num_new_matched_tokens(self.scheduler.requests[name], computed)
 
     def answered(self, request: Request, known: int) -> None:
-        """Gives a request the tokens of its answer that the host knows by now, of so many in all."""
+        """Gives a request the answer tokens that the host knows by now: ``known`` tokens with the prompt."""
         count = max(known - len(request.prompt_token_ids), len(request.output_token_ids))
         request.output_token_ids = self.outputs[request.request_id][:count]
 
@@ -211,7 +214,7 @@ class Replay:
         self.worker.wait_for_save()
 
     def get_finished(self, names: Any) -> Any:
-        # Loads have ended in every step, as when they were recorded.
+        # As in the recording, wait for loads in every step.
         ended: Future[None] = self.worker._worker.threads.submit(lambda: None)
         ended.result()
         return self.worker.get_finished(set(names or ()))
@@ -241,14 +244,14 @@ class Replay:
         self.worker._worker.arena = self.own_arena
 
     def forward(self, where: str) -> None:
-        """Computes the tokens of a step, over blocks that have to be right."""
+        """Computes the tokens of a step, after checking the blocks."""
         for name, (count, computed, blocks) in self.step.items():
             request, table = self.scheduler.requests[name], numbers(blocks)
             tokens = [*request.prompt_token_ids, *self.outputs[name]]
-            # Block 0 stands for one that a window has let go of.
+            # Block 0 stands for one that was freed because a window has passed it.
             held = [position for position in range(computed) if table[position // self.model.size] != 0]
             seen = {position: self.seen(request, tokens, position) for position in held}
-            # The host throws away what a request computes in a step in which its load failed.
+            # The host drops the tokens of a step in which the request's load failed.
             if seen and name not in self.worker._worker.not_loaded:
                 fault = self.model.fault(table, seen)
                 assert fault is None, f"{where}, {name}: {fault}"
@@ -259,10 +262,10 @@ class Replay:
                 self.model.write(table, position, tuple(tokens[: position + 1]))
 
     def seen(self, request: Request, tokens: list[int], position: int) -> tuple[int, ...]:
-        """Returns the tokens that a token of a request has seen, itself last."""
+        """Returns the tokens that a token of a request has seen, with the token itself as the last."""
         everything = tuple(tokens[: position + 1])
         salt = request.cache_salt or ""
-        # A request that could not be loaded is computed by the host behind what its own cache had.
+        # The host computes a request that could not be loaded, after the tokens that its own cache had.
         chunked = salt.startswith("kvcache:") or (salt.startswith("kvcache-mixed-") and position < self.found[request.request_id])
         if not chunked:
             return everything

@@ -1,7 +1,8 @@
-"""The connector for vLLM, without vLLM: it answers recorded calls as it did when they were recorded, and the bytes are right.
+"""The connector for vLLM, without vLLM: it answers recorded calls as it did when they were recorded, and the
+bytes are right.
 
-When the connector changes on purpose, ``python proof/vllm/record.py FOLDER`` records the files in ``golden/vllm`` anew from a real vLLM,
-and their difference is the change.
+When the connector changes on purpose, ``python proof/vllm/record.py FOLDER`` records the files in
+``golden/vllm`` again from a real vLLM, and their difference is the change.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from vllm import SamplingParams
 from vllm.v1.request import Request
 
 from kvcache.vllm.host import Settings, geometry
+from kvcache.vllm.chunks import no_recompute
 from kvcache.vllm.orders import Load
-from kvcache.vllm.scheduler import Encode, _no_recompute
+from kvcache.vllm.prefix import NoPrefixes, Prefixes
+from kvcache.vllm.requests import BlockSaving, Encode, Tracked
+from kvcache.vllm.scheduler import ChunkScheduler
 
 
 @pytest.mark.parametrize("name", golden_calls.names())
@@ -25,59 +29,77 @@ def test_recorded_calls_are_answered_as_they_were(name: str, monkeypatch: pytest
     replay = Replay(golden_calls.read(name), monkeypatch)
     replay.run()
     side = replay.side._scheduler
-    kept = [side.states, side.encodes, side.unsaved, side.refused, side.receiving, side.ended, side.behind_chunks]
-    if side.tier is not None:
-        kept += [side.tier.holds, side.tier.saving, side.tier.on_their_way, side.tier.progress, side.tier.barred]
-    assert not any(kept), "something is kept of requests that have ended"
-    chunks = side.cache
+    assert not side.requests and not side.saving and not side.loads, "something is kept of requests that have ended"
+    has_prefixes = golden_calls.read(name)["config"]["extra_config"].get("prefix_memory") is not None
+    assert isinstance(side.prefixes, Prefixes if has_prefixes else NoPrefixes)
+    chunks = side.chunks.cache
     chunks.check_invariants()
     counted = side.stats()
     assert counted is not None and any(counted.data[what] for what in ("chunk_tokens_computed", "chunk_requests_refused"))
     side.reset()
     assert chunks.get_metrics().used_blocks == 0, "something stays held when no request runs"
-    if side.tier is not None:
-        side.tier.pool.check_invariants()
-        counts = side.tier.pool.counts()
+    if has_prefixes:
+        assert not side.prefixes.saving
+        side.prefixes.pool.check_invariants()
+        counts = side.prefixes.pool.counts()
         assert counts["free"] == counts["total"], "a block of a prefix stays held when no request runs"
 
 
-def test_what_one_rank_could_not_save_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Saves of an encode and of a block, of which one of two ranks reports success and the other failure."""
-    side = Replay(golden_calls.read("prefixes"), monkeypatch, ranks=2).side._scheduler
-    (missing,) = side.cache.acquire(bytes(32), "alone", [], list(range(40)), 0)
-    side.encodes["encode"] = Encode("encode", 0, 40, [(0, missing)], scheduled=True)
-    request = Request("plain", list(range(70)), SamplingParams(), None)
-    places, names, blocks = zip(*side.tier.new_blocks(request, 70))
-    assert places == (0, 1) and len(set(blocks)) == 2
-    side.unsaved.update({"encode": 0, names[0]: 0, names[1]: 0})
-    side.not_saved({"encode", names[0]})
-    side.saved({"encode": 1, names[0]: 1, names[1]: 2})
-    assert not side.encodes and not side.unsaved and not side.tier.saving
-    assert side.tier.matched(request, 0) == 0 and side.tier.matched(request, 32) == 32, "the second block alone was saved"
-    side.tier.finished("plain")
+def prefixes_side(monkeypatch: pytest.MonkeyPatch, ranks: int = 1) -> ChunkScheduler:
+    """Returns the scheduler's side of a connector with a tier for prefixes."""
+    return Replay(golden_calls.read("prefixes"), monkeypatch, ranks).side._scheduler
+
+
+def plain_request(side: ChunkScheduler, tokens: int) -> Tracked:
+    """Returns a new ordinary request."""
+    request = Request("plain", list(range(tokens)), SamplingParams(), None)
+    side.on_new_request(request)
+    return side.requests["plain"]
+
+
+def new_saves(side: ChunkScheduler, tracked: Tracked) -> list[BlockSaving]:
+    """Reserves memory for the blocks of a request, as if the workers were told to save them."""
+    new = side.prefixes.new_blocks(tracked, tracked.request.num_tokens)
+    side.saving |= {saving.name: saving for saving in new}
+    return new
+
+
+def test_rows_that_one_rank_could_not_save_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of two ranks reports that it has saved an encode and a block, and the other that it has not."""
+    side = prefixes_side(monkeypatch, ranks=2)
+    (missing,) = side.chunks.cache.acquire(bytes(32), "alone", [], list(range(40)), 0)
+    encode = side.saving["encode"] = Encode("encode", side.chunks, 0, 40, [(0, missing)])
+    plain = plain_request(side, 70)
+    first, second = new_saves(side, plain)
+    assert (first.index, second.index) == (0, 1) and first.blocks.ids != second.blocks.ids
+    side.not_saved({"encode", first.name})
+    side.saved({"encode": 1, first.name: 1, second.name: 2})
+    assert encode.is_over and not side.saving and not side.prefixes.saving
+    matched = side.prefixes.matched
+    assert (matched(plain, 0), matched(plain, 32)) == ((0, False), (32, True)), "the second block alone was saved"
+    side.finished(plain.request)
     side.reset()
-    assert side.cache.get_metrics().used_blocks == 0 and side.tier.pool.counts()["free"] == side.tier.pool.counts()["total"]
+    counts = side.prefixes.pool.counts()
+    assert side.chunks.cache.get_metrics().used_blocks == 0 and counts["free"] == counts["total"]
 
 
-def test_saves_of_before_a_reset_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = Replay(golden_calls.read("prefixes"), monkeypatch).side._scheduler
-    request = Request("plain", list(range(70)), SamplingParams(), None)
-    names = [name for _, name, _ in side.tier.new_blocks(request, 70)]
-    side.unsaved.update(dict.fromkeys(names, 0))
+def test_rows_saved_before_a_reset_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = prefixes_side(monkeypatch)
+    plain = plain_request(side, 70)
+    names = [saving.name for saving in new_saves(side, plain)]
     assert side.reset() is False, "something is on its way"
     side.saved(dict.fromkeys(names, 1))
-    assert side.tier.matched(request, 0) == 0 and side.reset() is True
+    assert side.prefixes.matched(plain, 0) == (0, False) and side.reset() is True
 
 
 def test_a_block_without_room_is_offered_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    side = Replay(golden_calls.read("prefixes"), monkeypatch).side._scheduler
-    total = side.tier.pool.counts()["total"]
-    held = side.tier.pool.allocate(total - 1)
-    request = Request("plain", list(range(100)), SamplingParams(), None)
-    assert [at for at, _, _ in side.tier.new_blocks(request, 100)] == [0], "there was room for one"
+    side = prefixes_side(monkeypatch)
+    held = side.prefixes.pool.allocate(side.prefixes.pool.counts()["total"] - 1)
+    plain = plain_request(side, 100)
+    assert [saving.index for saving in new_saves(side, plain)] == [0], "there was room for one"
     held.release()
-    assert [at for at, _, _ in side.tier.new_blocks(request, 100)] == [1, 2]
-    assert side.tier.new_blocks(request, 100) == []
+    assert [saving.index for saving in new_saves(side, plain)] == [1, 2]
+    assert new_saves(side, plain) == []
 
 
 @pytest.mark.parametrize(
@@ -89,35 +111,36 @@ def test_a_block_without_room_is_offered_again(monkeypatch: pytest.MonkeyPatch) 
         ("skip_reading_prefix_cache", True, "ordinary attention"),
     ],
 )
-def test_requests_that_are_no_plain_text_are_apart(field: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither chunks nor, if their blocks do not follow from their tokens, the tier."""
-    side = Replay(golden_calls.read("prefixes"), monkeypatch).side._scheduler
+def test_requests_that_are_not_plain_text_are_kept_apart(field: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get no chunks. They use the tier only if their blocks follow from their tokens."""
+    side = prefixes_side(monkeypatch)
     params = {"kv_transfer_params": {"chunk_lengths": [3, 40]}}
     request = Request("odd", list(range(70)), SamplingParams(extra_args=params), None)
     setattr(request, field, value)
     side.on_new_request(request)
-    assert reason in side.refused["odd"] and not side.states and request.cache_salt is None
-    assert side._is_plain(request) is (field == "skip_reading_prefix_cache")
+    odd = side.requests["odd"]
+    assert reason in (odd.refused or "") and odd.chunks is None and request.cache_salt is None
+    assert odd.is_plain() is (field == "skip_reading_prefix_cache")
 
 
-def test_nothing_is_computed_again_where_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_recomputed_where_it_would_be_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     replay = Replay(golden_calls.read("link"), monkeypatch)
     config, caches = configs(golden_calls.read("link")["config"], 1)
     shape = geometry(config, caches, Settings())
-    assert _no_recompute(config, shape) is None
+    assert no_recompute(config, shape) is None
     config.lora_config = object()
-    assert "adapters" in (_no_recompute(config, shape) or "")
+    assert "adapters" in (no_recompute(config, shape) or "")
     config.lora_config, config.device_config.device_type = None, "cuda"
     side = replay.side._scheduler
-    side.no_recompute = _no_recompute(config, shape)
+    side.chunks.no_recompute = no_recompute(config, shape)
     params = {"kv_transfer_params": {"chunk_lengths": [3, 40], "chunk_recompute": "link:4"}}
     request = Request("odd", list(range(70)), SamplingParams(extra_args=params), None)
     side.on_new_request(request)
-    assert "CPUs only" in side.refused["odd"]
+    assert "CPUs only" in side.requests["odd"].refused
 
 
-def test_a_rank_whose_copy_fails_runs_the_model_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another rank waits for it in the collectives of the same pass."""
+def test_a_rank_whose_copy_fails_still_runs_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another rank would wait for it in the collectives of the same pass."""
     worker = Replay(golden_calls.read("link"), monkeypatch).worker._worker
     ran: list[object] = []
 

@@ -1,4 +1,4 @@
-"""Arenas and models on devices. Tests of a device that is not here are skipped, and say why."""
+"""Arenas and models on devices. Tests of a missing device are skipped with the reason."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from test_llm import MODEL, OTHER, PROMPT
 from test_native import DIM, HEADS, LAYERS, ropes, turned
 from test_paged import QUERY_HEADS, attention, rows
 
-CUDA = 2  # as DLPack numbers devices
+CUDA = 2  # DLPack's number
 
 
 class Device(ctypes.Structure):
@@ -49,7 +49,7 @@ Managed._fields_ = [("tensor", DLTensor), ("context", ctypes.c_void_p), ("delete
 
 
 class Driver:
-    """The CUDA driver, as far as a tensor needs it."""
+    """The parts of the CUDA driver that a tensor needs."""
 
     def __init__(self) -> None:
         self.library = ctypes.CDLL("libcuda.so.1")
@@ -64,7 +64,7 @@ class Driver:
 
 
 class DeviceArray:
-    """An array of f32 in the memory of a GPU, which other libraries take through DLPack."""
+    """An f32 array in GPU memory, exported through DLPack."""
 
     kept: dict[int, tuple[Any, ...]] = {}
     numbers = itertools.count(1)
@@ -75,7 +75,7 @@ class DeviceArray:
         self.address = ctypes.c_uint64()
         driver.call("cuCtxSetCurrent", driver.context)
         driver.call("cuMemAlloc_v2", ctypes.byref(self.address), ctypes.c_size_t(self.bytes))
-        # Its elements as they lie, whatever the order of the axes.
+        # The elements in memory order, for any order of the axes.
         source = self.flat(values).copy()
         driver.call("cuMemcpyHtoD_v2", self.address, source.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(self.bytes))
 
@@ -134,7 +134,7 @@ def test_operations_on_a_gpu_take_tensors_of_the_gpu() -> None:
     own.attend(1, queries, kvcache.AttendWork([(5, [table.segment()])]), out)
     visible = np.arange(37)[None] <= np.arange(32, 37)[:, None]
     assert np.allclose(out.numpy(), attention(q, k, v, visible), atol=1e-4)
-    # Producers are told of the stream that works on their tensors.
+    # Producers get the stream that works on their tensors.
     assert all(stream not in (None, 0, -1) for array in (keys, queries, out) for stream in array.streams)
     for array in (keys, values, queries, out, *back):
         assert not any(held[3] is array for held in DeviceArray.kept.values()), "a tensor is still held"
@@ -158,7 +158,8 @@ def strided(layer: np.ndarray, order: str) -> np.ndarray:
 @pytest.mark.parametrize("order", ["BHNC", "BNHC", "HBNC"])
 @pytest.mark.parametrize("distance", [0, 700, -5])
 def test_rows_go_to_and_from_an_engines_cache_on_a_gpu(order: str, distance: int) -> None:
-    """Keys and values in turn in each row, as FlashAttention and FlashInfer have them in vLLM, beside the same on the host."""
+    """Rows of a key and a value, as for FlashAttention and FlashInfer in vLLM, compared with the same cache
+    on the host."""
     own, driver = cuda_arena("host"), Driver()
     drawn = np.random.default_rng(0).standard_normal((LAYERS, 3, HEADS, 16, 2 * DIM), dtype=np.float32)
     layers = [strided(layer, order) for layer in drawn]
@@ -182,7 +183,7 @@ def test_rows_go_to_and_from_an_engines_cache_on_a_gpu(order: str, distance: int
         assert {(int(block), int(token)) for block, _, token in changed} == {(2, 8), (2, 9)}, "other rows were written"
     with pytest.raises(ValueError, match="take rows"):
         kvcache.ForeignCache.interleaved(theirs, "columns", "cuda")
-    # Kept, since a deleter that is written in Python cannot run while an exception is on its way.
+    # Keep this object: a deleter written in Python cannot run while an exception is raised.
     one = kvcache.ForeignCache.interleaved(theirs[:1], "rows", "cuda")
     with pytest.raises(kvcache.KvCacheError, match="layers of the cache"):
         own.load(one, [([0], [0], 0)], ropes())
@@ -220,7 +221,7 @@ def host_arena(num_blocks: int = 8) -> kvcache.Arena:
 
 
 class Npu:
-    """CANN's runtime, as far as a tensor needs it."""
+    """The parts of CANN's runtime that a tensor needs."""
 
     HOST_TO_DEVICE, DEVICE_TO_HOST = 1, 2
     IS_INITIALISED = 100002
@@ -240,7 +241,8 @@ class Npu:
 
 
 class NpuTensor:
-    """A tensor of f32 without gaps in the memory of an NPU, with what the connector reads of one of torch."""
+    """A contiguous f32 tensor in NPU memory, with the attributes of a torch tensor that the connector reads.
+    """
 
     dtype = "torch.float32"
     device = SimpleNamespace(type="npu", index=0)
@@ -270,7 +272,7 @@ class NpuTensor:
 
 
 def described_npu(layers: list[tuple[NpuTensor, ...]], *backends: str) -> tuple[kvcache.ForeignCache, str]:
-    """Describes caches as the connector does, for layers of some classes of attention."""
+    """Describes caches as the connector does, for layers of the given attention classes."""
     names = [f"layer.{i}" for i in range(len(layers))]
     modules = {name: SimpleNamespace(attn_backend=type(backend, (), {})) for name, backend in zip(names, backends)}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules))
@@ -289,7 +291,7 @@ def npu_layers(npu: Npu, drawn: np.ndarray) -> list[tuple[NpuTensor, ...]]:
 
 @pytest.mark.parametrize("distance", [0, 700, -5])
 def test_rows_go_to_and_from_an_engines_cache_on_an_npu(distance: int) -> None:
-    """More rows than are on their way at a time, keys rotated, into caches as vllm-ascend lays them out."""
+    """More rows than one copy takes, with rotated keys, into caches with vllm-ascend's layout."""
     npu, count = Npu(), 300
     drawn = np.random.default_rng(0).standard_normal(
         (LAYERS, 2, NPU_BLOCKS, NPU_BLOCK_SIZE, HEADS, DIM), dtype=np.float32
@@ -300,7 +302,7 @@ def test_rows_go_to_and_from_an_engines_cache_on_an_npu(distance: int) -> None:
     assert (layout.device_of(theirs[0]), layout.block_size_of(theirs[0])) == ("ascend:0", NPU_BLOCK_SIZE)  # type: ignore[arg-type]
     own = host_arena(20)
     assert layout.arena_device("ascend:0") == "cpu"
-    # Backwards, so that a wrong order is seen; the last row has no place.
+    # In reverse, so that a wrong order is noticed; the last row is skipped.
     rows, read = list(range(count)), list(range(20 + count, 20, -1))
     written = [*range(NPU_BLOCKS * NPU_BLOCK_SIZE - count, NPU_BLOCKS * NPU_BLOCK_SIZE - 1), -1]
     own.save(cache, rows, read)
@@ -326,7 +328,7 @@ def test_rows_go_to_and_from_an_engines_cache_on_an_npu(distance: int) -> None:
     )
     with pytest.raises(kvcache.KvCacheError, match="arena"):
         small.save(cache, [0], [0])
-    # What was refused has changed nothing, and is in nobody's way.
+    # Refused copies have changed nothing, and do not block later ones.
     own.save(cache, [0], [0])
     own.load(cache, [([0], [1], 0)], ropes())
     assert np.array_equal(theirs[0][1].numpy()[0, 1], drawn[0][1][0, 0])

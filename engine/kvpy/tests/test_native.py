@@ -40,7 +40,7 @@ def layers() -> list[np.ndarray]:
 
 
 def rows(layer: np.ndarray, slot: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values of a token, where vLLM's CPU backend keeps them."""
+    """Returns views of a token's keys and values in the layout of vLLM's CPU backend."""
     block = layer[slot // 32].reshape(HEADS, 2 * 32 * DIM)
     keys, values = block[:, : 32 * DIM].reshape(HEADS, DIM, 32), block[:, 32 * DIM :].reshape(HEADS, 32, DIM)
     return keys[:, :, slot % 32], values[:, slot % 32]
@@ -65,6 +65,26 @@ def test_rows_are_saved_and_loaded_where_they_belong(distance: int) -> None:
             got = rows(theirs[layer], slot)
             assert np.allclose(got[0], turned(keys, layer, distance), atol=1e-6)
             assert np.array_equal(got[1], values)
+
+
+def test_runs_of_tokens_are_their_slots() -> None:
+    """A run of tokens names the same rows as its slots; tokens in a negative block are skipped."""
+    caches, owns = [layers() for _ in range(2)], [arena(), arena()]
+    described = [kvcache.ForeignCache.interleaved(cache, "columns") for cache in caches]
+    # The engine's blocks have 32 tokens, the arena's 16.
+    owns[0].save(described[0], ([3, 1], 5, 20), ([2, 0], 30, 20))
+    owns[1].save(described[1], [*range(53, 64), *range(16, 25)], [94, 95, *range(18)])
+    owns[0].load(described[0], [(([3, 1], 5, 20), ([-1, 1], 28, 20), 7)], ropes())
+    owns[1].load(described[1], [([*range(53, 64), *range(16, 25)], [-1] * 4 + [*range(32, 48)], 7)], ropes())
+    for run, slots, untouched in zip(*caches, layers()):
+        assert np.array_equal(run, slots) and not np.array_equal(run, untouched)
+    for wrong, match in ((([0], 30, 3), "end of a run"), (([3], 0, 1), "out of range"), (([-1], 0, 1), "out of range")):
+        with pytest.raises(kvcache.KvCacheError, match=match):
+            owns[0].save(described[0], ([0], 0, wrong[2]), wrong)
+    with pytest.raises(kvcache.KvCacheError, match="end of a run"):
+        owns[0].load(described[0], [(([0], 0, 1), ([0], 0, 2**60), 0)], ropes())
+    with pytest.raises(kvcache.KvCacheError, match="block"):
+        owns[0].save(described[0], ([0], 0, 1), ([2**62], 0, 1))
 
 
 def test_rows_of_device_layouts_are_described_by_their_axes() -> None:
@@ -133,7 +153,7 @@ def test_a_chunk_is_computed_once_and_found_by_all_that_it_depends_on() -> None:
     key, tokens = root(), list(range(40))
     first = cache.acquire(key, "alone", [1, 2], tokens, 0)
     assert [type(piece).__name__ for piece in first] == ["ChunkReservation", "ChunkReservation"]
-    assert [len(piece.slots) for piece in first] == [32, 8] and first[1].stored_start == 32
+    assert [piece.num_tokens for piece in first] == [32, 8] and first[1].stored_start == 32
     (waiting, _) = cache.acquire(key, "alone", [9], tokens, 0)
     assert isinstance(waiting, kvcache.ChunkWaiter) and not waiting.is_over
     holds = [piece.store() for piece in first]

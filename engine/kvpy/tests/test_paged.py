@@ -1,4 +1,5 @@
-"""The paged cache on arrays of NumPy: pools, tables, slots, and the operations of an arena, against plain NumPy."""
+"""The paged cache on arrays of NumPy: pools, tables, slots, and the operations of an arena, against plain
+NumPy."""
 
 import json
 
@@ -100,7 +101,7 @@ def test_a_prefix_is_found_by_its_keys_and_a_fork_copies_what_it_writes() -> Non
     pool.check_invariants()
 
 
-def test_blocks_are_filled_registered_and_given_up_when_room_is_needed() -> None:
+def test_blocks_are_filled_registered_and_evicted_when_room_is_needed() -> None:
     pool = kvcache.BlockPool(4, start=8, policy="s3-fifo")
     blocks = pool.allocate(3)
     assert blocks.ids == [8, 9, 10] and len(blocks) == 3
@@ -122,7 +123,7 @@ def test_blocks_are_filled_registered_and_given_up_when_room_is_needed() -> None
         kvcache.BlockPool(1, ttl=-1.0)
 
 
-def test_vllms_keys_are_vllms() -> None:
+def test_keys_for_vllm_equal_vllms() -> None:
     # `sha256_cbor` of vLLM: its parent of first blocks, and the salt in the first block only.
     plain, salted = kvcache.vllm_keys(list(range(32)), 16), kvcache.vllm_keys(list(range(32)), 16, cache_salt="alice")
     assert len(plain) == 2 and plain != salted and kvcache.vllm_keys(list(range(32)), 16, cache_salt="") == plain
@@ -130,7 +131,8 @@ def test_vllms_keys_are_vllms() -> None:
 
 
 def test_a_chunk_is_attended_to_at_any_position_without_a_copy() -> None:
-    """Two documents that were computed apart, used in the other order: as plain arrays whose keys are rotated anew."""
+    """Two documents computed separately and used in the other order give the attention of plain arrays with
+    rotated keys."""
     own, chunks = arena(), kvcache.ChunkCacheManager(kvcache.ChunkCacheConfig(), 8, 16)
     pool, turn = kvcache.BlockPool(8, start=8), ropes()
     root = kvcache.key_root("m", b"1", turn, dtype_name="float32", num_heads=HEADS, head_dim=DIM, block_size=16)
@@ -209,7 +211,7 @@ def test_wrong_operands_are_refused_and_nothing_is_written() -> None:
         own.scatter(LAYERS, k, k, [0, 1])
     with pytest.raises(kvcache.KvCacheError, match="dim|extent|shape"):
         own.scatter(0, k[:, :, :16], k, [0, 1])
-    with pytest.raises(ValueError, match="together"):
+    with pytest.raises(ValueError, match="both ropes and positions"):
         own.scatter(0, k, k, [0, 1], ropes=ropes())
     with pytest.raises(ValueError, match="last tokens"):
         kvcache.AttendWork([(3, [kvcache.Segment([0], 2)])])

@@ -1,4 +1,4 @@
-"""What a request says about its chunks."""
+"""The parameters with which a request names its chunks."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def test_parts_are_cut_by_lengths_or_by_a_separator() -> None:
     assert prompt.plan_of({"something": 1}, tokens) is None and prompt.plan_of(None, tokens) is None
 
 
-def test_modes_say_what_chunks_see_and_links_what_is_computed_again() -> None:
+def test_modes_determine_what_chunks_see_and_links_what_is_recomputed() -> None:
     def plan(mode: str, recompute: str = "none"):
         params = {"chunk_lengths": [3, 2, 4], "chunk_mode": mode, "chunk_recompute": recompute}
         return prompt.plan_of(params, list(range(12)))
@@ -35,7 +35,7 @@ def test_modes_say_what_chunks_see_and_links_what_is_computed_again() -> None:
     assert [(run.start, run.end) for run in plan("sink:2").apart()] == [(3, 5), (5, 9)]
 
 
-def test_a_share_is_that_of_all_chunks_and_is_taken_from_those_that_have_not_seen_everything() -> None:
+def test_a_share_counts_all_chunks_but_is_taken_from_chunks_that_have_not_seen_everything() -> None:
     def chosen(mode: str, recompute: str) -> int:
         params = {"chunk_lengths": [3, 5, 15], "chunk_mode": mode, "chunk_recompute": recompute}
         return prompt.plan_of(params, list(range(30))).chosen_tokens()
@@ -62,12 +62,12 @@ def test_a_share_is_that_of_all_chunks_and_is_taken_from_those_that_have_not_see
         ({"chunk_separator": [99]}, "stands 0 times"),
     ],
 )
-def test_parts_that_cannot_be_told_are_refused(params: dict, reason: str) -> None:
+def test_wrong_parts_are_refused(params: dict, reason: str) -> None:
     with pytest.raises(prompt.ChunkRequestError, match=reason):
         prompt.plan_of(params, list(range(12)))
 
 
-def test_the_helper_tokenises_parts_by_themselves() -> None:
+def test_the_helper_tokenises_parts_separately() -> None:
     made = prompt.ChunkPrompt.of(lambda text: [ord(c) for c in text], "be brief. ", ["one. ", "two. "], "which?", mode="with-system")
     assert made.kv_transfer_params == {"chunk_lengths": [10, 5, 5], "chunk_mode": "with-system", "chunk_recompute": "none"}
     assert bytes(made.token_ids) == b"be brief. one. two. which?"

@@ -1,4 +1,4 @@
-"""Questions about notes, and how they are put to a model."""
+"""Questions about notes, and their prompts."""
 
 import json
 import pathlib
@@ -8,7 +8,7 @@ import pytest
 from kvcache.vllm.gate import chat, questions
 
 
-def test_equal_seeds_give_equal_questions_and_each_answer_stands_in_one_note() -> None:
+def test_equal_seeds_give_equal_questions_and_each_answer_is_in_one_note() -> None:
     asked = questions.note_questions(3, 60, 4)
     assert asked == questions.note_questions(3, 60, 4) != questions.note_questions(4, 60, 4)
     for question in asked:
@@ -31,7 +31,7 @@ def test_prose_goes_on_without_end() -> None:
 
 
 class Words:
-    """A tokenizer that has a number for each character."""
+    """A tokenizer with one token per character."""
 
     bos_token, bos_token_id, eos_token_id = "^", ord("^"), 2
 

@@ -1,4 +1,4 @@
-"""The examples of the documents do what they say."""
+"""The examples of the documents run."""
 
 import os
 import pathlib
@@ -8,10 +8,11 @@ import examples
 ROOT = pathlib.Path(__file__).parents[3]
 
 
-def test_a_chunk_goes_into_another_engines_blocks() -> None:
-    paged, foreign = examples.run(ROOT / "engine/kvpy/README.md")
+def test_the_examples_of_the_readme_run() -> None:
+    paged, foreign, managers = examples.run(ROOT / "engine/kvpy/README.md")
     assert paged["out"].any() and paged["chunks"].get_metrics().cached_chunks == 1
     assert foreign["layers"][0][6, :, :, :].any()
+    assert managers["profiler"].summary()["prefill"]["count"] == 1
 
 
 def test_the_page_of_the_project_answers_a_question() -> None:

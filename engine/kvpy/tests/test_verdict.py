@@ -1,4 +1,4 @@
-"""The verdict on a model, and the comparison of answers below it."""
+"""The verdict on a model, and the comparison of answers that it rests on."""
 
 import pytest
 from kvcache.vllm.gate.compare import Answer, compare
@@ -22,7 +22,7 @@ def test_the_cheapest_setting_within_the_limit_is_chosen() -> None:
     assert judge([], [some()[0], some()[3], some()[2]], "alone", Limits()).recompute == "link:16", "whatever the order"
 
 
-def test_a_way_that_loses_too_much_or_is_refused_is_not_chosen() -> None:
+def test_a_setting_that_loses_too_much_or_is_refused_is_not_chosen() -> None:
     verdict = judge([], some()[:2], "alone", Limits())
     assert not verdict.fit and verdict.recompute is None and verdict.sentence.startswith("No setting is fit")
     refused = [some()[0], row("link:16", 60, 0.1, refused="a sliding window")]
@@ -37,7 +37,7 @@ def test_a_fault_decides_and_too_few_right_answers_say_nothing() -> None:
     assert not few.fit and few.sentence.startswith("Nothing can be said")
 
 
-def test_limits_are_those_of_the_score_test() -> None:
+def test_bounds_equal_the_score_test() -> None:
     # Without a difference the upper limit is z² / (n + z²).
     assert Paired(150, 0, 0).at_most() == pytest.approx(1.645**2 / (150 + 1.645**2), abs=1e-6)
     # Wald's limit of many questions is nearly the same.
@@ -50,7 +50,7 @@ def test_limits_are_those_of_the_score_test() -> None:
     assert "6.3 of a hundred" in caution(40)
 
 
-def test_the_table_has_a_line_for_each_way_and_json_the_same_figures() -> None:
+def test_the_table_and_the_json_have_every_setting() -> None:
     lines = table(some()).splitlines()
     assert len(lines) == 5 and len({len(line) for line in lines}) == 1, lines
     assert lines[1].split() == ["ordinary", "attention", "60", "of", "100", "1000", "ms", "1.0"]
@@ -78,7 +78,7 @@ def test_answers_are_compared_up_to_a_near_tie_and_no_farther() -> None:
         ([5, 6], [-0.1, -0.7], "2 tokens instead of 3"),
     ],
 )
-def test_whatever_else_differs_is_a_fault(tokens: list[int], logprobs: list[float], fault: str) -> None:
+def test_any_other_difference_is_a_fault(tokens: list[int], logprobs: list[float], fault: str) -> None:
     assert fault in compare(Answer(tokens, logprobs), Answer([5, 6, 7], [-0.1, -0.7, -0.2], [2.0, 0.0005, 2.0])).fault
 
 

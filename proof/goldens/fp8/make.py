@@ -1,11 +1,11 @@
 """Goldens of the 8-bit float codecs, made by PyTorch.
 
 Writes kvcore/tests/goldens/fp8.csv: the bits of an f32, and the bytes that
-torch.float8_e4m3fn and torch.float8_e5m2 give for it. PyTorch saturates one of them and not the
-other: finite inputs are clamped to the largest finite value (448 and 57344) before the conversion,
-which is what `Fp8Kind` documents for both. Infinity is left out, because PyTorch makes it 448 in
-e4m3fn where `Fp8Kind` makes it NaN. Inputs are ties between two neighbouring codes with the f32 before
-and after each, values beyond the largest, subnormals, zeros, NaN, and a spread of magnitudes.
+torch.float8_e4m3fn and torch.float8_e5m2 give for it. PyTorch saturates only one of them. Therefore
+finite inputs are clamped to the largest finite value (448 and 57344) before the conversion, as
+`Fp8Kind` documents for both. Infinity is left out, because PyTorch converts it to 448 in e4m3fn, and
+`Fp8Kind` to NaN. Inputs are ties between neighbouring codes with the f32 values before and after each,
+values beyond the largest, subnormals, zeros, NaN, and a spread of magnitudes.
 
     pip install torch==2.15.0
     python proof/goldens/fp8/make.py
@@ -29,7 +29,7 @@ def value(b: int) -> float:
 
 
 def inputs() -> list[int]:
-    """Bits of the inputs, in order, without repetition."""
+    """Returns the bits of the inputs, in order, without repetition."""
     found = []
     for dtype, _ in KINDS.values():
         codes = torch.arange(0, 0x80, dtype=torch.uint8).view(dtype).float().tolist()

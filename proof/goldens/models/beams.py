@@ -3,9 +3,10 @@
     pip install torch==2.15.0 transformers==5.23.0 safetensors numpy
     python proof/goldens/models/beams.py engine/kvmodel/tests/goldens/llama
 
-`beams.json` in the folder has a list of cases: the prompt, the settings, and of each returned answer its tokens, without the end
-token, and its score: the sum of its log-probabilities over its length to the power of the length penalty. In float32 on the CPU with
-eager attention. The end token stands in the middle of what the best answer would be without it, so that some beams end early.
+`beams.json` in the folder has a list of cases: the prompt, the settings, and the returned answers. An answer
+has its tokens, without the end token, and its score: the sum of its log-probabilities divided by its length
+to the power of the length penalty. Computed in float32 on the CPU with eager attention. The end token is one
+from the middle of the best answer, so that some beams end early.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def main() -> None:
     cases = []
     for seed, (width, penalty) in enumerate([(4, 1.0), (4, 0.0), (3, 2.0), (2, 1.0), (5, -0.5), (4, 1.0), (6, 0.5)]):
         prompt = [3 + (seed * 5 + i * 7) % 40 for i in range(6 + seed)]
-        # The end is a token in the middle of what the best answer would be.
+        # The end token is one from the middle of the best answer.
         end = search(model, prompt, width, penalty, None)[0]["tokens"][3 + seed % 5]
         answers = search(model, prompt, width, penalty, end)
         cases.append({"prompt": prompt, "width": width, "length_penalty": penalty, "end": end, "answers": answers})

@@ -15,34 +15,33 @@ included) and `golden.safetensors` with, in float32 on the CPU with eager attent
                                             rotated to sequential ones, then the question
     sequential_with_system_single           the same mask in one pass at sequential positions, which
                                             the two-phase result must NOT equal
-    overlapped_full                         logits of the question, every token seeing all before it, at overlapped
-                                            positions
-    error_f16.NAME, error_int8:4.NAME, …    the reference's own error: of each row of the question, the largest
-                                            difference of logits in each of these when transformers caches keys and
-                                            values in that format. A key is rounded once, where a cache of chunks
-                                            stores it: what is computed alone at positions from 0 on, what is computed
-                                            with the system prompt right after it. `absolute_alone` is sequential_alone
-                                            with keys rounded where they are used
-    error_f16.full.CELL, …                  the same of full attention at the cell's positions, when keys are rounded at
+    overlapped_full                         logits of the question at overlapped positions; every token sees all
+                                            tokens before it
+    error_f16.NAME, error_int8:4.NAME, …    the reference's own error: for each row of the question, the largest
+                                            difference of logits when transformers caches keys and values in that
+                                            format. A key is rounded once, at the position where a chunk cache stores
+                                            it: from 0 on for chunks computed alone, else right after the system
+                                            prompt. `absolute_alone` is sequential_alone with keys rounded at the
+                                            position of use
+    error_f16.full.CELL, …                  the same for full attention at the cell's positions, with keys rounded at
                                             the positions where the cell stores chunks
     error_f16_unrotated.NAME, …             the same with keys rounded before their rotation
-    error_f16_copied.NAME, …                the same with keys that move rounded a second time, after it
-    scaled.CELL                             logits of the question in the overlapped cells, which looks at documents
-                                            with a temperature and a scale, `scaling` (see scaled_attention.py)
+    error_f16_copied.NAME, …                the same with moved keys rounded a second time, after the move
+    scaled.CELL                             logits of the question in the overlapped cells, with a temperature and a
+                                            scale for documents, `scaling` (see scaled_attention.py)
     blend.CELL.LAYER, blend_chosen.CELL.LAYER, blend_next.CELL.LAYER
-                                            of some models, recomputation by deviation at a layer (see blending.py):
-                                            logits of the question, the tokens that were computed anew, counted from the
-                                            first of the first chunk, and logits of the likeliest next token
+                                            for some models, recomputation by deviation at a layer (see blending.py):
+                                            logits of the question, the recomputed tokens, counted from the first token
+                                            of the first chunk, and logits of the likeliest next token
 
-Masks are explicit. Under a sliding window `w` a row sees a key if `position − key position < w`, with the
-positions that the pass gives them: a chunk that is moved is seen where it is used, and its own rows, which
-were computed where it was stored, saw what stood before it there. In one pass that is `position` of both; in
-two phases the first goes by stored positions, the question by used ones.
+Masks are explicit. Under a sliding window `w`, a row sees a key if `position − key position < w`, with the
+positions of the pass. One pass has one set of positions. In two phases, chunks are computed at their stored
+positions, and the question sees them at the used ones.
 
-A request has one regime of RoPE. A single pass has it in transformers too, from its largest position; in
-two phases the frequencies of the largest used position are pinned for both. Models that transformers cannot
-express are run by one that it can: `llama-ntk` with theta scaled beforehand, partial rotary embeddings with
-Phi-3's, and `qwen2-layers`, whose layer types have embeddings of their own, with one module a type.
+A request has one regime of RoPE. transformers selects it from the largest position of a pass; in two phases,
+both use the frequencies of the largest used position. Models that transformers cannot express are run as
+another one: `llama-ntk` with theta scaled before, partial rotary embeddings as Phi-3, and `qwen2-layers`,
+whose layer types have different embeddings, with one module per type.
 
 proof/goldens/models/tables.py writes tables of cosines and sines.
 """
@@ -80,7 +79,7 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_posit
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
-# Overlapped cells end at 17 positions, sequential ones at 28: one regime each.
+# Overlapped cells end at 17 positions and sequential ones at 28, in different regimes.
 LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.25], long_factor=[1.5, 3.0, 7.5],
                 original_max_position_embeddings=20, partial_rotary_factor=0.75)
 PARTIAL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
@@ -121,21 +120,22 @@ MODELS = {
 }
 # Temperature and scale of the context, to the bit in every float.
 SCALING = (0.5, 0.75)
-# Layers at which a blend looks, of models whose frequencies no length changes; and the share that it computes anew.
+# The layers at which a blend measures deviation, for models with fixed frequencies; and the share that it
+# recomputes.
 BLENDS = {"llama-deep": (1, 2, 3), "llama-yarn": (1,), "qwen3": (1,), "mistral": (1,), "deepseek-v3": (1,)}
 SHARE = 0.4
-# Cells in one pass: whether positions overlap, whether chunks see the system prompt.
+# Cells in one pass: (positions overlap, chunks see the system prompt).
 SINGLE = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False),
               sequential_with_system_single=(False, True))
-# Cells whose chunks move, or might: the same two words.
+# Cells whose chunks may move, described in the same way.
 CELLS = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False),
              sequential_with_system_two_phase=(False, True))
-# What config.json says where it is not what transformers runs.
+# Settings that differ between config.json and transformers.
 SAYS = {"llama-ntk": dict(rope_parameters=NTK), "qwen2-layers": dict(rope_parameters=BY_TYPE)}
 
 
 class ByLayerType(torch.nn.Module):
-    """Two embeddings, of which each layer takes its own."""
+    """Two embeddings; each layer uses one of them."""
 
     def __init__(self, config):
         super().__init__()
@@ -153,7 +153,7 @@ def take_own_embedding(layer, kind):
 
 
 def rotary_of(name, config):
-    """A fresh embedding: a used dynamic one remembers the longest pass it has seen."""
+    """Returns a fresh embedding: a used dynamic one remembers its longest pass."""
     if name == "qwen2-layers":
         return ByLayerType(config)
     if "partial_rotary_factor" in config.rope_parameters:
@@ -162,7 +162,8 @@ def rotary_of(name, config):
 
 
 def pinned(rotary, config, longest):
-    """The same with the frequencies of a request of `longest` positions, whatever a pass reaches."""
+    """Returns a fresh embedding with the frequencies of a request of `longest` positions, for passes of any
+    length."""
     kind = config.rope_parameters["rope_type"]
     if kind in ("dynamic", "longrope"):
         rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=torch.tensor(longest))
@@ -171,7 +172,7 @@ def pinned(rotary, config, longest):
 
 
 def windows_of(config):
-    """The sliding window of every layer type, or of all layers under the key None."""
+    """Returns the sliding window of every layer type, or of all layers under the key None."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if kinds and "sliding_attention" in kinds:
@@ -180,7 +181,8 @@ def windows_of(config):
 
 
 def logits(model, tokens, positions, mask, key_positions=None, cache=None):
-    """Logits `[n, vocab]`; `mask` is `[n, keys]`, true where a row sees a key if its layer's window allows."""
+    """Returns logits `[n, vocab]`; `mask` is `[n, keys]`, true where a row sees a key within its layer's
+    window."""
     q, k = torch.tensor(positions)[:, None], torch.tensor(key_positions or positions)[None]
     bias = {}
     for kind, window in windows_of(model.config).items():
@@ -192,7 +194,8 @@ def logits(model, tokens, positions, mask, key_positions=None, cache=None):
 
 
 def mask_of(parts, with_system):
-    """Causal, chunks seeing themselves and maybe the system prompt, the question seeing everything."""
+    """Returns a causal mask: chunks see themselves and optionally the system prompt, and the question sees
+    everything."""
     part = torch.tensor([i for i, p in enumerate(parts) for _ in p])
     asks = part[:, None] == len(parts) - 1
     allowed = (part[:, None] == part[None]) | asks
@@ -218,7 +221,8 @@ def rotate_half(x):
 
 
 def move(keys, delta, inv_freq):
-    """Cached keys rotated by `delta` positions, in float64. DeepSeek caches its pairs de-interleaved, as halves."""
+    """Returns cached keys rotated by `delta` positions, in float64. DeepSeek caches its pairs de-interleaved,
+    as halves."""
     angle = delta[:, None] * inv_freq.double()[None]
     angle = torch.cat((angle, angle), dim=-1)
     rotated, rest = keys[..., :angle.shape[-1]].double(), keys[..., angle.shape[-1]:]
@@ -226,7 +230,7 @@ def move(keys, delta, inv_freq):
 
 
 def stored_positions(parts, with_system):
-    """Right after the system prompt, or from 0 on."""
+    """Returns the first stored position: right after the system prompt, or 0."""
     return positions_of(parts, True) if with_system else [i for p in parts for i in range(len(p))]
 
 
@@ -235,7 +239,8 @@ def frequencies(name, rotary, layer):
 
 
 def two_phase(name, model, parts, cache, overlapped=False, with_system=True):
-    """Chunks at their stored positions, cached keys moved to the used ones, then the question: logits of all."""
+    """Computes chunks at their stored positions, moves cached keys to the used ones, then computes the
+    question. Returns all logits."""
     flat = [t for p in parts for t in p]
     context = len(flat) - len(parts[-1])
     used, stored = positions_of(parts, overlapped), stored_positions(parts, with_system)
@@ -255,11 +260,12 @@ def two_phase(name, model, parts, cache, overlapped=False, with_system=True):
 
 
 def own_errors(name, model, parts, rounded, word, passes, exact, **how_rounded):
-    """Of each row of the question: how far its logits are off when what is cached is `rounded`."""
+    """Returns the error of each question row's logits if the cached rows are `rounded`."""
     flat, asked = [t for p in parts for t in p], -len(parts[-1])
     interleaved = getattr(model.config, "rope_interleave", False)
     cache = lambda **more: Rounded(
         rounded, latent=name.startswith("deepseek"), interleaved=interleaved, **how_rounded, **more)
+    # Decision: docs/decisions/tools.md#the-error-of-a-mixture-of-experts-counts-the-question-only
     error = lambda got, exact: (got - exact)[asked:].abs().amax(dim=-1)
     out = {}
     for what, how in passes.items():
@@ -298,7 +304,7 @@ def blends(name, model, parts, single):
         else:
             two_phase(name, model, parts, stored)
         logits(model, flat, positions, causal, cache=fresh)
-        # After a system prompt that it has seen, the first chunk is full attention's already.
+        # The first chunk saw the system prompt, so that it equals full attention already.
         candidates = list(range(first if "with_system" in cell else system, context))
         for layer in BLENDS[name]:
             anew = chosen(fresh, stored, layer, candidates, context - system, SHARE)
@@ -314,7 +320,7 @@ def blends(name, model, parts, single):
 
 
 def randomise(model):
-    """Every parameter random, norms around 1, routers with a bias that matters."""
+    """Draws every parameter at random, with norms around 1 and a router bias that changes choices."""
     for key, parameter in list(model.named_parameters()) + [
             (key, buffer) for key, buffer in model.named_buffers() if key.endswith("correction_bias")]:
         torch.nn.init.normal_(parameter, std=0.4 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
@@ -327,8 +333,8 @@ def randomise(model):
 
 
 def checkpoint(model, config):
-    """Tensors by the names of published checkpoints: experts one by one, and layers past the last, which
-    predict further tokens and are to be ignored."""
+    """Returns tensors under the names of published checkpoints: experts one by one, and layers past the last,
+    which predict further tokens and must be ignored."""
     state = {}
     for key, value in model.state_dict().items():
         if config.tie_word_embeddings and key == "lm_head.weight":
@@ -349,7 +355,8 @@ def checkpoint(model, config):
 
 def main():
     out = pathlib.Path(sys.argv[1])
-    # Phi-3's function rotates as many elements as the cosines have, which is all of them for the others.
+    # Phi-3's function rotates as many elements as there are cosines; for other models, these are all
+    # elements.
     modeling_llama.apply_rotary_pos_emb = modeling_phi3.apply_rotary_pos_emb
     for index, (name, (cls, config)) in enumerate(MODELS.items()):
         if len(sys.argv) > 2 and name not in sys.argv[2:]:

@@ -1,4 +1,4 @@
-"""Caches of fewer bits: keys and values as such a cache gives them back."""
+"""Caches with fewer bits: rounds keys and values as such a cache returns them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from transformers import DynamicCache
 
 
 def dense(dtype):
-    """An element type; of eight-bit floats what is too large becomes the largest."""
+    """Rounds to an element type. In eight-bit floats, too large values become the largest."""
     limit = torch.finfo(dtype).max
     return lambda x: x.clamp(-limit, limit).to(dtype).float()
 
 
 def integers(largest, group):
-    """Codes from -largest to largest, with a scale in f16, rounded up, for each group of a row's elements."""
+    """Rounds to codes from -largest to largest, with an f16 scale, rounded up, for each group of a row's
+    elements."""
     def rounded(x):
         parts = x.unflatten(-1, (-1, group))
         most = parts.abs().amax(dim=-1, keepdim=True)
@@ -28,18 +29,19 @@ def integers(largest, group):
     return rounded
 
 
-# What caches store, by the word for it.
+# The formats of caches by name.
 FORMATS = {
     "f16": dense(torch.float16), "bf16": dense(torch.bfloat16), "int8:4": integers(127, 4), "int4:4": integers(7, 4),
     "fp8-e4m3": dense(torch.float8_e4m3fn), "fp8-e5m2": dense(torch.float8_e5m2),
 }
 
 
+# Decision: docs/decisions/tools.md#the-reference-rounds-where-this-cache-stores
 class Rounded(DynamicCache):
-    """What is cached, in a format and rounded where it is stored. `unrotated`: keys were rounded before their rotation;
-    `copied`: keys that move are copied, and rounded again; `latent`: of latent attention; `interleaved`: keys whose pairs
-    transformers takes apart are rounded as they were; `stored`: rotates keys of a layer to where they are stored, and
-    back if it is told so."""
+    """Cached rows, rounded to a format at their stored position. `unrotated`: keys were rounded before their
+    rotation; `copied`: moved keys are copied, and rounded again; `latent`: rows of latent attention;
+    `interleaved`: keys whose pairs transformers de-interleaves are rounded interleaved; `stored`: rotates
+    keys of a layer to their stored position, or back."""
 
     def __init__(self, rounded, unrotated=False, copied=False, latent=False, interleaved=False,
                  stored=lambda keys, layer, back: keys):
@@ -56,18 +58,18 @@ class Rounded(DynamicCache):
     def update(self, keys, values, layer_idx, *args, **rest):
         rounded = self.rounded
         key = lambda x: x if self.unrotated else self.stored(self.key(self.stored(x, layer_idx, False)), layer_idx, True)
-        # Latent attention caches latents as keys and what is rotated as values.
+        # Latent attention caches latents as keys, and the rotated part as values.
         keys, values = (rounded(keys), key(values)) if self.latent else (key(keys), rounded(values))
         return super().update(keys, values, layer_idx, *args, **rest)
 
     def moved(self, keys):
-        """Keys after a move."""
+        """Returns keys after a move."""
         return self.key(keys) if self.copied else keys
 
 
 @contextlib.contextmanager
 def before_rotation(model, rounded):
-    """The model rounds every key before it rotates it."""
+    """Makes the model round every key before the rotation."""
     module = sys.modules[type(model).__module__]
     names = [name for name in ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave") if hasattr(module, name)]
     ordinary = {name: getattr(module, name) for name in names}

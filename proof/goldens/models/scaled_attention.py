@@ -1,10 +1,10 @@
-"""Attention with a temperature and a scale for documents, in the words of its formula.
+"""Attention with a temperature and a scale for documents, as its formula defines it.
 
     softmax over the documents     at logits / T, with the log-sum-exp L_d
     softmax over all other tokens  at their logits, with the log-sum-exp L_r
     merged                         (e^(S L_d) documents + e^L_r others) / (e^(S L_d) + e^L_r)
 
-after APE (Yang et al., 2025), of which T and S are the temperature and the scale.
+after APE (Yang et al., 2025), with the temperature T and the scale S.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def merged(scores, values, documents, temperature, scale):
-    """Attention of rows `[..., rows, keys]`; `documents` are the columns that are scaled."""
+    """Returns the attention of rows `[..., rows, keys]`; `documents` are the scaled columns."""
     parts = []
     for columns, divisor, factor in ((documents, temperature, scale), (~documents, 1.0, 1.0)):
         logits = scores[..., columns] / divisor
@@ -28,7 +28,8 @@ def merged(scores, values, documents, temperature, scale):
 
 @contextlib.contextmanager
 def scaled(model, rows, documents, temperature, scale):
-    """The model's eager attention, in which `rows` look at `documents` so; all others are as ever."""
+    """Replaces the model's eager attention: `rows` attend to `documents` with the temperature and the scale,
+    other rows as usual."""
     module = sys.modules[type(model).__module__]
     ordinary = module.eager_attention_forward
 

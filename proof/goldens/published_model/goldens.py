@@ -8,14 +8,15 @@ Writes proof/goldens/published_model/goldens.json. For each prompt of prompts.js
 
     prompt      ids of the prompt's tokens
     answer      ids of the likeliest token after the prompt and after each further one, up to 64, the end token included
-    margins     of each of them, by how much its logit is above that of the second likeliest
+    margins     for each of them, its logit less the logit of the second likeliest token
 
-The model runs in float32 on the CPU from the converted directory, with attention as torch has it, the prompt in one pass and
-each token in one more. Then it reads every answer back in float64. `rounding` is the largest difference of logits between the two:
-a margin below twice that is a tie. `end` is the end token.
+The model runs in float32 on the CPU from the converted directory, with torch's attention, the prompt in one
+pass and each token in another. Then every answer is computed again in float64. `rounding` is the largest
+difference of logits between the two: a margin below twice that is a tie. `end` is the end token.
 
-The directory is checked against the reading of the GGUF file by transformers itself, which shares no code with convert.py: all
-parameters are equal, and so are the ids of all prompts. That reading lacks the cut at digits, which is added here.
+The directory is checked against transformers' own reader of GGUF files, which shares no code with convert.py:
+all parameters are equal, and so are the ids of all prompts. That reader lacks the cut at digits, which is
+added here.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def ids_of(tokenizer, prompt: dict) -> list[int]:
 
 
 def check_conversion(model, tokenizer, prompts: list[dict], path: pathlib.Path) -> None:
-    """Compares the directory with what transformers reads from the file."""
+    """Compares the directory with the GGUF file as transformers reads it."""
     names = dict(gguf_file=path.name)
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **names).state_dict()
     ours = model.state_dict()
@@ -57,7 +58,7 @@ def check_conversion(model, tokenizer, prompts: list[dict], path: pathlib.Path) 
 
 
 def greedy(model, prompt: list[int], end: int) -> tuple[list[int], torch.Tensor]:
-    """The answer, and the logits that each of its tokens was chosen from."""
+    """Returns the answer, and the logits from which each of its tokens was chosen."""
     cache, fed, answer, rows = DynamicCache(), prompt, [], []
     while len(answer) < TOKENS and end not in answer:
         row = model(torch.tensor([fed]), past_key_values=cache, logits_to_keep=1).logits[0, -1]

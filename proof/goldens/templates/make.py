@@ -3,10 +3,10 @@
     pip install transformers==5.24.0 jinja2==3.1.6
     python proof/goldens/templates/make.py engine/kvmodel/tests/goldens/chat_templates.json
 
-templates/ holds ten templates of our own, each in the manner of a family that people use: the same constructs (whitespace
-control, namespaces, slices, loops with filters, macros, refusals, dates, blocks of `generation`), and other texts. Each
-renders each conversation below, up to where the model answers. The clock stands at 2024-07-26 09:05:03. A template that
-refuses a conversation is kept with the words of its refusal.
+templates/ holds ten templates of our own. Each has the constructs of a common family (whitespace control,
+namespaces, slices, loops with filters, macros, refusals, dates, blocks of `generation`) with other texts.
+Each renders each conversation below, up to the model's answer. The clock is fixed at 2024-07-26 09:05:03. If
+a template refuses a conversation, the golden is its refusal.
 """
 
 import datetime
@@ -63,7 +63,7 @@ def main(out):
     folder = pathlib.Path(__file__).parent / "templates"
     templates = []
     for path in sorted(folder.glob("*.jinja")):
-        # The newline at the end of the file belongs to no template.
+        # The newline at the end of the file is not part of the template.
         text = path.read_text(encoding="utf-8").removesuffix("\n")
         templates.append(
             {"name": path.stem, "template": text, "rendered": [rendered(text, c) for c in CONVERSATIONS]}

@@ -80,7 +80,7 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
         self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
         self.norm = nn.RMSNorm(c["hidden_size"], eps=c["rms_norm_eps"])
-        # Blocks start small beside the embeddings, so that a token's identity survives to the end
+        # Blocks start small compared with the embeddings, so that a token's identity survives to the end
         # of the residual stream; otherwise look-ups do not form.
         for name, p in self.named_parameters():
             if p.dim() > 1:
@@ -88,7 +88,8 @@ class Llama(nn.Module):
                 nn.init.normal_(p, std=0.1 if "embed" in name else 0.02 if inner else p.shape[1] ** -0.5)
 
     def hidden(self, tokens, positions, mask):
-        """Hidden states `[b, n, hidden]`; positions `[b, n]`, mask bool `[b, 1, n, n]`."""
+        """Returns hidden states `[b, n, hidden]`; positions are `[b, n]`, and the mask is bool `[b, 1, n,
+        n]`."""
         dim = self.c["head_dim"]
         freq = self.c["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)
         angle = positions[:, None, :, None].float() * freq

@@ -15,9 +15,10 @@ END = "<|end|>"
 
 
 def build() -> Tokenizer:
-    """The tokenizer; identical on every run, since corpus and trainer are deterministic."""
+    """Builds the tokenizer. Every run gives the same one, since corpus and trainer are deterministic."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence(
+        # Decision: docs/decisions/tools.md#tiny-rag-collapses-white-space
         [normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     )
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=True)

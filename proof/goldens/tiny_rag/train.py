@@ -1,11 +1,11 @@
-"""Trains models/tiny-rag from nothing. See the README beside it for versions, time and accuracy.
+"""Trains models/tiny-rag from scratch. models/tiny-rag/README.md gives versions, time and accuracy.
 
     python proof/goldens/tiny_rag/train.py --out models/tiny-rag --threads 2
 
-Phase A learns to look facts up under full attention. Phase B mixes in what chunk reuse needs: the
-masks under which a document sees only itself (or the system prompt and itself), sequential and
-overlapped positions, as block-attention fine-tuning does (Sun et al., 2024). Phase C lengthens the
-prompts, and phase D writes all kinds of system prompts before them. The loss is on answers only.
+Phase A learns to look facts up under full attention. Phase B adds the conditions of chunk reuse: masks
+under which a document sees only itself (or the system prompt and itself), and sequential and
+overlapped positions, as in block-attention fine-tuning (Sun et al., 2024). Phase C lengthens the
+prompts, and phase D puts all kinds of system prompts before them. The loss is on answers only.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def sample(rng, encode, end, cell, n_docs, facts, p_same, n_questions, repeat=Fa
     parts = [encode(system(rng))] + [encode(world.document_text(d, stop)) for d in docs]
     askable = [f for d in docs for f in d if full or f.kind != "cross"]
     rng.shuffle(askable)
-    # references are rarer than stated facts: ask them first half of the time
+    # References are rarer than stated facts: ask about them first half of the time.
     if rng.random() < 0.5:
         askable.sort(key=lambda f: f.kind == "stated")
     asked = askable[:n_questions]
@@ -118,7 +118,7 @@ def batch(rng, encode, end, cell, size, **kw):
 
 
 def accuracy(model, encode, end, cell, seed, count=200, **kw):
-    """Share of right answers by kind, one answer per question asked, on documents never trained on."""
+    """Returns the share of right answers by kind, on documents outside the training set."""
     rng = random.Random(seed)
     right, total = {}, {}
     with torch.no_grad():
@@ -140,12 +140,13 @@ MIX = [("full", 0.34), ("overlapped/with-system", 0.24), ("overlapped/alone", 0.
 LEVELS = [(1, 1), (1, 3), (2, 5), (4, 8)]
 
 
+# Decision: docs/decisions/tools.md#tiny-rag-is-trained-with-a-hint
 class Hint(torch.nn.Module):
-    """An auxiliary loss of phase A: after the first layer, one can tell the two tokens before.
+    """An auxiliary loss of phase A: the states after the first layer must predict the two previous tokens.
 
-    A look-up needs "which name stands before this value" and then "which value has this name". The
-    second gives no gradient before the first exists, so that training on answers alone sits at
-    guessing for thousands of steps; with this hint it leaves after six hundred.
+    A look-up needs "which name comes before this value" and then "which value has this name". The
+    second gives no gradient before the first exists, so that training on answers alone stays at
+    guessing for thousands of steps; with this hint, for six hundred.
     """
 
     def __init__(self, model):
@@ -163,7 +164,7 @@ class Hint(torch.nn.Module):
 
 
 def plan(step, args, rng, level):
-    """What batch to draw at `step`: cell, size and shape of the documents.
+    """Returns the batch to draw at `step`: the cell, and the size and shape of the documents.
 
     Phase A climbs a ladder of prompt lengths, since looking up among few facts carries over to many.
     """

@@ -1,4 +1,5 @@
-"""Records what vLLM's KVCacheManager does, for kvcore to replay. README.md beside this file has the format.
+"""Records the actions of vLLM's KVCacheManager for kvcore to replay. README.md in this folder describes the
+format.
 
     python -m venv venv && . venv/bin/activate
     pip install torch==2.15.0 transformers==5.23.0 numpy==2.4.6 cbor2==6.2.1 aiohttp blake3 cachetools cloudpickle \
@@ -7,18 +8,19 @@
     pip install --no-deps vllm==0.33.0
     python proof/vllm/traces/record.py kvcore/tests/traces
 
-The second list is what importing the block manager needs, not what vLLM needs; pip's remarks about the rest do
-not matter, no kernel is called and no GPU is used. The committed files were made with Python 3.11 and the
-versions above; running it again gives the same bytes. Nothing of vLLM is stubbed or changed: four methods
-of the pool are wrapped to see their arguments, and what they saw is compared with the KV events that vLLM itself
-publishes. The requests are scheduled as vLLM's scheduler does it (first come, first served), in a few lines below.
+The second list is for importing the block manager, not for all of vLLM; ignore pip's warnings about the rest:
+no kernel is called and no GPU is used. The committed files were made with Python 3.11 and the versions above;
+another run gives the same bytes. No part of vLLM is stubbed or changed: four methods of the pool are wrapped
+to see their arguments, which are compared with the KV events that vLLM publishes. Requests are scheduled as
+in vLLM's scheduler (first come, first served), in a few lines below.
 """
 
 from __future__ import annotations
 
 import os
 
-# Without PYTHONHASHSEED the chain starts at vLLM's fixed default seed. Events carry whole digests, not 64 bits.
+# Without PYTHONHASHSEED the chain starts at vLLM's fixed default seed. Events carry whole digests, not 64
+# bits.
 os.environ.pop("PYTHONHASHSEED", None)
 os.environ.update(VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES="0", VLLM_LOGGING_LEVEL="ERROR", VLLM_NO_USAGE_STATS="1")
 
@@ -148,13 +150,13 @@ class Recorder:
         ]
 
     def emit(self, op, **fields):
-        # What the wrappers saw is what vLLM publishes, in the same order.
+        # The wrappers' records equal the events of vLLM, in the same order.
         published = self.manager.take_events()
         stored = [h for e in published if isinstance(e, BlockStored) for h in e.block_hashes]
         removed = [h for e in published if isinstance(e, BlockRemoved) for h in e.block_hashes]
         assert stored == [h for _, h in self.stored] and removed == [h for _, h in self.evicted]
         assert any(isinstance(e, AllBlocksCleared) for e in published) == (op == "reset" and fields["done"])
-        # Without KV connectors, no free block without a key is behind one with a key.
+        # Without KV connectors, no free block without a key comes after one with a key.
         keyless = [key is None for _, key in self.queue()]
         assert keyless == sorted(keyless, reverse=True)
 
@@ -178,7 +180,7 @@ class Recorder:
         return self.requests[name]
 
     def append(self, name, tokens):
-        """New tokens of a request; they are written with its next event."""
+        """Appends tokens to a request. They are written with its next event."""
         self.requests[name].append_output_token_ids(list(tokens))
         self.unseen[name].extend(tokens)
 
@@ -261,7 +263,8 @@ class Recorder:
 
 
 class Scheduler:
-    """Steps as vLLM's scheduler makes them: running requests first, then admissions, the last one is preempted."""
+    """Steps in the manner of vLLM's scheduler: running requests first, then admissions. The last request is
+    preempted."""
 
     def __init__(self, recorder, rng, max_running, chunk=None, drafts=0, must_fit=False):
         self.rec, self.rng, self.max_running = recorder, rng, max_running
@@ -270,7 +273,7 @@ class Scheduler:
         self.left, self.flavour, self.count = {}, {}, 0
 
     def add(self, tokens, output, salt=None, lora=None, flavour=None):
-        """`flavour` None: greedy, so that equal prompts have equal answers."""
+        """Without a `flavour`, sampling is greedy: equal prompts have equal answers."""
         name, self.count = self.count, self.count + 1
         self.rec.request(name, tokens, salt, lora)
         self.left[name], self.flavour[name] = output, flavour
@@ -418,7 +421,8 @@ def copies(folder):
     sched = Scheduler(rec, rng, max_running=6)
     prompts = [some_tokens(rng, n) for n in (8, 12, 16)]
     for _ in range(50):
-        # Whole blocks: the last one is computed again, so it exists twice, then something follows it.
+        # Prompts of whole blocks: the last block is recomputed, so that it exists twice; later prompts
+        # continue it.
         tokens = rng.choice(prompts)
         if rng.random() < 0.5:
             tokens = tokens + some_tokens(rng, rng.randint(1, 9))
@@ -445,7 +449,7 @@ def reset(folder):
             sched.drain()
             assert rec.reset()
         if i % 20 == 19:
-            # All running requests go back to the queue, the last one first, then the reset is done.
+            # All running requests return to the queue, the last one first; then the reset succeeds.
             while sched.running:
                 sched.preempt(sched.running.pop())
             assert rec.reset()
@@ -469,7 +473,7 @@ def speculative(folder):
 
 
 def hash_vectors(folder):
-    """Block hashes with the exact bytes that are hashed."""
+    """Block hashes, with the exact bytes that are hashed."""
     vectors, digests = [], {}
 
     def plain(value):
@@ -525,7 +529,7 @@ def hash_vectors(folder):
     add("adapter without a tag and an image", block, ("sql", ("image-1", 5)))
     add("empty extra keys", block, ())
 
-    # The same through a request: which block of it has which extra keys.
+    # The same through a request, whose blocks have different extra keys.
     tokens = list(range(500, 540))
     hashes = make_request("r", tokens, 8, "tenant-a", ("sql", "adapters/sql"), [("img", 5, 14)]).block_hashes
     extras = [(lora, ("mm", "img", 5), salt), (lora, ("mm", "img", -3)), (lora, ("mm", "img", -11)), (lora,), (lora,)]

@@ -1,15 +1,19 @@
 """KV caches for LLM inference: documents that are reused at any position, and the memory that holds them.
 
 - ``LLM`` answers prompts with a model on this machine, and finds their documents in any order.
-- ``BlockPool``, ``BlockTable``, ``Arena`` and ``AttendWork`` are a paged cache for an engine of one's own, ``ChunkCacheManager`` a chunk
-  cache over it. Tensors of NumPy, torch and others are used where they lie, through DLPack.
-- ``kvcache.vllm`` is a connector for vLLM; it is imported only when it is named.
+- ``BlockPool``, ``BlockTable``, ``Arena`` and ``AttendWork`` are a paged cache for your own engine;
+  ``ChunkCacheManager`` is a chunk cache over them. Tensors of NumPy, torch and others are used where they
+  lie, through DLPack.
+- ``BlockManager``, ``PagedKVCache``, ``KVCache`` and ``KvStorageManager`` are for engines whose scheduler has
+  numbers of blocks, sequences and requests.
+- ``kvcache.vllm`` is a connector for vLLM, imported only on demand.
 """
 
 from ._native import (
     LLM,
     Arena,
     AttendWork,
+    BlockManager,
     BlockPool,
     BlockTable,
     ChunkCacheConfig,
@@ -21,26 +25,36 @@ from ._native import (
     ChunkReservation,
     ChunkWaiter,
     ForeignCache,
+    KVCache,
     KvCacheError,
+    KvStorageManager,
     MutableBlocks,
+    PagedKVCache,
+    PagedKVCacheWrapper,
     PieceHold,
     PositionPlan,
+    ReceivedMatrix,
     RequestOutput,
     Ropes,
     SamplingParams,
     Segment,
     SharedBlocks,
+    StorageMetrics,
+    StorageTierConfig,
     TailCopy,
+    Tensor,
     WriteSlots,
     key_root,
     prefix_keys,
     vllm_keys,
 )
+from .profiler import SimpleProfiler, TimingStats
 
 __all__ = [
     "LLM",
     "Arena",
     "AttendWork",
+    "BlockManager",
     "BlockPool",
     "BlockTable",
     "ChunkCacheConfig",
@@ -52,16 +66,26 @@ __all__ = [
     "ChunkWaiter",
     "ChunkedPrompt",
     "ForeignCache",
+    "KVCache",
     "KvCacheError",
+    "KvStorageManager",
     "MutableBlocks",
+    "PagedKVCache",
+    "PagedKVCacheWrapper",
     "PieceHold",
     "PositionPlan",
+    "ReceivedMatrix",
     "RequestOutput",
     "Ropes",
     "SamplingParams",
     "Segment",
     "SharedBlocks",
+    "SimpleProfiler",
+    "StorageMetrics",
+    "StorageTierConfig",
     "TailCopy",
+    "Tensor",
+    "TimingStats",
     "WriteSlots",
     "key_root",
     "prefix_keys",

@@ -12,8 +12,8 @@ class _SupportsDlpack(Protocol):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
     def __dlpack_device__(self) -> tuple[Any, int]: ...
 
-class KvCacheError(Exception):
-    """An error of kvcache. The attributes are the numbers of the message, by name."""
+class KvCacheError(RuntimeError):
+    """An error of kvcache. Its attributes are the numbers of the message, by name."""
 
     kind: str
     asked: int
@@ -45,8 +45,8 @@ class Ropes:
 class Arena:
     """Keys and values of all layers in blocks, in the memory of a device.
 
-    Operations return when they are done. Tensors are used where they lie; nobody else may use their elements, or the blocks that
-    are written, during a call.
+    Operations return when they are done. Tensors are used where they lie: during a call, nothing else may use
+    their elements, or the blocks that are written.
     """
 
     def __new__(
@@ -77,7 +77,8 @@ class Arena:
         ropes: Ropes | None = None,
         positions: _Integers | None = None,
     ) -> None:
-        """Writes row ``i`` of ``k`` and ``v``, ``[rows, heads, head_dim]`` each, to slot ``slots[i]`` of a layer."""
+        """Writes row ``i`` of ``k`` and ``v``, ``[rows, heads, head_dim]`` each, to slot ``slots[i]`` of a
+        layer."""
 
     def gather(
         self,
@@ -89,7 +90,8 @@ class Arena:
         ropes: Ropes | None = None,
         distance: int = 0,
     ) -> None:
-        """Reads slot ``slots[i]`` of a layer into row ``i`` of ``k`` and ``v``, keys rotated by ``distance`` with ``ropes``."""
+        """Reads slot ``slots[i]`` of a layer into row ``i`` of ``k`` and ``v``, keys rotated by ``distance``
+        with ``ropes``."""
 
     def copy(self, pairs: _Pairs) -> None:
         """Copies whole blocks of all layers, for pairs of a block to read and a block to write."""
@@ -115,13 +117,17 @@ class Arena:
         With ``ropes``, queries are rotated to their positions on the way. Keys do not move.
         """
 
-    def load(
-        self, cache: ForeignCache, loads: Sequence[tuple[Sequence[int], Sequence[int], int]], ropes: Ropes
-    ) -> None:
-        """Copies rows to another engine's slots: slots to read, slots to write, the distance that keys are rotated by."""
+    def load(self, cache: ForeignCache, loads: Sequence[tuple[_Rows, _Rows, int]], ropes: Ropes) -> None:
+        """Copies rows to another engine's cache: rows to read, rows to write, and the distance that keys are
+        rotated by.
 
-    def save(self, cache: ForeignCache, to: Sequence[int], slots: Sequence[int]) -> None:
-        """Copies rows from another engine's slots, keys as they are."""
+        Rows are ``(blocks, first, count)``, tokens ``first`` to ``first + count`` of these blocks, or any
+        slots. Rows to write in a negative block, or of a negative slot, are skipped.
+        """
+
+    def save(self, cache: ForeignCache, to: _Rows, rows: _Rows) -> None:
+        """Copies rows from another engine's cache to rows ``to`` of this arena, keys as they are. Rows are
+        those of ``load``."""
 
 @final
 class BlockPool:
@@ -165,7 +171,7 @@ class SharedBlocks:
 
 @final
 class BlockTable:
-    """The blocks of a sequence in order: shared ones first, then those that it fills itself."""
+    """The blocks of a sequence in order: shared ones first, then the ones that the sequence fills itself."""
 
     def __new__(cls, pool: BlockPool, block_size: int, prefix: SharedBlocks | None = None) -> Self: ...
     @property
@@ -183,7 +189,7 @@ class BlockTable:
 
 @final
 class WriteSlots:
-    """Slots that may be written: a slot mapping with the permit of the blocks' owner."""
+    """Slots that may be written: a slot mapping with a permit of the blocks' owner."""
 
     def tolist(self) -> list[int]: ...
     def __len__(self) -> int: ...
@@ -197,6 +203,7 @@ class TailCopy:
 
 _Integers: TypeAlias = Sequence[int] | _SupportsDlpack
 _Slots: TypeAlias = WriteSlots | _Integers
+_Rows: TypeAlias = tuple[Sequence[int], int, int] | _Integers
 _Pairs: TypeAlias = TailCopy | Sequence[tuple[int, int]]
 
 @final
@@ -223,7 +230,8 @@ class Segment:
 class AttendWork:
     """The queries of a step and what each attends to, prepared once for all layers.
 
-    For each request: the number of its rows, which are the last tokens of its last segment, and the segments that it attends to.
+    For each request: the number of its rows, which are the last tokens of its last segment, and the segments
+    that it attends to.
     """
 
     def __new__(cls, batch: Sequence[tuple[int, Sequence[Segment]]]) -> Self: ...
@@ -232,7 +240,7 @@ class AttendWork:
 
 @final
 class ForeignCache:
-    """The cache of another engine: the keys and values of each layer, where they lie."""
+    """The cache of another engine: the keys and values of each layer, in the engine's own memory."""
 
     @staticmethod
     def interleaved(
@@ -267,6 +275,8 @@ class PieceHold:
     @property
     def slots(self) -> list[int]: ...
     @property
+    def block_ids(self) -> list[int]: ...
+    @property
     def num_tokens(self) -> int: ...
     @property
     def stored_start(self) -> int: ...
@@ -280,7 +290,9 @@ class ChunkReservation:
     """Blocks for a missing piece of a chunk."""
 
     @property
-    def slots(self) -> list[int]: ...
+    def block_ids(self) -> list[int]: ...
+    @property
+    def num_tokens(self) -> int: ...
     @property
     def stored_start(self) -> int: ...
     def write_slots(self) -> WriteSlots: ...
@@ -289,7 +301,7 @@ class ChunkReservation:
 
 @final
 class ChunkWaiter:
-    """Work of another request on a piece of a chunk."""
+    """A piece of a chunk that another request is computing."""
 
     @property
     def is_over(self) -> bool: ...
@@ -312,7 +324,7 @@ class ChunkCacheManager:
 
 @final
 class ChunkCacheMetrics:
-    """The counts of a chunk cache since it was made, and its gauges at one moment."""
+    """The counts of a chunk cache since it was created, and its gauges at one moment."""
 
     lookup_count: int
     hit_count: int
@@ -334,7 +346,7 @@ class ChunkCacheMetrics:
 
 @final
 class ChunkHash:
-    """The hash of a piece of a chunk, wherever it stands."""
+    """The hash of a piece of a chunk, which does not depend on the piece's place."""
 
     hash_bytes: bytes
     token_count: int
@@ -370,7 +382,8 @@ class PositionPlan:
 
 @final
 class ChunkPlace:
-    """The place of a chunk: its index in the prompt, and the positions of its first key when it is stored and when it is used."""
+    """The place of a chunk: its index in the prompt, and the positions of its first key when it is stored and
+    when it is used."""
 
     logical_start: int
     stored_start: int
@@ -378,8 +391,214 @@ class ChunkPlace:
     num_tokens: int
 
 @final
+class Tensor:
+    """A tensor that was returned by this module. ``numpy.from_dlpack`` and ``torch.from_dlpack`` take it
+    without a copy."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def is_contiguous(self) -> bool: ...
+    def __dlpack__(
+        self,
+        *,
+        stream: Any | None = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any: ...
+    def __dlpack_device__(self) -> tuple[int, int]: ...
+
+_KVPair: TypeAlias = tuple[Tensor, Tensor]
+
+@final
+class BlockManager:
+    """The keys and values of a model in blocks, which are allocated and freed by number. All layers share the
+    block numbers.
+
+    Keys and values are ``[num_kv_heads, tokens, head_dim]``, in the memory of the manager's device. Wrong
+    numbers raise ``KvCacheError`` and change nothing.
+    """
+
+    def __new__(
+        cls,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int = 16,
+        num_blocks: int = 256,
+        device: object | None = None,
+        dtype: object | None = None,
+    ) -> Self: ...
+    @classmethod
+    def from_config(cls, model_config: object, engine_config: object, block_size: int = 16, num_blocks: int = 256) -> BlockManager:
+        """Reads the extents of transformers' configuration, and ``device`` and ``dtype`` of
+        ``engine_config``."""
+
+    def allocate_blocks(self, num_blocks_needed: int, seq_id: int = -1) -> list[int]: ...
+    def free_blocks(self, block_ids: Sequence[int]) -> None: ...
+    def write_kv(self, layer_idx: int, block_id: int, offset: int, key: _SupportsDlpack, value: _SupportsDlpack) -> None:
+        """Writes ``[num_kv_heads, tokens, head_dim]`` to a block of one layer, from token ``offset`` of the
+        block on."""
+
+    def read_kv(self, layer_idx: int, block_ids: Sequence[int], seq_len: int) -> _KVPair:
+        """Copies the first ``seq_len`` tokens of a list of blocks: keys and values, ``[num_kv_heads, seq_len,
+        head_dim]`` each."""
+
+    @property
+    def k_storage(self) -> Tensor: ...
+    @property
+    def v_storage(self) -> Tensor: ...
+    def num_free_blocks(self) -> int: ...
+    def max_tokens_supported(self) -> int: ...
+    def get_memory_usage(self) -> int: ...
+    def reset(self) -> None: ...
+
+@final
+class PagedKVCache:
+    """Sequences in the blocks of a ``BlockManager``, written layer by layer. Keys and values are
+    ``[num_kv_heads, tokens, head_dim]``.
+
+    All layers of a sequence share its blocks; a sequence is as long as its longest layer. Wrong calls raise
+    ``KvCacheError`` and change nothing.
+    """
+
+    def __new__(cls, block_manager: BlockManager, max_blocks_per_seq: int = 64) -> Self: ...
+    def create_sequence(self, seq_id: int | None = None) -> int: ...
+    def delete_sequence(self, seq_id: int) -> None: ...
+    def append_kv(self, seq_id: int, layer_idx: int, key: _SupportsDlpack, value: _SupportsDlpack) -> None: ...
+    def get_kv(self, seq_id: int, layer_idx: int) -> _KVPair: ...
+    def get_seq_len(self, seq_id: int) -> int: ...
+    def update(
+        self, seq_id: int, layer_idx: int, key: _SupportsDlpack, value: _SupportsDlpack, start_pos: int
+    ) -> _KVPair:
+        """Writes tokens of one layer at ``start_pos``, in place of all from there on, and returns all tokens
+        of the layer."""
+
+@final
+class PagedKVCacheWrapper:
+    """One sequence of a ``PagedKVCache`` with the interface of a dense cache."""
+
+    def __new__(cls, paged_cache: PagedKVCache, seq_id: int) -> Self: ...
+    def get_layer_kv(self, layer_idx: int, seq_len: int) -> _KVPair: ...
+    def update(self, layer_idx: int, key: _SupportsDlpack, value: _SupportsDlpack, start_pos: int) -> _KVPair: ...
+
+@final
+class KVCache:
+    """Keys, or values, of consecutive layers in memory that is allocated once.
+
+    Tensors are ``[B, H, L, D]`` for a cache of one layer, and ``[layers, B, H, L, D]`` for more. Wrong
+    tensors raise ``KvCacheError`` and change nothing.
+    """
+
+    def __new__(
+        cls,
+        batch_size: int,
+        num_heads: int,
+        max_length: int,
+        head_dim: int,
+        *,
+        num_layers: int = 1,
+        device: object | None = None,
+        dtype: object | None = None,
+    ) -> Self: ...
+    @property
+    def current_length(self) -> int: ...
+    @property
+    def max_length(self) -> int: ...
+    @property
+    def num_layers(self) -> int: ...
+    def append_sequence(self, tensor: _SupportsDlpack) -> Tensor:
+        """Appends a tensor along the sequence, and returns all tokens so far as a view."""
+
+    def merge_from_ranks(self, tensors: Sequence[_SupportsDlpack], dim: int | None = None) -> Tensor:
+        """Merges the caches of all ranks for the next tokens: by layer, or with ``dim=2`` along the sequence.
+        """
+
+    def expect_chunks(self, num_tokens: int, chunk_length: int, num_stages: int) -> None:
+        """Empties the cache, and begins a merge of pieces that arrive in any order."""
+
+    def receive(self, tensor: _SupportsDlpack, chunk: int, stage: int) -> None:
+        """Takes the piece of a stage and a chunk, ``[layers of the stage, B, H, tokens of the chunk, D]``."""
+
+    @property
+    def cache_received_indicator(self) -> ReceivedMatrix | None: ...
+    def get_data(self) -> Tensor:
+        """Returns all tokens so far in contiguous memory: the cache's own if it is full, else a copy."""
+
+    def reset(self) -> None: ...
+
+@final
+class ReceivedMatrix:
+    """The pieces of a merge that have arrived, ``[num_chunks, num_stages]``. As a text, it is a table."""
+
+    def __new__(cls, num_chunks: int, num_stages: int) -> Self: ...
+    @property
+    def shape(self) -> tuple[int, int]: ...
+    def record(self, chunk: int, stage: int) -> None: ...
+    def is_received(self, chunk: int, stage: int) -> bool: ...
+    def is_chunk_complete(self, chunk: int) -> bool: ...
+    def is_stage_complete(self, stage: int) -> bool: ...
+    def is_complete(self) -> bool: ...
+    @property
+    def completion(self) -> float: ...
+    def missing(self) -> list[tuple[int, int]]: ...
+    def tolist(self) -> list[list[int]]: ...
+
+@final
+class KvStorageManager:
+    """Blocks by request: reserved in steps, released together. Holds no keys and values."""
+
+    def __new__(cls, total_blocks: int, block_size: int) -> Self: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def pool(self) -> BlockPool: ...
+    def reserve_blocks(self, request_id: int, num_blocks: int) -> list[int]: ...
+    def release_blocks(self, request_id: int) -> int: ...
+    def get_blocks(self, request_id: int) -> list[int]: ...
+    def take_blocks(self, request_id: int) -> MutableBlocks: ...
+    def available_count(self) -> int: ...
+    def inflight_count(self) -> int: ...
+    def export_metrics(self) -> StorageMetrics: ...
+
+@final
+class StorageMetrics:
+    """The state of a ``KvStorageManager`` at one moment, and counts since it was created."""
+
+    @property
+    def available_blocks(self) -> int: ...
+    @property
+    def inflight_blocks(self) -> int: ...
+    @property
+    def total_blocks(self) -> int: ...
+    @property
+    def utilization(self) -> float: ...
+    @property
+    def states(self) -> dict[str, int]: ...
+    def goals(self) -> dict[str, bool | None]: ...
+    def to_dict(self) -> dict[str, Any]: ...
+    def prometheus(self, pool: str = "main") -> str: ...
+
+@final
+class StorageTierConfig:
+    """The thresholds for moving blocks between tiers, from 0 to 1."""
+
+    def __new__(
+        cls, gpu_offload_threshold: float = 0.85, cpu_offload_threshold: float = 0.90, prefetch_threshold: float = 0.7
+    ) -> Self: ...
+    @property
+    def gpu_offload_threshold(self) -> float: ...
+    @property
+    def cpu_offload_threshold(self) -> float: ...
+    @property
+    def prefetch_threshold(self) -> float: ...
+    def blocks_to_offload(self, tier: Literal["gpu", "cpu"], used: int, total: int) -> int: ...
+    def blocks_to_prefetch(self, heat: float, wanted: int, used: int, total: int) -> int: ...
+
+@final
 class SamplingParams:
-    """The settings of an answer, by vLLM's names."""
+    """The settings of an answer, under vLLM's names."""
 
     temperature: float
     top_k: int
@@ -426,7 +645,8 @@ _Prompt: TypeAlias = str | Sequence[int] | ChunkedPrompt
 class LLM:
     """A model on this machine, which keeps the documents of its prompts and finds them in any order.
 
-    Half of the tokens of documents are computed again, unless ``chunk_cache_config`` or ``recompute`` says otherwise.
+    Half of the tokens of documents are recomputed, unless ``chunk_cache_config`` or ``recompute`` says
+    otherwise.
     """
 
     def __new__(
@@ -453,7 +673,7 @@ class LLM:
 
 @final
 class NoteQuestion:
-    """A question about a fact in one of some notes on invented firms, which no model knows."""
+    """A question about a fact in one of several notes on invented firms, which no model knows."""
 
     @property
     def system(self) -> str: ...
@@ -468,7 +688,8 @@ class NoteQuestion:
 
 @final
 class Paired:
-    """Counts of questions that were answered in two ways, by ordinary attention and with reuse."""
+    """Counts of right answers to questions that were answered twice: by ordinary attention, and with reuse.
+    """
 
     def __new__(cls, asked: int, lost: int, gained: int) -> Self: ...
     @staticmethod
@@ -485,10 +706,10 @@ class Paired:
     def __eq__(self, value: object, /) -> bool: ...
 
 def note_questions(seed: int, count: int, notes: int) -> list[NoteQuestion]:
-    """Draws questions with so many notes each, 2 to 20. Equal seeds give equal questions."""
+    """Draws ``count`` questions with ``notes`` notes each, 2 to 20. Equal seeds give equal questions."""
 
 def prefix_keys(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Returns the keys of the full blocks of a prompt, each with everything before it."""
+    """Returns the keys of the full blocks of a prompt. A key covers its block and all blocks before it."""
 
 def vllm_keys(
     tokens: Sequence[int],

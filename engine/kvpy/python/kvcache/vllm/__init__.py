@@ -1,8 +1,8 @@
 """Position-independent chunks inside vLLM, through its connector interface.
 
-Start vLLM with ``KVTransferConfig(kv_connector="ChunkConnector", kv_connector_module_path="kvcache.vllm", kv_role="kv_both")``.
-``python -m kvcache.vllm check MODEL`` says whether chunks are fit for a model. Clients that only build requests need no vLLM: it is
-imported with ``ChunkConnector``.
+Start vLLM with ``KVTransferConfig(kv_connector="ChunkConnector", kv_connector_module_path="kvcache.vllm",
+kv_role="kv_both")``. ``python -m kvcache.vllm check MODEL`` tests whether a model works with chunks. Clients
+that only build requests need no vLLM, which is imported on the first use of ``ChunkConnector``.
 """
 
 from __future__ import annotations

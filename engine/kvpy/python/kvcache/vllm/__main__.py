@@ -1,4 +1,4 @@
-"""``python -m kvcache.vllm``: commands about the connector for people."""
+"""``python -m kvcache.vllm``: commands for users of the connector."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .gate.verdict import Limits, as_json, caution, judge, table
 
 WIDTH = 118
 
-CHECK = """Say whether chunks are fit for a model.
+CHECK = """Check whether a model works with chunks.
 
 The model runs inside vLLM on this machine, on CPUs. Three things are checked, in this order:
 
   exactness  reuse gives the tokens and log-probabilities of transformers under the mask of chunks (in float32)
-  hits       all tokens of documents are found, in another order than before, and other requests are untouched
+  hits       all tokens of documents are found when the documents come in another order, and other requests are not changed
   answers    questions about notes that no model knows are answered as well as with ordinary attention
 
-The exit status is 0 if a setting is fit, 1 if none is, and 2 if the check could not be made."""
+The exit status is 0 if a setting is fit, 1 if none is, and 2 if the check could not run."""
 
 EXAMPLES = """examples:
   python -m kvcache.vllm check FOLDER                     all settings, 40 questions about two notes each
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser(
         "check",
-        help="say whether chunks are fit for a model",
+        help="check whether a model works with chunks",
         description=CHECK,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -91,7 +91,7 @@ def above_0(text: str) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Sends what libraries print to standard error, so that standard output has the result alone."""
+    """Redirects the output of libraries to standard error, so that standard output has only the result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -165,9 +165,9 @@ def run_check(args: argparse.Namespace) -> int:
         print(f"\n{asked} questions about {args.notes} notes each, cached before in another order, {args.mode}, {args.dtype}:\n")
         print(table(rows))
         print(
-            "\nPoints lost, of a hundred questions: those that only ordinary attention answered, less those that only this way\n"
-            "answered; in brackets the most that the answers do not refute. Divergence is that of the first token's distribution\n"
-            "from ordinary attention's, in nats. Times are means.\n"
+            "\nPoints lost, of a hundred questions: the ones that only ordinary attention answered, less the ones that only this setting\n"
+            "answered; in brackets, the largest loss that the answers do not rule out. Divergence is that of the first token's\n"
+            "distribution from ordinary attention's, in nats. Times are means.\n"
         )
         print(textwrap.fill(caution(asked), WIDTH))
     print(f"\n{textwrap.fill(verdict.sentence, WIDTH)}")
@@ -175,7 +175,7 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 class CommandError(Exception):
-    """An error that says what to do next."""
+    """An error with advice for the user."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The connector: vLLM makes one in its scheduler and one in each worker."""
+"""The connector: vLLM creates one in its scheduler and one in each worker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # A cache: what is lost is computed again.
+        # Lost rows are recomputed.
         return False
 
     # The scheduler's side.
@@ -116,7 +116,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_loads(orders.loads, orders.is_idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        # A request runs when its rows are there.
+        # A request runs after all of its rows are copied.
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:

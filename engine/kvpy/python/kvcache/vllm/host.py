@@ -1,23 +1,25 @@
-"""The host engine: its settings, the shape of its caches, and the objects that own the connector."""
+"""The host engine: its settings, the shape of its caches, and the objects that call the connector."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvcache import KvCacheError, Ropes
+from kvcache import KvCacheError, Ropes, key_root
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
 
 UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class UnsupportedHostError(RuntimeError):
-    """vLLM, or the model that it runs, is of a kind that chunks cannot be kept for."""
+    """Chunks cannot be kept for this vLLM or its model."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +31,17 @@ class Settings:
     block_size: int = 32
     """Tokens in a block of that memory."""
     max_chunk_tokens: int = 4096
-    """Longer chunks are stored in pieces."""
+    """The longest piece; longer chunks are stored in several."""
     max_chunks: int = 100_000
     """The largest number of pieces."""
     cache_policy: str = "lru"
-    """The order in which chunks and prefixes are given up."""
+    """The order in which chunks and prefixes are evicted."""
     prefix_memory: int = 0
-    """Bytes of host memory for blocks of ordinary prompts, over all ranks; 0 keeps none."""
+    """Bytes of host memory for blocks of ordinary prompts, over all ranks; 0 turns the tier off."""
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> Settings:
-        """Reads the settings. Raises ``ValueError`` for a name or a value that is not one."""
+        """Reads the settings. Raises ``ValueError`` for an unknown name or a wrong value."""
         unknown = set(extra) - set(cls.__dataclass_fields__)
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
@@ -77,7 +79,8 @@ class Geometry:
 
 
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Geometry:
-    """Reads the shape of vLLM's caches. Raises ``UnsupportedHostError`` for caches of several kinds of layers."""
+    """Reads the shape of vLLM's caches. Raises ``UnsupportedHostError`` for layers of several kinds, and for
+    unknown kinds."""
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = [type(group.kv_cache_spec).__name__ for group in groups]
@@ -114,18 +117,46 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
 
 
 def ropes_of(config: Any, positions: int) -> Ropes:
-    """Reads the RoPE of a configuration of transformers. Raises ``UnsupportedHostError`` for a family that is not known."""
+    """Reads the rotary embeddings from a configuration of transformers. Raises ``UnsupportedHostError`` for
+    an unknown family."""
     try:
         return Ropes(config.to_json_string(), positions)
     except KvCacheError as error:
         raise UnsupportedHostError(str(error)) from error
 
 
+class Roots:
+    """The roots of keys: everything besides tokens that keys and values depend on."""
+
+    def __init__(self, vllm_config: VllmConfig, shape: Geometry) -> None:
+        model = vllm_config.model_config
+        described = [model.revision, model.hf_text_config.to_dict()]
+        self.model, self.revision = model.model, json.dumps(described, default=str, sort_keys=True).encode()
+        self.ropes = ropes_of(model.hf_text_config, model.max_model_len)
+        self.shape, self.ranks = shape, vllm_config.parallel_config.tensor_parallel_size
+
+    def of(self, request: Request) -> bytes:
+        """Returns the root of a request's keys, with its adapter and its salt."""
+        lora = request.lora_request
+        return key_root(
+            self.model,
+            self.revision,
+            self.ropes,
+            dtype_name=self.shape.dtype,
+            num_heads=self.shape.num_heads * self.ranks,
+            head_dim=self.shape.head_dim,
+            block_size=self.shape.block_size,
+            adapter=(lora.lora_name, lora.lora_path.encode()) if lora else None,
+            salt=request.cache_salt.encode() if request.cache_salt else None,
+        )
+
+
 # Decision: docs/decisions/vllm.md#the-scheduler-and-the-runner-are-found-on-the-stack
 def caller_of(kind: type, found: str) -> Any:
-    """Returns the object of a class whose method is on the stack: vLLM hands connectors no reference to what owns them.
+    """Returns the object of class ``kind`` whose method is on the stack: vLLM gives connectors no reference
+    to their owner.
 
-    Raises ``UnsupportedHostError`` if there is none.
+    Raises ``UnsupportedHostError`` if there is none. ``found`` names the object in the message.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -135,4 +166,4 @@ def caller_of(kind: type, found: str) -> Any:
         frame = frame.f_back
     import vllm
 
-    raise UnsupportedHostError(f"vLLM {vllm.__version__} calls its connector in another way: {found} was not found")
+    raise UnsupportedHostError(f"vLLM {vllm.__version__} calls its connector from an unknown place: {found} was not found")

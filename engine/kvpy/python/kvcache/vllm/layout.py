@@ -1,4 +1,4 @@
-"""How vLLM's attention lays its caches out. Unknown layouts are refused by name."""
+"""The layouts of vLLM's caches. Unknown layouts are refused by name."""
 
 from __future__ import annotations
 
@@ -17,21 +17,23 @@ if TYPE_CHECKING:
 
 # By the kernels of the CPU backend, as its layers name them.
 CPU_KERNELS = {"vec": "columns", "vec16": "columns", "amx": "tiles"}
-# Backends of attention on NVIDIA GPUs that keep a key and its value in one row, whatever the order of the rows.
+# Attention backends on NVIDIA GPUs that keep a key and its value in one row. Rows may be in any order.
 GPU_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}
-# Classes of vllm-ascend's attention whose layers have a tensor of keys and one of values, `[blocks, block_size, heads, head_dim]`.
+# Attention classes of vllm-ascend whose layers have one tensor of keys and one of values, `[blocks,
+# block_size, heads, head_dim]`.
 NPU_BACKENDS = {"AscendAttentionBackend"}
-# Devices by their names in torch, and in this module.
+# The names of devices in torch, and in this module.
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
 
 
 def place_of(layer: Layer) -> torch.device:
-    """Returns the device of a layer, as torch has it."""
+    """Returns the torch device of a layer."""
     return layer[0].device if isinstance(layer, (tuple, list)) else layer.device
 
 
 def device_of(layer: Layer) -> str:
-    """Returns the name of the device that a cache lies on. Raises ``UnsupportedHostError`` for others than CPUs, NVIDIA GPUs and NPUs."""
+    """Returns the name of a layer's device. Raises ``UnsupportedHostError`` for devices other than CPUs,
+    NVIDIA GPUs and NPUs."""
     place = place_of(layer)
     if place.type == "cpu":
         return "cpu"
@@ -43,7 +45,8 @@ def device_of(layer: Layer) -> str:
 
 
 def arena_device(device: str) -> str:
-    """Returns the device that memory of the host is taken by: kernels of an NPU do not reach it, so that copies are the CPU's."""
+    """Returns the device of arenas in host memory: that of the cache, or the CPU for an NPU, whose kernels
+    cannot access host memory."""
     return "cpu" if device.startswith("ascend") else device
 
 
@@ -53,7 +56,7 @@ def block_size_of(layer: Layer) -> int:
 
 
 def foreign_cache(vllm_config: VllmConfig, layers: list[str], kv_caches: dict[str, Layer]) -> tuple[ForeignCache, str]:
-    """Describes the caches of all layers, in their order, and names the order of their elements."""
+    """Describes the caches of ``layers``, and returns the name of their layout."""
     tensors = [kv_caches[name] for name in layers]
     device = device_of(tensors[0])
     modules = [vllm_config.compilation_config.static_forward_context[name] for name in layers]
@@ -79,7 +82,7 @@ def foreign_cache(vllm_config: VllmConfig, layers: list[str], kv_caches: dict[st
 
 
 def _lent(layers: list[Layer], device: str) -> ForeignCache:
-    """Lends the caches of an NPU by their addresses."""
+    """Describes the caches of an NPU by their addresses."""
     planes = [plane for layer in layers for plane in layer]
     shapes, dtypes = {tuple(plane.shape) for plane in planes}, {str(plane.dtype).rsplit(".", 1)[-1] for plane in planes}
     if len(planes) != 2 * len(layers) or len(shapes) != 1 or len(dtypes) != 1 or len(min(shapes)) != 4:

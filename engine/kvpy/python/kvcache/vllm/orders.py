@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+Run = tuple[list[int], int, int]
+"""Tokens in blocks: the blocks in order, the first token, counted from the beginning of the first block, and
+the number of tokens. Tokens in a negative block are not written."""
+
+
+def run_of(block_ids: Sequence[int], block_size: int, first: int, count: int) -> Run:
+    """Returns tokens ``first`` to ``first + count`` of ``block_ids``, with the blocks that hold them and no
+    others."""
+    start = first // block_size
+    return list(block_ids[start : -(-(first + count) // block_size)]), first - start * block_size, count
+
 
 @dataclass
 class Again:
-    """Tokens of chunks that the model computes again."""
+    """Tokens of chunks that the model recomputes."""
 
     tokens: list[int]
-    """The prompt, as far as the request has blocks."""
+    """The prompt, up to the end of the request's blocks."""
     table: list[int]
     """The request's blocks."""
     runs: list[tuple[int, int]]
-    """Where the tokens begin and end that are computed again; with ``chosen``, those among which the question chooses."""
+    """The first token and the end of each run to recompute; with ``chosen``, the runs among which the
+    question chooses."""
     first: int
-    """The first token that vLLM's own cache does not have. Those before it are as they have to be."""
+    """The first token that vLLM's own cache does not have. The tokens before it need no work."""
     chosen: int | None
     """The number of tokens that the question chooses."""
     question_start: int
     key: bytes
-    """The prompt and all that decides what the question chooses."""
+    """Identifies the prompt and everything else that decides the question's choice."""
 
 
 @dataclass
@@ -31,13 +44,14 @@ class Load:
     """Rows that a worker copies from the arena into a request's blocks."""
 
     request_id: str
-    rows: list[tuple[list[int], list[int], int]]
+    rows: list[tuple[Run, Run, int]]
+    """Rows in the arena, rows in the request's blocks, and the distance that keys are rotated by."""
     block_ids: list[int]
-    """The blocks that are written, to be named if the copy fails."""
+    """The blocks that are written, to be reported if the copy fails."""
     at_once: bool = False
-    """True if the request runs in this step, behind the copy."""
+    """True if the request runs in this step, after the copy."""
     again: Again | None = None
-    """Tokens that are computed again behind the copy."""
+    """Tokens to recompute after the copy."""
     of_prefix: bool = False
     """True for rows of an ordinary prompt."""
 
@@ -48,8 +62,8 @@ class Save:
 
     name: str
     """The encode, or the block that is saved."""
-    to: list[int]
-    slots: list[int]
+    rows: list[tuple[Run, Run]]
+    """Rows in host memory, and the rows in vLLM's blocks."""
     of_prefix: bool = False
 
 
@@ -60,12 +74,12 @@ class Orders(KVConnectorMetadata):
         self.loads = loads
         self.saves = saves
         self.is_idle = is_idle
-        """Nothing is computed in the step, so that the workers may wait for copies."""
+        """True if the step computes nothing, so that the workers may wait for copies."""
 
 
 class Report(KVConnectorWorkerMetadata):
-    """The report of a step: names of what was saved with the number of workers that did, of what could not be saved, and the requests
-    whose rows could not be loaded."""
+    """The report of a step: the names of saved rows with the number of workers that saved them, the names of
+    rows that could not be saved, and the requests whose rows could not be loaded."""
 
     def __init__(self, saved: dict[str, int], not_saved: set[str], not_loaded: set[str]) -> None:
         self.saved = saved

@@ -1,22 +1,25 @@
-"""The tier for ordinary prompts: blocks in host memory that are found after vLLM has given its own up.
+"""The tier for ordinary prompts: blocks in host memory that are found after vLLM has freed its own.
 
 ```text
   a step fills blocks of a request ── known? ── no ──► saved at the end of the step ──► registered under their keys
-  vLLM finds fewer blocks of a prompt than the tier ──► the rest is copied in beside a step, as chunks are
+  vLLM finds fewer blocks of a prompt than the tier ──► the rest is copied in, in parallel with a step, as chunks are
 ```
 
-A block's key covers every token before it, the model, an adapter and the client's salt. Requests with chunks neither save nor find
-blocks here: their bytes are those of another attention.
+A block's key covers every token before it, the model, an adapter and the client's salt. Requests with chunks
+neither save nor find blocks here: their bytes come from another attention.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from kvcache import BlockPool, KvCacheError, MutableBlocks, SharedBlocks, prefix_keys
+from kvcache import BlockPool, KvCacheError, prefix_keys
+
+from .host import Geometry, Roots, Settings
+from .orders import Load, Save, run_of
+from .requests import BlockSaving, PrefixState, Saving, Tracked
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -24,140 +27,156 @@ if TYPE_CHECKING:
 SAVE = "kvcache-prefix-"
 
 
-@dataclass
-class Progress:
-    """The keys of a request's full blocks, as far as they were needed."""
+class NoPrefixes:
+    """The tier of a host without memory for prefixes: nothing is saved or found."""
 
-    root: bytes
-    keys: list[bytes] = field(default_factory=list)
-    offered: int = 0
-    """Blocks that are in the tier, or on their way to it."""
+    def matched(self, tracked: Tracked, num_computed: int) -> tuple[int, bool]:
+        return 0, False
+
+    def load(self, tracked: Tracked, block_ids: list[int], count: int) -> Load:
+        raise AssertionError("nothing was found that could be loaded")
+
+    def saves(self, tracked: Tracked, count: int) -> Sequence[Saving]:
+        return ()
+
+    def bar(self, tracked: Tracked) -> None:
+        return
+
+    def reset(self) -> None:
+        return
+
+    def counts(self) -> tuple[dict[str, int], dict[str, float]]:
+        return {}, {}
 
 
-@dataclass
-class Saving:
-    """A block of host memory that the workers fill."""
+class Prefixes:
+    """The blocks in host memory: the requests that find them, and the blocks that are saved."""
 
-    blocks: MutableBlocks
-    parent: bytes | None
-    key: bytes
-    is_forgotten: bool = False
-    """True once everything was to be forgotten."""
-
-
-class PrefixTier:
-    """The scheduler's side of the tier: the blocks, who finds them, and which are saved."""
-
-    def __init__(self, num_blocks: int, block_size: int, policy: str, root_of: Callable[[Request], bytes]) -> None:
-        self.pool = BlockPool(num_blocks, policy=policy)
-        self.block_size = block_size
-        self.root_of = root_of
-        self.progress: dict[str, Progress] = {}
-        self.holds: dict[str, tuple[int, SharedBlocks]] = {}
-        """By request: the first token that was found, and the blocks."""
-        self.saving: dict[str, Saving] = {}
-        self.on_their_way: set[bytes] = set()
-        self.barred: set[str] = set()
-        """Requests whose blocks could not be copied in: they are computed."""
+    def __init__(self, shape: Geometry, settings: Settings, roots: Roots, host: Any) -> None:
+        self.pool = BlockPool(shape.prefix_blocks, policy=settings.cache_policy)
+        self.block_size = shape.engine_block_size
+        self.roots, self.host = roots, host
+        self.saving: dict[bytes, BlockSaving] = {}
+        """Blocks on their way to host memory, by their keys."""
         self.numbers = itertools.count()
         self.tokens_found = 0
         self.blocks_saved = 0
 
-    def _keys(self, request: Request, tokens: int) -> list[bytes]:
-        """Returns the keys of the full blocks of a request's first tokens."""
-        size, name = self.block_size, request.request_id
-        own = self.progress.get(name)
-        if own is None:
-            own = self.progress[name] = Progress(self.root_of(request))
-        done, wanted = len(own.keys), tokens // size
-        if done < wanted:
-            parent = own.keys[-1] if own.keys else own.root
-            own.keys += prefix_keys(parent, list(request.all_token_ids[done * size : wanted * size]), size)
-        return own.keys[:wanted]
+    def _state(self, tracked: Tracked) -> PrefixState:
+        if tracked.prefix is None:
+            tracked.prefix = PrefixState(self.roots.of(tracked.request))
+        return tracked.prefix
 
-    def matched(self, request: Request, num_computed: int) -> int:
-        """Holds the blocks that follow those that vLLM has itself, and returns the number of their tokens."""
-        self.let_go(request.request_id)
-        own = self.progress.get(request.request_id)
-        if own is not None:
-            # It comes back after it gave way: the tier may have given blocks up since.
-            own.offered = 0
-        if request.request_id in self.barred:
-            return 0
-        # One token at least is left to compute.
-        keys = self._keys(request, request.num_tokens - 1)[num_computed // self.block_size :]
+    def _keys(self, request: Request, state: PrefixState, tokens: int) -> list[bytes]:
+        """Returns the keys of the full blocks of a request's first tokens."""
+        done, wanted, size = len(state.keys), tokens // self.block_size, self.block_size
+        if done < wanted:
+            parent = state.keys[-1] if state.keys else state.root
+            state.keys += prefix_keys(parent, list(request.all_token_ids[done * size : wanted * size]), size)
+        return state.keys[:wanted]
+
+    def matched(self, tracked: Tracked, num_computed: int) -> tuple[int, bool]:
+        """Holds the blocks that follow the ``num_computed`` tokens of vLLM's own, and returns the answer to
+        vLLM."""
+        if not tracked.is_plain():
+            return 0, False
+        request, state = tracked.request, self._state(tracked)
+        state.release()
+        # After a preemption, the tier may have evicted blocks of the request since it offered them.
+        state.offered = 0
+        if state.is_barred:
+            return 0, False
+        # At least one token is left to compute.
+        keys = self._keys(request, state, request.num_tokens - 1)[num_computed // self.block_size :]
         found = self.pool.lookup(keys)
         if len(found) == 0:
-            return 0
-        self.holds[request.request_id] = (num_computed, found)
-        return len(found) * self.block_size
+            return 0, False
+        state.first_found, state.found = num_computed, found
+        return len(found) * self.block_size, True
 
-    def found(self, name: str) -> tuple[int, list[int]]:
-        """Returns the first token that a request has found, and the slots of all of them."""
-        (first, blocks), size = self.holds[name], self.block_size
-        slots = [block * size + token for block in blocks.ids for token in range(size)]
-        self.tokens_found += len(slots)
-        return first, slots
+    def load(self, tracked: Tracked, block_ids: list[int], count: int) -> Load:
+        """Returns the ``count`` tokens that were found."""
+        state, size = tracked.prefix, self.block_size
+        first, found = state.first_found, state.found.ids
+        self.tokens_found += len(found) * size
+        # Block 0 stands for one that vLLM has freed because a window has passed it.
+        target = run_of([block or -1 for block in block_ids], size, first, count)
+        written = block_ids[first // size : (first + count) // size]
+        return Load(tracked.request.request_id, [((found, 0, len(found) * size), target, 0)], written, of_prefix=True)
 
-    def new_blocks(self, request: Request, tokens: int) -> list[tuple[int, str, int]]:
-        """Reserves room for full blocks among the first tokens of a request that the tier lacks.
-
-        Returns for each its index in the request, a name, which `stored` or `lost` takes, and its block in host memory.
-        """
-        tokens, own = min(tokens, request.num_tokens), self.progress.get(request.request_id)
-        if own is not None and tokens // self.block_size <= own.offered:
+    def saves(self, tracked: Tracked, count: int) -> list[Saving]:
+        """Returns the blocks that the tier lacks and that are full after this step, which computes ``count``
+        tokens."""
+        request = tracked.request
+        if not tracked.is_plain():
             return []
-        keys = self._keys(request, tokens)
-        own, new = self.progress[request.request_id], []
-        for at in range(own.offered, len(keys)):
-            key = keys[at]
-            if key not in self.on_their_way and not self.pool.cached_prefix([key]):
+        saves = self.new_blocks(tracked, request.num_computed_tokens + count)
+        if not saves:
+            return []
+        (block_ids,) = self.host.kv_cache_manager.get_block_ids(request.request_id)
+        kept, size = [], self.block_size
+        for saving in saves:
+            block = block_ids[saving.index]
+            if block == 0:
+                # A window has passed it.
+                self.lost(saving)
+                continue
+            saving.order = Save(saving.name, [((saving.blocks.ids, 0, size), ([block], 0, size))], of_prefix=True)
+            kept.append(saving)
+        return kept
+
+    def new_blocks(self, tracked: Tracked, tokens: int) -> list[BlockSaving]:
+        """Reserves memory for full blocks among the first ``tokens`` tokens of a request that the tier lacks.
+        """
+        request, state = tracked.request, self._state(tracked)
+        tokens = min(tokens, request.num_tokens)
+        if tokens // self.block_size <= state.offered:
+            return []
+        keys, new = self._keys(request, state, tokens), []
+        for index in range(state.offered, len(keys)):
+            key = keys[index]
+            if key not in self.saving and not self.pool.cached_prefix([key]):
                 try:
                     room = self.pool.allocate(1)
                 except KvCacheError:
-                    # Everything is held or on its way. Later blocks are not found without this one: the next step offers it again.
+                    # All memory is held or being filled. Later blocks are not found without this one, so that
+                    # the next step offers it again.
                     break
-                name = f"{SAVE}{next(self.numbers)}"
-                self.saving[name] = Saving(room, keys[at - 1] if at else None, key)
-                self.on_their_way.add(key)
-                new.append((at, name, room.ids[0]))
-            own.offered = at + 1
+                parent = keys[index - 1] if index else None
+                saving = BlockSaving(f"{SAVE}{next(self.numbers)}", self, room, parent, key, index)
+                self.saving[key] = saving
+                new.append(saving)
+            state.offered = index + 1
         return new
 
-    def stored(self, name: str) -> None:
-        """Registers a block that all workers have saved."""
-        saving = self.saving.pop(name)
-        self.on_their_way.discard(saving.key)
+    def stored(self, saving: BlockSaving) -> None:
+        del self.saving[saving.key]
         if saving.is_forgotten:
             saving.blocks.release()
             return
         saving.blocks.register([saving.key], saving.parent).release()
         self.blocks_saved += 1
 
-    def lost(self, name: str) -> None:
-        """Gives back a block that a worker could not save."""
-        saving = self.saving.pop(name)
-        self.on_their_way.discard(saving.key)
+    def lost(self, saving: BlockSaving) -> None:
+        del self.saving[saving.key]
         saving.blocks.release()
 
-    def bar(self, name: str) -> None:
+    def bar(self, tracked: Tracked) -> None:
         """Keeps a request from the tier: its blocks could not be copied in."""
-        self.barred.add(name)
-
-    def let_go(self, name: str) -> None:
-        """Ends the hold of a request on what it has found."""
-        _, blocks = self.holds.pop(name, (0, None))
-        if blocks is not None:
-            blocks.release()
-
-    def finished(self, name: str) -> None:
-        """Forgets a request."""
-        self.let_go(name)
-        self.progress.pop(name, None)
-        self.barred.discard(name)
+        self._state(tracked).is_barred = True
 
     def reset(self) -> None:
-        """Forgets every block that nobody holds, and those that are on their way."""
+        """Forgets every block that is not held, and the blocks on their way."""
         self.pool.clear_cached()
         for saving in self.saving.values():
             saving.is_forgotten = True
+
+    def counts(self) -> tuple[dict[str, int], dict[str, float]]:
+        """Returns the counters and the gauges of the tier."""
+        counts = self.pool.counts()
+        totals = {
+            "prefix_tokens_found": self.tokens_found,
+            "prefix_blocks_saved": self.blocks_saved,
+            "prefix_blocks_evicted": counts["evictions"],
+        }
+        return totals, {"prefix_memory_usage_perc": 1 - counts["free"] / counts["total"]}

@@ -1,16 +1,18 @@
-"""Parts of a request as it names them, and a helper that builds such requests.
+"""The parts that a request names, and a helper that builds such requests.
 
-A request names its parts in ``kv_transfer_params``, in Python as ``SamplingParams(extra_args={"kv_transfer_params": …})`` and over
-HTTP in the body:
+A request names its parts in ``kv_transfer_params``, in Python as
+``SamplingParams(extra_args={"kv_transfer_params": …})`` and over HTTP in the body:
 
-- ``chunk_lengths``: the number of tokens of the system prompt, then of each chunk. What follows is the question.
-- ``chunk_separator``: instead, the ids of the tokens that end the system prompt and each chunk. They stay part of what they end.
-- ``chunk_mode``: what a chunk sees while it is computed: ``"alone"`` (only itself, the default), ``"with-system"`` (the system prompt,
-  too) or ``"sink:K"`` (the first K tokens of the system prompt, too).
-- ``chunk_recompute``: which tokens of chunks are computed again with everything before them in sight: ``"none"`` (the default),
-  ``"link:K"`` (the first K of each chunk) or ``"question:R"`` (as many as the share R of all tokens of chunks, those that the question
-  attends to most).
-  A first chunk that saw the system prompt has seen everything before it already.
+- ``chunk_lengths``: the number of tokens of the system prompt, then of each chunk. What follows is the
+  question.
+- ``chunk_separator``: instead, the ids of the tokens that end the system prompt and each chunk. They belong
+  to the part that they end.
+- ``chunk_mode``: the tokens that a chunk sees while it is computed: ``"alone"`` (only its own, the default),
+  ``"with-system"`` (also the system prompt) or ``"sink:K"`` (also the first K tokens of the system prompt).
+- ``chunk_recompute``: the tokens of chunks that are recomputed with everything before them in sight:
+  ``"none"`` (the default), ``"link:K"`` (the first K of each chunk) or ``"question:R"`` (the share R of all
+  chunk tokens, the ones that the question attends to most). The first chunk is not recomputed if it saw the
+  system prompt: it has seen everything before it already.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ NAMES = ("chunk_lengths", "chunk_separator", "chunk_mode", "chunk_recompute")
 
 
 class ChunkRequestError(ValueError):
-    """A request whose parts cannot be told."""
+    """A request whose parts are missing or do not add up."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The parts of a prompt, and how its chunks are computed."""
+    """The parts of a prompt, and the settings for its chunks."""
 
     system: Part
     chunks: tuple[Part, ...]
@@ -54,7 +56,7 @@ class ChunkPlan:
         return self.chunks[-1].end
 
     def seen(self) -> int:
-        """The number of tokens of the system prompt that a chunk sees."""
+        """Returns the number of tokens of the system prompt that a chunk sees."""
         if self.mode == "alone":
             return 0
         if self.mode == "with-system":
@@ -62,11 +64,11 @@ class ChunkPlan:
         return min(int(self.mode.split(":")[1]), self.system.tokens)
 
     def apart(self) -> tuple[Part, ...]:
-        """The chunks that were computed without something that stands before them."""
+        """Returns the chunks that were computed without seeing everything before them."""
         return self.chunks if self.mode != "with-system" else self.chunks[1:]
 
     def linked(self) -> list[Part]:
-        """The runs of tokens that ``link:K`` computes again, in order."""
+        """Returns the runs of tokens that ``link:K`` recomputes, in order."""
         if not self.recompute.startswith("link:"):
             return []
         count = int(self.recompute.split(":")[1])
@@ -74,7 +76,8 @@ class ChunkPlan:
         return [run for run in runs if run.tokens > 0]
 
     def chosen_tokens(self) -> int:
-        """The number of tokens that ``question:R`` computes again: a share of the tokens of all chunks, as long as there are such."""
+        """Returns the number of tokens that ``question:R`` recomputes: the share R of all chunk tokens, at
+        most all of ``apart``."""
         if not self.recompute.startswith("question:"):
             return 0
         among, everything = (sum(part.tokens for part in parts) for parts in (self.apart(), self.chunks))
@@ -83,7 +86,7 @@ class ChunkPlan:
 
 
 def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan | None:
-    """Returns the parts of a prompt, or ``None`` for a request that names none.
+    """Returns the parts of a prompt; None for a request that names no chunks.
 
     Raises ``ChunkRequestError`` for parts that do not add up.
     """
@@ -118,7 +121,7 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
 
 
 def _cut(prompt: Sequence[int], separator: Any) -> list[int]:
-    """Returns the lengths of the parts that a separator ends."""
+    """Returns the length of each part that a separator ends."""
     if not (isinstance(separator, (list, tuple)) and separator and all(type(t) is int for t in separator)):
         raise ChunkRequestError("chunk_separator must be a list of token ids")
     ends, width, at = [], len(separator), 0
@@ -139,7 +142,7 @@ def _cut(prompt: Sequence[int], separator: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class ChunkPrompt:
-    """A prompt in parts, each tokenised by itself, for ``LLM.generate`` and the HTTP interface.
+    """A prompt in parts that are tokenised separately, for ``LLM.generate`` and the HTTP interface.
 
     >>> prompt = ChunkPrompt.of(lambda text: [ord(c) for c in text], "be brief. ", ["one. ", "two. "], "which?")
     >>> prompt.kv_transfer_params["chunk_lengths"]
@@ -162,7 +165,8 @@ class ChunkPrompt:
         mode: str = "alone",
         recompute: str = "none",
     ) -> ChunkPrompt:
-        """Tokenises the parts with ``encode``, such as ``lambda text: tokenizer.encode(text, add_special_tokens=False)``."""
+        """Tokenises the parts with ``encode``, such as ``lambda text: tokenizer.encode(text,
+        add_special_tokens=False)``."""
         parts = [list(encode(text)) for text in (system, *documents, question)]
         tokens = [token for part in parts for token in part]
         params = {
@@ -174,7 +178,7 @@ class ChunkPrompt:
         return cls(tokens, params)
 
     def sampling_params(self, **settings: Any) -> Any:
-        """Returns vLLM's ``SamplingParams`` with these settings that name the chunks."""
+        """Returns vLLM's ``SamplingParams`` with these settings and the names of the chunks."""
         from vllm import SamplingParams
 
         extra = dict(settings.pop("extra_args", None) or {})

@@ -1,11 +1,13 @@
-"""Tokens of chunks that are computed again, by the host's own model, with everything before them in sight.
+"""Recomputes tokens of chunks with the host's own model and everything before them in sight.
 
-Each run of tokens is a row of a batch whose query ends where the run does: to the host's attention it looks like a request that has
-computed what stands before it. Keys and values are written to the request's own blocks.
+Each run of tokens is a row of a batch whose query ends at the end of the run: to the host's attention, it
+looks like a request that has computed everything before the run. Keys and values are written to the request's
+own blocks.
 
-The question chooses by its own attention: it is computed once over the keys as they are, and the weights of its softmax are summed
-for each token, over rows, heads, and all layers but the first third. Choices are kept: a request that finds a part of its blocks in the
-host's own cache, as one that is asked again or was preempted, completes them by the choice that they were made by.
+The question chooses tokens by its own attention: it is computed once over the unchanged keys, and its softmax
+weights are summed for each token over rows, heads, and all layers but the first third. Choices are kept: a
+request that finds some of its blocks in the host's own cache (because it was asked before, or preempted) must
+complete them by the choice that made them.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
     from .orders import Again
 
 
-# The number of questions whose choices are kept.
+# The most questions whose choices are kept.
 CHOICES = 256
 
 
 class Recomputer:
+    """The model of a worker, for tokens that are recomputed."""
+
     def __init__(
         self,
         vllm_config: VllmConfig,
@@ -49,7 +53,7 @@ class Recomputer:
         self.choices: OrderedDict[bytes, list[tuple[int, int]]] = OrderedDict()
 
     def run(self, again: Again) -> None:
-        """Computes what is chosen, or what the question chooses, again."""
+        """Recomputes the runs of an order, or the tokens among them that the question chooses."""
         runs = again.runs if again.chosen is None else self.kept_choice(again)
         runs = [(max(start, again.first), end) for start, end in runs if end > again.first]
         if runs:
@@ -57,30 +61,30 @@ class Recomputer:
 
     # Decision: docs/decisions/vllm.md#tokens-are-computed-again-as-if-they-were-requests
     def forward(self, tokens: list[int], table: list[int], runs: list[tuple[int, int]]) -> None:
-        """Runs the model over the tokens of ``runs``, each from its first token to its end."""
+        """Runs the model over the tokens of ``runs``, which are pairs of a first token and an end."""
         device, size = self.runner.device, self.block_size
-        positions = [place for start, end in runs for place in range(start, end)]
-        slots = [table[place // size] * size + place % size for place in positions]
-        starts = [0]
-        for start, end in runs:
-            starts.append(starts[-1] + end - start)
-        ends = [end for _, end in runs]
 
         def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        slot_mapping = ints(slots, torch.int64)
+        places = torch.cat([torch.arange(start, end) for start, end in runs])
+        slots = torch.tensor(table)[places // size] * size + places % size
+        positions, slot_mapping = places.to(device), slots.to(device)
+        starts = [0]
+        for start, end in runs:
+            starts.append(starts[-1] + end - start)
+        ends = [end for _, end in runs]
         common = CommonAttentionMetadata(
             query_start_loc=ints(starts),
             query_start_loc_cpu=torch.tensor(starts, dtype=torch.int32),
             seq_lens=ints(ends),
             num_reqs=len(runs),
-            num_actual_tokens=len(positions),
+            num_actual_tokens=len(places),
             max_query_len=max(end - start for start, end in runs),
             max_seq_len=max(ends),
             block_table_tensor=ints(table).expand(len(runs), -1).contiguous(),
             slot_mapping=slot_mapping,
-            positions=ints(positions, torch.int64),
+            positions=positions,
             is_prefilling=torch.ones(len(runs), dtype=torch.bool),
             seq_lens_cpu_upper_bound=torch.tensor(ends, dtype=torch.int32),
         )
@@ -89,18 +93,18 @@ class Recomputer:
             built = group.get_metadata_builder().build(0, common)
             for name in group.layer_names:
                 metadata[name], mapping[name] = built, slot_mapping
-        with set_forward_context(metadata, self.config, num_tokens=len(positions), slot_mapping=mapping):
+        with set_forward_context(metadata, self.config, num_tokens=len(places), slot_mapping=mapping):
             self.runner.model(
-                input_ids=ints([tokens[place] for place in positions]),
-                positions=ints(positions, torch.int64),
+                input_ids=ints(tokens)[positions],
+                positions=positions,
                 intermediate_tensors=None,
                 inputs_embeds=None,
             )
 
     # Decision: docs/decisions/vllm.md#what-a-question-chose-is-kept-by-the-workers
     def kept_choice(self, again: Again) -> list[tuple[int, int]]:
-        """Returns the runs that the question chose when its blocks were made, or else those that it chooses now."""
-        # All ranks see the same requests in the same order, and so forget the same choices.
+        """Returns the runs that the question chose when its blocks were computed, or else chooses now."""
+        # All ranks see the same requests in the same order, so that all forget the same choices.
         chosen = self.choices.pop(again.key, None)
         self.choices[again.key] = self.chosen(again) if chosen is None else chosen
         if len(self.choices) > CHOICES:
@@ -113,7 +117,7 @@ class Recomputer:
         if again.chosen >= len(among):
             return again.runs
         weights = self.weights(again)[among]
-        # Equal weights on all ranks and in every run: the earlier token first.
+        # For equal weights, the earlier token comes first, on all ranks and in every process.
         best = torch.argsort(weights, descending=True, stable=True)[: again.chosen]
         places = sorted(among[best].tolist())
         runs: list[tuple[int, int]] = []
@@ -125,7 +129,8 @@ class Recomputer:
         return runs
 
     def weights(self, again: Again) -> torch.Tensor:
-        """Computes the question over the keys as they are, and returns the attention to each token before it."""
+        """Computes the question over the unchanged keys, and returns its attention to each token before it.
+        """
         start, end = again.question_start, len(again.tokens)
         context = self.config.compilation_config.static_forward_context
         first = len(self.layers) // 3

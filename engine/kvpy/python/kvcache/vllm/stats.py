@@ -1,6 +1,7 @@
 """Counts of the connector for vLLM's log and its Prometheus endpoint.
 
-vLLM itself counts the tokens that come from the connector (``vllm:external_prefix_cache_hits`` and others). These are the rest.
+vLLM itself counts the tokens that come from the connector (``vllm:external_prefix_cache_hits`` and others).
+The other counts are here.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from vllm.v1.metrics.utils import create_metric_per_engine
 COUNTERS = {
     "chunk_tokens_reused": "Tokens of chunks that were found in host memory.",
     "chunk_tokens_computed": "Tokens of chunks that were missing and computed.",
-    "chunk_evictions": "Chunks given up to make room.",
+    "chunk_evictions": "Chunks evicted to make room.",
     "chunk_requests_refused": "Requests with chunks that were answered without them.",
     "prefix_tokens_found": "Tokens of ordinary prompts that were found in host memory.",
     "prefix_blocks_saved": "Blocks of ordinary prompts that were saved to host memory.",
-    "prefix_blocks_evicted": "Blocks of ordinary prompts given up to make room.",
+    "prefix_blocks_evicted": "Blocks of ordinary prompts evicted to make room.",
 }
 GAUGES = {
     "chunk_memory_usage_perc": "The share of the memory for chunks that is used, from 0 to 1.",
@@ -28,7 +29,7 @@ GAUGES = {
 
 @dataclass
 class ChunkStats(KVConnectorStats):
-    """Counts since the last report, and the gauges of this moment."""
+    """The counts since the last report, and the current gauges."""
 
     def reset(self) -> None:
         self.data = {}
@@ -46,7 +47,7 @@ class ChunkStats(KVConnectorStats):
 
 
 class ChunkMetrics(KVConnectorPromMetrics):
-    """Counters and gauges of Prometheus, as ``vllm:kvcache_…``."""
+    """Counters and gauges for Prometheus, named ``vllm:kvcache_…``."""
 
     def __init__(
         self,
@@ -73,13 +74,13 @@ class ChunkMetrics(KVConnectorPromMetrics):
 
 
 class Counting:
-    """Turns totals into the differences that a report has."""
+    """Turns totals into differences between reports."""
 
     def __init__(self) -> None:
         self.before: dict[str, int] = {}
 
     def report(self, totals: dict[str, int], gauges: dict[str, float]) -> ChunkStats | None:
-        """Returns what was counted since the last report, or ``None`` if nothing was."""
+        """Returns the counts since the last report; None if all are 0."""
         since = {name: total - self.before.get(name, 0) for name, total in totals.items()}
         if not any(since.values()):
             return None

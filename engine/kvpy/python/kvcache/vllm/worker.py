@@ -1,4 +1,4 @@
-"""The workers' side: the arena of a rank, and the copies between it and vLLM's blocks."""
+"""The workers' side: the arena of a rank, and the copies between the arena and vLLM's blocks."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ logger = init_logger("vllm.kvcache")
 
 
 class ChunkWorker:
+    """Carries out the orders of a rank, and reports."""
+
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: Geometry) -> None:
         self.config = vllm_config
         self.layers = list(kv_cache_config.kv_cache_groups[0].layer_names)
@@ -50,6 +52,7 @@ class ChunkWorker:
         self.not_loaded: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Allocates the arenas for vLLM's caches. Raises ``UnsupportedHostError`` for an unknown layout."""
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
         from .recompute import Recomputer
@@ -82,20 +85,22 @@ class ChunkWorker:
         self.recomputer = Recomputer(self.config, runner, self.layers, tensors, order, self.block_size)
 
     def start_loads(self, loads: list[Any], is_idle: bool) -> None:
+        """Copies the rows of requests that run in this step, and starts the other copies."""
         self.is_idle = is_idle
         if not loads:
             return
-        # Blocks that a request has let go of may be written by a step that is still on its way.
+        # A step that still runs may write blocks that a request has freed since.
         event = self._event()
         for load in loads:
             if load.at_once:
                 self._wait(event)
                 self._load_at_once(load)
             else:
-                self.loading[load.request_id] = self.threads.submit(self._load_beside, event, load)
+                self.loading[load.request_id] = self.threads.submit(self._load_in_parallel, event, load)
 
     def _event(self) -> Any:
-        """Returns an event behind everything that the model has enqueued on a device; None on a CPU, which has done it."""
+        """Returns an event after everything that the model has enqueued on a device; None on a CPU, where the
+        work is done."""
         if self.place.type == "cpu":
             return None
         import torch
@@ -109,19 +114,19 @@ class ChunkWorker:
         if event is not None:
             event.synchronize()
 
-    def _load_beside(self, event: Any, load: Any) -> None:
+    def _load_in_parallel(self, event: Any, load: Any) -> None:
         self._wait(event)
         (self.prefixes if load.of_prefix else self.arena).load(self.cache, load.rows, self.ropes)
 
     def _load_at_once(self, load: Any) -> None:
-        """Loads a request that runs in this step."""
+        """Copies the rows of a request that runs in this step."""
         failure: Exception | None = None
         try:
             self.arena.load(self.cache, load.rows, self.ropes)
         except Exception as error:
             failure = error
         try:
-            # Behind a copy that failed, too: all ranks run the model in the same step, and the rows are thrown away.
+            # Also after a copy that failed: all ranks run the model in the same step. vLLM drops the rows.
             if load.again is not None:
                 self.recomputer.run(load.again)
         except Exception as error:
@@ -135,43 +140,50 @@ class ChunkWorker:
         self.not_loaded.add(request_id)
 
     def save(self, saves: list[Any]) -> None:
+        """Copies rows to host memory, after the step that has computed them."""
         if saves:
-            # Rows are copied on a stream of their own, behind the model's.
+            # Rows are copied on another stream than the model's, which has to be done.
             self._wait(self._event())
         for save in saves:
             arena = self.prefixes if save.of_prefix else self.arena
             try:
-                arena.save(self.cache, save.to, save.slots)
+                for to, rows in save.rows:
+                    arena.save(self.cache, to, rows)
                 self.just_saved.append(save.name)
             except Exception as error:
                 logger.error("%s could not be copied to host memory: %s", save.name, error)
                 self.not_saved.add(save.name)
 
     def loaded(self) -> set[str] | None:
+        """Returns the requests whose asynchronous loads have ended, with success or not; None if there are
+        none."""
         done = {name for name, future in self.loading.items() if future.done()}
         if not done and self.loading and self.is_idle:
-            # Nothing else is running: do not spin through empty steps.
+            # No request runs: wait here instead of in empty steps.
             next(iter(self.loading.values())).exception()
             done = {name for name, future in self.loading.items() if future.done()}
         for name in done:
             error = self.loading.pop(name).exception()
             if error is not None:
-                # By its name: blocks that a window has let go of are those of other requests, too.
+                # Report the request, not its blocks: blocks that a window has passed may belong to other
+                # requests.
                 self.not_received.add(name)
                 self._failed(name, (), error)
         return done or None
 
     def failed_receives(self) -> set[str]:
-        """Returns the requests whose rows could not be copied in beside a step, since the last call."""
+        """Returns the requests whose asynchronous loads have failed since the last call."""
         failed, self.not_received = self.not_received, set()
         return failed
 
     def failed_blocks(self) -> set[int]:
+        """Returns the blocks whose loads have failed in this step."""
         failed, self.failed = self.failed, set()
         return failed
 
     def report(self) -> tuple[list[str], set[str], set[str]]:
-        """Returns what was saved, what could not be, and the requests that could not be loaded, since the last call."""
+        """Returns the names of saved rows, the names of rows that could not be saved, and the requests whose
+        rows could not be loaded, since the last call."""
         said = self.just_saved, self.not_saved, self.not_loaded
         self.just_saved, self.not_saved, self.not_loaded = [], set(), set()
         return said

@@ -1,6 +1,7 @@
-"""Names of vLLM that the connector imports, for tests without vLLM: data holders, and nothing of what vLLM does.
+"""The names that the connector imports from vLLM, for tests without vLLM: data holders without behaviour.
 
-The calls that vLLM makes are recorded from the real one: see ``golden_calls.py`` and ``replay.py`` beside this folder.
+The calls of vLLM were recorded from a real one: see ``golden_calls.py`` and ``replay.py`` in the parent
+folder.
 """
 
 from dataclasses import dataclass

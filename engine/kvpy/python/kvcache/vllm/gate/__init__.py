@@ -1,9 +1,9 @@
-"""The gate of a model: chunks are exact inside vLLM, and questions are answered as well as without them.
+"""The gate of a model: are chunks exact inside vLLM, and are questions answered as well as without chunks?
 
 ```text
-  questions ──► chat ──► check ──► verdict       notes and questions, as prompts in parts, asked in every way
+  questions ──► chat ──► check ──► verdict       notes and questions as prompts in parts, with every setting
                            │
-              reference ◄──┼──► local            transformers, and a vLLM in this process
+              reference ◄──┼──► local            transformers; vLLM in this process
                            ▼
                         compare                  answers, token by token
 ```

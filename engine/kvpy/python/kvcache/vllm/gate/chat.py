@@ -1,4 +1,4 @@
-"""Questions as a model wants them asked: in its chat template, cut into parts that are tokenised by themselves."""
+"""Questions in a model's chat template, cut into parts that are tokenised separately."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from typing import Any
 from ..prompt import ChunkPrompt
 from .questions import NoteQuestion
 
-# Ends the system prompt and each note. It belongs to what it ends, so that a note has the same tokens wherever it stands.
+# Ends the system prompt and each note. It belongs to the part that it ends, so that a note has the same
+# tokens at every place.
 BORDER = "\n\n"
 MARK = "<the message>"
 
 
 class Chat:
-    """Puts questions into the chat template of a tokenizer of transformers, or into plain text if it has none.
+    """Puts questions into the chat template of a transformers tokenizer, or into plain text if it has none.
 
-    Nothing of the template stands between the notes: they are one message, and so is the system prompt before them.
+    No part of the template comes between the notes: the system prompt and all notes are one message.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -32,7 +33,7 @@ class Chat:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def prompt(self, question: NoteQuestion, order: Sequence[int], mode: str = "alone", recompute: str = "none") -> ChunkPrompt:
-        """Returns the prompt of a question with its notes in this order."""
+        """Returns the prompt of a question, with its notes in ``order``."""
         return ChunkPrompt.of(
             self.encode,
             f"{self.before}{question.system}{BORDER}",
@@ -44,12 +45,13 @@ class Chat:
 
 
 def frame(tokenizer: Any) -> tuple[str, str]:
-    """Returns the text before and after the message of a user. Raises ``ValueError`` for a template that does not write it once."""
+    """Returns the text before and after a user's message. Raises ``ValueError`` for a template that does not
+    contain the message once."""
     if not getattr(tokenizer, "chat_template", None):
         begins = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
         return (tokenizer.bos_token if begins else ""), "\nAnswer:"
     message = [{"role": "user", "content": MARK}]
-    # Models that think before they answer are asked not to.
+    # Models that think before they answer are told not to.
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     before, found, after = text.partition(MARK)
     if not found or MARK in after:
@@ -58,7 +60,7 @@ def frame(tokenizer: Any) -> tuple[str, str]:
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> list[int]:
-    """Returns the tokens that end an answer, by the tokenizer and the files of the model."""
+    """Returns the tokens that end an answer, from the tokenizer and the model's files."""
     ends = {tokenizer.eos_token_id}
     for name in ("config.json", "generation_config.json"):
         path = folder / name

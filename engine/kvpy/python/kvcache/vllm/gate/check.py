@@ -1,4 +1,5 @@
-"""The gate of a model: chunks are exact inside vLLM, all of them are found, and questions are answered as well as without them."""
+"""The gate of a model: checks that chunks are exact inside vLLM and all found, and asks questions with and
+without them."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from .questions import NoteQuestion, note_questions
 from .verdict import ORDINARY, Finding, Row
 
 MODES = ("alone", "with-system")
-# Prompts and tokens whose exactness is checked.
+# The number of prompts, and of tokens of each answer, whose exactness is checked.
 SAMPLES, COUNT = 2, 12
 MAX_LEN = 4096
-# An answer may say a sentence around the fact.
+# The most tokens of an answer: enough for a sentence with the fact.
 ANSWER = 32
 
 Progress = Callable[[str], None]
 
 
 class CheckError(RuntimeError):
-    """A reason why a model cannot be checked, and the way out."""
+    """A reason why a model cannot be checked, with a remedy."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +47,14 @@ class Options:
     seed: int = 1
     dtype: str = "float32"
     max_len: int | None = None
-    """The longest prompt with its answer, ``MAX_LEN`` or all positions of the model by default."""
+    """The most tokens of a prompt with its answer; by default ``MAX_LEN``, or the model's positions if they
+    are fewer."""
     host_memory: str = "1GiB"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Answers of transformers to a question, in each mode and with ordinary attention."""
+    """The answers of transformers to a question, in each mode and with ordinary attention."""
 
     question: NoteQuestion
     chunks: dict[str, Answer]
@@ -62,7 +64,8 @@ class Expected:
 def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row]]:
     """Checks a model. The rows are empty if reuse is not exact.
 
-    Raises ``CheckError``, ``UnsupportedHostError`` for a model that the connector refuses, and the errors of vLLM.
+    Raises ``CheckError``, ``UnsupportedHostError`` for a model that the connector refuses, and the errors of
+    vLLM.
     """
     config = AutoConfig.from_pretrained(options.model).get_text_config()
     try:
@@ -72,12 +75,12 @@ def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row
     chat = Chat(tokenizer)
     asked = note_questions(options.seed, options.questions, options.notes)
     options = replace(options, max_len=_max_len(options, config, chat, asked))
-    # Before anything is loaded: transformers runs models that the connector refuses.
+    # Check this before loading: transformers runs models that the connector refuses.
     ropes_of(config, options.max_len)
-    progress("transformers computes what vLLM has to answer")
+    progress("transformers computes the reference answers")
     expected = references(options.model, chat, asked[:SAMPLES])
     progress("vLLM starts")
-    # Exactness is that of f32, whatever the answers are computed in.
+    # Exactness is checked in f32, also if questions are answered in another type.
     with started(options, config, "float32") as engine:
         progress("exactness")
         findings = exactness(engine, chat, expected)
@@ -91,7 +94,7 @@ def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row
 
 
 def _max_len(options: Options, config: Any, chat: Chat, asked: Sequence[NoteQuestion]) -> int:
-    """Returns the longest prompt that vLLM is told. Raises ``CheckError`` if one of the questions is longer."""
+    """Returns vLLM's ``max_model_len``. Raises ``CheckError`` if a question with its answer is longer."""
     positions = getattr(config, "max_position_embeddings", MAX_LEN)
     most = options.max_len or min(MAX_LEN, positions)
     if most > positions:
@@ -104,7 +107,7 @@ def _max_len(options: Options, config: Any, chat: Chat, asked: Sequence[NoteQues
 
 @contextmanager
 def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
-    """Runs vLLM for a while. Raises ``CheckError`` if vLLM itself refuses the model."""
+    """Runs vLLM for the time of a block. Raises ``CheckError`` if vLLM itself refuses the model."""
     try:
         engine = LocalEngine(options.model, config, dtype=dtype, max_len=options.max_len, host_memory=options.host_memory)
     except UnsupportedHostError:
@@ -118,7 +121,7 @@ def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
 
 
 def references(model: str, chat: Chat, asked: Sequence[NoteQuestion]) -> list[Expected]:
-    """Computes answers by transformers, and lets go of its model."""
+    """Computes answers with transformers, and frees its model."""
     loaded, of = reference.load(model), {"alone": reference.alone, "with-system": reference.with_system}
     out = []
     for question in asked:
@@ -131,7 +134,7 @@ def references(model: str, chat: Chat, asked: Sequence[NoteQuestion]) -> list[Ex
 
 
 def cut(prompt: ChunkPrompt) -> tuple[list[list[int]], list[int]]:
-    """Returns the tokens of the system prompt and of each chunk, and those of the question."""
+    """Returns the tokens of each part (the system prompt and the chunks), and the tokens of the question."""
     parts, at = [], 0
     for length in prompt.kv_transfer_params["chunk_lengths"]:
         parts.append(prompt.token_ids[at : at + length])
@@ -144,7 +147,7 @@ def _order(question: NoteQuestion) -> list[int]:
 
 
 def seen_before(engine: LocalEngine, chat: Chat, question: NoteQuestion, mode: str) -> None:
-    """Lets the notes of a question be cached in another order than the one in which they are asked about."""
+    """Caches the notes of a question in another order than that of the question's prompt."""
     order = _order(question)
     prompt = chat.prompt(question, order[1:] + order[:1], mode)
     out = engine.ask(prompt.token_ids, prompt.kv_transfer_params, 1)
@@ -153,7 +156,7 @@ def seen_before(engine: LocalEngine, chat: Chat, question: NoteQuestion, mode: s
 
 
 def exactness(engine: LocalEngine, chat: Chat, expected: Sequence[Expected]) -> list[Finding]:
-    """Compares answers with transformers', and counts the tokens that were found."""
+    """Compares answers with the ones of transformers, and counts the tokens that were found."""
     findings = []
     for mode in MODES:
         compared, apart, found, faults, missed = 0, 0.0, 0, [], []
@@ -178,14 +181,14 @@ def exactness(engine: LocalEngine, chat: Chat, expected: Sequence[Expected]) -> 
         prompt = chat.prompt(one.question, _order(one.question))
         out = engine.ask(prompt.token_ids, None, COUNT, logprobs=True)
         faults += [fault] if (fault := compare(out.answer, one.plain).fault) else []
-    findings.append(Finding("a request without chunks is untouched by those before it", faults[0] if faults else None))
+    findings.append(Finding("a request without chunks is not changed by earlier requests with chunks", faults[0] if faults else None))
     return findings
 
 
 def answers(
     engine: LocalEngine, chat: Chat, asked: Sequence[NoteQuestion], options: Options, progress: Progress
 ) -> list[Row]:
-    """Asks all questions with ordinary attention and in each way."""
+    """Asks all questions with ordinary attention and with each setting."""
     rows = [Row(ORDINARY), *(Row(recompute) for recompute in options.recompute)]
     stop = end_tokens(Path(options.model), chat.tokenizer)
     for number, question in enumerate(asked):
@@ -205,12 +208,12 @@ def answers(
                 raise CheckError("the notes of a question do not fit into the memory for chunks: raise --host-memory")
             if full is None:
                 full = out.first
-                # Behind the ordinary request, which would find what chunks leave in vLLM's own cache.
+                # After the ordinary request, which must not find anything of chunks in vLLM's own cache.
                 seen_before(engine, chat, question, options.mode)
             row.divergences.append(divergence(full, out.first))
             row.seconds.append(out.seconds)
             again.append((row, (prompt.token_ids, params)))
-        # Asked together: the prompts are in vLLM's own cache now, as each way has made them.
+        # Ask for the full answers together: vLLM's own cache now has each setting's version of the prompt.
         texts = engine.texts([request for _, request in again], ANSWER, stop)
         for (row, _), tokens in zip(again, texts):
             row.right.append(question.is_right(chat.decode(tokens)))

@@ -1,16 +1,18 @@
-"""Answers of two computations of one model, compared token by token."""
+"""Compares the answers of two computations of one model, token by token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 CLOSE = 1e-3
-"""Log-probabilities in f32 may be so far apart, and two tokens so near to each other that rounding decides between them."""
+"""The largest difference between log-probabilities in f32 that counts as rounding, and the largest margin
+between two tokens that rounding can reverse."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens, the log-probability of each and, for a reference, how far each is ahead of the second likeliest."""
+    """Greedy tokens and their log-probabilities and, for a reference, the margin of each over the second
+    likeliest token."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -22,9 +24,9 @@ class Comparison:
     """The outcome of a comparison."""
 
     compared: int
-    """The number of tokens that were compared: those before a near-tie at which the answers part."""
+    """The number of compared tokens: all, or the ones before a near-tie at which the answers differ."""
     apart: float
-    """The largest difference of their log-probabilities."""
+    """The largest difference between their log-probabilities."""
     fault: str | None
 
     @property
@@ -33,10 +35,11 @@ class Comparison:
 
 
 def compare(got: Answer, reference: Answer) -> Comparison:
-    """Compares an answer with a reference's.
+    """Compares an answer with a reference.
 
-    Rounding decides between tokens that are no farther apart than ``CLOSE``. Behind such a near-tie the texts differ, so that answers
-    that part there are compared up to there. An answer that parts from the reference anywhere else is wrong.
+    Rounding decides between tokens whose margin is at most ``CLOSE``. After such a near-tie the texts may
+    differ, so that the comparison ends there. An answer that differs from the reference at any other token is
+    wrong.
     """
     apart, compared = 0.0, 0
     if len(got.tokens) != len(reference.tokens):
@@ -45,7 +48,8 @@ def compare(got: Answer, reference: Answer) -> Comparison:
         margin = reference.margins[at] if reference.margins else float("inf")
         if token != expected and margin > CLOSE:
             return Comparison(compared, apart, f"token {at} is {token} instead of {expected}, which is ahead by {margin:.1e}")
-        # The likeliest has nearly the same probability in both, whichever token it is. A difference that is no number is too large.
+        # At a near-tie, the likeliest token has nearly the same probability in both. `not <=` also rejects
+        # NaN.
         difference = abs(got.logprobs[at] - reference.logprobs[at])
         if not difference <= CLOSE:
             fault = f"the log-probability of token {at} is {got.logprobs[at]:.5f} instead of {reference.logprobs[at]:.5f}"

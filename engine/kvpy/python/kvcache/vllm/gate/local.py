@@ -1,4 +1,4 @@
-"""A vLLM with the connector in this process, for checks and measurements: requests timed to their first token."""
+"""vLLM with the connector in this process, for checks and measurements of the time to first token."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Read by vLLM when it is imported. The engine has to run in this process: its logits are read.
+# vLLM reads these on import. The engine must run in this process, because its logits are read.
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -32,23 +32,23 @@ class Asked:
 
     answer: Answer
     seconds: float
-    """The time to its first token."""
+    """The time to the first token."""
     first: torch.Tensor
-    """The log-probabilities of all tokens at the place of the first one."""
+    """The log-probabilities of all tokens of the vocabulary at the first place of the answer."""
     cached_tokens: int
     params: dict[str, Any]
     """The counts of tokens reused and computed, or the reason why the request was answered without chunks."""
 
 
 def token_bytes(config: Any, dtype: str) -> int:
-    """Returns the bytes of the keys and values of a token, by the configuration of a model of transformers."""
+    """Returns the bytes of a token's keys and values, from a configuration of transformers."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * dim * WIDTHS[dtype]
 
 
 def sampling(params: dict[str, Any] | None, count: int, stop: Sequence[int] = (), *, logprobs: bool = False) -> SamplingParams:
-    """Returns the settings of a greedy request; with ``params``, one that names its chunks."""
+    """Returns the settings of a greedy request. ``params`` names its chunks."""
     return SamplingParams(
         temperature=0.0,
         max_tokens=count,
@@ -62,10 +62,12 @@ def sampling(params: dict[str, Any] | None, count: int, stop: Sequence[int] = ()
 
 # Decision: docs/decisions/vllm.md#a-model-is-checked-in-one-process-with-vllm
 class LocalEngine:
-    """A vLLM with the connector that says how long a request took, and its distribution."""
+    """vLLM with the connector. Reports each request's time to first token, and the distribution of that
+    token."""
 
     def __init__(self, model: str, config: Any, *, dtype: str, max_len: int, host_memory: str | int) -> None:
-        """Starts vLLM on a folder with this configuration. Raises ``UnsupportedHostError`` for a model that is refused."""
+        """Starts vLLM with the model of a folder. Raises ``UnsupportedHostError`` if the connector refuses
+        the model."""
         self.llm = LLM(
             model=model,
             skip_tokenizer_init=True,
@@ -73,10 +75,10 @@ class LocalEngine:
             enforce_eager=True,
             block_size=BLOCK,
             max_model_len=max_len,
-            # A prompt is computed in one step, and a step is over before the next one begins.
+            # A prompt is computed in one step, and a step ends before the next one begins.
             max_num_batched_tokens=max_len,
             async_scheduling=False,
-            # Room for a prompt with its encodes, and for the blocks of some before it.
+            # Room for a prompt with its encodes, and for the blocks of a few earlier prompts.
             kv_cache_memory_bytes=4 * max_len * token_bytes(config, dtype),
             distributed_executor_backend="uni",
             disable_log_stats=False,
@@ -110,7 +112,7 @@ class LocalEngine:
                 if first is None and out.outputs[0].token_ids:
                     seconds = time.perf_counter() - started
                     first = torch.log_softmax(self.logits[-1][-1].double(), -1)
-            # Each step has its own.
+            # Keep only the logits of one step.
             self.logits.clear()
         got = last.outputs[0]
         probs = [at[token].logprob for at, token in zip(got.logprobs, got.token_ids)] if logprobs else []
@@ -119,7 +121,7 @@ class LocalEngine:
         )
 
     def texts(self, asked: Sequence[tuple[Sequence[int], dict[str, Any] | None]], count: int, stop: Sequence[int]) -> list[list[int]]:
-        """Answers requests together, each with up to ``count`` greedy tokens."""
+        """Answers requests in one batch, each with up to ``count`` greedy tokens."""
         prompts = [{"prompt_token_ids": list(tokens)} for tokens, _ in asked]
         outs = self.llm.generate(prompts, [sampling(params, count, stop) for _, params in asked], use_tqdm=False)
         self.logits.clear()
@@ -137,5 +139,6 @@ class LocalEngine:
 
 
 def divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns the Kullback-Leibler divergence of a distribution from a reference, in nats, of log-probabilities of both."""
+    """Returns the Kullback-Leibler divergence of a distribution from a reference, in nats. Both are given as
+    log-probabilities."""
     return float((reference.exp() * (reference - other)).sum())

@@ -1,6 +1,7 @@
-"""Questions about notes on invented firms. No model knows the firms, so that every answer comes from the notes.
+"""Questions about notes on invented firms. No model knows the firms, so that every answer comes from the
+notes.
 
-The questions are those that ``kvc tune`` asks. Equal seeds give equal questions.
+``kvc tune`` asks the same questions. Equal seeds give equal questions.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ __all__ = ["NoteQuestion", "note_questions", "prose"]
 
 
 def prose(seed: int) -> Iterator[str]:
-    """Writes notes without end, each ended by an empty line."""
+    """Yields notes without end. Each ends with an empty line."""
     for number in itertools.count(1000 * seed):
         (question,) = note_questions(number, 1, MOST_NOTES)
         yield from (note + "\n\n" for note in question.notes)

@@ -1,7 +1,8 @@
-"""The reference for answers with reused chunks: computed by transformers, in f32 on a CPU.
+"""The reference for answers with reused chunks, computed by transformers in f32 on a CPU.
 
-``alone``: one pass in which a chunk sees only itself. ``with-system``: two phases, the chunks behind the system prompt at the
-positions right after it, their keys moved to their place, then the question over all of them.
+``alone``: one pass in which a chunk sees only itself. ``with-system``: two phases. Each chunk is computed
+right after the system prompt, and its keys are moved to its place; then the question is computed over all of
+them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from .compare import Answer
 
 
 def load(path: str):
-    """Loads a model in f32, with attention that takes any mask."""
+    """Loads a model in f32, with attention that accepts any mask."""
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def windowed(model, count: int) -> torch.Tensor:
-    """The causal mask of one pass, in the model's window."""
+    """Returns the causal mask of one pass, with the model's sliding window."""
     mask = torch.ones(count, count, dtype=torch.bool).tril()
     window = getattr(model.config, "sliding_window", None)
     if window:
@@ -29,7 +30,7 @@ def windowed(model, count: int) -> torch.Tensor:
 
 @torch.no_grad()
 def rest(model, cache: DynamicCache, start: int, tokens: list[int], mask: torch.Tensor):
-    """Runs tokens at positions from ``start`` on over a cache, and returns their log-probabilities."""
+    """Runs tokens at the positions from ``start`` on over a cache, and returns their log-probabilities."""
     positions = torch.arange(start, start + len(tokens))[None]
     ids = torch.tensor([tokens])
     out = model(ids, past_key_values=cache, position_ids=positions, use_cache=True, attention_mask=mask)
@@ -37,7 +38,7 @@ def rest(model, cache: DynamicCache, start: int, tokens: list[int], mask: torch.
 
 
 def visible(parts: list[int], question: int, mode: str) -> torch.Tensor:
-    """The mask of one pass: a row for each token, True where it sees."""
+    """Returns the mask of one pass: a row for each token, True for the tokens that it sees."""
     total = sum(parts) + question
     mask = torch.ones(total, total, dtype=torch.bool).tril()
     start = parts[0]
@@ -53,7 +54,7 @@ def additive(mask: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def alone(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
-    """Greedy tokens and their log-probabilities under the mask in which chunks see only themselves."""
+    """Returns greedy tokens and log-probabilities under the mask in which chunks see only themselves."""
     tokens = [t for part in parts for t in part] + question
     mask = visible([len(p) for p in parts], len(question), "alone") & windowed(model, len(tokens))
     cache = DynamicCache()
@@ -63,7 +64,7 @@ def alone(model, parts: list[list[int]], question: list[int], count: int) -> Ans
 
 @torch.no_grad()
 def plain(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
-    """Greedy tokens and log-probabilities of ordinary attention."""
+    """Returns greedy tokens and log-probabilities of ordinary attention."""
     tokens = [t for part in parts for t in part] + question
     cache = DynamicCache()
     logs = rest(model, cache, 0, tokens, additive(windowed(model, len(tokens))))
@@ -72,14 +73,15 @@ def plain(model, parts: list[list[int]], question: list[int], count: int) -> Ans
 
 @torch.no_grad()
 def first(model, parts: list[list[int]], question: list[int]) -> torch.Tensor:
-    """The log-probabilities of the first token under ordinary attention."""
+    """Returns the log-probabilities of the first token under ordinary attention."""
     tokens = [t for part in parts for t in part] + question
     return rest(model, DynamicCache(), 0, tokens, additive(windowed(model, len(tokens))))[-1]
 
 
 @torch.no_grad()
 def continued(model, cache, length: int, last: torch.Tensor, count: int) -> Answer:
-    """Greedy tokens behind a prompt of ``length`` tokens that is in the cache and ended with these log-probabilities."""
+    """Returns greedy tokens after a prompt of ``length`` tokens in the cache, whose last token has the
+    log-probabilities ``last``."""
     tokens, logprobs, margins = [], [], []
     window = getattr(model.config, "sliding_window", None)
     for _ in range(count):
@@ -97,7 +99,7 @@ def continued(model, cache, length: int, last: torch.Tensor, count: int) -> Answ
 
 
 def moved(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates keys: the elements that the model rotates stand before those that it leaves as they are."""
+    """Rotates keys. The elements that the model rotates come first; the others stay unchanged."""
     width = cos.shape[-1]
     turning, still = keys[..., :width], keys[..., width:]
     turned = torch.cat([-turning[..., width // 2 :], turning[..., : width // 2]], -1)
@@ -106,7 +108,7 @@ def moved(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 @torch.no_grad()
 def with_system(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
-    """Greedy tokens and log-probabilities of the computation in two phases."""
+    """Returns greedy tokens and log-probabilities of the computation in two phases."""
     system = parts[0]
     merged = DynamicCache()
     rest(model, merged, 0, system, additive(windowed(model, len(system))))

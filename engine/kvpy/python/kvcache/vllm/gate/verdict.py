@@ -1,4 +1,4 @@
-"""The verdict on a model: which setting to use, by right answers beside those of ordinary attention."""
+"""The verdict on a model: the setting to use, by its right answers compared with ordinary attention's."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from kvcache._native import Paired
 
+
 @dataclass(frozen=True)
 class Finding:
-    """A claim that was checked, and its fault if it does not hold."""
+    """A checked claim, with the fault if it does not hold."""
 
     what: str
     fault: str | None = None
@@ -18,15 +19,15 @@ class Finding:
 
 @dataclass
 class Row:
-    """Answers in one way. That of ordinary attention comes first, and is named by ``ORDINARY``."""
+    """The answers with one setting. The first row is that of ordinary attention, named ``ORDINARY``."""
 
     recompute: str
     right: list[bool] = field(default_factory=list)
     divergences: list[float] = field(default_factory=list)
-    """Of the first token's distribution from ordinary attention's, in nats."""
+    """The divergences of the first token's distribution from ordinary attention's, in nats."""
     seconds: list[float] = field(default_factory=list)
     refused: str | None = None
-    """The reason why the model does not have this way."""
+    """The reason why the model cannot use this setting."""
 
     def mean_seconds(self) -> float:
         return sum(self.seconds) / max(1, len(self.seconds))
@@ -40,7 +41,7 @@ ORDINARY = "ordinary attention"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The setting to use, if one is fit, and a sentence that says so."""
+    """The setting to use, if one is fit, and a sentence for people."""
 
     fit: bool
     recompute: str | None
@@ -49,14 +50,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Limits:
-    """The most that may be lost, and the least that ordinary attention must answer for a loss to be judged, as shares."""
+    """The largest loss that passes, and the smallest share of right answers of ordinary attention for which a
+    loss is judged."""
 
     loss: float = 0.02
     floor: float = 0.3
 
 
 def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: Limits) -> Verdict:
-    """Chooses the cheapest setting, by its time to first token, whose loss of right answers is within the limit."""
+    """Chooses the setting with the shortest time to first token among the ones whose loss of right answers is
+    within the limit."""
     broken = [finding for finding in findings if finding.fault]
     if broken:
         return Verdict(False, None, f"Do not use chunks with this model: {broken[0].what}: {broken[0].fault}.")
@@ -71,7 +74,7 @@ def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: L
         )
     for row in sorted(ways, key=Row.mean_seconds):
         paired = Paired.of(ordinary.right, row.right)
-        # Points are compared as they are printed.
+        # Rounded as printed, so that the verdict agrees with the table.
         if round(100 * paired.loss, 6) <= round(100 * limits.loss, 6):
             return Verdict(
                 True,
@@ -89,7 +92,7 @@ def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: L
 
 
 def caution(asked: int) -> str:
-    """Returns what a small set of questions can say, and how large one has to be."""
+    """Returns a warning about how little a small set of questions can show."""
     clean = Paired(asked, 0, 0).at_most()
     return (
         f"{asked} questions bound a loss only roughly: even with no answer lost, {100 * clean:.1f} of a hundred are not refuted "
@@ -123,7 +126,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the figures of the table."""
+    """Returns the figures of the table as objects."""
     ordinary, out = rows[0], []
     for row in rows:
         if row.refused is not None:

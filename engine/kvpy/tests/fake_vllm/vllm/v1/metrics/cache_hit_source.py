@@ -1,4 +1,4 @@
-"""The memory that hits came from."""
+"""The source of cache hits."""
 
 from enum import Enum
 

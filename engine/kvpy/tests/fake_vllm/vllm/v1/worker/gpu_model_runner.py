@@ -1,4 +1,4 @@
-"""The class of what runs the model."""
+"""The class that runs the model."""
 
 
 class GPUModelRunner:

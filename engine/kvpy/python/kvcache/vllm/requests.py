@@ -1,0 +1,155 @@
+"""The state of vLLM's requests on the scheduler's side: one entry for each request, in one table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from kvcache import ChunkReservation, ChunkWaiter, MutableBlocks, PieceHold, SharedBlocks
+
+from .orders import Save
+from .prompt import ChunkPlan, Part
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+class Saver(Protocol):
+    """The owner of host memory that the workers fill."""
+
+    def stored(self, saving: Saving) -> None:
+        """Takes note that all workers have saved the rows."""
+
+    def lost(self, saving: Saving) -> None:
+        """Frees the memory of rows that a worker could not save."""
+
+
+@dataclass(eq=False)
+class Saving:
+    """Rows that the workers copy to host memory."""
+
+    name: str
+    owner: Saver
+    order: Save | None = field(default=None, kw_only=True)
+    """The order to the workers, once it is given."""
+    saved_by: int = field(default=0, kw_only=True)
+    """The number of workers that have saved the rows."""
+
+
+@dataclass(eq=False)
+class Encode(Saving):
+    """A part of a prompt that is computed as a request of its own, and that other requests wait for."""
+
+    prefix: int
+    """The number of tokens before the part in that request."""
+    prompt_tokens: int
+    pieces: list[tuple[int, ChunkReservation]]
+    """The missing pieces: the first token in the part, and the memory."""
+    is_over: bool = False
+    """True once the pieces are stored, or given up."""
+
+
+@dataclass(eq=False)
+class BlockSaving(Saving):
+    """A block of an ordinary request on its way to host memory."""
+
+    blocks: MutableBlocks
+    parent: bytes | None
+    key: bytes
+    index: int
+    """The index of the block in the request."""
+    is_forgotten: bool = False
+    """True once a reset has asked to forget the block."""
+
+
+@dataclass
+class ChunkState:
+    """The chunks of a request."""
+
+    plan: ChunkPlan
+    salt: str | None
+    """The salt that the client gave."""
+    root: bytes
+    holds: dict[int, list[PieceHold]] = field(default_factory=dict)
+    """The pieces of each part, once all of them are stored."""
+    waiters: dict[int, list[Encode | ChunkWaiter]] = field(default_factory=dict)
+    """Work that a part waits for: encodes of this connector, and work of other requests."""
+    reused: int = 0
+    computed: int = 0
+
+    def parts(self) -> list[Part]:
+        return [self.plan.system, *self.plan.chunks]
+
+    def is_held(self) -> bool:
+        """Tells whether all parts are held."""
+        return len(self.holds) > len(self.plan.chunks)
+
+    def pieces(self) -> Iterator[tuple[int, PieceHold]]:
+        """Returns the pieces of all parts in order, each with its first token in the prompt."""
+        for number, part in enumerate(self.parts()):
+            start = part.start
+            for hold in self.holds[number]:
+                yield start, hold
+                start += hold.num_tokens
+
+    def release(self) -> None:
+        for holds in self.holds.values():
+            for hold in holds:
+                hold.release()
+        self.holds.clear()
+        self.waiters.clear()
+
+
+@dataclass
+class PrefixState:
+    """The blocks of an ordinary request, as the tier for prefixes sees them."""
+
+    root: bytes
+    keys: list[bytes] = field(default_factory=list)
+    """The keys of the first full blocks; computed when needed."""
+    offered: int = 0
+    """The number of blocks that are in the tier, or on their way to it."""
+    first_found: int = 0
+    """The first token that was found."""
+    found: SharedBlocks | None = None
+    """The blocks that were found, until they are copied."""
+    is_barred: bool = False
+    """True for a request whose blocks could not be copied in: it is computed."""
+
+    def release(self) -> None:
+        if self.found is not None:
+            self.found.release()
+            self.found = None
+
+
+@dataclass(eq=False)
+class Tracked:
+    """A request of vLLM."""
+
+    request: Request
+    chunks: ChunkState | None = None
+    encode: Encode | None = None
+    """The part that the request computes, if the connector has added it."""
+    refused: str | None = None
+    """The reason why the request is answered without its chunks."""
+    is_mixed: bool = False
+    """True if vLLM computes the rest of a prompt after chunks: the blocks are good for no other request."""
+    prefix: PrefixState | None = None
+    is_receiving: bool = False
+    """True while rows are copied in, in parallel with steps."""
+    has_ended: bool = False
+    """True if the request ended while it was receiving: its rows are held until the copy ends."""
+
+    def is_plain(self) -> bool:
+        """Tells whether the bytes of the request's blocks follow from its tokens alone, under ordinary
+        attention."""
+        request = self.request
+        of_tokens = request.prompt_token_ids is not None and request.prompt_embeds is None
+        of_text = of_tokens and not request.mm_features and request.pooling_params is None
+        return of_text and self.chunks is None and self.encode is None and not self.is_mixed
+
+    def release(self) -> None:
+        for state in (self.chunks, self.prefix):
+            if state is not None:
+                state.release()

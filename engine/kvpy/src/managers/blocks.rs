@@ -1,0 +1,171 @@
+//! `BlockManager`: blocks by number.
+
+use kvcore::{BlockId, TensorView};
+use pyo3::exceptions::PyAttributeError;
+use pyo3::prelude::*;
+use pyo3::types::PyType;
+
+use super::{KvPair, OnDevice, place};
+use crate::arena::shape;
+use crate::error::CallError;
+use crate::export::PyTensor;
+use crate::pool::numbers;
+
+/// The keys and values of a model in blocks, which are allocated and freed by number. All layers share the
+/// block numbers.
+///
+/// Keys and values are `[num_kv_heads, tokens, head_dim]`, in the memory of the manager's device. Wrong
+/// numbers are errors that change nothing.
+#[pyclass(frozen, name = "BlockManager", module = "kvcache")]
+pub(crate) struct PyBlockManager(pub(super) OnDevice<kvmanager::BlockManager>);
+
+fn ids(blocks: Vec<u32>) -> Vec<BlockId> {
+    blocks.into_iter().map(BlockId).collect()
+}
+
+/// Returns the first attribute of a configuration that is there and is not `None`.
+fn setting<'py>(config: &Bound<'py, PyAny>, names: &[&str]) -> PyResult<Bound<'py, PyAny>> {
+    for name in names {
+        if let Some(value) = config.getattr_opt(*name)?.filter(|value| !value.is_none()) {
+            return Ok(value);
+        }
+    }
+    Err(PyAttributeError::new_err(format!("the configuration has none of {}", names.join(", "))))
+}
+
+impl PyBlockManager {
+    /// Returns K or V of all layers as `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`.
+    fn storage(&self, of: impl FnOnce((TensorView, TensorView)) -> TensorView) -> PyResult<PyTensor> {
+        let views = self.0.own.lock().arena().views();
+        let view = views.and_then(|views| of(views).permute(&[0, 1, 3, 2, 4])).map_err(CallError::from)?;
+        Ok(PyTensor::new(view, &self.0.device))
+    }
+}
+
+#[pymethods]
+impl PyBlockManager {
+    /// Allocates `num_blocks` blocks of `block_size` tokens for all layers. `device` is `"cpu"`, `"cuda"` or
+    /// `"cuda:N"`, or torch's; `dtype` is `"float32"`, `"float16"` or `"bfloat16"`, or `NumPy`'s or torch's.
+    #[new]
+    #[pyo3(signature = (num_layers, num_kv_heads, head_dim, block_size = 16, num_blocks = 256, device = None, dtype = None))]
+    fn new(
+        num_layers: usize,
+        num_kv_heads: usize,
+        head_dim: usize,
+        block_size: usize,
+        num_blocks: usize,
+        device: Option<Bound<'_, PyAny>>,
+        dtype: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let (device, dtype) = place(device.as_ref(), dtype.as_ref())?;
+        let shape = shape(num_layers, num_blocks, block_size, (num_kv_heads, head_dim), dtype);
+        let manager = kvmanager::BlockManager::new(device.shared(), shape).map_err(CallError::from)?;
+        Ok(Self(OnDevice::new(device, manager)))
+    }
+
+    /// Allocates the blocks of a model. `model_config` has transformers' names: `num_hidden_layers`,
+    /// `num_key_value_heads` (or `num_attention_heads`), and `head_dim` (or `hidden_size`); `num_layers` and
+    /// `num_kv_heads` are taken, too. `engine_config` has `device` and `dtype`. Raises `AttributeError` for a
+    /// configuration without them.
+    #[classmethod]
+    #[pyo3(signature = (model_config, engine_config, block_size = 16, num_blocks = 256))]
+    fn from_config(
+        _: &Bound<'_, PyType>,
+        model_config: &Bound<'_, PyAny>,
+        engine_config: &Bound<'_, PyAny>,
+        block_size: usize,
+        num_blocks: usize,
+    ) -> PyResult<Self> {
+        let count = |names: &[&str]| -> PyResult<usize> { setting(model_config, names)?.extract() };
+        let head_dim = match setting(model_config, &["head_dim"]) {
+            Ok(dim) => dim.extract()?,
+            Err(_) => count(&["hidden_size"])? / count(&["num_attention_heads"])?.max(1),
+        };
+        Self::new(
+            count(&["num_layers", "num_hidden_layers"])?,
+            count(&["num_kv_heads", "num_key_value_heads", "num_attention_heads"])?,
+            head_dim,
+            block_size,
+            num_blocks,
+            Some(setting(engine_config, &["device"])?),
+            Some(setting(engine_config, &["dtype"])?),
+        )
+    }
+
+    /// Takes `num_blocks_needed` blocks, or none, and returns their numbers. Raises `KvCacheError`, a
+    /// `RuntimeError`, if fewer are free. `seq_id` is for the caller's own records: blocks are freed by
+    /// number.
+    #[pyo3(signature = (num_blocks_needed, seq_id = -1), text_signature = "($self, num_blocks_needed, seq_id=-1)")]
+    fn allocate_blocks(&self, num_blocks_needed: usize, seq_id: i64) -> PyResult<Vec<u32>> {
+        let _ = seq_id;
+        Ok(numbers(&self.0.own.lock().allocate(num_blocks_needed).map_err(CallError::from)?))
+    }
+
+    /// Frees all of `block_ids`, or none. Raises `KvCacheError` for a block that is free already, is given
+    /// twice, or belongs to a sequence of a `PagedKVCache`.
+    fn free_blocks(&self, block_ids: Vec<u32>) -> PyResult<()> {
+        Ok(self.0.own.lock().free(&ids(block_ids)).map_err(CallError::from)?)
+    }
+
+    /// Writes `key` and `value`, `[num_kv_heads, tokens, head_dim]` each, to a block of one layer, from token
+    /// `offset` of the block on. The tokens must end in the block.
+    fn write_kv(
+        &self,
+        py: Python<'_>,
+        layer_idx: usize,
+        block_id: u32,
+        offset: usize,
+        key: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (k, v) = self.0.rows(key, value)?;
+        self.0.run(py, |own, stream| own.write(stream, layer_idx, BlockId(block_id), offset, &k, &v))
+    }
+
+    /// Copies the first `seq_len` tokens of a list of blocks of one layer: keys and values, `[num_kv_heads,
+    /// seq_len, head_dim]` each.
+    fn read_kv(
+        &self,
+        py: Python<'_>,
+        layer_idx: usize,
+        block_ids: Vec<u32>,
+        seq_len: usize,
+    ) -> PyResult<KvPair> {
+        let blocks = ids(block_ids);
+        self.0.pair(self.0.run(py, |own, stream| own.read(stream, layer_idx, &blocks, seq_len))?)
+    }
+
+    /// The keys of all blocks, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`, where they
+    /// lie.
+    #[getter]
+    fn k_storage(&self) -> PyResult<PyTensor> {
+        self.storage(|(k, _)| k)
+    }
+
+    /// The values of all blocks, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`, where they
+    /// lie.
+    #[getter]
+    fn v_storage(&self) -> PyResult<PyTensor> {
+        self.storage(|(_, v)| v)
+    }
+
+    /// The number of free blocks.
+    fn num_free_blocks(&self) -> usize {
+        self.0.own.lock().counts().free
+    }
+
+    /// The number of tokens that all blocks hold together.
+    fn max_tokens_supported(&self) -> usize {
+        self.0.own.lock().max_tokens_supported()
+    }
+
+    /// The bytes of keys and values of all layers and blocks.
+    fn get_memory_usage(&self) -> usize {
+        self.0.own.lock().memory_usage()
+    }
+
+    /// Frees all blocks of `allocate_blocks`. Blocks of sequences stay with their sequences.
+    fn reset(&self) {
+        self.0.own.lock().reset();
+    }
+}

@@ -1,0 +1,224 @@
+//! `KVCache` and `ReceivedMatrix`: the caches of pipeline ranks, and their merge.
+
+use kvcore::TensorView;
+use kvmanager::{PrefillPlan, RankCache, ReceivedMatrix};
+use parking_lot::Mutex;
+use pyo3::exceptions::PyValueError;
+use pyo3::prelude::*;
+
+use super::{OnDevice, place};
+use crate::error::CallError;
+use crate::export::PyTensor;
+use crate::tensor::read;
+
+/// The axis of tokens in a tensor `[B, H, L, D]`.
+const SEQUENCE: usize = 2;
+
+/// Keys, or values, of consecutive layers in memory that is allocated once.
+///
+/// Tensors are `[B, H, L, D]` for a cache of one layer, and `[layers, B, H, L, D]` for more.
+#[pyclass(frozen, name = "KVCache", module = "kvcache")]
+pub(crate) struct PyKvCache(OnDevice<RankCache>);
+
+impl PyKvCache {
+    /// Returns a tensor as `[layers, B, H, L, D]`.
+    fn take(&self, tensor: &Bound<'_, PyAny>) -> PyResult<TensorView> {
+        let view = read(tensor, &self.0.device)?;
+        if view.shape().len() == 4 { Ok(view.unsqueeze(0).map_err(CallError::from)?) } else { Ok(view) }
+    }
+
+    /// Returns a view `[layers, B, H, L, D]` to Python, without the first axis for a cache of one layer.
+    fn give(&self, view: TensorView) -> PyResult<PyTensor> {
+        let one = view.shape()[0] == 1;
+        let view = if one { view.select(0, 0).map_err(CallError::from)? } else { view };
+        Ok(PyTensor::new(view, &self.0.device))
+    }
+}
+
+#[pymethods]
+impl PyKvCache {
+    /// Allocates an empty cache of `num_layers` layers, each `[batch_size, num_heads, max_length, head_dim]`.
+    /// `device` and `dtype` are those of `BlockManager`.
+    #[new]
+    #[pyo3(signature = (batch_size, num_heads, max_length, head_dim, *, num_layers = 1, device = None, dtype = None))]
+    fn new(
+        batch_size: usize,
+        num_heads: usize,
+        max_length: usize,
+        head_dim: usize,
+        num_layers: usize,
+        device: Option<Bound<'_, PyAny>>,
+        dtype: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<Self> {
+        let (device, dtype) = place(device.as_ref(), dtype.as_ref())?;
+        let shape = [num_layers, batch_size, num_heads, max_length, head_dim];
+        let cache = RankCache::new(device.backend(), dtype, shape).map_err(CallError::from)?;
+        Ok(Self(OnDevice::new(device, cache)))
+    }
+
+    /// The number of tokens that every layer holds.
+    #[getter]
+    fn current_length(&self) -> usize {
+        self.0.own.lock().len()
+    }
+
+    /// The number of tokens that a layer can hold.
+    #[getter]
+    fn max_length(&self) -> usize {
+        self.0.own.lock().capacity()
+    }
+
+    /// The number of layers.
+    #[getter]
+    fn num_layers(&self) -> usize {
+        self.0.own.lock().num_layers()
+    }
+
+    /// Appends a tensor along the sequence, and returns all tokens so far as a view: nothing is copied, so
+    /// that heads lie apart until the cache is full. `get_data` returns contiguous memory. Raises
+    /// `KvCacheError` if a shape differs or the tokens exceed `max_length`; the cache is unchanged then.
+    fn append_sequence(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<PyTensor> {
+        let tensor = self.take(tensor)?;
+        self.give(self.0.run(py, |own, stream| {
+            own.append_sequence(stream, &[tensor])?;
+            own.get_data()
+        })?)
+    }
+
+    /// Merges the caches of all ranks, and returns all tokens so far, as `append_sequence` does.
+    ///
+    /// By default, by layer: `tensors[r]` has the layers of rank `r` for the next tokens, `[layers of r, B,
+    /// H, L, D]`, or `[B, H, L, D]` for a rank with one layer. The length grows by `L`, however many ranks
+    /// there are. After `expect_chunks`, the tensors are the pieces of the next chunk. With `dim=2`, along
+    /// the sequence: every tensor has all layers of this cache, and they follow one another.
+    ///
+    /// The document that asks for this method concatenates along the sequence in both cases, which makes 21
+    /// tokens of 3 ranks' 7 although each rank has other layers of the same 7. Raises `KvCacheError` if
+    /// layers or extents do not add up, and `ValueError` for another `dim`; the cache is unchanged then.
+    #[pyo3(signature = (tensors, dim = None))]
+    fn merge_from_ranks(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<Bound<'_, PyAny>>,
+        dim: Option<usize>,
+    ) -> PyResult<PyTensor> {
+        if dim.is_some_and(|dim| dim != SEQUENCE) {
+            return Err(PyValueError::new_err(
+                "dim must be None, to merge by layer, or 2, along the sequence",
+            ));
+        }
+        let tensors = tensors.iter().map(|tensor| self.take(tensor)).collect::<PyResult<Vec<_>>>()?;
+        self.give(self.0.run(py, |own, stream| {
+            match dim {
+                None => own.merge_from_ranks(stream, &tensors)?,
+                Some(_) => own.append_sequence(stream, &tensors)?,
+            }
+            own.get_data()
+        })?)
+    }
+
+    /// Empties the cache, and begins a merge of a prompt of `num_tokens` tokens in chunks of `chunk_length`
+    /// (the last may be shorter), whose layers are divided evenly among `num_stages` stages. `receive` takes
+    /// its pieces in any order. Raises `KvCacheError` if the prompt exceeds `max_length`.
+    fn expect_chunks(&self, num_tokens: usize, chunk_length: usize, num_stages: usize) -> PyResult<()> {
+        let mut own = self.0.own.lock();
+        let plan = PrefillPlan::even(own.num_layers(), num_stages, num_tokens, chunk_length);
+        Ok(plan.and_then(|plan| own.expect(plan)).map_err(CallError::from)?)
+    }
+
+    /// Takes the piece of a stage and a chunk, `[layers of the stage, B, H, tokens of the chunk, D]`. Tokens
+    /// become readable once all stages of their chunk, and of all chunks before, have arrived. Raises
+    /// `KvCacheError` for a piece that arrived before, or has another shape.
+    fn receive(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, chunk: usize, stage: usize) -> PyResult<()> {
+        let piece = self.take(tensor)?;
+        self.0.run(py, |own, stream| own.accept(stream, stage, chunk, &piece))
+    }
+
+    /// The pieces of the last merge that have arrived; `None` before the first `expect_chunks` and after
+    /// `reset`.
+    #[getter]
+    fn cache_received_indicator(&self) -> Option<PyReceivedMatrix> {
+        self.0.own.lock().received().cloned().map(|matrix| PyReceivedMatrix(Mutex::new(matrix)))
+    }
+
+    /// All tokens so far, `[B, H, current_length, D]` or `[layers, B, H, current_length, D]`, in contiguous
+    /// memory: the cache's own if it is full, else a copy.
+    fn get_data(&self, py: Python<'_>) -> PyResult<PyTensor> {
+        let backend = self.0.device.backend();
+        self.give(self.0.run(py, |own, stream| {
+            let data = own.get_data()?;
+            if data.is_empty() { Ok(data) } else { Ok(data.contiguous(backend, stream)?) }
+        })?)
+    }
+
+    /// Removes all tokens, and ends a merge. The memory stays allocated.
+    fn reset(&self) {
+        self.0.own.lock().reset();
+    }
+}
+
+/// The pieces of a merge that have arrived, `[num_chunks, num_stages]`. As a text, it is a table.
+#[pyclass(frozen, name = "ReceivedMatrix", module = "kvcache")]
+pub(crate) struct PyReceivedMatrix(Mutex<ReceivedMatrix>);
+
+#[pymethods]
+impl PyReceivedMatrix {
+    /// Creates a matrix in which no piece has arrived.
+    #[new]
+    fn new(num_chunks: usize, num_stages: usize) -> PyResult<Self> {
+        Ok(Self(Mutex::new(ReceivedMatrix::new(num_chunks, num_stages).map_err(CallError::from)?)))
+    }
+
+    /// The number of chunks and the number of stages.
+    #[getter]
+    fn shape(&self) -> (usize, usize) {
+        let matrix = self.0.lock();
+        (matrix.num_chunks(), matrix.num_stages())
+    }
+
+    /// Records the arrival of a piece. Raises `KvCacheError` for one that is outside the matrix, or arrived
+    /// before.
+    fn record(&self, chunk: usize, stage: usize) -> PyResult<()> {
+        Ok(self.0.lock().record(chunk, stage).map_err(CallError::from)?)
+    }
+
+    /// Returns whether a piece has arrived.
+    fn is_received(&self, chunk: usize, stage: usize) -> PyResult<bool> {
+        Ok(self.0.lock().is_received(chunk, stage).map_err(CallError::from)?)
+    }
+
+    /// Returns whether all stages of a chunk have arrived.
+    fn is_chunk_complete(&self, chunk: usize) -> PyResult<bool> {
+        Ok(self.0.lock().is_chunk_complete(chunk).map_err(CallError::from)?)
+    }
+
+    /// Returns whether all chunks of a stage have arrived.
+    fn is_stage_complete(&self, stage: usize) -> PyResult<bool> {
+        Ok(self.0.lock().is_stage_complete(stage).map_err(CallError::from)?)
+    }
+
+    /// Returns whether all pieces have arrived.
+    fn is_complete(&self) -> bool {
+        self.0.lock().is_complete()
+    }
+
+    /// The share of the pieces that have arrived, from 0 to 1.
+    #[getter]
+    fn completion(&self) -> f64 {
+        self.0.lock().completion()
+    }
+
+    /// Returns the missing pieces as pairs of chunk and stage, in order.
+    fn missing(&self) -> Vec<(usize, usize)> {
+        self.0.lock().missing().collect()
+    }
+
+    /// Returns the rows of the matrix: 1 for a piece that has arrived, 0 for a missing one.
+    fn tolist(&self) -> Vec<Vec<u32>> {
+        self.0.lock().rows().into_iter().map(|row| row.into_iter().map(u32::from).collect()).collect()
+    }
+
+    fn __str__(&self) -> String {
+        self.0.lock().to_string()
+    }
+}

@@ -1,0 +1,138 @@
+//! `PagedKVCache` and `PagedKVCacheWrapper`: sequences by number in the blocks of a `BlockManager`.
+
+use std::sync::Arc;
+
+use kvmanager::PagedSequences;
+use pyo3::prelude::*;
+
+use super::{KvPair, OnDevice, PyBlockManager};
+use crate::error::CallError;
+
+/// Sequences in the blocks of a `BlockManager`, written layer by layer. Keys and values are `[num_kv_heads,
+/// tokens, head_dim]`.
+///
+/// All layers of a sequence share its blocks; a sequence is as long as its longest layer. Wrong calls are
+/// errors that change nothing.
+#[pyclass(frozen, name = "PagedKVCache", module = "kvcache")]
+pub(crate) struct PyPagedKvCache(OnDevice<PagedSequences>);
+
+impl PyPagedKvCache {
+    fn write(
+        &self,
+        py: Python<'_>,
+        (seq_id, layer_idx): (u64, usize),
+        (key, value): (&Bound<'_, PyAny>, &Bound<'_, PyAny>),
+        start_pos: usize,
+    ) -> PyResult<KvPair> {
+        let (k, v) = self.0.rows(key, value)?;
+        let update = |own: &mut PagedSequences, stream: &dyn kvcore::Stream| {
+            own.update(stream, seq_id, layer_idx, &k, &v, start_pos)
+        };
+        self.0.pair(self.0.run(py, update)?)
+    }
+}
+
+#[pymethods]
+impl PyPagedKvCache {
+    /// Creates an empty cache whose sequences take their blocks from `block_manager`, at most
+    /// `max_blocks_per_seq` each.
+    #[new]
+    #[pyo3(signature = (block_manager, max_blocks_per_seq = 64))]
+    fn new(block_manager: &PyBlockManager, max_blocks_per_seq: usize) -> PyResult<Self> {
+        let sequences = PagedSequences::new(&block_manager.0.own.lock()).map_err(CallError::from)?;
+        let sequences = sequences.max_blocks(max_blocks_per_seq);
+        Ok(Self(OnDevice::new(Arc::clone(&block_manager.0.device), sequences)))
+    }
+
+    /// Creates an empty sequence and returns its number: `seq_id`, or the largest number in use plus 1.
+    /// Raises `KvCacheError` for a number in use.
+    #[pyo3(signature = (seq_id = None))]
+    fn create_sequence(&self, seq_id: Option<u64>) -> PyResult<u64> {
+        Ok(self.0.own.lock().create(seq_id).map_err(CallError::from)?)
+    }
+
+    /// Ends a sequence and frees its blocks at once.
+    fn delete_sequence(&self, seq_id: u64) -> PyResult<()> {
+        Ok(self.0.own.lock().delete(seq_id).map_err(CallError::from)?)
+    }
+
+    /// Appends `key` and `value`, `[num_kv_heads, tokens, head_dim]` each, to one layer. The first layer that
+    /// receives a token takes the slot; the length grows once per token. Raises `KvCacheError` if blocks run
+    /// out, or the sequence would exceed its limit.
+    fn append_kv(
+        &self,
+        py: Python<'_>,
+        seq_id: u64,
+        layer_idx: usize,
+        key: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let (k, v) = self.0.rows(key, value)?;
+        self.0.run(py, |own, stream| own.append(stream, seq_id, layer_idx, &k, &v))
+    }
+
+    /// Copies all tokens of one layer: keys and values, `[num_kv_heads, tokens, head_dim]` each.
+    fn get_kv(&self, py: Python<'_>, seq_id: u64, layer_idx: usize) -> PyResult<KvPair> {
+        self.0.pair(self.0.run(py, |own, stream| {
+            let len = own.layer_len(seq_id, layer_idx)?;
+            own.read(stream, seq_id, layer_idx, len)
+        })?)
+    }
+
+    /// The number of tokens of a sequence, which is that of its longest layer.
+    fn get_seq_len(&self, seq_id: u64) -> PyResult<usize> {
+        Ok(self.0.own.lock().len(seq_id).map_err(CallError::from)?)
+    }
+
+    /// Writes `key` and `value` to one layer at `start_pos`, in place of all tokens that the layer had from
+    /// there on, and returns all tokens of the layer as `get_kv` does. Raises `KvCacheError` if `start_pos`
+    /// would leave a gap.
+    fn update(
+        &self,
+        py: Python<'_>,
+        seq_id: u64,
+        layer_idx: usize,
+        key: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+        start_pos: usize,
+    ) -> PyResult<KvPair> {
+        self.write(py, (seq_id, layer_idx), (key, value), start_pos)
+    }
+}
+
+/// One sequence of a `PagedKVCache` with the interface of a dense cache.
+#[pyclass(frozen, name = "PagedKVCacheWrapper", module = "kvcache")]
+pub(crate) struct PyPagedKvCacheWrapper {
+    cache: Py<PyPagedKvCache>,
+    seq_id: u64,
+}
+
+#[pymethods]
+impl PyPagedKvCacheWrapper {
+    /// Wraps a sequence. Raises `KvCacheError` if there is none with this number.
+    #[new]
+    fn new(paged_cache: Py<PyPagedKvCache>, seq_id: u64) -> PyResult<Self> {
+        paged_cache.get().get_seq_len(seq_id)?;
+        Ok(Self { cache: paged_cache, seq_id })
+    }
+
+    /// Copies the first `seq_len` tokens of one layer: keys and values, `[num_kv_heads, seq_len, head_dim]`
+    /// each. Raises `KvCacheError` if the layer has fewer.
+    fn get_layer_kv(&self, py: Python<'_>, layer_idx: usize, seq_len: usize) -> PyResult<KvPair> {
+        let cache = &self.cache.get().0;
+        cache.pair(cache.run(py, |own, stream| own.read(stream, self.seq_id, layer_idx, seq_len))?)
+    }
+
+    /// Writes `key` and `value`, `[num_kv_heads, tokens, head_dim]` each, to one layer at `start_pos`, and
+    /// returns all tokens of the layer, as `PagedKVCache.update` does.
+    fn update(
+        &self,
+        py: Python<'_>,
+        layer_idx: usize,
+        key: &Bound<'_, PyAny>,
+        value: &Bound<'_, PyAny>,
+        start_pos: usize,
+    ) -> PyResult<KvPair> {
+        self.cache.get().write(py, (self.seq_id, layer_idx), (key, value), start_pos)
+    }
+}
