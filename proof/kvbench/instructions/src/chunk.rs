@@ -1,7 +1,6 @@
 //! Reuse of a stored chunk: hash, look-up, comparison of tokens, placement, segment.
 
 use std::hint::black_box;
-use std::sync::Arc;
 
 use kvchunk::{
     Acquired, ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager, ChunkContext, ChunkHasher, ComputeMode,
