@@ -164,7 +164,7 @@ impl BlockManager {
         self.pool.counts()
     }
 
-    /// Returns the number of tokens that all blocks hold together.
+    /// Returns the number of tokens that fit into all blocks.
     pub fn max_tokens_supported(&self) -> usize {
         self.arena.layout().num_slots()
     }

@@ -12,8 +12,8 @@ pub enum Tier {
     Host,
 }
 
-/// The thresholds for moving blocks between tiers, as shares between 0 and 1. They decide how many blocks to move, and
-/// move nothing themselves.
+/// The thresholds for moving blocks between tiers, as shares between 0 and 1. They determine how many blocks to move,
+/// and move nothing themselves.
 ///
 /// ```
 /// use kvmanager::{Tier, TierThresholds};

@@ -148,6 +148,43 @@ def test_operations_on_a_gpu_take_tensors_of_the_gpu() -> None:
         kvcache.ForeignCache.interleaved([keys], "columns")
 
 
+def on_host(driver: Driver, tensor: kvcache.Tensor) -> np.ndarray:
+    """Returns a copy of an f32 tensor of this module in GPU memory."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    capsule = tensor.__dlpack__()
+    found = Managed.from_address(pointer(capsule, b"dltensor")).tensor
+    assert (found.device.kind, found.device.number) == tensor.__dlpack_device__() == (CUDA, 0)
+    shape, strides = (tuple(axes[: found.ndim]) for axes in (found.shape, found.strides))
+    reach = 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides))
+    values = np.empty(reach, np.float32)
+    driver.call("cuCtxSetCurrent", driver.context)
+    start = ctypes.c_uint64(found.data + found.byte_offset)
+    driver.call("cuMemcpyDtoH_v2", values.ctypes.data_as(ctypes.c_void_p), start, ctypes.c_size_t(values.nbytes))
+    return np.lib.stride_tricks.as_strided(values, shape, [4 * stride for stride in strides])
+
+
+def test_managers_keep_keys_and_values_on_a_gpu() -> None:
+    cuda_arena()
+    driver = Driver()
+    k, v = (rows(5, seed).transpose(1, 0, 2).copy() for seed in (1, 2))
+    blocks = kvcache.BlockManager(1, HEADS, DIM, 16, 4, device="cuda")
+    (block,) = blocks.allocate_blocks(1)
+    blocks.write_kv(0, block, 2, DeviceArray(driver, k), DeviceArray(driver, v))
+    for read, written in zip(blocks.read_kv(0, [block], 7), (k, v)):
+        assert np.array_equal(on_host(driver, read)[:, 2:], written)
+    with pytest.raises(ValueError, match="lies on cpu, not on cuda:0"):
+        blocks.write_kv(0, block, 0, k, v)
+    sequences = kvcache.PagedKVCache(blocks)
+    seq = sequences.create_sequence()
+    # Tensors of this module go from one manager to another on the GPU.
+    sequences.append_kv(seq, 0, *blocks.read_kv(0, [block], 7))
+    assert np.array_equal(on_host(driver, sequences.get_kv(seq, 0)[1])[:, 2:], v)
+    merged = kvcache.KVCache(1, HEADS, 8, DIM, num_layers=2, device="cuda")
+    merged.merge_from_ranks([DeviceArray(driver, x[None]) for x in (k, v)])
+    assert np.array_equal(on_host(driver, merged.get_data())[:, 0], np.stack([k, v]))
+
+
 def strided(layer: np.ndarray, order: str) -> np.ndarray:
     """Returns a layer with its axes (blocks, heads, tokens, elements) in another order in memory."""
     axes = ["BHNC".index(axis) for axis in order]

@@ -86,8 +86,8 @@ impl RankCache {
         self.len == 0
     }
 
-    /// Returns the tokens so far, as a view `[layers, batch, heads, len, dim]`. Nothing is copied, so that the view has
-    /// gaps between heads until the cache is full; [`TensorView::contiguous`] closes them.
+    /// Returns the tokens so far, as a view `[layers, batch, heads, len, dim]`. Nothing is copied, and there are gaps between
+    /// heads until the cache is full; [`TensorView::contiguous`] closes them.
     ///
     /// # Errors
     /// Returns the errors of [`TensorView::slice`], which this view never causes.

@@ -93,8 +93,7 @@ impl PyBlockManager {
     }
 
     /// Takes `num_blocks_needed` blocks, or none, and returns their numbers. Raises `KvCacheError`, a
-    /// `RuntimeError`, if fewer are free. `seq_id` is for the caller's own records: blocks are freed by
-    /// number.
+    /// `RuntimeError`, if fewer are free. `seq_id` has no effect, because blocks are freed by number.
     #[pyo3(signature = (num_blocks_needed, seq_id = -1), text_signature = "($self, num_blocks_needed, seq_id=-1)")]
     fn allocate_blocks(&self, num_blocks_needed: usize, seq_id: i64) -> PyResult<Vec<u32>> {
         let _ = seq_id;
@@ -135,15 +134,15 @@ impl PyBlockManager {
         self.0.pair(self.0.run(py, |own, stream| own.read(stream, layer_idx, &blocks, seq_len))?)
     }
 
-    /// The keys of all blocks, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`, where they
-    /// lie.
+    /// The keys of all blocks, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`, as a view:
+    /// nothing is copied.
     #[getter]
     fn k_storage(&self) -> PyResult<PyTensor> {
         self.storage(|(k, _)| k)
     }
 
-    /// The values of all blocks, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`, where they
-    /// lie.
+    /// The values of all blocks, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`, as a view:
+    /// nothing is copied.
     #[getter]
     fn v_storage(&self) -> PyResult<PyTensor> {
         self.storage(|(_, v)| v)
@@ -154,7 +153,7 @@ impl PyBlockManager {
         self.0.own.lock().counts().free
     }
 
-    /// The number of tokens that all blocks hold together.
+    /// The number of tokens that fit into all blocks.
     fn max_tokens_supported(&self) -> usize {
         self.0.own.lock().max_tokens_supported()
     }

@@ -74,8 +74,8 @@ impl PyKvCache {
         self.0.own.lock().num_layers()
     }
 
-    /// Appends a tensor along the sequence, and returns all tokens so far as a view: nothing is copied, so
-    /// that heads lie apart until the cache is full. `get_data` returns contiguous memory. Raises
+    /// Appends a tensor along the sequence, and returns all tokens so far as a view: nothing is copied, and
+    /// there are gaps between heads until the cache is full. `get_data` returns contiguous memory. Raises
     /// `KvCacheError` if a shape differs or the tokens exceed `max_length`; the cache is unchanged then.
     fn append_sequence(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<PyTensor> {
         let tensor = self.take(tensor)?;
@@ -92,9 +92,10 @@ impl PyKvCache {
     /// there are. After `expect_chunks`, the tensors are the pieces of the next chunk. With `dim=2`, along
     /// the sequence: every tensor has all layers of this cache, and they follow one another.
     ///
-    /// The document that asks for this method concatenates along the sequence in both cases, which makes 21
-    /// tokens of 3 ranks' 7 although each rank has other layers of the same 7. Raises `KvCacheError` if
-    /// layers or extents do not add up, and `ValueError` for another `dim`; the cache is unchanged then.
+    /// The design that this method comes from always concatenates along the sequence. That turns 7 tokens on
+    /// each of 3 ranks into 21, although the ranks have different layers of the same 7 tokens. Raises
+    /// `KvCacheError` if layers or extents do not add up, and `ValueError` for another `dim`; the cache is
+    /// unchanged then.
     #[pyo3(signature = (tensors, dim = None))]
     fn merge_from_ranks(
         &self,

@@ -79,7 +79,7 @@ impl PyPagedKvCache {
         })?)
     }
 
-    /// The number of tokens of a sequence, which is that of its longest layer.
+    /// Returns the number of tokens of a sequence: of its longest layer.
     fn get_seq_len(&self, seq_id: u64) -> PyResult<usize> {
         Ok(self.0.own.lock().len(seq_id).map_err(CallError::from)?)
     }

@@ -40,14 +40,14 @@ impl PyKvStorageManager {
     }
 
     /// Reserves `num_blocks` more blocks for a request, or none, and returns them. A second reservation adds
-    /// to the first; the document that asks for this method loses the first. Raises `KvCacheError` if too few
+    /// to the first; the design that this method comes from loses the first. Raises `KvCacheError` if too few
     /// blocks are available: the request keeps what it had.
     fn reserve_blocks(&self, request_id: u64, num_blocks: usize) -> PyResult<Vec<u32>> {
         Ok(numbers(&self.own.reserve(request_id, num_blocks).map_err(CallError::from)?))
     }
 
-    /// Frees all blocks of a request, and returns their number. Raises `KvCacheError` for a request that is
-    /// not known, where the document says nothing.
+    /// Frees all blocks of a request, and returns their number. Raises `KvCacheError` for an unknown request,
+    /// which the design that this method comes from ignores.
     fn release_blocks(&self, request_id: u64) -> PyResult<usize> {
         Ok(self.own.release(request_id).map_err(CallError::from)?)
     }
@@ -151,8 +151,8 @@ impl PyStorageMetrics {
     }
 }
 
-/// The thresholds for moving blocks between tiers, from 0 to 1. They say how many blocks to move, and move
-/// nothing themselves.
+/// The thresholds for moving blocks between tiers, from 0 to 1. They determine how many blocks to move, and
+/// move nothing themselves.
 #[pyclass(frozen, name = "StorageTierConfig", module = "kvcache")]
 pub(crate) struct PyStorageTierConfig(TierThresholds);
 
