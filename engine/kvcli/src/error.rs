@@ -106,7 +106,7 @@ impl Error {
         use kvcore::Error::{Allocation, NotEnoughMemory, OutOfBlocks};
         use kvengine::Error::{Chunk, Core, Model, NoChunks};
         use kvmodel::Error::Template;
-        if let Self::Messages { source: Template { .. }, .. } = self {
+        if let Self::Messages { source: Model(Template { .. }), .. } = self {
             return Some("change the conversation or the template, or give the prompt without --messages");
         }
         let (Self::Engine(error) | Self::Lab(kvlab::Error::Engine(error))) = self else { return None };

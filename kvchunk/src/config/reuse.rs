@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use super::{ComputeMode, PositionStrategy, ReuseCell};
+use super::ReuseCell;
 use crate::recompute::Recompute;
 use crate::scaling::ContextScaling;
 
@@ -49,7 +49,7 @@ impl Reuse {
 // Decision: docs/decisions/chunks.md#the-default-is-what-was-measured
 impl Default for Reuse {
     fn default() -> Self {
-        let cell = ReuseCell { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
-        Self { recompute: Recompute::Question { share: 0.5, from: None }, ..Self::plain(cell) }
+        let recompute = Recompute::Question { share: 0.5, from: None };
+        Self { recompute, ..Self::plain(ReuseCell::SEQUENTIAL_WITH_SYSTEM) }
     }
 }

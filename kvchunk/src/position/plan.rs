@@ -88,20 +88,20 @@ mod tests {
 
     #[test]
     fn overlapped_chunks_start_after_the_system_prompt() {
-        let cell = ReuseCell { mode: ComputeMode::Alone, strategy: PositionStrategy::Overlapped };
+        let cell = ReuseCell::OVERLAPPED_ALONE;
         let plan = PositionPlan::new(&prompt(), cell, 100).unwrap();
         assert!(plan.chunks.iter().all(|c| c.used_start == 3 && c.offset() == 3));
         assert_eq!((plan.question_position, plan.question_logical), (11, 16));
         let sink = ReuseCell { mode: ComputeMode::Sink(2), ..cell };
         let plan = PositionPlan::new(&prompt(), sink, 64).unwrap();
         assert!(plan.chunks.iter().all(|chunk| (chunk.stored_start, chunk.used_start) == (2, 3)));
-        let cell = ReuseCell { mode: ComputeMode::WithSystem, ..cell };
+        let cell = ReuseCell::OVERLAPPED_WITH_SYSTEM;
         assert!(PositionPlan::new(&prompt(), cell, 100).unwrap().chunks.iter().all(|c| c.offset() == 0));
     }
 
     #[test]
     fn sequential_chunks_follow_one_another() {
-        let cell = ReuseCell { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
+        let cell = ReuseCell::SEQUENTIAL_WITH_SYSTEM;
         let plan = PositionPlan::new(&prompt(), cell, 100).unwrap();
         assert_eq!(plan.chunks.iter().map(ChunkPlace::offset).collect::<Vec<_>>(), [0, 5]);
         assert_eq!((plan.question_position, plan.question_logical), (16, 16));

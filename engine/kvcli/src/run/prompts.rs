@@ -157,7 +157,7 @@ fn document(path: &Path) -> Result<String> {
 
 /// Reads a conversation that ends with a message of the user.
 fn messages(path: &Path) -> Result<Vec<Message>> {
-    let wrong = |source| Error::Messages { path: path.to_owned(), source };
+    let wrong = |source: kvmodel::Error| Error::Messages { path: path.to_owned(), source: source.into() };
     let messages = Message::list(&text_of(path)?).map_err(wrong)?;
     Message::check_answerable(&messages).map_err(wrong)?;
     Ok(messages)
