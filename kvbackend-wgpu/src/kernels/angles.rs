@@ -96,7 +96,7 @@ impl RopeRows {
         Ok(Self::Picked(magnitudes.into_iter().collect()))
     }
 
-    /// Binds the rows in the table of a RoPE. Returns also the number of the first row.
+    /// Binds the rows in the table of a RoPE. Also returns the number of the first row.
     pub(super) fn bind(&self, device: &GpuDevice, rope: &Rope) -> Result<(Binding, u32)> {
         let half = pairs_of(rope);
         match self {

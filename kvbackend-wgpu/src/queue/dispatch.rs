@@ -12,7 +12,7 @@ pub(crate) struct Dispatch {
     pub(crate) bindings: Vec<Binding>,
     /// Number of workgroups.
     pub(crate) groups: u64,
-    /// The owner of buffers that are not written again before the run is submitted, such as a plan of
-    /// attention.
+    /// Kept until the run is submitted: the owner of buffers that may not be written again before, such as a
+    /// plan of attention.
     pub(crate) keeps: Option<Arc<dyn Any + Send + Sync>>,
 }

@@ -5,7 +5,7 @@
 //!    run(work)     submit()      wait
 //! ```
 //!
-//! This room knows runs of kernels ([`Dispatch`]) and buffers, and no operation.
+//! Code here knows runs of kernels ([`Dispatch`]) and buffers, and no operation of the contract.
 
 use std::sync::Arc;
 
@@ -54,8 +54,8 @@ impl Queue {
     /// Records runs of kernels, in order.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] for arguments that exceed the largest binding; nothing is
-    /// recorded then.
+    /// Returns [`kvcore::Error::Unsupported`] for arguments that exceed the largest binding. In that
+    /// case nothing is recorded.
     pub(crate) fn run(&self, work: Vec<Dispatch>) -> Result<()> {
         self.device.check()?;
         self.pending.lock().run(&self.device, work)

@@ -23,7 +23,7 @@ struct UploadBuffer {
 #[derive(Default)]
 pub(super) struct Uploads(Vec<UploadBuffer>);
 
-/// Returns the bytes that a buffer has for some bytes of the host: whole words, and at least one.
+/// Returns the room that some bytes of the host take: whole words, at least one.
 fn padded(bytes: usize) -> u64 {
     (bytes as u64).next_multiple_of(4).max(4)
 }
@@ -35,13 +35,13 @@ impl Uploads {
         self.0.last().is_some_and(|last| end(last) <= last.buffer.size())
     }
 
-    /// Returns whether so many bytes need another buffer, and the buffers would then be too large together.
+    /// Returns whether more bytes would need another buffer, and all buffers together would exceed [`MANY`].
     pub(super) fn are_many_with(&self, device: &GpuDevice, bytes: usize) -> bool {
         let (size, all) = (padded(bytes), self.0.iter().map(|one| one.buffer.size()).sum::<u64>());
         !self.has_room(device, size) && all + size > MANY
     }
 
-    /// Adds bytes, and binds the place where the device will find them.
+    /// Adds bytes, and returns a binding of their place.
     pub(super) fn add(&mut self, device: &GpuDevice, bytes: &[u8]) -> Result<Binding> {
         let size = padded(bytes.len());
         if !self.has_room(device, size) {
@@ -66,13 +66,13 @@ impl Uploads {
         }
     }
 
-    /// Forgets all bytes after a submission. The largest buffer also serves the next one.
+    /// Drops all bytes after a submission, and all buffers but the largest, which serves the next submission too.
     pub(super) fn clear(&mut self) {
         self.0 = self.0.pop().into_iter().filter(|one| one.buffer.size() <= MANY).collect();
         self.forget();
     }
 
-    /// Forgets all bytes, and keeps the buffers.
+    /// Drops all bytes and keeps the buffers.
     pub(super) fn forget(&mut self) {
         self.0.iter_mut().for_each(|one| one.bytes.clear());
     }

@@ -14,11 +14,11 @@
 //! }
 //! # Ok::<(), kvcore::Error>(())
 //! ```
-
+//!
 //! ```text
 //! cases        CASES: what any backend must do, seen through kvcore alone
 //! collectives  the collectives of a group of ranks, each against plain loops
-//! devices      cases over several devices, faults of a driver and failing groups, supplied by a backend's tests
+//! devices      cases of several devices, faults and failing groups, with what a backend's tests supply
 //! oracle       arithmetic of the operations in f64
 //! bench        what a case works with: a backend, a stream, an element type, comparisons
 //! raw          bytes on devices, for tests that look at bytes

@@ -6,7 +6,7 @@ use kvcore::{
     Backend, DType, KvArena, KvLayout, KvShape, MemoryKind, Result, Stream, TensorView, allocate_tensor,
 };
 
-/// Allocates a tensor on the device and writes bytes of the host to it. Waits until they are there.
+/// Allocates a tensor on the device and writes bytes of the host to it. Waits until the write is done.
 ///
 /// # Errors
 /// Returns the errors of the allocation and of the write.

@@ -1,4 +1,4 @@
-//! A suite that cannot fail proves nothing: each deliberately wrong kernel must be caught.
+//! A suite that cannot fail proves nothing: a case must catch each deliberately wrong backend.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::any::Any;
@@ -164,7 +164,7 @@ struct Wrong {
 struct WrongStream {
     inner: Arc<dyn Stream>,
     fault: BackendFault,
-    /// A stream of the same backend, for what overtakes.
+    /// Another stream of the backend, for work that overtakes.
     ahead: Arc<dyn Stream>,
     /// The window of the first call with each work.
     windows: Mutex<HashMap<u64, Option<usize>>>,
@@ -374,7 +374,7 @@ impl WrongStream {
 }
 
 impl Stream for WrongStream {
-    /// Replaces the one entry point completely, since some faults are checks that are left out.
+    /// Replaces the only entry point, because some faults leave out checks.
     fn run(&self, operation: Operation<'_>) -> Result<()> {
         match operation {
             Operation::Scatter(op) => self.scatter(op),

@@ -6,7 +6,7 @@
 //! is a task of `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes the softmaxes. Parts lie in
 //! a scratch buffer of limited size: a call with more parts than fit runs in chunks of tiles.
 //!
-//! All of this division is an [`WindowedPlan`], which the layers of a step share. A layer adds its parameters:
+//! All of this division is a [`WindowedPlan`], which the layers of a step share. A layer adds its parameters:
 //! the places of its keys, values, queries and results.
 
 use std::sync::Arc;

@@ -106,7 +106,7 @@ type GroupedRun = (usize, SeenRun);
 
 /// Returns the tiles of a call, in the order of its entries and rows.
 ///
-/// A tile has at most about `most` parts, each of one row.
+/// A tile has about `most` parts at most, each of one row.
 pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<RowTile> {
     let mut seen: Vec<(Range<usize>, Vec<GroupedRun>)> = Vec::new();
     for entry in op.work.batch() {

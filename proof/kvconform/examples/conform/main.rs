@@ -1,10 +1,10 @@
-//! Runs the suite on one backend and prints a table: `conform --backend cpu`. With `--every`, variants that
-//! otherwise run in some element types run in all of them. With `--only PREFIX`, which may be repeated, cases
-//! whose names begin with a prefix run, and no others.
+//! Runs the suite on one backend and prints a table: `conform --backend cpu`. `--every` runs all element
+//! types, also of variants that usually run in some. `--only PREFIX`, which may be repeated, runs only the
+//! cases whose names begin with a prefix.
 //!
-//! Fails if a case does, if a variant cannot be opened (but for instructions that the processor lacks, and a
-//! second card), or if Vulkan's validation layers, where they are installed, report anything meanwhile. Where
-//! nothing may be skipped, they must be installed.
+//! Fails if a case fails, if a variant cannot be opened (except for missing instructions of the processor or
+//! a missing second card), or if Vulkan's validation layers report anything. In strict runs, the layers must
+//! be installed.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -53,9 +53,9 @@ impl<'a> Options<'a> {
 
 /// The report of a column.
 enum ColumnReport {
-    /// It cannot be opened, and why.
+    /// The reason why the column cannot be opened.
     Unopened(kvcore::Error),
-    /// A case by its number, and how it failed.
+    /// The number of a case, and its outcome.
     Case(usize, Result<(), String>),
 }
 
@@ -98,7 +98,7 @@ fn main() -> ExitCode {
     if failed == 0 && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Runs as many columns at a time as there are processors, and prints lines in order as they are complete.
+/// Runs as many columns at a time as there are processors. Prints lines in order, each when it is complete.
 /// Returns how many cases passed, failed and were skipped.
 fn run_all(columns: &[Column], cases: &[&'static Case]) -> (usize, usize, usize) {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(columns.len());

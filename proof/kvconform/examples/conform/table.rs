@@ -23,7 +23,7 @@ pub(crate) struct CaseTable<'a> {
 /// Why a column cannot be opened.
 struct Unopened {
     reason: String,
-    /// The processor lacks instructions, or the machine a second card, which no installation brings.
+    /// True if no installation helps: the processor lacks instructions, or the machine a second card.
     is_lasting: bool,
 }
 
@@ -41,7 +41,7 @@ impl<'a> CaseTable<'a> {
                 let backend = self.columns[column].backend;
                 let is_lasting = match (backend.name, backend.variant) {
                     ("cpu", _) => matches!(error, Error::Unsupported { .. }),
-                    // Without any card, the variant of the first one fails.
+                    // Without any card, the variant of the first card fails.
                     ("cuda", "device 1") => matches!(error, Error::NoDevice { .. }),
                     _ => false,
                 };
@@ -52,7 +52,7 @@ impl<'a> CaseTable<'a> {
         while self.print_next() {}
     }
 
-    /// Cases that passed, failed and were skipped, of printed lines.
+    /// Returns how many cases of the printed lines passed, failed and were skipped.
     pub(crate) fn counts(&self) -> (usize, usize, usize) {
         (self.passed, self.failed, self.skipped)
     }

@@ -1,4 +1,4 @@
-//! Groups of ranks that fail: every rank gets a typed error, none waits for ever, and nothing is held.
+//! Groups of ranks that fail: every rank gets a typed error, no rank waits forever, and nothing stays held.
 
 use std::sync::Arc;
 use std::thread;
@@ -20,10 +20,10 @@ use crate::raw::download;
 /// Longer than any case takes.
 const LONG: Duration = Duration::from_secs(600);
 
-/// The time-out of groups in which nothing comes.
+/// Time-out of groups whose collectives never complete.
 const SHORT: Duration = Duration::from_millis(100);
 
-/// The first time-out of groups in which something comes, and later nothing does.
+/// First time-out of groups whose first collective completes and whose next one never does.
 const MOMENT: Duration = Duration::from_secs(1);
 
 /// Groups of the devices of a backend, as the backend's own tests supply them.
@@ -41,14 +41,14 @@ pub trait GroupRig: DeviceRig {
     /// errors of the group.
     fn group(&self, backends: &[Arc<Self::Backend>], limit: Duration) -> Result<Vec<Self::Communicator>>;
 
-    /// Creates the id of a group whose first rank has a backend; goes through the bytes that processes would
-    /// send.
+    /// Creates the id of a group, where `first` is the backend of rank 0. Converts the id to the bytes that
+    /// processes send, and back.
     ///
     /// # Errors
     /// Returns the errors of the library of collectives.
     fn id(&self, first: &Arc<Self::Backend>) -> Result<Self::Id>;
 
-    /// Joins a group by its id as the ranks of several processes do, with nothing but the id in common.
+    /// Joins a group by its id alone, like a rank in a process of its own.
     ///
     /// # Errors
     /// Returns the errors of the group.
@@ -185,8 +185,7 @@ fn group<R: GroupRig>(rig: &R, devices: &[usize], limit: Duration) -> Result<Vec
     group.into_iter().zip(&backends).map(|(of, backend)| GroupRank::new(of, backend)).collect()
 }
 
-/// Opens devices as ranks that know of each other only what the network says, as ranks of several processes
-/// do.
+/// Opens devices as ranks that know each other only by the id of the group, like ranks of several processes.
 fn strangers<R: GroupRig>(rig: &R, devices: &[usize], limit: Duration) -> Result<Vec<GroupRank<R>>> {
     drop(group(rig, devices, LONG)?);
     let id = rig.id(&rig.open(devices[0])?)?;
@@ -197,8 +196,8 @@ fn strangers<R: GroupRig>(rig: &R, devices: &[usize], limit: Duration) -> Result
     in_threads(devices.len(), rank).into_iter().collect()
 }
 
-/// Opens [`strangers`] whose time-out is long enough for what comes before a case waits for it: on a machine
-/// with other work, everything takes longer. `first` fails if it did not come in time.
+/// Opens [`strangers`] and runs `first` on them. The time-out grows until `first` completes in time, because
+/// everything takes longer on a busy machine.
 fn strangers_after<R: GroupRig, T>(
     rig: &R,
     devices: &[usize],
@@ -260,7 +259,7 @@ pub(super) fn a_rank_that_never_comes_ends_the_wait_at_the_time_out<R: GroupRig>
         let error = error_of("a sum of one rank", ranks[0].sum())?;
         let call = "an all-reduce (sum) of 8 elements of f32".to_owned();
         same("the failure", &error, &Error::RanksTimedOut { rank: 0, call, limit: SHORT })?;
-        // The other rank of this process has not called anything, and knows.
+        // The other rank of this process knows, although it has not called anything.
         ranks.iter().try_for_each(|rank| stays_failed(rig, rank, &error))?;
         // Sends in a circle wait for each other.
         let ranks = group(rig, &devices, SHORT)?;
@@ -274,6 +273,8 @@ pub(super) fn a_rank_that_never_comes_ends_the_wait_at_the_time_out<R: GroupRig>
 pub(super) fn a_group_that_is_not_whole_in_time_does_not_start<R: GroupRig>(rig: &R) -> Outcome {
     let ranks = group(rig, &[EAGER], LONG)?;
     let backend = &ranks[0].backend;
+    // A rank keeps the event of its newest collective.
+    same("the first sum", ranks[0].sum(), Ok(()))?;
     let left = || rig.double().map(|double| double.live(EAGER));
     let before = left();
     rig.shorten_patience();
@@ -410,7 +411,7 @@ pub(super) fn a_rank_that_leaves_is_not_waited_for_and_leaves_nothing<R: GroupRi
     let _open = devices.map(|device| rig.open(device));
     let left = || devices.map(|device| rig.double().map(|double| double.live(device)));
     let (before, since): ([Option<Holdings>; 3], _) = (left(), Instant::now());
-    // One after the other, by one thread.
+    // One thread drops one rank after the other.
     let ranks = group(rig, &devices, LONG)?;
     same("three ranks", on_all(&ranks, GroupRank::sum), vec![Ok(()); 3])?;
     drop(ranks);

@@ -26,7 +26,7 @@ pub use silent::silent_calls;
 /// Number of the device that runs work as soon as it is enqueued.
 pub const EAGER: usize = 0;
 
-/// Number of the device that runs work when something waits for it, and no sooner.
+/// Number of the device that runs work only when something waits for it.
 pub const LAZY: usize = 1;
 
 /// Number of the device with 64 MiB of memory.
@@ -64,8 +64,8 @@ pub trait DriverDouble {
     /// Returns the numbers of tasks enqueued on a device since the last call.
     fn queued(&self, device: usize) -> Queued;
 
-    /// Makes the `after`-th next call of a function fail with a code of the driver, once. 0 cancels an
-    /// earlier wish.
+    /// Makes the `after`-th next call of a function fail with a code of the driver, once. With 0,
+    /// an earlier wish is canceled.
     fn fail(&self, function: &str, after: usize, code: i32);
 
     /// Returns the function of the driver and the code by which it reports a fault.
@@ -105,7 +105,7 @@ pub struct Queued {
     pub peer_copies: usize,
 }
 
-/// A fault of a driver that cases ask for by what it means.
+/// A fault of a driver, independent of the driver's functions and codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverFault {
     /// An allocation on the device finds no memory.

@@ -12,9 +12,9 @@ use super::{DeviceRig, DriverDouble, EAGER, LAZY, bytes_on, same};
 use crate::bench::{Failure, Outcome, ensure};
 use crate::raw::{arena, noise};
 
-/// Makes calls of the driver fail while each part of a backend is used once, on two devices. `functions` are
-/// the functions of the driver, `codes` the numbers of the call that fails and its code; at least `least` of
-/// the failures must be seen.
+/// Uses each part of a backend once on two devices, again and again with another call of the driver that
+/// fails. `functions` are functions of the driver; `codes` says which call of each fails, and with which
+/// code. At least `least` of the failures must be errors.
 ///
 /// # Errors
 /// Returns a failure that names a call whose failure left something behind, or after which the backend does
@@ -32,7 +32,7 @@ pub fn refused_calls<R: DeviceRig>(
     refused_in(double, functions, codes, least, || everything(rig, EAGER, LAZY))
 }
 
-/// Runs `work` with each failure.
+/// Runs `work` once with each failure.
 pub(super) fn refused_in(
     double: &dyn DriverDouble,
     functions: &[&str],
@@ -116,7 +116,7 @@ fn everything<R: DeviceRig>(rig: &R, device: usize, other: usize) -> Result<()> 
     second.read(&rows, &mut [0; 192])?;
     let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[96])?;
     second.write(&pinned, &[1; 96])?;
-    // So many pieces of memory that the stream cuts its work into batches.
+    // Enough pieces of memory that the stream cuts its work into batches.
     for _ in 0..80 {
         second.copy_tensor(&CopyTensor { src: pinned.clone(), dst: bytes_on(backend.as_ref(), 96)? })?;
     }

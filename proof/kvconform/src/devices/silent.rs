@@ -21,8 +21,8 @@ const CHOSEN: [&str; 10] = [
     "graphs::replays_follow",
 ];
 
-/// Checks that each of these functions of the driver is missed if it does nothing: by one of a row of cases
-/// on the lazy device, or by what the double still holds afterwards. Prints which case missed it.
+/// Makes each of these functions of the driver do nothing, and checks that a case on the lazy device fails or
+/// that the double still holds something afterwards. Prints how each function was missed.
 ///
 /// # Errors
 /// Returns a failure that names a function that nothing misses, or a case that fails although nothing is
@@ -58,7 +58,7 @@ fn verdict<R: DeviceRig>(rig: &R, double: &dyn DriverDouble, device: usize) -> O
         let failed = case.run(&bench).map_err(|failure| Failure::new(format!("{}: {failure}", case.name)));
         outcome = outcome.and(failed);
     }
-    // Frees of the eager device come when they come.
+    // The eager device frees memory at a time of its own.
     if outcome.is_ok() && device == LAZY {
         outcome = gives_back(double, device, backend.as_ref());
     }
@@ -77,13 +77,13 @@ fn gives_back(double: &dyn DriverDouble, device: usize, backend: &dyn Backend) -
         let stream = backend.stream()?;
         stream.write(&view, &vec![1; 8 << 20])?;
         stream.write(&pinned, &[1; 4096])?;
-        // So many pieces of memory that the stream cuts its work into batches.
+        // Enough pieces of memory that the stream cuts its work into batches.
         for _ in 0..150 {
             stream.copy_tensor(&CopyTensor { src: view.slice(0, 0, 16)?, dst: bytes_on(backend, 16)? })?;
         }
         stream.record()?.wait()?;
         drop((view, pinned, pool, stream));
-        // An allocation waits for what the device does about the ones before.
+        // An allocation waits for the frees before it.
         (0..2).try_for_each(|_| backend.allocate(MemoryKind::Device, 64).map(drop))
     };
     let mut live = Vec::new();
