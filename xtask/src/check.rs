@@ -118,7 +118,7 @@ fn features_have_tests() -> Result {
     let mut rows = 0;
     for (file, test) in tests_named(&text) {
         let source = read(file).map_err(|e| format!("{name}: {e}"))?;
-        if !source.contains(&format!("fn {test}(")) {
+        if !["(", "<"].iter().any(|next| source.contains(&format!("fn {test}{next}"))) {
             return Err(format!("{name}: {file} has no {test}"));
         }
         rows += 1;
