@@ -23,6 +23,7 @@ use crate::error::Result;
 /// The number of rows that are copied at a time.
 const ROWS: usize = 256;
 
+// Decision: docs/decisions/vllm.md#rows-reach-an-npu-through-the-cpu
 /// The addresses of the keys and of the values of a layer.
 pub(crate) type PlaneAddresses = (u64, u64);
 

@@ -73,6 +73,7 @@ def configs(config: dict[str, Any], ranks: int) -> tuple[Any, Any]:
     return vllm_config, SimpleNamespace(kv_cache_groups=[group], num_blocks=config["num_blocks"])
 
 
+# Decision: docs/decisions/vllm.md#tests-replay-the-calls-of-a-real-vllm
 class Replay:
     """One scenario. With several ranks, there is one worker, and the other ranks repeat its reports."""
 
