@@ -6,7 +6,7 @@
 //! tie). From the GGUF file it multiplies blocks as they are stored; there the golden's answer is read back,
 //! so each place counts for itself and does not depend on the tokens chosen before it.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::Command;
 
 use serde::Deserialize;
