@@ -1,9 +1,11 @@
 //! The settings of an engine.
 
+use std::fmt;
 use std::time::Duration;
 
-use kvchunk::{ChunkCacheConfig, SleepForm};
+use kvchunk::{ChunkCacheConfig, ChunkCacheManager, SleepForm};
 use kvcore::{CacheKind, DType, KeyForm, KvFormat, MaxLen, PolicyKind};
+use serde::Serialize;
 
 /// The settings of an engine: the memory of its caches, and their layout.
 #[derive(Debug, Clone, PartialEq)]
@@ -15,54 +17,57 @@ pub struct EngineConfig {
     pub keys: KeyForm,
     /// The number of tokens per block.
     pub block_size: usize,
-    /// The kind of cache that holds sequences. A static or a grouped cache keeps no chunks, so a chunked prompt must ask
-    /// for full attention. A grouped cache is for models whose layers attend to different tokens: layers with a window let go of
-    /// what lies behind it, while the others keep everything.
+    /// The kind of cache that holds sequences. A static or a grouped cache keeps no chunks, so a chunked
+    /// prompt must ask for full attention. A grouped cache is for models whose layers attend to different
+    /// tokens: layers with a window free the blocks that leave the window, and the other layers keep
+    /// everything.
     pub cache: CacheKind,
     /// The longest sequence of a static cache.
     pub max_len: MaxLen,
-    /// The length in tokens, prompt and answer, of the requests that a grouped cache divides its memory for. Each group of layers
-    /// gets the blocks of as many requests of this length as all groups together have room for: of a group with a window those of
-    /// `window + step_tokens` tokens, if that is less, of another one those of all tokens. Longer requests leave blocks of
-    /// windows unused, shorter ones those of the other groups.
+    /// The length in tokens, prompt and answer, of a typical request. A grouped cache divides its memory
+    /// between its groups for requests of this length. In a group with a window, a request takes blocks for
+    /// at most `window + step_tokens` tokens. Longer requests leave blocks of window groups unused, and
+    /// shorter requests leave blocks of the other groups unused.
     pub typical_len: usize,
     /// The memory for keys and values in bytes. `None` takes enough for eight prompts of the model's longest
     /// length, or at most [`DEFAULT_KV_MEMORY`].
     pub kv_memory: Option<usize>,
-    /// The order in which blocks of sequences that no request holds are given up. That of chunks is
+    /// The order in which cached blocks of sequences are evicted. The order for chunks is
     /// [`ChunkCacheConfig::cache_policy`].
     pub cache_policy: PolicyKind,
-    /// The time after which such a block is no longer found; `None` for never.
+    /// The time after which a cached block expires; `None` for never.
     pub cache_ttl: Option<Duration>,
     /// The settings of the chunk cache.
     pub chunks: ChunkCacheConfig,
-    /// The place where chunks sleep; `None` for none. Chunks fall asleep by a call of
-    /// [`sleep_cold_chunks`](kvchunk::ChunkCacheManager::sleep_cold_chunks) on [`Engine::chunks`](crate::Engine::chunks). A hit wakes them.
+    /// The place in host memory where chunks sleep; `None` for none. Chunks fall asleep by a call of
+    /// [`sleep_cold_chunks`](kvchunk::ChunkCacheManager::sleep_cold_chunks) on
+    /// [`Engine::chunks`](crate::Engine::chunks). A hit wakes them.
     pub chunk_sleep: Option<ChunkSleep>,
-    /// Lets whole pools [sleep](crate::Engine::sleep). For this, address space is reserved, so that memory can be
-    /// released and come back at the same addresses.
+    /// Lets whole pools [sleep](crate::Engine::sleep). The engine then reserves address space, so that memory
+    /// can be released and come back at the same addresses.
     pub enable_sleep_mode: bool,
     /// The salt that separates tenants in keys. The operator of the engine chooses it, never a client.
     pub tenant_salt: Vec<u8>,
-    /// The largest number of graphs of decode steps, where backend and dense steps can be captured. 0 runs every step
-    /// operation by operation. Answers are the same.
+    /// The largest number of graphs of decode steps, where backend and dense steps can be captured. 0 runs
+    /// every step operation by operation. Answers are the same.
     pub graphs: usize,
-    /// The limits of requests that are answered at once.
+    /// The limits on requests that are answered at the same time.
     pub scheduling: Scheduling,
-    /// The largest number of bytes of host memory for requests that give way where device memory is short. Their blocks go there if
-    /// that costs less than computing them again, by times that the engine measures. Taken when it is first needed; 0 takes none.
+    /// The largest number of bytes of host memory for preempted requests. Their blocks are copied there if
+    /// that takes less time than recomputing them, as the engine measures. The memory is allocated when it is
+    /// first needed; 0 allocates none.
     pub swap_memory: usize,
     /// Turns on the recording of spans.
     pub profile: bool,
 }
 
-/// A place in host memory for chunks that are seldom used.
+/// Host memory for chunks that are seldom used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkSleep {
     /// The form in which chunks sleep.
     pub form: SleepForm,
-    /// The largest number of bytes of host memory. `None` takes as many as chunks have on the device. All of
-    /// it is allocated at once, unless chunks are compressed.
+    /// The largest number of bytes of host memory. `None` takes as many as the chunk pool has on the device.
+    /// All of it is allocated at once, unless chunks are compressed.
     pub memory: Option<usize>,
 }
 
@@ -90,15 +95,15 @@ impl Default for EngineConfig {
     }
 }
 
-/// The limits of requests that are answered at once.
+/// The limits on requests that are answered at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scheduling {
-    /// The largest number of tokens of a pass. A longer prompt is computed in pieces, so that activations need memory for as many
-    /// rows, and running answers go on between two pieces.
+    /// The largest number of tokens in a pass. A longer prompt is computed in pieces: activations then need
+    /// memory for this many rows only, and running answers continue between two pieces.
     pub step_tokens: usize,
     /// The largest number of answers that run at once.
     pub running: usize,
-    /// The number of blocks that a newly admitted request leaves to running ones.
+    /// The number of blocks that an admission leaves free for running requests.
     pub watermark: usize,
 }
 
@@ -111,11 +116,41 @@ impl Default for Scheduling {
 /// The number of graphs that an engine keeps by default. The steps of a request of 4,000 tokens need five.
 pub const DEFAULT_GRAPHS: usize = 16;
 
-/// The largest host memory in bytes that requests which give way take by default: 512 MiB.
+/// The default of [`EngineConfig::swap_memory`] in bytes: 512 MiB.
 pub const DEFAULT_SWAP_MEMORY: usize = 512 << 20;
 
-/// The length in tokens of the requests that a grouped cache divides its memory for by default.
+/// The default of [`EngineConfig::typical_len`] in tokens.
 pub const DEFAULT_TYPICAL_LEN: usize = 2048;
 
 /// The largest memory in bytes that an engine takes for keys and values by default: 2 GiB.
 pub const DEFAULT_KV_MEMORY: usize = 2 << 30;
+
+/// A pool that can sleep as a whole, named by its tag in
+/// [`ReservedArena::asleep`](kvcore::ReservedArena::asleep).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PoolTag {
+    /// The pool of sequences and system prompts. Its cached contents are forgotten, as in vLLM.
+    KvCache,
+    /// The pool of chunks. The chunks are copied to host memory, and are found again bit for bit.
+    ChunkCache,
+}
+
+impl PoolTag {
+    /// Both pools.
+    pub const ALL: [Self; 2] = [Self::KvCache, Self::ChunkCache];
+
+    /// Returns the tag as a word: `kv_cache` or `chunk_cache`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::KvCache => "kv_cache",
+            Self::ChunkCache => ChunkCacheManager::POOL_TAG,
+        }
+    }
+}
+
+impl fmt::Display for PoolTag {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}

@@ -1,46 +1,22 @@
-//! An engine: a model with its caches.
+//! An engine: the public face of a runner and its scheduler.
 
 use std::sync::Arc;
 
-use kvchunk::{ChunkCacheManager, ReplicaDevice, ReplicaLink, ReplicaTransport};
-use kvcore::{
-    Backend, BlockKey, Clock, GraphCounts, KeyForm, KeyScope, KvCache, LayerRopes, StepBatch, Stream,
-    SystemClock,
-};
-use kvmodel::{ComputeDevice, DecodeMemory, Forward, Model, Observer, PassMemory, Profiler, PromptTokens};
+use kvchunk::{ChunkCacheManager, PositionPlan, ReplicaDevice, ReplicaLink, ReplicaTransport};
+use kvcore::{Backend, Clock, GraphCounts, KvCache, SystemClock};
+use kvmodel::{Model, Observer, Profiler};
 
-use crate::caches::{CacheReport, Caches};
-use crate::calibrate::{StaticScales, calibrate};
-use crate::config::EngineConfig;
-use crate::error::Result;
-use crate::request::Request;
-use crate::serve::{Scheduler, StepTimes, SwapSpace};
+use crate::config::{EngineConfig, PoolTag};
+use crate::error::{Error, Result};
+use crate::request::{FinishReason, Generation, PromptTokens, Request};
+use crate::runner::{CacheReport, PinnedPrompt, Runner, Slept};
+use crate::serve::{Answer, AnswerEvent, PreemptionCosts, Scheduler, Step, StepTimes};
 
 /// An engine that runs requests on one backend.
 #[derive(Debug)]
 pub struct Engine {
-    pub(crate) model: Model,
-    pub(crate) backend: Arc<dyn Backend>,
-    pub(crate) stream: Arc<dyn Stream>,
-    pub(crate) caches: Caches,
-    pub(crate) keys: KeyForm,
-    /// The scales of an fp8 cache.
-    scales: Option<StaticScales>,
-    /// The parts of every key except the rotary embeddings of a request.
-    scope: KeyScope,
-    tenant_salt: Vec<u8>,
-    pub(crate) profiler: Profiler,
-    pub(crate) decode_memory: DecodeMemory,
-    pass_memory: PassMemory,
-    /// The link to other engines of the model.
-    pub(crate) replicas: Option<ReplicaLink>,
-    /// The requests that are answered together.
-    pub(crate) scheduler: Scheduler,
-    /// The clock of time limits.
-    pub(crate) clock: Arc<dyn Clock>,
-    pub(crate) times: StepTimes,
-    /// Host memory for requests that give way.
-    pub(crate) swap: SwapSpace,
+    runner: Runner,
+    scheduler: Scheduler,
 }
 
 impl Engine {
@@ -51,10 +27,9 @@ impl Engine {
     ///   the sequence of a static cache.
     /// - Returns the errors of [`ArenaSleep::new`](kvchunk::ArenaSleep::new), such as a budget for sleep that
     ///   holds no block.
-    /// - Returns [`Error::NoChunks`](crate::Error::NoChunks) if
-    ///   [`chunk_sleep`](EngineConfig::chunk_sleep) is set for a static or a grouped cache.
-    /// - Returns [`Error::NoSleepMode`](crate::Error::NoSleepMode) if sleep mode is on for a
-    ///   static or a grouped cache.
+    /// - Returns [`Error::NoChunks`] if [`chunk_sleep`](EngineConfig::chunk_sleep) is set for a static or a
+    ///   grouped cache.
+    /// - Returns [`Error::NoSleepMode`] if sleep mode is on for a static or a grouped cache.
     /// - Returns [`kvcore::Error::Unsupported`] for sleep mode on a backend that cannot reserve memory.
     pub fn new(
         model: Model,
@@ -65,8 +40,8 @@ impl Engine {
         Self::with_clock(model, backend, tokenizer, config, Arc::new(SystemClock::default()))
     }
 
-    /// Creates an engine as [`new`](Self::new) does, with another clock for time limits, waits and whatever expires: for tests and
-    /// simulations.
+    /// Creates an engine as [`new`](Self::new) does, with another clock for time limits, waits and expiry,
+    /// for tests and simulations.
     ///
     /// # Errors
     /// Returns the errors of [`new`](Self::new).
@@ -77,42 +52,16 @@ impl Engine {
         config: &EngineConfig,
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
-        let stream = backend.stream()?;
-        // Before the caches take their memory.
-        let device = (backend.as_ref(), stream.as_ref());
-        let scales = calibrate(&model, device, (config.kv_format, config.keys))?;
-        let caches = Caches::new(&model, &backend, &stream, config, &clock)?;
-        if let Some(scales) = &scales {
-            scales.set(&model, caches.arenas(), stream.as_ref())?;
-        }
-        let scope = scope_of(&model, tokenizer, &caches, config.keys, &config.tenant_salt, scales.as_ref());
-        let profiler = if config.profile { Profiler::enabled() } else { Profiler::disabled() };
-        Ok(Self {
-            model,
-            backend,
-            stream,
-            caches,
-            keys: config.keys,
-            scales,
-            scope,
-            tenant_salt: config.tenant_salt.clone(),
-            profiler,
-            decode_memory: DecodeMemory::new(config.graphs),
-            pass_memory: PassMemory::default(),
-            replicas: None,
-            scheduler: Scheduler::new(config.scheduling),
-            clock,
-            times: StepTimes::default(),
-            swap: SwapSpace::new(config.swap_memory),
-        })
+        let runner = Runner::new(model, backend, tokenizer, config, clock)?;
+        Ok(Self { runner, scheduler: Scheduler::new(config) })
     }
 
     /// Creates an engine for another model in the same memory. Both engines share the pools of sequences and
-    /// of chunks, and each may evict what the other no longer holds. Neither engine finds what the other has
-    /// cached, since every key covers the model, its rotary embeddings and its tokenizer.
+    /// of chunks, and each may evict cached blocks of the other. Neither engine finds the cached contents of
+    /// the other, because every key covers the model, its rotary embeddings and its tokenizer.
     ///
-    /// An fp8 cache keeps the scales of this engine's model, so that a replica of the other model that was made
-    /// by [`new`](Self::new) does not find its chunks.
+    /// An fp8 cache keeps the scales of this engine's model. A replica of the other model that was created
+    /// by [`new`](Self::new) therefore does not find its chunks.
     ///
     /// The work of both engines goes to one stream, so one engine may meet a late error of the other. Both
     /// use the tenants and the chunk cache settings of this engine, and [`report`](Self::report) counts the
@@ -121,77 +70,58 @@ impl Engine {
     ///
     /// # Errors
     /// - Returns [`kvcore::Error::Mismatch`] if the model has other extents.
-    /// - Returns [`Error::NoChunks`](crate::Error::NoChunks) if this engine has a static or a grouped cache.
-    /// - Returns [`Error::NoSleepMode`](crate::Error::NoSleepMode) if the pools of this engine can sleep.
-    pub fn beside(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
-        let caches = self.caches.shared(&model)?;
-        let scales = self.scales.clone();
-        let scope = scope_of(&model, tokenizer, &caches, self.keys, &self.tenant_salt, scales.as_ref());
-        let profiler = if self.profiler.is_enabled() { Profiler::enabled() } else { Profiler::disabled() };
-        Ok(Self {
-            model,
-            backend: Arc::clone(&self.backend),
-            stream: Arc::clone(&self.stream),
-            caches,
-            keys: self.keys,
-            scales,
-            scope,
-            tenant_salt: self.tenant_salt.clone(),
-            profiler,
-            decode_memory: DecodeMemory::new(self.decode_memory.most()),
-            pass_memory: PassMemory::default(),
-            replicas: None,
-            scheduler: Scheduler::new(self.scheduler.limits()),
-            clock: Arc::clone(&self.clock),
-            times: StepTimes::default(),
-            swap: SwapSpace::new(self.swap.memory),
-        })
+    /// - Returns [`Error::NoChunks`] if this engine has a static or a grouped cache.
+    /// - Returns [`Error::NoSleepMode`] if the pools of this engine can sleep.
+    pub fn sharing_memory(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
+        let runner = self.runner.sharing(model, tokenizer)?;
+        Ok(Self { runner, scheduler: self.scheduler.like() })
     }
 
     /// Returns the model.
     pub fn model(&self) -> &Model {
-        &self.model
+        &self.runner.model
     }
 
     /// Creates a request in the compute mode and position strategy of [`EngineConfig::chunks`].
-    pub fn request(&self, prompt: PromptTokens) -> Request {
+    pub fn request(&self, prompt: impl Into<Arc<PromptTokens>>) -> Request {
         let cell = self.chunks().map(|chunks| chunks.config().cell()).unwrap_or_default();
         Request { cell, ..Request::new(prompt) }
     }
 
     /// Returns the backend. Its counters show the bytes that moved.
     pub fn backend(&self) -> &dyn Backend {
-        self.backend.as_ref()
+        self.runner.setup.backend.as_ref()
     }
 
     /// Returns the profiler. It records only if [`EngineConfig::profile`] is set.
     pub fn profiler(&self) -> &Profiler {
-        &self.profiler
+        &self.runner.profiler
     }
 
-    /// Returns the cache of sequences and system prompts; of a grouped cache that of its first group, whose sequences have the ids and
-    /// lengths of all. [`report`](Self::report) has the others.
+    /// Returns the cache of sequences and system prompts. For a grouped cache, it is that of the first group;
+    /// sequences have the same ids and lengths in all groups, and [`report`](Self::report) describes the
+    /// others.
     pub fn cache(&self) -> &dyn KvCache {
-        self.caches.sequences()
+        self.runner.caches.first()
     }
 
     /// Returns the chunk cache, or `None` if the engine has a static or a grouped cache.
     pub fn chunks(&self) -> Option<&ChunkCacheManager> {
-        self.caches.chunks()
+        self.runner.caches.chunks()
     }
 
     /// Joins a group of engines of the same model. From now on this engine pulls missing chunks from the
-    /// others, and computes only chunks that none of them gives. Each engine serves its
-    /// [`chunks`](Self::chunks) with its [`replica_device`](Self::replica_device). Engines with fp8 caches must
-    /// have calibrated to the same scales, which needs the same backend and instruction set.
+    /// others, and computes only chunks that none of them supplies. Each engine serves its
+    /// [`chunks`](Self::chunks) with its [`replica_device`](Self::replica_device). Engines with fp8 caches
+    /// must have calibrated to the same scales, which needs the same backend and instruction set.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
     /// use std::sync::Arc;
     /// use kvbackend_cpu::CpuBackend;
     /// use kvchunk::{ChunkedPrompt, LocalReplica};
-    /// use kvengine::{Engine, EngineConfig};
-    /// use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+    /// use kvengine::{Engine, EngineConfig, PromptTokens};
+    /// use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
     ///
     /// let mut engines = Vec::new();
     /// for replica in LocalReplica::group(2) {
@@ -212,95 +142,236 @@ impl Engine {
     /// # }
     /// ```
     pub fn join(&mut self, transport: Arc<dyn ReplicaTransport>) {
-        self.replicas = Some(ReplicaLink { device: self.replica_device(), transport });
+        self.runner.replicas = Some(ReplicaLink { device: self.replica_device(), transport });
     }
 
     /// Returns the memory of this engine's chunks, for engines that pull them.
     pub fn replica_device(&self) -> ReplicaDevice {
-        ReplicaDevice {
-            backend: Arc::clone(&self.backend),
-            stream: Arc::clone(&self.stream),
-            arena: self.caches.sequences().arena().clone(),
-            keys: self.keys,
-        }
+        self.runner.replica_device()
     }
 
-    /// Returns the numbers of decode steps that graphs could serve, by the way in which they ran. All are 0 where the
-    /// backend or the dense steps cannot be captured.
+    /// Returns the numbers of decode steps that went through graphs, by the way in which they ran. All are 0
+    /// if the backend or the dense steps cannot be captured.
     pub fn graph_counts(&self) -> GraphCounts {
-        self.decode_memory.counts()
+        self.runner.graph_counts()
     }
 
     /// Returns the present contents of the caches, in numbers.
     pub fn report(&self) -> CacheReport {
-        CacheReport { swapped: self.swap.counts(), ..self.caches.report() }
+        CacheReport { swapped: self.scheduler.swapped(), ..self.runner.caches.report() }
     }
 
     /// Checks the pools. `Err` says which number is inconsistent.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
-        self.caches.check_invariants()?;
-        self.swap.check_invariants()
+        self.runner.caches.check_invariants()?;
+        self.scheduler.check_invariants()
     }
 
-    /// Returns the root of the keys of requests in the regime of `ropes`. Another regime is a miss, for
-    /// prefixes and chunks alike.
-    pub(crate) fn root(&self, ropes: &LayerRopes) -> BlockKey {
-        self.scope.clone().ropes(ropes).root()
+    /// Answers a request. Requests that were submitted before are computed in the same steps. Calls
+    /// `observer` for the layers of the prefill and for each token of the answer. The observer may stop the
+    /// request at each call, and end the answer after each token, as a [`TextStream`](kvmodel::TextStream)
+    /// does at a stop string. Samples only the first answer.
+    ///
+    /// # Errors
+    /// After each of these errors no block stays held.
+    ///
+    /// - Returns [`Error::Cancelled`] if the observer stops the request.
+    /// - Returns [`Error::Sampling`] for a setting of sampling outside its range.
+    /// - Returns [`Error::EmptyPrompt`], [`kvmodel::Error::TokenOutOfVocabulary`] or
+    ///   [`kvchunk::Error::TooLong`] for a prompt that cannot be computed.
+    /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool is too small for the prompt, and
+    ///   [`kvcore::Error::TooLarge`] if a static cache is too short for it.
+    /// - Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
+    pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
+        let mut answer = self.submit(Request { samples: 1, ..request.clone() })?;
+        let (mut seen, mut complete) = (0, None);
+        loop {
+            while let Some(event) = answer.try_next() {
+                match event? {
+                    AnswerEvent::Token { token, .. } if complete.is_none() => {
+                        seen += 1;
+                        if observer.token(token).is_break() {
+                            drop(answer);
+                            self.scheduler.end_some(&mut self.runner);
+                            return Err(Error::Cancelled);
+                        }
+                        if observer.is_complete() {
+                            answer.complete(0);
+                            complete = Some(seen);
+                        }
+                    }
+                    AnswerEvent::Token { .. } => {}
+                    AnswerEvent::End { mut generation, .. } => {
+                        if let Some(tokens) = complete {
+                            generation.finish = FinishReason::StopString;
+                            generation.tokens.truncate(tokens);
+                            generation.logits.truncate(tokens);
+                            generation.logprobs.truncate(tokens);
+                        }
+                        return Ok(*generation);
+                    }
+                }
+            }
+            self.runner.caches.check_awake()?;
+            self.scheduler.step(&mut self.runner, Some(answer.id()), observer);
+        }
     }
 
-    /// Runs a decode step in the memory that stays, by a graph if there may be one. Allocates nothing of its own.
-    pub(crate) fn decode(
-        &mut self,
-        ropes: &LayerRopes,
-        batch: StepBatch<'_>,
-        logits: Vec<f32>,
-    ) -> Result<Forward> {
-        let device = device_of(&self.backend, &self.stream, &self.caches, self.keys, &self.profiler);
-        Ok(self.model.decode(&device, ropes, batch, &mut self.decode_memory, logits)?)
+    /// Accepts a request. [`step`](Self::step) computes it, together with others.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use kvbackend_cpu::CpuBackend;
+    /// use kvengine::{AnswerEvent, Engine, EngineConfig, PromptTokens, Request};
+    /// use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
+    ///
+    /// let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::Stored)?;
+    /// let mut engine = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default())?;
+    /// let ask = |first| Request { max_new_tokens: 3, ..Request::new(PromptTokens::Plain(vec![first, 7, 8])) };
+    /// let (mut one, mut other) = (engine.submit(ask(1))?, engine.submit(ask(2))?);
+    /// while !engine.step()?.is_idle() {}
+    /// let mut tokens = 0;
+    /// for answer in [&mut one, &mut other] {
+    ///     while let Some(event) = answer.try_next() {
+    ///         tokens += usize::from(matches!(event?, AnswerEvent::Token { .. }));
+    ///     }
+    /// }
+    /// assert_eq!(tokens, 6);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Returns the errors of [`generate`](Self::generate) that follow from the request alone, and
+    /// - [`Error::Samples`] for several samples or beams on a static cache,
+    /// - [`Error::TooManyAnswers`] for more samples or beams than may run at once,
+    /// - [`Error::Beams`] for beams with settings of sampling, or fewer beams than answers,
+    /// - [`Error::Pages`] for a sparse decode that leaves no choice of blocks, for a model whose layers all
+    ///   have windows, or on a grouped cache,
+    /// - [`kvcore::Error::OutOfBlocks`] if a pool cannot hold the prompt and a token even without other
+    ///   requests.
+    pub fn submit(&mut self, request: Request) -> Result<Answer> {
+        self.runner.caches.check_awake()?;
+        self.scheduler.submit(&self.runner, request)
     }
 
-    /// Runs a pass in memory that stays.
-    pub(crate) fn forward(
-        &mut self,
-        ropes: &LayerRopes,
-        batch: StepBatch<'_>,
-        observer: &mut dyn Observer,
-    ) -> Result<Forward> {
-        let device = device_of(&self.backend, &self.stream, &self.caches, self.keys, &self.profiler);
-        Ok(self.model.begin(&device, ropes, batch, &mut self.pass_memory)?.end(observer)?)
+    /// Computes one pass for the submitted requests: a token for each answer, and pieces of prompts. Errors
+    /// of single requests go to their answers.
+    ///
+    /// # Errors
+    /// Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
+    pub fn step(&mut self) -> Result<Step> {
+        self.runner.caches.check_awake()?;
+        Ok(self.scheduler.step(&mut self.runner, None, &mut ()))
     }
 
-    pub(crate) fn device(&self) -> ComputeDevice<'_> {
-        device_of(&self.backend, &self.stream, &self.caches, self.keys, &self.profiler)
+    /// Returns the time of all steps.
+    pub fn step_times(&self) -> StepTimes {
+        self.scheduler.times()
     }
-}
 
-/// Joins the parts of an engine that a pass runs on, so that the others stay free to be changed.
-fn device_of<'a>(
-    backend: &'a Arc<dyn Backend>,
-    stream: &'a Arc<dyn Stream>,
-    caches: &'a Caches,
-    keys: KeyForm,
-    profiler: &'a Profiler,
-) -> ComputeDevice<'a> {
-    let arenas = caches.arenas();
-    ComputeDevice { backend: backend.as_ref(), stream: stream.as_ref(), arenas, keys, profiler }
-}
+    /// Sets the costs of preemption, in place of measured ones, for tests and simulations.
+    pub fn set_preemption_costs(&mut self, costs: PreemptionCosts) {
+        self.scheduler.set_preemption_costs(costs);
+    }
 
-/// Returns the parts of every key of an engine except the rotary embeddings of a request.
-fn scope_of(
-    model: &Model,
-    tokenizer: &[u8],
-    caches: &Caches,
-    keys: KeyForm,
-    tenant_salt: &[u8],
-    scales: Option<&StaticScales>,
-) -> KeyScope {
-    let scope = KeyScope::new("kvmodel", model.revision()).tokenizer(tokenizer);
-    let layouts = caches.arenas().iter().map(|arena| arena.layout().shape());
-    let scope = layouts.fold(scope, KeyScope::layout).keys(keys).tenant_salt(tenant_salt);
-    match scales {
-        Some(StaticScales { k, v }) => scope.static_scales(k, v),
-        None => scope,
+    /// Keeps the cached blocks at the beginning of a request's prompt, or of the system prompt of a chunked
+    /// prompt. Computes nothing, so answer a request with that beginning first. Only requests of the same
+    /// tenant and regime find the blocks.
+    ///
+    /// ```
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// use kvbackend_cpu::CpuBackend;
+    /// use kvengine::{Engine, EngineConfig, PromptTokens, Request};
+    /// use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
+    ///
+    /// let model = Model::new(ModelConfig::benchmark(1, 64)?, Weights::random(1), WeightFormat::Stored)?;
+    /// let mut engine = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default())?;
+    /// let instructions = Request::new(PromptTokens::Plain((0..40).collect()));
+    /// engine.generate(&instructions, &mut ())?;
+    /// let pinned = engine.pin(&instructions)?;
+    /// assert_eq!(pinned.tokens(), 32); // two whole blocks
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Returns [`Error::NoChunks`] for a static or a grouped cache, and the errors of a request's tenant and
+    /// positions.
+    pub fn pin(&self, request: &Request) -> Result<PinnedPrompt> {
+        let (tokens, end) = match request.chunked() {
+            Some(prompt) => {
+                let limit = self.model().config().max_positions;
+                let plan = PositionPlan::new(prompt, request.cell, limit)?;
+                (prompt.system().to_vec(), plan.question_position as usize + prompt.question().len())
+            }
+            None => (request.prompt.iter().collect(), request.prompt.len()),
+        };
+        let ropes = self.runner.ropes(end, request.max_new_tokens)?;
+        self.runner.pin(&self.runner.keys(request.tenant.as_deref(), &ropes)?, &tokens)
+    }
+
+    /// Puts whole pools to sleep and releases their device memory. Pools that are already asleep stay asleep.
+    /// If a pool cannot sleep, the call wakes the pools that it has put to sleep.
+    ///
+    /// While the chunk pool sleeps, requests are answered without it. While the pool of sequences sleeps,
+    /// [`generate`](Self::generate) returns [`Error::Asleep`].
+    ///
+    /// ```no_run
+    /// # use kvengine::{Engine, PoolTag, Request};
+    /// # fn idle(engine: &mut Engine, request: &Request) -> kvengine::Result<()> {
+    /// let slept = engine.sleep(&PoolTag::ALL)?;
+    /// println!("{} MiB are free for others", slept.released_bytes >> 20);
+    /// engine.wake_up(&PoolTag::ALL)?;
+    /// engine.generate(request, &mut ())?; // chunks are hits as before
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// - Returns [`Error::NoSleepMode`] if [`enable_sleep_mode`](EngineConfig::enable_sleep_mode) is
+    ///   not set.
+    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the numbers, while blocks are held.
+    /// - Returns the errors of [`ReservedArena::sleep`](kvcore::ReservedArena::sleep).
+    pub fn sleep(&mut self, tags: &[PoolTag]) -> Result<Slept> {
+        let mut sum = Slept::default();
+        let mut fallen: Vec<PoolTag> = Vec::new();
+        for &tag in tags {
+            if self.is_sleeping(tag) {
+                continue;
+            }
+            match self.runner.caches.sleep(tag, self.runner.setup.stream.as_ref()) {
+                Ok(slept) => {
+                    fallen.push(tag);
+                    sum.released_bytes += slept.released_bytes;
+                    sum.saved_bytes += slept.saved_bytes;
+                }
+                Err(error) => {
+                    self.wake_up(&fallen)?;
+                    return Err(error);
+                }
+            }
+        }
+        Ok(sum)
+    }
+
+    /// Wakes pools. Chunks are found again, bit for bit and in the same blocks. Returns true if one of the
+    /// pools slept.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Allocation`] if there is no memory, and the errors of the stream. In that
+    /// case the pool stays asleep and can be woken later. Returns [`Error::NoSleepMode`] as
+    /// [`sleep`](Self::sleep) does.
+    pub fn wake_up(&mut self, tags: &[PoolTag]) -> Result<bool> {
+        let mut slept = false;
+        for &tag in tags {
+            slept |= self.runner.caches.wake(tag, self.runner.setup.stream.as_ref())?;
+        }
+        Ok(slept)
+    }
+
+    /// Returns true if a pool sleeps.
+    pub fn is_sleeping(&self, tag: PoolTag) -> bool {
+        self.runner.caches.is_sleeping(tag)
     }
 }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::PoolTag;
+use crate::config::PoolTag;
 
 /// An error between a request and its answer.
 #[derive(Debug, thiserror::Error)]
@@ -39,7 +39,7 @@ pub enum Error {
     TunedForOther {
         /// The first digits of the identity of the model that it was tuned for.
         tuned: String,
-        /// Those of this model.
+        /// The first digits of the identity of this model.
         model: String,
     },
     /// A setting of sampling is outside its range.
@@ -52,7 +52,8 @@ pub enum Error {
         /// The values that it may have.
         needed: &'static str,
     },
-    /// An operation needs chunks, but the engine has a static or a grouped cache. The text says what to do instead.
+    /// An operation needs chunks, but the engine has a static or a grouped cache. The text says what to do
+    /// instead.
     #[error("a static cache or a grouped one keeps no chunks: {0}")]
     NoChunks(&'static str),
     /// The engine cannot release the memory of its caches. The text says what to do instead.
@@ -75,16 +76,16 @@ pub enum Error {
     /// The request was stopped by its observer.
     #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
     Cancelled,
-    /// A pass failed that computed the tokens of several requests.
+    /// A pass over the tokens of several requests failed.
     #[error("the pass over this and other requests failed: {0}")]
     Pass(std::sync::Arc<Error>),
-    /// The request's time is over.
+    /// The request took longer than its time limit.
     #[error("the request took longer than its limit of {limit:?}; the tokens that came before stay valid")]
     TimeOut {
         /// The limit.
         limit: std::time::Duration,
     },
-    /// Several samples were asked of a cache that cannot fork sequences.
+    /// A request asks for several samples, and the engine's cache cannot fork sequences.
     #[error("{samples} samples need a paged cache; this engine has a static one")]
     Samples {
         /// The number of samples.
@@ -100,10 +101,10 @@ pub enum Error {
         /// The largest number, [`Scheduling::running`](crate::Scheduling::running).
         most: usize,
     },
-    /// A beam search that cannot be.
+    /// The settings of a beam search contradict each other or the request.
     #[error("beams: {0}")]
     Beams(&'static str),
-    /// Page-sparse decode that cannot be. The text says what to do instead.
+    /// Page-sparse decode is impossible with this model or cache. The text says what to do instead.
     #[error("sparse decode: {0}")]
     Pages(&'static str),
     /// An error of the model.
@@ -117,13 +118,20 @@ pub enum Error {
     Core(#[from] kvcore::Error),
 }
 
+impl Error {
+    /// Returns whether a pool has too few blocks, so that the request may be served later.
+    pub(crate) fn is_out_of_blocks(&self) -> bool {
+        use kvcore::Error::OutOfBlocks;
+        matches!(self, Self::Core(OutOfBlocks { .. }) | Self::Chunk(kvchunk::Error::Core(OutOfBlocks { .. })))
+    }
+}
+
 impl From<kvmodel::Error> for Error {
-    /// Takes what a pass reports of a request, or of the caches, for this crate's own.
+    /// Turns errors that this crate has, too, into its own variants.
     fn from(error: kvmodel::Error) -> Self {
         match error {
             kvmodel::Error::Cancelled => Self::Cancelled,
             kvmodel::Error::EmptyPrompt => Self::EmptyPrompt,
-            kvmodel::Error::Chunk(error) => Self::Chunk(error),
             kvmodel::Error::Core(error) => Self::Core(error),
             other => Self::Model(other),
         }

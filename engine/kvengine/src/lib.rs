@@ -3,53 +3,55 @@
 //! ```no_run
 //! use kvbackend_cpu::CpuBackend;
 //! use kvchunk::Reuse;
-//! use kvengine::{Engine, EngineConfig, Request};
+//! use kvengine::{Engine, EngineConfig, PromptTokens, Request};
 //! use kvmodel::ModelDirectory;
 //!
 //! let loaded = ModelDirectory::load("models/tiny-rag".as_ref(), Default::default(), &mut |_, _| ())?;
 //! let codec = loaded.codec;
 //! let mut engine = Engine::new(loaded.model, CpuBackend::new(), codec.digest(), &EngineConfig::default())?;
-//! let prompt = codec.prompt("answer briefly ## alba is red . ## alba ?", "##", true)?;
-//! // The way that was measured to lose least; without it nothing is recomputed.
+//! let prompt = PromptTokens::split(&codec, "answer briefly ## alba is red . ## alba ?", "##", true)?;
+//! // The way that lost least in measurements; without it nothing is recomputed.
 //! let request = Request::new(prompt).reusing(&Reuse::default());
 //! let answer = engine.generate(&request, &mut ())?;
 //! println!("{}", codec.decode(&answer.tokens)?);
 //! # Ok::<(), kvengine::Error>(())
 //! ```
+//!
+//! A module uses only modules below it:
+//!
+//! ```text
+//! engine                 the public face: a runner and a scheduler
+//!   serve                many requests: submission, admission, plans, steps, samples, beams, preemption
+//!     prompt             one prompt: text cut into parts, documents looked up, computed, recomputed
+//!       sampling         the choice of tokens from logits
+//!       runner           a model on a device with its caches; knows no request
+//!         request        requests with their settings, and answers
+//!         config, error  the settings of an engine, its errors
+//! tuned                  a file with the way of reuse that suits a model
+//! ```
 
 #![forbid(unsafe_code)]
 
-mod blend;
-mod caches;
-mod calibrate;
-mod chunked;
 mod config;
 mod engine;
 mod error;
-mod generate;
-mod grouped;
-mod inquire;
-mod logprobs;
-mod pinned;
+mod prompt;
 mod request;
-mod sample;
-mod seen;
-mod sequences;
+mod runner;
+mod sampling;
 mod serve;
-mod sleep;
 mod tuned;
 
-pub use caches::{CacheReport, GroupReport};
 pub use config::{
     ChunkSleep, DEFAULT_GRAPHS, DEFAULT_KV_MEMORY, DEFAULT_SWAP_MEMORY, DEFAULT_TYPICAL_LEN, EngineConfig,
-    Scheduling,
+    PoolTag, Scheduling,
 };
 pub use engine::Engine;
 pub use error::{Error, Result};
-pub use logprobs::TokenLogprobs;
-pub use pinned::PinnedPrompt;
-pub use request::{FinishReason, Generation, Request};
-pub use sample::{Sampler, Sampling};
-pub use serve::{Answer, AnswerEvent, BeamSearch, PreemptionCosts, RequestId, SparseDecode, Step, StepTimes};
-pub use sleep::{PoolTag, Slept};
+pub use request::{
+    BeamSearch, FinishReason, Generation, PromptTokens, Request, Sampling, SparseDecode, TokenLogprobs,
+};
+pub use runner::{CacheReport, GroupReport, PinnedPrompt, Slept};
+pub use sampling::Sampler;
+pub use serve::{Answer, AnswerEvent, PreemptionCosts, RequestId, Step, StepTimes};
 pub use tuned::{TunedBy, TunedReuse};

@@ -1,79 +1,117 @@
-//! Requests and their answers.
+//! Requests with their settings, and the answers to them.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvchunk::{ChunkReport, ContextScaling, Recompute, RecomputeStrategy, ReuseCell};
+use kvchunk::{ChunkReport, ChunkedPrompt, ContextScaling, Recompute, RecomputeStrategy, ReuseCell};
 use kvcore::Retention;
-use kvmodel::PromptTokens;
 use serde::Serialize;
 
-use crate::logprobs::TokenLogprobs;
-use crate::sample::Sampling;
-use crate::serve::{BeamSearch, SparseDecode};
+use crate::error::{Error, Result};
 
-/// A prompt, with the settings for its answer.
+/// A prompt as tokens, ordinary or chunked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PromptTokens {
+    /// An ordinary prompt, computed under full attention.
+    Plain(Vec<u32>),
+    /// A chunked prompt, whose chunks do not see each other.
+    Chunked(ChunkedPrompt),
+}
+
+impl PromptTokens {
+    /// Returns the number of tokens of the prompt.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Plain(tokens) => tokens.len(),
+            Self::Chunked(prompt) => prompt.total_tokens(),
+        }
+    }
+
+    /// Returns true if the prompt has no token.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Iterates over all tokens in the prompt's order.
+    pub fn iter(&self) -> impl Iterator<Item = u32> {
+        let (first, chunked) = match self {
+            Self::Plain(tokens) => (tokens.as_slice(), None),
+            Self::Chunked(prompt) => (prompt.system(), Some(prompt)),
+        };
+        let rest =
+            chunked.into_iter().flat_map(|prompt| prompt.chunks().iter().flatten().chain(prompt.question()));
+        first.iter().chain(rest).copied()
+    }
+}
+
+/// A prompt, with the settings for its answer. Clones share the prompt.
 #[derive(Debug, Clone)]
 #[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 pub struct Request {
     /// The prompt.
-    pub prompt: PromptTokens,
+    pub prompt: Arc<PromptTokens>,
     /// The compute mode and position strategy of chunks.
     pub cell: ReuseCell,
-    /// Allows the use and keeping of cached KV. If false, everything is recomputed under the same mask.
+    /// Allows the request to use cached KV, and to leave KV in the caches. If false, everything is computed
+    /// from scratch under the same mask.
     pub reuse: bool,
-    /// Lets chunks see each other: the prompt is computed as an ordinary one.
+    /// Lets chunks see each other: a chunked prompt is computed as an ordinary one.
     pub full_attention: bool,
-    /// The strategy that chooses chunk tokens to recompute, with everything before them in sight.
+    /// The strategy that chooses chunk tokens to recompute. Recomputed tokens see everything before them.
     pub recompute: Arc<dyn RecomputeStrategy>,
     /// The temperature and scale of the question's attention to chunks.
     pub scaling: ContextScaling,
     /// The tag of the chunk cache's tenant that owns the chunks; `None` for the default tenant.
     pub tenant: Option<String>,
-    /// The number of answers that are sampled from the prompt, which is computed once. Each has a seed of its own, counted up from
-    /// [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) gives the first. A [given](Self::forced) answer is one.
+    /// The number of answers to sample. The prompt is computed once. Each answer has its own seed, counted up
+    /// from [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) returns only the first. A
+    /// request with a [forced](Self::forced) answer has one sample.
     pub samples: usize,
-    /// Looks for the likeliest answers as a whole, of which [`samples`](Self::samples) are given, the best first, when all have ended.
-    /// `None` chooses token by token.
+    /// Searches for the likeliest answers as a whole, and returns the best [`samples`](Self::samples) of
+    /// them, the best first, when the search ends. `None` chooses token by token.
     pub beams: Option<BeamSearch>,
-    /// The order among requests that wait: larger numbers first, then in the order of their arrival. Where memory is short, the last
-    /// in this order gives way.
+    /// The order among waiting requests: larger numbers first, then in the order of arrival. If memory is
+    /// short, the last request in this order is preempted.
     pub priority: i32,
-    /// The time after which the request ends with [`Error::TimeOut`](crate::Error::TimeOut).
+    /// The time after which the request ends with [`Error::TimeOut`].
     pub time_limit: Option<Duration>,
-    /// The worth of the prompt's blocks when no request holds them, and the time for which it lasts, where
-    /// [`EngineConfig::cache_policy`](crate::EngineConfig::cache_policy) goes by priority. Of a chunked prompt, the question's.
+    /// The priority of the prompt's cached blocks when no request holds them, and how long it lasts. It has
+    /// an effect if [`EngineConfig::cache_policy`](crate::EngineConfig::cache_policy) evicts by priority. For
+    /// a chunked prompt, it applies to the blocks of the question.
     pub retention: Option<Retention>,
     /// The largest number of tokens of the answer.
     pub max_new_tokens: usize,
     /// The settings of sampling.
     pub sampling: Sampling,
-    /// The most tokens that are guessed ahead of the answer in a step, because they followed the last ones before, in the prompt or the
-    /// answer. The answer is the same; one that quotes its documents takes fewer steps. 0 guesses none.
+    /// The largest number of tokens to guess in each step (prompt lookup decoding). Guesses are tokens that
+    /// followed the last ones earlier in the prompt or in the answer. The answer stays the same, and one that
+    /// quotes its documents takes fewer steps. 0 guesses none.
     pub lookup: usize,
-    /// Lets tokens of the answer attend to a part of a long context, which is faster and approximate. `None` attends to everything.
-    /// A step with [guesses](Self::lookup) attends to everything, too.
+    /// Lets tokens of the answer attend to a part of a long context, which is faster and approximate. `None`
+    /// attends to everything. A step with [guesses](Self::lookup) attends to everything, too.
     pub sparse: Option<SparseDecode>,
-    /// Tokens that are taken as the answer, whatever the model would choose (teacher forcing). The answer ends after them; the
-    /// logits of the token behind them are kept, too, if there is room for it.
+    /// The answer to compute, regardless of the choices of the model (teacher forcing). The answer ends after these
+    /// tokens. The logits after the last one are kept as well if the answer has room for another token.
     pub forced: Option<Arc<[u32]>>,
-    /// Goes on where the model would end its answer, for measurements of answers of a given length.
+    /// Ignores end tokens, to measure answers of a given length.
     pub ignore_end: bool,
-    /// Added to the logits of single tokens before a token is chosen. Negative infinity excludes a token.
+    /// Numbers to add to the logits of single tokens before a token is chosen. Negative infinity excludes a
+    /// token.
     pub logit_bias: Arc<[(u32, f32)]>,
-    /// Gives the log-probability of each token of the answer, with those of as many likeliest ones.
+    /// Returns the log-probability of each token of the answer, and those of this many likeliest tokens at
+    /// its place.
     pub logprobs: Option<usize>,
     /// Keeps the logits of every answer token in [`Generation::logits`].
     pub keep_logits: bool,
 }
 
 impl Request {
-    /// Creates a greedy request for up to 64 tokens in the default cell, whose reuse is exact for its mask. That is not to say that it
-    /// answers as full attention does: [`reusing`](Self::reusing) takes a way that was measured, such as [`kvchunk::Reuse`]'s
-    /// default.
-    pub fn new(prompt: PromptTokens) -> Self {
+    /// Creates a greedy request for up to 64 tokens in the default cell, whose reuse is exact under its mask.
+    /// The mask differs from that of full attention, so answers may differ, too: [`reusing`](Self::reusing)
+    /// takes a measured way, such as the default of [`kvchunk::Reuse`].
+    pub fn new(prompt: impl Into<Arc<PromptTokens>>) -> Self {
         Self {
-            prompt,
+            prompt: prompt.into(),
             cell: ReuseCell::default(),
             reuse: true,
             full_attention: false,
@@ -96,12 +134,179 @@ impl Request {
             keep_logits: false,
         }
     }
-}
 
-impl Request {
+    /// Returns the prompt if its chunks are computed apart, or `None` if the prompt is computed as an
+    /// ordinary one.
+    pub(crate) fn chunked(&self) -> Option<&ChunkedPrompt> {
+        match &*self.prompt {
+            PromptTokens::Chunked(prompt) if !self.full_attention => Some(prompt),
+            _ => None,
+        }
+    }
+
     /// Returns the number of sequences that the request has when it decodes.
     pub(crate) fn width(&self) -> usize {
         self.beams.map_or(self.samples, |beams| beams.width)
+    }
+}
+
+/// The settings of sampling. By default the most likely token is taken.
+///
+/// ```
+/// use kvengine::Sampling;
+/// let careful = Sampling { temperature: 0.7, top_p: 0.9, ..Sampling::default() };
+/// careful.check()?;
+/// assert!(Sampling { top_p: -0.5, ..careful }.check().is_err());
+/// # Ok::<(), kvengine::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Sampling {
+    /// The temperature. 0 takes the most likely token. Above 0, the logits are divided by the temperature and
+    /// a token is drawn.
+    pub temperature: f32,
+    /// Keeps this many of the most likely tokens, and all tokens that are as likely as the last of them; 0
+    /// keeps all.
+    pub top_k: usize,
+    /// Keeps the fewest of the most likely tokens whose probabilities add up to this share; 1 keeps all. Of
+    /// equally likely tokens, the first are kept.
+    pub top_p: f32,
+    /// Keeps tokens that are at least this share as likely as the most likely one; 0 keeps all.
+    pub min_p: f32,
+    /// Divides positive logits of tokens that occur in the prompt or the answer, and multiplies negative
+    /// ones; 1 changes nothing.
+    pub repetition_penalty: f32,
+    /// Subtracted from the logits of tokens that occur in the answer; 0 changes nothing, below 0 makes them
+    /// more likely. (`OpenAI`'s API.)
+    pub presence_penalty: f32,
+    /// Subtracted from a token's logit once for each time that it occurs in the answer; 0 changes nothing.
+    /// (`OpenAI`'s API.)
+    pub frequency_penalty: f32,
+    /// The seed of the draw.
+    pub seed: u64,
+}
+
+impl Default for Sampling {
+    fn default() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
+            presence_penalty: 0.0,
+            frequency_penalty: 0.0,
+            seed: 0,
+        }
+    }
+}
+
+impl Sampling {
+    /// Checks every setting.
+    ///
+    /// # Errors
+    /// Returns [`Error::Sampling`] for the first setting that is outside its range.
+    pub fn check(&self) -> Result<()> {
+        let share = |x: f32| (0.0..=1.0).contains(&x);
+        let positive = self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0;
+        for (setting, value, fits, needed) in [
+            ("temperature", self.temperature, self.temperature.is_finite(), "a finite number"),
+            ("top_p", self.top_p, share(self.top_p) && self.top_p > 0.0, "above 0 and at most 1"),
+            ("min_p", self.min_p, share(self.min_p), "from 0 to 1"),
+            ("repetition_penalty", self.repetition_penalty, positive, "above 0"),
+            ("presence_penalty", self.presence_penalty, self.presence_penalty.is_finite(), "a finite number"),
+            (
+                "frequency_penalty",
+                self.frequency_penalty,
+                self.frequency_penalty.is_finite(),
+                "a finite number",
+            ),
+        ] {
+            if !fits {
+                return Err(Error::Sampling { setting, value, needed });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The settings of a beam search.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct BeamSearch {
+    /// The number of beams.
+    pub width: usize,
+    /// The log-probability of an answer is divided by its length to the power of this number: above 0, longer
+    /// answers come first.
+    pub length_penalty: f32,
+}
+
+impl Default for BeamSearch {
+    /// Returns four beams, compared by their log-probability per token.
+    fn default() -> Self {
+        Self { width: 4, length_penalty: 1.0 }
+    }
+}
+
+impl BeamSearch {
+    /// Checks that the other settings of a request suit a beam search.
+    ///
+    /// # Errors
+    /// Returns [`Error::Beams`] for no beam, for fewer beams than answers, for settings of sampling, and for
+    /// logits that are to be kept.
+    pub(crate) fn check(&self, request: &Request) -> Result<()> {
+        let plain = Sampling { seed: request.sampling.seed, ..Sampling::default() } == request.sampling;
+        let reason = match request {
+            _ if self.width == 0 => "the width must be at least 1",
+            _ if !self.length_penalty.is_finite() => "the length penalty must be a finite number",
+            _ if request.samples > self.width => "there are fewer beams than answers to give",
+            _ if !plain || !request.logit_bias.is_empty() => {
+                "beams take the likeliest tokens: leave temperature, top-k, top-p, min-p, penalties and biases as they are"
+            }
+            _ if request.logprobs.is_some() || request.keep_logits => {
+                "beams keep no logits and log-probabilities of tokens"
+            }
+            _ => return Ok(()),
+        };
+        Err(Error::Beams(reason))
+    }
+}
+
+/// Decode steps that attend to a part of a long context.
+///
+/// The answer is an approximation, whose error `cargo bench -p kvlab --bench sparse_decode` measures. Prompts
+/// are computed with everything in sight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SparseDecode {
+    /// The number of blocks that a token attends to in a layer, at least 4. A sequence with fewer blocks is
+    /// seen whole.
+    pub pages: usize,
+    /// The number of first layers that attend to everything, because attention is spread widely there.
+    pub dense_layers: usize,
+}
+
+impl SparseDecode {
+    /// The number of blocks at the end of a sequence that are always seen: the one that grows, and the one
+    /// before.
+    pub(crate) const LAST: usize = 2;
+
+    /// Attends to `pages` blocks in all layers but the first two.
+    pub fn new(pages: usize) -> Self {
+        Self { pages, dense_layers: 2 }
+    }
+
+    /// Checks the setting for a model. `widest_window` is given if all layers of the model have a window.
+    pub(crate) fn check(self, widest_window: Option<usize>) -> Result<()> {
+        // The first block, the last ones, and one that is chosen.
+        if self.pages < 1 + Self::LAST + 1 {
+            return Err(Error::Pages(
+                "take at least 4 blocks: the first one, the last two, and one that is chosen",
+            ));
+        }
+        match widest_window {
+            Some(_) => {
+                Err(Error::Pages("all layers of this model have a window, and see few tokens already"))
+            }
+            None => Ok(()),
+        }
     }
 }
 
@@ -111,7 +316,7 @@ impl Request {
 pub enum FinishReason {
     /// The model gave an end token.
     Stop,
-    /// The observer saw that the answer is complete: its text has a stop string.
+    /// The observer found the answer complete: its text has a stop string.
     #[serde(rename = "stop-string")]
     StopString,
     /// The answer reached the token limit, the model's last position or the end of a static cache.
@@ -121,7 +326,7 @@ pub enum FinishReason {
 /// An answer, with its costs.
 #[derive(Debug, Clone)]
 pub struct Generation {
-    /// The new tokens, without the end token, and with those of a stop string.
+    /// The new tokens, without the end token. Tokens of a stop string are included.
     pub tokens: Vec<u32>,
     /// The reason why the answer ended.
     pub finish: FinishReason,
@@ -131,9 +336,9 @@ pub struct Generation {
     pub cached_tokens: usize,
     /// The number of chunk tokens that the request's recompute strategy recomputed.
     pub recomputed_tokens: usize,
-    /// The number of tokens that were guessed ahead of the answer; see [`Request::lookup`].
+    /// The number of guessed tokens; see [`Request::lookup`].
     pub drafted_tokens: usize,
-    /// The number of guesses that were right.
+    /// The number of correct guesses.
     pub accepted_tokens: usize,
     /// The counted floating-point operations of the prefill; see [`Forward::flops`](kvmodel::Forward::flops).
     pub prefill_flops: u64,
@@ -150,4 +355,28 @@ pub struct Generation {
     /// The logits that each answer token was chosen from, including the end token; empty unless
     /// [`Request::keep_logits`] is set.
     pub logits: Vec<Vec<f32>>,
+}
+
+/// The log-probability of a token of an answer, and those of the likeliest tokens at its place. They come
+/// from the model's own distribution, before temperature, penalties and filters.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct TokenLogprobs {
+    /// The token.
+    pub token: u32,
+    /// The natural logarithm of its probability.
+    pub logprob: f32,
+    /// The likeliest tokens with their log-probabilities, the likeliest first.
+    pub top: Vec<(u32, f32)>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sparse_settings_that_leave_no_choice_are_refused() {
+        assert!(matches!(SparseDecode::new(3).check(None), Err(Error::Pages(_))));
+        assert!(matches!(SparseDecode::new(4).check(Some(24)), Err(Error::Pages(_))));
+        assert!(SparseDecode::new(4).check(None).is_ok());
+    }
 }

@@ -1,4 +1,4 @@
-//! Tuned reuse: a way of reuse that was chosen for a model by measurement, and the file that holds it.
+//! Tuned reuse: a way of reuse that was chosen for a model by measurement, and its file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -7,13 +7,13 @@ use kvchunk::Reuse;
 use kvmodel::Model;
 use serde::{Deserialize, Serialize};
 
-use crate::Request;
 use crate::error::{Error, Result};
+use crate::request::Request;
 
 /// The version of the file that this crate writes and reads.
 const VERSION: u32 = 1;
 
-/// A way of reuse that was chosen for one model, with what was measured of it. `kvc tune` writes it.
+/// A way of reuse that was chosen for one model, with its measurements. `kvc tune` writes it.
 ///
 /// ```no_run
 /// # use kvengine::{Request, TunedReuse};
@@ -30,27 +30,29 @@ pub struct TunedReuse {
     /// The model's [`identity`](Model::identity), in hexadecimal digits.
     model: String,
     reuse: Reuse,
-    /// What was measured; nothing reads it but people.
+    /// The measurements, for people only.
     measured: TunedBy,
 }
 
-/// What was measured of a way of reuse against full attention.
+/// The measurements of a way of reuse against full attention.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TunedBy {
-    /// The questions that both answered.
+    /// The number of questions that both ways were asked.
     pub questions: usize,
-    /// Questions that full attention answers and this way does not.
+    /// The number of questions that full attention answers and this way does not.
     pub lost: usize,
-    /// Questions that this way answers and full attention does not.
+    /// The number of questions that this way answers and full attention does not.
     pub gained: usize,
-    /// The most points of a hundred that were allowed to be lost.
+    /// The largest allowed loss, in percentage points.
     pub within: f64,
-    /// True if the answers bound the loss by that, with 95 % confidence; false if they refute it; none if they do neither.
+    /// True if the answers show with 95 % confidence that the loss is within that limit, false if they refute
+    /// it, and `None` if they do neither.
     pub fits: Option<bool>,
-    /// The Kullback–Leibler divergence from full attention along its own answers, in nats a token.
+    /// The Kullback–Leibler divergence from full attention along the answers of full attention, in nats per
+    /// token.
     pub divergence: f64,
-    /// Operations of a prefill, as a share of full attention's.
+    /// The operations of a prefill, as a share of full attention's.
     pub operations: f64,
 }
 
@@ -63,7 +65,8 @@ impl TunedReuse {
     /// Reads a file.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if it cannot be read, and [`Error::Tuned`] if it is no such file, with the line and the field.
+    /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Tuned`] with line and field if it is
+    /// malformed.
     pub fn read(path: &Path) -> Result<Self> {
         let text =
             std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.to_owned(), source })?;
@@ -71,7 +74,7 @@ impl TunedReuse {
         let tuned: Self = serde_json::from_str(&text).map_err(|error| bad(error.to_string()))?;
         if tuned.version != VERSION {
             return Err(bad(format!(
-                "it has version {}, and {VERSION} is read: write it anew with kvc tune",
+                "it has version {}, and {VERSION} is read: write it again with kvc tune",
                 tuned.version
             )));
         }
@@ -82,7 +85,7 @@ impl TunedReuse {
     /// Writes a file.
     ///
     /// # Errors
-    /// Returns [`Error::Write`] if it cannot be written.
+    /// Returns [`Error::Write`] if the file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
         let text = serde_json::to_string_pretty(self).map_err(std::io::Error::from);
         let write = |text: String| std::fs::write(path, text + "\n");
@@ -92,7 +95,7 @@ impl TunedReuse {
     /// Returns the way of reuse.
     ///
     /// # Errors
-    /// Returns [`Error::TunedForOther`] if it was chosen for another model.
+    /// Returns [`Error::TunedForOther`] if the way was chosen for another model.
     pub fn of(&self, model: &Model) -> Result<Reuse> {
         let identity = hex(model.identity());
         if self.model == identity {
@@ -101,14 +104,14 @@ impl TunedReuse {
         Err(Error::TunedForOther { tuned: short(&self.model), model: short(&identity) })
     }
 
-    /// Returns what was measured.
+    /// Returns the measurements.
     pub fn measured(&self) -> &TunedBy {
         &self.measured
     }
 }
 
 impl Request {
-    /// Reuses chunks in this way.
+    /// Sets the way in which the request reuses chunks.
     #[must_use]
     pub fn reusing(self, way: &Reuse) -> Self {
         Self { cell: way.cell, recompute: Arc::new(way.recompute), scaling: way.scaling, ..self }
@@ -119,7 +122,7 @@ fn hex(bytes: &[u8; 32]) -> String {
     blake3::Hash::from_bytes(*bytes).to_hex().to_string()
 }
 
-/// Returns as many digits as tell models apart in a message.
+/// Returns the first digits, which are enough to tell models apart in a message.
 fn short(digits: &str) -> String {
     digits.chars().take(12).collect()
 }

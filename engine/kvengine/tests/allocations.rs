@@ -8,8 +8,8 @@ use allocation_counter::measure;
 use kvbackend_cpu::{CpuBackend, CpuOptions};
 use kvchunk::ChunkedPrompt;
 use kvcore::{CacheKind, DType, KvFormat, MaxLen};
-use kvengine::{Engine, EngineConfig, Request};
-use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use kvengine::{Engine, EngineConfig, PromptTokens, Request};
+use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 use rstest::rstest;
 
 #[path = "../../kvmodel/tests/suite/greedy.rs"]
@@ -63,15 +63,16 @@ fn a_decode_step_allocates_what_the_models_step_does(
 fn a_step_that_takes_a_block_allocates_a_few_times_more(#[values(false, true)] chunked: bool) {
     let model = model("llama");
     let of_model = of_model(&model, DType::F32.into());
-    // The settings of an engine that nobody has configured: blocks of 16, whose full ones are keyed and shared.
+    // The default settings of an engine: blocks of 16, whose full ones are keyed and
+    // shared.
     let [short, long] = of_answers(model, &EngineConfig::default(), chunked, true);
     let (steps, blocks) = ((ANSWERS[1] - ANSWERS[0]) as u64, 1);
     let more = (long - short).checked_sub(steps * of_model).unwrap();
     assert!(more <= blocks * OF_A_BLOCK, "{more} allocations more than the model's, for {blocks} block");
 }
 
-/// Allocations of a step that fills a block and takes the next: the key of the full one, its place in the index, the
-/// new guard, and lists of ids that grow.
+/// Allocations of a step that fills a block and takes the next: the key of the full one, its place in the
+/// index, the new guard, and lists of ids that grow.
 const OF_A_BLOCK: u64 = 8;
 
 /// Returns the numbers of allocations of two requests that differ in the length of their answers.

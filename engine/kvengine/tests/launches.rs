@@ -1,5 +1,5 @@
-//! The launches of a whole model, as the double of the driver records them: a hit copies nothing, a decode step takes a
-//! fixed number of launches, and its replay is one.
+//! The launches of a whole model, as the double of the driver records them: a hit copies nothing, a decode
+//! step takes a fixed number of launches, and its replay is one.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -10,9 +10,9 @@ use std::sync::Arc;
 use kvbackend_cuda::CudaBackend;
 use kvchunk::{ChunkedPrompt, ReuseCell};
 use kvcore::Backend;
-use kvengine::{Engine, EngineConfig, Request};
+use kvengine::{Engine, EngineConfig, PromptTokens, Request};
 use kvmodel::dense::CudaDense;
-use kvmodel::{Model, ModelConfig, Observer, PromptTokens, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, Observer, WeightFormat, Weights};
 use libloading::Library;
 
 #[path = "suite/batch.rs"]
@@ -83,7 +83,7 @@ fn engine(backend: Arc<CudaBackend>, graphs: usize) -> Engine {
 
 fn request(chunks: &[Vec<u32>]) -> Request {
     let prompt = ChunkedPrompt::new(vec![1, 2, 3, 4], chunks.to_vec(), vec![5, 6, 7]).unwrap();
-    // Chunks at other places than those that they were computed at.
+    // Chunks at other positions than the computed ones.
     Request {
         max_new_tokens: 8,
         cell: ReuseCell::SEQUENTIAL_ALONE,
@@ -114,7 +114,8 @@ fn hits_copy_nothing_and_decode_steps_are_one_launch() {
     let before = backend.counters();
     let (generation, steps) = run(&mut eager, &request(&turned));
     assert!(generation.chunks.iter().all(|chunk| chunk.hit));
-    // The prefill of a hit is that of the question: its rows are written, and nothing else moves between blocks.
+    // The prefill of a hit is that of the question: its rows are written, and nothing else moves between
+    // blocks.
     let prefill = &steps[0];
     assert!(queued(prefill, "kernel").iter().all(|name| !name.starts_with("copy")), "{prefill:?}");
     assert!(queued(prefill, "memcpy_dtod").is_empty(), "{prefill:?}");
@@ -129,7 +130,8 @@ fn hits_copy_nothing_and_decode_steps_are_one_launch() {
     assert_eq!(launches(&few), launches(&steps));
     assert!(launches(&few).iter().all(|&n| n == launches(&few)[0] && n > 20), "{:?}", launches(&few));
 
-    // As many launches for eight sequences as for one, and from nine on, where products go to cuBLAS, as many for hundreds.
+    // As many launches for eight sequences as for one, and from nine on, where products go to cuBLAS, as many
+    // for hundreds.
     let model = model(&backend);
     let stream = backend.stream().unwrap();
     let of_batch = |sequences: usize, graphs: usize| {

@@ -14,7 +14,7 @@ pub enum Error {
         /// The reason that the system gave.
         source: std::io::Error,
     },
-    /// A file of a model is not as it must be.
+    /// A file of a model is malformed.
     #[error("{path}: {}", .source.reason())]
     File {
         /// The path of the file.
@@ -25,7 +25,7 @@ pub enum Error {
     /// A config is malformed, contradictory or of an unsupported model.
     #[error("config: {0}")]
     Config(String),
-    /// A GGUF file contradicts itself, or holds what is not supported.
+    /// A GGUF file contradicts itself, or needs an unsupported feature.
     #[error("{path} is no GGUF file that can be read: {reason}")]
     Gguf {
         /// The path of the file.
@@ -36,7 +36,7 @@ pub enum Error {
     /// A file of weights is truncated, or its header or the index of its shards is wrong.
     #[error("weights: {0}")]
     Weights(String),
-    /// A weight is missing, or is not what the config or the dense steps ask for.
+    /// A weight is missing, or does not suit the config or the dense steps.
     #[error("weights: {name} {problem}")]
     Weight {
         /// The name of the tensor.
@@ -77,7 +77,8 @@ pub enum Error {
     /// The observer stopped the request.
     #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
     Cancelled,
-    /// The library under the dense steps cannot compute a step: memory or a device failed, or extents do not fit.
+    /// The library under the dense steps cannot compute a step: memory or a device failed, or extents do not
+    /// fit.
     #[error("dense steps ({implementation}): {source}")]
     Dense {
         /// The name of the implementation.
@@ -85,17 +86,17 @@ pub enum Error {
         /// The error of the library.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// An error of `kvchunk`.
-    #[error(transparent)]
-    Chunk(#[from] kvchunk::Error),
+    /// Queries of latent attention were given to a border of a model without latent attention.
+    #[error("latent queries have no buffer at this border; create it with `latent` set in its BorderExtents")]
+    NoLatentQueries,
     /// An error of `kvcore`.
     #[error(transparent)]
     Core(#[from] kvcore::Error),
 }
 
 impl Error {
-    /// Returns an error of the contents of a file with the path of this file. An error that names its file, or that no file
-    /// is to blame for, stays as it is.
+    /// Returns an error of the contents of a file with the path of this file. An error that names its file,
+    /// or that no file is to blame for, stays as it is.
     pub(crate) fn in_file(self, path: impl Into<PathBuf>) -> Self {
         match self {
             Self::Config(_) | Self::Weights(_) | Self::Weight { .. } | Self::Tokenizer(_) => {
@@ -115,14 +116,14 @@ impl Error {
     }
 }
 
-/// The reason why a weight cannot be taken.
+/// The reason why a weight is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightProblem {
     /// No file has a tensor of this name.
     #[error("is missing")]
     Missing,
-    /// The element type is none that models are stored in.
+    /// The element type is not supported.
     #[error(
         "has element type {0} (F32, F16 and BF16 are read); convert the model to one of them, or take it as a GGUF file"
     )]
@@ -154,7 +155,8 @@ pub enum WeightProblem {
     /// The bytes are truncated, or there are too many.
     #[error("has {got} bytes, its type and shape ask for {expected}")]
     Length {
-        /// The number of bytes that type and shape ask for; the largest number if they exceed the address space.
+        /// The number of bytes that type and shape ask for; the largest number if they exceed the address
+        /// space.
         expected: usize,
         /// The number of bytes.
         got: usize,

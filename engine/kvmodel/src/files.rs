@@ -7,12 +7,12 @@ use crate::error::{Error, Result};
 
 /// The contents of a file, with the path that errors name.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Contents<'a> {
+pub(crate) struct FileContents<'a> {
     pub(crate) path: &'a Path,
     pub(crate) bytes: &'a [u8],
 }
 
-/// A file that was read.
+/// A file with its bytes.
 #[derive(Debug)]
 pub(crate) struct SmallFile {
     path: PathBuf,
@@ -31,10 +31,10 @@ impl SmallFile {
         }
     }
 
-    /// Reads a file that a model need not have.
+    /// Reads an optional file.
     ///
     /// # Errors
-    /// Returns [`Error::Io`], with the path, if the file is there and cannot be read.
+    /// Returns [`Error::Io`], with the path, if the file exists and cannot be read.
     pub(crate) fn read_if_there(path: PathBuf) -> Result<Option<Self>> {
         match Self::read(path) {
             Ok(file) => Ok(Some(file)),
@@ -44,8 +44,8 @@ impl SmallFile {
     }
 
     /// Returns the contents with the path.
-    pub(crate) fn contents(&self) -> Contents<'_> {
-        Contents { path: &self.path, bytes: &self.bytes }
+    pub(crate) fn contents(&self) -> FileContents<'_> {
+        FileContents { path: &self.path, bytes: &self.bytes }
     }
 
     /// Reads the contents as UTF-8 by `parse`. Its errors get the path of the file.

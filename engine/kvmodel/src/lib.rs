@@ -1,9 +1,9 @@
 //! Decoder-only transformers whose attention reads the caches of `kvcore`.
 //!
-//! Keys, values and attention live on a [`kvcore::Backend`]. The dense steps around them (embedding, norms,
-//! projections, feed-forward layers, head) are computed by a [`dense::Dense`]: on the host by default, by weights as they are
-//! stored. A model loads from a Hugging Face directory: `config.json`,
-//! safetensors (one file or shards), and `tokenizer.json` with its chat template; or from one GGUF file.
+//! Keys, values and attention live on a [`kvcore::Backend`]. A [`dense::Dense`] computes the dense steps
+//! around them (embedding, norms, projections, feed-forward layers, head): by default on the host, with
+//! weights in their stored type. A model loads from a Hugging Face directory (`config.json`, safetensors in
+//! one file or shards, and `tokenizer.json` with its chat template) or from one GGUF file.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -39,6 +39,18 @@
 //! ```
 //!
 //! An engine that answers requests with such a model is `kvengine`.
+//!
+//! ```text
+//! load, gguf   a directory or a GGUF file as a model with its text codec
+//! text         tokenizers, chat templates, the text of an answer as it grows
+//! model        the forward pass: passes, decode steps with graphs, attention mass, rows read back
+//!   layers     the projections of a decoder layer, for grouped-query and latent attention, and experts
+//!   dense      the dense steps behind one trait, on the host or on a device
+//! config       the config.json of the supported families
+//! weights      tensors of safetensors files
+//! profile      named spans and counters
+//! error        the errors
+//! ```
 
 #![forbid(unsafe_code)]
 
@@ -63,9 +75,9 @@ pub use dense::WeightFormat;
 pub use error::{Error, Result, WeightProblem};
 pub use load::ModelDirectory;
 pub use model::{
-    ComputeDevice, DecodeMemory, Forward, FreshKv, FreshQueries, KeptRows, LayerGroup, LogitRows, Model,
-    Narrowed, Observer, Pass, PassMemory,
+    AttentionMass, ComputeDevice, DecodeMemory, Forward, FreshKv, FreshQueries, KeptRows, KvRows, LayerGroup,
+    LogitRows, Model, Narrowed, Observer, Pass, PassMemory, read_f32,
 };
 pub use profile::{ProfileReport, Profiler, Span, SpanStats};
-pub use text::{Message, PromptTokens, Role, TextCodec, TextStream};
+pub use text::{Message, Role, TextCodec, TextStream};
 pub use weights::Weights;

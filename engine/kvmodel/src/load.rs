@@ -22,16 +22,17 @@ pub struct ModelDirectory {
 }
 
 impl ModelDirectory {
-    /// Loads a Hugging Face directory or a GGUF file. Calls `progress` with the bytes of weights read so far and in total.
+    /// Loads a Hugging Face directory or a GGUF file. Calls `progress` with the bytes of weights read so far
+    /// and in total.
     ///
     /// # Errors
-    /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::File`] or [`Error::Gguf`], with the
-    /// path and the field or tensor, if one is invalid.
+    /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::File`] or
+    /// [`Error::Gguf`], with the path and the field or tensor, if one is invalid.
     pub fn load(path: &Path, format: WeightFormat, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         Self::load_with(path, format, Arc::new(HostDense::default()), progress)
     }
 
-    /// Loads `path` as [`load`](Self::load) does, for other dense steps than the host's.
+    /// Loads `path` as [`load`](Self::load) does, with other dense steps than the host's.
     ///
     /// # Errors
     /// Returns the errors of [`load`](Self::load) and of [`Dense::load`].
@@ -42,7 +43,8 @@ impl ModelDirectory {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Self> {
         if path.is_file() {
-            gguf::load(path, format, dense, progress)
+            let (model, codec) = gguf::load(path, format, dense, progress)?;
+            Ok(Self { model, codec })
         } else {
             directory(path, format, dense, progress)
         }

@@ -12,7 +12,7 @@ use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::error::{Error, Result, WeightProblem};
 use crate::files::SmallFile;
 
-/// The names of the file with all weights, and of the one that names the shards.
+/// The names of the file with all weights, and of the index of shards.
 const SINGLE: &str = "model.safetensors";
 const INDEX: &str = "model.safetensors.index.json";
 
@@ -22,16 +22,17 @@ const NO_WEIGHTS: &str = "it has neither model.safetensors nor model.safetensors
 /// The tensors of a model by name, with a hash that identifies them. Each is checked against the expected
 /// shape.
 ///
-/// Files are mapped, and tensors are parts of them until the model takes them, one after the other. Dense steps that use
-/// weights as they are stored keep these parts: nothing is copied, and programs that run one model share its memory.
+/// Files are mapped, and tensors are parts of them until the model takes them one by one. Dense steps that
+/// use weights as they are stored keep these parts: nothing is copied, and programs that run the same model
+/// share its memory.
 #[derive(Debug)]
 pub struct Weights {
-    source: Source,
+    source: WeightSource,
     digest: blake3::Hash,
 }
 
 #[derive(Debug)]
-enum Source {
+enum WeightSource {
     Stored(BTreeMap<String, StoredWeight>),
     /// Returns a tensor for every name, drawn from this generator.
     Random(Box<StdRng>),
@@ -44,8 +45,9 @@ impl Weights {
     ///
     /// # Errors
     /// - Returns [`Error::Io`], with the path, if a file cannot be read.
-    /// - Returns [`Error::File`], with the path, if there are no weights, a file is truncated, or its header or the index of
-    ///   shards is wrong. It names the tensor that is truncated, or of an element type that no model is stored in.
+    /// - Returns [`Error::File`], with the path, if there are no weights, a file is truncated, or its header
+    ///   or the index of shards is wrong. It names the tensor that is truncated or has an unsupported element
+    ///   type.
     pub fn from_directory(dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         let single = dir.join(SINGLE);
         let files = if single.exists() {
@@ -71,42 +73,42 @@ impl Weights {
             done += length;
         }
         progress(done, total);
-        Ok(Self { source: Source::Stored(tensors), digest: hasher.finalize() })
+        Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() })
     }
 
     /// Reads the bytes of one safetensors file.
     ///
     /// # Errors
     /// - Returns [`Error::Weights`] if the bytes are truncated or their header is wrong.
-    /// - Returns [`Error::Weight`], with the name, for a tensor of an element type that no model is stored in.
+    /// - Returns [`Error::Weight`], with the name, for a tensor of an unsupported element type.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let mut hasher = blake3::Hasher::new();
         let mut reader = FileReader { file: bytes.to_vec().into(), at: 0, hasher: &mut hasher };
         let tensors = reader.tensors(&mut |_| ())?;
-        Ok(Self { source: Source::Stored(tensors), digest: hasher.finalize() })
+        Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() })
     }
 
-    /// Takes tensors that a caller has read itself, such as blocks of `Q8_0` or `Q4_K`, which safetensors does not
-    /// have. Of several tensors of one name, the last counts.
+    /// Takes tensors that the caller has read, such as blocks of `Q8_0` or `Q4_K`, which safetensors lacks.
+    /// Of several tensors with one name, the last counts.
     pub fn from_stored(tensors: impl IntoIterator<Item = StoredWeight>) -> Self {
         let tensors: BTreeMap<_, _> =
             tensors.into_iter().map(|tensor| (tensor.name().to_owned(), tensor)).collect();
         let mut hasher = blake3::Hasher::new();
         for tensor in tensors.values() {
-            // Lengths stand before what they delimit, so that different tensors never hash alike.
+            // Lengths are hashed before names and bytes, so different tensors never hash alike.
             let head = format!("{:?} {} {:?}", tensor.name(), tensor.dtype(), tensor.shape());
             hasher.update(&(head.len() as u64).to_le_bytes());
             hasher.update(head.as_bytes());
             hasher.update(tensor.bytes());
         }
-        Self { source: Source::Stored(tensors), digest: hasher.finalize() }
+        Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() }
     }
 
     /// Creates random weights of every shape, for benchmarks. Vectors (norms and biases) are near 1.
     /// Projections keep the size of their input.
     pub fn random(seed: u64) -> Self {
         let digest = blake3::hash(&seed.to_le_bytes());
-        Self { source: Source::Random(Box::new(StdRng::seed_from_u64(seed))), digest }
+        Self { source: WeightSource::Random(Box::new(StdRng::seed_from_u64(seed))), digest }
     }
 
     /// Returns the hash of all files, which is part of the model's identity in keys.
@@ -120,8 +122,8 @@ impl Weights {
     /// Returns [`Error::Weight`], with the name, if the tensor is missing or has another shape.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<StoredWeight> {
         let stored = match &mut self.source {
-            Source::Stored(tensors) => tensors.remove(name),
-            Source::Random(rng) => Some(random(rng, name, shape)?),
+            WeightSource::Stored(tensors) => tensors.remove(name),
+            WeightSource::Random(rng) => Some(random(rng, name, shape)?),
         };
         let missing = || Error::Weight { name: name.to_owned(), problem: WeightProblem::Missing };
         let stored = stored.ok_or_else(missing)?;
@@ -138,7 +140,7 @@ fn random(rng: &mut StdRng, name: &str, shape: &[usize]) -> Result<StoredWeight>
     StoredWeight::of_f32(name, shape, &values.collect::<Vec<_>>())
 }
 
-/// Returns the file in a directory that a tensor is in, or should be named in.
+/// Returns the file that holds a tensor of a directory, or the index that should name it.
 pub(crate) fn file_of(dir: &Path, tensor: &str) -> PathBuf {
     let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
     if single.exists() {
@@ -148,7 +150,7 @@ pub(crate) fn file_of(dir: &Path, tensor: &str) -> PathBuf {
     shards.and_then(|shards| shards.get(tensor).map(|name| dir.join(name))).unwrap_or(index)
 }
 
-/// Returns the names of tensors in an index, with the shards that they are in.
+/// Returns the names of tensors in an index, each with its shard.
 fn shards(text: &str) -> Result<BTreeMap<String, String>> {
     let bad = |what: &str| Error::Weights(what.to_owned());
     let index: serde_json::Value = serde_json::from_str(text).map_err(|e| bad(&e.to_string()))?;

@@ -7,14 +7,13 @@ use std::task::{Context, Poll, Waker};
 use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
-use crate::logprobs::TokenLogprobs;
-use crate::request::Generation;
+use crate::request::{Generation, TokenLogprobs};
 
-/// The number of a request, in the order of submission.
+/// The number of a request, counted in the order of submission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
-/// A part of an answer.
+/// An event of an answer.
 #[derive(Debug, Clone)]
 pub enum AnswerEvent {
     /// A sample has a new token.
@@ -35,13 +34,13 @@ pub enum AnswerEvent {
     },
 }
 
-/// The answer to a submitted request, as it comes.
+/// The answer to a submitted request, as a stream of events.
 ///
-/// The stream ends after the last sample's [`AnswerEvent::End`], or after an error. It buffers whatever is not read, which the request's
-/// token limit bounds, so that a reader who pauses holds nobody up.
+/// The stream ends after the last sample's [`AnswerEvent::End`], or after an error. It buffers unread events,
+/// up to the request's token limit, so a slow reader delays no other request.
 ///
-/// Read it with [`try_next`](Self::try_next) from the thread that steps the engine, as an iterator, which blocks, from another thread,
-/// and by [`poll_next`](Self::poll_next) from a future.
+/// Read it with [`try_next`](Self::try_next) on the thread that steps the engine, as a blocking iterator on
+/// another thread, or with [`poll_next`](Self::poll_next) in a future.
 ///
 /// # Drop behaviour
 /// The request is cancelled if it has not ended.
@@ -49,34 +48,36 @@ pub enum AnswerEvent {
 #[must_use = "dropping it cancels the request"]
 pub struct Answer {
     id: RequestId,
-    shared: Arc<Shared>,
+    channel: Arc<AnswerChannel>,
 }
 
 /// The engine's end of an answer.
 #[derive(Debug)]
-pub(super) struct Sender(Arc<Shared>);
+pub(super) struct AnswerSender(Arc<AnswerChannel>);
 
+/// The queue between the engine and a reader.
 #[derive(Debug, Default)]
-struct Shared {
-    state: Mutex<State>,
+struct AnswerChannel {
+    state: Mutex<AnswerState>,
     changed: Condvar,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct AnswerState {
     events: VecDeque<Result<AnswerEvent>>,
     /// No event follows.
     closed: bool,
     cancelled: bool,
-    /// Samples that are to end as they are.
+    /// Samples that end with their present tokens.
     complete: Vec<usize>,
     waker: Option<Waker>,
 }
 
+// Decision: docs/decisions/models.md#an-answer-buffers-all-unread-tokens
 /// Returns the two ends of an answer.
-pub(super) fn channel(id: RequestId) -> (Sender, Answer) {
-    let shared: Arc<Shared> = Arc::default();
-    (Sender(Arc::clone(&shared)), Answer { id, shared })
+pub(super) fn channel(id: RequestId) -> (AnswerSender, Answer) {
+    let channel: Arc<AnswerChannel> = Arc::default();
+    (AnswerSender(Arc::clone(&channel)), Answer { id, channel })
 }
 
 impl Answer {
@@ -85,14 +86,14 @@ impl Answer {
         self.id
     }
 
-    /// Returns what has come, without waiting.
+    /// Returns the next event if there is one, without waiting.
     pub fn try_next(&mut self) -> Option<Result<AnswerEvent>> {
-        self.shared.state.lock().events.pop_front()
+        self.channel.state.lock().events.pop_front()
     }
 
-    /// Returns the next part, `None` at the end, or wakes the task when there is one.
+    /// Returns the next event, or `None` at the end. Wakes the task when there is an event.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<AnswerEvent>>> {
-        let mut state = self.shared.state.lock();
+        let mut state = self.channel.state.lock();
         match state.events.pop_front() {
             Some(event) => Poll::Ready(Some(event)),
             None if state.closed => Poll::Ready(None),
@@ -103,30 +104,30 @@ impl Answer {
         }
     }
 
-    /// Returns whether everything has come and been read.
+    /// Returns whether the stream has ended and all events are read.
     pub fn is_over(&self) -> bool {
-        let state = self.shared.state.lock();
+        let state = self.channel.state.lock();
         state.closed && state.events.is_empty()
     }
 
     /// Cancels the request before the engine's next step, with [`Error::Cancelled`].
     pub fn cancel(&self) {
-        self.shared.state.lock().cancelled = true;
+        self.channel.state.lock().cancelled = true;
     }
 
-    /// Ends a sample before the engine's next step, as it is: its text is complete, as at a stop string. One of several samples goes on
-    /// until it has a token, beams go on to their end.
+    /// Ends a sample before the engine's next step, because its text is complete, as at a stop string. One of
+    /// several samples continues until it has a token; beams continue to their end.
     pub fn complete(&self, sample: usize) {
-        self.shared.state.lock().complete.push(sample);
+        self.channel.state.lock().complete.push(sample);
     }
 }
 
 impl Iterator for Answer {
     type Item = Result<AnswerEvent>;
 
-    /// Waits for the next part. Another thread must step the engine.
+    /// Waits for the next event. Another thread must step the engine.
     fn next(&mut self) -> Option<Self::Item> {
-        let mut state = self.shared.state.lock();
+        let mut state = self.channel.state.lock();
         loop {
             if let Some(event) = state.events.pop_front() {
                 return Some(event);
@@ -134,7 +135,7 @@ impl Iterator for Answer {
             if state.closed {
                 return None;
             }
-            self.shared.changed.wait(&mut state);
+            self.channel.changed.wait(&mut state);
         }
     }
 }
@@ -145,7 +146,7 @@ impl Drop for Answer {
     }
 }
 
-impl Sender {
+impl AnswerSender {
     pub(super) fn send(&self, event: AnswerEvent) {
         self.push(Ok(event), false);
     }
@@ -159,15 +160,22 @@ impl Sender {
         self.0.state.lock().cancelled
     }
 
-    /// Returns whether a sample is to end as it is.
+    /// Returns whether a sample was declared complete.
     pub(super) fn is_complete(&self, sample: usize) -> bool {
         self.0.state.lock().complete.contains(&sample)
     }
 
     fn push(&self, event: Result<AnswerEvent>, last: bool) {
+        self.change(|state| {
+            state.events.push_back(event);
+            state.closed |= last;
+        });
+    }
+
+    /// Changes the state and wakes the readers.
+    fn change(&self, change: impl FnOnce(&mut AnswerState)) {
         let mut state = self.0.state.lock();
-        state.events.push_back(event);
-        state.closed |= last;
+        change(&mut state);
         let waker = state.waker.take();
         drop(state);
         self.0.changed.notify_all();
@@ -177,16 +185,9 @@ impl Sender {
     }
 }
 
-impl Drop for Sender {
-    /// Nothing follows.
+impl Drop for AnswerSender {
+    /// Closes the stream.
     fn drop(&mut self) {
-        let mut state = self.0.state.lock();
-        state.closed = true;
-        let waker = state.waker.take();
-        drop(state);
-        self.0.changed.notify_all();
-        if let Some(waker) = waker {
-            waker.wake();
-        }
+        self.change(|state| state.closed = true);
     }
 }

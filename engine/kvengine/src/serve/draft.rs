@@ -1,23 +1,25 @@
-//! Drafts: tokens that are guessed ahead of an answer, since an answer that quotes its documents repeats them. (Prompt lookup
-//! decoding, Saxena, 2023.)
+//! Drafts: guesses for the next tokens of an answer, which repeats its documents where it quotes them.
+//! (Prompt lookup decoding, Saxena, 2023.)
 //!
-//! A decode step computes the last token and the guesses behind it. From the logits of each row the next token is chosen as always,
-//! and the first that is not the guess ends the step: what was stored behind it is rolled back.
+//! A decode step computes the last token and the guesses after it. The next token is chosen from the logits
+//! of each row as usual. The first choice that differs from the guess ends the step, and the KV of later
+//! guesses is rolled back.
 
 use std::ops::Range;
 
 use kvmodel::LogitRows;
 
-use super::live::Live;
-use crate::engine::Engine;
+use super::live::LiveRequest;
 use crate::error::Result;
+use crate::runner::Runner;
 
-/// The numbers of last tokens that are looked up, the first first. A single token says too little about the next.
+/// The lengths of runs of last tokens that are looked up, in this order. A single token says too little about
+/// the next.
 const RUNS: [usize; 2] = [3, 2];
 
-/// Returns up to `most` of the tokens that followed the last ones where they stood before: in the answer and its question, from the
-/// latest place on, or else in the `context` before them.
-pub(super) fn guess<'a>(context: &'a [u32], tokens: &'a [u32], most: usize) -> &'a [u32] {
+/// Returns up to `most` tokens that followed an earlier occurrence of the last tokens: the latest one in the
+/// question and its answer, or else the latest one in the `context` before them.
+fn guess<'a>(context: &'a [u32], tokens: &'a [u32], most: usize) -> &'a [u32] {
     for run in RUNS.into_iter().filter(|&run| run <= tokens.len()) {
         let last = &tokens[tokens.len() - run..];
         // Not the last tokens themselves.
@@ -36,55 +38,53 @@ fn first(tokens: &[u32], most: usize) -> &[u32] {
     &tokens[..tokens.len().min(most)]
 }
 
-impl Engine {
-    /// Guesses what follows the last token of a sample, up to `most` tokens. Returns the number of guesses.
-    pub(super) fn draft(&self, live: &mut Live, branch: usize, most: usize) -> usize {
-        let most = live.request.lookup.min(most);
-        live.branches[branch].draft.clear();
-        if most == 0 || live.request.beams.is_some() || live.request.forced.is_some() {
+impl LiveRequest {
+    /// Guesses up to `most` tokens after the last token of a sample. Returns their number.
+    pub(super) fn draft(&mut self, runner: &Runner, branch: usize, most: usize) -> usize {
+        let most = self.request.lookup.min(most);
+        let branch = &mut self.branches[branch];
+        branch.draft.clear();
+        if most == 0 || self.request.beams.is_some() || self.request.forced.is_some() {
             return 0;
         }
-        let longest = self.longest() as i64;
-        let it = &mut live.branches[branch];
-        // The token that is chosen without a guess is one of the answer, too, and every guess has a position.
-        let room = live.request.max_new_tokens.saturating_sub(it.answer().len() + 1);
-        let places = (longest - it.start.position - it.tokens.len() as i64).max(0) as usize;
-        let guessed = guess(&live.text, &it.tokens, most.min(room).min(places));
-        it.draft.extend_from_slice(guessed);
-        it.draft.len()
+        // The token that is chosen without a guess belongs to the answer, too, and every guess has a
+        // position.
+        let room = self.request.max_new_tokens.saturating_sub(branch.answer().len() + 1);
+        let positions = (runner.longest() as i64 - branch.end()).max(0) as usize;
+        let guessed = guess(&self.quotable, &branch.tokens, most.min(room).min(positions));
+        branch.draft.extend_from_slice(guessed);
+        branch.draft.len()
     }
 
-    /// Chooses tokens from the logits behind a sample's last token and behind each guess, as long as the guesses are right, and rolls
-    /// the others back.
+    /// Chooses tokens from the logits after a sample's last token and after each guess, until a guess is
+    /// wrong, and rolls the later guesses back.
     pub(super) fn verify(
         &mut self,
-        live: &mut Live,
+        runner: &mut Runner,
         branch: usize,
         rows: &LogitRows,
         range: Range<usize>,
     ) -> Result<()> {
-        let draft = std::mem::take(&mut live.branches[branch].draft);
         let mut right = 0;
-        live.branches[branch].drafted += draft.len();
+        self.branches[branch].drafted += self.branches[branch].draft.len();
         for (i, row) in range.enumerate() {
             let Some(logits) = rows.row(row) else { break };
-            self.choose(live, branch, logits);
-            let it = &mut live.branches[branch];
-            if it.over || draft.get(i) != it.tokens.last() {
+            self.choose(runner, branch, logits);
+            let branch = &mut self.branches[branch];
+            if branch.over || branch.draft.get(i) != branch.tokens.last() {
                 break;
             }
             right += 1;
-            it.accepted += 1;
+            branch.accepted += 1;
         }
-        let it = &mut live.branches[branch];
-        let first = it.computed - 1;
-        it.computed += right;
-        it.draft = draft;
-        it.draft.clear();
-        let Some(own) = it.own else { return Ok(()) };
-        self.caches.truncate(own, it.computed)?;
-        self.caches.commit(own, &it.tokens[first..it.computed])?;
-        self.let_go_behind(&live.branches[branch])
+        let branch = &mut self.branches[branch];
+        let first = branch.computed - 1;
+        branch.computed += right;
+        branch.draft.clear();
+        let Some(sequence) = branch.sequence else { return Ok(()) };
+        runner.caches.truncate(sequence, branch.computed)?;
+        runner.caches.commit(sequence, &branch.tokens[first..branch.computed])?;
+        branch.free_before_window(runner)
     }
 }
 

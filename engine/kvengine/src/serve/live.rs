@@ -1,138 +1,77 @@
-//! A request under way, and its samples.
+//! A request that is being served, and its samples.
 
 use std::cmp::Reverse;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvchunk::{AssembledPrompt, Assembly, ChunkReport, PositionReindexer, TenantKeys};
-use kvcore::{BlockKey, LayerRopes, PromptKeys, SequenceId, SequenceInput, SequenceStart, SwappedSequence};
+use kvcore::{BlockKey, PromptKeys, SequenceId, SequenceInput, SequenceStart, SwappedSequence};
 
-use super::Rank;
-use super::answer::{AnswerEvent, RequestId, Sender};
+use super::answer::{AnswerEvent, AnswerSender, RequestId};
 use super::beams::Beams;
-use super::pages::PageBounds;
-use super::parts::chunked;
-use crate::blend::Blend;
-use crate::generate::Context;
-use crate::logprobs::TokenLogprobs;
-use crate::request::{FinishReason, Generation, Request};
-use crate::sample::Sampler;
+use super::bounds::PageBounds;
+use crate::prompt::LivePrompt;
+use crate::request::{FinishReason, Generation, Request, TokenLogprobs};
+use crate::sampling::{Sampler, token_logprobs};
+
+/// The place of a request in the order of service: smaller ranks are served first.
+pub(super) type ServiceRank = (Reverse<i32>, RequestId);
 
 /// A request, waiting or running.
 #[derive(Debug)]
-pub(super) struct Live {
+pub(super) struct LiveRequest {
     pub(super) id: RequestId,
     pub(super) request: Request,
-    /// The rotary embeddings of the request's regime.
-    pub(super) ropes: LayerRopes,
-    pub(super) keys: TenantKeys,
-    pub(super) sender: Sender,
+    pub(super) prompt: LivePrompt,
+    pub(super) sender: AnswerSender,
     pub(super) submitted: Instant,
-    /// Milliseconds of the engine's clock after which the request is too late.
+    /// The time of the engine's clock in milliseconds at which the request's time limit ends.
     pub(super) deadline: Option<u64>,
-    pub(super) parts: Parts,
-    pub(super) context: Context,
     pub(super) branches: Vec<Branch>,
-    /// The beams that the branches are, if the request asks for some.
+    /// The state of a beam search, whose beams are the branches.
     pub(super) beams: Option<Box<Beams>>,
-    /// The system prompt and the documents of a chunked prompt, in which drafts are looked up, if the request asks for some.
-    pub(super) text: Vec<u32>,
-    /// The costs of the prefill, for each sample's report.
-    pub(super) costs: Costs,
-    /// The blocks that the main pool had to give when the documents last found no room in it.
+    /// The system prompt and the documents of a chunked prompt, in which drafts are looked up; empty if the
+    /// request wants no drafts.
+    pub(super) quotable: Vec<u32>,
+    /// The number of available blocks in the main pool when the documents last found no room in it.
     pub(super) refused: Option<usize>,
 }
 
-/// The costs of a request's prefill.
-#[derive(Debug, Default, Clone)]
-pub(super) struct Costs {
-    pub(super) cached_tokens: usize,
-    pub(super) recomputed_tokens: usize,
-    pub(super) flops: u64,
-    pub(super) chunks: Vec<ChunkReport>,
-}
-
-/// The documents of a request, and its system prompt.
-#[derive(Debug)]
-pub(super) enum Parts {
-    /// Not looked up: the request waits, or its prompt has none.
-    None,
-    /// Being computed. The first `done` rows of the inputs are there.
-    Missing { assembly: Box<Assembly>, reindexer: PositionReindexer, done: usize, since: u64 },
-    /// There and stored. What is computed anew is not chosen yet.
-    Computed { assembled: Box<AssembledPrompt> },
-    /// There and stored. The question is computed once to see what it attends to: its first `done` rows are there, and `sums` has the weight
-    /// of each token before it.
-    Asking { assembled: Box<AssembledPrompt>, question: Box<[SequenceInput; 1]>, done: usize, sums: Vec<f32> },
-    /// There and stored. Their tokens are computed up to a checkpoint, where those are chosen that go on.
-    Blending { assembled: Box<AssembledPrompt>, blend: Box<Blend> },
-    /// There, but for the tokens that are recomputed, of which the first `done` rows are there.
-    Anew { assembled: Box<AssembledPrompt>, inputs: Vec<SequenceInput>, done: usize },
-    /// Held until the answer is complete.
-    Held { _assembled: Box<AssembledPrompt> },
-}
-
-impl Parts {
-    /// Returns the inputs that are to be computed, and the number of their rows that are there.
-    pub(super) fn inputs(&self) -> (&[SequenceInput], usize) {
-        match self {
-            Self::Missing { assembly, done, .. } => (assembly.inputs(), *done),
-            Self::Asking { question, done, .. } => (question.as_slice(), *done),
-            Self::Anew { inputs, done, .. } => (inputs, *done),
-            Self::None | Self::Computed { .. } | Self::Blending { .. } | Self::Held { .. } => (&[], 0),
-        }
-    }
-
-    /// Returns the number of rows that are to be computed now.
-    pub(super) fn left(&self) -> usize {
-        if let Self::Blending { blend, .. } = self {
-            return blend.left();
-        }
-        let (inputs, done) = self.inputs();
-        inputs.iter().map(|input| input.tokens.len()).sum::<usize>().saturating_sub(done)
-    }
-
-    pub(super) fn add_done(&mut self, rows: usize) {
-        if let Self::Missing { done, .. } | Self::Asking { done, .. } | Self::Anew { done, .. } = self {
-            *done += rows;
-        }
-    }
-}
-
-/// One sample of a request: a sequence of its own behind the request's context.
+/// One sample of a request: a sequence of its own after the request's context.
 #[derive(Debug)]
 pub(super) struct Branch {
     pub(super) sample: usize,
     /// The sequence, unless the request waits.
-    pub(super) own: Option<SequenceId>,
+    pub(super) sequence: Option<SequenceId>,
     /// The logical index and the position of the first token.
     pub(super) start: SequenceStart,
     /// The tokens of the sequence: the prompt (of a chunked one the question), then the answer.
     pub(super) tokens: Vec<u32>,
-    /// The keys of those tokens, as far as a sequence has been begun with them.
+    /// The keys of the tokens that a sequence was created with.
     pub(super) keys: Option<PromptKeys>,
-    /// The number of prompt tokens among them.
+    /// The number of prompt tokens among the tokens.
     pub(super) prompt: usize,
     /// The number of tokens whose keys and values are stored, or are in the pass that is being planned.
     pub(super) computed: usize,
-    /// The sequence in host memory, one part for each group of layers, if the request gave way and comes back.
+    /// The sequence in host memory, one part for each group of layers, if the request was preempted and will
+    /// be restored.
     pub(super) swapped: Option<Vec<SwappedSequence>>,
-    /// Tokens that are guessed to follow, in the pass that is being planned.
+    /// Guesses for the next tokens, in the pass that is being planned.
     pub(super) draft: Vec<u32>,
-    /// The number of tokens that were guessed, and of those that were right.
+    /// The number of guessed tokens.
     pub(super) drafted: usize,
+    /// The number of correct guesses.
     pub(super) accepted: usize,
     /// The input of the last decode step, whose memory is used again.
     pub(super) input: Option<SequenceInput>,
-    /// The bounds of the blocks that the sample sees, if it attends to a part of them.
-    pub(super) pages: Option<PageBounds>,
+    /// The bounds of the blocks that the sample sees, for sparse decoding.
+    pub(super) bounds: PageBounds,
     pub(super) sampler: Sampler,
     /// The logits that tokens were chosen from, if the request keeps them.
     pub(super) logits: Vec<Vec<f32>>,
     /// The log-probabilities of the answer, if the request asks for them.
     pub(super) logprobs: Vec<TokenLogprobs>,
-    /// The answer that is given, instead of sampled, from the prompt's end on.
-    pub(super) given: Option<Vec<u32>>,
+    /// A forced answer, once the prompt is computed.
+    pub(super) forced: Option<Vec<u32>>,
     /// The score of a beam that has ended.
     pub(super) score: Option<f32>,
     /// The time to first token.
@@ -142,11 +81,11 @@ pub(super) struct Branch {
 
 impl Branch {
     /// Creates the first sample of a request, of whose sequence nothing is computed.
-    pub(super) fn new(prompt: Vec<u32>, sampler: Sampler) -> Self {
+    pub(super) fn new(prompt: Vec<u32>, start: SequenceStart, sampler: Sampler) -> Self {
         Self {
             sample: 0,
-            own: None,
-            start: SequenceStart::default(),
+            sequence: None,
+            start,
             prompt: prompt.len(),
             tokens: prompt,
             keys: None,
@@ -156,54 +95,72 @@ impl Branch {
             drafted: 0,
             accepted: 0,
             input: None,
-            pages: None,
+            bounds: PageBounds::default(),
             sampler,
             logits: Vec::new(),
             logprobs: Vec::new(),
-            given: None,
+            forced: None,
             score: None,
             ttft: None,
             over: false,
         }
     }
 
-    /// Forgets what is computed of a sample, whose sequence is gone.
+    /// Returns a branch with the same tokens in another sequence.
+    pub(super) fn twin(&self, sequence: Option<SequenceId>, sampler: Sampler) -> Self {
+        Self {
+            sequence,
+            prompt: self.prompt,
+            computed: self.computed,
+            keys: self.keys.clone(),
+            ttft: self.ttft,
+            ..Self::new(self.tokens.clone(), self.start, sampler)
+        }
+    }
+
+    /// Forgets the computed tokens of a sample whose sequence is freed.
     pub(super) fn forget(&mut self) {
-        (self.computed, self.input, self.swapped, self.pages) = (0, None, None, None);
+        (self.computed, self.input, self.swapped) = (0, None, None);
+        self.bounds = PageBounds::default();
         self.draft.clear();
-        if self.given.is_some() {
-            // The logits behind the prompt stay; those of the answer come again.
+        if self.forced.is_some() {
+            // The logits after the prompt stay; the answer's are computed again.
             self.logits.truncate(1);
             self.logprobs.truncate(1);
         }
     }
 
-    /// Returns the keys of the tokens, of which only those of new blocks are made.
+    /// Returns the keys of the tokens. Only keys of new blocks are computed.
     pub(super) fn prompt_keys(&mut self, root: BlockKey, block_size: usize) -> &PromptKeys {
-        // The logits of an answer that is given are all wanted, so that none of it is to be found.
-        let end = if self.given.is_some() { self.prompt } else { self.tokens.len() };
+        // All logits of a forced answer are wanted, so none of its tokens may be found in the cache.
+        let end = if self.forced.is_some() { self.prompt } else { self.tokens.len() };
         let keys = self.keys.get_or_insert_with(|| PromptKeys::new(root, &self.tokens[..end], block_size));
         keys.extend(self.tokens.get(keys.tokens().len()..end).unwrap_or_default());
         keys
     }
 
-    /// Returns the number of tokens that are still to be computed.
+    /// Returns the number of tokens that are left to compute.
     pub(super) fn left(&self) -> usize {
         if self.over { 0 } else { self.tokens.len() - self.computed }
     }
 
     /// Returns the answer so far.
     pub(super) fn answer(&self) -> &[u32] {
-        self.given.as_deref().unwrap_or(&self.tokens[self.prompt..])
+        self.forced.as_deref().unwrap_or(&self.tokens[self.prompt..])
+    }
+
+    /// Returns the position after the last token.
+    pub(super) fn end(&self) -> i64 {
+        self.start.position + self.tokens.len() as i64
     }
 
     /// Returns whether the next token to compute is the last of the answer.
     pub(super) fn is_decoding(&self) -> bool {
-        self.own.is_some() && self.left() == 1 && self.tokens.len() > self.prompt
+        self.sequence.is_some() && self.left() == 1 && self.tokens.len() > self.prompt
     }
 }
 
-impl Live {
+impl LiveRequest {
     /// Ends the samples that were declared complete. Beams have no samples before they end.
     pub(super) fn end_complete(&mut self) {
         // Before the first token, the first sample stands for all.
@@ -212,32 +169,32 @@ impl Live {
             return;
         }
         for branch in 0..self.branches.len() {
-            let it = &self.branches[branch];
-            if !it.over && self.sender.is_complete(it.sample) {
+            let Branch { over, sample, .. } = self.branches[branch];
+            if !over && self.sender.is_complete(sample) {
                 self.end(branch, FinishReason::StopString);
             }
         }
     }
 
-    /// Returns the first sample of which something is still to be computed.
+    /// Returns the first sample with tokens that are left to compute.
     pub(super) fn unfed(&self) -> Option<usize> {
         self.branches.iter().position(|branch| branch.left() > 0)
     }
 
-    /// Takes note of a branch's new sequence, with the number of its tokens that were cached.
-    pub(super) fn begun(&mut self, branch: usize, own: SequenceId, cached: usize) {
-        let plain = chunked(self).is_none();
-        let it = &mut self.branches[branch];
-        (it.own, it.computed) = (Some(own), cached);
-        if plain && branch == 0 {
-            self.costs.cached_tokens = cached.min(it.prompt);
+    /// Records a branch's new sequence, with the number of its tokens that were cached.
+    pub(super) fn begun(&mut self, branch: usize, sequence: SequenceId, cached: usize) {
+        let first = branch == 0;
+        let branch = &mut self.branches[branch];
+        (branch.sequence, branch.computed) = (Some(sequence), cached);
+        if first && !self.prompt.is_chunked() {
+            self.prompt.costs_mut().cached_tokens = cached.min(branch.prompt);
         }
     }
 
-    /// Ends a sample. Its report is sent.
+    /// Ends a sample and sends its report.
     pub(super) fn end(&mut self, branch: usize, finish: FinishReason) {
         let (prompt_tokens, submitted) = (self.request.prompt.len(), self.submitted);
-        let costs = self.costs.clone();
+        let costs = self.prompt.costs().clone();
         let branch = &mut self.branches[branch];
         branch.over = true;
         let generation = Box::new(Generation {
@@ -259,45 +216,47 @@ impl Live {
         self.sender.send(AnswerEvent::End { sample: branch.sample, generation });
     }
 
-    /// Appends the answer that is given, as far as the request and the model's `longest` sequence have room for it, for its logits to be
-    /// computed. `first` are those behind the prompt. The last token of a whole answer is computed, too, for the logits behind it.
-    pub(super) fn give(&mut self, longest: usize, first: &[f32]) {
+    /// Begins a forced answer: appends its tokens, so that their logits are computed. `longest` is the
+    /// model's longest sequence, and `first` has the logits after the prompt. If the whole answer fits, its
+    /// last token is computed as well, for the logits after it.
+    pub(super) fn force(&mut self, longest: usize, first: &[f32]) {
         let (most, submitted) = (self.request.max_new_tokens, self.submitted);
         let answer = self.request.forced.clone().unwrap_or_default();
-        let it = &mut self.branches[0];
-        let end = it.start.position + it.prompt as i64;
+        let branch = &mut self.branches[0];
+        let end = branch.start.position + branch.prompt as i64;
         let left = (longest as i64).saturating_sub(end).max(0) as usize;
         let wanted = answer.len().min(most);
         let fed = if answer.len() < most { wanted } else { wanted - 1 }.min(left);
-        it.ttft = Some(submitted.elapsed());
-        let given = &answer[..wanted.min(left.saturating_add(1))];
-        it.tokens.extend_from_slice(&answer[..fed]);
-        it.given = Some(given.to_vec());
-        for &token in given {
+        branch.ttft = Some(submitted.elapsed());
+        let forced = &answer[..wanted.min(left.saturating_add(1))];
+        branch.tokens.extend_from_slice(&answer[..fed]);
+        branch.forced = Some(forced.to_vec());
+        for &token in forced {
             self.sender.send(AnswerEvent::Token { sample: 0, token, logprobs: None });
         }
-        self.note_given(0, first);
+        self.record_forced(0, first);
         if fed == 0 {
-            self.end_given(0);
+            self.end_forced(0);
         }
     }
 
-    /// Takes note of the logits of the next place of an answer that is given, the last of which lies behind it.
-    pub(super) fn note_given(&mut self, branch: usize, logits: &[f32]) {
-        let it = &mut self.branches[branch];
+    /// Records the logits at the next place of a forced answer. The last place is after its last token.
+    pub(super) fn record_forced(&mut self, branch: usize, logits: &[f32]) {
+        let branch = &mut self.branches[branch];
         if self.request.keep_logits {
-            it.logits.push(logits.to_vec());
+            branch.logits.push(logits.to_vec());
         }
-        let token = it.answer().get(it.logprobs.len()).copied();
+        let token = branch.answer().get(branch.logprobs.len()).copied();
         if let Some((most, token)) = self.request.logprobs.zip(token) {
-            it.logprobs.push(TokenLogprobs::of(logits, token, most));
+            branch.logprobs.push(token_logprobs(logits, token, most));
         }
     }
 
-    /// Ends a sample whose answer is given. The model is taken to have stopped if the whole answer was computed.
-    pub(super) fn end_given(&mut self, branch: usize) {
-        let it = &self.branches[branch];
-        let whole = self.request.forced.as_ref().is_some_and(|all| it.tokens.len() - it.prompt == all.len());
+    /// Ends a sample with a forced answer. The reason is a stop of the model if the whole answer was
+    /// computed.
+    pub(super) fn end_forced(&mut self, branch: usize) {
+        let computed = self.branches[branch].tokens.len() - self.branches[branch].prompt;
+        let whole = self.request.forced.as_ref().is_some_and(|answer| computed == answer.len());
         self.end(branch, if whole { FinishReason::Stop } else { FinishReason::Length });
     }
 
@@ -307,12 +266,17 @@ impl Live {
 
     /// Returns whether two requests may be in one pass.
     pub(super) fn same_regime(&self, other: &Self) -> bool {
-        let (a, b) = (self.ropes.layers(), other.ropes.layers());
+        let (a, b) = (self.prompt.ropes().layers(), other.prompt.ropes().layers());
         a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
     }
 
-    /// Returns the place of a request in the order of service: the smaller, the earlier.
-    pub(super) fn rank(&self) -> Rank {
+    /// Returns the place of the request in the order of service.
+    pub(super) fn rank(&self) -> ServiceRank {
         (Reverse(self.request.priority), self.id)
     }
+}
+
+/// Returns the index of a request among running ones, which are in the order of service.
+pub(super) fn index_of(running: &[LiveRequest], rank: ServiceRank) -> Option<usize> {
+    running.binary_search_by_key(&rank, LiveRequest::rank).ok()
 }

@@ -1,105 +1,59 @@
-//! The choice of what a step computes.
+//! The choice of the tokens that a step computes.
 //!
-//! Who runs is served first: what is to be computed is chosen, and slots are taken for all of it at once; where there are too few
-//! blocks, the last in the order of service gives way, and the rest is tried again. What is left of the step's tokens goes to new
-//! requests.
+//! Running requests are served first: their tokens are chosen, and slots are taken for all of them at once.
+//! If there are too few blocks, the last request in the order of service is preempted, and the rest is tried
+//! again. New requests get the tokens that are left of the step.
 
 use std::sync::Arc;
+use std::time::Instant;
 
-use kvcore::{Logits, PagedKvCache, SequenceId, SequenceInput, SequenceStart, WriteSlots};
-
-use super::live::Live;
-use super::parts::chunked;
-use super::{Rank, Scheduler, Watch};
-use crate::engine::Engine;
+use super::feed::{Feed, StepPlan};
+use super::live::{LiveRequest, ServiceRank, index_of};
+use super::scheduler::{Scheduler, StepTimes, Watch};
 use crate::error::{Error, Result};
-
-/// Tokens of one request in a pass.
-#[derive(Debug)]
-pub(super) struct Feed {
-    pub(super) rank: Rank,
-    /// The sample whose tokens they are, or `None` for tokens of the documents.
-    pub(super) branch: Option<usize>,
-    pub(super) tokens: usize,
-    /// The input, until it goes into the batch. Missing for a sample's tokens whose slots are still to be taken.
-    pub(super) input: Option<SequenceInput>,
-}
-
-/// The inputs of a step, and the requests that it could not serve.
-#[derive(Debug, Default)]
-pub(super) struct Plan {
-    pub(super) feeds: Vec<Feed>,
-    /// The input of each feed.
-    pub(super) batch: Vec<SequenceInput>,
-    /// The slots of the inputs that have none of their own, in each group of layers.
-    pub(super) slots: Vec<WriteSlots>,
-    /// Memory for the sequences that grow, and by how many tokens.
-    grown: Vec<(SequenceId, usize)>,
-    /// Memory for those of them that may share their last block.
-    shared: Vec<SequenceId>,
-    pub(super) failed: Vec<(Rank, Error)>,
-    /// The number of tokens that blends have computed while the rest was planned.
-    pub(super) blended: usize,
-}
-
-impl Plan {
-    /// Takes a request that gives way out of the pass.
-    fn forget(&mut self, rank: Rank) {
-        self.feeds.retain(|feed| feed.rank != rank);
-    }
-
-    fn has_failed(&self, rank: Rank) -> bool {
-        self.failed.iter().any(|(known, _)| *known == rank)
-    }
-}
+use crate::runner::Runner;
 
 impl Scheduler {
-    /// Plans a step: a token for each answer, then pieces of prompts in the order of service, then new requests.
-    pub(super) fn plan(&mut self, engine: &mut Engine, plan: &mut Plan, watch: &mut Watch<'_>) {
+    /// Plans a step: a token for each answer, then pieces of prompts in the order of service, then new
+    /// requests.
+    pub(super) fn plan(&mut self, runner: &mut Runner, watch: &mut Watch<'_>) {
         let preempted = self.preemptions;
         let mut left = self.limits.step_tokens;
-        let mut ranks = std::mem::take(&mut self.ranks);
-        ranks.clear();
-        ranks.extend(self.running.iter().map(Live::rank));
-        // Every answer goes on by a token; guesses share what that leaves.
-        let answers = |live: &Live| live.branches.iter().filter(|branch| branch.is_decoding()).count();
+        self.ranks.clear();
+        self.ranks.extend(self.running.iter().map(LiveRequest::rank));
+        // Every answer continues by a token; guesses share the rest.
+        let answers = |live: &LiveRequest| live.branches.iter().filter(|branch| branch.is_decoding()).count();
         let mut guesses = left.saturating_sub(self.running.iter().map(answers).sum());
-        for &rank in &ranks {
-            left = left.saturating_sub(self.feed_answers(engine, plan, rank, &mut guesses));
+        for i in 0..self.ranks.len() {
+            left = left.saturating_sub(self.feed_answers(runner, self.ranks[i], &mut guesses));
         }
-        for &rank in &ranks {
-            left -= self.feed_prompt(engine, plan, watch, rank, left).min(left);
+        for i in 0..self.ranks.len() {
+            left -= self.feed_prompt(runner, watch, self.ranks[i], left).min(left);
         }
-        self.ranks = ranks;
-        self.take_slots(engine, plan);
-        // Who gave way in this step is not let in again in the same one.
+        self.take_slots(runner);
+        // A request that was preempted in this step is not admitted again in the same one.
         while left > 0 && self.preemptions == preempted {
-            let Some((rank, fed)) = self.admit(engine, plan, left) else { break };
-            let fed = if fed > 0 { fed } else { self.feed_documents(engine, plan, watch, rank, left) };
+            let Some((rank, fed)) = self.admit(runner, left) else { break };
+            let fed = if fed > 0 { fed } else { self.feed_documents(runner, watch, rank, left) };
             left -= fed.min(left);
         }
-        plan.batch.extend(plan.feeds.iter_mut().filter_map(|feed| feed.input.take()));
+        let StepPlan { feeds, batch, .. } = &mut self.plan;
+        batch.extend(feeds.iter_mut().filter_map(|feed| feed.input.take()));
     }
 
-    /// Feeds the last token of each answer of a request, with guesses behind it as long as there are `guesses` left. Returns the number
-    /// of tokens.
-    fn feed_answers(
-        &mut self,
-        engine: &mut Engine,
-        plan: &mut Plan,
-        rank: Rank,
-        guesses: &mut usize,
-    ) -> usize {
-        let Some(at) = self.place(rank) else { return 0 };
+    /// Feeds the last token of each answer of a request, followed by guesses if there are `guesses` left.
+    /// Returns the number of tokens.
+    fn feed_answers(&mut self, runner: &mut Runner, rank: ServiceRank, guesses: &mut usize) -> usize {
+        let Some(at) = index_of(&self.running, rank) else { return 0 };
         let live = &mut self.running[at];
         let mut fed = 0;
         for branch in 0..live.branches.len() {
             if live.branches[branch].is_decoding() {
-                let guessed = engine.draft(live, branch, *guesses);
+                let guessed = live.draft(runner, branch, *guesses);
                 *guesses -= guessed;
-                fed += feed_own(engine, plan, live, branch, 1);
-                // The guesses come behind the token that was chosen.
-                if let Some(feed) = plan.feeds.last_mut().filter(|_| guessed > 0) {
+                fed += feed_branch(runner, &mut self.plan, live, branch, 1);
+                // The guesses come after the chosen token.
+                if let Some(feed) = self.plan.feeds.last_mut().filter(|_| guessed > 0) {
                     feed.tokens += guessed;
                     fed += guessed;
                 }
@@ -111,40 +65,40 @@ impl Scheduler {
     /// Feeds up to `most` tokens of a request's documents and of one of its prompts. Returns their number.
     fn feed_prompt(
         &mut self,
-        engine: &mut Engine,
-        plan: &mut Plan,
+        runner: &mut Runner,
         watch: &mut Watch<'_>,
-        rank: Rank,
+        rank: ServiceRank,
         most: usize,
     ) -> usize {
-        let fed = self.feed_parts_of(engine, plan, watch, rank, most);
-        let Some(live) = self.place(rank).map(|at| &mut self.running[at]) else { return fed };
-        if plan.has_failed(rank) || fed >= most || !live.sees_parts(fed) {
+        let fed = self.feed_running_parts(runner, watch, rank, most);
+        let Some(at) = index_of(&self.running, rank) else { return fed };
+        let live = &mut self.running[at];
+        if self.plan.has_failed(rank) || fed >= most || !live.prompt.opens_to_question(&live.request, fed) {
             return fed;
         }
-        // One sample after the other, so that the next finds what this one has computed.
+        // One sample after the other, so that the next one finds the tokens that this one has computed.
         let unfed = live.branches.iter().position(|branch| branch.left() > 0 && !branch.is_decoding());
-        fed + unfed.map_or(0, |branch| feed_own(engine, plan, live, branch, most - fed))
+        fed + unfed.map_or(0, |branch| feed_branch(runner, &mut self.plan, live, branch, most - fed))
     }
 
-    /// Feeds up to `most` tokens of a request's documents. Returns their number.
-    fn feed_parts_of(
+    /// Feeds up to `most` tokens of a running request's documents, and makes room for them. Returns their
+    /// number.
+    fn feed_running_parts(
         &mut self,
-        engine: &mut Engine,
-        plan: &mut Plan,
+        runner: &mut Runner,
         watch: &mut Watch<'_>,
-        rank: Rank,
+        rank: ServiceRank,
         most: usize,
     ) -> usize {
-        if most == 0 || plan.has_failed(rank) {
+        if most == 0 || self.plan.has_failed(rank) {
             return 0;
         }
-        while let Some(at) = self.place(rank) {
-            let live = &mut self.running[at];
-            match feed_parts(engine, live, plan, watch, most) {
+        while let Some(at) = index_of(&self.running, rank) {
+            let (live, plan) = (&mut self.running[at], &mut self.plan);
+            match feed_parts(runner, live, (plan, &mut self.times), watch, most) {
                 Ok(fed) => return fed,
                 Err(error) => {
-                    if !self.make_room(engine, plan, rank, error) {
+                    if !self.make_room(runner, rank, error) {
                         return 0;
                     }
                 }
@@ -153,70 +107,73 @@ impl Scheduler {
         0
     }
 
-    /// Feeds up to `most` tokens of the documents of a request that was just let in, and of its question if it may see them and there is
-    /// room for it. Returns their number.
+    /// Feeds up to `most` tokens of the documents of a request that was just admitted, and of its question if
+    /// it may see them and there is room for it. Returns their number.
     fn feed_documents(
         &mut self,
-        engine: &mut Engine,
-        plan: &mut Plan,
+        runner: &mut Runner,
         watch: &mut Watch<'_>,
-        rank: Rank,
+        rank: ServiceRank,
         most: usize,
     ) -> usize {
-        let Some(live) = self.place(rank).map(|at| &mut self.running[at]) else { return 0 };
-        // The others have their slots by now, and nobody gives way any more.
-        let fed = match feed_parts(engine, live, plan, watch, most) {
+        let Some(at) = index_of(&self.running, rank) else { return 0 };
+        let live = &mut self.running[at];
+        // The other requests have their slots by now, and none is preempted any more.
+        let fed = match feed_parts(runner, live, (&mut self.plan, &mut self.times), watch, most) {
             Ok(fed) => fed,
-            Err(error) if is_out_of_blocks(&error) => return 0,
+            Err(error) if error.is_out_of_blocks() => return 0,
             Err(error) => {
-                plan.failed.push((rank, error));
+                self.plan.failed.push((rank, error));
                 return 0;
             }
         };
-        let Some(branch) = live.unfed().filter(|_| fed < most && live.sees_parts(fed)) else { return fed };
-        let (own, computed) = (live.branches[branch].own, live.branches[branch].computed);
-        let Ok(input) = engine.first_piece(live, branch, most - fed) else {
-            // The next step makes room, or says that there is none.
-            match own {
+        let opens = fed < most && live.prompt.opens_to_question(&live.request, fed);
+        let Some(branch) = live.unfed().filter(|_| opens) else { return fed };
+        let (sequence, computed) = (live.branches[branch].sequence, live.branches[branch].computed);
+        let Ok(input) = live.first_piece(runner, branch, most - fed) else {
+            // The next step makes room, or reports that there is none.
+            match sequence {
                 Some(_) => live.branches[branch].computed = computed,
-                None => engine.withdraw_branch(&mut live.branches[branch]),
+                None => live.branches[branch].withdraw(runner),
             }
             return fed;
         };
         let tokens = input.tokens.len();
-        plan.feeds.push(Feed { rank, branch: Some(branch), tokens, input: Some(input) });
+        self.plan.feeds.push(Feed { rank, branch: Some(branch), tokens, input: Some(input) });
         fed + tokens
     }
 
-    /// Takes the slots of everything that was chosen, and makes room as long as there are too few blocks.
-    fn take_slots(&mut self, engine: &mut Engine, plan: &mut Plan) {
-        while let Err(error) = self.try_slots(engine, plan) {
+    /// Takes slots for all chosen tokens, and makes room while there are too few blocks.
+    fn take_slots(&mut self, runner: &mut Runner) {
+        while let Err(error) = self.try_slots(runner) {
             let fed = |feed: &&Feed| feed.branch.is_some();
-            let (Some(first), Some(last)) =
-                (plan.feeds.iter().find(fed).map(|f| f.rank), plan.feeds.iter().rfind(fed).map(|f| f.rank))
-            else {
+            let feeds = &self.plan.feeds;
+            let (first, last) = (feeds.iter().find(fed), feeds.iter().rfind(fed));
+            let Some((first, last)) = first.zip(last).map(|(first, last)| (first.rank, last.rank)) else {
                 return;
             };
-            if is_out_of_blocks(&error) && self.drop_drafts(plan) {
+            if error.is_out_of_blocks() && self.drop_drafts() {
                 continue;
             }
-            if is_out_of_blocks(&error) || first == last {
-                self.make_room(engine, plan, first, error);
+            if error.is_out_of_blocks() || first == last {
+                self.make_room(runner, first, error);
             } else {
-                // It cannot be said whose tokens the device refused.
+                // The request whose tokens the device refused is unknown.
                 let error = Arc::new(error);
-                let ranks = plan.feeds.iter().map(|feed| feed.rank);
-                plan.failed.extend(ranks.map(|rank| (rank, Error::Pass(Arc::clone(&error)))));
-                plan.feeds.clear();
+                let failed =
+                    self.plan.feeds.drain(..).map(|feed| (feed.rank, Error::Pass(Arc::clone(&error))));
+                self.plan.failed.extend(failed);
             }
         }
     }
 
-    /// Takes the guesses out of a plan. Returns whether there were any.
-    fn drop_drafts(&mut self, plan: &mut Plan) -> bool {
+    /// Takes the guesses out of the plan. Returns whether there were any.
+    fn drop_drafts(&mut self) -> bool {
         let mut dropped = false;
-        for feed in &mut plan.feeds {
-            let (Some(at), Some(branch)) = (self.place(feed.rank), feed.branch) else { continue };
+        for feed in &mut self.plan.feeds {
+            let (Some(at), Some(branch)) = (index_of(&self.running, feed.rank), feed.branch) else {
+                continue;
+            };
             let draft = &mut self.running[at].branches[branch].draft;
             feed.tokens -= draft.len();
             dropped |= !draft.is_empty();
@@ -225,216 +182,79 @@ impl Scheduler {
         dropped
     }
 
-    /// Takes the slots of everything that was chosen, or none.
-    fn try_slots(&mut self, engine: &mut Engine, plan: &mut Plan) -> Result<()> {
-        plan.grown.clear();
-        plan.shared.clear();
-        for feed in plan.feeds.iter().filter(|feed| feed.input.is_none()) {
-            let live = self.place(feed.rank).map(|at| &self.running[at]);
-            let branch = live.zip(feed.branch).map(|(live, branch)| (live, &live.branches[branch]));
-            let Some((live, own)) = branch.and_then(|(live, branch)| Some((live, branch.own?))) else {
-                continue;
-            };
-            plan.grown.push((own, feed.tokens));
+    /// Takes slots for all chosen tokens, or none.
+    fn try_slots(&mut self, runner: &mut Runner) -> Result<()> {
+        let StepPlan { feeds, slots, grown, forked, .. } = &mut self.plan;
+        grown.clear();
+        forked.clear();
+        for feed in feeds.iter().filter(|feed| feed.input.is_none()) {
+            let live = index_of(&self.running, feed.rank).map(|at| &self.running[at]);
+            let Some((live, branch)) = live.zip(feed.branch) else { continue };
+            let Some(sequence) = live.branches[branch].sequence else { continue };
+            grown.push((sequence, feed.tokens));
             if live.branches.len() > 1 {
-                plan.shared.push(own);
+                forked.push(sequence);
             }
         }
-        if !plan.shared.is_empty() {
-            engine.caches.copy_on_write(&plan.shared, engine.stream.as_ref())?;
+        if !forked.is_empty() {
+            runner.caches.copy_on_write(forked, runner.setup.stream.as_ref())?;
         }
-        engine.caches.grow_batch(&plan.grown, &mut plan.slots)?;
-        for feed in plan.feeds.iter_mut().filter(|feed| feed.input.is_none()) {
-            let (Some(at), Some(branch)) = (self.place(feed.rank), feed.branch) else { continue };
-            feed.input = Some(engine.input_of(&mut self.running[at], branch, feed.tokens)?);
+        runner.caches.grow_batch(grown, slots)?;
+        for feed in feeds.iter_mut().filter(|feed| feed.input.is_none()) {
+            let (Some(at), Some(branch)) = (index_of(&self.running, feed.rank), feed.branch) else {
+                continue;
+            };
+            feed.input = Some(self.running[at].input(runner, branch, feed.tokens)?);
         }
         Ok(())
     }
 
-    /// Makes room for a request that found none, at the cost of the last in the order of service. Returns false if that is the request
-    /// itself, or if the error is another one.
-    fn make_room(&mut self, engine: &mut Engine, plan: &mut Plan, rank: Rank, error: Error) -> bool {
-        let last = self.running.iter().map(Live::rank).rfind(|&rank| !plan.has_failed(rank));
-        match last.filter(|_| is_out_of_blocks(&error)) {
+    /// Makes room for a request that found none, at the cost of the last in the order of service. Returns
+    /// false if that is the request itself, or for an error of another kind.
+    fn make_room(&mut self, runner: &mut Runner, rank: ServiceRank, error: Error) -> bool {
+        let last = self.running.iter().map(LiveRequest::rank).rfind(|&rank| !self.plan.has_failed(rank));
+        match last.filter(|_| error.is_out_of_blocks()) {
             Some(last) if last > rank => {
-                self.preempt(engine, plan, last);
+                self.preempt(runner, last);
                 true
             }
             Some(last) if last == rank && self.running.len() > 1 => {
-                self.preempt(engine, plan, rank);
+                self.preempt(runner, rank);
                 false
             }
             _ => {
-                plan.forget(rank);
-                plan.failed.push((rank, error));
+                self.plan.remove(rank);
+                self.plan.failed.push((rank, error));
                 false
             }
         }
     }
 
     /// Takes a request's blocks away, to host memory or for good. It waits in its old place.
-    fn preempt(&mut self, engine: &mut Engine, plan: &mut Plan, rank: Rank) {
-        let Some(at) = self.place(rank) else { return };
-        plan.forget(rank);
+    fn preempt(&mut self, runner: &mut Runner, rank: ServiceRank) {
+        let Some(at) = index_of(&self.running, rank) else { return };
+        self.plan.remove(rank);
         let mut live = self.running.remove(at);
-        if engine.swap_away(&mut live) {
+        if self.swap.swap_out(runner, &mut live) {
             self.swaps += 1;
         } else {
-            engine.withdraw(&mut live);
+            live.withdraw(runner);
         }
         self.preemptions += 1;
         self.waiting.insert(rank, live);
     }
-
-    /// Lets the first waiting request in, if there is room for its first piece of up to `most` tokens. Returns the number of tokens that it
-    /// was fed.
-    fn admit(&mut self, engine: &mut Engine, plan: &mut Plan, most: usize) -> Option<(Rank, usize)> {
-        let answers: usize = self.running.iter().map(|live| live.request.width()).sum();
-        loop {
-            let (&rank, live) = self.waiting.first_key_value()?;
-            let alone = self.running.is_empty();
-            if !alone
-                && (answers + live.request.width() > self.limits.running
-                    || !engine.has_room(live, most, self.limits.watermark))
-            {
-                return None;
-            }
-            let mut live = self.waiting.remove(&rank)?;
-            match engine.begin(&mut live, most, alone) {
-                Ok(fed) => {
-                    let at = self.running.partition_point(|other| other.rank() < rank);
-                    self.running.insert(at, live);
-                    let tokens = fed.as_ref().map_or(0, |(_, input)| input.tokens.len());
-                    plan.feeds.extend(fed.map(|(branch, input)| Feed {
-                        rank,
-                        branch: Some(branch),
-                        tokens,
-                        input: Some(input),
-                    }));
-                    return Some((rank, tokens));
-                }
-                Err(error) if is_out_of_blocks(&error) && !alone => {
-                    if live.branches.iter().all(|branch| branch.swapped.is_none()) {
-                        engine.withdraw(&mut live);
-                    }
-                    live.refused = Some(engine.caches.available());
-                    self.waiting.insert(rank, live);
-                    return None;
-                }
-                Err(error) => {
-                    engine.withdraw(&mut live);
-                    live.sender.fail(error);
-                }
-            }
-        }
-    }
-}
-
-impl Engine {
-    /// Returns whether every pool has room for the first piece of a request above the watermark. Of a prompt that may be cached, only
-    /// [its admission](kvcore::PagedKvCache::admit) can say.
-    fn has_room(&self, live: &Live, most: usize, watermark: usize) -> bool {
-        if let Some(cache) = self.cache().as_static() {
-            return self.cache().num_sequences() < cache.max_batch();
-        }
-        // Documents are looked up anew only when there is more room than they last found too little.
-        if chunked(live).is_some() && live.refused.is_some_and(|had| self.caches.available() <= had) {
-            return false;
-        }
-        let first = live.branches.first().map_or(0, |branch| branch.tokens.len().min(most));
-        let blocks = first.div_ceil(self.caches.block_size());
-        let has_room = |cache: &PagedKvCache| cache.pool().counts().available() >= blocks + watermark;
-        finds_prefix(live) || self.caches.groups().all(|(_, cache)| has_room(cache))
-    }
-
-    /// Begins a request: looks its documents up, or takes the blocks for the first piece of up to `most` tokens of its prompt. Returns
-    /// that piece. Running requests keep the watermark's blocks, if there are others.
-    fn begin(&mut self, live: &mut Live, most: usize, alone: bool) -> Result<Option<(usize, SequenceInput)>> {
-        if self.swap_back(live, alone)? {
-            return Ok(None);
-        }
-        self.begin_parts(live)?;
-        if chunked(live).is_some() {
-            return Ok(None);
-        }
-        // Samples that are over wait for nothing.
-        let Some(branch) = live.unfed() else { return Ok(None) };
-        if alone || !finds_prefix(live) {
-            return Ok(Some((branch, self.first_piece(live, branch, most)?)));
-        }
-        let slots = self.admit_branch(live, branch, most)?;
-        let mut input = self.input_of(live, branch, slots[0].len())?;
-        input.set_slots(slots);
-        Ok(Some((branch, input)))
-    }
-
-    /// Returns the next piece of up to `most` tokens of a sample's sequence, with its slots.
-    fn first_piece(&mut self, live: &mut Live, branch: usize, most: usize) -> Result<SequenceInput> {
-        let tokens = self.take_next(live, branch, most)?;
-        let Some(own) = live.branches[branch].own else { return Err(Error::EmptyPrompt) };
-        let slots = self.caches.grow(own, tokens)?;
-        let mut input = self.input_of(live, branch, tokens)?;
-        input.set_slots(slots);
-        Ok(input)
-    }
-
-    /// Chooses up to `most` of the next tokens of a sample. Returns their number.
-    fn take_next(&mut self, live: &mut Live, branch: usize, most: usize) -> Result<usize> {
-        self.begin_branch(live, branch)?;
-        let it = &mut live.branches[branch];
-        let mut end = it.tokens.len().min(it.computed + most);
-        if live.request.forced.is_some() && it.computed < it.prompt {
-            end = end.min(it.prompt);
-        }
-        Ok(end - std::mem::replace(&mut it.computed, end))
-    }
-
-    /// Returns the last `tokens` chosen tokens of a sample as an input without slots, which gets logits if these are the last.
-    fn input_of(&mut self, live: &mut Live, branch: usize, tokens: usize) -> Result<SequenceInput> {
-        let given = live.request.forced.is_some();
-        let it = &mut live.branches[branch];
-        let Some(own) = it.own else { return Err(Error::EmptyPrompt) };
-        let segment = self.caches.sequences().segment(own)?;
-        let start = SequenceStart { logical: segment.logical_start, position: segment.stored_start };
-        let (before, chosen) = (segment.len - tokens, tokens - it.draft.len());
-        let fresh = &it.tokens[it.computed - chosen..it.computed];
-        let mut input = if let Some(mut input) = it.input.take().filter(|_| tokens == 1) {
-            input.slots = WriteSlots::default();
-            input.logical_start = start.logical + before;
-            input.position_start = start.position + before as i64;
-            input.tokens.clear();
-            input.tokens.extend_from_slice(fresh);
-            // No pass holds the list between two tokens, so that it is changed in place.
-            if let Some(last) = Arc::make_mut(&mut input.segments).last_mut() {
-                *last = segment;
-            }
-            input
-        } else {
-            let mut input = live.context.input(start, before, fresh, WriteSlots::default(), segment);
-            input.tokens.extend_from_slice(&it.draft);
-            input
-        };
-        self.caches.set_others(own, &mut input)?;
-        if !it.draft.is_empty() {
-            return Ok(input.with_logits(Logits::All));
-        }
-        Ok(input.with_logits(match it.computed {
-            end if given && end > it.prompt => Logits::All,
-            end if end == it.tokens.len() => Logits::Last,
-            _ => Logits::None,
-        }))
-    }
-}
-
-/// Returns whether a request's prompt is looked up when its sequence begins.
-fn finds_prefix(live: &Live) -> bool {
-    chunked(live).is_none() && live.request.reuse && live.request.forced.is_none()
 }
 
 /// Chooses up to `most` tokens of a sample's own sequence, whose slots are taken later. Returns their number.
-fn feed_own(engine: &mut Engine, plan: &mut Plan, live: &mut Live, branch: usize, most: usize) -> usize {
+fn feed_branch(
+    runner: &mut Runner,
+    plan: &mut StepPlan,
+    live: &mut LiveRequest,
+    branch: usize,
+    most: usize,
+) -> usize {
     let rank = live.rank();
-    match engine.take_next(live, branch, most) {
+    match live.take_next(runner, branch, most) {
         Ok(tokens) => {
             plan.feeds.push(Feed { rank, branch: Some(branch), tokens, input: None });
             tokens
@@ -446,40 +266,32 @@ fn feed_own(engine: &mut Engine, plan: &mut Plan, live: &mut Live, branch: usize
     }
 }
 
-/// Feeds up to `most` rows of a request's documents, or computes them, which a blend does by itself. Returns their number.
+/// Feeds up to `most` rows of a request's documents; a blend computes its rows at once. Returns their number.
 fn feed_parts(
-    engine: &mut Engine,
-    live: &mut Live,
-    plan: &mut Plan,
+    runner: &mut Runner,
+    live: &mut LiveRequest,
+    (plan, times): (&mut StepPlan, &mut StepTimes),
     watch: &mut Watch<'_>,
     most: usize,
 ) -> Result<usize> {
-    engine.advance_parts(live)?;
-    let blended = engine.blend(live, most, watch.of(live.rank()))?;
-    if blended > 0 {
-        plan.blended += blended;
-        return Ok(blended);
+    let rank = live.rank();
+    live.prompt.advance(runner, &live.request)?;
+    if live.prompt.is_blending() {
+        let started = Instant::now();
+        let blended = live.prompt.blend(runner, &live.request, most, watch.of(rank));
+        times.model += started.elapsed();
+        let (rows, logits) = blended?;
+        if let Some(logits) = logits {
+            live.take_blended(runner, &logits)?;
+        }
+        plan.blended += rows;
+        return Ok(rows);
     }
-    let (inputs, mut skip) = live.parts.inputs();
     let mut fed = 0;
-    for input in inputs {
+    while let Some(input) = live.prompt.take_rows(most - fed)? {
         let tokens = input.tokens.len();
-        if skip >= tokens {
-            skip -= tokens;
-            continue;
-        }
-        let end = tokens.min(skip + most - fed);
-        if end == skip {
-            break;
-        }
-        let part = if (skip, end) == (0, tokens) { input.clone() } else { input.part(skip..end)? };
-        plan.feeds.push(Feed { rank: live.rank(), branch: None, tokens: end - skip, input: Some(part) });
-        (fed, skip) = (fed + end - skip, 0);
+        plan.feeds.push(Feed { rank, branch: None, tokens, input: Some(input) });
+        fed += tokens;
     }
     Ok(fed)
-}
-
-pub(super) fn is_out_of_blocks(error: &Error) -> bool {
-    use kvcore::Error::OutOfBlocks;
-    matches!(error, Error::Core(OutOfBlocks { .. }) | Error::Chunk(kvchunk::Error::Core(OutOfBlocks { .. })))
 }

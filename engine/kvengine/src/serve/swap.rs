@@ -1,4 +1,5 @@
-//! Giving way: a request's blocks go to host memory and come back, or are computed again, whichever costs less.
+//! Preemption: the blocks of a request are copied to host memory and back, or recomputed, whichever takes
+//! less time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -8,64 +9,72 @@ use kvcore::{
     Stream, SwapBlocks, SwappedSequence,
 };
 
-use super::live::{Branch, Live};
-use super::parts::chunked;
-use super::plan::is_out_of_blocks;
-use crate::caches::Caches;
-use crate::engine::Engine;
+use super::live::{Branch, LiveRequest};
 use crate::error::Result;
+use crate::runner::{Caches, Runner};
 
-/// The blocks that are moved to measure what moving takes.
+/// The number of blocks that are copied to measure the time of a copy.
 const SAMPLE: usize = 8;
 
-/// The costs of giving way and coming back.
+/// The costs of a preemption.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PreemptionCosts {
-    /// The time to compute a token again.
+    /// The time to recompute a token.
     pub token: Duration,
     /// The time to copy a block to host memory and back.
     pub block: Duration,
 }
 
-/// The costs as far as they are known, and the host memory.
+/// Host memory for preempted requests, with the costs of using it.
 #[derive(Debug, Default)]
-pub(crate) struct SwapSpace {
+pub(super) struct SwapSpace {
     /// The largest number of bytes of host memory.
-    pub(crate) memory: usize,
-    /// The costs that were given. None are measured then.
-    pub(crate) given: Option<PreemptionCosts>,
-    /// Seconds a token of the latest passes that were not decode steps.
+    memory: usize,
+    /// Costs that were set. In that case none are measured.
+    given: Option<PreemptionCosts>,
+    /// Seconds per token in the latest passes over prompts.
     token: Option<f64>,
-    /// Seconds a block of each group of layers.
+    /// Seconds per block in each group of layers.
     block: Vec<f64>,
-    /// A pool for each group, allocated when the first request gives way.
+    /// A pool for each group, allocated at the first preemption.
     host: Option<Vec<KvPool>>,
-    /// Host memory was refused.
+    /// Whether host memory was refused.
     refused: bool,
 }
 
 impl SwapSpace {
-    pub(crate) fn new(memory: usize) -> Self {
+    pub(super) fn new(memory: usize) -> Self {
         Self { memory, ..Self::default() }
     }
 
+    /// Returns the largest number of bytes of host memory.
+    pub(super) fn memory(&self) -> usize {
+        self.memory
+    }
+
+    /// Sets the costs, in place of measured ones.
+    pub(super) fn set_costs(&mut self, costs: PreemptionCosts) {
+        self.given = Some(costs);
+    }
+
     /// Returns the blocks of the host memory, if it was needed.
-    pub(crate) fn counts(&self) -> Option<PoolCounts> {
+    pub(super) fn counts(&self) -> Option<PoolCounts> {
         self.host.as_ref().map(|host| host.iter().map(|pool| pool.blocks().counts()).sum())
     }
 
-    pub(crate) fn check_invariants(&self) -> std::result::Result<(), String> {
+    pub(super) fn check_invariants(&self) -> std::result::Result<(), String> {
         self.host.iter().flatten().try_for_each(|pool| pool.blocks().check_invariants())
     }
 
-    /// Takes note of a pass over prompts.
+    /// Records the time of a pass over prompts.
     pub(super) fn computed(&mut self, tokens: usize, elapsed: Duration) {
         let seconds = elapsed.as_secs_f64() / tokens.max(1) as f64;
         self.token = Some(self.token.map_or(seconds, |known| 0.75 * known + 0.25 * seconds));
     }
 
-    /// Returns whether moving blocks, so many of each group, costs less than computing tokens. What was never measured is taken to be
-    /// dear.
+    // Decision: docs/decisions/models.md#a-preempted-request-returns-by-the-cheaper-way
+    /// Returns whether copying these numbers of blocks, one for each group, costs less than recomputing
+    /// tokens. Until a pass was measured, recomputing counts as expensive.
     fn prefers(&self, blocks: &[usize], tokens: usize) -> bool {
         match self.given {
             Some(costs) => {
@@ -79,7 +88,7 @@ impl SwapSpace {
         }
     }
 
-    /// Returns the host memory, which the first call allocates and measures.
+    /// Returns the host memory. The first call allocates and measures it.
     fn host(&mut self, backend: &dyn Backend, stream: &dyn Stream, caches: &Caches) -> Option<Vec<KvPool>> {
         if self.host.is_none() && !self.refused {
             self.host = self.allocate(backend, stream, caches).ok();
@@ -88,7 +97,7 @@ impl SwapSpace {
         self.host.clone()
     }
 
-    /// Allocates host memory that is divided between the groups as that of the device is.
+    /// Allocates host memory, divided between the groups as the memory of the device is.
     fn allocate(
         &mut self,
         backend: &dyn Backend,
@@ -115,8 +124,8 @@ impl SwapSpace {
     }
 }
 
-/// Returns the seconds that a block takes to host memory and back: twice those of the way there, measured on blocks in use, which
-/// are only read.
+/// Returns the seconds to copy a block to host memory and back: twice the time of the copy to the host,
+/// measured on blocks in use, which are only read.
 fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f64> {
     let first = cache.pool().range().start;
     let to = host.blocks().allocate(SAMPLE.min(host.blocks().range().len()))?;
@@ -135,87 +144,83 @@ fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f
     Ok(2.0 * seconds / to.len().max(1) as f64)
 }
 
-impl Engine {
-    /// Sets what it costs to give way, in place of what is measured, for tests and simulations.
-    pub fn set_preemption_costs(&mut self, costs: PreemptionCosts) {
-        self.swap.given = Some(costs);
-    }
-
-    /// Moves the sequences of a request to host memory, if that costs less than computing them again and there is room. Returns whether
-    /// it did; if not, the request is to be withdrawn. The parts of a chunked prompt are looked up again instead.
-    pub(super) fn swap_away(&mut self, live: &mut Live) -> bool {
-        if self.swap.memory == 0 {
+impl SwapSpace {
+    /// Copies the sequences of a request to host memory and frees them, if that costs less than recomputing
+    /// them and there is room. Returns whether it did; if not, the request is to be withdrawn. The parts of a
+    /// chunked prompt are looked up again instead.
+    pub(super) fn swap_out(&mut self, runner: &mut Runner, live: &mut LiveRequest) -> bool {
+        if self.memory == 0 || live.prompt.is_chunked() {
             return false;
         }
-        let own: Vec<SequenceId> = live.branches.iter().filter_map(|branch| branch.own).collect();
+        let sequences: Vec<SequenceId> = live.branches.iter().filter_map(|branch| branch.sequence).collect();
         let held = |cache: &PagedKvCache| -> usize {
-            own.iter().filter_map(|&id| cache.blocks(id).ok()).map(|blocks| blocks.len()).sum()
+            sequences.iter().filter_map(|&id| cache.blocks(id).ok()).map(|blocks| blocks.len()).sum()
         };
-        let blocks: Vec<usize> = self.caches.groups().map(|(_, cache)| held(cache)).collect();
+        let blocks: Vec<usize> = runner.caches.groups().map(|(_, cache)| held(cache)).collect();
         let nothing = blocks.iter().all(|&blocks| blocks == 0);
-        if nothing || chunked(live).is_some() || !self.swap.prefers(&blocks, tokens_again(live)) {
+        if nothing || !self.prefers(&blocks, tokens_again(live)) {
             return false;
         }
-        let host = self.swap.host(self.backend.as_ref(), self.stream.as_ref(), &self.caches);
-        let Some(host) = host else { return false };
-        // Measured just now, perhaps.
+        let (backend, stream) = (runner.setup.backend.as_ref(), runner.setup.stream.as_ref());
+        let Some(host) = self.host(backend, stream, &runner.caches) else { return false };
+        // The first call has just measured the costs.
         let short = |(pool, &blocks): (&KvPool, &usize)| pool.blocks().counts().available() < blocks;
-        if !self.swap.prefers(&blocks, tokens_again(live)) || host.iter().zip(&blocks).any(short) {
+        if !self.prefers(&blocks, tokens_again(live)) || host.iter().zip(&blocks).any(short) {
             return false;
         }
-        for branch in live.branches.iter_mut().filter(|branch| branch.own.is_some()) {
-            let Some(id) = branch.own else { continue };
-            let Ok(swapped) = self.caches.swap_out(id, self.stream.as_ref(), &host) else { return false };
+        for branch in &mut live.branches {
+            let Some(id) = branch.sequence else { continue };
+            let Ok(swapped) = runner.caches.swap_out(id, stream, &host) else { return false };
             branch.computed = swapped.first().map_or(0, SwappedSequence::len);
-            (branch.own, branch.input, branch.swapped) = (None, None, Some(swapped));
+            (branch.sequence, branch.input, branch.swapped) = (None, None, Some(swapped));
             branch.draft.clear();
         }
         true
     }
+}
 
-    /// Brings the sequences of a request back from host memory, all or none. Returns whether there were any. A request that finds no
-    /// room although it is `alone` gives them up, to be computed again.
-    pub(super) fn swap_back(&mut self, live: &mut Live, alone: bool) -> Result<bool> {
-        if live.branches.iter().all(|branch| branch.swapped.is_none()) {
+impl LiveRequest {
+    /// Restores the sequences of a request from host memory, all or none. Returns whether there were any. A
+    /// request that finds no room although it is `alone` gives them up and is recomputed.
+    pub(super) fn swap_in(&mut self, runner: &mut Runner, alone: bool) -> Result<bool> {
+        if self.branches.iter().all(|branch| branch.swapped.is_none()) {
             return Ok(false);
         }
-        let stream = Arc::clone(&self.stream);
-        let mut back = Ok(());
-        for branch in &mut live.branches {
-            if let Some(swapped) = &branch.swapped {
-                match self.caches.swap_in(swapped, stream.as_ref()) {
-                    Ok(own) => branch.own = Some(own),
-                    Err(error) => {
-                        back = Err(error);
-                        break;
-                    }
+        let mut restored = Ok(());
+        for branch in &mut self.branches {
+            let Some(swapped) = &branch.swapped else { continue };
+            match runner.caches.swap_in(swapped, runner.setup.stream.as_ref()) {
+                Ok(sequence) => branch.sequence = Some(sequence),
+                Err(error) => {
+                    restored = Err(error);
+                    break;
                 }
             }
         }
-        let Err(error) = back else {
-            live.branches.iter_mut().for_each(|branch| branch.swapped = None);
+        let Err(error) = restored else {
+            self.branches.iter_mut().for_each(|branch| branch.swapped = None);
             return Ok(true);
         };
-        for branch in &mut live.branches {
-            if let Some(own) = branch.own.take() {
-                drop(self.caches.free(own));
+        for branch in &mut self.branches {
+            if let Some(sequence) = branch.sequence.take() {
+                drop(runner.caches.free(sequence));
             }
         }
-        if !alone && is_out_of_blocks(&error) {
+        if !alone && error.is_out_of_blocks() {
             return Err(error);
         }
-        live.branches.iter_mut().for_each(Branch::forget);
-        if let Some(beams) = &mut live.beams {
+        self.branches.iter_mut().for_each(Branch::forget);
+        if let Some(beams) = &mut self.beams {
             beams.forget();
         }
         Ok(false)
     }
 }
 
-/// Returns the number of tokens that a request would compute again. Samples find the prompt that the first computes.
-fn tokens_again(live: &Live) -> usize {
-    let of = |(i, branch): (usize, &Branch)| {
-        if i == 0 { branch.computed } else { branch.computed.saturating_sub(branch.prompt) }
-    };
-    live.branches.iter().enumerate().map(of).sum()
+/// Returns the number of tokens that a withdrawn request would recompute. Samples find the prompt that the
+/// first one computes.
+fn tokens_again(live: &LiveRequest) -> usize {
+    let first = live.branches.first().map_or(0, |branch| branch.computed);
+    let others = live.branches.iter().skip(1);
+    first + others.map(|branch| branch.computed.saturating_sub(branch.prompt)).sum::<usize>()
 }

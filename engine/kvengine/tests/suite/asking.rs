@@ -6,8 +6,7 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute, RecomputeStrategy, ReuseCell};
 use kvcore::{Gather, KeyForm, KvFormat, MemoryKind, Scatter, WriteSlots, allocate_tensor};
-use kvengine::{Engine, EngineConfig, Generation, Request};
-use kvmodel::PromptTokens;
+use kvengine::{Engine, EngineConfig, Generation, PromptTokens, Request};
 
 use crate::common::load_model;
 

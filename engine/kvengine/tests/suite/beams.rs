@@ -5,9 +5,10 @@ use std::sync::Arc;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::ChunkedPrompt;
 use kvengine::{
-    BeamSearch, Engine, EngineConfig, Error, FinishReason, Generation, Request, Sampling, Scheduling,
+    BeamSearch, Engine, EngineConfig, Error, FinishReason, Generation, PromptTokens, Request, Sampling,
+    Scheduling,
 };
-use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 use serde::Deserialize;
 
 use crate::common::folder;

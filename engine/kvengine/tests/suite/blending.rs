@@ -73,9 +73,17 @@ impl RecomputeStrategy for Spy {
 fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
     #[case] name: &str,
     #[case] layer: usize,
-    #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_ALONE
+    )]
+    cell: ReuseCell,
 ) {
-    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    let golden = Golden::load(name);
     let of = |what: &str| format!("{what}.{}.{layer}", golden_name(cell));
     let mut engine = engine(name, "f32".parse().unwrap());
     let vocabulary = engine.model().config().vocab_size;
@@ -113,11 +121,19 @@ fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
 
 #[rstest]
 fn a_blend_of_documents_that_are_full_attentions_already_changes_nothing(
-    #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_ALONE
+    )]
+    cell: ReuseCell,
     #[values(1, 2)] documents: usize,
 ) {
     // If the system prompt is seen, the first of two chunks and a single chunk have no deviations.
-    let (golden, cell) = (Golden::load("llama-deep"), ReuseCell::ALL[cell]);
+    let golden = Golden::load("llama-deep");
     let chunks = golden.prompt.chunks()[..documents].to_vec();
     let parts = |chunks| {
         ChunkedPrompt::new(golden.prompt.system().to_vec(), chunks, golden.prompt.question().to_vec())
@@ -142,7 +158,7 @@ fn a_blend_of_documents_that_are_full_attentions_already_changes_nothing(
 }
 
 #[rstest]
-fn deviations_are_of_what_was_asked_for(
+fn deviations_are_of_the_requested_kind(
     #[values("llama", "deepseek-v3")] name: &str,
     #[values("f32", "bf16")] format: &str,
 ) {
@@ -171,11 +187,17 @@ fn deviations_are_of_what_was_asked_for(
 #[rstest]
 fn a_blend_at_the_first_layer_equals_the_same_tokens_chosen_by_hand(
     #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
-    #[values(0, 1, 2, 3)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM
+    )]
+    cell: ReuseCell,
 ) {
     // At layer 0 rows go on before anything was computed above them. Blend therefore computes for its chosen
     // tokens exactly what any strategy computes for them.
-    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    let golden = Golden::load(name);
     let mut engine = engine(name, "f32".parse().unwrap());
     let mut run = |strategy: Arc<dyn RecomputeStrategy>| {
         ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell))

@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use kvchunk::{Recompute, ReuseCell};
 use kvcore::DType;
-use kvengine::{Error, Request};
-use kvmodel::{Observer, PromptTokens};
+use kvengine::{Error, PromptTokens, Request};
+use kvmodel::Observer;
 use rstest::rstest;
 
 use crate::asking::engine;

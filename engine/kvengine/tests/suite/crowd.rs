@@ -8,9 +8,9 @@ use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute};
 use kvcore::{Backend, ManualClock};
 use kvengine::{
     Answer, AnswerEvent, DEFAULT_SWAP_MEMORY, Engine, EngineConfig, Error, Generation, PreemptionCosts,
-    Request, Sampling, Scheduling, Step,
+    PromptTokens, Request, Sampling, Scheduling, Step,
 };
-use kvmodel::{Model, PromptTokens};
+use kvmodel::Model;
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
@@ -62,7 +62,8 @@ pub(crate) fn engine_of(
     engine
 }
 
-/// Moving a block takes as long as computing three of its four tokens: what is long and not shared is moved.
+/// Moving a block takes as long as computing three of its four tokens: only long sequences that share no
+/// blocks are moved.
 pub(crate) const SWAP_LONG: PreemptionCosts =
     PreemptionCosts { token: Duration::from_millis(4), block: Duration::from_millis(12) };
 
@@ -160,7 +161,8 @@ pub(crate) fn alone(request: &Request) -> Vec<Generation> {
     reads[0].ends.iter().cloned().map(Option::unwrap).collect()
 }
 
-/// Checks that two answers are equal up to a token whose choice rounding may turn. Returns whether that was their end.
+/// Checks that two answers are equal up to a token whose choice rounding may turn. Returns whether that was
+/// their end.
 pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) -> bool {
     for (i, logits) in expected.logits.iter().enumerate() {
         let mut sorted = logits.clone();
@@ -177,8 +179,8 @@ pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) -
     true
 }
 
-/// Answers requests at once, of which one is cancelled in the middle, and checks that each answer is the one it gets alone. Returns the
-/// last report.
+/// Answers requests at once, of which one is cancelled in the middle, and checks that each answer is the one
+/// it gets alone. Returns the last report.
 pub(crate) fn assert_each_as_alone(engine: &mut Engine, requests: &[Request]) -> Step {
     const CANCELLED: usize = 9;
     let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();

@@ -1,5 +1,5 @@
-//! Models that lie on a device as a whole: the host's tokens and logits. The device is an NVIDIA GPU or an Ascend NPU, or what
-//! stands in for its driver.
+//! Models that lie on a device as a whole: the host's tokens and logits. The device is an NVIDIA GPU or an
+//! Ascend NPU, or what stands in for its driver.
 #![cfg(all(feature = "ascend", feature = "cuda"))]
 
 use std::sync::Arc;
@@ -9,9 +9,9 @@ use kvbackend_cpu::CpuBackend;
 use kvbackend_cuda::{CudaBackend, CudaOptions};
 use kvchunk::{ContextScaling, LocalReplica, Recompute, ReuseCell};
 use kvcore::{Backend, GraphCounts, KeyForm, KvFormat, ManualClock};
-use kvengine::{Engine, EngineConfig, Request, Scheduling};
+use kvengine::{Engine, EngineConfig, PromptTokens, Request, Scheduling};
 use kvmodel::dense::{AscendDense, CudaDense, Dense};
-use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 use rstest::rstest;
 
 use crate::batch::Batch;
@@ -126,7 +126,8 @@ fn requests_at_once_on_the_device_answer_as_each_alone_on_the_host(
     assert!(last.preemptions > 0, "{last:?}");
 }
 
-/// Returns the bits of all logits of three requests to one engine with at most `graphs` graphs, and how steps ran.
+/// Returns the bits of all logits of three requests to one engine with at most `graphs` graphs, and how steps
+/// ran.
 fn bits(
     name: &str,
     (kind, device): (Kind, usize),
@@ -232,17 +233,17 @@ fn replicas_on_other_devices_hand_their_chunks_over(
     assert_eq!((read(0), read(1)), (scales, logits + scales), "no chunk goes through the host");
 }
 
-/// Two engines on one stream and one set of dense steps, each in a thread of its own: captures of one are no part of the
-/// other's work.
+/// Two engines on one stream and one set of dense steps, each in a thread of its own: captures of one are no
+/// part of the other's work.
 #[rstest]
-fn engines_that_share_a_stream_capture_beside_each_other(
+fn engines_that_share_a_stream_capture_side_by_side(
     #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
     #[values(0, 1)] device: usize,
 ) {
     let Some((backend, dense)) = opened(kind, device) else { return };
     let config = EngineConfig { block_size: 4, ..EngineConfig::default() };
     let one = Engine::new(on_device("llama", dense.clone()), backend, b"one", &config).unwrap();
-    let two = one.beside(on_device("llama", dense), b"two").unwrap();
+    let two = one.sharing_memory(on_device("llama", dense), b"two").unwrap();
     let request = Request {
         max_new_tokens: 6,
         keep_logits: true,

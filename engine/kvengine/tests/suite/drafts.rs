@@ -3,8 +3,7 @@
 use std::sync::Arc;
 
 use kvchunk::{ChunkedPrompt, Recompute};
-use kvengine::{Generation, Request, Sampling, Scheduling};
-use kvmodel::PromptTokens;
+use kvengine::{Generation, PromptTokens, Request, Sampling, Scheduling};
 use rstest::rstest;
 
 use crate::crowd::{Read, assert_nothing_held, assert_same, engine, roomy, run};
@@ -64,7 +63,7 @@ fn guesses_end_with_the_answer_and_the_model() {
     let request = Request { lookup: 6, ..plain((0..longest as u32 - 3).map(|j| 3 + j % 4).collect()) };
     let (got, _) = answer(&request);
     let (expected, _) = answer(&Request { lookup: 0, ..request });
-    assert_eq!(got.tokens.len(), 4, "three positions, and a token behind the last");
+    assert_eq!(got.tokens.len(), 4, "three positions, and a token after the last");
     assert_same(&got, &expected, "at the model's last position");
 }
 

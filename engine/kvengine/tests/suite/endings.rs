@@ -5,8 +5,8 @@ use std::path::Path;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::DType;
-use kvengine::{Engine, EngineConfig, Error, FinishReason, Request, Sampling};
-use kvmodel::{ModelDirectory, Observer, PromptTokens, TextStream};
+use kvengine::{Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
+use kvmodel::{ModelDirectory, Observer, TextStream};
 use rstest::rstest;
 
 use crate::asking::engine;

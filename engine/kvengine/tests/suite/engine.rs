@@ -4,8 +4,8 @@ use crate::common::{Golden, load_model};
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, ReuseCell};
 use kvcore::CacheKind;
-use kvengine::{Engine, EngineConfig, Error, FinishReason, Request, Sampling};
-use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use kvengine::{Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
+use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 use rstest::rstest;
 
 fn engine(name: &str, config: &EngineConfig) -> Engine {
@@ -34,10 +34,15 @@ fn assert_nothing_held(engine: &Engine) {
 #[rstest]
 fn chunks_in_another_order_are_hits_and_change_no_token(
     #[values("llama", "qwen2", "qwen3", "mistral", "llama-dynamic", "deepseek-v3")] name: &str,
-    #[values(0, 1, 2, 3)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM
+    )]
+    cell: ReuseCell,
     #[values("f32", "bf16", "int8:8", "int4:4", "fp8-e4m3")] format: &str,
 ) {
-    let cell = ReuseCell::ALL[cell];
     let prompt = Golden::load(name).prompt;
     let kv_format = format.parse().expect("a format");
     let config = EngineConfig { kv_format, block_size: 4, ..EngineConfig::default() };

@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvchunk::{ColdRule, Recompute, ReuseCell, SleepForm};
-use kvengine::{ChunkSleep, Engine, EngineConfig, Generation, Request};
-use kvmodel::PromptTokens;
+use kvengine::{ChunkSleep, Engine, EngineConfig, Generation, PromptTokens, Request};
 use rstest::rstest;
 
 use crate::common::{Golden, distance, load_model, reordered};

@@ -80,6 +80,10 @@ impl Backend for Faulty {
     fn capabilities(&self) -> Capabilities {
         self.cpu.capabilities()
     }
+    fn shares_host_memory(&self) -> bool {
+        self.cpu.shares_host_memory()
+    }
+
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>> {
         self.fuse.check("allocate")?;
         self.cpu.allocate(kind, bytes)

@@ -85,8 +85,18 @@ fn full_attention_costs_what_its_rows_see() {
 }
 
 #[rstest]
-fn chunks_that_are_computed_see_what_their_mode_says(#[values(0, 1, 2, 3, 4, 5)] cell: usize) {
-    let (golden, cell) = (Golden::load("llama"), ReuseCell::ALL[cell]);
+fn computed_chunks_see_the_tokens_of_their_mode(
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_ALONE
+    )]
+    cell: ReuseCell,
+) {
+    let golden = Golden::load("llama");
     let cold = ask(&mut engine("llama", "f32".parse().unwrap()), &golden.prompt, with("none", cell));
     let before = if cell.mode == ComputeMode::WithSystem { SYSTEM } else { 0 };
     let chunks = CHUNKS.iter().flat_map(|len| causal(before..before + len));
@@ -100,13 +110,18 @@ fn chunks_that_are_computed_see_what_their_mode_says(#[values(0, 1, 2, 3, 4, 5)]
 }
 
 #[rstest]
-#[case(2, "link:2", firsts(2, 0).collect())] // sequential, alone: the first chunk has not seen the system prompt
-#[case(3, "link:2", firsts(2, 1).collect())] // sequential, with the system prompt
-#[case(3, "link:5", firsts(5, 1).collect())]
-#[case(2, "full", (SYSTEM..CONTEXT).collect())]
-#[case(3, "full", (SYSTEM..CONTEXT).collect())]
-fn recomputed_tokens_cost_what_they_see(#[case] cell: usize, #[case] strategy: &str, #[case] anew: Vec<u64>) {
-    let got = hit("llama", strategy, ReuseCell::ALL[cell]);
+// Alone, the first chunk has not seen the system prompt.
+#[case(ReuseCell::SEQUENTIAL_ALONE, "link:2", firsts(2, 0).collect())]
+#[case(ReuseCell::SEQUENTIAL_WITH_SYSTEM, "link:2", firsts(2, 1).collect())]
+#[case(ReuseCell::SEQUENTIAL_WITH_SYSTEM, "link:5", firsts(5, 1).collect())]
+#[case(ReuseCell::SEQUENTIAL_ALONE, "full", (SYSTEM..CONTEXT).collect())]
+#[case(ReuseCell::SEQUENTIAL_WITH_SYSTEM, "full", (SYSTEM..CONTEXT).collect())]
+fn recomputed_tokens_cost_what_they_see(
+    #[case] cell: ReuseCell,
+    #[case] strategy: &str,
+    #[case] anew: Vec<u64>,
+) {
+    let got = hit("llama", strategy, cell);
     assert_eq!(got.recomputed_tokens, anew.len());
     assert_eq!(got.prefill_flops, pass(2, &causal(anew.into_iter().chain(CONTEXT..ALL))));
 }
@@ -114,9 +129,8 @@ fn recomputed_tokens_cost_what_they_see(#[case] cell: usize, #[case] strategy: &
 #[rstest]
 fn a_blend_costs_all_tokens_up_to_its_check_and_the_chosen_ones_from_there_on(
     #[values(1, 2, 3)] layer: u64,
-    #[values(2, 3)] cell: usize,
+    #[values(ReuseCell::SEQUENTIAL_ALONE, ReuseCell::SEQUENTIAL_WITH_SYSTEM)] cell: ReuseCell,
 ) {
-    let cell = ReuseCell::ALL[cell];
     let chosen = Golden::load("llama-deep").ids(&format!("blend_chosen.{}.{layer}", golden_name(cell)));
     let got = hit("llama-deep", &format!("blend:0.4@{layer}:both"), cell);
     assert_eq!((got.recomputed_tokens, chosen.len()), (8, 8));

@@ -5,8 +5,7 @@ use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::Backend;
-use kvengine::{Engine, FinishReason, PreemptionCosts, Request, Sampling, Scheduling, Step};
-use kvmodel::PromptTokens;
+use kvengine::{Engine, FinishReason, PreemptionCosts, PromptTokens, Request, Sampling, Scheduling, Step};
 use rstest::rstest;
 
 use crate::crowd::{Read, alone, assert_nothing_held, assert_same, engine_on, run};
@@ -86,7 +85,8 @@ fn what_does_not_fit_into_host_memory_is_computed_again() {
     assert_eq!(engine.report().swapped.unwrap().total, 9);
 }
 
-/// Samples end at different times, and the request gives way after the first is over: the others go on as alone.
+/// Samples end at different times, and the request gives way after the first is over: the others go on as
+/// alone.
 #[rstest]
 #[case(MOVING_IS_FREE)]
 #[case(COMPUTING_IS_FREE)]
@@ -120,7 +120,8 @@ fn samples_that_are_over_stay_over_when_their_request_gives_way(#[case] costs: P
     assert_nothing_held(&engine);
 }
 
-/// An answer that is given keeps the logits of all its places, whatever is found cached of it when it comes back.
+/// An answer that is given keeps the logits of all its places, whatever is found cached of it when it comes
+/// back.
 #[test]
 fn a_given_answer_that_gives_way_keeps_all_its_logits() {
     let mut requests = requests();

@@ -1,4 +1,5 @@
-//! Groups of layers: a model with and without windows keeps the blocks of each kind apart, and answers as on other caches.
+//! Groups of layers: a model with and without windows keeps the blocks of each kind apart, and answers as on
+//! other caches.
 
 use std::time::Duration;
 
@@ -6,9 +7,10 @@ use kvbackend_cpu::CpuBackend;
 use kvchunk::ChunkedPrompt;
 use kvcore::{CacheKind, GroupKind, KvFormat, PoolCounts};
 use kvengine::{
-    BeamSearch, Engine, EngineConfig, Error, Generation, PreemptionCosts, Request, Scheduling, SparseDecode,
+    BeamSearch, Engine, EngineConfig, Error, Generation, PreemptionCosts, PromptTokens, Request, Scheduling,
+    SparseDecode,
 };
-use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 use rstest::rstest;
 
 use crate::common::folder;
@@ -43,7 +45,8 @@ fn roomy(cache: CacheKind) -> Engine {
     Engine::new(model(), CpuBackend::new(), b"t", &config(cache)).unwrap()
 }
 
-/// Returns an engine on a grouped cache with the memory of so many blocks of all layers, divided for requests of `len` tokens.
+/// Returns an engine on a grouped cache with the memory of so many blocks of all layers, divided for requests
+/// of `len` tokens.
 fn grouped(blocks: usize, len: usize) -> Engine {
     let block_bytes = roomy(CacheKind::Paged).cache().arena().layout().block_bytes();
     let memory = Some(blocks * block_bytes);
@@ -113,7 +116,7 @@ fn memory_of_a_long_answer_stays_flat_in_the_group_with_the_window(
 }
 
 #[test]
-fn a_request_finds_what_every_group_has_of_its_prompt() {
+fn a_request_finds_the_prefix_that_every_group_has() {
     let (mut engine, mut uniform) = (roomy(CacheKind::Grouped), roomy(CacheKind::Paged));
     for (prompt, cached) in [(100, 0), (130, 100), (130, 128), (60, 56), (41, 40)] {
         let request = request(prompt, 12);
@@ -204,7 +207,7 @@ fn a_grouped_cache_keeps_no_chunks_and_says_so() {
     assert_same(&got, &roomy(CacheKind::Paged).generate(&whole, &mut ()).unwrap(), "full attention");
     let sparse = Request { sparse: Some(SparseDecode::new(8)), ..request(60, 8) };
     assert!(matches!(engine.generate(&sparse, &mut ()), Err(Error::Pages(_))));
-    assert!(matches!(engine.beside(model(), b"t"), Err(Error::NoChunks(_))));
+    assert!(matches!(engine.sharing_memory(model(), b"t"), Err(Error::NoChunks(_))));
     let asleep = EngineConfig { enable_sleep_mode: true, ..config(CacheKind::Grouped) };
     let error = Engine::new(model(), CpuBackend::new(), b"t", &asleep).map(drop);
     assert!(matches!(error, Err(Error::NoSleepMode(_))));

@@ -36,9 +36,15 @@ fn scores(
 #[rstest]
 fn tokens_that_the_question_chooses_are_recomputed_as_those_chosen_by_hand(
     #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
-    #[values(0, 1, 2, 3)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM
+    )]
+    cell: ReuseCell,
 ) {
-    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    let golden = Golden::load(name);
     let mut engine = engine_with(name, "f32".parse().unwrap(), KeyForm::Rotated);
     let mut run = |strategy: Arc<dyn RecomputeStrategy>| {
         ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell))
@@ -55,9 +61,14 @@ fn tokens_that_the_question_chooses_are_recomputed_as_those_chosen_by_hand(
 #[rstest]
 fn keys_are_seen_at_their_place_however_they_are_stored(
     #[values("llama", "llama-yarn", "llama-partial", "qwen3", "mistral", "deepseek-v3")] name: &str,
-    #[values(0, 1, 2, 3)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM
+    )]
+    cell: ReuseCell,
 ) {
-    let cell = ReuseCell::ALL[cell];
     let [rotated, unrotated] =
         [KeyForm::Rotated, KeyForm::Unrotated].map(|keys| scores(name, cell, keys, "question:0.4@0", |_| ()));
     let all = [rotated, unrotated].map(|scores| scores.concat());
@@ -105,9 +116,9 @@ impl RecomputeStrategy for Told {
 #[rstest]
 fn a_joint_choice_knows_what_the_question_and_a_blend_know(
     #[values("llama-deep", "qwen3", "deepseek-v3")] name: &str,
-    #[values(1, 2)] cell: usize,
+    #[values(ReuseCell::OVERLAPPED_ALONE, ReuseCell::SEQUENTIAL_ALONE)] cell: ReuseCell,
 ) {
-    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    let golden = Golden::load(name);
     let mut engine = engine_with(name, "f32".parse().unwrap(), KeyForm::Rotated);
     ask(&mut engine, &golden.prompt, with("none", cell));
     let mut run = |strategy: Arc<dyn RecomputeStrategy>| {

@@ -2,8 +2,7 @@
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, PositionStrategy, ReuseCell, Tenant};
-use kvengine::{Engine, EngineConfig, Request};
-use kvmodel::PromptTokens;
+use kvengine::{Engine, EngineConfig, PromptTokens, Request};
 
 use crate::asking::{ask, engine, last, with};
 use crate::common::{
@@ -16,9 +15,14 @@ for_every_model! {
         // The last strategy takes all tokens through a checkpoint in the middle of the model.
         #[values("link:100", "blend:1", "full", "blend:0.999@1:both")] strategy: &str,
         #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
-        #[values(2, 3, 4, 5)] cell: usize
+        #[values(
+            ReuseCell::SEQUENTIAL_ALONE,
+            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_ALONE
+        )]
+        cell: ReuseCell
     ) {
-        let cell = ReuseCell::ALL[cell];
         let golden = Golden::load(name);
         let mut engine = engine(name, format.parse().unwrap());
         let vocabulary = engine.model().config().vocab_size;
@@ -161,10 +165,9 @@ fn a_pool_too_small_for_copies_is_an_error_that_holds_nothing() {
 for_every_model! {
     fn rule_4_the_overlapped_end_is_the_unmasked_causal_reference(
         name: &str,
-        #[values(0, 1)] cell: usize,
+        #[values(ReuseCell::OVERLAPPED_WITH_SYSTEM, ReuseCell::OVERLAPPED_ALONE)] cell: ReuseCell,
         #[values("link:100", "blend:1", "full", "blend:0.999@1")] strategy: &str
     ) {
-        let cell = ReuseCell::ALL[cell];
         let golden = Golden::load(name);
         let mut engine = engine(name, "f32".parse().unwrap());
         let vocabulary = engine.model().config().vocab_size;

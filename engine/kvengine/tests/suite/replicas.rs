@@ -34,9 +34,17 @@ fn answer(engine: &mut Engine, golden: &Golden, cell: ReuseCell) -> Generation {
 #[rstest]
 fn what_one_has_computed_the_other_reads(
     #[values("llama", "mistral", "deepseek-v3")] name: &str,
-    #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_ALONE
+    )]
+    cell: ReuseCell,
 ) {
-    let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    let golden = Golden::load(name);
     let [mut a, mut b] = engines(name);
     let first = answer(&mut a, &golden, cell);
     let second = answer(&mut b, &golden, cell);

@@ -4,8 +4,7 @@ use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::{PolicyKind, Retention};
-use kvengine::{Engine, EngineConfig, Request};
-use kvmodel::PromptTokens;
+use kvengine::{Engine, EngineConfig, PromptTokens, Request};
 
 use crate::common::load_model;
 

@@ -2,15 +2,21 @@
 //! (`proof/goldens/models/scaled_attention.py`).
 
 use kvchunk::{ContextScaling, ReuseCell};
-use kvengine::Request;
-use kvmodel::PromptTokens;
+use kvengine::{PromptTokens, Request};
 
 use crate::asking::{ask, engine, last};
 use crate::common::{Golden, distance, for_every_model, golden_name};
 
 for_every_model! {
-    fn scaled_documents_equal_the_formula_in_transformers(name: &str, #[values(0, 1)] cell: usize) {
-        let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    fn scaled_documents_equal_the_formula_in_transformers(
+        name: &str,
+        #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM,
+            ReuseCell::OVERLAPPED_ALONE
+        )]
+        cell: ReuseCell
+    ) {
+        let golden = Golden::load(name);
         let [temperature, scale] = golden.logits("scaling")[..] else { panic!("two numbers") };
         let expected = golden.logits(&format!("scaled.{}", golden_name(cell)));
         let mut engine = engine(name, "f32".parse().unwrap());

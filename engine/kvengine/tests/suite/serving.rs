@@ -1,13 +1,14 @@
-//! Many requests at once: each is answered as if it were alone, whatever the others do, and nothing stays held.
+//! Many requests at once: each is answered as if it were alone, whatever the others do, and nothing stays
+//! held.
 
 use std::time::Duration;
 
 use kvbackend_cpu::CpuBackend;
 use kvcore::ManualClock;
 use kvengine::{
-    AnswerEvent, BeamSearch, Engine, EngineConfig, Error, FinishReason, Request, Sampling, Scheduling,
+    AnswerEvent, BeamSearch, Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling,
+    Scheduling,
 };
-use kvmodel::PromptTokens;
 use rstest::rstest;
 
 use crate::common::load_model;
@@ -104,7 +105,8 @@ fn a_request_larger_than_the_pool_is_refused_and_one_that_outgrows_the_pool_ends
     assert_nothing_held(&engine);
 }
 
-/// The one that gives way has outgrown the pool by the time it comes back, as computed again and from host memory.
+/// The one that gives way has outgrown the pool by the time it comes back, as computed again and from host
+/// memory.
 #[rstest]
 fn a_request_that_gave_way_and_never_fits_again_ends_and_others_go_on(
     #[values(0, 1 << 20)] swap_memory: usize,
@@ -132,7 +134,7 @@ fn a_request_that_gave_way_and_never_fits_again_ends_and_others_go_on(
 }
 
 #[test]
-fn a_client_that_stops_reading_holds_nobody_up() {
+fn a_client_that_stops_reading_delays_no_other_request() {
     let mut engine = engine(64, Scheduling::default());
     let requests = mixed(12, 7);
     let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
@@ -169,7 +171,8 @@ fn a_hundred_cancelled_in_the_middle_of_their_prompts_hold_nothing() {
     assert_nothing_held(&engine);
 }
 
-/// Guesses, pieces of prompts and pieces of what is computed anew share the tokens of a step with the answers.
+/// Guesses, pieces of prompts and recomputed pieces share the tokens of a step with the
+/// answers.
 #[test]
 fn no_step_computes_more_than_its_tokens() {
     for step_tokens in [9, 40] {

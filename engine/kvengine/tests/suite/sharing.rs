@@ -37,9 +37,17 @@ fn hits(answer: &Generation) -> usize {
 fn two_models_in_one_cache_never_serve_each_others_kv(
     #[case] first: (&str, &str),
     #[case] second: (&str, &str),
-    #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_ALONE
+    )]
+    cell: ReuseCell,
 ) {
-    let (prompt, cell) = (Golden::load("llama").prompt, ReuseCell::ALL[cell]);
+    let prompt = Golden::load("llama").prompt;
     // Each prompt is missed and then hit, in the model's own caches.
     let alone = [first, second].map(|(config, weights)| {
         let mut engine = engine(model(config, weights));
@@ -47,7 +55,7 @@ fn two_models_in_one_cache_never_serve_each_others_kv(
     });
     assert!(distance(&alone[0][0][0], &alone[1][0][0]) > 1e-2, "they are other models");
     let a = engine(model(first.0, first.1));
-    let b = a.beside(model(second.0, second.1), b"t").unwrap();
+    let b = a.sharing_memory(model(second.0, second.1), b"t").unwrap();
     let mut engines = [a, b];
     for round in 0..2 {
         for (engine, alone) in engines.iter_mut().zip(&alone) {
@@ -85,14 +93,14 @@ fn two_models_in_one_cache_never_serve_each_others_kv(
 
 #[test]
 fn a_model_of_other_extents_or_a_static_cache_is_not_shared() {
-    let error = engine(model("llama", "llama")).beside(model("qwen3", "qwen3"), b"t").unwrap_err();
+    let error = engine(model("llama", "llama")).sharing_memory(model("qwen3", "qwen3"), b"t").unwrap_err();
     assert!(error.to_string().contains("key dimension"), "{error}");
     let fixed = EngineConfig { cache: CacheKind::Static, ..EngineConfig::default() };
     let fixed = Engine::new(model("llama", "llama"), CpuBackend::new(), b"t", &fixed).unwrap();
-    assert!(fixed.beside(model("llama", "llama"), b"t").unwrap_err().to_string().contains("paged"));
+    assert!(fixed.sharing_memory(model("llama", "llama"), b"t").unwrap_err().to_string().contains("paged"));
     let slept = EngineConfig { enable_sleep_mode: true, kv_memory: Some(4 << 20), ..EngineConfig::default() };
     let slept = Engine::new(model("llama", "llama"), CpuBackend::new(), b"t", &slept).unwrap();
-    assert!(slept.beside(model("llama", "llama"), b"t").unwrap_err().to_string().contains("sleep"));
+    assert!(slept.sharing_memory(model("llama", "llama"), b"t").unwrap_err().to_string().contains("sleep"));
 }
 
 /// Stores other contents under the very keys that the assembler asks for. If the hash resists collisions,
@@ -101,10 +109,18 @@ fn a_model_of_other_extents_or_a_static_cache_is_not_shared() {
 #[rstest]
 fn rule_8_a_collision_is_recomputed_through_the_assembler(
     #[values(HashAlgorithm::Blake3, HashAlgorithm::Sha256, HashAlgorithm::Xxh3)] hash: HashAlgorithm,
-    #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_ALONE
+    )]
+    cell: ReuseCell,
     #[values(false, true)] under_way: bool,
 ) {
-    let (golden, cell) = (Golden::load("llama"), ReuseCell::ALL[cell]);
+    let golden = Golden::load("llama");
     let (prompt, expected) = (&golden.prompt, golden.logits(golden_name(cell)));
     let mut lab = Lab::new("llama", Setup { hash, ..Setup::default() });
     let plan = PositionPlan::new(prompt, cell, lab.model.config().max_positions).unwrap();

@@ -3,8 +3,7 @@
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{Acquired, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm, ReuseCell, TenantId};
 use kvcore::{CacheKind, KeyScope};
-use kvengine::{Engine, EngineConfig, Error, Generation, PoolTag, Request, Slept};
-use kvmodel::PromptTokens;
+use kvengine::{Engine, EngineConfig, Error, Generation, PoolTag, PromptTokens, Request, Slept};
 use rstest::rstest;
 
 use crate::common::{Golden, distance, load_model};

@@ -4,8 +4,7 @@
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{ColdRule, ReuseCell, SleepForm, Tenant};
 use kvcore::{CacheKind, PoolCounts};
-use kvengine::{CacheReport, ChunkSleep, Engine, EngineConfig, Generation, Request};
-use kvmodel::PromptTokens;
+use kvengine::{CacheReport, ChunkSleep, Engine, EngineConfig, Generation, PromptTokens, Request};
 use rstest::rstest;
 
 use crate::common::{Golden, distance, load_model, reordered};
@@ -82,9 +81,9 @@ fn woken_chunks_give_the_logits_of_those_that_never_slept(
     #[values(Execution::Immediate, Execution::Deferred)] execution: Execution,
     #[values("f32", "bf16", "int8:4")] format: &str,
     #[values("plain", "compressed")] form: &str,
-    #[values(0, 2)] cell: usize,
+    #[values(ReuseCell::OVERLAPPED_WITH_SYSTEM, ReuseCell::SEQUENTIAL_ALONE)] cell: ReuseCell,
 ) {
-    let (awake, woken, engine) = awake_and_woken(name, execution, format, form, ReuseCell::ALL[cell]);
+    let (awake, woken, engine) = awake_and_woken(name, execution, format, form, cell);
     assert_eq!((awake.tokens, awake.logits), (woken.tokens, woken.logits));
     assert!(woken.chunks.iter().all(|chunk| chunk.exact));
     assert_eq!(engine.report().chunk_cache.unwrap().approximate_hits, 0);

@@ -1,12 +1,13 @@
-//! Page-sparse decode: what it leaves out, and that it is the same wherever keys lie and whoever else is answered.
+//! Page-sparse decode: the blocks that it leaves out do not depend on the positions of keys or on other
+//! requests.
 
 use std::path::Path;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkedPrompt, ReuseCell};
 use kvcore::{DType, KeyForm};
-use kvengine::{Engine, EngineConfig, Error, Generation, Request, Scheduling, SparseDecode};
-use kvmodel::{ModelDirectory, PromptTokens, TextCodec};
+use kvengine::{Engine, EngineConfig, Error, Generation, PromptTokens, Request, Scheduling, SparseDecode};
+use kvmodel::{ModelDirectory, TextCodec};
 use rstest::rstest;
 
 use crate::asking::engine_with;
@@ -33,7 +34,7 @@ fn apart(a: &Generation, b: &Generation) -> f32 {
 }
 
 #[test]
-fn who_sees_enough_sees_everything_and_who_sees_little_differs_in_later_tokens_alone() {
+fn enough_blocks_change_nothing_and_few_blocks_change_only_later_tokens() {
     let dense = &alone(&long(70, 1, None))[0];
     let whole = &alone(&long(70, 1, Some(SparseDecode { pages: 20, dense_layers: 0 })))[0];
     assert_same(whole, dense, "20 blocks hold all of 79 tokens");
@@ -44,13 +45,20 @@ fn who_sees_enough_sees_everything_and_who_sees_little_differs_in_later_tokens_a
     assert_same(deep, dense, "no layer is sparse");
 }
 
-/// Bounds are those of keys at their place: wherever documents stand and in whichever form keys are stored, the same blocks are chosen.
+/// Bounds are taken of keys at their positions in use: the same blocks are chosen at every position of the
+/// documents and in every form of stored keys.
 #[rstest]
 fn keys_are_bounded_at_their_place(
     #[values("llama", "deepseek-v3")] name: &str,
-    #[values(0, 1, 2, 3)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM
+    )]
+    cell: ReuseCell,
 ) {
-    let (golden, cell) = (Golden::load(name).prompt, ReuseCell::ALL[cell]);
+    let golden = Golden::load(name).prompt;
     let chunks = golden.chunks().iter().map(|chunk| chunk.iter().copied().cycle().take(19).collect());
     let prompt =
         ChunkedPrompt::new(golden.system().to_vec(), chunks.collect(), golden.question().to_vec()).unwrap();
@@ -130,7 +138,8 @@ fn facts_are_found_in_a_quarter_of_a_context() {
     assert!(right[1] * 20 >= right[0] * 19, "{right:?} of {}: a twentieth may be lost", facts.len());
 }
 
-/// Returns the answer to a question whose last token, the mark, is one of the answer: the decode step after it looks for the fact.
+/// Returns the answer to a question whose last token, the mark, is one of the answer: the decode step after
+/// it looks for the fact.
 fn asked(
     engine: &mut Engine,
     codec: &TextCodec,

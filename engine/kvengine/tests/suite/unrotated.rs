@@ -14,8 +14,19 @@ fn lab(name: &str, format: &str) -> Lab {
 }
 
 for_every_model! {
-    fn every_cell_equals_transformers(name: &str, #[values(0, 1, 2, 3, 4, 5)] cell: usize) {
-        let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+    fn every_cell_equals_transformers(
+        name: &str,
+        #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM,
+            ReuseCell::OVERLAPPED_ALONE,
+            ReuseCell::SEQUENTIAL_ALONE,
+            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_ALONE
+        )]
+        cell: ReuseCell
+    ) {
+        let golden = Golden::load(name);
         let expected = golden.logits(golden_name(cell));
         let mut lab = lab(name, "f32");
         drop(lab.run(&reordered(&golden.prompt), cell, true));
@@ -36,9 +47,17 @@ for_every_model! {
     fn no_format_adds_an_error_by_reuse(
         name: &str,
         #[values("f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
-        #[values(0, 1, 2, 3, 4, 5)] cell: usize
+        #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM,
+            ReuseCell::OVERLAPPED_ALONE,
+            ReuseCell::SEQUENTIAL_ALONE,
+            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_ALONE
+        )]
+        cell: ReuseCell
     ) {
-        let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+        let golden = Golden::load(name);
         let own = golden.own_error(&format!("{format}_unrotated"), cell);
         let mut lab = lab(name, format);
         drop(lab.run(&reordered(&golden.prompt), cell, true));
@@ -52,15 +71,21 @@ for_every_model! {
 }
 
 for_every_model! {
-    /// Checks that recomputed keys lie unrotated beside the others, and that a checkpoint compares like with
+    /// Checks that recomputed keys are stored unrotated like the others, and that a checkpoint compares like with
     /// like.
     fn rule_4_recomputing_everything_equals_full_attention(
         name: &str,
         #[values("link:100", "blend:1", "full", "blend:0.999@1:keys")] strategy: &str,
         #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
-        #[values(2, 3, 4, 5)] cell: usize
+        #[values(
+            ReuseCell::SEQUENTIAL_ALONE,
+            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_ALONE
+        )]
+        cell: ReuseCell
     ) {
-        let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+        let golden = Golden::load(name);
         let mut engine = engine_with(name, format.parse().unwrap(), KeyForm::Unrotated);
         let limit = match format {
             "f32" => 1e-4,

@@ -8,11 +8,11 @@ use std::sync::Arc;
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{Recompute, ReuseCell};
 use kvcore::{Backend, DType, KeyForm, MemoryKind, Storage, Stream, TensorView, allocate_tensor};
-use kvengine::{Engine, EngineConfig, Generation, Request};
+use kvengine::{Engine, EngineConfig, Generation, PromptTokens, Request};
 use kvmodel::dense::{
     Activation, AttentionInput, Border, BorderExtents, Dense, RowIndex, StoredWeight, Weight, WeightUse,
 };
-use kvmodel::{Model, ModelConfig, PromptTokens, Result, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, Result, WeightFormat, Weights};
 use rstest::rstest;
 
 use crate::common::{Golden, distance, folder, load_model};

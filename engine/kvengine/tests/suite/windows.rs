@@ -1,10 +1,10 @@
-//! Sliding windows: what lies behind the window of every layer is let go while a request runs.
+//! Sliding windows: blocks before the window of every layer are freed while a request runs.
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::ChunkedPrompt;
 use kvcore::CacheKind;
-use kvengine::{Engine, EngineConfig, Request, Scheduling};
-use kvmodel::{Model, ModelConfig, PromptTokens, WeightFormat, Weights};
+use kvengine::{Engine, EngineConfig, PromptTokens, Request, Scheduling};
+use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 use rstest::rstest;
 
 use crate::common::folder;
@@ -47,7 +47,8 @@ fn request(prompt: usize, lookup: usize) -> Request {
     Request { ignore_end: true, keep_logits: true, ..request }
 }
 
-/// A window of 24 tokens, a piece of 16 and a block that begins: eleven blocks, however long prompt and answer are.
+/// A window of 24 tokens, a piece of 16 and a block that begins: eleven blocks, however long prompt and
+/// answer are.
 #[rstest]
 #[case::long_answer(10, 0)]
 #[case::long_prompt(70, 0)]
@@ -66,11 +67,7 @@ fn memory_stays_flat_under_a_window(#[case] prompt: usize, #[case] lookup: usize
     read.take(&mut answer);
     assert!(most <= (WINDOW + 16).div_ceil(4) + 1, "{most} blocks were held at once");
     assert!(read.error.is_none(), "{:?}", read.error);
-    assert_same(
-        read.ends[0].as_ref().unwrap(),
-        &expected(&request),
-        "with what lies behind the window let go",
-    );
+    assert_same(read.ends[0].as_ref().unwrap(), &expected(&request), "with blocks before the window freed");
 }
 
 /// A prompt and an answer that are four times as long as the pool fit, since they are never held as a whole.
@@ -85,7 +82,7 @@ fn a_request_may_be_longer_than_the_pool() {
 }
 
 #[test]
-fn samples_and_requests_that_give_way_let_go_too() {
+fn samples_and_preempted_requests_free_blocks_too() {
     let mut requests: Vec<Request> = (0..3).map(|i| request(20 + 9 * i, 0)).collect();
     requests[1].samples = 3;
     requests[1].sampling.temperature = 0.8;
@@ -109,9 +106,10 @@ fn samples_and_requests_that_give_way_let_go_too() {
     crate::crowd::assert_nothing_held(&engine);
 }
 
-/// Documents are held whole, since each is behind the window at a place of its own; the question's own sequence is not.
+/// Documents are held whole, because each leaves the window at a different position; the question's own
+/// sequence is not.
 #[test]
-fn an_answer_behind_documents_lets_its_own_sequence_go() {
+fn an_answer_after_documents_frees_its_own_sequence() {
     let chunks = vec![(3..20).collect(), (7..30).collect()];
     let prompt = ChunkedPrompt::new(vec![5, 6], chunks, vec![9, 8, 7]).unwrap();
     let request = Request { max_new_tokens: 180, ..request(0, 0) };

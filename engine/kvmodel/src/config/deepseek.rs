@@ -13,11 +13,11 @@ pub struct LatentConfig {
     pub q_lora_rank: Option<usize>,
     /// The width of the latent that holds the keys and values of a token.
     pub kv_lora_rank: usize,
-    /// The elements of a head's query and key that carry no position.
+    /// The number of elements of a head's query and key that carry no position.
     pub qk_nope_head_dim: usize,
-    /// The elements of a head's query and key that are rotated. All heads share those of the key.
+    /// The number of rotated elements of a head's query and key. All heads share the rotated part of the key.
     pub qk_rope_head_dim: usize,
-    /// The elements of a head's value.
+    /// The number of elements of a head's value.
     pub v_head_dim: usize,
 }
 
@@ -34,7 +34,7 @@ pub struct ExpertsConfig {
     /// The number of experts that a token goes through.
     #[serde(rename = "num_experts_per_tok")]
     pub per_token: usize,
-    /// The number of shared experts, which every token goes through, too.
+    /// The number of shared experts. Every token goes through all of them.
     #[serde(rename = "n_shared_experts")]
     pub shared: usize,
     /// The width of an expert.
@@ -77,8 +77,8 @@ impl LatentConfig {
         }
     }
 
-    /// Returns the elements of a head's query and key before absorption. The softmax scale depends on this
-    /// number.
+    /// Returns the number of elements of a head's query and key before absorption. The softmax scale depends
+    /// on this number.
     pub fn qk_head_dim(&self) -> usize {
         self.qk_nope_head_dim + self.qk_rope_head_dim
     }

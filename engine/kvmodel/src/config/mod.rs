@@ -67,8 +67,8 @@ pub struct ModelConfig {
     pub softmax_scale: f32,
     /// The number that norms add to the mean square.
     pub rms_norm_eps: f64,
-    /// The number of positions that a request may use: those that the model was made for, or as many as its
-    /// RoPE scaling gives.
+    /// The number of positions that a request may use: the model's own number, or the larger one that its
+    /// RoPE scaling allows.
     pub max_positions: usize,
     /// True if the output head is the embedding.
     pub tied_head: bool,
@@ -106,14 +106,15 @@ struct Raw {
     eos_token_id: Value,
 }
 
-/// The limits are far above any model. A config beyond them is broken, and its tables would exhaust memory.
+/// Limits far above any model. A config beyond them is broken, and its tables would exhaust memory.
 const MAX_WIDTH: usize = 1 << 14;
 const MAX_LAYERS: usize = 1 << 14;
 
 impl ModelConfig {
-    /// Creates the config of a Llama of a size for benchmarks, for [random weights](crate::Weights::random).
-    /// It has heads of 64 elements, a vocabulary of 4096 tokens and 8192 positions. Four query heads share a
-    /// key/value head if their number is a multiple of four; otherwise each has its own.
+    /// Creates the config of a Llama with `layers` layers for benchmarks, for [random
+    /// weights](crate::Weights::random). It has heads of 64 elements, a vocabulary of 4096 tokens and 8192
+    /// positions. Four query heads share a key/value head if their number is a multiple of four; otherwise
+    /// each has its own.
     ///
     /// # Errors
     /// Returns [`Error::Config`] if there is no layer or too many, or if the width is no multiple of 64 or
@@ -231,8 +232,8 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the widest sliding window of all layers, or `None` if a layer has none: keys that lie further back are read by no
-    /// layer.
+    /// Returns the widest sliding window of all layers, or `None` if a layer has no window. No layer reads
+    /// keys before the widest window.
     pub fn widest_window(&self) -> Option<usize> {
         self.layers.iter().map(|layer| layer.window).try_fold(0, |most, window| Some(most.max(window?)))
     }
@@ -317,8 +318,8 @@ fn family(json: &Value) -> Result<Family> {
     })
 }
 
-/// Refuses models whose position encoding is not rotary. Their keys cannot be moved, and this crate does not have
-/// their attention.
+/// Refuses models whose position encoding is not rotary. Their keys cannot be moved, and this crate does not
+/// have their attention.
 fn refuse_other_positions(json: &Value) -> Result<()> {
     let text = |name: &str| json.get(name).and_then(Value::as_str).unwrap_or_default();
     let model_type = text("model_type");

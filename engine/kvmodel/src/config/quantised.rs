@@ -1,11 +1,13 @@
-//! Quantised weights of Hugging Face directories, which are refused: read as floats they would be another model.
+//! Refusal of Hugging Face directories with quantised weights. Read as floats, the weights would be another
+//! model.
 
 use serde_json::Value;
 
 use super::bad;
 use crate::error::Result;
 
-/// The fields that say how weights are quantised: that of transformers, and an older one of compressed-tensors.
+/// The fields that describe how weights are quantised: the field of transformers, and an older one of
+/// compressed-tensors.
 const FIELDS: [&str; 2] = ["quantization_config", "compression_config"];
 
 /// Refuses a model whose weights are quantised, by the name of the method. `null` counts as absent.

@@ -39,7 +39,7 @@ pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairin
     Ok(config)
 }
 
-/// Fields of the rotary parameters that are numbers.
+/// Numeric fields of the rotary parameters.
 const NUMBERS: [&str; 12] = [
     "rope_theta",
     "partial_rotary_factor",
@@ -55,7 +55,7 @@ const NUMBERS: [&str; 12] = [
     "max_position_embeddings",
 ];
 
-/// Fields beside the rotary parameters that are numbers.
+/// Numeric fields outside the rotary parameters.
 const BESIDE: [&str; 4] =
     ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"];
 
@@ -92,7 +92,8 @@ pub(super) fn softmax_factor(json: &Value) -> f64 {
     }
 }
 
-/// Refuses rotary parameters that are no object, and switches that are neither true nor false, by their names.
+/// Refuses rotary parameters that are no object, and switches that are neither true nor false, by their
+/// names.
 pub(super) fn check_shapes(json: &Value) -> Result<()> {
     let given = |of: &Value, name: &str| of.get(name).filter(|value| !value.is_null()).cloned();
     for name in ["rope_parameters", "rope_scaling"] {
@@ -147,8 +148,8 @@ impl Parameters<'_> {
         Ok(positions.ok_or_else(|| Error::Config("max_position_embeddings is missing".to_owned()))? as usize)
     }
 
-    /// Returns the context length before extension. A value beside the parameters takes precedence over one
-    /// among them.
+    /// Returns the context length before extension. A value outside the rotary parameters takes precedence
+    /// over one among them.
     fn original(&self) -> Result<usize> {
         let name = "original_max_position_embeddings";
         let value = self.json.get(name).and_then(Value::as_f64).or_else(|| self.number(name));
@@ -168,7 +169,9 @@ impl Parameters<'_> {
         Ok(match self.kind() {
             "default" => RopeScaling::None,
             "linear" => RopeScaling::Linear { factor: self.need("factor")? },
+            // Decision: docs/decisions/base.md#static-ntk-has-the-rope-type-ntk
             "ntk" => RopeScaling::StaticNtk { factor: self.need("factor")? },
+            // Decision: docs/decisions/base.md#dynamic-ntk-extends-the-model
             "dynamic" => RopeScaling::DynamicNtk {
                 factor: self.need("factor")?,
                 original_max_position: self.max_positions()?,

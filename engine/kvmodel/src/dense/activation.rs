@@ -1,4 +1,4 @@
-//! Handles of activations and of row indices, which only an implementation looks into.
+//! Handles of activations and row indices. Only the implementation of the dense steps reads their contents.
 
 use std::sync::Arc;
 
@@ -8,48 +8,48 @@ use super::host::{HostIndex, HostRows};
 
 /// The activations of some rows in f32: `[rows, width]` or `[rows, heads, dim]`. Cloning shares the numbers.
 ///
-/// The model passes the handle from step to step and never sees a number. The numbers are the host's, or lie in the
-/// memory of a device as a view.
+/// The model passes the handle from step to step and never reads a number. The numbers are in the memory of
+/// the host, or in that of a device as a view.
 // Decision: docs/decisions/models.md#handles-of-activations-are-one-of-two-kinds
 #[derive(Debug, Clone)]
-pub struct Activation(Place);
+pub struct Activation(ActivationPlace);
 
 #[derive(Debug, Clone)]
-enum Place {
+enum ActivationPlace {
     Host(HostRows),
     Device(TensorView),
 }
 
 impl Activation {
     pub(super) fn on_host(rows: HostRows) -> Self {
-        Self(Place::Host(rows))
+        Self(ActivationPlace::Host(rows))
     }
 
     pub(super) fn host(&self) -> Option<&HostRows> {
         match &self.0 {
-            Place::Host(rows) => Some(rows),
-            Place::Device(_) => None,
+            ActivationPlace::Host(rows) => Some(rows),
+            ActivationPlace::Device(_) => None,
         }
     }
 
     /// Wraps rows in the memory of a device, for implementations outside this crate.
     pub fn on_device(rows: TensorView) -> Self {
-        Self(Place::Device(rows))
+        Self(ActivationPlace::Device(rows))
     }
 
     /// Returns the view that [`on_device`](Self::on_device) wrapped, or `None` for rows of the host.
     pub fn view(&self) -> Option<&TensorView> {
         match &self.0 {
-            Place::Host(_) => None,
-            Place::Device(view) => Some(view),
+            ActivationPlace::Host(_) => None,
+            ActivationPlace::Device(view) => Some(view),
         }
     }
 
     /// Returns the extents, `[rows, width]` or `[rows, heads, dim]`.
     pub fn shape(&self) -> &[usize] {
         match &self.0 {
-            Place::Host(rows) => rows.shape(),
-            Place::Device(view) => view.shape(),
+            ActivationPlace::Host(rows) => rows.shape(),
+            ActivationPlace::Device(view) => view.shape(),
         }
     }
 
@@ -59,7 +59,7 @@ impl Activation {
     }
 }
 
-/// A list of row numbers where the implementation wants them. One list serves several steps.
+/// A list of row numbers in the memory of the implementation. One list serves several steps.
 #[derive(Debug, Clone)]
 pub struct RowIndex(IndexPlace);
 

@@ -8,8 +8,8 @@ use super::device::device_dense;
 device_dense! {
     /// The dense steps on an Ascend NPU, by CANN's operators.
     ///
-    /// Only token ids go up and logits come down (with routed experts, also their scores). Weights are widened to f32 when
-    /// they are loaded, whatever their stored type is.
+    /// Only token ids are uploaded, and only logits are read back (with routed experts, also their scores).
+    /// Weights of every stored type are widened to f32 when they are loaded.
     AscendDense of "ascend": AscendBackend, AscendDenseSteps, AscendWeight, place: place
 }
 

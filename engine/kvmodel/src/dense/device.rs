@@ -1,7 +1,8 @@
-//! The dense steps on a device: weights and activations stay in its memory, and only token ids and logits cross.
+//! The dense steps on a device: weights and activations stay in its memory, and only token ids and logits
+//! cross.
 //!
-//! A backend's steps are methods of a type of its own, under the names of [`Dense`](super::Dense)'s. The macro makes an
-//! implementation of `Dense` of them, with what is special about the backend.
+//! Each backend has a type whose methods have the names of [`Dense`](super::Dense)'s. The macro implements
+//! `Dense` by calling them.
 
 /// Implements [`Dense`](super::Dense) by a backend's steps. `place` puts a weight on the device.
 macro_rules! device_dense {
@@ -34,7 +35,8 @@ macro_rules! device_dense {
             /// Creates the steps of a backend's device.
             ///
             /// # Errors
-            /// Returns [`kvcore::Error::NoDevice`] if the device's libraries lack what the steps need, and the errors of the device.
+            /// Returns [`kvcore::Error::NoDevice`] if the device's libraries lack what the steps need, and
+            /// the errors of the device.
             pub fn new(backend: &$backend) -> Result<Self> {
                 Ok(Self { steps: Arc::new(<$steps>::new(backend)?) })
             }
@@ -95,7 +97,7 @@ macro_rules! device_dense {
                 Ok(Arc::new(HeldWeight { bytes: held.bytes(), held, transposed }))
             }
 
-            /// Shares the memory of the table, whatever the format is: the table stays in the type in which it is stored.
+            /// Shares the memory of the table in every format: the table keeps its stored type.
             fn tied_head(&self, table: &dyn Weight, _: WeightFormat) -> Result<Arc<dyn Weight>> {
                 let table = held(table)?;
                 Ok(Arc::new(HeldWeight { held: Arc::clone(&table.held), bytes: 0, transposed: false }))
@@ -182,7 +184,7 @@ macro_rules! device_dense {
         struct DeviceBorder {
             steps: Arc<$steps>,
             extents: BorderExtents,
-            /// The steps that the stream of the operations has waited for, by their number.
+            /// The number of the last step that the stream of the operations has waited for.
             ordered: Option<u64>,
         }
 
@@ -222,7 +224,8 @@ macro_rules! device_dense {
 
             fn output(&mut self, stream: &dyn Stream, rows: usize) -> Result<TensorView> {
                 let output = self.steps.rows(&[rows, self.extents.heads, self.extents.v_dim])?;
-                // A step of another thread may still read the memory, which only later steps take without an order.
+                // A step of another thread may still read the memory, which only later steps take without an
+                // order.
                 self.precede(stream)?;
                 Ok(output)
             }

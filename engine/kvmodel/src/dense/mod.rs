@@ -1,8 +1,8 @@
-//! The dense steps of a model: all that is computed between token ids and logits, except attention.
+//! The dense steps of a model: everything between token ids and logits except attention.
 //!
-//! A model holds its steps as `Arc<dyn Dense>`. [`HostDense`] computes them on the host. An implementation on a device
-//! keeps weights and activations in the memory of the device, so that only token ids go up and only logits come down
-//! (with routed experts, also the scores of experts come down).
+//! A model holds its steps as `Arc<dyn Dense>`. [`HostDense`] computes them on the host. An implementation on
+//! a device keeps weights and activations in the memory of the device: only token ids are uploaded, and only
+//! logits are read back (with routed experts, also the scores of experts).
 //!
 //! ```text
 //! ids ─► embed ─┬► rms_norm ─► project ─► Border::lend ─► TensorView ─► Scatter, Attend   (kvcore, on a Stream)
@@ -35,7 +35,8 @@ pub use activation::{Activation, RowIndex};
 pub use ascend::AscendDense;
 #[cfg(feature = "cuda")]
 pub use cuda::CudaDense;
-pub use host::{HostDense, OutputTensor, lend_tensor, products};
+pub(crate) use host::products;
+pub use host::{HostDense, OutputTensor, lend_tensor};
 pub use kvbackend_cpu::dense::{SharedBytes, StoredType};
 pub use stored::StoredWeight;
 pub(crate) use stored::bytes_of;
@@ -46,10 +47,11 @@ pub enum WeightFormat {
     /// As they are stored: f32, f16, bf16, or blocks (`Q8_0`, `Q4_K`, …).
     #[default]
     Stored,
-    /// f32, whatever they are stored in.
+    /// f32, regardless of their stored type.
     F32,
     /// Eight-bit blocks of 32 elements (ggml's `Q8_0`), with about a quarter of the memory traffic in decode.
-    /// Projections whose input width is no multiple of 32 stay as they are. Weights that are stored in blocks stay as they are.
+    /// Projections whose input width is no multiple of 32, and weights that are stored in blocks, keep their
+    /// type.
     Q8,
 }
 
@@ -58,11 +60,11 @@ pub enum WeightFormat {
 pub enum WeightUse {
     /// The factors of a norm or the terms of a bias, `[width]`, in full precision.
     Vector,
-    /// The embeddings, `[vocabulary, width]`, of which [`Dense::embed`] takes rows.
+    /// The embeddings, `[vocabulary, width]`, whose rows [`Dense::embed`] returns.
     Table,
     /// The matrix of a projection, `[out, input]`, in a format of the caller's choice.
     Projection(WeightFormat),
-    /// The matrix of a projection, `[out, input]`, in full precision whatever its stored type is.
+    /// The matrix of a projection, `[out, input]`, in full precision regardless of its stored type.
     ExactProjection,
     /// A matrix for each head, `[heads, a, b]`, in full precision. `x · matrix` is computed.
     ByHead,
@@ -72,41 +74,42 @@ pub enum WeightUse {
 
 /// A weight as an implementation holds it.
 pub trait Weight: fmt::Debug + Send + Sync {
-    /// Returns the bytes that are held for this weight alone. A weight that shares the memory of another has none.
+    /// Returns the number of bytes of memory for this weight alone; 0 if it shares the memory of another
+    /// weight.
     fn bytes(&self) -> usize;
 
-    /// Returns the weight as [`Any`](std::any::Any), so that its implementation finds its own type.
+    /// Returns the weight as [`Any`](std::any::Any), for its implementation to downcast.
     fn as_any(&self) -> &dyn std::any::Any;
 }
 
 /// An implementation of the dense steps.
 ///
-/// - **Results**: steps compute in f32, or so that their results are those of f32 to rounding. No step changes its
+/// - **Results**: steps compute in f32, or with results that equal f32's up to rounding. No step changes its
 ///   inputs.
-/// - **Order**: a step may return before its work is done. Later steps see its results, and [`read`](Self::read)
-///   waits for them. A [`Border`] orders the steps and the operations of a stream.
-/// - **Empty batches**: the number of rows may be 0 in every step, and the result has as many.
+/// - **Order**: a step may return before its work is done. Later steps see its results, and
+///   [`read`](Self::read) waits for them. A [`Border`] orders the steps and the operations of a stream.
+/// - **Empty batches**: the number of rows may be 0 in every step; the result then has no rows either.
 /// - **Handles**: a weight or an activation of another implementation is refused with
 ///   [`kvcore::Error::ForeignHandle`].
 /// - **Threads**: several threads may call one implementation, each with a border and activations of its own.
-/// - **Shapes**: the caller guarantees that extents fit, as [`Model`](crate::Model) does. An implementation may
-///   return an error otherwise, and reads no memory that is not its own.
+/// - **Shapes**: the caller guarantees that extents fit, as [`Model`](crate::Model) does. An implementation
+///   may return an error otherwise, and reads no memory that is not its own.
 ///
 /// Errors of the library underneath are [`Error::Dense`](crate::Error::Dense).
 // Decision: docs/decisions/models.md#dense-steps-are-a-trait-of-small-steps
 pub trait Dense: fmt::Debug + Send + Sync {
-    /// Returns the name of the implementation. It is part of the key of a model, since another implementation rounds
-    /// in another way.
+    /// Returns the name of the implementation. It is part of the key of a model, because implementations
+    /// round differently.
     fn name(&self) -> &'static str;
 
     /// Takes a weight in its stored format: converts, copies or uploads it.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`](crate::Error::Weight), with the name, for a stored type that the implementation does
-    /// not know or a shape that does not suit the use.
+    /// Returns [`Error::Weight`](crate::Error::Weight), with the name, for a stored type that the
+    /// implementation does not know or a shape that does not suit the use.
     fn load(&self, stored: &StoredWeight, purpose: WeightUse) -> Result<Arc<dyn Weight>>;
 
-    /// Returns the matrix of an output head that is the table of embeddings. The memory of the table is shared if
+    /// Returns the matrix of an output head that equals the table of embeddings. Shares the table's memory if
     /// the format allows.
     fn tied_head(&self, table: &dyn Weight, format: WeightFormat) -> Result<Arc<dyn Weight>>;
 
@@ -116,15 +119,15 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Creates a list of row numbers.
     fn index(&self, rows: Vec<u32>) -> Result<RowIndex>;
 
-    /// Returns whether steps that a [`Border`] has put in order behind a stream can be captured with the operations of
-    /// this stream. Then everything is enqueued on the device, [`embed`](Self::embed) takes tokens that a replay may
-    /// change, and only steps that read or write on the host are refused in a capture.
+    /// Returns whether the steps can be captured with the operations of a stream after which a [`Border`] has
+    /// ordered them. In that case, everything is enqueued on the device, [`embed`](Self::embed) accepts
+    /// tokens that a replay may change, and a capture refuses only steps that read or write on the host.
     fn joins_captures(&self) -> bool {
         false
     }
 
-    /// Returns the embeddings of tokens, `[tokens, width]`. The caller guarantees that each token is below the height
-    /// of the table.
+    /// Returns the embeddings of tokens, `[tokens, width]`. The caller guarantees that the table has a row
+    /// for each token.
     fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation>;
 
     /// Returns `x / √(mean(x²) + eps) · weight` over the last axis, of rows or of heads.
@@ -142,10 +145,11 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Returns `x + y`.
     fn add(&self, x: &Activation, y: &Activation) -> Result<Activation>;
 
-    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Nothing needs to move.
+    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Elements need not
+    /// move.
     fn split_heads(&self, x: &Activation, dim: usize) -> Result<Activation>;
 
-    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Nothing needs to move.
+    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Elements need not move.
     fn join_heads(&self, x: &Activation) -> Result<Activation>;
 
     /// Returns some elements of the last axis. The result may share the memory of `x`.
@@ -157,8 +161,8 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Returns as many zeros as `x` has elements.
     fn zeros_like(&self, x: &Activation) -> Result<Activation>;
 
-    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that no row is named
-    /// twice.
+    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that no row
+    /// is named twice.
     fn add_rows(
         &self,
         sum: &Activation,
@@ -167,11 +171,11 @@ pub trait Dense: fmt::Debug + Send + Sync {
         y: &Activation,
     ) -> Result<Activation>;
 
-    /// Waits, and replaces the contents of `values` by all elements in row-major order.
+    /// Waits for `x`, and replaces the contents of `values` by its elements in row-major order.
     fn read(&self, x: &Activation, values: &mut Vec<f32>) -> Result<()>;
 }
 
-/// The extents of everything that crosses a border.
+/// The extents of the tensors that cross a border.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BorderExtents {
     /// The largest number of rows of a pass.
@@ -205,36 +209,39 @@ pub enum AttentionInput {
 
 /// The border between dense steps and the operations of a stream, for one pass at a time.
 ///
-/// Activations in memory that the operations reach (steps on a device, and steps on the host beside the CPU backend) are lent as
-/// they are: a view *is* the activation, nothing is copied, and the border only orders the two sides. Between the host and a device, a
-/// border is a set of buffers into which rows are copied.
+/// If the operations can reach the memory of activations (steps on a device, or steps on the host with the
+/// CPU backend), activations are lent: a view *is* the activation, nothing is copied, and the border only
+/// orders the two sides. Between the host and a device, a border is a set of buffers into which rows are
+/// copied.
 ///
 /// - A view of an input is valid until the same input is lent again or the border is dropped.
-/// - The order of calls is the order of work: operations that are launched on `stream` after [`lend`](Self::lend) see
-///   the rows, and [`take`](Self::take) sees the results of operations that were launched before it.
+/// - The order of calls is the order of work: operations that are launched on `stream` after
+///   [`lend`](Self::lend) see the rows, and [`take`](Self::take) sees the results of operations that were
+///   launched before it.
 /// - All calls for one pass name the same stream.
 pub trait Border: fmt::Debug + Send + Sync {
     /// Returns the largest number of rows of a pass.
     fn rows(&self) -> usize;
 
-    /// Puts the steps that are called from now on behind everything that was launched on `stream`. Steps that wait for
-    /// their inputs, as those on the host do, need nothing.
+    /// Orders all later steps after everything that was launched on `stream`. Steps that wait for their
+    /// inputs, such as steps on the host, need nothing.
     fn follow(&mut self, stream: &dyn Stream) -> Result<()> {
         let _ = stream;
         Ok(())
     }
 
-    /// Puts what is launched on `stream` from now on behind all steps so far.
+    /// Orders all later launches on `stream` after the steps so far.
     fn precede(&mut self, stream: &dyn Stream) -> Result<()> {
         let _ = stream;
         Ok(())
     }
 
-    /// Returns rows as a view in f32 that operations of `stream` read. The caller guarantees that nobody writes it.
+    /// Returns rows as a view in f32 for operations of `stream` to read. The caller guarantees that no
+    /// operation writes it.
     fn lend(&mut self, stream: &dyn Stream, input: AttentionInput, rows: &Activation) -> Result<TensorView>;
 
-    /// Returns a copy of rows as a view in f32 that operations of `stream` may also write. The activation stays as it
-    /// is.
+    /// Returns a copy of rows as a view in f32 that operations of `stream` may also write. The activation is
+    /// unchanged.
     fn lend_copy(
         &mut self,
         stream: &dyn Stream,
@@ -242,7 +249,7 @@ pub trait Border: fmt::Debug + Send + Sync {
         rows: &Activation,
     ) -> Result<TensorView>;
 
-    /// Returns the view `[rows, heads, v_dim]` in f32 that operations of `stream` write from now on.
+    /// Returns the view `[rows, heads, v_dim]` in f32 for operations of `stream` to write.
     fn output(&mut self, stream: &dyn Stream, rows: usize) -> Result<TensorView>;
 
     /// Returns the output of attention, which operations of `stream` have written to the view of

@@ -38,8 +38,8 @@ impl StoredWeight {
     /// Describes the bytes of a weight.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`], with the name, if the rows do not consist of whole blocks, or if there are more or
-    /// fewer bytes than the shape asks for.
+    /// Returns [`Error::Weight`], with the name, if the rows do not consist of whole blocks, or if there are
+    /// more or fewer bytes than the shape asks for.
     pub fn new(
         name: impl Into<String>,
         dtype: StoredType,
@@ -76,7 +76,7 @@ impl StoredWeight {
         &self.shape
     }
 
-    /// Returns the bytes, which many may share.
+    /// Returns the bytes, which several weights may share.
     pub fn bytes(&self) -> &SharedBytes {
         &self.bytes
     }
@@ -93,7 +93,8 @@ impl StoredWeight {
         values
     }
 
-    /// Returns all elements in blocks of `Q8_0`, rounded as ggml does; none if rows do not consist of whole blocks.
+    /// Returns all elements in blocks of `Q8_0`, rounded as ggml does; none if rows do not consist of whole
+    /// blocks.
     pub fn to_q8_0(&self) -> Option<Vec<u8>> {
         const BLOCK: usize = StoredType::Q8_0.block_elements();
         if !self.width().is_multiple_of(BLOCK) {
@@ -156,7 +157,7 @@ pub(crate) fn bytes_of(dtype: StoredType, shape: &[usize]) -> Result<usize, Weig
     bytes.ok_or(WeightProblem::Length { expected: usize::MAX, got: 0 })
 }
 
-/// Returns the reason why so many bytes are no weight of this type and shape.
+/// Returns the reason why `bytes` bytes cannot be a weight of this type and shape.
 fn problem(dtype: StoredType, shape: &[usize], got: usize) -> Option<WeightProblem> {
     match bytes_of(dtype, shape) {
         Ok(expected) if expected == got => None,
@@ -208,7 +209,7 @@ mod tests {
         let expected = [2.0f32, 3.0, 4.0, 5.0, 8.0, 9.0, 10.0, 11.0];
         assert_eq!(cut, StoredWeight::of_f32("a", &[2, 2, 2], &expected).unwrap());
         assert!(weight.rows_of_heads(2, 1..4).unwrap_err().to_string().contains("[8, 2]"));
-        // Blocks lie along rows, so that rows of blocks are cut in the same way.
+        // Blocks lie along rows, so rows of blocks are cut in the same way.
         let blocks =
             StoredWeight::new("a", StoredType::Q8_0, &[4, 32], (0..136).collect::<Vec<u8>>()).unwrap();
         let cut = blocks.rows_of_heads(2, 0..1).unwrap();

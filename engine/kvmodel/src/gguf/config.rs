@@ -2,8 +2,8 @@
 
 use serde_json::{Value, json};
 
+use super::failure::{GgufFailure, wrong};
 use super::fields::{Header, required};
-use super::{Failure, wrong};
 use crate::config::ModelConfig;
 use crate::error::Error;
 
@@ -20,7 +20,7 @@ const NEEDED: [(&str, &str); 5] = [
 const OPTIONAL: [(&str, &str); 2] =
     [("attention.head_count_kv", "num_key_value_heads"), ("attention.key_length", "head_dim")];
 
-/// Numbers of the rotary embedding, and the words that its errors have for them.
+/// Numbers of the rotary embedding, and their names in its errors.
 const ROPE: [(&str, &str); 3] = [
     ("rope.freq_base", "theta"),
     ("rope.scaling.factor", "factor"),
@@ -28,7 +28,7 @@ const ROPE: [(&str, &str); 3] = [
 ];
 
 /// Returns the config of a file.
-pub(super) fn config(header: &Header) -> Result<ModelConfig, Failure> {
+pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     let architecture = required("general.architecture", header.text("general.architecture")?)?;
     let name = |field: &str| format!("{architecture}.{field}");
     let whole = |field: &str| header.whole(&name(field));
@@ -44,7 +44,7 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, Failure> {
             whole("expert_count")?.unwrap_or(0)
         ));
     }
-    // No heads are refused with the other extents.
+    // A model without heads is refused with the other extents.
     let derived = needed("embedding_length")?.checked_div(needed("attention.head_count")?);
     if let (Some(rotated), Some(head_dim)) =
         (whole("rope.dimension_count")?, whole("attention.key_length")?.or(derived))
@@ -81,12 +81,12 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, Failure> {
         config[own] = json!(whole(field)?);
     }
     ModelConfig::from_json(&config.to_string()).map_err(|error| match error {
-        Error::Config(reason) => Failure::Wrong(in_fields(&reason, architecture)),
+        Error::Config(reason) => GgufFailure::Wrong(in_fields(&reason, architecture)),
         other => other.into(),
     })
 }
 
-/// Returns an error of a config with the fields of the file in place of those of a config.json.
+/// Returns the text of an error of a config, with the names of the file's fields in place of config.json's.
 fn in_fields(reason: &str, architecture: &str) -> String {
     let in_word = |c: char| c.is_alphanumeric() || c == '_';
     let renamed = |part: &str| {
@@ -99,7 +99,7 @@ fn in_fields(reason: &str, architecture: &str) -> String {
 }
 
 /// Returns the scaling of the rotary embedding, null if there is none.
-fn scaling(header: &Header, architecture: &str) -> Result<Value, Failure> {
+fn scaling(header: &Header, architecture: &str) -> Result<Value, GgufFailure> {
     let name = |field: &str| format!("{architecture}.rope.scaling.{field}");
     let kind = match header.text(&name("type"))? {
         None | Some("none") => return Ok(Value::Null),

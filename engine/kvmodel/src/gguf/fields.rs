@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::io::Read;
 
-use super::{Failure, wrong};
+use super::failure::{GgufFailure, wrong};
 
 const MAGIC: [u8; 4] = *b"GGUF";
 
@@ -16,17 +16,17 @@ const AXES: u32 = 4;
 
 /// The value of a field. Whole numbers of all widths are one kind.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Value {
+pub(super) enum FieldValue {
     Whole(i128),
     Real(f64),
     Bool(bool),
     Text(String),
-    List(Vec<Value>),
+    List(Vec<FieldValue>),
 }
 
 /// A tensor of the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct TensorPlace {
     pub(super) name: String,
     /// Extents, outermost first.
     pub(super) shape: Vec<usize>,
@@ -39,22 +39,22 @@ pub(super) struct Place {
 /// The header of a file.
 #[derive(Debug)]
 pub(super) struct Header {
-    fields: HashMap<String, Value>,
-    pub(super) tensors: Vec<Place>,
-    /// The number of bytes that tensors lie at multiples of.
+    fields: HashMap<String, FieldValue>,
+    pub(super) tensors: Vec<TensorPlace>,
+    /// The alignment of tensors in bytes.
     pub(super) alignment: u64,
     /// The first byte of the data.
     pub(super) data: u64,
 }
 
 /// A file that is read from its start, never past its end.
-pub(super) struct Reader<R> {
+pub(super) struct FieldReader<R> {
     file: std::io::BufReader<R>,
     at: u64,
     length: u64,
 }
 
-impl<R: Read> Reader<R> {
+impl<R: Read> FieldReader<R> {
     pub(super) fn new(file: R, length: u64) -> Self {
         Self { file: std::io::BufReader::new(file), at: 0, length }
     }
@@ -63,31 +63,31 @@ impl<R: Read> Reader<R> {
         self.length - self.at
     }
 
-    fn bytes(&mut self, count: u64, what: &str) -> Result<Vec<u8>, Failure> {
+    fn bytes(&mut self, count: u64, what: &str) -> Result<Vec<u8>, GgufFailure> {
         if count > self.left() {
             return wrong(format!("{what} has {count} bytes where {} are left in the file", self.left()));
         }
         let mut bytes = vec![0; count as usize];
-        self.file.read_exact(&mut bytes).map_err(Failure::Io)?;
+        self.file.read_exact(&mut bytes).map_err(GgufFailure::Io)?;
         self.at += count;
         Ok(bytes)
     }
 
-    fn number<const N: usize>(&mut self, what: &str) -> Result<[u8; N], Failure> {
+    fn number<const N: usize>(&mut self, what: &str) -> Result<[u8; N], GgufFailure> {
         let mut bytes = [0; N];
         bytes.copy_from_slice(&self.bytes(N as u64, what)?);
         Ok(bytes)
     }
 
-    fn u32(&mut self, what: &str) -> Result<u32, Failure> {
+    fn u32(&mut self, what: &str) -> Result<u32, GgufFailure> {
         Ok(u32::from_le_bytes(self.number(what)?))
     }
 
-    fn u64(&mut self, what: &str) -> Result<u64, Failure> {
+    fn u64(&mut self, what: &str) -> Result<u64, GgufFailure> {
         Ok(u64::from_le_bytes(self.number(what)?))
     }
 
-    fn text(&mut self, what: &str) -> Result<String, Failure> {
+    fn text(&mut self, what: &str) -> Result<String, GgufFailure> {
         let length = self.u64(what)?;
         if length > TEXT {
             return wrong(format!("{what} is a text of {length} bytes, more than {TEXT}"));
@@ -98,27 +98,29 @@ impl<R: Read> Reader<R> {
         }
     }
 
-    fn value(&mut self, kind: u32, what: &str) -> Result<Value, Failure> {
+    fn value(&mut self, kind: u32, what: &str) -> Result<FieldValue, GgufFailure> {
         Ok(match kind {
-            0 => Value::Whole(self.number::<1>(what)?[0].into()),
-            1 => Value::Whole(i8::from_le_bytes(self.number(what)?).into()),
-            2 => Value::Whole(u16::from_le_bytes(self.number(what)?).into()),
-            3 => Value::Whole(i16::from_le_bytes(self.number(what)?).into()),
-            4 => Value::Whole(self.u32(what)?.into()),
-            5 => Value::Whole(i32::from_le_bytes(self.number(what)?).into()),
-            // The shortest decimal of the f32, which is what its writer meant.
-            6 => Value::Real(f32::from_le_bytes(self.number(what)?).to_string().parse().unwrap_or(f64::NAN)),
-            7 => Value::Bool(self.number::<1>(what)?[0] != 0),
-            8 => Value::Text(self.text(what)?),
+            0 => FieldValue::Whole(self.number::<1>(what)?[0].into()),
+            1 => FieldValue::Whole(i8::from_le_bytes(self.number(what)?).into()),
+            2 => FieldValue::Whole(u16::from_le_bytes(self.number(what)?).into()),
+            3 => FieldValue::Whole(i16::from_le_bytes(self.number(what)?).into()),
+            4 => FieldValue::Whole(self.u32(what)?.into()),
+            5 => FieldValue::Whole(i32::from_le_bytes(self.number(what)?).into()),
+            // The shortest decimal of the f32, which its writer meant.
+            6 => FieldValue::Real(
+                f32::from_le_bytes(self.number(what)?).to_string().parse().unwrap_or(f64::NAN),
+            ),
+            7 => FieldValue::Bool(self.number::<1>(what)?[0] != 0),
+            8 => FieldValue::Text(self.text(what)?),
             9 => self.list(what)?,
-            10 => Value::Whole(self.u64(what)?.into()),
-            11 => Value::Whole(i64::from_le_bytes(self.number(what)?).into()),
-            12 => Value::Real(f64::from_le_bytes(self.number(what)?)),
+            10 => FieldValue::Whole(self.u64(what)?.into()),
+            11 => FieldValue::Whole(i64::from_le_bytes(self.number(what)?).into()),
+            12 => FieldValue::Real(f64::from_le_bytes(self.number(what)?)),
             other => return wrong(format!("{what} has type {other}, which GGUF does not define")),
         })
     }
 
-    fn list(&mut self, what: &str) -> Result<Value, Failure> {
+    fn list(&mut self, what: &str) -> Result<FieldValue, GgufFailure> {
         let (kind, count) = (self.u32(what)?, self.u64(what)?);
         if kind == 9 {
             return wrong(format!("{what} is a list of lists"));
@@ -134,10 +136,10 @@ impl<R: Read> Reader<R> {
         for _ in 0..count {
             list.push(self.value(kind, what)?);
         }
-        Ok(Value::List(list))
+        Ok(FieldValue::List(list))
     }
 
-    fn tensor(&mut self, number: u64) -> Result<Place, Failure> {
+    fn tensor(&mut self, number: u64) -> Result<TensorPlace, GgufFailure> {
         let name = self.text(&format!("the name of tensor {number}"))?;
         let what = format!("tensor {name:?}");
         let axes = self.u32(&what)?;
@@ -151,13 +153,13 @@ impl<R: Read> Reader<R> {
                 other => return wrong(format!("{what} has an extent of {}", other.unwrap_or(usize::MAX))),
             }
         }
-        Ok(Place { name, shape, dtype: self.u32(&what)?, offset: self.u64(&what)? })
+        Ok(TensorPlace { name, shape, dtype: self.u32(&what)?, offset: self.u64(&what)? })
     }
 }
 
 impl Header {
     /// Reads the header of a file.
-    pub(super) fn read(reader: &mut Reader<impl Read>) -> Result<Self, Failure> {
+    pub(super) fn read(reader: &mut FieldReader<impl Read>) -> Result<Self, GgufFailure> {
         if reader.number::<4>("the magic")? != MAGIC {
             return wrong("it does not begin with GGUF");
         }
@@ -198,8 +200,8 @@ impl Header {
         &'a self,
         name: &str,
         kind: &str,
-        read: impl FnOnce(&'a Value) -> Option<T>,
-    ) -> Result<Option<T>, Failure> {
+        read: impl FnOnce(&'a FieldValue) -> Option<T>,
+    ) -> Result<Option<T>, GgufFailure> {
         let Some(value) = self.fields.get(name) else { return Ok(None) };
         match read(value) {
             Some(value) => Ok(Some(value)),
@@ -208,42 +210,42 @@ impl Header {
     }
 
     /// Returns a whole number that is not negative.
-    pub(super) fn whole(&self, name: &str) -> Result<Option<u64>, Failure> {
+    pub(super) fn whole(&self, name: &str) -> Result<Option<u64>, GgufFailure> {
         self.of_kind(name, "whole number of 0 or more", |value| match *value {
-            Value::Whole(n) => u64::try_from(n).ok(),
+            FieldValue::Whole(n) => u64::try_from(n).ok(),
             _ => None,
         })
     }
 
-    pub(super) fn real(&self, name: &str) -> Result<Option<f64>, Failure> {
+    pub(super) fn real(&self, name: &str) -> Result<Option<f64>, GgufFailure> {
         self.of_kind(name, "finite number", |value| match *value {
-            Value::Real(x) => Some(x).filter(|x| x.is_finite()),
-            Value::Whole(n) => Some(n as f64),
+            FieldValue::Real(x) => Some(x).filter(|x| x.is_finite()),
+            FieldValue::Whole(n) => Some(n as f64),
             _ => None,
         })
     }
 
-    pub(super) fn bool(&self, name: &str) -> Result<Option<bool>, Failure> {
+    pub(super) fn bool(&self, name: &str) -> Result<Option<bool>, GgufFailure> {
         self.of_kind(name, "boolean", |value| match *value {
-            Value::Bool(x) => Some(x),
+            FieldValue::Bool(x) => Some(x),
             _ => None,
         })
     }
 
-    pub(super) fn text(&self, name: &str) -> Result<Option<&str>, Failure> {
+    pub(super) fn text(&self, name: &str) -> Result<Option<&str>, GgufFailure> {
         self.of_kind(name, "text", |value| match value {
-            Value::Text(text) => Some(text.as_str()),
+            FieldValue::Text(text) => Some(text.as_str()),
             _ => None,
         })
     }
 
-    pub(super) fn texts(&self, name: &str) -> Result<Option<Vec<&str>>, Failure> {
-        let text = |value: &'_ Value| matches!(value, Value::Text(_));
+    pub(super) fn texts(&self, name: &str) -> Result<Option<Vec<&str>>, GgufFailure> {
+        let text = |value: &'_ FieldValue| matches!(value, FieldValue::Text(_));
         self.of_kind(name, "list of texts", |value| match value {
-            Value::List(list) if list.iter().all(text) => Some(
+            FieldValue::List(list) if list.iter().all(text) => Some(
                 list.iter()
                     .filter_map(|value| match value {
-                        Value::Text(text) => Some(text.as_str()),
+                        FieldValue::Text(text) => Some(text.as_str()),
                         _ => None,
                     })
                     .collect(),
@@ -252,12 +254,12 @@ impl Header {
         })
     }
 
-    pub(super) fn wholes(&self, name: &str) -> Result<Option<Vec<i64>>, Failure> {
+    pub(super) fn wholes(&self, name: &str) -> Result<Option<Vec<i64>>, GgufFailure> {
         self.of_kind(name, "list of whole numbers", |value| match value {
-            Value::List(list) => list
+            FieldValue::List(list) => list
                 .iter()
                 .map(|value| match *value {
-                    Value::Whole(n) => i64::try_from(n).ok(),
+                    FieldValue::Whole(n) => i64::try_from(n).ok(),
                     _ => None,
                 })
                 .collect(),
@@ -265,13 +267,13 @@ impl Header {
         })
     }
 
-    /// Returns whether a tensor is there.
+    /// Returns whether the file has a tensor.
     pub(super) fn has(&self, tensor: &str) -> bool {
         self.tensors.iter().any(|place| place.name == tensor)
     }
 }
 
-/// Returns the value of a field that must be there.
-pub(super) fn required<T>(name: &str, value: Option<T>) -> Result<T, Failure> {
+/// Returns the value of a required field.
+pub(super) fn required<T>(name: &str, value: Option<T>) -> Result<T, GgufFailure> {
     value.map_or_else(|| wrong(format!("field {name:?} is missing")), Ok)
 }

@@ -3,26 +3,26 @@
 use std::collections::HashSet;
 use std::ops::Range;
 
-use super::fields::{Header, Place};
-use super::{AGAIN, Failure, wrong};
+use super::failure::{AGAIN, GgufFailure, wrong};
+use super::fields::{Header, TensorPlace};
 use crate::dense::{StoredType, bytes_of};
 
 /// A tensor with its bytes in the file.
 #[derive(Debug)]
-pub(super) struct Placed<'a> {
-    pub(super) place: &'a Place,
-    /// The element type; none if it is not read here.
+pub(super) struct PlacedTensor<'a> {
+    pub(super) place: &'a TensorPlace,
+    /// The element type; `None` if it is not supported.
     pub(super) dtype: Option<StoredType>,
-    /// The bytes in the file. Of an element type that is not read here, only the first is known.
+    /// The bytes in the file. For an unsupported element type, only the first byte is known.
     pub(super) bytes: Range<usize>,
 }
 
 /// Returns all tensors in the order of their bytes in a file of `length` bytes.
 ///
 /// # Errors
-/// Returns the failure, with the name, of a tensor that occurs twice, is not aligned, ends behind the file, or begins before
-/// another one ends.
-pub(super) fn placed(header: &Header, length: usize) -> Result<Vec<Placed<'_>>, Failure> {
+/// Returns a failure with the name of a tensor that occurs twice, is not aligned, ends after the end of the
+/// file, or overlaps another one.
+pub(super) fn placed(header: &Header, length: usize) -> Result<Vec<PlacedTensor<'_>>, GgufFailure> {
     let mut names = HashSet::new();
     if let Some(place) = header.tensors.iter().find(|place| !names.insert(&place.name)) {
         return wrong(format!("tensor {:?} occurs twice; {AGAIN}", place.name));
@@ -43,7 +43,7 @@ pub(super) fn placed(header: &Header, length: usize) -> Result<Vec<Placed<'_>>, 
     Ok(all)
 }
 
-fn one<'a>(header: &Header, place: &'a Place, length: usize) -> Result<Placed<'a>, Failure> {
+fn one<'a>(header: &Header, place: &'a TensorPlace, length: usize) -> Result<PlacedTensor<'a>, GgufFailure> {
     let (name, at, alignment) = (&place.name, place.offset, header.alignment);
     if !at.is_multiple_of(alignment) {
         return wrong(format!(
@@ -53,15 +53,15 @@ fn one<'a>(header: &Header, place: &'a Place, length: usize) -> Result<Placed<'a
     let dtype = type_of(place.dtype);
     let bytes = match dtype {
         Some(dtype) => bytes_of(dtype, &place.shape)
-            .map_err(|problem| Failure::Wrong(format!("tensor {name:?} {problem}; {AGAIN}")))?,
+            .map_err(|problem| GgufFailure::Wrong(format!("tensor {name:?} {problem}; {AGAIN}")))?,
         None => 1,
     };
     let start = header.data.checked_add(at).and_then(|start| usize::try_from(start).ok());
     let range = start.and_then(|start| Some(start..start.checked_add(bytes)?));
     match range.filter(|range| range.end <= length) {
-        Some(bytes) => Ok(Placed { place, dtype, bytes }),
+        Some(bytes) => Ok(PlacedTensor { place, dtype, bytes }),
         None => wrong(format!(
-            "tensor {name:?} of {bytes} bytes at {at} ends behind the file of {length} bytes; {AGAIN}"
+            "tensor {name:?} of {bytes} bytes at {at} ends after the file of {length} bytes; {AGAIN}"
         )),
     }
 }

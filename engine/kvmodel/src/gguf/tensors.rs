@@ -1,15 +1,15 @@
-//! The tensors of a GGUF file under the names, and in the order of rows, that Hugging Face models have.
+//! The tensors of a GGUF file with the names and the order of rows of Hugging Face models.
 
 use kvcore::RopeScaling;
 
-use super::fields::{Header, Place};
-use super::places::{Placed, placed};
-use super::{AGAIN, Failure, wrong};
+use super::failure::{AGAIN, GgufFailure, wrong};
+use super::fields::{Header, TensorPlace};
+use super::places::{PlacedTensor, placed};
 use crate::config::{Family, ModelConfig};
 use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::weights::Weights;
 
-/// The divisors of frequencies that a rotary embedding was searched or computed with.
+/// The tensor with the per-frequency divisors of a scaled RoPE.
 const FACTORS: &str = "rope_freqs.weight";
 
 /// The tensors outside of layers: their names in the file, and in a Hugging Face model.
@@ -34,7 +34,7 @@ const PARTS: [(&str, &str); 11] = [
     ("ffn_down", "mlp.down_proj"),
 ];
 
-/// Returns the name of a tensor in a Hugging Face model; none for tensors that no model here has.
+/// Returns the name of a tensor in a Hugging Face model, or `None` for a tensor that no supported model has.
 fn name_of(tensor: &str) -> Option<String> {
     if let Some((_, name)) = WHOLE.iter().find(|(known, _)| *known == tensor) {
         return Some((*name).to_owned());
@@ -45,7 +45,7 @@ fn name_of(tensor: &str) -> Option<String> {
     Some(format!("model.layers.{layer}.{name}.{kind}"))
 }
 
-/// Returns the name in the file of a tensor of a Hugging Face model.
+/// Returns the name in the file for a tensor of a Hugging Face model.
 pub(super) fn name_in_file(name: &str) -> String {
     let of_layer = || {
         let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
@@ -63,7 +63,7 @@ pub(super) fn weights(
     config: &mut ModelConfig,
     file: &SharedBytes,
     progress: &mut dyn FnMut(u64, u64),
-) -> Result<Weights, Failure> {
+) -> Result<Weights, GgufFailure> {
     let total = (file.len() as u64).saturating_sub(header.data);
     let mut tensors = Vec::new();
     for placed in placed(header, file.len())? {
@@ -82,7 +82,7 @@ pub(super) fn weights(
     Ok(Weights::from_stored(tensors))
 }
 
-fn read(placed: &Placed<'_>, name: String, file: &SharedBytes) -> Result<StoredWeight, Failure> {
+fn read(placed: &PlacedTensor<'_>, name: String, file: &SharedBytes) -> Result<StoredWeight, GgufFailure> {
     let place = placed.place;
     let Some(dtype) = placed.dtype else {
         let read: Vec<String> = StoredType::ALL.iter().map(ToString::to_string).collect();
@@ -93,16 +93,20 @@ fn read(placed: &Placed<'_>, name: String, file: &SharedBytes) -> Result<StoredW
         ));
     };
     let Some(contents) = file.part(placed.bytes.clone()) else {
-        return wrong(format!("tensor {:?} ends behind the file; {AGAIN}", place.name));
+        return wrong(format!("tensor {:?} ends after the file; {AGAIN}", place.name));
     };
     Ok(StoredWeight::new(name, dtype, &place.shape, contents)?)
 }
 
 /// Puts rows of queries and keys in the order of Hugging Face models.
 ///
-/// llama.cpp rotates neighbouring elements in its architecture "llama", and has the rows of each head in the order that this
-/// needs: rows `i` and `i + head_dim / 2` one after the other.
-fn in_order(stored: StoredWeight, place: &Place, config: &ModelConfig) -> Result<StoredWeight, Failure> {
+/// In its architecture "llama", llama.cpp rotates neighbouring elements. It therefore stores rows `i` and
+/// `i + head_dim / 2` of each head one after the other.
+fn in_order(
+    stored: StoredWeight,
+    place: &TensorPlace,
+    config: &ModelConfig,
+) -> Result<StoredWeight, GgufFailure> {
     let heads = match place.name.rsplit('.').nth(1) {
         Some("attn_q") => config.heads,
         Some("attn_k") => config.kv_heads,
@@ -130,7 +134,7 @@ fn in_order(stored: StoredWeight, place: &Place, config: &ModelConfig) -> Result
 }
 
 /// Divides the frequencies of all layers.
-fn add_factors(config: &mut ModelConfig, stored: &StoredWeight) -> Result<(), Failure> {
+fn add_factors(config: &mut ModelConfig, stored: &StoredWeight) -> Result<(), GgufFailure> {
     let factors: Vec<f64> = stored.to_f32().into_iter().map(f64::from).collect();
     for layer in &mut config.layers {
         if layer.rope.scaling != RopeScaling::None || factors.len() != layer.rope.rotary_dim / 2 {
@@ -148,7 +152,7 @@ fn add_factors(config: &mut ModelConfig, stored: &StoredWeight) -> Result<(), Fa
         layer
             .rope
             .check()
-            .map_err(|error| Failure::Wrong(format!("tensor {FACTORS:?}: {error}; {AGAIN}")))?;
+            .map_err(|error| GgufFailure::Wrong(format!("tensor {FACTORS:?}: {error}; {AGAIN}")))?;
     }
     Ok(())
 }

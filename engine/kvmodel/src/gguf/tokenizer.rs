@@ -1,25 +1,27 @@
-//! The tokenizer of a GGUF file, as the `tokenizer.json` and the `tokenizer_config.json` that a Hugging Face model would have.
+//! The tokenizer of a GGUF file, as the `tokenizer.json` and `tokenizer_config.json` of a Hugging Face model.
 
 use std::path::Path;
 
 use serde_json::{Map, Value, json};
 
+use super::failure::{GgufFailure, wrong};
 use super::fields::{Header, required};
-use super::{Failure, wrong};
 use crate::error::Error;
-use crate::files::{Contents, SmallFile};
+use crate::files::{FileContents, SmallFile};
 use crate::text::TextCodec;
 
-/// Kinds of tokens, as the file numbers them: control tokens stand for no text, and those that users have added are whole
-/// wherever they stand.
+/// The file's numbers for kinds of tokens. Control tokens stand for no text, and tokens that users have added
+/// are never split.
 const CONTROL: i64 = 3;
 const ADDED: i64 = 4;
 
-/// How Llama 3 and Qwen2 cut a text before they merge bytes. They differ in the digits of a number.
+/// The pattern by which Llama 3 and Qwen2 cut a text before they merge bytes. They differ in the digits of a
+/// number.
 const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Returns the steps that cut a text, the normalizer, and whether whole words that are tokens are not merged.
-fn pre(name: &str) -> Result<(Value, Value, bool), Failure> {
+/// Returns the steps that cut a text, the normalizer, and whether a whole word that is a token stays
+/// unmerged.
+fn pre(name: &str) -> Result<(Value, Value, bool), GgufFailure> {
     let bytes = |by_words: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": by_words });
     let split = |digits: &str| {
         let pattern = WORDS.replace("DIGITS", digits);
@@ -44,10 +46,10 @@ fn pre(name: &str) -> Result<(Value, Value, bool), Failure> {
     })
 }
 
-/// Returns the texts of special tokens and the chat template, as `tokenizer_config.json` has them.
-fn template(header: &Header) -> Result<Value, Failure> {
+/// Returns the texts of special tokens and the chat template in the form of `tokenizer_config.json`.
+fn template(header: &Header) -> Result<Value, GgufFailure> {
     let tokens = header.texts("tokenizer.ggml.tokens")?.unwrap_or_default();
-    let special = |field: &str| -> Result<Value, Failure> {
+    let special = |field: &str| -> Result<Value, GgufFailure> {
         let Some(id) = header.whole(field)? else { return Ok(Value::Null) };
         match tokens.get(usize::try_from(id).unwrap_or(usize::MAX)) {
             Some(token) => Ok(json!(token)),
@@ -63,24 +65,24 @@ fn template(header: &Header) -> Result<Value, Failure> {
     }))
 }
 
-/// Returns the codec of the file at `path`, with the `tokenizer.json` beside it if there is one.
-pub(super) fn codec(header: &Header, path: &Path) -> Result<TextCodec, Failure> {
+/// Returns the codec of the file at `path`. A `tokenizer.json` in the same folder takes precedence.
+pub(super) fn codec(header: &Header, path: &Path) -> Result<TextCodec, GgufFailure> {
     let config = template(header)?;
     let place = format!("{}, field \"tokenizer.chat_template\"", path.display());
     if let Some(beside) = SmallFile::read_if_there(path.with_file_name("tokenizer.json"))? {
         return Ok(TextCodec::of(beside.contents(), &config, &place)?);
     }
     let tokenizer = tokenizer(header, config["bos_token"].as_str())?.to_string();
-    TextCodec::of(Contents { path, bytes: tokenizer.as_bytes() }, &config, &place).map_err(
-        |error| match error {
-            Error::File { source, .. } => Failure::Other(*source),
+    TextCodec::of(FileContents { path, bytes: tokenizer.as_bytes() }, &config, &place).map_err(|error| {
+        match error {
+            Error::File { source, .. } => GgufFailure::Other(*source),
             other => other.into(),
-        },
-    )
+        }
+    })
 }
 
-/// Returns the `tokenizer.json` that the fields stand for. `begin` is the text of the token that begins a text.
-fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, Failure> {
+/// Returns the `tokenizer.json` for the fields. `begin` is the text of the token that begins a text.
+fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure> {
     let kind = required("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
     if kind != "gpt2" {
         return wrong(format!(
@@ -154,8 +156,8 @@ fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, Failure> {
     }))
 }
 
-/// Checks that each merge is of two tokens, and that they are a token together.
-fn check_merges(merges: &[&str], vocabulary: &Map<String, Value>) -> Result<(), Failure> {
+/// Checks that each merge joins two tokens into a token.
+fn check_merges(merges: &[&str], vocabulary: &Map<String, Value>) -> Result<(), GgufFailure> {
     for (number, merge) in merges.iter().enumerate() {
         let problem = match merge.split_once(' ') {
             Some((left, right)) if !right.contains(' ') => {

@@ -13,7 +13,7 @@ use crate::dense::{Activation, Dense, Weight, WeightUse};
 use crate::error::Result;
 
 // Decision: docs/decisions/models.md#norms-inside-latent-attention-have-an-epsilon-of-1e-6
-/// The epsilon of norms inside the projections, whatever `rms_norm_eps` is.
+/// The epsilon of norms inside the projections. It does not depend on `rms_norm_eps`.
 const EPS: f64 = 1e-6;
 
 #[derive(Debug)]
@@ -66,6 +66,7 @@ impl LatentAttention {
         };
         let norm = loader.norm(&name("kv_a_layernorm"), rank, EPS)?;
         let height = nope + widths.v_head_dim;
+        // Decision: docs/decisions/models.md#the-kv_b_proj-of-deepseek-is-split-and-absorbed-at-loading
         let up = loader.take(&name("kv_b_proj"), &[c.heads * height, rank])?;
         let key = loader.by_head(&up, c.heads, 0..nope, WeightUse::ByHead)?;
         let value = loader.by_head(&up, c.heads, nope..height, WeightUse::ByHeadTransposed)?;

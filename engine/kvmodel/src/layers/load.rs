@@ -1,4 +1,4 @@
-//! Loading: weights go from their files to the dense steps, one after the other.
+//! Loading: weights go from their files to the dense steps, one by one.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ pub(crate) struct Loader<'a> {
     weights: &'a mut Weights,
     dense: &'a dyn Dense,
     format: WeightFormat,
-    /// The bytes of all weights loaded so far, as they are held.
+    /// The number of bytes of memory of all weights loaded so far.
     held: usize,
 }
 
@@ -22,7 +22,7 @@ impl<'a> Loader<'a> {
         Self { weights, dense, format, held: 0 }
     }
 
-    /// Returns the bytes of all weights loaded so far, in the formats in which they are held.
+    /// Returns the number of bytes of memory of all weights loaded so far.
     pub(crate) fn held(&self) -> usize {
         self.held
     }
@@ -77,7 +77,7 @@ impl<'a> Loader<'a> {
         Ok(numbers)
     }
 
-    /// Takes a matrix `[heads · height, width]`, of which [`by_head`](Self::by_head) loads the parts.
+    /// Takes a matrix `[heads · height, width]`, whose parts [`by_head`](Self::by_head) loads.
     pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<StoredWeight> {
         self.weights.take(&format!("{name}.weight"), shape)
     }

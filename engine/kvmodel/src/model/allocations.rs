@@ -30,13 +30,13 @@ fn model(name: &str) -> Model {
 }
 
 /// The dense steps of a model, without caches and without attention.
-struct DenseSteps {
+struct CountedDense {
     stream: Arc<dyn Stream>,
     border: Box<dyn Border>,
     logits: Vec<f32>,
 }
 
-impl DenseSteps {
+impl CountedDense {
     fn new(model: &Model, kv_format: KvFormat) -> Self {
         let backend = single_threaded();
         let kv = model.kv_extents(kv_format);
@@ -93,11 +93,11 @@ fn a_decode_step_allocates_what_its_dense_steps_do(
     #[values(KvFormat::Dense(kvcore::DType::F32), KvFormat::Dense(kvcore::DType::BF16))] kv_format: KvFormat,
 ) {
     let model = model(name);
-    let dense = DenseSteps::count(&model, kv_format);
+    let dense = CountedDense::count(&model, kv_format);
     assert!(dense > 10 * model.layers.len() as u64, "{dense} allocations are no decoder");
     // All tokens lie in one block.
     let mut sequence = Greedy::new(&model, kv_format, 64, 64);
-    // The first time grows what stays: plans and buffers of the thread, lists as long as the sequence.
+    // The first step grows memory that stays: plans and buffers of the thread, lists as long as the sequence.
     sequence.prefill(&[1, 2, 3, 4, 5]);
     for token in 0..40 {
         sequence.step(token);

@@ -1,19 +1,58 @@
-//! The KV side of a layer: its rows are stored, its queries attend, and its fresh keys and values can be read.
+//! The KV side of a layer: its rows are stored, its queries attend, and its fresh keys and values can be
+//! read.
 
+use std::ops::Range;
 use std::sync::Arc;
 
-use kvcore::{ApplyRope, Attend, AttendMla, AttendWork, BatchRows, KeyForm, Rope, Scatter, TensorView};
+use kvcore::{ApplyRope, Attend, AttendMla, AttendWork, BatchRows, KeyForm, Rope, Scatter};
 
-use super::groups::Place;
-use super::{ComputeDevice, FreshKv, FreshQueries, Model};
+use super::groups::LayerPlace;
+use super::readback::read_f32;
+use super::{ComputeDevice, Model};
 use crate::dense::{Activation, AttentionInput, Border, BorderExtents};
 use crate::error::Result;
 use crate::layers::Projected;
 
+/// The keys and values of a layer's rows before they are stored.
+#[derive(Debug)]
+pub struct FreshKv {
+    /// The layer, from 0.
+    pub layer: usize,
+    /// The number of rows of the batch.
+    pub rows: usize,
+    /// The keys `[rows, k_heads, k_dim]`, in the form in which they are stored.
+    pub k: Vec<f32>,
+    /// The values `[rows, v_heads, v_dim]`.
+    pub v: Vec<f32>,
+}
+
+/// The queries of a layer's rows, rotated to their positions.
+#[derive(Debug)]
+pub struct FreshQueries {
+    /// The number of rows of the batch.
+    pub rows: usize,
+    /// The queries `[rows, heads, k_dim]`; with latent attention, their rotated part.
+    pub q: Vec<f32>,
+    /// With latent attention, the part of the queries that meets latents, `[rows, heads, v_dim]`.
+    pub latent: Option<Vec<f32>>,
+}
+
+impl FreshQueries {
+    /// Returns the queries of some rows, and their latent part with latent attention. The caller guarantees
+    /// that there are such rows.
+    pub fn rows(&self, rows: Range<usize>) -> (&[f32], Option<&[f32]>) {
+        let take = |all: &'_ [f32]| -> Range<usize> {
+            let width = all.len() / self.rows.max(1);
+            rows.start * width..rows.end * width
+        };
+        (&self.q[take(&self.q)], self.latent.as_deref().map(|latent| &latent[take(latent)]))
+    }
+}
+
 /// A layer as its attention sees it.
 pub(super) struct LayerAttention<'a> {
     pub(super) index: usize,
-    pub(super) place: Place,
+    pub(super) place: LayerPlace,
     pub(super) rope: &'a Arc<Rope>,
     pub(super) window: Option<usize>,
     pub(super) scale: f32,
@@ -76,15 +115,8 @@ pub(super) fn fresh(
         let (positions, rope) = (Arc::clone(rows.positions()), Arc::clone(layer.rope));
         device.stream.rope(&ApplyRope { rows: k.clone(), positions, rope })?;
     }
-    let (k, v) = (down(device, &k)?, down(device, &v)?);
+    let (k, v) = (read_f32(device.stream, &k)?, read_f32(device.stream, &v)?);
     Ok(FreshKv { layer: layer.index, rows: rows.len(), k, v })
-}
-
-/// Returns rows in f32 on the host.
-fn down(device: &ComputeDevice, view: &TensorView) -> Result<Vec<f32>> {
-    let mut host = vec![0.0f32; view.len()];
-    device.stream.read(view, bytemuck::cast_slice_mut(&mut host))?;
-    Ok(host)
 }
 
 /// Returns the queries of [`attend`], rotated to their positions, in f32 on the host.
@@ -98,12 +130,12 @@ pub(super) fn queries(
     let q = border.lend_copy(device.stream, AttentionInput::Query, &projected.q)?;
     let (positions, rope) = (Arc::clone(rows.positions()), Arc::clone(layer.rope));
     device.stream.rope(&ApplyRope { rows: q.clone(), positions, rope })?;
-    let q = down(device, &q)?;
+    let q = read_f32(device.stream, &q)?;
     let latent = projected
         .q_latent
         .as_ref()
-        .map(|rows| down(device, &border.lend(device.stream, AttentionInput::LatentQuery, rows)?));
-    Ok(FreshQueries { q, latent: latent.transpose()? })
+        .map(|rows| read_f32(device.stream, &border.lend(device.stream, AttentionInput::LatentQuery, rows)?));
+    Ok(FreshQueries { rows: rows.len(), q, latent: latent.transpose()? })
 }
 
 /// Returns the attention of the rows of `work`, `[rows, heads, v_dim]`.

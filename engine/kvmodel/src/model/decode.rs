@@ -1,4 +1,5 @@
-//! Decode steps: passes whose rows all have logits, captured as graphs where backend and dense steps allow it.
+//! Decode steps: passes whose rows all have logits, captured as graphs where backend and dense steps allow
+//! it.
 
 use std::sync::Arc;
 
@@ -10,19 +11,19 @@ use super::{ComputeDevice, Forward, LogitRows, Model};
 use crate::dense::Activation;
 use crate::error::{Error, Result};
 
-/// The memory of decode steps: that of their passes, and their graphs. Steps of one model over one arena use it one after
-/// the other, whichever request they belong to; another model, arena or rotary embedding begins with no graph. All steps
-/// are on one stream.
+/// The memory of decode steps: the memory of their passes, and their graphs. Steps of one model over one
+/// arena use it in turn, for any requests. A step of another model, arena or rotary embedding drops the
+/// graphs. All steps are on one stream.
 #[derive(Debug)]
 pub struct DecodeMemory {
     pass: PassMemory,
-    /// The graphs, each with the place of its logits.
+    /// The graphs, each with its logits.
     graphs: GraphCache<Activation>,
-    /// What the graphs read and write.
+    /// The model and the memory that the graphs use.
     scene: Option<Scene>,
 }
 
-/// What all steps of a graph have in common, besides their sizes.
+/// The model and the memory of all steps of a graph.
 #[derive(Debug)]
 struct Scene {
     revision: [u8; 32],
@@ -59,7 +60,7 @@ impl DecodeMemory {
         self.graphs.counts()
     }
 
-    /// Forgets the graphs if they are of another scene.
+    /// Drops the graphs if they belong to another scene.
     fn turn_to(&mut self, model: &Model, device: &ComputeDevice, ropes: &LayerRopes) {
         if self.scene.as_ref().is_some_and(|scene| scene.is_of(model, device, ropes)) {
             return;
@@ -80,11 +81,12 @@ impl Model {
     /// Runs a decode step: a pass over sequences that want the logits of all their tokens, as
     /// [`forward`](Self::forward) runs it. Reads the logits into the memory of `logits`.
     ///
-    /// Where the [dense steps](crate::dense::Dense::joins_captures) and the stream can be captured, a step that comes
-    /// again with other tokens, positions, slots and segments is a replay of one graph, with the bits that the step has
-    /// operation by operation. Batches are padded to a power of two. Other steps run operation by operation: a first
-    /// one, one that reads results on the host in its middle (routed experts), one without logits for some tokens, one over
-    /// several groups of layers, whose slots and segments a graph does not have.
+    /// If the [dense steps](crate::dense::Dense::joins_captures) and the stream can be captured, a step that
+    /// comes again with other tokens, positions, slots and segments replays a graph. Its results equal bit
+    /// for bit those of the step run operation by operation. Batches are padded to a power of two. These
+    /// steps run operation by operation: the first one of its kind, steps that read results on the host
+    /// (routed experts), steps without logits for some tokens, and steps over several groups of layers, whose
+    /// slots and segments a graph lacks.
     ///
     /// # Errors
     /// Returns the errors of [`begin`](Self::begin) and of the backend.
@@ -132,7 +134,7 @@ impl Model {
         border.follow(device.stream)?;
         device.profiler.span("read logits", || dense.read(&of_rows, &mut logits))?;
         let flops = self.step_flops(count, visible(&inputs.work));
-        // Held by nobody else, the segments are refilled in place.
+        // No other handle is left, so the segments are refilled in place.
         drop(inputs);
         rows.release();
         logits.truncate(count * self.config.vocab_size);

@@ -1,4 +1,5 @@
-//! The groups of a model's layers: those of a group attend to the same tokens, so that their blocks come and go together.
+//! The groups of a model's layers. The layers of a group attend to the same tokens, so one block table serves
+//! them all.
 
 use kvcore::{GroupKind, KvExtents, KvFormat};
 
@@ -17,8 +18,8 @@ pub struct LayerGroup {
 
 /// The place of a layer's keys and values on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
-    /// The arena, which is that of the group.
+pub(super) struct LayerPlace {
+    /// The index of the group, and of its arena.
     pub(super) group: usize,
     /// The layer in this arena.
     pub(super) layer: usize,
@@ -42,8 +43,9 @@ pub(super) fn groups(config: &ModelConfig) -> Vec<LayerGroup> {
 }
 
 impl Model {
-    /// Returns the groups of layers that attend to the same tokens: one for all, or one for each window and one for the layers
-    /// without a window. A [`GroupedKvCache`](kvcore::GroupedKvCache) keeps the blocks of each apart.
+    /// Returns the groups of layers that attend to the same tokens: one for all layers, or one for each
+    /// window and one for the layers without a window. A [`GroupedKvCache`](kvcore::GroupedKvCache) has
+    /// separate blocks for each.
     pub fn groups(&self) -> &[LayerGroup] {
         &self.groups
     }
@@ -62,16 +64,16 @@ impl Model {
         if got == 1 || got == expected {
             return Ok(());
         }
-        Err(kvcore::Error::Mismatch { what: "arenas, one for each group of layers", expected, got }.into())
+        Err(kvcore::Error::mismatch("arenas, one for each group of layers", expected, got).into())
     }
 
     /// Returns the place of a layer on a device that was checked.
-    pub(super) fn place(&self, device: &ComputeDevice, index: usize) -> Place {
+    pub(super) fn place(&self, device: &ComputeDevice, index: usize) -> LayerPlace {
         let of = |(group, of): (usize, &LayerGroup)| {
-            of.layers.binary_search(&index).ok().map(|layer| Place { group, layer })
+            of.layers.binary_search(&index).ok().map(|layer| LayerPlace { group, layer })
         };
         let apart = self.groups.iter().enumerate().find_map(of).filter(|_| device.arenas.len() > 1);
-        apart.unwrap_or(Place { group: 0, layer: index })
+        apart.unwrap_or(LayerPlace { group: 0, layer: index })
     }
 }
 

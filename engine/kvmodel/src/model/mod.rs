@@ -20,13 +20,18 @@ mod decode;
 mod flops;
 mod groups;
 mod logits;
+mod mass;
 mod pass;
+mod readback;
 mod rows;
 
+pub use attention::{FreshKv, FreshQueries};
 pub use decode::DecodeMemory;
 pub use groups::LayerGroup;
 pub use logits::LogitRows;
-pub use pass::{Forward, FreshKv, FreshQueries, KeptRows, Narrowed, Pass, PassMemory};
+pub use mass::AttentionMass;
+pub use pass::{Forward, KeptRows, Narrowed, Pass, PassMemory};
+pub use readback::{KvRows, read_f32};
 
 /// A decoder-only transformer.
 #[derive(Debug)]
@@ -44,10 +49,11 @@ pub struct Model {
     weight_bytes: usize,
 }
 
-/// An observer of a request: it is told of the request's progress, and may stop the request.
+/// An observer of a request's progress, which may stop the request.
 ///
-/// A break ends the request with [`Error::Cancelled`]; nothing stays held for it. An observer that finds the answer
-/// complete ends it early, and the answer is returned. By default a request goes on. `()` is the observer that never ends one.
+/// A break ends the request with [`Error::Cancelled`] and frees everything that it held. An observer that
+/// finds the answer complete ends it early, and the answer is returned. The default methods let a request
+/// continue, and so does the observer `()`.
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -97,7 +103,8 @@ pub struct ComputeDevice<'a> {
     pub backend: &'a dyn Backend,
     /// The stream that orders the work.
     pub stream: &'a dyn Stream,
-    /// The arenas that hold keys and values: one for all layers, or one for each of the model's [groups](Model::groups).
+    /// The arenas that hold keys and values: one for all layers, or one for each of the model's
+    /// [groups](Model::groups).
     pub arenas: &'a [KvArena],
     /// The form in which keys are stored in the arena.
     pub keys: KeyForm,
@@ -117,8 +124,8 @@ impl Model {
     /// Builds the model from its config and weights, with dense steps by `dense`.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`] if a tensor is missing, has another shape, or is stored in a type that `dense` does
-    /// not know. Returns the errors of [`Dense::load`].
+    /// Returns [`Error::Weight`] if a tensor is missing, has another shape, or is stored in a type that
+    /// `dense` does not know. Returns the errors of [`Dense::load`].
     pub fn with_dense(
         config: ModelConfig,
         mut weights: Weights,
@@ -159,7 +166,7 @@ impl Model {
         })
     }
 
-    /// Returns the bytes of the weights, in the formats in which they are held.
+    /// Returns the number of bytes of memory of the weights.
     pub fn weight_bytes(&self) -> usize {
         self.weight_bytes
     }
@@ -170,8 +177,8 @@ impl Model {
     }
 
     /// Returns the rotary embeddings of every layer for a request whose positions are all below `longest`,
-    /// including those of tokens that it may still generate. The embeddings are part of the request's keys;
-    /// see [`kvcore::Regime`].
+    /// including the positions of tokens that it may still generate. The embeddings are part of the request's
+    /// keys; see [`kvcore::Regime`].
     ///
     /// # Errors
     /// Returns [`kvcore::Error::TooLarge`] if the model has fewer positions.
@@ -179,13 +186,13 @@ impl Model {
         Ok(self.ropes.at(longest)?)
     }
 
-    /// Returns the hash of weights, configuration, weight format and the name of the dense steps: of everything that
-    /// keys and values of given tokens depend on.
+    /// Returns the hash of weights, configuration, weight format and the name of the dense steps. Keys and
+    /// values of given tokens depend on nothing else.
     pub fn revision(&self) -> &[u8; 32] {
         &self.revision
     }
 
-    /// Returns the hash of weights and configuration: of the model itself, whatever computes it.
+    /// Returns the hash of weights and configuration: of the model itself, regardless of its dense steps.
     pub fn identity(&self) -> &[u8; 32] {
         &self.identity
     }
@@ -211,9 +218,9 @@ impl Model {
     }
 }
 
-/// Returns the hash of weights and of what else computes keys and values.
-fn hashed(context: &str, weights: &[u8; 32], beside: &impl Serialize) -> Result<[u8; 32]> {
-    let text = serde_json::to_vec(beside).map_err(|e| Error::Config(e.to_string()))?;
+/// Returns the hash of weights and of `settings`.
+fn hashed(context: &str, weights: &[u8; 32], settings: &impl Serialize) -> Result<[u8; 32]> {
+    let text = serde_json::to_vec(settings).map_err(|e| Error::Config(e.to_string()))?;
     let mut hasher = blake3::Hasher::new_derive_key(context);
     hasher.update(weights);
     hasher.update(&text);

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use kvcore::{BatchRows, LayerRopes, Selection, SequenceInput, StepBatch};
 
-use super::attention::{self, LayerAttention};
-use super::groups::Place;
+use super::attention::{self, FreshKv, FreshQueries, LayerAttention};
+use super::groups::LayerPlace;
+use super::mass::AttentionMass;
 use super::rows::{Wanted, check_vocabulary, selecting, visible};
 use super::{ComputeDevice, LogitRows, Model, Observer};
 use crate::dense::{Activation, Border};
@@ -22,29 +23,7 @@ pub struct Forward {
     pub flops: u64,
 }
 
-/// The keys and values of a layer's rows before they are stored.
-#[derive(Debug)]
-pub struct FreshKv {
-    /// The layer, from 0.
-    pub layer: usize,
-    /// The number of rows of the batch.
-    pub rows: usize,
-    /// The keys `[rows, k_heads, k_dim]`, in the form in which they are stored.
-    pub k: Vec<f32>,
-    /// The values `[rows, v_heads, v_dim]`.
-    pub v: Vec<f32>,
-}
-
-/// The queries of a layer's rows, rotated to their positions.
-#[derive(Debug)]
-pub struct FreshQueries {
-    /// The queries `[rows, heads, k_dim]`; with latent attention, their rotated part.
-    pub q: Vec<f32>,
-    /// With latent attention, the part of the queries that meets latents, `[rows, heads, v_dim]`.
-    pub latent: Option<Vec<f32>>,
-}
-
-/// The rows of a pass that stopped in the middle, of which some may go on later.
+/// The rows of a pass that stopped in the middle. Some of them may go on later.
 #[derive(Debug)]
 pub struct KeptRows {
     /// The residual stream, `[rows, hidden_size]`.
@@ -64,8 +43,8 @@ pub struct Narrowed {
     pub batch: Vec<SequenceInput>,
 }
 
-/// The memory of a pass: its rows and its border between dense steps and device. Passes of one model on one device can use
-/// it one after the other; a decode step that does so allocates nothing for them.
+/// The memory of a pass: its rows and its border between dense steps and device. Passes of one model on one
+/// device can use it in turn; a decode step that does so allocates no rows.
 #[derive(Debug, Default)]
 pub struct PassMemory {
     pub(super) rows: BatchRows,
@@ -81,7 +60,9 @@ pub struct PassMemory {
 /// begin ─► run_to(layer) ─► fresh ─► keep        resume ─► end
 /// ```
 ///
-/// One that chooses what rows attend to runs it layer by layer: [`queries`](Self::queries), [`select`](Self::select), `run_to`.
+/// A caller that chooses the tokens that rows attend to runs it layer by layer: [`queries`](Self::queries),
+/// [`select`](Self::select), `run_to`. A caller that asks which tokens a sequence attends to lets the pass
+/// [`observe`](Self::observe) it.
 #[derive(Debug)]
 pub struct Pass<'a> {
     model: &'a Model,
@@ -93,8 +74,13 @@ pub struct Pass<'a> {
     x: Activation,
     /// The next layer.
     layer: usize,
-    /// The projections of the next layer, if [`fresh`](Self::fresh) has made them.
+    /// The projections of the next layer, if [`fresh`](Self::fresh) or [`queries`](Self::queries) has made
+    /// them.
     projected: Option<Projected>,
+    /// The queries of the next layer, if [`queries`](Self::queries) has read them.
+    queries: Option<FreshQueries>,
+    /// The sequences whose attention is summed.
+    observed: Vec<&'a mut AttentionMass>,
     /// The selection of each sequence in the next layer, if [`select`](Self::select) has set them.
     selections: Option<Vec<Option<Selection>>>,
     flops: u64,
@@ -146,8 +132,8 @@ impl Model {
         Pass::new(self, device, ropes, rows, border, x)
     }
 
-    /// Goes on with some rows of a pass that stopped in the middle. Their sequences may have other slots and other segments from here
-    /// on.
+    /// Goes on with some rows of a pass that stopped in the middle. Their sequences may have other slots and
+    /// other segments from here on.
     ///
     /// # Errors
     /// - Returns [`kvcore::Error::OutOfRange`] for a row that the pass did not have.
@@ -161,10 +147,11 @@ impl Model {
         narrowed: Narrowed,
         memory: &'a mut PassMemory,
     ) -> Result<Pass<'a>> {
-        let (expected, got) = (narrowed.rows.len(), narrowed.batch.iter().map(|s| s.tokens.len()).sum());
+        let (expected, got) =
+            (narrowed.rows.len(), narrowed.batch.iter().map(|s| s.tokens.len()).sum::<usize>());
         if expected != got || expected == 0 {
             let what = "tokens of the rows that go on, one for each";
-            return Err(kvcore::Error::Mismatch { what, expected, got }.into());
+            return Err(kvcore::Error::mismatch(what, expected, got).into());
         }
         let before = kept.x.rows();
         if let Some(&row) = narrowed.rows.iter().find(|&&row| row as usize >= before) {
@@ -183,7 +170,7 @@ impl Model {
 }
 
 impl PassMemory {
-    /// Returns the rows, with a border for as many.
+    /// Returns the rows, and a border that is large enough for them.
     pub(super) fn ready(
         &mut self,
         model: &Model,
@@ -219,7 +206,7 @@ impl<'a> Pass<'a> {
         let (expected, got) = (model.layers.len(), ropes.layers().len());
         if expected != got {
             let what = "rotary embeddings, one a layer";
-            return Err(kvcore::Error::Mismatch { what, expected, got }.into());
+            return Err(kvcore::Error::mismatch(what, expected, got).into());
         }
         same_groups(device, rows)?;
         Ok(Self {
@@ -231,6 +218,8 @@ impl<'a> Pass<'a> {
             x,
             layer: 0,
             projected: None,
+            queries: None,
+            observed: Vec::new(),
             selections: None,
             flops: 0,
         })
@@ -258,7 +247,7 @@ impl<'a> Pass<'a> {
     /// # Errors
     /// Returns the errors of the backend.
     pub fn fresh(&mut self) -> Result<FreshKv> {
-        let projected = self.project(None)?;
+        let projected = self.projected_rows()?;
         let layer = self.attention();
         let fresh = attention::fresh(self.border, self.device, &layer, self.rows, &projected)?;
         self.projected = Some(projected);
@@ -269,24 +258,45 @@ impl<'a> Pass<'a> {
     ///
     /// # Errors
     /// Returns the errors of the backend.
-    pub fn queries(&mut self) -> Result<FreshQueries> {
-        let projected = self.project(None)?;
-        let layer = self.attention();
-        let queries = attention::queries(self.border, self.device, &layer, self.rows, &projected)?;
-        self.projected = Some(projected);
-        Ok(queries)
+    pub fn queries(&mut self) -> Result<&FreshQueries> {
+        let queries = if let Some(queries) = self.queries.take() {
+            queries
+        } else {
+            let projected = self.projected_rows()?;
+            let layer = self.attention();
+            let queries = attention::queries(self.border, self.device, &layer, self.rows, &projected)?;
+            self.projected = Some(projected);
+            queries
+        };
+        Ok(self.queries.insert(queries))
     }
 
-    /// Limits what rows attend to in the next layer: a selection for each sequence of the batch, in its order, or `None` for all tokens.
-    /// A sequence with a selection wants the logits of all its rows, so that none of them ends before the last layer.
+    /// Sums, from the next layer on, how much sequences of the batch attend to the tokens before them.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Mismatch`] if there is not one for each sequence. Running the layer returns
-    /// [`kvcore::Error::InvalidSelection`] for a selection that is not in order or does not have the rows of its sequence.
+    /// Returns [`kvcore::Error::OutOfRange`] for a sequence that the batch does not have.
+    pub fn observe(&mut self, masses: Vec<&'a mut AttentionMass>) -> Result<()> {
+        let limit = self.rows.work().batch().len();
+        if let Some(mass) = masses.iter().find(|mass| mass.sequence >= limit) {
+            let (what, value, limit) = ("sequence to observe", mass.sequence as i128, limit as i128);
+            return Err(kvcore::Error::OutOfRange { what, value, limit }.into());
+        }
+        self.observed = masses;
+        Ok(())
+    }
+
+    /// Limits the tokens that rows attend to in the next layer: a selection for each sequence of the batch,
+    /// in its order, or `None` for all tokens. A sequence with a selection must want the logits of all its
+    /// rows, because other rows end before the last layer.
+    ///
+    /// # Errors
+    /// Returns [`kvcore::Error::Mismatch`] unless there is one entry for each sequence. Running the layer
+    /// returns [`kvcore::Error::InvalidSelection`] for a selection that is not in order or does not have the
+    /// rows of its sequence.
     pub fn select(&mut self, selections: Vec<Option<Selection>>) -> Result<()> {
         let (expected, got) = (self.rows.work().batch().len(), selections.len());
         if expected != got {
-            return Err(kvcore::Error::Mismatch { what: "selections, one a sequence", expected, got }.into());
+            return Err(kvcore::Error::mismatch("selections, one a sequence", expected, got).into());
         }
         self.selections = Some(selections);
         Ok(())
@@ -306,8 +316,8 @@ impl<'a> Pass<'a> {
         self.end_into(Vec::new(), observer)
     }
 
-    /// Runs the remaining layers and the head as [`end`](Self::end) does, and reads the logits into the memory of
-    /// `logits`.
+    /// Runs the remaining layers and the head as [`end`](Self::end) does, and reads the logits into the
+    /// memory of `logits`.
     ///
     /// # Errors
     /// Returns the errors of [`end`](Self::end).
@@ -340,7 +350,11 @@ impl<'a> Pass<'a> {
     /// Runs the next layer.
     fn step(&mut self, observer: &mut dyn Observer) -> Result<()> {
         let (layers, dense) = (self.model.layers.len(), self.model.dense.as_ref());
-        // In the last layer only rows whose logits are wanted go on. The others only leave their KV.
+        let observed = self.observed.iter().any(|mass| self.layer >= mass.first_layer);
+        if observed {
+            self.queries()?;
+        }
+        // In the last layer, only rows whose logits are wanted go on. The others only store their KV.
         let wanted =
             if self.layer + 1 == layers { Wanted::of(self.rows, self.place().group, dense)? } else { None };
         let projected = match (self.projected.take(), &wanted) {
@@ -354,8 +368,27 @@ impl<'a> Pass<'a> {
             self.x = dense.select(&self.x, &wanted.index)?;
         }
         self.attend_and_finish(&projected, wanted.as_ref())?;
+        if let Some(queries) = self.queries.take().filter(|_| observed) {
+            self.device.profiler.span("attention of the question", || self.sum_attention(&queries))?;
+        }
         self.layer += 1;
         if observer.layer(self.layer, layers).is_break() { Err(Error::Cancelled) } else { Ok(()) }
+    }
+
+    /// Adds the weights of this layer, whose keys are stored, to the sums of the observed sequences.
+    fn sum_attention(&mut self, queries: &FreshQueries) -> Result<()> {
+        let work = self.rows.work_in(self.model.place(self.device, self.layer).group);
+        let (of, layer) = ((self.model, self.device, self.ropes), self.layer);
+        let mut counted = self.observed.iter_mut().filter(|mass| layer >= mass.first_layer);
+        counted.try_for_each(|mass| mass.add(of, layer, work, queries))
+    }
+
+    /// Returns keys, values and queries of all rows in the next layer.
+    fn projected_rows(&mut self) -> Result<Projected> {
+        match self.projected.take() {
+            Some(projected) => Ok(projected),
+            None => self.project(None),
+        }
     }
 
     /// Returns the keys and values of all rows, and the queries of the rows that go on.
@@ -397,7 +430,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Returns the place of the next layer's keys and values.
-    fn place(&self) -> Place {
+    fn place(&self) -> LayerPlace {
         self.model.place(self.device, self.layer)
     }
 }
@@ -408,6 +441,5 @@ fn same_groups(device: &ComputeDevice, rows: &BatchRows) -> Result<()> {
     if expected == got {
         return Ok(());
     }
-    Err(kvcore::Error::Mismatch { what: "groups of layers in a batch, one for each arena", expected, got }
-        .into())
+    Err(kvcore::Error::mismatch("groups of layers in a batch, one for each arena", expected, got).into())
 }

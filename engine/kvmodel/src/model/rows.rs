@@ -1,4 +1,4 @@
-//! The rows of a pass: what a model asks of them beside what every engine does.
+//! The rows of a pass: the checks and selections that only a model needs.
 
 use std::sync::Arc;
 
@@ -15,7 +15,8 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if these are all rows.
+    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if
+    /// these are all rows.
     pub(super) fn of(rows: &BatchRows, group: usize, dense: &dyn Dense) -> Result<Option<Self>> {
         let wanted = rows.wanted(group).map(|(index, work)| Ok(Self { index: dense.index(index)?, work }));
         wanted.transpose()
@@ -25,7 +26,7 @@ impl Wanted {
 /// Checks that a model knows all tokens of a batch.
 ///
 /// # Errors
-/// Returns [`Error::TokenOutOfVocabulary`] for the first that it does not know.
+/// Returns [`Error::TokenOutOfVocabulary`] for the first unknown token.
 pub(super) fn check_vocabulary(batch: &[SequenceInput], vocabulary: usize) -> Result<()> {
     let stray = batch.iter().flat_map(|s| &s.tokens).find(|&&token| token as usize >= vocabulary);
     stray.map_or(Ok(()), |&token| Err(Error::TokenOutOfVocabulary { token, vocabulary }))

@@ -1,4 +1,4 @@
-//! The time of day, as chat templates ask for it.
+//! The time of day for chat templates.
 
 use std::sync::Arc;
 
@@ -7,9 +7,9 @@ use jiff::fmt::strtime;
 
 /// A clock: the local time of this machine, or a fixed time.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Clock(Option<Arc<Zoned>>);
+pub(super) struct TemplateClock(Option<Arc<Zoned>>);
 
-impl Clock {
+impl TemplateClock {
     /// Creates a clock that stands still.
     #[cfg(test)]
     pub(super) fn fixed(time: Zoned) -> Self {

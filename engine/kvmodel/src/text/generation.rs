@@ -1,11 +1,12 @@
-//! The tag `generation` of chat templates, which marks what the model says in training data.
+//! The tag `generation` of chat templates, which marks the model's words in training data.
 //!
-//! Rendering takes the block as its content in a scope of its own, as transformers does without a mask of the model's tokens.
-//! The template engine has no tags of others, so the source is rewritten: the words become `with` and `endwith`, and every
-//! line stays where it is.
+//! Rendering treats the block as a scope, as transformers does if it needs no mask of the model's tokens. The
+//! template engine has no custom tags, so the source is rewritten: the words become `with` and `endwith`, and
+//! every line keeps its number.
 
 // Decision: docs/decisions/models.md#a-block-of-generation-becomes-a-scope
-/// Returns the source of a template with `with` and `endwith` in place of the tags `generation` and `endgeneration`.
+/// Returns the source of a template with `with` and `endwith` in place of the tags `generation` and
+/// `endgeneration`.
 pub(super) fn as_scopes(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
     let mut rest = source;
@@ -23,7 +24,7 @@ pub(super) fn as_scopes(source: &str) -> String {
         let word = word(tag);
         match word {
             "endraw" => raw = false,
-            // Within a raw block, only its end is a tag: the text goes on behind the two characters.
+            // Within a raw block, only its end is a tag: the text continues after the two characters.
             _ if raw && tag.len() > 2 => {
                 out.push_str(&tag[..2]);
                 rest = &rest[start + 2..];
@@ -43,7 +44,8 @@ pub(super) fn as_scopes(source: &str) -> String {
     out
 }
 
-/// Returns the length of the tag or expression that `text` starts with. A closing mark within a text in quotes closes nothing.
+/// Returns the length of the tag or expression at the start of `text`. A closing mark inside quotes does not
+/// close it.
 fn expression(text: &str, close: &str) -> usize {
     let mut quote = None;
     let mut chars = text.char_indices().skip(2);
@@ -61,7 +63,8 @@ fn expression(text: &str, close: &str) -> usize {
     text.len()
 }
 
-/// Returns the word of a tag that consists of one word, without its marks; nothing for what is no complete tag.
+/// Returns the word of a tag that consists of one word, without its marks; an empty text if the tag is
+/// incomplete.
 fn word(tag: &str) -> &str {
     let Some(inner) = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}")) else { return "" };
     inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim()

@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-/// The filter `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)` of transformers, which, unlike
-/// Jinja's own, escapes nothing for HTML.
+/// The filter `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)` of transformers,
+/// which, unlike Jinja's own, escapes nothing for HTML.
 #[allow(clippy::needless_pass_by_value, reason = "the signature of a filter")]
 pub(super) fn tojson(value: Value, positional: Rest<Value>, named: Kwargs) -> Result<String, Error> {
     let argument = |place: usize, name: &str| -> Result<Option<Value>, Error> {
@@ -147,8 +147,8 @@ impl Writer {
     }
 }
 
-/// Writes a number as Python does: floats with the fewest digits that give them back, and with an exponent where they are
-/// very small or very large.
+/// Writes a number as Python does: floats with the fewest digits that give them back, and with an exponent
+/// where they are very small or very large.
 fn number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();

@@ -1,4 +1,4 @@
-//! Messages of a conversation, as programs pass them and as files hold them.
+//! Messages of a conversation, in programs and in files.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -9,9 +9,9 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// The one who deploys the model.
+    /// The operator of the model.
     System,
-    /// The one who asks.
+    /// The user, who asks.
     User,
     /// The model.
     Assistant,
@@ -21,7 +21,7 @@ impl Role {
     /// All roles.
     pub const ALL: [Self; 3] = [Self::System, Self::User, Self::Assistant];
 
-    /// Returns the word for the role, as chat templates know it.
+    /// Returns the word for the role in chat templates.
     pub fn word(self) -> &'static str {
         match self {
             Self::System => "system",
@@ -58,7 +58,8 @@ impl Message {
     /// Reads a JSON list of objects with the fields `role` and `content`.
     ///
     /// # Errors
-    /// Returns [`Error::Messages`], which names the line of a broken text, or the message and the field that is wrong.
+    /// Returns [`Error::Messages`], which names the line of a broken text, or the message and the field that
+    /// is wrong.
     pub fn list(json: &str) -> Result<Vec<Self>> {
         let value: Value = serde_json::from_str(json).map_err(|error| {
             Error::Messages(format!("{error}; a JSON list of objects with role and content is needed"))
@@ -75,7 +76,7 @@ impl Message {
     /// Checks that a conversation ends with a message of the user.
     ///
     /// # Errors
-    /// Returns [`Error::Messages`] if it does not, or is empty.
+    /// Returns [`Error::Messages`] if the last message is not the user's, or the list is empty.
     pub fn check_answerable(messages: &[Self]) -> Result<()> {
         match messages.last() {
             Some(last) if last.role == Role::User => Ok(()),
@@ -115,7 +116,7 @@ impl Message {
     }
 }
 
-/// Says what kind of value a JSON value is.
+/// Returns the name of the kind of a JSON value.
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

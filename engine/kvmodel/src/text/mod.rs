@@ -1,7 +1,7 @@
 //! Text to tokens and back, and chat templates.
 //!
 //! ```text
-//! messages ── template ──► text ── codec ──► tokens ── engine ──► tokens ── stream ──► text, up to a stop string
+//! messages ─ template ─► text ─ codec ─► tokens ─ engine ─► tokens ─ stream ─► text, up to a stop string
 //! ```
 
 mod clock;
@@ -13,7 +13,6 @@ mod template;
 
 use std::path::Path;
 
-use kvchunk::{ChunkedPrompt, SplitPrompt};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
@@ -21,10 +20,10 @@ pub use message::{Message, Role};
 pub use stream::TextStream;
 
 use crate::error::{Error, Result};
-use crate::files::{Contents, SmallFile};
+use crate::files::{FileContents, SmallFile};
 use template::ChatTemplate;
 
-/// A tokenizer.json, with the chat template beside it.
+/// A tokenizer.json with the chat template from its directory.
 #[derive(Debug)]
 pub struct TextCodec {
     tokenizer: Tokenizer,
@@ -40,47 +39,13 @@ const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 /// writes and no prompt needs.
 const MESSAGE: &str = "\u{F8FE}";
 
-/// A prompt as tokens, ordinary or chunked.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum PromptTokens {
-    /// An ordinary prompt, computed under full attention.
-    Plain(Vec<u32>),
-    /// A chunked prompt, whose chunks do not see each other.
-    Chunked(ChunkedPrompt),
-}
-
-impl PromptTokens {
-    /// Returns the number of tokens of the prompt.
-    pub fn len(&self) -> usize {
-        match self {
-            Self::Plain(tokens) => tokens.len(),
-            Self::Chunked(prompt) => prompt.total_tokens(),
-        }
-    }
-
-    /// Returns true if the prompt has no token.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Iterates over all tokens in the prompt's order.
-    pub fn iter(&self) -> impl Iterator<Item = u32> {
-        let (plain, parts) = match self {
-            Self::Plain(tokens) => (tokens.as_slice(), None),
-            Self::Chunked(prompt) => (prompt.system(), Some(prompt)),
-        };
-        let rest =
-            parts.into_iter().flat_map(|prompt| prompt.chunks().iter().flatten().chain(prompt.question()));
-        plain.iter().chain(rest).copied()
-    }
-}
-
 impl TextCodec {
     /// Reads `tokenizer.json`, and the chat template of `chat_template.jinja` or else of
     /// `tokenizer_config.json`.
     ///
     /// # Errors
-    /// Returns [`Error::Io`] if a file cannot be read, and [`Error::File`] if one is malformed, with its path.
+    /// Returns [`Error::Io`] if a file cannot be read, and [`Error::File`] if one is malformed, with its
+    /// path.
     pub fn from_directory(dir: &Path) -> Result<Self> {
         let config_path = dir.join(TOKENIZER_CONFIG);
         let config = SmallFile::read_if_there(config_path.clone())?;
@@ -90,7 +55,7 @@ impl TextCodec {
         let Some(template) = SmallFile::read_if_there(dir.join("chat_template.jinja"))? else {
             return Ok(codec);
         };
-        let Contents { path, bytes } = template.contents();
+        let FileContents { path, bytes } = template.contents();
         let text = String::from_utf8_lossy(bytes).into_owned();
         Ok(Self { template: codec.template.with_text(text, path.display().to_string()), ..codec })
     }
@@ -101,15 +66,15 @@ impl TextCodec {
     /// # Errors
     /// Returns [`Error::File`], with the name of the file, if one is malformed.
     pub fn from_bytes(tokenizer: &[u8], config: Option<&[u8]>) -> Result<Self> {
-        let contents = |name, bytes| Contents { path: Path::new(name), bytes };
+        let contents = |name, bytes| FileContents { path: Path::new(name), bytes };
         let config = config_of(config.map(|bytes| contents(TOKENIZER_CONFIG, bytes)))?;
         Self::of(contents(TOKENIZER, tokenizer), &config, TOKENIZER_CONFIG)
     }
 
-    /// Reads a `tokenizer.json`, with the special tokens and the chat template of a `tokenizer_config.json`. `place` is the
-    /// file, and the field if it is another one, that the chat template is from.
-    pub(crate) fn of(tokenizer: Contents<'_>, config: &Value, place: &str) -> Result<Self> {
-        let Contents { path, bytes } = tokenizer;
+    /// Reads a `tokenizer.json`, with the special tokens and the chat template of a `tokenizer_config.json`.
+    /// `place` names the source of the chat template: the file, and the field unless it is the usual one.
+    pub(crate) fn of(tokenizer: FileContents<'_>, config: &Value, place: &str) -> Result<Self> {
+        let FileContents { path, bytes } = tokenizer;
         let digest = blake3::hash(bytes);
         let bad = |e: tokenizers::Error| Error::Tokenizer(e.to_string()).in_file(path);
         let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(bad)?;
@@ -125,7 +90,7 @@ impl TextCodec {
     }
 
     /// Encodes a text. If `special` is true, special tokens that the tokenizer puts *before* a text are kept.
-    /// Special tokens that it appends are always removed, since the prompt goes on.
+    /// Special tokens that it appends are always removed, because the prompt continues.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let encoding = self.tokenizer.encode(text, special).map_err(|e| Error::Tokenizer(e.to_string()))?;
         let mut end = encoding.len();
@@ -145,82 +110,24 @@ impl TextCodec {
         self.tokenizer.decode(tokens, true).map_err(|e| Error::Tokenizer(e.to_string()))
     }
 
-    /// Cuts a text at every `separator`, and encodes each part on its own. Special tokens stand only before
-    /// the system prompt. Fewer than two separators make an ordinary prompt.
-    pub fn prompt(&self, text: &str, separator: &str, special: bool) -> Result<PromptTokens> {
-        match SplitPrompt::new(text, separator)? {
-            SplitPrompt::Plain(text) => Ok(PromptTokens::Plain(self.encode(text, special)?)),
-            SplitPrompt::Chunked { system, chunks, question } => {
-                self.prompt_of(system, chunks, question, special)
-            }
-        }
-    }
-
-    /// Encodes the parts of a chunked prompt, each on its own. Special tokens stand only before the system
-    /// prompt.
-    pub fn prompt_of<'a>(
-        &self,
-        system: &str,
-        documents: impl IntoIterator<Item = &'a str>,
-        question: &str,
-        special: bool,
-    ) -> Result<PromptTokens> {
-        let chunks = documents.into_iter().map(|part| self.encode(part, false)).collect::<Result<_>>()?;
-        let (system, question) = (self.encode(system, special)?, self.encode(question, false)?);
-        Ok(PromptTokens::Chunked(ChunkedPrompt::new(system, chunks, question)?))
-    }
-
-    /// Encodes `text` as the single message of a conversation, in the model's chat template. Otherwise like
-    /// [`prompt`](Self::prompt).
-    ///
-    /// The text is cut before the template is applied, so a separator in the template's own text separates
-    /// nothing. Template text before the message belongs to the system prompt, template text after it to the
-    /// question. The template writes its own special tokens; none are added.
-    pub fn chat_prompt(&self, text: &str, separator: &str) -> Result<PromptTokens> {
-        let SplitPrompt::Chunked { system, chunks, question } = SplitPrompt::new(text, separator)? else {
-            return self.conversation(&[Message::new(Role::User, text)], []);
-        };
-        self.chat_prompt_of(system, chunks, question)
-    }
-
-    /// Encodes the parts of a chunked prompt as the single message of a conversation, as
-    /// [`chat_prompt`](Self::chat_prompt) does.
-    pub fn chat_prompt_of<'a>(
-        &self,
-        system: &str,
-        documents: impl IntoIterator<Item = &'a str>,
-        question: &str,
-    ) -> Result<PromptTokens> {
-        let (before, after) = self.frame(&[])?;
-        self.prompt_of(&format!("{before}{system}"), documents, &format!("{question}{after}"), false)
-    }
-
-    /// Encodes a conversation in the model's chat template, up to where the answer begins. Documents stand before the text of
-    /// the last message, which is the question; everything before the documents is the system prompt. Without documents the
-    /// prompt is an ordinary one.
+    /// Encodes a conversation in the model's chat template, up to where the answer begins. The template
+    /// writes its own special tokens; none are added.
     ///
     /// # Errors
-    /// Returns [`Error::Messages`] if the last message is not the user's. Returns [`Error::Template`] if the template fails
-    /// or refuses the conversation, or if there are documents and it does not write the last message exactly once.
-    pub fn conversation<'a>(
-        &self,
-        messages: &[Message],
-        documents: impl IntoIterator<Item = &'a str>,
-    ) -> Result<PromptTokens> {
+    /// Returns [`Error::Messages`] if the last message is not the user's, and [`Error::Template`] if the
+    /// template fails or refuses the conversation.
+    pub fn conversation(&self, messages: &[Message]) -> Result<Vec<u32>> {
         Message::check_answerable(messages)?;
-        let mut documents = documents.into_iter().peekable();
-        if documents.peek().is_none() {
-            return Ok(PromptTokens::Plain(self.encode(&self.template.render(messages)?, false)?));
-        }
-        let (earlier, last) = messages.split_at(messages.len() - 1);
-        let (before, after) = self.frame(earlier)?;
-        let question: String =
-            last.iter().map(|last| last.content.as_str()).chain([after.as_str()]).collect();
-        self.prompt_of(&before, documents, &question, false)
+        self.encode(&self.template.render(messages)?, false)
     }
 
-    /// Returns the text of the chat template before and after a message of the user that follows `earlier` ones.
-    fn frame(&self, earlier: &[Message]) -> Result<(String, String)> {
+    /// Returns the text that the chat template writes before and after the content of the user's message that
+    /// follows `earlier` ones.
+    ///
+    /// # Errors
+    /// Returns [`Error::Template`] if the template fails or refuses the conversation, or does not write the
+    /// message exactly once.
+    pub fn around_message(&self, earlier: &[Message]) -> Result<(String, String)> {
         let mut messages = earlier.to_vec();
         messages.push(Message::new(Role::User, MESSAGE));
         let rendered = self.template.render(&messages)?;
@@ -238,9 +145,9 @@ impl TextCodec {
     }
 }
 
-/// Reads a `tokenizer_config.json`, which a model need not have.
-fn config_of(file: Option<Contents<'_>>) -> Result<Value> {
-    let Some(Contents { path, bytes }) = file else { return Ok(Value::Null) };
+/// Reads an optional `tokenizer_config.json`.
+fn config_of(file: Option<FileContents<'_>>) -> Result<Value> {
+    let Some(FileContents { path, bytes }) = file else { return Ok(Value::Null) };
     serde_json::from_slice(bytes).map_err(|e| Error::Tokenizer(e.to_string()).in_file(path))
 }
 
@@ -265,68 +172,22 @@ mod tests {
     }
 
     #[test]
-    fn specials_stand_before_the_system_part_only() {
-        let prompt = codec(None).prompt("a##b##c", "##", true).unwrap();
-        let expected = ChunkedPrompt::new(vec![0, 3], vec![vec![4]], vec![5]).unwrap();
-        assert_eq!(prompt, PromptTokens::Chunked(expected));
-        assert_eq!(codec(None).prompt("a b", "##", true).unwrap(), PromptTokens::Plain(vec![0, 3, 4]));
-        assert_eq!(codec(None).prompt("a b", "##", false).unwrap(), PromptTokens::Plain(vec![3, 4]));
-    }
-
-    /// A vocabulary in which the separator is within tokens, as byte-pair merges make it.
-    #[test]
-    fn rule_1_a_separator_within_a_token_delimits() {
-        let words = r###""a":3,"b":4,"c":5,"a##b":6,"##b":7,"##":8,"b##":9"###;
-        let text = WORDS.replace(r#""a":3,"b":4,"c":5"#, words);
-        let text = text.replace(r#"{"type":"Whitespace"}"#, r#"{"type":"WhitespaceSplit"}"#);
-        let codec = TextCodec::from_bytes(text.as_bytes(), None).unwrap();
-        assert_eq!(codec.encode("a##b ##b b## ##", false).unwrap(), [6, 7, 9, 8], "one token each");
-        let cut = ChunkedPrompt::new(vec![3], vec![vec![4]], vec![5]).unwrap();
-        assert_eq!(codec.prompt("a##b##c", "##", false).unwrap(), PromptTokens::Chunked(cut));
-        // One separator is not enough: the text is unchanged, and a token again.
-        assert_eq!(codec.prompt("a##b", "##", false).unwrap(), PromptTokens::Plain(vec![6]));
-    }
-
-    #[test]
     fn a_chat_is_in_the_template_and_a_missing_template_is_an_error() {
         let config = r#"{"bos_token":{"content":"<s>"},"chat_template":
             "{{ bos_token }}{% for m in messages %}{{ m.content.strip() }}{% endfor %}{% if add_generation_prompt %} c{% endif %}"}"#;
-        let prompt = codec(Some(config)).chat_prompt(" a ", "##").unwrap();
-        assert_eq!(prompt, PromptTokens::Plain(vec![0, 3, 5]));
-        assert!(matches!(codec(None).chat_prompt("a", "##"), Err(Error::Template { .. })));
+        let ask = |codec: TextCodec, text| codec.conversation(&[Message::new(Role::User, text)]);
+        assert_eq!(ask(codec(Some(config)), " a ").unwrap(), [0, 3, 5]);
+        assert!(matches!(ask(codec(None), "a"), Err(Error::Template { .. })));
     }
 
     #[test]
-    fn documents_of_a_conversation_stand_before_the_last_message() {
-        let config = r#"{"chat_template":"{% for m in messages %}{{ m.content }} {% if m.role == 'user' %}b {% endif %}{% endfor %}"}"#;
-        let codec = codec(Some(config));
-        let messages = [Message::new(Role::System, "c"), Message::new(Role::User, "a")];
-        let parts = codec.conversation(&messages, ["a b", "c"]).unwrap();
-        let expected = ChunkedPrompt::new(vec![5], vec![vec![3, 4], vec![5]], vec![3, 4]).unwrap();
-        assert_eq!(parts, PromptTokens::Chunked(expected));
-        assert_eq!(parts.iter().collect::<Vec<_>>(), [5, 3, 4, 5, 3, 4]);
-        assert_eq!(codec.conversation(&messages, []).unwrap(), PromptTokens::Plain(vec![5, 3, 4]));
-    }
-
-    #[test]
-    fn a_conversation_that_nobody_asks_to_answer_is_refused() {
+    fn a_conversation_without_a_question_is_refused() {
         let codec = codec(Some(r#"{"chat_template":"a"}"#));
-        let error = codec.conversation(&[], []).unwrap_err().to_string();
+        let error = codec.conversation(&[]).unwrap_err().to_string();
         assert!(error.contains("the list is empty"), "{error}");
         let messages = [Message::new(Role::User, "a"), Message::new(Role::Assistant, "b")];
-        let error = codec.conversation(&messages, []).unwrap_err().to_string();
+        let error = codec.conversation(&messages).unwrap_err().to_string();
         assert!(error.contains("the last message, 2, has the role assistant"), "{error}");
-    }
-
-    #[test]
-    fn a_chunked_chat_is_cut_before_the_template_is_applied() {
-        let config = r#"{"chat_template":"a ## b {{ messages[0].content }} c"}"#;
-        let prompt = codec(Some(config)).chat_prompt("a##b##c", "##").unwrap();
-        // The template's own "##" is an unknown word of the system part.
-        let expected = ChunkedPrompt::new(vec![3, 2, 4, 3], vec![vec![4]], vec![5, 5]).unwrap();
-        assert_eq!(prompt, PromptTokens::Chunked(expected));
-        let twice = r#"{"chat_template":"{{ messages[0].content }}{{ messages[0].content }}"}"#;
-        assert!(matches!(codec(Some(twice)).chat_prompt("a##b##c", "##"), Err(Error::Template { .. })));
     }
 
     #[test]
@@ -336,6 +197,20 @@ mod tests {
         let text = WORDS.replace(r#""truncation":null"#, limit);
         let codec = TextCodec::from_bytes(text.as_bytes(), None).unwrap();
         assert_eq!(codec.encode("a b c a b", false).unwrap(), [3, 4, 5, 3, 4]);
+    }
+
+    #[test]
+    fn special_tokens_stand_before_a_text_only() {
+        assert_eq!(codec(None).encode("a b", true).unwrap(), [0, 3, 4]);
+        assert_eq!(codec(None).encode("a b", false).unwrap(), [3, 4]);
+    }
+
+    #[test]
+    fn the_text_around_a_message_is_known_only_if_it_stands_there_once() {
+        let once = codec(Some(r#"{"chat_template":"a {{ messages[0].content }} c"}"#));
+        assert_eq!(once.around_message(&[]).unwrap(), ("a ".to_owned(), " c".to_owned()));
+        let twice = codec(Some(r#"{"chat_template":"{{ messages[0].content }}{{ messages[0].content }}"}"#));
+        assert!(matches!(twice.around_message(&[]), Err(Error::Template { .. })));
     }
 
     #[test]

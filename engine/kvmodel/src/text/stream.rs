@@ -9,8 +9,8 @@ use crate::model::Observer;
 // Decision: docs/decisions/models.md#stop-strings-belong-to-the-observer
 /// The text of an answer, token by token, up to a stop string.
 ///
-/// Text is held back while it may change or be the beginning of a stop string; a stop string itself is never given out. An engine
-/// that takes a stream as the [`Observer`] of a request ends the answer at a stop string.
+/// Text is held back while it may change or be the beginning of a stop string. A stop string itself is never
+/// returned. An engine with a stream as the [`Observer`] of a request ends the answer at a stop string.
 ///
 /// ```no_run
 /// use kvmodel::Observer;
@@ -30,11 +30,11 @@ use crate::model::Observer;
 pub struct TextStream<'a> {
     codec: &'a TextCodec,
     stop: Vec<String>,
-    /// Tokens that end the answer by themselves: those whose whole text is a stop string.
+    /// Tokens whose whole text is a stop string: each ends the answer by itself.
     stop_tokens: Vec<u32>,
     tokens: Vec<u32>,
     text: String,
-    /// The length of the text that was given out.
+    /// The length of the text that was returned.
     given: usize,
     /// The length of the text in which no stop string begins.
     searched: usize,
@@ -43,8 +43,8 @@ pub struct TextStream<'a> {
 }
 
 impl<'a> TextStream<'a> {
-    /// Creates a stream for an answer that ends before any of `stop`. A special token, which has no text of its own in an
-    /// answer, may be a stop string, too.
+    /// Creates a stream for an answer that ends before any of `stop`. The text of a special token, which no
+    /// answer contains, may be a stop string, too.
     ///
     /// # Errors
     /// Returns [`Error::EmptyStop`] if a stop string is empty.
@@ -67,8 +67,8 @@ impl<'a> TextStream<'a> {
         })
     }
 
-    /// Takes the next token of the answer, and returns the text that is certain by now and was not returned before. After a
-    /// stop string no text follows.
+    /// Takes the next token of the answer, and returns the new text that can no longer change. After a stop
+    /// string, no text follows.
     ///
     /// # Errors
     /// Returns [`Error::Tokenizer`] if the tokens cannot be decoded.
@@ -78,8 +78,8 @@ impl<'a> TextStream<'a> {
         }
         self.stopped = self.stop_tokens.contains(&token);
         self.tokens.push(token);
-        // Decoding all tokens, and not the new one alone, gives the text that the whole answer has: a character may need
-        // several tokens, and decoders treat the first token in their own way.
+        // Decoding all tokens, and not the new one alone, gives the text that the whole answer has: a
+        // character may need several tokens, and decoders treat the first token in their own way.
         self.text = self.codec.decode(&self.tokens)?;
         // An incomplete character decodes to a replacement character.
         let certain = self.text.trim_end_matches('\u{FFFD}').len();
@@ -97,7 +97,7 @@ impl<'a> TextStream<'a> {
         self.stopped
     }
 
-    /// Returns the text that was held back and not returned before; the answer has no more tokens.
+    /// Ends the answer, and returns the text that was held back.
     pub fn rest(&mut self) -> &str {
         self.give_out(self.text.len())
     }
@@ -110,13 +110,14 @@ impl<'a> TextStream<'a> {
         self.failure.map_or(Ok(self.text), Err)
     }
 
-    /// Returns the place of the first stop string in the first `end` bytes of the text.
+    /// Returns the byte at which the first stop string begins in the first `end` bytes of the text.
     fn stop_string(&self, end: usize) -> Option<usize> {
         let text = self.text.get(self.searched..end)?;
         self.stop.iter().filter_map(|stop| text.find(stop.as_str())).min().map(|at| self.searched + at)
     }
 
-    /// Returns the length of the longest end of the text, within its first `end` bytes, with which a stop string begins.
+    /// Returns the length of the longest suffix of the first `end` bytes of the text that is a prefix of a
+    /// stop string.
     fn held_back(&self, end: usize) -> usize {
         let text = &self.text[..end];
         let beginning = |stop: &String| {
@@ -150,7 +151,7 @@ impl Observer for TextStream<'_> {
 mod tests {
     use super::*;
 
-    /// A tokenizer of bytes, with a special token behind them.
+    /// A tokenizer of bytes, with a special token after them.
     fn codec() -> TextCodec {
         // ByteLevel writes bytes as characters: printable ones as themselves, the others from U+0100 on.
         let printable = |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || b >= 174;
@@ -180,7 +181,8 @@ mod tests {
         TextCodec::from_bytes(tokenizer.to_string().as_bytes(), None).unwrap()
     }
 
-    /// Streams a text byte by byte, and returns the pieces joined by `|`, the rest behind `/`, and whether it stopped.
+    /// Streams a text byte by byte. Returns the pieces joined by `|`, with the rest after `/`, and whether it
+    /// stopped.
     fn stream(text: &str, stop: &[&str]) -> (String, bool) {
         let codec = codec();
         let mut stream = TextStream::new(&codec, stop.iter().map(|&s| s.to_owned())).unwrap();

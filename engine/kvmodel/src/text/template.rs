@@ -1,14 +1,15 @@
 //! Chat templates: conversations rendered as transformers renders them.
 //!
-//! The environment is that of `apply_chat_template`: `trim_blocks` and `lstrip_blocks`, loop controls, blocks of `generation`,
-//! `raise_exception`, `strftime_now`, a `tojson` without escapes for HTML, the methods of Python's texts, lists and
-//! dictionaries, and the special tokens of the tokenizer. There are neither `tools` nor `documents`.
+//! The environment is that of `apply_chat_template`: `trim_blocks` and `lstrip_blocks`, loop controls, blocks
+//! of `generation`, `raise_exception`, `strftime_now`, a `tojson` without escapes for HTML, the methods of
+//! Python's texts, lists and dictionaries, and the special tokens of the tokenizer. There are neither `tools`
+//! nor `documents`.
 
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, ErrorKind, Value as Variable};
 use serde_json::Value;
 
-use super::clock::Clock;
+use super::clock::TemplateClock;
 use super::message::Message;
 use super::{generation, json};
 use crate::error::{Error, Result};
@@ -17,33 +18,33 @@ use crate::error::{Error, Result};
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// Special tokens beside those, as a list.
+/// The field with other special tokens, as a list.
 const MORE_TOKENS: &str = "additional_special_tokens";
 
 /// The chat template of a model, with the variables that do not depend on the conversation.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ChatTemplate {
-    /// The file, and the field if it is another one than usual, that the text is from.
+    /// The source of the text: the file, and the field unless it is the usual one.
     place: String,
-    source: Source,
+    source: TemplateSource,
     special: Vec<(&'static str, Variable)>,
-    clock: Clock,
+    clock: TemplateClock,
 }
 
 /// The text of a template, or the reason why there is none.
 #[derive(Debug, Clone, Default)]
-enum Source {
+enum TemplateSource {
     #[default]
     Missing,
-    /// Named templates without one for ordinary chats.
+    /// The names of templates, none of which is for ordinary chats.
     NoDefault(Vec<String>),
     Text(String),
 }
 
-/// What a template said when it refused a conversation.
+/// The words of a template that refused a conversation.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-struct Refusal(String);
+struct TemplateRefusal(String);
 
 impl ChatTemplate {
     /// Reads the template and the special tokens of a `tokenizer_config.json`, for errors that name `place`.
@@ -58,35 +59,35 @@ impl ChatTemplate {
         if let Some(more) = config.get(MORE_TOKENS).and_then(Value::as_array) {
             special.push((MORE_TOKENS, more.iter().filter_map(text).collect()));
         }
-        let (source, place) = (Source::of(config.get("chat_template")), place.to_owned());
-        Self { place, source, special, clock: Clock::default() }
+        let (source, place) = (TemplateSource::of(config.get("chat_template")), place.to_owned());
+        Self { place, source, special, clock: TemplateClock::default() }
     }
 
-    /// Returns the same with another text, from another place.
+    /// Returns the template with another text from another place.
     pub(super) fn with_text(self, text: String, place: String) -> Self {
-        Self { source: Source::Text(text), place, ..self }
+        Self { source: TemplateSource::Text(text), place, ..self }
     }
 
-    /// Returns the error of this template for a reason.
+    /// Returns an error of this template with a reason.
     pub(super) fn failure(&self, reason: impl Into<String>) -> Error {
         Error::Template { place: self.place.clone(), reason: reason.into() }
     }
 
     #[cfg(test)]
-    pub(super) fn at(self, clock: Clock) -> Self {
+    pub(super) fn at(self, clock: TemplateClock) -> Self {
         Self { clock, ..self }
     }
 
     /// Renders a conversation, up to where the model's answer begins.
     ///
     /// # Errors
-    /// Returns [`Error::Template`], with the place of the template, if there is none, with the line if the template is malformed or fails, and with
-    /// the template's own words if it refuses the conversation.
+    /// Returns [`Error::Template`] if there is no template, if it is malformed or fails, with the line, and
+    /// if it refuses the conversation, with its own words.
     pub(super) fn render(&self, messages: &[Message]) -> Result<String> {
         let source = match &self.source {
-            Source::Text(text) => generation::as_scopes(text),
-            Source::Missing => return Err(self.failure("this model has none; run without it")),
-            Source::NoDefault(names) => {
+            TemplateSource::Text(text) => generation::as_scopes(text),
+            TemplateSource::Missing => return Err(self.failure("this model has none; run without it")),
+            TemplateSource::NoDefault(names) => {
                 return Err(self.failure(format!(
                     "this model has several ({}) and none named \"default\"; put the one to use into chat_template.jinja \
                      beside its tokenizer.json",
@@ -122,14 +123,15 @@ impl ChatTemplate {
         environment.add_function("strftime_now", move |format: &str| clock.strftime(format));
         environment.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
             let error = minijinja::Error::new(ErrorKind::InvalidOperation, message.clone());
-            Err(error.with_source(Refusal(message)))
+            Err(error.with_source(TemplateRefusal(message)))
         });
         Ok(environment)
     }
 }
 
-impl Source {
-    /// Reads the field `chat_template`: a text, or a list of named texts of which `default` is for ordinary chats.
+impl TemplateSource {
+    /// Reads the field `chat_template`: a text, or a list of named texts of which `default` is for ordinary
+    /// chats.
     fn of(field: Option<&Value>) -> Self {
         match field {
             Some(Value::String(text)) => Self::Text(text.clone()),
@@ -169,7 +171,7 @@ fn method(
     minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
 }
 
-/// Says what went wrong in a template, and at which line.
+/// Returns the reason of a template's error, with its line.
 fn described(error: &minijinja::Error) -> String {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     let (mut line, mut refusal) = (error.line(), None);
@@ -177,12 +179,12 @@ fn described(error: &minijinja::Error) -> String {
         if let Some(inner) = inner.downcast_ref::<minijinja::Error>() {
             line = inner.line().or(line);
         }
-        refusal = inner.downcast_ref::<Refusal>().or(refusal);
+        refusal = inner.downcast_ref::<TemplateRefusal>().or(refusal);
         cause = inner.source();
     }
     let place = line.map(|line| format!("line {line}: ")).unwrap_or_default();
     match (refusal, error.detail()) {
-        (Some(Refusal(words)), _) => format!("{place}it refuses the conversation: {words}"),
+        (Some(TemplateRefusal(words)), _) => format!("{place}it refuses the conversation: {words}"),
         (None, Some(detail)) => format!("{place}{}: {detail}", error.kind()),
         (None, None) => format!("{place}{}", error.kind()),
     }
@@ -244,7 +246,7 @@ mod tests {
         for golden in goldens.templates {
             let mut config = goldens.special_tokens.clone();
             config["chat_template"] = Value::String(golden.template);
-            let template = of(&config).at(Clock::fixed(time.clone()));
+            let template = of(&config).at(TemplateClock::fixed(time.clone()));
             assert_eq!(golden.rendered.len(), goldens.conversations.len());
             for (conversation, expected) in goldens.conversations.iter().zip(golden.rendered) {
                 let messages = Message::list(&conversation.to_string()).unwrap();

@@ -67,10 +67,17 @@ fn under_another_system_prompt(prompt: &ChunkedPrompt, more: isize) -> ChunkedPr
 for_every_model! {
     fn chunks_of_another_system_prompt_are_approximate_where_they_saw_it(
         name: &str,
-        #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+        #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM,
+            ReuseCell::OVERLAPPED_ALONE,
+            ReuseCell::SEQUENTIAL_ALONE,
+            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_ALONE
+        )]
+        cell: ReuseCell,
         #[values(-1, 0, 1)] more: isize
     ) {
-        let cell = ReuseCell::ALL[cell];
         let golden = Golden::load(name);
         let (prompt, expected) = (&golden.prompt, golden.logits(golden_name(cell)));
         let saw = cell.mode == ComputeMode::WithSystem;
@@ -100,8 +107,18 @@ for_every_model! {
 }
 
 for_every_model! {
-    fn chunks_that_slept_in_fewer_bits_are_approximate(name: &str, #[values(0, 1, 2, 3, 4, 5)] cell: usize) {
-        let cell = ReuseCell::ALL[cell];
+    fn chunks_that_slept_in_fewer_bits_are_approximate(
+        name: &str,
+        #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM,
+            ReuseCell::OVERLAPPED_ALONE,
+            ReuseCell::SEQUENTIAL_ALONE,
+            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_ALONE
+        )]
+        cell: ReuseCell
+    ) {
         let golden = Golden::load(name);
         let expected = golden.logits(golden_name(cell));
         let woken = |form: SleepForm| {

@@ -112,7 +112,7 @@ fn tensors_that_lie_apart_may_lie_in_any_order() {
     let place = tempfile::tempdir().unwrap();
     let mut draft = converted("llama");
     draft.set("general.alignment", whole(32));
-    // The first tensor moves behind all others.
+    // The first tensor moves after all others.
     let (name, length) = (draft.tensors[0].0.clone(), draft.tensors[0].3.len());
     let all = draft.tensors.iter().map(|t| t.3.len().next_multiple_of(32)).sum::<usize>();
     let bytes = draft.tensors[0].3.clone();
@@ -154,7 +154,7 @@ fn rename(path: &Path, from: &str, to: &str) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Returns what the error of a directory says behind its path and a slash.
+/// Returns the error of a directory after its path and a slash.
 fn refused(dir: &Path) -> String {
     let error = load(dir).map(drop).unwrap_err().to_string();
     let place = format!("{}/", dir.display());
@@ -245,7 +245,7 @@ fn a_template_that_raises_is_named_by_its_file() {
     const RAISES: &str = "a\n{{ raise_exception('no users') }}";
     let said = |path: &Path| {
         let codec = load(path).unwrap().codec;
-        codec.conversation(&[Message::new(Role::User, "a")], []).unwrap_err().to_string()
+        codec.conversation(&[Message::new(Role::User, "a")]).unwrap_err().to_string()
     };
     let expected =
         |place: String| format!("chat template of {place}: line 2: it refuses the conversation: no users");
@@ -262,7 +262,7 @@ fn a_template_that_raises_is_named_by_its_file() {
     let of_field = expected(format!("{}, field \"tokenizer.chat_template\"", file.display()));
     assert_eq!(said(&file), of_field);
     fs::copy(path("tokenizer.json"), place.path().join("tokenizer.json")).unwrap();
-    assert_eq!(said(&file), of_field, "also beside a tokenizer of its own");
+    assert_eq!(said(&file), of_field, "also next to a tokenizer of its own");
     fs::write(place.path().join("tokenizer.json"), "{}").unwrap();
     let error = load(&file).map(drop).unwrap_err().to_string();
     assert!(error.starts_with(&format!("{}/tokenizer.json: ", place.path().display())), "{error}");

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use kvmodel::dense::{StoredType, StoredWeight};
-use kvmodel::{Error, Model, ModelConfig, ModelDirectory, PromptTokens, WeightFormat, Weights};
+use kvmodel::{Error, Message, Model, ModelConfig, ModelDirectory, Role, WeightFormat, Weights};
 use rstest::rstest;
 use safetensors::SafeTensors;
 use serde_json::Value;
@@ -46,7 +46,7 @@ pub(crate) struct Draft {
     pub(crate) fields: BTreeMap<String, Field>,
     /// Name, extents from the outermost, ggml's element type and bytes.
     pub(crate) tensors: Vec<(String, Vec<usize>, u32, Vec<u8>)>,
-    /// Places of tensors other than one behind the other.
+    /// Offsets of tensors, unless they follow one another.
     pub(crate) places: BTreeMap<String, u64>,
 }
 
@@ -257,7 +257,7 @@ fn the_tokenizer_cuts_merges_and_frames_as_its_fields_say() {
     assert_eq!(tokens, [258, u32::from(b'o'), space, u32::from(b'1'), u32::from(b'2'), 260]);
     assert_eq!(codec.decode(&tokens).unwrap(), "hello 12");
     assert_eq!(loaded.model.config().eos, [260]);
-    let PromptTokens::Plain(chat) = codec.chat_prompt("hell", "##").unwrap() else { panic!() };
+    let chat = codec.conversation(&[Message::new(Role::User, "hell")]).unwrap();
     assert_eq!(chat, [u32::from(b'['), 258, u32::from(b']')]);
     // A begin token, words that are tokens, and a tokenizer.json that takes the place of all of it.
     draft.set("tokenizer.ggml.bos_token_id", whole(260));
@@ -323,7 +323,7 @@ fn files_that_lie_are_errors_that_name_the_place() {
             })
         }),
         ("element type 99 (f32, f16", with(&|d| d.tensor("blk.0.ffn_up.weight").2 = 99)),
-        ("ends behind the file", with(&|d| d.tensor("output_norm.weight").1 = vec![1 << 40])),
+        ("ends after the file", with(&|d| d.tensor("output_norm.weight").1 = vec![1 << 40])),
         ("one part of a model", with(&|d| d.set("split.count", whole(2)))),
         ("\"token_embd.weight\" is missing", with(&|d| d.tensors.retain(|t| t.0 != "token_embd.weight"))),
     ];

@@ -4,7 +4,7 @@ use crate::common::{
     Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every_model, golden_name, reordered,
 };
 use kvbackend_cpu::Execution;
-use kvchunk::{Error, PositionPlan, PositionReindexer, ReuseCell, RotatedCopy};
+use kvchunk::{Error, PositionPlan, PositionReindexer, PositionStrategy, ReuseCell, RotatedCopy};
 use kvcore::{DType, KeyForm, Logits, SequenceInput, SequenceStart};
 use rstest::rstest;
 
@@ -62,9 +62,19 @@ fn has_windows(name: &str) -> bool {
 }
 
 for_every_model! {
-    fn one_segment_equals_transformers_in_every_cell(name: &str, #[values(0, 1, 2, 3, 4, 5)] cell: usize) {
-        let in_a_row = cell > 1;
-        let cell = ReuseCell::ALL[cell];
+    fn one_segment_equals_transformers_in_every_cell(
+        name: &str,
+        #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM,
+            ReuseCell::OVERLAPPED_ALONE,
+            ReuseCell::SEQUENTIAL_ALONE,
+            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_ALONE
+        )]
+        cell: ReuseCell
+    ) {
+        let in_a_row = cell.strategy != PositionStrategy::Overlapped;
         let (logits, _) = over_a_copy(name, Setup::default(), cell);
         assert_eq!(logits.is_some(), in_a_row || !has_windows(name));
         let Some(logits) = logits else { return };
@@ -79,9 +89,16 @@ for_every_model! {
     fn half_precision_copies_add_no_error_to_the_references(
         name: &str,
         #[values(DType::F16, DType::BF16)] dtype: DType,
-        #[values(0, 1, 2, 3, 4, 5)] cell: usize
+        #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM,
+            ReuseCell::OVERLAPPED_ALONE,
+            ReuseCell::SEQUENTIAL_ALONE,
+            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_ALONE
+        )]
+        cell: ReuseCell
     ) {
-        let cell = ReuseCell::ALL[cell];
         let (logits, _) = over_a_copy(name, Setup { format: dtype.into(), ..Setup::default() }, cell);
         let Some(logits) = logits else { return };
         let golden = Golden::load(name);
@@ -95,13 +112,22 @@ for_every_model! {
 #[rstest]
 fn unrotated_keys_are_copied_as_they_are(
     #[values("llama-yarn", "mistral", "deepseek-v3")] name: &str,
-    #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+    #[values(
+        ReuseCell::OVERLAPPED_WITH_SYSTEM,
+        ReuseCell::OVERLAPPED_ALONE,
+        ReuseCell::SEQUENTIAL_ALONE,
+        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_WITH_SYSTEM,
+        ReuseCell::ABSOLUTE_ALONE
+    )]
+    cell: ReuseCell,
 ) {
     let setup = Setup { keys: KeyForm::Unrotated, ..Setup::default() };
-    let (logits, _) = over_a_copy(name, setup, ReuseCell::ALL[cell]);
-    assert_eq!(logits.is_some(), cell > 1, "whoever rotates them goes by position");
+    let (logits, _) = over_a_copy(name, setup, cell);
+    let in_a_row = cell.strategy != PositionStrategy::Overlapped;
+    assert_eq!(logits.is_some(), in_a_row, "unrotated keys are rotated by position");
     let Some(logits) = logits else { return };
-    let gap = distance(&logits, &Golden::load(name).logits(golden_name(ReuseCell::ALL[cell])));
+    let gap = distance(&logits, &Golden::load(name).logits(golden_name(cell)));
     assert!(gap < 1e-4, "{gap}");
 }
 
@@ -110,9 +136,9 @@ fn unrotated_keys_are_copied_as_they_are(
 #[rstest]
 fn a_quantised_cache_is_copied_within_three_times_its_own_error(
     #[values("int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
-    #[values(0, 1, 2)] cell: usize,
+    #[values(ReuseCell::OVERLAPPED_WITH_SYSTEM, ReuseCell::OVERLAPPED_ALONE, ReuseCell::SEQUENTIAL_ALONE)]
+    cell: ReuseCell,
 ) {
-    let cell = ReuseCell::ALL[cell];
     let golden = Golden::load("llama");
     let expected = golden.logits(golden_name(cell));
     let setup = Setup { format: format.parse().unwrap(), ..Setup::default() };

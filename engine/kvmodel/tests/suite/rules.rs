@@ -26,12 +26,20 @@ for_every_model! {
     /// always one, since frequencies are part of the key.
     fn rule_2_purity_bytes_depend_on_the_key_alone(
         name: &str,
-        #[values(0, 1, 2, 3, 4, 5)] cell: usize,
+        #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM,
+            ReuseCell::OVERLAPPED_ALONE,
+            ReuseCell::SEQUENTIAL_ALONE,
+            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_ALONE
+        )]
+        cell: ReuseCell,
         #[values(KeyForm::Rotated, KeyForm::Unrotated)] keys: KeyForm,
         #[values("f32", "bf16", "int8:4", "fp8-e4m3")] format: &str
     ) {
         const LONGEST: usize = 40;
-        let (golden, cell) = (Golden::load(name), ReuseCell::ALL[cell]);
+        let golden = Golden::load(name);
         let parts = golden.prompt.chunks().to_vec();
         let (chunk, absolute) = (parts[1].clone(), cell.strategy == PositionStrategy::Absolute);
         let run = |lab: &mut Lab, chunks: Vec<Vec<u32>>| {
@@ -101,7 +109,8 @@ fn assert_equal_to_rounding(format: &str, a: &[u8], b: &[u8], what: &str) {
     };
     let largest = a.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     let gap = distance(&a, &b);
-    // Of int8 the codes are counted: a scale that is rounded the other way moves a number by far less than a code.
+    // Of int8 the codes are counted: a scale that is rounded the other way moves a number by far less than a
+    // code.
     let group = if format == "int8:4" { 4 } else { 1 };
     let differ: usize = a
         .chunks(group)
@@ -126,7 +135,7 @@ fn rule_3_immutability_placements_write_nothing() {
     for i in 0..1000u32 {
         let mut chunks = golden.prompt.chunks().to_vec();
         chunks.rotate_left(i as usize % 3);
-        let cell = ReuseCell::ALL[1 + i as usize % 2];
+        let cell = [ReuseCell::OVERLAPPED_ALONE, ReuseCell::SEQUENTIAL_ALONE][i as usize % 2];
         let prompt = ChunkedPrompt::new(vec![i % 48; 1 + i as usize % 9], chunks, vec![i % 48]).unwrap();
         let run = lab.run(&prompt, cell, true);
         assert!(run.reports.iter().all(|r| r.hit));
@@ -256,8 +265,11 @@ fn with_question(golden: &Golden, question: usize) -> ChunkedPrompt {
 
 #[test]
 fn rule_6_another_regime_is_a_miss_and_the_same_one_hits() {
-    for (name, cell) in [("llama-dynamic", 0), ("llama-dynamic", 2), ("llama-longrope", 2)] {
-        let cell = ReuseCell::ALL[cell];
+    for (name, cell) in [
+        ("llama-dynamic", ReuseCell::OVERLAPPED_WITH_SYSTEM),
+        ("llama-dynamic", ReuseCell::SEQUENTIAL_ALONE),
+        ("llama-longrope", ReuseCell::SEQUENTIAL_ALONE),
+    ] {
         let golden = Golden::load(name);
         let mut lab = Lab::new(name, Setup::default());
         // The other prompt is one token shorter, so that dynamic NTK is in another regime. For LongRoPE it
@@ -342,7 +354,7 @@ fn a_hit_copies_no_kv_byte() {
 }
 
 #[rstest]
-fn a_layer_beside_the_cpu_backend_copies_nothing_across_the_border(
+fn a_layer_with_the_cpu_backend_copies_nothing_across_the_border(
     #[values("llama", "deepseek-v3")] name: &str,
     #[values(false, true)] reuse: bool,
 ) {
@@ -373,7 +385,7 @@ fn without_room_for_chunks_the_answer_is_the_same_and_nothing_is_lost() {
 }
 
 #[test]
-fn two_requests_that_compute_the_same_system_prompt_at_once_keep_what_they_read() {
+fn two_requests_that_compute_one_system_prompt_at_once_keep_its_blocks() {
     let golden = Golden::load("llama");
     let cell = ReuseCell::OVERLAPPED_WITH_SYSTEM;
     let mut lab = Lab::new("llama", Setup::default());

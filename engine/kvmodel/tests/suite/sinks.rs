@@ -1,4 +1,4 @@
-//! Chunks behind the first tokens of the system prompt, which they see and nothing else.
+//! Chunks that see only the first tokens of the system prompt and themselves.
 
 use crate::common::{Golden, Lab, Setup, distance, for_every_model, golden_name};
 use kvchunk::{ChunkedPrompt, ComputeMode, PositionStrategy, ReuseCell};
@@ -38,7 +38,7 @@ for_every_model! {
 }
 
 for_every_model! {
-    fn chunks_behind_a_sink_serve_every_system_prompt_that_begins_with_it(name: &str) {
+    fn chunks_after_a_sink_serve_every_system_prompt_that_begins_with_it(name: &str) {
         let golden = Golden::load(name);
         let (prompt, seen) = (&golden.prompt, golden.prompt.system().len() - 1);
         for strategy in MOVING {

@@ -1,22 +1,23 @@
-//! The border of the host: tensors lent where they lie, or copied to the memory of a backend that is not on the host.
+//! The border of the host: tensors are lent in place, or copied to the memory of a backend that is not on the
+//! host.
 
 use candle_core::{Device, Tensor};
-use kvbackend_cpu::CpuStorage;
 use kvcore::{Backend, DType, MemoryKind, Stream, TensorView, allocate_tensor};
 
-use super::{OutputTensor, activation, failed, lend_tensor, rows_of, with_values};
+use super::{OutputTensor, activation, lend_tensor, rows_of, with_values};
 use crate::dense::{Activation, AttentionInput, Border, BorderExtents};
-use crate::error::Result;
+use crate::error::{Error, Result};
 
 /// A border to a backend.
 #[derive(Debug)]
 pub(super) struct HostBorder {
     extents: BorderExtents,
-    way: Way,
+    crossing: Crossing,
 }
 
+/// The way in which tensors cross the border.
 #[derive(Debug)]
-enum Way {
+enum Crossing {
     /// The backend's memory is the host's: tensors are lent, and the output becomes a tensor.
     Lend { output: Option<OutputTensor> },
     /// Buffers in the memory of the backend, which every layer reuses.
@@ -36,12 +37,11 @@ struct Buffers {
 impl HostBorder {
     pub(super) fn new(backend: &dyn Backend, extents: &BorderExtents) -> Result<Self> {
         let tensor = |shape: &[usize]| allocate_tensor(backend, MemoryKind::Device, DType::F32, shape);
-        let probe = tensor(&[1])?;
-        let way = if probe.storage().as_any().is::<CpuStorage>() {
-            Way::Lend { output: None }
+        let crossing = if backend.shares_host_memory() {
+            Crossing::Lend { output: None }
         } else {
             let BorderExtents { rows, heads, k_heads, v_heads, k_dim, v_dim, latent } = *extents;
-            Way::Copy(Box::new(Buffers {
+            Crossing::Copy(Box::new(Buffers {
                 q: tensor(&[rows, heads, k_dim])?,
                 q_latent: latent.then(|| tensor(&[rows, heads, v_dim])).transpose()?,
                 k: tensor(&[rows, k_heads, k_dim])?,
@@ -49,12 +49,12 @@ impl HostBorder {
                 out: tensor(&[rows, heads, v_dim])?,
             }))
         };
-        Ok(Self { extents: *extents, way })
+        Ok(Self { extents: *extents, crossing })
     }
 
     fn check(&self, input: AttentionInput) -> Result<()> {
         if input == AttentionInput::LatentQuery && !self.extents.latent {
-            return Err(failed(candle_core::Error::msg("a border without latent attention")));
+            return Err(Error::NoLatentQueries);
         }
         Ok(())
     }
@@ -82,9 +82,9 @@ impl Border for HostBorder {
 
     fn lend(&mut self, stream: &dyn Stream, input: AttentionInput, rows: &Activation) -> Result<TensorView> {
         self.check(input)?;
-        match &self.way {
-            Way::Lend { .. } => lend_tensor(rows_of(rows)?),
-            Way::Copy(buffers) => buffers.copy(stream, input, rows),
+        match &self.crossing {
+            Crossing::Lend { .. } => lend_tensor(rows_of(rows)?),
+            Crossing::Copy(buffers) => buffers.copy(stream, input, rows),
         }
     }
 
@@ -95,27 +95,27 @@ impl Border for HostBorder {
         rows: &Activation,
     ) -> Result<TensorView> {
         self.check(input)?;
-        match &self.way {
-            Way::Lend { .. } => {
+        match &self.crossing {
+            Crossing::Lend { .. } => {
                 let copy = |values: &[f32]| OutputTensor::of(values.to_vec(), rows.shape());
                 Ok(with_values(rows_of(rows)?, copy)?.view().clone())
             }
-            Way::Copy(buffers) => buffers.copy(stream, input, rows),
+            Crossing::Copy(buffers) => buffers.copy(stream, input, rows),
         }
     }
 
     fn output(&mut self, _: &dyn Stream, rows: usize) -> Result<TensorView> {
-        match &mut self.way {
-            Way::Lend { output } => {
+        match &mut self.crossing {
+            Crossing::Lend { output } => {
                 let made = OutputTensor::new(&[rows, self.extents.heads, self.extents.v_dim])?;
                 Ok(output.insert(made).view().clone())
             }
-            Way::Copy(buffers) => Ok(buffers.out.slice(0, 0, rows)?),
+            Crossing::Copy(buffers) => Ok(buffers.out.slice(0, 0, rows)?),
         }
     }
 
     fn take(&mut self, stream: &dyn Stream, output: TensorView) -> Result<Activation> {
-        if let Way::Lend { output: made } = &mut self.way
+        if let Crossing::Lend { output: made } = &mut self.crossing
             && let Some(made) = made.take()
         {
             drop(output);

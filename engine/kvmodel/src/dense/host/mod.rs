@@ -21,17 +21,17 @@ mod tests;
 mod weight;
 
 use border::HostBorder;
-pub use products::products;
+pub(crate) use products::products;
 pub use tensors::{OutputTensor, lend_tensor};
-use weight::{HeadMatrices, Held, HostWeight, StoredMatrix};
+use weight::{HeadMatrices, HeldForm, HostWeight, StoredMatrix};
 
 /// The dense steps on the host.
 ///
-/// Matrices of projections and embeddings are held as they are stored, unless a [`WeightFormat`] asks for another form, and
-/// multiplied in f32 as they are: no weight is widened in memory, and no activation is rounded.
+/// Matrices of projections and embeddings keep their stored type, unless a [`WeightFormat`] asks for another
+/// one. They are multiplied in f32: no weight is widened in memory, and no activation is rounded.
 ///
-/// Products and the steps between them run on the threads of a CPU backend, which end with it. candle holds the tensors and moves their
-/// rows; it starts no thread.
+/// Products and the steps between them run on the threads of a CPU backend, which end with the backend.
+/// candle holds the tensors and moves their rows; it starts no thread.
 #[derive(Debug, Clone, Default)]
 pub struct HostDense {
     products: Products,
@@ -88,15 +88,15 @@ fn index_of(rows: &RowIndex) -> Result<&Tensor> {
     rows.host().map(|rows| &rows.0).ok_or_else(|| foreign("a list of rows"))
 }
 
-fn held(weight: &dyn Weight) -> Result<&Held> {
+fn held(weight: &dyn Weight) -> Result<&HeldForm> {
     let own = weight.as_any().downcast_ref::<HostWeight>().ok_or_else(|| foreign("a weight"))?;
     Ok(own.held())
 }
 
-/// Returns the numbers of a weight whose use is not a product with blocks.
+/// Returns a weight that is held as a plain tensor.
 fn plain(weight: &dyn Weight) -> Result<&Tensor> {
     match held(weight)? {
-        Held::Plain(weight) => Ok(weight),
+        HeldForm::Plain(weight) => Ok(weight),
         _ => Err(failed(candle_core::Error::msg("a matrix only projects or embeds"))),
     }
 }
@@ -104,7 +104,7 @@ fn plain(weight: &dyn Weight) -> Result<&Tensor> {
 /// Returns a matrix for each head.
 fn head_matrices(weight: &dyn Weight) -> Result<&HeadMatrices> {
     match held(weight)? {
-        Held::Heads(matrices) => Ok(matrices),
+        HeldForm::Heads(matrices) => Ok(matrices),
         _ => Err(failed(candle_core::Error::msg("a weight without a matrix for each head"))),
     }
 }
@@ -112,12 +112,12 @@ fn head_matrices(weight: &dyn Weight) -> Result<&HeadMatrices> {
 /// Returns the matrix of a projection or a table.
 fn matrix(weight: &dyn Weight) -> Result<&StoredMatrix> {
     match held(weight)? {
-        Held::Matrix(matrix) => Ok(matrix),
+        HeldForm::Matrix(matrix) => Ok(matrix),
         _ => Err(failed(candle_core::Error::msg("a vector does not project"))),
     }
 }
 
-/// Calls `read` with the elements of a tensor, which are copied only if they do not lie in order.
+/// Calls `read` with the elements of a tensor. Copies them only if they are not contiguous.
 fn with_values<T>(x: &Tensor, read: impl FnOnce(&[f32]) -> Result<T>) -> Result<T> {
     let x = x.contiguous().map_err(failed)?;
     let (storage, layout) = x.storage_and_layout();
@@ -127,7 +127,7 @@ fn with_values<T>(x: &Tensor, read: impl FnOnce(&[f32]) -> Result<T>) -> Result<
     read(&values.as_slice::<f32>().map_err(failed)?[layout.start_offset()..][..x.elem_count()])
 }
 
-/// Returns a function of two activations of one shape, element by element.
+/// Applies a function of two elements to activations of one shape.
 fn pairwise(
     a: &Activation,
     b: &Activation,

@@ -1,25 +1,23 @@
-//! Products of queries with keys on the host, for those who look at attention instead of attending.
+//! Products of queries with keys on the host, to look at attention instead of attending.
 
 use kvbackend_cpu::dense::{Matrix, Products, StoredType};
 
-use super::failed;
 use crate::error::Result;
 
 /// Returns the products of queries `[rows, heads, dim]` and keys `[tokens, kv_heads, dim]`, as
-/// `[kv_heads, rows × group, tokens]`, where a group is the heads of a key head.
+/// `[kv_heads, rows × group, tokens]`, where a group is the query heads of a key head.
 ///
 /// # Errors
-/// Returns [`Error::Dense`](crate::Error::Dense) if the lengths do not fit the extents.
-pub fn products(
+/// Returns [`kvcore::Error::Mismatch`] for keys of another length than the extents give.
+pub(crate) fn products(
     q: &[f32],
     k: &[f32],
     (rows, heads, kv_heads, tokens): (usize, usize, usize, usize),
 ) -> Result<Vec<f32>> {
     let (dim, group) = (q.len() / (rows * heads).max(1), heads / kv_heads.max(1));
-    let fits =
-        kv_heads * group == heads && q.len() == rows * heads * dim && k.len() == tokens * kv_heads * dim;
-    if !fits {
-        return Err(failed(candle_core::Error::msg("queries and keys of other extents")));
+    let (expected, got) = (tokens * kv_heads * dim, k.len());
+    if expected != got {
+        return Err(kvcore::Error::mismatch("elements of keys", expected, got).into());
     }
     let (products, width) = (Products::new(), group * dim);
     let mut all = vec![0.0; kv_heads * rows * group * tokens];

@@ -11,7 +11,8 @@ use kvcore::{DType, Dims, MemoryKind, TensorView};
 use super::failed;
 use crate::error::Result;
 
-/// A tensor whose memory is lent to a storage. candle's lock of the tensor is held while an operation reads it.
+/// A tensor whose memory is lent to a storage. candle's lock of the tensor is held while an operation reads
+/// it.
 struct Lender(Tensor);
 
 struct Guard<'a>(StorageRef<'a>);
@@ -36,9 +37,9 @@ impl LentMemory for Lender {
 }
 
 // Decision: docs/decisions/models.md#tensors-of-candle-are-lent-to-operations
-/// Lends a tensor of candle on the CPU, in f32, f16 or bf16, to operations of a [`CpuBackend`](kvbackend_cpu::CpuBackend), which
-/// may read it and not write it. Nothing is copied, unless the elements of the last axis do not lie side by side. The tensor's
-/// memory stays while the view lives.
+/// Lends a tensor of candle on the CPU, in f32, f16 or bf16, to operations of a
+/// [`CpuBackend`](kvbackend_cpu::CpuBackend) for reading. Copies the elements only if the last axis is not
+/// contiguous. The view keeps the tensor's memory alive.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -102,8 +103,8 @@ pub fn lend_tensor(tensor: &Tensor) -> Result<TensorView> {
     Ok(TensorView::with_strides(Arc::new(storage), dtype, shape, strides, offset)?)
 }
 
-/// Memory in f32 that operations of a [`CpuBackend`](kvbackend_cpu::CpuBackend) write, and that becomes a tensor of candle
-/// without a copy; [`lend_tensor`] has an example.
+/// Memory in f32 for operations of a [`CpuBackend`](kvbackend_cpu::CpuBackend) to write. It becomes a tensor
+/// of candle without a copy; see the example of [`lend_tensor`].
 pub struct OutputTensor {
     storage: Arc<CpuStorage>,
     view: TensorView,
@@ -143,7 +144,7 @@ impl OutputTensor {
 
     /// Returns the tensor. The caller has waited for the operations that write it.
     ///
-    /// If other handles of the view are left, such as an operation that is kept, the elements are copied.
+    /// Copies the elements if another handle of the view is left, such as in an operation that is kept.
     ///
     /// # Errors
     /// Returns the errors of candle.

@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 use kvbackend_cpu::CpuBackend;
+use kvcore::Compared::Number;
 use kvcore::{DType, MemoryKind, allocate_tensor};
 use rstest::rstest;
 
@@ -195,8 +196,9 @@ fn q8_0(seed: usize) -> (Vec<u8>, Vec<f32>) {
     (block, bytes.iter().map(|&q| scale.to_f32() * f32::from(q)).collect())
 }
 
-/// Returns a block of `Q4_K` with its elements, written from the layout in ggml-common.h: `d` and `dmin` in f16, eight
-/// pairs of six bits in 12 bytes, and 256 elements of four bits, of which 64 share 32 bytes, low halves first.
+/// Returns a block of `Q4_K` with its elements, written from the layout in ggml-common.h: `d` and `dmin` in
+/// f16, eight pairs of six bits in 12 bytes, and 256 elements of four bits, of which 64 share 32 bytes, low
+/// halves first.
 fn q4_k(seed: usize) -> (Vec<u8>, Vec<f32>) {
     let (d, dmin) = (f16::from_f32(0.002 * (seed + 1) as f32), f16::from_f32(0.003));
     let scales: Vec<u8> = (0..8).map(|j| ((j * 23 + seed * 5 + 17) % 64) as u8).collect();
@@ -323,7 +325,10 @@ fn handles_of_others_and_unfit_extents_are_errors() {
     let list = backend.allocate(MemoryKind::Device, 4).unwrap();
     foreign(STEPS.select(&x, &RowIndex::on_device(list, 1)));
     let error = STEPS.add(&x, &rows(&[1, 3], &[0.0; 3])).unwrap_err();
-    assert!(matches!(error, Error::Core(kvcore::Error::Mismatch { expected: 4, got: 3, .. })), "{error}");
+    assert!(
+        matches!(error, Error::Core(kvcore::Error::Mismatch { expected: Number(4), got: Number(3), .. })),
+        "{error}"
+    );
     let integers =
         Activation::on_host(HostRows(Tensor::zeros(4, candle_core::DType::U32, &Device::Cpu).unwrap()));
     let error = STEPS.read(&integers, &mut Vec::new()).unwrap_err();

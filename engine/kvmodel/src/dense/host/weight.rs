@@ -10,13 +10,13 @@ use crate::error::{Error, Result, WeightProblem};
 /// A weight on the host.
 #[derive(Debug)]
 pub(super) struct HostWeight {
-    held: Held,
+    held: HeldForm,
     bytes: usize,
 }
 
-/// The numbers of a weight.
+/// The form in which the numbers of a weight are held.
 #[derive(Debug)]
-pub(super) enum Held {
+pub(super) enum HeldForm {
     /// f32, for steps of candle.
     Plain(Tensor),
     /// The matrix of a projection or a table, `[out, input]`.
@@ -64,7 +64,7 @@ impl HeadMatrices {
     }
 }
 
-/// A matrix as it is stored. Memory is shared with all that hold the same bytes.
+/// A matrix in its stored type. It shares memory with all weights that hold the same bytes.
 #[derive(Debug, Clone)]
 pub(super) struct StoredMatrix {
     dtype: StoredType,
@@ -116,7 +116,7 @@ impl Weight for HostWeight {
 }
 
 impl HostWeight {
-    pub(super) fn held(&self) -> &Held {
+    pub(super) fn held(&self) -> &HeldForm {
         &self.held
     }
 
@@ -141,31 +141,31 @@ impl HostWeight {
         }
     }
 
-    /// Returns the matrix of a head that is the table of embeddings.
-    pub(super) fn tied_head(table: &Held, format: WeightFormat) -> Result<Self> {
-        let Held::Matrix(table) = table else {
+    /// Returns the matrix of an output head that equals the table of embeddings.
+    pub(super) fn tied_head(table: &HeldForm, format: WeightFormat) -> Result<Self> {
+        let HeldForm::Matrix(table) = table else {
             return Err(failed(candle_core::Error::msg("a table that is no matrix")));
         };
         let (matrix, is_new) = table.in_format(format)?;
         let bytes = if is_new { matrix.bytes.len() } else { 0 };
-        Ok(Self { held: Held::Matrix(matrix), bytes })
+        Ok(Self { held: HeldForm::Matrix(matrix), bytes })
     }
 
     fn plain(weight: Tensor) -> Self {
         let bytes = weight.elem_count() * weight.dtype().size_in_bytes();
-        Self { held: Held::Plain(weight), bytes }
+        Self { held: HeldForm::Plain(weight), bytes }
     }
 
     fn heads(values: Vec<f32>, out: usize, input: usize) -> Self {
         let bytes = size_of_val(&values[..]);
-        Self { held: Held::Heads(HeadMatrices { values, out, input }), bytes }
+        Self { held: HeldForm::Heads(HeadMatrices { values, out, input }), bytes }
     }
 
     fn matrix(stored: &StoredWeight, format: WeightFormat) -> Result<Self> {
         let (out, input) = (stored.shape()[0], stored.width());
         let as_stored = StoredMatrix { dtype: stored.dtype(), out, input, bytes: stored.bytes().clone() };
         let (matrix, _) = as_stored.in_format(format)?;
-        Ok(Self { bytes: matrix.bytes.len(), held: Held::Matrix(matrix) })
+        Ok(Self { bytes: matrix.bytes.len(), held: HeldForm::Matrix(matrix) })
     }
 }
 

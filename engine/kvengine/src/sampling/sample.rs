@@ -1,109 +1,34 @@
 //! Sampling: the choice of a token from its logits.
 //!
-//! Steps have the order and the meaning that transformers gives them: repetition penalty, temperature, top-k, top-p, min-p,
-//! draw. Each is absent at its neutral value.
+//! The steps run in the order of transformers, with its definitions: repetition penalty, temperature, top-k,
+//! top-p, min-p, draw. A step with a neutral setting is skipped.
 
 use std::sync::Arc;
 
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-use crate::error::{Error, Result};
-
-/// The settings of sampling. By default the most likely token is taken.
-///
-/// ```
-/// use kvengine::Sampling;
-/// let careful = Sampling { temperature: 0.7, top_p: 0.9, ..Sampling::default() };
-/// careful.check()?;
-/// assert!(Sampling { top_p: -0.5, ..careful }.check().is_err());
-/// # Ok::<(), kvengine::Error>(())
-/// ```
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Sampling {
-    /// The temperature. 0 takes the most likely token. Above 0, the logits are divided by the temperature and
-    /// a token is drawn.
-    pub temperature: f32,
-    /// Keeps this many of the most likely tokens, and those as likely as the last of them; 0 keeps all.
-    pub top_k: usize,
-    /// Keeps the fewest of the most likely tokens whose probabilities add up to this share; 1 keeps all. Of equally likely
-    /// tokens, the first are kept.
-    pub top_p: f32,
-    /// Keeps tokens at least this share as likely as the most likely one; 0 keeps all.
-    pub min_p: f32,
-    /// Divides the logits above 0 of tokens of the prompt and the answer, and multiplies those below 0; 1 changes nothing.
-    pub repetition_penalty: f32,
-    /// Subtracted from the logits of tokens that the answer has; 0 changes nothing, below 0 makes them more likely. (`OpenAI`'s API.)
-    pub presence_penalty: f32,
-    /// Subtracted from a token's logit once for each time that the answer has it; 0 changes nothing. (`OpenAI`'s API.)
-    pub frequency_penalty: f32,
-    /// The seed of the draw.
-    pub seed: u64,
-}
-
-impl Default for Sampling {
-    fn default() -> Self {
-        Self {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            repetition_penalty: 1.0,
-            presence_penalty: 0.0,
-            frequency_penalty: 0.0,
-            seed: 0,
-        }
-    }
-}
-
-impl Sampling {
-    /// Checks every setting.
-    ///
-    /// # Errors
-    /// Returns [`Error::Sampling`] for the first setting that is outside its range.
-    pub fn check(&self) -> Result<()> {
-        let share = |x: f32| (0.0..=1.0).contains(&x);
-        let positive = self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0;
-        for (setting, value, fits, needed) in [
-            ("temperature", self.temperature, self.temperature.is_finite(), "a finite number"),
-            ("top_p", self.top_p, share(self.top_p) && self.top_p > 0.0, "above 0 and at most 1"),
-            ("min_p", self.min_p, share(self.min_p), "from 0 to 1"),
-            ("repetition_penalty", self.repetition_penalty, positive, "above 0"),
-            ("presence_penalty", self.presence_penalty, self.presence_penalty.is_finite(), "a finite number"),
-            (
-                "frequency_penalty",
-                self.frequency_penalty,
-                self.frequency_penalty.is_finite(),
-                "a finite number",
-            ),
-        ] {
-            if !fits {
-                return Err(Error::Sampling { setting, value, needed });
-            }
-        }
-        Ok(())
-    }
-}
+use crate::request::Sampling;
 
 /// A sampler: the settings, the tokens seen so far and the state of the random generator.
 #[derive(Debug)]
 pub struct Sampler {
     sampling: Sampling,
     rng: StdRng,
-    /// True for each token seen so far; empty without a penalty.
+    /// True for each token seen so far; empty without a repetition penalty.
     seen: Vec<bool>,
-    /// The number of times that the answer has each token; empty without a penalty on answers.
+    /// The number of times that each token occurs in the answer; empty without a penalty on answers.
     counts: Vec<u32>,
-    /// Added to logits of single tokens.
+    /// Numbers to add to the logits of single tokens.
     bias: Arc<[(u32, f32)]>,
-    /// Scores of the vocabulary, kept from token to token.
+    /// Scores of the vocabulary; the memory is reused from token to token.
     scores: Vec<f32>,
-    /// Tokens in the order of their scores, kept from token to token.
+    /// Tokens in the order of their scores; the memory is reused from token to token.
     order: Vec<u32>,
 }
 
 impl Sampler {
-    /// Creates a sampler in its first state, which has seen no token.
+    /// Creates a sampler that has seen no token.
     pub fn new(sampling: Sampling) -> Self {
         let rng = StdRng::seed_from_u64(sampling.seed);
         Self {
@@ -117,13 +42,14 @@ impl Sampler {
         }
     }
 
-    /// Adds numbers to the logits of single tokens: negative infinity excludes a token. Tokens outside the vocabulary are left out.
+    /// Adds numbers to the logits of single tokens: negative infinity excludes a token. Tokens outside the
+    /// vocabulary are ignored.
     #[must_use]
     pub fn with_bias(self, bias: Arc<[(u32, f32)]>) -> Self {
         Self { bias, ..self }
     }
 
-    /// Takes note of a token of the answer.
+    /// Records a token of the answer.
     pub fn chose(&mut self, token: u32) {
         self.see([token]);
         if self.penalizes_answer() {
@@ -139,7 +65,7 @@ impl Sampler {
         self.sampling.presence_penalty != 0.0 || self.sampling.frequency_penalty != 0.0
     }
 
-    /// Takes note of tokens of the prompt, which a repetition penalty makes less likely.
+    /// Records tokens of the prompt, which a repetition penalty makes less likely.
     pub fn see(&mut self, tokens: impl IntoIterator<Item = u32>) {
         if self.sampling.repetition_penalty == 1.0 {
             return;
@@ -153,9 +79,10 @@ impl Sampler {
         }
     }
 
-    /// Chooses a token. Takes the first of equally likely tokens if the temperature is 0. Never chooses NaN.
+    /// Chooses a token: at temperature 0 the first of the likeliest. Never chooses a token whose logit is
+    /// NaN.
     ///
-    /// The caller hands the choice to [`chose`](Self::chose), since another token may have been forced.
+    /// The caller records the choice with [`chose`](Self::chose), because it may force another token.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         let greedy = self.sampling.temperature <= 0.0;
         let plain =
@@ -270,7 +197,7 @@ impl Sampler {
 
 /// Returns the index of the largest number, of equal ones the first; 0 if all are NaN.
 fn argmax(logits: &[f32]) -> u32 {
-    // Lanes without an order among them are vectors to the compiler. A comparison with NaN is false.
+    // The compiler turns independent lanes into vectors. A comparison with NaN is false.
     const LANES: usize = 32;
     let mut most = [f32::NEG_INFINITY; LANES];
     let chunks = logits.chunks_exact(LANES);

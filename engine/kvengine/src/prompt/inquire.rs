@@ -1,0 +1,68 @@
+//! The question as a judge of its documents: it is computed once over the stored keys, and its attention to
+//! each token counts.
+//!
+//! The sums are made by the model, in the passes of all requests. (`ProphetKV`, 2026.)
+
+use kvchunk::Findings;
+use kvcore::{SequenceInput, WriteSlots};
+use kvmodel::AttentionMass;
+
+use super::context::Context;
+use super::parts::{LivePrompt, PendingRows, PromptParts, Stage};
+use crate::error::{Error, Result};
+use crate::request::Request;
+use crate::runner::Runner;
+
+impl LivePrompt {
+    /// Begins to gather what the request's strategy wants to know, or lets it choose at once.
+    pub(super) fn choose(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
+        let Some(check) = request.recompute.evidence().attention else {
+            return self.choose_by(runner, request, Findings::default());
+        };
+        let question = self.question(runner, request)?;
+        let context = &question.segments[..question.segments.len().saturating_sub(1)];
+        let tokens = context.iter().map(|segment| segment.len).sum();
+        let first_layer = check.first_layer(runner.model.config().num_layers());
+        let mass = AttentionMass { first_layer, sums: vec![0.0; tokens], ..AttentionMass::default() };
+        let (_, _, stage) = self.stored(runner, request)?;
+        *stage = Stage::Asking { question: PendingRows::new([question]), mass };
+        Ok(())
+    }
+
+    /// Lets the strategy choose when the attention of the question is known.
+    pub(super) fn choose_asked(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
+        let PromptParts::Stored { assembled, stage: Stage::Asking { mass, .. } } = &self.parts else {
+            return Err(Error::EmptyPrompt);
+        };
+        let system = assembled.segments().first().map_or(0, |segment| segment.len);
+        let scores = assembled.by_chunk(&mass.sums[system..]);
+        let flops = mass.flops;
+        self.free_question(runner)?;
+        self.choose_by(runner, request, Findings { attention: Some(scores), ..Findings::default() })?;
+        self.costs.flops += flops;
+        Ok(())
+    }
+
+    /// Returns the whole question as an input in a sequence of its own, which sees the documents as they are
+    /// stored.
+    pub(super) fn question(&mut self, runner: &mut Runner, request: &Request) -> Result<SequenceInput> {
+        self.free_question(runner)?;
+        let Some(prompt) = request.chunked() else { return Err(Error::EmptyPrompt) };
+        let (_, assembled, _) = self.stored(runner, request)?;
+        let context = Context::scaled(request.scaling, assembled.segments());
+        let (start, caches) = (self.start(), &mut runner.caches);
+        let sequence = caches.create(start)?;
+        self.question = Some(sequence);
+        let slots = caches.grow(sequence, prompt.question().len())?;
+        let segment = caches.first().segment(sequence)?;
+        let mut input = context.input(start, 0, prompt.question(), WriteSlots::default(), segment);
+        input.set_slots(slots);
+        self.context = context;
+        Ok(input)
+    }
+
+    /// Frees the sequence of the question, which is computed again with the final context.
+    pub(super) fn free_question(&mut self, runner: &mut Runner) -> Result<()> {
+        self.question.take().map_or(Ok(()), |sequence| runner.caches.free(sequence))
+    }
+}

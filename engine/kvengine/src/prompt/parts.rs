@@ -1,0 +1,451 @@
+//! The documents of a request: looked up, computed in the passes of all requests, and in part recomputed.
+//!
+//! ```text
+//! None ─► Missing ─► Stored: Open ─┬────────────────────────────┬─► Recomputing ─► Held
+//!            └─┘ waits             └─► Asking, for the question ─┴─► Blending ─────► Held
+//! ```
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use kvchunk::{
+    AssembledPrompt, Assembler, Assembly, ChunkReport, Findings, PositionPlan, PositionReindexer, TenantKeys,
+};
+use kvcore::{LayerRopes, SequenceId, SequenceInput, SequenceStart};
+use kvmodel::{AttentionMass, Observer};
+
+use super::blend::{Blend, BlendSource};
+use super::context::Context;
+use crate::error::{Error, Result};
+use crate::request::Request;
+use crate::runner::Runner;
+
+/// The prompt of a request that is being answered. Of an ordinary prompt there are no parts to compute here.
+#[derive(Debug)]
+pub(crate) struct LivePrompt {
+    /// The rotary embeddings of the request's regime.
+    ropes: LayerRopes,
+    keys: TenantKeys,
+    /// The positions of a chunked prompt's parts.
+    plan: Option<PositionPlan>,
+    pub(super) parts: PromptParts,
+    /// The segments that the question sees.
+    pub(super) context: Context,
+    pub(super) costs: PromptCosts,
+    /// The sequence of a question that is computed before its documents are final.
+    pub(super) question: Option<SequenceId>,
+}
+
+/// The costs of a request's prefill.
+#[derive(Debug, Default, Clone)]
+pub(crate) struct PromptCosts {
+    /// The number of tokens whose KV was cached.
+    pub(crate) cached_tokens: usize,
+    /// The number of chunk tokens that the strategy recomputed.
+    pub(crate) recomputed_tokens: usize,
+    /// The floating-point operations.
+    pub(crate) flops: u64,
+    /// One report per chunk.
+    pub(crate) chunks: Vec<ChunkReport>,
+}
+
+/// The state of a request's system prompt and documents.
+#[derive(Debug)]
+pub(super) enum PromptParts {
+    /// Not looked up: the request waits, or its prompt is an ordinary one.
+    None,
+    /// Looked up. Missing parts are being computed, here or by other requests.
+    Missing { assembly: Box<Assembly>, reindexer: PositionReindexer, rows: PendingRows, since: u64 },
+    /// Computed and stored.
+    Stored { assembled: Box<AssembledPrompt>, stage: Stage },
+}
+
+/// The work that is left on stored documents before the question sees them.
+#[derive(Debug)]
+pub(super) enum Stage {
+    /// The tokens to recompute have not been chosen yet.
+    Open,
+    /// The question is computed once, to see how much it attends to each token before it.
+    Asking { question: PendingRows, mass: AttentionMass },
+    /// All tokens are computed up to a checkpoint, and the chosen ones go on.
+    Blending(Box<Blend>),
+    /// The chosen tokens are recomputed.
+    Recomputing(PendingRows),
+    /// None: the documents are held until the answer is complete.
+    Held,
+}
+
+/// Inputs that passes compute piece by piece.
+#[derive(Debug, Default)]
+pub(super) struct PendingRows {
+    /// The inputs that no pass has taken as a whole.
+    inputs: VecDeque<SequenceInput>,
+    /// The number of rows of the first input that passes have taken.
+    taken: usize,
+    /// The number of rows of all inputs.
+    total: usize,
+    /// The number of rows that are computed.
+    done: usize,
+}
+
+impl PendingRows {
+    pub(super) fn new(inputs: impl IntoIterator<Item = SequenceInput>) -> Self {
+        let inputs: VecDeque<_> = inputs.into_iter().filter(|input| !input.tokens.is_empty()).collect();
+        let total = inputs.iter().map(|input| input.tokens.len()).sum();
+        Self { inputs, total, ..Self::default() }
+    }
+
+    /// Returns the number of rows that are not computed.
+    fn left(&self) -> usize {
+        self.total.saturating_sub(self.done)
+    }
+
+    /// Takes up to `most` rows of the next input.
+    fn take(&mut self, most: usize) -> Result<Option<SequenceInput>> {
+        let Some(first) = self.inputs.front() else { return Ok(None) };
+        let tokens = first.tokens.len();
+        let rows = self.taken..tokens.min(self.taken.saturating_add(most));
+        if rows == (0..tokens) {
+            return Ok(self.inputs.pop_front());
+        }
+        if rows.is_empty() {
+            return Ok(None);
+        }
+        let piece = first.part(rows.clone())?;
+        self.taken = rows.end;
+        if rows.end == tokens {
+            self.inputs.pop_front();
+            self.taken = 0;
+        }
+        Ok(Some(piece))
+    }
+}
+
+impl LivePrompt {
+    /// Creates a prompt whose parts are not looked up. `plan` has the positions of a chunked prompt.
+    pub(crate) fn new(ropes: LayerRopes, keys: TenantKeys, plan: Option<PositionPlan>) -> Self {
+        Self {
+            ropes,
+            keys,
+            plan,
+            parts: PromptParts::None,
+            context: Context::default(),
+            costs: PromptCosts::default(),
+            question: None,
+        }
+    }
+
+    /// Returns the rotary embeddings of the request's regime.
+    pub(crate) fn ropes(&self) -> &LayerRopes {
+        &self.ropes
+    }
+
+    /// Returns the tenant, with the root of its keys.
+    pub(crate) fn keys(&self) -> &TenantKeys {
+        &self.keys
+    }
+
+    /// Returns whether the prompt's chunks are computed apart.
+    pub(crate) fn is_chunked(&self) -> bool {
+        self.plan.is_some()
+    }
+
+    /// Returns the logical index and the position of the first token after the documents.
+    pub(crate) fn start(&self) -> SequenceStart {
+        self.plan.as_ref().map_or_else(SequenceStart::default, |plan| SequenceStart {
+            logical: plan.question_logical,
+            position: plan.question_position,
+        })
+    }
+
+    /// Returns the segments that the question sees.
+    pub(crate) fn context(&self) -> &Context {
+        &self.context
+    }
+
+    /// Returns the costs of the prefill so far.
+    pub(crate) fn costs(&self) -> &PromptCosts {
+        &self.costs
+    }
+
+    /// Returns the costs of the prefill so far, to add to them.
+    pub(crate) fn costs_mut(&mut self) -> &mut PromptCosts {
+        &mut self.costs
+    }
+
+    /// Returns whether parts are looked up and not stored yet.
+    pub(crate) fn is_missing(&self) -> bool {
+        matches!(self.parts, PromptParts::Missing { .. })
+    }
+
+    /// Returns whether a blend is under way.
+    pub(crate) fn is_blending(&self) -> bool {
+        matches!(self.parts, PromptParts::Stored { stage: Stage::Blending(_), .. })
+    }
+
+    /// Returns a waiter for a part that another request computes.
+    pub(crate) fn waiter(&self) -> Option<&kvchunk::ChunkWaiter> {
+        match &self.parts {
+            PromptParts::Missing { assembly, .. } => assembly.waiters().next(),
+            _ => None,
+        }
+    }
+
+    /// Returns the attention mass that is being summed, if the question is asked.
+    pub(crate) fn mass_mut(&mut self) -> Option<&mut AttentionMass> {
+        match &mut self.parts {
+            PromptParts::Stored { stage: Stage::Asking { mass, .. }, .. } => Some(mass),
+            _ => None,
+        }
+    }
+
+    /// Frees everything that is held for the documents.
+    pub(crate) fn withdraw(&mut self, runner: &mut Runner) {
+        if let Some(mass) = self.mass_mut() {
+            let flops = mass.flops;
+            self.costs.flops += flops;
+        }
+        (self.parts, self.context) = (PromptParts::None, Context::default());
+        // The sequence is known: nothing else frees it.
+        drop(self.free_question(runner));
+    }
+
+    fn rows_mut(&mut self) -> Option<&mut PendingRows> {
+        match &mut self.parts {
+            PromptParts::Missing { rows, .. }
+            | PromptParts::Stored {
+                stage: Stage::Asking { question: rows, .. } | Stage::Recomputing(rows),
+                ..
+            } => Some(rows),
+            PromptParts::None | PromptParts::Stored { .. } => None,
+        }
+    }
+
+    /// Takes up to `most` rows of the next input that a pass can compute now.
+    pub(crate) fn take_rows(&mut self, most: usize) -> Result<Option<SequenceInput>> {
+        self.rows_mut().map_or(Ok(None), |rows| rows.take(most))
+    }
+
+    /// Records rows that a pass has computed.
+    pub(crate) fn add_done(&mut self, rows: usize) {
+        if let Some(pending) = self.rows_mut() {
+            pending.done += rows;
+        }
+    }
+
+    /// Returns the number of rows of the present state that are not computed.
+    fn left(&self) -> usize {
+        match &self.parts {
+            PromptParts::Missing { rows, .. }
+            | PromptParts::Stored {
+                stage: Stage::Asking { question: rows, .. } | Stage::Recomputing(rows),
+                ..
+            } => rows.left(),
+            PromptParts::Stored { stage: Stage::Blending(blend), .. } => blend.left(),
+            PromptParts::None | PromptParts::Stored { .. } => 0,
+        }
+    }
+
+    /// Looks the parts of the prompt up and takes blocks for the missing ones. An ordinary prompt has no
+    /// parts.
+    pub(crate) fn look_up(&mut self, runner: &Runner, request: &Request) -> Result<()> {
+        let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(()) };
+        let reindexer = PositionReindexer::for_layers(&self.ropes);
+        let mut assembly =
+            assembler(runner, request, self.keys, &reindexer)?.assemble_at(prompt, plan.clone())?;
+        self.costs.recomputed_tokens = 0;
+        let rows = PendingRows::new(assembly.take_inputs());
+        let since = runner.setup.clock.millis();
+        self.parts = PromptParts::Missing { assembly: Box::new(assembly), reindexer, rows, since };
+        Ok(())
+    }
+
+    /// Does everything that needs no pass: looks parts up, stores computed ones, looks again for the ones
+    /// that other requests compute, and chooses the tokens to recompute. After an error the call may be
+    /// repeated; only time is lost.
+    pub(crate) fn advance(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
+        while self.left() == 0 {
+            match &mut self.parts {
+                PromptParts::None if self.plan.is_some() => self.look_up(runner, request)?,
+                PromptParts::Missing { assembly, .. } if assembly.is_ready() => self.store()?,
+                PromptParts::Missing { assembly, reindexer, rows, since } => {
+                    let now = runner.setup.clock.millis();
+                    let waits = assembly.waiters().next().is_some();
+                    if rows.total == 0 && waits && !assembly.waiters().any(kvchunk::ChunkWaiter::is_over) {
+                        if now.saturating_sub(*since) < longest_wait(runner) {
+                            return Ok(());
+                        }
+                        assembly.stop_waiting();
+                    }
+                    let Some(prompt) = request.chunked() else { return Ok(()) };
+                    let assembler = assembler(runner, request, self.keys, reindexer)?;
+                    if let Err(error) = assembly.try_advance(&assembler, prompt) {
+                        self.parts = PromptParts::None;
+                        return Err(error.into());
+                    }
+                    (*rows, *since) = (PendingRows::new(assembly.take_inputs()), now);
+                }
+                PromptParts::Stored { stage: Stage::Open, .. } => self.choose(runner, request)?,
+                PromptParts::Stored { stage: Stage::Asking { .. }, .. } => {
+                    self.choose_asked(runner, request)?;
+                }
+                PromptParts::Stored { assembled, stage: stage @ Stage::Recomputing(_) } => {
+                    self.context = Context::scaled(request.scaling, assembled.segments());
+                    *stage = Stage::Held;
+                }
+                PromptParts::None | PromptParts::Stored { .. } => return Ok(()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Stores the parts that were computed, so that other requests find them.
+    fn store(&mut self) -> Result<()> {
+        let PromptParts::Missing { assembly, .. } = std::mem::replace(&mut self.parts, PromptParts::None)
+        else {
+            return Ok(());
+        };
+        self.costs.cached_tokens = assembly.reused_tokens();
+        self.costs.chunks = assembly.reports();
+        self.parts = PromptParts::Stored { assembled: Box::new(assembly.commit()?), stage: Stage::Open };
+        Ok(())
+    }
+
+    /// Begins a blend, or lets the strategy choose the tokens to recompute.
+    pub(super) fn choose_by(
+        &mut self,
+        runner: &mut Runner,
+        request: &Request,
+        found: Findings,
+    ) -> Result<()> {
+        let strategy = Arc::clone(&request.recompute);
+        if let Some(check) = strategy.evidence().deviations {
+            let question = self.question(runner, request)?;
+            let (source, assembled, stage) = self.stored(runner, request)?;
+            *stage = Stage::Blending(Box::new(Blend::new(&source, assembled, question, (check, found))?));
+            return Ok(());
+        }
+        let (source, assembled, stage) = self.stored(runner, request)?;
+        let selection = strategy.select(assembled.chunks(), &found);
+        if selection.is_empty() {
+            *stage = Stage::Recomputing(PendingRows::default());
+            return Ok(());
+        }
+        let pool = runner.caches.paged_cache()?.pool();
+        let recomputation = assembled.copy_on_write(source.prompt, &selection, pool)?;
+        runner.copy(&recomputation.copies)?;
+        *stage = Stage::Recomputing(PendingRows::new(recomputation.inputs));
+        self.costs.recomputed_tokens = recomputation.tokens;
+        Ok(())
+    }
+
+    /// Returns the stored documents with their stage, and what a blend needs to know.
+    pub(super) fn stored<'a>(
+        &'a mut self,
+        runner: &'a Runner,
+        request: &'a Request,
+    ) -> Result<(BlendSource<'a>, &'a mut AssembledPrompt, &'a mut Stage)> {
+        let (Some(prompt), PromptParts::Stored { assembled, stage }) = (request.chunked(), &mut self.parts)
+        else {
+            return Err(Error::EmptyPrompt);
+        };
+        let (strategy, scaling) = (request.recompute.as_ref(), request.scaling);
+        let source = BlendSource { runner, ropes: &self.ropes, prompt, strategy, scaling };
+        Ok((source, assembled, stage))
+    }
+
+    /// Computes up to `most` rows of a blend. Returns their number and, at the end of the blend, the logits
+    /// after the question.
+    pub(crate) fn blend(
+        &mut self,
+        runner: &Runner,
+        request: &Request,
+        most: usize,
+        observer: &mut dyn Observer,
+    ) -> Result<(usize, Option<Vec<f32>>)> {
+        let (source, assembled, stage) = self.stored(runner, request)?;
+        let Stage::Blending(blend) = stage else { return Ok((0, None)) };
+        let blended = blend.advance(&source, assembled, most.max(1), observer)?;
+        let end = blended.end.map(|(tokens, logits)| {
+            *stage = Stage::Held;
+            (tokens, logits, Context::scaled(request.scaling, assembled.segments()))
+        });
+        self.costs.flops += blended.flops;
+        let logits = end.map(|(tokens, logits, context)| {
+            (self.costs.recomputed_tokens, self.context) = (tokens, context);
+            logits
+        });
+        Ok((blended.rows, logits))
+    }
+
+    /// Lets the question see the documents if the `fed` rows of this pass complete them. Returns false if
+    /// something is still to be computed, chosen or waited for.
+    pub(crate) fn opens_to_question(&mut self, request: &Request, fed: usize) -> bool {
+        let left = self.left();
+        let segments = match &self.parts {
+            PromptParts::None | PromptParts::Stored { stage: Stage::Held, .. } => return true,
+            _ if fed < left || left == 0 => return false,
+            PromptParts::Missing { assembly, .. } if assembly.is_ready() => {
+                let strategy = &request.recompute;
+                let fixed = strategy.evidence().is_none();
+                if !fixed || !strategy.select(&assembly.chunks(), &Findings::default()).is_empty() {
+                    return false;
+                }
+                assembly.segments()
+            }
+            PromptParts::Stored { assembled, stage: Stage::Recomputing(_) } => assembled.segments(),
+            _ => return false,
+        };
+        self.context = Context::scaled(request.scaling, segments);
+        true
+    }
+
+    /// Hands over the sequence of a question that a blend has computed.
+    pub(crate) fn take_question(&mut self) -> Option<SequenceId> {
+        self.question.take()
+    }
+}
+
+/// Returns the milliseconds that a request waits for parts that another one computes.
+fn longest_wait(runner: &Runner) -> u64 {
+    runner.caches.chunks().map_or(0, |chunks| chunks.config().max_wait_ms)
+}
+
+fn assembler<'a>(
+    runner: &'a Runner,
+    request: &Request,
+    tenant: TenantKeys,
+    reindexer: &'a PositionReindexer,
+) -> Result<Assembler<'a>> {
+    let main = runner.caches.paged_cache()?.kv_pool().clone();
+    let chunks = runner.caches.chunks().filter(|cache| request.reuse && cache.config().enabled);
+    let (prefixes, cell, replicas) = (request.reuse, request.cell, runner.replicas.as_ref());
+    Ok(Assembler { chunks, tenant, main, prefixes, cell, reindexer, ranks: None, replicas })
+}
+
+#[cfg(test)]
+mod tests {
+    use kvcore::{BlockId, Segment, WriteSlots};
+
+    use super::*;
+
+    #[test]
+    fn rows_are_taken_once_and_in_order() {
+        let input = |first: u32, tokens: u32| {
+            let slots = WriteSlots::unchecked((0..i64::from(tokens)).collect::<Vec<_>>());
+            let segment = Segment::new([BlockId(0)].into(), tokens as usize, 0, 0);
+            SequenceInput::new((first..first + tokens).collect(), 0, 0, slots, [segment])
+        };
+        let mut rows = PendingRows::new([input(0, 3), input(10, 0), input(20, 5)]);
+        let mut take = |most| rows.take(most).unwrap().map(|input| input.tokens);
+        assert_eq!(take(0), None);
+        assert_eq!(take(9), Some(vec![0, 1, 2]), "an input at a time");
+        assert_eq!(take(2), Some(vec![20, 21]));
+        assert_eq!(take(2), Some(vec![22, 23]));
+        assert_eq!(take(2), Some(vec![24]));
+        assert_eq!(take(2), None);
+        assert_eq!(rows.left(), 8, "taken, and not computed");
+        rows.done += 8;
+        assert_eq!(rows.left(), 0);
+    }
+}

@@ -1,0 +1,188 @@
+//! Text cut into the parts of a prompt, each of which is tokenised on its own.
+
+use kvchunk::{ChunkedPrompt, SplitPrompt};
+use kvmodel::{Message, Role, TextCodec};
+
+use crate::error::Result;
+use crate::request::PromptTokens;
+
+impl PromptTokens {
+    /// Cuts a text at every `separator`, and encodes each part on its own. Special tokens stand only before
+    /// the system prompt. A text with fewer than two separators is an ordinary prompt.
+    ///
+    /// # Errors
+    /// Returns [`kvchunk::Error::EmptySeparator`] or [`kvchunk::Error::EmptyPart`] for a text that cannot be
+    /// cut, and the errors of [`TextCodec::encode`].
+    pub fn split(codec: &TextCodec, text: &str, separator: &str, special: bool) -> Result<Self> {
+        match SplitPrompt::new(text, separator)? {
+            SplitPrompt::Plain(text) => Ok(Self::Plain(codec.encode(text, special)?)),
+            SplitPrompt::Chunked { system, chunks, question } => {
+                Self::from_parts(codec, system, chunks, question, special)
+            }
+        }
+    }
+
+    /// Encodes the parts of a chunked prompt, each on its own. Special tokens stand only before the system
+    /// prompt.
+    ///
+    /// # Errors
+    /// Returns [`kvchunk::Error::EmptyPart`] for a part without tokens, and the errors of
+    /// [`TextCodec::encode`].
+    pub fn from_parts<'a>(
+        codec: &TextCodec,
+        system: &str,
+        documents: impl IntoIterator<Item = &'a str>,
+        question: &str,
+        special: bool,
+    ) -> Result<Self> {
+        let encode = |text: &str| codec.encode(text, false);
+        let chunks = documents.into_iter().map(encode).collect::<kvmodel::Result<_>>()?;
+        let (system, question) = (codec.encode(system, special)?, encode(question)?);
+        Ok(Self::Chunked(ChunkedPrompt::new(system, chunks, question)?))
+    }
+
+    // Decision: docs/decisions/models.md#a-chat-is-cut-before-its-template-is-applied
+    /// Encodes `text` as the single message of a conversation, in the model's chat template. Otherwise like
+    /// [`split`](Self::split).
+    ///
+    /// The text is cut before the template is applied, so a separator in the template's own text separates
+    /// nothing. Template text before the message belongs to the system prompt, template text after it to the
+    /// question. The template writes its own special tokens; none are added.
+    ///
+    /// # Errors
+    /// Returns the errors of [`split`](Self::split) and of [`TextCodec::conversation`].
+    pub fn split_chat(codec: &TextCodec, text: &str, separator: &str) -> Result<Self> {
+        let SplitPrompt::Chunked { system, chunks, question } = SplitPrompt::new(text, separator)? else {
+            return Self::from_conversation(codec, &[Message::new(Role::User, text)], []);
+        };
+        Self::from_chat_parts(codec, system, chunks, question)
+    }
+
+    /// Encodes the parts of a chunked prompt as the single message of a conversation, as
+    /// [`split_chat`](Self::split_chat) does.
+    ///
+    /// # Errors
+    /// Returns the errors of [`from_parts`](Self::from_parts) and of [`TextCodec::around_message`].
+    pub fn from_chat_parts<'a>(
+        codec: &TextCodec,
+        system: &str,
+        documents: impl IntoIterator<Item = &'a str>,
+        question: &str,
+    ) -> Result<Self> {
+        let (before, after) = codec.around_message(&[])?;
+        Self::from_parts(codec, &format!("{before}{system}"), documents, &format!("{question}{after}"), false)
+    }
+
+    /// Encodes a conversation in the model's chat template, up to where the answer begins. Documents stand
+    /// before the text of the last message, which is the question; everything before the documents is the
+    /// system prompt. Without documents the prompt is an ordinary one.
+    ///
+    /// # Errors
+    /// Returns [`kvmodel::Error::Messages`] if the last message is not the user's. Returns
+    /// [`kvmodel::Error::Template`] if the template fails or refuses the conversation, or if there are
+    /// documents and it does not write the last message exactly once.
+    pub fn from_conversation<'a>(
+        codec: &TextCodec,
+        messages: &[Message],
+        documents: impl IntoIterator<Item = &'a str>,
+    ) -> Result<Self> {
+        let mut documents = documents.into_iter().peekable();
+        if documents.peek().is_none() {
+            return Ok(Self::Plain(codec.conversation(messages)?));
+        }
+        Message::check_answerable(messages)?;
+        let (earlier, last) = messages.split_at(messages.len() - 1);
+        let (before, after) = codec.around_message(earlier)?;
+        let question: String =
+            last.iter().map(|last| last.content.as_str()).chain([after.as_str()]).collect();
+        Self::from_parts(codec, &before, documents, &question, false)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::error::Error;
+
+    /// Whole words as tokens. A begin token stands before and an end token after, as in `BERT`.
+    const WORDS: &str = r#"{"version":"1.0","truncation":null,"padding":null,
+        "added_tokens":[{"id":0,"content":"<s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true},
+                        {"id":1,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
+        "normalizer":null,"pre_tokenizer":{"type":"Whitespace"},
+        "post_processor":{"type":"TemplateProcessing",
+            "single":[{"SpecialToken":{"id":"<s>","type_id":0}},{"Sequence":{"id":"A","type_id":0}},{"SpecialToken":{"id":"</s>","type_id":0}}],
+            "pair":[{"Sequence":{"id":"A","type_id":0}},{"Sequence":{"id":"B","type_id":1}}],
+            "special_tokens":{"<s>":{"id":"<s>","ids":[0],"tokens":["<s>"]},"</s>":{"id":"</s>","ids":[1],"tokens":["</s>"]}}},
+        "decoder":null,
+        "model":{"type":"WordLevel","unk_token":"?","vocab":{"<s>":0,"</s>":1,"?":2,"a":3,"b":4,"c":5}}}"#;
+
+    fn codec(config: Option<&str>) -> TextCodec {
+        TextCodec::from_bytes(WORDS.as_bytes(), config.map(str::as_bytes)).unwrap()
+    }
+
+    #[test]
+    fn specials_stand_before_the_system_part_only() {
+        let prompt = PromptTokens::split(&codec(None), "a##b##c", "##", true).unwrap();
+        let expected = ChunkedPrompt::new(vec![0, 3], vec![vec![4]], vec![5]).unwrap();
+        assert_eq!(prompt, PromptTokens::Chunked(expected));
+        assert_eq!(
+            PromptTokens::split(&codec(None), "a b", "##", true).unwrap(),
+            PromptTokens::Plain(vec![0, 3, 4])
+        );
+        assert_eq!(
+            PromptTokens::split(&codec(None), "a b", "##", false).unwrap(),
+            PromptTokens::Plain(vec![3, 4])
+        );
+    }
+
+    /// A vocabulary in which the separator is within tokens, as byte-pair merges make it.
+    #[test]
+    fn rule_1_a_separator_within_a_token_delimits() {
+        let words = r###""a":3,"b":4,"c":5,"a##b":6,"##b":7,"##":8,"b##":9"###;
+        let text = WORDS.replace(r#""a":3,"b":4,"c":5"#, words);
+        let text = text.replace(r#"{"type":"Whitespace"}"#, r#"{"type":"WhitespaceSplit"}"#);
+        let codec = TextCodec::from_bytes(text.as_bytes(), None).unwrap();
+        assert_eq!(codec.encode("a##b ##b b## ##", false).unwrap(), [6, 7, 9, 8], "one token each");
+        let cut = ChunkedPrompt::new(vec![3], vec![vec![4]], vec![5]).unwrap();
+        assert_eq!(PromptTokens::split(&codec, "a##b##c", "##", false).unwrap(), PromptTokens::Chunked(cut));
+        // One separator is not enough: the text is unchanged, and a token again.
+        assert_eq!(PromptTokens::split(&codec, "a##b", "##", false).unwrap(), PromptTokens::Plain(vec![6]));
+    }
+
+    #[test]
+    fn a_chat_is_in_the_template_and_a_missing_template_is_an_error() {
+        let config = r#"{"bos_token":{"content":"<s>"},"chat_template":
+            "{{ bos_token }}{% for m in messages %}{{ m.content.strip() }}{% endfor %}{% if add_generation_prompt %} c{% endif %}"}"#;
+        let prompt = PromptTokens::split_chat(&codec(Some(config)), " a ", "##").unwrap();
+        assert_eq!(prompt, PromptTokens::Plain(vec![0, 3, 5]));
+        let error = PromptTokens::split_chat(&codec(None), "a", "##");
+        assert!(matches!(error, Err(Error::Model(kvmodel::Error::Template { .. }))));
+    }
+
+    #[test]
+    fn documents_of_a_conversation_stand_before_the_last_message() {
+        let config = r#"{"chat_template":"{% for m in messages %}{{ m.content }} {% if m.role == 'user' %}b {% endif %}{% endfor %}"}"#;
+        let codec = codec(Some(config));
+        let messages = [Message::new(Role::System, "c"), Message::new(Role::User, "a")];
+        let parts = PromptTokens::from_conversation(&codec, &messages, ["a b", "c"]).unwrap();
+        let expected = ChunkedPrompt::new(vec![5], vec![vec![3, 4], vec![5]], vec![3, 4]).unwrap();
+        assert_eq!(parts, PromptTokens::Chunked(expected));
+        assert_eq!(parts.iter().collect::<Vec<_>>(), [5, 3, 4, 5, 3, 4]);
+        assert_eq!(
+            PromptTokens::from_conversation(&codec, &messages, []).unwrap(),
+            PromptTokens::Plain(vec![5, 3, 4])
+        );
+    }
+
+    #[test]
+    fn a_chunked_chat_is_cut_before_the_template_is_applied() {
+        let config = r#"{"chat_template":"a ## b {{ messages[0].content }} c"}"#;
+        let prompt = PromptTokens::split_chat(&codec(Some(config)), "a##b##c", "##").unwrap();
+        // The template's own "##" is an unknown word of the system part.
+        let expected = ChunkedPrompt::new(vec![3, 2, 4, 3], vec![vec![4]], vec![5, 5]).unwrap();
+        assert_eq!(prompt, PromptTokens::Chunked(expected));
+        let twice = r#"{"chat_template":"{{ messages[0].content }}{{ messages[0].content }}"}"#;
+        let error = PromptTokens::split_chat(&codec(Some(twice)), "a##b##c", "##");
+        assert!(matches!(error, Err(Error::Model(kvmodel::Error::Template { .. }))));
+    }
+}

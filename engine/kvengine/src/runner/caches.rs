@@ -1,0 +1,299 @@
+//! The caches of an engine: sequences in groups of layers or in a static cache, and chunks beside a paged
+//! cache.
+
+use std::sync::Arc;
+
+use kvchunk::{ArenaSleep, ChunkBlockPool, ChunkCacheManager, ChunkCacheMetrics, SleepStore, SleepUsage};
+use kvcore::{
+    Backend, BlockOrder, BlockPool, CacheKind, Clock, GroupKind, GroupedKvCache, KvArena, KvLayout,
+    MemoryKind, PagedCacheConfig, PagedKvCache, PoolCounts, RankInfo, ReservedArena, StaticCacheConfig,
+    StaticKvCache, Stream,
+};
+use kvmodel::Model;
+use serde::Serialize;
+
+use super::groups::grouped;
+use super::sleep::{SleepMode, Slept};
+use crate::config::{ChunkSleep, DEFAULT_KV_MEMORY, EngineConfig, PoolTag};
+use crate::error::{Error, Result};
+
+/// The caches of an engine.
+#[derive(Debug)]
+pub(crate) struct Caches {
+    kind: CacheKind,
+    pub(super) sequences: Sequences,
+    /// The cache of chunks; only beside a paged cache.
+    chunks: Option<ChunkCacheManager>,
+    /// The place where single chunks sleep.
+    chunk_sleep: Option<Arc<ArenaSleep>>,
+    /// The sleep mode of whole pools, if they can sleep.
+    mode: Option<Box<SleepMode>>,
+}
+
+/// The cache of sequences.
+#[derive(Debug)]
+pub(super) enum Sequences {
+    /// A paged cache for each group of layers. A paged cache is one group.
+    Grouped(GroupedKvCache),
+    Static(StaticKvCache),
+}
+
+/// A group of layers in a grouped cache, in numbers.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct GroupReport {
+    /// The tokens that the layers attend to.
+    pub kind: GroupKind,
+    /// The number of layers.
+    pub layers: usize,
+    /// The bytes of the arena.
+    pub kv_bytes: usize,
+    /// The numbers of blocks by their state.
+    pub blocks: PoolCounts,
+}
+
+/// The contents of an engine's caches, in numbers.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct CacheReport {
+    /// The kind of cache.
+    pub cache: CacheKind,
+    /// The bytes of the arena: keys and values of sequences and chunks, with the scales of quantised ones.
+    pub kv_bytes: usize,
+    /// The blocks of sequences and system prompts, of all groups together; `None` for a static cache, which
+    /// has no pool.
+    pub main: Option<PoolCounts>,
+    /// The groups of layers of a grouped cache.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub groups: Vec<GroupReport>,
+    /// The blocks of chunks.
+    pub chunks: Option<PoolCounts>,
+    /// The metrics of the chunk cache.
+    pub chunk_cache: Option<ChunkCacheMetrics>,
+    /// The numbers of sleeping chunks, if chunks have a place to sleep.
+    pub chunk_sleep: Option<SleepUsage>,
+    /// The blocks of host memory for preempted requests; `None` until some are needed.
+    pub swapped: Option<PoolCounts>,
+}
+
+impl Caches {
+    /// Creates the caches. `stream` is the stream that computes; chunks that fall asleep or wake are copied
+    /// in its order.
+    pub(super) fn new(
+        model: &Model,
+        backend: &Arc<dyn Backend>,
+        stream: &Arc<dyn Stream>,
+        config: &EngineConfig,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Self> {
+        config.chunks.check()?;
+        let sequences = match config.cache {
+            CacheKind::Paged => return Self::paged(model, backend, stream, config, clock),
+            CacheKind::Static | CacheKind::Grouped if config.chunk_sleep.is_some() => {
+                return Err(Error::NoChunks("let none sleep, or take a paged cache"));
+            }
+            CacheKind::Static if config.enable_sleep_mode => {
+                return Err(Error::NoSleepMode("a static cache is not cut into blocks; take a paged one"));
+            }
+            CacheKind::Grouped if config.enable_sleep_mode => {
+                return Err(Error::NoSleepMode("a grouped cache has several arenas; take a paged one"));
+            }
+            CacheKind::Grouped => Sequences::Grouped(grouped(model, backend.as_ref(), config, clock)?),
+            CacheKind::Static => Sequences::Static(fixed(model, backend.as_ref(), config)?),
+        };
+        Ok(Self { kind: config.cache, sequences, chunks: None, chunk_sleep: None, mode: None })
+    }
+
+    /// Creates a paged cache within the budget. It has at least two blocks: one for each pool.
+    fn paged(
+        model: &Model,
+        backend: &Arc<dyn Backend>,
+        stream: &Arc<dyn Stream>,
+        config: &EngineConfig,
+        clock: &Arc<dyn Clock>,
+    ) -> Result<Self> {
+        let (extents, rank) = (model.kv_extents(config.kv_format), RankInfo::default());
+        let block_bytes = KvLayout::new(extents.shape(&rank, 1, config.block_size)?)?.block_bytes();
+        let most = extents.max_positions.saturating_mul(8).div_ceil(config.block_size).max(2);
+        let max_memory = config.kv_memory.unwrap_or(most.saturating_mul(block_bytes).min(DEFAULT_KV_MEMORY));
+        let paged = PagedCacheConfig {
+            max_memory,
+            block_size: config.block_size,
+            order: BlockOrder::TokenMajor,
+            ..PagedCacheConfig::default()
+        };
+        let layout = paged.layout(&extents, &rank)?;
+        let blocks = layout.shape().num_blocks as u32;
+        if blocks < 2 {
+            let block_bytes = 2 * block_bytes;
+            return Err(kvcore::Error::NotEnoughMemory { budget: max_memory, block_bytes }.into());
+        }
+        let (layout, memory) = (Arc::new(layout), MemoryKind::Device);
+        let (arena, mode) = if config.enable_sleep_mode {
+            let reserved = ReservedArena::create(Arc::clone(backend), memory, layout)?;
+            (reserved.arena().clone(), Some(Box::new(SleepMode::new(reserved))))
+        } else {
+            (KvArena::allocate(backend.as_ref(), memory, layout)?, None)
+        };
+        let (for_main, for_chunks) = ChunkBlockPool::split(blocks as usize, config.chunks.memory_share)?;
+        let on_device = for_chunks.len() * arena.layout().block_bytes();
+        let place = |ChunkSleep { form, memory }: ChunkSleep| {
+            let (backend, stream) = (Arc::clone(backend), Arc::clone(stream));
+            ArenaSleep::new(backend, arena.clone(), stream, form, memory.unwrap_or(on_device)).map(Arc::new)
+        };
+        let chunk_sleep = config.chunk_sleep.map(place).transpose()?;
+        let watermark = config.scheduling.watermark.min(for_main.len() - 1);
+        let mut settings =
+            paged.pool().policy(config.cache_policy).watermark(watermark).clock(Arc::clone(clock));
+        if let Some(ttl) = config.cache_ttl {
+            settings = settings.ttl(ttl);
+        }
+        let main = PagedKvCache::new(arena, BlockPool::with_config(for_main, settings)?)?;
+        let chunk_pool = BlockPool::with_config(for_chunks, paged.pool().clock(Arc::clone(clock)))?;
+        let chunk_pool = ChunkBlockPool::over(chunk_pool, config.block_size)?;
+        let store = chunk_sleep.clone().map(|sleep| sleep as Arc<dyn SleepStore>);
+        let chunks = ChunkCacheManager::build(config.chunks.clone(), chunk_pool, store, Arc::clone(clock))?;
+        Ok(Self {
+            kind: CacheKind::Paged,
+            sequences: one_group(model, main)?,
+            chunks: Some(chunks),
+            chunk_sleep,
+            mode,
+        })
+    }
+
+    /// Returns the same pools for another model of the same extents. Keys tell the models' blocks apart.
+    pub(super) fn shared(&self, model: &Model) -> Result<Self> {
+        let main = self.main("take a paged cache to share it")?;
+        if self.mode.is_some() {
+            return Err(Error::NoSleepMode(
+                "an engine cannot know what another one holds; share without sleep mode",
+            ));
+        }
+        let arena = main.arena().clone();
+        let shape = arena.layout().shape();
+        let extents = model.kv_extents(shape.format);
+        let same = [
+            ("layers of a model that shares caches", shape.num_layers, extents.num_layers),
+            ("key heads of a model that shares caches", shape.k_heads, extents.k_heads),
+            ("value heads of a model that shares caches", shape.v_heads, extents.v_heads),
+            ("key dimension of a model that shares caches", shape.k_dim, extents.k_dim),
+            ("value dimension of a model that shares caches", shape.v_dim, extents.v_dim),
+        ];
+        if let Some((what, expected, got)) = same.into_iter().find(|(_, expected, got)| expected != got) {
+            return Err(kvcore::Error::mismatch(what, expected, got).into());
+        }
+        let main = PagedKvCache::new(arena.clone(), main.pool().clone())?;
+        Ok(Self {
+            kind: CacheKind::Paged,
+            sequences: one_group(model, main)?,
+            chunks: self.chunks.clone(),
+            chunk_sleep: self.chunk_sleep.clone(),
+            mode: None,
+        })
+    }
+
+    /// Returns the kind of the cache of sequences.
+    pub(crate) fn kind(&self) -> CacheKind {
+        self.kind
+    }
+
+    /// Returns the paged cache that documents and their system prompt share with sequences.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoChunks`] if the engine keeps no chunks.
+    pub(crate) fn paged_cache(&self) -> Result<&PagedKvCache> {
+        self.main("ask for full attention, or take a paged cache")
+    }
+
+    fn main(&self, instead: &'static str) -> Result<&PagedKvCache> {
+        let main = self.first().as_paged().filter(|_| self.chunks.is_some());
+        main.ok_or(Error::NoChunks(instead))
+    }
+
+    /// Returns the chunk cache, or `None` beside a static or a grouped cache.
+    pub(crate) fn chunks(&self) -> Option<&ChunkCacheManager> {
+        self.chunks.as_ref()
+    }
+
+    /// Returns the largest number of tokens of a sequence that the cache could hold.
+    pub(crate) fn longest(&self) -> usize {
+        match &self.sequences {
+            Sequences::Grouped(_) => usize::MAX,
+            Sequences::Static(cache) => cache.max_len(),
+        }
+    }
+
+    pub(crate) fn report(&self) -> CacheReport {
+        let bytes = |arena: &KvArena| arena.storages().map(|storage| storage.len()).sum::<usize>();
+        let group = |(kind, group): (GroupKind, &PagedKvCache)| {
+            let (arena, blocks) = (group.arena(), group.pool().counts());
+            GroupReport { kind, layers: arena.layout().shape().num_layers, kv_bytes: bytes(arena), blocks }
+        };
+        let groups: Vec<_> = self.groups().map(group).collect();
+        let chunks = self.chunks();
+        CacheReport {
+            cache: self.kind,
+            kv_bytes: self.arenas().iter().map(bytes).sum(),
+            main: (!groups.is_empty()).then(|| groups.iter().map(|group| group.blocks).sum()),
+            groups: if self.kind == CacheKind::Grouped { groups } else { Vec::new() },
+            chunks: chunks.map(|chunks| chunks.pool().blocks().counts()),
+            chunk_cache: chunks.map(ChunkCacheManager::metrics),
+            chunk_sleep: self.chunk_sleep.as_ref().map(|sleep| sleep.usage()),
+            swapped: None,
+        }
+    }
+
+    pub(crate) fn check_invariants(&self) -> std::result::Result<(), String> {
+        self.groups().try_for_each(|(_, cache)| cache.pool().check_invariants())?;
+        self.chunks().map_or(Ok(()), ChunkCacheManager::check_invariants)
+    }
+
+    /// Puts a pool to sleep.
+    pub(crate) fn sleep(&mut self, tag: PoolTag, stream: &dyn Stream) -> Result<Slept> {
+        let Self { sequences: Sequences::Grouped(cache), chunks: Some(chunks), mode: Some(mode), .. } = self
+        else {
+            return Err(NO_MODE);
+        };
+        mode.sleep(tag, (&cache.groups()[0].1, chunks), stream)
+    }
+
+    /// Wakes a pool. Returns true if it slept.
+    pub(crate) fn wake(&mut self, tag: PoolTag, stream: &dyn Stream) -> Result<bool> {
+        let (Some(chunks), Some(mode)) = (&self.chunks, &mut self.mode) else { return Err(NO_MODE) };
+        mode.wake(tag, chunks, stream)
+    }
+
+    /// Returns true if a pool sleeps.
+    pub(crate) fn is_sleeping(&self, tag: PoolTag) -> bool {
+        match tag {
+            PoolTag::KvCache => self.mode.as_ref().is_some_and(|mode| mode.main_sleeps()),
+            PoolTag::ChunkCache => self.chunks.as_ref().is_some_and(|chunks| !chunks.is_pool_awake()),
+        }
+    }
+
+    /// Checks that the pool of sequences is awake, which every request needs.
+    pub(crate) fn check_awake(&self) -> Result<()> {
+        if self.is_sleeping(PoolTag::KvCache) { Err(Error::Asleep(PoolTag::KvCache)) } else { Ok(()) }
+    }
+}
+
+const NO_MODE: Error = Error::NoSleepMode("set enable_sleep_mode in its EngineConfig");
+
+/// Returns a paged cache of all layers as the one group of a grouped cache.
+fn one_group(model: &Model, cache: PagedKvCache) -> Result<Sequences> {
+    let widest = model.config().widest_window();
+    let kind = widest.map_or(GroupKind::Full, |window| GroupKind::SlidingWindow { window });
+    Ok(Sequences::Grouped(GroupedKvCache::new(vec![(kind, cache)])?))
+}
+
+/// Creates a static cache with one entry of the longest length.
+fn fixed(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<StaticKvCache> {
+    let order = BlockOrder::TokenMajor;
+    let fixed = StaticCacheConfig { max_batch: 1, max_len: config.max_len, order };
+    let layout = fixed.layout(&model.kv_extents(config.kv_format), &RankInfo::default())?;
+    let (budget, block_bytes) = (config.kv_memory.unwrap_or(DEFAULT_KV_MEMORY), layout.block_bytes());
+    if block_bytes > budget {
+        return Err(kvcore::Error::NotEnoughMemory { budget, block_bytes }.into());
+    }
+    let arena = KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))?;
+    Ok(StaticKvCache::new(arena)?)
+}

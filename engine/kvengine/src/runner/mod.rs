@@ -1,0 +1,208 @@
+//! The runner: a model on a device with its caches, which computes passes and knows no request.
+
+use std::sync::Arc;
+
+use kvchunk::{ReplicaDevice, ReplicaLink, TenantKeys};
+use kvcore::{
+    Backend, BlockKey, Clock, CopyBlocks, GraphCounts, KeyForm, KeyScope, LayerRopes, PromptKeys, StepBatch,
+    Stream, WritePairs,
+};
+use kvmodel::{ComputeDevice, DecodeMemory, Forward, Model, Observer, PassMemory, Profiler};
+
+mod caches;
+mod calibrate;
+mod groups;
+mod pinned;
+mod sequences;
+mod sleep;
+
+pub use caches::{CacheReport, GroupReport};
+pub use pinned::PinnedPrompt;
+pub use sleep::Slept;
+
+use crate::config::EngineConfig;
+use crate::error::{Error, Result};
+pub(crate) use caches::Caches;
+use calibrate::{StaticScales, calibrate};
+
+/// The device, and the settings that engines over the same memory share.
+#[derive(Debug, Clone)]
+pub(crate) struct Setup {
+    pub(crate) backend: Arc<dyn Backend>,
+    pub(crate) stream: Arc<dyn Stream>,
+    pub(crate) keys: KeyForm,
+    /// The clock of time limits.
+    pub(crate) clock: Arc<dyn Clock>,
+    /// The scales of an fp8 cache.
+    scales: Option<StaticScales>,
+    tenant_salt: Vec<u8>,
+    graphs: usize,
+    profile: bool,
+}
+
+/// A model on a device, with its caches.
+#[derive(Debug)]
+pub(crate) struct Runner {
+    pub(crate) model: Model,
+    pub(crate) setup: Setup,
+    pub(crate) caches: Caches,
+    pub(crate) profiler: Profiler,
+    /// The link to other engines of the model.
+    pub(crate) replicas: Option<ReplicaLink>,
+    /// The parts of every key except the rotary embeddings of a request.
+    scope: KeyScope,
+    decode_memory: DecodeMemory,
+    pass_memory: PassMemory,
+}
+
+impl Runner {
+    /// Allocates the caches of a model. `tokenizer` identifies the tokenizer in keys.
+    pub(crate) fn new(
+        model: Model,
+        backend: Arc<dyn Backend>,
+        tokenizer: &[u8],
+        config: &EngineConfig,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self> {
+        let stream = backend.stream()?;
+        // Before the caches take their memory.
+        let device = (backend.as_ref(), stream.as_ref());
+        let scales = calibrate(&model, device, (config.kv_format, config.keys))?;
+        let caches = Caches::new(&model, &backend, &stream, config, &clock)?;
+        if let Some(scales) = &scales {
+            scales.set(&model, caches.arenas(), stream.as_ref())?;
+        }
+        let setup = Setup {
+            backend,
+            stream,
+            keys: config.keys,
+            clock,
+            scales,
+            tenant_salt: config.tenant_salt.clone(),
+            graphs: config.graphs,
+            profile: config.profile,
+        };
+        Ok(Self::over(model, tokenizer, setup, caches))
+    }
+
+    /// Creates the runner of another model over the same memory.
+    pub(crate) fn sharing(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
+        let caches = self.caches.shared(&model)?;
+        Ok(Self::over(model, tokenizer, self.setup.clone(), caches))
+    }
+
+    fn over(model: Model, tokenizer: &[u8], setup: Setup, caches: Caches) -> Self {
+        let scope = KeyScope::new("kvmodel", model.revision()).tokenizer(tokenizer);
+        let layouts = caches.arenas().iter().map(|arena| arena.layout().shape());
+        let scope = layouts.fold(scope, KeyScope::layout).keys(setup.keys).tenant_salt(&setup.tenant_salt);
+        let scope = match &setup.scales {
+            Some(StaticScales { k, v }) => scope.static_scales(k, v),
+            None => scope,
+        };
+        Self {
+            profiler: if setup.profile { Profiler::enabled() } else { Profiler::disabled() },
+            decode_memory: DecodeMemory::new(setup.graphs),
+            pass_memory: PassMemory::default(),
+            replicas: None,
+            model,
+            setup,
+            caches,
+            scope,
+        }
+    }
+
+    /// Returns the memory of the chunks, for engines that pull them.
+    pub(crate) fn replica_device(&self) -> ReplicaDevice {
+        ReplicaDevice {
+            backend: Arc::clone(&self.setup.backend),
+            stream: Arc::clone(&self.setup.stream),
+            arena: self.caches.first().arena().clone(),
+            keys: self.setup.keys,
+        }
+    }
+
+    pub(crate) fn graph_counts(&self) -> GraphCounts {
+        self.decode_memory.counts()
+    }
+
+    // Decision: docs/decisions/models.md#a-request-has-one-regime-of-rope
+    /// Returns the rotary embeddings in the regime of the longest position that a prompt with its answer may
+    /// reach. The prompt ends before position `end`. The last token of an answer is never fed back.
+    pub(crate) fn ropes(&self, end: usize, new_tokens: usize) -> Result<LayerRopes> {
+        let longest = end.saturating_add(new_tokens.saturating_sub(1));
+        Ok(self.model.ropes(longest.min(self.model.config().max_positions))?)
+    }
+
+    // Decision: docs/decisions/models.md#a-regime-is-a-miss-by-its-frequencies
+    /// Returns the tenant of a tag, with the root of its keys in the regime of `ropes`. Tenants share neither
+    /// chunks nor prefixes, and neither do regimes.
+    pub(crate) fn keys(&self, tenant: Option<&str>, ropes: &LayerRopes) -> Result<TenantKeys> {
+        let root: BlockKey = self.scope.clone().ropes(ropes).root();
+        match (tenant, self.caches.chunks()) {
+            (None, _) => Ok(TenantKeys::shared(root)),
+            (Some(tag), Some(cache)) => Ok(cache.tenant_keys(Some(tag), &root)?),
+            (Some(tag), None) => Err(kvchunk::Error::UnknownTenant(tag.to_owned()).into()),
+        }
+    }
+
+    /// Returns the number of positions that a request may have.
+    pub(crate) fn longest(&self) -> usize {
+        self.model.config().max_positions.min(self.caches.longest())
+    }
+
+    /// Keeps the cached blocks of the first `tokens` of prompts of a tenant.
+    pub(crate) fn pin(&self, keys: &TenantKeys, tokens: &[u32]) -> Result<PinnedPrompt> {
+        let Some(cache) = self.caches.first().as_paged().filter(|_| self.caches.arenas().len() == 1) else {
+            return Err(Error::NoChunks("take a paged cache to keep prompts"));
+        };
+        let block_size = self.caches.block_size();
+        let keys = PromptKeys::new(*keys.root(), tokens, block_size);
+        Ok(PinnedPrompt::new(cache.pool().lookup_chain(keys.keys()).pin(), block_size))
+    }
+
+    /// Copies blocks within the arena.
+    pub(crate) fn copy(&self, pairs: &WritePairs) -> Result<()> {
+        let arena = self.caches.first().arena().clone();
+        Ok(self.setup.stream.copy_blocks(&CopyBlocks { arena, pairs: pairs.clone() })?)
+    }
+
+    /// Runs a decode step in memory that stays, as a graph if possible. Allocates no memory of its own.
+    pub(crate) fn decode(
+        &mut self,
+        ropes: &LayerRopes,
+        batch: StepBatch<'_>,
+        logits: Vec<f32>,
+    ) -> Result<Forward> {
+        let device = self.setup.device(&self.caches, &self.profiler);
+        Ok(self.model.decode(&device, ropes, batch, &mut self.decode_memory, logits)?)
+    }
+
+    /// Runs a pass in memory that stays.
+    pub(crate) fn forward(
+        &mut self,
+        ropes: &LayerRopes,
+        batch: StepBatch<'_>,
+        observer: &mut dyn Observer,
+    ) -> Result<Forward> {
+        let device = self.setup.device(&self.caches, &self.profiler);
+        Ok(self.model.begin(&device, ropes, batch, &mut self.pass_memory)?.end(observer)?)
+    }
+
+    /// Returns the device that passes run on.
+    pub(crate) fn device(&self) -> ComputeDevice<'_> {
+        self.setup.device(&self.caches, &self.profiler)
+    }
+}
+
+impl Setup {
+    /// Joins the parts of a runner that a pass runs on. The others stay free to be changed.
+    fn device<'a>(&'a self, caches: &'a Caches, profiler: &'a Profiler) -> ComputeDevice<'a> {
+        ComputeDevice {
+            backend: self.backend.as_ref(),
+            stream: self.stream.as_ref(),
+            arenas: caches.arenas(),
+            keys: self.keys,
+            profiler,
+        }
+    }
+}

@@ -1,0 +1,25 @@
+//! Prompts whose cached beginning is kept in the cache.
+
+use kvcore::PinnedBlocks;
+
+/// A claim on the cached blocks at the beginning of a prompt. These blocks are not evicted and do not expire.
+///
+/// # Drop behaviour
+/// The blocks stay cached until room is needed.
+#[derive(Debug)]
+#[must_use = "dropping the claim allows the blocks to be evicted"]
+pub struct PinnedPrompt {
+    blocks: PinnedBlocks,
+    block_size: usize,
+}
+
+impl PinnedPrompt {
+    pub(super) fn new(blocks: PinnedBlocks, block_size: usize) -> Self {
+        Self { blocks, block_size }
+    }
+
+    /// Returns the number of tokens that are kept.
+    pub fn tokens(&self) -> usize {
+        self.blocks.ids().len() * self.block_size
+    }
+}

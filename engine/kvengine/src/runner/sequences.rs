@@ -1,0 +1,208 @@
+//! The sequences of the caches. Slots are lists with one entry for each group of layers.
+
+use std::sync::Arc;
+
+use kvcore::{
+    GroupInput, GroupKind, GroupedKvCache, KvArena, KvCache, KvPool, PagedKvCache, PromptKeys, Retention,
+    SequenceId, SequenceInput, SequenceStart, Stream, SwappedSequence, WriteSlots,
+};
+
+use super::caches::{Caches, Sequences};
+use crate::error::{Error, Result};
+
+/// Calls a method that both kinds of caches have.
+macro_rules! either {
+    ($caches:ident, $cache:ident => $call:expr) => {
+        match &mut $caches.sequences {
+            Sequences::Grouped($cache) => Ok($call?),
+            Sequences::Static($cache) => Ok($call?),
+        }
+    };
+}
+
+impl Caches {
+    /// Returns the cache of the first group of layers. Sequences have the same ids and lengths in all groups.
+    pub(crate) fn first(&self) -> &dyn KvCache {
+        match &self.sequences {
+            Sequences::Grouped(cache) => &cache.groups()[0].1,
+            Sequences::Static(cache) => cache,
+        }
+    }
+
+    /// Returns the paged caches of sequences, each with the tokens that its layers attend to; none for a
+    /// static cache.
+    pub(crate) fn groups(&self) -> impl Iterator<Item = (GroupKind, &PagedKvCache)> {
+        let groups = match &self.sequences {
+            Sequences::Grouped(cache) => cache.groups(),
+            Sequences::Static(_) => &[],
+        };
+        groups.iter().map(|(kind, cache)| (*kind, cache))
+    }
+
+    /// Returns the grouped cache, for operations that a static cache lacks.
+    ///
+    /// # Errors
+    /// Returns [`Error::NoChunks`] for a static cache.
+    fn grouped(&mut self) -> Result<&mut GroupedKvCache> {
+        match &mut self.sequences {
+            Sequences::Grouped(cache) => Ok(cache),
+            Sequences::Static(_) => Err(Error::NoChunks("take a paged cache")),
+        }
+    }
+
+    /// Returns the arenas of sequences, one for each group of layers.
+    pub(crate) fn arenas(&self) -> &[KvArena] {
+        match &self.sequences {
+            Sequences::Grouped(cache) => cache.arenas(),
+            Sequences::Static(cache) => std::slice::from_ref(cache.arena()),
+        }
+    }
+
+    /// Returns the number of free and evictable blocks in the group with the fewest; `usize::MAX` for a
+    /// static cache.
+    pub(crate) fn available(&self) -> usize {
+        self.groups().map(|(_, cache)| cache.pool().counts().available()).min().unwrap_or(usize::MAX)
+    }
+
+    /// Returns the number of tokens in a block.
+    pub(crate) fn block_size(&self) -> usize {
+        self.first().arena().layout().shape().block_size
+    }
+
+    /// Creates a sequence.
+    pub(crate) fn create(&mut self, start: SequenceStart) -> Result<SequenceId> {
+        either!(self, cache => cache.create(start))
+    }
+
+    /// Creates a sequence at the start of a prompt. Returns its id and the number of its tokens that are
+    /// cached.
+    pub(crate) fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
+        either!(self, cache => cache.create_with_prefix(prompt))
+    }
+
+    /// Creates a sequence at the start of a prompt with slots for a first piece of up to `piece` tokens, or
+    /// changes nothing. Returns its id, the number of its tokens that are cached, and the slots.
+    pub(crate) fn admit(
+        &mut self,
+        prompt: &PromptKeys,
+        piece: usize,
+    ) -> Result<(SequenceId, usize, Vec<WriteSlots>)> {
+        match &mut self.sequences {
+            Sequences::Grouped(cache) => Ok(cache.admit(prompt, piece)?),
+            Sequences::Static(cache) => {
+                let id = cache.create(SequenceStart::default())?;
+                let slots = cache.grow(id, piece.min(prompt.tokens().len()));
+                let slots = slots.inspect_err(|_| drop(cache.free(id)))?;
+                Ok((id, 0, vec![slots]))
+            }
+        }
+    }
+
+    /// Reserves slots for more tokens of a sequence.
+    pub(crate) fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<Vec<WriteSlots>> {
+        match &mut self.sequences {
+            Sequences::Grouped(cache) => Ok(cache.grow(id, tokens)?),
+            Sequences::Static(cache) => Ok(vec![cache.grow(id, tokens)?]),
+        }
+    }
+
+    /// Reserves slots for more tokens of several sequences, or changes nothing.
+    pub(crate) fn grow_batch(
+        &mut self,
+        batch: &[(SequenceId, usize)],
+        slots: &mut Vec<WriteSlots>,
+    ) -> Result<()> {
+        match &mut self.sequences {
+            Sequences::Grouped(cache) => Ok(cache.grow_batch(batch, slots)?),
+            Sequences::Static(cache) => {
+                slots.resize_with(1, WriteSlots::default);
+                Ok(cache.grow_batch(batch, &mut slots[0])?)
+            }
+        }
+    }
+
+    /// Returns the slots of the last tokens of a sequence with a permit of their own, or `None` for a static
+    /// cache.
+    pub(crate) fn last_slots(&self, id: SequenceId, tokens: usize) -> Option<Result<Vec<WriteSlots>>> {
+        let in_group = |(_, cache): (_, &PagedKvCache)| {
+            let len = cache.len(id)?;
+            Ok(cache.write_slots(id, len.saturating_sub(tokens)..len)?)
+        };
+        let slots: Result<Vec<_>> = self.groups().map(in_group).collect();
+        Some(slots).filter(|slots| slots.as_ref().map_or(true, |slots| !slots.is_empty()))
+    }
+
+    /// Sets the segments of an input's own sequence in the groups after the first. A decode step reuses the
+    /// lists.
+    pub(crate) fn set_others(&self, id: SequenceId, input: &mut SequenceInput) -> Result<()> {
+        let Sequences::Grouped(cache) = &self.sequences else { return Ok(()) };
+        let others = &cache.groups()[1..];
+        input.others.resize_with(others.len(), GroupInput::default);
+        for ((_, cache), other) in others.iter().zip(&mut input.others) {
+            let segment = cache.segment(id)?;
+            other.slots = WriteSlots::default();
+            match Arc::get_mut(&mut other.segments) {
+                Some([last]) => *last = segment,
+                _ => other.segments = [segment].into(),
+            }
+        }
+        Ok(())
+    }
+
+    /// Records tokens that were written.
+    pub(crate) fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
+        either!(self, cache => cache.commit(id, tokens))
+    }
+
+    /// Frees the blocks of a sequence that `token` and later tokens do not attend to.
+    pub(crate) fn free_before(&mut self, id: SequenceId, token: usize) -> Result<()> {
+        if let Sequences::Grouped(cache) = &mut self.sequences {
+            cache.free_before(id, token)?;
+        }
+        Ok(())
+    }
+
+    /// Removes the tokens past `len`.
+    pub(crate) fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
+        either!(self, cache => cache.truncate(id, len))
+    }
+
+    /// Ends a sequence.
+    pub(crate) fn free(&mut self, id: SequenceId) -> Result<()> {
+        either!(self, cache => cache.free(id))
+    }
+
+    /// Creates a second sequence over the same tokens, or returns `None` for a static cache.
+    pub(crate) fn fork(&mut self, id: SequenceId) -> Result<Option<SequenceId>> {
+        match &mut self.sequences {
+            Sequences::Grouped(cache) => Ok(Some(cache.fork(id)?)),
+            Sequences::Static(_) => Ok(None),
+        }
+    }
+
+    /// Makes the next token's slot of forked sequences writable.
+    pub(crate) fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<()> {
+        self.grouped()?.copy_on_write(ids, stream)?;
+        Ok(())
+    }
+
+    /// Sets the priority of the blocks that a sequence shares.
+    pub(crate) fn retain(&self, id: SequenceId, retention: Retention) -> Result<()> {
+        Ok(self.groups().try_for_each(|(_, cache)| cache.retain(id, retention))?)
+    }
+
+    /// Copies a sequence to other memory, which has a pool for each group, and frees it here.
+    pub(crate) fn swap_out(
+        &mut self,
+        id: SequenceId,
+        stream: &dyn Stream,
+        to: &[KvPool],
+    ) -> Result<Vec<SwappedSequence>> {
+        Ok(self.grouped()?.swap_out(id, stream, to)?)
+    }
+
+    /// Restores a swapped sequence under a new id.
+    pub(crate) fn swap_in(&mut self, swapped: &[SwappedSequence], stream: &dyn Stream) -> Result<SequenceId> {
+        Ok(self.grouped()?.swap_in(swapped, stream)?)
+    }
+}

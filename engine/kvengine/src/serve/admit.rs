@@ -1,0 +1,174 @@
+//! Admission: waiting requests begin or are restored, and get the slots of their first piece.
+
+use std::sync::Arc;
+
+use kvcore::{Logits, PagedKvCache, SequenceInput, SequenceStart, WriteSlots};
+
+use super::feed::Feed;
+use super::live::{LiveRequest, ServiceRank};
+use super::scheduler::Scheduler;
+use crate::error::{Error, Result};
+use crate::runner::Runner;
+
+impl Scheduler {
+    /// Admits the first waiting request, if there is room for its first piece of up to `most` tokens. Returns
+    /// the number of tokens that it was fed.
+    pub(super) fn admit(&mut self, runner: &mut Runner, most: usize) -> Option<(ServiceRank, usize)> {
+        let answers: usize = self.running.iter().map(|live| live.request.width()).sum();
+        loop {
+            let (&rank, live) = self.waiting.first_key_value()?;
+            let alone = self.running.is_empty();
+            if !alone
+                && (answers + live.request.width() > self.limits.running
+                    || !live.has_room(runner, most, self.limits.watermark))
+            {
+                return None;
+            }
+            let mut live = self.waiting.remove(&rank)?;
+            match live.begin(runner, most, alone) {
+                Ok(fed) => {
+                    let at = self.running.partition_point(|other| other.rank() < rank);
+                    self.running.insert(at, live);
+                    let tokens = fed.as_ref().map_or(0, |(_, input)| input.tokens.len());
+                    self.plan.feeds.extend(fed.map(|(branch, input)| Feed {
+                        rank,
+                        branch: Some(branch),
+                        tokens,
+                        input: Some(input),
+                    }));
+                    return Some((rank, tokens));
+                }
+                Err(error) if error.is_out_of_blocks() && !alone => {
+                    if live.branches.iter().all(|branch| branch.swapped.is_none()) {
+                        live.withdraw(runner);
+                    }
+                    live.refused = Some(runner.caches.available());
+                    self.waiting.insert(rank, live);
+                    return None;
+                }
+                Err(error) => {
+                    live.withdraw(runner);
+                    live.sender.fail(error);
+                }
+            }
+        }
+    }
+}
+
+impl LiveRequest {
+    /// Returns whether every pool has room for the first piece of the request above the watermark. For a
+    /// prompt that may be cached, only [its admission](kvcore::PagedKvCache::admit) can tell.
+    fn has_room(&self, runner: &Runner, most: usize, watermark: usize) -> bool {
+        let cache = runner.caches.first();
+        if let Some(fixed) = cache.as_static() {
+            return cache.num_sequences() < fixed.max_batch();
+        }
+        // Documents that found no room are looked up again only when there is more.
+        if self.prompt.is_chunked() && self.refused.is_some_and(|had| runner.caches.available() <= had) {
+            return false;
+        }
+        let first = self.branches.first().map_or(0, |branch| branch.tokens.len().min(most));
+        let blocks = first.div_ceil(runner.caches.block_size());
+        let has_room = |cache: &PagedKvCache| cache.pool().counts().available() >= blocks + watermark;
+        self.finds_prefix() || runner.caches.groups().all(|(_, cache)| has_room(cache))
+    }
+
+    /// Returns whether the prompt is looked up when its sequence begins.
+    fn finds_prefix(&self) -> bool {
+        !self.prompt.is_chunked() && self.request.reuse && self.request.forced.is_none()
+    }
+
+    /// Begins the request: looks its documents up, or takes the blocks for the first piece of up to `most`
+    /// tokens of its prompt. Returns that piece. Running requests keep the watermark's blocks, if there are
+    /// others.
+    fn begin(
+        &mut self,
+        runner: &mut Runner,
+        most: usize,
+        alone: bool,
+    ) -> Result<Option<(usize, SequenceInput)>> {
+        if self.swap_in(runner, alone)? {
+            return Ok(None);
+        }
+        self.prompt.look_up(runner, &self.request)?;
+        if self.prompt.is_chunked() {
+            return Ok(None);
+        }
+        // Samples that are over wait for nothing.
+        let Some(branch) = self.unfed() else { return Ok(None) };
+        if alone || !self.finds_prefix() {
+            return Ok(Some((branch, self.first_piece(runner, branch, most)?)));
+        }
+        let slots = self.admit_branch(runner, branch, most)?;
+        let mut input = self.input(runner, branch, slots[0].len())?;
+        input.set_slots(slots);
+        Ok(Some((branch, input)))
+    }
+
+    /// Returns the next piece of up to `most` tokens of a sample's sequence, with its slots.
+    pub(super) fn first_piece(
+        &mut self,
+        runner: &mut Runner,
+        branch: usize,
+        most: usize,
+    ) -> Result<SequenceInput> {
+        let tokens = self.take_next(runner, branch, most)?;
+        let Some(sequence) = self.branches[branch].sequence else { return Err(Error::EmptyPrompt) };
+        let slots = runner.caches.grow(sequence, tokens)?;
+        let mut input = self.input(runner, branch, tokens)?;
+        input.set_slots(slots);
+        Ok(input)
+    }
+
+    /// Chooses up to `most` of the next tokens of a sample. Returns their number.
+    pub(super) fn take_next(&mut self, runner: &mut Runner, branch: usize, most: usize) -> Result<usize> {
+        self.begin_branch(runner, branch)?;
+        let forced = self.request.forced.is_some();
+        let branch = &mut self.branches[branch];
+        let before = branch.computed;
+        let mut end = branch.tokens.len().min(before + most);
+        if forced && before < branch.prompt {
+            end = end.min(branch.prompt);
+        }
+        branch.computed = end;
+        Ok(end - before)
+    }
+
+    /// Returns the last `tokens` chosen tokens of a sample as an input without slots. It gets logits if these
+    /// are the last tokens.
+    pub(super) fn input(&mut self, runner: &Runner, branch: usize, tokens: usize) -> Result<SequenceInput> {
+        let forced = self.request.forced.is_some();
+        let branch = &mut self.branches[branch];
+        let Some(sequence) = branch.sequence else { return Err(Error::EmptyPrompt) };
+        let segment = runner.caches.first().segment(sequence)?;
+        let start = SequenceStart { logical: segment.logical_start, position: segment.stored_start };
+        let (before, chosen) = (segment.len - tokens, tokens - branch.draft.len());
+        let fresh = &branch.tokens[branch.computed - chosen..branch.computed];
+        let mut input = if let Some(mut input) = branch.input.take().filter(|_| tokens == 1) {
+            input.slots = WriteSlots::default();
+            input.logical_start = start.logical + before;
+            input.position_start = start.position + before as i64;
+            input.tokens.clear();
+            input.tokens.extend_from_slice(fresh);
+            // No pass holds the list between two tokens, so it is changed in place.
+            if let Some(last) = Arc::make_mut(&mut input.segments).last_mut() {
+                *last = segment;
+            }
+            input
+        } else {
+            let context = self.prompt.context();
+            let mut input = context.input(start, before, fresh, WriteSlots::default(), segment);
+            input.tokens.extend_from_slice(&branch.draft);
+            input
+        };
+        runner.caches.set_others(sequence, &mut input)?;
+        if !branch.draft.is_empty() {
+            return Ok(input.with_logits(Logits::All));
+        }
+        Ok(input.with_logits(match branch.computed {
+            end if forced && end > branch.prompt => Logits::All,
+            end if end == branch.tokens.len() => Logits::Last,
+            _ => Logits::None,
+        }))
+    }
+}

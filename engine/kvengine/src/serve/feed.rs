@@ -1,0 +1,57 @@
+//! The plan of a step: the tokens of each request in a pass.
+
+use kvcore::{SequenceId, SequenceInput, WriteSlots};
+
+use super::live::ServiceRank;
+use crate::error::Error;
+
+/// Tokens of one request in a pass.
+#[derive(Debug)]
+pub(super) struct Feed {
+    pub(super) rank: ServiceRank,
+    /// The sample that the tokens belong to, or `None` for tokens of the documents.
+    pub(super) branch: Option<usize>,
+    pub(super) tokens: usize,
+    /// The input, until it goes into the batch. A sample's tokens have none until they have slots.
+    pub(super) input: Option<SequenceInput>,
+}
+
+/// The inputs of a step, and the requests that it could not serve.
+#[derive(Debug, Default)]
+pub(super) struct StepPlan {
+    pub(super) feeds: Vec<Feed>,
+    /// The input of each feed.
+    pub(super) batch: Vec<SequenceInput>,
+    /// The slots of all inputs without slots of their own, in each group of layers.
+    pub(super) slots: Vec<WriteSlots>,
+    /// Inputs of other regimes, for later passes of the step.
+    pub(super) later: Vec<(Feed, SequenceInput)>,
+    /// The sequences that grow, with the number of new tokens; the memory is reused.
+    pub(super) grown: Vec<(SequenceId, usize)>,
+    /// The sequences among them that may share their last block; the memory is reused.
+    pub(super) forked: Vec<SequenceId>,
+    pub(super) failed: Vec<(ServiceRank, Error)>,
+    /// The number of tokens that blends have computed during planning.
+    pub(super) blended: usize,
+}
+
+impl StepPlan {
+    /// Takes a request out of the pass.
+    pub(super) fn remove(&mut self, rank: ServiceRank) {
+        self.feeds.retain(|feed| feed.rank != rank);
+    }
+
+    pub(super) fn has_failed(&self, rank: ServiceRank) -> bool {
+        self.failed.iter().any(|(failed, _)| *failed == rank)
+    }
+
+    /// Goes on to the inputs of another regime.
+    pub(super) fn next_pass(&mut self) {
+        self.feeds.clear();
+        self.batch.clear();
+        for (feed, input) in self.later.drain(..) {
+            self.feeds.push(feed);
+            self.batch.push(input);
+        }
+    }
+}

@@ -1,0 +1,138 @@
+//! The scheduler: the requests of an engine, and its memory of steps.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use kvcore::PoolCounts;
+use kvmodel::Observer;
+
+use super::answer::RequestId;
+use super::feed::StepPlan;
+use super::live::{LiveRequest, ServiceRank};
+use super::swap::{PreemptionCosts, SwapSpace};
+use crate::config::{EngineConfig, Scheduling};
+
+/// The largest limit of a step: more than a pass can have, and far from overflow in sums.
+const MANY: usize = 1 << 28;
+
+/// The requests of an engine.
+#[derive(Debug)]
+pub(crate) struct Scheduler {
+    pub(super) limits: Scheduling,
+    /// The number of the next request.
+    pub(super) next: u64,
+    pub(super) waiting: BTreeMap<ServiceRank, LiveRequest>,
+    /// In the order of service.
+    pub(super) running: Vec<LiveRequest>,
+    pub(super) plan: StepPlan,
+    /// The ranks of running requests; the memory is reused.
+    pub(super) ranks: Vec<ServiceRank>,
+    /// Memory for the logits of a pass.
+    pub(super) logits: Vec<f32>,
+    pub(super) times: StepTimes,
+    pub(super) preemptions: u64,
+    pub(super) swaps: u64,
+    /// Host memory for preempted requests.
+    pub(super) swap: SwapSpace,
+}
+
+/// An observer of one of the requests.
+pub(super) struct Watch<'a> {
+    pub(super) id: Option<RequestId>,
+    pub(super) observer: &'a mut dyn Observer,
+    pub(super) unwatched: (),
+}
+
+impl Watch<'_> {
+    /// Returns the observer of a request.
+    pub(super) fn of(&mut self, rank: ServiceRank) -> &mut dyn Observer {
+        if self.id == Some(rank.1) { self.observer } else { &mut self.unwatched }
+    }
+}
+
+/// The work of a step, and the requests after it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Step {
+    /// The number of tokens that were computed.
+    pub tokens: usize,
+    /// The number of requests that have blocks after the step.
+    pub running: usize,
+    /// The number of requests that wait for blocks.
+    pub waiting: usize,
+    /// The number of preemptions since the engine was created.
+    pub preemptions: u64,
+    /// The number of preemptions that copied the blocks to host memory.
+    pub swaps: u64,
+}
+
+impl Step {
+    /// Returns whether every request has ended.
+    pub fn is_idle(&self) -> bool {
+        self.running + self.waiting == 0
+    }
+}
+
+/// The time of all steps since the engine was created.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StepTimes {
+    /// The time in the model: passes, and the evidence that strategies ask for before they choose.
+    pub model: Duration,
+    /// The time in the engine: planning, look-ups, slots, sampling, and sending tokens.
+    pub engine: Duration,
+}
+
+impl Scheduler {
+    pub(crate) fn new(config: &EngineConfig) -> Self {
+        Self::with_limits(config.scheduling, config.swap_memory)
+    }
+
+    /// Creates a scheduler without requests and with the limits of this one.
+    pub(crate) fn like(&self) -> Self {
+        Self::with_limits(self.limits, self.swap.memory())
+    }
+
+    fn with_limits(limits: Scheduling, swap_memory: usize) -> Self {
+        let limits = Scheduling {
+            step_tokens: limits.step_tokens.clamp(1, MANY),
+            running: limits.running.clamp(1, MANY),
+            watermark: limits.watermark.min(MANY),
+        };
+        Self {
+            limits,
+            next: 0,
+            waiting: BTreeMap::new(),
+            running: Vec::new(),
+            plan: StepPlan::default(),
+            ranks: Vec::new(),
+            logits: Vec::new(),
+            times: StepTimes::default(),
+            preemptions: 0,
+            swaps: 0,
+            swap: SwapSpace::new(swap_memory),
+        }
+    }
+
+    /// Sets the costs of preemption, in place of measured ones.
+    pub(crate) fn set_preemption_costs(&mut self, costs: PreemptionCosts) {
+        self.swap.set_costs(costs);
+    }
+
+    /// Returns the blocks of host memory, if some were needed.
+    pub(crate) fn swapped(&self) -> Option<PoolCounts> {
+        self.swap.counts()
+    }
+
+    pub(crate) fn check_invariants(&self) -> std::result::Result<(), String> {
+        self.swap.check_invariants()
+    }
+
+    /// Returns the time of all steps.
+    pub(crate) fn times(&self) -> StepTimes {
+        self.times
+    }
+
+    pub(super) fn report(&self, tokens: usize) -> Step {
+        let (running, waiting) = (self.running.len(), self.waiting.len());
+        Step { tokens, running, waiting, preemptions: self.preemptions, swaps: self.swaps }
+    }
+}

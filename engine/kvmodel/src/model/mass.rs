@@ -1,0 +1,106 @@
+//! The attention mass of tokens: how much the rows of a sequence attend to each token before them.
+//!
+//! In each layer that counts, the queries meet the keys at the positions where they are used, and the softmax
+//! weights of each token are summed. The products are made on the host: no operation of a backend returns the
+//! weights of single tokens.
+
+use kvcore::{AttendWork, LayerRopes};
+
+use super::attention::FreshQueries;
+use super::{ComputeDevice, Model};
+use crate::dense::products;
+use crate::error::Result;
+
+// Decision: docs/decisions/chunks.md#the-question-chooses-by-its-own-attention
+/// The attention of one sequence of a pass to the tokens of its earlier segments, summed over rows, query
+/// heads and layers.
+///
+/// [`Pass::observe`](super::Pass::observe) takes it. A sequence that is computed in several passes keeps one
+/// for all of them.
+#[derive(Debug, Default)]
+pub struct AttentionMass {
+    /// The index of the sequence in the batch.
+    pub sequence: usize,
+    /// The first layer that counts.
+    pub first_layer: usize,
+    /// One sum for each token of the segments before the last one, which holds the rows themselves. The
+    /// caller sets the length.
+    pub sums: Vec<f32>,
+    /// The floating-point operations of the sums. The pass does not count them.
+    pub flops: u64,
+}
+
+/// The keys that a sequence sees in a layer.
+struct SeenKeys {
+    /// Logical index and position of each token, and the factor on its logits.
+    tokens: Vec<(usize, i64, f32)>,
+    /// `[tokens, heads, dim]`, rotated to their positions.
+    k: Vec<f32>,
+    /// `[tokens, 1, dim]`; empty without latent attention.
+    latents: Vec<f32>,
+}
+
+impl AttentionMass {
+    /// Adds the weights of one layer, whose keys are stored. `work` and `queries` are of all rows of the
+    /// pass.
+    pub(super) fn add(
+        &mut self,
+        (model, device, ropes): (&Model, &ComputeDevice, &LayerRopes),
+        layer: usize,
+        work: &AttendWork,
+        queries: &FreshQueries,
+    ) -> Result<()> {
+        let (config, entry) = (model.config(), &work.batch()[self.sequence]);
+        let (q, latent) = queries.rows(entry.rows.clone());
+        let seen = SeenKeys::read((model, device, ropes), layer, work, self.sequence)?;
+        let rows = &work.rows()[entry.rows.clone()];
+        let (tokens, heads) = (seen.tokens.len(), config.heads);
+        let kv_heads = device.arenas[model.place(device, layer).group].layout().shape().k_heads;
+        let mut logits = products(q, &seen.k, (rows.len(), heads, kv_heads, tokens))?;
+        self.flops += 2 * q.len() as u64 * tokens as u64;
+        if let Some(latent) = latent {
+            let of_latents = products(latent, &seen.latents, (rows.len(), heads, 1, tokens))?;
+            logits.iter_mut().zip(of_latents).for_each(|(sum, x)| *sum += x);
+            self.flops += 2 * latent.len() as u64 * tokens as u64;
+        }
+        let window = config.layers[layer].window.map_or(i64::MAX, |window| window as i64);
+        // Rows of logits are sorted by key head, then by query row.
+        let group = heads / kv_heads;
+        for (at, logits) in logits.chunks_exact_mut(tokens.max(1)).enumerate() {
+            let row = rows[at % (rows.len() * group) / group];
+            for (x, &(token, position, factor)) in logits.iter_mut().zip(&seen.tokens) {
+                let visible = token <= row.logical && row.position.saturating_sub(position) < window;
+                *x = if visible { *x * config.softmax_scale * factor } else { f32::NEG_INFINITY };
+            }
+            let largest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let total: f32 = logits.iter().map(|x| (x - largest).exp()).sum();
+            for (sum, x) in self.sums.iter_mut().zip(logits.iter()) {
+                *sum += (x - largest).exp() / total;
+            }
+        }
+        Ok(())
+    }
+}
+
+impl SeenKeys {
+    /// Reads the keys of a layer, segment by segment.
+    fn read(
+        (model, device, ropes): (&Model, &ComputeDevice, &LayerRopes),
+        layer: usize,
+        work: &AttendWork,
+        sequence: usize,
+    ) -> Result<Self> {
+        let mut seen = Self { tokens: Vec::new(), k: Vec::new(), latents: Vec::new() };
+        for segment in work.batch()[sequence].segments.iter().filter(|segment| segment.len > 0) {
+            let token =
+                |j: usize| (segment.logical_start + j, segment.position(j as i64), segment.logit_scale);
+            seen.tokens.extend((0..segment.len).map(token));
+            let (k, v) = model.keys_in_use(device, ropes, layer, segment, 0..segment.len)?;
+            seen.k.extend(k);
+            if model.config().latent.is_some() {
+                seen.latents.extend(v);
+            }
+        }
+        Ok(seen)
+    }
+}
