@@ -147,9 +147,13 @@ impl Work<'_> {
     }
 }
 
-/// Calls an operator: makes the handles of the tensors that the arguments name, and runs both phases.
+/// Calls an operator: makes the handles of the tensors that the arguments name, and runs both phases. Does
+/// nothing if `idle` is true, which is for operators that write no element.
 macro_rules! operator {
-    ($work:expr, $operator:ident, $phase:ident, [$($tensor:ident),*], ($($argument:expr),*)) => {{
+    ($work:expr, $idle:expr, $operator:ident, $phase:ident, [$($tensor:ident),*], ($($argument:expr),*)) => {{
+        if $idle {
+            return Ok(());
+        }
         let npu = $work.npu();
         $(let $tensor = $tensor.handle(npu)?;)*
         $work.operator(
@@ -171,10 +175,8 @@ macro_rules! of_tensors {
         impl Work<'_> {$(
             $(#[$doc])*
             pub(crate) fn $method(&mut self, $($tensor: &Tensor),*) -> Result<()> {
-                if [$($tensor.is_empty()),*].contains(&true) {
-                    return Ok(());
-                }
-                operator!(self, $operator, $phase, [$($tensor),*], ($($tensor.raw()),*))
+                let idle = [$($tensor.is_empty()),*].contains(&true);
+                operator!(self, idle, $operator, $phase, [$($tensor),*], ($($tensor.raw()),*))
             }
         )*}
     };
@@ -202,12 +204,10 @@ of_tensors! {
 impl Work<'_> {
     /// `out = a + b`, with axes of extent 1 repeated.
     pub(crate) fn add(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         let one = HostScalar::new(self.npu(), 1.0)?;
         operator!(
             self,
+            out.is_empty(),
             aclnnAdd,
             aclnnAddGetWorkspaceSize,
             [a, b, out],
@@ -217,12 +217,10 @@ impl Work<'_> {
 
     /// `out = a − b`, with axes of extent 1 repeated.
     pub(crate) fn sub(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         let one = HostScalar::new(self.npu(), 1.0)?;
         operator!(
             self,
+            out.is_empty(),
             aclnnSub,
             aclnnSubGetWorkspaceSize,
             [a, b, out],
@@ -232,21 +230,23 @@ impl Work<'_> {
 
     /// `out = factor · x`.
     pub(crate) fn scale(&mut self, x: &Tensor, factor: f32, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         let factor = HostScalar::new(self.npu(), factor)?;
-        operator!(self, aclnnMuls, aclnnMulsGetWorkspaceSize, [x, out], (x.raw(), factor.raw, out.raw()))
+        operator!(
+            self,
+            out.is_empty(),
+            aclnnMuls,
+            aclnnMulsGetWorkspaceSize,
+            [x, out],
+            (x.raw(), factor.raw, out.raw())
+        )
     }
 
     /// `out = min(max(x, least), most)`. A NaN stays.
     pub(crate) fn clamp(&mut self, x: &Tensor, least: f32, most: f32, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         let (least, most) = (HostScalar::new(self.npu(), least)?, HostScalar::new(self.npu(), most)?);
         operator!(
             self,
+            out.is_empty(),
             aclnnClamp,
             aclnnClampGetWorkspaceSize,
             [x, out],
@@ -256,29 +256,32 @@ impl Work<'_> {
 
     /// Copies `x` to `out`, in the element type of `out`. Copies of one type keep the bits.
     pub(crate) fn convert(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         let dtype = out.dtype();
         if x.dtype() == dtype {
             return operator!(
                 self,
+                out.is_empty(),
                 aclnnInplaceCopy,
                 aclnnInplaceCopyGetWorkspaceSize,
                 [out, x],
                 (out.raw(), x.raw())
             );
         }
-        operator!(self, aclnnCast, aclnnCastGetWorkspaceSize, [x, out], (x.raw(), dtype, out.raw()))
+        operator!(
+            self,
+            out.is_empty(),
+            aclnnCast,
+            aclnnCastGetWorkspaceSize,
+            [x, out],
+            (x.raw(), dtype, out.raw())
+        )
     }
 
     /// `out[i] = rows[index[i]]`, for a dense matrix of rows.
     pub(crate) fn take_rows(&mut self, rows: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         operator!(
             self,
+            out.is_empty(),
             aclnnIndexSelect,
             aclnnIndexSelectGetWorkspaceSize,
             [rows, index, out],
@@ -288,11 +291,9 @@ impl Work<'_> {
 
     /// `rows[index[i]] = x[i]`, for a dense matrix of rows. The other rows stay as they are.
     pub(crate) fn put_rows(&mut self, rows: &Tensor, index: &Tensor, x: &Tensor) -> Result<()> {
-        if x.is_empty() {
-            return Ok(());
-        }
         operator!(
             self,
+            x.is_empty(),
             aclnnInplaceIndexCopy,
             aclnnInplaceIndexCopyGetWorkspaceSize,
             [rows, index, x],
@@ -302,21 +303,23 @@ impl Work<'_> {
 
     /// `out` = the greatest element along the last axis, whose extent in `out` is 1.
     pub(crate) fn greatest(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         let last = NumberList::new(self.npu(), &[-1])?;
-        operator!(self, aclnnAmax, aclnnAmaxGetWorkspaceSize, [x, out], (x.raw(), last.raw, true, out.raw()))
+        operator!(
+            self,
+            out.is_empty(),
+            aclnnAmax,
+            aclnnAmaxGetWorkspaceSize,
+            [x, out],
+            (x.raw(), last.raw, true, out.raw())
+        )
     }
 
     /// `out` = the sum along the last axis, whose extent in `out` is 1.
     pub(crate) fn sum(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         let (last, dtype) = (NumberList::new(self.npu(), &[-1])?, out.dtype());
         operator!(
             self,
+            out.is_empty(),
             aclnnReduceSum,
             aclnnReduceSumGetWorkspaceSize,
             [x, out],
@@ -326,11 +329,9 @@ impl Work<'_> {
 
     /// `out[i] = a[i] · b[i]` for matrices, `[n, rows, inner]` by `[n, inner, columns]`.
     pub(crate) fn multiply(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         operator!(
             self,
+            out.is_empty(),
             aclnnBatchMatMul,
             aclnnBatchMatMulGetWorkspaceSize,
             [a, b, out],
@@ -340,11 +341,9 @@ impl Work<'_> {
 
     /// `out = a · b`, `[rows, inner]` by `[inner, columns]`.
     pub(crate) fn multiply_one(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         operator!(
             self,
+            out.is_empty(),
             aclnnMatmul,
             aclnnMatmulGetWorkspaceSize,
             [a, b, out],
@@ -362,11 +361,9 @@ impl Work<'_> {
         out: &Tensor,
         deviations: &Tensor,
     ) -> Result<()> {
-        if out.is_empty() {
-            return Ok(());
-        }
         operator!(
             self,
+            out.is_empty(),
             aclnnRmsNorm,
             aclnnRmsNormGetWorkspaceSize,
             [x, gamma, out, deviations],

@@ -116,16 +116,18 @@ impl GroupRig for Npus {
     fn foreign(&self) -> Arc<dyn Backend> {
         kvbackend_cpu::CpuBackend::new()
     }
+
+    fn shorten_patience(&self) {
+        if let Some(simulator) = self.0 {
+            simulator.patience(300);
+        }
+    }
 }
 
 /// Runs cases alone, on the simulator if it stands in for CANN.
 fn run(cases: impl FnOnce(&Npus) -> std::result::Result<(), kvconform::Failure>) {
     let alone = alone();
-    let simulator = alone.as_ref().map(|(simulator, _)| *simulator);
-    if let Some(simulator) = simulator {
-        simulator.patience(300);
-    }
-    if let Err(failure) = cases(&Npus(simulator)) {
+    if let Err(failure) = cases(&Npus(alone.as_ref().map(|(simulator, _)| *simulator))) {
         panic!("{failure}");
     }
 }
