@@ -173,7 +173,7 @@ aclnnStatus aclDestroyIntArray(const aclIntArray *array);
 /* A list owns its tensors: they go with it. */
 aclTensorList *aclCreateTensorList(const aclTensor *const *value, uint64_t size);
 aclnnStatus aclDestroyTensorList(const aclTensorList *list);
-/* Right behind the first phase: the executor then goes by a call of its own, and not by the second phase. */
+/* Called right after the first phase: a call of its own then destroys the executor, and not the second phase. */
 aclnnStatus aclSetAclOpExecutorRepeatable(aclOpExecutor *executor);
 aclnnStatus aclDestroyAclOpExecutor(aclOpExecutor *executor);
 

@@ -248,7 +248,7 @@ fn rows_that_decode_attend_by_one_operator_with_the_results_of_many() {
 }
 
 #[test]
-fn what_the_operator_cannot_do_is_composed() {
+fn other_attention_is_composed_of_many_operators() {
     let Some((simulator, _alone)) = alone() else { return };
     let base = Case::default();
     let cases = [
@@ -344,7 +344,7 @@ fn rows_go_to_their_slots_by_one_operator_with_the_bytes_of_two() {
 #[test]
 fn lists_that_are_used_again_are_held() {
     let Some((_, _alone)) = alone() else { return };
-    // With angles, which may lie beside the block table, and without.
+    // With angles, which may lie next to the block table, and without.
     for with_rope in [true, false] {
         used_again(&Case { with_rope, ..Case::default() });
     }

@@ -26,7 +26,7 @@ fn batch(sequences: usize, chunks: usize) -> Arc<AttendWork> {
 }
 
 #[test]
-fn a_batch_takes_as_many_operators_as_two_sequences_and_gives_what_each_alone_does() {
+fn a_batch_takes_as_many_operators_as_two_sequences_and_equals_each_alone() {
     let Some((simulator, _alone)) = alone() else { return };
     let backend = opened(LAZY).unwrap();
     let stream = backend.stream().unwrap();

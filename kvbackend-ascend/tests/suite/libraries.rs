@@ -1,5 +1,5 @@
-//! Libraries that are missing, that lack operators, or that are stubs: errors that say what was tried. Each
-//! is tried in a process of its own, because a process loads its libraries once.
+//! Libraries that are missing, that lack operators, or that are stubs, and their errors. Each test opens them
+//! in a process of its own, because a process loads its libraries once.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -15,8 +15,8 @@ const CHILD: &str = "KV_ASCEND_TEST_CHILD";
 /// Opens the backend and prints the error, in a process of its own.
 #[test]
 fn child() {
-    let Ok(wish) = std::env::var(CHILD) else { return };
-    if wish == "stub" {
+    let Ok(mode) = std::env::var(CHILD) else { return };
+    if mode == "stub" {
         let Some((simulator, _alone)) = alone() else { return };
         simulator.fail("aclInit", 1, 100_039);
         return report();
@@ -31,13 +31,13 @@ fn report() {
     }
 }
 
-/// Returns what the child says with libraries from a folder.
-fn said(folder: &Path, wish: &str) -> String {
+/// Returns the output of the child with libraries from a folder.
+fn output_of(folder: &Path, mode: &str) -> String {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
         .args(["libraries::child", "--exact", "--nocapture"])
         .env("KV_ASCEND_LIB_DIR", folder)
-        .env(CHILD, wish);
+        .env(CHILD, mode);
     let output = command.output().unwrap();
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(output.status.success(), "{text}");
@@ -59,33 +59,33 @@ fn folder(name: &str, libraries: &[&str]) -> Option<PathBuf> {
 }
 
 #[test]
-fn a_missing_library_is_named_with_what_was_tried() {
-    let text = said(Path::new("/no/such/folder"), "open");
+fn a_missing_library_is_named_with_the_files_that_were_tried() {
+    let text = output_of(Path::new("/no/such/folder"), "open");
     assert!(text.contains("NoDevice ascend: ") && text.contains("/no/such/folder/libascendcl.so"), "{text}");
     assert!(text.contains("CANN 8.0") && text.contains("KV_ASCEND_LIB_DIR"), "{text}");
     let Some(folder) = folder("without-operators", &["libascendcl.so", "libnnopbase.so"]) else { return };
-    let text = said(&folder, "open");
+    let text = output_of(&folder, "open");
     assert!(text.contains("NoDevice ascend: ") && text.contains("libopapi.so cannot be loaded"), "{text}");
 }
 
 #[test]
-fn a_library_without_operators_is_named_with_what_it_lacks() {
+fn a_library_without_operators_is_named_with_the_missing_ones() {
     let Some(folder) = folder("other-operators", &["libascendcl.so", "libnnopbase.so"]) else { return };
     // Some library that is no CANN.
     let other = ["/lib/x86_64-linux-gnu/libm.so.6", "/lib/aarch64-linux-gnu/libm.so.6", "/lib64/libm.so.6"];
     let Some(other) = other.iter().find(|path| Path::new(path).exists()) else {
-        return println!("this machine has no libm.so.6 where it is looked for");
+        return println!("this machine has no libm.so.6 in the usual folders");
     };
     let at = folder.join("libopapi.so");
     let _ = std::fs::remove_file(&at);
     std::os::unix::fs::symlink(other, at).unwrap();
-    let text = said(&folder, "open");
+    let text = output_of(&folder, "open");
     assert!(text.contains("CANN lacks aclnnInplaceIndexCopy, aclnnIndexSelect"), "{text}");
 }
 
 #[test]
 fn a_stub_is_no_library() {
     let Some(folder) = folder("stub", &["libascendcl.so", "libnnopbase.so", "libopapi.so"]) else { return };
-    let text = said(&folder, "stub");
+    let text = output_of(&folder, "stub");
     assert!(text.contains("NoDevice ascend: the library found is a stub"), "{text}");
 }

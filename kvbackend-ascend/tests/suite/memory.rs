@@ -75,7 +75,7 @@ fn a_thread_keeps_its_device() {
 }
 
 #[test]
-fn calls_leave_the_thread_its_device() {
+fn calls_restore_the_device_of_the_thread() {
     let Some((simulator, _alone)) = alone() else { return };
     let engine = simulator.stream(EAGER);
     let backend = opened(LAZY).unwrap();

@@ -1,4 +1,4 @@
-//! The simulator's rules: each is broken by calls as a backend makes them, and the simulator says so.
+//! The simulator's rules: tests break each rule by calls that a backend could make, and check the error.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -110,7 +110,7 @@ impl<'a> Caller<'a> {
 }
 
 #[test]
-fn memory_has_a_size_and_goes_once() {
+fn memory_has_a_size_and_is_freed_once() {
     let Some((simulator, _alone)) = alone() else { return };
     let caller = Caller::new(simulator, EAGER);
     let mut at = null_mut();
@@ -154,7 +154,7 @@ fn asynchronous_copies_take_pinned_memory_only() {
 }
 
 #[test]
-fn memory_is_looked_at_when_work_runs_and_a_wait_says_what_was_wrong() {
+fn memory_is_checked_when_work_runs_and_a_wait_reports_the_fault() {
     let Some((simulator, _alone)) = alone() else { return };
     let caller = Caller::new(simulator, LAZY);
     let (stream, memory, pinned) = (caller.made("stream"), caller.made("memory"), caller.made("pinned"));
@@ -194,7 +194,7 @@ fn streams_that_touch_the_same_bytes_need_an_order() {
 }
 
 #[test]
-fn operators_refuse_what_they_do_not_take_and_executors_run_once() {
+fn operators_refuse_wrong_operands_and_executors_run_once() {
     let Some((simulator, _alone)) = alone() else { return };
     let caller = Caller::new(simulator, EAGER);
     let (stream, memory, workspace) = (caller.made("stream"), caller.made("memory"), caller.made("memory"));
@@ -233,7 +233,7 @@ fn operators_refuse_what_they_do_not_take_and_executors_run_once() {
 }
 
 #[test]
-fn captures_run_nothing_and_break_where_the_host_waits() {
+fn captures_run_nothing_and_break_if_the_host_waits() {
     let Some((simulator, _alone)) = alone() else { return };
     let caller = Caller::new(simulator, EAGER);
     let (stream, memory, pinned) = (caller.made("stream"), caller.made("memory"), caller.made("pinned"));
