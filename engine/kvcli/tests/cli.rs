@@ -188,7 +188,7 @@ fn wrong_usage_is_exit_code_2() {
         (&["run", "--prompt", "a", "--positions", "sideways"], "overlapped"),
         (&["run", "--prompt", "a", "--recompute", "link"], "link:K"),
         (&["run", "--prompt", "a", "--context-scale", "0"], "above 0"),
-        (&["run", "--prompt", "a##b##c", "--separator", ""], "separate everywhere"),
+        (&["run", "--prompt", "a##b##c", "--separator", ""], "split the text everywhere"),
         (&["run", "--prompt", "a", "--block-size", "0"], "from 1 up"),
         (&["run", "--prompt", "a", "--kv-memory", "0"], "from 1 up"),
         (&["run", "--prompt", "a", "--full-attention", "--recompute", "full"], "cannot be used with"),
