@@ -405,13 +405,14 @@ mod tests {
     /// Returns the right answers and the times of some strategies, as `least to most`.
     fn shown(kept: &KeptFinal, strategies: impl Fn(&str) -> bool) -> [String; 2] {
         let ways = || kept.ways.iter().filter(|way| strategies(&way.name));
-        let range = |values: Vec<u32>| match (values.iter().min(), values.iter().max()) {
-            (Some(least), Some(most)) if least < most => format!("{least} to {most}"),
-            (Some(all), _) => all.to_string(),
-            _ => String::new(),
+        let range = |values: Vec<f64>| {
+            let least = values.iter().copied().fold(f64::INFINITY, f64::min);
+            let most = values.iter().copied().fold(0.0, f64::max);
+            let [least, most] = [least, most].map(|value| format!("{value:.0}"));
+            if least == most { least } else { format!("{least} to {most}") }
         };
-        let right = ways().map(|way| way.right.matches('1').count() as u32).collect();
-        let ms = ways().map(|way| way.ttft_ms.unwrap_or_default().round() as u32).collect();
+        let right = ways().map(|way| way.right.matches('1').count() as f64).collect();
+        let ms = ways().map(|way| way.ttft_ms.unwrap_or_default()).collect();
         [range(right), format!("{} ms", range(ms))]
     }
 
