@@ -90,7 +90,7 @@ fn beams_among_others_and_in_little_memory_are_the_same() {
             let prompt =
                 ChunkedPrompt::new(vec![5, 6], vec![vec![7, 8, 9], vec![11, 12]], case.prompt.clone());
             let prompt =
-                if i % 3 == 1 { PromptTokens::Chunked(prompt.unwrap()) } else { request(case).prompt };
+                if i % 3 == 1 { PromptTokens::Chunked(prompt.unwrap()).into() } else { request(case).prompt };
             Request { prompt, ignore_end: true, samples: 1, ..request(case) }
         })
         .collect();

@@ -230,7 +230,7 @@ fn deeper_checkpoints_cost_more_and_move_rows(
     assert_eq!((costs[0].1, costs[1].1, costs[2].1), (0, 2, costs[3].1));
     assert!(costs[0].0 < none.prefill_flops, "chunks were computed the first time");
     let past = engine.model().config().num_layers();
-    let mut request = kvengine::Request::new(kvmodel::PromptTokens::Chunked(golden.prompt.clone()));
+    let mut request = kvengine::Request::new(kvengine::PromptTokens::Chunked(golden.prompt.clone()));
     request.recompute = Arc::new(Recompute::Blend { share: 0.5, layer: past, of: DeviationOf::default() });
     assert!(engine.generate(&request, &mut ()).unwrap_err().to_string().contains("layer"));
     engine.check_invariants().unwrap();

@@ -145,7 +145,7 @@ fn bits(
         keep_logits: true,
         ..Request::new(PromptTokens::Chunked(prompt.clone()))
     };
-    let plain = Request { prompt: PromptTokens::Plain(prompt.flatten()), ..chunked.clone() };
+    let plain = Request { prompt: PromptTokens::Plain(prompt.flatten()).into(), ..chunked.clone() };
     let mut bits = Vec::new();
     for request in [&chunked, &plain, &Request { scaling, ..chunked.clone() }] {
         let generation = engine.generate(request, &mut ()).unwrap();

@@ -33,7 +33,7 @@ fn a_guessed_answer_is_the_answer(#[case] sampling: Sampling) {
         let prompt: Vec<u32> = (0..24).map(|j| 3 + (i + j % 5) % 40).collect();
         let chunks = vec![prompt[..9].to_vec(), prompt[9..18].to_vec()];
         let chunked = ChunkedPrompt::new(vec![7, 9], chunks, prompt[18..].to_vec()).unwrap();
-        let chunked = Request { prompt: PromptTokens::Chunked(chunked), ..plain(vec![]) };
+        let chunked = Request { prompt: PromptTokens::Chunked(chunked).into(), ..plain(vec![]) };
         let recompute = Arc::new("link:2".parse::<Recompute>().unwrap());
         for request in [plain(prompt), Request { recompute, ..chunked.clone() }, chunked] {
             let request = Request { sampling, ..request };

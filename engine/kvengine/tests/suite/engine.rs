@@ -173,7 +173,7 @@ fn a_token_at_a_time_equals_the_whole_prompt() {
         Request { max_new_tokens: 6, keep_logits: true, ..Request::new(PromptTokens::Plain(tokens.clone())) };
     let whole = run(&mut engine, &request);
     for step in 1..6 {
-        request.prompt = PromptTokens::Plain([&tokens[..], &whole.tokens[..step]].concat());
+        request.prompt = PromptTokens::Plain([&tokens[..], &whole.tokens[..step]].concat()).into();
         request.max_new_tokens = 1;
         let next = run(&mut engine, &request);
         assert!(crate::common::distance(&next.logits[0], &whole.logits[step]) < 1e-5);

@@ -199,7 +199,7 @@ fn a_grouped_cache_keeps_no_chunks_and_says_so() {
     let mut engine = roomy(CacheKind::Grouped);
     let prompt =
         ChunkedPrompt::new(vec![5, 6], vec![(3..20).collect(), (7..30).collect()], vec![9, 8]).unwrap();
-    let chunked = Request { prompt: PromptTokens::Chunked(prompt), ..request(1, 8) };
+    let chunked = Request { prompt: PromptTokens::Chunked(prompt).into(), ..request(1, 8) };
     let error = engine.generate(&chunked, &mut ()).unwrap_err();
     assert!(matches!(error, Error::NoChunks(_)) && error.to_string().contains("full attention"), "{error}");
     let whole = Request { full_attention: true, ..chunked };

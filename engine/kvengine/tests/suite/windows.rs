@@ -113,7 +113,7 @@ fn an_answer_after_documents_frees_its_own_sequence() {
     let chunks = vec![(3..20).collect(), (7..30).collect()];
     let prompt = ChunkedPrompt::new(vec![5, 6], chunks, vec![9, 8, 7]).unwrap();
     let request = Request { max_new_tokens: 180, ..request(0, 0) };
-    let request = Request { prompt: PromptTokens::Chunked(prompt), ..request };
+    let request = Request { prompt: PromptTokens::Chunked(prompt).into(), ..request };
     let mut wide = engine(400);
     let expected = wide.generate(&request, &mut ()).unwrap();
     let mut narrow = engine(44);
