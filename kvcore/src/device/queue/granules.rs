@@ -111,7 +111,7 @@ mod tests {
     #[test]
     fn a_refused_granule_leaves_the_range_as_it_was() {
         let granules = Granules::new(4, 16);
-        granules.map(4..8, |at| Ok(at), |_, _| {}).unwrap();
+        granules.map(4..8, Ok, |_, _| {}).unwrap();
         let mut released = Vec::new();
         let refused = |at| if at == 12 { Err(Error::Zero { what: "memory" }) } else { Ok(at) };
         assert!(granules.map(0..16, refused, |at, _| released.push(at)).is_err());
