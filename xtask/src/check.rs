@@ -34,7 +34,7 @@ pub(crate) fn check() -> Result {
         ("file sizes", file_sizes),
         ("the storeys of the workspace", storeys::check),
         ("the rooms of crates", || rooms::check(&tracked(&[".rs"])?)),
-        ("the bound of kvcore", || rooms::bound(&tracked(&[".rs"])?)),
+        ("the bound of kvcore", || rooms::bounds(&tracked(&[".rs"])?)),
         ("the documents' commands", commands_run),
         ("the crates' READMEs", crate_readmes),
         ("the features' tests", features_have_tests),

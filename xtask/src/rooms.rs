@@ -23,8 +23,15 @@ const CRATES: [(&str, &str); 5] = [
 ];
 
 // Decision: docs/decisions/crates.md#kvcore-has-a-bound
-/// Most lines of code in `kvcore/src`. Comments, blank lines and the tests at the end of files do not count.
+/// Most lines of code in `kvcore/src` outside of [`QUEUE`]. Comments, blank lines and the tests at the end of
+/// files do not count.
 const MOST_LINES: usize = 8_600;
+
+/// The folder of the bookkeeping that backends share and no engine calls.
+const QUEUE: &str = "kvcore/src/device/queue/";
+
+/// Most lines of code in [`QUEUE`], counted alike.
+const MOST_LINES_OF_QUEUE: usize = 520;
 
 /// The line that begins the tests of a file.
 const TESTS: &str = "#[cfg(test)]\nmod tests {";
@@ -52,19 +59,19 @@ pub(crate) fn check(tracked: &[String]) -> Result {
     none_of("a room names a higher one", &upward)
 }
 
-/// Checks that kvcore holds no more code than its bound.
-pub(crate) fn bound(tracked: &[String]) -> Result {
-    let mut total = 0;
+/// Checks that kvcore holds no more code than its bounds.
+pub(crate) fn bounds(tracked: &[String]) -> Result {
+    let (mut core, mut queue) = (0, 0);
     for file in tracked.iter().filter(|file| file.starts_with("kvcore/src/")) {
         let text = read(&root().join(file))?;
-        total += text.split(TESTS).next().unwrap_or_default().lines().filter(|line| is_code(line)).count();
+        let lines = text.split(TESTS).next().unwrap_or_default().lines().filter(|line| is_code(line)).count();
+        *(if file.starts_with(QUEUE) { &mut queue } else { &mut core }) += lines;
     }
-    if total <= MOST_LINES {
-        return Ok(());
-    }
-    Err(format!(
-        "kvcore has {total} lines of code, more than {MOST_LINES}; see ARCHITECTURE.md for its bounds"
-    ))
+    let counts = [("kvcore", core, MOST_LINES), (QUEUE, queue, MOST_LINES_OF_QUEUE)];
+    let over = counts.into_iter().filter(|(_, lines, most)| lines > most);
+    let over: Vec<String> =
+        over.map(|(place, lines, most)| format!("{place}: {lines}, at most {most}")).collect();
+    none_of("more lines of code than the bound (docs/decisions/crates.md)", &over)
 }
 
 /// Returns the level of a module, or `None` if it is no room.
