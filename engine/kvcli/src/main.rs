@@ -3,7 +3,7 @@
 //! Exit codes: 0 for success, 1 for a failure, 2 for wrong usage.
 //!
 //! - [`args`]: the command line, and its help
-//! - [`run`], [`demo`], [`eval`], [`tune`], [`bench`], [`devices`]: the commands
+//! - [`run`], [`demo`], [`eval`], [`tune`], [`mod@bench`], [`devices`]: the commands
 //! - [`asking`]: the engine and the questions of `eval` and `tune`
 //! - [`backend`], [`load`], [`embedded`]: devices and models
 //! - [`report`], [`progress`], [`plot`], [`memory`]: the output
