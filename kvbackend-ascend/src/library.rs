@@ -118,20 +118,14 @@ impl Library {
     fn load() -> std::result::Result<Self, String> {
         // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers`
         // compares with CANN's headers.
-        let (acl, base, operators) = unsafe {
-            (
-                Acl::from_library(open("libascendcl.so")?),
-                Base::from_library(open("libnnopbase.so")?),
-                Operators::from_library(open("libopapi.so")?),
-            )
-        };
-        let named = |text: libloading::Error| text.to_string();
-        let mut library = Self {
-            acl: acl.map_err(named)?,
-            base: base.map_err(named)?,
-            operators: operators.map_err(named)?,
-            version: (0, 0, 0),
-            fused: Vec::new(),
+        let mut library = unsafe {
+            Self {
+                acl: Acl::from_library(open("libascendcl.so")?),
+                base: Base::from_library(open("libnnopbase.so")?),
+                operators: Operators::from_library(open("libopapi.so")?),
+                version: (0, 0, 0),
+                fused: Vec::new(),
+            }
         };
         let missing = library.missing();
         if !missing.is_empty() {

@@ -20,22 +20,14 @@ pub(crate) struct BindgenArgs {
 pub(crate) const NEEDS: &[Tool] =
     &[Tool::Crate("bindgen", "bindgen-cli", "0.72.1"), Tool::Package("libclang-14-dev")];
 
-/// The files of the bindings, each with its share of `ascend.h`: types and values, or the functions of one
-/// library in a table that is filled at run time.
-const FILES: [(&str, &[&str]); 5] = [
-    ("types", &["--ignore-functions", "--allowlist-item", "acl.*|ACL_.*|Hccl.*|HCCL_.*"]),
-    (
-        "acl",
-        &[
-            "--dynamic-loading",
-            "Acl",
-            "--allowlist-function",
-            "aclInit|aclGetRecentErrMsg|aclrt.*|aclmdlRI.*",
-        ],
-    ),
-    ("base", &["--dynamic-loading", "Base", "--allowlist-function", "acl(Create|Destroy|SetAclOp).*"]),
-    ("operators", &["--dynamic-loading", "Operators", "--allowlist-function", "aclnn.*"]),
-    ("hccl", &["--dynamic-loading", "Hccl", "--allowlist-function", "Hccl.*"]),
+/// The files of the bindings: the table of functions that the macro `table` makes of each, if any, and its share
+/// of `ascend.h`.
+const FILES: [(&str, Option<&str>, &str); 5] = [
+    ("types", None, "acl.*|ACL_.*|Hccl.*|HCCL_.*"),
+    ("acl", Some("Acl"), "aclInit|aclGetRecentErrMsg|aclrt.*|aclmdlRI.*"),
+    ("base", Some("Base"), "acl(Create|Destroy|SetAclOp).*"),
+    ("operators", Some("Operators"), "aclnn.*"),
+    ("hccl", Some("Hccl"), "Hccl.*"),
 ];
 
 pub(crate) fn bindgen(args: &BindgenArgs) -> Result {
@@ -45,11 +37,13 @@ pub(crate) fn bindgen(args: &BindgenArgs) -> Result {
         (folder.join("ffi/ascend.h"), folder.join("src/bindings"), root().join("target/bindings"));
     create_folder(&made)?;
     let mut different = Vec::new();
-    for (name, options) in FILES {
+    for (name, table, share) in FILES {
         let file = made.join(format!("{name}.rs"));
-        make(&header, &file, options)?;
-        // bindgen writes for older versions of libloading.
-        let new = read(&file)?.replace("AsRef<::std::ffi::OsStr>", "::libloading::AsFilename");
+        make(&header, &file, table.is_some(), share)?;
+        let mut new = read(&file)?;
+        if let Some(table) = table {
+            new = new.replacen("unsafe extern \"C\" {", &format!("table! {{ {table},"), 1);
+        }
         let old = read(&committed.join(format!("{name}.rs"))).unwrap_or_default();
         if new == old {
             continue;
@@ -66,17 +60,16 @@ pub(crate) fn bindgen(args: &BindgenArgs) -> Result {
     Ok(())
 }
 
-/// Makes one file of the bindings.
-fn make(header: &Path, file: &Path, options: &[&str]) -> Result {
+/// Makes one file of the bindings, of functions or of everything else.
+fn make(header: &Path, file: &Path, functions: bool, share: &str) -> Result {
     let mut command = Command::new("bindgen");
-    command.arg(header).args(options).args([
-        "--no-layout-tests",
-        "--no-doc-comments",
-        "--no-prepend-enum-name",
-    ]);
-    command.args(["--use-core", "--rust-target", "1.89", "--rust-edition", "2024", "--wrap-unsafe-ops"]);
-    if options.contains(&"--dynamic-loading") {
-        command.args(["--no-recursive-allowlist", "--raw-line", "use super::types::*;"]);
+    command.arg(header).args(["--no-layout-tests", "--no-doc-comments", "--no-prepend-enum-name"]);
+    command.args(["--use-core", "--rust-target", "1.89", "--rust-edition", "2024"]);
+    if functions {
+        command.args(["--merge-extern-blocks", "--no-recursive-allowlist", "--allowlist-function", share]);
+        command.args(["--raw-line", "use super::types::*;"]);
+    } else {
+        command.args(["--ignore-functions", "--allowlist-item", share]);
     }
     command.arg("-o").arg(file).args(["--", "-std=c11"]);
     run(&mut command, "bindgen")

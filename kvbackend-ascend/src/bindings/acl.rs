@@ -2,542 +2,96 @@
 
 use super::types::*;
 
-pub struct Acl {
-    __library: ::libloading::Library,
-    pub aclInit:
-        Result<unsafe extern "C" fn(configPath: *const ::core::ffi::c_char) -> aclError, ::libloading::Error>,
-    pub aclGetRecentErrMsg: Result<unsafe extern "C" fn() -> *const ::core::ffi::c_char, ::libloading::Error>,
-    pub aclrtGetSocName: Result<unsafe extern "C" fn() -> *const ::core::ffi::c_char, ::libloading::Error>,
-    pub aclrtGetVersion: Result<
-        unsafe extern "C" fn(
-            majorVersion: *mut i32,
-            minorVersion: *mut i32,
-            patchVersion: *mut i32,
-        ) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtGetDeviceCount: Result<unsafe extern "C" fn(count: *mut u32) -> aclError, ::libloading::Error>,
-    pub aclrtSetDevice: Result<unsafe extern "C" fn(deviceId: i32) -> aclError, ::libloading::Error>,
-    pub aclrtResetDevice: Result<unsafe extern "C" fn(deviceId: i32) -> aclError, ::libloading::Error>,
-    pub aclrtGetDevice: Result<unsafe extern "C" fn(deviceId: *mut i32) -> aclError, ::libloading::Error>,
-    pub aclrtGetMemInfo: Result<
-        unsafe extern "C" fn(attr: aclrtMemAttr, free: *mut usize, total: *mut usize) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtDeviceCanAccessPeer: Result<
-        unsafe extern "C" fn(canAccessPeer: *mut i32, deviceId: i32, peerDeviceId: i32) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtDeviceEnablePeerAccess:
-        Result<unsafe extern "C" fn(peerDeviceId: i32, flags: u32) -> aclError, ::libloading::Error>,
-    pub aclrtGetCurrentContext:
-        Result<unsafe extern "C" fn(context: *mut aclrtContext) -> aclError, ::libloading::Error>,
-    pub aclrtSetCurrentContext:
-        Result<unsafe extern "C" fn(context: aclrtContext) -> aclError, ::libloading::Error>,
-    pub aclrtCreateStreamWithConfig: Result<
-        unsafe extern "C" fn(stream: *mut aclrtStream, priority: u32, flag: u32) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtDestroyStream:
-        Result<unsafe extern "C" fn(stream: aclrtStream) -> aclError, ::libloading::Error>,
-    pub aclrtDestroyStreamForce:
-        Result<unsafe extern "C" fn(stream: aclrtStream) -> aclError, ::libloading::Error>,
-    pub aclrtSynchronizeStream:
-        Result<unsafe extern "C" fn(stream: aclrtStream) -> aclError, ::libloading::Error>,
-    pub aclrtSynchronizeStreamWithTimeout:
-        Result<unsafe extern "C" fn(stream: aclrtStream, timeout: i32) -> aclError, ::libloading::Error>,
-    pub aclrtStreamQuery: Result<
-        unsafe extern "C" fn(stream: aclrtStream, status: *mut aclrtStreamStatus) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtStreamWaitEvent:
-        Result<unsafe extern "C" fn(stream: aclrtStream, event: aclrtEvent) -> aclError, ::libloading::Error>,
-    pub aclrtCreateEventExWithFlag:
-        Result<unsafe extern "C" fn(event: *mut aclrtEvent, flag: u32) -> aclError, ::libloading::Error>,
-    pub aclrtDestroyEvent: Result<unsafe extern "C" fn(event: aclrtEvent) -> aclError, ::libloading::Error>,
-    pub aclrtRecordEvent:
-        Result<unsafe extern "C" fn(event: aclrtEvent, stream: aclrtStream) -> aclError, ::libloading::Error>,
-    pub aclrtQueryEventStatus: Result<
-        unsafe extern "C" fn(event: aclrtEvent, status: *mut aclrtEventRecordedStatus) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtSynchronizeEvent:
-        Result<unsafe extern "C" fn(event: aclrtEvent) -> aclError, ::libloading::Error>,
-    pub aclrtMalloc: Result<
-        unsafe extern "C" fn(
-            devPtr: *mut *mut ::core::ffi::c_void,
-            size: usize,
-            policy: aclrtMemMallocPolicy,
-        ) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtFree:
-        Result<unsafe extern "C" fn(devPtr: *mut ::core::ffi::c_void) -> aclError, ::libloading::Error>,
-    pub aclrtMallocHost: Result<
-        unsafe extern "C" fn(hostPtr: *mut *mut ::core::ffi::c_void, size: usize) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtFreeHost:
-        Result<unsafe extern "C" fn(hostPtr: *mut ::core::ffi::c_void) -> aclError, ::libloading::Error>,
-    pub aclrtMemcpy: Result<
-        unsafe extern "C" fn(
-            dst: *mut ::core::ffi::c_void,
-            destMax: usize,
-            src: *const ::core::ffi::c_void,
-            count: usize,
-            kind: aclrtMemcpyKind,
-        ) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtMemcpyAsync: Result<
-        unsafe extern "C" fn(
-            dst: *mut ::core::ffi::c_void,
-            destMax: usize,
-            src: *const ::core::ffi::c_void,
-            count: usize,
-            kind: aclrtMemcpyKind,
-            stream: aclrtStream,
-        ) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtMemsetAsync: Result<
-        unsafe extern "C" fn(
-            devPtr: *mut ::core::ffi::c_void,
-            maxCount: usize,
-            value: i32,
-            count: usize,
-            stream: aclrtStream,
-        ) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtMemGetAllocationGranularity: Result<
-        unsafe extern "C" fn(
-            prop: *mut aclrtPhysicalMemProp,
-            option: aclrtMemGranularityOptions,
-            granularity: *mut usize,
-        ) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtReserveMemAddress: Result<
-        unsafe extern "C" fn(
-            virPtr: *mut *mut ::core::ffi::c_void,
-            size: usize,
-            alignment: usize,
-            expectPtr: *mut ::core::ffi::c_void,
-            flags: u64,
-        ) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtReleaseMemAddress:
-        Result<unsafe extern "C" fn(virPtr: *mut ::core::ffi::c_void) -> aclError, ::libloading::Error>,
-    pub aclrtMallocPhysical: Result<
-        unsafe extern "C" fn(
-            handle: *mut aclrtDrvMemHandle,
-            size: usize,
-            prop: *const aclrtPhysicalMemProp,
-            flags: u64,
-        ) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtFreePhysical:
-        Result<unsafe extern "C" fn(handle: aclrtDrvMemHandle) -> aclError, ::libloading::Error>,
-    pub aclrtMapMem: Result<
-        unsafe extern "C" fn(
-            virPtr: *mut ::core::ffi::c_void,
-            size: usize,
-            offset: usize,
-            handle: aclrtDrvMemHandle,
-            flags: u64,
-        ) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclrtUnmapMem:
-        Result<unsafe extern "C" fn(virPtr: *mut ::core::ffi::c_void) -> aclError, ::libloading::Error>,
-    pub aclmdlRICaptureBegin: Result<
-        unsafe extern "C" fn(stream: aclrtStream, mode: aclmdlRICaptureMode) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclmdlRICaptureEnd: Result<
-        unsafe extern "C" fn(stream: aclrtStream, modelRI: *mut aclmdlRI) -> aclError,
-        ::libloading::Error,
-    >,
-    pub aclmdlRIExecuteAsync:
-        Result<unsafe extern "C" fn(modelRI: aclmdlRI, stream: aclrtStream) -> aclError, ::libloading::Error>,
-    pub aclmdlRIDestroy: Result<unsafe extern "C" fn(modelRI: aclmdlRI) -> aclError, ::libloading::Error>,
-}
-impl Acl {
-    pub unsafe fn new<P>(path: P) -> Result<Self, ::libloading::Error>
-    where
-        P: ::libloading::AsFilename,
-    {
-        let library = unsafe { ::libloading::Library::new(path) }?;
-        unsafe { Self::from_library(library) }
-    }
-    pub unsafe fn from_library<L>(library: L) -> Result<Self, ::libloading::Error>
-    where
-        L: Into<::libloading::Library>,
-    {
-        let __library = library.into();
-        let aclInit = unsafe { __library.get(b"aclInit\0") }.map(|sym| *sym);
-        let aclGetRecentErrMsg = unsafe { __library.get(b"aclGetRecentErrMsg\0") }.map(|sym| *sym);
-        let aclrtGetSocName = unsafe { __library.get(b"aclrtGetSocName\0") }.map(|sym| *sym);
-        let aclrtGetVersion = unsafe { __library.get(b"aclrtGetVersion\0") }.map(|sym| *sym);
-        let aclrtGetDeviceCount = unsafe { __library.get(b"aclrtGetDeviceCount\0") }.map(|sym| *sym);
-        let aclrtSetDevice = unsafe { __library.get(b"aclrtSetDevice\0") }.map(|sym| *sym);
-        let aclrtResetDevice = unsafe { __library.get(b"aclrtResetDevice\0") }.map(|sym| *sym);
-        let aclrtGetDevice = unsafe { __library.get(b"aclrtGetDevice\0") }.map(|sym| *sym);
-        let aclrtGetMemInfo = unsafe { __library.get(b"aclrtGetMemInfo\0") }.map(|sym| *sym);
-        let aclrtDeviceCanAccessPeer =
-            unsafe { __library.get(b"aclrtDeviceCanAccessPeer\0") }.map(|sym| *sym);
-        let aclrtDeviceEnablePeerAccess =
-            unsafe { __library.get(b"aclrtDeviceEnablePeerAccess\0") }.map(|sym| *sym);
-        let aclrtGetCurrentContext = unsafe { __library.get(b"aclrtGetCurrentContext\0") }.map(|sym| *sym);
-        let aclrtSetCurrentContext = unsafe { __library.get(b"aclrtSetCurrentContext\0") }.map(|sym| *sym);
-        let aclrtCreateStreamWithConfig =
-            unsafe { __library.get(b"aclrtCreateStreamWithConfig\0") }.map(|sym| *sym);
-        let aclrtDestroyStream = unsafe { __library.get(b"aclrtDestroyStream\0") }.map(|sym| *sym);
-        let aclrtDestroyStreamForce = unsafe { __library.get(b"aclrtDestroyStreamForce\0") }.map(|sym| *sym);
-        let aclrtSynchronizeStream = unsafe { __library.get(b"aclrtSynchronizeStream\0") }.map(|sym| *sym);
-        let aclrtSynchronizeStreamWithTimeout =
-            unsafe { __library.get(b"aclrtSynchronizeStreamWithTimeout\0") }.map(|sym| *sym);
-        let aclrtStreamQuery = unsafe { __library.get(b"aclrtStreamQuery\0") }.map(|sym| *sym);
-        let aclrtStreamWaitEvent = unsafe { __library.get(b"aclrtStreamWaitEvent\0") }.map(|sym| *sym);
-        let aclrtCreateEventExWithFlag =
-            unsafe { __library.get(b"aclrtCreateEventExWithFlag\0") }.map(|sym| *sym);
-        let aclrtDestroyEvent = unsafe { __library.get(b"aclrtDestroyEvent\0") }.map(|sym| *sym);
-        let aclrtRecordEvent = unsafe { __library.get(b"aclrtRecordEvent\0") }.map(|sym| *sym);
-        let aclrtQueryEventStatus = unsafe { __library.get(b"aclrtQueryEventStatus\0") }.map(|sym| *sym);
-        let aclrtSynchronizeEvent = unsafe { __library.get(b"aclrtSynchronizeEvent\0") }.map(|sym| *sym);
-        let aclrtMalloc = unsafe { __library.get(b"aclrtMalloc\0") }.map(|sym| *sym);
-        let aclrtFree = unsafe { __library.get(b"aclrtFree\0") }.map(|sym| *sym);
-        let aclrtMallocHost = unsafe { __library.get(b"aclrtMallocHost\0") }.map(|sym| *sym);
-        let aclrtFreeHost = unsafe { __library.get(b"aclrtFreeHost\0") }.map(|sym| *sym);
-        let aclrtMemcpy = unsafe { __library.get(b"aclrtMemcpy\0") }.map(|sym| *sym);
-        let aclrtMemcpyAsync = unsafe { __library.get(b"aclrtMemcpyAsync\0") }.map(|sym| *sym);
-        let aclrtMemsetAsync = unsafe { __library.get(b"aclrtMemsetAsync\0") }.map(|sym| *sym);
-        let aclrtMemGetAllocationGranularity =
-            unsafe { __library.get(b"aclrtMemGetAllocationGranularity\0") }.map(|sym| *sym);
-        let aclrtReserveMemAddress = unsafe { __library.get(b"aclrtReserveMemAddress\0") }.map(|sym| *sym);
-        let aclrtReleaseMemAddress = unsafe { __library.get(b"aclrtReleaseMemAddress\0") }.map(|sym| *sym);
-        let aclrtMallocPhysical = unsafe { __library.get(b"aclrtMallocPhysical\0") }.map(|sym| *sym);
-        let aclrtFreePhysical = unsafe { __library.get(b"aclrtFreePhysical\0") }.map(|sym| *sym);
-        let aclrtMapMem = unsafe { __library.get(b"aclrtMapMem\0") }.map(|sym| *sym);
-        let aclrtUnmapMem = unsafe { __library.get(b"aclrtUnmapMem\0") }.map(|sym| *sym);
-        let aclmdlRICaptureBegin = unsafe { __library.get(b"aclmdlRICaptureBegin\0") }.map(|sym| *sym);
-        let aclmdlRICaptureEnd = unsafe { __library.get(b"aclmdlRICaptureEnd\0") }.map(|sym| *sym);
-        let aclmdlRIExecuteAsync = unsafe { __library.get(b"aclmdlRIExecuteAsync\0") }.map(|sym| *sym);
-        let aclmdlRIDestroy = unsafe { __library.get(b"aclmdlRIDestroy\0") }.map(|sym| *sym);
-        Ok(Acl {
-            __library,
-            aclInit,
-            aclGetRecentErrMsg,
-            aclrtGetSocName,
-            aclrtGetVersion,
-            aclrtGetDeviceCount,
-            aclrtSetDevice,
-            aclrtResetDevice,
-            aclrtGetDevice,
-            aclrtGetMemInfo,
-            aclrtDeviceCanAccessPeer,
-            aclrtDeviceEnablePeerAccess,
-            aclrtGetCurrentContext,
-            aclrtSetCurrentContext,
-            aclrtCreateStreamWithConfig,
-            aclrtDestroyStream,
-            aclrtDestroyStreamForce,
-            aclrtSynchronizeStream,
-            aclrtSynchronizeStreamWithTimeout,
-            aclrtStreamQuery,
-            aclrtStreamWaitEvent,
-            aclrtCreateEventExWithFlag,
-            aclrtDestroyEvent,
-            aclrtRecordEvent,
-            aclrtQueryEventStatus,
-            aclrtSynchronizeEvent,
-            aclrtMalloc,
-            aclrtFree,
-            aclrtMallocHost,
-            aclrtFreeHost,
-            aclrtMemcpy,
-            aclrtMemcpyAsync,
-            aclrtMemsetAsync,
-            aclrtMemGetAllocationGranularity,
-            aclrtReserveMemAddress,
-            aclrtReleaseMemAddress,
-            aclrtMallocPhysical,
-            aclrtFreePhysical,
-            aclrtMapMem,
-            aclrtUnmapMem,
-            aclmdlRICaptureBegin,
-            aclmdlRICaptureEnd,
-            aclmdlRIExecuteAsync,
-            aclmdlRIDestroy,
-        })
-    }
-    pub unsafe fn aclInit(&self, configPath: *const ::core::ffi::c_char) -> aclError {
-        unsafe { (self.aclInit.as_ref().expect("Expected function, got error."))(configPath) }
-    }
-    pub unsafe fn aclGetRecentErrMsg(&self) -> *const ::core::ffi::c_char {
-        unsafe { (self.aclGetRecentErrMsg.as_ref().expect("Expected function, got error."))() }
-    }
-    pub unsafe fn aclrtGetSocName(&self) -> *const ::core::ffi::c_char {
-        unsafe { (self.aclrtGetSocName.as_ref().expect("Expected function, got error."))() }
-    }
-    pub unsafe fn aclrtGetVersion(
-        &self,
+table! { Acl,
+    pub fn aclInit(configPath: *const ::core::ffi::c_char) -> aclError;
+    pub fn aclGetRecentErrMsg() -> *const ::core::ffi::c_char;
+    pub fn aclrtGetSocName() -> *const ::core::ffi::c_char;
+    pub fn aclrtGetVersion(
         majorVersion: *mut i32,
         minorVersion: *mut i32,
         patchVersion: *mut i32,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtGetVersion.as_ref().expect("Expected function, got error."))(
-                majorVersion,
-                minorVersion,
-                patchVersion,
-            )
-        }
-    }
-    pub unsafe fn aclrtGetDeviceCount(&self, count: *mut u32) -> aclError {
-        unsafe { (self.aclrtGetDeviceCount.as_ref().expect("Expected function, got error."))(count) }
-    }
-    pub unsafe fn aclrtSetDevice(&self, deviceId: i32) -> aclError {
-        unsafe { (self.aclrtSetDevice.as_ref().expect("Expected function, got error."))(deviceId) }
-    }
-    pub unsafe fn aclrtResetDevice(&self, deviceId: i32) -> aclError {
-        unsafe { (self.aclrtResetDevice.as_ref().expect("Expected function, got error."))(deviceId) }
-    }
-    pub unsafe fn aclrtGetDevice(&self, deviceId: *mut i32) -> aclError {
-        unsafe { (self.aclrtGetDevice.as_ref().expect("Expected function, got error."))(deviceId) }
-    }
-    pub unsafe fn aclrtGetMemInfo(
-        &self,
-        attr: aclrtMemAttr,
-        free: *mut usize,
-        total: *mut usize,
-    ) -> aclError {
-        unsafe { (self.aclrtGetMemInfo.as_ref().expect("Expected function, got error."))(attr, free, total) }
-    }
-    pub unsafe fn aclrtDeviceCanAccessPeer(
-        &self,
-        canAccessPeer: *mut i32,
-        deviceId: i32,
-        peerDeviceId: i32,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtDeviceCanAccessPeer.as_ref().expect("Expected function, got error."))(
-                canAccessPeer,
-                deviceId,
-                peerDeviceId,
-            )
-        }
-    }
-    pub unsafe fn aclrtDeviceEnablePeerAccess(&self, peerDeviceId: i32, flags: u32) -> aclError {
-        unsafe {
-            (self.aclrtDeviceEnablePeerAccess.as_ref().expect("Expected function, got error."))(
-                peerDeviceId,
-                flags,
-            )
-        }
-    }
-    pub unsafe fn aclrtGetCurrentContext(&self, context: *mut aclrtContext) -> aclError {
-        unsafe { (self.aclrtGetCurrentContext.as_ref().expect("Expected function, got error."))(context) }
-    }
-    pub unsafe fn aclrtSetCurrentContext(&self, context: aclrtContext) -> aclError {
-        unsafe { (self.aclrtSetCurrentContext.as_ref().expect("Expected function, got error."))(context) }
-    }
-    pub unsafe fn aclrtCreateStreamWithConfig(
-        &self,
-        stream: *mut aclrtStream,
-        priority: u32,
-        flag: u32,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtCreateStreamWithConfig.as_ref().expect("Expected function, got error."))(
-                stream, priority, flag,
-            )
-        }
-    }
-    pub unsafe fn aclrtDestroyStream(&self, stream: aclrtStream) -> aclError {
-        unsafe { (self.aclrtDestroyStream.as_ref().expect("Expected function, got error."))(stream) }
-    }
-    pub unsafe fn aclrtDestroyStreamForce(&self, stream: aclrtStream) -> aclError {
-        unsafe { (self.aclrtDestroyStreamForce.as_ref().expect("Expected function, got error."))(stream) }
-    }
-    pub unsafe fn aclrtSynchronizeStream(&self, stream: aclrtStream) -> aclError {
-        unsafe { (self.aclrtSynchronizeStream.as_ref().expect("Expected function, got error."))(stream) }
-    }
-    pub unsafe fn aclrtSynchronizeStreamWithTimeout(&self, stream: aclrtStream, timeout: i32) -> aclError {
-        unsafe {
-            (self.aclrtSynchronizeStreamWithTimeout.as_ref().expect("Expected function, got error."))(
-                stream, timeout,
-            )
-        }
-    }
-    pub unsafe fn aclrtStreamQuery(&self, stream: aclrtStream, status: *mut aclrtStreamStatus) -> aclError {
-        unsafe { (self.aclrtStreamQuery.as_ref().expect("Expected function, got error."))(stream, status) }
-    }
-    pub unsafe fn aclrtStreamWaitEvent(&self, stream: aclrtStream, event: aclrtEvent) -> aclError {
-        unsafe { (self.aclrtStreamWaitEvent.as_ref().expect("Expected function, got error."))(stream, event) }
-    }
-    pub unsafe fn aclrtCreateEventExWithFlag(&self, event: *mut aclrtEvent, flag: u32) -> aclError {
-        unsafe {
-            (self.aclrtCreateEventExWithFlag.as_ref().expect("Expected function, got error."))(event, flag)
-        }
-    }
-    pub unsafe fn aclrtDestroyEvent(&self, event: aclrtEvent) -> aclError {
-        unsafe { (self.aclrtDestroyEvent.as_ref().expect("Expected function, got error."))(event) }
-    }
-    pub unsafe fn aclrtRecordEvent(&self, event: aclrtEvent, stream: aclrtStream) -> aclError {
-        unsafe { (self.aclrtRecordEvent.as_ref().expect("Expected function, got error."))(event, stream) }
-    }
-    pub unsafe fn aclrtQueryEventStatus(
-        &self,
-        event: aclrtEvent,
-        status: *mut aclrtEventRecordedStatus,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtQueryEventStatus.as_ref().expect("Expected function, got error."))(event, status)
-        }
-    }
-    pub unsafe fn aclrtSynchronizeEvent(&self, event: aclrtEvent) -> aclError {
-        unsafe { (self.aclrtSynchronizeEvent.as_ref().expect("Expected function, got error."))(event) }
-    }
-    pub unsafe fn aclrtMalloc(
-        &self,
+    ) -> aclError;
+    pub fn aclrtGetDeviceCount(count: *mut u32) -> aclError;
+    pub fn aclrtSetDevice(deviceId: i32) -> aclError;
+    pub fn aclrtResetDevice(deviceId: i32) -> aclError;
+    pub fn aclrtGetDevice(deviceId: *mut i32) -> aclError;
+    pub fn aclrtGetMemInfo(attr: aclrtMemAttr, free: *mut usize, total: *mut usize) -> aclError;
+    pub fn aclrtDeviceCanAccessPeer(canAccessPeer: *mut i32, deviceId: i32, peerDeviceId: i32) -> aclError;
+    pub fn aclrtDeviceEnablePeerAccess(peerDeviceId: i32, flags: u32) -> aclError;
+    pub fn aclrtGetCurrentContext(context: *mut aclrtContext) -> aclError;
+    pub fn aclrtSetCurrentContext(context: aclrtContext) -> aclError;
+    pub fn aclrtCreateStreamWithConfig(stream: *mut aclrtStream, priority: u32, flag: u32) -> aclError;
+    pub fn aclrtDestroyStream(stream: aclrtStream) -> aclError;
+    pub fn aclrtDestroyStreamForce(stream: aclrtStream) -> aclError;
+    pub fn aclrtSynchronizeStream(stream: aclrtStream) -> aclError;
+    pub fn aclrtSynchronizeStreamWithTimeout(stream: aclrtStream, timeout: i32) -> aclError;
+    pub fn aclrtStreamQuery(stream: aclrtStream, status: *mut aclrtStreamStatus) -> aclError;
+    pub fn aclrtStreamWaitEvent(stream: aclrtStream, event: aclrtEvent) -> aclError;
+    pub fn aclrtCreateEventExWithFlag(event: *mut aclrtEvent, flag: u32) -> aclError;
+    pub fn aclrtDestroyEvent(event: aclrtEvent) -> aclError;
+    pub fn aclrtRecordEvent(event: aclrtEvent, stream: aclrtStream) -> aclError;
+    pub fn aclrtQueryEventStatus(event: aclrtEvent, status: *mut aclrtEventRecordedStatus) -> aclError;
+    pub fn aclrtSynchronizeEvent(event: aclrtEvent) -> aclError;
+    pub fn aclrtMalloc(
         devPtr: *mut *mut ::core::ffi::c_void,
         size: usize,
         policy: aclrtMemMallocPolicy,
-    ) -> aclError {
-        unsafe { (self.aclrtMalloc.as_ref().expect("Expected function, got error."))(devPtr, size, policy) }
-    }
-    pub unsafe fn aclrtFree(&self, devPtr: *mut ::core::ffi::c_void) -> aclError {
-        unsafe { (self.aclrtFree.as_ref().expect("Expected function, got error."))(devPtr) }
-    }
-    pub unsafe fn aclrtMallocHost(&self, hostPtr: *mut *mut ::core::ffi::c_void, size: usize) -> aclError {
-        unsafe { (self.aclrtMallocHost.as_ref().expect("Expected function, got error."))(hostPtr, size) }
-    }
-    pub unsafe fn aclrtFreeHost(&self, hostPtr: *mut ::core::ffi::c_void) -> aclError {
-        unsafe { (self.aclrtFreeHost.as_ref().expect("Expected function, got error."))(hostPtr) }
-    }
-    pub unsafe fn aclrtMemcpy(
-        &self,
+    ) -> aclError;
+    pub fn aclrtFree(devPtr: *mut ::core::ffi::c_void) -> aclError;
+    pub fn aclrtMallocHost(hostPtr: *mut *mut ::core::ffi::c_void, size: usize) -> aclError;
+    pub fn aclrtFreeHost(hostPtr: *mut ::core::ffi::c_void) -> aclError;
+    pub fn aclrtMemcpy(
         dst: *mut ::core::ffi::c_void,
         destMax: usize,
         src: *const ::core::ffi::c_void,
         count: usize,
         kind: aclrtMemcpyKind,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtMemcpy.as_ref().expect("Expected function, got error."))(
-                dst, destMax, src, count, kind,
-            )
-        }
-    }
-    pub unsafe fn aclrtMemcpyAsync(
-        &self,
+    ) -> aclError;
+    pub fn aclrtMemcpyAsync(
         dst: *mut ::core::ffi::c_void,
         destMax: usize,
         src: *const ::core::ffi::c_void,
         count: usize,
         kind: aclrtMemcpyKind,
         stream: aclrtStream,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtMemcpyAsync.as_ref().expect("Expected function, got error."))(
-                dst, destMax, src, count, kind, stream,
-            )
-        }
-    }
-    pub unsafe fn aclrtMemsetAsync(
-        &self,
+    ) -> aclError;
+    pub fn aclrtMemsetAsync(
         devPtr: *mut ::core::ffi::c_void,
         maxCount: usize,
         value: i32,
         count: usize,
         stream: aclrtStream,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtMemsetAsync.as_ref().expect("Expected function, got error."))(
-                devPtr, maxCount, value, count, stream,
-            )
-        }
-    }
-    pub unsafe fn aclrtMemGetAllocationGranularity(
-        &self,
+    ) -> aclError;
+    pub fn aclrtMemGetAllocationGranularity(
         prop: *mut aclrtPhysicalMemProp,
         option: aclrtMemGranularityOptions,
         granularity: *mut usize,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtMemGetAllocationGranularity.as_ref().expect("Expected function, got error."))(
-                prop,
-                option,
-                granularity,
-            )
-        }
-    }
-    pub unsafe fn aclrtReserveMemAddress(
-        &self,
+    ) -> aclError;
+    pub fn aclrtReserveMemAddress(
         virPtr: *mut *mut ::core::ffi::c_void,
         size: usize,
         alignment: usize,
         expectPtr: *mut ::core::ffi::c_void,
         flags: u64,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtReserveMemAddress.as_ref().expect("Expected function, got error."))(
-                virPtr, size, alignment, expectPtr, flags,
-            )
-        }
-    }
-    pub unsafe fn aclrtReleaseMemAddress(&self, virPtr: *mut ::core::ffi::c_void) -> aclError {
-        unsafe { (self.aclrtReleaseMemAddress.as_ref().expect("Expected function, got error."))(virPtr) }
-    }
-    pub unsafe fn aclrtMallocPhysical(
-        &self,
+    ) -> aclError;
+    pub fn aclrtReleaseMemAddress(virPtr: *mut ::core::ffi::c_void) -> aclError;
+    pub fn aclrtMallocPhysical(
         handle: *mut aclrtDrvMemHandle,
         size: usize,
         prop: *const aclrtPhysicalMemProp,
         flags: u64,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtMallocPhysical.as_ref().expect("Expected function, got error."))(
-                handle, size, prop, flags,
-            )
-        }
-    }
-    pub unsafe fn aclrtFreePhysical(&self, handle: aclrtDrvMemHandle) -> aclError {
-        unsafe { (self.aclrtFreePhysical.as_ref().expect("Expected function, got error."))(handle) }
-    }
-    pub unsafe fn aclrtMapMem(
-        &self,
+    ) -> aclError;
+    pub fn aclrtFreePhysical(handle: aclrtDrvMemHandle) -> aclError;
+    pub fn aclrtMapMem(
         virPtr: *mut ::core::ffi::c_void,
         size: usize,
         offset: usize,
         handle: aclrtDrvMemHandle,
         flags: u64,
-    ) -> aclError {
-        unsafe {
-            (self.aclrtMapMem.as_ref().expect("Expected function, got error."))(
-                virPtr, size, offset, handle, flags,
-            )
-        }
-    }
-    pub unsafe fn aclrtUnmapMem(&self, virPtr: *mut ::core::ffi::c_void) -> aclError {
-        unsafe { (self.aclrtUnmapMem.as_ref().expect("Expected function, got error."))(virPtr) }
-    }
-    pub unsafe fn aclmdlRICaptureBegin(&self, stream: aclrtStream, mode: aclmdlRICaptureMode) -> aclError {
-        unsafe { (self.aclmdlRICaptureBegin.as_ref().expect("Expected function, got error."))(stream, mode) }
-    }
-    pub unsafe fn aclmdlRICaptureEnd(&self, stream: aclrtStream, modelRI: *mut aclmdlRI) -> aclError {
-        unsafe { (self.aclmdlRICaptureEnd.as_ref().expect("Expected function, got error."))(stream, modelRI) }
-    }
-    pub unsafe fn aclmdlRIExecuteAsync(&self, modelRI: aclmdlRI, stream: aclrtStream) -> aclError {
-        unsafe {
-            (self.aclmdlRIExecuteAsync.as_ref().expect("Expected function, got error."))(modelRI, stream)
-        }
-    }
-    pub unsafe fn aclmdlRIDestroy(&self, modelRI: aclmdlRI) -> aclError {
-        unsafe { (self.aclmdlRIDestroy.as_ref().expect("Expected function, got error."))(modelRI) }
-    }
+    ) -> aclError;
+    pub fn aclrtUnmapMem(virPtr: *mut ::core::ffi::c_void) -> aclError;
+    pub fn aclmdlRICaptureBegin(stream: aclrtStream, mode: aclmdlRICaptureMode) -> aclError;
+    pub fn aclmdlRICaptureEnd(stream: aclrtStream, modelRI: *mut aclmdlRI) -> aclError;
+    pub fn aclmdlRIExecuteAsync(modelRI: aclmdlRI, stream: aclrtStream) -> aclError;
+    pub fn aclmdlRIDestroy(modelRI: aclmdlRI) -> aclError;
 }

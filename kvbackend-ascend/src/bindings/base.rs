@@ -2,85 +2,8 @@
 
 use super::types::*;
 
-pub struct Base {
-    __library: ::libloading::Library,
-    pub aclCreateTensor: Result<
-        unsafe extern "C" fn(
-            viewDims: *const i64,
-            viewDimsNum: u64,
-            dataType: aclDataType,
-            stride: *const i64,
-            offset: i64,
-            format: aclFormat,
-            storageDims: *const i64,
-            storageDimsNum: u64,
-            tensorData: *mut ::core::ffi::c_void,
-        ) -> *mut aclTensor,
-        ::libloading::Error,
-    >,
-    pub aclDestroyTensor:
-        Result<unsafe extern "C" fn(tensor: *const aclTensor) -> aclnnStatus, ::libloading::Error>,
-    pub aclCreateScalar: Result<
-        unsafe extern "C" fn(value: *mut ::core::ffi::c_void, dataType: aclDataType) -> *mut aclScalar,
-        ::libloading::Error,
-    >,
-    pub aclDestroyScalar:
-        Result<unsafe extern "C" fn(scalar: *const aclScalar) -> aclnnStatus, ::libloading::Error>,
-    pub aclCreateIntArray:
-        Result<unsafe extern "C" fn(value: *const i64, size: u64) -> *mut aclIntArray, ::libloading::Error>,
-    pub aclDestroyIntArray:
-        Result<unsafe extern "C" fn(array: *const aclIntArray) -> aclnnStatus, ::libloading::Error>,
-    pub aclCreateTensorList: Result<
-        unsafe extern "C" fn(value: *const *const aclTensor, size: u64) -> *mut aclTensorList,
-        ::libloading::Error,
-    >,
-    pub aclDestroyTensorList:
-        Result<unsafe extern "C" fn(list: *const aclTensorList) -> aclnnStatus, ::libloading::Error>,
-    pub aclSetAclOpExecutorRepeatable:
-        Result<unsafe extern "C" fn(executor: *mut aclOpExecutor) -> aclnnStatus, ::libloading::Error>,
-    pub aclDestroyAclOpExecutor:
-        Result<unsafe extern "C" fn(executor: *mut aclOpExecutor) -> aclnnStatus, ::libloading::Error>,
-}
-impl Base {
-    pub unsafe fn new<P>(path: P) -> Result<Self, ::libloading::Error>
-    where
-        P: ::libloading::AsFilename,
-    {
-        let library = unsafe { ::libloading::Library::new(path) }?;
-        unsafe { Self::from_library(library) }
-    }
-    pub unsafe fn from_library<L>(library: L) -> Result<Self, ::libloading::Error>
-    where
-        L: Into<::libloading::Library>,
-    {
-        let __library = library.into();
-        let aclCreateTensor = unsafe { __library.get(b"aclCreateTensor\0") }.map(|sym| *sym);
-        let aclDestroyTensor = unsafe { __library.get(b"aclDestroyTensor\0") }.map(|sym| *sym);
-        let aclCreateScalar = unsafe { __library.get(b"aclCreateScalar\0") }.map(|sym| *sym);
-        let aclDestroyScalar = unsafe { __library.get(b"aclDestroyScalar\0") }.map(|sym| *sym);
-        let aclCreateIntArray = unsafe { __library.get(b"aclCreateIntArray\0") }.map(|sym| *sym);
-        let aclDestroyIntArray = unsafe { __library.get(b"aclDestroyIntArray\0") }.map(|sym| *sym);
-        let aclCreateTensorList = unsafe { __library.get(b"aclCreateTensorList\0") }.map(|sym| *sym);
-        let aclDestroyTensorList = unsafe { __library.get(b"aclDestroyTensorList\0") }.map(|sym| *sym);
-        let aclSetAclOpExecutorRepeatable =
-            unsafe { __library.get(b"aclSetAclOpExecutorRepeatable\0") }.map(|sym| *sym);
-        let aclDestroyAclOpExecutor = unsafe { __library.get(b"aclDestroyAclOpExecutor\0") }.map(|sym| *sym);
-        Ok(Base {
-            __library,
-            aclCreateTensor,
-            aclDestroyTensor,
-            aclCreateScalar,
-            aclDestroyScalar,
-            aclCreateIntArray,
-            aclDestroyIntArray,
-            aclCreateTensorList,
-            aclDestroyTensorList,
-            aclSetAclOpExecutorRepeatable,
-            aclDestroyAclOpExecutor,
-        })
-    }
-    pub unsafe fn aclCreateTensor(
-        &self,
+table! { Base,
+    pub fn aclCreateTensor(
         viewDims: *const i64,
         viewDimsNum: u64,
         dataType: aclDataType,
@@ -90,56 +13,14 @@ impl Base {
         storageDims: *const i64,
         storageDimsNum: u64,
         tensorData: *mut ::core::ffi::c_void,
-    ) -> *mut aclTensor {
-        unsafe {
-            (self.aclCreateTensor.as_ref().expect("Expected function, got error."))(
-                viewDims,
-                viewDimsNum,
-                dataType,
-                stride,
-                offset,
-                format,
-                storageDims,
-                storageDimsNum,
-                tensorData,
-            )
-        }
-    }
-    pub unsafe fn aclDestroyTensor(&self, tensor: *const aclTensor) -> aclnnStatus {
-        unsafe { (self.aclDestroyTensor.as_ref().expect("Expected function, got error."))(tensor) }
-    }
-    pub unsafe fn aclCreateScalar(
-        &self,
-        value: *mut ::core::ffi::c_void,
-        dataType: aclDataType,
-    ) -> *mut aclScalar {
-        unsafe { (self.aclCreateScalar.as_ref().expect("Expected function, got error."))(value, dataType) }
-    }
-    pub unsafe fn aclDestroyScalar(&self, scalar: *const aclScalar) -> aclnnStatus {
-        unsafe { (self.aclDestroyScalar.as_ref().expect("Expected function, got error."))(scalar) }
-    }
-    pub unsafe fn aclCreateIntArray(&self, value: *const i64, size: u64) -> *mut aclIntArray {
-        unsafe { (self.aclCreateIntArray.as_ref().expect("Expected function, got error."))(value, size) }
-    }
-    pub unsafe fn aclDestroyIntArray(&self, array: *const aclIntArray) -> aclnnStatus {
-        unsafe { (self.aclDestroyIntArray.as_ref().expect("Expected function, got error."))(array) }
-    }
-    pub unsafe fn aclCreateTensorList(
-        &self,
-        value: *const *const aclTensor,
-        size: u64,
-    ) -> *mut aclTensorList {
-        unsafe { (self.aclCreateTensorList.as_ref().expect("Expected function, got error."))(value, size) }
-    }
-    pub unsafe fn aclDestroyTensorList(&self, list: *const aclTensorList) -> aclnnStatus {
-        unsafe { (self.aclDestroyTensorList.as_ref().expect("Expected function, got error."))(list) }
-    }
-    pub unsafe fn aclSetAclOpExecutorRepeatable(&self, executor: *mut aclOpExecutor) -> aclnnStatus {
-        unsafe {
-            (self.aclSetAclOpExecutorRepeatable.as_ref().expect("Expected function, got error."))(executor)
-        }
-    }
-    pub unsafe fn aclDestroyAclOpExecutor(&self, executor: *mut aclOpExecutor) -> aclnnStatus {
-        unsafe { (self.aclDestroyAclOpExecutor.as_ref().expect("Expected function, got error."))(executor) }
-    }
+    ) -> *mut aclTensor;
+    pub fn aclDestroyTensor(tensor: *const aclTensor) -> aclnnStatus;
+    pub fn aclCreateScalar(value: *mut ::core::ffi::c_void, dataType: aclDataType) -> *mut aclScalar;
+    pub fn aclDestroyScalar(scalar: *const aclScalar) -> aclnnStatus;
+    pub fn aclCreateIntArray(value: *const i64, size: u64) -> *mut aclIntArray;
+    pub fn aclDestroyIntArray(array: *const aclIntArray) -> aclnnStatus;
+    pub fn aclCreateTensorList(value: *const *const aclTensor, size: u64) -> *mut aclTensorList;
+    pub fn aclDestroyTensorList(list: *const aclTensorList) -> aclnnStatus;
+    pub fn aclSetAclOpExecutorRepeatable(executor: *mut aclOpExecutor) -> aclnnStatus;
+    pub fn aclDestroyAclOpExecutor(executor: *mut aclOpExecutor) -> aclnnStatus;
 }

@@ -2,175 +2,35 @@
 
 use super::types::*;
 
-pub struct Hccl {
-    __library: ::libloading::Library,
-    pub HcclGetRootInfo:
-        Result<unsafe extern "C" fn(rootInfo: *mut HcclRootInfo) -> HcclResult, ::libloading::Error>,
-    pub HcclCommInitRootInfo: Result<
-        unsafe extern "C" fn(
-            nRanks: u32,
-            rootInfo: *const HcclRootInfo,
-            rank: u32,
-            comm: *mut HcclComm,
-        ) -> HcclResult,
-        ::libloading::Error,
-    >,
-    pub HcclCommInitAll: Result<
-        unsafe extern "C" fn(ndev: u32, devices: *mut i32, comms: *mut HcclComm) -> HcclResult,
-        ::libloading::Error,
-    >,
-    pub HcclCommDestroy: Result<unsafe extern "C" fn(comm: HcclComm) -> HcclResult, ::libloading::Error>,
-    pub HcclGetCommAsyncError: Result<
-        unsafe extern "C" fn(comm: HcclComm, asyncError: *mut HcclResult) -> HcclResult,
-        ::libloading::Error,
-    >,
-    pub HcclGetErrorString:
-        Result<unsafe extern "C" fn(code: HcclResult) -> *const ::core::ffi::c_char, ::libloading::Error>,
-    pub HcclBroadcast: Result<
-        unsafe extern "C" fn(
-            buf: *mut ::core::ffi::c_void,
-            count: u64,
-            dataType: HcclDataType,
-            root: u32,
-            comm: HcclComm,
-            stream: aclrtStream,
-        ) -> HcclResult,
-        ::libloading::Error,
-    >,
-    pub HcclAllGather: Result<
-        unsafe extern "C" fn(
-            sendBuf: *mut ::core::ffi::c_void,
-            recvBuf: *mut ::core::ffi::c_void,
-            sendCount: u64,
-            dataType: HcclDataType,
-            comm: HcclComm,
-            stream: aclrtStream,
-        ) -> HcclResult,
-        ::libloading::Error,
-    >,
-    pub HcclAllReduce: Result<
-        unsafe extern "C" fn(
-            sendBuf: *mut ::core::ffi::c_void,
-            recvBuf: *mut ::core::ffi::c_void,
-            count: u64,
-            dataType: HcclDataType,
-            op: HcclReduceOp,
-            comm: HcclComm,
-            stream: aclrtStream,
-        ) -> HcclResult,
-        ::libloading::Error,
-    >,
-    pub HcclBatchSendRecv: Result<
-        unsafe extern "C" fn(
-            sendRecvInfo: *mut HcclSendRecvItem,
-            itemNum: u32,
-            comm: HcclComm,
-            stream: aclrtStream,
-        ) -> HcclResult,
-        ::libloading::Error,
-    >,
-}
-impl Hccl {
-    pub unsafe fn new<P>(path: P) -> Result<Self, ::libloading::Error>
-    where
-        P: ::libloading::AsFilename,
-    {
-        let library = unsafe { ::libloading::Library::new(path) }?;
-        unsafe { Self::from_library(library) }
-    }
-    pub unsafe fn from_library<L>(library: L) -> Result<Self, ::libloading::Error>
-    where
-        L: Into<::libloading::Library>,
-    {
-        let __library = library.into();
-        let HcclGetRootInfo = unsafe { __library.get(b"HcclGetRootInfo\0") }.map(|sym| *sym);
-        let HcclCommInitRootInfo = unsafe { __library.get(b"HcclCommInitRootInfo\0") }.map(|sym| *sym);
-        let HcclCommInitAll = unsafe { __library.get(b"HcclCommInitAll\0") }.map(|sym| *sym);
-        let HcclCommDestroy = unsafe { __library.get(b"HcclCommDestroy\0") }.map(|sym| *sym);
-        let HcclGetCommAsyncError = unsafe { __library.get(b"HcclGetCommAsyncError\0") }.map(|sym| *sym);
-        let HcclGetErrorString = unsafe { __library.get(b"HcclGetErrorString\0") }.map(|sym| *sym);
-        let HcclBroadcast = unsafe { __library.get(b"HcclBroadcast\0") }.map(|sym| *sym);
-        let HcclAllGather = unsafe { __library.get(b"HcclAllGather\0") }.map(|sym| *sym);
-        let HcclAllReduce = unsafe { __library.get(b"HcclAllReduce\0") }.map(|sym| *sym);
-        let HcclBatchSendRecv = unsafe { __library.get(b"HcclBatchSendRecv\0") }.map(|sym| *sym);
-        Ok(Hccl {
-            __library,
-            HcclGetRootInfo,
-            HcclCommInitRootInfo,
-            HcclCommInitAll,
-            HcclCommDestroy,
-            HcclGetCommAsyncError,
-            HcclGetErrorString,
-            HcclBroadcast,
-            HcclAllGather,
-            HcclAllReduce,
-            HcclBatchSendRecv,
-        })
-    }
-    pub unsafe fn HcclGetRootInfo(&self, rootInfo: *mut HcclRootInfo) -> HcclResult {
-        unsafe { (self.HcclGetRootInfo.as_ref().expect("Expected function, got error."))(rootInfo) }
-    }
-    pub unsafe fn HcclCommInitRootInfo(
-        &self,
+table! { Hccl,
+    pub fn HcclGetRootInfo(rootInfo: *mut HcclRootInfo) -> HcclResult;
+    pub fn HcclCommInitRootInfo(
         nRanks: u32,
         rootInfo: *const HcclRootInfo,
         rank: u32,
         comm: *mut HcclComm,
-    ) -> HcclResult {
-        unsafe {
-            (self.HcclCommInitRootInfo.as_ref().expect("Expected function, got error."))(
-                nRanks, rootInfo, rank, comm,
-            )
-        }
-    }
-    pub unsafe fn HcclCommInitAll(&self, ndev: u32, devices: *mut i32, comms: *mut HcclComm) -> HcclResult {
-        unsafe {
-            (self.HcclCommInitAll.as_ref().expect("Expected function, got error."))(ndev, devices, comms)
-        }
-    }
-    pub unsafe fn HcclCommDestroy(&self, comm: HcclComm) -> HcclResult {
-        unsafe { (self.HcclCommDestroy.as_ref().expect("Expected function, got error."))(comm) }
-    }
-    pub unsafe fn HcclGetCommAsyncError(&self, comm: HcclComm, asyncError: *mut HcclResult) -> HcclResult {
-        unsafe {
-            (self.HcclGetCommAsyncError.as_ref().expect("Expected function, got error."))(comm, asyncError)
-        }
-    }
-    pub unsafe fn HcclGetErrorString(&self, code: HcclResult) -> *const ::core::ffi::c_char {
-        unsafe { (self.HcclGetErrorString.as_ref().expect("Expected function, got error."))(code) }
-    }
-    pub unsafe fn HcclBroadcast(
-        &self,
+    ) -> HcclResult;
+    pub fn HcclCommInitAll(ndev: u32, devices: *mut i32, comms: *mut HcclComm) -> HcclResult;
+    pub fn HcclCommDestroy(comm: HcclComm) -> HcclResult;
+    pub fn HcclGetCommAsyncError(comm: HcclComm, asyncError: *mut HcclResult) -> HcclResult;
+    pub fn HcclGetErrorString(code: HcclResult) -> *const ::core::ffi::c_char;
+    pub fn HcclBroadcast(
         buf: *mut ::core::ffi::c_void,
         count: u64,
         dataType: HcclDataType,
         root: u32,
         comm: HcclComm,
         stream: aclrtStream,
-    ) -> HcclResult {
-        unsafe {
-            (self.HcclBroadcast.as_ref().expect("Expected function, got error."))(
-                buf, count, dataType, root, comm, stream,
-            )
-        }
-    }
-    pub unsafe fn HcclAllGather(
-        &self,
+    ) -> HcclResult;
+    pub fn HcclAllGather(
         sendBuf: *mut ::core::ffi::c_void,
         recvBuf: *mut ::core::ffi::c_void,
         sendCount: u64,
         dataType: HcclDataType,
         comm: HcclComm,
         stream: aclrtStream,
-    ) -> HcclResult {
-        unsafe {
-            (self.HcclAllGather.as_ref().expect("Expected function, got error."))(
-                sendBuf, recvBuf, sendCount, dataType, comm, stream,
-            )
-        }
-    }
-    pub unsafe fn HcclAllReduce(
-        &self,
+    ) -> HcclResult;
+    pub fn HcclAllReduce(
         sendBuf: *mut ::core::ffi::c_void,
         recvBuf: *mut ::core::ffi::c_void,
         count: u64,
@@ -178,27 +38,11 @@ impl Hccl {
         op: HcclReduceOp,
         comm: HcclComm,
         stream: aclrtStream,
-    ) -> HcclResult {
-        unsafe {
-            (self.HcclAllReduce.as_ref().expect("Expected function, got error."))(
-                sendBuf, recvBuf, count, dataType, op, comm, stream,
-            )
-        }
-    }
-    pub unsafe fn HcclBatchSendRecv(
-        &self,
+    ) -> HcclResult;
+    pub fn HcclBatchSendRecv(
         sendRecvInfo: *mut HcclSendRecvItem,
         itemNum: u32,
         comm: HcclComm,
         stream: aclrtStream,
-    ) -> HcclResult {
-        unsafe {
-            (self.HcclBatchSendRecv.as_ref().expect("Expected function, got error."))(
-                sendRecvInfo,
-                itemNum,
-                comm,
-                stream,
-            )
-        }
-    }
+    ) -> HcclResult;
 }

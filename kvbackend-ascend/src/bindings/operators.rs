@@ -2,1178 +2,217 @@
 
 use super::types::*;
 
-pub struct Operators {
-    __library: ::libloading::Library,
-    pub aclnnInplaceIndexCopyGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            selfRef: *mut aclTensor,
-            dim: i64,
-            index: *const aclTensor,
-            source: *const aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnInplaceIndexCopy: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnIndexSelectGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            dim: i64,
-            index: *const aclTensor,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnIndexSelect: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnInplaceCopyGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            selfRef: *mut aclTensor,
-            src: *const aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnInplaceCopy: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnCastGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            dtype: aclDataType,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnCast: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnAddGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            other: *const aclTensor,
-            alpha: *const aclScalar,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnAdd: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnSubGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            other: *const aclTensor,
-            alpha: *const aclScalar,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnSub: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnMulGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            other: *const aclTensor,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnMul: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnDivGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            other: *const aclTensor,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnDiv: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnMulsGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            other: *const aclScalar,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnMuls: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnExpGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnExp: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnLogGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnLog: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnTanhGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnTanh: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnRoundGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnRound: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnClampGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            clipValueMin: *const aclScalar,
-            clipValueMax: *const aclScalar,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnClamp: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnMaximumGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            other: *const aclTensor,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnMaximum: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnAmaxGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            dim: *const aclIntArray,
-            keepDim: bool,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnAmax: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnReduceSumGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            dims: *const aclIntArray,
-            keepDims: bool,
-            dtype: aclDataType,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnReduceSum: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnBatchMatMulGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            mat2: *const aclTensor,
-            out: *mut aclTensor,
-            cubeMathType: i8,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnBatchMatMul: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnMatmulGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            mat2: *const aclTensor,
-            out: *mut aclTensor,
-            cubeMathType: i8,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnMatmul: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnRmsNormGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            x: *const aclTensor,
-            gamma: *const aclTensor,
-            epsilon: f64,
-            yOut: *const aclTensor,
-            rstdOut: *const aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnRmsNorm: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnSiluGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            self_: *const aclTensor,
-            out: *mut aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnSilu: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnScatterPaKvCacheGetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            key: *const aclTensor,
-            keyCacheRef: *mut aclTensor,
-            slotMapping: *const aclTensor,
-            value: *const aclTensor,
-            valueCacheRef: *mut aclTensor,
-            compressLensOptional: *const aclTensor,
-            compressSeqOffsetOptional: *const aclTensor,
-            seqLensOptional: *const aclTensor,
-            cacheModeOptional: *mut ::core::ffi::c_char,
-            scatterModeOptional: *mut ::core::ffi::c_char,
-            stridesOptional: *const aclIntArray,
-            offsetsOptional: *const aclIntArray,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnScatterPaKvCache: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnFusedInferAttentionScoreV2GetWorkspaceSize: Result<
-        unsafe extern "C" fn(
-            query: *const aclTensor,
-            key: *const aclTensorList,
-            value: *const aclTensorList,
-            pseShiftOptional: *const aclTensor,
-            attenMaskOptional: *const aclTensor,
-            actualSeqLengthsOptional: *const aclIntArray,
-            actualSeqLengthsKvOptional: *const aclIntArray,
-            deqScale1Optional: *const aclTensor,
-            quantScale1Optional: *const aclTensor,
-            deqScale2Optional: *const aclTensor,
-            quantScale2Optional: *const aclTensor,
-            quantOffset2Optional: *const aclTensor,
-            antiquantScaleOptional: *const aclTensor,
-            antiquantOffsetOptional: *const aclTensor,
-            blockTableOptional: *const aclTensor,
-            queryPaddingSizeOptional: *const aclTensor,
-            kvPaddingSizeOptional: *const aclTensor,
-            keyAntiquantScaleOptional: *const aclTensor,
-            keyAntiquantOffsetOptional: *const aclTensor,
-            valueAntiquantScaleOptional: *const aclTensor,
-            valueAntiquantOffsetOptional: *const aclTensor,
-            keySharedPrefixOptional: *const aclTensor,
-            valueSharedPrefixOptional: *const aclTensor,
-            actualSharedPrefixLenOptional: *const aclIntArray,
-            numHeads: i64,
-            scaleValue: f64,
-            preTokens: i64,
-            nextTokens: i64,
-            inputLayout: *mut ::core::ffi::c_char,
-            numKeyValueHeads: i64,
-            sparseMode: i64,
-            innerPrecise: i64,
-            blockSize: i64,
-            antiquantMode: i64,
-            softmaxLseFlag: bool,
-            keyAntiquantMode: i64,
-            valueAntiquantMode: i64,
-            attentionOut: *const aclTensor,
-            softmaxLse: *const aclTensor,
-            workspaceSize: *mut u64,
-            executor: *mut *mut aclOpExecutor,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-    pub aclnnFusedInferAttentionScoreV2: Result<
-        unsafe extern "C" fn(
-            workspace: *mut ::core::ffi::c_void,
-            workspaceSize: u64,
-            executor: *mut aclOpExecutor,
-            stream: aclrtStream,
-        ) -> aclnnStatus,
-        ::libloading::Error,
-    >,
-}
-impl Operators {
-    pub unsafe fn new<P>(path: P) -> Result<Self, ::libloading::Error>
-    where
-        P: ::libloading::AsFilename,
-    {
-        let library = unsafe { ::libloading::Library::new(path) }?;
-        unsafe { Self::from_library(library) }
-    }
-    pub unsafe fn from_library<L>(library: L) -> Result<Self, ::libloading::Error>
-    where
-        L: Into<::libloading::Library>,
-    {
-        let __library = library.into();
-        let aclnnInplaceIndexCopyGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnInplaceIndexCopyGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnInplaceIndexCopy = unsafe { __library.get(b"aclnnInplaceIndexCopy\0") }.map(|sym| *sym);
-        let aclnnIndexSelectGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnIndexSelectGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnIndexSelect = unsafe { __library.get(b"aclnnIndexSelect\0") }.map(|sym| *sym);
-        let aclnnInplaceCopyGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnInplaceCopyGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnInplaceCopy = unsafe { __library.get(b"aclnnInplaceCopy\0") }.map(|sym| *sym);
-        let aclnnCastGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnCastGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnCast = unsafe { __library.get(b"aclnnCast\0") }.map(|sym| *sym);
-        let aclnnAddGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnAddGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnAdd = unsafe { __library.get(b"aclnnAdd\0") }.map(|sym| *sym);
-        let aclnnSubGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnSubGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnSub = unsafe { __library.get(b"aclnnSub\0") }.map(|sym| *sym);
-        let aclnnMulGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnMulGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnMul = unsafe { __library.get(b"aclnnMul\0") }.map(|sym| *sym);
-        let aclnnDivGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnDivGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnDiv = unsafe { __library.get(b"aclnnDiv\0") }.map(|sym| *sym);
-        let aclnnMulsGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnMulsGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnMuls = unsafe { __library.get(b"aclnnMuls\0") }.map(|sym| *sym);
-        let aclnnExpGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnExpGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnExp = unsafe { __library.get(b"aclnnExp\0") }.map(|sym| *sym);
-        let aclnnLogGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnLogGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnLog = unsafe { __library.get(b"aclnnLog\0") }.map(|sym| *sym);
-        let aclnnTanhGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnTanhGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnTanh = unsafe { __library.get(b"aclnnTanh\0") }.map(|sym| *sym);
-        let aclnnRoundGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnRoundGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnRound = unsafe { __library.get(b"aclnnRound\0") }.map(|sym| *sym);
-        let aclnnClampGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnClampGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnClamp = unsafe { __library.get(b"aclnnClamp\0") }.map(|sym| *sym);
-        let aclnnMaximumGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnMaximumGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnMaximum = unsafe { __library.get(b"aclnnMaximum\0") }.map(|sym| *sym);
-        let aclnnAmaxGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnAmaxGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnAmax = unsafe { __library.get(b"aclnnAmax\0") }.map(|sym| *sym);
-        let aclnnReduceSumGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnReduceSumGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnReduceSum = unsafe { __library.get(b"aclnnReduceSum\0") }.map(|sym| *sym);
-        let aclnnBatchMatMulGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnBatchMatMulGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnBatchMatMul = unsafe { __library.get(b"aclnnBatchMatMul\0") }.map(|sym| *sym);
-        let aclnnMatmulGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnMatmulGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnMatmul = unsafe { __library.get(b"aclnnMatmul\0") }.map(|sym| *sym);
-        let aclnnRmsNormGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnRmsNormGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnRmsNorm = unsafe { __library.get(b"aclnnRmsNorm\0") }.map(|sym| *sym);
-        let aclnnSiluGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnSiluGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnSilu = unsafe { __library.get(b"aclnnSilu\0") }.map(|sym| *sym);
-        let aclnnScatterPaKvCacheGetWorkspaceSize =
-            unsafe { __library.get(b"aclnnScatterPaKvCacheGetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnScatterPaKvCache = unsafe { __library.get(b"aclnnScatterPaKvCache\0") }.map(|sym| *sym);
-        let aclnnFusedInferAttentionScoreV2GetWorkspaceSize =
-            unsafe { __library.get(b"aclnnFusedInferAttentionScoreV2GetWorkspaceSize\0") }.map(|sym| *sym);
-        let aclnnFusedInferAttentionScoreV2 =
-            unsafe { __library.get(b"aclnnFusedInferAttentionScoreV2\0") }.map(|sym| *sym);
-        Ok(Operators {
-            __library,
-            aclnnInplaceIndexCopyGetWorkspaceSize,
-            aclnnInplaceIndexCopy,
-            aclnnIndexSelectGetWorkspaceSize,
-            aclnnIndexSelect,
-            aclnnInplaceCopyGetWorkspaceSize,
-            aclnnInplaceCopy,
-            aclnnCastGetWorkspaceSize,
-            aclnnCast,
-            aclnnAddGetWorkspaceSize,
-            aclnnAdd,
-            aclnnSubGetWorkspaceSize,
-            aclnnSub,
-            aclnnMulGetWorkspaceSize,
-            aclnnMul,
-            aclnnDivGetWorkspaceSize,
-            aclnnDiv,
-            aclnnMulsGetWorkspaceSize,
-            aclnnMuls,
-            aclnnExpGetWorkspaceSize,
-            aclnnExp,
-            aclnnLogGetWorkspaceSize,
-            aclnnLog,
-            aclnnTanhGetWorkspaceSize,
-            aclnnTanh,
-            aclnnRoundGetWorkspaceSize,
-            aclnnRound,
-            aclnnClampGetWorkspaceSize,
-            aclnnClamp,
-            aclnnMaximumGetWorkspaceSize,
-            aclnnMaximum,
-            aclnnAmaxGetWorkspaceSize,
-            aclnnAmax,
-            aclnnReduceSumGetWorkspaceSize,
-            aclnnReduceSum,
-            aclnnBatchMatMulGetWorkspaceSize,
-            aclnnBatchMatMul,
-            aclnnMatmulGetWorkspaceSize,
-            aclnnMatmul,
-            aclnnRmsNormGetWorkspaceSize,
-            aclnnRmsNorm,
-            aclnnSiluGetWorkspaceSize,
-            aclnnSilu,
-            aclnnScatterPaKvCacheGetWorkspaceSize,
-            aclnnScatterPaKvCache,
-            aclnnFusedInferAttentionScoreV2GetWorkspaceSize,
-            aclnnFusedInferAttentionScoreV2,
-        })
-    }
-    pub unsafe fn aclnnInplaceIndexCopyGetWorkspaceSize(
-        &self,
+table! { Operators,
+    pub fn aclnnInplaceIndexCopyGetWorkspaceSize(
         selfRef: *mut aclTensor,
         dim: i64,
         index: *const aclTensor,
         source: *const aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnInplaceIndexCopyGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                selfRef,
-                dim,
-                index,
-                source,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnInplaceIndexCopy(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnInplaceIndexCopy(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnInplaceIndexCopy.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnIndexSelectGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnIndexSelectGetWorkspaceSize(
         self_: *const aclTensor,
         dim: i64,
         index: *const aclTensor,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnIndexSelectGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                dim,
-                index,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnIndexSelect(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnIndexSelect(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnIndexSelect.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnInplaceCopyGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnInplaceCopyGetWorkspaceSize(
         selfRef: *mut aclTensor,
         src: *const aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnInplaceCopyGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                selfRef,
-                src,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnInplaceCopy(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnInplaceCopy(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnInplaceCopy.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnCastGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnCastGetWorkspaceSize(
         self_: *const aclTensor,
         dtype: aclDataType,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnCastGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                dtype,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnCast(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnCast(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnCast.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnAddGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnAddGetWorkspaceSize(
         self_: *const aclTensor,
         other: *const aclTensor,
         alpha: *const aclScalar,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnAddGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                other,
-                alpha,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnAdd(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnAdd(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnAdd.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnSubGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnSubGetWorkspaceSize(
         self_: *const aclTensor,
         other: *const aclTensor,
         alpha: *const aclScalar,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnSubGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                other,
-                alpha,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnSub(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnSub(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnSub.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnMulGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnMulGetWorkspaceSize(
         self_: *const aclTensor,
         other: *const aclTensor,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnMulGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                other,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnMul(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnMul(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnMul.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnDivGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnDivGetWorkspaceSize(
         self_: *const aclTensor,
         other: *const aclTensor,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnDivGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                other,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnDiv(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnDiv(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnDiv.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnMulsGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnMulsGetWorkspaceSize(
         self_: *const aclTensor,
         other: *const aclScalar,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnMulsGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                other,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnMuls(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnMuls(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnMuls.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnExpGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnExpGetWorkspaceSize(
         self_: *const aclTensor,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnExpGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnExp(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnExp(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnExp.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnLogGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnLogGetWorkspaceSize(
         self_: *const aclTensor,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnLogGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnLog(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnLog(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnLog.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnTanhGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnTanhGetWorkspaceSize(
         self_: *const aclTensor,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnTanhGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnTanh(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnTanh(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnTanh.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnRoundGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnRoundGetWorkspaceSize(
         self_: *const aclTensor,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnRoundGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnRound(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnRound(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnRound.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnClampGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnClampGetWorkspaceSize(
         self_: *const aclTensor,
         clipValueMin: *const aclScalar,
         clipValueMax: *const aclScalar,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnClampGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                clipValueMin,
-                clipValueMax,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnClamp(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnClamp(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnClamp.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnMaximumGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnMaximumGetWorkspaceSize(
         self_: *const aclTensor,
         other: *const aclTensor,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnMaximumGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                other,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnMaximum(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnMaximum(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnMaximum.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnAmaxGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnAmaxGetWorkspaceSize(
         self_: *const aclTensor,
         dim: *const aclIntArray,
         keepDim: bool,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnAmaxGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                dim,
-                keepDim,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnAmax(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnAmax(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnAmax.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnReduceSumGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnReduceSumGetWorkspaceSize(
         self_: *const aclTensor,
         dims: *const aclIntArray,
         keepDims: bool,
@@ -1181,109 +220,42 @@ impl Operators {
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnReduceSumGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                dims,
-                keepDims,
-                dtype,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnReduceSum(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnReduceSum(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnReduceSum.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnBatchMatMulGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnBatchMatMulGetWorkspaceSize(
         self_: *const aclTensor,
         mat2: *const aclTensor,
         out: *mut aclTensor,
         cubeMathType: i8,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnBatchMatMulGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                mat2,
-                out,
-                cubeMathType,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnBatchMatMul(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnBatchMatMul(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnBatchMatMul.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnMatmulGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnMatmulGetWorkspaceSize(
         self_: *const aclTensor,
         mat2: *const aclTensor,
         out: *mut aclTensor,
         cubeMathType: i8,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnMatmulGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                mat2,
-                out,
-                cubeMathType,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnMatmul(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnMatmul(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnMatmul.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnRmsNormGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnRmsNormGetWorkspaceSize(
         x: *const aclTensor,
         gamma: *const aclTensor,
         epsilon: f64,
@@ -1291,69 +263,26 @@ impl Operators {
         rstdOut: *const aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnRmsNormGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                x,
-                gamma,
-                epsilon,
-                yOut,
-                rstdOut,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnRmsNorm(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnRmsNorm(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnRmsNorm.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnSiluGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnSiluGetWorkspaceSize(
         self_: *const aclTensor,
         out: *mut aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnSiluGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                self_,
-                out,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnSilu(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnSilu(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnSilu.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnScatterPaKvCacheGetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnScatterPaKvCacheGetWorkspaceSize(
         key: *const aclTensor,
         keyCacheRef: *mut aclTensor,
         slotMapping: *const aclTensor,
@@ -1368,44 +297,14 @@ impl Operators {
         offsetsOptional: *const aclIntArray,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnScatterPaKvCacheGetWorkspaceSize.as_ref().expect("Expected function, got error."))(
-                key,
-                keyCacheRef,
-                slotMapping,
-                value,
-                valueCacheRef,
-                compressLensOptional,
-                compressSeqOffsetOptional,
-                seqLensOptional,
-                cacheModeOptional,
-                scatterModeOptional,
-                stridesOptional,
-                offsetsOptional,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnScatterPaKvCache(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnScatterPaKvCache(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnScatterPaKvCache.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
-    pub unsafe fn aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
         query: *const aclTensor,
         key: *const aclTensorList,
         value: *const aclTensorList,
@@ -1447,70 +346,11 @@ impl Operators {
         softmaxLse: *const aclTensor,
         workspaceSize: *mut u64,
         executor: *mut *mut aclOpExecutor,
-    ) -> aclnnStatus {
-        unsafe {
-            (self
-                .aclnnFusedInferAttentionScoreV2GetWorkspaceSize
-                .as_ref()
-                .expect("Expected function, got error."))(
-                query,
-                key,
-                value,
-                pseShiftOptional,
-                attenMaskOptional,
-                actualSeqLengthsOptional,
-                actualSeqLengthsKvOptional,
-                deqScale1Optional,
-                quantScale1Optional,
-                deqScale2Optional,
-                quantScale2Optional,
-                quantOffset2Optional,
-                antiquantScaleOptional,
-                antiquantOffsetOptional,
-                blockTableOptional,
-                queryPaddingSizeOptional,
-                kvPaddingSizeOptional,
-                keyAntiquantScaleOptional,
-                keyAntiquantOffsetOptional,
-                valueAntiquantScaleOptional,
-                valueAntiquantOffsetOptional,
-                keySharedPrefixOptional,
-                valueSharedPrefixOptional,
-                actualSharedPrefixLenOptional,
-                numHeads,
-                scaleValue,
-                preTokens,
-                nextTokens,
-                inputLayout,
-                numKeyValueHeads,
-                sparseMode,
-                innerPrecise,
-                blockSize,
-                antiquantMode,
-                softmaxLseFlag,
-                keyAntiquantMode,
-                valueAntiquantMode,
-                attentionOut,
-                softmaxLse,
-                workspaceSize,
-                executor,
-            )
-        }
-    }
-    pub unsafe fn aclnnFusedInferAttentionScoreV2(
-        &self,
+    ) -> aclnnStatus;
+    pub fn aclnnFusedInferAttentionScoreV2(
         workspace: *mut ::core::ffi::c_void,
         workspaceSize: u64,
         executor: *mut aclOpExecutor,
         stream: aclrtStream,
-    ) -> aclnnStatus {
-        unsafe {
-            (self.aclnnFusedInferAttentionScoreV2.as_ref().expect("Expected function, got error."))(
-                workspace,
-                workspaceSize,
-                executor,
-                stream,
-            )
-        }
-    }
+    ) -> aclnnStatus;
 }

@@ -30,7 +30,7 @@ impl HcclLibrary {
         let library = open("libhccl.so")?;
         // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers`
         // compares with HCCL's headers.
-        let hccl = unsafe { Hccl::from_library(library) }.map_err(|error| error.to_string())?;
+        let hccl = unsafe { Hccl::from_library(library) };
         let mut lacks = missing!(
             hccl,
             HcclGetRootInfo,
