@@ -59,10 +59,7 @@ CUresult attribute(void* data, int number, CUdeviceptr pointer) {
 }  // namespace
 
 KV_API CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
-    KV_ENTER(cuMemGetInfo_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemGetInfo_v2);
     if (free == nullptr || total == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *total = device->limit;
     *free = device->limit > device->used ? device->limit - device->used : 0;
@@ -70,10 +67,7 @@ KV_API CUresult cuMemGetInfo_v2(size_t* free, size_t* total) {
 }
 
 KV_API CUresult cuMemAlloc_v2(CUdeviceptr* result, size_t size) {
-    KV_ENTER(cuMemAlloc_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemAlloc_v2);
     KV_TRY(refuse_if_capturing(nullptr));
     if (result == nullptr || size == 0) return CUDA_ERROR_INVALID_VALUE;
     std::shared_ptr<Allocation> made;
@@ -127,10 +121,7 @@ KV_API CUresult cuMemFreeHost(void* pointer) {
 }
 
 KV_API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* result, void* pointer, unsigned flags) {
-    KV_ENTER(cuMemHostGetDevicePointer_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemHostGetDevicePointer_v2);
     if (result == nullptr || flags != 0) return CUDA_ERROR_INVALID_VALUE;
     if (find_place(reinterpret_cast<uintptr_t>(pointer), 1).kind != Place::Kind::pinned)
         return CUDA_ERROR_INVALID_VALUE;
@@ -139,10 +130,7 @@ KV_API CUresult cuMemHostGetDevicePointer_v2(CUdeviceptr* result, void* pointer,
 }
 
 KV_API CUresult cuMemHostRegister_v2(void* pointer, size_t size, unsigned flags) {
-    KV_ENTER(cuMemHostRegister_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemHostRegister_v2);
     if (pointer == nullptr || size == 0 || flags > 15) return CUDA_ERROR_INVALID_VALUE;
     const auto base = reinterpret_cast<uintptr_t>(pointer);
     auto& live = memory().live;
@@ -172,10 +160,7 @@ KV_API CUresult cuMemHostUnregister(void* pointer) {
 }
 
 KV_API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUdeviceptr pointer) {
-    KV_ENTER(cuMemGetAddressRange_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemGetAddressRange_v2);
     CUdeviceptr start = 0;
     size_t bytes = 0;
     if (attribute(&start, 11, pointer) != CUDA_SUCCESS) return CUDA_ERROR_NOT_FOUND;
@@ -186,16 +171,12 @@ KV_API CUresult cuMemGetAddressRange_v2(CUdeviceptr* base, size_t* size, CUdevic
 }
 
 KV_API CUresult cuPointerGetAttribute(void* data, int number, CUdeviceptr pointer) {
-    KV_ENTER(cuPointerGetAttribute);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuPointerGetAttribute);
     return attribute(data, number, pointer);
 }
 
 KV_API CUresult cuPointerGetAttributes(unsigned count, int* numbers, void** data, CUdeviceptr pointer) {
-    KV_ENTER(cuPointerGetAttributes);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuPointerGetAttributes);
     if (numbers == nullptr || data == nullptr) return CUDA_ERROR_INVALID_VALUE;
     for (unsigned i = 0; i < count; i++) {
         // For a pointer that the driver does not know, the values are null and the call succeeds.

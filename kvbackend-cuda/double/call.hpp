@@ -25,6 +25,9 @@ CUresult find_stream(Device& device, CUstream handle, std::shared_ptr<Stream>& s
 // Returns the device of this ordinal, or null.
 Device* device_at(CUdevice ordinal);
 
+// Finds the device of this ordinal, once the driver is initialised.
+CUresult find_device(CUdevice ordinal, Device*& device);
+
 // Ends the primary context of the device: drops queued work, waits for what runs, frees everything.
 void destroy_context(Device& device, std::unique_lock<std::mutex>& lock);
 
@@ -45,3 +48,29 @@ std::vector<CUcontext>& contexts();
         const CUresult tried = (expression);     \
         if (tried != CUDA_SUCCESS) return tried; \
     } while (0)
+
+// Enters a call (`call`) of a driver that must be initialised.
+#define KV_ENTER_STARTED(entry) \
+    KV_ENTER(entry);            \
+    Call call;                  \
+    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED
+
+// Enters a call for the device of an ordinal (`device`).
+#define KV_ENTER_ORDINAL(entry, ordinal) \
+    KV_ENTER(entry);                     \
+    Call call;                           \
+    Device* device = nullptr;            \
+    KV_TRY(find_device(ordinal, device))
+
+// Enters a call for the device of the current context (`device`).
+#define KV_ENTER_DEVICE(entry) \
+    KV_ENTER(entry);           \
+    Call call;                 \
+    Device* device = nullptr;  \
+    KV_TRY(call.current(device))
+
+// Enters a call for a stream (`stream`) of the current context.
+#define KV_ENTER_STREAM(entry, handle) \
+    KV_ENTER_DEVICE(entry);            \
+    std::shared_ptr<Stream> stream;    \
+    KV_TRY(find_stream(*device, handle, stream))

@@ -25,12 +25,6 @@ Device* device_of(CUcontext context) {
     return nullptr;
 }
 
-CUresult device_of_ordinal(CUdevice ordinal, Device*& device) {
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
-    device = device_at(ordinal);
-    return device == nullptr ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
-}
-
 std::shared_ptr<Pool> make_default_pool(Device& device) {
     auto pool = std::make_shared<Pool>();
     pool->device = &device;
@@ -115,10 +109,7 @@ void destroy_context(Device& device, std::unique_lock<std::mutex>& lock) {
 }  // namespace kvdouble
 
 KV_API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice ordinal) {
-    KV_ENTER(cuDevicePrimaryCtxRetain);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(device_of_ordinal(ordinal, device));
+    KV_ENTER_ORDINAL(cuDevicePrimaryCtxRetain, ordinal);
     if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
     state().progress.wait(call.lock, [&] { return !device->destroying; });
     if (device->context == nullptr) make_context(*device);
@@ -129,30 +120,21 @@ KV_API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice ordinal) {
 }
 
 KV_API CUresult cuDevicePrimaryCtxRelease_v2(CUdevice ordinal) {
-    KV_ENTER(cuDevicePrimaryCtxRelease_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(device_of_ordinal(ordinal, device));
+    KV_ENTER_ORDINAL(cuDevicePrimaryCtxRelease_v2, ordinal);
     if (device->retained == 0) return CUDA_ERROR_INVALID_CONTEXT;
     if (--device->retained == 0) destroy_context(*device, call.lock);
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuDevicePrimaryCtxReset_v2(CUdevice ordinal) {
-    KV_ENTER(cuDevicePrimaryCtxReset_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(device_of_ordinal(ordinal, device));
+    KV_ENTER_ORDINAL(cuDevicePrimaryCtxReset_v2, ordinal);
     device->retained = 0;
     if (device->context != nullptr && !device->destroying) destroy_context(*device, call.lock);
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned* flags, int* active) {
-    KV_ENTER(cuDevicePrimaryCtxGetState);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(device_of_ordinal(ordinal, device));
+    KV_ENTER_ORDINAL(cuDevicePrimaryCtxGetState, ordinal);
     if (flags == nullptr || active == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *flags = device->flags;
     *active = device->context != nullptr;
@@ -160,18 +142,13 @@ KV_API CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned* flags, in
 }
 
 KV_API CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice ordinal, unsigned flags) {
-    KV_ENTER(cuDevicePrimaryCtxSetFlags_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(device_of_ordinal(ordinal, device));
+    KV_ENTER_ORDINAL(cuDevicePrimaryCtxSetFlags_v2, ordinal);
     device->flags = flags;
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuCtxSetCurrent(CUcontext context) {
-    KV_ENTER(cuCtxSetCurrent);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuCtxSetCurrent);
     if (context != nullptr && device_of(context) == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     auto& stack = contexts();
     if (context == nullptr) {
@@ -185,27 +162,21 @@ KV_API CUresult cuCtxSetCurrent(CUcontext context) {
 }
 
 KV_API CUresult cuCtxGetCurrent(CUcontext* context) {
-    KV_ENTER(cuCtxGetCurrent);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuCtxGetCurrent);
     if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *context = contexts().empty() ? nullptr : contexts().back();
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuCtxPushCurrent_v2(CUcontext context) {
-    KV_ENTER(cuCtxPushCurrent_v2);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuCtxPushCurrent_v2);
     if (device_of(context) == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     contexts().push_back(context);
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuCtxPopCurrent_v2(CUcontext* context) {
-    KV_ENTER(cuCtxPopCurrent_v2);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuCtxPopCurrent_v2);
     if (contexts().empty()) return CUDA_ERROR_INVALID_CONTEXT;
     if (context != nullptr) *context = contexts().back();
     contexts().pop_back();
@@ -213,39 +184,27 @@ KV_API CUresult cuCtxPopCurrent_v2(CUcontext* context) {
 }
 
 KV_API CUresult cuCtxGetDevice(CUdevice* ordinal) {
-    KV_ENTER(cuCtxGetDevice);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuCtxGetDevice);
     if (ordinal == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *ordinal = device->ordinal;
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuCtxSynchronize() {
-    KV_ENTER(cuCtxSynchronize);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuCtxSynchronize);
     KV_TRY(refuse_if_capturing(device));
     return wait_for_device(*device, call.lock);
 }
 
 KV_API CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-    KV_ENTER(cuCtxGetStreamPriorityRange);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuCtxGetStreamPriorityRange);
     if (least != nullptr) *least = 0;
     if (greatest != nullptr) *greatest = -5;
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
-    KV_ENTER(cuCtxEnablePeerAccess);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuCtxEnablePeerAccess);
     const Device* other = device_of(peer);
     if (other == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     if (flags != 0) return CUDA_ERROR_INVALID_VALUE;

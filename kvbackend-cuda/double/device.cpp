@@ -81,12 +81,6 @@ constexpr Attribute attributes[] = {
 };
 constexpr int last_attribute = 147;
 
-CUresult find_device(CUdevice ordinal, Device*& device) {
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
-    device = device_at(ordinal);
-    return device == nullptr ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
-}
-
 }  // namespace
 
 namespace kvdouble {
@@ -95,6 +89,12 @@ Device* device_at(CUdevice ordinal) {
     const auto& devices = state().devices;
     if (ordinal < 0 || static_cast<size_t>(ordinal) >= devices.size()) return nullptr;
     return devices[static_cast<size_t>(ordinal)].get();
+}
+
+CUresult find_device(CUdevice ordinal, Device*& device) {
+    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    device = device_at(ordinal);
+    return device == nullptr ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS;
 }
 
 }  // namespace kvdouble
@@ -119,39 +119,28 @@ KV_API CUresult cuDriverGetVersion(int* version) {
 }
 
 KV_API CUresult cuDeviceGetCount(int* count) {
-    KV_ENTER(cuDeviceGetCount);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuDeviceGetCount);
     if (count == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *count = static_cast<int>(state().devices.size());
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuDeviceGet(CUdevice* result, int ordinal) {
-    KV_ENTER(cuDeviceGet);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(find_device(ordinal, device));
+    KV_ENTER_ORDINAL(cuDeviceGet, ordinal);
     if (result == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *result = ordinal;
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuDeviceGetName(char* name, int length, CUdevice ordinal) {
-    KV_ENTER(cuDeviceGetName);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(find_device(ordinal, device));
+    KV_ENTER_ORDINAL(cuDeviceGetName, ordinal);
     if (name == nullptr || length <= 0) return CUDA_ERROR_INVALID_VALUE;
     std::snprintf(name, static_cast<size_t>(length), "%s", device->name.c_str());
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice ordinal) {
-    KV_ENTER(cuDeviceGetUuid_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(find_device(ordinal, device));
+    KV_ENTER_ORDINAL(cuDeviceGetUuid_v2, ordinal);
     if (uuid == nullptr) return CUDA_ERROR_INVALID_VALUE;
     std::memcpy(uuid->bytes, "kv test double ", 15);
     uuid->bytes[15] = static_cast<unsigned char>(ordinal);
@@ -161,20 +150,14 @@ KV_API CUresult cuDeviceGetUuid_v2(CUuuid* uuid, CUdevice ordinal) {
 KV_API CUresult cuDeviceGetUuid(CUuuid* uuid, CUdevice ordinal) { return cuDeviceGetUuid_v2(uuid, ordinal); }
 
 KV_API CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice ordinal) {
-    KV_ENTER(cuDeviceTotalMem_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(find_device(ordinal, device));
+    KV_ENTER_ORDINAL(cuDeviceTotalMem_v2, ordinal);
     if (bytes == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *bytes = device->limit;
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice ordinal) {
-    KV_ENTER(cuDeviceGetAttribute);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(find_device(ordinal, device));
+    KV_ENTER_ORDINAL(cuDeviceGetAttribute, ordinal);
     if (value == nullptr || attribute < 1 || attribute > last_attribute) return CUDA_ERROR_INVALID_VALUE;
     *value = attribute == 33 ? ordinal + 1 : 0;  // PCI_BUS_ID
     for (const Attribute& known : attributes) {
@@ -184,20 +167,14 @@ KV_API CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice ordinal
 }
 
 KV_API CUresult cuDeviceGetPCIBusId(char* id, int length, CUdevice ordinal) {
-    KV_ENTER(cuDeviceGetPCIBusId);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(find_device(ordinal, device));
+    KV_ENTER_ORDINAL(cuDeviceGetPCIBusId, ordinal);
     if (id == nullptr || length < 13) return CUDA_ERROR_INVALID_VALUE;
     std::snprintf(id, static_cast<size_t>(length), "0000:%02X:00.0", static_cast<unsigned>(ordinal + 1) & 0xff);
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuDeviceCanAccessPeer(int* can, CUdevice ordinal, CUdevice peer) {
-    KV_ENTER(cuDeviceCanAccessPeer);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(find_device(ordinal, device));
+    KV_ENTER_ORDINAL(cuDeviceCanAccessPeer, ordinal);
     KV_TRY(find_device(peer, device));
     if (can == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *can = ordinal != peer;

@@ -26,10 +26,7 @@ CUresult refuse_captured(const Event& event) {
 }  // namespace
 
 KV_API CUresult cuEventCreate(CUevent* result, unsigned flags) {
-    KV_ENTER(cuEventCreate);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuEventCreate);
     if (result == nullptr || flags > 3) return CUDA_ERROR_INVALID_VALUE;
     auto event = std::make_shared<Event>();
     event->device = device;
@@ -40,9 +37,7 @@ KV_API CUresult cuEventCreate(CUevent* result, unsigned flags) {
 }
 
 KV_API CUresult cuEventDestroy_v2(CUevent handle) {
-    KV_ENTER(cuEventDestroy_v2);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuEventDestroy_v2);
     const auto event = state().events.find(handle);
     if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
     state().events.entries.erase(handle);
@@ -50,12 +45,7 @@ KV_API CUresult cuEventDestroy_v2(CUevent handle) {
 }
 
 KV_API CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
-    KV_ENTER(cuEventRecord);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, stream_handle, stream));
+    KV_ENTER_STREAM(cuEventRecord, stream_handle);
     std::shared_ptr<Event> event;
     KV_TRY(find_event(handle, event));
     if (event->device != device) return CUDA_ERROR_INVALID_HANDLE;

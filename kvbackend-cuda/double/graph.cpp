@@ -62,12 +62,7 @@ int status_of(const Stream& stream) {
 }  // namespace
 
 KV_API CUresult cuStreamBeginCapture_v2(CUstream handle, int mode) {
-    KV_ENTER(cuStreamBeginCapture_v2);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamBeginCapture_v2, handle);
     if (mode < 0 || mode > 2) return CUDA_ERROR_INVALID_VALUE;
     if (stream == device->legacy) return CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
     if (stream->capture != nullptr) return CUDA_ERROR_ILLEGAL_STATE;
@@ -84,12 +79,7 @@ KV_API CUresult cuStreamBeginCapture_v2(CUstream handle, int mode) {
 }
 
 KV_API CUresult cuStreamEndCapture(CUstream handle, CUgraph* result) {
-    KV_ENTER(cuStreamEndCapture);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamEndCapture, handle);
     if (result == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *result = nullptr;
     const auto capture = stream->capture;
@@ -110,12 +100,7 @@ KV_API CUresult cuStreamEndCapture(CUstream handle, CUgraph* result) {
 }
 
 KV_API CUresult cuStreamIsCapturing(CUstream handle, int* status) {
-    KV_ENTER(cuStreamIsCapturing);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamIsCapturing, handle);
     if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *status = status_of(*stream);
     return CUDA_SUCCESS;
@@ -124,12 +109,7 @@ KV_API CUresult cuStreamIsCapturing(CUstream handle, int* status) {
 // The graph and its dependencies while a capture is under way are not given out.
 KV_API CUresult cuStreamGetCaptureInfo_v3(CUstream handle, int* status, uint64_t* id, CUgraph* graph,
                                           const CUgraphNode** nodes, const void** edges, size_t* count) {
-    KV_ENTER(cuStreamGetCaptureInfo_v3);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamGetCaptureInfo_v3, handle);
     if (status == nullptr) return CUDA_ERROR_INVALID_VALUE;
     if (graph != nullptr || nodes != nullptr || edges != nullptr || count != nullptr) return CUDA_ERROR_NOT_SUPPORTED;
     *status = status_of(*stream);
@@ -152,9 +132,7 @@ KV_API CUresult cuThreadExchangeStreamCaptureMode(int* mode) {
 }
 
 KV_API CUresult cuGraphGetNodes(CUgraph handle, CUgraphNode* nodes, size_t* count) {
-    KV_ENTER(cuGraphGetNodes);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuGraphGetNodes);
     const auto graph = state().graphs.find(handle);
     if (graph == nullptr || count == nullptr) return CUDA_ERROR_INVALID_VALUE;
     const size_t there = graph->nodes.size();
@@ -182,10 +160,7 @@ KV_API CUresult cuGraphNodeGetType(CUgraphNode node, int* type) {
 }
 
 KV_API CUresult cuGraphInstantiateWithFlags(CUgraphExec* result, CUgraph handle, unsigned long long flags) {
-    KV_ENTER(cuGraphInstantiateWithFlags);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuGraphInstantiateWithFlags);
     const auto graph = state().graphs.find(handle);
     KV_TRY(find_in(graph, *device));
     // 1 frees on launch and 8 keeps priorities of nodes; upload and launches from the device are not modelled.
@@ -199,12 +174,7 @@ KV_API CUresult cuGraphInstantiateWithFlags(CUgraphExec* result, CUgraph handle,
 }
 
 KV_API CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
-    KV_ENTER(cuGraphLaunch);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, stream_handle, stream));
+    KV_ENTER_STREAM(cuGraphLaunch, stream_handle);
     const auto exec = state().execs.find(handle);
     KV_TRY(find_in(exec, *device));
     if (stream->capture != nullptr) {
@@ -218,19 +188,12 @@ KV_API CUresult cuGraphLaunch(CUgraphExec handle, CUstream stream_handle) {
 }
 
 KV_API CUresult cuGraphUpload(CUgraphExec handle, CUstream stream_handle) {
-    KV_ENTER(cuGraphUpload);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, stream_handle, stream));
+    KV_ENTER_STREAM(cuGraphUpload, stream_handle);
     return find_in(state().execs.find(handle), *device);
 }
 
 KV_API CUresult cuGraphExecDestroy(CUgraphExec handle) {
-    KV_ENTER(cuGraphExecDestroy);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuGraphExecDestroy);
     const auto exec = state().execs.find(handle);
     if (exec == nullptr) return CUDA_ERROR_INVALID_VALUE;
     state().execs.entries.erase(handle);
@@ -238,9 +201,7 @@ KV_API CUresult cuGraphExecDestroy(CUgraphExec handle) {
 }
 
 KV_API CUresult cuGraphDestroy(CUgraph handle) {
-    KV_ENTER(cuGraphDestroy);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuGraphDestroy);
     const auto graph = state().graphs.find(handle);
     if (graph == nullptr) return CUDA_ERROR_INVALID_VALUE;
     state().graphs.entries.erase(handle);

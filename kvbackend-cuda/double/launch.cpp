@@ -41,12 +41,7 @@ bool sizes_fit(const Index& grid, const Index& block, const Kernel& kernel) {
 KV_API CUresult cuLaunchKernel(CUfunction handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                                unsigned block_y, unsigned block_z, unsigned shared, CUstream stream_handle,
                                void** parameters, void** extra) {
-    KV_ENTER(cuLaunchKernel);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, stream_handle, stream));
+    KV_ENTER_STREAM(cuLaunchKernel, stream_handle);
     const auto function = state().functions.find(handle);
     if (function == nullptr || function->device != device) return CUDA_ERROR_INVALID_HANDLE;
     const Kernel& kernel = *function->kernel;

@@ -151,9 +151,7 @@ KV_API CUresult cuModuleLoadDataEx(CUmodule* result, const void* image, unsigned
 }
 
 KV_API CUresult cuModuleUnload(CUmodule handle) {
-    KV_ENTER(cuModuleUnload);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuModuleUnload);
     const auto module = state().modules.find(handle);
     if (module == nullptr) return CUDA_ERROR_INVALID_HANDLE;
     for (const auto& [name, function] : module->functions) state().functions.entries.erase(function);
@@ -162,10 +160,7 @@ KV_API CUresult cuModuleUnload(CUmodule handle) {
 }
 
 KV_API CUresult cuModuleGetFunction(CUfunction* result, CUmodule handle, const char* name) {
-    KV_ENTER(cuModuleGetFunction);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuModuleGetFunction);
     const auto module = state().modules.find(handle);
     if (module == nullptr || module->device != device) return CUDA_ERROR_INVALID_HANDLE;
     if (result == nullptr || name == nullptr) return CUDA_ERROR_INVALID_VALUE;

@@ -62,18 +62,12 @@ CUresult allocate_from(Call& call, Device& device, const std::shared_ptr<Pool>& 
 }  // namespace
 
 KV_API CUresult cuMemAllocAsync(CUdeviceptr* result, size_t size, CUstream handle) {
-    KV_ENTER(cuMemAllocAsync);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemAllocAsync);
     return allocate_from(call, *device, device->current_pool, result, size, handle);
 }
 
 KV_API CUresult cuMemAllocFromPoolAsync(CUdeviceptr* result, size_t size, CUmemoryPool pool_handle, CUstream handle) {
-    KV_ENTER(cuMemAllocFromPoolAsync);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemAllocFromPoolAsync);
     std::shared_ptr<Pool> pool;
     KV_TRY(find_pool(pool_handle, pool));
     return allocate_from(call, *device, pool, result, size, handle);
@@ -120,9 +114,7 @@ KV_API CUresult cuMemFreeAsync(CUdeviceptr pointer, CUstream handle) {
 }
 
 KV_API CUresult cuMemPoolCreate(CUmemoryPool* result, const CUmemPoolProps* properties) {
-    KV_ENTER(cuMemPoolCreate);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuMemPoolCreate);
     if (result == nullptr || properties == nullptr || properties->allocType != 1 || properties->location.type != 1) {
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -142,9 +134,7 @@ KV_API CUresult cuMemPoolCreate(CUmemoryPool* result, const CUmemPoolProps* prop
 
 // Copies between devices need no access in the double, so that it is checked and not kept.
 KV_API CUresult cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc* access, size_t count) {
-    KV_ENTER(cuMemPoolSetAccess);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuMemPoolSetAccess);
     const auto pool = state().pools.find(handle);
     if (pool == nullptr || access == nullptr || count == 0) return CUDA_ERROR_INVALID_VALUE;
     for (size_t i = 0; i < count; i++) {
@@ -157,9 +147,7 @@ KV_API CUresult cuMemPoolSetAccess(CUmemoryPool handle, const CUmemAccessDesc* a
 
 // What is allocated lives on; the pool ends with the last of it.
 KV_API CUresult cuMemPoolDestroy(CUmemoryPool handle) {
-    KV_ENTER(cuMemPoolDestroy);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuMemPoolDestroy);
     const auto pool = state().pools.find(handle);
     if (pool == nullptr || pool->is_default) return CUDA_ERROR_INVALID_VALUE;
     state().pools.entries.erase(handle);
@@ -223,11 +211,7 @@ KV_API CUresult cuMemPoolSetAttribute(CUmemoryPool handle, int attribute, void* 
 }
 
 KV_API CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* result, CUdevice ordinal) {
-    KV_ENTER(cuDeviceGetDefaultMemPool);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
-    const Device* device = device_at(ordinal);
-    if (device == nullptr) return CUDA_ERROR_INVALID_DEVICE;
+    KV_ENTER_ORDINAL(cuDeviceGetDefaultMemPool, ordinal);
     if (result == nullptr) return CUDA_ERROR_INVALID_VALUE;
     if (device->default_pool == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     *result = device->default_pool->handle;
@@ -235,11 +219,7 @@ KV_API CUresult cuDeviceGetDefaultMemPool(CUmemoryPool* result, CUdevice ordinal
 }
 
 KV_API CUresult cuDeviceGetMemPool(CUmemoryPool* result, CUdevice ordinal) {
-    KV_ENTER(cuDeviceGetMemPool);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
-    const Device* device = device_at(ordinal);
-    if (device == nullptr) return CUDA_ERROR_INVALID_DEVICE;
+    KV_ENTER_ORDINAL(cuDeviceGetMemPool, ordinal);
     if (result == nullptr) return CUDA_ERROR_INVALID_VALUE;
     if (device->current_pool == nullptr) return CUDA_ERROR_INVALID_CONTEXT;
     *result = device->current_pool->handle;

@@ -34,9 +34,7 @@ KV_API CUresult cuStreamCreate(CUstream* result, unsigned flags) {
 
 // Queued work still runs; a capture that the stream takes part in becomes invalid.
 KV_API CUresult cuStreamDestroy_v2(CUstream handle) {
-    KV_ENTER(cuStreamDestroy_v2);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuStreamDestroy_v2);
     auto stream = state().streams.find(handle);
     if (stream == nullptr) return CUDA_ERROR_INVALID_HANDLE;
     if (stream->capture != nullptr) {
@@ -51,23 +49,13 @@ KV_API CUresult cuStreamDestroy_v2(CUstream handle) {
 }
 
 KV_API CUresult cuStreamSynchronize(CUstream handle) {
-    KV_ENTER(cuStreamSynchronize);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamSynchronize, handle);
     KV_TRY(refuse_if_capturing(*stream));
     return wait_for(*stream, stream->submitted, call.lock);
 }
 
 KV_API CUresult cuStreamQuery(CUstream handle) {
-    KV_ENTER(cuStreamQuery);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamQuery, handle);
     KV_TRY(refuse_if_capturing(*stream));
     if (stream->completed == stream->submitted) {
         stream->queries = 0;
@@ -78,36 +66,21 @@ KV_API CUresult cuStreamQuery(CUstream handle) {
 }
 
 KV_API CUresult cuStreamGetCtx(CUstream handle, CUcontext* context) {
-    KV_ENTER(cuStreamGetCtx);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamGetCtx, handle);
     if (context == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *context = device->context;
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuStreamGetPriority(CUstream handle, int* priority) {
-    KV_ENTER(cuStreamGetPriority);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamGetPriority, handle);
     if (priority == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *priority = stream->priority;
     return CUDA_SUCCESS;
 }
 
 KV_API CUresult cuStreamGetFlags(CUstream handle, unsigned* flags) {
-    KV_ENTER(cuStreamGetFlags);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamGetFlags, handle);
     if (flags == nullptr) return CUDA_ERROR_INVALID_VALUE;
     *flags = stream->flags;
     return CUDA_SUCCESS;
@@ -115,12 +88,7 @@ KV_API CUresult cuStreamGetFlags(CUstream handle, unsigned* flags) {
 
 // The event may be of another device. A stream that waits for an event of a capture joins the capture.
 KV_API CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigned flags) {
-    KV_ENTER(cuStreamWaitEvent);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuStreamWaitEvent, handle);
     const auto event = state().events.find(event_handle);
     if (event == nullptr) return CUDA_ERROR_INVALID_HANDLE;
     if (flags > 1) return CUDA_ERROR_INVALID_VALUE;
@@ -153,12 +121,7 @@ KV_API CUresult cuStreamWaitEvent(CUstream handle, CUevent event_handle, unsigne
 
 // The function runs on the stream's worker, and not at all once the device is lost.
 KV_API CUresult cuLaunchHostFunc(CUstream handle, CUhostFn function, void* argument) {
-    KV_ENTER(cuLaunchHostFunc);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
-    std::shared_ptr<Stream> stream;
-    KV_TRY(find_stream(*device, handle, stream));
+    KV_ENTER_STREAM(cuLaunchHostFunc, handle);
     if (function == nullptr) return CUDA_ERROR_INVALID_VALUE;
     return submit(stream, 3, [function, argument] {
         function(argument);

@@ -53,9 +53,7 @@ std::vector<Mapping*> mappings_of(CUdeviceptr pointer, size_t size) {
 }  // namespace
 
 KV_API CUresult cuMemGetAllocationGranularity(size_t* result, const CUmemAllocationProp* property, int option) {
-    KV_ENTER(cuMemGetAllocationGranularity);
-    Call call;
-    if (!state().initialised) return CUDA_ERROR_NOT_INITIALIZED;
+    KV_ENTER_STARTED(cuMemGetAllocationGranularity);
     if (result == nullptr || option < 0 || option > 1) return CUDA_ERROR_INVALID_VALUE;
     if (!is_device_property(property, nullptr)) return CUDA_ERROR_INVALID_VALUE;
     *result = granularity;
@@ -64,10 +62,7 @@ KV_API CUresult cuMemGetAllocationGranularity(size_t* result, const CUmemAllocat
 
 KV_API CUresult cuMemAddressReserve(CUdeviceptr* result, size_t size, size_t alignment, CUdeviceptr,
                                     unsigned long long flags) {
-    KV_ENTER(cuMemAddressReserve);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemAddressReserve);
     if (result == nullptr || size == 0 || size % granularity != 0 || flags != 0 || (alignment & (alignment - 1)) != 0) {
         return CUDA_ERROR_INVALID_VALUE;
     }
@@ -95,10 +90,7 @@ KV_API CUresult cuMemAddressFree(CUdeviceptr pointer, size_t size) {
 
 KV_API CUresult cuMemCreate(CUmemGenericAllocationHandle* result, size_t size, const CUmemAllocationProp* property,
                             unsigned long long flags) {
-    KV_ENTER(cuMemCreate);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemCreate);
     if (result == nullptr || size == 0 || size % granularity != 0 || flags != 0) return CUDA_ERROR_INVALID_VALUE;
     if (!is_device_property(property, device)) return CUDA_ERROR_INVALID_VALUE;
     if (property->requestedHandleTypes != 0) return CUDA_ERROR_NOT_SUPPORTED;
@@ -144,10 +136,7 @@ KV_API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 
 KV_API CUresult cuMemMap(CUdeviceptr pointer, size_t size, size_t offset, CUmemGenericAllocationHandle handle,
                          unsigned long long flags) {
-    KV_ENTER(cuMemMap);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemMap);
     const auto found = memory().physical.find(handle);
     if (found == memory().physical.end() || found->second->device != device || flags != 0)
         return CUDA_ERROR_INVALID_VALUE;
@@ -191,10 +180,7 @@ KV_API CUresult cuMemUnmap(CUdeviceptr pointer, size_t size) {
 
 // The range is one or more whole mappings. Access is given to the device that the memory belongs to.
 KV_API CUresult cuMemSetAccess(CUdeviceptr pointer, size_t size, const CUmemAccessDesc* descriptions, size_t count) {
-    KV_ENTER(cuMemSetAccess);
-    Call call;
-    Device* device = nullptr;
-    KV_TRY(call.current(device));
+    KV_ENTER_DEVICE(cuMemSetAccess);
     if (descriptions == nullptr || count == 0) return CUDA_ERROR_INVALID_VALUE;
     const auto found = mappings_of(pointer, size);
     if (found.empty()) return CUDA_ERROR_INVALID_VALUE;
