@@ -3,100 +3,21 @@
 use std::sync::Arc;
 
 use kvbackend_ascend::dense::AscendDenseSteps;
+use kvconform::devices::{DIM, OneRow, row_step as step};
 use kvcore::{
-    Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, Error, Graph, GraphCache, GraphKey,
-    KeyForm, KvArena, KvShape, MemoryKind, QueryRow, Rope, RopeConfig, RowRotation, Scatter, Segment,
-    StepInputs, Stream, TensorView, WriteSlots, allocate_tensor,
+    AttendRows, AttendWork, Backend, BlockId, DType, Error, Graph, GraphCache, GraphKey, QueryRow, Segment,
+    StepInputs, TensorView, WriteSlots,
 };
 
-use crate::common::{arena, download, noise, opened, upload};
+use crate::common::{download, noise, opened};
 use crate::simulator::{EAGER, LAZY, alone};
-
-const DIM: usize = 64;
-const LAYERS: usize = 3;
 
 /// Code of ACL for a capture that was broken.
 const CAPTURE_INVALIDATED: i32 = 507_903;
 
-struct Bench {
-    stream: Arc<dyn Stream>,
-    arena: KvArena,
-    rope: Arc<Rope>,
-    rows: TensorView,
-    out: TensorView,
-}
-
-impl Bench {
-    fn new(device: usize) -> Self {
-        let backend = opened(device).unwrap();
-        let shape = KvShape {
-            num_layers: LAYERS,
-            num_blocks: 32,
-            block_size: 16,
-            k_heads: 2,
-            v_heads: 2,
-            k_dim: DIM,
-            v_dim: DIM,
-            format: DType::BF16.into(),
-            order: BlockOrder::TokenMajor,
-        };
-        let bytes: Vec<u8> = noise(3, 2 * DIM)
-            .iter()
-            .flat_map(|&byte| (f32::from(byte) / 128.0 - 1.0).to_ne_bytes())
-            .collect();
-        Self {
-            arena: arena(backend.as_ref(), shape),
-            stream: backend.stream().unwrap(),
-            rope: Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 4096).unwrap()),
-            rows: upload(backend.as_ref(), DType::F32, &[1, 2, DIM], &bytes),
-            out: allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[1, 2, DIM]).unwrap(),
-        }
-    }
-
-    fn enqueue(&self, step: &StepInputs) -> kvcore::Result<()> {
-        for layer in 0..LAYERS {
-            let (rope, positions) = (Arc::clone(&self.rope), Arc::clone(&step.positions));
-            self.stream.scatter(&Scatter {
-                arena: self.arena.clone(),
-                layer,
-                k: self.rows.clone(),
-                v: self.rows.clone(),
-                slots: step.slots.clone(),
-                rotation: Some(RowRotation { rope, positions }),
-            })?;
-            self.stream.attend(&Attend {
-                arena: self.arena.clone(),
-                layer,
-                q: self.rows.clone(),
-                rope: Some(Arc::clone(&self.rope)),
-                keys: KeyForm::Rotated,
-                work: Arc::clone(&step.work),
-                scale: 0.125,
-                window: None,
-                softcap: None,
-                out: self.out.clone(),
-                lse: None,
-            })?;
-        }
-        Ok(())
-    }
-
-    fn capture(&self, step: &StepInputs) -> Arc<dyn Graph> {
-        self.stream.capture(step, &mut || self.enqueue(step)).unwrap()
-    }
-}
-
-/// Returns the step of a sequence at position `at`, over `at + 1` tokens of its own.
-fn step(at: usize) -> StepInputs {
-    let blocks: Arc<[BlockId]> = (0..=at / 16).map(|block| BlockId(block as u32)).collect();
-    let row = QueryRow { logical: at, position: at as i64 };
-    let entry = AttendRows::new(0..1, [Segment::new(blocks, at + 1, 0, 0)]);
-    StepInputs {
-        tokens: [(at % 7) as u32].into(),
-        positions: [row.position].into(),
-        slots: WriteSlots::unchecked(vec![at as i64]),
-        work: Arc::new(AttendWork::new([row], [entry])),
-    }
+/// Returns the fixture on a device.
+fn row_on(device: usize) -> OneRow {
+    OneRow::new(opened(device).unwrap().as_ref()).unwrap()
 }
 
 /// Returns how many tasks of a kind were enqueued.
@@ -107,10 +28,10 @@ fn queued(trace: &[String], kind: &str) -> usize {
 #[test]
 fn a_capture_that_is_broken_does_not_lose_the_device() {
     let Some((simulator, _alone)) = alone() else { return };
-    let bench = Bench::new(EAGER);
+    let bench = row_on(EAGER);
     let step = step(20);
     simulator.fail("aclmdlRICaptureEnd", 1, CAPTURE_INVALIDATED);
-    let broken = bench.stream.capture(&step, &mut || bench.enqueue(&step)).map(drop);
+    let broken = bench.capture(&step).map(drop);
     assert!(matches!(broken, Err(Error::Device { .. })), "{broken:?}");
     bench.enqueue(&step).unwrap();
     bench.stream.synchronize().unwrap();
@@ -119,9 +40,9 @@ fn a_capture_that_is_broken_does_not_lose_the_device() {
 #[test]
 fn inputs_past_the_room_of_a_graph_ask_for_another_one() {
     let Some((_, _alone)) = alone() else { return };
-    let bench = Bench::new(EAGER);
+    let bench = row_on(EAGER);
     bench.enqueue(&step(3)).unwrap();
-    let graph = bench.capture(&step(3));
+    let graph = bench.capture(&step(3)).unwrap();
     // So many chunks, each at an offset of its own.
     let many = |n: usize| {
         let chunk = |i: usize| Segment::new([BlockId(1)].into(), 1, i, i as i64).at_offset(3 * i as i64);
@@ -166,26 +87,11 @@ fn inputs_past_the_room_of_a_graph_ask_for_another_one() {
 fn a_capture_takes_no_replay_and_keeps_the_lists_of_one_operation() {
     let Some((_, _alone)) = alone() else { return };
     for device in [EAGER, LAZY] {
-        let bench = Bench::new(device);
+        let bench = row_on(device);
         let inputs = step(40);
         bench.enqueue(&inputs).unwrap();
         let expected = download(bench.stream.as_ref(), &bench.out);
-        let attend = || {
-            bench.stream.attend(&Attend {
-                arena: bench.arena.clone(),
-                layer: LAYERS - 1,
-                q: bench.rows.clone(),
-                rope: Some(Arc::clone(&bench.rope)),
-                keys: KeyForm::Rotated,
-                work: Arc::clone(&inputs.work),
-                scale: 0.125,
-                window: None,
-                softcap: None,
-                out: bench.out.clone(),
-                lse: None,
-            })
-        };
-        let graph = bench.stream.capture(&inputs, &mut || attend()).unwrap();
+        let graph = bench.stream.capture(&inputs, &mut || bench.attend(2, &inputs)).unwrap();
         bench.stream.write(&bench.out, &[0; 4 * 2 * DIM]).unwrap();
         graph.replay(&inputs).unwrap();
         assert_eq!(download(bench.stream.as_ref(), &bench.out), expected);
@@ -199,10 +105,10 @@ fn a_capture_takes_no_replay_and_keeps_the_lists_of_one_operation() {
 #[test]
 fn replays_that_are_ahead_take_a_bounded_amount_of_pinned_memory() {
     let Some((simulator, _alone)) = alone() else { return };
-    let bench = Bench::new(LAZY);
+    let bench = row_on(LAZY);
     let inputs = step(3);
     bench.enqueue(&inputs).unwrap();
-    let graph = bench.capture(&inputs);
+    let graph = bench.capture(&inputs).unwrap();
     let pinned = [40, 200].map(|times| {
         for _ in 0..times {
             graph.replay(&inputs).unwrap();
@@ -268,15 +174,15 @@ fn dense_steps_join_a_capture() {
 fn graphs_of_a_stream_share_the_memory_between_their_operators() {
     let Some((simulator, _alone)) = alone() else { return };
     let at_first = simulator.live(LAZY);
-    let bench = Bench::new(LAZY);
+    let bench = row_on(LAZY);
     let bytes = |run: &dyn Fn() -> Arc<dyn Graph>| {
         let before = simulator.live(LAZY)[0];
         let graph = run();
         (simulator.live(LAZY)[0] - before, graph)
     };
     bench.enqueue(&step(3)).unwrap();
-    let (of_one, first) = bytes(&|| bench.capture(&step(3)));
-    let (of_two, second) = bytes(&|| bench.capture(&step(40)));
+    let (of_one, first) = bytes(&|| bench.capture(&step(3)).unwrap());
+    let (of_two, second) = bytes(&|| bench.capture(&step(40)).unwrap());
     assert!(of_one > 1 << 20, "{of_one} bytes");
     assert!(of_two < 1 << 18, "the second has {of_two} bytes of its own");
     for (graph, at) in [(&first, 5), (&second, 40), (&first, 9)] {
@@ -293,10 +199,10 @@ fn graphs_of_a_stream_share_the_memory_between_their_operators() {
 fn every_call_that_a_capture_makes_may_be_refused_and_nothing_is_held() {
     let Some((simulator, _alone)) = alone() else { return };
     let everything = || -> kvcore::Result<()> {
-        let bench = Bench::new(EAGER);
+        let bench = row_on(EAGER);
         let inputs = step(3);
         bench.enqueue(&inputs)?;
-        let graph = bench.stream.capture(&inputs, &mut || bench.enqueue(&inputs))?;
+        let graph = bench.capture(&inputs)?;
         graph.replay(&step(4))?;
         graph.replay(&step(5))?;
         bench.stream.synchronize()

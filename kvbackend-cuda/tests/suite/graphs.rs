@@ -3,102 +3,26 @@
 use std::sync::Arc;
 
 use kvbackend_cuda::dense::{CudaSteps, StoredKind};
+use kvconform::devices::{DIM, OneRow, row_step as step};
 use kvcore::{
-    Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, Error, Graph, KeyForm, KvArena,
-    KvShape, MemoryKind, QueryRow, Rope, RopeConfig, RowRotation, Scatter, Segment, StepInputs, Stream,
-    TensorView, WriteSlots, allocate_tensor,
+    AttendRows, AttendWork, Backend, BlockId, Error, Graph, QueryRow, Segment, StepInputs, TensorView,
 };
 
-use crate::common::{arena, noise, opened, upload};
+use crate::common::{noise, opened};
 use crate::double::{EAGER, LAZY, alone};
 
-const DIM: usize = 64;
-const LAYERS: usize = 3;
-
-struct Bench {
-    stream: Arc<dyn Stream>,
-    arena: KvArena,
-    rope: Arc<Rope>,
-    rows: TensorView,
-    out: TensorView,
-}
-
-impl Bench {
-    fn new(device: usize) -> Self {
-        let backend = opened(device).unwrap();
-        let shape = KvShape {
-            num_layers: LAYERS,
-            num_blocks: 32,
-            block_size: 16,
-            k_heads: 2,
-            v_heads: 2,
-            k_dim: DIM,
-            v_dim: DIM,
-            format: DType::BF16.into(),
-            order: BlockOrder::TokenMajor,
-        };
-        let bytes: Vec<u8> = noise(3, 2 * DIM)
-            .iter()
-            .flat_map(|&byte| (f32::from(byte) / 128.0 - 1.0).to_ne_bytes())
-            .collect();
-        Self {
-            arena: arena(backend.as_ref(), shape),
-            stream: backend.stream().unwrap(),
-            rope: Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 4096).unwrap()),
-            rows: upload(backend.as_ref(), DType::F32, &[1, 2, DIM], &bytes),
-            out: allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[1, 2, DIM]).unwrap(),
-        }
-    }
-
-    fn enqueue(&self, step: &StepInputs) -> kvcore::Result<()> {
-        for layer in 0..LAYERS {
-            let (rope, positions) = (Arc::clone(&self.rope), Arc::clone(&step.positions));
-            self.stream.scatter(&Scatter {
-                arena: self.arena.clone(),
-                layer,
-                k: self.rows.clone(),
-                v: self.rows.clone(),
-                slots: step.slots.clone(),
-                rotation: Some(RowRotation { rope, positions }),
-            })?;
-            self.stream.attend(&Attend {
-                arena: self.arena.clone(),
-                layer,
-                q: self.rows.clone(),
-                rope: Some(Arc::clone(&self.rope)),
-                keys: KeyForm::Rotated,
-                work: Arc::clone(&step.work),
-                scale: 0.125,
-                window: None,
-                softcap: None,
-                out: self.out.clone(),
-                lse: None,
-            })?;
-        }
-        Ok(())
-    }
-}
-
-/// Returns the step of a sequence at position `at`, over `at + 1` tokens of its own.
-fn step(at: usize) -> StepInputs {
-    let blocks: Arc<[BlockId]> = (0..=at / 16).map(|block| BlockId(block as u32)).collect();
-    let row = QueryRow { logical: at, position: at as i64 };
-    let entry = AttendRows::new(0..1, [Segment::new(blocks, at + 1, 0, 0)]);
-    StepInputs {
-        tokens: [(at % 7) as u32].into(),
-        positions: [row.position].into(),
-        slots: WriteSlots::unchecked(vec![at as i64]),
-        work: Arc::new(AttendWork::new([row], [entry])),
-    }
+/// Returns the fixture on a device.
+fn row_on(device: usize) -> OneRow {
+    OneRow::new(opened(device).unwrap().as_ref()).unwrap()
 }
 
 #[test]
 fn inputs_past_the_room_of_a_graph_are_refused_by_name() {
     let Some((_, _alone)) = alone() else { return };
-    let bench = Bench::new(EAGER);
+    let bench = row_on(EAGER);
     bench.enqueue(&step(3)).unwrap();
     let inputs = step(3);
-    let graph = bench.stream.capture(&inputs, &mut || bench.enqueue(&inputs)).unwrap();
+    let graph = bench.capture(&inputs).unwrap();
     let many = |n: usize| {
         let segments: Vec<_> = (0..n).map(|i| Segment::new([BlockId(1)].into(), 1, i, i as i64)).collect();
         let row = QueryRow { logical: n, position: 3 };

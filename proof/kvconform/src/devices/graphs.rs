@@ -1,11 +1,128 @@
 //! Captured graphs on a double: their launches and their memory.
 
-use kvcore::{DType, GraphCache, GraphKey, GraphRun};
+use std::sync::Arc;
+
+use kvcore::{
+    Attend, AttendRows, AttendWork, Backend, BlockId, BlockOrder, DType, Graph, GraphCache, GraphKey,
+    GraphRun, KeyForm, KvArena, KvShape, MemoryKind, QueryRow, Result, Rope, RopeConfig, RowRotation,
+    Scatter, Segment, StepInputs, Stream, TensorView, WriteSlots, allocate_tensor,
+};
 
 use super::{DeviceRig, DriverDouble, DriverFault, EAGER, LAZY, same, same_bytes};
 use crate::bench::{Bench, Outcome, ensure};
 use crate::cases::graphs::{DecodeStep, LAYERS, own_tokens as step};
-use crate::raw::{download, noise, upload};
+use crate::raw::{self, download, noise, upload};
+
+/// Dimensions of a head in the steps of [`OneRow`].
+pub const DIM: usize = 64;
+
+/// Layers of the steps of [`OneRow`].
+const ROW_LAYERS: usize = 3;
+
+/// Decode steps of one sequence, for the tests of a backend: each layer stores a row of two heads of [`DIM`]
+/// numbers in a pool of 32 blocks of 16 tokens, and attends with it.
+#[derive(Debug)]
+pub struct OneRow {
+    /// Stream of the steps.
+    pub stream: Arc<dyn Stream>,
+    arena: KvArena,
+    /// Angles of keys and queries.
+    pub rope: Arc<Rope>,
+    rows: TensorView,
+    /// Output of the last layer.
+    pub out: TensorView,
+}
+
+impl OneRow {
+    /// Allocates the pool, the row and the output on a device.
+    ///
+    /// # Errors
+    /// Returns the errors of the allocations and of the copy of the row.
+    pub fn new(backend: &dyn Backend) -> Result<Self> {
+        let shape = KvShape {
+            num_layers: ROW_LAYERS,
+            num_blocks: 32,
+            block_size: 16,
+            k_heads: 2,
+            v_heads: 2,
+            k_dim: DIM,
+            v_dim: DIM,
+            format: DType::BF16.into(),
+            order: BlockOrder::TokenMajor,
+        };
+        let number = |byte| (f32::from(byte) / 128.0 - 1.0).to_ne_bytes();
+        let bytes: Vec<u8> = noise(3, 2 * DIM).into_iter().flat_map(number).collect();
+        Ok(Self {
+            arena: raw::arena(backend, shape)?,
+            stream: backend.stream()?,
+            rope: Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 4096)?),
+            rows: upload(backend, DType::F32, &[1, 2, DIM], &bytes)?,
+            out: allocate_tensor(backend, MemoryKind::Device, DType::F32, &[1, 2, DIM])?,
+        })
+    }
+
+    /// Enqueues all layers of a step.
+    ///
+    /// # Errors
+    /// Returns the errors of the stream.
+    pub fn enqueue(&self, step: &StepInputs) -> Result<()> {
+        for layer in 0..ROW_LAYERS {
+            let (rope, positions) = (Arc::clone(&self.rope), Arc::clone(&step.positions));
+            self.stream.scatter(&Scatter {
+                arena: self.arena.clone(),
+                layer,
+                k: self.rows.clone(),
+                v: self.rows.clone(),
+                slots: step.slots.clone(),
+                rotation: Some(RowRotation { rope, positions }),
+            })?;
+            self.attend(layer, step)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues the attention of one layer.
+    ///
+    /// # Errors
+    /// Returns the errors of the stream.
+    pub fn attend(&self, layer: usize, step: &StepInputs) -> Result<()> {
+        self.stream.attend(&Attend {
+            arena: self.arena.clone(),
+            layer,
+            q: self.rows.clone(),
+            rope: Some(Arc::clone(&self.rope)),
+            keys: KeyForm::Rotated,
+            work: Arc::clone(&step.work),
+            scale: 0.125,
+            window: None,
+            softcap: None,
+            out: self.out.clone(),
+            lse: None,
+        })
+    }
+
+    /// Captures a step.
+    ///
+    /// # Errors
+    /// Returns the errors of the capture.
+    pub fn capture(&self, step: &StepInputs) -> Result<Arc<dyn Graph>> {
+        self.stream.capture(step, &mut || self.enqueue(step))
+    }
+}
+
+/// Returns the step of [`OneRow`] at position `at`, over `at + 1` tokens.
+#[must_use]
+pub fn row_step(at: usize) -> StepInputs {
+    let blocks: Arc<[BlockId]> = (0..=at / 16).map(|block| BlockId(block as u32)).collect();
+    let row = QueryRow { logical: at, position: at as i64 };
+    let entry = AttendRows::new(0..1, [Segment::new(blocks, at + 1, 0, 0)]);
+    StepInputs {
+        tokens: [(at % 7) as u32].into(),
+        positions: [row.position].into(),
+        slots: WriteSlots::unchecked(vec![at as i64]),
+        work: Arc::new(AttendWork::new([row], [entry])),
+    }
+}
 
 /// Opens a device as a bench in bf16.
 fn bench<R: DeviceRig>(rig: &R, device: usize) -> Outcome<Bench> {

@@ -19,6 +19,7 @@ mod peers;
 mod refused;
 mod silent;
 
+pub use graphs::{DIM, OneRow, row_step};
 pub use groups::{GroupRig, refused_group_calls, run_groups};
 pub use refused::refused_calls;
 pub use silent::silent_calls;
