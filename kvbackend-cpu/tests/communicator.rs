@@ -1,4 +1,5 @@
-//! Groups of threads that fail: every rank gets a typed error, and none waits for ever.
+//! Groups of threads that fail in ways of their own: every rank gets a typed error, and none waits for ever.
+//! `kvconform::run_groups` has the ways that they share with devices.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -57,11 +58,6 @@ fn fails(ranks: &[Rank], call: impl Fn(&Rank) -> Result<()> + Sync, expected: im
         assert_eq!(rank.of.check(), Err(errors[0].clone()), "the first failure stays");
         assert_eq!(rank.of.wait(rank.stream.as_ref()), Ok(()), "the stream goes on");
     }
-}
-
-#[test]
-fn a_group_has_a_rank() {
-    assert_eq!(ThreadCommunicator::group(0, LONG).unwrap_err(), Error::Zero { what: "number of ranks" });
 }
 
 #[test]
@@ -148,29 +144,7 @@ fn a_rank_that_leaves_after_its_last_collective_takes_nothing_from_the_others() 
 }
 
 #[test]
-fn an_abort_ends_the_wait_of_all() {
-    let ranks = group(3, LONG);
-    let call = |rank: &Rank| match rank.of.rank() {
-        0 => rank.sum(),
-        1 => rank.of.receive(rank.stream.as_ref(), &rank.view, 2),
-        _ => {
-            thread::sleep(Duration::from_millis(20));
-            rank.of.abort();
-            rank.of.check()
-        }
-    };
-    // Ranks 0 and 1 wait for different things of rank 2 only.
-    fails(&ranks, call, |error| *error == Error::RankAborted(2));
-}
-
-#[test]
-fn a_rank_that_does_not_come_in_time_fails_the_group() {
-    let ranks = group(2, Duration::from_millis(30));
-    let error = ranks[1].sum().unwrap_err();
-    let call = "an all-reduce (sum) of 8 elements of f32".to_owned();
-    assert_eq!(error, Error::RanksTimedOut { rank: 1, call, limit: Duration::from_millis(30) });
-    assert_eq!(ranks[0].sum(), Err(error), "too late");
-    // Sends in a circle wait for each other, as on devices.
+fn sends_in_a_circle_fail_on_all_ranks() {
     let circle = |r: &Rank| r.of.send(r.stream.as_ref(), &r.view, 1 - r.of.rank());
     fails(&group(2, Duration::from_millis(30)), circle, |error| matches!(error, Error::RanksTimedOut { .. }));
 }
