@@ -1,4 +1,4 @@
-//! `cargo xtask arm`: the fast kernels of the CPU backend on 64-bit ARM, compiled to NEON.
+//! `cargo xtask arm`: compiles the CPU backend's fast kernels for 64-bit ARM (NEON) and tests them.
 
 use xtask::run::{Result, cargo_command, root, run, skip};
 use xtask::tools::{Tool, require};
@@ -7,7 +7,7 @@ const TARGET: &str = "aarch64-unknown-linux-gnu";
 const COMPILER: &str = "aarch64-linux-gnu-gcc";
 const EMULATOR: &str = "qemu-aarch64";
 
-/// The target, its C compiler and library, and the emulator.
+/// The Rust target, its C compiler and C library, and the emulator.
 pub(crate) const NEEDS: &[Tool] = &[
     Tool::Target(TARGET),
     Tool::Program(COMPILER, "gcc-aarch64-linux-gnu"),
@@ -15,8 +15,8 @@ pub(crate) const NEEDS: &[Tool] = &[
     Tool::Program(EMULATOR, "qemu-user"),
 ];
 
-/// Builds the property tests and runs them under an emulator. Reports what is missing on a machine without
-/// one.
+/// Builds the property tests and runs them under an emulator. On a machine without one, reports what is
+/// missing.
 pub(crate) fn arm() -> Result {
     if cfg!(target_arch = "aarch64") {
         println!("arm: this is 64-bit ARM, where `cargo xtask test` runs them");
@@ -25,7 +25,7 @@ pub(crate) fn arm() -> Result {
     if let Err(missing) = require("`cargo xtask arm`", NEEDS) {
         return skip(&missing);
     }
-    // This build serves nothing else: compiling dependencies for speed would take longer than the tests.
+    // This build is used for nothing else: optimising the dependencies would take longer than the tests.
     let light = ["--config", "profile.dev.package.'*'.opt-level=1"];
     let mut command = cargo_command(&format!("test --target {TARGET} -p kvbackend-cpu --test fast"));
     command

@@ -1,21 +1,21 @@
-//! `cargo xtask ascend-simulator`: the simulator of CANN's libraries, on which the Ascend backend runs
-//! without an NPU.
+//! `cargo xtask ascend-simulator`: builds the simulator of CANN's libraries, which lets the Ascend backend
+//! run without an NPU.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use xtask::run::{Result, cargo, create_folder, root, target};
 
-/// The folder of the library, below the root of the workspace. Programs find it by `KV_ASCEND_LIB_DIR`.
+/// The library's folder, relative to the workspace root. Programs find it through `KV_ASCEND_LIB_DIR`.
 const FOLDER: &str = "target/ascend-simulator";
 
-/// The variable by which the backend finds the libraries.
+/// The environment variable that tells the backend where its libraries are.
 const VARIABLE: &str = "KV_ASCEND_LIB_DIR";
 
-/// The names under which the backend looks for its libraries. All lead to one file, which is loaded once.
+/// The names that the backend loads its libraries by. All of them link to one file, which is loaded once.
 const LINKS: [&str; 4] = ["libascendcl.so", "libnnopbase.so", "libopapi.so", "libhccl.so"];
 
-/// Builds the simulator, and prints where it is.
+/// Builds the simulator and prints its folder.
 pub(crate) fn ascend_simulator() -> Result {
     let folder = build()?;
     println!("for example: {VARIABLE}={FOLDER} cargo run --release -p kvcli --features ascend -- devices");
@@ -35,7 +35,7 @@ fn build() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// Creates a link, in place of an older file.
+/// Creates a link, replacing an older file.
 fn link(to: &Path, at: &Path) -> Result {
     let failed = |e: std::io::Error| format!("{}: {e}", at.display());
     match std::fs::remove_file(at) {
@@ -48,7 +48,8 @@ fn link(to: &Path, at: &Path) -> Result {
     std::fs::copy(to, at).map(drop).map_err(failed)
 }
 
-/// Tells a command where the libraries are: the machine's own if it has a device, otherwise the simulator.
+/// Points a command at CANN's libraries: the installed ones on a machine with a device, otherwise the
+/// simulator.
 pub(crate) fn provide(command: &mut Command) -> Result {
     if Path::new("/dev/davinci_manager").exists() || std::env::var_os(VARIABLE).is_some() {
         return Ok(());

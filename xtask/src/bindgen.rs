@@ -1,4 +1,4 @@
-//! `cargo xtask bindgen`: the Rust bindings of `ascend.h`, which are part of the Ascend backend.
+//! `cargo xtask bindgen`: generates the Ascend backend's Rust bindings from `ascend.h`.
 
 use std::path::Path;
 use std::process::Command;
@@ -11,17 +11,17 @@ use xtask::tools::{Tool, require};
 /// Options of `cargo xtask bindgen`.
 #[derive(Args)]
 pub(crate) struct BindgenArgs {
-    /// Compare with the committed bindings and write nothing; fail if they differ.
+    /// Compare with the committed bindings, write nothing, and fail if they differ.
     #[arg(long)]
     check: bool,
 }
 
-/// bindgen, and the library with which it parses C. Another version may write different Rust.
+/// bindgen, and the library that it parses C with. Another version may generate different Rust.
 pub(crate) const NEEDS: &[Tool] =
     &[Tool::Crate("bindgen", "bindgen-cli", "0.72.1"), Tool::Package("libclang-14-dev")];
 
-/// The files of the bindings: the table of functions that the macro `table` makes of each, if any, and its share
-/// of `ascend.h`.
+/// The binding files: the path, the function table that the macro `table` makes from it, if any, and the part
+/// of `ascend.h` that it covers.
 const FILES: [(&str, Option<&str>, &str); 5] = [
     ("types", None, "acl.*|ACL_.*|Hccl.*|HCCL_.*"),
     ("acl", Some("Acl"), "aclInit|aclGetRecentErrMsg|aclrt.*|aclmdlRI.*"),
@@ -60,7 +60,7 @@ pub(crate) fn bindgen(args: &BindgenArgs) -> Result {
     Ok(())
 }
 
-/// Makes one file of the bindings, of functions or of everything else.
+/// Generates one binding file, either of functions or of everything else.
 fn make(header: &Path, file: &Path, functions: bool, share: &str) -> Result {
     let mut command = Command::new("bindgen");
     command.arg(header).args(["--no-layout-tests", "--no-doc-comments", "--no-prepend-enum-name"]);

@@ -1,4 +1,4 @@
-//! Headers of CANN, and a crate that declares its functions. They come from registries and are not part of
+//! CANN's headers, and a crate that declares its functions. Both come from registries and are not part of
 //! this repository.
 
 use std::path::PathBuf;
@@ -6,16 +6,16 @@ use std::path::PathBuf;
 use crate::run::root;
 use crate::tools::Tool;
 
-/// The wheels of `torch_npu`, each with the CANN whose headers it holds.
+/// The `torch_npu` wheels, each with the CANN version that its headers belong to.
 pub const WHEELS: [(&str, &str); 2] = [("2.5.1", "CANN 8.1.RC1"), ("2.7.1", "CANN 8.3.RC1")];
 
-/// The crate that declares functions of CANN in Rust, and its version.
+/// The crate that declares CANN's functions in Rust, and its version.
 pub const CRATE: (&str, &str) = ("cann-sys", "0.1.3");
 
-/// The folder of the headers, below the root of the workspace.
+/// The folder of the headers, relative to the workspace root.
 pub const FOLDER: &str = "target/ascend-headers";
 
-/// Tools of `cargo xtask ascend-headers`: a C++ compiler, and the headers, from wheels.
+/// The tools that `cargo xtask ascend-headers` needs: a C++ compiler, and the headers, from wheels.
 pub const NEEDS: &[Tool] = &[
     Tool::Program("g++", "g++"),
     Tool::Program("python3", "python3"),
@@ -27,8 +27,8 @@ fn is_here() -> bool {
         && crate_folder().join("lib.rs").is_file()
 }
 
-/// Returns the command that fetches the headers. The wheels are for one Python and one processor, on every
-/// machine.
+/// Returns the command that downloads the headers. It asks for the wheels of one Python version and one
+/// processor, whatever the machine.
 fn bring() -> String {
     let download = "python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.10 --implementation cp \
                     --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64";
@@ -49,7 +49,7 @@ fn bring() -> String {
     each.chain([vendor]).collect::<Vec<_>>().join(" && ")
 }
 
-/// Returns the folder of the crate's sources.
+/// Returns the folder of the crate's source code.
 pub fn crate_folder() -> PathBuf {
     root().join(FOLDER).join("crate/vendor").join(CRATE.0).join("src")
 }

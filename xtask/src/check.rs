@@ -1,4 +1,4 @@
-//! `cargo xtask check`: checks of the code and the documents that run no test.
+//! `cargo xtask check`: checks the code and the documents without running tests.
 
 use std::process::{Command, Stdio};
 
@@ -6,22 +6,22 @@ use xtask::run::{self, Result, cargo, cargo_command, none_of, root};
 
 use crate::{ci, deep, features, links, rooms, storeys};
 
-/// Most lines of a source file.
+/// The maximum number of lines per source file.
 const MAX_LINES: usize = 600;
 
-/// Most lines of a source file of `xtask`, and of all of `xtask`.
+/// The maximum number of lines per source file of `xtask`, and in all of `xtask`.
 const MAX_OF_XTASK: (usize, usize) = (300, 3_500);
 
 /// Separate workspaces, each with its own lock file.
 const BENCHES: [&str; 2] = ["proof/kvbench/block-pool/Cargo.toml", "proof/kvbench/instructions/Cargo.toml"];
 
-/// The command that runs all steps; it is no step itself.
+/// The command that runs all steps. It is not a step itself.
 const CI: &str = "cargo xtask ci";
 
 /// One check.
 type NamedCheck = fn() -> Result;
 
-/// Runs every check and reports all that failed.
+/// Runs every check and reports all the ones that failed.
 pub(crate) fn check() -> Result {
     let steps: [(&str, NamedCheck); 13] = [
         ("formatting", formatting),
@@ -58,7 +58,7 @@ fn formatting() -> Result {
     BENCHES.iter().try_for_each(|manifest| cargo(&format!("fmt --all --check --manifest-path {manifest}")))
 }
 
-/// Checks that every lock file names the dependencies of the crates.
+/// Checks that every lock file is up to date.
 fn lock_files() -> Result {
     BENCHES.iter().try_for_each(|manifest| {
         let args = format!("metadata --locked --format-version 1 --manifest-path {manifest}");
@@ -74,7 +74,7 @@ fn docs() -> Result {
     run::run(&mut command, "cargo doc")
 }
 
-/// Returns the tracked files with one of these endings. Build output and scratch files are not tracked.
+/// Returns the tracked files that end in one of `endings`. Build output and scratch files are not tracked.
 fn tracked(endings: &[&str]) -> Result<Vec<String>> {
     let output = Command::new("git")
         .args(["ls-files"])
@@ -93,7 +93,7 @@ fn file_sizes() -> Result {
         let in_xtask = file.starts_with("xtask/");
         of_xtask += if in_xtask { lines } else { 0 };
         let most = if in_xtask { MAX_OF_XTASK.0 } else { MAX_LINES };
-        // The length of a file that bindgen writes depends on its header.
+        // The length of a generated file depends on its header.
         if lines > most && !text.starts_with("/* automatically generated") {
             long.push(format!("{file} has {lines} lines, more than {most}"));
         }
@@ -126,7 +126,7 @@ fn features_have_tests() -> Result {
     if rows < ROWS { Err(format!("{name} has {rows} rows with tests, fewer than {ROWS}")) } else { Ok(()) }
 }
 
-/// Returns the tests that a Markdown text names as `` `file.rs::function` ``.
+/// Returns the tests that a Markdown file names as `` `file.rs::function` ``.
 fn tests_named(markdown: &str) -> impl Iterator<Item = (&str, &str)> {
     let quoted = markdown.split('`').skip(1).step_by(2);
     quoted.filter_map(|text| {
@@ -134,8 +134,8 @@ fn tests_named(markdown: &str) -> impl Iterator<Item = (&str, &str)> {
     })
 }
 
-/// Checks that every command in a `sh` block of a document is, letter by letter, a step of CI or a slice of
-/// the deep checks. The command that runs CI is allowed too.
+/// Checks that every command in a `sh` block of a document is exactly a step of CI or a slice of the deep
+/// checks. The command that runs CI is allowed too.
 fn commands_run() -> Result {
     let steps = ci::STEPS.iter().map(|step| step.command);
     let known: Vec<&str> = steps.chain(deep::SLICES.iter().map(|slice| slice.command)).chain([CI]).collect();
@@ -148,8 +148,7 @@ fn commands_run() -> Result {
     none_of("neither a step of CI nor a slice of the deep checks", &missing)
 }
 
-/// Checks that the example of each crate's README also stands in the documentation of the crate, where it is
-/// compiled.
+/// Checks that the example in each crate's README is also in the crate's documentation, where it is compiled.
 fn crate_readmes() -> Result {
     let mut stray = Vec::new();
     for file in tracked(&["README.md"])?
@@ -175,12 +174,12 @@ fn read(file: &str) -> Result<String> {
     run::read(&root().join(file))
 }
 
-/// Returns the commands in the shell blocks of a Markdown text. Comments are left out.
+/// Returns the commands in a Markdown file's shell blocks, without comments.
 fn commands(markdown: &str) -> impl Iterator<Item = &str> {
     block_lines(markdown, "```sh").filter(|line| !line.is_empty() && !line.starts_with('#'))
 }
 
-/// Returns the lines of the blocks of a Markdown text that open with `fence`, without indentation.
+/// Returns the lines of all code blocks that open with `fence`, without indentation.
 fn block_lines<'a>(markdown: &'a str, fence: &'static str) -> impl Iterator<Item = &'a str> {
     let mut inside = false;
     markdown.lines().map(str::trim).filter(move |line| {

@@ -1,4 +1,4 @@
-//! `cargo xtask ci`: the steps of CI in order, and a table of their seconds.
+//! `cargo xtask ci`: runs the steps of CI in order, and prints a table of their times.
 
 use std::fmt::Write as _;
 
@@ -15,7 +15,7 @@ use crate::{bindgen, cuda_ptx, deep, python, sanitize};
 /// Options of `cargo xtask ci`.
 #[derive(Args)]
 pub(crate) struct CiArgs {
-    /// Print the commands that install the missing tools, and run nothing.
+    /// Print the commands that install the missing tools; run nothing.
     #[arg(long)]
     missing: bool,
 }
@@ -24,34 +24,34 @@ pub(crate) struct CiArgs {
 pub(crate) struct CiStep {
     /// The command, exactly as the documents write it.
     pub(crate) command: &'static str,
-    /// Seconds that it may take on two fast cores from a clean clone. Slow cores may take half as long again.
-    /// The table marks a step that takes longer.
+    /// The time limit in seconds, on two fast cores and from a clean clone. Slow cores may take half as long
+    /// again. The table marks a step that takes longer.
     budget: u32,
     /// Tools that the step needs besides Rust, git and a C compiler.
     needs: &'static [Tool],
 }
 
-/// The factor by which slow cores may exceed a budget.
+/// How much longer than its budget a step may take on slow cores.
 const SLOW: f64 = 1.5;
 
-/// A device for wgpu: a GPU in software, and the layers that check its use.
+/// A wgpu device: a software GPU, and the layers that check how it is used.
 const GPU: &[Tool] = &[
     Tool::Package("mesa-vulkan-drivers"),
     Tool::Package("libvulkan1"),
     Tool::Package("vulkan-validationlayers"),
 ];
 
-/// Tools of the tests: a device for wgpu, the compiler of the CUDA driver's double, and the compiler of CUDA.
+/// Tools that the tests need: a wgpu device, and the compilers of the CUDA driver's double and of CUDA.
 const DEVICES: &[Tool] = &[GPU[0], GPU[1], GPU[2], cuda_double::NEEDS[0], cuda_ptx::NEEDS[0]];
 
-/// The step whose last line counts the tests.
+/// The step whose last line holds the test counts.
 const TEST: &str = "cargo xtask test";
 
 const fn step(command: &'static str, budget: u32, needs: &'static [Tool]) -> CiStep {
     CiStep { command, budget, needs }
 }
 
-/// The steps of CI, in order. All use the release profile, so the first build serves the others.
+/// The steps of CI, in order. All of them use the release profile, so later steps reuse the first build.
 pub(crate) const STEPS: &[CiStep] = &[
     step("cargo xtask check", 125, &[Tool::Component("rustfmt"), Tool::Component("clippy")]),
     step(TEST, 450, DEVICES),
@@ -112,7 +112,7 @@ pub(crate) const STEPS: &[CiStep] = &[
     step("cargo xtask deep", 140, &[]),
 ];
 
-/// Runs every step, also after a failed one. Prints the table of seconds, and the counts of the tests last.
+/// Runs every step, even after a failure. Prints the table of times, then the test counts.
 pub(crate) fn ci(args: &CiArgs) -> Result {
     if args.missing {
         let needs = STEPS.iter().flat_map(|step| step.needs).copied().chain(deep::next_needs()?);
@@ -128,18 +128,18 @@ pub(crate) fn ci(args: &CiArgs) -> Result {
         println!("failed, {} of {}: {}", failed.len(), STEPS.len(), failed.join("; "));
     }
     println!("{}", counts(&outcomes));
-    // The counts are the last line; failed steps are printed before them.
+    // The counts must be the last line, so the failed steps were printed before them.
     if failed.is_empty() { Ok(()) } else { Err(String::new()) }
 }
 
-/// Returns the counts of the tests. Tests without counts are one failure.
+/// Returns the test counts. If the test step printed none, that counts as one failure.
 fn counts(outcomes: &[CommandOutcome]) -> Sums {
     let counted = outcomes.iter().find(|outcome| outcome.name == TEST);
     let counts = counted.and_then(|outcome| outcome.last_line.parse().ok());
     counts.unwrap_or(Sums { passed: 0, failed: 1, skipped: 0 })
 }
 
-/// Returns the table of seconds, which marks each step over its budget.
+/// Returns the table of times, with a mark at each step that was over budget.
 fn table(steps: &[CiStep], outcomes: &[CommandOutcome], total: Seconds) -> String {
     let mut text = format!("{:>8} {:>10} {:>7}  {:<6}  step\n", "seconds", "processor", "budget", "");
     let mut row = |seconds: Seconds, budget: u32, what: &str, name: &str| {
@@ -156,7 +156,7 @@ fn table(steps: &[CiStep], outcomes: &[CommandOutcome], total: Seconds) -> Strin
     text
 }
 
-/// Returns a command, shortened if it is long.
+/// Returns the command, shortened if it is long.
 fn shortened(command: &str) -> String {
     const LENGTH: usize = 72;
     match command.char_indices().nth(LENGTH) {

@@ -1,23 +1,23 @@
-//! Seconds that a program takes, on the clock and on the processors.
+//! Time that a program takes: wall-clock time and processor time.
 //!
-//! Processor seconds hardly depend on the load of the machine. They tell a busy machine from a program that
-//! became slower.
+//! Processor time hardly depends on the machine's load, so it shows if a program became slower or the machine
+//! was busy.
 
 use std::fmt;
 use std::fs;
 use std::time::Instant;
 
-/// Seconds of one program and its children.
+/// The time that one program and its children took, in seconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) struct Seconds {
-    /// Seconds on the clock.
+    /// Wall-clock time in seconds.
     pub(crate) wall: f64,
-    /// Seconds on the processors, where the system reports them.
+    /// Processor time in seconds, if the system reports it.
     pub(crate) cpu: Option<f64>,
 }
 
 impl Seconds {
-    /// Returns processor seconds as text, or a dash if they are unknown.
+    /// Formats the processor time, or a dash if it is unknown.
     pub(crate) fn cpu_text(self) -> String {
         self.cpu.map_or_else(|| "–".to_owned(), |seconds| format!("{seconds:.0}"))
     }
@@ -29,7 +29,7 @@ impl fmt::Display for Seconds {
     }
 }
 
-/// Runs `work`. Returns its result, and the seconds of the programs that it started and waited for.
+/// Runs `work`. Returns its result, and the time taken by the programs that it started and waited for.
 pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, Seconds) {
     let (start, before) = (Instant::now(), of_children());
     let result = work();
@@ -37,14 +37,14 @@ pub(crate) fn timed<T>(work: impl FnOnce() -> T) -> (T, Seconds) {
     (result, Seconds { wall: start.elapsed().as_secs_f64(), cpu })
 }
 
-/// Returns the processor seconds of all ended children and of their children.
+/// Returns the processor time of all child processes that have ended, and of their children, in seconds.
 #[cfg(target_os = "linux")]
 fn of_children() -> Option<f64> {
     let ticks = ticks_of_children(&fs::read_to_string("/proc/self/stat").ok()?)?;
     Some(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// Returns `None`: this system has no such file.
+/// Returns `None`, because this system has no such file.
 #[cfg(not(target_os = "linux"))]
 fn of_children() -> Option<f64> {
     None
@@ -53,7 +53,7 @@ fn of_children() -> Option<f64> {
 /// Returns the sum of `cutime` and `cstime` in a line of `/proc/PID/stat`.
 #[cfg_attr(not(target_os = "linux"), expect(dead_code, reason = "only Linux has the file"))]
 fn ticks_of_children(stat: &str) -> Option<u64> {
-    // The second field is the program's name in parentheses, with any characters in it.
+    // The second field is the program's name in parentheses. The name may hold any characters.
     let (_, fields) = stat.rsplit_once(") ")?;
     let mut times = fields.split(' ').skip(13).map(str::parse::<u64>);
     let (user, system) = (times.next()?.ok()?, times.next()?.ok()?);

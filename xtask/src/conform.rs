@@ -1,4 +1,4 @@
-//! `cargo xtask conform`: the conformance suite on one backend.
+//! `cargo xtask conform`: runs the conformance suite on one backend.
 
 use std::process::Command;
 
@@ -15,18 +15,18 @@ pub(crate) struct ConformArgs {
     /// Backend to check.
     #[arg(long, default_value = "cpu")]
     backend: String,
-    /// Run every variant in every element type; otherwise some variants run in some types only.
+    /// Run every variant with every element type. By default, some variants run with some types only.
     #[arg(long)]
     every: bool,
 }
 
 pub(crate) fn conform(args: &ConformArgs) -> Result {
-    // Among the whole workspace and with all features, as the tests are built: nothing is built twice.
+    // Built like the tests, with the whole workspace and all features, so nothing is compiled twice.
     cargo("build --release --quiet --workspace --all-features --example conform")?;
     let mut command = Command::new(target().join("release/examples/conform"));
     command.args(["--backend", &args.backend]).args(args.every.then_some("--every")).current_dir(root());
-    // The layers of the Vulkan loader check the use of wgpu. A release build of wgpu asks for them only if
-    // told to.
+    // The Vulkan loader's validation layers check how wgpu is used. A release build of wgpu enables them only
+    // on request.
     command.envs([("WGPU_VALIDATION", "1"), ("WGPU_DEBUG", "1")]);
     match args.backend.as_str() {
         "ascend" => ascend_simulator::provide(&mut command)?,

@@ -1,16 +1,16 @@
-//! Counts of tests, read from the output of test programs that show what passed tests printed.
+//! Counts of tests, parsed from the output of test programs run with `--show-output`.
 
 use std::fmt;
 use std::str::FromStr;
 
-/// Counts of tests.
+/// The numbers of passed, failed and skipped tests.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Sums {
     /// Tests that passed.
     pub passed: u64,
     /// Tests that failed.
     pub failed: u64,
-    /// Tests that are ignored, or that printed that they were skipped.
+    /// Tests that are ignored, or that reported that they were skipped.
     pub skipped: u64,
 }
 
@@ -23,7 +23,7 @@ impl fmt::Display for Sums {
 impl FromStr for Sums {
     type Err = ();
 
-    /// Parses the text that [`Display`](fmt::Display) writes, and no other.
+    /// Parses a string that [`Display`](fmt::Display) wrote; fails for anything else.
     fn from_str(line: &str) -> std::result::Result<Self, ()> {
         let numbers: Vec<u64> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
         let [passed, failed, skipped] = numbers[..] else { return Err(()) };
@@ -39,7 +39,7 @@ pub struct OutputReader {
     pub sums: Sums,
     /// Output of failed tests, followed by their names.
     pub failures: Vec<String>,
-    /// Tests of the current program that printed that they were skipped.
+    /// Tests of the current program that reported that they were skipped.
     skipped: u64,
     /// The section of the output that the next line belongs to.
     section: Section,
@@ -48,20 +48,20 @@ pub struct OutputReader {
 /// A section of the output of a test program.
 #[derive(Debug, Default, PartialEq)]
 enum Section {
-    /// Lines of no test.
+    /// Lines that belong to no test.
     #[default]
     Other,
-    /// Lines of failed tests.
+    /// Output of failed tests.
     Failed,
-    /// Lines of a test that passed and has not printed that it was skipped.
+    /// Output of a passed test that has not reported being skipped so far.
     Passed,
-    /// Lines of a test that was counted as skipped.
+    /// Output of a test that was already counted as skipped.
     Skipped,
 }
 
 impl OutputReader {
-    /// Reads a line. A test that prints `SKIPPED …` counts as skipped, once, although its harness reports
-    /// that it passed.
+    /// Reads a line. A test that prints `SKIPPED …` counts as skipped, once, although the test harness
+    /// reports that it passed.
     pub fn add(&mut self, line: &str) {
         let of_success = matches!(self.section, Section::Passed | Section::Skipped);
         if line == "successes:" || (is_heading(line) && of_success) {
@@ -92,8 +92,8 @@ impl OutputReader {
         self.section = Section::Other;
     }
 
-    /// Counts a failed run of `cargo test`. If none of its tests failed, then a program did not compile or
-    /// crashed before it printed counts: that is one failure, with the end of the output as its text.
+    /// Counts a failed run of `cargo test`. If no test failed, a program did not compile, or it crashed
+    /// before printing its counts. That counts as one failure, described by the end of the output.
     pub fn broke_off(&mut self, failed_before: u64, output: &str) {
         if self.sums.failed == failed_before {
             self.sums.failed += 1;
@@ -104,19 +104,19 @@ impl OutputReader {
     }
 }
 
-/// Returns the counts in the output of a test program.
+/// Returns the counts in a test program's output.
 pub fn counted(output: &str) -> Sums {
     let mut reader = OutputReader::default();
     output.lines().for_each(|line| reader.add(line));
     reader.sums
 }
 
-/// Returns true for the line that the harness writes before the output of a test.
+/// Returns true for the line that the test harness prints before a test's output.
 fn is_heading(line: &str) -> bool {
     line.starts_with("---- ") && line.ends_with(" stdout ----")
 }
 
-/// Lines that are kept of a run that failed without a failed test.
+/// The number of output lines to keep from a run that failed without a failed test.
 const LINES_OF_A_CRASH: usize = 40;
 
 #[cfg(test)]

@@ -1,22 +1,22 @@
-//! The compiler of CUDA, from pinned Python wheels, and the sources that it compiles.
+//! The CUDA compiler, from pinned Python wheels, and the source files that it compiles.
 
 use std::path::{Path, PathBuf};
 
 use crate::run::{Result, root};
 use crate::tools::Tool;
 
-/// The wheels that hold the compiler. Other versions would generate different PTX.
+/// The wheels that contain the compiler. Other versions would generate different PTX.
 const WHEELS: &str = "nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
      nvidia-cuda-nvrtc==13.0.88 nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85";
 
-/// The folder of the wheels, below the root of the workspace.
+/// The folder of the wheels, relative to the workspace root.
 const FOLDER: &str = "target/cuda-tools";
 
 /// The compiler.
 pub const COMPILER: Tool = Tool::Made { name: "CUDA compiler", is_here: || program("nvcc").is_file(), bring };
 
 fn bring() -> String {
-    // Files from wheels are not executable.
+    // Files unpacked from wheels are not executable.
     format!(
         "python3 -m pip install -q --no-deps --target {FOLDER} {WHEELS} && chmod -R u+x {FOLDER}/nvidia/cu13/bin \
          {FOLDER}/nvidia/cu13/nvvm/bin"
@@ -33,7 +33,7 @@ pub fn program(name: &str) -> PathBuf {
     root().join(FOLDER).join("nvidia/cu13/bin").join(name)
 }
 
-/// Returns the files of a folder with one of these endings, sorted by name.
+/// Returns the files in a folder that end in one of `endings`, sorted by name.
 pub fn files(folder: &Path, endings: &[&str]) -> Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let paths = entries.filter_map(|entry| entry.ok().map(|entry| entry.path()));

@@ -1,4 +1,4 @@
-//! `cargo xtask cuda-double`: the test double of the CUDA driver, a library that runs the backend's kernels
+//! `cargo xtask cuda-double`: builds the CUDA driver's test double, a library that runs the backend's kernels
 //! on the CPU.
 
 use std::path::{Path, PathBuf};
@@ -11,16 +11,16 @@ use crate::cuda_compiler::{files, libraries};
 use crate::run::{Result, create_folder, in_parallel, root, run, skip};
 use crate::tools::{Tool, require};
 
-/// The folder of the library, below the root of the workspace. Programs find it by `LD_LIBRARY_PATH`.
+/// The library's folder, relative to the workspace root. Programs find it through `LD_LIBRARY_PATH`.
 const FOLDER: &str = "target/cuda-double";
 
-/// The tool that builds the double: a C++ compiler.
+/// The only tool needed to build the double: a C++ compiler.
 pub const NEEDS: &[Tool] = &[Tool::Program("g++", "g++")];
 
 const FLAGS: [&str; 9] =
     ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread"];
 
-/// Further flags for kernels. An access on which a device would trap is a fault in the double too.
+/// Extra flags for kernels. An access that would trap on a device is a fault in the double too.
 const KERNEL_FLAGS: [&str; 4] = [
     "-DKV_DOUBLE",
     "-Wno-unknown-pragmas",
@@ -34,12 +34,12 @@ const LINKS: [&str; 3] = ["libcuda.so", "libcublas.so", "libnccl.so.2"];
 /// Options of `cargo xtask cuda-double`.
 #[derive(Args)]
 pub struct CudaDoubleArgs {
-    /// Build and run the double's own tests instead, which cover fibres, streams, memory, faults and graphs.
+    /// Instead, build and run the double's own tests, which cover fibres, streams, memory, faults and graphs.
     #[arg(long)]
     selftest: bool,
 }
 
-/// Compiles the sources that changed, and prints the folder of the library.
+/// Compiles the source files that changed, and prints the library's folder.
 pub fn cuda_double(args: &CudaDoubleArgs) -> Result {
     if args.selftest {
         return selftest();
@@ -50,7 +50,7 @@ pub fn cuda_double(args: &CudaDoubleArgs) -> Result {
     Ok(())
 }
 
-/// Builds the double with the kernels of its own tests, and runs these.
+/// Builds the double together with its test kernels, and runs its tests.
 fn selftest() -> Result {
     require("the double of the CUDA driver", NEEDS)?;
     let double = root().join("kvbackend-cuda/double");
@@ -79,7 +79,7 @@ fn selftest() -> Result {
     run(Command::new(program).env("LD_LIBRARY_PATH", library_path(vec![folder])), "the double's own tests")
 }
 
-/// Links objects to a library.
+/// Links object files into a library.
 fn link<'a>(library: &Path, objects: impl Iterator<Item = &'a PathBuf>, double: &Path) -> Result {
     let mut link = Command::new("g++");
     link.args(["-shared", "-pthread", "-Wl,-soname,libcuda.so.1,-z,nodelete,-z,defs"]);
@@ -87,9 +87,8 @@ fn link<'a>(library: &Path, objects: impl Iterator<Item = &'a PathBuf>, double: 
     finish(link.arg("-o").arg(library).args(objects))
 }
 
-/// Adds the double to the folders in which a command looks for libraries, unless the machine has the driver.
-/// Builds the double if it is out of date; without a C++ compiler there is no device. NVRTC comes with the
-/// wheels of the compiler.
+/// Adds the double to a command's library path, unless the machine has the driver. Builds the double if it is
+/// out of date. Without a C++ compiler, the command finds no device. NVRTC comes from the compiler's wheels.
 pub fn provide(command: &mut Command) -> Result {
     let mut folders = vec![libraries()];
     if !driver_is_here() {
@@ -102,7 +101,7 @@ pub fn provide(command: &mut Command) -> Result {
     Ok(())
 }
 
-/// Adds the double to the folders in which a command looks for libraries, also on a machine with the driver.
+/// Adds the double to a command's library path, even on a machine with the driver.
 pub fn insist(command: &mut Command) -> Result {
     command.env("LD_LIBRARY_PATH", library_path(vec![build()?, libraries()]));
     Ok(())
@@ -113,7 +112,7 @@ pub fn driver_is_here() -> bool {
     Path::new("/proc/driver/nvidia/version").exists() || Path::new("/dev/nvidiactl").exists()
 }
 
-/// Returns a search path of these folders, followed by the folders that the environment names.
+/// Returns a library search path: these folders, then the ones in the environment.
 fn library_path(folders: Vec<PathBuf>) -> std::ffi::OsString {
     let before = std::env::var_os("LD_LIBRARY_PATH").filter(|path| !path.is_empty());
     let paths = folders.into_iter().chain(before.iter().flat_map(std::env::split_paths));
@@ -128,7 +127,7 @@ fn build() -> Result<PathBuf> {
     let folder = root().join(FOLDER);
     let objects = folder.join("objects");
     create_folder(&objects)?;
-    // All sources of the double are one unit, which compiles faster than separate ones.
+    // All of the double's source files are one compilation unit, which compiles faster than separate ones.
     let double_changed = newest(&double, &["cpp", "hpp", "h"])?;
     let headers = newest(&double, &["hpp"])?.max(newest(&kernels, &["cuh"])?);
     let all = double.join("all.cpp");
@@ -144,7 +143,8 @@ fn build() -> Result<PathBuf> {
     let library = folder.join("libcuda.so.1");
     let linked = modified(&library);
     if linked.is_none() || jobs.iter().any(|job| modified(&job.object) > linked) {
-        // Linked under another name and then moved: a program that has loaded the library keeps the old one.
+        // Linked under another name and then renamed, so a program that has loaded the library keeps the old
+        // file.
         let next = folder.join("libcuda.so.next");
         link(&next, jobs.iter().map(|job| &job.object), &double)?;
         std::fs::rename(&next, &library).map_err(|e| format!("{}: {e}", library.display()))?;
@@ -159,16 +159,16 @@ fn build() -> Result<PathBuf> {
     Ok(folder)
 }
 
-/// A source to compile.
+/// A source file to compile.
 struct CompileJob {
     source: PathBuf,
     object: PathBuf,
-    /// The last change of the source or of a header.
+    /// When the source file or one of its headers last changed.
     changed: Option<SystemTime>,
     flags: &'static [&'static str],
 }
 
-/// Compiles sources to objects.
+/// Compiles source files to object files.
 fn compile_all(jobs: &[&CompileJob], includes: &[&Path]) -> Result {
     let compile = |job: &&CompileJob| {
         let mut compile = Command::new("g++");

@@ -1,4 +1,4 @@
-//! `cargo xtask cuda-ptx`: the kernels of the CUDA backend, compiled to the PTX that is part of the crate.
+//! `cargo xtask cuda-ptx`: compiles the CUDA backend's kernels to the PTX that the crate includes.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -11,23 +11,23 @@ use xtask::tools::{Tool, require};
 /// Options of `cargo xtask cuda-ptx`.
 #[derive(Args)]
 pub(crate) struct CudaPtxArgs {
-    /// Compare with the committed PTX and write nothing; fail if they differ.
+    /// Compare with the committed PTX, write nothing, and fail if they differ.
     #[arg(long)]
     check: bool,
 }
 
-/// Tools of `cargo xtask cuda-ptx`.
+/// Tools that `cargo xtask cuda-ptx` needs.
 pub(crate) const NEEDS: &[Tool] = &[COMPILER];
 
-/// The oldest architecture that the kernels support. Newer devices compile its PTX for themselves.
+/// The oldest architecture that the kernels support. Drivers compile its PTX for newer devices.
 const ARCH: &str = "sm_80";
 
-/// Architectures for which the PTX is assembled, to learn its registers and spills.
+/// The architectures that the PTX is assembled for, to report register usage and spills.
 const CUBINS: [&str; 2] = ["sm_80", "sm_90"];
 
 // Decision: docs/decisions/backend-cuda.md#the-ptx-is-written-for-older-drivers
 /// The PTX version of CUDA 12.0, the oldest driver that the backend accepts. The compiler writes its own
-/// version, which older drivers refuse although they know all the instructions.
+/// version, which older drivers refuse although they support all the instructions used.
 const PTX_VERSION: &str = ".version 8.0";
 
 pub(crate) fn cuda_ptx(args: &CudaPtxArgs) -> Result {
@@ -48,11 +48,11 @@ pub(crate) fn cuda_ptx(args: &CudaPtxArgs) -> Result {
     }
     none_of("differ from the compiled sources; run `cargo xtask cuda-ptx`", &different)?;
     println!("{} files of PTX {}", sources.len(), if args.check { "are up to date" } else { "written" });
-    // PTX that is up to date was assembled when it was written.
+    // If the PTX is up to date, it was assembled when it was written.
     if args.check { Ok(()) } else { assemble(&sources, &made) }
 }
 
-/// Assembles the PTX of all sources for every architecture, and prints the resource usage of the kernels.
+/// Assembles all PTX files for every architecture, and prints the kernels' resource usage.
 fn assemble(sources: &[PathBuf], made: &Path) -> Result {
     println!("{:<24} {:<6} {:>9} {:>12} {:>12}", "kernel", "arch", "registers", "spilled in", "spilled out");
     let of_source = |source: &PathBuf| CUBINS.map(|arch| usages(source, made, arch)).into_iter().collect();
@@ -76,7 +76,7 @@ struct Usage {
     stores: u32,
 }
 
-/// Compiles a source to PTX. Returns the PTX text to commit.
+/// Compiles a source file. Returns the PTX to commit.
 fn compile(source: &Path, made: &Path) -> Result<String> {
     let ptx = made.join(file_name(source, "ptx"));
     let mut nvcc = Command::new(program("nvcc"));
@@ -87,15 +87,15 @@ fn compile(source: &Path, made: &Path) -> Result<String> {
     Ok(text)
 }
 
-/// Assembles the PTX of a source for an architecture. Returns the resource usage of its kernels.
+/// Assembles a source file's PTX for one architecture. Returns the resource usage of its kernels.
 fn usages(source: &Path, made: &Path, arch: &'static str) -> Result<Vec<Usage>> {
     let mut ptxas = Command::new(program("ptxas"));
     ptxas.args(["-v", "-arch", arch, "-o"]).arg(made.join(file_name(source, &format!("{arch}.cubin"))));
     Ok(usages_of(&output(ptxas.arg(made.join(file_name(source, "ptx"))))?, arch))
 }
 
-/// Returns PTX that older drivers accept: with an older version, without newer hints, and without the name of
-/// the compiler's build.
+/// Returns PTX that older drivers accept: with an older version number, without newer hints, and without the
+/// compiler's build ID.
 fn portable(ptx: &str) -> String {
     let mut text = String::with_capacity(ptx.len());
     for line in ptx.lines() {
@@ -109,7 +109,7 @@ fn portable(ptx: &str) -> String {
     text
 }
 
-/// Parses the report of `ptxas -v` on each kernel.
+/// Parses the output of `ptxas -v` into one entry per kernel.
 fn usages_of(text: &str, arch: &'static str) -> Vec<Usage> {
     let mut usages = Vec::new();
     let (mut kernel, mut spills) = (String::new(), (0, 0));

@@ -1,19 +1,20 @@
-//! Combinations of the crates' features: a few in each run of CI, all of them crate by crate in `deep`.
+//! Checks combinations of the crates' features: a few in each run of CI, and all of them, crate by crate, in
+//! `deep`.
 
 use xtask::run::{Result, cargo, none_of};
 
 use crate::metadata::{Package, packages};
 
-/// The features of a crate of the workspace.
+/// The features of one crate.
 #[derive(Debug, Clone, PartialEq)]
 struct CrateFeatures {
     name: String,
-    /// All features except `default`, which names others.
+    /// All features except `default`, which only enables others.
     features: Vec<String>,
 }
 
-/// Lints the workspace without features, and with one feature of each crate at a time. Another check lints it
-/// with all features. Crates that a feature does not reach are not compiled again.
+/// Lints the workspace without features, then with one feature of each crate at a time. (Another check lints
+/// it with all features.) Crates that a feature does not affect are not compiled again.
 pub(crate) fn few() -> Result {
     few_of(&crates_of(packages()?)).iter().try_for_each(|features| {
         println!("check:   {}", if features.is_empty() { "no feature" } else { features });
@@ -21,8 +22,8 @@ pub(crate) fn few() -> Result {
     })
 }
 
-/// Lints each crate alone, in every combination of its features. Features that another crate requests of a
-/// shared dependency do not help it then.
+/// Lints each crate alone, in every combination of its features. Built alone, a crate cannot rely on features
+/// that another crate enables in a shared dependency.
 pub(crate) fn all() -> Result {
     let mut failed = Vec::new();
     for CrateFeatures { name, features } in crates_of(packages()?) {
@@ -40,8 +41,8 @@ fn clippy(args: &str) -> Result {
     cargo(&format!("clippy --release --quiet {args} -- -D warnings"))
 }
 
-/// Returns lists of `crate/feature`. The first is empty; each further one has the next feature of every crate
-/// that has one.
+/// Returns lists of `crate/feature` to lint with. The first is empty. Each later one holds the next feature
+/// of every crate that has one left.
 fn few_of(crates: &[CrateFeatures]) -> Vec<String> {
     let most = crates.iter().map(|c| c.features.len()).max().unwrap_or(0);
     let of = |i: usize| {
@@ -51,7 +52,7 @@ fn few_of(crates: &[CrateFeatures]) -> Vec<String> {
     std::iter::once(String::new()).chain((0..most).map(of)).collect()
 }
 
-/// Returns all subsets, each joined by commas.
+/// Returns all subsets, each as a comma-separated string.
 fn powerset(features: &[String]) -> Vec<String> {
     let subset = |bits: usize| {
         let chosen = features.iter().enumerate().filter(|(i, _)| bits >> i & 1 == 1);

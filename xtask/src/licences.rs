@@ -1,4 +1,4 @@
-//! `cargo xtask licences`: licences, bans and sources of all dependencies, by cargo-deny.
+//! `cargo xtask licences`: checks the licences, bans and sources of all dependencies with cargo-deny.
 
 use xtask::run::{Result, cargo};
 use xtask::tools::{Tool, require};

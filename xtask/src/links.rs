@@ -1,11 +1,10 @@
-//! Relative links of the documents: each leads to a file or folder that git tracks.
+//! Checks the documents' relative links: each must lead to a file or folder that git tracks.
 
 use std::collections::BTreeSet;
 
 use xtask::run::{Result, none_of, read, root};
 
-/// Checks that every relative link in a tracked Markdown file leads to a tracked file, or to a folder with
-/// one.
+/// Checks that every relative link in a tracked Markdown file leads to a tracked file or folder.
 pub(crate) fn check(tracked: &[String]) -> Result {
     let known: BTreeSet<&str> = tracked.iter().map(String::as_str).collect();
     let mut broken = Vec::new();
@@ -21,8 +20,8 @@ fn is_document(file: &str) -> bool {
     std::path::Path::new(file).extension().is_some_and(|ending| ending == "md")
 }
 
-/// Returns the targets of a Markdown text's links, images and link definitions that are relative paths. Code
-/// is left out.
+/// Returns the relative paths that a Markdown file's links, images and link definitions point to, except in
+/// code.
 fn links(markdown: &str) -> impl Iterator<Item = String> {
     let mut fenced = false;
     let lines = markdown.lines().filter(move |line| {
@@ -46,13 +45,14 @@ fn links(markdown: &str) -> impl Iterator<Item = String> {
     })
 }
 
-/// Returns a line without its code in backticks. A line with an odd number of backticks stays whole.
+/// Returns the line without its code in backticks. A line with an odd number of backticks is returned
+/// unchanged.
 fn without_code(line: &str) -> String {
     let parts: Vec<&str> = line.split('`').collect();
     if parts.len().is_multiple_of(2) { line.to_owned() } else { parts.into_iter().step_by(2).collect() }
 }
 
-/// Returns true if a link of a file leads to a tracked file or folder.
+/// Returns true if a link in `file` leads to a tracked file or folder.
 fn leads_somewhere(file: &str, link: &str, tracked: &BTreeSet<&str>) -> bool {
     let mut path: Vec<&str> = file.split('/').collect();
     path.pop();

@@ -1,4 +1,4 @@
-//! `cargo xtask loom`: the concurrent paths of the block pool under the interleavings of two threads.
+//! `cargo xtask loom`: runs the block pool's concurrent paths through the interleavings of two threads.
 
 use clap::Args;
 
@@ -7,18 +7,18 @@ use xtask::run::{Result, cargo_command, root, run};
 /// Options of `cargo xtask loom`.
 #[derive(Args)]
 pub(crate) struct LoomArgs {
-    /// Allow any number of preemptions instead of three, for half a minute a model.
+    /// Allow any number of preemptions, instead of three, and run each model for half a minute.
     #[arg(long)]
     exhaustive: bool,
 }
 
-/// Seconds of each model with `--exhaustive`. Some models would take hours to finish.
+/// Seconds per model with `--exhaustive`. Some models would take hours to finish.
 const SECONDS: &str = "30";
 
 pub(crate) fn loom(args: &LoomArgs) -> Result {
     let mut command = cargo_command("test --release -p kvcore --test loom");
-    // A folder of its own, since the flag would rebuild everything else. The pool and loom are compiled for
-    // speed, the other dependencies of kvcore's tests are not.
+    // A separate target folder, because the flag would rebuild everything in the usual one. The pool and loom
+    // are optimised; the other dependencies of kvcore's tests are not.
     command.args(["--config", "profile.release.package.'*'.opt-level=0"]);
     command.args(["--config", "profile.release.package.loom.opt-level=3"]);
     command.env("RUSTFLAGS", "--cfg loom").env("CARGO_TARGET_DIR", root().join("target/loom"));

@@ -1,8 +1,8 @@
-//! `cargo xtask`: the tasks of CI and developers. No task installs anything. A task that lacks a tool names
-//! the command that installs it.
+//! `cargo xtask`: the tasks of CI and of developers. No task installs anything. If a tool is missing, the
+//! task prints the command that installs it.
 //!
-//! Most modules are tasks. The others: `step` and `clock` (a command of a longer run, and its seconds),
-//! `forward` (tasks that are programs of other crates), `metadata` (the crates of the workspace).
+//! Most modules are tasks. The others are `step` and `clock` (one command of a longer run, and its time),
+//! `forward` (tasks that are programs of other crates) and `metadata` (the workspace's crates).
 
 mod arm;
 mod ascend_simulator;
@@ -43,56 +43,56 @@ struct XtaskCli {
 
 #[derive(Subcommand)]
 enum XtaskCommand {
-    /// Run all steps of CI, then print a table of their seconds and the counts of the tests.
+    /// Run all steps of CI, then print a table of their times, and the test counts.
     Ci(ci::CiArgs),
-    /// Run the slice of the longer checks that has gone longest without a run; docs/deep.md has the table.
+    /// Run the slice of the longer checks that has gone longest without a run (see the table in
+    /// docs/deep.md).
     Deep(deep::DeepArgs),
     /// Run all tests and print their counts in the last line.
     Test(test::TestArgs),
     /// Check formatting, lints, features, file sizes, imports, the documents' commands and links, and the
     /// tests that docs/features.md names.
     Check,
-    /// Run the conformance suite on one backend and print a table. Fails on a machine without a device for
-    /// it.
+    /// Run the conformance suite on one backend and print a table. Fails if the machine has no device for it.
     Conform(conform::ConformArgs),
-    /// Compile the kernels of the CUDA backend to the committed PTX, and print their registers and spills
+    /// Compile the CUDA backend's kernels to the committed PTX, and print their register usage and spills
     /// (needs the compiler's wheels).
     CudaPtx(cuda_ptx::CudaPtxArgs),
-    /// Build the test double of the CUDA driver, on which the CUDA backend runs without a GPU.
+    /// Build the CUDA driver's test double, which lets the CUDA backend run without a GPU.
     CudaDouble(CudaDoubleArgs),
     /// Generate the Rust bindings of the Ascend backend's C header (needs bindgen).
     Bindgen(bindgen::BindgenArgs),
-    /// Build the simulator of CANN's libraries, on which the Ascend backend runs without an NPU.
+    /// Build the simulator of CANN's libraries, which lets the Ascend backend run without an NPU.
     AscendSimulator,
-    /// Compare the Ascend backend's C header with the headers of CANN, from pinned wheels of `torch_npu`.
+    /// Compare the Ascend backend's C header with CANN's headers, from pinned `torch_npu` wheels.
     #[command(disable_help_flag = true)]
     AscendHeaders(ForwardedArgs),
-    /// Run the benchmarks of the CPU or of a GPU's kernels, and print one table of ratios.
+    /// Run the benchmarks of the CPU kernels or of a GPU's kernels, and print one table of ratios.
     #[command(disable_help_flag = true)]
     Bench(ForwardedArgs),
-    /// Check the CUDA backend on a real card, here or elsewhere, and write one report.
+    /// Check the CUDA backend on a real GPU, here or on another machine, and write one report.
     #[command(disable_help_flag = true)]
     GpuCheck(ForwardedArgs),
-    /// Ask a published model with every strategy of reuse, and write the tables of docs/quality.md (needs the
-    /// model's wheel).
+    /// Ask a published model questions with every reuse strategy, and write the tables in docs/quality.md
+    /// (needs the model's wheel).
     #[command(disable_help_flag = true)]
     Published(ForwardedArgs),
-    /// Build the wheel of the Python module and run its tests, or check the connector inside vLLM.
+    /// Build the Python module's wheel and run its tests, or check the connector inside vLLM.
     Python(python::PythonArgs),
-    /// Print the measurements of the exactness tests as the table of docs/exactness.md.
+    /// Print the exactness tests' measurements as the table in docs/exactness.md.
     #[command(disable_help_flag = true)]
     Exactness(ForwardedArgs),
     /// Count the instructions of hot paths and compare them with the committed baseline (needs valgrind and
     /// gungraun-runner).
     #[command(disable_help_flag = true)]
     Instructions(ForwardedArgs),
-    /// Run the block pool's concurrent paths under the interleavings of two threads.
+    /// Run the block pool's concurrent paths through the interleavings of two threads.
     Loom(loom::LoomArgs),
     /// Run the tests of crates with unsafe code under AddressSanitizer (needs a nightly toolchain) or
     /// valgrind.
     Sanitize(sanitize::SanitizeArgs),
-    /// Run the tests of the fast kernels for 64-bit ARM under an emulator (needs the target, a cross compiler
-    /// and qemu).
+    /// Run the fast kernels' tests for 64-bit ARM under an emulator (needs the target, a cross compiler and
+    /// qemu).
     Arm,
     /// Lint each crate alone, in every combination of its features.
     Features,

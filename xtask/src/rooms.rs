@@ -1,12 +1,12 @@
-//! The rooms of crates: imports point from a room to itself and to the rooms below it.
+//! The layers ("rooms") of modules inside crates: a module may import from its own room and from lower ones.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
 use xtask::run::{Result, none_of, read, root};
 
-/// The sources of crates, and their modules, the lowest first. Modules without `<` between them may name each
-/// other.
+/// The source folders of crates, and their modules from the lowest room to the highest. Modules without `<`
+/// between them may import each other.
 const CRATES: [(&str, &str); 5] = [
     ("kvcore/src", "base < device < paging"),
     (
@@ -23,22 +23,22 @@ const CRATES: [(&str, &str); 5] = [
 ];
 
 // Decision: docs/decisions/crates.md#kvcore-has-a-bound
-/// Most lines of code in `kvcore/src` outside of [`QUEUE`]. Comments, blank lines and the tests at the end of
-/// files do not count.
+/// The maximum number of lines of code in `kvcore/src` outside of [`QUEUE`]. Comments, blank lines and the
+/// tests at the end of files do not count.
 const MOST_LINES: usize = 8_600;
 
-/// The folder of the bookkeeping that backends share and no engine calls.
+/// The folder of the bookkeeping that backends share. Engines never call it.
 const QUEUE: &str = "kvcore/src/device/queue/";
 
-/// Most lines of code in [`QUEUE`], counted alike.
+/// The maximum number of lines of code in [`QUEUE`], counted in the same way.
 const MOST_LINES_OF_QUEUE: usize = 520;
 
-/// The line that begins the tests of a file.
+/// The line that starts a file's tests.
 const TESTS: &str = "#[cfg(test)]\nmod tests {";
 
 // Decision: docs/decisions/crates.md#kvcore-has-three-rooms
-/// Checks that no line of code in a room names a higher room, and that every room of the table exists.
-/// Comments may link anywhere.
+/// Checks that no code imports from a higher room, and that every module in the table exists. Comments may
+/// link anywhere.
 pub(crate) fn check(tracked: &[String]) -> Result {
     let mut upward = Vec::new();
     for (src, rooms) in CRATES {
@@ -59,7 +59,7 @@ pub(crate) fn check(tracked: &[String]) -> Result {
     none_of("a room names a higher one", &upward)
 }
 
-/// Checks that kvcore holds no more code than its bounds.
+/// Checks that kvcore is within its code size limits.
 pub(crate) fn bounds(tracked: &[String]) -> Result {
     let (mut core, mut queue) = (0, 0);
     for file in tracked.iter().filter(|file| file.starts_with("kvcore/src/")) {
@@ -74,19 +74,19 @@ pub(crate) fn bounds(tracked: &[String]) -> Result {
     none_of("more lines of code than the bound (docs/decisions/crates.md)", &over)
 }
 
-/// Returns the level of a module, or `None` if it is no room.
+/// Returns a module's level, or `None` if it is in no room.
 fn level(rooms: &str, module: &str) -> Option<usize> {
     rooms.split(" < ").position(|level| level.split(' ').any(|room| room == module))
 }
 
-/// Returns true if code of a level may not name `crate::NAME`. It may name modules that are no rooms, unless
-/// the root re-exports whole rooms.
+/// Returns true if code at a level may not use `crate::NAME`. Modules in no room are allowed, unless the
+/// crate root re-exports whole rooms.
 fn is_higher(name: &str, rooms: &str, of: usize, exported: &BTreeMap<String, String>) -> bool {
     let module = exported.get(name).map_or(name, String::as_str);
     level(rooms, module).map_or(exported.contains_key("*"), |other| other > of)
 }
 
-/// Returns the top module of a file, by its path below `src`.
+/// Returns the top-level module of a file, given its path below `src`.
 fn module(path: &str) -> &str {
     let first = path.trim_start_matches('/').split('/').next().unwrap_or_default();
     Path::new(first).file_stem().and_then(|stem| stem.to_str()).unwrap_or(first)
@@ -100,7 +100,7 @@ fn is_name(c: char) -> bool {
     c.is_alphanumeric() || c == '_'
 }
 
-/// Returns the names after `crate::`, each with its line, also those of a list in braces.
+/// Returns the names after `crate::`, including the ones in braces, each with its line.
 fn names(text: &str) -> Vec<(usize, &str)> {
     let mut names = Vec::new();
     for (at, _) in text.match_indices("crate::") {
@@ -117,7 +117,7 @@ fn names(text: &str) -> Vec<(usize, &str)> {
     names
 }
 
-/// Returns the first name of each path in a list, up to its closing brace.
+/// Returns the first name of each path in a list, up to the closing brace.
 fn heads(list: &str) -> Vec<&str> {
     let (mut depth, mut start, mut heads) = (0, 0, Vec::new());
     for (at, c) in list.char_indices() {
@@ -137,7 +137,7 @@ fn heads(list: &str) -> Vec<&str> {
     heads
 }
 
-/// Returns the names that `lib.rs` re-exports, each with its module; `*` stands for all names of a module.
+/// Returns the names that `lib.rs` re-exports, each with its module. `*` stands for all of a module's names.
 fn exported(library: &str) -> BTreeMap<String, String> {
     let code: Vec<&str> = library.lines().filter(|line| is_code(line)).collect();
     let mut exported = BTreeMap::new();

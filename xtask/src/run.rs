@@ -1,15 +1,15 @@
-//! Running programs, reading and writing files, and skipping a task that cannot run here.
+//! Runs programs, reads and writes files, and skips tasks that cannot run here.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-/// The result of a task: nothing, or a message to the user.
+/// The result of a task: nothing, or an error message.
 pub type Result<T = ()> = std::result::Result<T, String>;
 
-/// Returns the exit code of a task, after printing its error. An empty message prints nothing: the task has
-/// already printed what failed.
+/// Returns a task's exit code, after printing its error. An empty message prints nothing, because the task
+/// has already printed what failed.
 pub fn exit_code(result: Result) -> ExitCode {
     let Err(message) = result else { return ExitCode::SUCCESS };
     if !message.is_empty() {
@@ -18,7 +18,7 @@ pub fn exit_code(result: Result) -> ExitCode {
     ExitCode::FAILURE
 }
 
-/// Returns an error that lists what is wrong, or nothing for an empty list.
+/// Returns an error that lists the problems, or `Ok` if the list is empty.
 pub fn none_of(what: &str, list: &[impl AsRef<str>]) -> Result {
     let list: Vec<&str> = list.iter().map(AsRef::as_ref).collect();
     if list.is_empty() { Ok(()) } else { Err(format!("{what}: {}", list.join("; "))) }
@@ -29,20 +29,20 @@ pub fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).parent().map_or_else(|| PathBuf::from("."), Path::to_path_buf)
 }
 
-/// Returns the folder into which Cargo builds.
+/// Returns Cargo's target folder.
 pub fn target() -> PathBuf {
     std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| root().join("target"), PathBuf::from)
 }
 
-/// Returns `cargo ARGS`, with arguments that spaces separate, in the root of the workspace. It is the `cargo`
-/// that runs this program.
+/// Returns the command `cargo ARGS` in the workspace root. The arguments are separated by spaces. It is the
+/// same `cargo` that runs this program.
 pub fn cargo_command(args: &str) -> Command {
     let mut command = Command::new(cargo_program());
     command.args(args.split(' ')).current_dir(root());
     command
 }
 
-/// Runs `cargo ARGS` in the root of the workspace.
+/// Runs `cargo ARGS` in the workspace root.
 pub fn cargo(args: &str) -> Result {
     run(&mut cargo_command(args), &format!("cargo {args}"))
 }
@@ -52,7 +52,7 @@ pub fn cargo_program() -> std::ffi::OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
-/// Runs a command. A failure is reported under `name`.
+/// Runs a command. An error names it `name`.
 pub fn run(command: &mut Command, name: &str) -> Result {
     match command.status() {
         Ok(status) if status.success() => Ok(()),
@@ -61,8 +61,8 @@ pub fn run(command: &mut Command, name: &str) -> Result {
     }
 }
 
-/// Runs a command and passes each line of its standard output to `each` as it comes. Returns true if the
-/// command succeeded.
+/// Runs a command and passes each line of its standard output to `each` as soon as it is printed. Returns
+/// true if the command succeeded.
 pub fn lines(command: &mut Command, name: &str, mut each: impl FnMut(&str)) -> Result<bool> {
     let failed = |error| format!("`{name}` cannot be run: {error}");
     let mut child = command.stdout(Stdio::piped()).spawn().map_err(failed)?;
@@ -72,8 +72,8 @@ pub fn lines(command: &mut Command, name: &str, mut each: impl FnMut(&str)) -> R
     child.wait().map(|status| status.success()).map_err(failed)
 }
 
-/// Does `work` for each item, as many at a time as there are processors. Returns the results in order, or the
-/// first error.
+/// Calls `work` for each item, in parallel on all processors. Returns the results in order, or the first
+/// error.
 pub fn in_parallel<T: Sync, R: Send>(items: &[T], work: impl Fn(&T) -> Result<R> + Sync) -> Result<Vec<R>> {
     let next = AtomicUsize::new(0);
     let one = || {
@@ -100,18 +100,18 @@ pub fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Writes a file, in place of an older one.
+/// Writes a file, replacing an older one.
 pub fn write(path: &Path, text: &str) -> Result {
     std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// Creates a folder and the folders above it, unless they exist.
+/// Creates a folder and its missing parents.
 pub fn create_folder(path: &Path) -> Result {
     std::fs::create_dir_all(path).map_err(|e| format!("{}: {e}", path.display()))
 }
 
-/// The environment variable under which no required check may be skipped. `cargo xtask ci` and `cargo xtask
-/// deep` set it; `kvconform::skip` reads it too.
+/// The environment variable that forbids skipping a required check. `cargo xtask ci` and `cargo xtask deep`
+/// set it; `kvconform::skip` reads it too.
 pub const STRICT: &str = "KVCACHE_STRICT";
 
 /// Prints that a task is skipped and why. Returns an error if [`STRICT`] is set.

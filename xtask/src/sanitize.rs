@@ -1,4 +1,4 @@
-//! `cargo xtask sanitize`: unsafe code under AddressSanitizer, or under valgrind where there is no nightly
+//! `cargo xtask sanitize`: checks unsafe code with AddressSanitizer, or with valgrind if there is no nightly
 //! toolchain.
 
 use std::process::Command;
@@ -13,31 +13,31 @@ use crate::ascend_simulator;
 /// Options of `cargo xtask sanitize`.
 #[derive(Args)]
 pub(crate) struct SanitizeArgs {
-    /// Run every test of the crates instead of the few that reach the unsafe code soonest.
+    /// Run every test of these crates, instead of the few that reach the unsafe code fastest.
     #[arg(long)]
     all: bool,
-    /// Run the tests of the Ascend backend instead, on the simulator of CANN.
+    /// Test the Ascend backend instead, on the CANN simulator.
     #[arg(long, conflicts_with = "all")]
     ascend: bool,
 }
 
-/// Crates whose `unsafe` touches memory, the suite that runs them, and the cache whose threads put reserved
-/// memory to sleep.
+/// The crates whose `unsafe` code touches memory, the conformance suite that runs them, and the chunk cache,
+/// whose threads put reserved memory to sleep.
 const ALL: &str = "-p kvbackend-cpu -p kvconform -p kvchunk --tests";
 
-/// Tests that run without `--all`: units, every kernel in every instruction set on one thread and several,
-/// and the conformance suite.
+/// The tests that run without `--all`: unit tests, every kernel in every instruction set on one thread and on
+/// several, and the conformance suite.
 const SOONEST: &str = "-p kvbackend-cpu -p kvconform --lib --test=fast --test=tensors --test=conformance";
 
-/// Tests of a backend whose device is a library that is loaded at run time.
+/// The tests of a backend that loads its device's libraries at run time.
 const ASCEND: &str = "-p kvbackend-ascend --tests";
 
-/// Dependencies are built lightly, since this build serves nothing else. This workspace's crates are compiled
-/// for speed: at level 1 the step took a third more processor time, since the property tests ran several
-/// times as long.
+/// Dependencies are hardly optimised, since this build is used for nothing else. The workspace's own crates
+/// are: at level 1 the step took a third more processor time, because the property tests ran several times as
+/// long.
 const LIGHT: [&str; 2] = ["--config", "profile.release.package.'*'.opt-level=1"];
 
-/// Valgrind, which finds less than a nightly toolchain.
+/// Valgrind, which finds less than AddressSanitizer does.
 const VALGRIND: Tool = Tool::Program("valgrind", "valgrind");
 
 /// A nightly toolchain, or else valgrind.
@@ -52,8 +52,7 @@ pub(crate) const SANITIZER: Tool = Tool::Made {
 /// Returns true if rustup has a nightly toolchain.
 fn nightly() -> bool {
     let mut command = Command::new("cargo");
-    // The rustup that runs this program sets both variables, and they would win over the toolchain that is
-    // asked for.
+    // The rustup that runs this program sets both variables, and they would override the requested toolchain.
     command.args(["+nightly", "--version"]).env_remove("RUSTUP_TOOLCHAIN").env_remove("CARGO");
     succeeds(&mut command)
 }
@@ -68,11 +67,11 @@ pub(crate) fn sanitize(args: &SanitizeArgs) -> Result {
     }
 }
 
-/// Cases of each property test without `--all`. That is enough to find a read out of bounds, which most cases
-/// of a wrong kernel make.
+/// The number of cases per property test without `--all`. That is enough to find an out-of-bounds read,
+/// because most cases of a wrong kernel make one.
 const CASES: &str = "32";
 
-/// Adds the arguments that follow `cargo test`.
+/// Adds the arguments after `cargo test`.
 fn add_tests(command: &mut Command, args: &SanitizeArgs) -> Result {
     let chosen = match args {
         SanitizeArgs { ascend: true, .. } => ASCEND,
@@ -100,8 +99,8 @@ fn address_sanitizer(args: &SanitizeArgs) -> Result {
     run(&mut command, "cargo +nightly test")
 }
 
-/// Finds reads and writes beyond the heap and of freed memory. Valgrind does not watch the stack, and hides
-/// instructions that it does not know from programs that ask the processor.
+/// Finds reads and writes outside the heap, and uses of freed memory. Valgrind does not watch the stack, and
+/// it hides instructions that it does not support from programs that query the processor.
 fn valgrind(args: &SanitizeArgs) -> Result {
     let runner = format!("CARGO_TARGET_{}_RUNNER", host()?.to_uppercase().replace('-', "_"));
     let mut command = cargo_command("test");
@@ -110,7 +109,7 @@ fn valgrind(args: &SanitizeArgs) -> Result {
     run(&mut command, "cargo test (valgrind)")
 }
 
-/// Returns the machine's own target, which a sanitizer must be given by name.
+/// Returns the machine's own target, which a sanitizer build must name.
 fn host() -> Result<String> {
     let output = Command::new("rustc").arg("-vV").output();
     let output = output.map_err(|e| format!("`rustc -vV` cannot be run: {e}"))?;

@@ -1,4 +1,4 @@
-//! One command of a longer run: started by the shell, timed, with its outcome.
+//! One command of a longer run: runs it in a shell, times it and records its outcome.
 
 use std::process::{Command, Stdio};
 
@@ -13,12 +13,12 @@ pub(crate) struct CommandOutcome {
     pub(crate) name: String,
     pub(crate) seconds: Seconds,
     pub(crate) passed: bool,
-    /// The last line of its output.
+    /// The last line that it printed.
     pub(crate) last_line: String,
 }
 
-/// Runs a command by the shell in the root of the workspace, with [`STRICT`] set. Prints its name, its
-/// output, and its seconds.
+/// Runs a command in a shell in the workspace root, with [`STRICT`] set. Prints its name, its output and its
+/// time.
 pub(crate) fn run(command: &str) -> CommandOutcome {
     println!("\n── {command}");
     let mut shell = Command::new("sh");

@@ -1,14 +1,15 @@
-//! The storeys of the workspace: the library at the root, `engine/` on it, `proof/` above both.
+//! The layers ("storeys") of the workspace: the library at the root, `engine/` on top of it, and `proof/` on
+//! top of both.
 
 use xtask::run::{Result, none_of, root};
 
 use crate::metadata::{Package, packages};
 
-/// Crates of `engine/` that may depend on a crate of `proof/`: the program and the Python module evaluate
+/// The crates in `engine/` that may depend on a crate in `proof/`: the program and the Python module evaluate
 /// reuse.
 const EXCEPTIONS: [(&str, &str); 2] = [("kvcli", "kvlab"), ("kvpy", "kvlab")];
 
-/// A storey, the lowest first.
+/// A storey. Lower ones come first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Storey {
     Library,
@@ -17,8 +18,8 @@ enum Storey {
 }
 
 impl Storey {
-    /// Returns the storey of a crate by its folder, relative to the root of the repository. `xtask` and
-    /// `examples` have none: they may depend on any crate.
+    /// Returns the storey of a crate, given its folder relative to the workspace root. `xtask` and `examples`
+    /// have none: they may depend on any crate.
     fn of(folder: &str) -> Option<Self> {
         match folder.split('/').next()? {
             "engine" => Some(Self::Engine),
@@ -29,13 +30,13 @@ impl Storey {
     }
 }
 
-/// Checks that no crate depends on a crate of a higher storey. Tests and benchmarks may.
+/// Checks that no crate depends on a crate in a higher storey. Tests and benchmarks may.
 pub(crate) fn check() -> Result {
     let upward = upward(&packages()?, &format!("{}/", root().display()));
     none_of("a crate depends on one of a higher storey (see ARCHITECTURE.md)", &upward)
 }
 
-/// Returns the dependencies that point upward, as `a → b`.
+/// Returns the dependencies on higher storeys, as `a → b`.
 fn upward(packages: &[Package], root: &str) -> Vec<String> {
     let storey = |path: &str| path.strip_prefix(root).and_then(Storey::of);
     let mut upward = Vec::new();

@@ -1,4 +1,4 @@
-//! `cargo xtask test`: every test, counted.
+//! `cargo xtask test`: runs and counts every test.
 
 use clap::Args;
 use xtask::counts::OutputReader;
@@ -10,14 +10,13 @@ use crate::ascend_simulator;
 /// Options of `cargo xtask test`.
 #[derive(Args)]
 pub(crate) struct TestArgs {
-    /// Build this workspace's crates with debug assertions and overflow checks; leave out examples in
-    /// documentation.
+    /// Build this workspace's crates with debug assertions and overflow checks, and leave out documentation
+    /// examples.
     #[arg(long)]
     assertions: bool,
 }
 
-/// Settings of the release profile that give this workspace's crates assertions, and leave their dependencies
-/// as they are.
+/// Release profile settings that enable assertions in this workspace's crates but not in their dependencies.
 const ASSERTIONS: &str = "--config profile.release.debug-assertions=true \
      --config profile.release.overflow-checks=true \
      --config profile.release.package.'*'.debug-assertions=false \
@@ -26,7 +25,7 @@ const ASSERTIONS: &str = "--config profile.release.debug-assertions=true \
 /// All targets with tests except documentation. `--all-targets` would run the benchmarks too.
 const PROGRAMS: &str = "--lib --bins --tests --examples";
 
-/// Runs the tests and prints what failed, and `N passed, N failed, N skipped` last.
+/// Runs the tests. Prints what failed, then `N passed, N failed, N skipped`.
 pub(crate) fn test(args: &TestArgs) -> Result {
     let mut reader = OutputReader::default();
     let mut ok = true;
@@ -44,9 +43,9 @@ pub(crate) fn test(args: &TestArgs) -> Result {
     if ok && sums.failed == 0 && sums.passed > 0 { Ok(()) } else { Err("tests failed".to_owned()) }
 }
 
-/// Runs the tests of some targets. Returns true if all passed.
+/// Runs the tests of some targets. Returns true if all of them passed.
 fn pass(targets: &str, reader: &mut OutputReader) -> Result<bool> {
-    // Without `--show-output` the harness would hide why a test is skipped.
+    // Without `--show-output`, the test harness would hide why a test was skipped.
     let args = format!("test --release --workspace --all-features --no-fail-fast {targets} -- --show-output");
     let mut command = cargo_command(&args);
     cuda_double::provide(&mut command)?;

@@ -1,4 +1,4 @@
-//! Tools that tasks need from a machine: how each is found, and the command that installs it.
+//! Tools that tasks need on the machine: how to find each one, and the command that installs it.
 
 use std::process::{Command, Stdio};
 
@@ -7,35 +7,35 @@ use crate::run::{Result, cargo_command};
 /// One tool.
 #[derive(Debug, Clone, Copy)]
 pub enum Tool {
-    /// A program, and the Debian package that holds it.
+    /// A program, and the Debian package that contains it.
     Program(&'static str, &'static str),
-    /// A Debian package without a program.
+    /// A Debian package that contains no program.
     Package(&'static str),
-    /// A subcommand of Cargo, by the name of its crate.
+    /// A Cargo subcommand, by the name of its crate.
     Cargo(&'static str),
-    /// A program from crates.io, the crate that holds it, and the required version.
+    /// A program from crates.io: its name, its crate and the required version.
     Crate(&'static str, &'static str, &'static str),
     /// A target of the Rust toolchain.
     Target(&'static str),
     /// A component of the Rust toolchain.
     Component(&'static str),
-    /// A tool that one task finds and makes.
+    /// A tool that one task finds and builds itself.
     Made {
-        /// The name, which no other tool has.
+        /// The name. No other tool has the same one.
         name: &'static str,
         /// Returns true if this machine has the tool.
         is_here: fn() -> bool,
-        /// Returns the command that makes it.
+        /// Returns the command that builds it.
         bring: fn() -> String,
     },
 }
 
-/// The runner of `cargo xtask instructions`, of the version that `proof/kvbench/instructions/Cargo.toml`
-/// names for `gungraun`.
+/// The runner for `cargo xtask instructions`. Its version must match the `gungraun` version in
+/// `proof/kvbench/instructions/Cargo.toml`.
 pub const GUNGRAUN: Tool = Tool::Crate("gungraun-runner", "gungraun-runner", "0.20.0");
 
 impl Tool {
-    /// Returns the name, equal for equal tools.
+    /// Returns the name. Equal tools have equal names.
     fn name(&self) -> &'static str {
         match self {
             Self::Program(name, _)
@@ -49,7 +49,7 @@ impl Tool {
     }
 
     /// Returns true if this machine has the tool. A machine without `dpkg` counts as having every package;
-    /// the step itself reports what is missing there.
+    /// the step itself then reports what is missing.
     pub fn is_here(&self) -> bool {
         match self {
             Self::Program(program, _) => runs(program, &["--version"]),
@@ -64,7 +64,7 @@ impl Tool {
         }
     }
 
-    /// Returns the Debian package that holds the tool, if one does.
+    /// Returns the Debian package that contains the tool, if there is one.
     fn package(&self) -> Option<&'static str> {
         match self {
             Self::Program(_, package) | Self::Package(package) => Some(package),
@@ -87,7 +87,7 @@ impl Tool {
     }
 }
 
-/// Returns shell commands that install the missing tools. One command installs all packages.
+/// Returns shell commands that install the missing tools. All packages are installed by one command.
 pub fn commands(tools: impl IntoIterator<Item = Tool>) -> Vec<String> {
     let mut missing: Vec<Tool> = Vec::new();
     for tool in tools {
@@ -109,7 +109,7 @@ fn of_missing(missing: &[Tool]) -> Vec<String> {
     commands
 }
 
-/// Checks that this machine has all tools. The error names the first that is missing, and the command that
+/// Checks that this machine has all tools. The error names the first missing one and the command that
 /// installs it.
 pub fn require(what: &str, tools: &[Tool]) -> Result {
     match tools.iter().find(|tool| !tool.is_here()) {
@@ -118,27 +118,27 @@ pub fn require(what: &str, tools: &[Tool]) -> Result {
     }
 }
 
-/// Returns the first line that a program prints, if it runs.
+/// Returns the first line that a program prints, or `None` if it cannot run.
 pub fn first_line(program: &str, args: &[&str]) -> Option<String> {
     let output = Command::new(program).args(args).stderr(Stdio::null()).output().ok()?;
     String::from_utf8_lossy(&output.stdout).lines().next().map(str::to_owned)
 }
 
-/// Returns true if a command can be run and succeeds. Its output is dropped.
+/// Returns true if a command can be run and succeeds. Its output is discarded.
 pub fn succeeds(command: &mut Command) -> bool {
     command.stdout(Stdio::null()).stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
 fn runs(program: &str, args: &[&str]) -> bool {
-    // Cargo also finds a subcommand in its own folder.
+    // Cargo also finds subcommands in its own folder.
     match program.strip_prefix("cargo-") {
         Some(subcommand) => succeeds(cargo_command(subcommand).args(args)),
         None => succeeds(Command::new(program).args(args)),
     }
 }
 
-/// Returns true if rustup lists a target or component as installed. Without rustup, true: nothing can be
-/// installed.
+/// Returns true if rustup lists a target or component as installed. Also returns true without rustup, because
+/// nothing could be installed then.
 fn lists(kind: &str, name: &str) -> bool {
     let output = Command::new("rustup").args([kind, "list", "--installed"]).output();
     let listed = |text: &str| text.lines().any(|line| line.starts_with(name));

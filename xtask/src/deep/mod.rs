@@ -1,7 +1,7 @@
-//! `cargo xtask deep`: checks that are too long for each change, in slices of minutes.
+//! `cargo xtask deep`: runs checks that are too long for every change, in slices of a few minutes.
 //!
-//! The table of docs/deep.md says when each slice last ran. Each run of CI takes the slice that has gone
-//! longest without a run. Commit the changed table, and the next run takes another slice.
+//! The table in docs/deep.md shows when each slice last ran. Each run of CI picks the slice that has gone
+//! longest without a run. Once the changed table is committed, the next run picks another slice.
 
 use std::process::Command;
 
@@ -23,13 +23,14 @@ pub(crate) struct DeepArgs {
     /// The slice to run; by default the one that has gone longest without a run.
     #[arg(value_name = "SLICE", conflicts_with_all = ["all", "list"])]
     slice: Option<String>,
-    /// Run every slice that has not passed on the current code. A stopped run goes on where it stopped.
+    /// Run every slice that has not passed on the current code. After an interruption, the next run continues
+    /// where this one stopped.
     #[arg(long, conflicts_with = "list")]
     all: bool,
-    /// Print the table and run nothing.
+    /// Print the table; run nothing.
     #[arg(long)]
     list: bool,
-    /// Print the commands that install the missing tools of all slices, and run nothing.
+    /// Print the commands that install the tools missing for any slice; run nothing.
     #[arg(long, conflicts_with_all = ["all", "list", "slice"])]
     missing: bool,
 }
@@ -37,9 +38,9 @@ pub(crate) struct DeepArgs {
 /// A part of the deep checks. To add one, add a line to [`SLICES`].
 pub(crate) struct Slice {
     pub(crate) name: &'static str,
-    /// Subject of the slice, for the table.
+    /// What the slice covers, for the table.
     pub(crate) covers: &'static str,
-    /// The command, of at most five minutes on two slow cores.
+    /// The command. It may take at most five minutes on two slow cores.
     pub(crate) command: &'static str,
     /// Tools that the slice needs besides those of CI.
     needs: &'static [Tool],
@@ -205,7 +206,7 @@ pub(crate) fn deep(args: &DeepArgs) -> Result {
     for slice in &slices {
         println!("deep: {}, {}", slice.name, slice.covers);
         let outcome = step::run(slice.command);
-        // After each slice: a run that is stopped keeps the slices that it has done.
+        // Saved after each slice, so an interrupted run keeps the finished slices.
         table.set(
             slice,
             Row { when: now()?, commit: commit()?, seconds: outcome.seconds, passed: outcome.passed },
@@ -223,7 +224,7 @@ pub(crate) fn deep(args: &DeepArgs) -> Result {
     none_of("failed", &failed)
 }
 
-/// Returns the tools that the slice of the next run needs.
+/// Returns the tools that the next slice needs.
 pub(crate) fn next_needs() -> Result<impl Iterator<Item = Tool>> {
     Ok(Table::read()?.longest_unrun().needs.iter().copied())
 }
@@ -233,7 +234,7 @@ fn unknown(name: &str) -> String {
     format!("no slice is {name:?}; there are {}", names.join(", "))
 }
 
-/// Returns true if a slice passed on the current files. Changes of documents do not count.
+/// Returns true if a slice last passed on the current files. Changes to documents do not count.
 fn is_of_this_code(row: &Row) -> bool {
     let unchanged = || {
         let mut command = Command::new("git");
@@ -243,7 +244,7 @@ fn is_of_this_code(row: &Row) -> bool {
     row.passed && unchanged()
 }
 
-/// Returns the commit that is checked out, with a plus sign if files other than documents are changed.
+/// Returns the current commit, with a plus sign if any file other than a document has changed.
 fn commit() -> Result<String> {
     let git = |args: &[&str]| first_line("git", &[&["-C", &root().to_string_lossy()], args].concat());
     let head = git(&["rev-parse", "--short=10", "HEAD"]).ok_or("`git rev-parse` cannot be run")?;
@@ -252,7 +253,7 @@ fn commit() -> Result<String> {
     Ok(head + if changed { "+" } else { "" })
 }
 
-/// Returns the time in a form that sorts.
+/// Returns the current time in a format that sorts.
 fn now() -> Result<String> {
     first_line("date", &["-u", "+%Y-%m-%d %H:%M"]).ok_or_else(|| "`date` cannot be run".to_owned())
 }

@@ -1,4 +1,4 @@
-//! The table of docs/deep.md: when each slice last ran, on what, and how it ended.
+//! The table in docs/deep.md: when each slice last ran, on which commit, and how it ended.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -12,32 +12,32 @@ use crate::step::word;
 
 const PAGE: &str = "docs/deep.md";
 
-/// The command that the page names before the table.
+/// The command in the table's marker line.
 const COMMAND: &str = "cargo xtask deep";
 
-/// The last run of a slice.
+/// The last run of one slice.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
-    /// When it ended. Later times are greater as text.
+    /// When the run ended, in a format that sorts.
     pub(super) when: String,
-    /// Commit that was checked out.
+    /// The commit that it ran on.
     pub(super) commit: String,
     pub(super) seconds: Seconds,
     pub(super) passed: bool,
 }
 
-/// The last runs by the name of the slice.
+/// The last run of each slice, by name.
 #[derive(Debug, Default, PartialEq)]
 pub(super) struct Table(BTreeMap<String, Row>);
 
 impl Table {
-    /// Reads the page.
+    /// Reads the table from the page.
     pub(super) fn read() -> Result<Self> {
         let page = read(&root().join(PAGE))?;
         Self::parsed(page::table(&page, COMMAND).ok_or_else(|| format!("{PAGE} lacks its table markers"))?)
     }
 
-    /// Writes the table into the page.
+    /// Writes the table to the page.
     pub(super) fn write(&self) -> Result {
         page::write(PAGE, COMMAND, &self.text())
     }
@@ -47,20 +47,20 @@ impl Table {
         self.0.get(slice.name)
     }
 
-    /// Records a run, in place of the one before.
+    /// Records a run, replacing the one before it.
     pub(super) fn set(&mut self, slice: &Slice, row: Row) {
         self.0.insert(slice.name.to_owned(), row);
     }
 
-    /// Returns the slice to run next: one that never ran, else the one that ran longest ago.
+    /// Returns the slice to run next: one that never ran, or else the one that ran longest ago.
     pub(super) fn longest_unrun(&self) -> &'static Slice {
-        // A failure gives no precedence: a slice that always fails would keep all others from their turn.
+        // A failed slice gets no priority, because a slice that always fails would block all others.
         let turn = |slice: &&Slice| self.row(slice).map(|row| row.when.clone());
-        // There are slices; of equal ones the first comes first.
+        // There is at least one slice. Of several equal ones, the first is chosen.
         SLICES.iter().min_by_key(turn).unwrap_or(&SLICES[0])
     }
 
-    /// Returns the table in Markdown: one line for each slice, in order.
+    /// Formats the table as Markdown, one row per slice, in order.
     pub(super) fn text(&self) -> String {
         let mut text =
             "| slice | what it checks | last run (UTC) | commit | seconds | of processors | result |\n\
@@ -80,7 +80,7 @@ impl Table {
         text
     }
 
-    /// Parses the table that [`text`](Self::text) writes. Rows of slices that no longer exist are left out.
+    /// Parses a table that [`text`](Self::text) wrote. Rows of slices that no longer exist are dropped.
     fn parsed(table: &str) -> Result<Self> {
         let mut rows = BTreeMap::new();
         for line in table.lines().skip(2) {
