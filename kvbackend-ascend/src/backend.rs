@@ -45,9 +45,9 @@ impl AscendBackend {
     /// `owner` is dropped with the storage.
     ///
     /// # Safety
-    /// `address` is valid on the device for `bytes` bytes for as long as `owner` lives. While the storage
-    /// lives, the caller orders its own use of the memory with the streams, and lends each byte to one
-    /// storage only.
+    /// `address` must be valid on the device for `bytes` bytes for as long as `owner` lives. While the
+    /// storage lives, the caller must order its own use of the memory with the streams, and lend each byte to
+    /// only one storage.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Zero`] if the address or `bytes` is 0.
@@ -61,11 +61,11 @@ impl AscendBackend {
         unsafe { AscendStorage::lent(&self.npu, address, bytes, owner) }
     }
 
-    /// Creates a stream over a stream of ACL that the caller created on this device. Operations are enqueued
-    /// there, in order with the caller's own work. `owner` is dropped with the stream.
+    /// Wraps an ACL stream that the caller created on this device. Operations are enqueued on it, in order
+    /// with the caller's own work. `owner` is dropped with the stream.
     ///
     /// # Safety
-    /// `stream` is a stream of this device that lives as long as `owner`.
+    /// `stream` must be a stream of this device that lives as long as `owner`.
     pub unsafe fn lent_stream(&self, stream: *mut c_void, owner: Arc<dyn Any + Send + Sync>) -> AscendStream {
         // SAFETY: the caller guarantees the same.
         unsafe { AscendStream::lent(&self.npu, stream, owner) }
@@ -112,11 +112,10 @@ impl Backend for AscendBackend {
 }
 
 impl AscendDenseSteps {
-    /// Creates the dense steps of a backend's device, with a stream of their own.
+    /// Creates the dense steps for a backend's device, with a stream of their own.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if CANN lacks an operator of the steps, and the errors of the
-    /// device.
+    /// Returns [`kvcore::Error::NoDevice`] if CANN lacks an operator that the steps need, and device errors.
     pub fn new(backend: &AscendBackend) -> Result<Self> {
         Self::check(&backend.npu)?;
         let stream = AscendStream::over(AclStream::new(&backend.npu)?);

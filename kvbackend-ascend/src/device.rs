@@ -1,4 +1,4 @@
-//! NPUs: opening one, its context on a thread, and its errors.
+//! NPUs: opening one, making its context current on a thread, and its errors.
 
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -13,13 +13,13 @@ use crate::errors::{NAME, no_device};
 use crate::library::{Library, Serves, library};
 use crate::options::AscendOptions;
 
-/// An NPU whose context is retained.
+/// An NPU with its context, which stays retained until the value is dropped.
 pub(crate) struct Npu {
     pub(crate) ordinal: i32,
     pub(crate) library: &'static Library,
     pub(crate) context: sys::aclrtContext,
     pub(crate) counters: Counters,
-    /// True if fused operators are not called.
+    /// True if fused operators must not be called.
     plain: bool,
     /// The stream on which memory is zeroed. Nothing else runs on it.
     setup: sys::aclrtStream,
@@ -28,10 +28,10 @@ pub(crate) struct Npu {
     pub(crate) peers: Mutex<HashSet<i32>>,
 }
 
-// SAFETY: contexts and streams may be used from any thread that has the context current, which `bind`
-// ensures.
+// SAFETY: contexts and streams may be used from any thread on which the context is current. `bind` makes it
+// current.
 unsafe impl Send for Npu {}
-// SAFETY: as for `Send`; ACL locks what calls share.
+// SAFETY: as for `Send`; ACL locks the state that calls share.
 unsafe impl Sync for Npu {}
 
 impl fmt::Debug for Npu {
@@ -44,15 +44,16 @@ impl fmt::Debug for Npu {
 pub(crate) fn count() -> Result<usize> {
     let library = library()?;
     let mut count = 0;
-    // SAFETY: `count` is a place for the answer.
+    // SAFETY: `count` is valid for writes.
     match unsafe { library.acl.aclrtGetDeviceCount(&raw mut count) } {
         0 => Ok(count as usize),
         code => Err(no_device(library.text(code))),
     }
 }
 
-/// Returns whether an error means that the device is lost: an error of execution, except unfinished work, a
-/// wait that took too long, a full queue, a kind of task that the device does not have, and a broken capture.
+/// Returns whether an error means that the device is lost. Any execution error does, except unfinished work,
+/// a wait that took too long, a full queue, a task type that the device does not support, and a broken
+/// capture.
 fn is_loss(code: i32) -> bool {
     const STREAM_TASKS_FULL: i32 = 507_002;
     const EVENT_NOT_COMPLETE: i32 = 507_006;
@@ -79,7 +80,7 @@ fn is_out_of_memory(code: i32) -> bool {
 }
 
 impl Npu {
-    /// Opens a device by its number.
+    /// Opens the device with the given index.
     ///
     /// # Errors
     /// Returns [`Error::NoDevice`] if there is no such device, or if ACL refuses to open it.
@@ -96,7 +97,8 @@ impl Npu {
         let refused = |code: i32| no_device(format!("device {ordinal}: {}", library.text(code)));
         let before = current(library);
         let (mut context, mut setup) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: both are places for answers. The device is set on this thread for the calls that need it.
+        // SAFETY: both pointers are valid for writes. The device is set on this thread for the calls that
+        // need it.
         let made = unsafe {
             match library.acl.aclrtSetDevice(ordinal) {
                 0 => match library.acl.aclrtGetCurrentContext(&raw mut context) {
@@ -133,7 +135,7 @@ impl Npu {
         !self.plain && self.library.fused.contains(&what)
     }
 
-    /// Returns whether the device is lost: what was enqueued never runs.
+    /// Returns whether the device is lost. Work enqueued on a lost device never runs.
     pub(crate) fn is_lost(&self) -> bool {
         self.lost.get().is_some()
     }
@@ -149,8 +151,8 @@ impl Npu {
         self.bind_lost()
     }
 
-    /// Makes the device's context current on this thread, also on a lost device: its memory and handles must
-    /// be freed.
+    /// Makes the device's context current on this thread, even if the device is lost: its memory and handles
+    /// must still be freed.
     pub(crate) fn bind_lost(&self) -> Result<ContextGuard> {
         let before = current(self.library);
         if before == Some(self.context) {
@@ -161,24 +163,24 @@ impl Npu {
         Ok(ContextGuard { library: self.library, before })
     }
 
-    /// Checks the code of a call.
+    /// Checks the return code of a call.
     ///
     /// # Errors
-    /// Returns the [error](Self::error) of any code but 0.
+    /// Returns the [error](Self::error) for any code but 0.
     pub(crate) fn check(&self, code: i32) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.error(code)) }
     }
 
-    /// Checks the code of an allocation.
+    /// Checks the return code of an allocation.
     ///
     /// # Errors
-    /// Returns the [error](Self::memory_error) of any code but 0.
+    /// Returns the [error](Self::memory_error) for any code but 0.
     pub(crate) fn check_memory(&self, code: i32, kind: MemoryKind, bytes: usize) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.memory_error(code, kind, bytes)) }
     }
 
-    /// Returns the error of a failed call, in ACL's own words. Remembers that the device is lost if the code
-    /// means that.
+    /// Returns the error for a failed call, with ACL's message. Marks the device as lost if the code means
+    /// that.
     pub(crate) fn error(&self, code: i32) -> Error {
         let reason = self.library.text(code);
         if is_loss(code) {
@@ -188,7 +190,7 @@ impl Npu {
         Error::Device { backend: NAME, reason }
     }
 
-    /// Returns the error of a failed allocation, with the memory that is free.
+    /// Returns the error for a failed allocation, with the amount of free memory.
     pub(crate) fn memory_error(&self, code: i32, kind: MemoryKind, bytes: usize) -> Error {
         if !is_out_of_memory(code) {
             return self.error(code);
@@ -203,23 +205,23 @@ impl Npu {
         Error::Allocation { bytes, kind, reason }
     }
 
-    /// Returns the free bytes and all bytes of the device's memory. The device's context is current.
+    /// Returns the free and total bytes of device memory. The device's context must be current.
     pub(crate) fn memory(&self) -> Result<(usize, usize)> {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: both are places for answers.
+        // SAFETY: both pointers are valid for writes.
         self.check(unsafe {
             self.library.acl.aclrtGetMemInfo(sys::ACL_HBM_MEM, &raw mut free, &raw mut total)
         })?;
         Ok((free, total))
     }
 
-    /// Fills bytes of the device with zeros, and waits until that is done. The device's context is current.
+    /// Zeroes bytes on the device, and waits for the result. The device's context must be current.
     ///
     /// # Safety
-    /// The `bytes` bytes from `address` on belong to the caller, and no enqueued work uses them.
+    /// The `bytes` bytes at `address` must belong to the caller, and no enqueued work may use them.
     pub(crate) unsafe fn zero(&self, address: u64, bytes: usize) -> Result<()> {
         let at = address as *mut c_void;
-        // SAFETY: the caller guarantees that the range is its own.
+        // SAFETY: the caller guarantees that it owns the range.
         self.check(unsafe { self.library.acl.aclrtMemsetAsync(at, bytes, 0, bytes, self.setup) })?;
         // SAFETY: the device owns the stream.
         self.check(unsafe { self.library.acl.aclrtSynchronizeStream(self.setup) })
@@ -229,7 +231,7 @@ impl Npu {
 impl Drop for Npu {
     fn drop(&mut self) {
         if let Ok(_current) = self.bind_lost() {
-            // SAFETY: storages and streams hold the device, so nothing uses the stream any more.
+            // SAFETY: storages and streams hold the device, so nothing uses the stream anymore.
             unsafe { self.library.acl.aclrtDestroyStream(self.setup) };
         }
         // SAFETY: `open` set the device once.
@@ -239,11 +241,11 @@ impl Drop for Npu {
 
 /// A context that is current on this thread until the value is dropped.
 ///
-/// A host engine may work with another device on the same thread. That device's context is current again
+/// A host engine may use another device on the same thread. That device's context is made current again
 /// afterwards.
 pub(crate) struct ContextGuard {
     library: &'static Library,
-    /// The thread's context before, if it had another.
+    /// The thread's previous context, if it had one.
     before: Option<sys::aclrtContext>,
 }
 
@@ -256,12 +258,13 @@ impl Drop for ContextGuard {
 /// Returns the context that is current on this thread.
 fn current(library: &Library) -> Option<sys::aclrtContext> {
     let mut context = std::ptr::null_mut();
-    // SAFETY: `context` is a place for the answer. A thread without a context is an error of the call.
+    // SAFETY: `context` is valid for writes. The call fails if the thread has no context.
     let code = unsafe { library.acl.aclrtGetCurrentContext(&raw mut context) };
     (code == 0 && !context.is_null()).then_some(context)
 }
 
-/// Makes a context current again. A thread that had none keeps the last one: ACL has no call to remove it.
+/// Makes the previous context current again. If there was none, the current one stays: ACL has no call to
+/// remove it.
 fn restore(library: &Library, before: Option<sys::aclrtContext>) {
     if let Some(before) = before {
         // SAFETY: the context was current on this thread.

@@ -1,8 +1,8 @@
-//! The backend's name, and the errors that several rooms return.
+//! The backend's name, and errors that several modules return.
 
 use kvcore::{Error, device::capture};
 
-/// Name of the backend in errors and on command lines.
+/// The backend's name in errors and on command lines.
 pub(crate) const NAME: &str = "ascend";
 
 /// Returns the error for a device that cannot be used.
@@ -10,7 +10,7 @@ pub(crate) fn no_device(reason: String) -> Error {
     Error::NoDevice { backend: NAME, reason }
 }
 
-/// Returns the error for something that the backend does not do.
+/// Returns the error for something that the backend does not support.
 pub(crate) fn unsupported(what: impl Into<String>) -> Error {
     Error::Unsupported { backend: NAME, what: what.into() }
 }
@@ -20,7 +20,7 @@ pub(crate) fn uncapturable(what: &str) -> Error {
     capture::uncapturable(NAME, what)
 }
 
-/// Returns the error for a handle of another backend, or of another device.
+/// Returns the error for a handle that belongs to another backend or device.
 pub(crate) fn foreign(what: &'static str) -> Error {
     Error::ForeignHandle { what, backend: NAME }
 }

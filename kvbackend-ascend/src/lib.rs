@@ -1,9 +1,9 @@
-//! The Ascend backend: NPUs of Huawei through CANN 8.0 or later.
+//! The Ascend backend: Huawei NPUs, through CANN 8.0 or later.
 //!
-//! Building needs nothing of CANN: its libraries are loaded at run time, and every function is looked up by
-//! itself. Without the libraries or a device, [`AscendBackend::new`] returns [`kvcore::Error::NoDevice`],
-//! which names the files that were tried. Operations are composed of CANN's operators; nothing is compiled
-//! for the device.
+//! Building needs no part of CANN: its libraries are loaded at run time, and every function is looked up by
+//! name. Without the libraries or a device, [`AscendBackend::new`] returns [`kvcore::Error::NoDevice`], which
+//! names the files that were tried. Operations are composed of CANN's operators; nothing is compiled for the
+//! device.
 //!
 //! ```text
 //!                       ┌ operations ┐

@@ -1,4 +1,4 @@
-//! The libraries of CANN: where they are searched, and which functions they lack.
+//! CANN's libraries: where they are searched for, and which functions they lack.
 
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
@@ -9,24 +9,24 @@ use kvcore::Result;
 use crate::bindings::{Acl, Base, Operators, types as sys};
 use crate::errors::no_device;
 
-/// Environment variable with the folder of the libraries. It takes precedence over all others.
+/// Environment variable for the folder that contains the libraries. It takes precedence over all others.
 const FOLDER: &str = "KV_ASCEND_LIB_DIR";
 
-/// Environment variables with the folder of CANN's toolkit.
+/// Environment variables for the folder of CANN's toolkit.
 const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
 /// The part of the backend that calls an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Serves {
-    /// Operations of the contract on dense caches. The backend needs all of these operators.
+    /// Contract operations on dense caches. The backend needs all of these operators.
     Operations,
-    /// Caches in int8.
+    /// Int8 caches.
     Int8Caches,
     /// The dense steps of a model.
     DenseSteps,
-    /// Attention of rows that decode, in one operator.
+    /// Attention for decoding rows, in one operator.
     FusedAttention,
-    /// Writes of keys and values to paged caches, in one operator.
+    /// Writing keys and values to paged caches, in one operator.
     FusedScatter,
 }
 
@@ -42,18 +42,18 @@ impl std::fmt::Display for Serves {
     }
 }
 
-/// The libraries, loaded once for the process.
+/// The libraries, loaded once per process.
 pub(crate) struct Library {
     pub(crate) acl: Acl,
     pub(crate) base: Base,
     pub(crate) operators: Operators,
     /// Version of ACL's interface.
     pub(crate) version: (i32, i32, i32),
-    /// Parts of the backend whose fused operators the libraries have.
+    /// The parts of the backend whose fused operators the libraries provide.
     pub(crate) fused: Vec<Serves>,
 }
 
-/// Loads the libraries and starts ACL, at the first call.
+/// Loads the libraries and starts ACL on the first call.
 ///
 /// # Errors
 /// Returns [`kvcore::Error::NoDevice`] if a library is missing, lacks a required function, or does not start.
@@ -62,7 +62,7 @@ pub(crate) fn library() -> Result<&'static Library> {
     LIBRARY.get_or_init(Library::load).as_ref().map_err(|reason| no_device(reason.clone()))
 }
 
-/// Returns the files of a library to try, in order.
+/// Returns the files to try for a library, in order.
 fn files(name: &str) -> Vec<PathBuf> {
     if let Some(folder) = std::env::var_os(FOLDER) {
         return vec![Path::new(&folder).join(name)];
@@ -71,7 +71,7 @@ fn files(name: &str) -> Vec<PathBuf> {
     toolkits.map(|home| Path::new(&home).join("lib64").join(name)).chain([name.into()]).collect()
 }
 
-/// Opens a library from the first file that exists.
+/// Opens a library from the first of its files that exists.
 pub(crate) fn open(name: &str) -> std::result::Result<libloading::Library, String> {
     let mut tried = Vec::new();
     for file in files(name) {
@@ -88,7 +88,7 @@ pub(crate) fn open(name: &str) -> std::result::Result<libloading::Library, Strin
     ))
 }
 
-/// Names the functions of a table that are missing.
+/// Lists the functions of a table that are missing.
 macro_rules! missing {
     ($table:expr, $($function:ident),* $(,)?) => {
         [$((stringify!($function), $table.$function.is_ok())),*]
@@ -100,14 +100,14 @@ macro_rules! missing {
 pub(crate) use missing;
 
 impl Library {
-    /// Frees an operator between its two phases. If CANN has no call for that, it leaks a few bytes of the
-    /// host.
+    /// Frees an operator whose second phase will not run. If CANN has no call for that, a few bytes of host
+    /// memory leak.
     pub(crate) fn discard(&self, executor: *mut sys::aclOpExecutor) {
         if !missing!(self.base, aclSetAclOpExecutorRepeatable, aclDestroyAclOpExecutor).is_empty() {
             return;
         }
-        // SAFETY: the executor is that of a first phase without its second, and the caller does not use it
-        // any more.
+        // SAFETY: the executor comes from a first phase whose second phase never runs, and the caller no
+        // longer uses it.
         unsafe {
             if self.base.aclSetAclOpExecutorRepeatable(executor) == 0 {
                 self.base.aclDestroyAclOpExecutor(executor);
@@ -142,7 +142,7 @@ impl Library {
         Ok(library)
     }
 
-    /// Returns the missing functions that required operations call.
+    /// Returns the functions that required operations call and the libraries lack.
     fn missing(&self) -> Vec<&'static str> {
         let mut names = missing!(
             self.acl,
@@ -189,7 +189,8 @@ impl Library {
         names
     }
 
-    /// Returns each operator with the part that calls it, and whether the library has the operator.
+    /// Returns each operator with the part of the backend that calls it, and whether the library has the
+    /// operator.
     pub(crate) fn operators(&self) -> Vec<(&'static str, Serves, bool)> {
         macro_rules! operators {
             ($($operator:ident, $phase:ident, $serves:ident;)*) => {
@@ -241,7 +242,7 @@ impl Library {
 
     /// Starts ACL. Another part of the program may have started it already.
     fn start(&mut self) -> std::result::Result<(), String> {
-        // SAFETY: a null path asks for the default configuration.
+        // SAFETY: a null path selects the default configuration.
         let code = unsafe { self.acl.aclInit(std::ptr::null()) };
         match code as u32 {
             sys::ACL_SUCCESS | sys::ACL_ERROR_REPEAT_INITIALIZE => {}
@@ -255,15 +256,15 @@ impl Library {
             _ => return Err(format!("ACL does not start: {}", self.text(code))),
         }
         let (mut major, mut minor, mut patch) = (0, 0, 0);
-        // SAFETY: the three are places for the answer.
+        // SAFETY: all three pointers are valid for writes.
         unsafe { self.acl.aclrtGetVersion(&raw mut major, &raw mut minor, &raw mut patch) };
         self.version = (major, minor, patch);
         Ok(())
     }
 
-    /// Returns the text of an error: its number, and ACL's message.
+    /// Returns the text for an error code: the code and ACL's message.
     pub(crate) fn text(&self, code: i32) -> String {
-        // SAFETY: the text lives until the thread's next call of the library.
+        // SAFETY: the text stays valid until this thread's next call of the library.
         let message = unsafe {
             let message = self.acl.aclGetRecentErrMsg();
             (!message.is_null()).then(|| CStr::from_ptr(message).to_string_lossy().trim().to_owned())
@@ -274,9 +275,9 @@ impl Library {
         }
     }
 
-    /// Returns the name of the processor.
+    /// Returns the processor's name.
     pub(crate) fn processor(&self) -> String {
-        // SAFETY: the text belongs to the library and stays.
+        // SAFETY: the text belongs to the library and is never freed.
         unsafe {
             let name = self.acl.aclrtGetSocName();
             if name.is_null() {

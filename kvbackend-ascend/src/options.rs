@@ -1,12 +1,12 @@
-//! Options of the backend.
+//! The backend's options.
 
-/// Options of an [`AscendBackend`](crate::AscendBackend). The default is the first device.
+/// Options of an [`AscendBackend`](crate::AscendBackend). By default, the first device is used.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct AscendOptions {
-    /// Number of the device, as ACL counts them (`ASCEND_RT_VISIBLE_DEVICES` changes the order).
+    /// Index of the device, in ACL's order. `ASCEND_RT_VISIBLE_DEVICES` changes the order.
     pub device: usize,
-    /// True to compose operations of plain operators only. Otherwise the backend also calls CANN's fused
-    /// operators, if CANN has them and they accept the operands: for attention of decoding rows, and for
-    /// writes to paged caches.
+    /// True to compose operations from plain operators only. Otherwise the backend also calls CANN's fused
+    /// operators for attention of decoding rows and for writes to paged caches, if CANN has them and they
+    /// accept the operands.
     pub plain: bool,
 }

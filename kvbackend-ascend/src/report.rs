@@ -1,4 +1,4 @@
-//! The devices of a machine and the operators of its CANN, for display.
+//! The machine's devices and the operators that its CANN has, for display.
 
 use kvcore::Result;
 
@@ -6,29 +6,29 @@ use crate::device::{self, Npu};
 use crate::library::{Serves, library};
 use crate::options::AscendOptions;
 
-/// A device that ACL reports.
+/// A device found by ACL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NpuReport {
-    /// Number of the device, for [`AscendOptions::device`].
+    /// Index of the device, for [`AscendOptions::device`].
     pub ordinal: usize,
-    /// Name of the processor.
+    /// The processor's name.
     pub name: String,
-    /// Bytes of the device's memory.
+    /// Total device memory in bytes.
     pub total_memory: usize,
-    /// Whether memory can be reserved and mapped, which pools need to sleep.
+    /// Whether memory can be reserved and mapped, which pools need in order to sleep.
     pub virtual_memory: bool,
     /// Whether steps can be captured as graphs.
     pub graphs: bool,
     /// Version of ACL's interface, for example 1.12.0.
     pub interface: (i32, i32, i32),
-    /// Why the backend cannot use the device. The fields that only the device can answer are then 0 or false.
+    /// Why the backend cannot use the device. Fields that only the device can report are then 0 or false.
     pub unfit: Option<String>,
 }
 
 /// An operator that operations call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OperatorReport {
-    /// Name of the operator in CANN.
+    /// CANN's name for the operator.
     pub name: &'static str,
     /// The part of the backend that calls it.
     pub serves: Serves,
@@ -47,7 +47,7 @@ pub fn devices() -> Result<Vec<NpuReport>> {
         let _current = device.bind()?;
         Ok((device.memory()?.1, crate::memory::maps(&device)))
     };
-    // A device that is broken, or that another program holds, does not hide the others.
+    // A broken device, or one that another program holds, does not hide the others.
     let report = |ordinal| {
         let known = facts(ordinal);
         let (total_memory, virtual_memory) = *known.as_ref().unwrap_or(&(0, false));
@@ -64,7 +64,7 @@ pub fn devices() -> Result<Vec<NpuReport>> {
     Ok((0..device::count()?).map(report).collect())
 }
 
-/// Returns the operators that operations call, with whether this machine's CANN has them.
+/// Returns the operators that operations call, and whether this machine's CANN has each of them.
 ///
 /// # Errors
 /// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if it does not start.

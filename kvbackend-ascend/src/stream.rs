@@ -1,8 +1,8 @@
-//! Streams: the contract's order of operators and copies, on a queue of ACL.
+//! Streams: the contract's ordering of operators and copies, on an ACL queue.
 //!
-//! An operation becomes calls of operators under the queue's lock, enqueued at once; the host never waits for
-//! the operation. Lists that operators read are sent on the same stream, each once for all layers that share
-//! it.
+//! An operation becomes operator calls, which are enqueued at once under the queue's lock; the host never
+//! waits for the operation. Lists that operators read are sent on the same stream, once for all layers that
+//! share a list.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -21,16 +21,16 @@ use crate::memory;
 use crate::operations::{self, RecentPlans, StepWork};
 use crate::queue::{AclEvent, AclStream, AscendEvent, CopyDirection, capture, copy, copy_now};
 
-/// Bytes up to which a write goes through pinned memory of the stream, without a wait of the host. Larger
-/// writes wait for the stream.
+/// The largest write, in bytes, that goes through the stream's pinned memory without a wait on the host.
+/// Larger writes wait for the stream.
 const STAGED: usize = 1 << 20;
 
 thread_local! {
-    /// Plans of the capture that this thread records. The streams of a capture share them.
+    /// Plans of the capture that this thread records. The captured streams share them.
     static CAPTURED: RefCell<RecentPlans> = RefCell::default();
 }
 
-/// Drops the plans of this thread's capture at its end.
+/// Drops the plans of this thread's capture when the capture ends.
 struct CapturedPlans;
 
 impl Drop for CapturedPlans {
@@ -56,7 +56,7 @@ impl AscendStream {
         Self { queue: Arc::new(queue), plans: Mutex::default() }
     }
 
-    /// Wraps a stream of the caller, of this device.
+    /// Wraps a stream that the caller created on this device.
     ///
     /// # Safety
     /// See [`AscendBackend::lent_stream`](crate::AscendBackend::lent_stream).
@@ -72,7 +72,7 @@ impl AscendStream {
         &self.queue
     }
 
-    /// Returns ACL's stream, for engines that enqueue work of their own between operations.
+    /// Returns ACL's stream. An engine can enqueue its own work on it between operations.
     pub fn raw(&self) -> *mut c_void {
         self.queue.raw
     }
@@ -157,16 +157,16 @@ impl Stream for AscendStream {
         let (at, len) = (dst.storage().address() + range.start as u64, src.len());
         let mut memory = memory.lock();
         match into.host() {
-            // The host writes pinned memory itself, after the stream's work.
+            // The host writes to pinned memory itself, after the stream's work.
             Some(_) => {
                 self.queue.synchronize(&mut memory)?;
-                // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The
-                // contract asks callers to order other streams before.
+                // SAFETY: the range lies in the pinned memory, and this stream's work on it is done. The
+                // contract requires callers to order other streams before this call.
                 unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), at as *mut u8, len) };
             }
             None if len > STAGED => {
                 self.queue.synchronize(&mut memory)?;
-                // SAFETY: the range lies in the storage, whose work on this stream is done.
+                // SAFETY: the range lies in the storage, and this stream's work on it is done.
                 unsafe { copy_now(npu, at, src.as_ptr() as u64, len, CopyDirection::ToDevice) }?;
             }
             None => {
@@ -189,11 +189,11 @@ impl Stream for AscendStream {
         let at = src.storage().address() + range.start as u64;
         self.queue.synchronize(&mut memory.lock())?;
         if from.kind() == MemoryKind::Pinned {
-            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract
-            // asks callers to order other streams before.
+            // SAFETY: the range lies in the pinned memory, and this stream's work on it is done. The contract
+            // requires callers to order other streams before this call.
             unsafe { std::ptr::copy_nonoverlapping(at as *const u8, dst.as_mut_ptr(), dst.len()) };
         } else if !dst.is_empty() {
-            // SAFETY: the range lies in the storage, whose work on this stream is done.
+            // SAFETY: the range lies in the storage, and this stream's work on it is done.
             unsafe { copy_now(npu, dst.as_mut_ptr() as u64, at, dst.len(), CopyDirection::ToHost) }?;
         }
         Counters::add(&npu.counters.host_read_bytes, dst.len());

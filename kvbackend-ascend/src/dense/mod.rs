@@ -1,8 +1,8 @@
-//! The dense steps of a model on the device: everything between token ids and logits, except attention.
+//! A model's dense steps on the device: everything between token IDs and logits, except attention.
 //!
 //! Steps take and return views in f32. They run on a stream of their own, one after another;
-//! [`AscendDenseSteps::order`] orders that stream and another. Weights are widened to f32 as they are copied
-//! to the device, and products are computed in f32.
+//! [`AscendDenseSteps::order`] orders that stream with another one. Weights are widened to f32 when they are
+//! copied to the device, and products are computed in f32.
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,17 +21,17 @@ use crate::queue::{AclStream, NpuActivations, Work};
 
 mod steps;
 
-/// The dense steps of a device.
+/// A device's dense steps.
 pub struct AscendDenseSteps {
     /// The queue of the steps' stream.
     queue: Arc<AclStream>,
     stream: Arc<dyn Stream>,
     memory: Arc<NpuActivations>,
-    /// How often work was enqueued.
+    /// Counts the pieces of work that were enqueued.
     enqueued: AtomicU64,
 }
 
-/// Numbers in f32 on the device: a matrix `[rows, width]`, or one for each head.
+/// A weight in f32 on the device: a matrix `[rows, width]`, or one matrix per head.
 #[derive(Debug)]
 pub struct AscendWeight {
     storage: Arc<dyn Storage>,
@@ -40,7 +40,7 @@ pub struct AscendWeight {
 }
 
 impl AscendWeight {
-    /// Returns the bytes that the weight takes on the device.
+    /// Returns the weight's size on the device in bytes.
     pub fn bytes(&self) -> usize {
         self.storage.len()
     }
@@ -64,7 +64,7 @@ impl Drop for AscendDenseSteps {
 }
 
 impl AscendDenseSteps {
-    /// Checks that CANN has the operators of the steps.
+    /// Checks that CANN has the operators that the steps need.
     ///
     /// # Errors
     /// Returns [`Error::NoDevice`], which names the missing operators.
@@ -76,25 +76,25 @@ impl AscendDenseSteps {
         Err(no_device(format!("CANN lacks {}, which the steps of a model need", missing.join(", "))))
     }
 
-    /// Creates the steps over a stream, and the queue of that stream.
+    /// Creates the steps on a stream and its queue.
     pub(crate) fn over(queue: &Arc<AclStream>, stream: Arc<dyn Stream>) -> Self {
         Self { queue: Arc::clone(queue), stream, memory: Arc::default(), enqueued: AtomicU64::new(0) }
     }
 
-    /// Returns a number that grows with each piece of work that is enqueued.
+    /// Returns a counter that grows with each piece of work that is enqueued.
     pub fn enqueued(&self) -> u64 {
         self.enqueued.load(Ordering::Acquire)
     }
 
-    /// Returns the stream of the steps.
+    /// Returns the steps' stream.
     pub fn stream(&self) -> &dyn Stream {
         self.stream.as_ref()
     }
 
-    /// Makes `after` wait for everything enqueued on `before` so far. One of them is the stream of the steps.
+    /// Makes `after` wait for everything enqueued on `before` so far. One of them must be the steps' stream.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignHandle`] if a stream is of another backend.
+    /// Returns [`Error::ForeignHandle`] if a stream belongs to another backend.
     pub fn order(before: &dyn Stream, after: &dyn Stream) -> Result<()> {
         after.wait_for(&before.record()?)
     }
@@ -103,7 +103,7 @@ impl AscendDenseSteps {
     /// Copies `rows` rows of `width` numbers to the device.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if there are more or fewer numbers, and the errors of the device.
+    /// Returns [`Error::Mismatch`] if `numbers` has another length, and device errors.
     pub fn weight(&self, rows: usize, width: usize, numbers: &[f32]) -> Result<AscendWeight> {
         let expected = rows.checked_mul(width).ok_or(Error::Overflow { what: "numbers of a weight" })?;
         if expected != numbers.len() {
@@ -117,7 +117,7 @@ impl AscendDenseSteps {
         Ok(AscendWeight { storage, rows, width })
     }
 
-    /// Allocates rows for results, with any contents.
+    /// Allocates rows for results, with arbitrary contents.
     ///
     /// # Errors
     /// Returns [`Error::Allocation`] if the device is out of memory.
@@ -128,8 +128,8 @@ impl AscendDenseSteps {
         TensorView::new(self.take(bytes)?, DType::F32, shape)
     }
 
-    /// Takes memory for results. If the device is out of memory, frees the unused memory of activations and
-    /// tries again.
+    /// Allocates memory for results. If the device is out of memory, frees unused activation memory and tries
+    /// again.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
         let npu = &self.queue.npu;
         let allocate =
@@ -162,7 +162,8 @@ impl AscendDenseSteps {
         }
         self.queue.enqueue(|work| {
             for (&storage, of_activations) in uses.iter().zip(of_activations) {
-                // A graph holds the memory of its activations, which its steps use one after another.
+                // A graph holds the memory of its activations, and its steps use that memory one after
+                // another.
                 if !(of_activations && work.captured_step().is_some()) {
                     work.hold(Hold::Storage(Arc::clone(storage)));
                 }
@@ -173,7 +174,7 @@ impl AscendDenseSteps {
         Ok(())
     }
 
-    /// Returns the rows as a dense view; a copy if they are not.
+    /// Returns the rows as a dense view. Copies rows that are not dense.
     fn dense(&self, x: &TensorView) -> Result<TensorView> {
         if x.is_contiguous() { Ok(x.clone()) } else { self.copy(x) }
     }
@@ -181,7 +182,7 @@ impl AscendDenseSteps {
     /// Returns a dense copy of rows.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn copy(&self, x: &TensorView) -> Result<TensorView> {
         let copy = self.rows(x.shape())?;
         self.stream.copy_tensor(&CopyTensor { src: x.clone(), dst: copy.clone() })?;
@@ -189,10 +190,10 @@ impl AscendDenseSteps {
         Ok(copy)
     }
 
-    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Nothing moves.
+    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Copies nothing.
     ///
     /// # Errors
-    /// Returns [`Error::NotMultiple`] if heads do not divide the rows.
+    /// Returns [`Error::NotMultiple`] if `width` is not a multiple of `dim`.
     pub fn split_heads(&self, x: &TensorView, dim: usize) -> Result<TensorView> {
         let (rows, width) = matrix_shape(x)?;
         if dim == 0 || !width.is_multiple_of(dim) {
@@ -201,10 +202,11 @@ impl AscendDenseSteps {
         reshaped(x, &[rows, width / dim, dim], &[x.strides()[0], dim, 1])
     }
 
-    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Copies only rows whose heads lie apart.
+    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Copies rows only if their heads are not
+    /// contiguous.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn join_heads(&self, x: &TensorView) -> Result<TensorView> {
         let &[rows, heads, dim] = x.shape() else { return Err(rank(3, x)) };
         if heads > 1 && x.strides()[1] != dim {
@@ -213,10 +215,10 @@ impl AscendDenseSteps {
         reshaped(x, &[rows, heads * dim], &[x.strides()[0], 1])
     }
 
-    /// Waits, and replaces the contents of `values` by all elements in row-major order.
+    /// Waits for the work, and replaces the contents of `values` with all elements of `x` in row-major order.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn read(&self, x: &TensorView, values: &mut Vec<f32>) -> Result<()> {
         let x = self.dense(x)?;
         values.clear();

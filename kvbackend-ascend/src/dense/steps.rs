@@ -1,4 +1,4 @@
-//! The steps, each as a row of operators.
+//! The steps, each as a sequence of operators.
 
 use std::sync::Arc;
 
@@ -19,7 +19,7 @@ fn check(what: &'static str, weight: &AscendWeight, rows: usize, width: usize) -
     Ok(())
 }
 
-/// Checks that a table has the rows of tokens.
+/// Checks that all tokens are below a limit.
 fn check_tokens(tokens: &[u32], limit: usize) -> Result<()> {
     match tokens.iter().find(|&&token| token as usize >= limit) {
         None => Ok(()),
@@ -27,7 +27,7 @@ fn check_tokens(tokens: &[u32], limit: usize) -> Result<()> {
     }
 }
 
-/// Sends tokens to the device. In a capture of their step, each replay sends its own.
+/// Sends tokens to the device. In a capture of their step, each replay sends its own tokens.
 fn numbers(work: &mut Work<'_>, tokens: &[u32], limit: usize) -> Result<Tensor> {
     let of_step =
         work.captured_step().is_some_and(|step| step.tokens.as_ptr_range() == tokens.as_ptr_range());
@@ -43,7 +43,7 @@ fn numbers(work: &mut Work<'_>, tokens: &[u32], limit: usize) -> Result<Tensor> 
     Ok(Tensor::dense(at, sys::ACL_INT32, &[tokens.len()]))
 }
 
-/// Returns row numbers that [`AscendDenseSteps::index`] has sent.
+/// Returns the row indices that [`AscendDenseSteps::index`] sent.
 fn sent(rows: &Arc<dyn Storage>, count: usize) -> Tensor {
     Tensor::dense(rows.address(), sys::ACL_INT32, &[count])
 }
@@ -52,7 +52,7 @@ impl AscendDenseSteps {
     /// Returns the embeddings of tokens, `[tokens, width]`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] for a token that the table does not have, and the errors of the device.
+    /// Returns [`Error::OutOfRange`] for a token that the table does not have, and device errors.
     pub fn embed(&self, table: &AscendWeight, tokens: &[u32]) -> Result<TensorView> {
         check_tokens(tokens, table.rows)?;
         let out = self.rows(&[tokens.len(), table.width])?;
@@ -63,10 +63,10 @@ impl AscendDenseSteps {
         Ok(out)
     }
 
-    /// Copies row numbers to the device.
+    /// Copies row indices to the device.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn index(&self, rows: &[u32]) -> Result<Arc<dyn Storage>> {
         let storage = self.take(size_of_val(rows).max(1))?;
         let view = TensorView::new(Arc::clone(&storage), DType::U8, &[size_of_val(rows)])?;
@@ -75,10 +75,11 @@ impl AscendDenseSteps {
         Ok(storage)
     }
 
-    /// Returns the `count` rows of `x` whose numbers are in `rows`. The caller guarantees that `x` has them.
+    /// Returns the `count` rows of `x` whose indices are in `rows`. The caller guarantees that `x` has these
+    /// rows.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn select(&self, x: &TensorView, rows: &Arc<dyn Storage>, count: usize) -> Result<TensorView> {
         let x = self.dense(x)?;
         let mut shape = x.shape().to_vec();
@@ -94,7 +95,7 @@ impl AscendDenseSteps {
     /// dim]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the weight has another width, and the errors of the device.
+    /// Returns [`Error::Mismatch`] if the weight has another width, and device errors.
     pub fn rms_norm(&self, x: &TensorView, weight: &AscendWeight, eps: f32) -> Result<TensorView> {
         let x = self.dense(x)?;
         let width = *x.shape().last().ok_or_else(|| rank(2, &x))?;
@@ -110,10 +111,10 @@ impl AscendDenseSteps {
         Ok(out)
     }
 
-    /// Returns `x · matrixᵀ + bias`, `[rows, out]` of `[rows, input]`.
+    /// Returns `x · matrixᵀ + bias`: `[rows, out]` for an `x` of `[rows, input]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device.
+    /// Returns [`Error::Mismatch`] if the extents do not fit, and device errors.
     pub fn project(
         &self,
         x: &TensorView,
@@ -145,7 +146,7 @@ impl AscendDenseSteps {
     /// transposed. Returns `[rows, heads, b]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device.
+    /// Returns [`Error::Mismatch`] if the extents do not fit, and device errors.
     pub fn by_head(&self, x: &TensorView, matrices: &AscendWeight, transposed: bool) -> Result<TensorView> {
         let &[rows, heads, a] = x.shape() else { return Err(rank(3, x)) };
         let each = matrices.rows / heads.max(1);
@@ -170,7 +171,7 @@ impl AscendDenseSteps {
     /// Returns `silu(gate) ⊙ up`.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn gated(&self, gate: &TensorView, up: &TensorView) -> Result<TensorView> {
         let out = self.rows(gate.shape())?;
         self.enqueue(&[gate.storage(), up.storage(), out.storage()], |work| {
@@ -184,7 +185,7 @@ impl AscendDenseSteps {
     /// Returns `x + y`.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn add(&self, x: &TensorView, y: &TensorView) -> Result<TensorView> {
         let out = self.rows(x.shape())?;
         self.enqueue(&[x.storage(), y.storage(), out.storage()], |work| {
@@ -196,7 +197,7 @@ impl AscendDenseSteps {
     /// Returns zeros in the shape of `x`.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn zeros_like(&self, x: &TensorView) -> Result<TensorView> {
         let zeros = self.rows(x.shape())?;
         if !zeros.is_empty() {
@@ -206,11 +207,10 @@ impl AscendDenseSteps {
     }
 
     /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum`
-    /// has the rows and that none is listed twice.
+    /// has these rows and that no row is listed twice.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and the errors of the
-    /// device.
+    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and device errors.
     pub fn add_rows(
         &self,
         sum: &TensorView,

@@ -1,4 +1,4 @@
-//! The ranks of a group in this process: they fail together, and know which ranks have left.
+//! The ranks of a group in this process. They fail together, and record which ranks have left.
 
 use std::collections::HashMap;
 
@@ -10,16 +10,16 @@ use parking_lot::Mutex;
 pub(super) struct LocalRanks {
     /// The first failure. It is final.
     failed: Mutex<Option<Error>>,
-    /// Calls of the ranks of this process, by rank.
+    /// The calls of this process's ranks, by rank.
     calls: Mutex<HashMap<usize, Calls>>,
 }
 
-/// The calls of a rank so far.
+/// The calls of one rank so far.
 #[derive(Debug, Default)]
 struct Calls {
-    /// Collectives of all ranks.
+    /// Number of collectives that involve all ranks.
     of_all: u64,
-    /// Transfers by the other rank, and true for a transfer to that rank.
+    /// Number of transfers, by the other rank and by direction: true for sends to that rank.
     transfers: HashMap<(usize, bool), u64>,
     left: bool,
 }
@@ -31,22 +31,22 @@ impl Calls {
 }
 
 impl LocalRanks {
-    /// Fails the group, unless it has failed already. Returns the failure.
+    /// Fails the group, unless it has failed already. Returns the first failure.
     pub(super) fn fail(&self, error: Error) -> Error {
         self.failed.lock().get_or_insert(error).clone()
     }
 
-    /// Returns the failure of the group, if it has failed.
+    /// Returns the group's failure as an error, if it has failed.
     pub(super) fn check(&self) -> Result<()> {
         self.failed.lock().as_ref().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    /// Notes that a rank of this process has joined.
+    /// Records that a rank of this process has joined.
     pub(super) fn enter(&self, rank: usize) {
         self.calls.lock().insert(rank, Calls::default());
     }
 
-    /// Notes the call of a rank.
+    /// Records a call of a rank.
     pub(super) fn call(&self, rank: usize, collective: Collective<'_>) {
         let mut calls = self.calls.lock();
         let own = calls.entry(rank).or_default();
@@ -62,7 +62,7 @@ impl LocalRanks {
         }
     }
 
-    /// Checks that a rank's calls need no rank that has left.
+    /// Checks that a rank's calls do not depend on a rank that has left.
     ///
     /// # Errors
     /// Returns [`Error::RankLeft`] for the rank that has left.
@@ -80,7 +80,7 @@ impl LocalRanks {
         }
     }
 
-    /// Notes that a rank has left.
+    /// Records that a rank has left.
     pub(super) fn leave(&self, rank: usize) {
         self.calls.lock().entry(rank).or_default().left = true;
     }

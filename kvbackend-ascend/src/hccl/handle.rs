@@ -20,31 +20,32 @@ pub(super) struct RankHandle {
     loaded: &'static HcclLibrary,
 }
 
-// SAFETY: handles may be used from any thread that has the device's context current. Collectives are handed
-// over by one thread at a time, which the communicator's lock sees to.
+// SAFETY: handles may be used from any thread on which the device's context is current. The communicator's
+// lock ensures that only one thread at a time issues collectives.
 unsafe impl Send for RankHandle {}
-// SAFETY: as for `Send`; asking for a failure changes nothing.
+// SAFETY: as for `Send`; a query for failures changes nothing.
 unsafe impl Sync for RankHandle {}
 
 impl Drop for RankHandle {
     fn drop(&mut self) {
         if let Ok(_current) = self.npu.bind_lost() {
-            // SAFETY: HCCL made the handle, and it is destroyed once; no collective of it is under way.
+            // SAFETY: HCCL created the handle, and it is destroyed once; none of its collectives is under
+            // way.
             unsafe { self.loaded.hccl.HcclCommDestroy(self.raw) };
         }
     }
 }
 
 impl RankHandle {
-    /// Checks that HCCL knows of no failure of the rank's collectives.
+    /// Checks that HCCL has reported no failed collective of this rank.
     ///
     /// # Errors
-    /// Returns [`Error::Device`] with HCCL's failure.
+    /// Returns [`Error::Device`] with the failure that HCCL reported.
     pub(super) fn check(&self) -> Result<()> {
         let _current = self.npu.bind()?;
         let mut failed = sys::HCCL_SUCCESS;
-        // SAFETY: the handle is alive, the context of its device is current, and `failed` is a place for the
-        // answer. HCCL lets any thread ask while collectives run.
+        // SAFETY: the handle is alive, the context of its device is current, and `failed` is valid for
+        // writes. HCCL allows this query on any thread while collectives run.
         let code = unsafe { self.loaded.hccl.HcclGetCommAsyncError(self.raw, &raw mut failed) };
         self.loaded.check("the state of a group", code)?;
         self.loaded.check("the group has failed", failed)
@@ -66,7 +67,7 @@ pub(super) fn join(
     let made = within(rank, limit, move || {
         let _current = npu.bind()?;
         let mut raw: *mut c_void = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for the answer; the context of the rank's device is current.
+        // SAFETY: `raw` is valid for writes; the context of the rank's device is current.
         let code = unsafe {
             loaded.hccl.HcclCommInitRootInfo(ranks as u32, &raw const info, rank as u32, &raw mut raw)
         };
@@ -76,18 +77,18 @@ pub(super) fn join(
     made?
 }
 
-/// Joins devices of this process as a group, the first as rank 0.
+/// Joins devices of this process as a group, with the first as rank 0.
 ///
 /// # Errors
-/// Returns [`Error::RanksTimedOut`] if HCCL does not start in time, and its errors.
+/// Returns [`Error::RanksTimedOut`] if HCCL does not start in time, and the errors of HCCL.
 pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<RankHandle>> {
     let (loaded, devices) = (loaded()?, devices.to_vec());
     let made = within(0, limit, move || {
         let mut ordinals: Vec<i32> = devices.iter().map(|npu| npu.ordinal).collect();
         let mut raw: Vec<*mut c_void> = vec![std::ptr::null_mut(); devices.len()];
-        // In reverse: the first device is then the current one.
+        // In reverse order, so the first device's context is current at the end.
         let bound = devices.iter().rev().map(|npu| npu.bind()).collect::<Result<Vec<_>>>()?;
-        // SAFETY: both lists have one place for each device, and every device is set.
+        // SAFETY: both lists have one entry per device, and every device is set.
         let code = unsafe {
             loaded.hccl.HcclCommInitAll(devices.len() as u32, ordinals.as_mut_ptr(), raw.as_mut_ptr())
         };
@@ -100,8 +101,8 @@ pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Rank
 }
 
 // Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-thread-of-their-own
-/// Runs a call that may wait for other ranks on a thread of its own. A value made after the limit is dropped
-/// at once.
+/// Runs a call that may wait for other ranks on a thread of its own. A value that arrives after the limit is
+/// dropped at once.
 fn within<T: Send + 'static>(
     rank: usize,
     limit: Duration,
@@ -110,7 +111,7 @@ fn within<T: Send + 'static>(
     let (sender, made) = sync_channel(1);
     let thread = std::thread::Builder::new().name("hccl-join".to_owned());
     let started = thread.spawn(move || {
-        // The caller's time may be up.
+        // The caller may have timed out already.
         let _ = sender.send(call());
     });
     if let Err(error) = started {

@@ -9,9 +9,9 @@ use super::library::loaded;
 use crate::backend::AscendBackend;
 use crate::bindings::types as sys;
 
-/// The root information of a group of ranks. One rank creates it, and the caller carries it to the other
-/// ranks: by a file, a socket or the launcher of the processes. It holds the address at which the creating
-/// process waits for the others.
+/// The root information of a group of ranks. One rank creates it, and the caller passes it to the other
+/// ranks: in a file, through a socket, or by the launcher of the processes. It contains the address at which
+/// the creating process waits for the other ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HcclId([u8; Self::LEN]);
 
@@ -22,11 +22,11 @@ impl fmt::Debug for HcclId {
 }
 
 impl HcclId {
-    /// Number of bytes of a name.
+    /// Length of a name in bytes.
     pub const LEN: usize = sys::HCCL_ROOT_INFO_BYTES as usize;
 
-    /// Creates a name that no other group has. `backend` is the backend of rank 0. The calling process must
-    /// stay alive until all ranks have joined.
+    /// Creates a unique name. `backend` must be rank 0's backend. The calling process must stay alive until
+    /// all ranks have joined.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::NoDevice`] if HCCL is missing, and [`kvcore::Error::Device`] if it refuses.
@@ -34,18 +34,18 @@ impl HcclId {
         let loaded = loaded()?;
         let _current = backend.npu.bind()?;
         let mut info = sys::HcclRootInfo { internal: [0; Self::LEN] };
-        // SAFETY: `info` is a place for the answer, and the context of rank 0's device is current.
+        // SAFETY: `info` is valid for writes, and the context of rank 0's device is current.
         let code = unsafe { loaded.hccl.HcclGetRootInfo(&raw mut info) };
         loaded.check("a name for a group", code)?;
         Ok(Self(info.internal.map(|byte| byte as u8)))
     }
 
-    /// Returns a name that another process has created.
+    /// Creates the name from bytes that another process sent.
     pub fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         Self(bytes)
     }
 
-    /// Returns the bytes to carry to other processes.
+    /// Returns the bytes to send to other processes.
     pub fn as_bytes(&self) -> &[u8; Self::LEN] {
         &self.0
     }

@@ -1,4 +1,4 @@
-//! Collectives as calls of HCCL.
+//! Collectives as HCCL calls.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -13,32 +13,32 @@ use crate::errors::unsupported;
 use crate::memory::AscendStorage;
 use crate::queue::{CopyDirection, copy};
 
-/// Tensors that are not combined are sent as bytes.
+/// The element type of all collectives that do not combine values: plain bytes.
 const BYTES: sys::HcclDataType = sys::HCCL_DATA_TYPE_INT8;
 
-/// The target of a rank's collectives: its handle and its stream.
+/// Where a rank's collectives go: its handle and its stream.
 pub(super) struct CollectiveLine<'a> {
     pub(super) loaded: &'static HcclLibrary,
     pub(super) npu: &'a Arc<Npu>,
-    /// None for the only rank of a group.
+    /// None if the rank is the only one in its group.
     pub(super) handle: Option<&'a RankHandle>,
     pub(super) stream: sys::aclrtStream,
-    /// Memory that a collective uses besides its views. It stays until the work is done.
+    /// Memory that a collective uses in addition to its views. It stays until the work is done.
     pub(super) staged: &'a mut Option<AscendStorage>,
 }
 
-/// Returns the address and the bytes of a dense view.
+/// Returns the address and size in bytes of a dense view.
 fn place(view: &TensorView) -> Result<(*mut c_void, usize)> {
     let range = view.host_range(view.dtype().bytes_for(view.len())?)?;
     Ok(((view.storage().address() + range.start as u64) as *mut c_void, range.len()))
 }
 
-/// Returns whether a collective moves nothing, in which case no rank calls HCCL.
+/// Returns whether a collective moves no data, in which case no rank calls HCCL.
 pub(super) fn is_empty(collective: Collective<'_>) -> bool {
     collective.views().iter().all(|view| view.is_empty())
 }
 
-/// Checks that HCCL reaches the views.
+/// Checks that HCCL can access the views.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] for pinned memory.
@@ -57,7 +57,8 @@ impl CollectiveLine<'_> {
     /// Hands a collective to HCCL.
     ///
     /// # Safety
-    /// The device's context is current. The views are memory of the device, and stay until the work is done.
+    /// The device's context must be current. The views must be in the device's memory, and stay alive until
+    /// the work is done.
     pub(super) unsafe fn collective(&mut self, rank: usize, collective: Collective<'_>) -> Result<()> {
         let Some(comm) = self.handle.map(|handle| handle.raw) else { return self.alone(collective) };
         let (hccl, stream) = (&self.loaded.hccl, self.stream);
@@ -70,8 +71,8 @@ impl CollectiveLine<'_> {
             }
             Collective::AllGather { src, dst } => {
                 let ((mut from, bytes), (to, _)) = (place(src)?, place(dst)?);
-                // The source may be the rank's own part of the destination, and HCCL does not promise to read
-                // it before it writes there.
+                // The source may be the rank's own part of the destination, and HCCL does not guarantee that
+                // it reads the source before it writes there.
                 if place(&dst.select(0, rank)?)?.0 == from {
                     let made = AscendStorage::uninitialised(self.npu, MemoryKind::Device, bytes)?;
                     let staged = self.staged.insert(made);
@@ -101,7 +102,7 @@ impl CollectiveLine<'_> {
         }
     }
 
-    /// Runs a collective of a group of one rank: an all-gather copies, and the others do nothing.
+    /// Runs a collective in a group of one rank: an all-gather copies, and the others do nothing.
     fn alone(&self, collective: Collective<'_>) -> Result<()> {
         if let Collective::AllGather { src, dst } = collective {
             let ((from, bytes), (to, _)) = (place(src)?, place(dst)?);
@@ -114,8 +115,8 @@ impl CollectiveLine<'_> {
 }
 
 // Decision: docs/decisions/backend-ascend.md#an-exchange-goes-in-rounds
-/// Cuts an exchange into rounds, each with at most one transfer from one rank to another. Both ranks of a
-/// transfer have it in the same round.
+/// Splits an exchange into rounds, each with at most one transfer from one rank to another. Both ranks put a
+/// transfer into the same round.
 fn rounds(sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<Vec<Vec<sys::HcclSendRecvItem>>> {
     let mut rounds: Vec<Vec<sys::HcclSendRecvItem>> = Vec::new();
     for (kind, transfers) in [(sys::HCCL_SEND, sends), (sys::HCCL_RECV, receives)] {
@@ -141,7 +142,7 @@ fn rounds(sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<Vec<Vec<s
     Ok(rounds)
 }
 
-/// Returns HCCL's number of an element type, which differs from ACL's.
+/// Returns HCCL's constant for an element type, which differs from ACL's.
 fn element(dtype: DType) -> Result<sys::HcclDataType> {
     Ok(match dtype {
         DType::F32 => sys::HCCL_DATA_TYPE_FP32,

@@ -15,7 +15,7 @@ pub(super) struct HcclLibrary {
     pub(super) base: &'static Library,
 }
 
-/// Loads HCCL, at the first call.
+/// Loads HCCL on the first call.
 ///
 /// # Errors
 /// Returns [`Error::NoDevice`] if CANN or its HCCL is missing, or lacks a function.
@@ -51,7 +51,7 @@ impl HcclLibrary {
         Err(format!("HCCL lacks {}; take CANN 8.0 or later", lacks.join(", ")))
     }
 
-    /// Checks the code of a call.
+    /// Checks the return code of a call.
     ///
     /// # Errors
     /// Returns [`Error::Device`] for any code except success.
@@ -59,7 +59,7 @@ impl HcclLibrary {
         if code == sys::HCCL_SUCCESS {
             return Ok(());
         }
-        // SAFETY: the text belongs to HCCL and stays.
+        // SAFETY: the text belongs to HCCL and is never freed.
         let message = unsafe {
             let message = self.hccl.HcclGetErrorString(code);
             if message.is_null() { c"" } else { CStr::from_ptr(message) }.to_string_lossy()

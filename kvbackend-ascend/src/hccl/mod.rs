@@ -1,4 +1,4 @@
-//! Collectives among devices, through HCCL, which is loaded at run time.
+//! Collectives between devices, through HCCL, which is loaded at run time.
 //!
 //! ```text
 //!   caller's stream   … work ──► event                        work …
@@ -6,8 +6,8 @@
 //!   rank's stream                wait ──► HCCL ──► host waits, until the time-out at most
 //! ```
 //!
-//! HCCL has no call that ends a collective whose ranks never come. A stream that waited for one would never
-//! go on. The host waits instead, and drops the rank's stream if the group fails.
+//! HCCL has no call to abort a collective whose other ranks never arrive. A stream that waited for one would
+//! be stuck forever. Instead, the host waits, and drops the rank's stream if the group fails.
 
 use std::fmt;
 use std::sync::Arc;
@@ -35,18 +35,18 @@ use crate::errors::{foreign, unsupported};
 use crate::memory::AscendStorage;
 use crate::queue::AscendEvent;
 
-/// How often the state of the group is checked while a collective is under way.
+/// How often the group's state is checked while a collective is under way.
 const SLICE: Duration = Duration::from_millis(10);
 
-/// ACL's code of a wait that took too long.
+/// ACL's code for a wait that took too long.
 const WAITED_TOO_LONG: i32 = 507_046;
 
-/// A rank of a group of NPUs, through HCCL. Each rank has a device of its own.
+/// A rank in a group of NPUs, through HCCL. Each rank has its own device.
 ///
-/// A call waits until the collective is done or the time-out ends, which fails the group for good. Other
-/// ranks of this process learn of a failure within milliseconds, ranks of other processes by their own
-/// time-out. The ranks MUST make the same calls in the same order, which is not checked: otherwise a group
-/// may time out, or read and write the wrong bytes.
+/// A call waits until the collective is done or the time-out ends. A time-out fails the group permanently.
+/// Other ranks in this process see a failure within milliseconds, ranks in other processes when their own
+/// time-out ends. The ranks MUST make the same calls in the same order, which is not checked: otherwise a
+/// group may time out, or read and write the wrong bytes.
 ///
 /// ```
 /// use std::time::Duration;
@@ -79,28 +79,28 @@ pub struct HcclCommunicator {
     group: Arc<LocalRanks>,
     npu: Arc<Npu>,
     loaded: &'static HcclLibrary,
-    /// None for the only rank of a group.
+    /// None if the rank is the only one in its group.
     handle: Option<RankHandle>,
-    /// The stream on which HCCL works, locked during a collective; none after the group has failed.
+    /// HCCL's stream, locked during a collective; none after the group has failed.
     stream: Mutex<Option<RankStream>>,
 }
 
-/// A stream of the rank's own. Dropping it also discards the work that is not done.
+/// The rank's own stream. Dropping it also discards unfinished work.
 struct RankStream {
     raw: sys::aclrtStream,
     npu: Arc<Npu>,
-    /// Memory that the collective under way uses besides its views.
+    /// Memory that the current collective uses in addition to its views.
     staged: Option<AscendStorage>,
 }
 
-// SAFETY: ACL's streams may be used from any thread that has the device's context current.
+// SAFETY: ACL's streams may be used from any thread on which the device's context is current.
 unsafe impl Send for RankStream {}
 
 impl RankStream {
     fn new(npu: &Arc<Npu>) -> Result<Self> {
         let _current = npu.bind()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: `raw` is a place for the answer, and the device's context is current.
+        // SAFETY: `raw` is valid for writes, and the device's context is current.
         npu.check(unsafe { npu.library.acl.aclrtCreateStreamWithConfig(&raw mut raw, 0, 0) })?;
         Ok(Self { raw, npu: Arc::clone(npu), staged: None })
     }
@@ -109,7 +109,7 @@ impl RankStream {
 impl Drop for RankStream {
     fn drop(&mut self) {
         if let Ok(_current) = self.npu.bind_lost() {
-            // SAFETY: the stream is the rank's own, and is destroyed once, before its memory is freed.
+            // SAFETY: the rank owns the stream, which is destroyed once, before its memory is freed.
             unsafe { self.npu.library.acl.aclrtDestroyStreamForce(self.raw) };
         }
     }
@@ -123,11 +123,11 @@ impl fmt::Debug for HcclCommunicator {
 
 impl HcclCommunicator {
     /// Joins a group of `ranks` ranks as rank `rank`. Waits at most `limit` for the other ranks, which is
-    /// also the time-out of collectives.
+    /// also the time-out for collectives.
     ///
     /// # Errors
     /// - Returns [`Error::NoDevice`] if HCCL is missing.
-    /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
+    /// - Returns [`Error::OutOfRange`] if `rank` is not below `ranks`.
     /// - Returns [`Error::RanksTimedOut`] if other ranks did not join in time, and [`Error::Device`] if HCCL
     ///   refuses.
     pub fn new(
@@ -147,12 +147,11 @@ impl HcclCommunicator {
         Self::over(&Arc::default(), &backend.npu, handle, (rank, ranks), limit)
     }
 
-    /// Creates a group of one rank for each backend, in order, all of them in this process. The caller runs
-    /// each rank on a thread of its own.
+    /// Creates a group in this process, with one rank per backend, in order. Run each rank on its own thread.
     ///
     /// # Errors
-    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] for no backend, and [`Error::Unsupported`]
-    /// for two backends on one device.
+    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] if there are no backends, and
+    /// [`Error::Unsupported`] if two backends use the same device.
     pub fn group(backends: &[Arc<AscendBackend>], limit: Duration) -> Result<Vec<Self>> {
         let devices: Vec<Arc<Npu>> = backends.iter().map(|backend| Arc::clone(&backend.npu)).collect();
         for (rank, npu) in devices.iter().enumerate() {
@@ -184,7 +183,7 @@ impl HcclCommunicator {
         Ok(Self { rank, ranks, limit, group, npu, loaded, handle, stream })
     }
 
-    /// Records an event of the caller's stream. A lost device fails its group.
+    /// Records an event on the caller's stream. Fails the group if the device is lost.
     fn record(&self, stream: &dyn Stream) -> Result<Arc<dyn Event>> {
         stream.record().inspect_err(|error| {
             if matches!(error, Error::DeviceLost { .. }) {
@@ -194,14 +193,14 @@ impl HcclCommunicator {
     }
 
     // Decision: docs/decisions/backend-ascend.md#the-host-waits-for-collectives
-    /// Hands a collective to HCCL after an event, and waits for the collective.
+    /// Passes a collective to HCCL after an event, and waits for the collective.
     fn perform(&self, own: &mut RankStream, before: &AscendEvent, collective: Collective<'_>) -> Result<()> {
         let _current = self.npu.bind()?;
         before.0.hold_back(&self.npu, own.raw)?;
         let (loaded, npu, handle) = (self.loaded, &self.npu, self.handle.as_ref());
         let mut line = CollectiveLine { loaded, npu, handle, stream: own.raw, staged: &mut own.staged };
-        // SAFETY: `Communicator::run` has asked whether the stream owns the views. The work is done when this
-        // returns, or its stream is dropped before the caller goes on.
+        // SAFETY: `Communicator::run` has checked that the stream owns the views. The work is done when this
+        // returns, or its stream is dropped before the caller continues.
         unsafe { line.collective(self.rank, collective) }?;
         self.group.call(self.rank, collective);
         self.finish(own.raw, collective)?;
@@ -209,7 +208,7 @@ impl HcclCommunicator {
         Ok(())
     }
 
-    /// Waits for the rank's stream, until the time-out at most.
+    /// Waits for the rank's stream, at most until the time-out.
     fn finish(&self, stream: sys::aclrtStream, collective: Collective<'_>) -> Result<()> {
         let since = Instant::now();
         loop {
@@ -258,7 +257,7 @@ impl Communicator for HcclCommunicator {
             late @ (Error::RanksTimedOut { .. } | Error::RankLeft(_) | Error::RankAborted(_)) => {
                 self.group.fail(late)
             }
-            // The other ranks fail because this rank ended the work. They keep an earlier failure.
+            // The other ranks fail because this rank aborted the work. They keep an earlier failure.
             own => {
                 self.group.fail(Error::RankAborted(self.rank));
                 own
@@ -274,7 +273,7 @@ impl Communicator for HcclCommunicator {
 
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         self.check()?;
-        // Collectives are done when their call returns, so the stream has none to wait for.
+        // Collectives are done when their call returns, so there are none to wait for on the stream.
         ascend(&self.record(stream)?)?.refuse_capture("a wait of the host")?;
         stream.synchronize().inspect_err(|_| self.abort())?;
         self.check()
@@ -288,15 +287,15 @@ impl Communicator for HcclCommunicator {
 impl Drop for HcclCommunicator {
     fn drop(&mut self) {
         self.group.leave(self.rank);
-        // Calls have waited for their work. HCCL asks to destroy the handle before the stream; after a
-        // failure the stream has been dropped already.
+        // The calls have waited for their work. HCCL requires destroying the handle before the stream; after
+        // a failure the stream has already been dropped.
         let own = self.stream.get_mut().take();
         self.handle = None;
         drop(own);
     }
 }
 
-/// Returns an event as this backend's type.
+/// Downcasts an event to this backend's type.
 fn ascend(event: &Arc<dyn Event>) -> Result<&AscendEvent> {
     let known = event.as_any().downcast_ref::<AscendEvent>();
     known.ok_or(foreign("a stream"))

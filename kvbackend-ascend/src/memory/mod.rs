@@ -19,11 +19,11 @@ pub(crate) use reserved::maps;
 
 pub use reserved::AscendReserved;
 
-/// Bytes of a device's memory, or of pinned host memory.
+/// A range of device memory or of pinned host memory.
 ///
-/// The address is a pointer of the device, or of the host for pinned memory. ACL frees at once, whatever
-/// still uses the memory. Enqueued operations therefore hold the storage: it is freed when no work uses it
-/// any more.
+/// The address is a device pointer, or a host pointer for pinned memory. ACL frees memory immediately, even
+/// if work still uses it. Enqueued operations therefore hold the storage, and it is freed once no work uses
+/// it.
 pub struct AscendStorage {
     npu: Arc<Npu>,
     address: u64,
@@ -34,7 +34,7 @@ pub struct AscendStorage {
     activation: bool,
 }
 
-/// The call that frees the memory of a storage.
+/// How a storage's memory is freed.
 enum FreeCall {
     Device,
     Pinned,
@@ -60,7 +60,7 @@ impl AscendStorage {
         match kind {
             // SAFETY: the pinned memory was just allocated for `bytes` bytes.
             MemoryKind::Pinned => unsafe { (storage.address as *mut u8).write_bytes(0, bytes) },
-            // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else knows the address.
+            // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else has the address.
             _ => unsafe { npu.zero(storage.address, bytes) }?,
         }
         Ok(storage)
@@ -74,7 +74,7 @@ impl AscendStorage {
         let acl = &npu.library.acl;
         let _current = npu.bind()?;
         let mut address = std::ptr::null_mut();
-        // SAFETY: `address` is a place for the answer, and the device's context is current.
+        // SAFETY: `address` is valid for writes, and the device's context is current.
         let (code, free_call) = match kind {
             MemoryKind::Device => (
                 unsafe { acl.aclrtMalloc(&raw mut address, bytes, sys::ACL_MEM_MALLOC_HUGE_FIRST) },
@@ -98,7 +98,7 @@ impl AscendStorage {
         })
     }
 
-    /// Wraps memory of the caller.
+    /// Wraps the caller's memory.
     ///
     /// # Safety
     /// See [`AscendBackend::lent`](crate::AscendBackend::lent).
@@ -114,13 +114,13 @@ impl AscendStorage {
         Ok(Self::owned(npu, address, bytes, owner))
     }
 
-    /// Creates a storage over memory of the device that its owner frees.
+    /// Creates a storage over device memory that its owner frees.
     fn owned(npu: &Arc<Npu>, address: u64, len: usize, owner: Arc<dyn Any + Send + Sync>) -> Self {
         let (npu, kind, free_call) = (Arc::clone(npu), MemoryKind::Device, FreeCall::Owner(owner));
         Self { npu, address, len, kind, free_call, activation: false }
     }
 
-    /// Marks the memory as that of activations.
+    /// Marks the memory as activation memory.
     pub(crate) fn for_activations(mut self) -> Self {
         self.activation = true;
         self
@@ -131,13 +131,14 @@ impl AscendStorage {
         self.activation
     }
 
-    /// Returns the address of pinned memory on the host.
+    /// Returns the host address of pinned memory.
     pub(crate) fn host(&self) -> Option<*mut u8> {
         (self.kind == MemoryKind::Pinned).then_some(self.address as *mut u8)
     }
 }
 
-/// Returns the storage if it is of the device, or pinned memory of the process.
+/// Downcasts a storage to this backend's type, if it belongs to the device or is pinned memory of the
+/// process.
 ///
 /// # Errors
 /// Returns [`Error::ForeignHandle`] for any other storage.
@@ -146,10 +147,10 @@ pub(crate) fn of<'a>(npu: &Arc<Npu>, storage: &'a Arc<dyn Storage>) -> Result<&'
     known.filter(|known| Arc::ptr_eq(&known.npu, npu)).ok_or(foreign("a storage"))
 }
 
-/// Checks that operators reach a storage.
+/// Checks that operators can access a storage.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] for memory of the host.
+/// Returns [`Error::Unsupported`] for host memory.
 pub(crate) fn on_device(what: &str, storage: &Arc<dyn Storage>) -> Result<()> {
     match storage.kind() {
         MemoryKind::Device => Ok(()),
@@ -162,8 +163,8 @@ impl Drop for AscendStorage {
         let Ok(_current) = self.npu.bind_lost() else { return };
         let acl = &self.npu.library.acl;
         let address = self.address as *mut c_void;
-        // SAFETY: each pointer came from the allocation that `free_call` names. No enqueued work uses it,
-        // because work holds its storages until it is done.
+        // SAFETY: `free_call` names the call that allocated each pointer. No enqueued work uses it, because
+        // work holds its storages until it is done.
         match self.free_call {
             FreeCall::Device => unsafe { acl.aclrtFree(address) },
             // SAFETY: as above.

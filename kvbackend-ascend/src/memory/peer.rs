@@ -8,11 +8,11 @@ use super::AscendStorage;
 use crate::device::Npu;
 use crate::errors::foreign;
 
-/// Returns the device of a storage that lies on another device, which `npu` reaches.
+/// Returns the device of a storage on another device that `npu` can access.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::ForeignHandle`] for a storage of another backend, of the host, and of a device
-/// that this one cannot reach.
+/// Returns [`kvcore::Error::ForeignHandle`] if the storage belongs to another backend, to the host, or to a
+/// device that `npu` cannot access.
 pub(crate) fn of_peer<'a>(npu: &Npu, storage: &'a Arc<dyn Storage>) -> Result<&'a Arc<Npu>> {
     let known = storage.as_any().downcast_ref::<AscendStorage>();
     let known = known.filter(|known| known.kind == MemoryKind::Device).ok_or(foreign("a storage"))?;
@@ -29,7 +29,7 @@ fn reaches(npu: &Npu, peer: &Npu) -> bool {
         return false;
     }
     let mut can = 0;
-    // SAFETY: `can` is a place for the answer.
+    // SAFETY: `can` is valid for writes.
     let code = unsafe { acl.aclrtDeviceCanAccessPeer(&raw mut can, npu.ordinal, peer.ordinal) };
     code == 0 && can != 0
 }

@@ -1,5 +1,5 @@
-//! Reserved memory: addresses that stay while the physical memory at them is freed and mapped again, granule
-//! by granule.
+//! Reserved memory: the addresses stay while the physical memory at them is freed and mapped again, one
+//! granule at a time.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -14,17 +14,17 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::unsupported;
 
-/// A handle of physical memory.
+/// A handle for physical memory.
 #[derive(Debug)]
 struct PhysicalMemory(sys::aclrtDrvMemHandle);
 
-// SAFETY: handles may be used from any thread that has the device's context current.
+// SAFETY: handles may be used from any thread on which the device's context is current.
 unsafe impl Send for PhysicalMemory {}
 
 /// Reserved memory of a device.
 ///
-/// The granularity is a power of two, at least ACL's (usually 2 MiB). Each granule has physical memory of its
-/// own, so any granule can be freed while its neighbours stay in use.
+/// The granularity is a power of two, at least ACL's (usually 2 MiB). Each granule has its own physical
+/// memory, so it can be freed while its neighbours stay in use.
 #[derive(Debug)]
 pub struct AscendReserved {
     storage: AscendStorage,
@@ -43,7 +43,7 @@ impl Drop for ReservedAddresses {
     fn drop(&mut self) {
         let Ok(_current) = self.npu.bind_lost() else { return };
         self.granules.unmap(0..self.granules.reserved_bytes(), |at, handle| {
-            // SAFETY: `handle` is mapped there. No work uses the memory any more, because work holds its
+            // SAFETY: `handle` is mapped there. No work uses the memory anymore, because work holds its
             // storage.
             unsafe { self.release(at, &handle) }
         });
@@ -64,7 +64,7 @@ pub(crate) fn maps(npu: &Npu) -> bool {
         && acl.aclrtUnmapMem.is_ok()
 }
 
-/// Describes physical memory of a device.
+/// Describes a device's physical memory.
 fn properties(ordinal: i32) -> sys::aclrtPhysicalMemProp {
     sys::aclrtPhysicalMemProp {
         handleType: sys::ACL_MEM_HANDLE_TYPE_NONE,
@@ -76,11 +76,11 @@ fn properties(ordinal: i32) -> sys::aclrtPhysicalMemProp {
 }
 
 impl ReservedAddresses {
-    /// Unmaps a granule and frees its memory: in this order, because memory that is freed first stays until
-    /// it is unmapped.
+    /// Unmaps a granule and then frees its memory. The order matters: memory that is freed first remains
+    /// allocated until it is unmapped.
     ///
     /// # Safety
-    /// `handle` is mapped at offset `at`, and no work uses the memory.
+    /// `handle` must be mapped at offset `at`, and no work may use the memory.
     unsafe fn release(&self, at: usize, handle: &PhysicalMemory) {
         let acl = &self.npu.library.acl;
         // SAFETY: the caller guarantees that `handle` is mapped there, and that the memory is unused.
@@ -90,10 +90,10 @@ impl ReservedAddresses {
         }
     }
 
-    /// Maps new physical memory at an offset. Returns the error code if ACL refuses.
+    /// Maps new physical memory at an offset. Returns ACL's error code if that fails.
     ///
     /// # Safety
-    /// Offset `at` is that of a granule without memory.
+    /// `at` must be the offset of a granule without memory.
     unsafe fn place(&self, at: usize) -> std::result::Result<PhysicalMemory, i32> {
         let (acl, bytes) = (&self.npu.library.acl, self.granules.granule());
         let (properties, mut handle) = (properties(self.npu.ordinal), std::ptr::null_mut());
@@ -114,10 +114,10 @@ impl ReservedAddresses {
         }
     }
 
-    /// Maps zeroed memory at a granule that has none. `wanted` is the number of bytes that the caller maps in
-    /// all.
+    /// Maps zeroed memory at a granule that has none. `wanted` is the total number of bytes that the caller
+    /// maps.
     fn place_zeroed(&self, at: usize, wanted: usize) -> Result<PhysicalMemory> {
-        // SAFETY: `map` asks for granules that have no memory.
+        // SAFETY: `map` calls this only for granules without memory.
         let handle = unsafe { self.place(at) }
             .map_err(|code| self.npu.memory_error(code, MemoryKind::Device, wanted))?;
         // SAFETY: the granule is new, and nothing else uses it.
@@ -153,7 +153,7 @@ impl AscendReserved {
         let _current = npu.bind()?;
         let acl = &npu.library.acl;
         let (mut properties, mut least, mut address) = (properties(npu.ordinal), 0, std::ptr::null_mut());
-        // SAFETY: `properties` describes memory of this device, and `least` is a place for the answer.
+        // SAFETY: `properties` describes memory of this device, and `least` is valid for writes.
         let code = unsafe {
             acl.aclrtMemGetAllocationGranularity(
                 &raw mut properties,
@@ -163,7 +163,7 @@ impl AscendReserved {
         };
         npu.check_memory(code, kind, bytes)?;
         let (granule, len) = granules_for(bytes, least)?;
-        // SAFETY: without an expected address ACL chooses an unused range.
+        // SAFETY: without an expected address, ACL chooses an unused range.
         let code = unsafe { acl.aclrtReserveMemAddress(&raw mut address, len, 0, std::ptr::null_mut(), 0) };
         npu.check_memory(code, kind, bytes)?;
         let (npu, address) = (Arc::clone(npu), address as u64);
@@ -187,7 +187,7 @@ impl Storage for AscendReserved {
         self.storage.kind
     }
 
-    /// Returns the inner [`AscendStorage`], which operations look for.
+    /// Returns the inner [`AscendStorage`], which operations downcast to.
     fn as_any(&self) -> &dyn Any {
         &self.storage
     }
@@ -202,7 +202,7 @@ impl ReservedStorage for AscendReserved {
         self.addresses.map(range)
     }
 
-    /// The caller has waited for the work that uses the range.
+    /// The caller must have waited for the work that uses the range.
     fn unmap(&self, range: Range<usize>) -> Result<()> {
         let ReservedAddresses { npu, granules, .. } = &*self.addresses;
         granules.check(&range)?;

@@ -1,4 +1,4 @@
-//! Cosines and sines on the device, and rotations of rows by them.
+//! Cosines and sines on the device, and the rotation of rows by them.
 
 use kvcore::{Pairing, Result, Rope};
 use smallvec::SmallVec;
@@ -8,7 +8,7 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Cosines and sines of rows, `[rows, rotary_dim / 2]` each, or `[1, …]` for all rows.
+/// Cosines and sines for each row, `[rows, rotary_dim / 2]` each, or `[1, …]` for all rows.
 #[derive(Debug)]
 pub(super) struct AngleRows {
     pub(super) cos: Tensor,
@@ -16,7 +16,7 @@ pub(super) struct AngleRows {
     pub(super) pairing: Pairing,
 }
 
-/// [`AngleRows`] that the host has sent.
+/// [`AngleRows`] sent by the host.
 #[derive(Debug, Clone)]
 pub(super) struct SentAngles {
     cos: SentTensor,
@@ -24,10 +24,10 @@ pub(super) struct SentAngles {
     pairing: Pairing,
 }
 
-/// Returns cosines and sines of positions times a factor, `[positions, rotary_dim / 2]` each.
+/// Returns cosines and sines of positions, multiplied by a factor: `[positions, rotary_dim / 2]` each.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::OutOfRange`] for a position that the table cannot hold.
+/// Returns [`kvcore::Error::OutOfRange`] for a position that does not fit in the table.
 pub(super) fn cosines_and_sines(rope: &Rope, positions: &[i64], factor: f32) -> Result<(Vec<f32>, Vec<f32>)> {
     let table = rope.table(positions.iter().copied())?;
     let half = rope.config().rotary_dim / 2;
@@ -41,7 +41,7 @@ pub(super) fn cosines_and_sines(rope: &Rope, positions: &[i64], factor: f32) -> 
 }
 
 impl SentAngles {
-    /// Sends the angles of positions. The caller guarantees that the table holds them.
+    /// Sends the angles of positions. The caller guarantees that they fit in the table.
     pub(super) fn send(work: &mut Work<'_>, rope: &Rope, positions: &[i64], factor: f32) -> Result<Self> {
         let (cos, sin) = cosines_and_sines(rope, positions, factor)?;
         let dims = [positions.len(), rope.config().rotary_dim / 2];
@@ -71,7 +71,7 @@ impl SentAngles {
 }
 
 impl AngleRows {
-    /// Returns angles `[rows, rotary_dim / 2]`, where row `i` has number `which[i]` of these angles.
+    /// Returns angles `[rows, rotary_dim / 2]`, where row `i` gets angle `which[i]`.
     pub(super) fn spread(&self, work: &mut Work<'_>, which: &Tensor) -> Result<Self> {
         let dims = [which.dim(0), self.cos.dim(1)];
         let mut spread = |table: &Tensor| -> Result<Tensor> {
@@ -82,8 +82,8 @@ impl AngleRows {
         Ok(Self { cos: spread(&self.cos)?, sin: spread(&self.sin)?, pairing: self.pairing })
     }
 
-    /// Rotates the first elements of dense rows in place, `[…, dim]` in f32. `outer` are the extents of the
-    /// angles along the axes before the last: 1 where they repeat.
+    /// Rotates the first elements of dense f32 rows `[…, dim]` in place. `outer` has the extents of the
+    /// angles along all axes before the last: 1 where they repeat.
     pub(super) fn rotate(&self, work: &mut Work<'_>, x: &Tensor, outer: &[usize]) -> Result<()> {
         let half = self.cos.dim(1);
         let dims: SmallVec<[usize; 6]> = outer.iter().copied().chain([half]).collect();

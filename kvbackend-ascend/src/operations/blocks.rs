@@ -1,4 +1,4 @@
-//! Copies of whole blocks: within a pool, between pools and memories, with the keys rotated, and into another
+//! Copies of whole blocks: within a pool, between pools and other memory, with rotated keys, and into another
 //! format.
 
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::errors::unsupported;
 use crate::operators::{Tensor, bytes_of, number};
 use crate::queue::{CopyDirection, Work};
 
-/// Blocks of K or V in a pool, or of the scales of one of them.
+/// Blocks of K or V in a pool, or of their scales.
 struct Blocks<'a> {
     storage: &'a Arc<dyn Storage>,
     strides: PlaneStrides,
@@ -62,14 +62,14 @@ impl<'a> Blocks<'a> {
         self.block_size * self.heads * self.dim
     }
 
-    /// Returns a block as `[tokens, heads, dim]`, in the pool or copied to another address.
+    /// Returns a block as `[tokens, heads, dim]`, at its address in the pool or at the address of a copy.
     fn view(&self, address: u64) -> Tensor {
         let s = self.strides;
         let dims = [self.block_size, self.heads, self.dim];
         Tensor::strided(address, self.dtype, &dims, &[s.token, s.head, 1])
     }
 
-    /// Returns the number of elements from the first of a block to its last, gaps included.
+    /// Returns the number of elements from a block's first to its last, including gaps.
     fn span(&self) -> usize {
         self.strides.at(0, 0, self.block_size - 1, self.heads - 1) + self.dim
     }
@@ -79,7 +79,7 @@ impl<'a> Blocks<'a> {
         self.span() == self.elements()
     }
 
-    /// Reads a block to a dense tensor `[tokens, heads, dim]`.
+    /// Reads a block into a dense tensor `[tokens, heads, dim]`.
     fn load(&self, work: &mut Work<'_>, layer: usize, block: BlockId) -> Result<Tensor> {
         let (at, bytes) = (self.address(layer, block.index()), self.span() * bytes_of(self.dtype));
         let from = if self.on_host {
@@ -94,7 +94,7 @@ impl<'a> Blocks<'a> {
         Ok(rows)
     }
 
-    /// Writes a dense tensor of a block's elements, in the order `[tokens, heads, dim]`, to a block.
+    /// Writes a block from a dense tensor `[tokens, heads, dim]`.
     fn store(&self, work: &mut Work<'_>, layer: usize, block: BlockId, rows: &Tensor) -> Result<()> {
         let rows = rows.reshaped(&[self.block_size, self.heads, self.dim]);
         let (at, bytes) = (self.address(layer, block.index()), self.span() * bytes_of(self.dtype));
@@ -103,14 +103,14 @@ impl<'a> Blocks<'a> {
         }
         let staged = work.bytes(bytes)?;
         if !self.is_dense() {
-            // The bytes between the rows stay as they are.
+            // The bytes between the rows stay unchanged.
             work.copy_bytes(staged, at, bytes, CopyDirection::ToDevice)?;
         }
         work.convert(&rows, &self.view(staged))?;
         work.copy_bytes(at, staged, bytes, CopyDirection::ToHost)
     }
 
-    /// Returns whether blocks of both have the same order.
+    /// Returns whether both store the elements of a block in the same order.
     fn is_like(&self, other: &Self) -> bool {
         let (a, b) = (self.strides, other.strides);
         a.token == b.token && a.head == b.head && self.dtype == other.dtype
@@ -132,7 +132,7 @@ fn copy_block(
         };
         return work.copy_bytes(to, from, bytes(src), way);
     }
-    // Blocks of pinned memory are rearranged on the device.
+    // Blocks in pinned memory are rearranged on the device.
     let from = if src.on_host {
         let staged = work.bytes(bytes(src))?;
         work.copy_bytes(staged, from, bytes(src), CopyDirection::ToDevice)?;
@@ -145,7 +145,7 @@ fn copy_block(
     }
     let staged = work.bytes(bytes(dst))?;
     if !dst.is_dense() {
-        // The bytes between the rows stay as they are.
+        // The bytes between the rows stay unchanged.
         work.copy_bytes(staged, to, bytes(dst), CopyDirection::ToDevice)?;
     }
     work.convert(&src.view(from), &dst.view(staged))?;
@@ -198,7 +198,7 @@ pub(super) fn rotate_keys(work: &mut StepWork<'_, '_>, op: &RotateKeys) -> Resul
     dst.write(work, &places, &rotated)
 }
 
-/// Stores blocks of an arena in the format of another, over all layers.
+/// Converts an arena's blocks to the format of another arena, for all layers.
 pub(super) fn convert_all(
     work: &mut StepWork<'_, '_>,
     src: &KvArena,
@@ -227,7 +227,7 @@ pub(super) fn convert_all(
     Ok(())
 }
 
-/// Stores blocks in another format, one after another, where one of the arenas is in pinned memory.
+/// Converts blocks one at a time, because one of the arenas is in pinned memory.
 fn convert_by_block(
     work: &mut StepWork<'_, '_>,
     src: &KvArena,
@@ -266,7 +266,7 @@ fn convert_by_block(
     Ok(())
 }
 
-/// The numbers of all rows of some blocks, sent once for each geometry.
+/// The row indices of some blocks, sent once per geometry.
 struct BlockNumbers<'a> {
     pairs: &'a WritePairs,
     block_size: usize,
@@ -278,7 +278,7 @@ impl<'a> BlockNumbers<'a> {
         Self { pairs, block_size, sent: Vec::new() }
     }
 
-    /// Returns the numbers for the sources of the pairs, or for their destinations.
+    /// Returns the row indices for the pairs' sources, or for their destinations.
     fn of(&mut self, work: &mut Work<'_>, plane: &PlaneMatrix, written: bool) -> Result<RowNumbers> {
         RowNumbers::make(plane.geometries(), |geometry| {
             let sent = self.sent.iter().find(|(known, end, _)| (*known, *end) == (geometry, written));

@@ -1,8 +1,7 @@
-//! Lists of a captured step, which each replay makes again: they keep the lengths of the capture, whatever
-//! the step.
+//! The lists that each replay of a captured step rebuilds. Their lengths stay as captured.
 //!
-//! A row of padding has no slot, and operators write every row they are given. Another row with a slot takes
-//! the place of such a row: both write the same bytes to the same place.
+//! Operators write every row they get, but a padding row has no slot, so a real row takes its place: it is
+//! written twice, with the same bytes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -16,17 +15,17 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 
 // Decision: docs/decisions/backend-ascend.md#a-row-of-padding-stands-for-another-row
-/// Rows that are written, one for each row of the step.
+/// The rows to write, one for each row of the step.
 pub(super) struct WrittenRows {
-    /// The row that is written in place of each row.
+    /// For each row of the step, the row that is written in its place.
     pub(super) rows: Vec<usize>,
-    /// Where each of them is written.
+    /// The place that each of these rows is written to.
     pub(super) places: Vec<usize>,
 }
 
 impl WrittenRows {
-    /// Chooses rows by the place of each, below 0 for padding. Of several rows for one place, the last is
-    /// written.
+    /// Chooses the rows from the place of each row; a negative place means padding. If several rows have the
+    /// same place, the last one is written.
     ///
     /// # Errors
     /// Returns [`Error::GraphOutgrown`] if no row has a place.
@@ -41,18 +40,18 @@ impl WrittenRows {
         Ok(Self { rows, places })
     }
 
-    /// Returns the rows as operators take them.
+    /// Returns the row indices in the form that operators take.
     pub(super) fn numbers(&self) -> Vec<i32> {
         self.rows.iter().map(|&row| row as i32).collect()
     }
 }
 
-/// Returns the bytes of a list.
+/// Returns the contents of a list as bytes.
 fn to_bytes<T: bytemuck::NoUninit>(list: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(list).to_vec()
 }
 
-/// Returns the address of a list that the layers of a captured step share.
+/// Returns the address of a list that a captured step's layers share.
 fn replayed(
     work: &mut StepWork<'_, '_>,
     key: PlanKey,
@@ -62,21 +61,21 @@ fn replayed(
     work.shared(key, |work| work.replayed_list(bytes, Box::new(make)))
 }
 
-/// The rows of a captured scatter.
+/// The rows that a captured scatter writes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct CapturedRows {
     pub(super) count: usize,
 }
 
 impl CapturedRows {
-    /// Returns the numbers of the rows that are written.
+    /// Returns the indices of the rows to write.
     pub(super) fn numbers(self, work: &mut StepWork<'_, '_>) -> Result<Tensor> {
         let make = |step: &StepInputs| Ok(to_bytes(&WrittenRows::new(&step.slots)?.numbers()));
         let at = replayed(work, PlanKey::CapturedRows { count: self.count }, 4 * self.count, make)?;
         Ok(Tensor::dense(at, sys::ACL_INT32, &[self.count]))
     }
 
-    /// Returns the numbers of their places in the matrix of a plane.
+    /// Returns the row indices of their places in a plane's matrix.
     pub(super) fn places(self, work: &mut StepWork<'_, '_>, geometry: RowGeometry) -> Result<Tensor> {
         let len = self.count * geometry.rows_of_slot();
         let make = move |step: &StepInputs| {
@@ -87,13 +86,13 @@ impl CapturedRows {
         Ok(Tensor::dense(at, sys::ACL_INT32, &[len]))
     }
 
-    /// Returns the angles of the rows that are written.
+    /// Returns the angles of the rows to write.
     pub(super) fn angles(self, work: &mut StepWork<'_, '_>, rope: &Arc<Rope>) -> Result<AngleRows> {
         angles(work, rope, self.count, true)
     }
 }
 
-/// Returns the angles of the positions of a step with `count` rows, or of the rows that its scatters write.
+/// Returns the angles for all `count` positions of a step, or only for the rows that its scatters write.
 pub(super) fn angles(
     work: &mut StepWork<'_, '_>,
     rope: &Arc<Rope>,

@@ -1,8 +1,8 @@
-//! Codes of int8 caches, as [`kvcore::IntKind::Int8`] defines them: one f16 scale for each group of a row.
+//! Codes of int8 caches, as defined by [`kvcore::IntKind::Int8`]: one f16 scale per group of a row.
 //!
-//! A scale is the largest magnitude of its group divided by 127, rounded up to f16. CANN rounds to nearest,
-//! so a scale that came out too small is replaced by the next larger f16. A group that is not finite has a
-//! scale of NaN, and reads back as NaN; one below the smallest normal f32 reads back as 0.
+//! A scale is the group's largest magnitude divided by 127, rounded up to f16. CANN rounds to nearest, so a
+//! scale that came out too small is replaced by the next larger f16. A group with a non-finite element gets a
+//! NaN scale and reads back as NaN; a group below the smallest normal f32 reads back as 0.
 
 use kvcore::Result;
 
@@ -14,15 +14,15 @@ use crate::queue::Work;
 /// The largest code.
 const LARGEST: f32 = 127.0;
 
-/// Three quarters of the distance from an f16 to the next one, relative to the smallest number of its binade,
-/// and for the smallest numbers of all. A number plus this step rounds to the next f16.
+/// Three quarters of the distance from an f16 to the next one, relative to the smallest number with the same
+/// exponent, and also for subnormal numbers. A number plus this step rounds to the next f16.
 const STEP: f32 = 0.75 / 1024.0;
 const LEAST_STEP: f32 = 0.75 / 16_777_216.0;
 
-/// Less than every scale but 0.
+/// Smaller than every scale except 0.
 const TINY: f32 = 1e-30;
 
-/// Returns codes times the scales of their groups, in f32. Codes and scales have the same order.
+/// Returns codes times the scales of their groups, in f32. Codes and scales must be in the same order.
 pub(super) fn decoded(work: &mut Work<'_>, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
     let all = |x: &Tensor| x.dims().iter().product::<usize>();
     let (groups, elements) = (all(scales), all(codes));
@@ -36,7 +36,7 @@ pub(super) fn decoded(work: &mut Work<'_>, codes: &Tensor, scales: &Tensor) -> R
 }
 
 // Decision: docs/decisions/backend-ascend.md#codes-of-int8-are-made-by-plain-operators
-/// Returns the codes of dense rows in f32, and their scales, one for each `group` elements.
+/// Returns the codes of dense f32 rows, and one scale per `group` elements.
 pub(super) fn encoded(work: &mut StepWork<'_, '_>, rows: &Tensor, group: usize) -> Result<(Tensor, Tensor)> {
     let groups = rows.dims().iter().product::<usize>() / group;
     let by_group = rows.reshaped(&[groups, group]);
@@ -52,12 +52,12 @@ pub(super) fn encoded(work: &mut StepWork<'_, '_>, rows: &Tensor, group: usize) 
     Ok((codes, scales))
 }
 
-/// Returns the scales of groups in f16 and in f32, `[groups, 1]`.
+/// Returns the groups' scales in f16 and in f32, `[groups, 1]`.
 fn scales(work: &mut StepWork<'_, '_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
     let groups = x.dim(0);
     let one = [groups, 1];
     let numbers = |work: &mut StepWork<'_, '_>| work.temporary(sys::ACL_FLOAT, &one);
-    // The element of the largest magnitude is the largest or the smallest element.
+    // The element with the largest magnitude is either the largest or the smallest element.
     let (largest, smallest, negated) =
         (numbers(work)?, numbers(work)?, work.temporary(sys::ACL_FLOAT, &x.dims())?);
     work.greatest(x, &largest)?;
@@ -69,8 +69,8 @@ fn scales(work: &mut StepWork<'_, '_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
     work.div(&largest, &limit, &scale)?;
     work.convert(&scale, &near)?;
     work.convert(&near, &scale)?;
-    // 1 where the scale times the largest code stays below the magnitude, and 0 elsewhere; NaN for a group
-    // that is not finite.
+    // 1 where the scale times the largest code is less than the magnitude, otherwise 0; NaN for a group with
+    // a non-finite element.
     let (short, step) = (numbers(work)?, numbers(work)?);
     work.scale(&scale, LARGEST, &short)?;
     work.sub(&largest, &short, &short)?;

@@ -1,4 +1,4 @@
-//! Where the rows of a plane lie in a matrix, and the numbers of the rows that a list names.
+//! Where a plane's rows lie in a matrix, and the row indices for a list of slots or tokens.
 
 use kvcore::Result;
 
@@ -6,14 +6,14 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Where rows lie in the matrix of a layer, in rows of the matrix.
+/// Where rows lie in a layer's matrix, in rows of the matrix.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RowGeometry {
     pub(super) heads: usize,
     pub(super) dim: usize,
-    /// Heads that have rows of their own; 1 where a token's heads follow one another.
+    /// Number of heads that have rows of their own; 1 if a token's heads are contiguous.
     pub(super) apart: usize,
-    /// Rows of the matrix that make one row of such a head.
+    /// Number of matrix rows that make up one row of such a head.
     pub(super) parts: usize,
     pub(super) block: usize,
     pub(super) token: usize,
@@ -24,7 +24,7 @@ pub(super) struct RowGeometry {
 /// The geometry of a plane, and of its scales if it has any.
 pub(super) type PlaneGeometry = (RowGeometry, Option<RowGeometry>);
 
-/// Numbers of rows in the matrix of a plane, and in the matrix of its scales.
+/// Row indices into a plane's matrix, and into the matrix of its scales.
 #[derive(Debug, Clone)]
 pub(super) struct RowNumbers {
     pub(super) rows: Tensor,
@@ -32,7 +32,7 @@ pub(super) struct RowNumbers {
 }
 
 impl RowNumbers {
-    /// Makes the numbers of rows by the geometry of a plane, and by the geometry of its scales.
+    /// Computes row indices by the geometry of a plane, and by that of its scales.
     pub(super) fn make(
         (rows, scales): PlaneGeometry,
         mut make: impl FnMut(RowGeometry) -> Result<Tensor>,
@@ -42,7 +42,7 @@ impl RowNumbers {
 }
 
 impl RowGeometry {
-    /// Returns the numbers of the rows of slots, in the order `[slots, heads, dim]`.
+    /// Returns the row indices of slots, in the order `[slots, heads, dim]`.
     pub(super) fn by_slot(&self, slots: impl ExactSizeIterator<Item = usize>) -> Vec<i32> {
         let mut index = Vec::with_capacity(slots.len() * self.rows_of_slot());
         for slot in slots {
@@ -54,8 +54,8 @@ impl RowGeometry {
         index
     }
 
-    /// Returns the numbers of the rows of tokens, each in a block: `[heads, tokens, dim]` if heads have rows
-    /// of their own or there is one head, else `[tokens, heads, dim]`.
+    /// Returns the row indices of tokens, each given by its block and its place there: `[heads, tokens, dim]`
+    /// if heads have rows of their own or there is one head, otherwise `[tokens, heads, dim]`.
     pub(super) fn by_head(&self, tokens: &[(usize, usize)]) -> Vec<i32> {
         let mut index = Vec::with_capacity(tokens.len() * self.rows_of_slot());
         for head in 0..self.apart {
@@ -66,12 +66,12 @@ impl RowGeometry {
         index
     }
 
-    /// Returns whether heads have rows of their own: the tokens of a head follow one another.
+    /// Returns whether heads have rows of their own, in which case a head's tokens follow one another.
     pub(super) fn heads_lie_apart(&self) -> bool {
         self.apart > 1
     }
 
-    /// Returns how many rows of the matrix a slot has.
+    /// Returns the number of matrix rows per slot.
     pub(super) fn rows_of_slot(&self) -> usize {
         self.apart * self.parts
     }
@@ -97,7 +97,7 @@ impl RowGeometry {
     }
 
     fn push(&self, index: &mut Vec<i32>, first: usize) {
-        // `PlaneMatrix::new` has checked that all rows have numbers of 31 bits.
+        // `PlaneMatrix::new` has checked that all row indices fit in 31 bits.
         index.extend((first..first + self.parts).map(|row| row as i32));
     }
 }

@@ -13,14 +13,14 @@ use crate::memory::on_device;
 use crate::operators::{Tensor, bytes_of, number};
 use crate::queue::Work;
 
-/// One layer of K or V, or of their codes, as a dense matrix. A row of a head, or of all heads where a
-/// token's heads follow one another, is one or several rows of the matrix.
+/// One layer of K or V, or of their codes, as a dense matrix. One or more matrix rows make up one head's row,
+/// or the row of all heads if a token's heads are contiguous.
 #[derive(Debug, Clone)]
 pub(super) struct PlaneMatrix {
     /// `[rows, unit]`.
     matrix: Tensor,
     pub(super) geometry: RowGeometry,
-    /// The scales of codes, as rows of one number for each group.
+    /// The codes' scales, as rows with one number per group.
     pub(super) scales: Option<Box<PlaneMatrix>>,
 }
 
@@ -29,7 +29,7 @@ fn gcd(a: usize, b: usize) -> usize {
 }
 
 impl PlaneMatrix {
-    /// Describes one layer of a plane of an arena.
+    /// Describes one layer of an arena's plane.
     pub(super) fn new(arena: &KvArena, plane: &KvPlane<'_>, layer: usize) -> Result<Self> {
         let shape = arena.layout().shape();
         let extents = (shape.num_blocks, shape.block_size);
@@ -57,14 +57,14 @@ impl PlaneMatrix {
         (self.geometry, self.scales.as_ref().map(|scales| scales.geometry))
     }
 
-    /// Reads rows of the matrix as they are stored.
+    /// Reads rows of the matrix in their stored form.
     fn take(&self, work: &mut Work<'_>, numbers: &Tensor) -> Result<Tensor> {
         let rows = work.temporary(self.matrix.dtype(), &[numbers.dim(0), self.matrix.dim(1)])?;
         work.take_rows(&self.matrix, numbers, &rows)?;
         Ok(rows)
     }
 
-    /// Reads rows to a dense tensor of their type, `[rows, heads, dim]`.
+    /// Reads rows into a dense tensor of the same type, `[rows, heads, dim]`.
     pub(super) fn read_into(&self, work: &mut Work<'_>, numbers: &RowNumbers, out: &Tensor) -> Result<()> {
         if self.scales.is_none() {
             let rows = out.reshaped(&[numbers.rows.dim(0), self.matrix.dim(1)]);
@@ -74,7 +74,7 @@ impl PlaneMatrix {
         work.convert(&found, out)
     }
 
-    /// Reads rows in their order in the list, `[rows, heads, dim]` for slots.
+    /// Reads rows in the list's order, `[rows, heads, dim]` for slots.
     pub(super) fn read(&self, work: &mut Work<'_>, numbers: &RowNumbers) -> Result<Tensor> {
         let (heads, dim) = (self.geometry.heads, self.geometry.dim);
         let found = self.take(work, &numbers.rows)?;
@@ -85,7 +85,7 @@ impl PlaneMatrix {
         codes::decoded(work, &found, &scales)
     }
 
-    /// Reads rows of `rows · tokens` tokens, whose numbers are in the order of [`RowGeometry::by_head`], as
+    /// Reads the rows of `rows · tokens` tokens, with indices in the order of [`RowGeometry::by_head`], as
     /// `[rows, heads, tokens, dim]` in f32.
     pub(super) fn read_by_head(
         &self,
@@ -123,14 +123,14 @@ impl PlaneMatrix {
         put(work, self, &numbers.rows, &rounded)
     }
 
-    /// Returns rows in the type of the plane, dense.
+    /// Returns a dense copy of the rows in the plane's type.
     pub(super) fn rounded(&self, work: &mut Work<'_>, rows: &Tensor) -> Result<Tensor> {
         work.dense_in(self.matrix.dtype(), rows)
     }
 
-    /// Returns the layer as the paged cache of CANN's fused operators: `[blocks, heads, block_size, dim]` if
-    /// heads lie apart, else `[blocks, block_size, heads, dim]`. None if blocks have gaps or another order,
-    /// and for types other than f16 and bf16.
+    /// Returns the layer as a paged cache for CANN's fused operators: `[blocks, heads, block_size, dim]` if
+    /// heads have rows of their own, otherwise `[blocks, block_size, heads, dim]`. Returns none if blocks
+    /// have gaps or another order, and for types other than f16 and bf16.
     pub(super) fn pages(&self) -> Option<Tensor> {
         let RowGeometry { heads, dim, apart, parts, block, token, head, block_size } = self.geometry;
         let half = [sys::ACL_FLOAT16, sys::ACL_BF16].contains(&self.matrix.dtype());
@@ -144,7 +144,7 @@ impl PlaneMatrix {
     }
 }
 
-/// Rows of all layers of a storage.
+/// Rows of all layers in a storage.
 #[derive(Clone, Copy)]
 struct StoredRows<'a> {
     storage: &'a Arc<dyn Storage>,

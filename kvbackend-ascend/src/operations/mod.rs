@@ -1,4 +1,4 @@
-//! Operations of the contract, composed of operators.
+//! The contract's operations, composed of operators.
 //!
 //! | operation | operators |
 //! |---|---|

@@ -1,4 +1,4 @@
-//! Plans: lists that are on the device already. The layers of a step share their indices, angles and masks.
+//! Plans: lists that are already on the device. A step's layers share their indices, angles and masks.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -14,41 +14,41 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Number of lists that a stream keeps. A step has few: indices of K and V, angles, and the lists of
-/// attention.
+/// Number of lists that a stream keeps. A step needs only a few: indices of K and V, angles, and attention's
+/// lists.
 const KEPT: usize = 16;
 
-/// The contents of a list on the device. A key holds the things that it compares by address, so their
-/// addresses stay taken.
+/// Identifies a list on the device by its contents. A key holds the values that it compares by address, so no
+/// other value can get the same address.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum PlanKey {
     /// One number, by its bits.
     Number(u32),
-    /// Numbers of the rows that have a slot.
+    /// Indices of the rows that have a slot.
     Rows(SlotsKey),
-    /// Row numbers of slots in a matrix.
+    /// Row indices of slots in a matrix.
     Places(SlotsKey, RowGeometry),
-    /// Row numbers of the rows that a captured step writes.
+    /// Indices of the rows that a captured step writes.
     CapturedRows { count: usize },
-    /// Row numbers of the slots that a captured step writes.
+    /// Row indices of the slots that a captured step writes.
     CapturedPlaces(RowGeometry),
-    /// Angles of one distance.
+    /// Angles for one distance.
     Distance { rope: ByAddress<Rope>, delta: i64 },
-    /// Angles of positions, times the embedding's factor on attention.
+    /// Angles of positions, multiplied by the embedding's attention factor.
     Positions { rope: ByAddress<Rope>, positions: ByAddress<[i64]> },
-    /// Angles of the positions of the rows that have a slot.
+    /// Angles for the positions of rows that have a slot.
     SlotPositions { slots: SlotsKey, rope: ByAddress<Rope>, positions: ByAddress<[i64]> },
-    /// Angles of all positions of a captured step, or of its rows that have a slot.
+    /// Angles for all positions of a captured step, or only for its rows that have a slot.
     CapturedPositions { rope: ByAddress<Rope>, count: usize, written: bool },
-    /// Tokens of each merge group, for attention that computes one entry after another.
+    /// Tokens of each merge group, for attention that computes its entries one after another.
     Attention { work: AttentionKey, planes: [PlaneGeometry; 2] },
-    /// Angles of queries and keys, for the same attention.
+    /// Angles of queries and keys, for attention that computes its entries one after another.
     AttentionAngles { work: AttentionKey, rope: ByAddress<Rope> },
-    /// Tokens of all rows, for attention that computes rows side by side.
+    /// Tokens of all rows, for attention that computes its rows side by side.
     SideBySide { work: AttentionKey, planes: [PlaneGeometry; 2], rope: Option<ByAddress<Rope>> },
-    /// Block tables of sequences that decode.
+    /// Block tables of decoding sequences.
     Sequences { work: u64, block_size: usize, window: Option<usize> },
-    /// Angles of the queries of sequences that decode.
+    /// Angles for the queries of decoding sequences.
     SequenceAngles { work: u64, window: Option<usize>, rope: ByAddress<Rope> },
 }
 
@@ -74,7 +74,7 @@ impl<T: ?Sized> PartialEq for ByAddress<T> {
     }
 }
 
-/// The slots of an operation. Of several rows for one slot, a write takes the last.
+/// The slots of an operation. If several rows have the same slot, a write uses the last one.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct SlotsKey {
     pub(super) slots: ByAddress<[i64]>,
@@ -91,7 +91,7 @@ impl SlotsKey {
     }
 }
 
-/// The work of an attention, by its id: the work itself is its owner's to edit.
+/// An attention's work, identified by its ID, because the owner may edit the work itself.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct AttentionKey {
     pub(super) work: u64,
@@ -105,12 +105,12 @@ impl AttentionKey {
     }
 }
 
-/// A value that the layers of a step share: a kind of [`KeptPlan`].
+/// A value that a step's layers share: a kind of [`KeptPlan`].
 pub(super) trait Planned: Sized {
-    /// Returns the value of a plan, if the plan is of this kind.
+    /// Returns the plan's value, if the plan is of this kind.
     fn of(plan: &KeptPlan) -> Option<Self>;
 
-    /// Returns the plan that keeps the value.
+    /// Wraps the value in a plan.
     fn plan(&self) -> KeptPlan;
 }
 
@@ -136,7 +136,7 @@ macro_rules! plans {
 }
 
 plans! {
-    /// The address of a list that each replay writes.
+    /// The address of a list that each replay rewrites.
     Replayed(u64),
     Sent(SentTensor),
     Angles(SentAngles),
@@ -147,7 +147,8 @@ plans! {
 }
 
 impl KeptPlan {
-    /// Holds the lists until the work is done. A graph holds the lists of its replays.
+    /// Holds the lists until the work is done. The lists of replays need no hold, because the graph holds
+    /// them.
     fn hold(&self, work: &mut Work<'_>) {
         match self {
             Self::Replayed(_) => {}
@@ -161,11 +162,11 @@ impl KeptPlan {
     }
 }
 
-/// The plans of the last operations of a stream or of a capture.
+/// The plans of the most recent operations of a stream or capture.
 #[derive(Debug, Default)]
 pub(crate) struct RecentPlans(Recent<PlanKey, KeptPlan, KEPT>);
 
-/// The work of an operation, with the plans that the layers of its step share.
+/// An operation's work, with the plans that its step's layers share.
 pub(crate) struct StepWork<'a, 'w> {
     pub(crate) work: &'a mut Work<'w>,
     pub(crate) plans: &'a mut RecentPlans,
@@ -186,8 +187,7 @@ impl DerefMut for StepWork<'_, '_> {
 }
 
 impl StepWork<'_, '_> {
-    /// Returns the value that an earlier layer made for a key, and holds its lists; makes the value if there
-    /// is none.
+    /// Returns the value that an earlier layer made for a key, or makes it if there is none. Holds its lists.
     ///
     /// # Errors
     /// Returns the errors of `make`.
@@ -210,16 +210,16 @@ impl StepWork<'_, '_> {
     /// Returns a number on the device, `[1, 1, 1]` in f32.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub(super) fn number(&mut self, number: f32) -> Result<Tensor> {
         let send = |work: &mut Self| SentTensor::send(work, &[number], sys::ACL_FLOAT, &[1, 1, 1]);
         Ok(self.shared(PlanKey::Number(number.to_bits()), send)?.tensor)
     }
 
-    /// Returns the angles of one distance for all rows.
+    /// Returns the angles for one distance, for all rows.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub(super) fn angles_of_distance(&mut self, rope: &Arc<Rope>, delta: i64) -> Result<SentAngles> {
         let key = PlanKey::Distance { rope: ByAddress::of(rope), delta };
         self.shared(key, |work| SentAngles::send(work, rope, &[delta], 1.0))

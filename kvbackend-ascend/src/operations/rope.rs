@@ -1,4 +1,4 @@
-//! Rotations of rows in place.
+//! Rotation of rows in place.
 
 use kvcore::{ApplyRope, Result};
 

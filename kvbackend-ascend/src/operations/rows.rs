@@ -1,4 +1,4 @@
-//! Scatter and gather: rows to slots and slots to rows.
+//! Scatter and gather: copies from rows to slots and from slots to rows.
 
 use kvcore::{Gather, Result, RowRotation, Scatter, TensorView};
 
@@ -12,15 +12,15 @@ use crate::library::Serves;
 use crate::memory::on_device;
 use crate::operators::Tensor;
 
-/// The slots of an operation, without rows of padding.
+/// The slots of an operation, without padding rows.
 struct RowSlots {
     key: SlotsKey,
-    /// Rows that are moved, if not all.
+    /// The rows to move; none means all.
     rows: Option<Vec<usize>>,
 }
 
 impl RowSlots {
-    /// Leaves out rows of padding. Of several rows that are written to one slot, keeps the last.
+    /// Leaves out padding rows. If several rows are written to one slot, keeps the last one.
     fn new(key: SlotsKey) -> Self {
         let slots = &key.slots.0;
         let mut rows: Vec<usize> = (0..slots.len()).filter(|&row| slots[row] >= 0).collect();
@@ -37,12 +37,12 @@ impl RowSlots {
         self.rows.as_ref().map_or(self.key.slots.0.len(), Vec::len)
     }
 
-    /// Returns the rows that are moved.
+    /// Returns the indices of the rows to move.
     fn rows(&self) -> impl ExactSizeIterator<Item = usize> + '_ {
         (0..self.len()).map(|i| self.rows.as_ref().map_or(i, |rows| rows[i]))
     }
 
-    /// Returns the numbers of the slots' rows in the matrices of a plane.
+    /// Returns the row indices of the slots in a plane's matrices.
     fn places(&self, work: &mut StepWork<'_, '_>, plane: &PlaneMatrix) -> Result<RowNumbers> {
         RowNumbers::make(plane.geometries(), |geometry| {
             let slots = self.rows().map(|row| self.key.slots.0[row] as usize);
@@ -52,14 +52,14 @@ impl RowSlots {
         })
     }
 
-    /// Returns the numbers of the rows that are moved.
+    /// Returns the indices of the rows to move, on the device.
     fn numbers(&self, work: &mut StepWork<'_, '_>) -> Result<Tensor> {
         let numbers = self.rows().map(|row| row as i32);
         let send = |work: &mut StepWork<'_, '_>| SentTensor::index(work, &numbers.collect::<Vec<_>>());
         Ok(work.shared(PlanKey::Rows(self.key.clone()), send)?.tensor)
     }
 
-    /// Returns the angles of the rows that are moved.
+    /// Returns the angles of the rows to move.
     fn angles(&self, work: &mut StepWork<'_, '_>, rotation: &RowRotation) -> Result<AngleRows> {
         let RowRotation { rope, positions } = rotation;
         let key = PlanKey::SlotPositions {
@@ -81,7 +81,7 @@ pub(super) fn scatter(work: &mut StepWork<'_, '_>, op: &Scatter) -> Result<()> {
         on_device("rows to scatter", view.storage())?;
     }
     if work.captured_step().is_some() {
-        // The check of the capture has seen that the lists are the step's.
+        // The capture's check has verified that the lists are the step's.
         return scatter_captured(work, op, &planes);
     }
     let slots = RowSlots::new(SlotsKey::written(op.slots.mapping()));
@@ -103,7 +103,7 @@ pub(super) fn scatter(work: &mut StepWork<'_, '_>, op: &Scatter) -> Result<()> {
 }
 
 // Decision: docs/decisions/backend-ascend.md#fused-operators-serve-what-they-are-made-for
-/// Writes keys and values by the fused operator, if it takes these operands. Returns whether it did.
+/// Writes keys and values with the fused operator, if it accepts these operands. Returns whether it did.
 fn put_both(
     work: &mut StepWork<'_, '_>,
     planes: &[PlaneMatrix; 2],
@@ -117,12 +117,12 @@ fn put_both(
         return Ok(false);
     }
     let rows = [k.rounded(work, &rows[0])?, v.rounded(work, &rows[1])?];
-    // Rows of the matrix are slots here.
+    // The rows of the matrix are slots here.
     work.put_paged([&rows[0], &rows[1]], [&keys, &values], &places.rows)?;
     Ok(true)
 }
 
-/// Enqueues a scatter whose slots each replay brings.
+/// Enqueues a scatter whose slots are provided by each replay.
 fn scatter_captured(work: &mut StepWork<'_, '_>, op: &Scatter, planes: &[PlaneMatrix; 2]) -> Result<()> {
     let step = CapturedRows { count: op.slots.len() };
     if step.count == 0 {
@@ -140,7 +140,7 @@ fn scatter_captured(work: &mut StepWork<'_, '_>, op: &Scatter, planes: &[PlaneMa
     Ok(())
 }
 
-/// Returns some rows of K or V, `[rows, heads, dim]` and dense.
+/// Returns some rows of K or V as a dense tensor `[rows, heads, dim]`.
 fn chosen_rows(
     work: &mut StepWork<'_, '_>,
     plane: &PlaneMatrix,
@@ -154,7 +154,7 @@ fn chosen_rows(
     Ok(chosen.reshaped(&[count, heads, dim]))
 }
 
-/// Returns rows rotated by the angles of each row, in f32; the rows themselves without angles.
+/// Returns rows rotated by the angles of each row, in f32, or the rows themselves if there are no angles.
 fn rotated(
     work: &mut StepWork<'_, '_>,
     rows: Tensor,
@@ -167,7 +167,7 @@ fn rotated(
     Ok(rotated)
 }
 
-/// Returns the rows of K or V that are moved, rotated to their positions.
+/// Returns the rows of K or V to write, rotated to their positions.
 fn rows_to_put(
     work: &mut StepWork<'_, '_>,
     slots: &RowSlots,
@@ -200,7 +200,7 @@ pub(super) fn gather(work: &mut StepWork<'_, '_>, op: &Gather) -> Result<()> {
     take(work, &slots, &planes[1], &op.v, None)
 }
 
-/// Reads rows of K or V from their slots. `angles` are the same for all rows.
+/// Reads rows of K or V from their slots. `angles` apply to all rows.
 fn take(
     work: &mut StepWork<'_, '_>,
     slots: &RowSlots,
@@ -218,7 +218,7 @@ fn take(
     let rows = rotated(work, rows, angles, 1)?;
     let mut rows = work.dense_in(out.dtype(), &rows)?;
     if slots.rows.is_some() {
-        // Rows of padding stay as they are: the others are put among them.
+        // Padding rows stay unchanged: the other rows are written between them.
         let all = work.dense_in(out.dtype(), &out)?;
         let numbers = slots.numbers(work)?;
         let matrix = all.reshaped(&[out.dim(0), width]);

@@ -1,4 +1,4 @@
-//! Tensors on the device that the host has sent.
+//! Tensors on the device whose contents the host has sent.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::{ListMemory, Work};
 
-/// A tensor on the device that came from a list of the host.
+/// A tensor on the device whose contents came from a host list.
 #[derive(Debug, Clone)]
 pub(super) struct SentTensor {
     pub(super) tensor: Tensor,
@@ -27,7 +27,7 @@ impl SentTensor {
         Ok(Self { tensor: Tensor::dense(list.address(), dtype, dims), list })
     }
 
-    /// Sends row numbers.
+    /// Sends row indices.
     pub(super) fn index(work: &mut Work<'_>, numbers: &[i32]) -> Result<Self> {
         Self::send(work, numbers, sys::ACL_INT32, &[numbers.len()])
     }

@@ -1,4 +1,4 @@
-//! Copies of tensors of any strides: on the device, between the device and pinned memory, and from other
+//! Copies of tensors with any strides: on the device, between the device and pinned memory, and from other
 //! devices.
 
 use std::sync::Arc;
@@ -37,7 +37,7 @@ pub(super) fn copy_tensor(work: &mut Work<'_>, op: &CopyTensor) -> Result<()> {
     }
 }
 
-/// A view as elements whose bits are copied: numbers of one, two, four or eight bytes.
+/// A view whose elements' bits are copied, as integers of one, two, four or eight bytes.
 #[derive(Debug, Clone)]
 struct BitTensor(Tensor);
 
@@ -52,7 +52,7 @@ impl BitTensor {
             16 => (sys::ACL_INT16, view.offset() * 2),
             8 => (sys::ACL_INT8, view.offset()),
             bits => {
-                // Rows of smaller elements are whole bytes, and begin at one.
+                // Rows of smaller elements start at a byte boundary and consist of whole bytes.
                 let per_byte = 8 / bits;
                 let last = dims.len().saturating_sub(1);
                 for (axis, (dim, stride)) in dims.iter_mut().zip(&mut strides).enumerate() {
@@ -68,12 +68,12 @@ impl BitTensor {
         Self(Tensor::strided(at + offset as u64, dtype, &dims, &strides))
     }
 
-    /// Returns the bytes from the first element to the last.
+    /// Returns the number of bytes from the first element to the last.
     fn span(&self) -> usize {
         self.0.span() * bytes_of(self.0.dtype())
     }
 
-    /// Returns the same elements from another address on.
+    /// Returns the same view at another address.
     fn at(&self, address: u64) -> Self {
         Self(self.0.moved(address))
     }
@@ -87,7 +87,7 @@ fn on_device(work: &mut Work<'_>, src: &BitTensor, dst: &BitTensor) -> Result<()
     work.convert(&src.0, &dst.0)
 }
 
-/// Copies a view of pinned memory to the device, with the bytes between its elements.
+/// Copies a view in pinned memory to the device, including the bytes between its elements.
 fn to_device(work: &mut Work<'_>, src: &TensorView) -> Result<BitTensor> {
     let src = BitTensor::of(src);
     let staged = work.bytes(src.span())?;
@@ -95,7 +95,7 @@ fn to_device(work: &mut Work<'_>, src: &TensorView) -> Result<BitTensor> {
     Ok(src.at(staged))
 }
 
-/// Copies to a view of pinned memory.
+/// Copies to a view in pinned memory.
 fn to_host(work: &mut Work<'_>, src: &BitTensor, dst: &TensorView) -> Result<()> {
     let dst = BitTensor::of(dst);
     if src.0.is_dense() && dst.0.is_dense() {
@@ -103,18 +103,18 @@ fn to_host(work: &mut Work<'_>, src: &BitTensor, dst: &TensorView) -> Result<()>
     }
     let staged = work.bytes(dst.span())?;
     if !dst.0.is_dense() {
-        // The bytes between the elements stay as they are.
+        // The bytes between the elements stay unchanged.
         work.copy_bytes(staged, dst.0.address(), dst.span(), CopyDirection::ToDevice)?;
     }
     on_device(work, src, &dst.at(staged))?;
     work.copy_bytes(dst.0.address(), staged, dst.span(), CopyDirection::ToHost)
 }
 
-/// Enqueues a copy from the memory of another device. The work holds both storages.
+/// Enqueues a copy from another device's memory. The work must hold both storages.
 ///
 /// # Errors
 /// Returns [`kvcore::Error::Unsupported`] for views that are not contiguous, [`kvcore::Error::DeviceLost`] if
-/// the other device is lost, and the errors of the device.
+/// the other device is lost, and device errors.
 fn copy_from(work: &mut Work<'_>, peer: &Arc<Npu>, op: &CopyTensor) -> Result<()> {
     let address = |view: &TensorView| {
         if !view.is_contiguous() {
@@ -125,12 +125,12 @@ fn copy_from(work: &mut Work<'_>, peer: &Arc<Npu>, op: &CopyTensor) -> Result<()
         Ok(view.storage().address() + range.start as u64)
     };
     let (dst, src) = (address(&op.dst)?, address(&op.src)?);
-    // An error here is the other device's: the receiving device is not lost.
+    // An error here belongs to the other device: the receiving device is not lost.
     drop(peer.bind()?);
     let npu = work.npu();
     if npu.ordinal != peer.ordinal && npu.peers.lock().insert(peer.ordinal) {
-        // Another backend of the device may have enabled it already. A copy that cannot reach the peer fails by
-        // itself.
+        // Another backend on the device may already have enabled access. If the peer cannot be reached, the
+        // copy itself fails.
         // SAFETY: the device's context is current; the flags are none.
         unsafe { npu.library.acl.aclrtDeviceEnablePeerAccess(peer.ordinal, 0) };
     }

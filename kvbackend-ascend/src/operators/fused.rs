@@ -1,4 +1,4 @@
-//! Fused operators on paged caches: attention of decoding rows, and writes of keys and values.
+//! Fused operators on paged caches: attention for decoding rows, and writes of keys and values.
 
 use std::ffi::c_char;
 use std::ptr::{null, null_mut};
@@ -9,31 +9,31 @@ use super::tensor::TensorList;
 use super::{NumberList, Tensor};
 use crate::queue::Work;
 
-/// No limit to the distance of tokens.
+/// Passed as the number of earlier and later tokens that a row may see: no limit.
 const FAR: i64 = 2_147_483_647;
 
-/// The operands of attention of one row for each sequence.
+/// The operands of attention with one row per sequence.
 pub(crate) struct PagedAttention<'a> {
     /// `[sequences, heads, 1, dim]`, dense.
     pub(crate) q: &'a Tensor,
     /// `[blocks, block_size, kv_heads · dim]` or `[blocks, kv_heads, block_size, dim]`, dense.
     pub(crate) k: &'a Tensor,
     pub(crate) v: &'a Tensor,
-    /// `[sequences, n]`: the blocks of each sequence, followed by anything.
+    /// `[sequences, n]`: the blocks of each sequence. Entries past the last block are ignored.
     pub(crate) table: &'a Tensor,
-    /// Tokens of each sequence.
+    /// Number of tokens per sequence.
     pub(crate) lengths: &'a [i64],
     pub(crate) kv_heads: usize,
     pub(crate) block_size: usize,
     pub(crate) scale: f32,
     /// `[sequences, heads, 1, dim]`, dense.
     pub(crate) out: &'a Tensor,
-    /// `[sequences, heads, 1, 1]` in f32, or `[1]` if it is not wanted.
+    /// `[sequences, heads, 1, 1]` in f32, or `[1]` if the log-sum-exp is not needed.
     pub(crate) lse: &'a Tensor,
 }
 
 impl Work<'_> {
-    /// `out = softmax(scale · q · k) · v` over the first tokens of each sequence.
+    /// Computes `out = softmax(scale · q · k) · v`, over the first `lengths[i]` tokens of each sequence `i`.
     pub(crate) fn attend_paged(&mut self, op: &PagedAttention<'_>) -> Result<()> {
         let npu = self.npu();
         let (q, table) = (op.q.handle(npu)?, op.table.handle(npu)?);
@@ -45,8 +45,8 @@ impl Work<'_> {
         let with_lse = op.lse.dims().len() > 1;
         self.operator(
             "aclnnFusedInferAttentionScoreV2",
-            // SAFETY: the handles are alive, and null stands for an operand left out. Size and executor are
-            // places for the answer.
+            // SAFETY: the handles are alive, and null stands for an operand left out. `bytes` and `executor`
+            // are valid for writes.
             &|operators, bytes, executor| unsafe {
                 operators.aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
                     q.raw(),
@@ -92,7 +92,7 @@ impl Work<'_> {
                     executor,
                 )
             },
-            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked
+            // SAFETY: the executor comes from the first phase, and the workspace has the size that it asked
             // for.
             &|operators, workspace, bytes, executor, stream| unsafe {
                 operators.aclnnFusedInferAttentionScoreV2(workspace, bytes, executor, stream)
@@ -101,7 +101,7 @@ impl Work<'_> {
     }
 
     /// Writes rows `[rows, heads, dim]` of keys and values to slots of caches `[blocks, block_size, heads,
-    /// dim]`. Each slot occurs once.
+    /// dim]`. Each slot may occur only once.
     pub(crate) fn put_paged(
         &mut self,
         rows: [&Tensor; 2],
@@ -115,8 +115,8 @@ impl Work<'_> {
         let (cache_mode, scatter_mode) = (cache_mode.as_mut_ptr(), scatter_mode.as_mut_ptr());
         self.operator(
             "aclnnScatterPaKvCache",
-            // SAFETY: the handles are alive, and null stands for an operand left out. Size and executor are
-            // places for the answer.
+            // SAFETY: the handles are alive, and null stands for an operand left out. `bytes` and `executor`
+            // are valid for writes.
             &|operators, bytes, executor| unsafe {
                 operators.aclnnScatterPaKvCacheGetWorkspaceSize(
                     key.raw(),
@@ -135,7 +135,7 @@ impl Work<'_> {
                     executor,
                 )
             },
-            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked
+            // SAFETY: the executor comes from the first phase, and the workspace has the size that it asked
             // for.
             &|operators, workspace, bytes, executor, stream| unsafe {
                 operators.aclnnScatterPaKvCache(workspace, bytes, executor, stream)

@@ -1,8 +1,8 @@
-//! Operators of CANN, as the operations of the contract call them.
+//! CANN's operators, in the form in which the contract's operations call them.
 //!
-//! Each call has two phases: the first checks the operands and returns the size of the operator's workspace,
-//! the second enqueues the operator and consumes the executor. Both happen here; the workspace is memory
-//! between operators.
+//! Each call has two phases: the first checks the operands and returns the size of the operator's workspace;
+//! the second enqueues the operator and consumes the executor. Both happen here; the workspace is scratch
+//! memory.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -20,10 +20,10 @@ mod tensor;
 pub(crate) use fused::PagedAttention;
 pub(crate) use tensor::{Tensor, bytes_of, number};
 
-/// Keeps the element types in products of f32.
+/// Keeps the element types in f32 matrix products.
 const KEEP_TYPES: i8 = 0;
 
-/// A number that operators take from the host.
+/// A number that is passed to operators from the host.
 struct HostScalar {
     raw: *mut sys::aclScalar,
     npu: Arc<Npu>,
@@ -47,7 +47,7 @@ impl Drop for HostScalar {
     }
 }
 
-/// A list of numbers that operators take from the host: axes, or lengths.
+/// A list of numbers that is passed to operators from the host: axes, or lengths.
 struct NumberList {
     raw: *mut sys::aclIntArray,
     npu: Arc<Npu>,
@@ -71,12 +71,12 @@ impl Drop for NumberList {
     }
 }
 
-/// The second phase of an operator.
+/// An operator's second phase.
 type Second<'a> =
     &'a dyn Fn(&Operators, *mut c_void, u64, *mut sys::aclOpExecutor, sys::aclrtStream) -> sys::aclnnStatus;
 
 impl Work<'_> {
-    /// Runs both phases of an operator. The operands live until this returns.
+    /// Runs both phases of an operator. The operands must live until this returns.
     fn operator(
         &mut self,
         name: &'static str,
@@ -110,9 +110,9 @@ impl Work<'_> {
     }
 }
 
-/// Tensors between operators.
+/// Scratch tensors.
 impl Work<'_> {
-    /// Returns a dense tensor between operators, with arbitrary contents.
+    /// Returns a dense scratch tensor with arbitrary contents.
     pub(crate) fn temporary(&mut self, dtype: sys::aclDataType, dims: &[usize]) -> Result<Tensor> {
         let overflow = Error::Overflow { what: "elements between operators" };
         let bytes =
@@ -121,7 +121,7 @@ impl Work<'_> {
         Ok(Tensor::dense(at, dtype, dims))
     }
 
-    /// Returns a dense copy in an element type.
+    /// Returns a dense copy with the given element type.
     pub(crate) fn copied(&mut self, dtype: sys::aclDataType, x: &Tensor) -> Result<Tensor> {
         let copy = self.temporary(dtype, &x.dims())?;
         self.convert(x, &copy)?;
@@ -133,22 +133,22 @@ impl Work<'_> {
         self.copied(sys::ACL_FLOAT, x)
     }
 
-    /// Returns the tensor itself if it is dense and of an element type, else a copy that is.
+    /// Returns the tensor itself if it is dense and has the given element type, otherwise a copy that does.
     pub(crate) fn dense_in(&mut self, dtype: sys::aclDataType, x: &Tensor) -> Result<Tensor> {
         if x.dtype() == dtype && x.is_dense() { Ok(x.clone()) } else { self.copied(dtype, x) }
     }
 
-    /// Fills a dense tensor with zeros. The work holds its memory.
+    /// Zeroes a dense tensor. The work must hold its memory.
     pub(crate) fn zero(&mut self, x: &Tensor) -> Result<()> {
         let bytes = x.span() * bytes_of(x.dtype());
         let (at, npu) = (x.address() as *mut c_void, self.npu());
-        // SAFETY: the range lies in memory that the stream holds until the work is done.
+        // SAFETY: the stream holds the memory that the range lies in until the work is done.
         npu.check(unsafe { npu.library.acl.aclrtMemsetAsync(at, bytes, 0, bytes, self.stream()) })
     }
 }
 
-/// Calls an operator: makes the handles of the tensors that the arguments name, and runs both phases. Does
-/// nothing if `idle` is true, which is for operators that write no element.
+/// Calls an operator: creates handles for the tensor arguments, and runs both phases. Does nothing if `idle`
+/// is true, for operators that would write no elements.
 macro_rules! operator {
     ($work:expr, $idle:expr, $operator:ident, $phase:ident, [$($tensor:ident),*], ($($argument:expr),*)) => {{
         if $idle {
@@ -158,9 +158,9 @@ macro_rules! operator {
         $(let $tensor = $tensor.handle(npu)?;)*
         $work.operator(
             stringify!($operator),
-            // SAFETY: the handles are alive; size and executor are places for the answer.
+            // SAFETY: the handles are alive; `bytes` and `executor` are valid for writes.
             &|operators, bytes, executor| unsafe { operators.$phase($($argument,)* bytes, executor) },
-            // SAFETY: the executor is that of the first phase, and the workspace has the size that it asked
+            // SAFETY: the executor comes from the first phase, and the workspace has the size that it asked
             // for.
             &|operators, workspace, bytes, executor, stream| unsafe {
                 operators.$operator(workspace, bytes, executor, stream)
@@ -169,7 +169,7 @@ macro_rules! operator {
     }};
 }
 
-/// Defines methods for operators whose arguments are all tensors, the result last.
+/// Defines methods for operators that take only tensors, the result last.
 macro_rules! of_tensors {
     ($($(#[$doc:meta])* $method:ident($($tensor:ident),*) = $operator:ident / $phase:ident;)*) => {
         impl Work<'_> {$(
@@ -183,11 +183,11 @@ macro_rules! of_tensors {
 }
 
 of_tensors! {
-    /// `out = a · b`, with axes of extent 1 repeated.
+    /// `out = a · b`, with axes of extent 1 broadcast.
     mul(a, b, out) = aclnnMul / aclnnMulGetWorkspaceSize;
-    /// `out = a / b`, with axes of extent 1 repeated.
+    /// `out = a / b`, with axes of extent 1 broadcast.
     div(a, b, out) = aclnnDiv / aclnnDivGetWorkspaceSize;
-    /// `out = max(a, b)`, with axes of extent 1 repeated.
+    /// `out = max(a, b)`, with axes of extent 1 broadcast.
     maximum(a, b, out) = aclnnMaximum / aclnnMaximumGetWorkspaceSize;
     /// `out = eˣ`.
     exp(x, out) = aclnnExp / aclnnExpGetWorkspaceSize;
@@ -195,14 +195,14 @@ of_tensors! {
     log(x, out) = aclnnLog / aclnnLogGetWorkspaceSize;
     /// `out = x · sigmoid(x)`.
     silu(x, out) = aclnnSilu / aclnnSiluGetWorkspaceSize;
-    /// `out = x`, rounded to the nearest whole number, ties to even.
+    /// `out = x`, rounded to the nearest integer, ties to even.
     round(x, out) = aclnnRound / aclnnRoundGetWorkspaceSize;
     /// `out = tanh x`.
     tanh(x, out) = aclnnTanh / aclnnTanhGetWorkspaceSize;
 }
 
 impl Work<'_> {
-    /// `out = a + b`, with axes of extent 1 repeated.
+    /// `out = a + b`, with axes of extent 1 broadcast.
     pub(crate) fn add(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
         let one = HostScalar::new(self.npu(), 1.0)?;
         operator!(
@@ -215,7 +215,7 @@ impl Work<'_> {
         )
     }
 
-    /// `out = a − b`, with axes of extent 1 repeated.
+    /// `out = a − b`, with axes of extent 1 broadcast.
     pub(crate) fn sub(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
         let one = HostScalar::new(self.npu(), 1.0)?;
         operator!(
@@ -241,7 +241,7 @@ impl Work<'_> {
         )
     }
 
-    /// `out = min(max(x, least), most)`. A NaN stays.
+    /// `out = min(max(x, least), most)`. NaN stays NaN.
     pub(crate) fn clamp(&mut self, x: &Tensor, least: f32, most: f32, out: &Tensor) -> Result<()> {
         let (least, most) = (HostScalar::new(self.npu(), least)?, HostScalar::new(self.npu(), most)?);
         operator!(
@@ -254,7 +254,7 @@ impl Work<'_> {
         )
     }
 
-    /// Copies `x` to `out`, in the element type of `out`. Copies of one type keep the bits.
+    /// Copies `x` to `out`, converted to `out`'s element type. A copy to the same type keeps the bits.
     pub(crate) fn convert(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
         let dtype = out.dtype();
         if x.dtype() == dtype {
@@ -277,7 +277,7 @@ impl Work<'_> {
         )
     }
 
-    /// `out[i] = rows[index[i]]`, for a dense matrix of rows.
+    /// `out[i] = rows[index[i]]`, where `rows` is a dense matrix.
     pub(crate) fn take_rows(&mut self, rows: &Tensor, index: &Tensor, out: &Tensor) -> Result<()> {
         operator!(
             self,
@@ -289,7 +289,7 @@ impl Work<'_> {
         )
     }
 
-    /// `rows[index[i]] = x[i]`, for a dense matrix of rows. The other rows stay as they are.
+    /// `rows[index[i]] = x[i]`, where `rows` is a dense matrix. The other rows stay unchanged.
     pub(crate) fn put_rows(&mut self, rows: &Tensor, index: &Tensor, x: &Tensor) -> Result<()> {
         operator!(
             self,
@@ -301,7 +301,7 @@ impl Work<'_> {
         )
     }
 
-    /// `out` = the greatest element along the last axis, whose extent in `out` is 1.
+    /// `out` = the maximum along the last axis, whose extent in `out` is 1.
     pub(crate) fn greatest(&mut self, x: &Tensor, out: &Tensor) -> Result<()> {
         let last = NumberList::new(self.npu(), &[-1])?;
         operator!(
@@ -327,7 +327,7 @@ impl Work<'_> {
         )
     }
 
-    /// `out[i] = a[i] · b[i]` for matrices, `[n, rows, inner]` by `[n, inner, columns]`.
+    /// `out[i] = a[i] · b[i]`, a batch of matrix products: `[n, rows, inner]` by `[n, inner, columns]`.
     pub(crate) fn multiply(&mut self, a: &Tensor, b: &Tensor, out: &Tensor) -> Result<()> {
         operator!(
             self,
@@ -351,7 +351,7 @@ impl Work<'_> {
         )
     }
 
-    /// `out = x / √(mean(x²) + eps) · gamma` over the last axis. Writes the factors of the rows to
+    /// `out = x / √(mean(x²) + eps) · gamma` over the last axis. Writes each row's `1 / √(mean(x²) + eps)` to
     /// `deviations`.
     pub(crate) fn rms_norm(
         &mut self,

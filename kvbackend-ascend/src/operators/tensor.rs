@@ -1,4 +1,4 @@
-//! Tensors as operators take them: an address, an element type, extents and strides.
+//! Tensors in the form that operators take: an address, an element type, extents and strides.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::unsupported;
 
-/// Alignment that operators want of the address of a tensor.
+/// Alignment that operators require of a tensor's address, in bytes.
 const ALIGN: u64 = 32;
 
 /// Extents or strides.
@@ -25,10 +25,10 @@ pub(crate) struct Tensor {
     strides: TensorAxes,
 }
 
-/// Returns ACL's number of an element type.
+/// Returns ACL's constant for an element type.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::Unsupported`] for types that operators do not compute with.
+/// Returns [`kvcore::Error::Unsupported`] for types that operators do not support.
 pub(crate) fn number(dtype: DType) -> Result<sys::aclDataType> {
     match dtype {
         DType::F32 => Ok(sys::ACL_FLOAT),
@@ -38,7 +38,7 @@ pub(crate) fn number(dtype: DType) -> Result<sys::aclDataType> {
     }
 }
 
-/// Returns the bytes of an element.
+/// Returns the size of an element in bytes.
 pub(crate) fn bytes_of(dtype: sys::aclDataType) -> usize {
     match dtype {
         sys::ACL_INT64 => 8,
@@ -65,10 +65,10 @@ impl Tensor {
         Self { address, dtype, dims: axes(dims), strides: axes(strides) }
     }
 
-    /// Returns a view as operators that compute take it.
+    /// Converts a view to the form that operators take.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] for types that operators do not compute with.
+    /// Returns [`kvcore::Error::Unsupported`] for types that operators do not support.
     pub(crate) fn of(view: &TensorView) -> Result<Self> {
         let dtype = number(view.dtype())?;
         let at = view.storage().address() + (view.offset() * bytes_of(dtype)) as u64;
@@ -83,7 +83,7 @@ impl Tensor {
         self.dtype
     }
 
-    /// Returns an extent.
+    /// Returns the extent of an axis.
     pub(crate) fn dim(&self, axis: usize) -> usize {
         self.dims[axis] as usize
     }
@@ -96,7 +96,7 @@ impl Tensor {
         self.dims.contains(&0)
     }
 
-    /// Returns whether the elements follow one another without gaps.
+    /// Returns whether the elements are contiguous.
     pub(crate) fn is_dense(&self) -> bool {
         let mut expected = 1;
         self.dims.iter().zip(&self.strides).rev().all(|(&n, &stride)| {
@@ -106,25 +106,25 @@ impl Tensor {
         })
     }
 
-    /// Returns the number of elements from the first to the last, gaps included.
+    /// Returns the number of elements from the first to the last, including gaps.
     pub(crate) fn span(&self) -> usize {
         let last: i64 =
             self.dims.iter().zip(&self.strides).map(|(&n, &stride)| (n - 1).max(0) * stride).sum();
         last as usize + 1
     }
 
-    /// Returns the same elements from another address on.
+    /// Returns the same view at another address.
     pub(crate) fn moved(&self, address: u64) -> Self {
         Self { address, dims: self.dims.clone(), strides: self.strides.clone(), ..*self }
     }
 
-    /// Returns the axes in another order.
+    /// Returns the tensor with its axes in another order.
     pub(crate) fn permuted(&self, axes: &[usize]) -> Self {
         let pick = |of: &TensorAxes| axes.iter().map(|&axis| of[axis]).collect();
         Self { dims: pick(&self.dims), strides: pick(&self.strides), ..*self }
     }
 
-    /// Returns elements `start`, `start + step`, … of an axis, `count` of them.
+    /// Returns `count` elements of an axis: `start`, `start + step`, ….
     pub(crate) fn stepped(&self, axis: usize, start: usize, count: usize, step: usize) -> Self {
         let mut view = self.clone();
         view.address += start as u64 * self.strides[axis] as u64 * bytes_of(self.dtype) as u64;
@@ -138,20 +138,20 @@ impl Tensor {
         self.stepped(axis, start, count, 1)
     }
 
-    /// Returns a dense tensor with other extents over the same elements.
+    /// Returns a dense tensor over the same elements with other extents.
     pub(crate) fn reshaped(&self, dims: &[usize]) -> Self {
         debug_assert!(self.is_dense());
         debug_assert_eq!(self.dims.iter().product::<i64>(), dims.iter().product::<usize>() as i64);
         Self::dense(self.address, self.dtype, dims)
     }
 
-    /// Makes the handle that operators take.
+    /// Creates the handle that operators take.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub(crate) fn handle(&self, npu: &Arc<Npu>) -> Result<TensorHandle> {
         let bytes = bytes_of(self.dtype) as u64;
-        // Operators want an aligned address; the rest of the address becomes an offset.
+        // Operators require an aligned address; the rest of the address becomes an offset.
         let before = if (self.address % ALIGN).is_multiple_of(bytes) { self.address % ALIGN } else { 0 };
         let offset = (before / bytes) as i64;
         let storage = [offset + self.span() as i64];
@@ -176,7 +176,7 @@ impl Tensor {
     }
 }
 
-/// A tensor of CANN, destroyed when it is dropped, unless a list has taken it.
+/// A CANN tensor, destroyed when it is dropped, unless a list has taken it over.
 pub(crate) struct TensorHandle {
     raw: *mut sys::aclTensor,
     npu: Arc<Npu>,
@@ -195,14 +195,14 @@ pub(crate) struct TensorList {
 }
 
 impl TensorList {
-    /// Makes a list of one tensor.
+    /// Creates a list of one tensor.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub(crate) fn of(tensor: &Tensor, npu: &Arc<Npu>) -> Result<Self> {
         let mut handle = tensor.handle(npu)?;
         let tensors = [handle.raw.cast_const()];
-        // SAFETY: the array has one handle, which is alive.
+        // SAFETY: the array contains one handle, which is alive.
         let raw = unsafe { npu.library.base.aclCreateTensorList(tensors.as_ptr(), 1) };
         if raw.is_null() {
             return Err(npu.error(sys::ACL_ERROR_INVALID_PARAM as i32));

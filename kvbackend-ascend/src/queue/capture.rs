@@ -1,7 +1,7 @@
-//! Captures by ACL: the lists and the memory that a capture records.
+//! ACL captures, and the lists and memory that a capture records.
 //!
-//! Each replay writes the lists of the step. Other lists are constants, which are sent when the capture has
-//! ended: nothing is copied from the host while ACL captures.
+//! Each replay rewrites the step's lists. All other lists are constants, uploaded once the capture has ended,
+//! because nothing may be copied from the host during it.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -28,20 +28,20 @@ thread_local! {
     static RECORDING: RefCell<Option<AclRecording>> = const { RefCell::new(None) };
 }
 
-/// Alignment of the lists that replays write, in bytes.
+/// Alignment in bytes of the lists that replays write.
 const ALIGN: usize = 64;
 
-/// Makes a list of a step, as the operators of a graph read it.
+/// Computes the contents of a step's list, in the form that the graph's operators read.
 pub(crate) type MakeList = Box<dyn Fn(&StepInputs) -> Result<Vec<u8>> + Send + Sync>;
 
-/// Lists and memory that a capture records, and its graph keeps.
+/// The lists and memory that a capture records, and that its graph keeps.
 #[derive(Default)]
 pub(crate) struct CaptureNotes {
-    /// Lists that each replay writes.
+    /// Lists that each replay rewrites.
     pub(super) lists: StepLists<MakeList>,
-    /// Lists that are the same in each replay.
+    /// Lists that do not change between replays.
     constants: Vec<(Arc<ListMemory>, Vec<u8>)>,
-    /// Memory between operators, by the stream that took part.
+    /// Scratch memory of each stream that took part.
     scratch: Vec<(usize, WorkScratch)>,
 }
 
@@ -66,24 +66,24 @@ impl CapturedStream for AclStream {
         }
         let _current = self.npu.bind()?;
         let mode = sys::ACL_MODEL_RI_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream is alive. Memory that captured work uses is held by the graph.
+        // SAFETY: the stream is alive. The graph holds the memory that captured work uses.
         self.npu.check(unsafe { library.acl.aclmdlRICaptureBegin(self.raw, mode) })
     }
 
     fn end(&self) -> Result<AclGraph> {
         let _current = self.npu.bind()?;
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the stream is alive; its capture was begun by this thread. `raw` is a place for the answer.
+        // SAFETY: the stream is alive, and this thread began its capture. `raw` is valid for writes.
         self.npu.check(unsafe { self.npu.library.acl.aclmdlRICaptureEnd(self.raw, &raw mut raw) })?;
         Ok(AclGraph { raw, npu: Arc::clone(&self.npu) })
     }
 }
 
-/// Captures what `record` enqueues on a stream.
+/// Captures the work that `record` enqueues on a stream.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::Unsupported`] for work that a graph cannot hold, inside of another capture, and
-/// if this CANN captures no graphs. Returns the errors of `record` and of the device.
+/// Returns [`kvcore::Error::Unsupported`] if a graph cannot hold the work, if another capture is under way,
+/// or if this CANN cannot capture graphs. Returns the errors of `record` and device errors.
 pub(crate) fn capture(
     stream: &Arc<AclStream>,
     step: &StepInputs,
@@ -100,7 +100,7 @@ pub(crate) fn capture(
 }
 
 impl AscendEvent {
-    /// Refuses a call that cannot be captured, if the event is part of a capture.
+    /// Refuses a call that cannot be captured, if the event belongs to a capture.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Unsupported`], which names the call.
@@ -110,7 +110,7 @@ impl AscendEvent {
 }
 
 impl CaptureNotes {
-    /// Sends the constants. The device's graph has not run yet.
+    /// Uploads the constants. The graph must not have run yet.
     fn send_constants(&mut self, npu: &Npu) -> Result<()> {
         let _current = npu.bind()?;
         for (to, bytes) in self.constants.drain(..).filter(|(_, bytes)| !bytes.is_empty()) {
@@ -122,7 +122,7 @@ impl CaptureNotes {
     }
 }
 
-/// Adds a list that each replay writes. Returns its address on the device.
+/// Adds a list that each replay rewrites. Returns its address on the device.
 pub(super) fn add_list(
     recording: &mut AclRecording,
     npu: &Arc<Npu>,
@@ -133,7 +133,7 @@ pub(super) fn add_list(
     recording.notes().lists.add(make, bytes, ALIGN, allocate)
 }
 
-/// Adds a list that is the same in each replay.
+/// Adds a list that does not change between replays.
 pub(super) fn add_constant(
     recording: &mut AclRecording,
     npu: &Arc<Npu>,
@@ -145,8 +145,8 @@ pub(super) fn add_constant(
     Ok(list)
 }
 
-/// Returns the memory between the operators of a stream. Work outside of graphs has other memory, because it
-/// may run at the same time as a replay.
+/// Returns a stream's scratch memory in the capture. Work outside of graphs uses other memory, because it may
+/// run at the same time as a replay.
 pub(super) fn scratch(recording: &mut AclRecording, stream: sys::aclrtStream) -> &mut WorkScratch {
     let key = stream as usize;
     if recording.notes().scratch.iter().all(|(known, _)| *known != key) {

@@ -1,4 +1,4 @@
-//! Copies of bytes by ACL.
+//! Byte copies by ACL.
 
 use std::ffi::c_void;
 
@@ -7,7 +7,7 @@ use kvcore::Result;
 use crate::bindings::types as sys;
 use crate::device::Npu;
 
-/// The direction of a copy. Host memory is pinned, unless the copy is immediate.
+/// The direction of a copy. Host memory must be pinned, unless the copy is immediate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CopyDirection {
     ToDevice,
@@ -25,8 +25,8 @@ impl CopyDirection {
     }
 }
 
-/// Enqueues a copy. The device's context is current, and the caller holds both memories until the copy is
-/// done.
+/// Enqueues a copy. The device's context must be current, and the caller must hold both memories until the
+/// copy is done.
 pub(crate) fn copy(
     npu: &Npu,
     stream: sys::aclrtStream,
@@ -40,10 +40,11 @@ pub(crate) fn copy(
     npu.check(unsafe { npu.library.acl.aclrtMemcpyAsync(dst, bytes, src, bytes, direction.kind(), stream) })
 }
 
-/// Copies bytes immediately, between memories that no enqueued work uses. The device's context is current.
+/// Copies bytes immediately. No enqueued work may use either memory, and the device's context must be
+/// current.
 ///
 /// # Safety
-/// Both ranges are valid for `bytes` bytes.
+/// Both ranges must be valid for `bytes` bytes.
 pub(crate) unsafe fn copy_now(
     npu: &Npu,
     dst: u64,

@@ -1,4 +1,4 @@
-//! Events: points in the order of a stream.
+//! Events: points in a stream's order of work.
 
 use std::any::Any;
 use std::fmt;
@@ -13,16 +13,17 @@ use crate::device::Npu;
 use crate::errors::uncapturable;
 
 // Decision: docs/decisions/backend-ascend.md#streams-hold-events
-/// An event of ACL that may be recorded again, destroyed with the value. Streams hold the events that their
-/// work records or waits for until that work is done, because ACL destroys at once.
+/// An ACL event that may be recorded again, destroyed with the value. Streams hold the events that their work
+/// records or waits for until that work is done, because ACL destroys events immediately.
 pub(crate) struct AclEvent {
     raw: sys::aclrtEvent,
     pub(crate) npu: Arc<Npu>,
-    /// Number of the capture that the event is part of, or 0. An event of a capture never happens.
+    /// ID of the capture that the event belongs to, or 0 if there is none. An event of a capture never
+    /// happens.
     pub(crate) capture: u64,
 }
 
-// SAFETY: events may be used from any thread that has the device's context current.
+// SAFETY: events may be used from any thread on which the device's context is current.
 unsafe impl Send for AclEvent {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for AclEvent {}
@@ -34,24 +35,25 @@ impl fmt::Debug for AclEvent {
 }
 
 impl AclEvent {
-    /// Creates an event that streams and the host can wait for, or one of capture `capture`. The device's
-    /// context is current.
+    /// Creates an event that streams and the host can wait for, or one that belongs to capture `capture`. The
+    /// device's context must be current.
     pub(crate) fn create(npu: &Arc<Npu>, capture: u64) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
-        // Events of this kind may be recorded again, as CUDA's may, and take none of the hardware's numbers.
+        // Events of this kind may be recorded again, as in CUDA, and use none of the limited hardware event
+        // IDs.
         let flags = sys::ACL_EVENT_SYNC | sys::ACL_EVENT_TIME_LINE;
-        // SAFETY: `raw` is a place for the answer.
+        // SAFETY: `raw` is valid for writes.
         npu.check(unsafe { npu.library.acl.aclrtCreateEventExWithFlag(&raw mut raw, flags) })?;
         Ok(Self { raw, npu: Arc::clone(npu), capture })
     }
 
-    /// Records the event after the work of a stream. The device's context is current.
+    /// Records the event after a stream's work. The device's context must be current.
     pub(crate) fn record(&self, stream: sys::aclrtStream) -> Result<()> {
         // SAFETY: event and stream are alive and of one device.
         self.npu.check(unsafe { self.npu.library.acl.aclrtRecordEvent(self.raw, stream) })
     }
 
-    /// Makes a stream of `npu` wait for the event. The context of `npu` is current.
+    /// Makes a stream of `npu` wait for the event. The context of `npu` must be current.
     pub(crate) fn hold_back(&self, npu: &Npu, stream: sys::aclrtStream) -> Result<()> {
         // SAFETY: event and stream are alive.
         npu.check(unsafe { npu.library.acl.aclrtStreamWaitEvent(stream, self.raw) })
@@ -64,10 +66,10 @@ impl AclEvent {
         self.npu.check(unsafe { self.npu.library.acl.aclrtSynchronizeEvent(self.raw) })
     }
 
-    /// Returns whether the event is done. The device's context is current.
+    /// Returns whether the event is done. The device's context must be current.
     pub(super) fn is_done(&self) -> Result<bool> {
         let mut status = sys::ACL_EVENT_RECORDED_STATUS_NOT_READY;
-        // SAFETY: the event is alive, and `status` is a place for the answer.
+        // SAFETY: the event is alive, and `status` is valid for writes.
         let code = unsafe { self.npu.library.acl.aclrtQueryEventStatus(self.raw, &raw mut status) };
         self.npu.check(code)?;
         Ok(status == sys::ACL_EVENT_RECORDED_STATUS_COMPLETE)
@@ -102,7 +104,7 @@ impl Event for AscendEvent {
         self.0.is_done().unwrap_or(true)
     }
 
-    /// A thread waits: ACL need not begin work that nothing waits for.
+    /// A thread waits for the event: ACL may not start work that nothing waits for.
     fn on_done(self: Arc<Self>, call: DoneCall) {
         if self.0.capture != 0 || self.is_done() {
             return call(self.wait());

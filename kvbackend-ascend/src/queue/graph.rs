@@ -1,4 +1,4 @@
-//! Graphs: captured work, and its replay with other lists.
+//! Graphs: captured work, and its replay with new lists.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,17 +11,18 @@ use super::state::AclStream;
 use crate::bindings::types as sys;
 use crate::device::Npu;
 
-/// Replays that may be enqueued and not done. The host waits for the oldest before it enqueues another.
+/// The maximum number of replays that may be enqueued and not done. At the limit, the host waits for the
+/// oldest before it enqueues another.
 const AHEAD: usize = 8;
 
-/// A graph of ACL, destroyed when it is dropped: no enqueued work runs it then.
+/// An ACL graph, destroyed when it is dropped. No enqueued work runs it by then.
 pub(crate) struct AclGraph {
     pub(super) raw: sys::aclmdlRI,
     pub(super) npu: Arc<Npu>,
 }
 
-// SAFETY: ACL's graphs may be run and destroyed from any thread that has the device's context current; runs
-// are ordered by the stream's lock.
+// SAFETY: ACL's graphs may be run and destroyed from any thread on which the device's context is current; the
+// stream's lock orders the runs.
 unsafe impl Send for AclGraph {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for AclGraph {}
@@ -29,13 +30,13 @@ unsafe impl Sync for AclGraph {}
 impl Drop for AclGraph {
     fn drop(&mut self) {
         if let Ok(_current) = self.npu.bind_lost() {
-            // SAFETY: the graph is the value's own. Its runs are done, because they hold it.
+            // SAFETY: the value owns the graph. Its runs are done, because they hold it.
             unsafe { self.npu.library.acl.aclmdlRIDestroy(self.raw) };
         }
     }
 }
 
-/// A graph and all memory that it touches. Each replay holds it until the replay is done.
+/// A graph and all memory that it uses. Each replay holds it until the replay is done.
 pub(super) struct CapturedWork {
     pub(super) graph: AclGraph,
     pub(super) captured: Captured<AclStream>,
@@ -45,7 +46,7 @@ pub(super) struct CapturedWork {
 pub(super) struct AscendGraph {
     pub(super) stream: Arc<AclStream>,
     pub(super) work: Arc<CapturedWork>,
-    /// The counts of the captured operations, which each replay adds to the counters.
+    /// Operation counts of the capture, which each replay adds to the counters.
     pub(super) counts: CounterSnapshot,
 }
 
@@ -79,8 +80,8 @@ impl Graph for AscendGraph {
         memory.in_flight.hold(Hold::Other(Arc::clone(&self.work) as _));
         for ((to, bytes), list) in contents.iter().zip(staged).filter(|((_, bytes), _)| !bytes.is_empty()) {
             memory.in_flight.hold(Hold::Other(Arc::clone(&list) as _));
-            // The graph's memory has room for the bytes; its last replay reads it earlier in the order of the
-            // stream.
+            // The graph's memory has room for the bytes, and its previous replay reads it earlier in the
+            // stream's order.
             copy(npu, *raw, *to, list.host(), bytes.len(), CopyDirection::ToDevice)?;
         }
         // SAFETY: graph and stream are alive, and the graph is held until it is done.

@@ -1,4 +1,4 @@
-//! Memory of the lists that operators read: indices, masks, cosines and sines.
+//! Memory for the lists that operators read: indices, masks, cosines and sines.
 
 use std::sync::Arc;
 
@@ -10,13 +10,13 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::memory::AscendStorage;
 
-/// Most memories that a stream keeps for later lists.
+/// The maximum number of list buffers that a stream keeps for later lists.
 const KEPT: usize = 32;
 
-/// Memory of a list: where the host writes it, and where operators read it.
+/// Memory for one list: a part that the host writes, and a part that operators read.
 #[derive(Debug)]
 pub(crate) struct ListMemory {
-    /// None for a list that is sent once.
+    /// None for a list that is sent only once.
     host: Option<AscendStorage>,
     device: AscendStorage,
 }
@@ -29,7 +29,7 @@ impl ListMemory {
         })
     }
 
-    /// Allocates memory of a list that is sent once, of at least one byte.
+    /// Allocates memory of at least one byte for a list that is sent only once.
     pub(super) fn on_device(npu: &Arc<Npu>, bytes: usize) -> Result<Self> {
         let device = AscendStorage::uninitialised(npu, MemoryKind::Device, bytes.max(1))?;
         Ok(Self { host: None, device })
@@ -40,28 +40,28 @@ impl ListMemory {
         self.device.address()
     }
 
-    /// Returns the address that the host writes; 0 for a list that is sent once.
+    /// Returns the address that the host writes to; 0 for a list that is sent only once.
     pub(crate) fn host(&self) -> u64 {
         self.host.as_ref().map_or(0, Storage::address)
     }
 }
 
-/// The lists' memories of a stream, in use or kept for later lists.
+/// A stream's list buffers, in use or kept for later lists.
 #[derive(Debug, Default)]
 pub(crate) struct ListPool(Vec<(usize, Arc<ListMemory>)>);
 
 impl ListPool {
-    /// Copies bytes to pinned memory, from which an enqueued copy takes them. The caller holds the memory
-    /// until then.
+    /// Copies bytes to pinned memory, from which an enqueued copy reads them. The caller must hold the memory
+    /// until that copy is done.
     pub(crate) fn stage(&mut self, npu: &Arc<Npu>, bytes: &[u8]) -> Result<Arc<ListMemory>> {
         let memory = room(&mut self.0, bytes.len().max(1), KEPT, |len| ListMemory::new(npu, len))?;
-        // SAFETY: the memory has room for the bytes, and is in no other use.
+        // SAFETY: the memory has room for the bytes, and nothing else uses it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), memory.host() as *mut u8, bytes.len()) };
         Ok(memory)
     }
 
-    /// Enqueues the copy of a list to the device. The caller holds the memory until the copy is done. The
-    /// device's context is current.
+    /// Enqueues the copy of a list to the device. The caller must hold the memory until the copy is done. The
+    /// device's context must be current.
     pub(super) fn send(
         &mut self,
         npu: &Arc<Npu>,

@@ -1,5 +1,4 @@
-//! The queue of a stream, below all operations: what one operation enqueues, and the memory that its work
-//! uses.
+//! A stream's queue, below all operations: the work that an operation enqueues, and the memory that it uses.
 //!
 //! ```text
 //!   state     ACL's stream, and what its calls share under a lock
@@ -8,8 +7,9 @@
 //!   graph     replays of what was captured
 //! ```
 //!
-//! ACL frees and destroys at once, whatever still uses the memory. The queue therefore holds everything that
-//! enqueued work uses. [`kvcore::device::queue`] has the bookkeeping; this room makes the calls of ACL.
+//! ACL frees and destroys things immediately, even if work still uses them. The queue therefore holds
+//! everything that enqueued work uses. The bookkeeping is in [`kvcore::device::queue`]; this module makes the
+//! ACL calls.
 
 mod capture;
 mod copies;

@@ -1,4 +1,4 @@
-//! Memory between the operators of an operation.
+//! Scratch memory for the intermediate results of an operation.
 
 use std::sync::{Arc, Weak};
 
@@ -7,29 +7,29 @@ use kvcore::{Error, MemoryKind, Result, Storage};
 use crate::device::Npu;
 use crate::memory::AscendStorage;
 
-/// Alignment of the pieces, in bytes.
+/// Alignment of the pieces in bytes.
 const ALIGN: usize = 64;
 
-/// Bytes after each piece, which operators may read past its end.
+/// Padding in bytes after each piece, because operators may read past its end.
 const PADDING: usize = 32;
 
-/// Least bytes of a block of memory.
+/// Minimum size of a block in bytes.
 const LEAST: usize = 1 << 20;
 
-/// Memory between operators that the graphs of a stream share while one of them holds it, because their
-/// replays run one after another. Each comes with ACL's stream that the work belongs to.
+/// Scratch memory that a stream's graphs share for as long as one of them holds it, because their replays run
+/// one after another. Each block comes with the ACL stream whose work uses it.
 pub(super) type SharedScratch = Vec<(usize, Weak<dyn Storage>)>;
 
-/// A block of memory from which an operation takes the pieces between its operators.
+/// A block of memory from which an operation takes pieces for its intermediate results.
 ///
-/// The next operation of the stream takes the same pieces again, because its operators run later.
+/// The stream's next operation reuses the same pieces, because its operators run later.
 #[derive(Debug, Default)]
 pub(super) struct WorkScratch {
     memory: Option<Arc<dyn Storage>>,
     used: usize,
 }
 
-/// How much memory between operators was in use.
+/// How much scratch memory was in use.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ScratchMark {
     memory: Option<u64>,
@@ -37,7 +37,7 @@ pub(crate) struct ScratchMark {
 }
 
 impl WorkScratch {
-    /// Creates scratch that begins with memory that earlier work used.
+    /// Creates scratch memory that starts with a block from earlier work, if there is one.
     pub(super) fn over(memory: Option<Arc<dyn Storage>>) -> Self {
         Self { memory, used: 0 }
     }
@@ -51,8 +51,8 @@ impl WorkScratch {
         self.used = 0;
     }
 
-    /// Returns the address of a piece of `bytes` bytes, and the memory that it lies in, which the caller
-    /// holds.
+    /// Returns the address of a piece of `bytes` bytes, and the memory that it lies in. The caller must hold
+    /// that memory.
     pub(super) fn piece(&mut self, npu: &Arc<Npu>, bytes: usize) -> Result<(u64, Arc<dyn Storage>)> {
         let wanted = bytes
             .checked_add(PADDING)
@@ -61,11 +61,11 @@ impl WorkScratch {
         let memory = match &self.memory {
             Some(memory) if memory.len() - self.used >= wanted => Arc::clone(memory),
             before => {
-                // Enqueued work holds the memory before.
+                // Enqueued work still holds the old block.
                 let len = before.as_ref().map_or(LEAST, |memory| memory.len().saturating_mul(2)).max(wanted);
                 let allocate = |len| AscendStorage::uninitialised(npu, MemoryKind::Device, len);
                 let made = match allocate(len) {
-                    // The device may have room for this piece, though not for twice the memory.
+                    // The device may have room for this piece, but not for a block of twice the size.
                     Err(Error::Allocation { .. }) if len > wanted => allocate(wanted)?,
                     made => made?,
                 };
@@ -83,7 +83,8 @@ impl WorkScratch {
         ScratchMark { memory: self.memory.as_ref().map(|memory| memory.address()), used: self.used }
     }
 
-    /// Frees the pieces taken since a mark for later operators, unless the memory was replaced since.
+    /// Frees the pieces taken since a mark, for later operators to use. Does nothing if the block has been
+    /// replaced since.
     pub(super) fn free_since(&mut self, mark: ScratchMark) {
         if self.mark().memory == mark.memory {
             self.used = mark.used;

@@ -1,4 +1,4 @@
-//! ACL's stream, and what its calls share.
+//! ACL's stream, and the state that its calls share.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -14,31 +14,31 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::memory::AscendStorage;
 
-/// A stream of ACL with the memory that its work uses.
+/// An ACL stream with the memory that its work uses.
 ///
 /// # Drop behaviour
-/// Waits for the enqueued work, because its memory is freed with the stream.
+/// Waits for the enqueued work, because the stream's memory is freed with it.
 pub(crate) struct AclStream {
     pub(crate) npu: Arc<Npu>,
     pub(crate) raw: sys::aclrtStream,
-    /// Keeps a lent stream alive. None for a stream that the backend created.
+    /// Keeps a lent stream alive. None if the backend created the stream.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     pub(crate) memory: Mutex<StreamMemory>,
     pub(crate) side: CaptureSide,
-    /// Memory of the graphs that were captured here.
+    /// Scratch memory of the graphs that were captured on this stream.
     pub(super) graphs: Mutex<SharedScratch>,
 }
 
-// SAFETY: ACL's streams may be used from any thread that has the device's context current; the order of calls
-// is kept by the lock on `memory`.
+// SAFETY: ACL's streams may be used from any thread on which the device's context is current; the lock on
+// `memory` orders the calls.
 unsafe impl Send for AclStream {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for AclStream {}
 
-/// Memory of activations: taken by steps, returned when the last view of it is dropped.
+/// Memory for activations: steps borrow it, and it returns when the last view of it is dropped.
 pub(crate) type NpuActivations = LoanMemory<AscendStorage>;
 
-/// Memory that the work of a stream uses.
+/// Memory that a stream's work uses.
 #[derive(Debug, Default)]
 pub(crate) struct StreamMemory {
     pub(crate) in_flight: InFlight<AclEvent>,
@@ -47,21 +47,21 @@ pub(crate) struct StreamMemory {
 }
 
 impl AclStream {
-    /// Creates a stream of the backend's own.
+    /// Creates a stream that the backend owns.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub(crate) fn new(npu: &Arc<Npu>) -> Result<Self> {
         let _current = npu.bind()?;
         let mut raw = std::ptr::null_mut();
         let flags = sys::ACL_STREAM_FAST_LAUNCH | sys::ACL_STREAM_FAST_SYNC;
-        // SAFETY: `raw` is a place for the answer.
+        // SAFETY: `raw` is valid for writes.
         npu.check(unsafe { npu.library.acl.aclrtCreateStreamWithConfig(&raw mut raw, 0, flags) })?;
         Ok(Self::over(npu, raw, None))
     }
 
-    /// Wraps a stream of this device: the caller's, which `owner` keeps alive, or one to destroy when the
-    /// value is dropped.
+    /// Wraps a stream of this device: either the caller's, which `owner` keeps alive, or one that is
+    /// destroyed when the value is dropped.
     pub(crate) fn over(
         npu: &Arc<Npu>,
         raw: sys::aclrtStream,
@@ -77,11 +77,11 @@ impl AclStream {
         }
     }
 
-    /// Waits for the stream, and drops what its work held. The device's context is current.
+    /// Waits for the stream, and drops everything that its work held. The device's context must be current.
     pub(crate) fn synchronize(&self, memory: &mut StreamMemory) -> Result<()> {
         // SAFETY: the stream is alive, and its context is current.
         let waited = self.npu.check(unsafe { self.npu.library.acl.aclrtSynchronizeStream(self.raw) });
-        // A refused wait does not show that the work is done: its memory stays held.
+        // If the wait was refused, the work may not be done, so its memory stays held.
         if waited.is_ok() || self.npu.is_lost() {
             memory.in_flight.clear();
         }
@@ -89,7 +89,7 @@ impl AclStream {
     }
 }
 
-/// The device's context is current at each call but `wait`.
+/// The device's context must be current for every call except `wait`.
 impl Mark for AclEvent {
     type Stream = AclStream;
 
@@ -118,7 +118,7 @@ impl Drop for AclStream {
         // SAFETY: the stream is alive.
         let waited = self.npu.check(unsafe { acl.aclrtSynchronizeStream(self.raw) });
         if waited.is_err() && !self.npu.is_lost() && self.owner.is_some() {
-            // The owner's stream still has the work, and nothing waits for it here: its memory is never
+            // The owner's stream still has the work, and nothing here waits for it, so its memory is never
             // freed.
             std::mem::forget(std::mem::take(memory));
             return;

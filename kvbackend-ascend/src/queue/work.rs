@@ -1,4 +1,4 @@
-//! Work of one operation: memory between its operators, lists for the device, copies, and what it holds.
+//! The work of one operation: scratch memory, lists for the device, copies, and everything that it holds.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::uncapturable;
 
-/// The work of one operation on a stream, or in the capture that takes it.
+/// The work of one operation on a stream, or in the capture that records it.
 pub(crate) struct Work<'a> {
     npu: &'a Arc<Npu>,
     stream: sys::aclrtStream,
@@ -23,7 +23,7 @@ pub(crate) struct Work<'a> {
 }
 
 impl AclStream {
-    /// Runs `enqueue`, and holds what it names until its work is done.
+    /// Runs `enqueue`, and holds everything that it names until its work is done.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Unsupported`] if this thread records a capture that the stream has not
@@ -39,8 +39,7 @@ impl AclStream {
             if captured {
                 return done;
             }
-            // Work that was enqueued before an error runs, and its memory stays held as that of a whole
-            // operation.
+            // Work that was enqueued before an error still runs, so its memory stays held as usual.
             done.and(memory.in_flight.tidy(self))
         })
     }
@@ -54,7 +53,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Notes the check of an operation that is captured.
+    /// Records the check of an operation that is being captured.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Unsupported`] for an operation that cannot be captured.
@@ -62,12 +61,12 @@ impl<'a> Work<'a> {
         self.recording.as_mut().map_or(Ok(()), |recording| recording.admit(operation).map(drop))
     }
 
-    /// Returns the step that is captured, if the work is part of a capture.
+    /// Returns the step that is being captured, if the work is part of a capture.
     pub(crate) fn captured_step(&self) -> Option<&StepInputs> {
         self.recording.as_ref().map(|recording| recording.step())
     }
 
-    /// Adds a list that each replay writes again. Returns its address on the device.
+    /// Adds a list that each replay rewrites. Returns its address on the device.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Unsupported`] outside of captures, and [`kvcore::Error::Allocation`] if the
@@ -95,12 +94,12 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Holds the memory of a list until the work is done.
+    /// Holds a list's memory until the work is done.
     pub(crate) fn hold_list(&mut self, list: &Arc<ListMemory>) {
         self.hold(Hold::Other(Arc::clone(list) as _));
     }
 
-    /// Returns the address of bytes between operators, with arbitrary contents.
+    /// Returns the address of `bytes` bytes of scratch memory, with arbitrary contents.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Allocation`] if the device is out of memory.
@@ -111,13 +110,13 @@ impl<'a> Work<'a> {
         Ok(at)
     }
 
-    /// Marks how much memory between operators is in use.
+    /// Marks how much scratch memory is in use.
     pub(crate) fn mark(&mut self) -> ScratchMark {
         self.scratch().mark()
     }
 
-    /// Frees the memory between operators that was taken since a mark. Later operators run after the ones
-    /// that use it.
+    /// Frees the scratch memory that was taken since a mark. Later operators may reuse it, because they run
+    /// after the ones that use it now.
     pub(crate) fn free_since(&mut self, mark: ScratchMark) {
         self.scratch().free_since(mark);
     }
@@ -125,7 +124,7 @@ impl<'a> Work<'a> {
     /// Sends a list to the device and holds it.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Allocation`] if the device is out of memory, and the errors of the device.
+    /// Returns [`kvcore::Error::Allocation`] if the device is out of memory, and device errors.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<Arc<ListMemory>> {
         if let Some(recording) = &mut self.recording {
             return capture::add_constant(recording, self.npu, bytes);
@@ -135,10 +134,10 @@ impl<'a> Work<'a> {
         Ok(list)
     }
 
-    /// Enqueues a copy of bytes between memories that the work holds.
+    /// Enqueues a byte copy between two memories that the work holds.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub(crate) fn copy_bytes(
         &mut self,
         dst: u64,

@@ -1,4 +1,4 @@
-//! Attention of one entry after another: rows with the same segments.
+//! Attention one entry after another. An entry is a range of rows with the same segments.
 
 use kvcore::Result;
 
@@ -9,10 +9,10 @@ use crate::operations::plans::StepWork;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Most scores of a tile of rows.
+/// The maximum number of scores per tile of rows.
 const SCORES: usize = 8 << 20;
 
-/// The keys and values of a run, `[heads, tokens, dim]` in f32.
+/// A run's keys and values, `[heads, tokens, dim]` in f32.
 struct RunKv {
     k: Tensor,
     v: Tensor,
@@ -64,7 +64,7 @@ impl Entries<'_> {
         Ok(())
     }
 
-    /// Rotates the keys of a run, `[heads, tokens, dim]` in f32, to the places where they are used.
+    /// Rotates a run's keys, `[heads, tokens, dim]` in f32, to the positions at which they are used.
     fn rotate(
         &self,
         work: &mut Work<'_>,
@@ -81,7 +81,7 @@ impl Entries<'_> {
         angles.spread(work, &rotation.which)?.rotate(work, k, &[1, run.tokens])
     }
 
-    /// Computes `count` rows of an entry from its row `first` on.
+    /// Computes `count` rows of an entry, starting at row `first`.
     fn tile(
         &self,
         work: &mut StepWork<'_, '_>,
@@ -122,7 +122,7 @@ impl Entries<'_> {
         }
     }
 
-    /// Returns the logits of a run, `[heads, rows, tokens]`, without its mask.
+    /// Returns a run's logits, `[heads, rows, tokens]`, without its mask.
     fn scores(
         &self,
         work: &mut Work<'_>,
@@ -143,7 +143,7 @@ impl Entries<'_> {
         Ok(scores)
     }
 
-    /// Writes the results of `count` rows from row `first` of the operation on.
+    /// Writes the results of `count` rows of the operation, starting at row `first`.
     fn store(
         &self,
         work: &mut StepWork<'_, '_>,

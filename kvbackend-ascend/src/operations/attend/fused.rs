@@ -1,8 +1,8 @@
-//! Attention of rows that decode, by CANN's fused operator on the paged cache.
+//! Attention for decoding rows, with CANN's fused operator on the paged cache.
 //!
-//! `FusedInferAttentionScoreV2` computes plain softmax attention of one row for each sequence, over the first
-//! tokens of a block table. Everything else that an operation asks for, and operands beyond the limits that
-//! CANN documents, are left to other operators.
+//! `FusedInferAttentionScoreV2` computes plain softmax attention with one row per sequence, over the first
+//! tokens in a block table. Other operators do everything else, including operands beyond the limits that
+//! CANN documents.
 
 use std::sync::Arc;
 
@@ -18,28 +18,32 @@ use crate::operations::sent::SentTensor;
 use crate::operators::{PagedAttention, Tensor};
 use crate::queue::Work;
 
-/// Most sequences, heads, elements of a head, tokens, and query heads for each head of the cache.
+/// The maximum number of sequences.
 const SEQUENCES: usize = 65_536;
+/// The maximum number of query heads.
 const HEADS: usize = 256;
+/// The maximum number of elements per head.
 const DIM: usize = 512;
+/// The maximum number of tokens per sequence.
 const TOKENS: usize = 262_144;
+/// The maximum number of query heads per KV head.
 const HEADS_PER_KV_HEAD: usize = 64;
 
-/// Most elements of a token whose heads follow one another.
+/// The maximum number of elements per token if its heads are contiguous.
 const TOKEN_ELEMENTS: usize = 65_535;
 
-/// Elements of a head and tokens of a block are multiples of this: 32 bytes.
+/// The number of elements per head and of tokens per block must be multiples of this: 32 bytes.
 const UNIT: usize = 16;
 
-/// Most tokens of a block.
+/// The maximum number of tokens per block.
 const BLOCK: usize = 512;
 
-/// The tokens that a row sees, if they are the first tokens of a list of blocks and count as in plain
+/// The tokens that a row sees, if they are the first tokens of a list of blocks and are weighted as in plain
 /// attention.
 struct RowTokens {
     blocks: Vec<BlockId>,
     tokens: usize,
-    /// Distance of the keys from where they were rotated.
+    /// Distance between the keys' rotation and the positions at which they are used.
     offset: i64,
 }
 
@@ -66,7 +70,7 @@ impl RowTokens {
     }
 }
 
-/// Returns the block tables of an operation, made once for all layers.
+/// Returns an operation's block tables, made once for all layers.
 fn block_tables(work: &mut StepWork<'_, '_>, op: &Attend) -> Result<Arc<DecodeTables>> {
     let block_size = op.arena.layout().shape().block_size;
     let key = PlanKey::Sequences { work: op.work.id(), block_size, window: op.window };
@@ -100,7 +104,7 @@ impl SequenceTables {
     }
 }
 
-/// Returns keys and values in the form of the operator, if it takes these operands.
+/// Returns keys and values in the operator's form, if it accepts these operands.
 fn pages(operands: &AttentionOperands<'_>) -> Option<[Tensor; 2]> {
     let [k, v] = [operands.planes[0].pages()?, operands.planes[1].pages()?];
     let geometry = operands.planes[0].geometry;
@@ -127,7 +131,7 @@ fn pages(operands: &AttentionOperands<'_>) -> Option<[Tensor; 2]> {
 }
 
 // Decision: docs/decisions/backend-ascend.md#fused-operators-serve-what-they-are-made-for
-/// Computes an attention by the fused operator, if it takes the operation. Returns whether it did.
+/// Computes an attention with the fused operator, if it supports the operation. Returns whether it did.
 pub(super) fn attend(work: &mut StepWork<'_, '_>, operands: &AttentionOperands<'_>) -> Result<bool> {
     let AttentionOperands { op, q, latent, out: wanted, lse: wanted_lse, planes, heads } = operands;
     let plain = latent.is_none() && op.softcap.is_none() && op.keys == KeyForm::Rotated;
@@ -172,7 +176,7 @@ pub(super) fn attend(work: &mut StepWork<'_, '_>, operands: &AttentionOperands<'
     Ok(true)
 }
 
-/// Returns the queries rotated to their positions, dense and in their own type.
+/// Returns the queries rotated to their positions, as a dense tensor of their own type.
 fn rotated(
     work: &mut StepWork<'_, '_>,
     operands: &AttentionOperands<'_>,
@@ -180,7 +184,7 @@ fn rotated(
 ) -> Result<Tensor> {
     let (op, q) = (operands.op, &operands.q);
     let Some(rope) = &op.rope else {
-        // The result may be written over the queries.
+        // The result may overwrite the queries.
         let apart = op.q.storage().address() != op.out.storage().address();
         return if apart { work.dense_in(q.dtype(), q) } else { work.copied(q.dtype(), q) };
     };

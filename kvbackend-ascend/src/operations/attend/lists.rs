@@ -1,4 +1,4 @@
-//! Lists of attention that the layers of a step share, and the tensors in them.
+//! The attention lists that a step's layers share, and the tensors in them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::operations::sent::SentTensor;
 use crate::operators::Tensor;
 use crate::queue::{ListMemory, Work};
 
-/// Alignment of lists that are sent together, in bytes.
+/// Alignment in bytes of lists that are sent together.
 const ALIGN: usize = 64;
 
 /// Lists that are sent together, as bytes.
@@ -28,14 +28,14 @@ impl PackedLists {
     }
 }
 
-/// The entries of an attention, for all layers whose pools have one geometry.
+/// The entries of an attention, for all layers whose pools have the same geometry.
 #[derive(Debug)]
 pub(crate) struct AttentionPlan {
     pub(super) entries: Vec<PlannedEntry>,
     pub(super) lists: Arc<ListMemory>,
 }
 
-/// Rows with the same segments.
+/// A range of rows with the same segments.
 #[derive(Debug)]
 pub(super) struct PlannedEntry {
     pub(super) rows: Range<usize>,
@@ -47,56 +47,56 @@ pub(super) struct PlannedEntry {
 pub(super) struct GroupTokens {
     pub(super) group: usize,
     pub(super) tokens: usize,
-    /// Numbers of the rows of K and V.
+    /// Row indices of K and V.
     pub(super) places: [RowNumbers; 2],
-    /// `[1, 1, tokens]`: the factors of the tokens' logits. None if all are 1.
+    /// `[1, 1, tokens]`: the factor for each token's logits. None if all are 1.
     pub(super) factors: Option<Tensor>,
     /// `[1, rows, tokens]`: 0 where a row sees a token, and −∞ elsewhere. None if all rows see all tokens.
     pub(super) mask: Option<Tensor>,
     pub(super) rotation: Option<KeyRotation>,
 }
 
-/// The rotation of a run's keys as they are read.
+/// The rotation that a run's keys get when they are read.
 #[derive(Debug)]
 pub(super) struct KeyRotation {
-    /// The angles that occur, as positions.
+    /// The distinct angles, as positions.
     pub(super) distinct: Vec<i64>,
-    /// The number of each token's angle.
+    /// The index of each token's angle.
     pub(super) which: Tensor,
 }
 
-/// The angles of a plan: of the queries of each entry, and of the keys of each run.
+/// The angles of a plan: for the queries of each entry, and for the keys of each run.
 #[derive(Debug)]
 pub(crate) struct PlanAngles {
     pub(super) queries: Vec<SentAngles>,
     pub(super) keys: Vec<Vec<Option<SentAngles>>>,
 }
 
-/// The sequences of a step as block tables. None inside if the step's work is not of that form.
+/// A step's sequences as block tables. None if the step's work does not fit that form.
 #[derive(Debug)]
 pub(crate) struct DecodeTables(pub(super) Option<SequenceTables>);
 
-/// One block table for each row.
+/// One block table per row.
 #[derive(Debug)]
 pub(super) struct SequenceTables {
     pub(super) table: SentTensor,
-    /// Tokens of each sequence.
+    /// Number of tokens per sequence.
     pub(super) lengths: Vec<i64>,
-    /// Blocks of all sequences.
+    /// Total number of blocks of all sequences.
     pub(super) blocks: usize,
     /// The positions to which queries are rotated.
     pub(super) positions: Vec<i64>,
 }
 
-/// The room of rows side by side: what one set of operators computes, whatever the tokens of a step are.
+/// The capacity for rows that are computed side by side: one set of operators handles any tokens that fit.
 #[derive(Debug, Clone)]
 pub(super) struct RowRoom {
     pub(super) keys: KeyForm,
     pub(super) rope: Option<Arc<Rope>>,
     pub(super) rows: usize,
-    /// Tokens of a row.
+    /// Number of tokens per row.
     pub(super) tokens: usize,
-    /// Angles by which keys are rotated.
+    /// Number of angles that keys are rotated by.
     pub(super) angles: usize,
     /// The geometry of K and of V.
     pub(super) geometry: [PlaneGeometry; 2],
@@ -104,18 +104,18 @@ pub(super) struct RowRoom {
     pub(super) groups: Vec<f32>,
 }
 
-/// The lists of a room on the device.
+/// The lists of a [`RowRoom`] on the device.
 #[derive(Debug)]
 pub(crate) struct RoomLists {
     pub(super) room: RowRoom,
     /// Address of the first list.
     pub(super) at: u64,
     pub(super) layout: RoomLayout,
-    /// The lists' memory; none where each replay of a graph brings the lists.
+    /// The lists' memory; none if each replay of a graph provides the lists.
     pub(super) list: Option<Arc<ListMemory>>,
 }
 
-/// Offsets of the lists of a room, in bytes.
+/// Offsets in bytes of the lists of a [`RowRoom`].
 #[derive(Debug)]
 pub(super) struct RoomLayout {
     pub(super) index: [(usize, Option<usize>); 2],
@@ -144,7 +144,7 @@ impl PlanAngles {
 }
 
 impl DecodeTables {
-    /// Holds the table until the work is done.
+    /// Holds the tables until the work is done.
     pub(crate) fn hold(&self, work: &mut Work<'_>) {
         if let Some(tables) = &self.0 {
             tables.table.hold(work);
@@ -153,7 +153,8 @@ impl DecodeTables {
 }
 
 impl RoomLists {
-    /// Holds the lists until the work is done. A graph holds the lists that its replays bring.
+    /// Holds the lists until the work is done. Lists that replays provide need no hold, because the graph
+    /// holds them.
     pub(crate) fn hold(&self, work: &mut Work<'_>) {
         if let Some(list) = &self.list {
             work.hold_list(list);

@@ -1,4 +1,4 @@
-//! Attention: by CANN's fused operator where that computes the same, else composed of operators in f32.
+//! Attention: with CANN's fused operator if its result is the same, otherwise composed of f32 operators.
 //!
 //! ```text
 //!   for each entry:   keys and values of its tokens, gathered once            IndexSelect, Cast
@@ -34,7 +34,7 @@ pub(super) fn attend(work: &mut StepWork<'_, '_>, op: &Attend, latent: Option<&T
     if operands.out.is_empty() {
         return Ok(());
     }
-    // The check of a capture has seen that the work is the step's.
+    // The capture's check has verified that the work is the step's.
     if work.captured_step().is_some() {
         return side_by_side::attend(work, &operands);
     }

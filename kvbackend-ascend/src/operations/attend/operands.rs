@@ -1,4 +1,4 @@
-//! The tensors of an attention, and its products.
+//! An attention's tensors, and its matrix products.
 
 use kvcore::{Attend, Result, TensorView};
 
@@ -8,7 +8,7 @@ use crate::operations::matrix::PlaneMatrix;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// The tensors of an attention of one layer.
+/// The tensors of one layer's attention.
 pub(super) struct AttentionOperands<'a> {
     pub(super) op: &'a Attend,
     pub(super) q: Tensor,
@@ -35,7 +35,7 @@ impl<'a> AttentionOperands<'a> {
         })
     }
 
-    /// Scales logits, and caps them if the operation asks for it.
+    /// Scales logits, and caps them if the operation requires it.
     pub(super) fn scale(&self, work: &mut Work<'_>, scores: &Tensor) -> Result<()> {
         let scale = self.op.scale;
         match self.op.softcap {
@@ -50,7 +50,7 @@ impl<'a> AttentionOperands<'a> {
     }
 }
 
-/// Returns the products of queries `[heads, rows, dim]` and keys `[kv_heads, tokens, dim]`, `[heads, rows,
+/// Returns the products of queries `[heads, rows, dim]` and keys `[kv_heads, tokens, dim]`, as `[heads, rows,
 /// tokens]`.
 pub(super) fn products(work: &mut Work<'_>, q: &Tensor, k: &Tensor) -> Result<Tensor> {
     let (heads, rows) = (q.dim(0), q.dim(1));

@@ -1,5 +1,5 @@
-//! The plan of an attention: for each entry the tokens of each merge group, where they are stored, how their
-//! keys are rotated, and which rows see them.
+//! An attention's plan: for each entry, the tokens of each merge group, where they are stored, how their keys
+//! are rotated, and which rows see them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -15,12 +15,12 @@ use crate::operations::matrix::PlaneMatrix;
 use crate::operations::plans::{AttentionKey, ByAddress, PlanKey, StepWork};
 use crate::operators::Tensor;
 
-/// Tokens that a row sees, in the order of the lists.
+/// The tokens that a row sees, in list order.
 #[derive(Debug, Default)]
 pub(super) struct SeenTokens {
-    /// The block of each token, and its place there.
+    /// Each token's block, and its place in the block.
     pub(super) places: Vec<(usize, usize)>,
-    /// The angle by which each token's key is rotated as it is read, as a position.
+    /// The angle, as a position, by which each token's key is rotated when it is read.
     pub(super) angles: Vec<i64>,
     pub(super) factors: Vec<f32>,
 }
@@ -30,8 +30,8 @@ impl SeenTokens {
     pub(super) fn add(&mut self, segment: &Segment, tokens: Range<usize>, keys: KeyForm, block_size: usize) {
         for token in tokens {
             self.places.push((segment.blocks[token / block_size].index(), token % block_size));
-            // A key that was rotated as it was stored is rotated on from there. The query needs no other
-            // rotation, because a product depends on the distance of both.
+            // A key that was rotated when it was stored gets only the remaining rotation. The query needs no
+            // other rotation, because a product depends only on the distance between the two.
             self.angles.push(match keys {
                 KeyForm::Rotated => segment.position_offset,
                 KeyForm::Unrotated => segment.position(token as i64),
@@ -45,8 +45,7 @@ impl SeenTokens {
     }
 }
 
-/// Returns the numbers that occur, in the order of their first use, and for each place the index of its
-/// number.
+/// Returns the distinct numbers in the order of their first use, and for each place the index of its number.
 pub(super) fn distinct(numbers: &[i64]) -> (Vec<i64>, Vec<i32>) {
     let (mut known, mut last) = (HashMap::new(), (i64::MIN, -1));
     let (mut distinct, mut which) = (Vec::new(), Vec::with_capacity(numbers.len()));
@@ -63,19 +62,19 @@ pub(super) fn distinct(numbers: &[i64]) -> (Vec<i64>, Vec<i32>) {
     (distinct, which)
 }
 
-/// A run before its lists are on the device.
+/// A run whose lists are not yet on the device.
 struct RunDraft<'a> {
     group: usize,
-    /// Segments with the union of the tokens that rows see, and the numbers of the first of these tokens in
-    /// the run.
+    /// Each segment with the union of the tokens that rows see in it, and the index in the run of the first
+    /// of these tokens.
     parts: Vec<(&'a Segment, Range<usize>, usize)>,
     tokens: SeenTokens,
 }
 
-/// The offset of a list of numbers in bytes, and how many there are.
+/// A list of numbers: its offset in bytes and its length.
 type PackedNumbers = (usize, usize);
 
-/// Offsets of the lists of a run.
+/// Offsets of a run's lists.
 struct PackedRun {
     places: [(PackedNumbers, Option<PackedNumbers>); 2],
     factors: Option<usize>,
@@ -83,7 +82,7 @@ struct PackedRun {
     rotation: Option<(Vec<i64>, usize)>,
 }
 
-/// Returns the plan of an operation, made once for all layers of a step.
+/// Returns an operation's plan, made once for all layers of a step.
 pub(super) fn plan(
     work: &mut StepWork<'_, '_>,
     op: &Attend,
@@ -94,7 +93,7 @@ pub(super) fn plan(
     work.shared(key, |work| Ok(Arc::new(send(work, op, planes)?)))
 }
 
-/// Sends the lists of a plan.
+/// Sends a plan's lists.
 fn send(work: &mut StepWork<'_, '_>, op: &Attend, planes: &[PlaneMatrix; 2]) -> Result<AttentionPlan> {
     let mut lists = PackedLists::default();
     let drafts: Vec<(&AttendRows, Vec<RunDraft<'_>>)> =
@@ -131,7 +130,7 @@ fn send(work: &mut StepWork<'_, '_>, op: &Attend, planes: &[PlaneMatrix; 2]) -> 
     Ok(AttentionPlan { entries, lists })
 }
 
-/// Gathers the tokens of an entry into a run for each merge group.
+/// Gathers an entry's tokens into one run per merge group.
 fn drafts<'a>(op: &Attend, entry: &'a AttendRows) -> Vec<RunDraft<'a>> {
     let mut union: Vec<Option<Range<usize>>> = vec![None; entry.segments.len()];
     for row in entry.rows.clone() {
@@ -159,12 +158,12 @@ fn drafts<'a>(op: &Attend, entry: &'a AttendRows) -> Vec<RunDraft<'a>> {
     runs
 }
 
-/// Returns the number of a segment of an entry.
+/// Returns the index of a segment in an entry.
 fn number(entry: &AttendRows, segment: &Segment) -> usize {
     entry.segments.iter().position(|known| std::ptr::eq(known, segment)).unwrap_or_default()
 }
 
-/// Adds the lists of a run.
+/// Adds a run's lists.
 fn pack(
     lists: &mut PackedLists,
     op: &Attend,
@@ -194,7 +193,7 @@ fn index(lists: &mut PackedLists, geometry: RowGeometry, tokens: &[(usize, usize
     (lists.add(&index), index.len())
 }
 
-/// Returns 0 where a row sees a token and −∞ elsewhere; none if all rows see all tokens.
+/// Returns 0 where a row sees a token and −∞ elsewhere, or none if all rows see all tokens.
 fn mask(op: &Attend, entry: &AttendRows, run: &RunDraft<'_>) -> Option<Vec<f32>> {
     let tokens_of_run = run.tokens.len();
     let mut mask = vec![f32::NEG_INFINITY; entry.rows.len() * tokens_of_run];
@@ -210,8 +209,8 @@ fn mask(op: &Attend, entry: &AttendRows, run: &RunDraft<'_>) -> Option<Vec<f32>>
     mask.iter().any(|&x| x != 0.0).then_some(mask)
 }
 
-/// Returns the factor on cosines and sines of keys that are rotated as they are read: the embedding's factor
-/// if the keys were not rotated before, else 1.
+/// Returns the factor for the cosines and sines of keys that are rotated when they are read: the embedding's
+/// factor if the keys were not rotated before, otherwise 1.
 pub(super) fn key_factor(rope: &Rope, keys: KeyForm) -> f32 {
     match keys {
         KeyForm::Rotated => 1.0,
@@ -219,7 +218,7 @@ pub(super) fn key_factor(rope: &Rope, keys: KeyForm) -> f32 {
     }
 }
 
-/// Returns the angles of a plan, made once for all layers that share a rotary embedding.
+/// Returns a plan's angles, made once for all layers that share a rotary embedding.
 pub(super) fn angles(
     work: &mut StepWork<'_, '_>,
     plan: &AttentionPlan,

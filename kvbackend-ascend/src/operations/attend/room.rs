@@ -1,5 +1,5 @@
-//! The lists of rows side by side. Each row has room for the same number of tokens; a place without a token
-//! names a token that the row sees, under a mask of −∞.
+//! The lists for rows that are computed side by side. Each row has room for the same number of tokens; an
+//! unused place repeats a token that the row sees, masked with −∞.
 
 use std::sync::Arc;
 
@@ -18,23 +18,24 @@ use crate::operations::plans::{AttentionKey, ByAddress, PlanKey, StepWork};
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Least tokens that a captured row has room for, and least angles.
+/// The minimum number of tokens that a captured row has room for.
 const LEAST_TOKENS: usize = 512;
+/// The minimum number of angles that a captured step has room for.
 const LEAST_ANGLES: usize = 16;
 
-/// Most elements of keys and values that are gathered at once.
+/// The maximum number of key and value elements that are gathered at once.
 const MOST: usize = 64 << 20;
 
 /// The tokens of a step.
 struct StepTokens {
-    /// The tokens of each row, and the merge group of each token; none for rows that nothing is computed for.
+    /// The tokens of each row, and the merge group of each token; none for rows without a result.
     rows: Vec<Option<(SeenTokens, Vec<usize>)>>,
     distinct: Vec<i64>,
     which: Vec<i32>,
 }
 
 impl StepTokens {
-    /// Gathers the tokens of an operation with the given work.
+    /// Gathers an operation's tokens from the given work.
     fn of(op: &Attend, work: &Arc<AttendWork>) -> Self {
         let op = Attend { work: Arc::clone(work), ..op.clone() };
         let block_size = op.arena.layout().shape().block_size;
@@ -55,13 +56,13 @@ impl StepTokens {
         Self { rows, distinct, which }
     }
 
-    /// Returns the most tokens of a row; none without rows.
+    /// Returns the number of tokens of the longest row; none if there are no rows.
     fn longest(&self) -> Option<usize> {
         self.rows.iter().flatten().map(|(tokens, _)| tokens.len()).max()
     }
 }
 
-/// Returns whether so many rows of so many tokens may be gathered at once.
+/// Returns whether `rows` rows of `tokens` tokens may be gathered at once.
 pub(super) fn has_room(rows: usize, tokens: usize, planes: &[PlaneMatrix; 2]) -> bool {
     let width: usize = planes.iter().map(|plane| plane.geometry.heads * plane.geometry.dim).sum();
     rows * tokens * width <= MOST
@@ -73,7 +74,7 @@ fn scales_of(work: &AttendWork) -> impl Iterator<Item = f32> + '_ {
 
 impl RowRoom {
     // Decision: docs/decisions/backend-ascend.md#rows-lie-side-by-side-and-a-captured-row-has-room
-    /// Returns the room that a captured step needs, with room to grow.
+    /// Returns the capacity that a captured step needs, with room to grow.
     fn of_capture(op: &Attend, step: &StepTokens, planes: &[PlaneMatrix; 2]) -> Result<Self> {
         let Some(longest) = step.longest() else { return Err(uncapturable("attention of no rows")) };
         let (rows, tokens) = (op.q.shape()[0], longest.next_power_of_two().max(LEAST_TOKENS));
@@ -91,7 +92,7 @@ impl RowRoom {
         Self { keys, rope, rows, tokens, angles, geometry, groups: scales_of(&op.work).collect() }
     }
 
-    /// Makes the lists of a step.
+    /// Computes a step's lists.
     ///
     /// # Errors
     /// Returns [`Error::GraphOutgrown`] if the step needs more room, or has other merge groups.
@@ -162,7 +163,7 @@ impl RowRoom {
 }
 
 impl RoomLists {
-    /// Returns the lists of an operation, which the layers of the step share.
+    /// Returns an operation's lists, which the step's layers share.
     pub(super) fn of(
         work: &mut StepWork<'_, '_>,
         op: &Attend,
@@ -196,12 +197,12 @@ impl RoomLists {
         Ok(Self { room, at: list.address(), layout, list: Some(list) })
     }
 
-    /// Returns `len` row numbers from an offset on.
+    /// Returns `len` row indices, starting at an offset.
     pub(super) fn numbers(&self, offset: usize, len: usize) -> Tensor {
         Tensor::dense(self.at + offset as u64, sys::ACL_INT32, &[len])
     }
 
-    /// Returns a number for each token of each row, `[rows, 1, tokens]`.
+    /// Returns a tensor with one number per token of each row, `[rows, 1, tokens]`.
     pub(super) fn of_tokens(&self, offset: usize) -> Tensor {
         Tensor::dense(self.at + offset as u64, sys::ACL_FLOAT, &[self.room.rows, 1, self.room.tokens])
     }
@@ -214,7 +215,7 @@ impl RoomLists {
         Some(AngleRows { cos: rows(cos), sin: rows(sin), pairing: rope.pairing() })
     }
 
-    /// Returns the keys (plane 0) or values (plane 1) of all rows, `[rows, heads, tokens, dim]` in f32.
+    /// Returns all rows' keys (plane 0) or values (plane 1), `[rows, heads, tokens, dim]` in f32.
     pub(super) fn gathered(
         &self,
         work: &mut Work<'_>,

@@ -1,4 +1,4 @@
-//! Softmaxes in parts (maximum, sum of exponentials, weighted sum of values), and merges of parts.
+//! Partial softmaxes (maximum, sum of exponentials, weighted sum of values), and how they are merged.
 
 use kvcore::Result;
 
@@ -6,15 +6,14 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// The maximum of a row without tokens: below every logit, and finite, because a difference of infinities is
-/// NaN.
+/// The maximum of a row without tokens. It is below every logit, and finite because the difference of two
+/// infinities is NaN.
 pub(super) const FLOOR: f32 = -1e30;
 
-/// Less than every sum of exponentials except 0.
+/// Smaller than every sum of exponentials except 0.
 pub(super) const TINY: f32 = 1e-30;
 
-/// The part of a softmax over some tokens, for each head and row: `[heads, rows, 1]` and `[heads, rows,
-/// dim]`.
+/// A partial softmax over some tokens, for each head and row: `[heads, rows, 1]` and `[heads, rows, dim]`.
 #[derive(Debug)]
 pub(super) struct Partial {
     max: Tensor,
@@ -23,8 +22,8 @@ pub(super) struct Partial {
 }
 
 impl Partial {
-    /// Computes the part of logits `[heads, rows, tokens]`, which are overwritten, over values `[kv_heads,
-    /// tokens, dim]`.
+    /// Computes the partial softmax of logits `[heads, rows, tokens]` with values `[kv_heads, tokens, dim]`.
+    /// Overwrites the logits.
     pub(super) fn of(
         work: &mut Work<'_>,
         scores: &Tensor,
@@ -54,7 +53,7 @@ impl Partial {
         Ok(Self { max, sum, values })
     }
 
-    /// Returns the part over no tokens.
+    /// Returns the partial softmax over no tokens.
     pub(super) fn nothing(
         work: &mut Work<'_>,
         heads: usize,
@@ -73,7 +72,7 @@ impl Partial {
         Ok(Self { max, sum, values })
     }
 
-    /// Returns both parts as one.
+    /// Merges two partial softmaxes.
     pub(super) fn merged(self, work: &mut Work<'_>, other: &Self) -> Result<Self> {
         let max = work.temporary(sys::ACL_FLOAT, &self.max.dims())?;
         work.maximum(&self.max, &other.max, &max)?;
@@ -89,8 +88,8 @@ impl Partial {
         Ok(Self { max, sum: self.sum, values: self.values })
     }
 
-    /// Returns the part of one token in place of all: its logit is the part's log-sum-exp times `scale`, its
-    /// value the part's result.
+    /// Returns a partial softmax of a single token that stands for all of them: its logit is their
+    /// log-sum-exp times `scale`, and its value is their result.
     pub(super) fn into_one(
         self,
         work: &mut Work<'_>,
@@ -109,7 +108,7 @@ impl Partial {
         Ok(Self { max, sum: self.sum, values })
     }
 
-    /// Returns the result: the weighted mean of the values, and 0 without tokens.
+    /// Returns the result: the weighted mean of the values, or 0 if there are no tokens.
     pub(super) fn values(&self, work: &mut Work<'_>, tiny: &Tensor) -> Result<Tensor> {
         let least = work.temporary(sys::ACL_FLOAT, &self.sum.dims())?;
         work.maximum(&self.sum, tiny, &least)?;
@@ -118,7 +117,7 @@ impl Partial {
         Ok(result)
     }
 
-    /// Returns the log-sum-exp, −∞ without tokens.
+    /// Returns the log-sum-exp, or −∞ if there are no tokens.
     pub(super) fn lse(&self, work: &mut Work<'_>) -> Result<Tensor> {
         let lse = work.temporary(sys::ACL_FLOAT, &self.sum.dims())?;
         work.log(&self.sum, &lse)?;
