@@ -17,8 +17,8 @@ const VERSION: u32 = 1;
 ///
 /// ```no_run
 /// # use kvengine::{Request, TunedReuse};
-/// # use kvmodel::{Model, PromptTokens};
-/// # fn ask(model: &Model, prompt: PromptTokens) -> kvengine::Result<Request> {
+/// # use kvengine::{PromptTokens, Request, TunedReuse};
+/// # use kvmodel::Model;
 /// let reuse = TunedReuse::read("reuse.json".as_ref())?.of(model)?;
 /// Ok(Request::new(prompt).reusing(&reuse))
 /// # }

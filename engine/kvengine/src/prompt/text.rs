@@ -105,16 +105,7 @@ mod tests {
     use crate::error::Error;
 
     /// Whole words as tokens. A begin token stands before and an end token after, as in `BERT`.
-    const WORDS: &str = r#"{"version":"1.0","truncation":null,"padding":null,
-        "added_tokens":[{"id":0,"content":"<s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true},
-                        {"id":1,"content":"</s>","single_word":false,"lstrip":false,"rstrip":false,"normalized":false,"special":true}],
-        "normalizer":null,"pre_tokenizer":{"type":"Whitespace"},
-        "post_processor":{"type":"TemplateProcessing",
-            "single":[{"SpecialToken":{"id":"<s>","type_id":0}},{"Sequence":{"id":"A","type_id":0}},{"SpecialToken":{"id":"</s>","type_id":0}}],
-            "pair":[{"Sequence":{"id":"A","type_id":0}},{"Sequence":{"id":"B","type_id":1}}],
-            "special_tokens":{"<s>":{"id":"<s>","ids":[0],"tokens":["<s>"]},"</s>":{"id":"</s>","ids":[1],"tokens":["</s>"]}}},
-        "decoder":null,
-        "model":{"type":"WordLevel","unk_token":"?","vocab":{"<s>":0,"</s>":1,"?":2,"a":3,"b":4,"c":5}}}"#;
+    const WORDS: &str = include_str!("../../../kvmodel/tests/words.json");
 
     fn codec(config: Option<&str>) -> TextCodec {
         TextCodec::from_bytes(WORDS.as_bytes(), config.map(str::as_bytes)).unwrap()

@@ -231,16 +231,7 @@ mod tests {
         tokens
     }
 
-    const NEUTRAL: Sampling = Sampling {
-        temperature: 1.0,
-        top_k: 0,
-        top_p: 1.0,
-        min_p: 0.0,
-        repetition_penalty: 1.0,
-        presence_penalty: 0.0,
-        frequency_penalty: 0.0,
-        seed: 0,
-    };
+    const NEUTRAL: Sampling = Sampling { temperature: 1.0, ..Sampling::GREEDY };
 
     #[test]
     fn greedy_takes_the_first_of_the_best() {

@@ -1,12 +1,14 @@
 //! An engine over a golden model, and requests to it.
 
 use std::ops::Range;
+use std::path::Path;
 use std::sync::Arc;
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, Recompute, RecomputeStrategy, ReuseCell};
 use kvcore::{Gather, KeyForm, KvFormat, MemoryKind, Scatter, WriteSlots, allocate_tensor};
 use kvengine::{Engine, EngineConfig, Generation, PromptTokens, Request};
+use kvmodel::{Model, ModelDirectory, TextCodec, WeightFormat};
 
 use crate::common::load_model;
 
@@ -17,16 +19,22 @@ pub(crate) fn engine(name: &str, kv_format: KvFormat) -> Engine {
 
 /// Creates an engine as [`engine`] does, with keys stored in the form `keys`.
 pub(crate) fn engine_with(name: &str, kv_format: KvFormat, keys: KeyForm) -> Engine {
+    engine_of(load_model(name), EngineConfig { kv_format, keys, ..EngineConfig::default() })
+}
+
+/// Creates an engine as [`engine`] does, with other settings.
+pub(crate) fn engine_of(model: Model, config: EngineConfig) -> Engine {
     let chunks = ChunkCacheConfig { memory_share: 0.3, ..ChunkCacheConfig::default() };
-    let config = EngineConfig {
-        kv_format,
-        keys,
-        block_size: 4,
-        kv_memory: Some(8 << 20),
-        chunks,
-        ..EngineConfig::default()
-    };
-    Engine::new(load_model(name), CpuBackend::new(), b"t", &config).unwrap()
+    let config = EngineConfig { block_size: 4, kv_memory: Some(8 << 20), chunks, ..config };
+    Engine::new(model, CpuBackend::new(), b"t", &config).unwrap()
+}
+
+/// Creates an engine and the codec of the built-in model.
+pub(crate) fn tiny_rag(config: &EngineConfig) -> (Engine, TextCodec) {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
+    let ModelDirectory { model, codec } =
+        ModelDirectory::load(&folder, WeightFormat::Stored, &mut |_, _| ()).unwrap();
+    (Engine::new(model, CpuBackend::new(), codec.digest(), config).unwrap(), codec)
 }
 
 /// Asks for one token, unless `change` says otherwise. The answer's logits are the prefill's.
@@ -43,13 +51,27 @@ pub(crate) fn ask(
     generation
 }
 
+/// Asks for three tokens.
+pub(crate) fn ask_three(engine: &mut Engine, prompt: &ChunkedPrompt, cell: ReuseCell) -> Generation {
+    ask(engine, prompt, |request| (request.cell, request.max_new_tokens) = (cell, 3))
+}
+
 /// Sets a strategy and a cell.
 pub(crate) fn with(strategy: &str, cell: ReuseCell) -> impl FnOnce(&mut Request) {
-    let strategy: Arc<dyn RecomputeStrategy> = Arc::new(strategy.parse::<Recompute>().unwrap());
-    move |request| {
-        request.recompute = strategy;
-        request.cell = cell;
-    }
+    by(&Arc::new(strategy.parse::<Recompute>().unwrap()), cell)
+}
+
+/// Sets a strategy and a cell as [`with`] does.
+pub(crate) fn by<S: RecomputeStrategy + 'static>(
+    strategy: &Arc<S>,
+    cell: ReuseCell,
+) -> impl FnOnce(&mut Request) + use<S> {
+    let strategy = Arc::clone(strategy);
+    move |request| (request.recompute, request.cell) = (strategy, cell)
+}
+
+pub(crate) fn hits(answer: &Generation) -> usize {
+    answer.chunks.iter().filter(|chunk| chunk.hit).count()
 }
 
 /// Returns the logits of the last of several rows.

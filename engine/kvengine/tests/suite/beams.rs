@@ -8,11 +8,11 @@ use kvengine::{
     BeamSearch, Engine, EngineConfig, Error, FinishReason, Generation, PromptTokens, Request, Sampling,
     Scheduling,
 };
-use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig, WeightFormat};
 use serde::Deserialize;
 
-use crate::common::folder;
-use crate::crowd::{Read, assert_nothing_held, engine, roomy, run};
+use crate::common::{config, folder, weights};
+use crate::crowd::{answer_all, assert_nothing_held, engine, roomy};
 
 /// A search of `proof/goldens/models/beams.py`.
 #[derive(Deserialize)]
@@ -43,20 +43,13 @@ fn request(case: &Case) -> Request {
 
 /// Returns the answers of an engine whose model ends with the token `end`.
 fn answers(request: &Request, end: u32) -> Vec<Generation> {
-    let config = std::fs::read_to_string(folder("llama").join("config.json")).unwrap();
-    let mut config = ModelConfig::from_json(&config).unwrap();
-    config.eos = vec![end];
-    let weights = Weights::from_directory(&folder("llama"), &mut |_, _| ()).unwrap();
-    let model = Model::new(config, weights, WeightFormat::Stored).unwrap();
+    let config = ModelConfig { eos: vec![end], ..config("llama") };
+    let model = Model::new(config, weights("llama"), WeightFormat::Stored).unwrap();
     let mut engine = Engine::new(model, CpuBackend::new(), b"t", &EngineConfig::default()).unwrap();
-    let mut answers = [engine.submit(request.clone()).unwrap()];
-    let mut reads = [Read::new(request)];
-    run(&mut engine, &mut answers, &mut reads);
-    assert!(reads[0].error.is_none(), "{:?}", reads[0].error);
+    let (_, reads) = answer_all(&mut engine, std::slice::from_ref(request));
     assert_nothing_held(&engine);
-    let [read] = reads;
-    let ends: Vec<Generation> = read.ends.into_iter().flatten().collect();
-    for (end, streamed) in ends.iter().zip(&read.tokens) {
+    let ends = reads[0].samples();
+    for (end, streamed) in ends.iter().zip(&reads[0].tokens) {
         assert_eq!(end.tokens, *streamed);
     }
     ends
@@ -94,17 +87,10 @@ fn beams_among_others_and_in_little_memory_are_the_same() {
             Request { prompt, ignore_end: true, samples: 1, ..request(case) }
         })
         .collect();
-    let expected: Vec<_> = requests
-        .iter()
-        .map(|request| {
-            let mut engine = roomy();
-            engine.generate(request, &mut ()).unwrap()
-        })
-        .collect();
+    let expected: Vec<_> =
+        requests.iter().map(|request| roomy().generate(request, &mut ()).unwrap()).collect();
     let mut engine = engine(40, Scheduling { step_tokens: 24, ..Scheduling::default() });
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    let (last, reads) = answer_all(&mut engine, &requests);
     assert!(last.preemptions > 0, "{last:?}");
     for (i, (read, expected)) in reads.iter().zip(&expected).enumerate() {
         assert!(read.error.is_none(), "request {i}: {:?}", read.error);

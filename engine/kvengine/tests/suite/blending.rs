@@ -10,8 +10,8 @@ use kvchunk::{
 };
 use rstest::rstest;
 
-use crate::asking::{ask, engine, last, spoil};
-use crate::common::{Golden, distance, golden_name};
+use crate::asking::{ask, by, engine, last, spoil, with};
+use crate::common::{Golden, distance, for_every, golden_name};
 
 /// A strategy that chooses as a blend does and remembers the choice. Without a blend it chooses the given
 /// tokens.
@@ -62,96 +62,75 @@ impl RecomputeStrategy for Spy {
     }
 }
 
-#[rstest]
-#[case("llama-deep", 1)]
-#[case("llama-deep", 2)]
-#[case("llama-deep", 3)]
-#[case("llama-yarn", 1)]
-#[case("qwen3", 1)]
-#[case("mistral", 1)]
-#[case("deepseek-v3", 1)]
-fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
-    #[case] name: &str,
-    #[case] layer: usize,
-    #[values(
-        ReuseCell::OVERLAPPED_WITH_SYSTEM,
-        ReuseCell::OVERLAPPED_ALONE,
-        ReuseCell::SEQUENTIAL_ALONE,
-        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-        ReuseCell::ABSOLUTE_WITH_SYSTEM,
-        ReuseCell::ABSOLUTE_ALONE
-    )]
-    cell: ReuseCell,
-) {
-    let golden = Golden::load(name);
-    let of = |what: &str| format!("{what}.{}.{layer}", golden_name(cell));
-    let mut engine = engine(name, "f32".parse().unwrap());
-    let vocabulary = engine.model().config().vocab_size;
-    // Nothing is cached in the first round, everything in the second.
-    for round in 0..2 {
-        let spy = Spy::on(&format!("blend:0.4@{layer}:both"));
-        let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
-        // The second token sees the KV that is cached after the blend, in every layer.
-        let got = ask(&mut engine, &golden.prompt, |request| {
-            (request.recompute, request.cell, request.max_new_tokens) = (strategy, cell, 2);
-        });
-        assert_eq!(got.chunks.iter().all(|chunk| chunk.hit), round == 1);
-        let starts = golden.prompt.chunks().iter().scan(0, |next, chunk| {
-            let start = *next;
-            *next += chunk.len() as u32;
-            Some(start)
-        });
-        let chosen = spy.chosen();
-        let flat: Vec<u32> = chosen
-            .iter()
-            .zip(starts)
-            .flat_map(|(tokens, start)| tokens.iter().map(move |t| start + t))
-            .collect();
-        assert_eq!(flat, golden.ids(&of("blend_chosen")), "round {round}: the tokens that deviate most");
-        assert_eq!(got.recomputed_tokens, flat.len());
-        for (logits, what) in got.logits.iter().zip(["blend", "blend_next"]) {
-            let expected = golden.logits(&of(what));
-            let gap = distance(logits, last(&expected, vocabulary));
-            println!("| {name} | {}@{layer} | f32 | {what} | {gap:.3e} |", golden_name(cell));
-            assert!(gap < 1e-4, "round {round}, {what}: {gap}");
-        }
-        assert_eq!(got.logits.len(), 2);
-    }
-}
-
-#[rstest]
-fn a_blend_of_documents_that_are_full_attentions_already_changes_nothing(
-    #[values(
-        ReuseCell::OVERLAPPED_WITH_SYSTEM,
-        ReuseCell::OVERLAPPED_ALONE,
-        ReuseCell::SEQUENTIAL_ALONE,
-        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-        ReuseCell::ABSOLUTE_WITH_SYSTEM,
-        ReuseCell::ABSOLUTE_ALONE
-    )]
-    cell: ReuseCell,
-    #[values(1, 2)] documents: usize,
-) {
-    // If the system prompt is seen, the first of two chunks and a single chunk have no deviations.
-    let golden = Golden::load("llama-deep");
-    let chunks = golden.prompt.chunks()[..documents].to_vec();
-    let parts = |chunks| {
-        ChunkedPrompt::new(golden.prompt.system().to_vec(), chunks, golden.prompt.question().to_vec())
-            .unwrap()
-    };
-    let prompt = parts(chunks);
-    let mut engine = engine("llama-deep", "f32".parse().unwrap());
-    for round in 0..2 {
-        for layer in [0, 1, 3] {
+for_every! {
+    #[case("llama-deep", 1)]
+    #[case("llama-deep", 2)]
+    #[case("llama-deep", 3)]
+    #[case("llama-yarn", 1)]
+    #[case("qwen3", 1)]
+    #[case("mistral", 1)]
+    #[case("deepseek-v3", 1)]
+    fn a_blend_between_its_ends_equals_one_pass_over_stored_and_fresh_tokens(
+        #[case] name: &str,
+        #[case] layer: usize,
+        cell: every cell,
+    ) {
+        let golden = Golden::load(name);
+        let of = |what: &str| format!("{what}.{}.{layer}", golden_name(cell));
+        let mut engine = engine(name, "f32".parse().unwrap());
+        let vocabulary = engine.model().config().vocab_size;
+        // Nothing is cached in the first round, everything in the second.
+        for round in 0..2 {
             let spy = Spy::on(&format!("blend:0.4@{layer}:both"));
-            let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
-            let got =
-                ask(&mut engine, &prompt, |request| (request.recompute, request.cell) = (strategy, cell));
-            let asked = spy.chosen().iter().map(Vec::len).sum::<usize>();
-            assert!(got.recomputed_tokens <= asked, "round {round}, layer {layer}");
-            if documents == 1 && got.recomputed_tokens == 0 {
-                let plain = ask(&mut engine, &prompt, crate::asking::with("none", cell));
-                assert!(distance(&got.logits[0], &plain.logits[0]) < 1e-5, "round {round}, layer {layer}");
+            // The second token sees the KV that is cached after the blend, in every layer.
+            let got = ask(&mut engine, &golden.prompt, |request| {
+                by(&spy, cell)(request);
+                request.max_new_tokens = 2;
+            });
+            assert_eq!(got.chunks.iter().all(|chunk| chunk.hit), round == 1);
+            let starts = golden.prompt.chunks().iter().scan(0, |next, chunk| {
+                let start = *next;
+                *next += chunk.len() as u32;
+                Some(start)
+            });
+            let chosen = spy.chosen();
+            let flat: Vec<u32> = chosen
+                .iter()
+                .zip(starts)
+                .flat_map(|(tokens, start)| tokens.iter().map(move |t| start + t))
+                .collect();
+            assert_eq!(flat, golden.ids(&of("blend_chosen")), "round {round}: the tokens that deviate most");
+            assert_eq!(got.recomputed_tokens, flat.len());
+            for (logits, what) in got.logits.iter().zip(["blend", "blend_next"]) {
+                let expected = golden.logits(&of(what));
+                let gap = distance(logits, last(&expected, vocabulary));
+                println!("| {name} | {}@{layer} | f32 | {what} | {gap:.3e} |", golden_name(cell));
+                assert!(gap < 1e-4, "round {round}, {what}: {gap}");
+            }
+            assert_eq!(got.logits.len(), 2);
+        }
+    }
+
+    fn a_blend_of_documents_that_are_full_attentions_already_changes_nothing(
+        cell: every cell,
+        #[values(1, 2)] documents: usize,
+    ) {
+        // If the system prompt is seen, the first of two chunks and a single chunk have no deviations.
+        let golden = Golden::load("llama-deep");
+        let chunks = golden.prompt.chunks()[..documents].to_vec();
+        let (system, question) = (golden.prompt.system().to_vec(), golden.prompt.question().to_vec());
+        let prompt = ChunkedPrompt::new(system, chunks, question).unwrap();
+        let mut engine = engine("llama-deep", "f32".parse().unwrap());
+        for round in 0..2 {
+            for layer in [0, 1, 3] {
+                let spy = Spy::on(&format!("blend:0.4@{layer}:both"));
+                let got = ask(&mut engine, &prompt, by(&spy, cell));
+                let asked = spy.chosen().iter().map(Vec::len).sum::<usize>();
+                assert!(got.recomputed_tokens <= asked, "round {round}, layer {layer}");
+                if documents == 1 && got.recomputed_tokens == 0 {
+                    let plain = ask(&mut engine, &prompt, with("none", cell));
+                    assert!(distance(&got.logits[0], &plain.logits[0]) < 1e-5, "round {round}, layer {layer}");
+                }
             }
         }
     }
@@ -165,12 +144,11 @@ fn deviations_are_of_the_requested_kind(
     let (golden, cell) = (Golden::load(name), ReuseCell::OVERLAPPED_WITH_SYSTEM);
     let of = |what: &str, spoilt: [bool; 2]| {
         let mut engine = engine(name, format.parse().unwrap());
-        ask(&mut engine, &golden.prompt, crate::asking::with("none", cell));
+        ask(&mut engine, &golden.prompt, with("none", cell));
         // The fresh rows of the check layer see the first chunk below that layer, which stays as it was.
         spoil(&engine, 1..2, spoilt);
         let spy = Spy::on(&format!("blend:0.4@1:{what}"));
-        let strategy: Arc<dyn RecomputeStrategy> = spy.clone();
-        ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell));
+        ask(&mut engine, &golden.prompt, by(&spy, cell));
         spy.deviations()
     };
     for (what, of_this, of_the_other) in
@@ -184,31 +162,24 @@ fn deviations_are_of_the_requested_kind(
     }
 }
 
-#[rstest]
-fn a_blend_at_the_first_layer_equals_the_same_tokens_chosen_by_hand(
-    #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
-    #[values(
-        ReuseCell::OVERLAPPED_WITH_SYSTEM,
-        ReuseCell::OVERLAPPED_ALONE,
-        ReuseCell::SEQUENTIAL_ALONE,
-        ReuseCell::SEQUENTIAL_WITH_SYSTEM
-    )]
-    cell: ReuseCell,
-) {
-    // At layer 0 rows go on before anything was computed above them. Blend therefore computes for its chosen
-    // tokens exactly what any strategy computes for them.
-    let golden = Golden::load(name);
-    let mut engine = engine(name, "f32".parse().unwrap());
-    let mut run = |strategy: Arc<dyn RecomputeStrategy>| {
-        ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell))
-    };
-    let choosing = Spy::on("blend:0.4@0:both");
-    let blended = run(choosing.clone());
-    let expected = run(Spy::told(choosing.chosen()));
-    assert!(blended.recomputed_tokens > 0);
-    assert!(expected.recomputed_tokens >= blended.recomputed_tokens);
-    let gap = distance(&blended.logits[0], &expected.logits[0]);
-    assert!(gap < 1e-4, "{name} {cell:?}: {gap}");
+for_every! {
+    fn a_blend_at_the_first_layer_equals_the_same_tokens_chosen_by_hand(
+        #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
+        cell: moving cell,
+    ) {
+        // At layer 0 rows go on before anything was computed above them. Blend therefore computes for its chosen
+        // tokens exactly what any strategy computes for them.
+        let golden = Golden::load(name);
+        let mut engine = engine(name, "f32".parse().unwrap());
+        let mut run = |strategy: &Arc<Spy>| ask(&mut engine, &golden.prompt, by(strategy, cell));
+        let choosing = Spy::on("blend:0.4@0:both");
+        let blended = run(&choosing);
+        let expected = run(&Spy::told(choosing.chosen()));
+        assert!(blended.recomputed_tokens > 0);
+        assert!(expected.recomputed_tokens >= blended.recomputed_tokens);
+        let gap = distance(&blended.logits[0], &expected.logits[0]);
+        assert!(gap < 1e-4, "{name} {cell:?}: {gap}");
+    }
 }
 
 #[rstest]
@@ -219,7 +190,7 @@ fn deeper_checkpoints_cost_more_and_move_rows(
     let golden = Golden::load(name);
     let mut engine = engine(name, format.parse().unwrap());
     let cell = ReuseCell::OVERLAPPED_WITH_SYSTEM;
-    let mut run = |strategy| ask(&mut engine, &golden.prompt, crate::asking::with(strategy, cell));
+    let mut run = |strategy| ask(&mut engine, &golden.prompt, with(strategy, cell));
     let none = run("none");
     let costs: Vec<_> = ["none", "link:1", "blend:0.3@0", "blend:0.3@1", "full"]
         .map(&mut run)

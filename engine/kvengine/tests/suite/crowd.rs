@@ -124,6 +124,12 @@ impl Read {
         Self { tokens: vec![vec![]; request.samples], ends: vec![None; request.samples], error: None }
     }
 
+    /// Returns the samples of an answer that came to its end.
+    pub(crate) fn samples(&self) -> Vec<Generation> {
+        assert!(self.error.is_none(), "{:?}", self.error);
+        self.ends.iter().cloned().map(Option::unwrap).collect()
+    }
+
     pub(crate) fn take(&mut self, answer: &mut Answer) {
         while let Some(event) = answer.try_next() {
             match event {
@@ -151,14 +157,36 @@ pub(crate) fn run(engine: &mut Engine, answers: &mut [Answer], reads: &mut [Read
     }
 }
 
-/// Returns the samples of a request that an engine answers alone.
+/// Submits requests.
+pub(crate) fn submit_all(engine: &mut Engine, requests: &[Request]) -> (Vec<Answer>, Vec<Read>) {
+    let answers = requests.iter().map(|request| engine.submit(request.clone()).unwrap());
+    (answers.collect(), requests.iter().map(Read::new).collect())
+}
+
+/// Answers requests at once. Returns the last report, and what came of them.
+pub(crate) fn answer_all(engine: &mut Engine, requests: &[Request]) -> (Step, Vec<Read>) {
+    let (mut answers, mut reads) = submit_all(engine, requests);
+    (run(engine, &mut answers, &mut reads).0, reads)
+}
+
+/// Returns the samples of a request that an engine with much memory answers alone.
 pub(crate) fn alone(request: &Request) -> Vec<Generation> {
-    let mut engine = roomy();
-    let mut answers = [engine.submit(request.clone()).unwrap()];
-    let mut reads = [Read::new(request)];
-    run(&mut engine, &mut answers, &mut reads);
-    assert!(reads[0].error.is_none(), "{:?}", reads[0].error);
-    reads[0].ends.iter().cloned().map(Option::unwrap).collect()
+    answer_all(&mut roomy(), std::slice::from_ref(request)).1[0].samples()
+}
+
+/// Checks that the samples of requests are the ones that they have alone.
+pub(crate) fn assert_each<'a>(
+    reads: impl IntoIterator<Item = &'a Read>,
+    requests: &[Request],
+    alone: impl Fn(&Request) -> Vec<Generation>,
+) {
+    for (i, (read, request)) in reads.into_iter().zip(requests).enumerate() {
+        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
+        for (sample, expected) in alone(request).iter().enumerate() {
+            let got = read.ends[sample].as_ref().unwrap();
+            assert_same(got, expected, &format!("request {i}, sample {sample}"));
+        }
+    }
 }
 
 /// Checks that two answers are equal up to a token whose choice rounding may turn. Returns whether that was
@@ -183,19 +211,13 @@ pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) -
 /// it gets alone. Returns the last report.
 pub(crate) fn assert_each_as_alone(engine: &mut Engine, requests: &[Request]) -> Step {
     const CANCELLED: usize = 9;
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    let (mut answers, mut reads) = submit_all(engine, requests);
     engine.step().unwrap();
     answers[CANCELLED].cancel();
     let (last, _) = run(engine, &mut answers, &mut reads);
     assert!(matches!(reads[CANCELLED].error, Some(Error::Cancelled)), "{:?}", reads[CANCELLED].error);
-    for (i, (read, request)) in reads.iter().zip(requests).enumerate().filter(|(i, _)| *i != CANCELLED) {
-        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
-        for (sample, expected) in alone(request).iter().enumerate() {
-            let got = read.ends[sample].as_ref().unwrap();
-            assert_same(got, expected, &format!("request {i}, sample {sample}"));
-        }
-    }
+    assert_each(&reads[..CANCELLED], &requests[..CANCELLED], alone);
+    assert_each(&reads[CANCELLED + 1..], &requests[CANCELLED + 1..], alone);
     assert_nothing_held(engine);
     last
 }

@@ -15,7 +15,7 @@ use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 use rstest::rstest;
 
 use crate::batch::Batch;
-use crate::common::{Golden, distance, folder, load_model};
+use crate::common::{Golden, distance, folder, load_model, weights};
 use crate::crowd::{MODEL, assert_each_as_alone, engine_of, mixed};
 use crate::views::answer;
 
@@ -54,11 +54,7 @@ fn on_device(name: &str, dense: Arc<dyn Dense>) -> Model {
     let config = std::fs::read_to_string(folder(name).join("config.json")).unwrap();
     let mut config = ModelConfig::from_json(&if latent { without_experts(&config) } else { config }).unwrap();
     config.eos.clear();
-    let weights = if latent {
-        Weights::random(3)
-    } else {
-        Weights::from_directory(&folder(name), &mut |_, _| ()).unwrap()
-    };
+    let weights = if latent { Weights::random(3) } else { weights(name) };
     Model::with_dense(config, weights, WeightFormat::Stored, dense).unwrap()
 }
 

@@ -6,7 +6,7 @@ use kvchunk::{ChunkedPrompt, Recompute};
 use kvengine::{Generation, PromptTokens, Request, Sampling, Scheduling};
 use rstest::rstest;
 
-use crate::crowd::{Read, assert_nothing_held, assert_same, engine, roomy, run};
+use crate::crowd::{Read, answer_all, assert_nothing_held, assert_same, engine, roomy, run};
 
 fn plain(tokens: Vec<u32>) -> Request {
     let request = Request::new(PromptTokens::Plain(tokens));
@@ -74,9 +74,7 @@ fn guesses_take_no_block_from_others() {
         .map(|i| Request { max_new_tokens: 14, lookup: 8, ..plain((0..22).map(|j| 3 + i + j % 4).collect()) })
         .collect();
     let mut engine = engine(28, Scheduling { watermark: 0, ..Scheduling::default() });
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    let (last, reads) = answer_all(&mut engine, &requests);
     assert_eq!(last.preemptions, 0, "{last:?}");
     for (read, request) in reads.iter().zip(&requests) {
         let (expected, _) = answer(&Request { lookup: 0, ..request.clone() });

@@ -1,15 +1,13 @@
 //! The choice of tokens over a whole answer, and observers that end it.
 
 use std::ops::ControlFlow;
-use std::path::Path;
 
-use kvbackend_cpu::CpuBackend;
 use kvcore::DType;
-use kvengine::{Engine, EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
-use kvmodel::{ModelDirectory, Observer, TextStream};
+use kvengine::{EngineConfig, Error, FinishReason, PromptTokens, Request, Sampling};
+use kvmodel::{Observer, TextStream};
 use rstest::rstest;
 
-use crate::asking::engine;
+use crate::asking::{engine, tiny_rag};
 use crate::common::Golden;
 use crate::failure::assert_nothing_held;
 
@@ -23,7 +21,7 @@ fn a_penalty_follows_its_definition_over_prompt_and_answer(#[values(false, true)
     let prompt = Golden::load("llama").prompt;
     let mut seen = prompt.flatten();
     let parts = if in_parts { PromptTokens::Chunked(prompt) } else { PromptTokens::Plain(seen.clone()) };
-    let greedy = Request { max_new_tokens: 12, keep_logits: true, ..Request::new(parts) };
+    let greedy = Request { prompt: parts.into(), ..plain(vec![]) };
     let sampling = Sampling { repetition_penalty: PENALTY, ..Sampling::default() };
     let mut engine = engine("llama", DType::F32.into());
     let without = engine.generate(&greedy, &mut ()).unwrap();
@@ -83,10 +81,7 @@ fn an_observer_ends_an_answer_and_the_answer_is_returned() {
 
 #[test]
 fn a_text_stream_ends_an_answer_before_its_stop_string() {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
-    let ModelDirectory { model, codec } =
-        ModelDirectory::load(&dir, kvmodel::WeightFormat::Stored, &mut |_, _| ()).unwrap();
-    let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &EngineConfig::default()).unwrap();
+    let (mut engine, codec) = tiny_rag(&EngineConfig::default());
     let prompt = codec.encode("you answer questions alba is red . bora is", true).unwrap();
     let forced = codec.encode(" red . cedo is blue", false).unwrap();
     let request = Request {
@@ -104,10 +99,7 @@ fn a_text_stream_ends_an_answer_before_its_stop_string() {
 
 #[test]
 fn a_stop_string_that_never_comes_leaves_the_limit_to_end_the_answer() {
-    let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
-    let ModelDirectory { model, codec } =
-        ModelDirectory::load(&dir, kvmodel::WeightFormat::Stored, &mut |_, _| ()).unwrap();
-    let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &EngineConfig::default()).unwrap();
+    let (mut engine, codec) = tiny_rag(&EngineConfig::default());
     let prompt = codec.encode("you answer questions alba is red . alba ?", true).unwrap();
     let request =
         Request { max_new_tokens: 7, ignore_end: true, ..Request::new(PromptTokens::Plain(prompt)) };

@@ -1,6 +1,7 @@
 //! Requests from start to end: reuse changes no token, and bad input holds no block.
 
-use crate::common::{Golden, load_model};
+use crate::common::{Golden, config, distance, folder, for_every, load_model, reordered, weights};
+use crate::failure::assert_nothing_held;
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, ChunkedPrompt, ReuseCell};
 use kvcore::CacheKind;
@@ -22,41 +23,27 @@ fn run(engine: &mut Engine, request: &Request) -> kvengine::Generation {
     generation
 }
 
-fn assert_nothing_held(engine: &Engine) {
-    engine.check_invariants().expect("consistent pools");
-    let report = engine.report();
-    assert_eq!(engine.cache().num_sequences(), 0);
-    for counts in [report.main, report.chunks].into_iter().flatten() {
-        assert_eq!(counts.free + counts.cached, counts.total, "{counts:?}");
+for_every! {
+    fn chunks_in_another_order_are_hits_and_change_no_token(
+        #[values("llama", "qwen2", "qwen3", "mistral", "llama-dynamic", "deepseek-v3")] name: &str,
+        cell: moving cell,
+        #[values("f32", "bf16", "int8:8", "int4:4", "fp8-e4m3")] format: &str,
+    ) {
+        let prompt = Golden::load(name).prompt;
+        let kv_format = format.parse().expect("a format");
+        let config = EngineConfig { kv_format, block_size: 4, ..EngineConfig::default() };
+        let cold = run(&mut engine(name, &config), &ask(&prompt, cell));
+        let mut warmed = engine(name, &config);
+        run(&mut warmed, &ask(&reordered(&prompt), cell));
+        let warm = run(&mut warmed, &ask(&prompt, cell));
+        let none = run(&mut warmed, &Request { reuse: false, ..ask(&prompt, cell) });
+        assert!(warm.chunks.iter().all(|c| c.hit) && cold.chunks.iter().all(|c| !c.hit));
+        assert_eq!((cold.cached_tokens, none.cached_tokens), (0, 0));
+        assert_eq!(warm.cached_tokens, prompt.total_tokens() - prompt.question().len());
+        assert_eq!(warm.tokens, cold.tokens);
+        assert_eq!(none.tokens, cold.tokens);
+        assert_eq!((cold.tokens.len(), cold.finish), (12, FinishReason::Length));
     }
-}
-
-#[rstest]
-fn chunks_in_another_order_are_hits_and_change_no_token(
-    #[values("llama", "qwen2", "qwen3", "mistral", "llama-dynamic", "deepseek-v3")] name: &str,
-    #[values(
-        ReuseCell::OVERLAPPED_WITH_SYSTEM,
-        ReuseCell::OVERLAPPED_ALONE,
-        ReuseCell::SEQUENTIAL_ALONE,
-        ReuseCell::SEQUENTIAL_WITH_SYSTEM
-    )]
-    cell: ReuseCell,
-    #[values("f32", "bf16", "int8:8", "int4:4", "fp8-e4m3")] format: &str,
-) {
-    let prompt = Golden::load(name).prompt;
-    let kv_format = format.parse().expect("a format");
-    let config = EngineConfig { kv_format, block_size: 4, ..EngineConfig::default() };
-    let cold = run(&mut engine(name, &config), &ask(&prompt, cell));
-    let mut warmed = engine(name, &config);
-    run(&mut warmed, &ask(&crate::common::reordered(&prompt), cell));
-    let warm = run(&mut warmed, &ask(&prompt, cell));
-    let none = run(&mut warmed, &Request { reuse: false, ..ask(&prompt, cell) });
-    assert!(warm.chunks.iter().all(|c| c.hit) && cold.chunks.iter().all(|c| !c.hit));
-    assert_eq!((cold.cached_tokens, none.cached_tokens), (0, 0));
-    assert_eq!(warm.cached_tokens, prompt.total_tokens() - prompt.question().len());
-    assert_eq!(warm.tokens, cold.tokens);
-    assert_eq!(none.tokens, cold.tokens);
-    assert_eq!((cold.tokens.len(), cold.finish), (12, FinishReason::Length));
 }
 
 /// Values of a thousand times the size, which the output projection scales back, change no answer. E4M3 ends
@@ -64,7 +51,7 @@ fn chunks_in_another_order_are_hits_and_change_no_token(
 #[rstest]
 fn an_fp8_cache_is_calibrated(#[values("fp8-e4m3", "fp8-e4m3:head")] format: &str) {
     let copy = tempfile::tempdir().expect("a folder");
-    let source = crate::common::folder("llama");
+    let source = folder("llama");
     std::fs::copy(source.join("config.json"), copy.path().join("config.json")).expect("a copy");
     let file = "model.safetensors";
     let mut tensors =
@@ -93,7 +80,7 @@ fn an_fp8_cache_is_calibrated(#[values("fp8-e4m3", "fp8-e4m3:head")] format: &st
     };
     let exact = logits(&source, "f32");
     let (plain, large) = (logits(&source, format), logits(copy.path(), format));
-    let (plain, large) = (crate::common::distance(&plain, &exact), crate::common::distance(&large, &exact));
+    let (plain, large) = (distance(&plain, &exact), distance(&large, &exact));
     assert!(
         plain > 1e-4 && large < 2.0 * plain,
         "{large} with large values, {plain} with those of the model"
@@ -176,7 +163,7 @@ fn a_token_at_a_time_equals_the_whole_prompt() {
         request.prompt = PromptTokens::Plain([&tokens[..], &whole.tokens[..step]].concat()).into();
         request.max_new_tokens = 1;
         let next = run(&mut engine, &request);
-        assert!(crate::common::distance(&next.logits[0], &whole.logits[step]) < 1e-5);
+        assert!(distance(&next.logits[0], &whole.logits[step]) < 1e-5);
     }
 }
 
@@ -220,7 +207,7 @@ fn rule_6_regimes_are_misses_of_prefixes_and_chunks() {
     assert_eq!(longer.cached_tokens, 0, "17 positions are another");
     let again = run(&mut engine, &plain(6));
     assert_eq!((again.cached_tokens, &again.tokens), (8, &longer.tokens));
-    assert!(crate::common::distance(&again.logits[0], &longer.logits[0]) < 1e-5);
+    assert!(distance(&again.logits[0], &longer.logits[0]) < 1e-5);
 
     let prompt = Golden::load("llama-dynamic").prompt;
     let ask = |max_new_tokens| Request { max_new_tokens, ..ask(&prompt, ReuseCell::default()) };
@@ -302,15 +289,7 @@ fn a_pool_too_small_is_an_error_and_holds_nothing() {
 // DeepSeek's queries and latents go through two quantised products each.
 #[case("deepseek-v3", 0.2)]
 fn quantised_weights_answer_nearly_the_same(#[case] name: &str, #[case] limit: f32) {
-    let folder = crate::common::folder(name);
-    let config = std::fs::read_to_string(folder.join("config.json")).unwrap();
-    let weights = kvmodel::Weights::from_directory(&folder, &mut |_, _| ()).unwrap();
-    let model = kvmodel::Model::new(
-        kvmodel::ModelConfig::from_json(&config).unwrap(),
-        weights,
-        kvmodel::WeightFormat::Q8,
-    )
-    .unwrap();
+    let model = Model::new(config(name), weights(name), WeightFormat::Q8).unwrap();
     assert_ne!(model.revision(), load_model(name).revision(), "their keys and values must not be shared");
     let mut quantised = Engine::new(model, CpuBackend::new(), b"none", &EngineConfig::default()).unwrap();
     let request = Request {
@@ -320,6 +299,6 @@ fn quantised_weights_answer_nearly_the_same(#[case] name: &str, #[case] limit: f
     };
     let exact = run(&mut engine(name, &EngineConfig::default()), &request);
     let rounded = run(&mut quantised, &request);
-    let gap = crate::common::distance(&exact.logits[0], &rounded.logits[0]);
+    let gap = distance(&exact.logits[0], &rounded.logits[0]);
     assert!(gap > 0.0 && gap < limit, "{gap}");
 }

@@ -5,7 +5,7 @@ use kvengine::{Generation, Request};
 use rstest::rstest;
 
 use crate::asking::{ask, engine, with};
-use crate::common::{Golden, golden_name};
+use crate::common::{Golden, for_every, golden_name};
 
 /// The extents of the golden Llamas: `hidden`, `heads × head_dim`, `kv_heads × head_dim`, width of the
 /// feed-forward layer, vocabulary.
@@ -84,29 +84,20 @@ fn full_attention_costs_what_its_rows_see() {
     assert_eq!(got.prefill_flops, 2 * 257_408);
 }
 
-#[rstest]
-fn computed_chunks_see_the_tokens_of_their_mode(
-    #[values(
-        ReuseCell::OVERLAPPED_WITH_SYSTEM,
-        ReuseCell::OVERLAPPED_ALONE,
-        ReuseCell::SEQUENTIAL_ALONE,
-        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-        ReuseCell::ABSOLUTE_WITH_SYSTEM,
-        ReuseCell::ABSOLUTE_ALONE
-    )]
-    cell: ReuseCell,
-) {
-    let golden = Golden::load("llama");
-    let cold = ask(&mut engine("llama", "f32".parse().unwrap()), &golden.prompt, with("none", cell));
-    let before = if cell.mode == ComputeMode::WithSystem { SYSTEM } else { 0 };
-    let chunks = CHUNKS.iter().flat_map(|len| causal(before..before + len));
-    let seen: Vec<u64> = causal(0..SYSTEM).into_iter().chain(chunks).chain(causal(CONTEXT..ALL)).collect();
-    assert_eq!(cold.prefill_flops, pass(2, &seen));
-    assert_eq!(
-        hit("llama", "none", cell).prefill_flops,
-        pass(2, &causal(CONTEXT..ALL)),
-        "the question alone"
-    );
+for_every! {
+    fn computed_chunks_see_the_tokens_of_their_mode(cell: every cell) {
+        let golden = Golden::load("llama");
+        let cold = ask(&mut engine("llama", "f32".parse().unwrap()), &golden.prompt, with("none", cell));
+        let before = if cell.mode == ComputeMode::WithSystem { SYSTEM } else { 0 };
+        let chunks = CHUNKS.iter().flat_map(|len| causal(before..before + len));
+        let seen: Vec<u64> = causal(0..SYSTEM).into_iter().chain(chunks).chain(causal(CONTEXT..ALL)).collect();
+        assert_eq!(cold.prefill_flops, pass(2, &seen));
+        assert_eq!(
+            hit("llama", "none", cell).prefill_flops,
+            pass(2, &causal(CONTEXT..ALL)),
+            "the question alone"
+        );
+    }
 }
 
 #[rstest]

@@ -8,7 +8,9 @@ use kvcore::Backend;
 use kvengine::{Engine, FinishReason, PreemptionCosts, PromptTokens, Request, Sampling, Scheduling, Step};
 use rstest::rstest;
 
-use crate::crowd::{Read, alone, assert_nothing_held, assert_same, engine_on, run};
+use crate::crowd::{
+    alone, answer_all, assert_each, assert_nothing_held, assert_same, engine_on, run, submit_all,
+};
 use crate::faulty::Faulty;
 
 const SCHEDULING: Scheduling = Scheduling { step_tokens: 64, running: 64, watermark: 1 };
@@ -34,16 +36,8 @@ fn requests() -> Vec<Request> {
 /// Answers all requests, and checks that each is answered as alone.
 fn serve(engine: &mut Engine) -> Step {
     let requests = requests();
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    let (last, _) = run(engine, &mut answers, &mut reads);
-    for (i, (read, request)) in reads.iter().zip(&requests).enumerate() {
-        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
-        for (sample, expected) in alone(request).iter().enumerate() {
-            let got = read.ends[sample].as_ref().unwrap();
-            assert_same(got, expected, &format!("request {i}, sample {sample}"));
-        }
-    }
+    let (last, reads) = answer_all(engine, &requests);
+    assert_each(&reads, &requests, alone);
     assert_nothing_held(engine);
     last
 }
@@ -94,8 +88,7 @@ fn samples_that_are_over_stay_over_when_their_request_gives_way(#[case] costs: P
     let requests = requests();
     let mut engine = small(CpuBackend::new(), 1 << 20);
     engine.set_preemption_costs(costs);
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    let (mut answers, mut reads) = submit_all(&mut engine, &requests);
     while reads[3].tokens[0].is_empty() {
         assert!(!engine.step().unwrap().is_idle());
         answers.iter_mut().zip(&mut reads).for_each(|(answer, read)| read.take(answer));
@@ -134,9 +127,7 @@ fn a_given_answer_that_gives_way_keeps_all_its_logits() {
     }
     let scheduling = Scheduling { step_tokens: 9, ..SCHEDULING };
     let mut engine = engine_on(CpuBackend::new(), 22, scheduling, 0);
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    let (last, reads) = answer_all(&mut engine, &requests);
     assert!(last.preemptions > 1, "{last:?}");
     for (i, (read, request)) in reads.iter().zip(&requests).enumerate() {
         let (got, expected) = (read.ends[0].as_ref().unwrap(), &alone(request)[0]);

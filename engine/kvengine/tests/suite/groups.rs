@@ -10,11 +10,11 @@ use kvengine::{
     BeamSearch, Engine, EngineConfig, Error, Generation, PreemptionCosts, PromptTokens, Request, Scheduling,
     SparseDecode,
 };
-use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
+use kvmodel::{Model, ModelConfig};
 use rstest::rstest;
 
-use crate::common::folder;
-use crate::crowd::{Read, assert_same, run};
+use crate::common::{endless, folder};
+use crate::crowd::{Read, answer_all, assert_each, assert_same};
 
 /// The window of the first layer; the second has none.
 const WINDOW: usize = 24;
@@ -26,13 +26,7 @@ const FLAT: usize = (WINDOW + STEP).div_ceil(4) + 1;
 fn model() -> Model {
     let config = std::fs::read_to_string(folder("qwen2-layers").join("config.json")).unwrap();
     let config = config.replace("\"sliding_window\": 8", &format!("\"sliding_window\": {WINDOW}"));
-    of(ModelConfig::from_json(&config).unwrap(), "qwen2-layers")
-}
-
-fn of(mut config: ModelConfig, weights: &str) -> Model {
-    config.eos.clear();
-    let weights = Weights::from_directory(&folder(weights), &mut |_, _| ()).unwrap();
-    Model::new(config, weights, WeightFormat::Stored).unwrap()
+    endless(ModelConfig::from_json(&config).unwrap(), "qwen2-layers")
 }
 
 fn config(cache: CacheKind) -> EngineConfig {
@@ -97,8 +91,7 @@ fn memory_of_a_long_answer_stays_flat_in_the_group_with_the_window(
         read.take(&mut answer);
     }
     read.take(&mut answer);
-    assert!(read.error.is_none(), "{:?}", read.error);
-    let got = read.ends[0].as_ref().unwrap();
+    let got = &read.samples()[0];
     assert!(most[0] <= FLAT, "{most:?} blocks were held at once");
     let all = (prompt + 159).div_ceil(4);
     assert!(most[1] >= all - 1, "the group without a window keeps all of {all} blocks: {most:?}");
@@ -155,27 +148,15 @@ fn requests_that_give_way_are_answered_as_alone(
         (Some(BeamSearch { width: 3, length_penalty: 1.0 }), false);
     let mut engine = grouped(blocks, len);
     engine.set_preemption_costs(COSTS[costs]);
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    let (last, reads) = answer_all(&mut engine, &requests);
     assert!(last.preemptions > 1 && (last.swaps > 0) == (costs == 0), "{last:?}");
-    for (i, (read, request)) in reads.iter().zip(&requests).enumerate() {
-        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
-        for (sample, expected) in alone(request).iter().enumerate() {
-            let got = read.ends[sample].as_ref().unwrap();
-            assert_same(got, expected, &format!("request {i}, sample {sample}"));
-        }
-    }
+    assert_each(&reads, &requests, alone);
     assert_nothing_held(&engine);
 }
 
 /// Returns the samples of a request on a uniform cache.
 fn alone(request: &Request) -> Vec<Generation> {
-    let mut engine = roomy(CacheKind::Paged);
-    let mut answers = [engine.submit(request.clone()).unwrap()];
-    let mut reads = [Read::new(request)];
-    run(&mut engine, &mut answers, &mut reads);
-    reads[0].ends.iter().cloned().map(Option::unwrap).collect()
+    answer_all(&mut roomy(CacheKind::Paged), std::slice::from_ref(request)).1[0].samples()
 }
 
 #[rstest]
@@ -233,10 +214,7 @@ fn every_format_is_stored_as_in_one_arena(
 #[case("mistral", GroupKind::SlidingWindow { window: 8 })]
 #[case("deepseek-v3", GroupKind::Latent)]
 fn layers_of_one_kind_are_one_group(#[case] name: &str, #[case] kind: GroupKind) {
-    let model = || {
-        let config = std::fs::read_to_string(folder(name).join("config.json")).unwrap();
-        of(ModelConfig::from_json(&config).unwrap(), name)
-    };
+    let model = || endless(crate::common::config(name), name);
     let mut engine = Engine::new(model(), CpuBackend::new(), b"t", &config(CacheKind::Grouped)).unwrap();
     let mut uniform = Engine::new(model(), CpuBackend::new(), b"t", &config(CacheKind::Paged)).unwrap();
     let groups = engine.report().groups;

@@ -6,9 +6,9 @@ use kvchunk::{ChunkSpan, Evidence, Findings, RecomputeStrategy, ReuseCell, Token
 use kvcore::KeyForm;
 use rstest::rstest;
 
-use crate::asking::{ask, engine_with, spoil, with};
+use crate::asking::{ask, by, engine_with, spoil, with};
 use crate::blending::Spy;
-use crate::common::{Golden, distance};
+use crate::common::{Golden, distance, for_every};
 
 /// Returns the scores of a question that finds all chunks, after something was done to them.
 fn scores(
@@ -23,8 +23,7 @@ fn scores(
     ask(&mut engine, &golden.prompt, with("none", cell));
     change(&engine);
     let spy = Spy::on(strategy);
-    let asking: Arc<dyn RecomputeStrategy> = spy.clone();
-    let got = ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (asking, cell));
+    let got = ask(&mut engine, &golden.prompt, by(&spy, cell));
     assert!(got.chunks.iter().all(|chunk| chunk.hit));
     let found = spy.found().attention.unwrap().chunks().to_vec();
     assert!(found.iter().flatten().all(|score| score.is_finite() && *score >= 0.0));
@@ -33,48 +32,34 @@ fn scores(
     found
 }
 
-#[rstest]
-fn tokens_that_the_question_chooses_are_recomputed_as_those_chosen_by_hand(
-    #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
-    #[values(
-        ReuseCell::OVERLAPPED_WITH_SYSTEM,
-        ReuseCell::OVERLAPPED_ALONE,
-        ReuseCell::SEQUENTIAL_ALONE,
-        ReuseCell::SEQUENTIAL_WITH_SYSTEM
-    )]
-    cell: ReuseCell,
-) {
-    let golden = Golden::load(name);
-    let mut engine = engine_with(name, "f32".parse().unwrap(), KeyForm::Rotated);
-    let mut run = |strategy: Arc<dyn RecomputeStrategy>| {
-        ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell))
-    };
-    let choosing = Spy::on("question:0.4@0");
-    let asked = run(choosing.clone());
-    let expected = run(Spy::told(choosing.chosen()));
-    assert!(asked.recomputed_tokens > 0 && asked.recomputed_tokens == expected.recomputed_tokens);
-    let gap = distance(&asked.logits[0], &expected.logits[0]);
-    assert!(gap < 1e-4, "{name} {cell:?}: {gap}: the first pass of the question leaves no trace");
-    assert!(asked.prefill_flops > expected.prefill_flops, "it is counted");
-}
+for_every! {
+    fn tokens_that_the_question_chooses_are_recomputed_as_those_chosen_by_hand(
+        #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
+        cell: moving cell,
+    ) {
+        let golden = Golden::load(name);
+        let mut engine = engine_with(name, "f32".parse().unwrap(), KeyForm::Rotated);
+        let mut run = |strategy: &Arc<Spy>| ask(&mut engine, &golden.prompt, by(strategy, cell));
+        let choosing = Spy::on("question:0.4@0");
+        let asked = run(&choosing);
+        let expected = run(&Spy::told(choosing.chosen()));
+        assert!(asked.recomputed_tokens > 0 && asked.recomputed_tokens == expected.recomputed_tokens);
+        let gap = distance(&asked.logits[0], &expected.logits[0]);
+        assert!(gap < 1e-4, "{name} {cell:?}: {gap}: the first pass of the question leaves no trace");
+        assert!(asked.prefill_flops > expected.prefill_flops, "it is counted");
+    }
 
-#[rstest]
-fn keys_are_seen_at_their_place_however_they_are_stored(
-    #[values("llama", "llama-yarn", "llama-partial", "qwen3", "mistral", "deepseek-v3")] name: &str,
-    #[values(
-        ReuseCell::OVERLAPPED_WITH_SYSTEM,
-        ReuseCell::OVERLAPPED_ALONE,
-        ReuseCell::SEQUENTIAL_ALONE,
-        ReuseCell::SEQUENTIAL_WITH_SYSTEM
-    )]
-    cell: ReuseCell,
-) {
-    let [rotated, unrotated] =
-        [KeyForm::Rotated, KeyForm::Unrotated].map(|keys| scores(name, cell, keys, "question:0.4@0", |_| ()));
-    let all = [rotated, unrotated].map(|scores| scores.concat());
-    let gap = distance(&all[0], &all[1]);
-    assert!(gap < 1e-4, "{name} {cell:?}: {gap}");
-    assert!(all[0].iter().any(|score| (score - all[0][0]).abs() > 1e-3), "the question prefers some");
+    fn keys_are_seen_at_their_place_however_they_are_stored(
+        #[values("llama", "llama-yarn", "llama-partial", "qwen3", "mistral", "deepseek-v3")] name: &str,
+        cell: moving cell,
+    ) {
+        let [rotated, unrotated] =
+            [KeyForm::Rotated, KeyForm::Unrotated].map(|keys| scores(name, cell, keys, "question:0.4@0", |_| ()));
+        let all = [rotated, unrotated].map(|scores| scores.concat());
+        let gap = distance(&all[0], &all[1]);
+        assert!(gap < 1e-4, "{name} {cell:?}: {gap}");
+        assert!(all[0].iter().any(|score| (score - all[0][0]).abs() > 1e-3), "the question prefers some");
+    }
 }
 
 #[rstest]
@@ -121,12 +106,9 @@ fn a_joint_choice_knows_what_the_question_and_a_blend_know(
     let golden = Golden::load(name);
     let mut engine = engine_with(name, "f32".parse().unwrap(), KeyForm::Rotated);
     ask(&mut engine, &golden.prompt, with("none", cell));
-    let mut run = |strategy: Arc<dyn RecomputeStrategy>| {
-        ask(&mut engine, &golden.prompt, |request| (request.recompute, request.cell) = (strategy, cell))
-    };
+    let mut run = |strategy: &Arc<Spy>| ask(&mut engine, &golden.prompt, by(strategy, cell));
     let [question, blend, joint] = ["question:0.4", "blend:0.4@1", "joint:0.4@1"].map(Spy::on);
-    let [by_question, by_blend, by_both] =
-        [&question, &blend, &joint].map(|spy| run(Arc::clone(spy) as Arc<dyn RecomputeStrategy>));
+    let [by_question, by_blend, by_both] = [&question, &blend, &joint].map(&mut run);
     let (found, told) = (joint.found(), [question.found().attention, blend.found().deviations]);
     for (both, alone) in [found.attention, found.deviations].into_iter().zip(told) {
         let [both, alone] = [both, alone].map(|scores| scores.unwrap().chunks().concat());
@@ -135,7 +117,8 @@ fn a_joint_choice_knows_what_the_question_and_a_blend_know(
     assert_eq!(by_both.recomputed_tokens, by_question.recomputed_tokens);
     // The first pass of the question leaves no trace in what the second computes.
     let evidence = RecomputeStrategy::evidence(&"blend:0.4@1".parse::<kvchunk::Recompute>().unwrap());
-    let expected = run(Arc::new(Told(evidence, joint.chosen())));
+    let told = Arc::new(Told(evidence, joint.chosen()));
+    let expected = ask(&mut engine, &golden.prompt, by(&told, cell));
     let gap = distance(&by_both.logits[0], &expected.logits[0]);
     assert!(gap < 1e-4, "{name} {cell:?}: {gap}");
     assert!(by_both.prefill_flops > by_blend.prefill_flops, "the question is counted twice");

@@ -2,45 +2,58 @@
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, PositionStrategy, ReuseCell, Tenant};
+use kvcore::KeyForm;
 use kvengine::{Engine, EngineConfig, PromptTokens, Request};
 
-use crate::asking::{ask, engine, last, with};
-use crate::common::{
-    Golden, OWN_ERRORS, distance, errors_of, for_every_model, full_of, golden_name, load_model,
-};
+use crate::asking::{ask, engine, engine_with, last, with};
+use crate::common::{Golden, OWN_ERRORS, distance, errors_of, for_every, full_of, golden_name, load_model};
 
-for_every_model! {
+/// Checks that a strategy that recomputes everything gives the logits of full attention, if nothing is cached
+/// and if everything is.
+pub(crate) fn assert_everything_is_recomputed(
+    (name, format, keys): (&str, &str, KeyForm),
+    strategy: &str,
+    cell: ReuseCell,
+) -> Engine {
+    let golden = Golden::load(name);
+    let mut engine = engine_with(name, format.parse().unwrap(), keys);
+    let limit = match format {
+        "f32" => 1e-4,
+        _ => OWN_ERRORS * golden.own_errors(&cache_of(format, keys), &full_of(cell)).pop().unwrap(),
+    };
+    let (full, vocabulary) = (golden.logits("full"), engine.model().config().vocab_size);
+    for round in 0..2 {
+        let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
+        let gap = distance(&got.logits[0], last(&full, vocabulary));
+        assert!(gap < limit, "{strategy} {cell:?}, round {round}: {gap} against {limit}");
+        assert_eq!(got.chunks.iter().all(|chunk| chunk.hit), round == 1);
+    }
+    engine
+}
+
+/// Returns the name of the golden errors of a cache.
+fn cache_of(format: &str, keys: KeyForm) -> String {
+    format!("{format}{}", if keys == KeyForm::Unrotated { "_unrotated" } else { "" })
+}
+
+for_every! {
     fn rule_4_recomputing_everything_equals_full_attention(
-        name: &str,
+        name: every model,
         // The last strategy takes all tokens through a checkpoint in the middle of the model.
         #[values("link:100", "blend:1", "full", "blend:0.999@1:both")] strategy: &str,
         #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
-        #[values(
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell
+        cell: sequential cell
     ) {
-        let golden = Golden::load(name);
-        let mut engine = engine(name, format.parse().unwrap());
-        let vocabulary = engine.model().config().vocab_size;
-        let full = golden.logits("full");
-        let limit = match format {
-            "f32" => 1e-4,
-            _ => OWN_ERRORS * golden.own_errors(format, &full_of(cell)).pop().unwrap(),
-        };
-        // Nothing is cached in the first round, everything in the second.
-        for round in 0..2 {
-            let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
-            let gap = distance(&got.logits[0], last(&full, vocabulary));
-            assert!(gap < limit, "{strategy} {cell:?}, round {round}: {gap}");
-            assert_eq!(got.chunks.iter().all(|chunk| chunk.hit), round == 1);
-        }
+        let mut engine = assert_everything_is_recomputed((name, format, KeyForm::Rotated), strategy, cell);
+        let (golden, vocabulary) = (Golden::load(name), engine.model().config().vocab_size);
         let none = ask(&mut engine, &golden.prompt, with("none", cell));
-        assert!(distance(&none.logits[0], last(&full, vocabulary)) > 1e-3, "without it, it is another answer");
+        let gap = distance(&none.logits[0], last(&golden.logits("full"), vocabulary));
+        assert!(gap > 1e-3, "without it, it is another answer");
     }
+}
+
+fn pairs<'a>(strategies: &'a [&'a str]) -> impl Iterator<Item = (&'a str, ReuseCell)> {
+    strategies.iter().flat_map(|strategy| ReuseCell::ALL.map(|cell| (*strategy, cell)))
 }
 
 /// Strategies that compute equal results in batches of different shapes.
@@ -57,41 +70,59 @@ struct Alike<'a> {
 impl Alike<'_> {
     /// Checks that they agree to `limit` in f32. In other formats each must be as close to f32 as
     /// transformers, which rounds the same numbers, cell by cell.
-    fn check(&self, name: &str, cells: &[ReuseCell], format: &str) {
+    fn check(&self, name: &str, format: &str, keys: KeyForm) -> Engine {
         let golden = Golden::load(name);
-        let mut engine = engine(name, format.parse().unwrap());
-        for cell in cells {
-            ask(&mut engine, &golden.prompt, with("none", *cell));
-        }
+        let mut engine = engine_with(name, format.parse().unwrap(), keys);
         let vocabulary = engine.model().config().vocab_size;
         let answer = |engine: &mut Engine, strategy, cell| {
             ask(engine, &golden.prompt, with(strategy, cell)).logits.remove(0)
         };
-        for strategy in self.strategies {
-            for &cell in cells {
-                let got = answer(&mut engine, strategy, cell);
-                let expected = answer(&mut engine, self.like, cell);
-                let gap = distance(&got, &expected);
-                let (reference, errors) = (self.golden)(cell);
-                if format == "f32" {
-                    assert!(gap < self.limit, "{strategy}, {cell:?}: {gap}");
-                    let off = distance(&got, last(&golden.logits(&reference), vocabulary));
-                    assert!(off < 1e-4, "{strategy}, {cell:?}: {off} from transformers");
-                    continue;
-                }
-                let own = golden.own_errors(format, &errors).pop().unwrap();
-                for logits in [&got, &expected] {
-                    let error = distance(logits, last(&golden.logits(&reference), vocabulary));
-                    assert!(error <= OWN_ERRORS * own, "{strategy}, {cell:?}: {error} against {own}");
-                }
+        let assert_near = |logits: &[f32], cell: ReuseCell| {
+            let (reference, errors) = (self.golden)(cell);
+            let limit = match format {
+                "f32" => 1e-4,
+                _ => OWN_ERRORS * golden.own_errors(&cache_of(format, keys), &errors).pop().unwrap(),
+            };
+            let gap = distance(logits, last(&golden.logits(&reference), vocabulary));
+            assert!(gap <= limit, "{cell:?}: {gap} from transformers, against {limit}");
+        };
+        for cell in ReuseCell::ALL {
+            let cold = answer(&mut engine, "none", cell);
+            if self.like == "none" {
+                assert_near(&cold, cell);
             }
         }
+        for (strategy, cell) in pairs(self.strategies) {
+            let got = answer(&mut engine, strategy, cell);
+            let expected = answer(&mut engine, self.like, cell);
+            let gap = distance(&got, &expected);
+            assert!(format != "f32" || gap < self.limit, "{strategy}, {cell:?}: {gap}");
+            assert_near(&got, cell);
+            assert_near(&expected, cell);
+        }
+        engine
     }
 }
 
-for_every_model! {
+/// Checks that strategies that recompute nothing give the logits of each cell.
+pub(crate) fn assert_nothing_is_recomputed(name: &str, format: &str, keys: KeyForm) {
+    let nothing = ["link:0", "blend:0", "random:0", "none"];
+    let golden = |cell| (golden_name(cell).to_owned(), errors_of(cell).to_owned());
+    let mut engine =
+        Alike { strategies: &nothing, like: "none", limit: 1e-5, golden }.check(name, format, keys);
+    let prompt = Golden::load(name).prompt;
+    for (strategy, cell) in pairs(&nothing) {
+        assert_eq!(
+            ask(&mut engine, &prompt, with(strategy, cell)).recomputed_tokens,
+            0,
+            "{strategy} {cell:?}"
+        );
+    }
+}
+
+for_every! {
     fn rule_4_all_strategies_end_at_the_same_logits(
-        name: &str,
+        name: every model,
         #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str
     ) {
         let golden = |cell: ReuseCell| {
@@ -99,27 +130,19 @@ for_every_model! {
             (if overlapped { "overlapped_full" } else { "full" }.to_owned(), full_of(cell))
         };
         let ends = Alike { strategies: &["link:100", "blend:1"], like: "full", limit: 1e-4, golden };
-        ends.check(name, &ReuseCell::ALL, format);
-        let (prompt, mut engine) = (Golden::load(name).prompt, engine(name, format.parse().unwrap()));
+        let mut engine = ends.check(name, format, KeyForm::Rotated);
+        let prompt = Golden::load(name).prompt;
         for strategy in ["full", "blend:1"] {
             let got = ask(&mut engine, &prompt, with(strategy, ReuseCell::OVERLAPPED_ALONE));
             assert_eq!(got.recomputed_tokens, prompt.chunks().iter().map(Vec::len).sum::<usize>());
         }
     }
-}
 
-for_every_model! {
     fn rule_4_recomputing_nothing_is_the_cells_own_reference(
-        name: &str,
+        name: every model,
         #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str
     ) {
-        let nothing = ["link:0", "blend:0", "random:0"];
-        let golden = |cell| (golden_name(cell).to_owned(), errors_of(cell).to_owned());
-        Alike { strategies: &nothing, like: "none", limit: 1e-5, golden }.check(name, &ReuseCell::ALL, format);
-        let (prompt, mut engine) = (Golden::load(name).prompt, engine(name, format.parse().unwrap()));
-        for strategy in nothing {
-            assert_eq!(ask(&mut engine, &prompt, with(strategy, ReuseCell::OVERLAPPED_WITH_SYSTEM)).recomputed_tokens, 0);
-        }
+        assert_nothing_is_recomputed(name, format, KeyForm::Rotated);
     }
 }
 
@@ -162,9 +185,9 @@ fn a_pool_too_small_for_copies_is_an_error_that_holds_nothing() {
     ask(&mut engine, &golden.prompt, with("none", ReuseCell::OVERLAPPED_WITH_SYSTEM));
 }
 
-for_every_model! {
+for_every! {
     fn rule_4_the_overlapped_end_is_the_unmasked_causal_reference(
-        name: &str,
+        name: every model,
         #[values(ReuseCell::OVERLAPPED_WITH_SYSTEM, ReuseCell::OVERLAPPED_ALONE)] cell: ReuseCell,
         #[values("link:100", "blend:1", "full", "blend:0.999@1")] strategy: &str
     ) {

@@ -5,11 +5,11 @@ use kvchunk::{ContextScaling, ReuseCell};
 use kvengine::{PromptTokens, Request};
 
 use crate::asking::{ask, engine, last};
-use crate::common::{Golden, distance, for_every_model, golden_name};
+use crate::common::{Golden, distance, for_every, golden_name};
 
-for_every_model! {
+for_every! {
     fn scaled_documents_equal_the_formula_in_transformers(
-        name: &str,
+        name: every model,
         #[values(
             ReuseCell::OVERLAPPED_WITH_SYSTEM,
             ReuseCell::OVERLAPPED_ALONE

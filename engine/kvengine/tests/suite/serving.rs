@@ -13,8 +13,8 @@ use rstest::rstest;
 
 use crate::common::load_model;
 use crate::crowd::{
-    MODEL, Read, VOCABULARY, alone, assert_nothing_held, assert_same, engine, engine_of, engine_on, mixed,
-    roomy, run,
+    MODEL, Read, VOCABULARY, alone, answer_all, assert_each, assert_nothing_held, assert_same, engine,
+    engine_of, engine_on, mixed, roomy, run, submit_all,
 };
 
 #[test]
@@ -45,8 +45,7 @@ fn requests_at_once_answer_as_each_alone_in_a_tenth_of_their_memory(#[case] sche
         .sum();
     let serve = || {
         let mut engine = engine(blocks / 10, scheduling);
-        let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-        let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+        let (mut answers, mut reads) = submit_all(&mut engine, &requests);
         // Some of all kinds are cancelled in the middle.
         for step in 0..CANCELLED {
             assert!(engine.step().unwrap().tokens <= scheduling.step_tokens);
@@ -95,9 +94,7 @@ fn a_request_larger_than_the_pool_is_refused_and_one_that_outgrows_the_pool_ends
     let refused = engine.submit(plain(60, 1)).unwrap_err();
     assert!(matches!(refused, Error::Core(kvcore::Error::OutOfBlocks { .. })), "{refused}");
     let requests = [plain(30, 30), plain(6, 5)];
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    run(&mut engine, &mut answers, &mut reads);
+    let (_, mut reads) = answer_all(&mut engine, &requests);
     let error = reads[0].error.take();
     assert!(matches!(error, Some(Error::Core(kvcore::Error::OutOfBlocks { .. }))), "{error:?}");
     assert!(!reads[0].tokens[0].is_empty(), "what fitted was answered");
@@ -120,9 +117,7 @@ fn a_request_that_gave_way_and_never_fits_again_ends_and_others_go_on(
     };
     // Each alone would fit but the first, whose answer is longer than the pool.
     let requests = [plain(1, 14, 4 * blocks, 0), plain(9, 14, 16, 1), plain(5, 6, 3, 0)];
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    let (last, mut reads) = answer_all(&mut engine, &requests);
     assert!(last.preemptions > 0, "{last:?}");
     let error = reads[0].error.take();
     assert!(matches!(error, Some(Error::Core(kvcore::Error::OutOfBlocks { .. }))), "{error:?}");
@@ -137,19 +132,14 @@ fn a_request_that_gave_way_and_never_fits_again_ends_and_others_go_on(
 fn a_client_that_stops_reading_delays_no_other_request() {
     let mut engine = engine(64, Scheduling::default());
     let requests = mixed(12, 7);
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+    let (mut answers, mut reads) = submit_all(&mut engine, &requests);
     // Nobody reads the first one until everything is answered.
     run(&mut engine, &mut answers[1..], &mut reads[1..]);
     assert_nothing_held(&engine);
     assert!(!answers[0].is_over(), "what came is kept");
     reads[0].take(&mut answers[0]);
     assert!(answers[0].is_over());
-    for (i, (read, request)) in reads.iter().zip(&requests).enumerate() {
-        for (got, expected) in read.ends.iter().zip(alone(request)) {
-            assert_same(got.as_ref().unwrap(), &expected, &format!("request {i}"));
-        }
-    }
+    assert_each(&reads, &requests, alone);
 }
 
 #[test]
@@ -184,8 +174,7 @@ fn no_step_computes_more_than_its_tokens() {
             request.lookup = 4000;
         }
         let requests = &requests[..9];
-        let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-        let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
+        let (mut answers, mut reads) = submit_all(&mut engine, requests);
         loop {
             let step = engine.step().unwrap();
             assert!(step.tokens <= step_tokens, "{step:?}");
@@ -196,9 +185,7 @@ fn no_step_computes_more_than_its_tokens() {
         }
         let drafted: usize = reads.iter().map(|read| read.ends[0].as_ref().unwrap().drafted_tokens).sum();
         assert!(drafted > 0, "something was guessed");
-        for (i, (read, request)) in reads.iter().zip(requests).enumerate() {
-            assert_same(read.ends[0].as_ref().unwrap(), &alone(request)[0], &format!("request {i}"));
-        }
+        assert_each(&reads, requests, alone);
         assert_nothing_held(&engine);
     }
 }
@@ -345,13 +332,7 @@ fn requests_of_two_regimes_in_one_step_answer_as_each_alone() {
         })
         .collect();
     let mut engine = make();
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    run(&mut engine, &mut answers, &mut reads);
-    for (i, (read, request)) in reads.iter().zip(&requests).enumerate() {
-        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
-        let expected = make().generate(request, &mut ()).unwrap();
-        assert_same(read.ends[0].as_ref().unwrap(), &expected, &format!("request {i}"));
-    }
+    let (_, reads) = answer_all(&mut engine, &requests);
+    assert_each(&reads, &requests, |request| vec![make().generate(request, &mut ()).unwrap()]);
     assert_nothing_held(&engine);
 }

@@ -6,6 +6,7 @@ use kvcore::{CacheKind, KeyScope};
 use kvengine::{Engine, EngineConfig, Error, Generation, PoolTag, PromptTokens, Request, Slept};
 use rstest::rstest;
 
+use crate::asking::{ask_three, hits};
 use crate::common::{Golden, distance, load_model};
 use crate::faulty::Faulty;
 
@@ -24,16 +25,7 @@ fn engine(name: &str, execution: Execution, format: &str) -> Engine {
 }
 
 fn ask(engine: &mut Engine, golden: &Golden) -> Generation {
-    let request = Request::new(PromptTokens::Chunked(golden.prompt.clone()));
-    let request =
-        Request { cell: ReuseCell::SEQUENTIAL_ALONE, max_new_tokens: 3, keep_logits: true, ..request };
-    let answer = engine.generate(&request, &mut ()).unwrap();
-    engine.check_invariants().unwrap();
-    answer
-}
-
-fn hits(answer: &Generation) -> usize {
-    answer.chunks.iter().filter(|chunk| chunk.hit).count()
+    ask_three(engine, &golden.prompt, ReuseCell::SEQUENTIAL_ALONE)
 }
 
 #[rstest]

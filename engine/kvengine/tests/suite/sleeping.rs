@@ -7,6 +7,7 @@ use kvcore::{CacheKind, PoolCounts};
 use kvengine::{CacheReport, ChunkSleep, Engine, EngineConfig, Generation, PromptTokens, Request};
 use rstest::rstest;
 
+use crate::asking::{ask, ask_three, hits};
 use crate::common::{Golden, distance, load_model, reordered};
 
 fn config(format: &str, sleep: Option<(&str, Option<usize>)>) -> EngineConfig {
@@ -19,17 +20,8 @@ fn config(format: &str, sleep: Option<(&str, Option<usize>)>) -> EngineConfig {
     }
 }
 
-fn ask(engine: &mut Engine, golden: &Golden, cell: ReuseCell) -> Generation {
-    let request = Request::new(PromptTokens::Chunked(golden.prompt.clone()));
-    let request = Request { cell, max_new_tokens: 3, keep_logits: true, ..request };
-    let answer = engine.generate(&request, &mut ()).unwrap();
-    engine.check_invariants().unwrap();
-    answer
-}
-
 fn warm(engine: &mut Engine, golden: &Golden, cell: ReuseCell) {
-    let request = Request::new(PromptTokens::Chunked(reordered(&golden.prompt)));
-    engine.generate(&Request { cell, max_new_tokens: 1, ..request }, &mut ()).unwrap();
+    ask(engine, &reordered(&golden.prompt), |request| request.cell = cell);
 }
 
 fn chunk_blocks(report: &CacheReport) -> PoolCounts {
@@ -51,7 +43,7 @@ fn awake_and_woken(
     };
     let mut plain = engine(None);
     warm(&mut plain, &golden, cell);
-    let awake = ask(&mut plain, &golden, cell);
+    let awake = ask_three(&mut plain, &golden.prompt, cell);
     let mut engine = engine(Some((form, None)));
     warm(&mut engine, &golden, cell);
     let before = engine.report();
@@ -64,7 +56,7 @@ fn awake_and_woken(
     let other = (0..20).map(|i| i * 3 % 48).collect::<Vec<u32>>();
     let parts = kvchunk::ChunkedPrompt::new(vec![1], vec![other], vec![2]).unwrap();
     engine.generate(&Request::new(PromptTokens::Chunked(parts)), &mut ()).unwrap();
-    let woken = ask(&mut engine, &golden, cell);
+    let woken = ask_three(&mut engine, &golden.prompt, cell);
     let report = engine.report();
     let counted = report.chunk_cache.unwrap();
     assert_eq!((counted.slept, counted.woken, counted.lost), (3, 3, 0));
@@ -103,7 +95,7 @@ fn quantised_sleep_marks_its_hits_as_approximate(
     assert!(gap > 1e-4 && gap.is_finite(), "{gap}");
     // Recomputed, without the stored chunks, the answer is exact.
     engine.chunks().unwrap().clear();
-    let anew = ask(&mut engine, &Golden::load(name), cell);
+    let anew = ask_three(&mut engine, &Golden::load(name).prompt, cell);
     assert!(
         anew.chunks.iter().all(|chunk| chunk.exact) && distance(&awake.logits[0], &anew.logits[0]) < 1e-5
     );
@@ -128,7 +120,7 @@ fn without_a_place_nothing_sleeps_and_a_full_one_keeps_the_rest_awake() {
     assert_eq!(small.chunks().unwrap().sleep_cold_chunks(ColdRule::EVERYTHING), Ok(2));
     assert_eq!(small.report().chunk_sleep.unwrap().limit_bytes, 4 * block);
     assert_eq!(small.report().chunk_cache.unwrap().sleeping_chunks, 2);
-    assert!(ask(&mut small, &golden, ReuseCell::default()).chunks.iter().all(|chunk| chunk.hit));
+    assert_eq!(hits(&ask_three(&mut small, &golden.prompt, ReuseCell::default())), 3);
 }
 
 #[test]

@@ -3,16 +3,14 @@
 
 use std::path::Path;
 
-use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkedPrompt, ReuseCell};
 use kvcore::{DType, KeyForm};
 use kvengine::{Engine, EngineConfig, Error, Generation, PromptTokens, Request, Scheduling, SparseDecode};
-use kvmodel::{ModelDirectory, TextCodec};
-use rstest::rstest;
+use kvmodel::TextCodec;
 
-use crate::asking::engine_with;
-use crate::common::Golden;
-use crate::crowd::{Read, alone, assert_nothing_held, assert_same, engine, run};
+use crate::asking::{engine_with, tiny_rag};
+use crate::common::{Golden, for_every};
+use crate::crowd::{alone, answer_all, assert_nothing_held, assert_same, engine};
 
 /// Returns a request with a long prompt.
 fn long(len: u32, seed: u32, sparse: Option<SparseDecode>) -> Request {
@@ -45,33 +43,25 @@ fn enough_blocks_change_nothing_and_few_blocks_change_only_later_tokens() {
     assert_same(deep, dense, "no layer is sparse");
 }
 
-/// Bounds are taken of keys at their positions in use: the same blocks are chosen at every position of the
-/// documents and in every form of stored keys.
-#[rstest]
-fn keys_are_bounded_at_their_place(
-    #[values("llama", "deepseek-v3")] name: &str,
-    #[values(
-        ReuseCell::OVERLAPPED_WITH_SYSTEM,
-        ReuseCell::OVERLAPPED_ALONE,
-        ReuseCell::SEQUENTIAL_ALONE,
-        ReuseCell::SEQUENTIAL_WITH_SYSTEM
-    )]
-    cell: ReuseCell,
-) {
-    let golden = Golden::load(name).prompt;
-    let chunks = golden.chunks().iter().map(|chunk| chunk.iter().copied().cycle().take(19).collect());
-    let prompt =
-        ChunkedPrompt::new(golden.system().to_vec(), chunks.collect(), golden.question().to_vec()).unwrap();
-    let answer = |keys, sparse| {
-        let mut engine = engine_with(name, DType::F32.into(), keys);
-        let request = Request { cell, sparse, ..Request::new(PromptTokens::Chunked(prompt.clone())) };
-        let request = Request { max_new_tokens: 6, keep_logits: true, ignore_end: true, ..request };
-        engine.generate(&request, &mut ()).unwrap()
-    };
-    let sparse = Some(SparseDecode { pages: 6, dense_layers: 1 });
-    let (rotated, unrotated) = (answer(KeyForm::Rotated, sparse), answer(KeyForm::Unrotated, sparse));
-    assert!(apart(&rotated, &answer(KeyForm::Rotated, None)) > 1e-4, "something is left out");
-    assert_same(&unrotated, &rotated, "keys stored unrotated");
+for_every! {
+    /// Bounds are taken of keys at their positions in use: the same blocks are chosen at every position of the
+    /// documents and in every form of stored keys.
+    fn keys_are_bounded_at_their_place(#[values("llama", "deepseek-v3")] name: &str, cell: moving cell) {
+        let golden = Golden::load(name).prompt;
+        let chunks = golden.chunks().iter().map(|chunk| chunk.iter().copied().cycle().take(19).collect());
+        let prompt =
+            ChunkedPrompt::new(golden.system().to_vec(), chunks.collect(), golden.question().to_vec()).unwrap();
+        let answer = |keys, sparse| {
+            let mut engine = engine_with(name, DType::F32.into(), keys);
+            let request = Request { cell, sparse, ..Request::new(PromptTokens::Chunked(prompt.clone())) };
+            let request = Request { max_new_tokens: 6, keep_logits: true, ignore_end: true, ..request };
+            engine.generate(&request, &mut ()).unwrap()
+        };
+        let sparse = Some(SparseDecode { pages: 6, dense_layers: 1 });
+        let (rotated, unrotated) = (answer(KeyForm::Rotated, sparse), answer(KeyForm::Unrotated, sparse));
+        assert!(apart(&rotated, &answer(KeyForm::Rotated, None)) > 1e-4, "something is left out");
+        assert_same(&unrotated, &rotated, "keys stored unrotated");
+    }
 }
 
 #[test]
@@ -84,14 +74,11 @@ fn sparse_samples_among_others_that_give_way_answer_as_each_alone() {
         })
         .collect();
     let mut engine = engine(64, Scheduling { step_tokens: 16, watermark: 1, ..Scheduling::default() });
-    let mut answers: Vec<_> = requests.iter().map(|r| engine.submit(r.clone()).unwrap()).collect();
-    let mut reads: Vec<_> = requests.iter().map(Read::new).collect();
-    let (last, _) = run(&mut engine, &mut answers, &mut reads);
+    let (last, reads) = answer_all(&mut engine, &requests);
     assert!(last.preemptions > 0, "{last:?}");
     for (i, (read, request)) in reads.iter().zip(&requests).enumerate().filter(|(i, _)| *i != 4) {
-        assert!(read.error.is_none(), "request {i}: {:?}", read.error);
-        for (got, expected) in read.ends.iter().zip(alone(request)) {
-            assert_same(got.as_ref().unwrap(), &expected, &format!("request {i}"));
+        for (got, expected) in read.samples().iter().zip(&alone(request)) {
+            assert_same(got, expected, &format!("request {i}"));
         }
     }
     assert!(
@@ -112,14 +99,10 @@ fn a_setting_without_a_choice_is_refused() {
 /// The built-in model finds facts of six documents, of whose blocks a token sees a quarter.
 #[test]
 fn facts_are_found_in_a_quarter_of_a_context() {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
-    let ModelDirectory { model, codec } =
-        ModelDirectory::load(&folder, kvmodel::WeightFormat::Stored, &mut |_, _| ()).unwrap();
-    let config = EngineConfig { block_size: 4, ..EngineConfig::default() };
-    let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
-    let documents = ["harbour", "market", "school", "forest", "station", "kitchen"].map(|name| {
-        std::fs::read_to_string(folder.join(format!("../../examples/documents/{name}.txt"))).unwrap()
-    });
+    let (mut engine, codec) = tiny_rag(&EngineConfig { block_size: 4, ..EngineConfig::default() });
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples/documents");
+    let documents = ["harbour", "market", "school", "forest", "station", "kitchen"]
+        .map(|name| std::fs::read_to_string(folder.join(format!("{name}.txt"))).unwrap());
     let text = documents.join(" ");
     let stated = |fact: &str| {
         let (name, value) = fact.split_once(" is ")?;

@@ -1,10 +1,7 @@
 //! The second form of storage: keys as the model made them, rotated when they are read.
 
-use crate::asking::{ask, engine_with, last, with};
-use crate::common::{
-    Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, errors_of, for_every_model, full_of, golden_name,
-    reordered,
-};
+use crate::common::{Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every, golden_name, reordered};
+use crate::recompute::{assert_everything_is_recomputed, assert_nothing_is_recomputed};
 use kvchunk::ReuseCell;
 use kvcore::{KeyForm, KeyScope, Logits, SequenceInput, SequenceStart};
 
@@ -13,19 +10,8 @@ fn lab(name: &str, format: &str) -> Lab {
     Lab::new(name, Setup { keys: KeyForm::Unrotated, format, ..Setup::default() })
 }
 
-for_every_model! {
-    fn every_cell_equals_transformers(
-        name: &str,
-        #[values(
-            ReuseCell::OVERLAPPED_WITH_SYSTEM,
-            ReuseCell::OVERLAPPED_ALONE,
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell
-    ) {
+for_every! {
+    fn every_cell_equals_transformers(name: every model, cell: every cell) {
         let golden = Golden::load(name);
         let expected = golden.logits(golden_name(cell));
         let mut lab = lab(name, "f32");
@@ -40,22 +26,12 @@ for_every_model! {
         drop((first, hit));
         lab.assert_nothing_held();
     }
-}
 
-for_every_model! {
     /// Checks the errors as in the matrix of rotated keys. The reference rounds keys before it rotates them.
     fn no_format_adds_an_error_by_reuse(
-        name: &str,
+        name: every model,
         #[values("f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
-        #[values(
-            ReuseCell::OVERLAPPED_WITH_SYSTEM,
-            ReuseCell::OVERLAPPED_ALONE,
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell
+        cell: every cell
     ) {
         let golden = Golden::load(name);
         let own = golden.own_error(&format!("{format}_unrotated"), cell);
@@ -68,60 +44,23 @@ for_every_model! {
         println!("| {name} | {}, unrotated keys | {format} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
         assert!(gap <= OWN_ERRORS * own, "{gap} against {own}");
     }
-}
 
-for_every_model! {
     /// Checks that recomputed keys are stored unrotated like the others, and that a checkpoint compares like with
     /// like.
     fn rule_4_recomputing_everything_equals_full_attention(
-        name: &str,
+        name: every model,
         #[values("link:100", "blend:1", "full", "blend:0.999@1:keys")] strategy: &str,
         #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
-        #[values(
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell
+        cell: sequential cell
     ) {
-        let golden = Golden::load(name);
-        let mut engine = engine_with(name, format.parse().unwrap(), KeyForm::Unrotated);
-        let limit = match format {
-            "f32" => 1e-4,
-            _ => OWN_ERRORS * golden.own_errors(&format!("{format}_unrotated"), &full_of(cell)).pop().unwrap(),
-        };
-        let (full, vocabulary) = (golden.logits("full"), engine.model().config().vocab_size);
-        for round in 0..2 {
-            let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
-            assert_eq!(got.chunks.iter().all(|chunk| chunk.hit), round == 1);
-            let gap = distance(&got.logits[0], last(&full, vocabulary));
-            assert!(gap < limit, "{strategy} {cell:?}, round {round}: {gap} against {limit}");
-        }
+        assert_everything_is_recomputed((name, format, KeyForm::Unrotated), strategy, cell);
     }
-}
 
-for_every_model! {
     fn rule_4_recomputing_nothing_is_the_cells_own_reference(
-        name: &str,
+        name: every model,
         #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str
     ) {
-        let golden = Golden::load(name);
-        let mut engine = engine_with(name, format.parse().unwrap(), KeyForm::Unrotated);
-        let vocabulary = engine.model().config().vocab_size;
-        for cell in ReuseCell::ALL {
-            let (expected, cache) = (golden.logits(golden_name(cell)), format!("{format}_unrotated"));
-            let limit = match format {
-                "f32" => 1e-4,
-                _ => OWN_ERRORS * golden.own_errors(&cache, errors_of(cell)).pop().unwrap(),
-            };
-            for strategy in ["link:0", "blend:0", "random:0", "none"] {
-                let got = ask(&mut engine, &golden.prompt, with(strategy, cell));
-                assert_eq!(got.recomputed_tokens, 0);
-                let gap = distance(&got.logits[0], last(&expected, vocabulary));
-                assert!(gap < limit, "{strategy} {cell:?}: {gap} against {limit}");
-            }
-        }
+        assert_nothing_is_recomputed(name, format, KeyForm::Unrotated);
     }
 }
 
@@ -130,8 +69,7 @@ for_every_model! {
 #[test]
 fn the_same_token_is_the_same_key_wherever_it_stands() {
     let stored = |keys| {
-        let golden = Golden::load("llama");
-        let mut lab = Lab::new("llama", Setup { keys, ..Setup::default() });
+        let (golden, mut lab) = Lab::golden("llama", Setup { keys, ..Setup::default() });
         let run = lab.run(&golden.prompt, ReuseCell::OVERLAPPED_ALONE, true);
         let as_chunk = lab.bytes(&run.held.holds()[1].block_ids()[..1]);
         // This is the same prompt as an ordinary one. Its tokens 12 to 15 are the second chunk.

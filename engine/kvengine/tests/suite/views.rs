@@ -12,10 +12,10 @@ use kvengine::{Engine, EngineConfig, Generation, PromptTokens, Request};
 use kvmodel::dense::{
     Activation, AttentionInput, Border, BorderExtents, Dense, RowIndex, StoredWeight, Weight, WeightUse,
 };
-use kvmodel::{Model, ModelConfig, Result, WeightFormat, Weights};
+use kvmodel::{Model, Result, WeightFormat};
 use rstest::rstest;
 
-use crate::common::{Golden, distance, folder, load_model};
+use crate::common::{Golden, config, distance, load_model, weights};
 
 /// Dense steps in the memory of a backend.
 #[derive(Debug, Clone)]
@@ -241,10 +241,8 @@ impl Border for Lent {
 }
 
 fn on_views(name: &str, backend: &Arc<CpuBackend>) -> Model {
-    let config = std::fs::read_to_string(folder(name).join("config.json")).unwrap();
-    let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).unwrap();
-    let (config, steps) = (ModelConfig::from_json(&config).unwrap(), Arc::new(Views::new(backend)));
-    Model::with_dense(config, weights, WeightFormat::Stored, steps).unwrap()
+    let steps = Arc::new(Views::new(backend));
+    Model::with_dense(config(name), weights(name), WeightFormat::Stored, steps).unwrap()
 }
 
 /// Returns two answers to a request of a new engine.

@@ -4,7 +4,7 @@
 //! approximate results are marked.
 
 use crate::common::{
-    Golden, Lab, OWN_ERRORS, Run, Setup, cell_name, distance, for_every_model, golden_name, reordered,
+    Golden, Lab, OWN_ERRORS, Run, Setup, cell_name, distance, for_every, golden_name, reordered,
 };
 use kvchunk::{ChunkedPrompt, ColdRule, ComputeMode, PositionStrategy, ReuseCell, SleepForm};
 
@@ -28,10 +28,10 @@ fn assert_eight_bits_are_finest(errors: [f32; 4]) {
     assert!(errors[1..].iter().all(|error| errors[0] < *error), "{errors:?}");
 }
 
-for_every_model! {
+for_every! {
     /// Checks that an answer, recomputed or found, is as far from f32 as that of transformers with a cache
     /// of the same format.
-    fn quantised_caches_add_no_error_by_reuse(name: &str) {
+    fn quantised_caches_add_no_error_by_reuse(name: every model) {
         let golden = Golden::load(name);
         let answers = FORMATS.map(|format| {
             ReuseCell::ALL.map(|cell| {
@@ -64,18 +64,10 @@ fn under_another_system_prompt(prompt: &ChunkedPrompt, more: isize) -> ChunkedPr
     ChunkedPrompt::new(system, prompt.chunks().to_vec(), (1..=question).collect()).unwrap()
 }
 
-for_every_model! {
+for_every! {
     fn chunks_of_another_system_prompt_are_approximate_where_they_saw_it(
-        name: &str,
-        #[values(
-            ReuseCell::OVERLAPPED_WITH_SYSTEM,
-            ReuseCell::OVERLAPPED_ALONE,
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell,
+        name: every model,
+        cell: every cell,
         #[values(-1, 0, 1)] more: isize
     ) {
         let golden = Golden::load(name);
@@ -104,21 +96,8 @@ for_every_model! {
             assert!(if approximate { gap.is_finite() } else { gap < 1e-4 }, "{gap}");
         }
     }
-}
 
-for_every_model! {
-    fn chunks_that_slept_in_fewer_bits_are_approximate(
-        name: &str,
-        #[values(
-            ReuseCell::OVERLAPPED_WITH_SYSTEM,
-            ReuseCell::OVERLAPPED_ALONE,
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell
-    ) {
+    fn chunks_that_slept_in_fewer_bits_are_approximate(name: every model, cell: every cell) {
         let golden = Golden::load(name);
         let expected = golden.logits(golden_name(cell));
         let woken = |form: SleepForm| {

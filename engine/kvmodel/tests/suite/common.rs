@@ -11,41 +11,55 @@ use kvchunk::{
 };
 use kvcore::{
     Backend, BlockId, BlockKey, BlockPool, DType, Gather, KeyForm, KeyScope, KvArena, KvFormat, KvLayout,
-    KvPlane, LayerRopes, Logits, MemoryKind, PagedKvCache, RankInfo, SequenceId, SequenceInput,
+    KvPlane, LayerRopes, Logits, MemoryKind, PagedKvCache, RankInfo, Segment, SequenceId, SequenceInput,
     SequenceStart, Stream, SystemClock, allocate_tensor,
 };
 use kvmodel::{ComputeDevice, Model, ModelConfig, Profiler, WeightFormat, Weights};
 use safetensors::SafeTensors;
 
-/// Defines a test for every golden model: each family, and each kind of rotary embedding. The first argument
-/// is the model's name. Further arguments are those of `rstest`.
-macro_rules! for_every_model {
-    ($(#[$meta:meta])* fn $test:ident($name:ident: &str $(, $($more:tt)+)?) $body:block) => {
-        $(#[$meta])*
+/// Defines tests by `rstest`, whose arguments may also be
+/// - `name: every model`: each family, and each kind of rotary embedding,
+/// - `cell: every cell`,
+/// - `cell: moving cell`: the cells whose chunks may move,
+/// - `cell: sequential cell`: the cells in which no two chunks have the same positions.
+macro_rules! for_every {
+    (@ $head:tt ($($done:tt)*) ($name:ident: every model $($more:tt)*) $body:block) => {
+        for_every! { @ $head ($($done)* #[values(
+            "llama", "llama3", "llama-yarn", "llama-linear", "llama-ntk", "llama-dynamic", "llama-longrope",
+            "llama-partial", "mistral", "qwen2", "qwen2-layers", "qwen3", "deepseek-v3", "deepseek-v3-plain"
+        )] $name: &str) ($($more)*) $body }
+    };
+    (@ $head:tt ($($done:tt)*) ($cell:ident: every cell $($more:tt)*) $body:block) => {
+        for_every! { @ $head ($($done)* #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM, ReuseCell::OVERLAPPED_ALONE,
+            ReuseCell::SEQUENTIAL_ALONE, ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM, ReuseCell::ABSOLUTE_ALONE
+        )] $cell: ReuseCell) ($($more)*) $body }
+    };
+    (@ $head:tt ($($done:tt)*) ($cell:ident: moving cell $($more:tt)*) $body:block) => {
+        for_every! { @ $head ($($done)* #[values(
+            ReuseCell::OVERLAPPED_WITH_SYSTEM, ReuseCell::OVERLAPPED_ALONE,
+            ReuseCell::SEQUENTIAL_ALONE, ReuseCell::SEQUENTIAL_WITH_SYSTEM
+        )] $cell: ReuseCell) ($($more)*) $body }
+    };
+    (@ $head:tt ($($done:tt)*) ($cell:ident: sequential cell $($more:tt)*) $body:block) => {
+        for_every! { @ $head ($($done)* #[values(
+            ReuseCell::SEQUENTIAL_ALONE, ReuseCell::SEQUENTIAL_WITH_SYSTEM,
+            ReuseCell::ABSOLUTE_WITH_SYSTEM, ReuseCell::ABSOLUTE_ALONE
+        )] $cell: ReuseCell) ($($more)*) $body }
+    };
+    (@ $head:tt ($($done:tt)*) ($next:tt $($more:tt)*) $body:block) => {
+        for_every! { @ $head ($($done)* $next) ($($more)*) $body }
+    };
+    (@ [$($head:tt)*] $arguments:tt () $body:block) => {
         #[rstest::rstest]
-        fn $test(
-            #[values(
-                "llama",
-                "llama3",
-                "llama-yarn",
-                "llama-linear",
-                "llama-ntk",
-                "llama-dynamic",
-                "llama-longrope",
-                "llama-partial",
-                "mistral",
-                "qwen2",
-                "qwen2-layers",
-                "qwen3",
-                "deepseek-v3",
-                "deepseek-v3-plain"
-            )]
-            $name: &str
-            $(, $($more)+)?
-        ) $body
+        $($head)* $arguments $body
+    };
+    ($($(#$attribute:tt)* fn $test:ident $arguments:tt $body:block)+) => {
+        $(for_every! { @ [$(#$attribute)* fn $test] () $arguments $body })+
     };
 }
-pub(crate) use for_every_model;
+pub(crate) use for_every;
 
 /// Returns the folder of a golden model.
 pub(crate) fn folder(name: &str) -> PathBuf {
@@ -102,11 +116,23 @@ impl Golden {
     }
 }
 
-pub(crate) fn load_model(name: &str) -> Model {
+pub(crate) fn config(name: &str) -> ModelConfig {
     let config = std::fs::read_to_string(folder(name).join("config.json")).expect("a config");
-    let weights = Weights::from_directory(&folder(name), &mut |_, _| ()).expect("weights");
-    Model::new(ModelConfig::from_json(&config).expect("a config"), weights, WeightFormat::Stored)
-        .expect("a model")
+    ModelConfig::from_json(&config).expect("a config")
+}
+
+pub(crate) fn weights(name: &str) -> Weights {
+    Weights::from_directory(&folder(name), &mut |_, _| ()).expect("weights")
+}
+
+pub(crate) fn load_model(name: &str) -> Model {
+    model(name, name)
+}
+
+/// Creates a model of a configuration and a golden's weights. No token ends its answers.
+pub(crate) fn endless(config: ModelConfig, name: &str) -> Model {
+    let config = ModelConfig { eos: Vec::new(), ..config };
+    Model::new(config, weights(name), WeightFormat::Stored).expect("a model")
 }
 
 /// The settings of a laboratory.
@@ -158,6 +184,11 @@ pub(crate) struct Run {
 }
 
 impl Lab {
+    /// Returns a golden with a laboratory of its model.
+    pub(crate) fn golden(name: &str, setup: Setup) -> (Golden, Self) {
+        (Golden::load(name), Self::new(name, setup))
+    }
+
     pub(crate) fn new(name: &str, setup: Setup) -> Self {
         let model = load_model(name);
         let backend: Arc<dyn Backend> = CpuBackend::with_execution(setup.execution);
@@ -244,13 +275,24 @@ impl Lab {
 
     /// Returns the logits of every token of an ordinary prompt.
     pub(crate) fn plain(&mut self, tokens: &[u32]) -> Vec<f32> {
-        let id = self.main.create(SequenceStart::default()).expect("a sequence");
-        let slots = self.main.grow(id, tokens.len()).expect("room");
-        let own = self.main.segment(id).expect("a segment");
-        let input = SequenceInput::new(tokens.to_vec(), 0, 0, slots, vec![own]).with_logits(Logits::All);
+        let (id, input) = self.after(tokens, SequenceStart::default(), Vec::new());
         let logits = self.forward(&self.regime(tokens.len()).0, &[input]).remove(0);
         self.main.free(id).expect("a sequence");
         logits
+    }
+
+    /// Creates a sequence of tokens after shared segments, and their input, which wants all logits.
+    pub(crate) fn after(
+        &mut self,
+        tokens: &[u32],
+        start: SequenceStart,
+        mut segments: Vec<Segment>,
+    ) -> (SequenceId, SequenceInput) {
+        let id = self.main.create(start).expect("a sequence");
+        let slots = self.main.grow(id, tokens.len()).expect("room");
+        segments.push(self.main.segment(id).expect("a segment"));
+        let input = SequenceInput::new(tokens.to_vec(), start.logical, start.position, slots, segments);
+        (id, input.with_logits(Logits::All))
     }
 
     /// Runs a chunked prompt that generates nothing, and keeps its holds.
@@ -276,15 +318,12 @@ impl Lab {
             Assembler { chunks: assembler.chunks.filter(|_| reuse), prefixes: reuse, ..assembler };
         let assembly = assembler.assemble(prompt).expect("an assembly");
         let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
-        let own: SequenceId = self.main.create(SequenceStart { logical, position }).expect("a sequence");
-        let slots = self.main.grow(own, prompt.question().len()).expect("room");
-        let mut batch = assembly.inputs().to_vec();
-        let mut segments = assembly.segments().to_vec();
-        segments.push(self.main.segment(own).expect("a segment"));
-        let question = SequenceInput::new(prompt.question().to_vec(), logical, position, slots, segments);
-        batch.push(question.with_logits(Logits::All));
-        let logits = self.forward(&ropes, &batch).pop().expect("logits");
+        let (mut batch, segments) = (assembly.inputs().to_vec(), assembly.segments().to_vec());
         let (reports, reused) = (assembly.reports(), assembly.reused_tokens());
+        let start = SequenceStart { logical, position };
+        let (own, question) = self.after(prompt.question(), start, segments);
+        batch.push(question);
+        let logits = self.forward(&ropes, &batch).pop().expect("logits");
         let held = assembly.commit().expect("a commit");
         self.main.free(own).expect("a sequence");
         Run { logits, reports, held, reused }
@@ -397,8 +436,6 @@ pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
 }
 
 /// Creates a model of one golden's configuration and another's weights.
-pub(crate) fn model(config: &str, weights: &str) -> Model {
-    let config = std::fs::read_to_string(folder(config).join("config.json")).unwrap();
-    let weights = Weights::from_directory(&folder(weights), &mut |_, _| ()).unwrap();
-    Model::new(ModelConfig::from_json(&config).unwrap(), weights, WeightFormat::Stored).unwrap()
+pub(crate) fn model(of_config: &str, of_weights: &str) -> Model {
+    Model::new(config(of_config), weights(of_weights), WeightFormat::Stored).expect("a model")
 }

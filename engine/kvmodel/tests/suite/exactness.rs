@@ -2,18 +2,15 @@
 //! `docs/exactness.md`, as a matrix of models, cells and element types. Every measurement is printed as a row
 //! of a table.
 
-use crate::common::{
-    Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every_model, golden_name, reordered,
-};
+use crate::common::{Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every, golden_name, reordered};
 use kvbackend_cpu::Execution;
 use kvchunk::{Exactness, PositionStrategy, ReuseCell};
 use kvcore::DType;
 use rstest::rstest;
 
-for_every_model! {
-    fn logits_equal_transformers(name: &str) {
-        let golden = Golden::load(name);
-        let mut lab = Lab::new(name, Setup::default());
+for_every! {
+    fn logits_equal_transformers(name: every model) {
+        let (golden, mut lab) = Lab::golden(name, Setup::default());
         let gap = distance(&lab.plain(&golden.prompt.flatten()), &golden.logits("full"));
         println!("| {name} | full attention | f32 | | {gap:.3e} |");
         assert!(gap < 1e-4, "{gap}");
@@ -38,22 +35,10 @@ fn all_hit(lab: &mut Lab, golden: &Golden, cell: ReuseCell) -> Vec<f32> {
     hit.logits
 }
 
-for_every_model! {
-    fn every_cell_equals_its_explicit_mask(
-        name: &str,
-        #[values(
-            ReuseCell::OVERLAPPED_WITH_SYSTEM,
-            ReuseCell::OVERLAPPED_ALONE,
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell
-    ) {
-        let golden = Golden::load(name);
+for_every! {
+    fn every_cell_equals_its_explicit_mask(name: every model, cell: every cell) {
+        let (golden, mut lab) = Lab::golden(name, Setup::default());
         let expected = golden.logits(golden_name(cell));
-        let mut lab = Lab::new(name, Setup::default());
 
         let uncached = lab.run(&golden.prompt, cell, false);
         assert!(uncached.reused == 0 && uncached.reports.iter().all(|r| !r.hit));
@@ -70,10 +55,8 @@ for_every_model! {
         drop(uncached);
         lab.assert_nothing_held();
     }
-}
 
-for_every_model! {
-    fn only_the_two_phase_cell_equals_no_single_pass(name: &str) {
+    fn only_the_two_phase_cell_equals_no_single_pass(name: every model) {
         let two_phase = ReuseCell::ALL.into_iter().filter(|cell| cell.exactness() == Exactness::TwoPhase);
         assert_eq!(two_phase.collect::<Vec<_>>(), [ReuseCell::SEQUENTIAL_WITH_SYSTEM]);
         let golden = Golden::load(name);
@@ -82,27 +65,16 @@ for_every_model! {
         println!("| {name} | {} | f32 | against one pass | {single:.3e} |", cell_name(ReuseCell::SEQUENTIAL_WITH_SYSTEM));
         assert!(single > 1e-2, "{single}");
     }
-}
 
-for_every_model! {
     /// Checks that the error of reuse against f32 is that of transformers with a cache of the same element
     /// type under the same mask.
     fn half_precision_adds_no_error_by_reuse(
-        name: &str,
+        name: every model,
         #[values(DType::F16, DType::BF16)] dtype: DType,
-        #[values(
-            ReuseCell::OVERLAPPED_WITH_SYSTEM,
-            ReuseCell::OVERLAPPED_ALONE,
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell
+        cell: every cell
     ) {
-        let golden = Golden::load(name);
+        let (golden, mut lab) = Lab::golden(name, Setup { format: dtype.into(), ..Setup::default() });
         let own = golden.own_error(&dtype.to_string(), cell);
-        let mut lab = Lab::new(name, Setup { format: dtype.into(), ..Setup::default() });
         let gap = distance(&all_hit(&mut lab, &golden, cell), &golden.logits(golden_name(cell)));
         println!("| {name} | {} | {dtype} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
         assert!(gap <= OWN_ERRORS * own, "{gap} against {own}");

@@ -1,11 +1,9 @@
 //! The rotated copy: a prompt as one segment without an offset, for kernels that do not read segments.
 
-use crate::common::{
-    Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every_model, golden_name, reordered,
-};
+use crate::common::{Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every, golden_name, reordered};
 use kvbackend_cpu::Execution;
 use kvchunk::{Error, PositionPlan, PositionReindexer, PositionStrategy, ReuseCell, RotatedCopy};
-use kvcore::{DType, KeyForm, Logits, SequenceInput, SequenceStart};
+use kvcore::{DType, KeyForm, SequenceStart};
 use rstest::rstest;
 
 /// Returns the logits of the question over the copy of a prompt whose chunks all hit, and the copy. The
@@ -44,12 +42,8 @@ fn over_a_copy(name: &str, setup: Setup, cell: ReuseCell) -> (Option<Vec<f32>>, 
     assert_eq!((segment.position_offset, segment.logical_start, segment.stored_start), (0, 0, 0));
     assert_eq!(segment.len, prompt.total_tokens() - prompt.question().len());
     let start = SequenceStart { logical: plan.question_logical, position: plan.question_position };
-    let own = lab.main.create(start).unwrap();
-    let slots = lab.main.grow(own, prompt.question().len()).unwrap();
-    let segments = vec![segment, lab.main.segment(own).unwrap()];
-    let question =
-        SequenceInput::new(prompt.question().to_vec(), start.logical, start.position, slots, segments);
-    let logits = lab.forward(&ropes, &[question.with_logits(Logits::All)]).remove(0);
+    let (own, question) = lab.after(prompt.question(), start, vec![segment]);
+    let logits = lab.forward(&ropes, &[question]).remove(0);
     assert!(before == lab.bytes(&shared), "the originals are read only");
     lab.main.free(own).unwrap();
     drop(held);
@@ -61,19 +55,8 @@ fn has_windows(name: &str) -> bool {
     ["mistral", "qwen2-layers"].contains(&name)
 }
 
-for_every_model! {
-    fn one_segment_equals_transformers_in_every_cell(
-        name: &str,
-        #[values(
-            ReuseCell::OVERLAPPED_WITH_SYSTEM,
-            ReuseCell::OVERLAPPED_ALONE,
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell
-    ) {
+for_every! {
+    fn one_segment_equals_transformers_in_every_cell(name: every model, cell: every cell) {
         let in_a_row = cell.strategy != PositionStrategy::Overlapped;
         let (logits, _) = over_a_copy(name, Setup::default(), cell);
         assert_eq!(logits.is_some(), in_a_row || !has_windows(name));
@@ -82,22 +65,12 @@ for_every_model! {
         println!("| {name} | {}, rotated copy | f32 | all chunks hit | {gap:.3e} |", cell_name(cell));
         assert!(gap < 1e-4, "{gap}");
     }
-}
 
-for_every_model! {
     /// Checks the error of half-precision copies: a moved key is rounded twice, here and in the reference.
     fn half_precision_copies_add_no_error_to_the_references(
-        name: &str,
+        name: every model,
         #[values(DType::F16, DType::BF16)] dtype: DType,
-        #[values(
-            ReuseCell::OVERLAPPED_WITH_SYSTEM,
-            ReuseCell::OVERLAPPED_ALONE,
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell
+        cell: every cell
     ) {
         let (logits, _) = over_a_copy(name, Setup { format: dtype.into(), ..Setup::default() }, cell);
         let Some(logits) = logits else { return };
@@ -107,28 +80,19 @@ for_every_model! {
         println!("| {name} | {}, rotated copy | {dtype} | all chunks hit | {gap:.3e} | {own:.3e} |", cell_name(cell));
         assert!(gap <= OWN_ERRORS * own, "{gap} against {own}");
     }
-}
 
-#[rstest]
-fn unrotated_keys_are_copied_as_they_are(
-    #[values("llama-yarn", "mistral", "deepseek-v3")] name: &str,
-    #[values(
-        ReuseCell::OVERLAPPED_WITH_SYSTEM,
-        ReuseCell::OVERLAPPED_ALONE,
-        ReuseCell::SEQUENTIAL_ALONE,
-        ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-        ReuseCell::ABSOLUTE_WITH_SYSTEM,
-        ReuseCell::ABSOLUTE_ALONE
-    )]
-    cell: ReuseCell,
-) {
-    let setup = Setup { keys: KeyForm::Unrotated, ..Setup::default() };
-    let (logits, _) = over_a_copy(name, setup, cell);
-    let in_a_row = cell.strategy != PositionStrategy::Overlapped;
-    assert_eq!(logits.is_some(), in_a_row, "unrotated keys are rotated by position");
-    let Some(logits) = logits else { return };
-    let gap = distance(&logits, &Golden::load(name).logits(golden_name(cell)));
-    assert!(gap < 1e-4, "{gap}");
+    fn unrotated_keys_are_copied_as_they_are(
+        #[values("llama-yarn", "mistral", "deepseek-v3")] name: &str,
+        cell: every cell,
+    ) {
+        let setup = Setup { keys: KeyForm::Unrotated, ..Setup::default() };
+        let (logits, _) = over_a_copy(name, setup, cell);
+        let in_a_row = cell.strategy != PositionStrategy::Overlapped;
+        assert_eq!(logits.is_some(), in_a_row, "unrotated keys are rotated by position");
+        let Some(logits) = logits else { return };
+        let gap = distance(&logits, &Golden::load(name).logits(golden_name(cell)));
+        assert!(gap < 1e-4, "{gap}");
+    }
 }
 
 /// Checks quantised copies. Moved keys are dequantised, rotated and quantised again; keys that do not move

@@ -1,8 +1,8 @@
 //! The rules of chunk reuse, one test each, named after the rule.
 
-use crate::common::{Golden, Lab, Setup, distance, for_every_model, golden_name, reordered};
+use crate::common::{Golden, Lab, Setup, distance, for_every, golden_name, reordered};
 use kvchunk::{AssembledPrompt, ChunkedPrompt, PositionPlan, PositionReindexer, PositionStrategy, ReuseCell};
-use kvcore::{KeyForm, Logits, SequenceInput, SequenceStart};
+use kvcore::{KeyForm, SequenceInput, SequenceStart};
 use rstest::rstest;
 
 const EXACT: [ReuseCell; 3] =
@@ -14,27 +14,18 @@ fn with_chunks(golden: &Golden, chunks: Vec<Vec<u32>>) -> ChunkedPrompt {
 
 #[test]
 fn rule_1_the_separator_takes_no_position() {
-    let golden = Golden::load("llama");
-    let mut lab = Lab::new("llama", Setup::default());
+    let (golden, mut lab) = Lab::golden("llama", Setup::default());
     let run = lab.run(&golden.prompt, ReuseCell::SEQUENTIAL_ALONE, true);
     // system 5, chunks 7, 4 and 9, without a gap
     assert_eq!(run.reports.iter().map(|r| r.position).collect::<Vec<_>>(), [5, 12, 16]);
 }
 
-for_every_model! {
+for_every! {
     /// Checks each cell, with both forms of keys and every kind of format. The regime of the embedding is
     /// always one, since frequencies are part of the key.
     fn rule_2_purity_bytes_depend_on_the_key_alone(
-        name: &str,
-        #[values(
-            ReuseCell::OVERLAPPED_WITH_SYSTEM,
-            ReuseCell::OVERLAPPED_ALONE,
-            ReuseCell::SEQUENTIAL_ALONE,
-            ReuseCell::SEQUENTIAL_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_WITH_SYSTEM,
-            ReuseCell::ABSOLUTE_ALONE
-        )]
-        cell: ReuseCell,
+        name: every model,
+        cell: every cell,
         #[values(KeyForm::Rotated, KeyForm::Unrotated)] keys: KeyForm,
         #[values("f32", "bf16", "int8:4", "fp8-e4m3")] format: &str
     ) {
@@ -127,8 +118,7 @@ fn assert_equal_to_rounding(format: &str, a: &[u8], b: &[u8], what: &str) {
 
 #[test]
 fn rule_3_immutability_placements_write_nothing() {
-    let golden = Golden::load("llama");
-    let mut lab = Lab::new("llama", Setup::default());
+    let (golden, mut lab) = Lab::golden("llama", Setup::default());
     let first = lab.run(&golden.prompt, ReuseCell::OVERLAPPED_ALONE, true);
     let blocks: Vec<_> = first.held.holds().iter().flat_map(|h| h.block_ids().iter().copied()).collect();
     let before = lab.bytes(&blocks);
@@ -145,8 +135,7 @@ fn rule_3_immutability_placements_write_nothing() {
 
 #[test]
 fn rule_3_two_live_requests_share_blocks_at_different_offsets() {
-    let golden = Golden::load("llama3");
-    let mut lab = Lab::new("llama3", Setup::default());
+    let (golden, mut lab) = Lab::golden("llama3", Setup::default());
     let cell = ReuseCell::SEQUENTIAL_ALONE;
     let other = reordered(&golden.prompt);
     let alone = (
@@ -167,9 +156,8 @@ fn rule_3_two_live_requests_share_blocks_at_different_offsets() {
 
 #[rstest]
 fn rule_3_concurrent_placements_equal_each_alone(#[values("llama", "mistral", "deepseek-v3")] name: &str) {
-    let golden = Golden::load(name);
+    let (golden, mut lab) = Lab::golden(name, Setup::default());
     let cell = ReuseCell::SEQUENTIAL_ALONE;
-    let mut lab = Lab::new(name, Setup::default());
     let (ropes, root) = lab.regime(lab.model.config().max_positions);
     let reindexer = PositionReindexer::for_layers(&ropes);
     // The chunks follow system prompts of one to four tokens, in three orders.
@@ -184,13 +172,9 @@ fn rule_3_concurrent_placements_equal_each_alone(#[values("llama", "mistral", "d
             lab.forward(&ropes, assembly.inputs());
             let (logical, position) = (assembly.plan().question_logical, assembly.plan().question_position);
             let held = assembly.commit().unwrap();
-            let own = lab.main.create(SequenceStart { logical, position }).unwrap();
-            let slots = lab.main.grow(own, prompt.question().len()).unwrap();
-            let own_segment = lab.main.segment(own).unwrap();
-            let segments: Vec<_> = held.segments().iter().cloned().chain([own_segment]).collect();
-            let tokens = prompt.question().to_vec();
-            let question = SequenceInput::new(tokens, logical, position, slots, segments);
-            (held, question.with_logits(Logits::All))
+            let start = SequenceStart { logical, position };
+            let (_, question) = lab.after(prompt.question(), start, held.segments().to_vec());
+            (held, question)
         })
         .collect();
     let blocks = requests[0].0.holds()[1].block_ids();
@@ -245,8 +229,7 @@ fn rule_3_the_same_chunk_twice_is_two_segments_over_the_same_blocks() {
 fn rule_5_rotation_keeps_length_under_yarn() {
     // In other engines keys grow by the attention factor at each shift. Here a shifted chunk gives the logits
     // of transformers, whose keys carry the factor once.
-    let golden = Golden::load("llama-yarn");
-    let mut lab = Lab::new("llama-yarn", Setup::default());
+    let (golden, mut lab) = Lab::golden("llama-yarn", Setup::default());
     assert!(lab.regime(1).0.layers()[0].attention_factor() > 1.1);
     for cell in [ReuseCell::OVERLAPPED_ALONE, ReuseCell::SEQUENTIAL_ALONE] {
         drop(lab.run(&reordered(&golden.prompt), cell, true));
@@ -270,8 +253,7 @@ fn rule_6_another_regime_is_a_miss_and_the_same_one_hits() {
         ("llama-dynamic", ReuseCell::SEQUENTIAL_ALONE),
         ("llama-longrope", ReuseCell::SEQUENTIAL_ALONE),
     ] {
-        let golden = Golden::load(name);
-        let mut lab = Lab::new(name, Setup::default());
+        let (golden, mut lab) = Lab::golden(name, Setup::default());
         // The other prompt is one token shorter, so that dynamic NTK is in another regime. For LongRoPE it
         // lacks two of the chunks and ends at 20 positions, within its original context.
         let other = match name {
@@ -300,9 +282,8 @@ fn rule_6_another_regime_is_a_miss_and_the_same_one_hits() {
 
 #[test]
 fn rule_6_a_request_has_the_regime_of_the_longest_position_it_may_reach() {
-    let golden = Golden::load("llama-longrope");
+    let (golden, mut lab) = Lab::golden("llama-longrope", Setup::default());
     let cell = ReuseCell::OVERLAPPED_WITH_SYSTEM;
-    let mut lab = Lab::new("llama-longrope", Setup::default());
     // The prompt has 17 positions, and 20 positions are within the original context.
     let expected = golden.logits(golden_name(cell));
     let short = lab.run_and_generate(&golden.prompt, cell, true, 3);
@@ -318,8 +299,8 @@ fn rule_7_oversized_chunks_are_split_for_storage_only(
 ) {
     for cell in EXACT {
         for max_chunk_tokens in [1, 3, 4, 5] {
-            let golden = Golden::load(name);
-            let mut lab = Lab::new(name, Setup { max_chunk_tokens, chunk_blocks: 64, ..Setup::default() });
+            let (golden, mut lab) =
+                Lab::golden(name, Setup { max_chunk_tokens, chunk_blocks: 64, ..Setup::default() });
             let expected = golden.logits(golden_name(cell));
             let cold = lab.run(&golden.prompt, cell, true);
             let hit = lab.run(&golden.prompt, cell, true);
@@ -358,8 +339,7 @@ fn a_layer_with_the_cpu_backend_copies_nothing_across_the_border(
     #[values("llama", "deepseek-v3")] name: &str,
     #[values(false, true)] reuse: bool,
 ) {
-    let golden = Golden::load(name);
-    let mut lab = Lab::new(name, Setup::default());
+    let (golden, mut lab) = Lab::golden(name, Setup::default());
     drop(lab.run(&golden.prompt, ReuseCell::OVERLAPPED_WITH_SYSTEM, reuse));
     let before = lab.backend.counters();
     drop(lab.run(&golden.prompt, ReuseCell::OVERLAPPED_WITH_SYSTEM, reuse));
@@ -373,9 +353,8 @@ fn a_layer_with_the_cpu_backend_copies_nothing_across_the_border(
 
 #[test]
 fn without_room_for_chunks_the_answer_is_the_same_and_nothing_is_lost() {
-    let golden = Golden::load("qwen3");
+    let (golden, mut lab) = Lab::golden("qwen3", Setup { chunk_blocks: 2, ..Setup::default() });
     let cell = ReuseCell::OVERLAPPED_WITH_SYSTEM;
-    let mut lab = Lab::new("qwen3", Setup { chunk_blocks: 2, ..Setup::default() });
     for _ in 0..2 {
         let run = lab.run(&golden.prompt, cell, true);
         assert!(distance(&run.logits, &golden.logits(golden_name(cell))) < 1e-4);
@@ -386,9 +365,8 @@ fn without_room_for_chunks_the_answer_is_the_same_and_nothing_is_lost() {
 
 #[test]
 fn two_requests_that_compute_one_system_prompt_at_once_keep_its_blocks() {
-    let golden = Golden::load("llama");
+    let (golden, mut lab) = Lab::golden("llama", Setup::default());
     let cell = ReuseCell::OVERLAPPED_WITH_SYSTEM;
-    let mut lab = Lab::new("llama", Setup::default());
     let (ropes, root) = lab.regime(lab.model.config().max_positions);
     let reindexer = PositionReindexer::for_layers(&ropes);
     let a = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();
@@ -436,9 +414,8 @@ fn a_prompt_does_not_evict_its_own_chunks() {
 
 #[test]
 fn a_pass_that_wants_no_logits_fills_the_cache() {
-    let golden = Golden::load("qwen2");
+    let (golden, mut lab) = Lab::golden("qwen2", Setup::default());
     let cell = ReuseCell::SEQUENTIAL_ALONE;
-    let mut lab = Lab::new("qwen2", Setup::default());
     let (ropes, root) = lab.regime(lab.model.config().max_positions);
     let reindexer = PositionReindexer::for_layers(&ropes);
     let assembly = lab.assembler(root, cell, &reindexer).assemble(&golden.prompt).unwrap();

@@ -1,6 +1,6 @@
 //! Chunks that see only the first tokens of the system prompt and themselves.
 
-use crate::common::{Golden, Lab, Setup, distance, for_every_model, golden_name};
+use crate::common::{Golden, Lab, Setup, distance, for_every, golden_name};
 use kvchunk::{ChunkedPrompt, ComputeMode, PositionStrategy, ReuseCell};
 
 const MOVING: [PositionStrategy; 2] = [PositionStrategy::Overlapped, PositionStrategy::Sequential];
@@ -16,8 +16,8 @@ fn with_system(prompt: &ChunkedPrompt, from: usize) -> ChunkedPrompt {
     ChunkedPrompt::new(system, prompt.chunks().to_vec(), prompt.question().to_vec()).unwrap()
 }
 
-for_every_model! {
-    fn a_sink_of_the_whole_system_prompt_is_the_mode_with_it(name: &str) {
+for_every! {
+    fn a_sink_of_the_whole_system_prompt_is_the_mode_with_it(name: every model) {
         let golden = Golden::load(name);
         let whole = golden.prompt.system().len();
         for strategy in [PositionStrategy::Overlapped, PositionStrategy::Sequential, PositionStrategy::Absolute] {
@@ -35,10 +35,8 @@ for_every_model! {
             }
         }
     }
-}
 
-for_every_model! {
-    fn chunks_after_a_sink_serve_every_system_prompt_that_begins_with_it(name: &str) {
+    fn chunks_after_a_sink_serve_every_system_prompt_that_begins_with_it(name: every model) {
         let golden = Golden::load(name);
         let (prompt, seen) = (&golden.prompt, golden.prompt.system().len() - 1);
         for strategy in MOVING {
@@ -59,10 +57,8 @@ for_every_model! {
             assert_eq!(lab.chunks.metrics().approximate_hits, 0);
         }
     }
-}
 
-for_every_model! {
-    fn each_number_of_tokens_is_a_mode_of_its_own(name: &str) {
+    fn each_number_of_tokens_is_a_mode_of_its_own(name: every model) {
         let golden = Golden::load(name);
         let (prompt, whole) = (&golden.prompt, golden.prompt.system().len());
         let mut lab = Lab::new(name, Setup::default());
