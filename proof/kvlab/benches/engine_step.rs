@@ -1,17 +1,17 @@
-//! Measures the engine's own time in a decode step, without the model: planning, slots, sampling, sending
+//! Measures the engine's own time in a decode step, apart from the model: planning, slots, sampling, sending
 //! tokens.
 //!
-//! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. The limit is a hundredth
-//! of the model's time in the same steps. `allocations` counts the allocations of a whole step, including the
+//! Prints one JSON object per line, like `kernels_against_memcpy` in `kvbench`. The limit is one hundredth of
+//! the model's time for the same steps. `allocations` counts the allocations of a whole step, including the
 //! model's pass; it does not depend on the number of answers. `--layers L --hidden H --answers N` set the
-//! size; the largest number of answers, at most 256, comes last.
+//! size; the most answers, at most 256, are measured last.
 
 use allocation_counter::measure;
 use kvbackend_cpu::CpuBackend;
 use kvengine::{Answer, Engine, EngineConfig, PromptTokens, Request};
 use kvmodel::{Model, ModelConfig, WeightFormat, Weights};
 
-/// The number of steps that are measured.
+/// The number of steps to measure.
 const STEPS: usize = 12;
 
 fn number(name: &str, default: usize) -> usize {
@@ -37,7 +37,7 @@ fn main() -> kvlab::Result<()> {
                 })
             })
             .collect::<Result<_, _>>()?;
-        // Prompts first, then steps that grow the lasting buffers.
+        // Prompts first, then steps that grow the buffers that are kept.
         while engine.step()?.tokens != answers {}
         for _ in 0..8 {
             engine.step()?;
@@ -53,7 +53,7 @@ fn main() -> kvlab::Result<()> {
                 while answer.try_next().is_some() {}
             }
         }
-        // The least of a few steps, since sequences begin a new block in some.
+        // The minimum over a few steps, because in some steps sequences start a new block.
         let mut allocations = u64::MAX;
         for _ in 0..8 {
             let mut stepped = Ok(());

@@ -1,10 +1,10 @@
 //! Measures a model file that `proof/peers/llama_published.py` also gives to llama.cpp: loading, prefills,
-//! passes of a few rows after a context, decoding, and prompts of documents.
+//! passes of a few rows after a context, decoding, and prompts with documents.
 //!
 //! `--model FILE` is a GGUF file or a Hugging Face directory. `--prefill N,N`, `--rows N,N` and `--decode N`
-//! choose the measurements and their numbers of tokens. `--context N` sets the tokens before rows and
-//! answers, `--kv FORMAT` the format of keys and values. Tokens are random, and new ones each time. Prints
-//! one JSON object per line: a name, a size, and the best time in seconds; for decoding, the time of a token.
+//! choose the measurements and their token counts. `--context N` sets the number of tokens before rows and
+//! answers, `--kv FORMAT` the format of keys and values. Tokens are random, and different each time. Prints
+//! one JSON object per line: a name, a size, and the best time in seconds (for decoding, the time per token).
 //! Fails if cached documents take twice as long as the question alone.
 
 use std::io::Read;
@@ -20,14 +20,14 @@ use kvmodel::{Model, ModelDirectory, WeightFormat};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// The number of repetitions of measurements of less than a second. The best counts.
+/// How often measurements of less than a second are repeated. The best one counts.
 const REPETITIONS: usize = 5;
 
-/// The number of documents in the prompt whose chunks are all cached, and the tokens of each.
+/// The number of documents in the prompt whose chunks are all cached, and the number of tokens per document.
 const DOCUMENTS: (usize, usize) = (5, 512);
 
-/// The limit of the time of a prompt with cached documents, as a multiple of the time of its question alone.
-/// The aim is 1.1; this limit leaves room for noise.
+/// The maximum time for a prompt with cached documents, as a multiple of the time for its question alone. The
+/// target is 1.1; this limit leaves room for noise.
 const FOUND: f64 = 2.0;
 
 fn argument(flag: &str) -> Option<String> {
@@ -55,13 +55,13 @@ impl Lab {
         Ok(self.engine.generate(&request, &mut ())?)
     }
 
-    /// Returns the time of a pass of new tokens after a cached context.
+    /// Returns how long a pass over new tokens takes after a cached context.
     fn pass(&mut self, context: &[u32], rows: usize) -> Result<Duration> {
         let prompt = [context, &self.tokens(rows)].concat();
         Ok(self.ask(prompt, 1, true)?.ttft)
     }
 
-    /// Returns the time per token of an answer of at most `tokens` tokens.
+    /// Returns the time per token for an answer of at most `tokens` tokens.
     fn step(&mut self, context: &[u32], tokens: usize) -> Result<Duration> {
         let prompt = [context, &self.tokens(1)].concat();
         let answer = self.ask(prompt, tokens + 1, true)?;
@@ -78,7 +78,7 @@ fn show(what: &str, size: usize, took: Duration) {
     println!("{}", serde_json::json!({ "what": what, "size": size, "seconds": took.as_secs_f64() }));
 }
 
-/// Loads the model several times, in turns with plain reads of its file from the system's cache.
+/// Loads the model several times, alternating with plain reads of its file from the page cache.
 fn load(path: &Path) -> Result<Model> {
     let weights = if path.is_dir() { path.join("model.safetensors") } else { path.to_owned() };
     let size = std::fs::metadata(&weights).map_or(0, |file| file.len()) as usize;

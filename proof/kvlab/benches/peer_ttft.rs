@@ -1,11 +1,11 @@
 //! Measures the time to first token (TTFT) of the prompts that `proof/peers/llama_cpp.py` also gives to
-//! llama.cpp, with the same weights.
+//! llama.cpp with the same weights.
 //!
 //! `--model DIR` holds config.json and safetensors. `--prompts FILE` holds token ids: `system`, `documents`
-//! and `questions`. Every request takes the next question. Prints one JSON object per line: a scenario, its
-//! best time, the number of tokens that it computed, its first token, and two distances: the differences
-//! between the log-probabilities of the likeliest tokens and their values under the same mask without any
-//! cache, and under full attention.
+//! and `questions`. Every request uses the next question. Prints one JSON object per line: a scenario, its
+//! best time, the number of tokens that it computed, its first token, and two distances. A distance is the
+//! largest difference between the log-probabilities of the likeliest tokens and their values without any
+//! cache: once under the same mask, once under full attention.
 
 use std::path::PathBuf;
 
@@ -26,9 +26,9 @@ struct PeerPrompts {
 /// A measured scenario.
 struct Scenario {
     name: &'static str,
-    /// The order of the documents.
+    /// Reorders the documents.
     order: fn(&mut Vec<Vec<u32>>),
-    /// True if documents do not see each other.
+    /// True if documents do not attend to each other.
     chunked: bool,
 }
 
@@ -38,7 +38,7 @@ const SCENARIOS: [Scenario; 3] = [
     Scenario { name: "reversed, chunks", order: |d| d.reverse(), chunked: true },
 ];
 
-/// The number of repetitions. The best counts.
+/// The number of repetitions. The best one counts.
 const REPETITIONS: usize = 3;
 
 fn argument(flag: &str) -> Result<PathBuf> {
@@ -50,14 +50,14 @@ fn read(path: PathBuf) -> Result<String> {
     std::fs::read_to_string(&path).map_err(|source| kvmodel::Error::Io { path, source }.into())
 }
 
-/// The way in which a prompt is computed.
+/// How a prompt is computed.
 #[derive(Clone, Copy)]
 enum ScenarioWay {
-    /// With the cached KV.
+    /// With cached KV.
     Cached,
     /// Under the same mask, without any cache.
     Uncached,
-    /// With documents that see each other, without any cache.
+    /// With documents that attend to each other, without any cache.
     Full,
 }
 
@@ -67,7 +67,7 @@ struct Lab {
 }
 
 impl Lab {
-    /// Asks for an answer of one token, with the scenario's order of documents.
+    /// Requests an answer of one token, with the scenario's document order.
     fn ask(&mut self, scenario: &Scenario, question: usize, way: ScenarioWay) -> Result<Generation> {
         let mut documents = self.prompts.documents.clone();
         (scenario.order)(&mut documents);
@@ -89,7 +89,7 @@ impl Lab {
     }
 }
 
-/// The number of tokens whose log-probabilities are compared. llama.cpp is asked for as many.
+/// The number of tokens whose log-probabilities are compared. llama.cpp is asked for the same number.
 const LIKELIEST: usize = 20;
 
 /// Returns the log-probabilities of the first token.
@@ -100,7 +100,7 @@ fn logprobs(answer: &Generation) -> Vec<f32> {
     logits.iter().map(|x| x - top - sum.ln()).collect()
 }
 
-/// Returns the largest difference from `exact` among the likeliest tokens of `exact`.
+/// Returns the largest log-probability difference over the likeliest tokens of `exact`.
 fn apart(answer: &Generation, exact: &Generation) -> f32 {
     let (answer, exact) = (logprobs(answer), logprobs(exact));
     let mut order: Vec<usize> = (0..exact.len()).collect();
@@ -130,7 +130,7 @@ fn main() -> Result<()> {
 
     show("cold", &lab.ask(&SCENARIOS[0], 0, ScenarioWay::Full)?, None);
     for scenario in &SCENARIOS {
-        // The cached KV comes from the first order: each measured order is new.
+        // The cached KV comes from the first order, so each measured order is new.
         lab.ask(&Scenario { order: |_| (), ..*scenario }, 0, ScenarioWay::Cached)?;
         let mut best = lab.ask(scenario, 1, ScenarioWay::Cached)?;
         let full = lab.ask(scenario, 1, ScenarioWay::Full)?;

@@ -1,10 +1,10 @@
-//! Page-sparse decode against dense decode: the time of a step, and the divergence of its tokens.
+//! Compares page-sparse decode with dense decode: the time per step, and the divergence of its tokens.
 //!
-//! Prints a table in Markdown. Contexts are cut from the text of this project's documents. The divergence
+//! Prints a table in Markdown. Contexts are excerpts from this project's documents. The divergence
 //! (Kullback-Leibler, in nats) compares next-token distributions of sparse and dense decode, up to the first
-//! token that differs. `--model DIR` names a directory in the Hugging Face format, `--tokens N` the length of
-//! the contexts, `--contexts N` their number. Without a model, a random one of 8 layers of 512 is used. Its
-//! attention is spread wider than a trained model's, so only its times count.
+//! token that differs. `--model DIR` names a Hugging Face directory, `--tokens N` sets the length of the
+//! contexts, `--contexts N` their number. Without `--model`, a random model with 8 layers of width 512 is
+//! used. Its attention is more spread out than a trained model's, so only its times are meaningful.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -14,9 +14,10 @@ use kvcore::DType;
 use kvengine::{AnswerEvent, Engine, EngineConfig, Generation, PromptTokens, Request, SparseDecode};
 use kvmodel::{Model, ModelConfig, ModelDirectory, WeightFormat, Weights};
 
-/// The tokens of an answer.
+/// The number of tokens per answer.
 const ANSWER: usize = 24;
-/// Steps of an answer that are not timed: the first reads the keys of all blocks.
+/// The number of steps at the start of an answer that are not timed. The first step reads the keys of all
+/// blocks.
 const WARM: usize = 4;
 
 fn word(name: &str) -> Option<String> {
@@ -43,7 +44,7 @@ fn text() -> String {
     .concat()
 }
 
-/// Answers a request. Returns the answer, and the least time of a step.
+/// Answers a request. Returns the answer and the shortest time of a step.
 fn answer(engine: &mut Engine, request: Request) -> kvlab::Result<(Generation, f64)> {
     let mut answer = engine.submit(request)?;
     let (mut best, mut tokens) = (f64::INFINITY, 0);
@@ -63,11 +64,11 @@ fn answer(engine: &mut Engine, request: Request) -> kvlab::Result<(Generation, f
     }
 }
 
-/// Returns the sum of divergences over comparable places, the number of places with the same likeliest token,
-/// and the number of all comparable places.
+/// Returns the sum of the divergences over comparable positions, the number of positions with the same
+/// likeliest token, and the number of comparable positions.
 fn compare(dense: &Generation, sparse: &Generation) -> (f64, usize, usize) {
     let (mut sum, mut same, mut places) = (0.0, 0, 0);
-    // The first token comes from the prompt.
+    // The first token comes from the prefill.
     for (i, (p, q)) in dense.logits.iter().zip(&sparse.logits).enumerate().skip(1) {
         sum += divergence(p, q);
         places += 1;

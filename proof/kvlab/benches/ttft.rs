@@ -1,7 +1,7 @@
-//! Measures the time to first token (TTFT) of a prompt of chunks: cold, with all chunks hit, without reuse,
-//! and the floor. The floor is the question alone, after the same KV.
+//! Measures the time to first token (TTFT) of a prompt of chunks: cold, with all chunks cached, without
+//! reuse, and the floor, which is the question alone after the same KV.
 //!
-//! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. Here a ratio is "times as
+//! Prints one JSON object per line, like `kernels_against_memcpy` in `kvbench`. A ratio here means "times as
 //! fast as the limit". `--layers L --hidden H --chunks N --tokens T` set the size.
 
 use kvbackend_cpu::CpuBackend;

@@ -1,4 +1,4 @@
-//! `cargo xtask exactness`: the measurements of the exactness tests, as the table of docs/exactness.md.
+//! `cargo xtask exactness`: prints the exactness tests' measurements as the table in docs/exactness.md.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -8,19 +8,19 @@ use clap::Parser;
 use xtask::page;
 use xtask::run::{Result, cargo_command, exit_code};
 
-/// Print the measurements of the exactness tests as the table of docs/exactness.md.
+/// Print the exactness tests' measurements as the table in docs/exactness.md.
 #[derive(Debug, Parser)]
 #[command(name = "cargo xtask exactness", bin_name = "cargo xtask exactness")]
 struct ExactnessCli {
-    /// Write the table into docs/exactness.md instead of printing it.
+    /// Write the table to docs/exactness.md instead of printing it.
     #[arg(long)]
     write: bool,
 }
 
-/// The tests that print rows.
+/// The tests that print table rows.
 const TESTS: &str = "exactness approximate rotated unrotated blending";
 const PAGE: &str = "docs/exactness.md";
-/// The command that the page names before the table.
+/// The command in the table's marker line.
 const COMMAND: &str = "cargo xtask exactness --write";
 
 fn main() -> ExitCode {
@@ -28,7 +28,7 @@ fn main() -> ExitCode {
 }
 
 fn exactness(args: &ExactnessCli) -> Result {
-    // With the whole workspace, as `cargo xtask test` builds it: nothing is built twice.
+    // With the whole workspace, as `cargo xtask test` builds it, so nothing is compiled twice.
     let fixed = "test --release --workspace --all-features --test suite -- --nocapture";
     let mut command = cargo_command(&format!("{fixed} {TESTS}"));
     let output = command.stderr(Stdio::inherit()).output();
@@ -50,14 +50,14 @@ fn exactness(args: &ExactnessCli) -> Result {
 #[derive(Debug, Default, PartialEq)]
 struct Measured {
     differences: Vec<f64>,
-    /// Differences as multiples of transformers' own error, where a test measures it.
+    /// Differences as multiples of transformers' own error, in tests that measure that error.
     ratios: Vec<f64>,
 }
 
-/// Returns the differences by the form of the cache and the kind of measurement.
+/// Returns the differences, grouped by cache format and kind of measurement.
 fn gathered(output: &str) -> BTreeMap<String, Measured> {
     let mut all: BTreeMap<String, Measured> = BTreeMap::new();
-    // With several threads, the name of a test may come before a row.
+    // If tests run on several threads, a test's name may precede a row.
     let rows = output.lines().filter_map(|line| Some(line.get(line.find("| ")?..)?.trim()));
     for row in rows.filter_map(|row| row.strip_prefix('|')?.strip_suffix('|')) {
         let columns: Vec<&str> = row.split('|').map(str::trim).collect();

@@ -1,6 +1,6 @@
 //! The error type of this crate.
 
-/// An error of a workload, of a set of questions, or of the engine that answers.
+/// An error in a workload or a set of questions, or from the engine that answers.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -10,9 +10,9 @@ pub enum Error {
     /// A file of questions cannot be parsed.
     #[error("questions{}: {reason}{}", of_line(*line), form(*line))]
     Dataset {
-        /// The line, counted from 1; 0 for the whole file.
+        /// The line number, from 1; 0 for the whole file.
         line: usize,
-        /// The reason why the line is refused.
+        /// Why the line is invalid.
         reason: String,
     },
     /// The name of an arm is unknown.
@@ -22,12 +22,12 @@ pub enum Error {
          the temperature and scale of attention to documents: T 0.9 S 0.9"
     )]
     UnknownArm(String),
-    /// A search has no candidate of reuse, or no questions to judge it by.
+    /// A search has no reuse candidates, or no questions to judge them by.
     #[error(
         "there is nothing to tune: a search needs at least one way of reuse, and questions of kind local to judge it by"
     )]
     NothingToTune,
-    /// An error of the engine that answers, or of its model.
+    /// An error of the engine or its model.
     #[error(transparent)]
     Engine(#[from] kvengine::Error),
     /// An error of `kvchunk`.
@@ -47,12 +47,12 @@ impl From<kvmodel::Error> for Error {
 /// A result with the error type of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Returns ", line N" for a line, and nothing for the whole file.
+/// Returns ", line N", or nothing if the error concerns the whole file.
 fn of_line(line: usize) -> String {
     if line == 0 { String::new() } else { format!(", line {line}") }
 }
 
-/// Returns the form of a line, for the error of one.
+/// Returns the expected form of a line, for an error message about one line.
 fn form(line: usize) -> &'static str {
     if line == 0 {
         ""

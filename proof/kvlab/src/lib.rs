@@ -1,11 +1,11 @@
-//! A laboratory for the reuse of KV. It measures the accuracy and the cost of each strategy, and decides if
-//! reuse fits a model.
+//! A laboratory for KV reuse. It measures the accuracy and the cost of each strategy, and decides if reuse
+//! fits a model.
 //!
 //! - `eval`: [`evaluate`] asks questions through a real [`kvengine::Engine`] and scores each [`Arm`];
 //!   [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest strategy whose
-//!   loss it can bound
-//! - `workload`: [`RagWorkload`] and [`Traffic`] draw the requests of a service; [`serve`], [`play`] and
-//!   [`ttft_rows`] measure the times of answering them
+//!   loss can be bounded
+//! - `workload`: [`RagWorkload`] and [`Traffic`] draw a service's requests; [`serve`], [`play`] and
+//!   [`ttft_rows`] measure how long the answers take
 //! - `error`: the error type
 //!
 //! ```no_run

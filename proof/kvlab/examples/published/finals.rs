@@ -1,7 +1,7 @@
-//! The finals: full attention, the cells and a few strategies answer hundreds of local questions.
+//! The finals: full attention, the reuse cells and a few strategies answer hundreds of local questions.
 //!
-//! The answers to each draw are kept in a file, and a run goes on where another one stopped. The grades are
-//! written to `proof/kvlab/tests/published`, from which a run on another machine goes on. A test checks the
+//! The answers to each draw are kept in a file, so an interrupted run can be continued. The grades are
+//! written to `proof/kvlab/tests/published`, from where a run on another machine continues. A test checks the
 //! gate's verdicts on them.
 
 use std::collections::BTreeMap;
@@ -17,23 +17,23 @@ use super::{
 use xtask::published::folder;
 use xtask::run::{Result, create_folder, read as read_text, root, write as write_text};
 
-/// The command that the page names before the table.
+/// The command in the table's marker line.
 const TABLE: &str = "cargo xtask published --answers";
 
-/// Questions in a draw.
+/// The number of questions per draw.
 const QUESTIONS: usize = 20;
 
-/// The first draw of the questions that are timed. They are not the judged ones.
+/// The first draw of timed questions. They differ from the graded questions.
 const TIMED: usize = 1000;
 
-/// The final's questions for one number of documents.
+/// The questions of the final for one number of documents.
 struct Final {
     documents: usize,
     draws: usize,
     ways: &'static [&'static str],
 }
 
-/// The strategies next to full attention: the cells, then the finalists of the screen.
+/// The strategies that are compared with full attention: first the cells, then the finalists from the screen.
 const WAYS: &[&str] = &[
     "overlapped, with-system, none",
     "overlapped, alone, none",
@@ -47,15 +47,15 @@ const WAYS: &[&str] = &[
     "sequential, alone, link:32",
 ];
 
-/// With eight documents full attention itself answers too few questions right to judge by, as a few questions
-/// show.
+/// With eight documents, full attention itself answers too few questions correctly to judge by. A few
+/// questions are enough to show that.
 const FINALS: [Final; 3] = [
     Final { documents: 2, draws: 20, ways: WAYS },
     Final { documents: 4, draws: 20, ways: WAYS },
     Final { documents: 8, draws: 2, ways: &["sequential, with-system, question:0.5"] },
 ];
 
-/// The grades of the answers for one number of documents.
+/// The grades of the answers about one number of documents.
 #[derive(Serialize, Deserialize)]
 struct KeptFinal {
     documents: usize,
@@ -64,23 +64,23 @@ struct KeptFinal {
     ways: Vec<WayResult>,
 }
 
-/// The answers with one strategy.
+/// The answers given with one strategy.
 #[derive(Serialize, Deserialize)]
 struct WayResult {
     name: String,
-    /// A 1 for each right answer and a 0 for each wrong one, in the order of draws and questions.
+    /// One digit per answer, 1 if it is right and 0 if not, ordered by draw and question.
     right: String,
     /// The share of document tokens that were recomputed.
     #[serde(rename = "anew")]
     recomputed: f64,
-    /// Operations of the prefill, as a share of full attention's.
+    /// The operation count of the prefill, relative to full attention's.
     operations: f64,
     /// The median time to first token in milliseconds, for questions asked one after another on an idle
     /// machine.
     ttft_ms: Option<f64>,
 }
 
-/// Asks the questions without answers, and measures times.
+/// Asks all questions that have no answers so far, and measures times.
 pub(super) fn run() -> Result {
     restore()?;
     for Final { documents, draws, ways } in FINALS {
@@ -97,7 +97,7 @@ pub(super) fn run() -> Result {
     keep()
 }
 
-/// Asks a draw with the strategies that have not answered it.
+/// Asks a draw's questions with the strategies that have not answered them.
 fn complete(documents: usize, draw: usize, ways: &[&str]) -> Result {
     let file = answers(documents, draw);
     let old = std::fs::read_to_string(&file).unwrap_or_default();
@@ -114,7 +114,7 @@ fn complete(documents: usize, draw: usize, ways: &[&str]) -> Result {
     std::fs::remove_file(&more).map_err(|e| format!("{}: {e}", more.display()))
 }
 
-/// Restores the answers to draws from the kept grades, with each strategy's average cost.
+/// Restores the draws' answers from the kept grades, with each strategy's average cost.
 fn restore() -> Result {
     create_folder(&folder().join("finals"))?;
     for Final { documents, draws, .. } in FINALS {
@@ -129,7 +129,7 @@ fn restore() -> Result {
     Ok(())
 }
 
-/// Returns the file of the answers to a draw.
+/// Returns the file of a draw's answers.
 fn answers(documents: usize, draw: usize) -> PathBuf {
     folder().join(format!("finals/answers-{documents}-{draw}.jsonl"))
 }
@@ -139,7 +139,7 @@ fn times(documents: usize) -> PathBuf {
     folder().join(format!("finals/times-{documents}.jsonl"))
 }
 
-/// Returns the names of strategies, in the order in which they first occur.
+/// Returns the names of the strategies, in order of first occurrence.
 fn names(answers: &[AnswerLine]) -> Vec<String> {
     let mut names = Vec::new();
     for answer in answers {
@@ -151,12 +151,12 @@ fn names(answers: &[AnswerLine]) -> Vec<String> {
     names
 }
 
-/// Returns the path of the kept grades for a number of documents.
+/// Returns the path of the grades kept for a number of documents.
 fn kept(documents: usize) -> PathBuf {
     root().join(KEPT).join(format!("{documents}.json"))
 }
 
-/// Returns the kept grades for a number of documents.
+/// Reads the grades kept for a number of documents.
 fn read_kept(documents: usize) -> Result<Option<KeptFinal>> {
     let path = kept(documents);
     if !path.exists() {
@@ -167,7 +167,7 @@ fn read_kept(documents: usize) -> Result<Option<KeptFinal>> {
 }
 
 impl KeptFinal {
-    /// Returns the cells of a strategy's row before and after the points that it loses.
+    /// Returns the table cells in a strategy's row that come before and after the points it loses.
     fn cells(&self, way: &WayResult) -> [String; 2] {
         let time = match (way.ttft_ms, self.time(FULL)) {
             (Some(ms), Some(full)) => format!("{ms:.0} ms, {:.0} %", 100.0 * ms / full),
@@ -180,7 +180,7 @@ impl KeptFinal {
         ]
     }
 
-    /// Returns the answers to a draw, one per line.
+    /// Returns a draw's answers as a string of digits.
     fn draw(&self, draw: usize) -> String {
         let mut text = String::new();
         for WayResult { name, right, recomputed, operations, .. } in &self.ways {
@@ -216,7 +216,7 @@ impl KeptFinal {
 /// Writes the grades of the draws that all strategies have answered.
 fn keep() -> Result {
     for Final { documents, draws, ways } in FINALS {
-        // Kept draws are numbered by their order: none after a gap counts.
+        // Kept draws are numbered in order, so draws after a gap are not kept.
         let mut draw_answers = Vec::new();
         for draw in (0..draws).take_while(|&draw| answers(documents, draw).exists()) {
             let answers = read(&answers(documents, draw))?;
@@ -233,7 +233,7 @@ fn keep() -> Result {
         let timed = if timed.exists() { read(&timed)? } else { Vec::new() };
         let all = || std::iter::once(FULL).chain(ways.iter().copied());
         let mut ways: Vec<WayResult> = all().map(|way| of_way(way, &draw_answers, &timed)).collect();
-        // All times are of one machine: kept times stay unless all are new.
+        // All times must come from one machine, so kept times stay unless all of them are new.
         if let Some(before) = read_kept(documents)?
             && ways.iter().any(|way| way.ttft_ms.is_none())
         {
@@ -251,7 +251,8 @@ fn keep() -> Result {
     Ok(())
 }
 
-/// Gathers the answers of a strategy, question by question. The first answer to a question counts.
+/// Collects a strategy's answers, question by question. If there are several answers to a question, the first
+/// one counts.
 fn of_way(way: &str, draws: &[Vec<AnswerLine>], timed: &[AnswerLine]) -> WayResult {
     let mut of_questions: BTreeMap<(usize, usize), (bool, f64, f64)> = BTreeMap::new();
     for (answer, share) in draws.iter().flat_map(|answers| with_shares(answers)) {
@@ -299,7 +300,7 @@ struct LossBounds {
     at_most: f64,
 }
 
-/// Returns the loss of each strategy with its bounds, by the answers.
+/// Returns each strategy's loss with its bounds, computed from the answers.
 fn bounds(documents: usize, draws: usize) -> Result<BTreeMap<String, LossBounds>> {
     let mut command = Command::new(program());
     command.args(["eval", "--json"]);
@@ -316,7 +317,7 @@ fn bounds(documents: usize, draws: usize) -> Result<BTreeMap<String, LossBounds>
     Ok(scores.scores.into_iter().filter_map(of).collect())
 }
 
-/// Writes the table of docs/quality.md.
+/// Writes the table in docs/quality.md.
 pub(super) fn write() -> Result {
     restore()?;
     keep()?;
@@ -367,7 +368,7 @@ mod tests {
             answer(FULL, 0, true, 100.0),
             answer(FULL, 1, true, 200.0),
             answer(way, 1, false, 100.0),
-            // A second call asks full attention again, which costs its own units there.
+            // A second call asks full attention again, which has different costs there.
             answer(FULL, 0, false, 1000.0),
             answer(way, 0, true, 100.0),
         ]];
@@ -402,7 +403,7 @@ mod tests {
         }
     }
 
-    /// Returns the right answers and the times of some strategies, as `least to most`.
+    /// Formats the numbers of right answers, and the times, of some strategies as `least to most`.
     fn shown(kept: &KeptFinal, strategies: impl Fn(&str) -> bool) -> [String; 2] {
         let ways = || kept.ways.iter().filter(|way| strategies(&way.name));
         let range = |values: Vec<f64>| {

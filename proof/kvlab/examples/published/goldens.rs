@@ -1,10 +1,10 @@
-//! `cargo xtask published --goldens`: answers of the published model against the answers of Hugging Face
+//! `cargo xtask published --goldens`: compares the published model's answers with those of Hugging Face
 //! transformers.
 //!
-//! `proof/goldens/published_model` holds prompts and goldens, and explains how they are made. `kvc` answers
-//! each prompt twice. From the converted directory in f32 it must choose the same tokens (no golden has a
-//! tie). From the GGUF file it multiplies blocks as they are stored; there the golden's answer is read back,
-//! so each place counts for itself and does not depend on the tokens chosen before it.
+//! `proof/goldens/published_model` holds the prompts and goldens, and explains how they are made. `kvc`
+//! answers each prompt twice. With the converted directory in f32, it must choose the same tokens (no golden
+//! has a tie). With the GGUF file, it multiplies the blocks as stored. There it is fed the golden's answer,
+//! so each position is judged on its own, whatever token was chosen before it.
 
 use std::path::Path;
 use std::process::Command;
@@ -19,7 +19,7 @@ use xtask::tools::require;
 
 use super::{build, program};
 
-/// The least share of places at which the answer from the GGUF file must have the golden's token.
+/// The minimum share of positions where the GGUF file must predict the golden's token.
 const OF_FILE: f64 = 0.99;
 
 #[derive(Deserialize)]
@@ -27,7 +27,7 @@ struct PromptFile {
     prompts: Vec<Prompt>,
 }
 
-/// A prompt: a raw text, or a conversation.
+/// A prompt: raw text or a conversation.
 #[derive(Deserialize)]
 struct Prompt {
     name: String,
@@ -37,26 +37,26 @@ struct Prompt {
 
 #[derive(Deserialize)]
 struct GoldenFile {
-    /// The end token of the model.
+    /// The model's end token.
     end: u32,
-    /// The largest difference between the reference's logits and logits in double precision.
+    /// The largest difference between the reference's logits and double-precision logits.
     #[cfg(test)]
     rounding: f64,
     answers: Vec<Golden>,
 }
 
-/// The answer of transformers to a prompt.
+/// The answer that transformers gives to a prompt.
 #[derive(Deserialize)]
 struct Golden {
     name: String,
     prompt: Vec<u32>,
     /// The tokens of the answer, including the end token.
     answer: Vec<u32>,
-    /// The lead of each token over the second likeliest.
+    /// For each token, its lead over the second likeliest one.
     margins: Vec<f64>,
 }
 
-/// The answer of `kvc` to a prompt.
+/// The answer that `kvc` gives to a prompt.
 #[derive(Deserialize)]
 struct KvcAnswer {
     tokens: Vec<u32>,
@@ -103,7 +103,7 @@ pub(super) fn check() -> Result {
     if wrong.is_empty() { Ok(()) } else { Err(wrong.join("; ")) }
 }
 
-/// Returns the number of chosen tokens before the first that differs from the golden.
+/// Returns the number of tokens chosen before the first that differs from the golden.
 fn chosen(golden: &Golden, end: u32, said: KvcAnswer) -> Result<usize> {
     if said.prompt_tokens != golden.prompt.len() {
         let tokens = said.prompt_tokens;
@@ -114,7 +114,8 @@ fn chosen(golden: &Golden, end: u32, said: KvcAnswer) -> Result<usize> {
     Ok(tokens.zip(&golden.answer).take_while(|(ours, theirs)| ours == *theirs).count())
 }
 
-/// Returns the number of places at which the token of the golden's answer, read back, is the likeliest.
+/// Returns the number of positions where the golden's token is the likeliest, after the golden's tokens
+/// before it.
 fn read_back(golden: &Golden, said: &KvcAnswer) -> Result<usize> {
     let read = said.read_back.as_ref().ok_or("`kvc run --answer` does not say what it read")?;
     if read.prompt != golden.prompt {
@@ -123,7 +124,7 @@ fn read_back(golden: &Golden, said: &KvcAnswer) -> Result<usize> {
     Ok(read.likeliest.iter().zip(&golden.answer).filter(|(ours, theirs)| ours == theirs).count())
 }
 
-/// Asks a model to answer a prompt with at most `tokens` tokens, or to read back an answer.
+/// Asks a model to answer a prompt with at most `tokens` tokens, or feeds it a given answer.
 fn ask(model: &Path, prompt: &Prompt, tokens: usize, answer: Option<&[u32]>) -> Result<KvcAnswer> {
     let asked = folder().join("prompt");
     let (option, text) = match (&prompt.text, &prompt.messages) {
@@ -146,7 +147,7 @@ fn ask(model: &Path, prompt: &Prompt, tokens: usize, answer: Option<&[u32]>) -> 
     serde_json::from_slice(&output.stdout).map_err(|e| format!("{:?}: `kvc run` printed {e}", prompt.name))
 }
 
-/// Reads a file of the goldens' folder.
+/// Reads a file in the goldens' folder.
 fn read<T: DeserializeOwned>(name: &str) -> Result<T> {
     let path = root().join(GOLDENS).join(name);
     let text = run::read(&path)?;

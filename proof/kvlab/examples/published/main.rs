@@ -1,8 +1,9 @@
-//! `cargo xtask published`: strategies of reuse on a published model, as docs/quality.md reports them.
+//! `cargo xtask published`: measures reuse strategies on a published model, for docs/quality.md.
 //!
-//! The model is SmolLM2-135M-Instruct as a GGUF file. Questions are drawn by `kvc eval --texts`. Divergence
-//! from full attention's own answers orders all strategies by sixty prompts ([`screen`], two hours on two
-//! cores). Full attention, the cells and a few finalists answer 400 questions each ([`finals`], hours).
+//! The model is SmolLM2-135M-Instruct as a GGUF file. `kvc eval --texts` draws the questions. First, all
+//! strategies are ranked by their divergence from full attention's own answers to sixty prompts ([`screen`],
+//! two hours on two cores). Then full attention, the cells and a few finalists answer 400 questions each
+//! ([`finals`], hours).
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -18,39 +19,39 @@ mod finals;
 mod goldens;
 mod screen;
 
-/// Ask a published model with every strategy of reuse, and write the tables of docs/quality.md (needs the
-/// model's wheel).
+/// Ask a published model questions with every reuse strategy, and write the tables in docs/quality.md (needs
+/// the model's wheel).
 #[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 #[derive(Parser)]
 #[command(name = "cargo xtask published", bin_name = "cargo xtask published")]
 struct PublishedCli {
-    /// Write the tables of docs/quality.md from the kept answers, and ask nothing.
+    /// Write the tables in docs/quality.md from the kept answers, and ask nothing.
     #[arg(long)]
     table: bool,
-    /// Ask few questions with three strategies, and fail unless recomputation by the question comes nearest
-    /// to full attention.
+    /// Ask a few questions with three strategies. Fails unless recomputation guided by the question comes
+    /// nearest to full attention.
     #[arg(long, conflicts_with = "table")]
     quick: bool,
-    /// Ask only the questions that are answered, without the prompts that order strategies by divergence. A
-    /// run goes on where another one stopped.
+    /// Ask only the questions of the finals, not the prompts that rank strategies by divergence. An
+    /// interrupted run can be continued.
     #[arg(long, conflicts_with_all = ["table", "quick", "goldens"])]
     answers: bool,
-    /// Compare greedy answers with the answers of Hugging Face transformers, from a directory in f32 and from
-    /// the GGUF file.
+    /// Compare greedy answers with those of Hugging Face transformers, from a directory in f32 and from the
+    /// GGUF file.
     #[arg(long, conflicts_with_all = ["table", "quick"])]
     goldens: bool,
 }
 
 /// Builds `kvc`, which asks the questions.
 fn build() -> Result {
-    // With the whole workspace and all features, as the tests are built: nothing is built twice.
+    // Built like the tests, with the whole workspace and all features, so nothing is compiled twice.
     cargo("build --release --quiet --workspace --all-features --bin kvc")
 }
 
-/// The folder of kept answers, below the root of the workspace.
+/// The folder of kept answers, relative to the workspace root.
 const KEPT: &str = "proof/kvlab/tests/published";
 
-/// The answer to one question with one strategy, as `kvc eval --answers` writes it.
+/// The answer to one question with one strategy, in the format of `kvc eval --answers`.
 #[derive(Deserialize)]
 struct AnswerLine {
     name: String,
@@ -64,11 +65,11 @@ struct AnswerLine {
     ttft_ms: f64,
 }
 
-/// Operations of full attention in restored answers. Only shares of it count.
+/// The operation count of full attention in restored answers. Only ratios to it matter.
 const FLOPS: f64 = 1e9;
 
 impl AnswerLine {
-    /// Returns the line for [`read`] and `kvc eval --read`. The kind of the question is not kept.
+    /// Formats the answer as a line for [`read`] and `kvc eval --read`. The kind of question is not kept.
     fn line(&self) -> String {
         let Self { name, draw, question, right, divergence, agreement, recomputed, flops, ttft_ms } = self;
         let line = serde_json::json!({
@@ -112,21 +113,21 @@ fn program() -> PathBuf {
     target().join("release/kvc")
 }
 
-/// The questions of one call of `kvc eval`.
+/// The questions asked by one call of `kvc eval`.
 #[derive(Clone, Copy)]
 struct EvalCall {
     documents: usize,
-    /// The number of the first draw.
+    /// The index of the first draw.
     first: usize,
     draws: usize,
-    /// Questions of each kind in a draw.
+    /// The number of questions of each kind per draw.
     questions: usize,
-    /// True for local questions only.
+    /// True to ask local questions only.
     local: bool,
 }
 
-/// Asks questions with some strategies, and writes the answers to a file. The file exists only after the last
-/// answer.
+/// Asks questions with some strategies and writes the answers to a file. The file is created only after the
+/// last answer.
 fn ask(arms: &[&str], asked: EvalCall, measure: &str, to: &Path) -> Result {
     let mut command = Command::new(program());
     command.args(["eval", "--chat", "--measure", measure, "--kv-memory", "512", "--model"]).arg(model());
@@ -151,12 +152,12 @@ fn read(file: &Path) -> Result<Vec<AnswerLine>> {
     text.lines().map(answer).collect()
 }
 
-/// The name of the strategy with which all others are compared.
+/// The name of the strategy that all others are compared with.
 const FULL: &str = "full attention";
 
-/// Returns the answers to questions that full attention was asked before, each with its share of full
-/// attention's operations. Each call asks full attention first, and an answer is compared with full attention
-/// in the same call.
+/// Returns the answers that follow an answer of full attention to the same question, each with its operation
+/// count relative to full attention's. Each call asks full attention first, so answers are compared within
+/// one call.
 fn with_shares(answers: &[AnswerLine]) -> impl Iterator<Item = (&AnswerLine, f64)> {
     let mut full = BTreeMap::new();
     answers.iter().filter_map(move |answer| {
@@ -168,7 +169,7 @@ fn with_shares(answers: &[AnswerLine]) -> impl Iterator<Item = (&AnswerLine, f64
     })
 }
 
-/// Returns the name of a strategy in the tables, without defaults that `kvc` adds to the name.
+/// Returns the strategy's name in the tables, without the defaults that `kvc` adds.
 fn plain(name: &str) -> String {
     name.strip_suffix(":values")
         .or_else(|| name.strip_suffix("@0").filter(|n| n.contains("random")))
@@ -176,7 +177,7 @@ fn plain(name: &str) -> String {
         .to_owned()
 }
 
-/// The page of the tables.
+/// The page with the tables.
 const QUALITY: &str = "docs/quality.md";
 
 /// Writes a table into a page, and prints it.

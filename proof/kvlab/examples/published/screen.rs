@@ -1,9 +1,8 @@
-//! The screen: all strategies, ordered by their divergence from full attention's own answers to sixty
-//! prompts.
+//! The screen: ranks all strategies by their divergence from full attention's own answers to sixty prompts.
 //!
-//! The results of each draw of questions are kept in `proof/kvlab/tests/published`, from which the table is
-//! made. A run goes on where another one stopped, also on another machine. A strategy that is added to the
-//! list is asked alone, next to full attention.
+//! The results of each draw are kept in `proof/kvlab/tests/published`, and the table is made from them. An
+//! interrupted run can be continued, even on another machine. A strategy added to the list is then asked
+//! alone, together with full attention.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -18,16 +17,16 @@ use super::{
 use xtask::published::folder;
 use xtask::run::{Result, create_folder, read as read_text, root, write as write_text};
 
-/// The command that the page names before the table.
+/// The command in the table's marker line.
 const TABLE: &str = "cargo xtask published";
 
-/// The plot of the table.
+/// The plot that goes with the table.
 const PLOT: &str = "docs/published.svg";
 
 /// The numbers of documents per question.
 const DOCUMENTS: [usize; 2] = [2, 4];
 
-/// The strategies next to full attention, in the order of the table: positions, mode, recomputation.
+/// The strategies that are compared with full attention, in table order: positions, mode, recomputation.
 const ARMS: &[&str] = &[
     "overlapped, with-system, none",
     "overlapped, alone, none",
@@ -74,34 +73,34 @@ const ARMS: &[&str] = &[
     "sequential, with-system, joint:0.2@5",
 ];
 
-/// The strategy from which the distance of all others is measured, prompt by prompt.
+/// The strategy that all others are measured against, prompt by prompt.
 const NEAR: &str = "sequential, with-system, question:0.2";
 
-/// The strategies of `--quick`. The last must be nearest to full attention.
+/// The strategies of `--quick`. The last one must be nearest to full attention.
 const QUICK: [&str; 3] = [
     "overlapped, with-system, none",
     "sequential, with-system, none",
     "sequential, with-system, question:0.2",
 ];
 
-/// The number of draws, and of questions of each kind in a draw.
+/// The number of draws, and the number of questions of each kind per draw.
 const DRAWS: usize = 5;
 const QUESTIONS: usize = 4;
-/// The number of questions in a draw, of three kinds.
+/// The number of questions per draw, over all three kinds.
 const PROMPTS: usize = 3 * QUESTIONS;
 
-/// Means over the answers of one strategy.
+/// Means over one strategy's answers.
 #[derive(Clone, Default)]
 struct WaySum {
     divergence: f64,
-    /// The divergence of each question.
+    /// The divergence for each draw and question.
     each: BTreeMap<(usize, usize), f64>,
     agreement: f64,
     recomputed: f64,
     operations: f64,
 }
 
-/// Kept draws of questions about one number of documents.
+/// The kept draws of questions about one number of documents.
 #[derive(Serialize, Deserialize)]
 struct KeptScreen {
     documents: usize,
@@ -109,13 +108,13 @@ struct KeptScreen {
     ways: Vec<WayDraws>,
 }
 
-/// Kept distances and costs of one strategy.
+/// The kept divergences and costs of one strategy.
 #[derive(Default, Serialize, Deserialize)]
 struct WayDraws {
     name: String,
     /// The divergence of each question, draw by draw.
     divergence: Vec<f64>,
-    /// Means of each draw, as the two shares after it.
+    /// The mean per draw, like the two shares below.
     agreement: Vec<f64>,
     recomputed: Vec<f64>,
     operations: Vec<f64>,
@@ -138,7 +137,7 @@ impl KeptScreen {
         Ok(now)
     }
 
-    /// Takes over the strategies that still exist, by name.
+    /// Takes over the results of the strategies that still exist, by name.
     fn take(&mut self, kept: Self) {
         for way in kept.ways {
             if let Some(now) = self.ways.iter_mut().find(|now| now.name == way.name) {
@@ -170,8 +169,8 @@ impl KeptScreen {
         ARMS.iter().zip(&self.ways).filter(missing).map(|(arm, _)| *arm).collect()
     }
 
-    /// Returns the answers as `kvc eval` writes them, after full attention's own. Costs and agreement are
-    /// means of a draw.
+    /// Returns the answers in the format of `kvc eval`, after full attention's own. Costs and agreement are
+    /// means over a draw.
     fn lines(&self) -> String {
         let mut text = String::new();
         let full = WayDraws {
@@ -201,7 +200,7 @@ impl KeptScreen {
         text
     }
 
-    /// Adds the answers to a draw, of the strategies whose next draw it is.
+    /// Adds a draw's answers, for the strategies that are due for this draw.
     fn add(&mut self, draw: usize, answers: &[AnswerLine]) -> Result {
         let sums = sums(answers);
         for way in self.ways.iter_mut().filter(|way| way.draws() == draw) {
@@ -232,7 +231,7 @@ fn mean(values: &[f64]) -> f64 {
     values.iter().sum::<f64>() / values.len() as f64
 }
 
-/// Asks all strategies the draws that they have not answered.
+/// Asks all strategies the draws that they have not answered so far.
 pub(super) fn run() -> Result {
     for documents in DOCUMENTS {
         loop {
@@ -250,7 +249,7 @@ pub(super) fn run() -> Result {
     Ok(())
 }
 
-/// Adds the results of further draws whose answers exist, and returns all kept draws.
+/// Adds the results of draws whose answers exist, and returns all kept draws.
 fn gather(documents: usize) -> Result<KeptScreen> {
     let mut kept = KeptScreen::read(documents)?;
     for draw in kept.draws()..DRAWS {
@@ -263,20 +262,20 @@ fn gather(documents: usize) -> Result<KeptScreen> {
     Ok(kept)
 }
 
-/// Returns the file of the answers to a draw. Creates its folder.
+/// Returns the file of a draw's answers. Creates its folder.
 fn answers(documents: usize, draw: usize) -> Result<PathBuf> {
     Ok(place()?.join(format!("{documents}-{draw}.jsonl")))
 }
 
-/// Creates the folder of answers and returns it.
+/// Creates and returns the folder of the answers.
 fn place() -> Result<PathBuf> {
     let folder = folder().join("screen");
     create_folder(&folder)?;
     Ok(folder)
 }
 
-/// Asks few questions with three strategies. Fails unless recomputation by the question comes nearest to full
-/// attention.
+/// Asks a few questions with three strategies. Fails unless recomputation guided by the question comes
+/// nearest to full attention.
 pub(super) fn quick() -> Result {
     let answers = folder().join("quick.jsonl");
     ask(
@@ -295,7 +294,8 @@ pub(super) fn quick() -> Result {
     if holds { Ok(()) } else { Err("the question does not choose well".to_owned()) }
 }
 
-/// Returns the means over answers by strategy. Costs are shares of full attention's, question by question.
+/// Returns each strategy's means over its answers. Costs are relative to full attention's, question by
+/// question.
 fn sums(answers: &[AnswerLine]) -> BTreeMap<String, WaySum> {
     let mut sums: BTreeMap<String, WaySum> = BTreeMap::new();
     for (answer, share) in with_shares(answers) {
@@ -316,8 +316,8 @@ fn sums(answers: &[AnswerLine]) -> BTreeMap<String, WaySum> {
     sums
 }
 
-/// Returns the mean difference between the divergences of two strategies, prompt by prompt, and half the
-/// width of its 95 % confidence interval.
+/// Returns the mean difference between two strategies' divergences, prompt by prompt, and half the width of
+/// its 95 % confidence interval.
 fn beyond(way: &[f64], other: &[f64]) -> Option<(f64, f64)> {
     let differences: Vec<f64> = way.iter().zip(other).map(|(x, y)| x - y).collect();
     let (n, mean) = (differences.len() as f64, mean(&differences));
@@ -325,7 +325,7 @@ fn beyond(way: &[f64], other: &[f64]) -> Option<(f64, f64)> {
     (n > 1.0).then(|| (mean, 1.96 * (variance / n).sqrt()))
 }
 
-/// Writes the table of docs/quality.md.
+/// Writes the table in docs/quality.md.
 pub(super) fn write() -> Result {
     let mut all = DOCUMENTS.map(gather).into_iter().collect::<Result<Vec<_>>>()?;
     all.retain(|kept| kept.draws() > 0);
@@ -339,7 +339,7 @@ pub(super) fn write() -> Result {
     write_table(QUALITY, TABLE, &table(&all))
 }
 
-/// Draws divergence against operations by `kvc eval`, from the kept answers.
+/// Plots divergence against operations with `kvc eval`, from the kept answers.
 fn plot(kept: &KeptScreen) -> Result {
     let file = place()?.join(format!("kept-{}.jsonl", kept.documents));
     write_text(&file, &kept.lines())?;
@@ -350,7 +350,7 @@ fn plot(kept: &KeptScreen) -> Result {
     if output.status.success() { Ok(()) } else { Err(format!("`kvc eval` says {said}")) }
 }
 
-/// Returns the table. Tokens and operations are given for the largest number of documents.
+/// Formats the table. Tokens and operations are shown for the largest number of documents.
 fn table(all: &[KeptScreen]) -> String {
     let mut table = String::from("| positions, mode, recomputed |");
     for kept in all {

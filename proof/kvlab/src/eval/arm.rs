@@ -1,4 +1,4 @@
-//! Arms: the ways to answer that an evaluation compares.
+//! Arms: the strategies that an evaluation compares.
 
 use std::str::FromStr;
 
@@ -10,30 +10,29 @@ use serde::Serialize;
 use super::{PromptStyle, Question};
 use crate::error::{Error, Result};
 
-/// One way to answer: a cell, a recompute strategy and a context scaling.
+/// One strategy for answering: a cell, a recompute strategy and a context scaling.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Arm {
     /// The compute mode and position strategy of reuse; `None` for ordinary full attention.
     pub cell: Option<ReuseCell>,
-    /// The strategy that chooses tokens to recompute.
+    /// The strategy that chooses which tokens to recompute.
     pub recompute: Recompute,
     /// The temperature and scale of the question's attention to documents.
     pub scaling: ContextScaling,
 }
 
 impl Arm {
-    /// Creates the arm of ordinary full attention over the whole prompt, with which all other arms are
-    /// compared.
+    /// Creates the arm of ordinary full attention over the whole prompt. All other arms are compared with it.
     pub fn full_attention() -> Self {
         Self { cell: None, recompute: Recompute::None, scaling: ContextScaling::default() }
     }
 
-    /// Creates an arm of reuse in a cell.
+    /// Creates an arm that reuses KV in a cell.
     pub fn reuse(cell: ReuseCell, recompute: Recompute) -> Self {
         Self { cell: Some(cell), recompute, scaling: ContextScaling::default() }
     }
 
-    /// Returns the settings of reuse, or `None` for ordinary full attention.
+    /// Returns the reuse settings, or `None` for ordinary full attention.
     pub fn reused(&self) -> Option<Reuse> {
         let (recompute, scaling) = (self.recompute, self.scaling);
         self.cell.map(|cell| Reuse { cell, recompute, scaling })
@@ -51,7 +50,7 @@ impl Arm {
         format!("{name}, T {} S {}", self.scaling.temperature, self.scaling.scale)
     }
 
-    /// Creates a request for the answer to a chunked prompt.
+    /// Creates the request for an answer to a chunked prompt.
     pub(super) fn request(
         &self,
         question: &Question,
@@ -60,7 +59,7 @@ impl Arm {
         style: &PromptStyle,
     ) -> Result<Request> {
         let mut request = Request::new(style.prompt(question, order, codec)?);
-        // Full attention computes its whole prompt. The prefixes of other arms would make it look faster.
+        // Full attention computes its whole prompt. Prefixes cached by other arms would make it look faster.
         (request.full_attention, request.reuse) = (self.cell.is_none(), self.cell.is_some());
         Ok(match self.reused() {
             Some(way) => request.reusing(&way),
@@ -78,8 +77,8 @@ impl From<Reuse> for Arm {
 impl FromStr for Arm {
     type Err = Error;
 
-    /// Parses the name of an arm in tables: `full attention`, or positions, mode and strategy, optionally
-    /// followed by the temperature and the scale of attention to documents.
+    /// Parses an arm's name as it appears in tables: `full attention`, or positions, mode and strategy,
+    /// optionally followed by the temperature and the scale of attention to documents.
     ///
     /// ```
     /// use kvlab::Arm;

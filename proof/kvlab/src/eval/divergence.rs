@@ -1,11 +1,11 @@
-//! Divergence: the distance of next-token distributions from full attention.
+//! Divergence: how far next-token distributions are from full attention's.
 
-/// Means over the tokens of an answer.
+/// Means over an answer's tokens.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Divergence {
     /// The Kullback–Leibler divergence from full attention, in nats.
     pub(super) nats: f64,
-    /// The share of tokens whose likeliest choice is full attention's.
+    /// The share of tokens whose likeliest choice is the same as full attention's.
     pub(super) agreement: f64,
 }
 
@@ -22,7 +22,7 @@ fn likeliest(logits: &[f32]) -> Option<usize> {
 }
 
 impl Divergence {
-    /// Compares logits of the same tokens. Returns `None` without tokens.
+    /// Compares the logits for the same tokens. Returns `None` if there are none.
     pub(super) fn of(full: &[Vec<f32>], other: &[Vec<f32>]) -> Option<Self> {
         let n = full.len().min(other.len());
         if n == 0 {
@@ -54,7 +54,7 @@ mod tests {
         let found = Divergence::of(&full, &other).unwrap();
         let first = 0.5 * (0.5f64 / 0.25).ln() + 0.5 * (0.5f64 / 0.75).ln();
         assert!((found.nats - first / 2.0).abs() < 1e-6, "{found:?}");
-        // Of two equal ones the first counts.
+        // Of two equal logits, the first counts.
         assert_eq!(found.agreement, 0.5);
         let none = Divergence::of(&full, &full).unwrap();
         assert_eq!((none.nats, none.agreement), (0.0, 1.0));

@@ -1,5 +1,5 @@
-//! The gate decides if reuse is fit for a model, by identities that must hold and by a bound on the loss of
-//! accuracy.
+//! The gate decides if reuse is fit for a model. It checks identities that must hold and a bound on the loss
+//! of accuracy.
 
 use kvchunk::{DeviationOf, PositionStrategy, Recompute, Reuse, ReuseCell};
 use kvcore::{DType, KvFormat};
@@ -10,23 +10,25 @@ use crate::error::Result;
 use kvengine::{Engine, Generation, Request};
 use kvmodel::TextCodec;
 
-/// The limits of differences between results.
+/// How much results may differ.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct GateLimits {
-    /// The largest difference of logits between two computations that read the same stored KV, as a share of
+    /// The maximum difference between logits of two computations that read the same stored KV, relative to
     /// the logits' range.
     pub logits: f64,
-    /// The largest difference of logits if one computation stores keys that are rotated for other positions,
-    /// as a share of the logits' range. A cache in fewer bits rounds such keys differently.
+    /// The maximum difference between logits if one computation stores keys that were rotated for other
+    /// positions, relative to the logits' range. A cache with fewer bits rounds such keys differently.
     pub moved: f64,
-    /// The largest loss of accuracy on local questions against full attention, as a share of all questions.
+    /// The maximum loss of accuracy on local questions compared with full attention, as a share of all
+    /// questions.
     pub accuracy: f64,
-    /// The least share of local questions that full attention must answer for the loss to be judged.
+    /// The minimum share of local questions that full attention must answer correctly for the loss to be
+    /// judged.
     pub floor: f64,
 }
 
 impl GateLimits {
-    /// Returns the limits for a cache in a format. In fewer bits, two ways to compute one result may differ
+    /// Returns the limits for a cache format. With fewer bits, two ways to compute one result may differ
     /// more.
     pub fn of(format: KvFormat) -> Self {
         let moved = match format {
@@ -39,8 +41,8 @@ impl GateLimits {
 }
 
 impl Default for GateLimits {
-    /// Returns a thousandth of the range for both differences, two percentage points of accuracy, and half of
-    /// the questions.
+    /// Returns a thousandth of the range for both differences, two percentage points of accuracy, and half
+    /// the questions as the floor.
     fn default() -> Self {
         Self { logits: 1e-3, moved: 1e-3, accuracy: 0.02, floor: 0.5 }
     }
@@ -54,7 +56,7 @@ pub enum Verdict {
     Holds,
     /// The claim is refuted.
     Fails,
-    /// The data neither show nor refute the claim.
+    /// The data neither confirm nor refute the claim.
     CannotSay,
 }
 
@@ -63,23 +65,23 @@ pub enum Verdict {
 pub struct GateCheck {
     /// The claim that must hold.
     pub what: String,
-    /// The measured value. For a loss of accuracy, the largest that the answers do not refute.
+    /// The measured value. For a loss of accuracy, the largest loss that the answers do not refute.
     pub measured: f64,
-    /// The largest allowed value.
+    /// The maximum allowed value.
     pub limit: f64,
     /// The verdict.
     pub verdict: Verdict,
 }
 
 impl GateCheck {
-    /// Checks a difference that must not exceed a limit. NaN exceeds every limit.
+    /// Checks that a difference is within a limit. NaN is never within it.
     fn of(what: &str, measured: f64, limit: f64) -> Self {
         let verdict = if measured <= limit { Verdict::Holds } else { Verdict::Fails };
         Self { what: what.to_owned(), measured, limit, verdict }
     }
 
-    /// Checks the loss of right answers against full attention, which answers a share of `right` questions
-    /// correctly. The floor matters only if the answers do not refute the claim.
+    /// Checks how many right answers are lost compared with full attention, which answers a share of `right`
+    /// questions correctly. The floor matters only if the answers do not refute the claim.
     fn of_answers(paired: Paired, right: f64, limits: &GateLimits) -> Self {
         let (asked, limit) = (paired.asked, limits.accuracy);
         let points = |share: f64| format!("{:.1}", 100.0 * share);
@@ -114,7 +116,7 @@ impl GateCheck {
         check(format!("{lost}, {bounds}; {more}"), paired.at_most(), Verdict::CannotSay)
     }
 
-    /// Formats the claim with the measured and the allowed value.
+    /// Describes the claim, with the measured and the allowed value.
     pub fn words(&self) -> String {
         format!("{} (measured {:.2e}, at most {:.2e})", self.what, self.measured, self.limit)
     }
@@ -150,13 +152,13 @@ impl Gate {
         self.checks.iter().filter(|check| !check.holds())
     }
 
-    /// Checks that, on an engine with this kind of reuse:
+    /// Checks that all of these hold on an engine with this kind of reuse:
     ///
     /// - Reuse equals a computation from scratch under the same mask.
     /// - Recomputing all tokens by any strategy equals full attention at the positions of an ordinary prompt.
     ///   At the cell's own positions, all strategies equal each other.
-    /// - Recomputing no token changes nothing.
-    /// - The loss of right answers to local questions against full attention is bounded.
+    /// - Recomputing no tokens changes nothing.
+    /// - The loss of right answers to local questions, compared with full attention, is bounded.
     ///
     /// Documents are cached in one order and used in another, unless their positions are part of their keys.
     ///
@@ -192,12 +194,12 @@ impl Gate {
         Ok(Self { checks })
     }
 
-    /// Pairs the answers of two arms, full attention first, in the order of their trials.
+    /// Pairs the answers of two arms, full attention first, in the order of the trials.
     pub fn pairs(trials: &[Trial]) -> Paired {
         Paired::of(rights(trials, 0).zip(rights(trials, 1)))
     }
 
-    /// Judges the answers of two arms, full attention first.
+    /// Judges the answers of two arms. Full attention must come first.
     pub fn of_answers(trials: &[Trial], limits: &GateLimits) -> GateCheck {
         let paired = Self::pairs(trials);
         if paired.asked == 0 {
@@ -213,12 +215,12 @@ impl Gate {
     }
 }
 
-/// Returns the grades of an arm's answers, in the order of its trials.
+/// Returns the grades of an arm's answers, in the order of the trials.
 fn rights(trials: &[Trial], arm: usize) -> impl Iterator<Item = bool> {
     trials.iter().filter(move |trial| trial.arm == arm).filter_map(|trial| trial.right)
 }
 
-/// Two ways to compute one result.
+/// Two ways to compute one result, which must agree.
 #[derive(Debug, Clone, Copy)]
 struct Identity {
     what: &'static str,
@@ -227,10 +229,10 @@ struct Identity {
     against: Against,
 }
 
-/// The second way of an identity.
+/// The second way in an identity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Against {
-    /// The first way, without reuse.
+    /// The same as the first way, but without reuse.
     NoReuse,
     /// Full attention over the whole prompt.
     FullAttention,
@@ -242,7 +244,7 @@ enum Against {
 fn identities(cell: ReuseCell, layers: usize) -> Vec<Identity> {
     let of = DeviationOf::default();
     let blend = |share| Recompute::Blend { share, layer: 0, of };
-    // A share just below 1 takes every token, because it is rounded up, but still asks for the evidence.
+    // A share just below 1 is rounded up to every token, but unlike 1 it still computes the evidence.
     let almost = 1.0 - f64::EPSILON;
     let middle = (layers > 1).then_some((layers / 2).max(1));
     let through = middle.map(|layer| Recompute::Blend { share: almost, layer, of });
@@ -275,18 +277,18 @@ fn identities(cell: ReuseCell, layers: usize) -> Vec<Identity> {
     all.into_iter().map(identity).collect()
 }
 
-/// Returns the larger number. NaN is larger than any number.
+/// Returns the larger of two numbers. NaN counts as larger than any number.
 fn larger(a: f64, b: f64) -> f64 {
     if a.is_nan() || b.is_nan() { f64::NAN } else { a.max(b) }
 }
 
 impl Identity {
-    /// Returns true if the second way computes keys and values differently from the stored ones.
+    /// Returns true if the second way computes keys and values instead of reading the stored ones.
     fn recomputes(&self) -> bool {
         matches!(self.against, Against::FullAttention | Against::Strategy(Recompute::Full))
     }
 
-    /// Measures the difference of the logits of both ways, as a share of their range.
+    /// Measures how much the logits of the two ways differ, relative to their range.
     fn measure(
         &self,
         engine: &mut Engine,

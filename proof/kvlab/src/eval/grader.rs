@@ -1,8 +1,8 @@
-//! Graders: rules by which an answer is right.
+//! Graders: rules for when an answer is right.
 
 use serde::{Deserialize, Serialize};
 
-/// The rule by which an answer counts as right. Case does not count, nor does space at the ends.
+/// The rule that decides if an answer is right. Case is ignored, and so is white space at both ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Grader {
@@ -13,18 +13,18 @@ pub enum Grader {
     Exact,
     /// The right answer occurs in the answer, in whole words.
     Contains,
-    /// The first number of the answer is the right one. A sign counts, commas between digits do not.
+    /// The first number in the answer is the right one. A sign counts; commas between digits do not.
     Numbers,
-    /// The words of both overlap with an F1 score of at least 0.5. (`SQuAD`, Rajpurkar et al., 2016, averages
-    /// this score.)
+    /// The words of both answers overlap with an F1 score of at least 0.5. (`SQuAD`, Rajpurkar et al., 2016,
+    /// averages this score.)
     TokenF1,
 }
 
-/// The least F1 score of a right answer.
+/// The minimum F1 score for a right answer.
 const LEAST_F1: f64 = 0.5;
 
-/// Returns true for a character of a script without spaces between words. Each such character counts as a
-/// word.
+/// Returns true for a character of a script that puts no spaces between words. Each such character counts as
+/// a word.
 fn is_word(c: char) -> bool {
     matches!(c,
         '\u{0e00}'..='\u{0eff}' | '\u{1000}'..='\u{109f}' | '\u{1780}'..='\u{17ff}' // Thai, Lao, Burmese, Khmer
@@ -37,7 +37,8 @@ fn goes_on(c: char) -> bool {
     c.is_alphanumeric() && !is_word(c)
 }
 
-/// Returns the words of a text: runs of letters and digits, and characters of scripts without spaces.
+/// Returns the words of a string: runs of letters and digits, and single characters of scripts without
+/// spaces.
 fn words(text: &str) -> Vec<String> {
     let (mut words, mut open) = (Vec::<String>::new(), false);
     for c in text.chars() {
@@ -51,8 +52,8 @@ fn words(text: &str) -> Vec<String> {
     words.iter().map(|word| word.to_lowercase()).collect()
 }
 
-/// Returns the numbers of a text. A decimal point at the end does not count. A minus sign counts unless a
-/// letter or digit comes before it.
+/// Returns the numbers in a string. A trailing decimal point is ignored. A minus sign counts unless it
+/// follows a letter or digit.
 fn numbers(text: &str) -> Vec<f64> {
     let text: Vec<char> = text.chars().collect();
     let is_inner = |i: usize, c: char| {
@@ -75,7 +76,7 @@ fn numbers(text: &str) -> Vec<f64> {
     kept.split_whitespace().filter_map(|number| number.parse().ok()).collect()
 }
 
-/// Returns the harmonic mean of precision and recall of words.
+/// Returns the harmonic mean of the precision and recall of words.
 fn f1(given: &[String], right: &[String]) -> f64 {
     let mut left = right.to_vec();
     let common = given.iter().filter(|word| {
@@ -117,7 +118,7 @@ impl Grader {
         }
     }
 
-    /// Returns an objection to a right answer that no given answer can match.
+    /// Returns an objection if no given answer can match this right answer.
     pub(super) fn objection(self, right: &str) -> Option<&'static str> {
         match self {
             Self::Contains | Self::TokenF1 if words(right).is_empty() => Some("it has no word"),
@@ -128,7 +129,7 @@ impl Grader {
 
     /// Returns true if no continuation of `answer` can change its grade.
     ///
-    /// The last word and the last number of an answer may still grow, so they decide nothing.
+    /// The last word and the last number of an answer may still grow, so they do not count.
     pub(super) fn is_decided(self, answer: &str, right: &str) -> bool {
         let given = answer.trim_start();
         match self {
@@ -142,11 +143,11 @@ impl Grader {
         }
     }
 
-    /// Returns how many tokens an answer may have whose right answer has `tokens`.
+    /// Returns how many tokens to allow for an answer if the right one has `tokens`.
     pub(super) fn room(self, tokens: usize) -> usize {
         match self {
             Self::Begins | Self::Exact => tokens + 2,
-            // A model may say a sentence around it.
+            // The model may put the answer into a sentence.
             Self::Contains | Self::Numbers | Self::TokenF1 => tokens + 24,
         }
     }

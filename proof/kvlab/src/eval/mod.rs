@@ -1,11 +1,13 @@
-//! Evaluation: answers under full attention, under reuse and under each recompute strategy, with their costs.
+//! Evaluation: compares answers under full attention, under reuse and with each recompute strategy, including
+//! their costs.
 //!
 //! Every answer goes through the real cache. A first prompt caches the documents in another order, and later
-//! prompts find them. No mask emulates reuse.
+//! prompts find them there. Reuse is never emulated with a mask.
 //!
-//! An [`Arm`] is one way to answer. [`evaluate`] asks all questions in all arms. It measures the share of
-//! right answers, or the divergence of each arm from full attention along full attention's own answer, token
-//! by token. A few dozen prompts order strategies by divergence; hundreds of right-or-wrong questions do not.
+//! An [`Arm`] is one strategy for answering. [`evaluate`] asks every arm all questions. It measures the share
+//! of right answers, or the divergence of each arm from full attention along full attention's own answer,
+//! token by token. A few dozen prompts are enough to rank strategies by divergence, while hundreds of
+//! right-or-wrong questions are not.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -44,13 +46,14 @@ pub use style::PromptStyle;
 pub use tune::{TuneOptions, TuneRow, Tuning};
 pub use world::World;
 
-/// The quantity that an evaluation measures.
+/// What an evaluation measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Measure {
     /// Right answers.
     #[default]
     Answers,
-    /// Divergence from full attention along its own greedy answer. Needs an arm of full attention.
+    /// Divergence from full attention along full attention's own greedy answer. Needs an arm of full
+    /// attention.
     Divergence,
     /// Both.
     Both,
@@ -61,13 +64,13 @@ pub enum Measure {
 pub struct EvalOptions {
     /// The form of the prompts.
     pub style: PromptStyle,
-    /// The measured quantity.
+    /// What to measure.
     pub measure: Measure,
-    /// The most tokens of an answer; by default a few more than the right answer has.
+    /// The maximum number of tokens per answer; by default a few more than the right answer has.
     pub answer_tokens: Option<usize>,
-    /// True to complete each answer even after its grade is decided.
+    /// True to complete each answer even if its grade is already decided.
     pub whole_answers: bool,
-    /// The number of the first list of questions. It also seeds the orders of documents.
+    /// The index of the first list of questions. It also seeds the orders of documents.
     pub first_draw: usize,
 }
 
@@ -87,11 +90,11 @@ impl Evaluation {
     }
 }
 
-/// Asks the questions of every seed in every arm. `questions` holds one list per seed. Calls `progress` with
-/// the number of answers so far and in total.
+/// Asks every arm the questions of every seed. `questions` holds one list per seed. Calls `progress` with the
+/// number of answers so far and the total.
 ///
 /// # Errors
-/// Returns the errors of the engine, for example for a prompt too long for the model, and the errors of the
+/// Returns the errors of the engine, for example if a prompt is too long for the model, and the errors of the
 /// chat template.
 pub fn evaluate(
     engine: &mut Engine,
@@ -116,20 +119,20 @@ pub fn evaluate(
     Ok(Evaluation::of(arms, trials))
 }
 
-/// One question, asked in one arm after another.
+/// One question, which the arms answer one after another.
 struct QuestionTurn<'a> {
     engine: &'a mut Engine,
     codec: &'a TextCodec,
     question: &'a Question,
     options: &'a EvalOptions,
-    /// The order of the documents in the prompt, and the order in which they are cached first.
+    /// The order of the documents in the prompt, and the order in which they are first cached.
     order: Vec<usize>,
     elsewhere: Vec<usize>,
-    /// The same limit for all prompts: with dynamic RoPE it affects the frequencies.
+    /// The same limit for all prompts, because with dynamic RoPE it affects the frequencies.
     max_new_tokens: usize,
     /// Full attention's own answer, and its logits.
     reference: Option<Generation>,
-    /// The cells in which the documents are cached.
+    /// The cells that the documents are cached for.
     warm: Vec<ReuseCell>,
 }
 
@@ -177,7 +180,7 @@ impl<'a> QuestionTurn<'a> {
     }
 
     // Decision: docs/decisions/tools.md#kvc-eval-warms-with-another-order
-    /// Caches the documents for an arm in another order. Arms with the same cell share them.
+    /// Caches the documents for an arm, in another order. Arms with the same cell share them.
     fn warm(&mut self, arm: &Arm) -> Result<()> {
         let Some(cell) = arm.cell.filter(|cell| !self.warm.contains(cell)) else { return Ok(()) };
         let moves = cell.strategy != PositionStrategy::Absolute;
@@ -189,7 +192,7 @@ impl<'a> QuestionTurn<'a> {
         Ok(())
     }
 
-    /// Asks full attention once for all arms, with logits. Returns the tokens of its answer.
+    /// Asks full attention once for all arms, and keeps its logits. Returns the answer's tokens.
     fn reference(&mut self) -> Result<Arc<[u32]>> {
         let answer = if let Some(known) = self.reference.take() {
             known
@@ -202,7 +205,7 @@ impl<'a> QuestionTurn<'a> {
         Ok(tokens)
     }
 
-    /// Asks in one arm, with all documents cached. The caller sets the numbers of the trial.
+    /// Asks one arm, with all documents cached. The caller fills in the trial's indices.
     fn ask(&mut self, arm: &Arm) -> Result<Trial> {
         let asks = self.options.measure != Measure::Divergence;
         let forced = match self.options.measure {

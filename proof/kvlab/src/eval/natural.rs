@@ -1,8 +1,8 @@
-//! Questions about short natural texts: notes about invented firms, in varied wording, with several facts
-//! each.
+//! Questions about short natural-language texts: notes about invented firms, in varied wording, with several
+//! facts each.
 //!
-//! No model knows the firms, so every answer comes from the notes. All notes of a question are alike, so each
-//! distracts from the others.
+//! No model has heard of the firms, so every answer must come from the notes. All notes in a prompt are
+//! alike, so each distracts from the others.
 
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};
@@ -99,7 +99,7 @@ const FILLERS: [&str; 10] = [
     "The catalogue appears twice a year.",
 ];
 
-/// Wordings of a fact, with places for the firm and the value.
+/// Wordings of a fact, with placeholders for the firm and the value.
 type Wording = [&'static str; 3];
 const FOUNDED: Wording = [
     "{firm} was founded in {value}.",
@@ -132,7 +132,7 @@ const SUPPLIED: Wording = [
     "Most parts reach {firm} from {value}.",
 ];
 
-/// A firm with the facts of its note.
+/// A firm, with the facts in its note.
 #[derive(Debug, Clone)]
 struct Firm {
     name: String,
@@ -158,14 +158,15 @@ pub struct Texts {
 }
 
 impl Texts {
-    /// The kinds of question that are asked about texts.
+    /// The kinds of questions about these texts.
     pub const KINDS: [QuestionKind; 3] =
         [QuestionKind::Local, QuestionKind::Comparison, QuestionKind::Reference];
 
-    /// The largest number of notes of a question. Each note has its own city and product.
+    /// The maximum number of notes per question. Each note has its own city and product.
     pub const MOST: usize = 20;
 
-    /// Creates a source of questions with `documents` notes each, clamped to 2 and [`MOST`](Self::MOST).
+    /// Creates a source of questions with `documents` notes each, clamped to the range from 2 to
+    /// [`MOST`](Self::MOST).
     pub fn new(documents: usize) -> Self {
         Self { documents: documents.clamp(2, Self::MOST) }
     }
@@ -176,7 +177,7 @@ impl Texts {
     }
 
     /// Draws `per_kind` questions of each of these kinds. Kinds that are not in [`KINDS`](Self::KINDS) are
-    /// left out. Equal seeds and kinds give equal questions.
+    /// ignored. Equal seeds and kinds give equal questions.
     pub fn questions_of(&self, kinds: &[QuestionKind], seed: u64, per_kind: usize) -> Vec<Question> {
         let mut rng = StdRng::seed_from_u64(seed);
         let kinds = Self::KINDS.into_iter().filter(|kind| kinds.contains(kind));
@@ -211,7 +212,7 @@ impl Texts {
         Question { system: SYSTEM.to_owned(), documents, question, answer, kind, grader }
     }
 
-    /// Draws firms that have nothing in common.
+    /// Draws firms that have no facts in common.
     fn firms(self, rng: &mut StdRng) -> Vec<Firm> {
         fn shuffled<T: Clone>(all: &[T], rng: &mut StdRng) -> Vec<T> {
             let mut all = all.to_vec();
@@ -268,7 +269,7 @@ fn note(firm: &Firm, supplier: Option<&str>, rng: &mut StdRng) -> String {
     sentences.join(" ")
 }
 
-/// Asks for a fact of one note.
+/// Asks about one note's fact.
 fn asked(firm: &Firm, rng: &mut StdRng) -> (String, String, Grader) {
     let name = &firm.name;
     match rng.random_range(0..5) {
@@ -317,7 +318,7 @@ mod tests {
                         assert!(with(a) != with(b) && with(a).len() == 1, "{q:?}");
                     }
                     _ => {
-                        // The note that names the supplier does not name its town.
+                        // The note that names the supplier must not give the supplier's town.
                         let firm = q.question.rsplit("most to ").next().unwrap().trim_end_matches('?');
                         let place = with(&q.answer);
                         assert_eq!(place.len(), 1, "{q:?}");

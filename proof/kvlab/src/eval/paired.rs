@@ -1,9 +1,9 @@
-//! Paired comparisons: the same questions, answered in two ways.
+//! Paired comparisons: the same questions, answered with two strategies.
 
 use serde::ser::SerializeStruct;
 use serde::{Serialize, Serializer};
 
-/// Counts of questions that full attention and another way both answered.
+/// Counts of the questions that full attention and another strategy both answered.
 ///
 /// ```
 /// use kvlab::Paired;
@@ -16,16 +16,16 @@ use serde::{Serialize, Serializer};
 pub struct Paired {
     /// The number of questions.
     pub asked: usize,
-    /// Questions that only full attention answered right.
+    /// The number of questions that only full attention answered correctly.
     pub lost: usize,
-    /// Questions that only the other way answered right.
+    /// The number of questions that only the other strategy answered correctly.
     pub gained: usize,
 }
 
 /// The 95 % quantile of the normal distribution.
 const Z: f64 = 1.645;
 
-/// Writes the counts, the loss and its bounds.
+/// Serialises the counts, the loss and its bounds.
 impl Serialize for Paired {
     fn serialize<S: Serializer>(&self, to: S) -> Result<S::Ok, S::Error> {
         let mut fields = to.serialize_struct("Paired", 6)?;
@@ -42,7 +42,7 @@ impl Serialize for Paired {
 }
 
 impl Paired {
-    /// Counts pairs of grades: full attention's first, then the other way's.
+    /// Counts pairs of grades. In each pair, full attention's grade comes first.
     pub fn of(pairs: impl IntoIterator<Item = (bool, bool)>) -> Self {
         pairs.into_iter().fold(Self::default(), |sum, (full, other)| Self {
             asked: sum.asked + 1,
@@ -51,32 +51,33 @@ impl Paired {
         })
     }
 
-    /// Returns the share of all questions by which the other way is worse. Below 0 it is better.
+    /// Returns the share of all questions that the other strategy loses. It is negative if that strategy is
+    /// better.
     pub fn loss(&self) -> f64 {
         (self.lost as f64 - self.gained as f64) / self.asked.max(1) as f64
     }
 
     /// Returns the largest loss that the data do not refute: the upper limit of a one-sided 95 % interval
-    /// (Tango, 1998). Returns 1 without questions.
+    /// (Tango, 1998). Returns 1 if there are no questions.
     pub fn at_most(&self) -> f64 {
         self.limit(self.loss(), 1.0)
     }
 
     /// Returns the smallest loss that the data do not refute: the lower limit of a one-sided 95 % interval.
-    /// Returns −1 without questions.
+    /// Returns −1 if there are no questions.
     pub fn at_least(&self) -> f64 {
         self.limit(self.loss(), -1.0)
     }
 
-    /// Formats the loss in percentage points, and in brackets the smallest and the largest loss that the data
-    /// do not refute.
+    /// Formats the loss in percentage points, with the smallest and the largest loss that the data do not
+    /// refute in brackets.
     pub fn points(&self) -> String {
         let [loss, least, most] = [self.loss(), self.at_least(), self.at_most()].map(|share| 100.0 * share);
         format!("{loss:.1} ({least:.1} to {most:.1})")
     }
 
-    /// Returns the approximate number of questions that would bound the loss by `within` at the present
-    /// rates, or `None` if no number would.
+    /// Returns the approximate number of questions needed to bound the loss by `within` at the present rates,
+    /// or `None` if no number is enough.
     pub fn needed(&self, within: f64) -> Option<usize> {
         if self.at_most() <= within {
             return Some(self.asked);
@@ -85,7 +86,7 @@ impl Paired {
             let count = |n: usize| (n as f64 * times).round() as usize;
             Self { asked: count(self.asked.max(1)), lost: count(self.lost), gained: count(self.gained) }
         };
-        // Doubling finds the size within a factor of two, halving the distance does the rest.
+        // Doubling finds the size within a factor of two. Bisection does the rest.
         let (mut low, mut high) = (1.0, 2.0);
         while scaled(high).at_most() > within {
             (low, high) = (high, 2.0 * high);
@@ -113,11 +114,11 @@ impl Paired {
         inside
     }
 
-    /// Returns the score statistic of a loss `d`: the distance of the observed loss from `d`, in standard
-    /// deviations under `d`.
+    /// Returns the score statistic for a loss `d`: the difference between the observed loss and `d`, in
+    /// standard deviations under `d`.
     fn score(&self, d: f64) -> f64 {
         let (n, b, c) = (self.asked as f64, self.lost as f64, self.gained as f64);
-        // The likeliest share of gained answers if the loss is `d`.
+        // The likeliest share of gained answers, given a loss of `d`.
         let linear = -b - c + (2.0 * n - b + c) * d;
         let constant = -c * d * (1.0 - d);
         let gained = ((linear * linear - 8.0 * n * constant).max(0.0).sqrt() - linear) / (4.0 * n);
@@ -133,16 +134,16 @@ mod tests {
 
     #[test]
     fn limits_follow_the_score_test() {
-        // Without a difference the upper limit is z² / (n + z²).
+        // If the strategies agree everywhere, the upper limit is z² / (n + z²).
         let none = Paired { asked: 150, lost: 0, gained: 0 };
         assert!((none.at_most() - Z * Z / (150.0 + Z * Z)).abs() < 1e-6, "{}", none.at_most());
         assert!((none.at_least() + none.at_most()).abs() < 1e-9, "both ways are alike");
-        // Both limits lie around the loss, and close in on it as the questions become more.
+        // Both limits enclose the loss, and close in on it as the number of questions grows.
         let few = Paired { asked: 100, lost: 20, gained: 10 };
         let many = Paired { asked: 10_000, lost: 2_000, gained: 1_000 };
         assert!(few.at_least() < 0.1 && few.at_most() > 0.1);
         assert!(many.at_most() - many.at_least() < 0.2 * (few.at_most() - few.at_least()));
-        // Wald's interval of many questions is nearly the same.
+        // Wald's interval is nearly the same for many questions.
         let wald = Z * ((0.3 - 0.01) / 10_000.0f64).sqrt();
         assert!((many.at_most() - 0.1 - wald).abs() < 1e-4, "{} and {wald}", many.at_most() - 0.1);
         assert_eq!((Paired::default().at_most(), Paired::default().at_least()), (1.0, -1.0));

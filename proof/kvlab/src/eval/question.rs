@@ -1,4 +1,4 @@
-//! Questions about documents, and files of questions.
+//! Questions about documents, and reading them from files.
 
 use serde::{Deserialize, Serialize};
 
@@ -11,14 +11,13 @@ use crate::error::{Error, Result};
 pub enum QuestionKind {
     /// One document.
     Local,
-    /// Two documents: a reference at the start of one document points into the one before it.
+    /// Two documents: a reference at the start of one refers to the document before it.
     CrossStart,
-    /// Two documents, as in [`CrossStart`](Self::CrossStart), but the reference is in the middle of a
-    /// document.
+    /// Two documents, as in [`CrossStart`](Self::CrossStart), but the reference is in the middle.
     CrossMiddle,
-    /// Two documents that state what the question compares.
+    /// Two documents, which state the facts that the question compares.
     Comparison,
-    /// Two documents: one names the other, which has the answer.
+    /// Two documents: one names the other, which contains the answer.
     Reference,
 }
 
@@ -63,7 +62,7 @@ pub struct Question {
     /// The kind of the question.
     #[serde(default = "local")]
     pub kind: QuestionKind,
-    /// The rule by which an answer is right.
+    /// The rule that decides if an answer is right.
     #[serde(default)]
     pub grader: Grader,
 }
@@ -73,13 +72,13 @@ fn local() -> QuestionKind {
 }
 
 impl Question {
-    /// Reads a file of questions, with one JSON object per line. A given grader replaces the graders of all
-    /// lines.
+    /// Reads questions from a string with one JSON object per line. If `grader` is given, it replaces every
+    /// line's grader.
     ///
     /// # Errors
-    /// Returns [`Error::Dataset`] with the number of the line if a line is not such an object, has no
-    /// document or an empty part, or if its grader can accept no answer. Returns it with line 0 if there is
-    /// no question.
+    /// Returns [`Error::Dataset`] with the line number if a line is not such an object, has no document or an
+    /// empty part, or can never be answered correctly under its grader. The line number is 0 if there are no
+    /// questions.
     pub fn read_all(text: &str, grader: Option<Grader>) -> Result<Vec<Self>> {
         let lines = text.lines().enumerate().filter(|(_, line)| !line.trim().is_empty());
         let questions: Result<Vec<Self>> = lines
@@ -98,7 +97,7 @@ impl Question {
         }
     }
 
-    /// Returns an objection to a question that parses.
+    /// Returns what is wrong with a question that was parsed successfully.
     fn objection(&self) -> Option<String> {
         if self.documents.is_empty() {
             return Some("documents: there is none".to_owned());
@@ -120,7 +119,7 @@ impl Question {
     }
 }
 
-/// Formats an error in one line of JSON, with the column only.
+/// Formats a JSON error for a single line: with the column, but without the line.
 fn of_one_line(error: &serde_json::Error) -> String {
     let text = error.to_string();
     match text.rsplit_once(" at line ") {

@@ -8,22 +8,22 @@ use super::{Arm, Estimate, Paired, QuestionKind};
 /// The answer of one arm to one question.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Trial {
-    /// The number of the draw.
+    /// The index of the draw.
     pub draw: usize,
-    /// The number of the question in its draw.
+    /// The index of the question in its draw.
     pub question: usize,
     /// The kind of the question.
     pub kind: QuestionKind,
-    /// The number of the arm.
+    /// The index of the arm.
     pub arm: usize,
     /// The answer; empty if only divergences were measured.
     pub answer: String,
     /// True if the answer is right; `None` if only divergences were measured.
     pub right: Option<bool>,
-    /// The Kullback–Leibler divergence from full attention along its own answer, in nats a token, if it was
+    /// The Kullback–Leibler divergence from full attention along its own answer, in nats per token, if it was
     /// measured.
     pub divergence: Option<f64>,
-    /// The share of the tokens of full attention's answer that this arm would have chosen, if it was
+    /// The share of the tokens in full attention's answer that this arm would have chosen, if it was
     /// measured.
     pub agreement: Option<f64>,
     /// The share of document tokens that were recomputed; 1 under full attention.
@@ -36,7 +36,7 @@ pub struct Trial {
     pub ttft_ms: f64,
 }
 
-/// The score of an arm on one kind of question.
+/// The score of one arm for one kind of question.
 #[derive(Debug, Clone, Serialize)]
 pub struct Score {
     /// The arm.
@@ -52,7 +52,7 @@ pub struct Score {
     /// The comparison with full attention's answers, question by question; `None` if full attention was not
     /// asked.
     pub paired: Option<Paired>,
-    /// The Kullback–Leibler divergence from full attention, in nats a token, over questions.
+    /// The Kullback–Leibler divergence from full attention, in nats per token, over questions.
     pub divergence: Option<Estimate>,
     /// The divergence minus that of the first arm of reuse, question by question; `None` for that arm and for
     /// full attention.
@@ -77,7 +77,7 @@ pub(super) fn scores(arms: &[Arm], trials: &[Trial]) -> Vec<Score> {
     each.filter_map(|(at, arm, kind)| score((at, arm), (full, first), kind, trials)).collect()
 }
 
-/// Scores an arm, and compares it with full attention and the first arm of reuse if these were asked.
+/// Scores an arm. Compares it with full attention and with the first arm of reuse, if those were asked.
 fn score(
     (at, arm): (usize, &Arm),
     (full, first): (Option<usize>, Option<usize>),

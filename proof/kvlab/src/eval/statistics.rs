@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-/// A mean over a few independent repetitions.
+/// A mean over a few independent repetitions, with a confidence interval.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct Estimate {
     /// The mean.
@@ -29,14 +29,14 @@ fn quantile(degrees: usize) -> f64 {
     })
 }
 
-/// Returns the upper median of some values, or NaN without values.
+/// Returns the upper median, or NaN if there are no values.
 pub(super) fn median(mut values: Vec<f64>) -> f64 {
     values.sort_by(f64::total_cmp);
     values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 impl Estimate {
-    /// Estimates the mean of these repetitions. Without repetitions it is 0.
+    /// Estimates the mean of these repetitions. If there are none, it is 0.
     ///
     /// ```
     /// use kvlab::Estimate;

@@ -6,7 +6,7 @@ use kvmodel::TextCodec;
 use super::Question;
 use crate::error::Result;
 
-/// The form in which a model is asked a question.
+/// How a question is put to a model.
 ///
 /// ```
 /// # use kvlab::PromptStyle;
@@ -16,18 +16,18 @@ use crate::error::Result;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct PromptStyle {
-    /// True to put the prompt into the model's chat template, as the single message of a conversation.
+    /// True to put the prompt into the model's chat template, as a conversation's only message.
     pub chat: bool,
-    /// The text after the system prompt and after each document. It is part of the text before it, so a
-    /// document has the same tokens at every place.
+    /// The text after the system prompt and after each document. It counts as part of the text that it
+    /// follows, so a document has the same tokens wherever it is.
     pub separator: String,
 }
 
 impl PromptStyle {
-    /// Returns the prompt of a question, with its documents in the given order.
+    /// Returns the prompt for a question, with its documents in the given order.
     ///
     /// # Errors
-    /// Returns the errors of the tokenizer and of the chat template.
+    /// Returns the errors of the tokenizer and the chat template.
     pub fn prompt(&self, question: &Question, order: &[usize], codec: &TextCodec) -> Result<PromptTokens> {
         // Decision: docs/decisions/chunks.md#a-part-that-holds-the-separator-is-refused-a-document-is-never-cut
         let ended = |text: &str| format!("{text}{}", self.separator);

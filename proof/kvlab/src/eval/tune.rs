@@ -1,8 +1,8 @@
-//! Tuning: the search for the cheapest kind of reuse whose loss against full attention can be bounded.
+//! Tuning: searches for the cheapest kind of reuse whose loss compared with full attention can be bounded.
 //!
 //! A few questions measure the divergence of all candidates from full attention. A candidate is dropped if a
-//! cheaper one with chunks of the same mode is certainly nearer to full attention. The remaining ones answer
-//! many questions, the cheapest first, until the answers of one bound its loss.
+//! cheaper one with chunks of the same mode is certainly nearer to full attention. The others answer many
+//! questions, starting with the cheapest candidate, until one's answers bound its loss.
 
 use kvengine::Engine;
 use kvmodel::TextCodec;
@@ -20,9 +20,9 @@ use crate::error::{Error, Result};
 pub struct TuneOptions {
     /// The candidates, in any order.
     pub candidates: Vec<Arm>,
-    /// The largest loss, and the least share of questions that full attention must answer.
+    /// The maximum loss, and the minimum share of questions that full attention must answer correctly.
     pub limits: GateLimits,
-    /// Settings of the questions.
+    /// How to ask the questions.
     pub eval: EvalOptions,
 }
 
@@ -33,28 +33,28 @@ pub struct TuneRow {
     pub arm: Arm,
     /// The candidate's name.
     pub name: String,
-    /// The Kullback–Leibler divergence from full attention along its own answers, in nats a token.
+    /// The Kullback–Leibler divergence from full attention along its own answers, in nats per token.
     pub divergence: f64,
-    /// Operations of the prefill, as a share of full attention's.
+    /// The operation count of the prefill, relative to full attention's.
     pub operations: f64,
-    /// The median time to first token, as a share of full attention's.
+    /// The median time to first token, relative to full attention's.
     pub ttft: f64,
-    /// The divergence of each question.
+    /// The divergence for each question.
     #[serde(skip)]
     pub each: Vec<f64>,
-    /// The comparison with full attention's answers; `None` if the candidate was dropped, or a cheaper one
-    /// was chosen.
+    /// The comparison with full attention's answers; `None` if the candidate was dropped or a cheaper one was
+    /// chosen.
     pub paired: Option<Paired>,
-    /// The verdict of the answers on the loss.
+    /// The verdict on the loss, according to the answers.
     pub verdict: Option<Verdict>,
 }
 
 /// The result of a search.
 #[derive(Debug, Clone, Serialize)]
 pub struct Tuning {
-    /// The candidates, the cheapest first.
+    /// The candidates, cheapest first.
     pub rows: Vec<TuneRow>,
-    /// The number of the chosen row; `None` if full attention answers too few questions right to judge by.
+    /// The index of the chosen row; `None` if full attention answers too few questions correctly to judge by.
     pub chosen: Option<usize>,
     /// The share of right answers under full attention.
     pub right: f64,
@@ -66,16 +66,16 @@ impl Tuning {
         self.chosen.and_then(|row| self.rows.get(row))
     }
 
-    /// Searches for the cheapest kind of reuse whose answers bound the loss. The `screened` questions order
-    /// candidates by divergence; the answers to the draws of `judged` questions are compared. Calls
-    /// `progress` with the number of questions asked so far and the most that may be asked.
+    /// Searches for the cheapest kind of reuse whose answers bound the loss. The `screened` questions rank
+    /// the candidates by divergence. The answers to the draws of `judged` questions are compared with full
+    /// attention's. Calls `progress` with the number of questions asked so far and the maximum.
     ///
-    /// If no candidate's loss is bounded, the candidate with the least upper bound is chosen. None is chosen
-    /// if full attention answers too few questions right to judge by, since divergence does not order the
-    /// modes of chunks.
+    /// If no candidate's loss is bounded, the candidate with the smallest upper bound is chosen. No candidate
+    /// is chosen if full attention answers too few questions correctly to judge by, because divergence does
+    /// not rank chunks of different modes.
     ///
     /// # Errors
-    /// Returns [`Error::NothingToTune`] without a candidate of reuse or without questions, and the errors of
+    /// Returns [`Error::NothingToTune`] if there are no reuse candidates or no questions, and the errors of
     /// the engine.
     pub fn search(
         engine: &mut Engine,
@@ -106,7 +106,7 @@ impl Tuning {
                 progress(done, total);
             })?;
             (rows[row].paired, rows[row].verdict) = (Some(paired), Some(verdict));
-            // No candidate can be judged if full attention answers too few questions right.
+            // No candidate can be judged if full attention answers too few questions correctly.
             if verdict == Verdict::Holds || judge.right() < options.limits.floor {
                 break;
             }
@@ -117,7 +117,7 @@ impl Tuning {
     }
 }
 
-/// Returns the rows of the candidates, the cheapest first.
+/// Returns one row per candidate, cheapest first.
 fn rows(arms: &[Arm], seen: &Evaluation) -> Vec<TuneRow> {
     let of = |arm: usize, of: fn(&Trial) -> f64| -> Vec<f64> {
         seen.trials.iter().filter(|trial| trial.arm == arm).map(of).collect()
@@ -145,8 +145,8 @@ fn rows(arms: &[Arm], seen: &Evaluation) -> Vec<TuneRow> {
 }
 
 // Decision: docs/decisions/chunks.md#divergence-orders-ways-of-one-mode
-/// Returns the rows to ask: rows for which no cheaper row of the same mode is certainly nearer to full
-/// attention.
+/// Returns the indices of the rows to ask. A row is left out if a cheaper row of the same mode is certainly
+/// nearer to full attention.
 fn front(rows: &[TuneRow]) -> Vec<usize> {
     let mode = |row: &TuneRow| row.arm.cell.map(|cell| cell.mode);
     let beaten = |at: usize| {
@@ -156,15 +156,16 @@ fn front(rows: &[TuneRow]) -> Vec<usize> {
     (0..rows.len()).filter(|&at| !beaten(at)).collect()
 }
 
-/// Returns true if one way is certainly nearer to full attention than another, question by question: the 95 %
-/// interval of the mean difference does not include 0.
+/// Returns true if one candidate is certainly nearer to full attention than another, question by question:
+/// the 95 % interval of the mean difference does not include 0.
 fn is_nearer(one: &[f64], other: &[f64]) -> bool {
     let differences: Vec<f64> = one.iter().zip(other).map(|(one, other)| other - one).collect();
     let Estimate { mean, half_width } = Estimate::of(&differences);
     half_width.is_some_and(|half| mean > half)
 }
 
-/// Returns the row to choose: the first whose loss is bounded, otherwise the row with the least upper bound.
+/// Returns the index of the chosen row: the first row whose loss is bounded, or else the row with the
+/// smallest upper bound.
 fn choose(rows: &[TuneRow]) -> usize {
     if let Some(holds) = rows.iter().position(|row| row.verdict == Some(Verdict::Holds)) {
         return holds;
@@ -174,7 +175,7 @@ fn choose(rows: &[TuneRow]) -> usize {
     (0..rows.len()).min_by(least).unwrap_or(0)
 }
 
-/// Compares answers of candidates with full attention's, which are asked for once.
+/// Compares candidates' answers with full attention's. Full attention is asked only once.
 struct Judge<'a> {
     engine: &'a mut Engine,
     codec: &'a TextCodec,
@@ -201,7 +202,7 @@ impl Judge<'_> {
         all.iter().filter(|right| **right).count() as f64 / all.len().max(1) as f64
     }
 
-    /// Asks a candidate, draw by draw, until its loss is refuted or all draws are asked.
+    /// Asks a candidate draw by draw, until its loss is refuted or all draws have been asked.
     fn judge(&mut self, arm: Arm, step: &mut dyn FnMut()) -> Result<(Paired, Verdict)> {
         let mut trials: Vec<Trial> = Vec::new();
         let mut last = (Paired::default(), Verdict::CannotSay);

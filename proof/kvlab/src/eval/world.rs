@@ -1,4 +1,4 @@
-//! The world of `models/tiny-rag`: documents of freshly drawn facts, with questions that need one or two of
+//! The world of `models/tiny-rag`: documents with freshly drawn facts, and questions that need one or two of
 //! the documents.
 
 use rand::rngs::StdRng;
@@ -9,8 +9,8 @@ use serde::Deserialize;
 use super::{Grader, Question, QuestionKind};
 use crate::error::{Error, Result};
 
-/// The names and values of facts such as "alba is red .". The value "same" means the last stated value before
-/// it, in this document or an earlier one.
+/// The names and values in facts such as "alba is red .". The value "same" stands for the last value stated
+/// before it, in this document or an earlier one.
 #[derive(Debug, Clone, Deserialize)]
 pub struct World {
     names: Vec<String>,
@@ -18,18 +18,18 @@ pub struct World {
 }
 
 const SYSTEM: &str = "you answer questions from short documents .";
-/// The kinds of question about this world.
+/// The kinds of questions about this world.
 const KINDS: [QuestionKind; 3] = [QuestionKind::Local, QuestionKind::CrossStart, QuestionKind::CrossMiddle];
-/// The number of references at the start of a document whose middle a question is about.
+/// The number of references at the start of a document if the question is about its middle.
 const REFERENCES: usize = 3;
-/// In local questions, one fact in this many is a reference inside its document.
+/// In local questions, one in this many facts is a reference within its document.
 const INSIDE: u32 = 6;
 
 impl World {
-    /// Reads a `world.json`.
+    /// Parses a `world.json`.
     ///
     /// # Errors
-    /// Returns [`Error::Dataset`] if the file is invalid, or has fewer than 64 names or fewer than two
+    /// Returns [`Error::Dataset`] if the string is invalid, or has fewer than 64 names or fewer than two
     /// values.
     pub fn from_json(text: &str) -> Result<Self> {
         let bad = |reason: String| Error::Dataset { line: 0, reason };
@@ -45,7 +45,7 @@ impl World {
     }
 
     /// Draws `per_kind` questions of each kind. Equal seeds give equal questions. Every question has its own
-    /// documents: three to six, each of three to six facts. Some facts of local questions refer to facts
+    /// three to six documents, with three to six facts each. Some facts of local questions refer to facts
     /// before them in their own document, and such a fact may be the one asked about.
     pub fn questions(&self, seed: u64, per_kind: usize) -> Vec<Question> {
         let mut rng = StdRng::seed_from_u64(seed);
@@ -57,12 +57,12 @@ impl World {
         questions
     }
 
-    /// Draws a question. `inside` decides which facts are references inside a document.
+    /// Draws a question. `inside` decides which facts are references within their document.
     fn question(&self, kind: QuestionKind, rng: &mut StdRng, inside: &mut StdRng) -> Question {
         let mut names = self.names.clone();
         names.shuffle(rng);
         let count = rng.random_range(3..=6);
-        // A reference needs a document before the one asked about.
+        // A reference needs a document before the one that is asked about.
         let asked_document = match kind {
             QuestionKind::Local => rng.random_range(0..count),
             _ => rng.random_range(1..count),
@@ -125,7 +125,7 @@ mod tests {
             let (at, document) =
                 q.documents.iter().enumerate().find(|(_, d)| d.contains(&format!("{name} is"))).unwrap();
             if q.kind == QuestionKind::Local {
-                // The last value stated up to the fact, in its own document.
+                // The last value stated in the document, up to and including the fact.
                 let facts = document.split(" . ").map(|fact| fact.trim_end_matches(" ."));
                 let mut stated = String::new();
                 for (about, value) in facts.map(|fact| fact.split_once(" is ").unwrap()) {

@@ -1,4 +1,4 @@
-//! Workloads: requests of a service, drawn from a seed, and the times of answering them.
+//! Workloads: a service's requests, drawn from a seed, and how long the answers take.
 
 use kvchunk::ChunkedPrompt;
 use rand::distr::Distribution;
@@ -17,13 +17,13 @@ pub use serve::{ArrivalTimes, RagReport, Times, serve};
 pub use traffic::{Arrival, SharedPrefix, Traffic, TrafficReport, play};
 pub use ttft::{TtftRow, TtftTarget, ttft_rows};
 
-/// The way in which a request's documents are chosen.
+/// How a request's documents are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Popularity {
-    /// Draws document `i` of the library with a weight of `1 / i^s`, without repetition within a request.
+    /// Draws document `i` of the library with weight `1 / i^s`, without repeating one within a request.
     Zipf(f64),
-    /// Takes a document that was used before with this probability, and a new one otherwise.
+    /// With this probability, picks a document that was used before, and otherwise a new one.
     Repetition(f64),
 }
 
@@ -41,21 +41,21 @@ pub enum Popularity {
 pub struct RagWorkload {
     /// The number of requests.
     pub requests: usize,
-    /// The number of documents in the library that Zipf draws from.
+    /// The number of documents in the library that Zipf's law draws from.
     pub documents: usize,
-    /// The number of tokens of a document.
+    /// The number of tokens per document.
     pub document_tokens: usize,
-    /// The number of documents of a request (the `k` of retrieval).
+    /// The number of documents per request (the `k` of retrieval).
     pub per_request: usize,
-    /// The number of tokens of a system prompt.
+    /// The number of tokens per system prompt.
     pub system_tokens: usize,
-    /// The number of tokens of a question. Every request has its own question.
+    /// The number of tokens per question. Every request has its own question.
     pub question_tokens: usize,
-    /// The probability that a request has another system prompt than the one before it.
+    /// The probability that a request's system prompt differs from that of the request before.
     pub system_changes: f64,
-    /// The way in which documents are chosen.
+    /// How documents are chosen.
     pub popularity: Popularity,
-    /// The seed of all draws.
+    /// Random seed.
     pub seed: u64,
 }
 
@@ -75,10 +75,11 @@ impl Default for RagWorkload {
     }
 }
 
-/// The number of system prompts that a workload changes between.
+/// The number of system prompts that a workload alternates between.
 const SYSTEMS: u64 = 4;
 
-/// The part of a prompt that tokens are drawn for. It seeds the draw, so no document equals a question.
+/// The part of a prompt that tokens are drawn for. It is part of the seed, so a document never equals a
+/// question.
 #[derive(Clone, Copy)]
 enum PromptPart {
     System = 1,
@@ -87,10 +88,10 @@ enum PromptPart {
 }
 
 impl RagWorkload {
-    /// Checks that every number is in its domain.
+    /// Checks that every number is in its valid range.
     ///
     /// # Errors
-    /// Returns [`Error::Workload`], which names the number.
+    /// Returns [`Error::Workload`], naming the number that is not.
     pub fn check(&self) -> Result<()> {
         let bad = |what: &str| Err(Error::Workload(what.to_owned()));
         let positive =
@@ -115,7 +116,7 @@ impl RagWorkload {
         }
     }
 
-    /// Draws the prompts, with tokens below `vocabulary`.
+    /// Draws the prompts. Token IDs are below `vocabulary`.
     ///
     /// # Errors
     /// Returns the errors of [`check`](Self::check).
@@ -148,8 +149,8 @@ impl RagWorkload {
         Ok(prompts)
     }
 
-    /// Returns the probability that at least one document of a request was seen before, by the model `1 − (1
-    /// − p)^k` of independent repetition. Returns `None` except for [`Popularity::Repetition`]. The
+    /// Returns the probability that at least one of a request's documents was seen before, assuming
+    /// independent repetition: `1 − (1 − p)^k`. Returns `None` except for [`Popularity::Repetition`]. The
     /// probability is not a hit rate.
     pub fn predicted_any_hit(&self) -> Option<f64> {
         match self.popularity {
@@ -177,8 +178,8 @@ impl RagWorkload {
             let mut id = used.len() as u64;
             if again {
                 id = used[rng.random_range(0..known)];
-                // A request has each document once. There are more used documents than chosen ones, so
-                // another one can be drawn.
+                // A request has each document once. More documents are in use than were chosen, so another
+                // one can always be drawn.
                 while chosen.contains(&id) {
                     id = used[rng.random_range(0..known)];
                 }
@@ -219,7 +220,7 @@ mod tests {
                 document_tokens: 8,
                 ..RagWorkload::default()
             };
-            // The bounds are three standard deviations of 10,000 draws, and of 2000 requests.
+            // The bounds are three standard deviations, for 10,000 draws and for 2000 requests.
             let (share, any) = repeats(&workload);
             assert!((share - p).abs() < 0.015, "{share} for {p}");
             let predicted = workload.predicted_any_hit().unwrap();

@@ -1,4 +1,4 @@
-//! Serving a workload: hits, times to first token (TTFT), and the speed-up that a model predicts.
+//! Serving a workload: hits, times to first token (TTFT), and the predicted speed-up.
 
 use std::time::Duration;
 
@@ -10,7 +10,7 @@ use super::RagWorkload;
 use crate::error::Result;
 use kvengine::{Engine, Generation, PromptTokens, Request};
 
-/// Statistics of times, in milliseconds.
+/// Summary of times, in milliseconds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize)]
 pub struct Times {
     /// The median.
@@ -35,11 +35,11 @@ impl Times {
 /// The times of one request, in milliseconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct ArrivalTimes {
-    /// The request's number, in the order of arrival.
+    /// The request's index, in order of arrival.
     pub request: usize,
-    /// The time to first token, as served.
+    /// The time to first token.
     pub ttft_ms: f64,
-    /// The time to first token without reuse, under the same mask; `None` unless the request is in the
+    /// The time to first token without reuse, under the same mask; `None` if the request is not in the
     /// sample.
     pub without_reuse_ms: Option<f64>,
 }
@@ -49,20 +49,20 @@ pub struct ArrivalTimes {
 pub struct RagReport {
     /// The workload.
     pub workload: RagWorkload,
-    /// The share of the documents that were found.
+    /// The share of documents that were found in the cache.
     pub document_hit_rate: f64,
-    /// The share of the requests with at least one document that was found.
+    /// The share of requests with at least one document that was found.
     pub any_hit_rate: f64,
     /// The prediction `1 − (1 − p)^k` for `any_hit_rate`.
     pub predicted_any_hit_rate: Option<f64>,
-    /// The times to first token as served.
+    /// The times to first token, as served.
     pub with_reuse: Times,
-    /// The times to first token with everything recomputed, under the same mask, for a sample of the
+    /// The times to first token if everything is recomputed under the same mask, for a sample of the
     /// requests.
     pub without_reuse: Times,
-    /// The times to first token as ordinary prompts under full attention, for the sample.
+    /// The times to first token if the prompts are ordinary ones under full attention, for the sample.
     pub full_attention: Times,
-    /// The share of the time without reuse that goes into reusable parts: documents and the system prompt.
+    /// The share of the time without reuse that is spent on reusable parts: documents and the system prompt.
     pub alpha: f64,
     /// The share of document tokens that were found, in the sample.
     pub beta: f64,
@@ -70,38 +70,38 @@ pub struct RagReport {
     pub predicted_speedup: f64,
     /// The measured speed-up: the mean time without reuse over the mean time with it, in the sample.
     pub measured_speedup: f64,
-    /// The bytes of the chunk pool.
+    /// The size of the chunk pool in bytes.
     pub chunk_pool_bytes: usize,
-    /// The bytes of the chunk pool in use at the end.
+    /// The bytes in use in the chunk pool at the end.
     pub used_bytes: usize,
     /// The metrics of the chunk cache.
     pub chunk_cache: ChunkCacheMetrics,
-    /// The seed's goals for a chunk cache, with the measured values.
+    /// The targets for a chunk cache from the specification, with the measured values.
     pub goals: Vec<Goal>,
-    /// The seed's alarms. A missed goal is a raised alarm.
+    /// The alarms from the specification. An alarm is raised if its target is missed.
     pub alarms: Vec<Goal>,
-    /// The numbers of sleeping chunks at the end, if chunks may sleep.
+    /// The number of sleeping chunks and their sizes at the end, if chunks may sleep.
     pub chunk_sleep: Option<SleepUsage>,
     /// The times of each request, in the order of arrival.
     pub arrivals: Vec<ArrivalTimes>,
 }
 
-/// The largest number of requests that are also measured without reuse.
+/// The maximum number of requests that are also measured without reuse.
 const SAMPLE: usize = 20;
 
-/// The rule for cold documents. A document of any age may be cold, since a workload may last only seconds.
+/// The rule for cold documents. Age does not matter, because a workload may last only seconds.
 const COLD: ColdRule =
     ColdRule { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::ZERO };
 
-/// Serves a workload's prompts one after another, each up to its first token. The engine should be new.
+/// Serves a workload's prompts one after another, each up to its first token. The engine should be fresh.
 ///
-/// If the engine has a place for chunks to sleep, documents used less than five times fall asleep after every
-/// request, as far as there is room. A hit wakes them before the first token.
+/// If the engine has storage for sleeping chunks, documents used less than five times are put to sleep after
+/// every request, while there is room. A hit wakes them before the first token.
 ///
-/// Calls `progress` with the number of requests served so far and in total.
+/// Calls `progress` with the number of requests served so far and the total.
 ///
 /// # Errors
-/// Returns the errors of the workload and of the engine, for example for a prompt too long for the model.
+/// Returns the errors of the workload and of the engine, for example if a prompt is too long for the model.
 pub fn serve(
     engine: &mut Engine,
     workload: &RagWorkload,
@@ -109,7 +109,7 @@ pub fn serve(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<RagReport> {
     let prompts = workload.prompts(engine.model().config().vocab_size)?;
-    // The first request warms up threads and memory.
+    // The first request warms up the threads and the memory.
     ask_of(engine, cell, &prompts[0], false, false)?;
     let (mut served, mut arrivals, mut hits, mut any) = (Vec::new(), Vec::new(), 0, 0);
     let (every, total) = (prompts.len().div_ceil(SAMPLE), prompts.len());
@@ -130,7 +130,7 @@ pub fn serve(
         sleep(engine)?;
     }
     let (chunk_cache, chunk_sleep) = (counts(engine), engine.report().chunk_sleep);
-    // A sample is measured after the counts were taken: with everything cached, and without reuse.
+    // The sample is measured after the counts are taken: once with everything cached, and once without reuse.
     let (mut without_times, mut full, mut sampled, mut all_hit) =
         (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     for request in (0..total).step_by(every) {
@@ -171,7 +171,7 @@ pub fn serve(
     })
 }
 
-/// Puts cold documents to sleep. Documents without room to sleep stay awake.
+/// Puts cold documents to sleep. Documents stay awake if there is no room for them.
 fn sleep(engine: &Engine) -> Result<()> {
     if let (Some(chunks), Some(_)) = (engine.chunks(), engine.report().chunk_sleep) {
         match chunks.sleep_cold_chunks(COLD) {
@@ -186,7 +186,7 @@ fn counts(engine: &Engine) -> ChunkCacheMetrics {
     engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default()
 }
 
-/// Answers a prompt up to its first token.
+/// Answers a prompt up to the first token.
 fn ask_of(
     engine: &mut Engine,
     cell: ReuseCell,

@@ -1,4 +1,4 @@
-//! Traffic: requests that arrive while others are being answered, and the times of answering them.
+//! Traffic: requests that arrive while others are being answered, and how long the answers take.
 
 use std::time::{Duration, Instant};
 
@@ -10,20 +10,21 @@ use serde::{Deserialize, Serialize};
 use super::Times;
 use crate::error::{Error, Result};
 
-/// A request of a trace. Its prompt is drawn at random, and its answer has exactly the given number of
+/// A request in a trace. Its prompt is drawn at random, and its answer has exactly the given number of
 /// tokens.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Arrival {
-    /// Seconds after the first moment.
+    /// Arrival time, in seconds since the start.
     pub at: f64,
-    /// The number of tokens of the prompt.
+    /// The number of tokens in the prompt.
     pub prompt_tokens: usize,
-    /// The number of tokens of the answer.
+    /// The number of tokens in the answer.
     pub answer_tokens: usize,
 }
 
-/// Arrivals by Poisson's law, with lengths of prompts and answers from half to one and a half of their means.
+/// Settings of a trace with Poisson arrivals. The lengths of prompts and answers range from half to one and a
+/// half times their means.
 ///
 /// ```
 /// use kvlab::Traffic;
@@ -36,13 +37,13 @@ pub struct Arrival {
 pub struct Traffic {
     /// The number of requests.
     pub requests: usize,
-    /// Requests a second; `None` for all at the first moment.
+    /// Requests per second; `None` if all arrive at the start.
     pub rate: Option<f64>,
-    /// The mean number of tokens of a prompt.
+    /// The mean number of tokens per prompt.
     pub prompt_tokens: usize,
-    /// The mean number of tokens of an answer.
+    /// The mean number of tokens per answer.
     pub answer_tokens: usize,
-    /// The seed of all draws.
+    /// Random seed.
     pub seed: u64,
 }
 
@@ -53,10 +54,10 @@ impl Default for Traffic {
 }
 
 impl Traffic {
-    /// Returns the arrivals, in their order.
+    /// Draws the requests, in order of arrival.
     ///
     /// # Errors
-    /// Returns [`Error::Workload`] for lengths of 0, no request, or a rate that is not above 0.
+    /// Returns [`Error::Workload`] if there are no requests, a length is 0 or the rate is not positive.
     pub fn draw(&self) -> Result<Vec<Arrival>> {
         if self.requests == 0 || self.prompt_tokens == 0 || self.answer_tokens == 0 {
             return Err(Error::Workload("requests, prompts and answers need at least one".to_owned()));
@@ -81,67 +82,66 @@ impl Traffic {
     }
 }
 
-/// Tokens at the beginning of all prompts of a trace, such as instructions. Each prompt's own tokens follow
-/// them.
+/// Tokens at the start of all prompts in a trace, such as instructions. Each prompt's own tokens follow them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
 pub struct SharedPrefix {
     /// The number of tokens.
     pub tokens: usize,
-    /// True if the tokens are computed before the first request and never evicted.
+    /// True to compute the tokens before the first request and never evict them.
     pub pinned: bool,
 }
 
-/// The times and counts of a trace that an engine has answered.
+/// Times and counts for a trace that an engine has answered.
 #[derive(Debug, Clone, Serialize)]
 pub struct TrafficReport {
     /// The number of requests.
     pub requests: usize,
-    /// The tokens of all prompts.
+    /// The total number of prompt tokens.
     pub prompt_tokens: usize,
-    /// The tokens of prompts whose keys and values were found in the cache.
+    /// The number of prompt tokens whose keys and values were found in the cache.
     pub cached_tokens: usize,
-    /// The tokens of all answers.
+    /// The total number of answer tokens.
     pub answer_tokens: usize,
-    /// Seconds from the first moment to the last token.
+    /// Seconds from the start to the last token.
     pub seconds: f64,
-    /// Seconds of processor time, of all threads, if the system reports it.
+    /// Processor time in seconds, over all threads, if the system reports it.
     pub cpu_seconds: Option<f64>,
-    /// Tokens of answers a second.
+    /// Answer tokens per second.
     pub answer_tokens_per_second: f64,
-    /// Tokens of prompts and answers a second.
+    /// Prompt and answer tokens per second.
     pub tokens_per_second: f64,
     /// Times from arrival to the first token.
     pub ttft: Times,
-    /// Times from one token of an answer to its next.
+    /// Times between successive tokens of an answer.
     pub between_tokens: Times,
     /// Times from arrival to the last token.
     pub whole: Times,
-    /// The number of passes.
+    /// The number of forward passes.
     pub steps: usize,
-    /// The tokens of a pass, on average.
+    /// The mean number of tokens per pass.
     pub tokens_per_step: f64,
-    /// The share of the time of steps that the engine took for itself: everything but the model.
+    /// The share of the steps' time that the engine itself took: everything but the model.
     pub engine_share: f64,
-    /// The number of times that a request gave its blocks to others.
+    /// How often a request was preempted, which gives its blocks to others.
     pub preemptions: u64,
-    /// The number of those times that the blocks went to host memory.
+    /// How many of these preemptions moved the blocks to host memory.
     pub swaps: u64,
-    /// Times to first token, in milliseconds, in the order of arrival.
+    /// Times to first token in milliseconds, in order of arrival.
     pub ttft_ms: Vec<f64>,
 }
 
-/// A request under way.
+/// A request that is being answered.
 struct Asked {
     answer: Answer,
     at: Duration,
     last: Option<Duration>,
 }
 
-/// Plays a trace: each request is submitted at its time, and the engine steps as long as there is work.
-/// `progress` is told how many of the requests are answered.
+/// Plays a trace: submits each request at its time, and runs engine steps while there is work. Calls
+/// `progress` with the number of answered requests.
 ///
 /// # Errors
-/// Returns the errors of the engine, of any request.
+/// Returns the errors of the engine, for any request.
 pub fn play(
     engine: &mut Engine,
     trace: &[Arrival],
@@ -235,10 +235,10 @@ pub fn play(
     })
 }
 
-/// Returns the processor time of this process, as Linux counts it: in hundredths of a second.
+/// Returns this process's processor time in seconds. Linux counts it in hundredths of a second.
 fn cpu_seconds() -> Option<f64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The name of the program, in brackets, may have spaces.
+    // The program's name, in brackets, may contain spaces.
     let rest = stat.rsplit_once(')')?.1;
     let mut fields = rest.split_whitespace().skip(11);
     let (user, system): (f64, f64) = (fields.next()?.parse().ok()?, fields.next()?.parse().ok()?);
@@ -273,7 +273,8 @@ mod tests {
     #[cfg(target_os = "linux")]
     fn processor_time_grows_with_work() {
         let before = cpu_seconds().unwrap();
-        // Fifty thousand looks at a file take more than the hundredth of a second that is the unit.
+        // Reading the file fifty thousand times takes longer than a hundredth of a second, the unit of the
+        // count.
         let grown = (0..50_000).any(|_| cpu_seconds().unwrap() > before);
         assert!(grown);
     }

@@ -1,5 +1,5 @@
-//! Time to first token (TTFT) of one prompt: cold, with all chunks cached, without reuse, and the floor. The
-//! floor is the question alone, after the same KV.
+//! Time to first token (TTFT) of one prompt: cold, with all chunks cached, without reuse, and the floor,
+//! which is the question alone after the same KV.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,7 +11,7 @@ use super::{Popularity, RagWorkload};
 use crate::error::Result;
 use kvengine::{Engine, PromptTokens, Request};
 
-/// A time, with the time that it is compared with.
+/// A measured time, and the time that it is compared with.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TtftRow {
     /// The name of the measurement.
@@ -20,7 +20,7 @@ pub struct TtftRow {
     pub tokens: usize,
     /// The measured time.
     pub took: Duration,
-    /// The name of the measurement that it is compared with.
+    /// The name of the measurement to compare with.
     pub limit: &'static str,
     /// The time of that measurement.
     pub limit_took: Duration,
@@ -29,7 +29,7 @@ pub struct TtftRow {
 }
 
 impl TtftRow {
-    /// Returns the ratio of the limit's time to this time: above 1 is faster than the limit.
+    /// Returns the limit's time divided by this time. Above 1 is faster than the limit.
     pub fn ratio(&self) -> f64 {
         self.limit_took.as_secs_f64() / self.took.as_secs_f64().max(f64::MIN_POSITIVE)
     }
@@ -43,7 +43,7 @@ impl TtftRow {
     }
 }
 
-/// A target for a time, relative to the time that it is compared with.
+/// A target for a time, relative to the time it is compared with.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum TtftTarget {
@@ -62,14 +62,14 @@ impl fmt::Display for TtftTarget {
     }
 }
 
-/// The number of full prefills, with ordinary attention and with the mask of reuse. The best of each counts.
-/// A cold prompt cannot be repeated.
+/// The number of full prefills, each with ordinary attention and with the reuse mask. The best of each
+/// counts. A cold prompt cannot be repeated.
 const PREFILLS: usize = 3;
 
-/// The number of hits, and of questions alone, before each full prefill. The best of all counts.
+/// The number of hits, and of questions alone, before each full prefill. The best ones count.
 const HITS: usize = 4;
 
-/// The targets of a prompt whose chunks are all cached, against its full prefill and against its question
+/// The targets for a prompt whose chunks are all cached: against its full prefill, and against its question
 /// alone.
 const TARGETS: [TtftTarget; 2] = [TtftTarget::TimesAsFast(10.0), TtftTarget::TimesAsLong(1.1)];
 
@@ -77,8 +77,8 @@ const TARGETS: [TtftTarget; 2] = [TtftTarget::TimesAsFast(10.0), TtftTarget::Tim
 /// Hits are measured with the documents in other orders, unless their positions are part of their keys.
 ///
 /// # Errors
-/// Returns the errors of the engine, for example for a prompt too long for the model, or for a chunk pool too
-/// small for the documents.
+/// Returns the errors of the engine, for example if a prompt is too long for the model, or the chunk pool is
+/// too small for the documents.
 pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseCell) -> Result<Vec<TtftRow>> {
     let workload = RagWorkload {
         requests: 1 + PREFILLS * HITS,
@@ -101,14 +101,14 @@ pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseC
     let with_question = |order: Vec<Vec<u32>>, question: &[u32]| {
         ChunkedPrompt::new(prompt.system().to_vec(), order, question.to_vec())
     };
-    // The context is cached as an ordinary prefix, followed by a question alone. Each question has new
-    // tokens, of which none is cached.
+    // The context is cached as an ordinary prefix, and only a question follows it. Each question has new
+    // tokens, none of them cached.
     let alone = |question: &[u32]| -> Result<PromptTokens> {
         Ok(PromptTokens::Plain(with_question(prompt.chunks().to_vec(), question)?.flatten()))
     };
     ttft(alone(prompt.question())?, &|_| ())?;
-    // All measurements take turns. Hits and questions alone alternate in order: the first run after a full
-    // prefill is slower.
+    // All measurements take turns. Hits and questions alone also swap their order, because the first run
+    // after a full prefill is slower.
     let [mut hit, mut floor, mut full, mut masked] = [Duration::MAX; 4];
     for (i, other) in prompts.iter().enumerate().skip(1) {
         let mut order = prompt.chunks().to_vec();

@@ -1,4 +1,4 @@
-//! The model in the repository on an engine, with its world.
+//! The repository's model on an engine, with its world.
 
 use std::path::PathBuf;
 
@@ -19,7 +19,8 @@ pub(crate) fn tiny_rag() -> (Engine, TextCodec, World) {
     (engine, codec, world)
 }
 
-/// Returns answers of two arms to local questions from their grades: full attention's, then the other's.
+/// Returns two arms' answers to local questions with these grades. In each pair, full attention's grade comes
+/// first.
 pub(crate) fn trials(pairs: impl IntoIterator<Item = (bool, bool)>) -> Vec<Trial> {
     let of = |question: usize, arm: usize, right: bool| Trial {
         draw: 0,

@@ -13,7 +13,7 @@ fn engine() -> (Engine, TextCodec, Vec<Vec<Question>>) {
     (engine, codec, vec![world.questions(3, 10)])
 }
 
-/// Limits under which ten questions bound the loss.
+/// Limits that ten questions are enough to satisfy.
 fn fitting() -> GateLimits {
     GateLimits { accuracy: 0.25, ..GateLimits::default() }
 }
@@ -33,7 +33,7 @@ fn in_cell(
     Gate::check(engine, codec, questions, way, limits, &options, &mut |_, _| ()).unwrap()
 }
 
-/// Writes zeros over every key and value of the chunk pool.
+/// Overwrites every key and value in the chunk pool with zeros.
 fn spoil(engine: &Engine) {
     let (arena, blocks) = (engine.cache().arena(), engine.chunks().unwrap().pool().blocks().range());
     let stream = engine.backend().stream().unwrap();
@@ -64,11 +64,11 @@ fn a_failing_identity_closes_the_gate_and_is_named() {
         failing[0].starts_with("reuse equals computing from scratch under the same mask (measured "),
         "{failing:?}"
     );
-    // Other identities still hold: both sides read the same contents, or recompute everything.
+    // The other identities still hold: both sides read the same contents or recompute everything.
     for what in ["recomputing", "linking", "blending"] {
         assert!(!failing.iter().any(|words| words.contains(what)), "{failing:?}");
     }
-    // Forgotten chunks are recomputed, and are right again.
+    // After the chunks are forgotten, they are recomputed correctly.
     engine.chunks().unwrap().clear();
     assert!(check(&mut engine, &codec, &questions, fitting()).is_open());
 }
@@ -101,7 +101,7 @@ fn answers_are_judged_only_where_they_bound_the_loss() {
             .chain(std::iter::repeat_n((false, false), neither));
         Gate::of_answers(&trials(pairs), &GateLimits::default())
     };
-    // Many questions with hardly a loss; a certain loss; a loss that may be chance; no visible loss.
+    // Many questions with hardly any loss; a certain loss; a loss that may be chance; no visible loss.
     assert_eq!(judged(2, 2, 300, 96).verdict, Verdict::Holds);
     let lost = judged(60, 10, 230, 100);
     assert_eq!(lost.verdict, Verdict::Fails);
@@ -114,7 +114,7 @@ fn answers_are_judged_only_where_they_bound_the_loss() {
     assert!(worse.what.contains("would not bound it"), "{}", worse.what);
     let clean = judged(0, 0, 50, 0);
     assert!(clean.verdict == Verdict::CannotSay && clean.what.contains("about 8"), "{}", clean.what);
-    // Full attention itself answers too few questions right.
+    // Full attention itself answers too few questions correctly.
     let blind = judged(0, 0, 40, 360);
     assert_eq!(blind.verdict, Verdict::CannotSay);
     assert!(blind.what.contains("10.0 % of 400") && blind.what.contains("at least 50.0 %"), "{}", blind.what);

@@ -1,4 +1,4 @@
-//! The laboratory on the model in the repository: the gate, and answers under reuse.
+//! The laboratory, tested on the repository's model: the gate, and answers with reuse.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod common;

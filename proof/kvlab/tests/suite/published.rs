@@ -1,4 +1,4 @@
-//! The gate on a published model: its verdicts on the answers that `cargo xtask published --answers` keeps.
+//! The gate on a published model: its verdicts on the answers kept by `cargo xtask published --answers`.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use crate::common::trials;
 const FULL: &str = "full attention";
 const OLD_DEFAULT: &str = "overlapped, with-system, none";
 
-/// The kept grades of answers about some documents.
+/// The grades kept for answers about a number of documents.
 #[derive(Deserialize)]
 struct KeptGrades {
     questions: usize,
@@ -20,7 +20,7 @@ struct KeptGrades {
 #[derive(Deserialize)]
 struct GradedWay {
     name: String,
-    /// A 1 for each right answer, a 0 for each wrong one.
+    /// One digit per answer: 1 if it is right, 0 if not.
     right: String,
 }
 
@@ -58,7 +58,7 @@ fn answers_that_bound_the_loss_are_fit_and_others_report_how_many_more_would_tel
     let fit = kept(2).judged(way, &GateLimits::default());
     assert_eq!(fit.verdict, Verdict::Holds, "{}", fit.what);
     assert!(fit.measured <= 0.02, "{}", fit.what);
-    // With four notes, full attention answers fewer questions right than the floor.
+    // With four notes, full attention answers fewer questions correctly than the floor requires.
     let blind = kept(4).judged(way, &GateLimits::default());
     assert_eq!(blind.verdict, Verdict::CannotSay, "{}", blind.what);
     assert!(blind.what.contains("too few to judge by"), "{}", blind.what);

@@ -1,4 +1,4 @@
-//! The model in the repository answers questions about new documents correctly.
+//! The repository's model answers questions about new documents correctly.
 
 use std::path::PathBuf;
 
@@ -8,7 +8,7 @@ use kvengine::{Engine, EngineConfig};
 use kvlab::{Arm, EvalOptions, Measure, Question, QuestionKind, World, evaluate};
 use kvmodel::{ModelDirectory, WeightFormat};
 
-/// System prompts. Most consist of words that are no single tokens.
+/// System prompts. Most consist of words that are not single tokens.
 const SYSTEMS: [&str; 4] = [
     "you answer questions from short documents .",
     "answer briefly",
@@ -24,7 +24,7 @@ fn mean(score: &kvlab::Score) -> f64 {
     score.accuracy.unwrap().mean
 }
 
-/// Returns local questions in five draws, under changing system prompts.
+/// Returns local questions in five draws, with varying system prompts.
 fn local_questions(per_draw: usize) -> Vec<Vec<Question>> {
     let world = World::from_json(&std::fs::read_to_string(folder().join("world.json")).unwrap()).unwrap();
     let of_draw = |seed| {
@@ -43,7 +43,7 @@ fn local_questions(per_draw: usize) -> Vec<Vec<Question>> {
 fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell() {
     let ModelDirectory { model, codec } =
         ModelDirectory::load(&folder(), WeightFormat::Stored, &mut |_, _| ()).unwrap();
-    // The pool has room for all documents of a question: every one is found.
+    // The pool has room for all of a question's documents, so every one is found.
     let chunks = ChunkCacheConfig { memory_share: 0.5, ..ChunkCacheConfig::default() };
     let config = EngineConfig { chunks, ..EngineConfig::default() };
     let mut engine = Engine::new(model, CpuBackend::new(), codec.digest(), &config).unwrap();
@@ -59,7 +59,7 @@ fn reuse_stays_within_a_point_of_full_attention_on_local_questions_in_every_cell
         let lost = mean(&scores[0]) - mean(score);
         assert_eq!(score.paired.unwrap().loss(), lost, "{}", score.name);
         assert!(lost <= 0.01, "{} loses {lost}", score.name);
-        // Every answer goes through the real cache: every document is found, and none is recomputed.
+        // Every answer goes through the real cache: every document is found and none is recomputed.
         let reused = score.arm.cell.is_some();
         let expected = if reused { (1.0, 0.0) } else { (0.0, 1.0) };
         assert_eq!((score.found, score.recomputed), expected, "{}", score.name);
@@ -80,7 +80,7 @@ fn any_text_encodes_and_long_prompts_fit() {
     }
 }
 
-/// Divergences order arms by their distance from full attention.
+/// Divergence ranks arms by their distance from full attention.
 #[test]
 fn divergences_are_zero_where_everything_is_recomputed_and_large_where_answers_are_lost() {
     let ModelDirectory { model, codec } =
@@ -109,7 +109,7 @@ fn divergences_are_zero_where_everything_is_recomputed_and_large_where_answers_a
     let (kept, _) = of("sequential, alone, link:2", QuestionKind::CrossStart);
     let (lost, agreement) = of("sequential, alone, none", QuestionKind::CrossStart);
     assert!(lost > 20.0 * kept && agreement < 0.9, "{lost} and {kept}, {agreement}");
-    // Divergences alone give no answers.
+    // If only divergences are measured, no answers are given.
     let options = EvalOptions { measure: Measure::Divergence, ..EvalOptions::default() };
     let alone = evaluate(&mut engine, &codec, &questions, &arms, &options, &mut |_, _| ()).unwrap();
     assert!(alone.scores.iter().all(|score| score.accuracy.is_none() && score.paired.is_none()));

@@ -1,4 +1,4 @@
-//! A search chooses the cheapest kind of reuse that keeps the answers right.
+//! A search chooses the cheapest kind of reuse that keeps answers right.
 
 use kvlab::{Arm, EvalOptions, GateLimits, Question, QuestionKind, TuneOptions, Tuning, Verdict, World};
 
@@ -9,7 +9,7 @@ fn options(candidates: &[&str], limits: GateLimits) -> TuneOptions {
     TuneOptions { candidates, limits, eval: EvalOptions::default() }
 }
 
-/// Returns draws of questions across documents, marked as local questions.
+/// Returns draws of questions that span documents but are marked as local.
 fn across(world: &World) -> Vec<Vec<Question>> {
     let draw = |seed| {
         let questions = world.questions(seed, 40).into_iter();
