@@ -1,9 +1,9 @@
 //! Measures the slots of a decode step, issued for a whole batch and written in one layer, against a bare
-//! scatter of as many rows.
+//! scatter of the same number of rows.
 //!
-//! Prints one JSON object per line, as `kernels_against_memcpy` does. `--sequences N` sets the largest batch
-//! (default 256); a quarter and a half of it come first. A token has 4 heads of 64 in f32, in K and in V. The
-//! sequences start with 100 tokens.
+//! Prints one JSON object per line, like `kernels_against_memcpy`. `--sequences N` sets the largest batch
+//! (default 256); a quarter and a half of it are measured first. A token has 4 heads of 64 in f32, for K and
+//! for V. The sequences start with 100 tokens.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -19,8 +19,8 @@ const HEADS: usize = 4;
 const DIM: usize = 64;
 const BLOCK: usize = 16;
 const CONTEXT: usize = 100;
-/// The steps that are timed together: as many as a block has tokens. The first takes a block for every
-/// sequence.
+/// The number of steps timed together, equal to the tokens per block. The first step takes a new block for
+/// every sequence.
 const STEPS: usize = BLOCK;
 /// The number of measurements. The fastest counts.
 const ROUNDS: usize = 40;

@@ -1,6 +1,6 @@
-//! Kernels against `memcpy` of the same bytes, on one thread and on all threads. On all threads also a decode
-//! step against a streaming read of the KV bytes, and a prefill against a GEMM with as many operations. A
-//! kernel and its limit take turns.
+//! Compares kernels with `memcpy` of the same bytes, on one thread and on all threads. On all threads, also
+//! compares a decode step with a streaming read of the KV bytes, and a prefill with a GEMM of the same number
+//! of operations. A kernel and its limit take turns.
 //!
 //! `--mib N` sets the largest size of each side (default 64). `--context N` sets the longest context of a
 //! decode step (default 16,384), which is eight times the longest prefill.
@@ -26,7 +26,7 @@ fn options(threads: usize) -> CpuOptions {
     CpuOptions { threads: Some(threads), ..CpuOptions::default() }
 }
 
-/// Movement of bytes against `memcpy` of as many bytes with as many threads, in turns.
+/// Compares moving bytes with `memcpy` of the same number of bytes on the same number of threads, in turns.
 struct Against {
     limit: Memcpy,
     bytes: usize,
@@ -38,7 +38,7 @@ impl Against {
         Self { limit: Memcpy::new(bytes, threads), bytes, threads }
     }
 
-    /// Reports one row of the table; `work` moves `bytes` bytes.
+    /// Prints one row of the table. `work` must move `bytes` bytes.
     fn report(&mut self, what: &str, bytes: usize, mut work: impl FnMut()) {
         let [seconds, limit] = in_turns([&mut work, &mut || self.limit.run()]);
         let limit = limit * bytes as f64 / self.bytes as f64;
@@ -81,7 +81,7 @@ fn rotation(dtype: DType, mib: usize, threads: usize) -> Result<()> {
     Ok(())
 }
 
-/// Measures rows of fewer bytes, at the slots of a block table and at slots in random order.
+/// Measures rows with fewer bytes, at the slots of a block table and at slots in random order.
 fn small_rows(heads: usize, mib: usize, threads: usize) -> Result<()> {
     let row_bytes = heads * DIM * 2;
     let lab = Lab::of(DType::BF16, heads, (mib << 20) / (2 * row_bytes), &options(threads))?;
@@ -112,8 +112,8 @@ fn decode(dtype: DType, context: usize) -> Result<()> {
     Ok(())
 }
 
-/// Measures a prompt of `tokens` tokens. Counts only operations inside the mask: two products for each pair
-/// of tokens.
+/// Measures the prefill of `tokens` tokens. Counts only operations inside the mask: two dot products for each
+/// pair of tokens.
 fn prefill(dtype: DType, tokens: usize) -> Result<()> {
     let lab = Lab::new(dtype, tokens, &options(all_threads()))?;
     let op = lab.attend(lab.tokens, true)?;
@@ -127,7 +127,7 @@ fn prefill(dtype: DType, tokens: usize) -> Result<()> {
     Ok(())
 }
 
-/// A product of square matrices of f32.
+/// A product of square f32 matrices.
 struct Gemm {
     a: Vec<f32>,
     b: Vec<f32>,
@@ -151,8 +151,8 @@ impl Gemm {
         let parallelism = if *threads == 1 { Parallelism::None } else { Parallelism::Rayon(*threads) };
         pool.install(|| {
             let (to, a, b) = (c.as_mut_ptr(), a.as_ptr(), b.as_ptr());
-            // SAFETY: `a`, `b` and `c` have N rows of N elements each, as the strides say, and `c` is
-            // borrowed mutably, apart from `a` and `b`.
+            // SAFETY: `a`, `b` and `c` have N rows of N elements each, which matches the strides. `c` is
+            // borrowed mutably and does not overlap `a` or `b`.
             unsafe {
                 gemm::gemm(
                     n,
@@ -187,7 +187,7 @@ fn main() -> Result<()> {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         for size in [mib / 4, mib / 2, mib].map(|size| size.max(1)) {
             for threads in threads {
-                // For movement of bits, f16 is the same as bf16.
+                // For moving bits, f16 is the same as bf16.
                 if dtype != DType::F16 {
                     movement(dtype, size, threads)?;
                 }

@@ -1,7 +1,8 @@
-//! Kernels of the wgpu backend against the queue's own copy of as many bytes, `copy_buffer_to_buffer`, on the
-//! same adapter. Each is submitted and waited for. A kernel and its limit take turns.
+//! Compares kernels of the wgpu backend with the queue's own copy of the same number of bytes,
+//! `copy_buffer_to_buffer`, on the same adapter. Each is submitted and waited for. A kernel and its limit
+//! take turns.
 //!
-//! `--mib N` sets the largest size of each side (default 64). `--context N` sets the longest context of a
+//! `--mib N` sets the maximum size of each side (default 64). `--context N` sets the longest context of a
 //! decode step (default 16,384), which is 32 times the longest prefill.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
@@ -16,7 +17,7 @@ use kvcore::{
     allocate_tensor,
 };
 
-/// A copy of bytes on the device.
+/// A copy of bytes within the device.
 struct Limit {
     backend: Arc<WgpuBackend>,
     src: Buffer,
@@ -44,7 +45,7 @@ impl Limit {
     }
 }
 
-/// Reports one row of the table: `work` is enqueued, and moves `bytes` bytes.
+/// Prints one row of the table. `work` is enqueued, and must move `bytes` bytes.
 fn report(stream: &dyn Stream, limit: &Limit, what: &str, bytes: usize, work: impl Fn() -> Result<()>) {
     let mut both = || {
         work().expect("an operation");
@@ -61,7 +62,7 @@ fn movement(backend: &Arc<WgpuBackend>, dtype: DType, mib: usize) -> Result<()> 
     let limit = Limit::new(backend, both);
     let (scatter, gather) = (lab.scatter()?, lab.gather()?);
     let (copy, swap, rotate) = (lab.copy_blocks(), lab.swap_blocks()?, lab.rotate_keys());
-    // For movement of bits, f16 is the same as bf16.
+    // For moving bits, f16 is the same as bf16.
     if dtype != DType::F16 {
         report(stream, &limit, &format!("scatter {dtype}"), both, || stream.scatter(&scatter));
         report(stream, &limit, &format!("gather {dtype}"), both, || stream.gather(&gather));
@@ -82,7 +83,7 @@ fn movement(backend: &Arc<WgpuBackend>, dtype: DType, mib: usize) -> Result<()> 
     Ok(())
 }
 
-/// Measures conversion of blocks to a format of fewer bits, and back. Counts the bytes of the dense side.
+/// Measures converting blocks to a format with fewer bits, and back. Counts the bytes on the dense side.
 fn formats(backend: &Arc<WgpuBackend>, mib: usize) -> Result<()> {
     let tokens = (mib << 20) / (2 * HEADS * DIM * 2);
     let lab = Lab::on(Arc::clone(backend) as _, DType::BF16, HEADS, tokens)?;
@@ -123,8 +124,8 @@ fn decode(backend: &Arc<WgpuBackend>, dtype: DType, context: usize) -> Result<()
     Ok(())
 }
 
-/// Measures a prompt whose tokens attend to all tokens before them. Arithmetic dominates, so the copy is a
-/// reference and not a limit.
+/// Measures a prompt whose tokens attend to all tokens before them. Arithmetic dominates, so the copy is only
+/// a reference, not a limit.
 fn prefill(backend: &Arc<WgpuBackend>, dtype: DType, tokens: usize) -> Result<()> {
     let lab = Lab::on(Arc::clone(backend) as _, dtype, HEADS, tokens)?;
     let (op, stream, bytes) = (lab.attend(lab.tokens, true)?, lab.stream.as_ref(), lab.bytes());

@@ -1,8 +1,8 @@
-//! Two threads against one while every core is busy with other work: spinning threads, one for each core.
+//! Compares two threads with one while every core is busy with other work: spinning threads, one per core.
 //!
-//! The row's limit is the same work on one thread under the same load: a ratio below 0.91 means that two
-//! threads are slower than 1.1 times one. `--load 0` leaves the cores idle, `--seconds N` sets the time for
-//! each row (default 6).
+//! The row's limit is the same work on one thread under the same load. A ratio below 0.91 means that two
+//! threads take more than 1.1 times as long as one. `--load 0` leaves the cores idle; `--seconds N` sets the
+//! time per row (default 6).
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use kvbench::lab::Lab;
 use kvbench::{option, row};
 use kvcore::DType;
 
-/// Threads that spin to take their share of the cores.
+/// Threads that spin to keep the cores busy.
 struct Load {
     stop: Arc<AtomicBool>,
     threads: Vec<JoinHandle<()>>,
@@ -46,7 +46,7 @@ impl Drop for Load {
     }
 }
 
-/// Returns the mean seconds of each work. The works take turns of about a tenth of a second.
+/// Returns the mean seconds of each piece of work. They take turns of about a tenth of a second.
 fn means(seconds: usize, mut works: [&mut dyn FnMut(); 2]) -> [f64; 2] {
     let (mut total, mut runs) = ([0.0; 2], [0usize; 2]);
     for work in &mut works {
@@ -123,7 +123,7 @@ fn main() {
         let what = format!("product, {rows} {}, bf16, 2 threads", if rows == 1 { "row" } else { "rows" });
         row(&what, bytes.len(), seconds_of_two, limit, seconds_of_one);
     }
-    // The jobs of a decode step: short ones, one after another.
+    // Jobs like a decode step's: short ones, one after another.
     let labs = options.each_ref().map(|options| Lab::new(DType::BF16, 512, options).expect("a lab"));
     let attends = labs.each_ref().map(|lab| lab.attend(1, true).expect("an attend"));
     let x = vec![0.5f32; input];

@@ -1,8 +1,9 @@
 //! The operations of `proof/peers/torch_ops.py` (in torch) and `proof/peers/hf_cache.py` (in Hugging Face
 //! caches), on the CPU backend.
 //!
-//! `--threads N` sets the threads (default 1), `--only PREFIX` limits the operations. Prints one JSON object
-//! per line, as `kernels_against_memcpy` does, against `memcpy` of the same bytes with the same threads.
+//! `--threads N` sets the number of threads (default 1); `--only PREFIX` selects operations. Prints one JSON
+//! object per line, like `kernels_against_memcpy`. The limit is `memcpy` of the same bytes on the same
+//! threads.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::time::Instant;
@@ -33,7 +34,7 @@ fn moves(tokens: usize, threads: usize) -> Result<()> {
     Ok(())
 }
 
-/// Measures an attend of the last `rows` tokens to all of `tokens`, causally, with queries that are already
+/// Measures a causal attend of the last `rows` tokens to all `tokens` tokens, with queries that are already
 /// rotated.
 fn attend(what: &str, rows: usize, tokens: usize, threads: usize) -> Result<()> {
     let lab = lab(tokens, threads)?;
@@ -43,11 +44,11 @@ fn attend(what: &str, rows: usize, tokens: usize, threads: usize) -> Result<()> 
     Ok(())
 }
 
-/// The number of tokens that are appended one by one.
+/// The number of tokens to append one by one.
 const STEPS: usize = 256;
 
-/// Measures the growth of a sequence of `context` tokens by a slot of its block table and a row scattered
-/// there, as a decode step does in each layer. Reports the median of the steps.
+/// Measures growing a sequence of `context` tokens by a slot in its block table and a row scattered there, as
+/// a decode step does in each layer. Prints the median of the steps.
 fn append(context: usize) -> Result<()> {
     let lab = lab((context + STEPS).next_multiple_of(BLOCK), 1)?;
     let blocks = lab.arena.layout().shape().num_blocks as u32;

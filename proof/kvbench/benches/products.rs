@@ -1,5 +1,5 @@
-//! Products with stored matrices: a single row against a streaming read of the matrix's bytes, several rows
-//! against a library's product in f32 of the same extents.
+//! Measures products with stored matrices: a single row against a streaming read of the matrix's bytes, and
+//! several rows against a library's f32 product of the same size.
 //!
 //! `--mib N` sets the size of the matrices in f32 (default 128, too large for caches).
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
@@ -8,22 +8,22 @@ use kvbackend_cpu::dense::{Matrix, Products, StoredType};
 use kvbench::limits::StreamingRead;
 use kvbench::{in_turns, option, row};
 
-/// Extents of a matrix, `[out, input]`.
+/// The output dimension of a matrix `[out, input]`.
 const OUT: usize = 2048;
 const INPUT: usize = 1024;
 
-/// Returns the bytes of a matrix: repeated ones whose numbers are finite in every type.
+/// Returns the bytes of a matrix: a repeated pattern whose numbers are finite in every type.
 fn bytes(dtype: StoredType) -> Vec<u8> {
     let len = OUT * dtype.row_bytes(INPUT).expect("whole blocks");
     (0..len).map(|i| (i * 31 % 61) as u8).collect()
 }
 
-/// Multiplies by a library, with its own threads: `y[r, c] = x[r] · w[c]`.
+/// Multiplies with a library, which uses its own threads: `y[r, c] = x[r] · w[c]`.
 fn library(x: &[f32], rows: usize, w: &[f32], y: &mut [f32], threads: usize) {
     assert_eq!((x.len(), w.len(), y.len()), (rows * INPUT, OUT * INPUT, rows * OUT));
     let parallelism = if threads > 1 { gemm::Parallelism::Rayon(threads) } else { gemm::Parallelism::None };
     let (out, input) = (OUT.cast_signed(), INPUT.cast_signed());
-    // SAFETY: the slices are as long as the extents and strides need, as was asserted.
+    // SAFETY: the slices are long enough for these sizes and strides, as asserted above.
     unsafe {
         gemm::gemm(
             rows,

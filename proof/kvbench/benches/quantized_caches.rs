@@ -1,4 +1,4 @@
-//! Quantised caches: the cost of each format in memory, in accuracy of attention, and in time.
+//! Measures quantised caches: the memory, the attention error and the time of each format.
 //!
 //! `--tokens N` sets the longest context (default 32768); an eighth and a half of it are measured too.
 //! `--markdown` prints the table of `docs/quantization.md` for the longest context, after the JSON lines.
@@ -6,8 +6,9 @@
 //! The data: K and V of one layer, 8 heads of 128, standard normal. In K four channels of each head are ten
 //! times as large, in V two channels five times, as in activations of language models. Queries of 32 heads
 //! are standard normal and not rotated; the softmax scale is `1 / sqrt(128)`. Errors compare the output of
-//! `attend` for 16 queries with the output over f32: root mean square to root mean square, largest difference
-//! to largest magnitude.
+//! `attend` for 16 queries with the output for an f32 cache. One error is the root mean square of the
+//! difference relative to that of the output; the other is the largest difference relative to the largest
+//! magnitude.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::sync::Arc;
@@ -24,9 +25,9 @@ use kvbench::lab::{BLOCK, DIM, HEADS, QUERY_HEADS, arena, shuffled};
 use kvbench::limits::Memcpy;
 use kvbench::{option, row, row_of_sweep, time};
 
-/// The number of queries over which errors are taken.
+/// The number of queries to measure errors over.
 const QUERIES: usize = 16;
-/// Decode steps of each format. The fastest counts.
+/// The number of decode steps per format. The fastest counts.
 const DECODES: usize = 60;
 const FORMATS: [&str; 10] = [
     "f32",
@@ -41,7 +42,7 @@ const FORMATS: [&str; 10] = [
     "fp8-e5m2:head",
 ];
 
-/// Returns standard normal numbers (Box–Muller transform).
+/// Returns standard normal numbers (by the Box–Muller transform).
 fn normal(seed: u64, n: usize) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut uniform = move || {
@@ -54,7 +55,7 @@ fn normal(seed: u64, n: usize) -> Vec<f32> {
     std::iter::repeat_with(draw).take(n).collect()
 }
 
-/// Returns rows of one plane, in which `channels` of each head are `times` as large.
+/// Returns the rows of one plane, with certain channels of each head `times` as large.
 fn outliers(seed: u64, tokens: usize, channels: &[usize], times: f32) -> Vec<f32> {
     let mut values = normal(seed, tokens * HEADS * DIM);
     for head in values.chunks_mut(DIM) {
@@ -75,12 +76,12 @@ struct Lab {
     q: Vec<f32>,
 }
 
-/// Measurements of one format.
+/// The measurements of one format.
 struct Measured {
     format: KvFormat,
     bytes_per_element: f64,
     out: Vec<f32>,
-    /// A decode of one row.
+    /// A decode step of one row.
     one: Attend,
     /// Seconds of `one`.
     decode: f64,
@@ -108,7 +109,7 @@ impl Lab {
         Ok(view)
     }
 
-    /// Returns an arena that holds the data.
+    /// Returns an arena filled with the data.
     fn filled(&self, format: KvFormat) -> Result<KvArena> {
         let arena = arena(self.backend.as_ref(), format, self.blocks.len())?;
         if let KvFormat::Fp8 { .. } = format {
@@ -128,7 +129,7 @@ impl Lab {
         Ok(arena)
     }
 
-    /// Returns a decode of the first `rows` queries.
+    /// Returns an attend for the first `rows` queries.
     fn attend(&self, arena: &KvArena, rows: usize) -> Result<Attend> {
         let shape = [rows, QUERY_HEADS, DIM];
         let segment = Segment::new(self.blocks.as_slice().into(), self.tokens, 0, 0);
@@ -150,7 +151,7 @@ impl Lab {
         })
     }
 
-    /// Measures everything except the time of a decode step.
+    /// Measures everything but the time of a decode step.
     fn measure(&self, format: KvFormat) -> Result<Measured> {
         let arena = self.filled(format)?;
         let op = self.attend(&arena, QUERIES)?;
@@ -163,7 +164,7 @@ impl Lab {
         Ok(Measured { format, bytes_per_element, out, one, decode: f64::INFINITY, conversions })
     }
 
-    /// Measures a decode step of all formats in turns.
+    /// Measures a decode step with every format, in turns.
     fn decode_in_turns(&self, all: &mut [Measured]) {
         for _ in 0..DECODES {
             for m in &mut *all {
@@ -174,7 +175,7 @@ impl Lab {
         }
     }
 
-    /// Measures `quantize` from bf16 and `dequantize` to bf16.
+    /// Measures `quantize` from bf16, and `dequantize` to bf16.
     fn conversions(&self, quantised: &KvArena) -> Result<[f64; 2]> {
         let (dense, format) = (self.filled(DType::BF16.into())?, quantised.layout().shape().format);
         let pairs: Arc<[_]> = self.blocks.iter().map(|&block| (block, block)).collect();
@@ -198,7 +199,7 @@ impl Lab {
     }
 }
 
-/// Returns scales with which the largest element of a tensor or head just fits.
+/// Returns scales that just fit the largest element of a tensor or head.
 fn static_scales(plane: &KvPlane, values: &[f32]) -> Vec<f32> {
     let (KvFormat::Fp8 { kind, .. }, Some((_, scales))) = (plane.format, plane.scales) else {
         return Vec::new();
@@ -213,8 +214,8 @@ fn static_scales(plane: &KvPlane, values: &[f32]) -> Vec<f32> {
         .collect()
 }
 
-/// Returns the root mean square of the difference relative to that of `exact`, and the largest difference
-/// relative to the largest magnitude in `exact`.
+/// Returns two errors: the root mean square of the difference relative to that of `exact`, and the largest
+/// difference relative to the largest magnitude in `exact`.
 fn errors(out: &[f32], exact: &[f32]) -> (f64, f64) {
     let measure = |values: &mut dyn Iterator<Item = f64>| {
         values.fold((0.0, 0f64), |(sum, largest), x| (sum + x * x, largest.max(x.abs())))
@@ -260,7 +261,7 @@ fn main() -> Result<()> {
     Ok(())
 }
 
-/// Measures all formats over a context of `tokens` tokens.
+/// Measures all formats with a context of `tokens` tokens.
 fn measure(tokens: usize) -> Result<Vec<Measured>> {
     let lab = Lab::new(tokens)?;
     let mut all = FORMATS.iter().map(|format| lab.measure(format.parse()?)).collect::<Result<Vec<_>>>()?;

@@ -1,8 +1,8 @@
-//! Concurrent operations: a one-row scatter into a layer while another stream attends to another layer,
-//! against the scatter alone.
+//! Measures concurrent operations: a one-row scatter into a layer while another stream attends to another
+//! layer, compared with the scatter alone.
 //!
-//! `--tokens N` sets the tokens of the cache (default 32768), `--rows N` the rows that attend to it (default
-//! 64).
+//! `--tokens N` sets the number of tokens in the cache (default 32768), `--rows N` the number of rows that
+//! attend to it (default 64).
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use kvcore::{
     Backend, DType, KvArena, KvLayout, KvShape, MemoryKind, Scatter, Stream, WriteSlots, allocate_tensor,
 };
 
-/// Returns the median and the longest time of one-row scatters with pauses between them.
+/// Returns the median and the maximum time of one-row scatters, with pauses between them.
 fn scatters(stream: &dyn Stream, scatter: &Scatter, until: impl Fn(usize) -> bool) -> [f64; 2] {
     let mut seconds = Vec::new();
     while !until(seconds.len()) {

@@ -1,8 +1,9 @@
-//! `cargo xtask instructions`: the instructions that hot paths take, compared with a committed baseline.
+//! `cargo xtask instructions`: counts the instructions of hot paths and compares them with a committed
+//! baseline.
 //!
-//! Times on a busy machine tell little. The number of instructions under valgrind is the same in every run,
-//! except for a few that depend on the random seed of a hash table. A path that grows by more than
-//! [`TOLERANCE`] fails, until the baseline is moved with a reason.
+//! Times on a busy machine say little. The instruction count under valgrind is the same in every run, except
+//! for a few instructions that depend on the random seed of a hash table. If a path grows by more than
+//! [`TOLERANCE`], the task fails until the baseline is updated with a reason.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,13 +15,13 @@ use serde::{Deserialize, Serialize};
 use xtask::run::{Result, cargo_command, exit_code, read, root, skip, write};
 use xtask::tools::{GUNGRAUN, Tool, first_line, require};
 
-/// The growth that passes, as a share.
+/// The growth that is tolerated, as a fraction.
 const TOLERANCE: f64 = 0.05;
 
-/// The share by which random seeds may change a number. Such a change does not move the number.
+/// The change that random seeds may cause, as a fraction. Such a change does not update a count.
 const NOISE: f64 = 0.001;
 
-/// The committed baseline, below the root of the workspace.
+/// The committed baseline, relative to the workspace root.
 const BASELINE: &str = "proof/kvbench/instructions/baseline.json";
 
 /// Count the instructions of hot paths and compare them with the committed baseline (needs valgrind and
@@ -28,18 +29,18 @@ const BASELINE: &str = "proof/kvbench/instructions/baseline.json";
 #[derive(Parser)]
 #[command(name = "cargo xtask instructions", bin_name = "cargo xtask instructions")]
 struct InstructionsCli {
-    /// Move the baseline to the counts of this run.
+    /// Update the baseline with this run's counts.
     #[arg(long, requires = "reason")]
     write: bool,
-    /// The reason for the counts that moved.
+    /// Why the counts changed.
     #[arg(long, requires = "write")]
     reason: Option<String>,
 }
 
-/// Committed counts.
+/// The committed counts.
 #[derive(Debug, PartialEq, Serialize, Deserialize)]
 struct Baseline {
-    /// The tools that counted. Another compiler or C library gives other counts.
+    /// The tools that were used. Another compiler or C library gives different counts.
     counted_with: String,
     paths: BTreeMap<String, HotPath>,
 }
@@ -48,11 +49,11 @@ struct Baseline {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct HotPath {
     instructions: u64,
-    /// The reason for the number, given when it last moved.
+    /// The reason given when the count last changed.
     reason: String,
 }
 
-/// Counts of paths, in the order of the run.
+/// The count of each path, in the order of the run.
 type Counts = Vec<(String, u64)>;
 
 fn main() -> ExitCode {
@@ -89,7 +90,7 @@ fn instructions(args: &InstructionsCli) -> Result {
     Err(message)
 }
 
-/// Returns the versions of the tools that count. The error names a missing tool.
+/// Returns the versions of the tools that affect the counts. The error names a missing tool.
 fn tools() -> Result<String> {
     require("`cargo xtask instructions`", &[GUNGRAUN, Tool::Program("valgrind", "valgrind")])?;
     let compiler = std::env::var("RUSTC").unwrap_or_else(|_| "rustc".to_owned());
@@ -113,7 +114,7 @@ fn count() -> Result<Counts> {
     String::from_utf8_lossy(&output.stdout).lines().map(count_of).collect()
 }
 
-/// Parses the path and its count from one line of the harness.
+/// Parses a path and its count from one line of the harness's output.
 fn count_of(line: &str) -> Result<(String, u64)> {
     let value: serde_json::Value = serde_json::from_str(line).map_err(|e| format!("{e}: {line}"))?;
     let word = |key: &str| value[key].as_str().unwrap_or_default().to_owned();
@@ -123,7 +124,7 @@ fn count_of(line: &str) -> Result<(String, u64)> {
     Ok((format!("{}.{}", word("function_name"), word("id")), count))
 }
 
-/// Returns the growth over `before`, as a share.
+/// Returns the growth from `before` to `now`, as a fraction.
 fn growth(before: u64, now: u64) -> f64 {
     now as f64 / before.max(1) as f64 - 1.0
 }
@@ -141,7 +142,7 @@ fn table(baseline: &Baseline, counts: &Counts) -> String {
     text
 }
 
-/// Returns the reasons to refuse a run.
+/// Returns the reasons to reject a run.
 fn complaints(baseline: &Baseline, counts: &Counts) -> Vec<String> {
     let mut all = Vec::new();
     for (path, now) in counts {
@@ -158,8 +159,7 @@ fn complaints(baseline: &Baseline, counts: &Counts) -> Vec<String> {
     all
 }
 
-/// Returns a baseline with the counts of this run. Counts that moved get the reason, the others stay as they
-/// are.
+/// Returns a baseline with this run's counts. Counts that changed get the reason; the others stay unchanged.
 fn moved(baseline: &Baseline, counts: &Counts, tools: &str, reason: &str) -> Baseline {
     let entry = |(path, now): &(String, u64)| {
         let same = baseline.paths.get(path).filter(|e| growth(e.instructions, *now).abs() <= NOISE);

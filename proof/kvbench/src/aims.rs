@@ -1,23 +1,24 @@
-//! Aims of the benchmarks: the least speed that a row should reach, as a multiple of its limit's speed.
+//! The benchmarks' targets: the minimum speed that a row should reach, as a multiple of its limit's speed.
 
 use crate::rows::BenchRow;
 
-/// The aim of all rows with one measurement and one limit.
+/// The target for all rows with a certain measurement and limit.
 struct Aim {
-    /// The beginning of the row's `what`. The rest names an element type, threads or sizes.
+    /// The beginning of the row's `what`. The rest names an element type, thread counts or sizes.
     what: &'static str,
     /// The beginning of the limit's name.
     limit: &'static str,
-    /// The size for which the aim is set; `None` for any size.
+    /// The size that the target applies to; `None` for any size.
     size: Option<f64>,
-    /// The least ratio.
+    /// The minimum ratio.
     least: f64,
-    /// True if a run that misses the aim fails. Such an aim leaves room for the noise of any machine.
+    /// True if a run fails when it misses the target. Such a target leaves room for noise on any machine.
     required: bool,
 }
 
-/// Aims of rows on the CPU. Reuse of a chunk of 4096 tokens takes at most three times as long as the chain
-/// over its tokens, and an answer after it at most 1.1 times as long as the question alone.
+/// Targets for rows on the CPU. Reusing a chunk of 4096 tokens may take at most three times as long as
+/// hashing its tokens into a chain of keys, and an answer after it at most 1.1 times as long as the question
+/// alone.
 const AIMS: [Aim; 16] = [
     Aim { what: "scatter ", limit: "memcpy", size: None, least: 0.9, required: false },
     Aim { what: "gather ", limit: "memcpy", size: None, least: 0.9, required: false },
@@ -67,8 +68,8 @@ const AIMS: [Aim; 16] = [
     Aim { what: "256-bit chained keys", limit: "SHA-256", size: None, least: 1.4, required: false },
 ];
 
-/// Aims of kernels on a card. The limit of a decode step is a copy that reads half and writes half of the
-/// step's bytes.
+/// Targets for kernels on a card. The limit of a decode step is a copy that reads half of the step's bytes
+/// and writes the other half.
 const ON_A_CARD: [Aim; 5] = [
     Aim { what: "cuda: scatter ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },
     Aim { what: "cuda: gather ", limit: "cuMemcpyDtoD", size: None, least: 0.9, required: false },
@@ -83,7 +84,7 @@ const ON_A_CARD: [Aim; 5] = [
     },
 ];
 
-/// Returns the aim of a row. A row of a test double has none.
+/// Returns a row's target, if any. A row measured on a test double has none.
 fn find(row: &BenchRow) -> Option<&'static Aim> {
     if row.double {
         return None;
@@ -96,13 +97,13 @@ fn find(row: &BenchRow) -> Option<&'static Aim> {
     AIMS.iter().chain(&ON_A_CARD).find(about)
 }
 
-/// Returns the names of rows that had to reach their aim and missed it.
+/// Returns the names of the rows that missed a required target.
 pub fn broken(rows: &[BenchRow]) -> Vec<&str> {
     let broken = |row: &&BenchRow| find(row).is_some_and(|aim| aim.required && row.ratio < aim.least);
     rows.iter().filter(broken).map(|row| row.what.as_str()).collect()
 }
 
-/// Returns the aim of a row and whether the row reaches it, or a dash for a row without an aim.
+/// Formats a row's target and whether the row reaches it, or a dash if it has none.
 pub fn verdict(row: &BenchRow) -> String {
     match find(row).map(|aim| aim.least) {
         Some(least) if row.ratio >= least => format!("{least:.2}, reached"),

@@ -1,6 +1,6 @@
-//! The laboratory of the kernel benchmarks: an arena of up to 8 KV heads with a `head_dim` of 128, in blocks
-//! of 16 tokens. Blocks are in the order in which a pool in use hands them out. There is one operation of
-//! each kind over all of them.
+//! The setup shared by the kernel benchmarks: an arena with up to 8 KV heads and a `head_dim` of 128, in
+//! blocks of 16 tokens. Its blocks are in the order in which a pool in use would hand them out. There is one
+//! operation of each kind over all of them.
 
 use std::sync::Arc;
 
@@ -20,43 +20,43 @@ const GROUP: usize = 4;
 pub const QUERY_HEADS: usize = HEADS * GROUP;
 /// Elements of a head (`head_dim`).
 pub const DIM: usize = 128;
-/// Tokens of a block.
+/// The number of tokens per block.
 pub const BLOCK: usize = 16;
 
-/// Tokens in an arena of twice their size. Copies go to the second half.
+/// Tokens in an arena of twice their size. Copies go into the second half.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct Lab {
-    /// Backend that owns the memory.
+    /// The backend that owns the memory.
     pub backend: Arc<dyn Backend>,
-    /// Stream that runs the operations.
+    /// The stream that runs the operations.
     pub stream: Arc<dyn Stream>,
-    /// Arena of one layer.
+    /// The arena, with one layer.
     pub arena: KvArena,
-    /// Element type of the arena.
+    /// The arena's element type.
     pub dtype: DType,
-    /// KV heads of the arena.
+    /// The arena's number of KV heads.
     heads: usize,
-    /// Tokens in the arena.
+    /// The number of tokens in the arena.
     pub tokens: usize,
-    /// Blocks of the tokens, in the first half of the arena.
+    /// The blocks that hold the tokens, in the first half of the arena.
     blocks: Vec<u32>,
     rope: Arc<Rope>,
 }
 
 impl Lab {
-    /// Creates a lab on the CPU backend, with [`HEADS`] KV heads. `tokens` is rounded up to whole blocks, at
-    /// least one.
+    /// Creates a lab on the CPU backend, with [`HEADS`] KV heads. `tokens` is rounded up to whole blocks, to
+    /// at least one.
     pub fn new(dtype: DType, tokens: usize, options: &CpuOptions) -> Result<Self> {
         Self::of(dtype, HEADS, tokens, options)
     }
 
-    /// Creates a lab on the CPU backend as [`new`](Self::new) does, with `heads` KV heads.
+    /// Like [`new`](Self::new), but with `heads` KV heads.
     pub fn of(dtype: DType, heads: usize, tokens: usize, options: &CpuOptions) -> Result<Self> {
         Self::on(CpuBackend::with_options(options)?, dtype, heads, tokens)
     }
 
-    /// Creates a lab on any backend, with `heads` KV heads. `tokens` is rounded up to whole blocks, at least
-    /// one.
+    /// Creates a lab on any backend, with `heads` KV heads. `tokens` is rounded up to whole blocks, to at
+    /// least one.
     pub fn on(backend: Arc<dyn Backend>, dtype: DType, heads: usize, tokens: usize) -> Result<Self> {
         let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
         let arena = arena_of(backend.as_ref(), heads, dtype.into(), 2 * tokens / BLOCK)?;
@@ -65,12 +65,12 @@ impl Lab {
         Ok(Self { stream: backend.stream()?, backend, arena, dtype, heads, tokens, blocks, rope })
     }
 
-    /// Returns the bytes of K and V of all tokens.
+    /// Returns the size of all tokens' K and V, in bytes.
     pub fn bytes(&self) -> usize {
         self.tokens * 2 * self.heads * DIM * self.dtype.bits() / 8
     }
 
-    /// Allocates `rows` rows of `heads` heads, in the arena's element type.
+    /// Allocates `rows` rows with `heads` heads each, in the arena's element type.
     pub fn rows(&self, rows: usize, heads: usize) -> Result<TensorView> {
         allocate_tensor(self.backend.as_ref(), MemoryKind::Device, self.dtype, &[rows, heads, DIM])
     }
@@ -86,7 +86,7 @@ impl Lab {
         WritePairs::unchecked(pairs.collect::<Arc<[_]>>())
     }
 
-    /// Returns a scatter of the rows of all tokens to their slots.
+    /// Returns a scatter of all tokens' rows to their slots.
     pub fn scatter(&self) -> Result<Scatter> {
         let (k, v) = (self.rows(self.tokens, self.heads)?, self.rows(self.tokens, self.heads)?);
         Ok(Scatter {
@@ -99,7 +99,7 @@ impl Lab {
         })
     }
 
-    /// Returns a gather of the rows of all tokens from their slots.
+    /// Returns a gather of all tokens' rows from their slots.
     pub fn gather(&self) -> Result<Gather> {
         let (k, v) = (self.rows(self.tokens, self.heads)?, self.rows(self.tokens, self.heads)?);
         Ok(Gather { arena: self.arena.clone(), layer: 0, k, v, slots: self.slots(), rotation: None })
@@ -126,14 +126,14 @@ impl Lab {
         RotateKeys { src, dst, layer: 0, pairs: self.pairs(), rotation }
     }
 
-    /// Returns a RoPE of one key per token and head, at positions of at most 8191.
+    /// Returns a rotation of one key per token and head by RoPE, at positions of at most 8191.
     pub fn rope(&self) -> Result<ApplyRope> {
         let positions = (0..self.tokens as i64).map(|i| i % 8192).collect();
         Ok(ApplyRope { rows: self.rows(self.tokens, self.heads)?, positions, rope: Arc::clone(&self.rope) })
     }
 
-    /// Returns an attend of the last `rows` tokens to all tokens, causally. `rotate` asks the call to rotate
-    /// the queries.
+    /// Returns a causal attend of the last `rows` tokens to all tokens. If `rotate` is true, the call also
+    /// rotates the queries.
     pub fn attend(&self, rows: usize, rotate: bool) -> Result<Attend> {
         let blocks: Arc<[BlockId]> = self.blocks.iter().map(|&block| BlockId(block)).collect();
         let row = |i: usize| QueryRow { logical: i, position: i as i64 };
@@ -156,8 +156,8 @@ impl Lab {
     }
 }
 
-/// Returns a decode step over a latent cache of the widths of DeepSeek-V3, for 16 of its heads, and the bytes
-/// of the cache.
+/// Returns a decode step over a latent cache with DeepSeek-V3's widths, for 16 of its heads, and the size of
+/// the cache in bytes.
 pub fn attend_mla(backend: &dyn Backend, dtype: DType, tokens: usize) -> Result<(AttendMla, usize)> {
     const ROPE: usize = 64;
     const LATENT: usize = 512;
@@ -187,7 +187,7 @@ pub fn attend_mla(backend: &dyn Backend, dtype: DType, tokens: usize) -> Result<
     Ok((AttendMla { attend, q_latent: rows(LATENT)? }, bytes))
 }
 
-/// Allocates one layer of `blocks` token-major blocks, with [`HEADS`] KV heads of [`DIM`] elements.
+/// Allocates one layer of `blocks` token-major blocks, with [`HEADS`] KV heads of [`DIM`] elements each.
 pub fn arena(backend: &dyn Backend, format: KvFormat, blocks: usize) -> Result<KvArena> {
     arena_of(backend, HEADS, format, blocks)
 }
@@ -196,7 +196,7 @@ fn arena_of(backend: &dyn Backend, heads: usize, format: KvFormat, blocks: usize
     allocate(backend, blocks, format, (heads, DIM), (heads, DIM))
 }
 
-/// Allocates one layer of token-major blocks, with the given heads and widths of K and of V.
+/// Allocates one layer of token-major blocks, with the given numbers of heads and widths for K and V.
 fn allocate(
     backend: &dyn Backend,
     blocks: usize,
@@ -218,7 +218,7 @@ fn allocate(
     KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))
 }
 
-/// Returns block numbers in the order in which a pool in use hands them out.
+/// Returns block IDs in the order in which a pool in use would hand them out.
 pub fn shuffled(blocks: u32) -> Vec<u32> {
     let mut order: Vec<u32> = (0..blocks).collect();
     let mut state = 1u64;

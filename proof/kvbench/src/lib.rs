@@ -1,7 +1,8 @@
 //! Common parts of the kernel benchmarks: timing, and the JSON lines that `cargo xtask bench` reads.
 //!
 //! A line is `{"sweep", "what", "size", "unit", "seconds", "limit", "limit_seconds", "ratio"}`. A ratio of 1
-//! means as fast as the limit. Rows that differ only in `size`, or that name the same sweep, form one sweep.
+//! means that the row is as fast as the limit. Rows that differ only in `size`, or that name the same sweep,
+//! form one sweep.
 //!
 //! - [`lab`]: an arena as a service uses it, and the operations that are measured on it
 //! - [`limits`]: limits of the machine, such as `memcpy` with standing threads
@@ -19,15 +20,15 @@ pub mod table;
 
 use std::time::Instant;
 
-/// Turns of each work: the least number, the most, and the seconds that they must add up to.
+/// How often each piece of work runs: the minimum, the maximum, and the total seconds to reach in between.
 const TURNS: (usize, usize, f64) = (3, 60, 0.4);
 
-/// Seconds of all works together after which only the least number of turns is run.
+/// If all work together has taken this many seconds, only the minimum number of turns is run.
 const ENOUGH_OF_ALL: f64 = 3.0;
 
-/// Returns the seconds of each work: the best of several turns after one to warm up.
+/// Returns the seconds that each piece of work takes: the best of several turns, after a warm-up.
 ///
-/// The works take turns: a machine that is slower for a while is slower for all of them.
+/// They take turns, so if the machine is slower for a while, it is slower for all of them.
 pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
     let (mut best, mut total) = ([f64::INFINITY; N], [0.0; N]);
     for work in &mut works {
@@ -50,17 +51,17 @@ pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
     best
 }
 
-/// Returns the seconds of one work, the best of several turns.
+/// Returns the seconds that one piece of work takes: the best of several turns.
 pub fn time(mut work: impl FnMut()) -> f64 {
     in_turns([&mut work])[0]
 }
 
-/// Prints one row, and returns its ratio of `limit_seconds` to `seconds`.
+/// Prints one row. Returns its ratio of `limit_seconds` to `seconds`.
 pub fn row(what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f64) -> f64 {
     print(None, what, bytes, seconds, limit, limit_seconds)
 }
 
-/// Prints one row of a named sweep, of which the table shows every size. `what` names the size.
+/// Prints one row of a named sweep, which the table shows in every size. `what` must name the size.
 pub fn row_of_sweep(sweep: &str, what: &str, bytes: usize, seconds: f64, limit: &str, limit_seconds: f64) {
     print(Some(sweep), what, bytes, seconds, limit, limit_seconds);
 }
@@ -82,7 +83,7 @@ fn print(
     ratio
 }
 
-/// Returns the number after a flag of the command line, or `default` without one.
+/// Returns the number after a command-line flag, or `default` if the flag is missing.
 pub fn option(flag: &str, default: usize) -> usize {
     let args: Vec<String> = std::env::args().collect();
     let given = args.iter().position(|arg| arg == flag).and_then(|i| args.get(i + 1)?.parse().ok());

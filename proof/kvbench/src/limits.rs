@@ -1,5 +1,5 @@
 //! Limits that kernels are compared with. Their threads start before a measurement. Their memory comes from
-//! the backend's own allocator, with pages of the same size.
+//! the backend's own allocator, so it has the same page size.
 
 use std::hint::black_box;
 
@@ -8,12 +8,12 @@ use kvcore::{MemoryKind, Storage};
 use rayon::prelude::*;
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
-/// Creates a pool of `threads` standing threads.
+/// Creates a pool of `threads` threads.
 pub fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("threads")
 }
 
-/// Bytes, as the backend allocates them.
+/// Bytes allocated in the same way as the backend's.
 struct BenchMemory(CpuStorage);
 
 impl BenchMemory {
@@ -22,8 +22,8 @@ impl BenchMemory {
     }
 
     fn bytes(&mut self) -> &mut [u8] {
-        // SAFETY: the storage has `len` initialised bytes at `address`, which live as long as `self`. The
-        // storage is private to `BenchMemory`, so `&mut self` excludes every other access.
+        // SAFETY: the storage has `len` initialised bytes at `address`, which live as long as `self`. Only
+        // `BenchMemory` can reach the storage, so `&mut self` excludes every other access.
         unsafe { std::slice::from_raw_parts_mut(self.0.address() as *mut u8, self.0.len()) }
     }
 }
@@ -34,12 +34,12 @@ pub struct Memcpy {
     src: BenchMemory,
     dst: BenchMemory,
     part: usize,
-    /// The threads of the copy; `None` for one thread.
+    /// The threads that copy; `None` for one thread.
     pool: Option<ThreadPool>,
 }
 
 impl Memcpy {
-    /// Creates a copy of `bytes` bytes, of which each of `threads` threads copies its part.
+    /// Creates a copy of `bytes` bytes, split evenly between `threads` threads.
     pub fn new(bytes: usize, threads: usize) -> Self {
         let (mut src, dst) = (BenchMemory::new(bytes), BenchMemory::new(bytes));
         src.bytes().fill(1);
@@ -59,7 +59,7 @@ impl Memcpy {
     }
 }
 
-/// A read of every byte, which is the least work of one decode step.
+/// A read of every byte, the minimum work of one decode step.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct StreamingRead {
     src: BenchMemory,
@@ -67,7 +67,7 @@ pub struct StreamingRead {
 }
 
 impl StreamingRead {
-    /// Creates a read of `bytes` bytes, which `threads` threads add up.
+    /// Creates a read of `bytes` bytes, added up by `threads` threads.
     pub fn new(bytes: usize, threads: usize) -> Self {
         let mut src = BenchMemory::new(bytes);
         src.bytes().fill(1);

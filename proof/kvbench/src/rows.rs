@@ -1,4 +1,4 @@
-//! Rows that benchmarks print, read back, and sweeps: rows that differ in size only.
+//! Rows parsed from the benchmarks' output, and sweeps: rows that differ only in size.
 
 use serde::Deserialize;
 
@@ -7,7 +7,7 @@ use serde::Deserialize;
 pub struct BenchRow {
     /// The name of the measurement.
     pub what: String,
-    /// The name of the sweep, for a row whose `what` names its size. All rows of such a sweep are shown.
+    /// The sweep's name, if `what` names the size. All rows of such a sweep are shown.
     pub sweep: Option<String>,
     /// The size, in `unit`.
     pub size: f64,
@@ -21,14 +21,14 @@ pub struct BenchRow {
     pub limit_seconds: f64,
     /// `limit_seconds / seconds`.
     pub ratio: f64,
-    /// True if a test double took the place of the device: the times tell nothing about a device.
+    /// True if a test double took the device's place. Then the times say nothing about a device.
     #[serde(default)]
     pub double: bool,
 }
 
 impl BenchRow {
-    /// Returns the row's bytes per second if its size is in bytes, or its operations per second. Bytes of a
-    /// copy count once, although it reads and writes them.
+    /// Formats the row's rate: bytes per second if its size is in bytes, otherwise operations per second. A
+    /// copy's bytes count once, although they are read and written.
     pub fn rate(&self) -> Option<String> {
         let rate = self.size / self.seconds;
         match (self.unit.as_str(), rate) {
@@ -41,29 +41,29 @@ impl BenchRow {
     }
 }
 
-/// Returns the rows in the output of a benchmark.
+/// Parses the rows in a benchmark's output.
 pub fn parsed(output: &str) -> Vec<BenchRow> {
     output.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
-/// Rows that differ in size only, the smallest first.
+/// Rows that differ only in size, smallest first.
 #[derive(Debug)]
 pub struct Sweep {
-    /// The name that the rows share.
+    /// The name shared by all rows.
     pub name: String,
     /// The rows.
     pub rows: Vec<BenchRow>,
 }
 
 impl Sweep {
-    /// Returns the exponent by which time grows with size, from the smallest size to the largest.
+    /// Returns the exponent with which time grows with size, from the smallest size to the largest.
     pub fn exponent(&self) -> Option<f64> {
         let (first, last) = (self.rows.first()?, self.rows.last()?);
         let grown = last.size / first.size;
         (grown > 1.0).then(|| (last.seconds / first.seconds).ln() / grown.ln())
     }
 
-    /// Returns the rows to show: only the largest, or all rows if they name their size.
+    /// Returns the rows to show: all of them if their names include the size, otherwise only the largest.
     pub fn shown(&self) -> &[BenchRow] {
         match self.rows.last() {
             Some(last) if last.sweep.as_ref().is_none_or(|name| *name == last.what) => {
@@ -74,12 +74,12 @@ impl Sweep {
     }
 }
 
-/// Groups rows into sweeps, in the order in which each sweep first occurs.
+/// Groups rows into sweeps, in order of first occurrence.
 pub fn sweeps(rows: Vec<BenchRow>) -> Vec<Sweep> {
     let mut all: Vec<Sweep> = Vec::new();
     for row in rows {
         let name = row.sweep.clone().unwrap_or_else(|| row.what.clone());
-        // The rows of a named sweep may have limits of different names.
+        // The limits in a named sweep may have different names.
         let same = |s: &&mut Sweep| s.name == name && (row.sweep.is_some() || s.rows[0].limit == row.limit);
         match all.iter_mut().find(same) {
             Some(sweep) => sweep.rows.push(row),
@@ -97,13 +97,13 @@ pub fn sweeps(rows: Vec<BenchRow>) -> Vec<Sweep> {
 pub struct LargestRow {
     /// The name of the measurement.
     pub what: String,
-    /// The size in bytes, or `None` for a row of another unit.
+    /// The size in bytes, or `None` if the row has another unit.
     pub bytes: Option<f64>,
     /// The measured time.
     pub seconds: f64,
 }
 
-/// Returns the rows in the output of a benchmark, each at its largest size.
+/// Parses the rows in a benchmark's output, and keeps the largest size of each.
 pub fn largest(output: &str) -> Vec<LargestRow> {
     let last = |sweep: Sweep| {
         let BenchRow { what, size, unit, seconds, .. } = sweep.rows.into_iter().next_back()?;

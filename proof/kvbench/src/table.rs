@@ -1,11 +1,11 @@
-//! The table of `docs/benchmarks.md`, in Markdown.
+//! The table in `docs/benchmarks.md`, as Markdown.
 
 use std::fmt::Write as _;
 
 use crate::aims::verdict;
 use crate::rows::{Sweep, parsed, sweeps};
 
-/// Returns the table of sweeps.
+/// Formats sweeps as a table.
 pub fn table(sweeps: &[Sweep]) -> String {
     let mut text = String::from(
         "| what | size | time | bytes/s | limit or peer | its time | ratio | aim | exponent |\n\
@@ -34,7 +34,7 @@ pub fn table(sweeps: &[Sweep]) -> String {
     text
 }
 
-/// Returns the table of the rows in the output of a benchmark, or `None` without rows.
+/// Formats the rows in a benchmark's output as a table. Returns `None` if there are none.
 pub fn printed(output: &str) -> Option<String> {
     let rows = parsed(output);
     (!rows.is_empty()).then(|| table(&sweeps(rows)))
@@ -55,7 +55,7 @@ fn ratio(ratio: f64) -> String {
     format!("{ratio:.*}", zeros + 1)
 }
 
-/// Formats a time in the unit that fits it.
+/// Formats a time in a suitable unit.
 pub fn duration(seconds: f64) -> String {
     match seconds {
         s if s < 1e-6 => format!("{:.1} ns", s * 1e9),

@@ -12,19 +12,19 @@ use kvcore::{
 use crate::card::Card;
 use crate::pool::{QUERY_HEADS, arena, rope, rows, shape, usual};
 
-/// Widths of DeepSeek-V3: the rotated part of a key, and the latent.
+/// The widths in DeepSeek-V3: of the rotated part of a key, and of the latent.
 const LATENT: ((usize, usize), (usize, usize)) = ((1, 64), (1, 512));
 
-/// Heads of attention over latents on one card of eight.
+/// The number of heads that attend over latents on one card of eight.
 const LATENT_HEADS: usize = 16;
 
-/// Rows and columns of the product that a prefill is compared with.
+/// The number of rows and columns of the matrix product that a prefill is compared with.
 const PRODUCT: usize = 4096;
 
-/// Products of bf16 that one projection of many rows consists of.
+/// The number of bf16 products that one projection of many rows consists of.
 const TERMS: f64 = 3.0;
 
-/// Returns the element type of queries over a cache.
+/// Returns the element type of the queries for a cache format.
 fn queries(format: KvFormat) -> DType {
     match format {
         KvFormat::Dense(dtype) => dtype,
@@ -32,8 +32,8 @@ fn queries(format: KvFormat) -> DType {
     }
 }
 
-/// Returns a decode step: one row of each of `sequences` sequences of `context` tokens. Each sequence is cut
-/// into `parts` segments; if there are several, each has another offset.
+/// Returns a decode step with one row for each of `sequences` sequences of `context` tokens. Each sequence is
+/// split into `parts` segments. If there are several, each has its own offset.
 fn step(sequences: usize, context: usize, parts: usize) -> AttendWork {
     let per_sequence = context / BLOCK;
     let order = shuffled((sequences * per_sequence) as u32);
@@ -45,7 +45,7 @@ fn step(sequences: usize, context: usize, parts: usize) -> AttendWork {
             let segment = |(i, blocks): (usize, &[u32])| {
                 let blocks: Arc<[BlockId]> = blocks.iter().map(|&block| BlockId(block)).collect();
                 let len = blocks.len() * BLOCK;
-                // Like a document that was stored right after a system prompt and is used after other
+                // Like a document that was stored right after a system prompt and is reused after other
                 // documents.
                 let offset = if parts > 1 { start as i64 + 7 * i as i64 } else { 0 };
                 let stored = if parts > 1 { 0 } else { start as i64 };
@@ -62,7 +62,7 @@ fn step(sequences: usize, context: usize, parts: usize) -> AttendWork {
     AttendWork::new(vec![row; sequences], entries)
 }
 
-/// Returns an attend in the heads of the model.
+/// Returns an attend with the model's heads.
 fn attend(card: &Card, arena: KvArena, work: AttendWork) -> Result<Attend> {
     let dtype = queries(arena.layout().shape().format);
     let count = work.rows().len();
@@ -81,20 +81,21 @@ fn attend(card: &Card, arena: KvArena, work: AttendWork) -> Result<Attend> {
     })
 }
 
-/// Returns tokens rounded to whole blocks, and as many sequences as fit into a third of the free memory.
+/// Returns the number of tokens, rounded to whole blocks, and as many sequences as fit into a third of the
+/// free memory.
 fn fitting(card: &Card, sequences: usize, context: usize, token: usize) -> (usize, usize) {
     let context = context.next_multiple_of(BLOCK).max(BLOCK);
     (sequences.min(card.free / 3 / (context * token)).max(1), context)
 }
 
-/// Allocates one layer for a decode step. Returns it with its bytes.
+/// Allocates one layer for a decode step. Returns it with its size in bytes.
 fn layer(card: &Card, format: KvFormat, tokens: usize) -> Result<(KvArena, usize)> {
     let arena = arena(card, MemoryKind::Device, shape(format, 1, tokens / BLOCK, usual()))?;
     let bytes = arena.layout().block_bytes() * (tokens / BLOCK);
     Ok((arena, bytes))
 }
 
-/// Measures a decode step over one layer. The step reads each byte of the cache once; a copy reads and
+/// Measures a decode step over one layer. The step reads each byte of the cache once, while a copy reads and
 /// writes. The limit therefore copies half as many bytes.
 pub(crate) fn decode(card: &Card, format: KvFormat, sequences: usize, context: usize) -> Result<()> {
     let (sequences, context) = fitting(card, sequences, context, 8 * HEADS * DIM);
@@ -104,8 +105,8 @@ pub(crate) fn decode(card: &Card, format: KvFormat, sequences: usize, context: u
     card.against_copy(&what, bytes, bytes / 2, || card.stream.attend(&op))
 }
 
-/// Measures the same step with each sequence in segments, like chunks at other positions than their stored
-/// ones.
+/// Measures the same step with each sequence split into segments, like chunks that are used at other
+/// positions than their stored ones.
 pub(crate) fn segments(card: &Card, sequences: usize, context: usize, parts: usize) -> Result<()> {
     let (sequences, context) = fitting(card, sequences, context, 8 * HEADS * DIM);
     let (arena, bytes) = layer(card, DType::BF16.into(), sequences * context)?;
@@ -117,7 +118,7 @@ pub(crate) fn segments(card: &Card, sequences: usize, context: usize, parts: usi
     card.against_copy(&what, bytes, bytes / 2, || card.stream.attend(&op))
 }
 
-/// Measures a decode step over latents. It reads them once, as [`decode`] reads its cache.
+/// Measures a decode step over latents. Like [`decode`], it reads the cache once.
 pub(crate) fn latent(card: &Card, format: KvFormat, sequences: usize, context: usize) -> Result<()> {
     let (key, value) = (LATENT.0.1, LATENT.1.1);
     let (sequences, context) = fitting(card, sequences, context, 4 * (key + value));
@@ -144,9 +145,9 @@ pub(crate) fn latent(card: &Card, format: KvFormat, sequences: usize, context: u
     card.against_copy(&what, bytes, bytes / 2, || card.stream.attend_mla(&op))
 }
 
-/// Measures a prompt whose tokens attend to all tokens before them. It counts the operations of two products
-/// for each pair of tokens that the mask leaves. The limit is cuBLAS's matrix product in bf16 with f32 sums.
-/// Without cuBLAS, a copy of the cache takes its place, which is no limit.
+/// Measures a prompt whose tokens attend to all tokens before them. Counts two dot products for each pair of
+/// tokens inside the mask. The limit is cuBLAS's matrix product in bf16 with f32 sums. Without cuBLAS, a copy
+/// of the cache takes its place, although it is not a limit.
 pub(crate) fn prefill(card: &Card, format: KvFormat, tokens: usize) -> Result<()> {
     let tokens = tokens.next_multiple_of(BLOCK).max(BLOCK);
     let (arena, bytes) = layer(card, format, tokens)?;
@@ -184,7 +185,7 @@ pub(crate) fn prefill(card: &Card, format: KvFormat, tokens: usize) -> Result<()
     Ok(())
 }
 
-/// Returns numbers in bf16 between a half and two.
+/// Returns bf16 numbers between 0.5 and 2.
 fn halves(count: usize) -> Vec<u8> {
     (0..count as u32)
         .flat_map(|i| (0x3f00 | (i.wrapping_mul(2_654_435_761) >> 24) as u16).to_le_bytes())

@@ -1,4 +1,4 @@
-//! The card: its stream, its clock, and the driver's own copies.
+//! The card: its stream, its timers, and the driver's own copies.
 
 use std::cell::Cell;
 use std::sync::Arc;
@@ -10,43 +10,44 @@ use kvbackend_cuda::cudarc::driver::result::{self, DriverError};
 use kvbackend_cuda::cudarc::driver::sys::{self, CUevent, CUevent_flags, CUstream};
 use kvcore::{Backend, MemoryKind, Result, Storage, Stream};
 
-/// Most bytes of a single copy of a limit. A longer copy is split, and shorter copies walk through as many
-/// bytes, so no cache holds their source.
+/// The maximum number of bytes in a limit's single copy. A longer copy is split. Shorter copies move on
+/// through the same memory, so their source is never in a cache.
 const ROOM: usize = 1 << 30;
 
-/// Batches of each work. The median counts.
+/// The number of batches for each piece of work. The median counts.
 const BATCHES: usize = 7;
 
-/// Seconds that a batch should take.
+/// The target duration of a batch, in seconds.
 const BATCH_SECONDS: f64 = 5e-3;
 
-/// Most launches of a batch, fewer than the device can queue before the host must wait.
+/// The maximum number of launches per batch. It is less than the device can queue before the host has to
+/// wait.
 const MOST_LAUNCHES: f64 = 64.0;
 
-/// The device is kept busy this many times as long as the host takes to enqueue a batch.
+/// How long to keep the device busy while the host enqueues a batch, as a multiple of the time that takes.
 const HEAD_START: f64 = 1.5;
 
-/// Work that enqueues itself.
+/// A function that enqueues the work.
 type Work<'a> = &'a mut dyn FnMut() -> Result<()>;
 
-/// The first card of the machine.
+/// The machine's first card.
 pub(crate) struct Card {
     pub(crate) backend: Arc<CudaBackend>,
     pub(crate) stream: Arc<dyn Stream>,
-    /// The driver's name of that stream.
+    /// The driver's handle for the stream.
     pub(crate) raw: CUstream,
-    /// True if the driver is the test double, which runs kernels on the processor.
+    /// True if the driver is the test double, which runs kernels on the CPU.
     pub(crate) is_double: bool,
-    /// Bytes of the device that were free at first.
+    /// The bytes of device memory that were free at the start.
     pub(crate) free: usize,
     events: [CUevent; 2],
     /// Memory that the limits copy from and to.
     room: [Arc<dyn Storage>; 2],
-    /// Pinned memory, for limits of copies to the host and back.
+    /// Pinned memory, for limits that copy to and from the host.
     pinned: Arc<dyn Storage>,
-    /// The next byte of the room that a limit copies.
+    /// The offset of the next byte that a limit copies.
     next: Cell<usize>,
-    /// Seconds of a copy of the whole room.
+    /// Seconds to copy the whole buffer.
     busy: f64,
 }
 
@@ -55,11 +56,11 @@ fn refused(error: DriverError) -> ! {
 }
 
 impl Card {
-    /// Opens device 0, whose context stays current on this thread.
+    /// Opens device 0. Its context stays current on this thread.
     pub(crate) fn open() -> Result<Self> {
         let backend = CudaBackend::new()?;
         let is_double = backend.description().contains("test double");
-        // SAFETY: the backend retains the same context, which therefore lives; this process ends with both.
+        // SAFETY: the backend retains the same context, so it stays alive. Both end with this process.
         let bound = unsafe {
             result::device::get(0)
                 .and_then(|device| result::primary_ctx::retain(device))
@@ -67,7 +68,7 @@ impl Card {
         };
         bound.unwrap_or_else(|error| refused(error));
         let raw = result::stream::create(StreamKind::NonBlocking).unwrap_or_else(|error| refused(error));
-        // SAFETY: the stream was just created in the context of the backend, and is never destroyed.
+        // SAFETY: the stream was just created in the backend's context and is never destroyed.
         let stream: Arc<dyn Stream> = Arc::new(unsafe { backend.lent_stream(raw, Arc::new(())) }?);
         let bytes = if is_double { 1 << 20 } else { ROOM };
         let take = |kind| backend.allocate(kind, bytes);
@@ -91,25 +92,25 @@ impl Card {
         Ok(card)
     }
 
-    /// Returns the name of the card.
+    /// Returns the card's name.
     pub(crate) fn name(&self) -> String {
         self.backend.description()
     }
 
-    /// Writes numbers to memory, since products of zeros take less power and time. The pattern is finite and
-    /// moderate in every element type, and as codes of every format.
+    /// Fills memory with numbers, because products of zeros take less power and time. The pattern is finite
+    /// and moderate in every element type and every quantised format.
     pub(crate) fn fill(&self, storage: &Arc<dyn Storage>) {
         let mut state = 1u32;
         let mut number = || {
             state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            // Sign, an exponent around 1, and a lower byte that is no NaN of fp8 and no −128.
+            // A sign, an exponent around 1, and a lower byte that is neither NaN in fp8 nor −128.
             (state >> 16) as u16 & 0x837b | 0x3c00
         };
         let pattern: Vec<u8> = (0..1 << 19).flat_map(|_| number().to_le_bytes()).collect();
         let (at, len) = (storage.address(), storage.len());
         let first = pattern.len().min(len);
         let raw = self.raw;
-        // SAFETY: all ranges lie in the storage, which lives until the wait; no other work uses it.
+        // SAFETY: all ranges are inside the storage, which lives until the wait. No other work uses it.
         let filled = unsafe {
             result::memcpy_htod_sync(at, &pattern[..first]).and_then(|()| {
                 let mut done = first;
@@ -124,28 +125,28 @@ impl Card {
         filled.unwrap_or_else(|error| refused(error));
     }
 
-    /// Enqueues a copy of bytes on the device.
+    /// Enqueues a copy of `bytes` bytes within the device.
     pub(crate) fn copy(&self, stream: CUstream, bytes: usize) {
         let [src, dst] = self.room.each_ref().map(|storage| storage.address());
         self.walk(bytes, |at, part| {
-            // SAFETY: the range lies in both storages, which live as long as the card.
+            // SAFETY: the range is inside both storages, which live as long as the card.
             unsafe { result::memcpy_dtod_async(dst + at, src + at, part, stream) }
         });
     }
 
-    /// Enqueues a copy of bytes to pinned memory, or from there.
+    /// Enqueues a copy of `bytes` bytes to pinned memory, or back from it.
     pub(crate) fn copy_to_host(&self, stream: CUstream, bytes: usize, back: bool) {
         let (device, host) = (self.room[0].address(), self.pinned.address());
         self.walk(bytes, |at, part| {
             let (src, dst) = if back { (host + at, device + at) } else { (device + at, host + at) };
-            // SAFETY: the range lies in both storages, which live as long as the card; pinned memory has an
-            // address on the device.
+            // SAFETY: the range is inside both storages, which live as long as the card. Pinned memory has a
+            // device address.
             let status = unsafe { sys::cuMemcpyAsync(dst, src, part, stream) };
             status.result()
         });
     }
 
-    /// Calls `copy` with successive places of the room that add up to `bytes` bytes.
+    /// Calls `copy` with successive parts of the buffer that add up to `bytes` bytes.
     fn walk(&self, bytes: usize, mut copy: impl FnMut(u64, usize) -> std::result::Result<(), DriverError>) {
         let room = self.room[0].len();
         let mut left = bytes;
@@ -158,13 +159,13 @@ impl Card {
         }
     }
 
-    /// Returns the seconds of one of `launches` launches, by the device's events.
+    /// Returns the seconds per launch over `launches` launches, measured by device events.
     fn batch(&self, stream: CUstream, launches: usize, work: Work<'_>) -> Result<f64> {
         self.after_copies(stream, 0, launches, work).map(|(seconds, _)| seconds)
     }
 
-    /// Keeps the device busy with `copies` copies of the room, and enqueues a batch after them. Returns the
-    /// seconds of one launch, and the seconds that the host took to enqueue all.
+    /// Keeps the device busy with `copies` copies of the buffer, and enqueues a batch after them. Returns the
+    /// seconds per launch, and the seconds that the host took to enqueue everything.
     fn after_copies(
         &self,
         stream: CUstream,
@@ -176,8 +177,7 @@ impl Card {
             self.copy(stream, self.room[0].len());
         }
         let [start, end] = self.events;
-        // SAFETY: events and stream are of the context that is current, and live until the end of the
-        // program.
+        // SAFETY: the events and the stream belong to the current context and live until the program ends.
         let record = |event| unsafe { result::event::record(event, stream) };
         record(start).unwrap_or_else(|error| refused(error));
         let began = Instant::now();
@@ -186,20 +186,20 @@ impl Card {
         }
         let host = began.elapsed().as_secs_f64();
         record(end).unwrap_or_else(|error| refused(error));
-        // SAFETY: both events are of the current context, live until the end of the program, and are recorded
-        // on one stream.
+        // SAFETY: both events belong to the current context, live until the program ends and are recorded on
+        // one stream.
         let elapsed =
             unsafe { result::event::synchronize(end).and_then(|()| result::event::elapsed(start, end)) };
         let milliseconds = elapsed.unwrap_or_else(|error| refused(error));
         Ok((f64::from(milliseconds) * 1e-3 / launches as f64, host))
     }
 
-    /// Returns the median seconds of each work. The works take turns, in batches after copies that keep the
-    /// device busy until the whole batch is enqueued.
+    /// Returns the median seconds for each piece of work. They take turns, in batches that are enqueued while
+    /// copies keep the device busy.
     pub(crate) fn in_turns<const N: usize>(&self, mut works: [(CUstream, Work<'_>); N]) -> Result<[f64; N]> {
         let mut plans = [(1, 0); N];
         for ((stream, work), plan) in works.iter_mut().zip(&mut plans) {
-            // The first launches load kernels and upload lists.
+            // The first launches load the kernels and upload lists.
             self.batch(*stream, 1, work)?;
             if self.is_double {
                 continue;
@@ -222,7 +222,7 @@ impl Card {
         }))
     }
 
-    /// Measures work on the card's stream that moves `bytes` bytes, against the driver's copy of `copied`
+    /// Compares work on the card's stream, which moves `bytes` bytes, with the driver's copy of `copied`
     /// bytes.
     pub(crate) fn against_copy(
         &self,
@@ -242,7 +242,7 @@ impl Card {
         Ok(())
     }
 
-    /// Measures work as [`against_copy`](Self::against_copy) does, against a copy of as many bytes to the
+    /// Like [`against_copy`](Self::against_copy), but compares with a copy of the same number of bytes to the
     /// host or back.
     pub(crate) fn against_host(
         &self,

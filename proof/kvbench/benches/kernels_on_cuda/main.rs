@@ -1,11 +1,11 @@
-//! Kernels of the CUDA backend on device 0, against the driver's own copy of as many bytes on the same card.
-//! The device measures the times, between events around batches of launches (`card`).
+//! Compares kernels of the CUDA backend on device 0 with the driver's own copy of the same number of bytes on
+//! the same card. Times come from device events around batches of launches (`card`).
 //!
-//! The cache fits a model of 80 layers, 8 KV heads of 128 and 64 query heads, in blocks of 16 tokens. `--mib
-//! N` sets the largest pool (default 8,192), `--layers N` its layers (80), `--sequences N` the sequences of a
-//! decode step (64), `--context N` the tokens of each (8,192), `--prompt N` the tokens of a prefill (4,096).
-//! A pool takes at most a quarter of the free memory. On the test double of the driver, sizes are small and
-//! rows are marked: their times tell nothing about a card.
+//! The cache suits a model with 80 layers, 8 KV heads of 128 and 64 query heads, in blocks of 16 tokens.
+//! `--mib N` sets the size of the largest pool (default 8,192), `--layers N` its layers (80), `--sequences N`
+//! the number of sequences in a decode step (64), `--context N` the tokens of each (8,192), and `--prompt N`
+//! the tokens in a prefill (4,096). A pool takes at most a quarter of the free memory. On the driver's test
+//! double, sizes are small and rows are marked, because their times say nothing about a card.
 #![allow(clippy::expect_used, reason = "a benchmark fails by panicking")]
 
 mod attention;
@@ -19,7 +19,7 @@ use card::Card;
 
 /// Sizes of a run.
 struct Sizes {
-    /// Bytes of the largest pool.
+    /// The size of the largest pool in bytes.
     pool: usize,
     layers: usize,
     sequences: usize,
@@ -27,7 +27,7 @@ struct Sizes {
     prompt: usize,
 }
 
-/// Returns a quarter, a half and the whole of a size.
+/// Returns a quarter, a half and all of a size.
 fn sweep(largest: usize) -> [usize; 3] {
     [largest / 4, largest / 2, largest].map(|size| size.max(1))
 }

@@ -12,13 +12,13 @@ use kvcore::{
 
 use crate::card::Card;
 
-/// Query heads of the model.
+/// The model's number of query heads.
 pub(crate) const QUERY_HEADS: usize = 64;
 
-/// Largest arena in pinned memory.
+/// The maximum size of an arena in pinned memory, in bytes.
 const PINNED: usize = 512 << 20;
 
-/// Returns the extents of a cache with rows of `k` and `v` heads and elements.
+/// Returns the shape of a cache whose rows have the given heads and elements for K and V.
 pub(crate) fn shape(
     format: KvFormat,
     layers: usize,
@@ -38,7 +38,7 @@ pub(crate) fn shape(
     }
 }
 
-/// Allocates a cache with the heads of the model, and writes numbers to it.
+/// Allocates a cache with the model's heads and fills it with numbers.
 pub(crate) fn arena(card: &Card, kind: MemoryKind, shape: KvShape) -> Result<KvArena> {
     let arena = KvArena::allocate(card.backend.as_ref(), kind, Arc::new(KvLayout::new(shape)?))?;
     if kind == MemoryKind::Device {
@@ -49,44 +49,45 @@ pub(crate) fn arena(card: &Card, kind: MemoryKind, shape: KvShape) -> Result<KvA
     Ok(arena)
 }
 
-/// Returns the heads and elements of K and of V of the model.
+/// Returns the model's numbers of heads and elements, for K and for V.
 pub(crate) fn usual() -> ((usize, usize), (usize, usize)) {
     ((HEADS, DIM), (HEADS, DIM))
 }
 
-/// Allocates rows with numbers in them.
+/// Allocates rows filled with numbers.
 pub(crate) fn rows(card: &Card, dtype: DType, shape: [usize; 3]) -> Result<TensorView> {
     let rows = allocate_tensor(card.backend.as_ref(), MemoryKind::Device, dtype, &shape)?;
     card.fill(rows.storage());
     Ok(rows)
 }
 
-/// Returns the angles of the model, for positions up to 131,071.
+/// Returns the model's RoPE angles, for positions up to 131,071.
 pub(crate) fn rope(dim: usize) -> Result<Arc<Rope>> {
     Ok(Arc::new(Rope::new(RopeConfig::new(dim, 500_000.0), 1 << 17)?))
 }
 
-/// Returns the blocks of a pool of `bytes` bytes, an even number of them.
+/// Returns the number of blocks in a pool of `bytes` bytes, rounded to an even number.
 fn blocks_in(format: KvFormat, layers: usize, bytes: usize) -> Result<usize> {
     let one = KvLayout::new(shape(format, layers, 1, usual()))?.block_bytes();
     Ok((bytes / one).next_multiple_of(2).max(2))
 }
 
-/// Returns pairs of blocks: sources in the order of a pool in use, destinations in sequence from `first` on.
+/// Returns pairs of blocks: sources in the order of a pool in use, destinations in sequence starting at
+/// `first`.
 fn pairs(blocks: usize, first: u32) -> WritePairs {
     let pairs =
         shuffled(blocks as u32).into_iter().zip(first..).map(|(from, to)| (BlockId(from), BlockId(to)));
     WritePairs::unchecked(pairs.collect::<Arc<[_]>>())
 }
 
-/// Calls a work for one layer after another: no cache holds the next layer.
+/// Cycles through the layers, so the next layer is never in a cache.
 fn layers(count: usize) -> impl Fn() -> usize {
     let next = Cell::new(0);
     move || next.replace((next.get() + 1) % count)
 }
 
-/// Measures the movement of rows and blocks: the rows of all blocks in one layer, and half of the blocks in
-/// all layers.
+/// Measures moving rows and blocks: the rows of all blocks in one layer, and half of the blocks in all
+/// layers.
 pub(crate) fn moves(card: &Card, dtype: DType, num_layers: usize, bytes: usize) -> Result<()> {
     let blocks = blocks_in(dtype.into(), num_layers, bytes)?;
     let arena = arena(card, MemoryKind::Device, shape(dtype.into(), num_layers, blocks, usual()))?;
@@ -138,7 +139,7 @@ pub(crate) fn moves(card: &Card, dtype: DType, num_layers: usize, bytes: usize) 
     turned(card, dtype, tokens / 4)
 }
 
-/// Measures copies of whole blocks to pinned memory and back.
+/// Measures copying whole blocks to pinned memory and back.
 fn swaps(card: &Card, dtype: DType, num_layers: usize, pool: &KvArena) -> Result<()> {
     let all = pool.layout().shape().num_blocks;
     let blocks = blocks_in(dtype.into(), num_layers, PINNED)?.min(all);
@@ -152,7 +153,7 @@ fn swaps(card: &Card, dtype: DType, num_layers: usize, pool: &KvArena) -> Result
     card.against_host(&what, back.bytes(), true, || stream.swap_blocks(&back))
 }
 
-/// Measures the rotation of queries in place.
+/// Measures rotating queries in place.
 fn turned(card: &Card, dtype: DType, tokens: usize) -> Result<()> {
     let tokens = tokens.max(1);
     let rows = rows(card, dtype, [tokens, QUERY_HEADS, DIM])?;
@@ -162,7 +163,7 @@ fn turned(card: &Card, dtype: DType, tokens: usize) -> Result<()> {
     card.against_copy(&format!("rope {dtype}"), bytes, bytes, || card.stream.rope(&op))
 }
 
-/// Measures the conversion of blocks of all layers to a format of fewer bits, and back. Counts the bytes of
+/// Measures converting the blocks of all layers to a format with fewer bits, and back. Counts the bytes on
 /// the dense side.
 pub(crate) fn formats(card: &Card, format: KvFormat, num_layers: usize, bytes: usize) -> Result<()> {
     let blocks = blocks_in(DType::BF16.into(), num_layers, bytes / 2)?;

@@ -1,9 +1,9 @@
-//! Bookkeeping of blocks against kvbm-logical 1.6.1 (Dynamo's block manager), and block keys against a
-//! SHA-256 chain.
+//! Compares block bookkeeping with kvbm-logical 1.6.1 (Dynamo's block manager), and block keys with a SHA-256
+//! chain.
 //!
-//! Prints one JSON object per line, as the other benchmarks do; `cargo xtask bench` runs it. Sizes and times
-//! are for blocks of 16 tokens. Both sides make their keys before the clock starts. `--quick` measures one
-//! small pool, briefly.
+//! Prints one JSON object per line, like the other benchmarks. `cargo xtask bench` runs it. Sizes and times
+//! are for blocks of 16 tokens. Both sides compute their keys before the clock starts. `--quick` measures one
+//! small pool briefly.
 
 mod ours;
 mod theirs;
@@ -15,34 +15,34 @@ use std::time::Instant;
 use kvcore::KeyScope;
 use sha2::{Digest, Sha256};
 
-/// Blocks of one call: a prompt of 2,048 tokens.
+/// The number of blocks per call: a prompt of 2,048 tokens.
 const BATCH: usize = 128;
 
-/// Prompts with keys, as a multiple of the prompts that fit in the pool.
+/// The number of prompts with keys, as a multiple of the number that fit in the pool.
 const PROMPTS_PER_POOL: usize = 3;
 
-/// The work that both pools do. Each call works on `BATCH` blocks, unless it takes a number.
+/// The work that both pools do. Each call works on `BATCH` blocks, unless it takes a count.
 trait Pool: Sync {
     /// Creates a pool of `blocks` blocks.
     fn new(blocks: usize) -> Self;
-    /// Takes blocks and gives them back.
+    /// Allocates blocks and frees them.
     fn alloc_free(&self, blocks: usize);
-    /// Takes blocks one by one, as a sequence grows, and gives all of them back.
+    /// Allocates blocks one by one, as a sequence grows, and frees all of them.
     fn grow(&self);
-    /// Fills the pool: prompt `i` of `blocks / BATCH` stays cached.
+    /// Fills the pool with prompts. Prompt `i` of `blocks / BATCH` stays cached.
     fn fill(&self, prompt: usize);
-    /// Holds all blocks of a cached prompt and releases them.
+    /// Acquires all blocks of a cached prompt and releases them.
     fn hit(&self, prompt: usize);
-    /// Takes blocks of a full pool, registers them as a new prompt, and releases them.
+    /// Allocates blocks from a full pool, registers them as a new prompt, and releases them.
     fn churn(&self, prompt: usize);
 }
 
 #[derive(Clone, Copy)]
 enum PoolWork {
     AllocFree,
-    /// A guard for each block.
+    /// One guard per block.
     AllocFreeOne,
-    /// A guard that takes one more block when a decode step has filled the last.
+    /// One guard that acquires another block whenever a decode step has filled the last one.
     Grow,
     Hit,
     Churn,
@@ -51,7 +51,7 @@ enum PoolWork {
 impl PoolWork {
     const ALL: [Self; 5] = [Self::AllocFree, Self::AllocFreeOne, Self::Grow, Self::Hit, Self::Churn];
 
-    /// Blocks of a call.
+    /// Returns the number of blocks per call.
     fn batch(self) -> usize {
         if matches!(self, Self::AllocFreeOne) { 1 } else { BATCH }
     }
@@ -77,15 +77,15 @@ impl PoolWork {
     }
 }
 
-/// Returns the seconds per block with `threads` threads at once, the best of three rounds. `shorter` divides
-/// the calls of a round.
+/// Returns the seconds per block on `threads` threads at once, the best of three rounds. `shorter` divides
+/// the number of calls per round.
 fn seconds<P: Pool>(work: PoolWork, blocks: usize, threads: usize, shorter: usize) -> f64 {
     let pool = P::new(blocks);
     let prompts = blocks / BATCH;
     if matches!(work, PoolWork::Hit | PoolWork::Churn) {
         (0..prompts).for_each(|prompt| pool.fill(prompt));
     }
-    // Long enough for the time of waking a thread not to count.
+    // Long enough that waking a thread does not matter.
     let calls = work.blocks_a_round() / shorter / work.batch() / threads;
     let round = |thread: usize, round: usize| {
         for call in 0..calls {
@@ -93,9 +93,10 @@ fn seconds<P: Pool>(work: PoolWork, blocks: usize, threads: usize, shorter: usiz
             match work {
                 PoolWork::AllocFree | PoolWork::AllocFreeOne => pool.alloc_free(work.batch()),
                 PoolWork::Grow => pool.grow(),
-                // In another order than that of filling.
+                // In a different order from filling.
                 PoolWork::Hit => pool.hit(n * 7919 % prompts),
-                // A cycle of three times the pool: each prompt has been evicted before it comes again.
+                // A cycle of three times the pool's size, so each prompt has been evicted before it comes
+                // again.
                 PoolWork::Churn => pool.churn((prompts + n) % (PROMPTS_PER_POOL * prompts)),
             }
         }
@@ -119,7 +120,7 @@ fn seconds<P: Pool>(work: PoolWork, blocks: usize, threads: usize, shorter: usiz
         assert_eq!(spans.len(), threads, "a worker failed");
         let (first, last) = (spans.iter().map(|s| s.0).min(), spans.iter().map(|s| s.1).max());
         let took = last.zip(first).map_or(f64::INFINITY, |(last, first)| (last - first).as_secs_f64());
-        // The first round warms up.
+        // The first round is a warm-up.
         if r > 0 {
             best = best.min(took / (calls * threads * work.batch()) as f64);
         }
@@ -127,7 +128,7 @@ fn seconds<P: Pool>(work: PoolWork, blocks: usize, threads: usize, shorter: usiz
     best
 }
 
-/// Prints a row. Rows of one sweep differ in size only, and the table shows all of them.
+/// Prints a row. Rows of one sweep differ only in size, and the table shows all of them.
 fn row(sweep: &str, what: &str, size: (usize, &str), seconds: f64, limit: &str, limit_seconds: f64) {
     let (ratio, (size, unit)) = (limit_seconds / seconds, size);
     let line = serde_json::json!({
@@ -145,7 +146,7 @@ fn main() {
     for work in PoolWork::ALL {
         for &blocks in sizes {
             let ours = seconds::<ours::Ours>(work, blocks, 1, shorter);
-            // The peer takes minutes to fill a pool above the size of the aim.
+            // The peer takes minutes to fill a pool that is larger than the target's size.
             let peer = seconds::<theirs::Theirs>(work, blocks.min(65_536), 1, shorter);
             let sweep = format!("block pool: {}, per block", work.name());
             let what = format!("block pool: {}, {blocks} blocks, per block", work.name());
@@ -162,7 +163,7 @@ fn main() {
     keys();
 }
 
-/// Measures keys of prompts of up to 8k tokens.
+/// Measures computing the keys of prompts of up to 8k tokens.
 fn keys() {
     [2048u32, 4096, 8192].into_iter().for_each(keys_of);
 }

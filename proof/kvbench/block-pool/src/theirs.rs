@@ -1,11 +1,11 @@
-//! `kvbm_logical::BlockManager` with its LRU backend, and without the frequency tracker, which LRU does not
-//! need.
+//! `kvbm_logical::BlockManager` with its LRU backend. It has no frequency tracker, because LRU does not need
+//! one.
 
 use kvbm_logical::{BlockManager, BlockRegistry, SequenceHash};
 
 use crate::{BATCH, PROMPTS_PER_POOL, Pool};
 
-/// The marker of the peer's tier.
+/// The marker type for the peer's tier.
 #[derive(Clone)]
 pub struct PeerTier;
 

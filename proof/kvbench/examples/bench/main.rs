@@ -1,4 +1,5 @@
-//! `cargo xtask bench`: the benchmarks, as one table of ratios to a limit of the same run.
+//! `cargo xtask bench`: runs the benchmarks and prints one table of ratios to limits measured in the same
+//! run.
 
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
@@ -14,18 +15,19 @@ mod plot;
 /// Groups of benchmarks.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum BenchBackend {
-    /// Kernels of the CPU, and benchmarks that depend on no device
+    /// CPU kernels, and benchmarks that need no device
     Cpu,
-    /// Products with the matrices of a model, on the CPU
+    /// Products with a model's matrices, on the CPU
     Products,
-    /// Kernels of CUDA on the first card; without a driver on its test double, whose times tell nothing
+    /// CUDA kernels on the first card, or on the test double if there is no driver; its times say nothing
+    /// about a card
     Cuda,
-    /// Kernels of wgpu on its first adapter
+    /// wgpu kernels on the first adapter
     Wgpu,
 }
 
 impl BenchBackend {
-    /// Returns the command that writes the table of this group.
+    /// Returns the command that writes this group's table.
     fn command(self) -> &'static str {
         match self {
             Self::Cpu => "cargo xtask bench --write",
@@ -36,25 +38,25 @@ impl BenchBackend {
     }
 }
 
-/// Run the benchmarks of the CPU or of a GPU's kernels, and print one table of ratios.
+/// Run the benchmarks of the CPU kernels or of a GPU's kernels, and print one table of ratios.
 #[derive(Parser)]
 #[command(name = "cargo xtask bench", bin_name = "cargo xtask bench")]
 struct BenchCli {
     /// Benchmarks to run.
     #[arg(long, value_enum, default_value = "cpu")]
     backend: BenchBackend,
-    /// Small sizes: minutes become seconds, ratios become rough.
+    /// Use small sizes: seconds instead of minutes, but only rough ratios.
     #[arg(long)]
     quick: bool,
     /// Write the table to docs/benchmarks.md and the plots to docs/benchmarks.
     #[arg(long, conflicts_with = "quick")]
     write: bool,
-    /// Draw the plots into this folder.
+    /// Draw the plots in this folder.
     #[arg(long, value_name = "DIR", conflicts_with = "write")]
     plots: Option<PathBuf>,
 }
 
-/// Small sizes for a card.
+/// Small sizes for runs on a card.
 const QUICK_ON_A_CARD: &[&str] = &["--mib", "256", "--context", "1024", "--prompt", "1024"];
 
 fn main() -> ExitCode {
@@ -109,7 +111,7 @@ fn wgpu(quick: bool) -> Result<Vec<BenchRow>> {
 }
 
 fn cpu(quick: bool) -> Result<Vec<BenchRow>> {
-    // Reuse has a required aim, for a chunk of 4096 tokens, and is always measured on it.
+    // Reuse has a required target for a chunk of 4096 tokens, so that size is always measured.
     let [kernels, formats, ttft, steps]: [&[&str]; 4] = if quick {
         [
             &["--mib", "16", "--context", "1024"],
@@ -141,13 +143,14 @@ fn run_bench(name: &str, args: &[&str]) -> Result<Vec<BenchRow>> {
     rows_of(command, name)
 }
 
-/// Returns the command that runs a benchmark of the workspace. Arguments that are added go to the benchmark.
+/// Returns the command that runs one of the workspace's benchmarks. Arguments added to it go to the
+/// benchmark.
 fn bench_command(name: &str) -> Command {
-    // With the whole workspace and all features, as the tests are built: nothing is built twice.
+    // Built like the tests, with the whole workspace and all features, so nothing is compiled twice.
     cargo_command(&format!("bench --quiet --workspace --all-features --bench {name} --"))
 }
 
-/// Measures the block pool against its peer, in a separate workspace.
+/// Measures the block pool against its peer, which is in a separate workspace.
 fn block_pool(quick: bool) -> Result<Vec<BenchRow>> {
     let manifest = root().join("proof/kvbench/block-pool/Cargo.toml");
     let mut command = cargo_command("run --quiet --release --locked --manifest-path");
@@ -158,7 +161,7 @@ fn block_pool(quick: bool) -> Result<Vec<BenchRow>> {
     rows_of(command, "block-pool")
 }
 
-/// Runs a benchmark, prints its rows as they come, and returns them.
+/// Runs a benchmark, prints its rows as they arrive, and returns them.
 fn rows_of(mut command: Command, name: &str) -> Result<Vec<BenchRow>> {
     eprintln!("bench: {name}");
     let mut rows = Vec::new();

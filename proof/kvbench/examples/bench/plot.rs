@@ -1,4 +1,4 @@
-//! Plots of the sweeps: ratio to the limit against size, one file for each family.
+//! Plots of the sweeps: ratio to the limit against size, one file per family.
 
 use std::error::Error;
 use std::path::Path;
@@ -7,11 +7,12 @@ use kvbench::rows::{BenchRow, Sweep};
 use plotters::prelude::*;
 use xtask::run::Result;
 
-/// Sweeps that are drawn in one plot.
+/// Sweeps drawn in one plot.
 struct Figure {
     file: &'static str,
     title: &'static str,
-    /// Returns true for a row of the figure. A row belongs to the first figure that has it.
+    /// Returns true for a row that belongs in this figure. If several figures match, the row belongs to the
+    /// first one.
     has: fn(&BenchRow) -> bool,
 }
 
@@ -65,7 +66,7 @@ const FAMILIES: [Figure; 13] = [
     Figure { file: "keys", title: "Keys and reuse of chunks", has: |_| true },
 ];
 
-/// Writes `FAMILY.svg` into `folder` for each family with a sweep, and returns the names.
+/// Writes `FAMILY.svg` into `folder` for each family with a sweep. Returns the file names.
 pub(super) fn write(folder: &Path, sweeps: &[Sweep]) -> Result<Vec<String>> {
     std::fs::create_dir_all(folder).map_err(|e| format!("{}: {e}", folder.display()))?;
     let mut written = Vec::new();
@@ -82,12 +83,12 @@ pub(super) fn write(folder: &Path, sweeps: &[Sweep]) -> Result<Vec<String>> {
     Ok(written)
 }
 
-/// Width of the chart. The legend is on its right.
+/// The chart's width. The legend is to its right.
 const CHART: u32 = 640;
-/// Height of a line of the legend.
+/// The height of a line in the legend.
 const LINE: i32 = 20;
 
-/// Returns the label at `2^x` of an axis of sizes. Only powers of two have one.
+/// Returns the label at `2^x` on a size axis. Only powers of two have one.
 fn size_label(x: f64, bytes: bool) -> String {
     let whole = x.round();
     match whole {
@@ -98,7 +99,7 @@ fn size_label(x: f64, bytes: bool) -> String {
     }
 }
 
-/// Returns the label at `2^y` of an axis of ratios.
+/// Returns the label at `2^y` on a ratio axis.
 fn ratio_label(y: f64) -> String {
     let ratio = y.exp2();
     match ratio {
@@ -110,7 +111,7 @@ fn ratio_label(y: f64) -> String {
     }
 }
 
-/// Returns the range of ratios to show, as powers of two: 1 and all ratios, with a margin.
+/// Returns the range of ratios to show, as powers of two. It includes 1 and all ratios, with a margin.
 fn shown_ratios(ratios: impl Iterator<Item = f64>) -> (f64, f64) {
     let logs = ratios.filter(|ratio| *ratio > 0.0).map(f64::log2);
     let (low, high) = logs.fold((0.0f64, 0.0f64), |(low, high), at| (low.min(at), high.max(at)));
@@ -118,9 +119,9 @@ fn shown_ratios(ratios: impl Iterator<Item = f64>) -> (f64, f64) {
     (low - margin, high + margin)
 }
 
-/// Returns the colour of line `i` of `n`. No two lines of a chart have the same one.
+/// Returns the colour of line `i` of `n`. All lines in a chart have different colours.
 fn colour(i: usize, n: usize) -> RGBColor {
-    // Neighbours in the legend differ in lightness too.
+    // Neighbours in the legend also differ in lightness.
     let lightness = if i.is_multiple_of(2) { 0.36 } else { 0.56 };
     let (r, g, b) = HSLColor(i as f64 / n.max(1) as f64, 0.75, lightness).rgb();
     RGBColor(r, g, b)
@@ -128,7 +129,7 @@ fn colour(i: usize, n: usize) -> RGBColor {
 
 fn draw(path: &Path, title: &str, sweeps: &[&Sweep]) -> std::result::Result<(), Box<dyn Error>> {
     let rows = || sweeps.iter().flat_map(|sweep| &sweep.rows);
-    // Sizes double from one mark of the axis to the next.
+    // Sizes double from one tick to the next.
     let low = rows().map(|row| row.size.log2()).fold(f64::INFINITY, f64::min).floor();
     let high = rows().map(|row| row.size.log2()).fold(0.0, f64::max).ceil();
     let (bottom, top) = shown_ratios(rows().map(|row| row.ratio));

@@ -1,4 +1,4 @@
-//! The machine: its card, its driver, and its Vulkan adapters in hardware, as `kvc devices` lists them.
+//! The machine: its card, its driver and its hardware Vulkan adapters, as `kvc devices` lists them.
 
 use std::process::Command;
 
@@ -11,13 +11,13 @@ use super::programs::Programs;
 
 /// The result of the search.
 pub(super) struct Found {
-    /// Name of the first card that the backend can use.
+    /// The name of the first card that the backend can use.
     pub(super) card: Option<String>,
-    /// The reason for no usable card.
+    /// Why there is no usable card.
     pub(super) missing: String,
     /// Names and values for the report.
     pub(super) facts: Vec<(String, String)>,
-    /// Names of the Vulkan adapters in hardware.
+    /// The names of the hardware Vulkan adapters.
     pub(super) adapters: Vec<String>,
 }
 
@@ -43,7 +43,8 @@ struct MissingBackend {
     reason: String,
 }
 
-/// Adds CUDA's libraries to a command's search path: cuBLAS and NVRTC of an installed toolkit, or the double.
+/// Adds CUDA's libraries to a command's search path: cuBLAS and NVRTC from an installed toolkit, or the
+/// double.
 pub(super) fn libraries(command: &mut Command, double: bool) -> Result {
     if double {
         return cuda_double::insist(command);

@@ -1,7 +1,6 @@
-//! `cargo xtask gpu-check`: all checks of the CUDA backend that need a real card, in one command with one
-//! report.
+//! `cargo xtask gpu-check`: runs all checks of the CUDA backend that need a real card, and writes one report.
 //!
-//! The steps are a list ([`steps::STEPS`]). They need the driver and programs, which are built here or
+//! The steps are in a list ([`steps::STEPS`]). They need the driver, and programs that are built here or
 //! elsewhere ([`programs`]), but neither Rust nor the repository.
 
 use std::path::{Path, PathBuf};
@@ -22,10 +21,10 @@ use programs::Programs;
 use report::Report;
 use steps::{CardStep, STEPS, Site};
 
-/// The folder of results, below the root of the workspace or, with `--bin`, below the current one.
+/// The folder of the results, relative to the workspace root or, with `--bin`, to the current folder.
 const OUT: &str = "target/gpu-check";
 
-/// The factor by which steps may take longer on the double and slow processors.
+/// How many times longer steps may take on the double and on slow processors.
 const SLOW: u64 = 5;
 
 /// Check the CUDA backend on a real card, here or elsewhere, and write one report: conformance, sanitizers,
@@ -33,16 +32,16 @@ const SLOW: u64 = 5;
 #[derive(Parser)]
 #[command(name = "cargo xtask gpu-check", bin_name = "cargo xtask gpu-check")]
 struct GpuCheckCli {
-    /// Folder for the report and the output of each step [default: target/gpu-check].
+    /// The folder for the report and for each step's output [default: target/gpu-check].
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
-    /// Take the programs from a folder that `--collect` has filled, and build nothing.
+    /// Use the programs in a folder that `--collect` has filled, and build nothing.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["collect", "double"])]
     bin: Option<PathBuf>,
     /// Build the programs and copy them into this folder, for a machine without Rust. Check nothing.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["out", "double"])]
     collect: Option<PathBuf>,
-    /// Run the steps that need no card, on the test double of the driver.
+    /// Run the steps that need no card on the driver's test double.
     #[arg(long)]
     double: bool,
 }
@@ -75,7 +74,7 @@ fn gpu_check(args: &GpuCheckCli) -> Result {
     let mut site = Site::new(programs, found, &out, args.double);
     for step in STEPS {
         report.add(step.name, step.about, site.run(step));
-        // After each step: its results are kept, whatever happens to the next.
+        // Written after each step, so its results are kept whatever happens to the next.
         report.write(site.out())?;
     }
     report.print_end(&site.out().join(report::FILE));
@@ -83,7 +82,7 @@ fn gpu_check(args: &GpuCheckCli) -> Result {
     if failed.is_empty() { Ok(()) } else { Err(format!("failed: {}", failed.join(", "))) }
 }
 
-/// Prints that there is no card, and the steps that would run on one.
+/// Prints that there is no card, and lists the steps that would run on one.
 fn nothing_to_check(reason: &str) -> Result {
     println!("gpu-check: {reason}. On a card it runs:");
     for CardStep { name, about, .. } in STEPS {

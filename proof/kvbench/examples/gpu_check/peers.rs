@@ -1,4 +1,5 @@
-//! Rows of other software on the same card, printed by `proof/peers/gpu.py`, next to our rows.
+//! Measurements of other software on the same card, printed by `proof/peers/gpu.py`, and their comparison
+//! with ours.
 
 use std::fmt::Write as _;
 
@@ -6,24 +7,24 @@ use kvbench::rows::LargestRow;
 use kvbench::table::duration;
 use serde::Deserialize;
 
-/// A row that the peers' script prints.
+/// A row that the peers' script printed.
 #[derive(Debug, Deserialize)]
 pub(super) struct Peer {
     what: String,
-    /// The name of our row for the same work, if there is one.
+    /// The name of our row for the same work, if we have one.
     ours: Option<String>,
     pub(super) seconds: Option<f64>,
     bytes: Option<f64>,
-    /// The reason for a missing measurement.
+    /// Why there is no measurement.
     pub(super) skipped: Option<String>,
 }
 
-/// Returns the rows in the output of the script.
+/// Parses the rows in the script's output.
 pub(super) fn rows(output: &str) -> Vec<Peer> {
     output.lines().filter_map(|line| serde_json::from_str(line).ok()).collect()
 }
 
-/// Returns the table of the peers with our rows.
+/// Returns the table that compares the peers' rows with ours.
 pub(super) fn table(rows: &[Peer], ours: &[LargestRow]) -> String {
     let mut text =
         "| peer | size | its time | bytes/s | ours | our time | times as fast |\n|---|---|---|---|---|---|---|\n".to_owned();
@@ -36,7 +37,7 @@ pub(super) fn table(rows: &[Peer], ours: &[LargestRow]) -> String {
         };
         let bytes = bytes.unwrap_or(0.0);
         let (mib, rate) = (bytes / f64::from(1 << 20), bytes / seconds * 1e-9);
-        // On a card with less memory our row may have another size. Then nothing is compared.
+        // On a card with less memory, our row may have a different size. Then the rows are not compared.
         let same_size = |us: &&LargestRow| us.bytes.is_none_or(|of_us| (of_us / bytes - 1.0).abs() < 0.02);
         let known = name.as_ref().and_then(|name| ours.iter().find(|known| known.what == *name));
         let (name, time, faster) = match known.filter(same_size) {

@@ -1,4 +1,4 @@
-//! One program of a step: its output goes to files, and it is ended when its time is over.
+//! Runs one program of a step: its output goes to files, and it is killed when its time is up.
 
 use std::fs::{self, File};
 use std::os::unix::process::CommandExt as _;
@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 
 use xtask::run::{Result, STRICT};
 
-/// Time between two checks whether a program has ended.
+/// How often to check if a program has ended.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// The output of a program, and how it ended.
+/// A program's output, and how it ended.
 #[derive(Debug)]
 pub(super) struct Ran {
-    /// Standard output, also of a program that was ended early.
+    /// The standard output, even if the program was killed.
     pub(super) output: String,
-    /// The reason of a failure; `None` if the program succeeded.
+    /// Why it failed; `None` if it succeeded.
     pub(super) failure: Option<String>,
 }
 
@@ -25,8 +25,8 @@ pub(super) struct Ran {
 pub(super) fn run(command: &mut Command, folder: &Path, name: &str, deadline: Instant) -> Result<Ran> {
     let [out, err] = ["out", "err"].map(|end| folder.join(format!("{name}.{end}")));
     let create = |path: &Path| File::create(path).map_err(|e| format!("{}: {e}", path.display()));
-    // A process group of its own: the children of the program can be ended with it. Tests that need the
-    // double are skipped on a card, which is no failure.
+    // A separate process group, so the program's children can be killed with it. Tests that need the double
+    // are skipped on a card; that is not a failure.
     command
         .stdin(Stdio::null())
         .stdout(create(&out)?)
@@ -49,7 +49,7 @@ fn program(command: &Command) -> String {
     command.get_program().to_string_lossy().into_owned()
 }
 
-/// Waits for a program, and ends it and its children at the deadline. Returns the reason of a failure.
+/// Waits for a program. At the deadline, kills it and its children. Returns why it failed, if it did.
 fn waited(child: &mut Child, deadline: Instant) -> Result<Option<String>> {
     loop {
         match child.try_wait().map_err(|e| e.to_string())? {
@@ -60,7 +60,7 @@ fn waited(child: &mut Child, deadline: Instant) -> Result<Option<String>> {
                 let group = format!("kill -KILL -- -{}", child.id());
                 let ended = Command::new("sh").args(["-c", &group]).stderr(Stdio::null()).status();
                 if !ended.is_ok_and(|status| status.success()) {
-                    // It may have ended meanwhile.
+                    // It may have ended in the meantime.
                     let _ = child.kill();
                 }
                 let _ = child.wait();
@@ -70,7 +70,7 @@ fn waited(child: &mut Child, deadline: Instant) -> Result<Option<String>> {
     }
 }
 
-/// Returns the last line that has any text.
+/// Returns the last line that is not blank.
 pub(super) fn last_line(text: &str) -> Option<&str> {
     text.lines().map(str::trim).rfind(|line| !line.is_empty())
 }

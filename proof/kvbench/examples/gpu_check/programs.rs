@@ -1,4 +1,4 @@
-//! The programs that the steps run: built in this workspace, or carried from another machine in one folder.
+//! The programs that the steps run: built in this workspace, or copied from another machine in one folder.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,12 +10,12 @@ use xtask::tools::first_line;
 
 use super::absolute;
 
-/// A program that is built.
+/// A program to build.
 struct Built {
     name: &'static str,
-    /// Cargo's name for the kind of its target.
+    /// Cargo's name for its kind of target.
     kind: &'static str,
-    /// The crate of the target. Several crates have tests of one name.
+    /// The target's crate. Several crates have tests of the same name.
     of: &'static str,
 }
 
@@ -28,24 +28,24 @@ const BUILT: &[Built] = &[
     Built { name: "kernels_on_wgpu", kind: "bench", of: "kvbench" },
 ];
 
-/// The peers' script: its name and its path in the repository.
+/// The peers' script: its name, and its path in the repository.
 pub(super) const PEERS: (&str, &str) = ("gpu.py", "proof/peers/gpu.py");
 
-/// The file of a carried folder with the version of the sources.
+/// The file with the source version in a folder of copied programs.
 const VERSION: &str = "VERSION";
 
-/// Most bytes of a carried folder.
+/// The maximum size of a folder of copied programs, in bytes.
 const MOST: u64 = 60 << 20;
 
-/// Programs by name.
+/// The programs, by name.
 pub(super) struct Programs {
     paths: Vec<(String, PathBuf)>,
-    /// The version of the sources.
+    /// The source version.
     pub(super) version: String,
 }
 
 impl Programs {
-    /// Returns the programs of a folder that [`collect`] has filled.
+    /// Returns the programs in a folder that [`collect`] has filled.
     pub(super) fn of_folder(folder: &Path) -> Result<Self> {
         let folder = absolute(folder);
         let names = BUILT.iter().map(|built| built.name).chain([PEERS.0]);
@@ -60,7 +60,7 @@ impl Programs {
         Ok(Self { paths, version })
     }
 
-    /// Builds the programs as the tests are built: with the whole workspace and all features.
+    /// Builds the programs in the same way as the tests: with the whole workspace and all features.
     pub(super) fn built() -> Result<Self> {
         let mut command = cargo_command("build --release --quiet --workspace --all-features");
         for built in BUILT {
@@ -102,7 +102,7 @@ struct CargoTarget {
     kind: Vec<String>,
 }
 
-/// Returns the paths of the programs in Cargo's messages.
+/// Parses the paths of the programs from Cargo's messages.
 fn executables(messages: &str) -> Result<Vec<(String, PathBuf)>> {
     let messages: Vec<CargoMessage> =
         messages.lines().filter_map(|line| serde_json::from_str(line).ok()).collect();
@@ -121,7 +121,7 @@ fn executables(messages: &str) -> Result<Vec<(String, PathBuf)>> {
     BUILT.iter().map(path).collect()
 }
 
-/// Returns the commit that is checked out, and whether files are changed.
+/// Returns the current commit, marked if files have changed.
 fn checked_out() -> String {
     let folder = root().to_string_lossy().into_owned();
     let git = |args: &[&str]| first_line("git", &[&["-C", &folder], args].concat());
@@ -132,8 +132,8 @@ fn checked_out() -> String {
     )
 }
 
-/// Builds the programs and copies them and this program into a folder, which also runs on a machine without
-/// Rust.
+/// Builds the programs, and copies them and this program into a folder. A machine without Rust can run them
+/// from there.
 pub(super) fn collect(folder: &Path) -> Result {
     let programs = Programs::built()?;
     let failed = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
@@ -147,7 +147,7 @@ pub(super) fn collect(folder: &Path) -> Result {
         let _ = fs::remove_file(&copy);
         fs::copy(path, &copy).map_err(|e| failed(path, e))?;
         if name != PEERS.0 {
-            // The names of functions are useless there. They stay if there is no such program.
+            // The symbol names are useless there. They stay if `strip` is not installed.
             let _ = Command::new("strip").arg(&copy).stderr(Stdio::null()).status();
         }
         let size = copy.metadata().map_err(|e| failed(&copy, e))?.len();

@@ -1,11 +1,11 @@
-//! The report: the machine, a table of the steps, and what each step found.
+//! The report: the machine, a table of the steps, and each step's findings.
 
 use std::fmt::Write as _;
 use std::path::Path;
 
 use xtask::run::{Result, write};
 
-/// The file of the report.
+/// The report's file name.
 pub(super) const FILE: &str = "report.md";
 
 /// The outcome of a step.
@@ -15,7 +15,7 @@ pub(super) enum CardOutcome {
     Passed(String),
     /// The step failed, with the reason.
     Failed(String),
-    /// The step cannot run here, with the reason. This is no failure.
+    /// The step cannot run here, with the reason. This is not a failure.
     Skipped(String),
 }
 
@@ -61,7 +61,7 @@ impl Report {
         Self { head, steps: Vec::new() }
     }
 
-    /// Adds a step, and prints its line.
+    /// Adds a step and prints its line.
     pub(super) fn add(&mut self, name: &'static str, about: &'static str, ended: EndedStep) {
         let (word, text) = (ended.outcome.word(), ended.outcome.text());
         println!("gpu-check: {name}: {word}, {:.0} s: {text}", ended.seconds);
@@ -96,7 +96,7 @@ impl Report {
         write(&folder.join(FILE), &self.text())
     }
 
-    /// Prints the counts of the steps, and the path of the report.
+    /// Prints how many steps passed, failed and were skipped, and the report's path.
     pub(super) fn print_end(&self, path: &Path) {
         let count = |word| self.steps.iter().filter(|(_, _, ended)| ended.outcome.word() == word).count();
         let seconds: f64 = self.steps.iter().map(|(_, _, ended)| ended.seconds).sum();
@@ -108,7 +108,7 @@ impl Report {
     }
 }
 
-/// Escapes text for one cell of a table.
+/// Escapes a string for one table cell.
 fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }

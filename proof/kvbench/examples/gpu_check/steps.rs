@@ -1,4 +1,4 @@
-//! The steps of a check, and how each is run.
+//! The steps of a check, and how to run each one.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,16 +20,16 @@ use super::{SLOW, absolute};
 /// A step. To add one, add a line to [`STEPS`].
 pub(super) struct CardStep {
     pub(super) name: &'static str,
-    /// Subject of the step, for the report.
+    /// What the step checks, for the report.
     pub(super) about: &'static str,
-    /// Seconds after which the step's programs are ended.
+    /// The time limit in seconds, after which the step's programs are killed.
     limit: u64,
-    /// True if the double can take the place of a card.
+    /// True if the double can replace a card.
     on_double: bool,
     work: fn(&mut Site, &mut Here) -> Result<CardOutcome>,
 }
 
-/// The steps, in order. Together they stay below ten minutes.
+/// The steps, in order. Together they take less than ten minutes.
 pub(super) const STEPS: &[CardStep] = &[
     CardStep {
         name: "conformance",
@@ -103,7 +103,7 @@ pub(super) const STEPS: &[CardStep] = &[
     },
 ];
 
-/// Beginnings of the names of cases that run under memcheck: at least one for each kind of kernel.
+/// Name prefixes of the cases that run under memcheck. There is at least one for each kind of kernel.
 const MEMCHECK: &[&str] = &[
     "tensor::any",
     "rows::gather",
@@ -119,16 +119,16 @@ const MEMCHECK: &[&str] = &[
     "graphs::replays_follow",
 ];
 
-/// Beginnings of the names of cases that run under racecheck: kernels with shared memory.
+/// Name prefixes of the cases that run under racecheck: kernels with shared memory.
 const RACECHECK: &[&str] = &["attend::prefill", "attend::many", "quant::attend", "mla::the_latent"];
 
-/// The folder of an installed toolkit's programs.
+/// The folder with an installed toolkit's programs.
 const TOOLKIT: &str = "/usr/local/cuda/bin";
 
-/// The exit code of the sanitizer for an error in the program.
+/// The exit code with which the sanitizer reports an error in the program.
 const FOUND: &str = "9";
 
-/// Prompts whose tokens are compared, each with an earlier prompt about the same documents.
+/// Prompts whose answers are compared, each with an earlier prompt about the same documents.
 const PROMPTS: [(&str, &str); 2] = [
     (
         "you answer questions ## alba is red . ## cedo is blue . bora is same . ## bora ?",
@@ -146,7 +146,7 @@ pub(super) struct Site {
     found: Found,
     out: PathBuf,
     double: bool,
-    /// Rows of our kernels.
+    /// Our kernels' rows.
     ours: Vec<LargestRow>,
 }
 
@@ -154,7 +154,7 @@ pub(super) struct Site {
 struct Here {
     name: &'static str,
     deadline: Instant,
-    /// Its details so far, in Markdown.
+    /// The details so far, in Markdown.
     section: String,
 }
 
@@ -163,12 +163,12 @@ impl Site {
         Self { programs, found, out: absolute(out), double, ours: Vec::new() }
     }
 
-    /// Returns the folder of the results.
+    /// Returns the folder for the results.
     pub(super) fn out(&self) -> &Path {
         &self.out
     }
 
-    /// Runs a step. An error in it is its outcome.
+    /// Runs a step. An error is part of the outcome.
     pub(super) fn run(&mut self, step: &CardStep) -> EndedStep {
         let start = Instant::now();
         let limit = if self.double { SLOW * step.limit } else { step.limit };
@@ -182,7 +182,7 @@ impl Site {
         EndedStep { outcome, seconds: start.elapsed().as_secs_f64(), section: here.section }
     }
 
-    /// Runs a command until the step's time is over.
+    /// Runs a command until the step's time is up.
     fn finish(&self, mut command: Command, here: &Here, part: &str) -> Result<Ran> {
         libraries(&mut command, self.double)?;
         let name = if part.is_empty() { here.name.to_owned() } else { format!("{}-{part}", here.name) };
@@ -200,7 +200,7 @@ impl Site {
         Ok(judged(here, &ran))
     }
 
-    /// Runs tests of a program.
+    /// Runs some of a program's tests.
     fn tests(&self, here: &mut Here, program: &str, chosen: &[&str]) -> Result<CardOutcome> {
         let ran = self.finish(self.program(program, &[&["--show-output"], chosen].concat())?, here, "")?;
         let sums = counted(&ran.output);
@@ -273,7 +273,7 @@ impl Site {
         })
     }
 
-    /// Runs `kvc` on the processor and on the card, and returns both outputs, or the failure of one.
+    /// Runs `kvc` on the CPU and on the card. Returns both outputs, or the failure of either.
     fn twice(&self, here: &Here, part: &str, args: &[&str]) -> Result<[String; 2]> {
         let on = |backend: &str| {
             let command = self.program("kvc", &[args, &["--backend", backend, "--json"]].concat())?;
@@ -320,7 +320,7 @@ impl Site {
         let by_graphs = PROMPTS.iter().map(|prompt| (prompt, "16"));
         let runs = by_graphs.chain(PROMPTS.iter().map(|prompt| (prompt, "0")));
         for (i, ((prompt, warm), graphs)) in runs.enumerate() {
-            // The second run of a step is captured, and later ones are replays.
+            // The second decode step is captured, and later ones are replayed.
             let args = [
                 "run",
                 "--separator",
@@ -356,7 +356,7 @@ impl Site {
     }
 }
 
-/// Returns the outcome of a program whose last line is its summary. A failed program shows the end of its
+/// Returns the outcome of a program whose last line is its summary. If it failed, shows the end of its
 /// output.
 fn judged(here: &mut Here, ran: &Ran) -> CardOutcome {
     let sum = last_line(&ran.output).unwrap_or("it printed nothing").to_owned();
@@ -369,7 +369,7 @@ fn judged(here: &mut Here, ran: &Ran) -> CardOutcome {
     }
 }
 
-/// Returns the outcome of a benchmark. Shows its table, even if the benchmark was ended early.
+/// Returns a benchmark's outcome. Shows its table, even if the benchmark was killed.
 fn tabled(here: &mut Here, ran: &Ran) -> CardOutcome {
     let table = table::printed(&ran.output);
     here.section = table.clone().unwrap_or_default();
@@ -387,7 +387,7 @@ fn tabled(here: &mut Here, ran: &Ran) -> CardOutcome {
     }
 }
 
-/// Returns the path of a program on the PATH or in the toolkit.
+/// Returns the path of a program on the `PATH` or in the toolkit.
 fn installed(program: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     let folders = std::env::split_paths(&path).chain([PathBuf::from(TOOLKIT)]).collect::<Vec<_>>();
@@ -401,7 +401,7 @@ fn tail(output: &str) -> String {
     lines[lines.len().saturating_sub(LINES)..].join("\n")
 }
 
-/// Returns text as a block without formatting.
+/// Formats text as a code block.
 fn block(text: &str) -> String {
     format!("```text\n{text}\n```\n")
 }

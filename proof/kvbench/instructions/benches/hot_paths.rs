@@ -1,7 +1,7 @@
-//! The counted calls. `cargo xtask instructions` runs them and compares the counts with
-//! `proof/kvbench/instructions/baseline.json`.
+//! The calls whose instructions are counted. `cargo xtask instructions` runs them and compares the counts
+//! with `proof/kvbench/instructions/baseline.json`.
 //!
-//! Each function returns its argument: dropping it is not counted.
+//! Each function returns its argument, so dropping it is not counted.
 
 use gungraun::prelude::*;
 use instructions::{ChunkReuse, HotKernel, Keys, PoolPath};

@@ -1,10 +1,10 @@
-//! The block pool and the keys of blocks.
+//! Hot paths of the block pool and of block keys.
 
 use std::hint::black_box;
 
 use kvcore::{BlockKey, BlockPool, KeyScope};
 
-/// Tokens of a block.
+/// The number of tokens per block.
 const BLOCK: usize = 16;
 
 /// Returns `n` tokens without a pattern.
@@ -32,13 +32,13 @@ impl PoolPath {
         path
     }
 
-    /// Takes `n` blocks and gives them back.
+    /// Allocates `n` blocks and frees them.
     pub fn alloc_free(&self, n: usize) {
         let blocks = self.pool.allocate(n);
         assert!(black_box(&blocks).is_ok());
     }
 
-    /// Holds the blocks of the cached prompt and releases them.
+    /// Acquires the blocks of the cached prompt and releases them.
     pub fn hit(&self) {
         let held = self.pool.lookup_chain(&self.keys);
         assert_eq!(black_box(&held).len(), self.keys.len());
@@ -58,14 +58,14 @@ pub struct Keys {
 }
 
 impl Keys {
-    /// Creates the prompt, and makes its keys once.
+    /// Creates the prompt, and computes its keys once.
     pub fn new() -> Self {
         let keys = Self { root: KeyScope::new("model", b"weights").root(), tokens: tokens(8192) };
         keys.chain();
         keys
     }
 
-    /// Makes the 256-bit keys of all blocks of the prompt.
+    /// Computes the 256-bit keys of all of the prompt's blocks.
     pub fn chain(&self) {
         drop(black_box(self.root.chain(black_box(&self.tokens), BLOCK)));
     }

@@ -1,4 +1,4 @@
-//! Reuse of a stored chunk: hash, look-up, comparison of tokens, placement, segment.
+//! Reuse of a stored chunk: hashing, lookup, token comparison, placement, segment.
 
 use std::hint::black_box;
 
@@ -11,9 +11,9 @@ use kvcore::{BlockKey, KeyScope, Rope, RopeConfig};
 use crate::blocks::tokens;
 
 const BLOCK: usize = 16;
-/// Tokens of the chunk.
+/// The number of tokens in the chunk.
 const CHUNK: usize = 4096;
-/// Tokens of the system prompt under which the chunk was computed.
+/// The number of tokens in the system prompt that the chunk was computed under.
 const SYSTEM: u32 = 200;
 
 /// A cache that holds a chunk of 4,096 tokens and a hundred small ones.

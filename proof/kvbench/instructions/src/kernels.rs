@@ -1,4 +1,4 @@
-//! Kernels of the CPU backend on small fixed sizes: 256 tokens of 8 heads of 128, in blocks of 16.
+//! CPU kernels on small fixed sizes: 256 tokens with 8 heads of 128, in blocks of 16.
 
 use std::sync::Arc;
 
@@ -59,7 +59,7 @@ impl HotKernel {
     }
 
     /// Creates an `attend` of the last `rows` tokens to all tokens: a decode step for one row, a prefill for
-    /// more. Four query heads share a KV head.
+    /// more. Four query heads share one KV head.
     pub fn attend(dtype: DType, rows: usize) -> Self {
         Self::ready(dtype, |lab| {
             let op = lab.attend(rows, true)?;
@@ -69,10 +69,10 @@ impl HotKernel {
 
     /// Creates an operation and runs it once.
     fn ready(dtype: DType, make: impl FnOnce(&Lab) -> Result<KernelWork>) -> Self {
-        // BLAKE3 and the C library choose their code by this too.
+        // BLAKE3 and the C library also choose their code by this.
         assert!(!SimdLevel::Avx512.is_available(), "counted under valgrind, which hides AVX-512");
-        // Only this thread is counted, so plain kernels must run on it. A second call fails, which is
-        // harmless.
+        // Only this thread is counted, so kernels without a pool of their own must run on it. A second call
+        // fails, which is harmless.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build_global();
         let options = CpuOptions { simd: Some(SimdLevel::Avx2), threads: Some(1), ..CpuOptions::default() };
         let made = Lab::new(dtype, TOKENS, &options)
