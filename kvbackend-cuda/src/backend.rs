@@ -1,4 +1,4 @@
-//! The backend of one device.
+//! A backend on one device.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -26,7 +26,7 @@ impl CudaBackend {
     /// Creates a backend on the first device.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if there is no driver or no device; the error says what to do.
+    /// Returns [`kvcore::Error::NoDevice`] if there is no driver or no device; the error explains what to do.
     pub fn new() -> Result<Arc<Self>> {
         Self::with_options(&CudaOptions::default())
     }
@@ -49,18 +49,18 @@ impl CudaBackend {
         Ok(Arc::new(CudaStream::new(&self.device, &self.tables)?))
     }
 
-    /// Creates a storage over device or pinned memory that the caller allocated, for example a tensor of the
-    /// engine. `owner` is dropped with the storage.
+    /// Creates a storage over device or pinned memory that the caller allocated, for example for an engine's
+    /// tensor. `owner` is dropped with the storage.
     ///
     /// # Safety
-    /// `address` is valid for `bytes` bytes for as long as `owner` lives. While the storage lives, the caller
-    /// orders its own use of the memory with the streams, and lends each byte to one storage only. An arena
-    /// whose keys and values alternate in memory may lend the same bytes to its two storages.
+    /// `address` must be valid for `bytes` bytes for as long as `owner` lives. While the storage lives, the
+    /// caller must order its own use of the memory with the streams, and lend each byte to only one storage.
+    /// An arena whose keys and values alternate in memory may lend the same bytes to both of its storages.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Device`] if the driver does not know the address or the memory is on another
-    /// device, [`kvcore::Error::TooLarge`] if the allocation is smaller, and [`kvcore::Error::Zero`] if
-    /// `bytes` is 0.
+    /// Returns [`kvcore::Error::Device`] if the driver has no memory at the address or the memory is on
+    /// another device, [`kvcore::Error::TooLarge`] if the allocation is smaller, and [`kvcore::Error::Zero`]
+    /// if `bytes` is 0.
     pub unsafe fn lent(
         &self,
         address: u64,
@@ -71,14 +71,14 @@ impl CudaBackend {
         unsafe { CudaStorage::lent(&self.device, address, bytes, owner) }
     }
 
-    /// Creates a stream over a stream that the caller created in the device's primary context. Operations are
-    /// enqueued there, in order with the caller's own work. `owner` is dropped with the stream.
+    /// Wraps a stream that the caller created in the device's primary context. Operations are enqueued on it,
+    /// in order with the caller's own work. `owner` is dropped with the stream.
     ///
     /// # Safety
-    /// `stream` is a stream of the driver that lives as long as `owner`.
+    /// `stream` must be a driver stream that lives as long as `owner`.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::ForeignHandle`] if the stream is of another context.
+    /// Returns [`kvcore::Error::ForeignHandle`] if the stream belongs to another context.
     pub unsafe fn lent_stream(
         &self,
         stream: cudarc::driver::sys::CUstream,

@@ -1,8 +1,8 @@
-//! Kernels that NVRTC compiles on this machine for its card, kept in a folder.
+//! Kernels that NVRTC compiles for this machine's card, cached in a folder.
 //!
-//! The name of an entry is a hash of all that it depends on: source, options, and the versions of compiler
-//! and driver. The entry begins with a hash of its contents. If the hash does not match, the entry is
-//! compiled again and replaced.
+//! An entry's name is a hash of everything that it depends on: the source, the options, and the versions of
+//! the compiler and the driver. The entry starts with a hash of its contents. If that hash does not match,
+//! the entry is compiled again and replaced.
 
 use std::ffi::CString;
 use std::fs;
@@ -14,7 +14,7 @@ use kvcore::{Error, Result};
 use crate::driver::NAME;
 use crate::facts::DeviceFacts;
 
-/// Headers by the names under which sources include them.
+/// Headers, by the names under which sources include them.
 const HEADERS: &[(&str, &str)] = &[
     ("attend.cuh", include_str!("../kernels/attend.cuh")),
     ("attend_mma.cuh", include_str!("../kernels/attend_mma.cuh")),
@@ -26,15 +26,15 @@ const HEADERS: &[(&str, &str)] = &[
     ("weight.cuh", include_str!("../kernels/weight.cuh")),
 ];
 
-/// Bytes of the hash before the contents of an entry.
+/// Length in bytes of the hash at the start of an entry.
 const HASH: usize = blake3::OUT_LEN;
 
 /// Returns the PTX of a source for a card, from the folder if it has an entry. Otherwise compiles the source
 /// and adds an entry.
 ///
 /// # Errors
-/// Returns [`Error::NoDevice`] if NVRTC is not found, and [`Error::Device`] with its log if it refuses the
-/// source. If the folder cannot be written, there is no error and the kernels are compiled each time.
+/// Returns [`Error::NoDevice`] if NVRTC is not found, and [`Error::Device`] with its log if it rejects the
+/// source. A folder that cannot be written is no error: the kernels are then compiled each time.
 pub(crate) fn ptx(source: &str, facts: &DeviceFacts, folder: Option<&Path>) -> Result<String> {
     let compiler = version()?;
     let driver = crate::driver::version()?;
@@ -57,7 +57,7 @@ pub(crate) fn ptx(source: &str, facts: &DeviceFacts, folder: Option<&Path>) -> R
     Ok(made)
 }
 
-/// Returns the source with each include line replaced by the header. A header appears once.
+/// Returns the source with each include line replaced by that header. Each header appears only once.
 fn flattened(source: &str) -> String {
     fn add(text: &str, known: &mut Vec<&'static str>, out: &mut String) {
         for line in text.lines() {
@@ -81,7 +81,7 @@ fn flattened(source: &str) -> String {
     out
 }
 
-/// Returns the contents of an entry; none if the entry is missing or damaged.
+/// Returns the contents of an entry, or none if it is missing or damaged.
 fn read(entry: &Path) -> Option<String> {
     let bytes = fs::read(entry).ok()?;
     let (hash, contents) = bytes.split_at_checked(HASH)?;
@@ -91,7 +91,7 @@ fn read(entry: &Path) -> Option<String> {
     String::from_utf8(contents.to_vec()).ok()
 }
 
-/// Writes an entry under another name and renames it. No other process reads a part of it.
+/// Writes an entry under another name and then renames it, so other processes never read a partial entry.
 fn write(entry: &Path, contents: &str) -> std::io::Result<()> {
     let folder = entry.parent().unwrap_or_else(|| Path::new("."));
     fs::create_dir_all(folder)?;
@@ -111,7 +111,7 @@ fn version() -> Result<(i32, i32)> {
         return Err(Error::NoDevice { backend: NAME, reason: reason.to_owned() });
     }
     let (mut major, mut minor) = (0, 0);
-    // SAFETY: both are valid places for the answer.
+    // SAFETY: both pointers are valid for writes.
     let status = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
     status.result().map_err(|error| refused(&error.to_string()))?;
     Ok((major, minor))
@@ -129,7 +129,7 @@ fn compiled(source: &str, options: &[String]) -> Result<String> {
         let bytes: Vec<u8> = bytes.into_iter().map(i8::cast_unsigned).take_while(|&byte| byte != 0).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     };
-    // SAFETY: `program` is alive until the last line of the block, and `text` longer.
+    // SAFETY: `program` is alive until the last line of the block, and `text` outlives it.
     unsafe {
         let made = match result::compile_program(program, options) {
             Ok(()) => result::get_ptx(program).map(read).map_err(|error| refused(&error.to_string())),

@@ -1,4 +1,4 @@
-//! An opened device: its context, facts and health, with the memory pool and kernels that streams and
+//! An open device: its context, properties and health, and the memory pool and kernels that streams and
 //! storages share.
 
 use std::collections::HashSet;
@@ -15,10 +15,10 @@ use crate::facts::DeviceFacts;
 use crate::module::{CudaKernel, Modules};
 use crate::options::{CudaOptions, KernelCode};
 
-/// Bytes that the pool keeps for later allocations instead of returning them to the device.
+/// Number of bytes that the pool keeps for later allocations instead of returning them to the device.
 const KEPT: u64 = 64 << 20;
 
-/// A device with its primary context, which is retained until the value is dropped.
+/// A device with its primary context, which stays retained until the value is dropped.
 pub(crate) struct CudaDevice {
     pub(crate) ordinal: i32,
     pub(crate) handle: CUdevice,
@@ -28,17 +28,17 @@ pub(crate) struct CudaDevice {
     modules: Modules,
     /// The stream on which memory is zeroed and freed. Nothing else runs on it.
     pub(crate) setup: CUstream,
-    /// The pool of device memory, if the device has pools.
+    /// The pool for device memory, if the device supports pools.
     pub(crate) pool: Option<CUmemoryPool>,
-    /// Ordinals of the devices for whose memory peer access was requested.
+    /// Indices of the devices whose memory this device has requested peer access to.
     pub(crate) peers: Mutex<HashSet<i32>>,
     // Decision: docs/decisions/backend-cuda.md#a-lost-device-stays-lost
     lost: OnceLock<String>,
 }
 
-// SAFETY: the driver's handles may be used from any thread; contexts are bound to a thread for each call.
+// SAFETY: the driver's handles may be used from any thread; a context is made current for each call.
 unsafe impl Send for CudaDevice {}
-// SAFETY: as for `Send`; the driver locks what calls share.
+// SAFETY: as for `Send`; the driver locks the state that calls share.
 unsafe impl Sync for CudaDevice {}
 
 impl fmt::Debug for CudaDevice {
@@ -48,7 +48,7 @@ impl fmt::Debug for CudaDevice {
 }
 
 impl CudaDevice {
-    /// Opens a device by its number.
+    /// Opens the device with the given index.
     ///
     /// # Errors
     /// Returns [`Error::NoDevice`] if there is no such device, if it is too old for the kernels, or if the
@@ -75,7 +75,7 @@ impl CudaDevice {
         let context = unsafe { result::primary_ctx::retain(handle) }.map_err(refused)?;
         let made = Self::in_context(ordinal, handle, context, facts, options.kernels.clone());
         if made.is_err() {
-            // SAFETY: the context was retained above, and nothing of it is left.
+            // SAFETY: the context was retained above, and nothing uses it.
             let _ = unsafe { result::primary_ctx::release(handle) };
         }
         made
@@ -93,7 +93,7 @@ impl CudaDevice {
         let setup = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(refused)?;
         let pool = if facts.pools {
             Some(create_pool(ordinal).map_err(|error| {
-                // SAFETY: the stream was created above, and nothing else knows it.
+                // SAFETY: the stream was created above, and nothing else has it.
                 let _ = unsafe { result::stream::destroy(setup) };
                 refused(error)
             })?)
@@ -117,7 +117,7 @@ impl CudaDevice {
     /// Makes the device's context current on this thread.
     ///
     /// # Errors
-    /// Returns [`Error::DeviceLost`] if the context has ended.
+    /// Returns [`Error::DeviceLost`] if the device is lost.
     pub(crate) fn bind(&self) -> Result<CurrentContext> {
         if let Some(reason) = self.lost.get() {
             return Err(Error::DeviceLost { backend: NAME, reason: reason.clone() });
@@ -125,37 +125,38 @@ impl CudaDevice {
         CurrentContext::new(self.context).map_err(|error| self.noted(error))
     }
 
-    /// Returns the error of a refused call. Marks the device as lost if the error ends its context.
+    /// Returns the error for a failed call. Marks the device as lost if the error ends its context.
     pub(crate) fn refused(&self, error: DriverError) -> Error {
         self.noted(driver::refused(error))
     }
 
-    /// Returns the error of a refused allocation, as [`refused`](Self::refused) does.
+    /// Returns the error for a failed allocation. Marks the device as lost as [`refused`](Self::refused)
+    /// does.
     pub(crate) fn no_memory(&self, error: DriverError, kind: MemoryKind, bytes: usize) -> Error {
         self.noted(driver::no_memory(error, kind, bytes))
     }
 
-    /// Returns a kernel, and loads it on first use. The device's context is current.
+    /// Returns a kernel, and loads it on first use. The device's context must be current.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if the kernel takes more shared memory than the device has, and the
-    /// errors of the driver and of the compiler.
+    /// Returns [`Error::Unsupported`] if the kernel needs more shared memory than the device has, and errors
+    /// of the driver and the compiler.
     pub(crate) fn kernel(&self, kernel: CudaKernel) -> Result<CUfunction> {
         self.modules.get(&self.facts, kernel).map_err(|error| self.noted(error))
     }
 
-    /// Waits for the setup stream. Its work is then visible to all streams.
+    /// Waits for the setup stream. All streams then see its work.
     pub(crate) fn settle(&self) -> Result<()> {
         // SAFETY: the device owns the stream.
         unsafe { result::stream::synchronize(self.setup) }.map_err(|error| self.refused(error))
     }
 
-    /// Zeroes bytes of the device before anything else uses them.
+    /// Zeroes bytes on the device before anything else uses them.
     ///
     /// # Safety
-    /// The `bytes` bytes from `address` on belong to the caller, and no enqueued work uses them.
+    /// The `bytes` bytes at `address` must belong to the caller, and no enqueued work may use them.
     pub(crate) unsafe fn zero(&self, address: CUdeviceptr, bytes: usize) -> Result<()> {
-        // SAFETY: the caller guarantees that the range is its own.
+        // SAFETY: the caller guarantees that it owns the range.
         unsafe { result::memset_d8_async(address, 0, bytes, self.setup) }
             .map_err(|error| self.refused(error))?;
         self.settle()
@@ -169,7 +170,7 @@ impl CudaDevice {
     }
 }
 
-/// Creates the pool of a device's memory. The device's context is current.
+/// Creates a pool for the device's memory. The device's context must be current.
 fn create_pool(ordinal: i32) -> Result<CUmemoryPool, DriverError> {
     // SAFETY: all zeros is a valid value of a plain C struct, and of the unions in it.
     let mut properties: sys::CUmemPoolProps = unsafe { std::mem::zeroed() };
@@ -178,7 +179,7 @@ fn create_pool(ordinal: i32) -> Result<CUmemoryPool, DriverError> {
     properties.location.id = ordinal;
     let mut kept = KEPT;
     // SAFETY: `properties` describes a pool of an open device; the threshold is a 64-bit number, as the
-    // driver asks.
+    // driver requires.
     unsafe {
         let pool = result::mem_pool::create(&raw const properties)?;
         let threshold = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
@@ -195,10 +196,10 @@ impl Drop for CudaDevice {
     fn drop(&mut self) {
         if let Ok(_bound) = CurrentContext::new(self.context) {
             self.modules.unload();
-            // SAFETY: storages and streams hold the device. Nothing uses the stream, the pool or the context
-            // any more.
+            // SAFETY: storages and streams hold the device, so nothing uses the stream, the pool or the
+            // context anymore.
             unsafe {
-                // Frees that are still enqueued come before the end of their pool.
+                // Enqueued frees must run before the pool is destroyed.
                 let _ = result::stream::synchronize(self.setup);
                 let _ = result::stream::destroy(self.setup);
                 if let Some(pool) = self.pool {

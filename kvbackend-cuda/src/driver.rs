@@ -1,4 +1,4 @@
-//! The driver library: loading, errors, and the binding of a context to a thread.
+//! The driver library: loading it, its errors, and making a context current on a thread.
 
 use std::sync::OnceLock;
 
@@ -7,14 +7,14 @@ use cudarc::driver::result::DriverError;
 use cudarc::driver::sys::{self, CUcontext, CUresult};
 use kvcore::{Error, MemoryKind, Result};
 
-/// Name of the backend in errors and on command lines.
+/// The backend's name in errors and on command lines.
 pub(crate) const NAME: &str = "cuda";
 
-/// Version of the oldest driver with every entry point that the backend calls: CUDA 12.0.
+/// The oldest driver version that has every entry point that the backend calls: CUDA 12.0.
 const OLDEST: i32 = 12_000;
 
 // Decision: docs/decisions/backend-cuda.md#the-driver-library-is-called-without-a-safe-layer
-/// Loads the driver once, and returns the version of CUDA that it serves, for example 13000.
+/// Loads the driver once, and returns the CUDA version that it supports, for example 13000.
 ///
 /// # Errors
 /// Returns [`Error::NoDevice`] if the library is missing, refuses to start, or is too old.
@@ -31,7 +31,7 @@ pub(crate) fn version() -> Result<i32> {
         }
         result::init().map_err(|error| format!("the driver does not start: {}", text(error)))?;
         let mut version = 0;
-        // SAFETY: `version` is a valid place for the answer.
+        // SAFETY: `version` is valid for writes.
         let status = unsafe { sys::cuDriverGetVersion(&raw mut version) };
         status.result().map_err(|error| format!("the driver does not tell its version: {}", text(error)))?;
         if version < OLDEST {
@@ -53,7 +53,7 @@ pub(crate) fn no_device(reason: String) -> Error {
     Error::NoDevice { backend: NAME, reason }
 }
 
-/// Returns the driver's name and text of an error.
+/// Returns the driver's name and text for an error.
 pub(crate) fn text(error: DriverError) -> String {
     let part = |part: std::result::Result<&std::ffi::CStr, _>| {
         part.map_or_else(
@@ -64,7 +64,7 @@ pub(crate) fn text(error: DriverError) -> String {
     format!("{} ({})", part(error.error_string()), part(error.error_name()))
 }
 
-/// Returns whether an error ends a context, after which every call on the device fails.
+/// Returns whether an error ends the context, so every later call on the device fails.
 pub(crate) fn is_loss(status: CUresult) -> bool {
     use CUresult::{
         CUDA_ERROR_ASSERT, CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_DEINITIALIZED,
@@ -92,7 +92,7 @@ pub(crate) fn is_loss(status: CUresult) -> bool {
     )
 }
 
-/// Returns the error of a refused call.
+/// Returns the error for a failed call.
 pub(crate) fn refused(error: DriverError) -> Error {
     let reason = text(error);
     if is_loss(error.0) {
@@ -102,7 +102,7 @@ pub(crate) fn refused(error: DriverError) -> Error {
     }
 }
 
-/// Returns the error of a refused allocation of `bytes` bytes. The error names the bytes that are free.
+/// Returns the error for a failed allocation of `bytes` bytes. It states how many bytes are free.
 pub(crate) fn no_memory(error: DriverError, kind: MemoryKind, bytes: usize) -> Error {
     if error.0 != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return refused(error);
@@ -123,8 +123,8 @@ pub(crate) fn no_memory(error: DriverError, kind: MemoryKind, bytes: usize) -> E
 // Decision: docs/decisions/backend-cuda.md#a-context-is-current-for-one-call
 /// A context that is current on this thread until the value is dropped.
 ///
-/// A host engine may work with another device on the same thread. Dropping the value makes that engine's
-/// context current again.
+/// A host engine may use another device on the same thread. Dropping the value makes that engine's context
+/// current again.
 #[derive(Debug)]
 pub(crate) struct CurrentContext {
     before: Option<CUcontext>,
@@ -137,7 +137,7 @@ impl CurrentContext {
         if before == Some(context) {
             return Ok(Self { before: None });
         }
-        // SAFETY: the caller retains `context` for longer than this call.
+        // SAFETY: the caller keeps `context` retained for longer than this call.
         unsafe { result::ctx::set_current(context) }.map_err(refused)?;
         Ok(Self { before: Some(before.unwrap_or(std::ptr::null_mut())) })
     }

@@ -1,9 +1,9 @@
-//! The facts of a device, as the driver reports them.
+//! Properties of a device, as reported by the driver.
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{CUdevice, CUdevice_attribute};
 
-/// Major compute capability of the oldest devices that the kernels serve.
+/// The lowest major compute capability that the kernels support.
 const OLDEST: i32 = 8;
 
 /// Properties of a device that decide how kernels are launched.
@@ -13,16 +13,16 @@ pub(crate) struct DeviceFacts {
     pub(crate) total_memory: usize,
     pub(crate) compute_capability: (i32, i32),
     pub(crate) multiprocessors: u32,
-    /// Largest number of bytes of shared memory of a block.
+    /// The maximum shared memory per block, in bytes.
     pub(crate) shared_memory: u32,
     /// Whether memory can be reserved and mapped.
     pub(crate) virtual_memory: bool,
-    /// Whether memory comes from stream-ordered pools.
+    /// Whether memory is allocated from stream-ordered pools.
     pub(crate) pools: bool,
 }
 
 impl DeviceFacts {
-    /// Reads the facts of a device.
+    /// Reads a device's properties.
     pub(crate) fn of(handle: CUdevice) -> Result<Self, DriverError> {
         use CUdevice_attribute::{
             CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
@@ -47,7 +47,7 @@ impl DeviceFacts {
         })
     }
 
-    /// Returns the reason why the backend cannot use a device, if there is one.
+    /// Returns why the backend cannot use the device, or none if it can.
     pub(crate) fn unfit(&self) -> Option<String> {
         let (major, minor) = self.compute_capability;
         (major < OLDEST).then(|| {

@@ -1,8 +1,8 @@
-//! The CUDA backend: NVIDIA GPUs from compute capability 8.0 (Ampere) on.
+//! The CUDA backend: NVIDIA GPUs of compute capability 8.0 (Ampere) or later.
 //!
-//! Building needs nothing of CUDA: the driver library is loaded at run time, and the kernels are part of this
-//! crate as PTX. Without a driver or a device, [`CudaBackend::new`] returns [`kvcore::Error::NoDevice`] with
-//! what was tried.
+//! Building needs no part of CUDA: the driver library is loaded at run time, and the kernels are included in
+//! this crate as PTX. Without a driver or a device, [`CudaBackend::new`] returns [`kvcore::Error::NoDevice`],
+//! which lists what was tried.
 //!
 //! ```
 //! use kvbackend_cuda::CudaBackend;

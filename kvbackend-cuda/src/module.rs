@@ -15,37 +15,37 @@ use crate::driver::{self, NAME};
 use crate::facts::DeviceFacts;
 use crate::options::KernelCode;
 
-/// A file of `kernels/`, compiled.
+/// A compiled file from `kernels/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Module {
     /// Copies of rows, bit for bit.
     Copy,
-    /// Copies that convert, rotate or scale rows on the way.
+    /// Copies that convert, rotate or scale rows.
     Convert,
-    /// Steps of a model without matrix products.
+    /// A model's steps without matrix products.
     Dense,
-    /// Products of few rows with a matrix.
+    /// Products of a few rows with a matrix.
     Skinny,
-    /// Attention over pools of bf16.
+    /// Attention over bf16 pools.
     AttendBf16,
-    /// Attention over latents of bf16.
+    /// Attention over bf16 latents.
     AttendBf16Latent,
-    /// Attention over pools of f16.
+    /// Attention over f16 pools.
     AttendF16,
-    /// Attention over latents of f16.
+    /// Attention over f16 latents.
     AttendF16Latent,
-    /// Attention over pools of int8, int4 and fp8 codes.
+    /// Attention over pools with int8, int4 and fp8 codes.
     AttendCodes,
-    /// Attention over latents of int8, int4 and fp8 codes.
+    /// Attention over latents with int8, int4 and fp8 codes.
     AttendCodesLatent,
-    /// Attention over every pool, without tensor cores.
+    /// Attention over any pool, without tensor cores.
     AttendPlain,
-    /// The merge of attention's parts.
+    /// Merging of attention's partial results.
     AttendMerge,
 }
 
 impl Module {
-    /// Returns the committed PTX, which `cargo xtask cuda-ptx` compiles from the source.
+    /// Returns the committed PTX, compiled from the source by `cargo xtask cuda-ptx`.
     const fn ptx(self) -> &'static str {
         match self {
             Self::Copy => include_str!("../ptx/copy.ptx"),
@@ -63,7 +63,7 @@ impl Module {
         }
     }
 
-    /// Returns the source of the module.
+    /// Returns the module's source.
     const fn source(self) -> &'static str {
         match self {
             Self::Copy => include_str!("../kernels/copy.cu"),
@@ -86,13 +86,13 @@ impl Module {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CudaKernel {
     pub(crate) module: Module,
-    /// Name of the entry in the PTX.
+    /// Name of the kernel's entry in the PTX.
     pub(crate) name: &'static str,
-    /// Largest number of bytes of shared memory that a launch requests.
+    /// The maximum shared memory that a launch requests, in bytes.
     pub(crate) shared: u32,
 }
 
-/// The loaded modules and kernels of a device.
+/// A device's loaded modules and kernels.
 pub(crate) struct Modules {
     code: KernelCode,
     loaded: Mutex<LoadedModules>,
@@ -104,7 +104,7 @@ struct LoadedModules {
     kernels: HashMap<CudaKernel, CUfunction>,
 }
 
-/// Bytes of shared memory that a block may use without setting an attribute of the kernel.
+/// Shared memory in bytes that a block may use without an attribute on the kernel.
 const PLAIN_SHARED: u32 = 48 << 10;
 
 impl Modules {
@@ -112,7 +112,7 @@ impl Modules {
         Self { code, loaded: Mutex::default() }
     }
 
-    /// Returns the PTX of a module.
+    /// Returns a module's PTX.
     fn ptx(&self, facts: &DeviceFacts, module: Module) -> Result<Cow<'static, str>> {
         match &self.code {
             KernelCode::Committed => Ok(module.ptx().into()),
@@ -122,7 +122,7 @@ impl Modules {
         }
     }
 
-    /// Returns a kernel, and loads it on first use. The device's context is current.
+    /// Returns a kernel, and loads it on first use. The device's context must be current.
     pub(crate) fn get(&self, facts: &DeviceFacts, kernel: CudaKernel) -> Result<CUfunction> {
         let mut loaded = self.loaded.lock();
         if let Some(&function) = loaded.kernels.get(&kernel) {
@@ -147,7 +147,7 @@ impl Modules {
             module
         };
         let name = CString::new(kernel.name).map_err(|_| no_text(kernel))?;
-        // SAFETY: `module` is loaded and stays so until the device is dropped.
+        // SAFETY: `module` is loaded and stays loaded until the device is dropped.
         let function = unsafe { result::module::get_function(module, name) }.map_err(driver::refused)?;
         if kernel.shared > PLAIN_SHARED {
             let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -160,12 +160,12 @@ impl Modules {
         Ok(function)
     }
 
-    /// Unloads all modules. The device's context is current, and no kernel runs.
+    /// Unloads all modules. The device's context must be current, and no kernel may be running.
     pub(crate) fn unload(&self) {
         let mut loaded = self.loaded.lock();
         loaded.kernels.clear();
         for (_, module) in loaded.modules.drain() {
-            // SAFETY: `module` was loaded in this context, and its functions are forgotten.
+            // SAFETY: `module` was loaded in this context, and its functions are no longer stored.
             let _ = unsafe { result::module::unload(module) };
         }
     }

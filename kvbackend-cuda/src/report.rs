@@ -1,4 +1,4 @@
-//! The devices of a machine, for display.
+//! The machine's devices, for display.
 
 use cudarc::driver::result;
 use kvcore::Result;
@@ -6,22 +6,22 @@ use kvcore::Result;
 use crate::facts::DeviceFacts;
 use crate::{device, driver};
 
-/// A device that the driver reports.
+/// A device found by the driver.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CudaReport {
-    /// Number of the device, for [`CudaOptions::device`](crate::CudaOptions::device).
+    /// Index of the device, for [`CudaOptions::device`](crate::CudaOptions::device).
     pub ordinal: usize,
-    /// Name of the card.
+    /// The card's name.
     pub name: String,
-    /// Compute capability, major and minor.
+    /// Compute capability: major and minor.
     pub compute_capability: (i32, i32),
-    /// Bytes of the device's memory.
+    /// Total device memory in bytes.
     pub total_memory: usize,
-    /// Whether memory can be reserved and mapped, which pools need to sleep.
+    /// Whether memory can be reserved and mapped, which pools need in order to sleep.
     pub virtual_memory: bool,
-    /// The reason why the backend cannot use the device, if there is one.
+    /// Why the backend cannot use the device, or none if it can.
     pub unfit: Option<String>,
-    /// CUDA version of the driver, for example 13000 for 13.0.
+    /// The driver's CUDA version, for example 13000 for 13.0.
     pub driver: i32,
 }
 

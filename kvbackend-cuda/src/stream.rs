@@ -1,5 +1,4 @@
-//! [`Stream`] for CUDA: operations, events, copies of the host, captures. The only caller of
-//! [`kernels::lower`].
+//! [`Stream`] for CUDA: operations, events, host copies, captures. The only caller of [`kernels::lower`].
 
 use std::sync::Arc;
 
@@ -15,8 +14,8 @@ use crate::kernels;
 use crate::memory;
 use crate::queue::{CudaEvent, CudaGraph, CudaStream, RawStream, capture};
 
-/// Largest number of bytes of a write that goes through pinned memory of the stream and does not wait. Larger
-/// writes wait for the stream.
+/// The largest write, in bytes, that goes through the stream's pinned memory without a wait. Larger writes
+/// wait for the stream.
 const STAGED: usize = 1 << 20;
 
 impl Stream for CudaStream {
@@ -60,7 +59,7 @@ impl Stream for CudaStream {
             let RawStream { device, raw } = &self.state().on;
             let _bound = device.bind()?;
             let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-            // SAFETY: stream and event are alive; the driver allows events of other devices.
+            // SAFETY: stream and event are alive; the driver allows waiting for another device's event.
             unsafe { result::stream::wait_event(*raw, known.raw(), flags) }
                 .map_err(|error| device.refused(error))
         })
@@ -89,15 +88,15 @@ impl Stream for CudaStream {
         let host = memory::of(device, dst.storage())?.host();
         if let Some(host) = host.filter(|_| src.len() > STAGED) {
             state.synchronize(&mut queue)?;
-            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract
-            // asks callers to order other streams before.
+            // SAFETY: the range lies in the pinned memory, and this stream's work on it is done. The contract
+            // requires callers to order other streams before this call.
             unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), host.add(range.start), src.len()) };
         } else {
             let from = if src.len() > STAGED {
                 src.as_ptr() as u64
             } else {
                 // Decision: docs/decisions/backend-cuda.md#host-copies-to-pinned-memory-go-through-the-device
-                // Copies from host to host do not wait for the stream.
+                // Host-to-host copies do not wait for the stream.
                 let (upload, from) = if host.is_some() {
                     let upload = queue.uploads.send(&state.on, src)?;
                     let from = upload.address();
@@ -116,7 +115,7 @@ impl Stream for CudaStream {
                 .result()
                 .map_err(|error| device.refused(error))?;
             if src.len() > STAGED {
-                // If the caller's bytes are pinned, the copy may still read them.
+                // If the caller's bytes are pinned, the copy may still be reading them.
                 state.synchronize(&mut queue)?;
             }
         }
@@ -142,8 +141,8 @@ impl Stream for CudaStream {
         }
         state.synchronize(&mut queue)?;
         if let Some(host) = host {
-            // SAFETY: the range lies in the pinned memory, whose work on this stream is done. The contract
-            // asks callers to order other streams before.
+            // SAFETY: the range lies in the pinned memory, and this stream's work on it is done. The contract
+            // requires callers to order other streams before this call.
             unsafe { std::ptr::copy_nonoverlapping(host.add(range.start), dst.as_mut_ptr(), dst.len()) };
         }
         Counters::add(&device.counters.host_read_bytes, dst.len());

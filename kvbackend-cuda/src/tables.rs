@@ -9,16 +9,16 @@ use parking_lot::Mutex;
 use crate::device::CudaDevice;
 use crate::memory::CudaStorage;
 
-/// The host's table, and its copy on the device.
+/// The host's table, held weakly, and its copy on the device.
 type Copied = (Weak<RopeTable>, Arc<dyn Storage>);
 
-/// The RoPE tables of a backend, by the address of the host's table that each copies. A table holds a pair
+/// A backend's RoPE tables, by the address of the host table that each one copies. A table contains a pair
 /// `(cos, sin)` for each position and pair of elements, without the attention factor.
 #[derive(Debug, Default)]
 pub(crate) struct AngleTables(Mutex<HashMap<usize, Copied>>);
 
 impl AngleTables {
-    /// Returns the table of a RoPE on the device. Copies it again when the host's table has grown.
+    /// Returns a RoPE's table on the device. Copies it again if the host's table has grown.
     pub(crate) fn angles(&self, device: &Arc<CudaDevice>, rope: &Rope) -> Result<Arc<dyn Storage>> {
         let table = rope.table([])?;
         let key = Arc::as_ptr(&table) as usize;

@@ -13,22 +13,22 @@ use kvcore::{Error, Result};
 use crate::device::CudaDevice;
 use crate::driver::{NAME, no_device};
 
-/// Bytes of workspace of a product: as much as cuBLAS wants on cards of compute capability 9.0, and more than
-/// on others.
+/// Size of the workspace in bytes: as much as cuBLAS recommends for cards of compute capability 9.0, and more
+/// than for others.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
-/// A handle of cuBLAS on one stream.
+/// A cuBLAS handle on one stream.
 pub(super) struct Blas {
     handle: cublasHandle_t,
-    /// Address of the workspace of products; 0 before the first.
+    /// Address of the workspace; 0 before the first product.
     workspace: u64,
     device: Arc<CudaDevice>,
 }
 
-// SAFETY: a handle may be used from any thread, one at a time, which the lock around it ensures.
+// SAFETY: a handle may be used from any thread, one at a time; the lock around it ensures that.
 unsafe impl Send for Blas {}
 
-/// A matrix of a product: its place and its element type.
+/// A matrix in a product: its place and its element type.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Operand {
     address: u64,
@@ -58,7 +58,7 @@ pub(super) struct Gemm {
     pub(super) rows: usize,
     pub(super) width: usize,
     pub(super) outputs: usize,
-    /// Distance between rows of `x`, in elements.
+    /// Stride between rows of `x`, in elements.
     pub(super) stride: usize,
     pub(super) beta: f32,
 }
@@ -79,7 +79,7 @@ impl Blas {
         }
         let _bound = device.bind()?;
         let mut handle = std::ptr::null_mut();
-        // SAFETY: `handle` is a valid place for the answer.
+        // SAFETY: `handle` is valid for writes.
         check(unsafe { sys::cublasCreate_v2(&raw mut handle) })?;
         let blas = Self { handle, workspace: 0, device: Arc::clone(device) };
         // SAFETY: the handle was just created, and the stream is alive.
@@ -87,8 +87,8 @@ impl Blas {
         Ok(blas)
     }
 
-    /// Sets the address of a workspace of [`WORKSPACE`] bytes. The caller holds the memory until the products
-    /// are done. The device's context is current.
+    /// Sets the address of a workspace of [`WORKSPACE`] bytes. The caller must hold the memory until the
+    /// products are done. The device's context must be current.
     pub(super) fn work_in(&mut self, address: u64) -> Result<()> {
         // Decision: docs/decisions/backend-cuda.md#cublas-gets-an-explicit-workspace-for-each-product
         if self.workspace != address {
@@ -99,12 +99,12 @@ impl Blas {
         Ok(())
     }
 
-    /// Enqueues a product. The device's context is current.
+    /// Enqueues a product. The device's context must be current.
     pub(super) fn gemm(&self, gemm: &Gemm, apart: usize) -> Result<()> {
         let Gemm { matrix, x, out, rows, width, outputs, stride, beta } = *gemm;
         let (m, n, k) = (extent(outputs)?, extent(rows)?, extent(width)?);
         let (ldx, ldc, alpha) = (extent(stride)?, extent(apart)?, 1.0f32);
-        // cuBLAS counts columns first: there, the matrix is transposed and the results are too.
+        // cuBLAS is column-major: its matrix operand is transposed, and so are its results.
         // SAFETY: the caller's places hold matrices of these extents; both factors are on the host.
         let status = unsafe {
             sys::cublasGemmEx(
@@ -132,8 +132,8 @@ impl Blas {
         check(status)
     }
 
-    /// Enqueues a product for each head: `[rows, heads, a]` by `[heads, a, b]`, or by `[heads, b, a]`
-    /// transposed. The device's context is current.
+    /// Enqueues one product per head: `[rows, heads, a]` by `[heads, a, b]`, or by `[heads, b, a]`
+    /// transposed. The device's context must be current.
     pub(super) fn by_head(
         &self,
         (rows, heads, a, b): (usize, usize, usize, usize),
@@ -178,7 +178,7 @@ impl Blas {
 impl Drop for Blas {
     fn drop(&mut self) {
         if let Ok(_bound) = self.device.bind() {
-            // SAFETY: the handle is alive, and the steps have waited for its stream.
+            // SAFETY: the handle is alive, and its stream's work is done.
             let _ = unsafe { sys::cublasDestroy_v2(self.handle) };
         }
     }

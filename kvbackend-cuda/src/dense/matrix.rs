@@ -1,4 +1,4 @@
-//! Products with matrices: few rows by kernels that read the matrix once, many rows by cuBLAS.
+//! Matrix products: for a few rows by kernels that read the matrix once, for many rows by cuBLAS.
 
 use std::sync::Arc;
 
@@ -12,21 +12,22 @@ use super::{CudaSteps, CudaWeight, StoredKind, address, matrix_shape, narrow};
 use crate::module::{CudaKernel, Module};
 use crate::queue::Launch;
 
-/// Largest number of rows of a product that a kernel of this crate computes. cuBLAS computes the others.
+/// The maximum number of rows of a product that this crate's kernels compute. cuBLAS computes larger
+/// products.
 const FEW: usize = 8;
 
-/// Largest number of rows whose three terms are stacked into one product. A stacked product reads the weights
-/// once.
+/// The maximum number of rows whose three terms are stacked into one product. A stacked product reads the
+/// weights only once.
 const STACKED: usize = 64;
 
-/// Largest number of weight elements that are widened at once.
+/// The maximum number of weight elements that are widened at once.
 const WIDENED: usize = 16 << 20;
 
 // Decision: docs/decisions/backend-cuda.md#activations-are-split-into-three-terms-of-bf16
-/// Number of terms of split activations.
+/// Number of terms that activations are split into.
 const TERMS: usize = 3;
 
-/// Number of outputs of a block of `skinny.cu`.
+/// Number of outputs per block of `skinny.cu`.
 const WARPS: usize = 8;
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -90,10 +91,10 @@ fn skinny(kind: StoredKind, rows: usize) -> CudaKernel {
 }
 
 impl CudaSteps {
-    /// Returns `x · matrixᵀ + bias`, `[rows, out]` of `[rows, input]`.
+    /// Returns `x · matrixᵀ + bias`: `[rows, out]` for an `x` of `[rows, input]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device and of cuBLAS.
+    /// Returns [`Error::Mismatch`] if the extents do not fit, and errors of the device and of cuBLAS.
     pub fn project(
         &self,
         x: &TensorView,
@@ -146,7 +147,7 @@ impl CudaSteps {
         })
     }
 
-    /// Multiplies with weights in bf16: activations are split into terms of bf16.
+    /// Multiplies with bf16 weights: activations are split into bf16 terms.
     fn split(
         &self,
         x: &TensorView,
@@ -155,7 +156,7 @@ impl CudaSteps {
         out: &TensorView,
     ) -> Result<()> {
         let ((rows, width), outputs) = (matrix_shape(x)?, matrix.rows);
-        // Two bytes an element, in memory whose size is given in f32.
+        // Two bytes per element, in memory whose size is given in f32 elements.
         let terms = self.rows(&[(TERMS * rows * width).div_ceil(2)])?;
         let args = SplitArgs {
             x: address(x)?,
@@ -196,7 +197,7 @@ impl CudaSteps {
         self.finish(out, 1, bias, out)
     }
 
-    /// Multiplies in f32. Widens the rows of the weight in pieces.
+    /// Multiplies in f32. Widens the weight's rows in pieces.
     fn widened(&self, x: &TensorView, matrix: &CudaWeight, out: &TensorView) -> Result<()> {
         let (rows, width) = matrix_shape(x)?;
         let at_once = (WIDENED / width.max(1)).clamp(1, matrix.rows.max(1));
@@ -238,7 +239,7 @@ impl CudaSteps {
         Ok(())
     }
 
-    /// Adds up the terms of products, and the bias.
+    /// Adds up a product's terms, and the bias.
     fn finish(
         &self,
         products: &TensorView,
@@ -267,8 +268,8 @@ impl CudaSteps {
         })
     }
 
-    /// Enqueues products of cuBLAS over these storages. Their workspace is memory of the stream or, in a
-    /// capture, of the graph. Both have the same size, because cuBLAS chooses its kernels by the size.
+    /// Enqueues cuBLAS products over these storages. Their workspace belongs to the stream or, in a capture,
+    /// to the graph. Both have the same size, because cuBLAS chooses its kernels by that size.
     fn by_library(
         &self,
         uses: &[&Arc<dyn Storage>],
@@ -281,11 +282,11 @@ impl CudaSteps {
         })
     }
 
-    /// Multiplies each head of `[rows, heads, a]` by its own matrix of f32: `[heads, a, b]`, or
-    /// `[heads, b, a]` if it is transposed. Returns `[rows, heads, b]`.
+    /// Multiplies each head of `[rows, heads, a]` by its own f32 matrix: `[heads, a, b]`, or `[heads, b, a]`
+    /// if `transposed` is true. Returns `[rows, heads, b]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents do not fit, and the errors of the device and of cuBLAS.
+    /// Returns [`Error::Mismatch`] if the extents do not fit, and errors of the device and of cuBLAS.
     pub fn by_head(&self, x: &TensorView, matrices: &CudaWeight, transposed: bool) -> Result<TensorView> {
         let &[rows, heads, a] = x.shape() else { return Err(super::rank(3, x)) };
         let per_head = matrices.rows.checked_div(heads).unwrap_or(0);

@@ -1,13 +1,12 @@
-//! The dense steps of a model on the device: everything between token ids and logits, except attention.
+//! A model's dense steps on the device: everything between token IDs and logits, except attention.
 //!
 //! Steps take and return views in f32. They run one after another on a stream of their own;
 //! [`CudaSteps::order`] orders them with another stream. Weights stay in the format in which they are stored.
-//! Products of few rows read the matrix once, by kernels of this crate. cuBLAS, which is loaded at run time,
-//! computes products of many rows.
+//! For a few rows, this crate's kernels compute matrix products and read the matrix once. For many rows,
+//! cuBLAS does, which is loaded at run time.
 //!
-//! Products have the accuracy of f32. For weights in bf16, activations are split into three terms of bf16;
-//! matrix units compute the products of the terms exactly and add them in f32. Other weights are widened to
-//! f32.
+//! Products have f32 accuracy. For bf16 weights, activations are split into three bf16 terms; matrix units
+//! compute the products of the terms exactly and add them in f32. Other weights are widened to f32.
 
 use std::fmt;
 use std::sync::Arc;
@@ -32,13 +31,13 @@ use blas::Blas;
 
 pub use weight::{CudaWeight, StoredKind};
 
-/// The dense steps of a device.
+/// A device's dense steps.
 pub struct CudaSteps {
     device: Arc<CudaDevice>,
     stream: CudaStream,
     blas: Mutex<Blas>,
     memory: Arc<LoanMemory<CudaStorage>>,
-    /// Number of times that work was enqueued.
+    /// Counts the pieces of work that were enqueued.
     enqueued: AtomicU64,
 }
 
@@ -49,17 +48,17 @@ impl fmt::Debug for CudaSteps {
 }
 
 impl Drop for CudaSteps {
-    /// Waits for the enqueued work, because dropping the steps frees the memory of its activations.
+    /// Waits for the enqueued work, because dropping the steps frees its activation memory.
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
     }
 }
 
 impl CudaSteps {
-    /// Creates the steps of a backend's device, with a stream of their own.
+    /// Creates the dense steps for a backend's device, with a stream of their own.
     ///
     /// # Errors
-    /// Returns [`Error::NoDevice`] if cuBLAS is not found, and the errors of the device.
+    /// Returns [`Error::NoDevice`] if cuBLAS is not found, and device errors.
     pub fn new(backend: &CudaBackend) -> Result<Self> {
         let device = Arc::clone(&backend.device);
         let stream = CudaStream::new(&device, &backend.tables)?;
@@ -67,25 +66,25 @@ impl CudaSteps {
         Ok(Self { device, stream, blas, memory: Arc::default(), enqueued: AtomicU64::new(0) })
     }
 
-    /// Returns a number that grows with each piece of work that is enqueued.
+    /// Returns a counter that grows with each piece of work that is enqueued.
     pub fn enqueued(&self) -> u64 {
         self.enqueued.load(Ordering::Acquire)
     }
 
-    /// Returns the stream of the steps.
+    /// Returns the steps' stream.
     pub fn stream(&self) -> &CudaStream {
         &self.stream
     }
 
-    /// Makes `after` wait for everything enqueued on `before` so far. One of them is the stream of the steps.
+    /// Makes `after` wait for everything enqueued on `before` so far. One of them must be the steps' stream.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignHandle`] if a stream is of another backend.
+    /// Returns [`Error::ForeignHandle`] if a stream belongs to another backend.
     pub fn order(before: &dyn Stream, after: &dyn Stream) -> Result<()> {
         after.wait_for(&before.record()?)
     }
 
-    /// Allocates rows for results, with any contents.
+    /// Allocates rows for results, with arbitrary contents.
     ///
     /// # Errors
     /// Returns [`Error::Allocation`] if the device is out of memory.
@@ -96,7 +95,8 @@ impl CudaSteps {
         TensorView::new(self.take(bytes)?, DType::F32, shape)
     }
 
-    /// Takes memory for results. If the device is out of memory, frees the unused activations first.
+    /// Allocates memory for results. If the device is out of memory, frees unused activation memory and tries
+    /// again.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
         let memory = self.lender()?;
         match self.take_from(&memory, bytes) {
@@ -124,7 +124,7 @@ impl CudaSteps {
     }
 
     /// Enqueues launches, and holds `uses` until the work is done. Activations are not held, because only
-    /// later work of the same stream takes their memory again.
+    /// later work on the same stream reuses their memory.
     fn enqueue(
         &self,
         uses: &[&Arc<dyn Storage>],
@@ -146,7 +146,7 @@ impl CudaSteps {
         Ok(())
     }
 
-    /// Counts enqueued work. A caller that sees a new number orders its stream again.
+    /// Counts enqueued work. A caller that sees a new count orders its stream again.
     fn count(&self) {
         self.enqueued.fetch_add(1, Ordering::Release);
     }
@@ -154,7 +154,7 @@ impl CudaSteps {
     /// Returns the rows as a dense view. Copies rows that are not dense.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn dense(&self, x: &TensorView) -> Result<TensorView> {
         if x.is_contiguous() { Ok(x.clone()) } else { self.copy(x) }
     }
@@ -162,7 +162,7 @@ impl CudaSteps {
     /// Returns a dense copy of rows.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn copy(&self, x: &TensorView) -> Result<TensorView> {
         let copy = self.rows(x.shape())?;
         let stream: &dyn Stream = &self.stream;
@@ -171,10 +171,10 @@ impl CudaSteps {
         Ok(copy)
     }
 
-    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Nothing moves.
+    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Copies nothing.
     ///
     /// # Errors
-    /// Returns [`Error::NotMultiple`] if heads do not divide the rows.
+    /// Returns [`Error::NotMultiple`] if `width` is not a multiple of `dim`.
     pub fn split_heads(&self, x: &TensorView, dim: usize) -> Result<TensorView> {
         let (rows, width) = matrix_shape(x)?;
         if dim == 0 || !width.is_multiple_of(dim) {
@@ -188,7 +188,7 @@ impl CudaSteps {
     /// contiguous.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn join_heads(&self, x: &TensorView) -> Result<TensorView> {
         let &[rows, heads, dim] = x.shape() else { return Err(rank(3, x)) };
         if heads > 1 && x.strides()[1] != dim {
@@ -197,10 +197,10 @@ impl CudaSteps {
         reshaped(x, &[rows, heads * dim], &[x.strides()[0], 1])
     }
 
-    /// Waits, and replaces the contents of `values` by all elements in row-major order.
+    /// Waits for the work, and replaces the contents of `values` with all elements of `x` in row-major order.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn read(&self, x: &TensorView, values: &mut Vec<f32>) -> Result<()> {
         let x = self.dense(x)?;
         values.clear();
@@ -232,7 +232,7 @@ fn reshaped(x: &TensorView, shape: &[usize], strides: &[usize]) -> Result<Tensor
     )
 }
 
-/// Returns the address of the first element of a view in f32 whose last axis is dense.
+/// Returns the address of the first element of an f32 view whose last axis is dense.
 fn address(x: &TensorView) -> Result<u64> {
     if x.dtype() != DType::F32 {
         return Err(Error::mismatch("activations", DType::F32, x.dtype()));
@@ -246,7 +246,7 @@ fn address(x: &TensorView) -> Result<u64> {
     }
 }
 
-/// Returns a count as the `u32` that kernels take.
+/// Converts a count to the `u32` that kernels take.
 fn narrow(n: usize) -> Result<u32> {
     u32::try_from(n).map_err(|_| Error::Overflow { what: "extents of a dense step" })
 }

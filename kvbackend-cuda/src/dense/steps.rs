@@ -1,4 +1,4 @@
-//! Steps without matrices: rows of tables, norms, gates and sums.
+//! Steps without matrix products: table lookups, norms, gates and sums.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{Error, Result, Storage, TensorView};
@@ -9,17 +9,17 @@ use super::{CudaSteps, CudaWeight, address, matrix_shape, narrow};
 use crate::module::{CudaKernel, Module};
 use crate::queue::Launch;
 
-/// Threads of a block, as in `dense.cu`.
+/// Threads per block, as in `dense.cu`.
 pub(super) const THREADS: u32 = 256;
 
-/// Largest number of blocks of a grid. Each block takes further rows in turn.
+/// The maximum number of blocks per grid. Blocks loop over any further rows.
 const MOST_BLOCKS: usize = 1 << 16;
 
 pub(super) const fn kernel(name: &'static str) -> CudaKernel {
     CudaKernel { module: Module::Dense, name, shared: 0 }
 }
 
-/// Returns a grid with one block for each row.
+/// Returns a grid with one block per row.
 pub(super) fn rows_grid(rows: usize) -> [u32; 3] {
     [rows.min(MOST_BLOCKS) as u32, 1, 1]
 }
@@ -72,7 +72,7 @@ impl CudaSteps {
     /// Returns the embeddings of tokens, `[tokens, width]`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] for a token that the table does not have, and the errors of the device.
+    /// Returns [`Error::OutOfRange`] for a token that the table does not have, and device errors.
     pub fn embed(&self, table: &CudaWeight, tokens: &[u32]) -> Result<TensorView> {
         if let Some(&token) = tokens.iter().find(|&&token| token as usize >= table.rows) {
             return Err(Error::OutOfRange { what: "token", value: token.into(), limit: table.rows as i128 });
@@ -93,10 +93,10 @@ impl CudaSteps {
         Ok(out)
     }
 
-    /// Copies row numbers to the device.
+    /// Copies row indices to the device.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn index(&self, rows: &[u32]) -> Result<Arc<dyn Storage>> {
         let storage = self.take(size_of_val(rows).max(1))?;
         let view = TensorView::new(Arc::clone(&storage), kvcore::DType::U8, &[size_of_val(rows)])?;
@@ -105,11 +105,11 @@ impl CudaSteps {
         Ok(storage)
     }
 
-    /// Returns the rows of `x` whose numbers are in `rows`, of which there are `count`. The caller guarantees
-    /// that `x` has these rows.
+    /// Returns the `count` rows of `x` whose indices are in `rows`. The caller guarantees that `x` has these
+    /// rows.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn select(&self, x: &TensorView, rows: &Arc<dyn Storage>, count: usize) -> Result<TensorView> {
         let x = self.dense(x)?;
         let width: usize = x.shape()[1..].iter().product();
@@ -130,7 +130,7 @@ impl CudaSteps {
     /// `[rows, heads, dim]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the weight has another width, and the errors of the device.
+    /// Returns [`Error::Mismatch`] if the weight has another width, and device errors.
     pub fn rms_norm(&self, x: &TensorView, weight: &CudaWeight, eps: f32) -> Result<TensorView> {
         let (rows, inners, width, inner) = match *x.shape() {
             [rows, width] => (rows, 1, width, 0),
@@ -160,7 +160,7 @@ impl CudaSteps {
     /// Returns `silu(gate) ⊙ up`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents differ, and the errors of the device.
+    /// Returns [`Error::Mismatch`] if the extents differ, and device errors.
     pub fn gated(&self, gate: &TensorView, up: &TensorView) -> Result<TensorView> {
         self.pair("dense_gated", gate, up)
     }
@@ -188,10 +188,10 @@ impl CudaSteps {
         Ok(out)
     }
 
-    /// Returns as many zeros as `x` has elements.
+    /// Returns zeros in the shape of `x`.
     ///
     /// # Errors
-    /// Returns the errors of the device.
+    /// Returns device errors.
     pub fn zeros_like(&self, x: &TensorView) -> Result<TensorView> {
         let zeros = self.rows(x.shape())?;
         self.stream.zero(&zeros)?;
@@ -203,8 +203,7 @@ impl CudaSteps {
     /// has the rows and that no row is listed twice.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and the errors of the
-    /// device.
+    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and device errors.
     pub fn add_rows(
         &self,
         sum: &TensorView,

@@ -9,7 +9,7 @@ use super::{CudaSteps, narrow};
 use crate::driver::NAME;
 use crate::memory::CudaStorage;
 
-/// The stored type of a weight. Quantised types have the blocks of ggml, along the last axis.
+/// The stored type of a weight. Quantised types have ggml's blocks, along the last axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoredKind {
     /// IEEE 754 single precision.
@@ -20,8 +20,7 @@ pub enum StoredKind {
     BF16,
     /// 32 elements in 34 bytes: an f16 scale and 32 signed bytes.
     Q8_0,
-    /// 256 elements in 144 bytes: two f16 factors, eight scales and minima of six bits, and 256 elements of
-    /// four bits.
+    /// 256 elements in 144 bytes: two f16 factors, eight 6-bit scales and minima, and 256 4-bit elements.
     Q4K,
 }
 
@@ -32,11 +31,11 @@ pub struct CudaWeight {
     pub(super) kind: StoredKind,
     pub(super) rows: usize,
     pub(super) width: usize,
-    /// Offsets of codes, scales and factors, in bytes.
+    /// Offsets of the codes, scales and factors, in bytes.
     parts: [usize; 3],
 }
 
-/// A weight, as `weight.cuh` declares it.
+/// A weight, as declared in `weight.cuh`.
 #[derive(Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct WeightArgs {
@@ -48,7 +47,7 @@ pub(super) struct WeightArgs {
 }
 
 impl WeightArgs {
-    /// Describes rows of activations in f32 as a weight.
+    /// Describes rows of f32 activations as a weight.
     pub(super) fn of_rows(address: u64, width: usize) -> Result<Self> {
         let kind = StoredKind::F32.number();
         Ok(Self { codes: address, scales: 0, factors: 0, width: narrow(width)?, kind })
@@ -56,7 +55,7 @@ impl WeightArgs {
 }
 
 impl StoredKind {
-    /// Returns the elements and the bytes of a block.
+    /// Returns the number of elements and the number of bytes per block.
     const fn block(self) -> (usize, usize) {
         match self {
             Self::F32 => (1, 4),
@@ -66,7 +65,7 @@ impl StoredKind {
         }
     }
 
-    /// Returns the number of the type in `weight.cuh`.
+    /// Returns the type's constant in `weight.cuh`.
     const fn number(self) -> u32 {
         match self {
             Self::F32 => 0,
@@ -79,12 +78,12 @@ impl StoredKind {
 }
 
 impl CudaWeight {
-    /// Returns the number of bytes on the device.
+    /// Returns the weight's size on the device in bytes.
     pub fn bytes(&self) -> usize {
         self.storage.len()
     }
 
-    /// Returns the number of rows, and of elements of a row.
+    /// Returns the number of rows and the number of elements per row.
     pub fn extents(&self) -> (usize, usize) {
         (self.rows, self.width)
     }
@@ -106,16 +105,16 @@ impl CudaWeight {
     }
 }
 
-/// Alignment of the parts of a weight.
+/// Alignment in bytes of the parts of a weight.
 const ALIGN: usize = 256;
 
 impl CudaSteps {
-    /// Copies a weight of `rows` rows of `width` elements to the device. The codes of blocks are
-    /// stored apart from their scales, and kernels read them in wide words.
+    /// Copies a weight with `rows` rows of `width` elements to the device. Blocks' codes are stored
+    /// separately from their scales, and kernels read the codes in wide words.
     ///
     /// # Errors
-    /// Returns [`Error::NotMultiple`] if rows do not consist of whole blocks, [`Error::Mismatch`] if there
-    /// are more or fewer bytes, and the errors of the device.
+    /// Returns [`Error::NotMultiple`] if rows do not consist of whole blocks, [`Error::Mismatch`] if `bytes`
+    /// has the wrong length, and device errors.
     pub fn weight(&self, kind: StoredKind, rows: usize, width: usize, bytes: &[u8]) -> Result<CudaWeight> {
         let (elements, size) = kind.block();
         if !width.is_multiple_of(elements) {
@@ -154,7 +153,7 @@ impl CudaSteps {
         Ok(())
     }
 
-    /// Returns the address of a vector of `width` numbers in f32.
+    /// Returns the address of a vector of `width` f32 numbers.
     pub(super) fn vector(weight: &CudaWeight, width: usize) -> Result<u64> {
         Self::check("numbers of a vector", weight, 1, width)?;
         match weight.kind {
@@ -177,8 +176,8 @@ fn q8_0(bytes: &[u8]) -> [Vec<u8>; 3] {
     [codes, scales, Vec::new()]
 }
 
-/// Returns the codes, the scales with minima, and the factors of `Q4_K` blocks. Codes are in the order of
-/// elements, two in a byte.
+/// Returns the codes, the scales with minima, and the factors of `Q4_K` blocks. Codes are in element order,
+/// two per byte.
 fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
     let (mut codes, mut scales, mut factors) = (Vec::with_capacity(bytes.len()), Vec::new(), Vec::new());
     for block in bytes.chunks_exact(144) {
@@ -186,7 +185,7 @@ fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
         factors.extend_from_slice(&head[..4]);
         let packed = &head[4..];
         for group in 0..8 {
-            // Six bits each. The first four groups lie in the low bits of eight bytes. The others lie in the
+            // Six bits each. The first four groups are in the low bits of eight bytes. The others are in the
             // halves of four bytes and in the upper two bits of the eight.
             let (scale, minimum) = if group < 4 {
                 (packed[group] & 63, packed[group + 4] & 63)
@@ -198,7 +197,7 @@ fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
             };
             scales.extend([scale, minimum]);
         }
-        // A quarter of 32 bytes holds a group in the low halves and the next group in the high ones.
+        // A quarter of 32 bytes contains one group in the low halves and the next group in the high halves.
         for quarter in quarters.chunks_exact(32) {
             for shift in [0, 4] {
                 codes.extend(

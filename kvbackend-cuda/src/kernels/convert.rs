@@ -1,4 +1,4 @@
-//! Copies that convert, rotate or scale rows on the way.
+//! Copies that convert, rotate or scale rows.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{
@@ -14,16 +14,16 @@ use crate::queue::{Launch, Lowering};
 
 const DENSE: CudaKernel = CudaKernel { module: Module::Convert, name: "convert_dense", shared: 0 };
 
-/// Largest number of bytes of shared memory of a block of `convert_any`.
+/// The maximum shared memory per block of `convert_any`, in bytes.
 const MOST_SHARED: usize = 48 << 10;
 
 const ANY: CudaKernel =
     CudaKernel { module: Module::Convert, name: "convert_any", shared: MOST_SHARED as u32 };
 
-/// Threads of a block, as in `convert.cu`.
+/// Threads per block, as in `convert.cu`.
 const THREADS: u32 = 256;
 
-/// Largest number of parts of a launch.
+/// The maximum number of parts per launch.
 const PARTS: usize = 4;
 
 /// A part of a launch, as in `convert.cu`.
@@ -92,12 +92,12 @@ impl RowsEnd {
     }
 }
 
-/// Rows of `dim` elements that are copied from one end to the other, bit for bit or converted.
+/// Rows of `dim` elements to copy from one end to the other, bit for bit or converted.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowsOf {
     pub(super) src: RowsEnd,
     pub(super) dst: RowsEnd,
-    /// Number of tokens of an item: the block size, or 1.
+    /// Number of tokens per item: the block size, or 1.
     pub(super) tokens: usize,
     pub(super) heads: usize,
     pub(super) dim: usize,
@@ -110,7 +110,7 @@ pub(super) struct RowsOf {
 pub(super) struct RowTurn<'a> {
     pub(super) rope: &'a Rope,
     pub(super) factor: f32,
-    /// Address of the items' positions on the device. If it is 0, all items are rotated by `delta`.
+    /// Device address of the items' positions. If it is 0, all items are rotated by `delta`.
     pub(super) positions: u64,
     pub(super) delta: i64,
 }
@@ -128,7 +128,7 @@ impl RowsOf {
         let scales =
             |end: &RowsEnd| end.scales.map_or((Side::default(), 0), |scales| (scales.side, scales.head));
         let ((src_scales, src_scales_head), (dst_scales, dst_scales_head)) = (scales(&src), scales(&dst));
-        // A block's tokens lie inside the item; a slot's token is part of its place.
+        // A block's tokens are part of the item; a slot's token is part of its place.
         let token = |side: &Side| if tokens == 1 { 0 } else { side.token };
         let mut part = ConvertPart {
             src: src.region.side,
@@ -168,15 +168,14 @@ impl RowsOf {
 }
 
 impl ConvertPart {
-    /// Returns the addresses and distances of rows on both sides.
+    /// Returns the addresses and strides of the rows on both sides.
     fn distances(&self) -> [i64; 12] {
         let [a, b, c, d] = self.src.places();
         let [e, f, g, h] = self.dst.places();
         [a, b, c, d, e, f, g, h, self.src_token, self.dst_token, self.src_head, self.dst_head]
     }
 
-    /// Returns the number of threads that `convert_dense` uses for a row; 0 if that kernel cannot run the
-    /// part.
+    /// Returns the number of threads per row in `convert_dense`, or 0 if that kernel cannot run the part.
     fn tasks(&self) -> u32 {
         let aligned = unit_log(self.distances()) == 4;
         if self.how == 0 {
@@ -190,7 +189,7 @@ impl ConvertPart {
         self.pairs / per_turn + (self.dim - 2 * self.pairs) / 8
     }
 
-    /// Returns the number of 4-byte words of shared memory for a row.
+    /// Returns the number of 4-byte words of shared memory per row.
     fn words(&self) -> usize {
         let groups = self.dim.checked_div(self.group).unwrap_or(0);
         if self.how == 0 { 0 } else { (self.dim + groups) as usize }
@@ -246,7 +245,7 @@ pub(super) fn run(
 
 pub(super) fn rope(to: &mut Lowering<'_>, op: &ApplyRope) -> Result<()> {
     let end = RowsEnd::view(&op.rows);
-    // Elements past the rotary dimension stay as they are.
+    // Elements past the rotary dimension stay unchanged.
     let (heads, dim) = (op.rows.shape()[1], op.rope.config().rotary_dim);
     let rows = RowsOf { src: end, dst: end, tokens: 1, heads, dim, turns: true };
     let positions = to.numbers(&op.positions)?;
@@ -255,7 +254,7 @@ pub(super) fn rope(to: &mut Lowering<'_>, op: &ApplyRope) -> Result<()> {
     run(to, items, 1, &[rows], Some(turn))
 }
 
-/// Returns the rows of whole blocks of one plane from `layer` on.
+/// Returns one plane's rows in whole blocks, starting at layer `layer`.
 fn block_rows(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize, turns: bool) -> RowsOf {
     let (heads, dim) = (src.heads, src.dim);
     RowsOf {
@@ -268,7 +267,7 @@ fn block_rows(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize, tur
     }
 }
 
-/// Returns the copies, bit for bit, of a plane's codes and of its scales if blocks have scales of their own.
+/// Returns bit-for-bit copies of a plane's codes, and of its scales if blocks have their own scales.
 fn raw_rows(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize) -> SmallVec<[RowsOf; 2]> {
     let raw = |from: Region, to: Region, dtype: DType, elements: usize| {
         let end = |region| RowsEnd { region, scales: None, dtype: DType::U8, group: None };

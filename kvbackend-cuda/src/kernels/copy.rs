@@ -1,4 +1,4 @@
-//! Copies bit for bit: whole blocks, tensors, and rows of the pool's type.
+//! Bit-for-bit copies: whole blocks, tensors, and rows of the pool's type.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{CopyBlocks, CopyTensor, Error, KvArena, KvPlane, Result, SwapBlocks, TensorView, WritePairs};
@@ -13,16 +13,16 @@ const WIDE: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_wide", s
 const ROWS: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_rows", shared: 0 };
 const TENSOR: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_tensor", shared: 0 };
 
-/// Threads of a block, as in `copy.cu`.
+/// Threads per block, as in `copy.cu`.
 const THREADS: u32 = 256;
 
-/// Items that a team of threads copies at once, as in `copy.cu`.
+/// Number of items that a team of threads copies at once, as in `copy.cu`.
 const DEPTH: u64 = 4;
 
 /// Number of axes over the items of a tensor copy.
 const AXES: usize = 5;
 
-/// Largest number of parts of a launch.
+/// The maximum number of parts per launch.
 const PARTS: usize = 4;
 
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
@@ -34,7 +34,8 @@ struct CopyAxes {
     dst: [i64; AXES],
 }
 
-/// A part of a launch: items of one plane. An item is a few runs of bytes that are contiguous on both sides.
+/// A part of a launch: items of one plane. An item consists of a few runs of bytes that are contiguous on
+/// both sides.
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct CopyPart {
@@ -60,7 +61,7 @@ struct CopyArgs {
     parts: [CopyPart; PARTS],
 }
 
-/// An axis inside an item: its extent, and the distances on both sides in bytes.
+/// An axis inside an item: its extent, and its strides on both sides in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct InnerAxis {
     pub(super) n: usize,
@@ -69,12 +70,13 @@ pub(super) struct InnerAxis {
 }
 
 impl CopyPart {
-    /// Describes items of runs of `run` bytes over two axes. `more` are distances of axes outside the item.
+    /// Describes items that consist of runs of `run` bytes over two axes. `more` contains the strides of axes
+    /// outside the item.
     pub(super) fn new(src: Side, dst: Side, axes: [InnerAxis; 2], run: i64, more: &[i64]) -> Result<Self> {
         let mut run = run;
         let mut left: SmallVec<[InnerAxis; 2]> = axes.into_iter().filter(|axis| axis.n != 1).collect();
         left.sort_by_key(|axis| std::cmp::Reverse(axis.dst));
-        // Runs that are neighbours on both sides are one run.
+        // Merges runs that are adjacent on both sides.
         while let Some(axis) = left.last().copied()
             && axis.src == run
             && axis.dst == run
@@ -118,7 +120,7 @@ impl CopyPart {
     }
 }
 
-/// Launches a copy of some parts, each over the same items and layers.
+/// Launches a copy of several parts, all over the same items and layers.
 pub(super) fn run(to: &mut Lowering<'_>, items: Items, layers: usize, parts: &[CopyPart]) {
     launch(to, items, CopyAxes::default(), layers, parts, None);
 }
@@ -140,7 +142,7 @@ fn launch(
     to.launch(Launch::new(kernel, [grid, layers as u32, parts.len() as u32], THREADS, 0, &args));
 }
 
-/// Returns the copies of whole blocks of one plane, and of its scales if blocks have scales of their own.
+/// Returns the copies of one plane's whole blocks, and of its scales if blocks have their own scales.
 fn plane(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize) -> Result<SmallVec<[CopyPart; 2]>> {
     let of = |from: Region, to: Region, run: i64| {
         let (tokens, heads) = (
@@ -189,7 +191,7 @@ pub(super) fn copy_tensor(to: &mut Lowering<'_>, op: &CopyTensor) -> Result<()> 
     let dense = |view: &TensorView| view.strides().last().is_none_or(|&stride| stride == 1);
     let stride = |view: &TensorView, axis: usize| bytes_of(dtype, view.strides()[axis]);
     let shape = op.src.shape();
-    // A row is the last axis if the axis is dense on both sides, otherwise one element.
+    // A row is the last axis if that axis is dense on both sides, otherwise a single element.
     let outer = match shape.last() {
         Some(&n) if n == 1 || (dense(&op.src) && dense(&op.dst)) => shape.len() - 1,
         _ => shape.len(),

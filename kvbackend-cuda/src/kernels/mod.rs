@@ -1,4 +1,4 @@
-//! Operations of the contract, lowered to launches of kernels.
+//! The contract's operations, lowered to kernel launches.
 //!
 //! | operation | kernels |
 //! |---|---|
@@ -16,7 +16,7 @@ mod copy;
 mod places;
 mod rows;
 
-/// Lowers a checked operation to launches.
+/// Lowers an operation to launches. The operation must have been checked.
 pub(crate) fn lower(to: &mut Lowering<'_>, operation: Operation<'_>) -> Result<()> {
     match operation {
         Operation::Scatter(op) => rows::scatter(to, op),

@@ -20,24 +20,23 @@ mod reserved;
 pub(crate) use peer::copy_from_peer;
 pub use reserved::CudaReserved;
 
-/// Bytes of a device's memory, or of host memory that the device reads and writes.
+/// A range of device memory, or of host memory that the device can access.
 ///
-/// The address is a device pointer. Enqueued operations hold the storage; the memory is freed when no work
-/// uses it any more.
+/// The address is a device pointer. Enqueued operations hold the storage, and its memory is freed once no
+/// work uses it.
 pub struct CudaStorage {
     device: Arc<CudaDevice>,
     address: CUdeviceptr,
     len: usize,
     kind: MemoryKind,
-    /// Address of pinned memory on the host; null for memory of the device.
+    /// Host address of pinned memory; null for device memory.
     host: *mut c_void,
     owner: FreedBy,
-    /// Address of the [`LoanMemory`](kvcore::device::queue::LoanMemory) that has lent the storage, if any
-    /// has.
+    /// Address of the [`LoanMemory`](kvcore::device::queue::LoanMemory) that lent the storage, if any.
     lender: Option<usize>,
 }
 
-/// How the memory of a storage is freed.
+/// How a storage's memory is freed.
 enum FreedBy {
     Pool,
     Allocation,
@@ -94,13 +93,14 @@ impl CudaStorage {
         match storage.owner {
             // SAFETY: the memory was just allocated for `bytes` bytes.
             FreedBy::Pinned => unsafe { host.cast::<u8>().write_bytes(0, bytes) },
-            // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else knows the address.
+            // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else has the address.
             _ => unsafe { device.zero(address, bytes) }?,
         }
         Ok(storage)
     }
 
-    /// Writes bytes at the start of the storage, and waits for the write. No enqueued work uses the memory.
+    /// Writes bytes at the start of the storage, and waits for the write. No enqueued work may use the
+    /// memory.
     pub(crate) fn fill(&self, bytes: &[u8]) -> Result<()> {
         let _bound = self.device.bind()?;
         let bytes = &bytes[..bytes.len().min(self.len)];
@@ -110,18 +110,18 @@ impl CudaStorage {
         self.device.settle()
     }
 
-    /// Returns the address of pinned memory on the host.
+    /// Returns the host address of pinned memory.
     pub(crate) fn host(&self) -> Option<*mut u8> {
         (!self.host.is_null()).then(|| self.host.cast())
     }
 
-    /// Marks the storage as lent by a memory of activations.
+    /// Marks the storage as lent by the activation memory at the given address.
     pub(crate) fn lent_by(mut self, lender: usize) -> Self {
         self.lender = Some(lender);
         self
     }
 
-    /// Returns the memory of activations that has lent the storage.
+    /// Returns the address of the activation memory that lent the storage.
     pub(crate) fn lender(&self) -> Option<usize> {
         self.lender
     }
@@ -131,13 +131,13 @@ impl CudaStorage {
     }
 }
 
-/// Flags of pinned memory that every context can use.
+/// Flags for pinned memory that every context can use.
 pub(crate) const PORTABLE: u32 = sys::CU_MEMHOSTALLOC_PORTABLE | sys::CU_MEMHOSTALLOC_DEVICEMAP;
 
-/// Flags of pinned memory that the host writes and never reads.
+/// Flags for pinned memory that the host only writes and never reads.
 pub(crate) const WRITTEN_ONLY: u32 = PORTABLE | sys::CU_MEMHOSTALLOC_WRITECOMBINED;
 
-/// Allocates pinned memory. Returns its address on the host and on the device.
+/// Allocates pinned memory. Returns its host address and its device address.
 pub(crate) fn pinned(bytes: usize, flags: u32) -> Result<(*mut c_void, CUdeviceptr), DriverError> {
     // SAFETY: a context is current.
     let host = unsafe { result::malloc_host(bytes, flags) }?;
@@ -145,7 +145,7 @@ pub(crate) fn pinned(bytes: usize, flags: u32) -> Result<(*mut c_void, CUdevicep
     // SAFETY: `host` is memory that the driver has just mapped for the device.
     let status = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, host, 0) };
     status.result().map(|()| (host, address)).inspect_err(|_| {
-        // SAFETY: `host` came from `malloc_host`, and nothing else knows it.
+        // SAFETY: `host` came from `malloc_host`, and nothing else has it.
         let _ = unsafe { result::free_host(host) };
     })
 }
@@ -153,8 +153,8 @@ pub(crate) fn pinned(bytes: usize, flags: u32) -> Result<(*mut c_void, CUdevicep
 impl Drop for CudaStorage {
     fn drop(&mut self) {
         let Ok(_bound) = self.device.bind() else { return }; // the memory of a lost context is gone
-        // SAFETY: each pointer came from the allocation that its owner names. No enqueued work uses it,
-        // because work holds its storages until it is done.
+        // SAFETY: `owner` names the allocation that each pointer came from. No enqueued work uses it, because
+        // work holds its storages until it is done.
         let _ = match self.owner {
             FreedBy::Pool => unsafe { result::free_async(self.address, self.device.setup) },
             FreedBy::Allocation => unsafe { result::free_sync(self.address) },
@@ -182,7 +182,7 @@ impl Storage for CudaStorage {
     }
 }
 
-/// Returns a storage of this device by its own type.
+/// Downcasts a storage to this backend's type, if it belongs to this device.
 ///
 /// # Errors
 /// Returns [`Error::ForeignHandle`] for any other storage.

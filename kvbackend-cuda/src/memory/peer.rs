@@ -1,4 +1,4 @@
-//! Copies from device to device.
+//! Copies between devices.
 
 use std::sync::Arc;
 
@@ -10,12 +10,12 @@ use super::CudaStorage;
 use crate::device::CudaDevice;
 use crate::driver::NAME;
 
-/// Enqueues a copy from the memory of another device. `into` is the device of the stream, whose context is
-/// current. The caller holds both storages until the copy is done.
+/// Enqueues a copy from another device's memory. `into` is the stream's device, whose context must be
+/// current. The caller must hold both storages until the copy is done.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] for views that are not contiguous, [`Error::DeviceLost`] if the other
-/// device is lost, and the errors of the device.
+/// device is lost, and device errors.
 pub(crate) fn copy_from_peer(into: &Arc<CudaDevice>, stream: CUstream, op: &CopyTensor) -> Result<()> {
     let foreign = || Error::ForeignHandle { what: "a storage", backend: NAME };
     let source = op.src.storage().as_any().downcast_ref::<CudaStorage>().ok_or_else(foreign)?;
@@ -29,23 +29,23 @@ pub(crate) fn copy_from_peer(into: &Arc<CudaDevice>, stream: CUstream, op: &Copy
         Ok(view.storage().address() + range.start as u64)
     };
     let (dst, src) = (address(&op.dst)?, address(&op.src)?);
-    // This error is of the other device. The receiving device is not lost.
+    // An error here belongs to the other device: the receiving device is not lost.
     drop(source.device.bind()?);
     enable_access(into, &source.device);
-    // SAFETY: the ranges lie in storages that are held until the copy is done, and storages keep their
+    // SAFETY: the ranges are in storages that are held until the copy is done, and storages keep their
     // contexts alive.
     unsafe { result::memcpy_peer_async(into.context, dst, source.device.context, src, op.bytes(), stream) }
         .map_err(|error| into.refused(error))
 }
 
-/// Enables peer access to the memory of another device. A refusal is no error: the driver then copies by way
-/// of the host.
+/// Enables access to another device's memory. A refusal is not an error: the driver then copies through the
+/// host.
 fn enable_access(into: &CudaDevice, from: &CudaDevice) {
     if into.context == from.context || !into.peers.lock().insert(from.ordinal) {
         return;
     }
     let mut can = 0;
-    // SAFETY: both are devices of the driver, and `can` is a place for the answer.
+    // SAFETY: both are devices of the driver, and `can` is valid for writes.
     let asked = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, into.handle, from.handle) };
     if asked.result().is_err() || can == 0 {
         return;
@@ -58,7 +58,7 @@ fn enable_access(into: &CudaDevice, from: &CudaDevice) {
         access.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
         access.location.id = into.ordinal;
         access.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-        // SAFETY: the pool is alive, because its device is; there is one description.
+        // SAFETY: the pool is alive, because its device is, and there is exactly one description.
         let _ = unsafe { sys::cuMemPoolSetAccess(pool, &raw const access, 1) };
     }
 }

@@ -1,4 +1,4 @@
-//! Reserved memory: fixed addresses whose physical memory is mapped and unmapped granule by granule.
+//! Reserved memory: fixed addresses whose physical memory is mapped and unmapped one granule at a time.
 
 use std::any::Any;
 use std::ops::Range;
@@ -15,8 +15,8 @@ use crate::driver::NAME;
 
 /// Reserved memory of a device.
 ///
-/// The granularity is a power of two, at least the driver's (usually 2 MiB). Each granule has physical memory
-/// of its own, and can be released while its neighbours stay in use.
+/// The granularity is a power of two, at least the driver's (usually 2 MiB). Each granule has its own
+/// physical memory, so it can be released while its neighbours stay in use.
 #[derive(Debug)]
 pub struct CudaReserved {
     storage: CudaStorage,
@@ -35,7 +35,7 @@ impl Drop for CudaReservation {
     fn drop(&mut self) {
         let Ok(_bound) = self.device.bind() else { return };
         let (address, granule) = (self.address, self.granules.granule());
-        // SAFETY: each handle is mapped at its offset, and no work uses the storage any more.
+        // SAFETY: each handle is mapped at its offset, and no work uses the storage anymore.
         self.granules
             .unmap(0..self.len, |at, handle| unsafe { release(address + at as u64, granule, handle) });
         // SAFETY: the addresses were reserved with this length, and nothing is mapped there.
@@ -43,7 +43,7 @@ impl Drop for CudaReservation {
     }
 }
 
-/// Returns the driver's description of physical memory of a device.
+/// Returns the driver's description of a device's physical memory.
 fn properties(ordinal: i32) -> CUmemAllocationProp {
     // SAFETY: all zeros is a valid value of a plain C struct.
     let mut properties: CUmemAllocationProp = unsafe { std::mem::zeroed() };
@@ -56,7 +56,7 @@ fn properties(ordinal: i32) -> CUmemAllocationProp {
 /// Unmaps a granule and frees its memory.
 ///
 /// # Safety
-/// `handle` is mapped at `address` with `bytes` bytes, and no work uses them.
+/// `handle` must be mapped at `address` with `bytes` bytes, and no work may use them.
 unsafe fn release(address: CUdeviceptr, bytes: usize, handle: CUmemGenericAllocationHandle) {
     // SAFETY: as the caller guarantees.
     unsafe {
@@ -68,7 +68,7 @@ unsafe fn release(address: CUdeviceptr, bytes: usize, handle: CUmemGenericAlloca
 /// Maps new physical memory at an address.
 ///
 /// # Safety
-/// The `bytes` bytes from `address` on are reserved, and nothing is mapped there.
+/// The `bytes` bytes at `address` must be reserved, and nothing may be mapped there.
 unsafe fn place(
     ordinal: i32,
     address: CUdeviceptr,
@@ -79,7 +79,7 @@ unsafe fn place(
         location: properties.location,
         flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
     };
-    // SAFETY: the descriptions are valid, and the range is the caller's.
+    // SAFETY: the descriptions are valid, and the caller guarantees the range.
     unsafe {
         sys::cuMemCreate(&raw mut handle, bytes, &raw const properties, 0).result()?;
         if let Err(error) = sys::cuMemMap(address, bytes, 0, handle, 0).result() {
@@ -129,7 +129,7 @@ impl CudaReserved {
         Ok(reserved)
     }
 
-    /// Maps zeroed memory at an offset. `wanted` is the number of bytes that an error names.
+    /// Maps zeroed memory at an offset. `wanted` is the number of bytes to state in an error.
     fn place(&self, at: usize, wanted: usize) -> Result<CUmemGenericAllocationHandle> {
         let CudaStorage { device, address, .. } = &self.storage;
         let (address, granule) = (address + at as u64, self.granules.granule());

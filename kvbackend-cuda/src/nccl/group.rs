@@ -1,5 +1,4 @@
-//! The ranks of a group that live in this process: they fail together, and the last one to leave waits a
-//! moment.
+//! The ranks of a group in this process. They fail together, and the last one to leave waits briefly.
 
 use std::fmt;
 use std::sync::Arc;
@@ -10,20 +9,20 @@ use parking_lot::{Condvar, Mutex};
 
 use super::member::{NcclMember, Pauses};
 
-/// The longest time that the last rank of this process waits for the others to leave. Ranks of other
-/// processes may stay.
+/// The longest time that this process's last rank waits for the others to leave. Ranks in other processes may
+/// stay.
 const MOMENT: Duration = Duration::from_secs(1);
 
 pub(super) struct NcclGroup {
     limit: Duration,
-    /// Ranks of this process, with their numbers.
+    /// This process's ranks, by rank.
     members: Vec<(usize, NcclMember)>,
     /// The first failure. It is final.
     failed: Mutex<Option<Error>>,
     presence: Arc<RanksHere>,
 }
 
-/// Numbers of ranks of this process: the ranks that have not left, and the ranks that are leaving.
+/// Counts of this process's ranks: the ones that have not left, and the ones that are leaving.
 #[derive(Default)]
 struct RanksHere {
     counts: Mutex<(usize, usize)>,
@@ -45,7 +44,7 @@ impl NcclGroup {
     }
 
     // Decision: docs/decisions/backend-cuda.md#the-ranks-of-a-process-fail-together
-    /// Fails the group, unless it has failed already, and ends the work of its ranks. Returns the failure.
+    /// Fails the group, unless it has failed already, and aborts its ranks' work. Returns the first failure.
     pub(super) fn fail(&self, error: Error) -> Error {
         let mut failed = self.failed.lock();
         if let Some(first) = &*failed {
@@ -62,7 +61,7 @@ impl NcclGroup {
         self.failed.lock().clone().unwrap_or(Error::RankLeft(self.members[place].0))
     }
 
-    /// Returns whether NCCL has finished a member's last call on the host. Never blocks.
+    /// Returns whether NCCL has finished a member's last host call. Never blocks.
     pub(super) fn is_ready(&self, place: usize) -> Result<bool> {
         if let Some(error) = &*self.failed.lock() {
             return Err(error.clone());
@@ -71,17 +70,17 @@ impl NcclGroup {
         ready.map_err(|error| self.fail(error))
     }
 
-    /// Returns the failure of the group, if it has failed. Never blocks.
+    /// Returns the group's failure as an error, if it has failed. Never blocks.
     pub(super) fn check(&self, place: usize) -> Result<()> {
         self.is_ready(place).map(drop)
     }
 
-    /// Waits until NCCL has finished a member's last call on the host.
+    /// Waits until NCCL has finished a member's last host call.
     pub(super) fn settle(&self, place: usize, call: &dyn fmt::Display) -> Result<()> {
         self.poll(place, call, || self.is_ready(place))
     }
 
-    /// Calls `done` until it returns true. The time-out fails the group.
+    /// Calls `done` until it returns true. A time-out fails the group.
     pub(super) fn poll(
         &self,
         place: usize,
@@ -100,8 +99,8 @@ impl NcclGroup {
     }
 
     // Decision: docs/decisions/backend-cuda.md#a-rank-leaves-on-a-thread-of-its-own
-    /// Starts a thread in which a member leaves. The last member of this process waits up to a second for all
-    /// threads.
+    /// Starts a thread in which a member leaves. The last member in this process waits up to a second for all
+    /// such threads.
     pub(super) fn leave(self: &Arc<Self>, place: usize) {
         let presence = Arc::clone(&self.presence);
         if self.failed.lock().is_none() {
@@ -109,7 +108,7 @@ impl NcclGroup {
             let (group, of_thread) = (Arc::clone(self), Arc::clone(&presence));
             let leaves = move || {
                 group.member(place).leave(group.limit);
-                // The last rank drops its device, too.
+                // The last rank also drops its device.
                 drop(group);
                 of_thread.gone();
             };

@@ -7,17 +7,17 @@ use kvcore::Result;
 
 use super::library::library;
 
-/// The name of a group of ranks. One rank makes it, and the caller carries it to the others: by a file, a
-/// socket or the launcher of the processes. It holds the address at which the process that made it waits for
-/// the others.
+/// The name of a group of ranks. One rank creates it, and the caller passes it to the other ranks: in a file,
+/// through a socket, or by the launcher of the processes. It contains the address at which the creating
+/// process waits for the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NcclId([u8; Self::LEN]);
 
 impl NcclId {
-    /// Number of bytes of a name.
+    /// Length of a name in bytes.
     pub const LEN: usize = 128;
 
-    /// Makes a name that no other group has. The calling process stays alive until all ranks have joined.
+    /// Creates a unique name. The calling process must stay alive until all ranks have joined.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::NoDevice`] if NCCL is missing or too old, and [`kvcore::Error::Device`] if it
@@ -25,18 +25,18 @@ impl NcclId {
     pub fn new() -> Result<Self> {
         let nccl = library()?;
         let mut id = ncclUniqueId { internal: [0; Self::LEN] };
-        // SAFETY: `id` is a valid place for the answer.
+        // SAFETY: `id` is valid for writes.
         let code = unsafe { (nccl.unique_id)(&raw mut id) };
         nccl.check("a name for a group", std::ptr::null_mut(), code)?;
         Ok(Self(id.internal.map(|byte| byte as u8)))
     }
 
-    /// Returns a name that another process has made.
+    /// Creates the name from bytes that another process sent.
     pub fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         Self(bytes)
     }
 
-    /// Returns the bytes to carry.
+    /// Returns the bytes to send to other processes.
     pub fn as_bytes(&self) -> &[u8; Self::LEN] {
         &self.0
     }

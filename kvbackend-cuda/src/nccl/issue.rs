@@ -1,4 +1,4 @@
-//! Collectives as calls of NCCL.
+//! Collectives as NCCL calls.
 
 use std::ffi::{c_int, c_void};
 
@@ -10,25 +10,25 @@ use super::library::Nccl;
 use crate::driver::NAME;
 
 // Decision: docs/decisions/backend-cuda.md#bytes-travel-unless-they-are-combined
-/// The element type of all collectives but reductions. NCCL need not know the tensors' types.
+/// The element type of all collectives except reductions: plain bytes. NCCL does not need the tensors' types.
 const BYTES: ncclDataType_t = ncclDataType_t::ncclUint8;
 
-/// Returns the address and the number of bytes of a dense view.
+/// Returns the address and size in bytes of a dense view.
 fn place(view: &TensorView) -> Result<(*mut c_void, usize)> {
     let range = view.host_range(view.dtype().bytes_for(view.len())?)?;
     Ok(((view.storage().address() + range.start as u64) as *mut c_void, range.len()))
 }
 
-/// Returns whether a collective moves no bytes. In that case no rank calls NCCL.
+/// Returns whether a collective moves no bytes, in which case no rank calls NCCL.
 pub(super) fn is_empty(collective: Collective<'_>) -> bool {
     collective.views().iter().all(|view| view.is_empty())
 }
 
-/// Hands a collective to NCCL.
+/// Passes a collective to NCCL.
 ///
 /// # Safety
-/// The handle is alive. The views are memory that the device of the current context reads and writes, and
-/// stay until the work is done.
+/// The handle must be alive. The views must be in memory that the current context's device can read and
+/// write, and must stay alive until the work is done.
 pub(super) unsafe fn collective(
     nccl: &Nccl,
     comm: ncclComm_t,
@@ -58,7 +58,7 @@ pub(super) unsafe fn collective(
             nccl.check("an all-reduce", comm, code)
         }
         Collective::Exchange { sends, receives } => {
-            // SAFETY: each start has its end, also after a refused call.
+            // SAFETY: every start is followed by an end, even after a failed call.
             nccl.check("a start of calls", comm, unsafe { (nccl.group_start)() })?;
             // SAFETY: the caller guarantees the same.
             let issued = unsafe { exchange(nccl, comm, stream, sends, receives) };
@@ -70,7 +70,7 @@ pub(super) unsafe fn collective(
 }
 
 /// # Safety
-/// As for [`collective`].
+/// Same as for [`collective`].
 unsafe fn exchange(
     nccl: &Nccl,
     comm: ncclComm_t,

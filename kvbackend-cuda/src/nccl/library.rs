@@ -10,21 +10,21 @@ use libloading::{Library, Symbol};
 
 use crate::driver::{NAME, no_device};
 
-/// Names of the library. NCCL's package and wheel install it under the first name only.
+/// Names of the library. NCCL's package and wheel install it only under the first name.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// The oldest supported version. Earlier ones cannot abort or finalise a communicator that does not block.
+/// The oldest supported version. Earlier ones cannot abort or finalise a non-blocking communicator.
 const OLDEST: c_int = 21_800;
 
-/// The result of an entry point. It is a number, because a later version may return codes that cudarc does
-/// not list.
+/// The result of an entry point. It is a plain number, because a later version may return codes that cudarc
+/// does not list.
 pub(super) type Code = c_int;
 
 pub(super) const SUCCESS: Code = 0;
 pub(super) const REMOTE_ERROR: Code = 6;
 pub(super) const IN_PROGRESS: Code = 7;
 
-/// Declares the entry points: a field with its type for each, found by name in the library.
+/// Declares the entry points: one field per entry point with its type, looked up by name in the library.
 macro_rules! entries {
     ($($field:ident: $name:literal ($($argument:ty),*) -> $result:ty;)*) => {
         /// The entry points that the backend calls.
@@ -34,7 +34,7 @@ macro_rules! entries {
         }
 
         impl Nccl {
-            /// Finds all entry points of a library.
+            /// Looks up all entry points in a library.
             fn of(library: Library) -> std::result::Result<Self, String> {
                 Ok(Self {
                     // SAFETY: NCCL's header gives the entry points these types.
@@ -70,7 +70,7 @@ entries! {
 /// Returns an entry point.
 ///
 /// # Safety
-/// `F` is the type of the entry point.
+/// `F` must be the type of the entry point.
 unsafe fn found<F: Copy>(library: &Library, name: &str) -> std::result::Result<F, String> {
     // SAFETY: the caller guarantees the type.
     let symbol: std::result::Result<Symbol<'_, F>, _> = unsafe { library.get(name.as_bytes()) };
@@ -83,7 +83,7 @@ const UPDATE: &str = "update NCCL to 2.18 or later";
 /// Loads NCCL once.
 ///
 /// # Errors
-/// Returns [`Error::NoDevice`] if the library is missing or too old; the error says what to install.
+/// Returns [`Error::NoDevice`] if the library is missing or too old; the error explains what to install.
 pub(super) fn library() -> Result<&'static Nccl> {
     static LIBRARY: OnceLock<std::result::Result<Nccl, String>> = OnceLock::new();
     LIBRARY.get_or_init(load).as_ref().map_err(|reason| no_device(reason.clone()))
@@ -98,7 +98,7 @@ fn load() -> std::result::Result<Nccl, String> {
             .to_owned()
     })?)?;
     let mut version = 0;
-    // SAFETY: `version` is a valid place for the answer.
+    // SAFETY: `version` is valid for writes.
     let code = unsafe { (nccl.version)(&raw mut version) };
     if code != SUCCESS || version < OLDEST {
         let (major, minor) = (version / 10_000, version % 10_000 / 100);
@@ -110,7 +110,7 @@ fn load() -> std::result::Result<Nccl, String> {
 }
 
 impl Nccl {
-    /// Returns the error of a code. A call that continues in the background has not failed.
+    /// Checks the code of a call. A call that continues in the background has not failed.
     pub(super) fn check(&self, what: &str, comm: ncclComm_t, code: Code) -> Result<()> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
@@ -118,12 +118,12 @@ impl Nccl {
         }
     }
 
-    /// Returns the error of a code, with NCCL's texts for the code and for its last warning. `comm` may be
+    /// Returns the error for a code, with NCCL's texts for the code and for its last warning. `comm` may be
     /// null.
     pub(super) fn refused(&self, what: &str, comm: ncclComm_t, code: Code) -> Error {
-        // SAFETY: NCCL knows texts for all numbers; they are never freed.
+        // SAFETY: NCCL has a text for every number, and never frees it.
         let text = unsafe { text_of((self.error_string)(code)) };
-        // SAFETY: `comm` is null or alive. The text is copied before another call of this thread changes it.
+        // SAFETY: `comm` is null or alive. The text is copied before this thread's next call can change it.
         let last = unsafe { text_of((self.last_error)(comm)) };
         let hint = match code {
             REMOTE_ERROR => {
@@ -140,14 +140,14 @@ impl Nccl {
     }
 }
 
-/// Copies a text of NCCL.
+/// Copies an NCCL string.
 ///
 /// # Safety
-/// `text` is null or ends with a zero byte.
+/// `text` must be null or end with a zero byte.
 unsafe fn text_of(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();
     }
-    // SAFETY: the caller guarantees the end.
+    // SAFETY: the caller guarantees the zero byte at the end.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().trim().to_owned()
 }

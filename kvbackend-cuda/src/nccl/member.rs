@@ -1,4 +1,4 @@
-//! The place of one rank in its group: NCCL's handle, from joining to leaving.
+//! One rank's membership in its group: NCCL's handle, from joining to leaving.
 //!
 //! ```text
 //!   joining ──► ready ◄──► issuing ──► left      NCCL has nothing to do: finalised and destroyed
@@ -22,15 +22,16 @@ use super::issue;
 use super::library::{IN_PROGRESS, Nccl};
 use crate::device::CudaDevice;
 
-/// Values of NCCL's header: the mark of a filled configuration, and the number that leaves a choice to NCCL.
+/// NCCL's mark for a filled-in configuration.
 const MAGIC: u32 = 0xcafe_beef;
+/// NCCL's value for options that it chooses itself.
 const CHOSEN: c_int = c_int::MIN;
 
-/// The NCCL version whose configuration is filled. Later versions append fields.
+/// The NCCL version whose configuration struct is filled in. Later versions append fields.
 const CONFIGURED: u32 = 21_800;
 
 // Decision: docs/decisions/backend-cuda.md#no-call-of-the-host-waits-for-other-ranks
-/// A rank of this process. It makes one call of NCCL at a time, and no call waits for other ranks.
+/// A rank of this process. It makes one NCCL call at a time, and no call waits for other ranks.
 pub(super) struct NcclMember {
     nccl: &'static Nccl,
     device: Arc<CudaDevice>,
@@ -38,24 +39,25 @@ pub(super) struct NcclMember {
     handle: Mutex<Option<CommHandle>>,
 }
 
-/// The memory in which NCCL stores its handle, perhaps later in the background. It must not move.
+/// The memory in which NCCL stores its handle, possibly later in the background. It must not move.
 struct CommHandle(Box<AtomicPtr<ncclComm>>);
 
 impl CommHandle {
-    /// Returns NCCL's handle, or null while NCCL has not made it.
+    /// Returns NCCL's handle, or null if NCCL has not created it yet.
     fn comm(&self) -> ncclComm_t {
         self.0.load(Ordering::Acquire)
     }
 }
 
-/// Pauses between polls. The first millisecond has none, and short waits end at once. Time decides and not
-/// the number of polls, because a busy core may return to a yielding thread only after milliseconds.
+/// Pauses between polls. There are none during the first millisecond, so short waits end at once. The pauses
+/// depend on time and not on the number of polls, because on a busy core a thread that yields may get the
+/// core back only after milliseconds.
 pub(super) struct Pauses {
     since: Instant,
 }
 
 impl Pauses {
-    /// Begins a wait.
+    /// Starts a wait.
     pub(super) fn new() -> Self {
         Self { since: Instant::now() }
     }
@@ -76,7 +78,7 @@ impl Pauses {
 }
 
 impl NcclMember {
-    /// Begins to join a group. The rank has joined when [`is_ready`](Self::is_ready).
+    /// Starts joining a group. The rank has joined once [`is_ready`](Self::is_ready) returns true.
     pub(super) fn join(
         nccl: &'static Nccl,
         device: &Arc<CudaDevice>,
@@ -87,8 +89,8 @@ impl NcclMember {
         let _bound = device.bind()?;
         let mut config = config();
         let handle = CommHandle(Box::default());
-        // SAFETY: the places are valid, and the configuration is filled as NCCL's header fills it. The
-        // context of the rank's device is current.
+        // SAFETY: the pointers are valid, and the configuration is filled in as in NCCL's header. The context
+        // of the rank's device is current.
         let code = unsafe {
             (nccl.init_rank)(handle.0.as_ptr(), ranks as c_int, id.raw(), rank as c_int, &raw mut config)
         };
@@ -97,7 +99,7 @@ impl NcclMember {
         refused.map(|()| member)
     }
 
-    /// Returns whether NCCL has finished the last call on the host; none after the rank has left or aborted.
+    /// Returns whether NCCL has finished the last host call; none after the rank has left or aborted.
     pub(super) fn is_ready(&self) -> Option<Result<bool>> {
         self.handle.lock().as_ref().map(|handle| self.ready(handle))
     }
@@ -108,19 +110,19 @@ impl NcclMember {
             return Ok(false);
         }
         let mut state = IN_PROGRESS;
-        // SAFETY: the handle is alive, and the place is valid.
+        // SAFETY: the handle is alive, and the pointer is valid.
         let code = unsafe { (self.nccl.async_error)(comm, &raw mut state) };
         self.nccl.check("the state of a group", comm, code)?;
         self.nccl.check("the group has failed", comm, state)?;
         Ok(state != IN_PROGRESS)
     }
 
-    /// Passes a collective to NCCL, which has enqueued it on `stream` when [`is_ready`](Self::is_ready)
-    /// returns true. Returns none after the rank has left or aborted.
+    /// Passes a collective to NCCL. It is enqueued on `stream` once [`is_ready`](Self::is_ready) returns
+    /// true. Returns none after the rank has left or aborted.
     ///
     /// # Safety
-    /// The views are memory of the member's device and of its pinned host memory, and stay until the work is
-    /// done.
+    /// The views must be in memory of the member's device or its pinned host memory, and must stay alive
+    /// until the work is done.
     pub(super) unsafe fn issue(
         &self,
         collective: Collective<'_>,
@@ -135,7 +137,7 @@ impl NcclMember {
         }))
     }
 
-    /// Ends the work of the rank. It cannot be used again.
+    /// Aborts the rank's work. The rank cannot be used again.
     pub(super) fn abort(&self) {
         let handle = self.handle.lock().take();
         if let Some(handle) = handle {
@@ -146,16 +148,17 @@ impl NcclMember {
     fn abort_taken(&self, handle: CommHandle) {
         let comm = handle.comm();
         if comm.is_null() {
-            // NCCL may still store a handle.
+            // NCCL may still store a handle there.
             return std::mem::forget(handle);
         }
-        // This also frees the rest of a lost device.
+        // This also frees what a lost device has left.
         let _bound = self.device.bind();
         // SAFETY: the handle was taken from its place, and nothing else uses it.
         let _ = unsafe { (self.nccl.abort)(comm) };
     }
 
-    /// Leaves the group. May wait for ranks of the same machine, because NCCL makes them leave together.
+    /// Leaves the group. May wait for other ranks on the same machine, because NCCL makes them leave
+    /// together.
     pub(super) fn leave(&self, limit: Duration) {
         let handle = self.handle.lock().take();
         let Some(handle) = handle else { return };
@@ -170,7 +173,7 @@ impl NcclMember {
             left = self.ready(&handle);
         }
         if left == Ok(true) {
-            // SAFETY: the handle was taken from its place, and its end is done.
+            // SAFETY: the handle was taken from its place, and its finalisation is done.
             let _ = unsafe { (self.nccl.destroy)(comm) };
         } else {
             self.abort_taken(handle);
@@ -184,9 +187,9 @@ impl Drop for NcclMember {
     }
 }
 
-/// Returns a configuration under which no call waits for other ranks.
+/// Returns a configuration with which no call waits for other ranks.
 fn config() -> ncclConfig_t {
-    // SAFETY: all zeros is a valid value of a plain C struct. NCCL reads the fields that `size` covers.
+    // SAFETY: all zeros is a valid value of a plain C struct. NCCL reads only the fields that `size` covers.
     let mut config: ncclConfig_t = unsafe { std::mem::zeroed() };
     config.size = offset_of!(ncclConfig_t, trafficClass);
     config.magic = MAGIC;

@@ -1,4 +1,4 @@
-//! Collectives among devices, through NCCL, which is loaded at run time.
+//! Collectives between devices, through NCCL, which is loaded at run time.
 //!
 //! ```text
 //!   caller's stream   … work ──► event            wait ──► work …      and the memory is held until here
@@ -6,8 +6,8 @@
 //!   group's stream               wait ──► NCCL ──► event
 //! ```
 //!
-//! No call of the host waits for other ranks inside NCCL. NCCL works in the background, and the rank polls
-//! its state until the time-out ([`member`], [`group`]).
+//! No host call waits for other ranks inside NCCL. NCCL works in the background, and the rank polls its state
+//! until the time-out ([`member`], [`group`]).
 
 use std::fmt;
 use std::sync::Arc;
@@ -33,14 +33,14 @@ use crate::device::CudaDevice;
 use crate::driver::NAME;
 use crate::queue::{CudaEvent, CudaStream, CudaStreamState};
 
-/// A rank of a group of NVIDIA GPUs, through NCCL. Each rank has a device of its own.
+/// A rank in a group of NVIDIA GPUs, through NCCL. Each rank has its own device.
 ///
 /// A call enqueues the collective and returns; the first one between two ranks may wait for the other rank.
-/// Waits end at the time-out, which is final for the group. Other ranks of this process learn of a failure at
-/// once, ranks of other processes by their time-out. Nothing notices that ranks make different calls: the
-/// group may time out, or read and write the wrong bytes.
+/// Waits end at the time-out, which fails the group permanently. Other ranks in this process see a failure at
+/// once, ranks in other processes when their own time-out ends. If ranks make different calls, nothing
+/// detects it: the group may time out, or read and write the wrong bytes.
 ///
-/// A read, a wait or the end of a stream after a collective waits without limit for ranks that never come.
+/// After a collective, a read, a wait or dropping a stream waits without limit for ranks that never arrive.
 /// Call [`wait`](Communicator::wait) first. Collectives in a captured graph are refused.
 ///
 /// ```
@@ -67,19 +67,19 @@ use crate::queue::{CudaEvent, CudaStream, CudaStreamState};
 /// ```
 ///
 /// # Drop behaviour
-/// The rank leaves. A collective of this rank that is not done fails the group. The last rank of the process
-/// waits up to a second for NCCL to end.
+/// The rank leaves. If one of its collectives is not done, the group fails. The process's last rank waits up
+/// to a second for NCCL to finish.
 pub struct NcclCommunicator {
     rank: usize,
     ranks: usize,
     group: Arc<NcclGroup>,
-    /// Index among the members of the group in this process.
+    /// The rank's index among the group's members in this process.
     place: usize,
     device: Arc<CudaDevice>,
     /// The stream on which NCCL works.
     stream: CudaStream,
-    /// The newest collective, with the event of its end. Locked while a collective is issued, because a rank
-    /// takes part in one at a time.
+    /// The newest collective, with an event that marks its end. Locked while a collective is issued, because
+    /// a rank takes part in only one at a time.
     newest: Mutex<Option<(String, Arc<dyn Event>)>>,
 }
 
@@ -90,13 +90,13 @@ impl fmt::Debug for NcclCommunicator {
 }
 
 impl NcclCommunicator {
-    /// Joins a group of `ranks` ranks as rank `rank`. Waits for the other ranks for at most `limit`, which is
-    /// also the time-out of collectives.
+    /// Joins a group of `ranks` ranks as rank `rank`. Waits at most `limit` for the other ranks, which is
+    /// also the time-out for collectives.
     ///
     /// # Errors
-    /// - Returns [`Error::NoDevice`] if NCCL is missing or too old; the error says what to install.
-    /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
-    /// - Returns [`Error::RanksTimedOut`] if other ranks did not come in time, and [`Error::Device`] if NCCL
+    /// - Returns [`Error::NoDevice`] if NCCL is missing or too old; the error explains what to install.
+    /// - Returns [`Error::OutOfRange`] if `rank` is not below `ranks`.
+    /// - Returns [`Error::RanksTimedOut`] if other ranks did not join in time, and [`Error::Device`] if NCCL
     ///   refuses, for example two ranks on one device.
     pub fn new(
         backend: &CudaBackend,
@@ -115,12 +115,11 @@ impl NcclCommunicator {
         Ok(Self::over(group, 0, rank, ranks, &backend.device, stream))
     }
 
-    /// Creates a group in this process, with one rank for each backend, in order. Use each rank on a thread
-    /// of its own.
+    /// Creates a group in this process, with one rank per backend, in order. Run each rank on its own thread.
     ///
     /// # Errors
-    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] for no backend, and [`Error::Unsupported`]
-    /// for two backends on one device.
+    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] if there are no backends, and
+    /// [`Error::Unsupported`] if two backends use the same device.
     pub fn group(backends: &[Arc<CudaBackend>], limit: Duration) -> Result<Vec<Self>> {
         let (nccl, ranks) = (library()?, backends.len());
         if ranks == 0 {
@@ -139,7 +138,7 @@ impl NcclCommunicator {
             .collect::<Result<_>>()?;
         let id = NcclId::new()?;
         // The ranks of one thread join together.
-        // SAFETY: the start has its end, also after a refused call.
+        // SAFETY: every start is followed by an end, even after a failed call.
         nccl.check("a start of calls", std::ptr::null_mut(), unsafe { (nccl.group_start)() })?;
         let joined: Vec<Result<NcclMember>> = backends
             .iter()
@@ -169,7 +168,7 @@ impl NcclCommunicator {
         Self { rank, ranks, group, place, device, stream, newest }
     }
 
-    /// Records an event of the caller's stream. A lost device fails the group.
+    /// Records an event on the caller's stream. Fails the group if the device is lost.
     fn record(&self, stream: &dyn Stream) -> Result<Arc<dyn Event>> {
         stream.record().inspect_err(|error| {
             if matches!(error, Error::DeviceLost { .. }) {
@@ -178,7 +177,7 @@ impl NcclCommunicator {
         })
     }
 
-    /// Enqueues a collective between an event of the caller's stream and one of the group's.
+    /// Enqueues a collective between an event on the caller's stream and one on the group's stream.
     fn enqueue(
         &self,
         stream: &dyn Stream,
@@ -187,11 +186,11 @@ impl NcclCommunicator {
         collective: Collective<'_>,
     ) -> Result<Arc<dyn Event>> {
         self.stream.wait_for(before)?;
-        // SAFETY: `Communicator::run` has asked whether the stream owns the views. They are held below, or
-        // the group's stream is waited for.
+        // SAFETY: `Communicator::run` has checked that the stream owns the views. They are held below, or the
+        // group's stream is waited for.
         let issued = unsafe { self.group.member(self.place).issue(collective, self.rank, self.stream.raw()) };
         issued.ok_or_else(|| self.group.gone(self.place))??;
-        // The work is on the group's stream only after NCCL has finished the call.
+        // The work is on the group's stream only once NCCL has finished the call.
         self.group.settle(self.place, &collective)?;
         let done = self.stream.record()?;
         stream.wait_for(&done)?;
@@ -229,10 +228,10 @@ impl Communicator for NcclCommunicator {
                 Ok(())
             }
             Err(error) => {
-                // The other ranks learn that this rank ended the work. They keep an earlier failure.
+                // The other ranks see that this rank aborted the work. They keep an earlier failure.
                 self.abort();
-                // The wait ends NCCL's enqueued work, whose memory nothing holds. NCCL has no error code for
-                // a lost device.
+                // Waits for the end of NCCL's enqueued work, whose memory nothing holds. NCCL has no error
+                // code for a lost device.
                 match self.stream.synchronize() {
                     Err(lost @ Error::DeviceLost { .. }) => Err(lost),
                     _ => Err(error),
@@ -254,7 +253,7 @@ impl Communicator for NcclCommunicator {
         self.group.poll(self.place, &call, || {
             Ok(event.is_done() || self.group.check(self.place).map(|()| false)?)
         })?;
-        // The work is done. This call returns its error, and drops the holds of its memory.
+        // The work is done. This call returns its error, and drops everything that it held.
         stream.synchronize().inspect_err(|_| self.abort())?;
         self.check()
     }
@@ -274,7 +273,7 @@ impl Drop for NcclCommunicator {
     }
 }
 
-/// Returns an event of this backend by its own type.
+/// Downcasts an event to this backend's type.
 fn cuda(event: &Arc<dyn Event>) -> Result<&CudaEvent> {
     let known = event.as_any().downcast_ref::<CudaEvent>();
     known.ok_or(Error::ForeignHandle { what: "a stream", backend: NAME })

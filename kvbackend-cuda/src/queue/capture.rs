@@ -1,7 +1,7 @@
-//! Captures by the driver, and what a graph of this backend keeps.
+//! Driver captures, and the data that a graph of this backend keeps.
 //!
-//! Lists of the step lie in memory that each replay writes ([`StepLists`]). Other lists are constants of the
-//! graph.
+//! The step's lists are in memory that each replay writes ([`StepLists`]). All other lists are constants of
+//! the graph.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -26,20 +26,21 @@ thread_local! {
     static RECORDING: RefCell<Option<CudaRecording>> = const { RefCell::new(None) };
 }
 
-/// Notes of a capture that its graph keeps.
+/// Data from a capture that its graph keeps.
 #[derive(Default)]
 pub(crate) struct GraphNotes {
     pub(super) lists: StepLists<StepList>,
     pub(super) plans: AttendPlans,
-    /// The tables of angles that kernels read. A rope's table is another one when it has grown.
+    /// The angle tables that kernels read. When a RoPE's table grows, it is replaced by another one.
     tables: Vec<(Arc<Rope>, Arc<RopeTable>)>,
 }
 
 impl GraphNotes {
-    /// Checks that no table of angles has grown since the capture.
+    /// Checks that no angle table has grown since the capture.
     ///
     /// # Errors
-    /// Returns [`Error::GraphOutgrown`] if a position is past the table of angles that the graph reads.
+    /// Returns [`Error::GraphOutgrown`] if a position is past the end of the angle table that the graph
+    /// reads.
     pub(super) fn check_tables(&self) -> Result<()> {
         for (rope, table) in &self.tables {
             if !Arc::ptr_eq(&rope.table([])?, table) {
@@ -55,7 +56,7 @@ pub(crate) fn uncapturable(what: &str) -> Error {
     kvcore::device::capture::uncapturable(NAME, what)
 }
 
-/// Checks that an operation can be replayed with other lists, and notes its check and its table of angles.
+/// Checks that an operation can be replayed with other lists, and records its check and its angle table.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`], which names the operation.
@@ -85,7 +86,7 @@ impl CapturedStream for CudaStreamState {
     fn begin(&self) -> Result<()> {
         let _bound = self.on.device.bind()?;
         let mode = CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: the stream is alive. Memory that captured work uses is held by the graph.
+        // SAFETY: the stream is alive. The graph holds the memory that captured work uses.
         unsafe { result::stream::begin_capture(self.on.raw, mode) }
             .map_err(|error| self.on.device.refused(error))
     }
@@ -93,7 +94,7 @@ impl CapturedStream for CudaStreamState {
     fn end(&self) -> Result<RawGraph> {
         let device = &self.on.device;
         let _bound = device.bind()?;
-        // SAFETY: the stream is alive; its capture was begun by this thread.
+        // SAFETY: the stream is alive, and this thread began its capture.
         let raw = unsafe { result::stream::end_capture(self.on.raw) };
         Ok(RawGraph { raw: raw.map_err(|error| device.refused(error))?, device: Arc::clone(device) })
     }

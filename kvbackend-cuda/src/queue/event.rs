@@ -1,4 +1,4 @@
-//! Events: points in the order of a stream.
+//! Events: points in a stream's order of work.
 
 use std::any::Any;
 use std::fmt;
@@ -12,11 +12,12 @@ use super::capture::uncapturable;
 use super::raw::RawEvent;
 use super::state::CudaStreamState;
 
-/// A point in the order of a [`CudaStream`](crate::CudaStream).
+/// A point in the order of work of a [`CudaStream`](crate::CudaStream).
 pub struct CudaEvent {
     mark: RawEvent,
     stream: Arc<CudaStreamState>,
-    /// Number of the capture that the event is part of, or 0. Such an event never happens.
+    /// ID of the capture that the event belongs to, or 0 if there is none. An event of a capture never
+    /// happens.
     capture: u64,
 }
 
@@ -48,7 +49,7 @@ impl CudaEvent {
         &self.stream
     }
 
-    /// Returns the number of the capture that the event is part of, or 0.
+    /// Returns the ID of the capture that the event belongs to, or 0.
     pub(crate) fn capture(&self) -> u64 {
         self.capture
     }
@@ -63,7 +64,7 @@ impl Event for CudaEvent {
     }
 
     fn is_done(&self) -> bool {
-        // A lost device will never do its work, and a wait returns its error.
+        // A lost device never finishes its work, and a wait returns its error.
         self.capture == 0 && self.mark.is_done().unwrap_or(true)
     }
 

@@ -1,4 +1,4 @@
-//! Graphs: captured work, and its replay with other lists.
+//! Graphs: captured work, and its replay with new lists.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,19 +18,19 @@ use crate::device::CudaDevice;
 pub(crate) struct CudaGraph {
     stream: Arc<CudaStreamState>,
     work: Arc<GraphWork>,
-    /// Counts that a replay adds to the counters.
+    /// Operation counts that each replay adds to the counters.
     counts: CounterSnapshot,
 }
 
-/// The driver's graph and all memory that it touches. Each replay holds it until the replay is done.
+/// The driver's graph and all memory that it uses. Each replay holds it until the replay is done.
 struct GraphWork {
     exec: CUgraphExec,
     device: Arc<CudaDevice>,
     captured: Captured<CudaStreamState>,
 }
 
-// SAFETY: the driver's graphs may be launched and destroyed from any thread; launches are ordered by the
-// stream's lock.
+// SAFETY: the driver's graphs may be launched and destroyed from any thread; the stream's lock orders the
+// launches.
 unsafe impl Send for GraphWork {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for GraphWork {}
@@ -50,7 +50,7 @@ impl Drop for GraphWork {
 }
 
 impl CudaGraph {
-    /// Makes a graph of a capture that has ended.
+    /// Creates a graph from a capture that has ended.
     pub(crate) fn new(
         stream: &Arc<CudaStreamState>,
         graph: RawGraph,
@@ -59,7 +59,7 @@ impl CudaGraph {
     ) -> Result<Self> {
         let device = Arc::clone(&stream.on.device);
         let _bound = device.bind()?;
-        // SAFETY: zero is the value without flags, of a plain number; the graph is alive.
+        // SAFETY: 0 means no flags; the graph is alive.
         let exec = unsafe {
             result::graph::instantiate(graph.raw, std::mem::zeroed::<sys::CUgraphInstantiate_flags>())
         };
@@ -88,8 +88,8 @@ impl Graph for CudaGraph {
             staged.push(queue.uploads.stage(device, bytes)?);
         }
         for (upload, (to, bytes)) in staged.into_iter().zip(&contents) {
-            // SAFETY: the graph's memory has room for the bytes; its last replay reads it earlier in the
-            // order of the stream.
+            // SAFETY: the graph's memory has room for the bytes, and its previous replay reads it earlier in
+            // the stream's order.
             unsafe { copy_up(on, &upload, *to, bytes.len()) }?;
             queue.in_flight.hold(Hold::Other(upload));
         }

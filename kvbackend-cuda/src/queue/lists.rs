@@ -1,5 +1,5 @@
-//! Lists in the form in which kernels read them: lists on the device that the layers of a step share, and the
-//! lists of a captured step, which each replay writes.
+//! Lists in the form that kernels read: lists on the device that a step's layers share, and the lists of a
+//! captured step, which each replay writes.
 
 use std::sync::Arc;
 
@@ -8,10 +8,10 @@ use kvcore::{AttendWork, Error, Result, StepInputs, WritePairs, WriteSlots};
 
 use super::upload::CudaUpload;
 
-/// Number of lists that a stream keeps. A step has few: slots, positions, and the lists of copies.
+/// Number of lists that a stream keeps. A step needs only a few: slots, positions, and the lists of copies.
 const KEPT: usize = 8;
 
-/// The key of a list: its form on the device, with its address and length on the host.
+/// Identifies a list: its form on the device, and its address and length on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SentKey {
     Numbers(usize, usize),
@@ -20,7 +20,7 @@ pub(super) enum SentKey {
 }
 
 // Decision: docs/decisions/backend-cuda.md#lists-are-known-by-their-place
-/// Keeps a list at its address. While the list is held, no other list can have that address.
+/// Keeps a list alive at its address. While it is held, no other list can have that address.
 #[derive(Debug)]
 pub(super) enum SentOwner {
     Numbers(#[expect(dead_code, reason = "held so that its place stays taken")] Arc<[i64]>),
@@ -28,27 +28,27 @@ pub(super) enum SentOwner {
     Pairs(#[expect(dead_code, reason = "held so that its place stays taken")] WritePairs),
 }
 
-/// The lists of a stream's last operations.
+/// The lists of a stream's most recent operations.
 pub(super) type SentLists = Recent<SentKey, (SentOwner, Arc<CudaUpload>), KEPT>;
 
-/// Makes the records of a plan of attention for the work of a step.
+/// Makes the records of an attention plan for a step's work.
 pub(crate) type MakeRecords = Box<dyn Fn(&Arc<AttendWork>) -> Result<Vec<u8>> + Send + Sync>;
 
 /// A list of a captured step.
 pub(crate) enum StepList {
-    /// Tokens below `limit`.
+    /// Token IDs below `limit`.
     Tokens {
         limit: usize,
     },
     Positions,
-    /// Slots, of which each occurs once; see [`last_of_each`].
+    /// Slots without duplicates; see [`last_of_each`].
     Slots,
-    /// The records of a plan of attention.
+    /// The records of an attention plan.
     Plan(MakeRecords),
 }
 
 impl StepList {
-    /// Returns whether both are the same list of the step. Plans are told apart by their own keys.
+    /// Returns whether both are the same list of the step. Plans are distinguished by their own keys.
     pub(super) fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Positions, Self::Positions) | (Self::Slots, Self::Slots) => true,
@@ -57,11 +57,11 @@ impl StepList {
         }
     }
 
-    /// Writes the list of a step to its room.
+    /// Writes a step's list to the memory reserved for it.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] for another number of rows, [`Error::OutOfRange`] for a token that the
-    /// table of embeddings does not have, and [`Error::GraphOutgrown`] if a plan has no room.
+    /// Returns [`Error::Mismatch`] if the number of rows differs, [`Error::OutOfRange`] if a token is not in
+    /// the embedding table, and [`Error::GraphOutgrown`] if a plan does not fit.
     pub(super) fn write(&self, step: &StepInputs, room: &mut [u8]) -> Result<()> {
         let mut put = |what, list: &[u8]| {
             if list.len() != room.len() {
@@ -90,8 +90,8 @@ impl StepList {
 }
 
 // Decision: docs/decisions/backend-cuda.md#of-rows-with-the-same-slot-the-last-is-written
-/// Returns the slots with all but the last row of each slot turned to padding. `sorting` is memory to work
-/// in.
+/// Returns the slots with all but the last row of each slot changed to padding. `sorting` is a scratch
+/// buffer.
 pub(super) fn last_of_each(slots: &[i64], sorting: &mut Vec<(i64, usize)>) -> Vec<i64> {
     let mut unique = slots.to_vec();
     if slots.windows(2).all(|pair| pair[0] < pair[1]) {

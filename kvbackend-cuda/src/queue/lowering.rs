@@ -1,5 +1,5 @@
-//! The preparation of one operation: sends up the lists that its kernels read, holds the memory that it uses,
-//! and collects its launches.
+//! Prepares one operation: uploads the lists that its kernels read, holds the memory that it uses, and
+//! collects its launches.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -20,26 +20,26 @@ use crate::device::CudaDevice;
 use crate::memory::{self, CudaStorage};
 use crate::module::CudaKernel;
 
-/// Smallest number of bytes of scratch.
+/// The minimum size of scratch memory in bytes.
 const LEAST_SCRATCH: usize = 1 << 16;
 
-/// Distance in bytes between the lists of a captured step: their addresses are multiples of it.
+/// Alignment in bytes of a captured step's lists.
 const ALIGNED: usize = 256;
 
-/// A launch of a kernel: its grid, its blocks and its argument.
+/// A kernel launch: its grid, its blocks and its argument.
 pub(crate) struct Launch {
     kernel: CudaKernel,
     grid: [u32; 3],
     threads: u32,
     shared: u32,
     // Decision: docs/decisions/backend-cuda.md#a-kernel-takes-one-struct-and-uses-dynamic-shared-memory-only
-    /// The argument, in 8-byte words for its alignment.
+    /// The argument, as 8-byte words for its alignment.
     args: SmallVec<[u64; 32]>,
 }
 
 impl Launch {
-    /// Describes a launch. The caller guarantees that `args` is the kernel's argument, as its source declares
-    /// it.
+    /// Describes a launch. The caller guarantees that `args` is the kernel's argument as declared in its
+    /// source.
     pub(crate) fn new<A: Pod>(
         kernel: CudaKernel,
         grid: [u32; 3],
@@ -59,7 +59,7 @@ impl Launch {
 }
 
 impl CudaStream {
-    /// Enqueues the launches that `prepare` lists. If `prepare` or the loading of a kernel fails, no launch
+    /// Enqueues the launches that `prepare` adds. If `prepare` fails or a kernel cannot be loaded, no launch
     /// is enqueued.
     pub(crate) fn enqueue(&self, prepare: impl FnOnce(&mut Lowering<'_>) -> Result<()>) -> Result<()> {
         self.state.recorded(|recording| self.enqueue_in(recording, prepare))
@@ -85,8 +85,9 @@ impl CudaStream {
         }
         for (function, mut launch) in functions.into_iter().zip(launches) {
             let mut argument = [launch.argument()];
-            // SAFETY: the argument is the kernel's struct. The memory it names belongs to this device and is
-            // held until the work is done: `Stream::run` has asked `owns`, and so do the dense steps.
+            // SAFETY: the argument is the kernel's struct. The memory that it names belongs to this device
+            // and is held until the work is done: `Stream::run` has checked `owns`, and so have the dense
+            // steps.
             unsafe {
                 let (grid, block) =
                     ((launch.grid[0], launch.grid[1], launch.grid[2]), (launch.threads, 1, 1));
@@ -119,13 +120,13 @@ impl CudaStream {
 pub(crate) struct Lowering<'a> {
     stream: &'a CudaStreamState,
     queue: &'a mut CudaQueue,
-    /// The capture that the operation enters, if any.
+    /// The capture that records the operation, if any.
     recording: Option<&'a mut CudaRecording>,
     launches: SmallVec<[Launch; 2]>,
 }
 
 impl Lowering<'_> {
-    /// Returns the capture that the operation enters.
+    /// Returns the capture that records the operation, if any.
     pub(crate) fn recording(&mut self) -> Option<&mut CudaRecording> {
         self.recording.as_deref_mut()
     }
@@ -153,7 +154,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// Sends a list up and returns its address on the device, a multiple of 256.
+    /// Uploads a list and returns its address on the device, a multiple of 256.
     pub(crate) fn upload<T: Pod>(&mut self, list: &[T]) -> Result<u64> {
         let bytes = bytemuck::cast_slice(list);
         if self.recording.is_some() {
@@ -163,11 +164,10 @@ impl Lowering<'_> {
         Ok(self.held(upload))
     }
 
-    /// Sends tokens up, each below `limit`, and returns their address.
+    /// Uploads tokens, all below `limit`, and returns their address.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] in a capture whose step has other tokens, and the errors of the
-    /// device.
+    /// Returns [`kvcore::Error::Unsupported`] in a capture whose step has other tokens, and device errors.
     pub(crate) fn tokens(&mut self, tokens: &[u32], limit: usize) -> Result<u64> {
         let Some(recording) = self.recording() else { return self.upload(tokens) };
         if !is_same(tokens, &recording.step().tokens) {
@@ -179,7 +179,7 @@ impl Lowering<'_> {
     /// Returns the address of a list of `bytes` bytes that each replay of the graph writes.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] outside of a capture, and the errors of the device.
+    /// Returns [`kvcore::Error::Unsupported`] outside of a capture, and device errors.
     pub(crate) fn input(&mut self, list: StepList, bytes: usize) -> Result<u64> {
         let device = &self.stream.on.device;
         let recording = self.recording.as_mut().ok_or_else(|| uncapturable("a list of no capture"))?;
@@ -190,7 +190,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// Returns the address of a list that is the same in each replay of a capture.
+    /// Returns the address of a list that does not change between the replays of a capture.
     fn constant(&mut self, bytes: &[u8]) -> Result<u64> {
         let storage = CudaStorage::allocate(self.device(), MemoryKind::Device, bytes.len().max(1))?;
         storage.fill(bytes)?;
@@ -199,7 +199,8 @@ impl Lowering<'_> {
         Ok(address)
     }
 
-    /// Sends bytes up for a list that the caller keeps. The caller holds it for each operation that uses it.
+    /// Uploads bytes for a list that the caller keeps. The caller must hold it for each operation that uses
+    /// it.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         self.queue.uploads.send(&self.stream.on, bytes)
     }
@@ -211,7 +212,7 @@ impl Lowering<'_> {
         address
     }
 
-    /// Sends slots or positions up unchanged, once for all operations that share the list.
+    /// Uploads slots or positions unchanged, once for all operations that share the list.
     pub(crate) fn numbers(&mut self, list: &Arc<[i64]>) -> Result<u64> {
         let of_step = |recording: &mut CudaRecording| is_same(list, &recording.step().positions);
         if self.recording().is_some_and(of_step) {
@@ -221,8 +222,8 @@ impl Lowering<'_> {
         self.kept(key, || SentOwner::Numbers(Arc::clone(list)), |_| list.to_vec())
     }
 
-    /// Sends slots up for an operation that writes them. Of rows with the same slot, all but the last become
-    /// padding, because two rows that are written to one slot at the same time would mix.
+    /// Uploads slots for an operation that writes to them. Of several rows with the same slot, all but the
+    /// last become padding, because two rows written to one slot at the same time could mix.
     pub(crate) fn written_slots(&mut self, list: &WriteSlots) -> Result<u64> {
         if self.recording.is_some() {
             return self.input(StepList::Slots, size_of_val(&list[..]));
@@ -231,7 +232,7 @@ impl Lowering<'_> {
         self.kept(key, || SentOwner::Slots(list.clone()), |sorting| last_of_each(list, sorting))
     }
 
-    /// Sends pairs of blocks up, each as two 32-bit numbers: source and destination.
+    /// Uploads pairs of blocks, each as two 32-bit numbers: source and destination.
     pub(crate) fn pairs(&mut self, pairs: &WritePairs) -> Result<u64> {
         let key = SentKey::Pairs(pairs.as_ptr() as usize, pairs.len());
         let words = |pair: &(BlockId, BlockId)| {
@@ -260,8 +261,8 @@ impl Lowering<'_> {
         Ok(self.held(upload))
     }
 
-    /// Returns the address of a RoPE table: for each position, a pair `(cos, sin)` of f32 for each pair of
-    /// elements.
+    /// Returns the address of a RoPE table: for each position and each pair of elements, a pair `(cos, sin)`
+    /// in f32.
     pub(crate) fn angles(&mut self, rope: &Rope) -> Result<u64> {
         let angles = self.stream.tables.angles(self.device(), rope)?;
         let address = angles.address();
@@ -269,9 +270,9 @@ impl Lowering<'_> {
         Ok(address)
     }
 
-    /// Returns memory in which a kernel leaves results for the next kernel of the same operation. All
-    /// operations of the stream share it, because they run one after the other. A graph has other memory,
-    /// because it may run at the same time as work outside of graphs.
+    /// Returns memory in which a kernel leaves results for the operation's next kernel. All operations of the
+    /// stream share it, because they run one after another. A graph has its own memory, because it may run at
+    /// the same time as work outside of graphs.
     pub(crate) fn scratch(&mut self, bytes: usize) -> Result<u64> {
         let device = &self.stream.on.device;
         let make = || allocate(device, bytes.next_power_of_two().max(LEAST_SCRATCH));
@@ -287,7 +288,7 @@ impl Lowering<'_> {
         Ok(address)
     }
 
-    /// Returns the plans of attention that the layers of a step share.
+    /// Returns the attention plans that a step's layers share.
     pub(crate) fn plans(&mut self) -> &mut AttendPlans {
         match self.recording.as_deref_mut() {
             Some(recording) => &mut recording.notes().plans,

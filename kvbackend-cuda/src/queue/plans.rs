@@ -1,4 +1,4 @@
-//! Plans of attention on the device: the places of their records. `kernels::attend` makes the plans.
+//! Attention plans on the device: the places of their records. `kernels::attend` makes the plans.
 
 use std::sync::Arc;
 
@@ -6,27 +6,26 @@ use kvcore::device::queue::Recent;
 
 use super::upload::CudaUpload;
 
-/// Number of plans that a stream keeps. Few suffice, because the layers of a model differ at most in their
+/// Number of plans that a stream keeps. A few are enough, because a model's layers differ at most in their
 /// window.
 const KEPT: usize = 4;
 
 /// The key of a plan: everything that it depends on. Layers with equal keys share a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct AttendPlanKey {
-    /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
+    /// The work's ID, [`AttendWork::id`](kvcore::AttendWork::id).
     pub(crate) work: u64,
     pub(crate) window: Option<usize>,
-    /// Query heads of a block, blocks for all heads, rows of a block, tokens of a tile, and blocks at the
-    /// same time.
+    /// In this order: query heads per block, blocks for all heads, rows per block, tokens per tile, and
+    /// blocks that run at the same time.
     pub(crate) tiling: [usize; 5],
     pub(crate) block_size: usize,
     pub(crate) part_bytes: usize,
-    /// Whether the output overlaps the queries, in which case nothing may be written before all queries are
-    /// read.
+    /// Whether the output overlaps the queries. If so, nothing may be written before all queries are read.
     pub(crate) over_queries: bool,
 }
 
-/// Places of records that all chunks share, in bytes from the start of the plan.
+/// Places of the records that all chunks share, in bytes from the start of the plan.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SharedPlaces {
     pub(crate) rows: u64,
@@ -35,7 +34,7 @@ pub(crate) struct SharedPlaces {
     pub(crate) groups: u64,
 }
 
-/// Tiles whose parts fit in the scratch memory. Places are in bytes from the start of the plan.
+/// Tiles whose parts fit in scratch memory. Places are in bytes from the start of the plan.
 #[derive(Debug)]
 pub(crate) struct PlanChunk {
     pub(crate) shared: SharedPlaces,
@@ -46,19 +45,19 @@ pub(crate) struct PlanChunk {
     pub(crate) merged_rows: usize,
     pub(crate) ranges: u64,
     pub(crate) lists: u64,
-    /// Number of parts, each of one row and all heads.
+    /// Number of parts, each with one row and all heads.
     pub(crate) parts: usize,
 }
 
-/// The division of a call, and its records on the device.
+/// How a call is divided, and the records of that on the device.
 #[derive(Debug)]
 pub(crate) struct AttendPlan {
     pub(crate) chunks: Vec<PlanChunk>,
     /// Address of the records.
     pub(crate) address: u64,
-    /// Memory of the records, unless a graph owns it.
+    /// The records' memory, unless a graph owns it.
     pub(crate) upload: Option<Arc<CudaUpload>>,
 }
 
-/// The plans of a stream's last calls.
+/// The plans of a stream's most recent calls.
 pub(crate) type AttendPlans = Recent<AttendPlanKey, Arc<AttendPlan>, KEPT>;

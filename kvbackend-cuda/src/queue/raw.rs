@@ -1,5 +1,4 @@
-//! Handles of the driver that a stream's work uses: the stream itself, marks in its order, and captured
-//! graphs.
+//! Driver handles that a stream's work uses: the stream itself, events, and captured graphs.
 
 use std::sync::Arc;
 
@@ -10,19 +9,19 @@ use kvcore::device::queue::Mark;
 
 use crate::device::CudaDevice;
 
-/// A stream of the driver, with its device. Its owner keeps it alive and destroys it.
+/// A driver stream with its device. Its owner keeps it alive and destroys it.
 pub(crate) struct RawStream {
     pub(crate) device: Arc<CudaDevice>,
     pub(crate) raw: CUstream,
 }
 
-/// An event of the driver, destroyed when it is dropped.
+/// A driver event, destroyed when it is dropped.
 pub(crate) struct RawEvent {
     raw: CUevent,
     device: Arc<CudaDevice>,
 }
 
-/// A captured graph that is not instantiated, destroyed when it is dropped.
+/// A captured graph before instantiation, destroyed when it is dropped.
 pub(crate) struct RawGraph {
     pub(super) raw: CUgraph,
     pub(super) device: Arc<CudaDevice>,
@@ -73,7 +72,7 @@ impl Mark for RawEvent {
 impl Drop for RawEvent {
     fn drop(&mut self) {
         let Ok(_bound) = self.device.bind() else { return };
-        // SAFETY: the event is alive; the driver frees it when no stream waits for it any more.
+        // SAFETY: the event is alive; the driver frees it once no stream waits for it.
         let _ = unsafe { result::event::destroy(self.raw) };
     }
 }

@@ -1,4 +1,4 @@
-//! A stream with the bookkeeping of its enqueued work.
+//! A stream, and the bookkeeping for its enqueued work.
 
 use std::any::Any;
 use std::fmt;
@@ -27,21 +27,20 @@ pub struct CudaStream {
 pub(crate) struct CudaStreamState {
     pub(crate) on: RawStream,
     pub(super) tables: Arc<AngleTables>,
-    /// Keeps a lent stream alive. None for a stream of the backend's own.
+    /// Keeps a lent stream alive. None if the backend created the stream.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     pub(crate) queue: Mutex<CudaQueue>,
     pub(super) side: CaptureSide,
-    /// Memory between the kernels of an operation that graphs captured here share, by the stream that took
-    /// part.
+    /// Scratch memory that the graphs captured on this stream share, by stream that took part.
     pub(super) graph_scratch: Mutex<GraphScratch>,
 }
 
-// SAFETY: the driver's streams may be used from any thread; the order of calls is kept by `queue`.
+// SAFETY: the driver's streams may be used from any thread; the lock on `queue` orders the calls.
 unsafe impl Send for CudaStreamState {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for CudaStreamState {}
 
-/// The bookkeeping of a stream's calls, used by one call at a time.
+/// The bookkeeping for a stream's calls. Only one call uses it at a time.
 #[derive(Default)]
 pub(crate) struct CudaQueue {
     pub(crate) in_flight: InFlight<RawEvent>,
@@ -53,12 +52,12 @@ pub(crate) struct CudaQueue {
 }
 
 // Decision: docs/decisions/backend-cuda.md#graphs-of-a-stream-share-the-memory-between-the-kernels-of-an-operation
-/// Memory that graphs share for as long as one of them holds it. Their replays follow one another.
+/// Memory that graphs share for as long as one of them holds it. Their replays run one after another.
 #[derive(Default)]
 pub(super) struct GraphScratch(Vec<(usize, Weak<dyn Storage>)>);
 
 impl GraphScratch {
-    /// Returns memory of at least `bytes` bytes for a key, from `make` if there is none.
+    /// Returns memory of at least `bytes` bytes for a key. Calls `make` if there is none.
     pub(super) fn of(
         &mut self,
         key: usize,
@@ -84,14 +83,14 @@ impl fmt::Debug for CudaStream {
 }
 
 impl Drop for CudaStreamState {
-    /// Waits for the enqueued work, because its memory is freed with the stream.
+    /// Waits for the enqueued work, because the stream's memory is freed with it.
     fn drop(&mut self) {
         let Ok(_bound) = self.on.device.bind() else { return };
         // SAFETY: the stream is alive.
         let _ = unsafe { result::stream::synchronize(self.on.raw) };
         drop(std::mem::take(self.queue.get_mut()));
         if self.owner.is_none() {
-            // SAFETY: the stream is the backend's own, and is destroyed once.
+            // SAFETY: the backend created the stream, and destroys it once.
             let _ = unsafe { result::stream::destroy(self.on.raw) };
         }
     }
@@ -106,7 +105,7 @@ impl CudaStream {
         Ok(Self::over(device, tables, raw, None))
     }
 
-    /// Wraps a stream of the caller.
+    /// Wraps a stream that the caller created.
     ///
     /// # Safety
     /// See [`CudaBackend::lent_stream`](crate::CudaBackend::lent_stream).
@@ -148,7 +147,7 @@ impl CudaStream {
         &self.state
     }
 
-    /// Returns the driver's stream, for engines that enqueue work of their own between operations.
+    /// Returns the driver's stream. An engine can enqueue its own work on it between operations.
     pub fn raw(&self) -> CUstream {
         self.state.on.raw
     }
@@ -163,7 +162,7 @@ impl CudaStreamState {
         queue.in_flight.tidy(&self.on)
     }
 
-    /// Waits for the enqueued work, and drops what it held.
+    /// Waits for the enqueued work, and drops everything that it held.
     pub(crate) fn synchronize(&self, queue: &mut CudaQueue) -> Result<()> {
         // SAFETY: the stream is alive, and its context is current.
         let waited = unsafe { result::stream::synchronize(self.on.raw) };

@@ -1,4 +1,4 @@
-//! Lists that go up to the device: slots, positions, pairs of blocks, plans.
+//! Lists to upload to the device: slots, positions, pairs of blocks, plans.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -10,22 +10,22 @@ use super::raw::RawStream;
 use crate::device::CudaDevice;
 use crate::memory::{self, CudaStorage};
 
-/// Largest number of replays that are enqueued and not done. The host waits for the oldest before it enqueues
-/// another.
+/// The maximum number of replays that are enqueued and not done. At the limit, the host waits for the oldest
+/// before it enqueues another.
 pub(super) const AHEAD: usize = 32;
 
-/// Largest number of uploads that wait for another use. Twice [`AHEAD`]: each replay under way holds one, and
-/// the host waits for running kernels when pinned memory is freed.
+/// The maximum number of uploads kept for reuse. It is twice [`AHEAD`], because each replay under way holds
+/// one, and the host waits for running kernels when pinned memory is freed.
 const KEPT: usize = 2 * AHEAD;
 
-/// Memory of a list: where the host writes it, and where kernels read it.
+/// Memory for one list: a part that the host writes, and a part that kernels read.
 #[derive(Debug)]
 pub(crate) struct CudaUpload {
     host: *mut c_void,
     storage: CudaStorage,
 }
 
-// SAFETY: the host's memory is written by the holder of the stream's lock only.
+// SAFETY: only the holder of the stream's lock writes the host memory.
 unsafe impl Send for CudaUpload {}
 // SAFETY: as for `Send`.
 unsafe impl Sync for CudaUpload {}
@@ -43,7 +43,7 @@ impl CudaUpload {
         self.storage.address()
     }
 
-    /// Returns the memory that the host writes.
+    /// Returns the host memory of the list.
     pub(crate) fn host(&self) -> *mut c_void {
         self.host
     }
@@ -57,12 +57,13 @@ impl Drop for CudaUpload {
     }
 }
 
-/// The uploads of a stream, in use or waiting for another list.
+/// A stream's uploads, in use or kept for later lists.
 #[derive(Debug, Default)]
 pub(crate) struct CudaUploads(Vec<(usize, Arc<CudaUpload>)>);
 
 impl CudaUploads {
-    /// Copies bytes to pinned memory, from which an enqueued copy takes them. The caller holds it until then.
+    /// Copies bytes to pinned memory, from which an enqueued copy reads them. The caller must hold it until
+    /// that copy is done.
     pub(crate) fn stage(&mut self, device: &Arc<CudaDevice>, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         let make = |bytes| CudaUpload::new(device, bytes);
         let upload = kvcore::device::queue::room(&mut self.0, bytes.len().max(1), KEPT, make)?;
@@ -72,7 +73,7 @@ impl CudaUploads {
         Ok(upload)
     }
 
-    /// Enqueues the copy of a list to its own memory on the device. The caller holds the upload until the
+    /// Enqueues the copy of a list to its own memory on the device. The caller must hold the upload until the
     /// copy is done.
     pub(crate) fn send(&mut self, stream: &RawStream, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         let upload = self.stage(&stream.device, bytes)?;
@@ -82,11 +83,11 @@ impl CudaUploads {
     }
 }
 
-/// Enqueues a copy of the first `bytes` staged bytes to an address on the device. The caller holds the upload
-/// until the copy is done.
+/// Enqueues a copy of the first `bytes` staged bytes to an address on the device. The caller must hold the
+/// upload until the copy is done.
 ///
 /// # Safety
-/// The `bytes` bytes from `to` on are memory of the device that is held until the copy is done.
+/// The `bytes` bytes at `to` must be device memory that is held until the copy is done.
 pub(super) unsafe fn copy_up(stream: &RawStream, upload: &CudaUpload, to: u64, bytes: usize) -> Result<()> {
     if bytes == 0 {
         return Ok(());

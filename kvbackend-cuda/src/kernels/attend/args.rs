@@ -1,4 +1,4 @@
-//! The argument of the attention kernels, as `attend.cuh` declares it.
+//! The attention kernels' argument, as declared in `attend.cuh`.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{Attend, DType, KeyForm, KvPlane, Pairing, Result, TensorView};
@@ -8,7 +8,7 @@ use super::tiling::{KernelTiling, groups};
 use crate::kernels::places::{Region, element_kind};
 use crate::queue::{Lowering, PlanChunk};
 
-/// K or V of one layer. Distances are in bytes.
+/// K or V of one layer. Strides are in bytes.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 struct AttendPlane {
@@ -40,7 +40,7 @@ impl AttendPlane {
     }
 }
 
-/// A tensor of rows and heads. Distances are in bytes.
+/// A tensor with rows and heads. Strides are in bytes.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct RowsArg {
@@ -55,7 +55,7 @@ impl RowsArg {
         Self { at: rows.side.address, row: rows.side.outer, head: rows.head }
     }
 
-    /// Returns the rows of a view, or address 0 if there is none.
+    /// Returns a view's rows, or address 0 if there is no view.
     pub(super) fn optional(view: Option<&TensorView>) -> Self {
         view.map(Self::new).unwrap_or_default()
     }
@@ -108,7 +108,7 @@ pub(super) struct AttendArgs {
     eights: u32,
 }
 
-/// The part of a call that all its chunks share.
+/// The part of a call that is the same for all of its chunks.
 pub(super) struct AttendCall<'a> {
     pub(super) op: &'a Attend,
     pub(super) latent: Option<&'a TensorView>,
@@ -116,8 +116,7 @@ pub(super) struct AttendCall<'a> {
 }
 
 impl AttendCall<'_> {
-    /// Returns the argument for a chunk, with the addresses of its plan and of the sums and values of its
-    /// parts.
+    /// Returns the argument for a chunk, given the addresses of its plan and of its parts' sums and values.
     pub(super) fn args(
         &self,
         to: &mut Lowering<'_>,

@@ -1,8 +1,8 @@
 //! Plans in a graph. Each replay divides its work as a call outside of the graph would, and writes the
-//! records to places that the capture has fixed.
+//! records to the places that the capture has fixed.
 //!
-//! Each list has room for about twice the records of the captured work, and the grids cover all of the room.
-//! Unused room holds absent records; a block that reads one ends at once.
+//! Each list has room for about twice as many records as the captured work has, and the grids cover all of
+//! that room. Unused room is filled with absent records; a block that reads one ends at once.
 
 use std::sync::Arc;
 
@@ -17,13 +17,16 @@ use crate::queue::capture::uncapturable;
 use crate::queue::{AttendPlan, AttendPlanKey, Lowering, PlanChunk, StepList};
 
 // Decision: docs/decisions/backend-cuda.md#a-plan-in-a-graph-has-room-and-is-divided-again-for-each-replay
-/// Indices of lists in a plan with one chunk.
+/// Index of the list of rows in a plan with one chunk.
 const ROWS: usize = 0;
+/// Index of the list of groups in a plan with one chunk.
 const GROUPS: usize = 3;
+/// Index of the list of tasks in a plan with one chunk.
 const TASKS: usize = 5;
+/// Index of the list of merged rows in a plan with one chunk.
 const MERGED: usize = 6;
 
-/// The division of a captured call.
+/// How a captured call is divided.
 struct GraphPlan {
     device: Arc<CudaDevice>,
     /// The call, without its work.
@@ -31,13 +34,13 @@ struct GraphPlan {
     latent: Option<TensorView>,
     tiling: KernelTiling,
     key: AttendPlanKey,
-    /// Bytes of room of each list of records.
+    /// Bytes of room for each list of records.
     room: Vec<usize>,
-    /// Number of parts that fit in the scratch.
+    /// Number of parts that fit in the scratch memory.
     parts: usize,
 }
 
-/// Returns the bytes of room of each list, from the bytes of its captured records.
+/// Returns the bytes of room for each list, from the size of its captured records.
 fn room(lists: &[usize], rows: usize) -> Vec<usize> {
     let of = |(list, &bytes): (usize, &usize)| match list {
         ROWS | GROUPS => bytes,
@@ -47,7 +50,7 @@ fn room(lists: &[usize], rows: usize) -> Vec<usize> {
     lists.iter().enumerate().map(of).map(|bytes: usize| bytes.next_multiple_of(16)).collect()
 }
 
-/// Returns the plan of a captured call. It has no records yet; a replay writes them.
+/// Returns the plan of a captured call. It has no records yet; each replay writes them.
 pub(super) fn plan(
     to: &mut Lowering<'_>,
     op: &Attend,
@@ -76,7 +79,7 @@ pub(super) fn plan(
 }
 
 impl GraphPlan {
-    /// Returns the records of some work, with each list at its fixed place.
+    /// Returns the records for some work, with each list at its fixed place.
     ///
     /// # Errors
     /// Returns [`Error::GraphOutgrown`] if the records do not fit or if the work needs another kernel.

@@ -1,4 +1,4 @@
-//! The merge of parts, and its argument as `attend_merge.cu` declares it.
+//! The merging of parts, and its argument as declared in `attend_merge.cu`.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{Attend, Result};
@@ -11,11 +11,11 @@ use crate::queue::{Launch, PlanChunk};
 
 const MERGE: CudaKernel = CudaKernel { module: Module::AttendMerge, name: "attend_merge", shared: SHARED };
 
-/// Number of columns that a block adds up at a time.
+/// Number of columns that a block adds up at once.
 const COLUMNS: usize = 128;
 
-/// Bytes of shared memory, as `MergeShared` lays it out: the weight and the number of one part for each
-/// thread, and a sum of each column for each warp.
+/// Size of the shared memory in bytes, laid out as in `MergeShared`: the weight and index of one part per
+/// thread, and one sum per column and warp.
 const SHARED: u32 = (8 * THREADS + 4 * COLUMNS * THREADS / 32) as u32;
 
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
@@ -35,7 +35,7 @@ struct MergeArgs {
     out_kind: u32,
 }
 
-/// Returns the launch that merges the parts of a chunk. Its grid is empty if the chunk has no parts.
+/// Returns the launch that merges a chunk's parts. Its grid is empty if the chunk has no parts.
 pub(super) fn launch(
     op: &Attend,
     chunk: &PlanChunk,

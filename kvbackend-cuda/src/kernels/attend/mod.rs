@@ -1,13 +1,13 @@
-//! `attend` and `attend_mla`: tiles of queries over runs of tokens, and a merge of the tiles that have
+//! `attend` and `attend_mla`: attention of query tiles over runs of tokens, and a merge for tiles with
 //! several parts.
 //!
-//! The rows of an entry are cut into tiles, and the runs of a tile's merge group into tasks. Few rows over
-//! many tokens therefore still fill the device. A block of threads works on one task, for the query heads
-//! that share a head of K and V. The task of a tile with only one writes the output. Parts of other tiles lie
-//! in scratch memory of limited size; a call with more parts runs in chunks of tiles.
+//! An entry's rows are split into tiles, and the runs of a tile's merge group into tasks. So a few rows over
+//! many tokens still keep the whole device busy. A block of threads works on one task, for the query heads
+//! that share a K and V head. If a tile has only one task, that task writes the output. The parts of other
+//! tiles are in scratch memory of limited size; a call with more parts runs in chunks of tiles.
 //!
-//! The division is an [`AttendPlan`](crate::queue::AttendPlan) on the device, which the layers of a step
-//! share. A layer adds the places of its keys, values, queries and results.
+//! The division is an [`AttendPlan`](crate::queue::AttendPlan) on the device, which a step's layers share.
+//! Each layer adds the places of its keys, values, queries and results.
 //!
 //! | kernels | pools |
 //! |---|---|
@@ -62,8 +62,8 @@ fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Resul
     Ok(())
 }
 
-/// Returns scratch for `parts` parts, each of one row and all heads: the address of the sums, and of the
-/// values.
+/// Returns scratch memory for `parts` parts, each with one row and all heads: the address of the sums and the
+/// address of the values.
 fn parts(to: &mut Lowering<'_>, op: &Attend, parts: usize) -> Result<(u64, u64)> {
     let sums = (parts * op.q.shape()[1] * 8).next_multiple_of(256);
     let scratch = to.scratch(sums + parts * division::part_bytes(op))?;

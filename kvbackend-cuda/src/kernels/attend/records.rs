@@ -1,4 +1,4 @@
-//! The records of a plan, as `attend.cuh` declares them.
+//! The records of a plan, as declared in `attend.cuh`.
 
 use std::ops::Range;
 
@@ -8,13 +8,13 @@ use kvcore::{QueryRow, Segment};
 /// A window that excludes no token. Kernels can add positions to it without overflow.
 pub(super) const NO_WINDOW: i64 = 1 << 61;
 
-/// Part number that marks a task that writes the output itself.
+/// The part index of a task that writes the output itself.
 pub(super) const DIRECT: u32 = u32::MAX;
 
-/// Each byte of an absent record. No task has that many rows, and no output row has that number.
+/// Every byte of an absent record. No task has that many rows, and no output row has that index.
 pub(super) const ABSENT: u8 = u8::MAX;
 
-/// Clamps a position: sums of a few positions must not overflow. No prompt is that long.
+/// Clamps a position so that the sum of a few positions does not overflow. No prompt is that long.
 fn clamped(position: i64) -> i64 {
     position.clamp(-(1 << 60), 1 << 60)
 }
@@ -54,7 +54,7 @@ impl SegmentRecord {
     }
 }
 
-/// Consecutive tokens of a segment, or of a list of selected tokens, that a task reads.
+/// Consecutive tokens of a segment, or entries of a list of selected tokens, that a task reads.
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct RunRecord {
@@ -68,7 +68,7 @@ pub(super) struct RunRecord {
 }
 
 impl RunRecord {
-    /// Describes tokens of segment number `number`, whose blocks lie at `table` in the tables.
+    /// Describes tokens of the segment with index `number`, whose blocks are listed at `table` in the tables.
     pub(super) fn of_segment(segment: &Segment, number: u32, tokens: Range<usize>, table: u32) -> Self {
         Self {
             segment: number,
@@ -81,7 +81,7 @@ impl RunRecord {
         }
     }
 
-    /// Describes `count` selected tokens of a segment, whose list lies at `list` in the tables.
+    /// Describes `count` selected tokens of a segment, listed at `list` in the tables.
     pub(super) fn of_list(segment: &Segment, number: u32, count: usize, list: u32) -> Self {
         Self { listed: 1, ..Self::of_segment(segment, number, 0..count, list) }
     }
@@ -99,7 +99,7 @@ pub(super) struct TaskRecord {
     pub(super) rows: u32,
     pub(super) run: u32,
     pub(super) runs: u32,
-    /// First part, or [`DIRECT`].
+    /// Index of the first part, or [`DIRECT`].
     pub(super) part: u32,
     pub(super) lse_scale: f32,
 }

@@ -1,4 +1,4 @@
-//! Runs of tokens that a tile of rows attends to, and the tasks that read them.
+//! The runs of tokens that a tile of rows attends to, and the tasks that read them.
 
 use std::ops::Range;
 
@@ -7,13 +7,13 @@ use kvcore::{Attend, AttendRows};
 use super::records::RunRecord;
 use super::tiling::KernelTiling;
 
-/// Number of tokens below which a task is not cut further.
+/// Tasks with fewer tokens than this are not split further.
 const SHORT: usize = 256;
 
 /// Consecutive rows of one entry.
 pub(super) struct QueryTile {
     pub(super) rows: Range<usize>,
-    /// Merge groups with at least one run, each with its number and its tasks.
+    /// Merge groups with at least one run, each as its index and its tasks.
     pub(super) groups: Vec<(usize, Vec<TileTask>)>,
 }
 
@@ -24,7 +24,7 @@ impl QueryTile {
     }
 }
 
-/// Runs of one merge group that a block reads one after the other.
+/// Runs of one merge group that a block reads one after another.
 #[derive(Default)]
 pub(super) struct TileTask {
     pub(super) runs: Vec<RunRecord>,
@@ -34,8 +34,8 @@ pub(super) struct TileTask {
 /// A merge group, and a run of one of its segments.
 type GroupRun = (usize, RunRecord);
 
-/// The tiles of a call, and the lists of selected tokens that their runs refer to. A list is pairs of block
-/// and token.
+/// The tiles of a call, and the lists of selected tokens that their runs refer to. A list contains pairs of
+/// block and token.
 pub(super) struct CallTiles {
     pub(super) tiles: Vec<QueryTile>,
     pub(super) lists: Vec<u32>,
@@ -43,8 +43,8 @@ pub(super) struct CallTiles {
 
 impl CallTiles {
     /// Divides a call, in the order of its entries and rows. `tables` has the place of each segment's blocks,
-    /// and `first_list` is the place of the lists. Cuts each tile's tokens of a group into tasks until the
-    /// call has at least `busy` blocks of threads. Without `busy`, nothing is cut.
+    /// and `first_list` is the place of the lists. Splits each tile's tokens of a group into tasks until the
+    /// call has at least `busy` blocks of threads. If `busy` is none, nothing is split.
     pub(super) fn of(
         op: &Attend,
         tiling: &KernelTiling,
@@ -85,8 +85,8 @@ fn tokens(run: &RunRecord) -> usize {
     (run.end - run.first) as usize
 }
 
-/// Returns runs of the tokens that at least one row of a tile attends to, with their merge groups. Segments
-/// are numbered from `first` on.
+/// Returns the runs of tokens that at least one row of a tile attends to, with their merge groups. The
+/// segments' indices start at `first`.
 fn visible(
     op: &Attend,
     entry: &AttendRows,
@@ -105,8 +105,8 @@ fn visible(
     runs
 }
 
-/// Returns runs of the selected tokens that one row attends to, with their merge groups. Adds the tokens to
-/// the lists, which begin at `first_list` in the tables.
+/// Returns the runs of selected tokens that one row attends to, with their merge groups. Adds the tokens to
+/// the lists, which start at `first_list` in the tables.
 fn selected(
     op: &Attend,
     entry: &AttendRows,
@@ -133,7 +133,7 @@ fn selected(
     runs
 }
 
-/// Cuts the runs of a group into tasks of at most `most` tokens.
+/// Splits a group's runs into tasks of at most `most` tokens.
 fn tasks(runs: impl Iterator<Item = RunRecord>, most: usize) -> Vec<TileTask> {
     let mut tasks: Vec<TileTask> = Vec::new();
     for run in runs {

@@ -1,4 +1,4 @@
-//! The kernel of a call, and the work of each of its blocks.
+//! Which kernel runs a call, and the work of each of its blocks.
 
 use kvcore::{Attend, DType, Error, KeyForm, KvFormat, Result, TensorView};
 
@@ -7,43 +7,44 @@ use crate::facts::DeviceFacts;
 use crate::kernels::places::Region;
 use crate::module::{CudaKernel, Module};
 
-/// Number of threads of a block, for every kernel.
+/// Threads per block, for every kernel.
 pub(super) const THREADS: usize = 128;
 const WARPS: usize = THREADS / 32;
 
-/// Bytes of one memory access of the tensor-core kernels.
+/// Size in bytes of one memory access of the tensor-core kernels.
 const UNIT: i64 = 16;
 
 /// A kernel and the work of its blocks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct KernelTiling {
     pub(super) kernel: CudaKernel,
-    /// Bytes of shared memory of a block.
+    /// Shared memory per block, in bytes.
     pub(super) shared: u32,
-    /// Number of query heads of a block. They read the same heads of K and V.
+    /// Number of query heads per block. They read the same K and V heads.
     pub(super) heads: usize,
     /// Number of blocks that cover all heads of a row.
     pub(super) units: usize,
-    /// Largest number of rows of a block.
+    /// The maximum number of rows per block.
     pub(super) rows: usize,
-    /// Number of tokens that a block reads at a time.
+    /// Number of tokens that a block reads at once.
     pub(super) tokens: usize,
-    /// Number of blocks that run on a multiprocessor at the same time.
+    /// Number of blocks that run on one multiprocessor at the same time.
     pub(super) resident: usize,
-    /// Number of terms into which queries and latent queries are split; 0 without tensor cores.
+    /// Number of terms that queries and latent queries are split into; 0 without tensor cores.
     pub(super) terms: (usize, usize),
-    /// Plain kernel: number of groups of four queries, and of blocks that share the columns of a task.
+    /// Plain kernel: number of groups of four queries.
     pub(super) quads: usize,
+    /// Plain kernel: number of blocks that share a task's columns.
     pub(super) columns: usize,
-    /// Plain kernel: bit 0 is set if keys, and bit 1 if values, are read eight elements at a time.
+    /// Plain kernel: bit 0 is set if keys are read eight elements at a time, and bit 1 if values are.
     pub(super) eights: u32,
 }
 
 /// The tensor-core kernels for one format of pools.
 struct KernelFamily {
-    /// The type of the matrices.
+    /// The element type of the matrices.
     dtype: DType,
-    /// Whether pools hold codes that are widened to that type.
+    /// Whether pools contain codes that are widened to that type.
     codes: bool,
     entries: &'static [TileKernel],
 }
@@ -52,13 +53,13 @@ struct KernelFamily {
 struct TileKernel {
     module: Module,
     name: &'static str,
-    /// Largest number of queries of a block.
+    /// The maximum number of queries per block.
     queries: usize,
-    /// Whether the kernel takes latents and wide values.
+    /// Whether the kernel handles latents and wide values.
     latent: bool,
-    /// Largest number of columns of values.
+    /// The maximum number of value columns.
     columns: usize,
-    /// Number of tokens that a block reads at a time.
+    /// Number of tokens that a block reads at once.
     tokens: usize,
 }
 
@@ -104,18 +105,19 @@ const CODES: KernelFamily = KernelFamily {
     ],
 };
 
-/// Names of the plain kernels, each with its columns of values per block.
+/// Names of the plain kernels, each with its number of value columns per block.
 const PLAIN: [(&str, usize); 2] = [("attend_plain_v128", 128), ("attend_plain_v256", 256)];
 
-/// Number of queries of a block of the plain kernel, and of tokens that it reads at a time.
+/// Number of queries per block of the plain kernel.
 const PLAIN_QUERIES: usize = 16;
+/// Number of tokens that the plain kernel reads at once.
 const PLAIN_TOKENS: usize = 32;
 
 impl KernelTiling {
     /// Chooses the kernel for a call.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if the heads are too wide for the shared memory of the device.
+    /// Returns [`Error::Unsupported`] if the heads are too wide for the device's shared memory.
     pub(super) fn of(facts: &DeviceFacts, op: &Attend, latent: Option<&TensorView>) -> Result<Self> {
         let known = family(op).and_then(|family| family.tiling(facts, op, latent));
         match known {
@@ -125,7 +127,7 @@ impl KernelTiling {
     }
 }
 
-/// Returns the tensor-core kernels for a call; none if the plain kernel must run it.
+/// Returns the tensor-core kernels for a call, or none if the plain kernel must run it.
 fn family(op: &Attend) -> Option<KernelFamily> {
     let s = op.arena.layout().shape();
     let family = match s.format {
@@ -137,24 +139,24 @@ fn family(op: &Attend) -> Option<KernelFamily> {
     };
     let bits = s.format.storage_dtype().bits();
     let whole = |dim: usize| dim.is_multiple_of(8) && (dim * bits).is_multiple_of(8 * UNIT as usize);
-    // A key that is rotated as it is read has more bits than the matrices' type.
+    // A key that is rotated when it is read has more bits than the matrices' type.
     let fits = op.keys == KeyForm::Rotated && whole(s.k_dim) && whole(s.v_dim) && aligned(op, UNIT);
     fits.then_some(family)
 }
 
-/// Returns whether all rows of keys and values begin at multiples of `unit` bytes.
+/// Returns whether all rows of keys and values start at multiples of `unit` bytes.
 fn aligned(op: &Attend, unit: i64) -> bool {
     [op.arena.k_plane(), op.arena.v_plane()].iter().all(|plane| row_places(op, plane) % unit == 0)
 }
 
-/// Returns the bitwise or of a plane's address and strides in bytes. A power of two that divides it divides
-/// the address of every row.
+/// Returns the bitwise OR of a plane's address and strides in bytes. A power of two that divides it divides
+/// every row's address.
 fn row_places(op: &Attend, plane: &kvcore::KvPlane) -> i64 {
     let rows = Region::plane(plane, op.layer);
     rows.side.address.cast_signed() | rows.side.outer | rows.side.token | rows.head
 }
 
-/// Returns the number of query heads that read the same heads of K and V.
+/// Returns the number of query heads that read the same K and V heads.
 fn sharing(op: &Attend) -> usize {
     let s = op.arena.layout().shape();
     let (mut x, mut y) = (s.k_heads, s.v_heads);
@@ -164,7 +166,7 @@ fn sharing(op: &Attend) -> usize {
     op.q.shape()[1] / (s.k_heads / x * s.v_heads)
 }
 
-/// Returns the numbers of query heads and of rows of a block of at most `most` queries.
+/// Returns the number of query heads and the number of rows of a block with at most `most` queries.
 fn heads_and_rows(op: &Attend, most: usize) -> (usize, usize) {
     let shared = sharing(op);
     let heads = (1..=most.min(shared)).rev().find(|n| shared.is_multiple_of(*n)).unwrap_or(1);
@@ -183,12 +185,12 @@ impl KernelFamily {
         let rotated = op.rope.is_some();
         let terms = |entry: &TileKernel| {
             // Decision: docs/decisions/backend-cuda.md#attention-splits-its-f32-operands
-            // Three terms of bf16 are exact.
+            // Three bf16 terms are exact.
             let many = if entry.queries <= 32 && self.dtype == DType::BF16 { 3 } else { 2 };
             let terms = |dtype: DType, rotated: bool| if dtype == self.dtype && !rotated { 1 } else { many };
             (terms(op.q.dtype(), rotated), latent.map_or(0, |view| terms(view.dtype(), false)))
         };
-        // A block that would be less than half full is replaced by a smaller one.
+        // A smaller block is used if this one would be less than half full.
         let entry = self.entries.iter().find(|entry| {
             entry.columns >= s.v_dim
                 && (entry.latent || latent.is_none())
@@ -213,7 +215,7 @@ impl KernelFamily {
         })
     }
 
-    /// Returns the bytes of shared memory of a block, in the layout of `MmaShared`.
+    /// Returns a block's shared memory in bytes, laid out as in `MmaShared`.
     fn shared(&self, op: &Attend, entry: &TileKernel, terms: (usize, usize)) -> usize {
         let s = op.arena.layout().shape();
         let row = |dim: usize| 2 * (dim.next_multiple_of(16) + 8);
@@ -237,8 +239,8 @@ impl KernelFamily {
     }
 }
 
-/// Returns the number of blocks with `shared` bytes of shared memory that run on a multiprocessor at the same
-/// time. Their registers allow at most 4. Each block takes one kilobyte more than it requests.
+/// Returns the number of blocks that run on one multiprocessor at the same time, if each uses `shared` bytes
+/// of shared memory. Their registers allow at most 4. Each block takes one kilobyte more than it requests.
 fn resident(facts: &DeviceFacts, shared: usize) -> usize {
     ((facts.shared_memory as usize + 1024) / (shared + 1024)).clamp(1, 4)
 }
@@ -247,7 +249,7 @@ fn whole_units(parts: &[usize]) -> usize {
     parts.iter().map(|bytes| bytes.next_multiple_of(16)).sum()
 }
 
-/// Returns the bytes of shared memory of a block of the plain kernel, in the layout of `PlainShared`.
+/// Returns the shared memory in bytes of a block of the plain kernel, laid out as in `PlainShared`.
 fn plain_shared(op: &Attend, latent: bool, quads: usize, tokens: usize) -> usize {
     let s = op.arena.layout().shape();
     let fours = |dim: usize| dim.div_ceil(4) | 1;
@@ -281,7 +283,7 @@ fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<KernelTiling>
         let (heads, rows) = heads_and_rows(op, most);
         let quads = (heads * rows).div_ceil(4).next_power_of_two();
         let fits = |&tokens: &usize| plain_shared(op, latent, quads, tokens) <= limit;
-        // A tile of fewer tokens costs more than a second read of the keys.
+        // A tile with fewer tokens costs more than reading the keys a second time.
         let least = if most == 4 { 1 } else { 8 };
         let Some(tokens) = [PLAIN_TOKENS, 16, 8, 4, 2, 1].into_iter().filter(|&n| n >= least).find(fits)
         else {
@@ -310,7 +312,7 @@ fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<KernelTiling>
     Err(Error::Unsupported { backend: NAME, what })
 }
 
-/// Returns the number of elements that share a scale, in a key and in a value.
+/// Returns the number of elements per scale, for keys and for values.
 pub(super) fn groups(op: &Attend) -> (usize, usize) {
     let s = op.arena.layout().shape();
     match s.format {
@@ -319,7 +321,7 @@ pub(super) fn groups(op: &Attend) -> (usize, usize) {
     }
 }
 
-/// Returns a grid of `blocks` blocks.
+/// Returns a grid with `blocks` blocks.
 pub(super) fn grid(blocks: usize) -> Result<[u32; 3]> {
     let blocks =
         i32::try_from(blocks).map_err(|_| Error::Overflow { what: "blocks of threads of one launch" })?;
