@@ -31,10 +31,12 @@ struct AbsentBackend {
 
 pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     let (mut found, mut missing) = (Vec::new(), Vec::new());
-    cpu(&mut found, &mut missing);
-    cuda(&mut found, &mut missing);
-    ascend(&mut found, &mut missing);
-    wgpu(&mut found, &mut missing);
+    for (backend, listed) in [("cpu", cpu()), ("cuda", cuda()), ("ascend", ascend()), ("wgpu", wgpu())] {
+        match listed {
+            Ok(listed) => found.extend(listed),
+            Err(reason) => missing.push(AbsentBackend { backend, reason }),
+        }
+    }
     let mut out = std::io::stdout().lock();
     if args.json {
         writeln!(out, "{:#}", serde_json::json!({ "devices": found, "missing": missing }))?;
@@ -62,72 +64,69 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     Ok(())
 }
 
+/// The devices of a backend, or the reason why it has none.
+type Listed = std::result::Result<Vec<ListedDevice>, String>;
+
 #[cfg(feature = "cpu")]
-fn cpu(found: &mut Vec<ListedDevice>, _: &mut Vec<AbsentBackend>) {
+#[expect(clippy::unnecessary_wraps, reason = "other backends may have no device")]
+fn cpu() -> Listed {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
-    found.push(ListedDevice {
+    Ok(vec![ListedDevice {
         backend: "cpu".to_owned(),
         name: "host memory".to_owned(),
         about: format!("{} kernels", kvbackend_cpu::CpuBackend::new().simd()),
         limits: vec![("threads", threads.to_string())],
         features: vec![("f16, bf16, quantised caches", true)],
         unfit: None,
-    });
+    }])
 }
 
 #[cfg(not(feature = "cpu"))]
-fn cpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
-    missing.push(not_built("cpu"));
+fn cpu() -> Listed {
+    not_built("cpu")
 }
 
 #[cfg(feature = "cuda")]
-fn cuda(found: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
-    let devices = match kvbackend_cuda::devices() {
-        Ok(devices) if !devices.is_empty() => devices,
-        Ok(_) => {
-            return missing
-                .push(AbsentBackend { backend: "cuda", reason: "the driver found no device".to_owned() });
-        }
-        Err(reason) => return missing.push(AbsentBackend { backend: "cuda", reason: reason.to_string() }),
-    };
-    for device in devices {
+fn cuda() -> Listed {
+    let devices = kvbackend_cuda::devices().map_err(|reason| reason.to_string())?;
+    if devices.is_empty() {
+        return Err("the driver found no device".to_owned());
+    }
+    let listed = devices.into_iter().map(|device| {
         let (major, minor) = device.compute_capability;
         let driver = format!("{}.{}", device.driver / 1000, device.driver % 1000 / 10);
-        found.push(ListedDevice {
+        ListedDevice {
             backend: format!("cuda:{}", device.ordinal),
             name: device.name,
             about: format!("compute capability {major}.{minor}, driver for CUDA {driver}"),
             limits: vec![("memory", format!("{} MiB", device.total_memory >> 20))],
             features: vec![("f16, bf16, quantised caches", true), ("virtual memory", device.virtual_memory)],
             unfit: device.unfit,
-        });
-    }
+        }
+    });
+    Ok(listed.collect())
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda(_: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
-    missing.push(not_built("cuda"));
+fn cuda() -> Listed {
+    not_built("cuda")
 }
 
 #[cfg(feature = "ascend")]
-fn ascend(found: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
+fn ascend() -> Listed {
     let listed = kvbackend_ascend::devices().and_then(|found| Ok((found, kvbackend_ascend::operators()?)));
-    let (devices, operators) = match listed {
-        Ok((devices, operators)) if !devices.is_empty() => (devices, operators),
-        Ok(_) => {
-            return missing
-                .push(AbsentBackend { backend: "ascend", reason: "CANN found no device".to_owned() });
-        }
-        Err(reason) => return missing.push(AbsentBackend { backend: "ascend", reason: reason.to_string() }),
-    };
+    let (devices, operators) = listed.map_err(|reason| reason.to_string())?;
+    if devices.is_empty() {
+        return Err("CANN found no device".to_owned());
+    }
     let missing = operators.iter().filter(|operator| !operator.present);
     let int8 = missing.clone().all(|operator| operator.serves != kvbackend_ascend::Serves::Int8Caches);
     let lacks: Vec<String> =
         missing.map(|operator| format!("{} ({})", operator.name, operator.serves)).collect();
     let lacks = if lacks.is_empty() { "all".to_owned() } else { format!("all but {}", lacks.join(", ")) };
-    for device in devices {
+    let listed = devices.into_iter().map(|device| {
         let (major, minor, patch) = device.interface;
-        found.push(ListedDevice {
+        ListedDevice {
             backend: format!("ascend:{}", device.ordinal),
             name: device.name,
             about: format!("ACL {major}.{minor}.{patch}"),
@@ -142,44 +141,44 @@ fn ascend(found: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
                 ("virtual memory", device.virtual_memory),
             ],
             unfit: device.unfit,
-        });
-    }
+        }
+    });
+    Ok(listed.collect())
 }
 
 #[cfg(not(feature = "ascend"))]
-fn ascend(_: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
-    missing.push(not_built("ascend"));
+fn ascend() -> Listed {
+    not_built("ascend")
 }
 
 #[cfg(feature = "wgpu")]
-fn wgpu(found: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
+fn wgpu() -> Listed {
     let adapters = kvbackend_wgpu::adapters();
     if adapters.is_empty() {
-        missing.push(AbsentBackend { backend: "wgpu", reason: kvbackend_wgpu::NO_ADAPTER.to_owned() });
+        return Err(kvbackend_wgpu::NO_ADAPTER.to_owned());
     }
-    for (i, adapter) in adapters.into_iter().enumerate() {
-        let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
-        found.push(ListedDevice {
-            backend: format!("wgpu:{i}"),
-            about: format!("{}, {}, {}", adapter.interface, adapter.kind, adapter.driver),
-            name: adapter.name,
-            limits: vec![
-                ("largest buffer", mib(adapter.max_buffer)),
-                ("bound at once", mib(adapter.max_binding)),
-                ("workgroup memory", format!("{} KiB", adapter.workgroup_memory >> 10)),
-            ],
-            features: vec![("f16 arithmetic", adapter.native_f16), ("host memory", adapter.host_memory)],
-            unfit: adapter.unfit,
-        });
-    }
+    let mib = |bytes: u64| format!("{} MiB", bytes >> 20);
+    let listed = adapters.into_iter().enumerate().map(|(i, adapter)| ListedDevice {
+        backend: format!("wgpu:{i}"),
+        about: format!("{}, {}, {}", adapter.interface, adapter.kind, adapter.driver),
+        name: adapter.name,
+        limits: vec![
+            ("largest buffer", mib(adapter.max_buffer)),
+            ("bound at once", mib(adapter.max_binding)),
+            ("workgroup memory", format!("{} KiB", adapter.workgroup_memory >> 10)),
+        ],
+        features: vec![("f16 arithmetic", adapter.native_f16), ("host memory", adapter.host_memory)],
+        unfit: adapter.unfit,
+    });
+    Ok(listed.collect())
 }
 
 #[cfg(not(feature = "wgpu"))]
-fn wgpu(_: &mut Vec<ListedDevice>, missing: &mut Vec<AbsentBackend>) {
-    missing.push(not_built("wgpu"));
+fn wgpu() -> Listed {
+    not_built("wgpu")
 }
 
 #[cfg(not(all(feature = "ascend", feature = "cpu", feature = "cuda", feature = "wgpu")))]
-fn not_built(backend: &'static str) -> AbsentBackend {
-    AbsentBackend { backend, reason: crate::error::Error::NoBackend(backend).to_string() }
+fn not_built(backend: &'static str) -> Listed {
+    Err(crate::error::Error::NoBackend(backend).to_string())
 }

@@ -18,6 +18,14 @@ pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
     ProgressBar::with_draw_target(None, target).with_style(style).with_message(what)
 }
 
+/// Returns a function that moves a bar to a number of things done, of all things.
+pub(crate) fn counting(bar: &ProgressBar) -> impl FnMut(usize, usize) {
+    |done, total| {
+        bar.set_length(total as u64);
+        bar.set_position(done as u64);
+    }
+}
+
 /// An observer that shows the prefill as a bar and then prints the answer as its text becomes certain.
 pub(crate) struct LiveAnswer<'a> {
     text: TextStream<'a>,
@@ -59,8 +67,7 @@ impl LiveAnswer<'_> {
 
 impl Observer for LiveAnswer<'_> {
     fn layer(&mut self, done: usize, total: usize) -> ControlFlow<()> {
-        self.prefill.set_length(total as u64);
-        self.prefill.set_position(done as u64);
+        counting(&self.prefill)(done, total);
         if done == total {
             self.prefill.finish_and_clear();
         }

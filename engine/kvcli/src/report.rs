@@ -1,6 +1,7 @@
 //! The output of commands: tables for people, one JSON object for programs.
 
 use std::fmt;
+use std::io::Write;
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, LineStyle, Table, TableStyle};
@@ -12,6 +13,7 @@ use kvengine::{
 use kvmodel::ProfileReport;
 use serde::Serialize;
 
+use crate::error::Result;
 use crate::memory::MemoryJson;
 
 /// An answer, as written by `--json`.
@@ -196,4 +198,10 @@ pub(crate) fn table(header: &[&str]) -> Table {
 /// Returns a duration in milliseconds.
 pub(crate) fn ms(duration: Duration) -> f64 {
     duration.as_secs_f64() * 1e3
+}
+
+/// Prints a value as one line of JSON.
+pub(crate) fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
+    serde_json::to_writer(&mut *out, value).map_err(std::io::Error::from)?;
+    Ok(writeln!(out)?)
 }

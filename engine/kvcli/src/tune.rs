@@ -10,8 +10,8 @@ use crate::args::TuneArgs;
 use crate::asking;
 use crate::error::{Error, Result};
 use crate::plot::writable;
-use crate::progress::bar;
-use crate::report::table;
+use crate::progress::{bar, counting};
+use crate::report::{json, table};
 
 #[derive(Serialize)]
 struct TuneReport<'a> {
@@ -43,10 +43,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
     };
     let options = TuneOptions { candidates, limits, eval: asking::options(&args.asking) };
     let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
-    let mut progress = |done: usize, total: usize| {
-        bar.set_length(total as u64);
-        bar.set_position(done as u64);
-    };
+    let mut progress = counting(&bar);
     let tuning = Tuning::search(&mut engine, &codec, (&screened, &judged), &options, &mut progress)?;
     bar.finish_and_clear();
     let (choice, mut file) = (tuning.choice(), None);
@@ -69,8 +66,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
     let out = &mut std::io::stdout().lock();
     if args.json {
         let report = TuneReport { tuning: &tuning, fits: choice.and_then(fits), file };
-        serde_json::to_writer(&mut *out, &report).map_err(std::io::Error::from)?;
-        writeln!(out)?;
+        json(out, &report)?;
     } else {
         show(out, &tuning, args)?;
     }

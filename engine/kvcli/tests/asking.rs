@@ -5,18 +5,15 @@
 use std::fs;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 
 use serde_json::Value;
 use tempfile::TempDir;
 
-const SYSTEM: &str = "you answer questions from short documents .";
-const A: &str = "alba is red . bora is same .";
-const B: &str = "cedo is blue . dilan is small .";
+use common::{A, B, SYSTEM, assert_fails, plain as kvc};
 
-fn kvc(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap()
-}
+#[allow(dead_code, reason = "other suites use the rest")]
+mod common;
 
 fn run(args: &[&str]) -> (String, String) {
     let output = kvc(&[&["run"], args].concat());
@@ -33,11 +30,7 @@ fn json(args: &[&str]) -> Value {
 /// Checks that `kvc run` fails with `code`, prints `expected` on standard error, and nothing on standard
 /// output.
 fn fails(args: &[&str], code: i32, expected: &str) {
-    let output = kvc(&[&["run"], args].concat());
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
-    assert!(stderr.contains(expected), "{args:?}: {stderr}");
-    assert!(output.stdout.is_empty() && !stderr.contains("panicked"), "{args:?}");
+    assert_fails(args, &kvc(&[&["run"], args].concat()), code, &[expected]);
 }
 
 /// A folder with files, and their paths as arguments.

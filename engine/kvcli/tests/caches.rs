@@ -5,6 +5,7 @@ use serde_json::Value;
 
 use common::{A, B, SYSTEM, fails, json, prompt};
 
+#[allow(dead_code, reason = "other suites use the rest")]
 mod common;
 
 #[test]

@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use common::{A, B, SYSTEM, fails, json, kvc, prompt};
+use common::{A, B, SYSTEM, fails, json, kvc, prompt, run_json};
 
+#[allow(dead_code, reason = "other suites use the rest")]
 mod common;
 
 fn model_dir() -> PathBuf {
@@ -316,12 +317,6 @@ fn the_help_teaches() {
         let output = kvc(args);
         assert!(output.status.success() && String::from_utf8_lossy(&output.stdout).contains(expected));
     }
-}
-
-fn run_json(args: &[&str]) -> Value {
-    let output = kvc(args);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).expect("exactly one JSON object")
 }
 
 #[test]

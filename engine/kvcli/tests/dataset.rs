@@ -1,31 +1,10 @@
 //! A user's own questions: the file of a dataset, its errors, and the gate.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
-use std::process::{Command, Output, Stdio};
+use common::{A, B, SYSTEM, fails, kvc, run_json};
 
-use serde_json::Value;
-
-const SYSTEM: &str = "you answer questions from short documents .";
-const A: &str = "alba is red . bora is same .";
-const B: &str = "cedo is blue . dilan is small .";
-
-fn kvc(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap()
-}
-
-fn run_json(args: &[&str]) -> Value {
-    let output = kvc(args);
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    serde_json::from_slice(&output.stdout).expect("exactly one JSON object")
-}
-
-fn fails(args: &[&str], code: i32, expected: &str) {
-    let output = kvc(args);
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
-    assert!(stderr.contains(expected), "{args:?}: {stderr}");
-    assert!(output.stdout.is_empty() && !stderr.contains("panicked"), "{args:?}");
-}
+#[allow(dead_code, reason = "other suites use the rest")]
+mod common;
 
 #[test]
 fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {

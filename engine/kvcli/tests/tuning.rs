@@ -2,21 +2,17 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::fs;
-use std::process::{Command, Output, Stdio};
 
 use serde_json::Value;
 use tempfile::TempDir;
 
-fn kvc(args: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_kvc")).args(args).stdin(Stdio::null()).output().unwrap()
-}
+use common::{assert_fails, plain as kvc, run_json};
+
+#[allow(dead_code, reason = "other suites use the rest")]
+mod common;
 
 fn fails(args: &[&str], code: i32, expected: &[&str]) {
-    let output = kvc(args);
-    let stderr = String::from_utf8_lossy(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");
-    assert!(expected.iter().all(|text| stderr.contains(text)), "{args:?}: {stderr}");
-    assert!(output.stdout.is_empty() && !stderr.contains("panicked"), "{args:?}");
+    assert_fails(args, &kvc(args), code, expected);
 }
 
 /// Tunes the built-in model with two candidates. Returns the folder with the file, the file's path, and the
@@ -27,9 +23,7 @@ fn tuned() -> (TempDir, String, Value) {
     let ways = ["--candidate", "sequential,alone,none", "--candidate", "sequential,with-system,link:16"];
     let asked =
         ["--screen", "4", "--seeds", "2", "--questions", "40", "--within", "5", "--json", "--out", &file];
-    let output = kvc(&[&["tune"][..], &ways, &asked].concat());
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-    let report = serde_json::from_slice(&output.stdout).expect("exactly one JSON object");
+    let report = run_json(&[&["tune"][..], &ways, &asked].concat());
     (folder, file, report)
 }
 

@@ -33,7 +33,7 @@ pub(crate) struct MeasuredArgs {
     #[arg(long, value_name = "PATH", conflicts_with = "size")]
     pub(crate) model: Option<PathBuf>,
 
-    /// Use a Llama of this size (LAYERSxWIDTH) with random weights.
+    /// Use a Llama with random weights and this many layers and this width, as in `8x1024`.
     #[arg(long, value_name = "LAYERSxWIDTH", value_parser = size)]
     pub(crate) size: Option<(usize, usize)>,
 

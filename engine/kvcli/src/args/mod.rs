@@ -1,6 +1,7 @@
 //! The command line.
 
 use std::path::PathBuf;
+use std::str::FromStr;
 
 mod asking;
 mod bench;
@@ -62,10 +63,13 @@ impl RunArgs {
     /// Returns a message about an option that has no effect on the chosen cache, if there is one.
     fn without_effect(&self) -> Option<&'static str> {
         match self.cache {
-            Cache::Paged => self.max_len.map(|_| "--max-len applies only to --cache static"),
-            Cache::Static => self.memory_share.map(|_| "--memory-share applies only to --cache paged"),
-            Cache::Grouped if self.max_len.is_some() => Some("--max-len applies only to --cache static"),
-            Cache::Grouped => self.memory_share.map(|_| "--memory-share applies only to --cache paged"),
+            Cache::Paged | Cache::Grouped if self.max_len.is_some() => {
+                Some("--max-len applies only to --cache static")
+            }
+            Cache::Static | Cache::Grouped if self.memory_share.is_some() => {
+                Some("--memory-share applies only to --cache paged")
+            }
+            _ => None,
         }
     }
 }
@@ -336,11 +340,12 @@ fn separator(text: &str) -> Result<String, String> {
     }
 }
 
+fn number<T: FromStr>(text: &str, fits: impl Fn(&T) -> bool, needed: &str) -> Result<T, String> {
+    text.parse().ok().filter(fits).ok_or_else(|| format!("{needed} is needed"))
+}
+
 fn at_least_one(text: &str) -> Result<usize, String> {
-    match text.parse() {
-        Ok(n) if n > 0 => Ok(n),
-        _ => Err("a whole number from 1 up is needed".to_owned()),
-    }
+    number(text, |&n| n > 0, "a whole number from 1 up")
 }
 
 fn mode(text: &str) -> Result<ComputeMode, String> {
@@ -353,25 +358,16 @@ fn recompute(text: &str) -> Result<Recompute, String> {
 
 /// Parses a share above 0 and below 1.
 fn share(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(share) if share > 0.0 && share < 1.0 => Ok(share),
-        _ => Err("a number above 0 and below 1 is needed".to_owned()),
-    }
+    number(text, |&share| share > 0.0 && share < 1.0, "a number above 0 and below 1")
 }
 
 /// Parses a number of points, from 0 to 100.
 fn points(text: &str) -> Result<f64, String> {
-    match text.parse::<f64>() {
-        Ok(points) if (0.0..=100.0).contains(&points) => Ok(points),
-        _ => Err("a number from 0 to 100 is needed".to_owned()),
-    }
+    number(text, |points| (0.0..=100.0).contains(points), "a number from 0 to 100")
 }
 
 fn positive(text: &str) -> Result<f32, String> {
-    match text.parse::<f32>() {
-        Ok(x) if x.is_finite() && x > 0.0 => Ok(x),
-        _ => Err("a number above 0 is needed".to_owned()),
-    }
+    number(text, |x: &f32| x.is_finite() && *x > 0.0, "a number above 0")
 }
 
 fn kv_format(text: &str) -> Result<KvFormat, String> {

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use clap::Args;
 use kvengine::{BeamSearch, Sampling, SparseDecode};
 
+use super::number;
+
 /// Options for the choice of tokens and the end of an answer.
 #[derive(Debug, Args)]
 pub(crate) struct SamplingArgs {
@@ -139,21 +141,15 @@ fn stop(text: &str) -> Result<String, String> {
 }
 
 fn temperature(text: &str) -> Result<f32, String> {
-    match text.parse::<f32>() {
-        Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
-        _ => Err("a number from 0 up is needed".to_owned()),
-    }
+    number(text, |&t: &f32| t.is_finite() && t >= 0.0, "a number from 0 up")
 }
 
 fn top_p(text: &str) -> Result<f32, String> {
-    match text.parse::<f32>() {
-        Ok(p) if p > 0.0 && p <= 1.0 => Ok(p),
-        _ => Err("a number above 0 and at most 1 is needed".to_owned()),
-    }
+    number(text, |&p| p > 0.0 && p <= 1.0, "a number above 0 and at most 1")
 }
 
 fn finite(text: &str) -> Result<f32, String> {
-    text.parse::<f32>().ok().filter(|x| x.is_finite()).ok_or_else(|| "a number is needed".to_owned())
+    number(text, |x: &f32| x.is_finite(), "a number")
 }
 
 fn bias(text: &str) -> Result<(u32, f32), String> {
@@ -164,8 +160,5 @@ fn bias(text: &str) -> Result<(u32, f32), String> {
 }
 
 fn min_p(text: &str) -> Result<f32, String> {
-    match text.parse::<f32>() {
-        Ok(p) if (0.0..=1.0).contains(&p) => Ok(p),
-        _ => Err("a number from 0 to 1 is needed".to_owned()),
-    }
+    number(text, |p| (0.0..=1.0).contains(p), "a number from 0 to 1")
 }

@@ -1,7 +1,6 @@
 //! `kvc bench`: prompts of a retrieval service with and without reuse (`rag`), and concurrent requests
 //! (`serve`).
 
-use std::io::Write;
 use std::sync::Arc;
 
 use kvchunk::{ChunkCacheConfig, ReuseCell};
@@ -15,8 +14,8 @@ use crate::args::{BenchArgs, BenchKind, MeasuredArgs, RagArgs};
 use crate::backend::OpenedBackend;
 use crate::error::Result;
 use crate::plot::writable;
-use crate::progress::bar;
-use crate::{backend, load};
+use crate::progress::{bar, counting};
+use crate::{backend, load, report};
 
 mod serve;
 mod show;
@@ -44,19 +43,14 @@ fn rag(args: &RagArgs) -> Result<()> {
         workload.check()?;
         let mut engine = engine(args)?;
         let bar = bar("requests", "{pos}/{len} {eta}", !args.json);
-        let mut progress = |done: usize, total: usize| {
-            bar.set_length(total as u64);
-            bar.set_position(done as u64);
-        };
+        let mut progress = counting(&bar);
         reports.push(kvlab::serve(&mut engine, &workload, cell, &mut progress)?);
         bar.finish_and_clear();
     }
     let ttft = ttft_rows(&mut engine(args)?, args.per_request, args.document_tokens, cell)?;
     let out = &mut std::io::stdout().lock();
     if args.json {
-        serde_json::to_writer(&mut *out, &BenchReport { workloads: &reports, ttft: &ttft })
-            .map_err(std::io::Error::from)?;
-        writeln!(out)?;
+        report::json(out, &BenchReport { workloads: &reports, ttft: &ttft })?;
     } else {
         show::workloads(out, &reports)?;
         show::ttft(out, &ttft, args)?;

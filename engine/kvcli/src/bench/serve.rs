@@ -10,8 +10,8 @@ use super::open;
 use crate::args::ServeArgs;
 use crate::error::{Error, Result};
 use crate::plot::{Frame, Legend, Series, draw, writable};
-use crate::progress::bar;
-use crate::report::table;
+use crate::progress::{bar, counting};
+use crate::report::{json, table};
 
 pub(super) fn serve(args: &ServeArgs) -> Result<()> {
     args.plot.as_deref().map_or(Ok(()), writable)?;
@@ -28,17 +28,13 @@ pub(super) fn serve(args: &ServeArgs) -> Result<()> {
     };
     let mut engine = engine(args)?;
     let bar = bar("requests", "{pos}/{len} {eta}", !args.json);
-    let mut progress = |done: usize, total: usize| {
-        bar.set_length(total as u64);
-        bar.set_position(done as u64);
-    };
+    let mut progress = counting(&bar);
     let shared = SharedPrefix { tokens: args.shared_prefix, pinned: args.pin };
     let report = play(&mut engine, &trace, shared, args.seed, &mut progress)?;
     bar.finish_and_clear();
     let out = &mut std::io::stdout().lock();
     if args.json {
-        serde_json::to_writer(&mut *out, &report).map_err(std::io::Error::from)?;
-        writeln!(out)?;
+        json(out, &report)?;
     } else {
         show(out, &report)?;
     }

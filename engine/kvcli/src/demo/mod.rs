@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::args::DemoArgs;
 use crate::backend::OpenedBackend;
 use crate::error::{Error, Result};
-use crate::report::{ms, table};
+use crate::report::{json, ms, table};
 use crate::{backend, embedded};
 
 /// A question of the demo, with the documents before it.
@@ -62,8 +62,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
         outcomes.push(outcome);
     }
     if args.json {
-        serde_json::to_writer(&mut *out, &outcomes).map_err(std::io::Error::from)?;
-        writeln!(out)?;
+        json(out, &outcomes)?;
     } else {
         requests(out, &outcomes)?;
     }

@@ -12,7 +12,8 @@ use crate::args::{EvalArgs, way};
 use crate::asking;
 use crate::error::{Error, Result};
 use crate::plot::writable;
-use crate::progress::bar;
+use crate::progress::{bar, counting};
+use crate::report::json;
 
 mod answers;
 mod plot;
@@ -59,10 +60,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
         None => None,
     };
     let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
-    let mut progress = |done: usize, total: usize| {
-        bar.set_length(total as u64);
-        bar.set_position(done as u64);
-    };
+    let mut progress = counting(&bar);
     let out = &mut std::io::stdout().lock();
     let options = EvalOptions {
         measure: args.measure.into(),
@@ -157,12 +155,6 @@ fn counted(asked: usize, draws: usize) -> String {
 fn with_full_attention(named: &[Arm]) -> Vec<Arm> {
     let others = named.iter().filter(|arm| arm.cell.is_some());
     [Arm::full_attention()].into_iter().chain(others.copied()).collect()
-}
-
-fn json(out: &mut impl Write, value: &impl Serialize) -> Result<()> {
-    serde_json::to_writer(&mut *out, value).map_err(std::io::Error::from)?;
-    writeln!(out)?;
-    Ok(())
 }
 
 /// Returns full attention and every cell without recomputation. For the cells at `positions`, adds the

@@ -11,7 +11,7 @@ use crate::backend::OpenedBackend;
 use crate::error::Result;
 use crate::memory::MemoryJson;
 use crate::progress::LiveAnswer;
-use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, ms};
+use crate::report::{GraphsJson, ReadBackJson, SleepJson, answer_json, json, ms};
 use crate::{backend, load};
 use prompts::RunPrompts;
 
@@ -116,10 +116,8 @@ fn show(
     let report = engine.report();
     let sleep = args.sleep.form().and_then(|form| SleepJson::new(form, asleep?, &report));
     if args.json {
-        let json = answer_json((text, read_back), generation, way.cell, engine, sleep);
-        serde_json::to_writer(&mut out, &json).map_err(std::io::Error::from)?;
-        writeln!(out)?;
-        return Ok(());
+        let answer = answer_json((text, read_back), generation, way.cell, engine, sleep);
+        return json(&mut out, &answer);
     }
     writeln!(out)?;
     out.flush()?;
