@@ -1,8 +1,8 @@
-//! The bindings of the backend, compared with those that another crate declares for the same functions.
+//! Compares the backend's bindings with the ones that another crate declares for the same functions.
 //!
-//! Both are Rust and are read as text, since building the crate with its functions would link to CANN. A
-//! handle of CANN is an opaque pointer there and a pointer to a struct without fields here; an enumeration is
-//! a number of four bytes.
+//! Both are Rust and are read as text, because building the crate with its functions would link to CANN. A
+//! CANN handle is an opaque pointer there and a pointer to a struct without fields here; an enumeration is a
+//! four-byte number.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -25,7 +25,7 @@ pub(super) struct Compared {
 }
 
 impl Declared {
-    /// Reads all Rust files of a folder.
+    /// Reads all Rust files in a folder.
     pub(super) fn of(folder: &Path) -> Result<Self> {
         let failed = |e: std::io::Error| format!("{}: {e}", folder.display());
         let mut declared = Self::default();
@@ -101,7 +101,7 @@ fn differences<T: PartialEq + std::fmt::Display>(
     (both.len(), lines)
 }
 
-/// Returns a type without the names that two sets of bindings give differently.
+/// Returns a type without the names that two sets of bindings spell differently.
 fn plain(text: &str) -> String {
     let words = text.split_whitespace().map(|word| {
         let word = word.rsplit("::").next().unwrap_or(word);

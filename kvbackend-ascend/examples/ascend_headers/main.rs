@@ -1,8 +1,8 @@
-//! `cargo xtask ascend-headers`: the declarations of `ascend.h`, compared with headers that others wrote.
+//! `cargo xtask ascend-headers`: compares the declarations in `ascend.h` with headers that others wrote.
 //!
-//! The headers come from the package registry, in pinned wheels of `torch_npu`; they are not part of this
-//! repository. A wheel holds the headers of the CANN that it was built with, without operators. A crate
-//! declares some of the operators in Rust.
+//! The headers come from the package registry, in pinned `torch_npu` wheels; they are not part of this
+//! repository. A wheel contains the headers of the CANN version that it was built with, but not the
+//! operators. A crate declares some of the operators in Rust.
 
 use std::process::ExitCode;
 

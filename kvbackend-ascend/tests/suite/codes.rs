@@ -13,15 +13,15 @@ use crate::simulator::{LAZY, with_others};
 const DIM: usize = 32;
 const GROUP: usize = 8;
 
-/// Returns rows of groups of any magnitude, with zeros, the smallest and the largest numbers, and what is not
-/// finite.
+/// Returns rows with groups of any magnitude, including zeros, the smallest and largest numbers, and
+/// non-finite numbers.
 fn rows() -> Vec<f32> {
     let bytes = noise(5, 4 * 64 * DIM);
     let mut rows: Vec<f32> = bytes
         .chunks_exact(4)
         .enumerate()
         .map(|(at, b)| {
-            // Each group has an exponent of its own, from below the smallest f16 to above the largest.
+            // Each group has its own exponent, from below the smallest f16 to above the largest.
             let exponent = (at / GROUP) as i32 % 64 - 40;
             (f32::from(b[0]) - 127.5 + f32::from(b[1]) / 256.0) * 2f32.powi(exponent)
         })
@@ -83,7 +83,7 @@ fn codes_and_scales_follow_their_definition() {
             assert!(got == *scale || (got.is_nan() && scale.is_nan()), "group {number}: {got} for {scale}");
             let part = token * DIM + group * GROUP..token * DIM + (group + 1) * GROUP;
             let codes = &codes[part];
-            // The codes of what reads back as NaN are arbitrary.
+            // Codes that read back as NaN are arbitrary.
             if !scale.is_nan() {
                 assert_eq!(codes, &expected[group * GROUP..(group + 1) * GROUP], "group {number}: {row:?}");
             }

@@ -1,4 +1,4 @@
-//! The cases of devices and of groups that all backends share, on NPUs or on the simulator.
+//! The cases for devices and groups that all backends share, on NPUs or on the simulator.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,10 +12,13 @@ use kvcore::{Backend, CopyTensor, DType, MemoryKind, Result, TensorView, allocat
 
 use crate::simulator::{Simulator, alone};
 
-/// Codes of ACL, and of HCCL for a failure inside.
+/// ACL's code for an invalid argument.
 const INVALID_VALUE: i32 = 107_000;
+/// ACL's code for exhausted device memory.
 const OUT_OF_MEMORY: i32 = 207_001;
+/// ACL's code for a lost device.
 const LOST: i32 = 507_015;
+/// HCCL's code for an internal failure.
 const INTERNAL: i32 = 4;
 
 /// NPUs, or the devices of the simulator.
@@ -79,7 +82,7 @@ impl DeviceRig for Npus {
 
     fn copy_of_freed_memory(&self, backend: &Arc<AscendBackend>) -> Result<CopyTensor> {
         let owned = backend.allocate(MemoryKind::Device, 4096)?;
-        // SAFETY: the memory is freed below on purpose: the device faults, and the process does not.
+        // SAFETY: the memory is freed below on purpose: the device faults, but the process does not.
         let lent = unsafe { backend.lent(owned.address(), 4096, Arc::new(())) }?;
         drop(owned);
         let src = TensorView::new(Arc::new(lent), DType::U8, &[4096])?;
@@ -124,7 +127,7 @@ impl GroupRig for Npus {
     }
 }
 
-/// Runs cases alone, on the simulator if it stands in for CANN.
+/// Runs cases while no other test runs, and on the simulator if it stands in for CANN.
 fn run(cases: impl FnOnce(&Npus) -> std::result::Result<(), kvconform::Failure>) {
     let alone = alone();
     if let Err(failure) = cases(&Npus(alone.as_ref().map(|(simulator, _)| *simulator))) {

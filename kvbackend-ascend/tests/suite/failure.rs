@@ -1,4 +1,4 @@
-//! Failures of an NPU: memory that runs out in an operation, waits that are refused, devices that cannot be
+//! NPU failures: memory that runs out during an operation, waits that are refused, devices that cannot be
 //! opened.
 
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use kvcore::{
 use crate::common::{download, noise, opened, upload};
 use crate::simulator::{EAGER, LAZY, SMALL, alone, with_others};
 
-/// Code of ACL for a wrong argument.
+/// ACL's code for an invalid argument.
 const INVALID_VALUE: i32 = 107_000;
 
 #[test]
@@ -44,7 +44,7 @@ fn an_operator_whose_workspace_finds_no_memory_leaves_nothing() {
     let backend = opened(SMALL).unwrap();
     let stream = backend.stream().unwrap();
     let tensor = || allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::F32, &[5, 8]).unwrap();
-    // Strides differ, so that an operator copies; a workspace is all the memory that it takes.
+    // The strides differ, so an operator makes the copy; its workspace is the only memory that it takes.
     let copy = CopyTensor { src: tensor().slice(1, 0, 4).unwrap(), dst: tensor().slice(1, 4, 8).unwrap() };
     let before = simulator.live(SMALL);
     simulator.limit(SMALL, before[0]);
@@ -67,14 +67,15 @@ fn work_keeps_its_memory_if_the_wait_for_it_is_refused() {
     simulator.fail("aclrtSynchronizeStream", 1, INVALID_VALUE);
     let refused = stream.synchronize();
     assert!(matches!(refused, Err(Error::Device { .. })), "{refused:?}");
-    // The work runs now. Freed memory would lose the device.
+    // The work runs now. If its memory had been freed, the device would be lost.
     stream.synchronize().unwrap();
 }
 
-/// Set for the process in which the memory of a lent stream stays.
+/// Set for the child process in which a lent stream's memory stays.
 const CHILD: &str = "KV_ASCEND_TEST_LENT_STREAM";
 
-/// Runs in a process of its own: work that nothing can wait for never frees its memory, and keeps the device.
+/// Runs in its own process, because work that nothing can wait for never frees its memory and keeps the
+/// device open.
 #[test]
 fn work_on_a_lent_stream_keeps_its_memory_if_its_wait_is_refused() {
     let Some((simulator, _alone)) = alone() else { return };
@@ -88,7 +89,7 @@ fn work_on_a_lent_stream_keeps_its_memory_if_its_wait_is_refused() {
     }
     let backend = opened(LAZY).unwrap();
     let raw = simulator.stream(LAZY);
-    // SAFETY: the stream lives until it is ended below.
+    // SAFETY: the stream lives until it is destroyed below.
     let stream: Arc<dyn Stream> = Arc::new(unsafe { backend.lent_stream(raw, Arc::new(())) });
     let rows = upload(backend.as_ref(), DType::F32, &[4, 2, 8], &noise(1, 256));
     let rope = Arc::new(Rope::new(RopeConfig::new(8, 100.0), 16).unwrap());

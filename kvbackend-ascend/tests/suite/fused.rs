@@ -1,4 +1,4 @@
-//! Fused operators: where they are called, where they are not, and that both ways give the same.
+//! Fused operators: when they are called, when they are not, and that both ways give the same result.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use crate::simulator::{EAGER, LAZY, Simulator, alone};
 const ATTENTION: &str = "operator aclnnFusedInferAttentionScoreV2";
 const SCATTER: &str = "operator aclnnScatterPaKvCache";
 
-/// What a test varies of attention.
+/// The properties of attention that a test varies.
 #[derive(Clone)]
 #[allow(clippy::struct_excessive_bools, reason = "each is a condition of its own")]
 struct Case {
@@ -31,27 +31,27 @@ struct Case {
     v_dim: usize,
     /// Attention to latents, with queries of their own.
     latent: bool,
-    /// The entries of rows stand in the reverse order.
+    /// The row entries are in reverse order.
     reversed: bool,
     window: Option<usize>,
-    /// Window of the second layer.
+    /// The second layer's window.
     second_window: Option<usize>,
     softcap: Option<f32>,
     logit_scale: f32,
-    /// Offset of the second segment of each row; that of the first is 7.
+    /// The offset of each row's second segment. The first segment's offset is 7.
     second: i64,
-    /// Tokens of the first segment.
+    /// Number of tokens in the first segment.
     first: usize,
     with_rope: bool,
     with_lse: bool,
-    /// Rows 3, 4, … have the blocks of rows 0, 1, 2 again.
+    /// Rows 3, 4, … use the blocks of rows 0, 1, 2 again.
     rows: usize,
-    /// Each row sees its first and its third token only.
+    /// Each row sees only its first and third token.
     selects: bool,
     keys: KeyForm,
-    /// The result has the place of the queries.
+    /// The result overwrites the queries.
     in_place: bool,
-    /// Factor on the log-sum-exp of the only group.
+    /// The factor on the log-sum-exp of the only group.
     lse_scale: f32,
 }
 
@@ -101,7 +101,7 @@ impl Case {
         }
     }
 
-    /// Returns rows, each over two segments.
+    /// Returns rows with two segments each.
     fn work(&self) -> Arc<AttendWork> {
         let (offset, size) = (if self.with_rope { 7 } else { 0 }, self.block_size);
         let per_segment = self.first.div_ceil(size);
@@ -166,7 +166,7 @@ fn fill(stream: &dyn Stream, pool: &KvArena, dtype: DType) {
     }
 }
 
-/// Runs attention. Returns result and log-sum-exps, and the operators that ran.
+/// Runs attention. Returns the result, the log-sum-exps, and the operators that ran.
 fn attend(
     simulator: &Simulator,
     device: usize,
@@ -239,7 +239,7 @@ fn rows_that_decode_attend_by_one_operator_with_the_results_of_many() {
             assert!(ran.iter().all(|line| !line.contains("BatchMatMul")), "case {number}: {ran:?}");
             let (expected, sums, ran) = attend(simulator, device, true, case);
             assert!(ran.iter().all(|line| line != ATTENTION), "case {number}: {ran:?}");
-            // The operator rounds queries and weights to the type of the cache.
+            // The operator rounds queries and weights to the cache's type.
             let ulp = if case.dtype == DType::F16 { 1.0 / 1024.0 } else { 1.0 / 128.0 };
             close(&out, &expected, 2.0 * ulp, &format!("case {number}"));
             close(&lse, &sums, 2.0 * ulp, &format!("case {number}, log-sum-exps"));
@@ -313,7 +313,7 @@ fn rows_go_to_their_slots_by_one_operator_with_the_bytes_of_two() {
                 let rows = bytes(case.queries, small(seed, dims.iter().product()));
                 upload(backend.as_ref(), case.queries, &dims, &rows)
             };
-            // A row of padding, and two rows for one slot, of which the last counts.
+            // A padding row, and two rows for one slot, of which the last is used.
             let slots = vec![40, -1, 3, 383, 3];
             let scatter = Scatter {
                 arena: pool.clone(),
@@ -344,7 +344,7 @@ fn rows_go_to_their_slots_by_one_operator_with_the_bytes_of_two() {
 #[test]
 fn lists_that_are_used_again_are_held() {
     let Some((_, _alone)) = alone() else { return };
-    // With angles, which may lie next to the block table, and without.
+    // With angles, which may come after the block table, and without.
     for with_rope in [true, false] {
         used_again(&Case { with_rope, ..Case::default() });
     }
@@ -354,7 +354,7 @@ fn used_again(case: &Case) {
     let backend = AscendBackend::with_options(&AscendOptions { device: LAZY, plain: false }).unwrap();
     let stream = backend.stream().unwrap();
     let pool = arena(backend.as_ref(), KvShape { num_blocks: 256, ..case.shape() });
-    // On another stream: no memory of large lists is there for small ones.
+    // On another stream, so no memory of large lists is available for small ones.
     fill(backend.stream().unwrap().as_ref(), &pool, case.dtype);
     let rope = Arc::new(Rope::new(RopeConfig::new(case.dim, 100.0), 1024).unwrap());
     let (work, dims) = (case.work(), [3, case.heads, case.dim]);
@@ -379,7 +379,7 @@ fn used_again(case: &Case) {
         };
         stream.attend(&attend).unwrap();
     }
-    // So many larger lists that no memory of lists is left to the first.
+    // So many larger lists that no list memory is left for the first one.
     for i in 0..60i64 {
         let slots = WriteSlots::unchecked((i..i + 1500).collect::<Vec<_>>());
         let (k, v) = (rows(1500, case.kv_heads), rows(1500, case.kv_heads));

@@ -1,4 +1,4 @@
-//! Captured graphs on the simulator: their room, their memory, and the dense steps in them.
+//! Captured graphs on the simulator: their capacity, their memory, and dense steps in them.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use kvcore::{
 use crate::common::{download, noise, opened};
 use crate::simulator::{EAGER, LAZY, alone};
 
-/// Code of ACL for a capture that was broken.
+/// ACL's code for an invalidated capture.
 const CAPTURE_INVALIDATED: i32 = 507_903;
 
 /// Returns the fixture on a device.
@@ -20,7 +20,7 @@ fn row_on(device: usize) -> OneRow {
     OneRow::new(opened(device).unwrap().as_ref()).unwrap()
 }
 
-/// Returns how many tasks of a kind were enqueued.
+/// Returns the number of tasks of a kind that were enqueued.
 fn queued(trace: &[String], kind: &str) -> usize {
     trace.iter().filter(|line| line.split(' ').next() == Some(kind)).count()
 }
@@ -43,7 +43,7 @@ fn inputs_past_the_room_of_a_graph_ask_for_another_one() {
     let bench = row_on(EAGER);
     bench.enqueue(&step(3)).unwrap();
     let graph = bench.capture(&step(3)).unwrap();
-    // So many chunks, each at an offset of its own.
+    // `n` chunks, each at a different offset.
     let many = |n: usize| {
         let chunk = |i: usize| Segment::new([BlockId(1)].into(), 1, i, i as i64).at_offset(3 * i as i64);
         let row = QueryRow { logical: n, position: 3 };
@@ -158,7 +158,7 @@ fn dense_steps_join_a_capture() {
             let expected = read(&pass(&inputs.tokens).unwrap());
             simulator.trace(device);
             graph.replay(&inputs).unwrap();
-            // Work next to the replay takes none of the graph's memory.
+            // Work that runs at the same time as the replay takes none of the graph's memory.
             pass(&[8]).unwrap();
             assert_eq!(read(&logits), expected, "token {at}, device {device}");
             let trace = simulator.trace(device);

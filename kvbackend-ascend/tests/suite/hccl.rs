@@ -1,4 +1,4 @@
-//! Groups of NPUs whose failure comes from HCCL.
+//! Groups of NPUs that fail because of HCCL.
 
 use std::thread;
 use std::time::{Duration, Instant};
@@ -12,7 +12,7 @@ use crate::simulator::{EAGER, LAZY, alone};
 /// Longer than any test takes.
 const LONG: Duration = Duration::from_secs(600);
 
-/// The time-out of a group that is never whole.
+/// The time-out of a group that never becomes complete.
 const SHORT: Duration = Duration::from_millis(100);
 
 #[test]
@@ -25,11 +25,11 @@ fn a_join_whose_time_is_up_leaves_nothing() {
     let error = HcclCommunicator::new(&backend, &id, 1, 2, SHORT).unwrap_err();
     let call = "the start of the group".to_owned();
     assert_eq!(error, Error::RanksTimedOut { rank: 1, call, limit: SHORT });
-    // HCCL's own patience ends first.
+    // HCCL's own time-out ends first.
     let id = HcclId::new(&backend).unwrap();
     let error = HcclCommunicator::new(&backend, &id, 0, 2, LONG).unwrap_err();
     assert!(matches!(&error, Error::Device { reason, .. } if reason.contains("never came")), "{error}");
-    // A rank whose time was up leaves nothing when HCCL comes back to it.
+    // A rank that has timed out leaves nothing once HCCL returns to it.
     let end = Instant::now() + Duration::from_secs(10);
     while simulator.live(EAGER) != before && Instant::now() < end {
         thread::sleep(Duration::from_millis(1));
@@ -43,7 +43,7 @@ fn a_failure_that_hccl_knows_of_fails_the_group() {
     for devices in [[EAGER, LAZY], [LAZY, EAGER]] {
         let backends = devices.map(|device| opened(device).unwrap());
         let id = HcclId::new(&backends[0]).unwrap();
-        // Ranks that know nothing of each other, as ranks of several processes do.
+        // Ranks that have no information about each other, as in several processes.
         let call = |number: usize| {
             let backend = &backends[number];
             let rank = HcclCommunicator::new(backend, &id, number, 2, LONG).unwrap();
@@ -58,7 +58,7 @@ fn a_failure_that_hccl_knows_of_fails_the_group() {
             let failure = rank.check().unwrap_err();
             assert_eq!(rank.all_reduce(stream.as_ref(), &view, ReduceOp::Sum), Err(failure.clone()));
             assert_eq!(rank.wait(stream.as_ref()), Err(failure));
-            // The rank's stream goes on.
+            // The rank's stream still works.
             stream.write(&view, &[1; 32]).unwrap();
             stream.synchronize().unwrap();
         };

@@ -37,8 +37,8 @@ fn rope() -> Arc<Rope> {
     Arc::new(Rope::new(RopeConfig::new(8, 100.0), 64).unwrap())
 }
 
-/// Runs `enqueue` often, and waits only then. The memory that it made and dropped must live until the wait,
-/// and be freed after it.
+/// Runs `enqueue` many times, and waits only afterwards. The memory that it made and dropped must live until
+/// the wait, and must then be freed.
 fn held(name: &str, enqueue: impl Fn(&dyn Backend, &dyn Stream, i64)) {
     let Some((simulator, _alone)) = alone() else { return };
     let backend = opened(LAZY).unwrap();
@@ -122,7 +122,7 @@ fn rows_that_are_rotated_in_place() {
     });
 }
 
-/// Work holds the lists on the device that it uses again.
+/// Work holds the device lists that it reuses.
 #[test]
 fn lists_that_are_used_again() {
     let Some((_, _alone)) = alone() else { return };
@@ -160,7 +160,7 @@ fn lists_that_are_used_again() {
         scatter(&few);
         attend();
     }
-    // So many larger lists that no memory of lists is left to the first.
+    // So many larger lists that no list memory is left for the first one.
     for i in 0..60i64 {
         scatter(&WriteSlots::unchecked((i..i + 1500).collect::<Vec<_>>()));
     }

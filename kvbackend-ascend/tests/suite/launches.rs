@@ -1,4 +1,4 @@
-//! The number of operators of a batch grows neither with its sequences nor with their chunks.
+//! A batch needs no more operators if it has more sequences or more chunks per sequence.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ use crate::simulator::{LAZY, alone};
 
 const DIM: usize = 16;
 
-/// Returns a batch of sequences that decode, each over so many chunks at offsets of their own.
+/// Returns a batch of decoding sequences, each with `chunks` chunks at different offsets.
 fn batch(sequences: usize, chunks: usize) -> Arc<AttendWork> {
     let rows: Vec<QueryRow> = (0..sequences).map(|_| QueryRow { logical: 99, position: 99 }).collect();
     let entry = |row: usize| {

@@ -1,6 +1,6 @@
-//! The Ascend backend on the first devices of the machine, or on the simulator of CANN. `devices` runs the
-//! cases that all backends share; the other modules test operators, libraries, and memory. The conformance
-//! suite checks the contract.
+//! The Ascend backend on the machine's first devices, or on the CANN simulator. `devices` runs the cases that
+//! all backends share; the other modules test operators, libraries, and memory. The conformance suite checks
+//! the contract.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod codes;

@@ -1,4 +1,4 @@
-//! Memory and streams that engines lend, and pools that sleep part by part.
+//! Memory and streams lent by engines, and pools that sleep part by part.
 
 use std::sync::Arc;
 
@@ -61,7 +61,7 @@ fn a_thread_keeps_its_device() {
     let (one, other) = (opened(EAGER).unwrap(), opened(LAZY).unwrap());
     let views = [&one, &other].map(|b| upload(b.as_ref(), DType::U8, &[8], &noise(1, 8)));
     let streams = [&one, &other].map(|b| b.stream().unwrap());
-    // Calls on both devices take turns on one thread, and on threads that have had no device.
+    // Calls on the two devices alternate on one thread, and on threads that have had no device yet.
     for _ in 0..3 {
         for (stream, view) in streams.iter().zip(&views) {
             assert_eq!(download(stream.as_ref(), view), noise(1, 8));

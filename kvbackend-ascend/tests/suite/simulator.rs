@@ -1,4 +1,4 @@
-//! The controls of the simulator, where it stands in for CANN.
+//! The simulator's controls, for tests where it stands in for CANN.
 
 use std::ffi::{CStr, CString, c_char, c_void};
 use std::path::Path;
@@ -6,9 +6,11 @@ use std::sync::{OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use libloading::Library;
 
-/// Devices of the simulator.
+/// The simulator's device that runs work as soon as it is enqueued.
 pub(crate) const EAGER: usize = 0;
+/// The simulator's device that runs work only when something waits for it.
 pub(crate) const LAZY: usize = 1;
+/// The simulator's device with little memory.
 pub(crate) const SMALL: usize = 2;
 
 /// The library that the backend has loaded, if it is the simulator.
@@ -20,23 +22,23 @@ fn simulator() -> Option<&'static Simulator> {
         let folder = std::env::var_os("KV_ASCEND_LIB_DIR")?;
         // SAFETY: the backend loads the same library, whose initialisers have no effect.
         let library = unsafe { Library::new(Path::new(&folder).join("libascendcl.so")) }.ok()?;
-        // SAFETY: the symbol is looked for and not called.
+        // SAFETY: the symbol is only looked up, not called.
         let known = unsafe { library.get::<fn()>(b"kv_sim_trace\0") }.is_ok();
         known.then_some(Simulator(library))
     };
     SIMULATOR.get_or_init(find).as_ref()
 }
 
-/// Held by tests that change what the simulator does. No other test runs meanwhile.
+/// Held by tests that change the simulator's behaviour. No other test runs at the same time.
 static CHANGES: RwLock<()> = RwLock::new(());
 
-/// Returns the permission to run at the same time as other tests.
+/// Returns a permission to run at the same time as other tests.
 pub(crate) fn with_others() -> RwLockReadGuard<'static, ()> {
     CHANGES.read().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Returns the permission to change what the simulator does, until it is dropped. Prints why a test is
-/// skipped if CANN itself is present.
+/// Returns a permission to change the simulator's behaviour until it is dropped. If CANN itself is present,
+/// prints why the test is skipped.
 pub(crate) fn alone() -> Option<(&'static Simulator, Alone)> {
     let alone = Alone(CHANGES.write().unwrap_or_else(std::sync::PoisonError::into_inner));
     let Some(simulator) = simulator() else {
@@ -48,7 +50,7 @@ pub(crate) fn alone() -> Option<(&'static Simulator, Alone)> {
     Some((simulator, alone))
 }
 
-/// Permission to change the simulator; the changes end with it.
+/// Permission to change the simulator. The changes end when it is dropped.
 pub(crate) struct Alone(#[expect(dead_code, reason = "held for its Drop")] RwLockWriteGuard<'static, ()>);
 
 impl Drop for Alone {
@@ -62,7 +64,7 @@ impl Drop for Alone {
 impl Simulator {
     pub(crate) fn entry<T>(&self, name: &str) -> libloading::Symbol<'_, T> {
         let name = CString::new(name).unwrap();
-        // SAFETY: the callers name functions of the simulator with their types.
+        // SAFETY: the callers name simulator functions with their correct types.
         unsafe { self.0.get(name.as_bytes_with_nul()) }.unwrap()
     }
 
@@ -88,13 +90,13 @@ impl Simulator {
         unsafe { call(name.as_ptr(), i32::from(on)) }
     }
 
-    /// Sets the memory of a device.
+    /// Sets a device's memory size in bytes.
     pub(crate) fn limit(&self, device: usize, bytes: u64) {
-        // SAFETY: plain numbers.
+        // SAFETY: the arguments are plain numbers.
         unsafe { self.entry::<unsafe extern "C" fn(i32, u64)>("kv_sim_limit")(device as i32, bytes) }
     }
 
-    /// Returns what was enqueued on a device since the last call, a kind and a name each.
+    /// Returns the tasks enqueued on a device since the last call, each with its kind and name.
     pub(crate) fn trace(&self, device: usize) -> Vec<String> {
         let call = self.entry::<unsafe extern "C" fn(i32, *mut c_char, usize) -> usize>("kv_sim_trace");
         let mut buffer = vec![0u8; 1 << 22];
@@ -105,32 +107,32 @@ impl Simulator {
         text.lines().map(str::to_owned).collect()
     }
 
-    /// Sets the milliseconds that ranks wait for each other when they join a group.
+    /// Sets how many milliseconds ranks wait for one another when they join a group.
     pub(crate) fn patience(&self, milliseconds: u64) {
-        // SAFETY: a plain number.
+        // SAFETY: the argument is a plain number.
         unsafe { self.entry::<unsafe extern "C" fn(u64)>("kv_sim_patience")(milliseconds) }
     }
 
-    /// Creates a stream of a device, as an engine does.
+    /// Creates a stream on a device, as an engine does.
     pub(crate) fn stream(&self, device: usize) -> *mut c_void {
         let mut stream = std::ptr::null_mut();
         let set = self.entry::<unsafe extern "C" fn(i32) -> i32>("aclrtSetDevice");
         let create = self
             .entry::<unsafe extern "C" fn(*mut *mut c_void, u32, u32) -> i32>("aclrtCreateStreamWithConfig");
-        // SAFETY: the entries have these types, and `stream` is a place for the answer.
+        // SAFETY: the entries have these types, and `stream` is valid for writes.
         unsafe { assert_eq!((set(device as i32), create(&raw mut stream, 0, 0)), (0, 0)) };
         stream
     }
 
-    /// Returns the device of this thread.
+    /// Returns this thread's device.
     pub(crate) fn current(&self) -> usize {
         let mut device = -1;
-        // SAFETY: the entry has this type, and `device` is a place for the answer.
+        // SAFETY: the entry has this type, and `device` is valid for writes.
         unsafe { self.entry::<unsafe extern "C" fn(*mut i32) -> i32>("aclrtGetDevice")(&raw mut device) };
         device as usize
     }
 
-    /// Destroys a stream of a device, as an engine does.
+    /// Destroys a device's stream, as an engine does.
     pub(crate) fn end(&self, device: usize, stream: *mut c_void) {
         let destroy = self.entry::<unsafe extern "C" fn(*mut c_void) -> i32>("aclrtDestroyStream");
         let reset = self.entry::<unsafe extern "C" fn(i32) -> i32>("aclrtResetDevice");
@@ -138,11 +140,12 @@ impl Simulator {
         unsafe { assert_eq!((destroy(stream), reset(device as i32)), (0, 0)) };
     }
 
-    /// Returns what is alive on a device: bytes of the device and of pinned memory, and objects.
+    /// Returns what is alive on a device: bytes of device memory, bytes of pinned memory, and the number of
+    /// objects.
     pub(crate) fn live(&self, device: usize) -> [u64; 3] {
         let bytes = self.entry::<unsafe extern "C" fn(i32) -> u64>("kv_sim_live_bytes");
         let objects = self.entry::<unsafe extern "C" fn(i32) -> u64>("kv_sim_live_objects");
-        // SAFETY: plain numbers.
+        // SAFETY: the arguments are plain numbers.
         unsafe { [bytes(device as i32), bytes(-1), objects(device as i32)] }
     }
 }

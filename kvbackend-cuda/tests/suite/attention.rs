@@ -1,5 +1,5 @@
-//! Attention of random shapes and formats against arithmetic in f64: every kernel, with tensor cores and
-//! without, which the few shapes of the conformance suite do not all reach.
+//! Attention with random shapes and formats, compared with f64 arithmetic: every kernel, with and without
+//! tensor cores. The few shapes of the conformance suite do not reach all of them.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use rstest::rstest;
 use crate::common::opened;
 use crate::double::{EAGER, LAZY, among_others};
 
-/// Value of results that nothing may write.
+/// The value of results that must not be written.
 const UNTOUCHED: f32 = 0.25;
 
 /// Numbers that depend only on the seed.
@@ -46,7 +46,7 @@ impl Draw {
         (0..n).map(|_| size * ((self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0)).collect()
     }
 
-    /// Draws the shape of a pool for a format. Latents have one head; odd widths suit no vector.
+    /// Draws a pool's shape for a format. Latents have one head; odd widths do not fit vectors.
     fn shape(&mut self, format: KvFormat, latent: bool) -> KvShape {
         let groups = matches!(format, KvFormat::Int8 { .. } | KvFormat::Int4 { .. });
         let odd = !groups && self.one_in(4);
@@ -98,7 +98,7 @@ impl Draw {
         (0..count).map(draw).collect()
     }
 
-    /// Draws a third of the tokens, or of the blocks, of each row.
+    /// Draws a third of each row's tokens or blocks.
     fn selection(&mut self, rows: usize, segments: &[Segment], block_size: usize) -> Selection {
         let unit = self.pick(&[SelectionUnit::Tokens, SelectionUnit::Blocks]);
         let per_unit = if unit == SelectionUnit::Tokens { 1 } else { block_size };
@@ -147,7 +147,7 @@ fn difference(actual: &[f32], expected: &[f32]) -> f32 {
     actual.iter().zip(expected).map(of).fold(0.0, |most, x| if x <= most { most } else { x })
 }
 
-/// Runs one call of the seed. Returns the largest difference and the call in words.
+/// Runs one call for the seed. Returns the largest difference and a description of the call.
 fn trial(backend: &Arc<dyn Backend>, format: KvFormat, seed: u64) -> Result<(f32, String), Failure> {
     let mut draw = Draw(seed);
     let dtype = draw.pick(&[DType::F32, DType::F16, DType::BF16]);

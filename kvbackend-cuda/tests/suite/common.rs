@@ -14,7 +14,7 @@ pub(crate) fn opened(device: usize) -> Option<Arc<CudaBackend>> {
         .ok()
 }
 
-/// Writes bytes of the host to new memory of the device.
+/// Writes host bytes to new device memory.
 pub(crate) fn upload(backend: &dyn Backend, dtype: DType, shape: &[usize], bytes: &[u8]) -> TensorView {
     raw::upload(backend, dtype, shape, bytes).unwrap()
 }

@@ -1,5 +1,5 @@
-//! Kernels compiled on this machine by NVRTC: the same code as the committed one, kept in a folder, compiled
-//! again if the folder's entry is damaged.
+//! Kernels that NVRTC compiles on this machine from the same sources as the committed ones. They are cached
+//! in a folder, and compiled again if their entry there is damaged.
 
 use kvbackend_cuda::{CudaBackend, CudaOptions, KernelCode};
 use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, allocate_tensor};

@@ -1,4 +1,4 @@
-//! The dense steps of a model against plain loops in f64.
+//! A model's dense steps, compared with plain f64 loops.
 
 use half::{bf16, f16};
 use kvbackend_cuda::dense::{CudaSteps, StoredKind};
@@ -12,7 +12,7 @@ use crate::double::{EAGER, LAZY, alone, among_others};
 const KINDS: [StoredKind; 5] =
     [StoredKind::F32, StoredKind::F16, StoredKind::BF16, StoredKind::Q8_0, StoredKind::Q4K];
 
-/// Returns the steps of a device, or prints why there are none.
+/// Returns a device's steps, or prints why there are none.
 fn steps(device: usize) -> Option<CudaSteps> {
     let backend = opened(device)?;
     CudaSteps::new(&backend).inspect_err(|reason| kvconform::skip(reason)).ok()
@@ -79,7 +79,7 @@ fn stored(kind: StoredKind, rows: usize, width: usize, seed: u64) -> (Vec<u8>, V
     }
 }
 
-/// Returns blocks of `Q4_K` with all bits in use, and their numbers by the definition of the format.
+/// Returns `Q4_K` blocks with all bits in use, and their numbers by the format's definition.
 fn q4_k(blocks: usize, seed: u64) -> (Vec<u8>, Vec<f64>) {
     let (mut bytes, mut numbers) = (Vec::new(), Vec::new());
     for (i, body) in (0..).zip(noise(seed, blocks * 140).chunks_exact(140)) {
@@ -123,7 +123,7 @@ fn projections_of_every_stored_type_equal_plain_loops(
     assert!(matrix_there.bytes() >= bytes.len());
     let bias = numbers(8, outputs);
     let bias_there = steps.weight(StoredKind::F32, 1, outputs, bytemuck::cast_slice(&bias)).unwrap();
-    // The rows lie apart: they are columns of a wider activation.
+    // The rows are not contiguous: they are columns of a wider activation.
     let wide = numbers(9, rows * (width + 12));
     let x = upload(&steps, &[rows, width + 12], &wide).slice(1, 4, 4 + width).unwrap();
     for with_bias in [false, true] {
@@ -196,7 +196,7 @@ fn embeddings_norms_gates_and_sums_equal_plain_loops() {
     let expected: Vec<f64> = a.chunks_exact(100).flat_map(norm).collect();
     let normed = steps.rms_norm(&heads, &there, 1e-5).unwrap();
     close(&read(&steps, &normed), &expected, 1e-6);
-    // Some columns of each row, which lie apart.
+    // Some columns of each row, which are not contiguous.
     let columns = x.slice(1, 50, 150).unwrap();
     let expected: Vec<f64> = a.chunks_exact(300).flat_map(|row| norm(&row[50..150])).collect();
     close(&read(&steps, &steps.rms_norm(&columns, &there, 1e-5).unwrap()), &expected, 1e-6);

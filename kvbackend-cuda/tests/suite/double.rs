@@ -1,4 +1,4 @@
-//! The controls of the test double, where it stands in for the driver.
+//! The test double's controls, for tests where it stands in for the driver.
 
 use std::ffi::{CString, c_char, c_int};
 use std::sync::{OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -13,29 +13,29 @@ pub(crate) const SMALL: usize = 2;
 /// The library that the backend has loaded, if it is the double.
 pub(crate) struct Double(Library);
 
-/// Returns the double; none if a real driver is loaded.
+/// Returns the double, or none if a real driver is loaded.
 pub(crate) fn double() -> Option<&'static Double> {
     static DOUBLE: OnceLock<Option<Double>> = OnceLock::new();
     let find = || {
         // SAFETY: the backend loads the same library; its initialisers have run or have no other effect.
         let library = unsafe { Library::new("libcuda.so.1") }.ok()?;
-        // SAFETY: the symbol is looked for and not called.
+        // SAFETY: the symbol is only looked up, not called.
         let known = unsafe { library.get::<fn()>(b"kv_double_trace\0") }.is_ok();
         known.then_some(Double(library))
     };
     DOUBLE.get_or_init(find).as_ref()
 }
 
-/// Held by tests that change the behaviour of the double, while no other test runs.
+/// Held by tests that change the double's behaviour. No other test runs at the same time.
 static CHANGES: RwLock<()> = RwLock::new(());
 
-/// Returns the permission to run at the same time as other tests.
+/// Returns a permission to run at the same time as other tests.
 pub(crate) fn among_others() -> RwLockReadGuard<'static, ()> {
     CHANGES.read().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Returns the permission to change the behaviour of the double, until it is dropped. With a real driver,
-/// prints that the test is skipped.
+/// Returns a permission to change the double's behaviour until it is dropped. With a real driver, prints that
+/// the test is skipped.
 pub(crate) fn alone() -> Option<(&'static Double, Alone)> {
     let alone = Alone(CHANGES.write().unwrap_or_else(std::sync::PoisonError::into_inner));
     let Some(double) = double() else {
@@ -45,7 +45,7 @@ pub(crate) fn alone() -> Option<(&'static Double, Alone)> {
     Some((double, alone))
 }
 
-/// Permission to change the double; the changes end with it.
+/// Permission to change the double. The changes end when it is dropped.
 pub(crate) struct Alone(#[expect(dead_code, reason = "held for its Drop")] RwLockWriteGuard<'static, ()>);
 
 impl Drop for Alone {
@@ -59,11 +59,11 @@ impl Drop for Alone {
 impl Double {
     fn entry<T>(&self, name: &str) -> libloading::Symbol<'_, T> {
         let name = CString::new(name).unwrap();
-        // SAFETY: the callers name functions of the double with their types.
+        // SAFETY: the callers name the double's functions with their correct types.
         unsafe { self.0.get(name.as_bytes_with_nul()) }.unwrap()
     }
 
-    /// Makes call number `after` of an entry fail with a code of the driver, once.
+    /// Makes the `after`-th next call of an entry fail once, with a driver error code.
     pub(crate) fn fail(&self, entry: &str, after: c_int, code: c_int) {
         let call = self.entry::<unsafe extern "C" fn(*const c_char, c_int, c_int)>("kv_double_fail");
         let entry = CString::new(entry).unwrap();
@@ -74,7 +74,7 @@ impl Double {
     /// Makes every entry work again.
     pub(crate) fn reset(&self) {
         let call = self.entry::<unsafe extern "C" fn(*const c_char, c_int, c_int)>("kv_double_fail");
-        // SAFETY: null means everything.
+        // SAFETY: null stands for all entries.
         unsafe { call(std::ptr::null(), 0, 0) }
     }
 
@@ -86,7 +86,7 @@ impl Double {
         unsafe { call(entry.as_ptr(), c_int::from(on)) }
     }
 
-    /// Sets the memory of a device.
+    /// Sets a device's memory size in bytes.
     pub(crate) fn limit(&self, device: usize, bytes: usize) {
         // SAFETY: plain numbers.
         unsafe { self.entry::<unsafe extern "C" fn(c_int, usize)>("kv_double_limit")(device as c_int, bytes) }
@@ -104,7 +104,8 @@ impl Double {
         }
     }
 
-    /// Returns the tasks queued on a device since the last call, each as words: its kind, then its details.
+    /// Returns the tasks queued on a device since the last call, each as a list of words: its kind, then its
+    /// details.
     pub(crate) fn trace(&self, device: usize) -> Vec<Vec<String>> {
         let call = self.entry::<unsafe extern "C" fn(*mut c_char, usize) -> usize>("kv_double_trace");
         let mut buffer = vec![0u8; 1 << 16];

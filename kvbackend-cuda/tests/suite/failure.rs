@@ -1,4 +1,4 @@
-//! Reports and errors that are this backend's own. The conformance suite has the others (`rig`).
+//! Reports and errors that only this backend has. The conformance suite tests the others (`rig`).
 
 use kvcore::{Backend, Error, MemoryKind};
 

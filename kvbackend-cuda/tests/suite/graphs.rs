@@ -1,4 +1,5 @@
-//! Captured graphs: the room of this backend, the dense steps in them, and the memory that they share.
+//! Captured graphs: this backend's capacity for lists, dense steps in graphs, and the memory that graphs
+//! share.
 
 use std::sync::Arc;
 
@@ -31,7 +32,7 @@ fn inputs_past_the_room_of_a_graph_are_refused_by_name() {
     };
     graph.replay(&many(8)).unwrap();
     assert_eq!(graph.replay(&many(60)), Err(Error::GraphOutgrown { what: "segments" }));
-    // The table of angles has grown since: the graph reads the old one.
+    // The angle table has grown since the capture: the graph reads the old one.
     bench.rope.table([2000]).unwrap();
     assert_eq!(graph.replay(&step(3)), Err(Error::GraphOutgrown { what: "positions" }));
     bench.stream.synchronize().unwrap();
@@ -98,7 +99,7 @@ fn graphs_of_a_stream_share_the_memory_between_their_kernels() {
     let steps = CudaSteps::new(&backend).unwrap();
     let bytes = vec![0; 4 * 48 * DIM];
     let table = steps.weight(StoredKind::F32, 48, DIM, &bytes).unwrap();
-    // Sixteen rows: a product of the library, which needs memory to work in.
+    // Sixteen rows: the library computes this product, and needs a workspace.
     let inputs = |first: u32| StepInputs { tokens: (first..first + 16).collect(), ..step(3) };
     let capture = |inputs: &StepInputs| {
         let mut logits = None;

@@ -1,6 +1,6 @@
-//! Memory that enqueued work holds besides the storages of its operation: plans of attention, memory between
-//! kernels, angles, weights. The device of these tests runs nothing before a wait, so memory that is not held
-//! is freed or overwritten by then.
+//! Memory that enqueued work holds in addition to its operation's storages: attention plans, scratch memory,
+//! angles, weights. The device in these tests runs nothing before a wait, so memory that is not held has been
+//! freed or overwritten by then.
 
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ impl Bench {
         Self { backend, stream, arena, q }
     }
 
-    /// Enqueues the attention of one query over `tokens` tokens from block `first` on, and returns its
+    /// Enqueues the attention of one query over `tokens` tokens, starting at block `first`, and returns its
     /// output.
     fn attend(&self, first: u32, tokens: usize) -> TensorView {
         let blocks: Arc<[BlockId]> = (first..first + tokens.div_ceil(BLOCK) as u32).map(BlockId).collect();
@@ -79,8 +79,8 @@ impl Bench {
         out
     }
 
-    /// Returns the outputs of calls that are enqueued one after another, with a wait after each or only at
-    /// the end.
+    /// Returns the outputs of calls that are enqueued one after another, with a wait after each one or only
+    /// at the end.
     fn outputs(&self, calls: &[(u32, usize)], waiting: bool) -> Vec<Vec<u8>> {
         let enqueue = |&(first, tokens): &(u32, usize)| {
             let out = self.attend(first, tokens);
@@ -100,7 +100,7 @@ fn weights_stay_until_their_products_are_done() {
     let bench = Bench::new();
     let steps = CudaSteps::new(&bench.backend).unwrap();
     let weight = || steps.weight(StoredKind::F32, 40, DIM, &floats(3, 40 * DIM)).unwrap();
-    // Few rows go through a kernel, many through the library.
+    // A few rows go through a kernel, many through the library.
     for rows in [2, 20] {
         let x = steps.rows(&[rows, DIM]).unwrap();
         steps.stream().write(&x, &floats(5, rows * DIM)).unwrap();
@@ -110,7 +110,7 @@ fn weights_stay_until_their_products_are_done() {
         let gone = weight();
         let product = steps.project(&x, &gone, None).unwrap();
         drop(gone);
-        // An allocation waits for the frees before it.
+        // An allocation waits for all earlier frees.
         drop(bench.backend.allocate(MemoryKind::Device, 64).unwrap());
         steps.read(&product, &mut values[1]).unwrap();
         assert_eq!(values[0], values[1], "{rows} rows");
@@ -128,7 +128,7 @@ fn plans_stay_until_their_work_is_done() {
 #[test]
 fn memory_between_kernels_stays_until_their_work_is_done() {
     let Some((_, _alone)) = alone() else { return };
-    // Each call has more parts than the one before, and needs other memory.
+    // Each call has more parts than the previous one, and needs other memory.
     let calls = [(0, 300), (3, 1100), (1, 2500)];
     let bench = Bench::new();
     let got = bench.outputs(&calls, false);
@@ -149,7 +149,7 @@ fn angles_stay_until_their_work_is_done() {
         rows
     };
     let rope = || Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 1 << 14).unwrap());
-    // The table grows with each position, and the backend forgets the one before.
+    // The table grows with each position, and the backend drops the previous one.
     let outputs = |waiting| -> Vec<Vec<u8>> {
         let rope = rope();
         let rows: Vec<_> = [9, 700, 9000].map(|position| run(&rope, position, waiting)).into();

@@ -1,6 +1,5 @@
-//! The CUDA backend on the first devices of the machine, or on the test double of the driver: memory,
-//! failures, order, and the launches that operations take. The contract itself is checked by the conformance
-//! suite.
+//! The CUDA backend on the machine's first devices, or on the test double of the driver: memory, failures,
+//! order, and launches per operation. The conformance suite checks the contract itself.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod attention;

@@ -1,4 +1,4 @@
-//! Memory: pinned sources of writes, and memory and streams that an engine lends.
+//! Memory: pinned sources of writes, and memory and streams lent by an engine.
 
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ fn a_write_may_come_from_pinned_memory() {
         let Some(backend) = opened(device) else { return };
         let stream = backend.stream().unwrap();
         let pinned = backend.allocate(MemoryKind::Pinned, n).unwrap();
-        // SAFETY: the memory has `n` bytes, which nothing but this slice uses while the storage lives. On
-        // these devices the host has it at the same address.
+        // SAFETY: the memory has `n` bytes, which only this slice uses while the storage lives. On these
+        // devices, the host sees it at the same address.
         let source = unsafe { std::slice::from_raw_parts_mut(pinned.address() as *mut u8, n) };
         source.copy_from_slice(&noise(12, n));
         let view = allocate_tensor(backend.as_ref(), MemoryKind::Device, DType::U8, &[n]).unwrap();
@@ -30,7 +30,7 @@ fn a_write_may_come_from_pinned_memory() {
 fn lent_memory_is_used_where_it_is_and_outlives_no_owner() {
     let _shared = among_others();
     let Some(backend) = opened(EAGER) else { return };
-    // Another backend on the same device plays the engine that owns the memory.
+    // Another backend on the same device acts as the engine that owns the memory.
     let engine = opened(EAGER).unwrap();
     let tensor = upload(engine.as_ref(), DType::U8, &[4096], &noise(5, 4096));
     let owner = Arc::clone(tensor.storage());
@@ -54,7 +54,7 @@ fn lent_memory_that_the_driver_describes_otherwise_is_refused() {
     let Some(backend) = opened(EAGER) else { return };
     let lend = |address, bytes| {
         let owner = Arc::new(());
-        // SAFETY: whatever is not memory of this size on this device is refused and never used.
+        // SAFETY: memory that does not have this size on this device is refused and never used.
         let lent = unsafe { backend.lent(address, bytes, owner.clone()) };
         (lent.map(drop), Arc::strong_count(&owner))
     };
@@ -77,7 +77,7 @@ fn lent_memory_that_the_driver_describes_otherwise_is_refused() {
     );
 }
 
-/// A stream that an engine creates by the driver's own functions, and destroys.
+/// A stream that an engine creates and destroys through the driver's own functions.
 struct EngineStream(kvbackend_cuda::cudarc::driver::sys::CUstream, i32);
 
 impl EngineStream {
@@ -98,7 +98,7 @@ impl EngineStream {
 impl Drop for EngineStream {
     fn drop(&mut self) {
         use kvbackend_cuda::cudarc::driver::sys;
-        // SAFETY: the stream is alive, and nothing of the engine uses the context any more.
+        // SAFETY: the stream is alive, and the engine no longer uses the context.
         unsafe {
             sys::cuStreamDestroy_v2(self.0).result().unwrap();
             sys::cuCtxSetCurrent(std::ptr::null_mut()).result().unwrap();

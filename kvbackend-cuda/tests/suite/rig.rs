@@ -1,4 +1,4 @@
-//! The conformance suite's cases of devices and groups, run over this backend and the double of its driver.
+//! The conformance suite's cases for devices and groups, run on this backend and on its driver's double.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -76,7 +76,7 @@ impl DeviceRig for CudaRig {
 
     fn copy_of_freed_memory(&self, backend: &Arc<CudaBackend>) -> Result<CopyTensor> {
         let owned = backend.allocate(MemoryKind::Device, 4096)?;
-        // SAFETY: the memory is freed below, which is what the cases are about: the device faults, the
+        // SAFETY: the memory is freed below on purpose, as the cases require: the device faults, but the
         // process does not.
         let lent = unsafe { backend.lent(owned.address(), 4096, Arc::new(())) }?;
         drop(owned);

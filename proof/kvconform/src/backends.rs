@@ -1,4 +1,4 @@
-//! The backends that this build can test, by the name given to `--backend`.
+//! The backends that this build can test, by the name passed to `--backend`.
 
 use std::sync::Arc;
 
@@ -15,13 +15,13 @@ use kvcore::{Backend, DType, Result};
 /// A backend, with the name under which the suite reports it.
 #[derive(Clone, Copy)]
 pub struct NamedBackend {
-    /// Name of the backend, as in `conform --backend NAME`.
+    /// The backend's name, as in `conform --backend NAME`.
     pub name: &'static str,
-    /// How the backend computes, or on which device, for a backend with several variants.
+    /// How or on which device the backend computes, if it has several variants.
     pub variant: &'static str,
-    /// Element types to test. Every type is in at least one variant of each backend.
+    /// The element types to test. Every type is in at least one variant of each backend.
     pub dtypes: &'static [DType],
-    /// Opens a device and creates the backend. The error explains what this machine lacks.
+    /// Opens a device and creates the backend. The error explains what this machine is missing.
     pub make: fn() -> Result<Arc<dyn Backend>>,
 }
 
@@ -54,10 +54,10 @@ fn wgpu(options: &WgpuOptions) -> Result<Arc<dyn Backend>> {
 #[cfg(any(feature = "ascend", feature = "cpu", feature = "cuda"))]
 const ALL: &[DType] = &DType::COMPUTE;
 
-/// All variants. The CPU backend runs with fast kernels of every instruction set, with reference kernels, and
-/// deferred until something waits. wgpu runs with the device's own f16, with packed f16, and with windows
-/// small enough to bind pools in parts. (A software GPU takes a second to compile a kernel. Each variant of
-/// wgpu therefore runs in some element types; `conform --every` runs all.)
+/// All variants. The CPU backend runs with the fast kernels of every instruction set, with the reference
+/// kernels, and deferred until something waits. wgpu runs with the device's own f16, with packed f16, and
+/// with windows so small that pools are bound in parts. (A software GPU takes a second to compile a kernel,
+/// so each wgpu variant runs with only some element types; `conform --every` runs all of them.)
 pub const BACKENDS: &[NamedBackend] = &[
     #[cfg(feature = "ascend")]
     NamedBackend { name: "ascend", variant: "device 0", dtypes: ALL, make: || ascend(0) },

@@ -1,4 +1,4 @@
-//! The workbench of a case: a backend, a stream, an element type, and deterministic numbers.
+//! The workbench for a case: a backend, a stream, an element type, and deterministic numbers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use crate::oracle;
 pub struct Failure {
     /// What was expected, and what happened.
     pub message: String,
-    /// The error of the backend that ended the case, if there was one.
+    /// The backend error that ended the case, if there was one.
     pub error: Option<kvcore::Error>,
 }
 
 impl Failure {
-    /// Creates a failure that no error of the backend caused.
+    /// Creates a failure without a backend error.
     pub fn new(message: impl Into<String>) -> Self {
         Self { message: message.into(), error: None }
     }
@@ -54,7 +54,7 @@ pub struct Bench {
 }
 
 impl Bench {
-    /// Creates a bench for one backend and element type.
+    /// Creates a bench for a backend and an element type.
     pub fn new(backend: Arc<dyn Backend>, dtype: DType) -> kvcore::Result<Self> {
         let stream = backend.stream()?;
         Ok(Self { backend, stream, dtype })
@@ -79,7 +79,7 @@ impl Bench {
         Ok(decode(view.dtype(), &bytes))
     }
 
-    /// Allocates an arena with the suite's usual extents and the given order.
+    /// Allocates an arena with the suite's usual extents and the given block order.
     pub fn arena(&self, order: BlockOrder) -> Outcome<KvArena> {
         self.arena_of(KvShape {
             num_layers: 2,
@@ -94,7 +94,7 @@ impl Bench {
         })
     }
 
-    /// Allocates an arena of any shape.
+    /// Allocates an arena with the given shape.
     pub fn arena_of(&self, shape: KvShape) -> Outcome<KvArena> {
         let layout = Arc::new(KvLayout::new(shape)?);
         Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::Device, layout)?)
@@ -151,7 +151,7 @@ impl Bench {
     }
 }
 
-/// Returns codes of a quantised format. Their values are finite and of moderate size.
+/// Returns codes in a quantised format. Their values are finite and of moderate size.
 fn codes(format: KvFormat, seed: u32, bytes: usize) -> Vec<u8> {
     let finite = |byte: u8| match format {
         KvFormat::Int8 { .. } if byte == 0x80 => 1,
@@ -167,7 +167,7 @@ fn codes(format: KvFormat, seed: u32, bytes: usize) -> Vec<u8> {
     numbers(seed, bytes).iter().map(|x| finite((127.5 + 127.5 * x) as u8)).collect()
 }
 
-/// Returns the largest relative error of rounding to nearest: half the spacing of the element type.
+/// Returns the largest relative error of rounding to nearest, which is half the element type's spacing.
 pub(crate) fn half_spacing(dtype: DType) -> f32 {
     match dtype {
         DType::F16 => 1.0 / 2048.0,
@@ -177,7 +177,7 @@ pub(crate) fn half_spacing(dtype: DType) -> f32 {
 }
 
 /// Checks that `actual` is `expected`, computed in f32 and rounded once to nearest. Allows half a spacing and
-/// a little room for f32 arithmetic. Truncation has twice that error and fails.
+/// a little extra for f32 arithmetic. Truncation has twice that error and fails.
 pub(crate) fn rounded_once(what: &str, dtype: DType, actual: &[f32], expected: &[f32]) -> Outcome {
     for (i, (&a, &e)) in actual.iter().zip(expected).enumerate() {
         let allowed = half_spacing(dtype) * e.abs() + 1e-5;
@@ -209,7 +209,7 @@ pub(crate) fn rounded(dtype: DType, values: &[f32]) -> Vec<f32> {
     decode(dtype, &encode(dtype, values))
 }
 
-/// Returns values as bytes of an element type.
+/// Encodes values as bytes of an element type.
 pub(crate) fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     match dtype {
         DType::F16 => values.iter().flat_map(|&x| f16::from_f32(x).to_le_bytes()).collect(),
@@ -218,7 +218,7 @@ pub(crate) fn encode(dtype: DType, values: &[f32]) -> Vec<u8> {
     }
 }
 
-/// Returns bytes of an element type as values.
+/// Decodes bytes of an element type to values.
 pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     match dtype {
         DType::F16 => bytes.chunks_exact(2).map(|b| f16::from_le_bytes([b[0], b[1]]).to_f32()).collect(),
@@ -227,12 +227,12 @@ pub(crate) fn decode(dtype: DType, bytes: &[u8]) -> Vec<f32> {
     }
 }
 
-/// Checks that `actual` equals `expected`, element by element (any NaN equals any NaN).
+/// Checks that `actual` equals `expected`, element by element. Any NaN equals any other NaN.
 pub(crate) fn equal(what: &str, actual: &[f32], expected: &[f32]) -> Outcome {
     close(what, actual, expected, 0.0)
 }
 
-/// Checks that `actual` is within `tolerance` of `expected`, relative to values above 1.
+/// Checks that `actual` is within `tolerance` of `expected`. The tolerance is relative for values above 1.
 pub(crate) fn close(what: &str, actual: &[f32], expected: &[f32], tolerance: f32) -> Outcome {
     if actual.len() != expected.len() {
         return Err(Failure::new(format!("{what}: {} values, expected {}", actual.len(), expected.len())));

@@ -1,4 +1,4 @@
-//! Cases of a communicator: every collective against plain loops, for any group of ranks.
+//! Cases for a communicator: every collective against plain loops, for any group of ranks.
 
 use std::sync::Arc;
 use std::thread;
@@ -14,10 +14,10 @@ use crate::bench::{Failure, Outcome, ensure, numbers};
 /// One rank of a group under test: its communicator, and the backend that allocates its tensors.
 pub type RankUnderTest = (Arc<dyn Communicator>, Arc<dyn Backend>);
 
-/// Runs every case on all ranks of a group, each in a thread of its own. The group is still whole afterwards.
+/// Runs every case on all ranks of a group, each in its own thread. The group is still intact afterwards.
 ///
-/// Failures of groups are cases of [`run_groups`](crate::run_groups). Calls that differ among ranks are left
-/// to the tests of the implementation, because implementations notice different things.
+/// Cases in which groups fail are in [`run_groups`](crate::run_groups). Calls that differ between ranks are
+/// left to each implementation's own tests, because implementations detect different things.
 pub fn run_collectives(group: &[RankUnderTest]) -> Outcome {
     thread::scope(|scope| {
         let run = |(communicator, backend): &RankUnderTest| {
@@ -40,7 +40,7 @@ pub fn run_collectives(group: &[RankUnderTest]) -> Outcome {
     })
 }
 
-/// Numbers of elements; twice as many for elements of 4 bits.
+/// Numbers of elements to test; doubled for 4-bit elements.
 const SIZES: [usize; 4] = [0, 1, 7, 1001];
 
 #[derive(Clone, Copy)]
@@ -69,7 +69,7 @@ impl TestedRank<'_> {
         Ok(self.of.check()?)
     }
 
-    /// Returns a zeroed tensor, which may have no elements.
+    /// Returns a zeroed tensor. It may be empty.
     fn tensor(self, dtype: DType, shape: &[usize]) -> Outcome<TensorView> {
         let room: Vec<usize> = shape.iter().map(|&n| n.max(2)).collect();
         let view = allocate_tensor(self.backend, MemoryKind::Device, dtype, &room)?;
@@ -87,7 +87,7 @@ impl TestedRank<'_> {
         if bytes.is_empty() { Ok(()) } else { Ok(self.stream.write(view, bytes)?) }
     }
 
-    /// Waits, and compares the bytes of a view.
+    /// Waits for the work, and compares the bytes of a view.
     fn expect(self, what: &str, view: &TensorView, expected: &[u8]) -> Outcome {
         self.of.wait(self.stream)?;
         let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
@@ -100,7 +100,7 @@ impl TestedRank<'_> {
         })
     }
 
-    /// Returns bytes that differ for each rank and turn.
+    /// Returns bytes that differ by rank and turn.
     fn bytes(rank: usize, turn: usize, dtype: DType, n: usize) -> Outcome<Vec<u8>> {
         let seed = 31 + 7 * rank as u32 + 1009 * turn as u32;
         Ok(numbers(seed, dtype.bytes_for(n)?).iter().map(|x| (127.5 + 127.5 * x) as u8).collect())
@@ -132,7 +132,7 @@ impl TestedRank<'_> {
         self.expect("an all-gather in place", &dst, &all)
     }
 
-    /// Reduces numbers whose sums are exact in every type, in every order.
+    /// Reduces numbers whose sums are exact in every type, whatever the order.
     fn reduces(self, dtype: DType, n: usize, op: ReduceOp) -> Outcome {
         let encode: fn(f32) -> Vec<u8> = match dtype {
             DType::F32 => |x| x.to_ne_bytes().to_vec(),
@@ -157,7 +157,7 @@ impl TestedRank<'_> {
         self.expect(&format!("an all-reduce ({op:?})"), &view, &expected)
     }
 
-    /// Every rank receives from the rank before it, and then sends to the rank after it.
+    /// Every rank receives from the previous rank, and then sends to the next one.
     fn passes_on(self, dtype: DType, n: usize) -> Outcome {
         let (rank, first) = (self.of.rank(), Self::bytes(0, 1, dtype, n)?);
         let view = self.tensor(dtype, &[n])?;
@@ -172,7 +172,7 @@ impl TestedRank<'_> {
         self.expect("a tensor that is passed on", &view, &first)
     }
 
-    /// All ranks send to the next rank and receive from the previous one, at the same time.
+    /// All ranks send to the next rank and receive from the previous one at the same time.
     fn rings(self, dtype: DType, n: usize) -> Outcome {
         let (rank, ranks) = (self.of.rank(), self.of.ranks());
         let (next, before) = ((rank + 1) % ranks, (rank + ranks - 1) % ranks);
@@ -185,7 +185,7 @@ impl TestedRank<'_> {
         self.expect("a tensor from the rank before", &into, &Self::bytes(before, 2, dtype, n)?)
     }
 
-    /// The last rank receives two tensors of different sizes from each other rank, matched in order.
+    /// The last rank receives two tensors of different sizes from every other rank, matched in order.
     fn collects(self, dtype: DType, n: usize) -> Outcome {
         let (rank, last) = (self.of.rank(), self.of.ranks() - 1);
         if rank != last {
@@ -206,8 +206,8 @@ impl TestedRank<'_> {
         views.iter().try_for_each(|(view, _, bytes)| self.expect("a collected tensor", view, bytes))
     }
 
-    /// Copies before and after collectives, round after round, with one wait at the end. Each round writes
-    /// where the collective of the round before reads.
+    /// Copies before and after collectives for several rounds, with one wait at the end. Each round writes to
+    /// the memory that the previous round's collective reads.
     fn keeps_the_order_of_the_stream(self) -> Outcome {
         let n = 1 << 16;
         let src = self.upload(DType::I8, &[n], &vec![self.of.rank() as u8 + 1; n])?;
@@ -262,7 +262,7 @@ impl TestedRank<'_> {
             let result = of.exchange(stream, &[(&view, other)], &[(&half, other)]);
             fails("one memory", result, |e| matches!(e, Error::Aliased { .. }))?;
         }
-        // Nothing was enqueued, and the group is whole.
+        // Nothing was enqueued, and the group is intact.
         of.broadcast(stream, &view, 0)?;
         self.expect("a broadcast after refusals", &view, &[0; 96])
     }

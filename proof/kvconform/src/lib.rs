@@ -1,7 +1,7 @@
-//! The conformance suite: the definition of a correct backend.
+//! The conformance suite, which defines a correct backend.
 //!
 //! Every case compares a backend with arithmetic written out in f64 ([`oracle`]); no case compares it with
-//! another backend. Cases, inputs and tolerances are common to all backends. A backend is complete when
+//! another backend. All backends share the same cases, inputs and tolerances. A backend is complete when
 //! [`CASES`] pass for every element type.
 //!
 //! ```

@@ -1,4 +1,4 @@
-//! Bytes on devices: tensors, pools and noise for tests that look at bytes, not at values.
+//! Bytes on devices: tensors, pools and noise for tests that compare bytes instead of values.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use kvcore::{
     Backend, DType, KvArena, KvLayout, KvShape, MemoryKind, Result, Stream, TensorView, allocate_tensor,
 };
 
-/// Allocates a tensor on the device and writes bytes of the host to it. Waits until the write is done.
+/// Allocates a tensor on the device and writes host bytes to it. Waits until the write is done.
 ///
 /// # Errors
 /// Returns the errors of the allocation and of the write.
@@ -18,7 +18,7 @@ pub fn upload(backend: &dyn Backend, dtype: DType, shape: &[usize], bytes: &[u8]
     Ok(view)
 }
 
-/// Returns the bytes of a dense view, after the work of the stream so far.
+/// Returns the bytes of a dense view, after the stream's work so far.
 ///
 /// # Errors
 /// Returns the errors of the read.
@@ -28,7 +28,7 @@ pub fn download(stream: &dyn Stream, view: &TensorView) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Allocates a zeroed pool of a shape on the device.
+/// Allocates a zeroed pool with the given shape on the device.
 ///
 /// # Errors
 /// Returns the errors of the layout and of the allocation.

@@ -1,4 +1,4 @@
-//! Tests that cannot run on a machine: reported and counted, or a failure where nothing may be missing.
+//! Tests that cannot run on a machine: they are reported and counted, or fail where nothing may be missing.
 
 use std::fmt::Display;
 use std::sync::LazyLock;
@@ -15,7 +15,7 @@ pub fn is_strict() -> bool {
 /// Reports that a test cannot run here: prints `SKIPPED: reason`, which `cargo xtask test` counts.
 ///
 /// # Panics
-/// Panics if [`STRICT`] is set. The message is the reason, which names what to install.
+/// Panics if [`STRICT`] is set. The panic message is the reason, which names what to install.
 pub fn skip(reason: impl Display) {
     assert!(!is_strict(), "nothing may be skipped here ({STRICT} is set): {reason}");
     println!("SKIPPED: {reason}");

@@ -1,5 +1,5 @@
-//! Collectives of threads, over the streams of backends, and of devices. Groups of threads that fail, and
-//! wrong ranks that the cases of groups must catch.
+//! Collectives between threads, over streams of all backends, and between devices. Also groups of threads
+//! that fail, and faulty ranks that the cases for groups must catch.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use kvconform::{BACKENDS, DeviceRig, DriverDouble, GroupRig, RankUnderTest, run_
 use kvcore::{Backend, CheckedCollective, Communicator, CopyTensor, Error, Result, Stream};
 use rstest::rstest;
 
-/// Returns a group of threads. Each rank has a backend of its own.
+/// Returns a group of threads. Each rank has its own backend.
 fn group(ranks: usize, backend: impl Fn() -> Arc<dyn Backend>) -> Vec<RankUnderTest> {
     let threads = ThreadCommunicator::group(ranks, Duration::from_secs(120)).unwrap();
     threads.into_iter().map(|rank| (Arc::new(rank) as Arc<dyn Communicator>, backend())).collect()
@@ -25,7 +25,7 @@ fn threads_exchange_what_plain_loops_say(
     run_collectives(&group(ranks, || (named.make)().unwrap())).unwrap_or_else(|failure| panic!("{failure}"));
 }
 
-/// The fault of a rank.
+/// A rank's fault.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum RankFault {
     None,
@@ -76,7 +76,7 @@ impl Drop for WrongRank {
     }
 }
 
-/// Threads of this process, each with a backend of the host as its device.
+/// Threads of this process, each with a host backend as its device.
 struct Threads(RankFault);
 
 impl DeviceRig for Threads {
@@ -134,7 +134,7 @@ fn a_wrong_rank_fails_the_case_that_is_there_for_it(#[case] fault: RankFault, #[
     assert!(failure.message.contains(case), "{fault:?} passes {case}: {failure}");
 }
 
-/// Opens so many devices as a group.
+/// Opens `ranks` devices as a group.
 #[cfg(feature = "cuda")]
 fn devices(ranks: usize) -> kvcore::Result<Vec<RankUnderTest>> {
     use kvbackend_cuda::{CudaBackend, CudaOptions, NcclCommunicator};
@@ -155,7 +155,7 @@ fn devices_exchange_what_plain_loops_say(#[values(1, 2, 3, 4)] ranks: usize) {
     }
 }
 
-/// Opens so many NPUs as a group.
+/// Opens `ranks` NPUs as a group.
 #[cfg(feature = "ascend")]
 fn npus(ranks: usize) -> kvcore::Result<Vec<RankUnderTest>> {
     use kvbackend_ascend::{AscendBackend, AscendOptions, HcclCommunicator};

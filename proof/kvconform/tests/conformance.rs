@@ -1,13 +1,13 @@
-//! Every case on five variants of the CPU, in every element type (`cargo xtask conform` runs the others), and
-//! the capabilities that each backend lists.
+//! Every case on five CPU variants, with every element type (`cargo xtask conform` runs the others), and the
+//! capabilities that each backend lists.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use kvconform::{BACKENDS, Bench, CASES, NamedBackend, skip};
 use kvcore::{DType, Error, KvFormat, OPTIONAL};
 use rstest::rstest;
 
-/// Returns whether a backend can be tested here, and reports it if not. Missing instructions of the processor
-/// are skipped even in strict runs, because no installation brings them.
+/// Returns whether a backend can be tested here, and reports it if not. Missing processor instructions are
+/// skipped even in strict runs, because no installation provides them.
 fn is_here(named: &NamedBackend) -> bool {
     let NamedBackend { name, variant, .. } = named;
     match (named.make)() {
@@ -44,7 +44,7 @@ fn capabilities_list_every_element_type_and_format() {
     for named in BACKENDS {
         let backend = match (named.make)() {
             Ok(backend) => backend,
-            // Instructions that the processor lacks: the other variants say what the backend can do.
+            // The processor lacks these instructions, but the other variants show what the backend supports.
             Err(Error::Unsupported { .. }) if named.name == "cpu" => continue,
             Err(reason) => return skip(format!("{} ({}): {reason}", named.name, named.variant)),
         };

@@ -1,4 +1,4 @@
-//! The reference kernels on random shapes against the oracle in f64.
+//! The reference kernels with random shapes, compared with the f64 oracle.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use kvcore::{
 };
 use proptest::prelude::*;
 
-/// Returns numbers between −1 and 1 that every element type represents exactly.
+/// Returns numbers between −1 and 1 that every element type can represent exactly.
 fn numbers(n: usize, seed: u64) -> Vec<f32> {
     let step = |i: usize| (seed.wrapping_add(i as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 57) as f32;
     (0..n).map(|i| step(i) / 64.0 - 1.0).collect()
@@ -35,7 +35,7 @@ fn shape() -> impl Strategy<Value = KvShape> {
     )
 }
 
-/// Fills the arena by `scatter`, and returns K and V by plane, as the oracle reads them.
+/// Fills the arena with `scatter`, and returns K and V by plane, in the form that the oracle reads.
 fn fill(b: &Bench, arena: &KvArena, seed: u64) -> (Vec<f32>, Vec<f32>) {
     let (layout, s, dtype) = (arena.layout(), arena.layout().shape(), b.dtype);
     let slots: Arc<[i64]> = (0..layout.num_slots() as i64).collect();
@@ -111,7 +111,7 @@ proptest! {
                 let end = end.min(extents[*axis]);
                 view = view.slice(*axis, start.min(end), end).unwrap();
             }
-            // the axes of source and destination are rotated alike, their memory is not
+            // the axes of source and destination are rotated alike, but their memory is not
             axes.rotate_left(turn % extents.len());
             (whole, view.permute(&axes).unwrap(), values)
         };

@@ -1,4 +1,4 @@
-//! A suite that cannot fail proves nothing: a case must catch each deliberately wrong backend.
+//! A suite that cannot fail proves nothing: each deliberately wrong backend must be caught by a case.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::any::Any;
@@ -17,7 +17,7 @@ use kvcore::{
 };
 use rstest::rstest;
 
-/// The fault of a backend.
+/// A backend's fault.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum BackendFault {
     None,
@@ -67,9 +67,9 @@ enum BackendFault {
     LargeWritesAreCut,
     WritesOvertake,
     RefusesNoWork,
-    /// Not a fault: the missing kernel is listed and refused correctly.
+    /// Not a fault: the missing kernel is listed and correctly refused.
     LacksQuantize,
-    /// Not a fault: the backend cannot reserve, lists this and refuses correctly.
+    /// Not a fault: the backend cannot reserve memory, lists that, and refuses correctly.
     LacksReserve,
 }
 
@@ -156,7 +156,7 @@ const FAULTS: &[(BackendFault, &str)] = &[
 struct Wrong {
     inner: Arc<dyn Backend>,
     fault: BackendFault,
-    /// Memory that is handed out again without being cleared.
+    /// Freed memory, to hand out again without clearing it.
     kept: Mutex<Vec<Arc<dyn Storage>>>,
 }
 
@@ -164,9 +164,9 @@ struct Wrong {
 struct WrongStream {
     inner: Arc<dyn Stream>,
     fault: BackendFault,
-    /// Another stream of the backend, for work that overtakes.
+    /// A second stream of the backend, for work that overtakes the first.
     ahead: Arc<dyn Stream>,
-    /// The window of the first call with each work.
+    /// The window of the first call with each work, by the work's ID.
     windows: Mutex<HashMap<u64, Option<usize>>>,
 }
 
@@ -238,7 +238,7 @@ impl Backend for Wrong {
 struct WrongReserved {
     inner: Arc<dyn ReservedStorage>,
     fault: BackendFault,
-    /// Granules that are unmapped in name only.
+    /// Granules that are marked as unmapped, but are still mapped.
     hidden: Mutex<BTreeSet<usize>>,
 }
 
@@ -297,7 +297,7 @@ impl ReservedStorage for WrongReserved {
 }
 
 impl WrongStream {
-    /// Changes the bytes of the scales of an arena, if it has scales.
+    /// Changes the bytes of an arena's scales, if it has any.
     fn change_scales(&self, arena: &KvArena, change: impl Fn(&mut [u8], DType)) -> Result<()> {
         for (storage, scales) in [arena.k_plane(), arena.v_plane()].into_iter().filter_map(|p| p.scales) {
             let view = TensorView::new(Arc::clone(storage), DType::U8, &[scales.bytes])?;
@@ -309,7 +309,7 @@ impl WrongStream {
         Ok(())
     }
 
-    /// Returns an attend as the fault changes it.
+    /// Returns an attend with the fault's changes.
     fn spoilt(&self, op: &Attend) -> Result<Attend> {
         let (mut op, id) = (op.clone(), op.work.id());
         let change = |segment: &Segment| match self.fault {
@@ -341,7 +341,7 @@ impl WrongStream {
             BackendFault::AttendScalesTwice => op.scale *= op.scale,
             BackendFault::AttendForgetsLse => op.lse = None,
             BackendFault::AttendTakesKeysAsRotated => op.keys = KeyForm::Rotated,
-            // Three query heads share a KV head; from the second half on, they get the wrong one.
+            // Three query heads share a KV head. Starting at the second half, they get the wrong one.
             BackendFault::AttendOtherKvHead => {
                 let heads = op.q.shape()[1];
                 let part = |view: &TensorView| view.slice(1, heads / 2, heads);
@@ -353,10 +353,10 @@ impl WrongStream {
         Ok(op)
     }
 
-    /// Spoils scales, as the fault does after rows or blocks have been stored.
+    /// Spoils scales the way the fault does after rows or blocks have been stored.
     fn spoil_scales(&self, arena: &KvArena) -> Result<()> {
         match self.fault {
-            // A sixteenth larger: the fourth bit of the mantissa is incremented.
+            // A sixteenth larger: the mantissa's fourth bit is incremented.
             BackendFault::ScalesTooLarge => self.change_scales(arena, |bytes, dtype| {
                 let (at, step) = if dtype == DType::F16 { (0, 0x40) } else { (2, 0x08) };
                 for scale in bytes.chunks_exact_mut(dtype.bits() / 8) {
@@ -374,7 +374,7 @@ impl WrongStream {
 }
 
 impl Stream for WrongStream {
-    /// Replaces the only entry point, because some faults leave out checks.
+    /// Replaces the only entry point, because some faults skip checks.
     fn run(&self, operation: Operation<'_>) -> Result<()> {
         match operation {
             Operation::Scatter(op) => self.scatter(op),
@@ -431,7 +431,7 @@ impl Stream for WrongStream {
     }
 }
 
-/// Operations as the fault changes them.
+/// Operations with the fault's changes.
 impl WrongStream {
     fn scatter(&self, op: &Scatter) -> Result<()> {
         op.check()?;

@@ -1,10 +1,10 @@
 //! Runs the suite on one backend and prints a table: `conform --backend cpu`. `--every` runs all element
-//! types, also of variants that usually run in some. `--only PREFIX`, which may be repeated, runs only the
-//! cases whose names begin with a prefix.
+//! types, even for variants that usually run with only some. `--only PREFIX`, which may be repeated, runs
+//! only the cases whose names start with a prefix.
 //!
-//! Fails if a case fails, if a variant cannot be opened (except for missing instructions of the processor or
-//! a missing second card), or if Vulkan's validation layers report anything. In strict runs, the layers must
-//! be installed.
+//! Fails if a case fails, if a variant cannot be opened (except for missing processor instructions or a
+//! missing second card), or if Vulkan's validation layers report anything. In strict runs, the layers must be
+//! installed.
 
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
@@ -22,7 +22,7 @@ mod validation;
 /// A column of the table: one element type of one variant of the backend, on its own device.
 struct Column {
     backend: &'static NamedBackend,
-    /// Element types of all columns of the variant.
+    /// Element types of all of the variant's columns.
     dtypes: &'static [DType],
     dtype: DType,
 }
@@ -31,7 +31,7 @@ struct Column {
 struct Options<'a> {
     wanted: &'a str,
     every: bool,
-    /// Beginnings of the names of cases; none for all cases.
+    /// Prefixes of case names; none for all cases.
     only: Vec<&'a str>,
 }
 
@@ -51,11 +51,11 @@ impl<'a> Options<'a> {
     }
 }
 
-/// The report of a column.
+/// A report for a column.
 enum ColumnReport {
-    /// The reason why the column cannot be opened.
+    /// Why the column cannot be opened.
     Unopened(kvcore::Error),
-    /// The number of a case, and its outcome.
+    /// The index of a case, and its outcome.
     Case(usize, Result<(), String>),
 }
 
@@ -98,8 +98,8 @@ fn main() -> ExitCode {
     if failed == 0 && passed > 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// Runs as many columns at a time as there are processors. Prints lines in order, each when it is complete.
-/// Returns how many cases passed, failed and were skipped.
+/// Runs as many columns at a time as there are processors. Prints lines in order, each as soon as it is
+/// complete. Returns the numbers of cases that passed, failed and were skipped.
 fn run_all(columns: &[Column], cases: &[&'static Case]) -> (usize, usize, usize) {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(columns.len());
     let next = AtomicUsize::new(0);
@@ -123,7 +123,7 @@ fn run_all(columns: &[Column], cases: &[&'static Case]) -> (usize, usize, usize)
     })
 }
 
-/// Runs all cases of a column. A closed receiver is no error.
+/// Runs all cases of a column. A closed receiver is not an error.
 fn run(number: usize, column: &Column, cases: &[&'static Case], sender: &Sender<(usize, ColumnReport)>) {
     let backend = match (column.backend.make)() {
         Ok(backend) => backend,

@@ -1,19 +1,19 @@
-//! The table: for each variant of a backend, one line per case, with all element types of the variant.
+//! The table: one line per case for each variant of a backend, with all of the variant's element types.
 
 use kvconform::Case;
 use kvcore::Error;
 
 use crate::{Column, ColumnReport};
 
-/// The reports so far, and the part of them that is printed.
+/// The reports so far, and how much of them has been printed.
 pub(crate) struct CaseTable<'a> {
     columns: &'a [Column],
     cases: &'a [&'static Case],
     /// Outcomes by column and case.
     outcomes: Vec<Vec<Option<Result<(), String>>>>,
     unopened: Vec<Option<Unopened>>,
-    /// The first column of the variant whose turn it is, and its next case; none if its name is not printed
-    /// yet.
+    /// The first column of the variant that is being printed, and its next case; none if the variant's name
+    /// is not printed yet.
     turn: (usize, Option<usize>),
     passed: usize,
     failed: usize,
@@ -23,7 +23,7 @@ pub(crate) struct CaseTable<'a> {
 /// Why a column cannot be opened.
 struct Unopened {
     reason: String,
-    /// True if no installation helps: the processor lacks instructions, or the machine a second card.
+    /// True if no installation helps: the processor lacks instructions, or the machine has no second card.
     is_lasting: bool,
 }
 
@@ -34,14 +34,14 @@ impl<'a> CaseTable<'a> {
         Self { columns, cases, outcomes, unopened, turn: (0, None), passed: 0, failed: 0, skipped: 0 }
     }
 
-    /// Takes a report, and prints every complete line in order.
+    /// Adds a report, and prints every complete line in order.
     pub(crate) fn add(&mut self, column: usize, report: ColumnReport) {
         match report {
             ColumnReport::Unopened(error) => {
                 let backend = self.columns[column].backend;
                 let is_lasting = match (backend.name, backend.variant) {
                     ("cpu", _) => matches!(error, Error::Unsupported { .. }),
-                    // Without any card, the variant of the first card fails.
+                    // Without any card, the first card's variant is the one that fails.
                     ("cuda", "device 1") => matches!(error, Error::NoDevice { .. }),
                     _ => false,
                 };
@@ -52,7 +52,7 @@ impl<'a> CaseTable<'a> {
         while self.print_next() {}
     }
 
-    /// Returns how many cases of the printed lines passed, failed and were skipped.
+    /// Returns the numbers of printed cases that passed, failed and were skipped.
     pub(crate) fn counts(&self) -> (usize, usize, usize) {
         (self.passed, self.failed, self.skipped)
     }
@@ -80,7 +80,7 @@ impl<'a> CaseTable<'a> {
             self.turn = (columns.end, None);
             return true;
         };
-        // If only some columns of a variant open, every case of the others has failed.
+        // If only some of a variant's columns open, every case of the others has failed.
         let outcome = |column: usize| match (&self.outcomes[column][case], &self.unopened[column]) {
             (Some(Ok(())), _) => Some(Ok(())),
             (Some(Err(failure)), _) | (None, Some(Unopened { reason: failure, .. })) => Some(Err(failure)),

@@ -1,21 +1,21 @@
-//! Messages of Vulkan's validation layers while the suite runs.
+//! Messages from Vulkan's validation layers while the suite runs.
 //!
-//! `wgpu` asks for the layers where `WGPU_VALIDATION` and `WGPU_DEBUG` are 1 (`cargo xtask conform` sets
-//! both), or in a build with debug assertions, and hands their messages to the `log` crate. One message is
-//! ignored: the debug information of a kernel names WGSL as its source, a number that layers of a few years
-//! ago do not know.
+//! `wgpu` requests the layers if `WGPU_VALIDATION` and `WGPU_DEBUG` are 1 (`cargo xtask conform` sets both)
+//! or in a build with debug assertions, and passes their messages to the `log` crate. One message is ignored:
+//! the debug information of a kernel names WGSL as its source language, a number that older layers do not
+//! recognise.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::Relaxed};
 
 use log::{Level, LevelFilter, Log, Metadata, Record};
 
-/// Log target to which `wgpu` sends messages of the layers.
+/// The log target to which `wgpu` sends the layers' messages.
 const SOURCE: &str = "wgpu_hal::vulkan::instance";
 
 /// Text of the ignored message.
 const KNOWN: &str = "Invalid source language operand";
 
-/// Messages to print; further ones are only counted.
+/// The maximum number of messages to print. All further messages are only counted.
 const SHOWN: usize = 10;
 
 struct Listener {
@@ -40,7 +40,7 @@ impl Log for Listener {
         if text.contains("unable to find layer") {
             self.missing.store(true, Relaxed);
         }
-        // The lines after a message list its objects, indented.
+        // After a message come indented lines that list its objects.
         let message = record.level() <= Level::Warn && text.starts_with("VALIDATION");
         if message && text.contains(KNOWN) {
             self.known.fetch_add(1, Relaxed);
@@ -59,8 +59,8 @@ pub(crate) fn listen() {
     }
 }
 
-/// Prints the number of messages, and returns whether there were none. Missing layers are a failure in strict
-/// runs.
+/// Prints the number of messages, and returns whether there were none. In strict runs, missing layers are a
+/// failure.
 pub(crate) fn silent() -> bool {
     let asked =
         ["WGPU_VALIDATION", "WGPU_DEBUG"].iter().all(|name| std::env::var(name).is_ok_and(|on| on == "1"));

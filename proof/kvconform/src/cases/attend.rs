@@ -11,14 +11,14 @@ use crate::bench::{Bench, Outcome, close, ensure, equal, numbers, rounded, round
 use crate::oracle;
 
 pub(super) const HEADS: usize = 6;
-/// Value of output rows that nothing may write.
+/// The value of output rows that must not be written.
 pub(super) const UNTOUCHED: f32 = 0.25;
 
 pub(super) fn segment(blocks: &[u32], len: usize, logical_start: usize, stored_start: i64) -> Segment {
     Segment::new(blocks.iter().map(|&id| BlockId(id)).collect(), len, logical_start, stored_start)
 }
 
-/// An attend over filled memory, with the values that its oracle needs.
+/// An attend over filled memory, with the values that the oracle needs.
 pub(super) struct AttendTrial {
     pub(super) op: Attend,
     pub(super) q: Vec<f32>,
@@ -26,7 +26,7 @@ pub(super) struct AttendTrial {
     pub(super) v: Vec<f32>,
 }
 
-/// Returns the attend with other entries over the same rows and groups.
+/// Returns the attend with other entries, over the same rows and groups.
 pub(super) fn with_batch(op: &Attend, batch: impl Into<Vec<AttendRows>>) -> Attend {
     let work = AttendWork::with_groups(op.work.rows(), batch, Arc::clone(op.work.groups()));
     Attend { work: Arc::new(work), ..op.clone() }
@@ -37,7 +37,7 @@ impl AttendTrial {
         Self::over(b, b.arena(order)?, rows, batch)
     }
 
-    /// Creates an attend over an arena of any shape and format.
+    /// Creates an attend over an arena of the given shape and format.
     pub(super) fn over(
         b: &Bench,
         arena: KvArena,
@@ -74,7 +74,7 @@ impl AttendTrial {
         self.compare(b, what, &oracle::attend(&self.op, &self.q, &self.k, &self.v, UNTOUCHED))
     }
 
-    /// Compares the output and the log-sum-exp with the expected ones.
+    /// Compares the output and the log-sum-exps with the expected ones.
     pub(super) fn compare(&self, b: &Bench, what: &str, (out, lse): &(Vec<f32>, Vec<f32>)) -> Outcome {
         close(what, &b.download(&self.op.out)?, out, 1e-5)?;
         match &self.op.lse {
@@ -106,8 +106,8 @@ pub(super) fn prefill_and_decode_in_one_call(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Returns a prompt of `fresh` tokens after a chunk of `stored` tokens: the rows of the prompt, and one
-/// sequence of segments. The chunk ends inside a block and was stored for other positions.
+/// Returns a prompt of `fresh` tokens after a chunk of `stored` tokens: the prompt's rows, and one sequence
+/// of segments. The chunk ends inside a block and was stored at other positions.
 pub(super) fn after_a_chunk(stored: usize, fresh: usize) -> (Vec<QueryRow>, Vec<AttendRows>) {
     let chunk = segment(&[5, 2], stored, 0, 0).at_offset(9);
     let own = segment(&[1, 8, 3, 0, 7], fresh, stored, stored as i64 + 9);
@@ -115,8 +115,8 @@ pub(super) fn after_a_chunk(stored: usize, fresh: usize) -> (Vec<QueryRow>, Vec<
     (rows(&at), vec![entry(0..fresh, vec![chunk, own])])
 }
 
-/// Rows and blocks of sizes that processors have instructions for, with more queries per head than one
-/// instruction takes. The last tile of the prompt is partial.
+/// Rows and blocks in sizes that processors have instructions for, with more queries per head than fit into
+/// one instruction. The prompt's last tile is partial.
 pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 32, 64), (BlockOrder::HeadMajor, 64, 32)] {
         many_queries(b, order, (16, k_dim, v_dim), after_a_chunk(27, 75), 0.2)?;
@@ -124,7 +124,7 @@ pub(super) fn many_queries_over_even_rows(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Heads with more elements than a workgroup has threads, or than a large tile holds.
+/// Heads with more elements than a workgroup has threads, or than fit into a large tile.
 pub(super) fn wide_heads(b: &Bench) -> Outcome {
     for (order, k_dim, v_dim) in [(BlockOrder::TokenMajor, 256, 256), (BlockOrder::HeadMajor, 192, 136)] {
         many_queries(b, order, (8, k_dim, v_dim), after_a_chunk(13, 38), 0.1)?;
@@ -160,7 +160,8 @@ pub(super) fn k_and_v_may_differ_in_heads(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Returns a system prompt, a chunk stored at 0 and used at an offset, and the tokens of the question.
+/// Returns a system prompt, a chunk stored at position 0 and used at an offset, and the tokens of the
+/// question.
 pub(super) fn reused(offset: i64, chunk: &[u32]) -> Vec<Segment> {
     vec![segment(&[4], 3, 0, 0), segment(chunk, 6, 3, 0).at_offset(offset), segment(&[6], 2, 9, offset + 6)]
 }
@@ -196,7 +197,7 @@ pub(super) fn the_same_blocks_at_two_offsets_at_once(b: &Bench) -> Outcome {
 }
 
 pub(super) fn causality_goes_by_logical_order(b: &Bench) -> Outcome {
-    // The later chunk overlaps the earlier one in position. The row lies inside the later chunk.
+    // The later chunk overlaps the earlier one in position. The row is inside the later chunk.
     let segments = vec![segment(&[4], 3, 0, 0), segment(&[0, 2], 6, 3, 3), segment(&[5, 7], 5, 9, 3)];
     let at = rows(&[(3, 3), (8, 8), (9, 3), (11, 5), (13, 7)]);
     AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..5, segments)])?
@@ -227,7 +228,8 @@ pub(super) fn softcap_temperature_and_groups(b: &Bench) -> Outcome {
     trial.check(b, "soft-capped logits")
 }
 
-/// A backend may cache what it derives from a work. Layers that differ in anything else must not share it.
+/// A backend may cache what it derives from an [`AttendWork`]. Layers that differ in anything else must not
+/// share it.
 pub(super) fn layers_share_the_work_of_a_step(b: &Bench) -> Outcome {
     let at = rows(&[(9, 46), (10, 47)]);
     let mut trial = AttendTrial::new(b, BlockOrder::TokenMajor, &at, vec![entry(0..2, reused(40, &[0, 2]))])?;
@@ -248,7 +250,7 @@ pub(super) fn layers_share_the_work_of_a_step(b: &Bench) -> Outcome {
             trial.op = Attend { layer, window, rope, keys, ..trial.op };
             trial.check(b, &format!("step {step}, layer {layer}, window {window:?}, {keys:?}"))?;
         }
-        // The next step edits the work in place: other rows over shorter segments.
+        // The next step edits the work in place: different rows over shorter segments.
         let work = Arc::get_mut(&mut trial.op.work);
         let edited = work.map(|work| {
             work.edit(|rows, batch| {
@@ -318,7 +320,7 @@ pub(super) fn keys_may_lie_unrotated(b: &Bench) -> Outcome {
         ensure(matches!(result, Err(Error::InvalidRope(_))), || {
             format!("no rotary embedding gave {result:?}")
         })?;
-        // Token 9999 at the chunk's offset is past the table, however its query is rotated.
+        // At the chunk's offset, token 9999 is past the end of the table, however its query is rotated.
         trial.op.rope = Some(Arc::clone(&scaled));
         trial.op = with_batch(&trial.op, [entry(0..2, reused(9999, &[0, 2]))]);
         let result = b.stream.attend(&trial.op);
@@ -381,7 +383,7 @@ pub(super) fn wrong_attends_are_refused(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// One row for each sequence, with queries, cache and output of one type, in sizes that devices have kernels
+/// One row per sequence, with queries, cache and output of the same type, in sizes that devices have kernels
 /// for. Matrix units round the rotated queries and the weights to that type.
 pub(super) fn sequences_decode_in_the_type_of_their_cache(b: &Bench) -> Outcome {
     const DIM: usize = 32;
@@ -402,7 +404,7 @@ pub(super) fn sequences_decode_in_the_type_of_their_cache(b: &Bench) -> Outcome 
             format: b.dtype.into(),
             order,
         })?;
-        // Whole blocks that two rows share, then the tail of each row, all moved by one distance.
+        // Whole blocks shared by two rows, then each row's own tail, all moved by the same distance.
         let of_row = |row: usize, own: &[u32], len: usize| {
             let shared = segment(&[4, 2], 32, 0, 3).at_offset(5);
             entry(row..row + 1, vec![shared, segment(own, len, 32, 35).at_offset(5)])
@@ -422,8 +424,8 @@ pub(super) fn sequences_decode_in_the_type_of_their_cache(b: &Bench) -> Outcome 
     Ok(())
 }
 
-/// The output begins one row after the queries in the same memory, with more rows than a device may take at
-/// once.
+/// The output starts one row after the queries in the same memory, with more rows than a device may process
+/// at once.
 pub(super) fn output_may_lie_where_queries_do(b: &Bench) -> Outcome {
     let n = 300;
     let at: Vec<_> = (0..n).map(|i| (5 + i % 2, 5)).collect();

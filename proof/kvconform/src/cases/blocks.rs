@@ -15,7 +15,8 @@ pub(super) fn pairs(list: &[(u32, u32)]) -> WritePairs {
     WritePairs::unchecked(pairs.collect::<Arc<[_]>>())
 }
 
-/// Calls `check` with each token of block `from` of `src`, and the token at its place in block `to` of `dst`.
+/// Calls `check` for each token of block `from` of `src`, with the token at the same place in block `to` of
+/// `dst`.
 pub(super) fn for_tokens(
     src: (&KvArena, &[f32]),
     dst: (&KvArena, &[f32]),

@@ -1,4 +1,4 @@
-//! Capabilities: a backend may lack optional kernels only.
+//! Capabilities: a backend may lack only optional kernels.
 
 use kvcore::{DType, KvFormat, OPTIONAL, REQUIRED};
 

@@ -1,4 +1,4 @@
-//! Captured graphs: a replay with other lists equals the eager step bit for bit.
+//! Captured graphs: a replay with new lists gives the same bits as the eager step.
 
 use std::sync::Arc;
 use std::sync::mpsc::channel;
@@ -19,8 +19,8 @@ const HEADS: usize = 4;
 const BLOCK: usize = 16;
 const BLOCKS: usize = 40;
 
-/// A decode step of a model with two layers: stores new rows, then attends to chunks and to each sequence's
-/// own tail.
+/// A decode step of a two-layer model: stores new rows, then attends to chunks and to each sequence's own
+/// tail.
 pub(crate) struct DecodeStep<'a> {
     b: &'a Bench,
     arena: KvArena,
@@ -37,7 +37,7 @@ impl<'a> DecodeStep<'a> {
         Self::of(b, format, dims, 2)
     }
 
-    /// Creates the step of a model with latent attention: all heads read one row of each plane.
+    /// Creates a step of a model with latent attention, in which all heads read the same row of each plane.
     fn latent(b: &'a Bench, format: KvFormat, (k_dim, v_dim): (usize, usize)) -> Outcome<Self> {
         let queries = numbers(4, ROWS * HEADS * v_dim);
         let latent = b.upload(DType::F32, &[ROWS, HEADS, v_dim], &queries)?;
@@ -112,7 +112,7 @@ impl<'a> DecodeStep<'a> {
         Ok(self.b.stream.capture(step, &mut || self.enqueue(step))?)
     }
 
-    /// Writes other rows, keys and values for step `number`.
+    /// Writes new rows, keys and values for step `number`.
     fn write(&self, number: usize) -> Outcome {
         for (view, seed) in self.rows.iter().zip(1..) {
             let values = numbers(seed + 10 * number as u32, view.len());
@@ -121,7 +121,7 @@ impl<'a> DecodeStep<'a> {
         Ok(())
     }
 
-    /// Returns the bits of all results so far, and of the pool.
+    /// Returns the bits of all results so far, and those of the pool.
     fn bits(&self) -> Outcome<Vec<u32>> {
         let (k, v) = self.b.contents(&self.arena)?;
         let (out, lse) = (self.b.download(&self.out)?, self.b.download(&self.lse)?);
@@ -133,8 +133,8 @@ fn blocks(range: std::ops::Range<u32>) -> Arc<[BlockId]> {
     range.map(BlockId).collect()
 }
 
-/// Returns a step of two sequences, with own tails of `tails` tokens. Both see the chunks, which are
-/// `(blocks, length, offset)`.
+/// Returns a step of two sequences with tails of `tails` tokens of their own. Both see the chunks, each given
+/// as `(blocks, length, offset)`.
 fn step(chunks: &[(std::ops::Range<u32>, usize, i64)], tails: [usize; ROWS]) -> StepInputs {
     let (mut rows, mut batch, mut slots) = (Vec::new(), Vec::new(), Vec::new());
     for (row, (first, tail)) in [10u32, 26].into_iter().zip(tails).enumerate() {
@@ -159,13 +159,13 @@ fn step(chunks: &[(std::ops::Range<u32>, usize, i64)], tails: [usize; ROWS]) -> 
     }
 }
 
-/// Returns a step of two sequences without chunks; the first has `n` tokens.
+/// Returns a step of two sequences without chunks. The first has `n` tokens.
 pub(crate) fn own_tokens(n: usize) -> StepInputs {
     step(&[], [n, 3])
 }
 
-/// Steps that differ in everything that a replay may change: slots, positions, lengths, offsets, blocks, an
-/// absent chunk, and enough tokens that attention is divided in another way.
+/// Steps that differ in everything that a replay may change: slots, positions, lengths, offsets, blocks, a
+/// missing chunk, and enough tokens that attention is divided differently.
 fn steps() -> Vec<StepInputs> {
     vec![
         step(&[(1..4, 40, 9), (4..6, 30, 5)], [20, 3]),
@@ -210,7 +210,7 @@ pub(super) fn a_latent_replay_equals_the_eager_step(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Runs all steps eagerly, then as replays of a graph captured from one of them, and compares.
+/// Runs all steps eagerly, then as replays of a graph captured from one of them, and compares the results.
 fn replays<'a>(eager: &DecodeStep<'a>, replayed: DecodeStep<'a>) -> Outcome {
     let mut expected = Vec::new();
     for (number, step) in steps().iter().enumerate() {
@@ -234,7 +234,7 @@ fn replays<'a>(eager: &DecodeStep<'a>, replayed: DecodeStep<'a>) -> Outcome {
 pub(super) fn replays_follow_each_other_without_a_wait(b: &Bench) -> Outcome {
     let decode = DecodeStep::new(b, b.dtype.into(), (32, 64))?;
     let steps = steps();
-    // Steps read what others have written: results are the same from the second round on.
+    // Steps read data that others have written, so the results are the same only after the first round.
     let mut expected = Vec::new();
     for step in steps.iter().chain(&steps) {
         decode.enqueue(step)?;
@@ -261,7 +261,7 @@ pub(super) fn replays_follow_each_other_without_a_wait(b: &Bench) -> Outcome {
 pub(super) fn a_cache_captures_what_comes_twice(b: &Bench) -> Outcome {
     let (eager, cached) =
         (DecodeStep::new(b, b.dtype.into(), (32, 64))?, DecodeStep::new(b, b.dtype.into(), (32, 64))?);
-    // A backend that cannot capture says so here.
+    // A backend that cannot capture returns its error here.
     cached.capture(&steps()[0])?;
     let (mut cache, mut runs) = (GraphCache::new(4), Vec::new());
     for (number, tail) in (20..32).enumerate() {
@@ -277,7 +277,8 @@ pub(super) fn a_cache_captures_what_comes_twice(b: &Bench) -> Outcome {
     ensure(runs[..4] == wanted && cache.counts().replayed >= 8, || format!("{runs:?}"))
 }
 
-/// Checks that a recorded function is refused with a text that names `name`, and that the stream works on.
+/// Checks that a recorded function is refused with a message that contains `name`, and that the stream still
+/// works.
 fn refused(
     b: &Bench,
     decode: &DecodeStep<'_>,
@@ -308,7 +309,7 @@ pub(super) fn what_cannot_be_captured_is_refused_by_name(b: &Bench) -> Outcome {
     refused(b, &decode, "write", &mut || stream.write(&decode.lse, &[0; 4 * ROWS * HEADS]))?;
     refused(b, &decode, "wait", &mut || stream.synchronize())?;
     refused(b, &decode, "wait", &mut || stream.record()?.wait())?;
-    // A refusal counts even if the recording goes on.
+    // A refusal counts even if the recording continues.
     refused(b, &decode, "copy_blocks", &mut || {
         let _ = stream.copy_blocks(&copy);
         decode.enqueue(&steps()[0]).or(Ok(()))
@@ -323,7 +324,7 @@ pub(super) fn what_cannot_be_captured_is_refused_by_name(b: &Bench) -> Outcome {
         Err(Error::Unsupported { what, .. }) if what.contains("selection") => {}
         other => return Err(Failure::new(format!("a selection in a capture: {other:?}"))),
     }
-    // An error of the recorded function ends the capture, too.
+    // An error of the recorded function also ends the capture.
     let own = Error::Overflow { what: "this test" };
     let outcome = stream.capture(&captured, &mut || decode.enqueue(&captured).and(Err(own.clone())));
     ensure(outcome.as_ref().err() == Some(&own), || format!("an own error became {outcome:?}"))?;
@@ -373,7 +374,7 @@ pub(super) fn replays_count_as_the_operations_that_they_run(b: &Bench) -> Outcom
 pub(super) fn a_cache_captures_again_what_has_outgrown_its_graph(b: &Bench) -> Outcome {
     let (eager, cached) =
         (DecodeStep::new(b, b.dtype.into(), (32, 64))?, DecodeStep::new(b, b.dtype.into(), (32, 64))?);
-    // Chunks, each at an offset of its own.
+    // Chunks with different offsets.
     let chunks = |n: usize| {
         let chunks: Vec<_> = (0..n).map(|i| (1..2, 1, 3 * i as i64)).collect();
         step(&chunks, [20, 3])
@@ -383,7 +384,7 @@ pub(super) fn a_cache_captures_again_what_has_outgrown_its_graph(b: &Bench) -> O
     let outgrown = graph.replay(&large);
     ensure(matches!(outgrown, Ok(()) | Err(Error::GraphOutgrown { .. })), || format!("{outgrown:?}"))?;
     let again = if outgrown.is_ok() { GraphRun::Replayed } else { GraphRun::Captured };
-    // The replay may have written to the pool; both start from the same step.
+    // The replay may have written to the pool, so both start from the same step.
     eager.enqueue(&large)?;
     cached.enqueue(&large)?;
     let (mut cache, key) = (GraphCache::new(1), GraphKey::of(&small, b.dtype));
@@ -419,7 +420,7 @@ pub(super) fn a_capture_belongs_to_its_thread_and_its_streams(b: &Bench) -> Outc
     let (inputs, other) = (own_tokens(6), b.backend.stream()?);
     decode.capture(&inputs)?;
     let attends = || b.backend.counters().attend_calls;
-    // Work of another thread waits until the capture has ended, and is no part of it.
+    // Another thread's work waits until the capture has ended, and is not part of it.
     let before = attends();
     let graph = std::thread::scope(|scope| {
         let ((begun, seen), mut waiting) = (channel(), None);
@@ -442,7 +443,8 @@ pub(super) fn a_capture_belongs_to_its_thread_and_its_streams(b: &Bench) -> Outc
     graph.replay(&inputs)?;
     let replayed = attends() - before - outside;
     ensure(replayed == LAYERS as u64, || format!("{replayed} attends ran in the graph"))?;
-    // Another stream is no part of the capture until it has joined, and one that has is waited for again.
+    // Another stream is not part of the capture until it has joined. A stream that has joined must be waited
+    // for again.
     let copied = b.tensor(DType::F32, decode.out.shape())?;
     let copy = CopyTensor { src: decode.out.clone(), dst: copied.clone() };
     match b.stream.capture(&inputs, &mut || other.copy_tensor(&copy)) {

@@ -1,4 +1,4 @@
-//! Allocation and host copies.
+//! Allocation, and copies from and to the host.
 
 use kvcore::{DType, Error, MemoryKind, allocate_tensor};
 
@@ -12,7 +12,7 @@ pub(super) fn is_zeroed_and_refuses_nothing(b: &Bench) -> Outcome {
     ensure(matches!(none, Err(Error::Zero { .. })), || format!("no bytes gave {none:?}"))
 }
 
-/// An allocator that reuses freed memory must clear it, because it may hold keys of another tenant.
+/// An allocator that reuses freed memory must clear it, because it may hold another tenant's keys.
 pub(super) fn reused_memory_is_zeroed(b: &Bench) -> Outcome {
     for kind in b.backend.capabilities().memory {
         for bytes in [64, 4096, 1 << 16] {
@@ -48,7 +48,7 @@ pub(super) fn host_copies_check_length_and_density(b: &Bench) -> Outcome {
     ensure(matches!(holes, Err(Error::InvalidStrides { .. })), || format!("a read with holes gave {holes:?}"))
 }
 
-/// Small writes may go through memory of the stream; large ones may not.
+/// Small writes may be staged in the stream's memory; large ones may not.
 pub(super) fn a_caller_may_reuse_the_bytes_that_it_wrote(b: &Bench) -> Outcome {
     let n = 3 << 20;
     let view = b.tensor(DType::U8, &[n])?;

@@ -14,11 +14,11 @@ use super::sparse::select;
 use crate::bench::{Bench, Outcome, close, ensure, numbers, rounded};
 use crate::oracle;
 
-/// The `qk_rope_head_dim` of the model: elements of the rotated part of a key.
+/// The model's `qk_rope_head_dim`: the number of elements in the rotated part of a key.
 const ROPE_DIM: usize = 8;
 const RANK: usize = 24;
 
-/// An attend over filled latents, with the values that its oracle needs.
+/// An attend over filled latents, with the values that the oracle needs.
 struct Latents {
     trial: AttendTrial,
     q_latent: Vec<f32>,
@@ -57,7 +57,7 @@ impl Latents {
     }
 }
 
-/// Returns prefill rows, a decode row and a row of another sequence, at offsets.
+/// Returns prefill rows, a decode row and a row of another sequence, all at offsets.
 fn mixed() -> (Vec<QueryRow>, Vec<AttendRows>) {
     let at = rows(&[(9, 46), (10, 47), (30, 507), (4, 4)]);
     let batch = vec![
@@ -80,7 +80,7 @@ pub(super) fn the_latent_is_key_and_value(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Latents in the sizes of `attend::many_queries_over_even_rows`.
+/// Latents in the same sizes as `attend::many_queries_over_even_rows`.
 pub(super) fn many_queries_over_even_latents(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
         many_queries(b, order, (16, 32, 96), after_a_chunk(27, 70), 0.1)?;
@@ -88,7 +88,7 @@ pub(super) fn many_queries_over_even_latents(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// The widths of DeepSeek: the rotated part of a key is narrow, a latent is wide.
+/// DeepSeek's widths: the rotated part of a key is narrow, and a latent is wide.
 pub(super) fn latents_of_the_usual_widths(b: &Bench) -> Outcome {
     many_queries(b, BlockOrder::TokenMajor, (8, 64, 512), after_a_chunk(13, 9), 0.05)
 }

@@ -21,16 +21,16 @@ mod tensor;
 /// A case of the suite.
 #[derive(Clone, Copy)]
 pub struct Case {
-    /// Name of the case, in the form `kernel::what_is_claimed`.
+    /// The case's name, in the form `kernel::what_is_claimed`.
     pub name: &'static str,
-    /// Optional features that the case uses, as names of [`OPTIONAL`](kvcore::OPTIONAL).
+    /// Optional features that the case uses, by their names in [`OPTIONAL`](kvcore::OPTIONAL).
     pub needs: &'static [&'static str],
     body: fn(&Bench) -> Outcome,
 }
 
 impl Case {
     /// Runs the case. If the backend lists a feature that the case needs as missing, checks instead that the
-    /// case ends with [`Error::Unsupported`] of this backend.
+    /// case ends with this backend's [`Error::Unsupported`].
     pub fn run(&self, bench: &Bench) -> Outcome {
         let missing = bench.backend.capabilities().missing;
         match self.needs.iter().find(|kernel| missing.contains(kernel)) {
@@ -40,7 +40,7 @@ impl Case {
     }
 }
 
-/// Checks that a feature listed as missing was refused with the typed error.
+/// Checks that a feature listed as missing was refused with the right error.
 fn refused(b: &Bench, what: &str, outcome: Outcome) -> Outcome {
     match outcome {
         Err(Failure { error: Some(Error::Unsupported { backend, .. }), .. })
@@ -55,7 +55,7 @@ fn refused(b: &Bench, what: &str, outcome: Outcome) -> Outcome {
 
 macro_rules! cases {
     ($($module:ident::$name:ident $(needs [$($kernel:literal),*])?),* $(,)?) => {
-        /// Every case of the suite.
+        /// Every case in the suite.
         pub const CASES: &[Case] = &[$(Case {
             name: concat!(stringify!($module), "::", stringify!($name)),
             needs: &[$($($kernel),*)?],

@@ -73,7 +73,7 @@ pub(super) fn events_call_back_when_they_are_done(b: &Bench) -> Outcome {
     b.stream.gather(&gather)?;
     let gathered = b.stream.record()?;
     let (tell, told) = channel();
-    // An event may be asked more than once, in any order.
+    // An event may be queried more than once, in any order.
     for (i, event) in [&gathered, &scattered, &gathered].into_iter().enumerate() {
         let (tell, seen) = (tell.clone(), Arc::clone(event));
         let call = move |result| drop(tell.send((i, result, seen.is_done())));
@@ -105,10 +105,10 @@ pub(super) fn dropping_handles_loses_no_work(b: &Bench) -> Outcome {
     equal("work whose operands the caller dropped", &b.download(&k)?, &expected)
 }
 
-/// A write to memory that enqueued work still reads comes after that work, whatever the kind of memory.
+/// A write to memory that enqueued work still reads comes after that work, for every kind of memory.
 pub(super) fn writes_come_in_the_order_of_the_stream(b: &Bench) -> Outcome {
     for kind in b.backend.capabilities().memory {
-        // Whole words and parts of words, up to more than what may go through memory of the stream.
+        // Whole words and partial words, up to more than may be staged in the stream's memory.
         for n in [61, 4096, (1 << 20) + 1, 3 << 20] {
             let source = allocate_tensor(b.backend.as_ref(), kind, DType::U8, &[n])?;
             let copy = b.tensor(DType::U8, &[n])?;
@@ -123,8 +123,8 @@ pub(super) fn writes_come_in_the_order_of_the_stream(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Copies bytes through `times` tensors and returns the last. Each of the others is dropped when its copies
-/// are enqueued.
+/// Copies bytes through `times` tensors and returns the last one. Each of the others is dropped once its
+/// copies are enqueued.
 fn relay(b: &Bench, stream: &dyn Stream, bytes: &[u8], times: usize) -> Outcome<TensorView> {
     let tensor = || b.tensor(DType::U8, &[bytes.len()]);
     let mut from = tensor()?;

@@ -1,4 +1,4 @@
-//! Quantised caches: every format through every kernel.
+//! Quantised caches: every format with every kernel.
 
 use std::sync::Arc;
 
@@ -54,7 +54,7 @@ fn arena(b: &Bench, format: KvFormat, order: BlockOrder) -> Outcome<KvArena> {
     Ok(arena)
 }
 
-/// Returns one row per slot of a plane. Most elements are small, some are fifty times as large.
+/// Returns one row per slot of a plane. Most elements are small, and some are fifty times as large.
 fn outliers(plane: &KvPlane, seed: u32) -> Vec<f32> {
     let n = SLOTS.len() * plane.heads * plane.dim;
     numbers(seed, n).iter().enumerate().map(|(i, x)| if i % 11 == 3 { *x } else { x / 50.0 }).collect()
@@ -93,7 +93,7 @@ fn gather(
     Ok((b.download(&k)?, b.download(&v)?))
 }
 
-/// Returns the rows at [`SLOTS`] of a plane with the given values. Rows of padding are zero.
+/// Returns a plane's rows at [`SLOTS`] with the given values. Padding rows are zero.
 fn stored(arena: &KvArena, plane: &KvPlane, values: &[f32]) -> Vec<f32> {
     let mut rows = Vec::new();
     for slot in SLOTS {
@@ -110,7 +110,7 @@ fn stored(arena: &KvArena, plane: &KvPlane, values: &[f32]) -> Vec<f32> {
     rows
 }
 
-/// Returns the number of elements of a head's row that share a scale, and the static scale, if there is one.
+/// Returns the number of elements per scale in a head's row, and the static scale, if there is one.
 fn scale_of(b: &Bench, plane: &KvPlane, layer: usize, head: usize) -> Outcome<(usize, f64)> {
     match (plane.format, plane.scales) {
         (KvFormat::Int8 { group } | KvFormat::Int4 { group }, _) => Ok((group, 0.0)),
@@ -123,7 +123,7 @@ fn scale_of(b: &Bench, plane: &KvPlane, layer: usize, head: usize) -> Outcome<(u
     }
 }
 
-/// Checks that every element of `actual` is the one of `row`, within the bound of the format.
+/// Checks that every element of `actual` matches `row` within the format's error bound.
 fn within_bound(
     what: &str,
     format: KvFormat,

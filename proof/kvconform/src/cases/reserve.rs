@@ -1,4 +1,4 @@
-//! Reserved memory: it is released and returns at the same addresses, and no neighbour changes.
+//! Reserved memory: granules are released and mapped again at the same addresses, and no neighbour changes.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use kvcore::{BlockOrder, CopyBlocks, DType, Error, KvArena, MemoryKind, Reserved
 use super::blocks::{for_tokens, pairs};
 use crate::bench::{Bench, Failure, Outcome, ensure, equal};
 
-/// Granules of the storages in these cases.
+/// Number of granules in the storages of these cases.
 const GRANULES: usize = 6;
 
 fn reserve(b: &Bench) -> Outcome<(Arc<dyn ReservedStorage>, usize)> {

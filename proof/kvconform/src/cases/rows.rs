@@ -18,7 +18,7 @@ fn scatter(arena: &KvArena, layer: usize, k: TensorView, v: TensorView, slots: &
     Scatter { arena: arena.clone(), layer, k, v, slots: WriteSlots::unchecked(slots), rotation: None }
 }
 
-/// Returns the values of a plane after rows `[n, heads, dim]` were stored in `slots` of `layer`.
+/// Returns a plane's values after rows `[n, heads, dim]` were stored in `slots` of `layer`.
 fn placed(
     arena: &KvArena,
     plane: KvPlane,

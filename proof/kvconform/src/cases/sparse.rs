@@ -6,7 +6,7 @@ use super::attend::{AttendTrial, HEADS, entry, reused, rows, segment};
 use super::quant::each;
 use crate::bench::{Bench, Outcome, ensure, equal};
 
-/// Returns a selection with the given indices for each row.
+/// Returns a selection with the given indices, one list per row.
 pub(super) fn select(unit: SelectionUnit, rows: &[&[u32]]) -> Selection {
     let ends = rows.iter().scan(0, |end, row| {
         *end += row.len() as u32;
@@ -28,7 +28,7 @@ fn mixed(b: &Bench, order: BlockOrder, prefill: Selection, decode: Selection) ->
 
 pub(super) fn rows_see_selected_tokens_only(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
-        // 3 tokens of a system prompt, 6 of a chunk, 2 of a question
+        // 3 tokens of a system prompt, 6 of a chunk and 2 of a question
         let prefill = select(SelectionUnit::Tokens, &[&[0, 2, 3, 8, 9], &[1, 4, 5, 10]]);
         let decode = select(SelectionUnit::Tokens, &[&[2, 3, 6, 7, 10]]);
         mixed(b, order, prefill, decode)?.check(b, "selected tokens")?;
@@ -38,7 +38,7 @@ pub(super) fn rows_see_selected_tokens_only(b: &Bench) -> Outcome {
 
 pub(super) fn rows_see_selected_blocks_only(b: &Bench) -> Outcome {
     for order in [BlockOrder::HeadMajor, BlockOrder::TokenMajor] {
-        // blocks of 3, of 4 and 2, of 2 tokens
+        // blocks of 3 tokens, of 4 and 2 tokens, and of 2 tokens
         let prefill = select(SelectionUnit::Blocks, &[&[0, 2], &[1, 2, 3]]);
         let decode = select(SelectionUnit::Blocks, &[&[1, 3]]);
         mixed(b, order, prefill, decode)?.check(b, "selected blocks")?;
@@ -62,7 +62,7 @@ pub(super) fn what_is_selected_must_be_visible_too(b: &Bench) -> Outcome {
 
 pub(super) fn an_empty_selection_sees_nothing(b: &Bench) -> Outcome {
     for unit in [SelectionUnit::Tokens, SelectionUnit::Blocks] {
-        // The second row selects a token or block that it must not see yet.
+        // The second row selects a token or block that it may not see yet.
         let future: &[u32] = if unit == SelectionUnit::Tokens { &[10] } else { &[3] };
         let batch = vec![entry(0..2, reused(40, &[0, 2])).selecting(select(unit, &[&[], future]))];
         let trial =

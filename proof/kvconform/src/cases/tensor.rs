@@ -7,7 +7,7 @@ use kvcore::{CopyTensor, DType, Dims, Error, MemoryKind, TensorView, allocate_te
 use crate::bench::{Bench, Outcome, ensure, equal, numbers, rounded};
 use crate::oracle;
 
-/// Returns all elements of the storage under `dst` after a copy, computed by indexing.
+/// Returns all elements of `dst`'s storage after a copy, computed by indexing.
 fn copied(src: &TensorView, source: &[f32], dst: &TensorView, before: &[f32]) -> Vec<f32> {
     let mut after = before.to_vec();
     for (from, to) in oracle::elements(src).into_iter().zip(oracle::elements(dst)) {
@@ -66,7 +66,7 @@ pub(super) fn elements_of_any_size_are_copied(b: &Bench) -> Outcome {
         let per_row = 8 * 8 / dtype.bits();
         let (src, dst) = (b.tensor(dtype, &[8, per_row])?, b.tensor(dtype, &[5, 2, per_row / 2])?);
         b.stream.write(&src, &bytes)?;
-        // no strides give rows 7, 5, 3, 1; strides give rows 1, 3, 5, 7, the right half before the left
+        // No strides can give rows 7, 5, 3, 1; these give the right halves of rows 1, 3, 5, 7.
         let read = strided(&src, &[4, per_row / 2], &[2 * per_row, 1], per_row + per_row / 2)?;
         b.stream.copy_tensor(&CopyTensor { src: read, dst: dst.slice(0, 1, 5)?.select(1, 1)? })?;
         let mut got = [0; 40];
@@ -88,7 +88,7 @@ pub(super) fn tensors_go_to_the_device_and_back(b: &Bench) -> Outcome {
         let (there, back) = (host(&[2, 3, 4])?, host(&[4, 2, 3])?);
         b.stream.write(&there, &crate::bench::encode(b.dtype, &values))?;
         let device = b.tensor(b.dtype, &[3, 2, 4])?;
-        // one stream keeps the order, without waiting in between
+        // one stream keeps the order, without waits in between
         there.permute(&[1, 0, 2])?.h2d(&device, b.stream.as_ref())?;
         device.permute(&[2, 1, 0])?.d2h(&back, b.stream.as_ref())?;
         let all = rounded(b.dtype, &values);

@@ -1,4 +1,4 @@
-//! Errors that say what to do, and devices that go on when another is lost.
+//! Errors that explain what to do, and devices that still work after another one is lost.
 
 use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind};
 
@@ -27,7 +27,7 @@ pub(super) fn memory_that_is_full_is_an_error_with_the_free_bytes_and_nothing_is
     )?;
     fails("1 GiB reserved", backend.reserve(MemoryKind::Device, 1 << 30), is_allocation)?;
     same("after refusals", double.live(SMALL), before)?;
-    // The device goes on.
+    // The device still works.
     backend.allocate(MemoryKind::Device, 1 << 20)?;
     Ok(())
 }
@@ -87,13 +87,13 @@ pub(super) fn memory_of_another_device_is_foreign<R: DeviceRig>(rig: &R) -> Outc
         Err(Error::ForeignHandle { backend, .. }) if backend == name => Ok(()),
         other => Err(Failure::new(format!("{what}: {other:?}"))),
     };
-    // A stream may read tensors of another device, and writes to none.
+    // A stream may read another device's tensors, but not write to them.
     foreign("a copy to it", stream.copy_tensor(&CopyTensor { src: here, dst: there.clone() }))?;
     foreign("a read", stream.read(&there, &mut [0; 64]))?;
     foreign("a write", stream.write(&there, &[0; 64]))
 }
 
-/// Checks that a device takes and returns bytes.
+/// Checks that a device stores and returns bytes.
 fn works(what: &str, backend: &dyn Backend) -> Outcome {
     let bytes = noise(2, 64);
     let view = upload(backend, DType::U8, &[64], &bytes)?;

@@ -13,23 +13,23 @@ use crate::bench::{Bench, Outcome, ensure};
 use crate::cases::graphs::{DecodeStep, LAYERS, own_tokens as step};
 use crate::raw::{self, download, noise, upload};
 
-/// Dimensions of a head in the steps of [`OneRow`].
+/// Number of elements per head in the steps of [`OneRow`].
 pub const DIM: usize = 64;
 
-/// Layers of the steps of [`OneRow`].
+/// Number of layers in the steps of [`OneRow`].
 const ROW_LAYERS: usize = 3;
 
-/// Decode steps of one sequence, for the tests of a backend: each layer stores a row of two heads of [`DIM`]
-/// numbers in a pool of 32 blocks of 16 tokens, and attends with it.
+/// Decode steps of one sequence, for a backend's tests: each layer stores a row of two heads with [`DIM`]
+/// elements in a pool of 32 blocks of 16 tokens, and attends with it.
 #[derive(Debug)]
 pub struct OneRow {
-    /// Stream of the steps.
+    /// The stream on which the steps run.
     pub stream: Arc<dyn Stream>,
     arena: KvArena,
-    /// Angles of keys and queries.
+    /// The RoPE for keys and queries.
     pub rope: Arc<Rope>,
     rows: TensorView,
-    /// Output of the last layer.
+    /// The last layer's output.
     pub out: TensorView,
 }
 
@@ -37,7 +37,7 @@ impl OneRow {
     /// Allocates the pool, the row and the output on a device.
     ///
     /// # Errors
-    /// Returns the errors of the allocations and of the copy of the row.
+    /// Returns the errors of the allocations and of copying the row.
     pub fn new(backend: &dyn Backend) -> Result<Self> {
         let shape = KvShape {
             num_layers: ROW_LAYERS,
@@ -110,7 +110,7 @@ impl OneRow {
     }
 }
 
-/// Returns the step of [`OneRow`] at position `at`, over `at + 1` tokens.
+/// Returns a step for [`OneRow`] at position `at`, over `at + 1` tokens.
 #[must_use]
 pub fn row_step(at: usize) -> StepInputs {
     let blocks: Arc<[BlockId]> = (0..=at / 16).map(|block| BlockId(block as u32)).collect();
@@ -124,7 +124,7 @@ pub fn row_step(at: usize) -> StepInputs {
     }
 }
 
-/// Opens a device as a bench in bf16.
+/// Opens a device as a bench with bf16 elements.
 fn bench<R: DeviceRig>(rig: &R, device: usize) -> Outcome<Bench> {
     Ok(Bench::new(rig.open(device)?, DType::BF16)?)
 }
@@ -179,7 +179,7 @@ pub(super) fn a_graph_keeps_its_memory_and_gives_it_back<R: DeviceRig>(
             graph.replay(&step(41))?;
         }
         drop(taken);
-        // A replay outlives its graph.
+        // A replay may outlive its graph.
         drop(graph);
         same_bytes(&format!("device {device}"), &download(b.stream.as_ref(), &out)?, &expected)?;
         drop((out, b));
@@ -201,12 +201,12 @@ pub(super) fn a_dropped_graph_leaves_nothing_of_the_driver<R: DeviceRig>(
         graph.replay(&step(5))?;
         drop(graph);
         b.stream.synchronize()?;
-        // An allocation waits for the frees before it.
+        // An allocation waits for all earlier frees.
         b.tensor(DType::U8, &[64])?;
         live.push(double.live(EAGER));
     }
-    // The count may rise by a few: a stream keeps the events of its batches, and creates one more whenever
-    // all are in flight. An object that a graph leaves behind would add one for each graph.
+    // The count may rise by a few: a stream keeps its batches' events, and creates one more whenever all of
+    // them are in flight. An object left behind by each graph would add one per graph.
     let (first, last) = (live[0], live[31]);
     ensure(last.objects < first.objects + 8 && last.bytes == first.bytes, || format!("{live:?}"))
 }

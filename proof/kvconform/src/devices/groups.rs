@@ -20,38 +20,38 @@ use crate::raw::download;
 /// Longer than any case takes.
 const LONG: Duration = Duration::from_secs(600);
 
-/// Time-out of groups whose collectives never complete.
+/// The time-out of groups whose collectives never complete.
 const SHORT: Duration = Duration::from_millis(100);
 
-/// First time-out of groups whose first collective completes and whose next one never does.
+/// The first time-out of groups whose first collective completes and whose next one never does.
 const MOMENT: Duration = Duration::from_secs(1);
 
-/// Groups of the devices of a backend, as the backend's own tests supply them.
+/// Groups of a backend's devices, supplied by the backend's own tests.
 pub trait GroupRig: DeviceRig {
     /// One rank of a group.
     type Communicator: Communicator;
 
-    /// The id by which ranks of several processes find each other.
+    /// The ID by which ranks in several processes find each other.
     type Id: Sync;
 
-    /// Creates a group of one rank for each backend, all in this process.
+    /// Creates a group with one rank per backend, all in this process.
     ///
     /// # Errors
-    /// Returns [`Error::NoDevice`] if the library of collectives is missing, which skips the case, and the
-    /// errors of the group.
+    /// Returns [`Error::NoDevice`] if the library for collectives is missing, which skips the case, and the
+    /// group's errors.
     fn group(&self, backends: &[Arc<Self::Backend>], limit: Duration) -> Result<Vec<Self::Communicator>>;
 
-    /// Creates the id of a group, where `first` is the backend of rank 0. Converts the id to the bytes that
+    /// Creates the ID of a group, where `first` is rank 0's backend. Converts the ID to the bytes that
     /// processes send, and back.
     ///
     /// # Errors
-    /// Returns the errors of the library of collectives.
+    /// Returns the errors of the library for collectives.
     fn id(&self, first: &Arc<Self::Backend>) -> Result<Self::Id>;
 
-    /// Joins a group by its id alone, like a rank in a process of its own.
+    /// Joins a group with only its ID, like a rank in a separate process.
     ///
     /// # Errors
-    /// Returns the errors of the group.
+    /// Returns the group's errors.
     fn join(
         &self,
         backend: &Arc<Self::Backend>,
@@ -61,24 +61,24 @@ pub trait GroupRig: DeviceRig {
         limit: Duration,
     ) -> Result<Self::Communicator>;
 
-    /// Returns a backend of another kind, whose memory and streams every rank refuses.
+    /// Returns a backend of another kind, whose memory and streams every rank must refuse.
     fn foreign(&self) -> Arc<dyn Backend>;
 
-    /// Makes the library of collectives itself give up the start of a group within a second, until the double
-    /// is reset. Has no effect where the library waits for no rank.
+    /// Makes the library for collectives give up starting a group within a second, until the double is reset.
+    /// Does nothing if the library does not wait for ranks.
     fn shorten_patience(&self) {}
 
-    /// Returns whether ranks are threads on the memory of the host: then devices do not differ, there are no
-    /// groups of several processes, and a wait finds nothing of a failed group on its stream.
+    /// Returns whether ranks are threads that use host memory. Then all devices are the same, groups cannot
+    /// span several processes, and a wait finds nothing of a failed group on its stream.
     fn ranks_are_threads(&self) -> bool {
         false
     }
 }
 
-/// Runs every case of groups, and prints a line for each, as [`run_devices`](crate::run_devices) does.
+/// Runs every case for groups, and prints a line for each, as [`run_devices`](crate::run_devices) does.
 ///
 /// # Errors
-/// Returns the failures of all cases as one.
+/// Returns the failures of all cases as a single one.
 pub fn run_groups<R: GroupRig>(rig: &R) -> Outcome {
     run_all(
         rig,
@@ -106,13 +106,12 @@ pub fn run_groups<R: GroupRig>(rig: &R) -> Outcome {
     )
 }
 
-/// Makes calls of the driver and of its library of collectives fail while two ranks use every collective
-/// once, as [`refused_calls`](crate::refused_calls) does. Each function fails at its first, second and fourth
+/// Makes calls of the driver and of its library for collectives fail while two ranks use every collective
+/// once, as [`refused_calls`](crate::refused_calls) does. Each function fails on its first, second and fourth
 /// call.
 ///
 /// # Errors
-/// Returns a failure that names a call whose failure left something behind, or after which groups do not
-/// work.
+/// Returns a failure that names a call after which something was left behind or groups did not work.
 pub fn refused_group_calls<R: GroupRig>(rig: &R, functions: &[&str], code: i32, least: usize) -> Outcome {
     let Some(double) = rig.double() else {
         crate::skip("calls that are refused need the double of the driver");
@@ -128,7 +127,7 @@ pub fn refused_group_calls<R: GroupRig>(rig: &R, functions: &[&str], code: i32, 
             r.of.exchange(stream, &[(&r.view, other)], &[(&all.select(0, 0)?, other)])?;
             r.sum()
         };
-        // The other ranks wait for a refused call until an abort.
+        // The other ranks wait until an abort for a call that one rank was refused.
         let call = |r: &GroupRank<R>| calls(r).inspect_err(|_| r.of.abort());
         on_all(&ranks, call).into_iter().collect()
     };
@@ -152,7 +151,7 @@ impl<R: GroupRig> GroupRank<R> {
         Ok(Self { of, backend: Arc::clone(backend), stream: backend.stream()?, view })
     }
 
-    /// Sums the tensors of all ranks, and waits for it.
+    /// Sums the tensors of all ranks, and waits for the result.
     fn sum(&self) -> Result<()> {
         self.of.all_reduce(self.stream.as_ref(), &self.view, ReduceOp::Sum)?;
         self.wait()
@@ -185,7 +184,7 @@ fn group<R: GroupRig>(rig: &R, devices: &[usize], limit: Duration) -> Result<Vec
     group.into_iter().zip(&backends).map(|(of, backend)| GroupRank::new(of, backend)).collect()
 }
 
-/// Opens devices as ranks that know each other only by the id of the group, like ranks of several processes.
+/// Opens devices as ranks that have only the group's ID in common, like ranks in several processes.
 fn strangers<R: GroupRig>(rig: &R, devices: &[usize], limit: Duration) -> Result<Vec<GroupRank<R>>> {
     drop(group(rig, devices, LONG)?);
     let id = rig.id(&rig.open(devices[0])?)?;
@@ -213,7 +212,7 @@ fn strangers_after<R: GroupRig, T>(
     }
 }
 
-/// Runs a call for each of the numbers below `n`, each in a thread of its own.
+/// Runs a call for each number below `n`, each in its own thread.
 fn in_threads<T: Send>(n: usize, call: impl Fn(usize) -> T + Sync) -> Vec<T> {
     let call = &call;
     thread::scope(|scope| {
@@ -223,12 +222,12 @@ fn in_threads<T: Send>(n: usize, call: impl Fn(usize) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Runs a call on every rank, each in a thread of its own. Returns the results in the order of ranks.
+/// Runs a call on every rank, each in its own thread. Returns the results in rank order.
 fn on_all<R: GroupRig, T: Send>(ranks: &[GroupRank<R>], call: impl Fn(&GroupRank<R>) -> T + Sync) -> Vec<T> {
     in_threads(ranks.len(), |rank| call(&ranks[rank]))
 }
 
-/// Checks that a rank stays failed with an error, and that its stream goes on.
+/// Checks that a rank stays failed with an error, and that its stream still works.
 fn stays_failed<R: GroupRig>(rig: &R, rank: &GroupRank<R>, error: &Error) -> Outcome {
     let (since, failed) = (Instant::now(), Err(error.clone()));
     same("a failed rank", rank.of.check(), failed.clone())?;
@@ -242,7 +241,7 @@ fn stays_failed<R: GroupRig>(rig: &R, rank: &GroupRank<R>, error: &Error) -> Out
     ensure(since.elapsed() < Duration::from_secs(60), || "a failed rank waits".to_owned())
 }
 
-/// Returns the error of a result.
+/// Returns the error of a result, or a failure if there is none.
 fn error_of(what: &str, result: Result<()>) -> Outcome<Error> {
     result.err().ok_or_else(|| Failure::new(format!("{what} ended well")))
 }
@@ -259,9 +258,9 @@ pub(super) fn a_rank_that_never_comes_ends_the_wait_at_the_time_out<R: GroupRig>
         let error = error_of("a sum of one rank", ranks[0].sum())?;
         let call = "an all-reduce (sum) of 8 elements of f32".to_owned();
         same("the failure", &error, &Error::RanksTimedOut { rank: 0, call, limit: SHORT })?;
-        // The other rank of this process knows, although it has not called anything.
+        // The other rank in this process has the failure, although it has not called anything.
         ranks.iter().try_for_each(|rank| stays_failed(rig, rank, &error))?;
-        // Sends in a circle wait for each other.
+        // Sends in a circle wait for one another.
         let ranks = group(rig, &devices, SHORT)?;
         for result in on_all(&ranks, |rank| rank.send(1 - rank.of.rank())) {
             fails("a circle", result, |error| matches!(error, Error::RanksTimedOut { .. }))?;
@@ -273,7 +272,7 @@ pub(super) fn a_rank_that_never_comes_ends_the_wait_at_the_time_out<R: GroupRig>
 pub(super) fn a_group_that_is_not_whole_in_time_does_not_start<R: GroupRig>(rig: &R) -> Outcome {
     let ranks = group(rig, &[EAGER], LONG)?;
     let backend = &ranks[0].backend;
-    // A rank keeps the event of its newest collective.
+    // A rank keeps its newest collective's event.
     same("the first sum", ranks[0].sum(), Ok(()))?;
     let left = || rig.double().map(|double| double.live(EAGER));
     let before = left();
@@ -290,7 +289,7 @@ pub(super) fn a_group_that_is_not_whole_in_time_does_not_start<R: GroupRig>(rig:
         |error| matches!(error, Error::Unsupported { what, .. } if what.contains("device 0")),
     )?;
     same("another group of the device", ranks[0].sum(), Ok(()))?;
-    // A rank whose time was up leaves nothing once the library comes back to it.
+    // A rank that has timed out leaves nothing once the library returns to it.
     let end = Instant::now() + Duration::from_secs(10);
     while left() != before && Instant::now() < end {
         thread::sleep(Duration::from_millis(1));
@@ -309,7 +308,7 @@ pub(super) fn an_abort_wakes_the_ranks_of_the_process<R: GroupRig>(rig: &R) -> O
             rank.of.check()
         }
     };
-    // Ranks 0 and 1 wait for different things of rank 2 only.
+    // Ranks 0 and 1 wait for different things, but only from rank 2.
     let aborted = Error::RankAborted(2);
     same("ranks", on_all(&ranks, call), vec![Err(aborted.clone()); 3])?;
     ranks.iter().try_for_each(|rank| stays_failed(rig, rank, &aborted))
@@ -338,7 +337,7 @@ pub(super) fn a_lost_device_fails_its_group<R: GroupRig>(rig: &R, _: &dyn Driver
         let [other, of_device]: [Result<()>; 2] = pair(on_all(&group(rig, &devices, LONG)?, call))?;
         fails("the rank of a lost device", of_device, lost)?;
         same("the other rank", other, Err(Error::RankAborted(1)))?;
-        // Ranks of other processes are not told.
+        // Ranks in other processes are not notified.
         let lose = |ranks: &[GroupRank<R>]| {
             let results = on_all(ranks, call);
             match &results[1] {
@@ -391,7 +390,7 @@ pub(super) fn a_capture_refuses_collectives_by_name<R: GroupRig>(rig: &R) -> Out
     };
     let calls: [RankCall<R>; 2] = [GroupRank::sum, GroupRank::wait];
     for (name, call) in ["a collective", "a wait of the host"].into_iter().zip(calls) {
-        // A caller that takes no notice of the refusal gets no graph either.
+        // A caller that ignores the refusal gets no graph either.
         for notices in [true, false] {
             let record = &mut || call(rank).or_else(|error| if notices { Err(error) } else { Ok(()) });
             let captured = rank.stream.capture(&inputs, record).map(drop);
@@ -407,11 +406,11 @@ pub(super) fn a_capture_refuses_collectives_by_name<R: GroupRig>(rig: &R) -> Out
 
 pub(super) fn a_rank_that_leaves_is_not_waited_for_and_leaves_nothing<R: GroupRig>(rig: &R) -> Outcome {
     let devices = [EAGER, LAZY, SMALL];
-    // Devices stay open, because closing them would free everything on them.
+    // The devices stay open, because closing them would free everything on them.
     let _open = devices.map(|device| rig.open(device));
     let left = || devices.map(|device| rig.double().map(|double| double.live(device)));
     let (before, since): ([Option<Holdings>; 3], _) = (left(), Instant::now());
-    // One thread drops one rank after the other.
+    // One thread drops one rank after another.
     let ranks = group(rig, &devices, LONG)?;
     same("three ranks", on_all(&ranks, GroupRank::sum), vec![Ok(()); 3])?;
     drop(ranks);

@@ -1,4 +1,4 @@
-//! What a driver holds for a backend, and when it is given back.
+//! What a driver holds for a backend, and when it is freed.
 
 use std::sync::Arc;
 

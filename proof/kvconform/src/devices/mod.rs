@@ -1,8 +1,9 @@
-//! Cases that need a second device, a fault of the driver, or the driver's count of what it holds.
+//! Cases that need a second device, a driver fault, or the driver's count of what it holds.
 //!
-//! [`CASES`](crate::CASES) see a backend through `kvcore` alone. These cases also need what only the tests of
-//! a backend can supply: devices by number, and the controls of the double that stands in for its driver
-//! ([`DeviceRig`]). [`run_devices`] runs the cases of devices, [`run_groups`] those of groups of devices.
+//! [`CASES`](crate::CASES) use a backend only through `kvcore`. These cases also need things that only a
+//! backend's tests can supply: devices by index, and the controls of the double that stands in for its driver
+//! ([`DeviceRig`]). [`run_devices`] runs the cases for devices, [`run_groups`] the ones for groups of
+//! devices.
 
 use std::sync::Arc;
 
@@ -24,19 +25,19 @@ pub use groups::{GroupRig, refused_group_calls, run_groups};
 pub use refused::refused_calls;
 pub use silent::silent_calls;
 
-/// Number of the device that runs work as soon as it is enqueued.
+/// Index of the device that runs work as soon as it is enqueued.
 pub const EAGER: usize = 0;
 
-/// Number of the device that runs work only when something waits for it.
+/// Index of the device that runs work only when something waits for it.
 pub const LAZY: usize = 1;
 
-/// Number of the device with 64 MiB of memory.
+/// Index of the device with 64 MiB of memory.
 pub const SMALL: usize = 2;
 
-/// The devices of a backend, as the backend's own tests supply them.
+/// A backend's devices, supplied by the backend's own tests.
 ///
-/// Devices of a double behave as [`EAGER`], [`LAZY`] and [`SMALL`] say; real devices of these numbers need
-/// not.
+/// A double's devices behave as described for [`EAGER`], [`LAZY`] and [`SMALL`]; real devices with these
+/// indices need not.
 pub trait DeviceRig: Sync {
     /// The backend under test.
     type Backend: Backend + 'static;
@@ -44,10 +45,10 @@ pub trait DeviceRig: Sync {
     /// Opens a device.
     ///
     /// # Errors
-    /// Returns [`Error::NoDevice`] if the machine has no device of this number, which skips the case.
+    /// Returns [`Error::NoDevice`] if the machine has no device with this index, which skips the case.
     fn open(&self, device: usize) -> Result<Arc<Self::Backend>>;
 
-    /// Returns the controls of the double of the driver; none on real devices.
+    /// Returns the controls of the driver's double, or none on real devices.
     fn double(&self) -> Option<&dyn DriverDouble>;
 
     /// Returns a copy from freed memory, which loses the device when it runs.
@@ -57,43 +58,43 @@ pub trait DeviceRig: Sync {
     fn copy_of_freed_memory(&self, backend: &Arc<Self::Backend>) -> Result<CopyTensor>;
 }
 
-/// The controls of a double of a driver.
+/// The controls of a driver's double.
 pub trait DriverDouble {
-    /// Returns the memory and the handles that the driver holds for a device.
+    /// Returns the memory and handles that the driver holds for a device.
     fn live(&self, device: usize) -> Holdings;
 
-    /// Returns the numbers of tasks enqueued on a device since the last call.
+    /// Returns the number of tasks of each kind enqueued on a device since the last call.
     fn queued(&self, device: usize) -> Queued;
 
-    /// Makes the `after`-th next call of a function fail with a code of the driver, once. With 0,
-    /// an earlier wish is canceled.
+    /// Makes the `after`-th next call of a function fail once, with a driver error code. 0 cancels an earlier
+    /// request.
     fn fail(&self, function: &str, after: usize, code: i32);
 
-    /// Returns the function of the driver and the code by which it reports a fault.
+    /// Returns the driver function and the error code that report a fault.
     fn fault(&self, fault: DriverFault) -> (&'static str, i32);
 
     /// Makes a function do nothing and report success.
     fn ignore(&self, function: &str, on: bool);
 
-    /// Sets the bytes of memory that a device has; `None` for the usual number.
+    /// Sets a device's memory size in bytes; `None` sets the usual size.
     fn limit(&self, device: usize, bytes: Option<usize>);
 
-    /// Makes every function work again. Limits stay.
+    /// Makes every function work again. Memory limits stay.
     fn reset(&self);
 }
 
-/// The memory and the handles that a driver holds for a device.
+/// The memory and handles that a driver holds for a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Holdings {
-    /// Bytes of memory of the device.
+    /// Device memory in bytes.
     pub bytes: usize,
-    /// Bytes of pinned memory; 0 where the double counts such memory as objects only.
+    /// Pinned memory in bytes; 0 if the double counts such memory only as objects.
     pub pinned: usize,
-    /// Streams, events, allocations and everything else with a handle.
+    /// Number of streams, events, allocations and all other things with a handle.
     pub objects: usize,
 }
 
-/// Numbers of tasks that were enqueued on a device.
+/// Number of tasks of each kind that were enqueued on a device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Queued {
     /// Kernels or operators.
@@ -102,18 +103,18 @@ pub struct Queued {
     pub graphs: usize,
     /// Copies from the host to the device.
     pub uploads: usize,
-    /// Copies from one device to another.
+    /// Copies between devices.
     pub peer_copies: usize,
 }
 
-/// A fault of a driver, independent of the driver's functions and codes.
+/// A driver fault, independent of the driver's functions and codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverFault {
-    /// An allocation on the device finds no memory.
+    /// A device allocation finds no memory.
     DeviceMemory,
     /// An allocation of pinned memory finds no memory.
     PinnedMemory,
-    /// A wait for a stream finds that the device is lost.
+    /// A wait on a stream finds that the device is lost.
     LostInWait,
 }
 
@@ -123,11 +124,11 @@ type Body<R> = fn(&R) -> Outcome;
 /// The body of a case that needs the double.
 type DoubleBody<R> = fn(&R, &dyn DriverDouble) -> Outcome;
 
-/// A case of devices or of groups, by what it needs.
+/// A case for devices or groups, by what it requires.
 enum DeviceCase<R> {
-    /// Runs on real devices as well.
+    /// Also runs on real devices.
     Any(&'static str, Body<R>),
-    /// Runs where a double stands in for the driver.
+    /// Runs only if a double stands in for the driver.
     OnDouble(&'static str, DoubleBody<R>),
 }
 
@@ -143,12 +144,12 @@ macro_rules! on_double {
 }
 pub(crate) use {any, on_double};
 
-/// Runs every case of devices, and prints a line for each. Skips cases that need a double on real devices,
-/// and cases that need a device which is missing. The caller guarantees that no other test uses the double
-/// meanwhile.
+/// Runs every case for devices, and prints a line for each. Skips cases that need a double if the devices are
+/// real, and cases that need a missing device. The caller guarantees that no other test uses the double at
+/// the same time.
 ///
 /// # Errors
-/// Returns the failures of all cases as one.
+/// Returns the failures of all cases as a single one.
 pub fn run_devices<R: DeviceRig>(rig: &R) -> Outcome {
     let cases = [
         any!(failure::a_device_that_is_not_there_is_named_with_the_ones_that_are),
@@ -203,7 +204,7 @@ fn bytes_on(backend: &dyn Backend, n: usize) -> Result<TensorView> {
     allocate_tensor(backend, MemoryKind::Device, DType::U8, &[n])
 }
 
-/// Checks that a call failed as `expected` says.
+/// Checks that a call failed with an error that `expected` accepts.
 fn fails<T: std::fmt::Debug>(what: &str, result: Result<T>, expected: fn(&Error) -> bool) -> Outcome {
     match result {
         Err(error) if expected(&error) => Ok(()),

@@ -1,4 +1,4 @@
-//! Copies from device to device.
+//! Copies between devices.
 
 use kvcore::{Backend, CopyTensor, DType, Error, MemoryKind, TensorView, allocate_tensor};
 
@@ -25,7 +25,7 @@ pub(super) fn tensors_go_from_device_to_device_in_the_order_of_events<R: DeviceR
             receiver.wait_for(&sender.record()?)?;
             let part = |view: &TensorView| view.slice(0, rows.start, rows.end);
             receiver.copy_tensor(&CopyTensor { src: part(&source)?, dst: part(&target)? })?;
-            // What the sender writes next waits for the copy.
+            // The sender's next write waits for the copy.
             sender.wait_for(&receiver.record()?)?;
         }
         same("copies from device to device", double.queued(there).peer_copies, 2)?;

@@ -1,4 +1,4 @@
-//! Calls that a driver refuses: each is an error, nothing stays held, and the next backend works.
+//! Driver calls that fail: each causes an error, nothing stays held, and the next backend works.
 
 use std::sync::Arc;
 
@@ -12,13 +12,12 @@ use super::{DeviceRig, DriverDouble, EAGER, LAZY, bytes_on, same};
 use crate::bench::{Failure, Outcome, ensure};
 use crate::raw::{arena, noise};
 
-/// Uses each part of a backend once on two devices, again and again with another call of the driver that
-/// fails. `functions` are functions of the driver; `codes` says which call of each fails, and with which
-/// code. At least `least` of the failures must be errors.
+/// Repeatedly uses each part of a backend once on two devices, with a different driver call failing each
+/// time. `functions` are driver functions; `codes` lists which call of each function fails, and with which
+/// code. At least `least` of the failures must cause errors.
 ///
 /// # Errors
-/// Returns a failure that names a call whose failure left something behind, or after which the backend does
-/// not work.
+/// Returns a failure that names a call after which something was left behind or the backend did not work.
 pub fn refused_calls<R: DeviceRig>(
     rig: &R,
     functions: &[&str],
@@ -86,7 +85,7 @@ fn everything<R: DeviceRig>(rig: &R, device: usize, other: usize) -> Result<()> 
     let pairs = WritePairs::unchecked([(BlockId(0), BlockId(3))]);
     stream.copy_blocks(&CopyBlocks { arena: arena.clone(), pairs })?;
     let out = tensor(backend.as_ref())?;
-    // Many rows and one alone, which backends compute in different ways.
+    // Many rows, and a single one, which backends compute differently.
     for queries in [0..3, 3..4] {
         let n = queries.len();
         let at = queries.map(|at| QueryRow { logical: at, position: at as i64 });
@@ -116,7 +115,7 @@ fn everything<R: DeviceRig>(rig: &R, device: usize, other: usize) -> Result<()> 
     second.read(&rows, &mut [0; 192])?;
     let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[96])?;
     second.write(&pinned, &[1; 96])?;
-    // Enough pieces of memory that the stream cuts its work into batches.
+    // Enough pieces of memory that the stream splits its work into batches.
     for _ in 0..80 {
         second.copy_tensor(&CopyTensor { src: pinned.clone(), dst: bytes_on(backend.as_ref(), 96)? })?;
     }

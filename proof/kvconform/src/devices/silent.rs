@@ -1,5 +1,5 @@
-//! What if a backend forgot a synchronisation, an event or a free? Functions of the driver are made to do
-//! nothing, and a case or the count of what is left must notice.
+//! What if a backend forgot a synchronisation, an event or a free? Driver functions are made to do nothing,
+//! and a case or the count of what is left must detect it.
 
 use kvcore::{Backend, CopyTensor, DType, MemoryKind, allocate_tensor};
 
@@ -7,7 +7,7 @@ use super::{DeviceRig, DriverDouble, EAGER, LAZY, bytes_on};
 use crate::bench::{Bench, Failure, Outcome};
 use crate::cases::CASES;
 
-/// Beginnings of the names of cases that together use every part of a backend.
+/// Name prefixes of cases that together use every part of a backend.
 const CHOSEN: [&str; 10] = [
     "order::",
     "memory::",
@@ -21,12 +21,12 @@ const CHOSEN: [&str; 10] = [
     "graphs::replays_follow",
 ];
 
-/// Makes each of these functions of the driver do nothing, and checks that a case on the lazy device fails or
-/// that the double still holds something afterwards. Prints how each function was missed.
+/// Makes each of these driver functions do nothing, and checks that a case on the lazy device fails or that
+/// the double still holds something afterwards. Prints how each missing function was detected.
 ///
 /// # Errors
-/// Returns a failure that names a function that nothing misses, or a case that fails although nothing is
-/// wrong.
+/// Returns a failure that names a function whose absence nothing detects, or a case that fails although
+/// nothing is wrong.
 pub fn silent_calls<R: DeviceRig>(rig: &R, functions: &[&str]) -> Outcome {
     let Some(double) = rig.double() else {
         crate::skip("functions that do nothing need the double of the driver");
@@ -48,7 +48,7 @@ pub fn silent_calls<R: DeviceRig>(rig: &R, functions: &[&str]) -> Outcome {
     Ok(())
 }
 
-/// Runs the chosen cases on a device. Returns the first failure, or what was left behind.
+/// Runs the chosen cases on a device. Returns the first failure, or a failure for what was left behind.
 fn verdict<R: DeviceRig>(rig: &R, double: &dyn DriverDouble, device: usize) -> Outcome {
     let before = double.live(device);
     let backend = rig.open(device)?;
@@ -58,7 +58,7 @@ fn verdict<R: DeviceRig>(rig: &R, double: &dyn DriverDouble, device: usize) -> O
         let failed = case.run(&bench).map_err(|failure| Failure::new(format!("{}: {failure}", case.name)));
         outcome = outcome.and(failed);
     }
-    // The eager device frees memory at a time of its own.
+    // The eager device frees memory at times of its own.
     if outcome.is_ok() && device == LAZY {
         outcome = gives_back(double, device, backend.as_ref());
     }
@@ -67,7 +67,7 @@ fn verdict<R: DeviceRig>(rig: &R, double: &dyn DriverDouble, device: usize) -> O
     super::same("left behind", double.live(device), before)
 }
 
-/// Checks that all that a backend hands out is given back while the backend lives.
+/// Checks that everything that a backend hands out is freed while the backend lives.
 fn gives_back(double: &dyn DriverDouble, device: usize, backend: &dyn Backend) -> Outcome {
     let use_everything = || -> kvcore::Result<()> {
         let view = bytes_on(backend, 8 << 20)?;
@@ -77,13 +77,13 @@ fn gives_back(double: &dyn DriverDouble, device: usize, backend: &dyn Backend) -
         let stream = backend.stream()?;
         stream.write(&view, &vec![1; 8 << 20])?;
         stream.write(&pinned, &[1; 4096])?;
-        // Enough pieces of memory that the stream cuts its work into batches.
+        // Enough pieces of memory that the stream splits its work into batches.
         for _ in 0..150 {
             stream.copy_tensor(&CopyTensor { src: view.slice(0, 0, 16)?, dst: bytes_on(backend, 16)? })?;
         }
         stream.record()?.wait()?;
         drop((view, pinned, pool, stream));
-        // An allocation waits for the frees before it.
+        // An allocation waits for all earlier frees.
         (0..2).try_for_each(|_| backend.allocate(MemoryKind::Device, 64).map(drop))
     };
     let mut live = Vec::new();

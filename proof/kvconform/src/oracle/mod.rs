@@ -1,4 +1,4 @@
-//! The operations in f64, written independently of every backend and of `kvcore`'s own arithmetic.
+//! The operations in f64, written independently of all backends and of `kvcore`'s own arithmetic.
 
 use kvcore::{
     Attend, AttendMla, AttendRows, KeyForm, KvLayout, KvPlane, Pairing, PlaneStrides, Rope, Segment,
@@ -9,13 +9,13 @@ mod quant;
 
 pub use quant::{dequantized, error_bound, fp8};
 
-/// Returns the index of the first element of a head's row of K or V, at a slot of a layer.
+/// Returns the index of the first element of a head's row of K or V, in a slot of a layer.
 pub fn index(layout: &KvLayout, s: PlaneStrides, layer: usize, slot: usize, head: usize) -> usize {
     let block_size = layout.shape().block_size;
     layer * s.layer + (slot / block_size) * s.block + (slot % block_size) * s.token + head * s.head
 }
 
-/// Returns `row` rotated by `position`: each pair is rotated by `position * frequency` and scaled by
+/// Returns `row` rotated to `position`: each pair is rotated by `position * frequency` and scaled by
 /// `factor`.
 pub fn rotate(row: &[f32], rope: &Rope, position: i64, factor: f64) -> Vec<f64> {
     let mut out: Vec<f64> = row.iter().map(|&x| f64::from(x)).collect();
@@ -30,14 +30,15 @@ pub fn rotate(row: &[f32], rope: &Rope, position: i64, factor: f64) -> Vec<f64> 
     out
 }
 
-/// Returns the output rows `[rows, heads, v_dim]` and the log-sum-exps `[rows, heads]` of an attend, from the
-/// values of its queries and of all of K and V. Rows in no batch entry keep `untouched`.
+/// Returns the output rows `[rows, heads, v_dim]` and the log-sum-exps `[rows, heads]` of an attend, computed
+/// from the values of its queries and of all of K and V. Rows without a batch entry keep the value
+/// `untouched`.
 pub fn attend(op: &Attend, q: &[f32], k: &[f32], v: &[f32], untouched: f32) -> (Vec<f32>, Vec<f32>) {
     rows(op, q, None, k, v, untouched)
 }
 
-/// Returns the results of an `attend_mla`, as [`attend`] does for an attend. `q_latent` holds the latent
-/// queries.
+/// Returns the results of an `attend_mla`, in the same form as [`attend`] does. `q_latent` contains the
+/// latent queries.
 pub fn attend_mla(
     op: &AttendMla,
     q: &[f32],
@@ -82,7 +83,7 @@ fn rows(
     (out, lse)
 }
 
-/// One row and head of a call.
+/// One row and head of an attention call.
 struct OracleQuery<'a> {
     q: &'a [f32],
     latent: Option<&'a [f32]>,
@@ -90,7 +91,7 @@ struct OracleQuery<'a> {
     head: usize,
 }
 
-/// Returns whether a row of an entry may see a token. The token and its block are numbered across all
+/// Returns whether a row of an entry may see a token. The indices of the token and its block count across all
 /// segments.
 fn selected(entry: &AttendRows, row: usize, token: usize, block: usize) -> bool {
     let Some(selection) = &entry.selection else { return true };
@@ -113,7 +114,7 @@ fn one<'a>(
     let layout = op.arena.layout();
     let (q, row, block_size) = (query.q, op.work.rows()[query.row], layout.shape().block_size);
     let (mut tokens_before, mut blocks_before) = (0, 0);
-    // (logit, group, value) of every visible token
+    // (logit, group, value) of each visible token
     let mut seen: Vec<(f64, usize, &'a [f32])> = Vec::new();
     for segment in entry.segments.iter() {
         let turned = match &op.rope {
@@ -176,7 +177,7 @@ fn one<'a>(
     (out, total)
 }
 
-/// Returns the index of each element of a view in its storage, in row-major order of the view.
+/// Returns the index in its storage of each element of a view, in the view's row-major order.
 pub fn elements(view: &TensorView) -> Vec<usize> {
     view.shape().iter().zip(view.strides()).fold(vec![view.offset()], |places, (&n, &stride)| {
         places.into_iter().flat_map(|at| (0..n).map(move |i| at + i * stride)).collect()
@@ -188,7 +189,7 @@ fn lse(logits: impl Iterator<Item = f64> + Clone) -> f64 {
     if max == f64::NEG_INFINITY { max } else { max + logits.map(|x| (x - max).exp()).sum::<f64>().ln() }
 }
 
-/// Returns one head's row of a token of a segment.
+/// Returns one head's row of a token in a segment.
 fn token<'a>(
     layout: &KvLayout,
     plane: &KvPlane,

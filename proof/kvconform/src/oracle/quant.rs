@@ -1,4 +1,4 @@
-//! The values of stored codes, from the definition of each format.
+//! The values of stored codes, computed from the definition of each format.
 
 use half::f16;
 use kvcore::{Fp8Kind, KvFormat, KvLayout, KvPlane};
@@ -22,7 +22,7 @@ pub fn fp8(kind: Fp8Kind, code: u8) -> f64 {
     if code >= 0x80 { -magnitude } else { magnitude }
 }
 
-/// Returns all elements of a quantised plane, each at the index of its code: code times scale, rounded once.
+/// Returns all elements of a quantised plane, each at its code's index: code times scale, rounded once.
 pub fn dequantized(layout: &KvLayout, plane: &KvPlane, codes: &[u8], scales: &[u8]) -> Vec<f32> {
     let s = layout.shape();
     let mut values = vec![0.0; codes.len() * 8 / plane.format.storage_dtype().bits()];
@@ -64,8 +64,8 @@ fn value(format: KvFormat, at: usize, codes: &[u8], scale: usize, scales: &[u8])
 }
 
 /// Returns the largest allowed difference between an element and its stored value: half a step for a group of
-/// integers with largest magnitude `amax` (whose scale is rounded up to f16), half a spacing for an 8-bit
-/// float under `scale`.
+/// integers with largest magnitude `amax` (whose scale is rounded up to f16), or half a spacing for an 8-bit
+/// float with scale `scale`.
 pub fn error_bound(format: KvFormat, x: f64, amax: f64, scale: f64) -> f64 {
     let half_step = |limit: f64| 0.5 * (amax / limit * (1.0 + 2f64.powi(-10)) + 2f64.powi(-24));
     match format {
