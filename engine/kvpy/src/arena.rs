@@ -20,17 +20,17 @@ use crate::segment::PyAttendWork;
 use crate::table::{BlockPairs, Slots};
 use crate::tensor::{Integers, read, written};
 
-/// Keys and values of all layers in blocks, in the memory of a device.
+/// The keys and values of all layers, in blocks in a device's memory.
 ///
-/// Operations return when they are done. Tensors are used where they lie: during a call, nothing else may use
-/// their elements, or the blocks that are written.
+/// Operations return when they are done. Tensors are used in place: during a call, nothing else may use their
+/// elements, nor the blocks being written.
 #[pyclass(frozen, module = "kvcache")]
 pub(crate) struct Arena {
     device: Arc<ArenaDevice>,
     memory: KvArena,
 }
 
-/// Returns the shape of an arena with `heads × dim` elements in a row of keys, and in a row of values.
+/// Returns the shape of an arena, with `heads × dim` elements in each row of keys, and in each row of values.
 pub(crate) fn shape(
     num_layers: usize,
     num_blocks: usize,
@@ -58,7 +58,7 @@ impl Arena {
         Ok(Self { device, memory })
     }
 
-    /// Runs an operation without Python's lock, and waits for it.
+    /// Runs an operation without holding Python's lock, and waits for it.
     fn run(&self, py: Python<'_>, operation: Operation<'_>) -> PyResult<()> {
         let run = || {
             self.device.stream().run(operation)?;
@@ -70,9 +70,9 @@ impl Arena {
 
 #[pymethods]
 impl Arena {
-    /// Allocates `num_blocks` blocks on `device`: `"cpu"`, which takes memory at the first write, `"cuda"` or
-    /// `"cuda:N"`. `memory` is `"device"`, the device's own memory, or `"host"`, memory of the host that the
-    /// device can access.
+    /// Allocates `num_blocks` blocks on `device`: `"cpu"`, which allocates memory on first write, `"cuda"` or
+    /// `"cuda:N"`. `memory` is `"device"`, the device's own memory, or `"host"`, host memory that the device
+    /// can access.
     #[new]
     #[pyo3(signature = (*, num_layers, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "cpu", memory = "device"))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -92,7 +92,7 @@ impl Arena {
         Ok(Self::allocate(shape, device, kind)?)
     }
 
-    /// The number of bytes of a block, with the keys and values of all layers.
+    /// The size of a block in bytes, with the keys and values of all layers.
     #[getter]
     fn block_bytes(&self) -> usize {
         self.memory.layout().block_bytes()
@@ -104,15 +104,15 @@ impl Arena {
         self.memory.layout().shape().num_blocks
     }
 
-    /// The number of tokens in a block.
+    /// The number of tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.memory.layout().shape().block_size
     }
 
-    /// Writes row `i` of `k` and `v`, `[rows, heads, head_dim]` each, to slot `slots[i]` of a layer. A
+    /// Writes row `i` of `k` and `v`, both `[rows, heads, head_dim]`, to slot `slots[i]` of a layer. A
     /// negative slot is skipped. With `ropes` and `positions`, each key is rotated to its position on the
-    /// way.
+    /// fly.
     #[pyo3(signature = (layer, k, v, slots, *, ropes = None, positions = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn scatter(
@@ -142,9 +142,9 @@ impl Arena {
         self.run(py, Operation::Scatter(&scatter))
     }
 
-    /// Reads slot `slots[i]` of a layer into row `i` of `k` and `v`, `[rows, heads, head_dim]` each. A row
-    /// with a negative slot stays as it is. With `ropes`, keys are rotated by `distance` positions on the
-    /// way.
+    /// Reads slot `slots[i]` of a layer into row `i` of `k` and `v`, both `[rows, heads, head_dim]`. A row
+    /// with a negative slot is left unchanged. With `ropes`, keys are rotated by `distance` positions on the
+    /// fly.
     #[pyo3(signature = (layer, slots, k, v, *, ropes = None, distance = 0))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn gather(
@@ -170,13 +170,13 @@ impl Arena {
         self.run(py, Operation::Gather(&gather))
     }
 
-    /// Copies whole blocks of all layers. A pair is the block to read and the block to write.
+    /// Copies whole blocks of all layers. Each pair has the block to read and the block to write.
     fn copy(&self, py: Python<'_>, pairs: BlockPairs) -> PyResult<()> {
         let copy = CopyBlocks { arena: self.memory.clone(), pairs: pairs.0 };
         self.run(py, Operation::CopyBlocks(&copy))
     }
 
-    /// Copies whole blocks of all layers, with keys rotated by `distance` positions. A pair is the block to
+    /// Copies whole blocks of all layers, rotating keys by `distance` positions. Each pair has the block to
     /// read and the block to write.
     fn rotate(&self, py: Python<'_>, pairs: BlockPairs, ropes: &PyRopes, distance: i64) -> PyResult<()> {
         for layer in 0..self.memory.layout().shape().num_layers {
@@ -193,9 +193,9 @@ impl Arena {
     }
 
     /// Attends with `q`, `[rows, heads, head_dim]`, to the segments of `work`, and writes the result to
-    /// `out`, of the same shape. With `ropes`, queries are rotated to their positions on the way, which
-    /// segments need that are used at another position than the stored one. Keys do not move. `lse`, `[rows,
-    /// heads]` in f32, receives the log-sum-exp of each row and head.
+    /// `out`, which has the same shape. With `ropes`, queries are rotated to their positions on the fly.
+    /// Segments need this if they are used at a different position than they were stored at. Keys are not
+    /// rotated. `lse`, `[rows, heads]` in f32, receives the log-sum-exp of each row and head.
     #[pyo3(signature = (layer, q, work, out, *, ropes = None, scale = None, window = None, softcap = None, lse = None))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn attend(
@@ -224,10 +224,10 @@ impl Arena {
         self.run(py, Operation::Attend(&attend))
     }
 
-    /// Copies rows of all layers to another engine's cache: `loads` are the rows to read, the rows to write,
-    /// and the distance that keys are rotated by. Rows are `(blocks, first, count)`, tokens `first` to `first
-    /// + count` of these blocks, or any slots. Rows to write in a negative block, or of a negative slot, are
-    /// skipped. Returns when the copies are done; meanwhile nothing else may use the rows.
+    /// Copies rows of all layers to another engine's cache. Each entry of `loads` has the rows to read, the
+    /// rows to write and the distance to rotate keys by. Rows are `(blocks, first, count)`, tokens `first` to
+    /// `first + count` of these blocks, or any slots. Rows to write in a negative block, or with a negative
+    /// slot, are skipped. Returns when the copies are done. Nothing else may use the rows until then.
     fn load(
         &self,
         py: Python<'_>,
@@ -244,8 +244,9 @@ impl Arena {
         Ok(py.detach(|| cache.0.load(&memory, &loads, &ropes.layers))?)
     }
 
-    /// Copies rows of all layers from another engine's cache to rows `to` of this arena, keys as they are.
-    /// Rows are those of `load`. Returns when the copies are done; meanwhile nothing else may write the rows.
+    /// Copies rows of all layers from another engine's cache to rows `to` of this arena, with keys unchanged.
+    /// Rows are given as in `load`. Returns when the copies are done. Nothing else may write the rows until
+    /// then.
     fn save(&self, py: Python<'_>, cache: &PyForeignCache, to: CacheRows, rows: CacheRows) -> PyResult<()> {
         let to = WriteSlots::unchecked(to.slots(self.block_size())?);
         let from = rows.slots(cache.0.block_size())?;

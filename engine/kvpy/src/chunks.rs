@@ -1,4 +1,4 @@
-//! The chunk cache: the chunks in an arena, and the requests that compute missing ones.
+//! The chunk cache: the chunks in an arena, and the requests that compute the missing ones.
 
 use kvchunk::{Acquired, ChunkBlockPool, ChunkContext, ChunkHasher, ComputeMode, HashAlgorithm, TenantId};
 use kvcore::{BlockKey, SlotMapping};
@@ -14,7 +14,7 @@ use crate::prompt::PyChunkHash;
 use crate::segment::PySegment;
 use crate::table::PyWriteSlots;
 
-/// The settings of a chunk cache. Omitted settings have their defaults.
+/// The settings of a chunk cache. Settings that are left out have their defaults.
 #[pyclass(frozen, name = "ChunkCacheConfig", module = "kvcache")]
 pub(crate) struct PyChunkCacheConfig(pub(crate) kvchunk::ChunkCacheConfig);
 
@@ -49,17 +49,17 @@ impl PyChunkCacheConfig {
 /// The chunks in the blocks of an arena. The bytes may be elsewhere, for example in the arenas of several
 /// workers.
 ///
-/// A chunk is found by its tokens and by everything else that its bytes depend on. One request computes a
-/// chunk; others wait for it.
+/// A chunk is looked up by its tokens and everything else that its bytes depend on. One request computes a
+/// missing chunk; others wait for it.
 #[pyclass(frozen, name = "ChunkCacheManager", module = "kvcache")]
 pub(crate) struct PyChunkCacheManager(kvchunk::ChunkCacheManager);
 
-/// A hold on a stored piece of a chunk, which is neither written nor evicted until the hold is released or
+/// A hold on a stored piece of a chunk. The piece is not overwritten or evicted until the hold is released or
 /// dropped.
 #[pyclass(frozen, name = "PieceHold", module = "kvcache")]
 pub(crate) struct PyPieceHold(Mutex<Option<kvchunk::PieceHold>>);
 
-/// Blocks for a missing piece of a chunk, which this request computes. Dropping the reservation frees the
+/// Blocks for a missing piece of a chunk, which this request must compute. Dropping the reservation frees the
 /// blocks.
 #[pyclass(frozen, name = "ChunkReservation", module = "kvcache")]
 pub(crate) struct PyChunkReservation {
@@ -103,20 +103,20 @@ impl PyPieceHold {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.num_tokens())
     }
 
-    /// The position to which the piece's first key was rotated when it was stored.
+    /// The position that the piece's first key was rotated to when it was stored.
     #[getter]
     fn stored_start(&self) -> PyResult<i64> {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.cached_position_start())
     }
 
-    /// The hash under which the piece is found.
+    /// The hash that the piece is found by.
     #[getter]
     fn chunk_hash(&self) -> PyResult<PyChunkHash> {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.chunk_hash().into())
     }
 
-    /// The piece as attention reads it in a prompt: the first token has the logical index `logical_start`,
-    /// and is used at `position`. Nothing is copied. Keep the hold until the attention is done.
+    /// The piece as attention reads it in a prompt: its first token has the logical index `logical_start` and
+    /// is used at `position`. Nothing is copied. Keep the hold until the attention is done.
     fn segment(&self, logical_start: usize, position: i64) -> PyResult<PySegment> {
         let own = self.0.lock();
         let hold = own.as_ref().ok_or_else(over)?;
@@ -142,13 +142,13 @@ impl PyChunkReservation {
         Ok(PyWriteSlots(own.as_ref().ok_or_else(over)?.write_slots().map_err(CallError::from)?))
     }
 
-    /// Stores the piece after its slots have been filled, and returns a hold on it.
+    /// Stores the piece and returns a hold on it. Its slots must have been filled.
     fn store(&self) -> PyResult<PyPieceHold> {
         let own = self.own.lock().take().ok_or_else(over)?;
         Ok(PyPieceHold(Mutex::new(Some(own.store()))))
     }
 
-    /// Frees the blocks. The next request that needs the piece computes it.
+    /// Frees the blocks. The next request that needs the piece must compute it.
     fn abandon(&self) {
         drop(self.own.lock().take());
     }
@@ -156,7 +156,7 @@ impl PyChunkReservation {
 
 #[pymethods]
 impl PyChunkWaiter {
-    /// True once the piece is stored or given up: then ask for it again.
+    /// True once the piece has been stored or given up. Then ask for it again.
     #[getter]
     fn is_over(&self) -> bool {
         self.0.is_over()
@@ -184,12 +184,12 @@ impl PyChunkCacheManager {
         Ok(Self::build(config.0.clone(), num_blocks, block_size)?)
     }
 
-    /// Looks up every piece of a chunk under `root`, and reserves blocks for the missing pieces. Returns a
-    /// `PieceHold`, a `ChunkReservation`, a `ChunkWaiter` or `None` (no room) for each piece, in order. A
-    /// long chunk has several pieces.
+    /// Looks up every piece of a chunk under `root`, and reserves blocks for the missing ones. For each
+    /// piece, in order, returns a `PieceHold`, a `ChunkReservation`, a `ChunkWaiter`, or `None` if there is
+    /// no room. A long chunk has several pieces.
     ///
-    /// `mode` is `"alone"`, `"with-system"` or `"sink:K"`: what a chunk sees of the tokens of `system` while
-    /// it is computed. `stored_start` is the position to which the chunk's first key is rotated when it is
+    /// `mode` is `"alone"`, `"with-system"` or `"sink:K"`: which tokens of `system` the chunk sees while it
+    /// is computed. `stored_start` is the position that the chunk's first key is rotated to when it is
     /// stored.
     fn acquire(
         &self,
@@ -217,7 +217,7 @@ impl PyChunkCacheManager {
         py.detach(acquire).into_iter().map(|acquired| outcome(py, acquired)).collect()
     }
 
-    /// Returns the hash of each piece of a chunk. The arguments are those of `acquire`.
+    /// Returns the hash of each piece of a chunk. The arguments are the same as for `acquire`.
     fn compute_chunk_hash(
         &self,
         root: [u8; 32],
@@ -235,8 +235,8 @@ impl PyChunkCacheManager {
         self.0.clear();
     }
 
-    /// Evicts the least recently used piece, or the first one by `cache_policy`. Returns false if all pieces
-    /// are held.
+    /// Evicts one piece: the least recently used one, or the one that `cache_policy` chooses. Returns false
+    /// if all pieces are held.
     fn evict_lru(&self) -> bool {
         self.0.evict_lru()
     }
@@ -246,7 +246,7 @@ impl PyChunkCacheManager {
         PyChunkCacheMetrics::from(self.0.metrics())
     }
 
-    /// Recounts everything, and raises an error that names the first wrong number.
+    /// Recounts everything. Raises an error that names the first wrong number.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }
@@ -258,7 +258,7 @@ impl PyChunkCacheManager {
     }
 }
 
-/// Returns the outcome of a lookup as a Python object.
+/// Converts the outcome of a lookup to a Python object.
 fn outcome(py: Python<'_>, acquired: Acquired) -> PyResult<Py<PyAny>> {
     Ok(match acquired {
         Acquired::Hit(hold) => Py::new(py, PyPieceHold(Mutex::new(Some(hold))))?.into_any(),

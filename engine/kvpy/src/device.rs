@@ -1,4 +1,4 @@
-//! Devices by name: the backends of arenas and models.
+//! Devices by name: the backends for arenas and models.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -18,18 +18,18 @@ use pyo3::prelude::*;
 
 use crate::error::{CallError, Result};
 
-/// The device of an arena, with the stream that its operations run on.
+/// An arena's device, with the stream that runs its operations.
 pub(crate) enum ArenaDevice {
     Cpu(Arc<CpuBackend>, Arc<dyn Stream>),
     Cuda(Arc<CudaBackend>, Arc<CudaStream>, i32),
 }
 
-/// The open devices by process and name, so that memory from one call is accepted by the next. A forked
-/// process opens its own devices: it has none of its parent's threads and contexts.
+/// The open devices by process and name, shared so that memory from one call is accepted by the next. A
+/// forked process opens its own devices, because it has none of its parent's threads and contexts.
 static OPENED: Mutex<BTreeMap<(u32, String), Arc<ArenaDevice>>> = Mutex::new(BTreeMap::new());
 
 impl ArenaDevice {
-    /// Returns `cpu`, `cuda` or `cuda:N`, opened once.
+    /// Returns the device named `cpu`, `cuda` or `cuda:N`. Opens it on first use.
     pub(crate) fn open(name: &str) -> PyResult<Arc<Self>> {
         let number = match parts(name) {
             ("cpu", None) => None,
@@ -47,7 +47,7 @@ impl ArenaDevice {
         Ok(device)
     }
 
-    /// Opens the CPU (`None`), or an NVIDIA GPU by number.
+    /// Opens the CPU (`None`), or an NVIDIA GPU by index.
     fn new(number: Option<usize>) -> Result<Self> {
         let Some(number) = number else {
             let backend = CpuBackend::new();
@@ -81,7 +81,7 @@ impl ArenaDevice {
         }
     }
 
-    /// Returns the kind of memory of a name: `device`, or `host`, which the device can access, too.
+    /// Returns the kind of memory with this name: `device`, or `host`, which the device can access too.
     pub(crate) fn memory(&self, name: &str) -> PyResult<MemoryKind> {
         match (self, name) {
             (Self::Cpu(..), "device" | "host") => Ok(MemoryKind::System),
@@ -91,7 +91,7 @@ impl ArenaDevice {
         }
     }
 
-    /// Returns the driver's stream, with which other libraries order their work; `None` on a CPU.
+    /// Returns the driver's stream, which other libraries use to order their work; `None` on a CPU.
     pub(crate) fn raw_stream(&self) -> Option<*mut c_void> {
         match self {
             Self::Cpu(..) => None,
@@ -99,7 +99,7 @@ impl ArenaDevice {
         }
     }
 
-    /// Returns the device as `DLPack` numbers it.
+    /// Returns the device in `DLPack`'s numbering.
     pub(crate) fn number(&self) -> DLDevice {
         match self {
             Self::Cpu(..) => DLDevice { device_type: DLDeviceType::CPU, device_id: 0 },
@@ -107,7 +107,7 @@ impl ArenaDevice {
         }
     }
 
-    /// Checks that a tensor lies on this device.
+    /// Checks that a tensor is on this device.
     pub(crate) fn check(&self, device: DLDevice) -> PyResult<()> {
         let own = self.number();
         let numbered = own.device_type != DLDeviceType::CPU;
@@ -118,11 +118,11 @@ impl ArenaDevice {
         Err(PyValueError::new_err(format!("the tensor lies on {at}, not on {here}")))
     }
 
-    /// Wraps memory of another library.
+    /// Wraps another library's memory.
     ///
     /// # Safety
-    /// `start` is valid for `bytes` bytes of this device for as long as `owner` lives. Nothing else uses the
-    /// bytes during an operation.
+    /// `start` must be valid for `bytes` bytes on this device for as long as `owner` lives. Nothing else may
+    /// use the bytes during an operation.
     pub(crate) unsafe fn lent(
         &self,
         start: NonNull<u8>,
@@ -130,20 +130,20 @@ impl ArenaDevice {
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<Arc<dyn Storage>> {
         Ok(match self {
-            // SAFETY: the caller guarantees the same.
+            // SAFETY: the caller guarantees the same conditions.
             Self::Cpu(..) => {
                 Arc::new(unsafe { CpuStorage::from_raw(start, bytes, MemoryKind::System, owner) }?)
             }
             Self::Cuda(backend, ..) => {
-                // SAFETY: the caller guarantees the same.
+                // SAFETY: the caller guarantees the same conditions.
                 Arc::new(unsafe { backend.lent(start.as_ptr() as u64, bytes, owner) }?)
             }
         })
     }
 }
 
-/// Enqueues work and waits for it. If a part is refused, waits for the parts before it, so that their
-/// operands can be freed.
+/// Enqueues work and waits for it. If part of it is rejected, waits for the earlier parts, because their
+/// operands may be freed afterwards.
 pub(crate) fn finished<T>(stream: &dyn Stream, enqueue: impl FnOnce() -> Result<T>) -> Result<T> {
     let enqueued = enqueue();
     let waited = stream.synchronize();
@@ -164,14 +164,14 @@ fn cuda(device: usize) -> Result<Arc<CudaBackend>> {
     Ok(CudaBackend::with_options(&CudaOptions { device, ..CudaOptions::default() })?)
 }
 
-/// Splits the name of a device into its kind and its number.
+/// Splits a device's name into its kind and its index.
 fn parts(name: &str) -> (&str, Option<usize>) {
     let (kind, number) = name.split_once(':').unwrap_or((name, "0"));
-    // With a malformed number, the whole name is the kind, which is unknown.
+    // If the index is malformed, the whole name counts as the kind, which is then unknown.
     number.parse().map_or((name, None), |number| (kind, name.contains(':').then_some(number)))
 }
 
-/// Returns the number of an NPU from its name, `ascend` or `ascend:N`.
+/// Returns the index of an NPU from its name, `ascend` or `ascend:N`.
 pub(crate) fn npu(name: &str) -> PyResult<usize> {
     match parts(name) {
         ("ascend", number) => Ok(number.unwrap_or(0)),
@@ -183,14 +183,14 @@ fn unknown(name: &str, known: &str) -> PyErr {
     PyValueError::new_err(format!("unknown device {name:?}: take {known}"))
 }
 
-/// The backend of a model, and its dense steps.
+/// A model's backend and its dense steps.
 pub(crate) struct ModelDevice {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) dense: Arc<dyn Dense>,
 }
 
-/// Opens the device of a model: `cpu`, `cuda`, `cuda:N`, `ascend` or `ascend:N`. If the libraries for dense
-/// steps are not found, these steps run on the host, and Python gets a warning.
+/// Opens a model's device: `cpu`, `cuda`, `cuda:N`, `ascend` or `ascend:N`. If the libraries for the dense
+/// steps are not found, those steps run on the host, and Python gets a warning.
 pub(crate) fn open_model(py: Python<'_>, name: &str, threads: Option<usize>) -> PyResult<ModelDevice> {
     let (backend, dense): (Arc<dyn Backend>, kvmodel::Result<Arc<dyn Dense>>) = match parts(name) {
         ("cpu", None) => {

@@ -1,4 +1,4 @@
-//! Errors as Python exceptions.
+//! Converts errors to Python exceptions.
 
 use pyo3::create_exception;
 use pyo3::exceptions::PyRuntimeError;
@@ -11,7 +11,7 @@ create_exception!(
     "An error of kvcache. Its attributes are the numbers of the message, by name; `kind` is the name of the error."
 );
 
-/// An error of one of the crates below, before it becomes a `KvCacheError`.
+/// An error from a lower crate, before it becomes a `KvCacheError`.
 #[derive(Debug)]
 pub(crate) enum CallError {
     Core(kvcore::Error),
@@ -67,7 +67,7 @@ impl From<kvmanager::Error> for CallError {
     }
 }
 
-/// Returns the numbers of an error by name.
+/// Returns the numbers in an error, by name.
 fn numbers(error: &kvcore::Error) -> Vec<(&'static str, i128)> {
     use kvcore::{Compared, Error as E};
     let wide = |x: usize| x as i128;

@@ -1,4 +1,4 @@
-//! Tensors of this module, which other libraries use where they lie.
+//! Tensors of this module, which other libraries use in place.
 
 use std::sync::Arc;
 
@@ -14,8 +14,8 @@ use pyo3::types::PyTuple;
 use crate::device::ArenaDevice;
 use crate::error::CallError;
 
-/// A tensor that was returned by this module. `numpy.from_dlpack` and `torch.from_dlpack` take it without a
-/// copy; its memory lives as long as any of them.
+/// A tensor returned by this module. `numpy.from_dlpack` and `torch.from_dlpack` take it without a copy. Its
+/// memory lives as long as any of them.
 #[pyclass(frozen, name = "Tensor", module = "kvcache")]
 pub(crate) struct PyTensor {
     view: TensorView,
@@ -23,7 +23,7 @@ pub(crate) struct PyTensor {
 }
 
 impl PyTensor {
-    /// Returns a view of a device's memory, whose work has been waited for, to Python.
+    /// Passes a view of a device's memory to Python. The work on it must be done.
     pub(crate) fn new(view: TensorView, device: &Arc<ArenaDevice>) -> Self {
         Self { view, device: Arc::clone(device) }
     }
@@ -48,10 +48,10 @@ impl PyTensor {
         let prepared = prepared.map_err(|error| PyValueError::new_err(error.to_string()))?;
         let mut tensor = prepared.initialize(Box::new(view.clone()));
         tensor.set_data(start as *mut _).set_device(self.device.number()).set_dtype(self.element()?);
-        // SAFETY: `start` is the address of the first element on the device, and every element of the view
-        // lies in its storage, as `TensorView` checks when it is made. The context of the tensor is a clone
-        // of the view, which keeps the storage alive until the tensor is deleted. No flag is set: the memory
-        // may be written, and other views may share it.
+        // SAFETY: `start` is the address of the first element on the device, and every element of the view is
+        // inside its storage, which `TensorView` checks on creation. The tensor's context is a clone of the
+        // view, which keeps the storage alive until the tensor is deleted. No flag is set, because the memory
+        // may be written and other views may share it.
         Ok(unsafe { tensor.finish() })
     }
 }
@@ -81,13 +81,13 @@ impl DlpackExporter for PyTensor {
 
 #[pymethods]
 impl PyTensor {
-    /// The extents.
+    /// The shape.
     #[getter]
     fn shape<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         PyTuple::new(py, self.view.shape())
     }
 
-    /// True if the elements lie in row-major order without gaps.
+    /// True if the elements are in row-major order without gaps.
     #[getter]
     fn is_contiguous(&self) -> bool {
         self.view.is_contiguous()

@@ -1,4 +1,4 @@
-//! The caches of other engines, to and from which rows of an arena are copied.
+//! The caches of other engines. Rows are copied between them and arenas.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -17,26 +17,26 @@ use crate::names::dtype;
 use crate::npu::{NpuCache, PlaneAddresses};
 use crate::tensor::ForeignTensor;
 
-/// The cache of another engine: the keys and values of each layer, in the engine's own memory.
+/// Another engine's cache: the keys and values of each layer, in that engine's own memory.
 #[pyclass(frozen, name = "ForeignCache", module = "kvcache")]
 pub(crate) struct PyForeignCache(pub(crate) Foreign);
 
-/// A cache in host memory, with any order of elements; on a GPU, with an arena for each layer; or on an NPU.
+/// A cache in host memory, with any element order; on a GPU, with an arena per layer; or on an NPU.
 pub(crate) enum Foreign {
     Host(kvbackend_cpu::ForeignCache),
     Device(Arc<ArenaDevice>, Vec<KvArena>),
     Npu(Box<NpuCache>),
 }
 
-/// Returns the strides of a tensor of `N` axes, in elements.
+/// Returns the strides of a tensor with `N` axes, in elements.
 fn strides<const N: usize>(tensor: &ForeignTensor, what: &str) -> PyResult<[usize; N]> {
     let wrong =
         || PyValueError::new_err(format!("{what} has the shape {:?}; {N} axes are needed", tensor.shape));
     <[usize; N]>::try_from(tensor.strides.as_slice()).map_err(|_| wrong())
 }
 
-/// Returns the shape of a layer of rows, its strides (block, head, token), and the number of elements of a
-/// key.
+/// Returns the shape of a layer made of rows, its strides (block, head, token), and the number of elements
+/// per key.
 fn row_axes(tensor: &ForeignTensor) -> PyResult<(ForeignShape, [usize; 3], usize)> {
     let [block, head, token, element] = strides(tensor, "a layer")?;
     let both = tensor.shape[3];
@@ -65,7 +65,7 @@ impl Foreign {
         }
     }
 
-    /// Copies rows of an arena to the cache, and rotates keys on the way.
+    /// Copies rows of an arena to the cache, rotating keys on the fly.
     pub(crate) fn load(&self, to: &ArenaSide<'_>, loads: &[ForeignLoad], ropes: &LayerRopes) -> Result<()> {
         let (device, layers) = match self {
             Self::Host(cache) => return Ok(cache.load(to.host()?, to.arena, loads, ropes)?),
@@ -116,7 +116,7 @@ fn no_rope(layer: usize, ropes: &LayerRopes) -> kvcore::Error {
     kvcore::Error::OutOfRange { what: "layer", value: layer as i128, limit: ropes.layers().len() as i128 }
 }
 
-/// The arena of a copy, and its device.
+/// The arena in a copy, and its device.
 pub(crate) struct ArenaSide<'a> {
     pub(crate) device: &'a Arc<ArenaDevice>,
     pub(crate) arena: &'a KvArena,
@@ -152,7 +152,7 @@ impl ArenaSide<'_> {
     }
 }
 
-/// Device memory for the rows of one layer during a copy.
+/// Device memory that holds one layer's rows during a copy.
 struct StagedRows {
     k: TensorView,
     v: TensorView,
@@ -227,8 +227,8 @@ impl PyForeignCache {
     }
 
     /// Describes a cache with one tensor per layer and rows of `head_dim` elements. `axes` names the axes in
-    /// order: k (keys and values), b (blocks), t (tokens), h (heads), o (elements). `"kbtho"` is `[2, blocks,
-    /// block_size, heads, head_dim]`.
+    /// order: k (keys and values), b (blocks), t (tokens), h (heads), o (elements). For example, `"kbtho"` is
+    /// `[2, blocks, block_size, heads, head_dim]`.
     #[staticmethod]
     fn rows(layers: Vec<Bound<'_, PyAny>>, axes: &str) -> PyResult<Self> {
         let unknown = || {
@@ -263,8 +263,8 @@ impl PyForeignCache {
         })
     }
 
-    /// Describes a cache in the memory of an NPU, `"ascend"` or `"ascend:N"`, by the addresses of each
-    /// layer's keys and values. Each address is that of `[num_blocks, block_size, num_heads, head_dim]`
+    /// Describes a cache in an NPU's memory, `"ascend"` or `"ascend:N"`, by the addresses of each layer's
+    /// keys and values. Each address must be that of a tensor `[num_blocks, block_size, num_heads, head_dim]`
     /// without gaps. Copies go to and from arenas on the CPU.
     ///
     /// Addresses are not checked: each MUST be that of a tensor of this shape that lives as long as `owner`.
@@ -290,16 +290,16 @@ impl PyForeignCache {
             dtype: dtype(dtype_name)?,
         };
         let owner: Arc<dyn Any + Send + Sync> = Arc::new(owner);
-        // SAFETY: the Python caller guarantees that the tensors have this shape and live as long as `owner`,
-        // and that nothing else uses the slots of a copy meanwhile, as the documentation of each call
-        // requires.
+        // SAFETY: the Python caller guarantees that the tensors have this shape and live as long as `owner`.
+        // As each call's documentation requires, the caller also guarantees that nothing else uses the slots
+        // during a copy.
         let cache = unsafe { NpuCache::lent(device, &planes, shape, &owner) }?;
         Ok(Self(Foreign::Npu(Box::new(cache))))
     }
 }
 
 impl PyForeignCache {
-    /// Describes layers of rows, in which each key is followed by its value.
+    /// Describes layers made of rows, in which a value follows each key.
     fn of_rows(layers: &[Bound<'_, PyAny>], device: Arc<ArenaDevice>) -> PyResult<Self> {
         if matches!(*device, ArenaDevice::Cpu(..)) {
             return Self::of_layers(layers, |tensor| {

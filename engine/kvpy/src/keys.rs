@@ -1,4 +1,4 @@
-//! Keys of blocks, and their roots: everything besides tokens that the blocks' bytes depend on.
+//! Keys of blocks, and their roots: everything that blocks' bytes depend on besides tokens.
 
 use kvcore::{BlockKey, KeyScope, PromptKeys, VllmChain, VllmExtras};
 use pyo3::prelude::*;
@@ -8,8 +8,8 @@ use crate::names::dtype;
 use crate::rope::PyRopes;
 
 /// Returns the root of the keys of blocks and chunks. It covers the model and its revision, the rotary
-/// embeddings, the layout, an adapter and the tenant's salt. Caches with different roots find nothing of each
-/// other.
+/// embeddings, the layout, an adapter and the tenant's salt. Caches with different roots never find each
+/// other's blocks.
 #[pyfunction]
 #[pyo3(signature = (model, revision, ropes, *, dtype_name, num_heads, head_dim, block_size, adapter = None, salt = None))]
 #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -35,15 +35,14 @@ pub(crate) fn key_root(
     Ok(*scope.root().as_bytes())
 }
 
-/// Returns the keys of the full blocks of a prompt under a root. A key covers its block and all blocks before
-/// it.
+/// Returns the keys of a prompt's full blocks under a root. A key covers its block and all blocks before it.
 #[pyfunction]
 pub(crate) fn prefix_keys(root: [u8; 32], tokens: Vec<u32>, block_size: usize) -> Vec<[u8; 32]> {
     bytes(PromptKeys::new(BlockKey::from_bytes(root), &tokens, block_size).keys())
 }
 
-/// Returns the keys of the full blocks of a prompt as vLLM computes them with `--prefix-caching-hash-algo
-/// sha256_cbor`. `seed` is vLLM's `PYTHONHASHSEED`, and `lora` the name and path of an adapter.
+/// Returns the keys of a prompt's full blocks, as vLLM computes them with `--prefix-caching-hash-algo
+/// sha256_cbor`. `seed` is vLLM's `PYTHONHASHSEED`. `lora` is an adapter's name and path.
 #[pyfunction]
 #[pyo3(signature = (tokens, block_size, *, cache_salt = None, lora = None, seed = None))]
 pub(crate) fn vllm_keys(

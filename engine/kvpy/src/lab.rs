@@ -4,7 +4,7 @@ use kvlab::{QuestionKind, Texts};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// A question about a fact in one of several notes on invented firms, which no model knows.
+/// A question about a fact in one of several notes about invented firms, which no model has heard of.
 #[pyclass(frozen, eq, module = "kvcache")]
 #[derive(PartialEq, Eq)]
 pub(crate) struct NoteQuestion(kvlab::Question);
@@ -55,21 +55,23 @@ pub(crate) fn note_questions(seed: u64, count: usize, notes: usize) -> PyResult<
     Ok(drawn.into_iter().map(NoteQuestion).collect())
 }
 
-/// Counts of right answers to questions that were answered twice: by ordinary attention, and with reuse.
+/// Counts of right answers to questions that were answered twice: once with ordinary attention, once with
+/// reuse.
 #[pyclass(frozen, name = "Paired", eq, module = "kvcache")]
 #[derive(PartialEq, Eq)]
 pub(crate) struct PyPaired(kvlab::Paired);
 
 #[pymethods]
 impl PyPaired {
-    /// Creates the counts of all questions, of questions that only ordinary attention answered right
-    /// (`lost`), and of questions that only reuse answered right (`gained`).
+    /// Creates the counts: all questions, the questions that only ordinary attention answered correctly
+    /// (`lost`), and the questions that only reuse answered correctly (`gained`).
     #[new]
     fn new(asked: usize, lost: usize, gained: usize) -> Self {
         Self(kvlab::Paired { asked, lost, gained })
     }
 
-    /// Counts pairs: for each question, whether ordinary attention was right, and whether reuse was.
+    /// Counts pairs of grades. For each question, the lists tell if ordinary attention was right and if reuse
+    /// was right.
     #[staticmethod]
     fn of(ordinary: Vec<bool>, reused: Vec<bool>) -> Self {
         Self(kvlab::Paired::of(ordinary.into_iter().zip(reused)))
@@ -81,19 +83,20 @@ impl PyPaired {
         self.0.asked
     }
 
-    /// The number of questions that only ordinary attention answered right.
+    /// The number of questions that only ordinary attention answered correctly.
     #[getter]
     fn lost(&self) -> usize {
         self.0.lost
     }
 
-    /// The number of questions that only reuse answered right.
+    /// The number of questions that only reuse answered correctly.
     #[getter]
     fn gained(&self) -> usize {
         self.0.gained
     }
 
-    /// The share of all questions that reuse loses, less the share that it gains. Below 0, reuse is better.
+    /// The share of all questions that reuse loses, minus the share that it gains. If negative, reuse is
+    /// better.
     #[getter]
     fn loss(&self) -> f64 {
         self.0.loss()

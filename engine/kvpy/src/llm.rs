@@ -1,4 +1,4 @@
-//! A model that answers prompts, and reuses their documents wherever they are.
+//! A model that answers prompts, and reuses their documents wherever they appear.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -19,7 +19,7 @@ use crate::names::dtype;
 use crate::prompt::PyChunkedPrompt;
 use crate::sampling::SamplingParams;
 
-/// The share of the KV memory for documents, unless the settings of the chunk cache give another.
+/// The share of the KV memory that documents get, unless the chunk cache's settings specify another.
 const DEFAULT_SHARE: f64 = 0.5;
 
 /// A model on this machine that keeps the documents of its prompts and finds them in any order.
@@ -41,11 +41,11 @@ pub(crate) struct RequestOutput {
     /// `"stop"` or `"length"`.
     finish_reason: &'static str,
     num_prompt_tokens: usize,
-    /// The number of prompt tokens whose keys and values were found.
+    /// The number of prompt tokens whose keys and values were found in the cache.
     num_cached_tokens: usize,
     /// The number of document tokens that were recomputed.
     num_recomputed_tokens: usize,
-    /// Seconds to the first token.
+    /// The time to the first token, in seconds.
     ttft: f64,
 }
 
@@ -58,7 +58,7 @@ struct Running<'a> {
 }
 
 impl Running<'_> {
-    /// Takes the tokens that have arrived.
+    /// Reads the tokens that have arrived.
     fn read(&mut self) -> Result<()> {
         while let Some(event) = self.answer.try_next() {
             match event? {
@@ -99,12 +99,13 @@ impl Llm {
         Ok((engine, codec))
     }
 
-    /// Waits for the engine without holding Python's lock, which the thread that has the engine may need.
+    /// Waits for the engine without holding Python's lock, because the thread that has the engine may need
+    /// the lock.
     fn engine(&self, py: Python<'_>) -> MutexGuard<'_, Engine> {
         self.engine.lock_py_attached(py).unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Returns the tokens of a text, of token ids, or of a prompt in parts.
+    /// Converts a string, a list of token IDs or a prompt in parts to tokens.
     fn prompt(&self, prompt: &Bound<'_, PyAny>, chat: bool) -> PyResult<PromptTokens> {
         if let Ok(parts) = prompt.cast::<PyChunkedPrompt>() {
             return Ok(PromptTokens::Chunked(parts.get().0.clone()));
@@ -165,12 +166,12 @@ impl Llm {
 
 #[pymethods]
 impl Llm {
-    /// Loads a folder in the Hugging Face format, or a GGUF file, to `device`: `"cpu"`, `"cuda"`, `"cuda:N"`,
-    /// `"ascend"` or `"ascend:N"`.
+    /// Loads a Hugging Face folder or a GGUF file on `device`: `"cpu"`, `"cuda"`, `"cuda:N"`, `"ascend"` or
+    /// `"ascend:N"`.
     ///
-    /// `chunk_cache_config` determines how a text is cut and what its chunks see. By default, half of the
-    /// tokens of documents are recomputed, the ones that the question attends to most, which gave the best
-    /// answers of all measured settings; `chunk_cache_config` and `recompute` (`"none"`, `"link:K"`,
+    /// `chunk_cache_config` determines how a string is cut and what its chunks see. By default, half of the
+    /// document tokens are recomputed, the ones that the question attends to most. Of all measured settings,
+    /// this gave the best answers; `chunk_cache_config` and `recompute` (`"none"`, `"link:K"`,
     /// `"question:R"`, …) change that. Without `enable_chunk_cache`, prompts are answered by ordinary
     /// attention.
     #[new]
@@ -220,9 +221,9 @@ impl Llm {
         Ok(Self { engine: Mutex::new(engine), codec, separator, enabled, way })
     }
 
-    /// Answers prompts in one batch, and returns the answers in order. A prompt is a text, which is cut at
-    /// the separator, a list of token ids, or a `ChunkedPrompt`. A list of `sampling_params` has one entry
-    /// per prompt. With `chat`, a text becomes the user's message in the model's chat template.
+    /// Answers prompts in one batch and returns the answers in order. A prompt is a string (cut at the
+    /// separator), a list of token IDs or a `ChunkedPrompt`. A list of `sampling_params` has one entry per
+    /// prompt. With `chat`, a string becomes the user's message in the model's chat template.
     #[pyo3(signature = (prompts, sampling_params = None, *, chat = false))]
     fn generate(
         &self,
@@ -255,14 +256,14 @@ impl Llm {
         let engine: &mut Engine = &mut guard;
         let answered = self.answer(py, engine, prompts, &params);
         if answered.is_err() {
-            // One more step ends the requests without an answer, so that nothing stays held. The first
+            // One more step ends the requests that were not answered, so nothing stays held. The first
             // failure is the one to report.
             drop(py.detach(|| engine.step()));
         }
         answered
     }
 
-    /// The counts and gauges of the chunk cache.
+    /// The chunk cache's counts and gauges.
     fn get_chunk_cache_stats(&self, py: Python<'_>) -> PyChunkCacheMetrics {
         let engine = self.engine(py);
         engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default().into()

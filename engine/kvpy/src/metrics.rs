@@ -1,11 +1,11 @@
-//! Counts and gauges of a chunk cache.
+//! A chunk cache's counts and gauges.
 
 use pyo3::prelude::*;
 
-/// Defines the class with its counts, and the conversion from the crate's metrics.
+/// Defines the class with its counts, and the conversion from kvchunk's metrics.
 macro_rules! metrics {
     ($($count:ident)*) => {
-        /// The counts of a chunk cache since it was created, and its gauges at one moment.
+        /// A chunk cache's counts since it was created, and its current gauges.
         #[pyclass(frozen, name = "ChunkCacheMetrics", get_all, module = "kvcache")]
         pub(crate) struct PyChunkCacheMetrics {
             $($count: u64,)*

@@ -5,7 +5,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use serde::de::DeserializeOwned;
 
-/// Returns the element type of a name, such as `"bfloat16"`, `"torch.bfloat16"` or `"bf16"`.
+/// Parses an element type, such as `"bfloat16"`, `"torch.bfloat16"` or `"bf16"`.
 pub(crate) fn dtype(name: &str) -> PyResult<DType> {
     match name.rsplit('.').next().unwrap_or(name) {
         "float32" | "f32" | "float" => Ok(DType::F32),
@@ -17,7 +17,7 @@ pub(crate) fn dtype(name: &str) -> PyResult<DType> {
     }
 }
 
-/// Returns a device or an element type as a name: `"cuda:0"` of `torch.device("cuda:0")`, `"float16"` of
+/// Returns the name of a device or an element type: `"cuda:0"` for `torch.device("cuda:0")`, `"float16"` for
 /// `numpy.float16`.
 pub(crate) fn text_of(object: &Bound<'_, PyAny>) -> PyResult<String> {
     let name = object.getattr_opt("__name__")?;

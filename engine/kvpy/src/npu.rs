@@ -1,6 +1,6 @@
-//! The cache of another engine in the memory of an NPU, described by the addresses of its tensors.
+//! Another engine's cache in an NPU's memory, described by the addresses of its tensors.
 //!
-//! Kernels of an NPU cannot access host memory. Keys are rotated on the CPU, and rows are copied through
+//! NPU kernels cannot access host memory. Keys are therefore rotated on the CPU, and rows are copied through
 //! pinned memory, a few hundred at a time.
 
 use std::any::Any;
@@ -20,14 +20,14 @@ use parking_lot::Mutex;
 use crate::device::finished;
 use crate::error::Result;
 
-/// The number of rows that are copied at a time.
+/// The number of rows to copy at a time.
 const ROWS: usize = 256;
 
 // Decision: docs/decisions/vllm.md#rows-reach-an-npu-through-the-cpu
-/// The addresses of the keys and of the values of a layer.
+/// The addresses of a layer's keys and of its values.
 pub(crate) type PlaneAddresses = (u64, u64);
 
-/// A cache on an NPU, an arena for each layer.
+/// A cache on an NPU, with an arena per layer.
 pub(crate) struct NpuCache {
     shape: ForeignShape,
     layers: Vec<KvArena>,
@@ -36,11 +36,12 @@ pub(crate) struct NpuCache {
 }
 
 impl NpuCache {
-    /// Describes a cache by the addresses of its layers, `[num_blocks, block_size, heads, dim]` without gaps.
+    /// Describes a cache by the addresses of its layers, each `[num_blocks, block_size, heads, dim]` without
+    /// gaps.
     ///
     /// # Safety
-    /// The addresses are those of tensors of this shape on this device, which live as long as `owner`.
-    /// Nothing else uses a slot during a copy to or from it.
+    /// The addresses must be those of tensors of this shape on this device, which must live as long as
+    /// `owner`. Nothing else may use a slot during a copy to or from it.
     pub(crate) unsafe fn lent(
         device: usize,
         planes: &[PlaneAddresses],
@@ -75,8 +76,8 @@ impl NpuCache {
         let bytes = shape.dtype.bytes_for(bytes)?;
         check_apart(planes, bytes)?;
         let lent = |address| -> kvcore::Result<Arc<dyn Storage>> {
-            // SAFETY: the caller guarantees that the tensor at the address lives as long as `owner`.
-            // `check_apart` has checked that no two share a byte.
+            // SAFETY: the caller guarantees that the tensor at this address lives as long as `owner`.
+            // `check_apart` has checked that no two tensors overlap.
             Ok(Arc::new(unsafe { backend.lent(address, bytes, Arc::clone(owner)) }?))
         };
         let arena = |&(k, v): &PlaneAddresses| KvArena::from_storage(lent(k)?, lent(v)?, Arc::clone(&layout));
@@ -90,7 +91,7 @@ impl NpuCache {
         self.shape.block_size
     }
 
-    /// Copies rows of an arena in host memory to the cache, as [`ForeignCache::load`] does.
+    /// Copies rows of an arena in host memory to the cache, like [`ForeignCache::load`].
     pub(crate) fn load(
         &self,
         host: &CpuBackend,
@@ -114,7 +115,7 @@ impl NpuCache {
         Ok(())
     }
 
-    /// Copies rows of the cache to an arena in host memory, as [`ForeignCache::save`] does.
+    /// Copies rows of the cache to an arena in host memory, like [`ForeignCache::save`].
     pub(crate) fn save(
         &self,
         host: &CpuBackend,
@@ -165,13 +166,13 @@ impl NpuCache {
     }
 }
 
-/// Room for `ROWS` rows: of all layers in pinned memory, and of one layer on the device.
+/// Staging memory for `ROWS` rows: for all layers in pinned memory, and for one layer on the device.
 struct Staging {
-    /// The pinned rows as a cache in host memory, of one block.
+    /// The pinned rows as a cache in host memory with one block.
     cache: ForeignCache,
-    /// The same rows, `[layers, 2, ROWS, heads, dim]`.
+    /// The same rows as a tensor, `[layers, 2, ROWS, heads, dim]`.
     pinned: TensorView,
-    /// `[2, ROWS, heads, dim]`.
+    /// Device memory for one layer, `[2, ROWS, heads, dim]`.
     device: TensorView,
 }
 
@@ -185,9 +186,9 @@ impl Staging {
         let start = NonNull::new(memory.address() as *mut u8)
             .ok_or(kvcore::Error::Zero { what: "address of pinned memory" })?;
         let (bytes, owner) = (memory.len(), Arc::new(Arc::clone(&memory)));
-        // SAFETY: pinned memory has a host address, which is valid for the memory's length as long as `owner`
-        // holds the memory, and the backend has cleared it. The CPU accesses it only after a wait for the
-        // stream, and the stream only after a copy of the CPU has returned.
+        // SAFETY: pinned memory has a host address, valid for the memory's length as long as `owner` holds
+        // the memory, and the backend has cleared it. The CPU accesses it only after waiting for the stream,
+        // and the stream only after the CPU's copy has returned.
         let storage: Arc<dyn Storage> =
             Arc::new(unsafe { CpuStorage::from_raw(start, bytes, MemoryKind::Pinned, owner) }?);
         let plane = ROWS * heads * dim;
@@ -203,18 +204,18 @@ impl Staging {
         Ok(Self { cache: ForeignCache::new(rows, planes)?, pinned, device })
     }
 
-    /// Returns the first rows of keys and values of a layer in pinned memory.
+    /// Returns the first rows of a layer's keys and values in pinned memory.
     fn host(&self, layer: usize, rows: usize) -> kvcore::Result<[TensorView; 2]> {
         planes(&self.pinned.select(0, layer)?, rows)
     }
 
-    /// Returns the first rows of keys and values on the device.
+    /// Returns the first rows of the keys and values on the device.
     fn device(&self, rows: usize) -> kvcore::Result<[TensorView; 2]> {
         planes(&self.device, rows)
     }
 }
 
-/// Returns the first rows of keys and values, from `[2, ROWS, heads, dim]`.
+/// Returns the first rows of the keys and values in `[2, ROWS, heads, dim]`.
 fn planes(both: &TensorView, rows: usize) -> kvcore::Result<[TensorView; 2]> {
     Ok([both.select(0, 0)?.slice(0, 0, rows)?, both.select(0, 1)?.slice(0, 0, rows)?])
 }
@@ -232,7 +233,7 @@ fn check_apart(planes: &[PlaneAddresses], bytes: usize) -> Result<()> {
     }
 }
 
-/// Returns the first slots of the staging memory, one for each row.
+/// Returns the first slots of the staging memory, one per row.
 fn places(rows: &[i64]) -> SlotMapping {
     (0..rows.len() as i64).collect::<Vec<_>>().into()
 }

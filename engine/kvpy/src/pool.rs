@@ -1,4 +1,4 @@
-//! Blocks by number, their holders, and the keys under which they are found.
+//! Blocks by ID, their holders, and the keys that they are found by.
 
 use std::time::Duration;
 
@@ -22,8 +22,8 @@ pub(crate) struct PyBlockPool(pub(crate) kvcore::BlockPool);
 #[pyclass(frozen, name = "MutableBlocks", module = "kvcache")]
 pub(crate) struct PyMutableBlocks(Mutex<Option<kvcore::MutableBlocks>>);
 
-/// Filled blocks that any number of holders read. After the last hold ends, a block with a key stays cached;
-/// others become free.
+/// Filled blocks that any number of holders read. After the last hold ends, a block with a key stays cached.
+/// Other blocks become free.
 #[pyclass(frozen, name = "SharedBlocks", module = "kvcache")]
 pub(crate) struct PySharedBlocks(Mutex<Option<kvcore::SharedBlocks>>);
 
@@ -31,21 +31,21 @@ fn over() -> PyErr {
     PyRuntimeError::new_err("the blocks were released, or passed to another object")
 }
 
-/// Returns keys from their bytes.
+/// Converts bytes to keys.
 pub(crate) fn keys_of(bytes: Vec<[u8; 32]>) -> Vec<BlockKey> {
     bytes.into_iter().map(BlockKey::from_bytes).collect()
 }
 
-/// Returns the numbers of blocks.
+/// Returns the IDs of blocks as numbers.
 pub(crate) fn numbers(ids: &[BlockId]) -> Vec<u32> {
     ids.iter().map(|id| id.0).collect()
 }
 
 #[pymethods]
 impl PyBlockPool {
-    /// Creates a pool of the blocks `start` to `start + num_blocks`. `policy` determines which cached blocks
-    /// are evicted first: `"lru"`, `"s3-fifo"`, `"tiny-lfu"` or `"priority"`. After `ttl` seconds, a cached
-    /// block is no longer found.
+    /// Creates a pool of blocks `start` to `start + num_blocks - 1`. `policy` determines which cached blocks
+    /// are evicted first: `"lru"`, `"s3-fifo"`, `"tiny-lfu"` or `"priority"`. A cached block expires after
+    /// `ttl` seconds.
     #[new]
     #[pyo3(signature = (num_blocks, *, start = 0, policy = "lru", ttl = None))]
     fn new(num_blocks: u32, start: u32, policy: &str, ttl: Option<f64>) -> PyResult<Self> {
@@ -60,12 +60,12 @@ impl PyBlockPool {
         Ok(Self(pool.map_err(CallError::from)?))
     }
 
-    /// Allocates `n` blocks to fill, or none. Evicts cached blocks if needed.
+    /// Allocates `n` blocks to fill, or none. Evicts cached blocks if necessary.
     fn allocate(&self, n: usize) -> PyResult<PyMutableBlocks> {
         Ok(PyMutableBlocks::new(self.0.allocate(n).map_err(CallError::from)?))
     }
 
-    /// Holds the blocks of the longest known prefix of a chain of keys.
+    /// Acquires the blocks for the longest known prefix of a chain of keys.
     fn lookup(&self, keys: Vec<[u8; 32]>) -> PySharedBlocks {
         PySharedBlocks(Mutex::new(Some(self.0.lookup_chain(&keys_of(keys)))))
     }
@@ -92,12 +92,12 @@ impl PyBlockPool {
         Ok(dict)
     }
 
-    /// Frees every cached block, and returns their number.
+    /// Frees every cached block, and returns how many there were.
     fn clear_cached(&self) -> usize {
         self.0.clear_cached()
     }
 
-    /// Recounts everything, and raises an error that names the first wrong number.
+    /// Recounts everything. Raises an error that names the first wrong number.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }
@@ -111,21 +111,21 @@ impl PyMutableBlocks {
 
 #[pymethods]
 impl PyMutableBlocks {
-    /// The numbers of the blocks.
+    /// The block IDs.
     #[getter]
     fn ids(&self) -> PyResult<Vec<u32>> {
         Ok(numbers(self.0.lock().as_ref().ok_or_else(over)?.ids()))
     }
 
-    /// Returns a permit to write `slots`, which must lie in these blocks.
+    /// Returns a permit to write to `slots`, which must be in these blocks.
     fn write_slots(&self, block_size: usize, slots: Integers) -> PyResult<PyWriteSlots> {
         let own = self.0.lock();
         let slots = own.as_ref().ok_or_else(over)?.write_slots(block_size, slots.0);
         Ok(PyWriteSlots(slots.map_err(CallError::from)?))
     }
 
-    /// Shares the filled blocks, each under a key. If a key is already known, the known block replaces this
-    /// one. `parent` is the key before the first.
+    /// Shares the filled blocks, each under a key. If a key is already known, its block replaces the new one.
+    /// `parent` is the key before the first.
     #[pyo3(signature = (keys, parent = None))]
     fn register(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<PySharedBlocks> {
         let mut own = self.0.lock();
@@ -156,7 +156,7 @@ impl PyMutableBlocks {
 }
 
 impl PySharedBlocks {
-    /// Takes the blocks out of the object, to pass them on.
+    /// Takes the blocks out of this object, to pass them on.
     pub(crate) fn take(&self) -> PyResult<kvcore::SharedBlocks> {
         self.0.lock().take().ok_or_else(over)
     }
@@ -164,7 +164,7 @@ impl PySharedBlocks {
 
 #[pymethods]
 impl PySharedBlocks {
-    /// The numbers of the blocks.
+    /// The block IDs.
     #[getter]
     fn ids(&self) -> PyResult<Vec<u32>> {
         Ok(numbers(self.0.lock().as_ref().ok_or_else(over)?.ids()))

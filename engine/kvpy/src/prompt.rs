@@ -1,4 +1,4 @@
-//! Prompts in parts, the hashes of their chunks, and the positions of the parts.
+//! Prompts in parts, the hashes of their chunks, and the parts' positions.
 
 use kvchunk::{ComputeMode, PositionStrategy, ReuseCell};
 use pyo3::prelude::*;
@@ -6,13 +6,13 @@ use pyo3::prelude::*;
 use crate::error::CallError;
 use crate::names::named;
 
-/// The tokens of a prompt in parts: a system prompt, chunks that do not see each other, and a question.
+/// A prompt's tokens in parts: a system prompt, chunks that do not attend to each other, and a question.
 #[pyclass(frozen, name = "ChunkedPrompt", module = "kvcache")]
 pub(crate) struct PyChunkedPrompt(pub(crate) kvchunk::ChunkedPrompt);
 
 #[pymethods]
 impl PyChunkedPrompt {
-    /// Creates a prompt from the token ids of its parts. No part may be empty.
+    /// Creates a prompt from the token IDs of its parts. No part may be empty.
     #[new]
     fn new(sys_prompt: Vec<u32>, chunks: Vec<Vec<u32>>, user_question: Vec<u32>) -> PyResult<Self> {
         let prompt = kvchunk::ChunkedPrompt::new(sys_prompt, chunks, user_question);
@@ -37,13 +37,13 @@ impl PyChunkedPrompt {
         self.0.question().to_vec()
     }
 
-    /// The number of tokens of all parts.
+    /// The number of tokens in all parts.
     fn get_total_tokens(&self) -> usize {
         self.0.total_tokens()
     }
 
-    /// Returns the place of each part: a chunk's logical index, and the positions at which its keys are
-    /// stored and used.
+    /// Returns the place of each part. For a chunk, it is its logical index and the positions that its keys
+    /// are stored and used at.
     #[pyo3(signature = (mode = "with-system", strategy = "overlapped", max_positions = usize::MAX))]
     fn positions(&self, mode: &str, strategy: &str, max_positions: usize) -> PyResult<PyPositionPlan> {
         let mode: ComputeMode = mode.parse().map_err(CallError::from)?;
@@ -64,7 +64,7 @@ impl PyChunkedPrompt {
     }
 }
 
-/// The places of the parts of a prompt.
+/// The places of a prompt's parts.
 #[pyclass(frozen, name = "PositionPlan", get_all, module = "kvcache")]
 pub(crate) struct PyPositionPlan {
     chunks: Vec<PyChunkPlace>,
@@ -72,8 +72,8 @@ pub(crate) struct PyPositionPlan {
     question_position: i64,
 }
 
-/// The place of a chunk: the index of its first token in the prompt, and that token's positions when stored
-/// and when used.
+/// A chunk's place: the index of its first token in the prompt, and that token's position as stored and as
+/// used.
 #[pyclass(frozen, name = "ChunkPlace", get_all, module = "kvcache")]
 #[derive(Clone)]
 pub(crate) struct PyChunkPlace {
@@ -83,8 +83,8 @@ pub(crate) struct PyChunkPlace {
     num_tokens: usize,
 }
 
-/// The hash of a piece of a chunk: of its tokens, and of everything else that its bytes depend on. It does
-/// not depend on the piece's place.
+/// The hash of a piece of a chunk. It covers the piece's tokens and everything else that its bytes depend on,
+/// but not its position.
 #[pyclass(frozen, name = "ChunkHash", eq, hash, get_all, module = "kvcache")]
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) struct PyChunkHash {

@@ -1,4 +1,4 @@
-//! Rotary embeddings of a model.
+//! A model's rotary embeddings.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use pyo3::prelude::*;
 
 use crate::error::{CallError, Result};
 
-/// The rotary embeddings of a model's layers, read from the text of its `config.json`.
+/// The rotary embeddings of a model's layers, read from the contents of its `config.json`.
 #[pyclass(frozen, name = "Ropes", module = "kvcache")]
 pub(crate) struct PyRopes {
     pub(crate) layers: LayerRopes,
@@ -36,7 +36,7 @@ impl PyRopes {
 
 #[pymethods]
 impl PyRopes {
-    /// Reads the embeddings for requests of up to `longest` positions.
+    /// Reads the embeddings, for requests with up to `longest` positions.
     #[new]
     #[pyo3(signature = (config_json, longest = None))]
     fn new(config_json: &str, longest: Option<usize>) -> PyResult<Self> {
@@ -49,14 +49,14 @@ impl PyRopes {
         self.layers.layers().len()
     }
 
-    /// The number of positions of the model: the largest position plus 1.
+    /// The model's number of positions: the largest position plus 1.
     #[getter]
     fn max_positions(&self) -> usize {
         self.max_positions
     }
 
-    /// Returns the cosines and sines of a layer at a position, and the attention factor that multiplies both
-    /// when a row is first rotated.
+    /// Returns the cosines and sines of a layer at a position, and the attention factor, which multiplies
+    /// both when a row is first rotated.
     fn at(&self, layer: usize, position: i64) -> PyResult<(Vec<f32>, Vec<f32>, f32)> {
         let rope = self.layer(layer)?;
         let table = rope.table([position]).map_err(CallError::from)?;

@@ -1,4 +1,4 @@
-//! Rows of a cache as Python names them.
+//! Rows of a cache, in the form that Python gives them.
 
 use kvcore::{Error, SlotMapping};
 use pyo3::prelude::*;
@@ -6,8 +6,8 @@ use pyo3::prelude::*;
 use crate::error::Result;
 use crate::tensor::Integers;
 
-/// Tokens in blocks: the blocks in order, the first token, counted from the beginning of the first block, and
-/// the number of tokens.
+/// A run of tokens in blocks: the block IDs in order, the first token's offset from the start of the first
+/// block, and the number of tokens.
 #[derive(Debug, FromPyObject)]
 pub(crate) struct BlockRun(Vec<i64>, usize, usize);
 
@@ -19,12 +19,12 @@ pub(crate) enum CacheRows {
 }
 
 impl CacheRows {
-    /// Returns the slots of the rows in a cache with blocks of `block_size` tokens. Tokens in a negative
-    /// block have the slot -1.
+    /// Returns the rows' slots in a cache with blocks of `block_size` tokens. Tokens in a negative block have
+    /// slot -1.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] for tokens past the last block of a run, and [`Error::OutOfRange`] for a
-    /// block whose slots have no number.
+    /// Returns [`Error::TooLarge`] if tokens are past the last block of a run, and [`Error::OutOfRange`] if a
+    /// block's slots are too large for an integer.
     pub(crate) fn slots(self, block_size: usize) -> Result<SlotMapping> {
         match self {
             Self::Run(BlockRun(blocks, first, count)) => run_slots(&blocks, first, count, block_size),

@@ -2,7 +2,7 @@
 
 use pyo3::prelude::*;
 
-/// The settings of an answer. By default, each token is the likeliest one, up to 64 tokens.
+/// The settings of an answer. By default, an answer has up to 64 tokens, each of them the likeliest one.
 #[pyclass(frozen, get_all, module = "kvcache")]
 pub(crate) struct SamplingParams {
     pub(crate) temperature: f32,
@@ -20,7 +20,7 @@ pub(crate) struct SamplingParams {
 
 #[pymethods]
 impl SamplingParams {
-    /// Creates settings under vLLM's names. An answer ends before the first text of `stop`.
+    /// Creates settings, named as in vLLM. An answer ends before the first occurrence of a string in `stop`.
     #[new]
     #[pyo3(signature = (
         *, temperature = 0.0, top_k = 0, top_p = 1.0, min_p = 0.0, repetition_penalty = 1.0, presence_penalty = 0.0,

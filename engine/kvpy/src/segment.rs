@@ -6,8 +6,8 @@ use kvcore::{AttendRows, BlockId, QueryRow};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// A run of cached tokens as one request uses it: its blocks, its place in the prompt, and the distance
-/// between the position of use and the position to which its keys were rotated.
+/// A run of cached tokens as one request uses it: its blocks, its place in the prompt, and how far its keys'
+/// positions differ from the ones they were rotated to.
 #[pyclass(frozen, name = "Segment", module = "kvcache")]
 #[derive(Clone)]
 pub(crate) struct PySegment(pub(crate) kvcore::Segment);
@@ -15,7 +15,7 @@ pub(crate) struct PySegment(pub(crate) kvcore::Segment);
 #[pymethods]
 impl PySegment {
     /// Creates a run of `length` tokens in `block_ids`. The first token has the logical index
-    /// `logical_start`; its key was rotated to `stored_start`, and is used `offset` positions later.
+    /// `logical_start`. Its key was rotated to `stored_start` and is used `offset` positions later.
     #[new]
     #[pyo3(signature = (block_ids, length, *, logical_start = 0, stored_start = 0, offset = 0))]
     fn new(block_ids: Vec<u32>, length: usize, logical_start: usize, stored_start: i64, offset: i64) -> Self {
@@ -36,7 +36,7 @@ impl PySegment {
         self.0.logical_start
     }
 
-    /// The position at which the first token is used.
+    /// The position that the first token is used at.
     #[getter]
     fn position(&self) -> i64 {
         self.0.position(0)
@@ -47,15 +47,15 @@ impl PySegment {
     }
 }
 
-/// The queries of a step and the segments that each attends to, prepared once for all layers.
+/// A step's queries and the segments that they attend to, prepared once for all layers.
 #[pyclass(frozen, name = "AttendWork", module = "kvcache")]
 pub(crate) struct PyAttendWork(pub(crate) Arc<kvcore::AttendWork>);
 
 #[pymethods]
 impl PyAttendWork {
-    /// Creates the work of a batch. Each entry is a request's number of query rows, and the segments that it
-    /// attends to; requests are in the order of the rows. The rows are the last tokens of the last segment. A
-    /// row sees all tokens with a logical index up to its own.
+    /// Creates the work for a batch. Each entry has a request's number of query rows and the segments that it
+    /// attends to, in the order of the rows. The rows are the last tokens of the last segment. A row sees all
+    /// tokens whose logical index is at most its own.
     #[new]
     fn new(batch: Vec<(usize, Vec<PyRef<'_, PySegment>>)>) -> PyResult<Self> {
         let (mut rows, mut entries) = (Vec::new(), Vec::new());
@@ -75,7 +75,7 @@ impl PyAttendWork {
         Ok(Self(Arc::new(kvcore::AttendWork::new(rows, entries))))
     }
 
-    /// The number of rows of the queries.
+    /// The number of query rows.
     #[getter]
     fn num_rows(&self) -> usize {
         self.0.rows().len()

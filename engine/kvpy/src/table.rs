@@ -10,22 +10,22 @@ use crate::pool::{PyBlockPool, PySharedBlocks, keys_of};
 use crate::segment::PySegment;
 use crate::tensor::Integers;
 
-/// The blocks of a sequence in order: shared blocks first, then blocks that the sequence fills itself. All
-/// are released when the table is released or dropped.
+/// A sequence's blocks in order: first shared blocks, then blocks that the sequence fills itself. All are
+/// released when the table is released or dropped.
 #[pyclass(frozen, name = "BlockTable", module = "kvcache")]
 pub(crate) struct PyBlockTable(Mutex<Option<kvcore::BlockTable>>);
 
-/// Slots that may be written: a slot mapping with a permit of the blocks' owner. Once a block is shared, or
-/// leaves its owner, its slots are refused.
+/// Slots that may be written: a slot mapping with a permit from the blocks' owner. Once a block is shared or
+/// leaves its owner, its slots are rejected.
 #[pyclass(frozen, name = "WriteSlots", module = "kvcache")]
 pub(crate) struct PyWriteSlots(pub(crate) kvcore::WriteSlots);
 
-/// A copy to make before a sequence writes: of a shared block, which is held until the object is dropped.
+/// A shared block to copy before a sequence writes. The block is held until this object is dropped.
 #[pyclass(frozen, name = "TailCopy", module = "kvcache")]
 pub(crate) struct PyTailCopy(kvcore::TailCopy);
 
-/// Slots of rows: a permit, or numbers from an engine that manages its own blocks and guarantees that nothing
-/// reads them during a write.
+/// The slots of rows: with a permit, or plain numbers from an engine that manages its own blocks and
+/// guarantees that nothing reads the slots during a write.
 #[derive(FromPyObject)]
 pub(crate) enum Slots<'py> {
     Permit(PyRef<'py, PyWriteSlots>),
@@ -33,7 +33,7 @@ pub(crate) enum Slots<'py> {
 }
 
 impl Slots<'_> {
-    /// Returns the slots to be written.
+    /// Returns the slots for writing.
     pub(crate) fn writable(self) -> kvcore::WriteSlots {
         match self {
             Self::Permit(slots) => slots.0.clone(),
@@ -41,7 +41,7 @@ impl Slots<'_> {
         }
     }
 
-    /// Returns the slots to be read.
+    /// Returns the slots for reading.
     pub(crate) fn mapping(self) -> SlotMapping {
         match self {
             Self::Permit(slots) => slots.0.mapping().clone(),
@@ -50,8 +50,8 @@ impl Slots<'_> {
     }
 }
 
-/// Pairs of a block to read and a block to write: a table's copy, or numbers from an engine that manages its
-/// own blocks.
+/// Pairs of a block to read and a block to write: from a table's copy, or plain IDs from an engine that
+/// manages its own blocks.
 #[derive(Debug)]
 pub(crate) struct BlockPairs(pub(crate) WritePairs);
 
@@ -81,8 +81,8 @@ impl PyBlockTable {
 
 #[pymethods]
 impl PyBlockTable {
-    /// Creates an empty table, or one that begins with `prefix`, full blocks that were found by their keys.
-    /// The table takes them over.
+    /// Creates an empty table, or one that starts with `prefix`: full blocks that were found by their keys.
+    /// The table takes over these blocks.
     #[new]
     #[pyo3(signature = (pool, block_size, prefix = None))]
     fn new(pool: &PyBlockPool, block_size: usize, prefix: Option<&PySharedBlocks>) -> PyResult<Self> {
@@ -93,29 +93,29 @@ impl PyBlockTable {
         Ok(Self(Mutex::new(Some(table.map_err(CallError::from)?))))
     }
 
-    /// Makes room for `tokens` more tokens, and returns their slots.
+    /// Reserves slots for `tokens` more tokens, and returns them.
     fn grow(&self, tokens: usize) -> PyResult<PyWriteSlots> {
         self.with(|table| table.grow(tokens)).map(PyWriteSlots)
     }
 
-    /// Returns the slots of tokens `start` to `end`, to be written again.
+    /// Returns the slots of tokens `start` to `end`, to overwrite them.
     fn write_slots(&self, start: usize, end: usize) -> PyResult<PyWriteSlots> {
         self.with(|table| table.write_slots(start..end)).map(PyWriteSlots)
     }
 
-    /// Returns the slots of tokens `start` to `end`, to be read.
+    /// Returns the slots of tokens `start` to `end`, to read them.
     fn slots(&self, start: usize, end: usize) -> PyResult<Vec<i64>> {
         self.with(|table| (start..end).map(|token| table.slot(token)).collect())
     }
 
-    /// The numbers of the blocks, in order.
+    /// The block IDs, in order.
     #[getter]
     fn block_ids(&self) -> PyResult<Vec<u32>> {
         self.with(|table| Ok(table.ids().iter().map(|id| id.0).collect()))
     }
 
-    /// Returns the tokens as attention reads them: the first has the logical index `logical_start`, and its
-    /// key was rotated to `stored_start`.
+    /// Returns the tokens as attention reads them. The first token has the logical index `logical_start`, and
+    /// its key was rotated to `stored_start`.
     #[pyo3(signature = (*, logical_start = 0, stored_start = 0))]
     fn segment(&self, logical_start: usize, stored_start: i64) -> PyResult<PySegment> {
         self.with(|table| {
@@ -124,14 +124,14 @@ impl PyBlockTable {
         })
     }
 
-    /// Creates a second table over the same tokens. Both share all blocks; the first one that writes copies
-    /// the last block.
+    /// Creates a second table over the same tokens. Both share all blocks. The first one that writes must
+    /// copy the last block.
     fn fork(&self) -> PyResult<Self> {
         self.with(kvcore::BlockTable::fork).map(|table| Self(Mutex::new(Some(table))))
     }
 
-    /// Replaces a partial last block that others read by a block of this table. Returns the copy to make with
-    /// `Arena.copy` before the table grows; `None` if no copy is needed.
+    /// Replaces a partially filled last block that others also read with a new block of this table. Returns
+    /// the copy to make with `Arena.copy` before the table grows, or `None` if no copy is needed.
     fn unshare_tail(&self) -> PyResult<Option<PyTailCopy>> {
         Ok(self.with(kvcore::BlockTable::unshare_tail)?.map(PyTailCopy))
     }
@@ -141,8 +141,7 @@ impl PyBlockTable {
         self.with(|table| table.truncate(length))
     }
 
-    /// Shares the next full blocks under their keys, so that lookups find them. Their slots must have been
-    /// filled.
+    /// Shares the next full blocks under their keys, for lookups to find. Their slots must have been filled.
     #[pyo3(signature = (keys, parent = None))]
     fn share_full(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<()> {
         let parent = parent.map(kvcore::BlockKey::from_bytes);
@@ -161,7 +160,7 @@ impl PyBlockTable {
 
 #[pymethods]
 impl PyWriteSlots {
-    /// The slots: `block * block_size + offset` each.
+    /// The slots, each `block * block_size + offset`.
     fn tolist(&self) -> Vec<i64> {
         self.0.to_vec()
     }

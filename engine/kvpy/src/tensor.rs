@@ -1,4 +1,4 @@
-//! Tensors of other libraries, used where they lie.
+//! Tensors from other libraries, used in place.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -15,13 +15,13 @@ use pyo3::prelude::*;
 use crate::device::ArenaDevice;
 use crate::error::{CallError, Result};
 
-/// A tensor of another library. Its memory lives as long as the storage.
+/// A tensor from another library. Its memory lives as long as its storage.
 #[derive(Debug)]
 pub(crate) struct ForeignTensor {
     pub(crate) storage: Arc<dyn Storage>,
     pub(crate) dtype: DType,
     pub(crate) shape: Vec<usize>,
-    /// The distance between neighbours on each axis, in elements.
+    /// The stride of each axis, in elements.
     pub(crate) strides: Vec<usize>,
     /// False if the owner marks the memory as read-only.
     writable: bool,
@@ -29,20 +29,20 @@ pub(crate) struct ForeignTensor {
     owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// Keeps the managed tensor of another library, and so its memory, alive.
+/// Keeps another library's managed tensor, and so its memory, alive.
 struct DlpackOwner(#[expect(dead_code, reason = "held for its Drop")] dlpark::AllocationDeleter);
 
-// SAFETY: the deleter is called once, when the last holder is dropped. `DLPack` allows the call on any
-// thread; Python's own producers take the interpreter's lock in it.
+// SAFETY: the deleter is called once, when the last holder is dropped. `DLPack` allows calling it on any
+// thread; Python's own producers acquire the interpreter's lock in it.
 unsafe impl Send for DlpackOwner {}
-// SAFETY: a shared reference to it gives no access to anything.
+// SAFETY: a shared reference to it gives access to nothing.
 unsafe impl Sync for DlpackOwner {}
 
-/// The stream before whose work a producer's work must come.
+/// The stream that must wait for a producer's work.
 struct Consumer(*mut c_void);
 
-// SAFETY: the handle is that of a live CUDA stream, which `ArenaDevice` keeps, in the convention of CUDA's
-// devices.
+// SAFETY: the handle is that of a live CUDA stream, kept by `ArenaDevice`, and follows the convention for
+// CUDA devices.
 unsafe impl DlpackStream for Consumer {
     fn as_python_arg(&self, _: Python<'_>, _: DLDevice) -> PyResult<StreamArg> {
         Ok(cuda(self.0))
@@ -50,17 +50,17 @@ unsafe impl DlpackStream for Consumer {
 }
 
 impl ForeignTensor {
-    /// Takes a tensor on a device through `DLPack`, without a copy. The device's stream waits for work that
-    /// the producer has enqueued.
+    /// Takes a tensor on a device through `DLPack`, without a copy. The device's stream waits for the work
+    /// that the producer has enqueued.
     ///
     /// # Errors
-    /// Returns a `TypeError` for an object that is no tensor or of another element type, and a `ValueError`
-    /// for a tensor elsewhere, with negative strides, or without elements.
+    /// Returns a `TypeError` if the object is not a tensor or has another element type. Returns a
+    /// `ValueError` if the tensor is on another device, has negative strides or has no elements.
     pub(crate) fn of(object: &Bound<'_, PyAny>, place: &ArenaDevice) -> PyResult<Self> {
         let stream = place.raw_stream().map(Consumer);
         let stream = stream.as_ref().map(|stream| stream as &dyn DlpackStream);
         let request = ImportRequest::new(object.as_borrowed())?;
-        // Check the device first: a producer elsewhere must not get this stream.
+        // Check the device first, because a producer on another device must not get this stream.
         place.check(request.device()?)?;
         let tensor = request.import(stream, None)?;
         let writable = !tensor.flags().contains(dlpark::DlpackFlags::READ_ONLY);
@@ -95,14 +95,14 @@ impl ForeignTensor {
             return Err(PyValueError::new_err("the tensor has no memory"));
         };
         let owner: Arc<dyn Any + Send + Sync> = Arc::new(DlpackOwner(tensor.into_deleter()));
-        // SAFETY: the producer guarantees that its tensor lies at `start` with the shape and strides that
-        // were checked, for as long as `owner` is not dropped. The Python caller guarantees that nothing else
-        // uses the elements during a call, as the documentation of each call requires.
+        // SAFETY: the producer guarantees that its tensor is at `start` with the shape and strides that were
+        // checked, until `owner` is dropped. The Python caller guarantees that nothing else uses the elements
+        // during a call, as each call's documentation requires.
         let storage = unsafe { place.lent(start, bytes, Arc::clone(&owner)) }?;
         Ok(Self { storage, dtype, shape, strides, writable, start, owner })
     }
 
-    /// Takes a tensor that will be written, as [`of`](Self::of) does.
+    /// Like [`of`](Self::of), for a tensor that will be written.
     ///
     /// # Errors
     /// Returns a `ValueError` for a read-only tensor, and the errors of `of`.
@@ -116,9 +116,9 @@ impl ForeignTensor {
         let skipped = self.dtype.bytes_for(elements)?;
         let left = self.storage.len().checked_sub(skipped);
         let bytes = left.ok_or(kvcore::Error::Overflow { what: "extent of a tensor" })?;
-        // SAFETY: `skipped` is at most the length of the storage, which begins at `start`.
+        // SAFETY: `skipped` is at most the length of the storage, which starts at `start`.
         let start = unsafe { self.start.add(skipped) };
-        // SAFETY: the `bytes` bytes from `start` on end where the storage does, which is valid for as long as
+        // SAFETY: the `bytes` bytes at `start` end where the storage does, which is valid for as long as
         // `owner` lives. The Python caller guarantees that nothing else uses the elements during a call.
         unsafe { place.lent(start, bytes, Arc::clone(&self.owner)) }
     }
@@ -146,7 +146,7 @@ pub(crate) fn written(object: &Bound<'_, PyAny>, place: &ArenaDevice) -> PyResul
     ForeignTensor::of_written(object, place)?.view()
 }
 
-/// A list of integers, or a tensor of them in host memory.
+/// A list of integers, or a tensor of integers in host memory.
 #[derive(Debug)]
 pub(crate) struct Integers(pub(crate) Vec<i64>);
 
@@ -154,7 +154,7 @@ impl<'py> FromPyObject<'_, 'py> for Integers {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        // `tolist` of arrays and tensors is much faster than a loop over their elements.
+        // `tolist` is much faster on arrays and tensors than a loop over their elements.
         let list = if object.hasattr("tolist")? { object.call_method0("tolist")? } else { object.to_owned() };
         Ok(Self(list.extract()?))
     }

@@ -1,4 +1,4 @@
-"""Runs the Python blocks of documents unchanged, in the current folder: ``python examples.py README.md …``.
+"""Runs documents' Python blocks unchanged, in the current folder: ``python examples.py README.md …``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def blocks(document: pathlib.Path) -> list[str]:
 
 
 def run(document: pathlib.Path) -> list[dict[str, Any]]:
-    """Runs the blocks of a document, and returns the names that each defines."""
+    """Runs the blocks of a document, and returns the names that each of them defines."""
     made: list[dict[str, Any]] = []
     for number, block in enumerate(blocks(document), 1):
         names: dict[str, Any] = {"__name__": "__main__"}

@@ -1,8 +1,8 @@
-"""A model without weights, over caches as vLLM's CPU kernels lay them out: ``[blocks, heads, 32, 2 * dim]``,
+"""A model without weights, over caches laid out as by vLLM's CPU kernels: ``[blocks, heads, 32, 2 * dim]``,
 keys transposed.
 
-The keys and values of a token are drawn from the tokens that it sees, with the token itself as the last; keys
-are rotated to its position. So the tokens that a token saw determine its bytes.
+A token's keys and values are drawn from the tokens that it sees, up to and including itself, and keys are
+rotated to its position. The tokens that a token saw therefore determine its bytes.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class FakeModel:
         self.angles = lru_cache(maxsize=None)(self._angles)
 
     def _angles(self, position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Cosines and sines ``[layers, 1, dim]`` of a position."""
+        """Cosines and sines ``[layers, 1, dim]`` for a position."""
         of_layers = [self.ropes.at(layer, position)[:2] for layer in range(len(self.caches))]
         cos, sin = (np.array([angles[i] * 2 for angles in of_layers], np.float32)[:, None] for i in range(2))
         return cos, sin
 
     def _rows(self, seen: tuple[int, ...], position: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the keys and values ``[layers, heads, dim]`` of a token that sees ``seen``, at a position.
+        """Returns the keys and values ``[layers, heads, dim]`` of a token at a position that sees ``seen``.
         """
         seed = int.from_bytes(hashlib.blake2b(np.array(seen, np.int32).tobytes(), digest_size=8).digest(), "little")
         shape = (2, len(self.caches), self.heads, self.dim)
@@ -60,7 +60,7 @@ class FakeModel:
             self.keys[layer][block, :, :, row], self.values[layer][block, :, row] = keys[layer], values[layer]
 
     def fault(self, table: list[int], seen: dict[int, tuple[int, ...]]) -> str | None:
-        """Returns a description of tokens with wrong bytes in their slots; None if all are right."""
+        """Describes the tokens that have wrong bytes in their slots; None if all are right."""
         places = np.array(list(seen))
         expected = [self.rows(tokens, position) for position, tokens in seen.items()]
         blocks, rows = np.array(table)[places // self.size], places % self.size
@@ -75,8 +75,9 @@ class FakeModel:
 
 
 class FakeRecomputer:
-    """Recomputes tokens with everything before them in sight. A question chooses the first tokens that it may
-    choose."""
+    """Recomputes tokens, which see everything before them. A question chooses the first tokens that it
+    may.
+    """
 
     def __init__(self, model: FakeModel) -> None:
         self.model = model

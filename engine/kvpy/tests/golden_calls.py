@@ -1,4 +1,4 @@
-"""Golden files of the calls that vLLM makes to the connector: the written form of values, and the files.
+"""Golden files with the calls that vLLM makes to the connector: how values are written, and the files.
 
 A call is a list of its method, its arguments, its result and its effects; empty values at the end are left
 out. Effects are the connector's other actions on its host: requests that it adds, with the calls that follow;
@@ -19,7 +19,7 @@ Call = list[Any]
 
 
 def ints(values: Any) -> str:
-    """Writes numbers as their runs: ``"5..25 40 -1"``."""
+    """Writes numbers as runs: ``"5..25 40 -1"``."""
     runs: list[list[int]] = []
     for value in values:
         if runs and runs[-1][1] + 1 == value:
@@ -30,7 +30,7 @@ def ints(values: Any) -> str:
 
 
 def numbers(text: str) -> list[int]:
-    """Reads numbers from the form of ``ints``."""
+    """Parses numbers written by ``ints``."""
     values: list[int] = []
     for run in text.split():
         first, _, last = run.partition("..")
@@ -74,7 +74,7 @@ def described(request: Any) -> dict[str, Any]:
 
 
 class Effects:
-    """The effects of the calls that are running, the innermost last."""
+    """The effects of the running calls, innermost last."""
 
     def __init__(self, salts: Callable[[], dict[str, str | None]]) -> None:
         self.salts = salts
@@ -96,7 +96,7 @@ class Effects:
 
 
 def call(method: str, args: Any = None, result: Any = None, effects: list[Any] | None = None) -> Call:
-    """Returns a call without empty values at its end."""
+    """Returns a call without trailing empty values."""
     made = [method, args, result, effects or None]
     while made[-1] is None:
         made.pop()
@@ -104,7 +104,7 @@ def call(method: str, args: Any = None, result: Any = None, effects: list[Any] |
 
 
 def write(name: str, header: dict[str, Any], calls: list[Call]) -> None:
-    """Writes a golden file: a line for each call with arguments, and one line for consecutive calls without.
+    """Writes a golden file: a line per call with arguments, and one line for consecutive calls without any.
     """
     lines, bare = [], []
     for one in [*calls, None]:

@@ -1,9 +1,9 @@
 """Makes the calls of a golden file to a real connector with a fake vLLM, and compares its results and
 effects.
 
-Before every forward pass of the fake model, the blocks of each request must hold exactly the keys and values
-of the tokens that it has computed or loaded. A token's rows depend on the tokens that it saw, which the
-request's parameters determine.
+Before every forward pass of the fake model, the blocks of each request must contain exactly the keys and
+values of the tokens that it has computed or loaded. A token's rows depend on the tokens that it saw, which
+the request's parameters determine.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Replay:
         monkeypatch.setitem(__import__("sys").modules, "kvcache.vllm.recompute", recompute)
         self.effects = Effects(self.salts)
         self.expected: list[list[Any]] = []
-        """The recorded requests that the running calls add, the innermost call last."""
+        """The recorded requests that the running calls add, innermost call last."""
         self.scheduler = Scheduler(config, caches, self)
         self.side = self.scheduler.connector
         self.runner = Runner(config, caches, self.model)
@@ -100,14 +100,13 @@ class Replay:
         finished = [args for method, args, *_ in (one for one in self.calls if len(one) > 1) if method.startswith("request_fin")]
         self.outputs = {name: numbers(outputs) for name, _, outputs in finished}
         self.found: dict[str, int] = {}
-        """The number of tokens of each request that the host's own cache had."""
+        """How many tokens of each request the host's own cache had."""
         self.step: dict[str, Any] = {}
         self.orders: Any = None
         self.report: Any = None
 
     def run(self) -> None:
-        """Makes the calls. Raises ``AssertionError`` for the first one with another result, and for wrong
-        bytes."""
+        """Makes the calls. Raises ``AssertionError`` at the first different result or wrong bytes."""
         for number, one in enumerate(self.calls):
             self.repeat(one, f"call {number}")
         self.side.shutdown()
@@ -132,7 +131,7 @@ class Replay:
         return {name: request.cache_salt for name, request in self.scheduler.requests.items()}
 
     def added(self, request: Request) -> None:
-        """Adds a request of the connector's: the host makes the calls that followed when it was recorded."""
+        """Adds one of the connector's requests. The host makes the calls that followed in the recording."""
         assert self.expected[-1], f"the connector adds {described(request)}, which was not recorded; {RECORD}"
         _, _, calls = self.expected[-1].pop(0)
         self.effects.note("add_request", described(request), calls)
@@ -146,7 +145,7 @@ class Replay:
     # Calls on the scheduler's side.
 
     def arrive(self, told: dict[str, Any]) -> None:
-        """Gives the scheduler a request of a client."""
+        """Gives the scheduler a client's request."""
         if told["id"] not in self.scheduler.requests:
             extra = {"kv_transfer_params": told["params"]} if "params" in told else None
             sampling = SamplingParams(max_tokens=told["max_tokens"], extra_args=extra)
@@ -163,7 +162,7 @@ class Replay:
         return self.side.get_num_new_matched_tokens(self.scheduler.requests[name], computed)
 
     def answered(self, request: Request, known: int) -> None:
-        """Gives a request the answer tokens that the host knows by now: ``known`` tokens with the prompt."""
+        """Gives a request its answer tokens so far: ``known`` tokens, including the prompt."""
         count = max(known - len(request.prompt_token_ids), len(request.output_token_ids))
         request.output_token_ids = self.outputs[request.request_id][:count]
 
@@ -249,7 +248,7 @@ class Replay:
         for name, (count, computed, blocks) in self.step.items():
             request, table = self.scheduler.requests[name], numbers(blocks)
             tokens = [*request.prompt_token_ids, *self.outputs[name]]
-            # Block 0 stands for one that was freed because a window has passed it.
+            # Block 0 stands for a block that was freed because a window has passed it.
             held = [position for position in range(computed) if table[position // self.model.size] != 0]
             seen = {position: self.seen(request, tokens, position) for position in held}
             # The host drops the tokens of a step in which the request's load failed.
@@ -263,10 +262,11 @@ class Replay:
                 self.model.write(table, position, tuple(tokens[: position + 1]))
 
     def seen(self, request: Request, tokens: list[int], position: int) -> tuple[int, ...]:
-        """Returns the tokens that a token of a request has seen, with the token itself as the last."""
+        """Returns the tokens that one of a request's tokens has seen, up to and including itself."""
         everything = tuple(tokens[: position + 1])
         salt = request.cache_salt or ""
-        # The host computes a request that could not be loaded, after the tokens that its own cache had.
+        # The host computes a request that could not be loaded, starting after the tokens that its own cache
+        # had.
         chunked = salt.startswith("kvcache:") or (salt.startswith("kvcache-mixed-") and position < self.found[request.request_id])
         if not chunked:
             return everything

@@ -1,5 +1,5 @@
 """The connector for vLLM, without vLLM: it answers recorded calls as it did when they were recorded, and the
-bytes are right.
+bytes must be right.
 
 When the connector changes on purpose, ``python proof/vllm/record.py FOLDER`` records the files in
 ``golden/vllm`` again from a real vLLM, and their difference is the change.
@@ -112,7 +112,7 @@ def test_a_block_without_room_is_offered_again(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_requests_that_are_not_plain_text_are_kept_apart(field: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They get no chunks. They use the tier only if their blocks follow from their tokens."""
+    """They get no chunks. They use the tier only if their blocks depend on their tokens alone."""
     side = prefixes_side(monkeypatch)
     params = {"kv_transfer_params": {"chunk_lengths": [3, 40]}}
     request = Request("odd", list(range(70)), SamplingParams(extra_args=params), None)

@@ -149,7 +149,7 @@ def test_operations_on_a_gpu_take_tensors_of_the_gpu() -> None:
 
 
 def on_host(driver: Driver, tensor: kvcache.Tensor) -> np.ndarray:
-    """Returns a copy of an f32 tensor of this module in GPU memory."""
+    """Returns a copy of one of this module's f32 tensors in GPU memory."""
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     capsule = tensor.__dlpack__()
@@ -186,7 +186,7 @@ def test_managers_keep_keys_and_values_on_a_gpu() -> None:
 
 
 def strided(layer: np.ndarray, order: str) -> np.ndarray:
-    """Returns a layer with its axes (blocks, heads, tokens, elements) in another order in memory."""
+    """Returns a layer whose axes (blocks, heads, tokens, elements) have another order in memory."""
     axes = ["BHNC".index(axis) for axis in order]
     back = [axes.index(axis) for axis in range(4)]
     return layer.transpose(axes).copy().transpose(back)
@@ -195,8 +195,9 @@ def strided(layer: np.ndarray, order: str) -> np.ndarray:
 @pytest.mark.parametrize("order", ["BHNC", "BNHC", "HBNC"])
 @pytest.mark.parametrize("distance", [0, 700, -5])
 def test_rows_go_to_and_from_an_engines_cache_on_a_gpu(order: str, distance: int) -> None:
-    """Rows of a key and a value, as for FlashAttention and FlashInfer in vLLM, compared with the same cache
-    on the host."""
+    """Rows with a key and a value, like FlashAttention's and FlashInfer's in vLLM, match a cache on the
+    host.
+    """
     own, driver = cuda_arena("host"), Driver()
     drawn = np.random.default_rng(0).standard_normal((LAYERS, 3, HEADS, 16, 2 * DIM), dtype=np.float32)
     layers = [strided(layer, order) for layer in drawn]
@@ -309,7 +310,7 @@ class NpuTensor:
 
 
 def described_npu(layers: list[tuple[NpuTensor, ...]], *backends: str) -> tuple[kvcache.ForeignCache, str]:
-    """Describes caches as the connector does, for layers of the given attention classes."""
+    """Describes caches like the connector does, for layers of the given attention classes."""
     names = [f"layer.{i}" for i in range(len(layers))]
     modules = {name: SimpleNamespace(attn_backend=type(backend, (), {})) for name, backend in zip(names, backends)}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=modules))
@@ -328,7 +329,7 @@ def npu_layers(npu: Npu, drawn: np.ndarray) -> list[tuple[NpuTensor, ...]]:
 
 @pytest.mark.parametrize("distance", [0, 700, -5])
 def test_rows_go_to_and_from_an_engines_cache_on_an_npu(distance: int) -> None:
-    """More rows than one copy takes, with rotated keys, into caches with vllm-ascend's layout."""
+    """Copies more rows than fit in one copy, with rotated keys, into caches with vllm-ascend's layout."""
     npu, count = Npu(), 300
     drawn = np.random.default_rng(0).standard_normal(
         (LAYERS, 2, NPU_BLOCKS, NPU_BLOCK_SIZE, HEADS, DIM), dtype=np.float32
@@ -339,7 +340,7 @@ def test_rows_go_to_and_from_an_engines_cache_on_an_npu(distance: int) -> None:
     assert (layout.device_of(theirs[0]), layout.block_size_of(theirs[0])) == ("ascend:0", NPU_BLOCK_SIZE)  # type: ignore[arg-type]
     own = host_arena(20)
     assert layout.arena_device("ascend:0") == "cpu"
-    # In reverse, so that a wrong order is noticed; the last row is skipped.
+    # In reverse, to notice a wrong order. The last row is skipped.
     rows, read = list(range(count)), list(range(20 + count, 20, -1))
     written = [*range(NPU_BLOCKS * NPU_BLOCK_SIZE - count, NPU_BLOCKS * NPU_BLOCK_SIZE - 1), -1]
     own.save(cache, rows, read)
@@ -365,7 +366,7 @@ def test_rows_go_to_and_from_an_engines_cache_on_an_npu(distance: int) -> None:
     )
     with pytest.raises(kvcache.KvCacheError, match="arena"):
         small.save(cache, [0], [0])
-    # Refused copies have changed nothing, and do not block later ones.
+    # Rejected copies must change nothing and not block later ones.
     own.save(cache, [0], [0])
     own.load(cache, [([0], [1], 0)], ropes())
     assert np.array_equal(theirs[0][1].numpy()[0, 1], drawn[0][1][0, 0])

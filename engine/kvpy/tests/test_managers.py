@@ -1,4 +1,4 @@
-"""Blocks, sequences and requests by number, caches of ranks, and the profiler, against NumPy and plain lists.
+"""Blocks, sequences and requests by ID, ranks' caches and the profiler, against NumPy and plain lists.
 """
 
 from __future__ import annotations
@@ -181,13 +181,13 @@ def test_wrong_calls_of_sequences_change_nothing() -> None:
 
 
 def computed(layers: range, tokens: range) -> np.ndarray:
-    """What a model computes: ``[layers, batch, heads, tokens, dim]``, every element another number."""
+    """A model's results, ``[layers, batch, heads, tokens, dim]``. All elements differ."""
     whole = np.arange(36 * 2 * 3 * 21 * 4, dtype=np.float32).reshape(36, 2, 3, 21, 4)
     return whole[layers.start : layers.stop, :, :, tokens.start : tokens.stop]
 
 
 def test_every_rank_ends_with_36_layers_of_21_tokens() -> None:
-    """The example of the document that asks for this: 3 stages of 12 layers, 3 chunks of 7 tokens."""
+    """The example from the document that asks for this: 3 stages of 12 layers, 3 chunks of 7 tokens."""
     own = [kvcache.KVCache(2, 3, 21, 4, num_layers=12) for _ in range(3)]
     merged, piecewise = (kvcache.KVCache(2, 3, 21, 4, num_layers=36) for _ in range(2))
     piecewise.expect_chunks(21, 7, 3)
@@ -199,7 +199,7 @@ def test_every_rank_ends_with_36_layers_of_21_tokens() -> None:
             assert np.array_equal(appended, computed(range(12 * stage, 12 * stage + 12), range(tokens.stop)))
         assert np.array_equal(numpy_of(merged.merge_from_ranks(pieces)), computed(range(36), range(tokens.stop)))
         assert merged.current_length == own[0].current_length == tokens.stop, "merging by layer adds no tokens"
-    # The same pieces in another order: tokens after a gap are not readable.
+    # The same pieces in another order. Tokens after a gap are not readable.
     for n, (stage, chunk) in enumerate([(2, 1), (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (1, 2), (2, 2), (0, 2)]):
         piecewise.receive(computed(range(12 * stage, 12 * stage + 12), range(7 * chunk, 7 * chunk + 7)), chunk, stage)
         assert piecewise.current_length == (0 if n < 5 else 14 if n < 8 else 21)

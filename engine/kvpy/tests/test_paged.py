@@ -1,4 +1,4 @@
-"""The paged cache on arrays of NumPy: pools, tables, slots, and the operations of an arena, against plain
+"""The paged cache on NumPy arrays: pools, tables, slots, and the operations of an arena, against plain
 NumPy."""
 
 import json
@@ -28,7 +28,7 @@ def stored(own: kvcache.Arena, layer: int, slots: list[int]) -> tuple[np.ndarray
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, visible: np.ndarray) -> np.ndarray:
-    """Plain attention with grouped heads: ``visible`` has a row for each query."""
+    """Plain attention with grouped heads. ``visible`` has one row per query."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat(group, 1), v.repeat(group, 1)
     logits = np.einsum("qhd,thd->hqt", q, k) / np.sqrt(DIM)
@@ -124,15 +124,16 @@ def test_blocks_are_filled_registered_and_evicted_when_room_is_needed() -> None:
 
 
 def test_keys_for_vllm_equal_vllms() -> None:
-    # `sha256_cbor` of vLLM: its parent of first blocks, and the salt in the first block only.
+    # vLLM's `sha256_cbor`: its parent for first blocks, and the salt in the first block only.
     plain, salted = kvcache.vllm_keys(list(range(32)), 16), kvcache.vllm_keys(list(range(32)), 16, cache_salt="alice")
     assert len(plain) == 2 and plain != salted and kvcache.vllm_keys(list(range(32)), 16, cache_salt="") == plain
     assert kvcache.vllm_keys(list(range(32)), 16, seed="0") != plain
 
 
 def test_a_chunk_is_attended_to_at_any_position_without_a_copy() -> None:
-    """Two documents computed separately and used in the other order give the attention of plain arrays with
-    rotated keys."""
+    """Two documents computed separately and used in the other order give the same attention as plain arrays
+    with rotated keys.
+    """
     own, chunks = arena(), kvcache.ChunkCacheManager(kvcache.ChunkCacheConfig(), 8, 16)
     pool, turn = kvcache.BlockPool(8, start=8), ropes()
     root = kvcache.key_root("m", b"1", turn, dtype_name="float32", num_heads=HEADS, head_dim=DIM, block_size=16)
@@ -217,7 +218,7 @@ def test_wrong_operands_are_refused_and_nothing_is_written() -> None:
         kvcache.AttendWork([(3, [kvcache.Segment([0], 2)])])
     keys, _ = stored(own, 0, [0, 1])
     assert not keys.any()
-    # Strided rows are used where they lie.
+    # Strided rows are used in place.
     wide = rows(4, 5)
     own.scatter(0, wide[::2], wide[1::2], [3, -1])
     assert np.array_equal(stored(own, 0, [3])[0][0], wide[0])

@@ -1,4 +1,4 @@
-"""The verdict on a model, and the comparison of answers that it rests on."""
+"""The verdict on a model, and the comparison of answers that it is based on."""
 
 import pytest
 from kvcache.vllm.gate.compare import Answer, compare
@@ -38,13 +38,13 @@ def test_a_fault_decides_and_too_few_right_answers_say_nothing() -> None:
 
 
 def test_bounds_equal_the_score_test() -> None:
-    # Without a difference the upper limit is z² / (n + z²).
+    # If the strategies agree everywhere, the upper limit is z² / (n + z²).
     assert Paired(150, 0, 0).at_most() == pytest.approx(1.645**2 / (150 + 1.645**2), abs=1e-6)
-    # Wald's limit of many questions is nearly the same.
+    # Wald's limit is nearly the same for many questions.
     many = Paired(10_000, 2_000, 1_000)
     assert many.at_most() == pytest.approx(0.1 + 1.645 * ((0.3 - 0.01) / 10_000) ** 0.5, abs=1e-4)
     assert Paired(0, 0, 0).at_most() == 1.0 and Paired(5, 5, 0).at_most() > 0.999
-    # As `kvc tune` has it for the same counts.
+    # The same as `kvc tune` has for these counts.
     assert Paired(400, 12, 6).loss == 0.015 and 0.03 < Paired(400, 12, 6).at_most() < 0.04
     assert Paired.of([True, True, False, False], [True, False, True, False]) == Paired(4, 1, 1)
     assert "6.3 of a hundred" in caution(40)

@@ -1,11 +1,11 @@
-"""KV caches for LLM inference: documents that are reused at any position, and the memory that holds them.
+"""KV caches for LLM inference: reuse documents at any position, and manage the memory that holds them.
 
 - ``LLM`` answers prompts with a model on this machine, and finds their documents in any order.
-- ``BlockPool``, ``BlockTable``, ``Arena`` and ``AttendWork`` are a paged cache for your own engine;
-  ``ChunkCacheManager`` is a chunk cache over them. Tensors of NumPy, torch and others are used where they
-  lie, through DLPack.
-- ``BlockManager``, ``PagedKVCache``, ``KVCache`` and ``KvStorageManager`` are for engines whose scheduler has
-  numbers of blocks, sequences and requests.
+- ``BlockPool``, ``BlockTable``, ``Arena`` and ``AttendWork`` form a paged cache for your own engine;
+  ``ChunkCacheManager`` is a chunk cache over them. Tensors from NumPy, torch and others are used in place,
+  through DLPack.
+- ``BlockManager``, ``PagedKVCache``, ``KVCache`` and ``KvStorageManager`` are for engines whose scheduler
+  tracks the IDs of blocks, sequences and requests.
 - ``kvcache.vllm`` is a connector for vLLM, imported only on demand.
 """
 

@@ -7,13 +7,13 @@ from typing import Any, Literal, Protocol, TypeAlias, final
 from typing_extensions import Self
 
 class _SupportsDlpack(Protocol):
-    """A tensor of NumPy, torch or another library."""
+    """A tensor from NumPy, torch or another library."""
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any: ...
     def __dlpack_device__(self) -> tuple[Any, int]: ...
 
 class KvCacheError(RuntimeError):
-    """An error of kvcache. Its attributes are the numbers of the message, by name."""
+    """An error from kvcache. Its attributes are the numbers in the message, by name."""
 
     kind: str
     asked: int
@@ -32,7 +32,7 @@ class KvCacheError(RuntimeError):
 
 @final
 class Ropes:
-    """The rotary embeddings of a model's layers, from the text of its ``config.json``."""
+    """The rotary embeddings of a model's layers, read from the contents of its ``config.json``."""
 
     def __new__(cls, config_json: str, longest: int | None = None) -> Self: ...
     @property
@@ -43,10 +43,10 @@ class Ropes:
 
 @final
 class Arena:
-    """Keys and values of all layers in blocks, in the memory of a device.
+    """The keys and values of all layers, in blocks in a device's memory.
 
-    Operations return when they are done. Tensors are used where they lie: during a call, nothing else may use
-    their elements, or the blocks that are written.
+    Operations return when they are done. Tensors are used in place: during a call, nothing else may use their
+    elements, nor the blocks being written.
     """
 
     def __new__(
@@ -77,7 +77,7 @@ class Arena:
         ropes: Ropes | None = None,
         positions: _Integers | None = None,
     ) -> None:
-        """Writes row ``i`` of ``k`` and ``v``, ``[rows, heads, head_dim]`` each, to slot ``slots[i]`` of a
+        """Writes row ``i`` of ``k`` and ``v``, both ``[rows, heads, head_dim]``, to slot ``slots[i]`` of a
         layer."""
 
     def gather(
@@ -90,14 +90,14 @@ class Arena:
         ropes: Ropes | None = None,
         distance: int = 0,
     ) -> None:
-        """Reads slot ``slots[i]`` of a layer into row ``i`` of ``k`` and ``v``, keys rotated by ``distance``
+        """Reads slot ``slots[i]`` of a layer into row ``i`` of ``k`` and ``v``, rotating keys by ``distance``
         with ``ropes``."""
 
     def copy(self, pairs: _Pairs) -> None:
         """Copies whole blocks of all layers, for pairs of a block to read and a block to write."""
 
     def rotate(self, pairs: _Pairs, ropes: Ropes, distance: int) -> None:
-        """Copies whole blocks of all layers, keys rotated by ``distance`` positions."""
+        """Copies whole blocks of all layers, rotating keys by ``distance`` positions."""
 
     def attend(
         self,
@@ -114,24 +114,27 @@ class Arena:
     ) -> None:
         """Attends with ``q``, ``[rows, heads, head_dim]``, to the segments of ``work``, and writes ``out``.
 
-        With ``ropes``, queries are rotated to their positions on the way. Keys do not move.
+        With ``ropes``, queries are rotated to their positions on the fly. Keys are not rotated.
         """
 
     def load(self, cache: ForeignCache, loads: Sequence[tuple[_Rows, _Rows, int]], ropes: Ropes) -> None:
-        """Copies rows to another engine's cache: rows to read, rows to write, and the distance that keys are
-        rotated by.
+        """Copies rows to another engine's cache. Each load has rows to read, rows to write and the distance
+        to rotate keys by.
 
         Rows are ``(blocks, first, count)``, tokens ``first`` to ``first + count`` of these blocks, or any
         slots. Rows to write in a negative block, or of a negative slot, are skipped.
         """
 
     def save(self, cache: ForeignCache, to: _Rows, rows: _Rows) -> None:
-        """Copies rows from another engine's cache to rows ``to`` of this arena, keys as they are. Rows are
-        those of ``load``."""
+        """Copies rows from another engine's cache to rows ``to`` of this arena, with keys unchanged. Rows are
+        given as in ``load``.
+        """
 
 @final
 class BlockPool:
-    """The blocks of an arena: free, being filled, shared, or kept under a key until room is needed."""
+    """The blocks of an arena: free, being filled, shared, or cached under a key until their memory is
+    needed.
+    """
 
     def __new__(
         cls,
@@ -171,7 +174,7 @@ class SharedBlocks:
 
 @final
 class BlockTable:
-    """The blocks of a sequence in order: shared ones first, then the ones that the sequence fills itself."""
+    """The blocks of a sequence in order: first shared ones, then the ones that the sequence fills itself."""
 
     def __new__(cls, pool: BlockPool, block_size: int, prefix: SharedBlocks | None = None) -> Self: ...
     @property
@@ -189,7 +192,7 @@ class BlockTable:
 
 @final
 class WriteSlots:
-    """Slots that may be written: a slot mapping with a permit of the blocks' owner."""
+    """Slots that may be written: a slot mapping with a permit from the blocks' owner."""
 
     def tolist(self) -> list[int]: ...
     def __len__(self) -> int: ...
@@ -228,10 +231,10 @@ class Segment:
 
 @final
 class AttendWork:
-    """The queries of a step and what each attends to, prepared once for all layers.
+    """A step's queries and the segments that they attend to, prepared once for all layers.
 
-    For each request: the number of its rows, which are the last tokens of its last segment, and the segments
-    that it attends to.
+    Each request has a number of rows, which are the last tokens of its last segment, and the segments that it
+    attends to.
     """
 
     def __new__(cls, batch: Sequence[tuple[int, Sequence[Segment]]]) -> Self: ...
@@ -324,7 +327,7 @@ class ChunkCacheManager:
 
 @final
 class ChunkCacheMetrics:
-    """The counts of a chunk cache since it was created, and its gauges at one moment."""
+    """A chunk cache's counts since it was created, and its current gauges."""
 
     lookup_count: int
     hit_count: int
@@ -346,7 +349,7 @@ class ChunkCacheMetrics:
 
 @final
 class ChunkHash:
-    """The hash of a piece of a chunk, which does not depend on the piece's place."""
+    """The hash of a piece of a chunk, which does not depend on the piece's position."""
 
     hash_bytes: bytes
     token_count: int
@@ -356,7 +359,9 @@ class ChunkHash:
 
 @final
 class ChunkedPrompt:
-    """The tokens of a prompt in parts: a system prompt, chunks that do not see each other, and a question."""
+    """The tokens of a prompt in parts: a system prompt, chunks that do not attend to each other, and a
+    question.
+    """
 
     def __new__(
         cls, sys_prompt: Sequence[int], chunks: Sequence[Sequence[int]], user_question: Sequence[int]
@@ -374,7 +379,7 @@ class ChunkedPrompt:
 
 @final
 class PositionPlan:
-    """The places of the parts of a prompt."""
+    """The positions of a prompt's parts."""
 
     chunks: list[ChunkPlace]
     question_logical: int
@@ -382,8 +387,7 @@ class PositionPlan:
 
 @final
 class ChunkPlace:
-    """The place of a chunk: its index in the prompt, and the positions of its first key when it is stored and
-    when it is used."""
+    """A chunk's place: its index in the prompt, and the position of its first key as stored and as used."""
 
     logical_start: int
     stored_start: int
@@ -392,8 +396,9 @@ class ChunkPlace:
 
 @final
 class Tensor:
-    """A tensor that was returned by this module. ``numpy.from_dlpack`` and ``torch.from_dlpack`` take it
-    without a copy."""
+    """A tensor returned by this module. ``numpy.from_dlpack`` and ``torch.from_dlpack`` take it without a
+    copy.
+    """
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -413,11 +418,11 @@ _KVPair: TypeAlias = tuple[Tensor, Tensor]
 
 @final
 class BlockManager:
-    """The keys and values of a model in blocks, which are allocated and freed by number. All layers share the
-    block numbers.
+    """The keys and values of a model in blocks that are allocated and freed by ID. All layers share the block
+    IDs.
 
-    Keys and values are ``[num_kv_heads, tokens, head_dim]``, in the memory of the manager's device. Wrong
-    numbers raise ``KvCacheError`` and change nothing.
+    Keys and values are ``[num_kv_heads, tokens, head_dim]``, in the memory of the manager's device. Invalid
+    IDs raise ``KvCacheError`` and change nothing.
     """
 
     def __new__(
@@ -432,18 +437,20 @@ class BlockManager:
     ) -> Self: ...
     @classmethod
     def from_config(cls, model_config: object, engine_config: object, block_size: int = 16, num_blocks: int = 256) -> BlockManager:
-        """Reads the extents of transformers' configuration, and ``device`` and ``dtype`` of
+        """Reads the sizes from a transformers configuration, and ``device`` and ``dtype`` from
         ``engine_config``."""
 
     def allocate_blocks(self, num_blocks_needed: int, seq_id: int = -1) -> list[int]: ...
     def free_blocks(self, block_ids: Sequence[int]) -> None: ...
     def write_kv(self, layer_idx: int, block_id: int, offset: int, key: _SupportsDlpack, value: _SupportsDlpack) -> None:
-        """Writes ``[num_kv_heads, tokens, head_dim]`` to a block of one layer, from token ``offset`` of the
-        block on."""
+        """Writes ``[num_kv_heads, tokens, head_dim]`` to a block of one layer, starting at token
+        ``offset``.
+        """
 
     def read_kv(self, layer_idx: int, block_ids: Sequence[int], seq_len: int) -> _KVPair:
-        """Copies the first ``seq_len`` tokens of a list of blocks: keys and values, ``[num_kv_heads, seq_len,
-        head_dim]`` each."""
+        """Copies the first ``seq_len`` tokens of a list of blocks. Returns keys and values, both
+        ``[num_kv_heads, seq_len, head_dim]``.
+        """
 
     @property
     def k_storage(self) -> Tensor: ...
@@ -459,7 +466,7 @@ class PagedKVCache:
     """Sequences in the blocks of a ``BlockManager``, written layer by layer. Keys and values are
     ``[num_kv_heads, tokens, head_dim]``.
 
-    All layers of a sequence share its blocks; a sequence is as long as its longest layer. Wrong calls raise
+    All layers of a sequence share its blocks; a sequence is as long as its longest layer. Invalid calls raise
     ``KvCacheError`` and change nothing.
     """
 
@@ -472,8 +479,9 @@ class PagedKVCache:
     def update(
         self, seq_id: int, layer_idx: int, key: _SupportsDlpack, value: _SupportsDlpack, start_pos: int
     ) -> _KVPair:
-        """Writes tokens of one layer at ``start_pos``, in place of all from there on, and returns all tokens
-        of the layer."""
+        """Writes tokens to one layer at ``start_pos``, replacing all later ones, and returns all tokens of
+        the layer.
+        """
 
 @final
 class PagedKVCacheWrapper:
@@ -485,9 +493,9 @@ class PagedKVCacheWrapper:
 
 @final
 class KVCache:
-    """Keys, or values, of consecutive layers in memory that is allocated once.
+    """Keys, or values, of consecutive layers in memory allocated once.
 
-    Tensors are ``[B, H, L, D]`` for a cache of one layer, and ``[layers, B, H, L, D]`` for more. Wrong
+    Tensors are ``[B, H, L, D]`` for a cache of one layer, and ``[layers, B, H, L, D]`` for more. Invalid
     tensors raise ``KvCacheError`` and change nothing.
     """
 
@@ -509,28 +517,28 @@ class KVCache:
     @property
     def num_layers(self) -> int: ...
     def append_sequence(self, tensor: _SupportsDlpack) -> Tensor:
-        """Appends a tensor along the sequence, and returns all tokens so far as a view."""
+        """Appends a tensor along the sequence axis, and returns all tokens so far as a view."""
 
     def merge_from_ranks(self, tensors: Sequence[_SupportsDlpack], dim: int | None = None) -> Tensor:
-        """Merges the caches of all ranks for the next tokens: by layer, or with ``dim=2`` along the sequence.
+        """Merges all ranks' caches for the next tokens: by layer or, with ``dim=2``, along the sequence.
         """
 
     def expect_chunks(self, num_tokens: int, chunk_length: int, num_stages: int) -> None:
-        """Empties the cache, and begins a merge of pieces that arrive in any order."""
+        """Empties the cache and starts a merge of pieces, which may arrive in any order."""
 
     def receive(self, tensor: _SupportsDlpack, chunk: int, stage: int) -> None:
-        """Takes the piece of a stage and a chunk, ``[layers of the stage, B, H, tokens of the chunk, D]``."""
+        """Receives a stage's piece of a chunk, ``[layers of the stage, B, H, tokens of the chunk, D]``."""
 
     @property
     def cache_received_indicator(self) -> ReceivedMatrix | None: ...
     def get_data(self) -> Tensor:
-        """Returns all tokens so far in contiguous memory: the cache's own if it is full, else a copy."""
+        """Returns all tokens so far in contiguous memory: the cache's own if it is full, otherwise a copy."""
 
     def reset(self) -> None: ...
 
 @final
 class ReceivedMatrix:
-    """The pieces of a merge that have arrived, ``[num_chunks, num_stages]``. As a text, it is a table."""
+    """The pieces of a merge that have arrived, ``[num_chunks, num_stages]``. Printed as a table."""
 
     def __new__(cls, num_chunks: int, num_stages: int) -> Self: ...
     @property
@@ -547,7 +555,7 @@ class ReceivedMatrix:
 
 @final
 class KvStorageManager:
-    """Blocks by request: reserved in steps, released together. Holds no keys and values."""
+    """Blocks per request, reserved step by step and released together. Holds no keys or values itself."""
 
     def __new__(cls, total_blocks: int, block_size: int) -> Self: ...
     @property
@@ -564,7 +572,7 @@ class KvStorageManager:
 
 @final
 class StorageMetrics:
-    """The state of a ``KvStorageManager`` at one moment, and counts since it was created."""
+    """The state of a ``KvStorageManager`` at one moment, and its counts since it was created."""
 
     @property
     def available_blocks(self) -> int: ...
@@ -598,7 +606,7 @@ class StorageTierConfig:
 
 @final
 class SamplingParams:
-    """The settings of an answer, under vLLM's names."""
+    """The settings of an answer, named as in vLLM."""
 
     temperature: float
     top_k: int
@@ -645,8 +653,7 @@ _Prompt: TypeAlias = str | Sequence[int] | ChunkedPrompt
 class LLM:
     """A model on this machine, which keeps the documents of its prompts and finds them in any order.
 
-    Half of the tokens of documents are recomputed, unless ``chunk_cache_config`` or ``recompute`` says
-    otherwise.
+    Half of the document tokens are recomputed, unless ``chunk_cache_config`` or ``recompute`` says otherwise.
     """
 
     def __new__(
@@ -688,7 +695,8 @@ class NoteQuestion:
 
 @final
 class Paired:
-    """Counts of right answers to questions that were answered twice: by ordinary attention, and with reuse.
+    """Counts of right answers to questions that were answered twice: once with ordinary attention, once with
+    reuse.
     """
 
     def __new__(cls, asked: int, lost: int, gained: int) -> Self: ...
@@ -706,10 +714,10 @@ class Paired:
     def __eq__(self, value: object, /) -> bool: ...
 
 def note_questions(seed: int, count: int, notes: int) -> list[NoteQuestion]:
-    """Draws ``count`` questions with ``notes`` notes each, 2 to 20. Equal seeds give equal questions."""
+    """Draws ``count`` questions with ``notes`` notes each, from 2 to 20. Equal seeds give equal questions."""
 
 def prefix_keys(root: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Returns the keys of the full blocks of a prompt. A key covers its block and all blocks before it."""
+    """Returns the keys of a prompt's full blocks. A key covers its block and all blocks before it."""
 
 def vllm_keys(
     tokens: Sequence[int],
@@ -719,7 +727,7 @@ def vllm_keys(
     lora: tuple[str, str] | None = None,
     seed: str | None = None,
 ) -> list[bytes]:
-    """Returns the keys of the full blocks of a prompt as vLLM computes them with ``sha256_cbor``."""
+    """Returns the keys of a prompt's full blocks, as vLLM computes them with ``sha256_cbor``."""
 
 def key_root(
     model: str,

@@ -32,8 +32,7 @@ class TimingStats:
 
 
 class SimpleProfiler:
-    """Times of named spans, and counters. Threads may share a profiler. Does nothing if it is not
-    ``enabled``.
+    """Records times of named spans, and counters. Threads may share it. Does nothing unless ``enabled``.
 
     >>> profiler = SimpleProfiler()
     >>> with profiler.record("prefill"):
@@ -50,8 +49,9 @@ class SimpleProfiler:
 
     @contextmanager
     def record(self, name: str) -> Iterator[None]:
-        """Adds the time of the block to a span, even if the block raises. The time of an outer span includes
-        that of the inner ones."""
+        """Adds the block's time to a span, even if the block raises. An outer span's time includes inner
+        ones.
+        """
         if not self.enabled:
             yield
             return
@@ -64,14 +64,15 @@ class SimpleProfiler:
                 self._timings.setdefault(name, TimingStats(name)).add(took)
 
     def increment(self, name: str, value: int = 1) -> None:
-        """Adds ``value`` to a counter, which begins at 0."""
+        """Adds ``value`` to a counter, which starts at 0."""
         if self.enabled:
             with self._lock:
                 self._counters[name] = self._counters.get(name, 0) + value
 
     def summary(self) -> dict[str, dict[str, float]]:
-        """Returns spans and counters by name: ``total_time``, ``count``, ``min_time``, ``max_time`` and
-        ``avg_time`` of a span in seconds, and ``value`` of a counter."""
+        """Returns spans and counters by name: a span's ``count``, and ``total_time``, ``min_time``,
+        ``max_time`` and ``avg_time`` in seconds; a counter's ``value``.
+        """
         with self._lock:
             found: dict[str, dict[str, float]] = {}
             for name, stats in self._timings.items():

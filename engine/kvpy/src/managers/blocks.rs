@@ -1,4 +1,4 @@
-//! `BlockManager`: blocks by number.
+//! `BlockManager`: blocks by ID.
 
 use kvcore::{BlockId, TensorView};
 use pyo3::exceptions::PyAttributeError;
@@ -11,11 +11,10 @@ use crate::error::CallError;
 use crate::export::PyTensor;
 use crate::pool::numbers;
 
-/// The keys and values of a model in blocks, which are allocated and freed by number. All layers share the
-/// block numbers.
+/// A model's keys and values in blocks that are allocated and freed by ID. All layers share the block IDs.
 ///
-/// Keys and values are `[num_kv_heads, tokens, head_dim]`, in the memory of the manager's device. Wrong
-/// numbers are errors that change nothing.
+/// Keys and values are `[num_kv_heads, tokens, head_dim]`, in the memory of the manager's device. Invalid IDs
+/// are errors and change nothing.
 #[pyclass(frozen, name = "BlockManager", module = "kvcache")]
 pub(crate) struct PyBlockManager(pub(super) OnDevice<kvmanager::BlockManager>);
 
@@ -23,7 +22,7 @@ fn ids(blocks: Vec<u32>) -> Vec<BlockId> {
     blocks.into_iter().map(BlockId).collect()
 }
 
-/// Returns the first attribute of a configuration that is there and is not `None`.
+/// Returns the first of these attributes that a configuration has and that is not `None`.
 fn setting<'py>(config: &Bound<'py, PyAny>, names: &[&str]) -> PyResult<Bound<'py, PyAny>> {
     for name in names {
         if let Some(value) = config.getattr_opt(*name)?.filter(|value| !value.is_none()) {
@@ -34,7 +33,7 @@ fn setting<'py>(config: &Bound<'py, PyAny>, names: &[&str]) -> PyResult<Bound<'p
 }
 
 impl PyBlockManager {
-    /// Returns K or V of all layers as `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`.
+    /// Returns all layers' K or V as `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`.
     fn storage(&self, of: impl FnOnce((TensorView, TensorView)) -> TensorView) -> PyResult<PyTensor> {
         let views = self.0.own.lock().arena().views();
         let view = views.and_then(|views| of(views).permute(&[0, 1, 3, 2, 4])).map_err(CallError::from)?;
@@ -45,7 +44,8 @@ impl PyBlockManager {
 #[pymethods]
 impl PyBlockManager {
     /// Allocates `num_blocks` blocks of `block_size` tokens for all layers. `device` is `"cpu"`, `"cuda"` or
-    /// `"cuda:N"`, or torch's; `dtype` is `"float32"`, `"float16"` or `"bfloat16"`, or `NumPy`'s or torch's.
+    /// `"cuda:N"`, or a torch device. `dtype` is `"float32"`, `"float16"` or `"bfloat16"`, or a `NumPy` or
+    /// torch type.
     #[new]
     #[pyo3(signature = (num_layers, num_kv_heads, head_dim, block_size = 16, num_blocks = 256, device = None, dtype = None))]
     fn new(
@@ -63,10 +63,10 @@ impl PyBlockManager {
         Ok(Self(OnDevice::new(device, manager)))
     }
 
-    /// Allocates the blocks of a model. `model_config` has transformers' names: `num_hidden_layers`,
-    /// `num_key_value_heads` (or `num_attention_heads`), and `head_dim` (or `hidden_size`); `num_layers` and
-    /// `num_kv_heads` are taken, too. `engine_config` has `device` and `dtype`. Raises `AttributeError` for a
-    /// configuration without them.
+    /// Allocates the blocks for a model. `model_config` uses transformers' names: `num_hidden_layers`,
+    /// `num_key_value_heads` (or `num_attention_heads`), and `head_dim` (or `hidden_size`). It may also use
+    /// `num_layers` and `num_kv_heads`. `engine_config` has `device` and `dtype`. Raises `AttributeError` if
+    /// one is missing.
     #[classmethod]
     #[pyo3(signature = (model_config, engine_config, block_size = 16, num_blocks = 256))]
     fn from_config(
@@ -92,22 +92,23 @@ impl PyBlockManager {
         )
     }
 
-    /// Takes `num_blocks_needed` blocks, or none, and returns their numbers. Raises `KvCacheError`, a
-    /// `RuntimeError`, if fewer are free. `seq_id` has no effect, because blocks are freed by number.
+    /// Allocates `num_blocks_needed` blocks, or none, and returns their IDs. Raises `KvCacheError`, a
+    /// `RuntimeError`, if there are not enough free blocks. `seq_id` has no effect, because blocks are freed
+    /// by ID.
     #[pyo3(signature = (num_blocks_needed, seq_id = -1), text_signature = "($self, num_blocks_needed, seq_id=-1)")]
     fn allocate_blocks(&self, num_blocks_needed: usize, seq_id: i64) -> PyResult<Vec<u32>> {
         let _ = seq_id;
         Ok(numbers(&self.0.own.lock().allocate(num_blocks_needed).map_err(CallError::from)?))
     }
 
-    /// Frees all of `block_ids`, or none. Raises `KvCacheError` for a block that is free already, is given
-    /// twice, or belongs to a sequence of a `PagedKVCache`.
+    /// Frees all of `block_ids`, or none. Raises `KvCacheError` if a block is already free, is given twice or
+    /// belongs to a sequence of a `PagedKVCache`.
     fn free_blocks(&self, block_ids: Vec<u32>) -> PyResult<()> {
         Ok(self.0.own.lock().free(&ids(block_ids)).map_err(CallError::from)?)
     }
 
-    /// Writes `key` and `value`, `[num_kv_heads, tokens, head_dim]` each, to a block of one layer, from token
-    /// `offset` of the block on. The tokens must end in the block.
+    /// Writes `key` and `value`, both `[num_kv_heads, tokens, head_dim]`, to a block of one layer, starting
+    /// at token `offset`. The tokens must fit in the block.
     fn write_kv(
         &self,
         py: Python<'_>,
@@ -121,8 +122,8 @@ impl PyBlockManager {
         self.0.run(py, |own, stream| own.write(stream, layer_idx, BlockId(block_id), offset, &k, &v))
     }
 
-    /// Copies the first `seq_len` tokens of a list of blocks of one layer: keys and values, `[num_kv_heads,
-    /// seq_len, head_dim]` each.
+    /// Copies the first `seq_len` tokens of a list of blocks of one layer. Returns keys and values, both
+    /// `[num_kv_heads, seq_len, head_dim]`.
     fn read_kv(
         &self,
         py: Python<'_>,
@@ -134,15 +135,15 @@ impl PyBlockManager {
         self.0.pair(self.0.run(py, |own, stream| own.read(stream, layer_idx, &blocks, seq_len))?)
     }
 
-    /// The keys of all blocks, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`, as a view:
-    /// nothing is copied.
+    /// The keys of all blocks as a view, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`.
+    /// Nothing is copied.
     #[getter]
     fn k_storage(&self) -> PyResult<PyTensor> {
         self.storage(|(k, _)| k)
     }
 
-    /// The values of all blocks, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`, as a view:
-    /// nothing is copied.
+    /// The values of all blocks as a view, `[num_layers, num_blocks, num_kv_heads, block_size, head_dim]`.
+    /// Nothing is copied.
     #[getter]
     fn v_storage(&self) -> PyResult<PyTensor> {
         self.storage(|(_, v)| v)
@@ -153,17 +154,17 @@ impl PyBlockManager {
         self.0.own.lock().counts().free
     }
 
-    /// The number of tokens that fit into all blocks.
+    /// The number of tokens that fit in all blocks.
     fn max_tokens_supported(&self) -> usize {
         self.0.own.lock().max_tokens_supported()
     }
 
-    /// The bytes of keys and values of all layers and blocks.
+    /// The size of the keys and values of all layers and blocks, in bytes.
     fn get_memory_usage(&self) -> usize {
         self.0.own.lock().memory_usage()
     }
 
-    /// Frees all blocks of `allocate_blocks`. Blocks of sequences stay with their sequences.
+    /// Frees all blocks that `allocate_blocks` returned. Sequences keep their blocks.
     fn reset(&self) {
         self.0.own.lock().reset();
     }

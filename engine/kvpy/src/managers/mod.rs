@@ -1,4 +1,4 @@
-//! Classes for engines that work with numbers: the managers of `kvmanager` under the names of the project's
+//! Classes for engines that work with IDs: the managers of `kvmanager`, under the names in the project's
 //! first documents.
 
 mod blocks;
@@ -23,10 +23,10 @@ use crate::export::PyTensor;
 use crate::names::{dtype, text_of};
 use crate::tensor::read;
 
-/// Keys and values of one layer, as Python has them.
+/// The keys and values of one layer, in Python's layout.
 type KvPair = (PyTensor, PyTensor);
 
-/// A manager and the device of its memory.
+/// A manager, with the device that has its memory.
 struct OnDevice<M> {
     device: Arc<ArenaDevice>,
     own: Mutex<M>,
@@ -37,7 +37,7 @@ impl<M: Send> OnDevice<M> {
         Self { device, own: Mutex::new(own) }
     }
 
-    /// Runs work of the manager, and waits for it, without Python's lock.
+    /// Runs a manager's work and waits for it, without holding Python's lock.
     fn run<T: Send>(
         &self,
         py: Python<'_>,
@@ -48,7 +48,8 @@ impl<M: Send> OnDevice<M> {
         Ok(py.detach(run)?)
     }
 
-    /// Returns keys and values `[num_kv_heads, tokens, head_dim]` as rows `[tokens, num_kv_heads, head_dim]`.
+    /// Returns views of keys and values `[num_kv_heads, tokens, head_dim]` as rows `[tokens, num_kv_heads,
+    /// head_dim]`.
     fn rows(&self, key: &Bound<'_, PyAny>, value: &Bound<'_, PyAny>) -> PyResult<LayerViews> {
         let rows = |tensor| -> PyResult<TensorView> {
             let view = read(tensor, &self.device)?;
@@ -57,7 +58,7 @@ impl<M: Send> OnDevice<M> {
         Ok((rows(key)?, rows(value)?))
     }
 
-    /// Returns rows `[tokens, num_kv_heads, head_dim]` to Python as `[num_kv_heads, tokens, head_dim]`.
+    /// Passes rows `[tokens, num_kv_heads, head_dim]` to Python as `[num_kv_heads, tokens, head_dim]`.
     fn pair(&self, (k, v): LayerViews) -> PyResult<KvPair> {
         let heads_first = |view: TensorView| -> Result<PyTensor> {
             Ok(PyTensor::new(view.permute(&[1, 0, 2])?, &self.device))
@@ -66,8 +67,8 @@ impl<M: Send> OnDevice<M> {
     }
 }
 
-/// Opens the device, and returns the element type, of arguments such as `"cuda:0"` and `torch.float16`: the
-/// CPU and f32 by default.
+/// Opens the device and parses the element type, from arguments such as `"cuda:0"` and `torch.float16`. The
+/// defaults are the CPU and f32.
 fn place(
     device: Option<&Bound<'_, PyAny>>,
     dtype_of: Option<&Bound<'_, PyAny>>,

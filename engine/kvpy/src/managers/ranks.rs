@@ -1,4 +1,4 @@
-//! `KVCache` and `ReceivedMatrix`: the caches of pipeline ranks, and their merge.
+//! `KVCache` and `ReceivedMatrix`: the caches of pipeline ranks, and merging them.
 
 use kvcore::TensorView;
 use kvmanager::{PrefillPlan, RankCache, ReceivedMatrix};
@@ -11,23 +11,23 @@ use crate::error::CallError;
 use crate::export::PyTensor;
 use crate::tensor::read;
 
-/// The axis of tokens in a tensor `[B, H, L, D]`.
+/// The token axis of a tensor `[B, H, L, D]`.
 const SEQUENCE: usize = 2;
 
-/// Keys, or values, of consecutive layers in memory that is allocated once.
+/// Keys, or values, of consecutive layers in memory allocated once.
 ///
-/// Tensors are `[B, H, L, D]` for a cache of one layer, and `[layers, B, H, L, D]` for more.
+/// Tensors are `[B, H, L, D]` for a cache with one layer, and `[layers, B, H, L, D]` for more.
 #[pyclass(frozen, name = "KVCache", module = "kvcache")]
 pub(crate) struct PyKvCache(OnDevice<RankCache>);
 
 impl PyKvCache {
-    /// Returns a tensor as `[layers, B, H, L, D]`.
+    /// Converts a Python tensor to a view `[layers, B, H, L, D]`.
     fn take(&self, tensor: &Bound<'_, PyAny>) -> PyResult<TensorView> {
         let view = read(tensor, &self.0.device)?;
         if view.shape().len() == 4 { Ok(view.unsqueeze(0).map_err(CallError::from)?) } else { Ok(view) }
     }
 
-    /// Returns a view `[layers, B, H, L, D]` to Python, without the first axis for a cache of one layer.
+    /// Passes a view `[layers, B, H, L, D]` to Python, without the first axis if the cache has one layer.
     fn give(&self, view: TensorView) -> PyResult<PyTensor> {
         let one = view.shape()[0] == 1;
         let view = if one { view.select(0, 0).map_err(CallError::from)? } else { view };
@@ -37,8 +37,8 @@ impl PyKvCache {
 
 #[pymethods]
 impl PyKvCache {
-    /// Allocates an empty cache of `num_layers` layers, each `[batch_size, num_heads, max_length, head_dim]`.
-    /// `device` and `dtype` are those of `BlockManager`.
+    /// Allocates an empty cache with `num_layers` layers, each `[batch_size, num_heads, max_length,
+    /// head_dim]`. `device` and `dtype` are given as for `BlockManager`.
     #[new]
     #[pyo3(signature = (batch_size, num_heads, max_length, head_dim, *, num_layers = 1, device = None, dtype = None))]
     fn new(
@@ -74,9 +74,10 @@ impl PyKvCache {
         self.0.own.lock().num_layers()
     }
 
-    /// Appends a tensor along the sequence, and returns all tokens so far as a view: nothing is copied, and
-    /// there are gaps between heads until the cache is full. `get_data` returns contiguous memory. Raises
-    /// `KvCacheError` if a shape differs or the tokens exceed `max_length`; the cache is unchanged then.
+    /// Appends a tensor along the sequence axis, and returns all tokens so far as a view. Nothing is copied,
+    /// and the view has gaps between heads until the cache is full; `get_data` returns contiguous memory.
+    /// Raises `KvCacheError` if a shape differs or there are more than `max_length` tokens. The cache is then
+    /// unchanged.
     fn append_sequence(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<PyTensor> {
         let tensor = self.take(tensor)?;
         self.give(self.0.run(py, |own, stream| {
@@ -85,17 +86,18 @@ impl PyKvCache {
         })?)
     }
 
-    /// Merges the caches of all ranks, and returns all tokens so far, as `append_sequence` does.
+    /// Merges the caches of all ranks, and returns all tokens so far like `append_sequence`.
     ///
-    /// By default, by layer: `tensors[r]` has the layers of rank `r` for the next tokens, `[layers of r, B,
+    /// By default, merges by layer: `tensors[r]` has rank `r`'s layers for the next tokens, `[layers of r, B,
     /// H, L, D]`, or `[B, H, L, D]` for a rank with one layer. The length grows by `L`, however many ranks
-    /// there are. After `expect_chunks`, the tensors are the pieces of the next chunk. With `dim=2`, along
-    /// the sequence: every tensor has all layers of this cache, and they follow one another.
+    /// there are. After `expect_chunks`, the tensors are the pieces of the next chunk. With `dim=2`, merges
+    /// along the sequence: every tensor has all layers of this cache, and the tensors are concatenated in
+    /// order.
     ///
     /// The design that this method comes from always concatenates along the sequence. That turns 7 tokens on
     /// each of 3 ranks into 21, although the ranks have different layers of the same 7 tokens. Raises
-    /// `KvCacheError` if layers or extents do not add up, and `ValueError` for another `dim`; the cache is
-    /// unchanged then.
+    /// `KvCacheError` if the layers or the shapes do not fit together, and `ValueError` for any other `dim`.
+    /// The cache is then unchanged.
     #[pyo3(signature = (tensors, dim = None))]
     fn merge_from_ranks(
         &self,
@@ -118,32 +120,32 @@ impl PyKvCache {
         })?)
     }
 
-    /// Empties the cache, and begins a merge of a prompt of `num_tokens` tokens in chunks of `chunk_length`
-    /// (the last may be shorter), whose layers are divided evenly among `num_stages` stages. `receive` takes
-    /// its pieces in any order. Raises `KvCacheError` if the prompt exceeds `max_length`.
+    /// Empties the cache and starts merging a prompt of `num_tokens` tokens. The prompt arrives in chunks of
+    /// `chunk_length` tokens (the last may be shorter), and the layers are divided evenly among `num_stages`
+    /// stages. `receive` accepts the pieces in any order. Raises `KvCacheError` if the prompt is longer than
+    /// `max_length`.
     fn expect_chunks(&self, num_tokens: usize, chunk_length: usize, num_stages: usize) -> PyResult<()> {
         let mut own = self.0.own.lock();
         let plan = PrefillPlan::even(own.num_layers(), num_stages, num_tokens, chunk_length);
         Ok(plan.and_then(|plan| own.expect(plan)).map_err(CallError::from)?)
     }
 
-    /// Takes the piece of a stage and a chunk, `[layers of the stage, B, H, tokens of the chunk, D]`. Tokens
-    /// become readable once all stages of their chunk, and of all chunks before, have arrived. Raises
-    /// `KvCacheError` for a piece that arrived before, or has another shape.
+    /// Receives a stage's piece of a chunk, `[layers of the stage, B, H, tokens of the chunk, D]`. Tokens
+    /// become readable once all stages of their chunk and of all earlier chunks have arrived. Raises
+    /// `KvCacheError` if the piece has already arrived or has the wrong shape.
     fn receive(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, chunk: usize, stage: usize) -> PyResult<()> {
         let piece = self.take(tensor)?;
         self.0.run(py, |own, stream| own.accept(stream, stage, chunk, &piece))
     }
 
-    /// The pieces of the last merge that have arrived; `None` before the first `expect_chunks` and after
-    /// `reset`.
+    /// The received pieces of the last merge; `None` before the first `expect_chunks` and after `reset`.
     #[getter]
     fn cache_received_indicator(&self) -> Option<PyReceivedMatrix> {
         self.0.own.lock().received().cloned().map(|matrix| PyReceivedMatrix(Mutex::new(matrix)))
     }
 
     /// All tokens so far, `[B, H, current_length, D]` or `[layers, B, H, current_length, D]`, in contiguous
-    /// memory: the cache's own if it is full, else a copy.
+    /// memory: the cache's own if it is full, otherwise a copy.
     fn get_data(&self, py: Python<'_>) -> PyResult<PyTensor> {
         let backend = self.0.device.backend();
         self.give(self.0.run(py, |own, stream| {
@@ -152,13 +154,13 @@ impl PyKvCache {
         })?)
     }
 
-    /// Removes all tokens, and ends a merge. The memory stays allocated.
+    /// Removes all tokens and ends any merge. The memory stays allocated.
     fn reset(&self) {
         self.0.own.lock().reset();
     }
 }
 
-/// The pieces of a merge that have arrived, `[num_chunks, num_stages]`. As a text, it is a table.
+/// The pieces of a merge that have arrived, `[num_chunks, num_stages]`. Printed as a table.
 #[pyclass(frozen, name = "ReceivedMatrix", module = "kvcache")]
 pub(crate) struct PyReceivedMatrix(Mutex<ReceivedMatrix>);
 
@@ -177,8 +179,7 @@ impl PyReceivedMatrix {
         (matrix.num_chunks(), matrix.num_stages())
     }
 
-    /// Records the arrival of a piece. Raises `KvCacheError` for one that is outside the matrix, or arrived
-    /// before.
+    /// Records a piece as received. Raises `KvCacheError` if it is outside the matrix or was received before.
     fn record(&self, chunk: usize, stage: usize) -> PyResult<()> {
         Ok(self.0.lock().record(chunk, stage).map_err(CallError::from)?)
     }
@@ -203,7 +204,7 @@ impl PyReceivedMatrix {
         self.0.lock().is_complete()
     }
 
-    /// The share of the pieces that have arrived, from 0 to 1.
+    /// The share of pieces that have arrived, from 0 to 1.
     #[getter]
     fn completion(&self) -> f64 {
         self.0.lock().completion()

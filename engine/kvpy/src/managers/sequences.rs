@@ -1,4 +1,4 @@
-//! `PagedKVCache` and `PagedKVCacheWrapper`: sequences by number in the blocks of a `BlockManager`.
+//! `PagedKVCache` and `PagedKVCacheWrapper`: sequences by ID, in the blocks of a `BlockManager`.
 
 use std::sync::Arc;
 
@@ -11,8 +11,8 @@ use crate::error::CallError;
 /// Sequences in the blocks of a `BlockManager`, written layer by layer. Keys and values are `[num_kv_heads,
 /// tokens, head_dim]`.
 ///
-/// All layers of a sequence share its blocks; a sequence is as long as its longest layer. Wrong calls are
-/// errors that change nothing.
+/// All layers of a sequence share its blocks. A sequence is as long as its longest layer. Invalid calls are
+/// errors and change nothing.
 #[pyclass(frozen, name = "PagedKVCache", module = "kvcache")]
 pub(crate) struct PyPagedKvCache(OnDevice<PagedSequences>);
 
@@ -34,7 +34,7 @@ impl PyPagedKvCache {
 
 #[pymethods]
 impl PyPagedKvCache {
-    /// Creates an empty cache whose sequences take their blocks from `block_manager`, at most
+    /// Creates an empty cache. Its sequences take their blocks from `block_manager`, at most
     /// `max_blocks_per_seq` each.
     #[new]
     #[pyo3(signature = (block_manager, max_blocks_per_seq = 64))]
@@ -44,8 +44,8 @@ impl PyPagedKvCache {
         Ok(Self(OnDevice::new(Arc::clone(&block_manager.0.device), sequences)))
     }
 
-    /// Creates an empty sequence and returns its number: `seq_id`, or the largest number in use plus 1.
-    /// Raises `KvCacheError` for a number in use.
+    /// Creates an empty sequence and returns its ID: `seq_id`, or the largest ID in use plus 1. Raises
+    /// `KvCacheError` if the ID is in use.
     #[pyo3(signature = (seq_id = None))]
     fn create_sequence(&self, seq_id: Option<u64>) -> PyResult<u64> {
         Ok(self.0.own.lock().create(seq_id).map_err(CallError::from)?)
@@ -56,9 +56,9 @@ impl PyPagedKvCache {
         Ok(self.0.own.lock().delete(seq_id).map_err(CallError::from)?)
     }
 
-    /// Appends `key` and `value`, `[num_kv_heads, tokens, head_dim]` each, to one layer. The first layer that
-    /// receives a token takes the slot; the length grows once per token. Raises `KvCacheError` if blocks run
-    /// out, or the sequence would exceed its limit.
+    /// Appends `key` and `value`, both `[num_kv_heads, tokens, head_dim]`, to one layer. The first layer that
+    /// receives a token allocates its slot, so the length grows once per token. Raises `KvCacheError` if
+    /// there are too few blocks or the sequence would exceed its limit.
     fn append_kv(
         &self,
         py: Python<'_>,
@@ -71,7 +71,7 @@ impl PyPagedKvCache {
         self.0.run(py, |own, stream| own.append(stream, seq_id, layer_idx, &k, &v))
     }
 
-    /// Copies all tokens of one layer: keys and values, `[num_kv_heads, tokens, head_dim]` each.
+    /// Copies all tokens of one layer. Returns keys and values, both `[num_kv_heads, tokens, head_dim]`.
     fn get_kv(&self, py: Python<'_>, seq_id: u64, layer_idx: usize) -> PyResult<KvPair> {
         self.0.pair(self.0.run(py, |own, stream| {
             let len = own.layer_len(seq_id, layer_idx)?;
@@ -79,14 +79,13 @@ impl PyPagedKvCache {
         })?)
     }
 
-    /// Returns the number of tokens of a sequence: of its longest layer.
+    /// Returns the number of tokens in a sequence's longest layer.
     fn get_seq_len(&self, seq_id: u64) -> PyResult<usize> {
         Ok(self.0.own.lock().len(seq_id).map_err(CallError::from)?)
     }
 
-    /// Writes `key` and `value` to one layer at `start_pos`, in place of all tokens that the layer had from
-    /// there on, and returns all tokens of the layer as `get_kv` does. Raises `KvCacheError` if `start_pos`
-    /// would leave a gap.
+    /// Writes `key` and `value` to one layer at `start_pos`, replacing all later tokens of the layer. Returns
+    /// all tokens of the layer, like `get_kv`. Raises `KvCacheError` if `start_pos` would leave a gap.
     fn update(
         &self,
         py: Python<'_>,
@@ -109,22 +108,22 @@ pub(crate) struct PyPagedKvCacheWrapper {
 
 #[pymethods]
 impl PyPagedKvCacheWrapper {
-    /// Wraps a sequence. Raises `KvCacheError` if there is none with this number.
+    /// Wraps a sequence. Raises `KvCacheError` if there is no sequence with this ID.
     #[new]
     fn new(paged_cache: Py<PyPagedKvCache>, seq_id: u64) -> PyResult<Self> {
         paged_cache.get().get_seq_len(seq_id)?;
         Ok(Self { cache: paged_cache, seq_id })
     }
 
-    /// Copies the first `seq_len` tokens of one layer: keys and values, `[num_kv_heads, seq_len, head_dim]`
-    /// each. Raises `KvCacheError` if the layer has fewer.
+    /// Copies the first `seq_len` tokens of one layer. Returns keys and values, both `[num_kv_heads, seq_len,
+    /// head_dim]`. Raises `KvCacheError` if the layer has fewer tokens.
     fn get_layer_kv(&self, py: Python<'_>, layer_idx: usize, seq_len: usize) -> PyResult<KvPair> {
         let cache = &self.cache.get().0;
         cache.pair(cache.run(py, |own, stream| own.read(stream, self.seq_id, layer_idx, seq_len))?)
     }
 
-    /// Writes `key` and `value`, `[num_kv_heads, tokens, head_dim]` each, to one layer at `start_pos`, and
-    /// returns all tokens of the layer, as `PagedKVCache.update` does.
+    /// Writes `key` and `value`, both `[num_kv_heads, tokens, head_dim]`, to one layer at `start_pos`, and
+    /// returns all tokens of the layer, like `PagedKVCache.update`.
     fn update(
         &self,
         py: Python<'_>,

@@ -1,4 +1,4 @@
-//! `KvStorageManager`, its metrics, and thresholds between tiers.
+//! `KvStorageManager`, its metrics, and the thresholds between tiers.
 
 use kvmanager::{BlockState, PoolMetrics, StorageManager, Tier, TierThresholds};
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
@@ -8,7 +8,7 @@ use pyo3::types::PyDict;
 use crate::error::CallError;
 use crate::pool::{PyBlockPool, PyMutableBlocks, numbers};
 
-/// Blocks by request: reserved in steps, released together. Holds no keys and values.
+/// Blocks per request, reserved step by step and released together. Holds no keys or values itself.
 #[pyclass(frozen, name = "KvStorageManager", module = "kvcache")]
 pub(crate) struct PyKvStorageManager {
     own: StorageManager,
@@ -27,43 +27,43 @@ impl PyKvStorageManager {
         Ok(Self { own: StorageManager::new(pool), block_size })
     }
 
-    /// The number of tokens in a block.
+    /// The number of tokens per block.
     #[getter]
     fn block_size(&self) -> usize {
         self.block_size
     }
 
-    /// The pool of the blocks, which finds blocks that were shared under their keys.
+    /// The pool that the blocks belong to. Blocks that were shared under keys can be found there.
     #[getter]
     fn pool(&self) -> PyBlockPool {
         PyBlockPool(self.own.pool().clone())
     }
 
     /// Reserves `num_blocks` more blocks for a request, or none, and returns them. A second reservation adds
-    /// to the first; the design that this method comes from loses the first. Raises `KvCacheError` if too few
-    /// blocks are available: the request keeps what it had.
+    /// to the first (in the design that this method comes from, the first is lost). Raises `KvCacheError` if
+    /// too few blocks are available; the request keeps the blocks that it had.
     fn reserve_blocks(&self, request_id: u64, num_blocks: usize) -> PyResult<Vec<u32>> {
         Ok(numbers(&self.own.reserve(request_id, num_blocks).map_err(CallError::from)?))
     }
 
-    /// Frees all blocks of a request, and returns their number. Raises `KvCacheError` for an unknown request,
-    /// which the design that this method comes from ignores.
+    /// Frees all of a request's blocks, and returns how many there were. Raises `KvCacheError` for an unknown
+    /// request, which the design that this method comes from ignores.
     fn release_blocks(&self, request_id: u64) -> PyResult<usize> {
         Ok(self.own.release(request_id).map_err(CallError::from)?)
     }
 
-    /// Returns the blocks of a request, in the order of their reservation.
+    /// Returns a request's blocks, in the order in which they were reserved.
     fn get_blocks(&self, request_id: u64) -> PyResult<Vec<u32>> {
         Ok(numbers(&self.own.blocks(request_id).map_err(CallError::from)?))
     }
 
-    /// Gives the blocks of a request to the caller, who can share them under their keys: the next request
-    /// finds them in `pool`. The manager forgets the request.
+    /// Hands a request's blocks over to the caller, who can share them under their keys for later requests to
+    /// find in `pool`. The manager forgets the request.
     fn take_blocks(&self, request_id: u64) -> PyResult<PyMutableBlocks> {
         Ok(PyMutableBlocks::new(self.own.take(request_id).map_err(CallError::from)?))
     }
 
-    /// The number of blocks that a reservation can take: free blocks, and cached blocks.
+    /// The number of blocks that can be reserved: free blocks and cached blocks.
     fn available_count(&self) -> usize {
         self.own.available_count()
     }
@@ -79,13 +79,13 @@ impl PyKvStorageManager {
     }
 }
 
-/// The state of a `KvStorageManager` at one moment, and counts since it was created.
+/// The state of a `KvStorageManager` at one moment, and its counts since it was created.
 #[pyclass(frozen, name = "StorageMetrics", module = "kvcache")]
 pub(crate) struct PyStorageMetrics(PoolMetrics);
 
 #[pymethods]
 impl PyStorageMetrics {
-    /// The number of blocks that a reservation can take.
+    /// The number of blocks that can be reserved.
     #[getter]
     fn available_blocks(&self) -> usize {
         self.0.available
@@ -97,13 +97,13 @@ impl PyStorageMetrics {
         self.0.in_flight
     }
 
-    /// The number of all blocks.
+    /// The total number of blocks.
     #[getter]
     fn total_blocks(&self) -> usize {
         self.0.total
     }
 
-    /// The share of the blocks that requests hold, from 0 to 1.
+    /// The share of blocks that requests hold, from 0 to 1.
     #[getter]
     fn utilization(&self) -> f64 {
         self.0.utilization
@@ -119,9 +119,9 @@ impl PyStorageMetrics {
         Ok(states)
     }
 
-    /// Compares the metrics with the goals: more than 10 % of the blocks available, less than 90 % in flight,
-    /// reservations below 1 ms and releases below 0.5 ms (99th percentiles). Each is met, missed, or `None`
-    /// if nothing was measured.
+    /// Compares the metrics with the targets: more than 10 % of the blocks available, less than 90 % in
+    /// flight, and 99th percentiles below 1 ms for reservations and below 0.5 ms for releases. Each target is
+    /// met, missed, or `None` if nothing was measured.
     fn goals<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let goals = PyDict::new(py);
         for goal in self.0.goals() {
@@ -137,7 +137,7 @@ impl PyStorageMetrics {
         py.import("json")?.call_method1("loads", (text,))
     }
 
-    /// The metrics in the text format of Prometheus, with `pool` as a label.
+    /// The metrics in Prometheus's text format, with `pool` as a label.
     #[pyo3(signature = (pool = "main"))]
     fn prometheus(&self, pool: &str) -> String {
         PoolMetrics::prometheus(&[(pool, &self.0)])
@@ -151,15 +151,15 @@ impl PyStorageMetrics {
     }
 }
 
-/// The thresholds for moving blocks between tiers, from 0 to 1. They determine how many blocks to move, and
-/// move nothing themselves.
+/// The thresholds for moving blocks between tiers, from 0 to 1. They only determine how many blocks to move,
+/// and do not move any.
 #[pyclass(frozen, name = "StorageTierConfig", module = "kvcache")]
 pub(crate) struct PyStorageTierConfig(TierThresholds);
 
 #[pymethods]
 impl PyStorageTierConfig {
-    /// Creates thresholds: the shares of a tier's blocks above which it offloads, and the heat above which
-    /// blocks are loaded early. Raises `KvCacheError` for a number outside 0 to 1.
+    /// Creates thresholds: the share of blocks in use above which each tier offloads, and the heat above
+    /// which blocks are loaded early. Raises `KvCacheError` if a number is not between 0 and 1.
     #[new]
     #[pyo3(signature = (gpu_offload_threshold = 0.85, cpu_offload_threshold = 0.90, prefetch_threshold = 0.7))]
     fn new(
@@ -187,8 +187,8 @@ impl PyStorageTierConfig {
         self.0.prefetch()
     }
 
-    /// Returns how many blocks to move down from a tier, `"gpu"` or `"cpu"`, with `used` of `total` blocks in
-    /// use: the fewest after which its threshold holds.
+    /// Returns how many blocks to move down from a tier, `"gpu"` or `"cpu"`, that uses `used` of its `total`
+    /// blocks: the fewest that bring it back to its threshold.
     fn blocks_to_offload(&self, tier: &str, used: usize, total: usize) -> PyResult<usize> {
         let tier = match tier {
             "gpu" => Tier::Device,
@@ -198,8 +198,9 @@ impl PyStorageTierConfig {
         Ok(self.0.blocks_to_offload(tier, used, total).map_err(CallError::from)?)
     }
 
-    /// Returns how many of `wanted` blocks to load early to a GPU with `used` of `total` blocks in use.
-    /// `heat`, from 0 to 1, says how often the blocks are accessed. Never so many that the GPU would offload.
+    /// Returns how many of `wanted` blocks to load early to a GPU that uses `used` of its `total` blocks.
+    /// `heat`, from 0 to 1, is how often the blocks are accessed. It is never so many that the GPU would have
+    /// to offload.
     fn blocks_to_prefetch(&self, heat: f64, wanted: usize, used: usize, total: usize) -> PyResult<usize> {
         Ok(self.0.blocks_to_prefetch(heat, wanted, used, total).map_err(CallError::from)?)
     }

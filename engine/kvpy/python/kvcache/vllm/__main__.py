@@ -36,7 +36,7 @@ Each question takes a few times as long as the model needs to read its notes; th
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of all commands."""
+    """Returns the command-line parser."""
     whole = argparse.ArgumentParser(prog="python -m kvcache.vllm", description="Chunks inside vLLM.")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     check = commands.add_parser(
@@ -91,7 +91,7 @@ def above_0(text: str) -> int:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Redirects the output of libraries to standard error, so that standard output has only the result."""
+    """Redirects libraries' output to standard error, to keep standard output for the result."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -108,7 +108,7 @@ def say(what: str) -> None:
 
 
 def run_check(args: argparse.Namespace) -> int:
-    """Runs the check, and returns the exit status."""
+    """Runs the check and returns the exit status."""
     folder = Path(args.model)
     if not (folder / "config.json").is_file():
         raise CommandError(f"{folder} has no config.json: give the folder of a model; `hf download NAME --local-dir FOLDER` brings one")

@@ -1,5 +1,5 @@
-"""The chunks of requests: which ones are stored, who computes the missing ones, and which rows the workers
-copy.
+"""Tracks the chunks of requests: which are stored, which request computes the missing ones, and which rows
+the workers copy.
 
 ```text
   begin ── names chunks? ── no ──► an ordinary request
@@ -54,8 +54,8 @@ class Chunks:
         requests: dict[str, Tracked],
     ) -> None:
         self.host, self.shape, self.roots, self.requests = host, shape, roots, requests
-        # With a sliding window, the rows of a chunk depend on where it ends, so that a piece must not be
-        # found in another chunk.
+        # With a sliding window, a chunk's rows depend on where it ends, so one chunk's piece must not be
+        # found in another.
         self.piece_tokens = vllm_config.model_config.max_model_len if shape.sliding else settings.max_chunk_tokens
         self.no_recompute = no_recompute(vllm_config, shape)
         config = ChunkCacheConfig(
@@ -68,7 +68,7 @@ class Chunks:
         self.numbers = itertools.count()
         self.num_refused = 0
 
-    # A request comes.
+    # A request arrives.
 
     def begin(self, tracked: Tracked) -> None:
         """Looks up the chunks that a new request names, and submits encodes of the missing ones."""
@@ -103,13 +103,13 @@ class Chunks:
         self.num_refused += 1
 
     def go_without(self, tracked: Tracked, reason: str, *, after_chunks: bool) -> None:
-        """Lets vLLM compute the rest of the request. ``after_chunks`` says that some of its blocks hold
+        """Lets vLLM compute the rest of the request. ``after_chunks`` is true if some of its blocks hold
         chunks."""
         self._refuse(tracked, reason)
         state, tracked.chunks = tracked.chunks, None
         state.release()
         if after_chunks:
-            # Blocks computed after chunks are good for no other request.
+            # Blocks computed after chunks cannot be used for any other request.
             tracked.is_mixed = True
             _salt(tracked.request, f"kvcache-mixed-{next(self.numbers)}")
         else:
@@ -127,7 +127,9 @@ class Chunks:
                 return
 
     def _acquire_part(self, request: Request, state: ChunkState, number: int, part: Part) -> bool:
-        """Holds a part, or starts what it has to wait for. Returns False if there is no room for it."""
+        """Holds a part, or starts the work that it has to wait for. Returns False if there is no room for
+        it.
+        """
         tokens, system = request.prompt_token_ids, state.plan.system
         seen = state.plan.seen() if number > 0 else 0
         mode = state.plan.mode if number > 0 else "alone"
@@ -144,7 +146,7 @@ class Chunks:
                 at += piece.num_tokens
             elif isinstance(piece, ChunkWaiter):
                 waiters.append(piece)
-                # All pieces but the last have the same length.
+                # All pieces have the same length, except the last.
                 at += min(part.tokens - at, self.piece_tokens)
             else:
                 for hold in holds:
@@ -198,14 +200,15 @@ class Chunks:
         return encode
 
     def submit(self) -> None:
-        """Gives the encodes to vLLM's scheduler, which calls the connector back for each."""
+        """Submits the encodes to vLLM's scheduler, which then calls the connector for each of them."""
         encodes, self.new_encodes = self.new_encodes, []
         for encode in encodes:
             self.host.add_request(encode)
 
     def saves(self, tracked: Tracked, count: int) -> list[Saving]:
-        """Returns the rows of an encode, if its last tokens are among the ``count`` tokens that this step
-        computes."""
+        """Returns the rows of an encode, if its last tokens are among the ``count`` tokens computed in this
+        step.
+        """
         encode, request = tracked.encode, tracked.request
         if encode.order is not None or request.num_computed_tokens + count < encode.prompt_tokens:
             return []
@@ -223,7 +226,7 @@ class Chunks:
         encode.is_over = True
 
     def lost(self, encode: Encode) -> None:
-        """Gives up an encode that a worker could not copy out. Requests that wait for it are answered without
+        """Drops an encode that a worker could not copy out. Requests that wait for it are answered without
         chunks."""
         self.abandon(encode)
         reason = "a chunk could not be copied to host memory: see the log of the worker"
@@ -233,7 +236,7 @@ class Chunks:
                 self.go_without(tracked, reason, after_chunks=False)
 
     def abandon(self, encode: Encode) -> None:
-        """Frees the memory of an encode. Requests that wait for it ask again."""
+        """Frees an encode's memory. Requests that wait for it will ask again."""
         for _, piece in encode.pieces:
             piece.abandon()
         encode.is_over = True
@@ -241,7 +244,7 @@ class Chunks:
     # The host schedules.
 
     def matched(self, tracked: Tracked, num_computed: int) -> tuple[int | None, bool] | None:
-        """Returns the answer to vLLM for a request with chunks; None for one without."""
+        """Returns the answer to vLLM for a request with chunks; None for a request without chunks."""
         state = tracked.chunks
         if state is not None and not state.is_held():
             self._acquire(tracked, state, num_computed)
@@ -250,7 +253,7 @@ class Chunks:
         if tracked.chunks is None:
             return None
         tokens = state.plan.question_start - num_computed
-        # Recomputing needs the model, in the step in which the question runs.
+        # Recomputing needs the model, so it happens in the step that runs the question.
         return (tokens, state.plan.recompute == "none") if tokens > 0 else (0, False)
 
     def load(self, tracked: Tracked, block_ids: list[int], count: int) -> Load:
@@ -258,7 +261,7 @@ class Chunks:
         request, state, size = tracked.request, tracked.chunks, self.shape.engine_block_size
         end = state.plan.question_start
         first = end - count
-        # Block 0 stands for one that vLLM has freed because a window has passed it.
+        # Block 0 stands for a block that vLLM freed because a window has passed it.
         table, rows = [block or -1 for block in block_ids], []
         for start, hold in state.pieces():
             skipped = max(0, first - start)
@@ -272,7 +275,7 @@ class Chunks:
         return Load(request.request_id, rows, block_ids[first // size : -(-end // size)], at_once, again)
 
     def _again(self, request: Request, plan: ChunkPlan, first: int, block_ids: list[int]) -> Again | None:
-        """Returns the tokens to recompute of a request whose tokens before ``first`` are in vLLM's own cache.
+        """Returns which tokens to recompute. The request's tokens before ``first`` are in vLLM's own cache.
         """
         chosen = plan.chosen_tokens()
         parts = plan.apart() if chosen > 0 else plan.linked()
@@ -290,7 +293,7 @@ class Chunks:
         )
 
     def counts(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Returns the counters and the gauges of the cache."""
+        """Returns the cache's counters and gauges."""
         chunks = self.cache.get_metrics()
         totals = {
             "chunk_tokens_reused": chunks.tokens_reused,
@@ -302,7 +305,7 @@ class Chunks:
 
 
 def no_recompute(vllm_config: VllmConfig, shape: Geometry) -> str | None:
-    """Returns why tokens cannot be recomputed on this host; None if they can."""
+    """Returns why tokens cannot be recomputed on this host, or None if they can."""
     if shape.sliding:
         return "layers with a sliding window have freed blocks that recomputed tokens would see"
     if vllm_config.lora_config is not None:
@@ -313,11 +316,12 @@ def no_recompute(vllm_config: VllmConfig, shape: Geometry) -> str | None:
 
 
 def _mode_salt(request: Request, state: ChunkState) -> str:
-    """Returns a salt of everything but the tokens that keys and values depend on: how the prompt is cut and
-    computed."""
+    """Returns a salt for how the prompt is cut and computed, which affects keys and values just as its tokens
+    do.
+    """
     plan = state.plan
     ends = [part.end for part in state.parts()]
-    # The question chooses which keys and values are recomputed, so that they are good for this question only.
+    # The question chooses which keys and values are recomputed, so they are only valid for this question.
     question = list(request.prompt_token_ids[plan.question_start :]) if plan.chosen_tokens() > 0 else []
     what = json.dumps(["kvcache chunks v2", state.salt, plan.mode, plan.recompute, ends, question])
     return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps chunks in host memory and puts them into vLLM's blocks at any position."""
+    """Keeps chunks in host memory and copies them into vLLM's blocks at any position."""
 
     _cache_hit_source = CacheHitSource.HOST
 
@@ -116,7 +116,7 @@ class ChunkConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker.start_loads(orders.loads, orders.is_idle)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        # A request runs after all of its rows are copied.
+        # A request runs only after all of its rows are copied.
         return
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""The host engine: its settings, the shape of its caches, and the objects that call the connector."""
+"""The host engine: its settings, the shape of its caches, and its objects that call the connector."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Settings:
     host_memory: int = 1 << 30
     """Bytes of host memory for chunks, over all ranks."""
     block_size: int = 32
-    """Tokens in a block of that memory."""
+    """Tokens per block in that memory."""
     max_chunk_tokens: int = 4096
-    """The longest piece; longer chunks are stored in several."""
+    """The maximum number of tokens per piece. Longer chunks are stored in several pieces."""
     max_chunks: int = 100_000
-    """The largest number of pieces."""
+    """The maximum number of pieces."""
     cache_policy: str = "lru"
     """The order in which chunks and prefixes are evicted."""
     prefix_memory: int = 0
-    """Bytes of host memory for blocks of ordinary prompts, over all ranks; 0 turns the tier off."""
+    """Bytes of host memory for ordinary prompts' blocks, over all ranks; 0 turns the tier off."""
 
     @classmethod
     def of(cls, extra: dict[str, Any]) -> Settings:
-        """Reads the settings. Raises ``ValueError`` for an unknown name or a wrong value."""
+        """Reads the settings. Raises ``ValueError`` for an unknown name or an invalid value."""
         unknown = set(extra) - set(cls.__dataclass_fields__)
         if unknown:
             known = ", ".join(cls.__dataclass_fields__)
@@ -64,7 +64,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Geometry:
-    """The extents of the arena of one rank, and of the engine's blocks."""
+    """The shape of one rank's arena and of the engine's blocks."""
 
     num_layers: int
     num_blocks: int
@@ -74,13 +74,14 @@ class Geometry:
     dtype: str
     engine_block_size: int
     prefix_blocks: int
-    """Blocks of host memory for ordinary prompts, as large as the engine's."""
+    """The number of host memory blocks for ordinary prompts. They are as large as the engine's."""
     sliding: bool
 
 
 def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: Settings) -> Geometry:
-    """Reads the shape of vLLM's caches. Raises ``UnsupportedHostError`` for layers of several kinds, and for
-    unknown kinds."""
+    """Reads the shape of vLLM's caches. Raises ``UnsupportedHostError`` if layers are of several kinds or of
+    an unknown kind.
+    """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = [type(group.kv_cache_spec).__name__ for group in groups]
@@ -117,8 +118,9 @@ def geometry(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, settings: 
 
 
 def ropes_of(config: Any, positions: int) -> Ropes:
-    """Reads the rotary embeddings from a configuration of transformers. Raises ``UnsupportedHostError`` for
-    an unknown family."""
+    """Reads the rotary embeddings from a transformers configuration. Raises ``UnsupportedHostError`` for an
+    unknown family.
+    """
     try:
         return Ropes(config.to_json_string(), positions)
     except KvCacheError as error:
@@ -126,7 +128,7 @@ def ropes_of(config: Any, positions: int) -> Ropes:
 
 
 class Roots:
-    """The roots of keys: everything besides tokens that keys and values depend on."""
+    """The roots of keys: everything that keys and values depend on besides tokens."""
 
     def __init__(self, vllm_config: VllmConfig, shape: Geometry) -> None:
         model = vllm_config.model_config
@@ -136,7 +138,7 @@ class Roots:
         self.shape, self.ranks = shape, vllm_config.parallel_config.tensor_parallel_size
 
     def of(self, request: Request) -> bytes:
-        """Returns the root of a request's keys, with its adapter and its salt."""
+        """Returns the root of a request's keys, which includes its adapter and its salt."""
         lora = request.lora_request
         return key_root(
             self.model,
@@ -153,10 +155,10 @@ class Roots:
 
 # Decision: docs/decisions/vllm.md#the-scheduler-and-the-runner-are-found-on-the-stack
 def caller_of(kind: type, found: str) -> Any:
-    """Returns the object of class ``kind`` whose method is on the stack: vLLM gives connectors no reference
+    """Returns the object of class ``kind`` whose method is on the stack. vLLM gives connectors no reference
     to their owner.
 
-    Raises ``UnsupportedHostError`` if there is none. ``found`` names the object in the message.
+    Raises ``UnsupportedHostError`` if there is none. The message calls the object ``found``.
     """
     frame = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""The layouts of vLLM's caches. Unknown layouts are refused by name."""
+"""The layouts of vLLM's caches. An error names an unknown layout."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
 
-    # A tensor, or one of keys and one of values.
+    # One tensor, or one of keys and one of values.
     Layer = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-# By the kernels of the CPU backend, as its layers name them.
+# By the names that CPU layers have for their kernels.
 CPU_KERNELS = {"vec": "columns", "vec16": "columns", "amx": "tiles"}
-# Attention backends on NVIDIA GPUs that keep a key and its value in one row. Rows may be in any order.
+# Attention backends on NVIDIA GPUs that keep a key and its value in one row. The order of rows may vary.
 GPU_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}
-# Attention classes of vllm-ascend whose layers have one tensor of keys and one of values, `[blocks,
+# Attention classes of vllm-ascend whose layers have one tensor for keys and one for values, each `[blocks,
 # block_size, heads, head_dim]`.
 NPU_BACKENDS = {"AscendAttentionBackend"}
-# The names of devices in torch, and in this module.
+# The names of devices in torch, and their names in this module.
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}
 
 
@@ -45,8 +45,9 @@ def device_of(layer: Layer) -> str:
 
 
 def arena_device(device: str) -> str:
-    """Returns the device of arenas in host memory: that of the cache, or the CPU for an NPU, whose kernels
-    cannot access host memory."""
+    """Returns the device of arenas in host memory: the cache's own, or the CPU for an NPU, because NPU
+    kernels cannot access host memory.
+    """
     return "cpu" if device.startswith("ascend") else device
 
 
@@ -56,7 +57,7 @@ def block_size_of(layer: Layer) -> int:
 
 
 def foreign_cache(vllm_config: VllmConfig, layers: list[str], kv_caches: dict[str, Layer]) -> tuple[ForeignCache, str]:
-    """Describes the caches of ``layers``, and returns the name of their layout."""
+    """Describes the caches of ``layers``. Also returns the name of their layout."""
     tensors = [kv_caches[name] for name in layers]
     device = device_of(tensors[0])
     modules = [vllm_config.compilation_config.static_forward_context[name] for name in layers]

@@ -1,4 +1,4 @@
-"""Orders of the scheduler's side to the workers for a step, and their report."""
+"""The scheduler side's orders to the workers for one step, and the workers' report."""
 
 from __future__ import annotations
 
@@ -8,32 +8,33 @@ from dataclasses import dataclass
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 Run = tuple[list[int], int, int]
-"""Tokens in blocks: the blocks in order, the first token, counted from the beginning of the first block, and
-the number of tokens. Tokens in a negative block are not written."""
+"""A run of tokens in blocks: the block IDs in order, the first token's offset from the start of the first
+block, and the number of tokens. Tokens in a negative block are not written.
+"""
 
 
 def run_of(block_ids: Sequence[int], block_size: int, first: int, count: int) -> Run:
-    """Returns tokens ``first`` to ``first + count`` of ``block_ids``, with the blocks that hold them and no
-    others."""
+    """Returns tokens ``first`` to ``first + count`` of ``block_ids``, with only the blocks that hold them."""
     start = first // block_size
     return list(block_ids[start : -(-(first + count) // block_size)]), first - start * block_size, count
 
 
 @dataclass
 class Again:
-    """Tokens of chunks that the model recomputes."""
+    """Chunk tokens for the model to recompute."""
 
     tokens: list[int]
     """The prompt, up to the end of the request's blocks."""
     table: list[int]
     """The request's blocks."""
     runs: list[tuple[int, int]]
-    """The first token and the end of each run to recompute; with ``chosen``, the runs among which the
-    question chooses."""
+    """The start and end of each run to recompute or, with ``chosen``, of each run that the question chooses
+    from.
+    """
     first: int
     """The first token that vLLM's own cache does not have. The tokens before it need no work."""
     chosen: int | None
-    """The number of tokens that the question chooses."""
+    """The number of tokens for the question to choose."""
     question_start: int
     key: bytes
     """Identifies the prompt and everything else that decides the question's choice."""
@@ -45,9 +46,9 @@ class Load:
 
     request_id: str
     rows: list[tuple[Run, Run, int]]
-    """Rows in the arena, rows in the request's blocks, and the distance that keys are rotated by."""
+    """Rows in the arena, rows in the request's blocks, and the distance to rotate keys by."""
     block_ids: list[int]
-    """The blocks that are written, to be reported if the copy fails."""
+    """The blocks that are written. They are reported if the copy fails."""
     at_once: bool = False
     """True if the request runs in this step, after the copy."""
     again: Again | None = None
@@ -58,28 +59,29 @@ class Load:
 
 @dataclass
 class Save:
-    """Rows that a worker copies from the blocks of an encode, or of an ordinary request, into host memory."""
+    """Rows that a worker copies into host memory, from the blocks of an encode or of an ordinary request."""
 
     name: str
-    """The encode, or the block that is saved."""
+    """The encode or the block to save."""
     rows: list[tuple[Run, Run]]
     """Rows in host memory, and the rows in vLLM's blocks."""
     of_prefix: bool = False
 
 
 class Orders(KVConnectorMetadata):
-    """Orders for a step."""
+    """Orders for one step."""
 
     def __init__(self, loads: list[Load], saves: list[Save], *, is_idle: bool) -> None:
         self.loads = loads
         self.saves = saves
         self.is_idle = is_idle
-        """True if the step computes nothing, so that the workers may wait for copies."""
+        """True if the step computes nothing, in which case the workers may wait for copies."""
 
 
 class Report(KVConnectorWorkerMetadata):
-    """The report of a step: the names of saved rows with the number of workers that saved them, the names of
-    rows that could not be saved, and the requests whose rows could not be loaded."""
+    """A step's report: saved rows by name, each with the number of workers that saved it; rows that could not
+    be saved; and requests whose rows could not be loaded.
+    """
 
     def __init__(self, saved: dict[str, int], not_saved: set[str], not_loaded: set[str]) -> None:
         self.saved = saved

@@ -1,4 +1,4 @@
-"""The tier for ordinary prompts: blocks in host memory that are found after vLLM has freed its own.
+"""The tier for ordinary prompts: blocks in host memory, which are still found after vLLM has freed its own.
 
 ```text
   a step fills blocks of a request ── known? ── no ──► saved at the end of the step ──► registered under their keys
@@ -6,7 +6,7 @@
 ```
 
 A block's key covers every token before it, the model, an adapter and the client's salt. Requests with chunks
-neither save nor find blocks here: their bytes come from another attention.
+neither save nor find blocks here, because their attention, and so their bytes, differ.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SAVE = "kvcache-prefix-"
 
 
 class NoPrefixes:
-    """The tier of a host without memory for prefixes: nothing is saved or found."""
+    """The tier of a host that has no memory for prefixes. It saves and finds nothing."""
 
     def matched(self, tracked: Tracked, num_computed: int) -> tuple[int, bool]:
         return 0, False
@@ -50,7 +50,7 @@ class NoPrefixes:
 
 
 class Prefixes:
-    """The blocks in host memory: the requests that find them, and the blocks that are saved."""
+    """The blocks in host memory: the requests that find them, and the blocks being saved."""
 
     def __init__(self, shape: Geometry, settings: Settings, roots: Roots, host: Any) -> None:
         self.pool = BlockPool(shape.prefix_blocks, policy=settings.cache_policy)
@@ -76,13 +76,13 @@ class Prefixes:
         return state.keys[:wanted]
 
     def matched(self, tracked: Tracked, num_computed: int) -> tuple[int, bool]:
-        """Holds the blocks that follow the ``num_computed`` tokens of vLLM's own, and returns the answer to
+        """Holds the blocks after the first ``num_computed`` tokens, which vLLM has. Returns the answer to
         vLLM."""
         if not tracked.is_plain():
             return 0, False
         request, state = tracked.request, self._state(tracked)
         state.release()
-        # After a preemption, the tier may have evicted blocks of the request since it offered them.
+        # After a preemption, the tier may have evicted blocks that it once got from the request.
         state.offered = 0
         if state.is_barred:
             return 0, False
@@ -95,18 +95,19 @@ class Prefixes:
         return len(found) * self.block_size, True
 
     def load(self, tracked: Tracked, block_ids: list[int], count: int) -> Load:
-        """Returns the ``count`` tokens that were found."""
+        """Returns the rows of the ``count`` tokens that were found."""
         state, size = tracked.prefix, self.block_size
         first, found = state.first_found, state.found.ids
         self.tokens_found += len(found) * size
-        # Block 0 stands for one that vLLM has freed because a window has passed it.
+        # Block 0 stands for a block that vLLM freed because a window has passed it.
         target = run_of([block or -1 for block in block_ids], size, first, count)
         written = block_ids[first // size : (first + count) // size]
         return Load(tracked.request.request_id, [((found, 0, len(found) * size), target, 0)], written, of_prefix=True)
 
     def saves(self, tracked: Tracked, count: int) -> list[Saving]:
-        """Returns the blocks that the tier lacks and that are full after this step, which computes ``count``
-        tokens."""
+        """Returns the blocks that the tier lacks and that this step, which computes ``count`` tokens,
+        fills.
+        """
         request = tracked.request
         if not tracked.is_plain():
             return []
@@ -126,7 +127,7 @@ class Prefixes:
         return kept
 
     def new_blocks(self, tracked: Tracked, tokens: int) -> list[BlockSaving]:
-        """Reserves memory for full blocks among the first ``tokens`` tokens of a request that the tier lacks.
+        """Reserves memory for the full blocks of a request's first ``tokens`` tokens that the tier lacks.
         """
         request, state = tracked.request, self._state(tracked)
         tokens = min(tokens, request.num_tokens)
@@ -139,7 +140,7 @@ class Prefixes:
                 try:
                     room = self.pool.allocate(1)
                 except KvCacheError:
-                    # All memory is held or being filled. Later blocks are not found without this one, so that
+                    # All memory is held or being filled. Later blocks cannot be found without this one, so
                     # the next step offers it again.
                     break
                 parent = keys[index - 1] if index else None
@@ -162,17 +163,17 @@ class Prefixes:
         saving.blocks.release()
 
     def bar(self, tracked: Tracked) -> None:
-        """Keeps a request from the tier: its blocks could not be copied in."""
+        """Bars a request from the tier, because its blocks could not be copied in."""
         self._state(tracked).is_barred = True
 
     def reset(self) -> None:
-        """Forgets every block that is not held, and the blocks on their way."""
+        """Forgets every block that is not held, and the blocks still being saved."""
         self.pool.clear_cached()
         for saving in self.saving.values():
             saving.is_forgotten = True
 
     def counts(self) -> tuple[dict[str, int], dict[str, float]]:
-        """Returns the counters and the gauges of the tier."""
+        """Returns the tier's counters and gauges."""
         counts = self.pool.counts()
         totals = {
             "prefix_tokens_found": self.tokens_found,

@@ -3,16 +3,15 @@
 A request names its parts in ``kv_transfer_params``, in Python as
 ``SamplingParams(extra_args={"kv_transfer_params": …})`` and over HTTP in the body:
 
-- ``chunk_lengths``: the number of tokens of the system prompt, then of each chunk. What follows is the
-  question.
-- ``chunk_separator``: instead, the ids of the tokens that end the system prompt and each chunk. They belong
-  to the part that they end.
+- ``chunk_lengths``: the number of tokens of the system prompt, then of each chunk. The rest is the question.
+- ``chunk_separator``: instead, the IDs of the tokens that end the system prompt and each chunk. They are part
+  of the text that they end.
 - ``chunk_mode``: the tokens that a chunk sees while it is computed: ``"alone"`` (only its own, the default),
   ``"with-system"`` (also the system prompt) or ``"sink:K"`` (also the first K tokens of the system prompt).
 - ``chunk_recompute``: the tokens of chunks that are recomputed with everything before them in sight:
   ``"none"`` (the default), ``"link:K"`` (the first K of each chunk) or ``"question:R"`` (the share R of all
   chunk tokens, the ones that the question attends to most). The first chunk is not recomputed if it saw the
-  system prompt: it has seen everything before it already.
+  system prompt: it has already seen everything before it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NAMES = ("chunk_lengths", "chunk_separator", "chunk_mode", "chunk_recompute")
 
 
 class ChunkRequestError(ValueError):
-    """A request whose parts are missing or do not add up."""
+    """A request whose parts are missing or inconsistent."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class ChunkPlan:
         return min(int(self.mode.split(":")[1]), self.system.tokens)
 
     def apart(self) -> tuple[Part, ...]:
-        """Returns the chunks that were computed without seeing everything before them."""
+        """Returns the chunks that did not see everything before them when they were computed."""
         return self.chunks if self.mode != "with-system" else self.chunks[1:]
 
     def linked(self) -> list[Part]:
@@ -76,12 +75,13 @@ class ChunkPlan:
         return [run for run in runs if run.tokens > 0]
 
     def chosen_tokens(self) -> int:
-        """Returns the number of tokens that ``question:R`` recomputes: the share R of all chunk tokens, at
-        most all of ``apart``."""
+        """Returns the number of tokens that ``question:R`` recomputes: the share R of all chunk tokens, but
+        at most the tokens of ``apart``.
+        """
         if not self.recompute.startswith("question:"):
             return 0
         among, everything = (sum(part.tokens for part in parts) for parts in (self.apart(), self.chunks))
-        # A product such as 0.15 * 20 is a hair above 3.
+        # A product such as 0.15 * 20 is slightly above 3.
         return min(among, math.ceil(float(self.recompute.split(":")[1]) * everything - 1e-9))
 
 
@@ -121,7 +121,7 @@ def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan |
 
 
 def _cut(prompt: Sequence[int], separator: Any) -> list[int]:
-    """Returns the length of each part that a separator ends."""
+    """Returns the length of each part that ends with the separator."""
     if not (isinstance(separator, (list, tuple)) and separator and all(type(t) is int for t in separator)):
         raise ChunkRequestError("chunk_separator must be a list of token ids")
     ends, width, at = [], len(separator), 0
@@ -178,7 +178,7 @@ class ChunkPrompt:
         return cls(tokens, params)
 
     def sampling_params(self, **settings: Any) -> Any:
-        """Returns vLLM's ``SamplingParams`` with these settings and the names of the chunks."""
+        """Returns vLLM's ``SamplingParams`` with these settings and the parameters that name the chunks."""
         from vllm import SamplingParams
 
         extra = dict(settings.pop("extra_args", None) or {})

@@ -5,9 +5,9 @@ looks like a request that has computed everything before the run. Keys and value
 own blocks.
 
 The question chooses tokens by its own attention: it is computed once over the unchanged keys, and its softmax
-weights are summed for each token over rows, heads, and all layers but the first third. Choices are kept: a
-request that finds some of its blocks in the host's own cache (because it was asked before, or preempted) must
-complete them by the choice that made them.
+weights are summed for each token over rows, heads, and all layers but the first third. Choices are kept. A
+request may find some of its blocks in the host's own cache, because it was asked before or preempted. It must
+then complete them with the choice that they were made with.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from .orders import Again
 
 
-# The most questions whose choices are kept.
+# The maximum number of questions whose choices are kept.
 CHOICES = 256
 
 
 class Recomputer:
-    """The model of a worker, for tokens that are recomputed."""
+    """A worker's model, which recomputes tokens."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Recomputer:
         self.choices: OrderedDict[bytes, list[tuple[int, int]]] = OrderedDict()
 
     def run(self, again: Again) -> None:
-        """Recomputes the runs of an order, or the tokens among them that the question chooses."""
+        """Recomputes an order's runs, or the tokens in them that the question chooses."""
         runs = again.runs if again.chosen is None else self.kept_choice(again)
         runs = [(max(start, again.first), end) for start, end in runs if end > again.first]
         if runs:
@@ -61,7 +61,7 @@ class Recomputer:
 
     # Decision: docs/decisions/vllm.md#tokens-are-computed-again-as-if-they-were-requests
     def forward(self, tokens: list[int], table: list[int], runs: list[tuple[int, int]]) -> None:
-        """Runs the model over the tokens of ``runs``, which are pairs of a first token and an end."""
+        """Runs the model over the tokens of ``runs``, given as pairs of start and end."""
         device, size = self.runner.device, self.block_size
 
         def ints(values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -103,8 +103,10 @@ class Recomputer:
 
     # Decision: docs/decisions/vllm.md#what-a-question-chose-is-kept-by-the-workers
     def kept_choice(self, again: Again) -> list[tuple[int, int]]:
-        """Returns the runs that the question chose when its blocks were computed, or else chooses now."""
-        # All ranks see the same requests in the same order, so that all forget the same choices.
+        """Returns the runs that the question chose when its blocks were computed. If it has not, chooses
+        now.
+        """
+        # All ranks see the same requests in the same order, so they all forget the same choices.
         chosen = self.choices.pop(again.key, None)
         self.choices[again.key] = self.chosen(again) if chosen is None else chosen
         if len(self.choices) > CHOICES:
@@ -129,7 +131,7 @@ class Recomputer:
         return runs
 
     def weights(self, again: Again) -> torch.Tensor:
-        """Computes the question over the unchanged keys, and returns its attention to each token before it.
+        """Computes the question over the unchanged keys. Returns its attention to each token before it.
         """
         start, end = again.question_start, len(again.tokens)
         context = self.config.compilation_config.static_forward_context

@@ -1,4 +1,4 @@
-"""The state of vLLM's requests on the scheduler's side: one entry for each request, in one table."""
+"""The state of vLLM's requests on the scheduler's side, in one table with an entry per request."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 class Saver(Protocol):
-    """The owner of host memory that the workers fill."""
+    """An owner of host memory that the workers fill."""
 
     def stored(self, saving: Saving) -> None:
-        """Takes note that all workers have saved the rows."""
+        """Called when all workers have saved the rows."""
 
     def lost(self, saving: Saving) -> None:
-        """Frees the memory of rows that a worker could not save."""
+        """Called when a worker could not save the rows. Frees their memory."""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Saving:
     name: str
     owner: Saver
     order: Save | None = field(default=None, kw_only=True)
-    """The order to the workers, once it is given."""
+    """The order to the workers, once it has been given."""
     saved_by: int = field(default=0, kw_only=True)
     """The number of workers that have saved the rows."""
 
@@ -45,7 +45,7 @@ class Encode(Saving):
     """The number of tokens before the part in that request."""
     prompt_tokens: int
     pieces: list[tuple[int, ChunkReservation]]
-    """The missing pieces: the first token in the part, and the memory."""
+    """The missing pieces, each with its first token in the part and its memory."""
     is_over: bool = False
     """True once the pieces are stored, or given up."""
 
@@ -74,7 +74,7 @@ class ChunkState:
     holds: dict[int, list[PieceHold]] = field(default_factory=dict)
     """The pieces of each part, once all of them are stored."""
     waiters: dict[int, list[Encode | ChunkWaiter]] = field(default_factory=dict)
-    """Work that a part waits for: encodes of this connector, and work of other requests."""
+    """Work that a part waits for: this connector's encodes, and other requests' work."""
     reused: int = 0
     computed: int = 0
 
@@ -82,7 +82,7 @@ class ChunkState:
         return [self.plan.system, *self.plan.chunks]
 
     def is_held(self) -> bool:
-        """Tells whether all parts are held."""
+        """Returns true if all parts are held."""
         return len(self.holds) > len(self.plan.chunks)
 
     def pieces(self) -> Iterator[tuple[int, PieceHold]]:
@@ -103,19 +103,19 @@ class ChunkState:
 
 @dataclass
 class PrefixState:
-    """The blocks of an ordinary request, as the tier for prefixes sees them."""
+    """The blocks of an ordinary request, for the prefix tier."""
 
     root: bytes
     keys: list[bytes] = field(default_factory=list)
     """The keys of the first full blocks; computed when needed."""
     offered: int = 0
-    """The number of blocks that are in the tier, or on their way to it."""
+    """The number of blocks that are in the tier or on their way to it."""
     first_found: int = 0
     """The first token that was found."""
     found: SharedBlocks | None = None
     """The blocks that were found, until they are copied."""
     is_barred: bool = False
-    """True for a request whose blocks could not be copied in: it is computed."""
+    """True if the request's blocks could not be copied in, so it is computed instead."""
 
     def release(self) -> None:
         if self.found is not None:
@@ -125,24 +125,24 @@ class PrefixState:
 
 @dataclass(eq=False)
 class Tracked:
-    """A request of vLLM."""
+    """One of vLLM's requests."""
 
     request: Request
     chunks: ChunkState | None = None
     encode: Encode | None = None
     """The part that the request computes, if the connector has added it."""
     refused: str | None = None
-    """The reason why the request is answered without its chunks."""
+    """Why the request is answered without its chunks."""
     is_mixed: bool = False
-    """True if vLLM computes the rest of a prompt after chunks: the blocks are good for no other request."""
+    """True if vLLM computes the rest of a prompt after chunks. Other requests cannot use such blocks."""
     prefix: PrefixState | None = None
     is_receiving: bool = False
     """True while rows are copied in, in parallel with steps."""
     has_ended: bool = False
-    """True if the request ended while it was receiving: its rows are held until the copy ends."""
+    """True if the request ended while receiving. Its rows are then held until the copy ends."""
 
     def is_plain(self) -> bool:
-        """Tells whether the bytes of the request's blocks follow from its tokens alone, under ordinary
+        """Returns true if the bytes of the request's blocks depend on its tokens alone, under ordinary
         attention."""
         request = self.request
         of_tokens = request.prompt_token_ids is not None and request.prompt_embeds is None

@@ -1,4 +1,4 @@
-"""The scheduler's side of the connector: one table of requests, over the chunk cache and the tier for
+"""The scheduler's side of the connector: one table of requests on top of the chunk cache and the tier for
 ordinary prompts."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ChunkScheduler:
         self.ranks = vllm_config.parallel_config.tensor_parallel_size
         self.requests: dict[str, Tracked] = {}
         self.saving: dict[str, Saving] = {}
-        """Rows that the workers were told to save, by their names."""
+        """Rows that the workers were told to save, by name."""
         self.loads: list[Load] = []
         self.counting = Counting()
         roots = Roots(vllm_config, shape)
@@ -45,8 +45,7 @@ class ChunkScheduler:
         self.chunks.begin(tracked)
 
     def matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
-        """Returns the number of tokens after the first ``num_computed`` that are loaded, and whether in
-        parallel with steps."""
+        """Returns how many tokens after the first ``num_computed`` to load, and if in parallel with steps."""
         tracked = self.requests[request.request_id]
         answer = self.chunks.matched(tracked, num_computed)
         return self.prefixes.matched(tracked, num_computed) if answer is None else answer
@@ -64,7 +63,7 @@ class ChunkScheduler:
         self.loads.append(load)
 
     def orders(self, output: SchedulerOutput) -> tuple[list[Load], list[Save]]:
-        """Returns the copies of the workers in this step."""
+        """Returns the workers' orders for this step."""
         self.chunks.submit()
         loads, self.loads = self.loads, []
         saves = []
@@ -79,7 +78,7 @@ class ChunkScheduler:
     # The workers report.
 
     def saved(self, counts: dict[str, int]) -> None:
-        """Takes note of the number of workers that have saved rows, by the names of the rows."""
+        """Records how many workers have saved each of the named rows."""
         for name, count in counts.items():
             saving = self.saving.get(name)
             if saving is None:
@@ -90,14 +89,14 @@ class ChunkScheduler:
                 saving.owner.stored(saving)
 
     def not_saved(self, names: set[str]) -> None:
-        """Gives up rows that a worker could not save."""
+        """Drops rows that a worker could not save."""
         for name in names:
             saving = self.saving.pop(name, None)
             if saving is not None:
                 saving.owner.lost(saving)
 
     def not_loaded(self, names: set[str]) -> None:
-        """Lets requests go on whose rows could not be copied in: vLLM computes them."""
+        """Lets vLLM compute the requests whose rows could not be copied in."""
         for name in names:
             tracked = self.requests.get(name)
             if tracked is None or tracked.has_ended:
@@ -105,14 +104,14 @@ class ChunkScheduler:
             if tracked.chunks is None:
                 self.prefixes.bar(tracked)
                 continue
-            # vLLM knows the blocks by the salt of chunks, and computes something else into them.
+            # vLLM has cached the blocks under the chunks' salt, and is about to write something else to them.
             (block_ids,) = self.host.kv_cache_manager.get_block_ids(name)
             self.host.kv_cache_manager.evict_blocks(set(block_ids))
             reason = "the chunks could not be copied: see the log of the worker"
             self.chunks.go_without(tracked, reason, after_chunks=True)
 
     def received(self, names: set[str]) -> None:
-        """Takes note of loads that have ended."""
+        """Records the loads that have ended."""
         for name in names:
             tracked = self.requests.get(name)
             if tracked is None:
@@ -125,12 +124,12 @@ class ChunkScheduler:
     # A request ends.
 
     def finished(self, request: Request) -> dict[str, Any] | None:
-        """Ends a request, and returns what its answer says about chunks."""
+        """Ends a request. Returns the information about chunks for its answer."""
         tracked = self.requests[request.request_id]
         if tracked.encode is not None:
             del self.requests[request.request_id]
             if tracked.encode.order is None:
-                # It was aborted: requests that wait for it ask again.
+                # It was aborted, so requests that wait for it ask again.
                 self.chunks.abandon(tracked.encode)
             return None
         tracked.has_ended = True
@@ -147,7 +146,7 @@ class ChunkScheduler:
         del self.requests[tracked.request.request_id]
 
     def reset(self) -> bool:
-        """Forgets everything that is not held, and returns whether nothing was held."""
+        """Forgets everything that is not held. Returns true if nothing was held."""
         self.chunks.cache.clear_cache()
         self.prefixes.reset()
         running = (tracked for tracked in self.requests.values() if not tracked.has_ended)
@@ -160,6 +159,6 @@ class ChunkScheduler:
 
 
 def _release_found(tracked: Tracked) -> None:
-    """Ends the hold on blocks that an ordinary request has found."""
+    """Releases the blocks that an ordinary request has found."""
     if tracked.prefix is not None:
         tracked.prefix.release()

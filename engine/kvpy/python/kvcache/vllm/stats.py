@@ -1,7 +1,7 @@
-"""Counts of the connector for vLLM's log and its Prometheus endpoint.
+"""The connector's counts, for vLLM's log and its Prometheus endpoint.
 
-vLLM itself counts the tokens that come from the connector (``vllm:external_prefix_cache_hits`` and others).
-The other counts are here.
+vLLM itself counts the tokens that the connector supplies (``vllm:external_prefix_cache_hits`` and others).
+All other counts are here.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Counting:
         self.before: dict[str, int] = {}
 
     def report(self, totals: dict[str, int], gauges: dict[str, float]) -> ChunkStats | None:
-        """Returns the counts since the last report; None if all are 0."""
+        """Returns the counts since the last report; None if all of them are 0."""
         since = {name: total - self.before.get(name, 0) for name, total in totals.items()}
         if not any(since.values()):
             return None

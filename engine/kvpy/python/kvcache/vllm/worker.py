@@ -1,4 +1,4 @@
-"""The workers' side: the arena of a rank, and the copies between the arena and vLLM's blocks."""
+"""The workers' side: a rank's arena, and the copies between the arena and vLLM's blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = init_logger("vllm.kvcache")
 
 
 class ChunkWorker:
-    """Carries out the orders of a rank, and reports."""
+    """Carries out a rank's orders and reports on them."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: Geometry) -> None:
         self.config = vllm_config
@@ -44,7 +44,7 @@ class ChunkWorker:
         self.threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvcache-load")
         self.loading: dict[str, Future[None]] = {}
         self.failed: set[int] = set()
-        """Blocks of requests that run in this step."""
+        """Blocks of requests that run in this step and could not be loaded."""
         self.not_received: set[str] = set()
         self.is_idle = False
         self.just_saved: list[str] = []
@@ -86,11 +86,11 @@ class ChunkWorker:
 
     # Decision: docs/decisions/vllm.md#reuse-loads-during-a-step-recomputation-inside-it
     def start_loads(self, loads: list[Any], is_idle: bool) -> None:
-        """Copies the rows of requests that run in this step, and starts the other copies."""
+        """Copies the rows of requests that run in this step, and starts all other copies."""
         self.is_idle = is_idle
         if not loads:
             return
-        # A step that still runs may write blocks that a request has freed since.
+        # A step that is still running may write to blocks that a request has freed since.
         event = self._event()
         for load in loads:
             if load.at_once:
@@ -100,8 +100,9 @@ class ChunkWorker:
                 self.loading[load.request_id] = self.threads.submit(self._load_in_parallel, event, load)
 
     def _event(self) -> Any:
-        """Returns an event after everything that the model has enqueued on a device; None on a CPU, where the
-        work is done."""
+        """Returns an event after all work that the model has enqueued on a device; None on a CPU, where it is
+        done.
+        """
         if self.place.type == "cpu":
             return None
         import torch
@@ -127,7 +128,8 @@ class ChunkWorker:
         except Exception as error:
             failure = error
         try:
-            # Also after a copy that failed: all ranks run the model in the same step. vLLM drops the rows.
+            # Also after a failed copy, because all ranks must run the model in the same step. vLLM drops the
+            # rows.
             if load.again is not None:
                 self.recomputer.run(load.again)
         except Exception as error:
@@ -141,9 +143,9 @@ class ChunkWorker:
         self.not_loaded.add(request_id)
 
     def save(self, saves: list[Any]) -> None:
-        """Copies rows to host memory, after the step that has computed them."""
+        """Copies rows to host memory, after the step that computed them."""
         if saves:
-            # Rows are copied on another stream than the model's, which has to be done.
+            # Rows are copied on a different stream, so the model's stream has to be done.
             self._wait(self._event())
         for save in saves:
             arena = self.prefixes if save.of_prefix else self.arena
@@ -156,11 +158,11 @@ class ChunkWorker:
                 self.not_saved.add(save.name)
 
     def loaded(self) -> set[str] | None:
-        """Returns the requests whose asynchronous loads have ended, with success or not; None if there are
+        """Returns the requests whose asynchronous loads have ended, successfully or not; None if there are
         none."""
         done = {name for name, future in self.loading.items() if future.done()}
         if not done and self.loading and self.is_idle:
-            # No request runs: wait here instead of in empty steps.
+            # No request runs, so wait here instead of in empty steps.
             next(iter(self.loading.values())).exception()
             done = {name for name, future in self.loading.items() if future.done()}
         for name in done:
@@ -183,8 +185,9 @@ class ChunkWorker:
         return failed
 
     def report(self) -> tuple[list[str], set[str], set[str]]:
-        """Returns the names of saved rows, the names of rows that could not be saved, and the requests whose
-        rows could not be loaded, since the last call."""
+        """Returns the rows that were saved, the rows that could not be saved and the requests that could not
+        be loaded, all since the last call.
+        """
         said = self.just_saved, self.not_saved, self.not_loaded
         self.just_saved, self.not_saved, self.not_loaded = [], set(), set()
         return said

@@ -1,7 +1,6 @@
-"""The names that the connector imports from vLLM, for tests without vLLM: data holders without behaviour.
+"""The names that the connector imports from vLLM, for tests without vLLM. They hold data and do nothing.
 
-The calls of vLLM were recorded from a real one: see ``golden_calls.py`` and ``replay.py`` in the parent
-folder.
+vLLM's calls were recorded from a real one: see ``golden_calls.py`` and ``replay.py`` in the parent folder.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""The gate of a model: are chunks exact inside vLLM, and are questions answered as well as without chunks?
+"""The gate of a model: checks that chunks are exact inside vLLM, and that questions are answered as well as
+without chunks.
 
 ```text
   questions ──► chat ──► check ──► verdict       notes and questions as prompts in parts, with every setting

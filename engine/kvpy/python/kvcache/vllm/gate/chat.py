@@ -10,8 +10,8 @@ from typing import Any
 from ..prompt import ChunkPrompt
 from .questions import NoteQuestion
 
-# Ends the system prompt and each note. It belongs to the part that it ends, so that a note has the same
-# tokens at every place.
+# Ends the system prompt and each note. It counts as part of the text that it ends, so a note has the same
+# tokens wherever it is.
 BORDER = "\n\n"
 MARK = "<the message>"
 
@@ -45,13 +45,14 @@ class Chat:
 
 
 def frame(tokenizer: Any) -> tuple[str, str]:
-    """Returns the text before and after a user's message. Raises ``ValueError`` for a template that does not
-    contain the message once."""
+    """Returns the template's text before and after a user's message. Raises ``ValueError`` for a template
+    that does not contain the message once.
+    """
     if not getattr(tokenizer, "chat_template", None):
         begins = tokenizer.encode("a")[:1] == [tokenizer.bos_token_id]
         return (tokenizer.bos_token if begins else ""), "\nAnswer:"
     message = [{"role": "user", "content": MARK}]
-    # Models that think before they answer are told not to.
+    # Turn off thinking for models that think before they answer.
     text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     before, found, after = text.partition(MARK)
     if not found or MARK in after:

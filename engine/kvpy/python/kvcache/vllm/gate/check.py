@@ -1,5 +1,6 @@
-"""The gate of a model: checks that chunks are exact inside vLLM and all found, and asks questions with and
-without them."""
+"""The gate of a model: checks that chunks are exact inside vLLM and that all are found, and asks questions
+with and without them.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ from .questions import NoteQuestion, note_questions
 from .verdict import ORDINARY, Finding, Row
 
 MODES = ("alone", "with-system")
-# The number of prompts, and of tokens of each answer, whose exactness is checked.
+# The number of prompts to check for exactness, and the number of tokens in each answer.
 SAMPLES, COUNT = 2, 12
 MAX_LEN = 4096
-# The most tokens of an answer: enough for a sentence with the fact.
+# The maximum number of tokens in an answer: enough for a sentence with the fact.
 ANSWER = 32
 
 Progress = Callable[[str], None]
 
 
 class CheckError(RuntimeError):
-    """A reason why a model cannot be checked, with a remedy."""
+    """The model cannot be checked. The message gives the reason and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,15 @@ class Options:
     seed: int = 1
     dtype: str = "float32"
     max_len: int | None = None
-    """The most tokens of a prompt with its answer; by default ``MAX_LEN``, or the model's positions if they
-    are fewer."""
+    """The maximum number of tokens in a prompt and its answer together; by default ``MAX_LEN``, or the
+    model's positions if they are fewer.
+    """
     host_memory: str = "1GiB"
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The answers of transformers to a question, in each mode and with ordinary attention."""
+    """The answers that transformers gives to a question, in each mode and with ordinary attention."""
 
     question: NoteQuestion
     chunks: dict[str, Answer]
@@ -64,8 +66,8 @@ class Expected:
 def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row]]:
     """Checks a model. The rows are empty if reuse is not exact.
 
-    Raises ``CheckError``, ``UnsupportedHostError`` for a model that the connector refuses, and the errors of
-    vLLM.
+    Raises ``CheckError``, ``UnsupportedHostError`` for a model that the connector refuses, and vLLM's own
+    errors.
     """
     config = AutoConfig.from_pretrained(options.model).get_text_config()
     try:
@@ -75,12 +77,12 @@ def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row
     chat = Chat(tokenizer)
     asked = note_questions(options.seed, options.questions, options.notes)
     options = replace(options, max_len=_max_len(options, config, chat, asked))
-    # Check this before loading: transformers runs models that the connector refuses.
+    # Check this before loading: transformers runs models that the connector rejects.
     ropes_of(config, options.max_len)
     progress("transformers computes the reference answers")
     expected = references(options.model, chat, asked[:SAMPLES])
     progress("vLLM starts")
-    # Exactness is checked in f32, also if questions are answered in another type.
+    # Exactness is checked in f32, even if questions are answered in another type.
     with started(options, config, "float32") as engine:
         progress("exactness")
         findings = exactness(engine, chat, expected)
@@ -107,7 +109,7 @@ def _max_len(options: Options, config: Any, chat: Chat, asked: Sequence[NoteQues
 
 @contextmanager
 def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
-    """Runs vLLM for the time of a block. Raises ``CheckError`` if vLLM itself refuses the model."""
+    """Runs vLLM for the duration of a block. Raises ``CheckError`` if vLLM itself refuses the model."""
     try:
         engine = LocalEngine(options.model, config, dtype=dtype, max_len=options.max_len, host_memory=options.host_memory)
     except UnsupportedHostError:
@@ -121,7 +123,7 @@ def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
 
 
 def references(model: str, chat: Chat, asked: Sequence[NoteQuestion]) -> list[Expected]:
-    """Computes answers with transformers, and frees its model."""
+    """Computes answers with transformers, then frees its model."""
     loaded, of = reference.load(model), {"alone": reference.alone, "with-system": reference.with_system}
     out = []
     for question in asked:
@@ -147,7 +149,7 @@ def _order(question: NoteQuestion) -> list[int]:
 
 
 def seen_before(engine: LocalEngine, chat: Chat, question: NoteQuestion, mode: str) -> None:
-    """Caches the notes of a question in another order than that of the question's prompt."""
+    """Caches a question's notes, in a different order from the question's prompt."""
     order = _order(question)
     prompt = chat.prompt(question, order[1:] + order[:1], mode)
     out = engine.ask(prompt.token_ids, prompt.kv_transfer_params, 1)
@@ -156,7 +158,7 @@ def seen_before(engine: LocalEngine, chat: Chat, question: NoteQuestion, mode: s
 
 
 def exactness(engine: LocalEngine, chat: Chat, expected: Sequence[Expected]) -> list[Finding]:
-    """Compares answers with the ones of transformers, and counts the tokens that were found."""
+    """Compares answers with transformers' answers, and counts the tokens that were found in the cache."""
     findings = []
     for mode in MODES:
         compared, apart, found, faults, missed = 0, 0.0, 0, [], []
@@ -208,12 +210,13 @@ def answers(
                 raise CheckError("the notes of a question do not fit into the memory for chunks: raise --host-memory")
             if full is None:
                 full = out.first
-                # After the ordinary request, which must not find anything of chunks in vLLM's own cache.
+                # After the ordinary request, which must find no chunk data in vLLM's own cache.
                 seen_before(engine, chat, question, options.mode)
             row.divergences.append(divergence(full, out.first))
             row.seconds.append(out.seconds)
             again.append((row, (prompt.token_ids, params)))
-        # Ask for the full answers together: vLLM's own cache now has each setting's version of the prompt.
+        # Ask for the full answers in one batch: vLLM's own cache now has each setting's version of the
+        # prompt.
         texts = engine.texts([request for _, request in again], ANSWER, stop)
         for (row, _), tokens in zip(again, texts):
             row.right.append(question.is_right(chat.decode(tokens)))

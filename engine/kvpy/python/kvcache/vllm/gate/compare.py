@@ -1,4 +1,4 @@
-"""Compares the answers of two computations of one model, token by token."""
+"""Compares the answers that two computations of one model give, token by token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ between two tokens that rounding can reverse."""
 
 @dataclass(frozen=True)
 class Answer:
-    """Greedy tokens and their log-probabilities and, for a reference, the margin of each over the second
-    likeliest token."""
+    """Greedy tokens with their log-probabilities and, for a reference, each token's margin over the
+    runner-up.
+    """
 
     tokens: list[int]
     logprobs: list[float]
@@ -37,8 +38,8 @@ class Comparison:
 def compare(got: Answer, reference: Answer) -> Comparison:
     """Compares an answer with a reference.
 
-    Rounding decides between tokens whose margin is at most ``CLOSE``. After such a near-tie the texts may
-    differ, so that the comparison ends there. An answer that differs from the reference at any other token is
+    Rounding may decide between tokens whose margin is at most ``CLOSE``. Answers may differ after such a
+    near-tie, so the comparison ends there. An answer that differs from the reference at any other token is
     wrong.
     """
     apart, compared = 0.0, 0

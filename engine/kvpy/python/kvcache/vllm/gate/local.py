@@ -1,4 +1,4 @@
-"""vLLM with the connector in this process, for checks and measurements of the time to first token."""
+"""Runs vLLM with the connector in this process, to check answers and measure the time to first token."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ HITS = "vllm:external_prefix_cache_hits"
 
 @dataclass(frozen=True)
 class Asked:
-    """The outcome of a request."""
+    """The outcome of one request."""
 
     answer: Answer
     seconds: float
     """The time to the first token."""
     first: torch.Tensor
-    """The log-probabilities of all tokens of the vocabulary at the first place of the answer."""
+    """The log-probabilities of all tokens in the vocabulary for the answer's first token."""
     cached_tokens: int
     params: dict[str, Any]
     """The counts of tokens reused and computed, or the reason why the request was answered without chunks."""
 
 
 def token_bytes(config: Any, dtype: str) -> int:
-    """Returns the bytes of a token's keys and values, from a configuration of transformers."""
+    """Returns the size of a token's keys and values in bytes, for a transformers configuration."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * dim * WIDTHS[dtype]
@@ -66,7 +66,7 @@ class LocalEngine:
     token."""
 
     def __init__(self, model: str, config: Any, *, dtype: str, max_len: int, host_memory: str | int) -> None:
-        """Starts vLLM with the model of a folder. Raises ``UnsupportedHostError`` if the connector refuses
+        """Starts vLLM with the model in a folder. Raises ``UnsupportedHostError`` if the connector refuses
         the model."""
         self.llm = LLM(
             model=model,
@@ -75,7 +75,7 @@ class LocalEngine:
             enforce_eager=True,
             block_size=BLOCK,
             max_model_len=max_len,
-            # A prompt is computed in one step, and a step ends before the next one begins.
+            # A prompt is computed in a single step, and a step ends before the next one begins.
             max_num_batched_tokens=max_len,
             async_scheduling=False,
             # Room for a prompt with its encodes, and for the blocks of a few earlier prompts.
@@ -128,7 +128,7 @@ class LocalEngine:
         return [list(out.outputs[0].token_ids) for out in outs]
 
     def hits(self) -> int:
-        """Returns the number of tokens that vLLM has counted as external hits."""
+        """Returns how many tokens vLLM has counted as external hits."""
         return sum(metric.value for metric in self.llm.get_metrics() if isinstance(metric, Counter) and metric.name == HITS)
 
     def close(self) -> None:
@@ -139,6 +139,6 @@ class LocalEngine:
 
 
 def divergence(reference: torch.Tensor, other: torch.Tensor) -> float:
-    """Returns the Kullback-Leibler divergence of a distribution from a reference, in nats. Both are given as
+    """Returns the Kullback-Leibler divergence of a distribution from a reference, in nats. Both are
     log-probabilities."""
     return float((reference.exp() * (reference - other)).sum())

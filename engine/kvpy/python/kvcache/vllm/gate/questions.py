@@ -1,4 +1,4 @@
-"""Questions about notes on invented firms. No model knows the firms, so that every answer comes from the
+"""Questions about notes on invented firms. No model has heard of the firms, so every answer comes from the
 notes.
 
 ``kvc tune`` asks the same questions. Equal seeds give equal questions.
@@ -17,7 +17,7 @@ __all__ = ["NoteQuestion", "note_questions", "prose"]
 
 
 def prose(seed: int) -> Iterator[str]:
-    """Yields notes without end. Each ends with an empty line."""
+    """Yields an endless stream of notes. Each ends with an empty line."""
     for number in itertools.count(1000 * seed):
         (question,) = note_questions(number, 1, MOST_NOTES)
         yield from (note + "\n\n" for note in question.notes)

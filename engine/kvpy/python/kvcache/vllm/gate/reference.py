@@ -1,8 +1,8 @@
-"""The reference for answers with reused chunks, computed by transformers in f32 on a CPU.
+"""The reference answers for reused chunks, computed by transformers in f32 on a CPU.
 
-``alone``: one pass in which a chunk sees only itself. ``with-system``: two phases. Each chunk is computed
-right after the system prompt, and its keys are moved to its place; then the question is computed over all of
-them.
+``alone``: one pass in which a chunk attends only to itself. ``with-system``: two phases. Each chunk is
+computed right after the system prompt, and its keys are moved to its place; then the question is computed
+over all of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def windowed(model, count: int) -> torch.Tensor:
 
 @torch.no_grad()
 def rest(model, cache: DynamicCache, start: int, tokens: list[int], mask: torch.Tensor):
-    """Runs tokens at the positions from ``start`` on over a cache, and returns their log-probabilities."""
+    """Runs tokens after a cache, at positions starting at ``start``. Returns their log-probabilities."""
     positions = torch.arange(start, start + len(tokens))[None]
     ids = torch.tensor([tokens])
     out = model(ids, past_key_values=cache, position_ids=positions, use_cache=True, attention_mask=mask)
@@ -54,7 +54,9 @@ def additive(mask: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def alone(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
-    """Returns greedy tokens and log-probabilities under the mask in which chunks see only themselves."""
+    """Returns greedy tokens and log-probabilities with a mask under which chunks attend only to
+    themselves.
+    """
     tokens = [t for part in parts for t in part] + question
     mask = visible([len(p) for p in parts], len(question), "alone") & windowed(model, len(tokens))
     cache = DynamicCache()
@@ -64,7 +66,7 @@ def alone(model, parts: list[list[int]], question: list[int], count: int) -> Ans
 
 @torch.no_grad()
 def plain(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
-    """Returns greedy tokens and log-probabilities of ordinary attention."""
+    """Returns greedy tokens and log-probabilities under ordinary attention."""
     tokens = [t for part in parts for t in part] + question
     cache = DynamicCache()
     logs = rest(model, cache, 0, tokens, additive(windowed(model, len(tokens))))
@@ -80,8 +82,9 @@ def first(model, parts: list[list[int]], question: list[int]) -> torch.Tensor:
 
 @torch.no_grad()
 def continued(model, cache, length: int, last: torch.Tensor, count: int) -> Answer:
-    """Returns greedy tokens after a prompt of ``length`` tokens in the cache, whose last token has the
-    log-probabilities ``last``."""
+    """Returns greedy tokens after a cached prompt of ``length`` tokens. ``last`` are its last
+    log-probabilities.
+    """
     tokens, logprobs, margins = [], [], []
     window = getattr(model.config, "sliding_window", None)
     for _ in range(count):
@@ -99,7 +102,7 @@ def continued(model, cache, length: int, last: torch.Tensor, count: int) -> Answ
 
 
 def moved(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotates keys. The elements that the model rotates come first; the others stay unchanged."""
+    """Rotates keys. The elements to rotate come first; the others stay unchanged."""
     width = cos.shape[-1]
     turning, still = keys[..., :width], keys[..., width:]
     turned = torch.cat([-turning[..., width // 2 :], turning[..., : width // 2]], -1)
@@ -108,7 +111,7 @@ def moved(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 @torch.no_grad()
 def with_system(model, parts: list[list[int]], question: list[int], count: int) -> Answer:
-    """Returns greedy tokens and log-probabilities of the computation in two phases."""
+    """Returns greedy tokens and log-probabilities of the two-phase computation."""
     system = parts[0]
     merged = DynamicCache()
     rest(model, merged, 0, system, additive(windowed(model, len(system))))

@@ -1,4 +1,6 @@
-"""The verdict on a model: the setting to use, by its right answers compared with ordinary attention's."""
+"""The verdict on a model: which setting to use, based on how many right answers it loses compared with
+ordinary attention.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class Finding:
 
 @dataclass
 class Row:
-    """The answers with one setting. The first row is that of ordinary attention, named ``ORDINARY``."""
+    """The answers with one setting. The first row is ordinary attention, named ``ORDINARY``."""
 
     recompute: str
     right: list[bool] = field(default_factory=list)
@@ -27,7 +29,7 @@ class Row:
     """The divergences of the first token's distribution from ordinary attention's, in nats."""
     seconds: list[float] = field(default_factory=list)
     refused: str | None = None
-    """The reason why the model cannot use this setting."""
+    """Why the model cannot use this setting."""
 
     def mean_seconds(self) -> float:
         return sum(self.seconds) / max(1, len(self.seconds))
@@ -41,7 +43,7 @@ ORDINARY = "ordinary attention"
 
 @dataclass(frozen=True)
 class Verdict:
-    """The setting to use, if one is fit, and a sentence for people."""
+    """The setting to use, if one is fit, and a sentence that explains it."""
 
     fit: bool
     recompute: str | None
@@ -50,16 +52,16 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest loss that passes, and the smallest share of right answers of ordinary attention for which a
-    loss is judged."""
+    """The maximum loss, and the minimum share of right answers that ordinary attention needs for a
+    verdict.
+    """
 
     loss: float = 0.02
     floor: float = 0.3
 
 
 def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: Limits) -> Verdict:
-    """Chooses the setting with the shortest time to first token among the ones whose loss of right answers is
-    within the limit."""
+    """Chooses the fastest setting to the first token whose loss of right answers is within the limit."""
     broken = [finding for finding in findings if finding.fault]
     if broken:
         return Verdict(False, None, f"Do not use chunks with this model: {broken[0].what}: {broken[0].fault}.")
@@ -74,7 +76,7 @@ def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: L
         )
     for row in sorted(ways, key=Row.mean_seconds):
         paired = Paired.of(ordinary.right, row.right)
-        # Rounded as printed, so that the verdict agrees with the table.
+        # Rounded as printed, so the verdict agrees with the table.
         if round(100 * paired.loss, 6) <= round(100 * limits.loss, 6):
             return Verdict(
                 True,
@@ -126,7 +128,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Returns the figures of the table as objects."""
+    """Returns the table's figures as objects."""
     ordinary, out = rows[0], []
     for row in rows:
         if row.refused is not None:

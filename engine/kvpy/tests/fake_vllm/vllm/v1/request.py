@@ -10,7 +10,7 @@ BLOCK_SIZE = 32
 
 
 def block_hashes(request: Request) -> list[bytes]:
-    """Returns the hashes of blocks without one: of all tokens up to the block's end, and of the salt."""
+    """Returns the hashes of new blocks. A hash covers all tokens up to the block's end, and the salt."""
     done, tokens = len(request.block_hashes), request.all_token_ids
     ends = range((done + 1) * BLOCK_SIZE, len(tokens) + 1, BLOCK_SIZE)
     return [hashlib.sha256(repr((request.cache_salt, tokens[:end])).encode()).digest() for end in ends]
