@@ -1,4 +1,5 @@
-//! Device memory: addresses that the host cannot read, their bytes, and which memory is alive.
+//! Device memory: its addresses, which the host cannot read, the bytes behind them, and which memory is
+//! alive.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -8,13 +9,14 @@ use crate::clock::{Accesses, TaskMoment};
 use crate::state::{CallResult, SimState, call, invalid, refuse};
 use crate::types as sys;
 
-/// Bytes of a device's addresses. Each address is used once, which tells freed memory from new memory.
+/// Size of a device's address range in bytes. Each address is used only once, to distinguish freed memory
+/// from new memory.
 const ADDRESSES: usize = 256 << 30;
 
-/// Unused bytes after each allocation, and its alignment.
+/// Number of unused bytes after each allocation, and the allocations' alignment.
 const GAP: u64 = 4096;
 
-/// The bytes of fresh and freed memory: NaN in every floating-point type.
+/// Fill byte for fresh and freed memory: NaN in every floating-point type.
 const POISON: u8 = 0xFF;
 
 /// Memory that is alive or was freed.
@@ -25,22 +27,22 @@ pub(crate) struct SimMemory {
     accesses: Accesses,
 }
 
-/// The memory of a device.
+/// A device's memory.
 #[derive(Default)]
 pub(crate) struct Space {
-    /// First address that is handed out, and where its bytes are; made at the first use.
+    /// The first address that is handed out, and the host pointer to its bytes. Mapped on first use.
     maps: Option<(u64, *mut u8)>,
     next: u64,
     memories: BTreeMap<u64, SimMemory>,
     used: u64,
 }
 
-// SAFETY: the bytes are touched under the lock of the state only.
+// SAFETY: the bytes are accessed only under the state's lock.
 unsafe impl Send for Space {}
 
 fn map(protection: i32) -> *mut c_void {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: a new mapping at an address that the system chooses.
+    // SAFETY: this is a new mapping, at an address that the system chooses.
     let at = unsafe { libc::mmap(std::ptr::null_mut(), ADDRESSES, protection, flags, -1, 0) };
     assert!(at != libc::MAP_FAILED, "the system refuses {ADDRESSES} bytes of addresses");
     at
@@ -54,22 +56,22 @@ impl Space {
         })
     }
 
-    /// Returns the bytes that count against the limit.
+    /// Returns the number of bytes that count against the limit.
     pub(crate) fn used(&self) -> u64 {
         self.used
     }
 
-    /// Counts bytes.
+    /// Adds to the bytes that count against the limit.
     pub(crate) fn count(&mut self, bytes: u64) {
         self.used += bytes;
     }
 
-    /// Stops counting bytes.
+    /// Subtracts from the bytes that count against the limit.
     pub(crate) fn uncount(&mut self, bytes: u64) {
         self.used -= bytes;
     }
 
-    /// Returns aligned addresses that were never used before.
+    /// Returns aligned addresses that were never used before, or none if the range is exhausted.
     pub(crate) fn addresses(&mut self, bytes: u64, align: u64) -> Option<u64> {
         let (first, _) = self.maps();
         let at = (first + self.next).next_multiple_of(align);
@@ -89,7 +91,7 @@ impl Space {
         unsafe { bytes.write_bytes(POISON, len as usize) };
     }
 
-    /// Frees the memory at an address, and returns its pages to the system. Returns the memory's length.
+    /// Frees the memory at an address, and returns its pages to the system. Returns its length.
     pub(crate) fn end(&mut self, at: u64) -> Option<u64> {
         let memory = self.memories.get_mut(&at).filter(|memory| memory.alive)?;
         memory.alive = false;
@@ -97,16 +99,16 @@ impl Space {
         let bytes = self.bytes(at);
         let pages = (bytes as usize).next_multiple_of(GAP as usize)..(bytes as usize + len as usize);
         if pages.start + GAP as usize <= pages.end {
-            // SAFETY: the pages are of the private mapping and nothing alive lies there.
+            // SAFETY: the pages belong to the private mapping, and nothing in them is alive.
             unsafe { libc::madvise(pages.start as *mut c_void, pages.len(), libc::MADV_DONTNEED) };
         }
         Some(len)
     }
 
-    /// Returns where the host finds the bytes of an address.
+    /// Returns the host pointer to the bytes at an address.
     fn bytes(&mut self, at: u64) -> *mut u8 {
         let (first, bytes) = self.maps();
-        // SAFETY: the caller's address lies in the range that was handed out.
+        // SAFETY: the address is in the range that was handed out.
         unsafe { bytes.add((at - first) as usize) }
     }
 
@@ -115,7 +117,7 @@ impl Space {
         self.maps.is_some_and(|(first, _)| (first..first + ADDRESSES as u64).contains(&at))
     }
 
-    /// Returns the live memories that bytes lie in: one, or several that are mapped one after another.
+    /// Returns the live memories that contain the bytes: one, or several that are mapped one after another.
     fn alive(&self, bytes: &Range<u64>) -> Result<Vec<(u64, Range<u64>)>, String> {
         let (mut parts, mut at) = (Vec::new(), bytes.start);
         while at < bytes.end {
@@ -135,7 +137,7 @@ impl Space {
         Ok(parts)
     }
 
-    /// Returns where the host finds bytes that a task reads or writes, or the fault of the access.
+    /// Returns the host pointer to bytes that a task reads or writes, or the fault that the access causes.
     pub(crate) fn access(
         &mut self,
         bytes: &Range<u64>,
@@ -159,7 +161,7 @@ impl Space {
 }
 
 impl SimState {
-    /// Allocates memory of a device.
+    /// Allocates memory on a device.
     fn allocate(&mut self, device: usize, size: u64) -> CallResult<u64> {
         let device = &mut self.devices[device];
         if device.space.used() + size > device.limit {
@@ -178,7 +180,7 @@ impl SimState {
         }
     }
 
-    /// Returns the device that has an address.
+    /// Returns the device that an address belongs to.
     pub(crate) fn device_of(&self, at: u64) -> Option<usize> {
         self.devices.iter().position(|device| device.space.has(at))
     }

@@ -1,14 +1,14 @@
-//! Order among streams, by events and waits of the host, and accesses without an order.
+//! The order between streams, given by events and waits of the host, and unordered accesses.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
-/// The last task of each stream that is known to come before, by number.
+/// For each stream, the index of its last task that is known to come before.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct VectorClock(HashMap<u64, u64>);
 
 impl VectorClock {
-    /// Takes over what another clock knows.
+    /// Adds everything that another clock has.
     pub(crate) fn join(&mut self, other: &Self) {
         for (&stream, &tick) in &other.0 {
             let known = self.0.entry(stream).or_default();
@@ -16,7 +16,7 @@ impl VectorClock {
         }
     }
 
-    /// Sets the number of a stream's last task.
+    /// Sets the index of a stream's last task.
     pub(crate) fn set(&mut self, stream: u64, tick: u64) {
         self.0.insert(stream, tick);
     }
@@ -26,7 +26,7 @@ impl VectorClock {
     }
 }
 
-/// A task's place in the order.
+/// A task's position in the order.
 #[derive(Debug, Clone)]
 pub(crate) struct TaskMoment {
     pub(crate) stream: u64,
@@ -42,12 +42,13 @@ struct TaskAccess {
     writes: bool,
 }
 
-/// Accesses to one allocation that later accesses may race with.
+/// Accesses to an allocation that later accesses may race with.
 #[derive(Debug, Default)]
 pub(crate) struct Accesses(Vec<TaskAccess>);
 
 impl Accesses {
-    /// Notes an access. Returns the stream that accesses the same bytes without an order, if there is one.
+    /// Records an access. Returns the stream that accesses the same bytes without being ordered, if there is
+    /// one.
     pub(crate) fn note(&mut self, bytes: &Range<u64>, moment: &TaskMoment, writes: bool) -> Option<u64> {
         let overlaps = |known: &TaskAccess| known.bytes.start < bytes.end && bytes.start < known.bytes.end;
         let race = self.0.iter().find(|known| {
@@ -59,7 +60,8 @@ impl Accesses {
         if let Some(race) = race {
             return Some(race.stream);
         }
-        // An access before this one, and inside it, also comes before everything ordered after this one.
+        // An access before this one, and inside its range, also comes before everything ordered after this
+        // one.
         self.0.retain(|known| {
             let inside = bytes.start <= known.bytes.start && known.bytes.end <= bytes.end;
             let before = known.stream == moment.stream || moment.before.knows(known.stream, known.tick);

@@ -1,4 +1,5 @@
-//! Controls for tests: calls that fail or do nothing, counts of live objects, and a trace of enqueued work.
+//! Controls for tests: calls that fail or do nothing, the number of live objects, and a trace of enqueued
+//! work.
 
 use std::collections::HashMap;
 use std::ffi::{CStr, c_char};
@@ -7,17 +8,17 @@ use crate::device::usual_limit;
 use crate::state::lock;
 use crate::virtual_memory::Reservations;
 
-/// The behaviour that tests have asked for.
+/// The behaviour that tests have requested.
 #[derive(Default)]
 pub(crate) struct Controls {
-    /// Calls that fail: which of the next calls fails, and its code.
+    /// Calls that fail, by function: how many calls are left until it fails, and its code.
     fails: HashMap<String, (u64, i32)>,
     ignored: Vec<String>,
     pub(crate) reservations: Reservations,
 }
 
 impl Controls {
-    /// Returns the code that a call returns without doing anything, if a test asked for it.
+    /// Returns the code that a call must return without doing anything, if a test requested one.
     pub(crate) fn verdict(&mut self, name: &str) -> Option<i32> {
         if self.ignored.iter().any(|known| known == name) {
             return Some(0);
@@ -37,7 +38,7 @@ unsafe fn text(name: *const c_char) -> String {
     CStr::from_ptr(name).to_string_lossy().into_owned()
 }
 
-/// Returns the live bytes of a device, or of pinned memory for a device below 0.
+/// Returns the live bytes of a device, or of pinned memory if `device` is negative.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_live_bytes(device: i32) -> u64 {
     let state = lock();
@@ -47,8 +48,8 @@ pub extern "C" fn kv_sim_live_bytes(device: i32) -> u64 {
     }
 }
 
-/// Returns how many streams, events, reservations and physical memories of a device live, and how many
-/// tensors, scalars, arrays and executors.
+/// Returns the number of live objects: a device's streams, events, reservations, physical memories, rank
+/// handles, captures and graphs, plus all tensors, scalars, arrays, lists and executors.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_live_objects(device: i32) -> u64 {
     let state = lock();
@@ -66,7 +67,7 @@ pub extern "C" fn kv_sim_live_objects(device: i32) -> u64 {
     (shared + own) as u64
 }
 
-/// Sets the bytes of a device's memory.
+/// Sets a device's memory size in bytes.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_limit(device: i32, bytes: u64) {
     if let Ok(device) = usize::try_from(device) {
@@ -74,7 +75,7 @@ pub extern "C" fn kv_sim_limit(device: i32, bytes: u64) {
     }
 }
 
-/// Makes the `after`-th next call of a function return a code and do nothing; 0 cancels that.
+/// Makes the `after`-th next call of a function return a code and do nothing. 0 cancels that.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kv_sim_fail(name: *const c_char, after: u64, code: i32) {
     let (name, mut state) = (text(name), lock());
@@ -91,7 +92,7 @@ pub extern "C" fn kv_sim_patience(milliseconds: u64) {
     lock().hccl.patience = milliseconds;
 }
 
-/// Makes a function do nothing and succeed, or work again.
+/// Makes a function do nothing and report success, or work again if `on` is 0.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kv_sim_ignore(name: *const c_char, on: i32) {
     let (name, mut state) = (text(name), lock());
@@ -101,7 +102,7 @@ pub unsafe extern "C" fn kv_sim_ignore(name: *const c_char, on: i32) {
     }
 }
 
-/// Makes all functions work again. Devices that no thread has set are like new.
+/// Makes all functions work again, and resets the limits. Devices that no thread has set are as good as new.
 #[unsafe(no_mangle)]
 pub extern "C" fn kv_sim_reset() {
     let mut state = lock();
@@ -116,8 +117,8 @@ pub extern "C" fn kv_sim_reset() {
     }
 }
 
-/// Writes the tasks enqueued on a device since the last call that had room for them, one a line. Returns the
-/// bytes needed.
+/// Writes the tasks enqueued on a device, one per line, since the last call whose buffer had room for them.
+/// Returns the number of bytes needed.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kv_sim_trace(device: i32, buffer: *mut c_char, len: usize) -> usize {
     let mut state = lock();

@@ -1,4 +1,4 @@
-//! Devices: their number, the current device of a thread, and their properties.
+//! Devices: their number, a thread's current device, and their properties.
 
 use std::collections::VecDeque;
 use std::ffi::{c_char, c_void};
@@ -7,15 +7,17 @@ use crate::address::Space;
 use crate::state::{DEVICES, SimState, call, invalid, keep_rule, last_rule, lock, refuse, set_current};
 use crate::types as sys;
 
-/// Bytes of memory of the small device, and of the other devices.
+/// Memory of the small device, in bytes.
 const SMALL: u64 = 64 << 20;
+/// Memory of the other devices, in bytes.
 const LARGE: u64 = 8 << 30;
 
-/// The device that runs nothing before a wait, and the device with little memory.
+/// The device that runs nothing before a wait.
 const LAZY_DEVICE: usize = 1;
+/// The device with little memory.
 const SMALL_DEVICE: usize = 2;
 
-/// One device.
+/// A device.
 pub(crate) struct SimDevice {
     pub(crate) space: Space,
     pub(crate) lazy: bool,
@@ -25,7 +27,7 @@ pub(crate) struct SimDevice {
     /// Number of times that threads have set the device.
     set: usize,
     pub(crate) peers: Vec<usize>,
-    /// The last enqueued tasks.
+    /// The most recently enqueued tasks.
     pub(crate) trace: VecDeque<String>,
 }
 
@@ -50,12 +52,12 @@ impl SimDevice {
     }
 }
 
-/// Returns the bytes of a device's memory.
+/// Returns a device's memory size in bytes.
 pub(crate) fn usual_limit(number: usize) -> u64 {
     if number == SMALL_DEVICE { SMALL } else { LARGE }
 }
 
-/// The handle of a device's context.
+/// Returns the handle of a device's context.
 fn context(device: usize) -> sys::aclrtContext {
     (0xC000 + 16 * device) as *mut c_void
 }
@@ -124,7 +126,7 @@ pub extern "C" fn aclrtResetDevice(device: i32) -> sys::aclError {
         let known = &mut state.devices[number];
         known.set -= 1;
         if known.set == 0 && !streams {
-            // Opened again, it works.
+            // A device that is opened again works.
             known.lost = None;
         }
         Ok(())

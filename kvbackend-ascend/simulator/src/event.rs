@@ -1,4 +1,4 @@
-//! Events: points in the order of a stream, which may be recorded again.
+//! Events: points in a stream's order, which may be recorded again.
 
 use std::ffi::c_void;
 
@@ -8,14 +8,15 @@ use crate::state::{CallResult, SimState, call, invalid, refuse};
 use crate::task::TaskWork;
 use crate::types as sys;
 
-/// One event.
+/// An event.
 #[derive(Debug, Default)]
 pub(crate) struct SimEvent {
     device: usize,
-    /// The number of the last record, and of the last record that was reached.
+    /// The index of the last record.
     pub(crate) recorded: u64,
+    /// The index of the last record that was reached.
     pub(crate) reached: u64,
-    /// The capture that the last record is part of. A captured record is never reached by itself.
+    /// The capture that the last record belongs to. A captured record is never reached by itself.
     capture: Option<u64>,
     /// The stream of the last record, and the tasks before it.
     pub(crate) stream: u64,
@@ -30,7 +31,7 @@ impl SimState {
         }
     }
 
-    /// Refuses an event that is part of a capture.
+    /// Refuses an event that belongs to a capture.
     fn check_outside(&mut self, event: sys::aclrtEvent) -> CallResult {
         match self.event(event)?.capture {
             None => Ok(()),
@@ -38,7 +39,7 @@ impl SimState {
         }
     }
 
-    /// Returns how many events of a device live.
+    /// Returns the number of a device's live events.
     pub(crate) fn events_of(&self, device: usize) -> usize {
         self.events.values().filter(|event| event.device == device).count()
     }

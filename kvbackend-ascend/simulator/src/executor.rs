@@ -9,31 +9,31 @@ use crate::task::{Action, TaskWork};
 use crate::tensor::{HostNumber, INVALID, NULL, View};
 use crate::types as sys;
 
-/// An operator that its first phase has accepted.
+/// An operator that has passed its first phase.
 pub(crate) struct Executor {
     name: &'static str,
     workspace: u64,
     action: Action,
     /// The tensors of the first phase, which must live until the second phase.
     tensors: Vec<u64>,
-    /// True if the executor is destroyed by a call of its own.
+    /// True if a separate call destroys the executor.
     repeatable: bool,
 }
 
-/// The first phase of an operator: finds its operands and notes its action.
+/// The first phase of an operator: finds its operands and stores its action.
 pub(crate) struct First<'a> {
     pub(crate) state: &'a mut SimState,
     tensors: Vec<u64>,
     elements: usize,
 }
 
-/// Returns the refusal of an operator's argument.
+/// Returns the error for an operator's argument.
 pub(crate) fn wrong<T>(rule: impl Into<String>) -> CallResult<T> {
     refuse(INVALID, rule)
 }
 
 impl First<'_> {
-    /// Returns a tensor of the arguments.
+    /// Returns a tensor from the arguments.
     pub(crate) fn tensor(&mut self, tensor: *const sys::aclTensor) -> CallResult<View> {
         if tensor.is_null() {
             return refuse(NULL, "a tensor that must be there is null");
@@ -49,7 +49,7 @@ impl First<'_> {
         Ok(view)
     }
 
-    /// Returns a tensor that is written.
+    /// Returns a tensor that the operator writes to.
     pub(crate) fn output(&mut self, tensor: *const sys::aclTensor) -> CallResult<View> {
         let view = self.tensor(tensor)?;
         if view.overlaps_itself() {
@@ -98,7 +98,7 @@ pub(crate) unsafe fn first(
             refusal
         })?;
         let (tensors, elements) = (std::mem::take(&mut first.tensors), first.elements);
-        // Some operators ask for no workspace.
+        // Some operators need no workspace.
         let wanted = if elements.is_multiple_of(3) { 0 } else { 1000 + elements as u64 % 4096 };
         let handle = state.handle();
         state
@@ -149,8 +149,8 @@ pub(crate) fn second(
     })
 }
 
-/// Keeps an executor until a call of its own destroys it. The second phase consumes it all the same here,
-/// because the backend uses no executor twice.
+/// Keeps an executor until a separate call destroys it. Here, the second phase consumes it anyway, because
+/// the backend never uses an executor twice.
 #[unsafe(no_mangle)]
 pub extern "C" fn aclSetAclOpExecutorRepeatable(executor: *mut sys::aclOpExecutor) -> sys::aclnnStatus {
     call("aclSetAclOpExecutorRepeatable", |state| match state.executors.get_mut(&(executor as u64)) {

@@ -1,7 +1,7 @@
-//! Graphs: tasks that are captured instead of enqueued, and run as often as the graph is executed.
+//! Graphs: tasks that are captured instead of enqueued, and run each time the graph is executed.
 //!
-//! The tasks of a stream keep the order in which they were captured. Only events order the tasks of several
-//! streams: tasks that touch the same bytes without an order are a fault, as among streams.
+//! A stream's tasks keep the order in which they were captured. Tasks of different streams are ordered only
+//! by events: unordered tasks that access the same bytes are a fault, as they are on plain streams.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -13,21 +13,25 @@ use crate::state::{CallResult, SimState, call, invalid, lock, refuse};
 use crate::task::{Action, StreamTask, TaskWork};
 use crate::types as sys;
 
-/// Codes of calls that a capture refuses.
+/// The code for a call that is refused during a capture.
 pub(crate) const STREAM_CAPTURED: i32 = 107_027;
+/// The code for a wait for an event outside of the stream's capture.
 const CAPTURE_DEPENDENCY: i32 = 107_024;
+/// The code for ending a capture that the stream did not begin, or that a stream has not joined again.
 const CAPTURE_UNMATCHED: i32 = 107_036;
+/// The code for ending a capture on another thread.
 const CAPTURE_WRONG_THREAD: i32 = 107_038;
+/// The code for an invalidated capture.
 const CAPTURE_INVALIDATED: i32 = 507_903;
 
-/// A task of a capture, with its stream.
+/// A captured task, with its stream.
 enum CapturedTask {
     Record(u64, u64),
     Wait(u64, u64),
     Run(u64, Action),
 }
 
-/// A capture under way.
+/// A capture that is under way.
 struct Capture {
     origin: u64,
     device: usize,
@@ -43,11 +47,11 @@ struct SimGraph {
     device: usize,
     origin: u64,
     tasks: Arc<Vec<CapturedTask>>,
-    /// How often the graph was executed.
+    /// How many times the graph was executed.
     runs: u64,
 }
 
-/// Captures and graphs.
+/// All captures and graphs.
 #[derive(Default)]
 pub(crate) struct SimGraphs {
     captures: HashMap<u64, Capture>,
@@ -55,7 +59,7 @@ pub(crate) struct SimGraphs {
 }
 
 impl SimGraphs {
-    /// Returns how many captures and graphs of a device live.
+    /// Returns the number of a device's live captures and graphs.
     pub(crate) fn live(&self, device: usize) -> usize {
         self.captures.values().filter(|capture| capture.device == device).count()
             + self.graphs.values().filter(|graph| graph.device == device).count()
@@ -74,14 +78,14 @@ impl SimState {
         }
     }
 
-    /// Refuses a call on a stream that is being captured, which invalidates the capture.
+    /// Refuses a call on a stream that is being captured, and invalidates the capture.
     pub(crate) fn outside_captures(&mut self, stream: u64, what: &str) -> CallResult {
         let Some(capture) = self.capture_of(stream) else { return Ok(()) };
         self.break_capture(capture, what);
         refuse(STREAM_CAPTURED, format!("{what} on a stream that is being captured"))
     }
 
-    /// Refuses a call during a capture of another mode than the relaxed one.
+    /// Refuses a call during a capture in any mode except the relaxed one.
     pub(crate) fn outside_strict_captures(&mut self, device: usize, what: &str) -> CallResult {
         let (thread, relaxed) = (std::thread::current().id(), sys::ACL_MODEL_RI_CAPTURE_MODE_RELAXED);
         let strict = |capture: &Capture| {
@@ -161,7 +165,7 @@ impl SimState {
         if let Some(reason) = capture.broken {
             return refuse(CAPTURE_INVALIDATED, format!("a capture that {reason} has ended"));
         }
-        // Events must order the last task of each stream before the end.
+        // Events must order each stream's last task before the end.
         let ordered = moments(&capture.tasks, &VectorClock::default(), (0, 0));
         let end = ordered.ends.get(&capture.origin).cloned().unwrap_or_default();
         for (stream, last) in ordered.last {
@@ -182,14 +186,14 @@ impl SimState {
 #[derive(Default)]
 struct Ordered {
     tasks: Vec<StreamTask>,
-    /// The number that stands for each stream.
+    /// The ID that stands for each stream.
     streams: HashMap<u64, u64>,
     ends: HashMap<u64, VectorClock>,
     last: HashMap<u64, u64>,
 }
 
-/// Gives the tasks of a graph their moments, after a clock. Streams have numbers from `first` on, and ticks
-/// after the ticks of earlier runs.
+/// Assigns positions in the order to a graph's tasks, after a clock. The streams' IDs start at `first`, and
+/// their ticks come after the ticks of earlier runs.
 fn moments(tasks: &[CapturedTask], before: &VectorClock, (first, runs): (u64, u64)) -> Ordered {
     let (mut ordered, mut events) = (Ordered::default(), HashMap::<u64, VectorClock>::new());
     for task in tasks {
@@ -243,7 +247,7 @@ pub unsafe extern "C" fn aclmdlRICaptureEnd(
     stream: sys::aclrtStream,
     to: *mut sys::aclmdlRI,
 ) -> sys::aclError {
-    // The capture ends, even if it gives no graph.
+    // The capture ends, even if it produces no graph.
     let mut asked = lock().controls.verdict("aclmdlRICaptureEnd");
     call("the end of a capture", |state| {
         let stream = state.stream_here(stream)?;

@@ -1,10 +1,10 @@
-//! A simulator of the libraries of CANN that the Ascend backend loads: one library under all their names,
-//! which executes on the CPU.
+//! A simulator of the CANN libraries that the Ascend backend loads: a single library under all their names,
+//! which runs on the CPU.
 //!
-//! It is stricter than a device. Device memory cannot be read by the host; fresh memory holds NaN; memory is
-//! checked when work *executes*, and a fault loses the device; executors are used once; work of two streams
-//! on the same bytes without an order between them is a fault. It states what we take CANN's contract to be,
-//! and cannot show that we took it right.
+//! It is stricter than a device. The host cannot read device memory; fresh memory contains NaN; memory is
+//! checked when work *executes*, and a fault loses the device; executors are used only once; unordered work
+//! of two streams on the same bytes is a fault. The simulator states what we believe CANN's contract to be,
+//! and cannot show that we are right.
 //!
 //! It has no threads of its own. An eager device runs work as soon as it is enqueued and its waits are done;
 //! a lazy device runs nothing before a wait. Every run of a program is the same.

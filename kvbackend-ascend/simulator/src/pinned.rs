@@ -1,4 +1,4 @@
-//! Pinned memory of the host.
+//! Pinned host memory.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::collections::BTreeMap;
@@ -11,7 +11,7 @@ use crate::types as sys;
 
 const ALIGN: usize = 4096;
 
-/// Pinned memory that is alive.
+/// Live pinned memory.
 #[derive(Default)]
 pub(crate) struct Pinned {
     memories: BTreeMap<u64, (usize, Accesses)>,
@@ -28,12 +28,12 @@ impl Pinned {
         (bytes.end <= start + *len as u64).then_some(accesses)
     }
 
-    /// Returns whether bytes are pinned memory.
+    /// Returns whether bytes are in pinned memory.
     pub(crate) fn has(&mut self, bytes: &Range<u64>) -> bool {
         self.find(bytes).is_some()
     }
 
-    /// Notes the access of a task, or returns its fault.
+    /// Records a task's access, or returns its fault.
     pub(crate) fn access(
         &mut self,
         bytes: &Range<u64>,

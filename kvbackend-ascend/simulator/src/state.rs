@@ -1,4 +1,4 @@
-//! The state that all calls share, and the entry of each call.
+//! State that all calls share, and the common entry of calls.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -20,10 +20,10 @@ use crate::stream::SimStream;
 use crate::tensor::{HostNumber, View};
 use crate::types as sys;
 
-/// Devices of the simulator.
+/// Number of devices that the simulator has.
 pub(crate) const DEVICES: usize = 4;
 
-/// The error of a call: its code, and the rule that was broken.
+/// A failed call: its error code, and the rule that was broken.
 #[derive(Debug, Clone)]
 pub(crate) struct BrokenRule {
     pub(crate) code: i32,
@@ -33,17 +33,17 @@ pub(crate) struct BrokenRule {
 /// The result of a call.
 pub(crate) type CallResult<T = ()> = Result<T, BrokenRule>;
 
-/// Returns the refusal of an argument.
+/// Returns the error for an invalid argument.
 pub(crate) fn invalid<T>(rule: impl Into<String>) -> CallResult<T> {
     refuse(sys::ACL_ERROR_RT_PARAM_INVALID as i32, rule)
 }
 
-/// Returns a refusal.
+/// Returns an error with the given code.
 pub(crate) fn refuse<T>(code: i32, rule: impl Into<String>) -> CallResult<T> {
     Err(BrokenRule { code, rule: rule.into() })
 }
 
-/// Everything that the simulator holds.
+/// All of the simulator's state.
 pub(crate) struct SimState {
     pub(crate) started: bool,
     pub(crate) devices: Vec<SimDevice>,
@@ -52,33 +52,33 @@ pub(crate) struct SimState {
     pub(crate) tensors: HashMap<u64, View>,
     pub(crate) scalars: HashMap<u64, HostNumber>,
     pub(crate) arrays: HashMap<u64, Vec<i64>>,
-    /// Lists of tensors, which own them.
+    /// Lists of tensors, which own their tensors.
     pub(crate) lists: HashMap<u64, Vec<u64>>,
     pub(crate) executors: HashMap<u64, Executor>,
     pub(crate) pinned: Pinned,
     pub(crate) controls: Controls,
     pub(crate) hccl: Groups,
     pub(crate) graphs: SimGraphs,
-    /// What the host has waited for.
+    /// The tasks that the host has waited for.
     pub(crate) host: VectorClock,
     next: u64,
 }
 
 thread_local! {
-    /// The device of this thread.
+    /// This thread's device.
     static CURRENT: Cell<Option<usize>> = const { Cell::new(None) };
     /// The rule that this thread broke last.
     static LAST_RULE: RefCell<Option<CString>> = const { RefCell::new(None) };
 }
 
 impl SimState {
-    /// Returns a number that no other handle has.
+    /// Returns a new handle, different from all others.
     pub(crate) fn handle(&mut self) -> u64 {
         self.next += 16;
         self.next
     }
 
-    /// Returns the device of this thread.
+    /// Returns this thread's device.
     pub(crate) fn current() -> CallResult<usize> {
         CURRENT.get().map_or_else(
             || refuse(sys::ACL_ERROR_RT_CONTEXT_NULL as i32, "no device is set on this thread"),
@@ -86,7 +86,7 @@ impl SimState {
         )
     }
 
-    /// Returns the device of this thread if it is not lost.
+    /// Returns this thread's device if it is not lost.
     pub(crate) fn alive(&self) -> CallResult<usize> {
         let device = Self::current()?;
         self.check_alive(device)?;
@@ -102,7 +102,7 @@ impl SimState {
     }
 }
 
-/// Sets the device of this thread.
+/// Sets this thread's device.
 pub(crate) fn set_current(device: Option<usize>) {
     CURRENT.set(device);
 }
@@ -131,7 +131,7 @@ pub(crate) fn lock() -> MutexGuard<'static, SimState> {
     STATE.get_or_init(new).lock()
 }
 
-/// Notified when a rank has done something that others may wait for.
+/// Notified when a rank has done something that others may be waiting for.
 static CHANGED: Condvar = Condvar::new();
 
 /// Wakes the threads that wait for other ranks.
@@ -144,7 +144,7 @@ pub(crate) fn wait_for_change(state: &mut MutexGuard<'static, SimState>, until: 
     !CHANGED.wait_until(state, until).timed_out()
 }
 
-/// Runs a call after the start, unless a test makes it fail or do nothing.
+/// Runs a call after the libraries have been started, unless a test makes it fail or do nothing.
 pub(crate) fn call(name: &str, run: impl FnOnce(&mut SimState) -> CallResult) -> i32 {
     call_that_waits(name, |state| run(state))
 }
@@ -166,7 +166,7 @@ pub(crate) fn call_that_waits(
     keep_rule(outcome)
 }
 
-/// Keeps the rule that a refused call broke, for this thread, and returns the call's code.
+/// Stores, for this thread, the rule that a failed call broke. Returns the call's code.
 pub(crate) fn keep_rule(outcome: CallResult) -> i32 {
     match outcome {
         Ok(()) => 0,
@@ -177,7 +177,7 @@ pub(crate) fn keep_rule(outcome: CallResult) -> i32 {
     }
 }
 
-/// Returns the rule that this thread broke last; null if it broke none.
+/// Returns the rule that this thread broke last, or null if it broke none.
 pub(crate) fn last_rule() -> *const std::ffi::c_char {
     LAST_RULE.with(|last| last.borrow().as_ref().map_or(std::ptr::null(), |text| text.as_ptr()))
 }

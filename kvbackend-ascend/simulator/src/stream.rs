@@ -1,4 +1,4 @@
-//! Streams: queues of tasks, and the time when they run.
+//! Streams: queues of tasks, and when they run.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -11,26 +11,27 @@ use crate::state::{CallResult, SimState, call, call_that_waits, invalid, refuse,
 use crate::task::{StreamTask, TaskWork};
 use crate::types as sys;
 
-/// Most tasks that the trace of a device keeps.
+/// The maximum number of tasks in a device's trace.
 const TRACED: usize = 1 << 16;
 
-/// The code of a wait that nothing can end.
+/// The code for a wait that nothing can end.
 const STUCK: i32 = sys::ACL_ERROR_RT_INTERNAL_ERROR as i32;
 
-/// The code of a wait that took too long, and the longest wait for other ranks.
+/// The code for a wait that took too long.
 const STREAM_SYNC_TIMEOUT: i32 = 507_046;
+/// The longest wait for other ranks.
 const LONG: Duration = Duration::from_secs(60);
 
-/// One stream.
+/// A stream.
 #[derive(Default)]
 pub(crate) struct SimStream {
     pub(crate) device: usize,
     tasks: VecDeque<StreamTask>,
     pub(crate) clock: VectorClock,
     ticks: u64,
-    /// The capture that takes the enqueued tasks.
+    /// The capture that records the enqueued tasks.
     pub(crate) capture: Option<u64>,
-    /// Whether its tasks are being run: ends a circle of waits.
+    /// Whether the stream's tasks are being run. Ends circular waits.
     runs: bool,
 }
 
@@ -45,7 +46,7 @@ impl SimStream {
 }
 
 impl SimState {
-    /// Returns a stream of the device that this thread has set.
+    /// Returns a stream that belongs to this thread's device.
     pub(crate) fn stream_here(&self, stream: sys::aclrtStream) -> CallResult<u64> {
         let device = self.alive()?;
         match self.streams.get(&(stream as u64)) {
@@ -55,19 +56,19 @@ impl SimState {
         }
     }
 
-    /// Returns the tasks before the next task of a stream.
+    /// Returns a clock with all tasks before a stream's next task.
     pub(crate) fn clock_of(&self, stream: u64) -> VectorClock {
         self.streams.get(&stream).map(|stream| stream.clock.clone()).unwrap_or_default()
     }
 
-    /// Orders the tasks that a clock knows before the next tasks of a stream.
+    /// Orders the tasks in a clock before a stream's next tasks.
     pub(crate) fn join_clock(&mut self, stream: u64, clock: &VectorClock) {
         if let Some(stream) = self.streams.get_mut(&stream) {
             stream.clock.join(clock);
         }
     }
 
-    /// Adds a task to a stream, and runs the tasks that can run at once.
+    /// Adds a task to a stream, and runs all tasks that can run now.
     pub(crate) fn enqueue(&mut self, stream: u64, name: &str, work: TaskWork) -> CallResult {
         if let Some(capture) = self.streams.get(&stream).and_then(|stream| stream.capture) {
             return self.capture_task(capture, stream, work);
@@ -87,7 +88,7 @@ impl SimState {
         Ok(())
     }
 
-    /// Adds the tasks of a graph, which have their moments already, to a stream. The tasks that `end` knows
+    /// Adds a graph's tasks, which already have their positions in the order, to a stream. The tasks in `end`
     /// come before the stream's next task.
     pub(crate) fn enqueue_graph(&mut self, stream: u64, tasks: Vec<StreamTask>, end: &VectorClock) {
         let Some(known) = self.streams.get_mut(&stream) else { return };
@@ -100,7 +101,7 @@ impl SimState {
         }
     }
 
-    /// Adds an enqueued task to the trace of its device.
+    /// Adds an enqueued task to its device's trace.
     fn note(&mut self, device: usize, name: &str) {
         let device = &mut self.devices[device];
         if device.trace.len() == TRACED {
@@ -110,7 +111,7 @@ impl SimState {
     }
 
     // Decision: docs/decisions/backend-ascend.md#the-simulator-has-no-threads-of-its-own
-    /// Runs the tasks of a stream until `enough`, or until none can run.
+    /// Runs a stream's tasks until `enough` returns true or no task can run.
     fn run(&mut self, stream: u64, enough: &dyn Fn(&Self) -> bool) {
         match self.streams.get_mut(&stream) {
             Some(known) if !known.runs => known.runs = true,
@@ -121,7 +122,7 @@ impl SimState {
             let device = known.device;
             let Some(task) = known.tasks.front() else { break };
             if self.devices[device].lost.is_some() {
-                // Nothing runs on a lost device any more, and nothing waits for it.
+                // Nothing more runs on a lost device, and nothing waits for it.
                 known.tasks.clear();
                 break;
             }
@@ -160,7 +161,7 @@ impl SimState {
         }
     }
 
-    /// Returns whether a record of an event is reached, after its stream has run to it.
+    /// Returns whether an event's record is reached once its stream has run up to it.
     fn is_reached(&mut self, event: u64, number: u64) -> bool {
         let reached =
             move |state: &Self| state.events.get(&event).is_none_or(|known| known.reached >= number);
@@ -172,7 +173,7 @@ impl SimState {
         reached(self)
     }
 
-    /// Runs a stream until something holds.
+    /// Runs a stream until `enough` returns true.
     pub(crate) fn run_until(&mut self, stream: u64, enough: impl Fn(&Self) -> bool) -> CallResult {
         self.run(stream, &enough);
         let device = self.streams.get(&stream).map(|stream| stream.device);
@@ -185,7 +186,7 @@ impl SimState {
         refuse(STUCK, "a wait that nothing ends: streams wait for each other")
     }
 
-    /// Returns whether a task of some stream waits for other ranks.
+    /// Returns whether a task on any stream waits for other ranks.
     fn waits_for_ranks(&self) -> bool {
         let front = |stream: &SimStream| {
             matches!(stream.tasks.front(), Some(StreamTask { work: TaskWork::Meet(_), .. }))
@@ -193,7 +194,7 @@ impl SimState {
         self.streams.values().any(front)
     }
 
-    /// Returns how many streams of a device live.
+    /// Returns the number of a device's live streams.
     pub(crate) fn streams_of(&self, device: usize) -> usize {
         self.streams.values().filter(|stream| stream.device == device).count()
     }
@@ -208,7 +209,7 @@ impl SimState {
     }
 }
 
-/// Waits for a stream while other ranks may still make its tasks run.
+/// Waits for a stream while other ranks may still let its tasks run.
 fn synchronize_until(
     state: &mut MutexGuard<'static, SimState>,
     stream: sys::aclrtStream,

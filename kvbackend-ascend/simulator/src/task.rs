@@ -1,4 +1,4 @@
-//! Tasks of streams: copies, fills, operators, and the memory they may touch.
+//! Tasks on streams: copies, fills, operators, and the memory that they may access.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -9,10 +9,10 @@ use crate::hccl::RankPart;
 use crate::state::{CallResult, SimState, call, invalid, refuse};
 use crate::types as sys;
 
-/// The action of a task, run once or for each run of a graph. Returns the fault, if there is one.
+/// A task's action, run once, or once for each run of a graph. Returns the fault, if there is one.
 pub(crate) type Action = Arc<dyn Fn(&mut SimState, &TaskMoment) -> Result<(), String> + Send + Sync>;
 
-/// What a task does.
+/// The kind of work that a task does.
 pub(crate) enum TaskWork {
     /// Reaches the given record of an event.
     Record(u64, u64),
@@ -20,18 +20,18 @@ pub(crate) enum TaskWork {
     Wait(u64, u64),
     /// Runs an action.
     Run(Action),
-    /// Waits for the tasks of other ranks.
+    /// Waits for the other ranks' tasks.
     Meet(RankPart),
 }
 
-/// One task.
+/// A task.
 pub(crate) struct StreamTask {
     pub(crate) moment: TaskMoment,
     pub(crate) work: TaskWork,
 }
 
 impl SimState {
-    /// Returns where the host finds bytes that a task touches: memory of a device or pinned memory.
+    /// Returns the host pointer to bytes that a task accesses, in device memory or pinned memory.
     pub(crate) fn touch(
         &mut self,
         bytes: &Range<u64>,
@@ -139,7 +139,7 @@ pub extern "C" fn aclrtMemsetAsync(
     })
 }
 
-/// Copies at once on the host, without waiting for any stream.
+/// Copies immediately on the host, without waiting for any stream.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn aclrtMemcpy(
     dst: *mut c_void,
@@ -162,7 +162,7 @@ pub unsafe extern "C" fn aclrtMemcpy(
             None => Ok(at),
         };
         let ends = (end(&from, src.cast_mut().cast(), false), end(&to, dst.cast(), true));
-        // The host's next tasks and copies come after this one.
+        // The host's later tasks and copies come after this one.
         state.host.set(0, 1);
         match ends {
             (Ok(from), Ok(to)) => {

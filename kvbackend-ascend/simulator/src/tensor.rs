@@ -1,4 +1,4 @@
-//! Tensors, scalars and lists of numbers, as operators take them.
+//! Tensors, scalars and lists of numbers, in the form that operators take.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -8,11 +8,12 @@ use half::{bf16, f16};
 use crate::state::{CallResult, call, lock, refuse};
 use crate::types as sys;
 
-/// The code of an operator's invalid argument, and of a null one.
+/// The code for an invalid operator argument.
 pub(crate) const INVALID: i32 = 161_002;
+/// The code for a null operator argument.
 pub(crate) const NULL: i32 = 161_001;
 
-/// Alignment of a tensor's memory.
+/// Alignment of a tensor's memory in bytes.
 const ALIGN: u64 = 32;
 
 /// The arguments of `aclCreateTensor`.
@@ -23,15 +24,15 @@ pub(crate) struct View {
     pub(crate) dtype: sys::aclDataType,
     pub(crate) dims: Vec<usize>,
     pub(crate) strides: Vec<usize>,
-    /// The rule that the tensor breaks, if it does.
+    /// The rule that the tensor breaks, if any.
     pub(crate) wrong: Option<String>,
 }
 
-/// A number of the host.
+/// A number passed from the host.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HostNumber(pub(crate) f32);
 
-/// Returns the bytes of an element.
+/// Returns the size of an element in bytes.
 pub(crate) fn size_of_type(dtype: sys::aclDataType) -> usize {
     match dtype {
         sys::ACL_INT64 => 8,
@@ -47,7 +48,7 @@ impl View {
         self.dims.iter().product()
     }
 
-    /// Returns the range of bytes from the first element to the last; none for a view without elements.
+    /// Returns the range of bytes from the first element to the last, or none if the view is empty.
     pub(crate) fn bytes(&self) -> Option<Range<u64>> {
         if self.len() == 0 {
             return None;
@@ -56,7 +57,7 @@ impl View {
         Some(self.at..self.at + ((last + 1) * size_of_type(self.dtype)) as u64)
     }
 
-    /// Returns whether the elements follow one another without gaps.
+    /// Returns whether the elements are contiguous.
     pub(crate) fn is_dense(&self) -> bool {
         let mut expected = 1;
         self.dims.iter().zip(&self.strides).rev().all(|(&n, &stride)| {
@@ -80,10 +81,10 @@ impl View {
     }
 }
 
-/// Reads element `i` from an address on, as f32.
+/// Reads element `i` of a row at an address, as f32.
 ///
 /// # Safety
-/// The element is alive.
+/// The element must be alive.
 pub(crate) unsafe fn load(dtype: sys::aclDataType, at: *const u8, i: usize) -> f32 {
     match dtype {
         sys::ACL_FLOAT => at.cast::<f32>().add(i).read_unaligned(),
@@ -95,10 +96,10 @@ pub(crate) unsafe fn load(dtype: sys::aclDataType, at: *const u8, i: usize) -> f
     }
 }
 
-/// Writes element `i` from an address on, rounded to nearest even.
+/// Writes element `i` of a row at an address, rounded to nearest even.
 ///
 /// # Safety
-/// The element is alive.
+/// The element must be alive.
 pub(crate) unsafe fn store(dtype: sys::aclDataType, at: *mut u8, i: usize, x: f32) {
     match dtype {
         sys::ACL_FLOAT => at.cast::<f32>().add(i).write_unaligned(x),
@@ -110,7 +111,7 @@ pub(crate) unsafe fn store(dtype: sys::aclDataType, at: *mut u8, i: usize, x: f3
     }
 }
 
-/// Returns the rule that the arguments of a tensor break, if any.
+/// Returns the rule that a tensor's arguments break, if any.
 unsafe fn wrong(dims: &[i64], strides: &[i64], offset: i64, storage: &[i64], data: u64) -> Option<String> {
     if dims.is_empty() || dims.len() > 8 {
         return Some(format!("a tensor of rank {}", dims.len()));
@@ -161,7 +162,7 @@ pub unsafe extern "C" fn aclCreateTensor(
 pub extern "C" fn aclDestroyTensor(tensor: *const sys::aclTensor) -> sys::aclnnStatus {
     call("aclDestroyTensor", |state| {
         if state.lists.values().flatten().any(|&listed| listed == tensor as u64) {
-            // CANN would free it twice, after which anything may happen: nothing works from here on.
+            // CANN would free it twice, with undefined results, so all devices are lost from here.
             state
                 .devices
                 .iter_mut()

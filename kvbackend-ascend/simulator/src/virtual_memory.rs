@@ -1,24 +1,24 @@
-//! Reserved addresses, and physical memory that is mapped there.
+//! Reserved addresses, and the physical memory that is mapped there.
 
 use std::ffi::c_void;
 
 use crate::state::{SimState, call, invalid, refuse};
 use crate::types as sys;
 
-/// Sizes and addresses are multiples of this many bytes.
+/// Sizes and addresses must be multiples of this number of bytes.
 const GRANULE: u64 = 2 << 20;
 
-/// The virtual memory of all devices.
+/// All devices' virtual memory.
 #[derive(Default)]
 pub(crate) struct Reservations {
-    /// Reserved ranges: device, first address, bytes.
+    /// Reserved ranges: device, first address, number of bytes.
     ranges: Vec<(usize, u64, u64)>,
-    /// Physical memory: handle, device, bytes, and where it is mapped.
+    /// Physical memory: handle, device, number of bytes, and the address at which it is mapped.
     physical: Vec<(u64, usize, u64, Option<u64>)>,
 }
 
 impl Reservations {
-    /// Returns how many ranges and handles of a device live.
+    /// Returns the number of a device's live ranges and handles.
     pub(crate) fn live(&self, device: usize) -> usize {
         self.ranges.iter().filter(|range| range.0 == device).count()
             + self.physical.iter().filter(|physical| physical.1 == device).count()

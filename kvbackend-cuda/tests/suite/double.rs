@@ -5,9 +5,11 @@ use std::sync::{OnceLock, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
 use libloading::Library;
 
-/// Devices of the double.
+/// The double's device that runs work as soon as it is enqueued.
 pub(crate) const EAGER: usize = 0;
+/// The double's device that runs work only when something waits for it.
 pub(crate) const LAZY: usize = 1;
+/// The double's device with little memory.
 pub(crate) const SMALL: usize = 2;
 
 /// The library that the backend has loaded, if it is the double.

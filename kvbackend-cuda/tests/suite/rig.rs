@@ -10,12 +10,14 @@ use kvcore::{Backend, CopyTensor, DType, MemoryKind, Result, TensorView, allocat
 
 use crate::double::{Double, SMALL, alone, double};
 
-/// Codes of the driver.
+/// The driver's code for an invalid argument.
 const INVALID_VALUE: i32 = 1;
+/// The driver's code for exhausted memory.
 const OUT_OF_MEMORY: i32 = 2;
+/// The driver's code for an access to an invalid address.
 const ILLEGAL_ADDRESS: i32 = 700;
 
-/// Code of NCCL.
+/// NCCL's code for a system error.
 const SYSTEM_ERROR: i32 = 2;
 
 /// Devices of the driver or of its double, and groups of NCCL or of its double.

@@ -1,4 +1,4 @@
-//! The calls of collectives: their checks, and their tasks.
+//! Collective calls: their checks, and their tasks.
 
 use std::ffi::c_void;
 use std::ops::Range;
@@ -18,7 +18,7 @@ fn size_of_type(dtype: sys::HcclDataType) -> CallResult<u64> {
     })
 }
 
-/// The caller of a collective: its group, its rank, and the stream.
+/// The caller of a collective: its group, its rank, and its stream.
 struct RankCaller {
     group: u64,
     rank: usize,
@@ -42,7 +42,7 @@ impl RankCaller {
         Ok(Self { group, rank, ranks, stream, device })
     }
 
-    /// Returns the bytes of a buffer, which lies on the device.
+    /// Returns the byte range of a buffer, which must be on the device.
     fn buffer(
         &self,
         state: &SimState,

@@ -1,4 +1,5 @@
-//! Meetings of the ranks' tasks: each task brings its part, and the last task to come moves the data of all.
+//! Meetings of the ranks' tasks: each task contributes its part, and the last task to arrive moves all of the
+//! data.
 
 use std::collections::HashMap;
 use std::mem::discriminant;
@@ -9,10 +10,10 @@ use crate::state::SimState;
 use crate::tensor::{load, store};
 use crate::types as sys;
 
-/// Marks the numbers of exchanges.
+/// Marks the IDs of exchanges.
 const EXCHANGES: u64 = 1 << 63;
 
-/// The action of a rank in a collective.
+/// A rank's action in a collective.
 #[derive(Debug, Clone)]
 pub(crate) enum What {
     Broadcast { bytes: Range<u64>, root: usize },
@@ -29,49 +30,49 @@ pub(crate) struct RankTransfer {
     pub(crate) bytes: Range<u64>,
 }
 
-/// The task of a rank.
+/// A rank's task.
 pub(crate) struct RankPart {
     pub(crate) group: u64,
     pub(crate) rank: usize,
-    /// The number of the collective, counted for all ranks, or of the exchange, counted for this rank.
+    /// The ID of the collective, counted for all ranks, or of the exchange, counted for this rank.
     pub(crate) number: u64,
-    /// The rank's part; none after its task has come to the front of its stream.
+    /// The rank's part; none after its task has reached the front of its stream.
     pub(crate) what: Option<What>,
 }
 
-/// A rank's part of a collective that waits for others.
+/// A rank's part of a collective, waiting for the others.
 struct Brought {
     rank: usize,
     what: What,
     moment: TaskMoment,
 }
 
-/// Half of a transfer that waits for the other half.
+/// Half of a transfer, waiting for the other half.
 struct Half {
     from: usize,
     to: usize,
-    /// The exchange of the rank that brought the half.
+    /// The exchange of the rank that contributed this half.
     number: u64,
     transfer: RankTransfer,
     moment: TaskMoment,
 }
 
-/// Collectives of a group that are not done.
+/// A group's unfinished collectives.
 #[derive(Default)]
 pub(crate) struct RankMeeting {
     pub(crate) ranks: usize,
-    /// Numbers of the next collective of all ranks, and of the next exchange, by rank.
+    /// The ID of the next collective or exchange, by rank and by kind: true for exchanges.
     next: HashMap<(usize, bool), u64>,
     waiting: HashMap<u64, Vec<Brought>>,
-    /// Finished collectives, with the number of ranks that have not seen the end.
+    /// Finished collectives, with the number of ranks that have not seen the end yet.
     done: HashMap<u64, usize>,
     halves: Vec<Half>,
-    /// The error that makes every wait end.
+    /// The error that ends every wait.
     pub(crate) failed: Option<sys::HcclResult>,
 }
 
 impl RankMeeting {
-    /// Returns the number of a rank's next collective.
+    /// Returns the ID of a rank's next collective.
     pub(super) fn number(&mut self, rank: usize, what: &What) -> u64 {
         let exchanges = matches!(what, What::Exchange(_));
         let next = self.next.entry((rank, exchanges)).or_default();
@@ -79,14 +80,14 @@ impl RankMeeting {
         *next | if exchanges { EXCHANGES } else { 0 }
     }
 
-    /// Removes the parts that a stream has brought.
+    /// Removes the parts that a stream has contributed.
     pub(super) fn withdraw(&mut self, stream: u64) {
         self.waiting.values_mut().for_each(|all| all.retain(|brought| brought.moment.stream != stream));
         self.halves.retain(|half| half.moment.stream != stream);
     }
 }
 
-/// A fault of a device.
+/// A device's fault.
 type Fault = (u64, String);
 
 fn differ(a: &What, b: &What) -> bool {
@@ -104,7 +105,8 @@ fn differ(a: &What, b: &What) -> bool {
 }
 
 impl SimState {
-    /// Brings the part of a task that has come to the front of its stream. Returns whether the task is done.
+    /// Contributes the part of a task that has reached the front of its stream. Returns whether the task is
+    /// done.
     pub(crate) fn meet(&mut self, part: &mut RankPart, moment: &TaskMoment) -> bool {
         let met = match part.what.take() {
             Some(What::Exchange(transfers)) => self.exchange(part, transfers, moment),
@@ -145,7 +147,7 @@ impl SimState {
         part.number & EXCHANGES != 0 && !meeting.halves.iter().any(brought)
     }
 
-    /// Brings a part of a collective of all ranks.
+    /// Contributes a part to a collective of all ranks.
     fn gather_round(&mut self, part: &RankPart, what: What, moment: &TaskMoment) -> Result<(), Fault> {
         let Some(meeting) = self.hccl.meeting(part.group) else { return Ok(()) };
         let (ranks, waiting) = (meeting.ranks, meeting.waiting.entry(part.number).or_default());
@@ -177,12 +179,12 @@ impl SimState {
 
     fn write(&mut self, to: &Range<u64>, moment: &TaskMoment, bytes: &[u8]) -> Result<(), Fault> {
         let at = self.place(to, moment, true)?;
-        // SAFETY: the range is alive, and has as many bytes.
+        // SAFETY: the range is alive and has the same length.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), at, bytes.len()) };
         Ok(())
     }
 
-    /// Moves the data of a collective after all ranks have brought their part.
+    /// Moves a collective's data once all ranks have contributed their part.
     fn move_all(&mut self, all: &[Brought]) -> Result<(), Fault> {
         match &all[0].what {
             What::Broadcast { root, .. } => {
@@ -228,7 +230,7 @@ impl SimState {
         }
     }
 
-    /// Brings the transfers of an exchange, and moves the transfers whose other half has come.
+    /// Contributes an exchange's transfers, and moves the transfers whose other half has arrived.
     fn exchange(
         &mut self,
         part: &RankPart,
@@ -264,7 +266,7 @@ impl SimState {
     }
 }
 
-/// Combines elements of two ranks.
+/// Combines the elements of two ranks.
 fn combined(dtype: sys::HcclDataType, op: sys::HcclReduceOp, before: Vec<u8>, own: &[u8]) -> Vec<u8> {
     let f = |a: f32, b: f32| match op {
         sys::HCCL_REDUCE_SUM => a + b,

@@ -1,8 +1,8 @@
 //! Groups of ranks: how ranks find one another, and their handles.
 //!
-//! Ranks are threads of the caller. A collective is a task of each rank's stream. It is done when the tasks
-//! of all its ranks have come to the front of their streams. Nothing ends a task whose ranks never come, as
-//! on a device.
+//! Ranks are threads of the caller. A collective is a task on each rank's stream. It is done when the tasks
+//! of all its ranks have reached the front of their streams. As on a device, nothing ends a task whose other
+//! ranks never arrive.
 
 use std::collections::HashMap;
 use std::ffi::{c_char, c_void};
@@ -18,10 +18,10 @@ mod meeting;
 
 pub(crate) use meeting::{RankMeeting, RankPart};
 
-/// Milliseconds that a rank waits for the other ranks when it joins: CANN's default.
+/// How long a rank waits for the other ranks when it joins, in milliseconds: CANN's default.
 pub(crate) const PATIENCE: u64 = 120_000;
 
-/// The ranks that joined by the same root information.
+/// The ranks that joined with the same root information.
 #[derive(Default)]
 pub(crate) struct RankGroup {
     /// The handle of each rank that has joined.
@@ -36,7 +36,7 @@ struct Comm {
     device: usize,
 }
 
-/// Groups and handles.
+/// All groups and handles.
 pub(crate) struct Groups {
     all: HashMap<u64, RankGroup>,
     comms: HashMap<u64, Comm>,
@@ -50,28 +50,28 @@ impl Default for Groups {
 }
 
 impl Groups {
-    /// Returns how many handles of a device live.
+    /// Returns the number of a device's live handles.
     pub(crate) fn live(&self, device: usize) -> usize {
         self.comms.values().filter(|comm| comm.device == device).count()
     }
 
-    /// Returns the meeting point of a group.
+    /// Returns a group's meeting point.
     pub(crate) fn meeting(&mut self, group: u64) -> Option<&mut RankMeeting> {
         self.all.get_mut(&group).map(|group| &mut group.meeting)
     }
 
-    /// Removes the parts that a destroyed stream has brought to meetings.
+    /// Removes the parts that a destroyed stream has contributed to meetings.
     pub(crate) fn withdraw(&mut self, stream: u64) {
         self.all.values_mut().for_each(|group| group.meeting.withdraw(stream));
     }
 }
 
-/// Returns the refusal of an argument.
+/// Returns the error for an invalid argument.
 fn wrong<T>(rule: impl Into<String>) -> CallResult<T> {
     refuse(sys::HCCL_E_PARA as i32, rule)
 }
 
-/// Runs a call of HCCL, which has its own codes.
+/// Runs an HCCL call, which has its own error codes.
 fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, SimState>) -> CallResult) -> sys::HcclResult {
     let mut state = lock();
     let outcome = match state.controls.verdict(name) {
@@ -79,7 +79,7 @@ fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, SimState>) -> Call
         Some(code) => refuse(code, format!("{name} fails because a test asked for it")),
         None => run(&mut state),
     };
-    // A refusal of ACL is one of the runtime below.
+    // An ACL error becomes an HCCL error of the runtime below.
     let own = |refusal: BrokenRule| match refusal.code {
         0..1000 => refusal,
         _ => BrokenRule { code: sys::HCCL_E_RUNTIME as i32, ..refusal },
@@ -87,7 +87,7 @@ fn call(name: &str, run: impl FnOnce(&mut MutexGuard<'static, SimState>) -> Call
     keep_rule(outcome.map_err(own)) as sys::HcclResult
 }
 
-/// Joins a rank, waits for the others, and returns its handle.
+/// Joins a rank, waits for the other ranks, and returns the rank's handle.
 fn join(
     state: &mut MutexGuard<'static, SimState>,
     id: u64,

@@ -1,4 +1,4 @@
-//! Copies between views, with and without a change of type.
+//! Copies between views, with and without type conversion.
 
 use std::sync::Arc;
 

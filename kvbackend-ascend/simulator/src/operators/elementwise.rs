@@ -1,4 +1,4 @@
-//! Operators on single elements: sums, products, exponentials.
+//! Element-wise operators: sums, products, exponentials.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::task::Action;
 use crate::tensor::{HostNumber, View, load, store};
 use crate::types as sys;
 
-/// Accepts an operator of two operands.
+/// Checks an operator with two operands, and makes its action.
 fn of_two(
     first: &mut First<'_>,
     (a, b, out): (*const sys::aclTensor, *const sys::aclTensor, *const sys::aclTensor),
@@ -45,7 +45,7 @@ fn of_two(
     }))
 }
 
-/// Accepts an operator of one operand.
+/// Checks an operator with one operand, and makes its action.
 fn of_one(
     first: &mut First<'_>,
     (x, out): (*const sys::aclTensor, *const sys::aclTensor),
@@ -86,7 +86,7 @@ operator!(aclnnDiv, aclnnDivGetWorkspaceSize, (a: TensorArgument, b: TensorArgum
     of_two(first, (a, b, out), |a, b| a / b)
 });
 operator!(aclnnMaximum, aclnnMaximumGetWorkspaceSize, (a: TensorArgument, b: TensorArgument, out: TensorArgument), |first, a, b, out| {
-    // A NaN stays.
+    // NaN stays NaN.
     of_two(first, (a, b, out), |a, b| if a.is_nan() || a > b { a } else { b })
 });
 operator!(aclnnMuls, aclnnMulsGetWorkspaceSize, (x: TensorArgument, factor: NumberArgument, out: TensorArgument), |first, x, factor, out| {
@@ -98,7 +98,7 @@ operator!(aclnnRound, aclnnRoundGetWorkspaceSize, (x: TensorArgument, out: Tenso
 });
 operator!(aclnnClamp, aclnnClampGetWorkspaceSize, (x: TensorArgument, least: NumberArgument, most: NumberArgument, out: TensorArgument), |first, x, least, most, out| {
     let (HostNumber(least), HostNumber(most)) = (first.scalar(least)?, first.scalar(most)?);
-    // A NaN stays.
+    // NaN stays NaN.
     of_one(first, (x, out), move |x| if x < least { least } else if x > most { most } else { x })
 });
 operator!(aclnnExp, aclnnExpGetWorkspaceSize, (x: TensorArgument, out: TensorArgument), |first, x, out| of_one(first, (x, out), f32::exp));

@@ -1,4 +1,4 @@
-//! Operators that read and write rows by number.
+//! Operators that read and write rows by index.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::task::Action;
 use crate::tensor::{View, size_of_type};
 use crate::types as sys;
 
-/// A matrix of rows, the numbers of some rows, and the rows themselves.
+/// A matrix, the indices of some of its rows, and the rows themselves.
 struct RowArguments {
     matrix: View,
     index: View,
@@ -42,7 +42,7 @@ impl RowArguments {
         self.moved.dims[1..].iter().product::<usize>() * size_of_type(self.moved.dtype)
     }
 
-    /// Reads the index.
+    /// Reads the row indices.
     fn numbers(&self, state: &mut SimState, moment: &TaskMoment) -> Result<Vec<usize>, String> {
         let at = place(state, &self.index, moment, false)?;
         let number = |i: usize| {
@@ -60,7 +60,7 @@ impl RowArguments {
         (0..self.index.dims[0]).map(number).collect()
     }
 
-    /// Returns where the host finds a run of rows of the matrix.
+    /// Returns the host pointer to a run of rows in the matrix.
     fn run(
         &self,
         state: &mut SimState,
@@ -75,8 +75,8 @@ impl RowArguments {
     }
 }
 
-/// Cuts numbers into runs of successive numbers: the place of the first in the list, the first number, and
-/// how many.
+/// Splits indices into runs of successive ones: for each run, its place in the list, its first index, and its
+/// length.
 fn runs(numbers: &[usize]) -> Vec<(usize, usize, usize)> {
     let mut runs: Vec<(usize, usize, usize)> = Vec::new();
     for (i, &n) in numbers.iter().enumerate() {
@@ -102,7 +102,7 @@ fn select(
         let to = place(state, &rows.moved, moment, true)?;
         for (i, number, count) in runs(&numbers) {
             let from = rows.run(state, moment, number, count, false)?;
-            // SAFETY: both ranges are alive and apart.
+            // SAFETY: both ranges are alive and do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(from, to.add(i * bytes), count * bytes) };
         }
         Ok(())
@@ -131,7 +131,7 @@ fn put(
         }
         for (i, number, count) in runs(&numbers) {
             let to = rows.run(state, moment, number, count, true)?;
-            // SAFETY: both ranges are alive and apart.
+            // SAFETY: both ranges are alive and do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(from.add(i * bytes), to, count * bytes) };
         }
         Ok(())

@@ -1,4 +1,4 @@
-//! Operators: the checks of the first phase, and the computation of the second.
+//! Operators: the checks of their first phase, and the computation of their second.
 
 use crate::clock::TaskMoment;
 use crate::executor::wrong;
@@ -13,7 +13,7 @@ mod paged;
 mod product;
 mod reduce;
 
-/// Exports both phases of an operator: `accept` gets the arguments of the first.
+/// Exports both phases of an operator. `accept` gets the first phase's arguments.
 macro_rules! operator {
     ($name:ident, $phase:ident, ($($argument:ident: $type:ty),*), $accept:expr) => {
         #[unsafe(no_mangle)]
@@ -39,13 +39,13 @@ macro_rules! operator {
 }
 pub(crate) use operator;
 
-/// A tensor among the arguments of an operator.
+/// A tensor among an operator's arguments.
 pub(crate) type TensorArgument = *const sys::aclTensor;
 
-/// Types that operators compute with.
+/// The types that operators compute with.
 const COMPUTED: [sys::aclDataType; 3] = [sys::ACL_FLOAT, sys::ACL_FLOAT16, sys::ACL_BF16];
 
-/// Refuses types that operators do not compute with, and operands of several types.
+/// Rejects types that operators do not compute with, and operands of different types.
 pub(crate) fn check_types(views: &[&View]) -> CallResult {
     let dtype = views[0].dtype;
     if !COMPUTED.contains(&dtype) || views.iter().any(|view| view.dtype != dtype) {
@@ -55,7 +55,7 @@ pub(crate) fn check_types(views: &[&View]) -> CallResult {
     Ok(())
 }
 
-/// Returns the strides of a view along the axes of a result, 0 where the view repeats.
+/// Returns a view's strides along the axes of a result: 0 where the view repeats.
 pub(crate) fn strides_along(view: &View, dims: &[usize]) -> CallResult<Vec<usize>> {
     let Some(missing) = dims.len().checked_sub(view.dims.len()) else {
         return wrong(format!("extents {:?} for a result of {dims:?}", view.dims));
@@ -70,7 +70,7 @@ pub(crate) fn strides_along(view: &View, dims: &[usize]) -> CallResult<Vec<usize
     Ok(strides)
 }
 
-/// Refuses a result that shares bytes with an operand, unless both are the same view.
+/// Rejects a result that shares bytes with an operand, unless both are the same view.
 pub(crate) fn check_apart(out: &View, others: &[&View]) -> CallResult {
     for other in others {
         if let (Some(a), Some(b)) = (out.bytes(), other.bytes())
@@ -78,7 +78,7 @@ pub(crate) fn check_apart(out: &View, others: &[&View]) -> CallResult {
             && b.start < a.end
             && *other != out
         {
-            // Rows of one tensor may interleave: their elements differ.
+            // Rows of one tensor may interleave without sharing elements.
             let distance = (b.start as i64 - a.start as i64) / size_of_type(out.dtype) as i64;
             let alike = out.dims == other.dims && out.strides == other.strides && out.dtype == other.dtype;
             let mut axes: Vec<(usize, usize)> =
@@ -92,8 +92,8 @@ pub(crate) fn check_apart(out: &View, others: &[&View]) -> CallResult {
     Ok(())
 }
 
-/// Returns whether a view shares elements with the same view at a distance. `axes` are its strides and
-/// extents, the largest stride last.
+/// Returns whether a view shares elements with a copy of itself that is shifted by `distance`. `axes` are its
+/// strides and extents, with the largest stride last.
 fn coincide(distance: i64, axes: &[(usize, usize)]) -> bool {
     let Some((&(stride, n), inner)) = axes.split_last() else { return distance == 0 };
     let (stride, n) = (stride.max(1) as i64, n as i64);
@@ -130,7 +130,8 @@ pub(crate) fn walk<const N: usize>(dims: &[usize], strides: &[&[usize]; N], mut 
     }
 }
 
-/// Returns where the host finds a view that a task reads or writes; dangling for a view without elements.
+/// Returns the host pointer to a view that a task reads or writes, or a dangling pointer if the view is
+/// empty.
 pub(crate) fn place(
     state: &mut SimState,
     view: &View,

@@ -1,4 +1,4 @@
-//! Fused operators on paged caches: attention of one row for each sequence, and writes of keys and values.
+//! Fused operators on paged caches: attention with one row per sequence, and writes of keys and values.
 
 use std::collections::HashSet;
 use std::ffi::{CStr, c_char};
@@ -15,19 +15,19 @@ use crate::types as sys;
 type ListArgument = *const sys::aclTensorList;
 type NumbersArgument = *const sys::aclIntArray;
 
-/// Returns the text of an argument.
+/// Returns a string argument.
 unsafe fn text(at: *const c_char) -> String {
     if at.is_null() { String::new() } else { CStr::from_ptr(at).to_string_lossy().into_owned() }
 }
 
-/// Reads whole numbers of 32 bits.
+/// Reads 32-bit integers.
 fn numbers(state: &mut SimState, view: &View, moment: &TaskMoment) -> Result<Vec<i32>, String> {
     let at = place(state, view, moment, false)?.cast::<i32>();
     // SAFETY: the view is alive and has these elements.
     Ok((0..view.len()).map(|i| unsafe { at.add(i).read_unaligned() }).collect())
 }
 
-/// Blocks of K or V, with heads or tokens outside.
+/// Blocks of K or V, with either heads or tokens as the outer axis.
 struct Pages {
     view: View,
     heads: usize,
@@ -54,7 +54,7 @@ impl Pages {
         Ok(Self { view, heads, block_size, dim, heads_outside })
     }
 
-    /// Reads the first tokens of a block, `[heads, tokens, dim]`.
+    /// Reads the first tokens of a block as `[heads, tokens, dim]`.
     fn read(
         &self,
         state: &mut SimState,
@@ -83,8 +83,7 @@ impl Pages {
     }
 }
 
-/// The arguments of attention that this simulator knows. All others must be null, or a value that means
-/// nothing.
+/// The attention arguments that this simulator supports. All others must be null, or a value without effect.
 struct AttentionArguments {
     q: TensorArgument,
     k: ListArgument,
@@ -114,7 +113,7 @@ struct Attention {
 }
 
 fn attention(first: &mut First<'_>, args: &AttentionArguments) -> CallResult<Action> {
-    // SAFETY: the caller gives a text that ends with 0.
+    // SAFETY: the caller passes a string that ends with a zero byte.
     let layout = unsafe { text(args.layout) };
     let q = first.tensor(args.q)?;
     let [rows, heads, 1, dim] = *q.dims else {
@@ -186,11 +185,11 @@ impl Attention {
             }
             for head in 0..heads {
                 let at = (row * heads + head) * dim;
-                // SAFETY: the row of the head lies in the view, which is alive.
+                // SAFETY: the head's row is inside the view, which is alive.
                 let query: Vec<f32> = (0..dim).map(|i| unsafe { load(self.q.dtype, q, at + i) }).collect();
                 let (values, sum) = self.of_head(&query, &pages, head * self.k.heads / heads);
                 for (i, &x) in values.iter().enumerate() {
-                    // SAFETY: the row of the head lies in the view, which is alive.
+                    // SAFETY: the head's row is inside the view, which is alive.
                     unsafe { store(self.out.dtype, out, at + i, x) };
                 }
                 if let Some(lse) = lse {
@@ -202,8 +201,8 @@ impl Attention {
         Ok(())
     }
 
-    /// Returns the result of a head and its log-sum-exp. As on the device's matrix unit, the weights have the
-    /// type of the values.
+    /// Returns a head's result and its log-sum-exp. As on the device's matrix unit, the weights have the
+    /// values' type.
     fn of_head(&self, query: &[f32], pages: &[(usize, Vec<f32>, Vec<f32>)], head: usize) -> (Vec<f32>, f32) {
         let dim = query.len();
         let rows =
@@ -220,7 +219,7 @@ impl Attention {
         for (count, _, v) in pages {
             for (value, logit) in rows(v, *count).chunks_exact(dim).zip(logits.by_ref()) {
                 let mut weight = [0u8; 4];
-                // SAFETY: the place has room for an element of any type that is computed with.
+                // SAFETY: the pointer has room for an element of any type that operators compute with.
                 let weight = unsafe {
                     store(self.out.dtype, weight.as_mut_ptr(), 0, (logit - most).exp());
                     load(self.out.dtype, weight.as_ptr(), 0)
@@ -235,7 +234,7 @@ impl Attention {
     }
 }
 
-/// Writes of rows to slots of both caches.
+/// Writes rows to slots of both caches.
 fn scatter(
     first: &mut First<'_>,
     rows: [TensorArgument; 2],
@@ -243,7 +242,7 @@ fn scatter(
     slots: TensorArgument,
     modes: [*const c_char; 2],
 ) -> CallResult<Action> {
-    // SAFETY: the caller gives texts that end with 0.
+    // SAFETY: the caller passes strings that end with a zero byte.
     let modes = unsafe { modes.map(|mode| text(mode)) };
     if modes != ["Norm", "None"] {
         return wrong(format!("modes {modes:?}"));
@@ -287,7 +286,7 @@ fn scatter(
                 };
                 let start = cache.at + (slot * bytes) as u64;
                 let to = state.touch(&(start..start + bytes as u64), moment, true)?;
-                // SAFETY: both rows are alive and apart.
+                // SAFETY: both rows are alive and do not overlap.
                 unsafe { std::ptr::copy_nonoverlapping(from.add(i * bytes), to, bytes) };
             }
         }

@@ -1,4 +1,4 @@
-//! Products of matrices.
+//! Matrix products.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use crate::tensor::{View, load, store};
 /// Keeps the element types.
 const KEEP: i8 = 0;
 
-/// Matrices of a batch: `[batch, rows, columns]`.
+/// A batch of matrices: `[batch, rows, columns]`.
 struct Matrices(View);
 
 impl Matrices {
-    /// Accepts dense matrices, also with rows and columns exchanged.
+    /// Accepts dense matrices, including transposed ones.
     fn new(view: View) -> CallResult<Self> {
         let (dims, strides) = (view.dims.clone(), view.strides.clone());
         let mut exchanged = view.clone();
@@ -31,7 +31,7 @@ impl Matrices {
         (self.0.dims[0], self.0.dims[1], self.0.dims[2])
     }
 
-    /// Reads a matrix, row after row.
+    /// Reads one matrix in row-major order.
     fn read(&self, from: *const u8, batch: usize) -> Vec<f32> {
         let (batches, rows, columns) = self.extents();
         let first = if batches == 1 { 0 } else { batch * self.0.strides[0] };

@@ -1,4 +1,4 @@
-//! Greatest elements and sums along axes, and norms of rows.
+//! Maxima and sums along axes, and row norms.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use crate::types as sys;
 
 type AxesArgument = *const sys::aclIntArray;
 
-/// Accepts a reduction along axes, whose extent in the result is 1.
+/// Checks a reduction along axes, whose extent in the result is 1, and makes its action.
 fn reduce(
     first: &mut First<'_>,
     (x, axes, keep, out): (TensorArgument, AxesArgument, bool, TensorArgument),
@@ -50,7 +50,7 @@ fn reduce(
     }))
 }
 
-/// Returns the elements from the first to the last.
+/// Returns the number of elements from the first to the last.
 fn span(view: &View) -> usize {
     view.dims.iter().zip(&view.strides).map(|(n, stride)| (n - 1) * stride).sum::<usize>() + 1
 }
