@@ -1,22 +1,23 @@
-// Shared by the kernels of attention: their argument, the records of a plan, places of rows, rotations, results.
+// Shared by the attention kernels: their argument, the records of a plan, places of rows, rotations, results.
 //
-// A task is a tile of query rows of one entry and some runs of tokens that they see. A block works on one task for one
-// unit of query heads that share a head of K and a head of V: `rows * unit_heads` queries, which read each tile of
-// keys and values once. A task whose tile has no other task writes the output itself; other tasks leave a part, an
-// open softmax, which `attend_merge.cu` closes.
+// A task is a tile of query rows of one entry and some runs of tokens that they see. A block works on one
+// task, for one unit of query heads that share a K head and a V head: `rows * unit_heads` queries, which read
+// each tile of keys and values once. If a tile has only one task, that task writes the output itself. Other
+// tasks leave a part, an open softmax, which `attend_merge.cu` closes.
 //
 // The structs match src/kernels/attend/args.rs and records.rs.
 #pragma once
 
 #include "element.cuh"
 
-// Threads of a block, and its warps.
+// Threads per block, and warps per block.
 constexpr int THREADS = 128;
 constexpr int WARPS = THREADS / 32;
 
 constexpr float LOG2_E = 1.4426950408889634f;
 
-// K or V of one layer, in bytes: address, strides of a block, a token and a head; the same of its scales.
+// K or V of one layer, in bytes: the address, the strides of a block, a token and a head, and the same for
+// its scales.
 struct AttendPlane {
     uint64_t at;
     int64_t block, token, head;
@@ -24,7 +25,7 @@ struct AttendPlane {
     int64_t scale_block, scale_token, scale_head;
 };
 
-// A tensor `[rows, heads, dim]` or `[rows, heads]`, in bytes.
+// A tensor `[rows, heads, dim]` or `[rows, heads]`. Strides are in bytes.
 struct AttendRows {
     uint64_t at;
     int64_t row, head;
@@ -32,36 +33,36 @@ struct AttendRows {
 
 struct AttendArgs {
     AttendPlane k, v;
-    // The latent queries have address 0 if there are none, and so has the log-sum-exp.
+    // The latent queries and the log-sum-exps have address 0 if there are none.
     AttendRows q, latent, out, lse;
     // Addresses of the plan's records.
     uint64_t rows, segments, tables, runs, tasks;
-    // Parts: (largest logit, sum) of each row and head of a part, and its weighted sum of values.
+    // Parts: (largest logit, sum) for each row and head of a part, and its weighted sum of values.
     uint64_t sums, values;
     // Cosine and sine of each position and pair.
     uint64_t angles;
     int64_t window;
     float scale;
-    // 0 for none.
+    // 0 if there is no cap.
     float softcap;
-    // Attention factor of the rotary embedding.
+    // The rotary embedding's attention factor.
     float factor;
-    // Rotated pairs, 0 if nothing is rotated.
+    // Number of rotated pairs, 0 if nothing is rotated.
     int32_t pairs;
     int32_t interleaved;
-    // Whether keys are rotated as they are read.
+    // Whether keys are rotated when they are read.
     int32_t unrotated;
     int32_t kind, q_kind, latent_kind, out_kind;
     int32_t k_dim, v_dim;
-    // Elements that share a scale.
+    // Number of elements that share a scale.
     int32_t k_group, v_group;
     int32_t block_size;
     int32_t heads, k_heads, v_heads;
     int32_t unit_heads, units;
-    // Terms that queries and latent queries are split into, for tensor cores.
+    // Number of terms that queries and latent queries are split into, for tensor cores.
     int32_t q_terms, latent_terms;
-    // Plain kernel: tokens of a tile, fours of queries (1, 2 or 4), blocks that share the columns of a task, and
-    // whether eight elements of keys (1) and of values (2) may be read at once.
+    // Plain kernel: tokens per tile, number of groups of four queries (1, 2 or 4), blocks that share a task's
+    // columns, and whether eight elements of keys (1) and of values (2) may be read at once.
     int32_t tile, quads, columns;
     int32_t eights;
 };
@@ -82,7 +83,7 @@ struct SegmentRecord {
 // Tokens `first..end` of a segment, or of a list of selected tokens.
 struct RunRecord {
     uint32_t segment, first, end;
-    // Place of the segment's blocks in the tables, or of the list: pairs of block and token.
+    // Place in the tables of the segment's blocks, or of the list, which contains pairs of block and token.
     uint32_t table;
     // Position and scale of the segment.
     int64_t offset;
@@ -93,9 +94,9 @@ struct RunRecord {
 struct TaskRecord {
     // First row and number of rows, first run and number of runs.
     uint32_t row, rows, run, runs;
-    // First part, in rows of all heads; DIRECT if the task writes the output itself.
+    // First part, counted in rows of all heads. DIRECT if the task writes the output itself.
     uint32_t part;
-    // Factor of the log-sum-exp that a task writes itself.
+    // Factor on the log-sum-exp that a task writes itself.
     float lse_scale;
 };
 static_assert(sizeof(RowRecord) == 16 && sizeof(SegmentRecord) == 24 && sizeof(RunRecord) == 32 &&
@@ -103,7 +104,7 @@ static_assert(sizeof(RowRecord) == 16 && sizeof(SegmentRecord) == 24 && sizeof(R
               "as records.rs has it");
 
 constexpr uint32_t DIRECT = 0xffffffffu;
-// Rows of a task, or row of a merge, that a captured plan has room for and that is not there.
+// The row count of a task, or the row of a merge, that a captured plan has room for but does not use.
 constexpr uint32_t ABSENT = 0xffffffffu;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -132,8 +133,8 @@ __device__ __forceinline__ AttendUnit unit_of(const AttendArgs& args, uint32_t b
     return unit;
 }
 
-// A tile of tokens: the number of its run in the task, its first token, the end of the run and the place of its tokens.
-// Advances through the runs of a task.
+// A tile of tokens: the index of its run in the task, its first token, the end of the run and the place of
+// its tokens. Advances through the task's runs.
 struct Walk {
     uint32_t number, start, end, table;
     bool listed, more;
@@ -162,7 +163,7 @@ struct Walk {
     }
 };
 
-// The block of a token of a run, the token's place in the block, and its number in the segment.
+// A token's block, its place in the block, and its index in the segment.
 struct Place {
     int64_t block;
     uint32_t token, number;
@@ -202,7 +203,7 @@ __device__ __forceinline__ unsigned char* query_of(const AttendArgs& args, const
                                             (unit.head + query % args.unit_heads) * rows.head);
 }
 
-// The tokens of a run that a query sees, of those in the run: first and end. A list has only such tokens.
+// The tokens of a run that a query sees, as first and end. A list contains only tokens that are seen.
 __device__ __forceinline__ int2 seen_by(const AttendArgs& args, const AttendUnit& unit, const RunRecord& run,
                                         int query) {
     if (query >= unit.queries) return make_int2(0, 0);
@@ -216,7 +217,7 @@ __device__ __forceinline__ int2 seen_by(const AttendArgs& args, const AttendUnit
     return make_int2(static_cast<int>(first), static_cast<int>(end));
 }
 
-// The position by which a query is rotated for a segment at an offset.
+// The position to which a query is rotated for a segment at an offset.
 __device__ __forceinline__ int64_t turn_of(const AttendArgs& args, const AttendUnit& unit, int64_t offset, int query) {
     const int64_t position = records<RowRecord>(args.rows)[unit.task.row + query / args.unit_heads].position;
     return args.unrotated ? position : position - offset;
@@ -263,26 +264,27 @@ __device__ __forceinline__ void write_two(int kind, unsigned char* row, int i, f
     }
 }
 
-// A logit under a soft-cap. The hyperbolic tangent by its definition: it is off by 2^-24 of its largest value, 1,
-// which is as good as the logit itself, a number of the size of the cap.
+// A logit under a soft cap. The hyperbolic tangent is computed by its definition: it is off by 2^-24 of its
+// largest value, 1, which is as precise as the logit itself, whose size is about the cap.
 __device__ __forceinline__ float capped(float logit, float cap) {
     const float shrink = exp2f(fabsf(logit / cap) * (-2.0f * LOG2_E));
     return copysignf(cap * ((1.0f - shrink) / (1.0f + shrink)), logit);
 }
 
-// The number that logits are compared with: the largest, or 0 if there is none.
+// The number that logits are compared with: the largest logit, or 0 if there is none.
 __device__ __forceinline__ float reference(float high) { return high == minus_infinity() ? 0.0f : high; }
 
-// Whether a value, in f32, is NaN or infinite.
+// Whether an f32 value is NaN or infinite.
 __device__ __forceinline__ bool spoiled(float x) { return (__float_as_uint(x) & 0x7f800000u) == 0x7f800000u; }
 
-// The place of a query in the parts.
+// A query's place in the parts.
 __device__ __forceinline__ int64_t part_of(const AttendArgs& args, const AttendUnit& unit, int query) {
     const int64_t row = static_cast<int64_t>(unit.task.part) + query / args.unit_heads;
     return row * args.heads + unit.head + query % args.unit_heads;
 }
 
-// Writes what belongs to a query and to no column: the largest logit and the sum of a part, or the log-sum-exp.
+// Writes the values that belong to a query but to no column: the largest logit and the sum of a part, or the
+// log-sum-exp.
 __device__ __forceinline__ void finish_sum(const AttendArgs& args, const AttendUnit& unit, int query, float high,
                                            float sum) {
     if (unit.task.part != DIRECT) {

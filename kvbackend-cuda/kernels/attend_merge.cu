@@ -6,23 +6,23 @@
 struct MergeArgs {
     AttendRows out, lse;
     uint64_t sums, values;
-    // Records of the rows, of the groups of a row, lists of parts, and the factors of the groups.
+    // Records of the rows and of each row's groups, lists of parts, and the groups' factors.
     uint64_t rows, ranges, lists, groups;
     int32_t count, heads, v_dim, out_kind;
 };
 static_assert(sizeof(MergeArgs) == 112, "as merge.rs has it");
 
-// A row of the output, the first of its parts in the lists, and its groups.
+// An output row: its index, the first of its parts in the lists, and its groups.
 struct MergedRow {
     uint32_t row, list, range, ranges;
 };
 
-// The parts of one group, counted from the first of the row.
+// The parts of one group, counted from the row's first part.
 struct GroupRange {
     uint32_t begin, end, group, pad;
 };
 
-// Columns that a block adds up at a time: four for each lane.
+// Columns that a block adds up at once: four per lane.
 constexpr int COLUMNS = 128;
 
 struct MergeShared {
@@ -58,7 +58,7 @@ struct MergeRow {
         return {sum.x, sum.y};
     }
 
-    // Sums up the parts of a group. Each warp does so for itself.
+    // Adds up a group's parts. Each warp does this for itself.
     __device__ __forceinline__ OpenSum group(const GroupRange& range) const {
         OpenSum all{minus_infinity(), 0.0f};
         for (uint32_t i = range.begin + threadIdx.x % 32; i < range.end; i += 32) all = joined(all, part(i));
@@ -101,7 +101,8 @@ KV_KERNEL(attend_merge, MergeArgs, THREADS) {
     unsigned char* out = reinterpret_cast<unsigned char*>(args.out.at + row.row * args.out.row + head * args.out.head);
     for (int first = 0; first < args.v_dim; first += COLUMNS) {
         float x[COLUMNS / 32] = {};
-        // This lane's first column of part 0, the number of columns from there on, and the distance from part to part.
+        // This lane's first column of part 0, the number of columns starting there, and the stride between
+        // parts.
         const float* values = records<float>(args.values) + static_cast<int64_t>(head) * args.v_dim + first + lane;
         const int left = args.v_dim - first - lane;
         const int64_t stride = static_cast<int64_t>(args.heads) * args.v_dim;

@@ -1,23 +1,25 @@
-// Attention on tensor cores, for pools of bf16 or f16, and for codes that are widened to bf16 in shared memory.
+// Attention on tensor cores, for bf16 or f16 pools, and for codes that are widened to bf16 in shared memory.
 //
-// A block takes 16 to 64 queries over tiles of 64 (or 32) tokens. Each of its four warps computes the logits of all
-// queries and a quarter of the tile's tokens; the weights go through shared memory; each warp then adds the weighted
-// values of all tokens to a quarter of the columns, which it holds in registers. So a warp loads each fragment of keys
-// and values once for all queries, and latents of 512 columns fit in registers.
+// A block works on 16 to 64 queries over tiles of 64 (or 32) tokens. Each of its four warps computes the
+// logits of all queries for a quarter of the tile's tokens. The weights go through shared memory. Each warp
+// then adds the weighted values of all tokens to a quarter of the columns, which it holds in registers. So a
+// warp loads each fragment of keys and values once for all queries, and latents of 512 columns fit in
+// registers.
 //
-// Dense tiles come by asynchronous copies: keys of the next tile while weights are computed and applied, values while
-// logits are computed. Latents are part of the logits too, so that the whole next tile comes while a tile is used. So
-// do codes, which are widened at the begin of their turn; their scales multiply partial products (keys) and weights
-// (values) of a group, so that nothing is rounded. Places and scales are read before the products that hide the wait.
+// Dense tiles arrive by asynchronous copies: the next tile's keys while weights are computed and applied,
+// values while logits are computed. Latents are also part of the logits, so the whole next tile is copied
+// while the current one is used. The same goes for codes, which are widened when their turn comes. Their
+// scales multiply a group's partial products (keys) and weights (values), so nothing is rounded. Places and
+// scales are read before the products that hide the wait.
 //
-// Weights are split like queries (attend_query.cuh), into two terms; terms in f16 are scaled by 2^15, so that terms of
-// small weights keep their bits.
+// Weights are split into two terms, in the same way as queries (attend_query.cuh). f16 terms are scaled by
+// 2^15, so the terms of small weights keep their bits.
 #pragma once
 
 #include "attend_tile.cuh"
 
-// Adds the weighted values of a tile of which some query does not see some token, and in which some value is not
-// finite. Weights of 0 must not meet such values, which matrix instructions would multiply.
+// Adds the weighted values of a tile in which some query does not see some token and some value is not
+// finite. Weights of 0 must not meet such values, because matrix instructions would multiply them.
 template <int TYPE, bool CODES, int MT, int NP, int TN, int ROW, int PLANE>
 __device__ __forceinline__ void add_guarded(float (&out)[MT][NP][2][4], const unsigned char* weights,
                                             const unsigned char* values, int value_row, const float* scales, int groups,
@@ -87,7 +89,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
     constexpr int M = 16 * MT, TN = 32 * NT;
     using Shared = MmaShared<CODES, LATENT, M, TN>;
     constexpr int ROW = Shared::WEIGHT_ROW, PLANE = Shared::WEIGHT_PLANE, SIDES = Shared::SIDES;
-    // Whether a whole tile comes while the one before is used.
+    // Whether the whole next tile is copied while the current one is used.
     constexpr bool AHEAD = CODES || LATENT;
     // Scale of the weights: see above.
     constexpr float WEIGHT = TYPE == F16 ? 32768.0f : 1.0f;
@@ -96,25 +98,26 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
     const AttendUnit unit = unit_of(args, blockIdx.x);
     if (unit.task.rows == ABSENT) return;
     const TaskRecord& task = unit.task;
-    // Sixteens of queries that are no padding.
+    // Groups of sixteen queries that are not padding.
     const int tiles = (unit.queries + 15) / 16;
     // Pairs of eight columns that this warp adds up.
     const int all_pairs = shared.v_pad / 16, most = (all_pairs + WARPS - 1) / WARPS, first_pair = warp * most;
     const int pairs = min(most, max(all_pairs - first_pair, 0));
 
     float out[MT][NP][2][4] = {};
-    // Largest logit of each of this thread's queries, and the sum of this thread's weights.
+    // The largest logit of each of this thread's queries, and the sum of this thread's weights.
     float high[MT][2], sum[MT][2] = {};
 #pragma unroll
     for (int m = 0; m < MT; m++) high[m][0] = high[m][1] = minus_infinity();
 
-    // This tile, and the one that is copied while this one is used; then the one that is looked up.
+    // The current tile, the next one, which is being copied, and the one after that, which is being looked
+    // up.
     Walk now, next, later;
     now.begin(args, task);
     next = now;
     next.advance(args, task, TN);
     later = next;
-    // The run whose limits, and the offset whose queries, are loaded.
+    // The run whose limits are loaded, and the offset for which queries are loaded.
     uint32_t loaded_run = ~0u;
     int64_t loaded_offset = 0;
     float factor = 0.0f;
@@ -141,7 +144,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
             copy_rows<TN>(values_of(buffer), shared.value_row, places, args.v_dim / 8, args.v.at);
         }
     };
-    // Scales of the next tile on their way.
+    // Scales of the next tile, held in registers.
     float key_scales[CODES ? HELD_SCALES : 1], value_scales[CODES ? HELD_SCALES : 1];
     const auto read_all_scales = [&](int buffer) {
         if constexpr (CODES) {
@@ -180,7 +183,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         const int buffer = tile & 1;
         unsigned char *const keys = keys_of(buffer), *const values = values_of(buffer);
         if (now.number != loaded_run) {
-            // No warp reads the queries or their limits of the last run any more.
+            // No warp still reads the previous run's queries or limits.
             const RunRecord run = records<RunRecord>(args.runs)[task.run + now.number];
             const int64_t offset = args.pairs == 0 ? 0 : run.offset;
             if (loaded_run == ~0u || offset != loaded_offset) {
@@ -193,7 +196,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         }
         cp_async_wait<0>();
         __syncthreads();
-        // The keys have arrived, and no thread reads the values and weights of the last tile any more.
+        // The keys have arrived, and no thread still reads the previous tile's values and weights.
         if constexpr (CODES) {
             widen<TN>(args.kind, keys, shared.key_row, shared.raw_keys, shared.raw_key_row, args.k_dim);
             widen<TN>(args.kind, values, shared.value_row, shared.raw_values, shared.raw_value_row, args.v_dim);
@@ -234,7 +237,8 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         put_places<SIDES, TN>(args, unit, later, place, places_of(AHEAD ? buffer : buffer ^ 1));
         if (AHEAD && next.more) put_all_scales(buffer ^ 1);
 
-        // Logits with their factors, and the largest of each query. Tokens that a query does not see are minus infinity.
+        // Logits with their factors, and the largest one of each query. Tokens that a query does not see get
+        // minus infinity.
         const uint32_t first_token = now.start + 8 * NT * warp + 2 * (lane % 4);
         bool in_part = false;
 #pragma unroll
@@ -268,7 +272,7 @@ __device__ __forceinline__ void attend_mma(const AttendArgs& args) {
         if (in_part) shared.flags[0] = tile;
         __syncthreads();
         if constexpr (!AHEAD) {
-            // Nobody reads the keys any more.
+            // No thread still reads the keys.
             if (next.more) copy_keys(buffer ^ 1);
             cp_async_commit();
         }

@@ -1,20 +1,21 @@
 // Attention in f32 arithmetic, for every format and every shape.
 //
-// A block takes up to 16 queries over tiles of up to 32 tokens, which lie in shared memory as f32. A thread computes
-// the logits of four queries and one token, over all elements of a key or, when there are few queries, over a share
-// of them; a warp computes the weights of a query; a thread adds up the weighted values of some columns for all
-// queries. Values of more columns than registers hold take several blocks, each with the same weights.
+// A block works on up to 16 queries over tiles of up to 32 tokens, which are in shared memory as f32. A
+// thread computes the logits of four queries and one token, over all elements of a key or, if there are few
+// queries, over a share of them; a warp computes a query's weights; a thread adds up the weighted values of
+// some columns for all queries. Values with more columns than registers can hold take several blocks, each
+// with the same weights.
 #include "attend.cuh"
 
 constexpr int TOKENS = 32, QUERIES = 16;
-// Floats from a token's weights to the next's.
+// Stride between the weights of two tokens, in floats.
 constexpr int WEIGHT_ROW = QUERIES + 4;
 
-// Fours of floats of a row in shared memory, an odd number, so that rows lie in different banks.
+// Number of groups of four floats per row in shared memory. It is odd, so rows start in different banks.
 __device__ __forceinline__ int fours_of(int dim) { return (dim + 3) / 4 | 1; }
 
 struct PlainShared {
-    // Queries as fours side by side, indexed by element and four.
+    // Queries in groups of four, indexed by element and group.
     float4 *queries, *latents;
     float *keys, *values;
     // Shares of logits, indexed by warp, query of the warp's four, and token.
@@ -25,7 +26,8 @@ struct PlainShared {
     uint64_t* places;
     uint32_t* numbers;
     int2* seen;
-    // Numbers of the last tile that some query sees in part, and of the last with values that are not finite.
+    // Index of the last tile that some query sees only in part, and of the last with values that are not
+    // finite.
     int* flags;
 
     __device__ __forceinline__ explicit PlainShared(const AttendArgs& args) {
@@ -123,7 +125,7 @@ __device__ __forceinline__ void turn_keys(const AttendArgs& args, float* keys, c
     }
 }
 
-// Loads queries, or their latent parts, as they are. Padding is zero.
+// Loads queries or their latent parts unchanged. Padding is zero.
 __device__ __forceinline__ void load_fours(const AttendArgs& args, const AttendUnit& unit, const AttendRows& rows,
                                            int kind, int dim, float4* to) {
     float* flat = reinterpret_cast<float*>(to);
@@ -187,7 +189,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
     const bool latent = args.latent.at != 0;
 
     float out[COLUMNS][QUERIES] = {};
-    // Of the queries that this warp computes the weights of: the largest logit, and this lane's sum of weights.
+    // For the queries whose weights this warp computes: the largest logit, and this lane's sum of weights.
     float high[4], sum[4] = {};
 #pragma unroll
     for (int j = 0; j < 4; j++) high[j] = minus_infinity();
@@ -204,7 +206,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
     if (thread < 4) shared.flags[thread] = -1;
     Walk now;
     now.begin(args, task);
-    // The run whose limits, and the offset whose queries, are loaded.
+    // The run whose limits are loaded, and the offset for which queries are loaded.
     uint32_t loaded_run = ~0u;
     int64_t loaded_offset = 0;
     int64_t first_position = 0;
@@ -232,7 +234,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
             if (thread < QUERIES) shared.seen[thread] = seen_by(args, unit, run, thread);
             loaded_run = now.number, loaded_offset = offset;
         }
-        // Keys, then values, in one loop, which holds the code of all formats once.
+        // Keys, then values, in one loop, so the code for all formats exists only once.
 #pragma unroll 1
         for (int side = 0; side < 2; side++) {
             const bool found = load_rows(args.kind, side == 0 ? shared.keys : shared.values, places + side * TOKENS,
@@ -333,7 +335,7 @@ __device__ __forceinline__ void attend_plain(const AttendArgs& args) {
         now.advance(args, task, args.tile);
     }
 
-    // Sums go to all threads by way of the shrinking factors' place.
+    // All threads get the sums through the place of the shrinking factors.
 #pragma unroll
     for (int j = 0; j < 4; j++) {
         if (j >= quads) break;

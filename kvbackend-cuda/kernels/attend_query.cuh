@@ -1,12 +1,13 @@
 // Queries of the tensor-core kernels: rotated in f32 and split into terms of the matrices' type.
 //
-// A matrix instruction multiplies exactly and adds in f32, but its operands have 8 (bf16) or 11 (f16) significant
-// bits. Keys and values have this type in the pool, or are codes that it holds exactly. The f32 operand, a query or
-// the weights, is split into a sum of terms, each the rounding of what the terms before it left: two terms of bf16
-// keep it to 2^-18 of its size, three exactly; two of f16 to 2^-23. f16 also has a narrow range: a query is scaled by a
-// power of two so that its largest element lies from 2^11 to 2^12, and what a term rounds away lies below 2^-25 beside
-// that. Queries that have the type of the matrices already are one term. Blocks of up to 32 queries take three terms of
-// bf16, for they wait for memory; blocks of more take two.
+// A matrix instruction multiplies exactly and adds in f32, but its operands have only 8 (bf16) or 11 (f16)
+// significant bits. Keys and values have this type in the pool, or are codes that the type represents
+// exactly. The f32 operand, a query or the weights, is split into a sum of terms, each the rounding of the
+// remainder left by the terms before it: two bf16 terms keep it to 2^-18 of its size, and three exactly; two
+// f16 terms keep it to 2^-23. f16 also has a narrow range: a query is scaled by a power of two that brings
+// its largest element to between 2^11 and 2^12, so anything lost to that range is below 2^-25, next to an
+// element of at least 2^11. Queries that already have the matrices' type are a single term. Blocks of up to
+// 32 queries use three bf16 terms, because they wait for memory anyway; larger blocks use two.
 #pragma once
 
 #include "attend.cuh"
@@ -31,10 +32,10 @@ __device__ __forceinline__ float2 widened2(uint32_t pair) {
     return TYPE == F16 ? unpack_f16x2(pair) : unpack_bf16x2(pair);
 }
 
-// Terms of the queries of a block: `terms` planes of rows in shared memory.
+// The terms of a block's queries: `terms` planes of rows in shared memory.
 struct SplitRows {
     unsigned char* at;
-    // Bytes of a row and of a plane.
+    // Strides of a row and of a plane in bytes.
     int row, plane;
     int terms;
 };
@@ -46,12 +47,12 @@ __device__ __forceinline__ void put(const SplitRows& to, int query, int i, float
         const uint16_t part = rounded<TYPE>(x);
         *reinterpret_cast<uint16_t*>(at + term * to.plane) = part;
         const float kept = widened<TYPE>(part);
-        // An infinity is left to the first term.
+        // An infinity stays in the first term.
         x = spoiled(kept) ? 0.0f : x - kept;
     }
 }
 
-// The largest magnitude of a row, of which the lanes of a warp look at an element each in turn.
+// The largest magnitude in a row. The lanes of a warp read the elements in turn.
 __device__ __forceinline__ float largest(int kind, const unsigned char* row, int dim, int lane) {
     float most = 0.0f;
     for (int i = lane; i < dim; i += 32) most = fmaxf(most, fabsf(dense_at(kind, row, i)));
@@ -60,16 +61,16 @@ __device__ __forceinline__ float largest(int kind, const unsigned char* row, int
     return most;
 }
 
-// The exponent, as the bits of an f32 have it, of the scale that brings a magnitude to 2^11 or more and below 2^12;
-// that of 1 for zeros and infinities. The inverse scale has 254 minus it.
+// The exponent bits, as in an f32, of the scale that brings a magnitude to at least 2^11 and below 2^12. For
+// zeros and infinities, the scale is 1. The inverse scale's exponent bits are 254 minus these.
 __device__ __forceinline__ uint32_t scale_exponent(float most) {
     const uint32_t exponent = __float_as_uint(most) >> 23;
     if (most == 0.0f || exponent == 255) return 127;
     return exponent < 12 ? 253 : 265 - exponent;
 }
 
-// Loads the queries of a block, rotated for a segment at `offset`, with zeros for padding, and the inverse of each
-// query's scale. The latent queries are loaded by the first call only, `fresh`.
+// Loads a block's queries, rotated for a segment at `offset`, with zeros for padding, and the inverse of each
+// query's scale. Only the first call, with `fresh`, loads the latent queries.
 template <int TYPE>
 __device__ __forceinline__ void load_queries(const AttendArgs& args, const AttendUnit& unit, int64_t offset, bool fresh,
                                              const SplitRows& keys, int k_pad, const SplitRows& latents, int v_pad,

@@ -1,4 +1,5 @@
-// Tiles of keys and values for tensor cores: their places in shared memory, their way there, and their products.
+// Tiles of keys and values for tensor cores: their places in shared memory, how they get there, and their
+// products.
 //
 // See attend_mma.cuh for the order of the steps.
 #pragma once
@@ -16,17 +17,17 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const
 
 __device__ __forceinline__ int padded_dim(int dim) { return (dim + 15) / 16 * 16; }
 
-// Scales of a tile that a thread holds in registers on their way to shared memory.
+// Number of a tile's scales that a thread holds in registers before they go to shared memory.
 constexpr int HELD_SCALES = 4;
 
-// The parts of a block's shared memory, in the order of `Family::shared` in src/kernels/attend/tiling.rs. Rows of
-// 16-bit matrices are 16 bytes longer than their elements, so that the eight rows of a fragment lie in different
-// banks.
+// The parts of a block's shared memory, in the order of `KernelFamily::shared` in
+// src/kernels/attend/tiling.rs. Rows of 16-bit matrices are padded by 16 bytes, so the eight rows of a
+// fragment start in different banks.
 template <bool CODES, bool LATENT, int M, int TN>
 struct MmaShared {
-    // Tiles of keys and of values: two if the next tile is on its way while this one is used.
+    // Number of tiles of keys and of values: two if the next tile is copied while the current one is used.
     static constexpr int STAGES = LATENT && !CODES ? 2 : 1;
-    // Rows of a tile that are looked up: keys and values, and the scales of both.
+    // Rows per token of a tile that are looked up: keys and values, and the scales of both.
     static constexpr int SIDES = CODES ? 4 : 2;
     static constexpr int WEIGHT_ROW = CODES ? 4 * (TN + 4) : 2 * (TN + 8);
     static constexpr int WEIGHT_PLANE = M * WEIGHT_ROW;
@@ -36,18 +37,19 @@ struct MmaShared {
     // Tiles, and weights: two terms of the matrices' type, or f32 for codes.
     unsigned char *keys, *values, *weights;
     int key_row, value_row;
-    // Codes on their way.
+    // Codes before they are widened.
     unsigned char *raw_keys, *raw_values;
     int raw_key_row, raw_value_row;
     // Addresses of the rows of two tiles; 0 for tokens past the end.
     uint64_t* places;
-    // Scales of two tiles: that of token `i` and group `j` at `i * groups + j`.
+    // Scales of two tiles: the scale of token `i` and group `j` is at `i * groups + j`.
     float *key_scales, *value_scales;
-    // For each warp and query: the largest logit, later the sum.
+    // For each warp and query: first the largest logit, later the sum.
     float* reduced;
     float* inverse;
     int2* seen;
-    // Numbers of the last tile that some query sees in part, and of the last with values that are not finite.
+    // Index of the last tile that some query sees only in part, and of the last with values that are not
+    // finite.
     int* flags;
 
     __device__ __forceinline__ explicit MmaShared(const AttendArgs& args) {
@@ -79,8 +81,8 @@ struct MmaShared {
     }
 };
 
-// Returns the place of the token of a tile that this thread looks up. The lookup is a read of memory, and what needs it
-// comes later.
+// Returns the place of the tile's token that this thread looks up. The lookup reads memory, and its result is
+// used later.
 template <int TN>
 __device__ __forceinline__ Place look_up(const AttendArgs& args, const Walk& tile) {
     if (threadIdx.x >= TN || !tile.more || tile.start + threadIdx.x >= tile.end) return {0, 0, 0};
@@ -102,13 +104,13 @@ __device__ __forceinline__ void put_places(const AttendArgs& args, const AttendU
     }
 }
 
-// Scale `i` of a tile, counted in the order of `MmaShared`; 0 for tokens past the end.
+// Scale `i` of a tile, in the order of `MmaShared`; 0 for tokens past the end.
 __device__ __forceinline__ float tile_scale(const AttendArgs& args, const uint64_t* places, int groups, int i) {
     const uint64_t place = places[i / groups];
     return place == 0 ? 0.0f : scale_at(args.kind, records<unsigned char>(place), i % groups);
 }
 
-// Reads the first scales of a tile, which are needed later.
+// Reads a tile's first scales, which are used later.
 template <int TN>
 __device__ __forceinline__ void read_scales(const AttendArgs& args, const uint64_t* places, int groups,
                                             float (&held)[HELD_SCALES]) {
@@ -119,7 +121,7 @@ __device__ __forceinline__ void read_scales(const AttendArgs& args, const uint64
     }
 }
 
-// Writes the scales that were read, and the others of the tile.
+// Writes the scales that were read, and the tile's other scales.
 template <int TN>
 __device__ __forceinline__ void put_scales(const AttendArgs& args, const uint64_t* places, int groups,
                                            const float (&held)[HELD_SCALES], float* scales) {
@@ -133,7 +135,7 @@ __device__ __forceinline__ void put_scales(const AttendArgs& args, const uint64_
     }
 }
 
-// Begins to copy rows of `units` times 16 bytes; rows at place 0 become zeros.
+// Starts copying rows of `units` times 16 bytes. Rows at place 0 are filled with zeros.
 template <int TN>
 __device__ __forceinline__ void copy_rows(unsigned char* to, int row, const uint64_t* places, int units,
                                           uint64_t anywhere) {
@@ -182,8 +184,8 @@ __device__ __forceinline__ void clear_padding(unsigned char* tile, int row, int 
     }
 }
 
-// Adds the products of TERMS terms of the queries and steps `begin..end` of the rows of a tile, 16 elements each. A
-// warp multiplies its quarter of the tile's tokens.
+// Adds the products of TERMS terms of the queries with steps `begin..end` of a tile's rows, 16 elements per
+// step. Each warp multiplies its quarter of the tile's tokens.
 template <int TYPE, int TERMS, int MT, int NT>
 __device__ __forceinline__ void multiply_terms(float (&logits)[MT][NT][4], const SplitRows& queries,
                                                const unsigned char* tile, int tile_row, int begin, int end, int tiles) {
@@ -191,7 +193,7 @@ __device__ __forceinline__ void multiply_terms(float (&logits)[MT][NT][4], const
     const unsigned char* left = queries.at + (lane & 15) * queries.row + (lane >> 4) * 16;
     const int token = 8 * NT * warp + (lane & 7) + (NT == 2 ? (lane >> 4) * 8 : 0);
     const unsigned char* right = tile + token * tile_row + (lane >> 3 & 1) * 16;
-    // Sums of the later terms, so that fewer products wait for each other where queries are few.
+    // Separate sums for the later terms, so fewer products wait for each other if there are few queries.
     constexpr bool APART = MT == 1 && TERMS > 1;
     float apart[1][NT][4] = {};
 #pragma unroll(MT == 1 ? 2 : 1)
@@ -240,7 +242,7 @@ __device__ __forceinline__ void multiply(float (&logits)[MT][NT][4], const Split
     }
 }
 
-// Adds the products of queries and rows of codes, each group times the scale of its token.
+// Adds the products of queries with rows of codes, each group multiplied by its token's scale.
 template <int MT, int NT>
 __device__ __forceinline__ void multiply_codes(float (&logits)[MT][NT][4], const SplitRows& queries,
                                                const unsigned char* tile, int tile_row, int steps, const float* scales,
@@ -282,7 +284,7 @@ __device__ __forceinline__ SplitWeights load_weights(const unsigned char* weight
     return split;
 }
 
-// Loads weights in f32, multiplies each by the scale of its token and group, and splits the products.
+// Loads f32 weights, multiplies each by the scale of its token and group, and splits the products.
 template <int ROW>
 __device__ __forceinline__ SplitWeights scale_weights(const unsigned char* weights, int m, int step,
                                                       const float* scales, int groups) {

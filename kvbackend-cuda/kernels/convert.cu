@@ -1,9 +1,11 @@
-// Rows that change on the way: other element types, quantised codes with their scales, rotated keys.
+// Rows that change when they are copied: other element types, quantised codes with their scales, rotated
+// keys.
 //
-// A launch has up to four parts (grid.z: keys, values, scales) of several layers (grid.y). A part is converted, or
-// copied bit for bit, such as the values of rotated keys. `convert_dense` serves rows in f32, f16 and bf16 whose
-// places are multiples of eight elements: a thread takes 16 bytes or two times 16 bytes and keeps them in registers.
-// `convert_any` serves every other row: a warp takes a row through shared memory.
+// A launch has up to four parts (grid.z: keys, values, scales) of several layers (grid.y). A part is either
+// converted or copied bit for bit, as the values of rotated keys are. `convert_dense` handles rows in f32,
+// f16 and bf16 whose places are multiples of eight elements: a thread reads 16 bytes, or two times 16 bytes,
+// and keeps them in registers. `convert_any` handles all other rows: a warp copies each row through shared
+// memory.
 #include "element.cuh"
 #include "places.cuh"
 
@@ -16,35 +18,36 @@ enum : uint32_t {
 
 struct ConvertPart {
     Side src, dst;
-    // First scales on both sides, with strides as of rows. Null if there are none.
+    // First scales on both sides, with the same kinds of strides as rows. Null if there are none.
     Side src_scales, dst_scales;
-    // Distances from a token of an item to the next and from head to head, in bytes.
+    // Strides between an item's tokens and between heads, in bytes.
     int64_t src_token, dst_token, src_scales_token, dst_scales_token;
     int64_t src_head, dst_head, src_scales_head, dst_scales_head;
     uint32_t how, src_kind, dst_kind;
-    // Tokens of an item, heads of a token, elements of a row; for RAW, units of a row.
+    // Tokens per item, heads per token, elements per row; for RAW, units per row.
     uint32_t tokens, heads, dim;
-    // Elements that share a scale.
+    // Number of elements that share a scale.
     uint32_t group;
-    // Pairs that are rotated, 0 for none, and whether they are neighbours (2i, 2i + 1) or halves (i, i + pairs).
+    // Number of rotated pairs, 0 if there are none, and whether they are neighbours (2i, 2i + 1) or halves
+    // (i, i + pairs).
     uint32_t pairs, interleaved;
-    // Bytes of a unit of RAW, as a power of two.
+    // Size of a RAW unit in bytes, as a power of two.
     uint32_t unit_log;
-    // Work of `convert_dense` for a row, in threads.
+    // Number of threads that `convert_dense` uses per row.
     uint32_t tasks;
     uint32_t pad;
 };
 
 struct ConvertArgs {
     Items items;
-    // Position of each item in 64 bits, or null: then all items turn by `delta`.
+    // Each item's position in 64 bits, or null if all items are rotated by `delta`.
     const long long* positions;
     int64_t delta;
-    // Pairs (cos, sin) for each position from 0 on; half the rotary dimension for each.
+    // Pairs (cos, sin) for each position, starting at 0; half the rotary dimension per position.
     const float2* angles;
     // Attention factor.
     float factor;
-    // Words of shared memory of a warp of `convert_any`: a row in f32, and a scale for each group.
+    // Words of shared memory per warp of `convert_any`: a row in f32, and one scale per group.
     uint32_t row_words;
     ConvertPart parts[4];
 };
@@ -53,7 +56,7 @@ static_assert(sizeof(ConvertPart) == 240 && sizeof(ConvertArgs) == 1016, "as in 
 
 constexpr uint32_t THREADS = 256;
 
-// The place of a row: the first bytes of the row and of its scales.
+// A row's place: the first bytes of the row and of its scales.
 struct RowPlace {
     const unsigned char *src, *src_scales;
     unsigned char *dst, *dst_scales;
@@ -76,7 +79,7 @@ __device__ __forceinline__ RowPlace row_of(const ConvertArgs& args, const Conver
     return row;
 }
 
-// The angles of an item, and the sign of its sines.
+// An item's angles, and the sign of its sines.
 struct Turn {
     const float2* row;
     float sign;
@@ -124,7 +127,8 @@ __device__ __forceinline__ void copy_unit_of(const RowPlace& row, uint32_t u, ui
     }
 }
 
-// Eight elements of a row from element `first` on, bit for bit if both sides have one type.
+// Converts eight elements of a row, starting at element `first`. They are copied bit for bit if both sides
+// have the same type.
 __device__ __forceinline__ void convert8(const ConvertPart& part, const RowPlace& row, uint32_t first) {
     if (part.src_kind == part.dst_kind) {
         const uint32_t log = part.src_kind == F32 ? 1 : 0; // units of 16 bytes that eight elements take
@@ -149,7 +153,7 @@ KV_KERNEL(convert_dense, ConvertArgs, THREADS) {
             copy_unit<uint4>(row, task);
             continue;
         }
-        // Tasks come in order: first the pairs, then the elements that are not rotated.
+        // Tasks are in order: first the pairs, then the elements that are not rotated.
         const uint32_t turning = part.interleaved ? part.pairs >> 2 : part.pairs >> 3;
         if (task >= turning) {
             convert8(part, row, 2 * part.pairs + 8 * (task - turning));
@@ -174,11 +178,11 @@ KV_KERNEL(convert_dense, ConvertArgs, THREADS) {
     }
 }
 
-// Largest code of an integer format.
+// The largest code of an integer format.
 __device__ __forceinline__ float largest_code(uint32_t kind) { return kind == I8 ? 127.0f : 7.0f; }
 
-// Returns the scale of a group in f16, rounded up so that no finite element clips. NaN if an element is not finite or
-// the scale is too large.
+// Returns a group's scale in f16, rounded up so that no finite element clips. NaN if an element is not finite
+// or the scale is too large.
 __device__ __forceinline__ uint16_t scale_of(const float* group, uint32_t n, uint32_t kind) {
     uint32_t most = 0;
     for (uint32_t i = 0; i < n; i++) most = max(most, __float_as_uint(group[i]) & 0x7fffffffu);

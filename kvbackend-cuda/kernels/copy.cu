@@ -1,11 +1,13 @@
-// Copies bit for bit: rows to slots and back, whole blocks of all layers, and tensors of any strides.
+// Bit-for-bit copies: rows to slots and back, whole blocks of all layers, and tensors with any strides.
 //
-// A launch copies several parts (K, V and their scales: grid.z) of several layers (grid.y). An item of a part is a few
-// runs of bytes that are dense on both sides. A team of threads copies an item in units of up to 16 bytes; the lanes of
-// a team take neighbouring units. Each thread has four units on the way, of four items or, if items are long, of one.
+// A launch copies several parts (K, V and their scales: grid.z) of several layers (grid.y). An item of a part
+// consists of a few runs of bytes that are dense on both sides. A team of threads copies an item in units of
+// up to 16 bytes; the team's lanes copy neighbouring units. Each thread has four units in flight, from four
+// items or, if items are long, from one.
 #include "places.cuh"
 
-// Items of a tensor copy: up to five axes over runs, outermost first. Items are counted along them.
+// The items of a tensor copy: up to five axes over runs, outermost first. Items are numbered along these
+// axes.
 struct Axes {
     uint32_t n[5];
     uint32_t pad;
@@ -14,18 +16,18 @@ struct Axes {
 
 struct CopyPart {
     Side src, dst;
-    // Two axes inside an item, and their distances in bytes.
+    // Two axes inside an item, and their strides in bytes.
     uint32_t n1, n0;
     int64_t src1, src0, dst1, dst0;
-    // Units of a run, and of an item.
+    // Units per run, and per item.
     uint32_t run, units;
-    // Bytes of a unit and threads of a team, as powers of two.
+    // Size of a unit in bytes and threads per team, as powers of two.
     uint32_t unit_log, team_log;
 };
 
 struct CopyArgs {
     Items items;
-    // Of `copy_tensor` alone.
+    // Used only by `copy_tensor`.
     Axes axes;
     CopyPart parts[4];
 };
@@ -33,7 +35,7 @@ struct CopyArgs {
 static_assert(sizeof(CopyPart) == 120 && sizeof(CopyArgs) == 608, "as in src/kernels/copy.rs");
 
 constexpr uint32_t THREADS = 256;
-// Units that a thread has on the way.
+// Number of units that a thread has in flight.
 constexpr int DEPTH = 4;
 
 template <bool TENSOR>
@@ -51,7 +53,7 @@ __device__ __forceinline__ Place item_place(const CopyArgs& args, const CopyPart
     return {src, dst, true};
 }
 
-// The distances of unit `u` of an item from the item's first bytes.
+// The offsets of unit `u` of an item from the item's first bytes on both sides.
 struct Offsets {
     int64_t src, dst;
 };
@@ -128,11 +130,11 @@ __device__ __forceinline__ void copy_any(const CopyArgs& args) {
     }
 }
 
-// All parts in units of 16 bytes.
+// Copies all parts in units of 16 bytes.
 KV_KERNEL(copy_wide, CopyArgs, THREADS) { copy_part<uint4, false>(args, args.parts[blockIdx.z]); }
 
-// Each part in the largest units that its places allow.
+// Copies each part in the largest units that its places allow.
 KV_KERNEL(copy_rows, CopyArgs, THREADS) { copy_any<false>(args); }
 
-// One part, of a tensor of any strides.
+// Copies one part, of a tensor with any strides.
 KV_KERNEL(copy_tensor, CopyArgs, THREADS) { copy_any<true>(args); }

@@ -1,10 +1,10 @@
-// The small dense steps of a model, in f32: embeddings, norms, gates, sums, and what matrix products need before and
-// after them. Rows may lie apart; results are dense.
+// A model's small dense steps, in f32: embeddings, norms, gates, sums, and the steps before and after matrix
+// products. Input rows need not be contiguous; results are dense.
 #include "weight.cuh"
 
 constexpr uint32_t THREADS = 256;
 
-// Sum of a value over the threads of a block. `partial` is shared memory for a number of each warp.
+// The sum of a value over a block's threads. `partial` is shared memory for one number per warp.
 __device__ __forceinline__ float block_sum(float x, float* partial) {
     for (int step = 16; step > 0; step >>= 1) x += __shfl_xor_sync(0xffffffffu, x, step);
     if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = x;
@@ -16,15 +16,15 @@ __device__ __forceinline__ float block_sum(float x, float* partial) {
 
 struct TakeArgs {
     Weight table;
-    // Row numbers in 32 bits.
+    // Row indices in 32 bits.
     const uint32_t* rows;
     float* out;
-    // Rows to take.
+    // Number of rows to take.
     uint32_t count, pad;
 };
 static_assert(sizeof(TakeArgs) == 56, "as in src/dense/steps.rs");
 
-// Rows of a table by number: embeddings of tokens, or some rows of activations.
+// Takes rows from a table by index: token embeddings, or some rows of activations.
 KV_KERNEL(dense_take, TakeArgs, THREADS) {
     const uint32_t width = args.table.width;
     for (uint32_t row = blockIdx.x; row < args.count; row += gridDim.x) {
@@ -38,7 +38,7 @@ struct NormArgs {
     const float* x;
     const float* weight;
     float* out;
-    // Distance in elements from an outer row to the next, and from an inner one.
+    // Strides of the outer and the inner rows, in elements.
     int64_t outer, inner;
     uint32_t rows, inners, width;
     float eps;
@@ -85,7 +85,7 @@ KV_KERNEL(dense_add, PairArgs, THREADS) {
 }
 
 struct AddRowsArgs {
-    // Changed in place.
+    // Updated in place.
     float* sum;
     const uint32_t* rows;
     const float* factors;
@@ -105,15 +105,15 @@ KV_KERNEL(dense_add_rows, AddRowsArgs, THREADS) {
 
 struct SplitArgs {
     const float* x;
-    // Three parts of `rows * width` numbers in bf16, the largest first.
+    // Three planes of `rows * width` bf16 numbers, with the largest terms first.
     uint16_t* out;
-    // Distance in elements from a row of `x` to the next.
+    // Stride between the rows of `x`, in elements.
     int64_t stride;
     uint32_t rows, width;
 };
 static_assert(sizeof(SplitArgs) == 32, "as in src/dense/matrix.rs");
 
-// Splits numbers into three terms of bf16 that add up to 24 bits, for products with weights in bf16.
+// Splits numbers into three bf16 terms whose sum has 24 bits, for products with bf16 weights.
 KV_KERNEL(dense_split, SplitArgs, THREADS) {
     const int64_t part = static_cast<int64_t>(args.rows) * args.width;
     for (uint32_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -126,7 +126,7 @@ KV_KERNEL(dense_split, SplitArgs, THREADS) {
                 const uint16_t bits = f32_to_bf16(rest);
                 out[term * part + i] = bits;
                 const float left = rest - bf16_to_f32(bits);
-                // A value that is not finite is stored in the first term alone.
+                // A value that is not finite is stored only in the first term.
                 rest = fabsf(left) < 3.0e38f ? left : 0.0f;
             }
         }
@@ -142,7 +142,7 @@ struct FinishArgs {
 };
 static_assert(sizeof(FinishArgs) == 40, "as in src/dense/matrix.rs");
 
-// Adds up the terms of a product, and the bias if there is one. `out` may be `x`.
+// Adds up a product's terms, and the bias if there is one. `out` may be `x`.
 KV_KERNEL(dense_finish, FinishArgs, THREADS) {
     const int64_t part = static_cast<int64_t>(args.rows) * args.width;
     for (uint32_t row = blockIdx.x; row < args.rows; row += gridDim.x) {
@@ -158,12 +158,12 @@ KV_KERNEL(dense_finish, FinishArgs, THREADS) {
 struct WidenArgs {
     Weight weight;
     float* out;
-    // Rows of the weight from `first` on.
+    // The weight's rows, starting at `first`.
     uint32_t first, rows;
 };
 static_assert(sizeof(WidenArgs) == 48, "as in src/dense/matrix.rs");
 
-// Rows of a weight as f32, for products that the library computes in f32.
+// Widens a weight's rows to f32, for products that the library computes in f32.
 KV_KERNEL(dense_widen, WidenArgs, THREADS) {
     const uint32_t width = args.weight.width;
     for (uint32_t row = blockIdx.x; row < args.rows; row += gridDim.x) {

@@ -1,15 +1,14 @@
 // Elements of every storage format as f32, one at a time or eight at once.
 //
-// A kernel is compiled for a format by the template parameter KIND, or told it by a number at run time (`read`,
-// `write`). The numbers match `element_kind` in
-// src/kernels/places.rs.
+// A kernel gets the format either at compile time, as the template parameter KIND, or at run time, as a
+// number (`read`, `write`). The numbers match `element_kind` in src/kernels/places.rs.
 #pragma once
 
 #include "device.cuh"
 
 enum : int { F32 = 0, F16 = 1, BF16 = 2, E4M3 = 3, E5M2 = 4, I8 = 5, I4 = 6 };
 
-// Bits of an element.
+// Number of bits per element.
 __device__ __forceinline__ constexpr int bits_of(int kind) {
     return kind == F32 ? 32 : kind == I4 ? 4 : kind == F16 || kind == BF16 ? 16 : 8;
 }
@@ -27,8 +26,8 @@ __device__ __forceinline__ float e4m3_to_f32(uint32_t code) {
 // Value of an 8-bit float with 5 exponent bits: the upper byte of an f16.
 __device__ __forceinline__ float e5m2_to_f32(uint32_t code) { return f16_to_f32(static_cast<uint16_t>(code << 8)); }
 
-// Code of the nearest 8-bit float, ties to even, of `mantissa` bits. Finite values saturate; other values stay
-// so, and infinity is NaN in E4M3.
+// The code of the nearest 8-bit float with `mantissa` mantissa bits, ties to even. Finite values saturate;
+// other values stay unchanged, except that infinity becomes NaN in E4M3.
 __device__ __forceinline__ uint32_t f32_to_fp8(float x, int mantissa, int bias, uint32_t largest, bool infinite) {
     const uint32_t bits = __float_as_uint(x), sign = bits >> 24 & 0x80u, magnitude = bits & 0x7fffffffu;
     if (magnitude > 0x7f800000u) return sign | 0x7fu;
@@ -51,7 +50,7 @@ __device__ __forceinline__ uint32_t f32_to_fp8(float x, int mantissa, int bias, 
 __device__ __forceinline__ uint32_t f32_to_e4m3(float x) { return f32_to_fp8(x, 3, 7, 0x7eu, false); }
 __device__ __forceinline__ uint32_t f32_to_e5m2(float x) { return f32_to_fp8(x, 2, 15, 0x7bu, true); }
 
-// Value of the low four bits as a signed integer.
+// The value of the low four bits as a signed integer.
 __device__ __forceinline__ float i4_to_f32(uint32_t code) {
     return static_cast<float>(static_cast<int>(code << 28) >> 28);
 }
@@ -68,7 +67,7 @@ __device__ __forceinline__ float load1(const unsigned char* row, int64_t i) {
     return i4_to_f32(row[i >> 1] >> (i & 1) * 4);
 }
 
-// Reads eight elements whose address is a multiple of their size, at most 16 bytes, without their scale.
+// Reads eight elements without their scale. Their address must be a multiple of their size, at most 16 bytes.
 template <int KIND>
 __device__ __forceinline__ void load8(const unsigned char* at, float (&x)[8]) {
     if constexpr (KIND == F32) {
@@ -98,7 +97,7 @@ __device__ __forceinline__ void load8(const unsigned char* at, float (&x)[8]) {
     }
 }
 
-// Returns element `i` of a row of any format, without its scale.
+// Returns element `i` of a row in any format, without its scale.
 __device__ __forceinline__ float read(int kind, const unsigned char* row, int64_t i) {
     switch (kind) {
         case F32: return load1<F32>(row, i);
@@ -120,7 +119,7 @@ __device__ __forceinline__ void write(int kind, unsigned char* row, int64_t i, f
     }
 }
 
-// Writes eight elements of f32, f16 or bf16 whose address is a multiple of their size, at most 16 bytes.
+// Writes eight f32, f16 or bf16 elements. Their address must be a multiple of their size, at most 16 bytes.
 template <int KIND>
 __device__ __forceinline__ void store8(unsigned char* at, const float (&x)[8]) {
     if constexpr (KIND == F32) {

@@ -5,7 +5,7 @@
 
 #include "device.cuh"
 
-// The meaning of an item of a list. The numbers match `ItemKind` in src/kernels/places.rs.
+// The meaning of a list's items. The numbers match `ItemKind` in src/kernels/places.rs.
 enum : uint32_t {
     // Row i of the source is copied to slot list[i]. A negative slot is skipped.
     ROWS_TO_SLOTS = 0,
@@ -13,7 +13,7 @@ enum : uint32_t {
     SLOTS_TO_ROWS = 1,
     // Block list[i].x of the source is copied to block list[i].y of the destination.
     PAIRS = 2,
-    // Row i of both sides; there is no list.
+    // Row i of the source is copied to row i of the destination. There is no list.
     ROWS = 3,
 };
 
@@ -26,8 +26,8 @@ struct Items {
     uint32_t pad;
 };
 
-// One side of a copy: its first byte, and the distances from a row or block to the next, and from a token of a block to
-// the next.
+// One side of a copy: its first byte, the stride between rows or blocks, and the stride between a block's
+// tokens.
 struct Side {
     unsigned char* address;
     int64_t layer;

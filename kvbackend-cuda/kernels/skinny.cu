@@ -1,5 +1,5 @@
-// Products of few rows with a matrix: each warp takes an output, reads its weights once, in the format in which they are
-// stored, and multiplies them with all rows in f32. The time is that of reading the matrix.
+// Products of a few rows with a matrix: each warp computes one output, reads that output's weights once, in
+// their stored format, and multiplies them with all rows in f32. The time is that of reading the matrix.
 #include "weight.cuh"
 
 constexpr uint32_t THREADS = 256;
@@ -10,9 +10,9 @@ struct SkinnyArgs {
     const float* x;
     const float* bias;
     float* out;
-    // Distance in elements from a row of `x` to the next.
+    // Stride between the rows of `x`, in elements.
     int64_t stride;
-    // Rows of `x`, at most ROWS, and outputs.
+    // Number of rows of `x`, at most ROWS, and number of outputs.
     uint32_t rows, outputs;
 };
 static_assert(sizeof(SkinnyArgs) == 72, "as in src/dense/matrix.rs");

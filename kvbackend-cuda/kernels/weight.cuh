@@ -1,14 +1,14 @@
-// Weights of a model as the device holds them: dense rows, or codes of ggml's blocks with their scales apart.
+// A model's weights as stored on the device: dense rows, or the codes of ggml's blocks with separate scales.
 #pragma once
 
 #include "element.cuh"
 
 // Stored types other than element types. The numbers match `StoredKind` in src/dense/weight.rs.
 enum : int {
-    // Signed bytes; an f16 scale for each 32 of a row.
+    // Signed bytes, with an f16 scale for every 32 elements of a row.
     Q8_0 = 16,
-    // Four bits, the first of two elements in the low half; for each 32 of a row a scale and a minimum in one byte
-    // each, and for each 256 the factors of both in f16.
+    // Four bits per element, the first of each two in the low half. Every 32 elements of a row have a scale
+    // and a minimum of one byte each, and every 256 have f16 factors for both.
     Q4_K = 17,
 };
 
@@ -23,7 +23,7 @@ struct Weight {
 
 static_assert(sizeof(Weight) == 32, "as in src/dense/weight.rs");
 
-// Scale and minimum of the group of 32 elements that element `i` of a row is in.
+// The scale and minimum of the group of 32 elements that contains element `i` of a row.
 __device__ __forceinline__ float2 q4_k_step(const Weight& weight, int64_t row, uint32_t i) {
     const unsigned char* pair = weight.scales + (row * (weight.width / 32) + i / 32) * 2;
     const uint16_t* factors = reinterpret_cast<const uint16_t*>(weight.factors) + (row * (weight.width / 256) + i / 256) * 2;
@@ -49,7 +49,7 @@ __device__ __forceinline__ float weight1(const Weight& weight, int64_t row, uint
     }
 }
 
-// Reads eight elements of a row from `i` on, a multiple of eight, in rows whose width is one.
+// Reads eight elements of a row, starting at `i`. Both `i` and the row's width must be multiples of eight.
 template <int KIND>
 __device__ __forceinline__ void weight8(const Weight& weight, int64_t row, uint32_t i, float (&x)[8]) {
     const int64_t at = row * weight.width + i;
