@@ -36,34 +36,34 @@ pub enum KernelSet {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CpuOptions {
-    /// The time at which enqueued work runs.
+    /// When enqueued work runs.
     pub execution: Execution,
-    /// The set of kernels that runs.
+    /// The set of kernels to use.
     pub kernels: KernelSet,
-    /// The instruction set of the fast kernels. Default: the best one that the processor has.
+    /// The instruction set of the fast kernels. Default: the best one that the processor supports.
     pub simd: Option<SimdLevel>,
-    /// Threads of a kernel, including the caller's.
+    /// Number of threads per kernel, including the caller's.
     ///
-    /// `None` uses one thread per processor, from a pool that all such backends share and that ends with the
-    /// last of them. With a number, the backend has its own threads, which end with the backend, its streams
-    /// and its products.
+    /// `None` means one thread per processor, from a pool that all such backends share and that ends with the
+    /// last of them. With a number, the backend has its own threads, which end when the backend, its streams
+    /// and its products are dropped.
     pub threads: Option<usize>,
-    /// The sizes from which on fast kernels use threads and bypass the caches.
+    /// Sizes above which fast kernels use threads and bypass the caches.
     pub thresholds: Thresholds,
 }
 
-/// Sizes at which a fast kernel changes its method. Results are the same on either side of a threshold.
+/// Sizes at which a fast kernel changes its method. Results are the same on both sides of a threshold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
-    /// Bytes of work for each thread: about as many as one thread moves while another one is woken.
+    /// Bytes of work per thread: about as many as one thread moves in the time it takes to wake another one.
     pub bytes_per_thread: usize,
-    /// Bytes from which on a copy bypasses the caches: a later reader would not find the start of so large a
-    /// copy there.
+    /// Size in bytes at which copies start to bypass the caches: the start of so large a copy would no longer
+    /// be cached when it is read.
     pub stream_bytes: usize,
 }
 
 impl Default for Thresholds {
-    /// Returns 256 KiB per thread, and 4 MiB as the size from which on copies bypass the caches.
+    /// Returns 256 KiB per thread, and 4 MiB as the size at which copies start to bypass the caches.
     fn default() -> Self {
         Self { bytes_per_thread: 256 << 10, stream_bytes: 4 << 20 }
     }

@@ -10,7 +10,7 @@ use crate::NAME;
 use crate::element::{Element, dispatch, elements, elements_mut};
 use crate::memory::{ByteSpan, LockedParts, Window, WindowMut};
 
-/// The place of a row: one head's elements of one token.
+/// The place of a row: the elements of one head and one token.
 #[derive(Clone, Copy)]
 pub(crate) struct RowAt {
     pub(crate) layer: usize,
@@ -30,13 +30,13 @@ impl RowAt {
         Self { block: block.index(), ..self }
     }
 
-    /// Returns the row of another head of the same token.
+    /// Returns another head's row of the same token.
     pub(crate) fn head(self, head: usize) -> Self {
         Self { head, ..self }
     }
 }
 
-/// The layout of the codes, or of the scales, of all rows in their storage.
+/// The layout of all rows' codes, or of their scales, in their storage.
 #[derive(Clone, Copy)]
 pub(crate) struct RowLayout {
     strides: PlaneStrides,
@@ -45,12 +45,12 @@ pub(crate) struct RowLayout {
 }
 
 impl RowLayout {
-    /// Returns the layout of the codes of a plane.
+    /// Returns the layout of a plane's codes.
     pub(crate) fn codes(plane: &KvPlane) -> Self {
         Self { strides: plane.strides, bits: plane.format.storage_dtype().bits(), elements: plane.dim }
     }
 
-    /// Returns the layout of the scales of a plane, if its format has scales.
+    /// Returns the layout of a plane's scales, if its format has scales.
     pub(crate) fn scales(plane: &KvPlane) -> Option<Self> {
         plane.scales.map(|(_, scales)| Self {
             strides: scales.strides,
@@ -70,12 +70,12 @@ impl RowLayout {
         self.strides
     }
 
-    /// Returns the bytes from one head's row to the next.
+    /// Returns the distance in bytes between the rows of consecutive heads.
     pub(crate) fn head_bytes(&self) -> usize {
         self.strides.head * self.bits / 8
     }
 
-    /// Returns the bytes from one token's row to the next, within a block.
+    /// Returns the distance in bytes between the rows of consecutive tokens in a block.
     pub(crate) fn token_bytes(&self) -> usize {
         self.strides.token * self.bits / 8
     }
@@ -90,7 +90,7 @@ impl RowLayout {
         self.elements * self.bits / 8
     }
 
-    /// Returns the byte range from the first row of some layers to the last, of `heads` heads.
+    /// Returns the byte range from the first row of some layers to the last, for `heads` heads.
     fn extent(&self, shape: &KvShape, heads: usize, layers: &Range<usize>) -> Range<usize> {
         let first = self.strides.at(layers.start, 0, 0, 0);
         let last = (layers.end - 1, shape.num_blocks - 1, shape.block_size - 1, heads - 1);
@@ -99,7 +99,7 @@ impl RowLayout {
     }
 }
 
-/// The bytes of some layers of a plane: of their codes, and of their scales.
+/// The bytes of some layers of a plane: codes and scales.
 #[derive(Clone)]
 pub(crate) struct PlaneSpans<'a> {
     pub(crate) codes: ByteSpan<'a>,
@@ -107,12 +107,12 @@ pub(crate) struct PlaneSpans<'a> {
 }
 
 impl<'a> PlaneSpans<'a> {
-    /// Returns the bytes of one layer of a plane of an arena.
+    /// Returns the bytes of one layer of an arena's plane.
     pub(crate) fn of_layer(arena: &KvArena, plane: &KvPlane<'a>, layer: usize) -> Self {
         Self::new(arena, plane, &(layer..layer + 1))
     }
 
-    /// Returns the bytes of some layers, at least one, of a plane of an arena.
+    /// Returns the bytes of one or more layers of an arena's plane.
     pub(crate) fn new(arena: &KvArena, plane: &KvPlane<'a>, layers: &Range<usize>) -> Self {
         let shape = arena.layout().shape();
         let span =
@@ -138,14 +138,14 @@ pub(crate) struct PlaneRows<'a> {
 }
 
 impl<'a> PlaneRows<'a> {
-    /// Takes the bytes of a plane from the locked parts.
+    /// Gets a plane's bytes from the locked parts.
     pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut LockedParts<'a>) -> Result<Self> {
         let codes = (RowLayout::codes(plane), parts.read(&spans.codes)?);
         let scales = spans.scales.as_ref().map(|scales| parts.read(scales)).transpose()?;
         Ok(Self { format: plane.format, codes, scales: RowLayout::scales(plane).zip(scales) })
     }
 
-    /// Returns the codes of a row, and its scales; without scales the second slice is empty.
+    /// Returns a row's codes and scales. Without scales, the second slice is empty.
     fn row(&self, at: RowAt) -> (&'a [u8], &'a [u8]) {
         let scales = self.scales.map_or(&[][..], |(layout, bytes)| bytes.get(layout.bytes(at)));
         (self.codes.1.get(self.codes.0.bytes(at)), scales)
@@ -170,7 +170,7 @@ pub(crate) struct PlaneRowsMut<'a> {
 }
 
 impl<'a> PlaneRowsMut<'a> {
-    /// Takes the bytes of a plane from the parts that are locked for writing.
+    /// Gets a plane's bytes from the parts locked for writing.
     pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut LockedParts<'a>) -> Result<Self> {
         let codes = (RowLayout::codes(plane), parts.write(&spans.codes)?);
         let scales = spans.scales.as_ref().map(|scales| parts.write(scales)).transpose()?;
@@ -184,7 +184,7 @@ impl<'a> PlaneRowsMut<'a> {
         decode(self.format, codes, scales, row)
     }
 
-    /// Writes a row, rounded or quantised to the format of the plane.
+    /// Writes a row, rounded or quantised to the plane's format.
     pub(crate) fn write(&mut self, at: RowAt, row: &[f32]) -> Result<()> {
         let codes = &mut self.codes.1[self.codes.0.bytes(at)];
         let scales = self.scales.as_mut().map_or(&mut [][..], |(layout, bytes)| &mut bytes[layout.bytes(at)]);

@@ -8,8 +8,7 @@ use crate::memory::{Window, WindowMut};
 
 /// Bytes to write.
 ///
-/// Code that dereferences a pointer from [`at`](Self::at) guarantees that no other thread accesses the same
-/// bytes meanwhile.
+/// While code uses a pointer from [`at`](Self::at), no other thread may access the same bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct Destination<'a> {
     start: *mut u8,
@@ -19,7 +18,7 @@ pub(crate) struct Destination<'a> {
     life: PhantomData<&'a mut [u8]>,
 }
 
-/// Bytes to read. They may belong to a [`Destination`], if no code writes this part meanwhile.
+/// Bytes to read. They may belong to a [`Destination`], if no code writes to them at the same time.
 #[derive(Clone, Copy)]
 pub(crate) struct Origin<'a> {
     start: *const u8,
@@ -29,16 +28,16 @@ pub(crate) struct Origin<'a> {
     life: PhantomData<&'a [u8]>,
 }
 
-// SAFETY: a `Destination` holds the exclusive borrow `'a` of its bytes. It touches no byte itself: code that
-// dereferences a pointer from `at` guarantees that no two threads access the same byte.
+// SAFETY: a `Destination` holds the exclusive borrow `'a` of its bytes. It does not access the bytes itself:
+// code that dereferences a pointer from `at` guarantees that no two threads access the same byte.
 unsafe impl Send for Destination<'_> {}
-// SAFETY: `&Target` only gives out pointers, by `at`; code that dereferences them excludes races, as for
-// `Send`.
+// SAFETY: `&Destination` only hands out pointers, through `at`; code that dereferences them excludes races,
+// as for `Send`.
 unsafe impl Sync for Destination<'_> {}
-// SAFETY: an `Origin` holds a borrow `'a` of bytes that are only read. It touches no byte itself: code that
-// dereferences a pointer from `at` guarantees that no thread writes the same byte.
+// SAFETY: an `Origin` holds a borrow `'a` of bytes that are only read. It does not access the bytes itself:
+// code that dereferences a pointer from `at` guarantees that no thread writes the same byte.
 unsafe impl Send for Origin<'_> {}
-// SAFETY: `&Origin` only gives out pointers, by `at`; code that dereferences them excludes races, as for
+// SAFETY: `&Origin` only hands out pointers, through `at`; code that dereferences them excludes races, as for
 // `Send`.
 unsafe impl Sync for Origin<'_> {}
 
@@ -47,13 +46,13 @@ impl<'a> Destination<'a> {
         Self { start: bytes.as_mut_ptr(), first: 0, len: bytes.len(), life: PhantomData }
     }
 
-    /// Wraps memory that has no elements yet.
+    /// Wraps uninitialised memory.
     pub(crate) fn to_fill<T>(elements: &'a mut [MaybeUninit<T>]) -> Self {
         let (start, len) = (elements.as_mut_ptr().cast(), size_of_val(elements));
         Self { start, first: 0, len, life: PhantomData }
     }
 
-    /// Wraps a part of a storage. Its bytes keep their offsets in the storage.
+    /// Wraps part of a storage. Its bytes keep their offsets in the storage.
     pub(crate) fn of(WindowMut { first, values }: WindowMut<'a>) -> Self {
         Self { first, ..Self::new(values) }
     }
@@ -66,22 +65,22 @@ impl<'a> Destination<'a> {
     /// Returns a pointer to the `len` bytes that begin at `offset`.
     ///
     /// # Panics
-    /// If the range `offset..offset + len` does not lie inside the bytes.
+    /// Panics if `offset..offset + len` is out of bounds.
     #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *mut u8 {
         self.start.wrapping_add(place((self.first, self.len), offset, len))
     }
 
-    /// Returns whether the byte at `offset` begins a cache line.
+    /// Returns whether the byte at `offset` is the first of a cache line.
     pub(crate) fn is_line(self, offset: usize) -> bool {
         (self.start as usize + (offset - self.first)).is_multiple_of(64)
     }
 }
 
-/// Returns the place of `len` bytes at `offset` within `own.1` bytes that begin at offset `own.0`.
+/// Returns the index of the `len` bytes at `offset` within the `own.1` bytes that begin at offset `own.0`.
 ///
 /// # Panics
-/// If the range does not lie inside.
+/// Panics if the range is out of bounds.
 #[inline]
 fn place(own: (usize, usize), offset: usize, len: usize) -> usize {
     let at = offset.wrapping_sub(own.0);
@@ -94,12 +93,12 @@ impl<'a> Origin<'a> {
         Self { start: bytes.as_ptr(), first: 0, len: bytes.len(), life: PhantomData }
     }
 
-    /// Wraps a part of a storage. Its bytes keep their offsets in the storage.
+    /// Wraps part of a storage. Its bytes keep their offsets in the storage.
     pub(crate) fn of(part: Window<'a>) -> Self {
         Self { first: part.first, ..Self::new(part.values) }
     }
 
-    /// Returns whether a range of offsets lies inside the bytes.
+    /// Returns whether a range of offsets is inside the bytes.
     pub(crate) fn holds(self, range: &Range<usize>) -> bool {
         self.first <= range.start && range.end <= self.first + self.len
     }
@@ -107,16 +106,16 @@ impl<'a> Origin<'a> {
     /// Returns a pointer to the `len` bytes that begin at `offset`.
     ///
     /// # Panics
-    /// If the range `offset..offset + len` does not lie inside the bytes.
+    /// Panics if `offset..offset + len` is out of bounds.
     #[inline]
     pub(crate) fn at(self, offset: usize, len: usize) -> *const u8 {
         self.start.wrapping_add(place((self.first, self.len), offset, len))
     }
 
-    /// Returns the `len` bytes that begin at `offset`, with offsets of their own that begin at 0.
+    /// Returns the `len` bytes that begin at `offset`, renumbered to begin at offset 0.
     ///
     /// # Panics
-    /// If the range `offset..offset + len` does not lie inside the bytes.
+    /// Panics if `offset..offset + len` is out of bounds.
     pub(crate) fn part(self, offset: usize, len: usize) -> Self {
         Self { start: self.at(offset, len), first: 0, len, life: PhantomData }
     }

@@ -1,4 +1,4 @@
-//! Streams and events: a queue of closures that runs immediately, or when something waits for it.
+//! Streams and events: a queue of closures that run immediately, or when something waits for them.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -24,18 +24,18 @@ pub struct CpuStream {
     queue: Arc<WorkQueue>,
 }
 
-/// Enqueued work, in order. `done` counts finished items: an event is done if `done` is at least its number.
+/// Enqueued work, in order. `done` counts finished items: an event is done when `done` reaches its number.
 #[derive(Default)]
 struct WorkQueue {
     items: Mutex<VecDeque<QueuedWork>>,
     enqueued: AtomicU64,
     done: AtomicU64,
-    /// Locked while an item runs, which keeps two waiting threads from running items at the same time.
+    /// Locked while an item runs, so that two waiting threads never run items at the same time.
     running: Mutex<()>,
 }
 
 impl WorkQueue {
-    /// Runs items until `until` items have run, and stops at the first error.
+    /// Runs items until `until` items have run, or until the first error.
     fn run(&self, until: u64) -> Result<()> {
         while self.done.load(Ordering::Acquire) < until {
             let _running = self.running.lock();
@@ -51,7 +51,7 @@ impl WorkQueue {
     }
 }
 
-/// A point in the order of a [`CpuStream`].
+/// A point in a [`CpuStream`]'s order.
 pub struct CpuEvent {
     stream: u64,
     at: u64,
@@ -79,7 +79,7 @@ impl Event for CpuEvent {
         self.queue.upgrade().is_none_or(|queue| queue.done.load(Ordering::Acquire) >= self.at)
     }
 
-    /// Deferred work runs when something waits for it: here.
+    /// Deferred work runs when something waits for it, which happens here.
     fn on_done(self: Arc<Self>, call: DoneCall) {
         call(self.wait());
     }
@@ -111,7 +111,7 @@ impl CpuStream {
 }
 
 impl Drop for CpuStream {
-    /// Runs the enqueued work, even past failures, as a GPU would.
+    /// Runs the remaining work, even after failures, as a GPU would.
     fn drop(&mut self) {
         let enqueued = self.queue.enqueued.load(Ordering::Acquire);
         while self.queue.run(enqueued).is_err() {}

@@ -1,9 +1,9 @@
-//! A pool of threads that wait for parts of kernels.
+//! A pool of threads that run parts of kernels.
 //!
 //! Kernels are short: a decode step runs about ten of them per millisecond. Therefore threads poll for a
-//! while before they sleep, the caller works, too, and a call allocates nothing. A caller works alone if the
-//! threads are busy with another stream's work, or if the cores are busy with other programs: there, a thread
-//! that loses its core in the middle of a part would keep all others waiting.
+//! while before they sleep, the caller also works, and a call does not allocate. The caller works alone if
+//! the threads are busy with another stream's work, or if the cores are busy with other programs. In the
+//! second case, a thread that loses its core in the middle of a part would keep all others waiting.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -16,11 +16,11 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::load::{Judgement, preemptions};
 
-/// Threads that share the parts of one job at a time. They start with the first job for several, and end with
-/// the pool.
+/// Threads that share the parts of one job at a time. They start with the first job that is split, and end
+/// with the pool.
 pub(crate) struct Workers {
     shared: Arc<SharedQueue>,
-    /// Threads that the pool has, including the caller.
+    /// Number of threads in the pool, including the caller.
     count: usize,
     threads: OnceLock<Vec<JoinHandle<()>>>,
     /// Locked while a job runs.
@@ -38,22 +38,22 @@ struct SharedQueue {
     state: Mutex<JobState>,
     wake: Condvar,
     done: Condvar,
-    /// Number of the next part that no thread has taken.
+    /// Index of the next part to run.
     next: AtomicUsize,
     /// Copies of the job count and the number of threads inside the job from `state`, for threads that poll
     /// without the lock.
     posted: AtomicU64,
     inside: AtomicUsize,
-    /// The number of times that threads lost their core to others while they served jobs.
+    /// How often threads lost their core to other programs while they worked on jobs.
     preempted: AtomicU64,
 }
 
 // Decision: docs/decisions/backend-cpu.md#threads-look-for-a-while-before-they-sleep
-/// How often a thread polls a value before it sleeps (about 30 µs). A model's next step usually arrives
-/// sooner than a sleeping thread can be woken.
+/// How often a thread polls a value before it sleeps (about 30 µs). A model's next step usually comes before
+/// a sleeping thread could be woken.
 const LOOKS: usize = 1000;
 
-/// Polls until `ready` is true, but only for a while. Returns whether it became true.
+/// Polls until `ready` returns true, but only for a while. Returns whether it did.
 fn look(ready: impl Fn() -> bool) -> bool {
     (0..LOOKS).any(|_| {
         std::hint::spin_loop();
@@ -64,7 +64,7 @@ fn look(ready: impl Fn() -> bool) -> bool {
 #[derive(Default)]
 struct JobState {
     job: Option<Job>,
-    /// The number of jobs so far, which lets a thread take part in each job once.
+    /// Number of jobs so far. Threads use it to take part in each job only once.
     number: u64,
     /// Number of threads inside the job.
     inside: usize,
@@ -72,7 +72,8 @@ struct JobState {
     stop: bool,
 }
 
-/// The function to call for each part. `Workers::run` keeps the referent of `work` alive while it waits.
+/// The function to call for each part. `Workers::run` keeps the closure that `work` points to alive while it
+/// waits.
 #[derive(Clone, Copy)]
 struct Job {
     work: *const (dyn Fn(usize) + Sync),
@@ -84,7 +85,7 @@ struct Job {
 unsafe impl Send for Job {}
 
 impl SharedQueue {
-    /// Takes parts and calls `work` with each, until none is left.
+    /// Calls `work` with one part after another, until none is left.
     fn take_parts(&self, work: &(dyn Fn(usize) + Sync), parts: usize) {
         loop {
             let part = self.next.fetch_add(1, Ordering::Relaxed);
@@ -113,7 +114,7 @@ impl SharedQueue {
                     self.inside.store(state.inside, Ordering::Relaxed);
                     drop(state);
                     // SAFETY: `job.work` was read under the lock while the job was set, and `inside` was
-                    // counted up under the same lock; `run` keeps the closure alive until `inside` is 0.
+                    // increased under the same lock; `run` keeps the closure alive until `inside` is 0.
                     let work = unsafe { &*job.work };
                     let result = catch_unwind(AssertUnwindSafe(|| self.take_parts(work, job.parts)));
                     state = self.state.lock();
@@ -131,7 +132,7 @@ impl SharedQueue {
                     looked = false;
                 }
                 _ => {
-                    // A job that ended without this thread needs no wait.
+                    // If a job ended without this thread, there is nothing to wait for.
                     seen = state.number;
                     drop(state);
                     looked = !look(|| self.posted.load(Ordering::Relaxed) != seen);
@@ -150,8 +151,8 @@ impl Workers {
     }
 
     // Decision: docs/decisions/backend-cpu.md#backends-without-a-thread-count-share-a-pool
-    /// Returns the pool with one thread per processor, which all backends without a thread count of their own
-    /// share. It ends with the last of them.
+    /// Returns the pool with one thread per processor. All backends without their own thread count share it,
+    /// and it ends with the last of them.
     pub(crate) fn of_the_machine() -> Arc<Self> {
         static SHARED: Mutex<Weak<Workers>> = Mutex::new(Weak::new());
         let count = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -167,7 +168,7 @@ impl Workers {
         })
     }
 
-    /// Starts the threads besides the caller; fewer if the system refuses one.
+    /// Starts the threads other than the caller, or fewer if the system cannot start one.
     fn start(&self) -> Vec<JoinHandle<()>> {
         let start = |i| {
             let shared = Arc::clone(&self.shared);
@@ -181,15 +182,14 @@ impl Workers {
         self.count
     }
 
-    /// Returns the number of parts into which `units` units of work that move `bytes` bytes in all are best
-    /// cut.
+    /// Returns the best number of parts for `units` units of work that move `bytes` bytes in total.
     pub(crate) fn parts(&self, units: usize, bytes: usize, bytes_per_thread: usize) -> usize {
         (bytes / bytes_per_thread.max(1)).min(self.count()).min(units).max(1)
     }
 
     /// Calls `work` once for each part of `0..parts`, on several threads, and waits for all of them.
     ///
-    /// If a part panics, the panic is passed on after all other parts have ended.
+    /// If a part panics, the panic continues in the caller after all other parts have ended.
     pub(crate) fn run(&self, parts: usize, work: &(dyn Fn(usize) + Sync)) {
         let alone = || (0..parts).for_each(work);
         if parts <= 1 || self.count == 1 {
@@ -234,7 +234,7 @@ impl Drop for Workers {
         self.shared.state.lock().stop = true;
         self.shared.wake.notify_all();
         for thread in self.threads.take().into_iter().flatten() {
-            // A thread itself never panics: it catches the panics of its work.
+            // The thread itself never panics, because it catches the panics of its work.
             let _ = thread.join();
         }
     }

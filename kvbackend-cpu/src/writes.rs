@@ -1,4 +1,4 @@
-//! The storages that an operation writes.
+//! Checks of the storages that an operation writes to.
 
 use std::sync::Arc;
 
@@ -6,10 +6,10 @@ use kvcore::{KvArena, Operation, Result, Storage, TensorView};
 
 use crate::memory::cpu;
 
-/// Checks that the memory that an operation writes may be written.
+/// Checks that an operation may write to its destination memory.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::Unsupported`] for memory that is lent to be read.
+/// Returns [`kvcore::Error::Unsupported`] for memory that was lent for reading only.
 pub(crate) fn check(operation: Operation<'_>) -> Result<()> {
     let arena = |arena: &KvArena| arena.storages().try_for_each(storage);
     let view = |view: &TensorView| storage(view.storage());

@@ -1,6 +1,6 @@
 //! Device-agnostic structures of a KV cache for LLM inference.
 //!
-//! The crate has three rooms. Each uses the rooms below it and nothing above:
+//! The crate has three modules. Each one uses only the modules below it:
 //!
 //! ```text
 //!   paging   tokens ──► BlockKey chain ──► BlockPool ──► BlockTable, PagedKvCache, StaticKvCache
@@ -21,8 +21,8 @@
 //!
 //! All names are also exported here.
 //!
-//! This crate knows no device API, no async runtime and no model. A backend implements
-//! [`Backend`], [`Stream`], [`Storage`] and [`Event`]; an engine keeps sequences in a [`PagedKvCache`] (or a
+//! This crate does not depend on any device API, async runtime or model. A backend implements [`Backend`],
+//! [`Stream`], [`Storage`] and [`Event`]; an engine keeps sequences in a [`PagedKvCache`] (or a
 //! [`StaticKvCache`]) and hands operations to a stream.
 //!
 //! ```

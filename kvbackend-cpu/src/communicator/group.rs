@@ -1,5 +1,5 @@
-//! The meeting point of a group: the bytes that ranks bring, messages between two ranks, and the failure of
-//! the group.
+//! The meeting point of a group: the bytes that ranks bring, messages between two ranks, and the group's
+//! failure.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -26,25 +26,25 @@ pub(super) struct ThreadGroup {
     ranks: usize,
     limit: Duration,
     state: Mutex<GroupState>,
-    /// Notified when a rank has come, posted, taken or failed.
+    /// Notified when a rank has arrived, posted, received or failed.
     changed: Condvar,
 }
 
 #[derive(Debug)]
 struct GroupState {
-    /// The first failure. It is final.
+    /// The first failure, which is final.
     failed: Option<Error>,
     /// Ranks that have left. The group fails as soon as a call needs one of them.
     left: Vec<bool>,
-    /// The call of the ranks that have come to the current meeting.
+    /// The call of the ranks that have arrived at the current meeting.
     call: Option<CollectiveCall>,
-    /// The bytes of the ranks that have come to the current meeting.
+    /// The bytes of the ranks that have arrived at the current meeting.
     brought: Vec<Option<Vec<u8>>>,
-    /// The number of meetings that have ended, and the result of the last one. No rank is a meeting ahead of
-    /// another, so every rank finds the result of its own meeting.
+    /// Number of meetings that have ended, and the result of the last one. No rank is ever a meeting ahead of
+    /// another, so every rank finds its own meeting's result.
     ended: u64,
     parts: RankBytes,
-    /// Messages that were posted but not yet taken, at `from * ranks + to`.
+    /// Messages that were posted but not yet received, at `from * ranks + to`.
     mail: Vec<VecDeque<SentBytes>>,
 }
 
@@ -62,24 +62,24 @@ impl ThreadGroup {
         Self { ranks, limit, state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Returns the failure of the group, if it has failed.
+    /// Returns the group's failure as an error, if it has failed.
     pub(super) fn check(&self) -> Result<()> {
         self.state.lock().failed.clone().map_or(Ok(()), Err)
     }
 
-    /// Fails the group, unless it has failed already.
+    /// Marks the group as failed, unless it has already failed.
     pub(super) fn fail(&self, error: Error) {
         self.state.lock().failed.get_or_insert(error);
         self.changed.notify_all();
     }
 
-    /// Notes that a rank has left.
+    /// Records that a rank has left.
     pub(super) fn leave(&self, rank: usize) {
         self.state.lock().left[rank] = true;
         self.changed.notify_all();
     }
 
-    /// Waits until all ranks have come with the same call, and returns the bytes of each rank.
+    /// Waits until all ranks have arrived with the same call, and returns each rank's bytes.
     pub(super) fn meet(&self, rank: usize, call: CollectiveCall, own: Vec<u8>) -> Result<RankBytes> {
         let mut own = Some(own);
         let mut awaited = None;
@@ -109,8 +109,9 @@ impl ThreadGroup {
     }
 
     // Decision: docs/decisions/device.md#a-send-of-a-thread-waits-for-its-receive
-    /// Posts messages, each with the rank that takes it, takes the expected ones, each with the rank that
-    /// posts it, and waits until all have been taken. Returns the bytes taken, in order.
+    /// Posts messages, each with the rank that receives it, receives the expected messages, each with the
+    /// rank that posts it, and waits until all of them have been received. Returns the bytes received, in
+    /// order.
     pub(super) fn exchange(
         &self,
         rank: usize,
@@ -134,7 +135,7 @@ impl ThreadGroup {
                 taken.iter_mut().zip(expected).filter(|(taken, _)| taken.is_none())
             {
                 let mail = &mut state.mail[from * self.ranks + rank];
-                // A message that does not match stays, which lets its sender learn of the failure.
+                // A message that does not match stays, so that its sender learns of the failure.
                 if let Some(sent) = mail.front().map(|message| message.tensor).filter(|sent| *sent != tensor)
                 {
                     let sent = CollectiveCall::Send { to: rank, tensor: sent };
@@ -154,7 +155,7 @@ impl ThreadGroup {
             if let Some(&gone) = peers.iter().find(|&&peer| state.left[peer]) {
                 return Err(Error::RankLeft(gone));
             }
-            // A peer that has come to a meeting waits there for this rank.
+            // A peer that has arrived at a meeting waits there for this rank.
             match (state.call, peers.iter().any(|&peer| state.brought[peer].is_some())) {
                 (Some(other), true) => Err(differ(rank, call, other)),
                 _ => Ok(None),
@@ -162,7 +163,7 @@ impl ThreadGroup {
         })
     }
 
-    /// Waits until `done` has a value. A failure, of this call or of another rank, fails the group.
+    /// Waits until `done` returns a value. If this call or another rank fails, the group fails.
     fn wait<T>(
         &self,
         rank: usize,

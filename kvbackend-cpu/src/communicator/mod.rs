@@ -6,7 +6,7 @@
 //!   rank 2   stream.read ──► bytes ─┘                          └─► reduce, join ──► stream.write
 //! ```
 //!
-//! Broadcasts, all-gathers and all-reduces meet; an exchange posts and takes messages ([`group`]).
+//! Broadcasts, all-gathers and all-reduces use meetings; an exchange posts and receives messages ([`group`]).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -23,13 +23,12 @@ use group::{SentBytes, ThreadGroup};
 use reduce::reduced;
 
 // Decision: docs/decisions/device.md#threads-exchange-through-host-memory
-/// A rank that is a thread of this process, with the streams of any backend.
+/// A rank that is a thread of this process. Its streams can belong to any backend.
 ///
-/// Tensors travel through host memory: a collective reads this rank's part, which waits for all work before
-/// it on the stream, meets the other ranks, and enqueues the write of the result. The calling thread
-/// therefore waits for the other ranks in the call, and [`wait`](Communicator::wait) waits for the stream
-/// alone. All-reduces combine in f32, in the order of ranks, and round once. A send waits for its receive, as
-/// on devices.
+/// Tensors travel through host memory: a collective reads this rank's part, which waits for all earlier work
+/// on the stream, then meets the other ranks, and enqueues the write of the result. The call therefore blocks
+/// until the other ranks arrive, and [`wait`](Communicator::wait) only waits for the stream. All-reduces
+/// combine values in f32, in rank order, and round once. A send waits for its receive, as on devices.
 ///
 /// ```
 /// use std::time::Duration;
@@ -58,7 +57,8 @@ use reduce::reduced;
 /// ```
 ///
 /// # Drop behaviour
-/// The rank leaves. A collective that needs it fails the group with [`Error::RankLeft`].
+/// The rank leaves its group. A collective that needs it fails with [`Error::RankLeft`], and so does the
+/// group.
 #[derive(Debug)]
 pub struct ThreadCommunicator {
     rank: usize,
@@ -69,8 +69,8 @@ pub struct ThreadCommunicator {
 }
 
 impl ThreadCommunicator {
-    /// Creates a group of `ranks` ranks, one for each thread, in order. A collective waits for other ranks no
-    /// longer than `limit`.
+    /// Creates a group of `ranks` ranks, one for each thread, in order. A collective waits for other ranks
+    /// for at most `limit`.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `ranks` is 0.
@@ -83,7 +83,7 @@ impl ThreadCommunicator {
         Ok((0..ranks).map(rank).collect())
     }
 
-    /// Brings the bytes of this rank to a meeting, and enqueues the write of the result.
+    /// Brings this rank's bytes to a meeting, and enqueues the write of the result.
     fn take_part(&self, stream: &dyn Stream, collective: Collective<'_>) -> Result<()> {
         match collective {
             Collective::Broadcast { view, root } => {
@@ -129,7 +129,7 @@ impl Communicator for ThreadCommunicator {
     fn launch(&self, stream: &dyn Stream, collective: CheckedCollective<'_>) -> Result<()> {
         let _turn = self.turn.lock();
         self.check()?;
-        // If the stream failed, the other ranks learn that this one ended the work. An earlier failure takes
+        // If the stream failed, the other ranks learn that this one aborted. An earlier failure takes
         // precedence.
         self.take_part(stream, collective.collective()).inspect_err(|_| self.abort())
     }
@@ -138,8 +138,8 @@ impl Communicator for ThreadCommunicator {
         self.group.check()
     }
 
-    /// Waits for the stream: collectives met the other ranks when they were called. No device waits for a
-    /// rank, so this needs no time-out.
+    /// Waits for the stream. Collectives met the other ranks when they were called, so no device waits for a
+    /// rank and no time-out is needed.
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         stream.synchronize()
     }
@@ -155,7 +155,7 @@ impl Drop for ThreadCommunicator {
     }
 }
 
-/// Waits for the stream, and returns the bytes of a view.
+/// Waits for the stream, and returns a view's bytes.
 fn read(stream: &dyn Stream, view: &TensorView) -> Result<Vec<u8>> {
     let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
     if !bytes.is_empty() {
@@ -164,7 +164,7 @@ fn read(stream: &dyn Stream, view: &TensorView) -> Result<Vec<u8>> {
     Ok(bytes)
 }
 
-/// Enqueues the write of a view.
+/// Enqueues a write to a view.
 fn write(stream: &dyn Stream, view: &TensorView, bytes: &[u8]) -> Result<()> {
     if bytes.is_empty() { Ok(()) } else { stream.write(view, bytes) }
 }

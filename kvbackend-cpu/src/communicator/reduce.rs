@@ -6,7 +6,7 @@ use kvcore::{DType, ReduceOp, Result};
 
 use crate::element::{Element, unsupported};
 
-/// Combines the parts of all ranks, in the order of ranks. Floats are combined in f32 and rounded once.
+/// Combines the parts of all ranks, in rank order. Floats are combined in f32 and rounded once.
 pub(super) fn reduced(dtype: DType, op: ReduceOp, parts: &[Vec<u8>]) -> Result<Vec<u8>> {
     match dtype {
         DType::F32 => Ok(floats::<f32>(op, parts)),
@@ -33,7 +33,7 @@ fn floats<T: Element>(op: ReduceOp, parts: &[Vec<u8>]) -> Vec<u8> {
     combined(parts, T::to_f32, combine, T::from_f32)
 }
 
-/// The bytes of a part need no alignment.
+/// Combines elements of type `T`. The parts need not be aligned.
 fn combined<T: Pod, A>(
     parts: &[Vec<u8>],
     widen: impl Fn(T) -> A,
@@ -58,7 +58,7 @@ mod tests {
     #[test]
     fn sums_of_half_precision_are_rounded_once() {
         let part = |x: f32| f16::from_f32(x).to_ne_bytes().to_vec();
-        // Rounded after each rank, 2048 + 1 would stay 2048.
+        // If each partial sum were rounded, 2048 + 1 would stay 2048.
         let parts = [part(2048.0), part(1.0), part(1.0), part(1.0), part(1.0)];
         assert_eq!(reduced(DType::F16, ReduceOp::Sum, &parts), Ok(part(2052.0)));
     }

@@ -1,4 +1,4 @@
-//! Steps of a model between its matrix products: norms, gates and sums, each in one pass over its rows.
+//! A model's steps between matrix products: norms, gates and sums, each in one pass over its rows.
 
 use std::ops::Range;
 
@@ -11,18 +11,18 @@ use crate::simd::{Simd, SimdTask, exp};
 /// Bytes of results per thread: about as many as one thread computes in the time it takes to wake another
 /// one.
 const BYTES_PER_THREAD: usize = 32 << 10;
-/// The smallest number of elements for one thread: a few cache lines, which keeps two threads from writing to
-/// the same line.
+/// Minimum number of elements per thread: a few cache lines, so that two threads never write to the same
+/// line.
 const UNIT: usize = 256;
 
 // Decision: docs/decisions/backend-cpu.md#steps-between-products-run-on-the-same-threads
 impl Products {
-    /// Returns each row of `x`, divided by its root mean square and multiplied by `weight`, which has as many
-    /// elements as a row. `eps` is added to the mean square. (`RMSNorm`, Zhang and Sennrich, 2019.)
+    /// Returns each row of `x` divided by its root mean square and multiplied by `weight`, which must be as
+    /// long as a row. `eps` is added to the mean square. (`RMSNorm`, Zhang and Sennrich, 2019.)
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if `weight` is empty, and [`Error::NotMultiple`] if `x` does not have whole
-    /// rows.
+    /// Returns [`Error::Zero`] if `weight` is empty, and [`Error::NotMultiple`] if `x` does not consist of
+    /// whole rows.
     pub fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f64) -> Result<Vec<f32>> {
         let width = weight.len();
         if width == 0 {
@@ -35,7 +35,7 @@ impl Products {
                 of: width,
             });
         }
-        // SAFETY: the parts are all rows, and a norm writes every element of its rows.
+        // SAFETY: the parts cover all rows, and a norm writes every element of its rows.
         unsafe {
             filled(x.len(), |y| {
                 self.cut(x.len() / width, width, |rows| self.level.run(Norm { x, weight, eps, rows, y }));
@@ -62,8 +62,8 @@ impl Products {
 
     fn pairs(&self, what: Pair, a: &[f32], b: &[f32]) -> Result<Vec<f32>> {
         same("elements of the other operand", a.len(), b.len())?;
-        // SAFETY: the parts are all units, the last of them cut short, and a task writes every element of its
-        // range.
+        // SAFETY: the parts cover all units, the last unit is cut short, and a task writes every element of
+        // its range.
         unsafe {
             filled(a.len(), |y| {
                 self.cut(a.len().div_ceil(UNIT), UNIT, |units| {
@@ -75,8 +75,8 @@ impl Products {
         }
     }
 
-    /// Calls `work` once with each of `units` units of `elements` elements, on several threads if there are
-    /// enough.
+    /// Calls `work` once for each of `units` units of `elements` elements, on several threads if there are
+    /// enough units.
     fn cut(&self, units: usize, elements: usize, work: impl Fn(Range<usize>) + Sync) {
         let parts = self.workers.parts(units, units * elements * size_of::<f32>(), BYTES_PER_THREAD);
         self.workers.run(parts, &|part| work(units * part / parts..units * (part + 1) / parts));
@@ -89,7 +89,7 @@ struct Norm<'a> {
     weight: &'a [f32],
     eps: f64,
     rows: Range<usize>,
-    /// Has as many elements as `x`. No other thread accesses those of `rows`.
+    /// Has as many elements as `x`. No other thread may access the elements of `rows`.
     y: Destination<'a>,
 }
 
@@ -104,9 +104,9 @@ impl SimdTask for Norm<'_> {
             let x = &self.x[row * width..(row + 1) * width];
             let (factor, x) = (factor(x, self.eps), x.as_ptr());
             let y = self.y.at(row * width * size_of::<f32>(), size_of_val(self.weight)).cast::<f32>();
-            // SAFETY: `x`, `weight` and `y` have `width` elements; vectors are loaded and stored where `i +
-            // LANES <= width`. The elements of `y` are this thread's alone, and the caller is compiled for
-            // `S`.
+            // SAFETY: `x`, `weight` and `y` have `width` elements, and vectors are loaded and stored where
+            // `i + LANES <= width`. The elements of `y` are this thread's alone, and the caller is compiled
+            // for `S`.
             unsafe {
                 let mut i = 0;
                 while i + S::LANES <= width {
@@ -122,11 +122,11 @@ impl SimdTask for Norm<'_> {
     }
 }
 
-/// Returns the factor that normalises a row. The sum is in f64, because the routing of experts depends on its
-/// last digits.
+/// Returns the factor that normalises a row. The sum is in f64, because expert routing depends on its last
+/// digits.
 #[inline(always)]
 fn factor(row: &[f32], eps: f64) -> f32 {
-    // Independent sums, which the compiler turns into vectors.
+    // Independent sums, which the compiler can vectorise.
     let mut sums = [0.0f64; 8];
     let (eights, end) = row.as_chunks::<8>();
     for x in eights {
@@ -150,10 +150,10 @@ enum Pair {
 
 impl Pair {
     /// # Safety
-    /// The caller is compiled for `S`.
+    /// The caller must be compiled for `S`.
     #[inline(always)]
     unsafe fn of<S: Simd>(self, a: S::V, b: S::V) -> S::V {
-        // SAFETY: the instruction set of `S` is available by contract, and no pointer is involved.
+        // SAFETY: the instruction set of `S` is available by contract, and no pointers are involved.
         unsafe {
             match self {
                 Self::Gate => {
@@ -167,13 +167,13 @@ impl Pair {
     }
 }
 
-/// Applies a function to the elements `at` of two operands.
+/// Applies a function to elements `at` of two operands.
 struct PairFunction<'a> {
     what: Pair,
     a: &'a [f32],
     b: &'a [f32],
     at: Range<usize>,
-    /// Has as many elements as `a` and `b`. No other thread accesses those of `at`.
+    /// Has as many elements as `a` and `b`. No other thread may access the elements `at`.
     y: Destination<'a>,
 }
 

@@ -25,16 +25,16 @@ impl SharedBytes {
     // Decision: docs/decisions/models.md#weights-stay-parts-of-their-files
     /// Maps a file. Pages are read when they are needed, and are shared with other programs.
     ///
-    /// The caller guarantees that the file does not change while the bytes are in use. Otherwise the bytes
-    /// change, too, and reading past the end of a shortened file ends the program.
+    /// The file must not change while the bytes are in use. Otherwise the bytes change too, and reading past
+    /// the end of a shortened file kills the program.
     ///
     /// # Errors
-    /// Returns the error of the system.
+    /// Returns the system's error.
     pub fn map(file: &File) -> std::io::Result<Self> {
         if file.metadata()?.len() == 0 {
             return Ok(Vec::new().into());
         }
-        // SAFETY: the caller guarantees that the file stays as it is.
+        // SAFETY: the caller guarantees that the file does not change.
         let mapped = unsafe { memmap2::Mmap::map(file)? };
         let range = 0..mapped.len();
         Ok(Self { owner: Arc::new(mapped), range })

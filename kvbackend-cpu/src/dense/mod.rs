@@ -1,9 +1,9 @@
-//! Products of rows with the matrices of a model, and the steps between them.
+//! Products of rows with a model's matrices, and the steps between them.
 //!
-//! [`Products`] multiplies activations in f32 with a matrix in its stored form: floats, or blocks of ggml.
-//! Every element of the matrix is decoded once for all rows, and only products and their sums are rounded.
-//! Norms, gates and sums of rows run on the same threads, because all threads wait for a step that runs on
-//! one.
+//! [`Products`] multiplies f32 activations by a matrix in its stored form: floats, or ggml blocks. Every
+//! matrix element is decoded once for all rows, and only products and their sums are rounded. Norms, gates
+//! and sums of rows run on the same threads, because a step that ran on one thread would keep all others
+//! waiting.
 //!
 //! ```
 //! use kvbackend_cpu::dense::{Matrix, Products, StoredType};
@@ -44,17 +44,18 @@ pub use bytes::SharedBytes;
 pub use stored::StoredType;
 
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-on-their-way
-/// The maximum number of rows to multiply at a time, and the number from which on this pays.
+/// Maximum number of rows to multiply at a time, and the number of rows at which splitting them starts to
+/// pay.
 const ROWS: usize = 96;
 const FEWEST_OF_A_RUN: usize = 24;
 /// The approximate number of row elements to multiply at a time.
 const FEW: usize = 64 << 10;
 /// The number of matrix rows to decode at a time.
 const GROUP: usize = 4 * tile::COLUMNS;
-/// Elements between decoded rows: a cache line.
+/// Padding between decoded rows, in elements: a cache line.
 const PAD: usize = 16;
-/// Bytes of a matrix per thread: about as many as one thread multiplies with a row in the time it takes to
-/// wake another one.
+/// Bytes of a matrix per thread: about as many as one thread multiplies by a row in the time it takes to wake
+/// another one.
 const BYTES_PER_THREAD: usize = 64 << 10;
 
 /// A matrix `[out, input]` in its stored form, row by row.
@@ -74,7 +75,7 @@ impl fmt::Debug for Matrix<'_> {
 }
 
 impl<'a> Matrix<'a> {
-    /// Describes the bytes of a matrix.
+    /// Creates a matrix from its stored bytes.
     ///
     /// # Errors
     /// Returns [`Error::NotMultiple`] if rows do not consist of whole blocks, and [`Error::Mismatch`] if the
@@ -97,15 +98,15 @@ impl<'a> Matrix<'a> {
         &self.bytes[rows.start * self.row_bytes..rows.end * self.row_bytes]
     }
 
-    /// Returns the bytes of a range of elements of a row, in whole blocks.
+    /// Returns the bytes of a range of a row's elements, in whole blocks.
     #[cfg(target_arch = "x86_64")]
     fn elements(&self, row: usize, elements: &Range<usize>) -> &'a [u8] {
         let at = |element: usize| element / self.dtype.block_elements() * self.dtype.block_bytes();
         &self.rows(row..row + 1)[at(elements.start)..at(elements.end)]
     }
 
-    /// Returns the matrix in the form for panels, if its elements are aligned f32 and the number of rows
-    /// makes panels pay.
+    /// Returns the matrix in the form for panels, if its elements are aligned f32 and there are enough rows
+    /// for panels to pay.
     fn for_panels(&self, rows: usize) -> Option<panel::Floats<'a>> {
         if self.dtype != StoredType::F32 || rows < panel::FEWEST_ROWS {
             return None;
@@ -114,10 +115,10 @@ impl<'a> Matrix<'a> {
         Some(panel::Floats { values, out: self.out, input: self.input })
     }
 
-    /// Returns rows in f32, decoded into `scratch` unless the matrix already stores f32.
+    /// Returns rows as f32, decoded into `scratch` unless the matrix already stores f32.
     ///
     /// # Safety
-    /// The caller is compiled for the instruction set of `S`.
+    /// The caller must be compiled for the instruction set of `S`.
     #[inline(always)]
     unsafe fn in_f32<'s, S: Simd>(&self, rows: Range<usize>, scratch: &'s mut Vec<f32>) -> tile::Columns<'s>
     where
@@ -129,7 +130,7 @@ impl<'a> Matrix<'a> {
         {
             return tile::Columns { values, count, stride: input };
         }
-        // Rows that are a power of two apart would fall into the same sets of the first-level cache.
+        // Rows that are a power of two apart would map to the same sets of the first-level cache.
         let stride = input + PAD;
         if scratch.len() < count * stride {
             scratch.resize(count * stride, 0.0);
@@ -147,7 +148,7 @@ thread_local! {
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Multiplies rows with matrices, on the threads of a backend.
+/// Multiplies rows by matrices, on a backend's threads.
 #[derive(Clone)]
 pub struct Products {
     level: AvailableLevel,
@@ -167,13 +168,13 @@ impl Default for Products {
 }
 
 impl Products {
-    /// Creates products with the best instructions of the processor, on the threads shared by all backends
-    /// without a thread count of their own.
+    /// Creates products with the processor's best instruction set, on the threads shared by all backends
+    /// without their own thread count.
     pub fn new() -> Self {
         Self { level: AvailableLevel::best(), workers: Workers::of_the_machine() }
     }
 
-    /// Creates products with the instructions and the threads of a backend.
+    /// Creates products with a backend's instruction set and threads.
     pub fn beside(backend: &CpuBackend) -> Self {
         Self { level: backend.level, workers: Arc::clone(&backend.workers) }
     }
@@ -186,7 +187,7 @@ impl Products {
         Ok(Self::beside(CpuBackend::with_options(options)?.as_ref()))
     }
 
-    /// Computes `y = x · matrixᵀ`: `[rows, out]` of `[rows, input]`.
+    /// Computes `y = x · matrixᵀ`, where `x` is `[rows, input]` and `y` is `[rows, out]`.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if `x` or `y` does not consist of whole rows, or if the two have different
@@ -198,19 +199,20 @@ impl Products {
         self.products(x, rows, matrix, Destination::new(bytemuck::cast_slice_mut(y)))
     }
 
-    /// Returns `x · matrixᵀ`, `[rows, out]` of `[rows, input]`, in new memory that is written once.
+    /// Returns `x · matrixᵀ`, where `x` is `[rows, input]` and the result `[rows, out]`, in new memory that
+    /// is written only once.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if `x` does not have `rows` rows.
     pub fn multiplied(&self, x: &[f32], rows: usize, matrix: &Matrix<'_>) -> Result<Vec<f32>> {
         let elements =
             rows.checked_mul(matrix.out).ok_or(Error::Overflow { what: "elements of the products" })?;
-        // SAFETY: products write every element of `y`, or are refused.
+        // SAFETY: the products write every element of `y`, or return an error.
         unsafe { filled(elements, |y| self.products(x, rows, matrix, y)) }
     }
 
-    /// Writes the products to `y`, which has `rows` rows of `matrix.out` elements of f32. Unless there is an
-    /// error, every element is written.
+    /// Writes the products to `y`, which must have `rows` rows of `matrix.out` f32 elements. Unless there is
+    /// an error, every element is written.
     fn products(&self, x: &[f32], rows: usize, matrix: &Matrix<'_>, y: Destination<'_>) -> Result<()> {
         let (out, input) = (matrix.out, matrix.input);
         same("elements of the rows to multiply", rows * input, x.len())?;
@@ -219,7 +221,7 @@ impl Products {
         }
         if input == 0 {
             let y = y.at(0, rows * out * size_of::<f32>()).cast::<f32>();
-            // SAFETY: `y` has `rows * out` elements by contract, and no other thread has it. Bytes of 0 are
+            // SAFETY: `y` has `rows * out` elements by contract, and no other thread uses it. Zero bytes are
             // 0.0.
             unsafe { y.write_bytes(0, rows * out) };
             return Ok(());
@@ -244,13 +246,13 @@ fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::mismatch(what, expected, got)) }
 }
 
-/// Returns `len` elements written by `fill`. Their memory is not zeroed first.
+/// Returns `len` elements written by `fill`. The memory is not zeroed first.
 ///
 /// # Errors
 /// Returns the error of `fill`.
 ///
 /// # Safety
-/// If `fill` returns `Ok`, it has written every element.
+/// If `fill` returns `Ok`, it must have written every element.
 unsafe fn filled(len: usize, fill: impl FnOnce(Destination<'_>) -> Result<()>) -> Result<Vec<f32>> {
     let mut elements = Vec::with_capacity(len);
     fill(Destination::to_fill(&mut elements.spare_capacity_mut()[..len]))?;
@@ -259,8 +261,8 @@ unsafe fn filled(len: usize, fill: impl FnOnce(Destination<'_>) -> Result<()>) -
     Ok(elements)
 }
 
-/// Calls `work` once for every column, in ranges that begin at multiples of `unit`, on the given number of
-/// threads.
+/// Calls `work` for ranges that together cover every column once and begin at multiples of `unit`, on the
+/// given number of threads.
 fn in_parts(
     (workers, threads): (&Workers, usize),
     out: usize,
@@ -275,9 +277,9 @@ fn in_parts(
     });
 }
 
-/// The products of all rows with a range of rows of the matrix, which are columns of the result.
+/// The products of all rows with a range of matrix rows, which become columns of the result.
 ///
-/// `y` has `rows` rows of `matrix.out` elements of f32. No other thread writes their `columns`.
+/// `y` must have `rows` rows of `matrix.out` f32 elements, and no other thread may write to their `columns`.
 struct MatrixPart<'a> {
     x: &'a [f32],
     rows: usize,
@@ -305,8 +307,8 @@ impl SimdTask for MatrixPart<'_> {
             return;
         }
         let ahead = matrix.dtype == StoredType::F32;
-        // Rows in runs of equal length, which stay in the second-level cache together with the rows of the
-        // matrix that multiply them.
+        // Rows in runs of equal length, which stay in the second-level cache together with the matrix rows
+        // that multiply them.
         let runs = rows.div_ceil((FEW / input).clamp(FEWEST_OF_A_RUN, ROWS));
         for from in columns.clone().step_by(GROUP) {
             let taken = from..(from + GROUP).min(columns.end);
@@ -317,9 +319,9 @@ impl SimdTask for MatrixPart<'_> {
                 let x = &x[at * input..end * input];
                 for column in taken.clone().step_by(tile::COLUMNS) {
                     let w = group.part(column - from..(column + tile::COLUMNS).min(taken.end) - from);
-                    // SAFETY: the caller is compiled for `S`. `w` has some rows of `input` elements, `x` has
-                    // those of the run, and `y` has `rows` rows of `out` elements, of which the columns
-                    // `taken` belong to this part by contract.
+                    // SAFETY: the caller is compiled for `S`. `w` has rows of `input` elements, `x` has the
+                    // run's rows, and `y` has `rows` rows of `out` elements, of which the columns `taken`
+                    // belong to this part by contract.
                     unsafe {
                         let y = (y.add(at * out + column), out);
                         tile::columns::<S>((x, end - at, input), w, y, ahead && run == 0);

@@ -1,4 +1,4 @@
-//! Stand-in for products of the matrix unit, on processors without one.
+//! Stand-in for the matrix unit's products, on processors without one.
 
 use super::Matrix;
 use crate::raw::Destination;

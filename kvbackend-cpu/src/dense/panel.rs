@@ -1,35 +1,35 @@
-//! Panels: the products of many rows with a few rows of a matrix, whose elements are laid side by side first.
+//! Panels: the products of many rows with a few matrix rows, whose elements are first laid side by side.
 //!
-//! A panel holds elements of two vectors of columns, transposed, and fits in the first-level cache. Six or
-//! eight rows at a time are multiplied with it: each of their elements is broadcast to a vector, and every
-//! sum stays in a register until the panel ends. (Goto and van de Geijn, *Anatomy of high-performance matrix
-//! multiplication*, 2008.)
+//! A panel holds transposed elements of two vectors of columns, and fits in the first-level cache. Six or
+//! eight rows at a time are multiplied by it: each of their elements is broadcast to a vector, and every sum
+//! stays in a register until the end of the panel. (Goto and van de Geijn, *Anatomy of high-performance
+//! matrix multiplication*, 2008.)
 
 use std::ops::Range;
 
 use super::PAD;
 use crate::simd::Simd;
 
-/// The number of rows from which on a panel saves more than its transposition costs.
+/// Number of rows at which a panel saves more than its transposition costs.
 pub(super) const FEWEST_ROWS: usize = 24;
-/// A thread's columns begin at multiples of this number: whole panels with every instruction set.
+/// Each thread's columns begin at a multiple of this: whole panels with every instruction set.
 pub(super) const UNIT: usize = 32;
-/// The maximum number of elements of each column in a panel.
+/// Maximum number of elements per column in a panel.
 const DEPTH: usize = 256;
-/// The number of rows to multiply with a panel before the next one is made. Their elements for the panel stay
+/// Number of rows to multiply by a panel before the next panel is made. The rows' elements for the panel stay
 /// in the second-level cache.
 const ROWS: usize = 384;
-/// Elements at this distance fall into the same sets of the first-level cache. Rows whose length is a
-/// multiple of it are copied to spread them.
+/// Elements at this distance map to the same sets of the first-level cache. Rows whose length is a multiple
+/// of it are copied to spread them out.
 const SAME_SETS: usize = 1024;
 /// The number of row elements that fit in the second-level cache next to a panel.
 const FEW: usize = 64 << 10;
-/// The maximum number of rows of a tile.
+/// Maximum number of rows per tile.
 const TILE_ROWS: usize = 8;
-/// The maximum number of columns of a panel.
+/// Maximum number of columns per panel.
 const WIDTH: usize = 32;
 
-/// A matrix `[out, input]` in f32.
+/// An f32 matrix `[out, input]`.
 #[derive(Clone, Copy)]
 pub(super) struct Floats<'a> {
     pub(super) values: &'a [f32],
@@ -37,12 +37,12 @@ pub(super) struct Floats<'a> {
     pub(super) input: usize,
 }
 
-/// Computes `y[r * out + c] = x[r] · matrix[c]` for all `rows` rows of `x` and the rows `columns` of the
-/// matrix. The contents of `scratch` are overwritten.
+/// Computes `y[r * out + c] = x[r] · matrix[c]` for all `rows` rows of `x` and matrix rows `columns`.
+/// Overwrites `scratch`.
 ///
 /// # Safety
-/// `y` is valid for writes of `columns` at each of `rows` strides of `matrix.out`, and no other code accesses
-/// them. The caller is compiled for the instruction set of `S`.
+/// `y` must be valid for writes of `columns` in each of `rows` rows of `matrix.out` elements, and no other
+/// code may access them. The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn columns<S: Simd>(
     (x, rows): (&[f32], usize),
@@ -54,7 +54,7 @@ pub(super) unsafe fn columns<S: Simd>(
     let (input, width) = (matrix.input, 2 * S::LANES);
     let whole = matrix.values.len() == matrix.out * input && columns.end <= matrix.out;
     assert!(x.len() == rows * input && whole, "whole rows");
-    // Parts of equal length.
+    // Split into parts of equal length.
     let depth = input.div_ceil(input.div_ceil(DEPTH).max(1)).next_multiple_of(S::LANES);
     let runs = rows.div_ceil(ROWS);
     let apart = input.is_multiple_of(SAME_SETS) && rows * input > FEW;
@@ -65,8 +65,8 @@ pub(super) unsafe fn columns<S: Simd>(
     let (panel, copies) = scratch.split_at_mut(width * depth);
     for run in 0..runs {
         let (first, end) = (rows * run / runs, rows * (run + 1) / runs);
-        // Few rows fit in the cache as a whole, and the matrix is read row by row. Of many rows, a part of
-        // each is first multiplied with all columns.
+        // A few rows fit in the cache as a whole, and the matrix is read row by row. If there are many, part
+        // of each is first multiplied by all columns.
         let few = (end - first) * input <= FEW;
         for group in columns.clone().step_by(if few { width } else { columns.len().max(1) }) {
             let group = group..if few { (group + width).min(columns.end) } else { columns.end };
@@ -82,8 +82,8 @@ pub(super) unsafe fn columns<S: Simd>(
                 for column in group.clone().step_by(width) {
                     let count = width.min(columns.end - column);
                     // SAFETY: the caller is compiled for `S`. The panel has `width` columns of `depth`
-                    // elements; the matrix has the rows from `column` on, with the elements from `from` on,
-                    // and `x` those of the rows from `first` to `end`, `stride` elements apart; and by
+                    // elements; the matrix has the rows starting at `column` with the elements starting at
+                    // `from`, `x` has these elements of rows `first..end`, `stride` elements apart; and by
                     // contract `y` may be written at `count` columns of these rows.
                     unsafe {
                         let source = matrix.values.as_ptr().add(column * input + from);
@@ -99,14 +99,14 @@ pub(super) unsafe fn columns<S: Simd>(
     }
 }
 
-/// Copies a range of elements of each row to rows that begin a cache line apart.
+/// Copies a range of each row's elements, leaving a cache line between the copies.
 fn copy(x: &[f32], input: usize, part: Range<usize>, to: &mut [f32]) {
     for (row, to) in x.chunks_exact(input).zip(to.chunks_exact_mut(part.len() + PAD)) {
         to[..part.len()].copy_from_slice(&row[part.clone()]);
     }
 }
 
-/// A range of elements of a few rows of a matrix. The rows begin `stride` elements apart.
+/// A range of elements of a few matrix rows. The rows begin `stride` elements apart.
 struct MatrixRows {
     elements: *const f32,
     stride: usize,
@@ -117,18 +117,18 @@ impl MatrixRows {
     /// Writes `depth` elements of each row as columns of a panel; missing columns are 0.
     ///
     /// # Safety
-    /// Every row has `depth` elements, and `panel` is valid for writes of as many vectors of `2 * LANES`. The
-    /// caller is compiled for `S`.
+    /// Every row must have `depth` elements, and `panel` must be valid for writes of `depth` times
+    /// `2 * LANES` elements. The caller must be compiled for `S`.
     #[inline(always)]
     unsafe fn transpose<S: Simd>(&self, depth: usize, panel: *mut f32) {
         let width = 2 * S::LANES;
-        // The next rows, to prefetch.
+        // The rows that follow, to prefetch.
         let ahead = width * self.stride;
         for first in [0, S::LANES] {
             let rows = self.rows.saturating_sub(first).min(S::LANES);
             let mut i = 0;
-            // SAFETY: rows `first..first + rows` have the elements `i..i + LANES` where a vector is loaded,
-            // and `i` where one element is; the panel has `depth` times `width` elements.
+            // SAFETY: rows `first..first + rows` have elements `i..i + LANES` where a vector is loaded, and
+            // element `i` where a single one is; the panel has `depth` times `width` elements.
             unsafe {
                 let at = |row: usize, i: usize| self.elements.add((first + row) * self.stride + i);
                 while i + S::LANES <= depth {
@@ -160,16 +160,17 @@ struct Panel {
     elements: *const f32,
     depth: usize,
     columns: usize,
-    /// True to add to the existing products.
+    /// Whether to add to the existing products.
     add: bool,
 }
 
 impl Panel {
-    /// Multiplies rows, `input` elements apart, and writes the products, `stride` elements apart.
+    /// Multiplies rows that are `input` elements apart, and writes products whose rows are `stride` elements
+    /// apart.
     ///
     /// # Safety
-    /// `x` has `depth` elements at each of `rows` strides, and `y` is valid for `columns` products at each of
-    /// as many strides. The caller is compiled for `S`.
+    /// `x` must have `depth` elements in each of `rows` rows, and `y` must be valid for `columns` products in
+    /// each of them. The caller must be compiled for `S`.
     #[inline(always)]
     unsafe fn multiply<S: Simd>(
         self,
@@ -181,7 +182,7 @@ impl Panel {
             let at = rows * tile / tiles;
             let (taken, x) = (rows * (tile + 1) / tiles - at, (x.wrapping_add(at * input), input));
             let to = (y.wrapping_add(at * stride), stride);
-            // SAFETY: `at + taken <= rows`, and tiles of at most so many rows are taken.
+            // SAFETY: `at + taken <= rows`, and a tile has at most that many rows.
             unsafe {
                 match taken {
                     1 => self.tile::<S, 1>(x, to),
@@ -200,7 +201,7 @@ impl Panel {
     /// Multiplies `R` rows.
     ///
     /// # Safety
-    /// As for [`multiply`](Self::multiply), for `R` rows.
+    /// The same as for [`multiply`](Self::multiply), with `R` rows.
     #[inline(always)]
     unsafe fn tile<S: Simd, const R: usize>(
         self,
@@ -208,9 +209,9 @@ impl Panel {
         (y, stride): (*mut f32, usize),
     ) {
         let width = 2 * S::LANES;
-        // SAFETY: `x` has `depth` elements at each of `R` strides and the panel `depth` times `width`. Whole
-        // vectors of products are written where `y` has as many columns, and to the lanes otherwise, which
-        // have room for the largest tile.
+        // SAFETY: `x` has `depth` elements in each of `R` rows, and the panel has `depth` times `width`.
+        // Whole vectors of products are written where `y` has enough columns, and otherwise to `lanes`, which
+        // has room for the largest tile.
         unsafe {
             let mut sums = [[S::splat(0.0); 2]; R];
             let mut column = self.elements;

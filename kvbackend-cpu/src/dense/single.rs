@@ -1,4 +1,4 @@
-//! The products of a single row, as in decode steps. Elements are converted on their way to the sums.
+//! The products of a single row, as in decode steps. Elements are converted just before they are summed.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use super::stored::{self, BlockFactors, Sink};
 use super::{Matrix, StoredType};
 use crate::simd::{Simd, SimdElement};
 
-/// Multiplies rows of blocks with the given numbers of bytes and elements.
+/// Multiplies rows of blocks with the given block sizes in bytes and elements.
 macro_rules! blocks {
     ($read:ident, $bytes:literal, $elements:literal, $x:expr, $sums:expr, $rows:expr, $count:expr, $y:expr) => {{
         let blocks = $x.len() / $elements;
@@ -25,12 +25,12 @@ macro_rules! blocks {
     }};
 }
 
-/// Sums the products of a row's elements with those of `x`, which has as many. The products of a group are
-/// summed first and then multiplied by the group's factor; the group's minimum multiplies the sum of the
-/// elements of `x`.
+/// Sums the products of a matrix row's elements with the elements of `x`, which must have the same length. A
+/// group's products are summed first and then multiplied by the group's factor. The group's minimum is
+/// multiplied by the sum of the group's elements of `x`.
 struct Dot<S: Simd> {
     x: *const f32,
-    /// If the matrix has minima: a vector for every 16 elements of `x`, with the same sum.
+    /// If the matrix has minima: a vector for every 16 elements of `x` whose lanes have the same sum.
     of_x: *const f32,
     sums: [S::V; 2],
 }
@@ -38,14 +38,14 @@ struct Dot<S: Simd> {
 impl<S: Simd> Sink<S> for Dot<S> {
     #[inline(always)]
     unsafe fn take(&mut self, group: BlockFactors<S::V>, i: usize, q: S::V, sum: S::V) -> S::V {
-        // SAFETY: `x` has the elements of the block, by contract.
+        // SAFETY: `x` has the block's elements, by contract.
         unsafe { S::mul_add(S::load(self.x.add(group.at + i)), q, sum) }
     }
 
     #[inline(always)]
     unsafe fn end(&mut self, group: BlockFactors<S::V>, elements: usize, sum: S::V) {
-        // SAFETY: `of_x` has a vector for every 16 elements of a block with minima, and a group has whole
-        // sixteens.
+        // SAFETY: `of_x` has a vector for every 16 elements of a block with minima, and a group's length is a
+        // multiple of 16.
         unsafe {
             self.sums[0] = S::mul_add(sum, group.factor, self.sums[0]);
             if let Some(minimum) = group.minimum {
@@ -59,11 +59,11 @@ impl<S: Simd> Sink<S> for Dot<S> {
     }
 }
 
-/// Returns a vector for every 16 elements of `x`, with the same sum: parts of `x` itself, or of `sums`, which
-/// is overwritten. They are valid until either changes.
+/// Returns a vector for every 16 elements of `x` whose lanes have the same sum. The vectors are in `x`
+/// itself, or in `sums`, which is overwritten. They are valid until either changes.
 ///
 /// # Safety
-/// The caller is compiled for `S`. `x` has whole groups of 16 elements.
+/// The caller must be compiled for `S`. The length of `x` must be a multiple of 16.
 #[inline(always)]
 unsafe fn sums_of<S: Simd>(x: &[f32], sums: &mut Vec<f32>) -> *const f32 {
     if S::LANES == 16 {
@@ -74,8 +74,8 @@ unsafe fn sums_of<S: Simd>(x: &[f32], sums: &mut Vec<f32>) -> *const f32 {
         sums.resize(len, 0.0);
     }
     for group in 0..x.len() / 16 {
-        // SAFETY: `x` has the 16 elements of the group, which numbers of lanes divide, and `sums` a vector
-        // for it.
+        // SAFETY: `x` has the group's 16 elements, which every number of lanes divides, and `sums` has a
+        // vector for it.
         unsafe {
             let x = x.as_ptr().add(16 * group);
             let mut sum = S::load(x);
@@ -88,12 +88,12 @@ unsafe fn sums_of<S: Simd>(x: &[f32], sums: &mut Vec<f32>) -> *const f32 {
     sums.as_ptr()
 }
 
-/// Computes `y[c] = x · matrix[c]` for the rows `columns` of the matrix. Returns false for floats that are
-/// not aligned. The contents of `scratch` are overwritten.
+/// Computes `y[c] = x · matrix[c]` for matrix rows `columns`. Returns false if floats are not aligned.
+/// Overwrites `scratch`.
 ///
 /// # Safety
-/// `y` is valid for writes of the elements `columns`, and no other code accesses them. The caller is compiled
-/// for `S`.
+/// `y` must be valid for writes of the elements `columns`, and no other code may access them. The caller must
+/// be compiled for `S`.
 #[inline(always)]
 pub(super) unsafe fn columns<S: Simd>(
     x: &[f32],
@@ -135,16 +135,16 @@ pub(super) unsafe fn columns<S: Simd>(
 /// latency of additions.
 ///
 /// # Safety
-/// `w` has `count` rows of `x.len()` elements, and `y` is valid for writes of `count`. The caller is compiled
-/// for `S`.
+/// `w` must have `count` rows of `x.len()` elements, and `y` must be valid for writes of `count` elements.
+/// The caller must be compiled for `S`.
 #[inline(always)]
 unsafe fn floats<S: Simd, E: SimdElement>(x: &[f32], w: *const E, count: usize, y: *mut f32) {
     let width = x.len();
     let x = x.as_ptr();
     for c in 0..count {
-        // SAFETY: `i + 4 * LANES <= width` where four vectors are loaded, `i + LANES <= width` where one is,
-        // and `i < width` where one element is, of `x` and of row `c < count`; `y` has `count` elements by
-        // contract.
+        // SAFETY: `i + 4 * LANES <= width` where four vectors are loaded, `i + LANES <= width` where one
+        // vector is, and `i < width` where one element is, both in `x` and in row `c < count`; `y` has
+        // `count` elements by contract.
         unsafe {
             let w = w.add(c * width);
             let mut four = [S::splat(0.0); 4];

@@ -1,4 +1,4 @@
-//! Types of stored matrices: floats, and blocks of ggml.
+//! Types of stored matrices: floats, and ggml blocks.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use bytemuck::pod_read_unaligned;
 
 use crate::simd::{AvailableLevel, Simd, SimdTask, from_f16};
 
-/// The element type of a stored matrix. Blocks are those of ggml and run along the rows.
+/// The element type of a stored matrix. Blocks are ggml's and run along the rows.
 ///
 /// ```
 /// use kvbackend_cpu::dense::StoredType;
@@ -25,9 +25,9 @@ pub enum StoredType {
     /// ggml's `Q8_0`: 32 elements in 34 bytes, an f16 scale and 32 signed bytes. An element is the scale
     /// times its byte.
     Q8_0,
-    /// ggml's `Q4_K`: 256 elements in 144 bytes. Two f16 factors, for scales and for minima; 12 bytes with a
-    /// scale and a minimum of six bits for each of the eight groups of 32 elements; 128 bytes with two
-    /// elements of four bits each. An element is `factor · scale · q − factor · minimum`.
+    /// ggml's `Q4_K`: 256 elements in 144 bytes. Two f16 factors, one for scales and one for minima; 12 bytes
+    /// with a 6-bit scale and a 6-bit minimum for each of the eight groups of 32 elements; 128 bytes with two
+    /// 4-bit elements each. An element is `factor · scale · q − factor · minimum`.
     Q4K,
     /// ggml's `Q4_0`: 32 elements in 18 bytes.
     Q4_0,
@@ -65,7 +65,7 @@ impl StoredType {
         Self::Q6K,
     ];
 
-    /// Returns the number of elements of a block: 1 for types without blocks.
+    /// Returns the number of elements per block: 1 for types without blocks.
     pub const fn block_elements(self) -> usize {
         match self {
             Self::F32 | Self::F16 | Self::BF16 => 1,
@@ -74,7 +74,7 @@ impl StoredType {
         }
     }
 
-    /// Returns the number of bytes of a block.
+    /// Returns the number of bytes per block.
     pub const fn block_bytes(self) -> usize {
         match self {
             Self::F32 => 4,
@@ -92,18 +92,18 @@ impl StoredType {
         }
     }
 
-    /// Returns true if groups of elements have a minimum in addition to their scale.
+    /// Returns whether groups of elements have a minimum in addition to their scale.
     pub(super) const fn has_minima(self) -> bool {
         matches!(self, Self::Q4_1 | Self::Q5_1 | Self::Q2K | Self::Q4K | Self::Q5K)
     }
 
-    /// Returns true if several elements share a scale.
+    /// Returns whether several elements share a scale.
     pub const fn is_blocks(self) -> bool {
         self.block_elements() > 1
     }
 
-    /// Returns the bytes of a row of `width` elements, or `None` if the row does not consist of whole blocks
-    /// or the number overflows.
+    /// Returns the number of bytes of a row of `width` elements, or `None` if the row does not consist of
+    /// whole blocks or the number overflows.
     pub const fn row_bytes(self, width: usize) -> Option<usize> {
         if !width.is_multiple_of(self.block_elements()) {
             return None;
@@ -111,10 +111,10 @@ impl StoredType {
         (width / self.block_elements()).checked_mul(self.block_bytes())
     }
 
-    /// Decodes elements to f32, exactly for floats. Stops at the end of `bytes` or of the elements, whichever
-    /// comes first.
+    /// Decodes elements to f32, exactly for floats. Stops at the end of `bytes` or of `to`, whichever comes
+    /// first.
     pub fn decode(self, bytes: &[u8], to: &mut [f32]) {
-        // SAFETY: the task states no condition that could fail.
+        // SAFETY: the task does not require any condition.
         unsafe { AvailableLevel::best().run(DecodeRows { dtype: self, bytes, to }) };
     }
 }
@@ -139,9 +139,9 @@ impl fmt::Display for StoredType {
     }
 }
 
-/// Decodes elements of rows to f32.
+/// Decodes the elements of rows to f32.
 ///
-/// `bytes` and `to` hold the same number of whole blocks; anything after these is left alone.
+/// Decodes as many whole blocks as both `bytes` and `to` hold, and ignores the rest.
 struct DecodeRows<'a> {
     dtype: StoredType,
     bytes: &'a [u8],
@@ -158,8 +158,8 @@ impl SimdTask for DecodeRows<'_> {
     }
 }
 
-/// Calls a function with each block and its elements. The function cannot be a closure, which would not be
-/// compiled for the caller's instructions.
+/// Calls a function with each block and its elements. The function cannot be a closure, because closures are
+/// not compiled for the caller's instruction set.
 macro_rules! each_block {
     ($bytes:expr, $to:expr, $decode:expr) => {
         for (block, y) in $bytes.as_chunks().0.iter().zip($to.as_chunks_mut().0) {
@@ -173,13 +173,13 @@ macro_rules! each_block {
     };
 }
 
-/// Decodes rows, as [`StoredType::decode`] does.
+/// Decodes rows like [`StoredType::decode`].
 ///
 /// # Safety
-/// The caller is compiled for the instruction set of `S`.
+/// The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn decode<S: Simd>(dtype: StoredType, bytes: &[u8], to: &mut [f32]) {
-    // SAFETY: the caller is compiled for `S`, and a block's elements are as many as its sink has.
+    // SAFETY: the caller is compiled for `S`, and a sink has room for a block's elements.
     unsafe {
         match dtype {
             StoredType::F32 => {
@@ -199,7 +199,7 @@ pub(super) unsafe fn decode<S: Simd>(dtype: StoredType, bytes: &[u8], to: &mut [
             StoredType::Q5K => each_block!(bytes, to, q5_k of 256),
             StoredType::Q6K => each_block!(bytes, to, q6_k of 256),
         }
-        // The remaining floats, fewer than a vector.
+        // The remaining floats, too few for a vector.
         let (width, done) = match dtype {
             StoredType::F16 | StoredType::BF16 => (2, to.len().min(bytes.len() / 2) / FLOATS * FLOATS),
             _ => return,
@@ -211,43 +211,43 @@ pub(super) unsafe fn decode<S: Simd>(dtype: StoredType, bytes: &[u8], to: &mut [
     }
 }
 
-/// The number of 16-bit floats to decode at a time.
+/// Number of 16-bit floats to decode at a time.
 const FLOATS: usize = 16;
 
-/// Decodes 16 elements of f16.
+/// Decodes 16 f16 elements.
 ///
 /// # Safety
-/// The caller is compiled for `S`.
+/// The caller must be compiled for `S`.
 #[inline(always)]
 unsafe fn halves<S: Simd>(block: &[u8; 2 * FLOATS], y: &mut [f32; FLOATS]) {
     for i in (0..FLOATS).step_by(S::LANES) {
-        // SAFETY: `i + LANES <= FLOATS`, and vectors are loaded from any address.
+        // SAFETY: `i + LANES <= FLOATS`, and vector loads need no alignment.
         unsafe { S::store(y.as_mut_ptr().add(i), S::load_f16(block.as_ptr().add(2 * i).cast())) };
     }
 }
 
-/// Decodes 16 elements of bf16.
+/// Decodes 16 bf16 elements.
 ///
 /// # Safety
-/// The caller is compiled for `S`.
+/// The caller must be compiled for `S`.
 #[inline(always)]
 unsafe fn brains<S: Simd>(block: &[u8; 2 * FLOATS], y: &mut [f32; FLOATS]) {
     for i in (0..FLOATS).step_by(S::LANES) {
-        // SAFETY: `i + LANES <= FLOATS`, and vectors are loaded from any address.
+        // SAFETY: `i + LANES <= FLOATS`, and vector loads need no alignment.
         unsafe { S::store(y.as_mut_ptr().add(i), S::load_bf16(block.as_ptr().add(2 * i).cast())) };
     }
 }
 
-/// Returns the bits of the f16 at a byte of a block.
+/// Returns the bits of the f16 at byte `at` of a block.
 #[inline(always)]
 fn bits_at(block: &[u8], at: usize) -> u16 {
     u16::from_le_bytes([block[at], block[at + 1]])
 }
 
-/// The sign of an f16.
+/// The sign bit of an f16.
 const SIGN: u16 = 0x8000;
 
-/// Returns the f16 at a byte of a block.
+/// Returns the f16 at byte `at` of a block.
 #[inline(always)]
 fn half_at(block: &[u8], at: usize) -> f32 {
     from_f16(bits_at(block, at))
@@ -267,38 +267,38 @@ fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
     q
 }
 
-/// The factor and the minimum of a group of elements, which are `factor · q + minimum`.
+/// The factor and minimum of a group of elements. An element is `factor · q + minimum`.
 #[derive(Clone, Copy)]
 pub(super) struct BlockFactors<V> {
-    /// The first element, counted from the start of the block: a multiple of 16.
+    /// Index of the first element within the block, a multiple of 16.
     pub at: usize,
     pub factor: V,
     pub minimum: Option<V>,
 }
 
-/// A consumer of the elements of blocks: it stores or multiplies them.
+/// A consumer of block elements, which stores or multiplies them.
 pub(super) trait Sink<S: Simd> {
-    /// Takes `LANES` elements of a group from `i` on, and returns the updated `sum`.
+    /// Consumes `LANES` elements of a group, starting at `i`, and returns the updated `sum`.
     ///
     /// # Safety
-    /// The caller is compiled for `S`. The elements lie within the block.
+    /// The caller must be compiled for `S`. The elements must be inside the block.
     unsafe fn take(&mut self, group: BlockFactors<S::V>, i: usize, q: S::V, sum: S::V) -> S::V;
 
-    /// Ends a group after all of its elements were taken. Their number is a multiple of 16, and `sum` is
-    /// their sum.
+    /// Ends a group after all its elements were consumed. `elements` is a multiple of 16, and `sum` is the
+    /// last sum.
     ///
     /// # Safety
-    /// As for [`take`](Self::take).
+    /// The same as for [`take`](Self::take).
     unsafe fn end(&mut self, group: BlockFactors<S::V>, elements: usize, sum: S::V);
 }
 
-/// Stores elements, rounded after each step.
+/// Stores elements, rounding after each step.
 struct Store<'a, const N: usize>(&'a mut [f32; N]);
 
 impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
     #[inline(always)]
     unsafe fn take(&mut self, group: BlockFactors<S::V>, i: usize, q: S::V, sum: S::V) -> S::V {
-        // SAFETY: the elements lie within the block by contract, and the slice has as many as are stored.
+        // SAFETY: the elements are inside the block by contract, and the slice has room for them.
         unsafe {
             let scaled = S::mul(group.factor, q);
             let element = match group.minimum {
@@ -314,13 +314,13 @@ impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
     unsafe fn end(&mut self, _: BlockFactors<S::V>, _: usize, _: S::V) {}
 }
 
-/// Takes a group of signed bytes.
+/// Consumes a group of signed bytes.
 ///
 /// # Safety
-/// As for [`Sink::take`]. `N` is a multiple of 16, as it is below.
+/// The same as for [`Sink::take`]. `N` must be a multiple of 16.
 #[inline(always)]
 unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: BlockFactors<S::V>, q: &[i8; N]) {
-    // SAFETY: `i + LANES <= N`, since all numbers of lanes divide 16.
+    // SAFETY: `i + LANES <= N`, since every number of lanes divides 16.
     unsafe {
         let mut sum = S::splat(0.0);
         for i in (0..N).step_by(S::LANES) {
@@ -330,14 +330,14 @@ unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: BlockF
     }
 }
 
-/// Takes a group of 32 elements: the low halves of 16 bytes, then the high halves. `zero` is subtracted from
-/// each.
+/// Consumes a group of 32 elements: the low halves of 16 bytes, then the high halves. `zero` is subtracted
+/// from each.
 ///
 /// # Safety
-/// As for [`bytes`].
+/// The same as for [`bytes`].
 #[inline(always)]
 unsafe fn nibbles<S: Simd, G: Sink<S>>(sink: &mut G, group: BlockFactors<S::V>, q: &[u8; 16], zero: S::V) {
-    // SAFETY: `i + LANES <= 16`, since all numbers of lanes divide 16.
+    // SAFETY: `i + LANES <= 16`, since every number of lanes divides 16.
     unsafe {
         let mut sum = S::splat(0.0);
         for i in (0..16).step_by(S::LANES) {
@@ -349,17 +349,17 @@ unsafe fn nibbles<S: Simd, G: Sink<S>>(sink: &mut G, group: BlockFactors<S::V>, 
     }
 }
 
-/// Defines the reader of a format. It is `unsafe` because the caller must be compiled for `S`, and the sink
-/// must have room for the block.
+/// Defines a format's reader. It is `unsafe` because the caller must be compiled for `S`, and the sink must
+/// have room for the block.
 macro_rules! format {
     ($(#[$doc:meta])* $name:ident($block:ident: $bytes:literal, $sink:ident) $body:block) => {
         $(#[$doc])*
         ///
         /// # Safety
-        /// The caller is compiled for `S`. The sink has room for the block.
+        /// The caller must be compiled for `S`. The sink must have room for the block.
         #[inline(always)]
         pub(super) unsafe fn $name<S: Simd, G: Sink<S>>($block: &[u8; $bytes], $sink: &mut G) {
-            // SAFETY: the caller is compiled for `S`. Groups, and what is loaded, lie within the block.
+            // SAFETY: the caller is compiled for `S`. Groups and loads stay inside the block.
             unsafe { $body }
         }
     };
@@ -374,7 +374,7 @@ format! {
 }
 
 format! {
-    /// A factor, and 32 elements of four bits; 8 means zero.
+    /// A factor, and 32 4-bit elements; 8 means zero.
     q4_0(block: 18, sink) {
         let factor = S::splat_f16(bits_at(block, 0));
         let group = BlockFactors { at: 0, factor, minimum: None };
@@ -383,7 +383,7 @@ format! {
 }
 
 format! {
-    /// A factor, a minimum, and 32 elements of four bits.
+    /// A factor, a minimum, and 32 4-bit elements.
     q4_1(block: 20, sink) {
         let (factor, minimum) = (S::splat_f16(bits_at(block, 0)), Some(S::splat_f16(bits_at(block, 2))));
         let group = BlockFactors { at: 0, factor, minimum };
@@ -392,7 +392,7 @@ format! {
 }
 
 format! {
-    /// A factor, 32 fifth bits, and 32 elements of four bits; 16 means zero.
+    /// A factor, 32 fifth bits, and 32 4-bit elements; 16 means zero.
     q5_0(block: 22, sink) {
         let mut q = fives(&block[6..], pod_read_unaligned(&block[2..6]));
         for q in &mut q {
@@ -403,7 +403,7 @@ format! {
 }
 
 format! {
-    /// A factor, a minimum, 32 fifth bits, and 32 elements of four bits.
+    /// A factor, a minimum, 32 fifth bits, and 32 4-bit elements.
     q5_1(block: 24, sink) {
         let q = fives(&block[8..], pod_read_unaligned(&block[4..8]));
         let (factor, minimum) = (S::splat_f16(bits_at(block, 0)), Some(S::splat_f16(bits_at(block, 2))));
@@ -411,23 +411,23 @@ format! {
     }
 }
 
-/// Converts the 16 signed bytes of two words.
+/// Converts the 16 signed bytes of two words to f32.
 ///
 /// # Safety
-/// The caller is compiled for `S`.
+/// The caller must be compiled for `S`.
 #[inline(always)]
 unsafe fn sixteen<S: Simd>(words: [u64; 2]) -> [f32; 16] {
     let q: [i8; 16] = bytemuck::cast(words.map(u64::to_le));
     let mut numbers = [0.0; 16];
     for i in (0..16).step_by(S::LANES) {
-        // SAFETY: the caller is compiled for `S` by contract, and numbers of lanes divide 16, which both
-        // arrays have.
+        // SAFETY: the caller is compiled for `S` by contract, and every number of lanes divides 16, the
+        // length of both arrays.
         unsafe { S::store(numbers.as_mut_ptr().add(i), S::load_i8(q.as_ptr().add(i))) };
     }
     numbers
 }
 
-/// Returns eight bytes of a block as a word, the first lowest.
+/// Returns eight bytes of a block as a little-endian word.
 #[inline(always)]
 fn word_at(block: &[u8], at: usize) -> u64 {
     u64::from_le(pod_read_unaligned(&block[at..at + 8]))
@@ -439,7 +439,7 @@ const fn each(byte: u8) -> u64 {
 }
 
 format! {
-    /// 16 scales with minima in four bits each, 64 bytes of two bits, and two factors.
+    /// 16 scales and minima with four bits each, 64 bytes of 2-bit elements, and two factors.
     q2_k(block: 84, sink) {
         let (d, least) = (S::splat_f16(bits_at(block, 80)), S::splat_f16(bits_at(block, 82) ^ SIGN));
         let packed = [word_at(block, 0), word_at(block, 8)];
@@ -460,7 +460,7 @@ format! {
 }
 
 format! {
-    /// 32 bytes of third bits, 64 bytes of two bits, 16 scales of six bits, and a factor.
+    /// 32 bytes of third bits, 64 bytes of 2-bit elements, 16 6-bit scales, and a factor.
     q3_k(block: 110, sink) {
         let (d, four) = (S::splat_f16(bits_at(block, 108)), word_at(block, 96));
         // One byte holds the upper two bits of four scales.
@@ -476,7 +476,7 @@ format! {
             let factor = S::mul(d, S::splat(scale - 32.0));
             let (of, mut sum) = (BlockFactors { at: 16 * group, factor, minimum: None }, S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
-                // A number without its third bit is smaller by four.
+                // Without its third bit, an element is smaller by four.
                 let two = S::sub(S::load_bits(low.add(i), 2 * run, 3), S::splat(4.0));
                 let third = S::load_bits(high.add(i), 4 * half + run, 1);
                 sum = sink.take(of, i, S::mul_add(third, S::splat(4.0), two), sum);
@@ -486,16 +486,16 @@ format! {
     }
 }
 
-/// Returns the eight scales and then the eight minima of a block of `Q4_K` or `Q5_K`, six bits each.
+/// Returns the eight 6-bit scales, and then the eight 6-bit minima, of a `Q4_K` or `Q5_K` block.
 ///
 /// # Safety
-/// The caller is compiled for `S`.
+/// The caller must be compiled for `S`.
 #[inline(always)]
 unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     let word = |at: usize| u32::from_le(pod_read_unaligned(&block[at..at + 4]));
     let (first, last) = ([word(4), word(8)], word(12));
-    // The first four of each have a byte. The others have half a byte, and their upper two bits are at the
-    // top of those bytes.
+    // The first four scales and minima have a byte each. The others have half a byte, and their upper two
+    // bits are the top bits of those bytes.
     let top = first.map(|word| ((word >> 6) & 0x0303_0303) << 4);
     let last = [(last & 0x0f0f_0f0f) | top[0], ((last >> 4) & 0x0f0f_0f0f) | top[1]];
     let eight = |i: usize| u64::from(first[i] & 0x3f3f_3f3f) | (u64::from(last[i]) << 32);
@@ -503,13 +503,13 @@ unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     unsafe { sixteen::<S>([eight(0), eight(1)]) }
 }
 
-/// Takes a block of `Q4_K` or `Q5_K`: 128 bytes of four-bit elements, and their fifth bits, if any.
+/// Consumes a `Q4_K` or `Q5_K` block: 128 bytes of 4-bit elements, and their fifth bits, if any.
 ///
 /// # Safety
-/// As for [`bytes`]. `fifth` has 32 bytes.
+/// The same as for [`bytes`]. `fifth` must have 32 bytes.
 #[inline(always)]
 unsafe fn fours<S: Simd, G: Sink<S>>(sink: &mut G, block: &[u8], four: usize, fifth: Option<*const u8>) {
-    // SAFETY: the caller is compiled for `S`. Groups, and what is loaded, lie within the block.
+    // SAFETY: the caller is compiled for `S`. Groups and loads stay inside the block.
     unsafe {
         let (d, least) = (S::splat_f16(bits_at(block, 0)), S::splat_f16(bits_at(block, 2) ^ SIGN));
         let numbers = scales_and_minima::<S>(block);
@@ -540,21 +540,21 @@ unsafe fn fours<S: Simd, G: Sink<S>>(sink: &mut G, block: &[u8], four: usize, fi
 }
 
 format! {
-    /// Two factors, eight scales with minima in six bits each, and 256 elements of four bits.
+    /// Two factors, eight 6-bit scales and minima, and 256 4-bit elements.
     q4_k(block: 144, sink) {
         fours::<S, G>(sink, block, 16, None);
     }
 }
 
 format! {
-    /// As `Q4_K`, with 32 bytes of fifth bits.
+    /// Like `Q4_K`, with 32 bytes of fifth bits.
     q5_k(block: 176, sink) {
         fours::<S, G>(sink, block, 48, Some(block.as_ptr().add(16)));
     }
 }
 
 format! {
-    /// 128 bytes of four bits, 64 of two, 16 signed scales, and a factor.
+    /// 128 bytes with four bits per element, 64 bytes with two more, 16 signed scales, and a factor.
     q6_k(block: 210, sink) {
         let d = S::splat_f16(bits_at(block, 208));
         let scales = sixteen::<S>([word_at(block, 192), word_at(block, 200)]);

@@ -1,13 +1,13 @@
-//! Tiles: the products of up to six rows with four or eight rows of a matrix, summed in registers.
+//! Tiles: the products of up to six rows with four or eight matrix rows, summed in registers.
 
 use std::ops::Range;
 
 use crate::simd::Simd;
 
-/// The number of matrix rows to take at a time.
+/// Number of matrix rows to process at a time.
 pub(super) const COLUMNS: usize = 8;
 
-/// Rows of a matrix in f32, which begin `stride` elements apart.
+/// Matrix rows in f32, which begin `stride` elements apart.
 #[derive(Clone, Copy)]
 pub(super) struct Columns<'a> {
     pub values: &'a [f32],
@@ -16,18 +16,18 @@ pub(super) struct Columns<'a> {
 }
 
 impl Columns<'_> {
-    /// Returns the rows from a given one on.
+    /// Returns a range of the rows.
     pub(super) fn part(self, rows: Range<usize>) -> Self {
         Self { values: &self.values[rows.start * self.stride..], count: rows.len(), ..self }
     }
 }
 
-/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, at most [`COLUMNS`]. Rows of `w` and of
+/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, at most [`COLUMNS`]. The rows of `w` and
 /// `x` have `input` elements. With `ahead`, prefetches the memory after `w`, which is used next.
 ///
 /// # Safety
-/// `y` is valid for writes of as many elements as `w` has rows, at each of `rows` strides, and no other code
-/// accesses them. The caller is compiled for the instruction set of `S`.
+/// In each of `rows` rows, `y` must be valid for writes of as many elements as `w` has rows, and no other
+/// code may access them. The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn columns<S: Simd>(
     (x, rows, input): (&[f32], usize, usize),
@@ -37,20 +37,19 @@ pub(super) unsafe fn columns<S: Simd>(
 ) {
     let whole = w.stride >= input && w.values.len() >= w.count * w.stride;
     assert!(x.len() == rows * input && whole, "whole rows");
-    // Rows are taken in runs of equal length that registers can hold. The number of elements at a time is
-    // such that the rows of the matrix fill half of the first-level cache (32 KiB, or 48 with more
-    // registers).
+    // Rows are processed in runs of equal length that registers can hold. The depth is chosen so that the
+    // matrix rows fill half of the first-level cache (32 KiB, or 48 with more registers).
     let (most, depth_of_all) = if S::REGISTERS >= 32 { (6, 1024) } else { (3, 512) };
     let runs = rows.div_ceil(most);
-    // Parts are equal, because a short one would spend more on its sums than on its products.
+    // The parts are equal, because a short one would spend more time on its sums than on its products.
     let depth_of_all = input.div_ceil(input.div_ceil(depth_of_all).max(1)).next_multiple_of(S::LANES);
     for from in (0..input).step_by(depth_of_all.max(1)) {
         let depth = depth_of_all.min(input - from);
         for run in 0..runs {
             let at = rows * run / runs;
             let taken = rows * (run + 1) / runs - at;
-            // SAFETY: `at + taken <= rows`, `from + depth <= input`, and a tile reads `taken` rows of `x` and
-            // as many of `w` as it has columns, `depth` elements of each.
+            // SAFETY: `at + taken <= rows`, `from + depth <= input`, and a tile reads `depth` elements of
+            // `taken` rows of `x`, and of one row of `w` per column.
             unsafe {
                 let tile = ProductTile {
                     x: x.as_ptr().add(at * input + from),
@@ -69,7 +68,7 @@ pub(super) unsafe fn columns<S: Simd>(
     }
 }
 
-/// Rows and columns of one tile.
+/// The rows and columns of one tile.
 ///
 /// `x` and `w` point to rows of `depth` elements, which are `input` and `w_stride` elements apart. `y` points
 /// to the products, whose rows are `stride` elements apart.
@@ -82,22 +81,22 @@ struct ProductTile {
     depth: usize,
     y: *mut f32,
     stride: usize,
-    /// Adds to the products that are there.
+    /// Whether to add to the existing products.
     add: bool,
-    /// True to prefetch the next rows of `w`.
+    /// Whether to prefetch the next rows of `w`.
     ahead: bool,
 }
 
 impl ProductTile {
-    /// Computes `rows × columns` products, at most six rows.
+    /// Computes `rows × columns` products. There may be at most six rows.
     ///
     /// # Safety
-    /// `x` has `rows` rows and `w` has `columns`, and `y` is valid for their products. The caller is compiled
-    /// for `S`.
+    /// `x` must have `rows` rows, `w` must have `columns` rows, and `y` must be valid for their products. The
+    /// caller must be compiled for `S`.
     #[inline(always)]
     unsafe fn run<S: Simd>(self, rows: usize, columns: usize) {
-        // SAFETY: a tile of `R × C` reads `R` rows of `x` and `C` of `w`: `R` is `rows`, and the columns
-        // taken are at most `columns`.
+        // SAFETY: an `R × C` tile reads `R` rows of `x` and `C` rows of `w`: `R` is `rows`, and `C` is at
+        // most `columns`.
         unsafe {
             let fours = columns / 4 * 4;
             for c in (0..fours).step_by(4) {
@@ -121,31 +120,31 @@ impl ProductTile {
         }
     }
 
-    /// Moves to a column.
+    /// Returns the tile moved to a column.
     ///
     /// # Safety
-    /// `w` and `y` have the column.
+    /// `w` and `y` must have the column.
     #[inline(always)]
     unsafe fn at(self, column: usize) -> Self {
         // SAFETY: by contract, both have this column.
         unsafe { Self { w: self.w.add(column * self.w_stride), y: self.y.add(column), ..self } }
     }
 
-    /// Computes `R × C` products; `C` is a multiple of 4.
+    /// Computes `R × C` products. `C` must be a multiple of 4.
     ///
     /// # Safety
-    /// As for [`run`](Self::run), for `R` rows and `C` columns.
+    /// The same as for [`run`](Self::run), with `R` rows and `C` columns.
     #[inline(always)]
     unsafe fn products<S: Simd, const R: usize, const C: usize>(self) {
         let Self { x, w, input, w_stride, depth, y, stride, add, ahead } = self;
-        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is, of `R`
-        // rows of `x` and `C` of `w`; `y` is valid for `C` products at each of `R` strides by contract.
+        // SAFETY: `i + LANES <= depth` where a vector is loaded, and `i < depth` where one element is, in `R`
+        // rows of `x` and `C` rows of `w`; `y` is valid for `C` products in each of `R` rows by contract.
         unsafe {
             let mut sums = [[S::splat(0.0); C]; R];
             let mut i = 0;
             while i + S::LANES <= depth {
-                // The elements of the rows stay in registers next to the sums; one more register holds those
-                // of each column in turn.
+                // The rows' elements stay in registers next to the sums; one more register holds each
+                // column's elements in turn.
                 let mut of_x = [S::splat(0.0); R];
                 for (r, of_x) in of_x.iter_mut().enumerate() {
                     *of_x = S::load(x.add(r * input + i));
@@ -183,7 +182,7 @@ impl ProductTile {
     /// Computes one product.
     ///
     /// # Safety
-    /// As for [`run`](Self::run), for one row and one column.
+    /// The same as for [`run`](Self::run), with one row and one column.
     #[inline(always)]
     unsafe fn one<S: Simd>(self) {
         let Self { x, w, depth, y, add, .. } = self;

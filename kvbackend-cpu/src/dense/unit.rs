@@ -1,8 +1,8 @@
-//! Products of many rows on the matrix unit (AMX), as exact as sums in f32, because both operands are split
-//! into sums of bf16 numbers.
+//! Products of many rows on the matrix unit (AMX). They are as exact as f32 sums, because both operands are
+//! split into sums of bf16 numbers.
 //!
-//! Rows of `x` become the columns of tiles, once for the whole matrix. Rows of the matrix become the rows of
-//! tiles, 32 at a time, which stay in the second-level cache while all rows of `x` are multiplied with them.
+//! The rows of `x` become tile columns, once for the whole matrix. The matrix rows become tile rows, 32 at a
+//! time, which stay in the second-level cache while all rows of `x` are multiplied by them.
 
 use std::arch::x86_64::{
     __m512, __m512i, _mm512_add_ps, _mm512_castsi512_ps, _mm512_fpclass_ps_mask, _mm512_loadu_ps,
@@ -21,29 +21,29 @@ use crate::simd::{Simd, SimdLevel};
 use crate::workers::Workers;
 
 // Decision: docs/decisions/backend-cpu.md#many-rows-go-to-the-matrix-unit-in-parts-of-bf16
-/// The minimum number of rows for which the matrix unit is faster than vectors, by the number of parts of a
-/// matrix element.
+/// Minimum number of rows for which the matrix unit is faster than vectors, by the number of parts per matrix
+/// element.
 const LEAST: [usize; PARTS] = [16, 20, 24];
-/// Elements of a row of a tile of bf16.
+/// Number of elements per row of a bf16 tile.
 const PAIRS: usize = 2 * ROWS;
-/// The number of matrix rows to take at a time.
+/// Number of matrix rows to process at a time.
 const COLUMNS: usize = 2 * ROWS;
-/// The number of elements of a row to take at a time. Longer sums lose digits.
+/// Number of elements of a row to process at a time. Longer sums lose digits.
 const DEPTH: usize = 1024;
-/// A multiple of the number of elements of every kind of block.
+/// A multiple of every block type's number of elements.
 const BLOCK: usize = 256;
-/// The number of bytes of parts of `x` to take at a time. Together with those of the matrix they fit in the
-/// second-level cache.
+/// Bytes of parts of `x` to process at a time. Together with the matrix's parts they fit in the second-level
+/// cache.
 const BYTES: usize = 1280 << 10;
 
 thread_local! {
-    /// Rows of `x` in parts, read by all threads of a call.
+    /// The rows of `x` split into parts, read by all threads of a call.
     static PACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-    /// The memory of one thread for rows of the matrix and for sums.
+    /// One thread's memory for matrix rows and sums.
     static MEMORY: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Grows a vector if needed, and returns `bytes` bytes of it that begin at a cache line.
+/// Grows a vector if needed, and returns `bytes` bytes of it, aligned to a cache line.
 fn lines(memory: &mut Vec<f32>, bytes: usize) -> &mut [u8] {
     let len = (bytes + ROW).div_ceil(size_of::<f32>());
     if memory.len() < len {
@@ -58,16 +58,16 @@ fn lines(memory: &mut Vec<f32>, bytes: usize) -> &mut [u8] {
 fn parts(dtype: StoredType) -> usize {
     match dtype {
         StoredType::BF16 => 1,
-        // Elements of 11 binary digits, and factors of 11 digits times codes of at most 4.
+        // Elements with 11 significant bits, and 11-bit factors times codes of at most 4 bits.
         StoredType::F16 | StoredType::Q4_0 | StoredType::Q5_0 => 2,
         _ => PARTS,
     }
 }
 
-/// Computes `y = x · matrixᵀ` on the given number of threads. Does nothing and returns false if the level has
-/// no matrix unit or there are too few rows.
+/// Computes `y = x · matrixᵀ` on the given number of threads. Does nothing and returns false if there is no
+/// matrix unit at this level, or if there are too few rows.
 ///
-/// `x` has `rows` rows, and `y` those of the result.
+/// Both `x` and `y` must have `rows` rows.
 pub(super) fn multiply(
     level: SimdLevel,
     (workers, threads): (&Workers, usize),
@@ -80,7 +80,7 @@ pub(super) fn multiply(
     }
     let input = matrix.input;
     assert!(x.len() == rows * input, "whole rows");
-    // Runs of elements and of rows, of about equal length.
+    // Elements and rows in runs of about equal length.
     let depths = input.div_ceil(DEPTH);
     let depth = |i: usize| (input * i / depths).next_multiple_of(BLOCK).min(input);
     let most = (0..depths).map(|i| depth(i + 1) - depth(i)).max().unwrap_or(0);
@@ -97,13 +97,14 @@ pub(super) fn multiply(
                 let parts = if threads > 1 { tiles } else { 1 };
                 workers.run(parts, &|part| {
                     for tile in tiles * part / parts..tiles * (part + 1) / parts {
-                        // SAFETY: the level says that the processor has AMX, and with it AVX-512. The rows of
-                        // the tile are rows of `x`, `packed` has room for it, and no other part writes it.
+                        // SAFETY: the level says that the processor has AMX, and therefore AVX-512. The
+                        // tile's rows are rows of `x`, `packed` has room for them, and no other part writes
+                        // them.
                         unsafe { pass.put_rows(tile) };
                     }
                 });
                 in_parts((workers, threads), matrix.out, COLUMNS, &|columns| {
-                    // SAFETY: a level from `Amx` on has AMX and AVX-512. All tiles of the pass have been
+                    // SAFETY: levels starting at `Amx` have AMX and AVX-512. All tiles of the pass have been
                     // written, no code writes them now, and no other part has these columns of `y`.
                     MEMORY.with_borrow_mut(|memory| unsafe { pass.multiply(columns, memory) });
                 });
@@ -113,10 +114,10 @@ pub(super) fn multiply(
     true
 }
 
-/// A range of elements of a range of rows of `x`, times those of all rows of the matrix.
+/// A range of elements of some rows of `x`, to multiply by the same elements of all matrix rows.
 ///
-/// `packed` has room for the tiles of the rows, and `y` has rows of `matrix.out` elements of f32, `rows`
-/// among them.
+/// `packed` must have room for the rows' tiles. `y` must have rows of `matrix.out` f32 elements and include
+/// `rows`.
 struct UnitPass<'a> {
     x: &'a [f32],
     matrix: &'a Matrix<'a>,
@@ -132,24 +133,24 @@ impl UnitPass<'_> {
         self.depth.len().div_ceil(PAIRS)
     }
 
-    /// Returns the parts of a tile of rows of `x`.
+    /// Returns the parts of a tile of `x`'s rows.
     fn tile(&self, tile: usize) -> *mut u8 {
         let bytes = self.steps() * PARTS * TILE_BYTES;
         self.packed.at(tile * bytes, bytes)
     }
 
-    /// Writes the rows of a tile as columns, with zeros for missing rows.
+    /// Writes a tile's rows as columns, with zeros for missing rows.
     ///
     /// # Safety
-    /// The processor supports AVX-512. `rows` and `depth` are inside `x`, and no other code accesses the
-    /// tile.
+    /// The processor must support AVX-512. `rows` and `depth` must be inside `x`, and no other code may
+    /// access the tile.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn put_rows(&self, tile: usize) {
         let first = self.rows.start + tile * ROWS;
         let count = ROWS.min(self.rows.end - first);
         let mut to = self.tile(tile);
         for step in 0..self.steps() {
-            // SAFETY: `first + j` is one of the rows, of which `halves` reads elements of `depth`, and `to`
+            // SAFETY: `first + j` is one of the rows, `halves` reads only its elements in `depth`, and `to`
             // moves through the `steps() * PARTS` tiles.
             unsafe {
                 let mut squares = [[_mm512_setzero_ps(); ROWS]; PARTS];
@@ -174,8 +175,8 @@ impl UnitPass<'_> {
     /// Computes a range of columns of `y`, or adds to them if earlier elements have been multiplied already.
     ///
     /// # Safety
-    /// The processor supports AMX with bf16, and this thread has no [`AmxTiles`]. `put_rows` has written all
-    /// tiles, which no code writes now, and no other code accesses these columns of `y`.
+    /// The processor must support AMX with bf16, and this thread must not have [`AmxTiles`]. `put_rows` must
+    /// have written all tiles, no code may write them now, and no other code may access these columns of `y`.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn multiply(&self, columns: Range<usize>, memory: &mut Vec<f32>) {
         let (steps, parts) = (self.steps(), parts(self.matrix.dtype));
@@ -187,10 +188,9 @@ impl UnitPass<'_> {
         let (sums, weights) = (sums.as_mut_ptr().cast::<f32>(), weights.as_mut_ptr());
         let decoded = bytemuck::cast_slice_mut(decoded);
         let row_tiles = self.rows.len().div_ceil(ROWS);
-        // SAFETY: AMX is available, and these tiles are the only ones of this thread, by contract. `weights`
-        // has two tiles in `parts` parts for each step, `packed` has those of `row_tiles` tiles, and `sums`
-        // has room for `SQUARES`. The columns and rows that are stored are those of `y` in this part and this
-        // pass.
+        // SAFETY: AMX is available, and these are the only tiles of this thread, by contract. `weights` has
+        // two tiles in `parts` parts for each step, `packed` has `row_tiles` tiles, and `sums` has room for
+        // `SQUARES`. The columns and rows that are stored belong to `y` in this part and this pass.
         unsafe {
             let tiles = AmxTiles::new();
             for from in columns.clone().step_by(COLUMNS) {
@@ -200,7 +200,7 @@ impl UnitPass<'_> {
                     2 => self.put_columns::<2>(taken.clone(), weights, decoded),
                     _ => self.put_columns::<PARTS>(taken.clone(), weights, decoded),
                 }
-                // In place of a missing tile, the first one is used again; its sums are not read.
+                // If the second tile is missing, the first one is used again; its sums are not read.
                 let second = if taken.len() > ROWS { tile_bytes } else { 0 };
                 let rows = [weights.cast_const(), weights.add(second).cast_const()];
                 for i in (0..row_tiles).step_by(2) {
@@ -218,19 +218,19 @@ impl UnitPass<'_> {
         }
     }
 
-    /// Writes the rows `columns` of the matrix, at most [`COLUMNS`], to tiles in `N` parts, with zeros for
-    /// missing elements.
+    /// Writes matrix rows `columns`, at most [`COLUMNS`], to tiles in `N` parts, with zeros for missing
+    /// elements.
     ///
     /// # Safety
-    /// `to` is valid for writes of two tiles in `N` parts for each step, and `decoded` has room for `depth`.
-    /// The caller is compiled for AVX-512.
+    /// `to` must be valid for writes of two tiles in `N` parts for each step, and `decoded` must have room
+    /// for `depth`. The caller must be compiled for AVX-512.
     #[inline(always)]
     unsafe fn put_columns<const N: usize>(&self, columns: Range<usize>, to: *mut u8, decoded: &mut [f32]) {
         let (dtype, steps) = (self.matrix.dtype, self.steps());
         for (i, column) in columns.enumerate() {
             let bytes = self.matrix.elements(column, &self.depth);
-            // SAFETY: `bytes` are `depth` elements, and `decoded` has them in f32 if they are not. `i` is one
-            // of the rows of two tiles.
+            // SAFETY: `bytes` holds `depth` elements, and `decoded` holds them as f32 if they are not f32
+            // already. `i` is one of the rows of two tiles.
             unsafe {
                 let row = if dtype == StoredType::F32 {
                     bytes.as_ptr().cast::<f32>()
@@ -248,16 +248,16 @@ impl UnitPass<'_> {
         }
     }
 
-    /// Writes rows of a matrix of bf16 to tiles without splitting them; otherwise like
+    /// Writes rows of a bf16 matrix to tiles without splitting them; otherwise like
     /// [`put_columns`](Self::put_columns).
     ///
     /// # Safety
-    /// As for `put_columns`, with one part, for elements of bf16.
+    /// The same as for `put_columns` with one part. The elements must be bf16.
     #[inline(always)]
     unsafe fn put_brains(&self, columns: Range<usize>, to: *mut u8) {
         for (i, column) in columns.enumerate() {
             let row = self.matrix.elements(column, &self.depth).as_ptr().cast::<i16>();
-            // SAFETY: the mask loads elements of `depth` only, and `i` is one of the rows of two tiles.
+            // SAFETY: the mask loads only elements in `depth`, and `i` is one of the rows of two tiles.
             unsafe {
                 let to = to.add(i / ROWS * self.steps() * TILE_BYTES + i % ROWS * ROW);
                 for step in 0..self.steps() {
@@ -269,19 +269,19 @@ impl UnitPass<'_> {
         }
     }
 
-    /// Stores a tile of sums, whose rows are `columns` of `y`, at most 16, and whose columns are the rows of
-    /// a tile of `x`. A sum that is not finite is recomputed from numbers in f32.
+    /// Stores a tile of sums. Its rows are `columns` of `y`, at most 16, and its columns are the rows of a
+    /// tile of `x`. A sum that is not finite is recomputed in f32.
     ///
     /// # Safety
-    /// `sums` is a tile of f32. The rows are among those of this pass, and no other code accesses these
-    /// columns of `y`. The caller is compiled for AVX-512.
+    /// `sums` must be an f32 tile. The rows must be rows of this pass, and no other code may access these
+    /// columns of `y`. The caller must be compiled for AVX-512.
     #[inline(always)]
     unsafe fn store(&self, sums: *const f32, tile: usize, columns: Range<usize>) {
         let (out, lanes) = (self.matrix.out, first_lanes(columns.len()) as u16);
         let first = self.rows.start + tile * ROWS;
         let count = ROWS.min(self.rows.end - first);
         let y = self.y.at(first * out * size_of::<f32>(), count * out * size_of::<f32>()).cast::<f32>();
-        // SAFETY: `sums` has `ROWS` rows, and row `j < count` of `y` has the columns, which `lanes` are.
+        // SAFETY: `sums` has `ROWS` rows, and row `j < count` of `y` has the columns selected by `lanes`.
         unsafe {
             let y = y.add(columns.start);
             let mut square = [_mm512_setzero_ps(); ROWS];
@@ -297,7 +297,7 @@ impl UnitPass<'_> {
                     sum = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, y), sum);
                 }
                 _mm512_mask_storeu_ps(y, lanes, sum);
-                // NaN of both kinds, and both infinities.
+                // Both kinds of NaN, and both infinities.
                 not_finite[j] = _mm512_fpclass_ps_mask::<0b1001_1001>(sum) & lanes;
                 any |= not_finite[j];
             }
@@ -307,11 +307,11 @@ impl UnitPass<'_> {
         }
     }
 
-    /// Computes products without parts, since infinity times a part of 0 would give NaN. Row by row of `x`
-    /// from `first` on, for the columns that the row's mask selects, counted from `from`.
+    /// Recomputes the results that are not finite, without splitting operands into bf16 parts: infinity times
+    /// a part of 0 would give NaN. `masks[i]` selects the columns, starting at `from`, of row `first + i`.
     ///
     /// # Safety
-    /// As for [`store`](Self::store), for the same tile. The processor supports AVX-512.
+    /// The same as for [`store`](Self::store), with the same tile. The processor must support AVX-512.
     #[cold]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn once_more(&self, masks: &[u16], first: usize, from: usize) {
@@ -319,8 +319,8 @@ impl UnitPass<'_> {
         let mut decoded = Vec::new();
         for i in (0..ROWS).filter(|i| masks.iter().any(|mask| (mask >> i) & 1 == 1)) {
             let column = from + i;
-            // SAFETY: the caller is compiled for AVX-512, and the product at `column` in a row of the tile is
-            // one of those of this part.
+            // SAFETY: the caller is compiled for AVX-512, and `column` in a row of the tile is one of this
+            // part's products.
             unsafe {
                 let w = self.matrix.in_f32::<Avx512>(column..column + 1, &mut decoded);
                 for row in (0..masks.len()).filter(|row| (masks[*row] >> i) & 1 == 1).map(|row| first + row) {
@@ -338,14 +338,16 @@ fn first_lanes(n: usize) -> u32 {
     ((1u64 << n.min(PAIRS)) - 1) as u32
 }
 
-/// Returns the elements of a step of a row of `depth` elements in `N` parts, with zeros beyond the row.
+/// Returns one step's elements of a row of `depth` elements, split into `N` parts, with zeros past the end of
+/// the row.
 ///
 /// # Safety
-/// The row is valid for reads, and has the first element of the step. The caller is compiled for AVX-512.
+/// The row must be valid for reads, and have the step's first element. The caller must be compiled for
+/// AVX-512.
 #[inline(always)]
 unsafe fn halves<const N: usize>(row: *const f32, depth: usize, step: usize) -> [__m512i; N] {
     let at = step * PAIRS;
-    // SAFETY: whole vectors are loaded if the row has them, and by masks otherwise only elements that it has.
+    // SAFETY: whole vectors are loaded if the row has them; otherwise masks limit the loads to its elements.
     unsafe {
         let row = row.add(at);
         let (a, b): (__m512, __m512) = if at + PAIRS <= depth {

@@ -1,4 +1,4 @@
-//! Whole blocks: copies inside an arena and between arenas, and copies with rotated keys.
+//! Whole blocks: copies within an arena and between arenas, and copies with rotated keys.
 
 use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, SwapBlocks};
 
@@ -38,9 +38,9 @@ impl Fast {
                 let tokens = copy.tokens(share(0..op.pairs.len(), part, parts));
                 let tokens = tokens.map(|(x, y)| (a.bytes(x).start, b.bytes(y).start, op.rotation.delta));
                 let head_strides = (a.head_bytes(), b.head_bytes());
-                // SAFETY: the operation's check refused destinations that appear twice and blocks that are
-                // source and destination, and `share` gives each thread its own pairs. The check bounded the
-                // rotary dimension by `k.dim`.
+                // SAFETY: the operation's check rejected destinations that appear twice and blocks that are
+                // both source and destination, and `share` gives each thread its own pairs. The check bounded
+                // the rotary dimension by `k.dim`.
                 unsafe {
                     self.level.run(RotateRows {
                         from,
@@ -64,7 +64,7 @@ impl Fast {
     fn copy_layers(&self, src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
         let layout = src.layout();
         let layers = layout.shape().num_layers;
-        // Large layers are locked one by one, which lets operations on other layers continue.
+        // Large layers are locked one by one, so that operations on other layers can continue.
         let step = if self.streams(layout.block_bytes() / layers * pairs.len()) { 1 } else { layers };
         for first in (0..layers).step_by(step) {
             let copy = BlockPairs::new((src, dst), first..first + step, pairs);
@@ -74,7 +74,7 @@ impl Fast {
         Ok(())
     }
 
-    /// Copies codes, and the scales that belong to blocks.
+    /// Copies codes, and the scales stored per block.
     fn copy_plane(&self, copy: &BlockPairs, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         let codes = (RowLayout::codes(src), RowLayout::codes(dst));
         let (from, to) = copy.spans(src, dst);
@@ -104,8 +104,8 @@ impl Fast {
                 let offsets = queues(share(0..copy.pairs(), part, parts), |pairs| {
                     copy.runs(run, heads, pairs).map(|(x, y)| (a.bytes(x).start, b.bytes(y).start))
                 });
-                // SAFETY: the operation's check refused destinations that appear twice and blocks that are
-                // source and destination, and `share` gives each thread its own pairs.
+                // SAFETY: the operation's check rejected destinations that appear twice and blocks that are
+                // both source and destination, and `share` gives each thread its own pairs.
                 unsafe {
                     self.level.run(CopyRuns { from, to, bytes: run.rows * a.row_bytes(), offsets, stream });
                 }
@@ -115,9 +115,9 @@ impl Fast {
     }
 }
 
-/// Pairs of blocks, and the layers to copy.
+/// Block pairs, and the layers to copy.
 pub(super) struct BlockPairs<'a> {
-    /// The source and the destination.
+    /// The source and destination arenas.
     arenas: (&'a KvArena, &'a KvArena),
     layers: std::ops::Range<usize>,
     block_size: usize,
@@ -127,11 +127,11 @@ pub(super) struct BlockPairs<'a> {
 /// The shape of the longest runs of rows that are adjacent in both arenas.
 #[derive(Clone, Copy)]
 struct RunShape {
-    /// Number of rows of a run.
+    /// Number of rows in a run.
     rows: usize,
-    /// True if each head has a run of its own.
+    /// Whether each head has its own run.
     by_head: bool,
-    /// True if each token has a run of its own.
+    /// Whether each token has its own run.
     by_token: bool,
 }
 
@@ -144,7 +144,7 @@ impl<'a> BlockPairs<'a> {
         Self { arenas, layers, block_size: arenas.0.layout().shape().block_size, pairs }
     }
 
-    /// Returns the bytes of the layers, in a plane of the source and in one of the destination.
+    /// Returns the bytes of the layers in a plane of the source and in one of the destination.
     pub(super) fn spans<'b>(&self, src: &KvPlane<'b>, dst: &KvPlane<'b>) -> (PlaneSpans<'b>, PlaneSpans<'b>) {
         let (from, to) = self.arenas;
         (PlaneSpans::new(from, src, &self.layers), PlaneSpans::new(to, dst, &self.layers))
@@ -154,7 +154,7 @@ impl<'a> BlockPairs<'a> {
         self.pairs.len()
     }
 
-    /// Returns the number of rows of one head.
+    /// Returns the number of rows per head.
     pub(super) fn rows(&self) -> usize {
         self.layers.len() * self.pairs.len() * self.block_size
     }
@@ -181,7 +181,7 @@ impl<'a> BlockPairs<'a> {
         }
     }
 
-    /// Returns the first rows of the runs of some pairs, in the source and in the destination.
+    /// Returns the first rows of some pairs' runs, in the source and in the destination.
     fn runs(
         &self,
         run: RunShape,
@@ -202,7 +202,7 @@ impl<'a> BlockPairs<'a> {
         })
     }
 
-    /// Returns head 0's rows of all tokens of some pairs, in the source and in the destination.
+    /// Returns head 0's rows for all tokens of some pairs, in the source and in the destination.
     pub(super) fn tokens(&self, pairs: std::ops::Range<usize>) -> impl Iterator<Item = (RowAt, RowAt)> {
         self.runs(RunShape { rows: 1, by_head: false, by_token: true }, 1, pairs)
     }

@@ -1,7 +1,7 @@
 //! Conversion of codes to f32 and back, one row at a time, with the same bits as the reference
 //! (`kvcore::base::quant`).
 //!
-//! Loops have no branches, which lets the compiler vectorise them for the instruction set in use.
+//! The loops have no branches, so that the compiler can vectorise them for the instruction set in use.
 
 use half::f16;
 use kvcore::{Fp8Kind, IntKind, KvFormat, Result};
@@ -10,8 +10,8 @@ use crate::plane::unsupported;
 use crate::simd::{Simd, SimdTask, narrow, widen};
 
 // Decision: docs/decisions/backend-cpu.md#codes-are-left-to-the-compiler
-/// A number that, added to a number below 2²² in magnitude, leaves the nearest integer, ties to even, in the
-/// lowest bits.
+/// Adding this to a number below 2²² in magnitude leaves the nearest integer, ties to even, in the lowest
+/// bits.
 const NEAREST: f32 = 12_582_912.0; // 1.5 · 2²³
 
 /// Checks that rows of a format can be decoded and encoded.
@@ -28,10 +28,10 @@ pub(super) fn check(format: KvFormat) -> Result<()> {
 /// Decodes one row: `dim` elements of a float type, or codes in whole groups and their scales.
 ///
 /// # Safety
-/// `codes` is valid for reads of `dim` codes of `format`, `scales` for reads of the scales of these codes if
-/// the format has scales, and `to` for writes of `dim` elements of f32. Elements of a dense format are
-/// aligned. `to` overlaps neither `codes` nor `scales`, and `dim` is a multiple of the group of the format.
-/// `check` accepted the format.
+/// `codes` must be valid for reads of `dim` codes of `format`, `scales` for reads of their scales if the
+/// format has scales, and `to` for writes of `dim` f32 elements. Elements of a dense format must be aligned.
+/// `to` must not overlap `codes` or `scales`, and `dim` must be a multiple of the format's group. `check`
+/// must have accepted the format.
 pub(super) struct DecodeRow {
     pub(super) format: KvFormat,
     pub(super) codes: *const u8,
@@ -40,18 +40,19 @@ pub(super) struct DecodeRow {
     pub(super) dim: usize,
 }
 
-/// Encodes one row of `dim` elements of f32.
+/// Encodes one row of `dim` f32 elements.
 ///
 /// # Safety
-/// `from` is valid for reads of `dim` elements of f32, `codes` for writes of `dim` codes of `format`, and
-/// `scales` for writes, or reads in FP8 formats, of the scales of these codes if the format has scales.
-/// Elements of a dense format are aligned. No other thread accesses `codes` or `scales`, and neither overlaps
-/// `from`. `dim` is a multiple of the group of the format. `check` accepted the format.
+/// `from` must be valid for reads of `dim` f32 elements, and `codes` for writes of `dim` codes of `format`.
+/// If the format has scales, `scales` must be valid for writes of the codes' scales, or for reads in fp8
+/// formats. Elements of a dense format must be aligned. No other thread may access `codes` or `scales`, and
+/// neither may overlap `from`. `dim` must be a multiple of the format's group. `check` must have accepted the
+/// format.
 pub(super) struct EncodeRow {
     pub(super) format: KvFormat,
     pub(super) from: *const f32,
     pub(super) codes: *mut u8,
-    /// Scales: written for formats with groups, only read for FP8.
+    /// Scales: written for formats with groups, only read for fp8.
     pub(super) scales: *mut u8,
     pub(super) dim: usize,
 }
@@ -63,7 +64,7 @@ impl SimdTask for DecodeRow {
     unsafe fn run<S: Simd>(self) {
         let Self { format, mut codes, scales, mut to, dim } = self;
         // SAFETY: the contract of `DecodeRow` gives `dim` codes, their scales and `dim` writable elements at
-        // `to`. Group `g < dim / group` covers the next `group` codes and elements, and has scale `g`.
+        // `to`. Group `g < dim / group` covers the next `group` codes and elements, and uses scale `g`.
         unsafe {
             match format {
                 KvFormat::Dense(dtype) => widen::<S>(dtype, codes, to, dim),
@@ -138,7 +139,7 @@ impl SimdTask for EncodeRow {
 /// Returns `n` bytes at `at`.
 ///
 /// # Safety
-/// `at` is valid for reads of `n` bytes, which no code writes while the slice lives.
+/// `at` must be valid for reads of `n` bytes, and no code may write them while the slice lives.
 unsafe fn slice<'a>(at: *const u8, n: usize) -> &'a [u8] {
     // SAFETY: by contract, `at` is valid for reads of `n` bytes.
     unsafe { std::slice::from_raw_parts(at, n) }
@@ -147,7 +148,7 @@ unsafe fn slice<'a>(at: *const u8, n: usize) -> &'a [u8] {
 /// Returns the scale of group `g`.
 ///
 /// # Safety
-/// `scales` is valid for reads of `g + 1` elements of f16; they may be unaligned.
+/// `scales` must be valid for reads of `g + 1` f16 elements, which may be unaligned.
 #[inline(always)]
 unsafe fn scale_at(scales: *const u8, g: usize) -> f32 {
     // SAFETY: by contract, element `g` of `scales` is readable.
@@ -157,8 +158,8 @@ unsafe fn scale_at(scales: *const u8, g: usize) -> f32 {
 /// Computes `to[i] = codes[i] * step` for `n` elements.
 ///
 /// # Safety
-/// `codes` is valid for reads of `n` bytes, `to` for writes of `n` elements, and the caller is compiled for
-/// `S`.
+/// `codes` must be valid for reads of `n` bytes, and `to` for writes of `n` elements. The caller must be
+/// compiled for `S`.
 #[inline(always)]
 unsafe fn times<S: Simd>(codes: *const i8, step: f32, to: *mut f32, n: usize) {
     let mut i = 0;
@@ -175,16 +176,16 @@ unsafe fn times<S: Simd>(codes: *const i8, step: f32, to: *mut f32, n: usize) {
     }
 }
 
-/// Computes `to[i] = codes[i] * step` as [`times`] does, for two codes in a byte, the first in the low half.
+/// Computes `to[i] = codes[i] * step` like [`times`], but with two codes per byte, the first in the low half.
 ///
 /// # Safety
-/// `codes` is valid for reads of `group / 2` bytes, `to` for writes of `group` elements, and the caller is
-/// compiled for `S`.
+/// `codes` must be valid for reads of `group / 2` bytes, and `to` for writes of `group` elements. The caller
+/// must be compiled for `S`.
 #[inline(always)]
 unsafe fn nibbles<S: Simd>(codes: *const u8, step: f32, mut to: *mut f32, group: usize) {
     let mut wide = [0i8; 64];
     // SAFETY: by contract, `codes` has `group / 2` bytes and `to` has `group` elements. A part has at most 32
-    // bytes, so its codes fit in `wide`, and the parts together give `group` elements.
+    // bytes, so its codes fit in `wide`, and the parts add up to `group` elements.
     unsafe {
         for part in slice(codes, group / 2).chunks(32) {
             for (pair, byte) in wide.chunks_exact_mut(2).zip(part) {
@@ -198,14 +199,13 @@ unsafe fn nibbles<S: Simd>(codes: *const u8, step: f32, mut to: *mut f32, group:
     }
 }
 
-/// Writes the scale of group `g` and returns it. The scale of a group with an element that is not finite is
-/// NaN.
+/// Writes the scale of group `g` and returns it. If an element of the group is not finite, the scale is NaN.
 ///
 /// # Safety
-/// `scales` is valid for writes of `g + 1` elements of f16; they may be unaligned.
+/// `scales` must be valid for writes of `g + 1` f16 elements, which may be unaligned.
 #[inline(always)]
 unsafe fn put_scale(kind: IntKind, group: &[f32], scales: *mut u8, g: usize) -> f32 {
-    // Magnitudes have the same order as their bits, and the bits of infinities and NaN are above all others.
+    // Magnitudes are ordered like their bits, and the bits of infinities and NaN are above all others.
     let largest = group.iter().fold(0u32, |max, x| max.max(x.to_bits() & 0x7fff_ffff));
     let scale = kind.scale_of(&[f32::from_bits(largest)]);
     // SAFETY: by contract, element `g` of `scales` is writable.
@@ -230,9 +230,9 @@ fn integers(row: &[f32], step: f32, limit: f32, codes: &mut [u8]) {
 
 /// The parameters of an 8-bit float format.
 struct Fp8Parameters {
-    /// Mantissa bits of f32 that are dropped.
+    /// Number of f32 mantissa bits that are dropped.
     dropped: u32,
-    /// Difference of the exponent biases of f32 and of the format, shifted to the place of the exponent in a
+    /// Difference between the exponent biases of f32 and the format, shifted to the exponent's place in a
     /// code.
     bias: u32,
     max: f32,

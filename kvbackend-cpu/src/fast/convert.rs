@@ -1,5 +1,5 @@
-//! Converts rows from one format to another, and rotates them if requested: all movement to and from
-//! quantised caches.
+//! Converts rows from one format to another, and rotates them if requested. Everything that moves to or from
+//! a quantised cache goes through this.
 
 use kvcore::{
     BlockId, Dequantize, Gather, KvArena, KvFormat, KvPlane, Quantize, Result, RotateKeys, Rotation,
@@ -17,17 +17,17 @@ use crate::plane::{PlaneSpans, RowAt, RowLayout};
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdTask};
 
-/// The maximum number of elements of a row that is kept on the stack.
+/// Maximum number of elements in a row that is kept on the stack.
 const ROW: usize = 512;
 
-/// The rows of one side: elements of a float type, or codes and scales.
+/// The rows on one side: elements of a float type, or codes and scales.
 #[derive(Clone, Copy)]
 struct RowSide<B> {
     format: KvFormat,
-    /// Bytes of a row.
+    /// Number of bytes per row.
     bytes: usize,
     codes: B,
-    /// The scales, and the bytes of one row's scales.
+    /// The scales, and the number of scale bytes per row.
     scales: Option<(B, usize)>,
 }
 
@@ -38,7 +38,7 @@ struct RowOffsets {
     scales: usize,
 }
 
-/// The layout of the rows of a plane: codes, and scales if the format has scales.
+/// The layout of a plane's rows: codes, and scales if the format has scales.
 #[derive(Clone, Copy)]
 struct PlaneLayout {
     codes: RowLayout,
@@ -83,16 +83,16 @@ fn target<'a>(plane: &KvPlane, spans: &PlaneSpans, locked: &Locked<'a>) -> Resul
     Ok(RowSide::new(plane, locked.target(&spans.codes)?, scales))
 }
 
-/// Converts rows of `dim` elements from one place to another, rotated by a position if asked.
+/// Converts rows of `dim` elements from one place to another, and rotates them to a position if requested.
 ///
 /// # Safety
-/// No other thread accesses the rows written meanwhile, no row is both read and written, the formats of both
-/// sides passed [`check`], and the rotary dimension of `table` is at most `dim`.
+/// No other thread may access the rows being written, and no row may be both read and written. The formats of
+/// both sides must have passed [`check`], and the rotary dimension of `table` must be at most `dim`.
 struct ConvertRows<'a, I> {
     from: RowSide<Origin<'a>>,
     to: RowSide<Destination<'a>>,
     dim: usize,
-    /// The table that holds the positions, and the factor that multiplies rotated rows.
+    /// The table with the positions, and the factor to multiply rotated rows by.
     table: Option<(&'a RotationTable, f32)>,
     offsets: I,
 }
@@ -125,15 +125,15 @@ impl<I: Iterator<Item = (RowOffsets, RowOffsets, i64)>> SimdTask for ConvertRows
     }
 }
 
-/// Returns the byte offset of a head's row of a view.
+/// Returns the byte offset of a head's row in a view.
 fn row_of(view: &TensorView, row: usize, head: usize) -> RowOffsets {
     let at = view.offset() + row * view.strides()[0] + head * view.strides()[1];
     RowOffsets { codes: at * view.dtype().bits() / 8, scales: 0 }
 }
 
 impl Fast {
-    /// Scatters rows into a plane of any format, each rotated to its position if asked. `twice` returns
-    /// whether a slot is written twice.
+    /// Scatters rows into a plane of any format, and rotates each one to its position if requested. `twice`
+    /// returns whether a slot is written twice.
     pub(super) fn scatter_converted(
         &self,
         op: &Scatter,
@@ -158,7 +158,7 @@ impl Fast {
                     (0..plane.heads)
                         .map(move |head| (row_of(rows, row, head), layout.at(at.head(head)), position))
                 });
-                // SAFETY: rows and arena are different storages, as the operation's check found. Threads
+                // SAFETY: the operation's check made sure that rows and arena are different storages. Threads
                 // share the work only if no slot is written twice, `target` checked the format, and the
                 // operation's check bounded the rotary dimension of keys by `plane.dim`.
                 unsafe { self.level.run(ConvertRows { from, to, dim: plane.dim, table, offsets }) };
@@ -167,7 +167,7 @@ impl Fast {
         })
     }
 
-    /// Gathers rows of a quantised plane and rotates them if asked.
+    /// Gathers rows of a quantised plane, and rotates them if requested.
     pub(super) fn gather_codes(
         &self,
         op: &Gather,
@@ -189,8 +189,8 @@ impl Fast {
                     (0..plane.heads)
                         .map(move |head| (layout.at(at.head(head)), row_of(rows, row, head), delta))
                 });
-                // SAFETY: rows and arena are different storages and rows share no elements, as the
-                // operation's check found. `share` gives each thread its own rows, `source` checked the
+                // SAFETY: the operation's check made sure that rows and arena are different storages and that
+                // rows share no elements. `share` gives each thread its own rows, `source` checked the
                 // format, and the operation's check bounded the rotary dimension of keys by `plane.dim`.
                 unsafe { self.level.run(ConvertRows { from, to, dim: plane.dim, table, offsets }) };
             });
@@ -236,10 +236,10 @@ impl Fast {
                 let offsets = tokens.flat_map(|(x, y)| {
                     (0..src.heads).map(move |head| (a.at(x.head(head)), b.at(y.head(head)), delta))
                 });
-                // SAFETY: the operation's check refused destinations that appear twice and blocks that are
-                // source and destination, and `share` gives each thread its own pairs. `source` and `target`
-                // checked the formats. A rotation is given for keys only, and the operation's check bounded
-                // its rotary dimension by their `dim`.
+                // SAFETY: the operation's check rejected destinations that appear twice and blocks that are
+                // both source and destination, and `share` gives each thread its own pairs. `source` and
+                // `target` checked the formats. A rotation is given for keys only, and the operation's check
+                // bounded its rotary dimension by their `dim`.
                 unsafe { self.level.run(ConvertRows { from, to, dim: src.dim, table, offsets }) };
             });
             Ok(())

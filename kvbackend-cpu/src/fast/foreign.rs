@@ -1,7 +1,7 @@
 //! Moves rows to the slots of another engine's cache, and back.
 //!
-//! Tokens that are neighbours in a block of the engine are moved together, head by head: they are rotated
-//! into a small buffer and leave it in the order of the engine, which fills whole cache lines.
+//! Tokens that are adjacent in one of the engine's blocks are moved together, head by head. They are rotated
+//! into a small buffer, and copied from there in the engine's order, which fills whole cache lines.
 
 use std::ops::Range;
 
@@ -17,19 +17,19 @@ use crate::plane::PlaneSpans;
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdElement, SimdTask};
 
-/// Bytes of a cache line, and of the lines that are filled before they are written past the caches.
+/// Size of a cache line in bytes. Lines are filled completely before they are written past the caches.
 const LINE: usize = 64;
 const LINES: usize = 4096;
 
-/// A buffer in which lines are filled.
+/// A buffer that lines are filled in.
 #[repr(align(64))]
 struct Lines([u8; LINES]);
 
-/// Tokens that are next to each other in a block of the engine.
+/// Tokens that are adjacent in one of the engine's blocks.
 struct AdjacentTokens<'a> {
-    /// Their slots in the arena.
+    /// The tokens' slots in the arena.
     ours: &'a [i64],
-    /// The engine's block, and the first token in it.
+    /// The engine's block, and the index of the first token in it.
     block: usize,
     token: usize,
     delta: i64,
@@ -59,14 +59,14 @@ fn runs<'a>(
     }
 }
 
-/// Keys or values of one layer, on both sides.
+/// One layer's keys or values, on both sides.
 #[derive(Clone, Copy)]
 struct LayerPlaces<'a> {
     layer: usize,
-    /// The rows in the arena, and the tokens of its blocks.
+    /// The rows in the arena, and the number of tokens per block.
     strides: PlaneStrides,
     block_size: usize,
-    /// The pieces in the engine's memory.
+    /// The head blocks in the engine's memory.
     theirs: &'a ForeignPlane,
     shape: &'a ForeignShape,
     size: usize,
@@ -86,7 +86,7 @@ impl<'a> LayerPlaces<'a> {
         }
     }
 
-    /// Returns the first byte of a head's row in the arena.
+    /// Returns the offset of a head's row in the arena, in bytes.
     #[inline(always)]
     fn row(&self, slot: i64, head: usize) -> usize {
         let slot = slot as usize;
@@ -98,13 +98,13 @@ impl<'a> LayerPlaces<'a> {
         self.shape.dim * self.size
     }
 
-    /// Returns the first byte of a head of a block in the engine's memory.
+    /// Returns the offset of a block's head in the engine's memory, in bytes.
     #[inline(always)]
     fn piece(&self, block: usize, head: usize) -> usize {
         (self.theirs.start + block * self.theirs.block + head * self.theirs.head) * self.size
     }
 
-    /// Returns the number of bytes from the first to the last of a piece.
+    /// Returns the number of bytes from the first to the last of a block's head.
     #[inline(always)]
     fn piece_bytes(&self) -> usize {
         let elements = match self.theirs.order {
@@ -115,26 +115,26 @@ impl<'a> LayerPlaces<'a> {
     }
 }
 
-/// Moves runs of tokens of one plane of one layer to the engine.
+/// Moves runs of tokens to the engine, for one plane of one layer.
 ///
 /// # Safety
-/// No other thread accesses the elements written meanwhile, and `angles` has the rotary dimension of the rows
-/// at most.
+/// No other thread may access the elements being written, and the rotary dimension of `angles` must be at
+/// most the rows' length.
 struct LoadRuns<'a> {
     places: LayerPlaces<'a>,
     from: Origin<'a>,
     to: Destination<'a>,
     runs: &'a [AdjacentTokens<'a>],
-    /// The rotation of keys.
+    /// The rotation to apply to keys.
     angles: Option<&'a RotationTable>,
-    /// True to bypass the caches where whole lines are written.
+    /// Whether to bypass the caches where whole lines are written.
     stream: bool,
 }
 
-/// Moves runs of tokens of one plane of one layer to the arena.
+/// Moves runs of tokens to the arena, for one plane of one layer.
 ///
 /// # Safety
-/// No other thread accesses the elements written meanwhile.
+/// No other thread may access the elements being written.
 struct SaveRuns<'a> {
     places: LayerPlaces<'a>,
     from: Origin<'a>,
@@ -147,8 +147,8 @@ impl SimdTask for LoadRuns<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `LoadRuns` are those
-        // of `load`.
+        // SAFETY: the instruction set of `S` is available by contract, and `load` requires only what
+        // `LoadRuns` does.
         unsafe {
             match self.places.shape.dtype {
                 DType::F16 => load::<S, f16>(&self),
@@ -165,8 +165,8 @@ impl SimdTask for SaveRuns<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `SaveRuns` are those
-        // of `save`.
+        // SAFETY: the instruction set of `S` is available by contract, and `save` requires only what
+        // `SaveRuns` does.
         unsafe {
             match self.places.shape.dtype {
                 DType::F16 => save::<S, f16>(&self),
@@ -180,7 +180,7 @@ impl SimdTask for SaveRuns<'_> {
 /// Moves all runs of a [`LoadRuns`].
 ///
 /// # Safety
-/// The conditions of [`LoadRuns`] hold, and the caller is compiled for the instruction set of `S`.
+/// The conditions of [`LoadRuns`] must hold, and the caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn load<S: Simd, E: SimdElement>(task: &LoadRuns<'_>) {
     let places = &task.places;
@@ -202,8 +202,8 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &LoadRuns<'_>) {
             rows.clear();
             for (i, &slot) in run.ours.iter().enumerate() {
                 let row = task.from.at(places.row(slot, head), places.row_bytes()).cast::<E>();
-                // SAFETY: `at` checked that the row lies inside the arena. A run has at most `block_size`
-                // tokens, so row `i` of `turned`, or token `token + i` of the piece, lies inside; the
+                // SAFETY: `at` checked that the row is inside the arena. A run has at most `block_size`
+                // tokens, so row `i` of `turned`, or token `token + i` of the block's head, is in bounds; the
                 // rotary dimension is at most `dim`.
                 unsafe {
                     match (angle, places.theirs.order) {
@@ -227,8 +227,9 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &LoadRuns<'_>) {
                     }
                 }
             }
-            // SAFETY: `rows` are rows of `dim` elements, and the piece has `block_size × dim` elements of
-            // which the tokens from `run.token` on are the run's, which no other thread accesses by contract.
+            // SAFETY: `rows` are rows of `dim` elements. The block's head has `block_size × dim` elements;
+            // the tokens starting at `run.token` are the run's, and no other thread accesses them, by
+            // contract.
             unsafe {
                 match places.theirs.order {
                     ForeignOrder::Rows { .. } => {}
@@ -248,7 +249,7 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &LoadRuns<'_>) {
                     }
                     ForeignOrder::KeyTiles => {
                         tiles(run.token, rows.len(), |at, tile, token| {
-                            // A pair of elements of two bytes moves like one element of four.
+                            // A pair of 2-byte elements is moved like one 4-byte element.
                             let rows = std::slice::from_raw_parts(rows[at.start..].as_ptr().cast(), at.len());
                             let to = piece.add(tile * 16 * dim + 2 * token).cast::<f32>();
                             columns::<S, f32>(rows, 0..dim / 2, to, 16);
@@ -272,7 +273,7 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &LoadRuns<'_>) {
 /// Moves all runs of a [`SaveRuns`].
 ///
 /// # Safety
-/// The conditions of [`SaveRuns`] hold, and the caller is compiled for the instruction set of `S`.
+/// The conditions of [`SaveRuns`] must hold, and the caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn save<S: Simd, E: SimdElement>(task: &SaveRuns<'_>) {
     let places = &task.places;
@@ -285,9 +286,9 @@ unsafe fn save<S: Simd, E: SimdElement>(task: &SaveRuns<'_>) {
             for &slot in run.ours {
                 rows.push(task.to.at(places.row(slot, head), places.row_bytes()).cast());
             }
-            // SAFETY: `at` checked that all rows lie inside the arena, where no other thread accesses them by
-            // contract. The piece has `block_size × dim` elements, of which the tokens from `run.token` on
-            // are read.
+            // SAFETY: `at` checked that all rows are inside the arena, where no other thread accesses them by
+            // contract. The block's head has `block_size × dim` elements, of which the tokens starting at
+            // `run.token` are read.
             unsafe {
                 match places.theirs.order {
                     ForeignOrder::Rows { token } => {
@@ -321,8 +322,8 @@ unsafe fn save<S: Simd, E: SimdElement>(task: &SaveRuns<'_>) {
     }
 }
 
-/// Calls `work` for the tokens of each tile of 16, with their range among `len` tokens from `first` on, the
-/// tile, and the first token in it.
+/// Calls `work` for each tile of 16 tokens. Its arguments are the range of the tile's tokens among the `len`
+/// tokens starting at `first`, the tile's index, and the first token inside the tile.
 #[inline(always)]
 fn tiles(first: usize, len: usize, mut work: impl FnMut(Range<usize>, usize, usize)) {
     let mut at = 0;
@@ -337,25 +338,26 @@ fn tiles(first: usize, len: usize, mut work: impl FnMut(Range<usize>, usize, usi
 /// Copies whole lines past the caches.
 ///
 /// # Safety
-/// `from` is valid for reads and `to`, which begins a line, for writes of `bytes` bytes, a multiple of a
-/// line; they do not overlap. The caller is compiled for the instruction set of `S`.
+/// `from` must be valid for reads and `to` for writes of `bytes` bytes, and they must not overlap. `bytes`
+/// must be a multiple of a line, and `to` must be aligned to a line. The caller must be compiled for the
+/// instruction set of `S`.
 #[inline(always)]
 unsafe fn stream_lines<S: Simd>(from: *const u8, to: *mut u8, bytes: usize) {
     let mut at = 0;
     while at < bytes {
-        // SAFETY: `at` is a multiple of a line below `bytes`, so a whole line lies inside by contract.
+        // SAFETY: `at` is a multiple of a line below `bytes`, so a whole line is in bounds by contract.
         unsafe { S::stream_line(to.add(at), from.add(at)) };
         at += LINE;
     }
 }
 
-/// Writes `to[(i - first) * stride + t] = rows[t][i]` for the elements `i` from `first` on that `elements`
-/// names.
+/// Writes `to[(i - first) * stride + t] = rows[t][i]` for each element `i` in `elements`, where `first` is
+/// the first of them.
 ///
 /// # Safety
-/// Each row has the elements, `to` has room for `rows.len()` elements at each multiple of `stride` below the
-/// number of elements times `stride`, and the two sides do not overlap. The caller is compiled for the
-/// instruction set of `S`.
+/// Each row must have the elements. For each element, `to` must have room for `rows.len()` elements at a
+/// distance of `stride`. The two sides must not overlap. The caller must be compiled for the instruction set
+/// of `S`.
 #[inline(always)]
 unsafe fn columns<S: Simd, E: SimdElement>(
     rows: &[*const E],
@@ -397,8 +399,9 @@ unsafe fn columns<S: Simd, E: SimdElement>(
 /// Writes `rows[t][i] = from[i * stride + t]` for rows of `dim` elements.
 ///
 /// # Safety
-/// `from` has `rows.len()` elements at each multiple of `stride` below `dim * stride`, each row has room for
-/// `dim` elements, and the two sides do not overlap. The caller is compiled for the instruction set of `S`.
+/// `from` must have `rows.len()` elements at each multiple of `stride` below `dim * stride`, and each row
+/// must have room for `dim` elements. The two sides must not overlap. The caller must be compiled for the
+/// instruction set of `S`.
 #[inline(always)]
 unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, rows: &[*mut E], dim: usize) {
     let (whole_rows, whole) = (rows.len() - rows.len() % S::LANES, dim - dim % S::LANES);
@@ -430,7 +433,7 @@ unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, r
     }
 }
 
-/// A move of runs of tokens, each in all layers.
+/// Runs of tokens to move, each in all layers.
 struct Moved<'a> {
     cache: &'a ForeignCache,
     arena: &'a KvArena,
@@ -438,14 +441,14 @@ struct Moved<'a> {
 }
 
 impl<'a> Moved<'a> {
-    /// Returns the memory of keys and of values of the arena.
+    /// Returns the memory of the arena's keys and values.
     fn ours(&self) -> [ByteSpan<'a>; 2] {
         let layers = 0..self.cache.layers().len();
         [self.arena.k_plane(), self.arena.v_plane()]
             .map(|plane| PlaneSpans::new(self.arena, &plane, &layers).codes)
     }
 
-    /// Returns the memory of keys and of values of each layer of the engine.
+    /// Returns the memory of the engine's keys and values, layer by layer.
     fn theirs(&self) -> Vec<ByteSpan<'a>> {
         let planes = self.cache.layers().iter().flatten();
         planes.map(|plane| ByteSpan::new(&plane.storage, 0..plane.storage.len())).collect()
@@ -458,7 +461,7 @@ impl<'a> Moved<'a> {
         2 * self.cache.layers().len() * tokens * shape.heads * shape.dim * shape.dtype.bits() / 8
     }
 
-    /// Calls `work` with the runs of each layer, in parts for the threads of `fast`.
+    /// Calls `work` with each layer's runs, split into parts for the threads of `fast`.
     fn each(&self, fast: &Fast, work: impl Fn(usize, &[AdjacentTokens<'a>]) + Sync) {
         let count = self.runs.len();
         let units = self.cache.layers().len() * count;

@@ -1,4 +1,4 @@
-//! Locks the parts of storages that an operation reads and writes, all at once. A part may be both read and
+//! Locks all parts of storages that an operation reads and writes at once. A part may be both read and
 //! written.
 
 use kvcore::Result;
@@ -46,7 +46,7 @@ impl<'a> Locked<'a> {
         self.find(span).map(|part| part.origin)
     }
 
-    /// Returns bytes that are locked for writing.
+    /// Returns bytes locked for writing.
     pub(super) fn target(&self, span: &ByteSpan<'_>) -> Result<Destination<'a>> {
         self.find(span)?.target.ok_or_else(not_locked)
     }

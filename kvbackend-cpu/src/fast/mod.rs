@@ -1,4 +1,4 @@
-//! Fast kernels: the same results as the references, at the speed of memory.
+//! Fast kernels: the same results as the reference kernels, at memory speed.
 //!
 //! ```text
 //!   stream ─► KernelTable ─► Fast::scatter, gather, …    parts for threads (Workers)
@@ -6,7 +6,7 @@
 //! ```
 //!
 //! Kernels that only move or rotate elements give the same bits as the reference. Attention adds in another
-//! order and uses its own exponential, so it agrees with the reference up to rounding.
+//! order and uses its own exponential function, so it matches the reference up to rounding.
 
 mod attend;
 mod blocks;
@@ -40,7 +40,7 @@ impl Fast {
         Self { level, workers, thresholds }
     }
 
-    /// Returns the number of parts for threads, for `units` units of work that move `bytes` bytes in all.
+    /// Returns the number of parts for `units` units of work that move `bytes` bytes in total.
     fn parts(&self, units: usize, bytes: usize) -> usize {
         self.workers.parts(units, bytes, self.thresholds.bytes_per_thread)
     }
@@ -57,7 +57,7 @@ impl fmt::Debug for Fast {
     }
 }
 
-/// Returns part number `part` of `units` cut into `parts` parts.
+/// Returns part `part` of `units` divided into `parts` parts.
 fn share(units: Range<usize>, part: usize, parts: usize) -> Range<usize> {
     let at = |part: usize| units.start + units.len() * part / parts;
     at(part)..at(part + 1)

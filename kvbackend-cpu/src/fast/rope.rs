@@ -1,4 +1,4 @@
-//! RoPE applied to rows in place.
+//! Rotates rows in place (RoPE).
 
 use kvcore::{ApplyRope, Result};
 
@@ -12,7 +12,7 @@ impl Fast {
         let table = RotationTable::new(&op.rope, &op.positions)?;
         let (dtype, shape, strides) = (op.rows.dtype(), op.rows.shape(), op.rows.strides());
         let (size, dim, heads) = (dtype.bits() / 8, shape[2], shape[1]);
-        // The operation's check has refused rows that share elements.
+        // The operation's check has rejected rows that share elements.
         let parts = self.parts(shape[0], op.rows.len() * size);
         let rows = ByteSpan::of(&op.rows)?;
         with_locked(&[], &[&rows], |locked| {
@@ -22,9 +22,9 @@ impl Fast {
                     let at = (op.rows.offset() + row * strides[0]) * size;
                     (at, at, op.positions[row])
                 });
-                // SAFETY: source and destination of a row are equal. The operation's check refused rows that
-                // share elements, bounded the rotary dimension by `dim`, and `share` gives each thread its
-                // own rows.
+                // SAFETY: source and destination of a row are equal. The operation's check rejected rows that
+                // share elements and a rotary dimension above `dim`, and `share` gives each thread its own
+                // rows.
                 unsafe {
                     self.level.run(RotateRows {
                         from: to.as_origin(),

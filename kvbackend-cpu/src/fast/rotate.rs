@@ -1,5 +1,5 @@
-//! Rotates rows in the reference's arithmetic: each product and each sum is rounded on its own, which gives
-//! the same bits.
+//! Rotates rows with the reference's arithmetic: each product and each sum is rounded separately, so the bits
+//! are the same.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use kvcore::{DType, Pairing, Result, Rope, RopeTable, Rotation};
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdElement, SimdTask};
 
-/// A RoPE table that holds all positions of a call.
+/// A RoPE table that contains all positions of a call.
 pub(super) struct RotationTable {
     table: Arc<RopeTable>,
     half: usize,
     pairing: Pairing,
-    /// The factor by which the first rotation of a row multiplies.
+    /// The factor to multiply a row by when it is first rotated.
     pub(super) factor: f32,
 }
 
@@ -29,12 +29,12 @@ impl RotationTable {
         Self::new(&rotation.rope, &[rotation.delta])
     }
 
-    /// Creates a table for an operation whose check has already grown the table to all its positions.
+    /// Creates a table for an operation whose check has already extended it to all its positions.
     pub(super) fn of_checked(rope: &Rope) -> Result<Self> {
         Self::new(rope, &[])
     }
 
-    /// Returns the cosines and sines at the distance of `position` from 0, and the sign of the sines.
+    /// Returns the cosines and sines for the distance of `position` from 0, and the sign of the sines.
     #[inline(always)]
     pub(super) fn at(&self, position: i64) -> Angle<'_> {
         let at = position.unsigned_abs() as usize * self.half;
@@ -56,23 +56,24 @@ pub(super) struct Angle<'a> {
     pairing: Pairing,
 }
 
-/// Rotates the heads' rows of tokens at `(from, to, position)`, in bytes. A row may be rotated in place.
+/// Rotates all heads' rows of tokens. Each token is given as `(from, to, position)`, with offsets in bytes. A
+/// row may be rotated in place.
 ///
 /// # Safety
-/// No other thread accesses the rows written meanwhile, source and destination of a row are equal or do not
-/// overlap, and the rotary dimension of `table` is at most `dim`.
+/// No other thread may access the rows being written. A row's source and destination must be equal or must
+/// not overlap, and the rotary dimension of `table` must be at most `dim`.
 pub(super) struct RotateRows<'a, I> {
     pub(super) from: Origin<'a>,
     pub(super) to: Destination<'a>,
     pub(super) heads: usize,
-    /// Bytes from one head's row to the next, in source and destination.
+    /// Distance in bytes between the rows of consecutive heads, in source and destination.
     pub(super) head_strides: (usize, usize),
-    /// Elements of a row.
+    /// Number of elements per row.
     pub(super) dim: usize,
     pub(super) dtype: DType,
     pub(super) table: &'a RotationTable,
     pub(super) factor: f32,
-    /// True to bypass the caches. Rows rotated in place cannot bypass them.
+    /// Whether to bypass the caches. Rows rotated in place cannot bypass them.
     pub(super) stream: bool,
     pub(super) tokens: I,
 }
@@ -82,8 +83,8 @@ impl<I: Iterator<Item = (usize, usize, i64)>> SimdTask for RotateRows<'_, I> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the instruction set of `S` is available by contract, and the conditions of `RotateRows` are
-        // those of `each`.
+        // SAFETY: the instruction set of `S` is available by contract, and `each` requires only what
+        // `RotateRows` does.
         unsafe {
             match self.dtype {
                 DType::F16 => each::<S, f16, I>(self),
@@ -95,17 +96,18 @@ impl<I: Iterator<Item = (usize, usize, i64)>> SimdTask for RotateRows<'_, I> {
     }
 }
 
-/// Bytes ahead of a row to prefetch.
+/// How many bytes ahead of a row to prefetch.
 const AHEAD: usize = 2048;
 
-/// A row that is rotated here before it is stored past the caches.
+/// A buffer in which a row is rotated before it is stored past the caches.
 #[repr(align(64))]
 struct RowBuffer([u8; 1024]);
 
 /// Rotates all rows of a task.
 ///
 /// # Safety
-/// The conditions of [`RotateRows`] hold, and the caller is compiled for the instruction set of `S`.
+/// The conditions of [`RotateRows`] must hold, and the caller must be compiled for the instruction set of
+/// `S`.
 #[inline(always)]
 unsafe fn each<S: Simd, E: SimdElement, I: Iterator<Item = (usize, usize, i64)>>(task: RotateRows<'_, I>) {
     let bytes = task.dim * size_of::<E>();
@@ -116,12 +118,12 @@ unsafe fn each<S: Simd, E: SimdElement, I: Iterator<Item = (usize, usize, i64)>>
         for head in 0..task.heads {
             let (a, b) = (a + head * task.head_strides.0, b + head * task.head_strides.1);
             let (from, to) = (task.from.at(a, bytes).cast::<E>(), task.to.at(b, bytes));
-            // SAFETY: `at` checked that `bytes` bytes lie inside at both ends. With `stream`, `bytes` is a
-            // multiple of 64 and at most the 1024 bytes of `buffer`, and `is_line` found the destination
+            // SAFETY: `at` checked that `bytes` bytes are in bounds on both sides. With `stream`, `bytes` is
+            // a multiple of 64 and at most the 1024 bytes of `buffer`, and `is_line` found the destination
             // aligned. The caller guarantees that source and destination are equal or apart, and a rotary
             // dimension of at most `dim`.
             unsafe {
-                // Rows follow each other more often than not.
+                // Rows usually follow each other.
                 let mut ahead = 0;
                 while ahead < bytes {
                     S::prefetch(from.cast::<u8>().wrapping_add(AHEAD + ahead));
@@ -146,9 +148,9 @@ unsafe fn each<S: Simd, E: SimdElement, I: Iterator<Item = (usize, usize, i64)>>
 /// Rotates one row, in place or not, and copies the elements past the rotary dimension.
 ///
 /// # Safety
-/// `from` is valid for reads and `to` for writes of `dim` aligned elements; the two rows are equal or do not
-/// overlap. The rotary dimension, `2 * angle.cos.len()`, is at most `dim`. The caller is compiled for the
-/// instruction set of `S`.
+/// `from` must be valid for reads and `to` for writes of `dim` aligned elements, and the two rows must be
+/// equal or must not overlap. The rotary dimension, `2 * angle.cos.len()`, must be at most `dim`. The caller
+/// must be compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn rotate<S: Simd, E: SimdElement>(
     from: *const E,
@@ -172,10 +174,11 @@ pub(super) unsafe fn rotate<S: Simd, E: SimdElement>(
     }
 }
 
-/// Returns pairs `i` to `i + LANES` of a row, rotated. `PLAIN` leaves out factor and sign.
+/// Returns pairs `i..i + LANES` of a row, rotated. With `PLAIN`, factor and sign are ignored.
 ///
 /// # Safety
-/// `i + LANES <= half` with `half = angle.cos.len()`, and `from` is valid for reads of `2 * half` elements.
+/// With `half = angle.cos.len()`, `i + LANES` must be at most `half`, and `from` must be valid for reads of
+/// `2 * half` elements.
 #[inline(always)]
 unsafe fn rotated_pairs<S: Simd, E: SimdElement, const PLAIN: bool>(
     from: *const E,
@@ -195,11 +198,11 @@ unsafe fn rotated_pairs<S: Simd, E: SimdElement, const PLAIN: bool>(
     }
 }
 
-/// Rotates the pairs `(i, half + i)` of one row.
+/// Rotates the pairs `(i, half + i)` of a row.
 ///
 /// # Safety
-/// `from` is valid for reads and `to` for writes of `2 * angle.cos.len()` elements, equal or apart, and the
-/// caller is compiled for the instruction set of `S`.
+/// `from` must be valid for reads and `to` for writes of `2 * angle.cos.len()` elements, and they must be
+/// equal or must not overlap. The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn half_split<S: Simd, E: SimdElement, const PLAIN: bool>(
     from: *const E,
@@ -242,11 +245,11 @@ const ALTERNATING: [f32; 16] = {
     signs
 };
 
-/// Rotates the pairs `(2 i, 2 i + 1)` of one row.
+/// Rotates the pairs `(2 i, 2 i + 1)` of a row.
 ///
 /// # Safety
-/// `from` is valid for reads and `to` for writes of `2 * angle.cos.len()` elements, equal or apart, and the
-/// caller is compiled for the instruction set of `S`.
+/// `from` must be valid for reads and `to` for writes of `2 * angle.cos.len()` elements, and they must be
+/// equal or must not overlap. The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn interleaved<S: Simd, E: SimdElement>(from: *const E, to: *mut E, angle: Angle<'_>, factor: f32) {
     let half = angle.cos.len();
@@ -273,7 +276,7 @@ unsafe fn interleaved<S: Simd, E: SimdElement>(from: *const E, to: *mut E, angle
 /// Rotates the pair of elements `x` and `y`.
 ///
 /// # Safety
-/// `from` is valid for reads and `to` for writes of elements `x` and `y`.
+/// `from` must be valid for reads and `to` for writes of elements `x` and `y`.
 #[inline(always)]
 unsafe fn pair<E: SimdElement>(
     from: *const E,
@@ -282,7 +285,7 @@ unsafe fn pair<E: SimdElement>(
     (cos, sin): (f32, f32),
     factor: f32,
 ) {
-    // SAFETY: by contract, elements `x` and `y` of `from` are readable, and those of `to` writable.
+    // SAFETY: by contract, elements `x` and `y` are readable in `from` and writable in `to`.
     unsafe {
         let (a, b) = (from.add(x).read().to_f32(), from.add(y).read().to_f32());
         to.add(x).write(E::from_f32((a * cos - b * sin) * factor));

@@ -13,30 +13,30 @@ use crate::movement::LayerMovement;
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdTask, narrow};
 
-/// A division of rows into runs of equal size, by their offsets on both sides.
+/// How rows are divided into runs of equal size, by their offsets on both sides.
 #[derive(Clone, Copy)]
 struct Cut {
     steps: Steps,
-    /// Runs of a step: one, or one for each head.
+    /// Number of runs per step: one, or one for each head.
     runs: usize,
-    /// Elements of a run.
+    /// Number of elements per run.
     elements: usize,
 }
 
-/// The number of rows that form one step.
+/// How many rows form one step.
 #[derive(Clone, Copy)]
 enum Steps {
     /// Each row is a step.
     Single,
-    /// This many rows whose slots are consecutive, the first slot a multiple of the number; all other rows
+    /// A step has this many rows, whose slots are consecutive and start at a multiple of it. All other rows
     /// are left out.
     Joined(usize),
-    /// Each row is a step that a `Joined` step of this number does not take.
+    /// Each row that a `Joined` step of this size leaves out is a step.
     Rest(usize),
 }
 
 impl Steps {
-    /// Returns the first rows of the steps in a range.
+    /// Returns the first row of each step in a range.
     fn rows(self, slots: &[i64], range: Range<usize>) -> impl Iterator<Item = usize> {
         let (count, joined) = match self {
             Self::Single => (1, false),
@@ -63,11 +63,11 @@ impl Steps {
     }
 }
 
-/// Bytes up to which rows are joined.
+/// Maximum number of bytes of joined rows.
 const JOINED: usize = 4096;
 
 impl LayerMovement<'_> {
-    /// Returns a cut with one row per step. Heads that are adjacent on both sides form one run.
+    /// Returns the division with one row per step. Heads that are adjacent on both sides form one run.
     fn single(&self) -> Cut {
         let (heads, dim) = (self.plane.heads, self.plane.dim);
         let dense = heads == 1 || (self.rows.strides()[1] == dim && self.plane.strides.head == dim);
@@ -75,8 +75,8 @@ impl LayerMovement<'_> {
         Cut { steps: Steps::Single, runs, elements }
     }
 
-    /// Calls `work` with cuts until no row is left. Rows without gaps on either side are joined if their
-    /// slots are consecutive, as the slots of a block are.
+    /// Calls `work` with divisions until all rows are covered. Rows without gaps on either side are joined if
+    /// their slots are consecutive, as the slots of a block are.
     fn each_cut(&self, left: &Cell<usize>, mut work: impl FnMut(Cut)) {
         let cut = self.single();
         let n = cut.elements;
@@ -92,8 +92,8 @@ impl LayerMovement<'_> {
         }
     }
 
-    /// Returns the first elements of the runs of some rows, in the rows and in the plane. Padding is
-    /// skipped. `left` counts the remaining rows down.
+    /// Returns the first elements of some rows' runs, in the rows and in the plane. Padding is skipped.
+    /// `left` is decreased by the number of rows covered.
     fn offsets(
         &self,
         cut: Cut,
@@ -102,7 +102,7 @@ impl LayerMovement<'_> {
     ) -> impl Iterator<Item = (usize, usize)> {
         let (row_strides, strides) = (self.rows.strides(), self.plane.strides);
         let (layer, block_size, first) = (self.layer, self.block_size, self.rows.offset());
-        // If so, tokens of different blocks are as far apart as their slots, and no division is needed.
+        // If so, tokens of different blocks are as far apart as their slots, so no division is needed.
         let linear = strides.block == block_size * strides.token;
         let count = if let Steps::Joined(count) = cut.steps { count } else { 1 };
         let slots = cut.steps.rows(self.slots, rows).map(move |row| {
@@ -146,8 +146,8 @@ fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
 }
 
 impl Fast {
-    /// Returns the number of parts for threads, which must not write the same slot. `twice` returns whether a
-    /// slot is written twice; it is called only if the answer matters.
+    /// Returns the number of parts for threads, which must not write to the same slot. `twice` returns
+    /// whether a slot is written twice; it is called only if the answer matters.
     pub(super) fn parts_of_scatter(&self, m: &LayerMovement, twice: impl FnOnce() -> bool) -> usize {
         match self.parts(m.slots.len(), m.bytes()) {
             parts if parts > 1 && twice() => 1,
@@ -184,8 +184,8 @@ impl Fast {
                             let offsets = queues(range.clone(), |rows| {
                                 m.offsets(cut, rows, &left).map(move |(row, slot)| (row * size, slot * size))
                             });
-                            // SAFETY: rows and arena are different storages, as the operation's check found,
-                            // and threads share the work only if no slot is written twice.
+                            // SAFETY: the operation's check made sure that rows and arena are different
+                            // storages, and threads share the work only if no slot is written twice.
                             unsafe {
                                 self.level.run(CopyRuns {
                                     from,
@@ -199,9 +199,9 @@ impl Fast {
                     } else {
                         let cut = m.single();
                         let offsets = m.offsets(cut, range, &left);
-                        // SAFETY: rows and arena are different storages, as the operation's check found, and
-                        // threads share the work only if no slot is written twice. Rows of another type than
-                        // the cache are of f32, so `dtype` has two bytes.
+                        // SAFETY: the operation's check made sure that rows and arena are different storages,
+                        // and threads share the work only if no slot is written twice. Rows whose type is not
+                        // the cache's are f32, so `dtype` has two bytes.
                         unsafe {
                             self.level.run(NarrowRows { from, to, elements: cut.elements, dtype, offsets });
                         }
@@ -238,9 +238,9 @@ impl Fast {
                     };
                     if let (Some(table), Some(rotation)) = (&table, rotation) {
                         let cut = Cut { steps: Steps::Single, runs: 1, elements: plane.dim };
-                        // SAFETY: rows and arena are different storages and rows share no elements, as the
-                        // operation's check found. The check bounded the rotary dimension by `plane.dim`, and
-                        // `share` gives each thread its own rows.
+                        // SAFETY: the operation's check made sure that rows and arena are different storages
+                        // and that rows share no elements. The check bounded the rotary dimension by
+                        // `plane.dim`, and `share` gives each thread its own rows.
                         unsafe {
                             self.level.run(RotateRows {
                                 from,
@@ -259,8 +259,9 @@ impl Fast {
                         m.each_cut(&left, |cut| {
                             let bytes = cut.elements * size;
                             let offsets = queues(range.clone(), |rows| offsets(cut, rows));
-                            // SAFETY: rows and arena are different storages and rows share no elements, as
-                            // the operation's check found, and `share` gives each thread its own rows.
+                            // SAFETY: the operation's check made sure that rows and arena are different
+                            // storages and that rows share no elements, and `share` gives each thread its own
+                            // rows.
                             unsafe { self.level.run(CopyRuns { from, to, bytes, offsets, stream }) };
                         });
                     }
@@ -272,11 +273,11 @@ impl Fast {
     }
 }
 
-/// Rounds rows of f32 into a narrower cache. Offsets are in elements.
+/// Rounds f32 rows into a cache with a narrower type. Offsets are in elements.
 ///
 /// # Safety
-/// `from` and `to` do not overlap, no other thread accesses the elements written meanwhile, and `dtype` has
-/// two bytes.
+/// `from` and `to` must not overlap, no other thread may access the elements being written, and `dtype` must
+/// have two bytes.
 struct NarrowRows<'a, I> {
     from: Origin<'a>,
     to: Destination<'a>,
@@ -293,8 +294,8 @@ impl<I: Iterator<Item = (usize, usize)>> SimdTask for NarrowRows<'_, I> {
         for (from, to) in self.offsets {
             let from = self.from.at(from * 4, self.elements * 4).cast::<f32>();
             let to = self.to.at(to * 2, self.elements * 2);
-            // SAFETY: `at` checked that `elements` elements lie inside at both ends, which are different
-            // storages, because the operation's check refuses rows inside the arena. The caller guarantees
+            // SAFETY: `at` checked that `elements` elements are in bounds on both sides, which are different
+            // storages, because the operation's check rejects rows inside the arena. The caller guarantees
             // the instruction set.
             unsafe { narrow::<S>(self.dtype, from, to, self.elements) };
         }

@@ -1,4 +1,4 @@
-//! Copies of many runs of bytes of equal size.
+//! Copies many equally sized runs of bytes.
 //!
 //! A single stream of loads waits for memory most of the time. Therefore four streams run side by side, each
 //! prefetches its next run, and stores do not read the line first. Together they reach the speed of
@@ -8,7 +8,7 @@ use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdTask};
 
 // Decision: docs/decisions/backend-cpu.md#four-streams-of-copies
-/// Number of queues of runs; the first runs of all queues are copied side by side.
+/// Number of queues of runs. The first runs of all queues are copied side by side.
 pub(super) const QUEUES: usize = 4;
 /// Bytes of a cache line.
 const LINE: usize = 64;
@@ -16,14 +16,14 @@ const LINE: usize = 64;
 /// Copies runs of `bytes` bytes, from the first to the second offset of each pair.
 ///
 /// # Safety
-/// No byte is both read and written, and no other thread accesses the bytes written meanwhile.
+/// No byte may be both read and written, and no other thread may access the bytes being written.
 pub(super) struct CopyRuns<'a, I> {
     pub(super) from: Origin<'a>,
     pub(super) to: Destination<'a>,
     pub(super) bytes: usize,
-    /// Four lists of offsets, fastest if the offsets of a list are adjacent.
+    /// Four lists of offsets. Copying is fastest if the offsets of a list are adjacent.
     pub(super) offsets: [I; QUEUES],
-    /// True to bypass the caches.
+    /// Whether to bypass the caches.
     pub(super) stream: bool,
 }
 
@@ -34,7 +34,7 @@ struct CopyRun {
 }
 
 impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
-    /// Returns the next run of a queue that can bypass the caches. Runs that cannot are copied on the way.
+    /// Returns a queue's next run that can bypass the caches. Copies any runs before it that cannot.
     #[inline(always)]
     fn next(&mut self, queue: usize, stream: bool) -> Option<CopyRun> {
         let (bytes, from, to) = (self.bytes, self.from, self.to);
@@ -43,15 +43,14 @@ impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
             if stream && to.is_line(b) {
                 return Some(run);
             }
-            // SAFETY: `at` checked that `bytes` bytes lie inside at both ends, and by the contract of
-            // `CopyRuns` the ends do not overlap and no other thread accesses the destination.
+            // SAFETY: `at` checked that `bytes` bytes are in bounds on both sides, and by the contract of
+            // `CopyRuns` the sides do not overlap and no other thread accesses the destination.
             unsafe { std::ptr::copy_nonoverlapping(run.from, run.to, bytes) };
             None
         })
     }
 
-    /// Returns the next run of every queue, if each queue has one. Otherwise copies the runs that were
-    /// found.
+    /// Returns the next run of every queue, if each queue has one. Otherwise copies the runs it found.
     #[inline(always)]
     fn next_of_each(&mut self) -> Option<[CopyRun; QUEUES]> {
         let mut all = [None; QUEUES];
@@ -63,7 +62,7 @@ impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
         }
         for run in all.into_iter().flatten() {
             // SAFETY: `next` obtained both pointers from `at` for `bytes` bytes, and by the contract of
-            // `CopyRuns` the ends do not overlap.
+            // `CopyRuns` the two sides do not overlap.
             unsafe { std::ptr::copy_nonoverlapping(run.from, run.to, self.bytes) };
         }
         None
@@ -86,7 +85,7 @@ impl<I: Iterator<Item = (usize, usize)>> SimdTask for CopyRuns<'_, I> {
                 unsafe { copy::<S>(&runs, ahead.as_ref().unwrap_or(&runs), self.bytes) };
                 now = ahead;
             }
-            // SAFETY: the instruction set of `S` is available by contract, and no pointer is involved.
+            // SAFETY: the instruction set of `S` is available by contract, and no pointers are involved.
             unsafe { S::fence() };
         }
         for queue in 0..QUEUES {
@@ -98,16 +97,16 @@ impl<I: Iterator<Item = (usize, usize)>> SimdTask for CopyRuns<'_, I> {
 /// Copies four runs side by side and prefetches the runs `ahead`.
 ///
 /// # Safety
-/// Each of `runs` is valid for `bytes` bytes at both ends, which do not overlap, and its destination is
-/// aligned to a cache line. The caller is compiled for the instruction set of `S`. The pointers of `ahead`
-/// may be any.
+/// Each of `runs` must be valid for `bytes` bytes on both sides, which must not overlap, and its destination
+/// must be aligned to a cache line. The caller must be compiled for the instruction set of `S`. The pointers
+/// of `ahead` need not be valid.
 #[inline(always)]
 unsafe fn copy<S: Simd>(runs: &[CopyRun; QUEUES], ahead: &[CopyRun; QUEUES], bytes: usize) {
     let whole = bytes - bytes % LINE;
     let mut at = 0;
-    // SAFETY: `at + LINE <= whole <= bytes` in the loop, and the rest is `bytes - whole` bytes from `whole`
-    // on; the caller guarantees `bytes` bytes and aligned destinations, which stay aligned because `at` is a
-    // multiple of `LINE`.
+    // SAFETY: `at + LINE <= whole <= bytes` in the loop, and the rest is `bytes - whole` bytes starting at
+    // `whole`; the caller guarantees `bytes` bytes and aligned destinations, which stay aligned because `at`
+    // is a multiple of `LINE`.
     unsafe {
         while at < whole {
             for queue in 0..QUEUES {

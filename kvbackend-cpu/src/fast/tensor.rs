@@ -1,5 +1,5 @@
-//! Strided copies: of runs that are dense on both sides, or of squares if the two sides run along different
-//! axes.
+//! Strided copies, made of runs that are dense on both sides, or of squares if the two sides run along
+//! different axes.
 
 use kvcore::{CopyTensor, Result};
 
@@ -9,7 +9,7 @@ use crate::memory::ByteSpan;
 use crate::raw::{Destination, Origin};
 use crate::reference::{Axis, DenseRuns};
 
-/// Elements along a side of a square, chosen so that its lines of both sides stay in the first-level cache.
+/// Elements along the side of a square, chosen so that its lines on both sides stay in the first-level cache.
 const SIDE: usize = 32;
 
 impl Fast {
@@ -28,7 +28,7 @@ impl Fast {
             let end = |stride: fn(&Axis) -> usize| {
                 runs.axes.iter().map(|axis| (axis.n - 1) * stride(axis)).sum::<usize>() + runs.bytes
             };
-            // Checks that all bytes copied lie inside both views.
+            // Checks that all bytes to copy are inside both views.
             copy.from.at(runs.start.0, end(|axis| axis.src));
             copy.to.at(runs.start.1, end(|axis| axis.dst));
             self.workers.run(parts, &|part| {
@@ -44,8 +44,8 @@ impl Fast {
                 let one = || Axis { n: 1, src: 0, dst: 0 };
                 let inner = (second.unwrap_or_else(one), first.unwrap_or_else(one));
                 // SAFETY: the two calls of `at` above checked the last byte of each side. `share` gives each
-                // thread its own part of an axis, and the operation's check refused destinations that overlap
-                // themselves or the source.
+                // thread its own part of an axis, and the operation's check rejected destinations that
+                // overlap themselves or the source.
                 unsafe { copy.over(&axes, start, &inner) };
             });
             Ok(())
@@ -67,14 +67,13 @@ struct StridedCopy<'a> {
 }
 
 impl StridedCopy<'_> {
-    /// Copies the runs of `axes`, and inside each the two axes `inner`, from the offsets `at`.
+    /// Copies the runs of `axes`, and inside each one the two axes `inner`, starting at offsets `at`.
     ///
     /// # Safety
-    /// Every run that `axes` and `inner` reach from `at` lies inside `self.from` and `self.to`. No byte is
-    /// both read and written, and no other thread accesses the bytes written.
+    /// Every run that `axes` and `inner` reach from `at` must be inside `self.from` and `self.to`. No byte
+    /// may be both read and written, and no other thread may access the bytes being written.
     unsafe fn over(&self, axes: &[Axis], at: (usize, usize), inner: &(Axis, Axis)) {
-        // SAFETY: by contract, all runs lie inside both sides, and each recursive call reaches a part of
-        // them.
+        // SAFETY: by contract, all runs are inside both sides, and each recursive call covers part of them.
         unsafe {
             if let Some((axis, rest)) = axes.split_first() {
                 for i in 0..axis.n {
@@ -96,8 +95,8 @@ impl StridedCopy<'_> {
 /// Copies elements of type `T` along two axes.
 ///
 /// # Safety
-/// `from` and `to` are valid for an element at every offset that `axes` reaches, and no other thread writes
-/// there.
+/// `from` and `to` must be valid for an element at every offset that `axes` reaches, and no other thread may
+/// write there.
 unsafe fn squares<T: Copy>(from: *const u8, to: *mut u8, axes: &(Axis, Axis)) {
     each_square(axes, |from_at, to_at| {
         // SAFETY: by contract, an element at `from_at` is readable and one at `to_at` writable.
@@ -108,12 +107,12 @@ unsafe fn squares<T: Copy>(from: *const u8, to: *mut u8, axes: &(Axis, Axis)) {
 /// Copies runs of `bytes` bytes along two axes.
 ///
 /// # Safety
-/// `from` and `to` are valid for `bytes` bytes at every offset that `axes` reaches; the runs read and written
-/// do not overlap, and no other thread writes there.
+/// `from` and `to` must be valid for `bytes` bytes at every offset that `axes` reaches. The runs read and
+/// written must not overlap, and no other thread may write there.
 unsafe fn runs(from: *const u8, to: *mut u8, axes: &(Axis, Axis), bytes: usize) {
     each_square(axes, |from_at, to_at| {
-        // SAFETY: by contract, `bytes` bytes at `from_at` are readable and as many at `to_at` writable, apart
-        // from each other.
+        // SAFETY: by contract, `bytes` bytes are readable at `from_at` and writable at `to_at`, and they do
+        // not overlap.
         unsafe { std::ptr::copy_nonoverlapping(from.add(from_at), to.add(to_at), bytes) }
     });
 }

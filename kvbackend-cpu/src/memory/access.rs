@@ -39,26 +39,26 @@ impl<'a> ByteSpan<'a> {
     }
 }
 
-/// A list that stays off the heap, because its inline capacity suffices for an operation.
+/// A list whose inline capacity is enough for one operation, so that it stays off the heap.
 type Few<T> = SmallVec<[T; 8]>;
 
 /// The locks of all bytes that one operation touches.
 ///
-/// Overlapping parts are joined. The parts of a storage are locked at once, in the order of arrival, and
-/// storages in the order of their addresses. Therefore operations cannot deadlock: an operation that waits in
-/// a storage waits for earlier uses of that storage, which wait for still earlier ones or in later storages.
+/// Overlapping parts are joined. All parts of one storage are locked together, in order of arrival, and
+/// storages are locked in address order. Therefore operations cannot deadlock: an operation that waits in a
+/// storage waits for earlier uses of that storage, which wait for even earlier ones or in later storages.
 ///
 pub(crate) struct Access<'a> {
-    /// Sorted by storage and by first byte. No two parts of a storage overlap.
+    /// Sorted by storage and first byte. No two parts of a storage overlap.
     parts: Few<SpanUse<'a>>,
-    /// The bytes of lent memory, with the index of their part.
+    /// The bytes of lent memory, each with the index of its part.
     lent: SmallVec<[LentBytes<'a>; 4]>,
 }
 
 struct SpanUse<'a> {
     storage: &'a CpuStorage,
     range: RangeUse,
-    /// The turn of the storage's parts.
+    /// The turn at which the storage's parts were locked.
     turn: RangeTurn,
 }
 
@@ -73,7 +73,7 @@ impl SpanUse<'_> {
         Ok(own.start <= bytes.start && bytes.end <= own.end && std::ptr::eq(self.storage, span.storage()?))
     }
 
-    /// Joins the next part in order, if it shares a byte with this one.
+    /// Joins this part with the next one in order, if they share a byte.
     fn joins(&mut self, next: &Self) -> bool {
         let (own, other) = (&mut self.range, &next.range);
         let overlap = std::ptr::eq(self.storage, next.storage) && other.bytes.start < own.bytes.end;
@@ -86,13 +86,13 @@ impl SpanUse<'_> {
 }
 
 impl<'a> Access<'a> {
-    /// Locks `reads` for reading and `writes` for writing. Parts that overlap are locked as one, for writing
-    /// if one of them is written.
+    /// Locks `reads` for reading and `writes` for writing. Overlapping parts are locked as one part, for
+    /// writing if any of them is written.
     ///
     /// # Errors
     /// Returns [`Error::ForeignHandle`] for a storage of another backend, and [`Error::TooLarge`] for bytes
-    /// that a storage does not have. Returns [`Error::Unsupported`] for `writes` in memory that is lent to be
-    /// read.
+    /// past the end of a storage. Returns [`Error::Unsupported`] for `writes` to memory that was lent for
+    /// reading only.
     pub(crate) fn new(reads: &[&ByteSpan<'a>], writes: &[&ByteSpan<'a>]) -> Result<Self> {
         let mut parts: Few<SpanUse<'a>> = Few::new();
         for (list, write) in [(writes, true), (reads, false)] {
@@ -122,7 +122,7 @@ impl<'a> Access<'a> {
         }
         let mut access = Self { parts, lent: SmallVec::new() };
         for part in &access.parts {
-            // The lock of an owner is taken only once, even for several storages over its memory.
+            // An owner's lock is taken only once, even if several storages use its memory.
             if access.lent(part.storage).is_none()
                 && let Some(bytes) = part.storage.lock_lent()?
             {
@@ -132,7 +132,7 @@ impl<'a> Access<'a> {
         Ok(access)
     }
 
-    /// Returns the lent bytes of a storage, or `None` if its memory is not lent.
+    /// Returns a storage's lent bytes, or `None` if its memory is not lent.
     fn lent(&self, storage: &CpuStorage) -> Option<&LentBytes<'a>> {
         let is_of =
             |bytes: &&LentBytes<'_>| bytes.as_ptr() as u64 == storage.address && bytes.len() == storage.len;
@@ -150,8 +150,8 @@ impl<'a> Access<'a> {
                 if part.storage.has_lender() {
                     return Err(not_locked());
                 }
-                // SAFETY: the part is locked while `self` lives. Bytes to write are given out only by
-                // `windows`, which borrows `self` mutably, so none exist now.
+                // SAFETY: the part is locked while `self` lives. Writable bytes are handed out only by
+                // `windows`, which borrows `self` mutably, so there are none now.
                 let values = unsafe { part.storage.bytes(range) };
                 return Ok(Window { first: range.start, values });
             }
@@ -159,7 +159,7 @@ impl<'a> Access<'a> {
         Err(not_locked())
     }
 
-    /// Returns all locked bytes with their storages, each of them once.
+    /// Returns each locked part once, with its storage.
     pub(crate) fn windows(&mut self) -> impl Iterator<Item = (&CpuStorage, LockedBytes<'_>)> {
         let this = &*self;
         this.parts.iter().map(|SpanUse { storage, range, .. }| {
@@ -168,12 +168,13 @@ impl<'a> Access<'a> {
                 return (*storage, LockedBytes::Read(Window { first, values: &bytes[range.bytes.clone()] }));
             }
             if storage.has_lender() {
-                // A guard whose bytes have moved gives nothing.
+                // If a guard's bytes have moved, it yields nothing.
                 return (*storage, LockedBytes::Read(Window { first, values: &[] }));
             }
-            // SAFETY: the part is locked while `self` lives, for writing if the slice is one to write. No two
-            // parts of `self` overlap, each is given out once, and `self` is borrowed mutably as long as they
-            // live. Two storages share bytes only if they are read alone, as their constructors demand.
+            // SAFETY: the part is locked while `self` lives, for writing if the slice is writable. No two
+            // parts of `self` overlap, each is handed out once, and `self` is borrowed mutably as long as
+            // they live. Two storages share bytes only if these are never written, as their constructors
+            // demand.
             let bytes = unsafe {
                 if range.write {
                     LockedBytes::Write(WindowMut { first, values: storage.bytes_mut(&range.bytes) })
@@ -199,7 +200,7 @@ impl Drop for Access<'_> {
     }
 }
 
-/// Locked bytes of several storages at the same time. Each part can be taken once.
+/// Locked bytes of several storages. Each part can be taken once.
 pub(crate) struct LockedParts<'a>(Few<(&'a CpuStorage, LockedBytes<'a>)>);
 
 pub(crate) enum LockedBytes<'a> {
@@ -250,13 +251,13 @@ pub(crate) fn not_locked() -> Error {
     Error::Device { backend: NAME, reason }
 }
 
-/// Elements of a part of a storage, for reading. They keep their indices in the storage.
+/// Part of a storage's elements, for reading. They keep their indices in the storage.
 pub(crate) struct Window<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a [T],
 }
 
-/// Elements of a part of a storage, for writing. They keep their indices in the storage.
+/// Part of a storage's elements, for writing. They keep their indices in the storage.
 pub(crate) struct WindowMut<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a mut [T],
@@ -271,14 +272,14 @@ impl<T> Clone for Window<'_, T> {
 impl<T> Copy for Window<'_, T> {}
 
 impl<'a> Window<'a> {
-    /// Returns the bytes as elements, beginning at the start of the window.
+    /// Returns the bytes as elements, starting at the beginning of the window.
     pub(crate) fn elements<T: Element>(self) -> Result<Window<'a, T>> {
         Ok(Window { first: self.first / size_of::<T>(), values: elements(self.values)? })
     }
 }
 
 impl<'a> WindowMut<'a> {
-    /// Returns the bytes as elements, beginning at the start of the window.
+    /// Returns the bytes as elements, starting at the beginning of the window.
     pub(crate) fn elements<T: Element>(self) -> Result<WindowMut<'a, T>> {
         Ok(WindowMut { first: self.first / size_of::<T>(), values: elements_mut(self.values)? })
     }
@@ -367,7 +368,7 @@ mod tests {
         let view = TensorView::new(Arc::clone(&storage), DType::U8, &[16]).unwrap();
         let _all = Access::new(&[], &[&ByteSpan::of(&view).unwrap()]).unwrap();
         let none = view.slice(0, 4, 4).unwrap();
-        // This thread already holds everything: a lock that waited would never return.
+        // This thread already holds everything, so if a lock waited, it would never return.
         let mut access = Access::new(&[], &[&ByteSpan::of(&none).unwrap()]).unwrap();
         assert!(access.parts().write(&ByteSpan::of(&none).unwrap()).unwrap().values.is_empty());
     }

@@ -1,4 +1,4 @@
-//! Memory that its owner lends for reading: storages over tensors of other libraries, without a copy.
+//! Memory that its owner lends for reading: storages over other libraries' tensors, without a copy.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -11,8 +11,7 @@ use kvcore::{Error, MemoryKind, Result};
 use super::{CpuStorage, MemoryOwner, OwnedMemory};
 use crate::NAME;
 
-/// Memory that its owner lends for reading. Operations lock it while they read it, with the owner's kind of
-/// lock.
+/// Memory that its owner lends for reading. Operations lock it while they read it, with the owner's own lock.
 ///
 /// ```
 /// use std::sync::{Arc, RwLock};
@@ -45,24 +44,24 @@ use crate::NAME;
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 pub trait LentMemory: Send + Sync {
-    /// Waits until the bytes may be read, and keeps others from writing them while the result lives.
+    /// Waits until the bytes may be read, and keeps others from writing to them while the result lives.
     ///
-    /// The owner guarantees that the bytes do not move as long as the storage lives. An operation that finds
-    /// them elsewhere is refused.
+    /// The bytes must not move as long as the storage lives. If an operation finds them elsewhere, it is
+    /// rejected.
     fn lock(&self) -> LentBytes<'_>;
 }
 
-/// Bytes that are locked for reading, by a guard of any type. The guard is stored inline, so locking
-/// allocates nothing.
+/// Bytes locked for reading, by a guard of any type. The guard is stored inline, so locking does not
+/// allocate.
 pub struct LentBytes<'a> {
     guard: MaybeUninit<[usize; WORDS]>,
     bytes: unsafe fn(*const [usize; WORDS]) -> *const [u8],
     drop: unsafe fn(*mut [usize; WORDS]),
-    /// Guards that belong to a thread must not move to another one.
+    /// Some guards belong to a thread and must not move to another one.
     life: PhantomData<(&'a (), *const ())>,
 }
 
-/// The size of the largest guard, in words.
+/// Maximum size of a guard, in words.
 const WORDS: usize = 4;
 
 impl<'a> LentBytes<'a> {
@@ -72,7 +71,8 @@ impl<'a> LentBytes<'a> {
             assert!(size_of::<G>() <= size_of::<[usize; WORDS]>() && align_of::<G>() <= align_of::<usize>());
         }
         let mut place = MaybeUninit::<[usize; WORDS]>::uninit();
-        // SAFETY: the guard is no larger than the place and needs no larger alignment, as was asserted.
+        // SAFETY: the assertions above check that the guard is no larger than the place and needs no larger
+        // alignment.
         unsafe { place.as_mut_ptr().cast::<G>().write(guard) };
         Self {
             guard: place,
@@ -92,7 +92,7 @@ impl Deref for LentBytes<'_> {
     type Target = [u8];
 
     fn deref(&self) -> &[u8] {
-        // SAFETY: `bytes` is the function for the guard in the place. The slice is borrowed of the guard,
+        // SAFETY: `bytes` is the function for the guard in the place. The slice is borrowed from the guard,
         // which is borrowed with `self`.
         unsafe { &*(self.bytes)(self.guard.as_ptr()) }
     }
@@ -100,7 +100,7 @@ impl Deref for LentBytes<'_> {
 
 impl Drop for LentBytes<'_> {
     fn drop(&mut self) {
-        // SAFETY: `drop` is the function for the guard in the place, which is dropped here and nowhere else.
+        // SAFETY: `drop` is the function for the guard in the place, which is dropped only here.
         unsafe { (self.drop)(self.guard.as_mut_ptr()) }
     }
 }
@@ -131,16 +131,16 @@ impl CpuStorage {
         ))
     }
 
-    /// Returns true if the memory is lent for reading, under its owner's lock.
+    /// Returns whether the memory is lent for reading, under its owner's lock.
     pub(super) fn has_lender(&self) -> bool {
         matches!(self.memory.owner, MemoryOwner::Lender(_))
     }
 
-    /// Locks the bytes of lent memory. Returns `None` for a storage whose own locks suffice.
+    /// Locks the bytes of lent memory. Returns `None` for a storage that needs only its own locks.
     pub(super) fn lock_lent(&self) -> Result<Option<LentBytes<'_>>> {
         let MemoryOwner::Lender(owner) = &self.memory.owner else { return Ok(None) };
         let bytes = owner.lock();
-        // A guard that contains the bytes takes them along when it moves.
+        // If a guard contains the bytes, they move with it.
         let guard = std::ptr::from_ref(&bytes).addr();
         let inline = (guard..guard + size_of_val(&bytes)).contains(&bytes.as_ptr().addr());
         if bytes.as_ptr() as u64 != self.address || bytes.len() != self.len || inline {
@@ -150,7 +150,7 @@ impl CpuStorage {
         Ok(Some(bytes))
     }
 
-    /// Checks that operations may write the storage.
+    /// Checks that operations may write to the storage.
     pub(crate) fn check_writable(&self) -> Result<()> {
         match self.memory.owner {
             MemoryOwner::Lender(_) => {

@@ -1,5 +1,5 @@
 //! Host storage: owned, lent or reserved bytes. Operations lock the ranges that they touch, so safe code
-//! cannot race.
+//! cannot have data races.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
@@ -33,18 +33,18 @@ pub use view::{HostView, HostViewMut};
 /// Alignment of an allocation: a cache line, which also suits every SIMD width.
 const ALIGN: usize = 64;
 
-/// Bytes of a large page. Rows of a pool are accessed in any order: with small pages, most accesses would
-/// also miss the TLB.
+/// Size of a large page in bytes. A pool's rows are accessed in any order: with small pages, most accesses
+/// would also miss the TLB.
 #[cfg(target_os = "linux")]
 const LARGE_PAGE: usize = 2 << 20;
 
 // Decision: docs/decisions/backend-cpu.md#operations-lock-the-ranges-that-they-touch
 /// Bytes of host memory.
 ///
-/// While an operation runs, it locks the ranges of bytes that it touches, for reading or writing: the rows of
-/// one layer, or the elements of a view. Operations on other ranges, such as those of another layer, run at
-/// the same time. The contract asks callers to order streams by events. If a caller forgets this, results may
-/// be stale, but two threads never race on an element.
+/// While an operation runs, it locks the byte ranges that it touches, for reading or writing: the rows of one
+/// layer, or the elements of a view. Operations on other ranges, such as another layer's, run at the same
+/// time. Callers must order streams by events. If a caller forgets this, results may be stale, but two
+/// threads never race on an element.
 pub struct CpuStorage {
     memory: OwnedMemory,
     locks: RangeLocks,
@@ -53,7 +53,7 @@ pub struct CpuStorage {
     len: usize,
 }
 
-/// The bytes of a storage. Only ranges locked by `locks` may be accessed.
+/// A storage's bytes. Only ranges locked by `locks` may be accessed.
 struct OwnedMemory {
     ptr: NonNull<u8>,
     owner: MemoryOwner,
@@ -62,10 +62,10 @@ struct OwnedMemory {
 enum MemoryOwner {
     /// Allocated by the global allocator with this layout.
     Allocated(Layout),
-    /// Mapped by the system for this storage alone.
+    /// Mapped by the system, only for this storage.
     #[cfg(target_os = "linux")]
     Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::Mapping),
-    /// Lent to the storage; the owner keeps the bytes alive.
+    /// Lent to the storage. The owner keeps the bytes alive.
     Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
     /// Lent for reading, under the owner's own lock.
     Lender(Arc<dyn LentMemory>),
@@ -74,8 +74,8 @@ enum MemoryOwner {
 // SAFETY: `OwnedMemory` owns its bytes, or keeps the owner alive, which is `Send`; no field is tied to a
 // thread.
 unsafe impl Send for OwnedMemory {}
-// SAFETY: `&OwnedMemory` gives no access to the bytes; code that follows `ptr` excludes races. The owner is
-// `Sync`.
+// SAFETY: `&OwnedMemory` gives no access to the bytes; code that dereferences `ptr` excludes races. The owner
+// is `Sync`.
 unsafe impl Sync for OwnedMemory {}
 
 impl Drop for OwnedMemory {
@@ -88,7 +88,7 @@ impl Drop for OwnedMemory {
 }
 
 impl CpuStorage {
-    /// Allocates `bytes` zeroed bytes. On Linux, large allocations take memory only when touched.
+    /// Allocates `bytes` zeroed bytes. On Linux, large allocations use memory only when it is first touched.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `bytes` is 0, and [`Error::Allocation`] if the system refuses.
@@ -111,7 +111,7 @@ impl CpuStorage {
         Ok(Self::new(OwnedMemory { ptr, owner: MemoryOwner::Allocated(layout) }, bytes, kind))
     }
 
-    /// Creates a storage over memory that other code allocated; `owner` is dropped with the storage.
+    /// Creates a storage over memory that other code allocated. `owner` is dropped with the storage.
     ///
     /// ```
     /// use std::any::Any;
@@ -131,10 +131,10 @@ impl CpuStorage {
     ///
     /// # Safety
     /// `ptr` must be valid for reads and writes of `bytes` initialised bytes for as long as `owner` lives.
-    /// While the storage lives, nothing else may access these bytes except through the storage. In particular
-    /// no other storage covers one of them: each storage has a lock of its own. Operations refuse operands
-    /// that share memory, such as two arenas over windows that overlap, yet operations on different streams
-    /// cannot see each other's.
+    /// While the storage lives, nothing else may access these bytes except through the storage. In
+    /// particular, no other storage may cover any of them, because each storage has its own lock. An
+    /// operation rejects operands that share memory, such as two arenas over overlapping memory, but it
+    /// cannot detect this between operations on different streams.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `bytes` is 0.
@@ -159,23 +159,23 @@ impl CpuStorage {
     /// Returns a range of the bytes.
     ///
     /// # Safety
-    /// The range lies inside the storage, whose memory is no lender's, and nothing writes it while the slice
-    /// lives.
+    /// The range must be inside the storage, whose memory must not be a lender's, and nothing may write to it
+    /// while the slice lives.
     unsafe fn bytes(&self, range: &Range<usize>) -> &[u8] {
-        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some
-        // by contract.
+        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, and the range is inside
+        // them by contract.
         unsafe { std::slice::from_raw_parts(self.memory.ptr.as_ptr().add(range.start), range.len()) }
     }
 
     /// Returns a range of the bytes, for writing.
     ///
     /// # Safety
-    /// The range lies inside the storage, whose memory is no lender's, and nothing else reads or writes it
-    /// while the slice lives.
+    /// The range must be inside the storage, whose memory must not be a lender's, and nothing else may read
+    /// or write it while the slice lives.
     #[expect(clippy::mut_from_ref, reason = "the caller holds the lock of the range")]
     unsafe fn bytes_mut(&self, range: &Range<usize>) -> &mut [u8] {
-        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, of which the range are some
-        // by contract.
+        // SAFETY: the memory has `self.len` initialised bytes while `self` lives, and the range is inside
+        // them by contract.
         unsafe { std::slice::from_raw_parts_mut(self.memory.ptr.as_ptr().add(range.start), range.len()) }
     }
 }
@@ -204,7 +204,7 @@ impl Storage for CpuStorage {
     }
 }
 
-/// Returns the CPU storage of a handle.
+/// Returns the CPU storage behind a handle.
 pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
     storage.as_any().downcast_ref().ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
 }

@@ -1,15 +1,15 @@
-//! The ranges of a storage that are in use. Operations on disjoint ranges do not wait for each other.
+//! Range locks of a storage. Operations on disjoint ranges do not wait for each other.
 
 use std::ops::Range;
 
 use parking_lot::{Condvar, Mutex};
 use smallvec::SmallVec;
 
-/// The uses of one storage, in the order of their requests.
+/// The uses of one storage, in the order in which they were requested.
 ///
-/// A use consists of all ranges that one operation touches. It begins as soon as it conflicts with no earlier
-/// use: two uses conflict if they share a byte and one of them writes it. A use never overtakes an earlier
-/// one that it conflicts with, so a sequence of readers cannot starve a writer.
+/// A use consists of all ranges that one operation touches. It begins as soon as it does not conflict with an
+/// earlier use. Two uses conflict if they share a byte and one of them writes it. A use never overtakes an
+/// earlier one that it conflicts with, so readers cannot starve a writer.
 #[derive(Default)]
 pub(super) struct RangeLocks {
     state: Mutex<RangeState>,
@@ -18,14 +18,14 @@ pub(super) struct RangeLocks {
 
 #[derive(Default)]
 struct RangeState {
-    /// Uses in progress and waiting uses, by turn. The inline capacity suffices for a few concurrent
+    /// Uses in progress and waiting uses, by turn. The inline capacity is enough for a few concurrent
     /// operations.
     uses: SmallVec<[(RangeTurn, RangeUse); 8]>,
     next: u64,
     waiting: usize,
 }
 
-/// The place of a use in the order of a storage's uses.
+/// A use's place in the order of a storage's uses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct RangeTurn(u64);
 
@@ -54,7 +54,7 @@ impl RangeState {
 }
 
 impl RangeLocks {
-    /// Waits until the ranges may be used, and returns the turn to [`end`](Self::end) after the use.
+    /// Waits until the ranges may be used, and returns the turn to pass to [`end`](Self::end) afterwards.
     pub(super) fn begin<'a>(&self, ranges: impl Iterator<Item = &'a RangeUse>) -> RangeTurn {
         let mut state = self.state.lock();
         let (turn, alone) = (RangeTurn(state.next), state.uses.is_empty());
@@ -72,7 +72,7 @@ impl RangeLocks {
         turn
     }
 
-    /// Ends a use. The caller must not keep a reference into its ranges.
+    /// Ends a use. The caller must not keep references into its ranges.
     pub(super) fn end(&self, turn: RangeTurn) {
         let mut state = self.state.lock();
         state.uses.retain(|(known, _)| *known != turn);
@@ -104,7 +104,7 @@ mod tests {
         RangeUse { bytes, write: true }
     }
 
-    /// Waits until `count` uses wait.
+    /// Waits until `count` uses are waiting.
     fn until_waiting(locks: &RangeLocks, count: usize) {
         while locks.waiting() < count {
             std::thread::yield_now();
@@ -115,7 +115,7 @@ mod tests {
     fn disjoint_ranges_and_readers_of_one_range_do_not_wait() {
         let locks = RangeLocks::default();
         let all = [writes(0..8), writes(8..16), reads(16..24), reads(20..32), writes(32..32), writes(4..4)];
-        // On a single thread, a use that waited would never return.
+        // There is only one thread here, so if a use waited, this would never return.
         let turns = all.map(|range| locks.begin([range].iter()));
         for turn in turns {
             locks.end(turn);
@@ -138,7 +138,7 @@ mod tests {
             until_waiting(&locks, 1);
             scope.spawn(|| enter("reader", reads(4..8)));
             until_waiting(&locks, 2);
-            // A use that shares no byte with the waiting ones proceeds.
+            // A use that shares no bytes with the waiting ones proceeds.
             enter("other", writes(12..16));
             locks.end(first);
         });

@@ -1,4 +1,5 @@
-//! Reserved host memory: an anonymous mapping whose pages can be returned to the system and come back zeroed.
+//! Reserved host memory: an anonymous mapping whose pages can be returned to the system, and are zero when
+//! mapped again.
 
 use std::any::Any;
 use std::ops::Range;
@@ -12,20 +13,20 @@ use rustix::param::page_size;
 use super::ranges::RangeUse;
 use super::{CpuStorage, LARGE_PAGE, MemoryOwner, OwnedMemory, pages};
 
-/// Host memory whose pages can be released and mapped again; kernels use it as a [`CpuStorage`].
+/// Host memory whose pages can be released and mapped again. Kernels use it as a [`CpuStorage`].
 ///
-/// Pages of an unmapped range are dropped, not protected. On the next access the system supplies a zeroed
-/// page, so safe code may read and write there. Bytes written to an unmapped range occupy memory until the
-/// range is unmapped or mapped again, which drops them.
+/// The pages of an unmapped range are dropped, not protected. On the next access the system provides a zeroed
+/// page, so safe code may read and write there. Bytes written to an unmapped range occupy memory until they
+/// are dropped, when the range is unmapped or mapped again.
 #[derive(Debug)]
 pub struct CpuReserved {
     storage: CpuStorage,
-    /// For each page, whether the page is mapped, by page number. Locked before the bytes, never after.
+    /// For each page, whether it is mapped. Must be locked before the bytes, never after them.
     mapped: Mutex<Vec<bool>>,
     page: usize,
 }
 
-/// An anonymous mapping of zeros, unmapped when dropped. The system gives it pages when they are first
+/// A zeroed anonymous mapping, unmapped when dropped. The system allocates its pages when they are first
 /// touched.
 pub(super) struct Mapping {
     ptr: NonNull<u8>,
@@ -39,16 +40,16 @@ unsafe impl Sync for Mapping {}
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: `ptr` and `len` are those of a mapping that `Mapping::new` made, and nothing refers to it
-        // any more. `munmap` can fail only for a range that is no mapping; in that case memory is leaked, not
-        // freed twice.
+        // SAFETY: `ptr` and `len` describe a mapping that `Mapping::new` made, and nothing refers to it any
+        // more. `munmap` can fail only for a range that is not a mapping; then memory is leaked, not freed
+        // twice.
         let _ = unsafe { munmap(self.ptr.as_ptr().cast(), self.len) };
     }
 }
 
 impl Mapping {
-    /// Maps `bytes` bytes, rounded up to whole pages. Returns them with the mapping. Large mappings begin at
-    /// a large page.
+    /// Maps `bytes` bytes, rounded up to whole pages, and returns their address and the mapping. Large
+    /// mappings begin at a large-page boundary.
     pub(super) fn new(kind: MemoryKind, bytes: usize) -> Result<(NonNull<u8>, usize, Self)> {
         let refused = |reason: &str| Error::Allocation { bytes, kind, reason: reason.to_owned() };
         let fits = |len: &usize| isize::try_from(*len).is_ok();
@@ -57,8 +58,8 @@ impl Mapping {
         let large = usable >= 2 * LARGE_PAGE;
         let len = usable.checked_add(if large { LARGE_PAGE } else { 0 }).filter(fits);
         let len = len.ok_or_else(|| refused("larger than the address space"))?;
-        // SAFETY: with a null address the system chooses an unused range, so the new private mapping
-        // touches no other memory.
+        // SAFETY: with a null address the system chooses an unused range, so the new private mapping does not
+        // affect other memory.
         let ptr =
             unsafe { mmap_anonymous(null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
         let ptr = ptr.map_err(|errno| refused(&errno.to_string()))?;
@@ -67,7 +68,7 @@ impl Mapping {
         if !large {
             return Ok((ptr, usable, mapping));
         }
-        // SAFETY: the distance to the next large page is less than `LARGE_PAGE`, by which the mapping is
+        // SAFETY: the distance to the next large page is less than `LARGE_PAGE`, and the mapping is that much
         // longer.
         let start = unsafe { ptr.add(ptr.as_ptr().align_offset(LARGE_PAGE)) };
         pages::prefer(start, usable);
@@ -91,18 +92,18 @@ impl CpuReserved {
     }
 
     // Decision: docs/decisions/backend-cpu.md#released-pages-are-dropped-not-protected
-    /// Drops the pages of `range`, which consists of whole pages inside the mapping.
+    /// Drops the pages of `range`, which must consist of whole pages inside the mapping.
     fn discard(&self, range: &Range<usize>) -> Result<()> {
         if range.is_empty() {
             return Ok(());
         }
         let whole = RangeUse { bytes: range.clone(), write: true };
         let turn = self.storage.locks.begin(std::iter::once(&whole));
-        // SAFETY: the range is locked, so nothing else reads or writes it, and the caller guarantees
-        // that it lies inside the mapping.
+        // SAFETY: the range is locked, so nothing else reads or writes it, and the caller guarantees that it
+        // is inside the mapping.
         let at = unsafe { self.storage.bytes_mut(range) }.as_mut_ptr();
-        // SAFETY: the range lies in a private anonymous mapping, and its lock excludes every other reader and
-        // writer. The bytes are zero afterwards, which is a valid value.
+        // SAFETY: the range is in a private anonymous mapping, and its lock excludes all other readers and
+        // writers. The bytes are zero afterwards, which is a valid value.
         let dropped = unsafe { madvise(at.cast(), range.len(), Advice::LinuxDontNeed) };
         self.storage.locks.end(turn);
         dropped.map_err(|errno| Error::Allocation {
@@ -130,7 +131,7 @@ impl Storage for CpuReserved {
         self.storage.kind()
     }
 
-    /// Returns the inner [`CpuStorage`], which kernels look for.
+    /// Returns the inner [`CpuStorage`], which kernels look up.
     fn as_any(&self) -> &dyn Any {
         &self.storage
     }
@@ -149,7 +150,8 @@ impl ReservedStorage for CpuReserved {
         for run in mapped[pages.clone()].chunk_by(|a, b| a == b) {
             let next = page + run.len();
             if !run[0] {
-                // Bytes written while the run was unmapped are dropped first, so a mapped run is always zero.
+                // Bytes written while the run was unmapped are dropped first, so a newly mapped run is always
+                // zero.
                 self.discard(&(page * self.page..next * self.page))?;
             }
             page = next;
@@ -183,7 +185,8 @@ mod tests {
     use super::*;
     use crate::{CpuBackend, Execution};
 
-    /// Returns the number of pages in a range that hold physical memory, as the system's page table reports.
+    /// Returns the number of pages in a range that are backed by physical memory, according to the system's
+    /// page table.
     fn resident(storage: &CpuReserved, range: Range<usize>) -> usize {
         let table = File::open("/proc/self/pagemap").unwrap();
         let page = |at: usize| (storage.address() as usize + at) / storage.page;

@@ -1,4 +1,4 @@
-//! Turns vectors into storages and back, without a copy.
+//! Turns vectors into storages and back without copying.
 
 use std::alloc::Layout;
 use std::mem::ManuallyDrop;
@@ -29,7 +29,7 @@ impl CpuStorage {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if the elements have no bytes.
+    /// Returns [`Error::Zero`] if the vector has no bytes.
     pub fn from_vec<T: Pod>(values: Vec<T>) -> Result<Self> {
         let bytes = size_of_val(&values[..]);
         if bytes == 0 {
@@ -43,12 +43,12 @@ impl CpuStorage {
         Ok(Self::new(OwnedMemory { ptr, owner: MemoryOwner::Allocated(layout) }, bytes, MemoryKind::System))
     }
 
-    /// Returns the elements of a storage that [`from_vec`](Self::from_vec) created, without a copy. `T` may
-    /// be another type of the same size and alignment as the vector's.
+    /// Returns the elements of a storage created by [`from_vec`](Self::from_vec), without copying them. `T`
+    /// may differ from the vector's element type, but must have the same size and alignment.
     ///
     /// # Errors
     /// Returns the storage if it has other handles (views, or operations that a stream has not run), if it
-    /// was created in another way, or if elements of `T` have another size or alignment.
+    /// was created in another way, or if the size or alignment of `T` differs.
     pub fn try_into_vec<T: Pod>(self: Arc<Self>) -> std::result::Result<Vec<T>, Arc<Self>> {
         let MemoryOwner::Allocated(layout) = self.memory.owner else { return Err(self) };
         let whole = |bytes: usize| bytes.checked_rem(size_of::<T>()) == Some(0);
@@ -58,9 +58,9 @@ impl CpuStorage {
         let storage = Arc::try_unwrap(self)?;
         let (memory, size) = (ManuallyDrop::new(storage.memory), size_of::<T>());
         let (len, capacity) = (storage.len / size, layout.size() / size);
-        // SAFETY: `memory` was allocated by the global allocator with `layout`, which is that of `capacity`
+        // SAFETY: `memory` was allocated by the global allocator with `layout`, the layout of `capacity`
         // elements of `T`, and is not freed here. Its first `len` elements are initialised, and any bytes are
-        // a valid `T`. No handle of the storage is left, and hence no lock.
+        // a valid `T`. No other handle to the storage is left, and hence no lock.
         Ok(unsafe { Vec::from_raw_parts(memory.ptr.cast().as_ptr(), len, capacity) })
     }
 }

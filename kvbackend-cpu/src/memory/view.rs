@@ -1,4 +1,4 @@
-//! Elements of a tensor as a slice in host memory.
+//! Access to a tensor's elements as a slice in host memory.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -10,11 +10,12 @@ use kvcore::{Error, Result, TensorView};
 use super::{Access, ByteSpan, cpu};
 
 // Decision: docs/decisions/backend-cpu.md#host-views-hold-the-lock-of-their-range
-/// The elements of a contiguous tensor, locked for reading. Other readers continue; operations that write the
-/// elements wait.
+/// The elements of a contiguous tensor, locked for reading. Other readers can continue, but operations that
+/// write to the elements wait.
 ///
-/// A view sees only completed work: first wait for the streams that write the tensor. While a thread holds a
-/// view, it MUST NOT run or wait for operations that write its elements: they wait for the view.
+/// A view shows only completed work, so first wait for the streams that write to the tensor. While a thread
+/// holds a view, it MUST NOT run or wait for operations that write to its elements, because they wait for the
+/// view.
 ///
 /// ```
 /// use kvbackend_cpu::{CpuBackend, HostView, HostViewMut};
@@ -31,8 +32,8 @@ pub struct HostView<'a, T>(Elements<'a, T>);
 
 /// The elements of a contiguous tensor, locked for writing.
 ///
-/// While a thread holds a view, it MUST NOT run or wait for operations that touch its elements: they wait for
-/// the view. Otherwise like [`HostView`].
+/// While a thread holds a view, it MUST NOT run or wait for operations that touch its elements, because they
+/// wait for the view. Otherwise like [`HostView`].
 pub struct HostViewMut<'a, T>(Elements<'a, T>);
 
 /// Locked elements.
@@ -71,19 +72,19 @@ impl<'a, T: Pod> Elements<'a, T> {
     }
 
     fn as_slice(&self) -> &[T] {
-        // SAFETY: `of` made `start` and `len` of a slice of locked bytes that are elements of `T`, and the
-        // lock is held while `self` lives. Only `as_mut_slice` writes them, which borrows `self` mutably.
+        // SAFETY: `of` took `start` and `len` from a slice of locked bytes that are elements of `T`, and the
+        // lock is held while `self` lives. Only `as_mut_slice` writes to them, and it borrows `self` mutably.
         unsafe { std::slice::from_raw_parts(self.start.as_ptr(), self.len) }
     }
 }
 
 impl<'a, T: Pod> HostView<'a, T> {
-    /// Locks the elements of a tensor, after waiting for operations that are writing them. `T` must be as
-    /// wide as an element of the tensor, or a byte.
+    /// Waits for operations that are writing to the tensor's elements, and locks them. `T` must be as wide as
+    /// an element of the tensor, or a byte.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignHandle`] if the tensor lies in memory of another backend, [`Error::Mismatch`]
-    /// for another width, [`Error::Misaligned`] if the elements are not aligned for `T`, and
+    /// Returns [`Error::ForeignHandle`] if the tensor is in another backend's memory, [`Error::Mismatch`] if
+    /// the width differs, [`Error::Misaligned`] if the elements are not aligned for `T`, and
     /// [`Error::InvalidStrides`] if the tensor is not contiguous.
     pub fn of(tensor: &'a TensorView) -> Result<Self> {
         Elements::of(tensor, false).map(Self)
@@ -91,8 +92,8 @@ impl<'a, T: Pod> HostView<'a, T> {
 }
 
 impl<'a, T: Pod> HostViewMut<'a, T> {
-    /// Locks the elements of a tensor, after waiting for operations that are touching them. `T` must be as
-    /// wide as an element of the tensor, or a byte.
+    /// Waits for operations that are using the tensor's elements, and locks them. `T` must be as wide as an
+    /// element of the tensor, or a byte.
     ///
     /// # Errors
     /// Returns the errors of [`HostView::of`].
@@ -119,7 +120,7 @@ impl<T: Pod> Deref for HostViewMut<'_, T> {
 
 impl<T: Pod> DerefMut for HostViewMut<'_, T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: `of` made `start` and `len` of a slice of bytes that are locked to be written, and are
+        // SAFETY: `of` took `start` and `len` from a slice of bytes that are locked for writing and are
         // elements of `T`. The lock is held while `self` lives, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.0.start.as_ptr(), self.0.len) }
     }
@@ -152,7 +153,7 @@ mod tests {
         let storage = Arc::new(CpuStorage::from_vec((0..6).collect::<Vec<u32>>()).unwrap());
         let all = TensorView::new(storage, DType::F32, &[3, 2]).unwrap();
         let (first, last) = (all.select(0, 0).unwrap(), all.select(0, 2).unwrap());
-        // On a single thread, a view that waited would never return.
+        // There is only one thread here, so if a view waited, this would never return.
         let (from, mut to) = (HostView::<u32>::of(&first).unwrap(), HostViewMut::<u32>::of(&last).unwrap());
         to.copy_from_slice(&from);
         assert_eq!((to.len(), HostView::<u8>::of(&first).unwrap().len()), (2, 8));
@@ -173,7 +174,7 @@ mod tests {
         assert!(matches!(HostView::<u8>::of(&turned), Err(Error::InvalidStrides { .. })));
         let one = Dims::new(&[1]).unwrap();
         let odd = TensorView::with_strides(bytes.storage().clone(), DType::F16, one, one, 0);
-        // A vector of bytes may begin at an odd address; the allocator decides.
+        // A byte vector may begin at an odd address, depending on the allocator.
         let aligned = bytes.storage().address().is_multiple_of(2);
         assert_eq!(odd.is_ok_and(|view| HostView::<u16>::of(&view).is_ok()), aligned);
     }

@@ -21,7 +21,7 @@ pub(crate) fn attend_mla(op: &AttendMla) -> Result<()> {
     store(&op.attend, &results)
 }
 
-/// The minimum number of rows for which a thread pays.
+/// Minimum number of rows for which a thread pays off.
 const ROWS_PER_THREAD: usize = 8;
 
 /// The output and the log-sum-exp of one row and head.
@@ -136,7 +136,7 @@ impl PartialSoftmax {
         }
     }
 
-    /// Returns whether nothing was added. A NaN counts as added, because it must reach the output.
+    /// Returns whether nothing has been added. A NaN counts as added, because it must reach the output.
     fn is_empty(&self) -> bool {
         self.sum == 0.0
     }
@@ -197,8 +197,8 @@ struct RotatedRow {
 }
 
 impl RotatedRow {
-    /// Returns `row` rotated to `position`. The result is kept for the next call with the same position,
-    /// which must pass the same row.
+    /// Returns `row` rotated to `position`. The result is cached, and the next call with the same position
+    /// must pass the same row.
     fn by<'a>(&'a mut self, op: &Attend, row: &'a [f32], position: i64) -> Result<&'a [f32]> {
         if self.position == Some(position) && op.rope.is_some() {
             return Ok(&self.row);

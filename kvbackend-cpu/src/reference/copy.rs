@@ -1,4 +1,4 @@
-//! Whole blocks: copies inside an arena and between arenas, and copies with rotated keys.
+//! Whole blocks: copies within an arena and between arenas, and copies with rotated keys.
 
 use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, SwapBlocks};
 
@@ -47,9 +47,9 @@ fn copy_layers(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Re
     Ok(())
 }
 
-/// Blocks of one layer, to be copied bit for bit.
+/// Blocks of one layer to copy bit for bit.
 struct BlockCopy<'a> {
-    /// The source and the destination.
+    /// The source and destination arenas.
     arenas: (&'a KvArena, &'a KvArena),
     layer: usize,
     block_size: usize,
@@ -57,7 +57,7 @@ struct BlockCopy<'a> {
 }
 
 impl BlockCopy<'_> {
-    /// Copies codes, and the scales that belong to blocks.
+    /// Copies codes, and the scales stored per block.
     fn plane(&self, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         self.codes(src, dst, |_| Ok(()))?;
         let (from, to) = self.spans(src, dst);
@@ -70,13 +70,13 @@ impl BlockCopy<'_> {
         Ok(())
     }
 
-    /// Returns the bytes of the layer, in a plane of the source and in one of the destination.
+    /// Returns the layer's bytes in a plane of the source and in one of the destination.
     fn spans<'b>(&self, src: &KvPlane<'b>, dst: &KvPlane<'b>) -> (PlaneSpans<'b>, PlaneSpans<'b>) {
         let (from, to) = self.arenas;
         (PlaneSpans::of_layer(from, src, self.layer), PlaneSpans::of_layer(to, dst, self.layer))
     }
 
-    /// Copies codes and applies `change` to each row on the way.
+    /// Copies codes, and applies `change` to each copied row.
     fn codes(&self, src: &KvPlane, dst: &KvPlane, change: impl FnMut(&mut [u8]) -> Result<()>) -> Result<()> {
         let (from, to) = self.spans(src, dst);
         self.bytes(
@@ -123,7 +123,7 @@ impl BlockCopy<'_> {
     }
 }
 
-/// Rotates quantised keys that have just been copied: in f32, after which they are quantised again.
+/// Rotates quantised keys that have just been copied: they are rotated in f32 and quantised again.
 fn rotate_quantized(copy: &BlockCopy, plane: &KvPlane, mut rotate: impl FnMut(&mut [f32])) -> Result<()> {
     let spans = PlaneSpans::of_layer(copy.arenas.1, plane, copy.layer);
     let mut access = Access::new(&[], &spans.all())?;

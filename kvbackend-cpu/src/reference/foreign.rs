@@ -105,20 +105,20 @@ fn save_plane<T: Element>(
     Ok(())
 }
 
-/// Returns the pairs of slots without padding.
+/// Returns the slot pairs that are not padding.
 fn pairs(a: &SlotMapping, b: &SlotMapping) -> impl Iterator<Item = (usize, usize)> {
     let pairs = a.iter().zip(b.iter()).filter(|(a, b)| **a >= 0 && **b >= 0);
     pairs.map(|(&a, &b)| (a as usize, b as usize))
 }
 
-/// Returns the first element of a head's row in an arena.
+/// Returns the index of the first element of a head's row in an arena.
 fn arena_row(arena: &KvArena, plane: &KvPlane<'_>, layer: usize, slot: usize, head: usize) -> usize {
     let block_size = arena.layout().shape().block_size;
     plane.strides.at(layer, slot / block_size, slot % block_size, head)
 }
 
 impl ForeignPlane {
-    /// Returns the place of an element in the storage.
+    /// Returns the index of an element in the storage.
     fn at(&self, cache: &ForeignCache, slot: usize, head: usize, i: usize) -> usize {
         let shape = cache.shape();
         let piece = self.start + slot / shape.block_size * self.block + head * self.head;

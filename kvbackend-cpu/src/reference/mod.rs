@@ -1,6 +1,6 @@
 //! Reference kernels: the contract of `kvcore::device::operation` as plain loops.
 //!
-//! Each function trusts that its operation has been checked, and reads like the description of the operation.
+//! Each function assumes that its operation has been checked, and reads like the operation's description.
 //! Arithmetic is f32. Elements are rounded once, when they are stored.
 
 mod attend;
@@ -37,7 +37,7 @@ fn rows_of_block(
     (0..block_size).flat_map(move |token| (0..heads).map(move |head| RowAt { layer, block, token, head }))
 }
 
-/// Rotations by one position after another, with the buffers that they need.
+/// Rotations to various positions, with the buffers that they need.
 struct Rotator<'a> {
     rope: &'a Rope,
     table: Arc<RopeTable>,
@@ -62,7 +62,7 @@ impl<'a> Rotator<'a> {
         rotate_row(row, cos, &self.sin, factor, self.rope.pairing());
     }
 
-    /// Rotates a row of any element type in f32, as [`rotate`](Self::rotate) does, and rounds only the rotary
+    /// Rotates a row of any element type in f32, like [`rotate`](Self::rotate), and rounds only the rotary
     /// elements.
     fn rotate_elements<T: Element>(&mut self, row: &mut [T], position: i64, factor: f32) {
         let mut wide = std::mem::take(&mut self.row);

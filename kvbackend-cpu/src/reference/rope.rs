@@ -1,4 +1,4 @@
-//! RoPE applied to rows in place.
+//! Rotates rows in place (RoPE).
 
 use kvcore::{ApplyRope, Result};
 

@@ -9,8 +9,8 @@ use crate::movement::LayerMovement;
 use crate::plane::{PlaneRows, PlaneRowsMut, RowAt};
 
 impl LayerMovement<'_> {
-    /// Calls `work` with the index of each head's first element in the rows and with its place in the plane.
-    /// Slots that are padding are skipped.
+    /// Calls `work` for each head, with the index of its first element in the rows and its place in the
+    /// plane. Padding slots are skipped.
     fn each(&self, mut work: impl FnMut(usize, RowAt) -> Result<()>) -> Result<()> {
         let strides = self.rows.strides();
         for (row, at) in self.tokens(0..self.slots.len()) {

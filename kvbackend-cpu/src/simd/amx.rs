@@ -1,7 +1,7 @@
-//! AMX: products of matrices of bf16, one tile of 16 rows of 64 bytes at a time, summed in f32.
+//! AMX: bf16 matrix products, one tile of 16 rows of 64 bytes at a time, summed in f32.
 //!
 //! An f32 number is the sum of three bf16 numbers, so products with bf16 on one side are as exact as in f32.
-//! The instructions treat denormals as zero, and a product of infinity with the parts of a number may be NaN.
+//! The instructions treat denormals as zero, and infinity times the parts of a number may be NaN.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid_count, __m512, _mm512_and_si512, _mm512_castps_si512};
@@ -13,19 +13,19 @@ use std::sync::OnceLock;
 
 pub(crate) mod squares;
 
-/// Rows of a tile.
+/// Number of rows per tile.
 pub(crate) const ROWS: usize = 16;
-/// Bytes of a row of a tile.
+/// Number of bytes per row of a tile.
 pub(crate) const ROW: usize = 64;
-/// Bytes of a tile.
+/// Number of bytes per tile.
 pub(crate) const TILE_BYTES: usize = ROWS * ROW;
-/// Products of tiles that one call sums, each into its own tile of results.
+/// Number of tile products that one call sums, each into its own result tile.
 pub(crate) const PRODUCTS: usize = 4;
 // Decision: docs/decisions/backend-cpu.md#amx-takes-a-number-of-f32-as-three-of-bf16
-/// Numbers of bf16 whose sum is a number of f32.
+/// Number of bf16 numbers whose sum is any given f32 number.
 pub(crate) const PARTS: usize = 3;
 
-/// Returns whether the processor multiplies tiles of bf16 and the system lets this process use them.
+/// Returns whether the processor can multiply bf16 tiles and the system lets this process use them.
 pub(crate) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| {
@@ -37,7 +37,8 @@ pub(crate) fn is_available() -> bool {
     })
 }
 
-/// Asks Linux for the tile state, which it saves only for processes that ask; returns whether it was granted.
+/// Asks Linux for permission to use tiles, whose state it saves only for processes that ask. Returns whether
+/// it was granted.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const REQUEST: libc::c_long = 0x1023;
@@ -52,7 +53,7 @@ fn permitted() -> bool {
     false
 }
 
-/// The configuration of a thread's tiles: all of them at full size.
+/// A thread's tile configuration: all tiles at full size.
 #[repr(C, align(64))]
 struct TileConfig([u8; 64]);
 
@@ -68,16 +69,16 @@ static CONFIG: TileConfig = {
     TileConfig(config)
 };
 
-/// The tiles of the current thread, configured while the value lives. The pointer keeps the value in its
+/// The current thread's tiles, which are configured while the value lives. The pointer keeps the value in its
 /// thread.
 pub(crate) struct AmxTiles(std::marker::PhantomData<*mut ()>);
 
 impl AmxTiles {
-    /// Configures the tiles of the current thread.
+    /// Configures the current thread's tiles.
     ///
     /// # Safety
-    /// [`is_available`] has returned true, no other `AmxTiles` of this thread lives, and the value is dropped
-    /// in this thread.
+    /// [`is_available`] must have returned true, no other `AmxTiles` of this thread may be alive, and the
+    /// value must be dropped in this thread.
     pub(crate) unsafe fn new() -> Self {
         // SAFETY: `CONFIG` is 64 valid bytes, AMX is available, and no other `AmxTiles` uses the tiles of
         // this thread.
@@ -93,25 +94,25 @@ impl Drop for AmxTiles {
     }
 }
 
-/// The operands of which each product has its own. Each gives one tile per step.
+/// Operands that differ for each product. Each has one tile per step.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands {
     pub(crate) at: [*const u8; PRODUCTS],
-    /// Bytes from one row of a tile to the next.
+    /// Distance in bytes between consecutive rows of a tile.
     pub(crate) stride: usize,
-    /// Bytes from one step to the next.
+    /// Distance in bytes between consecutive steps.
     pub(crate) step: usize,
 }
 
-/// The operand that all products share. Each step takes `parts` tiles, one after the other.
+/// The operand shared by all products. Each step uses `parts` consecutive tiles.
 #[derive(Clone, Copy)]
 pub(crate) struct SharedOperand {
     pub(crate) at: *const u8,
     pub(crate) parts: usize,
 }
 
-/// Sums, over all steps, four products of tiles. `$load` loads the tiles of the shared operand; `$dot` names
-/// the two factors of each product in their order.
+/// Sums four tile products over all steps. `$load` loads the tiles of the shared operand; `$dot` gives the
+/// order of the two factors in each product.
 macro_rules! products {
     ($each:ident, $shared:ident, $steps:ident, $out:ident, ($($load:literal),*), ($($dot:literal),*)) => {
         asm!(
@@ -158,13 +159,13 @@ macro_rules! products {
     };
 }
 
-/// Computes `out[i][r][c] = Σ each[i][r] · shared[c]`: rows in place, times columns. Elements of a column are
-/// stored in pairs, 16 columns to a row.
+/// Computes `out[i][r][c] = Σ each[i][r] · shared[c]`: rows in place, times columns. A column's elements are
+/// stored in pairs, with 16 columns per row.
 ///
 /// # Safety
-/// AMX with bf16 is available and this thread holds the [`AmxTiles`] passed. `steps` is at least 1. Every
-/// tile that `each` and `shared` describe for `steps` steps is readable, `out` is valid for writes of
-/// [`PRODUCTS`] tiles, and `shared.parts` is 1 or [`PARTS`].
+/// AMX with bf16 must be available, and this thread must hold the [`AmxTiles`] passed. `steps` must be at
+/// least 1, and `shared.parts` must be 1 or [`PARTS`]. Every tile that `each` and `shared` describe for
+/// `steps` steps must be readable, and `out` must be valid for writes of [`PRODUCTS`] tiles.
 #[inline]
 pub(crate) unsafe fn rows_by_columns(
     _: &AmxTiles,
@@ -174,8 +175,8 @@ pub(crate) unsafe fn rows_by_columns(
     out: *mut f32,
 ) {
     debug_assert!(steps > 0 && [1, PARTS].contains(&shared.parts));
-    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes [`PRODUCTS`] tiles, and
-    // tiles are configured; the assembly accesses nothing else.
+    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` has room for [`PRODUCTS`]
+    // tiles, and tiles are configured; the assembly accesses nothing else.
     unsafe {
         if shared.parts == 1 {
             products!(each, shared, steps, out, ("tileloadd tmm4, [{shared} + {row}]"), ("tmm7, tmm4"));
@@ -200,7 +201,7 @@ pub(crate) unsafe fn rows_by_columns(
 /// In [`rows_by_columns`] the shared operand has the columns.
 ///
 /// # Safety
-/// As for [`rows_by_columns`], with `shared.parts` equal to [`PARTS`].
+/// The same as for [`rows_by_columns`], but `shared.parts` must be [`PARTS`].
 #[inline]
 pub(crate) unsafe fn row_by_each_columns(
     _: &AmxTiles,
@@ -210,8 +211,8 @@ pub(crate) unsafe fn row_by_each_columns(
     out: *mut f32,
 ) {
     debug_assert!(steps > 0 && shared.parts == PARTS);
-    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes [`PRODUCTS`] tiles, and
-    // tiles are configured; the assembly accesses nothing else.
+    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` has room for [`PRODUCTS`]
+    // tiles, and tiles are configured; the assembly accesses nothing else.
     unsafe {
         products!(
             each,
@@ -228,24 +229,24 @@ pub(crate) unsafe fn row_by_each_columns(
     }
 }
 
-/// Returns the upper half of every element, with zeros below.
+/// Returns the upper half of every element, with zeros in the lower half.
 #[inline(always)]
 unsafe fn cut(a: __m512) -> __m512 {
-    // SAFETY: AVX-512 F is available by contract, and no pointer is involved.
+    // SAFETY: AVX-512 F is available by contract, and no pointers are involved.
     unsafe {
         let upper = _mm512_set1_epi32(0xffff_0000_u32 as i32);
         _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), upper))
     }
 }
 
-/// Splits a vector of f32 into three of bf16, in the upper halves of their elements, whose sum is the vector.
-/// Of an infinite element, the second and the third part are 0.
+/// Splits an f32 vector into three bf16 vectors whose sum is the vector. The bf16 numbers are in the upper
+/// halves of the elements. For an infinite element, the second and third parts are 0.
 ///
 /// # Safety
-/// The processor supports AVX-512 F and DQ, and the caller is compiled for them.
+/// The processor must support AVX-512 F and DQ, and the caller must be compiled for them.
 #[inline(always)]
 pub(crate) unsafe fn parts(a: __m512) -> [__m512; PARTS] {
-    // SAFETY: AVX-512 F and DQ are available by contract, and no pointer is involved.
+    // SAFETY: AVX-512 F and DQ are available by contract, and no pointers are involved.
     unsafe {
         let first = cut(a);
         let infinite = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(_mm512_abs_ps(a), _mm512_set1_ps(f32::INFINITY));

@@ -72,7 +72,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// Transposes while adding.
+    /// Transposes and adds at the same time.
     #[inline(always)]
     unsafe fn sum_four(a: __m256, b: __m256, c: __m256, d: __m256) -> [f32; 4] {
         unsafe {
@@ -91,7 +91,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn transpose(square: &mut [__m256; 16]) {
         unsafe {
-            // First pairs of rows, next quarters of rows, last halves.
+            // First pairs of rows, then quarters of rows, and finally halves.
             let mut pairs = *square;
             for i in (0..8).step_by(2) {
                 pairs[i] = _mm256_unpacklo_ps(square[i], square[i + 1]);
@@ -196,7 +196,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// Moves the seven bits of the magnitude to the upper bits of an f16, below the top bit of its exponent.
+    /// Moves the seven magnitude bits to the upper bits of an f16, below the top bit of its exponent.
     #[inline(always)]
     unsafe fn load_e4m3(from: *const u8) -> __m256 {
         unsafe {
@@ -225,7 +225,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// Makes each code the upper half of an f16.
+    /// Uses each code as the upper half of an f16.
     #[inline(always)]
     unsafe fn load_e5m2(from: *const u8) -> __m256 {
         unsafe {

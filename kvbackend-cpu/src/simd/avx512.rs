@@ -37,35 +37,34 @@ const UPPER: [u16; 32] = {
     places
 };
 
-/// Returns the upper half of every 32-bit element, of `a` and after that of `b`.
+/// Returns the upper halves of the 32-bit elements of `a`, followed by those of `b`.
 ///
 /// # Safety
-/// The processor supports AVX-512 F and BW, and the caller is compiled for them.
+/// The processor must support AVX-512 F and BW, and the caller must be compiled for them.
 #[inline(always)]
 pub(crate) unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: AVX-512 F and BW are available by contract, and `UPPER` has 32 elements of 16 bits, a whole
-    // vector.
+    // SAFETY: AVX-512 F and BW are available by contract, and `UPPER` has 32 16-bit elements, a whole vector.
     unsafe {
         let upper = _mm512_loadu_si512(UPPER.as_ptr().cast::<__m512i>());
         _mm512_permutex2var_epi16(a, upper, b)
     }
 }
 
-/// The numbers that four bits mean.
+/// The values of signed 4-bit integers.
 const NUMBERS_OF_4_BITS: [f32; 16] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0];
 
-/// The numbers that four bits without a sign mean.
+/// The values of unsigned 4-bit integers.
 const NIBBLES: [f32; 16] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
 // Decision: docs/decisions/backend-cpu.md#conversions-to-bf16-are-integer-arithmetic
-/// Returns bits whose upper half is the number rounded to bf16, ties to even.
+/// Returns bits whose upper half is the element rounded to bf16, ties to even.
 #[inline(always)]
 unsafe fn rounded(a: __m512) -> __m512i {
-    // SAFETY: AVX-512 F is available by contract, and no pointer is involved.
+    // SAFETY: AVX-512 F is available by contract, and no pointers are involved.
     unsafe {
         let bits = _mm512_castps_si512(a);
         let odd = _mm512_and_si512(_mm512_srli_epi32::<16>(bits), _mm512_set1_epi32(1));
@@ -110,7 +109,7 @@ impl Simd for Avx512 {
         unsafe { _mm512_reduce_max_ps(a) }
     }
 
-    /// Transposes while adding: 13 instructions instead of four times ten.
+    /// Transposes and adds at the same time: 13 instructions instead of four times ten.
     #[inline(always)]
     unsafe fn sum_four(a: __m512, b: __m512, c: __m512, d: __m512) -> [f32; 4] {
         unsafe {
@@ -130,8 +129,8 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn transpose(square: &mut [__m512; 16]) {
         unsafe {
-            // First pairs of rows, next fours, as AVX2 does in each quarter; last, quarters move to their
-            // places.
+            // First pairs of rows, then fours, as AVX2 does in each quarter; finally, the quarters move to
+            // their places.
             let mut pairs = *square;
             for i in (0..16).step_by(2) {
                 pairs[i] = _mm512_unpacklo_ps(square[i], square[i + 1]);
@@ -254,7 +253,7 @@ impl Simd for Avx512 {
         }
     }
 
-    /// Moves the seven bits of the magnitude to the upper bits of an f16, below the top bit of its exponent.
+    /// Moves the seven magnitude bits to the upper bits of an f16, below the top bit of its exponent.
     #[inline(always)]
     unsafe fn load_e4m3(from: *const u8) -> __m512 {
         unsafe {
@@ -281,7 +280,7 @@ impl Simd for Avx512 {
         }
     }
 
-    /// Makes each code the upper half of an f16.
+    /// Uses each code as the upper half of an f16.
     #[inline(always)]
     unsafe fn load_e5m2(from: *const u8) -> __m512 {
         unsafe {

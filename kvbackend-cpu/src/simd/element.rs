@@ -1,4 +1,4 @@
-//! Element types that vectors of f32 are loaded from and rounded to, and rows of such elements.
+//! Element types that f32 vectors are loaded from and rounded to, and rows of such elements.
 
 use half::{bf16, f16};
 use kvcore::DType;
@@ -6,10 +6,10 @@ use kvcore::DType;
 use super::Simd;
 use crate::element::Element;
 
-/// An element type that every instruction set converts.
+/// An element type that every instruction set can convert.
 ///
 /// # Safety
-/// Every function requires the instruction set of `S`, as [`Simd`] does, and a pointer that is valid for the
+/// The instruction set of `S` must be available, as for [`Simd`]. The pointer must be valid for the
 /// `S::LANES` elements loaded or stored, or for `2 * S::LANES` elements in
 /// [`store_twice`](Self::store_twice).
 #[allow(clippy::missing_safety_doc, reason = "stated once, at the trait")]
@@ -40,7 +40,7 @@ impl SimdElement for f32 {
     }
 }
 
-/// Implements [`SimdElement`] for an element of two bytes by functions of [`Simd`].
+/// Implements [`SimdElement`] for a 2-byte element type with functions of [`Simd`].
 macro_rules! half {
     ($element:ty, $load:ident, $store:ident, $store_twice:ident) => {
         #[allow(clippy::undocumented_unsafe_blocks, reason = "passed on to the caller, as stated at Simd")]
@@ -67,12 +67,13 @@ half!(f16, load_f16, store_f16, store_f16_twice);
 /// Converts `n` elements of a float type to f32.
 ///
 /// # Safety
-/// The caller is compiled for the instruction set of `S`, as [`Simd`] requires. `from` is valid for reads of
-/// `n` elements of `dtype`, `to` for writes of `n` elements of f32, each is aligned for its elements, and the
-/// two do not overlap.
+/// The caller must be compiled for the instruction set of `S`, as [`Simd`] requires. `from` must be valid for
+/// reads of `n` elements of `dtype`, and `to` for writes of `n` f32 elements. Both must be aligned for their
+/// elements, and they must not overlap.
 #[inline(always)]
 pub(crate) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32, n: usize) {
-    // SAFETY: by contract, `from` holds `n` elements of `dtype` and `to` holds `n` of f32, without overlap.
+    // SAFETY: by contract, `from` has `n` elements of `dtype` and `to` has room for `n` f32 elements, without
+    // overlap.
     unsafe {
         match dtype {
             DType::F16 => convert::<S, f16, f32>(from.cast(), to, n),
@@ -82,15 +83,16 @@ pub(crate) unsafe fn widen<S: Simd>(dtype: DType, from: *const u8, to: *mut f32,
     }
 }
 
-/// Rounds `n` elements of f32 to a float type.
+/// Rounds `n` f32 elements to a float type.
 ///
 /// # Safety
-/// The caller is compiled for the instruction set of `S`, as [`Simd`] requires. `from` is valid for reads of
-/// `n` elements of f32, `to` for writes of `n` elements of `dtype`, each is aligned for its elements, and the
-/// two do not overlap.
+/// The caller must be compiled for the instruction set of `S`, as [`Simd`] requires. `from` must be valid for
+/// reads of `n` f32 elements, and `to` for writes of `n` elements of `dtype`. Both must be aligned for their
+/// elements, and they must not overlap.
 #[inline(always)]
 pub(crate) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8, n: usize) {
-    // SAFETY: by contract, `from` holds `n` elements of f32 and `to` holds `n` of `dtype`, without overlap.
+    // SAFETY: by contract, `from` has `n` f32 elements and `to` has room for `n` elements of `dtype`, without
+    // overlap.
     unsafe {
         match dtype {
             DType::F16 => convert::<S, f32, f16>(from, to.cast(), n),
@@ -103,7 +105,8 @@ pub(crate) unsafe fn narrow<S: Simd>(dtype: DType, from: *const f32, to: *mut u8
 /// Converts `n` elements from one type to another.
 ///
 /// # Safety
-/// As for [`widen`]: `from` is valid for reads and `to` for writes of `n` elements, without overlap.
+/// The same as for [`widen`]: `from` must be valid for reads and `to` for writes of `n` elements, without
+/// overlap.
 #[inline(always)]
 unsafe fn convert<S: Simd, A: SimdElement, B: SimdElement>(from: *const A, to: *mut B, n: usize) {
     let mut i = 0;

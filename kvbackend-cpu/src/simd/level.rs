@@ -26,11 +26,11 @@ pub enum SimdLevel {
     Portable,
     /// AVX2 with FMA and F16C.
     Avx2,
-    /// AVX-512 F, BW, DQ and VL. Conversions to bf16 use integer arithmetic, because the instruction for them
-    /// (`AVX512_BF16`) flushes denormals, which no other backend does.
+    /// AVX-512 F, BW, DQ and VL. Conversions to bf16 use integer arithmetic, because the dedicated
+    /// instruction (`AVX512_BF16`) flushes denormals, which no other backend does.
     Avx512,
-    /// AVX-512 and AMX with bf16. Attention over keys and values of bf16 multiplies tiles of them, and so do
-    /// products of many rows with stored matrices; numbers are split into as many bf16 parts as needed.
+    /// AVX-512 and AMX with bf16. Attention over bf16 keys and values uses tile products, and so do the
+    /// products of many rows with stored matrices. Numbers are split into as many bf16 parts as needed.
     Amx,
 }
 
@@ -42,13 +42,13 @@ pub(crate) trait SimdTask {
     /// Runs the task.
     ///
     /// # Safety
-    /// The processor supports the instruction set of `S`, the caller is compiled for it, and the fields of
-    /// `self` meet the conditions that the type of the task states.
+    /// The processor must support the instruction set of `S`, the caller must be compiled for it, and the
+    /// fields of `self` must meet the conditions stated at the task's type.
     unsafe fn run<S: Simd>(self) -> Self::Output;
 }
 
 impl SimdLevel {
-    /// All levels, the plainest first.
+    /// All levels, the simplest first.
     pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
 
     /// Returns the best level that this processor supports.
@@ -84,7 +84,7 @@ impl SimdLevel {
     /// Returns this level if the processor supports it.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if it does not.
+    /// Returns [`Error::Unsupported`] otherwise.
     pub fn checked(self) -> Result<Self> {
         if self.is_available() {
             Ok(self)
@@ -94,7 +94,7 @@ impl SimdLevel {
     }
 }
 
-/// A level that the processor supports. Outside of tasks, it is the only way to run a task.
+/// A level that the processor supports. Code outside of tasks needs one to run a task.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AvailableLevel(SimdLevel);
 
@@ -114,11 +114,11 @@ impl AvailableLevel {
     /// Runs a task, compiled for the level.
     ///
     /// # Safety
-    /// The fields of `task` meet the conditions that the type of the task states.
+    /// The fields of `task` must meet the conditions stated at the task's type.
     pub(crate) unsafe fn run<T: SimdTask>(self, task: T) -> T::Output {
         match self.0 {
-            // SAFETY: every processor that the program runs on supports the instructions that the program is
-            // compiled for, and the conditions of `task` hold by contract.
+            // SAFETY: every processor that the program runs on supports the instructions it is compiled for,
+            // and the conditions of `task` hold by contract.
             SimdLevel::Portable => unsafe { Portable::call(task) },
             // SAFETY: `new` or `best` found AVX2, FMA and F16C, and the conditions of `task` hold by
             // contract.
@@ -128,7 +128,7 @@ impl AvailableLevel {
             // contract.
             #[cfg(target_arch = "x86_64")]
             SimdLevel::Avx512 | SimdLevel::Amx => unsafe { with_avx512(task) },
-            // SAFETY: as for `Portable`, which needs no instructions of its own; `new` and `best` never give
+            // SAFETY: as for `Portable`, which needs no extra instructions; `new` and `best` never return
             // these levels here.
             #[cfg(not(target_arch = "x86_64"))]
             SimdLevel::Avx2 | SimdLevel::Avx512 | SimdLevel::Amx => unsafe { Portable::call(task) },
@@ -136,11 +136,11 @@ impl AvailableLevel {
     }
 }
 
-/// Runs a task in a function that is compiled for AVX2.
+/// Runs a task in a function compiled for AVX2.
 ///
 /// # Safety
-/// The processor supports AVX2, FMA and F16C, and the fields of `task` meet the conditions that its type
-/// states.
+/// The processor must support AVX2, FMA and F16C, and the fields of `task` must meet the conditions stated at
+/// its type.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline(never)]
@@ -150,11 +150,11 @@ pub(super) unsafe fn with_avx2<T: SimdTask>(task: T) -> T::Output {
     unsafe { task.run::<Avx2>() }
 }
 
-/// Runs a task in a function that is compiled for AVX-512.
+/// Runs a task in a function compiled for AVX-512.
 ///
 /// # Safety
-/// The processor supports AVX2, FMA, F16C and AVX-512 F, BW, DQ and VL, and the fields of `task` meet the
-/// conditions that its type states.
+/// The processor must support AVX2, FMA, F16C and AVX-512 F, BW, DQ and VL, and the fields of `task` must
+/// meet the conditions stated at its type.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 #[inline(never)]

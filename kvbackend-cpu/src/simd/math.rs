@@ -1,11 +1,11 @@
-//! Functions that are common to all instruction sets.
+//! Functions shared by all instruction sets.
 
 use super::Simd;
 
-/// Returns the number that bits of f16 mean, without a branch.
+/// Converts the bits of an f16 to f32, without a branch.
 ///
-/// (Marat Dukhan's FP16 library describes the arithmetic: normal numbers by a change of the exponent's bias,
-/// denormal ones by a subtraction.)
+/// (Marat Dukhan's FP16 library describes the arithmetic: a change of exponent bias for normal numbers, a
+/// subtraction for denormal ones.)
 #[inline(always)]
 pub(crate) fn from_f16(bits: u16) -> f32 {
     let bits = u32::from(bits) << 16;
@@ -16,22 +16,22 @@ pub(crate) fn from_f16(bits: u16) -> f32 {
     f32::from_bits(sign | magnitude.to_bits())
 }
 
-/// Returns `e^x` to about one unit in the last place for `−87 ≤ x ≤ 88`. The result is 0 below −87.7 and NaN
+/// Returns `e^x` to about one unit in the last place for `−87 ≤ x ≤ 88`. The result is 0 below −87.7, and NaN
 /// for NaN.
 ///
 /// `e^x = 2^n · e^r` with an integer `n` and `|r| ≤ ln 2 / 2`. `e^r` is its Taylor polynomial of degree 7,
 /// whose remainder is below 2⁻²⁷ there.
 ///
 /// # Safety
-/// The processor supports the instruction set of `S`, and the caller is compiled for it, as [`Simd`]
+/// The processor must support the instruction set of `S`, and the caller must be compiled for it, as [`Simd`]
 /// requires.
 #[inline(always)]
 pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
-    // SAFETY: the instruction set of `S` is available by contract, and no pointer is involved.
+    // SAFETY: the instruction set of `S` is available by contract, and no pointers are involved.
     unsafe {
         let x = S::max(S::splat(-88.1), S::min(S::splat(88.3), x));
         let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
-        // ln 2 is split in two parts. The first has trailing zeros, which makes its product with n exact.
+        // ln 2 is split into two parts. The first has trailing zeros, so its product with n is exact.
         let r = S::mul_add(n, S::splat(-0.693_359_4), x);
         let r = S::mul_add(n, S::splat(2.121_944_4e-4), r);
         let mut p = S::splat(1.0 / 5040.0);
@@ -71,7 +71,7 @@ mod tests {
         let x: Vec<f32> = (-8700..=0).map(|i| i as f32 / 100.0).chain([1.5, 20.0, 88.0]).collect();
         for level in SimdLevel::ALL.into_iter().filter(|level| level.is_available()) {
             let mut got = Vec::new();
-            // SAFETY: `Exp` states no conditions.
+            // SAFETY: `Exp` has no conditions.
             unsafe { AvailableLevel::new(level).unwrap().run(Exp(&x, &mut got)) };
             for (x, y) in x.iter().zip(&got) {
                 let expected = f64::from(*x).exp();
@@ -80,7 +80,7 @@ mod tests {
             }
             let mut edges = Vec::new();
             let odd = [f32::NEG_INFINITY, -200.0, f32::NAN];
-            // SAFETY: `Exp` states no conditions.
+            // SAFETY: `Exp` has no conditions.
             unsafe { AvailableLevel::new(level).unwrap().run(Exp(&odd, &mut edges)) };
             assert_eq!(edges[..2], [0.0, 0.0], "{level}");
             assert!(edges[2].is_nan(), "{level}");

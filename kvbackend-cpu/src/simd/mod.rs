@@ -1,13 +1,13 @@
-//! Vectors of f32: one implementation per instruction set, chosen at run time.
+//! f32 vectors: one implementation per instruction set, chosen at run time.
 //!
 //! A kernel is a [`SimdTask`]: one generic function over [`Simd`]. [`AvailableLevel::run`] calls the task
-//! inside a function that is compiled for the instruction set; everything inlined into the task is compiled
-//! for it, too. Functions on this path are `#[inline(always)]`, because a function that is not inlined would
-//! be compiled without the instructions. Code that is large, or used in many places, is a task of its own,
-//! called by [`Simd::call`]: it is compiled once for all places. Otherwise compile time would grow with every
-//! path through them.
+//! inside a function compiled for the instruction set; everything inlined into the task is compiled for it
+//! too. Functions on this path are `#[inline(always)]`, because a function that is not inlined would be
+//! compiled without these instructions. Large code, or code used in many places, is a separate task, called
+//! by [`Simd::call`], so it is compiled only once. Otherwise compile time would grow with every path through
+//! such code.
 
-/// Defines the functions of [`Simd`] that are one intrinsic each.
+/// Defines the functions of [`Simd`] that are a single intrinsic.
 #[cfg(target_arch = "x86_64")]
 macro_rules! intrinsics {
     (splat: $splat:ident, $($name:ident: $intrinsic:ident),* $(,)?) => {
@@ -65,33 +65,33 @@ pub use level::SimdLevel;
 pub(crate) use level::{AvailableLevel, SimdTask};
 pub(crate) use math::{exp, from_f16};
 
-/// The number by which [`Simd::load_e4m3`] divides: a code with its exponent widened to that of f16 is an f16
-/// this many times too small.
+/// The divisor of [`Simd::load_e4m3`]: a code whose exponent is widened to an f16 exponent gives an f16 that
+/// is too small by this factor.
 pub(crate) const E4M3_UNIT: f32 = 256.0;
 
-/// The magnitude of a code of NaN of format E4M3, which is the largest.
+/// The magnitude bits of an E4M3 NaN, which are the largest.
 const E4M3_NAN: u8 = 0x7f;
 
 // Decision: docs/decisions/backend-cpu.md#kernels-are-generic-functions-over-an-instruction-set
-/// A vector of f32 of one instruction set.
+/// An instruction set's f32 vector.
 ///
 /// # Safety
-/// Every function requires that the processor supports the instruction set of the implementation, and that
-/// the caller is compiled for it. A pointer argument must be valid for as many elements as the function reads
-/// or writes there, and aligned for its element type; [`stream_line`](Self::stream_line) asks for more.
+/// For every function, the processor must support the implementation's instruction set, and the caller must
+/// be compiled for it. A pointer argument must be valid for as many elements as the function reads or writes
+/// there, and aligned for its element type; [`stream_line`](Self::stream_line) requires more.
 #[allow(clippy::missing_safety_doc, reason = "stated once, at the trait")]
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// The vector type.
     type V: Copy;
-    /// Elements of a vector: its SIMD lanes.
+    /// Number of elements per vector: its SIMD lanes.
     const LANES: usize;
-    /// Vectors that the processor holds in registers. They bound the size of a block of products.
+    /// Number of vector registers. It limits the size of a block of products.
     const REGISTERS: usize;
-    /// True if [`stream_line`](Self::stream_line) bypasses the caches.
+    /// Whether [`stream_line`](Self::stream_line) bypasses the caches.
     const STREAMS: bool;
 
     // Decision: docs/decisions/backend-cpu.md#large-parts-of-a-task-are-tasks-too
-    /// Runs a task in a function of its own.
+    /// Runs a task in a separate function.
     unsafe fn call<T: SimdTask>(task: T) -> T::Output;
 
     unsafe fn splat(x: f32) -> Self::V;
@@ -101,23 +101,23 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn div(a: Self::V, b: Self::V) -> Self::V;
     /// Returns `a * b + c`, rounded once if the instruction set has a fused instruction.
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
-    /// Returns the larger element of each pair; `b` if either is NaN.
+    /// Returns the larger element of each pair, or `b` if either is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
-    /// Returns the smaller element of each pair; `b` if either is NaN.
+    /// Returns the smaller element of each pair, or `b` if either is NaN.
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// Rounds to the nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// Returns `a * 2^n` for integers `n` from −127, which gives 0, to 127.
+    /// Returns `a * 2^n` for integers `n` from −127 to 127. For −127 the result is 0.
     unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V;
     unsafe fn sum(a: Self::V) -> f32;
     unsafe fn largest(a: Self::V) -> f32;
     /// Returns the sums of the elements of four vectors.
     #[inline(always)]
     unsafe fn sum_four(a: Self::V, b: Self::V, c: Self::V, d: Self::V) -> [f32; 4] {
-        // SAFETY: `Self`'s instruction set is available by contract, and no pointer is involved.
+        // SAFETY: `Self`'s instruction set is available by contract, and no pointers are involved.
         unsafe { [Self::sum(a), Self::sum(b), Self::sum(c), Self::sum(d)] }
     }
-    /// Transposes the first `LANES` vectors of `square` as a matrix.
+    /// Transposes the first `LANES` vectors of `square`, as a matrix.
     unsafe fn transpose(square: &mut [Self::V; 16]);
     /// Swaps the elements of each pair `(2 i, 2 i + 1)`.
     unsafe fn swap_pairs(a: Self::V) -> Self::V;
@@ -128,7 +128,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn store(to: *mut f32, a: Self::V);
     unsafe fn load_bf16(from: *const u16) -> Self::V;
     unsafe fn store_bf16(to: *mut u16, a: Self::V);
-    /// Stores two vectors, one after the other: `2 * LANES` elements.
+    /// Stores two vectors one after the other: `2 * LANES` elements.
     #[inline(always)]
     unsafe fn store_bf16_twice(to: *mut u16, a: Self::V, b: Self::V) {
         // SAFETY: by contract, `to` is valid for writes of `2 * LANES` elements.
@@ -139,7 +139,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
     unsafe fn load_f16(from: *const u16) -> Self::V;
     unsafe fn store_f16(to: *mut u16, a: Self::V);
-    /// Stores two vectors, one after the other: `2 * LANES` elements.
+    /// Stores two vectors one after the other: `2 * LANES` elements.
     #[inline(always)]
     unsafe fn store_f16_twice(to: *mut u16, a: Self::V, b: Self::V) {
         // SAFETY: by contract, `to` is valid for writes of `2 * LANES` elements.
@@ -148,24 +148,23 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
             Self::store_f16(to.add(Self::LANES), b);
         }
     }
-    /// Returns a vector of one number in f16, given by its bits.
+    /// Returns a vector whose elements all equal one f16, given by its bits.
     unsafe fn splat_f16(bits: u16) -> Self::V;
     unsafe fn load_i8(from: *const i8) -> Self::V;
-    /// Loads the low and the high halves of `LANES` bytes: numbers from 0 to 15.
+    /// Loads the low and high halves of `LANES` bytes, as numbers from 0 to 15.
     unsafe fn load_nibbles(from: *const u8) -> [Self::V; 2];
-    /// Loads some bits of `LANES` bytes, after a shift to the right by less than eight: numbers without a
-    /// sign.
+    /// Loads some bits of `LANES` bytes as unsigned numbers, after a right shift by less than eight.
     unsafe fn load_bits(from: *const u8, shift: usize, mask: u8) -> Self::V;
-    /// Loads signed integers of four bits, two in a byte, the first in the low half: `LANES / 2` bytes.
+    /// Loads signed 4-bit integers, two per byte, the first in the low half: `LANES / 2` bytes.
     unsafe fn load_i4(from: *const u8) -> Self::V;
-    /// Loads 8-bit floats of format E4M3, divided by [`E4M3_UNIT`]. The result for a code of NaN is
-    /// unspecified.
+    /// Loads E4M3 floats, divided by [`E4M3_UNIT`]. The result for a NaN code is unspecified.
     unsafe fn load_e4m3(from: *const u8) -> Self::V;
-    /// Returns true if any of `n` codes of format E4M3, `offset` bytes after each address of `rows`, is NaN.
+    /// Returns whether any of the `n` E4M3 codes that begin `offset` bytes after each address in `rows` is
+    /// NaN.
     unsafe fn any_nan_e4m3(rows: &[*const u8], offset: usize, n: usize) -> bool;
-    /// Loads 8-bit floats of format E5M2.
+    /// Loads E5M2 floats.
     unsafe fn load_e5m2(from: *const u8) -> Self::V;
-    /// Copies 64 bytes and bypasses the caches if [`STREAMS`](Self::STREAMS); `to` must be aligned to 64
+    /// Copies 64 bytes, and bypasses the caches if [`STREAMS`](Self::STREAMS). `to` must be aligned to 64
     /// bytes.
     unsafe fn stream_line(to: *mut u8, from: *const u8);
     /// Orders streamed stores before all later stores.

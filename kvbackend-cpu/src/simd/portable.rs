@@ -1,4 +1,4 @@
-//! Vectors of eight lanes in plain Rust, which the compiler turns into the instructions that the program is
+//! Eight-lane vectors in plain Rust, which the compiler turns into the instructions that the program is
 //! compiled for.
 
 use half::{bf16, f16};
@@ -25,8 +25,8 @@ impl Simd for Portable {
 
     #[inline(never)]
     unsafe fn call<T: SimdTask>(task: T) -> T::Output {
-        // SAFETY: `Self` needs no instructions beyond those that the program is compiled for; the caller
-        // guarantees the conditions of `task`.
+        // SAFETY: `Self` needs only the instructions that the program is compiled for; the caller guarantees
+        // the conditions of `task`.
         unsafe { task.run::<Self>() }
     }
 
@@ -55,7 +55,7 @@ impl Simd for Portable {
         each(|i| a[i] / b[i])
     }
 
-    /// Fuses only if there is an instruction for it: otherwise a fused operation would be a function call.
+    /// Fuses only if there is an instruction for it, because otherwise it would be a function call.
     #[inline(always)]
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
@@ -75,7 +75,7 @@ impl Simd for Portable {
         each(|i| if a[i] < b[i] { a[i] } else { b[i] })
     }
 
-    /// Adds and subtracts 1.5 · 2²³, which leaves no bits for a fraction. Correct for |a| < 2²².
+    /// Adds and subtracts 1.5 · 2²³, which shifts out all fraction bits. Correct for |a| < 2²².
     #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
         const MAGIC: f32 = 12_582_912.0;

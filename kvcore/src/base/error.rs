@@ -10,19 +10,19 @@ use crate::base::{BlockId, DType, KvFormat};
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A size does not fit into the address space.
+    /// A size does not fit in the address space.
     #[error("{what} overflows the address space")]
     Overflow {
         /// The quantity that overflowed.
         what: &'static str,
     },
-    /// A count is zero that must be at least one.
+    /// A count that must be at least 1 is 0.
     #[error("{what} must be at least 1")]
     Zero {
         /// The quantity that is zero.
         what: &'static str,
     },
-    /// A factor is not larger than 0.
+    /// A factor that must be positive is 0 or less.
     #[error("{what} must be larger than 0, not {value}")]
     NotPositive {
         /// The quantity.
@@ -30,7 +30,7 @@ pub enum Error {
         /// The given value.
         value: f64,
     },
-    /// The block of a token was freed, because the token left the sliding window.
+    /// A token's block was freed because the token left the sliding window.
     #[error("the block of token {token} was freed; the sequence keeps tokens from {first} on")]
     TokenFreed {
         /// The token.
@@ -43,10 +43,10 @@ pub enum Error {
     Twice {
         /// The kind of item, such as `"slot"` or `"destination block"`.
         what: &'static str,
-        /// The item's number.
+        /// The item's index or ID.
         number: u64,
     },
-    /// Two sizes, element types or formats differ that must be equal.
+    /// Two sizes, element types or formats that must be equal differ.
     #[error("{what}: expected {expected}, got {got}")]
     Mismatch {
         /// The things compared.
@@ -56,7 +56,7 @@ pub enum Error {
         /// The given value.
         got: Compared,
     },
-    /// No kernel computes with rows of an element type; see [`DType::COMPUTE`].
+    /// No kernel computes with rows of this element type; see [`DType::COMPUTE`].
     #[error("{what}: no kernel computes with {got}; take f32, f16 or bf16")]
     NotComputed {
         /// The rows.
@@ -64,15 +64,15 @@ pub enum Error {
         /// Their element type.
         got: DType,
     },
-    /// A KV format cannot be used in this way.
+    /// A KV format cannot be used this way.
     #[error("KV format {format}: {reason}")]
     InvalidFormat {
-        /// The refused format.
+        /// The rejected format.
         format: KvFormat,
-        /// The reason for the refusal.
+        /// Why it was rejected.
         reason: String,
     },
-    /// An index, position or id is not below its limit.
+    /// An index, position or ID is not below its limit.
     #[error("{what} {value} is out of range: it must be below {limit}")]
     OutOfRange {
         /// The quantity that is out of range.
@@ -82,17 +82,17 @@ pub enum Error {
         /// The first value that is not allowed.
         limit: i128,
     },
-    /// A length, count or end is larger than the largest one that is possible.
+    /// A length, count or end is larger than allowed.
     #[error("{what} {value} is too large: at most {most} is possible")]
     TooLarge {
         /// The quantity that is too large.
         what: &'static str,
         /// The given value.
         value: i128,
-        /// The largest value that is possible.
+        /// The largest allowed value.
         most: i128,
     },
-    /// An extent is not a multiple of another extent.
+    /// An extent is not a multiple of another one.
     #[error("{what} {value} is not a multiple of {of}")]
     NotMultiple {
         /// The extent, and the extent that must divide it.
@@ -107,7 +107,7 @@ pub enum Error {
     InvalidStrides {
         /// The plane or view.
         what: &'static str,
-        /// The reason for the refusal.
+        /// Why the strides were rejected.
         reason: String,
     },
     /// The pool cannot supply the requested blocks, even after eviction.
@@ -116,7 +116,7 @@ pub enum Error {
         if asked > total { "give the pool more memory" } else { "free a sequence or give the pool more memory" }
     )]
     OutOfBlocks {
-        /// Number of blocks requested, including the watermark if it must be left to others.
+        /// Number of blocks requested, plus the watermark if this request must leave it to others.
         asked: usize,
         /// Number of free blocks at the time of the request.
         free: usize,
@@ -125,7 +125,7 @@ pub enum Error {
         /// Number of blocks in the pool.
         total: usize,
     },
-    /// A memory budget does not hold a single block.
+    /// A memory budget is too small for a single block.
     #[error("not enough memory for a KV cache: the budget is {budget} bytes, one block takes {block_bytes}")]
     NotEnoughMemory {
         /// Size of the budget in bytes.
@@ -158,7 +158,7 @@ pub enum Error {
         /// The call of another rank.
         other: String,
     },
-    /// A collective did not finish in time, because a rank did not come. The group has failed on all ranks.
+    /// A collective did not finish in time because a rank never called it. The group has failed on all ranks.
     #[error("{call} on rank {rank} waited {limit:?} for other ranks; end the work on all ranks")]
     RanksTimedOut {
         /// The rank that waited longest.
@@ -171,7 +171,7 @@ pub enum Error {
     /// A rank has left its group, so no further collective is possible.
     #[error("rank {0} has left the group; end the work on all ranks")]
     RankLeft(usize),
-    /// A rank has ended the work of its group: by a call, or because it failed. Its own error explains why.
+    /// A rank has aborted its group, by a call or because it failed. Its own error explains why.
     #[error("rank {0} has ended the work of the group; end it on all ranks")]
     RankAborted(usize),
     /// A write would change a block that others may read.
@@ -183,7 +183,7 @@ pub enum Error {
         token: usize,
     },
     /// A write permit was requested for a block that its owner does not fill: a shared block, a freed block,
-    /// or a block of another guard.
+    /// or a block that another guard owns.
     #[error(
         "block {block} is not filled by this owner and must not be written; \
          take the slots from the table or the guard that fills the block"
@@ -192,7 +192,7 @@ pub enum Error {
         /// The block to be written.
         block: BlockId,
     },
-    /// A write permit is void: after the issue, one of its blocks was shared, or a block of its owner was
+    /// A write permit is void: since it was issued, one of its blocks was shared, or a block of its owner was
     /// truncated or freed.
     #[error(
         "the permit to write these {what} is void: a block was shared, truncated or freed since; \
@@ -208,14 +208,14 @@ pub enum Error {
         /// The operands.
         what: &'static str,
     },
-    /// A view lies in another kind of memory than the operation requires.
+    /// A view is in the wrong kind of memory for the operation.
     #[error("{what}: expected {expected} memory, got {got} memory")]
     WrongMemory {
         /// The operand.
         what: &'static str,
         /// The required memory: `"host"` or `"device"`.
         expected: &'static str,
-        /// The kind of memory that the operand lies in.
+        /// The kind of memory that the operand is in.
         got: crate::base::MemoryKind,
     },
     /// A block belongs to another pool.
@@ -238,20 +238,20 @@ pub enum Error {
         /// First block after the sleeping range.
         end: u32,
     },
-    /// A backend was given a storage, event or stream of another backend.
+    /// A backend was given another backend's storage, event or stream.
     #[error("{what} belongs to another backend than {backend}")]
     ForeignHandle {
         /// The object that was given.
         what: &'static str,
-        /// The backend that refused the object.
+        /// The backend that rejected the object.
         backend: &'static str,
     },
-    /// There is no device that the backend could run on, or the requested device is not available.
+    /// The backend has no device to run on, or the requested device is not available.
     #[error("no device for the {backend} backend: {reason}")]
     NoDevice {
         /// The backend.
         backend: &'static str,
-        /// The devices found, and the suggested remedy.
+        /// The devices found, and what to do about it.
         reason: String,
     },
     /// A device is gone: unplugged, reset or destroyed. The contents of its memory are lost; other devices
@@ -263,7 +263,7 @@ pub enum Error {
         /// The driver's message.
         reason: String,
     },
-    /// A device refused a valid request.
+    /// A device rejected a valid request.
     #[error("the device of the {backend} backend refused: {reason}")]
     Device {
         /// The backend.
@@ -271,8 +271,8 @@ pub enum Error {
         /// The driver's message.
         reason: String,
     },
-    /// The backend does not support this operation or combination; its `capabilities()` list the supported
-    /// ones.
+    /// The backend does not support this operation or combination; its `capabilities()` list what it
+    /// supports.
     #[error("{backend} does not support {what}")]
     Unsupported {
         /// The backend.
@@ -280,14 +280,14 @@ pub enum Error {
         /// The operation or combination.
         what: String,
     },
-    /// A captured graph has too little room, for example because a sequence has grown since. Capture it
-    /// again.
+    /// A captured graph has too little room, for example because a sequence has grown since the capture.
+    /// Capture it again.
     #[error("the captured graph has no room for these {what}; capture it again")]
     GraphOutgrown {
         /// The inputs of the replay.
         what: &'static str,
     },
-    /// The device or the system refused an allocation.
+    /// The device or the system failed to allocate memory.
     #[error("cannot allocate {bytes} bytes of {kind} memory: {reason}")]
     Allocation {
         /// Number of bytes requested.
@@ -297,7 +297,7 @@ pub enum Error {
         /// The system's reason.
         reason: String,
     },
-    /// A view of four-bit elements, or an element of it, begins in the middle of a byte.
+    /// A view of 4-bit elements, or one of its elements, begins in the middle of a byte.
     #[error("{what} begins in the middle of the byte at {address:#x}; begin at a whole byte")]
     InsideByte {
         /// The view or element.
@@ -395,12 +395,12 @@ impl Error {
 /// A result whose error type defaults to [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Checks that `expected == got`. Otherwise returns an [`Error::Mismatch`] that names `what`.
+/// Checks that `expected == got`, and returns an [`Error::Mismatch`] that names `what` otherwise.
 pub(crate) fn same<T: PartialEq + Into<Compared>>(what: &'static str, expected: T, got: T) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::mismatch(what, expected, got)) }
 }
 
-/// Returns the product of `factors`, or [`Error::Overflow`].
+/// Returns the product of `factors`, or [`Error::Overflow`] if it does not fit.
 pub(crate) fn product(what: &'static str, factors: &[usize]) -> Result<usize> {
     factors
         .iter()

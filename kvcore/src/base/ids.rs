@@ -1,14 +1,14 @@
-//! Identifiers of places in an arena: blocks.
+//! Block IDs: identifiers of places in an arena.
 
 use std::fmt;
 
-/// The id of a physical block in an arena.
+/// The ID of a physical block in an arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct BlockId(pub u32);
 
 impl BlockId {
-    /// Returns the id as an index.
+    /// Returns the ID as an index.
     pub const fn index(self) -> usize {
         self.0 as usize
     }

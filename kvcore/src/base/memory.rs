@@ -2,13 +2,13 @@
 
 use std::fmt;
 
-/// The kind of memory of a storage. Disks are a tier below memory and have no kind.
+/// The kind of memory that a storage is in. Disks are a tier below memory and are not listed here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryKind {
     /// The device's own memory. For the CPU backend this is host memory.
     Device,
-    /// Host memory that the device accesses directly. Zeroed on allocation.
+    /// Host memory that the device accesses directly. Zeroed when it is allocated.
     Pinned,
     /// Ordinary host memory.
     System,

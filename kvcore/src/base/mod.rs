@@ -1,5 +1,5 @@
 //! Plain values: element types, block ids, layouts, quantised formats, rotary embeddings, ranks and errors.
-//! Nothing in this module touches memory or knows a device.
+//! Nothing in this module touches memory or depends on a device.
 
 mod dtype;
 mod error;

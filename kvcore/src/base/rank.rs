@@ -33,7 +33,7 @@ pub struct RankInfo {
 }
 
 impl Default for RankInfo {
-    /// Returns the place of a single rank, with nothing split.
+    /// Returns the place of a single rank that holds everything.
     fn default() -> Self {
         Self { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1, dp_rank: 0, dp_size: 1 }
     }
@@ -75,7 +75,7 @@ impl RankInfo {
         Self { pp_rank: rank, pp_size: size, ..Self::default() }.checked()
     }
 
-    /// Checks the place and returns it unchanged.
+    /// Checks the place and returns it unchanged if it is valid.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if a size is 0, and [`Error::OutOfRange`] if a rank is not below its size,

@@ -1,4 +1,4 @@
-//! Slot mappings: the slot of each row of a batch.
+//! Slot mappings: the slot that each row of a batch is written to.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -12,12 +12,13 @@ use super::{BlockId, Error, Result};
 pub struct SlotMapping(Arc<[i64]>);
 
 impl SlotMapping {
-    /// Returns the slots in the form that operations take.
+    /// Returns the slots in the form that operations expect.
     pub fn slots(&self) -> &Arc<[i64]> {
         &self.0
     }
 
-    /// Creates the slots of tokens of a run that lies in `blocks`. `tokens` are indices into the run.
+    /// Creates the slots for some tokens of a run that is stored in `blocks`. `tokens` are indices into the
+    /// run.
     ///
     /// ```
     /// use kvcore::{BlockId, SlotMapping};
@@ -44,7 +45,7 @@ impl SlotMapping {
         Ok(Self(tokens.into_iter().map(slot).collect::<Result<_>>()?))
     }
 
-    /// Replaces the slots. Reuses the old memory if the number of slots is unchanged and no operation
+    /// Replaces the slots. Reuses the old memory if the number of slots is unchanged and no operation still
     /// holds it.
     pub(crate) fn refill(&mut self, slots: impl ExactSizeIterator<Item = i64>) {
         match Arc::get_mut(&mut self.0) {
@@ -60,7 +61,7 @@ impl SlotMapping {
         self.0.len()
     }
 
-    /// Returns whether there is no row.
+    /// Returns whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -25,7 +25,7 @@ struct Scales {
     v: Arc<dyn Storage>,
 }
 
-/// K or V of an arena, with everything that a kernel needs to find a head's row.
+/// K or V of an arena, with everything that a kernel needs to find a row.
 #[derive(Debug, Clone, Copy)]
 pub struct KvPlane<'a> {
     /// The codes of a quantised plane, or the elements of a dense one.
@@ -53,8 +53,9 @@ impl KvArena {
         Self::allocate_with(backend, layout, |bytes, _| backend.allocate(kind, bytes))
     }
 
-    /// Creates an arena with storages from `memory`. Calls `memory` for K, V, the scales of K and the scales
-    /// of V, in this order, with the number of bytes, and true if the storage holds static scales.
+    /// Creates an arena with storages from `memory`, which is called for K, V, the scales of K and the scales
+    /// of V, in this order. Its arguments are the number of bytes, and true if the storage holds static
+    /// scales.
     pub(crate) fn allocate_with(
         backend: &dyn Backend,
         layout: Arc<KvLayout>,
@@ -80,8 +81,8 @@ impl KvArena {
     }
 
     /// Creates a dense arena over memory that the caller provides. In device memory, K and V may alternate in
-    /// one piece of memory, such as in rows of a key and its value. In that case `v` begins after `k`, both
-    /// reach to their own last element, and the caller guarantees that both are parts of one allocation.
+    /// one piece of memory, for example when each row holds a key and its value. In that case `v` must begin
+    /// after `k`, each must reach to its own last element, and both must be parts of one allocation.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the layout requires more bytes than a storage has.
@@ -139,19 +140,19 @@ impl KvArena {
         Ok(arena)
     }
 
-    /// Returns true if K and V alternate in one piece of device memory. Kernels of the host take whole
-    /// planes, which must be separate.
+    /// Returns whether K and V alternate in one piece of device memory. Host kernels use whole planes, which
+    /// must be separate.
     fn planes_in_turn(&self) -> bool {
         let distance = self.v.address().checked_sub(self.k.address());
         self.k.kind() == MemoryKind::Device && distance.is_some_and(|distance| self.layout.in_turn(distance))
     }
 
-    /// Returns the K storage. The caller's guarantee for [`views`](Self::views) also applies to views of it.
+    /// Returns the K storage. Views of it must follow the rule given at [`views`](Self::views).
     pub fn k(&self) -> &Arc<dyn Storage> {
         &self.k
     }
 
-    /// Returns the V storage. The caller's guarantee for [`views`](Self::views) also applies to views of it.
+    /// Returns the V storage. Views of it must follow the rule given at [`views`](Self::views).
     pub fn v(&self) -> &Arc<dyn Storage> {
         &self.v
     }
@@ -183,11 +184,11 @@ impl KvArena {
     }
 
     /// Returns all of K and all of V as strided views `[num_layers, num_blocks, block_size, heads, dim]`,
-    /// independent of the order in memory: tokens come before heads wherever rows are given or returned. For
-    /// a quantised arena these are the codes. Nothing is copied.
+    /// whatever the order in memory: rows always have tokens before heads. For a quantised arena these are
+    /// the codes. Nothing is copied.
     ///
-    /// A view carries no permit, and operations accept it as a destination. The caller guarantees that
-    /// nothing writes through the views to a block that a [`BlockPool`](crate::BlockPool) has shared.
+    /// A view carries no permit, yet operations accept it as a destination. The caller must not write through
+    /// the views to a block that a [`BlockPool`](crate::BlockPool) has shared.
     ///
     /// # Errors
     /// Returns the errors of [`TensorView::with_strides`].
@@ -206,8 +207,9 @@ impl KvArena {
         Ok((view(self.k_plane())?, view(self.v_plane())?))
     }
 
-    /// Returns the first `len` tokens of every block of one layer, as strided views `[num_blocks, len, heads,
-    /// dim]` of K and of V. The caller's guarantee is that of [`views`](Self::views).
+    /// Returns the first `len` tokens of every block of one layer, as strided views
+    /// `[num_blocks, len, heads, dim]` of K and of V. They must follow the rule given at
+    /// [`views`](Self::views).
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, and [`Error::TooLarge`] if `len`
@@ -222,7 +224,7 @@ impl KvArena {
         Ok((of(k)?, of(v)?))
     }
 
-    /// Returns the storages of K and V, and of the scales of both if there are any.
+    /// Returns the storages of K and V, and of their scales if there are any.
     pub fn storages(&self) -> impl Iterator<Item = &Arc<dyn Storage>> {
         let scales = self.scales.iter().flat_map(|scales| [&scales.k, &scales.v]);
         [&self.k, &self.v].into_iter().chain(scales)
@@ -234,9 +236,9 @@ impl KvArena {
     }
 
     /// Sets the static scales of an fp8 arena, `[num_layers]` or `[num_layers, heads]` for each of K and V,
-    /// and waits until the scales are in force. New scales change the values of rows that are already
-    /// cached, so set them before the first row is stored.
-    /// [`Fp8Kind::scale_for`](crate::Fp8Kind::scale_for) computes a scale.
+    /// and waits until the scales take effect. New scales change the values of rows that are already cached,
+    /// so set them before the first row is stored. [`Fp8Kind::scale_for`](crate::Fp8Kind::scale_for) computes
+    /// a scale.
     ///
     /// ```
     /// # use std::sync::Arc;
@@ -281,8 +283,8 @@ impl KvArena {
         if layer < limit { Ok(()) } else { Err(Error::range("layer", layer, limit)) }
     }
 
-    /// Checks that the storage of `view` shares no memory with the arena. Otherwise it would be read while
-    /// the arena is written.
+    /// Checks that the storage of `view` shares no memory with the arena, so that it is not read while the
+    /// arena is written.
     pub(crate) fn check_apart(&self, what: &'static str, view: &TensorView) -> Result<()> {
         if self.holds(view.storage()) { Err(Error::Aliased { what }) } else { Ok(()) }
     }

@@ -1,4 +1,4 @@
-//! Collectives: tensors that travel between the ranks of a group, in the order of streams.
+//! Collectives: tensor transfers between the ranks of a group, in stream order.
 
 use std::fmt;
 
@@ -33,22 +33,22 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-/// A tensor on its way between this rank and another: the view, and the number of the other rank.
+/// A tensor on its way between this rank and another: the view, and the index of the other rank.
 pub type Transfer<'a> = (&'a TensorView, usize);
 
-/// A collective operation, by reference, as one rank calls it. Every view is contiguous.
+/// A collective operation, by reference, as one rank calls it. Every view must be contiguous.
 #[derive(Debug, Clone, Copy)]
 pub enum Collective<'a> {
-    /// Copies the view of rank `root` into the views of all ranks.
+    /// Copies the view on rank `root` to the views of all ranks.
     Broadcast {
         /// View to read on `root`, and to write on the other ranks.
         view: &'a TensorView,
         /// The rank that sends.
         root: usize,
     },
-    /// Copies the source of each rank `r` to part `r` of the destination of all ranks.
+    /// Copies the source of each rank `r` to part `r` of the destination on every rank.
     AllGather {
-        /// View to read, of any shape. May be the own part of `dst`, and overlaps no other part.
+        /// View to read, of any shape. May be this rank's part of `dst`, but must not overlap another part.
         src: &'a TensorView,
         /// View to write: `[ranks]`, followed by the shape of `src`.
         dst: &'a TensorView,
@@ -60,8 +60,8 @@ pub enum Collective<'a> {
         /// The operator.
         op: ReduceOp,
     },
-    /// Sends to some ranks and receives from some, side by side. Views from one rank to another are matched
-    /// in the order in which both list them.
+    /// Sends to some ranks and receives from some at the same time. Views between the same two ranks are
+    /// matched in the order in which both list them.
     Exchange {
         /// Views to read, each with the rank that receives it.
         sends: &'a [Transfer<'a>],
@@ -70,8 +70,7 @@ pub enum Collective<'a> {
     },
 }
 
-/// The collective as named in errors: its kind, and the number and type of the elements that this rank
-/// passes.
+/// The collective as named in errors: its kind, and how many elements of which type this rank passes.
 impl fmt::Display for Collective<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let tensor = |view: &TensorView| format!("{} elements of {}", view.len(), view.dtype());
@@ -99,7 +98,7 @@ impl<'a> CheckedCollective<'a> {
 }
 
 impl<'a> Collective<'a> {
-    /// Returns every view that the collective reads or writes.
+    /// Returns all views that the collective reads or writes.
     pub fn views(self) -> SmallVec<[&'a TensorView; 4]> {
         match self {
             Self::Broadcast { view, .. } | Self::AllReduce { view, .. } => SmallVec::from_slice(&[view]),
@@ -110,7 +109,7 @@ impl<'a> Collective<'a> {
         }
     }
 
-    /// Checks everything that rank `rank` of `ranks` can see, and returns the proof that
+    /// Checks everything that rank `rank` of `ranks` can check by itself, and returns the proof that
     /// [`Communicator::launch`] requires.
     ///
     /// # Errors
@@ -119,8 +118,8 @@ impl<'a> Collective<'a> {
     /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
     /// - Returns [`Error::Mismatch`] if source and destination do not fit.
     /// - Returns [`Error::Aliased`] if a written view overlaps another view.
-    /// - Returns [`Error::Unsupported`] for a reduction of another element type, and for a transfer of a rank
-    ///   to itself.
+    /// - Returns [`Error::Unsupported`] for a reduction of any other element type, and for a transfer from a
+    ///   rank to itself.
     pub fn checked(self, rank: usize, ranks: usize) -> Result<CheckedCollective<'a>> {
         self.views().into_iter().try_for_each(dense)?;
         let in_group = |peer| if peer < ranks { Ok(()) } else { Err(Error::range("rank", peer, ranks)) };
@@ -150,7 +149,7 @@ impl<'a> Collective<'a> {
     }
 }
 
-/// Checks that a view is one run of whole bytes.
+/// Checks that a view is one contiguous run of whole bytes.
 fn dense(view: &TensorView) -> Result<()> {
     if !view.is_contiguous() {
         let reason = "the view is not contiguous; copy it first".to_owned();
@@ -181,35 +180,34 @@ fn unsupported(what: String) -> Error {
 }
 
 // Decision: docs/decisions/device.md#collectives-go-through-a-communicator
-/// One rank of a group whose ranks exchange tensors: threads of a process, devices, machines.
+/// One rank of a group whose ranks exchange tensors: threads of a process, devices or machines.
 ///
 /// # Behaviour
 /// - Every rank of the group has a communicator of its own, used by a thread of its own. All ranks call the
 ///   same collectives, with the same sizes, element types, roots and operators, in the same order. An
-///   [exchange](Self::exchange) concerns only the ranks of its transfers.
+///   [exchange](Self::exchange) involves only the ranks of its transfers.
 /// - Collectives are enqueued: they run after everything enqueued earlier on the stream, and before
-///   everything later. They own handles to their memory. The collectives of a communicator are on one stream,
-///   or ordered by events.
-/// - A call may return before the collective is done, or wait for the other ranks; the caller relies on
-///   neither. Transfers that wait for each other in a circle (a ring of sends) MUST be one exchange.
-/// - [`run`](Self::run) is the only entry: it checks the collective and the memory, and launches. A refused
-///   collective enqueues nothing. The other ranks wait for it until their time-out, or until an
-///   [`abort`](Self::abort).
-/// - A failure is final for all ranks: an abort, a time-out, a lost device, a rank that left while others
-///   need it. Ranks of the same process learn of it at once, others at the latest by their time-out. After a
-///   failure, destinations are undefined, and every later collective returns the error. Other work of the
+///   everything later. They hold handles to their memory. All collectives of a communicator must be on one
+///   stream, or be ordered by events.
+/// - A call may return before the collective is done, or wait for the other ranks; the caller must not rely
+///   on either. Transfers that wait for each other in a circle (a ring of sends) MUST be one exchange.
+/// - [`run`](Self::run) is the only entry: it checks the collective and the memory, and launches the
+///   collective. A rejected collective enqueues nothing. The other ranks wait for it until they time out, or
+///   until an [`abort`](Self::abort).
+/// - A failure is final for all ranks: an abort, a time-out, a lost device, or a rank that left while others
+///   need it. Ranks in the same process notice it at once, others when they time out at the latest. After a
+///   failure, destinations are undefined, and every later collective returns the error. Other work on the
 ///   streams continues.
-/// - The time-out, and how ranks find each other, are matters of the constructor.
-/// - Dropping a communicator leaves the group. [`wait`](Self::wait) before.
+/// - The constructor defines the time-out, and how ranks find each other.
+/// - Dropping a communicator leaves the group. Call [`wait`](Self::wait) first.
 pub trait Communicator: Send + Sync + fmt::Debug {
-    /// Returns the number of this rank, below [`ranks`](Self::ranks).
+    /// Returns the index of this rank, below [`ranks`](Self::ranks).
     fn rank(&self) -> usize;
 
     /// Returns the number of ranks of the group.
     fn ranks(&self) -> usize;
 
-    /// Enqueues a collective that has passed its check, on memory that the stream owns. [`run`](Self::run)
-    /// calls this method.
+    /// Enqueues a checked collective, on memory that the stream owns. [`run`](Self::run) calls this method.
     ///
     /// # Errors
     /// Returns the errors of [`check`](Self::check) and of the device.
@@ -221,20 +219,20 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// - Returns [`Error::RanksDiffer`] if ranks called different collectives and the implementation noticed.
     /// - Returns [`Error::RanksTimedOut`] if a collective was not done in time.
     /// - Returns [`Error::RankLeft`] if a collective needed a rank that has left, and [`Error::RankAborted`]
-    ///   if a rank aborted or its device failed, or another error of the device where ranks do not learn the
-    ///   reason.
+    ///   if a rank aborted or its device failed. If ranks cannot learn the reason, returns another device
+    ///   error instead.
     fn check(&self) -> Result<()>;
 
-    /// Blocks the host until everything enqueued on the stream so far is done, collectives included, no
-    /// longer than the time-out.
+    /// Blocks the host until everything enqueued on the stream so far is done, including collectives, but at
+    /// most for the time-out.
     ///
     /// # Errors
-    /// Returns the errors of the collectives among it, as [`check`](Self::check) lists them, and those of
+    /// Returns the collectives' errors listed at [`check`](Self::check), and the errors of
     /// [`Stream::synchronize`].
     fn wait(&self, stream: &dyn Stream) -> Result<()>;
 
-    /// Ends the group for good: pending work of this process's ranks ends at once, that of other processes
-    /// when they learn of it. Has no effect on a failed group.
+    /// Ends the group for good. Pending work ends at once on this process's ranks, and on other ranks when
+    /// they learn of it. Has no effect on a failed group.
     fn abort(&self);
 
     /// Checks and launches a collective.
@@ -263,12 +261,12 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         self.run(stream, Collective::AllReduce { view, op })
     }
 
-    /// Sends a view to a rank, which receives it.
+    /// Sends a view to a rank, which must receive it.
     fn send(&self, stream: &dyn Stream, view: &TensorView, to: usize) -> Result<()> {
         self.exchange(stream, &[(view, to)], &[])
     }
 
-    /// Receives a view from a rank, which sends it.
+    /// Receives a view from a rank, which must send it.
     fn receive(&self, stream: &dyn Stream, view: &TensorView, from: usize) -> Result<()> {
         self.exchange(stream, &[], &[(view, from)])
     }

@@ -1,12 +1,12 @@
-//! Graphs: a step's work, captured once and replayed with other lists.
+//! Graphs: a step's work, captured once and replayed with new lists.
 //!
 //! Each decode step enqueues the same kernels over the same memory. Only the lists differ: tokens, positions,
 //! slots, and the segments with their lengths, offsets and blocks. A captured graph reads these lists from
-//! memory that each replay overwrites: one call of the device replaces all launches of a step.
+//! memory that each replay overwrites, so one device call replaces all launches of a step.
 //!
 //! ```text
 //!   GraphCache::run(stream, key, inputs, record) ─► output of record()
-//!      first time    record()                      eager: kernels are loaded, memory is taken
+//!      first time    record()                      eager: kernels are loaded, memory is allocated
 //!      second time   Stream::capture ─► Graph      record() enqueues nothing, and is replayed at once
 //!      afterwards    Graph::replay(inputs)         no record(): overwrites the output of the capture
 //! ```
@@ -18,10 +18,10 @@ use crate::base::{Error, KvFormat, Result, SlotMapping, same};
 use crate::device::{AttendWork, QueryRow, Stream, WriteSlots};
 
 // Decision: docs/decisions/device.md#the-inputs-of-a-graph-are-lists-known-by-identity
-/// The lists of a step that change from replay to replay.
+/// The lists of a step that change with each replay.
 ///
-/// While a step is recorded, operations must use these very lists: a scatter the slots and positions, an
-/// attend the work, an embedding the tokens. Lists are recognised by identity, not by contents.
+/// While a step is recorded, operations must use exactly these lists: a scatter the slots and positions, an
+/// attend the work, an embedding the tokens. Lists are recognised by their address, not by their contents.
 #[derive(Debug, Clone)]
 pub struct StepInputs {
     /// Token of each row.
@@ -36,8 +36,8 @@ pub struct StepInputs {
 
 impl StepInputs {
     /// Returns the inputs padded with rows up to a power of two, which lets batches of similar size share a
-    /// graph. Padding is token 0 at position 0, is written nowhere, and attends to nothing: its output is
-    /// left unchanged.
+    /// graph. A padding row is token 0 at position 0. It is not written to the cache and attends to nothing,
+    /// and its output is left unchanged.
     #[must_use]
     pub fn padded(self) -> Self {
         let (rows, padded) = (self.positions.len(), self.positions.len().next_power_of_two());
@@ -61,19 +61,19 @@ impl StepInputs {
 /// A captured step.
 ///
 /// - A graph keeps alive all memory that its work touches.
-/// - A replay is enqueued on the stream of the capture, in order with the stream's other work.
+/// - A replay is enqueued on the stream of the capture, in order with the other work on that stream.
 /// - A replay checks its inputs as [`Operation::check`](crate::Operation::check) does for each captured
-///   operation. If it refuses them, nothing is enqueued.
+///   operation. If the check fails, nothing is enqueued.
 pub trait Graph: Send + Sync + fmt::Debug {
-    /// Enqueues the captured work with other inputs.
+    /// Enqueues the captured work with new inputs.
     ///
     /// # Errors
-    /// Returns the errors of the operations' checks, [`Error::Mismatch`] for another number of rows, and
+    /// Returns the errors of the operations' checks, [`Error::Mismatch`] if the number of rows differs, and
     /// [`Error::GraphOutgrown`] if the inputs need more room than the graph has.
     fn replay(&self, inputs: &StepInputs) -> Result<()>;
 }
 
-/// The steps that one graph can serve: those of equal padded sizes over caches of one format.
+/// The steps that can share a graph: equal padded sizes, and caches of one format.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -93,11 +93,12 @@ pub trait Graph: Send + Sync + fmt::Debug {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GraphKey {
-    /// Rows, padded to a power of two.
+    /// Number of rows, padded to a power of two.
     pub rows: usize,
-    /// Segments of all entries, padded to a power of two. A chunk that is absent counts as one of length 0.
+    /// Number of segments in all entries, padded to a power of two. A chunk that is absent counts as a
+    /// segment of length 0.
     pub chunks: usize,
-    /// Cached tokens that the rows attend to, padded to a power of two of at least 256.
+    /// Number of cached tokens that the rows attend to, padded to a power of two of at least 256.
     pub tokens: usize,
     /// Format of the cache.
     pub format: KvFormat,
@@ -116,27 +117,28 @@ impl GraphKey {
     }
 }
 
-/// The way in which [`GraphCache::run`] ran a step.
+/// How [`GraphCache::run`] ran a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GraphRun {
     /// Operation by operation.
     Eager,
-    /// Captured, and the new graph replayed once.
+    /// Captured as a new graph, which was then replayed once.
     Captured,
-    /// By replaying an existing graph.
+    /// Replayed from an existing graph.
     Replayed,
 }
 
-/// Numbers of runs of a [`GraphCache`].
+/// How often a [`GraphCache`] ran steps in each way.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct GraphCounts {
-    /// Runs operation by operation.
+    /// Number of runs operation by operation.
     pub eager: u64,
-    /// Captures.
+    /// Number of captures.
     pub captured: u64,
-    /// Replays of an existing graph.
+    /// Number of replays of an existing graph.
     pub replayed: u64,
-    /// Captures that the backend refused, or that found no memory. Later steps with such a key run eagerly.
+    /// Number of captures that the backend rejected, or that ran out of memory. Later steps with the same key
+    /// run eagerly.
     pub refused: u64,
 }
 
@@ -144,8 +146,7 @@ pub struct GraphCounts {
 #[derive(Debug)]
 enum Known<T> {
     Seen,
-    /// A graph, and the value that the recorded function returned: the place where each replay writes its
-    /// results.
+    /// A graph, and the value that the recorded function returned: where each replay writes its results.
     Captured(Arc<dyn Graph>, T),
     Refused,
 }
@@ -153,7 +154,7 @@ enum Known<T> {
 // Decision: docs/decisions/device.md#a-step-is-captured-when-it-comes-a-second-time
 /// The graphs of one stream, by key. The least recently used graph is dropped first.
 ///
-/// The caller guarantees that all steps under one key enqueue the same operations over the same memory.
+/// All steps with the same key must enqueue the same operations over the same memory.
 #[derive(Debug)]
 pub struct GraphCache<T = ()> {
     most: usize,
@@ -163,31 +164,32 @@ pub struct GraphCache<T = ()> {
 }
 
 impl<T: Clone> GraphCache<T> {
-    /// Creates a cache of at most `most` graphs. With 0, every step runs eagerly.
+    /// Creates a cache for at most `most` graphs. With 0, every step runs eagerly.
     pub fn new(most: usize) -> Self {
         Self { most, known: Vec::new(), counts: GraphCounts::default() }
     }
 
-    /// Returns the largest number of graphs.
+    /// Returns the maximum number of graphs.
     pub fn most(&self) -> usize {
         self.most
     }
 
-    /// Returns the numbers of runs so far.
+    /// Returns the counts so far.
     pub fn counts(&self) -> GraphCounts {
         self.counts
     }
 
-    /// Forgets all graphs. Call this before steps enqueue other operations or use other memory.
+    /// Drops all graphs. Call this before steps start to enqueue other operations or use other memory.
     pub fn clear(&mut self) {
         self.known.clear();
     }
 
-    /// Runs a step whose operations `record` enqueues on `stream`, by a graph if one fits. `record` runs at
-    /// most once, or twice if a capture is refused. Returns its output: the place of the step's results.
+    /// Runs a step, using a graph if one fits. `record` enqueues the step's operations on `stream`. It runs
+    /// at most once, or twice if a capture fails. Returns its output: where the step's results are.
     ///
     /// # Errors
-    /// Returns the errors of `record` and of [`Graph::replay`]. A step that cannot be captured is no error.
+    /// Returns the errors of `record` and of [`Graph::replay`]. It is not an error if a step cannot be
+    /// captured.
     pub fn run(
         &mut self,
         stream: &dyn Stream,
@@ -224,8 +226,8 @@ impl<T: Clone> GraphCache<T> {
                     self.keep(key, Known::Captured(graph, output.clone()));
                     return Ok((GraphRun::Captured, output));
                 }
-                // A step that cannot be captured runs eagerly, as it did the first time. So does one whose
-                // graph finds no memory.
+                // A step that cannot be captured runs eagerly, as it did the first time, and so does a step
+                // whose graph does not fit in memory.
                 (Err(Error::Unsupported { .. } | Error::Allocation { .. }), _) | (Ok(_), None) => {
                     self.counts.refused += 1;
                     self.known.pop();

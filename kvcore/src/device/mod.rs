@@ -1,7 +1,7 @@
 //! The backend contract: the interface of a device for caches and engines.
 //!
 //! A backend implements [`Backend`] (memory), [`Stream`] and [`Event`] (order), and runs each [`operation`].
-//! Tensor views and arenas are typed windows into its memory. A [`Communicator`] moves tensors between ranks.
+//! Tensor views and arenas give typed access to its memory. A [`Communicator`] moves tensors between ranks.
 
 mod arena;
 pub mod backend;

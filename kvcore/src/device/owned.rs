@@ -8,9 +8,9 @@ use crate::device::{Backend, Dims, Storage, TensorView};
 
 /// Owned memory of any kind, from any source. Clones share the memory, and the last clone frees it.
 ///
-/// An `OwnedStorage` makes two promises beyond those of the `Arc<dyn Storage>` inside: it is never empty,
-/// and each typed view of it is checked. It dereferences to [`Storage`] for `len`, `address` and `kind`.
-/// The idea comes from the `OwnedStorage` of NVIDIA Dynamo.
+/// Compared with the `Arc<dyn Storage>` inside, an `OwnedStorage` guarantees two more things: it is never
+/// empty, and each typed view of it is checked. It dereferences to [`Storage`] for `len`, `address` and
+/// `kind`. The idea comes from the `OwnedStorage` of NVIDIA Dynamo.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -18,7 +18,7 @@ use crate::device::{Backend, Dims, Storage, TensorView};
 ///
 /// let staging = OwnedStorage::create(CpuBackend::new().as_ref(), MemoryKind::Pinned, 4096)?;
 /// let k = staging.view(DType::F16, &[16, 2, 32])?;                   // the first 2048 bytes
-/// let v = staging.view_at(2048, DType::BF16, &[16, 2, 32])?;         // the others
+/// let v = staging.view_at(2048, DType::BF16, &[16, 2, 32])?;         // the rest
 /// assert_eq!((staging.kind(), staging.len()), (MemoryKind::Pinned, 4096));
 /// drop(staging);
 /// assert!(!k.overlaps(&v)?);                                         // both views keep it alive
@@ -31,7 +31,8 @@ impl OwnedStorage {
     /// Allocates `bytes` zeroed bytes.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if `bytes` is 0, on every backend, and the errors of [`Backend::allocate`].
+    /// Returns [`Error::Zero`] if `bytes` is 0, whatever the backend, and the errors of
+    /// [`Backend::allocate`].
     pub fn create(backend: &dyn Backend, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a storage" });
@@ -87,7 +88,7 @@ impl Deref for OwnedStorage {
 
 impl From<OwnedStorage> for Arc<dyn Storage> {
     /// Unwraps the handle, for [`KvArena::from_storage`](crate::KvArena::from_storage) and for operations,
-    /// which own storages.
+    /// which hold storages themselves.
     fn from(owned: OwnedStorage) -> Self {
         owned.0
     }
@@ -97,7 +98,7 @@ impl From<OwnedStorage> for Arc<dyn Storage> {
 mod tests {
     use super::*;
 
-    /// Bytes that the caller provided, alive as long as `owner`.
+    /// Bytes that the caller provided, which live as long as `owner`.
     #[derive(Debug)]
     struct Lent {
         len: usize,

@@ -1,4 +1,4 @@
-//! Write permits: the proof that no other user reads the blocks that an operation writes.
+//! Write permits: the proof that no other user reads the blocks that an operation writes to.
 //!
 //! ```text
 //!   MutableBlocks ──issues──► Permit ──lies in──► WriteSlots, WritePairs ──checked by──► Scatter, CopyBlocks, …
@@ -6,10 +6,11 @@
 //!        └ truncated, split, freed ──voids every permit issued before
 //! ```
 //!
-//! An owner numbers its blocks in order, and its *floor* is the number of its first block. A permit keeps the
-//! lowest number among the blocks that it writes, and is valid while that number is not below the floor.
-//! Blocks that leave at the front raise the floor by their count, and the other blocks keep their numbers.
-//! Every other loss raises the floor past all numbers in use, which renumbers the remaining blocks.
+//! An owner numbers its blocks in order, and its *floor* is the number of its first block. A permit stores
+//! the lowest number among the blocks that it allows writes to, and is valid while that number is not below
+//! the floor. When blocks leave at the front, the floor rises by their count and the other blocks keep their
+//! numbers. When blocks leave in any other way, the floor rises past all numbers in use, which renumbers the
+//! remaining blocks.
 
 use std::ops::{Deref, Range};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,28 +18,28 @@ use std::sync::{Arc, OnceLock};
 
 use crate::base::{BlockId, Error, Result, SlotMapping, same};
 
-/// The issuer of the permits of one owner of blocks.
+/// Issues the write permits of one block owner.
 ///
-/// The floor is created with the first permit, so an owner that issues none allocates nothing.
+/// The floor is created with the first permit, so an owner without permits allocates nothing.
 #[derive(Debug, Default)]
 pub(crate) struct Permits(OnceLock<Arc<AtomicU64>>);
 
 // Decision: docs/decisions/device.md#a-permit-is-a-number-above-a-floor
-/// A permit that is valid until the floor of its issuer rises past its lowest block.
+/// A permit that is valid until its issuer's floor rises past its lowest block.
 #[derive(Debug, Clone)]
 struct Permit {
     floor: Arc<AtomicU64>,
     lowest: u64,
 }
 
-/// A permit for slots. A slot names a block only together with the number of tokens in a block.
+/// A permit for slots. A slot identifies a block only together with the number of tokens per block.
 #[derive(Debug, Clone)]
 struct SlotPermit {
     permit: Permit,
     block_size: usize,
 }
 
-/// The permits of one owner, or of several, which operations of all layers share.
+/// The permits of one or more owners, shared by the operations of all layers.
 #[derive(Debug, Clone)]
 struct PermitList<T> {
     one: Option<T>,
@@ -64,7 +65,7 @@ impl<T: Clone> PermitList<T> {
         self.one.iter().chain(self.more.iter().flat_map(|more| more.iter()))
     }
 
-    /// Replaces the permits. Reuses their memory if no operation holds it.
+    /// Replaces the permits. Reuses their memory if no operation still holds it.
     fn refill(&mut self, permits: impl Iterator<Item = T>) {
         self.one = None;
         match self.more.as_mut().and_then(Arc::get_mut) {
@@ -89,28 +90,27 @@ impl Permits {
         }
     }
 
-    /// Voids every permit issued so far. The caller guarantees that the owner has at most `blocks` blocks,
-    /// including the ones that are about to leave.
+    /// Voids every permit issued so far. The owner must have at most `blocks` blocks, including the ones that
+    /// are about to leave.
     pub(crate) fn void(&self, blocks: usize) {
-        // A permit for no block has the number after the last block.
+        // A permit for no blocks has the number after the last block.
         self.raise(blocks + 1);
     }
 
-    /// Voids the permits that write one of the owner's first `blocks` blocks. The caller guarantees that
-    /// these blocks leave the owner.
+    /// Voids the permits for the owner's first `blocks` blocks, which must be about to leave the owner.
     pub(crate) fn void_first(&self, blocks: usize) {
         self.raise(blocks);
     }
 
-    /// Returns slots that may be written, in blocks of `block_size` tokens. The caller guarantees that the
-    /// owner fills the block of each slot, and that none of these blocks comes before its block `first`.
+    /// Returns writable slots, in blocks of `block_size` tokens. The owner must be filling the block of each
+    /// slot, and none of these blocks may come before its block `first`.
     pub(crate) fn slots(&self, first: usize, block_size: usize, slots: impl Into<SlotMapping>) -> WriteSlots {
         let permit = SlotPermit { permit: self.issue(first), block_size };
         WriteSlots { slots: slots.into(), permits: PermitList::one(permit) }
     }
 
-    /// Returns pairs whose destinations may be written. The caller guarantees that the owner fills each
-    /// destination, and that none of them comes before its block `first`.
+    /// Returns pairs with writable destinations. The owner must be filling each destination, and none of them
+    /// may come before its block `first`.
     pub(crate) fn pairs(&self, first: usize, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> WritePairs {
         WritePairs { pairs: pairs.into(), permits: PermitList::one(self.issue(first)) }
     }
@@ -131,14 +131,15 @@ impl Permit {
 // Decision: docs/decisions/device.md#only-guards-of-mutable-blocks-permit-writes
 /// Slots that may be written: a slot mapping with the permits of the owners that fill its blocks.
 ///
-/// Guards of mutable blocks and block tables issue it ([`BlockTable::grow`](crate::BlockTable::grow),
+/// Guards of mutable blocks and block tables issue these slots
+/// ([`BlockTable::grow`](crate::BlockTable::grow),
 /// [`MutableBlocks::write_slots`](crate::MutableBlocks::write_slots)). [`Scatter`](crate::Scatter) accepts no
-/// other type of slots. The permit becomes void as soon as a block of these slots is shared, so old slots
-/// never write into a block that others read. It also becomes void as soon as any block of the owner is
-/// truncated, split off or freed. Committing or freeing earlier blocks leaves it valid: slots for tokens
-/// ahead, of a draft or of a prefill in progress, stay usable. [`Scatter`](crate::Scatter) refuses an arena
-/// with blocks of another size than the owner's. A permit refers to block ids: the caller MUST use it with
-/// the arena that the pool's ids belong to.
+/// other type of slots. The permit becomes void as soon as a block of these slots is shared, so old slots are
+/// never used to write to a block that others read. It also becomes void as soon as any block of the owner is
+/// truncated, split off or freed. Committing or freeing earlier blocks leaves it valid: slots for later
+/// tokens, of a draft or of a prefill in progress, stay usable. [`Scatter`](crate::Scatter) rejects an arena
+/// whose block size differs from the owner's. A permit refers to block IDs: the caller MUST use it with the
+/// arena that the pool's IDs belong to.
 ///
 /// ```
 /// use kvcore::{BlockPool, BlockTable, Error, KeyScope};
@@ -166,8 +167,8 @@ impl WriteSlots {
     // Decision: docs/decisions/device.md#unchecked-says-what-it-trusts
     /// Creates writable slots without a permit, for an engine that keeps its own blocks.
     ///
-    /// The caller guarantees that the blocks of these slots are not read while they are written, and that a
-    /// [`BlockPool`](crate::BlockPool) has shared none of these blocks.
+    /// The blocks of these slots must not be read while they are written, and no
+    /// [`BlockPool`](crate::BlockPool) may have shared them.
     pub fn unchecked(slots: impl Into<SlotMapping>) -> Self {
         Self { slots: slots.into(), permits: PermitList::default() }
     }
@@ -197,7 +198,7 @@ impl WriteSlots {
     }
 
     /// Checks that the permits were issued for blocks of `block_size` tokens. With another block size, the
-    /// same slots would be in other blocks, which the owners may not fill.
+    /// same slots would be in other blocks, which the owners may not be filling.
     pub(crate) fn check_block_size(&self, block_size: usize) -> Result<()> {
         let what = "block_size of the arena that the slots address";
         self.permits.iter().try_for_each(|slots| same(what, slots.block_size, block_size))
@@ -213,8 +214,8 @@ impl WriteSlots {
         Self { slots: SlotMapping::concat(parts.map(|part| &part.slots)), permits }
     }
 
-    /// Replaces the slots by those of several owners, each with its first block, under the conditions of
-    /// [`Permits::slots`]. Reuses memory that no operation holds.
+    /// Replaces the slots with the slots of several owners, each given with its first block, under the
+    /// conditions of [`Permits::slots`]. Reuses memory that no operation holds.
     pub(crate) fn refill_batch<'a>(
         &mut self,
         block_size: usize,
@@ -228,7 +229,7 @@ impl WriteSlots {
 }
 
 impl PartialEq for WriteSlots {
-    /// Compares the slots; permits do not count.
+    /// Compares the slots and ignores the permits.
     fn eq(&self, other: &Self) -> bool {
         self.slots == other.slots
     }
@@ -244,7 +245,7 @@ impl Deref for WriteSlots {
 
 /// Pairs `(source, destination)` of blocks whose destinations may be written.
 ///
-/// [`MutableBlocks::write_pairs`](crate::MutableBlocks::write_pairs) issues it. Operations that copy blocks
+/// [`MutableBlocks::write_pairs`](crate::MutableBlocks::write_pairs) issues them. Operations that copy blocks
 /// accept no other type of pairs. The permit becomes void under the conditions stated at [`WriteSlots`].
 #[derive(Debug, Clone, Default)]
 pub struct WritePairs {
@@ -254,10 +255,10 @@ pub struct WritePairs {
 }
 
 impl WritePairs {
-    /// Creates pairs without a permit, for an arena without a pool, such as a staging buffer of the caller.
+    /// Creates pairs without a permit, for an arena without a pool, such as a caller's staging buffer.
     ///
-    /// The caller guarantees that the destinations are not read while they are written, and that a
-    /// [`BlockPool`](crate::BlockPool) has shared none of them.
+    /// The destinations must not be read while they are written, and no [`BlockPool`](crate::BlockPool) may
+    /// have shared them.
     pub fn unchecked(pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> Self {
         Self { pairs: pairs.into(), permits: PermitList::default() }
     }

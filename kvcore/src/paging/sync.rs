@@ -1,4 +1,4 @@
-//! The locks of this crate: those of `parking_lot`, or those of `loom` when its models are checked
+//! This crate's locks: from `parking_lot`, or from `loom` when its models are checked
 //! (`RUSTFLAGS="--cfg loom"`).
 
 #[cfg(not(loom))]
@@ -15,7 +15,7 @@ mod imp {
         static TURN: Cell<usize> = Cell::new(THREADS.fetch_add(1 << 20, Ordering::Relaxed));
     }
 
-    /// Returns the thread's counter and advances it by `step`. The counters of different threads start far
+    /// Returns the thread's counter and increases it by `step`. The counters of different threads start far
     /// apart.
     pub(crate) fn turn(step: usize) -> usize {
         TURN.with(|turn| turn.replace(turn.get().wrapping_add(step)))
@@ -43,7 +43,7 @@ mod imp {
         }
     }
 
-    /// Returns 0: models must be deterministic, so every thread begins at the first shard.
+    /// Returns 0: loom models must be deterministic, so every thread begins at the first shard.
     pub(crate) fn turn(_: usize) -> usize {
         0
     }

@@ -1,4 +1,5 @@
-//! Queries against a tile, one block of registers at a time: logits, weights, and sums of values.
+//! Attention of queries over a tile, one block of registers at a time: logits, weights, and weighted sums of
+//! values.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -13,46 +14,46 @@ use super::softmax::{LogitScaling, OnlineSoftmax, StateLayout};
 use super::tile::{TILE, TokenTile};
 use crate::simd::{Simd, SimdTask};
 
-/// Elements between the logits of two queries: a tile, and one vector more.
+/// Distance in elements between the logits of consecutive queries: a tile, and one vector more.
 const STRIDE: usize = TILE + 16;
-/// The maximum number of queries of a block of registers.
+/// Maximum number of queries per block of registers.
 const QUERIES: usize = 6;
 
-/// Attention of the queries of one unit of heads over one tile of tokens.
+/// Attention of one head unit's queries over one tile of tokens.
 ///
 /// # Safety
-/// With `n = queries()`: `q` is valid for reads of `n` queries of `dims.0` elements of f32, `latents`, if
-/// given, of `n` queries of `dims.1` elements, and `states` is valid for `n` states of `layout`, which no
-/// other code accesses. `keys` and `values` have a row for each token of the tile, of `dims.0` and `dims.1`
+/// With `n = queries()`, `q` must be valid for reads of `n` queries of `dims.0` f32 elements, and `latents`,
+/// if given, of `n` queries of `dims.1`. `states` must be valid for `n` states of `layout`, and no other code
+/// may access them. `keys` and `values` must have a row for each token of the tile, of `dims.0` and `dims.1`
 /// elements.
 pub(super) struct TileAttention<'a> {
     pub(super) op: &'a Attend,
     pub(super) entry: &'a AttendRows,
-    /// Query rows; `heads` is the number of heads of each.
+    /// Query rows. `heads` is the number of heads per row.
     pub(super) rows: Range<usize>,
     pub(super) heads: usize,
-    /// Elements of a key and of a value.
+    /// Number of elements per key and per value.
     pub(super) dims: (usize, usize),
     pub(super) q: *const f32,
     /// Queries that latent attention multiplies by the values.
     pub(super) latents: Option<*const f32>,
-    /// States of the segment's merge group.
+    /// States for the segment's merge group.
     pub(super) states: *mut f32,
     pub(super) layout: StateLayout,
     pub(super) tile: &'a TokenTile<'a>,
     pub(super) keys: RowPointers<'a>,
     pub(super) values: RowPointers<'a>,
     pub(super) columns: &'a [*const u8],
-    /// The next rows of keys and of values, to prefetch.
+    /// The next rows of keys and values, to prefetch.
     pub(super) ahead: [Prefetch<'a>; 2],
 }
 
-/// The tokens of a tile that the queries of a block see.
+/// The tokens of a tile that a block's queries see.
 struct VisibleTokens<const Q: usize> {
     each: [Range<usize>; Q],
-    /// The tokens from the first that any query sees to the last.
+    /// The tokens from the first to the last that any of the queries sees.
     all: Range<usize>,
-    /// The tokens that all queries see.
+    /// The tokens that all the queries see.
     common: Range<usize>,
 }
 
@@ -61,16 +62,16 @@ impl TileAttention<'_> {
         self.rows.len() * self.heads
     }
 
-    /// Processes all queries against the rows of `keys` and `values`.
+    /// Processes all queries, using the rows of `keys` and `values` in place.
     ///
     /// # Safety
-    /// The conditions of [`TileAttention`] hold, the rows have elements of type `E`, and the caller is
-    /// compiled for the instruction set of `S`.
+    /// The conditions of [`TileAttention`] must hold, the rows must have elements of type `E`, and the caller
+    /// must be compiled for the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn in_place<S: Simd, E: RowElement>(&self) {
         let (mut m, count) = (0, self.queries());
-        // SAFETY: `m` plus the queries of a block is at most `count`, and the rows have elements of `E` by
-        // contract.
+        // SAFETY: `m` plus the number of queries in a block is at most `count`, and the rows have elements of
+        // type `E` by contract.
         unsafe {
             if const { S::REGISTERS >= 32 } {
                 while m + 4 <= count {
@@ -89,17 +90,17 @@ impl TileAttention<'_> {
         }
     }
 
-    /// Processes all queries against keys in columns and values in rows of f32.
+    /// Processes all queries, using keys in columns and values in f32 rows.
     ///
     /// # Safety
-    /// The conditions of [`TileAttention`] hold, with values of f32. `columns` lists `dims.0` columns of
-    /// [`TILE`] elements of f32, and with latents `dims.1` more. The caller is compiled for the instruction
-    /// set of `S`.
+    /// The conditions of [`TileAttention`] must hold, and the values must be f32. `columns` must list
+    /// `dims.0` columns of [`TILE`] f32 elements, and `dims.1` more if there are latents. The caller must be
+    /// compiled for the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn packed<S: Simd>(&self) {
         let (mut m, count) = (0, self.queries());
-        // SAFETY: `m` plus the queries of a block is at most `count`; columns and values have elements of f32
-        // by contract.
+        // SAFETY: `m` plus the number of queries in a block is at most `count`; columns and values are f32 by
+        // contract.
         unsafe {
             if const { S::REGISTERS >= 32 } {
                 while m + 6 <= count {
@@ -118,7 +119,7 @@ impl TileAttention<'_> {
         }
     }
 
-    /// Returns the tokens that query `m` sees, counted from the tile's first.
+    /// Returns the tokens that query `m` sees, counted from the first token of the tile.
     pub(super) fn seen(&self, m: usize) -> Range<usize> {
         let (tile, n) = (self.tile, self.tile.len());
         if self.entry.selection.is_some() {
@@ -133,7 +134,7 @@ impl TileAttention<'_> {
     /// Returns the state of query `m`.
     ///
     /// # Safety
-    /// `m < queries()`, for which the conditions of [`TileAttention`] give a state.
+    /// `m` must be below `queries()`, and the conditions of [`TileAttention`] must hold.
     #[inline(always)]
     pub(super) unsafe fn state_of(&self, m: usize) -> *mut f32 {
         // SAFETY: `states` has `queries()` states of `layout.stride()` elements, and `m < queries()` by
@@ -155,12 +156,12 @@ impl TileAttention<'_> {
     }
 }
 
-/// Processes `Q` queries from query `first` on, `N` vectors of output at a time. With `PACKED`, keys are
+/// Processes `Q` queries starting at `first`, `N` output vectors at a time. With `PACKED`, keys are in
 /// columns.
 ///
 /// # Safety
-/// The conditions of [`TileAttention::in_place`] hold, or with `PACKED` those of [`TileAttention::packed`],
-/// and `first + Q <= queries()`.
+/// The conditions of [`TileAttention::in_place`] must hold, or of [`TileAttention::packed`] with `PACKED`.
+/// `first + Q` must be at most `queries()`.
 struct QueryBlock<'a, E, const Q: usize, const N: usize, const PACKED: bool> {
     attention: &'a TileAttention<'a>,
     first: usize,
@@ -191,11 +192,11 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> SimdTask
         let factor = attention.op.scale * attention.tile.segment.logit_scale;
         let scaling = LogitScaling { factor, softcap: attention.op.softcap };
         let stride = attention.layout.stride();
-        // The next rows are prefetched by the first block of queries.
+        // The first block of queries prefetches the next rows.
         let ahead = if self.first == 0 { attention.ahead } else { Default::default() };
-        // SAFETY: `Q <= QUERIES`, so `logits` has `STRIDE` elements for each query, a tile and one
-        // vector. `first + Q <= queries()` by contract, so queries and states are those of `attention`.
-        // Only logits that `dots` or `accumulate` wrote are read, since each range seen lies in `all`.
+        // SAFETY: `Q <= QUERIES`, so `logits` has `STRIDE` elements for each query: a tile and one vector.
+        // `first + Q <= queries()` by contract, so queries and states belong to `attention`. Only logits that
+        // `dots` or `accumulate` wrote are read, since each range seen is inside `all`.
         unsafe {
             let q = attention.q.add(self.first * k_dim);
             let latents = attention.latents.map(|all| all.add(self.first * v_dim));
@@ -255,7 +256,7 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> SimdTask
             } else {
                 common = 0..0;
             }
-            // Tokens that only some of the queries see: on the diagonal, or at the edge of a window.
+            // Tokens that only some queries see: on the diagonal, or at the edge of a window.
             for (a, seen) in each.into_iter().enumerate() {
                 let (before, after) = if common.is_empty() {
                     (seen, 0..0)
@@ -282,15 +283,16 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> SimdTask
     }
 }
 
-/// Multiplies the weights of `n` tokens by the scales of their values, those of tokens from `first` on.
+/// Multiplies the weights of `n` tokens, starting at `first`, by the scales of their values.
 ///
 /// # Safety
-/// `weights` and, from token `first` on, `scales` are initialised for `n` tokens and `S::LANES` more, with
-/// one scale for each token. The caller is compiled for the instruction set of `S`.
+/// `weights`, and `scales` starting at token `first`, must be initialised for `n` tokens and `S::LANES` more,
+/// with one scale per token. The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn scale_weights<S: Simd>(weights: *mut f32, n: usize, scales: RowScales, first: usize) {
     for t in (0..n).step_by(S::LANES) {
-        // SAFETY: `t < n`, so the vectors end before `n + LANES`, for which there is room by contract.
+        // SAFETY: `t < n`, so the vectors end before `n + LANES`, and there is room for that many by
+        // contract.
         unsafe {
             let (weight, scale) = (S::load(weights.add(t)), S::load(scales.row(first + t)));
             S::store(weights.add(t), S::mul(weight, scale));
@@ -298,11 +300,11 @@ unsafe fn scale_weights<S: Simd>(weights: *mut f32, n: usize, scales: RowScales,
     }
 }
 
-/// Accumulates the weighted values of one query, after its earlier values are multiplied by `shrink`.
+/// Multiplies one query's earlier values by `shrink`, and adds the weighted values.
 ///
 /// # Safety
-/// `weights` has a weight for each row of `values`, each row has `v_dim` elements of `E`, and `out` has
-/// `v_dim` initialised elements of f32, which nothing else accesses meanwhile.
+/// `weights` must have a weight for each row of `values`, each row must have `v_dim` elements of type `E`,
+/// and `out` must have `v_dim` initialised f32 elements, which nothing else may access during the call.
 pub(super) struct AccumulateValues<'a, E, const N: usize> {
     pub(super) weights: *const f32,
     pub(super) values: RowPointers<'a>,

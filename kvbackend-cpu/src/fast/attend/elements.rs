@@ -7,28 +7,28 @@ use kvcore::Fp8Kind;
 use super::pointers::RowPointers;
 use crate::simd::{E4M3_UNIT, Simd, SimdElement, SimdTask};
 
-/// The place where elements meet their scales.
+/// Where elements are multiplied by their scales.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scaling {
     /// Elements have no scales.
     None,
-    /// All elements of a row share a scale, by which the row's logits and weights are multiplied.
+    /// All elements of a row share a scale. The row's logits and weights are multiplied by it.
     Rows,
-    /// Groups of elements of a row share a scale, by which each element is multiplied. A group is a whole
-    /// number of vectors.
+    /// Groups of elements of a row share a scale. Each element is multiplied by it. A group is a whole number
+    /// of vectors.
     Groups,
 }
 
-/// An element type of rows.
+/// The element type of rows.
 ///
 /// # Safety
-/// Every function requires a row with element `i`, [`load`](Self::load) one with `S::LANES` elements from `i`
-/// on, of which `i` is a multiple, and a caller that is compiled for the instruction set of `S`.
+/// The row must have element `i`. For [`load`](Self::load), it must have `S::LANES` elements starting at `i`,
+/// and `i` must be a multiple of that number. The caller must be compiled for the instruction set of `S`.
 #[allow(clippy::missing_safety_doc, reason = "stated once, at the trait")]
 pub(super) trait RowElement: Copy + 'static {
     const SCALING: Scaling;
 
-    /// Returns a vector of elements, from element `i` on.
+    /// Returns a vector of elements, starting at element `i`.
     unsafe fn load<S: Simd>(row: *const u8, i: usize) -> S::V;
 
     /// Returns element `i`.
@@ -50,7 +50,7 @@ impl<E: SimdElement> RowElement for E {
     }
 }
 
-/// A code of `int8`, in rows with one scale.
+/// An `int8` code, in rows with one scale.
 #[derive(Clone, Copy)]
 pub(super) struct Int8;
 
@@ -69,7 +69,7 @@ impl RowElement for Int8 {
     }
 }
 
-/// A code of `int4`, two in a byte, in rows with one scale.
+/// An `int4` code, two per byte, in rows with one scale.
 #[derive(Clone, Copy)]
 pub(super) struct Int4;
 
@@ -90,7 +90,7 @@ impl RowElement for Int4 {
     }
 }
 
-/// A code of `fp8-e4m3` that is not NaN, divided by [`E4M3_UNIT`].
+/// An `fp8-e4m3` code that is not NaN, divided by [`E4M3_UNIT`].
 #[derive(Clone, Copy)]
 pub(super) struct E4M3;
 
@@ -109,7 +109,7 @@ impl RowElement for E4M3 {
     }
 }
 
-/// A code of `fp8-e5m2`.
+/// An `fp8-e5m2` code.
 #[derive(Clone, Copy)]
 pub(super) struct E5M2;
 
@@ -128,7 +128,7 @@ impl RowElement for E5M2 {
     }
 }
 
-/// A code in rows whose groups have scales of their own.
+/// A code in rows whose groups each have a scale.
 #[derive(Clone, Copy)]
 pub(super) struct Grouped<E>(PhantomData<E>);
 
@@ -147,10 +147,10 @@ impl<E: RowElement> RowElement for Grouped<E> {
     }
 }
 
-/// Returns whether any code of some rows of `fp8-e4m3` is NaN.
+/// Returns whether any code in some `fp8-e4m3` rows is NaN.
 ///
 /// # Safety
-/// Each row has `dim` codes.
+/// Each row must have `dim` codes.
 pub(super) struct AnyNan<'a> {
     pub(super) rows: RowPointers<'a>,
     pub(super) dim: usize,

@@ -1,4 +1,4 @@
-//! From partial softmax states to output rows: first the parts of split tokens are merged, then merge groups.
+//! From partial softmax states to output rows: first merges the parts of split tokens, then the merge groups.
 
 use kvcore::{Attend, TensorView};
 
@@ -6,7 +6,7 @@ use super::softmax::StateLayout;
 use crate::raw::Destination;
 use crate::simd::{Simd, SimdTask, narrow};
 
-/// The destinations of results.
+/// Where the results are written.
 pub(super) struct Outputs<'a> {
     pub(super) out: (&'a TensorView, Destination<'a>),
     pub(super) lse: Option<(&'a TensorView, Destination<'a>)>,
@@ -15,17 +15,17 @@ pub(super) struct Outputs<'a> {
 /// Merges the states of one row and head, and writes output and log-sum-exp.
 ///
 /// # Safety
-/// For each merge group and part, `states` leads to a state of `v_dim + 2` elements, which this task
-/// overwrites and nothing else accesses meanwhile. `layout.v_dim` is the width of the output, and no other
-/// thread accesses this row and head of the outputs.
+/// For each merge group and part, `states` must point to a state of `v_dim + 2` elements. This task
+/// overwrites it, and nothing else may access it meanwhile. `layout.v_dim` must be the output's width, and no
+/// other thread may access this row and head of the outputs.
 pub(super) struct Finish<'a> {
     pub(super) op: &'a Attend,
     pub(super) outputs: &'a Outputs<'a>,
-    /// The row and the head.
+    /// The row and head.
     pub(super) at: (usize, usize),
-    /// States: that of group `g` and part `p` begins at element `g * group stride + p * part stride`.
+    /// The state of group `g` and part `p` begins at element `g * group stride + p * part stride`.
     pub(super) states: *mut f32,
-    /// The number of parts, and the stride from part to part in elements.
+    /// Number of parts, and distance between consecutive parts in elements.
     pub(super) parts: (usize, usize),
     pub(super) layout: StateLayout,
 }
@@ -36,16 +36,17 @@ impl SimdTask for Finish<'_> {
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
         let Self { op, outputs, at: (row, head), states, parts: (parts, part_stride), layout } = self;
-        // SAFETY: `index` is below the number of groups and `part < parts`, so by the contract of
-        // `Finish` each state reached has `v_dim + 2` elements. `first` and the other operand of `merge` are
-        // different states.
+        // SAFETY: `index` is below the number of groups and `part < parts`, so by the contract of `Finish`
+        // each state used has `v_dim + 2` elements. `first` and the other operand of `merge` are different
+        // states.
         unsafe {
             for (index, group) in op.work.groups().iter().enumerate() {
                 let first = states.add(index * layout.count * layout.stride());
                 for part in 1..parts {
                     merge::<S>(first, first.add(part * part_stride), layout.v_dim);
                 }
-                // From here on, the state of a group is a single element: its log-sum-exp and its mean value.
+                // From here on, a group's state is equivalent to a single element with this log-sum-exp and
+                // mean value.
                 let (max, sum) = (*first, *first.add(1));
                 if sum != 0.0 {
                     scale::<S>(first.add(2), layout.v_dim, 1.0 / sum);
@@ -68,7 +69,8 @@ impl SimdTask for Finish<'_> {
 /// Adds one partial softmax state to another.
 ///
 /// # Safety
-/// `into` and `from` have `v_dim + 2` elements each and do not overlap, and the caller is compiled for `S`.
+/// `into` and `from` must have `v_dim + 2` elements each and must not overlap, and the caller must be
+/// compiled for `S`.
 #[inline(always)]
 unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
     // SAFETY: `i + LANES <= v_dim + 2` where a vector is accessed and `i < v_dim + 2` where one element is;
@@ -99,7 +101,7 @@ unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
 /// Multiplies `n` elements by a number.
 ///
 /// # Safety
-/// `values` has `n` elements, and the caller is compiled for the instruction set of `S`.
+/// `values` must have `n` elements, and the caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn scale<S: Simd>(values: *mut f32, n: usize, by: f32) {
     let mut i = 0;
@@ -120,15 +122,15 @@ impl Outputs<'_> {
     /// Writes the output and the log-sum-exp of one row and head.
     ///
     /// # Safety
-    /// `values` has `n` elements, no other thread accesses this row and head of the outputs, and the caller
-    /// is compiled for the instruction set of `S`.
+    /// `values` must have `n` elements, no other thread may access this row and head of the outputs, and the
+    /// caller must be compiled for the instruction set of `S`.
     #[inline(always)]
     unsafe fn write<S: Simd>(&self, row: usize, head: usize, values: *const f32, n: usize, lse: f32) {
         let (view, bytes) = self.out;
         let (strides, size) = (view.strides(), view.dtype().bits() / 8);
         let at = (view.offset() + row * strides[0] + head * strides[1]) * size;
         let to = bytes.at(at, n * size);
-        // SAFETY: `at` checked that the `n` elements of the row and the log-sum-exp lie inside, views are
+        // SAFETY: `at` checked that the `n` elements of the row and the log-sum-exp are in bounds, views are
         // aligned for their elements, and by contract `values` has `n` elements and no other thread accesses
         // the row and head.
         unsafe {

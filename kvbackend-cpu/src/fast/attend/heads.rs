@@ -1,13 +1,13 @@
-//! Query heads in units that share their K head and their V head.
+//! Query heads, grouped into units that share a K head and a V head.
 
 use std::ops::Range;
 
-/// Units of query heads: adjacent heads that share their K head and their V head.
+/// Units of query heads: adjacent heads that share a K head and a V head.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct HeadUnits {
     /// Number of query heads.
     pub(super) heads: usize,
-    /// Number of heads of a unit.
+    /// Number of heads per unit.
     pub(super) size: usize,
 }
 

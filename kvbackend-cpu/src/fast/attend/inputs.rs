@@ -9,7 +9,7 @@ use crate::fast::rotate::RotationTable;
 use crate::memory::ByteSpan;
 use crate::raw::Origin;
 
-/// The inputs that all items of a call read.
+/// The inputs shared by all items of a call.
 pub(super) struct CallInputs<'a> {
     pub(super) op: &'a Attend,
     pub(super) units: HeadUnits,
@@ -18,35 +18,34 @@ pub(super) struct CallInputs<'a> {
     pub(super) q: QueryRows<'a>,
     /// Queries that latent attention multiplies by the values.
     pub(super) latent: Option<QueryRows<'a>>,
-    /// The rotations of queries, and of keys that are stored unrotated.
+    /// The rotations of queries, and of keys stored unrotated.
     pub(super) table: Option<RotationTable>,
 }
 
 impl CallInputs<'_> {
-    /// Returns the head of K and the head of V of a unit.
+    /// Returns a unit's K head and V head.
     pub(super) fn kv_heads(&self, unit: usize) -> (usize, usize) {
         let s = self.op.arena.layout().shape();
         let head = unit * self.units.size;
         (head * s.k_heads / self.units.heads, head * s.v_heads / self.units.heads)
     }
 
-    /// Returns whether a group is a whole row, of keys and of values.
+    /// Returns whether a group is a whole row, for both keys and values.
     pub(super) fn one_scale_a_row(&self, group: usize) -> bool {
         group == self.keys.dim && group == self.values.dim
     }
 }
 
-/// Query rows in place.
+/// Query rows, read in place.
 #[derive(Clone, Copy)]
 pub(super) struct QueryRows<'a> {
     pub(super) view: &'a TensorView,
-    /// The bytes of the view, from its first element on.
+    /// The bytes of the view, starting at its first element.
     pub(super) bytes: Origin<'a>,
 }
 
 impl<'a> QueryRows<'a> {
-    /// Takes the queries of a view. Queries that lie where results will be written are copied to `copy`
-    /// first.
+    /// Reads the queries of a view. Queries that overlap the output are first copied to `copy`.
     pub(super) fn new<'b: 'a>(
         view: &'a TensorView,
         out: &TensorView,
@@ -61,13 +60,13 @@ impl<'a> QueryRows<'a> {
             return Ok(Self { view, bytes });
         }
         copy.clear();
-        // SAFETY: `part` checked that `len` bytes lie inside. The bytes are locked and no kernel of this call
-        // runs yet, so no code writes them while the slice lives.
+        // SAFETY: `part` checked that `len` bytes are in bounds. The bytes are locked and no kernel of this
+        // call runs yet, so no code writes them while the slice lives.
         copy.extend_from_slice(unsafe { std::slice::from_raw_parts(bytes.at(0, len), len) });
         Ok(Self { view, bytes: Origin::new(copy) })
     }
 
-    /// Returns the elements of a row.
+    /// Returns the number of elements per row.
     pub(super) fn dim(&self) -> usize {
         self.view.shape()[2]
     }

@@ -1,5 +1,5 @@
-//! Computes one item of a call: its tokens one tile at a time, with partial softmax states kept from tile to
-//! tile.
+//! Computes one item of a call: goes through its tokens tile by tile, and keeps partial softmax states
+//! between tiles.
 
 use std::ops::Range;
 
@@ -20,11 +20,12 @@ use crate::fast::rotate::rotate;
 use crate::raw::Destination;
 use crate::simd::{Simd, SimdTask, widen};
 
-/// Widens the queries of all units of an item, and rotates them to their positions minus `moved`, if given.
+/// Converts the queries of all units of an item to f32. If `moved` is given, also rotates them to their
+/// positions minus `moved`.
 ///
 /// # Safety
-/// `to` is valid for writes of the queries of the item, each of the width of `queries`, outside the queries'
-/// storage.
+/// `to` must be valid for writes of the item's queries, each as wide as `queries`, and must be outside the
+/// queries' storage.
 struct WidenQueries<'a> {
     inputs: &'a CallInputs<'a>,
     item: &'a WorkItem,
@@ -45,9 +46,10 @@ impl SimdTask for WidenQueries<'_> {
             for row in self.item.rows.clone() {
                 for head in inputs.units.heads_of(unit) {
                     let at = (row * strides[0] + head * strides[1]) * size;
-                    // SAFETY: `at` checked that the row lies inside, views are aligned, and `to` has room for
-                    // `dim` elements of each query by the contract of `WidenQueries`. The operation's check
-                    // bounds the rotary dimension by the width of a key, the only width that is rotated.
+                    // SAFETY: `at` checked that the row is in bounds, views are aligned, and `to` has room
+                    // for `dim` elements of each query by the contract of `WidenQueries`. The operation's
+                    // check bounds the rotary dimension by the width of a key, the only width that is
+                    // rotated.
                     unsafe {
                         widen::<S>(view.dtype(), self.queries.bytes.at(at, dim * size), to, dim);
                         if let (Some(table), Some(moved)) = (&inputs.table, self.moved) {
@@ -62,7 +64,7 @@ impl SimdTask for WidenQueries<'_> {
     }
 }
 
-/// Memory of a thread. It grows to the needs of its largest item, and never shrinks.
+/// A thread's memory. It grows to the size that its largest item needs, and never shrinks.
 #[derive(Default)]
 pub(super) struct ItemScratch {
     queries: Vec<f32>,
@@ -76,59 +78,58 @@ pub(super) struct ItemScratch {
     matrices: Vec<f32>,
 }
 
-/// An item, with the inputs and outputs of its call.
+/// An item, with its call's inputs and outputs.
 #[derive(Clone, Copy)]
 pub(super) struct ItemContext<'a> {
     pub(super) inputs: &'a CallInputs<'a>,
     pub(super) item: &'a WorkItem,
-    /// The runs of tokens of the item.
+    /// The item's runs of tokens.
     pub(super) runs: &'a [TokenRun],
-    /// The form of products of matrices, if matrices can compute the call.
+    /// The form of the matrix products, if the matrix unit can compute the call.
     pub(super) matrix_form: Option<MatrixForm>,
     pub(super) outputs: &'a Outputs<'a>,
-    /// The shared buffer, for states of rows whose tokens are split.
+    /// The shared buffer, for the states of rows whose tokens are split.
     pub(super) shared: Destination<'a>,
 }
 
 /// Computes an item in a thread's memory.
 ///
 /// # Safety
-/// The fields of `context` belong to one checked operation: `item` and `runs` to a plan of it, `shared` has
-/// room for the states of `item` if the tokens of the item are split, and `matrix_form`, if given, was made
-/// for the inputs and for a level that the processor supports. No other thread accesses the rows and heads of
-/// `item` in the outputs, or its states in `shared`, meanwhile.
+/// The fields of `context` must belong to one checked operation, and `item` and `runs` to a plan of it. If
+/// the item's tokens are split, `shared` must have room for its states. `matrix_form`, if given, must have
+/// been made for the inputs and for a level that the processor supports. No other thread may access the rows
+/// and heads of `item` in the outputs, or its states in `shared`, during the call.
 pub(super) struct ComputeItem<'a> {
     pub(super) context: ItemContext<'a>,
     pub(super) scratch: &'a mut ItemScratch,
 }
 
-/// Queries and partial softmax states of an item, and buffers for one of its tiles.
+/// An item's queries and partial softmax states, and buffers for one of its tiles.
 struct ItemBuffers<'a> {
     q: *mut f32,
     latents: Option<*mut f32>,
     states: *mut f32,
     layout: StateLayout,
     tile: TileBuffers<'a>,
-    /// The scales of keys and of values, for rows in place.
+    /// The scales of keys and values, for rows used in place.
     scales: [TileScales; 2],
     matrix: Option<MatrixBuffers>,
 }
 
 impl ItemBuffers<'_> {
-    /// Puts the queries of all units where products of matrices need them: those for keys if `which` is 0,
-    /// those for values if it is 1.
+    /// Puts the queries of all units where the matrix products need them: the queries for keys if `which` is
+    /// 0, and for values if it is 1.
     ///
     /// # Safety
-    /// `from` is valid for reads of `self.layout.count` queries of `dim` elements, the width of keys or of
-    /// values. `self.matrix`, if given, was made for `units` units of these queries, in this thread, with
-    /// latents if `which` is 1.
+    /// `from` must be valid for reads of `self.layout.count` queries of `dim` elements, the width of keys or
+    /// values. `self.matrix`, if given, must have been made in this thread for `units` units of these
+    /// queries, with latents if `which` is 1.
     unsafe fn put_queries(&self, which: usize, units: usize, from: *const f32, dim: usize) {
         let queries = self.layout.count / units;
         if let Some(matrix) = &self.matrix {
             for unit in 0..units {
-                // SAFETY: `unit < units`, so `from` has the `queries` queries of the unit, and the
-                // buffers have columns for them, by contract. A form of matrices exists only on processors
-                // with AMX.
+                // SAFETY: `unit < units`, so `from` has the `queries` queries of the unit, and the buffers
+                // have columns for them, by contract. A matrix form exists only on processors with AMX.
                 unsafe { matrix.put_queries(which, unit, queries, from.add(unit * queries * dim)) };
             }
         }
@@ -173,9 +174,9 @@ impl SimdTask for ComputeItem<'_> {
                 let n = if form == TileForm::InPlace { TileScales::elements(source, heads.len()) } else { 0 };
                 TileScales::new(source, heads.start, grown(memory, n))
             }),
-            // SAFETY: `MatrixForm::of` gives a form only at the level `Amx`, which is available. A thread
-            // computes one item at a time and drops the buffers at its end, before the memory changes, so
-            // no other `AmxTiles` of this thread lives.
+            // SAFETY: `MatrixForm::of` returns a form only at the level `Amx`, which is available. A thread
+            // computes one item at a time and drops the buffers at its end, before the memory changes, so no
+            // other `AmxTiles` of this thread lives.
             matrix: context.matrix_form.filter(|_| form == TileForm::Matrix).map(|form| unsafe {
                 form.buffers(item.units.len(), queries / item.units.len(), &mut scratch.matrices)
             }),
@@ -219,13 +220,13 @@ impl SimdTask for ComputeItem<'_> {
 }
 
 impl ItemContext<'_> {
-    /// Returns the form of keys and values that the products read.
+    /// Returns the form in which the products read keys and values.
     fn form<S: Simd>(&self) -> TileForm {
         let inputs = self.inputs;
         if self.item.rows.len() * inputs.units.size >= MANY_QUERIES {
             return self.matrix_form.map_or(TileForm::Packed, |_| TileForm::Matrix);
         }
-        // A vector lies in one group.
+        // A vector is inside one group.
         let whole = match inputs.keys.format {
             KvFormat::Int8 { group } | KvFormat::Int4 { group } => {
                 inputs.one_scale_a_row(group) || group.is_multiple_of(S::LANES)
@@ -235,19 +236,19 @@ impl ItemContext<'_> {
         if whole && inputs.op.keys == KeyForm::Rotated { TileForm::InPlace } else { TileForm::Widened }
     }
 
-    /// Returns the heads of K, or of V if `which` is 1, that the item reads.
+    /// Returns the K heads that the item reads, or its V heads if `which` is 1.
     fn kv_heads(&self, which: usize) -> Range<usize> {
         let of = |unit| <[usize; 2]>::from(self.inputs.kv_heads(unit))[which];
         let units = &self.item.units;
         if units.is_empty() { 0..0 } else { of(units.start)..of(units.end - 1) + 1 }
     }
 
-    /// Processes all units of heads against a tile.
+    /// Processes all head units for one tile.
     ///
     /// # Safety
-    /// `buffers` was made for this item and `form`, `tile` and `next` are tiles of its tokens, the queries in
-    /// `buffers` are rotated for the segment of `tile`, and the caller is compiled for the instruction set of
-    /// `S`.
+    /// `buffers` must have been made for this item and `form`. `tile` and `next` must be tiles of its tokens,
+    /// and the queries in `buffers` must be rotated for the segment of `tile`. The caller must be compiled
+    /// for the instruction set of `S`.
     #[inline(always)]
     unsafe fn tile<S: Simd>(
         &self,
@@ -267,8 +268,8 @@ impl ItemContext<'_> {
             for (source, which) in both {
                 let (heads, to) = (self.kv_heads(which), buffers.scales[which]);
                 let (rows, next) = (&tile.scales[which][..tile.len()], &next.scales[which][..next.len()]);
-                // SAFETY: `buffers.scales` has room for the scales of the heads of this item, and `tile` the
-                // addresses of scales that lie inside.
+                // SAFETY: `buffers.scales` has room for the scales of this item's heads, and the scale
+                // addresses in `tile` are in bounds.
                 unsafe { S::call(ReadScales { source, rows, next, heads, to }) };
             }
         }
@@ -277,9 +278,9 @@ impl ItemContext<'_> {
             let at = (heads.0 * inputs.keys.head_bytes, heads.1 * inputs.values.head_bytes);
             let first = i * item.rows.len() * inputs.units.size;
             let group = tile.segment.merge_group * buffers.layout.count;
-            // SAFETY: `buffers` has queries and states of all units of the item, of which unit `i` has those
-            // from `first` on, and room for a tile of rows and columns. Rows in place lie inside, as
-            // `SourcePlane::rows` checked, and have the element type that `form` and `dense` name.
+            // SAFETY: `buffers` has queries and states of all the item's units, where those of unit `i` start
+            // at `first`, and room for a tile of rows and columns. Rows in place are in bounds, as
+            // `SourcePlane::rows` checked, and have the element type given by `form` and `dense`.
             unsafe {
                 let mut attention = TileAttention {
                     op: inputs.op,
@@ -334,12 +335,12 @@ impl ItemContext<'_> {
         }
     }
 
-    /// Returns whether vectors of codes can be read: without NaN in `fp8-e4m3`, and with scales that stay
-    /// finite in the unit of [`Simd::load_e4m3`].
+    /// Returns whether codes can be read as vectors: `fp8-e4m3` codes must not be NaN, and their scales must
+    /// stay finite in the unit of [`Simd::load_e4m3`].
     ///
     /// # Safety
-    /// `attention` has rows of the format of the arena, and the caller is compiled for the instruction set of
-    /// `S`.
+    /// `attention` must have rows in the arena's format, and the caller must be compiled for the instruction
+    /// set of `S`.
     #[inline(always)]
     unsafe fn is_readable<S: Simd>(&self, attention: &TileAttention<'_>) -> bool {
         let KvFormat::Fp8 { kind: Fp8Kind::E4M3, .. } = self.inputs.keys.format else { return true };
@@ -350,14 +351,14 @@ impl ItemContext<'_> {
     }
 
     // Decision: docs/decisions/backend-cpu.md#few-queries-read-codes-in-registers
-    /// Processes all queries of a unit against rows where they lie.
+    /// Processes all queries of a unit, reading the rows in place.
     ///
     /// # Safety
-    /// As for [`TileAttention::in_place`], with rows of the format of the arena.
+    /// The same as for [`TileAttention::in_place`]. The rows must be in the arena's format.
     #[inline(always)]
     unsafe fn in_place<S: Simd>(&self, attention: &TileAttention<'_>) {
         let inputs = self.inputs;
-        // SAFETY: passed on to the caller, with the element type that the format names.
+        // SAFETY: the caller guarantees the same conditions, with the element type given by the format.
         unsafe {
             match inputs.keys.format {
                 KvFormat::Dense(DType::BF16) => attention.in_place::<S, bf16>(),
@@ -373,11 +374,11 @@ impl ItemContext<'_> {
         }
     }
 
-    /// Writes the results of rows that no other item shares.
+    /// Writes the results of rows that are in no other item.
     ///
     /// # Safety
-    /// `buffers.states` has a state for each merge group and query of the item, all tokens of the item are
-    /// processed, and the caller is compiled for the instruction set of `S`.
+    /// `buffers.states` must have a state for each merge group and query of the item, all the item's tokens
+    /// must have been processed, and the caller must be compiled for the instruction set of `S`.
     #[inline(always)]
     unsafe fn write<S: Simd>(&self, buffers: &ItemBuffers) {
         let (inputs, item) = (self.inputs, self.item);
@@ -386,8 +387,8 @@ impl ItemContext<'_> {
             for row in item.rows.clone() {
                 for head in inputs.units.heads_of(unit) {
                     let (op, outputs, at) = (inputs.op, self.outputs, (row, head));
-                    // SAFETY: `buffers` has a state of each merge group for every query by contract, and no
-                    // other item has this row and head.
+                    // SAFETY: `buffers` has a state for each merge group and query by contract, and no other
+                    // item has this row and head.
                     unsafe {
                         S::call(Finish { op, outputs, at, states, parts: (1, 0), layout: buffers.layout });
                         states = states.add(buffers.layout.stride());
@@ -398,7 +399,7 @@ impl ItemContext<'_> {
     }
 }
 
-/// Returns the start of a buffer, which is grown to at least `n` elements.
+/// Grows a buffer to at least `n` elements, and returns its start.
 fn grown(buffer: &mut Vec<f32>, n: usize) -> *mut f32 {
     if buffer.len() < n {
         buffer.resize(n, 0.0);

@@ -1,5 +1,5 @@
-//! Queries against a tile by products of matrices: keys of bf16 in place, values in pairs of rows, and
-//! queries and weights in as many parts of bf16 as their numbers need.
+//! Computes attention over a tile with matrix products: bf16 keys in place, values in pairs of rows, and
+//! queries and weights in as many bf16 parts as they need.
 
 use std::arch::x86_64::{
     __m512, __m512i, _CMP_UNORD_Q, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
@@ -25,31 +25,31 @@ use crate::simd::amx::{self, AmxTiles, Operands, PARTS, PRODUCTS, ROW, ROWS, Sha
 use crate::simd::avx512::{Avx512, upper_halves};
 use crate::simd::{Simd, SimdLevel};
 
-/// Elements of a row of a tile of bf16.
+/// Number of elements per row of a bf16 tile.
 const PAIRS: usize = 2 * ROWS;
-/// Elements between the logits of two queries: a tile, and one vector more.
+/// Distance in elements between the logits of consecutive queries: a tile, and one vector more.
 const STRIDE: usize = TILE + ROWS;
 
-/// The form in which queries come to the products of matrices.
+/// The form of the queries in the matrix products.
 #[derive(Clone, Copy)]
 pub(super) struct MatrixForm {
-    /// Numbers of bf16 whose sum is an element of a query.
+    /// Number of bf16 parts whose sum is an element of a query.
     parts: usize,
     k_dim: usize,
     v_dim: usize,
-    /// Bytes from one token's keys to the next within a block, and from one token's values to the next.
+    /// Distance in bytes between consecutive tokens' keys in a block, and between their values.
     token_bytes: [usize; 2],
-    /// True for latent attention, in which queries are multiplied by the values too.
+    /// Whether this is latent attention, in which queries are also multiplied by the values.
     latent: bool,
 }
 
-/// Memory of an item, all of it in whole AMX tiles, and the tile registers of the thread.
+/// An item's memory, all in whole AMX tiles, and the thread's tile registers.
 pub(super) struct MatrixBuffers {
     form: MatrixForm,
     tiles: AmxTiles,
-    /// Queries in columns, of all units: first those for the keys, second those for the values.
+    /// All units' queries in columns: first the queries for keys, then the queries for values.
     queries: [*mut u8; 2],
-    /// Copies of the rows of keys and of values, for rows that are not evenly spaced.
+    /// Copies of key and value rows, for rows that are not evenly spaced.
     copies: [*mut u8; 2],
     /// Values, with their tokens in pairs.
     values: *mut u8,
@@ -58,14 +58,14 @@ pub(super) struct MatrixBuffers {
     sums: [*mut f32; 2],
 }
 
-/// Returns the number of groups of queries that are multiplied at once.
+/// Returns the number of query groups that are multiplied at once.
 fn groups(queries: usize) -> usize {
     queries.div_ceil(ROWS)
 }
 
 impl MatrixForm {
-    /// Returns the form of a call, if matrices can compute it: over rotated keys and values of bf16, in whole
-    /// rows of tiles.
+    /// Returns the form of a call, if the matrix unit can compute it: keys must be rotated, and keys and
+    /// values must be bf16 in whole tile rows.
     pub(super) fn of(
         level: SimdLevel,
         op: &Attend,
@@ -89,7 +89,7 @@ impl MatrixForm {
         })
     }
 
-    /// Returns the bytes of a group's queries for keys, and for values.
+    /// Returns the number of bytes of a group's queries, for keys and for values.
     fn queries_bytes(&self) -> [usize; 2] {
         let tiles = |dim: usize| dim / PAIRS * self.parts * amx::TILE_BYTES;
         [tiles(self.k_dim), if self.latent { tiles(self.v_dim) } else { 0 }]
@@ -106,8 +106,8 @@ impl MatrixForm {
     /// Makes room for `units` units of `queries` queries each in `memory`.
     ///
     /// # Safety
-    /// The processor supports AMX with bf16, no other [`AmxTiles`] of this thread lives, and the buffers are
-    /// used and dropped in this thread, before `memory` is changed or dropped.
+    /// The processor must support AMX with bf16, and no other [`AmxTiles`] of this thread may be alive. The
+    /// buffers must be used and dropped in this thread, before `memory` is changed or dropped.
     pub(super) unsafe fn buffers(self, units: usize, queries: usize, memory: &mut Vec<f32>) -> MatrixBuffers {
         let sizes = self.sizes(units, queries);
         let bytes = sizes.iter().sum::<usize>() + ROW;
@@ -123,8 +123,8 @@ impl MatrixForm {
         });
         MatrixBuffers {
             form: self,
-            // SAFETY: by contract, AMX is available, no other `AmxTiles` of this thread lives, and this one
-            // is dropped in this thread.
+            // SAFETY: by contract, AMX is available, no other `AmxTiles` of this thread is alive, and this
+            // one is dropped in this thread.
             tiles: unsafe { AmxTiles::new() },
             queries: [q, latents],
             copies: [keys, latent_keys],
@@ -136,12 +136,12 @@ impl MatrixForm {
 }
 
 impl MatrixBuffers {
-    /// Puts the queries of a unit into columns: those for keys if `which` is 0, those for values if it is 1.
+    /// Puts a unit's queries into columns: the queries for keys if `which` is 0, and for values if it is 1.
     ///
     /// # Safety
-    /// The buffers were made for `count` queries per unit and more than `unit` units, with latents if `which`
-    /// is 1. `from` is valid for reads of `count` queries of `k_dim` or `v_dim` elements of f32, and the
-    /// processor supports AVX-512.
+    /// The buffers must have been made for `count` queries per unit and more than `unit` units, with latents
+    /// if `which` is 1. `from` must be valid for reads of `count` queries of `k_dim` or `v_dim` f32 elements,
+    /// and the processor must support AVX-512.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn put_queries(&self, which: usize, unit: usize, count: usize, from: *const f32) {
         let (parts, dim) = (self.form.parts, [self.form.k_dim, self.form.v_dim][which]);
@@ -172,19 +172,19 @@ impl MatrixBuffers {
         }
     }
 
-    /// Returns the address of the columns of a group of a unit's queries.
+    /// Returns the address of the columns of one group of a unit's queries.
     fn columns(&self, which: usize, unit: usize, count: usize, group: usize) -> *const u8 {
         self.queries[which].wrapping_add(self.form.queries_bytes()[which] * (unit * groups(count) + group))
     }
 }
 
-/// Returns the bf16 parts of two vectors, those of `b` after those of `a`.
+/// Returns the bf16 parts of two vectors: first the elements of `a`, then the elements of `b`.
 ///
 /// # Safety
-/// The processor supports AVX-512 F, BW and DQ, and the caller is compiled for them.
+/// The processor must support AVX-512 F, BW and DQ, and the caller must be compiled for them.
 #[inline(always)]
 unsafe fn bf16_parts(a: __m512, b: __m512) -> [__m512i; PARTS] {
-    // SAFETY: AVX-512 F, BW and DQ are available by contract, and no pointer is involved.
+    // SAFETY: AVX-512 F, BW and DQ are available by contract, and no pointers are involved.
     unsafe {
         let (a, b) = (amx::parts(a), amx::parts(b));
         let mut halves = [_mm512_setzero_si512(); PARTS];
@@ -195,19 +195,18 @@ unsafe fn bf16_parts(a: __m512, b: __m512) -> [__m512i; PARTS] {
     }
 }
 
-/// Returns a mask of the lanes of a vector that begins with token `first` whose tokens lie in `range`.
+/// Returns a mask of the lanes whose tokens are in `range`, for a vector that begins with token `first`.
 fn lane_mask(range: &Range<usize>, first: usize) -> u16 {
     let below = |t: usize| ((1u32 << t.saturating_sub(first).min(ROWS)) - 1) as u16;
     below(range.end) & !below(range.start)
 }
 
 /// Writes the values of up to a tile of tokens in pairs, with zeros for missing tokens, and returns whether
-/// all values are finite. Of each 32 elements, the first tile has the first halves of the quarters, the
-/// second tile the second halves.
+/// all values are finite. Of every 8 elements, the first 4 go to the first tile and the last 4 to the second.
 ///
 /// # Safety
-/// `rows` has at most [`TILE`] rows of `dim` elements of bf16, `dim` is a multiple of [`PAIRS`], `to` is
-/// valid for writes of `TILE * dim` elements of bf16, and the processor supports AVX-512.
+/// `rows` must have at most [`TILE`] rows of `dim` bf16 elements, `dim` must be a multiple of [`PAIRS`], `to`
+/// must be valid for writes of `TILE * dim` bf16 elements, and the processor must support AVX-512.
 #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
 unsafe fn put_values(rows: RowPointers<'_>, dim: usize, to: *mut u8, mut ahead: [Prefetch<'_>; 2]) -> bool {
     let n = rows.len();
@@ -243,18 +242,20 @@ unsafe fn put_values(rows: RowPointers<'_>, dim: usize, to: *mut u8, mut ahead: 
 }
 
 impl TileAttention<'_> {
-    /// Multiplies all queries of unit `unit` of the buffers by the tile, and adds the result to their states.
+    /// Multiplies all queries of unit `unit` in the buffers by the tile, and adds the results to their
+    /// states.
     ///
     /// # Safety
-    /// The conditions of [`TileAttention`] hold, with keys and values of bf16 in the cache. `buffers` were
-    /// made for at least `unit + 1` units of `queries()` queries of these dimensions, hold their queries and
-    /// belong to this thread, and the processor supports AMX.
+    /// The conditions of [`TileAttention`] must hold, with bf16 keys and values in the cache. `buffers` must
+    /// have been made in this thread for at least `unit + 1` units of `queries()` queries of these
+    /// dimensions, and must hold their queries. The processor must support AMX.
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     pub(super) unsafe fn by_matrices(&self, buffers: &MatrixBuffers, unit: usize) {
         let (form, tiles) = (&buffers.form, &buffers.tiles);
-        // SAFETY: the conditions of `put_values`, `evenly_spaced` and `weigh_values` are those of this
-        // function. For `rows_by_columns`, `evenly_spaced` gives four groups of `ROWS` readable rows,
-        // `columns` the `dim / PAIRS` steps of tiles of a group, and each of `sums` takes `PRODUCTS` tiles.
+        // SAFETY: the conditions of `put_values`, `evenly_spaced` and `weigh_values` follow from this
+        // function's. For `rows_by_columns`, `evenly_spaced` returns four groups of `ROWS` readable rows,
+        // `columns` the `dim / PAIRS` steps of a group's tiles, and each of `sums` has room for `PRODUCTS`
+        // tiles.
         unsafe {
             let finite = put_values(self.values, form.v_dim, buffers.values, self.ahead);
             let keys = self.evenly_spaced(self.keys, form.k_dim, form.token_bytes[0], buffers.copies[0]);
@@ -276,11 +277,11 @@ impl TileAttention<'_> {
         }
     }
 
-    /// Returns four groups of 16 rows that are one stride apart: in place if they lie so, otherwise copied.
+    /// Returns four groups of 16 rows that are one stride apart: in place if possible, otherwise copied.
     ///
     /// # Safety
-    /// `rows` are the rows of this attention's tile in the cache, with `dim` elements of bf16 each, and
-    /// `copies` is valid for writes of [`TILE`] such rows.
+    /// `rows` must be the rows of this attention's tile in the cache, with `dim` bf16 elements each, and
+    /// `copies` must be valid for writes of [`TILE`] such rows.
     #[inline(always)]
     unsafe fn evenly_spaced(
         &self,
@@ -290,8 +291,7 @@ impl TileAttention<'_> {
         copies: *mut u8,
     ) -> Operands {
         let block_size = self.op.arena.layout().shape().block_size;
-        // A group reads up to 16 rows, even past the last token in sight. These rows belong to the same
-        // block.
+        // A group reads up to 16 rows, even past the last visible token. These rows belong to the same block.
         let even = block_size.is_multiple_of(ROWS) && self.tile.tokens.start.is_multiple_of(ROWS);
         let stride = if even { token_bytes } else { dim * 2 };
         if !even {
@@ -311,11 +311,11 @@ impl TileAttention<'_> {
         Operands { at, stride, step: ROW }
     }
 
-    /// Turns the sums of a group of queries into weights, and accumulates the values.
+    /// Turns a query group's sums into weights, and accumulates the values.
     ///
     /// # Safety
-    /// As for [`by_matrices`](Self::by_matrices), after the products with keys and latents of `group` and
-    /// after `put_values`, which returned `finite`.
+    /// The same as for [`by_matrices`](Self::by_matrices). In addition, the products of `group` with keys and
+    /// latents must have been computed, and `put_values` must have been called and have returned `finite`.
     #[inline(always)]
     unsafe fn weigh_values(&self, buffers: &MatrixBuffers, group: usize, finite: bool) {
         let (n, first) = (self.tile.len(), group * ROWS);
@@ -326,9 +326,9 @@ impl TileAttention<'_> {
         let scaling = LogitScaling { factor, softcap: self.op.softcap };
         let mut shrink = [1.0; ROWS];
         let steps = n.div_ceil(PAIRS);
-        // SAFETY: `a < count`, so `first + a` is one of the queries. A row of logits has `STRIDE`
-        // elements, a tile and one vector, and `seen` lies in the tile. `buffers.weights` has `steps * PARTS`
-        // tiles, with a row for each `a < ROWS`. States and rows are those of the attention.
+        // SAFETY: `a < count`, so `first + a` is one of the queries. A row of logits has `STRIDE` elements, a
+        // tile and one vector, and `seen` is inside the tile. `buffers.weights` has `steps * PARTS` tiles,
+        // with a row for each `a < ROWS`. States and rows belong to the attention.
         unsafe {
             if !self.put_logits(buffers, logits) {
                 for a in 0..count {
@@ -363,17 +363,17 @@ impl TileAttention<'_> {
         }
     }
 
-    /// Writes the queries' rows of logits from the sums, and returns whether none is NaN.
+    /// Writes the queries' logits from the sums, row by row, and returns whether none of them is NaN.
     ///
     /// # Safety
-    /// `buffers.sums` holds the products of this tile, and `logits` is valid for writes of `ROWS` rows of
-    /// [`STRIDE`] elements. The caller is compiled for AVX-512.
+    /// `buffers.sums` must hold this tile's products, and `logits` must be valid for writes of `ROWS` rows of
+    /// [`STRIDE`] elements. The caller must be compiled for AVX-512.
     #[inline(always)]
     unsafe fn put_logits(&self, buffers: &MatrixBuffers, logits: *mut f32) -> bool {
         let mut unordered = 0;
         for i in 0..self.tile.len().div_ceil(ROWS) {
-            // SAFETY: `i < TILE / ROWS` and `j < ROWS`, so each load lies in the `PRODUCTS` tiles of a
-            // sum, and each store in row `j` of `logits`, which has room by contract.
+            // SAFETY: `i < TILE / ROWS` and `j < ROWS`, so each load is inside the `PRODUCTS` tiles of a sum,
+            // and each store inside row `j` of `logits`, which has room by contract.
             unsafe {
                 let mut square = [_mm512_setzero_ps(); ROWS];
                 for (j, vector) in square.iter_mut().enumerate() {
@@ -393,17 +393,18 @@ impl TileAttention<'_> {
         unordered == 0
     }
 
-    /// Computes one query's logits without parts: with parts, infinity times 0 would give NaN.
+    /// Computes one query's logits without splitting operands into bf16 parts: infinity times a part of 0
+    /// would give NaN.
     ///
     /// # Safety
-    /// `m < queries()`, the conditions of [`TileAttention`] hold with keys and values of bf16, `row` is valid
-    /// for writes of [`STRIDE`] elements, and the processor supports AVX-512.
+    /// `m` must be below `queries()`, the conditions of [`TileAttention`] must hold with bf16 keys and
+    /// values, `row` must be valid for writes of [`STRIDE`] elements, and the processor must support AVX-512.
     #[inline(never)]
     #[target_feature(enable = "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl")]
     unsafe fn put_logits_of(&self, buffers: &MatrixBuffers, m: usize, row: *mut f32) {
         let (k_dim, v_dim) = (buffers.form.k_dim, buffers.form.v_dim);
-        // SAFETY: query `m` has `k_dim` elements, and `v_dim` latent ones; a tile has at most `TILE` rows, so
-        // `row` has room for their logits and three more.
+        // SAFETY: query `m` has `k_dim` elements, and `v_dim` latent elements; a tile has at most `TILE`
+        // rows, so `row` has room for their logits and three more.
         unsafe {
             let to = (row, STRIDE);
             dots::<Avx512, bf16, 1>(self.q.add(m * k_dim), k_dim, self.keys, to, false, Prefetch::default());
@@ -413,12 +414,13 @@ impl TileAttention<'_> {
         }
     }
 
-    /// Adds weights times values to the states of `count` queries from query `first` on, after these states
-    /// are multiplied by `shrink`.
+    /// Multiplies the states of `count` queries, starting at `first`, by `shrink`, and adds weights times
+    /// values to them.
     ///
     /// # Safety
-    /// `buffers` hold the values and weights of `steps` steps, `first + count <= queries()` and `count <=
-    /// ROWS`, the states of these queries are valid, and the caller is compiled for AVX-512.
+    /// `buffers` must hold the values and weights of `steps` steps, `first + count` must be at most
+    /// `queries()`, and `count` at most `ROWS`. The states of these queries must be valid, and the caller
+    /// must be compiled for AVX-512.
     #[inline(always)]
     unsafe fn add_values(
         &self,
@@ -433,7 +435,7 @@ impl TileAttention<'_> {
         // for `steps` steps. `a < count <= ROWS` is a row of each sum. `dim` is a multiple of `PAIRS`, so
         // `i + (j + 2) * ROWS <= dim` for each pair of sums, and a state has `dim` values.
         unsafe {
-            // The places of 16 adjacent elements, and of the 16 elements after them.
+            // The indices of 16 adjacent elements, and of the 16 elements after them.
             let low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
             let high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
             for i in (0..dim).step_by(PRODUCTS * ROWS) {
@@ -461,16 +463,17 @@ impl TileAttention<'_> {
     }
 }
 
-/// Writes the weights of one query's tokens in parts, and 0 for tokens that it does not see.
+/// Writes the weights of one query's tokens, split into parts, and 0 for tokens that it does not see.
 ///
 /// # Safety
-/// `row` has an initialised element for each token of `seen`, `seen.end <= steps * PAIRS`, and `to` is valid
-/// for a row of `steps * PARTS` tiles. The caller is compiled for AVX-512.
+/// `row` must have an initialised element for each token of `seen`, `seen.end` must be at most
+/// `steps * PAIRS`, and `to` must be valid for a row of `steps * PARTS` tiles. The caller must be compiled
+/// for AVX-512.
 #[inline(always)]
 unsafe fn put_weights(row: *const f32, seen: &Range<usize>, steps: usize, to: *mut u8) {
     for step in 0..steps {
         let at = step * PAIRS;
-        // SAFETY: the masks load only tokens of `seen`, which are initialised by contract, and `to` has a row
+        // SAFETY: the masks load only tokens in `seen`, which are initialised by contract, and `to` has a row
         // in each of the `steps * PARTS` tiles.
         unsafe {
             let a = _mm512_maskz_loadu_ps(lane_mask(seen, at), row.add(at));

@@ -1,4 +1,4 @@
-//! Attention: decode at the speed of reading the cache, prefill at the speed of its products.
+//! Attention: decode is as fast as reading the cache, prefill as fast as its products.
 //!
 //! ```text
 //!   mod       a call: the bytes of its layer are locked, threads take items, states of split rows are merged
@@ -24,11 +24,11 @@
 //!   pointers  addresses of rows    softmax  logits to weights, the states    heads  heads that share K and V
 //! ```
 //!
-//! A file imports only from files below it. The files below the line import from `pointers`, `softmax` and
-//! `elements` at most, and any file above may use them.
+//! A file imports only from files below it. The files below the line import at most from `pointers`,
+//! `softmax` and `elements`, and any file above the line may use them.
 //!
-//! Between tiles, the softmax of a query is a *partial softmax state*: running maximum, sum of weights,
-//! weighted sum of values.
+//! Between tiles, a query's softmax is stored as a *partial softmax state*: the running maximum, the sum of
+//! weights, and the weighted sum of values.
 
 mod block;
 mod elements;
@@ -74,7 +74,7 @@ use crate::raw::Destination;
 struct CallerMemory {
     plans: ItemPlans,
     shared: Vec<f32>,
-    /// Copies of queries that lie where results will be written.
+    /// Copies of queries that overlap the output.
     copies: [Vec<u8>; 2],
 }
 
@@ -144,7 +144,7 @@ impl Fast {
         shared.resize(plan.shared.max(shared.len()), 0.0);
         let shared = Destination::new(bytemuck::cast_slice_mut(shared));
         let work = |i: usize| {
-            // The last rows of a prefill see the most tokens, so they go first.
+            // The last rows of a prefill see the most tokens, so they are computed first.
             let item = &plan.items[plan.items.len() - 1 - i];
             let context = ItemContext {
                 inputs,
@@ -154,11 +154,12 @@ impl Fast {
                 outputs,
                 shared,
             };
-            // Outside of the task: a closure inside it would be compiled without the task's instructions.
+            // Outside of the task, because a closure inside it would be compiled without the task's
+            // instruction set.
             SCRATCH.with_borrow_mut(|scratch| {
-                // SAFETY: `plan` was made for this operation, and each of its items is computed once, so
+                // SAFETY: `plan` was made for this operation, and each of its items is computed only once, so
                 // no other thread writes the rows and heads of `item`, or its states in `shared`.
-                // `matrix_form` was made for the level of `self`, from these inputs.
+                // `matrix_form` was made from these inputs for the level of `self`.
                 unsafe { self.level.run(ComputeItem { context, scratch }) };
             });
         };
@@ -185,8 +186,8 @@ impl Fast {
                     for head in units.heads_of(unit) {
                         let (at, parts) = ((row, head), (split.parts, part));
                         // SAFETY: all items have run, and each has left a state for every query of `split` in
-                        // `shared`, from `start` on. No other split has this row and head, and `layout.v_dim`
-                        // is the width of the output.
+                        // `shared`, starting at `start`. No other split has this row and head, and
+                        // `layout.v_dim` is the output's width.
                         unsafe { self.level.run(Finish { op, outputs, at, states, parts, layout }) };
                         states = states.wrapping_add(layout.stride());
                     }

@@ -1,4 +1,4 @@
-//! Stand-in for products of matrices on processors that cannot multiply tiles of bf16.
+//! Stand-in for the matrix products, on processors that cannot multiply bf16 tiles.
 
 use kvcore::{Attend, TensorView};
 
@@ -6,11 +6,11 @@ use super::block::TileAttention;
 use super::source::SourcePlane;
 use crate::simd::SimdLevel;
 
-/// A form of queries; none exists.
+/// The form of queries in matrix products, which does not exist here.
 #[derive(Clone, Copy)]
 pub(super) enum MatrixForm {}
 
-/// Memory of an item; none exists.
+/// An item's buffers for matrix products, which do not exist here.
 pub(super) enum MatrixBuffers {}
 
 impl MatrixForm {
@@ -23,30 +23,30 @@ impl MatrixForm {
         None
     }
 
-    /// Never called, because no form exists.
+    /// Never called, because there is no form.
     ///
     /// # Safety
-    /// No conditions.
+    /// There are no conditions.
     pub(super) unsafe fn buffers(self, _: usize, _: usize, _: &mut Vec<f32>) -> MatrixBuffers {
         match self {}
     }
 }
 
 impl MatrixBuffers {
-    /// Never called, because no buffers exist.
+    /// Never called, because there are no buffers.
     ///
     /// # Safety
-    /// No conditions.
+    /// There are no conditions.
     pub(super) unsafe fn put_queries(&self, _: usize, _: usize, _: usize, _: *const f32) {
         match *self {}
     }
 }
 
 impl TileAttention<'_> {
-    /// Never called, because no buffers exist.
+    /// Never called, because there are no buffers.
     ///
     /// # Safety
-    /// No conditions.
+    /// There are no conditions.
     pub(super) unsafe fn by_matrices(&self, buffers: &MatrixBuffers, _: usize) {
         match *buffers {}
     }

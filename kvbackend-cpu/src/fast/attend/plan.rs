@@ -1,4 +1,4 @@
-//! The division of a call into items, which threads take one by one.
+//! Divides a call into items, which threads take one by one.
 
 use std::ops::Range;
 
@@ -8,14 +8,14 @@ use super::heads::HeadUnits;
 use crate::fast::share;
 
 // Decision: docs/decisions/backend-cpu.md#the-number-of-queries-decides-how-attention-reads
-/// Query rows times heads from which on a tile is packed once for all of them.
+/// Minimum number of queries (rows times heads) for which a tile is packed once for all of them.
 pub(super) const MANY_QUERIES: usize = 16;
-/// The maximum of query rows times heads of one item.
+/// Maximum number of queries (rows times heads) per item.
 const MOST_QUERIES: usize = 256;
-/// The minimum number of tokens of an item whose tokens are split.
+/// Minimum number of tokens per item if a row's tokens are split.
 const FEWEST_TOKENS: usize = 256;
 
-/// Rows of one entry with some heads, over all or part of the tokens that they see.
+/// Some rows of one entry with some heads, over all or part of the tokens that they see.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct WorkItem {
     pub(super) entry: usize,
@@ -30,18 +30,18 @@ pub(super) struct WorkItem {
     pub(super) shared: Option<usize>,
 }
 
-/// Consecutive items with the same rows and heads, among which the tokens of these rows are split.
+/// Consecutive items with the same rows and heads, between which these rows' tokens are split.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct SplitItems {
-    /// The number of the first of the items.
+    /// Index of the first item.
     pub(super) item: usize,
     pub(super) parts: usize,
 }
 
-/// The calls that a plan serves: the calls of all layers of a step with the same window and extents.
+/// The calls that can use a plan: the calls of all layers of a step with the same window and extents.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ItemPlanKey {
-    /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
+    /// The ID of the work, [`AttendWork::id`](kvcore::AttendWork::id).
     work: u64,
     window: Option<usize>,
     units: HeadUnits,
@@ -58,17 +58,18 @@ impl ItemPlanKey {
     }
 }
 
-/// The plans of a thread's last calls, in memory that is kept from step to step.
+/// The plans of a thread's recent calls, in memory that is reused between steps.
 #[derive(Debug, Default)]
 pub(super) struct ItemPlans {
-    /// The last plans. Few suffice, because the layers of a model differ at most in their window.
+    /// The most recent plans. A few are enough, because a model's layers differ only in their window, if at
+    /// all.
     plans: [(Option<ItemPlanKey>, ItemPlan); 4],
-    /// The number of the plan to replace next.
+    /// Index of the plan to replace next.
     next: usize,
 }
 
 impl ItemPlans {
-    /// Returns the plan of a key. If there is none, `make` makes it.
+    /// Returns the plan for a key, and calls `make` to create it if there is none.
     pub(super) fn get(&mut self, key: ItemPlanKey, make: impl FnOnce(&mut ItemPlan)) -> &ItemPlan {
         let known = self.plans.iter().position(|(known, _)| *known == Some(key));
         let at = known.unwrap_or_else(|| {
@@ -95,20 +96,19 @@ pub(super) struct TokenRun {
 #[derive(Debug, Default)]
 pub(super) struct ItemPlan {
     pub(super) items: Vec<WorkItem>,
-    /// Runs of the tokens of all items; see [`WorkItem::runs`].
+    /// The runs of all items' tokens; see [`WorkItem::runs`].
     pub(super) runs: Vec<TokenRun>,
     pub(super) split: Vec<SplitItems>,
-    /// Items whose tokens are being split, in memory that is kept.
+    /// Items whose tokens are being split, in memory that is reused.
     whole: Vec<WorkItem>,
-    /// Number of elements of the shared buffer.
+    /// Number of elements in the shared buffer.
     pub(super) shared: usize,
-    /// Cost of the call: products of a query with a key, or a weight with a value, counted in bytes of the
-    /// cache.
+    /// Cost of the call: query-key and weight-value products, counted in bytes of the cache.
     pub(super) cost: usize,
 }
 
 impl ItemPlan {
-    /// Cuts a call into items for `threads` threads.
+    /// Divides a call into items for `threads` threads.
     pub(super) fn make(&mut self, op: &Attend, units: HeadUnits, threads: usize) {
         self.items.clear();
         self.runs.clear();
@@ -118,7 +118,7 @@ impl ItemPlan {
         let row_bytes = (s.k_dim + s.v_dim) * s.format.storage_dtype().bits() / 8;
         for (entry, rows) in op.work.batch().iter().enumerate() {
             let (count, all) = (rows.rows.len(), units.count());
-            // A selection belongs to one row. An item of many rows takes one unit of heads.
+            // A selection belongs to one row. An item with many rows covers one head unit.
             let (step, heads) = if rows.selection.is_some() {
                 (1, all)
             } else if count * units.size >= MANY_QUERIES {
@@ -146,7 +146,7 @@ impl ItemPlan {
         self.find_runs(op);
     }
 
-    /// Finds the runs of tokens of each item. Items that differ only in their heads share their runs.
+    /// Finds each item's runs of tokens. Items that differ only in their heads share their runs.
     fn find_runs(&mut self, op: &Attend) {
         for at in 0..self.items.len() {
             let before = at.checked_sub(1).map(|before| &self.items[before]).filter(|before| {
@@ -163,7 +163,7 @@ impl ItemPlan {
         }
     }
 
-    /// Splits the tokens of each item into up to `parts` parts.
+    /// Splits each item's tokens into up to `parts` parts.
     fn split_tokens(&mut self, op: &Attend, units: HeadUnits, parts: usize, state: usize) {
         std::mem::swap(&mut self.items, &mut self.whole);
         for item in self.whole.drain(..) {
@@ -182,7 +182,7 @@ impl ItemPlan {
     }
 }
 
-/// Appends the runs of an item's part of the tokens that its rows see, counted over all segments.
+/// Appends the runs for an item's part of the tokens that its rows see, counted over all segments.
 fn push_runs(op: &Attend, item: &WorkItem, runs: &mut Vec<TokenRun>) {
     let entry = &op.work.batch()[item.entry];
     let (mut before, first) = (0, runs.len());
@@ -190,7 +190,7 @@ fn push_runs(op: &Attend, item: &WorkItem, runs: &mut Vec<TokenRun>) {
         let start = tokens.start + item.tokens.start.saturating_sub(before).min(tokens.len());
         let end = tokens.start + item.tokens.end.saturating_sub(before).min(tokens.len());
         before += tokens.len();
-        // Blocks that are selected one after the other are one run, which is cut into whole tiles.
+        // Blocks selected one after the other form one run, which is divided into whole tiles.
         match runs[first..].last_mut() {
             Some(last) if last.segment == segment && last.tokens.end == start => last.tokens.end = end,
             _ if start < end => runs.push(TokenRun { segment, tokens: start..end }),
@@ -209,7 +209,7 @@ fn push_runs(op: &Attend, item: &WorkItem, runs: &mut Vec<TokenRun>) {
     }
 }
 
-/// Returns the number of states of an item: one per merge group, head and row.
+/// Returns the number of an item's states: one per merge group, head and row.
 pub(super) fn number_of_states(op: &Attend, units: HeadUnits, item: &WorkItem) -> usize {
     op.work.groups().len() * item.units.len() * units.size * item.rows.len()
 }

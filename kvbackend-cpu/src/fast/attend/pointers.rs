@@ -1,15 +1,15 @@
-//! Addresses of rows: of rows to read now, and of rows to prefetch.
+//! Addresses of rows to read now, and of rows to prefetch.
 
 use std::ops::Range;
 
 use crate::simd::Simd;
 
-/// The scales of rows of one head as f32, next to each other for each row; empty for rows without scales.
+/// The scales of one head's rows as f32, contiguous for each row; empty for rows without scales.
 #[derive(Clone, Copy)]
 pub(super) struct RowScales {
     at: *const f32,
     per_row: usize,
-    /// Elements that share a scale.
+    /// Number of elements that share a scale.
     pub(super) group: usize,
 }
 
@@ -24,25 +24,25 @@ impl RowScales {
         Self { at, per_row, group }
     }
 
-    /// Returns the address of the scales of row `t`.
+    /// Returns the address of row `t`'s scales.
     #[inline(always)]
     pub(super) fn row(self, t: usize) -> *const f32 {
         self.at.wrapping_add(t * self.per_row)
     }
 
-    /// Returns the address of the scale of element `i` of row `t`.
+    /// Returns the address of the scale for element `i` of row `t`.
     #[inline(always)]
     pub(super) fn element(self, t: usize, i: usize) -> *const f32 {
         self.row(t).wrapping_add(i / self.group)
     }
 }
 
-/// The addresses of rows of one head, which need not be adjacent.
+/// The addresses of one head's rows, which need not be adjacent.
 #[derive(Clone, Copy, Default)]
 pub(super) struct RowPointers<'a> {
     /// Addresses of the rows of head 0, token by token.
     pub(super) at: &'a [*const u8],
-    /// Bytes from the row of head 0 to the row of the current head.
+    /// Distance in bytes from head 0's row to the current head's row.
     pub(super) offset: usize,
     pub(super) scales: RowScales,
 }
@@ -66,30 +66,30 @@ impl RowPointers<'_> {
 }
 
 // Decision: docs/decisions/backend-cpu.md#both-products-prefetch
-/// The next rows of a plane. They are prefetched while others are computed, which keeps memory busy during
+/// The next rows of a plane. They are prefetched while others are computed, so that memory stays busy during
 /// both products.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Prefetch<'a> {
     pub(super) rows: RowPointers<'a>,
-    /// Bytes of each row.
+    /// Number of bytes per row.
     pub(super) bytes: usize,
-    /// The next row to prefetch, and the next byte of it.
+    /// The next row to prefetch, and the next byte in it.
     pub(super) next: (usize, usize),
 }
 
 impl Prefetch<'_> {
-    /// Returns the number of lines to prefetch at each of `steps` steps, so all are prefetched by the
+    /// Returns the number of lines to prefetch in each of `steps` steps, so that all are prefetched by the
     /// last step.
     #[inline(always)]
     pub(super) fn lines(&self, steps: usize) -> usize {
         (self.rows.len() * self.bytes.div_ceil(64)).div_ceil(steps.max(1))
     }
 
-    /// Prefetches up to `lines` cache lines into the second-level cache: the rows of all heads of a tile
-    /// exceed the first level.
+    /// Prefetches up to `lines` cache lines into the second-level cache, because the rows of all heads of a
+    /// tile do not fit in the first level.
     ///
     /// # Safety
-    /// The caller is compiled for the instruction set of `S`.
+    /// The caller must be compiled for the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn issue<S: Simd>(&mut self, lines: usize) {
         let (mut left, (t, at)) = (lines, &mut self.next);

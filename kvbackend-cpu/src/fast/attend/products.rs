@@ -1,4 +1,5 @@
-//! The two products of attention, over rows at any addresses: queries with keys, weights with values.
+//! The two products of attention, over rows at arbitrary addresses: queries times keys, and weights times
+//! values.
 
 use std::ops::Range;
 
@@ -6,15 +7,15 @@ use super::elements::{RowElement, Scaling};
 use super::pointers::{Prefetch, RowPointers};
 use crate::simd::{Simd, SimdElement};
 
-/// Tokens whose products with a query are summed together.
+/// Number of tokens whose products with a query are summed together.
 const TOKENS: usize = 4;
 
 /// Computes `logits[a * stride + t] (+)= queries[a] · rows[t]` for `Q` queries of `dim` elements each.
 ///
 /// # Safety
-/// `queries` has `Q * dim` elements, each row has `dim` elements of `E` and the scales of these, with room
-/// for three more rows' scales, and `logits` has room for `rows.len() + 3` elements at each of `Q` strides;
-/// with `add`, these elements are initialised. The caller is compiled for `S`.
+/// `queries` must have `Q * dim` elements. Each row must have `dim` elements of type `E` and their scales,
+/// with room for three more rows' scales. `logits` must have room for `rows.len() + 3` elements at each of
+/// `Q` strides, initialised if `add` is true. The caller must be compiled for `S`.
 #[inline(always)]
 pub(super) unsafe fn dots<S: Simd, E: RowElement, const Q: usize>(
     queries: *const f32,
@@ -26,9 +27,9 @@ pub(super) unsafe fn dots<S: Simd, E: RowElement, const Q: usize>(
 ) {
     let mut t = 0;
     let lines = ahead.lines(rows.len().div_ceil(TOKENS));
-    // SAFETY: `t < rows.len()`, and the indices of the other three rows are clamped to the last. `block`
-    // writes four logits from `t` on, at most three of them past the last row, for which `logits` has room by
-    // contract.
+    // SAFETY: `t < rows.len()`, and the indices of the other three rows are clamped to the last row. `block`
+    // writes four logits starting at `t`, at most three of them past the last row, and `logits` has room for
+    // these by contract.
     unsafe {
         while t < rows.len() {
             ahead.issue::<S>(lines);
@@ -38,12 +39,12 @@ pub(super) unsafe fn dots<S: Simd, E: RowElement, const Q: usize>(
     }
 }
 
-/// Computes the products of `Q` queries with four rows from row `t` on.
+/// Computes the products of `Q` queries with four rows, starting at row `t`.
 ///
 /// # Safety
-/// `queries` has `Q * dim` elements, each of `rows` has `dim` elements with their scales, of which there is
-/// room for three more rows, `t` is a row, and `to` has room for four elements at each of `Q` strides,
-/// initialised with `add`. The caller is compiled for the instruction set of `S`.
+/// `queries` must have `Q * dim` elements. Each of `rows` must have `dim` elements and their scales, with
+/// room for three more rows' scales, and `t` must be a row. `to` must have room for four elements at each of
+/// `Q` strides, initialised if `add` is true. The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn block<S: Simd, E: RowElement, const Q: usize>(
     queries: *const f32,
@@ -55,7 +56,7 @@ unsafe fn block<S: Simd, E: RowElement, const Q: usize>(
     let four: [usize; TOKENS] = std::array::from_fn(|j| (t + j).min(rows.len() - 1));
     // SAFETY: `i + LANES <= dim` where a vector is loaded, `rest` gets the elements `i..dim`, and by contract
     // `queries`, `rows` and `to` have room for `Q` queries of `dim` elements and four products each, and
-    // scales for four rows from `t` on.
+    // there are scales for four rows starting at `t`.
     unsafe {
         let at = four.map(|t| rows.row::<u8>(t));
         let mut acc = [[S::splat(0.0); TOKENS]; Q];
@@ -97,12 +98,12 @@ unsafe fn block<S: Simd, E: RowElement, const Q: usize>(
     }
 }
 
-/// Adds the products of one vector of each of `Q` queries and of four rows, from element `i` on. Elements
+/// Adds the products of one vector from each of `Q` queries and four rows, starting at element `i`. Elements
 /// that are scaled group by group are multiplied by the factors of their rows.
 ///
 /// # Safety
-/// `queries` has `Q * dim` elements, each of `rows` has `dim`, and `i + S::LANES <= dim`. The caller is
-/// compiled for the instruction set of `S`.
+/// `queries` must have `Q * dim` elements, each of `rows` must have `dim`, and `i + S::LANES` must be at most
+/// `dim`. The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn multiply<S: Simd, E: RowElement, const Q: usize>(
     (queries, dim): (*const f32, usize),
@@ -110,7 +111,8 @@ unsafe fn multiply<S: Simd, E: RowElement, const Q: usize>(
     i: usize,
     acc: &mut [[S::V; TOKENS]; Q],
 ) {
-    // SAFETY: by contract, the vector from element `i` on lies in each row and in each of the `Q` queries.
+    // SAFETY: by contract, the vector that starts at element `i` is inside each row and each of the `Q`
+    // queries.
     unsafe {
         let mut keys = [S::splat(0.0); TOKENS];
         for (key, (row, factor)) in keys.iter_mut().zip(rows.into_iter().zip(factors)) {
@@ -128,11 +130,12 @@ unsafe fn multiply<S: Simd, E: RowElement, const Q: usize>(
     }
 }
 
-/// Adds the products of the last elements, fewer than a vector.
+/// Adds the products of the last elements, which are too few for a vector.
 ///
 /// # Safety
-/// `queries` has `count * elements.end` elements, each of `rows` has `elements.end` and their scales, `four`
-/// are rows, and `to` has room for four initialised elements at each of `count` strides.
+/// `queries` must have `count * elements.end` elements. Each of `rows` must have `elements.end` elements and
+/// their scales, and `four` must be rows. `to` must have four initialised elements at each of `count`
+/// strides.
 #[inline(never)]
 unsafe fn rest<E: RowElement>(
     (queries, count): (*const f32, usize),
@@ -142,8 +145,8 @@ unsafe fn rest<E: RowElement>(
 ) {
     for a in 0..count {
         for i in elements.clone() {
-            // SAFETY: `a < count`, `i < elements.end` and `j < TOKENS`, for which `queries`, `rows` and `to`
-            // have room by contract.
+            // SAFETY: `a < count`, `i < elements.end` and `j < TOKENS`, and `queries`, `rows` and `to` have
+            // these elements by contract.
             unsafe {
                 let q = *queries.add(a * elements.end + i);
                 for (j, t) in four.into_iter().enumerate() {
@@ -158,14 +161,14 @@ unsafe fn rest<E: RowElement>(
     }
 }
 
-/// Computes `out[a * out_stride ..] = out * shrink[a] + Σ_t weights[a * stride + t] · rows[t]` for `Q` rows
-/// of output of `dim` elements each, `N` vectors at a time. Weights are multiplied by the scales of rows
-/// before.
+/// Computes `out[a * out_stride ..] = out * shrink[a] + Σ_t weights[a * stride + t] · rows[t]` for `Q` output
+/// rows of `dim` elements each, `N` vectors at a time. Weights must already be multiplied by the rows'
+/// scales.
 ///
 /// # Safety
-/// Each row has `dim` elements of `E` and the scales of their groups, `weights` has `rows.len()` elements at
-/// each of `Q` strides, and `out` has `dim` initialised elements at each of its `Q` strides. The caller is
-/// compiled for the instruction set of `S`.
+/// Each row must have `dim` elements of type `E` and their groups' scales. `weights` must have `rows.len()`
+/// elements at each of `Q` strides, and `out` must have `dim` initialised elements at each of its `Q`
+/// strides. The caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn accumulate<S: Simd, E: RowElement, const Q: usize, const N: usize>(
     weights: *const f32,
@@ -179,7 +182,7 @@ pub(super) unsafe fn accumulate<S: Simd, E: RowElement, const Q: usize, const N:
     let mut i = 0;
     let lines = ahead.lines(rows.len() * (dim / (N * S::LANES)));
     // SAFETY: `i` plus the width of a strip is at most `dim` where vectors are accessed, `i < dim` where one
-    // element is, and `t < rows.len()`; by contract rows, `weights` and `out` have room for these.
+    // element is, and `t < rows.len()`; by contract, rows, `weights` and `out` have these elements.
     unsafe {
         while i + N * S::LANES <= dim {
             strip::<S, E, Q, N>(weights, stride, rows, i, (out, out_stride), shrink, (&mut ahead, lines));
@@ -205,10 +208,10 @@ pub(super) unsafe fn accumulate<S: Simd, E: RowElement, const Q: usize, const N:
     }
 }
 
-/// Accumulates `N` vectors of each output, from element `i` on.
+/// Accumulates `N` vectors of each output, starting at element `i`.
 ///
 /// # Safety
-/// As for [`accumulate`], with rows and outputs of at least `i + N * S::LANES` elements.
+/// The same as for [`accumulate`]. Rows and outputs must have at least `i + N * S::LANES` elements.
 #[inline(always)]
 unsafe fn strip<S: Simd, E: RowElement, const Q: usize, const N: usize>(
     weights: *const f32,
@@ -224,7 +227,7 @@ unsafe fn strip<S: Simd, E: RowElement, const Q: usize, const N: usize>(
         Scaling::None | Scaling::Rows => 0,
     });
     // SAFETY: `n < N`, `t < rows.len()` and `a < Q`; by contract each row and each output has `i + N * LANES`
-    // elements, each row the scales of `groups`, and `weights` has `rows.len()` at each stride.
+    // elements, each row has the scales of `groups`, and `weights` has `rows.len()` elements at each stride.
     unsafe {
         let mut acc = [[S::splat(0.0); N]; Q];
         for (a, acc) in acc.iter_mut().enumerate() {
@@ -262,9 +265,9 @@ unsafe fn strip<S: Simd, E: RowElement, const Q: usize, const N: usize>(
 /// the last row.
 ///
 /// # Safety
-/// There is at least one row, each row has `dim` elements of `E`, and `to` has room for `dim * stride`
-/// elements, where `stride` is a multiple of `S::LANES`. The caller is compiled for the instruction set of
-/// `S`.
+/// There must be at least one row, each row must have `dim` elements of type `E`, and `to` must have room for
+/// `dim * stride` elements, where `stride` is a multiple of `S::LANES`. The caller must be compiled for the
+/// instruction set of `S`.
 #[inline(always)]
 pub(super) unsafe fn transpose<S: Simd, E: SimdElement>(
     rows: RowPointers<'_>,

@@ -10,28 +10,29 @@ use super::tile::TILE;
 use crate::plane::RowLayout;
 use crate::simd::{E4M3_UNIT, Simd, SimdTask};
 
-/// Elements after the scales, which vectors may read past the last scale.
+/// Extra elements after the scales, because vector loads may read past the last scale.
 const ROOM: usize = 16;
 
-/// The scales of some heads of a plane, for one tile at a time: head by head, and token by token.
+/// The scales of some heads of a plane, for one tile at a time: head by head, and token by token within a
+/// head.
 #[derive(Clone, Copy)]
 pub(super) struct TileScales {
     at: *mut f32,
     per_row: usize,
-    /// Elements that share a scale.
+    /// Number of elements that share a scale.
     group: usize,
-    /// The first head.
+    /// Index of the first head.
     first: usize,
 }
 
 impl TileScales {
-    /// Returns the elements of f32 that the scales of `heads` heads of a plane take.
+    /// Returns the number of f32 elements needed for the scales of `heads` heads of a plane.
     pub(super) fn elements(source: &SourcePlane<'_>, heads: usize) -> usize {
-        // The scales of one head as they are stored follow those as f32.
+        // The stored scales of one head follow the f32 scales.
         source.scales().map_or(0, |layout| (heads + 1) * TILE * layout.row_elements() + ROOM)
     }
 
-    /// Takes memory for the scales of a plane, of heads from `first` on.
+    /// Uses memory `at` for the scales of a plane's heads, starting at head `first`.
     pub(super) fn new(source: &SourcePlane<'_>, first: usize, at: *mut f32) -> Self {
         let per_row = source.scales().map_or(0, RowLayout::row_elements);
         Self { at, per_row, group: source.dim / per_row.max(1), first }
@@ -47,8 +48,8 @@ impl TileScales {
 /// Converts the scales of a tile.
 ///
 /// # Safety
-/// `to` has room for the scales of `heads` of `source`, in initialised memory that nothing else accesses.
-/// `rows` are the addresses of the scales of head 0 of `source`, of at most [`TILE`] tokens.
+/// `to` must have room for the scales of `heads` of `source`, in initialised memory that nothing else
+/// accesses. `rows` must be the addresses of the scales of head 0 of `source`, for at most [`TILE`] tokens.
 pub(super) struct ReadScales<'a> {
     pub(super) source: &'a SourcePlane<'a>,
     pub(super) rows: &'a [*const u8],
@@ -71,8 +72,8 @@ impl SimdTask for ReadScales<'_> {
         for head in heads.clone() {
             let rows = RowPointers { at: rows, offset: head * head_bytes, ..RowPointers::default() };
             let to = to.of(head).row(0).cast_mut();
-            // SAFETY: `addresses` checked that the scales of all heads of each row lie inside, and `to` has
-            // room for a tile of them, and after the last head for a tile of f16, by contract.
+            // SAFETY: `addresses` checked that the scales of all heads of each row are in bounds. By
+            // contract, `to` has room for a tile of them, and after the last head for a tile of f16.
             unsafe {
                 if let KvFormat::Fp8 { kind, .. } = source.format {
                     let unit = if kind == Fp8Kind::E4M3 { E4M3_UNIT } else { 1.0 };
@@ -113,14 +114,14 @@ impl SimdTask for ReadScales<'_> {
     }
 }
 
-/// Copies the `N` scales of each row to `to`, one row after the other.
+/// Copies each row's `N` scales to `to`, row by row.
 ///
 /// # Safety
-/// Each row has `N` scales of 16 bits, and `to` has room for all of them.
+/// Each row must have `N` 16-bit scales, and `to` must have room for all of them.
 #[inline(always)]
 unsafe fn put<const N: usize>(rows: RowPointers<'_>, to: *mut u16) {
     for t in 0..rows.len() {
-        // SAFETY: each row has `N` scales, and `to` has room for those of `t < rows.len()` rows by contract.
+        // SAFETY: each row has `N` scales, and `to` has room for `rows.len()` times as many by contract.
         unsafe { to.cast::<[u16; N]>().add(t).write_unaligned(rows.row::<[u16; N]>(t).read_unaligned()) };
     }
 }

@@ -1,13 +1,13 @@
-//! Online softmax: conversion of logits to weights, one tile at a time (Milakov and Gimelshein, 2018).
+//! Online softmax: turns logits into weights, one tile at a time (Milakov and Gimelshein, 2018).
 
 use crate::simd::{Simd, SimdTask, exp};
 
-/// The layout of partial softmax states: each has the running maximum, the sum of weights and the weighted
-/// sum of values of one query.
+/// The layout of partial softmax states. Each has one query's running maximum, sum of weights, and weighted
+/// sum of values.
 #[derive(Clone, Copy)]
 pub(super) struct StateLayout {
     pub(super) v_dim: usize,
-    /// Number of states of one merge group.
+    /// Number of states per merge group.
     pub(super) count: usize,
 }
 
@@ -18,11 +18,11 @@ impl StateLayout {
         self.v_dim + 2
     }
 
-    /// Makes the states of `groups` merge groups empty.
+    /// Resets the states of `groups` merge groups to empty.
     ///
     /// # Safety
-    /// `states` is valid for writes of `groups * self.count` states of initialised elements, which nothing
-    /// else accesses meanwhile.
+    /// `states` must be valid for writes of `groups * self.count` states of initialised elements, which
+    /// nothing else may access during the call.
     pub(super) unsafe fn reset(self, states: *mut f32, groups: usize) {
         // SAFETY: by contract, `states` has `groups * count` states of `stride()` initialised elements, which
         // nothing else accesses meanwhile.
@@ -32,19 +32,19 @@ impl StateLayout {
     }
 }
 
-/// The conversion of a tile's products to logits.
+/// How a tile's products are turned into logits.
 #[derive(Clone, Copy)]
 pub(super) struct LogitScaling {
     pub(super) factor: f32,
     pub(super) softcap: Option<f32>,
 }
 
-/// Turns `n` products into weights relative to the running maximum, `state[0]`, and adds them to the
-/// sum, `state[1]`. Returns the factor by which earlier weights shrink, or `None` if all logits are −∞.
+/// Turns `n` products into weights relative to the running maximum, `state[0]`, and adds them to the sum,
+/// `state[1]`. Returns the factor to multiply earlier weights by, or `None` if all logits are −∞.
 ///
 /// # Safety
-/// `row` has `n` initialised elements and room for `S::LANES` more, and `state` has two elements. No other
-/// code accesses either meanwhile.
+/// `row` must have `n` initialised elements and room for `S::LANES` more, and `state` must have two elements.
+/// No other code may access either during the call.
 pub(super) struct OnlineSoftmax {
     pub(super) row: *mut f32,
     pub(super) n: usize,
@@ -60,13 +60,13 @@ impl SimdTask for OnlineSoftmax {
         let Self { row, n, scaling, state } = self;
         // SAFETY: `t < n` where an element is read and `t + LANES <= n + LANES` where a vector is accessed;
         // by contract `row` has room for `n + LANES` elements, of which the last `LANES` are written first,
-        // and `state` for two.
+        // and `state` has two elements.
         unsafe {
             let largest = scaled::<S>(row, n, scaling);
             let before = *state;
             let mut max = if largest > before { largest } else { before };
             if max == f32::NEG_INFINITY {
-                // A maximum ignores NaN, which must reach the output nevertheless.
+                // The maximum ignores NaN, but a NaN must reach the output.
                 if !(0..n).any(|t| (*row.add(t)).is_nan()) {
                     return None;
                 }
@@ -91,10 +91,10 @@ impl SimdTask for OnlineSoftmax {
     }
 }
 
-/// Scales and caps `n` products, and returns the largest.
+/// Scales and caps `n` products, and returns the largest result.
 ///
 /// # Safety
-/// `row` has `n` initialised elements, and the caller is compiled for the instruction set of `S`.
+/// `row` must have `n` initialised elements, and the caller must be compiled for the instruction set of `S`.
 #[inline(always)]
 unsafe fn scaled<S: Simd>(row: *mut f32, n: usize, scaling: LogitScaling) -> f32 {
     // SAFETY: `t + LANES <= n` where a vector is accessed and `t < n` where one element is; `row` has `n`

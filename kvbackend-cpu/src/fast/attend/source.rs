@@ -15,11 +15,11 @@ pub(super) struct SourcePlane<'a> {
     codes: (RowLayout, Origin<'a>),
     scales: Option<(RowLayout, Origin<'a>)>,
     pub(super) format: KvFormat,
-    /// The element type of a dense plane; none for a quantised plane.
+    /// The element type of a dense plane, or `None` for a quantised plane.
     pub(super) dense: Option<DType>,
-    /// Number of elements of a row.
+    /// Number of elements per row.
     pub(super) dim: usize,
-    /// Bytes from one head's codes to the next.
+    /// Distance in bytes between the codes of consecutive heads.
     pub(super) head_bytes: usize,
     heads: usize,
 }
@@ -44,13 +44,13 @@ impl<'a> SourcePlane<'a> {
         })
     }
 
-    /// Writes the addresses of the codes of consecutive tokens of one block, beginning with `first`, which is
-    /// a row of head 0. The rows of all heads are checked to lie inside.
+    /// Writes the addresses of the codes of consecutive tokens in one block, starting with `first`, which
+    /// must be a row of head 0. Checks that the rows of all heads are in bounds.
     pub(super) fn rows(&self, first: RowAt, to: &mut [*const u8]) {
         addresses(&self.codes, self.heads, first, to);
     }
 
-    /// Writes the addresses of the scales of the rows of [`rows`](Self::rows), if the plane has scales.
+    /// Writes the addresses of the scales of the same rows as [`rows`](Self::rows), if the plane has scales.
     pub(super) fn rows_of_scales(&self, first: RowAt, to: &mut [*const u8]) {
         if let Some(scales) = &self.scales {
             addresses(scales, self.heads, first, to);
@@ -63,10 +63,10 @@ impl<'a> SourcePlane<'a> {
     }
 
     // Decision: docs/decisions/backend-cpu.md#prefetching-follows-the-order-of-memory
-    /// Returns the rows to prefetch while unit `i` of `units` works on `head`.
+    /// Returns the rows to prefetch while unit `i` of `units` processes `head`.
     ///
-    /// If the heads of a token are adjacent, the rows are those of all heads for some of the tokens, in
-    /// memory order; otherwise they are the rows of `head`.
+    /// If a token's heads are adjacent, these are the rows of all heads for some of the tokens, in memory
+    /// order; otherwise they are the rows of `head`.
     pub(super) fn ahead<'b>(
         &self,
         rows: &'b [*const u8],
@@ -83,12 +83,12 @@ impl<'a> SourcePlane<'a> {
         Prefetch { rows, bytes, next: (0, 0) }
     }
 
-    /// Returns the bytes of a row.
+    /// Returns the number of bytes per row.
     pub(super) fn row_bytes(&self) -> usize {
         self.codes.0.row_bytes()
     }
 
-    /// Returns the bytes from one token to the next within a block.
+    /// Returns the distance in bytes between consecutive tokens of a block.
     #[cfg(target_arch = "x86_64")]
     pub(super) fn token_bytes(&self) -> usize {
         self.codes.0.token_bytes()
@@ -97,8 +97,8 @@ impl<'a> SourcePlane<'a> {
     /// Decodes a row to f32.
     ///
     /// # Safety
-    /// `to` is valid for writes of `dim` elements outside the plane, and the caller is compiled for the
-    /// instruction set of `S`.
+    /// `to` must be valid for writes of `dim` elements outside the plane, and the caller must be compiled for
+    /// the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn decode<S: Simd>(&self, at: RowAt, to: *mut f32) {
         let bytes_of = |(layout, origin): &(RowLayout, Origin<'a>)| {
@@ -107,14 +107,14 @@ impl<'a> SourcePlane<'a> {
         };
         let (codes, scales) =
             (bytes_of(&self.codes), self.scales.as_ref().map_or(std::ptr::null(), bytes_of));
-        // SAFETY: `origin.at` checked that codes and scales lie inside, `check` accepted the format in `new`,
-        // the layout has whole groups, and `to` has room for `dim` elements by contract.
+        // SAFETY: `origin.at` checked that codes and scales are in bounds, `check` accepted the format in
+        // `new`, the layout has whole groups, and `to` has room for `dim` elements by contract.
         unsafe { S::call(DecodeRow { format: self.format, codes, scales, to, dim: self.dim }) }
     }
 }
 
-/// Writes the addresses of the rows of consecutive tokens of one block, beginning with `first`, which is a
-/// row of head 0. The rows of all `heads` heads are checked to lie inside.
+/// Writes the addresses of the rows of consecutive tokens in one block, starting with `first`, which must be
+/// a row of head 0. Checks that the rows of all `heads` heads are in bounds.
 fn addresses((layout, origin): &(RowLayout, Origin<'_>), heads: usize, first: RowAt, to: &mut [*const u8]) {
     let step = layout.token_bytes();
     let start = layout.bytes(first).start;

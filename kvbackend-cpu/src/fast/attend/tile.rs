@@ -1,5 +1,4 @@
-//! Tiles of tokens of a segment: the addresses of their rows, and their rows in the form that the products
-//! need.
+//! Tiles of a segment's tokens: the addresses of their rows, and the rows in the form that the products need.
 
 use std::ops::Range;
 
@@ -13,8 +12,8 @@ use crate::fast::rotate::{RotationTable, rotate};
 use crate::plane::RowAt;
 use crate::simd::{Simd, SimdElement, SimdTask};
 
-/// The maximum number of tokens of a tile. The keys and values of a packed tile stay in the first-level cache
-/// for all queries.
+/// Maximum number of tokens per tile. The keys and values of a packed tile stay in the first-level cache for
+/// all queries.
 pub(super) const TILE: usize = 64;
 
 /// A tile of tokens of one segment.
@@ -22,15 +21,16 @@ pub(super) struct TokenTile<'a> {
     op: &'a Attend,
     pub(super) segment: &'a Segment,
     pub(super) tokens: Range<usize>,
-    /// Addresses of the codes of head 0, token by token.
+    /// Addresses of head 0's codes, token by token.
     pub(super) keys: [*const u8; TILE],
     pub(super) values: [*const u8; TILE],
-    /// Addresses of the scales of head 0 of keys and of values, token by token, if there are scales.
+    /// Addresses of head 0's scales for keys and values, token by token, if there are scales.
     pub(super) scales: [[*const u8; TILE]; 2],
 }
 
 impl<'a> TokenTile<'a> {
-    /// Creates a tile of up to [`TILE`] tokens of a run, from `start` on and not past `end`.
+    /// Creates a tile of up to [`TILE`] tokens of a run, starting at `start` and ending at `end` at the
+    /// latest.
     pub(super) fn new(inputs: &CallInputs<'a>, segment: &'a Segment, start: usize, end: usize) -> Self {
         let tokens = start..(start + TILE).min(end).max(start);
         let nothing = [std::ptr::null(); TILE];
@@ -53,7 +53,7 @@ impl<'a> TokenTile<'a> {
         self.tokens.len()
     }
 
-    /// Returns the row of head 0 of a token.
+    /// Returns head 0's row for a token.
     fn row(&self, t: usize) -> RowAt {
         let block_size = self.op.arena.layout().shape().block_size;
         let (block, token) = ((self.tokens.start + t) / block_size, (self.tokens.start + t) % block_size);
@@ -61,37 +61,37 @@ impl<'a> TokenTile<'a> {
     }
 }
 
-/// The form of keys and values that the products read.
+/// The form in which the products read keys and values.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum TileForm {
     /// Rows in place, in the cache.
     InPlace,
-    /// Rows of f32, which are decoded or rotated first.
+    /// f32 rows, which are decoded or rotated first.
     Widened,
-    /// Values as rows and keys as columns of f32, for many queries.
+    /// Values as f32 rows and keys as f32 columns, for many queries.
     Packed,
-    /// Rows of bf16, for products of matrices.
+    /// bf16 rows, for matrix products.
     Matrix,
 }
 
-/// Memory for the rows of a tile, for one unit of heads at a time.
+/// Memory for the rows of a tile, for one head unit at a time.
 pub(super) struct TileBuffers<'a> {
     pub(super) keys: *mut f32,
     pub(super) values: *mut f32,
-    /// Addresses of the columns of packed keys, one per element; the columns of latent attention's values
-    /// follow.
+    /// Addresses of the packed keys' columns, one per element. For latent attention, the columns of the
+    /// values follow.
     pub(super) columns: &'a [*const u8],
 }
 
 /// One head's rows of a tile as f32. Unrotated keys are rotated to the positions where they are used.
 ///
 /// # Safety
-/// `to` is valid for writes of `tile.len() * source.dim` elements outside the plane.
+/// `to` must be valid for writes of `tile.len() * source.dim` elements outside the plane.
 struct WidenRows<'a> {
     source: &'a SourcePlane<'a>,
     tile: &'a TokenTile<'a>,
     head: usize,
-    /// The rotation of unrotated keys.
+    /// The rotation to apply to unrotated keys.
     table: Option<&'a RotationTable>,
     to: *mut f32,
 }
@@ -122,8 +122,8 @@ impl SimdTask for WidenRows<'_> {
 /// The rows of a tile as columns.
 ///
 /// # Safety
-/// There is at least one row, each row has `dim` elements of `dtype` (f32 without one), and `to` is valid for
-/// writes of `dim` columns of [`TILE`] elements.
+/// There must be at least one row, and each row must have `dim` elements of `dtype`, or of f32 if that is
+/// `None`. `to` must be valid for writes of `dim` columns of [`TILE`] elements.
 struct TransposeRows<'a> {
     rows: RowPointers<'a>,
     dtype: Option<DType>,
@@ -136,8 +136,8 @@ impl SimdTask for TransposeRows<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        // SAFETY: the conditions of `of_type` are those of `TransposeRows`, with `E` the type of `dtype`; the
-        // caller guarantees the instruction set.
+        // SAFETY: the conditions of `of_type` follow from those of `TransposeRows`, with `E` the type of
+        // `dtype`; the caller guarantees the instruction set.
         unsafe {
             match self.dtype {
                 Some(DType::BF16) => self.of_type::<S, half::bf16>(),
@@ -152,8 +152,8 @@ impl TransposeRows<'_> {
     /// Writes the columns of rows of type `E`.
     ///
     /// # Safety
-    /// The conditions of [`TransposeRows`] hold, the rows have elements of type `E`, and the caller is
-    /// compiled for `S`.
+    /// The conditions of [`TransposeRows`] must hold, the rows must have elements of type `E`, and the caller
+    /// must be compiled for `S`.
     #[inline(always)]
     unsafe fn of_type<S: Simd, E: SimdElement>(&self) {
         // SAFETY: by contract each row has `dim` elements of `E` and `to` has room for `dim * TILE`; `TILE`
@@ -162,22 +162,22 @@ impl TransposeRows<'_> {
     }
 }
 
-/// Returns the addresses of adjacent rows of f32.
+/// Returns the addresses of adjacent f32 rows.
 pub(super) fn adjacent_rows(start: *mut f32, dim: usize) -> [*const u8; TILE] {
     std::array::from_fn(|t| start.wrapping_add(t * dim).cast::<u8>().cast_const())
 }
 
 impl CallInputs<'_> {
-    /// Returns the rotation of keys, if they are stored unrotated.
+    /// Returns the rotation to apply to keys, if they are stored unrotated.
     fn key_rotation(&self) -> Option<&RotationTable> {
         self.table.as_ref().filter(|_| self.op.keys == KeyForm::Unrotated)
     }
 
-    /// Writes keys and values of a tile as rows of f32.
+    /// Writes a tile's keys and values as f32 rows.
     ///
     /// # Safety
-    /// `buffers.keys` and `buffers.values` have room for [`TILE`] rows each, `heads` are heads of K and of V,
-    /// and the caller is compiled for the instruction set of `S`.
+    /// `buffers.keys` and `buffers.values` must have room for [`TILE`] rows each, `heads` must be a K head
+    /// and a V head, and the caller must be compiled for the instruction set of `S`.
     #[inline(always)]
     pub(super) unsafe fn widen<S: Simd>(
         &self,
@@ -193,10 +193,11 @@ impl CallInputs<'_> {
         }
     }
 
-    /// Writes the keys of a tile as rows of f32.
+    /// Writes a tile's keys as f32 rows.
     ///
     /// # Safety
-    /// `buffers.keys` has room for [`TILE`] rows, and the caller is compiled for the instruction set of `S`.
+    /// `buffers.keys` must have room for [`TILE`] rows, and the caller must be compiled for the instruction
+    /// set of `S`.
     #[inline(always)]
     unsafe fn widen_keys<S: Simd>(&self, tile: &TokenTile<'_>, head: usize, buffers: &TileBuffers<'_>) {
         let (source, table) = (&self.keys, self.key_rotation());
@@ -205,11 +206,11 @@ impl CallInputs<'_> {
         unsafe { S::call(WidenRows { source, tile, head, table, to: buffers.keys }) }
     }
 
-    /// Writes the values of a tile as rows of f32.
+    /// Writes a tile's values as f32 rows.
     ///
     /// # Safety
-    /// `buffers.values` has room for [`TILE`] rows, and the caller is compiled for the instruction set of
-    /// `S`.
+    /// `buffers.values` must have room for [`TILE`] rows, and the caller must be compiled for the instruction
+    /// set of `S`.
     #[inline(always)]
     unsafe fn widen_values<S: Simd>(&self, tile: &TokenTile<'_>, head: usize, buffers: &TileBuffers<'_>) {
         // SAFETY: `buffers.values` has room for `TILE` rows of `values.dim` elements by contract, and
@@ -217,13 +218,14 @@ impl CallInputs<'_> {
         unsafe { S::call(WidenRows { source: &self.values, tile, head, table: None, to: buffers.values }) }
     }
 
-    /// Writes the values of a tile as rows of f32, and the keys as columns. Columns of latent attention's
-    /// values follow those of the keys.
+    /// Writes a tile's values as f32 rows, and its keys as columns. For latent attention, the columns of the
+    /// values follow.
     ///
     /// # Safety
-    /// `tile` has a token, `buffers.keys` and `buffers.values` have room for [`TILE`] rows each, and
-    /// `buffers.columns` lists adjacent columns of [`TILE`] writable elements: one per element of a key, and
-    /// with latents one per element of a value. The caller is compiled for the instruction set of `S`.
+    /// `tile` must not be empty, and `buffers.keys` and `buffers.values` must have room for [`TILE`] rows
+    /// each. `buffers.columns` must list adjacent columns of [`TILE`] writable elements: one per element of a
+    /// key, and with latents one per element of a value. The caller must be compiled for the instruction set
+    /// of `S`.
     #[inline(always)]
     pub(super) unsafe fn pack<S: Simd>(
         &self,
@@ -235,7 +237,7 @@ impl CallInputs<'_> {
         let to = buffers.columns[0].cast_mut().cast::<f32>();
         // SAFETY: by contract `to` begins `keys.dim` adjacent columns of `TILE` elements, followed by
         // `values.dim` more with latents. The rows have been written by `widen_values` and `widen_keys`, or
-        // lie in the cache, as `SourcePlane::rows` checked.
+        // are inside the cache, as `SourcePlane::rows` checked.
         unsafe {
             self.widen_values::<S>(tile, v_head, buffers);
             if self.latent.is_some() {

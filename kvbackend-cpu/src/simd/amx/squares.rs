@@ -1,4 +1,4 @@
-//! Two tiles of rows times two tiles of columns, both sides in parts of bf16: products of numbers of f32.
+//! Two row tiles times two column tiles, both split into bf16 parts: products of f32 numbers.
 
 use std::arch::asm;
 use std::arch::x86_64::{
@@ -9,24 +9,24 @@ use std::arch::x86_64::{
 use super::{AmxTiles, PARTS, ROW};
 use crate::simd::avx512::upper_halves;
 
-/// Tiles of results of one call: row tile 0 with both column tiles, then row tile 1.
+/// Number of result tiles per call: row tile 0 with both column tiles, then row tile 1.
 pub(crate) const SQUARES: usize = 4;
 
-/// Adds the four products of the tiles that are loaded.
+/// Adds the four products of the loaded tiles.
 macro_rules! dots {
     () => {
         "tdpbf16ps tmm0, tmm4, tmm6\ntdpbf16ps tmm1, tmm4, tmm7\ntdpbf16ps tmm2, tmm5, tmm6\ntdpbf16ps tmm3, tmm5, tmm7"
     };
 }
 
-/// Loads two tiles of rows, of the part that begins at this byte of a step.
+/// Loads two row tiles of the part that begins at this byte of a step.
 macro_rules! rows {
     ($at:literal) => {
         concat!("tileloadd tmm4, [{r0} + {row} + ", $at, "]\ntileloadd tmm5, [{r1} + {row} + ", $at, "]")
     };
 }
 
-/// Loads two tiles of columns, as `rows` does, and adds the four products of the tiles that are loaded.
+/// Loads two column tiles, like `rows`, and adds the four products of the loaded tiles.
 macro_rules! columns {
     ($at:literal) => {
         concat!(
@@ -40,12 +40,12 @@ macro_rules! columns {
     };
 }
 
-/// Sums, over all steps, the products of two tiles of rows, `tmm4` and `tmm5`, with two tiles of columns,
-/// `tmm6` and `tmm7`.
+/// Sums, over all steps, the products of two row tiles, `tmm4` and `tmm5`, with two column tiles, `tmm6` and
+/// `tmm7`.
 ///
-/// `$small` are the products of a step whose factors are not both first parts. They are summed over all steps
-/// before the products of first parts are added, from the last step to the first. A large sum is therefore
-/// rounded only once per step.
+/// `$small` stands for a step's products whose factors are not both first parts. They are summed over all
+/// steps before the products of first parts are added, from the last step to the first. A large sum is
+/// therefore rounded only once per step.
 macro_rules! squares {
     ($of:ident, $steps:ident, $out:ident, $row_step:literal, $($small:expr),*) => {
         asm!(
@@ -91,19 +91,19 @@ macro_rules! squares {
     };
 }
 
-/// Tiles of rows in parts, and tiles of columns in [`PARTS`] parts. The parts of a step are contiguous, and
-/// so are the steps.
+/// Row tiles in parts, and column tiles in [`PARTS`] parts. The parts of a step are contiguous, and so are
+/// the steps.
 #[derive(Clone, Copy)]
 pub(crate) struct Square {
     pub(crate) rows: [*const u8; 2],
     pub(crate) columns: [*const u8; 2],
-    /// Parts of an element of the rows: 1, 2 or 3.
+    /// Number of parts per row element: 1, 2 or 3.
     pub(crate) parts: usize,
 }
 
-/// Computes `out[2 i + j][r][c] = Σ rows[i][r] · columns[j][c]` as exactly as sums in f32 do. Elements of a
-/// column are stored in pairs, 16 columns to a row. Products of parts below the last digit of an f32 are left
-/// out.
+/// Computes `out[2 i + j][r][c] = Σ rows[i][r] · columns[j][c]` as exactly as f32 sums. A column's elements
+/// are stored in pairs, with 16 columns per row. Products of parts that are below the last digit of an f32
+/// are left out.
 ///
 /// # Safety
 /// AMX with bf16 is available and this thread holds the [`AmxTiles`] passed. `steps` is at least 1, and
@@ -113,8 +113,8 @@ pub(crate) struct Square {
 #[inline]
 pub(crate) unsafe fn two_by_two(_: &AmxTiles, of: Square, steps: usize, out: *mut f32) {
     debug_assert!(steps > 0 && (1..=PARTS).contains(&of.parts));
-    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` takes `SQUARES` tiles, and
-    // tiles are configured; the assembly accesses nothing else.
+    // SAFETY: by contract, the tiles of `steps >= 1` steps are readable, `out` has room for `SQUARES` tiles,
+    // and tiles are configured; the assembly accesses nothing else.
     unsafe {
         match of.parts {
             1 => squares!(of, steps, out, "1024", columns!("2048"), columns!("1024")),
@@ -146,33 +146,33 @@ pub(crate) unsafe fn two_by_two(_: &AmxTiles, of: Square, steps: usize, out: *mu
     }
 }
 
-/// Returns the number of bf16 that is nearest, in the upper half of every element; of two, the one with the
-/// larger magnitude. Lower halves are zero.
+/// Returns the nearest bf16 number, in the upper half of every element; for a tie, the one with the larger
+/// magnitude. Lower halves are zero.
 #[inline(always)]
 unsafe fn nearest(a: __m512) -> __m512 {
-    // SAFETY: AVX-512 F is available by contract, and no pointer is involved.
+    // SAFETY: AVX-512 F is available by contract, and no pointers are involved.
     unsafe {
         let raised = _mm512_add_epi32(_mm512_castps_si512(a), _mm512_set1_epi32(0x8000));
         _mm512_castsi512_ps(_mm512_and_si512(raised, _mm512_set1_epi32(0xffff_0000_u32 as i32)))
     }
 }
 
-/// Splits the elements of two vectors, those of `b` after those of `a`, into `N` bf16 numbers each. Each part
-/// is at most 2⁻⁸ of the previous one. Three parts sum up to the element, and two do if the element has at
-/// most 17 binary digits.
+/// Splits the elements of two vectors into `N` bf16 numbers each; the elements of `b` follow the elements of
+/// `a`. Each part is at most 2⁻⁸ of the previous one. Three parts add up to the element, and so do two if the
+/// element has at most 17 binary digits.
 ///
-/// An element that is not finite, or that is rounded to infinity, has a part that is not finite.
+/// If an element is not finite, or is rounded to infinity, one of its parts is not finite.
 ///
 /// # Safety
-/// The processor supports AVX-512 F and BW, and the caller is compiled for them.
+/// The processor must support AVX-512 F and BW, and the caller must be compiled for them.
 #[inline(always)]
 pub(crate) unsafe fn split<const N: usize>(a: __m512, b: __m512) -> [__m512i; N] {
-    // SAFETY: AVX-512 F and BW are available by contract, and no pointer is involved.
+    // SAFETY: AVX-512 F and BW are available by contract, and no pointers are involved.
     unsafe {
         let (mut a, mut b) = (a, b);
         let mut halves = [_mm512_setzero_si512(); N];
         for (part, half) in halves.iter_mut().enumerate() {
-            // The last part is what is left.
+            // The last part is the remainder.
             let (first, second) = if part + 1 == N { (a, b) } else { (nearest(a), nearest(b)) };
             *half = upper_halves(_mm512_castps_si512(first), _mm512_castps_si512(second));
             (a, b) = (_mm512_sub_ps(a, first), _mm512_sub_ps(b, second));

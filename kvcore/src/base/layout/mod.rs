@@ -1,4 +1,4 @@
-//! The address of every element of K and V: one affine formula with validated strides.
+//! The address of every element of K and V: an affine formula with validated strides.
 
 use crate::base::{DType, Error, Result, product};
 
@@ -93,7 +93,7 @@ impl KvLayout {
     /// - Returns [`Error::TooLarge`] if the number of blocks does not fit a [`BlockId`](crate::BlockId).
     /// - Returns [`Error::Overflow`] if a size does not fit the address space.
     /// - Returns [`Error::InvalidFormat`] for a dense type that no kernel computes with.
-    /// - Returns [`Error::NotMultiple`] if the group does not divide `k_dim` and `v_dim`, or is odd in int4.
+    /// - Returns [`Error::NotMultiple`] if the group does not divide `k_dim` and `v_dim`, or is odd for int4.
     /// - Returns [`Error::InvalidStrides`] if two elements would share an address, or if a row of 4-bit
     ///   elements would begin inside a byte.
     pub fn with_strides(shape: KvShape, k: PlaneStrides, v: PlaneStrides) -> Result<Self> {
@@ -124,9 +124,9 @@ impl KvLayout {
         Ok(Self { shape, k, v, token_bytes, block_bytes })
     }
 
-    /// Returns true if K and V can be in one piece of memory, V `distance` bytes after K, without sharing an
-    /// element: alternating within each row, head or block. This requires equal strides, heads and row
-    /// extents.
+    /// Returns whether K and V can share one piece of memory, with V `distance` bytes after K, without
+    /// sharing an element: they alternate per row, head or block. Both must have equal strides, heads and row
+    /// lengths.
     pub(crate) fn in_turn(&self, distance: u64) -> bool {
         let (s, dtype) = (&self.shape, self.shape.format.storage_dtype());
         let alike = (s.k_heads, s.k_dim, self.k.strides) == (s.v_heads, s.v_dim, self.v.strides);
@@ -139,8 +139,8 @@ impl KvLayout {
         }
     }
 
-    /// Creates a layout with as many blocks as `budget` bytes hold. A block counts K, V and their scales
-    /// over all layers. The `num_blocks` of `shape` is ignored.
+    /// Creates a layout with as many blocks as fit in `budget` bytes. A block includes K, V and their scales
+    /// in all layers. `shape.num_blocks` is ignored.
     ///
     /// ```
     /// use kvcore::{BlockOrder, DType, KvLayout, KvShape};
@@ -155,7 +155,7 @@ impl KvLayout {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::NotEnoughMemory`] if the budget does not hold one block, and the errors of
+    /// Returns [`Error::NotEnoughMemory`] if the budget is too small for one block, and the errors of
     /// [`new`](Self::new).
     pub fn within_budget(shape: &KvShape, budget: usize) -> Result<Self> {
         let block_bytes = Self::new(KvShape { num_blocks: 1, ..shape.clone() })?.block_bytes;
@@ -200,13 +200,13 @@ impl KvLayout {
         self.v.scales
     }
 
-    /// Returns the bytes of one token in one layer: K and V, including the scales stored per block.
+    /// Returns the number of bytes of one token in one layer: K and V, including the scales stored per block.
     pub fn token_bytes(&self) -> usize {
         self.token_bytes
     }
 
-    /// Returns the bytes of one block over all layers: K and V, including the scales stored per block.
-    /// Static scales belong to no block and are not counted.
+    /// Returns the number of bytes of one block in all layers: K and V, including the scales stored per
+    /// block. Static scales do not belong to a block, so they are not counted.
     pub fn block_bytes(&self) -> usize {
         self.block_bytes
     }
@@ -216,7 +216,7 @@ impl KvLayout {
         self.shape.num_blocks * self.shape.block_size
     }
 
-    /// Returns the number of blocks that hold `tokens` tokens.
+    /// Returns the number of blocks needed for `tokens` tokens.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.shape.block_size)
     }
@@ -241,8 +241,7 @@ mod tests {
         }
     }
 
-    /// Asserts that every row of `len` elements has its own place and that the rows together fill
-    /// `elements`.
+    /// Asserts that no two rows of `len` elements overlap and that the rows together fill `elements`.
     fn tile(s: &KvShape, strides: PlaneStrides, heads: usize, len: usize, elements: usize) {
         let mut seen = vec![false; elements];
         for layer in 0..s.num_layers {
@@ -292,7 +291,7 @@ mod tests {
         let shape =
             KvShape { v_heads: shape().k_heads, v_dim: shape().k_dim, format: DType::F16.into(), ..shape() };
         let (heads, dim, size) = (shape.k_heads, shape.k_dim, shape.block_size);
-        // Rows of a key and its value, by tokens.
+        // A row holds a token's key and then its value.
         let token = 2 * heads * dim;
         let block = size * token;
         let strides = PlaneStrides { layer: block * shape.num_blocks, block, head: 2 * dim, token };
@@ -301,7 +300,7 @@ mod tests {
         assert!(layout.in_turn(bytes));
         assert!(!layout.in_turn(bytes - 2) && !layout.in_turn(bytes + 2), "rows overlap");
         assert!(!layout.in_turn(bytes + 1) && !layout.in_turn(0), "elements overlap");
-        // A block of keys, and then one of values.
+        // Each block of keys is followed by a block of values.
         let half = size * heads * dim;
         let strides = PlaneStrides {
             layer: 2 * half * shape.num_blocks,

@@ -6,13 +6,13 @@ use crate::base::{Error, Result, product};
 /// Strides of K, of V or of their scales, counted in elements. The innermost axis has stride 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlaneStrides {
-    /// Distance from a layer to the next.
+    /// Distance between consecutive layers.
     pub layer: usize,
-    /// Distance from a block to the next.
+    /// Distance between consecutive blocks.
     pub block: usize,
-    /// Distance from a head to the next inside a block.
+    /// Distance between consecutive heads inside a block.
     pub head: usize,
-    /// Distance from a token to the next inside a block.
+    /// Distance between consecutive tokens inside a block.
     pub token: usize,
 }
 
@@ -23,7 +23,7 @@ impl PlaneStrides {
         layer * self.layer + block * self.block + token * self.token + head * self.head
     }
 
-    /// Creates strides without gaps for rows of `dim` elements.
+    /// Creates gapless strides for rows of `dim` elements.
     pub(super) fn dense(shape: &KvShape, heads: usize, dim: usize) -> Result<Self> {
         let (head, token) = match shape.order {
             BlockOrder::HeadMajor => (product("head stride", &[shape.block_size, dim])?, dim),
@@ -34,9 +34,9 @@ impl PlaneStrides {
         Ok(Self { layer, block, head, token })
     }
 
-    /// Returns the number of elements from the first to the last of `planes` planes of these strides, each
-    /// `distance` elements after the previous one. Checks that no two elements share an address and that
-    /// every row begins on a byte; `per_byte` elements share a byte.
+    /// Returns the number of elements spanned by `planes` planes with these strides, each `distance` elements
+    /// after the previous one. Checks that no two elements share an address and that every row begins on a
+    /// byte boundary; `per_byte` elements share a byte.
     pub(super) fn extent(
         &self,
         what: &'static str,

@@ -17,8 +17,8 @@ struct RoleRows {
 }
 
 impl KvLayout {
-    /// Returns the byte ranges that belong to `blocks` and to no other block, in ascending order, for each
-    /// buffer with per-block contents: K, V, and the scales of K and of V unless the scales are static.
+    /// Returns the byte ranges that belong only to `blocks`, in ascending order, for each buffer with
+    /// per-block contents: K, V, and the scales of K and of V unless the scales are static.
     ///
     /// A range that reaches the end of its buffer ends at `usize::MAX` instead, so it also covers any bytes
     /// after the last block. If layers are the outermost axis, which holds unless the caller gave strides, a
@@ -41,8 +41,8 @@ impl KvLayout {
 }
 
 impl RoleRows {
-    /// Returns the byte ranges of `blocks`. Relies on strides that do not overlap (`PlaneStrides::extent`):
-    /// axes with a larger stride than the block axis are outside a block, the other axes inside it.
+    /// Returns the byte ranges of `blocks`. The strides must not overlap (see `PlaneStrides::extent`): axes
+    /// with a larger stride than the block axis are outside a block, the others inside it.
     fn runs(&self, shape: &KvShape, blocks: &Range<u32>) -> Vec<Range<usize>> {
         let s = self.strides;
         let axes = [(s.layer, shape.num_layers), (s.head, self.heads), (s.token, shape.block_size)];
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn strides_of_any_order_are_followed() {
-        // From the outermost axis: heads, blocks, layers, tokens, with gaps.
+        // From the outermost axis inwards: heads, blocks, layers, tokens, with gaps.
         let s = shape(DType::F32.into(), BlockOrder::TokenMajor);
         let strides = |dim: usize| {
             let (token, layer) = (dim + 1, 4 * (dim + 1));

@@ -1,4 +1,4 @@
-//! The layout of the scales of a quantised plane: a further buffer role of the same blocks.
+//! The layout of a quantised plane's scales, which are another buffer role of the same blocks.
 
 use super::{KvShape, PlaneStrides};
 use crate::base::{DType, KvFormat, Result, ScaleScope, product};
@@ -17,18 +17,18 @@ pub struct ScaleLayout {
     pub strides: PlaneStrides,
     /// Number of consecutive scales of one head's row.
     pub per_row: usize,
-    /// Number of bytes that the storage of the scales must have.
+    /// Number of bytes that the scale storage must have.
     pub bytes: usize,
 }
 
 impl ScaleLayout {
-    /// Returns whether the scales belong to the arena rather than to its blocks.
+    /// Returns whether the scales belong to the whole arena rather than to its blocks.
     pub fn is_static(&self) -> bool {
         self.strides.block == 0
     }
 
-    /// Creates the layout of the scales for `heads` rows of `dim` elements per token. Returns `None` for
-    /// dense formats.
+    /// Creates the scale layout for `heads` rows of `dim` elements per token. Returns `None` for dense
+    /// formats.
     pub(super) fn new(shape: &KvShape, heads: usize, dim: usize) -> Result<Option<Self>> {
         match shape.format {
             KvFormat::Dense(_) => Ok(None),
@@ -50,7 +50,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Returns the bytes of the scales of one row that move with its block.
+    /// Returns the number of bytes of a row's scales that move with its block.
     pub(super) fn row_bytes(&self) -> usize {
         if self.is_static() { 0 } else { self.per_row * self.dtype.bits() / 8 }
     }

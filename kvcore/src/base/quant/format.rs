@@ -40,12 +40,12 @@ pub enum KvFormat {
     Dense(DType),
     /// Signed bytes, with one f16 scale for each `group` consecutive elements of a head's row.
     Int8 {
-        /// Number of elements that share a scale. Divides `k_dim` and `v_dim`.
+        /// Number of elements that share a scale. Must divide `k_dim` and `v_dim`.
         group: usize,
     },
     /// Signed 4-bit integers, with scales as in [`Int8`](Self::Int8).
     Int4 {
-        /// Number of elements that share a scale. Even, and divides `k_dim` and `v_dim`.
+        /// Number of elements that share a scale. Must be even, and must divide `k_dim` and `v_dim`.
         group: usize,
     },
     /// 8-bit floats with static f32 scales.
@@ -92,8 +92,8 @@ impl KvFormat {
     /// Checks that rows of `dim` elements can be stored in this format.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidFormat`] for a dense type that kernels do not compute with, [`Error::Zero`]
-    /// if the group is 0, and [`Error::NotMultiple`] if the group does not divide `dim` or is odd in int4.
+    /// Returns [`Error::InvalidFormat`] for a dense type that kernels do not compute with, [`Error::Zero`] if
+    /// the group is 0, and [`Error::NotMultiple`] if the group does not divide `dim` or is odd for int4.
     pub(crate) fn check_dim(self, what: &'static str, dim: usize) -> Result<()> {
         match self {
             Self::Dense(dtype) if !dtype.is_compute() => {

@@ -75,7 +75,7 @@ impl Fp8Kind {
         f32::from_bits((F32_BIAS + 1 - self.bias()) << F32_MANTISSA)
     }
 
-    /// Returns the value of a code, as the format defines it.
+    /// Returns the value of a code, following the format's definition.
     const fn value(self, code: u8) -> f32 {
         let magnitude = code & !SIGN;
         let x = if magnitude > self.max_code() {
@@ -199,7 +199,7 @@ mod tests {
         }
     }
 
-    /// Returns the nearest of all 256 values; of two equally near values, the one with the even code.
+    /// Returns the nearest of all 256 values; for a tie, the value with the even code.
     fn nearest(kind: Fp8Kind, x: f32) -> f32 {
         let x = f64::from(x.clamp(-kind.max(), kind.max()));
         let distance = |code: u8| (f64::from(kind.decode(code)) - x).abs();

@@ -49,7 +49,7 @@ impl IntKind {
         }
         let limit = f32::from(self.max());
         let near = f16::from_f32(amax / limit);
-        // Exact: the product has at most eleven bits times seven bits.
+        // Exact: the product of an 11-bit and a 7-bit number.
         let up = near.to_f32() * limit < amax;
         let scale = if up { f16::from_bits(near.to_bits() + 1) } else { near };
         if scale.is_finite() { scale } else { f16::NAN }
@@ -58,9 +58,9 @@ impl IntKind {
     /// Encodes a row into one code per element and one scale per group.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if `group` is 0. Returns [`Error::NotMultiple`] if `group` does not divide
-    /// the length of the row or is odd in int4, and [`Error::Mismatch`] if `codes` or `scales` has the wrong
-    /// length. In these cases nothing is written.
+    /// Returns [`Error::Zero`] if `group` is 0. Returns [`Error::NotMultiple`] if `group` does not divide the
+    /// length of the row or is odd for int4, and [`Error::Mismatch`] if `codes` or `scales` has the wrong
+    /// length. Nothing is written in these cases.
     ///
     /// [`Error::Zero`]: crate::Error::Zero
     /// [`Error::NotMultiple`]: crate::Error::NotMultiple
@@ -119,7 +119,7 @@ impl IntKind {
         Ok(())
     }
 
-    /// Checks that a row consists of whole groups and has one code per element and one scale per group.
+    /// Checks that a row consists of whole groups, with one code per element and one scale per group.
     fn check_row(self, elements: usize, group: usize, codes: usize, scales: usize) -> Result<()> {
         let format = match self {
             Self::Int8 => KvFormat::Int8 { group },
@@ -139,8 +139,8 @@ impl IntKind {
     }
 }
 
-/// Returns the nearest integer, ties to even, for magnitudes below 2²²: the addition leaves no bit for
-/// a fraction. Calling the mathematics library for each element would take several times as long.
+/// Returns the nearest integer, ties to even, for magnitudes below 2²²: the addition shifts out all fraction
+/// bits. Calling the math library for each element would take several times as long.
 fn nearest(x: f32) -> i8 {
     const SHIFT: f32 = 12_582_912.0; // 1.5 · 2²³
     (x + SHIFT - SHIFT) as i32 as i8

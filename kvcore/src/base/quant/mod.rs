@@ -1,5 +1,5 @@
-//! Quantised caches: the arithmetic that stores the elements of a row in fewer bits. This module knows no
-//! device.
+//! Quantised caches: the arithmetic that stores the elements of a row in fewer bits. This module does not
+//! depend on a device.
 //!
 //! | format | one code | scales | NaN and infinity |
 //! |---|---|---|---|
@@ -8,8 +8,8 @@
 //! | fp8 e4m3 | OCP E4M3, largest 448 | f32 per layer (and head), set once | NaN kept; infinity becomes NaN |
 //! | fp8 e5m2 | OCP E5M2, largest 57344 | f32 per layer (and head), set once | both kept |
 //!
-//! An element is its code times its scale. The functions of this module are the definition: a backend's
-//! kernels may differ from them only in how a tie is rounded.
+//! An element is its code times its scale. The functions of this module define the results: a backend's
+//! kernels may differ only in how they round ties.
 
 mod format;
 mod fp8;

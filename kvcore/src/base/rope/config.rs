@@ -14,10 +14,10 @@ pub enum Pairing {
     Interleaved,
 }
 
-/// The scaling of frequencies for contexts longer than those trained on.
+/// The scaling of frequencies for contexts longer than the trained one.
 ///
-/// Most scalings have one vector of frequencies, so keys rotated under them can be reused by any request.
-/// [`DynamicNtk`](Self::DynamicNtk) and [`LongRope`](Self::LongRope) have one vector per
+/// Most scalings use the same frequencies for every request, so any request can reuse keys rotated with them.
+/// [`DynamicNtk`](Self::DynamicNtk) and [`LongRope`](Self::LongRope) use different frequencies in each
 /// [`Regime`](crate::base::Regime).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "kind", rename_all = "kebab-case")]
@@ -36,8 +36,8 @@ pub enum RopeScaling {
         /// Ratio of the extended to the trained context.
         factor: f64,
     },
-    /// Dynamic NTK (emozilla, 2023): the trained frequencies up to the original context. For `n` positions
-    /// beyond it, theta is multiplied by `(factor * n / original − (factor − 1))^(d / (d − 2))`.
+    /// Dynamic NTK (emozilla, 2023): the trained frequencies are used up to the original context. For `n`
+    /// positions beyond it, theta is multiplied by `(factor * n / original − (factor − 1))^(d / (d − 2))`.
     DynamicNtk {
         /// Ratio of the longest to the trained context.
         factor: f64,
@@ -61,17 +61,18 @@ pub enum RopeScaling {
         factor: f64,
         /// Factor on the cos and sin of queries and of keys, applied once to each.
         attention_factor: f64,
-        /// Number of rotations over the original context above which a frequency is kept.
+        /// A frequency is kept if it makes more than this many rotations over the original context.
         beta_fast: f64,
-        /// Number of rotations over the original context below which a frequency is fully interpolated.
+        /// A frequency is fully interpolated if it makes fewer than this many rotations over the original
+        /// context.
         beta_slow: f64,
         /// Length of the originally trained context, in positions.
         original_max_position: usize,
-        /// True if the ends of the ramp are rounded to whole dimensions (the usual choice).
+        /// Whether the ends of the ramp are rounded to whole dimensions, which is the usual choice.
         truncate: bool,
     },
-    /// `LongRoPE` (Ding et al., 2024): each frequency is divided by a searched factor of its own. Requests
-    /// up to the original context use one list of factors, longer requests another.
+    /// `LongRoPE` (Ding et al., 2024): each frequency is divided by its own factor, found by a search.
+    /// Requests up to the original context use one list of factors, longer requests another.
     LongRope {
         /// Divisors for requests within the original context, one per pair.
         short_factor: Vec<f64>,
@@ -115,9 +116,9 @@ impl RopeConfig {
         }
     }
 
-    /// Returns the number of positions that requests may use, for a model whose config allows `model`
-    /// positions. For dynamic NTK this is the larger of `model` and `factor` times the original context,
-    /// for other scalings `model`.
+    /// Returns the maximum number of positions per request, for a model whose config allows `model`
+    /// positions. For dynamic NTK this is the larger of `model` and `factor` times the original context; for
+    /// other scalings it is `model`.
     pub fn max_positions(&self, model: usize) -> usize {
         match self.scaling {
             RopeScaling::DynamicNtk { factor, original_max_position } => {
@@ -130,7 +131,7 @@ impl RopeConfig {
     /// Checks every parameter.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidRope`], which names the parameter and its value.
+    /// Returns [`Error::InvalidRope`] with the name and value of the first invalid parameter.
     pub fn check(&self) -> Result<()> {
         if self.rotary_dim == 0 || !self.rotary_dim.is_multiple_of(2) {
             return invalid(format!("rotary_dim {} is not even and positive", self.rotary_dim));
@@ -184,7 +185,7 @@ impl RopeConfig {
         }
     }
 
-    /// Checks that the embedding has more than one pair: with a single pair the exponent `d / (d − 2)` is
+    /// Checks that the embedding has more than one pair. With a single pair the exponent `d / (d − 2)` is
     /// undefined.
     fn check_ntk(&self) -> Result<()> {
         if self.rotary_dim > 2 {

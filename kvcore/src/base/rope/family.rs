@@ -8,8 +8,8 @@ use super::{Regime, Rope, RopeConfig};
 use crate::base::{Error, Result};
 
 // Decision: docs/decisions/base.md#tables-of-four-regimes-are-kept
-/// Number of regimes of one specification whose tables are kept. Dynamic NTK has one regime per length;
-/// older ones are recomputed.
+/// Number of regimes per specification whose tables are kept. Dynamic NTK has one regime per length; older
+/// ones are recomputed.
 const KEPT: usize = 4;
 
 /// The rotary embeddings of a model's layers, in every regime.
@@ -28,19 +28,19 @@ const KEPT: usize = 4;
 #[derive(Debug)]
 pub struct RopeFamily {
     kinds: Vec<Kind>,
-    /// For every layer, the index into `kinds`.
+    /// For each layer, its index in `kinds`.
     layers: Vec<usize>,
     max_positions: usize,
 }
 
-/// One specification and its most recently used regimes, the latest at the end.
+/// A specification and its recently used regimes, the latest last.
 #[derive(Debug)]
 struct Kind {
     config: RopeConfig,
     recent: Mutex<Vec<(Regime, Arc<Rope>)>>,
 }
 
-/// The embeddings of all layers in the regime of one request. Cheap to clone.
+/// The embeddings of all layers in one request's regime. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct LayerRopes(Arc<[Arc<Rope>]>);
 
@@ -75,7 +75,7 @@ impl RopeFamily {
         Ok(family)
     }
 
-    /// Returns the first position past the largest one of any request.
+    /// Returns the first position that no request can reach.
     pub fn max_positions(&self) -> usize {
         self.max_positions
     }

@@ -18,15 +18,15 @@ use crate::base::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KeyForm {
-    /// Keys rotated to the position where they were stored. Reading costs nothing extra. At another
-    /// position the query compensates for the difference, up to rounding.
+    /// Keys rotated to the position where they were stored. Reading them costs nothing extra. At another
+    /// position, rotating the query compensates for the difference, up to rounding.
     #[default]
     Rotated,
-    /// Keys as the model projected them. The reader rotates each key to the position where it is used. A
-    /// key used at any position is therefore bit for bit the key of a fresh prefill at that position (in
-    /// f32, and in any format compared with a prefill that stores unrotated keys). Reading costs one
-    /// rotation per key. `KVQuant` (Hooper et al., 2024) quantises unrotated keys, because rotation spreads
-    /// a channel's outliers over its pair.
+    /// Keys as the model projected them. The reader rotates each key to the position where it is used. A key
+    /// used at any position is therefore bit-identical to the key of a fresh prefill at that position (in
+    /// f32, and in any format compared with a prefill that stores unrotated keys). Reading costs one rotation
+    /// per key. `KVQuant` (Hooper et al., 2024) quantises unrotated keys, because rotation spreads a
+    /// channel's outliers over its pair.
     Unrotated,
 }
 

@@ -1,5 +1,5 @@
 //! The frequencies of a regime, computed in f32 with the same operations in the same order as in Hugging Face
-//! transformers. They equal the frequencies that the model uses there.
+//! transformers, so that they equal the frequencies the model uses there.
 
 use std::f32::consts::PI;
 
@@ -72,13 +72,13 @@ impl RopeConfig {
     }
 
     // Decision: docs/decisions/base.md#frequencies-follow-the-operations-of-transformers
-    /// Returns the period of every pair `i` in positions per radian: `theta^(2 i / d)`.
+    /// Returns the period of each pair `i`, in positions per radian: `theta^(2 i / d)`.
     fn periods(&self, theta: f32) -> impl Iterator<Item = f32> {
         let d = self.rotary_dim;
         (0..d / 2).map(move |i| theta.powf((2 * i) as f32 / d as f32))
     }
 
-    /// Returns `d / (d − 2)`: scaling theta by `s` to this power divides the lowest frequency by `s`.
+    /// Returns `d / (d − 2)`: multiplying theta by `s` to this power divides the lowest frequency by `s`.
     fn ntk_exponent(&self) -> f64 {
         self.rotary_dim as f64 / (self.rotary_dim as f64 - 2.0)
     }

@@ -1,12 +1,12 @@
 //! Rotary position embeddings: `RoPE(x, m)` rotates pairs of elements by `m * frequency`.
 //!
 //! Rotations compose, so `(R(m) q)·(R(P + i) k) = (R(m − P) q)·(R(i) k)`: a key stored with the rotation for
-//! `i` can be used at `P + i` if the *query* is rotated by `m − P`. Position-independent reuse is based on
-//! this identity.
+//! `i` can be used at `P + i` if the *query* is rotated by `m − P`. Position-independent reuse relies on this
+//! identity.
 //!
-//! Frequencies are computed in f32 as in Hugging Face transformers, so they equal the model's. Angles,
-//! sines and cosines are computed in f64 and rounded once. [`Regime`] covers frequencies that depend on the
-//! length of a request.
+//! Frequencies are computed in f32 as in Hugging Face transformers, so they match the model's. Angles, sines
+//! and cosines are computed in f64 and rounded once. [`Regime`] covers frequencies that depend on the length
+//! of a request.
 
 mod config;
 mod family;

@@ -1,12 +1,12 @@
-//! Regimes: the choice of frequencies for a request, for scalings in which it depends on the length.
+//! Regimes: which frequencies a request uses, for scalings whose frequencies depend on its length.
 
 use super::{RopeConfig, RopeScaling};
 
-/// The input, besides a [`RopeConfig`], that determines the frequencies.
+/// The input that, together with a [`RopeConfig`], determines the frequencies.
 ///
-/// A request has one regime for all of its tokens, from its first prefill to its last answer token. The
-/// longest position that the request *may* reach decides it: the prompt and the tokens to generate, without
-/// the last, capped at the model's limit. No request therefore holds keys of two regimes, and a
+/// A request has one regime for all of its tokens, from its first prefill to its last answer token. It
+/// depends on the highest position that the request *may* reach: the prompt and the tokens to generate except
+/// the last, capped at the model's limit. A request therefore never holds keys of two regimes, and a
 /// [`Rope`](crate::Rope) refuses positions past the end of its regime.
 ///
 /// A rotation cannot repair keys of another regime, because the states of deeper layers were computed under
@@ -17,7 +17,7 @@ use super::{RopeConfig, RopeScaling};
 /// therefore change in the middle of an answer, while older cached keys keep the old ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Regime {
-    /// The frequencies within the original context, and of scalings that never change them.
+    /// The frequencies within the original context, and the frequencies of scalings that never change them.
     Original,
     /// The frequencies of `LongRoPE` beyond the original context.
     Long,
@@ -47,8 +47,8 @@ impl RopeConfig {
         }
     }
 
-    /// Returns the first position past the largest one of requests in `regime`, or `None` if the regime has
-    /// no end of its own.
+    /// Returns the first position that a request in `regime` cannot use, or `None` if the regime has no limit
+    /// of its own.
     pub(super) fn end_of(&self, regime: Regime) -> Option<usize> {
         match (regime, &self.scaling) {
             (Regime::Length(n), _) => Some(n),
@@ -61,7 +61,7 @@ impl RopeConfig {
         }
     }
 
-    /// Returns whether some request of this embedding has `regime`.
+    /// Returns whether a request with this embedding can be in `regime`.
     pub(super) fn has(&self, regime: Regime) -> bool {
         match regime {
             Regime::Original => true,
@@ -106,7 +106,7 @@ mod tests {
         let trained = RopeConfig::new(8, 10_000.0).frequencies_for(Regime::Original).unwrap();
         assert_eq!(dynamic().frequencies_for(Regime::Original).unwrap(), trained);
         let stretched = dynamic().frequencies_for(Regime::Length(32)).unwrap();
-        // With n / original = 2 and factor 2 the stretch is 3: the lowest frequency falls to a third.
+        // With n / original = 2 and factor 2, the stretch is 3: the lowest frequency falls to a third.
         assert_eq!(stretched[0], trained[0]);
         assert!((stretched[3] * 3.0 / trained[3] - 1.0).abs() < 1e-5, "{stretched:?}");
         let divided: Vec<f32> = trained.iter().zip([1.0, 2.0, 3.0, 4.0]).map(|(f, d)| f / d).collect();

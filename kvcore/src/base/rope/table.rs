@@ -30,8 +30,8 @@ impl RopeTable {
     /// rotate in the opposite direction.
     ///
     /// # Panics
-    /// Panics if the table does not hold this position (see [`Rope::table`]), or if `sin` does not have one
-    /// element per pair.
+    /// Panics if the table does not contain this position (see [`Rope::table`]), or if `sin` does not have
+    /// one element per pair.
     pub fn at(&self, position: i64, sin: &mut [f32]) -> &[f32] {
         let row =
             position.unsigned_abs() as usize * self.half..(position.unsigned_abs() as usize + 1) * self.half;
@@ -44,12 +44,12 @@ impl RopeTable {
         &self.cos[row]
     }
 
-    /// Returns the number of positions held.
+    /// Returns the number of positions in the table.
     pub fn len(&self) -> usize {
         self.cos.len() / self.half
     }
 
-    /// Returns whether the table holds no position yet.
+    /// Returns whether the table is still empty.
     pub fn is_empty(&self) -> bool {
         self.cos.is_empty()
     }
@@ -77,7 +77,7 @@ impl Rope {
         Self::in_regime(config, regime, max_positions)
     }
 
-    /// Creates a rotary embedding in `regime`, for the positions below `max_positions` that belong to it.
+    /// Creates a rotary embedding in `regime`, for its positions below `max_positions`.
     ///
     /// # Errors
     /// Returns the errors of [`new`](Self::new), and [`Error::InvalidRope`] if the scaling does not have
@@ -122,8 +122,8 @@ impl Rope {
         self.max_positions
     }
 
-    /// Returns a table that holds every position in `positions`, and grows it if needed. The table is never
-    /// indexed modulo its size.
+    /// Returns a table that contains every position in `positions`, growing it if needed. Positions never
+    /// wrap around.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if the magnitude of a position is not below

@@ -10,26 +10,26 @@ macro_rules! counters {
             $($(#[$doc])* pub $name: AtomicU64,)*
         }
 
-        /// The values of [`Counters`] at one moment.
+        /// The counts of [`Counters`] at one moment.
         #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
         pub struct CounterSnapshot {
             $($(#[$doc])* pub $name: u64,)*
         }
 
         impl Counters {
-            /// Returns the current values.
+            /// Returns the current counts.
             pub fn snapshot(&self) -> CounterSnapshot {
                 CounterSnapshot { $($name: self.$name.load(Relaxed),)* }
             }
 
-            /// Adds the values of a snapshot, for work that is counted each time it is replayed.
+            /// Adds the counts of a snapshot, for work that is counted each time it is replayed.
             pub fn add_all(&self, counts: &CounterSnapshot) {
                 $(self.$name.fetch_add(counts.$name, Relaxed);)*
             }
         }
 
         impl CounterSnapshot {
-            /// Returns the differences from `earlier` to `self`.
+            /// Returns the increase since `earlier`.
             #[must_use]
             pub fn since(&self, earlier: &Self) -> Self {
                 Self { $($name: self.$name.wrapping_sub(earlier.$name),)* }
@@ -43,7 +43,7 @@ counters! {
     scatter_bytes,
     /// Bytes of cached K and V that `gather` read into rows.
     gather_bytes,
-    /// Bytes of cached K and V that `copy_blocks`, `swap_blocks` and `rotate_keys` duplicated.
+    /// Bytes of cached K and V that `copy_blocks`, `swap_blocks` and `rotate_keys` copied.
     block_copy_bytes,
     /// Bytes of tensors that `copy_tensor` wrote.
     tensor_copy_bytes,
@@ -57,12 +57,13 @@ counters! {
     host_write_bytes,
     /// Bytes that `read` copied to the host.
     host_read_bytes,
-    /// Number of calls of `attend` and `attend_mla`.
+    /// Number of calls to `attend` and `attend_mla`.
     attend_calls,
-    /// Bytes of segments, rows and block tables that attention uploaded for the kernels of a device. Layers
-    /// that share an [`AttendWork`](crate::AttendWork) share them.
+    /// Bytes of segments, rows and block tables that attention uploaded for device kernels. Layers that share
+    /// an [`AttendWork`](crate::AttendWork) share the upload.
     plan_bytes,
-    /// Number of submissions of recorded work to a device. Always 0 if work runs as soon as it is enqueued.
+    /// Number of times recorded work was submitted to a device. Always 0 if work runs as soon as it is
+    /// enqueued.
     submissions,
 }
 

@@ -1,4 +1,4 @@
-//! Events that call back when they are done, and a future over one.
+//! Callbacks that run when an event is done, and a future for an event.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,21 +16,21 @@ use crate::base::Result;
 /// A function that is called once, with the result of [`Event::wait`].
 pub type DoneCall = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// Events that are watched.
+/// Events that a thread polls, each with its callback.
 struct Watched {
     events: Vec<(Arc<dyn Event>, DoneCall)>,
-    /// True while a thread watches them.
+    /// Whether a thread is polling them.
     running: bool,
 }
 
 static WATCHED: Mutex<Watched> = Mutex::new(Watched { events: Vec::new(), running: false });
 
-/// Pauses between two checks of the watched events: the first, and the longest.
+/// The first and the longest pause between two checks of the watched events.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
 // Decision: docs/decisions/device.md#a-thread-watches-events-while-there-are-some
-/// Calls `call` when `event` is done: at once if it is done already, otherwise from a thread that polls all
-/// such events and ends with the last of them. A backend whose [`Event::is_done`] becomes true without a wait
+/// Calls `call` when `event` is done: at once if it is done already, otherwise on a thread that polls all
+/// such events and exits after the last one. A backend whose [`Event::is_done`] becomes true without a wait
 /// may implement [`Event::on_done`] with this function.
 pub fn call_when_done(event: Arc<dyn Event>, call: DoneCall) {
     if event.is_done() {
@@ -75,8 +75,8 @@ fn watch() {
     }
 }
 
-/// A future that ends when an event is done, with the result of [`Event::wait`]. The event's method `done`
-/// creates it. Dropping it has no effect.
+/// A future that completes when an event is done, with the result of [`Event::wait`]. The event's method
+/// `done` creates it. Dropping it has no effect.
 #[derive(Debug)]
 pub struct EventDone(Arc<Mutex<Told>>);
 
@@ -87,7 +87,8 @@ struct Told {
 }
 
 impl dyn Event {
-    /// Returns a future that ends when the event is done. It needs no runtime of any kind.
+    /// Returns a future that completes when the event is done. It works with any async runtime, or without
+    /// one.
     ///
     /// ```
     /// use std::sync::Arc;

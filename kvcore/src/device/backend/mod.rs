@@ -1,13 +1,12 @@
 //! The backend contract: memory, order and operations.
 //!
 //! A backend allocates [`Storage`], creates [`Stream`]s, and runs the operations of
-//! [`crate::device::operation`] on the streams. Operations are *enqueued*: they own handles to the memory
-//! they touch. The host sees the results of an operation only after [`Stream::read`],
-//! [`Stream::synchronize`] or [`Event::wait`] returns. Only events order streams among each other. If two
-//! operations touch the same memory and one of them writes, they MUST be on one stream or ordered by an
-//! event.
+//! [`crate::device::operation`] on the streams. Operations are *enqueued*: they hold handles to the memory
+//! they touch. The host sees the results of an operation only after [`Stream::read`], [`Stream::synchronize`]
+//! or [`Event::wait`] returns. Different streams are ordered only by events. If two operations touch the same
+//! memory and one of them writes, they MUST be on one stream or ordered by an event.
 //!
-//! All traits are object-safe: engines hold `Arc<dyn Backend>` and know no device.
+//! All traits are object-safe: engines hold an `Arc<dyn Backend>` and do not depend on the device.
 
 use std::any::Any;
 use std::fmt;
@@ -29,17 +28,17 @@ pub trait Storage: Send + Sync + fmt::Debug {
     /// Returns the number of bytes.
     fn len(&self) -> usize;
 
-    /// Returns whether the storage has no bytes. Backends refuse to allocate such storages.
+    /// Returns whether the storage has no bytes. Backends refuse to allocate empty storages.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Returns the address of the first byte: a host pointer, a device pointer, or an index if the device
-    /// has no addresses. The ranges of `len` addresses of two storages of a backend overlap only if the
-    /// storages share memory, also where addresses are indices.
+    /// Returns the address of the first byte: a host pointer, a device pointer, or an index if the device has
+    /// no addresses. The address ranges of two storages of a backend overlap only if the storages share
+    /// memory, even if addresses are indices.
     fn address(&self) -> u64;
 
-    /// Returns the kind of memory that the storage lies in.
+    /// Returns the kind of memory that the storage is in.
     fn kind(&self) -> MemoryKind;
 
     /// Returns the storage as [`Any`], from which its backend recovers the concrete type.
@@ -47,8 +46,8 @@ pub trait Storage: Send + Sync + fmt::Debug {
 }
 
 impl dyn Storage + '_ {
-    /// Returns whether two storages of one backend share a byte: they are one storage, or windows of one
-    /// piece of memory.
+    /// Returns whether two storages of one backend share a byte: they are the same storage, or parts of the
+    /// same memory.
     pub(crate) fn shares_memory(&self, other: &dyn Storage) -> bool {
         let end = |storage: &dyn Storage| storage.address().saturating_add(storage.len() as u64);
         self.address().max(other.address()) < end(self).min(end(other))
@@ -64,10 +63,10 @@ pub trait Event: Send + Sync + fmt::Debug {
     fn is_done(&self) -> bool;
 
     /// Calls `call` once, with the result of [`wait`](Self::wait), when everything enqueued before the event
-    /// is done. Does not wait for a device. `event.done()` is a future over this method.
+    /// is done. This method does not block. `event.done()` returns a future based on it.
     ///
-    /// The call runs on this thread if the event is done already, otherwise on a thread that also serves
-    /// other events: it must return soon and wait for nothing.
+    /// `call` runs on this thread if the event is done already, otherwise on a thread that also handles other
+    /// events, so it must return soon and must not block.
     fn on_done(self: Arc<Self>, call: DoneCall);
 
     /// Returns the event as [`Any`], from which its backend recovers the concrete type.
@@ -82,16 +81,16 @@ pub trait Event: Send + Sync + fmt::Debug {
 ///   siblings are `run` under the operation's name.
 /// - Operations run in the order in which they were enqueued. Operations of other streams run in any order,
 ///   unless [`wait_for`](Self::wait_for) orders them.
-/// - A refused operation enqueues nothing.
+/// - A rejected operation enqueues nothing.
 /// - The host sees results after [`read`](Self::read), [`synchronize`](Self::synchronize) or
 ///   [`Event::wait`].
 pub trait Stream: Send + Sync + fmt::Debug {
-    /// Enqueues an operation that has passed its check and touches memory of this backend only.
-    /// [`run`](Self::run) calls this method.
+    /// Enqueues a checked operation, which touches only this backend's memory. [`run`](Self::run) calls this
+    /// method.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if the backend lists the operation as
-    /// missing, and the errors of the device. In these cases nothing is enqueued.
+    /// Returns [`Error::Unsupported`] if the backend lists the operation as missing, and the device's errors.
+    /// Nothing is enqueued in these cases.
     fn launch(&self, operation: Checked<'_>) -> Result<()>;
 
     /// Checks that a storage belongs to this stream's backend and device.
@@ -101,9 +100,9 @@ pub trait Stream: Send + Sync + fmt::Debug {
     fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()>;
 
     // Decision: docs/decisions/device.md#the-receiving-device-runs-the-copy
-    /// Checks that this stream can copy tensors out of a storage: one that it [owns](Self::owns), or one of
-    /// another device of its backend. In the second case the copy goes from device to device, both views must
-    /// be contiguous, and the caller orders the streams of both devices by events.
+    /// Checks that this stream can copy tensors out of a storage: a storage that it [owns](Self::owns), or
+    /// one on another device of its backend. A copy from another device requires contiguous views, and the
+    /// caller must order the streams of both devices by events.
     ///
     /// # Errors
     /// Returns [`Error::ForeignHandle`] for any other storage.
@@ -119,8 +118,8 @@ pub trait Stream: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Returns the errors of [`Operation::check`], [`owns`](Self::owns) ([`reaches`](Self::reaches) for the
-    /// source of a copy of a tensor) and [`launch`](Self::launch), in this order. In these cases nothing is
-    /// enqueued or counted.
+    /// source of a tensor copy) and [`launch`](Self::launch), in this order. Nothing is enqueued or counted
+    /// in these cases.
     fn run(&self, operation: Operation<'_>) -> Result<()> {
         let checked = operation.checked()?;
         match operation {
@@ -155,8 +154,8 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Returns an error if the lengths differ, or if the view is not contiguous.
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()>;
 
-    /// Captures the operations that `record` enqueues on this stream as a graph, and runs none of them. A
-    /// backend without this feature lists `"graphs"` as missing.
+    /// Captures the operations that `record` enqueues on this stream as a graph, without running them. A
+    /// backend that cannot do this lists `"graphs"` as missing.
     ///
     /// The capture belongs to the thread that records. Other streams of the backend join the capture when
     /// they [wait for](Self::wait_for) an event of it, and this stream MUST wait for them before the capture
@@ -172,7 +171,7 @@ pub trait Stream: Send + Sync + fmt::Debug {
     }
 }
 
-/// The capabilities of a backend. Combinations that are not listed are refused with a typed error.
+/// The capabilities of a backend. Combinations that are not listed are rejected with a typed error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Capabilities {
     /// Element types that every kernel accepts.
@@ -186,7 +185,7 @@ pub struct Capabilities {
 }
 
 impl Capabilities {
-    /// Returns whether kernels accept caches of a format.
+    /// Returns whether kernels accept caches in this format.
     pub fn accepts(&self, format: KvFormat) -> bool {
         match format {
             KvFormat::Dense(dtype) => self.dtypes.contains(&dtype),
@@ -203,10 +202,10 @@ impl Capabilities {
 
 /// A device: its memory and its streams.
 pub trait Backend: Send + Sync + fmt::Debug {
-    /// Returns the short name, as given to `--backend`.
+    /// Returns the short name, as used for `--backend`.
     fn name(&self) -> &'static str;
 
-    /// Returns a description for display: the name, and the device if a machine may have several.
+    /// Returns a description for display: the name, plus the device if a machine may have several.
     fn description(&self) -> String {
         self.name().to_owned()
     }
@@ -214,8 +213,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Returns the capabilities of this backend.
     fn capabilities(&self) -> Capabilities;
 
-    /// Returns true if the device memory of this backend is host memory, which other code of the process can
-    /// lend to its operations.
+    /// Returns whether this backend's device memory is host memory, which other code in the process can lend
+    /// to its operations.
     fn shares_host_memory(&self) -> bool {
         false
     }
@@ -223,12 +222,13 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Allocates zeroed memory.
     ///
     /// # Errors
-    /// Returns [`crate::Error::Zero`] if `bytes` is 0, [`crate::Error::Allocation`] if memory is refused,
-    /// and [`crate::Error::Unsupported`] if [`capabilities`](Self::capabilities) does not list the kind.
+    /// Returns [`crate::Error::Zero`] if `bytes` is 0, [`crate::Error::Allocation`] if there is not enough
+    /// memory, and [`crate::Error::Unsupported`] if [`capabilities`](Self::capabilities) does not list the
+    /// kind.
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>>;
 
     /// Reserves addresses for at least `bytes` bytes, backed by physical memory until they are unmapped. A
-    /// backend without this feature lists `"reserve"` as missing.
+    /// backend that cannot do this lists `"reserve"` as missing.
     ///
     /// ```
     /// # use kvbackend_cpu::CpuBackend;
@@ -247,7 +247,7 @@ pub trait Backend: Send + Sync + fmt::Debug {
     ///
     /// # Errors
     /// Returns the errors of [`allocate`](Self::allocate). Returns [`crate::Error::Unsupported`] if the
-    /// device or the system cannot release memory and keep its addresses.
+    /// device or the system cannot release memory while keeping its addresses.
     fn reserve(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn ReservedStorage>> {
         let what = format!("reserving {bytes} bytes of {kind} memory");
         Err(Error::Unsupported { backend: self.name(), what })

@@ -5,20 +5,21 @@ use std::ops::Range;
 use super::Storage;
 use crate::base::{Error, Result};
 
-/// A storage with fixed addresses whose physical memory can be released and mapped again. A pool sleeps in
-/// such a storage.
+/// A storage with fixed addresses whose physical memory can be released and mapped again. The blocks of a
+/// pool that can sleep are in such a storage.
 ///
 /// # Contract
 /// - A new storage is fully mapped and zeroed. Its length is a multiple of the granularity.
-/// - [`unmap`](Self::unmap) returns the physical memory of a range to the device or the system. The
-///   contents of the range are lost. Everything outside the range and every address stay as they are.
+/// - [`unmap`](Self::unmap) returns the physical memory of a range to the device or the system. The contents
+///   of the range are lost. Everything outside the range and all addresses stay unchanged.
 /// - [`map`](Self::map) restores memory at the same addresses. Memory that was unmapped reads as zeros.
-/// - Both methods work in *granules*: they refuse a byte range unless it begins and ends at multiples of
+/// - Both methods work in *granules*: they reject a byte range unless it begins and ends at multiples of
 ///   [`granularity`](Self::granularity). [`whole_granules`] rounds a range inward.
-/// - Unmapping unmapped memory and mapping mapped memory has no effect, also for parts of a range.
-/// - Both methods act at once and wait for nothing: the caller MUST first wait for the enqueued work that
-///   touches the range. Reads of an unmapped range return arbitrary bytes, and writes to it are lost. On a
-///   device such an access may destroy the context; in host memory it never faults.
+/// - Unmapping memory that is not mapped, or mapping memory that already is, has no effect. This also holds
+///   for parts of a range.
+/// - Both methods act at once without waiting: the caller MUST first wait for the enqueued work that touches
+///   the range. Reads of an unmapped range return arbitrary bytes, and writes to it are lost. On a device
+///   such an access may destroy the context; in host memory it never faults.
 ///
 /// [`Backend::reserve`](super::Backend::reserve) creates one.
 pub trait ReservedStorage: Storage {
@@ -29,22 +30,22 @@ pub trait ReservedStorage: Storage {
     /// Maps zeroed physical memory for all granules of `range` that have none.
     ///
     /// # Errors
-    /// Returns [`Error::Misaligned`] or [`Error::TooLarge`] for an invalid range, and
-    /// [`Error::Allocation`] if the system refuses the memory. In these cases nothing is mapped.
+    /// Returns [`Error::Misaligned`] or [`Error::TooLarge`] for an invalid range, and [`Error::Allocation`]
+    /// if there is not enough memory. Nothing is mapped in these cases.
     fn map(&self, range: Range<usize>) -> Result<()>;
 
     /// Releases the physical memory of `range`. Its contents are lost.
     ///
     /// # Errors
-    /// Returns [`Error::Misaligned`] or [`Error::TooLarge`] for an invalid range, and
-    /// [`Error::Allocation`] if the system refuses. In these cases nothing is unmapped.
+    /// Returns [`Error::Misaligned`] or [`Error::TooLarge`] for an invalid range, and [`Error::Allocation`]
+    /// if the system refuses. Nothing is unmapped in these cases.
     fn unmap(&self, range: Range<usize>) -> Result<()>;
 
     /// Returns the number of mapped bytes.
     fn mapped_bytes(&self) -> usize;
 
-    /// Returns the bytes of physical memory that back the storage. They exceed the mapped bytes on a device
-    /// that releases a storage only as a whole.
+    /// Returns the number of bytes of physical memory that back the storage. This exceeds the mapped bytes on
+    /// a device that can release a storage only as a whole.
     fn resident_bytes(&self) -> usize {
         self.mapped_bytes()
     }
@@ -72,7 +73,7 @@ pub fn check_granules(range: &Range<usize>, granularity: usize, len: usize) -> R
     }
 }
 
-/// Returns the granules that lie wholly inside `range`, or an empty range if there are none.
+/// Returns the part of `range` that consists of whole granules, or an empty range if there are none.
 ///
 /// ```
 /// use kvcore::whole_granules;

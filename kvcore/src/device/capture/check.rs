@@ -1,4 +1,4 @@
-//! The checks of captured operations. Each replay repeats them with its own lists.
+//! The checks of captured operations. Each replay repeats them with new lists.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -12,9 +12,9 @@ use crate::device::{
 /// Checks the lists of a step.
 type CheckLists = Box<dyn Fn(&StepInputs) -> Result<()> + Send + Sync>;
 
-/// The check of a captured operation that reads lists of the step.
+/// The check of a captured operation that reads the step's lists.
 pub struct ReplayCheck {
-    /// The key of a check. Checks with equal keys refuse the same lists.
+    /// The key of a check. Checks with equal keys reject the same lists.
     key: [usize; 5],
     rope: Option<Arc<Rope>>,
     check: CheckLists,
@@ -26,12 +26,12 @@ impl fmt::Debug for ReplayCheck {
     }
 }
 
-/// Returns the error for an operation that a graph of a backend cannot hold.
+/// Returns the error for an operation that a backend's graphs cannot contain.
 pub fn uncapturable(backend: &'static str, what: &str) -> Error {
     Error::Unsupported { backend, what: format!("{what} in a captured graph") }
 }
 
-/// Returns a call without its work, which a graph must not hold.
+/// Returns the call without its work, which a graph must not hold.
 pub fn without_work(op: &Attend) -> Attend {
     static NONE: OnceLock<Arc<AttendWork>> = OnceLock::new();
     let work = Arc::clone(NONE.get_or_init(|| Arc::new(AttendWork::new([], []))));
@@ -39,11 +39,12 @@ pub fn without_work(op: &Attend) -> Attend {
 }
 
 impl ReplayCheck {
-    /// Returns the check of an operation that is being captured, or `None` if it reads no list of the step.
+    /// Returns the check of an operation that is being captured, or `None` if it does not read the step's
+    /// lists.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`], which names the operation, if it cannot be captured: it uses lists
-    /// other than those of the step, has a selection, or is not needed by any step of a model.
+    /// that are not the step's, has a selection, or is never part of a model's step.
     pub fn of(backend: &'static str, operation: Operation<'_>, step: &StepInputs) -> Result<Option<Self>> {
         let other_lists = || {
             let what = format!("{} over lists that are not those of the step", operation.name());
@@ -108,8 +109,8 @@ impl ReplayCheck {
         Self { key, rope: rope.cloned(), check: Box::new(check) }
     }
 
-    /// Returns true if this check refuses all lists that `other` refuses. This holds for the layers of a
-    /// model, which do not differ in anything that a list is checked against.
+    /// Returns whether this check rejects all lists that `other` rejects. This holds between the layers of a
+    /// model, which are the same in everything that a list is checked against.
     pub fn covers(&self, other: &Self) -> bool {
         self.key == other.key && self.rope.as_ref().map(Arc::as_ptr) == other.rope.as_ref().map(Arc::as_ptr)
     }
@@ -128,12 +129,12 @@ impl ReplayCheck {
     }
 }
 
-/// Returns true if both are the same list in memory.
+/// Returns whether both are the same list in memory.
 fn one<T>(a: &[T], b: &[T]) -> bool {
     std::ptr::eq(a, b)
 }
 
-/// Returns the key of a check. The check holds the arena, which keeps its addresses from being reused.
+/// Returns the key of a check. The check holds the arena, so its address is not reused.
 fn key(kind: usize, arena: &KvArena, keys: usize, rows: usize) -> [usize; 5] {
     let storage = Arc::as_ptr(arena.k_plane().storage).cast::<u8>() as usize;
     [kind, storage, Arc::as_ptr(arena.layout()) as usize, keys, rows]

@@ -1,8 +1,8 @@
-//! The gate of a stream: one capture has the stream for itself, or calls outside of captures share it.
+//! The gate of a stream: either one capture has the stream to itself, or calls outside of captures share it.
 
 use parking_lot::{Condvar, Mutex};
 
-/// The gate of a stream. Captures have numbers above 0.
+/// The gate of a stream. Captures have IDs above 0.
 #[derive(Debug, Default)]
 pub struct CaptureGate {
     /// The ID of the current capture (0 if none), and the number of calls in progress.
@@ -15,7 +15,7 @@ pub struct CaptureGate {
 pub struct CapturePass<'a>(Option<&'a CaptureGate>);
 
 impl CapturePass<'_> {
-    /// Returns the pass of a call that is part of a capture, which blocks nothing.
+    /// Returns the pass of a call that is part of a capture. It does not block anything.
     pub fn within_capture() -> Self {
         Self(None)
     }
@@ -31,7 +31,7 @@ impl Drop for CapturePass<'_> {
 }
 
 impl CaptureGate {
-    /// Waits until the stream has no capture, and begins a call.
+    /// Waits until no capture has the stream, and begins a call.
     pub fn enter(&self) -> CapturePass<'_> {
         let mut state = self.state.lock();
         self.changed.wait_while(&mut state, |(capture, _)| *capture != 0);
@@ -39,20 +39,20 @@ impl CaptureGate {
         CapturePass(Some(self))
     }
 
-    /// Waits until the stream has no call and no capture, and gives it to capture `number`.
+    /// Waits until the stream has no calls and no capture, and gives it to capture `number`.
     pub fn close(&self, number: u64) {
         let mut state = self.state.lock();
         self.changed.wait_while(&mut state, |(capture, calls)| *capture != 0 || *calls > 0);
         state.0 = number;
     }
 
-    /// Takes the stream from its capture.
+    /// Ends the capture's hold on the stream.
     pub fn open(&self) {
         self.state.lock().0 = 0;
         self.changed.notify_all();
     }
 
-    /// Returns the number of the capture that has the stream, or 0.
+    /// Returns the ID of the capture that has the stream, or 0.
     pub fn capture(&self) -> u64 {
         self.state.lock().0
     }

@@ -1,9 +1,9 @@
 //! Grouped-query attention (GQA) over segments.
 //!
-//! A *segment* is a run of cached tokens with their place: the logical order in the prompt, and the offset
-//! from the positions at which the keys were rotated. Several requests may use one physical block at the
-//! same time, in segments with different offsets. No key moves; the query is rotated once per distinct
-//! offset instead.
+//! A *segment* is a run of cached tokens and where they are used: their logical order in the prompt, and the
+//! offset from the positions that the keys were rotated to. Several requests may use one physical block at
+//! the same time, in segments with different offsets. The keys are not changed; instead, the query is rotated
+//! once per distinct offset.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -17,16 +17,16 @@ use crate::device::{KvArena, TensorView};
 /// A run of cached tokens as one request uses it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Segment {
-    /// Blocks in order. Token `j` lies in `blocks[j / block_size]`.
+    /// Blocks, in order. Token `j` is in `blocks[j / block_size]`.
     pub blocks: Arc<[BlockId]>,
-    /// Number of tokens of the run, at most `blocks.len() * block_size`.
+    /// Number of tokens in the run, at most `blocks.len() * block_size`.
     pub len: usize,
-    /// Logical index of the first token. The logical index, never the position, decides causality.
+    /// Logical index of the first token. Causality depends on the logical index, never on the position.
     pub logical_start: usize,
     // Decision: docs/decisions/device.md#a-segment-carries-stored_start
-    /// Position at which the first key was rotated when it was stored.
+    /// Position that the first key was rotated to when it was stored.
     pub stored_start: i64,
-    /// Distance in positions from the stored keys to their place of use.
+    /// Distance from the positions where the keys were stored to the positions where they are used.
     pub position_offset: i64,
     /// Factor on the segment's logits (an inverse temperature). 1 for plain attention.
     pub logit_scale: f32,
@@ -48,12 +48,12 @@ impl Segment {
         }
     }
 
-    /// Returns the position at which the key of token `token` is used.
+    /// Returns the position at which token `token`'s key is used.
     pub fn position(&self, token: i64) -> i64 {
         self.stored_start.saturating_add(self.position_offset).saturating_add(token)
     }
 
-    /// Sets the distance in positions from the stored keys to their place of use.
+    /// Sets the distance from the stored positions to the positions where the keys are used.
     #[must_use]
     pub fn at_offset(mut self, offset: i64) -> Self {
         self.position_offset = offset;
@@ -63,8 +63,8 @@ impl Segment {
 
 /// A group of segments that are merged with each other first.
 ///
-/// The log-sum-exp of the group is multiplied by `lse_scale` before the groups are merged. With a
-/// temperature in [`Segment::logit_scale`] this is the context scaling of APE (Yang et al., 2025).
+/// The log-sum-exp of the group is multiplied by `lse_scale` before the groups are merged. Together with a
+/// temperature in [`Segment::logit_scale`], this is APE's context scaling (Yang et al., 2025).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MergeGroup {
     // Decision: docs/decisions/device.md#merge-groups-have-a-scale
@@ -83,17 +83,17 @@ impl Default for MergeGroup {
 /// For each row and head, the result is `softmax(scale * logit_scale * q·k) v` over the tokens of the row's
 /// segments that satisfy three conditions: the logical index is at most the row's, the position lies inside
 /// the window, and the token is selected if the entry has a [`Selection`](super::Selection). Query head `h`
-/// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row without such
-/// tokens gives zeros and a log-sum-exp of −∞.
+/// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row without such tokens
+/// yields zeros and a log-sum-exp of −∞.
 ///
 /// Everything is computed in f32 and rounded once, with one exception: if queries, cache and output all have
-/// one type of 16 bits, a device's matrix units may round the rotated queries and the weights of the softmax
-/// to that type.
+/// the same 16-bit type, a device's matrix units may round the rotated queries and the softmax weights to
+/// that type.
 #[derive(Debug, Clone)]
 pub struct Attend {
-    /// Arena of the keys and values.
+    /// Arena that holds the keys and values.
     pub arena: KvArena,
-    /// Layer to read.
+    /// Layer index.
     pub layer: usize,
     /// Queries `[rows, heads, k_dim]`, *not* rotated if `rope` is given.
     pub q: TensorView,
@@ -101,9 +101,9 @@ pub struct Attend {
     /// Rotary embedding that rotates each query by its position minus the segment's offset. If it is
     /// `None`, the queries must already be rotated and every offset must be 0.
     pub rope: Option<Arc<Rope>>,
-    /// Form of the keys in the arena. Unrotated keys are rotated as they are read, token `j` of a segment
-    /// to `stored_start + position_offset + j` with the attention factor. In that case queries are rotated
-    /// to their own position, and `rope` must be given.
+    /// Form of the keys in the arena. Unrotated keys are rotated as they are read: token `j` of a segment to
+    /// `stored_start + position_offset + j`, with the attention factor. Queries are then rotated to their own
+    /// position, and `rope` must be given.
     pub keys: KeyForm,
     /// Query rows, one per row of `q`, with their segments and merge groups. Shared by all layers of a
     /// step.
@@ -121,9 +121,8 @@ pub struct Attend {
 }
 
 impl Attend {
-    /// Creates attention for queries that are rotated already, with the softmax scale `1 / sqrt(k_dim)` and
-    /// without window or soft-cap. A literal that ends in `..Attend::new(…)` stays valid when a field is
-    /// added.
+    /// Creates attention for queries that are already rotated, with the softmax scale `1 / sqrt(k_dim)` and
+    /// no window or soft-cap. A literal that ends in `..Attend::new(…)` stays valid when a field is added.
     pub fn new(
         arena: &KvArena,
         layer: usize,
@@ -146,7 +145,7 @@ impl Attend {
         }
     }
 
-    /// Rotates the queries during the attention.
+    /// Makes the attention rotate the queries.
     #[must_use]
     pub fn rotating(mut self, rope: &Arc<Rope>) -> Self {
         self.rope = Some(Arc::clone(rope));
@@ -155,8 +154,8 @@ impl Attend {
 }
 
 impl Attend {
-    /// Returns the tokens of a segment that a row may attend to without a selection: from the first token
-    /// inside the window up to the row's own logical index.
+    /// Returns the tokens of a segment that a row may attend to if there is no selection: from the first
+    /// token inside the window up to the row's own logical index.
     pub fn visible(&self, segment: &Segment, row: QueryRow) -> Range<usize> {
         let end = row.logical.saturating_add(1).saturating_sub(segment.logical_start).min(segment.len);
         let Some(window) = self.window else { return 0..end };
@@ -167,7 +166,7 @@ impl Attend {
     }
 
     /// Returns the runs of tokens that row `row` of an entry attends to, in order: the visible tokens,
-    /// restricted to the selection if the entry has one. Runs may be empty.
+    /// limited to the selection if the entry has one. Runs may be empty.
     pub fn seen<'a>(&self, entry: &'a AttendRows, row: usize) -> Vec<(&'a Segment, Range<usize>)> {
         let at = self.work.rows()[row];
         let Some(selection) = &entry.selection else {
@@ -192,16 +191,17 @@ impl Attend {
     ///
     /// # Errors
     /// - Returns [`Error::Mismatch`] if extents do not fit together.
-    /// - Returns [`Error::NotMultiple`] if the heads of the cache do not divide those of the queries.
-    /// - Returns [`Error::NotComputed`] or [`Error::Mismatch`] if an element type is not accepted.
+    /// - Returns [`Error::NotMultiple`] if the number of query heads is not a multiple of the number of cache
+    ///   heads.
+    /// - Returns [`Error::NotComputed`] or [`Error::Mismatch`] if an element type is not supported.
     /// - Returns [`Error::InvalidStrides`] if the last axis of queries or output is not dense, or if two
     ///   elements of `out` or `lse` share an address.
     /// - Returns [`Error::OutOfRange`] if a layer, block, merge group or position is out of range, and
     ///   [`Error::TooLarge`] if rows end past the work or a segment is longer than its blocks.
-    /// - Returns [`Error::Overflow`] if positions of a segment overflow.
+    /// - Returns [`Error::Overflow`] if a segment's positions overflow.
     /// - Returns [`Error::Twice`] if a row is in two entries.
     /// - Returns [`Error::NotPositive`] if the soft-cap is not above 0.
-    /// - Returns [`Error::Aliased`] if an operand lies in the arena, or if `lse` overlaps the queries or the
+    /// - Returns [`Error::Aliased`] if an operand is in the arena, or if `lse` overlaps the queries or the
     ///   output.
     /// - Returns [`Error::InvalidRope`] if unrotated keys or a segment offset need a rotary embedding and
     ///   none is given.
@@ -271,13 +271,13 @@ impl Attend {
         rope.table(facts.rotations(self.keys)).map(drop)
     }
 
-    /// Returns the bytes of the cached keys and values that the entries attend to, including their scales.
-    /// Counts each entry's segments once.
+    /// Returns the number of bytes of the cached keys and values that the entries attend to, including their
+    /// scales. Each entry's segments are counted once.
     pub fn bytes(&self) -> usize {
         self.work.tokens() * self.arena.layout().token_bytes()
     }
 
-    /// Names the memory that the operation touches.
+    /// Lists the memory that the operation touches.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.arena(&self.arena);
         storages.view(&self.q);

@@ -5,21 +5,21 @@ use super::{Dequantize, Quantize};
 use crate::base::{BlockId, Error, KvShape, Result, same};
 use crate::device::{KvArena, WritePairs};
 
-/// Copies block `src` to block `dst` for each pair, over all layers, K and V, bit for bit, including the
+/// Copies block `src` to block `dst` for each pair, in all layers, both K and V, bit for bit, including the
 /// scales of quantised blocks.
 ///
-/// A block may be a source or a destination of one call, but not both, because the order of the copies is
-/// unspecified.
+/// Within one call, a block may be a source or a destination, but not both, because the order of the copies
+/// is unspecified.
 #[derive(Debug, Clone)]
 pub struct CopyBlocks {
     /// Arena of the sources and destinations.
     pub arena: KvArena,
-    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    /// `(source, destination)` pairs. The caller must be filling the destinations.
     pub pairs: WritePairs,
 }
 
 impl CopyBlocks {
-    /// Checks the block ids and the write permit.
+    /// Checks the block IDs and the write permit.
     ///
     /// # Errors
     /// Returns [`Error::PermitVoid`] if the permit is void, [`Error::OutOfRange`] if a block is outside the
@@ -33,13 +33,14 @@ impl CopyBlocks {
         self.pairs.len() * self.arena.layout().block_bytes()
     }
 
-    /// Names the memory that the operation touches.
+    /// Lists the memory that the operation touches.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.arena(&self.arena);
     }
 }
 
-/// Copies blocks from one arena to another of the same block shape, between memories or pools.
+/// Copies blocks from one arena to another with the same block shape, between kinds of memory or between
+/// pools.
 ///
 /// Codes and per-block scales are copied bit for bit. Static scales belong to an arena and are not copied:
 /// fp8 codes have the same values in both arenas only if both have the same static scales.
@@ -47,27 +48,26 @@ impl CopyBlocks {
 pub struct SwapBlocks {
     /// Arena to read from.
     pub src: KvArena,
-    /// Arena to write to. May differ from `src` in the number of blocks and in the kind of memory.
+    /// Arena to write to. Its number of blocks and its kind of memory may differ from `src`.
     pub dst: KvArena,
-    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    /// `(source, destination)` pairs. The caller must be filling the destinations.
     pub pairs: WritePairs,
 }
 
 impl SwapBlocks {
-    /// Checks the block ids, the write permit, and that both arenas have blocks of the same extents and
-    /// format. Both may be one arena, under the rule of [`CopyBlocks`].
+    /// Checks the block IDs, the write permit, and that the blocks of both arenas have the same extents and
+    /// format. Both may be the same arena if the rule of [`CopyBlocks`] is followed.
     ///
     /// # Errors
-    /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] for other blocks, and
-    /// [`Error::Aliased`] for arenas that share only a part of their memory, such as windows of one piece of
-    /// memory.
+    /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] if the blocks differ, and
+    /// [`Error::Aliased`] if the arenas share only part of their memory.
     pub fn check(&self) -> Result<()> {
         same_blocks(&self.src, &self.dst)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
 }
 
-/// Defines the methods that are equal for operations on whole blocks of two arenas, `src` and `dst`.
+/// Defines the methods shared by operations that copy whole blocks from arena `src` to arena `dst`.
 macro_rules! between_arenas {
     ($($operation:ty),*) => {$(
         impl $operation {
@@ -76,7 +76,7 @@ macro_rules! between_arenas {
                 self.pairs.len() * self.dst.layout().block_bytes()
             }
 
-            /// Names the memory that the operation touches.
+            /// Lists the memory that the operation touches.
             pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
                 storages.arena(&self.src);
                 storages.arena(&self.dst);
@@ -87,7 +87,7 @@ macro_rules! between_arenas {
 
 between_arenas!(SwapBlocks, Quantize, Dequantize);
 
-/// Checks that the permit is valid, that the block ids lie inside their arenas, that no destination appears
+/// Checks that the permit is valid, that the block IDs are inside their arenas, that no destination appears
 /// twice, and that no byte is both read and written.
 pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> Result<()> {
     pairs.check()?;
@@ -111,7 +111,7 @@ pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> R
     }
 }
 
-/// Returns true if a block id refers to the same bytes in both arenas, which then share all of their memory
+/// Returns whether a block ID refers to the same bytes in both arenas, which then share all of their memory
 /// and its layout.
 fn one_memory(src: &KvArena, dst: &KvArena) -> Result<bool> {
     let same = src.storages().zip(dst.storages()).all(|(a, b)| a.address() == b.address());
@@ -121,14 +121,14 @@ fn one_memory(src: &KvArena, dst: &KvArena) -> Result<bool> {
     if src.shares_memory(dst) { Err(Error::Aliased { what: "arenas of a block copy" }) } else { Ok(false) }
 }
 
-/// Checks that blocks of both arenas have the same extents and format. The order inside a block and the
+/// Checks that the blocks of both arenas have the same extents and format. The order inside a block and the
 /// number of blocks may differ.
 pub(super) fn same_blocks(src: &KvArena, dst: &KvArena) -> Result<()> {
     same_extents(src, dst)?;
     same("KV format of the arenas", src.layout().shape().format, dst.layout().shape().format)
 }
 
-/// Checks that blocks of both arenas have the same extents. The formats may differ.
+/// Checks that the blocks of both arenas have the same extents. The formats may differ.
 pub(super) fn same_extents(src: &KvArena, dst: &KvArena) -> Result<()> {
     let (a, b): (&KvShape, &KvShape) = (src.layout().shape(), dst.layout().shape());
     same("num_layers of the arenas", a.num_layers, b.num_layers)?;

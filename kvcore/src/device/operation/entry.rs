@@ -1,4 +1,4 @@
-//! One enum over all descriptors: the single entry for the work of a stream.
+//! One enum for all operations: the single entry point for work on a stream.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use super::{
 use crate::base::Result;
 use crate::device::{Counters, KvArena, Storage, Stream, TensorView};
 
-/// The handles of the memory that one operation touches. The list is short enough to be stored inline.
+/// Handles to the memory that one operation touches. The list is short enough to be stored inline.
 #[derive(Default)]
 pub(super) struct Storages<'a>(SmallVec<[&'a Arc<dyn Storage>; 8]>);
 
@@ -38,7 +38,7 @@ impl<'a> Checked<'a> {
     }
 }
 
-/// Counts one call, independent of its size.
+/// Counts one call, whatever its size.
 fn once<T>(_: &T) -> usize {
     1
 }
@@ -47,8 +47,8 @@ fn once<T>(_: &T) -> usize {
 macro_rules! operations {
     ($($(#[$doc:meta])* $variant:ident: $method:ident, $counter:ident += $amount:path;)*) => {
         // Decision: docs/decisions/device.md#an-operation-is-borrowed
-        /// Any operation of the contract, by reference. Cheap to pass on. Only a backend that defers work
-        /// clones the descriptor.
+        /// Any operation of the backend contract, by reference. Cheap to pass on. Only a backend that defers
+        /// work clones the descriptor.
         ///
         /// To add an operation, add a descriptor, a line to the list below, and a kernel to each backend.
         ///
@@ -89,8 +89,7 @@ macro_rules! operations {
                 match self { $(Self::$variant(descriptor) => descriptor.check(),)* }
             }
 
-            /// Returns the number of bytes that the operation writes. For an operation that only reads the
-            /// cache, returns the number of bytes read.
+            /// Returns the number of bytes that the operation writes, or reads if it only reads the cache.
             pub fn bytes(self) -> usize {
                 match self { $(Self::$variant(descriptor) => descriptor.bytes(),)* }
             }
@@ -110,7 +109,7 @@ macro_rules! operations {
                 self.check().map(|()| Checked(self))
             }
 
-            /// Adds the operation to the counters of a backend.
+            /// Adds the operation to a backend's counters.
             pub(crate) fn count(self, counters: &Counters) {
                 match self {
                     $(Self::$variant(descriptor) => Counters::add(&counters.$counter, $amount(descriptor)),)*
@@ -134,17 +133,17 @@ macro_rules! operations {
 operations! {
     /// Writes new K and V rows to cache slots.
     Scatter: scatter, scatter_bytes += Scatter::bytes;
-    /// Reads cache slots into contiguous rows, with an optional rotation of the keys.
+    /// Reads cache slots into contiguous rows, optionally rotating the keys.
     Gather: gather, gather_bytes += Gather::bytes;
-    /// Copies whole blocks within one arena, over all layers.
+    /// Copies whole blocks within one arena, in all layers.
     CopyBlocks: copy_blocks, block_copy_bytes += CopyBlocks::bytes;
-    /// Copies whole blocks from one arena to another, over all layers.
+    /// Copies whole blocks from one arena to another, in all layers.
     SwapBlocks: swap_blocks, block_copy_bytes += SwapBlocks::bytes;
-    /// Copies a tensor of any strides into another tensor of the same shape.
+    /// Copies a tensor with any strides into another tensor of the same shape.
     CopyTensor: copy_tensor, tensor_copy_bytes += CopyTensor::bytes;
     /// Applies a rotary embedding to rows in place.
     ApplyRope: rope, rope_bytes += ApplyRope::bytes;
-    /// Copies cached blocks of one layer, with the keys rotated by a distance.
+    /// Copies cached blocks of one layer and rotates the keys by a distance.
     RotateKeys: rotate_keys, block_copy_bytes += RotateKeys::bytes;
     /// Computes grouped-query attention over segments.
     Attend: attend, attend_calls += once;

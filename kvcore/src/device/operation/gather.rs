@@ -7,17 +7,17 @@ use super::{check_rotary, check_rows, check_slots, slot_bytes, writable};
 use crate::base::{Error, KvFormat, Result, Rope};
 use crate::device::{KvArena, TensorView};
 
-/// A rotation of keys by a distance in positions, always applied to the stored original.
+/// A rotation of keys by a distance in positions, always applied to the original stored keys.
 #[derive(Debug, Clone)]
 pub struct Rotation {
     /// The layer's rotary embedding.
     pub rope: Arc<Rope>,
-    /// Number of positions to move by: the position of use minus the stored position.
+    /// Distance in positions: the position of use minus the stored position.
     pub delta: i64,
 }
 
 impl Rotation {
-    /// Checks the distance against the table, and the rotary dimension against `k_dim`.
+    /// Checks that the table covers the distance, and that the rotary dimension is at most `k_dim`.
     pub(super) fn check(&self, k_dim: usize) -> Result<()> {
         check_rotary(&self.rope, k_dim)?;
         self.rope.table([self.delta]).map(drop)
@@ -27,13 +27,13 @@ impl Rotation {
 /// Reads slot `slots[i]` of one layer into row `i` of `k` and `v`.
 ///
 /// A row with a negative slot is left unchanged. Rows read from a dense arena have its element type. Rows
-/// read from a quantised arena have any of the types in [`DType::COMPUTE`](crate::DType::COMPUTE): the
-/// codes are dequantised, the keys rotated in f32, and the results rounded once.
+/// read from a quantised arena have any of the types in [`DType::COMPUTE`](crate::DType::COMPUTE): the codes
+/// are dequantised, the keys are rotated in f32, and the results are rounded once.
 #[derive(Debug, Clone)]
 pub struct Gather {
     /// Arena to read from.
     pub arena: KvArena,
-    /// Layer to read.
+    /// Layer index.
     pub layer: usize,
     /// One slot per row. Rows with a negative slot are skipped.
     pub slots: Arc<[i64]>,
@@ -77,7 +77,7 @@ impl Gather {
         slot_bytes(&self.arena, &self.slots)
     }
 
-    /// Names the memory that the operation touches.
+    /// Lists the memory that the operation touches.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.arena(&self.arena);
         storages.view(&self.k);

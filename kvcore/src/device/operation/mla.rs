@@ -9,7 +9,7 @@ use crate::device::TensorView;
 /// Attention whose values are latents that are also part of the keys (DeepSeek's MLA).
 ///
 /// The cache has one head: K holds the rotated part of the key (`k_dim` = `qk_rope_head_dim`), and V holds
-/// the latent (`v_dim` = `kv_lora_rank`). The caller absorbs the projections to and from the latent into
+/// the latent (`v_dim` = `kv_lora_rank`). The caller must absorb the projections to and from the latent into
 /// the queries and the output. For each row and head, the logit of a token is
 /// `scale * logit_scale * (q·k + q_latent·latent)`, and the output is the weighted sum of the latents.
 /// Everything else is as in [`Attend`].
@@ -36,7 +36,7 @@ use crate::device::TensorView;
 /// let attend = Attend {
 ///     arena, layer: 0, q: rows(64)?, rope: None, keys: KeyForm::Rotated,
 ///     work: Arc::new(AttendWork::new([QueryRow { logical: 19, position: 19 }], [AttendRows::new(0..1, [segment])])),
-///     scale: 1.0 / 192f32.sqrt(), // of the width before absorption, 128 + 64
+///     scale: 1.0 / 192f32.sqrt(), // the key width before absorption, 128 + 64
 ///     window: None, softcap: None, out: rows(512)?, lse: None,
 /// };
 /// stream.attend_mla(&AttendMla { attend, q_latent: rows(512)? })?;
@@ -52,10 +52,10 @@ pub struct AttendMla {
 }
 
 impl AttendMla {
-    /// Checks the attention as [`Attend::check`] does, that the arena has one head, and the latent queries.
+    /// Checks everything that [`Attend::check`] does, that the arena has one head, and the latent queries.
     ///
     /// # Errors
-    /// Returns the errors of [`Attend::check`], also for the latent queries.
+    /// Returns the errors of [`Attend::check`], which also apply to the latent queries.
     pub fn check(&self) -> Result<()> {
         self.attend.check()?;
         let s = self.attend.arena.layout().shape();
@@ -73,13 +73,13 @@ impl AttendMla {
         lse.map_or(Ok(()), |lse| apart("lse and latent queries", lse, &self.q_latent))
     }
 
-    /// Names the memory that the operation touches.
+    /// Lists the memory that the operation touches.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         self.attend.storages(storages);
         storages.view(&self.q_latent);
     }
 
-    /// Returns the bytes of the cached latents and rotated keys that the entries attend to.
+    /// Returns the number of bytes of the cached latents and rotated keys that the entries attend to.
     pub fn bytes(&self) -> usize {
         self.attend.bytes()
     }

@@ -1,9 +1,9 @@
 //! The operations of the backend contract, as descriptors that a [`Stream`](crate::device::Stream)
 //! enqueues.
 //!
-//! Each descriptor owns handles to the memory it touches and can check itself.
-//! [`Stream::run`](crate::device::Stream::run) calls `check()` first, so a wrong slot, block or shape is an
-//! error before anything runs, and is the same error on every device.
+//! Each descriptor holds handles to the memory it touches and can check itself.
+//! [`Stream::run`](crate::device::Stream::run) calls `check()` first, so a wrong slot, block or shape is
+//! reported before anything runs, with the same error on every device.
 
 use smallvec::SmallVec;
 
@@ -41,8 +41,8 @@ pub use work::{AttendRows, AttendWork, QueryRow};
 pub const REQUIRED: [&str; 8] =
     ["scatter", "gather", "copy_blocks", "swap_blocks", "copy_tensor", "rope", "rotate_keys", "attend"];
 
-/// Names of the features that a backend may list as missing. `selection` is an attend with a [`Selection`],
-/// `reserve` is [`Backend::reserve`](crate::Backend::reserve), and `graphs` is
+/// Names of the features that a backend may list as missing. `selection` means attention with a
+/// [`Selection`], `reserve` means [`Backend::reserve`](crate::Backend::reserve), and `graphs` means
 /// [`Stream::capture`](crate::Stream::capture).
 pub const OPTIONAL: [&str; 6] = ["attend_mla", "selection", "quantize", "dequantize", "reserve", "graphs"];
 
@@ -69,12 +69,12 @@ fn check_slots(arena: &KvArena, slots: &[i64]) -> Result<()> {
     }
 }
 
-/// Returns the bytes of K, V and their scales in one layer, for the slots that are not padding.
+/// Returns the number of bytes of K, V and their scales in one layer, for the slots that are not padding.
 fn slot_bytes(arena: &KvArena, slots: &[i64]) -> usize {
     slots.iter().filter(|&&slot| slot >= 0).count() * arena.layout().token_bytes()
 }
 
-/// Checks that a view has one of the types in [`DType::COMPUTE`](crate::DType::COMPUTE), the only ones that
+/// Checks that a view has one of the types in [`DType::COMPUTE`](crate::DType::COMPUTE), the only types that
 /// kernels compute with.
 fn computable(what: &'static str, view: &TensorView) -> Result<()> {
     if view.dtype().is_compute() { Ok(()) } else { Err(Error::NotComputed { what, got: view.dtype() }) }
@@ -116,7 +116,7 @@ fn innermost_dense(what: &'static str, view: &TensorView) -> Result<()> {
     }
 }
 
-/// Checks that the rotary dimension does not exceed the width of a key.
+/// Checks that the rotary dimension is at most the width of a key.
 fn check_rotary(rope: &Rope, k_dim: usize) -> Result<()> {
     let rotary = rope.config().rotary_dim;
     if rotary > k_dim { Err(Error::too_large("rotary_dim", rotary, k_dim)) } else { Ok(()) }

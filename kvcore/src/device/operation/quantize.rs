@@ -4,7 +4,7 @@ use super::copy::{check_pairs, same_extents};
 use crate::base::{Error, Result};
 use crate::device::{KvArena, WritePairs};
 
-/// Quantises blocks of a dense arena into a quantised arena, over all layers, K and V.
+/// Quantises blocks of a dense arena into a quantised arena, in all layers, both K and V.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -38,14 +38,14 @@ use crate::device::{KvArena, WritePairs};
 pub struct Quantize {
     /// Dense arena to read from.
     pub src: KvArena,
-    /// Quantised arena to write to. Has the extents of `src`, except for the number of blocks.
+    /// Quantised arena to write to. Must have the extents of `src`, except for the number of blocks.
     pub dst: KvArena,
-    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    /// `(source, destination)` pairs. The caller must be filling the destinations.
     pub pairs: WritePairs,
 }
 
 impl Quantize {
-    /// Checks formats, extents, block ids and the write permit.
+    /// Checks the formats, the extents, the block IDs and the write permit.
     ///
     /// # Errors
     /// - Returns [`Error::InvalidFormat`] if the source is quantised or the destination is not.
@@ -60,30 +60,30 @@ impl Quantize {
     }
 }
 
-/// Dequantises blocks of a quantised arena into a dense arena, over all layers, K and V. The inverse of
+/// Dequantises blocks of a quantised arena into a dense arena, in all layers, both K and V. The inverse of
 /// [`Quantize`].
 #[derive(Debug, Clone)]
 pub struct Dequantize {
     /// Quantised arena to read from.
     pub src: KvArena,
-    /// Dense arena to write to. Has the extents of `src`, except for the number of blocks.
+    /// Dense arena to write to. Must have the extents of `src`, except for the number of blocks.
     pub dst: KvArena,
-    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    /// `(source, destination)` pairs. The caller must be filling the destinations.
     pub pairs: WritePairs,
 }
 
 impl Dequantize {
-    /// Checks formats, extents and block ids.
+    /// Checks the formats, the extents and the block IDs.
     ///
     /// # Errors
-    /// Returns the errors of [`Quantize::check`], with the formats exchanged.
+    /// Returns the errors of [`Quantize::check`], with dense and quantised exchanged.
     pub fn check(&self) -> Result<()> {
         check_sides(&self.dst, &self.src)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
 }
 
-/// Checks that one arena is dense, the other quantised, and that both have the same extents and share no
+/// Checks that one arena is dense and the other quantised, and that both have the same extents and share no
 /// memory.
 fn check_sides(dense: &KvArena, quantized: &KvArena) -> Result<()> {
     for (arena, wanted, reason) in

@@ -32,12 +32,12 @@ impl ApplyRope {
         self.rope.table(self.positions.iter().copied()).map(drop)
     }
 
-    /// Names the memory that the operation touches.
+    /// Lists the memory that the operation touches.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.view(&self.rows);
     }
 
-    /// Returns the bytes of the rows.
+    /// Returns the number of bytes of the rows.
     pub fn bytes(&self) -> usize {
         self.rows.len() * self.rows.dtype().bits() / 8
     }

@@ -1,4 +1,4 @@
-//! The rotated copy, for kernels without support for segments.
+//! Copying blocks with rotated keys, for kernels that do not support segments.
 
 use super::Rotation;
 use super::copy::{check_pairs, same_blocks};
@@ -8,18 +8,18 @@ use crate::device::{KvArena, WritePairs};
 
 /// Copies blocks of one layer. Keys are rotated by a distance, and values are copied unchanged.
 ///
-/// The copy is out of place and starts from the stored original, because each further move would round
-/// again. The rotation has magnitude 1, so the attention factor of `YaRN` is applied only once. Quantised
-/// keys are rotated in f32 and quantised again; static scales must be equal in both arenas.
+/// Always copy from the stored originals, because every further rotation would round again. The rotation has
+/// magnitude 1, so the attention factor of `YaRN` is applied only once. Quantised keys are rotated in f32 and
+/// quantised again. Static scales must be equal in both arenas.
 #[derive(Debug, Clone)]
 pub struct RotateKeys {
-    /// Arena of the originals.
+    /// Arena that holds the originals.
     pub src: KvArena,
-    /// Arena of the copies. May be the same arena as `src`, with other blocks.
+    /// Arena to write the copies to. May be the same arena as `src`, with other blocks.
     pub dst: KvArena,
     /// Layer to copy. Rotary embeddings may differ between layers.
     pub layer: usize,
-    /// `(source, destination)` pairs; the destinations are blocks that the caller fills.
+    /// `(source, destination)` pairs. The caller must be filling the destinations.
     pub pairs: WritePairs,
     /// Distance to rotate by, and the rotary embedding.
     pub rotation: Rotation,
@@ -39,7 +39,7 @@ impl RotateKeys {
         self.pairs.len() * self.dst.layout().block_bytes() / self.dst.layout().shape().num_layers
     }
 
-    /// Names the memory that the operation touches.
+    /// Lists the memory that the operation touches.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.arena(&self.src);
         storages.arena(&self.dst);

@@ -1,4 +1,4 @@
-//! Scatter: writes new K and V rows to the slots of a slot mapping.
+//! Scatter: writes new K and V rows to cache slots.
 
 use std::sync::Arc;
 
@@ -9,22 +9,22 @@ use crate::device::{KvArena, TensorView, WriteSlots};
 
 /// Writes row `i` of `k` and `v` to slot `slots[i]` of one layer.
 ///
-/// A negative slot is padding: its row is skipped. Rows for a dense arena have its element type, or f32,
-/// which is rounded to nearest even. Rows for a quantised arena have any of the types in [`DType::COMPUTE`]
-/// and are quantised. If a slot occurs twice, the slot holds one of the two rows; the choice is
-/// unspecified.
+/// A negative slot is padding: its row is skipped. Rows for a dense arena must have its element type, or f32,
+/// which is rounded to nearest even. Rows for a quantised arena may have any of the types in
+/// [`DType::COMPUTE`] and are quantised. If a slot occurs twice, it holds one of the two rows afterwards;
+/// which one is unspecified.
 #[derive(Debug, Clone)]
 pub struct Scatter {
     /// Arena to write to.
     pub arena: KvArena,
-    /// Layer to write.
+    /// Layer index.
     pub layer: usize,
-    /// New keys `[rows, k_heads, k_dim]`. The last axis must be dense; the other strides are free.
+    /// New keys `[rows, k_heads, k_dim]`. The last axis must be dense; the other strides may have any value.
     pub k: TensorView,
     /// New values `[rows, v_heads, v_dim]`, with strides as for `k`.
     pub v: TensorView,
-    /// One slot per row: `block * block_size + offset`, or negative for padding. The slots lie in blocks
-    /// that the caller fills.
+    /// One slot per row: `block * block_size + offset`, or negative for padding. The caller must be filling
+    /// the blocks that the slots are in.
     pub slots: WriteSlots,
     /// Rotation to apply to the keys, computed in f32 and rounded once, or `None` to store the keys as
     /// given.
@@ -32,10 +32,10 @@ pub struct Scatter {
 }
 
 // Decision: docs/decisions/device.md#scatter-rotates-keys-on-the-way
-/// A rotary embedding of new rows, each at its own position.
+/// A rotation of new rows, each to its own position.
 #[derive(Debug, Clone)]
 pub struct RowRotation {
-    /// The layer's rotary embedding, including its attention factor.
+    /// The layer's rotary embedding. Its attention factor is applied too.
     pub rope: Arc<Rope>,
     /// One position per row. Positions of padding rows are ignored.
     pub positions: Arc<[i64]>,
@@ -89,7 +89,7 @@ impl Scatter {
         slot_bytes(&self.arena, &self.slots)
     }
 
-    /// Names the memory that the operation touches.
+    /// Lists the memory that the operation touches.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.arena(&self.arena);
         storages.view(&self.k);

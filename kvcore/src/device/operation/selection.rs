@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::Segment;
 use crate::base::{Error, Result, same};
 
-/// The unit that the indices of a [`Selection`] count.
+/// The unit that a [`Selection`]'s indices count in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SelectionUnit {
     /// Single tokens.
@@ -17,8 +17,8 @@ pub enum SelectionUnit {
 // Decision: docs/decisions/device.md#a-selection-counts-the-tokens-of-an-entry
 /// The tokens or blocks that each row of an entry may attend to, in compressed sparse rows.
 ///
-/// Indices count the tokens (or blocks) of the entry's segments from 0, in order of the segments. A row
-/// attends to a token only if the token is selected *and* visible under causality and window.
+/// Indices count the tokens (or blocks) of the entry's segments from 0, in segment order. A row attends to a
+/// token only if the token is selected *and* also visible given causality and the window.
 ///
 /// ```
 /// use kvcore::{Selection, SelectionUnit};
@@ -30,15 +30,15 @@ pub enum SelectionUnit {
 pub struct Selection {
     /// Unit of the indices.
     pub unit: SelectionUnit,
-    /// Row `i` of the entry selects `indices[offsets[i]..offsets[i + 1]]`. Has one more element than there
-    /// are rows.
+    /// Row `i` of the entry selects `indices[offsets[i]..offsets[i + 1]]`. Must have one more element than
+    /// there are rows.
     pub offsets: Arc<[u32]>,
-    /// Selected units, strictly increasing within each row.
+    /// Selected units, which must strictly increase within each row.
     pub indices: Arc<[u32]>,
 }
 
 impl Selection {
-    /// Returns the indices of a row, counted from the entry's first row. Empty for a row without offsets.
+    /// Returns the indices of row `row` of the entry. Empty for a row without offsets.
     pub fn row(&self, row: usize) -> &[u32] {
         match self.offsets.get(row..).unwrap_or_default() {
             &[start, end, ..] => self.indices.get(start as usize..end as usize).unwrap_or_default(),
@@ -54,7 +54,7 @@ impl Selection {
         }
     }
 
-    /// Checks the selection for an entry of `rows` rows over `segments`.
+    /// Checks the selection for an entry with `rows` rows over `segments`.
     pub(super) fn check(&self, rows: usize, segments: &[Segment], block_size: usize) -> Result<()> {
         let expected = rows.checked_add(1).ok_or(Error::Overflow { what: "offsets of a selection" })?;
         same("offsets of a selection", expected, self.offsets.len())?;

@@ -1,4 +1,4 @@
-//! Copies of tensors with any strides, within one memory or between two.
+//! Tensor copies with any strides, within one kind of memory or between two.
 
 use super::entry::Storages;
 use super::{apart, writable};
@@ -7,12 +7,12 @@ use crate::device::TensorView;
 
 /// Copies every element of `src` to the same index of `dst`, bit for bit, for any element type.
 ///
-/// Both views have the same shape and element type. Their strides and the kinds of memory may differ. Use
-/// the operation to make a view contiguous, and to move tensors between host and device ([`TensorView::h2d`],
+/// Both views must have the same shape and element type. Their strides and kinds of memory may differ. Use
+/// this operation to make a view contiguous, or to move tensors between host and device ([`TensorView::h2d`],
 /// [`TensorView::d2h`]). An axis of `src` may have stride 0 (a repeated row).
 ///
-/// Elements smaller than a byte are copied in whole bytes: their rows must be dense, and begin and end on a
-/// byte.
+/// Elements smaller than a byte are copied in whole bytes: their rows must be dense, and begin and end on
+/// byte boundaries.
 #[derive(Debug, Clone)]
 pub struct CopyTensor {
     /// View to read.
@@ -48,7 +48,7 @@ impl CopyTensor {
         self.dst.len() * self.dst.dtype().bits() / 8
     }
 
-    /// Names the memory that the operation touches.
+    /// Lists the memory that the operation touches.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.view(&self.src);
         storages.view(&self.dst);

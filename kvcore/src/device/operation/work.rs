@@ -1,4 +1,4 @@
-//! The part of an attention call that is shared by all layers of a step.
+//! The part of an attention call that all layers of a step share.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,10 +7,10 @@ use std::sync::{Arc, OnceLock};
 use super::{MergeGroup, Segment, Selection};
 use crate::base::{Error, KeyForm, Result};
 
-/// The place of a query row.
+/// A query row's place in the sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QueryRow {
-    /// Logical index. The row attends to tokens with a logical index up to its own.
+    /// Logical index. The row attends to tokens whose logical index is at most this.
     pub logical: usize,
     /// Position that the query is rotated to.
     pub position: i64,
@@ -31,15 +31,14 @@ pub struct QueryRow {
 pub struct AttendRows {
     /// Range of rows in `q` and `out`.
     pub rows: Range<usize>,
-    /// Segments that the rows attend to. They include the tokens of the rows themselves, which must be
-    /// scattered first.
+    /// Segments that the rows attend to. They include the rows' own tokens, which must be scattered first.
     pub segments: Arc<[Segment]>,
     /// Tokens that each row may attend to, or `None` for all tokens.
     pub selection: Option<Selection>,
 }
 
 impl AttendRows {
-    /// Creates an entry whose rows attend to all tokens of `segments` that causality and window allow.
+    /// Creates an entry whose rows attend to all tokens of `segments` that causality and the window allow.
     pub fn new(rows: Range<usize>, segments: impl Into<Arc<[Segment]>>) -> Self {
         Self { rows, segments: segments.into(), selection: None }
     }
@@ -55,9 +54,9 @@ impl AttendRows {
 // Decision: docs/decisions/device.md#the-work-of-a-step-is-prepared-once
 /// The work of one attention step: query rows, the segments that each row attends to, and merge groups.
 ///
-/// One work serves every layer of a step. Its check runs once. A backend keeps the data that it derives from
-/// the work (a plan, uploaded block tables) under [`id`](Self::id) for the layers that follow. The next step
-/// needs a new work, or this one [edited](Self::edit) in place.
+/// All layers of a step share one `AttendWork`, which is checked only once. A backend stores the data that it
+/// derives from the work (a plan, uploaded block tables) under [`id`](Self::id) for the following layers. The
+/// next step needs a new `AttendWork`, or this one [edited](Self::edit) in place.
 ///
 /// ```
 /// use kvcore::{AttendRows, AttendWork, BlockId, QueryRow, Segment};
@@ -82,14 +81,14 @@ pub struct AttendWork {
     facts: OnceLock<Facts>,
 }
 
-/// The limits that a work needs. Each layer compares them with its own arena and rotary embedding.
+/// The limits that a work requires. Each layer compares them with its own arena and rotary embedding.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Facts {
-    /// Block size for which segments and selections were checked.
+    /// Block size that segments and selections were checked for.
     block_size: usize,
     /// The largest block index plus 1.
     blocks: usize,
-    /// Offset of some segment that is used at a position other than its stored one.
+    /// Offset of a segment that is used at a position other than the stored one, if there is one.
     offset: Option<i64>,
     /// Smallest and largest position of the queries.
     queries: Option<(i64, i64)>,
@@ -100,7 +99,7 @@ pub(super) struct Facts {
 }
 
 // Decision: docs/decisions/device.md#backends-find-their-plans-by-the-id-of-the-work
-/// Next id of a work. Ids are never reused.
+/// The ID of the next work. IDs are never reused.
 static IDS: AtomicU64 = AtomicU64::new(1);
 
 impl AttendWork {
@@ -124,7 +123,7 @@ impl AttendWork {
         }
     }
 
-    /// Returns the id of this work in its current form. An edit changes the id.
+    /// Returns the ID of this work in its current form. An edit changes the ID.
     pub fn id(&self) -> u64 {
         self.id
     }
@@ -144,12 +143,13 @@ impl AttendWork {
         &self.groups
     }
 
-    /// Returns the number of cached tokens that the entries attend to. Counts each entry's segments once.
+    /// Returns the number of cached tokens that the entries attend to. Each entry's segments are counted
+    /// once.
     pub fn tokens(&self) -> usize {
         self.batch.iter().flat_map(|entry| entry.segments.iter()).map(|segment| segment.len).sum()
     }
 
-    /// Changes rows and entries in place, reusing their memory. Afterwards the work has another id.
+    /// Changes rows and entries in place, reusing their memory. Afterwards the work has a new ID.
     pub fn edit(&mut self, change: impl FnOnce(&mut Vec<QueryRow>, &mut Vec<AttendRows>)) {
         self.id = IDS.fetch_add(1, Ordering::Relaxed);
         self.facts = OnceLock::new();
@@ -163,7 +163,7 @@ impl AttendWork {
             Some(facts) if facts.block_size == block_size => Ok(*facts),
             _ => {
                 let facts = self.find_facts(block_size)?;
-                // A second block size is rare; it is checked again in each layer.
+                // A second block size is rare, so the check is repeated in each layer.
                 self.facts.get_or_init(|| facts);
                 Ok(facts)
             }
@@ -227,7 +227,7 @@ impl AttendWork {
         let mut end = 0;
         for rows in self.batch.iter().map(|entry| &entry.rows).filter(|rows| !rows.is_empty()) {
             if rows.start < end {
-                // The rows are not in order and must be sorted first, or they overlap.
+                // The rows overlap, or they are out of order and must be sorted first.
                 let mut claimed: Vec<_> = self.batch.iter().map(|entry| entry.rows.clone()).collect();
                 claimed.retain(|rows| !rows.is_empty());
                 claimed.sort_by_key(|rows| rows.start);
@@ -242,7 +242,7 @@ impl AttendWork {
 }
 
 impl Facts {
-    /// Checks that all blocks lie in an arena of `limit` blocks.
+    /// Checks that all blocks are inside an arena of `limit` blocks.
     pub(super) fn check_blocks(&self, limit: usize) -> Result<()> {
         match self.blocks.checked_sub(1) {
             Some(block) if block >= limit => Err(Error::range("block", block, limit)),
@@ -250,7 +250,7 @@ impl Facts {
         }
     }
 
-    /// Returns the offset of some segment that is used at a position other than its stored one.
+    /// Returns the offset of a segment that is used at a position other than the stored one, if there is one.
     pub(super) fn offset(&self) -> Option<i64> {
         self.offset
     }

@@ -1,9 +1,9 @@
-//! Captures: the recording of a thread, and the part of it that a graph keeps.
+//! Captures: what a thread records, and the part that the graph keeps.
 //!
-//! A capture belongs to one thread, and has the streams that take part for itself: the stream that began it,
-//! and the streams that wait for one of its events. Work on another stream by this thread is refused, because
-//! it would be lost. Calls of other threads on these streams wait until the capture ends ([`CaptureGate`]),
-//! because they would enter the graph unseen.
+//! A capture belongs to one thread, and has its streams to itself: the stream that began it, and the streams
+//! that wait for one of its events. If this thread uses another stream, the call is rejected, because its
+//! work would be missing from the graph. Calls of other threads on the capture's streams wait until it ends
+//! ([`CaptureGate`]), because they would become part of the graph.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -18,32 +18,32 @@ use crate::device::{
     CaptureGate, CapturePass, CounterSnapshot, Counters, Operation, ReplayCheck, StepInputs,
 };
 
-/// Number of the next capture. 0 marks a stream that takes part in none.
+/// ID of the next capture. 0 marks a stream that is in no capture.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
-/// The part of a stream that captures use.
+/// The state that captures need in a stream.
 #[derive(Debug, Default)]
 pub struct CaptureSide {
     gate: CaptureGate,
-    /// Operations that captures have recorded here; they count when they are replayed.
+    /// Counts of operations that captures have recorded here. They are added to the totals on each replay.
     pub counters: Counters,
 }
 
 /// A stream that captures graphs.
 pub trait CapturedStream: Sized + 'static {
-    /// Name of the backend in errors.
+    /// The backend's name in errors.
     const BACKEND: &'static str;
     /// The device's graph, destroyed when it is dropped.
     type Graph;
-    /// The backend's notes of a capture, which the graph keeps.
+    /// The backend's own data of a capture, which the graph keeps.
     type Notes: Default;
-    /// Memory of activations.
+    /// Memory for activations.
     type Memory;
 
-    /// Returns the part of the stream that captures use.
+    /// Returns the state that captures need.
     fn side(&self) -> &CaptureSide;
 
-    /// Returns the place of the capture that this thread records.
+    /// Returns the thread-local slot of this thread's capture.
     fn slot() -> &'static LocalKey<RefCell<Option<Recording<Self>>>>;
 
     /// Begins the device's capture.
@@ -52,24 +52,24 @@ pub trait CapturedStream: Sized + 'static {
     /// Returns the errors of the device.
     fn begin(&self) -> Result<()>;
 
-    /// Ends the device's capture, which this thread has begun.
+    /// Ends the device's capture, which this thread must have begun.
     ///
     /// # Errors
     /// Returns the errors of the device.
     fn end(&self) -> Result<Self::Graph>;
 
-    /// Returns whether this thread records what is enqueued on the stream.
+    /// Returns whether this thread is recording what is enqueued on the stream.
     fn records(&self) -> bool {
         Self::slot()
             .with_borrow(|slot| slot.as_ref().is_some_and(|it| it.number == self.side().gate.capture()))
     }
 
-    /// Calls `body` with the capture that this thread records, if any. Waits first while another thread
-    /// captures the stream.
+    /// Calls `body` with the capture that this thread is recording, if any. If another thread is capturing
+    /// the stream, waits for the end of that capture first.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if this thread records a capture that the stream has not joined, and
-    /// the errors of `body`.
+    /// Returns [`Error::Unsupported`] if this thread is recording a capture that the stream has not joined,
+    /// and the errors of `body`.
     fn recorded<R>(&self, body: impl FnOnce(Option<&mut Recording<Self>>) -> Result<R>) -> Result<R> {
         Self::slot().with_borrow_mut(|slot| match slot {
             None => {
@@ -80,8 +80,8 @@ pub trait CapturedStream: Sized + 'static {
         })
     }
 
-    /// Refuses a call of a thread that records a capture. Waits first while another thread captures the
-    /// stream, and keeps captures away until the pass is dropped.
+    /// Rejects the call if this thread is recording a capture. If another thread is capturing the stream,
+    /// waits for the end of that capture. No capture can begin until the pass is dropped.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`], which names the call.
@@ -93,12 +93,13 @@ pub trait CapturedStream: Sized + 'static {
         })
     }
 
-    /// Calls `body` to let the stream wait for an event of capture `number`. The stream takes part in that
-    /// capture from then on. For an event of no capture, 0, captures are kept away while `body` runs.
+    /// Calls `body` to make the stream wait for an event of capture `number`. The stream is then part of that
+    /// capture. If `number` is 0, the event belongs to no capture, and no capture can begin while `body`
+    /// runs.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if the capture is not this thread's or has ended, and for an event from
-    /// before the capture that the stream takes part in. Returns the errors of `body`.
+    /// Returns [`Error::Unsupported`] if the capture is not this thread's or has ended, or if the event was
+    /// recorded before the capture that the stream is part of. Returns the errors of `body`.
     fn join<R>(
         self: &Arc<Self>,
         number: u64,
@@ -120,7 +121,7 @@ pub trait CapturedStream: Sized + 'static {
         })
     }
 
-    /// Refuses a call that takes an event of capture `number`; 0 is none.
+    /// Rejects a call whose event belongs to capture `number`, unless that is 0.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`], which names the call.
@@ -134,25 +135,24 @@ pub trait CapturedStream: Sized + 'static {
     }
 }
 
-/// Loan memories of a capture, each by the address of the memory that serves the same steps outside of
-/// captures.
+/// Loan memories of a capture, each with the address of the memory that it replaces in the capture.
 type Activations<M> = Vec<(usize, Arc<LoanMemory<M>>)>;
 
-/// A capture that this thread records.
+/// A capture that this thread is recording.
 pub struct Recording<S: CapturedStream> {
     number: u64,
-    /// The streams that take part, each with its count of operations when it joined.
+    /// The streams in the capture, each with its operation counts when it joined.
     streams: Vec<(Arc<S>, CounterSnapshot)>,
     step: StepInputs,
     known: HashSet<usize>,
-    /// The first refusal, in case the recorded function does not return it.
+    /// The first rejection, in case the recorded function does not return it.
     refused: Option<Error>,
     captured: Captured<S>,
 }
 
-/// The part of a capture that its graph keeps: all that its work uses, and the checks of its inputs.
+/// The part of a capture that its graph keeps: everything that its work uses, and the checks of its inputs.
 pub struct Captured<S: CapturedStream> {
-    /// The backend's notes.
+    /// The backend's own data.
     pub notes: S::Notes,
     checks: Vec<ReplayCheck>,
     held: Vec<Hold>,
@@ -160,7 +160,7 @@ pub struct Captured<S: CapturedStream> {
 }
 
 impl<S: CapturedStream> Captured<S> {
-    /// Checks the lists of a replay as the captured operations were checked.
+    /// Checks a replay's lists like the lists of the captured operations.
     ///
     /// # Errors
     /// Returns the errors of the operations' checks.
@@ -170,12 +170,12 @@ impl<S: CapturedStream> Captured<S> {
 }
 
 impl<S: CapturedStream> Recording<S> {
-    /// Returns the number of the capture, above 0.
+    /// Returns the capture's ID, above 0.
     pub fn number(&self) -> u64 {
         self.number
     }
 
-    /// Returns the step that is captured.
+    /// Returns the step that is being captured.
     pub fn step(&self) -> &StepInputs {
         &self.step
     }
@@ -185,7 +185,7 @@ impl<S: CapturedStream> Recording<S> {
         &self.streams[0].0
     }
 
-    /// Returns the backend's notes.
+    /// Returns the backend's own data.
     pub fn notes(&mut self) -> &mut S::Notes {
         &mut self.captured.notes
     }
@@ -195,19 +195,19 @@ impl<S: CapturedStream> Recording<S> {
         (stream.side().gate.capture() == self.number).then_some(()).ok_or_else(error)
     }
 
-    /// Calls `body`, and notes its error as a refusal.
+    /// Calls `body`, and records its error as a rejection.
     fn note<R>(&mut self, body: impl FnOnce(&mut Self) -> Result<R>) -> Result<R> {
         body(self).map_err(|error| self.refuse(error))
     }
 
-    /// Notes a refusal, and returns it.
+    /// Records a rejection, and returns it.
     fn refuse(&mut self, error: Error) -> Error {
         self.refused.get_or_insert_with(|| error.clone());
         error
     }
 
-    /// Checks that an operation can be replayed with other lists, and notes its check. Returns the rotary
-    /// embedding of the check, unless a check with equal keys was noted before.
+    /// Checks that an operation can be replayed with other lists, and stores its check. Returns the rotary
+    /// embedding of the check, unless a check with an equal key was stored before.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`], which names the operation.
@@ -222,15 +222,15 @@ impl<S: CapturedStream> Recording<S> {
         Ok(rope)
     }
 
-    /// Holds something for as long as the graph lives.
+    /// Keeps something alive as long as the graph.
     pub fn hold(&mut self, hold: Hold) {
         if self.known.insert(hold.address()) {
             self.captured.held.push(hold);
         }
     }
 
-    /// Returns the memory of activations that stands in for `usual`. It is the graph's own: what one graph
-    /// leaves for its caller must not lie where another graph works.
+    /// Returns the activation memory to use instead of `usual`. It belongs to the graph alone, because
+    /// another graph must not overwrite the outputs that this one leaves for its caller.
     pub fn activations(&mut self, usual: &Arc<LoanMemory<S::Memory>>) -> Arc<LoanMemory<S::Memory>> {
         let key = Arc::as_ptr(usual) as usize;
         let activations = &mut self.captured.activations;
@@ -243,7 +243,7 @@ impl<S: CapturedStream> Recording<S> {
     }
 }
 
-/// A capture under way. Dropping the value discards it.
+/// A capture in progress. Dropping the value discards it.
 struct Open<'a, S: CapturedStream>(&'a S);
 
 impl<S: CapturedStream> Open<'_, S> {
@@ -263,12 +263,12 @@ impl<S: CapturedStream> Drop for Open<'_, S> {
     }
 }
 
-/// Captures what `record` enqueues on a stream. Returns the device's graph, what it keeps, and the captured
-/// operations' counts.
+/// Captures the work that `record` enqueues on a stream. Returns the device's graph, the data it keeps, and
+/// the counts of the captured operations.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] for work that a graph cannot hold, the errors of `record`, and those of the
-/// device.
+/// Returns [`Error::Unsupported`] for work that a graph cannot contain, the errors of `record`, and the
+/// device's errors.
 pub fn capture<S: CapturedStream>(
     stream: &Arc<S>,
     step: &StepInputs,

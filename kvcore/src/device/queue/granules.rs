@@ -1,4 +1,4 @@
-//! The granules of a reservation: each has physical memory of its own, or none.
+//! The granules of a reservation. Each one has its own physical memory, or none.
 
 use std::ops::Range;
 
@@ -8,15 +8,15 @@ use crate::base::{Error, Result};
 use crate::device::check_granules;
 
 // Decision: docs/decisions/backend-cuda.md#granules-grow-with-the-reservation
-/// Number of granules up to which a reservation has granules of the least size. Larger reservations have
-/// larger granules, because each granule is a call of the driver.
+/// The maximum number of granules of the smallest size per reservation. Larger reservations use larger
+/// granules, because each granule costs a driver call.
 const FINE: usize = 2048;
 
-/// Bytes of the largest granule.
+/// Size of the largest granule, in bytes.
 const LARGEST: usize = 64 << 20;
 
-/// Returns the bytes of a granule, a power of two, and of a reservation of at least `bytes` bytes. `least` is
-/// the device's least granule.
+/// Returns the size of a granule, which is a power of two, and the size of a reservation of at least `bytes`
+/// bytes. Both are in bytes. `least` is the device's smallest granule.
 ///
 /// # Errors
 /// Returns [`Error::Overflow`] if the reservation is larger than the address space.
@@ -26,7 +26,7 @@ pub fn granules_for(bytes: usize, least: usize) -> Result<(usize, usize)> {
     len.map(|len| (granule, len)).ok_or(Error::Overflow { what: "bytes of a reservation" })
 }
 
-/// The granules of a reservation. A mapped granule has the device's handle of its physical memory.
+/// The granules of a reservation. A mapped granule has the device's handle to its physical memory.
 #[derive(Debug)]
 pub struct Granules<H> {
     granule: usize,
@@ -39,17 +39,17 @@ impl<H> Granules<H> {
         Self { granule, handles: Mutex::new((0..len / granule).map(|_| None).collect()) }
     }
 
-    /// Returns the bytes of a granule.
+    /// Returns the size of a granule in bytes.
     pub fn granule(&self) -> usize {
         self.granule
     }
 
-    /// Returns the bytes of all granules.
+    /// Returns the number of bytes in all granules.
     pub fn reserved_bytes(&self) -> usize {
         self.handles.lock().len() * self.granule
     }
 
-    /// Returns the bytes of the mapped granules.
+    /// Returns the number of bytes in mapped granules.
     pub fn mapped_bytes(&self) -> usize {
         self.handles.lock().iter().flatten().count() * self.granule
     }
@@ -62,11 +62,11 @@ impl<H> Granules<H> {
         check_granules(range, self.granule, self.reserved_bytes())
     }
 
-    /// Maps the granules of a checked range that have no memory. `place` and `release` get the offset of a
-    /// granule in bytes; `release` undoes `place`.
+    /// Maps the granules of a checked range that have no memory. `place` and `release` receive the granule's
+    /// offset in bytes; `release` undoes `place`.
     ///
     /// # Errors
-    /// Returns the error of `place`. In that case no further granule is mapped.
+    /// Returns the error of `place`. No granules are mapped after the failure.
     pub fn map(
         &self,
         range: Range<usize>,
@@ -92,7 +92,7 @@ impl<H> Granules<H> {
         Ok(())
     }
 
-    /// Unmaps the granules of a checked range that have memory. `release` gets the offset of a granule in
+    /// Unmaps the granules of a checked range that have memory. `release` receives the granule's offset in
     /// bytes.
     pub fn unmap(&self, range: Range<usize>, mut release: impl FnMut(usize, H)) {
         let mut handles = self.handles.lock();

@@ -1,4 +1,4 @@
-//! Holds of enqueued work: memory and handles that live until the work is done.
+//! Holds: memory and handles that stay alive until enqueued work is done.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -16,12 +16,12 @@ const BATCH: usize = 64;
 pub enum Hold {
     /// Memory.
     Storage(Arc<dyn Storage>),
-    /// Anything else: memory of a list, an event, a graph.
+    /// Anything else: a list's memory, an event or a graph.
     Other(Arc<dyn Any + Send + Sync>),
 }
 
 impl Hold {
-    /// Returns the address of the thing that is held. Holds with equal addresses hold the same thing.
+    /// Returns the address of the object held. Holds with equal addresses hold the same object.
     pub(super) fn address(&self) -> usize {
         match self {
             Self::Storage(storage) => Arc::as_ptr(storage).cast::<u8>() as usize,
@@ -30,7 +30,7 @@ impl Hold {
     }
 }
 
-/// A point in the order of a stream. A mark that is done may be recorded again.
+/// A point in a stream's order. A mark that is done may be recorded again.
 pub trait Mark: Sized {
     /// A stream of the device.
     type Stream;
@@ -47,20 +47,20 @@ pub trait Mark: Sized {
     /// Returns the errors of the device.
     fn record(&self, stream: &Self::Stream) -> Result<()>;
 
-    /// Returns whether the work before the recorded mark is done.
+    /// Returns whether the work enqueued before the mark is done.
     ///
     /// # Errors
     /// Returns the errors of the device.
     fn is_done(&self) -> Result<bool>;
 
-    /// Blocks the host until the work before the recorded mark is done.
+    /// Blocks the host until the work enqueued before the mark is done.
     ///
     /// # Errors
     /// Returns the errors of the device.
     fn wait(&self) -> Result<()>;
 }
 
-/// The holds of a stream in the order of its work, cut into batches by marks.
+/// A stream's holds in the order of its work, divided into batches by marks.
 #[derive(Debug)]
 pub struct InFlight<M> {
     batches: VecDeque<(M, Vec<Hold>)>,
@@ -76,7 +76,7 @@ impl<M> Default for InFlight<M> {
 }
 
 impl<M: Mark> InFlight<M> {
-    /// Holds something until the work enqueued so far, and the work enqueued next, is done.
+    /// Holds something until the work enqueued so far, and the work enqueued next, are done.
     pub fn hold(&mut self, hold: Hold) {
         let address = hold.address();
         if !self.current.iter().any(|known| known.address() == address) {
@@ -84,7 +84,7 @@ impl<M: Mark> InFlight<M> {
         }
     }
 
-    /// Cuts a batch if there are many holds, and drops the batches whose work is done.
+    /// Ends the current batch if there are many holds, and drops the batches whose work is done.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -95,7 +95,7 @@ impl<M: Mark> InFlight<M> {
         self.drop_done()
     }
 
-    /// Cuts a batch, and drops the batches whose work is done.
+    /// Ends the current batch, and drops the batches whose work is done.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -120,7 +120,7 @@ impl<M: Mark> InFlight<M> {
         Ok(())
     }
 
-    /// Waits for the oldest batches, and drops them, until fewer than `most` are left.
+    /// Waits for the oldest batches and drops them, until fewer than `most` are left.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -132,7 +132,7 @@ impl<M: Mark> InFlight<M> {
         Ok(())
     }
 
-    /// Drops all holds. The caller has waited for the stream, or the device is lost.
+    /// Drops all holds. The caller must have waited for the stream, unless the device is lost.
     pub fn clear(&mut self) {
         self.spare.extend(self.batches.drain(..).map(|(mark, _)| mark));
         self.current.clear();

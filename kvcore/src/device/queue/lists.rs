@@ -6,17 +6,17 @@ use std::sync::Arc;
 use crate::base::Result;
 use crate::device::Storage;
 
-/// Least bytes of a block of memory.
+/// Minimum size of a memory block, in bytes.
 const LEAST: usize = 64 << 10;
 
-/// Lists of a captured step, in memory that each replay writes.
+/// Lists of a captured step, in memory that each replay overwrites.
 ///
-/// The lists lie in few blocks of memory, usually one, because a replay sends each block up by one copy.
+/// The lists are in few memory blocks, usually one, because a replay uploads each block with one copy.
 #[derive(Debug)]
 pub struct StepLists<L> {
-    /// Memory, and its bytes in use.
+    /// Memory blocks, each with the number of bytes in use.
     blocks: Vec<(Arc<dyn Storage>, usize)>,
-    /// Each list with its block and its bytes there.
+    /// Each list, with the index of its block and its byte range there.
     lists: Vec<(L, usize, Range<usize>)>,
 }
 
@@ -27,14 +27,14 @@ impl<L> Default for StepLists<L> {
 }
 
 impl<L> StepLists<L> {
-    /// Returns the address of the first list for which `is` holds.
+    /// Returns the address of the first list for which `is` returns true.
     pub fn find(&self, is: impl Fn(&L) -> bool) -> Option<u64> {
         let (_, block, range) = self.lists.iter().find(|(list, ..)| is(list))?;
         Some(self.blocks[*block].0.address() + range.start as u64)
     }
 
     /// Adds a list of `bytes` bytes, and returns its address. Lists begin at multiples of `align` bytes from
-    /// the start of a block, which `allocate` makes of at least the bytes that it gets.
+    /// the start of a block. `allocate` must return a block of at least the given number of bytes.
     ///
     /// # Errors
     /// Returns the errors of `allocate`.
@@ -56,8 +56,7 @@ impl<L> StepLists<L> {
         Ok(storage.address() + at as u64)
     }
 
-    /// Returns the contents of each block, with the address where they go. `write` fills the room of each
-    /// list.
+    /// Returns the contents of each block, with its destination address. `write` fills in each list.
     ///
     /// # Errors
     /// Returns the errors of `write`.

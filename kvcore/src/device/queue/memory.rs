@@ -1,4 +1,4 @@
-//! Memory of activations, taken and given back without the device.
+//! Activation memory that is borrowed and returned without calling the device.
 
 use std::any::Any;
 use std::collections::BTreeMap;
@@ -9,25 +9,24 @@ use parking_lot::Mutex;
 use crate::base::{MemoryKind, Result};
 use crate::device::Storage;
 
-/// Sizes above this one are rounded up to multiples of it, smaller ones to powers of two.
+/// Sizes above this are rounded up to multiples of it, smaller ones to powers of two.
 const STEP: usize = 1 << 20;
 
-/// Least bytes of a loan.
+/// Minimum size of a loan, in bytes.
 const LEAST: usize = 4096;
 
-/// Memory of activations, by size: taken by a step, given back when its last view is dropped, used again by
-/// later steps.
+/// Activation memory, by size. A step borrows it, the last view's drop returns it, and later steps reuse it.
 ///
-/// Work that is enqueued on the stream of the steps may still use memory that is given back. Only later work
-/// of that stream takes it again, and writes it after the earlier use. Other streams hold the storages of
-/// their own work.
+/// Work enqueued on the steps' stream may still use memory that has been returned. Only later work on that
+/// stream borrows it again, so it is overwritten only after the earlier use. Other streams hold the storages
+/// of their own work.
 #[derive(Debug)]
 pub struct LoanMemory<S>(Mutex<BTreeMap<usize, Vec<S>>>);
 
-/// A block of memory on loan.
+/// A memory block on loan.
 #[derive(Debug)]
 struct Loan<S: Storage> {
-    /// The memory; none after `drop` has given it back.
+    /// The memory, or `None` after `drop` has returned it.
     storage: Option<S>,
     home: Weak<LoanMemory<S>>,
     len: usize,
@@ -40,11 +39,11 @@ impl<S> Default for LoanMemory<S> {
 }
 
 impl<S: Storage + 'static> LoanMemory<S> {
-    /// Takes at least `bytes` bytes with any contents, from `allocate` if none of that size wait for use. The
-    /// loan is found as the storage in it by [`Storage::as_any`].
+    /// Borrows at least `bytes` bytes with arbitrary contents. Calls `allocate` if no free block has that
+    /// size. [`Storage::as_any`] of the loan returns the storage inside it.
     ///
     /// # Errors
-    /// Returns the errors of `allocate`, which gets the number of bytes.
+    /// Returns the errors of `allocate`, whose argument is the number of bytes.
     pub fn take(
         self: &Arc<Self>,
         bytes: usize,
@@ -57,7 +56,7 @@ impl<S: Storage + 'static> LoanMemory<S> {
         Ok(Arc::new(Loan { storage: Some(storage), home: Arc::downgrade(self), len }))
     }
 
-    /// Frees the memory that waits for use. The caller has waited for the stream of the steps.
+    /// Frees the memory that is not on loan. The caller must have waited for the steps' stream.
     pub fn clear(&self) {
         self.0.lock().clear();
     }

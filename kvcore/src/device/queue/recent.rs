@@ -1,6 +1,6 @@
-//! Values by key, of which the newest few are kept.
+//! A small map that keeps only the newest values.
 
-/// The last `N` values that were made, each with its key.
+/// The last `N` values added, each with its key.
 ///
 /// ```
 /// use kvcore::device::queue::Recent;
@@ -14,7 +14,7 @@
 #[derive(Debug)]
 pub struct Recent<K, V, const N: usize> {
     kept: Vec<(K, V)>,
-    /// Place of the oldest value when all places are taken.
+    /// Index of the oldest value once all places are used.
     next: usize,
 }
 
@@ -25,12 +25,12 @@ impl<K, V, const N: usize> Default for Recent<K, V, N> {
 }
 
 impl<K: PartialEq, V, const N: usize> Recent<K, V, N> {
-    /// Returns the value of a key.
+    /// Returns the value stored under a key.
     pub fn get(&self, key: &K) -> Option<&V> {
         self.kept.iter().find(|(known, _)| known == key).map(|(_, value)| value)
     }
 
-    /// Keeps the value of a new key, in place of the oldest value if there are `N`.
+    /// Stores the value of a new key, replacing the oldest value if there are already `N`.
     pub fn keep(&mut self, key: K, value: V) {
         if self.kept.len() < N {
             return self.kept.push((key, value));

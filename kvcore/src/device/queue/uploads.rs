@@ -1,17 +1,17 @@
-//! Memory of lists that go up to the device, used again by later lists.
+//! Memory for lists uploaded to the device, reused by later lists.
 
 use std::sync::Arc;
 
 use crate::base::Result;
 
-/// Least bytes of a list's memory.
+/// Minimum size of a list's memory, in bytes.
 const LEAST: usize = 4096;
 
-/// Returns memory for `bytes` bytes that nothing but `pool` holds; new memory, from `make`, if there is none.
-/// The pool keeps at most `most` pieces of memory, each with its bytes.
+/// Returns memory for `bytes` bytes that only `pool` holds, or new memory from `make` if there is none. The
+/// pool keeps at most `most` memory blocks, each with its size in bytes.
 ///
 /// # Errors
-/// Returns the errors of `make`, which gets the number of bytes.
+/// Returns the errors of `make`, whose argument is the number of bytes.
 pub fn room<U>(
     pool: &mut Vec<(usize, Arc<U>)>,
     bytes: usize,
@@ -25,7 +25,7 @@ pub fn room<U>(
     let len = bytes.next_power_of_two().max(LEAST);
     let made = Arc::new(make(len)?);
     if pool.len() >= most {
-        // The smallest piece serves the fewest lists. Work that still uses it keeps it alive.
+        // The smallest block fits the fewest lists. Work that still uses it keeps it alive.
         let smallest = (0..pool.len()).min_by_key(|&i| pool[i].0).unwrap_or_default();
         pool.swap_remove(smallest);
     }

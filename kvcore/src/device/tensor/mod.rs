@@ -13,8 +13,8 @@ pub use shape::{Dims, MAX_RANK};
 
 /// A typed, strided window into a storage of any backend.
 ///
-/// Cloning copies the shape and shares the storage; no element moves. Construction checks that the view
-/// lies inside its storage.
+/// Cloning copies the shape and shares the storage; no elements are copied. The constructor checks that the
+/// view is inside its storage.
 #[derive(Debug, Clone)]
 pub struct TensorView {
     storage: Arc<dyn Storage>,
@@ -25,8 +25,9 @@ pub struct TensorView {
 }
 
 impl TensorView {
-    /// Creates a dense row-major view of `shape` at the start of `storage`. A view of the storage of an arena
-    /// can be written without a permit: see the guarantee at [`KvArena::views`](crate::KvArena::views).
+    /// Creates a dense row-major view of `shape` at the start of `storage`. A view of an arena's storage can
+    /// be written without a permit, so it must follow the rule given at
+    /// [`KvArena::views`](crate::KvArena::views).
     ///
     /// # Errors
     /// Returns the errors of [`Dims::new`] and of [`with_strides`](Self::with_strides).
@@ -36,14 +37,14 @@ impl TensorView {
         Self::with_strides(storage, dtype, shape, strides, 0)
     }
 
-    /// Creates a view with explicit strides and offset, both in elements. The guarantee at [`new`](Self::new)
-    /// applies.
+    /// Creates a view with explicit strides and offset, both in elements. The rule given at
+    /// [`new`](Self::new) applies.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the view reaches past the end of the storage.
     /// - Returns [`Error::Misaligned`] if the storage's address does not suit `dtype`, and
     ///   [`Error::InsideByte`] if the offset ends inside a byte.
-    /// - Returns [`Error::Mismatch`] if `shape` and `strides` differ in rank.
+    /// - Returns [`Error::Mismatch`] if `shape` and `strides` have different ranks.
     /// - Returns [`Error::Overflow`] if a size does not fit the address space.
     pub fn with_strides(
         storage: Arc<dyn Storage>,
@@ -70,8 +71,7 @@ impl TensorView {
         Ok(view)
     }
 
-    /// Returns the index after the last element that the view can touch, or the offset if the view is
-    /// empty.
+    /// Returns the index after the last element of the view, or the offset if the view is empty.
     fn end(&self) -> Result<usize> {
         if self.shape.contains(&0) {
             return Ok(self.offset);
@@ -115,12 +115,12 @@ impl TensorView {
         self.shape.iter().product()
     }
 
-    /// Returns whether the view has no element.
+    /// Returns whether the view has no elements.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Returns true if the elements are dense and in row-major order. True for an empty view.
+    /// Returns whether the elements are dense and in row-major order. An empty view counts as contiguous.
     pub fn is_contiguous(&self) -> bool {
         if self.is_empty() {
             return true;
@@ -135,11 +135,11 @@ impl TensorView {
         true
     }
 
-    /// Returns the byte range of the storage from the first element to the last, including the bytes
-    /// between them.
+    /// Returns the byte range of the storage from the first element to the last, including any gaps.
     ///
     /// # Errors
-    /// Returns [`Error::Overflow`] if the size does not fit the address space, as it does for every view.
+    /// Returns [`Error::Overflow`] if the size does not fit the address space, which cannot happen for a
+    /// valid view.
     pub fn extent(&self) -> Result<Range<usize>> {
         Ok(self.dtype.bytes_for(self.offset)?..self.dtype.bytes_for(self.end()?)?)
     }
@@ -163,8 +163,8 @@ impl TensorView {
     }
 
     /// Returns whether the byte ranges of both views, each from first to last element, overlap in memory,
-    /// also if the views lie in different storages over one piece of memory. Interleaved views overlap in
-    /// this sense without sharing an element.
+    /// even if the views are in different storages over the same memory. Interleaved views overlap in this
+    /// sense without sharing an element.
     pub fn overlaps(&self, other: &Self) -> Result<bool> {
         let range = |view: &Self| -> Result<_> {
             let (extent, address) = (view.extent()?, view.storage.address());
@@ -177,7 +177,7 @@ impl TensorView {
     /// Returns the device or host address of the element at `index`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if `index` has another rank than the view, [`Error::OutOfRange`] if an
+    /// Returns [`Error::Mismatch`] if `index` and the view have different ranks, [`Error::OutOfRange`] if an
     /// index is past the end of its axis, and [`Error::InsideByte`] if the element starts inside a byte.
     pub fn address(&self, index: &[usize]) -> Result<u64> {
         crate::base::same("rank of an index", self.shape.rank(), index.len())?;
@@ -191,11 +191,11 @@ impl TensorView {
         whole_bytes(&self.storage, self.dtype, at)
     }
 
-    /// Returns the part `start..end` of axis `axis`. Nothing is copied.
+    /// Returns the part `start..end` of axis `axis`, without copying.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `axis` is unknown, [`Error::TooLarge`] if the range is reversed or
-    /// past the end, and [`Error::InsideByte`] if the part starts inside a byte.
+    /// Returns [`Error::OutOfRange`] if `axis` does not exist, [`Error::TooLarge`] if the range is reversed
+    /// or past the end, and [`Error::InsideByte`] if the part starts inside a byte.
     pub fn slice(&self, axis: usize, start: usize, end: usize) -> Result<Self> {
         let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
         if end > n {
@@ -216,7 +216,7 @@ impl TensorView {
     /// Returns the sub-view at `index` of axis `axis`, without that axis.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `axis` or `index` is unknown, and [`Error::InsideByte`] if the
+    /// Returns [`Error::OutOfRange`] if `axis` or `index` does not exist, and [`Error::InsideByte`] if the
     /// sub-view starts inside a byte.
     pub fn select(&self, axis: usize, index: usize) -> Result<Self> {
         let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
@@ -232,8 +232,7 @@ impl TensorView {
     /// Returns a view of all elements with one more axis, of extent 1, before axis `axis`.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if `axis` exceeds the rank, or if the view has [`MAX_RANK`] axes
-    /// already.
+    /// Returns [`Error::TooLarge`] if `axis` exceeds the rank, or if the view already has [`MAX_RANK`] axes.
     pub fn unsqueeze(&self, axis: usize) -> Result<Self> {
         let (shape, strides) = (self.shape.with(axis, 1)?, self.strides.with(axis, 0)?);
         Ok(Self { shape, strides, ..self.clone() })
@@ -242,8 +241,8 @@ impl TensorView {
     /// Returns a view of all elements with the axes in the order `axes`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if `axes` has another length than the rank, [`Error::OutOfRange`] if an
-    /// axis is unknown, and [`Error::InvalidStrides`] if an axis is given twice.
+    /// Returns [`Error::Mismatch`] if the length of `axes` is not the rank, [`Error::OutOfRange`] if an axis
+    /// does not exist, and [`Error::InvalidStrides`] if an axis is given twice.
     pub fn permute(&self, axes: &[usize]) -> Result<Self> {
         crate::base::same("rank of a permutation", self.shape.rank(), axes.len())?;
         let mut seen = [false; MAX_RANK];
@@ -262,7 +261,7 @@ impl TensorView {
     }
 }
 
-/// Returns the address of element `at` of a storage. Refuses an element that starts inside a byte.
+/// Returns the address of element `at` of a storage, or an error if the element starts inside a byte.
 fn whole_bytes(storage: &Arc<dyn Storage>, dtype: DType, at: usize) -> Result<u64> {
     let bits = product("bits of a view", &[at, dtype.bits()])?;
     let address = storage.address() + (bits / 8) as u64;

@@ -4,7 +4,7 @@ use std::ops::{Deref, DerefMut};
 
 use crate::base::{Error, Result};
 
-/// Largest number of axes of a view.
+/// Maximum number of axes per view.
 pub const MAX_RANK: usize = 6;
 
 /// A list of up to [`MAX_RANK`] extents or strides.

@@ -1,4 +1,4 @@
-//! Copies of tensors: contiguous copies, and transfers between host and device.
+//! Tensor copies: contiguous copies, and transfers between host and device.
 
 use super::TensorView;
 use crate::base::{Error, MemoryKind, Result};
@@ -30,14 +30,14 @@ impl TensorView {
     /// Copies the elements to `dst`, a view of the same shape and type.
     ///
     /// # Errors
-    /// Returns the errors of [`CopyTensor::check`], and [`Error::ForeignHandle`] if a view lies in memory
-    /// of another backend than the stream's. In these cases nothing is enqueued.
+    /// Returns the errors of [`CopyTensor::check`], and [`Error::ForeignHandle`] if a view is in another
+    /// backend's memory. Nothing is enqueued in these cases.
     pub fn copy_to(&self, dst: &Self, stream: &dyn Stream) -> Result<()> {
         stream.copy_tensor(&CopyTensor { src: self.clone(), dst: dst.clone() })
     }
 
     /// Returns the elements in dense row-major order. If this view is contiguous, the result is a clone of
-    /// the view (as in `PyTorch`); otherwise it is a copy in fresh memory of the same kind. To copy into
+    /// the view (as in `PyTorch`); otherwise it is a copy in new memory of the same kind. To copy into
     /// existing memory, use [`copy_to`](Self::copy_to).
     ///
     /// # Errors
@@ -52,9 +52,9 @@ impl TensorView {
         Ok(copy)
     }
 
-    /// Copies this view of host memory to a view of device memory (as `cudaMemcpyAsync` does, host to
-    /// device). The device reads [`MemoryKind::Pinned`] memory directly; for [`MemoryKind::System`] memory
-    /// a backend may use a staging buffer.
+    /// Copies this view of host memory to a view of device memory (like `cudaMemcpyAsync`, host to device).
+    /// The device reads [`MemoryKind::Pinned`] memory directly; for [`MemoryKind::System`] memory a backend
+    /// may use a staging buffer.
     ///
     /// # Errors
     /// Returns [`Error::WrongMemory`] if this view is not in host memory or `device` is not in device memory,

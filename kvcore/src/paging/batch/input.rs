@@ -1,4 +1,5 @@
-//! One sequence of a pass: tokens, their positions, the slots for their KV, and the segments they attend to.
+//! One sequence of a forward pass: tokens, their positions, the slots for their KV, and the segments they
+//! attend to.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -7,8 +8,8 @@ use super::Logits;
 use crate::base::{Result, same};
 use crate::device::{MergeGroup, QueryRow, Segment, WriteSlots};
 
-/// The part of one sequence in a forward pass: a prefill, a decode step, a chunk to fill, or tokens of a
-/// chunk to recompute.
+/// One sequence's part of a forward pass: a prefill, a decode step, a chunk to fill, or tokens of a chunk to
+/// recompute.
 #[derive(Debug, Clone)]
 pub struct SequenceInput {
     /// The new tokens.
@@ -17,40 +18,38 @@ pub struct SequenceInput {
     pub logical_start: usize,
     /// Position of the start.
     pub position_start: i64,
-    /// Distance of each token from the start, in increasing order. `None` if the tokens are consecutive
-    /// from the start.
+    /// Distance of each token from the start, in increasing order, or `None` if the tokens are consecutive.
     pub at: Option<Arc<[u32]>>,
     // Decision: docs/decisions/chunks.md#recomputed-keys-are-rotated-like-their-neighbours
-    /// Distance in positions between stored keys and their tokens: the key of a token at position `p` is
+    /// Distance in positions between tokens and their stored keys: the key of a token at position `p` is
     /// rotated to `p − key_offset`, for a segment with that offset.
     pub key_offset: i64,
-    /// Slots for K and V of the new tokens, one slot per token. Empty if the slots are among those of the
-    /// whole [batch](super::StepBatch::slots).
+    /// Slots for K and V of the new tokens, one per token. Empty if the slots are in the slots of the whole
+    /// [batch](super::StepBatch::slots).
     pub slots: WriteSlots,
-    /// Segments that the tokens attend to: earlier segments and, last, the segment that holds the tokens
-    /// themselves. The attention work of a pass shares the list.
+    /// Segments that the tokens attend to: earlier segments first, and last the segment that contains the
+    /// tokens themselves. The pass's attention work shares this list.
     pub segments: Arc<[Segment]>,
     /// Merge groups of the segments.
     pub groups: Arc<[MergeGroup]>,
-    /// The logits to compute.
+    /// Which logits to compute.
     pub logits: Logits,
-    /// Slots and segments in each further group of layers, if the cache has [several](crate::GroupedKvCache).
+    /// Slots and segments in each further layer group, if the cache has [several](crate::GroupedKvCache).
     /// `slots` and `segments` belong to the first group.
     pub others: Vec<GroupInput>,
 }
 
-/// Slots and segments of a sequence in one group of layers, like those that [`SequenceInput`] has for the
-/// first group.
+/// A sequence's slots and segments in one layer group. [`SequenceInput`] itself has them for the first group.
 #[derive(Debug, Clone, Default)]
 pub struct GroupInput {
     /// Slots for K and V of the new tokens.
     pub slots: WriteSlots,
-    /// Segments that the tokens attend to in the layers of the group.
+    /// Segments that the tokens attend to in the group's layers.
     pub segments: Arc<[Segment]>,
 }
 
 impl SequenceInput {
-    /// Creates an input of consecutive tokens, with plain attention and no logits.
+    /// Creates an input with consecutive tokens, plain attention and no logits.
     ///
     /// ```
     /// use kvcore::{BlockId, Segment, SequenceInput, WriteSlots};
@@ -79,15 +78,15 @@ impl SequenceInput {
         }
     }
 
-    /// Sets the logits to compute.
+    /// Sets which logits to compute.
     #[must_use]
     pub fn with_logits(mut self, logits: Logits) -> Self {
         self.logits = logits;
         self
     }
 
-    /// Returns a part of the tokens as a separate input, which sees the same segments and needs no logits.
-    /// Computing the parts of an input in order, in one pass or several, gives the same result as the whole.
+    /// Returns some of the tokens as a separate input, with the same segments and no logits. Computing the
+    /// parts of an input in order, in one pass or several, gives the same result as the whole.
     ///
     /// ```
     /// # use kvcore::{BlockId, Segment, SequenceInput, WriteSlots};
@@ -125,14 +124,14 @@ impl SequenceInput {
         })
     }
 
-    /// Replaces the slots of the new tokens in each group of layers.
+    /// Replaces the slots of the new tokens in each layer group.
     pub fn set_slots(&mut self, slots: Vec<WriteSlots>) {
         let mut slots = slots.into_iter();
         self.slots = slots.next().unwrap_or_default();
         self.others.iter_mut().for_each(|group| group.slots = slots.next().unwrap_or_default());
     }
 
-    /// Returns slots and segments in a group of layers. The caller must have checked that the group exists.
+    /// Returns the slots and segments in a layer group. The caller must have checked that the group exists.
     pub(super) fn in_group(&self, group: usize) -> (&WriteSlots, &Arc<[Segment]>) {
         match group.checked_sub(1).and_then(|other| self.others.get(other)) {
             Some(other) => (&other.slots, &other.segments),
@@ -140,12 +139,12 @@ impl SequenceInput {
         }
     }
 
-    /// Returns the number of groups of layers.
+    /// Returns the number of layer groups.
     pub(super) fn num_groups(&self) -> usize {
         1 + self.others.len()
     }
 
-    /// Checks that every token has a slot in every group of layers, and a distance if `at` is given.
+    /// Checks that every token has a slot in every layer group, and a distance if `at` is given.
     ///
     /// # Errors
     /// Returns [`crate::Error::Mismatch`] if the number of slots or distances differs from the number of

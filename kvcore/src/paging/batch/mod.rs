@@ -1,4 +1,4 @@
-//! The batch of a pass: its sequences, and their rows in the form that the operations of every layer take.
+//! The batch of a forward pass: its sequences, and their rows in the form that each layer's operations need.
 //!
 //! ```text
 //!  SequenceInput, SequenceInput, … ──┐
@@ -13,7 +13,7 @@ mod rows;
 pub use input::{GroupInput, SequenceInput};
 pub use rows::BatchRows;
 
-/// The logits to compute.
+/// Which logits to compute.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Logits {
     /// No logits: the pass only fills the cache.
@@ -25,13 +25,13 @@ pub enum Logits {
     All,
 }
 
-/// The sequences of a pass, with the slots that were taken for all of them at once.
+/// The sequences of a forward pass, and the slots that were allocated for all of them at once.
 #[derive(Debug, Clone, Copy)]
 pub struct StepBatch<'a> {
-    /// The sequences. A slice of them is a batch, too.
+    /// The sequences. A slice of them is also a batch.
     pub inputs: &'a [SequenceInput],
-    /// The slots, in each group of layers, of all tokens whose sequences have no slots of their own, in
-    /// order: [`grow_batch`](crate::KvCache::grow_batch) returns them. Empty if all sequences have slots.
+    /// For each layer group, the slots of all tokens whose sequences have no slots of their own, in order.
+    /// [`grow_batch`](crate::KvCache::grow_batch) returns them. Empty if all sequences have slots.
     pub slots: &'a [WriteSlots],
 }
 

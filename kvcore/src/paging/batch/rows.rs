@@ -1,4 +1,4 @@
-//! The rows of a batch, one sequence after the other.
+//! The rows of a batch, sequence by sequence.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,9 +9,9 @@ use super::{Logits, SequenceInput, StepBatch};
 use crate::base::{Error, Result, same};
 use crate::device::{AttendRows, AttendWork, MergeGroup, QueryRow, Segment, StepInputs, WriteSlots};
 
-/// The rows of a batch, in the form that the operations of every layer take.
+/// The rows of a batch, in the form that each layer's operations need.
 ///
-/// Refilling reuses its memory where the extents are equal, so a decode step allocates nothing.
+/// Refilling reuses the memory if the sizes are equal, so a decode step does not allocate.
 ///
 /// ```
 /// use kvcore::{BatchRows, BlockPool, BlockTable, Segment, SequenceInput};
@@ -27,14 +27,14 @@ use crate::device::{AttendRows, AttendWork, MergeGroup, QueryRow, Segment, StepI
 /// let mut rows = BatchRows::default();
 /// rows.fill(&batch)?;
 /// assert_eq!((rows.tokens()[..].len(), &rows.positions()[..]), (4, &[0, 1, 2, 6][..]));
-/// assert_eq!(rows.work().batch()[1].rows, 3..4);                // of the attend that every layer runs
+/// assert_eq!(rows.work().batch()[1].rows, 3..4);                // as every layer's attend sees them
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct BatchRows {
     tokens: Arc<[u32]>,
     positions: Arc<[i64]>,
-    /// Slots and work in each group of layers. There is at least one group.
+    /// Slots and work in each layer group. There is at least one group.
     in_groups: Vec<GroupRows>,
     /// The merge groups of the whole batch.
     groups: Vec<MergeGroup>,
@@ -42,7 +42,7 @@ pub struct BatchRows {
     logits: Vec<Range<usize>>,
 }
 
-/// The rows in the layers of one group.
+/// The rows in one group's layers.
 #[derive(Debug)]
 struct GroupRows {
     slots: WriteSlots,
@@ -68,12 +68,12 @@ impl Default for BatchRows {
 }
 
 impl BatchRows {
-    /// Replaces the rows by the rows of a batch.
+    /// Replaces the rows with a batch's rows.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] for a sequence that lacks a slot for a token or has a different number of
-    /// layer groups than the others, and [`Error::OutOfRange`] for a segment of an unknown merge group. In
-    /// these cases the rows are unchanged.
+    /// Returns [`Error::Mismatch`] if a sequence lacks a slot for a token or has a different number of layer
+    /// groups than the others, and [`Error::OutOfRange`] if a segment refers to an unknown merge group. The
+    /// rows are unchanged in these cases.
     pub fn fill<'a>(&mut self, batch: impl Into<StepBatch<'a>>) -> Result<()> {
         let StepBatch { inputs, slots } = batch.into();
         let num_groups = inputs.first().map_or(1, SequenceInput::num_groups);
@@ -115,28 +115,27 @@ impl BatchRows {
         &self.positions
     }
 
-    /// Returns the slots for keys and values, one per row, in the first group of layers.
+    /// Returns the slots for keys and values in the first layer group, one per row.
     pub fn slots(&self) -> &WriteSlots {
         self.slots_in(0)
     }
 
-    /// Returns the attention work of the rows, equal for all layers of the first group.
+    /// Returns the rows' attention work, which is the same for all layers of the first group.
     pub fn work(&self) -> &Arc<AttendWork> {
         self.work_in(0)
     }
 
-    /// Returns the number of groups of layers.
+    /// Returns the number of layer groups.
     pub fn num_groups(&self) -> usize {
         self.in_groups.len()
     }
 
-    /// Returns the slots of the rows in a group of layers. The caller guarantees that the group exists.
+    /// Returns the rows' slots in a layer group, which must exist.
     pub fn slots_in(&self, group: usize) -> &WriteSlots {
         &self.in_groups[group].slots
     }
 
-    /// Returns the attention work of the rows in a group of layers. The caller guarantees that the group
-    /// exists.
+    /// Returns the rows' attention work in a layer group, which must exist.
     pub fn work_in(&self, group: usize) -> &Arc<AttendWork> {
         &self.in_groups[group].work
     }
@@ -146,7 +145,7 @@ impl BatchRows {
         self.tokens.len()
     }
 
-    /// Returns whether there is no row.
+    /// Returns whether there are no rows.
     pub fn is_empty(&self) -> bool {
         self.tokens.is_empty()
     }
@@ -182,8 +181,8 @@ impl BatchRows {
         }
     }
 
-    /// Adds rows of padding up to the number of rows of a graph, and returns the lists of the rows; the rows
-    /// hold the same lists. A graph covers layers of one group, so the lists are those of the first group.
+    /// Pads the rows up to the number of rows of a graph, and returns their lists, which are shared with this
+    /// struct. A graph covers the layers of one group, so the lists are the first group's.
     pub fn padded(&mut self) -> StepInputs {
         let own = &mut self.in_groups[0];
         let step = StepInputs {
@@ -203,7 +202,7 @@ impl BatchRows {
         step
     }
 
-    /// Releases the slots and segments of the batch, which lets their owner refill them in place.
+    /// Releases the batch's slots and segments, so that their owner can refill them in place.
     pub fn release(&mut self) {
         for own in &mut self.in_groups {
             own.slots = WriteSlots::default();
@@ -213,13 +212,13 @@ impl BatchRows {
         }
     }
 
-    /// Returns true if the logits of all rows are needed.
+    /// Returns whether the logits of all rows are needed.
     pub fn all_wanted(&self) -> bool {
         self.logits.iter().map(Range::len).sum::<usize>() == self.tokens.len()
     }
 
-    /// Returns the rows whose logits are needed, with their attention in a group of layers, or `None` if
-    /// these are all rows. In the last layer no other row needs queries.
+    /// Returns the rows whose logits are needed, with their attention work in a layer group, or `None` if
+    /// these are all rows. In the last layer, other rows need no queries.
     pub fn wanted(&self, group: usize) -> Option<(Vec<u32>, Arc<AttendWork>)> {
         if self.all_wanted() {
             return None;
@@ -238,7 +237,7 @@ impl BatchRows {
     }
 }
 
-/// Returns the slots of all tokens in a group of layers: each sequence's own slots, or the next slots of the
+/// Returns the slots of all tokens in a layer group: each sequence's own slots, or the next slots of the
 /// whole batch.
 fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>, group: usize) -> Result<WriteSlots> {
     let none = WriteSlots::default();
@@ -265,7 +264,7 @@ fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>, group: usize)
     Ok(WriteSlots::concat(parts.iter()))
 }
 
-/// Checks that the segments of a sequence refer to merge groups that it has.
+/// Checks that a sequence's segments refer only to merge groups that it has.
 fn check_groups(sequence: &SequenceInput) -> Result<()> {
     let limit = sequence.groups.len();
     let segments = (0..sequence.num_groups()).flat_map(|group| sequence.in_group(group).1.iter());
@@ -276,13 +275,13 @@ fn check_groups(sequence: &SequenceInput) -> Result<()> {
     })
 }
 
-/// Returns the index of a merge group among the groups of a batch. Compares bits, so NaN is found, too.
+/// Returns the index of a merge group among a batch's groups. Compares bits, so NaN is found too.
 fn place_of(groups: &[MergeGroup], group: MergeGroup) -> Option<usize> {
     groups.iter().position(|known| known.lse_scale.to_bits() == group.lse_scale.to_bits())
 }
 
-/// Returns a sequence's segments in a group of layers, renumbered to the merge groups of the whole batch, in
-/// which equal groups are joined.
+/// Returns a sequence's segments in a layer group, renumbered to the merge groups of the whole batch, where
+/// equal groups are joined.
 fn grouped(sequence: &SequenceInput, group: usize, groups: &[MergeGroup]) -> Arc<[Segment]> {
     let segments = sequence.in_group(group).1;
     let place = |group: usize| place_of(groups, sequence.groups[group]).unwrap_or(group);
@@ -293,7 +292,7 @@ fn grouped(sequence: &SequenceInput, group: usize, groups: &[MergeGroup]) -> Arc
     segments.iter().map(moved).collect()
 }
 
-/// Replaces the items of a list. Reuses its memory if their number is unchanged and no other holder exists.
+/// Replaces the items of a list. Reuses its memory if the length is unchanged and no one else holds it.
 fn refill<T: Clone>(list: &mut Arc<[T]>, len: usize, items: impl Iterator<Item = T>) {
     match Arc::get_mut(list) {
         Some(own) if own.len() == len => own.iter_mut().zip(items).for_each(|(own, item)| *own = item),

@@ -1,11 +1,11 @@
-//! A recount of the pool from its blocks. The checks hold whenever the shards are locked.
+//! Recounts the pool from its blocks. The checks hold whenever the shards are locked.
 
 use super::index::Index;
 use super::rules::Rules;
 use super::shard::{BlockStage, Shard};
 use super::{FreeOrder, PoolCounts};
 
-/// Returns the number of blocks of a shard that have keys, or a description of the first inconsistency.
+/// Returns the number of blocks in a shard that have keys, or a description of the first inconsistency.
 pub(super) fn shard(shard: &Shard, rules: &Rules, index: &Index) -> Result<usize, String> {
     let mut seen = PoolCounts { total: shard.stage.len(), ..PoolCounts::default() };
     let mut keyed = 0;

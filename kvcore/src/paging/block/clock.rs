@@ -1,17 +1,17 @@
-//! The clock of a pool: the system's, or one that a test controls.
+//! The clock of a pool: the system clock, or one that a test controls.
 
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// A source of milliseconds since some fixed moment.
+/// A source of time, in milliseconds since a fixed moment.
 pub trait Clock: Send + Sync + fmt::Debug {
     /// Returns the current time. The time never decreases.
     fn millis(&self) -> u64;
 }
 
-/// Returns whole milliseconds, rounded up, so a time above zero never becomes zero.
+/// Converts to whole milliseconds, rounded up, so that a time above zero never becomes zero.
 pub(super) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
@@ -37,7 +37,7 @@ impl Clock for SystemClock {
 pub struct ManualClock(Arc<AtomicU64>);
 
 impl ManualClock {
-    /// Advances the clock, in whole milliseconds.
+    /// Advances the clock by whole milliseconds.
     pub fn advance(&self, by: Duration) {
         self.0.fetch_add(by.as_millis() as u64, Ordering::Relaxed);
     }

@@ -1,4 +1,4 @@
-//! The settings of a pool, each with a default.
+//! A pool's settings, each with a default.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,20 +9,20 @@ use super::event::EventSink;
 use super::evict::{EvictionPolicy, PolicyKind};
 
 // Decision: docs/decisions/paging.md#free-blocks-go-before-cached-ones
-/// The order in which allocations take blocks.
+/// The order in which blocks are allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FreeOrder {
-    /// Free blocks before cached blocks: contents are kept as long as possible. With [`super::Lru`] and one
-    /// shard this is the order of vLLM's free block queue since 0.28.
+    /// Free blocks before cached blocks, so contents are kept as long as possible. With [`super::Lru`] and
+    /// one shard, this is the order of vLLM's free block queue since 0.28.
     #[default]
     FreeFirst,
     /// Free and cached blocks in one queue, ordered by the eviction policy: the block released longest ago
-    /// goes first, with or without contents. vLLM before 0.28 used this order.
+    /// goes first, whether it has contents or not. vLLM before 0.28 used this order.
     OneQueue,
 }
 
 // Decision: docs/decisions/paging.md#duplicates-of-a-key-are-merged
-/// The handling of a second block registered under a known key.
+/// What happens when a second block is registered under a known key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Duplicates {
     /// Shares the known block and frees the second one.
@@ -62,7 +62,7 @@ pub struct PoolConfig {
 }
 
 impl Default for PoolConfig {
-    /// Returns LRU eviction, free blocks first, one block per key, no watermark, no expiry and no events.
+    /// Returns LRU eviction, free blocks first, one block per key, and no watermark, expiry or events.
     fn default() -> Self {
         Self {
             policy: Arc::new(|blocks| PolicyKind::Lru.build(blocks)),
@@ -96,8 +96,8 @@ impl PoolConfig {
         self.custom_policy(move |blocks| kind.build(blocks))
     }
 
-    /// Sets a custom eviction policy. `make` creates an empty policy for the given number of blocks, once
-    /// per shard.
+    /// Sets a custom eviction policy. `make` is called once per shard, and creates an empty policy for the
+    /// given number of blocks.
     #[must_use]
     pub fn custom_policy(
         mut self,
@@ -108,30 +108,30 @@ impl PoolConfig {
     }
 
     /// Sets the number of shards, each with its own lock and eviction order. Shard sizes are powers of two,
-    /// so the pool may have fewer shards. More shards let more threads work at once; a single shard makes
-    /// eviction exact over the whole pool. By default, pools below 4,096 blocks have one shard, and larger
-    /// pools up to two per processor core.
+    /// so the pool may have fewer shards. With more shards, more threads can work at once; with a single
+    /// shard, eviction is exact over the whole pool. By default, pools below 4,096 blocks have one shard, and
+    /// larger pools have up to two per processor core.
     #[must_use]
     pub fn shards(mut self, shards: usize) -> Self {
         self.shards = Some(shards);
         self
     }
 
-    /// Sets the order in which allocations take blocks.
+    /// Sets the order in which blocks are allocated.
     #[must_use]
     pub fn free_order(mut self, order: FreeOrder) -> Self {
         self.free_order = order;
         self
     }
 
-    /// Sets the handling of a second block registered under a known key.
+    /// Sets what happens when a second block is registered under a known key.
     #[must_use]
     pub fn duplicates(mut self, duplicates: Duplicates) -> Self {
         self.duplicates = duplicates;
         self
     }
 
-    /// Sets the number of blocks that [`admit_prefix`](super::BlockPool::admit_prefix) leaves to running
+    /// Sets the number of blocks that [`admit_prefix`](super::BlockPool::admit_prefix) leaves for running
     /// sequences.
     #[must_use]
     pub fn watermark(mut self, blocks: usize) -> Self {
@@ -139,7 +139,7 @@ impl PoolConfig {
         self
     }
 
-    /// Sets the time to live: a cached block that is not used for this long is no longer found.
+    /// Sets the time to live: a cached block that has not been used for this long is no longer found.
     ///
     /// ```
     /// use std::{sync::Arc, time::Duration};
@@ -175,7 +175,7 @@ impl PoolConfig {
         self
     }
 
-    /// Returns the number of shards to divide `blocks` blocks into.
+    /// Returns the number of shards for `blocks` blocks.
     pub(super) fn shards_for(&self, blocks: usize) -> usize {
         const SMALLEST: usize = 2048;
         let wanted = self.shards.unwrap_or_else(|| {

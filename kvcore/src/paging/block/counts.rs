@@ -1,24 +1,24 @@
-//! The numbers of blocks in each state.
+//! Counts of blocks in each state.
 
 /// The number of blocks in each state. `free + mutable + shared + cached = total`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct PoolCounts {
-    /// Number of blocks of the pool.
+    /// Number of blocks in the pool.
     pub total: usize,
-    /// Blocks without contents or holders.
+    /// Number of blocks without contents or holders.
     pub free: usize,
-    /// Blocks being filled.
+    /// Number of blocks being filled.
     pub mutable: usize,
-    /// Blocks with at least one holder.
+    /// Number of blocks with at least one holder.
     pub shared: usize,
-    /// Blocks without holders whose contents are kept.
+    /// Number of blocks without holders whose contents are kept.
     pub cached: usize,
-    /// Cached blocks that the pool may evict: those without pins.
+    /// Number of cached blocks that the pool may evict: the ones without pins.
     pub evictable: usize,
 }
 
 impl PoolCounts {
-    /// Returns the number of blocks that an allocation can take: free and evictable blocks.
+    /// Returns the number of blocks that can be allocated: free and evictable blocks.
     pub fn available(&self) -> usize {
         self.free + self.evictable
     }

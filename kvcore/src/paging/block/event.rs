@@ -1,4 +1,4 @@
-//! Events for routers: the keys that become findable in a pool, and the keys that no longer are.
+//! Events for routers: keys that can now be found in a pool, and keys that no longer can.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -8,15 +8,15 @@ use parking_lot::Mutex;
 use crate::base::BlockId;
 use crate::paging::BlockKey;
 
-/// A change of the keys that can be found in a pool.
+/// A change in the keys that can be found in a pool.
 ///
-/// Events of one pool reach a sink in an order in which each key is stored before it is removed. Under
-/// [`super::Duplicates::Keep`] each block of a key is stored and removed separately: the key is findable as
+/// A pool's events reach a sink in an order in which each key is stored before it is removed. With
+/// [`super::Duplicates::Keep`], each block of a key is stored and removed separately: the key can be found as
 /// long as it was stored more often than removed.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum KvEvent {
-    /// Blocks became findable under these keys, each the child of the previous one.
+    /// Blocks can now be found under these keys, each the child of the previous one.
     Stored {
         /// Key of the block before the first one, or `None` if the caller gave none.
         parent: Option<BlockKey>,
@@ -25,20 +25,20 @@ pub enum KvEvent {
         /// The blocks that hold the keys.
         blocks: Vec<BlockId>,
     },
-    /// A key is no longer findable: its block was evicted or cleared, or it expired.
+    /// A key can no longer be found: its block was evicted or cleared, or it expired.
     Removed {
         /// The key.
         key: BlockKey,
         /// The block that held it.
         block: BlockId,
     },
-    /// No key is left: the pool was cleared while no block with a key was held or pinned. Otherwise each
+    /// No keys are left: the pool was cleared while no block with a key was held or pinned. Otherwise each
     /// cleared key is reported as removed.
     Cleared,
 }
 
 // Decision: docs/decisions/paging.md#events-are-sent-under-the-locks-of-the-pool
-/// A receiver of the events of a pool.
+/// Receives a pool's events.
 ///
 /// The pool calls the sink while it holds its locks: `record` MUST return at once and MUST NOT call the
 /// pool.
@@ -69,13 +69,14 @@ pub struct EventQueue {
 }
 
 impl EventQueue {
-    /// Creates a queue that keeps the newest `capacity` events, at least one.
+    /// Creates a queue that keeps the newest `capacity` events, or one event if that is 0.
     pub fn new(capacity: usize) -> Self {
         Self { capacity: capacity.max(1), inner: Mutex::default() }
     }
 
-    /// Takes all events, oldest first. Also returns the number of earlier events that were lost because the
-    /// queue was full. After a loss, a router must forget everything it knew of this pool.
+    /// Returns all events, oldest first, and removes them. Also returns the number of earlier events that
+    /// were lost because the queue was full. After a loss, a router must forget everything it knew about this
+    /// pool.
     pub fn drain(&self) -> (Vec<KvEvent>, u64) {
         let mut inner = self.inner.lock();
         let lost = std::mem::take(&mut inner.1);

@@ -1,7 +1,7 @@
-//! Guards of blocks in one state. Blocks change state only by operations on their guard.
+//! Guards of blocks that are all in one state. Blocks change state only through their guard.
 //!
-//! A guard holds any number of blocks of one pool: a step takes one lock for all of them, and allocates
-//! nothing for a few.
+//! A guard holds any number of blocks of one pool: a state change locks once for all of them, and a guard of
+//! a few blocks needs no heap memory.
 
 use std::sync::Arc;
 
@@ -16,25 +16,25 @@ use crate::paging::BlockKey;
 
 pub(super) type Ids = SmallVec<[BlockId; 4]>;
 
-/// A refused step, with its blocks unchanged.
+/// A state change that was rejected, with its blocks unchanged.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct Rejected<T> {
-    /// The reason for the refusal.
+    /// Why it was rejected.
     pub error: Error,
-    /// The blocks that the step was requested for.
+    /// The unchanged blocks.
     pub blocks: T,
 }
 
 impl<T> From<Rejected<T>> for Error {
-    /// Drops the blocks, with the drop behaviour of their guard.
+    /// Drops the blocks, as their guard would.
     fn from(rejected: Rejected<T>) -> Self {
         rejected.error
     }
 }
 
 impl<T> From<Box<Rejected<T>>> for Error {
-    /// Drops the blocks, with the drop behaviour of their guard.
+    /// Drops the blocks, as their guard would.
     fn from(rejected: Box<Rejected<T>>) -> Self {
         rejected.error
     }
@@ -49,16 +49,16 @@ impl<T> From<Box<Rejected<T>>> for Error {
 pub struct MutableBlocks {
     pub(super) pool: BlockPool,
     pub(super) ids: Ids,
-    /// Issuer of permits to write the blocks. A permit becomes void as soon as one of its blocks leaves the
+    /// Issues permits to write to the blocks. A permit becomes void as soon as one of its blocks leaves the
     /// guard.
     pub(super) permits: Permits,
 }
-/// Filled blocks that any number of holders read. Never written while they are shared.
+/// Filled blocks that any number of holders can read. They are never written while they are shared.
 ///
 /// # Drop behaviour
-/// Each block loses one holder, the last block first, which makes the pool evict the end of a prefix before
-/// its beginning. A block that loses its last holder becomes cached if a key or a pin ([`PinnedBlocks`])
-/// claims it, and free otherwise.
+/// Each block loses one holder, the last block first, so that the pool evicts the end of a prefix before its
+/// beginning. A block that loses its last holder becomes cached if it has a key or a pin ([`PinnedBlocks`]),
+/// and free otherwise.
 #[derive(Debug)]
 #[must_use = "dropping the guard lets the blocks go"]
 pub struct SharedBlocks {
@@ -80,22 +80,22 @@ macro_rules! guard {
                 self.ids.len()
             }
 
-            /// Returns whether no block is held.
+            /// Returns whether the guard holds no blocks.
             pub fn is_empty(&self) -> bool {
                 self.ids.is_empty()
             }
 
-            /// Returns the pool of the blocks.
+            /// Returns the pool that the blocks belong to.
             pub fn pool(&self) -> &BlockPool {
                 &self.pool
             }
 
-            /// Creates a guard of no blocks, to append to.
+            /// Creates an empty guard to append to.
             pub fn none(pool: &BlockPool) -> Self {
                 Self::over(pool.clone(), Ids::new())
             }
 
-            /// Keeps the first `at` blocks, and returns a guard of the other blocks.
+            /// Keeps the first `at` blocks, and returns a guard with the rest.
             ///
             /// # Errors
             /// Returns [`Error::TooLarge`] if `at` exceeds the number of blocks.
@@ -112,7 +112,8 @@ macro_rules! guard {
             /// Appends the blocks of `other`. The permits of `other` become void.
             ///
             /// # Errors
-            /// Returns [`Error::ForeignBlock`] for blocks of another pool, which are returned in the error.
+            /// Returns [`Error::ForeignBlock`] if the blocks belong to another pool, and hands them back in
+            /// the error.
             pub fn append(&mut self, mut other: Self) -> Result<(), Rejected<Self>> {
                 match other.ids.first() {
                     Some(&block) if !self.pool.same_pool(&other.pool) => {
@@ -150,13 +151,13 @@ impl MutableBlocks {
         Self { pool, ids, permits: Permits::default() }
     }
 
-    /// Voids all permits, before blocks leave the guard.
+    /// Voids all permits before blocks leave the guard.
     pub(super) fn lose(&self) {
         self.permits.void(self.ids.len());
     }
 
-    /// Takes the first `n` blocks out of the guard. Permits to write one of these blocks become void; permits
-    /// to write only the other blocks stay valid.
+    /// Removes the first `n` blocks from the guard and returns them. Permits for any of these blocks become
+    /// void; permits for only the other blocks stay valid.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if `n` exceeds the number of blocks.
@@ -168,25 +169,25 @@ impl MutableBlocks {
         Ok(Self::over(self.pool.clone(), self.ids.drain(..n).collect()))
     }
 
-    /// Takes `n` more blocks, or none.
+    /// Allocates `n` more blocks, or none on failure.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case nothing
-    /// has changed.
+    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. Nothing changes in that
+    /// case.
     pub fn allocate(&mut self, n: usize) -> Result<()> {
         self.pool.take(&mut self.ids, n, 0)
     }
 }
 
 impl MutableBlocks {
-    /// Shares the blocks, as filled blocks, under `keys`, one key per block. Each key is the child of the
-    /// previous key, and the first is the child of `parent`. If the pool knows a key already, the returned
-    /// guard holds the known block instead, and this guard's block is freed (see [`super::Duplicates`]).
-    /// Compare the ids to find the replaced blocks. Permits to write the blocks become void.
+    /// Shares the filled blocks under `keys`, one key per block. Each key must be the child of the previous
+    /// key, and the first the child of `parent`. If the pool already has a block under a key, the returned
+    /// guard holds that block instead, and this guard's block is freed (see [`super::Duplicates`]). Compare
+    /// the IDs to find the replaced blocks. Permits to write to the blocks become void.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the number of keys differs from the number of blocks. In that case
-    /// the blocks are returned in the error.
+    /// Returns [`Error::Mismatch`] if the number of keys differs from the number of blocks. The blocks are
+    /// handed back in the error.
     pub fn register(
         mut self,
         parent: Option<BlockKey>,
@@ -203,19 +204,18 @@ impl MutableBlocks {
         }
     }
 
-    /// Shares the blocks, as filled blocks, without keys. They become free when their last holder is
-    /// dropped, unless they are pinned. Permits to write the blocks become void.
+    /// Shares the filled blocks without keys. They become free when their last holder is dropped, unless they
+    /// are pinned. Permits to write to the blocks become void.
     pub fn share(mut self) -> SharedBlocks {
         self.lose();
         share(&self.pool, std::mem::take(&mut self.ids))
     }
 
-    /// Returns `slots` with a permit to write them. All slots must lie in these blocks, of `block_size`
-    /// tokens each. Negative slots are padding.
+    /// Returns `slots` with a permit to write to them. All slots must be in these blocks, which have
+    /// `block_size` tokens each. Negative slots are padding.
     ///
     /// # Errors
-    /// Returns [`Error::NotOwned`] if a slot lies in another block, and [`Error::Zero`] if `block_size` is
-    /// 0.
+    /// Returns [`Error::NotOwned`] if a slot is in another block, and [`Error::Zero`] if `block_size` is 0.
     ///
     /// ```
     /// use kvcore::{BlockId, BlockPool, Error, SlotMapping};
@@ -243,20 +243,20 @@ impl MutableBlocks {
         Ok(self.permits.slots(first, block_size, slots))
     }
 
-    /// Returns pairs `(source, destination)` with a permit to copy into these blocks. Every destination
-    /// must be one of these blocks.
+    /// Returns pairs `(source, destination)` with a permit to copy into the destinations, which must all be
+    /// in this guard.
     ///
     /// # Errors
-    /// Returns [`Error::NotOwned`] if a destination is another block.
+    /// Returns [`Error::NotOwned`] if a destination is not in this guard.
     pub fn write_pairs(&self, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> Result<WritePairs> {
         let pairs = pairs.into();
         let first = self.first_of(pairs.iter().map(|&(_, destination)| destination))?;
         Ok(self.permits.pairs(first, pairs))
     }
 
-    /// Checks that every one of `blocks` is in the guard, and returns the lowest place among them, or the
-    /// number of blocks in the guard if `blocks` is empty. Blocks usually come in the guard's order, so the
-    /// search for a block starts at the previous block.
+    /// Checks that all of `blocks` are in the guard, and returns the lowest index among them, or the number
+    /// of blocks in the guard if `blocks` is empty. Blocks usually come in the guard's order, so the search
+    /// for a block starts at the previous one.
     fn first_of(&self, blocks: impl Iterator<Item = BlockId>) -> Result<usize> {
         let (mut at, mut first) = (0, self.ids.len());
         for block in blocks {
