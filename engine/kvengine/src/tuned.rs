@@ -16,9 +16,9 @@ const VERSION: u32 = 1;
 /// A way of reuse that was chosen for one model, with its measurements. `kvc tune` writes it.
 ///
 /// ```no_run
-/// # use kvengine::{Request, TunedReuse};
 /// # use kvengine::{PromptTokens, Request, TunedReuse};
 /// # use kvmodel::Model;
+/// # fn ask(model: &Model, prompt: PromptTokens) -> kvengine::Result<Request> {
 /// let reuse = TunedReuse::read("reuse.json".as_ref())?.of(model)?;
 /// Ok(Request::new(prompt).reusing(&reuse))
 /// # }
