@@ -1,11 +1,11 @@
-//! Compares the declarations of CANN with the headers of an installed toolkit, if there is one.
+//! Compares our CANN declarations with the headers of an installed toolkit, if there is one.
 
 use std::path::{Path, PathBuf};
 
 #[path = "ffi/compare.rs"]
 mod compare;
 
-/// Variables that name the folder of CANN's toolkit.
+/// Environment variables for the folder of CANN's toolkit.
 const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
 // Decision: docs/decisions/backend-ascend.md#declarations-are-our-own-and-are-compared-with-canns

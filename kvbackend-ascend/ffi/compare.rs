@@ -1,14 +1,15 @@
-//! Comparison of `ascend.h` with headers of CANN: a C++ page of static assertions on all values, layouts and
-//! prototypes.
+//! Compares `ascend.h` with CANN's headers: generates a C++ page of static assertions on all values, layouts
+//! and prototypes.
 //!
-//! Names that the headers lack are left out and counted: headers that come with other software are trimmed.
+//! Names that the headers lack are skipped and counted, because headers that come with other software are
+//! trimmed.
 
 use std::collections::HashSet;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Headers that include all headers except those of operators.
+/// Headers that include all other headers except the operators' ones.
 const HEADERS: [&str; 3] = ["acl/acl.h", "hccl/hccl.h", "aclnn/acl_meta.h"];
 
 /// The names that `ascend.h` declares.
@@ -63,7 +64,7 @@ impl Facts {
     }
 }
 
-/// Returns the page without its comments and the lines of the preprocessor.
+/// Returns the page without its comments and preprocessor lines.
 fn statements(page: &str) -> String {
     let page: String = page
         .split("/*")
@@ -84,18 +85,18 @@ fn field(text: &str) -> Option<String> {
     name.split([' ', '*']).next_back().filter(|name| !name.is_empty()).map(str::to_owned)
 }
 
-/// A comparison: the page for the compiler, and what it leaves out.
+/// A comparison: the page to compile, and the names that it skips.
 #[derive(Debug)]
 pub(crate) struct Comparison {
     page: String,
-    /// Number of declarations that the headers have too.
+    /// Number of declarations that the headers also have.
     pub(crate) compared: usize,
     /// Names that the headers do not have.
     pub(crate) absent: Vec<String>,
 }
 
-/// Compares the declarations of `ascend.h` with headers of the given texts. `include` lists the headers that
-/// the page includes.
+/// Compares the declarations in `ascend.h` with headers whose contents are `texts`. `include` lists the
+/// headers that the page includes.
 fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
     let known: HashSet<&str> = texts.split(|c: char| !(c.is_alphanumeric() || c == '_')).collect();
     let (mut before, mut after, mut absent, mut compared) = (String::new(), String::new(), Vec::new(), 0);
@@ -149,11 +150,11 @@ fn compare(facts: &Facts, texts: &str, include: &[String]) -> Comparison {
     Comparison { page, compared, absent }
 }
 
-/// Compares `ascend.h` in `ffi` with the headers in folders: writes the page to `page` and has a C++ compiler
-/// read it.
+/// Compares `ffi/ascend.h` with the headers in some folders: writes the page to `page` and compiles it with a
+/// C++ compiler.
 ///
 /// # Errors
-/// Returns the differences in the compiler's words, or the reason why nothing can be compared.
+/// Returns the differences as the compiler reports them, or the reason why nothing can be compared.
 pub(crate) fn compare_with(
     ffi: &Path,
     folders: &[PathBuf],
@@ -180,7 +181,7 @@ pub(crate) fn compare_with(
     Err(String::from_utf8_lossy(&output.stderr).into_owned())
 }
 
-/// Returns the texts of all headers below folders.
+/// Returns the contents of all headers in the folders and their subfolders, as one string.
 fn texts(folders: &[PathBuf]) -> String {
     let (mut text, mut left) = (String::new(), folders.to_vec());
     while let Some(folder) = left.pop() {
@@ -196,7 +197,7 @@ fn texts(folders: &[PathBuf]) -> String {
     text
 }
 
-/// Returns the [`HEADERS`] and the operators' headers that lie in one of the folders.
+/// Returns the [`HEADERS`] and the operators' headers that are in one of the folders.
 fn headers(folders: &[PathBuf]) -> Vec<String> {
     let mut found: Vec<String> = HEADERS
         .iter()

@@ -41,7 +41,7 @@ impl AscendBackend {
         Ok(Arc::new(Self { npu: Npu::open(options)? }))
     }
 
-    /// Creates a storage over device memory that the caller allocated, for example a tensor of the engine.
+    /// Creates a storage over device memory that the caller allocated, for example for an engine's tensor.
     /// `owner` is dropped with the storage.
     ///
     /// # Safety

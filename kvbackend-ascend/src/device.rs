@@ -24,7 +24,7 @@ pub(crate) struct Npu {
     /// The stream on which memory is zeroed. Nothing else runs on it.
     setup: sys::aclrtStream,
     lost: OnceLock<String>,
-    /// Devices whose memory this device has asked to access.
+    /// Indices of the devices whose memory this device has requested access to.
     pub(crate) peers: Mutex<HashSet<i32>>,
 }
 

@@ -15,16 +15,16 @@
 //! |---|---|
 //! | `backend` | memory and streams of one NPU |
 //! | `stream` | the contract's streams; the only caller of `operations::run` |
-//! | `operations` | the operations of the contract, as rows of operators |
-//! | `dense` | the steps of a model apart from attention |
-//! | `operators` | calls of CANN's operators in two phases, and their tensors |
-//! | `queue` | what a stream enqueues: memory between operators, lists, events, captures |
-//! | `hccl` | collectives of ranks that are NPUs |
+//! | `operations` | the contract's operations, as sequences of operators |
+//! | `dense` | a model's steps other than attention |
+//! | `operators` | two-phase calls of CANN's operators, and their tensors |
+//! | `queue` | a stream's enqueued work: scratch memory, lists, events, captures |
+//! | `hccl` | collectives between NPUs |
 //! | `memory` | device, pinned, lent and reserved memory |
-//! | `device` | an NPU: its context on a thread, and its errors |
-//! | `library` | the libraries of CANN, loaded at run time |
+//! | `device` | an NPU: making its context current on a thread, and its errors |
+//! | `library` | CANN's libraries, loaded at run time |
 //! | `bindings` | declarations, made from `ffi/ascend.h` by `cargo xtask bindgen` |
-//! | `options`, `report`, `errors` | options, the list of devices, errors that rooms share |
+//! | `options`, `report`, `errors` | options, the list of devices, errors that modules share |
 //!
 //! ```
 //! use kvbackend_ascend::AscendBackend;

@@ -17,7 +17,7 @@ __device__ __forceinline__ constexpr int bits_of(int kind) {
 __device__ __forceinline__ float e4m3_to_f32(uint32_t code) {
     const uint32_t sign = (code & 0x80u) << 24, magnitude = code & 0x7fu;
     if (magnitude == 0x7fu) return __uint_as_float(0x7fc00000u | sign);
-    // The bits of the code as those of an f32 whose exponent is 120 too small; the product is exact, also for
+    // The code's bits, read as an f32 whose exponent is 120 too small; the product is exact, also for
     // subnormals.
     const float x = __uint_as_float(magnitude << 20) * __uint_as_float(0x7b800000u);
     return __uint_as_float(__float_as_uint(x) | sign);

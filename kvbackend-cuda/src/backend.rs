@@ -40,11 +40,11 @@ impl CudaBackend {
         Ok(Arc::new(Self { device: CudaDevice::open(options)?, tables: Arc::default() }))
     }
 
-    /// Creates a stream as [`stream`](Backend::stream) does, but returns its own type. Its
-    /// [`raw`](CudaStream::raw) is the driver's stream, on which other libraries can order their work.
+    /// Creates a stream as [`stream`](Backend::stream) does, but returns the concrete type. Its
+    /// [`raw`](CudaStream::raw) is the driver's stream, which other libraries can use to order their work.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Device`] if the driver refuses.
+    /// Returns [`kvcore::Error::Device`] if the driver cannot create a stream.
     pub fn cuda_stream(&self) -> Result<Arc<CudaStream>> {
         Ok(Arc::new(CudaStream::new(&self.device, &self.tables)?))
     }

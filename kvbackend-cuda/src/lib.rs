@@ -33,18 +33,18 @@
 //! | module | holds |
 //! |---|---|
 //! | `backend` | [`CudaBackend`]: opens a device, creates storages and streams |
-//! | `compile` | kernels compiled on this machine by NVRTC, kept in a folder |
-//! | [`dense`] | the steps of a model other than attention; cuBLAS |
-//! | `device` | an opened device: context, setup stream, memory pool, health |
-//! | `driver` | the driver library, its errors, the binding of a context to a thread |
-//! | `facts` | properties of a device, as the driver reports them |
+//! | `compile` | kernels that NVRTC compiles on this machine, cached in a folder |
+//! | [`dense`] | a model's steps other than attention; cuBLAS |
+//! | `device` | an open device: context, setup stream, memory pool, health |
+//! | `driver` | the driver library, its errors, making a context current on a thread |
+//! | `facts` | properties of a device, as reported by the driver |
 //! | `kernels` | operations lowered to launches: copies, conversions, attention |
 //! | `memory` | storages: allocated, lent and reserved; copies from other devices |
 //! | `module` | kernels by name, and the PTX that holds them |
 //! | `nccl` | collectives through NCCL |
 //! | `options` | [`CudaOptions`] |
 //! | `queue` | streams with their enqueued work, events, captures, graphs |
-//! | `report` | the devices of a machine, for display |
+//! | `report` | the machine's devices, for display |
 //! | `stream` | `impl Stream for CudaStream` |
 //! | `tables` | RoPE tables on the device |
 

@@ -1,5 +1,4 @@
-//! Device memory: its addresses, which the host cannot read, the bytes behind them, and which memory is
-//! alive.
+//! Device memory: its addresses, which the host cannot read, the bytes at them, and which memory is alive.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;

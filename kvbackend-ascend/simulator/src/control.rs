@@ -11,7 +11,7 @@ use crate::virtual_memory::Reservations;
 /// The behaviour that tests have requested.
 #[derive(Default)]
 pub(crate) struct Controls {
-    /// Calls that fail, by function: how many calls are left until it fails, and its code.
+    /// Calls that will fail, by function: the number of calls until the failure, and its code.
     fails: HashMap<String, (u64, i32)>,
     ignored: Vec<String>,
     pub(crate) reservations: Reservations,

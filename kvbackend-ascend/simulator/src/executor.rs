@@ -14,7 +14,7 @@ pub(crate) struct Executor {
     name: &'static str,
     workspace: u64,
     action: Action,
-    /// The tensors of the first phase, which must live until the second phase.
+    /// The tensors from the first phase, which must live until the second.
     tensors: Vec<u64>,
     /// True if a separate call destroys the executor.
     repeatable: bool,

@@ -67,7 +67,7 @@ impl View {
         })
     }
 
-    /// Returns whether two elements may share an address.
+    /// Returns whether two of the elements may share an address.
     pub(crate) fn overlaps_itself(&self) -> bool {
         let mut axes: Vec<(usize, usize)> =
             self.strides.iter().copied().zip(self.dims.iter().copied()).filter(|axis| axis.1 > 1).collect();

@@ -57,7 +57,7 @@ impl fmt::Debug for AscendDenseSteps {
 }
 
 impl Drop for AscendDenseSteps {
-    /// Waits for the enqueued work, because the memory of its activations is freed.
+    /// Waits for the enqueued work, because dropping the steps frees its activation memory.
     fn drop(&mut self) {
         let _ = self.stream.synchronize();
     }

@@ -49,7 +49,7 @@ fn sent(rows: &Arc<dyn Storage>, count: usize) -> Tensor {
 }
 
 impl AscendDenseSteps {
-    /// Returns the embeddings of tokens, `[tokens, width]`.
+    /// Returns the tokens' embeddings, `[tokens, width]`.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] for a token that the table does not have, and device errors.
@@ -142,8 +142,8 @@ impl AscendDenseSteps {
         Ok(out)
     }
 
-    /// Multiplies each head of `[rows, heads, a]` by its own matrix: `[heads, a, b]`, or `[heads, b, a]`
-    /// transposed. Returns `[rows, heads, b]`.
+    /// Multiplies each head of `[rows, heads, a]` by its own matrix: `[heads, a, b]`, or `[heads, b, a]` if
+    /// `transposed` is true. Returns `[rows, heads, b]`.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the extents do not fit, and device errors.

@@ -1,4 +1,4 @@
-//! HCCL's handle of a rank, and how ranks join within a time limit.
+//! A rank's HCCL handle, and how ranks join within a time limit.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -101,7 +101,7 @@ pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Rank
 }
 
 // Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-thread-of-their-own
-/// Runs a call that may wait for other ranks on a thread of its own. A value that arrives after the limit is
+/// Runs a call on its own thread, because it may wait for other ranks. A value that arrives after the limit is
 /// dropped at once.
 fn within<T: Send + 'static>(
     rank: usize,

@@ -30,7 +30,7 @@ pub struct AscendStorage {
     len: usize,
     kind: MemoryKind,
     free_call: FreeCall,
-    /// Whether the memory is on loan for an activation of the dense steps.
+    /// Whether the memory is lent to an activation of the dense steps.
     activation: bool,
 }
 
@@ -126,7 +126,7 @@ impl AscendStorage {
         self
     }
 
-    /// Returns whether the memory is on loan for an activation of the dense steps.
+    /// Returns whether the memory is lent to an activation of the dense steps.
     pub(crate) fn is_activation(&self) -> bool {
         self.activation
     }

@@ -2,10 +2,10 @@
 //!
 //! | operation | operators |
 //! |---|---|
-//! | scatter, gather | `InplaceIndexCopy`, `IndexSelect` on the pool as a matrix of rows; `Cast` where types differ |
-//! | `copy_blocks`, `swap_blocks`, `copy_tensor` | copies of the device; `InplaceCopy` where strides differ |
-//! | rope, `rotate_keys`, rotations on the way | `Cast` to f32, `Mul`, `Add`, `Sub` on the halves of the rows, `Cast` back |
-//! | attend, `attend_mla`, selections | products, exponentials and sums in f32 for each run of tokens with one rotation; see `attend` |
+//! | scatter, gather | `InplaceIndexCopy`, `IndexSelect` on the pool as a matrix of rows; `Cast` if types differ |
+//! | `copy_blocks`, `swap_blocks`, `copy_tensor` | device copies; `InplaceCopy` if strides differ |
+//! | rope, `rotate_keys`, rotations during copies | `Cast` to f32, `Mul`, `Add`, `Sub` on the halves of the rows, `Cast` back |
+//! | attend, `attend_mla`, selections | f32 products, exponentials and sums for each run of tokens with one rotation; see `attend` |
 
 use kvcore::{Operation, Result};
 

@@ -84,7 +84,7 @@ impl Drop for AclEvent {
     }
 }
 
-/// A point in the order of an [`AscendStream`](crate::AscendStream).
+/// A point in an [`AscendStream`](crate::AscendStream)'s order of work.
 #[derive(Debug)]
 pub struct AscendEvent(pub(crate) Arc<AclEvent>);
 

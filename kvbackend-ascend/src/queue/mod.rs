@@ -1,10 +1,10 @@
 //! A stream's queue, below all operations: the work that an operation enqueues, and the memory that it uses.
 //!
 //! ```text
-//!   state     ACL's stream, and what its calls share under a lock
-//!   work      one operation: memory between its operators, lists for the device, copies, what it holds
-//!   capture   a recording under way, which takes the place of the stream's own memory
-//!   graph     replays of what was captured
+//!   state     ACL's stream, and the state that its calls share under a lock
+//!   work      one operation: scratch memory, lists for the device, copies, everything that it holds
+//!   capture   a recording under way, which replaces the stream's own memory
+//!   graph     replays of captured work
 //! ```
 //!
 //! ACL frees and destroys things immediately, even if work still uses them. The queue therefore holds

@@ -29,7 +29,7 @@ struct Case {
     kv_heads: usize,
     v_heads: usize,
     v_dim: usize,
-    /// Attention to latents, with queries of their own.
+    /// Attention to latents, with separate latent queries.
     latent: bool,
     /// The row entries are in reverse order.
     reversed: bool,

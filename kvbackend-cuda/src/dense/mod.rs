@@ -2,8 +2,8 @@
 //!
 //! Steps take and return views in f32. They run one after another on a stream of their own;
 //! [`CudaSteps::order`] orders them with another stream. Weights stay in the format in which they are stored.
-//! For a few rows, this crate's kernels compute matrix products and read the matrix once. For many rows,
-//! cuBLAS does, which is loaded at run time.
+//! Matrix products with a few rows are computed by this crate's kernels, which read the matrix once. Products
+//! with many rows are computed by cuBLAS, which is loaded at run time.
 //!
 //! Products have f32 accuracy. For bf16 weights, activations are split into three bf16 terms; matrix units
 //! compute the products of the terms exactly and add them in f32. Other weights are widened to f32.

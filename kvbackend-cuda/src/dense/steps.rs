@@ -69,7 +69,7 @@ struct AddRowsArgs {
 }
 
 impl CudaSteps {
-    /// Returns the embeddings of tokens, `[tokens, width]`.
+    /// Returns the tokens' embeddings, `[tokens, width]`.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] for a token that the table does not have, and device errors.
@@ -200,7 +200,7 @@ impl CudaSteps {
     }
 
     /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum`
-    /// has the rows and that no row is listed twice.
+    /// has these rows and that no row is listed twice.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and device errors.

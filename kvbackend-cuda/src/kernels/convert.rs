@@ -196,7 +196,7 @@ impl ConvertPart {
     }
 }
 
-/// Launches conversions and copies of rows, over the same items and layers.
+/// Launches conversions and copies of rows, all over the same items and layers.
 pub(super) fn run(
     to: &mut Lowering<'_>,
     items: Items,

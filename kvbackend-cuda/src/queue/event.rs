@@ -12,7 +12,7 @@ use super::capture::uncapturable;
 use super::raw::RawEvent;
 use super::state::CudaStreamState;
 
-/// A point in the order of work of a [`CudaStream`](crate::CudaStream).
+/// A point in a [`CudaStream`](crate::CudaStream)'s order of work.
 pub struct CudaEvent {
     mark: RawEvent,
     stream: Arc<CudaStreamState>,

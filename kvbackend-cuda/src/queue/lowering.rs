@@ -297,7 +297,7 @@ impl Lowering<'_> {
     }
 }
 
-/// Returns whether two slices are the same memory.
+/// Returns whether two slices are the same memory range.
 fn is_same<T>(a: &[T], b: &[T]) -> bool {
     std::ptr::eq(a, b)
 }

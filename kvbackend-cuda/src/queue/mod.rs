@@ -1,4 +1,4 @@
-//! Streams with the lists, holds and launches of their enqueued work.
+//! Streams, and the lists, holds and launches of their enqueued work.
 //!
 //! An operation is lowered to launches under the stream's lock, and enqueued at once. The host never waits
 //! for it. Lists that kernels read (slots, attention plans) are uploaded on the same stream, once for all
@@ -7,12 +7,12 @@
 //! reads its lists where replays write them.
 //!
 //! ```text
-//!   raw      handles of the driver
+//!   raw      driver handles
 //!   upload   memory of lists, on the host and on the device
 //!   lists    lists that layers share, and lists of a captured step
-//!   plans    plans of attention that layers share
+//!   plans    attention plans that layers share
 //!   state    a stream, with its holds, uploads, lists and plans
-//!   capture  captures by the driver
+//!   capture  driver captures
 //!   event    points in the order of a stream
 //!   lowering one operation: its lists, holds and launches; its enqueueing
 //!   graph    captured work and its replay

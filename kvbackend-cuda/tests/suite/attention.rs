@@ -41,7 +41,7 @@ impl Draw {
         self.below(n) == 0
     }
 
-    /// Returns `n` numbers up to `size` in magnitude.
+    /// Returns `n` numbers with a magnitude of at most `size`.
     fn numbers(&mut self, n: usize, size: f32) -> Vec<f32> {
         (0..n).map(|_| size * ((self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0)).collect()
     }
@@ -73,7 +73,7 @@ impl Draw {
         }
     }
 
-    /// Draws segments one after another, in blocks of any order.
+    /// Draws consecutive segments, in blocks in random order.
     fn segments(&mut self, shape: &KvShape, moved: bool, groups: usize) -> Vec<Segment> {
         let mut logical = 0;
         let count = 1 + self.below(3);

@@ -20,7 +20,7 @@ const ILLEGAL_ADDRESS: i32 = 700;
 /// NCCL's code for a system error.
 const SYSTEM_ERROR: i32 = 2;
 
-/// Devices of the driver or of its double, and groups of NCCL or of its double.
+/// Devices and groups of the driver and NCCL, or of their doubles.
 struct CudaRig;
 
 impl DriverDouble for Double {

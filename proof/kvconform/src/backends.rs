@@ -12,7 +12,7 @@ use kvbackend_cuda::{CudaBackend, CudaOptions};
 use kvbackend_wgpu::{WgpuBackend, WgpuOptions};
 use kvcore::{Backend, DType, Result};
 
-/// A backend, with the name under which the suite reports it.
+/// A backend, and the name under which the suite reports it.
 #[derive(Clone, Copy)]
 pub struct NamedBackend {
     /// The backend's name, as in `conform --backend NAME`.

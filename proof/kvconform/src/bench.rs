@@ -100,7 +100,7 @@ impl Bench {
         Ok(KvArena::allocate(self.backend.as_ref(), MemoryKind::Device, layout)?)
     }
 
-    /// Returns all of K and all of V as values, each at the index of its element or code, for cases that
+    /// Returns the values of all of K and all of V, each at the index of its element or code, for cases that
     /// check every byte.
     pub fn contents(&self, arena: &KvArena) -> Outcome<(Vec<f32>, Vec<f32>)> {
         let values = |plane: KvPlane, bytes: usize| {

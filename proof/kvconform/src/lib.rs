@@ -16,12 +16,12 @@
 //! ```
 //!
 //! ```text
-//! cases        CASES: what any backend must do, seen through kvcore alone
+//! cases        CASES: what every backend must do, seen only through kvcore
 //! collectives  the collectives of a group of ranks, each against plain loops
-//! devices      cases of several devices, faults and failing groups, with what a backend's tests supply
-//! oracle       arithmetic of the operations in f64
-//! bench        what a case works with: a backend, a stream, an element type, comparisons
-//! raw          bytes on devices, for tests that look at bytes
+//! devices      cases for several devices, faults and failing groups, on devices that a backend's tests supply
+//! oracle       the operations' arithmetic in f64
+//! bench        the workbench of a case: a backend, a stream, an element type, comparisons
+//! raw          bytes on devices, for tests that compare bytes
 //! backends     the backends of this build, by the name given to `conform --backend`
 //! skip         tests that cannot run on a machine
 //! ```

@@ -100,7 +100,7 @@ pub(super) struct RowRoom {
     pub(super) angles: usize,
     /// The geometry of K and of V.
     pub(super) geometry: [PlaneGeometry; 2],
-    /// The factor on the log-sum-exp of each merge group.
+    /// The factor on each merge group's log-sum-exp.
     pub(super) groups: Vec<f32>,
 }
 

@@ -104,7 +104,7 @@ pub(super) struct TaskRecord {
     pub(super) lse_scale: f32,
 }
 
-/// An output row to merge: its place in the lists of parts, and its groups.
+/// An output row to merge: its index, its place in the lists of parts, and its groups.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct MergedRow {

@@ -31,7 +31,7 @@ pub(super) struct TileTask {
     pub(super) tokens: usize,
 }
 
-/// A merge group, and a run of one of its segments.
+/// The index of a merge group, and a run of one of its segments.
 type GroupRun = (usize, RunRecord);
 
 /// The tiles of a call, and the lists of selected tokens that their runs refer to. A list contains pairs of

@@ -121,7 +121,7 @@ impl<'a> DecodeStep<'a> {
         Ok(())
     }
 
-    /// Returns the bits of all results so far, and those of the pool.
+    /// Returns the bits of all results so far, and of the pool.
     fn bits(&self) -> Outcome<Vec<u32>> {
         let (k, v) = self.b.contents(&self.arena)?;
         let (out, lse) = (self.b.download(&self.out)?, self.b.download(&self.lse)?);

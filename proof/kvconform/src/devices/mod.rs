@@ -110,9 +110,9 @@ pub struct Queued {
 /// A driver fault, independent of the driver's functions and codes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DriverFault {
-    /// A device allocation finds no memory.
+    /// An allocation of device memory fails for lack of memory.
     DeviceMemory,
-    /// An allocation of pinned memory finds no memory.
+    /// An allocation of pinned memory fails for lack of memory.
     PinnedMemory,
     /// A wait on a stream finds that the device is lost.
     LostInWait,

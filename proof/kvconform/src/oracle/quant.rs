@@ -3,7 +3,7 @@
 use half::f16;
 use kvcore::{Fp8Kind, KvFormat, KvLayout, KvPlane};
 
-/// Returns the value of an 8-bit float as the OCP specification defines it.
+/// Returns the value of an 8-bit float, as defined in the OCP specification.
 pub fn fp8(kind: Fp8Kind, code: u8) -> f64 {
     let (mantissa_bits, bias, exponents) = match kind {
         Fp8Kind::E4M3 => (3, 7, 15),
