@@ -15,13 +15,14 @@ const FOLDER: &str = "target/published";
 /// root.
 pub const GOLDENS: &str = "proof/goldens/published_model";
 
-/// The Python packages that the conversion program needs, and their folder inside the model's folder.
+/// The Python packages that the conversion program needs.
 const PACKAGES: &str = "gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0";
+/// The folder of these packages, inside the model's folder.
 const PYTHON: &str = "python";
 
-/// The folder that the conversion program creates inside the model's folder, and the file that it writes
-/// last.
+/// The folder that the conversion program creates inside the model's folder.
 const DIRECTORY: &str = "hf";
+/// The file that the conversion program writes last.
 const LAST: &str = "tokenizer_config.json";
 
 /// The model as a GGUF file.

@@ -37,21 +37,25 @@ pub(crate) enum VllmPart {
     Docs,
 }
 
-/// The virtual environment for the module's tests, relative to the workspace root, and its packages.
+/// The virtual environment for the module's tests, relative to the workspace root.
 const FOLDER: &str = "target/python";
+/// The version of `NumPy` that the examples and tests use.
 const NUMPY: &str = "numpy==2.4.6";
+/// The other packages in the environment for tests.
 const PACKAGES: &str = "maturin==1.16.0 pytest==9.1.1 mypy==2.3.1";
 
 /// A virtual environment like a user's, created from scratch each time, with the wheel and the `NumPy` that
 /// the examples need.
 const FRESH: &str = "target/python-fresh";
 
-/// The documents whose Python code is run in that environment, and the program that runs it.
+/// The documents whose Python code is run in that environment.
 const DOCUMENTS: [&str; 2] = ["README.md", "engine/kvpy/README.md"];
+/// The program that runs the Python code in documents.
 const EXAMPLES: &str = "engine/kvpy/tests/examples.py";
 
-/// The virtual environment with vLLM, and the script that creates it.
+/// The virtual environment with vLLM.
 const VLLM: &str = "target/vllm";
+/// The script that creates the environment with vLLM.
 const INSTALL: &str = "proof/vllm/install.sh";
 
 /// Tools to build and test the module.

@@ -10,6 +10,7 @@ use kvbench::{in_turns, option, row};
 
 /// The output dimension of a matrix `[out, input]`.
 const OUT: usize = 2048;
+/// The input dimension of a matrix `[out, input]`.
 const INPUT: usize = 1024;
 
 /// Returns the bytes of a matrix: a repeated pattern whose numbers are finite in every type.

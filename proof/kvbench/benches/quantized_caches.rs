@@ -29,6 +29,7 @@ use kvbench::{option, row, row_of_sweep, time};
 const QUERIES: usize = 16;
 /// The number of decode steps per format. The fastest counts.
 const DECODES: usize = 60;
+/// The formats to measure.
 const FORMATS: [&str; 10] = [
     "f32",
     "bf16",

@@ -19,6 +19,7 @@ struct ExactnessCli {
 
 /// The tests that print table rows.
 const TESTS: &str = "exactness approximate rotated unrotated blending";
+/// The page with the table.
 const PAGE: &str = "docs/exactness.md";
 /// The command in the table's marker line.
 const COMMAND: &str = "cargo xtask exactness --write";

@@ -83,8 +83,9 @@ const QUICK: [&str; 3] = [
     "sequential, with-system, question:0.2",
 ];
 
-/// The number of draws, and the number of questions of each kind per draw.
+/// The number of draws.
 const DRAWS: usize = 5;
+/// The number of questions of each kind per draw.
 const QUESTIONS: usize = 4;
 /// The number of questions per draw, over all three kinds.
 const PROMPTS: usize = 3 * QUESTIONS;
