@@ -18,8 +18,9 @@ pub(crate) struct SimEvent {
     pub(crate) reached: u64,
     /// The capture that the last record belongs to. A captured record is never reached by itself.
     capture: Option<u64>,
-    /// The stream of the last record, and the tasks before it.
+    /// The stream of the last record.
     pub(crate) stream: u64,
+    /// The tasks before the last record.
     pub(crate) clock: VectorClock,
 }
 

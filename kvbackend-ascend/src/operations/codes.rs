@@ -15,8 +15,9 @@ use crate::queue::Work;
 const LARGEST: f32 = 127.0;
 
 /// Three quarters of the distance from an f16 to the next one, relative to the smallest number with the same
-/// exponent, and also for subnormal numbers. A number plus this step rounds to the next f16.
+/// exponent. A number plus this step rounds to the next f16.
 const STEP: f32 = 0.75 / 1024.0;
+/// Three quarters of the distance between the smallest f16 numbers.
 const LEAST_STEP: f32 = 0.75 / 16_777_216.0;
 
 /// Smaller than every scale except 0.

@@ -18,7 +18,7 @@
 //! ```text
 //! cases        CASES: what every backend must do, seen only through kvcore
 //! collectives  the collectives of a group of ranks, each against plain loops
-//! devices      cases for several devices, faults and failing groups, on devices that a backend's tests supply
+//! devices      cases for several devices, faults and failing groups; a backend's tests supply the devices
 //! oracle       the operations' arithmetic in f64
 //! bench        the workbench of a case: a backend, a stream, an element type, comparisons
 //! raw          bytes on devices, for tests that compare bytes
