@@ -100,10 +100,9 @@ pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Rank
     made?
 }
 
-// Runs a call on a thread of its own, because the call may wait for other ranks. A value that arrives after
-// the limit is dropped at once.
-/// Runs a call on its own thread, because it may wait for other ranks. A value that arrives after the limit is
-/// dropped at once.
+// Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-thread-of-their-own
+/// Runs a call on a thread of its own, because the call may wait for other ranks. A value that arrives after
+/// the limit is dropped at once.
 fn within<T: Send + 'static>(
     rank: usize,
     limit: Duration,
