@@ -1,4 +1,4 @@
-//! An engine: the public face of a runner and its scheduler.
+//! An engine: the public interface of a runner and its scheduler.
 
 use std::sync::Arc;
 
@@ -23,10 +23,10 @@ impl Engine {
     /// Creates an engine and allocates its caches. `tokenizer` identifies the tokenizer in keys.
     ///
     /// # Errors
-    /// - Returns [`kvcore::Error::NotEnoughMemory`] if the budget does not hold one block for each pool, or
+    /// - Returns [`kvcore::Error::NotEnoughMemory`] if the budget is too small for one block per pool, or for
     ///   the sequence of a static cache.
-    /// - Returns the errors of [`ArenaSleep::new`](kvchunk::ArenaSleep::new), such as a budget for sleep that
-    ///   holds no block.
+    /// - Returns the errors of [`ArenaSleep::new`](kvchunk::ArenaSleep::new), for example if the budget for
+    ///   sleep is too small for one block.
     /// - Returns [`Error::NoChunks`] if [`chunk_sleep`](EngineConfig::chunk_sleep) is set for a static or a
     ///   grouped cache.
     /// - Returns [`Error::NoSleepMode`] if sleep mode is on for a static or a grouped cache.
@@ -40,8 +40,8 @@ impl Engine {
         Self::with_clock(model, backend, tokenizer, config, Arc::new(SystemClock::default()))
     }
 
-    /// Creates an engine as [`new`](Self::new) does, with another clock for time limits, waits and expiry,
-    /// for tests and simulations.
+    /// Like [`new`](Self::new), but with another clock for time limits, waits and expiry, for tests and
+    /// simulations.
     ///
     /// # Errors
     /// Returns the errors of [`new`](Self::new).
@@ -57,21 +57,21 @@ impl Engine {
     }
 
     /// Creates an engine for another model in the same memory. Both engines share the pools of sequences and
-    /// of chunks, and each may evict cached blocks of the other. Neither engine finds the cached contents of
-    /// the other, because every key covers the model, its rotary embeddings and its tokenizer.
+    /// of chunks, and each may evict cached blocks of the other. Neither engine finds the other's cached
+    /// contents, because every key covers the model, its rotary embeddings and its tokenizer.
     ///
-    /// An fp8 cache keeps the scales of this engine's model. A replica of the other model that was created
-    /// by [`new`](Self::new) therefore does not find its chunks.
+    /// An fp8 cache keeps the scales of this engine's model. A replica of the other model created by
+    /// [`new`](Self::new) therefore does not find its chunks.
     ///
-    /// The work of both engines goes to one stream, so one engine may meet a late error of the other. Both
+    /// Both engines enqueue their work on one stream, so one engine may get a late error of the other. Both
     /// use the tenants and the chunk cache settings of this engine, and [`report`](Self::report) counts the
     /// blocks of both. A request does not wait for blocks that the other engine holds; it fails with
     /// [`OutOfBlocks`](kvcore::Error::OutOfBlocks).
     ///
     /// # Errors
-    /// - Returns [`kvcore::Error::Mismatch`] if the model has other extents.
+    /// - Returns [`kvcore::Error::Mismatch`] if the model's keys and values have another shape.
     /// - Returns [`Error::NoChunks`] if this engine has a static or a grouped cache.
-    /// - Returns [`Error::NoSleepMode`] if the pools of this engine can sleep.
+    /// - Returns [`Error::NoSleepMode`] if this engine's pools can sleep.
     pub fn sharing_memory(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
         let runner = self.runner.sharing(model, tokenizer)?;
         Ok(Self { runner, scheduler: self.scheduler.like() })
@@ -82,13 +82,13 @@ impl Engine {
         &self.runner.model
     }
 
-    /// Creates a request in the compute mode and position strategy of [`EngineConfig::chunks`].
+    /// Creates a request that uses the compute mode and position strategy of [`EngineConfig::chunks`].
     pub fn request(&self, prompt: impl Into<Arc<PromptTokens>>) -> Request {
         let cell = self.chunks().map(|chunks| chunks.config().cell()).unwrap_or_default();
         Request { cell, ..Request::new(prompt) }
     }
 
-    /// Returns the backend. Its counters show the bytes that moved.
+    /// Returns the backend. Its counters show how many bytes were moved.
     pub fn backend(&self) -> &dyn Backend {
         self.runner.setup.backend.as_ref()
     }
@@ -98,8 +98,8 @@ impl Engine {
         &self.runner.profiler
     }
 
-    /// Returns the cache of sequences and system prompts. For a grouped cache, it is that of the first group;
-    /// sequences have the same ids and lengths in all groups, and [`report`](Self::report) describes the
+    /// Returns the cache of sequences and system prompts. For a grouped cache, it is the first group's cache.
+    /// Sequences have the same IDs and lengths in all groups, and [`report`](Self::report) describes the
     /// others.
     pub fn cache(&self) -> &dyn KvCache {
         self.runner.caches.first()
@@ -145,40 +145,40 @@ impl Engine {
         self.runner.replicas = Some(ReplicaLink { device: self.replica_device(), transport });
     }
 
-    /// Returns the memory of this engine's chunks, for engines that pull them.
+    /// Returns the memory that holds this engine's chunks, for engines that pull them.
     pub fn replica_device(&self) -> ReplicaDevice {
         self.runner.replica_device()
     }
 
-    /// Returns the numbers of decode steps that went through graphs, by the way in which they ran. All are 0
-    /// if the backend or the dense steps cannot be captured.
+    /// Counts the decode steps that went through graphs, by how they ran. All counts are 0 if the backend or
+    /// the dense steps cannot be captured.
     pub fn graph_counts(&self) -> GraphCounts {
         self.runner.graph_counts()
     }
 
-    /// Returns the present contents of the caches, in numbers.
+    /// Returns counts of what the caches hold now.
     pub fn report(&self) -> CacheReport {
         CacheReport { swapped: self.scheduler.swapped(), ..self.runner.caches.report() }
     }
 
-    /// Checks the pools. `Err` says which number is inconsistent.
+    /// Checks the pools for consistency. `Err` says which number is wrong.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.runner.caches.check_invariants()?;
         self.scheduler.check_invariants()
     }
 
-    /// Answers a request. Requests that were submitted before are computed in the same steps. Calls
-    /// `observer` for the layers of the prefill and for each token of the answer. The observer may stop the
-    /// request at each call, and end the answer after each token, as a [`TextStream`](kvmodel::TextStream)
-    /// does at a stop string. Samples only the first answer.
+    /// Answers a request. Requests submitted earlier are computed in the same steps. Calls `observer` for the
+    /// layers of the prefill and for each token of the answer. The observer may stop the request at each
+    /// call. It may also end the answer after each token, like a [`TextStream`](kvmodel::TextStream) does at
+    /// a stop string. Samples only the first answer.
     ///
     /// # Errors
-    /// After each of these errors no block stays held.
+    /// After any of these errors, no block is still held.
     ///
     /// - Returns [`Error::Cancelled`] if the observer stops the request.
-    /// - Returns [`Error::Sampling`] for a setting of sampling outside its range.
+    /// - Returns [`Error::Sampling`] if a sampling setting is out of range.
     /// - Returns [`Error::EmptyPrompt`], [`kvmodel::Error::TokenOutOfVocabulary`] or
-    ///   [`kvchunk::Error::TooLong`] for a prompt that cannot be computed.
+    ///   [`kvchunk::Error::TooLong`] if the prompt cannot be computed.
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool is too small for the prompt, and
     ///   [`kvcore::Error::TooLarge`] if a static cache is too short for it.
     /// - Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
@@ -217,7 +217,7 @@ impl Engine {
         }
     }
 
-    /// Accepts a request. [`step`](Self::step) computes it, together with others.
+    /// Accepts a request. [`step`](Self::step) computes it together with others.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -242,11 +242,11 @@ impl Engine {
     /// ```
     ///
     /// # Errors
-    /// Returns the errors of [`generate`](Self::generate) that follow from the request alone, and
+    /// Returns the errors of [`generate`](Self::generate) that depend on the request alone, and
     /// - [`Error::Samples`] for several samples or beams on a static cache,
     /// - [`Error::TooManyAnswers`] for more samples or beams than may run at once,
-    /// - [`Error::Beams`] for beams with settings of sampling, or fewer beams than answers,
-    /// - [`Error::Pages`] for a sparse decode that leaves no choice of blocks, for a model whose layers all
+    /// - [`Error::Beams`] for beams combined with sampling settings, or fewer beams than answers,
+    /// - [`Error::Pages`] for a sparse decode that leaves no blocks to choose, for a model whose layers all
     ///   have windows, or on a grouped cache,
     /// - [`kvcore::Error::OutOfBlocks`] if a pool cannot hold the prompt and a token even without other
     ///   requests.
@@ -255,8 +255,8 @@ impl Engine {
         self.scheduler.submit(&self.runner, request)
     }
 
-    /// Computes one pass for the submitted requests: a token for each answer, and pieces of prompts. Errors
-    /// of single requests go to their answers.
+    /// Runs one step for the submitted requests: a token for each answer, and pieces of prompts. Errors of
+    /// single requests go to their answers.
     ///
     /// # Errors
     /// Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
@@ -265,19 +265,19 @@ impl Engine {
         Ok(self.scheduler.step(&mut self.runner, None, &mut ()))
     }
 
-    /// Returns the time of all steps.
+    /// Returns the total time of all steps.
     pub fn step_times(&self) -> StepTimes {
         self.scheduler.times()
     }
 
-    /// Sets the costs of preemption, in place of measured ones, for tests and simulations.
+    /// Sets the costs of preemption, which are otherwise measured, for tests and simulations.
     pub fn set_preemption_costs(&mut self, costs: PreemptionCosts) {
         self.scheduler.set_preemption_costs(costs);
     }
 
-    /// Keeps the cached blocks at the beginning of a request's prompt, or of the system prompt of a chunked
-    /// prompt. Computes nothing, so answer a request with that beginning first. Only requests of the same
-    /// tenant and regime find the blocks.
+    /// Pins the cached blocks at the start of a request's prompt, or of a chunked prompt's system prompt.
+    /// Computes nothing, so answer a request with the same start first. Only requests of the same tenant and
+    /// RoPE regime find the blocks.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -312,7 +312,7 @@ impl Engine {
     }
 
     /// Puts whole pools to sleep and releases their device memory. Pools that are already asleep stay asleep.
-    /// If a pool cannot sleep, the call wakes the pools that it has put to sleep.
+    /// If a pool cannot sleep, the pools that this call has put to sleep are woken again.
     ///
     /// While the chunk pool sleeps, requests are answered without it. While the pool of sequences sleeps,
     /// [`generate`](Self::generate) returns [`Error::Asleep`].
@@ -331,7 +331,7 @@ impl Engine {
     /// # Errors
     /// - Returns [`Error::NoSleepMode`] if [`enable_sleep_mode`](EngineConfig::enable_sleep_mode) is
     ///   not set.
-    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the numbers, while blocks are held.
+    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the numbers, if blocks are held.
     /// - Returns the errors of [`ReservedArena::sleep`](kvcore::ReservedArena::sleep).
     pub fn sleep(&mut self, tags: &[PoolTag]) -> Result<Slept> {
         let mut sum = Slept::default();
@@ -355,13 +355,13 @@ impl Engine {
         Ok(sum)
     }
 
-    /// Wakes pools. Chunks are found again, bit for bit and in the same blocks. Returns true if one of the
-    /// pools slept.
+    /// Wakes pools. Chunks are restored bit for bit, in the same blocks. Returns true if one of the pools was
+    /// asleep.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Allocation`] if there is no memory, and the errors of the stream. In that
-    /// case the pool stays asleep and can be woken later. Returns [`Error::NoSleepMode`] as
-    /// [`sleep`](Self::sleep) does.
+    /// Returns [`kvcore::Error::Allocation`] if there is not enough memory, and the errors of the stream. The
+    /// pool then stays asleep and can be woken later. Returns [`Error::NoSleepMode`] like
+    /// [`sleep`](Self::sleep).
     pub fn wake_up(&mut self, tags: &[PoolTag]) -> Result<bool> {
         let mut slept = false;
         for &tag in tags {
@@ -370,7 +370,7 @@ impl Engine {
         Ok(slept)
     }
 
-    /// Returns true if a pool sleeps.
+    /// Returns true if a pool is asleep.
     pub fn is_sleeping(&self, tag: PoolTag) -> bool {
         self.runner.caches.is_sleeping(tag)
     }

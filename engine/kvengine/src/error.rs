@@ -13,7 +13,7 @@ pub enum Error {
     Io {
         /// The path of the file.
         path: PathBuf,
-        /// The reason that the system gave.
+        /// The error from the system.
         source: std::io::Error,
     },
     /// A file cannot be written.
@@ -21,48 +21,48 @@ pub enum Error {
     Write {
         /// The path of the file.
         path: PathBuf,
-        /// The reason that the system gave.
+        /// The error from the system.
         source: std::io::Error,
     },
-    /// A file of tuned reuse is malformed.
+    /// A file with tuned reuse is malformed.
     #[error("{path} holds no tuned reuse: {reason}")]
     Tuned {
         /// The path of the file.
         path: PathBuf,
-        /// The field, and its line.
+        /// What is wrong, with the field and its line.
         reason: String,
     },
-    /// A way of reuse was tuned for another model.
+    /// The reuse settings were tuned for another model.
     #[error(
         "reuse was tuned for the model {tuned}…, and this one is {model}…: tune it for this model with kvc tune"
     )]
     TunedForOther {
-        /// The first digits of the identity of the model that it was tuned for.
+        /// The first digits of the identity of the model that they were tuned for.
         tuned: String,
-        /// The first digits of the identity of this model.
+        /// The first digits of this model's identity.
         model: String,
     },
-    /// A setting of sampling is outside its range.
+    /// A sampling setting is out of range.
     #[error("sampling: {setting} is {value}; it must be {needed}")]
     Sampling {
         /// The name of the setting.
         setting: &'static str,
         /// Its value.
         value: f32,
-        /// The values that it may have.
+        /// The allowed values.
         needed: &'static str,
     },
-    /// An operation needs chunks, but the engine has a static or a grouped cache. The text says what to do
+    /// An operation needs chunks, but the engine has a static or a grouped cache. The string says what to do
     /// instead.
     #[error("a static cache or a grouped one keeps no chunks: {0}")]
     NoChunks(&'static str),
-    /// The engine cannot release the memory of its caches. The text says what to do instead.
+    /// The engine cannot release its caches' memory. The string says what to do instead.
     #[error("this engine's caches cannot sleep: {0}")]
     NoSleepMode(&'static str),
-    /// A request arrived while the caches sleep.
+    /// A request arrived while the caches are asleep.
     #[error("the {0} of this engine sleeps; call wake_up first")]
     Asleep(PoolTag),
-    /// A pool cannot sleep, because requests hold blocks of it.
+    /// A pool cannot sleep, because requests hold some of its blocks.
     #[error("{held} blocks of the {pool} are held; let the requests that hold them end, then let it sleep")]
     InUse {
         /// The pool.
@@ -70,7 +70,7 @@ pub enum Error {
         /// The number of held blocks.
         held: usize,
     },
-    /// The prompt has no token.
+    /// The prompt has no tokens.
     #[error("the prompt is empty; give it at least one token")]
     EmptyPrompt,
     /// The request was stopped by its observer.
@@ -98,13 +98,13 @@ pub enum Error {
     TooManyAnswers {
         /// The number of samples or beams.
         asked: usize,
-        /// The largest number, [`Scheduling::running`](crate::Scheduling::running).
+        /// The maximum number, [`Scheduling::running`](crate::Scheduling::running).
         most: usize,
     },
     /// The settings of a beam search contradict each other or the request.
     #[error("beams: {0}")]
     Beams(&'static str),
-    /// Page-sparse decode is impossible with this model or cache. The text says what to do instead.
+    /// Page-sparse decode is impossible with this model or cache. The string says what to do instead.
     #[error("sparse decode: {0}")]
     Pages(&'static str),
     /// An error of the model.
@@ -119,7 +119,7 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns whether a pool has too few blocks, so that the request may be served later.
+    /// Returns true if a pool has too few blocks. In that case, the request may be served later.
     pub(crate) fn is_out_of_blocks(&self) -> bool {
         use kvcore::Error::OutOfBlocks;
         matches!(self, Self::Core(OutOfBlocks { .. }) | Self::Chunk(kvchunk::Error::Core(OutOfBlocks { .. })))
@@ -127,7 +127,7 @@ impl Error {
 }
 
 impl From<kvmodel::Error> for Error {
-    /// Turns errors that this crate has, too, into its own variants.
+    /// Converts the errors that this crate also has to its own variants.
     fn from(error: kvmodel::Error) -> Self {
         match error {
             kvmodel::Error::Cancelled => Self::Cancelled,

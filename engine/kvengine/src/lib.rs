@@ -10,7 +10,7 @@
 //! let codec = loaded.codec;
 //! let mut engine = Engine::new(loaded.model, CpuBackend::new(), codec.digest(), &EngineConfig::default())?;
 //! let prompt = PromptTokens::split(&codec, "answer briefly ## alba is red . ## alba ?", "##", true)?;
-//! // The way that lost least in measurements; without it nothing is recomputed.
+//! // The setting with the smallest loss in measurements. Without it, nothing is recomputed.
 //! let request = Request::new(prompt).reusing(&Reuse::default());
 //! let answer = engine.generate(&request, &mut ())?;
 //! println!("{}", codec.decode(&answer.tokens)?);
@@ -27,7 +27,7 @@
 //!       runner           a model on a device with its caches; knows no request
 //!         request        requests with their settings, and answers
 //!         config, error  the settings of an engine, its errors
-//! tuned                  a file with the way of reuse that suits a model
+//! tuned                  a file with the reuse settings that suit a model
 //! ```
 
 #![forbid(unsafe_code)]

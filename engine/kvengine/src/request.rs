@@ -14,12 +14,12 @@ use crate::error::{Error, Result};
 pub enum PromptTokens {
     /// An ordinary prompt, computed under full attention.
     Plain(Vec<u32>),
-    /// A chunked prompt, whose chunks do not see each other.
+    /// A chunked prompt, whose chunks do not attend to each other.
     Chunked(ChunkedPrompt),
 }
 
 impl PromptTokens {
-    /// Returns the number of tokens of the prompt.
+    /// Returns the number of tokens in the prompt.
     pub fn len(&self) -> usize {
         match self {
             Self::Plain(tokens) => tokens.len(),
@@ -27,7 +27,7 @@ impl PromptTokens {
         }
     }
 
-    /// Returns true if the prompt has no token.
+    /// Returns true if the prompt has no tokens.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
@@ -44,71 +44,69 @@ impl PromptTokens {
     }
 }
 
-/// A prompt, with the settings for its answer. Clones share the prompt.
+/// A prompt with the settings for its answer. Clones share the prompt.
 #[derive(Debug, Clone)]
 #[allow(clippy::struct_excessive_bools, reason = "each is a switch of its own")]
 pub struct Request {
     /// The prompt.
     pub prompt: Arc<PromptTokens>,
-    /// The compute mode and position strategy of chunks.
+    /// The compute mode and position strategy for chunks.
     pub cell: ReuseCell,
     /// Allows the request to use cached KV, and to leave KV in the caches. If false, everything is computed
     /// from scratch under the same mask.
     pub reuse: bool,
-    /// Lets chunks see each other: a chunked prompt is computed as an ordinary one.
+    /// Lets chunks attend to each other: a chunked prompt is computed like an ordinary one.
     pub full_attention: bool,
     /// The strategy that chooses chunk tokens to recompute. Recomputed tokens see everything before them.
     pub recompute: Arc<dyn RecomputeStrategy>,
-    /// The temperature and scale of the question's attention to chunks.
+    /// The temperature and scale for the question's attention to chunks.
     pub scaling: ContextScaling,
-    /// The tag of the chunk cache's tenant that owns the chunks; `None` for the default tenant.
+    /// The tag of the chunk cache tenant that owns the chunks; `None` for the default tenant.
     pub tenant: Option<String>,
     /// The number of answers to sample. The prompt is computed once. Each answer has its own seed, counted up
     /// from [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) returns only the first. A
     /// request with a [forced](Self::forced) answer has one sample.
     pub samples: usize,
-    /// Searches for the likeliest answers as a whole, and returns the best [`samples`](Self::samples) of
-    /// them, the best first, when the search ends. `None` chooses token by token.
+    /// Searches for the likeliest whole answers. When the search ends, returns the best
+    /// [`samples`](Self::samples) of them, best first. `None` chooses token by token.
     pub beams: Option<BeamSearch>,
-    /// The order among waiting requests: larger numbers first, then in the order of arrival. If memory is
-    /// short, the last request in this order is preempted.
+    /// Orders waiting requests: higher priorities come first, equal ones in the order of arrival. If memory
+    /// is short, the last request in this order is preempted.
     pub priority: i32,
     /// The time after which the request ends with [`Error::TimeOut`].
     pub time_limit: Option<Duration>,
-    /// The priority of the prompt's cached blocks when no request holds them, and how long it lasts. It has
+    /// The priority of the prompt's cached blocks while no request holds them, and how long it lasts. It has
     /// an effect if [`EngineConfig::cache_policy`](crate::EngineConfig::cache_policy) evicts by priority. For
     /// a chunked prompt, it applies to the blocks of the question.
     pub retention: Option<Retention>,
-    /// The largest number of tokens of the answer.
+    /// The maximum number of tokens in the answer.
     pub max_new_tokens: usize,
     /// The settings of sampling.
     pub sampling: Sampling,
-    /// The largest number of tokens to guess in each step (prompt lookup decoding). Guesses are tokens that
-    /// followed the last ones earlier in the prompt or in the answer. The answer stays the same, and one that
-    /// quotes its documents takes fewer steps. 0 guesses none.
+    /// The maximum number of tokens to guess in each step (prompt lookup decoding). Guesses are the tokens
+    /// that followed the last ones earlier in the prompt or the answer. The answer stays the same, but takes
+    /// fewer steps if it quotes its documents. 0 turns guessing off.
     pub lookup: usize,
-    /// Lets tokens of the answer attend to a part of a long context, which is faster and approximate. `None`
-    /// attends to everything. A step with [guesses](Self::lookup) attends to everything, too.
+    /// Lets the answer's tokens attend to only a part of a long context, which is faster but approximate.
+    /// `None` attends to everything. A step with [guesses](Self::lookup) also attends to everything.
     pub sparse: Option<SparseDecode>,
-    /// The answer to compute, regardless of the choices of the model (teacher forcing). The answer ends after these
+    /// The answer to compute, whatever the model would choose (teacher forcing). The answer ends after these
     /// tokens. The logits after the last one are kept as well if the answer has room for another token.
     pub forced: Option<Arc<[u32]>>,
-    /// Ignores end tokens, to measure answers of a given length.
+    /// Ignores end tokens, to measure answers of a fixed length.
     pub ignore_end: bool,
-    /// Numbers to add to the logits of single tokens before a token is chosen. Negative infinity excludes a
-    /// token.
+    /// Numbers to add to single tokens' logits before a token is chosen. Negative infinity excludes a token.
     pub logit_bias: Arc<[(u32, f32)]>,
-    /// Returns the log-probability of each token of the answer, and those of this many likeliest tokens at
-    /// its place.
+    /// Returns the log-probability of each answer token, and of this many likeliest tokens at its position.
     pub logprobs: Option<usize>,
     /// Keeps the logits of every answer token in [`Generation::logits`].
     pub keep_logits: bool,
 }
 
 impl Request {
-    /// Creates a greedy request for up to 64 tokens in the default cell, whose reuse is exact under its mask.
-    /// The mask differs from that of full attention, so answers may differ, too: [`reusing`](Self::reusing)
-    /// takes a measured way, such as the default of [`kvchunk::Reuse`].
+    /// Creates a greedy request for up to 64 tokens in the default cell. Its reuse is exact under its mask,
+    /// but the mask, and therefore the answers, may differ from full attention's. [`reusing`](Self::reusing)
+    /// applies measured settings, such as the default of [`kvchunk::Reuse`].
     pub fn new(prompt: impl Into<Arc<PromptTokens>>) -> Self {
         Self {
             prompt: prompt.into(),
@@ -135,8 +133,8 @@ impl Request {
         }
     }
 
-    /// Returns the prompt if its chunks are computed apart, or `None` if the prompt is computed as an
-    /// ordinary one.
+    /// Returns the prompt if its chunks are computed separately, or `None` if it is computed like an ordinary
+    /// prompt.
     pub(crate) fn chunked(&self) -> Option<&ChunkedPrompt> {
         match &*self.prompt {
             PromptTokens::Chunked(prompt) if !self.full_attention => Some(prompt),
@@ -144,13 +142,13 @@ impl Request {
         }
     }
 
-    /// Returns the number of sequences that the request has when it decodes.
+    /// Returns the number of sequences that the request decodes.
     pub(crate) fn width(&self) -> usize {
         self.beams.map_or(self.samples, |beams| beams.width)
     }
 }
 
-/// The settings of sampling. By default the most likely token is taken.
+/// The sampling settings. By default, the most likely token is chosen.
 ///
 /// ```
 /// use kvengine::Sampling;
@@ -161,11 +159,10 @@ impl Request {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Sampling {
-    /// The temperature. 0 takes the most likely token. Above 0, the logits are divided by the temperature and
-    /// a token is drawn.
+    /// The temperature. 0 chooses the most likely token. Above 0, the logits are divided by the temperature
+    /// and a token is drawn.
     pub temperature: f32,
-    /// Keeps this many of the most likely tokens, and all tokens that are as likely as the last of them; 0
-    /// keeps all.
+    /// Keeps this many of the most likely tokens, and all tokens as likely as the last of them; 0 keeps all.
     pub top_k: usize,
     /// Keeps the fewest of the most likely tokens whose probabilities add up to this share; 1 keeps all. Of
     /// equally likely tokens, the first are kept.
@@ -175,13 +172,13 @@ pub struct Sampling {
     /// Divides positive logits of tokens that occur in the prompt or the answer, and multiplies negative
     /// ones; 1 changes nothing.
     pub repetition_penalty: f32,
-    /// Subtracted from the logits of tokens that occur in the answer; 0 changes nothing, below 0 makes them
-    /// more likely. (`OpenAI`'s API.)
+    /// Subtracted from the logits of tokens that occur in the answer. 0 changes nothing; negative values make
+    /// those tokens more likely. (From `OpenAI`'s API.)
     pub presence_penalty: f32,
-    /// Subtracted from a token's logit once for each time that it occurs in the answer; 0 changes nothing.
-    /// (`OpenAI`'s API.)
+    /// Subtracted from a token's logit once for each time it occurs in the answer; 0 changes nothing. (From
+    /// `OpenAI`'s API.)
     pub frequency_penalty: f32,
-    /// The seed of the draw.
+    /// Random seed.
     pub seed: u64,
 }
 
@@ -207,7 +204,7 @@ impl Sampling {
     /// Checks every setting.
     ///
     /// # Errors
-    /// Returns [`Error::Sampling`] for the first setting that is outside its range.
+    /// Returns [`Error::Sampling`] for the first setting that is out of range.
     pub fn check(&self) -> Result<()> {
         let share = |x: f32| (0.0..=1.0).contains(&x);
         let positive = self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0;
@@ -253,8 +250,8 @@ impl BeamSearch {
     /// Checks that the other settings of a request suit a beam search.
     ///
     /// # Errors
-    /// Returns [`Error::Beams`] for no beam, for fewer beams than answers, for settings of sampling, and for
-    /// logits that are to be kept.
+    /// Returns [`Error::Beams`] if there are no beams or fewer beams than answers, if sampling settings are
+    /// given, or if logits are to be kept.
     pub(crate) fn check(&self, request: &Request) -> Result<()> {
         let plain = Sampling { seed: request.sampling.seed, ..Sampling::default() } == request.sampling;
         let reason = match request {
@@ -273,22 +270,22 @@ impl BeamSearch {
     }
 }
 
-/// Decode steps that attend to a part of a long context.
+/// Settings of decode steps that attend to only a part of a long context.
 ///
-/// The answer is an approximation, whose error `cargo bench -p kvlab --bench sparse_decode` measures. Prompts
-/// are computed with everything in sight.
+/// The answer is approximate; `cargo bench -p kvlab --bench sparse_decode` measures its error. Prompts still
+/// attend to everything.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct SparseDecode {
-    /// The number of blocks that a token attends to in a layer, at least 4. A sequence with fewer blocks is
-    /// seen whole.
+    /// The number of blocks that a token attends to in each layer, at least 4. Shorter sequences are attended
+    /// to as a whole.
     pub pages: usize,
-    /// The number of first layers that attend to everything, because attention is spread widely there.
+    /// The number of layers at the start that attend to everything, because attention is spread out there.
     pub dense_layers: usize,
 }
 
 impl SparseDecode {
-    /// The number of blocks at the end of a sequence that are always seen: the one that grows, and the one
-    /// before.
+    /// The number of blocks at the end of a sequence that are always attended to: the one being filled, and
+    /// the one before it.
     pub(crate) const LAST: usize = 2;
 
     /// Attends to `pages` blocks in all layers but the first two.
@@ -296,9 +293,10 @@ impl SparseDecode {
         Self { pages, dense_layers: 2 }
     }
 
-    /// Checks the setting for a model. `widest_window` is given if all layers of the model have a window.
+    /// Checks the setting against a model. `widest_window` must be given if all of the model's layers have a
+    /// window.
     pub(crate) fn check(self, widest_window: Option<usize>) -> Result<()> {
-        // The first block, the last ones, and one that is chosen.
+        // The first block, the last ones, and at least one to choose.
         if self.pages < 1 + Self::LAST + 1 {
             return Err(Error::Pages(
                 "take at least 4 blocks: the first one, the last two, and one that is chosen",
@@ -313,13 +311,13 @@ impl SparseDecode {
     }
 }
 
-/// The reason why an answer ended.
+/// Why an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
-    /// The model gave an end token.
+    /// The model produced an end token.
     Stop,
-    /// The observer found the answer complete: its text has a stop string.
+    /// The observer found the answer complete: its text contains a stop string.
     #[serde(rename = "stop-string")]
     StopString,
     /// The answer reached the token limit, the model's last position or the end of a static cache.
@@ -331,9 +329,9 @@ pub enum FinishReason {
 pub struct Generation {
     /// The new tokens, without the end token. Tokens of a stop string are included.
     pub tokens: Vec<u32>,
-    /// The reason why the answer ended.
+    /// Why the answer ended.
     pub finish: FinishReason,
-    /// The number of tokens of the prompt.
+    /// The number of tokens in the prompt.
     pub prompt_tokens: usize,
     /// The number of prompt tokens whose KV was cached.
     pub cached_tokens: usize,
@@ -351,7 +349,7 @@ pub struct Generation {
     pub total: Duration,
     /// One report per chunk, in the prompt's order; empty for an ordinary prompt.
     pub chunks: Vec<ChunkReport>,
-    /// The score of an answer that a [beam search](Request::beams) found.
+    /// The score of an answer found by a [beam search](Request::beams).
     pub score: Option<f32>,
     /// The log-probabilities of the tokens; empty unless [`Request::logprobs`] asks for them.
     pub logprobs: Vec<TokenLogprobs>,
@@ -360,15 +358,15 @@ pub struct Generation {
     pub logits: Vec<Vec<f32>>,
 }
 
-/// The log-probability of a token of an answer, and those of the likeliest tokens at its place. They come
-/// from the model's own distribution, before temperature, penalties and filters.
+/// The log-probability of an answer token, and of the likeliest tokens at its position. They come from the
+/// model's own distribution, before temperature, penalties and filters.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TokenLogprobs {
     /// The token.
     pub token: u32,
     /// The natural logarithm of its probability.
     pub logprob: f32,
-    /// The likeliest tokens with their log-probabilities, the likeliest first.
+    /// The likeliest tokens with their log-probabilities, likeliest first.
     pub top: Vec<(u32, f32)>,
 }
 

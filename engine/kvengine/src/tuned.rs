@@ -1,4 +1,4 @@
-//! Tuned reuse: a way of reuse that was chosen for a model by measurement, and its file.
+//! Tuned reuse: reuse settings that were chosen for a model by measurement, and their file.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 use crate::request::Request;
 
-/// The version of the file that this crate writes and reads.
+/// The file version that this crate writes and reads.
 const VERSION: u32 = 1;
 
-/// A way of reuse that was chosen for one model, with its measurements. `kvc tune` writes it.
+/// Reuse settings chosen for one model, with their measurements. `kvc tune` writes them.
 ///
 /// ```no_run
 /// # use kvengine::{PromptTokens, Request, TunedReuse};
@@ -30,29 +30,29 @@ pub struct TunedReuse {
     /// The model's [`identity`](Model::identity), in hexadecimal digits.
     model: String,
     reuse: Reuse,
-    /// The measurements, for people only.
+    /// The measurements, only for people to read.
     measured: TunedBy,
 }
 
-/// The measurements of a way of reuse against full attention.
+/// Measurements of reuse settings compared with full attention.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TunedBy {
-    /// The number of questions that both ways were asked.
+    /// The number of questions that both were asked.
     pub questions: usize,
-    /// The number of questions that full attention answers and this way does not.
+    /// The number of questions that only full attention answers correctly.
     pub lost: usize,
-    /// The number of questions that this way answers and full attention does not.
+    /// The number of questions that only reuse answers correctly.
     pub gained: usize,
-    /// The largest allowed loss, in percentage points.
+    /// The maximum allowed loss, in percentage points.
     pub within: f64,
-    /// True if the answers show with 95 % confidence that the loss is within that limit, false if they refute
-    /// it, and `None` if they do neither.
+    /// True if the answers show with 95 % confidence that the loss is within the limit, false if they refute
+    /// it, `None` if they do neither.
     pub fits: Option<bool>,
     /// The Kullback–Leibler divergence from full attention along the answers of full attention, in nats per
     /// token.
     pub divergence: f64,
-    /// The operations of a prefill, as a share of full attention's.
+    /// The operation count of a prefill, relative to full attention's.
     pub operations: f64,
 }
 
@@ -92,10 +92,10 @@ impl TunedReuse {
         text.and_then(write).map_err(|source| Error::Write { path: path.to_owned(), source })
     }
 
-    /// Returns the way of reuse.
+    /// Returns the reuse settings.
     ///
     /// # Errors
-    /// Returns [`Error::TunedForOther`] if the way was chosen for another model.
+    /// Returns [`Error::TunedForOther`] if they were chosen for another model.
     pub fn of(&self, model: &Model) -> Result<Reuse> {
         let identity = hex(model.identity());
         if self.model == identity {
@@ -111,7 +111,7 @@ impl TunedReuse {
 }
 
 impl Request {
-    /// Sets the way in which the request reuses chunks.
+    /// Applies reuse settings to the request.
     #[must_use]
     pub fn reusing(self, way: &Reuse) -> Self {
         Self { cell: way.cell, recompute: Arc::new(way.recompute), scaling: way.scaling, ..self }

@@ -1,9 +1,9 @@
-//! Recomputation by deviation: all tokens are computed up to a checkpoint, and the chosen ones go on.
+//! Recomputation by deviation: all tokens are computed up to a checkpoint, and the chosen ones continue.
 //!
-//! Up to the checkpoint, every chunk token and the question are computed under full attention, into scratch
+//! Up to the checkpoint, all chunk tokens and the question are computed under full attention into scratch
 //! blocks, piece by piece. At the checkpoint, the fresh keys and values of each token are compared with the
-//! stored ones, and the strategy chooses tokens. Their rows move to copy-on-write blocks, where all other
-//! tokens keep their stored KV. (CacheBlend, Yao et al., 2024.)
+//! stored ones, and the strategy chooses tokens. The chosen tokens' rows are moved to copy-on-write blocks,
+//! where all other tokens keep their stored KV. (CacheBlend, Yao et al., 2024.)
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -35,26 +35,26 @@ pub(super) struct Blend {
     question: SequenceInput,
     /// Evidence that was gathered before the blend.
     found: Findings,
-    /// The pieces that were computed up to the checkpoint, in order, with the number of rows of each.
+    /// The pieces that were computed up to the checkpoint, in order, each with its number of rows.
     kept: VecDeque<(KeptRows, usize)>,
-    /// The number of rows of these pieces.
+    /// The total number of rows of these pieces.
     done: usize,
     keys: Distances,
     values: Distances,
-    /// The rows that go on, once they are chosen.
+    /// The rows that continue after the checkpoint, once they are chosen.
     chosen: Option<ChosenRows>,
 }
 
-/// The rows that go on after the checkpoint.
+/// The rows that continue after the checkpoint.
 #[derive(Debug)]
 struct ChosenRows {
-    /// Rows, numbered through all pieces, in ascending order.
+    /// Row indices, counted through all pieces, in ascending order.
     rows: VecDeque<u32>,
     /// Their inputs.
     batch: Vec<SequenceInput>,
-    /// The number of rows of the inputs that have gone on.
+    /// How many rows of the inputs have continued.
     done: usize,
-    /// The number of rows of the pieces before the first that is kept.
+    /// The number of rows in the pieces before the first kept one.
     passed: u32,
     /// The number of chunk tokens among the rows.
     tokens: usize,
@@ -63,7 +63,7 @@ struct ChosenRows {
 /// The outcome of a piece of a blend.
 #[derive(Debug)]
 pub(super) struct Blended {
-    /// The number of rows of the pass.
+    /// The number of rows in the pass.
     pub(super) rows: usize,
     pub(super) flops: u64,
     /// The number of recomputed chunk tokens and the logits after the question, once all rows are computed.
@@ -79,7 +79,7 @@ struct Distances {
     squares: f64,
 }
 
-/// The prompt of a blend, and what computes it.
+/// The prompt to blend, and everything needed to compute it.
 pub(super) struct BlendSource<'a> {
     pub(super) runner: &'a Runner,
     pub(super) ropes: &'a LayerRopes,
@@ -89,7 +89,7 @@ pub(super) struct BlendSource<'a> {
 }
 
 impl Blend {
-    /// Takes scratch blocks for all tokens. `question` has its final slots.
+    /// Allocates scratch blocks for all tokens. `question` already has its final slots.
     pub(super) fn new(
         source: &BlendSource<'_>,
         assembled: &AssembledPrompt,
@@ -110,7 +110,7 @@ impl Blend {
         })
     }
 
-    /// Returns the number of rows that are left to compute, as far as they are known.
+    /// Returns the number of rows left to compute, as far as it is known.
     pub(super) fn left(&self) -> usize {
         match &self.chosen {
             None => (self.chunk_rows() + self.question.tokens.len() - self.done).max(1),
@@ -122,7 +122,7 @@ impl Blend {
         self.scratch.inputs().iter().map(|input| input.tokens.len()).sum()
     }
 
-    /// Computes the next piece, of at most `most` rows. An error changes nothing.
+    /// Computes the next piece, of at most `most` rows. An error leaves everything unchanged.
     pub(super) fn advance(
         &mut self,
         source: &BlendSource<'_>,
@@ -164,7 +164,7 @@ impl Blend {
         Ok(Blended { rows: rows.len(), flops, end: None })
     }
 
-    /// Runs chosen rows of one piece through the layers after the checkpoint.
+    /// Runs one piece's chosen rows through the layers after the checkpoint.
     fn after_checkpoint(
         &mut self,
         source: &BlendSource<'_>,
@@ -173,7 +173,7 @@ impl Blend {
     ) -> Result<Blended> {
         let (runner, device, mut memory) = (source.runner, source.runner.device(), PassMemory::default());
         let Some(chosen) = &mut self.chosen else { return Err(Error::EmptyPrompt) };
-        // Pieces without a chosen row are dropped.
+        // Pieces without chosen rows are dropped.
         while let (Some((_, len)), Some(&next)) = (self.kept.front(), chosen.rows.front()) {
             if next < chosen.passed + *len as u32 {
                 break;
@@ -205,7 +205,7 @@ impl Blend {
         Ok(Blended { rows: count, flops, end })
     }
 
-    /// Returns the distances of the stored rows of chunks from the fresh ones, for keys and for values.
+    /// Returns how far the chunks' stored rows are from the fresh ones, for keys and for values.
     fn distances(
         &self,
         runner: &Runner,
@@ -214,7 +214,7 @@ impl Blend {
     ) -> Result<(Distances, Distances)> {
         let stored = SlotMapping::concat(self.scratch.stored());
         let slots = stored.get(rows.start.min(stored.len())..rows.end.min(stored.len())).unwrap_or_default();
-        // The question, or chunks that already equal full attention's.
+        // The question, or chunks that already match full attention.
         if slots.is_empty() {
             return Ok(Default::default());
         }
@@ -245,13 +245,13 @@ impl Blend {
         Ok(())
     }
 
-    /// Chooses the tokens that go on, and copies their rows to their final blocks.
+    /// Chooses the tokens that continue, and copies their rows to their final blocks.
     fn choose(&self, source: &BlendSource<'_>, assembled: &mut AssembledPrompt) -> Result<ChosenRows> {
         let mut found = self.found.clone();
         let sums = self.keys.plus(&self.values, self.chunk_rows());
         found.deviations = Some(TokenScores::new(self.scratch.by_chunk(assembled.chunks(), &sums)));
         let chosen = source.strategy.select(assembled.chunks(), &found);
-        // Chunks that already equal full attention's have no rows here.
+        // Chunks that already match full attention have no rows here.
         let spans = assembled.chunks().iter().zip(chosen.chunks());
         let chosen = spans.map(|(span, tokens)| if span.is_full { Vec::new() } else { tokens.clone() });
         let chosen = TokenSelection::new(chosen);
@@ -290,7 +290,7 @@ impl Distances {
         self.squares += more.squares;
     }
 
-    /// Returns `‖fresh − stored‖² / mean ‖fresh‖²` of each of `rows` rows, summed over both kinds.
+    /// Returns `‖fresh − stored‖² / mean ‖fresh‖²` for each of `rows` rows, summed over keys and values.
     fn plus(&self, other: &Self, rows: usize) -> Vec<f32> {
         let relative = |one: &Self, row: usize| {
             let mean = (one.squares / one.rows.len().max(1) as f64).max(f64::MIN_POSITIVE);
@@ -300,7 +300,7 @@ impl Distances {
     }
 }
 
-/// Returns inputs with some of the rows, which are numbered through all inputs.
+/// Returns inputs with only some of the rows. Row indices count through all inputs.
 fn pieces<'a>(
     inputs: impl Iterator<Item = &'a SequenceInput>,
     rows: Range<usize>,

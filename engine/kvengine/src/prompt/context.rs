@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvchunk::ContextScaling;
 use kvcore::{MergeGroup, Segment, SequenceInput, SequenceStart, WriteSlots};
 
-/// The segments that the tokens of a question and its answer see before their own sequence.
+/// The segments that a question and its answer see before their own sequence.
 #[derive(Debug, Clone)]
 pub(crate) struct Context {
     segments: Arc<[Segment]>,
@@ -13,18 +13,18 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Returns the segments of a prompt's documents with the weights of a request.
+    /// Returns the segments of a prompt's documents, with the weights that a request sets.
     pub(super) fn scaled(scaling: ContextScaling, segments: &Arc<[Segment]>) -> Self {
         Self { segments: scaling.apply(segments), groups: scaling.groups() }
     }
 
-    /// Returns the segments of the context, followed by that of the own sequence.
+    /// Returns the context's segments, followed by the request's own.
     fn followed_by(&self, sequence: Segment) -> Arc<[Segment]> {
         self.segments.iter().cloned().chain([sequence]).collect()
     }
 
-    /// Returns the tokens after the first `before` of a sequence as an input that sees the context and its
-    /// own sequence. The sequence begins at `start`, and lies in the segment `sequence`.
+    /// Returns the tokens of a sequence after its first `before` as an input that sees the context and its
+    /// own sequence. The sequence begins at `start` and is stored in the segment `sequence`.
     pub(crate) fn input(
         &self,
         start: SequenceStart,
@@ -39,7 +39,7 @@ impl Context {
         SequenceInput { groups: Arc::clone(&self.groups), ..input }
     }
 
-    /// Returns a question that sees this context in place of its own, and its own sequence as before.
+    /// Returns the question with this context in place of its own, and with the same sequence.
     pub(super) fn of_question(&self, question: &SequenceInput) -> SequenceInput {
         let segments = match question.segments.last() {
             Some(sequence) => self.followed_by(sequence.clone()),

@@ -1,7 +1,7 @@
-//! The question as a judge of its documents: it is computed once over the stored keys, and its attention to
-//! each token counts.
+//! The question chooses the tokens to recompute: it is computed once over the stored keys, and its attention
+//! to each token is summed.
 //!
-//! The sums are made by the model, in the passes of all requests. (`ProphetKV`, 2026.)
+//! The model computes the sums, in the passes of all requests. (`ProphetKV`, 2026.)
 
 use kvchunk::Findings;
 use kvcore::{SequenceInput, WriteSlots};
@@ -14,7 +14,7 @@ use crate::request::Request;
 use crate::runner::Runner;
 
 impl LivePrompt {
-    /// Begins to gather what the request's strategy wants to know, or lets it choose at once.
+    /// Starts to gather the evidence that the request's strategy needs, or lets it choose at once.
     pub(super) fn choose(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         let Some(check) = request.recompute.evidence().attention else {
             return self.choose_by(runner, request, Findings::default());
@@ -29,7 +29,7 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Lets the strategy choose when the attention of the question is known.
+    /// Lets the strategy choose once the question's attention is known.
     pub(super) fn choose_asked(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         let PromptParts::Stored { assembled, stage: Stage::Asking { mass, .. } } = &self.parts else {
             return Err(Error::EmptyPrompt);
@@ -43,8 +43,7 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Returns the whole question as an input in a sequence of its own, which sees the documents as they are
-    /// stored.
+    /// Returns the whole question as an input in its own sequence, which sees the documents as stored.
     pub(super) fn question(&mut self, runner: &mut Runner, request: &Request) -> Result<SequenceInput> {
         self.free_question(runner)?;
         let Some(prompt) = request.chunked() else { return Err(Error::EmptyPrompt) };
@@ -61,7 +60,7 @@ impl LivePrompt {
         Ok(input)
     }
 
-    /// Frees the sequence of the question, which is computed again with the final context.
+    /// Frees the question's sequence. The question is computed again with the final context.
     pub(super) fn free_question(&mut self, runner: &mut Runner) -> Result<()> {
         self.question.take().map_or(Ok(()), |sequence| runner.caches.free(sequence))
     }

@@ -1,4 +1,4 @@
-//! The prompt of one request: text cut into parts, and documents from their look-up to the end of the answer.
+//! The prompt of one request: text cut into parts, and its documents from lookup to the end of the answer.
 
 mod blend;
 mod context;

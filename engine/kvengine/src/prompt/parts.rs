@@ -1,4 +1,4 @@
-//! The documents of a request: looked up, computed in the passes of all requests, and in part recomputed.
+//! A request's documents: they are looked up, computed in the passes of all requests, and partly recomputed.
 //!
 //! ```text
 //! None ─► Missing ─► Stored: Open ─┬────────────────────────────┬─► Recomputing ─► Held
@@ -20,13 +20,13 @@ use crate::error::{Error, Result};
 use crate::request::Request;
 use crate::runner::Runner;
 
-/// The prompt of a request that is being answered. Of an ordinary prompt there are no parts to compute here.
+/// The prompt of a request that is being answered. An ordinary prompt has no parts to compute here.
 #[derive(Debug)]
 pub(crate) struct LivePrompt {
-    /// The rotary embeddings of the request's regime.
+    /// The rotary embeddings for the request's regime.
     ropes: LayerRopes,
     keys: TenantKeys,
-    /// The positions of a chunked prompt's parts.
+    /// The positions of the parts, for a chunked prompt.
     plan: Option<PositionPlan>,
     pub(super) parts: PromptParts,
     /// The segments that the question sees.
@@ -36,14 +36,14 @@ pub(crate) struct LivePrompt {
     pub(super) question: Option<SequenceId>,
 }
 
-/// The costs of a request's prefill.
+/// The costs of one request's prefill.
 #[derive(Debug, Default, Clone)]
 pub(crate) struct PromptCosts {
     /// The number of tokens whose KV was cached.
     pub(crate) cached_tokens: usize,
     /// The number of chunk tokens that the strategy recomputed.
     pub(crate) recomputed_tokens: usize,
-    /// The floating-point operations.
+    /// The number of floating-point operations.
     pub(crate) flops: u64,
     /// One report per chunk.
     pub(crate) chunks: Vec<ChunkReport>,
@@ -52,39 +52,39 @@ pub(crate) struct PromptCosts {
 /// The state of a request's system prompt and documents.
 #[derive(Debug)]
 pub(super) enum PromptParts {
-    /// Not looked up: the request waits, or its prompt is an ordinary one.
+    /// Not looked up so far: the request is waiting, or its prompt is an ordinary one.
     None,
-    /// Looked up. Missing parts are being computed, here or by other requests.
+    /// Looked up. Missing parts are being computed, by this request or by others.
     Missing { assembly: Box<Assembly>, reindexer: PositionReindexer, rows: PendingRows, since: u64 },
     /// Computed and stored.
     Stored { assembled: Box<AssembledPrompt>, stage: Stage },
 }
 
-/// The work that is left on stored documents before the question sees them.
+/// The work left on stored documents before the question may see them.
 #[derive(Debug)]
 pub(super) enum Stage {
     /// The tokens to recompute have not been chosen yet.
     Open,
     /// The question is computed once, to see how much it attends to each token before it.
     Asking { question: PendingRows, mass: AttentionMass },
-    /// All tokens are computed up to a checkpoint, and the chosen ones go on.
+    /// All tokens are computed up to a checkpoint, and the chosen ones continue.
     Blending(Box<Blend>),
-    /// The chosen tokens are recomputed.
+    /// The chosen tokens are being recomputed.
     Recomputing(PendingRows),
-    /// None: the documents are held until the answer is complete.
+    /// No work is left. The documents are held until the answer is complete.
     Held,
 }
 
 /// Inputs that passes compute piece by piece.
 #[derive(Debug, Default)]
 pub(super) struct PendingRows {
-    /// The inputs that no pass has taken as a whole.
+    /// The inputs that passes have not taken completely.
     inputs: VecDeque<SequenceInput>,
-    /// The number of rows of the first input that passes have taken.
+    /// How many rows of the first input passes have taken.
     taken: usize,
-    /// The number of rows of all inputs.
+    /// The total number of rows in all inputs.
     total: usize,
-    /// The number of rows that are computed.
+    /// The number of computed rows.
     done: usize,
 }
 
@@ -95,7 +95,7 @@ impl PendingRows {
         Self { inputs, total, ..Self::default() }
     }
 
-    /// Returns the number of rows that are not computed.
+    /// Returns the number of rows left to compute.
     fn left(&self) -> usize {
         self.total.saturating_sub(self.done)
     }
@@ -122,7 +122,8 @@ impl PendingRows {
 }
 
 impl LivePrompt {
-    /// Creates a prompt whose parts are not looked up. `plan` has the positions of a chunked prompt.
+    /// Creates a prompt whose parts have not been looked up. `plan` has the positions of a chunked prompt's
+    /// parts.
     pub(crate) fn new(ropes: LayerRopes, keys: TenantKeys, plan: Option<PositionPlan>) -> Self {
         Self {
             ropes,
@@ -135,17 +136,17 @@ impl LivePrompt {
         }
     }
 
-    /// Returns the rotary embeddings of the request's regime.
+    /// Returns the rotary embeddings for the request's regime.
     pub(crate) fn ropes(&self) -> &LayerRopes {
         &self.ropes
     }
 
-    /// Returns the tenant, with the root of its keys.
+    /// Returns the tenant and the root of its keys.
     pub(crate) fn keys(&self) -> &TenantKeys {
         &self.keys
     }
 
-    /// Returns whether the prompt's chunks are computed apart.
+    /// Returns true if the prompt's chunks are computed separately.
     pub(crate) fn is_chunked(&self) -> bool {
         self.plan.is_some()
     }
@@ -173,17 +174,17 @@ impl LivePrompt {
         &mut self.costs
     }
 
-    /// Returns whether parts are looked up and not stored yet.
+    /// Returns true if the parts have been looked up but are not stored.
     pub(crate) fn is_missing(&self) -> bool {
         matches!(self.parts, PromptParts::Missing { .. })
     }
 
-    /// Returns whether a blend is under way.
+    /// Returns true if a blend is in progress.
     pub(crate) fn is_blending(&self) -> bool {
         matches!(self.parts, PromptParts::Stored { stage: Stage::Blending(_), .. })
     }
 
-    /// Returns a waiter for a part that another request computes.
+    /// Returns a waiter for a part that another request is computing.
     pub(crate) fn waiter(&self) -> Option<&kvchunk::ChunkWaiter> {
         match &self.parts {
             PromptParts::Missing { assembly, .. } => assembly.waiters().next(),
@@ -191,7 +192,7 @@ impl LivePrompt {
         }
     }
 
-    /// Returns the attention mass that is being summed, if the question is asked.
+    /// Returns the attention mass being summed, if the question is being asked.
     pub(crate) fn mass_mut(&mut self) -> Option<&mut AttentionMass> {
         match &mut self.parts {
             PromptParts::Stored { stage: Stage::Asking { mass, .. }, .. } => Some(mass),
@@ -206,7 +207,7 @@ impl LivePrompt {
             self.costs.flops += flops;
         }
         (self.parts, self.context) = (PromptParts::None, Context::default());
-        // The sequence is known: nothing else frees it.
+        // The sequence exists, because nothing else frees it.
         drop(self.free_question(runner));
     }
 
@@ -233,7 +234,7 @@ impl LivePrompt {
         }
     }
 
-    /// Returns the number of rows of the present state that are not computed.
+    /// Returns the number of rows left to compute in the present state.
     fn left(&self) -> usize {
         match &self.parts {
             PromptParts::Missing { rows, .. }
@@ -246,7 +247,7 @@ impl LivePrompt {
         }
     }
 
-    /// Looks the parts of the prompt up and takes blocks for the missing ones. An ordinary prompt has no
+    /// Looks up the prompt's parts, and allocates blocks for the missing ones. An ordinary prompt has no
     /// parts.
     pub(crate) fn look_up(&mut self, runner: &Runner, request: &Request) -> Result<()> {
         let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(()) };
@@ -260,9 +261,9 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Does everything that needs no pass: looks parts up, stores computed ones, looks again for the ones
-    /// that other requests compute, and chooses the tokens to recompute. After an error the call may be
-    /// repeated; only time is lost.
+    /// Does everything that needs no pass: looks up parts, stores the computed ones, checks again for parts
+    /// that other requests compute, and chooses the tokens to recompute. The call may be repeated after an
+    /// error, which only costs time.
     pub(crate) fn advance(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         while self.left() == 0 {
             match &mut self.parts {
@@ -299,7 +300,7 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Stores the parts that were computed, so that other requests find them.
+    /// Stores the computed parts for other requests to find.
     fn store(&mut self) -> Result<()> {
         let PromptParts::Missing { assembly, .. } = std::mem::replace(&mut self.parts, PromptParts::None)
         else {
@@ -339,7 +340,7 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Returns the stored documents with their stage, and what a blend needs to know.
+    /// Returns the source for a blend, and the stored documents with their stage.
     pub(super) fn stored<'a>(
         &'a mut self,
         runner: &'a Runner,
@@ -378,8 +379,8 @@ impl LivePrompt {
         Ok((blended.rows, logits))
     }
 
-    /// Lets the question see the documents if the `fed` rows of this pass complete them. Returns false if
-    /// something is still to be computed, chosen or waited for.
+    /// Lets the question see the documents if the pass's `fed` rows complete them. Returns false if there is
+    /// still something to compute, choose or wait for.
     pub(crate) fn opens_to_question(&mut self, request: &Request, fed: usize) -> bool {
         let left = self.left();
         let segments = match &self.parts {
@@ -400,13 +401,13 @@ impl LivePrompt {
         true
     }
 
-    /// Hands over the sequence of a question that a blend has computed.
+    /// Hands over the question's sequence, if a blend has computed it.
     pub(crate) fn take_question(&mut self) -> Option<SequenceId> {
         self.question.take()
     }
 }
 
-/// Returns the milliseconds that a request waits for parts that another one computes.
+/// Returns how many milliseconds a request may wait for parts that another request computes.
 fn longest_wait(runner: &Runner) -> u64 {
     runner.caches.chunks().map_or(0, |chunks| chunks.config().max_wait_ms)
 }

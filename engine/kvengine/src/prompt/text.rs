@@ -1,4 +1,4 @@
-//! Text cut into the parts of a prompt, each of which is tokenised on its own.
+//! Cuts text into the parts of a prompt. Each part is tokenised on its own.
 
 use kvchunk::{ChunkedPrompt, SplitPrompt};
 use kvmodel::{Message, Role, TextCodec};
@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::request::PromptTokens;
 
 impl PromptTokens {
-    /// Cuts a text at every `separator`, and encodes each part on its own. Special tokens stand only before
+    /// Cuts a string at every `separator`, and encodes each part on its own. Special tokens stand only before
     /// the system prompt. A text with fewer than two separators is an ordinary prompt.
     ///
     /// # Errors
@@ -26,7 +26,7 @@ impl PromptTokens {
     /// prompt.
     ///
     /// # Errors
-    /// Returns [`kvchunk::Error::EmptyPart`] for a part without tokens, and the errors of
+    /// Returns [`kvchunk::Error::EmptyPart`] if a part has no tokens, and the errors of
     /// [`TextCodec::encode`].
     pub fn from_parts<'a>(
         codec: &TextCodec,
@@ -136,7 +136,7 @@ mod tests {
         assert_eq!(codec.encode("a##b ##b b## ##", false).unwrap(), [6, 7, 9, 8], "one token each");
         let cut = ChunkedPrompt::new(vec![3], vec![vec![4]], vec![5]).unwrap();
         assert_eq!(PromptTokens::split(&codec, "a##b##c", "##", false).unwrap(), PromptTokens::Chunked(cut));
-        // One separator is not enough: the text is unchanged, and a token again.
+        // One separator is not enough, so the text stays unchanged and is a token again.
         assert_eq!(PromptTokens::split(&codec, "a##b", "##", false).unwrap(), PromptTokens::Plain(vec![6]));
     }
 
@@ -169,7 +169,7 @@ mod tests {
     fn a_chunked_chat_is_cut_before_the_template_is_applied() {
         let config = r#"{"chat_template":"a ## b {{ messages[0].content }} c"}"#;
         let prompt = PromptTokens::split_chat(&codec(Some(config)), "a##b##c", "##").unwrap();
-        // The template's own "##" is an unknown word of the system part.
+        // The template's own "##" is an unknown word in the system part.
         let expected = ChunkedPrompt::new(vec![3, 2, 4, 3], vec![vec![4]], vec![5, 5]).unwrap();
         assert_eq!(prompt, PromptTokens::Chunked(expected));
         let twice = r#"{"chat_template":"{{ messages[0].content }}{{ messages[0].content }}"}"#;

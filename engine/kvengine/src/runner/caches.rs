@@ -1,5 +1,4 @@
-//! The caches of an engine: sequences in groups of layers or in a static cache, and chunks beside a paged
-//! cache.
+//! An engine's caches: sequences in groups of layers or in a static cache, and chunks next to a paged cache.
 
 use std::sync::Arc;
 
@@ -22,44 +21,45 @@ use crate::error::{Error, Result};
 pub(crate) struct Caches {
     kind: CacheKind,
     pub(super) sequences: Sequences,
-    /// The cache of chunks; only beside a paged cache.
+    /// The chunk cache; only with a paged cache.
     chunks: Option<ChunkCacheManager>,
-    /// The place where single chunks sleep.
+    /// Where single chunks sleep.
     chunk_sleep: Option<Arc<ArenaSleep>>,
-    /// The sleep mode of whole pools, if they can sleep.
+    /// Sleep mode for whole pools, if they can sleep.
     mode: Option<Box<SleepMode>>,
 }
 
 /// The cache of sequences.
 #[derive(Debug)]
 pub(super) enum Sequences {
-    /// A paged cache for each group of layers. A paged cache is one group.
+    /// One paged cache per group of layers. A plain paged cache is one group.
     Grouped(GroupedKvCache),
     Static(StaticKvCache),
 }
 
-/// A group of layers in a grouped cache, in numbers.
+/// Sizes and counts of one group of layers in a grouped cache.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GroupReport {
-    /// The tokens that the layers attend to.
+    /// Which tokens the layers attend to.
     pub kind: GroupKind,
     /// The number of layers.
     pub layers: usize,
-    /// The bytes of the arena.
+    /// The size of the arena in bytes.
     pub kv_bytes: usize,
-    /// The numbers of blocks by their state.
+    /// The number of blocks in each state.
     pub blocks: PoolCounts,
 }
 
-/// The contents of an engine's caches, in numbers.
+/// Sizes and counts of an engine's caches.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CacheReport {
     /// The kind of cache.
     pub cache: CacheKind,
-    /// The bytes of the arena: keys and values of sequences and chunks, with the scales of quantised ones.
+    /// The size of the arena in bytes: keys and values of sequences and chunks, including the scales of
+    /// quantised ones.
     pub kv_bytes: usize,
-    /// The blocks of sequences and system prompts, of all groups together; `None` for a static cache, which
-    /// has no pool.
+    /// The blocks of sequences and system prompts, over all groups; `None` for a static cache, which has no
+    /// pool.
     pub main: Option<PoolCounts>,
     /// The groups of layers of a grouped cache.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -68,15 +68,15 @@ pub struct CacheReport {
     pub chunks: Option<PoolCounts>,
     /// The metrics of the chunk cache.
     pub chunk_cache: Option<ChunkCacheMetrics>,
-    /// The numbers of sleeping chunks, if chunks have a place to sleep.
+    /// The number of sleeping chunks and their sizes, if chunks can sleep.
     pub chunk_sleep: Option<SleepUsage>,
-    /// The blocks of host memory for preempted requests; `None` until some are needed.
+    /// The host memory blocks for preempted requests; `None` until some are needed.
     pub swapped: Option<PoolCounts>,
 }
 
 impl Caches {
-    /// Creates the caches. `stream` is the stream that computes; chunks that fall asleep or wake are copied
-    /// in its order.
+    /// Creates the caches. `stream` is the compute stream. Chunks that fall asleep or wake up are copied in
+    /// its order.
     pub(super) fn new(
         model: &Model,
         backend: &Arc<dyn Backend>,
@@ -102,7 +102,7 @@ impl Caches {
         Ok(Self { kind: config.cache, sequences, chunks: None, chunk_sleep: None, mode: None })
     }
 
-    /// Creates a paged cache within the budget. It has at least two blocks: one for each pool.
+    /// Creates a paged cache within the budget. It has at least two blocks, one for each pool.
     fn paged(
         model: &Model,
         backend: &Arc<dyn Backend>,
@@ -160,7 +160,7 @@ impl Caches {
         })
     }
 
-    /// Returns the same pools for another model of the same extents. Keys tell the models' blocks apart.
+    /// Returns the same pools for another model of the same shape. Keys distinguish the models' blocks.
     pub(super) fn shared(&self, model: &Model) -> Result<Self> {
         let main = self.main("take a paged cache to share it")?;
         if self.mode.is_some() {
@@ -191,7 +191,7 @@ impl Caches {
         })
     }
 
-    /// Returns the kind of the cache of sequences.
+    /// Returns the kind of cache that holds the sequences.
     pub(crate) fn kind(&self) -> CacheKind {
         self.kind
     }
@@ -209,12 +209,12 @@ impl Caches {
         main.ok_or(Error::NoChunks(instead))
     }
 
-    /// Returns the chunk cache, or `None` beside a static or a grouped cache.
+    /// Returns the chunk cache, or `None` with a static or a grouped cache.
     pub(crate) fn chunks(&self) -> Option<&ChunkCacheManager> {
         self.chunks.as_ref()
     }
 
-    /// Returns the largest number of tokens of a sequence that the cache could hold.
+    /// Returns the maximum number of tokens per sequence that the cache could hold.
     pub(crate) fn longest(&self) -> usize {
         match &self.sequences {
             Sequences::Grouped(_) => usize::MAX,
@@ -256,13 +256,13 @@ impl Caches {
         mode.sleep(tag, (&cache.groups()[0].1, chunks), stream)
     }
 
-    /// Wakes a pool. Returns true if it slept.
+    /// Wakes a pool. Returns true if it was asleep.
     pub(crate) fn wake(&mut self, tag: PoolTag, stream: &dyn Stream) -> Result<bool> {
         let (Some(chunks), Some(mode)) = (&self.chunks, &mut self.mode) else { return Err(NO_MODE) };
         mode.wake(tag, chunks, stream)
     }
 
-    /// Returns true if a pool sleeps.
+    /// Returns true if a pool is asleep.
     pub(crate) fn is_sleeping(&self, tag: PoolTag) -> bool {
         match tag {
             PoolTag::KvCache => self.mode.as_ref().is_some_and(|mode| mode.main_sleeps()),
@@ -278,14 +278,14 @@ impl Caches {
 
 const NO_MODE: Error = Error::NoSleepMode("set enable_sleep_mode in its EngineConfig");
 
-/// Returns a paged cache of all layers as the one group of a grouped cache.
+/// Wraps a paged cache of all layers as a grouped cache with one group.
 fn one_group(model: &Model, cache: PagedKvCache) -> Result<Sequences> {
     let widest = model.config().widest_window();
     let kind = widest.map_or(GroupKind::Full, |window| GroupKind::SlidingWindow { window });
     Ok(Sequences::Grouped(GroupedKvCache::new(vec![(kind, cache)])?))
 }
 
-/// Creates a static cache with one entry of the longest length.
+/// Creates a static cache with one entry of the maximum length.
 fn fixed(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<StaticKvCache> {
     let order = BlockOrder::TokenMajor;
     let fixed = StaticCacheConfig { max_batch: 1, max_len: config.max_len, order };

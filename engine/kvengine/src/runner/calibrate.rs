@@ -10,17 +10,17 @@ use kvmodel::{ComputeDevice, KvRows, Model, Profiler, read_f32};
 
 use crate::error::Result;
 
-/// The number of sample tokens, if the model has as many positions.
+/// The number of sample tokens, unless the model has fewer positions.
 const TOKENS: usize = 256;
 
-/// The factor by which keys and values may exceed the sample's before they saturate. A larger factor
-/// costs precision only at the smallest magnitudes.
+/// How far keys and values may exceed the sample's before they saturate, as a factor. A larger factor loses
+/// precision only at the smallest magnitudes.
 const HEADROOM: f32 = 2.0;
 
-/// The step between sample tokens in the vocabulary: a large prime, which spreads them over it.
+/// The step between sample tokens in the vocabulary: a large prime, to spread them out.
 const STEP: usize = 2_654_435_761;
 
-/// The scales of K and of V, as [`KvArena::set_scales`] takes them.
+/// The scales of K and of V, in the form that [`KvArena::set_scales`] expects.
 #[derive(Debug, Clone)]
 pub(super) struct StaticScales {
     pub(super) k: Vec<f32>,
@@ -28,7 +28,7 @@ pub(super) struct StaticScales {
 }
 
 impl StaticScales {
-    /// Sets the scales of arenas: one for all layers, or one for each group.
+    /// Sets the scales of arenas: one arena for all layers, or one per group.
     pub(super) fn set(&self, model: &Model, arenas: &[KvArena], stream: &dyn Stream) -> Result<()> {
         if let [arena] = arenas {
             return Ok(arena.set_scales(stream, &self.k, &self.v)?);
@@ -73,7 +73,7 @@ pub(super) fn calibrate(
         rows.gather(stream, &arena, layer, Arc::clone(&slots), None)?;
         for (view, found) in [(&rows.k, &mut found.k), (&rows.v, &mut found.v)] {
             let by_head = largest(stream, view)?;
-            // With a power of two, elements are rounded as without a scale.
+            // With a power of two as the scale, elements are rounded in the same way as without a scale.
             let scale = |largest: f32| kind.scale_for(HEADROOM * largest).log2().ceil().exp2();
             match scales {
                 ScaleScope::PerHead => found.extend(by_head.into_iter().map(scale)),

@@ -11,7 +11,7 @@ use kvmodel::{LayerGroup, Model};
 use crate::config::{DEFAULT_KV_MEMORY, EngineConfig};
 use crate::error::Result;
 
-/// A group of layers, with what its blocks take.
+/// A group of layers, and the memory that its blocks take.
 #[derive(Debug)]
 struct GroupShare {
     kind: GroupKind,
@@ -28,7 +28,7 @@ impl GroupShare {
         Ok(Self { kind: group.kind, shape, block_bytes })
     }
 
-    /// Returns the largest number of blocks that a sequence of `tokens` tokens holds while pieces of up to
+    /// Returns the maximum number of blocks that a sequence of `tokens` tokens holds while pieces of up to
     /// `step` tokens are computed.
     fn blocks_of(&self, tokens: usize, step: usize) -> usize {
         let held = match self.kind {
@@ -39,7 +39,7 @@ impl GroupShare {
     }
 }
 
-/// Creates the cache of a model's groups within the budget, with pools of the given settings.
+/// Creates the cache for a model's groups within the budget, with pools that use the given settings.
 pub(super) fn grouped(
     model: &Model,
     backend: &dyn Backend,
@@ -69,8 +69,8 @@ pub(super) fn grouped(
 }
 
 // Decision: docs/decisions/paging.md#memory-is-divided-between-groups-for-requests-of-a-typical-length
-/// Returns the number of blocks of each group: one block, and the blocks of as many sequences of `len` tokens
-/// as fit into the rest. The remainder from rounding goes to the first group without a window.
+/// Returns the number of blocks for each group: one block, plus the blocks for as many sequences of `len`
+/// tokens as fit into the rest. The remainder from rounding goes to the first group without a window.
 fn divide(budget: usize, shares: &[GroupShare], len: usize, step: usize) -> Result<Vec<usize>> {
     let block_bytes: usize = shares.iter().map(|share| share.block_bytes).sum();
     let Some(left) = budget.checked_sub(block_bytes) else {
@@ -119,10 +119,10 @@ mod tests {
             let blocks = divide(budget, &shares, 400, 16).unwrap();
             let taken = bytes(&blocks);
             assert!(taken <= budget && budget - taken < shares[0].block_bytes, "{budget}: {taken}");
-            // 40 tokens in ten blocks and one more, 400 in a hundred and one more
+            // 40 tokens need ten blocks, plus one; 400 need a hundred, plus one
             let sequences = [(blocks[0] - 1) / 11, (blocks[1] - 1) / 101];
             assert!(sequences[1].abs_diff(sequences[0]) <= 1 + sequences[0] / 50, "{blocks:?}");
-            // requests inside the window need as many blocks of each
+            // requests that fit in the window need the same number of blocks in each group
             let blocks = divide(budget, &shares, 40, 16).unwrap();
             assert!(blocks[1].abs_diff(blocks[0]) <= 5, "{blocks:?}");
         }

@@ -1,4 +1,4 @@
-//! The runner: a model on a device with its caches, which computes passes and knows no request.
+//! The runner: a model on a device with its caches. It computes passes and knows nothing about requests.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ pub(crate) struct Setup {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) stream: Arc<dyn Stream>,
     pub(crate) keys: KeyForm,
-    /// The clock of time limits.
+    /// The clock for time limits.
     pub(crate) clock: Arc<dyn Clock>,
     /// The scales of an fp8 cache.
     scales: Option<StaticScales>,
@@ -47,16 +47,16 @@ pub(crate) struct Runner {
     pub(crate) setup: Setup,
     pub(crate) caches: Caches,
     pub(crate) profiler: Profiler,
-    /// The link to other engines of the model.
+    /// The link to other engines with the same model.
     pub(crate) replicas: Option<ReplicaLink>,
-    /// The parts of every key except the rotary embeddings of a request.
+    /// Everything that each key covers, except a request's rotary embeddings.
     scope: KeyScope,
     decode_memory: DecodeMemory,
     pass_memory: PassMemory,
 }
 
 impl Runner {
-    /// Allocates the caches of a model. `tokenizer` identifies the tokenizer in keys.
+    /// Allocates a model's caches. `tokenizer` identifies the tokenizer in keys.
     pub(crate) fn new(
         model: Model,
         backend: Arc<dyn Backend>,
@@ -65,7 +65,7 @@ impl Runner {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         let stream = backend.stream()?;
-        // Before the caches take their memory.
+        // This must come before the caches take their memory.
         let device = (backend.as_ref(), stream.as_ref());
         let scales = calibrate(&model, device, (config.kv_format, config.keys))?;
         let caches = Caches::new(&model, &backend, &stream, config, &clock)?;
@@ -85,7 +85,7 @@ impl Runner {
         Ok(Self::over(model, tokenizer, setup, caches))
     }
 
-    /// Creates the runner of another model over the same memory.
+    /// Creates a runner for another model over the same memory.
     pub(crate) fn sharing(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
         let caches = self.caches.shared(&model)?;
         Ok(Self::over(model, tokenizer, self.setup.clone(), caches))
@@ -111,7 +111,7 @@ impl Runner {
         }
     }
 
-    /// Returns the memory of the chunks, for engines that pull them.
+    /// Returns the memory that holds the chunks, for engines that pull them.
     pub(crate) fn replica_device(&self) -> ReplicaDevice {
         ReplicaDevice {
             backend: Arc::clone(&self.setup.backend),
@@ -126,16 +126,16 @@ impl Runner {
     }
 
     // Decision: docs/decisions/models.md#a-request-has-one-regime-of-rope
-    /// Returns the rotary embeddings in the regime of the longest position that a prompt with its answer may
-    /// reach. The prompt ends before position `end`. The last token of an answer is never fed back.
+    /// Returns the rotary embeddings for the longest position that a prompt and its answer may reach. The
+    /// prompt ends before position `end`. The last token of an answer is never fed back.
     pub(crate) fn ropes(&self, end: usize, new_tokens: usize) -> Result<LayerRopes> {
         let longest = end.saturating_add(new_tokens.saturating_sub(1));
         Ok(self.model.ropes(longest.min(self.model.config().max_positions))?)
     }
 
     // Decision: docs/decisions/models.md#a-regime-is-a-miss-by-its-frequencies
-    /// Returns the tenant of a tag, with the root of its keys in the regime of `ropes`. Tenants share neither
-    /// chunks nor prefixes, and neither do regimes.
+    /// Returns the tenant with this tag, and the root of its keys for the regime of `ropes`. Tenants do not
+    /// share chunks or prefixes with each other, and neither do regimes.
     pub(crate) fn keys(&self, tenant: Option<&str>, ropes: &LayerRopes) -> Result<TenantKeys> {
         let root: BlockKey = self.scope.clone().ropes(ropes).root();
         match (tenant, self.caches.chunks()) {
@@ -145,12 +145,12 @@ impl Runner {
         }
     }
 
-    /// Returns the number of positions that a request may have.
+    /// Returns the maximum number of positions per request.
     pub(crate) fn longest(&self) -> usize {
         self.model.config().max_positions.min(self.caches.longest())
     }
 
-    /// Keeps the cached blocks of the first `tokens` of prompts of a tenant.
+    /// Pins the cached blocks for `tokens` at the start of a tenant's prompts.
     pub(crate) fn pin(&self, keys: &TenantKeys, tokens: &[u32]) -> Result<PinnedPrompt> {
         let Some(cache) = self.caches.first().as_paged().filter(|_| self.caches.arenas().len() == 1) else {
             return Err(Error::NoChunks("take a paged cache to keep prompts"));
@@ -166,7 +166,7 @@ impl Runner {
         Ok(self.setup.stream.copy_blocks(&CopyBlocks { arena, pairs: pairs.clone() })?)
     }
 
-    /// Runs a decode step in memory that stays, as a graph if possible. Allocates no memory of its own.
+    /// Runs a decode step in memory that is reused, as a graph if possible. Allocates no memory itself.
     pub(crate) fn decode(
         &mut self,
         ropes: &LayerRopes,
@@ -177,7 +177,7 @@ impl Runner {
         Ok(self.model.decode(&device, ropes, batch, &mut self.decode_memory, logits)?)
     }
 
-    /// Runs a pass in memory that stays.
+    /// Runs a pass in memory that is reused.
     pub(crate) fn forward(
         &mut self,
         ropes: &LayerRopes,
@@ -195,7 +195,7 @@ impl Runner {
 }
 
 impl Setup {
-    /// Joins the parts of a runner that a pass runs on. The others stay free to be changed.
+    /// Combines the parts of a runner that a pass runs on. The other parts can still be changed.
     fn device<'a>(&'a self, caches: &'a Caches, profiler: &'a Profiler) -> ComputeDevice<'a> {
         ComputeDevice {
             backend: self.backend.as_ref(),

@@ -1,11 +1,11 @@
-//! Prompts whose cached beginning is kept in the cache.
+//! Prompts whose cached start is pinned.
 
 use kvcore::PinnedBlocks;
 
-/// A claim on the cached blocks at the beginning of a prompt. These blocks are not evicted and do not expire.
+/// A claim on the cached blocks at the start of a prompt. These blocks are neither evicted nor expire.
 ///
 /// # Drop behaviour
-/// The blocks stay cached until room is needed.
+/// The blocks stay cached until their memory is needed.
 #[derive(Debug)]
 #[must_use = "dropping the claim allows the blocks to be evicted"]
 pub struct PinnedPrompt {
@@ -18,7 +18,7 @@ impl PinnedPrompt {
         Self { blocks, block_size }
     }
 
-    /// Returns the number of tokens that are kept.
+    /// Returns the number of pinned tokens.
     pub fn tokens(&self) -> usize {
         self.blocks.ids().len() * self.block_size
     }

@@ -1,4 +1,4 @@
-//! The sequences of the caches. Slots are lists with one entry for each group of layers.
+//! The sequences in the caches. Slots are lists with one entry per group of layers.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ macro_rules! either {
 }
 
 impl Caches {
-    /// Returns the cache of the first group of layers. Sequences have the same ids and lengths in all groups.
+    /// Returns the cache of the first group of layers. Sequences have the same IDs and lengths in all groups.
     pub(crate) fn first(&self) -> &dyn KvCache {
         match &self.sequences {
             Sequences::Grouped(cache) => &cache.groups()[0].1,
@@ -29,8 +29,8 @@ impl Caches {
         }
     }
 
-    /// Returns the paged caches of sequences, each with the tokens that its layers attend to; none for a
-    /// static cache.
+    /// Returns the sequences' paged caches, each with the kind of tokens that its layers attend to. There are
+    /// none with a static cache.
     pub(crate) fn groups(&self) -> impl Iterator<Item = (GroupKind, &PagedKvCache)> {
         let groups = match &self.sequences {
             Sequences::Grouped(cache) => cache.groups(),
@@ -39,7 +39,7 @@ impl Caches {
         groups.iter().map(|(kind, cache)| (*kind, cache))
     }
 
-    /// Returns the grouped cache, for operations that a static cache lacks.
+    /// Returns the grouped cache, for operations that a static cache does not have.
     ///
     /// # Errors
     /// Returns [`Error::NoChunks`] for a static cache.
@@ -50,7 +50,7 @@ impl Caches {
         }
     }
 
-    /// Returns the arenas of sequences, one for each group of layers.
+    /// Returns the sequences' arenas, one per group of layers.
     pub(crate) fn arenas(&self) -> &[KvArena] {
         match &self.sequences {
             Sequences::Grouped(cache) => cache.arenas(),
@@ -64,7 +64,7 @@ impl Caches {
         self.groups().map(|(_, cache)| cache.pool().counts().available()).min().unwrap_or(usize::MAX)
     }
 
-    /// Returns the number of tokens in a block.
+    /// Returns the number of tokens per block.
     pub(crate) fn block_size(&self) -> usize {
         self.first().arena().layout().shape().block_size
     }
@@ -74,14 +74,13 @@ impl Caches {
         either!(self, cache => cache.create(start))
     }
 
-    /// Creates a sequence at the start of a prompt. Returns its id and the number of its tokens that are
-    /// cached.
+    /// Creates a sequence at the start of a prompt. Returns its ID and the number of cached tokens.
     pub(crate) fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         either!(self, cache => cache.create_with_prefix(prompt))
     }
 
-    /// Creates a sequence at the start of a prompt with slots for a first piece of up to `piece` tokens, or
-    /// changes nothing. Returns its id, the number of its tokens that are cached, and the slots.
+    /// Creates a sequence at the start of a prompt, with slots for a first piece of up to `piece` tokens;
+    /// otherwise changes nothing. Returns its ID, the number of cached tokens, and the slots.
     pub(crate) fn admit(
         &mut self,
         prompt: &PromptKeys,
@@ -106,7 +105,7 @@ impl Caches {
         }
     }
 
-    /// Reserves slots for more tokens of several sequences, or changes nothing.
+    /// Reserves slots for more tokens of several sequences. On failure, changes nothing.
     pub(crate) fn grow_batch(
         &mut self,
         batch: &[(SequenceId, usize)],
@@ -121,8 +120,7 @@ impl Caches {
         }
     }
 
-    /// Returns the slots of the last tokens of a sequence with a permit of their own, or `None` for a static
-    /// cache.
+    /// Returns the slots of a sequence's last tokens with their own permit, or `None` for a static cache.
     pub(crate) fn last_slots(&self, id: SequenceId, tokens: usize) -> Option<Result<Vec<WriteSlots>>> {
         let in_group = |(_, cache): (_, &PagedKvCache)| {
             let len = cache.len(id)?;
@@ -132,8 +130,7 @@ impl Caches {
         Some(slots).filter(|slots| slots.as_ref().map_or(true, |slots| !slots.is_empty()))
     }
 
-    /// Sets the segments of an input's own sequence in the groups after the first. A decode step reuses the
-    /// lists.
+    /// Sets an input's own segments in all groups but the first. A decode step reuses the lists.
     pub(crate) fn set_others(&self, id: SequenceId, input: &mut SequenceInput) -> Result<()> {
         let Sequences::Grouped(cache) = &self.sequences else { return Ok(()) };
         let others = &cache.groups()[1..];
@@ -149,12 +146,12 @@ impl Caches {
         Ok(())
     }
 
-    /// Records tokens that were written.
+    /// Records tokens whose keys and values were written.
     pub(crate) fn commit(&mut self, id: SequenceId, tokens: &[u32]) -> Result<()> {
         either!(self, cache => cache.commit(id, tokens))
     }
 
-    /// Frees the blocks of a sequence that `token` and later tokens do not attend to.
+    /// Frees a sequence's blocks that neither `token` nor any later token attends to.
     pub(crate) fn free_before(&mut self, id: SequenceId, token: usize) -> Result<()> {
         if let Sequences::Grouped(cache) = &mut self.sequences {
             cache.free_before(id, token)?;
@@ -172,7 +169,7 @@ impl Caches {
         either!(self, cache => cache.free(id))
     }
 
-    /// Creates a second sequence over the same tokens, or returns `None` for a static cache.
+    /// Creates a second sequence over the same tokens, or returns `None` with a static cache.
     pub(crate) fn fork(&mut self, id: SequenceId) -> Result<Option<SequenceId>> {
         match &mut self.sequences {
             Sequences::Grouped(cache) => Ok(Some(cache.fork(id)?)),
@@ -180,18 +177,18 @@ impl Caches {
         }
     }
 
-    /// Makes the next token's slot of forked sequences writable.
+    /// Makes the next token's slot writable in forked sequences.
     pub(crate) fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<()> {
         self.grouped()?.copy_on_write(ids, stream)?;
         Ok(())
     }
 
-    /// Sets the priority of the blocks that a sequence shares.
+    /// Sets the priority of a sequence's shared blocks.
     pub(crate) fn retain(&self, id: SequenceId, retention: Retention) -> Result<()> {
         Ok(self.groups().try_for_each(|(_, cache)| cache.retain(id, retention))?)
     }
 
-    /// Copies a sequence to other memory, which has a pool for each group, and frees it here.
+    /// Copies a sequence to other memory, which has one pool per group, and frees it here.
     pub(crate) fn swap_out(
         &mut self,
         id: SequenceId,
@@ -201,7 +198,7 @@ impl Caches {
         Ok(self.grouped()?.swap_out(id, stream, to)?)
     }
 
-    /// Restores a swapped sequence under a new id.
+    /// Restores a swapped sequence under a new ID.
     pub(crate) fn swap_in(&mut self, swapped: &[SwappedSequence], stream: &dyn Stream) -> Result<SequenceId> {
         Ok(self.grouped()?.swap_in(swapped, stream)?)
     }

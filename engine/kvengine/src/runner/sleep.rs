@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::config::PoolTag;
 use crate::error::{Error, Result};
 
-/// The result of putting pools to sleep.
+/// The memory released and used by putting pools to sleep.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Slept {
     /// The bytes of device memory that were released.
@@ -16,7 +16,7 @@ pub struct Slept {
     pub saved_bytes: usize,
 }
 
-/// The arena of pools that can sleep, and the blocks of the main pool while it sleeps.
+/// The arena of the pools that can sleep, and the main pool's blocks while it is asleep.
 #[derive(Debug)]
 pub(super) struct SleepMode {
     reserved: ReservedArena,
@@ -58,12 +58,12 @@ impl SleepMode {
         }
     }
 
-    /// Returns true if the main pool sleeps.
+    /// Returns true if the main pool is asleep.
     pub(super) fn main_sleeps(&self) -> bool {
         self.main.is_some()
     }
 
-    /// Wakes a pool. Returns true if it slept.
+    /// Wakes a pool. Returns true if it was asleep.
     pub(super) fn wake(
         &mut self,
         tag: PoolTag,

@@ -1,4 +1,4 @@
-//! The choice of tokens from logits.
+//! Choosing tokens from logits.
 
 mod logprobs;
 mod sample;

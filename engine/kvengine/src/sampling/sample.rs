@@ -1,6 +1,6 @@
-//! Sampling: the choice of a token from its logits.
+//! Sampling: choosing a token from the logits.
 //!
-//! The steps run in the order of transformers, with its definitions: repetition penalty, temperature, top-k,
+//! The steps have the same order and definitions as in transformers: repetition penalty, temperature, top-k,
 //! top-p, min-p, draw. A step with a neutral setting is skipped.
 
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use crate::request::Sampling;
 pub struct Sampler {
     sampling: Sampling,
     rng: StdRng,
-    /// True for each token seen so far; empty without a repetition penalty.
+    /// True for each token seen so far; empty if there is no repetition penalty.
     seen: Vec<bool>,
-    /// The number of times that each token occurs in the answer; empty without a penalty on answers.
+    /// How often each token occurs in the answer; empty if there are no penalties on answers.
     counts: Vec<u32>,
-    /// Numbers to add to the logits of single tokens.
+    /// Numbers to add to single tokens' logits.
     bias: Arc<[(u32, f32)]>,
-    /// Scores of the vocabulary; the memory is reused from token to token.
+    /// The vocabulary's scores. The memory is reused for every token.
     scores: Vec<f32>,
-    /// Tokens in the order of their scores; the memory is reused from token to token.
+    /// Tokens ordered by score. The memory is reused for every token.
     order: Vec<u32>,
 }
 
 impl Sampler {
-    /// Creates a sampler that has seen no token.
+    /// Creates a sampler that has seen no tokens.
     pub fn new(sampling: Sampling) -> Self {
         let rng = StdRng::seed_from_u64(sampling.seed);
         Self {
@@ -42,7 +42,7 @@ impl Sampler {
         }
     }
 
-    /// Adds numbers to the logits of single tokens: negative infinity excludes a token. Tokens outside the
+    /// Adds numbers to single tokens' logits. Negative infinity excludes a token. Tokens outside the
     /// vocabulary are ignored.
     #[must_use]
     pub fn with_bias(self, bias: Arc<[(u32, f32)]>) -> Self {
@@ -79,8 +79,8 @@ impl Sampler {
         }
     }
 
-    /// Chooses a token: at temperature 0 the first of the likeliest. Never chooses a token whose logit is
-    /// NaN.
+    /// Chooses a token. At temperature 0, this is the first of the likeliest tokens. Never chooses a token
+    /// whose logit is NaN.
     ///
     /// The caller records the choice with [`chose`](Self::chose), because it may force another token.
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
@@ -144,7 +144,7 @@ impl Sampler {
         self.order.clear();
         self.order.extend((0..).zip(&self.scores).filter(|(_, x)| x.is_finite()).map(|(token, _)| token));
         let scores = &self.scores;
-        // A stable sort: of equally likely tokens the first stay first.
+        // The sort is stable, so equally likely tokens keep their order.
         self.order.sort_by(|a, b| scores[*b as usize].total_cmp(&scores[*a as usize]));
         let total: f64 = self.order.iter().map(|&token| weight(scores[token as usize])).sum();
         let wanted = f64::from(self.sampling.top_p) * total;
@@ -195,9 +195,9 @@ impl Sampler {
     }
 }
 
-/// Returns the index of the largest number, of equal ones the first; 0 if all are NaN.
+/// Returns the index of the largest number, or the first of several; 0 if all are NaN.
 fn argmax(logits: &[f32]) -> u32 {
-    // The compiler turns independent lanes into vectors. A comparison with NaN is false.
+    // The compiler vectorises independent lanes. A comparison with NaN is false.
     const LANES: usize = 32;
     let mut most = [f32::NEG_INFINITY; LANES];
     let chunks = logits.chunks_exact(LANES);
@@ -217,7 +217,7 @@ mod tests {
 
     use super::*;
 
-    /// Logits whose probabilities are these.
+    /// Returns logits that give these probabilities.
     fn logits_of(probabilities: &[f32]) -> Vec<f32> {
         probabilities.iter().map(|p| p.ln()).collect()
     }
@@ -253,7 +253,7 @@ mod tests {
         assert_ne!(tokens, draw(8));
     }
 
-    // Probabilities 0.1, 0.4, 0.2, 0.3: the sets follow from the definitions by hand.
+    // For the probabilities 0.1, 0.4, 0.2, 0.3, the sets are worked out by hand from the definitions.
     #[rstest]
     #[case::all(NEUTRAL, &[0, 1, 2, 3])]
     #[case::top_k(Sampling { top_k: 2, ..NEUTRAL }, &[1, 3])]
@@ -264,7 +264,7 @@ mod tests {
     #[case::min_p(Sampling { min_p: 0.49, ..NEUTRAL }, &[1, 2, 3])]
     #[case::a_higher_min_p(Sampling { min_p: 0.51, ..NEUTRAL }, &[1, 3])]
     #[case::min_p_of_one(Sampling { min_p: 1.0, ..NEUTRAL }, &[1])]
-    // Of the two that top-k keeps, the first has 0.4 / 0.7 = 0.57; of all tokens it has 0.4.
+    // Of the two tokens that top-k keeps, the first has 0.4 / 0.7 = 0.57; among all tokens it has 0.4.
     #[case::top_p_of_what_top_k_keeps(Sampling { top_k: 2, top_p: 0.55, ..NEUTRAL }, &[1])]
     #[case::top_p_of_all(Sampling { top_p: 0.55, ..NEUTRAL }, &[1, 3])]
     fn filters_keep_the_tokens_of_their_definitions(#[case] sampling: Sampling, #[case] kept: &[u32]) {

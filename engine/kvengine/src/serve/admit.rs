@@ -1,4 +1,4 @@
-//! Admission: waiting requests begin or are restored, and get the slots of their first piece.
+//! Admission: starts or restores waiting requests, and gives them the slots for their first piece.
 
 use std::sync::Arc;
 
@@ -11,8 +11,9 @@ use crate::error::{Error, Result};
 use crate::runner::Runner;
 
 impl Scheduler {
-    /// Admits the first waiting request, if there is room for its first piece of up to `most` tokens. Returns
-    /// the number of tokens that it was fed.
+    /// Admits the first waiting request if there is room for its first piece of up to `most` tokens. Returns
+    /// its rank and the number of tokens fed, or `None` if nothing was admitted. A request that fails is
+    /// answered with its error.
     pub(super) fn admit(&mut self, runner: &mut Runner, most: usize) -> Option<(ServiceRank, usize)> {
         let answers: usize = self.running.iter().map(|live| live.request.width()).sum();
         loop {
@@ -56,14 +57,14 @@ impl Scheduler {
 }
 
 impl LiveRequest {
-    /// Returns whether every pool has room for the first piece of the request above the watermark. For a
-    /// prompt that may be cached, only [its admission](kvcore::PagedKvCache::admit) can tell.
+    /// Returns true if every pool has room above the watermark for the request's first piece. For a prompt
+    /// that may be cached, only [its admission](kvcore::PagedKvCache::admit) can tell.
     fn has_room(&self, runner: &Runner, most: usize, watermark: usize) -> bool {
         let cache = runner.caches.first();
         if let Some(fixed) = cache.as_static() {
             return cache.num_sequences() < fixed.max_batch();
         }
-        // Documents that found no room are looked up again only when there is more.
+        // Documents that found no room are looked up again only when there is more room.
         if self.prompt.is_chunked() && self.refused.is_some_and(|had| runner.caches.available() <= had) {
             return false;
         }
@@ -73,14 +74,14 @@ impl LiveRequest {
         self.finds_prefix() || runner.caches.groups().all(|(_, cache)| has_room(cache))
     }
 
-    /// Returns whether the prompt is looked up when its sequence begins.
+    /// Returns true if the prompt is looked up when its sequence is created.
     fn finds_prefix(&self) -> bool {
         !self.prompt.is_chunked() && self.request.reuse && self.request.forced.is_none()
     }
 
-    /// Begins the request: looks its documents up, or takes the blocks for the first piece of up to `most`
-    /// tokens of its prompt. Returns that piece. Running requests keep the watermark's blocks, if there are
-    /// others.
+    /// Starts the request: looks up its documents, or allocates the blocks for the first piece of its prompt,
+    /// of up to `most` tokens. Returns that piece. If other requests are running, the watermark's blocks stay
+    /// free for them.
     fn begin(
         &mut self,
         runner: &mut Runner,
@@ -94,7 +95,7 @@ impl LiveRequest {
         if self.prompt.is_chunked() {
             return Ok(None);
         }
-        // Samples that are over wait for nothing.
+        // Samples that have ended wait for nothing.
         let Some(branch) = self.unfed() else { return Ok(None) };
         if alone || !self.finds_prefix() {
             return Ok(Some((branch, self.first_piece(runner, branch, most)?)));
@@ -105,7 +106,7 @@ impl LiveRequest {
         Ok(Some((branch, input)))
     }
 
-    /// Returns the next piece of up to `most` tokens of a sample's sequence, with its slots.
+    /// Returns the next piece of a sample's sequence, of up to `most` tokens, with its slots.
     pub(super) fn first_piece(
         &mut self,
         runner: &mut Runner,
@@ -120,7 +121,7 @@ impl LiveRequest {
         Ok(input)
     }
 
-    /// Chooses up to `most` of the next tokens of a sample. Returns their number.
+    /// Marks up to `most` of a sample's next tokens as chosen for this pass. Returns how many.
     pub(super) fn take_next(&mut self, runner: &mut Runner, branch: usize, most: usize) -> Result<usize> {
         self.begin_branch(runner, branch)?;
         let forced = self.request.forced.is_some();
@@ -134,8 +135,8 @@ impl LiveRequest {
         Ok(end - before)
     }
 
-    /// Returns the last `tokens` chosen tokens of a sample as an input without slots. It gets logits if these
-    /// are the last tokens.
+    /// Returns the last `tokens` tokens chosen for a sample as an input without slots. It requests logits if
+    /// these are the sample's last tokens.
     pub(super) fn input(&mut self, runner: &Runner, branch: usize, tokens: usize) -> Result<SequenceInput> {
         let forced = self.request.forced.is_some();
         let branch = &mut self.branches[branch];
@@ -150,7 +151,7 @@ impl LiveRequest {
             input.position_start = start.position + before as i64;
             input.tokens.clear();
             input.tokens.extend_from_slice(fresh);
-            // No pass holds the list between two tokens, so it is changed in place.
+            // No pass holds the list between two tokens, so it can be changed in place.
             if let Some(last) = Arc::make_mut(&mut input.segments).last_mut() {
                 *last = segment;
             }

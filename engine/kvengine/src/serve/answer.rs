@@ -1,4 +1,4 @@
-//! An answer as a stream: the engine's thread sends, any other thread reads, waits or awaits.
+//! An answer as a stream: the engine's thread sends events, and any other thread reads, waits or awaits them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::error::{Error, Result};
 use crate::request::{Generation, TokenLogprobs};
 
-/// The number of a request, counted in the order of submission.
+/// The ID of a request, counted up in the order of submission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
@@ -18,18 +18,18 @@ pub struct RequestId(pub u64);
 pub enum AnswerEvent {
     /// A sample has a new token.
     Token {
-        /// The number of the sample, from 0.
+        /// The index of the sample, from 0.
         sample: usize,
         /// The token.
         token: u32,
-        /// Its log-probability, if the request asks for it.
+        /// The token's log-probability, if the request asks for it.
         logprobs: Option<Box<TokenLogprobs>>,
     },
     /// A sample is complete.
     End {
-        /// The number of the sample, from 0.
+        /// The index of the sample, from 0.
         sample: usize,
-        /// The sample, with its costs.
+        /// The finished sample, with its costs.
         generation: Box<Generation>,
     },
 }
@@ -37,7 +37,7 @@ pub enum AnswerEvent {
 /// The answer to a submitted request, as a stream of events.
 ///
 /// The stream ends after the last sample's [`AnswerEvent::End`], or after an error. It buffers unread events,
-/// up to the request's token limit, so a slow reader delays no other request.
+/// up to the request's token limit, so a slow reader does not delay other requests.
 ///
 /// Read it with [`try_next`](Self::try_next) on the thread that steps the engine, as a blocking iterator on
 /// another thread, or with [`poll_next`](Self::poll_next) in a future.
@@ -51,11 +51,11 @@ pub struct Answer {
     channel: Arc<AnswerChannel>,
 }
 
-/// The engine's end of an answer.
+/// The engine's side of an answer.
 #[derive(Debug)]
 pub(super) struct AnswerSender(Arc<AnswerChannel>);
 
-/// The queue between the engine and a reader.
+/// The queue between the engine and the reader.
 #[derive(Debug, Default)]
 struct AnswerChannel {
     state: Mutex<AnswerState>,
@@ -65,10 +65,10 @@ struct AnswerChannel {
 #[derive(Debug, Default)]
 struct AnswerState {
     events: VecDeque<Result<AnswerEvent>>,
-    /// No event follows.
+    /// True if no more events follow.
     closed: bool,
     cancelled: bool,
-    /// Samples that end with their present tokens.
+    /// Samples that must end with their current tokens.
     complete: Vec<usize>,
     waker: Option<Waker>,
 }
@@ -81,7 +81,7 @@ pub(super) fn channel(id: RequestId) -> (AnswerSender, Answer) {
 }
 
 impl Answer {
-    /// Returns the number of the request.
+    /// Returns the request's ID.
     pub fn id(&self) -> RequestId {
         self.id
     }
@@ -104,19 +104,20 @@ impl Answer {
         }
     }
 
-    /// Returns whether the stream has ended and all events are read.
+    /// Returns true if the stream has ended and all events have been read.
     pub fn is_over(&self) -> bool {
         let state = self.channel.state.lock();
         state.closed && state.events.is_empty()
     }
 
-    /// Cancels the request before the engine's next step, with [`Error::Cancelled`].
+    /// Cancels the request before the engine's next step. The answer ends with [`Error::Cancelled`].
     pub fn cancel(&self) {
         self.channel.state.lock().cancelled = true;
     }
 
-    /// Ends a sample before the engine's next step, because its text is complete, as at a stop string. One of
-    /// several samples continues until it has a token; beams continue to their end.
+    /// Ends a sample before the engine's next step, because its text is complete, for example at a stop
+    /// string. If there are several samples, the sample continues until it has a token. Beams continue to
+    /// their end.
     pub fn complete(&self, sample: usize) {
         self.channel.state.lock().complete.push(sample);
     }
@@ -160,7 +161,7 @@ impl AnswerSender {
         self.0.state.lock().cancelled
     }
 
-    /// Returns whether a sample was declared complete.
+    /// Returns true if a sample was declared complete.
     pub(super) fn is_complete(&self, sample: usize) -> bool {
         self.0.state.lock().complete.contains(&sample)
     }

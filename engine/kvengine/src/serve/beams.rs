@@ -1,4 +1,4 @@
-//! The state of a beam search: sums of log-probabilities, continuations, and complete answers.
+//! The state of a beam search: log-probability sums, continuations, and complete answers.
 
 use crate::request::{BeamSearch, FinishReason};
 
@@ -6,21 +6,21 @@ use crate::request::{BeamSearch, FinishReason};
 /// The state of a request's beam search.
 #[derive(Debug, Default)]
 pub(super) struct Beams {
-    /// The sum of log-probabilities of each branch.
+    /// The sum of the log-probabilities of each branch.
     pub(super) sums: Vec<f32>,
     /// The likeliest continuations of each branch, once its logits are computed.
     pub(super) next: Vec<Option<Vec<(u32, f32)>>>,
-    /// Complete answers, the best first.
+    /// Complete answers, best first.
     pub(super) ended: Vec<EndedBeam>,
 }
 
 /// The next token of a beam.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Continuation {
-    /// The branch that it continues.
+    /// The branch to continue.
     pub(super) branch: usize,
     pub(super) token: u32,
-    /// The sum of log-probabilities with this token.
+    /// The sum of the log-probabilities, including this token.
     pub(super) sum: f32,
 }
 
@@ -38,7 +38,7 @@ impl Beams {
         self.next.iter_mut().for_each(|next| *next = None);
     }
 
-    /// Takes the `most` likeliest continuations of all branches, the likeliest first.
+    /// Takes the `most` likeliest continuations over all branches, likeliest first.
     pub(super) fn take_continuations(&mut self, most: usize) -> Vec<Continuation> {
         let mut continuations = Vec::new();
         for (branch, (next, sum)) in self.next.iter_mut().zip(&self.sums).enumerate() {
@@ -50,22 +50,22 @@ impl Beams {
         continuations
     }
 
-    /// Adds a complete answer, and keeps the best `width`.
+    /// Adds a complete answer, and keeps only the best `width` answers.
     pub(super) fn add(&mut self, ended: EndedBeam, width: usize) {
         let at = self.ended.partition_point(|known| known.score >= ended.score);
         self.ended.insert(at, ended);
         self.ended.truncate(width);
     }
 
-    /// Returns whether no answer of `length` tokens or more with a sum of at most `best` can replace one of
-    /// the kept answers.
+    /// Returns true if no answer with `length` or more tokens and a sum of at most `best` can replace a kept
+    /// answer.
     pub(super) fn is_done(&self, best: f32, length: usize, search: BeamSearch) -> bool {
         self.ended.len() >= search.width
             && self.ended.last().is_some_and(|worst| worst.score >= score(best, length, search))
     }
 }
 
-/// Returns the score of an answer of `length` tokens.
+/// Returns the score of an answer with `length` tokens.
 pub(super) fn score(sum: f32, length: usize, search: BeamSearch) -> f32 {
     sum / (length.max(1) as f32).powf(search.length_penalty)
 }

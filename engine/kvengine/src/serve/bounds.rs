@@ -1,27 +1,26 @@
 //! The bounds of blocks for page-sparse decoding.
 //!
-//! For every full block that a sample sees, the least and the largest value of each element of its keys are
-//! kept. They bound the product of any query with any key of the block from above. (Quest, Tang et al.,
-//! 2024.)
+//! For every full block that a sample sees, this keeps the minimum and maximum of each key element. They give
+//! an upper bound on the dot product of any query with any key in the block. (Quest, Tang et al., 2024.)
 
 use crate::request::SparseDecode;
 
 // Decision: docs/decisions/models.md#sparse-decode-chooses-blocks-by-bounds-on-their-keys
-/// The bounds of a sample's blocks in each layer, as far as their keys were read.
+/// The bounds of a sample's blocks in each layer, for the blocks whose keys have been read.
 #[derive(Debug, Default)]
 pub(super) struct PageBounds {
     layers: Vec<LayerBounds>,
 }
 
 impl PageBounds {
-    /// Returns the bounds of a layer of a model with `layers` layers.
+    /// Returns a layer's bounds, for a model with `layers` layers.
     pub(super) fn layer(&mut self, layer: usize, layers: usize) -> &mut LayerBounds {
         self.layers.resize_with(layers, LayerBounds::default);
         &mut self.layers[layer]
     }
 }
 
-/// The bounds of one layer: the least and the largest value of each element of a key, block by block.
+/// The bounds for one layer: the minimum and maximum of each key element, block by block.
 #[derive(Debug, Default)]
 pub(super) struct LayerBounds {
     least: Vec<f32>,
@@ -35,8 +34,7 @@ impl LayerBounds {
         self.pages
     }
 
-    /// Adds blocks of `block_size` tokens; the last one may be shorter. `keys` has `width` numbers for each
-    /// token.
+    /// Adds blocks of `block_size` tokens. The last one may be shorter. `keys` has `width` numbers per token.
     pub(super) fn add(&mut self, keys: &[f32], width: usize, block_size: usize) {
         for page in keys.chunks((width * block_size).max(1)) {
             let at = self.least.len();
@@ -53,9 +51,9 @@ impl LayerBounds {
         }
     }
 
-    /// Returns, for each block, how near its bound comes to the best block's, in the head where it is
-    /// nearest: 0 at best. Bounds are multiplied by the factors of their blocks. `q` has `heads` queries, an
-    /// equal number for each key head.
+    /// Returns how near each block's bound comes to the best block's, in the head where it is nearest; 0 is
+    /// best. The bounds are multiplied by their blocks' factors. `q` has `heads` queries, the same number for
+    /// each key head.
     pub(super) fn nearness(&self, q: &[f32], (heads, kv_heads): (usize, usize), factors: &[f32]) -> Vec<f32> {
         let (dim, pages) = (q.len() / heads.max(1), self.pages.min(factors.len()));
         let (width, group) = (kv_heads * dim, heads / kv_heads.max(1));
@@ -77,9 +75,9 @@ impl LayerBounds {
     }
 }
 
-/// Returns the largest product of `q` with a vector between two others.
+/// Returns the largest dot product of `q` with any vector between `least` and `largest`.
 fn upper(q: &[f32], least: &[f32], largest: &[f32]) -> f32 {
-    // Independent sums, and a comparison that is one instruction: the compiler makes vectors of them.
+    // Independent sums and single-instruction comparisons, which the compiler vectorises.
     let product = |q: f32, a: f32, b: f32| if q * a > q * b { q * a } else { q * b };
     let ((q, q_end), (a, a_end), (b, b_end)) =
         (q.as_chunks::<8>(), least.as_chunks::<8>(), largest.as_chunks::<8>());
@@ -93,14 +91,14 @@ fn upper(q: &[f32], least: &[f32], largest: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + end
 }
 
-/// Returns the indices of `pages` of `total` blocks in ascending order: the first, the last ones, and the
+/// Returns the indices of `pages` of `total` blocks in ascending order: the first one, the last ones, and the
 /// nearest of the others.
 pub(super) fn chosen(nearness: &[f32], total: usize, pages: usize) -> Vec<u32> {
     let always = |page: usize| page == 0 || page + SparseDecode::LAST >= total;
     let mut others: Vec<usize> = (0..nearness.len().min(total)).filter(|&page| !always(page)).collect();
     let room = pages.saturating_sub(1 + SparseDecode::LAST).min(others.len());
     if room < others.len() {
-        // Of equally near blocks, the later ones.
+        // Of equally near blocks, the later ones are taken.
         others.select_nth_unstable_by(room, |&a, &b| nearness[b].total_cmp(&nearness[a]).then(b.cmp(&a)));
         others.truncate(room);
     }
@@ -121,12 +119,12 @@ mod tests {
     }
 
     proptest! {
-        /// No product of a query with a key of a block exceeds the block's bound, and the best block of a
-        /// head has nearness 0.
+        /// No dot product of a query with a key in a block exceeds the block's bound, and each head's best
+        /// block has nearness 0.
         #[test]
         fn a_bound_is_above_every_product((q, keys) in (numbers(2 * 12), numbers(2 * 3 * 11))) {
-            // Eleven keys of two heads of three numbers, in blocks of four; two queries meet each key head,
-            // for four of twelve.
+            // Eleven keys with two heads of three numbers, in blocks of four. Each key head has two queries,
+            // so there are four of the twelve numbers.
             let (q, width, block_size) = (&q[..4 * 3], 6, 4);
             let mut bounds = LayerBounds::default();
             bounds.add(&keys, width, block_size);

@@ -1,9 +1,9 @@
-//! Drafts: guesses for the next tokens of an answer, which repeats its documents where it quotes them.
-//! (Prompt lookup decoding, Saxena, 2023.)
+//! Drafts: guesses for an answer's next tokens, which are right where it quotes its documents. (Prompt lookup
+//! decoding, Saxena, 2023.)
 //!
-//! A decode step computes the last token and the guesses after it. The next token is chosen from the logits
-//! of each row as usual. The first choice that differs from the guess ends the step, and the KV of later
-//! guesses is rolled back.
+//! A decode step computes the last token and the guesses after it. From each row's logits, a token is chosen
+//! as usual. The first choice that differs from the guess ends the step, and the KV of later guesses is
+//! rolled back.
 
 use std::ops::Range;
 
@@ -13,12 +13,11 @@ use super::live::LiveRequest;
 use crate::error::Result;
 use crate::runner::Runner;
 
-/// The lengths of runs of last tokens that are looked up, in this order. A single token says too little about
-/// the next.
+/// How many last tokens to look up, in this order. A single token says too little about the next one.
 const RUNS: [usize; 2] = [3, 2];
 
-/// Returns up to `most` tokens that followed an earlier occurrence of the last tokens: the latest one in the
-/// question and its answer, or else the latest one in the `context` before them.
+/// Returns up to `most` tokens that followed an earlier occurrence of the last tokens: the latest occurrence
+/// in the question and its answer, or otherwise in the `context` before them.
 fn guess<'a>(context: &'a [u32], tokens: &'a [u32], most: usize) -> &'a [u32] {
     for run in RUNS.into_iter().filter(|&run| run <= tokens.len()) {
         let last = &tokens[tokens.len() - run..];
@@ -39,7 +38,7 @@ fn first(tokens: &[u32], most: usize) -> &[u32] {
 }
 
 impl LiveRequest {
-    /// Guesses up to `most` tokens after the last token of a sample. Returns their number.
+    /// Guesses up to `most` tokens after a sample's last token. Returns how many.
     pub(super) fn draft(&mut self, runner: &Runner, branch: usize, most: usize) -> usize {
         let most = self.request.lookup.min(most);
         let branch = &mut self.branches[branch];
@@ -47,8 +46,7 @@ impl LiveRequest {
         if most == 0 || self.request.beams.is_some() || self.request.forced.is_some() {
             return 0;
         }
-        // The token that is chosen without a guess belongs to the answer, too, and every guess has a
-        // position.
+        // The answer also needs room for the token chosen without a guess, and every guess needs a position.
         let room = self.request.max_new_tokens.saturating_sub(branch.answer().len() + 1);
         let positions = (runner.longest() as i64 - branch.end()).max(0) as usize;
         let guessed = guess(&self.quotable, &branch.tokens, most.min(room).min(positions));
@@ -57,7 +55,7 @@ impl LiveRequest {
     }
 
     /// Chooses tokens from the logits after a sample's last token and after each guess, until a guess is
-    /// wrong, and rolls the later guesses back.
+    /// wrong. Rolls back the later guesses.
     pub(super) fn verify(
         &mut self,
         runner: &mut Runner,

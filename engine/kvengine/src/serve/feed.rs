@@ -1,18 +1,18 @@
-//! The plan of a step: the tokens of each request in a pass.
+//! The plan for a step: the tokens of each request in a pass.
 
 use kvcore::{SequenceId, SequenceInput, WriteSlots};
 
 use super::live::ServiceRank;
 use crate::error::Error;
 
-/// Tokens of one request in a pass.
+/// The tokens of one request in a pass.
 #[derive(Debug)]
 pub(super) struct Feed {
     pub(super) rank: ServiceRank,
-    /// The sample that the tokens belong to, or `None` for tokens of the documents.
+    /// The sample that the tokens belong to, or `None` for document tokens.
     pub(super) branch: Option<usize>,
     pub(super) tokens: usize,
-    /// The input, until it goes into the batch. A sample's tokens have none until they have slots.
+    /// The input, until it moves to the batch; `None` for a sample's tokens until they have slots.
     pub(super) input: Option<SequenceInput>,
 }
 
@@ -22,21 +22,21 @@ pub(super) struct StepPlan {
     pub(super) feeds: Vec<Feed>,
     /// The input of each feed.
     pub(super) batch: Vec<SequenceInput>,
-    /// The slots of all inputs without slots of their own, in each group of layers.
+    /// The slots for all inputs that have none of their own, per group of layers.
     pub(super) slots: Vec<WriteSlots>,
-    /// Inputs of other regimes, for later passes of the step.
+    /// Inputs in other regimes, for later passes of the step.
     pub(super) later: Vec<(Feed, SequenceInput)>,
-    /// The sequences that grow, with the number of new tokens; the memory is reused.
+    /// The sequences that grow, with their numbers of new tokens. The memory is reused.
     pub(super) grown: Vec<(SequenceId, usize)>,
-    /// The sequences among them that may share their last block; the memory is reused.
+    /// The growing sequences that may share their last block. The memory is reused.
     pub(super) forked: Vec<SequenceId>,
     pub(super) failed: Vec<(ServiceRank, Error)>,
-    /// The number of tokens that blends have computed during planning.
+    /// The number of tokens that blends computed during planning.
     pub(super) blended: usize,
 }
 
 impl StepPlan {
-    /// Takes a request out of the pass.
+    /// Removes a request from the pass.
     pub(super) fn remove(&mut self, rank: ServiceRank) {
         self.feeds.retain(|feed| feed.rank != rank);
     }
@@ -45,7 +45,7 @@ impl StepPlan {
         self.failed.iter().any(|(failed, _)| *failed == rank)
     }
 
-    /// Goes on to the inputs of another regime.
+    /// Moves on to the inputs in another regime.
     pub(super) fn next_pass(&mut self) {
         self.feeds.clear();
         self.batch.clear();

@@ -1,9 +1,10 @@
 //! Beam search: the likeliest answers as a whole, found by following the likeliest beginnings in parallel.
 //!
-//! The search is that of transformers. Of the continuations of all beams, the `2 * width` likeliest are
-//! considered, or more if the model has several end tokens. Continuations that end are kept, with a score:
-//! the sum of the log-probabilities, divided by the length to the power of `length_penalty`. The `width`
-//! likeliest others go on. The search ends when no beam can replace a kept answer, or at the token limit.
+//! The search works like the one in transformers. Of the continuations of all beams, the `2 * width`
+//! likeliest are considered, or more if the model has several end tokens. Continuations that end are kept,
+//! with a score: the sum of the log-probabilities, divided by the length to the power of `length_penalty`.
+//! The `width` likeliest other continuations become the next beams. The search ends when no beam can replace
+//! a kept answer, or at the token limit.
 
 use super::answer::AnswerEvent;
 use super::beams::{Continuation, EndedBeam, score};
@@ -13,14 +14,14 @@ use crate::request::{BeamSearch, FinishReason, Sampling};
 use crate::runner::Runner;
 use crate::sampling::{Sampler, likeliest};
 
-/// Returns the number of considered continuations: enough that `width` go on if each beam can end with each
-/// end token.
+/// Returns the number of continuations to consider. It is large enough for `width` beams to continue even if
+/// each beam can end with each end token.
 fn considered(runner: &Runner, search: BeamSearch) -> usize {
     (1 + runner.model.config().eos.len()).max(2) * search.width
 }
 
 impl LiveRequest {
-    /// Records the logits after a branch. When the logits of all branches are known, the beams go on.
+    /// Records the logits after a branch. When all branches' logits are known, the beams continue.
     pub(super) fn follow(&mut self, runner: &mut Runner, branch: usize, logits: &[f32]) -> Result<()> {
         let (search, count) = (self.request.beams.unwrap_or_default(), self.branches.len());
         let beams = self.beams.get_or_insert_default();
@@ -75,8 +76,8 @@ impl LiveRequest {
         self.branch_out(runner, &on)
     }
 
-    /// Makes each continuation a branch. The first of a branch continues in its sequence, and the others in
-    /// forks.
+    /// Turns each continuation into a branch. A branch's first continuation keeps its sequence; the others
+    /// get forks.
     fn branch_out(&mut self, runner: &mut Runner, on: &[Continuation]) -> Result<()> {
         let (mut sequences, mut forks) = (Vec::with_capacity(on.len()), Vec::new());
         for (i, next) in on.iter().enumerate() {
@@ -113,7 +114,7 @@ impl LiveRequest {
         Ok(())
     }
 
-    /// Sends the best answers, each as a sample, and ends the request.
+    /// Sends the best answers as samples, and ends the request.
     fn end_beams(&mut self, runner: &mut Runner, ended: Vec<EndedBeam>) {
         let mut old = std::mem::take(&mut self.branches);
         for (sample, ended) in ended.into_iter().take(self.request.samples).enumerate() {

@@ -1,5 +1,5 @@
 //! Passes that select or observe attention: samples that choose the blocks they attend to, layer by layer,
-//! and questions whose attention is summed. All other rows of the pass are computed as usual.
+//! and questions whose attention is summed. The pass computes all other rows as usual.
 
 use kvcore::{LayerRopes, SequenceInput, StepBatch};
 use kvmodel::{AttentionMass, Forward, Observer, PassMemory};
@@ -10,16 +10,16 @@ use super::pages::SparseSample;
 use crate::error::Result;
 use crate::runner::Runner;
 
-/// The requests that select or observe attention in a pass.
+/// The requests in a pass that select or observe attention.
 pub(super) struct Layered<'a> {
     sparse: Vec<SparseSample<'a>>,
-    /// The sums that requests keep from pass to pass.
+    /// The sums that requests keep between passes.
     asked: Vec<&'a mut AttentionMass>,
 }
 
 impl<'a> Layered<'a> {
     /// Finds the samples that see more blocks than they attend to, and the questions with rows in the pass.
-    /// Returns `None` if there are none.
+    /// Returns `None` if there are neither.
     pub(super) fn find(
         running: &'a mut [LiveRequest],
         feeds: &[Feed],
@@ -48,7 +48,7 @@ impl<'a> Layered<'a> {
         (!sparse.is_empty() || !asked.is_empty()).then_some(Self { sparse, asked })
     }
 
-    /// Runs the pass: before a layer, samples select blocks by the queries.
+    /// Runs the pass. Before each layer, samples use the queries to select blocks.
     pub(super) fn run(
         mut self,
         runner: &Runner,
@@ -81,7 +81,7 @@ impl<'a> Layered<'a> {
     }
 }
 
-/// Returns whether a decode step of a sample sees more blocks than it attends to.
+/// Returns true if a sample's decode step sees more blocks than it attends to.
 fn sees_more(branch: &Branch, input: &SequenceInput, pages: usize, block_size: usize) -> bool {
     let seen: usize = input.segments.iter().map(|segment| segment.len.div_ceil(block_size)).sum();
     input.tokens.len() == 1 && seen > pages && !branch.answer().is_empty()

@@ -13,7 +13,7 @@ use crate::prompt::LivePrompt;
 use crate::request::{FinishReason, Generation, Request, TokenLogprobs};
 use crate::sampling::{Sampler, token_logprobs};
 
-/// The place of a request in the order of service: smaller ranks are served first.
+/// A request's rank in the order of service. Smaller ranks are served first.
 pub(super) type ServiceRank = (Reverse<i32>, RequestId);
 
 /// A request, waiting or running.
@@ -24,55 +24,55 @@ pub(super) struct LiveRequest {
     pub(super) prompt: LivePrompt,
     pub(super) sender: AnswerSender,
     pub(super) submitted: Instant,
-    /// The time of the engine's clock in milliseconds at which the request's time limit ends.
+    /// When the request's time limit ends, in milliseconds on the engine's clock.
     pub(super) deadline: Option<u64>,
     pub(super) branches: Vec<Branch>,
     /// The state of a beam search, whose beams are the branches.
     pub(super) beams: Option<Box<Beams>>,
-    /// The system prompt and the documents of a chunked prompt, in which drafts are looked up; empty if the
-    /// request wants no drafts.
+    /// A chunked prompt's system prompt and documents, which drafts are looked up in; empty if the request
+    /// wants no drafts.
     pub(super) quotable: Vec<u32>,
-    /// The number of available blocks in the main pool when the documents last found no room in it.
+    /// How many blocks were available in the main pool when the documents last found no room.
     pub(super) refused: Option<usize>,
 }
 
-/// One sample of a request: a sequence of its own after the request's context.
+/// One sample of a request: its own sequence after the request's context.
 #[derive(Debug)]
 pub(super) struct Branch {
     pub(super) sample: usize,
-    /// The sequence, unless the request waits.
+    /// The sequence, unless the request is waiting.
     pub(super) sequence: Option<SequenceId>,
-    /// The logical index and the position of the first token.
+    /// The logical index and position of the first token.
     pub(super) start: SequenceStart,
-    /// The tokens of the sequence: the prompt (of a chunked one the question), then the answer.
+    /// The sequence's tokens: the prompt (for a chunked prompt, only the question), then the answer.
     pub(super) tokens: Vec<u32>,
-    /// The keys of the tokens that a sequence was created with.
+    /// The keys of the tokens that the sequence was created with.
     pub(super) keys: Option<PromptKeys>,
-    /// The number of prompt tokens among the tokens.
+    /// How many of the tokens are prompt tokens.
     pub(super) prompt: usize,
-    /// The number of tokens whose keys and values are stored, or are in the pass that is being planned.
+    /// How many tokens have their keys and values stored, or are in the pass being planned.
     pub(super) computed: usize,
-    /// The sequence in host memory, one part for each group of layers, if the request was preempted and will
+    /// The sequence in host memory, with one part per group of layers, if the request was preempted and will
     /// be restored.
     pub(super) swapped: Option<Vec<SwappedSequence>>,
-    /// Guesses for the next tokens, in the pass that is being planned.
+    /// Guesses for the next tokens, in the pass being planned.
     pub(super) draft: Vec<u32>,
     /// The number of guessed tokens.
     pub(super) drafted: usize,
     /// The number of correct guesses.
     pub(super) accepted: usize,
-    /// The input of the last decode step, whose memory is used again.
+    /// The input of the last decode step. Its memory is reused.
     pub(super) input: Option<SequenceInput>,
     /// The bounds of the blocks that the sample sees, for sparse decoding.
     pub(super) bounds: PageBounds,
     pub(super) sampler: Sampler,
-    /// The logits that tokens were chosen from, if the request keeps them.
+    /// The logits that the tokens were chosen from, if the request keeps them.
     pub(super) logits: Vec<Vec<f32>>,
-    /// The log-probabilities of the answer, if the request asks for them.
+    /// The log-probabilities of the answer's tokens, if the request asks for them.
     pub(super) logprobs: Vec<TokenLogprobs>,
-    /// A forced answer, once the prompt is computed.
+    /// The forced answer, once the prompt is computed.
     pub(super) forced: Option<Vec<u32>>,
-    /// The score of a beam that has ended.
+    /// The score, for a beam that has ended.
     pub(super) score: Option<f32>,
     /// The time to first token.
     pub(super) ttft: Option<Duration>,
@@ -80,7 +80,7 @@ pub(super) struct Branch {
 }
 
 impl Branch {
-    /// Creates the first sample of a request, of whose sequence nothing is computed.
+    /// Creates a request's first sample. Nothing of its sequence is computed.
     pub(super) fn new(prompt: Vec<u32>, start: SequenceStart, sampler: Sampler) -> Self {
         Self {
             sample: 0,
@@ -118,28 +118,28 @@ impl Branch {
         }
     }
 
-    /// Forgets the computed tokens of a sample whose sequence is freed.
+    /// Resets the number of computed tokens, because the sample's sequence was freed.
     pub(super) fn forget(&mut self) {
         (self.computed, self.input, self.swapped) = (0, None, None);
         self.bounds = PageBounds::default();
         self.draft.clear();
         if self.forced.is_some() {
-            // The logits after the prompt stay; the answer's are computed again.
+            // The logits after the prompt are kept; the answer's are computed again.
             self.logits.truncate(1);
             self.logprobs.truncate(1);
         }
     }
 
-    /// Returns the keys of the tokens. Only keys of new blocks are computed.
+    /// Returns the block keys of the prompt. Computes only the keys of blocks added since the last call.
     pub(super) fn prompt_keys(&mut self, root: BlockKey, block_size: usize) -> &PromptKeys {
-        // All logits of a forced answer are wanted, so none of its tokens may be found in the cache.
+        // All logits of a forced answer are needed, so its tokens must not be found in the cache.
         let end = if self.forced.is_some() { self.prompt } else { self.tokens.len() };
         let keys = self.keys.get_or_insert_with(|| PromptKeys::new(root, &self.tokens[..end], block_size));
         keys.extend(self.tokens.get(keys.tokens().len()..end).unwrap_or_default());
         keys
     }
 
-    /// Returns the number of tokens that are left to compute.
+    /// Returns the number of tokens left to compute.
     pub(super) fn left(&self) -> usize {
         if self.over { 0 } else { self.tokens.len() - self.computed }
     }
@@ -154,16 +154,16 @@ impl Branch {
         self.start.position + self.tokens.len() as i64
     }
 
-    /// Returns whether the next token to compute is the last of the answer.
+    /// Returns true if the next token to compute is the answer's last token so far.
     pub(super) fn is_decoding(&self) -> bool {
         self.sequence.is_some() && self.left() == 1 && self.tokens.len() > self.prompt
     }
 }
 
 impl LiveRequest {
-    /// Ends the samples that were declared complete. Beams have no samples before they end.
+    /// Ends the samples that were declared complete. During a beam search, there are no samples to end.
     pub(super) fn end_complete(&mut self) {
-        // Before the first token, the first sample stands for all.
+        // Before the first token, the first sample stands for all samples.
         let not_yet = self.branches.len() < self.request.samples && self.branches[0].ttft.is_none();
         if self.request.beams.is_some() || not_yet {
             return;
@@ -176,12 +176,12 @@ impl LiveRequest {
         }
     }
 
-    /// Returns the first sample with tokens that are left to compute.
+    /// Returns the first sample that has tokens left to compute.
     pub(super) fn unfed(&self) -> Option<usize> {
         self.branches.iter().position(|branch| branch.left() > 0)
     }
 
-    /// Records a branch's new sequence, with the number of its tokens that were cached.
+    /// Records a branch's new sequence, and how many of its tokens were cached.
     pub(super) fn begun(&mut self, branch: usize, sequence: SequenceId, cached: usize) {
         let first = branch == 0;
         let branch = &mut self.branches[branch];
@@ -216,9 +216,9 @@ impl LiveRequest {
         self.sender.send(AnswerEvent::End { sample: branch.sample, generation });
     }
 
-    /// Begins a forced answer: appends its tokens, so that their logits are computed. `longest` is the
-    /// model's longest sequence, and `first` has the logits after the prompt. If the whole answer fits, its
-    /// last token is computed as well, for the logits after it.
+    /// Starts a forced answer: appends its tokens, whose logits are then computed. `longest` is the model's
+    /// maximum sequence length, and `first` has the logits after the prompt. If the whole answer fits, its
+    /// last token is computed too, for the logits after it.
     pub(super) fn force(&mut self, longest: usize, first: &[f32]) {
         let (most, submitted) = (self.request.max_new_tokens, self.submitted);
         let answer = self.request.forced.clone().unwrap_or_default();
@@ -240,7 +240,8 @@ impl LiveRequest {
         }
     }
 
-    /// Records the logits at the next place of a forced answer. The last place is after its last token.
+    /// Records the logits at the next position of a forced answer. The last one is after the answer's last
+    /// token.
     pub(super) fn record_forced(&mut self, branch: usize, logits: &[f32]) {
         let branch = &mut self.branches[branch];
         if self.request.keep_logits {
@@ -252,8 +253,8 @@ impl LiveRequest {
         }
     }
 
-    /// Ends a sample with a forced answer. The reason is a stop of the model if the whole answer was
-    /// computed.
+    /// Ends a sample with a forced answer. If the whole answer was computed, the reason is that the model
+    /// stopped.
     pub(super) fn end_forced(&mut self, branch: usize) {
         let computed = self.branches[branch].tokens.len() - self.branches[branch].prompt;
         let whole = self.request.forced.as_ref().is_some_and(|answer| computed == answer.len());
@@ -264,19 +265,19 @@ impl LiveRequest {
         self.branches.iter().all(|branch| branch.over)
     }
 
-    /// Returns whether two requests may be in one pass.
+    /// Returns true if two requests may be in the same pass.
     pub(super) fn same_regime(&self, other: &Self) -> bool {
         let (a, b) = (self.prompt.ropes().layers(), other.prompt.ropes().layers());
         a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
     }
 
-    /// Returns the place of the request in the order of service.
+    /// Returns the request's rank in the order of service.
     pub(super) fn rank(&self) -> ServiceRank {
         (Reverse(self.request.priority), self.id)
     }
 }
 
-/// Returns the index of a request among running ones, which are in the order of service.
+/// Returns the index of a request in the running ones, which are in the order of service.
 pub(super) fn index_of(running: &[LiveRequest], rank: ServiceRank) -> Option<usize> {
     running.binary_search_by_key(&rank, LiveRequest::rank).ok()
 }

@@ -1,8 +1,7 @@
-//! Page-sparse decoding: a token of an answer attends only to the blocks whose keys may meet its queries
-//! best.
+//! Page-sparse decoding: an answer's token attends only to the blocks whose keys may match its queries best.
 //!
 //! In each layer, the blocks with the largest [bounds](super::bounds) are selected. The first block and the
-//! last ones are always among them.
+//! last ones are always included.
 
 use std::ops::Range;
 
@@ -14,10 +13,10 @@ use crate::error::Result;
 use crate::request::SparseDecode;
 use crate::runner::Runner;
 
-/// The number of blocks whose keys are read at a time.
+/// The number of blocks to read keys from at a time.
 const READ: usize = 256;
 
-/// A sample in a pass that attends to a part of its context.
+/// A sample in a pass that attends to only a part of its context.
 pub(super) struct SparseSample<'a> {
     /// The index of its input in the batch.
     pub(super) entry: usize,
@@ -26,12 +25,12 @@ pub(super) struct SparseSample<'a> {
 }
 
 impl SparseSample<'_> {
-    /// Returns whether the sample selects blocks in a layer. A window leaves few blocks as it is.
+    /// Returns true if the sample selects blocks in a layer. A layer with a window sees few blocks anyway.
     pub(super) fn selects(&self, layer: usize, windowed: bool) -> bool {
         layer >= self.setting.dense_layers && !windowed
     }
 
-    /// Returns the selection of a layer. Reads the keys of new blocks.
+    /// Returns the selection for a layer. Reads the keys of new blocks.
     pub(super) fn select(
         &mut self,
         (runner, ropes, layer): (&Runner, &LayerRopes, usize),
@@ -48,7 +47,7 @@ impl SparseSample<'_> {
             factors.extend(std::iter::repeat_n(config.softmax_scale * segment.logit_scale, pages));
         }
         let total = factors.len();
-        // The last block grows.
+        // The last block is still growing.
         let known = total - 1;
         let bounds = self.bounds.layer(layer, config.num_layers());
         let latent = queries.latent.is_some();
@@ -78,7 +77,7 @@ impl SparseSample<'_> {
     }
 }
 
-/// Returns the keys of some tokens of a segment; with latent attention, each followed by its latent.
+/// Returns the keys of some tokens in a segment. With latent attention, each key is followed by its latent.
 fn read_keys(
     runner: &Runner,
     ropes: &LayerRopes,
@@ -91,8 +90,8 @@ fn read_keys(
     Ok(if latent { joined((&k, k.len() / count), (&v, v.len() / count)) } else { k })
 }
 
-/// Returns the rows of two matrices, each row of the first followed by that of the second. Rows have the
-/// given widths.
+/// Joins two matrices row by row: each row of the first is followed by the same row of the second. Rows have
+/// the given widths.
 fn joined((a, a_width): (&[f32], usize), (b, b_width): (&[f32], usize)) -> Vec<f32> {
     let rows = a.chunks_exact(a_width.max(1)).zip(b.chunks_exact(b_width.max(1)));
     rows.flat_map(|(a, b)| a.iter().chain(b)).copied().collect()

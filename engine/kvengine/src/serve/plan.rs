@@ -1,8 +1,8 @@
-//! The choice of the tokens that a step computes.
+//! Chooses the tokens that a step computes.
 //!
-//! Running requests are served first: their tokens are chosen, and slots are taken for all of them at once.
-//! If there are too few blocks, the last request in the order of service is preempted, and the rest is tried
-//! again. New requests get the tokens that are left of the step.
+//! Running requests are served first: their tokens are chosen, and slots are allocated for all of them at
+//! once. If there are too few blocks, the last request in the order of service is preempted, and the others
+//! are tried again. New requests get what is left of the step's tokens.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,7 +21,7 @@ impl Scheduler {
         let mut left = self.limits.step_tokens;
         self.ranks.clear();
         self.ranks.extend(self.running.iter().map(LiveRequest::rank));
-        // Every answer continues by a token; guesses share the rest.
+        // Every answer continues by one token. Guesses share what is left.
         let answers = |live: &LiveRequest| live.branches.iter().filter(|branch| branch.is_decoding()).count();
         let mut guesses = left.saturating_sub(self.running.iter().map(answers).sum());
         for i in 0..self.ranks.len() {
@@ -31,7 +31,7 @@ impl Scheduler {
             left -= self.feed_prompt(runner, watch, self.ranks[i], left).min(left);
         }
         self.take_slots(runner);
-        // A request that was preempted in this step is not admitted again in the same one.
+        // A request that was preempted in this step must not be admitted again in the same step.
         while left > 0 && self.preemptions == preempted {
             let Some((rank, fed)) = self.admit(runner, left) else { break };
             let fed = if fed > 0 { fed } else { self.feed_documents(runner, watch, rank, left) };
@@ -41,8 +41,8 @@ impl Scheduler {
         batch.extend(feeds.iter_mut().filter_map(|feed| feed.input.take()));
     }
 
-    /// Feeds the last token of each answer of a request, followed by guesses if there are `guesses` left.
-    /// Returns the number of tokens.
+    /// Feeds the last token of each of a request's answers, followed by guesses if up to `guesses` are
+    /// allowed. Returns the number of tokens.
     fn feed_answers(&mut self, runner: &mut Runner, rank: ServiceRank, guesses: &mut usize) -> usize {
         let Some(at) = index_of(&self.running, rank) else { return 0 };
         let live = &mut self.running[at];
@@ -52,7 +52,7 @@ impl Scheduler {
                 let guessed = live.draft(runner, branch, *guesses);
                 *guesses -= guessed;
                 fed += feed_branch(runner, &mut self.plan, live, branch, 1);
-                // The guesses come after the chosen token.
+                // Guesses come after the chosen token.
                 if let Some(feed) = self.plan.feeds.last_mut().filter(|_| guessed > 0) {
                     feed.tokens += guessed;
                     fed += guessed;
@@ -62,7 +62,7 @@ impl Scheduler {
         fed
     }
 
-    /// Feeds up to `most` tokens of a request's documents and of one of its prompts. Returns their number.
+    /// Feeds up to `most` tokens of a request's documents and of one of its prompts. Returns how many.
     fn feed_prompt(
         &mut self,
         runner: &mut Runner,
@@ -76,13 +76,12 @@ impl Scheduler {
         if self.plan.has_failed(rank) || fed >= most || !live.prompt.opens_to_question(&live.request, fed) {
             return fed;
         }
-        // One sample after the other, so that the next one finds the tokens that this one has computed.
+        // One sample after another, so each finds the tokens that the one before has computed.
         let unfed = live.branches.iter().position(|branch| branch.left() > 0 && !branch.is_decoding());
         fed + unfed.map_or(0, |branch| feed_branch(runner, &mut self.plan, live, branch, most - fed))
     }
 
-    /// Feeds up to `most` tokens of a running request's documents, and makes room for them. Returns their
-    /// number.
+    /// Feeds up to `most` tokens of a running request's documents, and makes room for them. Returns how many.
     fn feed_running_parts(
         &mut self,
         runner: &mut Runner,
@@ -107,8 +106,8 @@ impl Scheduler {
         0
     }
 
-    /// Feeds up to `most` tokens of the documents of a request that was just admitted, and of its question if
-    /// it may see them and there is room for it. Returns their number.
+    /// Feeds up to `most` tokens of the documents of a request that was just admitted. Also feeds its
+    /// question, if it may see them and there is room. Returns how many.
     fn feed_documents(
         &mut self,
         runner: &mut Runner,
@@ -118,7 +117,7 @@ impl Scheduler {
     ) -> usize {
         let Some(at) = index_of(&self.running, rank) else { return 0 };
         let live = &mut self.running[at];
-        // The other requests have their slots by now, and none is preempted any more.
+        // The other requests already have their slots, so none of them is preempted now.
         let fed = match feed_parts(runner, live, (&mut self.plan, &mut self.times), watch, most) {
             Ok(fed) => fed,
             Err(error) if error.is_out_of_blocks() => return 0,
@@ -131,7 +130,7 @@ impl Scheduler {
         let Some(branch) = live.unfed().filter(|_| opens) else { return fed };
         let (sequence, computed) = (live.branches[branch].sequence, live.branches[branch].computed);
         let Ok(input) = live.first_piece(runner, branch, most - fed) else {
-            // The next step makes room, or reports that there is none.
+            // The next step makes room, or reports that there is no room.
             match sequence {
                 Some(_) => live.branches[branch].computed = computed,
                 None => live.branches[branch].withdraw(runner),
@@ -143,7 +142,7 @@ impl Scheduler {
         fed + tokens
     }
 
-    /// Takes slots for all chosen tokens, and makes room while there are too few blocks.
+    /// Allocates slots for all chosen tokens. Makes room while there are too few blocks.
     fn take_slots(&mut self, runner: &mut Runner) {
         while let Err(error) = self.try_slots(runner) {
             let fed = |feed: &&Feed| feed.branch.is_some();
@@ -158,7 +157,7 @@ impl Scheduler {
             if error.is_out_of_blocks() || first == last {
                 self.make_room(runner, first, error);
             } else {
-                // The request whose tokens the device refused is unknown.
+                // The device does not report which request's tokens failed.
                 let error = Arc::new(error);
                 let failed =
                     self.plan.feeds.drain(..).map(|feed| (feed.rank, Error::Pass(Arc::clone(&error))));
@@ -167,7 +166,7 @@ impl Scheduler {
         }
     }
 
-    /// Takes the guesses out of the plan. Returns whether there were any.
+    /// Removes the guesses from the plan. Returns true if there were any.
     fn drop_drafts(&mut self) -> bool {
         let mut dropped = false;
         for feed in &mut self.plan.feeds {
@@ -182,7 +181,7 @@ impl Scheduler {
         dropped
     }
 
-    /// Takes slots for all chosen tokens, or none.
+    /// Allocates slots for all chosen tokens, or none.
     fn try_slots(&mut self, runner: &mut Runner) -> Result<()> {
         let StepPlan { feeds, slots, grown, forked, .. } = &mut self.plan;
         grown.clear();
@@ -209,8 +208,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Makes room for a request that found none, at the cost of the last in the order of service. Returns
-    /// false if that is the request itself, or for an error of another kind.
+    /// Makes room for a request that found none, by preempting the last one in the order of service. Returns
+    /// false if that is the request itself, or if the error is of another kind.
     fn make_room(&mut self, runner: &mut Runner, rank: ServiceRank, error: Error) -> bool {
         let last = self.running.iter().map(LiveRequest::rank).rfind(|&rank| !self.plan.has_failed(rank));
         match last.filter(|_| error.is_out_of_blocks()) {
@@ -230,7 +229,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes a request's blocks away, to host memory or for good. It waits in its old place.
+    /// Takes away a request's blocks: moves them to host memory or frees them. The request waits in its old
+    /// place.
     fn preempt(&mut self, runner: &mut Runner, rank: ServiceRank) {
         let Some(at) = index_of(&self.running, rank) else { return };
         self.plan.remove(rank);
@@ -245,7 +245,7 @@ impl Scheduler {
     }
 }
 
-/// Chooses up to `most` tokens of a sample's own sequence, whose slots are taken later. Returns their number.
+/// Chooses up to `most` tokens of a sample's own sequence. Their slots are allocated later. Returns how many.
 fn feed_branch(
     runner: &mut Runner,
     plan: &mut StepPlan,
@@ -266,7 +266,7 @@ fn feed_branch(
     }
 }
 
-/// Feeds up to `most` rows of a request's documents; a blend computes its rows at once. Returns their number.
+/// Feeds up to `most` rows of a request's documents. A blend computes its rows right away. Returns how many.
 fn feed_parts(
     runner: &mut Runner,
     live: &mut LiveRequest,

@@ -14,23 +14,24 @@ use crate::runner::Runner;
 use crate::sampling::{Sampler, token_logprobs};
 
 impl Branch {
-    /// Frees the sample's sequence and forgets its computed tokens.
+    /// Frees the sample's sequence, and marks its tokens as not computed.
     pub(super) fn withdraw(&mut self, runner: &mut Runner) {
         if let Some(sequence) = self.sequence.take() {
-            // The sequence is known: nothing else frees it.
+            // The sequence exists, because nothing else frees it.
             drop(runner.caches.free(sequence));
         }
         self.forget();
     }
 
-    /// Frees the blocks that no later token of the sample attends to, in each group of layers with a window.
+    /// Frees the blocks that the sample's later tokens do not attend to, in each group of layers with a
+    /// window.
     pub(super) fn free_before_window(&self, runner: &mut Runner) -> Result<()> {
         self.sequence.map_or(Ok(()), |sequence| runner.caches.free_before(sequence, self.computed))
     }
 }
 
 impl LiveRequest {
-    /// Gives a branch a sequence, with the cached part of its tokens.
+    /// Creates a branch's sequence, starting with the cached part of its tokens.
     pub(super) fn begin_branch(&mut self, runner: &mut Runner, branch: usize) -> Result<()> {
         let finds = !self.prompt.is_chunked() && self.request.reuse;
         let (root, caches) = (*self.prompt.keys().root(), &mut runner.caches);
@@ -48,8 +49,8 @@ impl LiveRequest {
         Ok(())
     }
 
-    /// Gives a branch of an ordinary request a sequence, with the cached part of its tokens and slots for up
-    /// to `most` others, or changes nothing.
+    /// Creates the sequence of an ordinary request's branch, with the cached part of its tokens and slots for
+    /// up to `most` others; otherwise changes nothing.
     pub(super) fn admit_branch(
         &mut self,
         runner: &mut Runner,
@@ -64,7 +65,7 @@ impl LiveRequest {
         Ok(slots)
     }
 
-    /// Frees all blocks of the request. Its tokens stay.
+    /// Frees all of the request's blocks. Its tokens are kept.
     pub(super) fn withdraw(&mut self, runner: &mut Runner) {
         for branch in &mut self.branches {
             branch.withdraw(runner);
@@ -75,8 +76,7 @@ impl LiveRequest {
         }
     }
 
-    /// Records the tokens of the request that a pass has computed, and chooses the next token if there are
-    /// logits.
+    /// Records the request's tokens that a pass has computed. If there are logits, chooses the next token.
     pub(super) fn after(
         &mut self,
         runner: &mut Runner,
@@ -89,7 +89,7 @@ impl LiveRequest {
             return Ok(());
         };
         if self.prompt.is_missing() {
-            // The documents came in the same pass. Their segments are the stored ones from here on.
+            // The documents were in the same pass. From here, their segments are the stored ones.
             self.prompt.advance(runner, &self.request)?;
         }
         let it = &mut self.branches[branch];
@@ -122,7 +122,7 @@ impl LiveRequest {
         }
     }
 
-    /// Takes the logits of a question that a blend has computed.
+    /// Takes the logits of the question that a blend has computed.
     pub(super) fn take_blended(&mut self, runner: &mut Runner, logits: &[f32]) -> Result<()> {
         let question = self.prompt.take_question();
         let branch = &mut self.branches[0];
@@ -133,7 +133,7 @@ impl LiveRequest {
         self.begin_answer(runner, logits)
     }
 
-    /// Begins the answer, from the logits after the prompt.
+    /// Starts the answer from the logits after the prompt.
     fn begin_answer(&mut self, runner: &mut Runner, logits: &[f32]) -> Result<()> {
         if let Some((retention, sequence)) = self.request.retention.zip(self.branches[0].sequence) {
             runner.caches.retain(sequence, retention)?;
@@ -148,7 +148,7 @@ impl LiveRequest {
         Ok(())
     }
 
-    /// Chooses the next token of a branch from its logits, and ends the branch if it is the last.
+    /// Chooses a branch's next token from its logits, and ends the branch if this token is the last.
     pub(super) fn choose(&mut self, runner: &Runner, branch: usize, logits: &[f32]) {
         if self.request.max_new_tokens == 0 {
             self.end(branch, FinishReason::Length);

@@ -1,4 +1,4 @@
-//! The scheduler: the requests of an engine, and its memory of steps.
+//! The scheduler: an engine's requests, and memory that steps reuse.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -12,20 +12,20 @@ use super::live::{LiveRequest, ServiceRank};
 use super::swap::{PreemptionCosts, SwapSpace};
 use crate::config::{EngineConfig, Scheduling};
 
-/// The largest limit of a step: more than a pass can have, and far from overflow in sums.
+/// The maximum for a step's limits: more than a pass can have, and far from overflowing in sums.
 const MANY: usize = 1 << 28;
 
 /// The requests of an engine.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     pub(super) limits: Scheduling,
-    /// The number of the next request.
+    /// The ID of the next request.
     pub(super) next: u64,
     pub(super) waiting: BTreeMap<ServiceRank, LiveRequest>,
     /// In the order of service.
     pub(super) running: Vec<LiveRequest>,
     pub(super) plan: StepPlan,
-    /// The ranks of running requests; the memory is reused.
+    /// The ranks of the running requests. The memory is reused.
     pub(super) ranks: Vec<ServiceRank>,
     /// Memory for the logits of a pass.
     pub(super) logits: Vec<f32>,
@@ -36,7 +36,7 @@ pub(crate) struct Scheduler {
     pub(super) swap: SwapSpace,
 }
 
-/// An observer of one of the requests.
+/// An observer for one of the requests.
 pub(super) struct Watch<'a> {
     pub(super) id: Option<RequestId>,
     pub(super) observer: &'a mut dyn Observer,
@@ -50,7 +50,7 @@ impl Watch<'_> {
     }
 }
 
-/// The work of a step, and the requests after it.
+/// The work of a step, and the requests left after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Step {
     /// The number of tokens that were computed.
@@ -66,18 +66,18 @@ pub struct Step {
 }
 
 impl Step {
-    /// Returns whether every request has ended.
+    /// Returns true if every request has ended.
     pub fn is_idle(&self) -> bool {
         self.running + self.waiting == 0
     }
 }
 
-/// The time of all steps since the engine was created.
+/// The total time of all steps since the engine was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StepTimes {
-    /// The time in the model: passes, and the evidence that strategies ask for before they choose.
+    /// The time spent in the model: passes, and the evidence that strategies need before they choose.
     pub model: Duration,
-    /// The time in the engine: planning, look-ups, slots, sampling, and sending tokens.
+    /// The time spent in the engine: planning, lookups, slots, sampling, and sending tokens.
     pub engine: Duration,
 }
 
@@ -86,7 +86,7 @@ impl Scheduler {
         Self::with_limits(config.scheduling, config.swap_memory)
     }
 
-    /// Creates a scheduler without requests and with the limits of this one.
+    /// Creates a scheduler with the same limits but without requests.
     pub(crate) fn like(&self) -> Self {
         Self::with_limits(self.limits, self.swap.memory())
     }
@@ -112,12 +112,12 @@ impl Scheduler {
         }
     }
 
-    /// Sets the costs of preemption, in place of measured ones.
+    /// Sets the costs of preemption, which are otherwise measured.
     pub(crate) fn set_preemption_costs(&mut self, costs: PreemptionCosts) {
         self.swap.set_costs(costs);
     }
 
-    /// Returns the blocks of host memory, if some were needed.
+    /// Returns the host memory blocks, if any were needed.
     pub(crate) fn swapped(&self) -> Option<PoolCounts> {
         self.swap.counts()
     }
@@ -126,7 +126,7 @@ impl Scheduler {
         self.swap.check_invariants()
     }
 
-    /// Returns the time of all steps.
+    /// Returns the total time of all steps.
     pub(crate) fn times(&self) -> StepTimes {
         self.times
     }

@@ -15,12 +15,11 @@ use super::scheduler::{Scheduler, Step, Watch};
 use crate::error::{Error, Result};
 use crate::runner::Runner;
 
-/// The time for which a step waits for other engines' work if it has none of its own.
+/// How long a step waits for other engines if it has no work itself.
 const PAUSE: Duration = Duration::from_millis(2);
 
 impl Scheduler {
-    /// Computes the passes of a step. `observer` observes the prefill of one of the requests, and may stop
-    /// it.
+    /// Runs the passes of a step. `observer` observes the prefill of one of the requests, and may stop it.
     pub(crate) fn step(
         &mut self,
         runner: &mut Runner,
@@ -51,7 +50,7 @@ impl Scheduler {
         self.report(tokens)
     }
 
-    /// Ends requests that were cancelled, exceed their time limit or were declared complete.
+    /// Ends requests that were cancelled, have exceeded their time limit or were declared complete.
     pub(crate) fn end_some(&mut self, runner: &mut Runner) {
         let now = runner.setup.clock.millis();
         let fate = |live: &LiveRequest| {
@@ -107,8 +106,8 @@ impl Scheduler {
         });
     }
 
-    /// Computes the planned inputs that may be in one pass with the first, those of its regime. Returns the
-    /// number of tokens.
+    /// Computes the planned inputs that may share a pass with the first one, because they are in its regime.
+    /// Returns the number of tokens.
     fn pass(&mut self, runner: &mut Runner, watch: &mut Watch<'_>) -> usize {
         let first = self.plan.feeds.first().and_then(|feed| index_of(&self.running, feed.rank));
         let Some(first) = first else { return 0 };
@@ -137,7 +136,7 @@ impl Scheduler {
         tokens
     }
 
-    /// Hands the results of a pass over `tokens` tokens to their requests.
+    /// Hands out the results of a pass over `tokens` tokens to its requests.
     fn take_results(&mut self, runner: &mut Runner, tokens: usize, pass: Forward) {
         let (mut row, mut counted) = (0, 0);
         let StepPlan { feeds, batch, failed, .. } = &mut self.plan;
@@ -152,7 +151,7 @@ impl Scheduler {
             let logits = pass.logits.as_ref().filter(|_| wanted > 0).map(|rows| (rows, range));
             let Some(at) = index_of(&self.running, feed.rank) else { continue };
             let live = &mut self.running[at];
-            // Shares of the operations by tokens, which add up to the whole.
+            // Divides the operations by tokens; the shares add up to the whole.
             let share =
                 |counted: usize| (u128::from(pass.flops) * counted as u128 / tokens.max(1) as u128) as u64;
             let before = share(counted);
@@ -167,8 +166,7 @@ impl Scheduler {
         self.logits = pass.logits.map(LogitRows::into_values).unwrap_or_default();
     }
 
-    /// Leaves only inputs in the regime of one request in the pass, if there are others. The others are for
-    /// later passes.
+    /// Keeps only the inputs in one request's regime in the pass. The others move to later passes.
     fn keep_regime(&mut self, runner: &Runner, first: usize) {
         let running = &self.running;
         let together = |feed: &Feed| {
@@ -190,8 +188,8 @@ impl Scheduler {
         }
     }
 
-    /// Runs one pass: layer by layer if a request selects or observes attention, and as a decode step, for
-    /// which there may be a graph, if every input is one token of an answer.
+    /// Runs one pass. It runs layer by layer if a request selects or observes attention. It runs as a decode
+    /// step, which may use a graph, if every input is one token of an answer.
     fn compute(
         &mut self,
         runner: &mut Runner,
@@ -215,7 +213,7 @@ impl Scheduler {
         runner.forward(ropes, batch, observer)
     }
 
-    /// Waits a moment for the work of another engine, because there is nothing else to do.
+    /// Waits a moment for another engine's work, because there is nothing else to do.
     fn pause(&self) {
         if let Some(waiter) = self.running.iter().find_map(|live| live.prompt.waiter()) {
             waiter.wait_for(PAUSE);
@@ -223,7 +221,7 @@ impl Scheduler {
     }
 }
 
-/// Gives each planned input slots of its own, whose permits do not depend on other requests.
+/// Gives each planned input its own slots, with permits that do not depend on other requests.
 fn divide_slots(runner: &Runner, running: &[LiveRequest], plan: &mut StepPlan) {
     let StepPlan { feeds, batch, slots, .. } = plan;
     let mut at = 0;
@@ -235,7 +233,7 @@ fn divide_slots(runner: &Runner, running: &[LiveRequest], plan: &mut StepPlan) {
             let parts = slots.iter().map(|slots| slots.part(at..at + feed.tokens));
             Ok(parts.collect::<kvcore::Result<_>>()?)
         });
-        // A pass refuses an input without slots.
+        // The pass returns an error for an input without slots.
         input.set_slots(issued.unwrap_or_default());
         at += feed.tokens;
     }

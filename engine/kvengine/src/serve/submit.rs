@@ -1,4 +1,4 @@
-//! Submission: the checks of a request before anything is computed.
+//! Submission: checks a request before anything is computed.
 
 use std::time::Instant;
 
@@ -15,7 +15,7 @@ use crate::runner::Runner;
 use crate::sampling::Sampler;
 
 impl Scheduler {
-    /// Checks a request and puts it among the waiting ones.
+    /// Checks a request and adds it to the waiting ones.
     pub(crate) fn submit(&mut self, runner: &Runner, mut request: Request) -> Result<Answer> {
         // A forced answer is the same for all samples.
         request.samples = if request.forced.is_some() { 1 } else { request.samples.max(1) };
@@ -38,7 +38,7 @@ impl Scheduler {
         let now = runner.setup.clock.millis();
         let mut sampler = Sampler::new(request.sampling).with_bias(request.logit_bias.clone());
         sampler.see(request.prompt.iter());
-        // The answer is appended without growing.
+        // The answer is appended without reallocation.
         tokens.reserve_exact(request.max_new_tokens.min(runner.longest().saturating_sub(end) + 1));
         let quotable = match request.chunked() {
             Some(prompt) if request.lookup > 0 => {
@@ -64,14 +64,14 @@ impl Scheduler {
         Ok(answer)
     }
 
-    /// Checks that every whole pool holds a sequence of `prompt` tokens, and one token of its answer unless
-    /// that is never fed.
+    /// Checks that every pool as a whole can hold a sequence of `prompt` tokens, plus one token of its answer
+    /// unless that token is never fed.
     fn check_room(&self, runner: &Runner, prompt: usize, answer: usize) -> Result<()> {
         let tokens = prompt + usize::from(answer > 1);
         for (kind, cache) in runner.caches.groups() {
             let block_size = cache.kv_pool().block_size();
             let asked = match kind {
-                // Blocks before the window are freed after each piece.
+                // Blocks that the window has passed are freed after each piece.
                 GroupKind::SlidingWindow { window } => {
                     tokens.min(window + self.limits.step_tokens).div_ceil(block_size)
                 }
@@ -108,7 +108,7 @@ fn check_settings(runner: &Runner, request: &Request) -> Result<()> {
     Ok(())
 }
 
-/// Checks that the model knows all tokens. A request that cannot be computed must not evict anything.
+/// Checks that all tokens are in the vocabulary. A request that cannot be computed must not evict anything.
 fn check_vocabulary(vocabulary: usize, request: &Request) -> Result<()> {
     let forced = request.forced.iter().flat_map(|forced| forced.iter().copied());
     let biased = request.logit_bias.iter().map(|&(token, _)| token);
@@ -119,8 +119,8 @@ fn check_vocabulary(vocabulary: usize, request: &Request) -> Result<()> {
     }
 }
 
-/// Checks a request's prompt. Returns the tokens of its own sequence, and the positions of a chunked prompt's
-/// parts.
+/// Checks a request's prompt. Returns the tokens of its own sequence and, for a chunked prompt, the positions
+/// of its parts.
 fn own_tokens(runner: &Runner, request: &Request) -> Result<(Vec<u32>, Option<PositionPlan>)> {
     let config = runner.model.config();
     let limit = config.max_positions;

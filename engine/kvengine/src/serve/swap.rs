@@ -1,5 +1,5 @@
-//! Preemption: the blocks of a request are copied to host memory and back, or recomputed, whichever takes
-//! less time.
+//! Preemption: a request's blocks are copied to host memory and back, or recomputed, whichever takes less
+//! time.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,32 +13,32 @@ use super::live::{Branch, LiveRequest};
 use crate::error::Result;
 use crate::runner::{Caches, Runner};
 
-/// The number of blocks that are copied to measure the time of a copy.
+/// The number of blocks to copy when measuring the time of a copy.
 const SAMPLE: usize = 8;
 
 /// The costs of a preemption.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PreemptionCosts {
-    /// The time to recompute a token.
+    /// The time to recompute one token.
     pub token: Duration,
-    /// The time to copy a block to host memory and back.
+    /// The time to copy one block to host memory and back.
     pub block: Duration,
 }
 
 /// Host memory for preempted requests, with the costs of using it.
 #[derive(Debug, Default)]
 pub(super) struct SwapSpace {
-    /// The largest number of bytes of host memory.
+    /// The maximum amount of host memory, in bytes.
     memory: usize,
-    /// Costs that were set. In that case none are measured.
+    /// Costs that were set explicitly. None are measured then.
     given: Option<PreemptionCosts>,
-    /// Seconds per token in the latest passes over prompts.
+    /// Seconds per token in the latest prefill passes.
     token: Option<f64>,
-    /// Seconds per block in each group of layers.
+    /// Seconds per block, for each group of layers.
     block: Vec<f64>,
-    /// A pool for each group, allocated at the first preemption.
+    /// One pool per group, allocated at the first preemption.
     host: Option<Vec<KvPool>>,
-    /// Whether host memory was refused.
+    /// True if allocating host memory failed.
     refused: bool,
 }
 
@@ -47,17 +47,17 @@ impl SwapSpace {
         Self { memory, ..Self::default() }
     }
 
-    /// Returns the largest number of bytes of host memory.
+    /// Returns the maximum amount of host memory, in bytes.
     pub(super) fn memory(&self) -> usize {
         self.memory
     }
 
-    /// Sets the costs, in place of measured ones.
+    /// Sets the costs, which are otherwise measured.
     pub(super) fn set_costs(&mut self, costs: PreemptionCosts) {
         self.given = Some(costs);
     }
 
-    /// Returns the blocks of the host memory, if it was needed.
+    /// Returns the counts of the host memory's blocks, if it was needed.
     pub(super) fn counts(&self) -> Option<PoolCounts> {
         self.host.as_ref().map(|host| host.iter().map(|pool| pool.blocks().counts()).sum())
     }
@@ -66,14 +66,14 @@ impl SwapSpace {
         self.host.iter().flatten().try_for_each(|pool| pool.blocks().check_invariants())
     }
 
-    /// Records the time of a pass over prompts.
+    /// Records the time of a prefill pass.
     pub(super) fn computed(&mut self, tokens: usize, elapsed: Duration) {
         let seconds = elapsed.as_secs_f64() / tokens.max(1) as f64;
         self.token = Some(self.token.map_or(seconds, |known| 0.75 * known + 0.25 * seconds));
     }
 
     // Decision: docs/decisions/models.md#a-preempted-request-returns-by-the-cheaper-way
-    /// Returns whether copying these numbers of blocks, one for each group, costs less than recomputing
+    /// Returns true if copying these numbers of blocks, one per group, costs less than recomputing the
     /// tokens. Until a pass was measured, recomputing counts as expensive.
     fn prefers(&self, blocks: &[usize], tokens: usize) -> bool {
         match self.given {
@@ -88,7 +88,7 @@ impl SwapSpace {
         }
     }
 
-    /// Returns the host memory. The first call allocates and measures it.
+    /// Returns the host memory. The first call allocates it and measures its speed.
     fn host(&mut self, backend: &dyn Backend, stream: &dyn Stream, caches: &Caches) -> Option<Vec<KvPool>> {
         if self.host.is_none() && !self.refused {
             self.host = self.allocate(backend, stream, caches).ok();
@@ -97,7 +97,7 @@ impl SwapSpace {
         self.host.clone()
     }
 
-    /// Allocates host memory, divided between the groups as the memory of the device is.
+    /// Allocates host memory, divided between the groups in the same way as device memory.
     fn allocate(
         &mut self,
         backend: &dyn Backend,
@@ -124,7 +124,7 @@ impl SwapSpace {
     }
 }
 
-/// Returns the seconds to copy a block to host memory and back: twice the time of the copy to the host,
+/// Returns the seconds to copy a block to host memory and back: twice the time of the copy to the host. It is
 /// measured on blocks in use, which are only read.
 fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f64> {
     let first = cache.pool().range().start;
@@ -133,7 +133,7 @@ fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f
     let (src, dst) = (cache.arena().clone(), host.arena().clone());
     let copy = SwapBlocks { src, dst, pairs: to.write_pairs(pairs)? };
     let mut seconds = f64::INFINITY;
-    // The first touches memory for the first time.
+    // The first copy touches the memory for the first time.
     for _ in 0..3 {
         stream.synchronize()?;
         let started = Instant::now();
@@ -145,9 +145,9 @@ fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f
 }
 
 impl SwapSpace {
-    /// Copies the sequences of a request to host memory and frees them, if that costs less than recomputing
-    /// them and there is room. Returns whether it did; if not, the request is to be withdrawn. The parts of a
-    /// chunked prompt are looked up again instead.
+    /// Copies a request's sequences to host memory and frees them, if that costs less than recomputing them
+    /// and there is room. Returns true if it did; otherwise the caller must withdraw the request. A chunked
+    /// prompt's parts are not copied but looked up again.
     pub(super) fn swap_out(&mut self, runner: &mut Runner, live: &mut LiveRequest) -> bool {
         if self.memory == 0 || live.prompt.is_chunked() {
             return false;
@@ -180,8 +180,8 @@ impl SwapSpace {
 }
 
 impl LiveRequest {
-    /// Restores the sequences of a request from host memory, all or none. Returns whether there were any. A
-    /// request that finds no room although it is `alone` gives them up and is recomputed.
+    /// Restores a request's sequences from host memory, all or none. Returns true if there were any. If there
+    /// is no room although the request is `alone`, they are dropped and recomputed.
     pub(super) fn swap_in(&mut self, runner: &mut Runner, alone: bool) -> Result<bool> {
         if self.branches.iter().all(|branch| branch.swapped.is_none()) {
             return Ok(false);
@@ -217,8 +217,8 @@ impl LiveRequest {
     }
 }
 
-/// Returns the number of tokens that a withdrawn request would recompute. Samples find the prompt that the
-/// first one computes.
+/// Returns the number of tokens that a withdrawn request would recompute. Its other samples find the prompt
+/// that the first one computes.
 fn tokens_again(live: &LiveRequest) -> usize {
     let first = live.branches.first().map_or(0, |branch| branch.computed);
     let others = live.branches.iter().skip(1);
