@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// An error between a model directory and an answer.
+/// An error anywhere between a model directory and an answer.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -11,29 +11,29 @@ pub enum Error {
     Io {
         /// The path of the file.
         path: PathBuf,
-        /// The reason that the system gave.
+        /// The error from the system.
         source: std::io::Error,
     },
-    /// A file of a model is malformed.
+    /// A model file is malformed.
     #[error("{path}: {}", .source.reason())]
     File {
         /// The path of the file.
         path: PathBuf,
-        /// The error of its contents.
+        /// The error in its contents.
         source: Box<Error>,
     },
-    /// A config is malformed, contradictory or of an unsupported model.
+    /// A config is malformed, contradictory or for an unsupported model.
     #[error("config: {0}")]
     Config(String),
-    /// A GGUF file contradicts itself, or needs an unsupported feature.
+    /// A GGUF file contradicts itself or needs an unsupported feature.
     #[error("{path} is no GGUF file that can be read: {reason}")]
     Gguf {
         /// The path of the file.
         path: PathBuf,
-        /// The field or tensor, and the reason.
+        /// The field or tensor, and what is wrong with it.
         reason: String,
     },
-    /// A file of weights is truncated, or its header or the index of its shards is wrong.
+    /// A file of weights is truncated, or its header or shard index is wrong.
     #[error("weights: {0}")]
     Weights(String),
     /// A weight is missing, or does not suit the config or the dense steps.
@@ -41,52 +41,52 @@ pub enum Error {
     Weight {
         /// The name of the tensor.
         name: String,
-        /// The reason.
+        /// What is wrong with it.
         problem: WeightProblem,
     },
-    /// The tokenizer.json cannot be loaded, or cannot encode or decode a text.
+    /// The tokenizer.json cannot be loaded, or cannot encode or decode a string.
     #[error("tokenizer: {0}")]
     Tokenizer(String),
     /// The chat template is missing or fails.
     #[error("chat template of {place}: {reason}")]
     Template {
-        /// The file that the template is from, or would be from, and its field there.
+        /// Where the template is from, or should be from: the file, and its field there.
         place: String,
-        /// The line, and the reason or the template's own words.
+        /// The line, and the reason or the template's own message.
         reason: String,
     },
     /// The messages of a conversation cannot be answered.
     #[error("messages: {0}")]
     Messages(String),
-    /// A stop string is empty, so that it would end every answer before its first token.
+    /// A stop string is empty, which would end every answer before its first token.
     #[error("a stop string is empty and would end every answer at once; leave it out")]
     EmptyStop,
-    /// The model has no embedding for a token id.
+    /// The model has no embedding for a token ID.
     #[error(
         "token id {token} is outside the vocabulary of {vocabulary}; encode the prompt with the tokenizer of this model"
     )]
     TokenOutOfVocabulary {
-        /// The token id.
+        /// The token ID.
         token: u32,
-        /// The number of embeddings.
+        /// The vocabulary size: the number of embeddings.
         vocabulary: usize,
     },
-    /// The prompt has no token.
+    /// The prompt has no tokens.
     #[error("the prompt is empty; give it at least one token")]
     EmptyPrompt,
     /// The observer stopped the request.
     #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
     Cancelled,
-    /// The library under the dense steps cannot compute a step: memory or a device failed, or extents do not
-    /// fit.
+    /// The library that runs the dense steps cannot compute a step: memory or a device failed, or shapes do
+    /// not match.
     #[error("dense steps ({implementation}): {source}")]
     Dense {
         /// The name of the implementation.
         implementation: &'static str,
-        /// The error of the library.
+        /// The library's error.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
-    /// Queries of latent attention were given to a border of a model without latent attention.
+    /// Queries of latent attention were given to the border of a model without latent attention.
     #[error("latent queries have no buffer at this border; create it with `latent` set in its BorderExtents")]
     NoLatentQueries,
     /// An error of `kvcore`.
@@ -95,8 +95,8 @@ pub enum Error {
 }
 
 impl Error {
-    /// Returns an error of the contents of a file with the path of this file. An error that names its file,
-    /// or that no file is to blame for, stays as it is.
+    /// Adds a file's path to an error in its contents. An error that already names its file, or that is not
+    /// the fault of any file, is unchanged.
     pub(crate) fn in_file(self, path: impl Into<PathBuf>) -> Self {
         match self {
             Self::Config(_) | Self::Weights(_) | Self::Weight { .. } | Self::Tokenizer(_) => {
@@ -106,7 +106,7 @@ impl Error {
         }
     }
 
-    /// Returns the message without the kind of the file, for messages that begin with the path.
+    /// Returns the message without the kind of file, for messages that start with the path.
     fn reason(&self) -> String {
         match self {
             Self::Config(reason) | Self::Weights(reason) | Self::Tokenizer(reason) => reason.clone(),
@@ -116,11 +116,11 @@ impl Error {
     }
 }
 
-/// The reason why a weight is refused.
+/// Why a weight is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightProblem {
-    /// No file has a tensor of this name.
+    /// No file has a tensor with this name.
     #[error("is missing")]
     Missing,
     /// The element type is not supported.
@@ -128,34 +128,34 @@ pub enum WeightProblem {
         "has element type {0} (F32, F16 and BF16 are read); convert the model to one of them, or take it as a GGUF file"
     )]
     Type(String),
-    /// The tensor has another shape than the config asks for.
+    /// The tensor's shape is not the one that the config asks for.
     #[error("has shape {got:?}, the config asks for {expected:?}")]
     Shape {
         /// The shape that the config asks for.
         expected: Vec<usize>,
-        /// The shape of the tensor.
+        /// The tensor's shape.
         got: Vec<usize>,
     },
-    /// The tensor has another number of axes than its use asks for.
+    /// The tensor's number of axes is not the one that its use needs.
     #[error("has {got} axes, its use asks for {expected}")]
     Rank {
-        /// The number of axes that the use asks for.
+        /// The number of axes that its use needs.
         expected: usize,
-        /// The number of axes of the tensor.
+        /// The tensor's number of axes.
         got: usize,
     },
-    /// The rows are no whole number of blocks.
+    /// The rows are not made of whole blocks.
     #[error("has rows of {width} elements, which are no whole blocks of {block}")]
     Blocks {
-        /// The number of elements of a row.
+        /// The number of elements per row.
         width: usize,
-        /// The number of elements of a block.
+        /// The number of elements per block.
         block: usize,
     },
     /// The bytes are truncated, or there are too many.
     #[error("has {got} bytes, its type and shape ask for {expected}")]
     Length {
-        /// The number of bytes that type and shape ask for; the largest number if they exceed the address
+        /// The number of bytes that the type and shape need; the maximum number if that exceeds the address
         /// space.
         expected: usize,
         /// The number of bytes.

@@ -1,11 +1,11 @@
-//! Small files of a model, read whole.
+//! A model's small files, read as a whole.
 
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, Result};
 
-/// The contents of a file, with the path that errors name.
+/// A file's contents, with the path for errors.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct FileContents<'a> {
     pub(crate) path: &'a Path,
@@ -34,7 +34,7 @@ impl SmallFile {
     /// Reads an optional file.
     ///
     /// # Errors
-    /// Returns [`Error::Io`], with the path, if the file exists and cannot be read.
+    /// Returns [`Error::Io`], with the path, if the file exists but cannot be read.
     pub(crate) fn read_if_there(path: PathBuf) -> Result<Option<Self>> {
         match Self::read(path) {
             Ok(file) => Ok(Some(file)),
@@ -48,7 +48,7 @@ impl SmallFile {
         FileContents { path: &self.path, bytes: &self.bytes }
     }
 
-    /// Reads the contents as UTF-8 by `parse`. Its errors get the path of the file.
+    /// Parses the contents as UTF-8 with `parse`, and adds the file's path to errors.
     pub(crate) fn parse<T>(&self, parse: impl FnOnce(&str) -> Result<T>) -> Result<T> {
         let text = std::str::from_utf8(&self.bytes);
         let io = |error| Error::Io {

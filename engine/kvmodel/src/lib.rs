@@ -45,7 +45,7 @@
 //! text         tokenizers, chat templates, the text of an answer as it grows
 //! model        the forward pass: passes, decode steps with graphs, attention mass, rows read back
 //!   layers     the projections of a decoder layer, for grouped-query and latent attention, and experts
-//!   dense      the dense steps behind one trait, on the host or on a device
+//!   dense      the dense steps as one trait, on the host or on a device
 //! config       the config.json of the supported families
 //! weights      tensors of safetensors files
 //! profile      named spans and counters
@@ -54,7 +54,7 @@
 
 #![forbid(unsafe_code)]
 
-// Files that unit tests share with the suite name the crate.
+// Files shared by the unit tests and the test suite refer to the crate by name.
 #[cfg(test)]
 extern crate self as kvmodel;
 

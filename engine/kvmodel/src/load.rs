@@ -1,4 +1,4 @@
-//! Loading a Hugging Face directory, or a GGUF file, as a model with its text codec.
+//! Loads a Hugging Face directory or a GGUF file as a model with its text codec.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,17 +22,17 @@ pub struct ModelDirectory {
 }
 
 impl ModelDirectory {
-    /// Loads a Hugging Face directory or a GGUF file. Calls `progress` with the bytes of weights read so far
-    /// and in total.
+    /// Loads a Hugging Face directory or a GGUF file. Calls `progress` with the weight bytes read so far and
+    /// the total.
     ///
     /// # Errors
     /// Returns [`Error::Io`], with the path, if a file cannot be read. Returns [`Error::File`] or
-    /// [`Error::Gguf`], with the path and the field or tensor, if one is invalid.
+    /// [`Error::Gguf`], with the path and the field or tensor, if a file is invalid.
     pub fn load(path: &Path, format: WeightFormat, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         Self::load_with(path, format, Arc::new(HostDense::default()), progress)
     }
 
-    /// Loads `path` as [`load`](Self::load) does, with other dense steps than the host's.
+    /// Like [`load`](Self::load), but with other dense steps than the host's.
     ///
     /// # Errors
     /// Returns the errors of [`load`](Self::load) and of [`Dense::load`].
@@ -50,7 +50,7 @@ impl ModelDirectory {
         }
     }
 
-    /// Loads a model from the bytes of its files, for models that are part of a program. Unlike
+    /// Loads a model from the bytes of its files, for models embedded in a program. Unlike
     /// [`load`](Self::load), it reads no `generation_config.json`.
     pub fn from_bytes(
         config: &str,

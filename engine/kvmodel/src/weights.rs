@@ -1,4 +1,4 @@
-//! Weights from safetensors: one file or an index with shards, as they are stored.
+//! Weights from safetensors, unchanged: one file, or an index with shards.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -12,18 +12,18 @@ use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::error::{Error, Result, WeightProblem};
 use crate::files::SmallFile;
 
-/// The names of the file with all weights, and of the index of shards.
+/// The name of a single file with all weights.
 const SINGLE: &str = "model.safetensors";
+/// The name of the index of shards.
 const INDEX: &str = "model.safetensors.index.json";
 
 const NO_WEIGHTS: &str = "it has neither model.safetensors nor model.safetensors.index.json; convert weights of another format, \
                           such as pytorch_model.bin, to safetensors";
 
-/// The tensors of a model by name, with a hash that identifies them. Each is checked against the expected
-/// shape.
+/// A model's tensors by name, with a hash that identifies them. Each is checked against the expected shape.
 ///
-/// Files are mapped, and tensors are parts of them until the model takes them one by one. Dense steps that
-/// use weights as they are stored keep these parts: nothing is copied, and programs that run the same model
+/// Files are memory-mapped, and tensors are parts of them until the model takes them one by one. Dense steps
+/// that use weights unchanged keep these parts, so nothing is copied, and programs that run the same model
 /// share its memory.
 #[derive(Debug)]
 pub struct Weights {
@@ -34,20 +34,20 @@ pub struct Weights {
 #[derive(Debug)]
 enum WeightSource {
     Stored(BTreeMap<String, StoredWeight>),
-    /// Returns a tensor for every name, drawn from this generator.
+    /// Returns a tensor for every name, drawn from this random generator.
     Random(Box<StdRng>),
 }
 
 impl Weights {
     /// Reads `model.safetensors`, or the shards that `model.safetensors.index.json` names. Calls `progress`
-    /// with the bytes read so far and in total. The files must not change while the model is in use
+    /// with the bytes read so far and the total. The files must not change while the model is in use
     /// ([`SharedBytes::map`]).
     ///
     /// # Errors
     /// - Returns [`Error::Io`], with the path, if a file cannot be read.
     /// - Returns [`Error::File`], with the path, if there are no weights, a file is truncated, or its header
-    ///   or the index of shards is wrong. It names the tensor that is truncated or has an unsupported element
-    ///   type.
+    ///   or the index of shards is wrong. The error names a tensor that is truncated or has an unsupported
+    ///   element type.
     pub fn from_directory(dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Self> {
         let single = dir.join(SINGLE);
         let files = if single.exists() {
@@ -76,11 +76,11 @@ impl Weights {
         Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() })
     }
 
-    /// Reads the bytes of one safetensors file.
+    /// Parses the bytes of one safetensors file.
     ///
     /// # Errors
     /// - Returns [`Error::Weights`] if the bytes are truncated or their header is wrong.
-    /// - Returns [`Error::Weight`], with the name, for a tensor of an unsupported element type.
+    /// - Returns [`Error::Weight`], with the name, if a tensor has an unsupported element type.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self> {
         let mut hasher = blake3::Hasher::new();
         let mut reader = FileReader { file: bytes.to_vec().into(), at: 0, hasher: &mut hasher };
@@ -88,14 +88,14 @@ impl Weights {
         Ok(Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() })
     }
 
-    /// Takes tensors that the caller has read, such as blocks of `Q8_0` or `Q4_K`, which safetensors lacks.
-    /// Of several tensors with one name, the last counts.
+    /// Wraps tensors that the caller has read, such as `Q8_0` or `Q4_K` blocks, which safetensors lacks. If
+    /// several tensors have the same name, the last one counts.
     pub fn from_stored(tensors: impl IntoIterator<Item = StoredWeight>) -> Self {
         let tensors: BTreeMap<_, _> =
             tensors.into_iter().map(|tensor| (tensor.name().to_owned(), tensor)).collect();
         let mut hasher = blake3::Hasher::new();
         for tensor in tensors.values() {
-            // Lengths are hashed before names and bytes, so different tensors never hash alike.
+            // Each length is hashed before its bytes, so different tensors never have the same input to the hash.
             let head = format!("{:?} {} {:?}", tensor.name(), tensor.dtype(), tensor.shape());
             hasher.update(&(head.len() as u64).to_le_bytes());
             hasher.update(head.as_bytes());
@@ -104,8 +104,8 @@ impl Weights {
         Self { source: WeightSource::Stored(tensors), digest: hasher.finalize() }
     }
 
-    /// Creates random weights of every shape, for benchmarks. Vectors (norms and biases) are near 1.
-    /// Projections keep the size of their input.
+    /// Creates random weights of any shape, for benchmarks. Vectors (norms and biases) are near 1.
+    /// Projections keep the magnitude of their input.
     pub fn random(seed: u64) -> Self {
         let digest = blake3::hash(&seed.to_le_bytes());
         Self { source: WeightSource::Random(Box::new(StdRng::seed_from_u64(seed))), digest }
@@ -116,10 +116,10 @@ impl Weights {
         self.digest.as_bytes()
     }
 
-    /// Takes the tensor `name`, which must have `shape`.
+    /// Removes and returns the tensor `name`, which must have `shape`.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`], with the name, if the tensor is missing or has another shape.
+    /// Returns [`Error::Weight`], with the name, if the tensor is missing or has the wrong shape.
     pub fn take(&mut self, name: &str, shape: &[usize]) -> Result<StoredWeight> {
         let stored = match &mut self.source {
             WeightSource::Stored(tensors) => tensors.remove(name),
@@ -140,7 +140,7 @@ fn random(rng: &mut StdRng, name: &str, shape: &[usize]) -> Result<StoredWeight>
     StoredWeight::of_f32(name, shape, &values.collect::<Vec<_>>())
 }
 
-/// Returns the file that holds a tensor of a directory, or the index that should name it.
+/// Returns the file that holds a tensor in a directory, or the index that should name the file.
 pub(crate) fn file_of(dir: &Path, tensor: &str) -> PathBuf {
     let (single, index) = (dir.join(SINGLE), dir.join(INDEX));
     if single.exists() {
@@ -169,26 +169,26 @@ fn shards(text: &str) -> Result<BTreeMap<String, String>> {
 /// A safetensors file that is read tensor by tensor.
 struct FileReader<'a> {
     file: SharedBytes,
-    /// The bytes that were read.
+    /// The number of bytes read so far.
     at: usize,
     hasher: &'a mut blake3::Hasher,
 }
 
-/// The largest number of bytes that are read, and hashed, between two reports of progress.
+/// The maximum number of bytes to read and hash between two progress reports.
 const PART: usize = 16 << 20;
 
-/// Returns the error of a header that does not describe its file.
+/// Returns the error for a header that does not describe its file.
 fn not_safetensors(reason: impl std::fmt::Display) -> Error {
     Error::Weights(format!("not a valid safetensors file: {reason}"))
 }
 
 impl FileReader<'_> {
-    /// Returns the number of bytes that were not read yet.
+    /// Returns the number of bytes left to read.
     fn left(&self) -> usize {
         self.file.len() - self.at
     }
 
-    /// Reads the next `len` bytes. Calls `progress` with the bytes that were read so far.
+    /// Reads the next `len` bytes. Calls `progress` with the number of bytes read so far.
     fn bytes(&mut self, len: u64, progress: &mut dyn FnMut(usize)) -> Result<SharedBytes> {
         let end = usize::try_from(len).ok().and_then(|len| self.at.checked_add(len));
         let Some(bytes) = end.and_then(|end| self.file.part(self.at..end)) else {
@@ -209,7 +209,7 @@ impl FileReader<'_> {
         let length =
             length[..].try_into().map(u64::from_le_bytes).map_err(|_| not_safetensors("no header"))?;
         let text = self.bytes(length, progress)?;
-        // Checks that tensors have the bytes of their shapes, and lie one after the other.
+        // Checks that tensors have as many bytes as their shapes need, and follow one another without gaps.
         let metadata: Metadata = serde_json::from_slice(&text).map_err(not_safetensors)?;
         if self.left() > metadata.data_len() {
             let reason = format!("{} bytes of tensors, {} in the file", metadata.data_len(), self.left());

@@ -6,26 +6,26 @@ use serde_json::Value;
 use super::{MAX_WIDTH, bad};
 use crate::error::{Error, Result};
 
-/// The widths of the projections of multi-head latent attention (DeepSeek-AI, 2024).
+/// The projection widths of multi-head latent attention (DeepSeek-AI, 2024).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LatentConfig {
-    /// The width that queries are compressed to, if they are.
+    /// The width that queries are compressed to; `None` if they are not compressed.
     pub q_lora_rank: Option<usize>,
-    /// The width of the latent that holds the keys and values of a token.
+    /// The width of the latent that holds a token's keys and values.
     pub kv_lora_rank: usize,
-    /// The number of elements of a head's query and key that carry no position.
+    /// The number of elements in a head's query and key that carry no position.
     pub qk_nope_head_dim: usize,
-    /// The number of rotated elements of a head's query and key. All heads share the rotated part of the key.
+    /// The number of rotated elements in a head's query and key. All heads share the key's rotated part.
     pub qk_rope_head_dim: usize,
-    /// The number of elements of a head's value.
+    /// The number of elements in a head's value.
     pub v_head_dim: usize,
 }
 
-/// Routed experts of the feed-forward layer (DeepSeek-AI, 2024). Scores are sigmoids. A correction bias takes
-/// part in the choice, but not in the weights. Groups are chosen before experts.
+/// Routed experts of the feed-forward layer (DeepSeek-AI, 2024). Scores are sigmoids. A correction bias
+/// affects the choice, but not the weights. Groups are chosen before experts.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ExpertsConfig {
-    /// The number of layers before the first one with experts. Their feed-forward layer is dense.
+    /// The number of layers before the first one with experts. Their feed-forward layers are dense.
     #[serde(rename = "first_k_dense_replace")]
     pub dense_layers: usize,
     /// The number of experts to choose from.
@@ -43,13 +43,13 @@ pub struct ExpertsConfig {
     /// The number of groups that the experts are divided into, in order.
     #[serde(rename = "n_group")]
     pub groups: usize,
-    /// The number of groups that a token's experts may come from.
+    /// The maximum number of groups that a token's experts may come from.
     #[serde(rename = "topk_group")]
     pub groups_per_token: usize,
-    /// True if a token's weights are divided by their sum.
+    /// True if a token's weights are normalised by their sum.
     #[serde(rename = "norm_topk_prob")]
     pub normalise: bool,
-    /// The factor of the weights.
+    /// The factor applied to the weights.
     #[serde(rename = "routed_scaling_factor")]
     pub scale: f64,
 }
@@ -77,8 +77,8 @@ impl LatentConfig {
         }
     }
 
-    /// Returns the number of elements of a head's query and key before absorption. The softmax scale depends
-    /// on this number.
+    /// Returns the number of elements in a head's query and key before absorption. It determines the softmax
+    /// scale.
     pub fn qk_head_dim(&self) -> usize {
         self.qk_nope_head_dim + self.qk_rope_head_dim
     }

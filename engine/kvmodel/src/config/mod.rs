@@ -13,10 +13,10 @@ mod window;
 
 pub use deepseek::{ExpertsConfig, LatentConfig};
 
-/// The model families. They differ in attention, in the feed-forward layer, and in their biases and norms.
+/// A model family. Families differ in attention, in the feed-forward layer, and in their biases and norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub enum Family {
-    /// Llama: without biases, unless the config sets them.
+    /// Llama: no biases, unless the config sets them.
     Llama,
     /// Mistral: like Llama, with a sliding window.
     Mistral,
@@ -24,7 +24,7 @@ pub enum Family {
     Qwen2,
     /// Qwen3: with a norm over each head of q and k.
     Qwen3,
-    /// DeepSeek-V3: with latent attention and routed experts. Its layers that predict several tokens at once
+    /// DeepSeek-V3: with latent attention and routed experts. The layers that predict several tokens at once
     /// are ignored.
     DeepSeekV3,
 }
@@ -38,13 +38,13 @@ pub struct LayerConfig {
     pub window: Option<usize>,
 }
 
-/// The properties of a model that the forward pass needs.
+/// The model properties that the forward pass needs.
 #[allow(clippy::struct_excessive_bools, reason = "they are independent switches of the format")]
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct ModelConfig {
     /// The family.
     pub family: Family,
-    /// The number of embeddings.
+    /// The vocabulary size: the number of embeddings.
     pub vocab_size: usize,
     /// The width of the residual stream.
     pub hidden_size: usize,
@@ -54,23 +54,23 @@ pub struct ModelConfig {
     pub layers: Vec<LayerConfig>,
     /// The number of query heads.
     pub heads: usize,
-    /// The number of key/value heads. With latent attention it equals the number of query heads, since all
+    /// The number of key/value heads. With latent attention, it is the number of query heads, because all
     /// heads are expanded from one latent.
     pub kv_heads: usize,
-    /// The number of elements of one head's query (`head_dim`).
+    /// The number of elements in one head's query (`head_dim`).
     pub head_dim: usize,
     /// Latent attention, if the model has it instead of grouped-query attention (GQA).
     pub latent: Option<LatentConfig>,
     /// Routed experts, if the model has them instead of a dense feed-forward layer.
     pub experts: Option<ExpertsConfig>,
-    /// The factor of `q·k` before the softmax.
+    /// The factor applied to `q·k` before the softmax.
     pub softmax_scale: f32,
-    /// The number that norms add to the mean square.
+    /// The epsilon that norms add to the mean square.
     pub rms_norm_eps: f64,
     /// The number of positions that a request may use: the model's own number, or the larger one that its
     /// RoPE scaling allows.
     pub max_positions: usize,
-    /// True if the output head is the embedding.
+    /// True if the output head shares the embedding matrix.
     pub tied_head: bool,
     /// True if the q, k and v projections have biases.
     pub qkv_bias: bool,
@@ -78,11 +78,11 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// True if the feed-forward projections have biases.
     pub mlp_bias: bool,
-    /// The tokens that end an answer. If there are none, only limits end it.
+    /// The tokens that end an answer. If there are none, only limits end an answer.
     pub eos: Vec<u32>,
 }
 
-/// The fields that are read from the file. All other fields are ignored.
+/// The fields to read from the file. All other fields are ignored.
 #[allow(clippy::struct_excessive_bools, reason = "they are independent switches of the format")]
 #[derive(Deserialize)]
 struct Raw {
@@ -106,19 +106,21 @@ struct Raw {
     eos_token_id: Value,
 }
 
-/// Limits far above any model. A config beyond them is broken, and its tables would exhaust memory.
+/// The maximum width: far above any model. A larger one means that the config is broken, and its tables
+/// would exhaust memory.
 const MAX_WIDTH: usize = 1 << 14;
+/// The maximum number of layers, for the same reason.
 const MAX_LAYERS: usize = 1 << 14;
 
 impl ModelConfig {
-    /// Creates the config of a Llama with `layers` layers for benchmarks, for [random
-    /// weights](crate::Weights::random). It has heads of 64 elements, a vocabulary of 4096 tokens and 8192
-    /// positions. Four query heads share a key/value head if their number is a multiple of four; otherwise
-    /// each has its own.
+    /// Creates the config of a Llama with `layers` layers for benchmarks with [random
+    /// weights](crate::Weights::random). It has heads of 64 elements, a vocabulary of 4096 tokens, and 8192
+    /// positions. Four query heads share a key/value head if the number of heads is a multiple of four;
+    /// otherwise each has its own.
     ///
     /// # Errors
-    /// Returns [`Error::Config`] if there is no layer or too many, or if the width is no multiple of 64 or
-    /// too large.
+    /// Returns [`Error::Config`] if there are no layers or too many, or if the width is too large or not a
+    /// multiple of 64.
     pub fn benchmark(layers: usize, hidden_size: usize) -> Result<Self> {
         const HEAD_DIM: usize = 64;
         if layers == 0 || layers > MAX_LAYERS {
@@ -153,8 +155,8 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the width of the feed-forward layer that a token goes through in a layer: the sum over the
-    /// token's experts, or the dense width.
+    /// Returns the feed-forward width that a token goes through in a layer: the dense width, or the sum over
+    /// the token's experts.
     pub(crate) fn active_width(&self, layer: usize) -> usize {
         match self.experts.filter(|experts| layer >= experts.dense_layers) {
             Some(experts) => (experts.per_token + experts.shared) * experts.intermediate_size,
@@ -162,10 +164,10 @@ impl ModelConfig {
         }
     }
 
-    /// Reads a config.json.
+    /// Parses a config.json.
     ///
     /// # Errors
-    /// Returns [`Error::Config`], with the field and its value, if the file is invalid or not supported.
+    /// Returns [`Error::Config`], with the field and its value, if the config is invalid or not supported.
     pub fn from_json(text: &str) -> Result<Self> {
         let json: Value = serde_json::from_str(text).map_err(|e| Error::Config(e.to_string()))?;
         refuse_other_positions(&json)?;
@@ -188,7 +190,7 @@ impl ModelConfig {
             };
             return bad(format!("head_dim {head_dim}{derived} is not in 1..={MAX_WIDTH}"));
         }
-        // A projection has no more elements per head than a query's and a value's together.
+        // A projection has at most as many elements per head as a query and a value together.
         if raw.num_attention_heads.checked_mul(2 * MAX_WIDTH).is_none() {
             return bad(format!("num_attention_heads {} overflow", raw.num_attention_heads));
         }
@@ -232,8 +234,8 @@ impl ModelConfig {
         })
     }
 
-    /// Returns the widest sliding window of all layers, or `None` if a layer has no window. No layer reads
-    /// keys before the widest window.
+    /// Returns the widest sliding window, or `None` if a layer has no window. No layer reads keys from before
+    /// the widest window.
     pub fn widest_window(&self) -> Option<usize> {
         self.layers.iter().map(|layer| layer.window).try_fold(0, |most, window| Some(most.max(window?)))
     }
@@ -243,7 +245,7 @@ impl ModelConfig {
         self.layers.len()
     }
 
-    /// Adds the end tokens of a `generation_config.json`.
+    /// Adds the end tokens from a `generation_config.json`.
     pub fn add_generation_config(&mut self, text: &str) -> Result<()> {
         let value: Value = serde_json::from_str(text).map_err(|e| Error::Config(e.to_string()))?;
         for id in token_ids(value.get("eos_token_id").unwrap_or(&Value::Null))? {
@@ -255,7 +257,7 @@ impl ModelConfig {
     }
 }
 
-/// Reads `eos_token_id`, which is absent, null, a number or a list.
+/// Parses `eos_token_id`, which may be absent, null, a number or a list.
 fn token_ids(value: &Value) -> Result<Vec<u32>> {
     let one = |v: &Value| {
         v.as_u64()
@@ -270,7 +272,7 @@ fn token_ids(value: &Value) -> Result<Vec<u32>> {
 }
 
 impl Raw {
-    /// Checks the extents and what they imply. Returns the number of key/value heads.
+    /// Checks the sizes and what follows from them. Returns the number of key/value heads.
     fn check(&self) -> Result<usize> {
         if let Some(act) = self.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
             return bad(format!("hidden_act {act:?} is not supported (silu is)"));
@@ -318,8 +320,8 @@ fn family(json: &Value) -> Result<Family> {
     })
 }
 
-/// Refuses models whose position encoding is not rotary. Their keys cannot be moved, and this crate does not
-/// have their attention.
+/// Rejects models whose position encoding is not rotary. Their keys cannot be moved, and this crate does not
+/// implement their attention.
 fn refuse_other_positions(json: &Value) -> Result<()> {
     let text = |name: &str| json.get(name).and_then(Value::as_str).unwrap_or_default();
     let model_type = text("model_type");

@@ -1,16 +1,16 @@
-//! Refusal of Hugging Face directories with quantised weights. Read as floats, the weights would be another
-//! model.
+//! Rejects Hugging Face directories with quantised weights. If they were read as floats, they would give a
+//! different model.
 
 use serde_json::Value;
 
 use super::bad;
 use crate::error::Result;
 
-/// The fields that describe how weights are quantised: the field of transformers, and an older one of
+/// The fields that describe how weights are quantised: the one that transformers uses, and an older one of
 /// compressed-tensors.
 const FIELDS: [&str; 2] = ["quantization_config", "compression_config"];
 
-/// Refuses a model whose weights are quantised, by the name of the method. `null` counts as absent.
+/// Rejects a model with quantised weights. The error names the method. `null` counts as absent.
 pub(super) fn refuse(json: &Value) -> Result<()> {
     let given = |name: &&str| json.get(*name).filter(|value| !value.is_null());
     let Some((field, value)) = FIELDS.iter().find_map(|name| given(name).map(|value| (name, value))) else {

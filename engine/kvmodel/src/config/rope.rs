@@ -1,5 +1,5 @@
-//! Rotary embeddings of a config.json. transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5
-//! writes `rope_parameters` with both, for all layers or by layer type.
+//! Rotary embeddings in a config.json. transformers 4 writes `rope_theta` and `rope_scaling`. transformers 5
+//! writes `rope_parameters` with both, either for all layers or by layer type.
 
 use kvcore::{Pairing, RopeConfig, RopeScaling};
 use serde_json::Value;
@@ -8,7 +8,7 @@ use super::bad;
 use super::window::LAYER_TYPES;
 use crate::error::{Error, Result};
 
-/// Returns the rotary embedding of a layer of `layer_type`, whose rows have `width` elements.
+/// Returns the rotary embedding for a layer of type `layer_type`, whose rows have `width` elements.
 pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairing) -> Result<RopeConfig> {
     let none = Value::Null;
     let all = of_all_layers(json).unwrap_or(&none);
@@ -39,7 +39,7 @@ pub(super) fn rope(json: &Value, layer_type: &str, width: usize, pairing: Pairin
     Ok(config)
 }
 
-/// Numeric fields of the rotary parameters.
+/// Numeric fields in the rotary parameters.
 const NUMBERS: [&str; 12] = [
     "rope_theta",
     "partial_rotary_factor",
@@ -59,7 +59,8 @@ const NUMBERS: [&str; 12] = [
 const BESIDE: [&str; 4] =
     ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"];
 
-/// Refuses, by its name, a present field that is not a number: a default would silently change the model.
+/// Rejects a field that is present but not a number, because a default would silently change the model. The
+/// error names it.
 fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
     let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !value.is_number());
     match names.iter().find_map(|name| given(name).map(|value| (name, value))) {
@@ -68,10 +69,10 @@ fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
     }
 }
 
-/// Fields that name the kind of scaling, the new one first.
+/// Fields that name the kind of scaling, newest first.
 const KINDS: [&str; 2] = ["rope_type", "type"];
 
-/// Refuses a kind of scaling that is not a name: ignoring it would silently change the model.
+/// Rejects a kind of scaling that is not a string, because ignoring it would silently change the model.
 fn check_kind(fields: &Value) -> Result<()> {
     let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !value.is_string());
     match KINDS.iter().find_map(|name| given(name).map(|value| (name, value))) {
@@ -80,9 +81,9 @@ fn check_kind(fields: &Value) -> Result<()> {
     }
 }
 
-/// Returns the factor by which DeepSeek's YaRN multiplies the softmax scale: the square of the scale of its
-/// `mscale_all_dim`. The attention factor on cos and sin reaches only the rotated part of a key; this factor
-/// reaches all of it.
+/// Returns the factor by which DeepSeek's YaRN multiplies the softmax scale: the square of the scale from its
+/// `mscale_all_dim`. The attention factor on cos and sin affects only the rotated part of a key, while this
+/// factor affects all of it.
 pub(super) fn softmax_factor(json: &Value) -> f64 {
     let parameters = of_all_layers(json).unwrap_or(&Value::Null);
     let parameters = Parameters { json, of_layer: parameters };
@@ -92,8 +93,8 @@ pub(super) fn softmax_factor(json: &Value) -> f64 {
     }
 }
 
-/// Refuses rotary parameters that are no object, and switches that are neither true nor false, by their
-/// names.
+/// Rejects rotary parameters that are not an object, and switches that are neither true nor false. The error
+/// names them.
 pub(super) fn check_shapes(json: &Value) -> Result<()> {
     let given = |of: &Value, name: &str| of.get(name).filter(|value| !value.is_null()).cloned();
     for name in ["rope_parameters", "rope_scaling"] {
@@ -111,13 +112,13 @@ pub(super) fn check_shapes(json: &Value) -> Result<()> {
     }
 }
 
-/// Returns the rotary parameters, under their new name or their old one. `null` counts as absent.
+/// Returns the rotary parameters, under their new or old name. `null` counts as absent.
 fn of_all_layers(json: &Value) -> Option<&Value> {
     let given = |name: &str| json.get(name).filter(|value| !value.is_null());
     given("rope_parameters").or_else(|| given("rope_scaling"))
 }
 
-/// The fields that concern one layer.
+/// The fields that apply to one layer.
 struct Parameters<'a> {
     json: &'a Value,
     of_layer: &'a Value,
@@ -142,21 +143,21 @@ impl Parameters<'_> {
         KINDS.iter().find_map(|name| self.of_layer.get(*name)?.as_str()).unwrap_or("default")
     }
 
-    /// Returns the number of positions that the config gives for the model.
+    /// Returns the number of positions that the config specifies for the model.
     fn max_positions(&self) -> Result<usize> {
         let positions = self.json.get("max_position_embeddings").and_then(Value::as_u64);
         Ok(positions.ok_or_else(|| Error::Config("max_position_embeddings is missing".to_owned()))? as usize)
     }
 
     /// Returns the context length before extension. A value outside the rotary parameters takes precedence
-    /// over one among them.
+    /// over one inside.
     fn original(&self) -> Result<usize> {
         let name = "original_max_position_embeddings";
         let value = self.json.get(name).and_then(Value::as_f64).or_else(|| self.number(name));
         value.map_or_else(|| self.max_positions(), |n| Ok(n as usize))
     }
 
-    /// Returns the ratio of extended to original context, as given or derived.
+    /// Returns the ratio of extended to original context, given or derived.
     fn factor(&self) -> Option<f64> {
         let derived = || Some(self.max_positions().ok()? as f64 / self.original().ok()? as f64);
         self.number("factor").or_else(derived)
@@ -217,8 +218,8 @@ impl Parameters<'_> {
         })
     }
 
-    /// Returns the attention factor of YaRN for a config that gives none (Peng et al., 2023, and the `mscale`
-    /// of DeepSeek).
+    /// Returns YaRN's attention factor for a config that specifies none (Peng et al., 2023, and DeepSeek's
+    /// `mscale`).
     fn yarn_attention_factor(&self, factor: f64) -> f64 {
         match (self.number("mscale"), self.number("mscale_all_dim")) {
             (Some(a), Some(b)) if a != 0.0 && b != 0.0 => yarn_scale(factor, a) / yarn_scale(factor, b),
@@ -227,7 +228,7 @@ impl Parameters<'_> {
     }
 }
 
-/// Returns `0.1 mscale ln(factor) + 1` for factors above 1, and 1 otherwise.
+/// Returns `0.1 mscale ln(factor) + 1` if the factor is above 1, otherwise 1.
 fn yarn_scale(factor: f64, mscale: f64) -> f64 {
     if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 }
 }

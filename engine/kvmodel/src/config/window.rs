@@ -1,4 +1,4 @@
-//! Sliding windows of a config.json, layer by layer.
+//! Sliding windows in a config.json, layer by layer.
 
 use serde_json::Value;
 
@@ -7,12 +7,15 @@ use crate::error::Result;
 
 /// The supported layer types.
 pub(super) const LAYER_TYPES: [&str; 2] = [FULL, SLIDING];
+/// The layer type that attends to everything.
 const FULL: &str = "full_attention";
+/// The layer type with a sliding window.
 const SLIDING: &str = "sliding_attention";
 
 // Decision: docs/decisions/models.md#a-missing-sliding_window-is-the-default-of-transformers
-/// The default of transformers, for a config that gives none.
+/// transformers' default window, for a config without one.
 const DEFAULT_WINDOW: u64 = 4096;
+/// transformers' default number of layers before the first one with a window.
 const DEFAULT_FULL_LAYERS: u64 = 28;
 
 /// Returns the type and the window of every layer. With a window of `n`, a token sees itself and the `n − 1`
@@ -41,8 +44,8 @@ pub(super) fn windows(
     (0..layers).map(of_layer).collect()
 }
 
-/// Returns the window of the layers that have one. `null` means that no layer has a window; a missing field
-/// means the family's default.
+/// Returns the window of the layers that have one. `null` means that no layer has a window. If the field is
+/// missing, the family's default applies.
 fn window(json: &Value, family: Family) -> Result<Option<usize>> {
     let in_use = match family {
         Family::Mistral => true,

@@ -1,4 +1,4 @@
-//! Handles of activations and row indices. Only the implementation of the dense steps reads their contents.
+//! Handles for activations and row indices. Only the implementation of the dense steps reads their contents.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use super::host::{HostIndex, HostRows};
 
 /// The activations of some rows in f32: `[rows, width]` or `[rows, heads, dim]`. Cloning shares the numbers.
 ///
-/// The model passes the handle from step to step and never reads a number. The numbers are in the memory of
-/// the host, or in that of a device as a view.
+/// The model passes the handle from step to step and never reads the numbers. They are in host memory, or in
+/// device memory as a view.
 // Decision: docs/decisions/models.md#handles-of-activations-are-one-of-two-kinds
 #[derive(Debug, Clone)]
 pub struct Activation(ActivationPlace);
@@ -32,12 +32,12 @@ impl Activation {
         }
     }
 
-    /// Wraps rows in the memory of a device, for implementations outside this crate.
+    /// Wraps rows in device memory, for implementations outside this crate.
     pub fn on_device(rows: TensorView) -> Self {
         Self(ActivationPlace::Device(rows))
     }
 
-    /// Returns the view that [`on_device`](Self::on_device) wrapped, or `None` for rows of the host.
+    /// Returns the view that [`on_device`](Self::on_device) wrapped, or `None` for rows on the host.
     pub fn view(&self) -> Option<&TensorView> {
         match &self.0 {
             ActivationPlace::Host(_) => None,
@@ -45,7 +45,7 @@ impl Activation {
         }
     }
 
-    /// Returns the extents, `[rows, width]` or `[rows, heads, dim]`.
+    /// Returns the shape, `[rows, width]` or `[rows, heads, dim]`.
     pub fn shape(&self) -> &[usize] {
         match &self.0 {
             ActivationPlace::Host(rows) => rows.shape(),
@@ -59,7 +59,7 @@ impl Activation {
     }
 }
 
-/// A list of row numbers in the memory of the implementation. One list serves several steps.
+/// A list of row indices in the implementation's memory. Several steps may use the same list.
 #[derive(Debug, Clone)]
 pub struct RowIndex(IndexPlace);
 
@@ -81,12 +81,12 @@ impl RowIndex {
         }
     }
 
-    /// Wraps `len` row numbers in the memory of a device, for implementations outside this crate.
+    /// Wraps `len` row indices in device memory, for implementations outside this crate.
     pub fn on_device(storage: Arc<dyn Storage>, len: usize) -> Self {
         Self(IndexPlace::Device { storage, len })
     }
 
-    /// Returns the memory that [`on_device`](Self::on_device) wrapped, or `None` for a list of the host.
+    /// Returns the memory that [`on_device`](Self::on_device) wrapped, or `None` for a list on the host.
     pub fn storage(&self) -> Option<&Arc<dyn Storage>> {
         match &self.0 {
             IndexPlace::Host(_) => None,
@@ -102,7 +102,7 @@ impl RowIndex {
         }
     }
 
-    /// Returns true if the list names no row.
+    /// Returns true if the list is empty.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -6,10 +6,10 @@ use kvbackend_ascend::dense::{AscendDenseSteps, AscendWeight};
 use super::device::device_dense;
 
 device_dense! {
-    /// The dense steps on an Ascend NPU, by CANN's operators.
+    /// The dense steps on an Ascend NPU, using CANN's operators.
     ///
-    /// Only token ids are uploaded, and only logits are read back (with routed experts, also their scores).
-    /// Weights of every stored type are widened to f32 when they are loaded.
+    /// Only token IDs are uploaded, and only logits are read back (with routed experts, also their scores).
+    /// Weights of all stored types are widened to f32 when they are loaded.
     AscendDense of "ascend": AscendBackend, AscendDenseSteps, AscendWeight, place: place
 }
 

@@ -9,9 +9,9 @@ use super::device::device_dense;
 device_dense! {
     /// The dense steps on an NVIDIA GPU.
     ///
-    /// Only token ids are uploaded, and only logits are read back (with routed experts, also their scores).
-    /// Weights keep their stored type; products have the precision of f32. cuBLAS multiplies matrices of many
-    /// rows.
+    /// Only token IDs are uploaded, and only logits are read back (with routed experts, also their scores).
+    /// Weights keep their stored type; products have the precision of f32. cuBLAS multiplies matrices with
+    /// many rows.
     CudaDense of "cuda": CudaBackend, CudaSteps, CudaWeight, place: place
 }
 
@@ -23,7 +23,7 @@ fn place(steps: &CudaSteps, stored: &StoredWeight, purpose: WeightUse) -> Result
     Ok(steps.weight(kind, rows, stored.width(), &bytes)?)
 }
 
-/// Returns the type under which the device holds a stored weight, and its bytes.
+/// Returns the type in which the device holds a stored weight, and its bytes.
 fn held_as(stored: &StoredWeight, purpose: WeightUse) -> Result<(StoredKind, Vec<u8>)> {
     let in_f32 = || Ok((StoredKind::F32, bytemuck::cast_slice(&stored.to_f32()).to_vec()));
     let own = match stored.dtype() {
@@ -32,7 +32,7 @@ fn held_as(stored: &StoredWeight, purpose: WeightUse) -> Result<(StoredKind, Vec
         StoredType::BF16 => StoredKind::BF16,
         StoredType::Q8_0 => StoredKind::Q8_0,
         StoredType::Q4K => StoredKind::Q4K,
-        // No kernel multiplies other kinds of blocks.
+        // No kernel multiplies blocks of other types.
         _ => return in_f32(),
     };
     match purpose {

@@ -1,10 +1,10 @@
-//! The dense steps on a device: weights and activations stay in its memory, and only token ids and logits
-//! cross.
+//! The dense steps on a device: weights and activations stay in its memory, and only token IDs and logits are
+//! transferred.
 //!
-//! Each backend has a type whose methods have the names of [`Dense`](super::Dense)'s. The macro implements
-//! `Dense` by calling them.
+//! Each backend has a type with methods named like [`Dense`](super::Dense)'s. The macro implements `Dense` by
+//! calling them.
 
-/// Implements [`Dense`](super::Dense) by a backend's steps. `place` puts a weight on the device.
+/// Implements [`Dense`](super::Dense) on top of a backend's steps. `place` puts a weight on the device.
 macro_rules! device_dense {
     (
         $(#[$doc:meta])*
@@ -32,11 +32,11 @@ macro_rules! device_dense {
         const NAME: &str = $name;
 
         impl $dense {
-            /// Creates the steps of a backend's device.
+            /// Creates the steps for a backend's device.
             ///
             /// # Errors
-            /// Returns [`kvcore::Error::NoDevice`] if the device's libraries lack what the steps need, and
-            /// the errors of the device.
+            /// Returns [`kvcore::Error::NoDevice`] if the device's libraries lack something that the steps
+            /// need. Returns the errors of the device.
             pub fn new(backend: &$backend) -> Result<Self> {
                 Ok(Self { steps: Arc::new(<$steps>::new(backend)?) })
             }
@@ -97,7 +97,7 @@ macro_rules! device_dense {
                 Ok(Arc::new(HeldWeight { bytes: held.bytes(), held, transposed }))
             }
 
-            /// Shares the memory of the table in every format: the table keeps its stored type.
+            /// Shares the table's memory in every format, because the table keeps its stored type.
             fn tied_head(&self, table: &dyn Weight, _: WeightFormat) -> Result<Arc<dyn Weight>> {
                 let table = held(table)?;
                 Ok(Arc::new(HeldWeight { held: Arc::clone(&table.held), bytes: 0, transposed: false }))
@@ -184,7 +184,7 @@ macro_rules! device_dense {
         struct DeviceBorder {
             steps: Arc<$steps>,
             extents: BorderExtents,
-            /// The number of the last step that the stream of the operations has waited for.
+            /// The number of the last step that the operations' stream has waited for.
             ordered: Option<u64>,
         }
 
@@ -198,7 +198,7 @@ macro_rules! device_dense {
             }
 
             fn precede(&mut self, stream: &dyn Stream) -> Result<()> {
-                // Queries, keys and values are lent one after another, with no step between them.
+                // Queries, keys and values are lent one after another, with no step in between.
                 let steps = self.steps.enqueued();
                 if self.ordered != Some(steps) {
                     <$steps>::order(self.steps.stream(), stream)?;
@@ -224,8 +224,8 @@ macro_rules! device_dense {
 
             fn output(&mut self, stream: &dyn Stream, rows: usize) -> Result<TensorView> {
                 let output = self.steps.rows(&[rows, self.extents.heads, self.extents.v_dim])?;
-                // A step of another thread may still read the memory, which only later steps take without an
-                // order.
+                // Another thread's step may still be reading the memory, which later steps would otherwise
+                // reuse too early.
                 self.precede(stream)?;
                 Ok(output)
             }

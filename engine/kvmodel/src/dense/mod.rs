@@ -1,8 +1,8 @@
-//! The dense steps of a model: everything between token ids and logits except attention.
+//! The dense steps of a model: everything between token IDs and logits except attention.
 //!
 //! A model holds its steps as `Arc<dyn Dense>`. [`HostDense`] computes them on the host. An implementation on
-//! a device keeps weights and activations in the memory of the device: only token ids are uploaded, and only
-//! logits are read back (with routed experts, also the scores of experts).
+//! a device keeps weights and activations in the device's memory: only token IDs are uploaded, and only
+//! logits are read back (with routed experts, also the experts' scores).
 //!
 //! ```text
 //! ids ─► embed ─┬► rms_norm ─► project ─► Border::lend ─► TensorView ─► Scatter, Attend   (kvcore, on a Stream)
@@ -41,41 +41,40 @@ pub use kvbackend_cpu::dense::{SharedBytes, StoredType};
 pub use stored::StoredWeight;
 pub(crate) use stored::bytes_of;
 
-/// The format in which a model holds the weights of its projections.
+/// The format in which a model holds its projections' weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub enum WeightFormat {
-    /// As they are stored: f32, f16, bf16, or blocks (`Q8_0`, `Q4_K`, …).
+    /// Unchanged, in their stored type: f32, f16, bf16, or blocks (`Q8_0`, `Q4_K`, …).
     #[default]
     Stored,
     /// f32, regardless of their stored type.
     F32,
     /// Eight-bit blocks of 32 elements (ggml's `Q8_0`), with about a quarter of the memory traffic in decode.
-    /// Projections whose input width is no multiple of 32, and weights that are stored in blocks, keep their
-    /// type.
+    /// Projections whose input width is not a multiple of 32, and weights stored in blocks, keep their type.
     Q8,
 }
 
-/// The use of a weight, which decides how an implementation holds it.
+/// What a weight is used for, which determines how an implementation holds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightUse {
     /// The factors of a norm or the terms of a bias, `[width]`, in full precision.
     Vector,
-    /// The embeddings, `[vocabulary, width]`, whose rows [`Dense::embed`] returns.
+    /// The embeddings, `[vocabulary, width]`. [`Dense::embed`] returns its rows.
     Table,
-    /// The matrix of a projection, `[out, input]`, in a format of the caller's choice.
+    /// The matrix of a projection, `[out, input]`, in a format that the caller chooses.
     Projection(WeightFormat),
     /// The matrix of a projection, `[out, input]`, in full precision regardless of its stored type.
     ExactProjection,
-    /// A matrix for each head, `[heads, a, b]`, in full precision. `x · matrix` is computed.
+    /// One matrix per head, `[heads, a, b]`, in full precision, for `x · matrix`.
     ByHead,
-    /// A matrix for each head, `[heads, b, a]`, in full precision. `x · matrixᵀ` is computed.
+    /// One matrix per head, `[heads, b, a]`, in full precision, for `x · matrixᵀ`.
     ByHeadTransposed,
 }
 
-/// A weight as an implementation holds it.
+/// A weight in the form that an implementation holds it in.
 pub trait Weight: fmt::Debug + Send + Sync {
-    /// Returns the number of bytes of memory for this weight alone; 0 if it shares the memory of another
-    /// weight.
+    /// Returns the number of bytes of memory that this weight alone takes; 0 if it shares another weight's
+    /// memory.
     fn bytes(&self) -> usize;
 
     /// Returns the weight as [`Any`](std::any::Any), for its implementation to downcast.
@@ -84,56 +83,55 @@ pub trait Weight: fmt::Debug + Send + Sync {
 
 /// An implementation of the dense steps.
 ///
-/// - **Results**: steps compute in f32, or with results that equal f32's up to rounding. No step changes its
-///   inputs.
+/// - **Results**: steps compute in f32, or their results match f32's up to rounding. Steps do not change
+///   their inputs.
 /// - **Order**: a step may return before its work is done. Later steps see its results, and
 ///   [`read`](Self::read) waits for them. A [`Border`] orders the steps and the operations of a stream.
 /// - **Empty batches**: the number of rows may be 0 in every step; the result then has no rows either.
-/// - **Handles**: a weight or an activation of another implementation is refused with
+/// - **Handles**: a weight or an activation of another implementation gives the error
 ///   [`kvcore::Error::ForeignHandle`].
-/// - **Threads**: several threads may call one implementation, each with a border and activations of its own.
-/// - **Shapes**: the caller guarantees that extents fit, as [`Model`](crate::Model) does. An implementation
-///   may return an error otherwise, and reads no memory that is not its own.
+/// - **Threads**: several threads may call one implementation, each with its own border and activations.
+/// - **Shapes**: the caller must ensure that shapes match, like [`Model`](crate::Model) does. Otherwise, an
+///   implementation may return an error, but must not read memory outside its own.
 ///
-/// Errors of the library underneath are [`Error::Dense`](crate::Error::Dense).
+/// Errors of the underlying library are returned as [`Error::Dense`](crate::Error::Dense).
 // Decision: docs/decisions/models.md#dense-steps-are-a-trait-of-small-steps
 pub trait Dense: fmt::Debug + Send + Sync {
-    /// Returns the name of the implementation. It is part of the key of a model, because implementations
-    /// round differently.
+    /// Returns the implementation's name. It is part of a model's key, because implementations round
+    /// differently.
     fn name(&self) -> &'static str;
 
-    /// Takes a weight in its stored format: converts, copies or uploads it.
+    /// Loads a weight from its stored format, by converting, copying or uploading it.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`](crate::Error::Weight), with the name, for a stored type that the
-    /// implementation does not know or a shape that does not suit the use.
+    /// Returns [`Error::Weight`](crate::Error::Weight), with the name, if the implementation does not support
+    /// the stored type, or the shape does not suit the use.
     fn load(&self, stored: &StoredWeight, purpose: WeightUse) -> Result<Arc<dyn Weight>>;
 
-    /// Returns the matrix of an output head that equals the table of embeddings. Shares the table's memory if
-    /// the format allows.
+    /// Returns the matrix for an output head that equals the embedding table. Shares the table's memory if
+    /// the format allows it.
     fn tied_head(&self, table: &dyn Weight, format: WeightFormat) -> Result<Arc<dyn Weight>>;
 
-    /// Creates the border to the KV side for passes of up to `extents.rows` rows on a backend.
+    /// Creates the border to the KV side on a backend, for passes of up to `extents.rows` rows.
     fn border(&self, backend: &dyn Backend, extents: &BorderExtents) -> Result<Box<dyn Border>>;
 
-    /// Creates a list of row numbers.
+    /// Creates a list of row indices.
     fn index(&self, rows: Vec<u32>) -> Result<RowIndex>;
 
-    /// Returns whether the steps can be captured with the operations of a stream after which a [`Border`] has
-    /// ordered them. In that case, everything is enqueued on the device, [`embed`](Self::embed) accepts
-    /// tokens that a replay may change, and a capture refuses only steps that read or write on the host.
+    /// Returns true if the steps can be captured together with the operations of a stream, once a [`Border`]
+    /// has ordered them after it. Everything is then enqueued on the device, [`embed`](Self::embed) accepts
+    /// tokens that a replay may change, and a capture rejects only steps that read or write on the host.
     fn joins_captures(&self) -> bool {
         false
     }
 
-    /// Returns the embeddings of tokens, `[tokens, width]`. The caller guarantees that the table has a row
-    /// for each token.
+    /// Returns the embeddings of tokens, `[tokens, width]`. The table must have a row for each token.
     fn embed(&self, table: &dyn Weight, tokens: &[u32]) -> Result<Activation>;
 
-    /// Returns `x / √(mean(x²) + eps) · weight` over the last axis, of rows or of heads.
+    /// Returns `x / √(mean(x²) + eps) · weight`, normalised over the last axis of rows or heads.
     fn rms_norm(&self, x: &Activation, weight: &dyn Weight, eps: f64) -> Result<Activation>;
 
-    /// Returns `x · matrixᵀ + bias`, `[rows, out]` of `[rows, input]`.
+    /// Returns `x · matrixᵀ + bias`: `[rows, out]` for `[rows, input]`.
     fn project(&self, x: &Activation, matrix: &dyn Weight, bias: Option<&dyn Weight>) -> Result<Activation>;
 
     /// Multiplies each head of `[rows, heads, a]` by its own matrix. Returns `[rows, heads, b]`.
@@ -145,24 +143,24 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Returns `x + y`.
     fn add(&self, x: &Activation, y: &Activation) -> Result<Activation>;
 
-    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Elements need not
+    /// Splits `[rows, width]` into heads of `dim` elements, `[rows, width / dim, dim]`. Elements need not
     /// move.
     fn split_heads(&self, x: &Activation, dim: usize) -> Result<Activation>;
 
-    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Elements need not move.
+    /// Joins `[rows, heads, dim]` to `[rows, heads · dim]`. Elements need not move.
     fn join_heads(&self, x: &Activation) -> Result<Activation>;
 
-    /// Returns some elements of the last axis. The result may share the memory of `x`.
+    /// Returns a range of elements of the last axis. The result may share the memory of `x`.
     fn columns(&self, x: &Activation, columns: Range<usize>) -> Result<Activation>;
 
-    /// Returns some rows, in the order of the list. The caller guarantees that `x` has them.
+    /// Returns some rows, in the order of the list. `x` must have all of them.
     fn select(&self, x: &Activation, rows: &RowIndex) -> Result<Activation>;
 
-    /// Returns as many zeros as `x` has elements.
+    /// Returns zeros in the shape of `x`.
     fn zeros_like(&self, x: &Activation) -> Result<Activation>;
 
-    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that no row
-    /// is named twice.
+    /// Adds `factors[i] · y[i]` to row `rows[i]` of `sum`, and returns the result. No row may occur twice in
+    /// `rows`.
     fn add_rows(
         &self,
         sum: &Activation,
@@ -171,35 +169,35 @@ pub trait Dense: fmt::Debug + Send + Sync {
         y: &Activation,
     ) -> Result<Activation>;
 
-    /// Waits for `x`, and replaces the contents of `values` by its elements in row-major order.
+    /// Waits for `x`, and replaces the contents of `values` with its elements in row-major order.
     fn read(&self, x: &Activation, values: &mut Vec<f32>) -> Result<()>;
 }
 
-/// The extents of the tensors that cross a border.
+/// The sizes of the tensors that cross a border.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BorderExtents {
-    /// The largest number of rows of a pass.
+    /// The maximum number of rows per pass.
     pub rows: usize,
     /// The number of query heads.
     pub heads: usize,
-    /// The number of heads of a row in K.
+    /// The number of heads per row in K.
     pub k_heads: usize,
-    /// The number of heads of a row in V.
+    /// The number of heads per row in V.
     pub v_heads: usize,
-    /// The number of elements of a head in K, and of a query.
+    /// The number of elements per head in K, and in queries.
     pub k_dim: usize,
-    /// The number of elements of a head in V, and of attention's output.
+    /// The number of elements per head in V, and in attention's output.
     pub v_dim: usize,
-    /// True if queries also have a part of `v_dim` elements that meets latents.
+    /// True if queries also have a part of `v_dim` elements for the latents.
     pub latent: bool,
 }
 
-/// An input of attention.
+/// An input to attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum AttentionInput {
     /// The queries, `[rows, heads, k_dim]`.
     Query,
-    /// The queries of latent attention in the latent's space, `[rows, heads, v_dim]`.
+    /// The queries of latent attention, in the latent's space, `[rows, heads, v_dim]`.
     LatentQuery,
     /// The keys, `[rows, k_heads, k_dim]`.
     Key,
@@ -209,22 +207,21 @@ pub enum AttentionInput {
 
 /// The border between dense steps and the operations of a stream, for one pass at a time.
 ///
-/// If the operations can reach the memory of activations (steps on a device, or steps on the host with the
-/// CPU backend), activations are lent: a view *is* the activation, nothing is copied, and the border only
-/// orders the two sides. Between the host and a device, a border is a set of buffers into which rows are
-/// copied.
+/// If the operations can access the activations' memory (steps on a device, or steps on the host with the CPU
+/// backend), activations are lent: a view *is* the activation, nothing is copied, and the border only orders
+/// the two sides. Between the host and a device, a border is a set of buffers that rows are copied to.
 ///
 /// - A view of an input is valid until the same input is lent again or the border is dropped.
 /// - The order of calls is the order of work: operations that are launched on `stream` after
 ///   [`lend`](Self::lend) see the rows, and [`take`](Self::take) sees the results of operations that were
 ///   launched before it.
-/// - All calls for one pass name the same stream.
+/// - All calls for one pass must use the same stream.
 pub trait Border: fmt::Debug + Send + Sync {
-    /// Returns the largest number of rows of a pass.
+    /// Returns the maximum number of rows per pass.
     fn rows(&self) -> usize;
 
     /// Orders all later steps after everything that was launched on `stream`. Steps that wait for their
-    /// inputs, such as steps on the host, need nothing.
+    /// inputs anyway, such as steps on the host, need do nothing.
     fn follow(&mut self, stream: &dyn Stream) -> Result<()> {
         let _ = stream;
         Ok(())
@@ -236,11 +233,10 @@ pub trait Border: fmt::Debug + Send + Sync {
         Ok(())
     }
 
-    /// Returns rows as a view in f32 for operations of `stream` to read. The caller guarantees that no
-    /// operation writes it.
+    /// Returns rows as an f32 view that operations of `stream` may read. No operation may write to it.
     fn lend(&mut self, stream: &dyn Stream, input: AttentionInput, rows: &Activation) -> Result<TensorView>;
 
-    /// Returns a copy of rows as a view in f32 that operations of `stream` may also write. The activation is
+    /// Returns a copy of rows as an f32 view that operations of `stream` may also write to. The activation is
     /// unchanged.
     fn lend_copy(
         &mut self,
@@ -249,10 +245,10 @@ pub trait Border: fmt::Debug + Send + Sync {
         rows: &Activation,
     ) -> Result<TensorView>;
 
-    /// Returns the view `[rows, heads, v_dim]` in f32 for operations of `stream` to write.
+    /// Returns an f32 view `[rows, heads, v_dim]` for operations of `stream` to write to.
     fn output(&mut self, stream: &dyn Stream, rows: usize) -> Result<TensorView>;
 
-    /// Returns the output of attention, which operations of `stream` have written to the view of
-    /// [`output`](Self::output), as an activation. If no other handle of the view is left, nothing is copied.
+    /// Returns the output of attention as an activation, after operations of `stream` have written to the
+    /// view from [`output`](Self::output). Nothing is copied if no other handle to the view exists.
     fn take(&mut self, stream: &dyn Stream, output: TensorView) -> Result<Activation>;
 }

@@ -1,4 +1,4 @@
-//! Weights as a file stores them: a name, an element type, a shape and bytes.
+//! Weights as stored in a file: a name, an element type, a shape and bytes.
 
 use std::fmt;
 use std::ops::Range;
@@ -8,7 +8,7 @@ use kvbackend_cpu::dense::{SharedBytes, StoredType};
 
 use crate::error::{Error, Result, WeightProblem};
 
-/// A weight as it is stored: dense and row-major, in little-endian bytes.
+/// A stored weight: dense and row-major, in little-endian bytes.
 ///
 /// ```
 /// use kvmodel::dense::{StoredType, StoredWeight};
@@ -35,11 +35,11 @@ impl fmt::Debug for StoredWeight {
 }
 
 impl StoredWeight {
-    /// Describes the bytes of a weight.
+    /// Creates a weight from its bytes.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`], with the name, if the rows do not consist of whole blocks, or if there are
-    /// more or fewer bytes than the shape asks for.
+    /// Returns [`Error::Weight`], with the name, if the rows are not made of whole blocks, or if the number
+    /// of bytes does not match the shape.
     pub fn new(
         name: impl Into<String>,
         dtype: StoredType,
@@ -53,10 +53,10 @@ impl StoredWeight {
         }
     }
 
-    /// Describes numbers in f32.
+    /// Creates a weight from f32 numbers.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`] if there are more or fewer numbers than the shape asks for.
+    /// Returns [`Error::Weight`] if the number of values does not match the shape.
     pub fn of_f32(name: impl Into<String>, shape: &[usize], values: &[f32]) -> Result<Self> {
         Self::new(name, StoredType::F32, shape, bytemuck::cast_slice(values).to_vec())
     }
@@ -71,17 +71,17 @@ impl StoredWeight {
         self.dtype
     }
 
-    /// Returns the extents, outermost first.
+    /// Returns the shape, outermost axis first.
     pub fn shape(&self) -> &[usize] {
         &self.shape
     }
 
-    /// Returns the bytes, which several weights may share.
+    /// Returns the bytes. Several weights may share them.
     pub fn bytes(&self) -> &SharedBytes {
         &self.bytes
     }
 
-    /// Returns the number of elements of a row: the last extent.
+    /// Returns the number of elements per row: the size of the last axis.
     pub fn width(&self) -> usize {
         self.shape.last().copied().unwrap_or(1)
     }
@@ -93,7 +93,7 @@ impl StoredWeight {
         values
     }
 
-    /// Returns all elements in blocks of `Q8_0`, rounded as ggml does; none if rows do not consist of whole
+    /// Returns all elements in `Q8_0` blocks, rounded as in ggml, or `None` if the rows are not made of whole
     /// blocks.
     pub fn to_q8_0(&self) -> Option<Vec<u8>> {
         const BLOCK: usize = StoredType::Q8_0.block_elements();
@@ -126,7 +126,7 @@ impl StoredWeight {
     /// Returns the rows `rows` of each head of a matrix `[heads · height, width]`, as `[heads, rows, width]`.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`] if the weight is no such matrix, or a head has fewer rows.
+    /// Returns [`Error::Weight`] if the weight is not such a matrix or a head has fewer rows.
     pub fn rows_of_heads(&self, heads: usize, rows: Range<usize>) -> Result<Self> {
         let width = self.width();
         let height = match self.shape[..] {
@@ -146,7 +146,7 @@ impl StoredWeight {
     }
 }
 
-/// Returns the bytes of a weight of a type and shape.
+/// Returns the number of bytes for a weight of a type and shape.
 pub(crate) fn bytes_of(dtype: StoredType, shape: &[usize]) -> Result<usize, WeightProblem> {
     let width = shape.last().copied().unwrap_or(1);
     if !width.is_multiple_of(dtype.block_elements()) {
@@ -157,7 +157,7 @@ pub(crate) fn bytes_of(dtype: StoredType, shape: &[usize]) -> Result<usize, Weig
     bytes.ok_or(WeightProblem::Length { expected: usize::MAX, got: 0 })
 }
 
-/// Returns the reason why `bytes` bytes cannot be a weight of this type and shape.
+/// Returns why `bytes` bytes cannot be a weight of this type and shape.
 fn problem(dtype: StoredType, shape: &[usize], got: usize) -> Option<WeightProblem> {
     match bytes_of(dtype, shape) {
         Ok(expected) if expected == got => None,
@@ -209,7 +209,7 @@ mod tests {
         let expected = [2.0f32, 3.0, 4.0, 5.0, 8.0, 9.0, 10.0, 11.0];
         assert_eq!(cut, StoredWeight::of_f32("a", &[2, 2, 2], &expected).unwrap());
         assert!(weight.rows_of_heads(2, 1..4).unwrap_err().to_string().contains("[8, 2]"));
-        // Blocks lie along rows, so rows of blocks are cut in the same way.
+        // Blocks go along rows, so rows of blocks are cut in the same way.
         let blocks =
             StoredWeight::new("a", StoredType::Q8_0, &[4, 32], (0..136).collect::<Vec<u8>>()).unwrap();
         let cut = blocks.rows_of_heads(2, 0..1).unwrap();

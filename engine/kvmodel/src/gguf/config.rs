@@ -1,4 +1,4 @@
-//! The fields of a GGUF file as the config that a Hugging Face model would have.
+//! Converts a GGUF file's fields to the config that a Hugging Face model would have.
 
 use serde_json::{Value, json};
 
@@ -7,7 +7,7 @@ use super::fields::{Header, required};
 use crate::config::ModelConfig;
 use crate::error::Error;
 
-/// Whole numbers that a file must have: the field below its architecture, and the one of a config.json.
+/// Required integers: the field after the architecture's name, and the one in a config.json.
 const NEEDED: [(&str, &str); 5] = [
     ("embedding_length", "hidden_size"),
     ("feed_forward_length", "intermediate_size"),
@@ -16,18 +16,18 @@ const NEEDED: [(&str, &str); 5] = [
     ("context_length", "max_position_embeddings"),
 ];
 
-/// Whole numbers that have a default.
+/// Integers that have a default.
 const OPTIONAL: [(&str, &str); 2] =
     [("attention.head_count_kv", "num_key_value_heads"), ("attention.key_length", "head_dim")];
 
-/// Numbers of the rotary embedding, and their names in its errors.
+/// Numbers for the rotary embedding, and their names in its errors.
 const ROPE: [(&str, &str); 3] = [
     ("rope.freq_base", "theta"),
     ("rope.scaling.factor", "factor"),
     ("rope.scaling.original_context_length", "original_max_position"),
 ];
 
-/// Returns the config of a file.
+/// Returns the config for a file.
 pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     let architecture = required("general.architecture", header.text("general.architecture")?)?;
     let name = |field: &str| format!("{architecture}.{field}");
@@ -44,7 +44,7 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
             whole("expert_count")?.unwrap_or(0)
         ));
     }
-    // A model without heads is refused with the other extents.
+    // A model without heads is rejected later, together with other wrong sizes.
     let derived = needed("embedding_length")?.checked_div(needed("attention.head_count")?);
     if let (Some(rotated), Some(head_dim)) =
         (whole("rope.dimension_count")?, whole("attention.key_length")?.or(derived))
@@ -86,7 +86,7 @@ pub(super) fn config(header: &Header) -> Result<ModelConfig, GgufFailure> {
     })
 }
 
-/// Returns the text of an error of a config, with the names of the file's fields in place of config.json's.
+/// Returns the text of a config error, with the GGUF file's field names in place of config.json's.
 fn in_fields(reason: &str, architecture: &str) -> String {
     let in_word = |c: char| c.is_alphanumeric() || c == '_';
     let renamed = |part: &str| {
@@ -98,7 +98,7 @@ fn in_fields(reason: &str, architecture: &str) -> String {
     reason.split_inclusive(|c| !in_word(c)).map(renamed).collect()
 }
 
-/// Returns the scaling of the rotary embedding, null if there is none.
+/// Returns the scaling of the rotary embedding, or null if there is none.
 fn scaling(header: &Header, architecture: &str) -> Result<Value, GgufFailure> {
     let name = |field: &str| format!("{architecture}.rope.scaling.{field}");
     let kind = match header.text(&name("type"))? {

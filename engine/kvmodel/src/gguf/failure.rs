@@ -1,11 +1,11 @@
-//! The failures of reading a GGUF file, without its path.
+//! Errors in reading a GGUF file, without its path.
 
 use crate::error::Error;
 
-/// The remedy for a file that contradicts itself.
+/// What to do about a file that contradicts itself.
 pub(super) const AGAIN: &str = "download the file again, or convert the model again";
 
-/// The reason why a file cannot be read.
+/// Why a file cannot be read.
 #[derive(Debug)]
 pub(super) enum GgufFailure {
     Io(std::io::Error),
@@ -19,7 +19,7 @@ impl From<Error> for GgufFailure {
     }
 }
 
-/// Returns the failure of a file that contradicts itself or needs an unsupported feature.
+/// Returns the error for a file that contradicts itself or needs an unsupported feature.
 pub(super) fn wrong<T>(reason: impl Into<String>) -> Result<T, GgufFailure> {
     Err(GgufFailure::Wrong(reason.into()))
 }

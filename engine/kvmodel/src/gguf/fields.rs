@@ -1,4 +1,4 @@
-//! The header of a GGUF file: fields and the places of tensors, checked against the length of the file.
+//! The header of a GGUF file: fields, and the places of tensors, checked against the file's length.
 
 use std::collections::HashMap;
 use std::io::Read;
@@ -7,14 +7,15 @@ use super::failure::{GgufFailure, wrong};
 
 const MAGIC: [u8; 4] = *b"GGUF";
 
-/// The alignment of a file that gives none.
+/// The alignment for a file that specifies none.
 const ALIGNMENT: u64 = 32;
 
-/// The largest number of bytes of a text, and of axes of a tensor.
+/// The maximum number of bytes in a string.
 const TEXT: u64 = 1 << 24;
+/// The maximum number of axes of a tensor.
 const AXES: u32 = 4;
 
-/// The value of a field. Whole numbers of all widths are one kind.
+/// The value of a field. Integers of all widths are one kind.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum FieldValue {
     Whole(i128),
@@ -24,15 +25,15 @@ pub(super) enum FieldValue {
     List(Vec<FieldValue>),
 }
 
-/// A tensor of the file.
+/// A tensor in the file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TensorPlace {
     pub(super) name: String,
-    /// Extents, outermost first.
+    /// The shape, outermost axis first.
     pub(super) shape: Vec<usize>,
-    /// ggml's number of the element type.
+    /// ggml's number for the element type.
     pub(super) dtype: u32,
-    /// Bytes from the start of the data.
+    /// The offset in bytes from the start of the data.
     pub(super) offset: u64,
 }
 
@@ -43,11 +44,11 @@ pub(super) struct Header {
     pub(super) tensors: Vec<TensorPlace>,
     /// The alignment of tensors in bytes.
     pub(super) alignment: u64,
-    /// The first byte of the data.
+    /// The offset of the data in the file.
     pub(super) data: u64,
 }
 
-/// A file that is read from its start, never past its end.
+/// A reader from the start of a file that never reads past its end.
 pub(super) struct FieldReader<R> {
     file: std::io::BufReader<R>,
     at: u64,
@@ -106,7 +107,7 @@ impl<R: Read> FieldReader<R> {
             3 => FieldValue::Whole(i16::from_le_bytes(self.number(what)?).into()),
             4 => FieldValue::Whole(self.u32(what)?.into()),
             5 => FieldValue::Whole(i32::from_le_bytes(self.number(what)?).into()),
-            // The shortest decimal of the f32, which its writer meant.
+            // The shortest decimal that gives this f32 is the number that the writer meant.
             6 => FieldValue::Real(
                 f32::from_le_bytes(self.number(what)?).to_string().parse().unwrap_or(f64::NAN),
             ),
@@ -125,7 +126,7 @@ impl<R: Read> FieldReader<R> {
         if kind == 9 {
             return wrong(format!("{what} is a list of lists"));
         }
-        // Each element takes a byte at least.
+        // Each element takes at least one byte.
         if count > self.left() {
             return wrong(format!(
                 "{what} has {count} elements where {} bytes are left in the file",
@@ -209,7 +210,7 @@ impl Header {
         }
     }
 
-    /// Returns a whole number that is not negative.
+    /// Returns an integer that is not negative.
     pub(super) fn whole(&self, name: &str) -> Result<Option<u64>, GgufFailure> {
         self.of_kind(name, "whole number of 0 or more", |value| match *value {
             FieldValue::Whole(n) => u64::try_from(n).ok(),
@@ -267,7 +268,7 @@ impl Header {
         })
     }
 
-    /// Returns whether the file has a tensor.
+    /// Returns true if the file has a tensor.
     pub(super) fn has(&self, tensor: &str) -> bool {
         self.tensors.iter().any(|place| place.name == tensor)
     }

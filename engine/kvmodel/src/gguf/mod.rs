@@ -1,4 +1,4 @@
-//! GGUF: a model in one file, as llama.cpp has it.
+//! GGUF: llama.cpp's format for a model in one file.
 //!
 //! ```text
 //!   header      magic "GGUF", version, numbers of tensors and of fields
@@ -30,14 +30,14 @@ mod tokenizer;
 use failure::{AGAIN, GgufFailure};
 use fields::{FieldReader, Header};
 
-/// Loads the model of a file. Calls `progress` with the bytes of tensors read so far and in total. A
-/// `tokenizer.json` in the same folder replaces the tokenizer of the file. The file must not change while the
+/// Loads the model in a file. Calls `progress` with the tensor bytes read so far and the total. A
+/// `tokenizer.json` in the same folder replaces the file's tokenizer. The file must not change while the
 /// model is in use ([`SharedBytes::map`]).
 ///
 /// # Errors
 /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Gguf`], with the path and the field or
-/// tensor, if it is no GGUF file, contradicts itself, or holds a model, a tokenizer or an element type that
-/// is not supported. Returns [`Error::File`] for a malformed `tokenizer.json`.
+/// tensor, if it is not a GGUF file, contradicts itself, or holds a model, a tokenizer or an element type
+/// that is not supported. Returns [`Error::File`] if `tokenizer.json` is malformed.
 pub(crate) fn load(
     path: &Path,
     format: WeightFormat,

@@ -1,4 +1,4 @@
-//! The places of tensors: each at a multiple of the alignment, inside the file, and apart from the others.
+//! The places of tensors: each must be aligned, inside the file, and must not overlap another.
 
 use std::collections::HashSet;
 use std::ops::Range;
@@ -7,21 +7,21 @@ use super::failure::{AGAIN, GgufFailure, wrong};
 use super::fields::{Header, TensorPlace};
 use crate::dense::{StoredType, bytes_of};
 
-/// A tensor with its bytes in the file.
+/// A tensor with the range of its bytes in the file.
 #[derive(Debug)]
 pub(super) struct PlacedTensor<'a> {
     pub(super) place: &'a TensorPlace,
     /// The element type; `None` if it is not supported.
     pub(super) dtype: Option<StoredType>,
-    /// The bytes in the file. For an unsupported element type, only the first byte is known.
+    /// Its bytes in the file. If the element type is not supported, only the first byte is known.
     pub(super) bytes: Range<usize>,
 }
 
-/// Returns all tensors in the order of their bytes in a file of `length` bytes.
+/// Returns all tensors of a file of `length` bytes, in the order of their bytes.
 ///
 /// # Errors
-/// Returns a failure with the name of a tensor that occurs twice, is not aligned, ends after the end of the
-/// file, or overlaps another one.
+/// Returns an error with a tensor's name if it occurs twice, is not aligned, extends past the end of the file
+/// or overlaps another tensor.
 pub(super) fn placed(header: &Header, length: usize) -> Result<Vec<PlacedTensor<'_>>, GgufFailure> {
     let mut names = HashSet::new();
     if let Some(place) = header.tensors.iter().find(|place| !names.insert(&place.name)) {
@@ -66,7 +66,7 @@ fn one<'a>(header: &Header, place: &'a TensorPlace, length: usize) -> Result<Pla
     }
 }
 
-/// Returns the type with ggml's number.
+/// Returns the type for ggml's number.
 fn type_of(number: u32) -> Option<StoredType> {
     Some(match number {
         0 => StoredType::F32,

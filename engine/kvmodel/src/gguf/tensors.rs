@@ -1,4 +1,4 @@
-//! The tensors of a GGUF file with the names and the order of rows of Hugging Face models.
+//! Converts a GGUF file's tensors to the names and the row order of Hugging Face models.
 
 use kvcore::RopeScaling;
 
@@ -9,17 +9,17 @@ use crate::config::{Family, ModelConfig};
 use crate::dense::{SharedBytes, StoredType, StoredWeight};
 use crate::weights::Weights;
 
-/// The tensor with the per-frequency divisors of a scaled RoPE.
+/// The tensor with the divisor of each frequency of a scaled RoPE.
 const FACTORS: &str = "rope_freqs.weight";
 
-/// The tensors outside of layers: their names in the file, and in a Hugging Face model.
+/// The tensors outside of layers: their names in the file and in a Hugging Face model.
 const WHOLE: [(&str, &str); 3] = [
     ("token_embd.weight", "model.embed_tokens.weight"),
     ("output_norm.weight", "model.norm.weight"),
     ("output.weight", "lm_head.weight"),
 ];
 
-/// The parts of a layer: their names in the file, and below `model.layers.N`.
+/// The parts of a layer: their names in the file, and after `model.layers.N`.
 const PARTS: [(&str, &str); 11] = [
     ("attn_norm", "input_layernorm"),
     ("attn_q", "self_attn.q_proj"),
@@ -34,7 +34,7 @@ const PARTS: [(&str, &str); 11] = [
     ("ffn_down", "mlp.down_proj"),
 ];
 
-/// Returns the name of a tensor in a Hugging Face model, or `None` for a tensor that no supported model has.
+/// Returns the tensor's name in a Hugging Face model, or `None` if no supported model has it.
 fn name_of(tensor: &str) -> Option<String> {
     if let Some((_, name)) = WHOLE.iter().find(|(known, _)| *known == tensor) {
         return Some((*name).to_owned());
@@ -45,7 +45,7 @@ fn name_of(tensor: &str) -> Option<String> {
     Some(format!("model.layers.{layer}.{name}.{kind}"))
 }
 
-/// Returns the name in the file for a tensor of a Hugging Face model.
+/// Returns the name in the file for a Hugging Face model's tensor.
 pub(super) fn name_in_file(name: &str) -> String {
     let of_layer = || {
         let (layer, rest) = name.strip_prefix("model.layers.")?.split_once('.')?;
@@ -57,7 +57,7 @@ pub(super) fn name_in_file(name: &str) -> String {
     whole.or_else(of_layer).unwrap_or_else(|| name.to_owned())
 }
 
-/// Reads the tensors. Divisors of frequencies go into the config.
+/// Reads the tensors. Frequency divisors go into the config.
 pub(super) fn weights(
     header: &Header,
     config: &mut ModelConfig,
@@ -98,10 +98,10 @@ fn read(placed: &PlacedTensor<'_>, name: String, file: &SharedBytes) -> Result<S
     Ok(StoredWeight::new(name, dtype, &place.shape, contents)?)
 }
 
-/// Puts rows of queries and keys in the order of Hugging Face models.
+/// Reorders the rows of queries and keys as in Hugging Face models.
 ///
-/// In its architecture "llama", llama.cpp rotates neighbouring elements. It therefore stores rows `i` and
-/// `i + head_dim / 2` of each head one after the other.
+/// For the architecture "llama", llama.cpp rotates neighbouring elements. It therefore stores rows `i` and `i
+/// + head_dim / 2` of each head one after the other.
 fn in_order(
     stored: StoredWeight,
     place: &TensorPlace,

@@ -1,4 +1,5 @@
-//! The tokenizer of a GGUF file, as the `tokenizer.json` and `tokenizer_config.json` of a Hugging Face model.
+//! Converts a GGUF file's tokenizer to the `tokenizer.json` and `tokenizer_config.json` of a Hugging Face
+//! model.
 
 use std::path::Path;
 
@@ -10,16 +11,16 @@ use crate::error::Error;
 use crate::files::{FileContents, SmallFile};
 use crate::text::TextCodec;
 
-/// The file's numbers for kinds of tokens. Control tokens stand for no text, and tokens that users have added
-/// are never split.
+/// GGUF's number for control tokens, which stand for no text.
 const CONTROL: i64 = 3;
+/// GGUF's number for tokens that users have added, which are never split.
 const ADDED: i64 = 4;
 
-/// The pattern by which Llama 3 and Qwen2 cut a text before they merge bytes. They differ in the digits of a
-/// number.
+/// The pattern that Llama 3 and Qwen2 use to split text before they merge bytes. They differ in how many
+/// digits of a number stay together.
 const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Returns the steps that cut a text, the normalizer, and whether a whole word that is a token stays
+/// Returns the steps that split text, the normalizer, and whether a whole word that is a token stays
 /// unmerged.
 fn pre(name: &str) -> Result<(Value, Value, bool), GgufFailure> {
     let bytes = |by_words: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": by_words });
@@ -46,7 +47,7 @@ fn pre(name: &str) -> Result<(Value, Value, bool), GgufFailure> {
     })
 }
 
-/// Returns the texts of special tokens and the chat template in the form of `tokenizer_config.json`.
+/// Returns the special tokens and the chat template in the format of `tokenizer_config.json`.
 fn template(header: &Header) -> Result<Value, GgufFailure> {
     let tokens = header.texts("tokenizer.ggml.tokens")?.unwrap_or_default();
     let special = |field: &str| -> Result<Value, GgufFailure> {
@@ -65,7 +66,7 @@ fn template(header: &Header) -> Result<Value, GgufFailure> {
     }))
 }
 
-/// Returns the codec of the file at `path`. A `tokenizer.json` in the same folder takes precedence.
+/// Returns the codec for the file at `path`. A `tokenizer.json` in the same folder takes precedence.
 pub(super) fn codec(header: &Header, path: &Path) -> Result<TextCodec, GgufFailure> {
     let config = template(header)?;
     let place = format!("{}, field \"tokenizer.chat_template\"", path.display());
@@ -81,7 +82,7 @@ pub(super) fn codec(header: &Header, path: &Path) -> Result<TextCodec, GgufFailu
     })
 }
 
-/// Returns the `tokenizer.json` for the fields. `begin` is the text of the token that begins a text.
+/// Returns the `tokenizer.json` for the fields. `begin` is the token that starts a text.
 fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure> {
     let kind = required("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
     if kind != "gpt2" {

@@ -9,8 +9,8 @@ use crate::error::Result;
 #[derive(Debug)]
 pub(super) struct Experts {
     router: Router,
-    /// The projection that scores experts. It is f32 in every weight format, because a choice does not
-    /// degrade gradually.
+    /// The projection that scores experts. It is f32 in every weight format, because rounding could change
+    /// the choice.
     gate: Linear,
     routed: Vec<Gated>,
     shared: Option<Gated>,
@@ -59,11 +59,11 @@ impl Experts {
     }
 }
 
-/// A router, which chooses experts and weighs them.
+/// A router, which chooses and weighs experts.
 #[derive(Debug)]
 struct Router {
     config: ExpertsConfig,
-    /// The correction bias, which takes part in the choice but not in the weights.
+    /// The correction bias, which affects the choice but not the weights.
     bias: Vec<f32>,
 }
 
@@ -89,7 +89,7 @@ impl Router {
     }
 }
 
-/// Returns the `n` candidates with the largest values, and the first of equal ones.
+/// Returns the `n` candidates with the largest values. Of equal ones, the first are taken.
 fn best(candidates: impl Iterator<Item = usize>, values: &[f32], n: usize) -> Vec<usize> {
     let mut order: Vec<usize> = candidates.collect();
     order.sort_by(|&a, &b| values[b].total_cmp(&values[a]).then(a.cmp(&b)));
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn the_group_is_chosen_by_its_two_best_and_limits_the_experts() {
-        // The best single expert is 0, the best pair 2 and 3.
+        // The best single expert is 0; the best pair is 2 and 3.
         let logits = [3.0, -3.0, 1.0, 2.0, 0.0, 0.0];
         let chosen = route(CONFIG, [0.0; 6], logits);
         assert_eq!(chosen.iter().map(|c| c.0).collect::<Vec<_>>(), [3, 2]);

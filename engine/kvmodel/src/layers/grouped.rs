@@ -5,7 +5,7 @@ use crate::config::{Family, ModelConfig};
 use crate::dense::{Activation, Dense};
 use crate::error::Result;
 
-/// The projections to queries, keys and values of every head, and from the output of attention.
+/// The projections to every head's queries, keys and values, and from attention's output.
 #[derive(Debug)]
 pub(super) struct GroupedQuery {
     q: Linear,

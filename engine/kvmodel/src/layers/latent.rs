@@ -1,7 +1,7 @@
-//! Absorbed projections of multi-head latent attention (DeepSeek-AI, 2024). The cache holds a token's latent
-//! and the rotated part of its key, and attention runs over these.
+//! Absorbed projections of multi-head latent attention (DeepSeek-AI, 2024). The cache holds each token's
+//! latent and the rotated part of its key, and attention runs over these.
 //!
-//! With `k_h = Uᴷ_h c` and `v_h = Uⱽ_h c` of a latent `c`, `q_h·k_h = (Uᴷ_hᵀ q_h)·c` and `Σ p v_h = Uⱽ_h Σ p
+//! With `k_h = Uᴷ_h c` and `v_h = Uⱽ_h c` for a latent `c`, `q_h·k_h = (Uᴷ_hᵀ q_h)·c` and `Σ p v_h = Uⱽ_h Σ p
 //! c`. Queries are projected to the latent's space before attention, and outputs are projected back after it.
 //! No head's key or value is ever formed.
 
@@ -13,7 +13,7 @@ use crate::dense::{Activation, Dense, Weight, WeightUse};
 use crate::error::Result;
 
 // Decision: docs/decisions/models.md#norms-inside-latent-attention-have-an-epsilon-of-1e-6
-/// The epsilon of norms inside the projections. It does not depend on `rms_norm_eps`.
+/// The epsilon for norms inside the projections. It does not depend on `rms_norm_eps`.
 const EPS: f64 = 1e-6;
 
 #[derive(Debug)]
@@ -24,13 +24,13 @@ pub(super) struct LatentAttention {
     norm: RmsNorm,
     /// `Uᴷ`, `[heads, qk_nope_head_dim, kv_lora_rank]`. Both `Uᴷ` and `Uⱽ` stay f32 in every weight format.
     key: Arc<dyn Weight>,
-    /// `Uⱽ`, `[heads, v_head_dim, kv_lora_rank]`, by whose transpose outputs are multiplied.
+    /// `Uⱽ`, `[heads, v_head_dim, kv_lora_rank]`. Outputs are multiplied by its transpose.
     value: Arc<dyn Weight>,
     output: Linear,
     widths: LatentConfig,
 }
 
-/// The projection to queries, direct or through a compression.
+/// The projection to queries, either directly or through a compression.
 #[derive(Debug)]
 enum Query {
     Full(Linear),

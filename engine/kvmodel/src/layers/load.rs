@@ -1,4 +1,4 @@
-//! Loading: weights go from their files to the dense steps, one by one.
+//! Loading: hands weights from their files to the dense steps, one by one.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,12 +8,12 @@ use crate::dense::{Dense, StoredWeight, Weight, WeightFormat, WeightUse};
 use crate::error::Result;
 use crate::weights::Weights;
 
-/// The weights of a model while it is built.
+/// A model's weights while it is being built.
 pub(crate) struct Loader<'a> {
     weights: &'a mut Weights,
     dense: &'a dyn Dense,
     format: WeightFormat,
-    /// The number of bytes of memory of all weights loaded so far.
+    /// The number of bytes of memory that all weights loaded so far take.
     held: usize,
 }
 
@@ -22,7 +22,7 @@ impl<'a> Loader<'a> {
         Self { weights, dense, format, held: 0 }
     }
 
-    /// Returns the number of bytes of memory of all weights loaded so far.
+    /// Returns the number of bytes of memory that all weights loaded so far take.
     pub(crate) fn held(&self) -> usize {
         self.held
     }
@@ -43,7 +43,7 @@ impl<'a> Loader<'a> {
         self.load(&format!("{name}.weight"), &[vocabulary, width], WeightUse::Table)
     }
 
-    /// Returns the head whose matrix is the embeddings.
+    /// Returns the head whose matrix is the embedding table.
     pub(crate) fn tied_head(&mut self, table: &Arc<dyn Weight>) -> Result<Linear> {
         let matrix = self.dense.tied_head(table.as_ref(), self.format)?;
         Ok(Linear::new(self.counted(matrix), None))
@@ -54,7 +54,7 @@ impl<'a> Loader<'a> {
         Ok(RmsNorm::new(self.load(&format!("{name}.weight"), &[width], WeightUse::Vector)?, eps))
     }
 
-    /// Loads a projection of `input` elements to `out`, in the format of the model.
+    /// Loads a projection from `input` to `out` elements, in the model's format.
     pub(crate) fn linear(&mut self, name: &str, out: usize, input: usize, bias: bool) -> Result<Linear> {
         let purpose = WeightUse::Projection(self.format);
         let matrix = self.load(&format!("{name}.weight"), &[out, input], purpose)?;
@@ -69,7 +69,7 @@ impl<'a> Loader<'a> {
         Ok(Linear::new(matrix, None))
     }
 
-    /// Loads a vector whose numbers are read on the host.
+    /// Loads a vector that is read on the host.
     pub(crate) fn numbers(&mut self, name: &str, width: usize) -> Result<Vec<f32>> {
         let stored = self.weights.take(name, &[width])?;
         let numbers = stored.to_f32();
@@ -82,7 +82,7 @@ impl<'a> Loader<'a> {
         self.weights.take(&format!("{name}.weight"), shape)
     }
 
-    /// Loads some rows of each head as a matrix for each head.
+    /// Loads some rows of each head as one matrix per head.
     pub(crate) fn by_head(
         &mut self,
         stored: &StoredWeight,

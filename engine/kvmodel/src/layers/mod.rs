@@ -19,7 +19,7 @@ pub(crate) use linear::Linear;
 pub(crate) use load::Loader;
 pub(crate) use norm::RmsNorm;
 
-/// A decoder layer without its attention, which reads the cache.
+/// A decoder layer without the attention itself, which reads the cache.
 #[derive(Debug)]
 pub(crate) struct Layer {
     input_norm: RmsNorm,
@@ -35,12 +35,12 @@ enum Projections {
     Latent(LatentAttention),
 }
 
-/// The inputs of attention for a layer's rows, `[rows, heads, dim]` each, not rotated.
+/// The inputs to attention for a layer's rows, each `[rows, heads, dim]` and not rotated.
 #[derive(Debug)]
 pub(crate) struct Projected {
     /// The queries; for latent attention, their rotated part.
     pub(crate) q: Activation,
-    /// The queries of latent attention in the latent's space.
+    /// The queries of latent attention, in the latent's space.
     pub(crate) q_latent: Option<Activation>,
     /// The keys; for latent attention, their rotated part.
     pub(crate) k: Activation,
@@ -92,7 +92,7 @@ impl Layer {
         }
     }
 
-    /// Returns the residual stream after attention `[rows, heads, dim]` and the feed-forward layer.
+    /// Applies attention `[rows, heads, dim]` and the feed-forward layer. Returns the residual stream.
     pub(crate) fn finish(
         &self,
         dense: &dyn Dense,

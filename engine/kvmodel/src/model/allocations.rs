@@ -1,4 +1,4 @@
-//! A decode step allocates what its dense steps on the host allocate, and nothing else.
+//! A decode step allocates only what its dense steps on the host allocate.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -29,7 +29,7 @@ fn model(name: &str) -> Model {
     Model::new(config, weights, WeightFormat::Stored).unwrap()
 }
 
-/// The dense steps of a model, without caches and without attention.
+/// A model's dense steps, without caches and attention.
 struct CountedDense {
     stream: Arc<dyn Stream>,
     border: Box<dyn Border>,
@@ -53,7 +53,7 @@ impl CountedDense {
         Self { stream: backend.stream().unwrap(), border, logits: Vec::new() }
     }
 
-    /// Runs the dense steps of a decode step, with zeros as the output of attention.
+    /// Runs a decode step's dense steps, with zeros as attention's output.
     fn run(&mut self, model: &Model) {
         let (dense, stream) = (model.dense.as_ref(), self.stream.as_ref());
         let mut x = dense.embed(model.embedding.as_ref(), &[1]).unwrap();
@@ -75,7 +75,7 @@ impl CountedDense {
         dense.read(&model.head.forward(dense, &last).unwrap(), &mut self.logits).unwrap();
     }
 
-    /// Returns the number of allocations of a step.
+    /// Returns the number of allocations per step.
     fn count(model: &Model, kv_format: KvFormat) -> u64 {
         let mut steps = Self::new(model, kv_format);
         steps.run(model);
@@ -95,9 +95,10 @@ fn a_decode_step_allocates_what_its_dense_steps_do(
     let model = model(name);
     let dense = CountedDense::count(&model, kv_format);
     assert!(dense > 10 * model.layers.len() as u64, "{dense} allocations are no decoder");
-    // All tokens lie in one block.
+    // All tokens fit in one block.
     let mut sequence = Greedy::new(&model, kv_format, 64, 64);
-    // The first step grows memory that stays: plans and buffers of the thread, lists as long as the sequence.
+    // The first step grows memory that is kept: the thread's plans and buffers, and lists as long as the
+    // sequence.
     sequence.prefill(&[1, 2, 3, 4, 5]);
     for token in 0..40 {
         sequence.step(token);

@@ -1,5 +1,4 @@
-//! The KV side of a layer: its rows are stored, its queries attend, and its fresh keys and values can be
-//! read.
+//! The KV side of a layer: stores its rows, attends with its queries, and can read its fresh keys and values.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -18,9 +17,9 @@ use crate::layers::Projected;
 pub struct FreshKv {
     /// The layer, from 0.
     pub layer: usize,
-    /// The number of rows of the batch.
+    /// The number of rows in the batch.
     pub rows: usize,
-    /// The keys `[rows, k_heads, k_dim]`, in the form in which they are stored.
+    /// The keys `[rows, k_heads, k_dim]`, rotated or not as they would be stored.
     pub k: Vec<f32>,
     /// The values `[rows, v_heads, v_dim]`.
     pub v: Vec<f32>,
@@ -29,17 +28,16 @@ pub struct FreshKv {
 /// The queries of a layer's rows, rotated to their positions.
 #[derive(Debug)]
 pub struct FreshQueries {
-    /// The number of rows of the batch.
+    /// The number of rows in the batch.
     pub rows: usize,
     /// The queries `[rows, heads, k_dim]`; with latent attention, their rotated part.
     pub q: Vec<f32>,
-    /// With latent attention, the part of the queries that meets latents, `[rows, heads, v_dim]`.
+    /// With latent attention, the part of the queries for the latents, `[rows, heads, v_dim]`.
     pub latent: Option<Vec<f32>>,
 }
 
 impl FreshQueries {
-    /// Returns the queries of some rows, and their latent part with latent attention. The caller guarantees
-    /// that there are such rows.
+    /// Returns the queries of some rows and, with latent attention, their latent part. The rows must exist.
     pub fn rows(&self, rows: Range<usize>) -> (&[f32], Option<&[f32]>) {
         let take = |all: &'_ [f32]| -> Range<usize> {
             let width = all.len() / self.rows.max(1);
@@ -49,7 +47,7 @@ impl FreshQueries {
     }
 }
 
-/// A layer as its attention sees it.
+/// A layer, with everything that its attention needs.
 pub(super) struct LayerAttention<'a> {
     pub(super) index: usize,
     pub(super) place: LayerPlace,
@@ -58,7 +56,7 @@ pub(super) struct LayerAttention<'a> {
     pub(super) scale: f32,
 }
 
-/// Creates the border of passes of up to `rows` rows of a model.
+/// Creates the border for a model's passes of up to `rows` rows.
 pub(super) fn border(model: &Model, device: &ComputeDevice, rows: usize) -> Result<Box<dyn Border>> {
     let config = &model.config;
     let kv = model.kv_extents(device.arenas[0].layout().shape().format);
@@ -74,7 +72,7 @@ pub(super) fn border(model: &Model, device: &ComputeDevice, rows: usize) -> Resu
     model.dense.border(device.backend, &extents)
 }
 
-/// Scatters keys and values to their slots. The keys are scattered in the form in which they are stored.
+/// Scatters keys and values to their slots. Keys are rotated or not as the cache stores them.
 pub(super) fn store(
     border: &mut dyn Border,
     device: &ComputeDevice,
@@ -138,7 +136,7 @@ pub(super) fn queries(
     Ok(FreshQueries { rows: rows.len(), q, latent: latent.transpose()? })
 }
 
-/// Returns the attention of the rows of `work`, `[rows, heads, v_dim]`.
+/// Returns the attention output for the rows of `work`, `[rows, heads, v_dim]`.
 pub(super) fn attend(
     border: &mut dyn Border,
     device: &ComputeDevice,

@@ -1,5 +1,5 @@
-//! Decode steps: passes whose rows all have logits, captured as graphs where backend and dense steps allow
-//! it.
+//! Decode steps: passes whose rows all have logits. They are captured as graphs if the backend and the dense
+//! steps allow it.
 
 use std::sync::Arc;
 
@@ -11,19 +11,19 @@ use super::{ComputeDevice, Forward, LogitRows, Model};
 use crate::dense::Activation;
 use crate::error::{Error, Result};
 
-/// The memory of decode steps: the memory of their passes, and their graphs. Steps of one model over one
-/// arena use it in turn, for any requests. A step of another model, arena or rotary embedding drops the
-/// graphs. All steps are on one stream.
+/// The memory for decode steps: for their passes, and for their graphs. The steps of one model over one arena
+/// use it in turn, for any requests. A step of another model, arena or rotary embedding drops the graphs. All
+/// steps must use the same stream.
 #[derive(Debug)]
 pub struct DecodeMemory {
     pass: PassMemory,
     /// The graphs, each with its logits.
     graphs: GraphCache<Activation>,
-    /// The model and the memory that the graphs use.
+    /// The model and the memory that the graphs refer to.
     scene: Option<Scene>,
 }
 
-/// The model and the memory of all steps of a graph.
+/// The model and the memory that all steps of a graph share.
 #[derive(Debug)]
 struct Scene {
     revision: [u8; 32],
@@ -45,22 +45,22 @@ impl Scene {
 }
 
 impl DecodeMemory {
-    /// Creates memory for at most `graphs` graphs. With none, every step runs operation by operation.
+    /// Creates memory for at most `graphs` graphs. With 0, every step runs operation by operation.
     pub fn new(graphs: usize) -> Self {
         Self { pass: PassMemory::default(), graphs: GraphCache::new(graphs), scene: None }
     }
 
-    /// Returns the largest number of graphs.
+    /// Returns the maximum number of graphs.
     pub fn most(&self) -> usize {
         self.graphs.most()
     }
 
-    /// Returns the numbers of steps that went through the cache of graphs, by the way in which they ran.
+    /// Counts the steps that went through the graph cache, by how they ran.
     pub fn counts(&self) -> GraphCounts {
         self.graphs.counts()
     }
 
-    /// Drops the graphs if they belong to another scene.
+    /// Drops the graphs if they belong to another model or other memory.
     fn turn_to(&mut self, model: &Model, device: &ComputeDevice, ropes: &LayerRopes) {
         if self.scene.as_ref().is_some_and(|scene| scene.is_of(model, device, ropes)) {
             return;
@@ -78,15 +78,15 @@ impl Default for DecodeMemory {
 }
 
 impl Model {
-    /// Runs a decode step: a pass over sequences that want the logits of all their tokens, as
-    /// [`forward`](Self::forward) runs it. Reads the logits into the memory of `logits`.
+    /// Runs a decode step: like [`forward`](Self::forward), for sequences that want the logits of all their
+    /// tokens. Reads the logits into the memory of `logits`.
     ///
-    /// If the [dense steps](crate::dense::Dense::joins_captures) and the stream can be captured, a step that
-    /// comes again with other tokens, positions, slots and segments replays a graph. Its results equal bit
-    /// for bit those of the step run operation by operation. Batches are padded to a power of two. These
-    /// steps run operation by operation: the first one of its kind, steps that read results on the host
-    /// (routed experts), steps without logits for some tokens, and steps over several groups of layers, whose
-    /// slots and segments a graph lacks.
+    /// If the [dense steps](crate::dense::Dense::joins_captures) and the stream can be captured, repeating a
+    /// step with other tokens, positions, slots and segments replays a graph. The results are bit for bit the
+    /// same as when the step runs operation by operation. Batches are padded to a power of two. The following
+    /// steps run operation by operation: the first of each kind, steps that read results on the host (routed
+    /// experts), steps without logits for some tokens, and steps over several groups of layers, whose slots
+    /// and segments a graph cannot hold.
     ///
     /// # Errors
     /// Returns the errors of [`begin`](Self::begin) and of the backend.
@@ -134,7 +134,7 @@ impl Model {
         border.follow(device.stream)?;
         device.profiler.span("read logits", || dense.read(&of_rows, &mut logits))?;
         let flops = self.step_flops(count, visible(&inputs.work));
-        // No other handle is left, so the segments are refilled in place.
+        // There is no other handle, so the segments can be refilled in place.
         drop(inputs);
         rows.release();
         logits.truncate(count * self.config.vocab_size);

@@ -1,12 +1,13 @@
-//! Floating-point operations of a pass, counted from the configuration.
+//! Floating-point operations of a pass, computed from the config.
 
 use super::Model;
 
-/// The operations of a multiplication and an addition.
+/// The number of operations in a multiplication plus an addition.
 const MULTIPLY_ADD: u64 = 2;
 
 impl Model {
-    /// Counts the projections before attention: `rows` rows to keys and values, `asking` rows to queries.
+    /// Counts the projections before attention: of `rows` rows to keys and values, and of `asking` rows to
+    /// queries.
     pub(super) fn projection_flops(&self, rows: usize, asking: usize) -> u64 {
         let c = &self.config;
         let (key_value, query) = match c.latent {
@@ -34,7 +35,7 @@ impl Model {
         MULTIPLY_ADD * visible * width as u64
     }
 
-    /// Counts the projection of attention's output and the feed-forward layer.
+    /// Counts the projection of attention's output, and the feed-forward layer.
     pub(super) fn finish_flops(&self, layer: usize, rows: usize) -> u64 {
         let c = &self.config;
         let output = match c.latent {
@@ -45,7 +46,7 @@ impl Model {
         MULTIPLY_ADD * rows as u64 * (output + feed_forward) as u64
     }
 
-    /// Counts a pass whose `rows` rows all have logits, and see `visible` tokens in total.
+    /// Counts a pass whose `rows` rows all have logits and see `visible` tokens in total.
     pub(super) fn step_flops(&self, rows: usize, visible: u64) -> u64 {
         let attention = self.projection_flops(rows, rows) + self.attention_flops(visible);
         let layers = (0..self.config.num_layers()).map(|layer| attention + self.finish_flops(layer, rows));

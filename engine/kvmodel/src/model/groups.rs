@@ -1,5 +1,4 @@
-//! The groups of a model's layers. The layers of a group attend to the same tokens, so one block table serves
-//! them all.
+//! Groups of a model's layers. A group's layers attend to the same tokens, so they share one block table.
 
 use kvcore::{GroupKind, KvExtents, KvFormat};
 
@@ -10,22 +9,22 @@ use crate::error::Result;
 /// Layers that attend to the same tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerGroup {
-    /// The tokens that they attend to.
+    /// Which tokens they attend to.
     pub kind: GroupKind,
     /// The layers, in order.
     pub layers: Vec<usize>,
 }
 
-/// The place of a layer's keys and values on a device.
+/// Where a layer's keys and values are on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LayerPlace {
-    /// The index of the group, and of its arena.
+    /// The index of the group and of its arena.
     pub(super) group: usize,
-    /// The layer in this arena.
+    /// The index of the layer in this arena.
     pub(super) layer: usize,
 }
 
-/// Returns the groups of a model's layers, in the order of their first layers.
+/// Returns the groups of a model's layers, ordered by their first layers.
 pub(super) fn groups(config: &ModelConfig) -> Vec<LayerGroup> {
     let mut groups: Vec<LayerGroup> = Vec::new();
     for (index, layer) in config.layers.iter().enumerate() {
@@ -43,22 +42,22 @@ pub(super) fn groups(config: &ModelConfig) -> Vec<LayerGroup> {
 }
 
 impl Model {
-    /// Returns the groups of layers that attend to the same tokens: one for all layers, or one for each
+    /// Returns the groups of layers that attend to the same tokens: one group for all layers, or one for each
     /// window and one for the layers without a window. A [`GroupedKvCache`](kvcore::GroupedKvCache) has
-    /// separate blocks for each.
+    /// separate blocks for each group.
     pub fn groups(&self) -> &[LayerGroup] {
         &self.groups
     }
 
-    /// Returns the extents that the cache of a group needs.
+    /// Returns the extents that a group's cache needs.
     pub fn extents_of(&self, group: &LayerGroup, format: impl Into<KvFormat>) -> KvExtents {
         KvExtents { num_layers: group.layers.len(), ..self.kv_extents(format) }
     }
 
-    /// Checks that a device has one arena for all layers, or one for each group.
+    /// Checks that a device has one arena for all layers, or one per group.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Mismatch`] for another number.
+    /// Returns [`kvcore::Error::Mismatch`] for any other number.
     pub(super) fn check_arenas(&self, device: &ComputeDevice) -> Result<()> {
         let (expected, got) = (self.groups.len(), device.arenas.len());
         if got == 1 || got == expected {
@@ -67,7 +66,7 @@ impl Model {
         Err(kvcore::Error::mismatch("arenas, one for each group of layers", expected, got).into())
     }
 
-    /// Returns the place of a layer on a device that was checked.
+    /// Returns the place of a layer on a device whose arenas were checked.
     pub(super) fn place(&self, device: &ComputeDevice, index: usize) -> LayerPlace {
         let of = |(group, of): (usize, &LayerGroup)| {
             of.layers.binary_search(&index).ok().map(|layer| LayerPlace { group, layer })

@@ -1,6 +1,6 @@
-//! Logits on the host, as a pass returns them.
+//! The logits of a pass, on the host.
 
-/// Rows of logits, one number for each token of the vocabulary.
+/// Rows of logits, with one number per token in the vocabulary.
 #[derive(Debug, Clone, PartialEq)]
 pub struct LogitRows {
     values: Vec<f32>,
@@ -8,7 +8,7 @@ pub struct LogitRows {
 }
 
 impl LogitRows {
-    /// The caller guarantees that `values` are whole rows, and that the vocabulary is not empty.
+    /// `values` must be whole rows, and the vocabulary must not be empty.
     pub(super) fn new(values: Vec<f32>, vocabulary: usize) -> Self {
         Self { values, vocabulary }
     }
@@ -18,7 +18,7 @@ impl LogitRows {
         self.values.len() / self.vocabulary
     }
 
-    /// Returns the number of tokens of the vocabulary: the width of a row.
+    /// Returns the vocabulary size, which is the width of a row.
     pub fn vocabulary(&self) -> usize {
         self.vocabulary
     }
@@ -33,12 +33,12 @@ impl LogitRows {
         &self.values
     }
 
-    /// Returns all logits, row after row, for the memory to be used again.
+    /// Returns all logits, row after row, to reuse their memory.
     pub fn into_values(self) -> Vec<f32> {
         self.values
     }
 
-    /// Returns the logits of the last row, in the memory of all rows.
+    /// Returns the last row's logits, in the memory of all rows.
     pub fn into_last(mut self) -> Vec<f32> {
         self.values.drain(..self.values.len().saturating_sub(self.vocabulary));
         self.values

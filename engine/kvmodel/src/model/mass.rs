@@ -1,8 +1,8 @@
 //! The attention mass of tokens: how much the rows of a sequence attend to each token before them.
 //!
-//! In each layer that counts, the queries meet the keys at the positions where they are used, and the softmax
-//! weights of each token are summed. The products are made on the host: no operation of a backend returns the
-//! weights of single tokens.
+//! In each layer that counts, the queries are multiplied with the keys at the positions they are used at, and
+//! each token's softmax weights are summed. This happens on the host, because no backend operation returns
+//! the weights of single tokens.
 
 use kvcore::{AttendWork, LayerRopes};
 
@@ -12,36 +12,36 @@ use crate::dense::products;
 use crate::error::Result;
 
 // Decision: docs/decisions/chunks.md#the-question-chooses-by-its-own-attention
-/// The attention of one sequence of a pass to the tokens of its earlier segments, summed over rows, query
+/// How much one sequence in a pass attends to the tokens of its earlier segments, summed over rows, query
 /// heads and layers.
 ///
-/// [`Pass::observe`](super::Pass::observe) takes it. A sequence that is computed in several passes keeps one
-/// for all of them.
+/// [`Pass::observe`](super::Pass::observe) receives it. A sequence that is computed in several passes uses
+/// one for all of them.
 #[derive(Debug, Default)]
 pub struct AttentionMass {
     /// The index of the sequence in the batch.
     pub sequence: usize,
     /// The first layer that counts.
     pub first_layer: usize,
-    /// One sum for each token of the segments before the last one, which holds the rows themselves. The
-    /// caller sets the length.
+    /// One sum per token of the segments before the last one, which holds the rows themselves. The caller
+    /// must set the length.
     pub sums: Vec<f32>,
-    /// The floating-point operations of the sums. The pass does not count them.
+    /// The number of floating-point operations for the sums. The pass does not count them.
     pub flops: u64,
 }
 
 /// The keys that a sequence sees in a layer.
 struct SeenKeys {
-    /// Logical index and position of each token, and the factor on its logits.
+    /// The logical index and position of each token, and the factor on its logits.
     tokens: Vec<(usize, i64, f32)>,
-    /// `[tokens, heads, dim]`, rotated to their positions.
+    /// The keys `[tokens, heads, dim]`, rotated to their positions.
     k: Vec<f32>,
-    /// `[tokens, 1, dim]`; empty without latent attention.
+    /// The latents `[tokens, 1, dim]`; empty without latent attention.
     latents: Vec<f32>,
 }
 
 impl AttentionMass {
-    /// Adds the weights of one layer, whose keys are stored. `work` and `queries` are of all rows of the
+    /// Adds the weights of one layer, whose keys must be stored. `work` and `queries` are for all rows in the
     /// pass.
     pub(super) fn add(
         &mut self,
@@ -64,7 +64,7 @@ impl AttentionMass {
             self.flops += 2 * latent.len() as u64 * tokens as u64;
         }
         let window = config.layers[layer].window.map_or(i64::MAX, |window| window as i64);
-        // Rows of logits are sorted by key head, then by query row.
+        // Rows of logits are ordered by key head, then by query row.
         let group = heads / kv_heads;
         for (at, logits) in logits.chunks_exact_mut(tokens.max(1)).enumerate() {
             let row = rows[at % (rows.len() * group) / group];

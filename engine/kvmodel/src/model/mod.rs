@@ -1,4 +1,4 @@
-//! The forward pass: dense steps by an implementation of [`Dense`], KV and attention on the backend.
+//! The forward pass: dense steps by an implementation of [`Dense`], and KV and attention on the backend.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -51,9 +51,9 @@ pub struct Model {
 
 /// An observer of a request's progress, which may stop the request.
 ///
-/// A break ends the request with [`Error::Cancelled`] and frees everything that it held. An observer that
-/// finds the answer complete ends it early, and the answer is returned. The default methods let a request
-/// continue, and so does the observer `()`.
+/// A break ends the request with [`Error::Cancelled`] and frees everything that it held. If the observer
+/// finds the answer complete, the request ends early and returns the answer. The default methods let a
+/// request continue, and so does the observer `()`.
 ///
 /// ```
 /// use std::ops::ControlFlow;
@@ -75,8 +75,8 @@ pub struct Model {
 /// assert!(Until(&stop).layer(2, 8).is_break());
 /// ```
 pub trait Observer {
-    /// Called when `done` of `total` layers of a pass of the prefill are computed. A prefill has more than
-    /// one pass if it waited for chunks of other requests, or if some tokens are recomputed.
+    /// Called when `done` of `total` layers of a prefill pass are computed. A prefill has several passes if
+    /// it waits for other requests' chunks, or if some tokens are recomputed.
     fn layer(&mut self, done: usize, total: usize) -> ControlFlow<()> {
         let _ = (done, total);
         ControlFlow::Continue(())
@@ -88,7 +88,7 @@ pub trait Observer {
         ControlFlow::Continue(())
     }
 
-    /// Returns true if the answer is complete, as at a stop string. Asked after each token.
+    /// Returns true if the answer is complete, for example at a stop string. Called after each token.
     fn is_complete(&self) -> bool {
         false
     }
@@ -99,33 +99,33 @@ impl Observer for () {}
 /// The device that a forward pass runs on.
 #[derive(Debug)]
 pub struct ComputeDevice<'a> {
-    /// The backend that allocates the buffers of the pass.
+    /// The backend that allocates the pass's buffers.
     pub backend: &'a dyn Backend,
     /// The stream that orders the work.
     pub stream: &'a dyn Stream,
     /// The arenas that hold keys and values: one for all layers, or one for each of the model's
     /// [groups](Model::groups).
     pub arenas: &'a [KvArena],
-    /// The form in which keys are stored in the arena.
+    /// Whether the arena stores keys rotated or unrotated.
     pub keys: KeyForm,
-    /// The profiler that records the times of the pass.
+    /// The profiler that records the pass's times.
     pub profiler: &'a Profiler,
 }
 
 impl Model {
-    /// Builds the model from its config and weights, with its dense steps on the host.
+    /// Builds the model from its config and weights, with the dense steps on the host.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`] if a tensor is missing or has another shape.
+    /// Returns [`Error::Weight`] if a tensor is missing or has the wrong shape.
     pub fn new(config: ModelConfig, weights: Weights, format: WeightFormat) -> Result<Self> {
         Self::with_dense(config, weights, format, Arc::new(HostDense::default()))
     }
 
-    /// Builds the model from its config and weights, with dense steps by `dense`.
+    /// Builds the model from its config and weights, with `dense` for the dense steps.
     ///
     /// # Errors
-    /// Returns [`Error::Weight`] if a tensor is missing, has another shape, or is stored in a type that
-    /// `dense` does not know. Returns the errors of [`Dense::load`].
+    /// Returns [`Error::Weight`] if a tensor is missing, has the wrong shape, or is stored in a type that
+    /// `dense` does not support. Returns the errors of [`Dense::load`].
     pub fn with_dense(
         config: ModelConfig,
         mut weights: Weights,
@@ -166,7 +166,7 @@ impl Model {
         })
     }
 
-    /// Returns the number of bytes of memory of the weights.
+    /// Returns the number of bytes of memory that the weights take.
     pub fn weight_bytes(&self) -> usize {
         self.weight_bytes
     }
@@ -176,9 +176,9 @@ impl Model {
         &self.config
     }
 
-    /// Returns the rotary embeddings of every layer for a request whose positions are all below `longest`,
-    /// including the positions of tokens that it may still generate. The embeddings are part of the request's
-    /// keys; see [`kvcore::Regime`].
+    /// Returns every layer's rotary embedding for a request whose positions are all below `longest`,
+    /// including the tokens that it may still generate. The embeddings are part of the request's keys; see
+    /// [`kvcore::Regime`].
     ///
     /// # Errors
     /// Returns [`kvcore::Error::TooLarge`] if the model has fewer positions.
@@ -186,18 +186,18 @@ impl Model {
         Ok(self.ropes.at(longest)?)
     }
 
-    /// Returns the hash of weights, configuration, weight format and the name of the dense steps. Keys and
-    /// values of given tokens depend on nothing else.
+    /// Returns the hash of the weights, the config, the weight format and the name of the dense steps. For
+    /// given tokens, keys and values depend on nothing else.
     pub fn revision(&self) -> &[u8; 32] {
         &self.revision
     }
 
-    /// Returns the hash of weights and configuration: of the model itself, regardless of its dense steps.
+    /// Returns the hash of the weights and the config. It identifies the model regardless of its dense steps.
     pub fn identity(&self) -> &[u8; 32] {
         &self.identity
     }
 
-    /// Returns the extents that a cache for this model needs.
+    /// Returns the extents of a cache for this model.
     ///
     /// With latent attention, a token has one row in each plane: the rotated part in K and the latent in V.
     pub fn kv_extents(&self, format: impl Into<KvFormat>) -> KvExtents {
@@ -218,7 +218,7 @@ impl Model {
     }
 }
 
-/// Returns the hash of weights and of `settings`.
+/// Returns the hash of the weights and of `settings`.
 fn hashed(context: &str, weights: &[u8; 32], settings: &impl Serialize) -> Result<[u8; 32]> {
     let text = serde_json::to_vec(settings).map_err(|e| Error::Config(e.to_string()))?;
     let mut hasher = blake3::Hasher::new_derive_key(context);

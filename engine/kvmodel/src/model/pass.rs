@@ -16,35 +16,35 @@ use crate::layers::Projected;
 /// The result of a pass.
 #[derive(Debug)]
 pub struct Forward {
-    /// The requested logits of all sequences, in the order of the batch. `None` if no sequence requested any.
+    /// The requested logits of all sequences, in batch order. `None` if no sequence requested any.
     pub logits: Option<LogitRows>,
-    /// The counted floating-point operations: two for each multiplication of a matrix or of attention, none
-    /// for norms, rotations and other small work.
+    /// The number of floating-point operations: two per multiplication in matrix products and attention.
+    /// Norms, rotations and other small work are not counted.
     pub flops: u64,
 }
 
-/// The rows of a pass that stopped in the middle. Some of them may go on later.
+/// The rows of a pass that stopped in the middle. Some of them may continue later.
 #[derive(Debug)]
 pub struct KeptRows {
     /// The residual stream, `[rows, hidden_size]`.
     x: Activation,
     /// The next layer.
     layer: usize,
-    /// The projections of that layer, if they are made.
+    /// The projections in that layer, if they have been computed.
     projected: Option<Projected>,
 }
 
-/// The rows of a batch that go on in the middle of a pass.
+/// The rows of a batch that continue in the middle of a pass.
 #[derive(Debug)]
 pub struct Narrowed {
     /// The indices of the rows in the batch, ascending within each sequence.
     pub rows: Vec<u32>,
-    /// The sequences that these rows form now, with as many tokens in total.
+    /// The sequences that these rows now form. They have as many tokens in total as there are rows.
     pub batch: Vec<SequenceInput>,
 }
 
-/// The memory of a pass: its rows and its border between dense steps and device. Passes of one model on one
-/// device can use it in turn; a decode step that does so allocates no rows.
+/// The memory of a pass: its rows, and its border between the dense steps and the device. One model's passes
+/// on one device can use it in turn. A decode step then allocates no rows.
 #[derive(Debug, Default)]
 pub struct PassMemory {
     pub(super) rows: BatchRows,
@@ -53,15 +53,15 @@ pub struct PassMemory {
 
 /// A pass over a batch of sequences. Their keys and values are written to the arena.
 ///
-/// [`Model::forward`] runs a whole pass. A caller that chooses in the middle of a pass which rows go on runs
-/// it in parts:
+/// [`Model::forward`] runs a whole pass. To choose in the middle of a pass which rows continue, run it in
+/// parts:
 ///
 /// ```text
 /// begin ─► run_to(layer) ─► fresh ─► keep        resume ─► end
 /// ```
 ///
-/// A caller that chooses the tokens that rows attend to runs it layer by layer: [`queries`](Self::queries),
-/// [`select`](Self::select), `run_to`. A caller that asks which tokens a sequence attends to lets the pass
+/// To choose the tokens that rows attend to, run it layer by layer: [`queries`](Self::queries),
+/// [`select`](Self::select), `run_to`. To find out which tokens a sequence attends to, let the pass
 /// [`observe`](Self::observe) it.
 #[derive(Debug)]
 pub struct Pass<'a> {
@@ -70,18 +70,18 @@ pub struct Pass<'a> {
     ropes: &'a LayerRopes,
     rows: &'a mut BatchRows,
     border: &'a mut dyn Border,
-    /// The residual stream of the rows, `[rows, hidden_size]`.
+    /// The rows' residual stream, `[rows, hidden_size]`.
     x: Activation,
     /// The next layer.
     layer: usize,
-    /// The projections of the next layer, if [`fresh`](Self::fresh) or [`queries`](Self::queries) has made
-    /// them.
+    /// The projections in the next layer, if [`fresh`](Self::fresh) or [`queries`](Self::queries) has
+    /// computed them.
     projected: Option<Projected>,
-    /// The queries of the next layer, if [`queries`](Self::queries) has read them.
+    /// The queries in the next layer, if [`queries`](Self::queries) has read them.
     queries: Option<FreshQueries>,
     /// The sequences whose attention is summed.
     observed: Vec<&'a mut AttentionMass>,
-    /// The selection of each sequence in the next layer, if [`select`](Self::select) has set them.
+    /// Each sequence's selection in the next layer, if [`select`](Self::select) has set them.
     selections: Option<Vec<Option<Selection>>>,
     flops: u64,
 }
@@ -90,11 +90,11 @@ impl Model {
     /// Runs a pass over a batch of sequences. Their keys and values are written to the arena. A batch without
     /// tokens does nothing.
     ///
-    /// All sequences are of one regime. The caller guarantees that `ropes` came from [`ropes`](Self::ropes)
-    /// for their requests.
+    /// All sequences must be in the same RoPE regime, and `ropes` must come from [`ropes`](Self::ropes) for
+    /// their requests.
     ///
     /// # Errors
-    /// - Returns [`Error::TokenOutOfVocabulary`] before anything is computed.
+    /// - Returns [`Error::TokenOutOfVocabulary`] for an unknown token, before anything is computed.
     /// - Returns [`kvcore::Error::Mismatch`] if `ropes` does not have one embedding per layer.
     /// - Returns [`Error::Cancelled`] if the observer stops the pass.
     /// - Returns the errors of the backend.
@@ -112,7 +112,7 @@ impl Model {
         self.begin(device, ropes, batch, &mut PassMemory::default())?.end(observer)
     }
 
-    /// Begins a pass over a batch, in memory that earlier passes may have used.
+    /// Starts a pass over a batch, in memory that earlier passes may have used.
     ///
     /// # Errors
     /// Returns [`Error::EmptyPrompt`] for a batch without tokens, and the errors of
@@ -132,12 +132,12 @@ impl Model {
         Pass::new(self, device, ropes, rows, border, x)
     }
 
-    /// Goes on with some rows of a pass that stopped in the middle. Their sequences may have other slots and
-    /// other segments from here on.
+    /// Continues with some rows of a pass that stopped in the middle. From here, their sequences may have
+    /// other slots and segments.
     ///
     /// # Errors
     /// - Returns [`kvcore::Error::OutOfRange`] for a row that the pass did not have.
-    /// - Returns [`kvcore::Error::Mismatch`] if there is no row, or not one token for each row.
+    /// - Returns [`kvcore::Error::Mismatch`] if there are no rows, or not one token per row.
     /// - Returns the errors of [`begin`](Self::begin).
     pub fn resume<'a>(
         &'a self,
@@ -170,7 +170,7 @@ impl Model {
 }
 
 impl PassMemory {
-    /// Returns the rows, and a border that is large enough for them.
+    /// Returns the rows and a border that is large enough for them.
     pub(super) fn ready(
         &mut self,
         model: &Model,
@@ -194,7 +194,7 @@ impl PassMemory {
 }
 
 impl<'a> Pass<'a> {
-    /// Begins a pass over the rows.
+    /// Starts a pass over the rows.
     pub(super) fn new(
         model: &'a Model,
         device: &'a ComputeDevice<'a>,
@@ -271,7 +271,8 @@ impl<'a> Pass<'a> {
         Ok(self.queries.insert(queries))
     }
 
-    /// Sums, from the next layer on, how much sequences of the batch attend to the tokens before them.
+    /// Starting with the next layer, sums how much some of the batch's sequences attend to the tokens before
+    /// them.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] for a sequence that the batch does not have.
@@ -285,14 +286,14 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Limits the tokens that rows attend to in the next layer: a selection for each sequence of the batch,
-    /// in its order, or `None` for all tokens. A sequence with a selection must want the logits of all its
-    /// rows, because other rows end before the last layer.
+    /// Limits the tokens that rows attend to in the next layer: one selection per sequence, in batch order,
+    /// or `None` for all tokens. A sequence with a selection must want the logits of all its rows, because
+    /// other rows end before the last layer.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Mismatch`] unless there is one entry for each sequence. Running the layer
-    /// returns [`kvcore::Error::InvalidSelection`] for a selection that is not in order or does not have the
-    /// rows of its sequence.
+    /// Returns [`kvcore::Error::Mismatch`] unless there is one entry per sequence. Running the layer returns
+    /// [`kvcore::Error::InvalidSelection`] if a selection is not in order or does not match its sequence's
+    /// rows.
     pub fn select(&mut self, selections: Vec<Option<Selection>>) -> Result<()> {
         let (expected, got) = (self.rows.work().batch().len(), selections.len());
         if expected != got {
@@ -302,7 +303,7 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Stops here. Returns the rows as they would go into the next layer, and the operations so far.
+    /// Stops here. Returns the rows as inputs to the next layer, and the number of operations so far.
     pub fn keep(self) -> (KeptRows, u64) {
         self.rows.release();
         (KeptRows { x: self.x, layer: self.layer, projected: self.projected }, self.flops)
@@ -316,8 +317,7 @@ impl<'a> Pass<'a> {
         self.end_into(Vec::new(), observer)
     }
 
-    /// Runs the remaining layers and the head as [`end`](Self::end) does, and reads the logits into the
-    /// memory of `logits`.
+    /// Like [`end`](Self::end), but reads the logits into the memory of `logits`.
     ///
     /// # Errors
     /// Returns the errors of [`end`](Self::end).
@@ -354,7 +354,7 @@ impl<'a> Pass<'a> {
         if observed {
             self.queries()?;
         }
-        // In the last layer, only rows whose logits are wanted go on. The others only store their KV.
+        // In the last layer, only rows whose logits are wanted continue. The others only store their KV.
         let wanted =
             if self.layer + 1 == layers { Wanted::of(self.rows, self.place().group, dense)? } else { None };
         let projected = match (self.projected.take(), &wanted) {
@@ -375,7 +375,7 @@ impl<'a> Pass<'a> {
         if observer.layer(self.layer, layers).is_break() { Err(Error::Cancelled) } else { Ok(()) }
     }
 
-    /// Adds the weights of this layer, whose keys are stored, to the sums of the observed sequences.
+    /// Adds this layer's weights to the observed sequences' sums. The layer's keys must be stored.
     fn sum_attention(&mut self, queries: &FreshQueries) -> Result<()> {
         let work = self.rows.work_in(self.model.place(self.device, self.layer).group);
         let (of, layer) = ((self.model, self.device, self.ropes), self.layer);
@@ -383,7 +383,7 @@ impl<'a> Pass<'a> {
         counted.try_for_each(|mass| mass.add(of, layer, work, queries))
     }
 
-    /// Returns keys, values and queries of all rows in the next layer.
+    /// Returns the keys, values and queries of all rows in the next layer.
     fn projected_rows(&mut self) -> Result<Projected> {
         match self.projected.take() {
             Some(projected) => Ok(projected),
@@ -391,7 +391,7 @@ impl<'a> Pass<'a> {
         }
     }
 
-    /// Returns the keys and values of all rows, and the queries of the rows that go on.
+    /// Returns the keys and values of all rows, and the queries of the rows that continue.
     fn project(&mut self, wanted: Option<&Wanted>) -> Result<Projected> {
         let rows = self.rows.len();
         let asking = wanted.map_or(rows, |wanted| wanted.work.rows().len());
@@ -421,7 +421,7 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Returns the next layer as its attention sees it.
+    /// Returns the next layer with everything that its attention needs.
     fn attention(&self) -> LayerAttention<'a> {
         let config = &self.model.config;
         let (index, rope) = (self.layer, &self.ropes.layers()[self.layer]);

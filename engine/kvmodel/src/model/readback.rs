@@ -1,4 +1,4 @@
-//! Rows of a cache, copied out of its arena: for callers that look at keys and values instead of attending to
+//! Rows of a cache, copied out of its arena, for callers that look at keys and values rather than attend to
 //! them.
 
 use std::ops::Range;
@@ -22,7 +22,7 @@ pub struct KvRows {
 }
 
 impl KvRows {
-    /// Allocates rows in the element type of an arena, or in f32 for a quantised one.
+    /// Allocates rows in an arena's element type, or in f32 if the arena is quantised.
     ///
     /// # Errors
     /// Returns the errors of [`allocate_tensor`].
@@ -36,8 +36,8 @@ impl KvRows {
         Ok(Self { k: tensor(shape.k_heads, shape.k_dim)?, v: tensor(shape.v_heads, shape.v_dim)? })
     }
 
-    /// Fills the rows from one layer: row `i` from slot `slots[i]`. Rotates the keys on the way if `rotation`
-    /// is given. The caller guarantees that there are as many slots as rows.
+    /// Fills the rows from one layer: row `i` from slot `slots[i]`. Rotates the keys on the fly if `rotation`
+    /// is given. There must be as many slots as rows.
     ///
     /// # Errors
     /// Returns the errors of the stream.
@@ -62,7 +62,7 @@ impl KvRows {
     }
 }
 
-/// Waits for a tensor of f32, f16 or bf16, and returns its elements on the host as f32.
+/// Waits for a tensor in f32, f16 or bf16, and returns its elements on the host in f32.
 ///
 /// # Errors
 /// Returns the errors of the stream.
@@ -83,9 +83,9 @@ pub fn read_f32(stream: &dyn Stream, view: &TensorView) -> Result<Vec<f32>> {
 }
 
 impl Model {
-    /// Reads some tokens of a segment in a layer to the host: keys `[tokens, k_heads, k_dim]`, rotated to the
-    /// positions at which the segment is used, and values `[tokens, v_heads, v_dim]`, which are the latents
-    /// of latent attention.
+    /// Reads some of a segment's tokens in a layer to the host: keys `[tokens, k_heads, k_dim]`, rotated to
+    /// the positions that the segment is used at, and values `[tokens, v_heads, v_dim]` (the latents, with
+    /// latent attention).
     ///
     /// # Errors
     /// Returns the errors of the backend.

@@ -7,7 +7,7 @@ use kvcore::{AttendRows, AttendWork, BatchRows, QueryRow, Segment, Selection, Se
 use crate::dense::{Dense, RowIndex};
 use crate::error::{Error, Result};
 
-/// The rows that go through the end of the last layer, if these are not all rows.
+/// The rows that go through the end of the last layer, if they are not all rows.
 #[derive(Debug)]
 pub(super) struct Wanted {
     pub(super) index: RowIndex,
@@ -15,18 +15,18 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if
-    /// these are all rows.
+    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if they
+    /// are all rows.
     pub(super) fn of(rows: &BatchRows, group: usize, dense: &dyn Dense) -> Result<Option<Self>> {
         let wanted = rows.wanted(group).map(|(index, work)| Ok(Self { index: dense.index(index)?, work }));
         wanted.transpose()
     }
 }
 
-/// Checks that a model knows all tokens of a batch.
+/// Checks that all tokens of a batch are in the vocabulary.
 ///
 /// # Errors
-/// Returns [`Error::TokenOutOfVocabulary`] for the first unknown token.
+/// Returns [`Error::TokenOutOfVocabulary`] for the first token that is not.
 pub(super) fn check_vocabulary(batch: &[SequenceInput], vocabulary: usize) -> Result<()> {
     let stray = batch.iter().flat_map(|s| &s.tokens).find(|&&token| token as usize >= vocabulary);
     stray.map_or(Ok(()), |&token| Err(Error::TokenOutOfVocabulary { token, vocabulary }))
@@ -39,8 +39,7 @@ pub(super) fn selecting(work: &AttendWork, selections: Vec<Option<Selection>>) -
     AttendWork::with_groups(work.rows().to_vec(), entries.collect::<Vec<_>>(), Arc::clone(work.groups()))
 }
 
-/// Counts the visible tokens over all rows, on which the cost of attention depends. Windows are not
-/// subtracted.
+/// Counts the visible tokens over all rows, which determine the cost of attention. Windows are ignored.
 pub(super) fn visible(work: &AttendWork) -> u64 {
     let seen = |row: &QueryRow, segment: &Segment| {
         (row.logical + 1).saturating_sub(segment.logical_start).min(segment.len) as u64

@@ -1,4 +1,4 @@
-//! Named spans and counters: times, and numbers of events.
+//! Named spans and counters: times, and counts of events.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -12,8 +12,8 @@ pub use report::{ProfileReport, SpanStats};
 
 /// A collection of spans and counters. Clones share the collection, and any thread may use them.
 ///
-/// A disabled profiler holds nothing. A span costs the test of a pointer when it begins and another when it
-/// ends, and an increment costs one. No clock is read, no lock is taken and no memory is allocated.
+/// A disabled profiler holds nothing. A span costs one pointer test when it begins and one when it ends, and
+/// an increment costs one. No clock is read, no lock is taken and no memory is allocated.
 ///
 /// An enabled profiler reads the clock twice per span, and takes a lock for a moment when the span ends. The
 /// lock is not held while the work runs, so spans may lie inside each other. The outer span's time includes
@@ -57,7 +57,7 @@ impl Profiler {
         self.0.is_some()
     }
 
-    /// Begins a span, which ends when the guard is dropped, however the scope is left.
+    /// Starts a span. It ends when the guard is dropped, however the scope is left.
     #[inline]
     pub fn record(&self, name: &'static str) -> Span<'_> {
         Span(self.0.as_ref().map(|records| (records.as_ref(), name, Instant::now())))
@@ -69,7 +69,7 @@ impl Profiler {
         work()
     }
 
-    /// Adds `by` to a counter. A counter begins at 0 and saturates at the largest number.
+    /// Adds `by` to a counter. A counter starts at 0 and saturates at the maximum.
     #[inline]
     pub fn increment(&self, name: &'static str, by: u64) {
         if let Some(records) = &self.0 {
@@ -89,7 +89,7 @@ impl Profiler {
         self.0.as_ref().map(|records| records.lock().clone()).unwrap_or_default()
     }
 
-    /// Forgets everything recorded so far. A span that is running is recorded when it ends.
+    /// Forgets everything recorded so far. A running span is still recorded when it ends.
     pub fn reset(&self) {
         if let Some(records) = &self.0 {
             *records.lock() = ProfileReport::default();
@@ -100,7 +100,7 @@ impl Profiler {
 /// A running span.
 ///
 /// # Drop behaviour
-/// Adds the time since [`Profiler::record`] to the span's name.
+/// Records the time since [`Profiler::record`] under the span's name.
 #[derive(Debug)]
 #[must_use = "a span ends when its guard is dropped"]
 pub struct Span<'a>(Option<(&'a Mutex<ProfileReport>, &'static str, Instant)>);

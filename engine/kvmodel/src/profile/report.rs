@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 /// The times recorded under one name.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct SpanStats {
-    /// The number of times that the span was entered.
+    /// How often the span was entered.
     pub count: u64,
     /// The sum of all durations.
     #[serde(rename = "total_seconds", serialize_with = "seconds")]
@@ -36,7 +36,7 @@ impl SpanStats {
         self.total = self.total.saturating_add(took);
     }
 
-    /// Returns the average duration; 0 before the first.
+    /// Returns the average duration, or 0 if there is none.
     pub fn mean(&self) -> Duration {
         let nanos = self.total.as_nanos().checked_div(u128::from(self.count)).unwrap_or(0);
         Duration::from_nanos(nanos.min(u128::from(u64::MAX)) as u64)
@@ -71,8 +71,8 @@ impl fmt::Display for ProfileReport {
     }
 }
 
-/// Writes rows under a header, with the first column to the left and the others to the right. Writes nothing
-/// if there are no rows.
+/// Writes rows under a header, with the first column left-aligned and the others right-aligned. Writes
+/// nothing if there are no rows.
 fn table(f: &mut fmt::Formatter<'_>, header: &[&str], mut rows: Vec<Vec<String>>) -> fmt::Result {
     if rows.is_empty() {
         return Ok(());

@@ -1,4 +1,4 @@
-//! The time of day for chat templates.
+//! The current time for chat templates.
 
 use std::sync::Arc;
 
@@ -10,13 +10,13 @@ use jiff::fmt::strtime;
 pub(super) struct TemplateClock(Option<Arc<Zoned>>);
 
 impl TemplateClock {
-    /// Creates a clock that stands still.
+    /// Creates a clock that always shows `time`.
     #[cfg(test)]
     pub(super) fn fixed(time: Zoned) -> Self {
         Self(Some(Arc::new(time)))
     }
 
-    /// Writes the time in a format of C's `strftime`, in English.
+    /// Formats the time as C's `strftime` does, in English.
     pub(super) fn strftime(&self, format: &str) -> Result<String, minijinja::Error> {
         let now = self.0.as_deref().map_or_else(Zoned::now, Zoned::clone);
         strtime::format(format, &now).map_err(|error| {

@@ -1,11 +1,11 @@
 //! The tag `generation` of chat templates, which marks the model's words in training data.
 //!
-//! Rendering treats the block as a scope, as transformers does if it needs no mask of the model's tokens. The
-//! template engine has no custom tags, so the source is rewritten: the words become `with` and `endwith`, and
-//! every line keeps its number.
+//! When rendering, the block is just a scope, as in transformers if no mask of the model's tokens is needed.
+//! The template engine has no custom tags, so the source is rewritten: the words become `with` and `endwith`,
+//! and line numbers stay the same.
 
 // Decision: docs/decisions/models.md#a-block-of-generation-becomes-a-scope
-/// Returns the source of a template with `with` and `endwith` in place of the tags `generation` and
+/// Returns a template's source with `with` and `endwith` in place of the tags `generation` and
 /// `endgeneration`.
 pub(super) fn as_scopes(source: &str) -> String {
     let mut out = String::with_capacity(source.len());
@@ -24,7 +24,7 @@ pub(super) fn as_scopes(source: &str) -> String {
         let word = word(tag);
         match word {
             "endraw" => raw = false,
-            // Within a raw block, only its end is a tag: the text continues after the two characters.
+            // Inside a raw block, only its end is a tag, so the text continues after the two characters.
             _ if raw && tag.len() > 2 => {
                 out.push_str(&tag[..2]);
                 rest = &rest[start + 2..];
@@ -63,8 +63,8 @@ fn expression(text: &str, close: &str) -> usize {
     text.len()
 }
 
-/// Returns the word of a tag that consists of one word, without its marks; an empty text if the tag is
-/// incomplete.
+/// Returns the word in a tag that consists of one word, without the tag's marks; an empty string if the tag
+/// is incomplete.
 fn word(tag: &str) -> &str {
     let Some(inner) = tag.strip_prefix("{%").and_then(|tag| tag.strip_suffix("%}")) else { return "" };
     inner.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim()

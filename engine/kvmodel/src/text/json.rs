@@ -1,12 +1,12 @@
-//! JSON as Python's `json.dumps` writes it, for the filter `tojson` of chat templates.
+//! JSON in the format of Python's `json.dumps`, for the `tojson` filter in chat templates.
 
 use std::fmt::Write as _;
 
 use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-/// The filter `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)` of transformers,
-/// which, unlike Jinja's own, escapes nothing for HTML.
+/// transformers' filter `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`. Unlike
+/// Jinja's own, it escapes nothing for HTML.
 #[allow(clippy::needless_pass_by_value, reason = "the signature of a filter")]
 pub(super) fn tojson(value: Value, positional: Rest<Value>, named: Kwargs) -> Result<String, Error> {
     let argument = |place: usize, name: &str| -> Result<Option<Value>, Error> {
@@ -48,7 +48,7 @@ fn wrong(what: &str) -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("tojson: {what}"))
 }
 
-/// The settings of a text in JSON.
+/// How to format JSON.
 struct Writer {
     ascii: bool,
     sorted: bool,
@@ -116,7 +116,7 @@ impl Writer {
         Ok(())
     }
 
-    /// Starts a line, if lines are indented.
+    /// Starts a new line, if lines are indented.
     fn line(&self, out: &mut String, depth: usize) {
         if let Some(indent) = &self.indent {
             out.push('\n');
@@ -147,8 +147,8 @@ impl Writer {
     }
 }
 
-/// Writes a number as Python does: floats with the fewest digits that give them back, and with an exponent
-/// where they are very small or very large.
+/// Writes a number as Python does: floats with the fewest digits that give the same value, and with an
+/// exponent if they are very small or very large.
 fn number(value: &Value) -> String {
     if value.is_integer() {
         return value.to_string();
@@ -177,7 +177,7 @@ mod tests {
 
     use super::*;
 
-    // The expected texts are what Python 3.11 prints for json.dumps of the same values and arguments.
+    // The expected strings are what Python 3.11 prints for json.dumps of the same values and arguments.
     #[rstest]
     #[case(r"{'b': [1, 2.5, none, true], 'a': '<&>'} | tojson", r#"{"b": [1, 2.5, null, true], "a": "<&>"}"#)]
     #[case(r"{'b': 1, 'a': [2, 3]} | tojson(separators=(',', ':'))", r#"{"b":1,"a":[2,3]}"#)]

@@ -1,4 +1,4 @@
-//! Messages of a conversation, in programs and in files.
+//! Messages of a conversation, in memory and in files.
 
 use serde::Serialize;
 use serde_json::Value;
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
-    /// The operator of the model.
+    /// The model's operator.
     System,
     /// The user, who asks.
     User,
@@ -21,7 +21,7 @@ impl Role {
     /// All roles.
     pub const ALL: [Self; 3] = [Self::System, Self::User, Self::Assistant];
 
-    /// Returns the word for the role in chat templates.
+    /// Returns the name of the role in chat templates.
     pub fn word(self) -> &'static str {
         match self {
             Self::System => "system",
@@ -55,11 +55,11 @@ impl Message {
         Self { role, content: content.into() }
     }
 
-    /// Reads a JSON list of objects with the fields `role` and `content`.
+    /// Parses a JSON list of objects with the fields `role` and `content`.
     ///
     /// # Errors
-    /// Returns [`Error::Messages`], which names the line of a broken text, or the message and the field that
-    /// is wrong.
+    /// Returns [`Error::Messages`] with the line if the JSON is malformed, or with the message and the field
+    /// that is wrong.
     pub fn list(json: &str) -> Result<Vec<Self>> {
         let value: Value = serde_json::from_str(json).map_err(|error| {
             Error::Messages(format!("{error}; a JSON list of objects with role and content is needed"))
@@ -73,7 +73,7 @@ impl Message {
         messages.iter().enumerate().map(|(i, message)| Self::of(i + 1, message)).collect()
     }
 
-    /// Checks that a conversation ends with a message of the user.
+    /// Checks that a conversation ends with a user's message.
     ///
     /// # Errors
     /// Returns [`Error::Messages`] if the last message is not the user's, or the list is empty.
@@ -89,7 +89,7 @@ impl Message {
         }
     }
 
-    /// Reads message `number`, counted from 1.
+    /// Parses message `number`, counted from 1.
     fn of(number: usize, message: &Value) -> Result<Self> {
         let wrong = |what: String| Error::Messages(format!("message {number}: {what}"));
         let Value::Object(fields) = message else {
@@ -116,7 +116,7 @@ impl Message {
     }
 }
 
-/// Returns the name of the kind of a JSON value.
+/// Returns the name for a JSON value's type.
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",

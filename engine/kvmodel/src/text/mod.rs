@@ -1,4 +1,4 @@
-//! Text to tokens and back, and chat templates.
+//! Converts text to tokens and back, and applies chat templates.
 //!
 //! ```text
 //! messages ─ template ─► text ─ codec ─► tokens ─ engine ─► tokens ─ stream ─► text, up to a stop string
@@ -31,16 +31,17 @@ pub struct TextCodec {
     template: ChatTemplate,
 }
 
-/// The names of the files in the directory of a model.
+/// The name of the tokenizer's file in a model's folder.
 const TOKENIZER: &str = "tokenizer.json";
+/// The name of the file with the special tokens and the chat template.
 const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 
-/// The stand-in for the message when a template is applied to parts: a private-use character that no template
-/// writes and no prompt needs.
+/// A placeholder for the message when a template is applied to parts. It is a private-use character that no
+/// template writes and no prompt needs.
 const MESSAGE: &str = "\u{F8FE}";
 
 impl TextCodec {
-    /// Reads `tokenizer.json`, and the chat template of `chat_template.jinja` or else of
+    /// Reads `tokenizer.json`, and the chat template from `chat_template.jinja` or, if there is none, from
     /// `tokenizer_config.json`.
     ///
     /// # Errors
@@ -60,7 +61,7 @@ impl TextCodec {
         Ok(Self { template: codec.template.with_text(text, path.display().to_string()), ..codec })
     }
 
-    /// Reads a codec from the bytes of `tokenizer.json` and `tokenizer_config.json`, which holds the chat
+    /// Parses a codec from the bytes of `tokenizer.json` and of `tokenizer_config.json`, which has the chat
     /// template.
     ///
     /// # Errors
@@ -71,26 +72,27 @@ impl TextCodec {
         Self::of(contents(TOKENIZER, tokenizer), &config, TOKENIZER_CONFIG)
     }
 
-    /// Reads a `tokenizer.json`, with the special tokens and the chat template of a `tokenizer_config.json`.
-    /// `place` names the source of the chat template: the file, and the field unless it is the usual one.
+    /// Parses a `tokenizer.json`, with the special tokens and the chat template from a
+    /// `tokenizer_config.json`. `place` names the source of the chat template: the file, and the field unless
+    /// it is the usual one.
     pub(crate) fn of(tokenizer: FileContents<'_>, config: &Value, place: &str) -> Result<Self> {
         let FileContents { path, bytes } = tokenizer;
         let digest = blake3::hash(bytes);
         let bad = |e: tokenizers::Error| Error::Tokenizer(e.to_string()).in_file(path);
         let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(bad)?;
-        // Some files carry limits that were set for training. A prompt is never cut silently.
+        // Some files contain limits that were set for training, but prompts must not be cut silently.
         tokenizer.with_truncation(None).map_err(bad)?;
         tokenizer.with_padding(None);
         Ok(Self { tokenizer, digest, template: ChatTemplate::of(config, place) })
     }
 
-    /// Returns the hash of tokenizer.json: the tokenizer's revision in keys.
+    /// Returns the hash of tokenizer.json, which identifies the tokenizer in keys.
     pub fn digest(&self) -> &[u8; 32] {
         self.digest.as_bytes()
     }
 
-    /// Encodes a text. If `special` is true, special tokens that the tokenizer puts *before* a text are kept.
-    /// Special tokens that it appends are always removed, because the prompt continues.
+    /// Encodes a string. If `special` is true, keeps the special tokens that the tokenizer puts *before* it.
+    /// Special tokens that the tokenizer appends are always removed, because the prompt continues.
     pub fn encode(&self, text: &str, special: bool) -> Result<Vec<u32>> {
         let encoding = self.tokenizer.encode(text, special).map_err(|e| Error::Tokenizer(e.to_string()))?;
         let mut end = encoding.len();
@@ -121,8 +123,8 @@ impl TextCodec {
         self.encode(&self.template.render(messages)?, false)
     }
 
-    /// Returns the text that the chat template writes before and after the content of the user's message that
-    /// follows `earlier` ones.
+    /// Returns the text that the chat template writes before and after the content of a user's message that
+    /// follows the `earlier` messages.
     ///
     /// # Errors
     /// Returns [`Error::Template`] if the template fails or refuses the conversation, or does not write the
@@ -138,7 +140,7 @@ impl TextCodec {
         Ok((before.to_owned(), after.to_owned()))
     }
 
-    /// Returns the id of a text that is a special token.
+    /// Returns the ID of a special token.
     fn special_token(&self, text: &str) -> Option<u32> {
         let id = self.tokenizer.token_to_id(text)?;
         self.tokenizer.get_added_tokens_decoder().get(&id).filter(|token| token.special).map(|_| id)
@@ -155,7 +157,7 @@ fn config_of(file: Option<FileContents<'_>>) -> Result<Value> {
 mod tests {
     use super::*;
 
-    /// Whole words as tokens. A begin token stands before and an end token after, as in `BERT`.
+    /// Whole words as tokens. A begin token is added before and an end token after, as in `BERT`.
     const WORDS: &str = include_str!("../../tests/words.json");
 
     fn codec(config: Option<&str>) -> TextCodec {

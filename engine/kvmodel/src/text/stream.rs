@@ -9,8 +9,8 @@ use crate::model::Observer;
 // Decision: docs/decisions/models.md#stop-strings-belong-to-the-observer
 /// The text of an answer, token by token, up to a stop string.
 ///
-/// Text is held back while it may change or be the beginning of a stop string. A stop string itself is never
-/// returned. An engine with a stream as the [`Observer`] of a request ends the answer at a stop string.
+/// Text is held back while it may still change, or be the start of a stop string. A stop string itself is
+/// never returned. An engine with a stream as the [`Observer`] of a request ends the answer at a stop string.
 ///
 /// ```no_run
 /// use kvmodel::Observer;
@@ -30,21 +30,21 @@ use crate::model::Observer;
 pub struct TextStream<'a> {
     codec: &'a TextCodec,
     stop: Vec<String>,
-    /// Tokens whose whole text is a stop string: each ends the answer by itself.
+    /// Tokens whose whole text is a stop string. Each of them ends the answer.
     stop_tokens: Vec<u32>,
     tokens: Vec<u32>,
     text: String,
-    /// The length of the text that was returned.
+    /// The length of the text that was already returned.
     given: usize,
-    /// The length of the text in which no stop string begins.
+    /// The length of the text that contains no start of a stop string.
     searched: usize,
     stopped: bool,
     failure: Option<Error>,
 }
 
 impl<'a> TextStream<'a> {
-    /// Creates a stream for an answer that ends before any of `stop`. The text of a special token, which no
-    /// answer contains, may be a stop string, too.
+    /// Creates a stream for an answer that ends before any string in `stop`. A stop string may also be a
+    /// special token's text, although answers never contain it.
     ///
     /// # Errors
     /// Returns [`Error::EmptyStop`] if a stop string is empty.
@@ -67,8 +67,8 @@ impl<'a> TextStream<'a> {
         })
     }
 
-    /// Takes the next token of the answer, and returns the new text that can no longer change. After a stop
-    /// string, no text follows.
+    /// Adds the answer's next token. Returns the new text that can no longer change. After a stop string, no
+    /// text follows.
     ///
     /// # Errors
     /// Returns [`Error::Tokenizer`] if the tokens cannot be decoded.
@@ -78,8 +78,8 @@ impl<'a> TextStream<'a> {
         }
         self.stopped = self.stop_tokens.contains(&token);
         self.tokens.push(token);
-        // Decoding all tokens, and not the new one alone, gives the text that the whole answer has: a
-        // character may need several tokens, and decoders treat the first token in their own way.
+        // All tokens are decoded, not only the new one, to get the same text as for the whole answer: a
+        // character may need several tokens, and decoders treat the first token differently.
         self.text = self.codec.decode(&self.tokens)?;
         // An incomplete character decodes to a replacement character.
         let certain = self.text.trim_end_matches('\u{FFFD}').len();
@@ -92,7 +92,7 @@ impl<'a> TextStream<'a> {
         Ok(self.give_out(free))
     }
 
-    /// Returns true once the answer has a stop string.
+    /// Returns true once the answer contains a stop string.
     pub fn is_stopped(&self) -> bool {
         self.stopped
     }
@@ -105,12 +105,12 @@ impl<'a> TextStream<'a> {
     /// Returns the whole text of the answer, without the stop string.
     ///
     /// # Errors
-    /// Returns the first error of decoding that the stream met as an observer.
+    /// Returns the first decoding error that occurred while the stream was an observer.
     pub fn finish(self) -> Result<String> {
         self.failure.map_or(Ok(self.text), Err)
     }
 
-    /// Returns the byte at which the first stop string begins in the first `end` bytes of the text.
+    /// Returns the byte at which the first stop string starts within the first `end` bytes of the text.
     fn stop_string(&self, end: usize) -> Option<usize> {
         let text = self.text.get(self.searched..end)?;
         self.stop.iter().filter_map(|stop| text.find(stop.as_str())).min().map(|at| self.searched + at)
@@ -151,9 +151,9 @@ impl Observer for TextStream<'_> {
 mod tests {
     use super::*;
 
-    /// A tokenizer of bytes, with a special token after them.
+    /// A tokenizer with one token per byte, followed by a special token.
     fn codec() -> TextCodec {
-        // ByteLevel writes bytes as characters: printable ones as themselves, the others from U+0100 on.
+        // ByteLevel writes bytes as characters: printable ones as themselves, the others starting at U+0100.
         let printable = |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || b >= 174;
         let mut next = 256;
         let vocabulary: serde_json::Map<String, serde_json::Value> = (0..256)
@@ -181,8 +181,8 @@ mod tests {
         TextCodec::from_bytes(tokenizer.to_string().as_bytes(), None).unwrap()
     }
 
-    /// Streams a text byte by byte. Returns the pieces joined by `|`, with the rest after `/`, and whether it
-    /// stopped.
+    /// Streams a string byte by byte. Returns the pieces joined by `|`, with the rest after `/`. Also returns
+    /// true if it stopped.
     fn stream(text: &str, stop: &[&str]) -> (String, bool) {
         let codec = codec();
         let mut stream = TextStream::new(&codec, stop.iter().map(|&s| s.to_owned())).unwrap();

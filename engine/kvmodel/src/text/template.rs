@@ -1,8 +1,8 @@
-//! Chat templates: conversations rendered as transformers renders them.
+//! Chat templates: renders conversations as transformers does.
 //!
-//! The environment is that of `apply_chat_template`: `trim_blocks` and `lstrip_blocks`, loop controls, blocks
-//! of `generation`, `raise_exception`, `strftime_now`, a `tojson` without escapes for HTML, the methods of
-//! Python's texts, lists and dictionaries, and the special tokens of the tokenizer. There are neither `tools`
+//! The environment is the same as in `apply_chat_template`: `trim_blocks` and `lstrip_blocks`, loop controls,
+//! blocks of `generation`, `raise_exception`, `strftime_now`, a `tojson` without HTML escapes, the methods of
+//! Python's strings, lists and dictionaries, and the tokenizer's special tokens. There are neither `tools`
 //! nor `documents`.
 
 use minijinja::syntax::SyntaxConfig;
@@ -14,42 +14,42 @@ use super::message::Message;
 use super::{generation, json};
 use crate::error::{Error, Result};
 
-/// Special tokens that a template sees under these names.
+/// Special tokens that templates can use under these names.
 const SPECIAL_TOKENS: [&str; 7] =
     ["bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"];
 
-/// The field with other special tokens, as a list.
+/// The field that lists other special tokens.
 const MORE_TOKENS: &str = "additional_special_tokens";
 
-/// The chat template of a model, with the variables that do not depend on the conversation.
+/// A model's chat template, with the variables that do not depend on the conversation.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ChatTemplate {
-    /// The source of the text: the file, and the field unless it is the usual one.
+    /// Where the template is from: the file, and the field unless it is the usual one.
     place: String,
     source: TemplateSource,
     special: Vec<(&'static str, Variable)>,
     clock: TemplateClock,
 }
 
-/// The text of a template, or the reason why there is none.
+/// A template's source, or why there is none.
 #[derive(Debug, Clone, Default)]
 enum TemplateSource {
     #[default]
     Missing,
-    /// The names of templates, none of which is for ordinary chats.
+    /// The names of the templates, if none of them is for ordinary chats.
     NoDefault(Vec<String>),
     Text(String),
 }
 
-/// The words of a template that refused a conversation.
+/// The message of a template that rejected a conversation.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct TemplateRefusal(String);
 
 impl ChatTemplate {
-    /// Reads the template and the special tokens of a `tokenizer_config.json`, for errors that name `place`.
+    /// Reads the template and the special tokens from a `tokenizer_config.json`. Errors name `place`.
     pub(super) fn of(config: &Value, place: &str) -> Self {
-        // A special token is a text, or an object with the text as its content.
+        // A special token is a string, or an object whose content is the string.
         let text =
             |value: &Value| value.as_str().or_else(|| value.get("content")?.as_str()).map(str::to_owned);
         let mut special: Vec<(&'static str, Variable)> = SPECIAL_TOKENS
@@ -63,12 +63,12 @@ impl ChatTemplate {
         Self { place, source, special, clock: TemplateClock::default() }
     }
 
-    /// Returns the template with another text from another place.
+    /// Returns the template with its source replaced by `text` from `place`.
     pub(super) fn with_text(self, text: String, place: String) -> Self {
         Self { source: TemplateSource::Text(text), place, ..self }
     }
 
-    /// Returns an error of this template with a reason.
+    /// Returns an error about this template.
     pub(super) fn failure(&self, reason: impl Into<String>) -> Error {
         Error::Template { place: self.place.clone(), reason: reason.into() }
     }
@@ -81,8 +81,8 @@ impl ChatTemplate {
     /// Renders a conversation, up to where the model's answer begins.
     ///
     /// # Errors
-    /// Returns [`Error::Template`] if there is no template, if it is malformed or fails, with the line, and
-    /// if it refuses the conversation, with its own words.
+    /// Returns [`Error::Template`] if there is no template; with the line, if it is malformed or fails; and
+    /// with the template's own message, if it rejects the conversation.
     pub(super) fn render(&self, messages: &[Message]) -> Result<String> {
         let source = match &self.source {
             TemplateSource::Text(text) => generation::as_scopes(text),
@@ -130,8 +130,8 @@ impl ChatTemplate {
 }
 
 impl TemplateSource {
-    /// Reads the field `chat_template`: a text, or a list of named texts of which `default` is for ordinary
-    /// chats.
+    /// Reads the field `chat_template`: a string, or a list of named strings, of which `default` is for
+    /// ordinary chats.
     fn of(field: Option<&Value>) -> Self {
         match field {
             Some(Value::String(text)) => Self::Text(text.clone()),
@@ -152,7 +152,7 @@ impl TemplateSource {
     }
 }
 
-/// Methods of Python that a template may call on a value.
+/// Python methods that a template may call on a value.
 fn method(
     state: &mut minijinja::State,
     value: &Variable,
@@ -171,7 +171,7 @@ fn method(
     minijinja_contrib::pycompat::unknown_method_callback(state, value, method, arguments)
 }
 
-/// Returns the reason of a template's error, with its line.
+/// Describes a template's error, with its line.
 fn described(error: &minijinja::Error) -> String {
     let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
     let (mut line, mut refusal) = (error.line(), None);
@@ -212,7 +212,7 @@ mod tests {
         [Message::new(Role::User, "hello")]
     }
 
-    /// What `proof/goldens/templates/make.py` writes.
+    /// The output of `proof/goldens/templates/make.py`.
     #[derive(Deserialize)]
     struct Goldens {
         special_tokens: Value,
@@ -224,7 +224,7 @@ mod tests {
     struct Golden {
         name: String,
         template: String,
-        /// The text of each conversation, or the words of the template's refusal.
+        /// The text of each conversation, or the template's message if it rejected the conversation.
         rendered: Vec<Rendered>,
     }
 

@@ -1,5 +1,4 @@
-//! The border of the host: tensors are lent in place, or copied to the memory of a backend that is not on the
-//! host.
+//! The border on the host: tensors are lent in place, or copied to a backend whose memory is not on the host.
 
 use candle_core::{Device, Tensor};
 use kvcore::{Backend, DType, MemoryKind, Stream, TensorView, allocate_tensor};
@@ -8,19 +7,19 @@ use super::{OutputTensor, activation, lend_tensor, rows_of, with_values};
 use crate::dense::{Activation, AttentionInput, Border, BorderExtents};
 use crate::error::{Error, Result};
 
-/// A border to a backend.
+/// A border between host tensors and a backend.
 #[derive(Debug)]
 pub(super) struct HostBorder {
     extents: BorderExtents,
     crossing: Crossing,
 }
 
-/// The way in which tensors cross the border.
+/// How tensors cross the border.
 #[derive(Debug)]
 enum Crossing {
-    /// The backend's memory is the host's: tensors are lent, and the output becomes a tensor.
+    /// The backend uses host memory: tensors are lent, and the output becomes a tensor.
     Lend { output: Option<OutputTensor> },
-    /// Buffers in the memory of the backend, which every layer reuses.
+    /// Buffers in the backend's memory, reused by every layer.
     Copy(Box<Buffers>),
 }
 
@@ -61,7 +60,7 @@ impl HostBorder {
 }
 
 impl Buffers {
-    /// Copies rows to the buffer of an input.
+    /// Copies rows to an input's buffer.
     fn copy(&self, stream: &dyn Stream, input: AttentionInput, rows: &Activation) -> Result<TensorView> {
         let buffer = match input {
             AttentionInput::Query => &self.q,

@@ -1,4 +1,4 @@
-//! The dense steps on the host, in f32: computed by the CPU backend, on tensors of candle.
+//! The dense steps on the host, in f32: computed by the CPU backend on candle tensors.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,18 +27,18 @@ use weight::{HeadMatrices, HeldForm, HostWeight, StoredMatrix};
 
 /// The dense steps on the host.
 ///
-/// Matrices of projections and embeddings keep their stored type, unless a [`WeightFormat`] asks for another
-/// one. They are multiplied in f32: no weight is widened in memory, and no activation is rounded.
+/// Projection and embedding matrices keep their stored type, unless a [`WeightFormat`] asks for another one.
+/// They are multiplied in f32. Weights are not widened in memory, and activations are not rounded.
 ///
-/// Products and the steps between them run on the threads of a CPU backend, which end with the backend.
-/// candle holds the tensors and moves their rows; it starts no thread.
+/// Matrix products and the steps between them run on a CPU backend's threads, which end with the backend.
+/// candle holds the tensors and moves their rows, but does not start threads.
 #[derive(Debug, Clone, Default)]
 pub struct HostDense {
     products: Products,
 }
 
 impl HostDense {
-    /// Creates the steps on the threads of a backend, with its instruction set.
+    /// Creates the steps on a backend's threads, with its instruction set.
     pub fn beside(backend: &CpuBackend) -> Self {
         Self { products: Products::beside(backend) }
     }
@@ -56,7 +56,7 @@ impl HostRows {
     }
 }
 
-/// The numbers of a [`RowIndex`] on the host.
+/// The indices of a [`RowIndex`] on the host.
 #[derive(Debug, Clone)]
 pub(super) struct HostIndex(Tensor);
 
@@ -66,12 +66,12 @@ impl HostIndex {
     }
 }
 
-/// Returns rows as an activation.
+/// Wraps rows as an activation.
 fn activation(rows: candle_core::Result<Tensor>) -> Result<Activation> {
     Ok(Activation::on_host(HostRows(rows.map_err(failed)?)))
 }
 
-/// Wraps an error of candle.
+/// Converts an error from candle.
 fn failed(error: candle_core::Error) -> Error {
     Error::Dense { implementation: NAME, source: Box::new(error) }
 }
@@ -93,7 +93,7 @@ fn held(weight: &dyn Weight) -> Result<&HeldForm> {
     Ok(own.held())
 }
 
-/// Returns a weight that is held as a plain tensor.
+/// Returns a weight that is held as a plain tensor, or an error for any other form.
 fn plain(weight: &dyn Weight) -> Result<&Tensor> {
     match held(weight)? {
         HeldForm::Plain(weight) => Ok(weight),
@@ -101,7 +101,7 @@ fn plain(weight: &dyn Weight) -> Result<&Tensor> {
     }
 }
 
-/// Returns a matrix for each head.
+/// Returns a weight that is held as one matrix per head, or an error for any other form.
 fn head_matrices(weight: &dyn Weight) -> Result<&HeadMatrices> {
     match held(weight)? {
         HeldForm::Heads(matrices) => Ok(matrices),
@@ -109,7 +109,7 @@ fn head_matrices(weight: &dyn Weight) -> Result<&HeadMatrices> {
     }
 }
 
-/// Returns the matrix of a projection or a table.
+/// Returns a weight that is held as a single matrix, or an error for any other form.
 fn matrix(weight: &dyn Weight) -> Result<&StoredMatrix> {
     match held(weight)? {
         HeldForm::Matrix(matrix) => Ok(matrix),
@@ -117,7 +117,7 @@ fn matrix(weight: &dyn Weight) -> Result<&StoredMatrix> {
     }
 }
 
-/// Calls `read` with the elements of a tensor. Copies them only if they are not contiguous.
+/// Calls `read` with a tensor's elements. Copies them only if they are not contiguous.
 fn with_values<T>(x: &Tensor, read: impl FnOnce(&[f32]) -> Result<T>) -> Result<T> {
     let x = x.contiguous().map_err(failed)?;
     let (storage, layout) = x.storage_and_layout();
@@ -127,7 +127,7 @@ fn with_values<T>(x: &Tensor, read: impl FnOnce(&[f32]) -> Result<T>) -> Result<
     read(&values.as_slice::<f32>().map_err(failed)?[layout.start_offset()..][..x.elem_count()])
 }
 
-/// Applies a function of two elements to activations of one shape.
+/// Applies a function of two elements to activations of the same shape.
 fn pairwise(
     a: &Activation,
     b: &Activation,

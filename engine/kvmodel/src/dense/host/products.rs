@@ -1,14 +1,14 @@
-//! Products of queries with keys on the host, to look at attention instead of attending.
+//! Dot products of queries with keys on the host, to look at attention rather than to attend.
 
 use kvbackend_cpu::dense::{Matrix, Products, StoredType};
 
 use crate::error::Result;
 
-/// Returns the products of queries `[rows, heads, dim]` and keys `[tokens, kv_heads, dim]`, as
-/// `[kv_heads, rows × group, tokens]`, where a group is the query heads of a key head.
+/// Returns the dot products of queries `[rows, heads, dim]` and keys `[tokens, kv_heads, dim]`, as
+/// `[kv_heads, rows × group, tokens]`. A group is the number of query heads per key head.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::Mismatch`] for keys of another length than the extents give.
+/// Returns [`kvcore::Error::Mismatch`] if the length of the keys does not match the sizes.
 pub(crate) fn products(
     q: &[f32],
     k: &[f32],

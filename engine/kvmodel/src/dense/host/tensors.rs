@@ -1,4 +1,4 @@
-//! Tensors of candle as operands of a CPU backend's operations, and results as tensors, without a copy.
+//! Lends candle tensors to a CPU backend's operations, and turns results into tensors, both without a copy.
 
 use std::fmt;
 use std::ops::Deref;
@@ -11,7 +11,7 @@ use kvcore::{DType, Dims, MemoryKind, TensorView};
 use super::failed;
 use crate::error::Result;
 
-/// A tensor whose memory is lent to a storage. candle's lock of the tensor is held while an operation reads
+/// A tensor whose memory is lent to a storage. candle's lock on the tensor is held while an operation reads
 /// it.
 struct Lender(Tensor);
 
@@ -37,7 +37,7 @@ impl LentMemory for Lender {
 }
 
 // Decision: docs/decisions/models.md#tensors-of-candle-are-lent-to-operations
-/// Lends a tensor of candle on the CPU, in f32, f16 or bf16, to operations of a
+/// Lends a candle tensor on the CPU, in f32, f16 or bf16, to operations of a
 /// [`CpuBackend`](kvbackend_cpu::CpuBackend) for reading. Copies the elements only if the last axis is not
 /// contiguous. The view keeps the tensor's memory alive.
 ///
@@ -80,7 +80,7 @@ impl LentMemory for Lender {
 /// ```
 ///
 /// # Errors
-/// Returns [`Error::Dense`](crate::Error::Dense) for a tensor of another type or device.
+/// Returns [`Error::Dense`](crate::Error::Dense) if the tensor has another type or is on another device.
 pub fn lend_tensor(tensor: &Tensor) -> Result<TensorView> {
     let dtype = match tensor.dtype() {
         candle_core::DType::F32 => DType::F32,
@@ -103,8 +103,8 @@ pub fn lend_tensor(tensor: &Tensor) -> Result<TensorView> {
     Ok(TensorView::with_strides(Arc::new(storage), dtype, shape, strides, offset)?)
 }
 
-/// Memory in f32 for operations of a [`CpuBackend`](kvbackend_cpu::CpuBackend) to write. It becomes a tensor
-/// of candle without a copy; see the example of [`lend_tensor`].
+/// f32 memory for operations of a [`CpuBackend`](kvbackend_cpu::CpuBackend) to write. It becomes a candle
+/// tensor without a copy; see the example of [`lend_tensor`].
 pub struct OutputTensor {
     storage: Arc<CpuStorage>,
     view: TensorView,
@@ -117,17 +117,17 @@ impl fmt::Debug for OutputTensor {
 }
 
 impl OutputTensor {
-    /// Takes zeroed memory for a tensor of `shape`.
+    /// Allocates zeroed memory for a tensor of `shape`.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Overflow`] if the size does not fit the address space.
+    /// Returns [`kvcore::Error::Overflow`] if the size does not fit in the address space.
     pub fn new(shape: &[usize]) -> Result<Self> {
         let overflow = kvcore::Error::Overflow { what: "elements of an output" };
         let elements = shape.iter().try_fold(1usize, |n, extent| n.checked_mul(*extent)).ok_or(overflow)?;
         Self::of(vec![0.0; elements], shape)
     }
 
-    /// Takes the elements of a tensor of `shape`.
+    /// Wraps the elements of a tensor of `shape`.
     pub(super) fn of(mut values: Vec<f32>, shape: &[usize]) -> Result<Self> {
         if values.is_empty() {
             values.push(0.0); // a storage has bytes, also for a tensor that has none
@@ -142,12 +142,13 @@ impl OutputTensor {
         &self.view
     }
 
-    /// Returns the tensor. The caller has waited for the operations that write it.
+    /// Returns the tensor. The caller must have waited for the operations that write it.
     ///
-    /// Copies the elements if another handle of the view is left, such as in an operation that is kept.
+    /// Copies the elements if another handle to the view still exists, for example in an operation that was
+    /// kept.
     ///
     /// # Errors
-    /// Returns the errors of candle.
+    /// Returns candle's errors.
     pub fn into_tensor(self) -> Result<Tensor> {
         let Self { storage, view } = self;
         let (shape, elements) = (view.shape().to_vec(), view.len());
@@ -178,7 +179,7 @@ mod tests {
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     }
 
-    /// Returns the address of the first element of a tensor.
+    /// Returns the address of a tensor's first element.
     fn address(tensor: &Tensor) -> u64 {
         let (storage, layout) = tensor.storage_and_layout();
         let Storage::Cpu(values) = &*storage else { panic!("not on the CPU") };

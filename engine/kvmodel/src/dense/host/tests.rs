@@ -12,7 +12,7 @@ use crate::error::WeightProblem;
 
 static STEPS: std::sync::LazyLock<HostDense> = std::sync::LazyLock::new(HostDense::default);
 
-/// Returns numbers between -1 and 1 that repeat nowhere.
+/// Returns numbers between -1 and 1 that never repeat.
 fn numbers(seed: usize, n: usize) -> Vec<f32> {
     (0..n).map(|i| ((seed * 7919 + i) as f32 * 0.618_034).fract() * 2.0 - 1.0).collect()
 }
@@ -42,7 +42,7 @@ fn largest(values: &[f32]) -> f32 {
     values.iter().fold(0.0, |m, y| m.max(y.abs()))
 }
 
-/// Returns `x · mᵀ` for rows of `x` and of `m` that are `width` wide.
+/// Returns `x · mᵀ`, where the rows of `x` and `m` are `width` wide.
 fn product(x: &[f32], m: &[f32], width: usize) -> Vec<f32> {
     let dot = |x: &[f32], m: &[f32]| x.iter().zip(m).map(|(a, b)| a * b).sum();
     x.chunks(width).flat_map(|x| m.chunks(width).map(move |m| dot(x, m))).collect()
@@ -136,7 +136,7 @@ fn heads_columns_and_rows_are_parts_of_the_same_numbers() {
     let columns = STEPS.columns(&heads, 1..3).unwrap();
     let expected: Vec<f32> = values.chunks(4).flat_map(|head| head[1..3].to_vec()).collect();
     assert_eq!((columns.shape(), read(&columns)), (&[2, 3, 2][..], expected));
-    // A part whose numbers do not lie in order is cut and normed all the same.
+    // A part whose elements are not in order is cut and normed all the same.
     let part = STEPS.split_heads(&STEPS.columns(&x, 4..8).unwrap(), 4).unwrap();
     assert_eq!((part.shape(), read(&part)), (&[2, 1, 4][..], [&values[4..8], &values[16..20]].concat()));
     let index = STEPS.index(vec![1, 1, 0]).unwrap();
@@ -174,7 +174,7 @@ fn rows_cross_the_border_and_come_back() {
     let mut bytes = vec![0; 32];
     stream.read(&view, &mut bytes).unwrap();
     assert_eq!(bytemuck::pod_collect_to_vec::<u8, f32>(&bytes), values);
-    // What is written to the copy does not reach the activation.
+    // Writes to the copy must not affect the activation.
     let copy = border.lend_copy(stream.as_ref(), AttentionInput::Key, &keys).unwrap();
     stream.write(&copy, &[0; 32]).unwrap();
     assert_eq!(read(&keys), values);
@@ -188,7 +188,7 @@ fn rows_cross_the_border_and_come_back() {
     assert!(refused.to_string().contains("latent"), "{refused}");
 }
 
-/// Returns a block of `Q8_0` with its elements: a scale and 32 signed bytes.
+/// Returns a `Q8_0` block and its elements: a scale and 32 signed bytes.
 fn q8_0(seed: usize) -> (Vec<u8>, Vec<f32>) {
     let scale = f16::from_f32(0.01 * (seed + 1) as f32);
     let bytes: Vec<i8> = (0..32).map(|i| ((i * 37 + seed * 11) % 255) as i8).collect();
@@ -196,8 +196,8 @@ fn q8_0(seed: usize) -> (Vec<u8>, Vec<f32>) {
     (block, bytes.iter().map(|&q| scale.to_f32() * f32::from(q)).collect())
 }
 
-/// Returns a block of `Q4_K` with its elements, written from the layout in ggml-common.h: `d` and `dmin` in
-/// f16, eight pairs of six bits in 12 bytes, and 256 elements of four bits, of which 64 share 32 bytes, low
+/// Returns a `Q4_K` block and its elements, following the layout in ggml-common.h: `d` and `dmin` in f16,
+/// eight pairs of six bits in 12 bytes, and 256 elements of four bits. Each 64 elements share 32 bytes, low
 /// halves first.
 fn q4_k(seed: usize) -> (Vec<u8>, Vec<f32>) {
     let (d, dmin) = (f16::from_f32(0.002 * (seed + 1) as f32), f16::from_f32(0.003));
@@ -222,7 +222,7 @@ fn q4_k(seed: usize) -> (Vec<u8>, Vec<f32>) {
     (block, (0..256).map(value).collect())
 }
 
-/// Returns a weight `[height, width]` of blocks, with its elements.
+/// Returns a weight `[height, width]` stored in blocks, and its elements.
 fn in_blocks(dtype: StoredType, height: usize, width: usize) -> (StoredWeight, Vec<f32>) {
     let of = if dtype == StoredType::Q8_0 { q8_0 } else { q4_k };
     let blocks = height * width / dtype.block_elements();

@@ -1,4 +1,4 @@
-//! Weights on the host: tensors of candle, and matrices as they are stored.
+//! Weights on the host: candle tensors, and matrices in their stored type.
 
 use candle_core::{Device, Tensor};
 use kvbackend_cpu::dense::{Matrix, Products, SharedBytes, StoredType};
@@ -14,14 +14,14 @@ pub(super) struct HostWeight {
     bytes: usize,
 }
 
-/// The form in which the numbers of a weight are held.
+/// How a weight's numbers are held.
 #[derive(Debug)]
 pub(super) enum HeldForm {
-    /// f32, for steps of candle.
+    /// A tensor in f32, for candle's steps.
     Plain(Tensor),
-    /// The matrix of a projection or a table, `[out, input]`.
+    /// The matrix of a projection or table, `[out, input]`.
     Matrix(StoredMatrix),
-    /// A matrix for each head.
+    /// One matrix per head.
     Heads(HeadMatrices),
 }
 
@@ -64,7 +64,7 @@ impl HeadMatrices {
     }
 }
 
-/// A matrix in its stored type. It shares memory with all weights that hold the same bytes.
+/// A matrix in its stored type. It shares memory with all weights that have the same bytes.
 #[derive(Debug, Clone)]
 pub(super) struct StoredMatrix {
     dtype: StoredType,
@@ -78,7 +78,7 @@ impl StoredMatrix {
         Ok(Matrix::new(self.dtype, self.out, self.input, &self.bytes)?)
     }
 
-    /// Returns a row in f32.
+    /// Decodes a row into `to`.
     pub(super) fn row(&self, row: usize, to: &mut [f32]) {
         let bytes = self.bytes.len() / self.out.max(1);
         if let Some(bytes) = self.bytes.get(row * bytes..(row + 1) * bytes) {
@@ -86,7 +86,7 @@ impl StoredMatrix {
         }
     }
 
-    /// Returns the matrix in a format, and whether its bytes are new.
+    /// Converts the matrix to a format. Also returns true if its bytes are new.
     fn in_format(&self, format: WeightFormat) -> Result<(Self, bool)> {
         let known = || {
             let shape = [self.out, self.input];
@@ -120,7 +120,7 @@ impl HostWeight {
         &self.held
     }
 
-    /// Converts a stored weight to the form for its use.
+    /// Converts a stored weight to the form that its use needs.
     pub(super) fn load(stored: &StoredWeight, purpose: WeightUse) -> Result<Self> {
         let (expected, got) = (rank_of(purpose), stored.shape().len());
         if expected != got {
@@ -141,7 +141,7 @@ impl HostWeight {
         }
     }
 
-    /// Returns the matrix of an output head that equals the table of embeddings.
+    /// Returns the matrix for an output head that equals the embedding table.
     pub(super) fn tied_head(table: &HeldForm, format: WeightFormat) -> Result<Self> {
         let HeldForm::Matrix(table) = table else {
             return Err(failed(candle_core::Error::msg("a table that is no matrix")));
@@ -177,7 +177,7 @@ fn rank_of(purpose: WeightUse) -> usize {
     }
 }
 
-/// Returns the numbers of a weight in f32.
+/// Returns a weight's numbers in f32.
 fn in_f32(stored: &StoredWeight) -> candle_core::Result<Tensor> {
     Tensor::from_vec(stored.to_f32(), stored.shape(), &Device::Cpu)
 }
