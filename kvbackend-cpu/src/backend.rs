@@ -37,7 +37,7 @@ impl CpuBackend {
         Self::with_execution(Execution::Immediate)
     }
 
-    /// Creates a backend that runs fast kernels when `execution` says; [`new`](Self::new) runs them
+    /// Creates a backend with fast kernels that run as `execution` says; [`new`](Self::new) runs them
     /// immediately.
     pub fn with_execution(execution: Execution) -> Arc<Self> {
         let options = CpuOptions { execution, ..CpuOptions::default() };

@@ -45,7 +45,7 @@ impl Element for bf16 {
     }
 }
 
-/// Runs `$body` with `$t` standing for the element type that `$dtype` names.
+/// Runs `$body` with `$t` as the element type named by `$dtype`.
 macro_rules! dispatch {
     ($dtype:expr, $t:ident => $body:expr) => {
         match $dtype {

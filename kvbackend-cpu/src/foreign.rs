@@ -1,4 +1,4 @@
-//! KV caches of other engines in host memory: copies our rows to their blocks, and their rows to ours.
+//! Other engines' KV caches in host memory: copies our rows to their blocks, and their rows to ours.
 //!
 //! An engine such as vLLM has its own blocks, in its own layout. On a CPU its keys may be transposed, or
 //! stored in the tiles of a matrix unit, which the strides of [`KvLayout`](kvcore::KvLayout) cannot describe.
@@ -10,19 +10,19 @@ use kvcore::{DType, Error, KvArena, KvFormat, LayerRopes, Result, SlotMapping, S
 
 use crate::CpuBackend;
 
-/// The order of the elements of one head in one block of another engine.
+/// The order of one head's elements in one block of another engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ForeignOrder {
-    /// `[block_size, dim]` with the given distance from a token to the next.
+    /// `[block_size, dim]`, with the given distance between consecutive tokens.
     Rows {
         /// Distance between tokens, in elements.
         token: usize,
     },
     /// `[dim, block_size]`: transposed rows, like the keys of vLLM's vector kernels.
     Columns,
-    /// `[block_size / 16, dim / 2, 16, 2]`: keys in the tiles of a matrix unit, elements of two bytes.
+    /// `[block_size / 16, dim / 2, 16, 2]`: keys in the tiles of a matrix unit, with 2-byte elements.
     KeyTiles,
-    /// `[dim / 16, block_size / 2, 16, 2]`: values in the tiles of a matrix unit, elements of two bytes.
+    /// `[dim / 16, block_size / 2, 16, 2]`: values in the tiles of a matrix unit, with 2-byte elements.
     ValueTiles,
 }
 
@@ -31,13 +31,13 @@ pub enum ForeignOrder {
 pub struct ForeignPlane {
     /// The memory. Keys and values may share it.
     pub storage: Arc<dyn Storage>,
-    /// The first element of block 0 and head 0 in the memory.
+    /// Index of the first element of block 0 and head 0 in the memory.
     pub start: usize,
-    /// Distance from a block to the next, in elements.
+    /// Distance between consecutive blocks, in elements.
     pub block: usize,
-    /// Distance from a head to the next, in elements.
+    /// Distance between consecutive heads, in elements.
     pub head: usize,
-    /// The elements of a block and head.
+    /// The order of the elements of a block and head.
     pub order: ForeignOrder,
 }
 
@@ -46,25 +46,25 @@ pub struct ForeignPlane {
 pub struct ForeignShape {
     /// Number of blocks.
     pub num_blocks: usize,
-    /// Tokens in a block.
+    /// Number of tokens per block.
     pub block_size: usize,
-    /// Heads of keys and of values.
+    /// Number of heads, for keys and for values.
     pub heads: usize,
-    /// Elements of a head's row, of keys and of values.
+    /// Number of elements per head, for keys and for values.
     pub dim: usize,
-    /// Type of the elements: f32, f16 or bf16.
+    /// Element type: f32, f16 or bf16.
     pub dtype: DType,
 }
 
 // Decision: docs/decisions/vllm.md#copies-into-another-engines-cache-are-no-operation-of-the-contract
-/// The cache of another engine: keys and values of each layer.
+/// Another engine's cache: the keys and values of each layer.
 #[derive(Debug, Clone)]
 pub struct ForeignCache {
     shape: ForeignShape,
     layers: Vec<[ForeignPlane; 2]>,
 }
 
-/// A load of rows from an arena to another engine's slots.
+/// Rows to load from an arena into another engine's slots.
 #[derive(Debug, Clone)]
 pub struct ForeignLoad {
     /// The slots to read, token after token.
@@ -77,8 +77,8 @@ pub struct ForeignLoad {
 }
 
 impl ForeignShape {
-    /// Checks that all of the engine's slots in one call exist, and that none is written twice. Where slots
-    /// are written, negative ones are skipped.
+    /// Checks that all of the engine's slots in one call exist, and that none is written twice. With
+    /// `written`, negative slots are skipped.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] for a slot that does not exist, and [`Error::Twice`] for one that is
@@ -93,7 +93,7 @@ impl ForeignShape {
 }
 
 impl ForeignOrder {
-    /// Returns the place of an element from the first of its block and head.
+    /// Returns the distance of an element from the first one of its block and head.
     pub(crate) fn at(self, shape: &ForeignShape, token: usize, i: usize) -> usize {
         match self {
             Self::Rows { token: stride } => token * stride + i,
@@ -174,8 +174,8 @@ impl ForeignCache {
 
     /// Copies rows of all layers from an arena to the engine's slots, and rotates the keys of each layer.
     ///
-    /// The call returns when the copies are done. The caller guarantees that the engine uses none of the
-    /// slots meanwhile, and that all work on the arena is done.
+    /// The call returns when the copies are done. The engine must not use any of the slots during the call,
+    /// and all work on the arena must be done.
     ///
     /// ```
     /// use std::sync::Arc;
@@ -206,7 +206,7 @@ impl ForeignCache {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] for an arena with other rows, other numbers of layers or of slots,
+    /// Returns [`Error::Mismatch`] if the arena's rows, number of layers or number of slots differ,
     /// [`Error::OutOfRange`] for a slot that does not exist, [`Error::Twice`] for a slot that is written
     /// twice, the errors of [`Rope::table`](kvcore::Rope::table) for a distance past the model's positions,
     /// and [`Error::ForeignHandle`] for memory of another backend.
@@ -228,10 +228,10 @@ impl ForeignCache {
         backend.kernels.load_foreign(self, arena, loads, ropes)
     }
 
-    /// Copies rows of all layers from the engine's slots to an arena. Keys are stored as they are.
+    /// Copies rows of all layers from the engine's slots to an arena. Keys are stored unchanged.
     ///
-    /// The call returns when the copies are done. The caller guarantees that the engine writes none of the
-    /// slots meanwhile.
+    /// The call returns when the copies are done. The engine must not write to any of the slots during the
+    /// call.
     ///
     /// # Errors
     /// Returns the errors of [`load`](Self::load), and [`Error::PermitVoid`] for slots that may not be
@@ -252,7 +252,7 @@ impl ForeignCache {
         backend.kernels.save_foreign(self, arena, to.mapping(), from)
     }
 
-    /// Checks that an arena has rows like those of the cache.
+    /// Checks that an arena's rows match the cache's.
     fn check_arena(&self, arena: &KvArena) -> Result<()> {
         let (own, shape) = (&self.shape, arena.layout().shape());
         if shape.format != own.dtype.into() {

@@ -8,14 +8,14 @@ use crate::fast::Fast;
 use crate::foreign::{ForeignCache, ForeignLoad};
 use crate::reference;
 
-/// The kernels of a backend. Each trusts that its operation has been checked.
+/// The kernels of a backend. Each one assumes that its operation has been checked.
 #[derive(Debug, Clone)]
 pub(crate) enum KernelTable {
     Reference,
     Fast(Arc<Fast>),
 }
 
-/// Work that a stream runs later: a kernel with its operation, or a host access.
+/// Work that a stream runs later: a kernel with its operation, or an access by the host.
 pub(crate) type QueuedWork = Box<dyn FnOnce() -> Result<()> + Send>;
 
 /// Gives each operation its kernel, which has the same name in `reference` and in `Fast`.
@@ -58,8 +58,8 @@ kernels! {
     Dequantize: dequantize,
 }
 
-/// Copies between an arena and another engine's cache. These are not operations of the contract, because only
-/// hosts have such layouts.
+/// Copies between an arena and another engine's cache. These are not part of the backend contract, because
+/// only hosts have such layouts.
 impl KernelTable {
     pub(crate) fn load_foreign(
         &self,

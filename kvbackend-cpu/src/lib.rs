@@ -9,11 +9,11 @@
 //! - `memory`: owned, lent and reserved bytes, and the locks of their ranges
 //! - `kernels`: the kernel of each operation, reference or fast
 //! - `reference`: plain loops, the oracle
-//! - `fast`: kernels at the speed of memory; `fast::attend` is attention
-//! - `simd`: vectors of each instruction set, chosen at run time, and tiles of AMX
+//! - `fast`: kernels that run at memory speed; `fast::attend` is attention
+//! - `simd`: vectors for each instruction set, chosen at run time, and AMX tiles
 //! - [`dense`]: products with stored matrices, and the steps of a model between them
 //! - `element`, `plane`, `movement`: element types, and rows of a cache in any format
-//! - `foreign`: rows to and from caches of other engines
+//! - `foreign`: rows to and from other engines' caches
 //! - `communicator`: ranks that are threads of the process
 //! - `workers`, `load`: threads, and whether other programs keep the cores busy
 //! - `raw`, `writes`: bytes that threads share, and the storages that an operation writes

@@ -1,11 +1,10 @@
-//! Estimates the load of the cores by other work, from how often the scheduler takes a core away from the
-//! threads of a pool.
+//! Estimates how busy other work keeps the cores, from how often the scheduler takes a core away from a
+//! pool's threads.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
 
-/// The minimum time between two queries of the system by one thread. A query takes a fraction of a
-/// microsecond.
+/// Minimum time between two system queries by one thread. A query takes a fraction of a microsecond.
 const BETWEEN: Duration = Duration::from_millis(1);
 
 thread_local! {
@@ -13,8 +12,8 @@ thread_local! {
     static ASKED: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
 }
 
-/// Returns how often this thread lost its core to others since its last call, or 0 if that call was too
-/// recent.
+/// Returns how often this thread lost its core to other programs since its last call, or 0 if that call was
+/// too recent.
 pub(crate) fn preemptions(now: Instant) -> u64 {
     match ASKED.get() {
         Some((asked, _)) if now.saturating_duration_since(asked) < BETWEEN => 0,
@@ -26,16 +25,16 @@ pub(crate) fn preemptions(now: Instant) -> u64 {
     }
 }
 
-/// Ignores the losses of this thread so far.
+/// Ignores the preemptions of this thread so far.
 fn forget(now: Instant) {
     ASKED.set(Some((now, count())));
 }
 
-/// Returns how often this thread lost its core to others.
+/// Returns how often this thread lost its core to other programs.
 #[cfg(target_os = "linux")]
 fn count() -> u64 {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
-    // SAFETY: `usage` is a place for the answer, and all zeros are an answer too.
+    // SAFETY: `usage` has room for the answer, and all zeros are a valid value.
     let usage = unsafe {
         libc::getrusage(libc::RUSAGE_THREAD, usage.as_mut_ptr());
         usage.assume_init()
@@ -43,31 +42,30 @@ fn count() -> u64 {
     u64::try_from(usage.ru_nivcsw).unwrap_or(0)
 }
 
-/// Other systems do not report this, and threads are always used.
+/// Other systems do not report this, so threads are always used.
 #[cfg(not(target_os = "linux"))]
 fn count() -> u64 {
     0
 }
 
-/// The length of the window in which preemptions are counted, and the count from which on cores are
-/// considered busy. A core that two threads share changes hands about every three milliseconds; a free core,
-/// only now and then.
+/// Length of the window in which preemptions are counted, and the count at which cores are considered busy. A
+/// core shared by two threads changes hands about every three milliseconds; a free core only occasionally.
 const WINDOW: Duration = Duration::from_millis(20);
 const MANY: u64 = 3;
 
-/// The time for which a caller works alone after cores were found busy: initially, and at most. The trial
-/// window after each such time costs a small part of it.
+/// How long a caller works alone after cores were found busy: the first time, and at most. The trial window
+/// after each such period takes only a small fraction of it.
 const ALONE: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(800)];
 
 // Decision: docs/decisions/backend-cpu.md#on-busy-cores-the-caller-works-alone
-/// A pool's decision whether its threads help.
+/// A pool's decision about whether its threads help.
 #[derive(Debug)]
 pub(crate) struct Judgement {
     /// The start of the window, and the number of preemptions until then.
     since: Option<(Instant, u64)>,
-    /// The end of the current time alone, if there is one.
+    /// The end of the current period alone, if there is one.
     until: Option<Instant>,
-    /// The length of the next time alone.
+    /// The length of the next period alone.
     alone: Duration,
 }
 
@@ -78,7 +76,7 @@ impl Default for Judgement {
 }
 
 impl Judgement {
-    /// Returns true if threads help a job that begins now. `preemptions` is the total count of the pool's
+    /// Returns whether threads help a job that begins now. `preemptions` is the total count of the pool's
     /// threads so far.
     pub(crate) fn threads_help(&mut self, now: Instant, preemptions: u64) -> bool {
         if let Some(until) = self.until {

@@ -1,4 +1,4 @@
-//! Rows on their way to the slots of one layer, or from them.
+//! Rows to move to or from the slots of one layer.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use kvcore::{KvArena, KvPlane, Result, TensorView};
 use crate::memory::ByteSpan;
 use crate::plane::{PlaneSpans, RowAt};
 
-/// One plane of one layer, the rows that go to the plane or come from it, and their slot mapping.
+/// One plane of one layer, the rows to move to or from it, and their slot mapping.
 pub(crate) struct LayerMovement<'a> {
     pub(crate) plane: KvPlane<'a>,
-    /// The bytes of the layer in the plane.
+    /// The layer's bytes in the plane.
     pub(crate) spans: PlaneSpans<'a>,
     pub(crate) rows: &'a TensorView,
     pub(crate) layer: usize,

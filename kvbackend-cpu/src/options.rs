@@ -2,7 +2,7 @@
 
 use crate::simd::SimdLevel;
 
-/// The time at which enqueued work runs.
+/// When enqueued work runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Execution {
     /// In the calling thread, at the time of the call.

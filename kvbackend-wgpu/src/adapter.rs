@@ -1,4 +1,4 @@
-//! Adapters: the list of this machine, and the choice among them.
+//! Adapters: listing this machine's adapters, and choosing one.
 
 use kvcore::{Error, Result};
 use wgpu::{
@@ -9,10 +9,10 @@ use wgpu::{
 use crate::device::{NAME, NATIVE_F16};
 use crate::options::WgpuOptions;
 
-/// Number of storage buffers that the attention kernel binds, the most of all kernels.
+/// Number of storage buffers that the attention kernel binds, the maximum of all kernels.
 const STORAGE_BUFFERS: u32 = 10;
 
-/// Number of threads of the largest workgroup.
+/// Number of threads in the largest workgroup.
 const INVOCATIONS: u32 = 256;
 
 /// An adapter of this machine: a GPU, or software that acts as one.
@@ -28,15 +28,15 @@ pub struct AdapterReport {
     pub driver: String,
     /// Bytes of the largest buffer that the device can create.
     pub max_buffer: u64,
-    /// Most bytes of a buffer that a kernel can bind at once; larger buffers are bound in parts.
+    /// Maximum number of bytes of a buffer that a kernel can bind at once; larger buffers are bound in parts.
     pub max_binding: u64,
-    /// Bytes of memory of a workgroup.
+    /// Bytes of memory per workgroup.
     pub workgroup_memory: u32,
-    /// True if kernels read f16 with the device's own 16-bit arithmetic. Without it, they use bit operations.
+    /// Whether kernels read f16 with the device's own 16-bit arithmetic. If not, they use bit operations.
     pub native_f16: bool,
-    /// True if the device can bind host memory, which `pinned` and `system` memory need.
+    /// Whether the device can bind host memory, which `pinned` and `system` memory need.
     pub host_memory: bool,
-    /// The reason why the backend cannot use the adapter, if there is one.
+    /// Why the backend cannot use the adapter, or `None` if it can.
     pub unfit: Option<String>,
 }
 
@@ -84,7 +84,8 @@ fn report(adapter: &Adapter) -> AdapterReport {
     }
 }
 
-/// Returns a sentence about the first limit that is too low for the kernels; none if all are high enough.
+/// Returns a sentence about the first limit that is too low for the kernels, or `None` if all are high
+/// enough.
 pub(crate) fn unfit(limits: &Limits) -> Option<String> {
     [
         ("storage buffers in a shader", limits.max_storage_buffers_per_shader_stage, STORAGE_BUFFERS),

@@ -1,4 +1,4 @@
-//! An opened device, which streams, storages and kernels share.
+//! An open device, which streams, storages and kernels share.
 
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -19,20 +19,20 @@ use crate::pipeline::{Constant, Pipeline, Pipelines, Shader};
 /// Name of the backend in errors and on command lines.
 pub(crate) const NAME: &str = "wgpu";
 
-/// The next address of a storage. An address is an index that is unique among all devices of the process; no
-/// memory lies there.
+/// The next address for a storage. An address is an index that is unique across all devices of the process;
+/// it does not point to memory.
 static NEXT_ADDRESS: AtomicU64 = AtomicU64::new(ADDRESS_ALIGN);
 
-/// Alignment of addresses: suits every element type and every offset at which a buffer may be bound.
+/// Alignment of addresses, which suits every element type and every offset at which a buffer may be bound.
 const ADDRESS_ALIGN: u64 = 256;
 
-/// Most bytes of a binding. Elements are counted in 32 bits, and a byte holds two elements of 4 bits.
+/// Maximum number of bytes per binding. Elements are counted in 32 bits, and a byte holds two 4-bit elements.
 const MOST_BINDING: u64 = (1 << 31) - ADDRESS_ALIGN;
 
-/// Features that a device needs to compute in f16 itself.
+/// Features that a device needs to do f16 arithmetic itself.
 pub(crate) const NATIVE_F16: Features = Features::SHADER_F16.union(Features::SHADER_I16);
 
-/// How long to wait for a device that refused something, before asking whether it is lost.
+/// How long to wait after the device rejected something, before checking whether it is lost.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// A device with its queue, its compiled kernels and its failures.
@@ -43,12 +43,12 @@ pub(crate) struct GpuDevice {
     pub(crate) features: Features,
     pipelines: Pipelines,
     pub(crate) counters: Counters,
-    /// Most bytes of a buffer that are bound at once.
+    /// Maximum number of bytes of a buffer to bind at once.
     pub(crate) binding: u64,
     health: Arc<Health>,
     /// Copies of RoPE tables on the device, by the address of the table on the host.
     angles: Mutex<HashMap<usize, (Weak<RopeTable>, Buffer)>>,
-    /// Buffers for bindings that a kernel does not use: one that is written, one that is only read.
+    /// Buffers for bindings that a kernel does not use: one for writing, one for reading only.
     pub(crate) nothing: [Buffer; 2],
 }
 
@@ -79,7 +79,7 @@ impl GpuDevice {
         let (limits, features) = (handle.limits(), handle.features());
         let native = features.contains(NATIVE_F16) && !options.packed_f16;
         let binding = limits.max_storage_buffer_binding_size.min(MOST_BINDING);
-        // Room for the rounding of a row's beginning and end.
+        // Leaves room for rounding the beginning and the end of a row.
         let least = 4 * u64::from(limits.min_storage_buffer_offset_alignment).max(ADDRESS_ALIGN);
         let binding = options.max_binding.map_or(binding, |asked| binding.min(asked.max(least)));
         let nothing = [0, 1].map(|_| {
@@ -106,7 +106,7 @@ impl GpuDevice {
     }
 
     /// Returns the kernel with these constants, and compiles it on first use. `texts` holds constants that
-    /// WGSL needs in its source text; they depend on the other constants.
+    /// WGSL needs in its source code; they follow from the other constants.
     pub(crate) fn pipeline(
         &self,
         shader: Shader,
@@ -122,7 +122,7 @@ impl GpuDevice {
         })
     }
 
-    /// Returns an address for a storage of `bytes` bytes, which no other storage overlaps.
+    /// Returns an address range for a storage of `bytes` bytes that no other storage overlaps.
     pub(crate) fn address(bytes: usize) -> u64 {
         let size = (bytes as u64).next_multiple_of(ADDRESS_ALIGN);
         NEXT_ADDRESS.fetch_add(size, Ordering::Relaxed)
@@ -133,7 +133,7 @@ impl GpuDevice {
         u64::from(self.limits.min_storage_buffer_offset_alignment).max(16)
     }
 
-    /// Checks that `words` words of 32 bits fit in the memory of a workgroup.
+    /// Checks that `words` 32-bit words fit in a workgroup's memory.
     pub(crate) fn check_workgroup(&self, words: usize) -> Result<()> {
         let bytes = self.limits.max_compute_workgroup_storage_size as usize;
         if 4 * words <= bytes {
@@ -146,7 +146,7 @@ impl GpuDevice {
         Err(Error::Unsupported { backend: NAME, what })
     }
 
-    /// Returns the error for lists of an operation that are too long to be bound.
+    /// Returns the error for an operation whose lists are too long to bind.
     pub(crate) fn lists_too_long(&self, bytes: u64) -> Error {
         let most = self.limits.max_storage_buffer_binding_size;
         let what =
@@ -154,7 +154,7 @@ impl GpuDevice {
         Error::Unsupported { backend: NAME, what }
     }
 
-    /// Returns an error if the device is lost, or if it has refused something since the last call.
+    /// Returns an error if the device is lost, or if it has rejected something since the last call.
     pub(crate) fn check(&self) -> Result<()> {
         let refused = self.health.error.lock().take();
         match (refused, self.health.lost.get()) {
@@ -163,7 +163,7 @@ impl GpuDevice {
         }
     }
 
-    /// Returns the error for a refusal of the device: its loss if it is lost, otherwise `reason`. Waits up to
+    /// Returns the error for a rejection: the device's loss if it is lost, otherwise `reason`. Waits up to
     /// [`PATIENCE`], because a device reports its loss only when it has no work left.
     pub(crate) fn refusal(&self, reason: String) -> Error {
         let _ = self.poll(None, Some(PATIENCE));
@@ -173,7 +173,7 @@ impl GpuDevice {
         }
     }
 
-    /// Runs `make` and returns its result. The error is the device's reason for refusing.
+    /// Runs `make` and returns its result. The error is the device's reason for rejecting it.
     pub(crate) fn guarded<T>(&self, make: impl FnOnce() -> T) -> std::result::Result<T, String> {
         let scopes = [ErrorFilter::Validation, ErrorFilter::OutOfMemory, ErrorFilter::Internal]
             .map(|filter| self.handle.push_error_scope(filter));
@@ -188,7 +188,7 @@ impl GpuDevice {
     }
 
     /// Writes whole words to a buffer before the next submission. The error is the device's reason for
-    /// refusing.
+    /// rejecting it.
     pub(crate) fn fill(&self, buffer: &Buffer, at: u64, bytes: &[u8]) -> std::result::Result<(), String> {
         self.guarded(|| self.queue.write_buffer(buffer, at, bytes))
     }
@@ -200,12 +200,12 @@ impl GpuDevice {
         waited.map_err(|error| self.refusal(error.to_string()))
     }
 
-    /// Returns whether a submission is done, or lost with its device. Never waits.
+    /// Returns whether a submission is done, or was lost with its device. Never waits.
     pub(crate) fn is_done(&self, submission: SubmissionIndex) -> bool {
         !matches!(self.poll(Some(submission), Some(Duration::ZERO)), Err(PollError::Timeout))
     }
 
-    /// Waits for a submission, or without one for everything submitted.
+    /// Waits for a submission, or for everything submitted if there is none.
     ///
     /// `wgpu` panics if the driver reports that the device is gone. The panic is caught and marks the device
     /// as lost.
@@ -225,8 +225,8 @@ impl GpuDevice {
     }
 
     // Decision: docs/decisions/backend-wgpu.md#angles-are-a-table-on-the-device
-    /// Returns the table of a RoPE on the device: the cosine and sine of each pair, by position. Uploads the
-    /// table again when it has grown on the host.
+    /// Returns a RoPE's table on the device: the cosine and sine of each pair, by position. Uploads the table
+    /// again if it has grown on the host.
     pub(crate) fn angles(&self, rope: &Rope) -> Result<Buffer> {
         let table = rope.table([])?;
         let key = Arc::as_ptr(&table) as usize;
@@ -258,7 +258,7 @@ impl GpuDevice {
             .map_err(|reason| self.no_memory(kvcore::MemoryKind::Device, size as usize, reason))
     }
 
-    /// Returns the error for a refused allocation: out of memory, or loss of the device.
+    /// Returns the error for a failed allocation: out of memory, or a lost device.
     pub(crate) fn no_memory(&self, kind: kvcore::MemoryKind, bytes: usize, reason: String) -> Error {
         match self.refusal(reason) {
             Error::Device { reason, .. } => Error::Allocation { bytes, kind, reason },

@@ -1,7 +1,7 @@
 //! The wgpu backend: any GPU with Vulkan, Metal or DirectX 12, and software adapters.
 //!
-//! Memory is `wgpu` buffers, kernels are WGSL compute shaders, and all streams share the one queue of the
-//! device. Results are visible to the host only after a wait.
+//! Memory consists of `wgpu` buffers, kernels are WGSL compute shaders, and all streams share the device's
+//! only queue. Results are visible to the host only after a wait.
 //!
 //! ```text
 //! stream    `impl Stream`: the only caller of `kernels::lower`
@@ -22,10 +22,10 @@
 //! and writing back the whole word loses bits: it gave wrong results in each of fifty trials.)
 //!
 //! # Large pools
-//! A device binds only a part of a buffer at once: `max_storage_buffer_binding_size`, often 128 MiB to 4 GiB.
-//! Kernels over a larger buffer run once for each window of the buffer that they touch, and attention merges
-//! the results of all windows. A storage is one buffer of at most `max_buffer_size` bytes; a larger
-//! allocation is refused with an error that names this limit.
+//! A device can bind only part of a buffer at once: `max_storage_buffer_binding_size`, often 128 MiB to 4
+//! GiB. Kernels over a larger buffer run once for each window of the buffer that they touch, and attention
+//! merges the results of all windows. A storage is one buffer of at most `max_buffer_size` bytes; a larger
+//! allocation fails with an error that names this limit.
 //!
 //! # Limits of the interface
 //! Addresses cannot be reserved. A [reserved](kvcore::Backend::reserve) storage frees its memory when its
@@ -73,7 +73,7 @@ pub use options::WgpuOptions;
 pub use stream::{WgpuEvent, WgpuStream};
 pub use wgpu;
 
-/// A backend on one device that wgpu reaches.
+/// A backend on a device that wgpu can use.
 #[derive(Debug)]
 pub struct WgpuBackend {
     device: Arc<GpuDevice>,
@@ -84,7 +84,7 @@ impl WgpuBackend {
     /// software.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if no adapter is usable; the error says what to do.
+    /// Returns [`kvcore::Error::NoDevice`] if no adapter is usable. The error says what to do.
     pub fn new() -> Result<Arc<Self>> {
         Self::with_options(&WgpuOptions::default())
     }
@@ -102,11 +102,11 @@ impl WgpuBackend {
     /// Creates a backend on a device that the caller has opened, for engines that use wgpu themselves.
     ///
     /// The caller should open the device with the limits of its adapter, and with `SHADER_F16`, `SHADER_I16`
-    /// and `MAPPABLE_PRIMARY_BUFFERS` if the adapter has them. The backend replaces the device's handlers of
-    /// errors and of device loss. Give each device to one backend only.
+    /// and `MAPPABLE_PRIMARY_BUFFERS` if the adapter has them. The backend replaces the device's handlers for
+    /// errors and device loss. Give each device to one backend only.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if a limit of the device is below what the kernels need.
+    /// Returns [`kvcore::Error::NoDevice`] if one of the device's limits is too low for the kernels.
     pub fn from_device(handle: wgpu::Device, queue: wgpu::Queue, options: &WgpuOptions) -> Result<Arc<Self>> {
         if let Some(reason) = adapter::unfit(&handle.limits()) {
             let reason = format!("{reason}; open it with its adapter's limits");
@@ -117,13 +117,13 @@ impl WgpuBackend {
 
     /// Creates a storage over a buffer of this device that the caller owns.
     ///
-    /// While the storage lives, the caller guarantees that its own use of the buffer is ordered with the
-    /// streams, and that the buffer is lent only once: two storages count as two pieces of memory.
+    /// While the storage lives, the caller must order its own use of the buffer with the streams, and must
+    /// not create a second storage over it, because two storages count as separate memory.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] if the buffer lacks a usage of `STORAGE`, `COPY_SRC` and
+    /// Returns [`kvcore::Error::Unsupported`] if the buffer lacks one of the usages `STORAGE`, `COPY_SRC` and
     /// `COPY_DST`, [`kvcore::Error::Zero`] if it is empty, and [`kvcore::Error::Misaligned`] if its length is
-    /// no multiple of 4.
+    /// not a multiple of 4.
     pub fn storage(&self, buffer: wgpu::Buffer, kind: MemoryKind) -> Result<WgpuStorage> {
         WgpuStorage::lent(&self.device, buffer, kind)
     }

@@ -11,19 +11,19 @@ use wgpu::{Buffer, BufferUsages, CommandEncoderDescriptor, Features};
 
 use crate::device::{GpuDevice, NAME};
 
-/// Usages that kernels and copies need of a buffer.
+/// Usages that kernels and copies require of a buffer.
 const USAGES: BufferUsages =
     BufferUsages::STORAGE.union(BufferUsages::COPY_SRC).union(BufferUsages::COPY_DST);
 
-/// Bytes of a granule, the unit in which reserved memory is mapped.
+/// Size in bytes of a granule, the unit in which reserved memory is mapped.
 const GRANULE: usize = 64 << 10;
 
 /// Bytes of a device's memory, or of host memory that the device can bind.
 ///
-/// The address of a storage is an index, unique in the process; no memory lies there.
+/// The address of a storage is an index that is unique in the process; it does not point to memory.
 pub struct WgpuStorage {
     device: Arc<GpuDevice>,
-    /// The buffer; none while a reserved storage is unmapped.
+    /// The buffer, or `None` while a reserved storage is unmapped.
     buffer: Mutex<Option<Buffer>>,
     kind: MemoryKind,
     address: u64,
@@ -147,9 +147,9 @@ impl Storage for WgpuStorage {
     }
 }
 
-/// The interface cannot free memory and keep its address. A storage therefore drops its buffer when its last
-/// mapped granule is unmapped, and creates another one when a granule is mapped again. While any granule is
-/// mapped, the whole buffer stays.
+/// The interface cannot free memory while keeping its address. A storage therefore drops its buffer when its
+/// last mapped granule is unmapped, and creates a new one when a granule is mapped again. While any granule
+/// is mapped, the whole buffer stays.
 impl ReservedStorage for WgpuStorage {
     fn granularity(&self) -> usize {
         GRANULE
@@ -204,7 +204,7 @@ impl ReservedStorage for WgpuStorage {
     }
 }
 
-/// Returns the storage of a handle.
+/// Returns the storage behind a handle.
 ///
 /// # Errors
 /// Returns [`Error::ForeignHandle`] for a storage of another device or backend.

@@ -1,4 +1,4 @@
-//! Compiled kernels, kept by shader and pipeline constants.
+//! Compiled kernels, cached by shader and pipeline constants.
 
 use std::collections::HashMap;
 use std::num::NonZeroU64;
@@ -23,7 +23,7 @@ const F16_NATIVE: &str = include_str!("shaders/f16_native.wgsl");
 const F16_PACKED: &str = include_str!("shaders/f16_packed.wgsl");
 
 // Decision: docs/decisions/backend-wgpu.md#kernels-that-move-rows-share-a-shader
-/// The kernels. The file of each shader documents its bindings and its constants.
+/// The kernels. Each shader's file documents its bindings and constants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Shader {
     CopyUnits,
@@ -44,8 +44,8 @@ impl Shader {
         }
     }
 
-    /// Returns whether each binding is declared as written: it is, or it may share its buffer with one that
-    /// is.
+    /// Returns, for each binding, whether it is declared as writable: because it is written, or because it
+    /// may share its buffer with one that is.
     fn written(self) -> &'static [bool] {
         match self {
             Self::CopyUnits | Self::CopyBytes => &[false, true, true],
@@ -55,7 +55,7 @@ impl Shader {
         }
     }
 
-    /// Returns the whole source text, put together here because WGSL cannot include one file in another.
+    /// Returns the whole source code, assembled here because WGSL has no includes.
     pub(crate) fn text(self, native_f16: bool, texts: &str) -> String {
         let f16 = if native_f16 { F16_NATIVE } else { F16_PACKED };
         let parts: &[&str] = match self {
@@ -69,7 +69,7 @@ impl Shader {
     }
 }
 
-/// The name and the value of a pipeline constant.
+/// The name and value of a pipeline constant.
 pub(crate) type Constant = (&'static str, f64);
 
 /// Names of constants, and the bits of their values.
@@ -82,7 +82,7 @@ pub(crate) struct Pipeline {
     layout: BindGroupLayout,
 }
 
-/// A part of a buffer, in bytes.
+/// Part of a buffer, in bytes.
 #[derive(Debug, Clone)]
 pub(crate) struct Binding {
     pub(crate) buffer: Buffer,
@@ -155,8 +155,8 @@ impl Pipeline {
             layout: Some(&pipeline_layout),
             module: &module,
             entry_point: Some("main"),
-            // Every kernel writes the workgroup memory that it uses; attention masks the tokens that it reads
-            // past the end of a run.
+            // Every kernel writes the workgroup memory that it uses, and attention masks the tokens that it
+            // reads past the end of a run.
             compilation_options: PipelineCompilationOptions {
                 constants,
                 zero_initialize_workgroup_memory: false,
@@ -178,8 +178,8 @@ impl Pipelines {
         Self { native_f16, made: Mutex::default() }
     }
 
-    /// Returns the kernel with these constants. `make` compiles it on first use; its argument says whether
-    /// the kernel reads f16 with the device's own arithmetic.
+    /// Returns the kernel with these constants. `make` compiles it on first use; its argument is true if the
+    /// kernel reads f16 with the device's own arithmetic.
     pub(crate) fn get(
         &self,
         shader: Shader,

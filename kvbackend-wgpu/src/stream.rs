@@ -1,7 +1,7 @@
-//! Streams and events on the one queue of a device.
+//! Streams and events on a device's only queue.
 //!
-//! A stream records commands. It submits them when something waits for them, when another stream must come
-//! after them, or when there are many. The queue runs submissions in their order. Without a wait between two
+//! A stream records commands. It submits them when something waits for them, when another stream must run
+//! after them, or when there are many. The queue runs submissions in order. Without a wait between two
 //! streams, the order of their submissions is arbitrary.
 
 use std::any::Any;
@@ -26,7 +26,7 @@ pub struct WgpuStream {
     plans: Plans,
 }
 
-/// A point in the order of a [`WgpuStream`].
+/// A point in a [`WgpuStream`]'s order.
 pub struct WgpuEvent {
     queue: Arc<Queue>,
     point: Option<Arc<Point>>,
@@ -45,7 +45,7 @@ impl fmt::Debug for WgpuEvent {
 }
 
 impl WgpuEvent {
-    /// Submits the work before the event, unless it is submitted already.
+    /// Submits the work before the event, unless it is already submitted.
     fn submit(&self) {
         if self.point.as_ref().is_some_and(|point| point.submission().is_none()) {
             self.queue.submit();

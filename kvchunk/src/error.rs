@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use crate::replica::ReplicaId;
 
-/// An error between a prompt and its placed chunks.
+/// An error on the way from a prompt to its placed chunks.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A part of a chunked prompt is empty, or the prompt has no chunk.
+    /// A part of a chunked prompt is empty, or the prompt has no chunks.
     #[error(
         "{part} is empty; a chunked prompt needs a system prompt, chunks and a question, none of them empty"
     )]
@@ -16,26 +16,26 @@ pub enum Error {
         /// The part, such as `"system prompt"`, `"chunk 2"` or `"question"`.
         part: String,
     },
-    /// The separator is empty and would split the text everywhere.
+    /// The separator is empty and would split the string everywhere.
     #[error(
         "the separator is empty and would split the text everywhere; give it at least one character, such as ##"
     )]
     EmptySeparator,
-    /// The prompt needs a position that the model does not have.
+    /// The prompt needs a position that the model does not support.
     #[error("the prompt needs position {largest}, the model has {limit} (0..{limit}); shorten it")]
     TooLong {
         /// The largest position that the prompt needs.
         largest: i64,
-        /// The number of positions of the model.
+        /// Number of positions that the model supports.
         limit: usize,
     },
-    /// A setting is 0, but must be at least 1.
+    /// A setting that must be at least 1 is 0.
     #[error("{what} must be at least 1")]
     Zero {
         /// The name of the setting.
         what: &'static str,
     },
-    /// A number is not positive and finite, but must be.
+    /// A number that must be positive and finite is not.
     #[error("{what} is {value}; it must be above 0")]
     NotPositive {
         /// The name of the number.
@@ -43,7 +43,7 @@ pub enum Error {
         /// The number.
         value: f32,
     },
-    /// An assembly was committed before all its pieces were there.
+    /// An assembly was committed before all its pieces were ready.
     #[error(
         "the prompt is not ready, because other requests compute {pieces} of its pieces; advance it, or drop it after an error"
     )]
@@ -51,7 +51,7 @@ pub enum Error {
         /// The number of pieces that other requests are still computing.
         pieces: usize,
     },
-    /// A recompute strategy chose a token that the chunk does not have.
+    /// A recompute strategy selected a token that the chunk does not have.
     #[error(
         "token {token} of chunk {chunk} was chosen for recomputation, but the chunk has {len}; \
          a strategy may choose 0..{len}"
@@ -61,26 +61,26 @@ pub enum Error {
         chunk: usize,
         /// The index of the token in the chunk.
         token: usize,
-        /// The number of tokens of the chunk.
+        /// The number of tokens in the chunk.
         len: usize,
     },
-    /// The text names no recompute strategy.
+    /// The string is not the name of a recompute strategy.
     #[error(
         "{0:?} is not a recompute strategy; take none, link:K, blend:R[@LAYER][:keys|values|both], \
          question:R[@LAYER], joint:R[@LAYER][:keys|values|both], random:R[@SEED] or full; \
          R is a share of the tokens, from 0 to 1"
     )]
     UnknownStrategy(String),
-    /// The text names no compute mode.
+    /// The string is not the name of a compute mode.
     #[error("{0:?} is not a compute mode; take with-system, alone or sink:TOKENS with at least one token")]
     UnknownMode(String),
-    /// The text names no form of sleep.
+    /// The string is not the name of a form of sleep.
     #[error(
         "{0:?} is not a form of sleep; take plain, compressed, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] or \
          fp8-e5m2[:head]"
     )]
     UnknownSleepForm(String),
-    /// A share is not above 0 and below 1.
+    /// A fraction is not above 0 and below 1.
     #[error("{what} is {value}; it must be above 0 and below 1")]
     NotAShare {
         /// The name of the value.
@@ -91,22 +91,22 @@ pub enum Error {
     /// An arena is too small, or too large, to be split into a main pool and a chunk pool.
     #[error("{blocks} blocks cannot be split into a main pool and a chunk pool: 2 to 2^32 - 1 are needed")]
     NoRoomForTwoPools {
-        /// The number of blocks of the arena.
+        /// The number of blocks in the arena.
         blocks: usize,
     },
     /// No tenant has this tag.
     #[error("tenant {0:?} is unknown; add it first")]
     UnknownTenant(String),
-    /// A tenant with this tag exists already.
+    /// A tenant with this tag already exists.
     #[error("tenant {0:?} exists already; look it up by its tag, or choose another tag")]
     TenantExists(String),
-    /// Two tenants would have the same salt. The default tenant's salt is empty, so an empty salt is refused,
+    /// Two tenants would have the same salt. The default tenant's salt is empty, so an empty salt is rejected
     /// too.
     #[error(
         "tenant {tag:?} has the salt of tenant {other:?}, and the two would share chunks; give it another salt"
     )]
     SharedSalt {
-        /// The tag of the refused tenant.
+        /// The tag of the rejected tenant.
         tag: String,
         /// The tag of the existing tenant with the same salt.
         other: String,
@@ -122,7 +122,7 @@ pub enum Error {
         /// The position of that token.
         position: i64,
     },
-    /// Another rank cannot compute the prompt, for instance because it has no room.
+    /// Another rank cannot compute the prompt, for example because it has no room.
     #[error("another rank cannot compute this prompt; its own error says why")]
     RankFailed,
     /// A replica no longer has a chunk.
@@ -131,12 +131,12 @@ pub enum Error {
         /// The replica.
         replica: ReplicaId,
     },
-    /// A replica cannot be reached, or does not answer.
+    /// A replica cannot be reached or does not answer.
     #[error("{replica} did not give the chunk: {reason}; ask another replica, or compute it")]
     ReplicaFailed {
         /// The replica.
         replica: ReplicaId,
-        /// The reason that the transport gave.
+        /// The reason given by the transport.
         reason: String,
     },
     /// A parcel from another replica is not the requested piece, or its layout differs from that of the local
@@ -148,7 +148,7 @@ pub enum Error {
         /// The name of the property that differs.
         what: &'static str,
     },
-    /// The hash does not resist collisions, so replicas cannot share chunks under it.
+    /// The hash is not collision-resistant, so replicas cannot share chunks with it.
     #[error(
         "replicas cannot share chunks under a hash that does not resist collisions; take blake3 or sha256"
     )]
@@ -162,7 +162,7 @@ pub enum Error {
     /// Another request has been computing or moving the chunk for too long.
     #[error("another request has been computing or moving the chunk for {limit:?}; ask again, or compute it")]
     StillBusy {
-        /// The longest time to wait.
+        /// The maximum time to wait.
         limit: Duration,
     },
     /// The place where pieces sleep is full.
@@ -178,7 +178,7 @@ pub enum Error {
         /// The budget in bytes.
         limit: usize,
     },
-    /// Saved or received contents of a chunk fail their check: a checksum or a digest.
+    /// Saved or received contents of a chunk fail their checksum or digest.
     #[error("the contents of a chunk are damaged: {0}; the next request for the chunk recomputes it")]
     Damaged(String),
     /// A [`SleepStore`](crate::SleepStore) panicked while it saved or restored a chunk.
@@ -194,10 +194,11 @@ pub enum Error {
         held: usize,
         /// The number of pieces that are being computed, put to sleep or woken.
         flights: usize,
-        /// The number of other blocks in use: of pieces that were not kept, or taken directly from the pool.
+        /// The number of other blocks in use: blocks of pieces that were not kept, and blocks taken directly
+        /// from the pool.
         others: usize,
     },
-    /// The chunk pool is asleep already.
+    /// The chunk pool is already asleep.
     #[error("the chunk pool sleeps already; wake it before putting it to sleep again")]
     PoolAsleep,
     /// Another thread is putting the chunk pool to sleep or waking it.

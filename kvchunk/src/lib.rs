@@ -3,7 +3,7 @@
 //! A prompt consists of a system prompt, chunks (documents) and a question. Chunks do not see each other, so
 //! a chunk's KV depends only on its own tokens and, in one compute mode, on the system prompt. A chunk's KV
 //! is computed once and stored with its keys rotated for a *virtual* position. Any number of requests can use
-//! it at the same time, at any offset: attention rotates the query instead of the keys, and no KV byte moves.
+//! it at the same time, at any offset: attention rotates the query instead of the keys, so no KV bytes move.
 //!
 //! ```text
 //!   system ##  chunk A  ##  chunk B  ## question
@@ -14,7 +14,8 @@
 //!  Segment(0)  Segment(offset)  …   SequenceInput ──► one forward pass ──► Assembly::commit
 //! ```
 //!
-//! [`ReuseCell::exactness`] tells when reuse equals a computation from scratch under the same mask.
+//! [`ReuseCell::exactness`] tells when reuse gives the same result as a computation from scratch with the
+//! same mask.
 //!
 //! A *chunk cache* finds a document anywhere in a prompt. A *prefix cache* finds only the start of a prompt.
 //!
@@ -29,46 +30,47 @@
 //!
 //! # Modules
 //!
-//! - `prompt`: the parts of a prompt, and the split of a text
+//! - `prompt`: the parts of a prompt, and how a string is split into them
 //! - `prefix`: a system prompt, cached to the token
 //! - `config`: settings, compute modes, position strategies and their exactness
 //! - `hash`: the identity of a piece's bytes
 //! - `position`: planned positions, placed pieces and merged runs
 //! - `pool`: the blocks that hold chunks
 //! - `cache`: lookup, acquisition, single flight, tenants, eviction and metrics
-//! - `sleep`: pieces, or the whole pool, in a lower memory
+//! - `sleep`: moving pieces, or the whole pool, to a lower memory tier
 //! - `assembly`: a prompt as segments and inputs; copy-on-write, scratch blocks and rotated copies
 //! - `recompute`: strategies that choose the tokens to recompute
 //! - `scaling`: the temperature and the scale of the question's attention to chunks
 //! - `ranks`: one lookup for all ranks of a model
 //! - `replica`: chunks shared between caches of one model
-//! - [`metrics`]: latencies, goals and the text for Prometheus
+//! - [`metrics`]: latencies, goals and the Prometheus format
 //! - `error`: the error type
 //!
 //! # Glossary
 //!
 //! - **document**: a text that the question is about. This crate sees only its tokens, the *chunk*.
 //! - **chunk**: the tokens of one document in one prompt. Long chunks are stored in several *pieces*.
-//! - **context** ([`ChunkContext`]): what a chunk's key covers besides tokens of chunks: root key, compute
-//!   mode, system prompt, position. In [`ContextScaling`] the word means all chunks together, as in APE.
+//! - **context** ([`ChunkContext`]): everything that a chunk's key covers apart from chunk tokens: root key,
+//!   compute mode, system prompt, position. In [`ContextScaling`] the word means all chunks together, as in
+//!   APE.
 //! - **piece** ([`ChunkPiece`]): the part of a chunk that is stored under one key. A piece is stored once;
-//!   every use of it is a *segment* of its own.
+//!   every use of it is a separate *segment*.
 //! - **segment** ([`kvcore::Segment`]): a run of cached tokens as one request uses it: blocks, length,
 //!   logical start, offset. Several segments may read the blocks of one piece.
-//! - **placed piece** ([`PlacedPiece`]): a hold on a piece together with the position at which a prompt uses
+//! - **placed piece** ([`PlacedPiece`]): a hold on a piece, together with the position where a prompt uses
 //!   the piece. A segment is made from it.
 //! - **run** ([`MergedRun`]): all parts of a prompt, token after token, as slots and positions; also called
 //!   the merged KV. A run is for kernels that do not read segments.
 //! - **place** ([`ChunkPlace`]): the planned logical index and positions of one chunk, stored and used.
 //! - **span** ([`ChunkSpan`]): one chunk of an assembled prompt, as recompute strategies see it. A place is
-//!   planned; a span also tells if the KV already equals that of full attention.
+//!   planned; a span also tells whether the KV already matches full attention.
 //! - **cell** ([`ReuseCell`]): compute mode × position strategy. The cell decides how exact reuse is.
 //! - **reservation** ([`ChunkReservation`]): writable blocks for a missing piece, owned by the request that
 //!   computes it.
 //! - **flight** ([`ChunkWaiter`]): work on a piece that is in progress: computing, falling asleep, waking.
 //!   The worker owns the blocks; other requests wait for the flight.
-//! - **hold** ([`PieceHold`]): read-only use of a stored piece. A reservation may be written; a hold keeps
-//!   blocks from being written or evicted.
+//! - **hold** ([`PieceHold`]): read-only use of a stored piece. A reservation may be written to; a hold
+//!   prevents blocks from being overwritten or evicted.
 //! - **parcel** ([`ChunkParcel`]): the bytes of a piece on their way to another replica. A sleeping piece
 //!   stays with its own cache.
 //! - **rank** ([`RankAgreement`]): one part of a model that is split over several devices or threads. A piece

@@ -8,9 +8,9 @@ use crate::error::{Error, Result};
 
 /// The block pool for chunks.
 ///
-/// The chunk pool shares the arena and the block ids with the main pool, so one `attend` can read both. The
-/// two pools never exchange blocks. A piece that finds no room in the chunk pool is computed into blocks of
-/// the *main* pool, for its request alone and until the request ends.
+/// The chunk pool shares the arena and the block IDs with the main pool, so one `attend` can read both. The
+/// two pools never exchange blocks. If the chunk pool has no room for a piece, the piece is computed into
+/// blocks of the *main* pool, only for its request, and is freed when the request ends.
 ///
 /// ```
 /// use kvchunk::ChunkBlockPool;
@@ -29,7 +29,7 @@ pub struct ChunkBlockPool {
 }
 
 impl ChunkBlockPool {
-    /// Creates a pool over the blocks `range` of an arena. Each block holds `block_size` tokens.
+    /// Creates a pool over blocks `range` of an arena, with `block_size` tokens per block.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the block size is 0, and [`kvcore::Error::Zero`] if the range is empty.
@@ -37,8 +37,8 @@ impl ChunkBlockPool {
         Self::over(BlockPool::new(range)?, block_size)
     }
 
-    /// Creates a pool over a [`BlockPool`] that was configured elsewhere. The eviction policy of `blocks` has
-    /// no effect: chunks are pinned, and the chunk cache evicts them as a whole.
+    /// Creates a pool over an existing [`BlockPool`]. The eviction policy of `blocks` has no effect, because
+    /// chunks are pinned and the chunk cache evicts them as a whole.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the block size is 0.
@@ -49,9 +49,9 @@ impl ChunkBlockPool {
         Ok(Self { blocks, block_size })
     }
 
-    /// Splits the blocks of an arena into the range of the main pool, which comes first, and the range of the
-    /// chunk pool. The chunk pool gets the fraction `share` of all blocks, rounded down. Each pool gets at
-    /// least one block.
+    /// Splits an arena's blocks into the main pool's range, which comes first, and the chunk pool's range.
+    /// The chunk pool gets the fraction `share` of all blocks, rounded down. Each pool gets at least one
+    /// block.
     ///
     /// # Errors
     /// Returns [`Error::NotAShare`] if `share` is not above 0 and below 1. Returns
@@ -66,7 +66,7 @@ impl ChunkBlockPool {
         Ok((0..main, main..all))
     }
 
-    /// Takes `n` blocks, all or none.
+    /// Allocates `n` blocks, or none on failure.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if fewer than `n` blocks are free.

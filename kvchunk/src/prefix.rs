@@ -1,4 +1,4 @@
-//! Prefixes cached to the token: a system prompt with its partial last block.
+//! Prefixes cached to the exact token: a system prompt, including its partial last block.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use kvcore::{BlockKey, BlockTable, KvPool, Segment, WriteSlots};
 use crate::error::Result;
 
 // Decision: docs/decisions/chunks.md#the-system-prompt-is-kept-to-the-token
-/// A prefix at the start of a prompt: one part is cached, the rest is to be computed.
+/// A prefix at the start of a prompt. Part of it is cached, and the rest must be computed.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -54,12 +54,11 @@ pub struct PrefixFill {
 pub struct SealedPrefix(BlockTable);
 
 impl PrefixFill {
-    /// Finds the cached blocks of a prefix of exactly `tokens` at position 0, and takes blocks for the
-    /// rest.
+    /// Finds the cached blocks of the prefix `tokens` at position 0, and allocates blocks for the rest.
     ///
-    /// Unlike [`kvcore::PagedKvCache::create_with_prefix`], the pool may hold all tokens, and a
-    /// partial last block is also shared, with requests for exactly the same tokens. Without a root,
-    /// nothing is looked up and nothing is kept.
+    /// Unlike with [`kvcore::PagedKvCache::create_with_prefix`], all tokens may be cached, and a partial last
+    /// block is also shared with requests for exactly the same tokens. Without a root, nothing is looked up
+    /// or kept.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if there are not enough blocks.
@@ -82,17 +81,17 @@ impl PrefixFill {
         self.cached
     }
 
-    /// Returns the key of the whole prefix, which is that of its last block. A prefix without a root has
-    /// none.
+    /// Returns the key of the whole prefix, which is the key of its last block, or `None` for a prefix
+    /// without a root.
     pub fn key(&self) -> Option<BlockKey> {
         self.keys.last().copied()
     }
 
     /// Limits the cached part to the first `tokens` tokens, rounded down to whole blocks. The rest is
-    /// computed into blocks of the prefix's own. Blocks that are already cached stay findable under their
+    /// computed into the prefix's own blocks. Blocks that are already cached can still be found by their
     /// keys.
     ///
-    /// Several ranks that compute a prompt together use this call to agree on the tokens they compute.
+    /// Ranks that compute a prompt together use this to compute the same tokens.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if there are not enough blocks. In that case the caller must
@@ -109,7 +108,7 @@ impl PrefixFill {
         Ok(())
     }
 
-    /// Returns the slots of the tokens from [`cached`](Self::cached) on.
+    /// Returns the slots of the tokens starting at [`cached`](Self::cached).
     pub fn slots(&self) -> &WriteSlots {
         &self.slots
     }
@@ -142,7 +141,7 @@ impl SealedPrefix {
         self.0.len()
     }
 
-    /// Returns true if no token is held.
+    /// Returns whether no tokens are held.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -5,10 +5,10 @@ use crate::error::{Error, Result};
 /// The default separator between the parts of a prompt.
 pub const DEFAULT_SEPARATOR: &str = "##";
 
-/// The token ids of a chunked prompt: system prompt, chunks and question.
+/// The token IDs of a chunked prompt: system prompt, chunks and question.
 ///
-/// The separator belongs to no part and takes no position. Each part is tokenised on its own, because
-/// tokenizers merge tokens across borders.
+/// The separator does not belong to a part and has no position. Each part is tokenised separately, because
+/// tokenizers would otherwise merge tokens across boundaries.
 ///
 /// ```
 /// use kvchunk::ChunkedPrompt;
@@ -25,10 +25,10 @@ pub struct ChunkedPrompt {
 }
 
 impl ChunkedPrompt {
-    /// Creates a prompt from token ids.
+    /// Creates a prompt from token IDs.
     ///
     /// # Errors
-    /// Returns [`Error::EmptyPart`] if a part is empty, or if there is no chunk.
+    /// Returns [`Error::EmptyPart`] if a part is empty, or if there are no chunks.
     pub fn new(system: Vec<u32>, chunks: Vec<Vec<u32>>, question: Vec<u32>) -> Result<Self> {
         let empty = |part: String| Err(Error::EmptyPart { part });
         if system.is_empty() {
@@ -61,7 +61,7 @@ impl ChunkedPrompt {
         &self.question
     }
 
-    /// Returns the number of tokens of all parts together.
+    /// Returns the number of tokens in all parts together.
     pub fn total_tokens(&self) -> usize {
         self.system.len() + self.chunks.iter().map(Vec::len).sum::<usize>() + self.question.len()
     }
@@ -73,24 +73,24 @@ impl ChunkedPrompt {
     }
 }
 
-/// A text cut at its separators, before it is tokenised.
+/// A string split at its separators, before it is tokenised.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum SplitPrompt<'a> {
-    /// An ordinary prompt, with fewer than two separators. The text is unchanged.
+    /// An ordinary prompt, with fewer than two separators. The string is unchanged.
     Plain(&'a str),
     /// A chunked prompt, with two or more separators.
     Chunked {
-        /// The text before the first separator.
+        /// The string before the first separator.
         system: &'a str,
-        /// The texts between two separators, in the prompt's order.
+        /// The strings between separators, in the prompt's order.
         chunks: Vec<&'a str>,
-        /// The text after the last separator.
+        /// The string after the last separator.
         question: &'a str,
     },
 }
 
 impl<'a> SplitPrompt<'a> {
-    /// Cuts `text` at every `separator`, byte for byte.
+    /// Splits `text` at every exact match of `separator`.
     ///
     /// ```
     /// use kvchunk::SplitPrompt;
@@ -102,7 +102,7 @@ impl<'a> SplitPrompt<'a> {
     ///
     /// # Errors
     /// Returns [`Error::EmptySeparator`] if the separator is empty. Returns [`Error::EmptyPart`] if there are
-    /// two or more separators and a part is empty or only white space.
+    /// two or more separators and a part is empty or contains only white space.
     pub fn new(text: &'a str, separator: &str) -> Result<Self> {
         if separator.is_empty() {
             return Err(Error::EmptySeparator);

@@ -1,4 +1,4 @@
-//! Context scaling: temperature and scale of the question's attention to chunks.
+//! Context scaling: the temperature and scale of the question's attention to chunks.
 
 use std::sync::Arc;
 
@@ -10,11 +10,11 @@ use crate::error::{Error, Result};
 /// The temperature and scale of the question's attention to chunks, after APE (Yang et al., *APE: Faster and
 /// Longer Context-Augmented Generation via Adaptive Parallel Encoding*, 2025).
 ///
-/// Chunks that were computed separately take more of the question's attention than chunks that were computed
-/// one after another, because each has first tokens of its own. A temperature below 1 sharpens the logits of
-/// the chunks. The scale multiplies the log-sum-exp of all chunks together, before it is merged with the
-/// rest. Neither costs anything, because segments are merged by log-sum-exp anyway. The system prompt and the
-/// question's own tokens are left as they are (APE's shared prefix and query).
+/// Chunks that were computed separately get more of the question's attention than chunks that were computed
+/// one after another, because each has its own first tokens. A temperature below 1 sharpens the logits of the
+/// chunks. The scale multiplies the log-sum-exp of all chunks together, before it is merged with the rest.
+/// Neither costs anything, because segments are merged by log-sum-exp anyway. The system prompt and the
+/// question's own tokens (APE's shared prefix and query) are not changed.
 ///
 /// ```
 /// use kvchunk::ContextScaling;
@@ -24,9 +24,9 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ContextScaling {
-    /// The divisor of the logits of chunk tokens; 1 is plain attention.
+    /// The divisor of chunk tokens' logits; 1 is plain attention.
     pub temperature: f32,
-    /// The factor of the log-sum-exp of all chunk tokens; 1 is plain attention.
+    /// The factor on the log-sum-exp of all chunk tokens; 1 is plain attention.
     pub scale: f32,
 }
 
@@ -37,7 +37,7 @@ impl Default for ContextScaling {
 }
 
 impl ContextScaling {
-    /// Returns true if this is plain attention: temperature and scale are both 1.
+    /// Returns whether this is plain attention, with temperature and scale both 1.
     pub fn is_plain(&self) -> bool {
         *self == Self::default()
     }
@@ -45,7 +45,7 @@ impl ContextScaling {
     /// Checks that temperature and scale are positive and finite.
     ///
     /// # Errors
-    /// Returns [`Error::NotPositive`] if one of the two is not positive and finite.
+    /// Returns [`Error::NotPositive`] if one of them is not.
     pub fn check(&self) -> Result<()> {
         for (what, value) in [("context temperature", self.temperature), ("context scale", self.scale)] {
             if !(value.is_finite() && value > 0.0) {
@@ -61,8 +61,8 @@ impl ContextScaling {
         [MergeGroup::default(), MergeGroup { lse_scale: self.scale }].into()
     }
 
-    /// Returns the segments of an assembled prompt under this scaling. The first segment is the system prompt
-    /// and stays unchanged. Under plain attention the segments are shared, otherwise they are copies.
+    /// Returns the segments of an assembled prompt with this scaling applied. The first segment is the system
+    /// prompt and stays unchanged. For plain attention the segments are shared, otherwise they are copied.
     #[must_use]
     pub fn apply(&self, segments: &Arc<[Segment]>) -> Arc<[Segment]> {
         let mut segments = Arc::clone(segments);

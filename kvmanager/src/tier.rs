@@ -1,4 +1,4 @@
-//! Thresholds for offloading from a tier and for loading ahead: decisions without effects.
+//! Thresholds for offloading from a tier and for prefetching: they make decisions but move nothing.
 
 use crate::error::too_large;
 use crate::{Error, Result};
@@ -12,8 +12,8 @@ pub enum Tier {
     Host,
 }
 
-/// The thresholds for moving blocks between tiers, as shares between 0 and 1. They determine how many blocks to move,
-/// and move nothing themselves.
+/// The thresholds for moving blocks between tiers, as fractions between 0 and 1. They determine how many
+/// blocks to move, but do not move any.
 ///
 /// ```
 /// use kvmanager::{Tier, TierThresholds};
@@ -52,7 +52,7 @@ impl TierThresholds {
         Ok(Self { device_offload, host_offload, prefetch })
     }
 
-    /// Returns the share of blocks in use above which a tier offloads.
+    /// Returns the fraction of blocks in use above which a tier offloads.
     pub fn offload(&self, tier: Tier) -> f64 {
         match tier {
             Tier::Device => self.device_offload,
@@ -60,13 +60,13 @@ impl TierThresholds {
         }
     }
 
-    /// Returns the heat above which blocks are loaded ahead.
+    /// Returns the heat above which blocks are prefetched.
     pub fn prefetch(&self) -> f64 {
         self.prefetch
     }
 
-    /// Returns the number of blocks to move one tier down from a tier with `used` of `total` blocks in use: the fewest
-    /// after which the threshold holds.
+    /// Returns the number of blocks to move one tier down from a tier with `used` of `total` blocks in use:
+    /// the minimum number that meets the threshold.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::TooLarge`] if `used` exceeds `total`.
@@ -75,9 +75,9 @@ impl TierThresholds {
     }
 
     // Decision: docs/decisions/managers.md#the-prefetch-threshold-is-a-heat
-    /// Returns how many of `wanted` blocks to load ahead to a device with `used` of `total` blocks in use. `heat`, between
-    /// 0 and 1, says how often the blocks are accessed, and is measured by the caller. The result never makes the device
-    /// offload.
+    /// Returns how many of `wanted` blocks to load ahead to a device with `used` of `total` blocks in use.
+    /// `heat`, which the caller measures, says how often the blocks are accessed, from 0 to 1. The result
+    /// never makes the device offload.
     ///
     /// # Errors
     /// Returns [`Error::NotAFraction`] if `heat` is not between 0 and 1, and [`kvcore::Error::TooLarge`] if `used` exceeds
@@ -88,7 +88,7 @@ impl TierThresholds {
         Ok(if heat > self.prefetch { wanted.min(room) } else { 0 })
     }
 
-    /// Returns the largest number of blocks that a tier may have in use: the largest `n` with
+    /// Returns the maximum number of blocks that a tier may have in use: the largest `n` with
     /// `n / total <= threshold`.
     fn room(&self, tier: Tier, used: usize, total: usize) -> Result<usize> {
         if used > total {
@@ -96,7 +96,7 @@ impl TierThresholds {
         }
         let threshold = self.offload(tier);
         let near = (threshold * total as f64) as usize;
-        // The product is rounded. The quotient, which other code computes as well, decides.
+        // The product is rounded, so the quotient, which other code also computes, decides.
         let fits = |n: &usize| *n <= total && *n as f64 / total as f64 <= threshold;
         Ok([near + 1, near].into_iter().find(fits).unwrap_or(near.saturating_sub(1)))
     }

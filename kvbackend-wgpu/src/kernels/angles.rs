@@ -1,4 +1,4 @@
-//! The rows of a RoPE table that a run of a kernel binds.
+//! The rows of a RoPE table that a kernel run binds.
 
 use std::collections::BTreeSet;
 use std::ops::RangeInclusive;
@@ -10,19 +10,19 @@ use wgpu::BufferUsages;
 use crate::device::{GpuDevice, NAME};
 use crate::pipeline::Binding;
 
-/// Bound rows of a RoPE table. A kernel finds the row of a number at its magnitude minus `first`, and rotates
-/// in the opposite direction if the number is negative.
+/// Bound rows of a RoPE table. The row for a number is at index `|number| - first`, and the kernel rotates in
+/// the opposite direction if the number is negative.
 pub(super) struct RowAngles {
     pub(super) binding: Binding,
     pub(super) first: u32,
     rows: RopeRows,
 }
 
-/// The rows that a set of positions needs, in the table of any RoPE with the same number of pairs.
+/// The rows needed for a set of positions, in the table of any RoPE with the same number of pairs.
 pub(super) enum RopeRows {
     /// A range of the table: its first row, and the row after its last.
     Span(u64, u64),
-    /// Rows too far apart to be bound at once, by the sorted magnitudes of their positions.
+    /// Rows that are too far apart to bind at once, as the sorted magnitudes of their positions.
     Picked(Vec<u32>),
 }
 
@@ -46,7 +46,7 @@ impl RowAngles {
         Ok(Self { binding, first, rows })
     }
 
-    /// Returns the number of a position for the kernel. Consecutive positions have consecutive numbers.
+    /// Returns the kernel's number for a position. Consecutive positions have consecutive numbers.
     pub(super) fn number(&self, position: i32) -> i32 {
         self.rows.number(position)
     }
@@ -71,7 +71,7 @@ impl RopeRows {
         let (low, high) = magnitudes.fold((u32::MAX, 0), |(low, high), at| (low.min(at), high.max(at)));
         let row = 8 * pairs as u64;
         let align = device.binding_align();
-        // Every `step` rows, a row begins where a binding may begin.
+        // Every `step` rows, a row begins at a valid binding offset.
         let step = (1..=align).find(|rows| (rows * row).is_multiple_of(align)).unwrap_or(align);
         let first = u64::from(low.min(high));
         let (first, end) = (first - first % step, u64::from(high) + 1);
@@ -96,7 +96,7 @@ impl RopeRows {
         Ok(Self::Picked(magnitudes.into_iter().collect()))
     }
 
-    /// Binds the rows in the table of a RoPE. Also returns the number of the first row.
+    /// Binds the rows in a RoPE's table. Also returns the number of the first row.
     pub(super) fn bind(&self, device: &GpuDevice, rope: &Rope) -> Result<(Binding, u32)> {
         let half = pairs_of(rope);
         match self {
@@ -122,7 +122,7 @@ impl RopeRows {
         }
     }
 
-    /// Returns the number of a position for the kernel. Consecutive positions have consecutive numbers.
+    /// Returns the kernel's number for a position. Consecutive positions have consecutive numbers.
     pub(super) fn number(&self, position: i32) -> i32 {
         let Self::Picked(picked) = self else { return position };
         let at = picked.partition_point(|&known| known < position.unsigned_abs()) as i32 + 1;

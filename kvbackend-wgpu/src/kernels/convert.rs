@@ -1,4 +1,4 @@
-//! Rows that change as they move: other formats, rotations, scales.
+//! Rows that change when they are moved: other formats, rotations, scales.
 
 use std::sync::Arc;
 
@@ -17,10 +17,10 @@ use crate::memory;
 use crate::pipeline::{Binding, Constant, Shader};
 use crate::queue::Dispatch;
 
-/// Most workgroups of one run, whose number has 32 bits.
+/// Maximum number of workgroups per run, whose index has 32 bits.
 const MOST_GROUPS: u64 = 1 << 31;
 
-/// Returns the number by which `element.wgsl` knows an element type.
+/// Returns the constant in `element.wgsl` for an element type.
 pub(super) fn kind(dtype: DType) -> u32 {
     match dtype {
         DType::F16 => 1,
@@ -41,7 +41,7 @@ pub(super) fn group(format: KvFormat) -> Option<usize> {
     }
 }
 
-/// The source or the destination of rows.
+/// The source or destination of rows.
 pub(super) struct RowEnd {
     buffer: Buffer,
     dtype: DType,
@@ -64,7 +64,7 @@ impl RowEnd {
         Ok(Self { buffer, dtype: format.storage_dtype(), group: group(format), scales: scales.transpose()? })
     }
 
-    /// Returns the buffers of rows of `dim` elements and of their scales.
+    /// Returns the buffers for rows of `dim` elements and for their scales.
     fn sides(&self, device: &GpuDevice, dim: usize) -> [PlaceBuffer; 2] {
         let rows =
             PlaceBuffer { buffer: self.buffer.clone(), bits: self.dtype.bits() as u64, row: dim as u64 };
@@ -80,7 +80,7 @@ impl RowEnd {
     }
 }
 
-/// The rotation of a conversion's rows by the positions in [`RowItems::numbers`].
+/// How to rotate a conversion's rows, by the positions in [`RowItems::numbers`].
 pub(super) struct ConversionTurn<'a> {
     pub(super) rope: &'a Rope,
     pub(super) factor: f32,
@@ -154,7 +154,7 @@ impl Conversion<'_> {
     }
 }
 
-/// Returns the strides of a plane's scales; 0 if it has none.
+/// Returns the strides of a plane's scales, or 0 if it has none.
 pub(super) fn scale_strides(plane: &KvPlane) -> kvcore::PlaneStrides {
     let none = kvcore::PlaneStrides { layer: 0, block: 0, head: 0, token: 0 };
     plane.scales.map_or(none, |(_, scales)| scales.strides)
@@ -169,7 +169,7 @@ pub(crate) fn rope(device: &Arc<GpuDevice>, op: &ApplyRope) -> Result<Vec<Dispat
     let conversion = Conversion {
         source: RowEnd::view(device, &op.rows)?,
         dest: RowEnd::view(device, &op.rows)?,
-        // Elements past the rotary dimension stay as they are.
+        // Elements past the rotary dimension are unchanged.
         dim: op.rope.config().rotary_dim,
         rows: RowItems { items, numbers, axes },
         turn: Some(ConversionTurn { rope: &op.rope, factor: op.rope.attention_factor() }),

@@ -1,4 +1,4 @@
-//! Copies of rows, bit for bit.
+//! Bit-for-bit copies of rows.
 
 use std::sync::Arc;
 
@@ -14,13 +14,13 @@ use crate::memory;
 use crate::pipeline::Shader;
 use crate::queue::Dispatch;
 
-/// Bytes that one thread of the fast kernel copies.
+/// Number of bytes that one thread of the fast kernel copies.
 const UNIT: u64 = 16;
 
-/// Threads of a workgroup, in both kernels.
+/// Number of threads per workgroup, in both kernels.
 const THREADS: u64 = 256;
 
-/// Most threads of one run, whose number has 32 bits.
+/// Maximum number of threads per run, whose index has 32 bits.
 const MOST_THREADS: u64 = 1 << 31;
 
 /// A copy of rows. Places, strides and the length of a row are in bytes; a row is dense in both buffers.
@@ -28,7 +28,7 @@ pub(super) struct Copy {
     pub(super) source: wgpu::Buffer,
     pub(super) dest: wgpu::Buffer,
     pub(super) rows: RowItems,
-    /// Bytes of a row.
+    /// Number of bytes per row.
     pub(super) row: u64,
 }
 
@@ -68,7 +68,7 @@ impl Copy {
         Ok(work)
     }
 
-    /// Divides rows that are longer than a binding into shorter rows: pieces of one length, and the rest.
+    /// Divides rows that are longer than a binding into shorter rows: pieces of equal length, and the rest.
     fn in_pieces(self, device: &GpuDevice) -> Vec<Self> {
         let piece = device.binding / 2 - device.binding / 2 % UNIT;
         if self.row <= piece {
@@ -101,7 +101,7 @@ fn run(device: &GpuDevice, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     while axes.len() < 3 {
         axes.insert(0, RowAxis { n: 1, strides: [0; SIDES] });
     }
-    // Threads of a row: one more where a row may begin inside a word.
+    // Threads per row: one more if a row may begin inside a word.
     let per_row = if units { row / UNIT } else { row.div_ceil(4) + 1 };
     let per_item = axes.iter().map(|axis| axis.n as u64).product::<u64>() * per_row;
     if per_item > MOST_THREADS {
@@ -130,8 +130,8 @@ fn run(device: &GpuDevice, part: &Windowed, row: u64) -> Result<Vec<Dispatch>> {
     Ok(work)
 }
 
-/// Copies bytes of the host to byte `at` of a buffer, through a buffer of their own: the commands of a queue
-/// copy whole words only.
+/// Copies host bytes to byte `at` of a buffer, through a separate buffer, because queue commands only copy
+/// whole words.
 pub(crate) fn bytes(device: &GpuDevice, bytes: &[u8], to: &wgpu::Buffer, at: usize) -> Result<Vec<Dispatch>> {
     let (whole, rest) = bytes.split_at(bytes.len() - bytes.len() % 4);
     let source =
@@ -147,7 +147,7 @@ pub(crate) fn bytes(device: &GpuDevice, bytes: &[u8], to: &wgpu::Buffer, at: usi
     Copy { source, dest: to.clone(), rows, row: bytes.len() as u64 }.dispatches(device)
 }
 
-/// Copies whole blocks of K or V of some layers, and their scales if the scales belong to blocks.
+/// Copies whole blocks of K or V in some layers, with their scales if these are stored per block.
 pub(super) fn blocks(
     device: &Arc<GpuDevice>,
     (src, dst): (&KvPlane, &KvPlane),

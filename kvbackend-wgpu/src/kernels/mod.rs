@@ -1,8 +1,9 @@
-//! Operations of the contract, lowered to runs of kernels.
+//! The contract's operations, lowered to kernel runs.
 //!
 //! | operation | shader |
 //! |---|---|
-//! | scatter, gather of rows in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys | `copy_units`, or `copy_bytes` if a place or length is no multiple of 16 bytes |
+//! | scatter, gather of rows in the arena's type; copy_blocks, swap_blocks, copy_tensor; V of rotate_keys |
+//! `copy_units`, or `copy_bytes` if a place or length is not a multiple of 16 bytes |
 //! | scatter and gather with another type or format, or with a rotation, rope, K of rotate_keys, quantize, dequantize | `convert_rows` |
 //! | attend, attend_mla, with selections and in every format | `attend`, then `merge` |
 
@@ -19,9 +20,9 @@ mod rows;
 
 pub(crate) use attend::Plans;
 
-/// Lowers a checked operation to runs of kernels.
+/// Lowers a checked operation to kernel runs.
 ///
-/// Attention takes scratch of the queue, and keeps its plans among `plans`.
+/// Attention uses the queue's scratch memory, and stores its plans in `plans`.
 pub(crate) fn lower(queue: &Queue, plans: &Plans, operation: Operation<'_>) -> Result<Vec<Dispatch>> {
     let device = queue.device();
     match operation {

@@ -1,7 +1,7 @@
 //! The places of rows, and the parts of the buffers that must be bound to reach them.
 //!
-//! A kernel counts in 32 bits from the beginning of a binding, and a device binds only a limited part of a
-//! buffer at once. Rows that lie further apart are moved by several runs, each with its own windows.
+//! A kernel counts in 32 bits from the beginning of a binding, and a device can bind only a limited part of a
+//! buffer at once. Rows that are further apart are moved by several runs, each with its own windows.
 
 use std::collections::BTreeMap;
 
@@ -11,22 +11,21 @@ use smallvec::SmallVec;
 use crate::device::{GpuDevice, NAME};
 use crate::pipeline::Binding;
 
-/// Number of buffers that a row has a place in: source, destination, scales of the source, scales of the
-/// destination.
+/// Number of buffers in which a row has a place: source, destination, and the scales of both.
 pub(super) const SIDES: usize = 4;
 
 /// A place in each of these buffers, in the unit of its [`PlaceBuffer`].
 pub(super) type RowPlace = [u64; SIDES];
 
-/// Returns the byte of an element that begins a row.
+/// Returns the byte offset of an element that begins a row.
 pub(super) fn byte_of(dtype: DType, element: usize) -> u64 {
     element as u64 * dtype.bits() as u64 / 8
 }
 
-/// Most items of one run: their arguments must fit in a binding.
+/// Maximum number of items per run, because their arguments must fit in a binding.
 const MOST_ITEMS: usize = 1 << 18;
 
-/// A loop over the rows of an item: `n` steps, and the distance of a step in each buffer.
+/// A loop over an item's rows: `n` steps, and the distance of a step in each buffer.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RowAxis {
     pub(super) n: usize,
@@ -37,9 +36,9 @@ pub(super) struct RowAxis {
 #[derive(Debug, Clone)]
 pub(super) struct PlaceBuffer {
     pub(super) buffer: wgpu::Buffer,
-    /// Bits of a unit.
+    /// Number of bits per unit.
     pub(super) bits: u64,
-    /// Units of a row.
+    /// Number of units per row.
     pub(super) row: u64,
 }
 
@@ -47,13 +46,13 @@ pub(super) struct PlaceBuffer {
 #[derive(Debug, Clone, Default)]
 pub(super) struct RowItems {
     pub(super) items: Vec<RowPlace>,
-    /// A number of each item that is no place, such as the position to rotate by.
+    /// A number for each item that is not a place, such as the position to rotate by.
     pub(super) numbers: Vec<i32>,
     pub(super) axes: SmallVec<[RowAxis; 3]>,
 }
 
 impl RowItems {
-    /// Returns `count` items for each item, with `n` steps of an axis each, from step `first` on.
+    /// Returns `count` items for each item, with `n` steps of an axis each, starting at step `first`.
     fn pieces(&self, axis: usize, n: usize, first: usize, count: usize) -> Self {
         let strides = self.axes[axis].strides;
         let steps = |place: &RowPlace| {
@@ -80,7 +79,8 @@ impl RowItems {
         self
     }
 
-    /// Cuts items until one window of every buffer covers a whole item. Cuts the axis that reaches furthest.
+    /// Splits items, along the axis that reaches furthest, until one window of every buffer covers a whole
+    /// item.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if a single row is longer than the limit of its side.
@@ -113,8 +113,8 @@ impl RowItems {
     }
 }
 
-/// The rows of one run of a kernel: a binding of each buffer, and items whose places count from the beginning
-/// of the bindings.
+/// The rows of one kernel run: a binding of each buffer, and items whose places count from the beginning of
+/// the bindings.
 pub(super) struct Windowed {
     pub(super) bindings: Vec<Binding>,
     pub(super) items: Vec<([u32; SIDES], i32)>,

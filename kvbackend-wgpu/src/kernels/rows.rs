@@ -18,7 +18,7 @@ struct SlotRows<'a> {
     rows: &'a TensorView,
     layer: usize,
     block_size: usize,
-    /// Pairs of row and slot.
+    /// Pairs of row index and slot.
     slots: &'a [(usize, usize)],
 }
 
@@ -36,7 +36,7 @@ impl SlotRows<'_> {
         })
     }
 
-    /// Returns the strides from head to head, of rows, slots and scales.
+    /// Returns the strides between heads for rows, slots and scales.
     fn head(&self) -> [usize; 3] {
         [self.rows.strides()[1], self.plane.strides.head, scale_strides(&self.plane).head]
     }
@@ -85,8 +85,8 @@ fn used(slots: &[i64]) -> Vec<(usize, usize)> {
     used.map(|(row, &slot)| (row, slot as usize)).collect()
 }
 
-/// Returns the pairs of row and slot as [`used`] does, with the last row of each slot only: two rows written
-/// to one slot at the same time would mix.
+/// Returns the pairs of row and slot like [`used`], but only with the last row of each slot, because two rows
+/// written to one slot at the same time would mix.
 fn unique(slots: &[i64]) -> Vec<(usize, usize)> {
     let mut used = used(slots);
     if used.windows(2).any(|pair| pair[0].1 >= pair[1].1) {

@@ -1,11 +1,12 @@
-//! The work of a stream on the one queue of its device: recording, uploads, submissions, reads and waits.
+//! A stream's work on the device's only queue: recording, uploads, submissions, reads and waits.
 //!
 //! ```text
 //! Queue ── recorded ─► submitted ─► done
 //!    run(work)     submit()      wait
 //! ```
 //!
-//! Code here knows runs of kernels ([`Dispatch`]) and buffers, and no operation of the contract.
+//! Code here deals with kernel runs ([`Dispatch`]) and buffers, and knows nothing about the contract's
+//! operations.
 
 use std::sync::Arc;
 
@@ -25,18 +26,18 @@ pub(crate) use dispatch::Dispatch;
 use pending::Pending;
 pub(crate) use pending::Point;
 
-/// Bytes up to which an aligned write goes with the next submission; larger ones are given to the queue at
-/// once.
+/// Maximum size in bytes of an aligned write that goes with the next submission; larger ones are passed to
+/// the queue at once.
 pub(crate) const SMALL_WRITE: usize = 1 << 20;
 
-/// The recorded work of a stream. Everything recorded runs in order, after all that was recorded before.
+/// A stream's recorded work, which runs in the order in which it was recorded.
 pub(crate) struct Queue {
     device: Arc<GpuDevice>,
     pending: Mutex<Pending>,
 }
 
 impl Drop for Queue {
-    /// Submits the recorded work, which still runs.
+    /// Submits the recorded work, so that it still runs.
     fn drop(&mut self) {
         self.pending.get_mut().submit(&self.device);
     }
@@ -51,18 +52,18 @@ impl Queue {
         &self.device
     }
 
-    /// Records runs of kernels, in order.
+    /// Records kernel runs, in order.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] for arguments that exceed the largest binding. In that
-    /// case nothing is recorded.
+    /// Returns [`kvcore::Error::Unsupported`] for arguments that exceed the largest binding. Nothing is
+    /// recorded in that case.
     pub(crate) fn run(&self, work: Vec<Dispatch>) -> Result<()> {
         self.device.check()?;
         self.pending.lock().run(&self.device, work)
     }
 
-    /// Records the runs of several pieces of a write, one after the other with nothing between them. Each
-    /// piece comes with the number of its bytes that were given to the device's queue.
+    /// Records the runs of several pieces of a write, with nothing between them. Each piece comes with the
+    /// number of its bytes that were passed to the device's queue.
     ///
     /// # Errors
     /// Returns the errors of the pieces and of [`run`](Self::run).
@@ -80,7 +81,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Counts bytes that were given to the device's queue for work that follows.
+    /// Counts bytes that were passed to the device's queue for work that follows.
     pub(crate) fn count_written(&self, bytes: usize) {
         if bytes > 0 {
             self.pending.lock().count_written(&self.device, bytes);
@@ -88,7 +89,7 @@ impl Queue {
     }
 
     /// Returns `bytes` bytes in which a kernel leaves results for the next kernel of the same operation. All
-    /// operations of a stream share the memory, because they run one after the other.
+    /// operations of a stream share this memory, because they run one after another.
     pub(crate) fn scratch(&self, bytes: u64) -> Result<Binding> {
         let mut pending = self.pending.lock();
         let buffer = if let Some(kept) = pending.scratch.as_ref().filter(|kept| kept.size() >= bytes) {
@@ -100,7 +101,7 @@ impl Queue {
         Ok(Binding { buffer, offset: 0, size: bytes })
     }
 
-    /// Writes whole words to a buffer from byte `start` on, after all work recorded before.
+    /// Writes whole words to a buffer, starting at byte `start`, after all work recorded so far.
     pub(crate) fn write_words(&self, buffer: &Buffer, start: u64, bytes: &[u8]) -> Result<()> {
         let (device, mut pending) = (&self.device, self.pending.lock());
         pending.check(device)?;
@@ -119,12 +120,12 @@ impl Queue {
         self.pending.lock().submit(&self.device);
     }
 
-    /// Returns an error if the device refused work of this stream.
+    /// Returns an error if the device rejected work of this stream.
     pub(crate) fn check(&self) -> Result<()> {
         self.pending.lock().check(&self.device)
     }
 
-    /// Returns the moment after everything recorded so far; none if nothing was ever recorded.
+    /// Returns the moment after everything recorded so far, or `None` if nothing was ever recorded.
     pub(crate) fn point(&self) -> Option<Arc<Point>> {
         self.pending.lock().point()
     }

@@ -13,13 +13,15 @@ use crate::device::GpuDevice;
 use crate::pipeline::Binding;
 
 // Decision: docs/decisions/backend-wgpu.md#waiting-work-is-bounded
-/// Bytes kept by the device's queue for the next submission, at which the work so far is submitted.
+/// Number of bytes waiting in the device's queue for the next submission at which the work so far is
+/// submitted.
 const MANY_WRITTEN: u64 = 64 << 20;
 
-/// Number of dispatches at which the work so far is submitted. The device then works while the host goes on.
+/// Number of dispatches at which the work so far is submitted, so that the device works while the host
+/// continues.
 const MANY: usize = 256;
 
-/// A moment in the order of a stream: the next submission, or the one that it became.
+/// A moment in a stream's order: the next submission, or the one that it became.
 #[derive(Debug, Default)]
 pub(crate) struct Point(Mutex<Option<SubmissionIndex>>);
 
@@ -37,16 +39,16 @@ pub(super) struct Pending {
     dispatches: usize,
     /// Owners of buffers that recorded work reads.
     kept: Vec<Arc<dyn Any + Send + Sync>>,
-    /// Bytes given to the queue that come before the next submission.
+    /// Number of bytes passed to the queue for the next submission.
     written: u64,
     uploads: Uploads,
     points: Vec<Arc<Point>>,
     /// The last submission.
     last: Option<SubmissionIndex>,
-    /// The reason why the device refused work of this stream. It stays, because everything submitted with
-    /// that work or after it was lost too.
+    /// Why the device rejected work of this stream. It stays set, because everything submitted with or after
+    /// that work was lost too.
     failed: Option<String>,
-    /// A buffer for reads to go through; none while a read uses it.
+    /// A staging buffer for reads, or `None` while a read uses it.
     pub(super) staging: Option<Buffer>,
     /// The buffer that [`Queue::scratch`](super::Queue::scratch) keeps.
     pub(super) scratch: Option<Buffer>,
@@ -69,7 +71,7 @@ impl Pending {
         self.count_written(device, bytes.len());
     }
 
-    /// Counts bytes that the queue keeps until the next submission, and submits if they are many.
+    /// Counts bytes that the queue keeps until the next submission, and submits if there are many.
     pub(super) fn count_written(&mut self, device: &GpuDevice, bytes: usize) {
         self.written += bytes as u64;
         if self.written >= MANY_WRITTEN {
@@ -85,12 +87,12 @@ impl Pending {
         self.uploads.add(device, bytes)
     }
 
-    /// Returns an error if the device refused work of this stream.
+    /// Returns an error if the device rejected work of this stream.
     pub(super) fn check(&self, device: &GpuDevice) -> Result<()> {
         self.failed.as_ref().map_or(Ok(()), |reason| Err(device.refusal(reason.clone())))
     }
 
-    /// Records runs of kernels, in order.
+    /// Records kernel runs, in order.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Unsupported`] if arguments exceed the largest binding; in that case nothing
@@ -105,7 +107,7 @@ impl Pending {
         let mut recorded = 0;
         match device.guarded(|| self.record(device, work, &mut recorded)) {
             Ok(Ok(())) => {}
-            // An operation that was recorded in part makes the stream fail.
+            // If an operation was only partly recorded, the stream fails.
             Ok(Err(error)) if recorded > 0 => {
                 self.failed.get_or_insert(error.to_string());
                 return Err(error);
@@ -168,7 +170,7 @@ impl Pending {
         }
     }
 
-    /// Returns the moment after everything recorded so far; none if nothing was ever recorded.
+    /// Returns the moment after everything recorded so far, or `None` if nothing was ever recorded.
     pub(super) fn point(&mut self) -> Option<Arc<Point>> {
         if self.encoder.is_some() || self.written > 0 {
             let point = Arc::new(Point::default());

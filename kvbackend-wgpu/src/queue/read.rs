@@ -1,15 +1,15 @@
-//! Reads: bytes that come to the host through a staging buffer.
+//! Reads: bytes that are copied to the host through a staging buffer.
 
 use wgpu::{Buffer, BufferUsages, MapMode};
 
 use super::Queue;
 use kvcore::Result;
 
-/// Most bytes of one piece of a read.
+/// Maximum number of bytes per piece of a read.
 const STAGING: u64 = 32 << 20;
 
 impl Queue {
-    /// Reads `dst.len()` bytes of a buffer from byte `start` on, after all work recorded before.
+    /// Reads `dst.len()` bytes of a buffer, starting at byte `start`, after all work recorded so far.
     pub(crate) fn read(&self, buffer: &Buffer, start: u64, dst: &mut [u8]) -> Result<()> {
         for (i, piece) in dst.chunks_mut(STAGING as usize).enumerate() {
             self.read_piece(buffer, start + i as u64 * STAGING, piece)?;

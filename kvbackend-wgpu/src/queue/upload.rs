@@ -6,14 +6,14 @@ use wgpu::{Buffer, BufferUsages};
 use crate::device::GpuDevice;
 use crate::pipeline::Binding;
 
-/// Bytes of the first upload buffer; each further buffer of a submission is twice as large.
+/// Size in bytes of the first upload buffer; each further buffer of a submission is twice as large.
 const FIRST: u64 = 64 << 10;
 
 // Decision: docs/decisions/backend-wgpu.md#waiting-work-is-bounded
-/// Bytes of all upload buffers beyond which the work so far is submitted.
+/// Total size in bytes of all upload buffers above which the work so far is submitted.
 const MANY: u64 = 16 << 20;
 
-/// A buffer of the device, and the bytes that are written to it before the submission.
+/// A device buffer, and the bytes to write to it before the submission.
 struct UploadBuffer {
     buffer: Buffer,
     bytes: Vec<u8>,
@@ -23,7 +23,7 @@ struct UploadBuffer {
 #[derive(Default)]
 pub(super) struct Uploads(Vec<UploadBuffer>);
 
-/// Returns the room that some bytes of the host take: whole words, at least one.
+/// Returns the space that some host bytes take: whole words, at least one.
 fn padded(bytes: usize) -> u64 {
     (bytes as u64).next_multiple_of(4).max(4)
 }
@@ -41,7 +41,7 @@ impl Uploads {
         !self.has_room(device, size) && all + size > MANY
     }
 
-    /// Adds bytes, and returns a binding of their place.
+    /// Adds bytes, and returns a binding for them.
     pub(super) fn add(&mut self, device: &GpuDevice, bytes: &[u8]) -> Result<Binding> {
         let size = padded(bytes.len());
         if !self.has_room(device, size) {
@@ -59,14 +59,15 @@ impl Uploads {
         Ok(Binding { buffer: buffer.clone(), offset, size })
     }
 
-    /// Gives all bytes to the device's queue.
+    /// Passes all bytes to the device's queue.
     pub(super) fn write(&self, device: &GpuDevice) {
         for one in self.0.iter().filter(|one| !one.bytes.is_empty()) {
             device.queue.write_buffer(&one.buffer, 0, &one.bytes);
         }
     }
 
-    /// Drops all bytes after a submission, and all buffers but the largest, which serves the next submission too.
+    /// Drops all bytes after a submission, and all buffers except the largest, which the next submission
+    /// reuses.
     pub(super) fn clear(&mut self) {
         self.0 = self.0.pop().into_iter().filter(|one| one.buffer.size() <= MANY).collect();
         self.forget();

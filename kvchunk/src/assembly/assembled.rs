@@ -27,13 +27,13 @@ pub struct AssembledPrompt {
     system: SealedPrefix,
 }
 
-/// Tokens of chunks to recompute, into the request's own blocks.
+/// Chunk tokens to recompute into the request's own blocks.
 #[derive(Debug)]
 #[must_use = "copy the blocks, then compute the inputs"]
 pub struct Recomputation {
     /// The blocks to copy before the inputs are computed, as `(shared block, own block)`.
     pub copies: WritePairs,
-    /// The tokens to compute. They see the whole prompt before them.
+    /// The tokens to compute. They see everything before them in the prompt.
     pub inputs: Vec<SequenceInput>,
     /// The number of these tokens.
     pub tokens: usize,
@@ -44,8 +44,8 @@ impl AssembledPrompt {
         let (reports, spans) = (assembly.reports(), assembly.chunks());
         let Assembly { block_size, system, chunks, private, mut segments, .. } = assembly;
         let SystemPart::Sealed(system) = system else { return Err(Error::NotReady { pieces: 1 }) };
-        // Another request may have stored the same system prompt first. In that case its blocks replace those
-        // of the segments.
+        // Another request may have stored the same system prompt first. Then its blocks replace the segments'
+        // blocks.
         if segments[0] != system.segment() {
             Arc::make_mut(&mut segments)[0] = system.segment();
         }
@@ -90,7 +90,7 @@ impl AssembledPrompt {
         &self.places
     }
 
-    /// Keeps blocks of the request until the request ends.
+    /// Keeps the request's own blocks until the request ends.
     pub(super) fn hold(&mut self, own: MutableBlocks) {
         self.private.push(own);
     }
@@ -104,8 +104,8 @@ impl AssembledPrompt {
         &self.reports
     }
 
-    /// Sorts numbers by chunk. `numbers` has one for each token of the [`segments`](Self::segments) after the
-    /// system prompt, in order.
+    /// Groups numbers by chunk. `numbers` has one for each token of the [`segments`](Self::segments) after
+    /// the system prompt, in order.
     pub fn by_chunk(&self, numbers: &[f32]) -> TokenScores {
         let mut chunks: Vec<Vec<f32>> = self.spans.iter().map(|span| vec![0.0; span.tokens]).collect();
         let mut left = numbers;
@@ -122,15 +122,15 @@ impl AssembledPrompt {
         MergedRun::new(&self.segments, self.block_size)
     }
 
-    /// Allocates the request's own blocks from `pool`, for all blocks that hold a selected token. Returns the
-    /// blocks to copy and the tokens to compute. From now on [`segments`](Self::segments) refer to the new
+    /// Allocates the request's own blocks from `pool`, one for each block with a selected token. Returns the
+    /// blocks to copy and the tokens to compute. Afterwards, [`segments`](Self::segments) refer to the new
     /// blocks.
     ///
-    /// The shared blocks are not written. Recomputed keys are stored with the same rotation as their
+    /// The shared blocks are not changed. Recomputed keys are stored with the same rotation as their
     /// neighbours, so a chunk remains one segment.
     ///
     /// # Errors
-    /// After each of these errors nothing has changed.
+    /// Nothing changes if there is an error.
     ///
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room.
     /// - Returns [`Error::NoSuchToken`] if a selected token is not in its chunk.
@@ -146,8 +146,8 @@ impl AssembledPrompt {
         Ok(anew)
     }
 
-    /// Returns segments over the request's own blocks for the selected tokens, the tokens to compute, and
-    /// those blocks.
+    /// Returns segments that use the request's own blocks for the selected tokens, the tokens to compute, and
+    /// these blocks.
     pub(super) fn rewritten(
         &self,
         prompt: &ChunkedPrompt,

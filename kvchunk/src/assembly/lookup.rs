@@ -1,4 +1,4 @@
-//! The lookup of a prompt's parts, and the lookup in the caches of this process.
+//! Looking up a prompt's parts, and the lookup in this process's caches.
 
 use kvcore::{BlockKey, KvPool};
 
@@ -11,24 +11,25 @@ use crate::prefix::PrefixFill;
 #[derive(Debug)]
 pub(crate) struct FoundPiece {
     pub(crate) hold: PieceHold,
-    /// True if the bytes are exactly those of the hash, in every cache that takes part in the prompt.
+    /// Whether the bytes are exactly what the hash describes, in every cache that takes part in the prompt.
     pub(crate) exact: bool,
 }
 
-/// Finds the parts of a prompt: in this process ([`LocalLookup`]), also at other replicas
+/// Finds the parts of a prompt: only in this process ([`LocalLookup`]), also at other replicas
 /// ([`ReplicaLookup`](crate::replica::ReplicaLookup)), or on all ranks of a model
 /// ([`RankLookup`](crate::ranks::RankLookup)).
 ///
-/// - A prompt calls the methods in the order below, [`acquire`](Self::acquire) for each piece that was not
-///   held.
-/// - All pieces that are found are held before any is acquired, so a prompt never evicts its own pieces.
+/// - A prompt calls the methods in the order below, and [`acquire`](Self::acquire) for each piece that was
+///   not held.
+/// - All pieces found are held before any piece is acquired, so a prompt never evicts its own pieces.
 /// - A hold is not a hit yet. The prompt [counts](ChunkCacheManager::count_hit) the holds that it uses.
 pub(crate) trait PromptLookup {
-    /// Finds or allocates the blocks of the system prompt, under the same chain of keys as an ordinary prompt
-    /// with this beginning. With `wait`, the prompt may wait for another request that computes it.
+    /// Finds or allocates the system prompt's blocks, under the same chain of keys as an ordinary prompt with
+    /// this beginning. If `wait` is true, the prompt may wait for another request that computes it.
     fn fill_system(&self, tokens: &[u32], wait: bool) -> Result<SystemFound>;
 
-    /// Holds the pieces that are found. The answer has the shape of `pieces`, the pieces of each chunk.
+    /// Holds the pieces that are found. The result has the same shape as `pieces`, which lists the pieces of
+    /// each chunk.
     fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>>;
 
     /// Acquires a piece that was not held, and counts the outcome.
@@ -43,16 +44,16 @@ pub(crate) trait PromptLookup {
 /// The lookup in the caches of this process.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LocalLookup<'a> {
-    /// The chunk cache, or `None` to find no chunk.
+    /// The chunk cache, or `None` to find no chunks.
     pub(crate) chunks: Option<&'a ChunkCacheManager>,
     pub(crate) tenant: TenantId,
     pub(crate) main: &'a KvPool,
-    /// The root of the system prompt's keys, or `None` to find no system prompt and to keep none.
+    /// The root of the system prompt's keys, or `None` to neither find nor keep system prompts.
     pub(crate) system_root: Option<BlockKey>,
 }
 
 impl LocalLookup<'_> {
-    /// Finds or allocates the blocks of the system prompt, even if another request computes it.
+    /// Finds or allocates the system prompt's blocks, even if another request computes it.
     pub(crate) fn fill_alone(&self, tokens: &[u32]) -> Result<PrefixFill> {
         PrefixFill::new(self.main, self.system_root, tokens)
     }

@@ -1,4 +1,5 @@
-//! Assembly turns a chunked prompt into the segments of a request, and into the inputs to compute first.
+//! Assembly turns a chunked prompt into a request's segments, and into the inputs that must be computed
+//! first.
 //!
 //! ```text
 //!   assemble ──► inputs ──► [model] ──► is_ready? ──yes──► commit ──► AssembledPrompt
@@ -7,9 +8,9 @@
 //! ```
 //!
 //! [`Assembler::assemble`] looks everything up and reserves room for the missing parts. The caller runs *one*
-//! forward pass over [`Assembly::inputs`], with its question in the same batch if wanted, and
-//! [commits](Assembly::commit) after that. Dropping the assembly frees every block instead, so nothing
-//! partial can ever be found.
+//! forward pass over [`Assembly::inputs`], optionally with its question in the same batch, and then
+//! [commits](Assembly::commit). Dropping the assembly instead frees every block, so partial results can never
+//! be found.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
@@ -39,44 +40,44 @@ pub(crate) use lookup::{FoundPiece, LocalLookup, PromptLookup};
 pub use rotated::RotatedCopy;
 pub use scratch::ScratchBlocks;
 
-/// The settings by which a prompt is assembled.
+/// The settings for assembling a prompt.
 #[derive(Debug, Clone)]
 pub struct Assembler<'a> {
-    /// The chunk cache, or `None` to compute everything from scratch, under the same mask.
+    /// The chunk cache, or `None` to compute everything from scratch with the same mask.
     pub chunks: Option<&'a ChunkCacheManager>,
     /// The tenant that the pieces belong to, and the root of its keys.
     pub tenant: TenantKeys,
-    /// The main pool, for system prompts and for chunks that find no room in the chunk pool.
+    /// The main pool, for system prompts and for chunks that do not fit in the chunk pool.
     pub main: KvPool,
-    /// Looks system prompts up in the main cache, and keeps them there.
+    /// Whether to look up system prompts in the main cache, and keep them there.
     pub prefixes: bool,
     /// The compute mode and position strategy.
     pub cell: ReuseCell,
     /// The reindexer that places pieces, for the request's regime.
     pub reindexer: &'a PositionReindexer,
-    /// The agreement with the other ranks, if several compute the prompt together. A piece is a hit on all of
-    /// them or on none.
+    /// The agreement with the other ranks, if several compute the prompt together. A piece is a hit on all
+    /// ranks or on none.
     pub ranks: Option<&'a dyn RankAgreement>,
-    /// The link to other replicas. A missing piece is pulled from a replica that has it, and computed only if
-    /// no replica supplies it. Pieces are pulled one by one; other requests that miss them wait for this
-    /// request. A hit here takes precedence over a replica's, even an approximate one. If
-    /// [`ranks`](Self::ranks) is set, no replica is asked.
+    /// The link to other replicas. A missing piece is fetched from a replica that has it, and computed only
+    /// if no replica supplies it. Pieces are fetched one by one, and other requests that need them wait for
+    /// this request. A local hit takes precedence over a replica's, even if it is approximate. If
+    /// [`ranks`](Self::ranks) is set, replicas are not asked.
     pub replicas: Option<&'a ReplicaLink>,
 }
 
 /// The report on one chunk of a prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize)]
 pub struct ChunkReport {
-    /// The number of tokens of the chunk.
+    /// The number of tokens in the chunk.
     pub tokens: usize,
-    /// True if the whole chunk was found in the cache, or is computed anyway for an earlier chunk of the same
+    /// Whether the whole chunk was found in the cache, or is computed anyway for an earlier chunk of the same
     /// prompt.
     pub hit: bool,
-    /// True if the chunk's bytes are exactly those of its hash; see [`PieceHold::is_exact`].
+    /// Whether the chunk's bytes are exactly what its hash describes; see [`PieceHold::is_exact`].
     pub exact: bool,
     /// The position of the chunk's first token in this prompt.
     pub position: i64,
-    /// The distance in positions from the stored place to the place of use.
+    /// The distance from the stored position to the position where the chunk is used.
     pub offset: i64,
 }
 
@@ -84,13 +85,13 @@ pub struct ChunkReport {
 #[derive(Debug, Clone)]
 enum PieceSource {
     Cached(PieceHold),
-    /// To be computed into the chunk pool; an index into [`Assembly::reserved`].
+    /// To be computed into the chunk pool; holds an index into [`Assembly::reserved`].
     Reserved(usize),
     /// Computed for this request only.
     Private,
 }
 
-/// A piece that has its blocks.
+/// A piece that already has its blocks.
 #[derive(Debug, Clone)]
 struct PromptPiece {
     blocks: Arc<[BlockId]>,
@@ -118,9 +119,9 @@ struct OwnPiece {
 #[derive(Debug)]
 struct PromptChunk {
     place: ChunkPlace,
-    /// The chunk's first pieces: all of them once [`tokens`](Self::tokens) is the chunk's length.
+    /// The chunk's first pieces. They are complete once [`tokens`](Self::tokens) is the chunk's length.
     pieces: Vec<PromptPiece>,
-    /// The number of tokens of these pieces.
+    /// The number of tokens in these pieces.
     tokens: usize,
     hit: bool,
     exact: bool,
@@ -142,7 +143,7 @@ impl PromptChunk {
 enum SystemPart {
     /// Not looked up yet, or computed by another request.
     Missing,
-    /// Found in part, with room for the rest.
+    /// Partly found, with room for the rest.
     Filling(Box<SystemFill>),
     /// Computed. Other requests can find it.
     Sealed(SealedPrefix),
@@ -171,9 +172,9 @@ pub struct Assembly {
     own: HashMap<BlockKey, OwnPiece>,
     reserved: Vec<ChunkReservation>,
     private: Vec<MutableBlocks>,
-    /// The pieces that other requests compute, or the system prompt.
+    /// The pieces, or the system prompt, that other requests are computing.
     waiting: Vec<(BlockKey, ChunkWaiter)>,
-    /// The time spent waiting for such pieces.
+    /// The time spent waiting for them so far.
     waited: Duration,
     /// Keys that this request no longer waits for.
     overdue: HashSet<BlockKey>,
@@ -185,7 +186,7 @@ pub struct Assembly {
 }
 
 impl Assembler<'_> {
-    /// Returns the way in which this assembler finds the parts of a prompt.
+    /// Returns how this assembler finds the parts of a prompt.
     fn lookup(&self) -> Box<dyn PromptLookup + '_> {
         let TenantKeys { id: tenant, root } = self.tenant;
         let system_root = self.prefixes.then_some(root);
@@ -200,22 +201,22 @@ impl Assembler<'_> {
     /// Looks up and reserves everything that `prompt` needs.
     ///
     /// # Errors
-    /// After each of these errors nothing stays held, on any rank.
+    /// Nothing stays held on any rank if there is an error.
     ///
-    /// - Returns [`crate::Error::TooLong`] if the model does not have one of the positions.
+    /// - Returns [`crate::Error::TooLong`] if the model does not support one of the positions.
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the main pool has no room for the system prompt, or for
-    ///   the pieces that the chunk pool does not take.
+    ///   pieces that do not fit in the chunk pool.
     /// - Returns [`crate::Error::RankFailed`] if another rank has an error.
-    /// - Returns the errors of the agreement of [`ranks`](Self::ranks).
+    /// - Returns the errors of the agreement in [`ranks`](Self::ranks).
     pub fn assemble(&self, prompt: &ChunkedPrompt) -> Result<Assembly> {
         self.assemble_at(prompt, PositionPlan::new(prompt, self.cell, self.reindexer.max_positions())?)
     }
 
-    /// Looks up and reserves everything that `prompt` needs, as [`assemble`](Self::assemble) does, at the
-    /// positions of a plan that exists already. An engine needs the plan before the reindexer, because the
-    /// longest position decides the regime of the rotary embeddings.
+    /// Looks up and reserves everything that `prompt` needs, like [`assemble`](Self::assemble), but at the
+    /// positions of an existing plan. An engine needs the plan before it has the reindexer, because the
+    /// highest position determines the regime of the rotary embeddings.
     ///
-    /// The caller guarantees that `plan` was made for this prompt and this [`cell`](Self::cell).
+    /// `plan` must have been made for this prompt and this [`cell`](Self::cell).
     ///
     /// # Errors
     /// Returns the errors of [`assemble`](Self::assemble).
@@ -252,7 +253,7 @@ impl Assembler<'_> {
 }
 
 impl Assembly {
-    /// Uses the part of the system prompt that was found, and adds the rest to the inputs.
+    /// Uses the cached part of the system prompt, and adds the rest to the inputs.
     fn add_system(&mut self, tokens: &[u32], fill: Box<SystemFill>) {
         let prefix = &fill.prefix;
         let cached = prefix.cached();
@@ -269,30 +270,30 @@ impl Assembly {
         self.system = SystemPart::Filling(fill);
     }
 
-    /// Returns true if every piece is cached or among the inputs. In that case the question may be computed
-    /// in the same batch, and [`commit`](Self::commit) follows. Otherwise another request is computing a
-    /// piece of this prompt: compute the inputs, and call [`try_advance`](Self::try_advance) or
+    /// Returns whether every piece is cached or in the inputs. If so, the question may be computed in the
+    /// same batch, followed by [`commit`](Self::commit). Otherwise another request is computing a piece of
+    /// this prompt: compute the inputs, and call [`try_advance`](Self::try_advance) or
     /// [`advance`](Self::advance).
     pub fn is_ready(&self) -> bool {
-        // A failed lookup leaves no segments.
+        // After a failed lookup there are no segments.
         self.waiting.is_empty() && !self.segments.is_empty()
     }
 
-    /// Returns the inputs to compute now, in one batch: the missing part of the system prompt and every
-    /// missing piece. Pieces may see blocks that the same batch fills. This is safe, because all keys of
-    /// a layer are written before the layer's attention reads.
+    /// Returns the inputs to compute now, in one batch: the missing part of the system prompt, and every
+    /// missing piece. Pieces may see blocks that the same batch fills. This is safe because all keys of a
+    /// layer are written before the layer's attention reads them.
     pub fn inputs(&self) -> &[SequenceInput] {
         &self.inputs
     }
 
-    /// Takes the [inputs](Self::inputs) out of the assembly, for a scheduler that feeds them to several
-    /// passes.
+    /// Removes the [inputs](Self::inputs) from the assembly and returns them, for a scheduler that splits
+    /// them over several passes.
     pub fn take_inputs(&mut self) -> Vec<SequenceInput> {
         std::mem::take(&mut self.inputs)
     }
 
-    /// Returns the segments of the system prompt and the chunks as the question sees them. There are none
-    /// until the assembly [is ready](Self::is_ready).
+    /// Returns the segments of the system prompt and the chunks as the question sees them. Empty until the
+    /// assembly [is ready](Self::is_ready).
     pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
@@ -328,23 +329,24 @@ impl Assembly {
         self.chunks.iter().map(report).collect()
     }
 
-    /// Returns the number of tokens of system prompt and chunks that need not be computed.
+    /// Returns how many tokens of the system prompt and the chunks need not be computed.
     pub fn reused_tokens(&self) -> usize {
         self.reused_tokens
     }
 
-    /// Returns a waiter for everything that other requests compute for this prompt: none once the assembly
-    /// [is ready](Self::is_ready).
+    /// Returns a waiter for everything that other requests are computing for this prompt. There are none once
+    /// the assembly [is ready](Self::is_ready).
     pub fn waiters(&self) -> impl Iterator<Item = &ChunkWaiter> {
         self.waiting.iter().map(|(_, waiter)| waiter)
     }
 
-    /// Declares the inputs computed, and looks again for the parts that other requests have finished. Never
-    /// blocks. Call it for an assembly that is not ready, when one of its [`waiters`](Self::waiters) is over.
-    /// Afterwards [`inputs`](Self::inputs) has the new inputs, if any.
+    /// Declares that the inputs have been computed, and looks again for parts that other requests have
+    /// finished. Never blocks. Call it when an assembly is not ready and one of its
+    /// [`waiters`](Self::waiters) is over. Afterwards [`inputs`](Self::inputs) returns the new inputs, if
+    /// any.
     ///
     /// # Errors
-    /// Returns the errors of [`Assembler::assemble`]. In that case drop the assembly.
+    /// Returns the errors of [`Assembler::assemble`]. Drop the assembly in that case.
     pub fn try_advance(&mut self, assembler: &Assembler<'_>, prompt: &ChunkedPrompt) -> Result<()> {
         self.inputs.clear();
         self.store()?;
@@ -356,24 +358,24 @@ impl Assembly {
         Ok(())
     }
 
-    /// Gives up waiting. After the next [`try_advance`](Self::try_advance), all parts that are still missing
-    /// are among the inputs, to be computed for this request alone.
+    /// Stops waiting. After the next [`try_advance`](Self::try_advance), all parts that are still missing are
+    /// in the inputs, to be computed only for this request.
     pub fn stop_waiting(&mut self) {
         self.overdue.extend(self.waiting.drain(..).map(|(key, _)| key));
     }
 
-    /// Declares the inputs computed, waits for the pieces that other requests compute, and looks again. Call
-    /// it for an assembly that is not ready. Afterwards [`inputs`](Self::inputs) has the new inputs, if any.
+    /// Declares that the inputs have been computed, waits for the pieces that other requests are computing,
+    /// and looks again. Call it when an assembly is not ready. Afterwards [`inputs`](Self::inputs) returns
+    /// the new inputs, if any.
     ///
-    /// All waits of one assembly together take no longer than
-    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). Pieces that are still missing after that are
-    /// among the new inputs, to be computed for this request alone.
+    /// All waits of an assembly together take at most [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
+    /// Pieces that are still missing after that are in the new inputs, to be computed only for this request.
     ///
     /// # Errors
-    /// Returns the errors of [`Assembler::assemble`]. In that case drop the assembly.
+    /// Returns the errors of [`Assembler::assemble`]. Drop the assembly in that case.
     pub fn advance(&mut self, assembler: &Assembler<'_>, prompt: &ChunkedPrompt) -> Result<()> {
         self.inputs.clear();
-        // Requests that wait for this one must not wait for its own waits, too.
+        // Requests that wait for this one must not also wait while it waits for others.
         self.store()?;
         let limit = assembler.chunks.map_or(Duration::ZERO, |cache| cache.config().max_wait());
         let (since, left) = (Instant::now(), limit.saturating_sub(self.waited));
@@ -387,16 +389,17 @@ impl Assembly {
         self.try_advance(assembler, prompt)
     }
 
-    /// Stores all reserved pieces and the system prompt, which have been computed. From now on, other
-    /// requests can find them.
+    /// Stores all reserved pieces and the system prompt, which have been computed. Other requests can find
+    /// them from now on.
     fn store(&mut self) -> Result<()> {
-        // Requests that wait for the system prompt continue only after the pieces are stored, and find them.
+        // Requests that wait for the system prompt continue only after the pieces are stored, so that they
+        // find the pieces too.
         let mut landing = None;
         self.system = match std::mem::replace(&mut self.system, SystemPart::Missing) {
             SystemPart::Filling(fill) => {
                 landing = fill.flight;
-                // Another request may have computed the same system prompt in the meantime. In that case its
-                // blocks stay.
+                // Another request may have computed the same system prompt in the meantime. Then its blocks
+                // are kept.
                 SystemPart::Sealed(fill.prefix.finish()?)
             }
             other => other,
@@ -412,10 +415,11 @@ impl Assembly {
         Ok(())
     }
 
-    /// Declares all inputs computed. Other requests can find the pieces and the system prompt from now on.
+    /// Declares that all inputs have been computed. Other requests can find the pieces and the system prompt
+    /// from now on.
     ///
     /// # Errors
-    /// Returns [`crate::Error::NotReady`] if the assembly still waits for other requests.
+    /// Returns [`crate::Error::NotReady`] if the assembly is still waiting for other requests.
     pub fn commit(mut self) -> Result<AssembledPrompt> {
         if !self.is_ready() {
             return Err(crate::Error::NotReady { pieces: self.waiting.len() });

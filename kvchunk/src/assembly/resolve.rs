@@ -14,7 +14,7 @@ use crate::position::{PositionPlan, PositionReindexer};
 use crate::prompt::ChunkedPrompt;
 
 impl Assembler<'_> {
-    /// Returns one hasher for all chunks, or one per chunk if positions are part of the hash.
+    /// Returns one hasher for all chunks, or one per chunk if the hash includes positions.
     fn hashers(&self, prompt: &ChunkedPrompt, plan: &PositionPlan) -> Vec<ChunkHasher> {
         let (algorithm, block_size) = self.chunks.map_or((HashAlgorithm::default(), 1), |cache| {
             (cache.config().hash_algorithm, cache.pool().block_size())
@@ -29,8 +29,9 @@ impl Assembler<'_> {
         }
     }
 
-    /// Gives blocks to the system prompt and to all pieces that have none yet. Stops, in each chunk, at the
-    /// first piece that another request computes. Looks up no piece before the system prompt has its blocks.
+    /// Provides blocks for the system prompt and for all pieces that have none yet. In each chunk, stops at
+    /// the first piece that another request is computing. Pieces are looked up only after the system prompt
+    /// has its blocks.
     pub(super) fn resolve(
         &self,
         lookup: &dyn PromptLookup,
@@ -67,7 +68,7 @@ impl Assembler<'_> {
         Ok(())
     }
 
-    /// Returns the segments of an assembly whose pieces all have blocks, as the question sees them.
+    /// Returns an assembly's segments as the question sees them. All its pieces must have blocks.
     fn segments(&self, assembly: &Assembly) -> Result<Arc<[Segment]>> {
         let mut segments: Vec<Segment> = assembly.system.segment().into_iter().collect();
         for chunk in &assembly.chunks {
@@ -98,7 +99,8 @@ impl Assembler<'_> {
         assembly.add_cached(chunk, found);
     }
 
-    /// Gives blocks to the next piece of a chunk. Returns false if another request computes the piece.
+    /// Provides blocks for the next piece of a chunk. Returns false if another request is computing the
+    /// piece.
     fn add_missing(
         &self,
         lookup: &dyn PromptLookup,
@@ -106,7 +108,7 @@ impl Assembler<'_> {
         chunk: usize,
         piece: &ChunkPiece<'_>,
     ) -> Result<bool> {
-        // A piece that the prompt contains twice has two segments over the same blocks.
+        // A piece that the prompt contains twice has two segments with the same blocks.
         let own = assembly.own.get(&piece.hash().key).filter(|own| own.evidence.proves(piece));
         if let Some(OwnPiece { piece: known, exact, .. }) = own {
             let (known, exact) = (known.clone(), *exact);
@@ -120,8 +122,7 @@ impl Assembler<'_> {
         }
         let state = &assembly.chunks[chunk];
         let stored_start = state.place.stored_start + state.tokens as i64;
-        // A piece that is computed after an approximate one does not follow from its hash alone, so it is not
-        // stored.
+        // A piece computed after an approximate one does not depend only on its hash, so it is not stored.
         let acquired = match self.chunks {
             Some(cache) if state.exact && assembly.overdue.contains(&piece.hash().key) => {
                 cache.go_without(self.tenant.id());
@@ -159,7 +160,7 @@ impl Assembler<'_> {
         Ok(true)
     }
 
-    /// Allocates blocks of the main pool for a piece that is computed for this request alone.
+    /// Allocates blocks of the main pool for a piece that is computed only for this request.
     fn private(
         &self,
         assembly: &mut Assembly,
@@ -195,8 +196,8 @@ impl Assembly {
         self.push(chunk, piece);
     }
 
-    /// Adds the input for the last piece that a chunk has so far. The piece sees the chunk's earlier pieces
-    /// and, depending on the mode, the system prompt, at the positions at which their keys are stored.
+    /// Adds the forward-pass input for the piece that was pushed last. The piece sees the chunk's earlier
+    /// pieces and, depending on the mode, the system prompt, at the positions that their keys are stored for.
     fn add_input(
         &mut self,
         reindexer: &PositionReindexer,
@@ -218,12 +219,12 @@ impl Assembly {
         Ok(())
     }
 
-    /// Gives blocks to the system prompt. Returns false if another request computes it.
+    /// Provides blocks for the system prompt. Returns false if another request is computing it.
     fn find_system(&mut self, lookup: &dyn PromptLookup, prompt: &ChunkedPrompt) -> Result<bool> {
         if !self.waiting.is_empty() {
             return Ok(false);
         }
-        // Until the system prompt has its blocks, the prompt waits for nothing else.
+        // Until the system prompt has its blocks, the prompt does not wait for anything else.
         match lookup.fill_system(prompt.system(), self.overdue.is_empty())? {
             SystemFound::Filled(fill) => {
                 self.add_system(prompt.system(), fill);

@@ -13,11 +13,11 @@ use crate::error::{Error, Result};
 use crate::position::MergedRun;
 
 // Decision: docs/decisions/chunks.md#a-rotated-copy-is-made-by-slots
-/// The system prompt and the chunks in one run of blocks, token after token, with the keys rotated for the
-/// positions of use.
+/// The system prompt and the chunks in one run of blocks, token after token, with the keys rotated to the
+/// positions where they are used.
 ///
-/// Blocks that already have the layout and positions of the run are shared; the others are the request's own.
-/// Each copy reads the stored original and writes to other blocks. Its keys are rounded once more than keys
+/// Blocks that already have the run's layout and positions are shared; the others belong to the request. Each
+/// copy reads the stored original and writes to other blocks. The copied keys are rounded once more than keys
 /// that are read with a rotated query.
 #[derive(Debug, Clone)]
 pub struct RotatedCopy {
@@ -25,7 +25,7 @@ pub struct RotatedCopy {
     moves: Vec<Move>,
 }
 
-/// Tokens that are moved by one distance.
+/// Tokens to move by the same distance.
 #[derive(Debug, Clone)]
 struct Move {
     delta: i64,
@@ -35,13 +35,13 @@ struct Move {
 
 impl AssembledPrompt {
     /// Allocates the request's own blocks from `pool`, for all tokens whose blocks a single run cannot share.
-    /// Returns the run with the copies to make. The blocks are held until this prompt is dropped. The
-    /// prompt's [`segments`](Self::segments) do not change.
+    /// Returns the run and the copies to make. The blocks are held until this prompt is dropped. The prompt's
+    /// [`segments`](Self::segments) do not change.
     ///
     /// Keys that are stored unrotated are copied unchanged, because the kernel that reads them rotates them.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room. In that case nothing has changed.
+    /// Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room. Nothing changes in that case.
     pub fn rotated_copy(&mut self, keys: KeyForm, pool: &BlockPool) -> Result<RotatedCopy> {
         let block_size = self.block_size();
         let parts = MergedRun::new(self.segments(), block_size)?;
@@ -75,7 +75,7 @@ impl AssembledPrompt {
     }
 }
 
-/// Returns the block that holds these tokens from its first slot on, if no token has an offset.
+/// Returns the block that holds these tokens starting at its first slot, if none of the tokens has an offset.
 fn as_it_lies(tokens: &[(i64, i64)], block_size: usize) -> Option<BlockId> {
     let (first, _) = tokens.first()?;
     let in_place = |(at, &(slot, delta)): (i64, &(i64, i64))| slot == first + at && delta == 0;
@@ -84,12 +84,12 @@ fn as_it_lies(tokens: &[(i64, i64)], block_size: usize) -> Option<BlockId> {
 }
 
 impl RotatedCopy {
-    /// Enqueues the copies: a `gather`, which rotates, and a `scatter` per layer and distance. `ropes` are
-    /// the request's. The rows in between take memory until the work is done.
+    /// Enqueues the copies: a `gather`, which rotates, and a `scatter` for each layer and distance. `ropes`
+    /// must be the request's embeddings. The intermediate rows use memory until the work is done.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if there are fewer embeddings than layers, and the errors of the
-    /// backend.
+    /// Returns [`kvcore::Error::OutOfRange`] if there are fewer embeddings than layers, and the backend's
+    /// errors.
     pub fn enqueue(
         &self,
         backend: &dyn Backend,
@@ -139,20 +139,21 @@ impl RotatedCopy {
         self.moves.iter().map(|group| group.from.len()).sum()
     }
 
-    /// Returns the run as one segment without an offset, for rotated keys and kernels that only need the
-    /// order of tokens. The n-th token counts as the n-th, regardless of its position. This does not fit a
-    /// sliding window or unrotated keys; for these see [`segment_by_position`](Self::segment_by_position).
+    /// Returns the run as one segment without an offset, for rotated keys and for kernels that only need the
+    /// order of tokens. Token n is treated as being at position n, whatever its real position. This is wrong
+    /// for a sliding window or unrotated keys; use [`segment_by_position`](Self::segment_by_position) for
+    /// these.
     pub fn segment(&self) -> Segment {
         Segment::new(self.merged.block_ids.as_slice().into(), self.merged.total_tokens, 0, 0)
     }
 
     // Decision: docs/decisions/chunks.md#one-segment-is-read-by-order-or-has-consecutive-positions
-    /// Returns the run as one segment if the n-th token has the position n. Unlike
-    /// [`segment`](Self::segment), the result also fits a sliding window and unrotated keys.
+    /// Returns the run as one segment if token n has position n. Unlike with [`segment`](Self::segment), the
+    /// result is also correct for a sliding window and unrotated keys.
     ///
     /// # Errors
-    /// Returns [`Error::NotInARow`] if chunks overlap in position, because no single segment can describe
-    /// their positions.
+    /// Returns [`Error::NotInARow`] if the chunks' positions overlap, because a single segment cannot
+    /// describe them.
     pub fn segment_by_position(&self) -> Result<Segment> {
         let stray = (0..).zip(&self.merged.positions).find(|(index, position)| index != *position);
         match stray {

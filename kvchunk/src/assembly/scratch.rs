@@ -1,4 +1,4 @@
-//! Scratch blocks hold recomputed KV of all chunk tokens for a while, next to the stored KV.
+//! Scratch blocks, which temporarily hold recomputed KV of all chunk tokens, next to the stored KV.
 
 use std::sync::Arc;
 
@@ -9,11 +9,11 @@ use crate::error::Result;
 use crate::prompt::ChunkedPrompt;
 use crate::recompute::{ChunkSpan, TokenSelection};
 
-/// The request's own blocks for every chunk token that full attention would compute differently, with the
-/// slots at which the same tokens are stored.
+/// The request's own blocks for every chunk token that full attention would compute differently, and the
+/// slots where the same tokens are stored.
 ///
 /// # Drop behaviour
-/// The blocks are free again, and nothing in them can be found.
+/// The blocks become free, and nothing in them can be found.
 #[derive(Debug)]
 pub struct ScratchBlocks {
     segments: Arc<[Segment]>,
@@ -26,7 +26,8 @@ pub struct ScratchBlocks {
 }
 
 impl AssembledPrompt {
-    /// Allocates scratch blocks from `pool` for all tokens of chunks that are not [`ChunkSpan::is_full`].
+    /// Allocates scratch blocks from `pool` for all tokens of chunks for which [`ChunkSpan::is_full`] is
+    /// false.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room.
@@ -50,7 +51,7 @@ impl AssembledPrompt {
 }
 
 impl ScratchBlocks {
-    /// Returns the segments of the system prompt and the chunks over the scratch blocks.
+    /// Returns the segments of the system prompt and the chunks, with the scratch blocks.
     pub fn segments(&self) -> &Arc<[Segment]> {
         &self.segments
     }
@@ -60,7 +61,7 @@ impl ScratchBlocks {
         &self.inputs
     }
 
-    /// Returns for each input the slots at which the same tokens are stored.
+    /// Returns, for each input, the slots where the same tokens are stored.
     pub fn stored(&self) -> &[SlotMapping] {
         &self.stored
     }

@@ -1,5 +1,5 @@
 //! Acquires a piece: the request holds it, computes it, waits for the request that computes it, or goes
-//! without.
+//! without the cache.
 
 use std::time::{Duration, Instant};
 
@@ -11,9 +11,9 @@ use crate::position::{PlacedPiece, PositionReindexer};
 
 impl ChunkCacheManager {
     /// Looks up a piece for a tenant, and reserves room for it if it is missing. If this request must compute
-    /// the piece, its first key is to be rotated to the position `stored_start`.
+    /// the piece, it must rotate the first key to position `stored_start`.
     ///
-    /// A sleeping piece is woken without the lock, and is held as soon as it is awake.
+    /// A sleeping piece is woken without holding the lock, and is held as soon as it is awake.
     pub fn acquire(&self, tenant: TenantId, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
         let mut looked = Duration::ZERO;
         loop {
@@ -32,7 +32,7 @@ impl ChunkCacheManager {
                     };
                     match self.0.wake(waking, hit) {
                         Ok(Some(hold)) => Acquired::Hit(hold),
-                        // A lost piece can be computed now.
+                        // If the piece was lost, it can be computed now.
                         Ok(None) | Err(_) => continue,
                     }
                 }
@@ -55,7 +55,7 @@ impl ChunkCacheManager {
     }
 
     // Decision: docs/decisions/chunks.md#a-hold-counts-as-a-hit-when-it-is-used
-    /// Counts a hold as a hit, because a request of the tenant uses it.
+    /// Counts a hold as a hit, because one of the tenant's requests uses it.
     pub(crate) fn count_hit(&self, tenant: TenantId, hold: &PieceHold) {
         let mut state = self.0.lock();
         let tenant = state.known(tenant);
@@ -63,7 +63,7 @@ impl ChunkCacheManager {
     }
 
     /// Reserves room for a piece, and counts a miss. Returns `None` if there is no room, or if the piece is
-    /// stored or under way already.
+    /// already stored or being computed.
     pub(crate) fn reserve(
         &self,
         tenant: TenantId,
@@ -86,8 +86,8 @@ impl ChunkCacheManager {
         state.count_uncached(tenant);
     }
 
-    /// Returns the piece if it is stored and awake. Unlike [`acquire`](Self::acquire), it reserves nothing,
-    /// waits for nothing and wakes nothing.
+    /// Returns the piece if it is stored and awake. Unlike [`acquire`](Self::acquire), this does not reserve,
+    /// wait or wake anything.
     pub fn lookup(&self, tenant: TenantId, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
         let (since, now) = (Instant::now(), self.0.clock.millis());
         let mut state = self.0.lock();
@@ -101,7 +101,7 @@ impl ChunkCacheManager {
         found
     }
 
-    /// Places a piece, and records the time that this took.
+    /// Places a piece, and records how long this took.
     ///
     /// # Errors
     /// Returns the errors of [`PositionReindexer::reindex`].

@@ -1,4 +1,5 @@
-//! Single flight: of several requests that miss a chunk or a system prompt at once, one computes it.
+//! Single flight: if several requests miss a chunk or a system prompt at the same time, only one of them
+//! computes it.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -21,7 +22,7 @@ struct FlightState {
 }
 
 impl Flight {
-    /// Ends the flight, whether or not the work succeeded. Every waiter asks the cache again.
+    /// Ends the flight, whether or not the work succeeded. Every waiter then asks the cache again.
     ///
     /// The caller must hold no lock of the cache, because a waker may use the cache.
     pub(crate) fn land(&self) {
@@ -33,14 +34,14 @@ impl Flight {
 }
 
 // Decision: docs/decisions/chunks.md#waiting-for-another-request-is-the-callers-business
-/// A handle to wait for a piece, or a system prompt, that another request works on.
+/// A handle for waiting for a piece, or a system prompt, that another request is working on.
 ///
 /// A thread [waits](Self::wait), a scheduler [polls](Self::is_over), and an async engine awaits the handle,
 /// which is a future.
 ///
-/// A waiter does not tell how the work ended: ask the cache again. If the work failed or was cancelled, the
-/// first request to ask takes it over. Never wait while you hold a reservation that is not computed yet,
-/// because two requests could wait for each other.
+/// A waiter does not tell how the work ended, so ask the cache again. If the work failed or was cancelled,
+/// the first request to ask takes it over. Never wait while you hold a reservation that you have not computed
+/// yet, because two requests could wait for each other.
 #[derive(Debug, Clone)]
 pub struct ChunkWaiter(pub(crate) Arc<Flight>);
 
@@ -53,7 +54,7 @@ impl ChunkWaiter {
         }
     }
 
-    /// Blocks until the work has ended or `limit` has passed. Returns true if the work has ended.
+    /// Blocks until the work has ended or `limit` has passed. Returns whether the work has ended.
     pub fn wait_for(&self, limit: Duration) -> bool {
         let mut state = self.0.state.lock();
         let Some(until) = Instant::now().checked_add(limit) else {
@@ -65,7 +66,7 @@ impl ChunkWaiter {
         state.landed
     }
 
-    /// Returns true if the work has ended. Never blocks.
+    /// Returns whether the work has ended. Never blocks.
     pub fn is_over(&self) -> bool {
         self.0.state.lock().landed
     }

@@ -1,13 +1,13 @@
-//! The goals for a chunk cache, with the measured values.
+//! A chunk cache's goals, with the measured values.
 
 use crate::metrics::{Goal, Target};
 
 use super::ChunkCacheMetrics;
 
 impl ChunkCacheMetrics {
-    /// Returns the goals, each with its measured value: more than 70 % of the lookups hit, 70 to 90 % of the
-    /// blocks used, lookups below 1 ms on average, and a 99th percentile of placing a piece below 10 ms. A
-    /// value is unknown as long as there is no lookup, block or time to take it from.
+    /// Returns the goals, each with its measured value: more than 70 % of lookups are hits, 70 to 90 % of
+    /// blocks are used, lookups take less than 1 ms on average, and placing a piece takes less than 10 ms in
+    /// 99 % of cases. A value is unknown as long as there is nothing to measure.
     ///
     /// ```
     /// use kvchunk::ChunkCacheMetrics;
@@ -25,7 +25,7 @@ impl ChunkCacheMetrics {
         ]
     }
 
-    /// Returns the bounds that raise an alarm, as goals. A missed goal is an alarm.
+    /// Returns the alarm thresholds as goals. A missed goal is an alarm.
     pub fn alarms(&self) -> [Goal; 4] {
         [
             Goal::new("hit_rate", "fraction", Target::Above(0.50), self.found_share()),

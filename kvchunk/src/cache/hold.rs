@@ -15,8 +15,8 @@ use crate::position::Stored;
 
 /// A hold on a stored piece of a chunk: its blocks, and the position that its keys were rotated to.
 ///
-/// A clone is one more reference to the same hold. While a hold lives, the piece's blocks are neither written
-/// nor evicted.
+/// A clone is another reference to the same hold. While a hold lives, the piece's blocks are neither
+/// overwritten nor evicted.
 ///
 /// # Drop behaviour
 /// When the last hold is dropped, the piece stays cached until room is needed.
@@ -27,11 +27,11 @@ pub struct PieceHold(Arc<HeldPiece>);
 #[derive(Debug)]
 pub(super) struct HeldPiece {
     pub(super) cache: Arc<SharedCache>,
-    /// The slot of the piece in the index; `None` for a piece that is not kept.
+    /// The piece's slot in the index, or `None` for a piece that is not kept.
     pub(super) slot: Option<u32>,
     pub(super) generation: u64,
     pub(super) ids: Arc<[BlockId]>,
-    /// `None` only during the drop.
+    /// `None` only while it is being dropped.
     pub(super) blocks: Option<SharedBlocks>,
     pub(super) hash: ChunkHash,
     pub(super) stored_start: i64,
@@ -40,7 +40,7 @@ pub(super) struct HeldPiece {
 
 impl Drop for HeldPiece {
     fn drop(&mut self) {
-        // The blocks are dropped first: once the cache knows of the drop, it may evict the piece and take
+        // The blocks are dropped first: once the cache learns of the drop, it may evict the piece and take
         // them back.
         drop(self.blocks.take());
         self.cache.release(self.slot, self.generation);
@@ -62,12 +62,12 @@ impl PieceHold {
         self.0.hash.token_count
     }
 
-    /// Returns the ids of the physical blocks, in the order of the tokens.
+    /// Returns the IDs of the physical blocks, in token order.
     pub fn block_ids(&self) -> &Arc<[BlockId]> {
         &self.0.ids
     }
 
-    /// Returns the blocks, the length and the position that a placement needs.
+    /// Returns the blocks, the length and the position, as needed to place the piece.
     pub(crate) fn stored(&self) -> Stored<'_> {
         Stored { blocks: &self.0.ids, len: self.num_tokens(), start: self.0.stored_start }
     }
@@ -82,18 +82,18 @@ impl PieceHold {
         self.0.stored_start
     }
 
-    /// Returns true if the bytes are exactly those of the hash. This is false if the piece was computed under
+    /// Returns whether the bytes are exactly what the hash describes. False if the piece was computed with
     /// another system prompt, or was quantised while it slept.
     pub fn is_exact(&self) -> bool {
         self.0.exact
     }
 }
 
-/// A reservation of blocks for a piece that this request is about to compute. Other requests for the piece
-/// wait for the reservation to end.
+/// Blocks reserved for a piece that this request is about to compute. Other requests for the piece wait for
+/// the reservation to end.
 ///
 /// # Drop behaviour
-/// The blocks are free again, nothing of the piece can be found, and the next request computes it.
+/// The blocks become free, the piece cannot be found, and the next request computes it.
 #[derive(Debug)]
 #[must_use = "dropping it gives the blocks back"]
 pub struct ChunkReservation {
@@ -108,7 +108,7 @@ pub struct ChunkReservation {
     pub(super) ids: Arc<[BlockId]>,
     pub(super) flight: Arc<Flight>,
     pub(super) since: Instant,
-    /// True if the piece came from another replica instead of being computed.
+    /// Whether the piece came from another replica instead of being computed.
     pub(crate) fetched: bool,
 }
 
@@ -123,12 +123,13 @@ impl ChunkReservation {
         self.evidence.tokens()
     }
 
-    /// Returns the ids of the blocks to fill, in the order of the tokens.
+    /// Returns the IDs of the blocks to fill, in token order.
     pub fn block_ids(&self) -> &Arc<[BlockId]> {
         &self.ids
     }
 
-    /// Returns the slot of each of the piece's tokens, with the permit to write it until the piece is stored.
+    /// Returns the slot of each of the piece's tokens, with a permit to write to them until the piece is
+    /// stored.
     pub fn write_slots(&self) -> Result<WriteSlots> {
         let block_size = self.cache.pool.block_size();
         let slots = SlotMapping::in_blocks(&self.ids, block_size, 0..self.hash.token_count)?;
@@ -138,7 +139,7 @@ impl ChunkReservation {
         }
     }
 
-    /// Returns a permit to copy into the blocks: one pair for each source, in the order of the tokens.
+    /// Returns a permit to copy into the blocks, with one pair per source, in token order.
     pub(crate) fn write_pairs(&self, sources: impl Iterator<Item = BlockId>) -> Result<WritePairs> {
         let pairs: Arc<[_]> = sources.zip(self.ids.iter().copied()).collect();
         match &self.blocks {
@@ -152,8 +153,8 @@ impl ChunkReservation {
         self.stored_start
     }
 
-    /// Stores the piece and returns a hold on it. The caller guarantees that the blocks have been filled. If
-    /// the cache is full of pieces in use, the piece is not kept, and is freed with its last holder.
+    /// Stores the piece and returns a hold on it. The caller must have filled the blocks. If the cache is
+    /// full of pieces in use, the piece is not kept, and is freed with its last holder.
     pub fn store(mut self) -> PieceHold {
         let cache = Arc::clone(&self.cache);
         cache.store(&mut self)
@@ -220,7 +221,7 @@ impl SharedCache {
         PieceHold::new(HeldPiece { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
     }
 
-    /// Ends a reservation that was not computed. A reservation that was stored has ended already.
+    /// Ends a reservation that was not computed. A stored reservation has already ended.
     fn abandon(&self, reservation: &mut ChunkReservation) {
         let Some(blocks) = reservation.blocks.take() else { return };
         let mut state = self.lock();

@@ -1,4 +1,4 @@
-//! The index of stored pieces, by their hash.
+//! The index of stored pieces by hash.
 
 use std::collections::HashMap;
 
@@ -8,19 +8,19 @@ use crate::hash::ChunkHash;
 
 /// A value that an index can hold. The trait is sealed: code outside the crate cannot name it.
 pub trait Indexed {
-    /// Returns the hash under which the value is found.
+    /// Returns the hash under which the value is stored.
     fn hash(&self) -> ChunkHash;
-    /// Returns the hash of the same tokens under any system prompt, if the value can also be found by that
+    /// Returns the hash of the same tokens with any system prompt, if the value can also be found by that
     /// hash.
     fn any_system(&self) -> Option<BlockKey>;
 }
 
-/// An index of stored pieces by their hash. A second hash finds the same tokens under any system prompt; if
-/// there are several such pieces, it finds the latest.
+/// An index of stored pieces by hash. A second hash finds the same tokens with any system prompt; if there
+/// are several such pieces, it finds the latest.
 ///
-/// A cache protects its index by a lock. Every change also affects the account of a tenant, so code outside
-/// the cache cannot insert or remove anything. [`ChunkCacheManager::index`](super::ChunkCacheManager::index)
-/// returns a copy to read.
+/// A cache protects its index with a lock. Every change also affects a tenant's account, so code outside the
+/// cache cannot insert or remove anything. [`ChunkCacheManager::index`](super::ChunkCacheManager::index)
+/// returns a copy for reading.
 #[derive(Debug, Clone)]
 pub struct ChunkHashIndex<T> {
     slots: Vec<Option<T>>,
@@ -39,17 +39,17 @@ impl<T> ChunkHashIndex<T> {
         self.by_hash.len()
     }
 
-    /// Returns true if the index holds no piece.
+    /// Returns whether the index is empty.
     pub fn is_empty(&self) -> bool {
         self.by_hash.is_empty()
     }
 
-    /// Returns the value under a hash.
+    /// Returns the value stored under a hash.
     pub fn get(&self, hash: &ChunkHash) -> Option<&T> {
         self.at(self.slot_of(&hash.key)?)
     }
 
-    /// Returns true if the index has a value under this hash.
+    /// Returns whether the index has a value under this hash.
     pub fn contains(&self, hash: &ChunkHash) -> bool {
         self.by_hash.contains_key(&hash.key)
     }
@@ -82,12 +82,12 @@ impl<T> ChunkHashIndex<T> {
         self.by_hash.get(key).copied()
     }
 
-    /// Returns the slot of the latest piece with the same tokens under any system prompt.
+    /// Returns the slot of the latest piece that has the same tokens with any system prompt.
     pub(crate) fn slot_under_any_system(&self, key: &BlockKey) -> Option<u32> {
         self.by_tokens.get(key).copied()
     }
 
-    /// Returns an index with the same hashes and other values.
+    /// Returns an index with the same hashes and new values.
     pub(crate) fn map<U>(&self, value: impl Fn(&T) -> U) -> ChunkHashIndex<U> {
         ChunkHashIndex {
             slots: self.slots.iter().map(|slot| slot.as_ref().map(&value)).collect(),
@@ -99,7 +99,7 @@ impl<T> ChunkHashIndex<T> {
 }
 
 impl<T: Indexed> ChunkHashIndex<T> {
-    /// Inserts a value and returns its slot. The caller guarantees that the hash is not in the index yet.
+    /// Inserts a value and returns its slot. The hash must not be in the index yet.
     pub(crate) fn insert(&mut self, value: T) -> u32 {
         let slot = self.free.pop().unwrap_or_else(|| {
             self.slots.push(None);
@@ -126,7 +126,7 @@ impl<T: Indexed> ChunkHashIndex<T> {
         Some(value)
     }
 
-    /// Recounts everything. `Err` says which part is inconsistent.
+    /// Recounts everything. Returns a description of an inconsistency as `Err`.
     pub(crate) fn check(&self) -> Result<(), String> {
         for (slot, value) in self.with_slots() {
             if self.slot_of(&value.hash().key) != Some(slot) {

@@ -3,10 +3,10 @@
 use crate::metrics::{Exposition, Latencies, LatencyColumn, MetricKind, NumberColumn};
 use serde::{Serialize, Serializer};
 
-/// The metrics of a cache, or of one tenant: counts since the cache was made, and gauges of this moment.
+/// The metrics of a cache, or of one tenant: counts since the cache was created, and current gauges.
 ///
 /// A lookup ends as a hit or as a miss. A lookup that waits for another request's computation is counted when
-/// the computation has ended. Times are those of the whole cache. They are empty unless
+/// the computation has ended. Times cover the whole cache. They are empty unless
 /// [`ChunkCacheConfig::stats`](crate::ChunkCacheConfig::stats) is set.
 ///
 /// The JSON form also contains values derived from the counts: `hit_rate`, `memory_utilization` and the
@@ -14,50 +14,50 @@ use serde::{Serialize, Serializer};
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 #[serde(remote = "Self")]
 pub struct ChunkCacheMetrics {
-    /// Lookups of pieces.
+    /// Number of piece lookups.
     pub lookup_count: u64,
-    /// Lookups that found the piece.
+    /// Number of lookups that found the piece.
     pub hit_count: u64,
-    /// Lookups that did not find the piece, or found other contents under the same hash.
+    /// Number of lookups that did not find the piece, or found other contents under the same hash.
     pub miss_count: u64,
-    /// Hits without a bound on their error: the piece was computed under another system prompt, or was
-    /// quantised while it slept. They are included in [`hit_count`](Self::hit_count).
+    /// Number of hits whose error is not bounded: the piece was computed with another system prompt, or was
+    /// quantised while it slept. Included in [`hit_count`](Self::hit_count).
     pub approximate_hits: u64,
-    /// Lookups that waited for a piece that another request was computing.
+    /// Number of lookups that waited for a piece that another request was computing.
     pub shared_flights: u64,
-    /// Pieces stored.
+    /// Number of pieces stored.
     pub insertions: u64,
-    /// Pieces evicted to make room.
+    /// Number of pieces evicted to make room.
     pub evictions: u64,
-    /// Pieces computed for one request only, because nothing could be evicted.
+    /// Number of pieces computed for only one request, because nothing could be evicted.
     pub uncached: u64,
-    /// Pieces that were missing here and came from another replica. They are included in
+    /// Number of pieces that were missing here and came from another replica. Included in
     /// [`miss_count`](Self::miss_count).
     pub fetched: u64,
-    /// Requests to replicas that did not supply the piece: the piece was gone, the replica failed, or the
-    /// parcel was wrong.
+    /// Number of requests to replicas that failed: the piece was gone, the replica failed, or the parcel was
+    /// wrong.
     pub fetch_failures: u64,
-    /// Pieces put to sleep.
+    /// Number of pieces put to sleep.
     pub slept: u64,
-    /// Pieces woken.
+    /// Number of pieces woken.
     pub woken: u64,
-    /// Sleeping pieces that could not be read back and are gone.
+    /// Number of sleeping pieces that could not be read back and were lost.
     pub lost: u64,
-    /// Tokens of the pieces that were found.
+    /// Number of tokens in the pieces that were found.
     pub tokens_reused: u64,
-    /// Tokens of the pieces that were computed here and stored.
+    /// Number of tokens in the pieces that were computed and stored here.
     pub tokens_computed: u64,
-    /// Pieces stored now, awake or asleep.
+    /// Number of pieces stored now, awake or asleep.
     pub cached_chunks: usize,
-    /// Pieces that sleep now; included in [`cached_chunks`](Self::cached_chunks).
+    /// Number of pieces asleep now. Included in [`cached_chunks`](Self::cached_chunks).
     pub sleeping_chunks: usize,
-    /// Bytes that the sleeping pieces take, as the store counts them.
+    /// Bytes that the sleeping pieces use, according to the store.
     pub sleeping_bytes: usize,
-    /// Blocks of the pool; for a tenant, its quota.
+    /// Number of blocks in the pool, or a tenant's quota.
     pub total_blocks: usize,
-    /// Blocks of the pool that are not free; for a tenant, the blocks of its pieces and reservations.
+    /// Number of blocks in the pool that are not free, or the blocks of a tenant's pieces and reservations.
     pub used_blocks: usize,
-    /// Times of lookups, without the time to wake pieces that were found asleep.
+    /// Lookup times, without the time to wake pieces that were found asleep.
     #[serde(rename = "lookup_time")]
     pub lookups: Latencies,
     /// Times to wake a piece.
@@ -66,7 +66,7 @@ pub struct ChunkCacheMetrics {
     /// Times to place a piece at its position.
     #[serde(rename = "reindex_time")]
     pub reindexes: Latencies,
-    /// Times from the reservation of a piece until it is stored.
+    /// Times from reserving a piece to storing it.
     #[serde(rename = "compute_time")]
     pub computes: Latencies,
 }
@@ -106,38 +106,38 @@ impl ChunkCacheMetrics {
         }
     }
 
-    /// Returns the hits per lookup; 0 before the first lookup.
+    /// Returns the fraction of lookups that hit, or 0 before the first lookup.
     pub fn hit_rate(&self) -> f64 {
         ratio(self.hit_count as f64, self.lookup_count as f64)
     }
 
-    /// Returns the share of blocks that are used, from 0 to 1.
+    /// Returns the fraction of blocks that are used, from 0 to 1.
     pub fn memory_utilization(&self) -> f64 {
         ratio(self.used_blocks as f64, self.total_blocks as f64)
     }
 
-    /// Returns the average time of a lookup in milliseconds; 0 before the first.
+    /// Returns the average lookup time in milliseconds, or 0 before the first lookup.
     pub fn avg_lookup_time_ms(&self) -> f64 {
         mean_ms(&self.lookups)
     }
 
-    /// Returns the average time to wake a piece in milliseconds; 0 before the first.
+    /// Returns the average time to wake a piece in milliseconds, or 0 if none has been woken.
     pub fn avg_wake_time_ms(&self) -> f64 {
         mean_ms(&self.wakes)
     }
 
-    /// Returns the average time to place a piece in milliseconds; 0 before the first.
+    /// Returns the average time to place a piece in milliseconds, or 0 if none has been placed.
     pub fn avg_reindex_time_ms(&self) -> f64 {
         mean_ms(&self.reindexes)
     }
 
-    /// Returns the average time to compute a piece in milliseconds; 0 before the first.
+    /// Returns the average time to compute a piece in milliseconds, or 0 if none has been computed.
     pub fn avg_compute_time_ms(&self) -> f64 {
         mean_ms(&self.computes)
     }
 
-    /// Formats the metrics of several caches or tenants in the text format of Prometheus. Each name becomes
-    /// the label `cache`.
+    /// Formats the metrics of several caches or tenants for Prometheus. Each name becomes the value of the
+    /// label `cache`.
     ///
     /// ```
     /// use kvchunk::ChunkCacheMetrics;

@@ -1,8 +1,8 @@
-//! The chunk cache: stored pieces of chunks, found by their hash.
+//! The chunk cache: stored pieces of chunks, found by hash.
 //!
 //! A *piece* is a chunk, or a part of an oversized chunk. A request [acquires](ChunkCacheManager::acquire)
-//! the pieces of its chunks. It holds a cached piece by a [`PieceHold`]. It computes a missing piece into
-//! a [`ChunkReservation`], unless another request is computing that piece already.
+//! the pieces of its chunks. It gets a [`PieceHold`] on a cached piece. It computes a missing piece into a
+//! [`ChunkReservation`], unless another request is already computing that piece.
 //!
 //! ```text
 //!              acquire ──────────────────► Hit ────────────┐
@@ -13,9 +13,9 @@
 //!                                                         Asleep
 //! ```
 //!
-//! The whole pool can sleep, too ([`ChunkCacheManager::sleep_pool`]). In that case every request gets
-//! `NoRoom`. This module contains lookup, acquisition, eviction, tenants and metrics. Falling asleep and
-//! waking are in `crate::sleep`.
+//! The whole pool can sleep too ([`ChunkCacheManager::sleep_pool`]). Every request then gets `NoRoom`. This
+//! module contains lookup, acquisition, eviction, tenants and metrics. Sleeping and waking are in
+//! `crate::sleep`.
 //!
 //! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
 
@@ -113,14 +113,14 @@ pub(crate) struct SharedCache {
     pub(crate) wakes: LatencyHistogram,
     pub(crate) reindexes: LatencyHistogram,
     pub(crate) computes: LatencyHistogram,
-    /// The system prompts that requests compute, by the key of the whole prompt. Locked before any other
-    /// lock.
+    /// The system prompts that requests are computing, by the key of the whole prompt. Locked before any
+    /// other lock.
     pub(crate) systems: Mutex<HashMap<BlockKey, Arc<Flight>>>,
 }
 
 // Decision: docs/decisions/chunks.md#saved-contents-are-dropped-without-the-lock
-/// The state under its lock. Contents that are discarded under the lock are dropped after it is released,
-/// because dropping them runs code of the store, which may use the cache.
+/// The locked state. Contents discarded under the lock are dropped after it is released, because dropping
+/// them runs the store's code, which may use the cache.
 pub(crate) struct LockedState<'a> {
     /// Released first, since fields are dropped in this order.
     pub(crate) state: MutexGuard<'a, CacheState>,
@@ -156,29 +156,28 @@ impl std::ops::DerefMut for LockedState<'_> {
 /// A snapshot of a stored piece.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkInfo {
-    /// The piece's hash, with its numbers of tokens and blocks.
+    /// The piece's hash, with its number of tokens and blocks.
     pub chunk_hash: ChunkHash,
-    /// The tag of the tenant that the piece belongs to.
+    /// The tag of the tenant that owns the piece.
     pub tenant: String,
     /// The position that the first key was rotated to when the piece was stored.
     pub cached_position_start: i64,
     /// The number of holds on the piece. Clones of one [`PieceHold`] count once.
     pub ref_count: u32,
-    /// The number of times that the piece was held since it was stored, including holds that a prompt dropped
-    /// unused.
+    /// How often the piece was held since it was stored, including holds that a prompt dropped unused.
     pub access_count: u64,
-    /// The milliseconds since the piece was stored.
+    /// Milliseconds since the piece was stored.
     pub age_ms: u64,
-    /// The milliseconds since the piece was last held.
+    /// Milliseconds since the piece was last held.
     pub idle_ms: u64,
-    /// True if the piece sleeps, or is moving into sleep or out of it.
+    /// Whether the piece is asleep, or is being put to sleep or woken.
     pub asleep: bool,
-    /// True if the bytes are exactly those of the hash.
+    /// Whether the bytes are exactly what the hash describes.
     pub exact: bool,
 }
 
 impl ChunkCacheManager {
-    /// Creates an empty cache over `pool`, without a place to sleep and with the system's clock.
+    /// Creates an empty cache over `pool`, without a sleep store and with the system clock.
     ///
     /// # Errors
     /// Returns the errors of [`ChunkCacheConfig::check`].
@@ -186,8 +185,7 @@ impl ChunkCacheManager {
         Self::build(config, pool, None, Arc::new(SystemClock::default()))
     }
 
-    /// Creates an empty cache over `pool`. Unlike [`new`](Self::new), it takes a place for pieces to sleep
-    /// in, and a clock.
+    /// Creates an empty cache over `pool`, with a sleep store and a clock, unlike [`new`](Self::new).
     ///
     /// # Errors
     /// Returns the errors of [`ChunkCacheConfig::check`].
@@ -230,12 +228,12 @@ impl ChunkCacheManager {
         &self.0.pool
     }
 
-    /// Adds a tenant and returns its id.
+    /// Adds a tenant and returns its ID.
     ///
     /// # Errors
-    /// Returns [`Error::TenantExists`] if the tag is taken. Returns [`Error::SharedSalt`] if the salt is that
-    /// of another tenant, because the two would find each other's chunks. The default tenant's salt is empty,
-    /// so an empty salt is refused, too.
+    /// Returns [`Error::TenantExists`] if the tag is taken. Returns [`Error::SharedSalt`] if another tenant
+    /// has the same salt, because the two would find each other's chunks. The default tenant's salt is empty,
+    /// so an empty salt is rejected too.
     pub fn add_tenant(&self, tenant: Tenant) -> Result<TenantId> {
         let mut state = self.0.lock();
         for Account { tenant: other, .. } in &state.accounts {
@@ -252,7 +250,7 @@ impl ChunkCacheManager {
         Ok(TenantId(state.accounts.len() as u32 - 1))
     }
 
-    /// Returns the id of the tenant with this tag, with its description.
+    /// Returns the ID and the description of the tenant with this tag.
     ///
     /// # Errors
     /// Returns [`Error::UnknownTenant`] if no tenant has this tag.
@@ -263,8 +261,8 @@ impl ChunkCacheManager {
         Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
     }
 
-    /// Returns the keys of the tenant with this tag, or of the default tenant, under a root that all tenants
-    /// share.
+    /// Returns the keys of the tenant with this tag, or of the default tenant. They are derived from a root
+    /// that all tenants share.
     ///
     /// # Errors
     /// Returns [`Error::UnknownTenant`] if no tenant has this tag.
@@ -274,8 +272,8 @@ impl ChunkCacheManager {
         Ok(TenantKeys { id, root: tenant.root(root) })
     }
 
-    /// Evicts one piece: the next piece without holders, of the tenant that uses most of its quota. If there
-    /// is no such piece, evicts the sleeping piece with the oldest last use. Returns false if there is none
+    /// Evicts one piece: the next piece without holders of the tenant that uses most of its quota. If there
+    /// is none, evicts the sleeping piece that was used least recently. Returns false if there is none
     /// either.
     pub fn evict_lru(&self) -> bool {
         let now = self.0.clock.millis();
@@ -283,13 +281,13 @@ impl ChunkCacheManager {
         state.evict_fullest(now) || state.evict_sleeper(|_| true)
     }
 
-    /// Forgets every stored piece. A held piece is freed when its last hold is dropped, and counts towards
+    /// Removes every stored piece. A held piece is freed when its last hold is dropped, and counts towards
     /// its tenant's quota until then. A piece that is being computed is still stored when it is ready.
     pub fn clear(&self) {
         self.clear_where(|_| true);
     }
 
-    /// Forgets the stored pieces of one tenant; see [`clear`](Self::clear).
+    /// Removes one tenant's stored pieces; see [`clear`](Self::clear).
     pub fn clear_tenant(&self, tenant: TenantId) {
         self.clear_where(|of| of == tenant);
     }
@@ -311,7 +309,7 @@ impl ChunkCacheManager {
         self.index().iter().cloned().collect()
     }
 
-    /// Returns a copy of the index: a snapshot of every stored piece, by its hash.
+    /// Returns a copy of the index: a snapshot of every stored piece, by hash.
     pub fn index(&self) -> ChunkHashIndex<ChunkInfo> {
         let now = self.0.clock.millis();
         let state = self.0.lock();
@@ -350,7 +348,7 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Returns the metrics of one tenant, without times. All numbers are 0 for a tenant that was never added.
+    /// Returns one tenant's metrics, without times. All numbers are 0 for a tenant that was never added.
     pub fn tenant_metrics(&self, tenant: TenantId) -> ChunkCacheMetrics {
         let state = self.0.lock();
         let Some(account) = state.accounts.get(tenant.0 as usize) else {
@@ -366,13 +364,13 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Recounts everything. `Err` says which number is inconsistent.
+    /// Recounts everything. Returns a description of an inconsistency as `Err`.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.0.lock().check()?;
         self.0.pool.blocks().check_invariants()
     }
 
-    /// Records the time to place a piece, which began at `since`.
+    /// Records the time to place a piece, starting at `since`.
     pub(crate) fn reindexed(&self, since: Instant) {
         if self.0.config.stats {
             self.0.reindexes.record(since.elapsed());

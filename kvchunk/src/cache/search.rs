@@ -1,4 +1,4 @@
-//! The search for a piece under the lock: hold it, wake it, wait for it, or reserve room for it.
+//! Searching for a piece under the lock: hold it, wake it, wait for it, or reserve room for it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -15,19 +15,19 @@ use crate::sleep::Waking;
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "it is taken apart where it is made")]
 pub enum Acquired {
-    /// The piece is stored, and held.
+    /// The piece is stored, and now held.
     Hit(PieceHold),
     /// The piece is missing, and this request must compute it.
     Compute(ChunkReservation),
-    /// Another request computes the piece, or the piece is being moved. Wait, and ask again; but first
+    /// Another request is computing the piece, or the piece is being moved. Wait and ask again, but first
     /// compute your own reservations (see [`ChunkWaiter`]).
     Busy(ChunkWaiter),
-    /// There is no room, even after every piece without holders was evicted, or the whole pool sleeps. This
-    /// request computes the piece for itself.
+    /// There is no room, even after every piece without holders was evicted, or the whole pool is asleep.
+    /// This request must compute the piece for itself.
     NoRoom,
 }
 
-/// A request for a piece, with its tenant, the position to store it at, and the time.
+/// A request for a piece, with its tenant, the position to store the piece at, and the time.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PieceRequest<'a, 't> {
     pub(super) piece: &'a ChunkPiece<'t>,
@@ -39,7 +39,7 @@ pub(super) struct PieceRequest<'a, 't> {
 /// The outcome of a search under the lock.
 pub(super) enum Searched {
     Done(Acquired),
-    /// The piece sleeps, and blocks to wake in are reserved.
+    /// The piece is asleep, and blocks to wake it in are reserved.
     Asleep(Waking),
 }
 
@@ -96,8 +96,8 @@ impl SharedCache {
         Some(hold)
     }
 
-    /// Holds the piece in `slot` if it is awake, without counting anything. `same_system` is false for a
-    /// piece that was computed under another system prompt than that of the request.
+    /// Holds the piece in `slot` if it is awake, without counting anything. `same_system` is false if the
+    /// piece was computed with a system prompt other than the request's.
     pub(crate) fn hold(
         self: &Arc<Self>,
         state: &mut CacheState,
@@ -118,8 +118,8 @@ impl SharedCache {
         }))
     }
 
-    /// Reserves room for a piece, and counts a miss. A piece whose hash is taken gets no room: other contents
-    /// with the same hash are computed for their request alone and not kept.
+    /// Reserves room for a piece, and counts a miss. If its hash is already used by other contents, there is
+    /// no room: the piece is computed only for its request and not kept.
     pub(super) fn reserve(
         self: &Arc<Self>,
         state: &mut CacheState,
@@ -163,12 +163,12 @@ impl SharedCache {
 }
 
 impl CacheState {
-    /// Counts a hold as a hit of a tenant.
+    /// Counts a hold as a tenant's hit.
     pub(super) fn count_hit(&mut self, tenant: TenantId, hold: &PieceHold) {
         self.account(tenant).counted.hit(hold.num_tokens(), hold.is_exact());
     }
 
-    /// Counts a miss of a piece that is computed for one request and not kept.
+    /// Counts a miss for a piece that is computed for one request and not kept.
     pub(super) fn count_uncached(&mut self, tenant: TenantId) {
         let counted = &mut self.account(tenant).counted;
         counted.miss();

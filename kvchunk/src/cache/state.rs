@@ -1,4 +1,4 @@
-//! The state of a chunk cache that its lock protects: the pieces, their holders and the order of eviction.
+//! The state of a chunk cache that its lock protects: the pieces, their holders and the eviction order.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,15 +12,15 @@ use crate::hash::{ChunkHash, ChunkPiece, PieceEvidence};
 use crate::pool::ChunkBlockPool;
 use crate::sleep::{SavedPiece, Sleeping};
 
-/// The place of a stored piece.
+/// Where a stored piece is.
 #[derive(Debug)]
 pub(crate) enum PieceMemory {
     /// The piece is in blocks of the pool.
     Awake(AwakePiece),
-    /// The piece is moving into sleep or out of it. Its blocks are charged to its tenant and owned by the
-    /// mover.
+    /// The piece is being put to sleep or woken. Its blocks count towards its tenant's quota and belong to
+    /// the mover.
     Moving(Arc<Flight>),
-    /// The piece is in a lower memory.
+    /// The piece is in a lower memory tier.
     Asleep(SavedPiece),
 }
 
@@ -39,17 +39,17 @@ pub(crate) struct StoredPiece {
     pub(crate) any_system: Option<BlockKey>,
     pub(crate) evidence: PieceEvidence,
     pub(crate) tenant: TenantId,
-    /// A number that tells a hold on this entry from a hold on a later entry in the same slot.
+    /// Distinguishes holds on this entry from holds on a later entry in the same slot.
     pub(crate) generation: u64,
     pub(crate) stored_start: i64,
     pub(crate) memory: PieceMemory,
     pub(crate) exact: bool,
     pub(crate) holders: u32,
-    /// Set if the piece was cleared while it moved. Such a piece is forgotten when the move ends.
+    /// Set if the piece was cleared while it was moving. It is then removed when the move ends.
     pub(crate) doomed: bool,
-    /// The time of storing, in milliseconds of the cache's clock.
+    /// When the piece was stored, in milliseconds of the cache's clock.
     pub(crate) created: u64,
-    /// The time when the piece was last stored or woken.
+    /// When the piece was last stored or woken.
     pub(crate) awake_since: u64,
     pub(crate) last_accessed: u64,
     pub(crate) access_count: u64,
@@ -80,8 +80,8 @@ pub(crate) struct UnderWay {
     pub(crate) blocks: usize,
 }
 
-/// A held piece that can no longer be found: it was cleared, or the cache had no place for it. Its blocks are
-/// charged to its tenant until the last hold is dropped.
+/// A held piece that can no longer be found, because it was cleared or the cache had no place for it. Its
+/// blocks count towards its tenant's quota until the last hold is dropped.
 #[derive(Debug)]
 pub(crate) struct Orphan {
     tenant: TenantId,
@@ -89,11 +89,11 @@ pub(crate) struct Orphan {
     holders: u32,
 }
 
-/// The memory of the pool's blocks.
+/// The memory state of the pool's blocks.
 #[derive(Debug)]
 pub(crate) enum PoolMemory {
     Awake,
-    /// The pool is falling asleep or waking, without holding the lock.
+    /// The pool is being put to sleep or woken, without holding the lock.
     Moving,
     Asleep(SleepingBlocks),
 }
@@ -111,10 +111,10 @@ pub(crate) struct CacheState {
     /// The orphans by generation.
     orphans: HashMap<u64, Orphan>,
     pub(crate) accounts: Vec<Account>,
-    /// The memory of the pool's blocks: present, moving or asleep.
+    /// The memory state of the pool's blocks: present, moving or asleep.
     pub(crate) pool: PoolMemory,
     generations: u64,
-    /// Contents to drop once the lock is free, because dropping them runs code of the store.
+    /// Contents to drop once the lock is released, because dropping them runs the store's code.
     pub(crate) discarded: Vec<Box<dyn Sleeping>>,
 }
 
@@ -131,8 +131,8 @@ impl CacheState {
         }
     }
 
-    /// Returns the tenant, or the default tenant if this cache does not have that id. This is about quotas
-    /// and counts only; keys keep the pieces of tenants apart.
+    /// Returns the tenant, or the default tenant if this cache does not have that ID. This only concerns
+    /// quotas and counts; keys keep the pieces of tenants apart.
     pub(crate) fn known(&self, tenant: TenantId) -> TenantId {
         if (tenant.0 as usize) < self.accounts.len() { tenant } else { TenantId::default() }
     }
@@ -142,15 +142,15 @@ impl CacheState {
         &mut self.accounts[tenant.0 as usize]
     }
 
-    /// Returns the slot of the stored piece, if the entry under its hash is that piece.
+    /// Returns the piece's slot, if it is stored and the entry under its hash really is that piece.
     pub(crate) fn find(&self, piece: &ChunkPiece<'_>) -> Option<u32> {
         let slot = self.index.slot_of(&piece.hash().key)?;
         self.index.at(slot).filter(|entry| entry.evidence.proves(piece)).map(|_| slot)
     }
 
     // Decision: docs/decisions/chunks.md#chunks-of-another-system-prompt-move-forward-only
-    /// Finds an awake piece of the same tokens under another system prompt, stored at or before
-    /// `stored_start`. Such a piece moves forward only, so no query is rotated to a position that its request
+    /// Finds an awake piece with the same tokens and another system prompt, stored at or before
+    /// `stored_start`. Such a piece only moves forward, so no query is rotated to a position that its request
     /// does not reach.
     pub(crate) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
         let slot = self.index.slot_under_any_system(&piece.any_system()?)?;
@@ -162,7 +162,7 @@ impl CacheState {
         self.index.at(slot).filter(same).map(|_| slot)
     }
 
-    /// Adds a holder to an awake piece in an awake pool, counts the use, and removes the piece from the
+    /// Adds a holder to a piece if it and the pool are awake, counts the use, and removes the piece from the
     /// eviction order.
     pub(crate) fn hold(&mut self, slot: u32, now: u64) -> Option<(&StoredPiece, &AwakePiece)> {
         if !self.pool.is_awake() {
@@ -208,12 +208,12 @@ impl CacheState {
         }
     }
 
-    /// Returns the number of blocks of orphans.
+    /// Returns the number of blocks in orphans.
     pub(crate) fn orphaned_blocks(&self) -> usize {
         self.orphans.values().map(|orphan| orphan.blocks).sum()
     }
 
-    /// Records an orphan with one holder, whose blocks are charged to its tenant already. Returns its
+    /// Records an orphan with one holder, whose blocks already count towards its tenant's quota. Returns its
     /// generation.
     pub(crate) fn insert_orphan(&mut self, tenant: TenantId, blocks: usize) -> u64 {
         self.generations += 1;
@@ -221,8 +221,8 @@ impl CacheState {
         self.generations
     }
 
-    /// Inserts a piece that is awake and held into the index. Its blocks are charged to its tenant already,
-    /// and it has a number in the eviction order. Returns the slot and the generation.
+    /// Inserts an awake, held piece into the index. Its blocks must already count towards its tenant's quota,
+    /// and it must have a number in the eviction order. Returns the slot and the generation.
     pub(crate) fn insert(&mut self, mut entry: StoredPiece) -> (u32, u64) {
         self.generations += 1;
         let (generation, tenant) = (self.generations, entry.tenant);
@@ -248,9 +248,9 @@ impl CacheState {
         }
     }
 
-    /// Forgets a piece that is in no eviction order. Returns true if there was one. The blocks of a held
-    /// piece stay charged to its tenant until the last hold is dropped. The mover of a moving piece accounts
-    /// for its blocks.
+    /// Removes a piece that is not in an eviction order, and returns whether there was one. The blocks of a
+    /// held piece count towards its tenant's quota until the last hold is dropped. For a moving piece, the
+    /// mover accounts for its blocks.
     fn forget(&mut self, slot: u32) -> bool {
         let Some(entry) = self.index.remove(slot) else { return false };
         let (tenant, blocks, holders) = (entry.tenant, entry.hash.num_blocks, entry.holders);
@@ -273,20 +273,20 @@ impl CacheState {
         true
     }
 
-    /// Forgets a piece. Returns true if there was one. A held piece lives until its last hold is dropped.
+    /// Removes a piece, and returns whether there was one. A held piece lives until its last hold is dropped.
     pub(crate) fn remove(&mut self, slot: u32) -> bool {
         self.unorder(slot);
         self.forget(slot)
     }
 
-    /// Forgets a piece that was cleared while it moved.
+    /// Removes a piece that was cleared while it was moving.
     pub(crate) fn bury(&mut self, slot: u32) {
         if self.index.at(slot).is_some_and(|entry| entry.doomed) {
             self.remove(slot);
         }
     }
 
-    /// Evicts the next piece of a tenant. Returns false if all its pieces are held.
+    /// Evicts a tenant's next piece. Returns false if all its pieces are held.
     pub(crate) fn evict(&mut self, tenant: TenantId, now: u64) -> bool {
         let account = self.account(tenant);
         let Some(slot) = account.order.evict(now) else { return false };
@@ -296,7 +296,7 @@ impl CacheState {
         self.forget(slot)
     }
 
-    /// Evicts an awake piece: of this tenant, or else of the tenant that uses most of its quota.
+    /// Evicts an awake piece of this tenant, or else of the tenant that uses most of its quota.
     pub(crate) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict(tenant, now) || self.evict_fullest(now)
     }
@@ -311,8 +311,8 @@ impl CacheState {
         idle.max_by(|(_, a), (_, b)| a.pressure().total_cmp(&b.pressure())).map(|(i, _)| TenantId(i as u32))
     }
 
-    /// Forgets one piece to let a tenant store another. Sleeping pieces go before awake ones, because they
-    /// are colder. The tenant's own pieces go before those of others. Returns false if there is none.
+    /// Removes one piece so that a tenant can store another. Sleeping pieces go before awake ones, because
+    /// they are colder. The tenant's own pieces go before other tenants'. Returns false if there is none.
     pub(crate) fn make_place(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict_sleeper(|of| of == tenant)
             || self.evict(tenant, now)
@@ -320,7 +320,7 @@ impl CacheState {
             || self.evict_fullest(now)
     }
 
-    /// Forgets the sleeping piece with the oldest last use, of the tenants that `of` accepts.
+    /// Removes the sleeping piece that was used least recently, for the tenants that `of` accepts.
     pub(crate) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
         let sleeps = |entry: &StoredPiece| matches!(entry.memory, PieceMemory::Asleep(_)) && of(entry.tenant);
         let sleepers = self.index.with_slots().filter(|(_, entry)| sleeps(entry));
@@ -330,8 +330,8 @@ impl CacheState {
         self.remove(slot)
     }
 
-    /// Allocates `n` blocks for a tenant, and evicts pieces without holders as needed. Returns `None` if even
-    /// that does not make room. In that case nothing was evicted.
+    /// Allocates `n` blocks for a tenant, evicting pieces without holders as needed. Returns `None`, without
+    /// evicting anything, if even that would not make enough room.
     pub(crate) fn room(
         &mut self,
         pool: &ChunkBlockPool,
@@ -361,7 +361,7 @@ impl CacheState {
         }
     }
 
-    /// Recounts everything. `Err` names the first inconsistent number.
+    /// Recounts everything. Returns the first inconsistent number as `Err`.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.index.check()?;
         let mut sums = vec![AccountSums::default(); self.accounts.len()];
@@ -395,7 +395,7 @@ impl CacheState {
     }
 }
 
-/// The numbers that a tenant's account must show.
+/// The numbers that a tenant's account should have.
 #[derive(Debug, Clone, Copy, Default)]
 struct AccountSums {
     used: usize,

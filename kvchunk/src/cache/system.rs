@@ -1,4 +1,5 @@
-//! Single flight of system prompts: of several requests that miss one at once, one computes it.
+//! Single flight for system prompts: if several requests miss the same one at once, only one of them computes
+//! it.
 
 use std::sync::Arc;
 
@@ -9,16 +10,16 @@ use super::{ChunkCacheManager, SharedCache};
 use crate::error::Result;
 use crate::prefix::PrefixFill;
 
-/// The outcome of a look-up of a system prompt.
+/// The outcome of looking up a system prompt.
 #[derive(Debug)]
 pub(crate) enum SystemFound {
     /// The cached part of the system prompt, and room for the rest.
     Filled(Box<SystemFill>),
-    /// Another request computes the system prompt with this key.
+    /// Another request is computing the system prompt with this key.
     Busy(BlockKey, ChunkWaiter),
 }
 
-/// A system prompt of which a request has found a part.
+/// A system prompt that a request has partly found.
 #[derive(Debug)]
 pub(crate) struct SystemFill {
     pub(crate) prefix: PrefixFill,
@@ -27,13 +28,13 @@ pub(crate) struct SystemFill {
 }
 
 impl From<PrefixFill> for SystemFound {
-    /// Others do not wait for the rest.
+    /// Creates a value for whose rest others do not wait.
     fn from(prefix: PrefixFill) -> Self {
         Self::Filled(Box::new(SystemFill { prefix, flight: None }))
     }
 }
 
-/// A system prompt that this request computes. Others wait for it until this is dropped.
+/// A system prompt that this request is computing. Others wait for it until this is dropped.
 #[derive(Debug)]
 pub(crate) struct SystemFlight {
     cache: Arc<SharedCache>,
@@ -49,14 +50,14 @@ impl Drop for SystemFlight {
 }
 
 impl ChunkCacheManager {
-    /// Finds the cached part of a system prompt in `main` and takes blocks for the rest, unless another
-    /// request computes it.
+    /// Finds the cached part of a system prompt in `main`, and allocates blocks for the rest, unless another
+    /// request is computing it.
     ///
     /// # Errors
     /// Returns the errors of [`PrefixFill::new`].
     pub(crate) fn fill_system(&self, main: &KvPool, root: BlockKey, tokens: &[u32]) -> Result<SystemFound> {
         let mut systems = self.0.systems.lock();
-        // This comes first, because taking room may evict something from the cache.
+        // This comes first, because making room may evict something from the cache.
         if !systems.is_empty()
             && let Some(key) = root.chain(tokens, main.block_size()).last()
             && let Some(flight) = systems.get(key)

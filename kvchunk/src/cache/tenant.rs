@@ -4,13 +4,13 @@ use kvcore::{BlockKey, EvictionPolicy, PolicyEntry, PolicyKind};
 
 use super::metrics::ChunkCacheMetrics;
 
-/// A tenant of a chunk cache, by its number. The default tenant always exists.
+/// The ID of a tenant in a chunk cache. The default tenant always exists.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, PartialOrd, Ord)]
 pub struct TenantId(pub(crate) u32);
 
-/// A tenant, and the root of its keys. Only
-/// [`ChunkCacheManager::tenant_keys`](crate::ChunkCacheManager::tenant_keys) joins the two, which keeps a
-/// request from looking for one tenant's chunks under the keys of another.
+/// A tenant and the root of its keys. Only
+/// [`ChunkCacheManager::tenant_keys`](crate::ChunkCacheManager::tenant_keys) combines the two, so that a
+/// request never looks for one tenant's chunks with another tenant's keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TenantKeys {
     pub(crate) id: TenantId,
@@ -18,7 +18,7 @@ pub struct TenantKeys {
 }
 
 impl TenantKeys {
-    /// Returns the default tenant, whose keys begin at the root that all tenants share.
+    /// Returns the default tenant, whose keys start at the root that all tenants share.
     pub fn shared(root: BlockKey) -> Self {
         Self { id: TenantId::default(), root }
     }
@@ -34,16 +34,16 @@ impl TenantKeys {
     }
 }
 
-/// A user of a chunk cache: a tag for people, a salt that separates the tenant's keys, and a quota.
+/// A user of a chunk cache, with a human-readable tag, a salt that separates its keys, and a quota.
 ///
-/// The operator of the server chooses the salt. A salt that clients choose protects no one.
+/// The server's operator must choose the salt, because a salt chosen by clients protects no one.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tenant {
     /// The tenant's name, unique in a cache.
     pub tag: String,
     /// The salt, which is part of every key of the tenant.
     pub salt: Vec<u8>,
-    /// The largest number of blocks that the tenant's pieces may take. `None` allows the whole pool.
+    /// The maximum number of blocks for the tenant's pieces. `None` allows the whole pool.
     pub max_blocks: Option<usize>,
 }
 
@@ -51,13 +51,13 @@ impl Tenant {
     /// The tag of the default tenant.
     pub const DEFAULT_TAG: &'static str = "chunk_cache";
 
-    /// Creates a tenant without a limit of its own. Its salt is its tag.
+    /// Creates a tenant without its own limit. Its salt is its tag.
     pub fn new(tag: &str) -> Self {
         Self { tag: tag.to_owned(), salt: tag.as_bytes().to_vec(), max_blocks: None }
     }
 
-    /// Derives the root of this tenant's keys from a root that all tenants share. A tenant without a salt
-    /// gets the shared root itself.
+    /// Derives the root of this tenant's keys from a root that all tenants share. For a tenant without a
+    /// salt, this is the shared root itself.
     #[must_use]
     pub fn root(&self, root: &BlockKey) -> BlockKey {
         if self.salt.is_empty() {
@@ -72,16 +72,16 @@ impl Tenant {
 #[derive(Debug)]
 pub(crate) struct Account {
     pub(crate) tenant: Tenant,
-    /// The largest number of blocks that the tenant may use.
+    /// The maximum number of blocks that the tenant may use.
     pub(crate) quota: usize,
-    /// The blocks of the tenant's pieces and reservations, including pieces that are held but can no longer
-    /// be found.
+    /// Number of blocks in the tenant's pieces and reservations, including pieces that are held but can no
+    /// longer be found.
     pub(crate) used: usize,
-    /// The part of `used` that could be evicted now.
+    /// Number of blocks in `used` that could be evicted now.
     pub(crate) idle: usize,
     /// The eviction order of pieces that are awake and not held.
     pub(crate) order: Order,
-    /// The bytes that the tenant's sleeping pieces take.
+    /// Bytes that the tenant's sleeping pieces use.
     pub(crate) sleeping_bytes: usize,
     /// The tenant's counts. Gauges are filled in when the metrics are read.
     pub(crate) counted: ChunkCacheMetrics,
@@ -95,17 +95,17 @@ impl Account {
         Self { tenant, quota, used: 0, idle: 0, order, sleeping_bytes: 0, counted }
     }
 
-    /// Returns the share of the quota in use.
+    /// Returns the fraction of the quota in use.
     pub(crate) fn pressure(&self) -> f64 {
         self.used as f64 / self.quota.max(1) as f64
     }
 }
 
 // Decision: docs/decisions/chunks.md#one-index-for-all-tenants-one-policy-for-each
-/// An eviction policy over pieces. The policy knows each piece by a small number.
+/// An eviction order over pieces. The underlying policy identifies each piece by a small number.
 ///
-/// A piece that departs into sleep keeps its rank in the order, in case it has to stay.
-/// [`evict`](Self::evict) passes it over.
+/// A piece that is being put to sleep keeps its rank in the order, in case it has to stay.
+/// [`evict`](Self::evict) skips it.
 #[derive(Debug)]
 pub(crate) struct Order {
     policy: Box<dyn EvictionPolicy>,
@@ -113,9 +113,9 @@ pub(crate) struct Order {
     pieces: Vec<u32>,
     free: Vec<u32>,
     wants_hits: bool,
-    /// The numbers of pieces that have departed.
+    /// The numbers of departed pieces.
     departed: Vec<u32>,
-    /// The numbers that the policy gave up while their pieces were away, in the order of eviction.
+    /// The numbers that the policy evicted while their pieces were departed, in eviction order.
     passed_over: Vec<u32>,
 }
 
@@ -134,12 +134,12 @@ impl Order {
         }
     }
 
-    /// Takes a free number for a piece. Returns `None` if all numbers are in use.
+    /// Assigns a free number to a piece. Returns `None` if all numbers are in use.
     pub(crate) fn admit(&mut self) -> Option<u32> {
         self.free.pop()
     }
 
-    /// Records the piece that a number belongs to.
+    /// Records which piece a number belongs to.
     pub(crate) fn assign(&mut self, number: u32, piece: u32) {
         self.pieces[number as usize] = piece;
     }
@@ -161,17 +161,17 @@ impl Order {
         }
     }
 
-    /// Makes a piece unevictable while it moves into sleep. The piece keeps its rank.
+    /// Makes a piece unevictable while it is being put to sleep. The piece keeps its rank.
     pub(crate) fn depart(&mut self, number: u32) {
         self.departed.push(number);
     }
 
-    /// Makes a departed piece evictable again, at its rank.
+    /// Makes a departed piece evictable again, at its old rank.
     pub(crate) fn stay(&mut self, number: u32) {
         take(&mut self.departed, number);
     }
 
-    /// Removes a departed piece, which sleeps now, and frees its number.
+    /// Removes a departed piece, which is now asleep, and frees its number.
     pub(crate) fn arrive(&mut self, number: u32) {
         take(&mut self.departed, number);
         self.remove(number);
@@ -206,7 +206,7 @@ impl Order {
     }
 }
 
-/// Removes a number from a list. Returns true if it was there.
+/// Removes a number from a list, and returns whether it was there.
 fn take(numbers: &mut Vec<u32>, number: u32) -> bool {
     let at = numbers.iter().position(|&other| other == number);
     at.map(|at| numbers.remove(at)).is_some()

@@ -1,20 +1,21 @@
-//! The hash functions of chunk keys.
+//! The hash functions for chunk keys.
 
 use kvcore::BlockKey;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use xxhash_rust::xxh3::Xxh3;
 
-/// The hash function of chunk keys.
+/// The hash function for chunk keys.
 ///
 /// | algorithm | a hit compares | speed |
 /// |---|---|---|
-/// | BLAKE3, keyed by the hash of the preceding content | the tokens | the fastest that resists collisions |
+/// | BLAKE3, keyed by the hash of the preceding content | the tokens | the fastest that is
+/// collision-resistant |
 /// | SHA-256 | the tokens | slower; for installations that must use it |
 /// | xxh3-128 | everything that the hash covers | the fastest, but anyone can produce collisions |
 ///
-/// With xxh3-128 a hit compares the root key (model, tenant), the mode, the system prompt, the preceding
-/// tokens and the piece's own tokens. The comparison turns collisions into misses.
+/// With xxh3-128, a hit also compares the root key (model, tenant), the mode, the system prompt, the
+/// preceding tokens and the piece's own tokens, so that collisions become misses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum HashAlgorithm {
@@ -32,13 +33,13 @@ impl HashAlgorithm {
     /// All algorithms.
     pub const ALL: [Self; 3] = [Self::Blake3, Self::Sha256, Self::Xxh3];
 
-    /// Returns true if it is infeasible to make two contents with the same hash.
+    /// Returns whether it is infeasible to construct two contents with the same hash.
     pub(crate) fn resists_collisions(self) -> bool {
         self != Self::Xxh3
     }
 
-    /// Returns the hash of `tokens`, chained to `parent`, the hash of the content before them. It covers the
-    /// number of tokens, too.
+    /// Returns the hash of `tokens`, chained to `parent`, the hash of the content before them. The hash also
+    /// covers the number of tokens.
     pub(crate) fn child(self, parent: &BlockKey, tokens: &[u32]) -> BlockKey {
         let mut bytes = [0; 32];
         match self {
@@ -60,7 +61,7 @@ impl HashAlgorithm {
     }
 }
 
-/// Feeds the number of tokens, followed by the tokens, as little-endian bytes.
+/// Hashes the number of tokens, followed by the tokens, as little-endian bytes.
 fn feed(tokens: &[u32], mut update: impl FnMut(&[u8])) {
     update(&(tokens.len() as u64).to_le_bytes());
     let mut bytes = [0u8; 256 * 4];

@@ -1,4 +1,4 @@
-//! Compute modes, position strategies, and the exactness of reuse in each combination.
+//! Compute modes, position strategies, and how exact reuse is in each combination.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,20 +22,20 @@ use crate::error::Error;
 #[serde(try_from = "String", into = "String")]
 pub enum ComputeMode {
     /// A chunk sees the system prompt and itself. It is stored at the positions right after the system
-    /// prompt, and its key contains the system prompt.
+    /// prompt, and its key covers the system prompt.
     #[default]
     WithSystem,
-    /// A chunk sees only itself. It is stored at positions `0..n` and can be used under any system prompt.
+    /// A chunk sees only itself. It is stored at positions `0..n` and can be used with any system prompt.
     Alone,
     /// A chunk sees the first tokens of the system prompt, at least one, and itself. It is stored at the
-    /// positions right after them, and can be used under any system prompt that begins with them. These
-    /// tokens absorb the attention that a model gives to the first tokens of a text (Xiao et al., 2023), in
-    /// place of the chunk's own.
+    /// positions right after them, and can be used with any system prompt that starts with them. These tokens
+    /// absorb the attention that a model gives to the first tokens of its input (Xiao et al., 2023), instead
+    /// of the chunk's own first tokens.
     Sink(u32),
 }
 
 impl ComputeMode {
-    /// Returns the number of tokens that a chunk sees of a system prompt of `system` tokens.
+    /// Returns how many tokens of a system prompt of `system` tokens a chunk sees.
     pub fn seen(self, system: usize) -> usize {
         match self {
             Self::WithSystem => system,
@@ -82,7 +82,7 @@ impl From<ComputeMode> for String {
     }
 }
 
-/// The positions that chunks take when they are used.
+/// The positions that chunks get when they are used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum PositionStrategy {
@@ -93,29 +93,29 @@ pub enum PositionStrategy {
     Overlapped,
     /// Chunks follow one another, as in an ordinary prompt.
     Sequential,
-    /// Chunks follow one another, as under [`Sequential`](Self::Sequential), but each is stored at the
-    /// position where it is used. The position is part of the key, so only the same position in another
-    /// prompt is a hit.
+    /// Chunks follow one another, as with [`Sequential`](Self::Sequential), but each is stored at the
+    /// position where it is used. The key covers the position, so another prompt hits only at the same
+    /// position.
     Absolute,
 }
 
-/// The exactness of reuse in a cell, compared with a reference under the mask "chunks do not see each other".
+/// How exact reuse is in a cell, compared with a reference with the mask "chunks do not see each other".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Exactness {
-    /// Up to rounding, reuse equals one forward pass with that mask and these positions.
+    /// Up to rounding, reuse gives the same result as one forward pass with that mask and these positions.
     Exact,
-    /// Reuse equals only a pass in two phases: chunk rows at their stored positions, question rows at
+    /// Reuse matches only a pass in two phases: chunk rows at their stored positions, then question rows at
     /// sequential positions over all keys. No single pass gives the same result.
     TwoPhase,
 }
 
-/// A compute mode with a position strategy: one cell of the exactness table.
+/// A compute mode together with a position strategy: one cell of the exactness table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 pub struct ReuseCell {
     /// The tokens that a chunk sees while its KV is computed.
     pub mode: ComputeMode,
-    /// The positions that chunks take when they are used.
+    /// The positions that chunks get when they are used.
     pub strategy: PositionStrategy,
 }
 
@@ -123,7 +123,7 @@ impl ReuseCell {
     /// Every chunk sees the system prompt and starts right after it.
     pub const OVERLAPPED_WITH_SYSTEM: Self =
         Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Overlapped };
-    /// Every chunk sees only itself; all start at the same position.
+    /// Every chunk sees only itself, and all start at the same position.
     pub const OVERLAPPED_ALONE: Self =
         Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Overlapped };
     /// Chunks see only themselves and follow one another.
@@ -132,13 +132,13 @@ impl ReuseCell {
     /// Chunks see the system prompt and follow one another.
     pub const SEQUENTIAL_WITH_SYSTEM: Self =
         Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
-    /// Chunks see the system prompt; only the same position is a hit.
+    /// Chunks see the system prompt, and hit only at the same position.
     pub const ABSOLUTE_WITH_SYSTEM: Self =
         Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Absolute };
-    /// Chunks see only themselves; only the same position is a hit.
+    /// Chunks see only themselves, and hit only at the same position.
     pub const ABSOLUTE_ALONE: Self = Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Absolute };
 
-    /// The cells of the two modes without a number of tokens, under each of the three strategies.
+    /// The cells of the two modes without a parameter, with each of the three strategies.
     pub const ALL: [Self; 6] = [
         Self::OVERLAPPED_WITH_SYSTEM,
         Self::OVERLAPPED_ALONE,
@@ -148,11 +148,11 @@ impl ReuseCell {
         Self::ABSOLUTE_ALONE,
     ];
 
-    /// Returns the exactness of reuse in this cell.
+    /// Returns how exact reuse is in this cell.
     pub fn exactness(self) -> Exactness {
         match (self.mode, self.strategy) {
             (ComputeMode::WithSystem, PositionStrategy::Sequential) => Exactness::TwoPhase,
-            // At the place of use, the chunk's distance from the first tokens is different.
+            // Where the chunk is used, its distance from the first tokens is different.
             (ComputeMode::Sink(_), PositionStrategy::Sequential | PositionStrategy::Overlapped) => {
                 Exactness::TwoPhase
             }

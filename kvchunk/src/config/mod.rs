@@ -16,7 +16,7 @@ pub use algorithm::HashAlgorithm;
 pub use cell::{ComputeMode, Exactness, PositionStrategy, ReuseCell};
 pub use reuse::Reuse;
 
-/// The settings of a chunk cache. A setting that a stored config leaves out has its default.
+/// The settings of a chunk cache. A setting missing from a stored config has its default value.
 ///
 /// ```
 /// use kvchunk::{ChunkCacheConfig, HashAlgorithm};
@@ -29,13 +29,13 @@ pub use reuse::Reuse;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChunkCacheConfig {
-    /// Turns the chunk cache on. If false, every chunked prompt is recomputed under the same mask.
+    /// Whether the chunk cache is on. If false, every chunked prompt is recomputed with the same mask.
     #[serde(rename = "enable_chunk_cache")]
     pub enabled: bool,
-    /// The share of the KV memory that belongs to chunks, above 0 and below 1.
+    /// The fraction of the KV memory that belongs to chunks, above 0 and below 1.
     #[serde(alias = "chunk_cache_gpu_memory_utilization")]
     pub memory_share: f64,
-    /// The largest number of pieces that are kept, awake or asleep. Each piece of an oversized chunk counts.
+    /// The maximum number of pieces to keep, awake or asleep. Each piece of an oversized chunk counts.
     pub max_chunks: usize,
     /// The largest number of tokens of a piece. A longer chunk is stored in several pieces. Later pieces see
     /// earlier ones, so the limit never changes an answer.

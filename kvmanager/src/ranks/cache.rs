@@ -1,4 +1,4 @@
-//! The cache of one rank: keys, or values, of some layers, for the tokens of the prompt so far.
+//! One rank's cache: keys, or values, of some layers, for the tokens of the prompt so far.
 
 use kvcore::{Backend, CopyTensor, DType, MemoryKind, Stream, TensorView, allocate_tensor};
 use std::ops::Range;
@@ -10,10 +10,10 @@ use crate::{Error, Result};
 // Decision: docs/decisions/managers.md#a-rank-cache-holds-keys-or-values-not-both
 /// Keys, or values, of consecutive layers: `[layers, batch, heads, capacity, dim]`.
 ///
-/// A stage of a pipeline appends the chunks that it computes to a cache of its own layers. A cache of all layers merges
-/// the pieces of all stages: whole chunks with [`merge_from_ranks`](Self::merge_from_ranks), or after
-/// [`expect`](Self::expect) piece by piece, in any order. All memory is allocated up front. Copies run in the order of
-/// the caller's streams.
+/// A pipeline stage appends the chunks that it computes to a cache of its own layers. A cache of all layers
+/// merges the pieces of all stages: whole chunks with [`merge_from_ranks`](Self::merge_from_ranks), or after
+/// [`expect`](Self::expect) piece by piece, in any order. All memory is allocated up front. Copies run in the
+/// order of the caller's streams.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -47,7 +47,7 @@ pub struct RankCache {
     merge: Option<(PrefillPlan, ReceivedMatrix)>,
 }
 
-/// The axes of a cache, and of the tensors that it takes.
+/// The axes of a cache, and of the tensors passed to it.
 const LAYERS: usize = 0;
 const TOKENS: usize = 3;
 
@@ -81,7 +81,7 @@ impl RankCache {
         self.len
     }
 
-    /// Returns whether no token is held by every layer.
+    /// Returns whether there are no tokens that every layer holds.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -90,7 +90,7 @@ impl RankCache {
     /// heads until the cache is full; [`TensorView::contiguous`] closes them.
     ///
     /// # Errors
-    /// Returns the errors of [`TensorView::slice`], which this view never causes.
+    /// Returns the errors of [`TensorView::slice`], which cannot occur for this view.
     pub fn get_data(&self) -> Result<TensorView> {
         Ok(self.data.slice(TOKENS, 0, self.len)?)
     }
@@ -104,7 +104,7 @@ impl RankCache {
     /// Appends tensors `[layers, batch, heads, tokens, dim]` one after another along the tokens, all of them or none.
     ///
     /// # Errors
-    /// In these cases the cache is unchanged:
+    /// The cache is unchanged in these cases:
     /// - [`kvcore::Error::Mismatch`] if an extent or the element type differs from the cache's, or if a merge is not complete.
     /// - [`kvcore::Error::TooLarge`] if the tokens exceed the capacity.
     pub fn append_sequence(&mut self, stream: &dyn Stream, tensors: &[TensorView]) -> Result<()> {
@@ -127,7 +127,7 @@ impl RankCache {
     /// the first chunk that is not complete.
     ///
     /// # Errors
-    /// In these cases the cache is unchanged:
+    /// The cache is unchanged in these cases:
     /// - [`kvcore::Error::Mismatch`] if the layers of all ranks do not add up to the cache's, or another extent or the element
     ///   type differs.
     /// - [`kvcore::Error::TooLarge`] if the tokens exceed the capacity.
@@ -162,8 +162,8 @@ impl RankCache {
     /// Empties the cache, and begins a merge of the pieces of a plan, in any order.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Mismatch`] if the plan has other layers than the cache, and [`kvcore::Error::TooLarge`] if
-    /// the prompt exceeds the capacity. In these cases the cache is unchanged.
+    /// Returns [`kvcore::Error::Mismatch`] if the plan's layers differ from the cache's, and
+    /// [`kvcore::Error::TooLarge`] if the prompt exceeds the capacity. In these cases the cache is unchanged.
     pub fn expect(&mut self, plan: PrefillPlan) -> Result<()> {
         same("layers of the plan", self.num_layers(), plan.num_layers())?;
         if plan.num_tokens() > self.capacity() {
@@ -174,14 +174,14 @@ impl RankCache {
         Ok(())
     }
 
-    /// Copies a piece `[layers of the stage, batch, heads, tokens of the chunk, dim]` to its place. Tokens become
-    /// readable once all stages of their chunk, and of all chunks before, have arrived.
+    /// Copies a piece `[layers of the stage, batch, heads, tokens of the chunk, dim]` to its place. Tokens
+    /// become readable once all stages of their chunk, and of all earlier chunks, have arrived.
     ///
     /// # Errors
-    /// In these cases the cache is unchanged:
-    /// - [`kvcore::Error::OutOfRange`] if the plan has no such stage or chunk; without a plan it has none.
+    /// The cache is unchanged in these cases:
+    /// - [`kvcore::Error::OutOfRange`] if there is no plan, or the plan does not have this stage or chunk.
     /// - [`Error::LatePiece`] if all stages of the chunk have arrived.
-    /// - [`Error::DuplicatePiece`] if the piece has arrived before.
+    /// - [`Error::DuplicatePiece`] if the piece has already arrived.
     /// - [`kvcore::Error::Mismatch`] if an extent differs from the plan's or the cache's, or the element type does.
     pub fn accept(
         &mut self,

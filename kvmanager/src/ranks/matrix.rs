@@ -71,8 +71,8 @@ impl ReceivedMatrix {
     /// Records the arrival of a piece.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if the chunk or stage is unknown, and [`Error::DuplicatePiece`] if the
-    /// piece has arrived before.
+    /// Returns [`kvcore::Error::OutOfRange`] if the chunk or stage does not exist, and
+    /// [`Error::DuplicatePiece`] if the piece has already arrived.
     pub fn record(&mut self, chunk: usize, stage: usize) -> Result<()> {
         let at = self.index(chunk, stage)?;
         if std::mem::replace(&mut self.received[at], true) {
@@ -84,7 +84,7 @@ impl ReceivedMatrix {
     /// Returns whether a piece has arrived.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if the chunk or stage is unknown.
+    /// Returns [`kvcore::Error::OutOfRange`] if the chunk or stage does not exist.
     pub fn is_received(&self, chunk: usize, stage: usize) -> Result<bool> {
         Ok(self.received[self.index(chunk, stage)?])
     }
@@ -92,7 +92,7 @@ impl ReceivedMatrix {
     /// Returns whether all stages of a chunk have arrived.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if the chunk is unknown.
+    /// Returns [`kvcore::Error::OutOfRange`] if the chunk does not exist.
     pub fn is_chunk_complete(&self, chunk: usize) -> Result<bool> {
         let start = self.index(chunk, 0)?;
         Ok(self.received[start..start + self.stages].iter().all(|&received| received))
@@ -101,7 +101,7 @@ impl ReceivedMatrix {
     /// Returns whether all chunks of a stage have arrived.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfRange`] if the stage is unknown.
+    /// Returns [`kvcore::Error::OutOfRange`] if the stage does not exist.
     pub fn is_stage_complete(&self, stage: usize) -> Result<bool> {
         let start = self.index(0, stage)?;
         Ok(self.received[start..].iter().step_by(self.stages).all(|&received| received))
@@ -131,7 +131,7 @@ impl ReceivedMatrix {
         self.received.len()
     }
 
-    /// Returns the share of pieces that have arrived, between 0 and 1.
+    /// Returns the fraction of pieces that have arrived, between 0 and 1.
     pub fn completion(&self) -> f64 {
         self.received() as f64 / self.total() as f64
     }

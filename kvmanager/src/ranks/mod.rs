@@ -1,4 +1,4 @@
-//! Caches of the stages of a pipeline, and the merge of the pieces that the stages compute.
+//! Caches of pipeline stages, and the merge of the pieces that the stages compute.
 //!
 //! ```text
 //!               chunk 0      chunk 1      chunk 2        tokens ──►

@@ -99,8 +99,8 @@ impl PrefillPlan {
     }
 }
 
-/// Checks that the ranges are not empty and follow one another from 0 on. `what` names the list of ranges, the extent of
-/// a range, and the start of a range.
+/// Checks that the ranges are not empty and follow one another starting at 0. `what` names the list of
+/// ranges, the extent of a range, and the start of a range.
 fn consecutive(what: [&'static str; 3], ranges: &[Range<usize>]) -> Result<()> {
     if ranges.is_empty() {
         return Err(Error::Core(CoreError::Zero { what: what[0] }));

@@ -1,13 +1,14 @@
 //! `attend` and `attend_mla`: tiles of queries attend to parts of the tokens that they see, then the parts
 //! are merged.
 //!
-//! The rows of an entry are cut into tiles, the tokens that a tile sees into runs of one segment each, and
-//! the runs of a merge group into parts. Few rows over many tokens still fill the device. Each part of a tile
-//! is a task of `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes the softmaxes. Parts lie in
-//! a scratch buffer of limited size: a call with more parts than fit runs in chunks of tiles.
+//! The rows of an entry are divided into tiles, the tokens that a tile sees into runs of one segment each,
+//! and the runs of a merge group into parts, so that even few rows over many tokens fill the device. Each
+//! part of a tile is a task of `attend.wgsl`, which leaves an open softmax; `merge.wgsl` closes the
+//! softmaxes. Parts are in a scratch buffer of limited size: a call with more parts than fit runs in chunks
+//! of tiles.
 //!
-//! All of this division is a [`WindowedPlan`], which the layers of a step share. A layer adds its parameters:
-//! the places of its keys, values, queries and results.
+//! A [`WindowedPlan`] describes this division, and the layers of a step share it. A layer adds its
+//! parameters: the places of its keys, values, queries and results.
 
 use std::sync::Arc;
 
@@ -31,7 +32,7 @@ use plan::{TileChunk, WindowTasks, WindowedPlan};
 use tiling::Tiling;
 use window::{PlaneWindows, rows_window};
 
-/// Words of the parameters of `attend.wgsl`.
+/// Number of parameter words of `attend.wgsl`.
 const PARAMETERS: usize = 31;
 
 pub(crate) fn attend(queue: &Queue, plans: &Plans, op: &Attend) -> Result<Vec<Dispatch>> {
@@ -49,7 +50,7 @@ fn run(queue: &Queue, plans: &Plans, op: &Attend, latent: Option<&TensorView>) -
     let (plan, uploaded) = plans.of(device, op, latent, (&tiling, &planes))?;
     queue.count_written(uploaded);
     let mut work = Vec::new();
-    // The first chunk overwrites queries that lie where results go. Later chunks need a copy of them.
+    // The first chunk overwrites queries that overlap the output, so later chunks need a copy of them.
     let mut apart = |view: &TensorView| {
         if plan.chunks.len() > 1 && view.overlaps(&op.out)? {
             copied(device, view, &mut work)
@@ -78,7 +79,7 @@ struct WindowedCall<'a> {
 }
 
 impl WindowedCall<'_> {
-    /// Returns one run of `attend.wgsl` for each combination of windows that some task reads.
+    /// Returns one run of `attend.wgsl` for each combination of windows that a task reads.
     fn dispatches(
         &self,
         plan: &Arc<WindowedPlan>,

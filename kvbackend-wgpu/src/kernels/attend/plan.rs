@@ -1,5 +1,5 @@
-//! Plans: the tiles of a step's attention, with their records and lists of blocks on the device. Layers with
-//! the same [`AttendWork`](kvcore::AttendWork) share its plans.
+//! Plans: the tiles of a step's attention, with their records and block lists on the device. Layers with the
+//! same [`AttendWork`](kvcore::AttendWork) share its plans.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -17,35 +17,35 @@ use crate::device::{GpuDevice, NAME};
 use crate::kernels::angles::{RopeRows, pairs_of};
 use crate::pipeline::Binding;
 
-/// Most bytes of scratch for parts.
+/// Maximum number of bytes of scratch for parts.
 const SCRATCH: u64 = 64 << 20;
 
-/// Most bytes of a buffer that is kept for another plan.
+/// Maximum size in bytes of a buffer that is kept for another plan.
 const LARGE: u64 = 1 << 20;
 
-/// Number of plans that a stream keeps. Few are enough, because layers of a model differ in their window at
-/// most.
+/// Number of plans that a stream keeps. A few are enough, because a model's layers differ only in their
+/// window, if at all.
 const KEPT: usize = 4;
 
 /// Everything that a plan depends on. Layers with equal keys share a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct WindowedPlanKey {
-    /// The identity of the work, [`AttendWork::id`](kvcore::AttendWork::id).
+    /// The ID of the work, [`AttendWork::id`](kvcore::AttendWork::id).
     work: u64,
     window: Option<usize>,
     keys: KeyForm,
-    /// Pairs that are rotated, if any are.
+    /// Number of rotated pairs, if there is a rotation.
     pairs: Option<usize>,
     tiling: Tiling,
     heads: usize,
     block_size: usize,
-    /// Blocks of a window of each plane, if a layer is more than one window.
+    /// Number of blocks per window of each plane, if a layer needs more than one window.
     window_blocks: Option<[usize; 4]>,
-    /// Most rows that can be bound at once.
+    /// Maximum number of rows that can be bound at once.
     rows: usize,
-    /// Bytes of scratch that a part of one row and all heads takes.
+    /// Bytes of scratch for a part of one row and all heads.
     part_bytes: u64,
-    /// Most such parts that fit in the scratch.
+    /// Maximum number of such parts that fit in the scratch.
     parts: u64,
 }
 
@@ -55,11 +55,11 @@ pub(super) struct TileChunk {
     pub(super) rows: Range<usize>,
     /// Number of parts, each of one row and all heads.
     pub(super) parts: u64,
-    /// The angles by which queries and keys are rotated, if they are.
+    /// The angles to rotate queries and keys by, if there is a rotation.
     pub(super) turns: Option<RopeRows>,
-    /// The tasks of each combination of windows.
+    /// The tasks for each combination of windows.
     pub(super) tasks: Vec<WindowTasks>,
-    /// Number of rows that are merged, and their records.
+    /// Number of rows to merge, and the place of their records.
     pub(super) merged: (usize, Range<u64>),
     records: Buffer,
 }
@@ -75,30 +75,31 @@ impl TileChunk {
 pub(super) struct WindowTasks {
     pub(super) window: WindowKey,
     pub(super) count: usize,
-    /// The place of the records in the buffer of the chunk.
+    /// The place of the records in the chunk's buffer.
     pub(super) records: Range<u64>,
 }
 
-/// The division of a call into runs of kernels, and their records on the device.
+/// The division of a call into kernel runs, and their records on the device.
 pub(crate) struct WindowedPlan {
     pub(super) chunks: Vec<TileChunk>,
-    /// Bytes of scratch that a part of one row and all heads takes.
+    /// Bytes of scratch for a part of one row and all heads.
     pub(super) part_bytes: u64,
 }
 
-/// The plans of a stream's last calls.
+/// The plans of a stream's recent calls.
 #[derive(Default)]
 pub(crate) struct Plans(Mutex<KeptPlans>);
 
 #[derive(Default)]
 struct KeptPlans {
     plans: [Option<(WindowedPlanKey, Arc<WindowedPlan>)>; KEPT],
-    /// The place of the plan that is replaced next.
+    /// Index of the plan to replace next.
     next: usize,
 }
 
 impl Plans {
-    /// Returns the plan of a call, made on first use, and the number of bytes that this call uploaded for it.
+    /// Returns the plan for a call, created on first use, and the number of bytes that this call uploaded for
+    /// it.
     pub(super) fn of(
         &self,
         device: &Arc<GpuDevice>,
@@ -108,7 +109,7 @@ impl Plans {
     ) -> Result<(Arc<WindowedPlan>, usize)> {
         let shape = op.arena.layout().shape();
         let heads = op.q.shape()[1];
-        // A sum of values, the largest score and the sum of the weights.
+        // A sum of values, the largest score, and the sum of the weights.
         let part_bytes = heads as u64 * 4 * (shape.v_dim as u64 + 2);
         let views = [Some(&op.q), Some(&op.out), latent, op.lse.as_ref()].into_iter().flatten();
         let key = WindowedPlanKey {
@@ -130,7 +131,7 @@ impl Plans {
         }
         let place = kept.next;
         kept.next = (place + 1) % KEPT;
-        // The buffer of a plan that nothing else holds can be written again: its work has been submitted.
+        // If nothing else holds a plan, its buffer can be overwritten, because its work has been submitted.
         let old = kept.plans[place].take().and_then(|(_, plan)| Arc::into_inner(plan));
         let free = old.and_then(|mut plan| plan.chunks.pop()).map(|chunk| chunk.records);
         let (plan, bytes) = make(device, op, &key, planes, free.filter(|free| free.size() <= LARGE))?;
@@ -140,7 +141,7 @@ impl Plans {
     }
 }
 
-/// Makes a plan, with records in `free` if they fit. Also returns the number of bytes of all records.
+/// Creates a plan, with its records in `free` if they fit. Also returns the number of bytes of all records.
 fn make(
     device: &Arc<GpuDevice>,
     op: &Attend,
@@ -159,7 +160,7 @@ fn make(
     Ok((plan, bytes))
 }
 
-/// Makes the records of a chunk of tiles, in `free` if they fit. Also returns their number of bytes.
+/// Creates the records of a chunk of tiles, in `free` if they fit. Also returns their number of bytes.
 fn chunk(
     device: &Arc<GpuDevice>,
     op: &Attend,
@@ -201,7 +202,7 @@ fn chunk(
     Ok((TileChunk { rows: rows_of(tiles), parts, turns, tasks, merged, records }, bytes.len()))
 }
 
-/// Records that are gathered for one buffer.
+/// Records collected for one buffer.
 struct Words {
     /// Alignment of each list of records, in words.
     align: usize,
@@ -232,7 +233,7 @@ impl Words {
 /// Divides tiles into chunks whose parts fit in the scratch and whose rows and lists can be bound at once.
 fn chunks<'a>(device: &GpuDevice, key: &WindowedPlanKey, tiles: &'a [RowTile]) -> Vec<&'a [RowTile]> {
     let mut chunks = Vec::new();
-    // Half of the largest binding; the other half is for the part of a list that two tiles share.
+    // Half of the largest binding. The other half is for the part of a list that two tiles share.
     let most_words = (device.limits.max_storage_buffer_binding_size / 8) as usize;
     let (mut start, mut parts, mut words, mut rows) = (0, 0, 0, rows_of(&tiles[..tiles.len().min(1)]));
     for (i, tile) in tiles.iter().enumerate() {

@@ -1,5 +1,5 @@
-//! The records that shaders read, in their order: tasks, runs and lists of tokens of `attend.wgsl`, rows and
-//! lists of parts of `merge.wgsl`.
+//! The records that shaders read, in order: tasks, runs and token lists of `attend.wgsl`; rows and part lists
+//! of `merge.wgsl`.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -8,17 +8,17 @@ use kvcore::{Attend, KeyForm};
 
 use super::runs::{RowTile, RunTask, SeenRun, TokenPlaces, first_parts};
 
-/// Words of a task.
+/// Number of words per task.
 const TASK: usize = 5;
 
-/// Words of a run before its rows.
+/// Number of words of a run before its rows.
 const RUN: usize = 6;
 const ROW: usize = 3;
 
-/// Words of the record of a row that is merged.
+/// Number of words in the record of a merged row.
 pub(super) const MERGED: usize = 3;
 
-/// Returns every position by which some query or key is rotated.
+/// Returns every position that a query or key is rotated by.
 pub(super) fn positions<'a>(
     op: &'a Attend,
     tiles: &'a [RowTile],
@@ -39,8 +39,8 @@ pub(super) fn positions<'a>(
     })
 }
 
-/// Returns the records of tasks, of their runs and of the runs' lists. Each task comes with the number of its
-/// first part; `number` gives the number by which the kernel knows a position.
+/// Returns the records of tasks, of their runs, and of the runs' lists. Each task comes with the index of its
+/// first part; `number` returns the kernel's number for a position.
 pub(super) fn of_tasks(
     tasks: &[(&RunTask, u32)],
     (rows, heads): (usize, usize),
@@ -71,7 +71,7 @@ pub(super) fn of_tasks(
     records
 }
 
-/// Returns a record for each row of some tiles, the factors of the merge groups, and the lists of parts.
+/// Returns a record for each row of some tiles, the factors of the merge groups, and the part lists.
 pub(super) fn of_merge(op: &Attend, tiles: &[RowTile]) -> Vec<u32> {
     let heads = op.q.shape()[1] as u32;
     let groups = MERGED * tiles.iter().map(|tile| tile.rows.len()).sum::<usize>();

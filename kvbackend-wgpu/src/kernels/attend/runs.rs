@@ -13,16 +13,16 @@ use super::window::{PlaneWindows, WindowKey};
 /// Number of workgroups that keep a device busy.
 const BUSY: usize = 512;
 
-/// Tokens below which a run is not cut further.
+/// Number of tokens below which a run is not divided further.
 const SHORT: usize = 256;
 
-/// Most words of the record of a task, of a run, or of a row of a run.
+/// Maximum number of words in the record of a task, of a run, or of a run's row.
 const RECORD: usize = 8;
 
 /// Consecutive rows of one entry.
 pub(super) struct RowTile {
     pub(super) rows: Range<usize>,
-    /// Merge groups with at least one run: number and tasks of each.
+    /// Merge groups with at least one run: the index and the tasks of each.
     groups: Vec<(usize, Vec<RunTask>)>,
 }
 
@@ -31,8 +31,8 @@ impl RowTile {
         self.groups.iter().flat_map(|(_, tasks)| tasks)
     }
 
-    /// Estimates the words of the tile's records and lists, for attention and for the merge. `rows` is the
-    /// most rows of a workgroup.
+    /// Estimates the number of words in the tile's records and lists, for attention and for the merge. `rows`
+    /// is the maximum number of rows per workgroup.
     pub(super) fn words(&self, rows: usize) -> usize {
         let of = |run: &SeenRun| {
             let listed = match &run.tokens {
@@ -51,24 +51,24 @@ impl RowTile {
     }
 }
 
-/// Runs that one workgroup (of each unit of heads) reads one after the other, all in the same windows.
+/// Runs that one workgroup (per head unit) reads one after another, all in the same windows.
 pub(super) struct RunTask {
     pub(super) rows: Range<usize>,
     pub(super) window: WindowKey,
     pub(super) runs: Vec<SeenRun>,
 }
 
-/// Where the tokens of a run lie.
+/// Where a run's tokens are.
 #[derive(Clone)]
 pub(super) enum TokenPlaces {
     /// In the blocks of a segment.
     Blocks(Arc<[BlockId]>),
-    /// At given slots, each with the token's number in the segment; used for selected tokens.
+    /// At given slots, each with the token's index in the segment; used for selected tokens.
     Slots(Arc<[(u32, u32)]>),
 }
 
 impl TokenPlaces {
-    /// Returns the block that a token lies in.
+    /// Returns the block that a token is in.
     fn block(&self, token: usize, block_size: usize) -> usize {
         match self {
             Self::Blocks(blocks) => blocks[token / block_size].index(),
@@ -85,8 +85,7 @@ pub(super) struct SeenRun {
     pub(super) logit_scale: f32,
     /// Position of the segment's first token.
     pub(super) position: i32,
-    /// For each row of the tile: the part of the range that it sees, and the position by which its query is
-    /// rotated.
+    /// For each row of the tile: the part of the range that it sees, and the position to rotate its query by.
     pub(super) rows: SmallVec<[(Range<usize>, i32); 4]>,
 }
 
@@ -106,7 +105,7 @@ type GroupedRun = (usize, SeenRun);
 
 /// Returns the tiles of a call, in the order of its entries and rows.
 ///
-/// A tile has about `most` parts at most, each of one row.
+/// A tile has at most about `most` parts, each of one row.
 pub(super) fn tiles(op: &Attend, tiling: &Tiling, planes: &PlaneWindows, most: usize) -> Vec<RowTile> {
     let mut seen: Vec<(Range<usize>, Vec<GroupedRun>)> = Vec::new();
     for entry in op.work.batch() {
@@ -158,7 +157,7 @@ fn made(
     SeenRun { tokens, range, logit_scale: segment.logit_scale, position: segment.position(0) as i32, rows }
 }
 
-/// Returns the position by which a row's query is rotated for the keys of a segment.
+/// Returns the position to rotate a row's query by for a segment's keys.
 fn turn(op: &Attend, segment: &Segment, row: QueryRow) -> i32 {
     let moved = if op.keys == KeyForm::Rotated { segment.position_offset } else { 0 };
     row.position.saturating_sub(moved) as i32
@@ -187,7 +186,7 @@ fn selected(op: &Attend, entry: &AttendRows, row: usize) -> Vec<GroupedRun> {
     made_runs
 }
 
-/// Cuts runs into about `cuts` tasks, with separate tasks for each window.
+/// Divides runs into about `cuts` tasks, with separate tasks for each window.
 fn tasks(
     op: &Attend,
     rows: &Range<usize>,
@@ -198,7 +197,7 @@ fn tasks(
     let block_size = op.arena.layout().shape().block_size;
     let total: usize = runs.iter().map(|run| run.range.len()).sum();
     let most = total.div_ceil(cuts).max(SHORT);
-    // The tasks of each window, and the number of tokens that its last task still takes.
+    // The tasks of each window, and how many more tokens its last task can take.
     let mut windows: BTreeMap<WindowKey, (Vec<RunTask>, usize)> = BTreeMap::new();
     for run in runs {
         let key = |token: usize| planes.key(run.tokens.block(token, block_size));
@@ -224,7 +223,7 @@ fn tasks(
     windows.into_values().flat_map(|(tasks, _)| tasks).collect()
 }
 
-/// Returns each task with the number of its first part, in the order of tiles and tasks.
+/// Returns each task with the index of its first part, in the order of tiles and tasks.
 pub(super) fn first_parts(tiles: &[RowTile]) -> impl Iterator<Item = (&RunTask, u32)> {
     let mut next = 0;
     tiles.iter().flat_map(RowTile::tasks).map(move |task| {

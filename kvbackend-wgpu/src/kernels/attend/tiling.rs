@@ -1,4 +1,4 @@
-//! The division of a call's work into workgroups, and the pipeline constants that follow from it.
+//! How a call's work is divided into workgroups, and the pipeline constants that follow from that.
 
 use std::sync::Arc;
 
@@ -9,23 +9,23 @@ use crate::kernels::angles::pairs_of;
 use crate::kernels::convert::{group, kind};
 use crate::pipeline::{Constant, Pipeline, Shader};
 
-/// Threads of a workgroup of `attend.wgsl`.
+/// Number of threads per workgroup of `attend.wgsl`.
 const THREADS: usize = 128;
 
-/// Most queries of a workgroup. Each tile of keys is read once for all of them.
+/// Maximum number of queries per workgroup. Each tile of keys is read once for all of them.
 const QUERIES: usize = 16;
 
-/// Tokens of a tile, if they fit: no more than give each thread one four of logits.
+/// Number of tokens per tile, if they fit. Each thread then has at most one group of four logits.
 const TOKENS: usize = 4 * THREADS / QUERIES;
 
 /// The shape of a workgroup's work.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Tiling {
-    /// Query heads of a workgroup, which all read the same heads of K and V.
+    /// Number of query heads per workgroup, which all read the same K head and V head.
     pub(super) heads: usize,
     /// Number of workgroups that cover all heads of a row.
     pub(super) units: usize,
-    /// Rows of a workgroup.
+    /// Number of rows per workgroup.
     pub(super) rows: usize,
     tokens: usize,
     latent: bool,
@@ -44,7 +44,7 @@ impl Tiling {
         let longest = op.work.batch().iter().map(|entry| entry.rows.len()).max().unwrap_or(1).max(1);
         let widest = s.k_dim.max(s.v_dim) + 1;
         let latent_dim = if latent { s.v_dim } else { 1 };
-        // Words of workgroup memory: queries in fours, a tile, weights, and the state of each query.
+        // Words of workgroup memory: queries in groups of four, a tile, weights, and the state of each query.
         let words = |queries: usize, tokens: usize| {
             let quads = queries.div_ceil(4);
             // Each of six arrays may be rounded up to 16 bytes.
@@ -101,15 +101,15 @@ impl Tiling {
             ("LATENT_DIM", if self.latent { s.v_dim as f64 } else { 1.0 }),
             ("TILE_ROW", (s.k_dim.max(s.v_dim) + 1) as f64),
         ];
-        // WGSL needs the sizes of a thread's arrays as constants in its source text.
+        // WGSL needs the sizes of a thread's arrays as constants in its source code.
         let (turns, columns) = (quads.div_ceil(THREADS / width), s.v_dim.div_ceil(width));
         let texts = format!("const TURNS: u32 = {turns}u;\nconst COLUMNS: u32 = {columns}u;\n");
         device.pipeline(Shader::Attend, &constants, &texts)
     }
 }
 
-/// Returns the number of threads that share the product of a key and four queries: more than one where few
-/// queries would leave threads idle.
+/// Returns the number of threads that share the product of a key and four queries. This is more than one if
+/// threads would otherwise be idle because there are few queries.
 fn shares(quads: usize, tokens: usize) -> usize {
     (THREADS / (quads * tokens)).max(1)
 }

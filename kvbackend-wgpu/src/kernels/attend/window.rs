@@ -11,7 +11,7 @@ use crate::device::{GpuDevice, NAME};
 use crate::memory;
 use crate::pipeline::Binding;
 
-/// The windows that a block lies in: one number each for K, V, and the scales of K and V.
+/// The windows that a block is in: one index each for K, V, and the scales of K and V.
 pub(super) type WindowKey = [u32; 4];
 
 /// Rows of K, of V, or of the scales of either.
@@ -19,13 +19,13 @@ struct WindowedRole {
     buffer: Buffer,
     bits: u64,
     strides: PlaneStrides,
-    /// Elements from the first to the last of a block in one layer.
+    /// Number of elements from the first to the last of a block in one layer.
     span: u64,
-    /// Blocks of a window.
+    /// Number of blocks per window.
     blocks: usize,
 }
 
-/// The division of the blocks of a layer among windows.
+/// How a layer's blocks are divided into windows.
 pub(super) struct PlaneWindows {
     planes: [Option<WindowedRole>; 4],
     align: u64,
@@ -73,7 +73,7 @@ impl PlaneWindows {
         Ok(Self { planes, align, num_blocks: s.num_blocks, one })
     }
 
-    /// Returns the number of blocks of a window of each plane, or `None` if every layer is bound as a whole.
+    /// Returns the number of blocks per window for each plane, or `None` if every layer is bound as a whole.
     pub(super) fn blocks(&self) -> Option<[usize; 4]> {
         let of = |plane: &Option<WindowedRole>| plane.as_ref().map_or(0, |plane| plane.blocks);
         (!self.one).then(|| std::array::from_fn(|i| of(&self.planes[i])))
@@ -84,7 +84,7 @@ impl PlaneWindows {
         self.one
     }
 
-    /// Returns the windows that a block lies in.
+    /// Returns the windows that a block is in.
     pub(super) fn key(&self, block: usize) -> WindowKey {
         if self.one {
             return [0; 4];
@@ -129,7 +129,7 @@ fn extent(device: &GpuDevice, view: &TensorView, rows: &Range<usize>) -> (u64, u
     (start - start % device.binding_align(), end)
 }
 
-/// Returns how many rows of a view can be bound at once wherever they begin: at least 1.
+/// Returns the maximum number of rows of a view, at least 1, that can be bound at once wherever they begin.
 pub(super) fn most_rows(device: &GpuDevice, view: &TensorView) -> usize {
     let bits = view.dtype().bits() as u64;
     let rest: usize =
@@ -144,7 +144,7 @@ pub(super) fn most_rows(device: &GpuDevice, view: &TensorView) -> usize {
 /// elements, modulo 2³²), and the strides of a row and a head.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] if the rows are more bytes than the device can bind.
+/// Returns [`Error::Unsupported`] if the rows are larger than the device can bind.
 pub(super) fn rows_window(
     device: &Arc<GpuDevice>,
     view: &TensorView,

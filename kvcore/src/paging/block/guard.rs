@@ -296,13 +296,12 @@ impl SharedBlocks {
     #[expect(clippy::unused_self, reason = "both guards are made by one macro")]
     fn lose(&self) {}
 
-    /// Gives the blocks from `start` on their keys; see [`MutableBlocks::register`]. Blocks that already
+    /// Sets the keys of the blocks starting at `start`; see [`MutableBlocks::register`]. Blocks that already
     /// have a key keep it.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if there are more keys than blocks. Returns [`Error::Twice`] if a
-    /// block occurs twice among them, which is possible after guards were appended to each other. In these
-    /// cases nothing has changed.
+    /// Returns [`Error::TooLarge`] if there are more keys than blocks. Returns [`Error::Twice`] if a block
+    /// occurs twice among them, which is possible after guards were appended. Nothing changes in these cases.
     pub fn register(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = start.saturating_add(keys.len());
         if end > self.ids.len() {
@@ -320,7 +319,7 @@ impl SharedBlocks {
     fn enter_keys(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) {
         let handle = self.pool.clone();
         let pool = &*handle.0;
-        // Places whose key another block has, and places whose block has a key.
+        // Places whose key already has another block, and places whose block already has a key.
         let (mut known, mut keyed): (SmallVec<[usize; 4]>, SmallVec<[usize; 4]>) = Default::default();
         let ids = &self.ids[start..][..keys.len()];
         let mut walk = pool.walk();
@@ -332,7 +331,7 @@ impl SharedBlocks {
                 from += 1;
                 continue;
             }
-            // As many blocks as are in this shard and have no key.
+            // The following blocks, as long as they are in this shard and have no key.
             let more = ids[from + 1..].iter().take_while(|&&id| {
                 pool.shard_of(id) == pool.shard_of(ids[from]) && !shard.has_key(pool.local(id))
             });
@@ -362,9 +361,9 @@ impl SharedBlocks {
         }
     }
 
-    /// Replaces the block at `place` by the block that is known under `key`. If the known block is gone,
-    /// enters the block at `place` instead and returns `true`. If the known block has another key with the
-    /// same first word, both blocks stay, and the block at `place` gets no key.
+    /// Replaces the block at `place` with the block already known under `key`. If that block is gone,
+    /// registers the block at `place` instead and returns `true`. If that block's key only shares the first
+    /// word, both blocks stay, and the block at `place` gets no key.
     fn merge(&mut self, place: usize, key: &BlockKey) -> bool {
         let (handle, own) = (self.pool.clone(), self.ids[place]);
         let (pool, moment) = (&*handle.0, handle.0.moment());
@@ -393,8 +392,8 @@ impl SharedBlocks {
         }
     }
 
-    /// Takes the last block back to fill it further. Returns `None` if the block has another holder, a key
-    /// or a pin. The last of several forks therefore needs no copy.
+    /// Takes the last block back to continue filling it. Returns `None` if the block has another holder, a
+    /// key or a pin. The last of several forks therefore needs no copy.
     pub fn reclaim_last(&mut self) -> Option<MutableBlocks> {
         let id = *self.ids.last()?;
         let mut walk = self.pool.0.walk();
@@ -407,13 +406,13 @@ impl SharedBlocks {
         })
     }
 
-    /// Claims the blocks. The claim outlives their holders.
+    /// Claims the blocks. The claim keeps them after their holders are gone.
     pub fn pin(&self) -> PinnedBlocks {
         PinnedBlocks::new(self)
     }
 
-    /// Sets the priority with which these blocks are kept once they have no holder. Only pools whose
-    /// eviction policy uses priorities ([`super::PriorityLru`]) use it.
+    /// Sets the priority with which these blocks are kept once they have no holder. Only eviction policies
+    /// with priorities ([`super::PriorityLru`]) use it.
     pub fn retain(&self, retention: Retention) {
         let (now, mut walk) = (self.pool.0.now(), self.pool.0.walk());
         for &id in &self.ids {
@@ -422,7 +421,7 @@ impl SharedBlocks {
         }
     }
 
-    /// Releases the blocks from `len` on, the last one first.
+    /// Releases the blocks starting at `len`, the last one first.
     pub fn truncate(&mut self, len: usize) {
         let from = len.min(self.ids.len());
         drop_holders(&self.pool, &self.ids[from..]);
@@ -436,7 +435,7 @@ impl SharedBlocks {
         self.ids.drain(..n);
     }
 
-    /// Returns the current number of holders of one block, including this guard.
+    /// Returns the current number of a block's holders, including this guard.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if `place` is past the end.

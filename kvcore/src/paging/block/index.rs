@@ -1,8 +1,8 @@
 //! The index from keys to blocks: hash tables over bits of the digests, sharded by key.
 //!
-//! An entry holds 64 bits of its key. The caller compares the whole key under the lock of the block's shard.
-//! The locks of the tables are leaves: no other lock is taken while one is held, and no two are held at once.
-//! Batches are grouped by table, so a table is locked once for all its keys in a batch.
+//! An entry holds 64 bits of its key. The caller must compare the whole key under the lock of the block's
+//! shard. The tables' locks are leaves: no other lock is taken while one is held, and no two are held at
+//! once. Batches are grouped by table, so a table is locked once for all its keys in a batch.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry as Slot;
@@ -16,7 +16,7 @@ use crate::paging::sync::Mutex;
 struct IndexEntry {
     word: u64,
     block: u32,
-    /// Number of the registration. Among entries with equal keys, the smallest is the oldest.
+    /// Sequence number of the registration. Among entries with equal keys, the smallest is the oldest.
     stamp: u32,
 }
 
@@ -33,8 +33,7 @@ impl IndexTable {
         self.entries.find(word, |e| e.word == word).map(|e| e.block)
     }
 
-    /// Returns the oldest of the blocks registered under a key, for an index in which a key may have
-    /// several.
+    /// Returns the oldest block registered under a key, for an index in which a key may have several blocks.
     fn find_oldest(&self, key: &BlockKey) -> Option<u32> {
         let word = key.word();
         let newest_first = |e: &&IndexEntry| self.stamp.wrapping_sub(e.stamp);
@@ -52,20 +51,20 @@ impl IndexTable {
 #[derive(Debug)]
 pub(super) struct Index {
     tables: Box<[Mutex<IndexTable>]>,
-    /// True if a key may have several blocks.
+    /// Whether a key may have several blocks.
     duplicates: bool,
 }
 
-/// Number of keys of a batch that are grouped at a time: the number of bits in a word.
+/// Number of keys in a batch that are grouped at a time: the number of bits in a word.
 const WINDOW: usize = 64;
 
-/// Largest number of tables. Each table has a word of its own while a window is grouped.
+/// Maximum number of tables. Each table needs a word while a window is grouped.
 const MOST_TABLES: usize = 64;
 
 impl Index {
     pub(super) fn new(tables: usize, blocks: usize, duplicates: bool) -> Self {
         let tables = tables.next_power_of_two().min(MOST_TABLES);
-        // A little above the mean, so a table seldom grows when keys spread unevenly.
+        // A little above the mean, so that a table seldom grows when keys are spread unevenly.
         let room = if tables == 1 { blocks } else { blocks / tables * 9 / 8 + 64 };
         let table = || Mutex::new(IndexTable { entries: HashTable::with_capacity(room), stamp: 0 });
         Self { tables: (0..tables).map(|_| table()).collect(), duplicates }
@@ -75,8 +74,8 @@ impl Index {
         self.tables.iter().map(|table| table.lock().entries.len()).sum()
     }
 
-    /// Calls `each` for every key with its number and its locked table. The keys of one table come in
-    /// order; the tables come in any order.
+    /// Calls `each` for every key with its index and its locked table. The keys of one table come in order;
+    /// the tables come in any order.
     fn visit<'k>(
         &self,
         keys: impl ExactSizeIterator<Item = &'k BlockKey> + Clone,
@@ -108,11 +107,12 @@ impl Index {
         }
     }
 
-    /// Returns the blocks that the longest known prefix of `keys` leads to. The caller must still compare
-    /// the whole keys.
+    /// Returns the blocks found for the longest known prefix of `keys`. The caller must still compare the
+    /// whole keys.
     pub(super) fn find_prefix(&self, keys: &[BlockKey]) -> SmallVec<[u32; WINDOW]> {
         let mut found = SmallVec::new();
-        // An unknown prompt ends at its first key; a known prompt is found in large steps.
+        // The search ends quickly at the first key of an unknown prompt, and takes large steps through a
+        // known one.
         let mut step = 1;
         let mut rest = keys;
         while !rest.is_empty() {
@@ -137,8 +137,8 @@ impl Index {
         found
     }
 
-    /// Enters blocks under keys. If a key is known and duplicates are not allowed, its entry stays, and
-    /// `known` is called with the number of the key and the known block.
+    /// Adds blocks under keys. If a key is known and duplicates are not allowed, its entry stays, and `known`
+    /// is called with the index of the key and the known block.
     pub(super) fn enter(
         &self,
         keys: &[BlockKey],
@@ -169,7 +169,7 @@ impl Index {
         });
     }
 
-    /// Returns whether a block is entered under a key.
+    /// Returns whether the index has a block under a key.
     pub(super) fn holds(&self, key: &BlockKey, block: u32) -> bool {
         let mut held = false;
         self.visit(std::iter::once(key), |_, key, table| {

@@ -1,4 +1,4 @@
-//! Blocks: ids, the pool that owns their states, and the guards that change their states.
+//! Blocks: IDs, the pool that owns their states, and the guards that change their states.
 //!
 //! ```text
 //!          allocate             register(keys) / share                last holder drops, claimed
@@ -13,17 +13,17 @@
 //!   Cached  ─► Free      expired, or the last claim ends
 //! ```
 //!
-//! Only the sole holder of a block without a key and a pin may fill the block further
-//! ([`SharedBlocks::reclaim_last`]): no other holder can read the block any more.
+//! Only the sole holder of a block with neither key nor pin may continue filling it
+//! ([`SharedBlocks::reclaim_last`]), because nothing else can read the block.
 //!
-//! The states Mutable and Shared have a guard type each, which holds any number of blocks. A step consumes
-//! the guard of the previous state, so an illegal step does not compile. Dropping a guard returns the blocks.
-//! There is no other way to free a block, so no block is freed twice. A block without holders is kept alive
+//! The states Mutable and Shared each have a guard type, which holds any number of blocks. A state change
+//! consumes the guard of the previous state, so an illegal change does not compile. Dropping a guard returns
+//! the blocks, and nothing else frees them, so no block is freed twice. A block without holders is kept alive
 //! by a *claim*: its key in the pool's index (the pool may evict the block) or a pin ([`PinnedBlocks`]).
 //!
-//! Only a guard of mutable blocks issues permits to write ([`MutableBlocks::write_slots`],
-//! [`MutableBlocks::write_pairs`]). Sharing, splitting or dropping the guard voids the permits; a
-//! [`BlockTable`] that shares its first blocks voids the permits to write these. Shared blocks have no method
+//! Only a guard of mutable blocks issues write permits ([`MutableBlocks::write_slots`],
+//! [`MutableBlocks::write_pairs`]). Sharing, splitting or dropping the guard voids the permits. A
+//! [`BlockTable`] that shares its first blocks voids only the permits for these. Shared blocks have no method
 //! that permits writes:
 //!
 //! ```compile_fail,E0599

@@ -6,7 +6,7 @@ use crate::base::BlockId;
 
 // Decision: docs/decisions/paging.md#a-claim-keeps-an-idle-block
 /// A claim that keeps blocks cached while they have no holder: the pool does not evict the blocks, and they
-/// do not expire. The blocks are released when the claim is dropped. A block may have any number of claims.
+/// do not expire. Dropping the claim releases the blocks. A block may have any number of claims.
 ///
 /// ```
 /// use kvcore::BlockPool;
@@ -22,8 +22,8 @@ use crate::base::BlockId;
 /// ```
 ///
 /// # Drop behaviour
-/// Blocks without holders stay cached if they have a key, and become free otherwise. Held blocks do so when
-/// their last holder is dropped.
+/// Blocks without holders stay cached if they have a key, and become free otherwise. Blocks with holders do
+/// so when the last holder is dropped.
 #[derive(Debug)]
 #[must_use = "dropping the claim releases blocks without holders"]
 pub struct PinnedBlocks {
@@ -43,7 +43,7 @@ impl PinnedBlocks {
         Self { pool, ids }
     }
 
-    /// Returns a guard that is a further holder of every block.
+    /// Returns a guard that adds a holder to every block.
     pub fn share(&self) -> SharedBlocks {
         let mut walk = self.pool.0.walk();
         for &id in &self.ids {
@@ -64,7 +64,7 @@ impl PinnedBlocks {
         self.ids.len()
     }
 
-    /// Returns whether no block is pinned.
+    /// Returns whether no blocks are pinned.
     pub fn is_empty(&self) -> bool {
         self.ids.is_empty()
     }

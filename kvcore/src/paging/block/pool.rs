@@ -1,9 +1,9 @@
-//! The pool: a quota of an arena's blocks, and the locks around its bookkeeping.
+//! The pool: its share of an arena's blocks, and the locks that protect its bookkeeping.
 //!
 //! A pool has one or more shards. Each shard is a run of the pool's blocks with a lock, a free list and an
-//! eviction order. The pool also has an index from keys to blocks, with locks of its own. Locks are taken
-//! in this order: shards by number (only slow paths take more than one), then one table of the index, then
-//! the event sink.
+//! eviction order. The pool also has an index from keys to blocks, with its own locks. Locks are taken in
+//! this order: shards by index (only slow paths lock more than one), then one table of the index, then the
+//! event sink.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -23,8 +23,8 @@ use crate::paging::sync::{Arc, Mutex, MutexGuard, turn};
 
 /// A handle to a pool of blocks. Clones share the pool.
 ///
-/// A pool owns a contiguous range of an arena's block ids. Pools over disjoint ranges of one arena (for
-/// example the main pool and the chunk pool) never take blocks from each other, yet one `attend` reads
+/// A pool owns a contiguous range of an arena's block IDs. Pools over disjoint ranges of one arena (for
+/// example the main pool and the chunk pool) never take blocks from each other, but one `attend` can read
 /// blocks of all of them.
 ///
 /// ```
@@ -52,15 +52,15 @@ pub(super) struct SharedPool {
     watermark: usize,
 }
 
-/// A shard on cache lines of its own.
+/// A shard in its own cache lines.
 #[derive(Debug)]
 #[repr(align(128))]
 struct ShardCell {
     shard: Mutex<Shard>,
-    /// Number of free blocks of the shard when its lock was last released: a hint for searches.
+    /// Number of free blocks in the shard when it was last unlocked: a hint for searches.
     free: AtomicUsize,
-    /// Number of keys found by lookups that began with a key of this cell. Counted by key, which keeps
-    /// threads from contending.
+    /// Number of keys found by lookups that began with a key of this cell. Distributed by key, so that
+    /// threads do not contend.
     hits: AtomicU64,
     misses: AtomicU64,
 }
@@ -91,8 +91,8 @@ impl Drop for LockedShard<'_> {
     }
 }
 
-/// The number of keys that were looked up in a pool to hold their blocks, by
-/// [`lookup_chain`](BlockPool::lookup_chain) and everything built on it.
+/// Number of keys that [`lookup_chain`](BlockPool::lookup_chain), and everything built on it, looked up in a
+/// pool in order to hold their blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct Lookups {
     /// Number of keys whose blocks were found.
@@ -102,7 +102,7 @@ pub struct Lookups {
 }
 
 impl BlockPool {
-    /// Creates a pool over the blocks `range` with the default settings.
+    /// Creates a pool over blocks `range` with the default settings.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the range is empty.
@@ -110,7 +110,7 @@ impl BlockPool {
         Self::with_config(range, PoolConfig::default())
     }
 
-    /// Creates a pool over the blocks `range` with the given settings.
+    /// Creates a pool over blocks `range` with the given settings.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the range is empty, and [`Error::TooLarge`] if the watermark exceeds
@@ -154,26 +154,28 @@ impl BlockPool {
         })))
     }
 
-    /// Takes `n` blocks to fill, and evicts cached blocks if needed. Takes all `n` blocks or none.
+    /// Allocates `n` blocks to fill, evicting cached blocks if needed. Allocates either all `n` blocks or
+    /// none.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case nothing
-    /// is taken or evicted.
+    /// Returns [`Error::OutOfBlocks`] if there are too few free and evictable blocks. Nothing is allocated or
+    /// evicted in that case.
     pub fn allocate(&self, n: usize) -> Result<MutableBlocks> {
         let mut blocks = MutableBlocks::none(self);
         self.take(&mut blocks.ids, n, 0)?;
         Ok(blocks)
     }
 
-    /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys`, and takes the
-    /// missing blocks up to `blocks` in total. Unlike [`allocate`](Self::allocate), leaves the watermark's
-    /// blocks to running sequences, so a newly admitted sequence does not soon preempt another. If no block
-    /// of the pool is held, it leaves none. There must be room for `room` blocks in total; pass the number
-    /// that the whole prompt needs if only its first part is computed now.
+    /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys`, and allocates the
+    /// missing blocks up to `blocks` in total. Unlike [`allocate`](Self::allocate), this leaves the
+    /// watermark's blocks for running sequences, so that a newly admitted sequence does not soon preempt
+    /// another. If no block of the pool is held, the watermark is ignored. There must be room for `room`
+    /// blocks in total. If only the first part of a prompt is computed now, pass the number of blocks that
+    /// the whole prompt needs.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] if there is not enough room. In that case nothing has changed, not
-    /// even the order of eviction, which a lookup followed by a drop would change.
+    /// Returns [`Error::OutOfBlocks`] if there is not enough room. Nothing changes in that case, not even the
+    /// eviction order, which a lookup followed by a drop would change.
     pub fn admit_prefix(
         &self,
         keys: &[BlockKey],
@@ -186,8 +188,8 @@ impl BlockPool {
         })
     }
 
-    /// Admits the first piece of a prompt as [`admit_prefix`](Self::admit_prefix) does: holds the longest
-    /// known prefix, and takes up to `piece` of the missing blocks of `blocks` in total.
+    /// Admits the first piece of a prompt like [`admit_prefix`](Self::admit_prefix): holds the longest known
+    /// prefix, and allocates up to `piece` of the missing blocks. `blocks` is the total number of blocks.
     pub(crate) fn admit_piece(
         &self,
         keys: &[BlockKey],
@@ -200,15 +202,15 @@ impl BlockPool {
         })
     }
 
-    /// Checks that an admission could hold the known blocks of `keys` and take `missing` others. Changes
+    /// Checks that an admission could hold the known blocks of `keys` and allocate `missing` others. Changes
     /// nothing.
     pub(crate) fn check_room(&self, keys: &[BlockKey], missing: usize) -> Result<()> {
         self.admit_with(keys, false, |_| (missing, missing)).map(drop)
     }
 
-    /// Holds the longest known prefix and takes blocks; with `take` false, only checks that it could.
-    /// `wanted` gets the number of blocks found, and returns the number to take and the number that there
-    /// must be room for.
+    /// Holds the longest known prefix and allocates blocks, or only checks that this is possible if `take` is
+    /// false. `wanted` receives the number of blocks found, and returns how many to allocate and how many
+    /// there must be room for.
     fn admit_with(
         &self,
         keys: &[BlockKey],
@@ -230,13 +232,13 @@ impl BlockPool {
                 idle.push(id);
             }
         }
-        // A key may occur twice; its block is counted once.
+        // A key may occur twice, but its block is counted only once.
         idle.sort_unstable();
         idle.dedup();
         let (missing, needed) = wanted(found.ids.len());
         let available: usize = shards.iter().map(|shard| shard.available()).sum();
-        // An idle block that is found is no longer available to others, just like a block that is taken. If
-        // no block is held, there is no running sequence that could need the watermark.
+        // An idle block that is found becomes unavailable to others, just like a block that is allocated. If
+        // no blocks are held, there is no running sequence that could need the watermark.
         let total: usize = shards.iter().map(|shard| shard.stage.len()).sum();
         let watermark = if available == total { 0 } else { inner.watermark };
         let leaves = idle.len().checked_add(needed).and_then(|n| n.checked_add(watermark));
@@ -255,7 +257,7 @@ impl BlockPool {
         inner.count_lookup(keys, found.ids.len());
         let home = inner.home(missing);
         let taken = inner.take_from(&mut shards, home, &mut fresh.ids, missing, moment);
-        // The guards lock shards when dropped.
+        // The guards lock shards when they are dropped.
         drop(shards);
         taken.map(|()| (found, fresh))
     }
@@ -278,21 +280,22 @@ impl BlockPool {
                 shard.take_free(n, out);
                 return Ok(());
             }
-            // Contents elsewhere must not be evicted while blocks are free. The slow path decides that.
+            // Cached contents must not be evicted while other shards have free blocks. The slow path decides
+            // that.
             if shard.available() >= n && !elsewhere() {
                 return inner.take_from(&mut [shard], 0, out, n, moment);
             }
         }
         let mut shards = inner.lock_all();
         let available: usize = shards.iter().map(|shard| shard.available()).sum();
-        // If the sum with the spare overflows, nothing is available.
+        // If the sum with the spare blocks overflows, there are not enough blocks.
         if n.checked_add(spare).is_none_or(|wanted| wanted > available) {
             return Err(out_of_blocks(&shards, n));
         }
         inner.take_from(&mut shards, home, out, n, moment)
     }
 
-    /// Returns the block with this key if it is held or cached. The guard is a further holder of the block.
+    /// Returns the block with this key if it is held or cached. The guard adds a holder to the block.
     pub fn lookup(&self, key: &BlockKey) -> Option<SharedBlocks> {
         let found = self.lookup_chain(std::slice::from_ref(key));
         (!found.is_empty()).then_some(found)
@@ -304,7 +307,8 @@ impl BlockPool {
         let inner = &*self.0;
         let moment = inner.moment();
         let known = inner.index.find_prefix(keys);
-        // The index may have changed since it was read, so each block's key is compared under its lock.
+        // The index may have changed since it was read, so each block's key is compared while its shard is
+        // locked.
         found.ids.reserve_exact(known.len());
         let mut walk = inner.walk();
         for (block, key) in known.into_iter().zip(keys) {
@@ -320,8 +324,8 @@ impl BlockPool {
         found
     }
 
-    /// Returns the number of blocks of a chain that a lookup would find now, without holding any. For
-    /// schedulers that weigh requests.
+    /// Returns the number of blocks of a chain that a lookup would find now, without holding them. Schedulers
+    /// can use this to weigh requests.
     pub fn cached_prefix(&self, keys: &[BlockKey]) -> usize {
         let inner = &*self.0;
         let moment = inner.moment();
@@ -344,8 +348,8 @@ impl BlockPool {
         self.0.lock_all().iter().map(|shard| shard.evicted).sum()
     }
 
-    /// Returns the number of keys looked up since the pool was created. The keys of a chain after its first
-    /// unknown key count as misses. Refused admissions and [`cached_prefix`](Self::cached_prefix) do not
+    /// Returns the number of keys looked up since the pool was created. All keys of a chain after its first
+    /// unknown key count as misses. Rejected admissions and [`cached_prefix`](Self::cached_prefix) do not
     /// count.
     pub fn lookups(&self) -> Lookups {
         let sum = |of: fn(&ShardCell) -> &AtomicU64| {
@@ -354,7 +358,7 @@ impl BlockPool {
         Lookups { hits: sum(|cell| &cell.hits), misses: sum(|cell| &cell.misses) }
     }
 
-    /// Frees every cached block that the pool may evict. Returns the number of blocks freed.
+    /// Frees every cached block that the pool may evict, and returns their number.
     pub fn clear_cached(&self) -> usize {
         let inner = &*self.0;
         let moment = inner.moment();
@@ -368,21 +372,20 @@ impl BlockPool {
         shards.iter_mut().map(|shard| shard.clear_cached(!all, moment)).sum()
     }
 
-    /// Frees the cached blocks that were not used for the configured time to live. Returns the number of
-    /// blocks freed. Only lookups and this call check the time; nothing runs in the background.
+    /// Frees the cached blocks that have not been used for the configured time to live, and returns their
+    /// number. Only lookups and this method check the time; nothing runs in the background.
     pub fn expire(&self) -> usize {
         let inner = &*self.0;
         let moment = inner.moment();
         (0..inner.shards.len()).map(|i| inner.lock(i).expire_all(moment)).sum()
     }
 
-    /// Returns the block ids of this pool.
+    /// Returns the pool's block IDs.
     pub fn range(&self) -> Range<u32> {
         self.0.range.clone()
     }
 
-    /// Recounts all states and looks up every key. Returns `Err` with a description of the first
-    /// inconsistency.
+    /// Recounts all states and looks up every key. Returns a description of the first inconsistency as `Err`.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         let shards = self.0.lock_all();
         let mut keyed = 0;
@@ -395,7 +398,7 @@ impl BlockPool {
         }
     }
 
-    /// Returns whether both handles refer to one pool.
+    /// Returns whether both handles refer to the same pool.
     pub(super) fn same_pool(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
@@ -435,9 +438,9 @@ impl SharedPool {
         LockedShard { shard: cell.shard.lock(), hint: &cell.free }
     }
 
-    /// Returns the shard at which a thread begins to take `n` blocks. A thread stays with a shard for a
-    /// sixteenth of the shard's blocks: the bookkeeping stays in its core's cache, and contents are still
-    /// evicted evenly from all shards.
+    /// Returns the shard where a thread starts to allocate `n` blocks. A thread stays with a shard for a
+    /// sixteenth of the shard's blocks, so that the bookkeeping stays in its core's cache while contents are
+    /// still evicted evenly from all shards.
     fn home(&self, n: usize) -> usize {
         if self.shards.len() == 1 {
             return 0;
@@ -446,7 +449,7 @@ impl SharedPool {
         turn(n) / stay.max(1) % self.shards.len()
     }
 
-    /// Locks the shard `home`. If another thread holds its lock, locks the next shard that is not locked.
+    /// Locks the shard `home`, or the next unlocked shard if another thread holds its lock.
     fn lock_near(&self, home: &mut usize) -> LockedShard<'_> {
         let count = self.shards.len();
         for i in (0..count).map(|i| (*home + i) % count) {
@@ -463,8 +466,8 @@ impl SharedPool {
         (0..self.shards.len()).map(|shard| self.lock(shard)).collect()
     }
 
-    /// Takes `n` blocks that are known to be available: free blocks of all shards first, evicted blocks
-    /// after them.
+    /// Allocates `n` blocks that are known to be available: first free blocks of all shards, then evicted
+    /// blocks.
     fn take_from(
         &self,
         shards: &mut [LockedShard<'_>],
@@ -485,8 +488,8 @@ impl SharedPool {
                 left -= shard.take_next(share.min(left), moment, out);
             }
             if left == before {
-                // A policy that holds blocks and evicts none breaks its contract. The blocks taken so far
-                // are returned.
+                // A policy that has blocks but does not evict any breaks its contract. The blocks allocated
+                // so far are returned.
                 for id in out.drain(start..).rev() {
                     let at = if count == 1 { 0 } else { self.shard_of(id) };
                     shards[at].discard(self.local(id), moment);
@@ -510,14 +513,14 @@ impl SharedPool {
         (id.0 - self.range.start) & ((1 << self.shift) - 1)
     }
 
-    /// Returns access to one block after another. The lock is kept while consecutive blocks are in one
+    /// Returns a cursor over blocks, one after another. It keeps the lock while consecutive blocks are in one
     /// shard.
     pub(super) fn walk(&self) -> Walk<'_> {
         Walk { pool: self, at: usize::MAX, shard: None }
     }
 }
 
-/// Access to one block after another; see [`SharedPool::walk`].
+/// A cursor over blocks, one after another; see [`SharedPool::walk`].
 pub(super) struct Walk<'a> {
     pool: &'a SharedPool,
     at: usize,
@@ -525,7 +528,7 @@ pub(super) struct Walk<'a> {
 }
 
 impl Walk<'_> {
-    /// Returns the locked shard of a block, and the index of the block in the shard.
+    /// Returns a block's locked shard, and the block's index in the shard.
     pub(super) fn shard(&mut self, id: BlockId) -> (&mut Shard, u32) {
         let at = self.pool.shard_of(id);
         if self.at != at {

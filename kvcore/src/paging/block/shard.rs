@@ -1,5 +1,5 @@
 //! The bookkeeping of one shard, protected by its lock: the states of a run of blocks, their free list and
-//! their eviction order. All methods take indices into the shard.
+//! their eviction order. All methods use indices into the shard.
 
 use smallvec::SmallVec;
 
@@ -16,9 +16,9 @@ use crate::paging::BlockKey;
 pub(super) enum BlockStage {
     Free,
     Mutable,
-    /// Shared while the block has holders, cached while only pins keep it.
+    /// Shared while the block has holders, and cached while only pins keep it.
     Shared,
-    /// Like `Shared`, and registered in the index under its key. Without holders, the block is cached.
+    /// Like `Shared`, and also registered in the index under its key. Without holders, the block is cached.
     Registered,
 }
 
@@ -32,11 +32,11 @@ pub(super) struct Meta {
 
 const FRESH: Meta = Meta { key: BlockKey::from_bytes([0; 32]), holders: 0, pins: 0 };
 
-/// Times of a block, kept only by pools that need the time.
+/// A block's times, stored only by pools that need the time.
 #[derive(Debug, Clone, Copy)]
 struct BlockTimes {
     released: u64,
-    /// The priority in the upper byte, and below it the end of the priority in milliseconds.
+    /// The priority in the upper byte, and the end of the priority in milliseconds in the other bytes.
     retention: u64,
 }
 
@@ -66,14 +66,14 @@ impl BlockTimes {
 // Decision: docs/decisions/paging.md#a-pool-has-shards
 #[derive(Debug)]
 pub(super) struct Shard {
-    /// First block id of the shard.
+    /// ID of the shard's first block.
     first: u32,
     pub(super) stage: Box<[BlockStage]>,
     pub(super) meta: Box<[Meta]>,
     times: Box<[BlockTimes]>,
-    /// Free blocks, unless they wait in the policy's order.
+    /// Free blocks, except the ones that are in the policy's order.
     pub(super) free: Vec<u32>,
-    /// Number of free blocks that wait in the policy's order.
+    /// Number of free blocks in the policy's order.
     queued_free: usize,
     policy: Box<dyn EvictionPolicy>,
     wants_hits: bool,
@@ -118,7 +118,7 @@ impl Shard {
         self.policy.len() - self.queued_free
     }
 
-    /// Returns the number of blocks that an allocation can take.
+    /// Returns the number of blocks that can be allocated.
     pub(super) fn available(&self) -> usize {
         self.free.len() + self.policy.len()
     }
@@ -135,7 +135,7 @@ impl Shard {
         }
     }
 
-    /// Takes up to `n` blocks from the free list. Returns the number taken.
+    /// Takes up to `n` blocks from the free list, and returns how many it took.
     pub(super) fn take_free(&mut self, n: usize, out: &mut impl Extend<BlockId>) -> usize {
         let n = n.min(self.free.len());
         let (first, stage) = (self.first, &mut self.stage);
@@ -147,7 +147,7 @@ impl Shard {
         n
     }
 
-    /// Takes up to `n` blocks in the policy's order. Returns the number taken.
+    /// Takes up to `n` blocks in the policy's order, and returns how many it took.
     pub(super) fn take_next(
         &mut self,
         n: usize,
@@ -175,7 +175,7 @@ impl Shard {
     }
 
     /// Returns the index entry to remove for a cached block. If `tell` is set, records the removal first, so
-    /// routers see it before the key can be stored again.
+    /// that routers see it before the key can be stored again.
     fn forgotten(&self, block: u32, rules: &Rules, tell: bool) -> (BlockKey, u32) {
         let key = self.meta[block as usize].key;
         if let Some(events) = rules.events.as_ref().filter(|_| tell) {
@@ -184,7 +184,7 @@ impl Shard {
         (key, block + self.first - rules.first)
     }
 
-    /// Frees a mutable block. Does nothing for other stages.
+    /// Frees a mutable block. Does nothing in other stages.
     pub(super) fn discard(&mut self, block: u32, moment: Moment<'_>) {
         match self.stage[block as usize] {
             BlockStage::Mutable => self.mutable -= 1,
@@ -217,7 +217,8 @@ impl Shard {
         }
     }
 
-    /// Makes a shared block mutable again if it has one holder, no key and no pin. Returns whether it did.
+    /// Makes a shared block mutable again if it has one holder, no key and no pin, and returns whether it
+    /// did.
     pub(super) fn reclaim(&mut self, block: u32) -> bool {
         let meta = &mut self.meta[block as usize];
         let alone = self.stage[block as usize] == BlockStage::Shared && meta.holders == 1 && meta.pins == 0;
@@ -234,14 +235,14 @@ impl Shard {
         self.stage[block as usize] == BlockStage::Registered
     }
 
-    /// Returns whether the index, which compares only words of keys, finds this block under a key that is
-    /// not its own.
+    /// Returns whether the index, which compares only the first words of keys, found this block under a key
+    /// that is not its own.
     pub(super) fn collides(&self, block: u32, key: &BlockKey) -> bool {
         let own = &self.meta[block as usize].key;
         self.has_key(block) && own.word() == key.word() && own != key
     }
 
-    /// Gives a held block without a key its key.
+    /// Sets the key of a held block that has none.
     pub(super) fn set_key(&mut self, block: u32, key: BlockKey) {
         self.stage[block as usize] = BlockStage::Registered;
         self.meta[block as usize].key = key;
@@ -275,8 +276,8 @@ impl Shard {
         true
     }
 
-    /// Returns `None` if a lookup would not find the block, otherwise true if the block has neither holders
-    /// nor pins.
+    /// Returns `None` if a lookup would not find the block. Otherwise returns whether the block has neither
+    /// holders nor pins.
     pub(super) fn findable(&self, block: u32, key: &BlockKey, moment: Moment<'_>) -> Option<bool> {
         let meta = &self.meta[block as usize];
         let found = self.has_key(block) && meta.key == *key && !self.has_expired(block, moment);
@@ -295,7 +296,7 @@ impl Shard {
         self.release(block, moment);
     }
 
-    /// Frees the cached blocks that have expired. Returns the number of blocks freed.
+    /// Frees the cached blocks that have expired, and returns their number.
     pub(super) fn expire_all(&mut self, moment: Moment<'_>) -> usize {
         let over = |shard: &Self, block: u32| {
             shard.stage[block as usize] == BlockStage::Registered && shard.has_expired(block, moment)
@@ -347,7 +348,7 @@ impl Shard {
         }
     }
 
-    /// Sets the retention of a held block, for when it is cached.
+    /// Sets a held block's retention, for when it is cached.
     pub(super) fn retain(&mut self, block: u32, retention: Retention, now: u64) {
         if let Some(times) = self.times.get_mut(block as usize) {
             let until = retention.lasts.map_or(FOREVER, |lasts| now.saturating_add(millis(lasts)));
@@ -355,8 +356,8 @@ impl Shard {
         }
     }
 
-    /// Frees all cached blocks that the pool may evict. Allocations take them after the blocks that are
-    /// already free, in the order in which they would have been evicted.
+    /// Frees all cached blocks that the pool may evict. They are allocated after the blocks that are already
+    /// free, in the order in which they would have been evicted.
     pub(super) fn clear_cached(&mut self, tell_each: bool, moment: Moment<'_>) -> usize {
         let Moment { now, rules, index } = moment;
         let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();

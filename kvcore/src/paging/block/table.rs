@@ -1,4 +1,4 @@
-//! The block table of a sequence: its blocks in order, and the slots of its tokens.
+//! A sequence's block table: its blocks in order, and the slots of its tokens.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,8 +8,7 @@ use crate::base::{BlockId, Error, Result, product};
 use crate::device::{Permits, WritePairs, WriteSlots};
 use crate::paging::BlockKey;
 
-/// The block table of one sequence: shared blocks first, followed by the blocks that the sequence fills
-/// itself.
+/// A sequence's block table: shared blocks first, followed by the blocks that the sequence fills itself.
 ///
 /// ```
 /// use kvcore::{BlockId, BlockPool, BlockTable};
@@ -21,41 +20,42 @@ use crate::paging::BlockKey;
 ///     assert_eq!(copy.pairs()[..], [(BlockId(1), BlockId(2))]);
 /// }
 /// assert_eq!(other.grow(1)?[..], [2 * 4 + 2]);
-/// assert!(beam.unshare_tail()?.is_none());             // its last block has no other reader any more
+/// assert!(beam.unshare_tail()?.is_none());             // no one else reads its last block now
 /// assert_eq!(beam.grow(1)?[..], [4 + 2]);
 /// beam.truncate(5)?;                                   // rolled back
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 ///
 /// # Drop behaviour
-/// The blocks are released last first, which makes the pool evict the end of a prefix before its beginning.
+/// The blocks are released starting with the last, so that the pool evicts the end of a prefix before its
+/// beginning.
 #[derive(Debug)]
 pub struct BlockTable {
     block_size: usize,
-    // The order of these fields is the drop order.
+    // Fields are dropped in this order.
     own: MutableBlocks,
     shared: SharedBlocks,
-    /// Number of blocks that were freed at the front.
+    /// Number of blocks freed at the front.
     gone: usize,
-    /// Number of blocks with keys, including freed ones. These are always the first blocks.
+    /// Number of blocks with keys, including freed ones. They are always the first blocks.
     keyed: usize,
     ids: Arc<[BlockId]>,
     len: usize,
 }
 
-/// A block to copy before a table may write to the copy; see [`BlockTable::unshare_tail`].
+/// A block copy to make before the table may write to its new last block; see [`BlockTable::unshare_tail`].
 #[derive(Debug)]
 #[must_use = "the copy must be made before the sequence grows"]
 pub struct TailCopy {
     /// The shared block, held until the copy is enqueued.
     source: SharedBlocks,
     pairs: WritePairs,
-    /// Number of shared blocks with keys before the step, to undo it.
+    /// Number of shared blocks with keys before this step, needed to undo it.
     keyed: usize,
 }
 
 impl TailCopy {
-    /// Returns the copy to make: from the shared block to the sequence's own block.
+    /// Returns the copy to make, from the shared block to the sequence's own block.
     pub fn pairs(&self) -> &WritePairs {
         &self.pairs
     }
@@ -65,8 +65,8 @@ impl BlockTable {
     /// Creates an empty table over the blocks of `pool`.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if `block_size` is 0, and [`Error::Overflow`] if the slots of the pool do
-    /// not fit the address space.
+    /// Returns [`Error::Zero`] if `block_size` is 0, and [`Error::Overflow`] if the pool's slots do not fit
+    /// the address space.
     pub fn new(pool: &BlockPool, block_size: usize) -> Result<Self> {
         Self::with_prefix(SharedBlocks::none(pool), block_size)
     }
@@ -79,7 +79,8 @@ impl BlockTable {
         Self::behind(0, shared, block_size)
     }
 
-    /// Creates a table like [`with_prefix`](Self::with_prefix), whose first `gone` blocks are freed already.
+    /// Creates a table like [`with_prefix`](Self::with_prefix), but whose first `gone` blocks are already
+    /// freed.
     pub(crate) fn behind(gone: usize, shared: SharedBlocks, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
@@ -91,11 +92,11 @@ impl BlockTable {
         Ok(Self { block_size, own, shared, gone, keyed, ids, len })
     }
 
-    /// Declares that the last block holds only tokens up to `len`. A table whose last block is shared and
+    /// Declares that the last block only holds tokens up to `len`. A table whose last block is shared and
     /// partial cannot grow.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if `len` is past the end, or the last block would hold no token.
+    /// Returns [`Error::TooLarge`] if `len` is past the end, or if the last block would hold no tokens.
     pub fn shorten_last(&mut self, len: usize) -> Result<()> {
         if len > self.len || len + self.block_size <= self.len {
             return Err(Error::too_large("length within the last block", len, self.len));
@@ -108,8 +109,9 @@ impl BlockTable {
         self.ids = self.shared.ids().iter().chain(self.own.ids()).copied().collect();
     }
 
-    /// Frees the blocks whose tokens all come before `token`, such as blocks that have left a sliding window.
-    /// Returns their number. The tokens still count, but no longer have slots. Blocks with keys stay cached.
+    /// Frees the blocks whose tokens all come before `token`, such as blocks that have left a sliding window,
+    /// and returns their number. The tokens still count, but no longer have slots. Blocks with keys stay
+    /// cached.
     pub fn free_before(&mut self, token: usize) -> usize {
         let blocks = (token.min(self.len) / self.block_size).saturating_sub(self.gone);
         if blocks == 0 {
@@ -123,49 +125,49 @@ impl BlockTable {
         blocks
     }
 
-    /// Returns the number of tokens before the first one that has a slot.
+    /// Returns the index of the first token that has a slot.
     pub fn first(&self) -> usize {
         self.gone * self.block_size
     }
 
-    /// Returns the place of a token's block in the list.
+    /// Returns the index of a token's block in the list.
     fn at(&self, token: usize) -> usize {
         (token / self.block_size).saturating_sub(self.gone)
     }
 
-    /// Returns the number of tokens of the sequence, including tokens whose blocks were freed.
+    /// Returns the number of tokens in the sequence, including tokens whose blocks were freed.
     pub fn len(&self) -> usize {
         self.len
     }
 
-    /// Returns whether no token is stored.
+    /// Returns whether there are no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Returns the number of tokens that fit into the blocks of the table.
+    /// Returns the number of tokens that fit in the table's blocks.
     pub fn capacity(&self) -> usize {
         (self.gone + self.ids.len()) * self.block_size
     }
 
-    /// Returns the blocks in order, beginning with that of the [`first`](Self::first) token. Segments created
-    /// from the table share the list.
+    /// Returns the blocks in order, starting with the block of the [`first`](Self::first) token. Segments
+    /// created from the table share this list.
     pub fn ids(&self) -> &Arc<[BlockId]> {
         &self.ids
     }
 
-    /// Returns the number of blocks to add before `tokens` more tokens fit.
+    /// Returns the number of blocks that must be added before `tokens` more tokens fit.
     pub fn missing_blocks(&self, tokens: usize) -> usize {
         self.len.saturating_add(tokens).div_ceil(self.block_size).saturating_sub(self.gone + self.ids.len())
     }
 
-    /// Appends `tokens` tokens, and takes blocks from the pool as needed. Returns the slots of the new
+    /// Appends `tokens` tokens, allocating blocks from the pool as needed. Returns the slots of the new
     /// tokens.
     ///
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] if there are not enough blocks, [`Error::Overflow`] if the length
     /// overflows, and [`Error::SharedBlock`] if the tokens would go into a partial block that is shared
-    /// ([`unshare_tail`](Self::unshare_tail) replaces it by a copy). In these cases the table is unchanged.
+    /// ([`unshare_tail`](Self::unshare_tail) replaces it with a copy). The table is unchanged in these cases.
     pub fn grow(&mut self, tokens: usize) -> Result<WriteSlots> {
         let tokens = self.reserve(tokens)?;
         let first = self.place_of(tokens.start);
@@ -173,7 +175,7 @@ impl BlockTable {
         Ok(self.own.permits.slots(first, self.block_size, slots))
     }
 
-    /// Returns the number of blocks to add for more tokens, or the reason why the table cannot have them.
+    /// Returns the number of blocks to add for more tokens, or the reason why the table cannot grow.
     pub(crate) fn check_growth(&self, tokens: usize) -> Result<usize> {
         self.len.checked_add(tokens).ok_or(Error::Overflow { what: "length of a sequence" })?;
         match self.shared_tail() {
@@ -182,25 +184,25 @@ impl BlockTable {
         }
     }
 
-    /// Appends tokens like [`grow`](Self::grow), and their slots to `slots`. [`issuer`](Self::issuer) issues
-    /// the permit.
+    /// Appends tokens like [`grow`](Self::grow), and adds their slots to `slots`. [`issuer`](Self::issuer)
+    /// issues the permit.
     pub(crate) fn grow_onto(&mut self, tokens: usize, slots: &mut Vec<i64>) -> Result<()> {
         let tokens = self.reserve(tokens)?;
         slots.extend(tokens.map(|token| self.slot_unchecked(token)));
         Ok(())
     }
 
-    /// Returns the issuer of permits for the tokens from `first` on, with the place of their first block.
+    /// Returns the issuer of permits for the tokens starting at `first`, with the index of their first block.
     pub(crate) fn issuer(&self, first: usize) -> (&Permits, usize) {
         (&self.own.permits, self.place_of(first))
     }
 
-    /// Returns the place of a token's block among the table's own blocks.
+    /// Returns the index of a token's block in the table's own blocks.
     fn place_of(&self, token: usize) -> usize {
         self.at(token).saturating_sub(self.shared.len())
     }
 
-    /// Appends tokens, and takes blocks as needed. Returns the places of the tokens in the sequence.
+    /// Appends tokens, allocating blocks as needed. Returns the range of the new tokens in the sequence.
     fn reserve(&mut self, tokens: usize) -> Result<Range<usize>> {
         let missing = self.check_growth(tokens)?;
         if missing > 0 {
@@ -215,25 +217,25 @@ impl BlockTable {
     /// returns such blocks.
     ///
     /// # Errors
-    /// Returns [`Error::ForeignBlock`] for blocks of another pool.
+    /// Returns [`Error::ForeignBlock`] if the blocks belong to another pool.
     pub fn supply(&mut self, blocks: MutableBlocks) -> Result<()> {
         self.own.append(blocks)?;
         self.refresh();
         Ok(())
     }
 
-    /// Returns the last block if it is partial and shared, and therefore must not be written.
+    /// Returns the last block if it is both partial and shared, and therefore must not be written to.
     pub(crate) fn shared_tail(&self) -> Option<BlockId> {
         let partial = !self.len.is_multiple_of(self.block_size);
         self.shared.ids().get(self.at(self.len)).copied().filter(|_| partial)
     }
 
-    /// Replaces a partial shared last block by a block of the table's own (copy on write). The caller makes
-    /// the returned copy. Returns `None` if the next token may be written without a copy, also if all other
-    /// holders have released the block.
+    /// Replaces a last block that is partial and shared with the table's own block (copy on write). The
+    /// caller must make the returned copy. Returns `None` if the next token may be written without a copy,
+    /// which includes the case that all other holders have released the block.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] if there is no block for the copy. In that case nothing has changed.
+    /// Returns [`Error::OutOfBlocks`] if there is no block for the copy. Nothing changes in that case.
     pub fn unshare_tail(&mut self) -> Result<Option<TailCopy>> {
         if self.shared_tail().is_none() {
             return Ok(None);
@@ -255,8 +257,8 @@ impl BlockTable {
         Ok(Some(TailCopy { source, pairs, keyed }))
     }
 
-    /// Undoes the last step, an [`unshare_tail`](Self::unshare_tail) whose copy could not be made. The table
-    /// has the blocks and keys that it had before; blocks that were supplied ahead stay.
+    /// Undoes the last step, an [`unshare_tail`](Self::unshare_tail) whose copy could not be made. Restores
+    /// the table's earlier blocks and keys, but keeps blocks that were supplied in advance.
     pub(crate) fn reshare_tail(&mut self, copy: TailCopy) -> Result<()> {
         drop(self.own.take_first(1)?);
         self.shared.append(copy.source)?;
@@ -265,11 +267,11 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Creates a second table over the same tokens. From now on, both tables share all blocks that hold
-    /// tokens. The first table to write copies the last block ([`unshare_tail`](Self::unshare_tail)).
+    /// Creates a second table over the same tokens. Both tables then share all blocks that hold tokens. The
+    /// first table that writes must copy the last block ([`unshare_tail`](Self::unshare_tail)).
     ///
     /// # Errors
-    /// Returns no error that a caller can cause.
+    /// No caller can cause an error.
     pub fn fork(&mut self) -> Result<Self> {
         let used = self.len.div_ceil(self.block_size).saturating_sub(self.gone + self.shared.len());
         self.shared.append(self.own.take_first(used)?.share())?;
@@ -307,13 +309,13 @@ impl BlockTable {
         i64::from(self.ids[self.at(token)].0) * self.block_size as i64 + (token % self.block_size) as i64
     }
 
-    /// Removes the tokens past `len`, and releases the blocks that are no longer needed. All slots in blocks
-    /// of the table's own become void, including those of tokens that stay;
-    /// [`write_slots`](Self::write_slots) issues them again.
+    /// Removes the tokens past `len`, and releases the blocks that are no longer needed. All slots in the
+    /// table's own blocks become void, even for tokens that stay; [`write_slots`](Self::write_slots) issues
+    /// them again.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if `len` is past the end, [`Error::SharedBlock`] if `len` lies inside a
-    /// block that others can find by its key, and [`Error::TokenFreed`] if it is in blocks that were freed.
+    /// Returns [`Error::TooLarge`] if `len` is past the end, [`Error::SharedBlock`] if `len` is inside a
+    /// block that others can find by its key, and [`Error::TokenFreed`] if it is in a freed block.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         self.check_truncate(len)?;
         let keep = len.div_ceil(self.block_size);
@@ -342,13 +344,12 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Shares the next full blocks under `keys`, in order. If the pool knows a key already, the table takes
-    /// the known block, and its own block is freed. Slots in these blocks become void; slots that lie only in
-    /// later blocks stay valid.
+    /// Shares the next full blocks under `keys`, in order. If the pool already has a block under a key, the
+    /// table uses that block, and its own block is freed. Slots in these blocks become void; slots that are
+    /// only in later blocks stay valid.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if there are fewer full blocks than keys. In that case nothing is
-    /// shared.
+    /// Returns [`Error::TooLarge`] if there are fewer full blocks than keys. Nothing is shared in that case.
     pub fn share_full(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = (self.keyed + keys.len()) * self.block_size;
         if end > self.len {
@@ -358,10 +359,10 @@ impl BlockTable {
     }
 
     /// Shares the next blocks under `keys` like [`share_full`](Self::share_full), including the partial last
-    /// block. After that the table cannot grow.
+    /// block. The table cannot grow afterwards.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if there are fewer blocks than keys. In that case nothing is shared.
+    /// Returns [`Error::TooLarge`] if there are fewer blocks than keys. Nothing is shared in that case.
     pub fn seal(&mut self, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         if keys.is_empty() {
             return Ok(());
@@ -377,7 +378,7 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Returns the slots of some tokens with the permit to write them again.
+    /// Returns the slots of some tokens with a permit to write to them again.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] past the end, and [`Error::NotOwned`] for a token in a shared block.
@@ -391,7 +392,7 @@ impl BlockTable {
         Error::SharedBlock { block, token }
     }
 
-    /// Returns the shared blocks: those found by key, and those shared by a fork.
+    /// Returns the shared blocks: blocks found by key, and blocks shared by a fork.
     pub fn shared(&self) -> &SharedBlocks {
         &self.shared
     }

@@ -1,4 +1,4 @@
-//! The kind and the size of a cache, as settings that can be cloned, stored and read back.
+//! The kind and size of a cache, as settings that can be cloned, stored and loaded.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use super::MaxLen;
 use crate::base::{BlockOrder, KvFormat, KvLayout, KvShape, RankInfo, Result};
 use crate::paging::{PolicyKind, PoolConfig};
 
-/// The extents of a model that a cache depends on. They cover the whole model, before it is split among
+/// The dimensions of a model that a cache depends on. They describe the whole model, before it is split among
 /// ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KvExtents {
@@ -22,14 +22,14 @@ pub struct KvExtents {
     pub k_dim: usize,
     /// Number of elements per head of V.
     pub v_dim: usize,
-    /// Length of the longest sequence that the model supports, in tokens.
+    /// Maximum sequence length that the model supports, in tokens.
     pub max_positions: usize,
     /// Format in which elements are stored.
     pub format: KvFormat,
 }
 
 impl KvExtents {
-    /// Returns the shape of this rank's part of the model: head-major, with the given number and size of
+    /// Returns the shape of this rank's part of the model, head-major, with the given number and size of
     /// blocks.
     ///
     /// # Errors
@@ -54,16 +54,16 @@ impl KvExtents {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct StaticCacheConfig {
-    /// Number of entries of the whole batch, before it is split among data-parallel ranks.
+    /// Number of entries in the whole batch, before it is split among data-parallel ranks.
     pub max_batch: usize,
-    /// Number of tokens of an entry.
+    /// Number of tokens per entry.
     pub max_len: MaxLen,
     /// Order of heads and tokens in memory.
     pub order: BlockOrder,
 }
 
 impl Default for StaticCacheConfig {
-    /// Returns one entry of the model's longest length, head-major.
+    /// Returns one entry of the model's maximum length, head-major.
     fn default() -> Self {
         Self { max_batch: 1, max_len: MaxLen::Model, order: BlockOrder::HeadMajor }
     }
@@ -83,11 +83,11 @@ impl StaticCacheConfig {
     }
 }
 
-/// The settings of a paged cache, which has as many blocks as a memory budget holds.
+/// The settings of a paged cache, which has as many blocks as fit in a memory budget.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PagedCacheConfig {
-    /// Bytes for K and V over all layers of this rank, including their scales. Never exceeded.
+    /// Maximum number of bytes for K and V in all layers of this rank, including their scales.
     pub max_memory: usize,
     /// Number of tokens per block, at least 1.
     pub block_size: usize,
@@ -95,7 +95,7 @@ pub struct PagedCacheConfig {
     pub order: BlockOrder,
     /// Eviction policy for cached blocks.
     pub policy: PolicyKind,
-    /// Number of blocks that are left to running sequences when a new sequence is admitted.
+    /// Number of blocks that are left for running sequences when a new sequence is admitted.
     pub watermark: usize,
     /// Seconds after which an unused cached block is no longer found. `None` means that blocks do not
     /// expire.
@@ -118,11 +118,11 @@ impl Default for PagedCacheConfig {
 }
 
 impl PagedCacheConfig {
-    /// Returns the layout of this rank's part, with as many blocks as [`max_memory`](Self::max_memory)
-    /// holds.
+    /// Returns the layout of this rank's part, with as many blocks as fit in
+    /// [`max_memory`](Self::max_memory).
     ///
     /// # Errors
-    /// Returns [`Error::NotEnoughMemory`](crate::Error::NotEnoughMemory) if the budget does not hold one
+    /// Returns [`Error::NotEnoughMemory`](crate::Error::NotEnoughMemory) if the budget is too small for one
     /// block, [`Error::Uneven`](crate::Error::Uneven) if the model does not divide evenly among the ranks,
     /// and [`Error::Zero`](crate::Error::Zero) if an extent is 0.
     pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
@@ -130,7 +130,7 @@ impl PagedCacheConfig {
         KvLayout::within_budget(&shape, self.max_memory)
     }
 
-    /// Returns the settings of the pool. The caller adds those that a file cannot hold: events and a clock.
+    /// Returns the pool's settings. The caller adds what a file cannot store: events and a clock.
     pub fn pool(&self) -> PoolConfig {
         let config = PoolConfig::default().policy(self.policy).watermark(self.watermark);
         self.ttl_seconds.map_or(config.clone(), |ttl| config.ttl(Duration::from_secs(ttl)))

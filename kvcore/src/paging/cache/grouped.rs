@@ -1,4 +1,4 @@
-//! The grouped cache: layers that attend to different tokens have separate pools of blocks.
+//! The grouped cache: layers that attend to different tokens have separate block pools.
 
 use std::ops::Range;
 
@@ -15,13 +15,13 @@ use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 /// A cache of sequences whose layers are in groups. Each group has a kind, a pool, and an arena with only its
 /// layers.
 ///
-/// A group is a [`PagedKvCache`]; a sequence has one id in all of them. Calls that take blocks succeed in
-/// every group or change none. A prefix is found up to the point where every group has the blocks that its
-/// kind needs: all blocks in a full group; in a group with a window, only the blocks that the window after
-/// the prefix reaches. [`free_before`](Self::free_before) frees the blocks that have left the window of each
-/// group, so a group with a window holds a bounded number of blocks, however long its sequences are. Heads
-/// and dimensions may differ by group. The [order](PagedKvCache#order) of the paged cache applies to every
-/// arena.
+/// Each group is a [`PagedKvCache`], and a sequence has the same ID in all of them. Calls that allocate
+/// blocks either succeed in every group or change nothing. A prefix is found up to the point where every
+/// group has the blocks that its kind needs: all blocks in a full group; in a group with a window, only the
+/// blocks that the window after the prefix reaches. [`free_before`](Self::free_before) frees the blocks that
+/// have left each group's window, so a group with a window holds a limited number of blocks, however long its
+/// sequences are. Heads and dimensions may differ by group. The [order](PagedKvCache#order) of the paged
+/// cache applies to every arena.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -45,7 +45,7 @@ use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 /// let tokens: Vec<u32> = (0..20).collect();
 /// let prompt = PromptKeys::new(KeyScope::new("model", b"weights").root(), &tokens, 4);
 /// let (first, _, slots) = cache.admit(&prompt, 20)?;
-/// assert_eq!(slots.iter().map(|slots| slots.len()).collect::<Vec<_>>(), [20, 20]); // of each group
+/// assert_eq!(slots.iter().map(|slots| slots.len()).collect::<Vec<_>>(), [20, 20]); // in each group
 /// cache.commit(first, &tokens)?;
 /// assert_eq!(cache.free_before(first, 20)?, 3);                                         // tokens up to 11 have left the window of 20
 ///
@@ -61,11 +61,11 @@ pub struct GroupedKvCache {
 }
 
 impl GroupedKvCache {
-    /// Joins the caches of groups. None of them may have had a sequence.
+    /// Creates a cache from the groups' caches, which must never have had a sequence.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if there is no group, or for a window of 0, and [`Error::Mismatch`] if their
-    /// blocks have different numbers of tokens, or one has had sequences.
+    /// Returns [`Error::Zero`] if there are no groups or a window is 0, and [`Error::Mismatch`] if their
+    /// block sizes differ, or if one of them has had sequences.
     pub fn new(groups: Vec<(GroupKind, PagedKvCache)>) -> Result<Self> {
         let Some(block_size) = groups.first().map(|(_, group)| group.block_size()) else {
             return Err(Error::Zero { what: "groups of layers" });
@@ -81,18 +81,17 @@ impl GroupedKvCache {
         Ok(Self { groups, arenas })
     }
 
-    /// Returns the groups, with the kind of each. Their sequences are for reading: changes go through this
-    /// cache.
+    /// Returns the groups with their kinds. Their sequences are read-only; changes go through this cache.
     pub fn groups(&self) -> &[(GroupKind, PagedKvCache)] {
         &self.groups
     }
 
-    /// Returns the arenas of the groups, in their order.
+    /// Returns the groups' arenas, in group order.
     pub fn arenas(&self) -> &[KvArena] {
         &self.arenas
     }
 
-    /// Creates a sequence that shares nothing.
+    /// Creates a sequence without a shared prefix.
     ///
     /// # Errors
     /// Returns the errors of [`PagedKvCache::create`].
@@ -101,8 +100,8 @@ impl GroupedKvCache {
         Ok(self.insert(sequences))
     }
 
-    /// Creates a sequence at the start of a prompt, as [`PagedKvCache::create_with_prefix`] does. Returns its
-    /// id and the number of its tokens that are cached in every group.
+    /// Creates a sequence at the start of a prompt, like [`PagedKvCache::create_with_prefix`]. Returns its ID
+    /// and the number of its tokens that are cached in every group.
     ///
     /// # Errors
     /// Returns the errors of [`PagedKvCache::create_with_prefix`].
@@ -119,13 +118,13 @@ impl GroupedKvCache {
         Ok((id, cached))
     }
 
-    /// Creates a sequence at the start of a prompt with slots for a first piece of up to `piece` tokens, as
-    /// [`PagedKvCache::admit`] does. Returns its id, the number of tokens that are cached, and the slots in
-    /// each group.
+    /// Creates a sequence at the start of a prompt with slots for a first piece of up to `piece` tokens, like
+    /// [`PagedKvCache::admit`]. Returns its ID, the number of tokens that are cached, and the slots in each
+    /// group.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] of the first group without enough blocks. In that case no group has
-    /// changed. Returns the other errors of [`PagedKvCache::admit`].
+    /// Returns [`Error::OutOfBlocks`] for the first group without enough blocks, in which case nothing
+    /// changes in any group. Returns the other errors of [`PagedKvCache::admit`].
     pub fn admit(
         &mut self,
         prompt: &PromptKeys,
@@ -165,13 +164,13 @@ impl GroupedKvCache {
             if whole {
                 return Ok((self.insert(sequences), blocks * block_size, beside));
             }
-            // Meanwhile, another user of a pool has taken a block.
+            // In the meantime, another user of a pool has taken a block.
             keys = &keys[..blocks.saturating_sub(1)];
         }
     }
 
-    /// Returns the only group, if its layers attend to all earlier tokens: it is a paged cache, which looks a
-    /// prefix up once.
+    /// Returns the only group if its layers attend to all earlier tokens. It then acts as a paged cache,
+    /// which looks up a prefix only once.
     fn single(&mut self) -> Option<&mut PagedKvCache> {
         match self.groups.as_mut_slice() {
             [(GroupKind::Full | GroupKind::Latent, group)] => Some(group),
@@ -179,7 +178,7 @@ impl GroupedKvCache {
         }
     }
 
-    /// Returns the number of blocks of the longest prefix of which every group has what it needs.
+    /// Returns the number of blocks in the longest prefix for which every group has the blocks that it needs.
     fn found(&self, keys: &[BlockKey]) -> usize {
         let mut blocks = keys.len();
         loop {
@@ -193,14 +192,14 @@ impl GroupedKvCache {
         }
     }
 
-    /// Adds a sequence to every group. The ids agree, because all groups have had the same number of
+    /// Adds a sequence to every group. The IDs match, because all groups have had the same number of
     /// sequences.
     fn insert(&mut self, sequences: Vec<Sequence>) -> SequenceId {
         let ids = self.groups.iter_mut().zip(sequences).map(|((_, group), sequence)| group.insert(sequence));
         ids.fold(SequenceId(0), |_, id| id)
     }
 
-    /// Reserves slots for `tokens` more tokens, and returns these slots in each group.
+    /// Reserves slots for `tokens` more tokens, and returns them for each group.
     ///
     /// # Errors
     /// Returns the errors of [`grow_batch`](Self::grow_batch).
@@ -210,11 +209,11 @@ impl GroupedKvCache {
         Ok(slots)
     }
 
-    /// Reserves slots for more tokens of several sequences, as [`PagedKvCache::grow_batch`] does, in all
-    /// groups or in none. Replaces the contents of `slots` by the slots in each group.
+    /// Reserves slots for more tokens of several sequences, like [`PagedKvCache::grow_batch`], in all groups
+    /// or in none. Replaces the contents of `slots` with the slots of each group.
     ///
     /// # Errors
-    /// Returns the errors of [`PagedKvCache::grow_batch`]. In these cases nothing has changed.
+    /// Returns the errors of [`PagedKvCache::grow_batch`]. Nothing changes in these cases.
     pub fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut Vec<WriteSlots>) -> Result<()> {
         let missing = self.groups.iter_mut().map(|(_, group)| group.missing_of(batch));
         let missing: SmallVec<[usize; 4]> = missing.collect::<Result<_>>()?;
@@ -233,7 +232,7 @@ impl GroupedKvCache {
         Ok(())
     }
 
-    /// Records tokens in every group, as [`PagedKvCache::commit`] does.
+    /// Records tokens in every group, like [`PagedKvCache::commit`].
     ///
     /// # Errors
     /// Returns the errors of [`PagedKvCache::commit`].
@@ -241,7 +240,8 @@ impl GroupedKvCache {
         self.groups.iter_mut().try_for_each(|(_, group)| group.commit(id, tokens))
     }
 
-    /// Frees, in each group, the blocks that `token` and later tokens do not attend to. Returns their number.
+    /// Frees, in each group, the blocks that `token` and later tokens do not attend to, and returns their
+    /// number.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -252,14 +252,14 @@ impl GroupedKvCache {
     /// Removes the tokens past `len` in every group, or in none.
     ///
     /// # Errors
-    /// Returns the errors of [`PagedKvCache::truncate`], and [`Error::TokenFreed`] if `len` is in blocks that
-    /// have left the window of a group.
+    /// Returns the errors of [`PagedKvCache::truncate`], and [`Error::TokenFreed`] if `len` is in a block
+    /// that has left a group's window.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         self.groups.iter().try_for_each(|(_, group)| group.get(id)?.table.check_truncate(len))?;
         self.groups.iter_mut().try_for_each(|(_, group)| group.truncate(id, len))
     }
 
-    /// Creates a second sequence over the same tokens, as [`PagedKvCache::fork`] does.
+    /// Creates a second sequence over the same tokens, like [`PagedKvCache::fork`].
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -268,12 +268,12 @@ impl GroupedKvCache {
         Ok(self.insert(twins))
     }
 
-    /// Makes the next token's slot of each sequence writable in every group, as
-    /// [`PagedKvCache::copy_on_write`] does. Returns the number of copies.
+    /// Makes the slot of each sequence's next token writable in every group, like
+    /// [`PagedKvCache::copy_on_write`]. Returns the number of copies.
     ///
     /// # Errors
-    /// Returns the errors of [`PagedKvCache::copy_on_write`]. A sequence that has a copy in a group by then
-    /// keeps it.
+    /// Returns the errors of [`PagedKvCache::copy_on_write`]. Copies that sequences already have in a group
+    /// are kept.
     pub fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         self.groups.iter_mut().map(|(_, group)| group.copy_on_write(ids, stream)).sum()
     }
@@ -286,12 +286,12 @@ impl GroupedKvCache {
         self.groups.iter_mut().try_for_each(|(_, group)| group.free(id))
     }
 
-    /// Copies a sequence to other memory, which has a pool for each group, and frees it here, as
-    /// [`PagedKvCache::swap_out`] does: all groups or none.
+    /// Copies a sequence to other memory, which must have a pool for each group, and frees it here, like
+    /// [`PagedKvCache::swap_out`]. This happens in all groups or in none.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] unless there is a pool for each group, and the errors of
-    /// [`PagedKvCache::swap_out`]. In these cases the sequence is unchanged.
+    /// [`PagedKvCache::swap_out`]. The sequence is unchanged in these cases.
     pub fn swap_out(
         &mut self,
         id: SequenceId,
@@ -309,11 +309,12 @@ impl GroupedKvCache {
         Ok(swapped)
     }
 
-    /// Restores a swapped sequence under a new id, as [`PagedKvCache::swap_in`] does: all groups or none.
+    /// Restores a swapped sequence under a new ID, like [`PagedKvCache::swap_in`]. This happens in all groups
+    /// or in none.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] unless there is a part for each group, and the errors of
-    /// [`PagedKvCache::swap_in`]. In these cases nothing has changed.
+    /// [`PagedKvCache::swap_in`]. Nothing changes in these cases.
     pub fn swap_in(&mut self, swapped: &[SwappedSequence], stream: &dyn Stream) -> Result<SequenceId> {
         same("parts of a swapped sequence, one for each group", self.groups.len(), swapped.len())?;
         let parts = || self.groups.iter().map(|(_, group)| group).zip(swapped);
@@ -327,18 +328,18 @@ impl GroupedKvCache {
         Ok(self.insert(sequences))
     }
 
-    /// Checks the pool of every group. `Err` says which number is inconsistent.
+    /// Checks the pool of every group. Returns a description of an inconsistency as `Err`.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.groups.iter().try_for_each(|(_, group)| group.pool().check_invariants())
     }
 }
 
-/// Returns the blocks, among the first `blocks` of a prompt, that the next token needs.
+/// Returns which of a prompt's first `blocks` blocks the next token needs.
 fn needed_of(kind: GroupKind, blocks: usize, block_size: usize) -> Range<usize> {
     kind.first_needed(blocks * block_size) / block_size..blocks
 }
 
-/// Returns the number of blocks of the longest prefix of which a group has what it needs.
+/// Returns the number of blocks in the longest prefix for which a group has the blocks that it needs.
 fn longest(kind: GroupKind, group: &PagedKvCache, keys: &[BlockKey]) -> usize {
     let mut blocks = keys.len();
     loop {
@@ -346,7 +347,7 @@ fn longest(kind: GroupKind, group: &PagedKvCache, keys: &[BlockKey]) -> usize {
         if needed.start == 0 {
             return group.pool().cached_prefix(&keys[..blocks]);
         }
-        // Every prefix from a missing block to the one that was looked up needs that block.
+        // Every prefix that ends between a missing block and the one that was looked up needs that block.
         match needed.rev().find(|&i| group.pool().cached_prefix(&keys[i..=i]) == 0) {
             Some(missing) => blocks = missing,
             None => return blocks,

@@ -1,6 +1,6 @@
-//! The kinds of groups of layers, by the tokens that their layers attend to.
+//! The kinds of layer groups, by the tokens that their layers attend to.
 
-/// The tokens that the layers of a group attend to.
+/// The tokens that a group's layers attend to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GroupKind {
@@ -8,7 +8,7 @@ pub enum GroupKind {
     Full,
     /// The last `window` tokens.
     SlidingWindow {
-        /// Number of tokens, including the one that attends.
+        /// Number of tokens, including the token that attends.
         window: usize,
     },
     /// All earlier tokens, each with one latent row (MLA).
@@ -16,7 +16,7 @@ pub enum GroupKind {
 }
 
 impl GroupKind {
-    /// Returns the first token that `token` and later ones attend to.
+    /// Returns the first token that `token` or a later token attends to.
     ///
     /// ```
     /// use kvcore::GroupKind;

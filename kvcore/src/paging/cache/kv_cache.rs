@@ -13,7 +13,7 @@ use crate::paging::PromptKeys;
 pub enum CacheKind {
     /// [`StaticKvCache`]: one run of slots for each batch entry, as long as the longest sequence.
     Static,
-    /// [`PagedKvCache`]: blocks taken as needed, and shared between equal prefixes.
+    /// [`PagedKvCache`]: blocks allocated as needed, and shared between equal prefixes.
     Paged,
     /// [`GroupedKvCache`](crate::GroupedKvCache): a paged cache for each group of layers that attend to the
     /// same tokens.
@@ -30,11 +30,11 @@ impl fmt::Display for CacheKind {
     }
 }
 
-/// K and V of one layer as views of the cache's own memory, for reading. Nothing is copied. Code that writes
-/// through a view must give the guarantee at [`KvArena::views`](crate::KvArena::views).
+/// One layer's K and V as views of the cache's own memory, for reading. Nothing is copied. Code that writes
+/// through a view must follow the rule given at [`KvArena::views`](crate::KvArena::views).
 ///
-/// For a static cache: `([batch, len, k_heads, k_dim], [batch, len, v_heads, v_dim])`, where `len` is that
-/// of the longest entry. For a paged cache: the whole layer,
+/// For a static cache: `([batch, len, k_heads, k_dim], [batch, len, v_heads, v_dim])`, where `len` is the
+/// length of the longest entry. For a paged cache: the whole layer,
 /// `([num_blocks, block_size, k_heads, k_dim], …)`.
 pub type LayerViews = (TensorView, TensorView);
 
@@ -77,7 +77,7 @@ pub trait KvCache: Send + fmt::Debug {
     /// Returns the arena of the keys and values.
     fn arena(&self) -> &KvArena;
 
-    /// Returns the largest number of tokens of a sequence.
+    /// Returns the maximum number of tokens per sequence.
     fn max_len(&self) -> usize;
 
     /// Returns the number of live sequences.
@@ -89,33 +89,33 @@ pub trait KvCache: Send + fmt::Debug {
     /// Returns [`crate::Error::TooLarge`] if the batch of a static cache is full.
     fn create(&mut self, start: SequenceStart) -> Result<SequenceId>;
 
-    /// Creates a sequence at the start of a prompt. Returns its id and the number of its tokens that are
-    /// cached already, which is 0 for a cache that shares nothing.
+    /// Creates a sequence at the start of a prompt. Returns its ID and the number of its tokens that are
+    /// already cached, which is 0 for a cache that does not share prefixes.
     ///
     /// # Errors
-    /// Returns the errors of [`create`](Self::create), and [`crate::Error::Mismatch`] if the keys were made
-    /// for blocks of another size than those of a cache that shares them.
+    /// Returns the errors of [`create`](Self::create), and [`crate::Error::Mismatch`] if the cache shares
+    /// prefixes and the keys were made for another block size.
     fn create_with_prefix(&mut self, _prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         Ok((self.create(SequenceStart::default())?, 0))
     }
 
-    /// Reserves slots for `tokens` more tokens, and returns these slots.
+    /// Reserves slots for `tokens` more tokens, and returns them.
     ///
     /// # Errors
-    /// Returns an error if there is no room, in blocks or in length. In that case the sequence is
-    /// unchanged.
+    /// Returns an error if there are not enough blocks or the sequence would be too long. The sequence is
+    /// unchanged in that case.
     fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots>;
 
-    /// Reserves slots for more tokens of several sequences, in one step that succeeds for all or changes
-    /// nothing, and replaces the contents of `slots` by the slots of the whole batch, in its order. Reuses
-    /// the memory of `slots` if no operation holds it.
+    /// Reserves slots for more tokens of several sequences, in one step that either succeeds for all or
+    /// changes nothing. Replaces the contents of `slots` with the slots of the whole batch, in batch order.
+    /// Reuses the memory of `slots` if no operation holds it.
     ///
     /// # Errors
-    /// Returns the errors of [`grow`](Self::grow), and [`crate::Error::Twice`] for a sequence that is named
-    /// twice. In these cases nothing has changed.
+    /// Returns the errors of [`grow`](Self::grow), and [`crate::Error::Twice`] if a sequence is given twice.
+    /// Nothing changes in these cases.
     fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()>;
 
-    /// Returns the number of blocks that more tokens of a sequence need, 0 for a cache without a pool.
+    /// Returns the number of blocks needed for more tokens of a sequence, or 0 for a cache without a pool.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
@@ -124,8 +124,8 @@ pub trait KvCache: Send + fmt::Debug {
         self.len(id).map(|_| 0)
     }
 
-    /// Records the tokens that were written since the last commit. A cache that shares prefixes then shares
-    /// their blocks. The default implementation does nothing and returns no error.
+    /// Records the tokens written since the last commit. A cache that shares prefixes then shares their
+    /// blocks. The default implementation does nothing and returns no error.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, and
@@ -134,8 +134,8 @@ pub trait KvCache: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Frees the memory of tokens before `token`, which no later token attends to, if the cache can. Returns
-    /// the number of blocks.
+    /// Frees the memory of the tokens before `token`, if the cache can. No later token may attend to them.
+    /// Returns the number of freed blocks.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
@@ -144,12 +144,12 @@ pub trait KvCache: Send + fmt::Debug {
         self.len(id).map(|_| 0)
     }
 
-    /// Removes the tokens past `len` (speculative rollback, a failed step).
+    /// Removes the tokens past `len`, for example after a speculative rollback or a failed step.
     ///
     /// # Errors
-    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, [`crate::Error::TooLarge`]
-    /// if `len` exceeds the length of the sequence, and [`crate::Error::SharedBlock`] if `len` lies inside
-    /// a block that others can find by its key.
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, [`crate::Error::TooLarge`] if
+    /// `len` exceeds the length of the sequence, and [`crate::Error::SharedBlock`] if `len` is inside a block
+    /// that others can find by its key.
     fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()>;
 
     /// Ends a sequence.
@@ -164,7 +164,7 @@ pub trait KvCache: Send + fmt::Debug {
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
     fn len(&self, id: SequenceId) -> Result<usize>;
 
-    /// Returns whether a sequence has no token.
+    /// Returns whether a sequence has no tokens.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
@@ -178,7 +178,7 @@ pub trait KvCache: Send + fmt::Debug {
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
     fn segment(&self, id: SequenceId) -> Result<Segment>;
 
-    /// Ends all sequences and removes everything that is cached.
+    /// Ends all sequences and removes everything from the cache.
     fn reset(&mut self);
 
     /// Returns the cache as a paged cache, for operations that only a paged cache has.
@@ -186,8 +186,7 @@ pub trait KvCache: Send + fmt::Debug {
         None
     }
 
-    /// Returns the cache as a mutable paged cache. The counterpart of [`as_paged`](Self::as_paged) for
-    /// changes.
+    /// Returns the cache as a mutable paged cache; see [`as_paged`](Self::as_paged).
     fn as_paged_mut(&mut self) -> Option<&mut PagedKvCache> {
         None
     }

@@ -4,7 +4,7 @@ use std::num::NonZeroUsize;
 
 use serde::{Deserialize, Serialize};
 
-/// A length that may be left to the model. Configurations give a number or `"max"`; 0 means `"max"`.
+/// A length that may be left to the model. Configurations use a number or `"max"`; 0 means `"max"`.
 ///
 /// ```
 /// use kvcore::MaxLen;
@@ -15,15 +15,15 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(from = "LengthText", into = "LengthText")]
 pub enum MaxLen {
-    /// The length of the model's longest sequence.
+    /// The model's maximum sequence length.
     #[default]
     Model,
-    /// This number of tokens, or the length of the model's longest sequence if that is shorter.
+    /// This number of tokens, or the model's maximum sequence length if that is shorter.
     Tokens(NonZeroUsize),
 }
 
 impl MaxLen {
-    /// Returns the length in tokens for a model that supports `max_positions` tokens.
+    /// Returns the length in tokens, given a model that supports `max_positions` tokens.
     pub fn for_model(self, max_positions: usize) -> usize {
         match self {
             Self::Model => max_positions,

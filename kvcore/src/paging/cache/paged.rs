@@ -14,16 +14,16 @@ use crate::paging::{BlockKey, BlockPool, BlockTable, PromptKeys, Retention, Shar
 pub(super) struct Sequence {
     pub(super) table: BlockTable,
     pub(super) start: SequenceStart,
-    /// Present for sequences that share their blocks.
+    /// Keys, for sequences that share their blocks.
     pub(super) chain: Option<KeyChain>,
-    /// The last batch that the sequence was in.
+    /// Sequence number of the last batch that the sequence was in.
     pub(super) batch: u64,
 }
 
 /// The keys under which a sequence's blocks are registered.
 #[derive(Debug, Clone)]
 pub(super) struct KeyChain {
-    /// The prompt, whose keys are computed already.
+    /// The prompt, whose keys are already computed.
     pub(super) prompt: PromptKeys,
     /// Keys of the shared blocks, one per block.
     pub(super) keys: Vec<BlockKey>,
@@ -32,13 +32,13 @@ pub(super) struct KeyChain {
 }
 
 impl KeyChain {
-    /// Begins after the first `known` blocks of a prompt.
+    /// Creates a chain that begins after the first `known` blocks of a prompt.
     fn new(prompt: PromptKeys, known: usize) -> Self {
         Self { keys: prompt.keys()[..known].to_vec(), prompt, pending: Vec::new() }
     }
 
-    /// Returns the keys of the next blocks, which hold the first `tokens` pending tokens. Computes only keys
-    /// of blocks that are not the prompt's.
+    /// Returns the keys of the next blocks, which hold the first `tokens` pending tokens. Only computes keys
+    /// that the prompt does not already have.
     fn next_keys(&self, tokens: usize, block_size: usize) -> Vec<BlockKey> {
         let (parent, next) = (self.last_key(), &self.pending[..tokens]);
         match self.prompt.of(&parent, self.keys.len(), next) {
@@ -57,16 +57,16 @@ impl KeyChain {
 ///
 /// A step has four parts: [`grow`](Self::grow), which returns the slots of the new tokens;
 /// [`write`](Self::write) in every layer; an attend over [`segment`](Self::segment); and
-/// [`commit`](Self::commit), which shares the blocks that became full. If a step fails half-way,
+/// [`commit`](Self::commit), which shares the blocks that have become full. If a step fails halfway,
 /// [`truncate`](Self::truncate) removes the new tokens.
 ///
 /// # Order
 /// Writes and copies are enqueued, but blocks are released immediately: by [`free`](Self::free),
 /// [`truncate`](Self::truncate), [`copy_on_write`](Self::copy_on_write), a swap, or an eviction. The next
 /// holder of a block may get it while work on its old contents is still in progress. Therefore the caller
-/// MUST send all work on an arena to one stream. If there are several streams, the one that writes to
-/// blocks again MUST wait for an event of the streams that used the blocks before ([`Stream::wait_for`]).
-/// The rule also applies to the arena that sequences are swapped to.
+/// MUST send all work on an arena to one stream. If there are several streams, a stream MUST wait for an
+/// event of all streams that used a block before it writes to the block again ([`Stream::wait_for`]). This
+/// also applies to the arena that sequences are swapped to.
 ///
 /// On a quantised arena (`format: "int8:32".parse()?` in the shape) the cache works without changes: writes
 /// quantise, and an attend dequantises.
@@ -95,14 +95,15 @@ impl KeyChain {
 /// assert_eq!((cached, slots.len()), (0, 10));
 /// cache.commit(first, prompt.tokens())?;
 ///
-/// // Another one with the same beginning: a block is found by its key.
+/// // Another prompt with the same beginning: a block is found by its key.
 /// let prompt = PromptKeys::new(root, &[1, 2, 3, 4, 5, 6, 77, 78], 4);
 /// let (second, cached) = cache.create_with_prefix(&prompt)?;
 /// assert_eq!(cached, 4);
 /// let slots = cache.grow(second, 4)?;
 /// cache.commit(second, &prompt.tokens()[cached..])?;
 ///
-/// // Two answers to it (parallel sampling), one of them rolled back by a token (speculative decoding).
+/// // Two answers to the prompt (parallel sampling), one of them rolled back by a token (speculative
+/// decoding).
 /// cache.grow(second, 1)?;
 /// let twin = cache.fork(second)?;
 /// cache.copy_on_write(&[second, twin], stream.as_ref())?;
@@ -125,9 +126,9 @@ pub struct PagedKvCache {
     pool: KvPool,
     pub(super) sequences: HashMap<SequenceId, Sequence>,
     pub(super) next: u64,
-    /// The number of batches so far.
+    /// Number of batches so far.
     pub(super) batches: u64,
-    /// Memory for the slots of a batch.
+    /// Buffer for a batch's slots, reused between batches.
     pub(super) minted: Vec<i64>,
 }
 
@@ -135,7 +136,7 @@ impl PagedKvCache {
     /// Creates a cache over the blocks of `pool`.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if the pool has blocks that the arena lacks.
+    /// Returns [`Error::TooLarge`] if the pool has blocks that are not in the arena.
     pub fn new(arena: KvArena, pool: BlockPool) -> Result<Self> {
         let (sequences, minted) = (HashMap::new(), Vec::new());
         Ok(Self { pool: KvPool::new(arena, pool)?, sequences, next: 0, batches: 0, minted })
@@ -151,7 +152,7 @@ impl PagedKvCache {
         self.pool.blocks()
     }
 
-    /// Returns the arena and the pool, for code that takes blocks outside sequences.
+    /// Returns the arena and the pool, for code that allocates blocks outside sequences.
     pub fn kv_pool(&self) -> &KvPool {
         &self.pool
     }
@@ -161,7 +162,7 @@ impl PagedKvCache {
         self.sequences.len()
     }
 
-    /// Creates a sequence that shares nothing.
+    /// Creates a sequence without a shared prefix.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the block size is 0, which no [`KvLayout`](crate::KvLayout) allows.
@@ -176,14 +177,14 @@ impl PagedKvCache {
         Ok(Sequence { table, start, chain: None, batch: 0 })
     }
 
-    /// Creates a sequence at the start of a prompt. The sequence shares full blocks with earlier sequences.
+    /// Creates a sequence at the start of a prompt, which shares full blocks with earlier sequences.
     ///
-    /// Returns its id and the number of its tokens that are cached already. At least one token is left to
-    /// compute, which gives the logits to continue from.
+    /// Returns its ID and the number of its tokens that are already cached. At least one token is left to
+    /// compute, because the answer continues from its logits.
     ///
     /// # Errors
     /// Returns the errors of [`create`](Self::create), and [`Error::Mismatch`] if the keys were made for
-    /// blocks of another size.
+    /// another block size.
     pub fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         self.check_prompt(prompt)?;
         let sequence = self.begun(prompt, 0, self.pool().lookup_chain(prompt.findable()))?;
@@ -191,8 +192,8 @@ impl PagedKvCache {
         Ok((self.insert(sequence), cached))
     }
 
-    /// Returns a sequence at the start of a prompt, which holds `shared` after the first `gone` blocks; those
-    /// are freed.
+    /// Returns a sequence at the start of a prompt. The first `gone` blocks are freed, and `shared` holds the
+    /// blocks after them.
     pub(super) fn begun(&self, prompt: &PromptKeys, gone: usize, shared: SharedBlocks) -> Result<Sequence> {
         let chain = Some(KeyChain::new(prompt.clone(), gone + shared.len()));
         let table = BlockTable::behind(gone, shared, self.block_size())?;
@@ -200,21 +201,20 @@ impl PagedKvCache {
     }
 
     /// Creates a sequence at the start of a prompt, with slots for a first piece of up to `piece` tokens
-    /// after the cached ones, in one step that succeeds or changes nothing. Returns its id, the number of
-    /// tokens that are cached, and the slots. Unlike [`create_with_prefix`](Self::create_with_prefix), leaves
-    /// the pool's watermark to running sequences.
+    /// after the cached ones, in one step that either succeeds or changes nothing. Returns its ID, the number
+    /// of cached tokens, and the slots. Unlike [`create_with_prefix`](Self::create_with_prefix), this leaves
+    /// the pool's watermark for running sequences.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfBlocks`] if there are not enough blocks. In that case nothing has changed, not
-    /// even the order of eviction. Returns [`Error::Mismatch`] if the keys were made for blocks of another
-    /// size.
+    /// Returns [`Error::OutOfBlocks`] if there are not enough blocks. Nothing changes in that case, not even
+    /// the eviction order. Returns [`Error::Mismatch`] if the keys were made for another block size.
     pub fn admit(&mut self, prompt: &PromptKeys, piece: usize) -> Result<(SequenceId, usize, WriteSlots)> {
         self.check_prompt(prompt)?;
         let (cached, sequence, slots) = self.admitted(prompt, 0..prompt.findable().len(), piece)?;
         Ok((self.insert(sequence), cached, slots))
     }
 
-    /// Returns a sequence as [`admit`](Self::admit) begins it. It holds the known blocks of `found`; the
+    /// Returns a sequence as [`admit`](Self::admit) creates it. It holds the known blocks of `found`, and the
     /// blocks before them are freed.
     pub(super) fn admitted(
         &self,
@@ -256,21 +256,22 @@ impl PagedKvCache {
         self.sequences.get_mut(&id).ok_or(Error::UnknownSequence(id.0))
     }
 
-    /// Reserves slots for `tokens` more tokens, and returns these slots.
+    /// Reserves slots for `tokens` more tokens, and returns them.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfBlocks`] if there
-    /// are not enough blocks. In these cases the sequence is unchanged.
+    /// are not enough blocks. The sequence is unchanged in these cases.
     pub fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<WriteSlots> {
         self.get_mut(id)?.table.grow(tokens)
     }
 
-    /// Removes the tokens past `len` and frees their blocks (speculative rollback, a failed step).
+    /// Removes the tokens past `len` and frees their blocks, for example after a speculative rollback or a
+    /// failed step.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::TooLarge`] if `len`
-    /// exceeds the length of the sequence, and [`Error::SharedBlock`] if `len` lies inside a block that
-    /// others can find by its key. In these cases the sequence is unchanged.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::TooLarge`] if `len` exceeds
+    /// the length of the sequence, and [`Error::SharedBlock`] if `len` is inside a block that others can find
+    /// by its key. The sequence is unchanged in these cases.
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         let block_size = self.block_size();
         let Sequence { table, chain, .. } = self.get_mut(id)?;
@@ -283,17 +284,17 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Frees the blocks of a sequence whose tokens all come before `token`, because no later token attends to
-    /// them: they have left the window of every layer. Returns the number of blocks. Registered blocks stay
-    /// cached, and other holders keep theirs. [`segment`](Self::segment) begins with the first token that is
-    /// still held.
+    /// Frees the blocks of a sequence whose tokens all come before `token`, when no later token attends to
+    /// them because they have left the window of every layer. Returns the number of freed blocks. Registered
+    /// blocks stay cached, and other holders keep them. [`segment`](Self::segment) begins with the first
+    /// token that is still held.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
     pub fn free_before(&mut self, id: SequenceId, token: usize) -> Result<usize> {
         let block_size = self.block_size();
         let Sequence { table, chain, .. } = self.get_mut(id)?;
-        // Blocks get their keys first.
+        // The blocks must get their keys first.
         let keyed = table.keyed_blocks() * block_size;
         Ok(table.free_before(if chain.is_some() { token.min(keyed) } else { token }))
     }
@@ -302,9 +303,9 @@ impl PagedKvCache {
     /// `[rows, v_heads, v_dim]`.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::PermitVoid`] if, since
-    /// the slots were taken, one of their blocks was shared or the sequence was truncated or freed. Also
-    /// returns the errors of the stream.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::PermitVoid`] if one of
+    /// the slots' blocks was shared since the slots were issued, or the sequence was truncated or freed. Also
+    /// returns the stream's errors.
     pub fn write(
         &self,
         id: SequenceId,
@@ -318,8 +319,8 @@ impl PagedKvCache {
         stream.scatter(&Scatter::new(self.arena(), layer, k, v, slots))
     }
 
-    /// Records `tokens`, written since the last commit, and shares the blocks that became full. Does
-    /// nothing for a sequence without a key scheme.
+    /// Records `tokens`, which were written since the last commit, and shares the blocks that have become
+    /// full. Does nothing for a sequence without a key scheme.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::TooLarge`] if there
@@ -343,7 +344,7 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Sets the retention of the blocks that a sequence shares, for the time after their last holder.
+    /// Sets the retention of a sequence's shared blocks, for when they have no holder left.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -368,7 +369,7 @@ impl PagedKvCache {
         Ok(self.get(id)?.table.len())
     }
 
-    /// Returns whether a sequence has no token.
+    /// Returns whether a sequence has no tokens.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -394,7 +395,7 @@ impl PagedKvCache {
         tokens.map(|token| table.slot(token)).collect::<Result<Vec<_>>>().map(Into::into)
     }
 
-    /// Returns the slots of a range of tokens of a sequence, with the permit to write them again.
+    /// Returns the slots of a range of tokens of a sequence, with a permit to write to them again.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] past the end,
@@ -403,7 +404,7 @@ impl PagedKvCache {
         self.get(id)?.table.write_slots(tokens)
     }
 
-    /// Returns all held tokens of a sequence as one segment.
+    /// Returns all tokens that a sequence still holds as one segment.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.

@@ -1,4 +1,4 @@
-//! Steps of several sequences of a paged cache at once: forks that write, and growth.
+//! Operations on several sequences of a paged cache at once: copy-on-write for forks, and growth.
 
 use super::{Error, PagedKvCache, Result, SequenceId};
 use crate::base::BlockId;
@@ -10,8 +10,8 @@ use super::paged::Sequence;
 
 impl PagedKvCache {
     /// Creates a second sequence over the tokens of sequence `id` (beam search, parallel sampling). Both
-    /// sequences share all blocks. Before a sequence grows, call [`copy_on_write`](Self::copy_on_write) to
-    /// give it a last block of its own.
+    /// sequences share all blocks. Before a sequence grows, call [`copy_on_write`](Self::copy_on_write) so
+    /// that it gets its own last block.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -26,15 +26,15 @@ impl PagedKvCache {
         Ok(Sequence { table: table.fork()?, start: *start, chain: chain.clone(), batch: 0 })
     }
 
-    /// Makes the next token's slot of each sequence writable. Where a last block is partial and shared, the
-    /// sequence gets a copy of its own; the last sequence that shares the block takes it back, if it is the
+    /// Makes the slot of each sequence's next token writable. If a last block is partial and shared, the
+    /// sequence gets its own copy. The last of the sequences that share the block takes it back if it is the
     /// only holder. One operation on `stream` makes the copies, and a second one copies blocks that have
-    /// further holders. Returns the number of copies, which is 0 without a fork.
+    /// other holders. Returns the number of copies, which is 0 if there is no fork.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfBlocks`] if there is no
-    /// block for a copy, and the errors of the stream. A sequence that already has its copy keeps it; the
-    /// others are unchanged.
+    /// block for a copy, and the stream's errors. Sequences that already have their copy keep it; the others
+    /// are unchanged.
     pub fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         let mut later = Vec::new();
         let mut now = Vec::new();
@@ -48,12 +48,12 @@ impl PagedKvCache {
         Ok(self.copy_tails(&now, stream)? + self.copy_tails(&later, stream)?)
     }
 
-    /// Returns the last block of a sequence, if the sequence may not write the next token into it.
+    /// Returns a sequence's last block if the sequence may not write the next token into it.
     fn shared_tail(&self, id: SequenceId) -> Result<Option<BlockId>> {
         Ok(self.get(id)?.table.shared_tail())
     }
 
-    /// Gives each sequence a last block of its own, all by one copy, or leaves all as they were.
+    /// Gives each sequence its own last block with a single copy operation, or leaves all of them unchanged.
     fn copy_tails(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         let mut copies: Vec<(SequenceId, TailCopy)> = Vec::new();
         let mut made = Ok(());
@@ -79,24 +79,24 @@ impl PagedKvCache {
         made.map(|()| count)
     }
 
-    /// Reserves slots for more tokens of several sequences, in one step that succeeds for all or changes
-    /// nothing, and replaces the contents of `slots` by the slots of the whole batch, in its order. Takes the
-    /// blocks of all in one go. Reuses the memory of `slots` if no operation holds it: a decode step that
-    /// takes no block allocates nothing.
+    /// Reserves slots for more tokens of several sequences, in one step that either succeeds for all or
+    /// changes nothing. Replaces the contents of `slots` with the slots of the whole batch, in batch order.
+    /// Allocates all blocks at once. Reuses the memory of `slots` if no operation holds it, so a decode step
+    /// that needs no new blocks does not allocate memory.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::Twice`] for a sequence that
-    /// is given twice, [`Error::SharedBlock`] for one that shares its last block with a fork
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::Twice`] if a sequence is
+    /// given twice, [`Error::SharedBlock`] if one shares its last block with a fork
     /// ([`copy_on_write`](Self::copy_on_write) gives it its own), and [`Error::OutOfBlocks`] if there are not
-    /// enough blocks for all. In these cases nothing has changed, including `slots`.
+    /// enough blocks for all. Nothing changes in these cases, including `slots`.
     pub fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()> {
         let missing = self.missing_of(batch)?;
         let fresh = self.pool().allocate(missing)?;
         self.supply_batch(batch, fresh, slots)
     }
 
-    /// Returns the number of blocks that more tokens of several sequences need, or the reason why one cannot
-    /// have them.
+    /// Returns the number of blocks needed for more tokens of several sequences, or the reason why one of
+    /// them cannot grow.
     pub(super) fn missing_of(&mut self, batch: &[(SequenceId, usize)]) -> Result<usize> {
         self.batches += 1;
         let number = self.batches;
@@ -111,7 +111,7 @@ impl PagedKvCache {
         Ok(missing)
     }
 
-    /// Grows several sequences onto the blocks that they need, as [`grow_batch`](Self::grow_batch) does.
+    /// Grows several sequences with the blocks that they need, like [`grow_batch`](Self::grow_batch).
     pub(super) fn supply_batch(
         &mut self,
         batch: &[(SequenceId, usize)],

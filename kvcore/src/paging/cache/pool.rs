@@ -1,4 +1,4 @@
-//! The arena and the pool of a cache, for code that takes blocks outside the cache's sequences.
+//! A cache's arena and pool, for code that allocates blocks outside the cache's sequences.
 
 use super::{Error, Result};
 use crate::device::KvArena;
@@ -6,9 +6,9 @@ use crate::paging::BlockPool;
 
 /// An arena, and the pool that hands out its blocks. Clones are handles to the same blocks.
 ///
-/// Use it in place of a [`PagedKvCache`](crate::PagedKvCache) to take blocks outside its sequences, such as
-/// for a system prompt or the pieces of a document. It does not borrow the cache, which another thread may be
-/// using.
+/// Use it to allocate blocks outside the sequences of a [`PagedKvCache`](crate::PagedKvCache), for example
+/// for a system prompt or the pieces of a document. It does not borrow the cache, so another thread may use
+/// the cache at the same time.
 #[derive(Debug, Clone)]
 pub struct KvPool {
     arena: KvArena,
@@ -19,7 +19,7 @@ impl KvPool {
     /// Joins an arena and a pool over all or some of its blocks.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if the pool has blocks that the arena lacks.
+    /// Returns [`Error::TooLarge`] if the pool has blocks that are not in the arena.
     pub fn new(arena: KvArena, blocks: BlockPool) -> Result<Self> {
         let (end, limit) = (blocks.range().end as usize, arena.layout().shape().num_blocks);
         if end > limit {

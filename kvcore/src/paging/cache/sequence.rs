@@ -1,8 +1,8 @@
-//! The id and the start of a sequence.
+//! The ID and the start of a sequence.
 
 use std::fmt;
 
-/// The id of a sequence of a cache. Ids are never reused.
+/// The ID of a cache's sequence. IDs are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub(super) u64);
 
@@ -15,7 +15,7 @@ impl fmt::Display for SequenceId {
 /// The place of a sequence's first token in its prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SequenceStart {
-    /// Logical index, which decides causality.
+    /// Logical index, which determines causality.
     pub logical: usize,
     /// Position for the rotary embedding.
     pub position: i64,

@@ -11,9 +11,9 @@ use crate::device::{KvArena, Permits, Scatter, Segment, Stream, TensorView, Writ
 /// A cache of K `[num_layers, max_batch, k_heads, max_len, k_dim]`, and V likewise, with a length per layer
 /// and entry.
 ///
-/// In terms of an arena, the static cache is a paged cache with one block per batch entry: `num_blocks` is
-/// the size of the batch, and `block_size` is the longest length. Both caches therefore use the same
-/// kernels, and a [`segment`](Self::entry_segment) of either goes into the same `attend`.
+/// In an arena, the static cache is a paged cache with one block per batch entry: `num_blocks` is the batch
+/// size, and `block_size` is the maximum length. Both caches therefore use the same kernels, and one `attend`
+/// can use [segments](Self::entry_segment) of both.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -39,16 +39,16 @@ use crate::device::{KvArena, Permits, Scatter, Segment, Stream, TensorView, Writ
 #[derive(Debug)]
 pub struct StaticKvCache {
     arena: KvArena,
-    /// Number of tokens held, `[num_layers][max_batch]`.
+    /// Number of tokens stored, `[num_layers][max_batch]`.
     lengths: Vec<usize>,
-    /// Batch entry and start of each sequence.
+    /// Each sequence's batch entry and start.
     sequences: HashMap<SequenceId, (usize, SequenceStart)>,
     next: u64,
-    /// Permits to write each entry's slots.
+    /// Issues permits to write to each entry's slots.
     permits: Vec<Permits>,
-    /// The block of each entry, as its segments name it.
+    /// Each entry's block, as a list for its segments.
     blocks: Vec<Arc<[BlockId]>>,
-    /// Memory for the slots of a batch.
+    /// Buffer for a batch's slots, reused between batches.
     minted: Vec<i64>,
 }
 
@@ -71,7 +71,7 @@ impl StaticKvCache {
         self.arena.layout().shape().num_blocks
     }
 
-    /// Returns the number of tokens that an entry can hold.
+    /// Returns the maximum number of tokens per entry.
     pub fn max_len(&self) -> usize {
         self.arena.layout().shape().block_size
     }
@@ -103,14 +103,14 @@ impl StaticKvCache {
         self.sequences.get(&id).map(|&(batch, _)| batch).ok_or(Error::UnknownSequence(id.0))
     }
 
-    /// Writes new tokens of one layer at `starts[b]` of each entry `b`. Returns views up to the end of the
-    /// longest entry: `([batch, len, k_heads, k_dim], [.., v_dim])`.
+    /// Writes one layer's new tokens to each entry `b`, starting at `starts[b]`. Returns views up to the end
+    /// of the longest entry: `([batch, len, k_heads, k_dim], [.., v_dim])`.
     ///
-    /// `k` and `v` are rows of each entry, `[batch, new, heads, dim]`, as
-    /// [`write`](crate::PagedKvCache::write) takes those of a sequence. Only the new rows are copied.
+    /// `k` and `v` hold the rows of each entry, `[batch, new, heads, dim]`, in the form that
+    /// [`write`](crate::PagedKvCache::write) takes for a sequence. Only the new rows are copied.
     ///
     /// # Errors
-    /// Returns an error in the following cases. In all of them the cache is unchanged.
+    /// Returns an error in the following cases, without changing the cache.
     /// - The layer is out of range.
     /// - The batch or the shape of the rows is not the cache's.
     /// - A start is past the entry's end, which would leave a gap.
@@ -167,8 +167,8 @@ impl StaticKvCache {
         self.permits[batch].slots(0, self.max_len(), slots)
     }
 
-    /// Returns views of one layer up to the end of the longest entry: `([batch, len, k_heads, k_dim], [..,
-    /// v_dim])`. They are for reading; see [`LayerViews`].
+    /// Returns views of one layer up to the end of the longest entry:
+    /// `([batch, len, k_heads, k_dim], [.., v_dim])`. They are read-only; see [`LayerViews`].
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if the layer is past the last.
@@ -199,7 +199,7 @@ impl StaticKvCache {
         self.permits.iter().for_each(|entry| entry.void(1));
     }
 
-    /// Sets the length of every entry in one layer, for rows that were written by a copy.
+    /// Sets the length of every entry in one layer, for rows that were copied in by other code.
     pub fn set_layer_len(&mut self, layer: usize, len: usize) -> Result<()> {
         let first = self.index(layer, 0)?;
         self.check_end(len)?;

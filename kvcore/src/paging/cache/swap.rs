@@ -1,4 +1,4 @@
-//! Sequences that wait in another memory: swapped out to make room, and swapped in to continue.
+//! Sequences that wait in other memory: swapped out to make room, and swapped in to continue.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::base::BlockId;
 use crate::device::{Event, KvArena, Stream, SwapBlocks};
 use crate::paging::{BlockKey, BlockPool, BlockTable, MutableBlocks};
 
-/// A sequence whose tokens lie in blocks of another arena.
+/// A sequence whose tokens are in another arena's blocks.
 ///
 /// # Drop behaviour
 /// The blocks in the other arena become free, and the sequence is lost.
@@ -17,10 +17,10 @@ use crate::paging::{BlockKey, BlockPool, BlockTable, MutableBlocks};
 pub struct SwappedSequence {
     arena: KvArena,
     blocks: MutableBlocks,
-    /// Event after the copy out.
+    /// Event recorded after the copy to the other memory.
     copied: Arc<dyn Event>,
     len: usize,
-    /// Number of tokens before the first held one.
+    /// Index of the first token that is still held.
     first: usize,
     start: SequenceStart,
     chain: Option<KeyChain>,
@@ -32,7 +32,7 @@ impl SwappedSequence {
         self.len
     }
 
-    /// Returns whether the sequence has no token.
+    /// Returns whether the sequence has no tokens.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
@@ -42,7 +42,7 @@ impl SwappedSequence {
         self.blocks.ids()
     }
 
-    /// Returns the keys of the shared blocks, beginning with the first held one.
+    /// Returns the keys of the shared blocks, starting with the first block that is still held.
     pub(super) fn keys(&self, block_size: usize) -> &[BlockKey] {
         let gone = self.first / block_size;
         self.chain.as_ref().and_then(|chain| chain.keys.get(gone..)).unwrap_or_default()
@@ -50,16 +50,16 @@ impl SwappedSequence {
 }
 
 impl PagedKvCache {
-    /// Copies a sequence to blocks of `pool` in `arena`, another memory, and frees it in this cache. Blocks
-    /// that the sequence shares stay with their other holders, or stay cached.
+    /// Copies a sequence to blocks of `pool` in `arena`, which is other memory, and frees it in this cache.
+    /// Its shared blocks stay with their other holders, or stay cached.
     ///
     /// The copy is enqueued on `stream`. Other work on the blocks of either arena MUST follow the
     /// [order](PagedKvCache#order) of this cache.
     ///
     /// # Errors
-    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence,
-    /// [`crate::Error::OutOfBlocks`] if `pool` does not have enough blocks, and the errors of the stream, for
-    /// example if the blocks of the arenas differ. In these cases the sequence is unchanged.
+    /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, [`crate::Error::OutOfBlocks`]
+    /// if `pool` does not have enough blocks, and the stream's errors, for example if the arenas' blocks
+    /// differ. The sequence is unchanged in these cases.
     pub fn swap_out(
         &mut self,
         id: SequenceId,
@@ -86,7 +86,7 @@ impl PagedKvCache {
         let pairs: Arc<[_]> = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
         let pairs = blocks.write_pairs(pairs)?;
         stream.swap_blocks(&SwapBlocks { src: self.arena().clone(), dst: arena.clone(), pairs })?;
-        // The copy may be in progress; its blocks become free only when it has ended.
+        // The copy may still be running, so its blocks may become free only when it has ended.
         let copied = stream.record().inspect_err(|_| drop(stream.synchronize()))?;
         Ok(SwappedSequence {
             arena: arena.clone(),
@@ -100,20 +100,21 @@ impl PagedKvCache {
     }
 
     // Decision: docs/decisions/paging.md#a-swapped-sequence-is-borrowed-when-it-comes-back
-    /// Restores a swapped sequence under a new id. Blocks of its prefix that this cache still knows are
-    /// shared again. The other blocks are copied on `stream`, which waits for the copy out if that copy ran
-    /// on another stream. Drop `swapped` after that, in the [order](PagedKvCache#order) of this cache.
+    /// Restores a swapped sequence under a new ID. Blocks of its prefix that this cache still has are shared
+    /// again. The other blocks are copied on `stream`, which first waits for the copy made by
+    /// [`swap_out`](Self::swap_out) if it ran on another stream. Drop `swapped` afterwards, following the
+    /// [order](PagedKvCache#order) of this cache.
     ///
     /// # Errors
-    /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks, and the errors of the stream,
-    /// for example if the blocks of the arenas differ. In these cases nothing has changed, and the caller
-    /// still has the sequence.
+    /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks, and the stream's errors, for
+    /// example if the arenas' blocks differ. Nothing changes in these cases, and the caller still has the
+    /// sequence.
     pub fn swap_in(&mut self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<SequenceId> {
         let sequence = self.restore(swapped, stream)?;
         Ok(self.insert(sequence))
     }
 
-    /// Returns a swapped sequence in blocks of this cache.
+    /// Restores a swapped sequence in this cache's blocks.
     pub(super) fn restore(&self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<Sequence> {
         let block_size = self.block_size();
         let gone = swapped.first / block_size;

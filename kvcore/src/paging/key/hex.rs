@@ -1,4 +1,4 @@
-//! Keys as text: 64 hexadecimal digits, in JSON and in a router's messages.
+//! Keys as hexadecimal strings of 64 digits, for JSON and for a router's messages.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -17,8 +17,7 @@ impl BlockKey {
         self.as_bytes().iter().flat_map(|&byte| [digit(byte >> 4), digit(byte & 15)]).collect()
     }
 
-    /// Parses the text that [`to_hex`](Self::to_hex) wrote. Returns `None` if `text` is not 64 hexadecimal
-    /// digits.
+    /// Parses the output of [`to_hex`](Self::to_hex). Returns `None` if `text` is not 64 hexadecimal digits.
     pub fn from_hex(text: &str) -> Option<Self> {
         let digits = text.as_bytes();
         if digits.len() != 64 || !digits.iter().all(u8::is_ascii_hexdigit) {

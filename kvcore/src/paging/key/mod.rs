@@ -1,9 +1,9 @@
-//! Content keys: 256-bit chained hashes of everything that the bytes of a block depend on.
+//! Content keys: 256-bit chained hashes of everything that a block's bytes depend on.
 //!
-//! The bytes of a cached block are a function of the model, the rotary specification, the element type, the
-//! tenant, the preceding tokens and the block's own tokens. The key of the block covers all of these inputs
-//! and nothing else. Two contexts with the same key therefore have the same bytes. With 256 bits of a keyed
-//! cryptographic hash, neither an accidental nor a crafted collision is feasible.
+//! The bytes of a cached block depend on the model, the rotary specification, the element type, the tenant,
+//! the preceding tokens and the block's own tokens. The block's key covers exactly these inputs, so two
+//! contexts with the same key have the same bytes. With 256 bits of a keyed cryptographic hash, neither an
+//! accidental nor a crafted collision is feasible.
 
 use std::fmt;
 
@@ -34,7 +34,7 @@ impl BlockKey {
         &self.0
     }
 
-    /// Returns the low word, for hash tables. Needs no further hashing, because the digest is uniform.
+    /// Returns the low word, for hash tables. It needs no further hashing, because the digest is uniform.
     pub(crate) fn word(&self) -> u64 {
         let mut word = [0; 8];
         word.copy_from_slice(&self.0[..8]);
@@ -44,8 +44,7 @@ impl BlockKey {
     /// Returns the key of `tokens` as a continuation of this key's tokens: their BLAKE3 hash, keyed by this
     /// key.
     ///
-    /// The length of the input implies the number of tokens, so a partial block never has the key of a full
-    /// one.
+    /// The hash covers the input's length, so a partial block never has the key of a full one.
     ///
     /// ```
     /// use kvcore::{BlockKey, KeyScope};
@@ -61,7 +60,8 @@ impl BlockKey {
         }
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         if cfg!(target_endian = "little") {
-            // One call for the whole input, which lets BLAKE3 hash several of its chunks in parallel.
+            // The whole input is hashed in one call, so that BLAKE3 can hash several of its chunks in
+            // parallel.
             return Self(*hasher.update(bytemuck::cast_slice(tokens)).finalize().as_bytes());
         }
         let mut bytes = [0u8; 64 * 4];
@@ -74,7 +74,8 @@ impl BlockKey {
         Self(*hasher.finalize().as_bytes())
     }
 
-    /// Derives a key for another purpose. No chain of tokens from this key can reach the derived key.
+    /// Derives a key for another purpose. No chain of tokens starting at this key can produce the derived
+    /// key.
     #[must_use]
     pub fn derive(&self, purpose: &'static str) -> Self {
         let mut hasher = blake3::Hasher::new_derive_key(purpose);

@@ -1,4 +1,4 @@
-//! A prompt with the keys of its blocks, computed once.
+//! A prompt together with its block keys, which are computed once.
 
 use std::sync::Arc;
 
@@ -6,16 +6,17 @@ use super::{BlockKey, KeyScheme};
 
 /// A prompt's tokens and the keys of its full blocks.
 ///
-/// Hashing a long prompt costs more than looking it up. A request that waits for room, is computed in pieces,
-/// or returns after a preemption keeps this value: [`PagedKvCache::admit`](crate::PagedKvCache::admit) looks
-/// the keys up, and [`commit`](crate::PagedKvCache::commit) registers the prompt's blocks under them.
+/// Hashing a long prompt takes longer than looking it up, so a request that waits for room, is computed in
+/// pieces, or returns after a preemption should keep this value:
+/// [`PagedKvCache::admit`](crate::PagedKvCache::admit) looks the keys up, and
+/// [`commit`](crate::PagedKvCache::commit) registers the prompt's blocks under them.
 ///
 /// ```
 /// use kvcore::{KeyScope, PromptKeys};
 /// let root = KeyScope::new("model", b"weights").root();
 /// let mut prompt = PromptKeys::new(root, &[1, 2, 3, 4, 5], 2);
 /// assert_eq!(prompt.keys(), root.chain(&[1, 2, 3, 4], 2));
-/// prompt.extend(&[6]);                         // an answer that is computed again, after its prompt
+/// prompt.extend(&[6]);                         // an answer to recompute after its prompt
 /// assert_eq!(prompt.keys(), root.chain(&[1, 2, 3, 4, 5, 6], 2));
 /// ```
 #[derive(Debug, Clone)]
@@ -70,13 +71,13 @@ impl PromptKeys {
         self.keys.last().copied().unwrap_or_else(|| self.scheme.root())
     }
 
-    /// Returns the keys that are looked up: at least one token is left to compute.
+    /// Returns the keys to look up. They leave at least one token to compute.
     pub(crate) fn findable(&self) -> &[BlockKey] {
         &self.keys[..self.tokens.len().saturating_sub(1) / self.block_size]
     }
 
     /// Returns the keys of the full blocks of `tokens`, which follow the block of `parent` at index `block`,
-    /// if they are this prompt's.
+    /// if they are this prompt's blocks.
     pub(crate) fn of(&self, parent: &BlockKey, block: usize, tokens: &[u32]) -> Option<&[BlockKey]> {
         let (start, blocks) = (block * self.block_size, tokens.len() / self.block_size);
         let known = match block.checked_sub(1) {

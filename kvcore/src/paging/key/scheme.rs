@@ -1,4 +1,4 @@
-//! The scheme that keys the blocks of a sequence: this crate's chain, or another engine's.
+//! How the blocks of a sequence get their keys: with this crate's chain, or with another engine's.
 
 use std::sync::Arc;
 
@@ -16,10 +16,11 @@ use super::{BlockKey, VllmChain, VllmExtras};
 /// ```
 #[derive(Debug, Clone)]
 pub enum KeyScheme {
-    /// BLAKE3, chained from a root that covers everything but the tokens; see [`crate::KeyScope`].
+    /// BLAKE3, chained from a root that covers everything except the tokens; see [`crate::KeyScope`].
     Chained(BlockKey),
-    /// vLLM's `sha256_cbor` chain, for routers that query both engines. Its keys cover only tokens, salt,
-    /// adapter and inputs. A caller that shares a pool among models or layouts MUST separate them by salts.
+    /// vLLM's `sha256_cbor` chain, for routers that query both engines. Its keys only cover the tokens, the
+    /// salt, the adapter and the inputs. A caller that shares a pool between models or layouts MUST separate
+    /// them by salts.
     Vllm(VllmChain, Arc<VllmExtras>),
 }
 
@@ -35,7 +36,7 @@ impl KeyScheme {
         Self::Vllm(chain, Arc::new(extras))
     }
 
-    /// Returns the parent of first blocks.
+    /// Returns the parent key of first blocks.
     pub fn root(&self) -> BlockKey {
         match self {
             Self::Chained(root) => *root,
@@ -48,8 +49,8 @@ impl KeyScheme {
         self.extend(&self.root(), 0, tokens, block_size)
     }
 
-    /// Returns the keys of the full blocks of `tokens`. The tokens begin at index `start` of the prompt,
-    /// after the block of `parent`.
+    /// Returns the keys of the full blocks of `tokens`, which start at index `start` of the prompt, after the
+    /// block of `parent`.
     pub(crate) fn extend(
         &self,
         parent: &BlockKey,

@@ -3,7 +3,7 @@
 use crate::base::{BlockOrder, KeyForm, KvShape, LayerRopes, Pairing, Rope};
 use crate::paging::BlockKey;
 
-/// Version of the encoding below. Increase it with every change of the encoding, to keep old keys from being
+/// Version of the encoding below. Increase it whenever the encoding changes, so that old keys are no longer
 /// found.
 const VERSION: &str = "kvcore key scope v2";
 
@@ -28,7 +28,8 @@ impl KeyScope {
         Self(encoder)
     }
 
-    /// Adds the tokenizer's revision: another tokenizer may turn one text into other tokens.
+    /// Adds the tokenizer's revision, because another tokenizer may split the same string into different
+    /// tokens.
     #[must_use]
     pub fn tokenizer(mut self, revision: &[u8]) -> Self {
         self.0.field("tokenizer", revision);
@@ -50,13 +51,14 @@ impl KeyScope {
         self
     }
 
-    /// Adds the rotary embeddings of all layers of a request. Another regime gives another scope.
+    /// Adds the rotary embeddings of all layers for a request. A different regime results in a different
+    /// scope.
     #[must_use]
     pub fn ropes(self, ropes: &LayerRopes) -> Self {
         ropes.layers().iter().enumerate().fold(self, |scope, (layer, rope)| scope.rope(layer, rope))
     }
 
-    /// Adds the stored form of a block: format, extents and order.
+    /// Adds how a block is stored: format, extents and order.
     #[must_use]
     pub fn layout(mut self, shape: &KvShape) -> Self {
         self.0.field("format", shape.format.to_string().as_bytes());
@@ -79,8 +81,8 @@ impl KeyScope {
         self
     }
 
-    /// Adds the static scales of an fp8 cache. Needed if [`set_scales`](crate::KvArena::set_scales) changed
-    /// the scales, because codes have other values under other scales.
+    /// Adds the static scales of an fp8 cache. This is needed if [`set_scales`](crate::KvArena::set_scales)
+    /// changed them, because codes have different values with different scales.
     #[must_use]
     pub fn static_scales(mut self, k: &[f32], v: &[f32]) -> Self {
         for (tag, scales) in [("K scales", k), ("V scales", v)] {
@@ -98,7 +100,7 @@ impl KeyScope {
         self
     }
 
-    /// Adds the tenant's salt. The server must choose the salt: a salt chosen by clients protects no one.
+    /// Adds the tenant's salt. The server must choose it, because a salt chosen by clients protects no one.
     #[must_use]
     pub fn tenant_salt(mut self, salt: &[u8]) -> Self {
         self.0.field("tenant", salt);
@@ -122,7 +124,7 @@ impl Default for ScopeEncoder {
 }
 
 impl ScopeEncoder {
-    /// Adds a field.
+    /// Adds a tagged field.
     pub fn field(&mut self, tag: &str, value: &[u8]) {
         for part in [tag.as_bytes(), value] {
             self.0.update(&(part.len() as u64).to_le_bytes());

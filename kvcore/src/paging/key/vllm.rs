@@ -1,15 +1,15 @@
-//! Block keys as vLLM computes them with `--prefix-caching-hash-algo sha256_cbor`. With them a router can
-//! query both engines for one prefix.
+//! Block keys as vLLM computes them with `--prefix-caching-hash-algo sha256_cbor`, so that a router can query
+//! both engines for the same prefix.
 //!
-//! A key is SHA-256 over the canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. Checked against
-//! digests computed by vLLM 0.33 (`proof/vllm/traces`).
+//! A key is SHA-256 over the canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. They are checked
+//! against digests computed by vLLM 0.33 (`proof/vllm/traces`).
 
 use sha2::{Digest, Sha256};
 
 use super::BlockKey;
 
-/// The inputs of a request's keys besides its tokens. Prompts given as embeddings have no keys in this
-/// crate: vLLM hashes the embeddings of each block instead of tokens.
+/// The inputs of a request's keys apart from its tokens. This crate has no keys for prompts given as
+/// embeddings, for which vLLM hashes each block's embeddings instead of its tokens.
 ///
 /// ```
 /// use kvcore::{VllmChain, VllmExtras};
@@ -18,19 +18,20 @@ use super::BlockKey;
 /// let salted = VllmExtras { cache_salt: Some("alice".to_owned()), ..VllmExtras::default() };
 /// let pictured = VllmExtras { inputs: vec![("image-1".to_owned(), 20, 8)], ..VllmExtras::default() };
 /// let plain = keys(&VllmExtras::default());
-/// assert!(keys(&salted).iter().zip(&plain).all(|(a, b)| a != b));       // another first block, another chain
+/// assert!(keys(&salted).iter().zip(&plain).all(|(a, b)| a != b));       // a different first block, so a
+/// different chain
 /// assert_eq!(keys(&pictured)[0], plain[0]);                              // the image begins in the second
 /// assert_ne!(keys(&pictured)[1], plain[1]);
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VllmExtras {
-    /// The tenant's salt, which enters the first block only. An empty salt counts as none. Later blocks of
-    /// two tenants differ only because their parents differ.
+    /// The tenant's salt, which only enters the first block. An empty salt counts as none. The later blocks
+    /// of two tenants differ only because their parents differ.
     pub cache_salt: Option<String>,
     /// Name and path of a `LoRA` adapter, which enter every block.
     pub lora: Option<(String, String)>,
-    /// Images and similar inputs, in order: the identifier, the first token and the number of tokens of
-    /// each.
+    /// Images and similar inputs, in order. For each: the identifier, the first token, and the number of
+    /// tokens.
     pub inputs: Vec<(String, usize, usize)>,
 }
 
@@ -49,21 +50,21 @@ pub struct VllmChain {
 }
 
 impl Default for VllmChain {
-    /// Returns the start of an engine without `PYTHONHASHSEED`.
+    /// Returns the start for an engine without `PYTHONHASHSEED`.
     fn default() -> Self {
         Self::with_seed("vllm-none-hash")
     }
 }
 
 impl VllmChain {
-    /// Creates the start of an engine that runs with `PYTHONHASHSEED=seed`.
+    /// Creates the start for an engine that runs with `PYTHONHASHSEED=seed`.
     pub fn with_seed(seed: &str) -> Self {
         let mut cbor = Cbor::default();
         cbor.text(seed);
         Self { none_hash: cbor.digest() }
     }
 
-    /// Returns the parent of first blocks.
+    /// Returns the parent key of first blocks.
     pub fn none_hash(&self) -> BlockKey {
         self.none_hash
     }
@@ -73,8 +74,8 @@ impl VllmChain {
         Self::extend(&self.none_hash, 0, tokens, block_size.max(1), extras)
     }
 
-    /// Returns the keys of the full blocks of `tokens`. The tokens begin at index `start` of the prompt,
-    /// after the block of `parent`.
+    /// Returns the keys of the full blocks of `tokens`, which start at index `start` of the prompt, after the
+    /// block of `parent`.
     pub(super) fn extend(
         parent: &BlockKey,
         start: usize,
@@ -89,7 +90,7 @@ impl VllmChain {
         tokens.chunks_exact(block_size).enumerate().scan(*parent, next).collect()
     }
 
-    /// Returns the key of the block `tokens`, which begins at token `start` of its prompt.
+    /// Returns the key of the block `tokens`, which starts at token `start` of its prompt.
     pub fn child(parent: &BlockKey, tokens: &[u32], start: usize, extras: &VllmExtras) -> BlockKey {
         let end = start.saturating_add(tokens.len());
         let salt = extras.cache_salt.as_deref().filter(|salt| start == 0 && !salt.is_empty());

@@ -1,4 +1,4 @@
-//! An arena whose blocks can sleep: their memory is released, while their ids and addresses stay.
+//! An arena whose blocks can sleep: their memory is released, but their IDs and addresses stay.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,10 +13,9 @@ use crate::device::{
 
 /// K, V and their scales in reserved memory. Clones share the memory.
 ///
-/// A range of blocks can [sleep](Self::sleep): the contents of selected blocks are copied to host memory,
-/// and every granule that holds only blocks of the range is released, in every layer of K, V and the
-/// per-block scales. Views and clones of the [`arena`](Self::arena) stay valid throughout, and no address
-/// changes.
+/// A range of blocks can [sleep](Self::sleep): the contents of selected blocks are copied to host memory, and
+/// every granule that contains only blocks of the range is released, in every layer of K, V and the per-block
+/// scales. Views and clones of the [`arena`](Self::arena) stay valid throughout, and no address changes.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -34,7 +33,7 @@ use crate::device::{
 /// };
 /// let reserved = ReservedArena::create(backend, MemoryKind::Device, Arc::new(KvLayout::new(shape)?))?;
 /// let all = reserved.mapped_bytes();
-/// // blocks 32..64 sleep; of them only block 40 holds something
+/// // blocks 32..64 sleep; only block 40 of them has contents to keep
 /// let asleep = reserved.sleep("chunk_cache", 32..64, &[BlockId(40)], stream.as_ref())?;
 /// assert_eq!(reserved.mapped_bytes(), all - asleep.released_bytes());
 /// assert_eq!(asleep.released_bytes(), 32 * reserved.arena().layout().block_bytes());
@@ -53,18 +52,19 @@ pub(super) struct ReservedMemory {
     parts: Vec<Arc<dyn ReservedStorage>>,
     /// Tags and ranges of the sleeping blocks.
     asleep: Mutex<Vec<(String, Range<u32>)>>,
-    /// Held while granules are released or mapped, so the difference of two counts belongs to one call.
+    /// Held while granules are released or mapped, so that the difference between two counts belongs to one
+    /// call.
     mapping: Mutex<()>,
 }
 
-/// Whole granules of a part, with the number of the part.
+/// Whole granules of a part, with the index of the part.
 pub(super) type PartGranules = (usize, Range<usize>);
 
 impl ReservedArena {
-    /// Reserves memory for `layout`. Static scales belong to no block and are in ordinary memory.
+    /// Reserves memory for `layout`. Static scales do not belong to a block, so they are in ordinary memory.
     ///
     /// # Errors
-    /// Returns the errors of the backend: [`Error::Unsupported`] if it cannot reserve memory, and
+    /// Returns the backend's errors: [`Error::Unsupported`] if it cannot reserve memory, and
     /// [`Error::Allocation`].
     pub fn create(backend: Arc<dyn Backend>, kind: MemoryKind, layout: Arc<KvLayout>) -> Result<Self> {
         let mut parts = Vec::new();
@@ -101,22 +101,22 @@ impl ReservedArena {
     }
 
     /// Puts `blocks` to sleep. The name `tag` is for display only. The contents of the blocks in `keep` are
-    /// copied to host memory on `stream` and restored by [`SleepingBlocks::wake`]; those of the other
-    /// blocks are lost. Blocks outside the range keep every bit.
+    /// copied to host memory on `stream` and restored by [`SleepingBlocks::wake`]; the contents of the other
+    /// blocks are lost. Blocks outside the range are unchanged.
     ///
     /// The call waits for `stream`. Work on other streams that touches the range MUST be complete before
     /// the call. Until the blocks are awake, the caller MUST NOT enqueue work that touches them.
     ///
-    /// Only granules that hold no block outside the range are released. A range too small to hold such a
-    /// granule sleeps too, with [`released_bytes`](SleepingBlocks::released_bytes) of 0.
+    /// Only granules that contain no blocks outside the range are released. A range too small to contain such
+    /// a granule can also sleep, but its [`released_bytes`](SleepingBlocks::released_bytes) is 0.
     ///
     /// # Errors
     /// - Returns [`Error::Zero`] if `blocks` is empty.
     /// - Returns [`Error::OutOfRange`] if the range reaches past the arena.
-    /// - Returns [`Error::ForeignBlock`] if a block of `keep` lies outside the range.
-    /// - Returns [`Error::Asleep`] if some of the blocks are asleep.
-    /// - Returns [`Error::Allocation`] if host memory is refused.
-    /// - Returns the errors of the stream.
+    /// - Returns [`Error::ForeignBlock`] if a block of `keep` is outside the range.
+    /// - Returns [`Error::Asleep`] if some of the blocks are already asleep.
+    /// - Returns [`Error::Allocation`] if there is not enough host memory.
+    /// - Returns the stream's errors.
     ///
     /// In these cases the blocks stay awake, and the blocks in `keep` hold their old contents.
     pub fn sleep(
@@ -145,7 +145,7 @@ impl ReservedArena {
 }
 
 impl ReservedMemory {
-    /// Marks blocks as asleep, unless some of them are.
+    /// Marks blocks as asleep, unless some of them already are.
     fn claim(&self, tag: &str, blocks: &Range<u32>) -> Result<()> {
         let mut asleep = self.asleep.lock();
         let meets = |other: &Range<u32>| other.start < blocks.end && blocks.start < other.end;
@@ -156,13 +156,13 @@ impl ReservedMemory {
         Ok(())
     }
 
-    /// Removes the mark of `blocks`.
+    /// Removes the mark from `blocks`.
     pub(super) fn unclaim(&self, blocks: &Range<u32>) {
         self.asleep.lock().retain(|(_, other)| other != blocks);
     }
 
-    /// Copies the contents of `keep` to a new host arena. Returns `None` if `keep` is empty. Waits for the
-    /// stream.
+    /// Copies the contents of `keep` to a new host arena, and waits for the stream. Returns `None` if `keep`
+    /// is empty.
     pub(super) fn save(&self, keep: &[BlockId], stream: &dyn Stream) -> Result<Option<KvArena>> {
         if keep.is_empty() {
             stream.synchronize()?;
@@ -179,16 +179,16 @@ impl ReservedMemory {
         Ok(Some(saved))
     }
 
-    /// Writes saved contents back. Waits for the stream.
+    /// Writes saved contents back, and waits for the stream.
     pub(super) fn restore(&self, saved: &KvArena, keep: &[BlockId], stream: &dyn Stream) -> Result<()> {
         let pairs: Arc<[_]> = keep.iter().zip(0..).map(|(&block, at)| (BlockId(at), block)).collect();
-        // The blocks are asleep and get their old contents back, so their holders see no change.
+        // The blocks are asleep and get their old contents back, so their holders do not see a change.
         let pairs = WritePairs::unchecked(pairs);
         stream.swap_blocks(&SwapBlocks { src: saved.clone(), dst: self.arena.clone(), pairs })?;
         stream.synchronize()
     }
 
-    /// Returns the granules that lie wholly in `blocks`.
+    /// Returns the granules that are completely inside `blocks`.
     pub(super) fn granules(&self, blocks: &Range<u32>) -> Vec<PartGranules> {
         let mut granules = Vec::new();
         for (number, (part, runs)) in self.parts.iter().zip(self.arena.layout().runs(blocks)).enumerate() {
@@ -200,13 +200,13 @@ impl ReservedMemory {
         granules
     }
 
-    /// Returns the bytes of physical memory of all parts.
+    /// Returns the number of bytes of physical memory in all parts.
     fn resident_bytes(&self) -> usize {
         self.parts.iter().map(|part| part.resident_bytes()).sum()
     }
 
     /// Releases all granules, or none. The contents of the granules are lost in either case. Returns the
-    /// bytes that came free.
+    /// number of bytes that became free.
     pub(super) fn unmap(&self, granules: &[PartGranules]) -> Result<usize> {
         let _turn = self.mapping.lock();
         let before = self.resident_bytes();

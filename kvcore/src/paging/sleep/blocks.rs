@@ -11,8 +11,8 @@ use crate::paging::Rejected;
 /// Blocks of a [`ReservedArena`](crate::ReservedArena) whose memory is released.
 ///
 /// # Drop behaviour
-/// The saved contents are lost. The blocks have memory again and may be used. If mapping that memory is
-/// refused, the blocks count as asleep forever.
+/// The saved contents are lost. The blocks get memory again and may be used. If that memory cannot be mapped,
+/// the blocks count as asleep forever.
 #[derive(Debug)]
 #[must_use = "dropping it loses what the blocks held"]
 pub struct SleepingBlocks {
@@ -21,14 +21,14 @@ pub struct SleepingBlocks {
     blocks: Range<u32>,
     keep: Vec<BlockId>,
     saved: Option<KvArena>,
-    /// Released granules. Empty while nothing is released.
+    /// Released granules. Empty if nothing is released.
     released: Vec<PartGranules>,
-    /// Bytes of device memory that were freed.
+    /// Number of bytes of device memory that became free.
     released_bytes: usize,
 }
 
 impl SleepingBlocks {
-    /// Saves and releases blocks that are marked as asleep.
+    /// Saves and releases blocks, which must be marked as asleep.
     pub(super) fn fall(
         memory: Arc<ReservedMemory>,
         tag: &str,
@@ -36,7 +36,7 @@ impl SleepingBlocks {
         keep: Vec<BlockId>,
         stream: &dyn Stream,
     ) -> Result<Self> {
-        // From this line on, a drop removes the mark.
+        // From here on, a drop removes the mark.
         let mut falling = Self {
             memory,
             tag: tag.to_owned(),
@@ -65,8 +65,8 @@ impl SleepingBlocks {
     /// Waits for `stream`.
     ///
     /// # Errors
-    /// Returns [`crate::Error::Allocation`] if memory is refused, and the errors of the stream. In these
-    /// cases the blocks stay asleep and are returned in the error.
+    /// Returns [`crate::Error::Allocation`] if there is not enough memory, and the stream's errors. In these
+    /// cases the blocks stay asleep and are handed back in the error.
     pub fn wake(mut self, stream: &dyn Stream) -> Result<(), Box<Rejected<Self>>> {
         if let Err(error) = self.rise(stream) {
             return Err(Box::new(Rejected { error, blocks: self }));
@@ -79,7 +79,7 @@ impl SleepingBlocks {
         self.memory.map(&self.released)?;
         let Some(saved) = &self.saved else { return Ok(()) };
         self.memory.restore(saved, &self.keep, stream).inspect_err(|_| {
-            // Memory that cannot be released again stays mapped, which does no harm.
+            // If the memory cannot be released again, it stays mapped, which is harmless.
             let _ = self.memory.unmap(&self.released);
         })
     }
@@ -94,13 +94,13 @@ impl SleepingBlocks {
         self.blocks.clone()
     }
 
-    /// Returns the number of bytes of device memory that were freed: 0 on a device that keeps a storage while
-    /// any part of it is mapped.
+    /// Returns the number of bytes of device memory that became free. This is 0 on a device that keeps a
+    /// whole storage while any part of it is mapped.
     pub fn released_bytes(&self) -> usize {
         self.released_bytes
     }
 
-    /// Returns the number of bytes of host memory that hold the kept contents.
+    /// Returns the number of bytes of host memory used for the kept contents.
     pub fn saved_bytes(&self) -> usize {
         self.saved.as_ref().map_or(0, |saved| self.keep.len() * saved.layout().block_bytes())
     }

@@ -1,4 +1,4 @@
-//! Sleep: blocks whose memory is released while their ids and addresses stay.
+//! Sleep: blocks whose memory is released while their IDs and addresses stay.
 
 mod arena;
 mod blocks;

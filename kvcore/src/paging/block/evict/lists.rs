@@ -1,13 +1,13 @@
-//! Doubly linked lists over block indices, from which the policies are built. A block is in at most one
-//! list. No operation allocates.
+//! Doubly linked lists over block indices, from which the policies are built. A block is in at most one list.
+//! Nothing here allocates after construction.
 
 const NONE: u32 = u32::MAX;
 
-/// Several lists over one range of indices, each from its oldest element to its newest.
+/// Several lists over one range of indices, each from oldest to newest.
 #[derive(Debug)]
 pub(super) struct LinkedLists {
-    /// `(older, newer)` of each block, followed by the heads of the lists. A head closes its list into a
-    /// ring.
+    /// The `(older, newer)` neighbours of each block, followed by the heads of the lists. A head closes its
+    /// list into a ring.
     links: Vec<(u32, u32)>,
     /// The list that each block is in, or the number of lists if it is in none.
     home: Vec<u8>,
@@ -23,13 +23,13 @@ impl LinkedLists {
         Self { links, home: vec![lists; blocks], lens: vec![0; usize::from(lists)], blocks: n }
     }
 
-    /// Returns the list that holds a block.
+    /// Returns the list that a block is in.
     pub(super) fn list_of(&self, block: u32) -> Option<u8> {
         let list = self.home[block as usize];
         (usize::from(list) < self.lens.len()).then_some(list)
     }
 
-    /// Appends a block that is in no list.
+    /// Appends a block, which must not be in a list.
     pub(super) fn push(&mut self, list: u8, block: u32) {
         let head = self.blocks + u32::from(list);
         let newest = self.links[head as usize].0;
@@ -40,7 +40,7 @@ impl LinkedLists {
         self.lens[usize::from(list)] += 1;
     }
 
-    /// Removes a block from its list. Returns `false` if the block is in no list.
+    /// Removes a block from its list. Returns `false` if it is not in a list.
     pub(super) fn unlink(&mut self, block: u32) -> bool {
         let Some(list) = self.list_of(block) else { return false };
         let (older, newer) = std::mem::replace(&mut self.links[block as usize], (NONE, NONE));

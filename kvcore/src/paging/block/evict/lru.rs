@@ -3,7 +3,8 @@
 use super::lists::LinkedLists;
 use super::{EvictionPolicy, PolicyEntry};
 
-/// A policy that evicts the least recently used block. A block counts as used until its last holder drops it.
+/// A policy that evicts the least recently used block. A block counts as in use until its last holder drops
+/// it.
 #[derive(Debug)]
 pub struct Lru(LinkedLists);
 

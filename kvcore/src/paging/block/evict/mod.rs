@@ -2,10 +2,11 @@
 //!
 //! | policy | evicts first | suits |
 //! |---|---|---|
-//! | [`Lru`] | the block released longest ago | chat traffic, which is driven by recency; the default |
+//! | [`Lru`] | the block released longest ago | chat traffic, where recent prompts return; the default |
 //! | [`TinyLfu`] | the rarest key, by an ageing sketch | scans and one-off prompts mixed with popular prefixes |
-//! | [`S3Fifo`] | blocks without hits in a small, then a main queue | as `TinyLfu`; a hit moves no block |
-//! | [`PriorityLru`] | the lowest [`Retention`] priority, then as `Lru` | prefixes ranked by the caller |
+//! | [`S3Fifo`] | blocks without hits in a small, then a main queue | like `TinyLfu`; a hit does not move
+//! blocks |
+//! | [`PriorityLru`] | the lowest [`Retention`] priority, then like `Lru` | prefixes ranked by the caller |
 
 use std::fmt;
 use std::time::Duration;
@@ -44,7 +45,7 @@ pub use tinylfu::TinyLfu;
 pub struct Retention {
     /// Blocks with a lower priority are evicted first; see [`Retention::DEFAULT`].
     pub priority: u8,
-    /// Duration of the priority from the moment it is set. After it, the default priority applies.
+    /// How long the priority lasts once it is set. Afterwards the default priority applies.
     pub lasts: Option<Duration>,
 }
 
@@ -52,7 +53,7 @@ impl Retention {
     /// The priority of blocks without a retention (as in TensorRT-LLM's retention policy).
     pub const DEFAULT_PRIORITY: u8 = 35;
 
-    /// The retention of blocks for which the caller set none.
+    /// The retention of blocks for which the caller has not set one.
     pub const DEFAULT: Self = Self { priority: Self::DEFAULT_PRIORITY, lasts: None };
 }
 
@@ -62,17 +63,17 @@ impl Default for Retention {
     }
 }
 
-/// The information that a policy gets about a block that has lost its last holder.
+/// What a policy learns about a block that has lost its last holder.
 #[derive(Debug, Clone, Copy)]
 pub struct PolicyEntry<'a> {
-    /// The block's key. `None` for a block without contents, which occurs only under
+    /// The block's key. `None` for a block without contents, which occurs only with
     /// [`FreeOrder::OneQueue`](super::FreeOrder::OneQueue).
     pub key: Option<&'a BlockKey>,
     /// The block's priority.
     pub priority: u8,
-    /// End of the priority, in milliseconds of the pool's clock.
+    /// When the priority ends, in milliseconds of the pool's clock.
     pub until: u64,
-    /// Current time, in milliseconds of the pool's clock, or 0 if the pool needs no clock.
+    /// Current time, in milliseconds of the pool's clock, or 0 if the pool does not need a clock.
     pub now: u64,
 }
 
@@ -84,9 +85,9 @@ impl Default for PolicyEntry<'_> {
 
 /// An order over cached blocks. Each block is identified by its index in a shard of the pool.
 ///
-/// The pool calls the policy while it holds a lock, so every method should return quickly. The caller
-/// guarantees that `insert` and `remove` alternate for an index (an eviction counts as a removal), and that
-/// every index is below the number of blocks the policy was created for.
+/// The pool calls the policy while it holds a lock, so every method should return quickly. `insert` and
+/// `remove` alternate for each index (an eviction counts as a removal), and every index is below the number
+/// of blocks that the policy was created for.
 ///
 /// ```
 /// use kvcore::{BlockPool, EvictionPolicy, KeyScope, PolicyEntry, PoolConfig};
@@ -137,13 +138,13 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     /// Returns the number of blocks in the order.
     fn len(&self) -> usize;
 
-    /// Returns whether no block is in the order.
+    /// Returns whether the order is empty.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The key word of a block without a key, in policies that remember keys.
+/// The key word for blocks without a key, in policies that remember keys.
 const NO_KEY: u64 = 0;
 
 fn word(key: &BlockKey) -> u64 {

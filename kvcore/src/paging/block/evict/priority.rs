@@ -1,4 +1,4 @@
-//! Lowest priority first, and the least recently released block among equals. Priorities may expire.
+//! Lowest priority first; among equals, the least recently released block. Priorities may expire.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -9,18 +9,18 @@ use super::{EvictionPolicy, PolicyEntry, Retention};
 /// Number of priority levels, 0 to 100. Larger priorities count as 100.
 const LEVELS: u8 = 101;
 
-/// A policy that evicts the lowest [`Retention`] priority first, and the least recently released block
-/// among equals.
+/// A policy that evicts the lowest [`Retention`] priority first; among equals, the least recently released
+/// block.
 ///
 /// An expired priority counts as [`Retention::DEFAULT_PRIORITY`]. The idea and the scale come from
 /// `TensorRT-LLM` (priority-based eviction with durations).
 #[derive(Debug)]
 pub struct PriorityLru {
     lists: LinkedLists,
-    /// `(end, block)` of blocks whose priority ends, soonest first. An entry applies only while it agrees
-    /// with `until`.
+    /// `(end, block)` of blocks whose priority ends, soonest first. An entry is valid only while it matches
+    /// `until`.
     ends: BinaryHeap<Reverse<(u64, u32)>>,
-    /// The end of each block's priority, including held blocks.
+    /// When each block's priority ends, including held blocks.
     until: Vec<u64>,
     len: usize,
 }
@@ -36,7 +36,7 @@ impl PriorityLru {
         }
     }
 
-    /// Records the end of a block's priority. An end that is already recorded is not recorded again.
+    /// Records when a block's priority ends, unless that end is already recorded.
     fn expect(&mut self, until: u64, block: u32) {
         if std::mem::replace(&mut self.until[block as usize], until) == until || until == u64::MAX {
             return;

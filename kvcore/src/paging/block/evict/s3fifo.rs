@@ -1,4 +1,4 @@
-//! S3-FIFO: FIFO queues that move no block on a hit.
+//! S3-FIFO: FIFO queues that do not move blocks on a hit.
 
 use super::lists::LinkedLists;
 use super::{EvictionPolicy, NO_KEY, PolicyEntry, word};
@@ -12,7 +12,7 @@ const MOST: u8 = 3;
 /// moves on to the main queue; other blocks are evicted, and their keys are remembered as ghosts. A block
 /// whose key is a ghost enters the main queue directly.
 ///
-/// A held block keeps its place in its queue, so a hit moves nothing. It is skipped when its turn comes.
+/// A held block keeps its place in its queue, so a hit does not move it. It is skipped when its turn comes.
 #[derive(Debug)]
 pub struct S3Fifo {
     lists: LinkedLists,
@@ -24,15 +24,15 @@ pub struct S3Fifo {
 
 #[derive(Debug, Clone, Copy, Default)]
 struct FifoState {
-    /// Word of the key under which the block was last cached.
+    /// First word of the key under which the block was last cached.
     key: u64,
     hits: u8,
-    /// True if the block may be evicted. Otherwise it is held and only keeps its place.
+    /// Whether the block may be evicted. If false, it is held and only keeps its place.
     present: bool,
 }
 
-/// Keys evicted from the small queue, kept as in the paper: fingerprints in buckets, each with the number
-/// of its eviction. The number decides when a ghost is forgotten.
+/// Keys evicted from the small queue, stored as in the paper: fingerprints in buckets, each with the sequence
+/// number of its eviction, which decides when a ghost is forgotten.
 #[derive(Debug)]
 struct Ghosts {
     buckets: Vec<[(u32, u32); WAYS]>,
@@ -49,7 +49,7 @@ impl Ghosts {
     }
 
     fn place(&self, key: u64) -> (usize, u32) {
-        // No fingerprint is 0, because 0 marks an empty place.
+        // Fingerprints are never 0, because 0 marks an empty place.
         ((key as usize) & (self.buckets.len() - 1), (key >> 32) as u32 | 1)
     }
 
@@ -73,8 +73,8 @@ impl Ghosts {
 }
 
 impl S3Fifo {
-    /// Creates an empty order for `blocks` blocks. The small queue takes a tenth of them. The number of
-    /// ghosts remembered equals the number of blocks left for the main queue.
+    /// Creates an empty order for `blocks` blocks. The small queue gets a tenth of them. As many ghosts are
+    /// remembered as there are blocks left for the main queue.
     pub fn new(blocks: usize) -> Self {
         let small = (blocks / 10).max(1);
         let most = blocks - small.min(blocks);
@@ -88,8 +88,8 @@ impl S3Fifo {
         }
     }
 
-    /// Removes and returns the next evictable block of the small queue. Blocks that were hit move to the
-    /// main queue.
+    /// Removes and returns the small queue's next evictable block. Blocks that were hit move to the main
+    /// queue.
     fn pop_small(&mut self) -> Option<u32> {
         for _ in 0..self.lists.len(SMALL) {
             let block = self.lists.pop(SMALL)?;
@@ -110,10 +110,9 @@ impl S3Fifo {
         None
     }
 
-    /// Removes and returns the next evictable block of the main queue. Other blocks get another round per
-    /// hit.
+    /// Removes and returns the main queue's next evictable block. Other blocks get another round per hit.
     fn pop_main(&mut self) -> Option<u32> {
-        // Each round takes a hit from every block that has one, and passes a held block only once.
+        // Each round uses up one hit of every block that has hits, and passes a held block only once.
         for _ in 0..=self.lists.len(MAIN) * usize::from(MOST + 1) {
             let block = self.lists.pop(MAIN)?;
             let state = &mut self.blocks[block as usize];

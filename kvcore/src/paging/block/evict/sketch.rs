@@ -1,8 +1,8 @@
 //! A count-min sketch of four-bit counters that ages by halving. It estimates how often a key was seen
-//! lately.
+//! recently.
 //!
 //! The design follows `TinyLFU` (Einziger, Friedman, Manes 2017): four rows, and saturation at 15. After an
-//! average of ten increments per counter, all counters are halved, which lets old favourites fade.
+//! average of ten increments per counter, all counters are halved, so that keys that used to be popular fade.
 
 #[derive(Debug)]
 pub(super) struct Sketch {
@@ -24,7 +24,7 @@ impl Sketch {
 
     fn places(&self, word: u64) -> impl Iterator<Item = (usize, u32)> + use<> {
         let mask = self.mask;
-        // The word is part of a digest, so its rotations serve as independent hashes.
+        // The word is part of a digest, so rotated words serve as independent hashes.
         (0..ROWS).map(move |row| {
             let place = word.rotate_left(row * 16) & mask;
             ((place / 16) as usize, (place % 16) as u32 * 4)

@@ -12,13 +12,13 @@ const PROTECTED: u8 = 2;
 /// Window-TinyLFU (Einziger, Friedman, Manes 2017).
 ///
 /// A new block enters a small window, and moves from there to a probation queue. When room is needed, the
-/// newest block on probation competes with the oldest: the block whose key was seen less often is evicted.
-/// A block on probation that is hit again becomes protected.
+/// newest block on probation competes with the oldest: the block whose key was seen less often is evicted. A
+/// block that is hit on probation becomes protected.
 #[derive(Debug)]
 pub struct TinyLfu {
     lists: LinkedLists,
     sketch: Sketch,
-    /// Word of the key under which each block was last cached. A block with another key counts as new.
+    /// First word of the key under which each block was last cached. A block with another key counts as new.
     keys: Vec<u64>,
     /// The list that each block was in when it was last held.
     left: Vec<u8>,
@@ -27,7 +27,8 @@ pub struct TinyLfu {
 }
 
 impl TinyLfu {
-    /// Creates an empty order for `blocks` blocks: 1 % are the window, and 80 % of the rest are protected.
+    /// Creates an empty order for `blocks` blocks: 1 % for the window, and 80 % of the rest for protected
+    /// blocks.
     pub fn new(blocks: usize) -> Self {
         let window = (blocks / 100).max(1);
         Self {
@@ -47,7 +48,7 @@ impl TinyLfu {
         }
     }
 
-    /// Moves the oldest blocks of a list to the probation queue while the list exceeds its share.
+    /// Moves a list's oldest blocks to the probation queue while the list exceeds its share.
     fn overflow(&mut self, list: u8, share: usize) {
         while self.lists.len(list) > share
             && let Some(block) = self.lists.pop(list)
@@ -63,7 +64,7 @@ impl EvictionPolicy for TinyLfu {
         let key = entry.key.map_or(NO_KEY, word);
         let known = key != NO_KEY && self.keys[i] == key;
         if known && self.left[i] != WINDOW {
-            // Hit since it was cached: it moves up from probation.
+            // It was hit since it was cached, so it moves up from probation.
             self.lists.push(PROTECTED, block);
             self.overflow(PROTECTED, self.protected);
             return;
