@@ -1,4 +1,4 @@
-//! The engine, the questions and their form, for `kvc eval` and `kvc tune`.
+//! The engine, the questions and how to ask them, for `kvc eval` and `kvc tune`.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, 
     Ok((engine, codec))
 }
 
-/// Returns the way to ask questions. The command decides what to measure.
+/// Returns how to ask the questions. The command decides what to measure.
 pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
     let separator = match &asking.separator {
         Some(text) => text.replace("\\n", "\n"),
@@ -42,23 +42,23 @@ pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
     }
 }
 
-/// Number of questions of each kind in a draw, if answers are only counted.
+/// The number of questions of each kind per draw, if answers are only counted.
 pub(crate) const SHOWN: usize = 20;
-/// Number of questions of each kind in a draw, if a loss is judged. With five draws they suffice to bound a
-/// loss of zero by two points.
+/// The number of questions of each kind per draw, if a loss is judged. With five draws, they are enough to
+/// bound a loss of zero by two points.
 pub(crate) const JUDGED: usize = 30;
-/// Number of notes in a prompt, for a model without questions of its own.
+/// The number of notes per prompt, for a model without its own questions.
 const NOTES: usize = 2;
 
-/// Returns the questions for each seed: as many of each kind as the options ask for, or `usual`.
+/// Returns the questions for each seed. The options give the number of each kind; by default it is `usual`.
 pub(crate) fn questions(asking: &AskingArgs, usual: usize) -> Result<Vec<Vec<Question>>> {
     let mut draws = drawn(asking, asking.questions.unwrap_or(usual))?;
     draws.retain(|questions| !questions.is_empty());
     if draws.is_empty() { Err(Error::NoKind) } else { Ok(draws) }
 }
 
-/// Returns the first question that contains the separator, with the name of that field. A separator of white
-/// space may occur anywhere.
+/// Returns the first question that contains the separator, with the name of the field. A white space
+/// separator may occur anywhere.
 fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
     let separator = separator.trim();
     let holds = |(at, question): (usize, &Question)| {
@@ -70,7 +70,7 @@ fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
     if separator.is_empty() { None } else { questions.iter().enumerate().find_map(holds) }
 }
 
-/// Returns the questions of the requested kinds, for each seed. A seed may have none.
+/// Returns the questions of the requested kinds for each seed. A seed may have none.
 fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
     let beside = |name: &str| asking.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &Path| {

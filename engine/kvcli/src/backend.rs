@@ -8,7 +8,7 @@ use kvmodel::dense::Dense;
 use crate::args::BackendName;
 use crate::error::Result;
 
-/// A backend with the dense steps of a model.
+/// A backend, with the dense steps for a model.
 pub(crate) struct OpenedBackend {
     pub(crate) backend: Arc<dyn Backend>,
     pub(crate) dense: Arc<dyn Dense>,
@@ -32,12 +32,12 @@ impl OpenedBackend {
     }
 }
 
-/// Opens the backend of the given name with its usual number of threads, as [`open_with`] does.
+/// Opens the backend with the given name and its usual number of threads, like [`open_with`].
 pub(crate) fn open(name: &BackendName) -> Result<OpenedBackend> {
     open_with(name, None)
 }
 
-/// Opens the backend of the given name. If `threads` is given, the CPU backend and dense steps on the host
+/// Opens the backend with the given name. If `threads` is given, the CPU backend and dense steps on the host
 /// use that number instead of one per processor.
 ///
 /// # Errors

@@ -1,4 +1,4 @@
-//! `kvc devices`: the devices of this machine that `--backend` accepts.
+//! `kvc devices`: the machine's devices that `--backend` accepts.
 
 use std::io::Write;
 
@@ -11,18 +11,18 @@ use crate::report;
 /// A device of one backend.
 #[derive(Serialize)]
 struct ListedDevice {
-    /// The device's name for `--backend`.
+    /// The device's name, for `--backend`.
     backend: String,
     name: String,
-    /// The interface, kind and driver of the device.
+    /// The device's interface, kind and driver.
     about: String,
     limits: Vec<(&'static str, String)>,
     features: Vec<(&'static str, bool)>,
-    /// The reason why the device cannot be used, if there is one.
+    /// Why the device cannot be used, if it cannot.
     unfit: Option<String>,
 }
 
-/// A backend without a device in this build or on this machine, with advice.
+/// A backend without a device in this build or on this machine, with advice for the user.
 #[derive(Serialize)]
 struct AbsentBackend {
     backend: &'static str,

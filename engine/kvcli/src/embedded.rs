@@ -1,4 +1,4 @@
-//! The model and the documents that are built into the program.
+//! The model and the documents that are embedded in the program.
 
 use std::sync::Arc;
 
@@ -15,7 +15,7 @@ const TOKENIZER_CONFIG: &[u8] = include_bytes!("../../../models/tiny-rag/tokeniz
 /// The names and values of the world that the built-in model was trained on.
 pub(crate) const WORLD: &str = include_str!("../../../models/tiny-rag/world.json");
 
-/// Documents of the demo, by name.
+/// The demo's documents, by name.
 pub(crate) const DOCUMENTS: [(&str, &str); 6] = [
     ("harbour", include_str!("../../../examples/documents/harbour.txt")),
     ("market", include_str!("../../../examples/documents/market.txt")),
@@ -25,10 +25,10 @@ pub(crate) const DOCUMENTS: [(&str, &str); 6] = [
     ("kitchen", include_str!("../../../examples/documents/kitchen.txt")),
 ];
 
-/// System prompt of the demo.
+/// The demo's system prompt.
 pub(crate) const SYSTEM: &str = include_str!("../../../examples/system.txt");
 
-/// Questions of the demo, one per line: `question = answer`.
+/// The demo's questions, one per line: `question = answer`.
 pub(crate) const QUESTIONS: &str = include_str!("../../../examples/questions.txt");
 
 /// Loads the built-in model.

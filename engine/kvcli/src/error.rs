@@ -8,7 +8,7 @@ pub(crate) enum Error {
     /// The engine, its model or a cache failed.
     #[error(transparent)]
     Engine(#[from] kvengine::Error),
-    /// The laboratory failed.
+    /// kvlab failed.
     #[error(transparent)]
     Lab(#[from] kvlab::Error),
     /// The prompt file cannot be read.
@@ -18,10 +18,10 @@ pub(crate) enum Error {
     #[error("cannot read the document {path}: {source}")]
     Document { path: PathBuf, source: std::io::Error },
     /// A document has no text.
-    #[error("the document {0} is empty; remove it, or give it a text")]
+    #[error("the document {0} is empty; remove it, or add some text")]
     EmptyDocument(PathBuf),
-    /// Documents are at the very start of a prompt, but must follow a text.
-    #[error("documents need a text before them; give --system TEXT, or --chat for the model's template")]
+    /// Documents are at the very start of a prompt, but they must follow some text.
+    #[error("documents need some text before them; give --system TEXT, or --chat for the model's template")]
     NoSystem,
     /// A file of messages is malformed, or its conversation cannot be answered.
     #[error("{path}: {source}")]
@@ -39,7 +39,7 @@ pub(crate) enum Error {
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },
     /// The gate was asked to judge several strategies at once.
-    #[error("the gate judges one way to answer; give --strategy once")]
+    #[error("the gate judges one strategy; give --strategy once")]
     SeveralStrategies,
     /// The answers cannot be written.
     #[error("cannot write the answers to {path}: {source}")]
@@ -64,34 +64,34 @@ pub(crate) enum Error {
     /// The file of questions has a malformed line, or no question.
     #[error("{path}: {source}")]
     Questions { path: PathBuf, source: kvlab::Error },
-    /// Full attention answers too few questions for a way to be judged.
+    /// Full attention answers too few questions correctly for reuse to be judged.
     #[error(
-        "full attention itself answers {right:.0} % of the questions, too few to judge a way by (--floor {floor:.0}); no file was \
+        "full attention itself answers {right:.0} % of the questions, too few to judge reuse by (--floor {floor:.0}); no file was \
          written. Ask questions that the model can answer, with fewer --texts or another --dataset"
     )]
     NothingJudged { right: f64, floor: f64 },
-    /// A part of a question contains the text that separates parts.
+    /// A part of a question contains the separator.
     #[error(
         "{path}, line {line}: {field} contains the separator, which makes its end ambiguous; choose another one with \
          --separator, or change the text"
     )]
     Separator { path: PathBuf, line: usize, field: String },
-    /// There is no question of the requested kinds.
+    /// There are no questions of the requested kinds.
     #[error(
-        "there is no question of the kinds of --kind; texts have local, comparison and reference questions, world.json has \
+        "there are no questions of the kinds in --kind; texts have local, comparison and reference questions, world.json has \
          local, cross-start and cross-middle ones"
     )]
     NoKind,
     /// The gate found that reuse does not suit the model.
     #[error("reuse is not fit for this model; these checks failed: {0}")]
     GateClosed(String),
-    /// The gate could not decide whether reuse suits the model.
+    /// The gate could not decide if reuse suits the model.
     #[error("cannot decide whether reuse is fit for this model: {0}")]
     GateUndecided(String),
     /// A file of results, such as a plot, cannot be written.
     #[error("cannot write {path}: {reason}")]
     Plot { path: PathBuf, reason: String },
-    /// The demo's own check failed.
+    /// The demo's check of its own results failed.
     #[error("{0}")]
     Demo(String),
     /// The output cannot be written.
@@ -100,8 +100,8 @@ pub(crate) enum Error {
 }
 
 impl Error {
-    /// Returns advice if an option of the command or a change of its input can help: for a cache that is too
-    /// small or keeps no documents, and for a chat template that fails.
+    /// Returns advice if an option or a change of the input can help: for a cache that is too small or keeps
+    /// no documents, and for a chat template that fails.
     pub(crate) fn hint(&self) -> Option<&'static str> {
         use kvcore::Error::{Allocation, NotEnoughMemory, OutOfBlocks};
         use kvengine::Error::{Chunk, Core, Model, NoChunks};
@@ -113,7 +113,7 @@ impl Error {
         match error {
             NoChunks(_) => Some("take --cache paged, or --full-attention without --chunk-sleep"),
             Model(Template { .. }) => Some("change the prompt or the template, or leave --chat out"),
-            // Only sleeping documents have a memory budget of their own.
+            // Only sleeping documents have their own memory budget.
             Chunk(kvchunk::Error::Core(NotEnoughMemory { .. })) => {
                 Some("give sleeping documents more host memory: --chunk-sleep-memory MIB")
             }

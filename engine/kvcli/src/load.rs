@@ -20,7 +20,7 @@ pub(crate) fn format(weights: WeightsFormat) -> WeightFormat {
     }
 }
 
-/// Loads the model of a directory or a GGUF file, or the built-in one.
+/// Loads the model from a directory or a GGUF file, or the built-in one.
 pub(crate) fn model(
     dir: Option<&Path>,
     weights: WeightsFormat,

@@ -9,7 +9,7 @@ use serde::Serialize;
 #[derive(Debug, Clone, Copy, Serialize)]
 #[allow(clippy::struct_field_names, reason = "the names of the JSON")]
 pub(crate) struct MemoryJson {
-    /// The largest resident size of the process, if the system reports it.
+    /// The process's maximum resident size in bytes, if the system reports it.
     #[serde(skip_serializing_if = "Option::is_none")]
     peak_bytes: Option<usize>,
     weight_bytes: usize,
@@ -34,7 +34,7 @@ impl fmt::Display for MemoryJson {
     }
 }
 
-/// Returns the largest resident size so far, as Linux reports it.
+/// Returns the maximum resident size so far, as Linux reports it.
 fn peak() -> Option<usize> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"))?;

@@ -7,14 +7,14 @@ use plotters::prelude::*;
 
 use crate::error::{Error, Result};
 
-/// Points of one kind, joined by a line in the given order.
+/// Points of one kind. A line joins them in this order.
 pub(crate) struct Series {
     pub(crate) name: String,
     /// `(x, y, half the height of the error bar)`.
     pub(crate) points: Vec<(f64, f64, f64)>,
 }
 
-/// Title, axis labels and ranges of a plot.
+/// A plot's title, axis labels and ranges.
 pub(crate) struct Frame<'a> {
     pub(crate) title: &'a str,
     pub(crate) x: &'a str,
@@ -24,7 +24,7 @@ pub(crate) struct Frame<'a> {
     pub(crate) legend: Legend,
 }
 
-/// The place of the legend, on the right, where lines leave room.
+/// Where the legend goes: on the right, where the lines leave room.
 #[derive(Clone, Copy)]
 pub(crate) enum Legend {
     Above,
@@ -32,7 +32,7 @@ pub(crate) enum Legend {
     Below,
 }
 
-/// Colours that people with colour blindness can tell apart, too (Okabe and Ito, 2008), and three more.
+/// Colours that people with colour blindness can also distinguish (Okabe and Ito, 2008), and three more.
 const COLOURS: [(u8, u8, u8); 9] = [
     (0, 114, 178),
     (213, 94, 0),
@@ -45,10 +45,10 @@ const COLOURS: [(u8, u8, u8); 9] = [
     (140, 100, 40),
 ];
 
-/// Width and height of a panel.
+/// The width and height of a panel.
 const PANEL: (u32, u32) = (640, 480);
 
-/// Checks that a plot can be written to a file. Call it before the data is computed.
+/// Checks that a plot can be written to a file. Called before the data is computed.
 pub(crate) fn writable(path: &Path) -> Result<()> {
     let existed = path.exists();
     let opened = std::fs::OpenOptions::new().create(true).append(true).open(path);

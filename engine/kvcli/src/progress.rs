@@ -31,14 +31,14 @@ pub(crate) struct LiveAnswer<'a> {
     text: TextStream<'a>,
     prefill: ProgressBar,
     print: bool,
-    /// True once something was printed. White space before that is skipped.
+    /// True once something has been printed. White space before that is skipped.
     begun: bool,
     failure: Option<kvmodel::Error>,
 }
 
 impl<'a> LiveAnswer<'a> {
-    /// Creates an observer that ends the answer at a text of `stop`. If `print` is true, it prints text to
-    /// standard output; otherwise it shows only the bar.
+    /// Creates an observer that ends the answer at any string in `stop`. If `print` is true, it prints the
+    /// text to standard output; otherwise it only shows the bar.
     pub(crate) fn new(codec: &'a TextCodec, stop: &[String], print: bool) -> Result<Self> {
         Ok(Self {
             text: TextStream::new(codec, stop.iter().cloned())?,
@@ -51,8 +51,8 @@ impl<'a> LiveAnswer<'a> {
 }
 
 impl LiveAnswer<'_> {
-    /// Prints the text that is still held back, such as bytes that never became a character, and returns the
-    /// whole text.
+    /// Prints the text that was held back, such as bytes that never became a character, and returns the whole
+    /// text.
     pub(crate) fn finish(mut self) -> Result<String> {
         if let Some(failure) = self.failure {
             return Err(failure.into());

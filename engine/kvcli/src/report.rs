@@ -1,4 +1,4 @@
-//! The output of commands: tables for people, one JSON object for programs.
+//! The commands' output: tables for people, one JSON object for programs.
 
 use std::fmt;
 use std::io::Write;
@@ -46,7 +46,7 @@ pub(crate) struct AnswerJson<'a> {
     profile: Option<ProfileReport>,
 }
 
-/// The number of blocks of both pools together, and of each pool.
+/// The number of blocks in both pools together, and in each pool.
 #[derive(Serialize)]
 struct BlocksJson {
     #[serde(flatten)]
@@ -55,18 +55,17 @@ struct BlocksJson {
     pools: CacheReport,
 }
 
-/// The model's own choices along a given answer.
+/// The tokens that the model would choose along a given answer.
 #[derive(Serialize)]
 pub(crate) struct ReadBackJson {
-    /// The tokens of the prompt.
+    /// The prompt's tokens.
     prompt: Vec<u32>,
-    /// The most likely token at the place of each token of the answer, and after the last one if there was
-    /// room.
+    /// The most likely token at the place of each answer token, and after the last one if there was room.
     likeliest: Vec<u32>,
 }
 
 impl ReadBackJson {
-    /// Creates the report of an answer whose logits were kept.
+    /// Creates the report for an answer whose logits were kept.
     pub(crate) fn new(prompt: &PromptTokens, generation: &Generation) -> Self {
         let prompt = match prompt {
             PromptTokens::Plain(tokens) => tokens.clone(),
@@ -94,7 +93,8 @@ pub(crate) struct SleepJson {
 }
 
 impl SleepJson {
-    /// Creates the report. `asleep` counts pieces that slept before the prompt; `report` was taken after it.
+    /// Creates the report. `asleep` counts the pieces that were asleep before the prompt; `report` was
+    /// created after it.
     pub(crate) fn new(form: SleepForm, asleep: SleepUsage, report: &CacheReport) -> Option<Self> {
         let counted = report.chunk_cache.as_ref()?;
         Some(Self {
@@ -125,7 +125,7 @@ impl fmt::Display for SleepJson {
     }
 }
 
-/// The number of decode steps by the way in which they ran, for a backend that captures graphs.
+/// The number of decode steps by how they ran, for a backend that captures graphs.
 #[derive(Debug, Clone, Copy, Serialize)]
 #[serde(transparent)]
 pub(crate) struct GraphsJson(GraphCounts);
@@ -151,7 +151,7 @@ impl fmt::Display for GraphsJson {
     }
 }
 
-/// Returns the JSON object of one answer.
+/// Returns the JSON object for one answer.
 pub(crate) fn answer_json<'a>(
     (text, read_back): (String, Option<ReadBackJson>),
     generation: &'a Generation,
@@ -185,10 +185,10 @@ pub(crate) fn answer_json<'a>(
     }
 }
 
-/// The style of tables: one line, under the header.
+/// The style of tables: a single line, below the header.
 const STYLE: TableStyle = TableStyle::new().header_separator(LineStyle::none().fill('─').junction('─'));
 
-/// Creates an empty table with a header, in the style of all tables.
+/// Creates an empty table with a header, in the style shared by all tables.
 pub(crate) fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
     table.load_style(STYLE).set_content_arrangement(ContentArrangement::Disabled).set_header(header);

@@ -1,4 +1,4 @@
-//! `kvc tune`: finds the cheapest way of reuse with a bounded loss against full attention.
+//! `kvc tune`: finds the cheapest reuse settings with a bounded loss compared with full attention.
 
 use std::io::Write;
 
@@ -19,7 +19,7 @@ struct TuneReport<'a> {
     tuning: &'a Tuning,
     /// True if the answers bound the loss, false if they refute the bound, null if they do neither.
     fits: Option<bool>,
-    /// Null if no way passed.
+    /// Null if no candidate passed.
     file: Option<&'a std::path::Path>,
 }
 
@@ -48,7 +48,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
     bar.finish_and_clear();
     let (choice, mut file) = (tuning.choice(), None);
     if let Some(choice) = choice {
-        // A search accepts only candidates that reuse documents.
+        // A search accepts only candidates with reuse.
         let way = choice.arm.reused().unwrap_or_default();
         let paired = choice.paired.unwrap_or_default();
         let measured = TunedBy {
@@ -130,7 +130,7 @@ fn usual(layers: usize) -> Vec<Arm> {
     ways.iter().filter_map(|way| way.parse().ok()).collect()
 }
 
-/// Prints the candidates, the cheapest first, and the way that was written.
+/// Prints the candidates, cheapest first, and the reuse settings that were written.
 fn show(out: &mut impl Write, tuning: &Tuning, args: &TuneArgs) -> Result<()> {
     let mut rows = table(&[
         "",

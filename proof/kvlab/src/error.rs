@@ -24,7 +24,7 @@ pub enum Error {
     UnknownArm(String),
     /// A search has no reuse candidates, or no questions to judge them by.
     #[error(
-        "there is nothing to tune: a search needs at least one way of reuse, and questions of kind local to judge it by"
+        "there is nothing to tune: a search needs at least one reuse candidate, and local questions to judge it by"
     )]
     NothingToTune,
     /// An error of the engine or its model.

@@ -1,4 +1,4 @@
-//! Options that `kvc eval` and `kvc tune` share: which questions to ask, and of which model.
+//! Options that `kvc eval` and `kvc tune` share: which questions to ask, and which model.
 
 use std::path::PathBuf;
 
@@ -15,8 +15,8 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    /// File of questions. Default: dataset.jsonl in the model's directory, else questions drawn from its
-    /// world.json, else --texts 2.
+    /// File of questions. Default: dataset.jsonl in the model's directory, or else questions drawn from its
+    /// world.json, or else --texts 2.
     #[arg(long, value_name = "FILE")]
     pub(crate) dataset: Option<PathBuf>,
 
@@ -38,11 +38,11 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) separator: Option<String>,
 
-    /// Rule by which an answer counts as right. Overrides the dataset's own.
+    /// Rule that decides if an answer is right. Overrides the dataset's own.
     #[arg(long, value_name = "NAME", value_parser = grader)]
     pub(crate) grader: Option<Grader>,
 
-    /// Maximum number of tokens of an answer. Default: a few more than the right answer has.
+    /// Maximum number of tokens per answer. Default: a few more than the right answer has.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) answer_tokens: Option<usize>,
 
@@ -50,11 +50,11 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     pub(crate) seeds: usize,
 
-    /// Number of the first draw. Continues a long evaluation where another one ended, with other questions.
+    /// Index of the first draw. Use it to continue a long evaluation with other questions.
     #[arg(long, value_name = "N", default_value_t = 0, conflicts_with = "dataset")]
     pub(crate) first_seed: usize,
 
-    /// Questions of each kind in a draw. Default: 30 if a loss is judged (tune, --gate), else 20. With a
+    /// Questions of each kind per draw. Default: 30 if a loss is judged (tune, --gate), otherwise 20. With a
     /// dataset: total number of questions. Default: all of them.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) questions: Option<usize>,

@@ -102,7 +102,7 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub(crate) system_changes: f64,
 
-    /// Seed of all random draws.
+    /// Random seed.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 
@@ -160,16 +160,15 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "R", allow_negative_numbers = true)]
     pub(crate) rate: Option<f64>,
 
-    /// Average number of tokens of a prompt.
+    /// Average number of tokens per prompt.
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]
     pub(crate) prompt_tokens: usize,
 
-    /// Average number of tokens of an answer.
+    /// Average number of tokens per answer.
     #[arg(long, value_name = "N", default_value_t = 64, value_parser = at_least_one)]
     pub(crate) answer_tokens: usize,
 
-    /// Number of tokens that all prompts share at their start (such as instructions), in addition to their
-    /// own.
+    /// Number of tokens that all prompts share at the start (such as instructions), in addition to their own.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) shared_prefix: usize,
 
@@ -181,16 +180,16 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N", default_value_t = 256, value_parser = at_least_one)]
     pub(crate) running: usize,
 
-    /// Maximum number of tokens of a pass. Longer prompts are computed in pieces.
+    /// Maximum number of tokens per pass. Longer prompts are computed in pieces.
     #[arg(long, value_name = "N", default_value_t = 512, value_parser = at_least_one)]
     pub(crate) step_tokens: usize,
 
-    /// Host memory for requests that are paused when memory for keys and values runs short, in MiB. With 0,
+    /// Host memory, in MiB, for requests that are paused when memory for keys and values runs short. With 0,
     /// paused requests are recomputed.
     #[arg(long, value_name = "MIB", default_value_t = 512)]
     pub(crate) swap_memory: usize,
 
-    /// Seed of all random draws.
+    /// Random seed.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) seed: u64,
 

@@ -38,12 +38,12 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_enum, default_value = "answers", conflicts_with = "gate")]
     pub(crate) measure: MeasureName,
 
-    /// Way to answer: full, or POSITIONS,MODE,STRATEGY. May be repeated. Default: full attention, every cell,
-    /// and the strategies.
+    /// Strategy for answering: full, or POSITIONS,MODE,STRATEGY. May be repeated. Default: full attention,
+    /// every cell, and the strategies.
     #[arg(long = "arm", value_name = "ARM", value_parser = arm, conflicts_with_all = ["gate", "strategies", "positions"])]
     pub(crate) arms: Vec<Arm>,
 
-    /// File that `kvc tune` wrote for this model: adds its way to answer, or lets the gate judge it.
+    /// File that `kvc tune` wrote for this model: adds its strategy, or lets the gate judge it.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["strategies", "positions", "chunks"])]
     pub(crate) reuse: Option<PathBuf>,
 
@@ -55,7 +55,7 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "FILE", conflicts_with = "gate")]
     pub(crate) answers: Option<PathBuf>,
 
-    /// Score answers that earlier evaluations wrote with --answers instead of asking. May be repeated.
+    /// Instead of asking, score answers that earlier evaluations wrote with --answers. May be repeated.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["gate", "answers", "show", "arms", "reuse", "strategies"])]
     pub(crate) read: Vec<PathBuf>,
 
@@ -65,7 +65,7 @@ pub(crate) struct EvalArgs {
     pub(crate) strategies: Vec<Recompute>,
 
     /// Check whether reuse suits this model: some results must be equal, and local questions must be answered
-    /// as well as under full attention. Exit code 1 if not.
+    /// as well as with full attention. Exit code 1 if not.
     #[arg(long)]
     pub(crate) gate: bool,
 
@@ -87,18 +87,18 @@ pub(crate) struct EvalArgs {
     #[arg(long, value_name = "MODE", value_parser = mode, requires = "gate")]
     pub(crate) chunks: Option<ComputeMode>,
 
-    /// With --gate: maximum loss of accuracy, in points. Reuse passes if the answers show with 95 %
-    /// confidence that it loses no more.
+    /// With --gate: maximum loss of accuracy, in percentage points. Reuse passes if the answers show with 95
+    /// % confidence that it loses no more.
     #[arg(long, value_name = "POINTS", default_value_t = 2.0, value_parser = points, requires = "gate")]
     pub(crate) within: f64,
 
-    /// With --gate: minimum percentage of questions that full attention must answer for the loss to be
-    /// judged.
+    /// With --gate: minimum percentage of questions that full attention must answer correctly for the loss to
+    /// be judged.
     #[arg(long, value_name = "PERCENT", default_value_t = 50.0, value_parser = points, requires = "gate")]
     pub(crate) floor: f64,
 
-    /// Plot right answers (or divergence, if only that is measured) against the operations of the prefill to
-    /// this SVG file, one line per family of strategies.
+    /// Plot right answers (or divergence, if only that is measured) against the prefill's operation count to
+    /// this SVG file, with one line per family of strategies.
     #[arg(long, value_name = "FILE.svg", conflicts_with = "gate")]
     pub(crate) plot: Option<PathBuf>,
 

@@ -27,7 +27,7 @@ use kvchunk::{ComputeMode, HashAlgorithm, PositionStrategy, Recompute};
 use kvcore::{CacheKind, KeyForm, KvFormat, MaxLen};
 use kvengine::DEFAULT_GRAPHS;
 
-/// Run a language model that computes the keys and values of documents once and reuses them at any position.
+/// Run a language model that computes documents' keys and values once and reuses them at any position.
 #[derive(Debug, Parser)]
 #[command(name = "kvc", version, propagate_version = true)]
 #[command(after_help = "\
@@ -47,7 +47,7 @@ pub(crate) struct Cli {
 }
 
 impl Cli {
-    /// Parses the command line. Wrong usage ends the program with the exit code 2.
+    /// Parses the command line. Wrong usage ends the program with exit code 2.
     pub(crate) fn of_the_program() -> Self {
         let cli = Self::parse();
         if let Command::Run(args) = &cli.command
@@ -60,7 +60,7 @@ impl Cli {
 }
 
 impl RunArgs {
-    /// Returns a message about an option that has no effect on the chosen cache, if there is one.
+    /// Returns a message if an option has no effect on the chosen cache.
     fn without_effect(&self) -> Option<&'static str> {
         match self.cache {
             Cache::Paged | Cache::Grouped if self.max_len.is_some() => {
@@ -80,14 +80,14 @@ pub(crate) enum Command {
     Demo(DemoArgs),
     /// Answer one prompt.
     Run(Box<RunArgs>),
-    /// Measure the accuracy of answers with and without reuse, and the cost of each way to answer.
+    /// Measure the accuracy of answers with and without reuse, and the cost of each strategy.
     Eval(Box<EvalArgs>),
-    /// Find the cheapest way of reuse with a bounded loss against full attention, and write it to a file for
-    /// --reuse.
+    /// Find the cheapest reuse settings with a bounded loss compared with full attention, and write them to a
+    /// file for --reuse.
     Tune(Box<TuneArgs>),
     /// Measure a workload.
     Bench(Box<BenchArgs>),
-    /// List the devices of this machine that --backend accepts, with their limits and features.
+    /// List the machine's devices that --backend accepts, with their limits and features.
     Devices(DevicesArgs),
 }
 
@@ -145,21 +145,21 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) way: WayArgs,
 
-    /// Hash function of documents. Every hit compares the tokens; with xxh3-128, it compares everything else,
-    /// too.
+    /// Hash function for documents. Every hit compares the tokens; with xxh3-128, it also compares everything
+    /// else.
     #[arg(long, value_enum, default_value = "blake3")]
     pub(crate) hash: Hash,
 
     /// If a document is not cached under this system prompt, use its copy from under another one that is not
-    /// longer. Faster, but the error has no bound.
+    /// longer. Faster, but the error is unbounded.
     #[arg(long)]
     pub(crate) cross_system_reuse: bool,
 
-    /// Recompute everything under the same mask: the same answer, slower.
+    /// Recompute everything under the same mask. Gives the same answer, more slowly.
     #[arg(long, conflicts_with = "chunk_sleep")]
     pub(crate) no_chunk_cache: bool,
 
-    /// Let documents see each other, as in an ordinary prompt.
+    /// Let documents attend to each other, as in an ordinary prompt.
     #[arg(long, conflicts_with_all = ["recompute", "positions", "chunks", "chunk_sleep", "reuse"])]
     pub(crate) full_attention: bool,
 
@@ -171,8 +171,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// Form of keys in the cache: rotated to a position, which makes reading free; or unrotated, in which
-    /// case each key is rotated whenever it is read.
+    /// Form of keys in the cache. rotated: keys are stored at a position, so reading needs no rotation.
+    /// unrotated: each key is rotated whenever it is read.
     #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
     pub(crate) keys: KeyForm,
 
@@ -201,7 +201,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
-    /// Share of --kv-memory that is reserved for documents; prompts use the rest. Default: half.
+    /// Share of --kv-memory reserved for documents; prompts use the rest. Default: half.
     #[arg(long, value_name = "SHARE", value_parser = share)]
     pub(crate) memory_share: Option<f64>,
 
@@ -210,14 +210,14 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "NAME", default_value = "cpu", value_parser = backend)]
     pub(crate) backend: BackendName,
 
-    /// Number of graphs of decode steps to keep, on a backend that captures them (ascend; cuda with cuBLAS).
-    /// A captured step is one launch; 0 launches every kernel by itself. The answer is the same. Other
-    /// backends ignore the option.
+    /// Number of graphs of decode steps to keep, on a backend that can capture them (ascend; cuda with
+    /// cuBLAS). A captured step is a single launch; with 0, every kernel is launched separately. The answer
+    /// is the same. Other backends ignore the option.
     #[arg(long, value_name = "N", default_value_t = DEFAULT_GRAPHS)]
     pub(crate) graphs: usize,
 
-    /// Number of threads for the CPU backend, and as many for matrix products. Default: one per processor,
-    /// and one per physical core.
+    /// Number of threads for the CPU backend, and for matrix products. Default: one per processor for the
+    /// backend, one per physical core for products.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) threads: Option<usize>,
 
@@ -289,22 +289,22 @@ pub(crate) enum WeightsFormat {
     Q8,
 }
 
-/// A backend by name. The features of the program decide which backends are built in.
+/// A backend, by name. The program's features decide which backends are built in.
 #[derive(Debug, Clone)]
 pub(crate) enum BackendName {
     Cpu,
-    /// The wgpu backend, with a part of an adapter's name or the adapter's number.
+    /// The wgpu backend, with the adapter's index or a part of its name.
     #[cfg_attr(not(feature = "wgpu"), expect(dead_code, reason = "this build only reports what it lacks"))]
     Wgpu(Option<String>),
-    /// The CUDA backend, with the number of the device.
+    /// The CUDA backend, with the device's index.
     #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "this build only reports what it lacks"))]
     Cuda(usize),
     /// The Ascend backend.
     #[cfg_attr(not(feature = "ascend"), expect(dead_code, reason = "this build only reports what it lacks"))]
     Ascend {
-        /// The number of a device.
+        /// The index of the device.
         device: usize,
-        /// True if no fused operator may be called.
+        /// True if fused operators must not be called.
         plain: bool,
     },
 }
@@ -356,12 +356,12 @@ fn recompute(text: &str) -> Result<Recompute, String> {
     text.parse().map_err(|error: kvchunk::Error| error.to_string())
 }
 
-/// Parses a share above 0 and below 1.
+/// Parses a share between 0 and 1, both excluded.
 fn share(text: &str) -> Result<f64, String> {
     number(text, |&share| share > 0.0 && share < 1.0, "a number above 0 and below 1")
 }
 
-/// Parses a number of points, from 0 to 100.
+/// Parses a number of percentage points, from 0 to 100.
 fn points(text: &str) -> Result<f64, String> {
     number(text, |points| (0.0..=100.0).contains(points), "a number from 0 to 100")
 }

@@ -31,12 +31,12 @@ pub(crate) struct PromptArgs {
     pub(crate) system: Option<String>,
 
     /// File with a document, which is computed once and reused in other prompts. Documents come before the
-    /// prompt and do not see each other. May be repeated.
+    /// prompt and do not attend to each other. May be repeated.
     #[arg(long = "document", value_name = "FILE")]
     pub(crate) documents: Vec<PathBuf>,
 
-    /// Split the prompt at this text (usually ##) into SYSTEM, DOCUMENTS and QUESTION. Default: the prompt is
-    /// not split.
+    /// Split the prompt at this string (usually ##) into SYSTEM, DOCUMENTS and QUESTION. Default: the prompt
+    /// is not split.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = separator,
         conflicts_with_all = ["system", "documents", "messages"])]
     pub(crate) separator: Option<String>,
@@ -50,7 +50,7 @@ pub(crate) struct PromptArgs {
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub(crate) warm: Vec<String>,
 
-    /// File with an earlier prompt, answered after those of --warm. May be repeated.
+    /// File with an earlier prompt, answered after the ones from --warm. May be repeated.
     #[arg(long, value_name = "FILE")]
     pub(crate) warm_file: Vec<PathBuf>,
 }

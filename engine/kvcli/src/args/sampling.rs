@@ -7,18 +7,18 @@ use kvengine::{BeamSearch, Sampling, SparseDecode};
 
 use super::number;
 
-/// Options for the choice of tokens and the end of an answer.
+/// Options for choosing an answer's tokens and for ending the answer.
 #[derive(Debug, Args)]
 pub(crate) struct SamplingArgs {
-    /// Maximum number of tokens of the answer.
+    /// Maximum number of tokens in the answer.
     #[arg(long, value_name = "N", default_value_t = 64)]
     pub(crate) max_new_tokens: usize,
 
-    /// End the answer before this text. May be repeated.
+    /// End the answer before this string. May be repeated.
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true, value_parser = stop)]
     pub(crate) stop: Vec<String>,
 
-    /// Temperature. 0 takes the most likely token; above 0, tokens are drawn at random.
+    /// Temperature. 0 chooses the most likely token; above 0, tokens are drawn at random.
     #[arg(long, value_name = "T", default_value_t = 0.0, value_parser = temperature, allow_negative_numbers = true)]
     temperature: f32,
 
@@ -47,7 +47,7 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "X", default_value_t = 0.0, value_parser = finite, allow_negative_numbers = true)]
     frequency_penalty: f32,
 
-    /// Add a number to the logit of a token, as in `504=-5`; `504=-inf` excludes the token. May be repeated.
+    /// Add a number to a token's logit, as in `504=-5`; `504=-inf` excludes the token. May be repeated.
     #[arg(long, value_name = "ID=X", value_parser = bias)]
     pub(crate) logit_bias: Vec<(u32, f32)>,
 
@@ -61,21 +61,21 @@ pub(crate) struct SamplingArgs {
     length_penalty: f32,
 
     /// Guess up to N tokens ahead in each step, from what followed the same tokens earlier. The answer is the
-    /// same. Saves time if answers quote their documents. 0 guesses none.
+    /// same. Saves time if answers quote their documents. 0 turns guessing off.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub(crate) lookup: usize,
 
     /// Let each token of the answer attend only to the N most relevant blocks of a long context in each
-    /// layer. Faster, but approximate. At least 4. Default: all blocks.
+    /// layer. Faster, but approximate. N must be at least 4. Default: all blocks.
     #[arg(long, value_name = "N")]
     pages: Option<usize>,
 
-    /// Report the log-probability of each token of the answer and of the N most likely ones, in the output of
-    /// --json.
+    /// Report the log-probability of each answer token, and of the N most likely tokens at its place, in the
+    /// output of --json.
     #[arg(long, value_name = "N", requires = "json")]
     pub(crate) logprobs: Option<usize>,
 
-    /// Seed of the random draws.
+    /// Random seed.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
@@ -86,18 +86,18 @@ pub(crate) struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// Returns the settings of the beam search, if one was requested.
+    /// Returns the settings for beam search, if it was requested.
     pub(crate) fn beams(&self) -> Option<BeamSearch> {
         let search = BeamSearch { width: self.beams, length_penalty: self.length_penalty };
         Some(search).filter(|search| search.width > 1)
     }
 
-    /// Returns the setting of sparse decode, if it was requested.
+    /// Returns the settings for sparse decode, if it was requested.
     pub(crate) fn sparse(&self) -> Option<SparseDecode> {
         self.pages.map(SparseDecode::new)
     }
 
-    /// Returns the settings of sampling.
+    /// Returns the sampling settings.
     pub(crate) fn settings(&self) -> Sampling {
         Sampling {
             temperature: self.temperature,

@@ -11,7 +11,7 @@ use super::at_least_one;
 pub(crate) struct SleepArgs {
     /// Move documents to host memory when no prompt needs them, and back on a hit: unchanged (plain),
     /// compressed without loss (compressed), or in fewer bits (int8, int4, fp8-e4m3, fp8-e5m2, as for
-    /// --dtype). With fewer bits, the error of later hits has no bound.
+    /// --dtype). With fewer bits, the error of later hits is unbounded.
     #[arg(long, value_name = "FORM", value_parser = form)]
     chunk_sleep: Option<SleepForm>,
 
@@ -21,12 +21,12 @@ pub(crate) struct SleepArgs {
 }
 
 impl SleepArgs {
-    /// Returns the form of sleep, if documents sleep.
+    /// Returns the form in which documents sleep, if they do.
     pub(crate) fn form(&self) -> Option<SleepForm> {
         self.chunk_sleep
     }
 
-    /// Returns the setting for the engine, if documents sleep.
+    /// Returns the engine's setting, if documents sleep.
     pub(crate) fn config(&self) -> Option<ChunkSleep> {
         let memory = self.chunk_sleep_memory.map(|mib| mib.saturating_mul(1 << 20));
         self.chunk_sleep.map(|form| ChunkSleep { form, memory })

@@ -25,12 +25,12 @@ pub(crate) struct TuneArgs {
     #[command(flatten)]
     pub(crate) asking: AskingArgs,
 
-    /// Maximum loss of accuracy against full attention, in points. A way passes if its answers show with 95 %
-    /// confidence that it loses no more.
+    /// Maximum loss of accuracy compared with full attention, in percentage points. A candidate passes if its
+    /// answers show with 95 % confidence that it loses no more.
     #[arg(long, value_name = "POINTS", default_value_t = 2.0, value_parser = points)]
     pub(crate) within: f64,
 
-    /// Minimum percentage of questions that full attention must answer for a loss to be judged.
+    /// Minimum percentage of questions that full attention must answer correctly for a loss to be judged.
     #[arg(long, value_name = "PERCENT", default_value_t = 50.0, value_parser = points)]
     pub(crate) floor: f64,
 

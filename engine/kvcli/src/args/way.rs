@@ -1,4 +1,4 @@
-//! Options that say how documents are reused.
+//! Options that specify how documents are reused.
 
 use std::path::PathBuf;
 
@@ -10,7 +10,7 @@ use super::{Positions, mode, positive, recompute};
 /// The heading of these options in the help.
 const WAY: &str = "How documents are reused (default: --positions sequential --chunks with-system --recompute question:0.5)";
 
-/// The way in which documents are reused.
+/// How documents are reused.
 #[derive(Debug, Args)]
 pub(crate) struct WayArgs {
     /// Positions of documents. overlapped: all right after the system prompt. sequential: one after another.
@@ -21,7 +21,7 @@ pub(crate) struct WayArgs {
 
     /// What documents see besides themselves while they are computed: the system prompt (with-system, the
     /// default), nothing (alone), or the first K tokens of the system prompt (sink:K), for use under every
-    /// system prompt that begins with them. See docs/exactness.md for the exact cases.
+    /// system prompt that starts with them. See docs/exactness.md for the exact cases.
     #[arg(long, help_heading = WAY, value_name = "MODE", value_parser = mode)]
     chunks: Option<ComputeMode>,
 
@@ -49,14 +49,14 @@ pub(crate) struct WayArgs {
 }
 
 impl WayArgs {
-    /// Returns the way that the options other than the file ask for.
+    /// Returns the reuse settings that the options other than the file ask for.
     pub(crate) fn asked_for(&self) -> Reuse {
         let scaling = ContextScaling { temperature: self.context_temperature, scale: self.context_scale };
         Reuse { scaling, ..way(self.positions, self.chunks, self.recompute) }
     }
 }
 
-/// Returns the way that the given parts name, or the default if none is given.
+/// Returns the reuse settings with the given parts, or the default if no part is given.
 pub(crate) fn way(
     positions: Option<Positions>,
     chunks: Option<ComputeMode>,

@@ -61,7 +61,8 @@ fn rag(args: &RagArgs) -> Result<()> {
     }
 }
 
-/// Returns the requested workload, or four workloads.
+/// Returns the requested workload, or by default four: Zipf with exponent 1, and repetition of 0.8, 0.5 and
+/// 0.1.
 fn popularities(args: &RagArgs) -> Vec<Popularity> {
     match (args.zipf, args.repetition) {
         (Some(s), _) => vec![Popularity::Zipf(s)],
@@ -99,8 +100,8 @@ fn engine(args: &RagArgs) -> Result<Engine> {
     Ok(Engine::new(model, backend, &tokenizer, &config)?)
 }
 
-/// Opens a backend, and loads a model on it or creates one of a given size with random weights. Also returns
-/// the tokenizer's digest.
+/// Opens a backend, and loads a model on it or creates one of the given size with random weights. Also
+/// returns the tokenizer's digest.
 fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
     let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
     if let Some((layers, width)) = args.size {

@@ -22,7 +22,7 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// Returns the cell of a row for one workload.
+/// Returns a row's cell for one workload.
 type Cell<'a> = Box<dyn Fn(&RagReport) -> String + 'a>;
 
 /// Writes hits, times and the predicted speed-up, with one column per workload.
@@ -82,7 +82,7 @@ pub(super) fn workloads(out: &mut impl Write, reports: &[RagReport]) -> Result<(
     Ok(())
 }
 
-/// Writes the goals and alarms, with one column per workload.
+/// Writes the targets and alarms, with one column per workload.
 fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result<()> {
     let mut table = table(header);
     let bound = |goal: &Goal| match goal.target {
@@ -111,17 +111,17 @@ fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result
     Ok(())
 }
 
-/// Returns the bound of a goal as a short text.
+/// Formats a target's limit briefly.
 fn limit_in(unit: &str, limit: f64) -> String {
     if unit == "seconds" { format!("{:.0} ms", 1e3 * limit) } else { format!("{:.0} %", 100.0 * limit) }
 }
 
-/// Returns a number in the unit of a goal, as a readable text.
+/// Formats a number in the unit of a target.
 fn value(unit: &str, number: f64) -> String {
     if unit == "seconds" { format!("{:.4} ms", 1e3 * number) } else { percent(number) }
 }
 
-/// Writes the times of one prompt, cold and cached.
+/// Writes the times for one prompt, cold and cached.
 pub(super) fn ttft(out: &mut impl Write, rows: &[TtftRow], args: &RagArgs) -> Result<()> {
     let mut table = table(&["one prompt", "TTFT", "against", "TTFT", "times as fast", "target"]);
     let ms = |took: std::time::Duration| format!("{:.2} ms", took.as_secs_f64() * 1e3);

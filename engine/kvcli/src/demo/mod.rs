@@ -45,7 +45,7 @@ pub(crate) fn demo(args: &DemoArgs) -> Result<()> {
     let config = EngineConfig { kv_format: args.dtype, ..EngineConfig::default() };
     let mut engine = Engine::new(model, backend, codec.digest(), &config)?;
     let trials = trials()?;
-    // A request that stores nothing warms up threads and memory.
+    // A request that stores nothing warms up the threads and the memory.
     let first = trials[0].prompt(&codec)?;
     engine.generate(&Request { reuse: false, ..Request::new(first) }, &mut ())?;
     if !args.json {
@@ -101,7 +101,7 @@ impl DemoQuestion {
     }
 }
 
-/// Answers with the cache, then without any reuse under the same mask, and compares the answers.
+/// Answers with the cache, then under the same mask without any reuse, and compares the answers.
 fn ask(
     engine: &mut Engine,
     codec: &TextCodec,
@@ -216,13 +216,13 @@ impl Answered {
         self.answer == self.expected
     }
 
-    /// Returns true if the cache changed nothing except rounding.
+    /// Returns true if the cache changed nothing, apart from rounding.
     fn is_unchanged(&self) -> bool {
         self.same_answer_without_cache && self.largest_logit_difference < 1e-3
     }
 }
 
-/// Checks that the demo showed what it claims.
+/// Checks that the demo showed what it claims to show.
 fn verdict(outcomes: &[Answered]) -> Result<()> {
     let good = outcomes.iter().all(|o| o.is_right() && o.is_unchanged());
     let hits = outcomes.iter().skip(1).all(|o| o.chunks.iter().all(|c| c.hit));

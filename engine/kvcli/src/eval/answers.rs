@@ -29,8 +29,8 @@ pub(super) fn write(path: &Path, arms: &[Arm], trials: &[Trial]) -> Result<()> {
     write().map_err(|source| Error::Answers { path: path.to_owned(), source })
 }
 
-/// Reads the answers of several files. If an arm has several answers to one question, the first counts; every
-/// file contains those of full attention.
+/// Reads answers from several files. If an arm has several answers to a question, the first one counts. Every
+/// file contains full attention's answers.
 pub(super) fn read(paths: &[PathBuf]) -> Result<(Vec<Arm>, Vec<Trial>)> {
     #[derive(Deserialize)]
     struct AnswerLine {

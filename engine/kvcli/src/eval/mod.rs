@@ -1,4 +1,4 @@
-//! `kvc eval`: the accuracy and the cost of every way to answer.
+//! `kvc eval`: the accuracy and the cost of every strategy.
 
 use std::collections::BTreeSet;
 use std::io::Write;
@@ -114,7 +114,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     report(args, out, scores, (asked, questions.len()), positions)
 }
 
-/// Scores the answers of files.
+/// Scores the answers in files.
 fn read(args: &EvalArgs) -> Result<()> {
     let (arms, trials) = answers::read(&args.read)?;
     let asked: BTreeSet<(usize, usize)> = trials.iter().map(|trial| (trial.draw, trial.question)).collect();
@@ -145,7 +145,7 @@ fn report(
     }
 }
 
-/// Returns the numbers of questions and draws in words.
+/// Formats the numbers of questions and draws.
 fn counted(asked: usize, draws: usize) -> String {
     let of = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
     format!("{} in {}", of(asked, "question"), of(draws, "draw"))
@@ -184,7 +184,7 @@ fn arms(
     arms
 }
 
-/// Returns strategies of several sizes. Blends choose at layer 1 and at the middle layer of the model, joint
+/// Returns strategies of several sizes. Blends choose at layer 1 and at the model's middle layer, joint
 /// choices at layer 1.
 fn usual(layers: usize) -> Vec<Recompute> {
     let mut strategies: Vec<Recompute> = [1, 2, 4, 8, 16].map(|tokens| Recompute::Link { tokens }).into();
@@ -205,7 +205,7 @@ fn usual(layers: usize) -> Vec<Recompute> {
     strategies
 }
 
-/// Returns the kinds of question that have scores.
+/// Returns the kinds of questions that have scores.
 fn kinds(scores: &[Score]) -> Vec<QuestionKind> {
     QuestionKind::ALL.into_iter().filter(|kind| scores.iter().any(|score| score.kind == *kind)).collect()
 }

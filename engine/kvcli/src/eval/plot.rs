@@ -10,15 +10,15 @@ use super::show::DRAWS;
 use crate::error::Result;
 use crate::plot::{Frame, Legend, Series, draw};
 
-/// The modes that get a panel.
+/// The modes that have their own panel.
 const MODES: [(ComputeMode, &str); 2] = [
     (ComputeMode::WithSystem, "documents computed with the system prompt"),
     (ComputeMode::Alone, "documents computed alone"),
 ];
 
-/// Plots right answers, or divergence from full attention if answers were not measured, against the
-/// operations of the prefill: one line per family of strategies. The plot shows the last kind of question
-/// that was asked, which depends most on other documents.
+/// Plots right answers (or divergence from full attention if answers were not measured) against the prefill's
+/// operation count, with one line per family of strategies. Shows the last kind of question that was asked,
+/// which depends most on other documents.
 pub(super) fn plot(path: &Path, scores: &[Score], draws: usize, positions: PositionStrategy) -> Result<()> {
     let kinds = kinds(scores);
     let Some(kind) = kinds.last().copied() else { return Ok(()) };
@@ -68,8 +68,8 @@ pub(super) fn plot(path: &Path, scores: &[Score], draws: usize, positions: Posit
     draw(path, &panels)
 }
 
-/// Returns a line for each family, starting at no recomputation. Without families, returns the points without
-/// recomputation.
+/// Returns a line for each family, starting with no recomputation. If there are no families, returns the
+/// points without recomputation.
 fn series(scores: &[&Score], point: impl Fn(&Score) -> (f64, f64, f64)) -> Vec<Series> {
     let mut families: Vec<String> = Vec::new();
     for score in scores {
@@ -89,15 +89,15 @@ fn series(scores: &[&Score], point: impl Fn(&Score) -> (f64, f64, f64)) -> Vec<S
         return vec![Series { name: "nothing recomputed".to_owned(), points }];
     }
     let mut lines: Vec<Series> = families.into_iter().map(line).collect();
-    // Families with a single member are in the table; in the plot they would hide the lines.
+    // Families with a single member are only in the table, because in the plot they would hide the lines.
     let longest = lines.iter().map(|line| line.points.len()).max().unwrap_or(0);
     let single = plain.count() + 1;
     lines.retain(|line| longest <= single || line.points.len() > single);
     lines
 }
 
-/// Returns the family of a strategy: its name without the number of tokens to choose. A strategy without such
-/// a number has no family.
+/// Returns a strategy's family: its name without the number of tokens to choose. A strategy without such a
+/// number has no family.
 fn family(recompute: &Recompute) -> Option<String> {
     let name = recompute.name();
     let (family, choice) = name.split_once(':')?;

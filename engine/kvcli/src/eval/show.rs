@@ -8,7 +8,7 @@ use super::kinds;
 use crate::error::Result;
 use crate::report::table as styled;
 
-/// The minimum number of draws for which intervals are shown. With two draws, most intervals would exceed the
+/// The minimum number of draws to show intervals for. With two draws, most intervals would exceed the
 /// possible range.
 pub(super) const DRAWS: usize = 3;
 
@@ -127,7 +127,7 @@ fn beyond(score: &Score) -> String {
     }
 }
 
-/// Writes the answers to the first `count` questions of each kind. `first` is the number of the first list of
+/// Writes the answers to the first `count` questions of each kind. `first` is the index of the first list of
 /// questions.
 pub(super) fn answers(
     out: &mut impl Write,

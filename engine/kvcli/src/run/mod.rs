@@ -89,7 +89,7 @@ fn request(args: &RunArgs, way: &Reuse, engine: &Engine, prompt: PromptTokens) -
     }
 }
 
-/// Explains why an answer was cut.
+/// Explains why an answer was cut off.
 fn cut(args: &RunArgs, generation: &Generation) -> String {
     let count = generation.tokens.len();
     let tokens = if count == 1 { "1 token".to_owned() } else { format!("{count} tokens") };
@@ -102,8 +102,8 @@ fn cut(args: &RunArgs, generation: &Generation) -> String {
     )
 }
 
-/// Prints the report of an answer; the text itself is already on the screen, unless it goes into a JSON
-/// object. `asleep` is the number of documents that slept before the prompt was asked.
+/// Prints the report on an answer. The text itself was already printed, unless it goes into a JSON object.
+/// `asleep` is the number of documents that were asleep before the prompt was asked.
 fn show(
     args: &RunArgs,
     way: &Reuse,

@@ -14,21 +14,21 @@ use crate::error::{Error, Result};
 #[derive(Debug)]
 pub(super) struct RunPrompts {
     form: Form,
-    /// The text of the prompt, or of the last message.
+    /// The prompt, or the text of the last message.
     text: String,
-    /// Texts of earlier prompts, in the order in which they are answered.
+    /// Earlier prompts, in the order in which they are answered.
     warm: Vec<String>,
 }
 
 // Decision: docs/decisions/models.md#a-text-is-cut-only-when-asked
-/// The way to turn a text into a prompt.
+/// How to turn text into a prompt.
 #[derive(Debug)]
 enum Form {
     /// The text is split at a separator.
     Cut { separator: String, chat: bool },
     /// The text follows a system prompt and documents.
     Raw { system: Option<String>, documents: Vec<String> },
-    /// The text is the last message of a conversation, and follows documents.
+    /// The text is the last message of a conversation, after documents.
     Chat { earlier: Vec<Message>, documents: Vec<String>, file: Option<PathBuf> },
 }
 
@@ -155,7 +155,7 @@ fn document(path: &Path) -> Result<String> {
     Ok(ended(&text))
 }
 
-/// Reads a conversation that ends with a message of the user.
+/// Reads a conversation that ends with a user's message.
 fn messages(path: &Path) -> Result<Vec<Message>> {
     let wrong = |source: kvmodel::Error| Error::Messages { path: path.to_owned(), source: source.into() };
     let messages = Message::list(&text_of(path)?).map_err(wrong)?;
@@ -164,8 +164,8 @@ fn messages(path: &Path) -> Result<Vec<Message>> {
 }
 
 // Decision: docs/decisions/models.md#a-document-file-ends-with-a-line-break
-/// Returns a part of a prompt with a line break at its end, to keep the next part from continuing its last
-/// word.
+/// Returns a part of a prompt with a line break at its end, which keeps the next part from continuing its
+/// last word.
 fn ended(text: &str) -> String {
     if text.ends_with('\n') { text.to_owned() } else { format!("{text}\n") }
 }
