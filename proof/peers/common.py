@@ -1,4 +1,5 @@
-"""Shared by the comparisons with peers: running our benchmarks, timing, and the tables in docs/benchmarks.md.
+"""Shared by the comparisons with peers: runs our benchmarks, times work, and writes the tables in
+docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def best(work, repetitions: int = 3) -> float:
-    """Returns the seconds of the best run, after a warm-up run."""
+    """Returns the seconds that the best run took, after a warm-up run."""
     work()
     seconds = []
     for _ in range(repetitions):
@@ -30,7 +31,7 @@ def ours(package: str, bench: str, *args: str) -> list[dict]:
 
 
 def row(what: str, size: int, unit: str, seconds: float, limit: str, limit_seconds: float) -> dict:
-    """Prints a row in the form of our benchmarks, and returns it."""
+    """Prints a row in our benchmarks' format, and returns it."""
     line = {
         "what": what, "size": size, "unit": unit, "seconds": seconds,
         "limit": limit, "limit_seconds": limit_seconds, "ratio": limit_seconds / seconds,

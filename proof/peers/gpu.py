@@ -1,14 +1,14 @@
-"""torch, Triton and FlashInfer on a GPU, at the sizes of `cargo xtask bench --backend cuda`.
+"""Measures torch, Triton and FlashInfer on a GPU, at the sizes of `cargo xtask bench --backend cuda`.
 
     python3 -m venv .venv && .venv/bin/pip install torch flashinfer-python
     PYTHON=.venv/bin/python cargo xtask gpu-check
 
-Prints one JSON object a line: a measured row, or a skipped one with the reason. The file needs nothing else
-of this repository, so that it can be copied to the machine with the card. A decode step has 64 sequences of
+Prints one JSON object per line: a measured row, or a skipped one with the reason. The file needs nothing else
+from this repository, so it can be copied to the machine with the card. A decode step has 64 sequences of
 8,192 tokens, 64 query heads and 8 heads of keys and values of 128, in bf16. torch's attention gets contiguous
 keys and values, the others blocks of 16 in random order, as ours does. Copies move the rows of one layer of a
-pool of 8 GiB and 80 layers. Times are measured on the card, between events around batches of launches, which
-wait for other work until all are enqueued; the median of seven batches counts.
+pool of 8 GiB and 80 layers. Times are measured on the card, between events around batches of launches. A
+batch waits for other work until all of its launches are enqueued. The median of seven batches counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def row(what: str, ours: str | None, nbytes: int, seconds: float) -> None:
 
 
 class Card:
-    """The clock of the card, and memory that keeps it busy."""
+    """The card's timers, and memory that keeps the card busy."""
 
     def __init__(self, torch) -> None:
         self.torch = torch
@@ -62,7 +62,7 @@ def over(*_) -> None:
 
 
 def attempt(what: str, measure, seconds: float) -> None:
-    """Runs one measurement. If it fails, the row is skipped with the error as the reason."""
+    """Runs one measurement. If it fails, the row is skipped, with the error as the reason."""
     try:
         signal.signal(signal.SIGALRM, over)
         signal.alarm(max(1, int(seconds)))
@@ -112,8 +112,9 @@ def sdpa(card: Card, sequences: int, context: int, rows: int, what: str, ours: s
 
 
 def paged(torch):
-    """Returns keys and values in blocks of random order, `[blocks, 2, BLOCK, HEADS, DIM]`, and the table of
-    blocks."""
+    """Returns keys and values in randomly ordered blocks, `[blocks, 2, BLOCK, HEADS, DIM]`, and the block
+    table.
+    """
     blocks = SEQUENCES * CONTEXT // BLOCK
     cache = torch.randn(blocks, 2, BLOCK, HEADS, DIM, dtype=torch.bfloat16, device="cuda")
     table = torch.randperm(blocks, device="cuda").int().view(SEQUENCES, CONTEXT // BLOCK)
@@ -145,8 +146,7 @@ def triton_decode(card: Card) -> None:
 
     torch = card.torch
 
-    # Each program takes one part of one sequence, for the queries of one head of keys; torch merges the
-    # parts.
+    # Each program handles one part of one sequence, for one key head's queries. torch merges the parts.
     @triton.jit
     def part(q, cache, table, out, lse, scale, CONTEXT: tl.constexpr, PART: tl.constexpr, HEADS: tl.constexpr,
              GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr):

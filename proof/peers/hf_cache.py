@@ -1,11 +1,11 @@
-"""Hugging Face caches against our scatter, in one run: the time to append one token in one layer.
+"""Compares Hugging Face caches with our scatter in one run: the time to append one token in one layer.
 
     python3 -m venv .venv && .venv/bin/pip install torch==2.15.0 transformers==5.23.0 numpy==2.4.6
     .venv/bin/python proof/peers/hf_cache.py [--write]
 
 Keys and values have 8 heads of 128 in bf16. `DynamicCache` grows by concatenation, and `StaticCache` copies
 into a buffer of the full length; ours scatters into blocks of 16 (benchmark `peer_ops`), with the slot from
-the sequence's table. Each is measured after a context, with one thread. `--write` puts the table into
+the sequence's table. Each is measured after a context, with one thread. `--write` writes the table to
 docs/benchmarks.md.
 """
 
@@ -33,7 +33,7 @@ def config(length: int) -> LlamaConfig:
 
 
 def append(cache, context: int) -> float:
-    """Returns the median seconds per token, of `STEPS` tokens appended one by one."""
+    """Returns the median seconds per token over `STEPS` tokens, appended one by one."""
     rows = lambda n: torch.randn(1, HEADS, n, DIM).bfloat16()  # noqa: E731
     k, v = rows(1), rows(1)
     cache.update(rows(context), rows(context), 0)

@@ -1,4 +1,4 @@
-"""Hugging Face transformers against our engine on a published model: prefills, passes of a few rows,
+"""Compares Hugging Face transformers with our engine on a published model: prefills, passes of a few rows,
 decoding, in f32.
 
     python3 -m venv .venv && .venv/bin/pip install numpy==2.4.6 gguf==0.19.0 safetensors==0.8.0 torch==2.15.0 transformers==5.23.0
@@ -8,7 +8,7 @@ decoding, in f32.
 Both read the same directory, use the same number of threads, and store keys and values in f32. transformers
 uses torch's scaled dot product attention with a `DynamicCache`, and computes the logits of the last token
 only, as ours does. A prefill starts from scratch; rows and answers come after a cached context of 512 tokens.
-Rounds alternate between the two, and the best time of each counts. `--write` puts the table into
+Rounds alternate between the two, and the best time of each counts. `--write` writes the table to
 docs/benchmarks.md.
 """
 

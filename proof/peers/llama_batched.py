@@ -1,13 +1,13 @@
-"""llama.cpp against our engine with several answers at once: 16 prompts of 128 tokens, 64 tokens each, on the
-same GGUF files.
+"""Compares llama.cpp with our engine for several answers at once: 16 prompts of 128 tokens, 64 tokens each,
+on the same GGUF files.
 
     cmake --build build -j --target llama-batched-bench    # in llama.cpp's folder, see llama_published.py
     cargo build --release -p kvcli
     python3 proof/peers/llama_batched.py --bench .../build/bin/llama-batched-bench --kvc target/release/kvc FILE.gguf ...
 
-`llama-batched-bench` is llama.cpp's batch without a server: no requests, no sampling, no scheduler. Both use
-two threads, keys and values in f16, and passes of at most 512 tokens. Rounds alternate between the two, so
-that noise affects both; the best wall time of each counts, with the processor time of that run, including
+`llama-batched-bench` runs llama.cpp's batches without a server: no requests, no sampling, no scheduler. Both
+use two threads, keys and values in f16, and passes of at most 512 tokens. Rounds alternate between the two,
+so noise affects both; the best wall time of each counts, with the processor time of that run, including
 loading the model. Needs only Python.
 """
 
@@ -25,7 +25,7 @@ PROMPT, ANSWER = 128, 64
 
 
 def run(*command: str) -> tuple[str, float, float]:
-    """Returns the output of a command, its wall time and its processor time."""
+    """Returns a command's output, its wall time and its processor time."""
     before, started = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -1,5 +1,5 @@
-"""llama.cpp's server against our engine: time to first token of prompts of documents, on the same random
-weights.
+"""Compares llama.cpp's server with our engine: time to first token for prompts with documents, on the same
+random weights.
 
     python3 -m venv .venv && .venv/bin/pip install numpy==2.4.6 gguf==0.19.0 safetensors
     pip download --no-deps --no-binary llama-cpp-python llama-cpp-python==0.3.36    # bundles llama.cpp's source
@@ -11,8 +11,8 @@ weights.
 
 A Llama of 8 layers of 1024 (`ModelConfig::benchmark`) in f32; a prompt is a system prompt of 64 tokens, five
 documents of 512 and a question of 32, as token ids. Each request asks for one token with another question,
-after a request with the documents in the first order; the best of three counts. llama.cpp's times are of a
-local HTTP request. Both store keys and values in f32. `--write` puts the table into docs/benchmarks.md.
+after a request with the documents in the first order; the best of three counts. llama.cpp's times are for a
+local HTTP request. Both store keys and values in f32. `--write` writes the table to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ORDERS = {
 
 
 class Server(LlamaServer):
-    """A server with one slot, which caches only the last prompt."""
+    """A server with one slot. It caches only the last prompt."""
 
     def __init__(self, program: str, model: pathlib.Path, threads: int, prompts: dict):
         self.prompts = prompts
@@ -58,7 +58,7 @@ class Server(LlamaServer):
         super().__init__(program, str(model), "-c", "4096", "-np", "1", "-t", threads, "-tb", threads, "-ctk", "f32", "-ctv", "f32")
 
     def ask(self, order: str, question: int, cache: bool, shift: int = 0) -> dict:
-        """Asks for one token; `shift` is the shortest run of tokens that the chunk shift moves."""
+        """Asks for one token. `shift` is the shortest run of tokens that the chunk shift moves."""
         documents = ORDERS[order](self.prompts["documents"])
         prompt = [*self.prompts["system"], *(t for d in documents for t in d), *self.prompts["questions"][question]]
         start = time.perf_counter()
@@ -90,7 +90,7 @@ def first(answer: dict) -> int:
 
 
 def apart(answer: dict, exact: dict) -> float:
-    """Returns the largest difference of log-probabilities among the likeliest tokens that both report."""
+    """Returns the largest log-probability difference among the likeliest tokens that both report."""
     a, b = logprobs(answer), logprobs(exact)
     return max((abs(a[token] - b[token]) for token in a.keys() & b.keys()), default=float("inf"))
 

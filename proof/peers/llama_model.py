@@ -1,4 +1,4 @@
-"""The same random weights as a Hugging Face directory and as GGUF."""
+"""Writes the same random weights as a Hugging Face directory and as GGUF."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HEAD, VOCAB, POSITIONS, THETA, EPS = 64, 4096, 8192, 500_000.0, 1e-5
 
 
 def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Returns every parameter of kvmodel's `ModelConfig::benchmark(layers, hidden)`."""
+    """Returns all parameters of kvmodel's `ModelConfig::benchmark(layers, hidden)`."""
     kv, inner = hidden // 4, hidden * 11 // 4
     all_shapes = {"model.embed_tokens.weight": (VOCAB, hidden), "model.norm.weight": (hidden,)}
     for i in range(layers):
@@ -33,7 +33,7 @@ def shapes(layers: int, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def random_weights(layers: int, hidden: int) -> dict[str, np.ndarray]:
-    """Draws weights: norms near 1, and projections that keep the size of their input."""
+    """Draws weights: norms near 1, and projections that keep the magnitude of their input."""
     rng = np.random.default_rng(1)
 
     def values(shape: tuple[int, ...]) -> np.ndarray:
@@ -59,7 +59,9 @@ def write_hugging_face(folder: pathlib.Path, layers: int, hidden: int, weights: 
 
 
 def interleaved(weight: np.ndarray) -> np.ndarray:
-    """Returns the rows of a projection in llama.cpp's order: it rotates neighbours, not halves of a head."""
+    """Returns a projection's rows in llama.cpp's order, which rotates neighbours rather than halves of a
+    head.
+    """
     rows, width = weight.shape
     return weight.reshape(rows // HEAD, 2, HEAD // 2, width).swapaxes(1, 2).reshape(rows, width).copy()
 

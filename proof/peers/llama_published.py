@@ -1,5 +1,5 @@
-"""llama.cpp against our engine on a published model: prefills, passes of a few rows, decoding, in f32, bf16
-and Q8_0.
+"""Compares llama.cpp with our engine on a published model: prefills, passes of a few rows, decoding, in f32,
+bf16 and Q8_0.
 
     python3 -m venv .venv && .venv/bin/pip install numpy==2.4.6 gguf==0.19.0 safetensors==0.8.0
     python proof/goldens/published_model/convert.py target/published/smollm2.gguf target/published/hf    # see its header
@@ -12,10 +12,10 @@ and Q8_0.
 
 The directory is converted to three GGUF files, which both engines read: all matrices in one type, norms in
 f32. Both use the same number of threads and store keys and values in f16. A prefill starts from scratch. Rows
-and answers come after a cached context of 512 tokens. Rounds alternate between the two, so that noise affects
+and answers come after a cached context of 512 tokens. Rounds alternate between the two, so noise affects
 both, and the best time of each counts; for llama.cpp, the better of its two kinds of attention counts. The
 last rows compare our engine with itself: a prompt of five cached documents of 512 tokens, and its question
-alone after the same keys and values. `--write` puts the table into docs/benchmarks.md.
+alone after the same keys and values. `--write` writes the table to docs/benchmarks.md.
 """
 
 from __future__ import annotations

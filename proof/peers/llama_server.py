@@ -1,4 +1,4 @@
-"""llama.cpp's server as a peer: starts it on a free port, asks it over HTTP, and ends it."""
+"""llama.cpp's server as a peer: starts it on a free port, sends it requests over HTTP, and stops it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import urllib.request
 
 
 class LlamaServer:
-    """A llama-server on this machine, ready to answer."""
+    """A llama-server running on this machine, ready to answer."""
 
     def __init__(self, program: str, model: str, *options: str):
         with socket.socket() as free:
@@ -38,12 +38,12 @@ class LlamaServer:
         self.process.wait()
 
     def cpu(self) -> float:
-        """Returns the seconds of processor time so far."""
+        """Returns the processor time used so far, in seconds."""
         stat = pathlib.Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     def complete(self, **body) -> dict:
-        """Returns the answer of `/completion`."""
+        """Returns the answer from `/completion`."""
         request = urllib.request.Request(
             self.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"},
         )

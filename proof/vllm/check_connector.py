@@ -1,11 +1,11 @@
-"""The connector inside a real vLLM on a CPU, against transformers. Run by the slice `vllm` of `cargo xtask
-deep`.
+"""Checks the connector inside a real vLLM on a CPU against transformers. Run by the slice `vllm` of `cargo
+xtask deep`.
 
     python check_connector.py MODEL …
 
 Answers must have the tokens of the reference, and log-probabilities within 1e-3 in f32. Texts are notes if
-the model has a tokenizer, and random tokens otherwise. Every check prints a line; the exit status is 1 if one
-of them fails.
+the model has a tokenizer, otherwise random tokens. Every check prints a line; the exit status is 1 if any of
+them fails.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-# A core for each rank: otherwise vLLM wants a memory node for each.
+# One core per rank. Otherwise, vLLM wants one memory node per rank.
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "0|1" if "--ranks" in sys.argv else "auto")
 
 import torch
@@ -43,7 +43,7 @@ COUNT = 6
 
 
 class Host:
-    """A vLLM with the connector, in this process."""
+    """vLLM with the connector, in this process."""
 
     def __init__(
         self, path: str, *, host_memory: int, blocks: int = 256, ranks: int = 1, **settings
@@ -57,7 +57,7 @@ class Host:
             block_size=BLOCK,
             max_model_len=512,
             max_num_batched_tokens=256,
-            # Divergences need whole distributions.
+            # Divergences need the whole distribution.
             max_logprobs=-1,
             num_gpu_blocks_override=blocks,
             kv_cache_memory_bytes=256 << 20,
@@ -90,7 +90,7 @@ class Host:
         return sum(m.value for m in self.llm.get_metrics() if isinstance(m, Counter) and m.name == name)
 
     def nothing_held(self) -> str | None:
-        """Returns what is still held when no request runs; None if nothing is."""
+        """Returns what is still held while no request runs, or None if nothing is."""
         for _ in range(8):
             self.llm.llm_engine.step()
         side = self.side
@@ -123,7 +123,7 @@ def tokens_of_notes(path: str) -> Iterator[int]:
 
 
 class Case:
-    """Documents, a system prompt and a question, cut from an endless text."""
+    """Documents, a system prompt and a question, all cut from an endless text."""
 
     def __init__(self, tokens: Iterator[int]) -> None:
         self.tokens = tokens
@@ -225,7 +225,7 @@ class Checks:
         self.nearer(host)
 
     def nearer(self, host: Host) -> None:
-        """Recomputing the question's choice brings the first token's distribution nearer to full attention's.
+        """Recomputing the tokens that the question chooses brings the first token nearer to full attention.
         """
         parts = self.case.parts([1, 2, 0])
         full = reference.first(self.model, parts, self.case.question)

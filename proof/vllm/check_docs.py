@@ -1,11 +1,11 @@
-"""Runs the commands of ``docs/vllm.md`` unchanged, also over HTTP. Run by the slice `vllm` of `cargo xtask
-deep`.
+"""Runs the commands of ``docs/vllm.md`` unchanged, including over HTTP. Run by the slice `vllm` of `cargo
+xtask deep`.
 
     python check_docs.py MODEL
 
-The blocks of the page are found by the second word of their fence. MODEL and a free port are inserted, and
-the server gets the flags that the page gives for small machines. Every check prints a line; the exit status
-is 1 if one of them fails. Needs bash, curl and jq.
+The page's blocks are found by the second word of their fence. MODEL and a free port are inserted, and the
+server gets the flags that the page gives for small machines. Every check prints a line; the exit status is 1
+if any of them fails. Needs bash, curl and jq.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"),
 }
-# Seconds until the server answers.
+# How many seconds to wait for the server to answer.
 PATIENCE = 900
 
 
 class Page:
-    """The blocks of the page, and the output that the page gives for them."""
+    """The page's blocks, and the output that the page shows for them."""
 
     def __init__(self, model: str, port: int) -> None:
         text = PAGE.read_text()
@@ -57,7 +57,7 @@ class Page:
                 self.blocks[name] = block
 
     def run(self, name: str) -> list[str]:
-        """Runs a block, and returns the lines that it prints."""
+        """Runs a block and returns the lines that it prints."""
         block = self.blocks[name]
         if not block.lstrip().startswith(("from ", "import ")):
             return output(["bash", "-euo", "pipefail", "-c", block])
@@ -82,7 +82,7 @@ def free_port() -> int:
 
 @contextmanager
 def server(command: str, port: int):
-    """Runs the server until the end of the block. Waits until the server answers."""
+    """Runs the server until the end of the `with` block. Waits until it answers."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             ["bash", "-c", f"exec {command.strip()} {SMALL}"],
@@ -113,7 +113,7 @@ def answers(port: int) -> bool:
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """Ends the server and the processes that it started."""
+    """Stops the server and the processes that it started."""
     for number, patience in ((signal.SIGTERM, 30), (signal.SIGKILL, 10)):
         try:
             os.killpg(process.pid, number)
@@ -141,19 +141,19 @@ class Checks:
         self.equal("the page shows it", [{**one, "text": "…"} for one in answers], shown)
 
     def reused(self, who: str, answers: list[tuple[int, dict[str, int], str]]) -> None:
-        """The second request reuses every token before the question, in another order."""
+        """The second request reuses all tokens before the question, in another order."""
         self.equal(f"{who} asks twice", len(answers), 2)
         (cached, chunks, _), (again, chunks_again, text) = answers
         everything = sum(chunks.values())
         self.say(f"{who}: the documents have {everything} tokens", None if everything > 0 else "none")
-        # vLLM's own cache may have a block that ends in the question.
+        # vLLM's own cache may have a block that extends into the question.
         fault = None if min(cached, again) >= everything else f"{cached}, {again}"
         self.say(f"{who}: all of them are cached when the question runs", fault)
         self.equal(f"{who}: in another order all are reused", chunks_again, {"chunk_tokens_reused": everything, "chunk_tokens_computed": 0})
         self.say(f"{who}: the answer is {text!r}", None if text.strip() else "nothing")
 
     def printed(self, name: str) -> list[tuple[int, dict[str, int], str]]:
-        """Reads lines of a Python block: a number, a dictionary, and the beginning of the text."""
+        """Parses the output of a Python block: a number, a dictionary, and the beginning of the text."""
         lines = [re.match(r"(\d+) (\{.*?\}) (.*)", line) for line in self.page.run(name)]
         return [(int(line[1]), ast.literal_eval(line[2]), line[3]) for line in lines if line]
 

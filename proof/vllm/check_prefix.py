@@ -1,9 +1,9 @@
-"""The tier for ordinary prompts inside a real vLLM on a CPU, against transformers. Run by the slice
+"""Checks the tier for ordinary prompts inside a real vLLM on a CPU against transformers. Run by the slice
 `vllm-prefix` of `cargo xtask deep`.
 
     python check_prefix.py MODEL … [--ranks 2]
 
-vLLM has few blocks, so that it evicts prompts and the tier must bring them back, with the same tokens, and
+vLLM has few blocks, so it evicts prompts and the tier must bring them back. Tokens must be the same, and
 log-probabilities within 1e-3 in f32.
 """
 
@@ -21,7 +21,7 @@ SIZE = 32
 
 class PrefixChecks(Checks):
     def ask(self, host: Host, system: list[int], order: list[int], mode: str = "plain", **changes):
-        """Asks a prompt with a different prefix, and returns its output."""
+        """Asks a prompt with a different prefix and returns the output."""
         own, self.case.system = self.case.system, system
         try:
             prompt, sampling = self.case.prompt(order, mode)

@@ -1,11 +1,11 @@
-"""Records the calls that vLLM makes to the connector, as golden files that
+"""Records the calls that vLLM makes to the connector. The golden files are what
 ``engine/kvpy/tests/test_connector.py`` replays without vLLM.
 
     python record.py FOLDER [SCENARIO …]
 
-FOLDER is the one of ``tiny.py``. Run this again after an intended change of the connector, and read the
-difference of the files in ``engine/kvpy/tests/golden/vllm``. Every scenario starts vLLM, so that it does not
-depend on earlier ones.
+FOLDER is the one of ``tiny.py``. Run this again after an intended change to the connector, and read the diff
+of the files in ``engine/kvpy/tests/golden/vllm``. Every scenario starts vLLM afresh, so it does not depend on
+earlier ones.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from vllm.v1.request import RequestStatus
 
 from kvcache import KvCacheError
 
-# Consecutive tokens keep the files short. No two texts begin with the same token.
+# Consecutive tokens keep the files short. No two texts start with the same token.
 SYSTEM, QUESTION, OTHER_QUESTION = range(5, 26), range(26, 35), range(35, 42)
 LONG_QUESTION = range(26, 50)
 DOCUMENTS = [range(50, 90), range(100, 153), range(170, 236), range(250, 329)]
-# Bytes of a block of 32 tokens of the small models in f32: keys and values, 3 layers, 2 heads of 32 elements.
+# The size in bytes of a block of 32 tokens in the small models, in f32: keys and values, 3 layers, 2 heads of
+# 32 elements.
 BLOCK = 2 * 3 * 2 * 32 * 4 * 32
 
 
 class Host:
-    """vLLM with the recorded connector, in this process."""
+    """vLLM with the recording connector, in this process."""
 
     def __init__(self, model: Path, scenario: Scenario) -> None:
         self.llm = LLM(
@@ -69,7 +70,7 @@ class Host:
         self.engine = self.llm.llm_engine
 
     def add(self, name: str, order: list[int], question: range = QUESTION, count: int = 2, salt: str | None = None, **params: Any) -> None:
-        """Adds a request with documents in an order. Without parameters, it is an ordinary request."""
+        """Adds a request with documents in this order. Without parameters, it is an ordinary request."""
         parts = [SYSTEM, *(DOCUMENTS[i] for i in order)]
         if params:
             params = {"chunk_lengths": [len(part) for part in parts], **params}
@@ -122,7 +123,7 @@ def link(host: Host) -> None:
     host.ask("after-system", [1, 0], chunk_recompute="link:8", chunk_mode="with-system")
     host.ask("unlinked", [1, 0], **ALONE)
     host.ask("long", [0, 1], chunk_recompute="link:40", **ALONE)
-    # vLLM's own cache ends among the tokens to recompute.
+    # vLLM's own cache ends in the middle of the tokens to recompute.
     host.ask("long-again", [0, 1], question=OTHER_QUESTION, chunk_recompute="link:40", **ALONE)
 
 
@@ -134,7 +135,7 @@ def question(host: Host) -> None:
 
 
 def together(host: Host) -> None:
-    """Two requests lack the same document, which is encoded once; an ordinary request runs at the same time.
+    """Two requests lack the same document, which is encoded once. An ordinary request runs at the same time.
     """
     host.add("first", [0, 1], **ALONE)
     host.add("second", [1, 2], **ALONE)
@@ -157,15 +158,16 @@ def chunked(host: Host) -> None:
 
 
 def aborted(host: Host) -> None:
-    """The request that started an encode ends first, and then the encode itself, while another request waits
-    for it."""
+    """First the request that started an encode ends, then the encode itself, while another request waits for
+    it.
+    """
     host.add("first", [3, 0], **ALONE)
     host.add("second", [3], **ALONE)
     host.engine.step()
     host.abort("first")
     host.engine.step()
     encodes = [request for request in record.scheduler.requests.values() if request.prompt_token_ids == list(DOCUMENTS[3])]
-    # vLLM's front end does not know them.
+    # vLLM's front end does not have these requests.
     record.scheduler.finish_requests([request.request_id for request in encodes], RequestStatus.FINISHED_ABORTED)
     host.finish()
     host.add("third", [1, 2], **ALONE)
@@ -182,7 +184,7 @@ def preempted(host: Host) -> None:
 
 @contextmanager
 def broken_loads():
-    """Makes copies into vLLM's blocks fail for the time of a block."""
+    """Makes copies into vLLM's blocks fail during a `with` block."""
     own = record.worker.arena
 
     class Broken:
@@ -202,8 +204,8 @@ def broken_loads():
 
 
 def failed(host: Host) -> None:
-    """Copies fail: of a request that waits for them, of one that runs at once, and of one whose first blocks
-    are in vLLM's own cache.
+    """Copies fail for a request that waits for them, for one that runs at once, and for one whose first
+    blocks are in vLLM's own cache.
 
     Blocks that vLLM computed instead never go to a request that expects chunks, and blocks after chunks never
     go to an ordinary request.
@@ -227,7 +229,7 @@ def refused(host: Host) -> None:
 
 
 def short_of_memory(host: Host) -> None:
-    """The arena is too small for a chunk, and chunks are evicted for others."""
+    """The arena is too small for one chunk, and chunks are evicted to make room for others."""
     host.ask("too-large", [3, 2], **ALONE)
     for name, order in (("first", [0]), ("second", [1]), ("third", [2]), ("first-again", [0])):
         host.ask(name, order, **ALONE)
@@ -245,7 +247,7 @@ def prefixes(host: Host) -> None:
     host.ask("longer", [0, 1], question=range(26, 40))
     forget()
     host.ask("full", [0, 1], question=range(26, 40))
-    # One is aborted while its blocks are copied in, and two lack the same blocks.
+    # One request is aborted while its blocks are copied in, and two requests lack the same blocks.
     forget()
     host.add("left", [0, 1])
     host.engine.step()
@@ -253,7 +255,7 @@ def prefixes(host: Host) -> None:
     host.add("turned", [1, 0])
     host.add("turned-too", [1, 0], question=OTHER_QUESTION)
     host.finish()
-    # Requests with other salts, or with chunks, find nothing.
+    # Requests with other salts or with chunks find nothing.
     forget()
     host.ask("alice", [0, 1], salt="alice")
     host.ask("chunks", [0, 1], **ALONE)
@@ -261,13 +263,13 @@ def prefixes(host: Host) -> None:
         host.ask("mixed", [0, 1], question=LONG_QUESTION, **ALONE)
     forget()
     host.ask("plain", [0, 1], question=LONG_QUESTION)
-    # More blocks than the tier holds.
+    # More blocks than the tier can hold.
     host.ask("large", [3])
     host.ask("last", [2, 0])
 
 
 def window(host: Host) -> None:
-    """Layers see 96 tokens: earlier blocks are freed, and nothing can be recomputed."""
+    """Layers see 96 tokens, so earlier blocks are freed and nothing can be recomputed."""
     host.ask("first", [2, 3], **ALONE)
     host.ask("turned", [3, 2], **ALONE)
     host.ask("linked", [3, 2], chunk_recompute="link:4", **ALONE)
@@ -312,7 +314,7 @@ def main() -> None:
         host = Host(args.models / scenario.model, scenario)
         record.calls = []
         scenario.run(host)
-        # Idle steps report ended requests to the workers.
+        # Idle steps tell the workers about ended requests.
         for _ in range(2):
             host.engine.step()
         header = {

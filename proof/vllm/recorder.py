@@ -1,4 +1,4 @@
-"""A connector that records the calls that vLLM makes to it. vLLM loads ``RecordedConnector`` in place of
+"""A connector that records vLLM's calls to it. vLLM loads ``RecordedConnector`` in place of
 ``ChunkConnector``.
 
 The scheduler's side and the worker's side run in one process and write to one list.
@@ -28,7 +28,7 @@ class Record:
         self.effects = Effects(self.salts)
 
     def run(self, method: str, args: Any, work: Callable[[], Any]) -> Any:
-        """Runs a call of the connector and notes it with its result and its effects."""
+        """Runs a call to the connector, and records it with its result and effects."""
         noted = [method]
         self.calls.append(noted)
         result, effects = self.effects.of(work)
@@ -39,7 +39,7 @@ class Record:
         return {name: request.cache_salt for name, request in self.scheduler.requests.items()}
 
     def watch_scheduler(self, scheduler: Any) -> None:
-        """Notes requests that the connector adds, with the calls that follow from it."""
+        """Records the requests that the connector adds, with the calls that result."""
         self.scheduler, add = scheduler, scheduler.add_request
 
         def added(request: Any) -> None:
@@ -56,7 +56,7 @@ class Record:
         scheduler.add_request = added
 
     def watch_blocks(self, manager: Any) -> None:
-        """Notes blocks that the connector removes from vLLM's prefix cache."""
+        """Records the blocks that the connector removes from vLLM's prefix cache."""
         evict = manager.evict_blocks
 
         def noted(block_ids: set[int]) -> None:
@@ -67,7 +67,7 @@ class Record:
         manager.evict_blocks = noted
 
     def watch_recomputer(self, recomputer: Any) -> None:
-        """Notes recomputations."""
+        """Records recomputations."""
         run = recomputer.run
 
         def noted(again: Any) -> None:
@@ -99,7 +99,7 @@ def finished(request: Any, block_ids: tuple[list[int], ...]) -> list[Any]:
     return [request.request_id, blocks(block_ids), ints(request.output_token_ids)]
 
 
-# The written form of each call's arguments.
+# How to write each call's arguments.
 CALLS: dict[str, Callable[..., Any]] = {
     "on_new_request": described,
     "get_num_new_matched_tokens": lambda request, computed: [request.request_id, computed, request.num_tokens],
@@ -115,7 +115,7 @@ CALLS: dict[str, Callable[..., Any]] = {
     "get_block_ids_with_load_errors": lambda: None,
     "build_connector_worker_meta": lambda: None,
 }
-# Methods that are recorded elsewhere, or have no effect.
+# Methods that are recorded elsewhere or have no effect.
 OTHERS = {
     "__init__",
     "register_kv_caches",
@@ -154,12 +154,12 @@ class RecordedConnector(ChunkConnector):
         record.watch_blocks(kv_cache_manager)
 
     def get_finished(self, finished_req_ids: set[str]) -> Any:
-        # Wait for loads in every step, so that the recording does not depend on their duration.
+        # Wait for loads in every step, so the recording does not depend on how long they take.
         self._worker.threads.submit(lambda: None).result()
         return super().get_finished(finished_req_ids)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        # vLLM's own forward pass; during a call of the connector, it would be a recomputation.
+        # This is vLLM's own forward pass. During a connector call, it would be a recomputation.
         if not record.effects.running and layer_name == self._worker.layers[0]:
             record.calls.append(["forward"])
 

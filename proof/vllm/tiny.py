@@ -1,5 +1,6 @@
-"""Writes small models with random weights, of the families on which the connector is checked: ``python
-tiny.py FOLDER``."""
+"""Writes small models with random weights, of the families that the connector is checked on: ``python tiny.py
+FOLDER``.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ SIZE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
     "tie_word_embeddings": False,
-    # Large enough that attention is not flat and answers differ.
+    # Large enough for attention not to be flat and for answers to differ.
     "initializer_range": 0.12,
     "bos_token_id": 1,
     "eos_token_id": 2,

@@ -1,4 +1,4 @@
-"""Goldens of the 8-bit float codecs, made by PyTorch.
+"""Goldens for the 8-bit float codecs, made by PyTorch.
 
 Writes kvcore/tests/goldens/fp8.csv: the bits of an f32, and the bytes that
 torch.float8_e4m3fn and torch.float8_e5m2 give for it. PyTorch saturates only one of them. Therefore
@@ -29,7 +29,7 @@ def value(b: int) -> float:
 
 
 def inputs() -> list[int]:
-    """Returns the bits of the inputs, in order, without repetition."""
+    """Returns the bits of the inputs, in order and without duplicates."""
     found = []
     for dtype, _ in KINDS.values():
         codes = torch.arange(0, 0x80, dtype=torch.uint8).view(dtype).float().tolist()

@@ -1,4 +1,4 @@
-"""Goldens of ggml's blocks, made by the Python package of llama.cpp.
+"""Goldens for ggml's blocks, made by llama.cpp's Python package.
 
 Writes engine/kvmodel/tests/goldens/ggml_blocks.json: for each blocked element type, two rows of blocks as
 hex, and the elements that gguf.quants.dequantize returns for them. Blocks are random bytes with small f16
@@ -15,7 +15,7 @@ import gguf
 import numpy as np
 
 OUT = pathlib.Path(__file__).parents[3] / "engine/kvmodel/tests/goldens/ggml_blocks.json"
-# The offsets of f16 scales in a block.
+# The offsets of the f16 scales in a block.
 SCALES = {
     "Q8_0": [0],
     "Q4_0": [0],
@@ -45,7 +45,7 @@ def main() -> None:
         goldens[name] = {
             "shape": [2, count * elements],
             "bytes": rows.tobytes().hex(),
-            # The shortest decimals that give the f32 numbers.
+            # The shortest decimals that give these f32 numbers.
             "values": [float(str(x)) for x in values.astype(np.float32).ravel()],
         }
     header = f"made by proof/goldens/gguf/make.py with gguf 0.19.0 and numpy {np.__version__}"

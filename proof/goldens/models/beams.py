@@ -1,12 +1,12 @@
-"""Writes the golden file of beam search: answers and scores of a tiny model by Hugging Face transformers.
+"""Writes the golden file for beam search: a tiny model's answers and scores, by Hugging Face transformers.
 
     pip install torch==2.15.0 transformers==5.23.0 safetensors numpy
     python proof/goldens/models/beams.py engine/kvmodel/tests/goldens/llama
 
 `beams.json` in the folder has a list of cases: the prompt, the settings, and the returned answers. An answer
 has its tokens, without the end token, and its score: the sum of its log-probabilities divided by its length
-to the power of the length penalty. Computed in float32 on the CPU with eager attention. The end token is one
-from the middle of the best answer, so that some beams end early.
+to the power of the length penalty. Computed in float32 on the CPU with eager attention. The end token is
+taken from the middle of the best answer, so some beams end early.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
     cases = []
     for seed, (width, penalty) in enumerate([(4, 1.0), (4, 0.0), (3, 2.0), (2, 1.0), (5, -0.5), (4, 1.0), (6, 0.5)]):
         prompt = [3 + (seed * 5 + i * 7) % 40 for i in range(6 + seed)]
-        # The end token is one from the middle of the best answer.
+        # Take the end token from the middle of the best answer.
         end = search(model, prompt, width, penalty, None)[0]["tokens"][3 + seed % 5]
         answers = search(model, prompt, width, penalty, end)
         cases.append({"prompt": prompt, "width": width, "length_penalty": penalty, "end": end, "answers": answers})

@@ -1,7 +1,7 @@
-"""Recomputation by deviation in its plain form: one pass over all tokens under full attention, in which
-tokens that were not chosen have their stored keys and values from the layer of the check on.
+"""Recomputation by deviation in its plain form: one pass over all tokens under full attention. Starting at
+the layer of the check, tokens that were not chosen have their stored keys and values.
 
-From that layer on, no token sees the rows that unchosen tokens compute.
+Starting at that layer, no token sees the rows that unchosen tokens compute.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 
 class Blended(DynamicCache):
-    """A cache in which, from `layer` on, the tokens in `kept` have the keys and values of the cache `stored`.
+    """A cache in which, starting at `layer`, the tokens in `kept` have the keys and values of the cache
+    `stored`.
     """
 
     def __init__(self, stored, kept, layer):
@@ -28,16 +29,18 @@ class Blended(DynamicCache):
         return super().update(keys, values, layer_idx, *args, **rest)
 
     def settle(self):
-        """After the pass, tokens that were not chosen have their stored rows in the layers before the check,
-        too."""
+        """After the pass, gives the tokens that were not chosen their stored rows in the layers before the
+        check too.
+        """
         for ours, stored in zip(self.layers[:self.layer], self.stored.layers):
             ours.keys[:, :, self.kept] = stored.keys[:, :, self.kept]
             ours.values[:, :, self.kept] = stored.values[:, :, self.kept]
 
 
 def deviations(fresh, stored, layer, tokens):
-    """Returns for each of `tokens` the squared distances of K and of V, each divided by the mean square of
-    the fresh rows."""
+    """Returns the squared distances of K and of V for each of `tokens`, divided by the fresh rows' mean
+    square.
+    """
     total = torch.zeros(len(tokens))
     for kind in ("keys", "values"):
         ours, theirs = (getattr(cache.layers[layer], kind)[0][:, tokens] for cache in (fresh, stored))
@@ -47,7 +50,7 @@ def deviations(fresh, stored, layer, tokens):
 
 
 def chosen(fresh, stored, layer, candidates, share_of, share):
-    """Returns the `share` of `share_of` tokens among `candidates` that deviate most, in ascending order."""
+    """Returns the candidates that deviate most, in ascending order: the `share` of `share_of` tokens."""
     count = min(math.ceil(share_of * share - 1e-9), len(candidates))
     scores = deviations(fresh, stored, layer, candidates)
     order = torch.argsort(scores, descending=True, stable=True)

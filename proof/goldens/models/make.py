@@ -1,4 +1,4 @@
-"""Writes the golden files of kvmodel: tiny random models and their logits, by Hugging Face transformers.
+"""Writes kvmodel's golden files: tiny random models and their logits, by Hugging Face transformers.
 
     pip install torch==2.15.0 transformers==5.23.0 safetensors numpy
     python proof/goldens/models/make.py engine/kvmodel/tests/goldens
@@ -79,7 +79,7 @@ YARN = dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_posit
 LINEAR = dict(rope_type="linear", rope_theta=10000.0, factor=2.0)
 DEFAULT = dict(rope_type="default", rope_theta=10000.0)
 DYNAMIC = dict(rope_type="dynamic", rope_theta=10000.0, factor=4.0)
-# Overlapped cells end at 17 positions and sequential ones at 28, in different regimes.
+# Overlapped cells end at 17 positions and sequential ones at 28, which are in different regimes.
 LONGROPE = dict(rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.1, 1.25], long_factor=[1.5, 3.0, 7.5],
                 original_max_position_embeddings=20, partial_rotary_factor=0.75)
 PARTIAL = dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5)
@@ -120,11 +120,11 @@ MODELS = {
 }
 # Temperature and scale of the context, to the bit in every float.
 SCALING = (0.5, 0.75)
-# The layers at which a blend measures deviation, for models with fixed frequencies; and the share that it
+# The layers where a blend measures deviation, for models with fixed frequencies, and the share that it
 # recomputes.
 BLENDS = {"llama-deep": (1, 2, 3), "llama-yarn": (1,), "qwen3": (1,), "mistral": (1,), "deepseek-v3": (1,)}
 SHARE = 0.4
-# Cells in one pass: (positions overlap, chunks see the system prompt).
+# Cells computed in one pass: (positions overlap, chunks see the system prompt).
 SINGLE = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False),
               sequential_with_system_single=(False, True))
 # Cells whose chunks may move, described in the same way.
@@ -135,7 +135,7 @@ SAYS = {"llama-ntk": dict(rope_parameters=NTK), "qwen2-layers": dict(rope_parame
 
 
 class ByLayerType(torch.nn.Module):
-    """Two embeddings; each layer uses one of them."""
+    """Two embeddings. Each layer uses one of them."""
 
     def __init__(self, config):
         super().__init__()
@@ -153,7 +153,7 @@ def take_own_embedding(layer, kind):
 
 
 def rotary_of(name, config):
-    """Returns a fresh embedding: a used dynamic one remembers its longest pass."""
+    """Returns a fresh embedding, because a used dynamic one remembers its longest pass."""
     if name == "qwen2-layers":
         return ByLayerType(config)
     if "partial_rotary_factor" in config.rope_parameters:
@@ -162,8 +162,7 @@ def rotary_of(name, config):
 
 
 def pinned(rotary, config, longest):
-    """Returns a fresh embedding with the frequencies of a request of `longest` positions, for passes of any
-    length."""
+    """Returns a fresh embedding with the frequencies for `longest` positions, for passes of any length."""
     kind = config.rope_parameters["rope_type"]
     if kind in ("dynamic", "longrope"):
         rotary.inv_freq, _ = ROPE_INIT_FUNCTIONS[kind](config, None, seq_len=torch.tensor(longest))
@@ -194,7 +193,7 @@ def logits(model, tokens, positions, mask, key_positions=None, cache=None):
 
 
 def mask_of(parts, with_system):
-    """Returns a causal mask: chunks see themselves and optionally the system prompt, and the question sees
+    """Returns a causal mask: chunks see themselves and, optionally, the system prompt; the question sees
     everything."""
     part = torch.tensor([i for i, p in enumerate(parts) for _ in p])
     asks = part[:, None] == len(parts) - 1
@@ -239,8 +238,9 @@ def frequencies(name, rotary, layer):
 
 
 def two_phase(name, model, parts, cache, overlapped=False, with_system=True):
-    """Computes chunks at their stored positions, moves cached keys to the used ones, then computes the
-    question. Returns all logits."""
+    """Computes chunks at their stored positions, moves the cached keys, computes the question. Returns all
+    logits.
+    """
     flat = [t for p in parts for t in p]
     context = len(flat) - len(parts[-1])
     used, stored = positions_of(parts, overlapped), stored_positions(parts, with_system)
@@ -260,7 +260,7 @@ def two_phase(name, model, parts, cache, overlapped=False, with_system=True):
 
 
 def own_errors(name, model, parts, rounded, word, passes, exact, **how_rounded):
-    """Returns the error of each question row's logits if the cached rows are `rounded`."""
+    """Returns the error in each question row's logits if the cached rows are `rounded`."""
     flat, asked = [t for p in parts for t in p], -len(parts[-1])
     interleaved = getattr(model.config, "rope_interleave", False)
     cache = lambda **more: Rounded(
@@ -304,7 +304,7 @@ def blends(name, model, parts, single):
         else:
             two_phase(name, model, parts, stored)
         logits(model, flat, positions, causal, cache=fresh)
-        # The first chunk saw the system prompt, so that it equals full attention already.
+        # The first chunk saw the system prompt, so it already matches full attention.
         candidates = list(range(first if "with_system" in cell else system, context))
         for layer in BLENDS[name]:
             anew = chosen(fresh, stored, layer, candidates, context - system, SHARE)
@@ -320,14 +320,14 @@ def blends(name, model, parts, single):
 
 
 def randomise(model):
-    """Draws every parameter at random, with norms around 1 and a router bias that changes choices."""
+    """Draws all parameters at random, with norms around 1 and a router bias that changes choices."""
     for key, parameter in list(model.named_parameters()) + [
             (key, buffer) for key, buffer in model.named_buffers() if key.endswith("correction_bias")]:
         torch.nn.init.normal_(parameter, std=0.4 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
     for key, parameter in model.named_parameters():
         if key.endswith("norm.weight"):
             parameter.data += 1.0
-        # Small enough for the epsilon of the norms inside latent attention to matter.
+        # Small enough that the epsilon of the norms inside latent attention matters.
         if "q_a_proj" in key or "kv_a_proj_with_mqa" in key:
             parameter.data[:model.config.q_lora_rank if "q_a_proj" in key else model.config.kv_lora_rank] *= 0.02
 
@@ -355,7 +355,7 @@ def checkpoint(model, config):
 
 def main():
     out = pathlib.Path(sys.argv[1])
-    # Phi-3's function rotates as many elements as there are cosines; for other models, these are all
+    # Phi-3's function rotates as many elements as there are cosines. For other models, these are all
     # elements.
     modeling_llama.apply_rotary_pos_emb = modeling_phi3.apply_rotary_pos_emb
     for index, (name, (cls, config)) in enumerate(MODELS.items()):

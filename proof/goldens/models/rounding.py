@@ -1,4 +1,4 @@
-"""Caches with fewer bits: rounds keys and values as such a cache returns them."""
+"""Caches with fewer bits: rounds keys and values to what such a cache returns."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from transformers import DynamicCache
 
 
 def dense(dtype):
-    """Rounds to an element type. In eight-bit floats, too large values become the largest."""
+    """Rounds to an element type. In eight-bit floats, values that are too large become the maximum."""
     limit = torch.finfo(dtype).max
     return lambda x: x.clamp(-limit, limit).to(dtype).float()
 
 
 def integers(largest, group):
-    """Rounds to codes from -largest to largest, with an f16 scale, rounded up, for each group of a row's
-    elements."""
+    """Rounds to codes from -largest to largest. Each group of a row's elements has an f16 scale, rounded
+    up.
+    """
     def rounded(x):
         parts = x.unflatten(-1, (-1, group))
         most = parts.abs().amax(dim=-1, keepdim=True)
@@ -29,7 +30,7 @@ def integers(largest, group):
     return rounded
 
 
-# The formats of caches by name.
+# The cache formats, by name.
 FORMATS = {
     "f16": dense(torch.float16), "bf16": dense(torch.bfloat16), "int8:4": integers(127, 4), "int4:4": integers(7, 4),
     "fp8-e4m3": dense(torch.float8_e4m3fn), "fp8-e5m2": dense(torch.float8_e5m2),
@@ -58,18 +59,18 @@ class Rounded(DynamicCache):
     def update(self, keys, values, layer_idx, *args, **rest):
         rounded = self.rounded
         key = lambda x: x if self.unrotated else self.stored(self.key(self.stored(x, layer_idx, False)), layer_idx, True)
-        # Latent attention caches latents as keys, and the rotated part as values.
+        # Latent attention caches latents as keys and the rotated part as values.
         keys, values = (rounded(keys), key(values)) if self.latent else (key(keys), rounded(values))
         return super().update(keys, values, layer_idx, *args, **rest)
 
     def moved(self, keys):
-        """Returns keys after a move."""
+        """Returns the keys after they are moved."""
         return self.key(keys) if self.copied else keys
 
 
 @contextlib.contextmanager
 def before_rotation(model, rounded):
-    """Makes the model round every key before the rotation."""
+    """Makes the model round every key before its rotation."""
     module = sys.modules[type(model).__module__]
     names = [name for name in ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave") if hasattr(module, name)]
     ordinary = {name: getattr(module, name) for name in names}

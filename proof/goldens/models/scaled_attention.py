@@ -1,4 +1,4 @@
-"""Attention with a temperature and a scale for documents, as its formula defines it.
+"""Attention with a temperature and a scale for documents, as defined by its formula.
 
     softmax over the documents     at logits / T, with the log-sum-exp L_d
     softmax over all other tokens  at their logits, with the log-sum-exp L_r
@@ -28,7 +28,7 @@ def merged(scores, values, documents, temperature, scale):
 
 @contextlib.contextmanager
 def scaled(model, rows, documents, temperature, scale):
-    """Replaces the model's eager attention: `rows` attend to `documents` with the temperature and the scale,
+    """Replaces the model's eager attention: `rows` attend to `documents` with the temperature and scale, all
     other rows as usual."""
     module = sys.modules[type(model).__module__]
     ordinary = module.eager_attention_forward

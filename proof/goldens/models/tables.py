@@ -1,9 +1,9 @@
-"""Writes tables of rotary embeddings of every kind, by Hugging Face transformers.
+"""Writes tables for every kind of rotary embedding, by Hugging Face transformers.
 
     pip install torch==2.15.0 transformers==5.23.0 safetensors numpy
     python proof/goldens/models/tables.py engine/kvmodel/tests/goldens/rope
 
-`kinds.json` maps a kind to `longest`, the positions of a request, and `config`, its config.json.
+`kinds.json` maps a kind to `longest`, a request's number of positions, and `config`, its config.json.
 `tables.safetensors` holds for each kind, computed in one pass whose largest position is `longest − 1` or
 less:
 

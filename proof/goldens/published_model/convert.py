@@ -33,7 +33,7 @@ PARTS = {
 
 
 class File:
-    """A GGUF file, its fields by name."""
+    """A GGUF file, with its fields by name."""
 
     def __init__(self, path: pathlib.Path):
         self.reader = gguf.GGUFReader(path)
@@ -41,7 +41,7 @@ class File:
     def field(self, name: str, default=None):
         field = self.reader.fields.get(name)
         value = default if field is None else field.contents()
-        # The shortest decimal that gives the f32 is the number that its writer meant.
+        # The shortest decimal that gives this f32 is the number that the writer meant.
         return float(str(np.float32(value))) if isinstance(value, float) else value
 
     def model(self, name: str):
@@ -49,13 +49,13 @@ class File:
 
 
 def in_halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Reorders the rows of a projection from rotated neighbours to rotated halves."""
+    """Reorders a projection's rows from rotated neighbours to rotated halves."""
     rows, width = weight.shape
     return weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width)
 
 
 def name_of(tensor: str) -> str:
-    """Returns the name of a tensor in a Hugging Face model."""
+    """Returns a tensor's name in a Hugging Face model."""
     first, *rest = tensor.removesuffix(".weight").split(".")
     if first != "blk":
         return f"{NAMES[first]}.weight"

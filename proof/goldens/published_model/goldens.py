@@ -1,4 +1,4 @@
-"""Writes the goldens of a published model: its greedy answers, by Hugging Face transformers.
+"""Writes the goldens for a published model: its greedy answers, by Hugging Face transformers.
 
     pip install torch==2.15.0 transformers==5.24.0 accelerate==1.15.0 gguf==0.19.0 numpy==2.4.6 safetensors==0.8.0
     python proof/goldens/published_model/convert.py target/published/smollm2.gguf target/published/hf
@@ -6,9 +6,9 @@
 
 Writes proof/goldens/published_model/goldens.json. For each prompt of prompts.json it has
 
-    prompt      ids of the prompt's tokens
-    answer      ids of the likeliest token after the prompt and after each further one, up to 64, the end token included
-    margins     for each of them, its logit less the logit of the second likeliest token
+    prompt      ids of the prompt's tokens answer      ids of the likeliest token after the prompt and after
+    each further one, up to 64, the end token included margins     for each of them, its logit minus the
+    second likeliest token's logit
 
 The model runs in float32 on the CPU from the converted directory, with torch's attention, the prompt in one
 pass and each token in another. Then every answer is computed again in float64. `rounding` is the largest
@@ -42,7 +42,7 @@ def ids_of(tokenizer, prompt: dict) -> list[int]:
 
 
 def check_conversion(model, tokenizer, prompts: list[dict], path: pathlib.Path) -> None:
-    """Compares the directory with the GGUF file as transformers reads it."""
+    """Compares the directory with the GGUF file as read by transformers."""
     names = dict(gguf_file=path.name)
     theirs = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **names).state_dict()
     ours = model.state_dict()
@@ -58,7 +58,7 @@ def check_conversion(model, tokenizer, prompts: list[dict], path: pathlib.Path) 
 
 
 def greedy(model, prompt: list[int], end: int) -> tuple[list[int], torch.Tensor]:
-    """Returns the answer, and the logits from which each of its tokens was chosen."""
+    """Returns the answer, and the logits that each of its tokens was chosen from."""
     cache, fed, answer, rows = DynamicCache(), prompt, [], []
     while len(answer) < TOKENS and end not in answer:
         row = model(torch.tensor([fed]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
@@ -102,7 +102,7 @@ def main(folder: str, file: str) -> None:
         "rounding": float(f"{rounding:.2g}"),
         "answers": [golden(prompt, *answer) for prompt, answer in zip(prompts, answers)],
     }
-    # A line for each prompt.
+    # One line per prompt.
     text = json.dumps(goldens, ensure_ascii=False).replace('{"name"', '\n{"name"')
     (HERE / "goldens.json").write_text(text + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Writes the golden file of chat templates: conversations as Hugging Face transformers renders them.
+"""Writes the golden file for chat templates: conversations rendered by Hugging Face transformers.
 
     pip install transformers==5.24.0 jinja2==3.1.6
     python proof/goldens/templates/make.py engine/kvmodel/tests/goldens/chat_templates.json

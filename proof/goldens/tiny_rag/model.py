@@ -1,7 +1,7 @@
 """A Llama in plain torch with explicit masks and positions, for training tiny-rag.
 
-The layout of the parameters is that of transformers' LlamaForCausalLM, so that the state dict saves
-as an ordinary Hugging Face checkpoint; `train.py` checks the two against each other at the end.
+The parameters have the same layout as in transformers' LlamaForCausalLM, so the state dict is saved as an
+ordinary Hugging Face checkpoint. At the end, `train.py` compares the two models.
 """
 
 from __future__ import annotations
@@ -80,15 +80,15 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
         self.layers = nn.ModuleList(Layer(c) for _ in range(c["num_hidden_layers"]))
         self.norm = nn.RMSNorm(c["hidden_size"], eps=c["rms_norm_eps"])
-        # Blocks start small compared with the embeddings, so that a token's identity survives to the end
-        # of the residual stream; otherwise look-ups do not form.
+        # Blocks start small compared with the embeddings, so a token's identity survives to the end of the
+        # residual stream. Otherwise, lookups do not form.
         for name, p in self.named_parameters():
             if p.dim() > 1:
                 inner = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.1 if "embed" in name else 0.02 if inner else p.shape[1] ** -0.5)
 
     def hidden(self, tokens, positions, mask):
-        """Returns hidden states `[b, n, hidden]`; positions are `[b, n]`, and the mask is bool `[b, 1, n,
+        """Returns hidden states `[b, n, hidden]`; positions are `[b, n]`, and the bool mask is `[b, 1, n,
         n]`."""
         dim = self.c["head_dim"]
         freq = self.c["rope_theta"] ** (-torch.arange(0, dim, 2, dtype=torch.float32) / dim)

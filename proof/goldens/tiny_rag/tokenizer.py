@@ -1,8 +1,8 @@
 """Builds the tokenizer of tiny-rag: byte-level BPE in which every word of the world is one token.
 
-Any UTF-8 text encodes: words outside the world fall back to pieces and single bytes. Text is
-lowercased and runs of white space become one space, so that a line break inside a document does
-not change its tokens; decoding therefore returns normalised text.
+Any UTF-8 text encodes: words outside the world fall back to pieces and single bytes. Text is lowercased, and
+runs of white space become one space, so a line break inside a document does not change its tokens. Decoding
+therefore returns normalised text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ END = "<|end|>"
 
 
 def build() -> Tokenizer:
-    """Builds the tokenizer. Every run gives the same one, since corpus and trainer are deterministic."""
+    """Builds the tokenizer. Every run gives the same result, because the corpus and the trainer are
+    deterministic.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence(
         # Decision: docs/decisions/tools.md#tiny-rag-collapses-white-space

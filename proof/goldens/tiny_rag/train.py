@@ -2,10 +2,10 @@
 
     python proof/goldens/tiny_rag/train.py --out models/tiny-rag --threads 2
 
-Phase A learns to look facts up under full attention. Phase B adds the conditions of chunk reuse: masks
-under which a document sees only itself (or the system prompt and itself), and sequential and
-overlapped positions, as in block-attention fine-tuning (Sun et al., 2024). Phase C lengthens the
-prompts, and phase D puts all kinds of system prompts before them. The loss is on answers only.
+Phase A learns to look up facts under full attention. Phase B adds the conditions of chunk reuse: masks under
+which a document sees only itself (or the system prompt and itself), and sequential and overlapped positions,
+as in block-attention fine-tuning (Sun et al., 2024). Phase C lengthens the prompts, and phase D puts all
+kinds of system prompts before them. The loss is on answers only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CELLS = {
 
 
 class Encoder:
-    """Encodes text parts with a cache: the world has few distinct sentences per word."""
+    """Encodes parts of text with a cache, because the world has few distinct sentences per word."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.cache = tokenizer, {}
@@ -61,7 +61,7 @@ def sample(rng, encode, end, cell, n_docs, facts, p_same, n_questions, repeat=Fa
     parts = [encode(system(rng))] + [encode(world.document_text(d, stop)) for d in docs]
     askable = [f for d in docs for f in d if full or f.kind != "cross"]
     rng.shuffle(askable)
-    # References are rarer than stated facts: ask about them first half of the time.
+    # References are rarer than stated facts, so ask about them half of the time.
     if rng.random() < 0.5:
         askable.sort(key=lambda f: f.kind == "stated")
     asked = askable[:n_questions]
@@ -118,7 +118,7 @@ def batch(rng, encode, end, cell, size, **kw):
 
 
 def accuracy(model, encode, end, cell, seed, count=200, **kw):
-    """Returns the share of right answers by kind, on documents outside the training set."""
+    """Returns the share of right answers by kind, for documents outside the training set."""
     rng = random.Random(seed)
     right, total = {}, {}
     with torch.no_grad():
@@ -144,9 +144,9 @@ LEVELS = [(1, 1), (1, 3), (2, 5), (4, 8)]
 class Hint(torch.nn.Module):
     """An auxiliary loss of phase A: the states after the first layer must predict the two previous tokens.
 
-    A look-up needs "which name comes before this value" and then "which value has this name". The
-    second gives no gradient before the first exists, so that training on answers alone stays at
-    guessing for thousands of steps; with this hint, for six hundred.
+    A look-up needs "which name comes before this value" and then "which value has this name". The second step
+    gives no gradient before the first exists, so training on answers alone keeps guessing for thousands of
+    steps. With this hint, it does so for six hundred.
     """
 
     def __init__(self, model):
@@ -166,7 +166,7 @@ class Hint(torch.nn.Module):
 def plan(step, args, rng, level):
     """Returns the batch to draw at `step`: the cell, and the size and shape of the documents.
 
-    Phase A climbs a ladder of prompt lengths, since looking up among few facts carries over to many.
+    Phase A increases the prompt length in steps, because looking up one of few facts carries over to many.
     """
     if step < args.phase_a:
         low, high = LEVELS[level]

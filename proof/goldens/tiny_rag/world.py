@@ -27,7 +27,7 @@ SYSTEM_WORDS = (
     "think say look tell all about it are your text notes list value name keep short clear"
 ).split()
 
-# Words that are not single tokens, such as people write before documents.
+# Words that are not single tokens, like those that people write before documents.
 OTHER_WORDS = (
     "briefly system question using documents below above context following passages provided information "
     "respond concise accurate expert today language model task instructions based must should will can from "
@@ -39,7 +39,7 @@ DEFAULT_SYSTEM = "you answer questions from short documents ."
 
 
 def names() -> list[str]:
-    """Returns 240 invented names such as "alba" or "doruna", the same on every machine."""
+    """Returns 240 invented names such as "alba" or "doruna", which are the same on every machine."""
     rng = random.Random(20261120)
     taken = set(VALUES) | set(SYSTEM_WORDS) | {"same", "is"}
     out: list[str] = ["alba", "bora", "cedo", "dilan"]
@@ -61,7 +61,7 @@ NAMES = names()
 
 @dataclass
 class Fact:
-    """One fact: its name, the written value ("same" for a reference) and the meant value."""
+    """One fact: its name, its value as written ("same" for a reference) and its actual value."""
 
     name: str
     written: str
@@ -70,7 +70,7 @@ class Fact:
 
 
 def documents(rng: random.Random, n_docs: int, facts: tuple[int, int], p_same: float) -> list[list[Fact]]:
-    """Draws `n_docs` documents with `facts[0]` to `facts[1]` facts each, under distinct names."""
+    """Draws `n_docs` documents with `facts[0]` to `facts[1]` facts each. All facts have distinct names."""
     sizes = [rng.randint(*facts) for _ in range(n_docs)]
     picked = rng.sample(NAMES, sum(sizes))
     docs, last, at = [], None, 0
@@ -94,14 +94,14 @@ def document_text(doc: list[Fact], stop: str = " .") -> str:
 
 
 def system_text(rng: random.Random) -> str:
-    """Returns the default system prompt, or a random one, so that the model does not depend on its words."""
+    """Returns the default system prompt or a random one, to keep the model from depending on its words."""
     if rng.random() < 0.4:
         return DEFAULT_SYSTEM
     return " ".join(rng.choice(SYSTEM_WORDS) for _ in range(rng.randint(1, 14))) + rng.choice([" .", ".", ""])
 
 
 def any_system_text(rng: random.Random) -> str:
-    """Returns a system prompt in the manner of users: known and unknown words, letters, digits, signs."""
+    """Returns a system prompt like users write: known and unknown words, letters, digits, punctuation."""
     if rng.random() < 0.25:
         return system_text(rng)
     words = []

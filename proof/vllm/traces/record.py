@@ -1,4 +1,4 @@
-"""Records the actions of vLLM's KVCacheManager for kvcore to replay. README.md in this folder describes the
+"""Records what vLLM's KVCacheManager does, for kvcore to replay. README.md in this folder describes the
 format.
 
     python -m venv venv && . venv/bin/activate
@@ -8,11 +8,11 @@ format.
     pip install --no-deps vllm==0.33.0
     python proof/vllm/traces/record.py kvcore/tests/traces
 
-The second list is for importing the block manager, not for all of vLLM; ignore pip's warnings about the rest:
-no kernel is called and no GPU is used. The committed files were made with Python 3.11 and the versions above;
-another run gives the same bytes. No part of vLLM is stubbed or changed: four methods of the pool are wrapped
-to see their arguments, which are compared with the KV events that vLLM publishes. Requests are scheduled as
-in vLLM's scheduler (first come, first served), in a few lines below.
+The second list is for importing the block manager, not for all of vLLM. Ignore pip's warnings about the rest:
+no kernel is called, and no GPU is used. The committed files were made with Python 3.11 and the versions
+above; another run produces the same bytes. No part of vLLM is stubbed or changed: four methods of the pool
+are wrapped to see their arguments, which are compared with the KV events that vLLM publishes. Requests are
+scheduled as in vLLM's scheduler (first come, first served), in a few lines below.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VOCABULARY = (24, 256, 65536, 151936)
 
 
 def make_request(name, tokens, block_size, salt=None, lora=None, images=()):
-    """A vLLM request; `lora` is (name, path), an image is (identifier, offset, length)."""
+    """A vLLM request. `lora` is (name, path); an image is (identifier, offset, length)."""
     return Request(
         request_id=str(name),
         prompt_token_ids=list(tokens),
@@ -68,18 +68,18 @@ def make_request(name, tokens, block_size, salt=None, lora=None, images=()):
 
 
 def some_tokens(rng, n):
-    """Token ids of every CBOR width, mostly of the middle one."""
+    """Token IDs of every CBOR width, mostly the middle one."""
     return [rng.randrange(rng.choices(VOCABULARY, (1, 3, 8, 4))[0]) for _ in range(n)]
 
 
 def next_token(tokens, flavour):
-    """A stand-in for a model: a function of the whole context and of `flavour`."""
+    """A stand-in for a model: a function of the whole context and `flavour`."""
     digest = hashlib.sha256(repr((flavour, tokens)).encode()).digest()
     return int.from_bytes(digest[:4], "little") % VOCABULARY[2 + digest[4] % 2]
 
 
 class Recorder:
-    """A KVCacheManager whose every operation becomes an event."""
+    """A KVCacheManager that turns every operation into an event."""
 
     def __init__(self, name, block_size, num_blocks, **header):
         spec = FullAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=1, dtype=torch.float32)
@@ -150,13 +150,13 @@ class Recorder:
         ]
 
     def emit(self, op, **fields):
-        # The wrappers' records equal the events of vLLM, in the same order.
+        # The wrappers' records must equal vLLM's events, in the same order.
         published = self.manager.take_events()
         stored = [h for e in published if isinstance(e, BlockStored) for h in e.block_hashes]
         removed = [h for e in published if isinstance(e, BlockRemoved) for h in e.block_hashes]
         assert stored == [h for _, h in self.stored] and removed == [h for _, h in self.evicted]
         assert any(isinstance(e, AllBlocksCleared) for e in published) == (op == "reset" and fields["done"])
-        # Without KV connectors, no free block without a key comes after one with a key.
+        # Without KV connectors, free blocks without a key come before the ones with a key.
         keyless = [key is None for _, key in self.queue()]
         assert keyless == sorted(keyless, reverse=True)
 
@@ -180,7 +180,7 @@ class Recorder:
         return self.requests[name]
 
     def append(self, name, tokens):
-        """Appends tokens to a request. They are written with its next event."""
+        """Appends tokens to a request. They are recorded with its next event."""
         self.requests[name].append_output_token_ids(list(tokens))
         self.unseen[name].extend(tokens)
 
@@ -247,7 +247,7 @@ class Recorder:
         return done
 
     def write(self, folder):
-        # Blocks by key, oldest registration first: a lookup returns the first.
+        # Blocks by key, oldest registration first, because a lookup returns the first.
         index = {}
         for key, blocks in self.pool.cached_block_hash_to_block._cache.items():
             index[self.key(get_block_hash(key))] = [blocks.block_id] if not isinstance(blocks, dict) else list(blocks)
@@ -263,7 +263,7 @@ class Recorder:
 
 
 class Scheduler:
-    """Steps in the manner of vLLM's scheduler: running requests first, then admissions. The last request is
+    """Runs steps like vLLM's scheduler: running requests first, then admissions. The last request is
     preempted."""
 
     def __init__(self, recorder, rng, max_running, chunk=None, drafts=0, must_fit=False):
@@ -273,7 +273,7 @@ class Scheduler:
         self.left, self.flavour, self.count = {}, {}, 0
 
     def add(self, tokens, output, salt=None, lora=None, flavour=None):
-        """Without a `flavour`, sampling is greedy: equal prompts have equal answers."""
+        """Without a `flavour`, sampling is greedy, so equal prompts have equal answers."""
         name, self.count = self.count, self.count + 1
         self.rec.request(name, tokens, salt, lora)
         self.left[name], self.flavour[name] = output, flavour
@@ -421,8 +421,8 @@ def copies(folder):
     sched = Scheduler(rec, rng, max_running=6)
     prompts = [some_tokens(rng, n) for n in (8, 12, 16)]
     for _ in range(50):
-        # Prompts of whole blocks: the last block is recomputed, so that it exists twice; later prompts
-        # continue it.
+        # Prompts of whole blocks: the last block is recomputed, so it exists twice. Later prompts continue
+        # it.
         tokens = rng.choice(prompts)
         if rng.random() < 0.5:
             tokens = tokens + some_tokens(rng, rng.randint(1, 9))
@@ -449,7 +449,7 @@ def reset(folder):
             sched.drain()
             assert rec.reset()
         if i % 20 == 19:
-            # All running requests return to the queue, the last one first; then the reset succeeds.
+            # All running requests return to the queue, last one first. Then the reset succeeds.
             while sched.running:
                 sched.preempt(sched.running.pop())
             assert rec.reset()
@@ -473,7 +473,7 @@ def speculative(folder):
 
 
 def hash_vectors(folder):
-    """Block hashes, with the exact bytes that are hashed."""
+    """Block hashes, with the exact bytes that go into them."""
     vectors, digests = [], {}
 
     def plain(value):
@@ -529,7 +529,7 @@ def hash_vectors(folder):
     add("adapter without a tag and an image", block, ("sql", ("image-1", 5)))
     add("empty extra keys", block, ())
 
-    # The same through a request, whose blocks have different extra keys.
+    # The same through a request whose blocks have different extra keys.
     tokens = list(range(500, 540))
     hashes = make_request("r", tokens, 8, "tenant-a", ("sql", "adapters/sql"), [("img", 5, 14)]).block_hashes
     extras = [(lora, ("mm", "img", 5), salt), (lora, ("mm", "img", -3)), (lora, ("mm", "img", -11)), (lora,), (lora,)]
