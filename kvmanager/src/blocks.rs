@@ -1,4 +1,4 @@
-//! Blocks by number, for engines that keep their own block lists.
+//! Blocks by ID, for engines that keep their own block lists.
 
 use kvcore::{
     Backend, BlockId, BlockPool, KvArena, KvLayout, KvShape, LayerViews, MemoryKind, MutableBlocks,
@@ -11,11 +11,11 @@ use crate::error::{CoreError, too_large};
 use crate::rows::read_rows;
 use crate::{Error, Result};
 
-/// The blocks of one device, allocated and freed by number, read and written block by block.
+/// The blocks of one device, allocated and freed by ID, and read and written block by block.
 ///
-/// The typed guards of [`BlockPool`] make wrong frees impossible; here, they are errors. All layers share the block
-/// numbers. Copies of rows run in the order of the caller's streams: a read sees rows that were written before on its
-/// stream, or on a stream that its stream waits for.
+/// The typed guards of [`BlockPool`] make wrong frees impossible; here, they are errors. All layers share the
+/// block IDs. Copies of rows run in the order of the caller's streams: a read sees rows that were written
+/// before on its stream, or on a stream that its stream waits for.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -55,7 +55,7 @@ impl BlockManager {
         Ok(Self { backend, arena, pool: BlockPool::new(0..blocks)?, held: BTreeMap::new() })
     }
 
-    /// Takes `n` blocks, or none.
+    /// Allocates `n` blocks, or none on failure.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if there are fewer than `n` free blocks.
@@ -72,8 +72,9 @@ impl BlockManager {
     /// Frees all of `blocks`, or none.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::ForeignBlock`] for a number past the last block, and [`Error::NotAllocated`] for a block
-    /// that is already free, is given twice, or belongs to a sequence. In these cases nothing is freed.
+    /// Returns [`kvcore::Error::ForeignBlock`] for an ID past the last block, and [`Error::NotAllocated`] for
+    /// a block that is already free, is given twice, or belongs to a sequence. Nothing is freed in these
+    /// cases.
     pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
         let mut seen = HashSet::new();
         for &block in blocks {
@@ -104,8 +105,8 @@ impl BlockManager {
     /// of `stream`.
     ///
     /// # Errors
-    /// Returns an error if the block is not allocated, if the rows reach past the end of the block, or if the layer or a
-    /// shape does not fit. In these cases nothing is written.
+    /// Returns an error if the block is not allocated, if the rows reach past the end of the block, or if the
+    /// layer or a shape does not fit. Nothing is written in these cases.
     pub fn write(
         &self,
         stream: &dyn Stream,
@@ -150,7 +151,7 @@ impl BlockManager {
         read_rows(self.backend.as_ref(), stream, &self.arena, layer, &(0..len).map(slot).collect())
     }
 
-    /// Frees all blocks that [`allocate`](Self::allocate) gave out. Blocks of sequences stay with their sequence.
+    /// Frees all blocks that [`allocate`](Self::allocate) returned. Sequences keep their blocks.
     pub fn reset(&mut self) {
         self.held.clear();
     }
@@ -159,7 +160,7 @@ impl BlockManager {
         self.arena.layout().shape().block_size
     }
 
-    /// Returns the number of blocks in each state, with the blocks of sequences.
+    /// Returns the number of blocks in each state, including the blocks of sequences.
     pub fn counts(&self) -> PoolCounts {
         self.pool.counts()
     }
@@ -169,7 +170,7 @@ impl BlockManager {
         self.arena.layout().num_slots()
     }
 
-    /// Returns the number of bytes of K, V and their scales over all layers.
+    /// Returns the number of bytes of K, V and their scales in all layers.
     pub fn memory_usage(&self) -> usize {
         self.arena.storages().map(|storage| storage.len()).sum()
     }

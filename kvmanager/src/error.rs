@@ -4,35 +4,35 @@ use kvcore::BlockId;
 
 pub(crate) use kvcore::Error as CoreError;
 
-/// Everything that a manager can refuse, with the numbers needed to act on it.
+/// The errors of the managers, with the numbers needed to act on them.
 ///
-/// A call that returns an error has changed nothing.
+/// A call that returns an error changes nothing.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A block that is free: freed twice, given twice, or never allocated.
+    /// A block is not allocated: it was freed twice, given twice, or never allocated.
     #[error("block {block} is not allocated")]
     NotAllocated {
         /// The block.
         block: BlockId,
     },
-    /// A number that another sequence has.
+    /// Another sequence already has this ID.
     #[error("sequence {0} exists already")]
     SequenceExists(u64),
-    /// A sequence that would have more blocks than it may.
+    /// A sequence would exceed its maximum number of blocks.
     #[error("sequence {sequence} would have {blocks} blocks, the limit is {limit}")]
     SequenceTooLong {
         /// The sequence.
         sequence: u64,
-        /// Blocks that the sequence would have.
+        /// Number of blocks that the sequence would have.
         blocks: usize,
-        /// The most blocks of a sequence.
+        /// Maximum number of blocks per sequence.
         limit: usize,
     },
-    /// A request that holds no blocks: one that never reserved any, or was released.
+    /// A request holds no blocks: it never reserved any, or was released.
     #[error("unknown request {0}")]
     UnknownRequest(u64),
-    /// A piece of a merge that arrived before.
+    /// A piece of a merge has already arrived.
     #[error("stage {stage} of chunk {chunk} has arrived already")]
     DuplicatePiece {
         /// The chunk of tokens.
@@ -40,7 +40,7 @@ pub enum Error {
         /// The stage of the pipeline.
         stage: usize,
     },
-    /// A piece of a chunk that is already complete, and may be in use.
+    /// A piece belongs to a chunk that is already complete and may be in use.
     #[error("stage {stage} of chunk {chunk} is late: the chunk is already complete")]
     LatePiece {
         /// The chunk of tokens.
@@ -48,7 +48,7 @@ pub enum Error {
         /// The stage of the pipeline.
         stage: usize,
     },
-    /// A share, threshold or heat outside 0 to 1.
+    /// A fraction, threshold or heat is not between 0 and 1.
     #[error("{what} is {value}, not between 0 and 1")]
     NotAFraction {
         /// The quantity.
@@ -56,7 +56,7 @@ pub enum Error {
         /// The value given.
         value: f64,
     },
-    /// From the caches below.
+    /// An error of `kvcore`.
     #[error(transparent)]
     Core(#[from] kvcore::Error),
 }
@@ -74,7 +74,7 @@ pub(crate) fn too_large(what: &'static str, value: usize, most: usize) -> Error 
     Error::Core(CoreError::TooLarge { what, value: value as i128, most: most as i128 })
 }
 
-/// Checks that two extents agree.
+/// Checks that two extents are equal.
 pub(crate) fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::Core(CoreError::mismatch(what, expected, got))) }
 }

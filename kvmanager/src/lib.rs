@@ -1,4 +1,4 @@
-//! Managers for engines that think in numbers instead of guards, built on the public API of [`kvcore`].
+//! Managers for engines that use IDs instead of guards, built on the public API of [`kvcore`].
 //!
 //! ```text
 //!   an engine that keeps …                      takes              instead of

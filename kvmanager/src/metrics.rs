@@ -38,7 +38,7 @@ pub struct PoolMetrics {
     pub counts: PoolCounts,
     /// Number of successful reservations.
     pub reservations: u64,
-    /// Number of reservations refused for lack of blocks.
+    /// Number of reservations that failed for lack of blocks.
     pub refused: u64,
     /// Number of requests released.
     pub releases: u64,
@@ -91,7 +91,7 @@ const HISTOGRAMS: [LatencyColumn<PoolMetrics>; 2] = [
 ];
 
 impl PoolMetrics {
-    /// Reads the metrics of a pool alone. The counts of calls are 0, and the latencies are empty.
+    /// Reads the metrics of a pool without a manager. The counts of calls are 0, and the latencies are empty.
     pub(crate) fn of(pool: &BlockPool) -> Self {
         let counts = pool.counts();
         let in_flight = counts.mutable + counts.shared;
@@ -128,8 +128,7 @@ impl PoolMetrics {
         ]
     }
 
-    /// Returns the metrics of several pools in the text format of Prometheus, each with its name as the
-    /// label `pool`.
+    /// Formats the metrics of several pools for Prometheus, with each name as the value of the label `pool`.
     pub fn prometheus(pools: &[(&str, &Self)]) -> String {
         let mut text = Exposition::default();
         text.numbers(&COLUMNS, "pool", pools);

@@ -63,7 +63,7 @@ struct Timing {
 }
 
 impl StorageManager {
-    /// Creates a manager of the blocks of a pool. Each reservation and each release reads the clock twice.
+    /// Creates a manager for a pool's blocks. Each reservation and each release reads the clock twice.
     pub fn new(pool: BlockPool) -> Self {
         Self { pool, requests: Mutex::default(), timing: Timing::default() }
     }
@@ -71,8 +71,8 @@ impl StorageManager {
     /// Reserves `blocks` more blocks for a request, or none, and returns them. Evicts cached blocks if needed.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case the request keeps
-    /// the blocks that it had.
+    /// Returns [`kvcore::Error::OutOfBlocks`] if there are too few free and evictable blocks. The request
+    /// keeps its earlier blocks in that case.
     pub fn reserve(&self, request: u64, blocks: usize) -> Result<Vec<BlockId>> {
         timed(&self.timing.allocation, || {
             let mut requests = self.requests.lock();
@@ -89,7 +89,7 @@ impl StorageManager {
         })
     }
 
-    /// Frees all blocks of a request. Returns their number.
+    /// Frees all blocks of a request, and returns their number.
     ///
     /// # Errors
     /// Returns [`Error::UnknownRequest`] if the request is not known.

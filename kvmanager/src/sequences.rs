@@ -1,4 +1,4 @@
-//! Sequences under the caller's own numbers, written layer by layer and read back as dense tensors.
+//! Sequences under the caller's own IDs, written layer by layer and read back as dense tensors.
 
 use kvcore::{Backend, LayerViews, PagedKvCache, SequenceId, SequenceStart, Stream, TensorView};
 use std::collections::BTreeMap;
@@ -8,7 +8,7 @@ use crate::error::{CoreError, range, same, too_large};
 use crate::rows::read_rows;
 use crate::{BlockManager, Error, Result};
 
-/// Default limit to the number of blocks of a sequence.
+/// Default maximum number of blocks per sequence.
 pub const DEFAULT_MAX_BLOCKS: usize = 64;
 
 #[derive(Debug)]
@@ -70,7 +70,7 @@ impl PagedSequences {
         Ok(Self { backend, cache, sequences: BTreeMap::new(), max_blocks: DEFAULT_MAX_BLOCKS })
     }
 
-    /// Sets the limit to the number of blocks of a sequence.
+    /// Sets the maximum number of blocks per sequence.
     #[must_use]
     pub fn max_blocks(mut self, blocks: usize) -> Self {
         self.max_blocks = blocks;
@@ -108,7 +108,7 @@ impl PagedSequences {
         written.get(layer).copied().ok_or(range("layer", layer, written.len()))
     }
 
-    /// Returns the number of tokens of a sequence, which is that of its longest layer.
+    /// Returns the number of tokens of a sequence, which is the length of its longest layer.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
@@ -119,9 +119,9 @@ impl PagedSequences {
     /// Appends new rows `[tokens, heads, dim]` to one layer.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence, [`Error::SequenceTooLong`] if the
-    /// sequence would exceed its limit of blocks, [`kvcore::Error::OutOfBlocks`] if there are not enough blocks,
-    /// and an error if the layer or a shape does not fit. In these cases the sequence is unchanged.
+    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence, [`Error::SequenceTooLong`] if
+    /// the sequence would exceed its limit of blocks, [`kvcore::Error::OutOfBlocks`] if there are not enough
+    /// blocks, and an error if the layer or a shape does not fit. The sequence is unchanged in these cases.
     pub fn append(
         &mut self,
         stream: &dyn Stream,
@@ -134,9 +134,9 @@ impl PagedSequences {
         self.write(stream, number, layer, k, v, start)
     }
 
-    /// Writes rows of one layer at `start`, in place of all tokens that the layer had from `start` on. Returns all rows
-    /// of the layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
-    /// Blocks past the end of the longest layer are freed.
+    /// Writes rows of one layer at `start`, replacing all tokens of the layer starting at `start`. Returns
+    /// all rows of the layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`. Blocks past the end of the
+    /// longest layer are freed.
     ///
     /// ```
     /// # use kvbackend_cpu::CpuBackend;

@@ -37,32 +37,33 @@ pub struct ChunkCacheConfig {
     pub memory_share: f64,
     /// The maximum number of pieces to keep, awake or asleep. Each piece of an oversized chunk counts.
     pub max_chunks: usize,
-    /// The largest number of tokens of a piece. A longer chunk is stored in several pieces. Later pieces see
-    /// earlier ones, so the limit never changes an answer.
+    /// The maximum number of tokens per piece. A longer chunk is stored in several pieces. Later pieces see
+    /// earlier ones, so this limit never changes an answer.
     pub max_chunk_tokens: usize,
-    /// The separator between the parts of a prompt, for the program that splits the text
-    /// ([`SplitPrompt`](crate::SplitPrompt)). Caches and engines see only tokens and never read this field.
+    /// The separator between the parts of a prompt, for the program that splits the string
+    /// ([`SplitPrompt`](crate::SplitPrompt)). Caches and engines only see tokens and never read this field.
     #[serde(alias = "chunk_separator")]
     pub separator: String,
     /// The hash algorithm for chunks.
     #[serde(alias = "chunk_hash_algo")]
     pub hash_algorithm: HashAlgorithm,
-    /// The positions that chunks take when they are used. `virtual` is accepted as a name of the default
-    /// strategy; the word describes how chunks are stored under every strategy except the absolute one.
+    /// The positions that chunks get when they are used. `virtual` is accepted as another name for the
+    /// default strategy, although it describes how chunks are stored under every strategy except the absolute
+    /// one.
     pub position_strategy: PositionStrategy,
     /// The tokens that a chunk sees while its KV is computed.
     pub compute_mode: ComputeMode,
     /// The policy that chooses the next piece to evict.
     pub cache_policy: PolicyKind,
-    /// Measures the times of lookups, placements, computations and wakes.
+    /// Whether to measure the times of lookups, placements, computations and wakes.
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
-    /// The longest time in milliseconds that a request waits for pieces that other requests compute. After
-    /// that time the request computes the pieces for itself. Waking pieces waits no longer than this for
-    /// pieces that other threads move.
+    /// The maximum time in milliseconds that a request waits for pieces that other requests are computing.
+    /// After that, the request computes them itself. It also limits how long waking waits for pieces that
+    /// other threads are moving.
     pub max_wait_ms: u64,
-    /// Replaces a piece that is missing under this system prompt by one that was computed under another
-    /// system prompt, if that is not longer. The error of such a hit has no bound, and the hit counts as
+    /// Whether a piece that is missing under this system prompt may be replaced by one computed with another
+    /// system prompt that is not longer. The error of such a hit is not bounded, and it counts as
     /// approximate.
     pub cross_system_reuse: bool,
 }
@@ -97,7 +98,7 @@ impl ChunkCacheConfig {
         ReuseCell { mode: self.compute_mode, strategy: self.position_strategy }
     }
 
-    /// Checks that every value is in its domain.
+    /// Checks that every value is valid.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `max_chunks` or `max_chunk_tokens` is 0, [`Error::NotAShare`] if

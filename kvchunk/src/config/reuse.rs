@@ -1,4 +1,4 @@
-//! A way of reuse: everything that a request specifies about its chunks besides their tokens.
+//! How chunks are reused: everything that a request specifies about its chunks apart from their tokens.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,7 +6,7 @@ use super::ReuseCell;
 use crate::recompute::Recompute;
 use crate::scaling::ContextScaling;
 
-/// A way to reuse the chunks of a prompt: their positions, what they have seen, which of their tokens are
+/// How to reuse a prompt's chunks: their positions, what they have seen, which of their tokens are
 /// recomputed, and how the question attends to them.
 ///
 /// ```
@@ -17,8 +17,8 @@ use crate::scaling::ContextScaling;
 /// assert!(way.scaling.is_plain());
 /// ```
 ///
-/// The default is the way whose answers were closest to full attention on a published model
-/// (docs/quality.md). It is not exact under any mask; [`plain`](Self::plain) reuse is, in most cells.
+/// The default gave the answers closest to full attention on a published model (docs/quality.md). It is not
+/// exact with any mask; [`plain`](Self::plain) reuse is exact in most cells.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Reuse {

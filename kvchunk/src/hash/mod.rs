@@ -1,11 +1,10 @@
 //! Chunk hashes: the identity of a chunk's stored bytes.
 //!
-//! A hash covers everything that the bytes depend on, and nothing else. The root key covers model, tokenizer,
-//! rotary specification and regime, element type, layout, adapter and tenant. Under that root, a chunk's hash
-//! covers:
+//! A hash covers exactly what the bytes depend on. The root key covers model, tokenizer, rotary specification
+//! and regime, element type, layout, adapter and tenant. Under that root, a chunk's hash covers:
 //!
 //! - the compute mode, with the system prompt's tokens if the chunk saw them;
-//! - its position, under the absolute strategy only;
+//! - its position, but only with the absolute strategy;
 //! - the preceding pieces, for a piece of an oversized chunk;
 //! - its own tokens.
 //!
@@ -17,15 +16,15 @@ use kvcore::BlockKey;
 
 use crate::config::{ComputeMode, HashAlgorithm};
 
-/// The identity of a piece's bytes, independent of the place of use. Two hashes are equal if their keys are
-/// equal.
+/// The identity of a piece's bytes, independent of where the piece is used. Two hashes are equal if their
+/// keys are equal.
 #[derive(Debug, Clone, Copy)]
 pub struct ChunkHash {
-    /// The 256-bit key. Under [`HashAlgorithm::Xxh3`] its second half is zero.
+    /// The 256-bit key. With [`HashAlgorithm::Xxh3`] its second half is zero.
     pub key: BlockKey,
-    /// The number of tokens of the piece.
+    /// The number of tokens in the piece.
     pub token_count: usize,
-    /// The number of blocks that the piece takes.
+    /// The number of blocks that the piece needs.
     pub num_blocks: usize,
 }
 
@@ -43,7 +42,7 @@ impl std::hash::Hash for ChunkHash {
     }
 }
 
-/// The context of a prompt's chunks: everything that a hash covers except tokens of chunks.
+/// The context of a prompt's chunks: everything that a hash covers except chunk tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkContext {
     root: BlockKey,
@@ -62,7 +61,7 @@ impl ChunkContext {
         Self { root, mode, system, position: None }
     }
 
-    /// Returns this context for a chunk that is used at one position only.
+    /// Returns this context for a chunk that is used only at one position.
     #[must_use]
     pub fn at(&self, position: i64) -> Self {
         Self { position: Some(position), ..self.clone() }
@@ -88,13 +87,13 @@ pub struct ChunkHasher {
     algorithm: HashAlgorithm,
     context: Arc<ChunkContext>,
     base: BlockKey,
-    /// The start of hash chains that leave the system prompt out.
+    /// The start of hash chains that leave out the system prompt.
     any_system: BlockKey,
     block_size: usize,
 }
 
 impl ChunkHasher {
-    /// Creates a hasher for chunks in `context`. A block holds `block_size` tokens.
+    /// Creates a hasher for chunks in `context`, with `block_size` tokens per block.
     pub fn new(algorithm: HashAlgorithm, context: ChunkContext, block_size: usize) -> Self {
         let purpose = match context.mode {
             ComputeMode::WithSystem => "kvchunk with-system v2",
@@ -116,8 +115,8 @@ impl ChunkHasher {
         &self.context
     }
 
-    /// Cuts a chunk into pieces of at most `max_tokens` tokens and hashes them. Each hash covers the
-    /// preceding pieces. A limit of 0 is taken as 1.
+    /// Splits a chunk into pieces of at most `max_tokens` tokens and hashes them. Each hash covers the
+    /// preceding pieces. A limit of 0 counts as 1.
     pub fn pieces<'t>(
         &'t self,
         tokens: &'t [u32],
@@ -138,7 +137,7 @@ impl ChunkHasher {
     }
 }
 
-/// A piece of a chunk to look up: its hash, with everything that the hash covers.
+/// A piece of a chunk to look up: its hash, and everything that the hash covers.
 #[derive(Debug, Clone, Copy)]
 pub struct ChunkPiece<'t> {
     hasher: &'t ChunkHasher,
@@ -158,7 +157,7 @@ impl ChunkPiece<'_> {
         self.tokens
     }
 
-    /// Returns true if the hash proves the contents to a cache that has not computed them.
+    /// Returns whether the hash proves the contents to a cache that has not computed them.
     pub(crate) fn resists_collisions(&self) -> bool {
         self.hasher.algorithm.resists_collisions()
     }
@@ -169,15 +168,15 @@ impl ChunkPiece<'_> {
         Self { hash, ..self }
     }
 
-    /// Returns the hash of the same tokens under any system prompt, for approximate hits. Returns `None` for
-    /// chunks that see no system prompt.
+    /// Returns the hash of the same tokens with any system prompt, for approximate hits. Returns `None` for
+    /// chunks that do not see a system prompt.
     pub(crate) fn any_system(&self) -> Option<BlockKey> {
         let algorithm = self.hasher.algorithm;
         let hash = || algorithm.child(&algorithm.child(&self.hasher.any_system, self.before), self.tokens);
         (self.hasher.context.mode == ComputeMode::WithSystem).then(hash)
     }
 
-    /// Returns the evidence that a later hit is compared with.
+    /// Returns the evidence to compare later hits with.
     pub(crate) fn evidence(&self) -> PieceEvidence {
         let whole = !self.hasher.algorithm.resists_collisions();
         PieceEvidence {
@@ -188,16 +187,16 @@ impl ChunkPiece<'_> {
 }
 
 // Decision: docs/decisions/chunks.md#a-hit-compares-tokens-or-everything
-/// The evidence of a stored piece, compared on every hit, since a hash alone is never trusted.
+/// The evidence of a stored piece. It is compared on every hit, since a hash alone is never trusted.
 #[derive(Debug, Clone)]
 pub(crate) struct PieceEvidence {
     tokens: Arc<[u32]>,
-    /// The context and the tokens of earlier pieces, if the hash does not resist collisions.
+    /// The context and the tokens of earlier pieces, if the hash is not collision-resistant.
     rest: Option<(Arc<ChunkContext>, Arc<[u32]>)>,
 }
 
 impl PieceEvidence {
-    /// Returns true if a piece with the same hash is the stored one.
+    /// Returns whether a piece with the same hash is the stored one.
     pub(crate) fn proves(&self, piece: &ChunkPiece<'_>) -> bool {
         let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {
             **before == *piece.before
@@ -206,7 +205,7 @@ impl PieceEvidence {
         *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
     }
 
-    /// Returns true if a piece with the same hash is the stored one, except perhaps for the system prompt.
+    /// Returns whether a piece with the same hash is the stored one, except perhaps for the system prompt.
     pub(crate) fn proves_under_any_system(&self, piece: &ChunkPiece<'_>) -> bool {
         let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {
             let asked = &piece.hasher.context;
@@ -216,7 +215,7 @@ impl PieceEvidence {
         *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
     }
 
-    /// Returns true if the tokens alone prove the hash.
+    /// Returns whether the tokens alone prove the hash.
     pub(crate) fn is_tokens_alone(&self) -> bool {
         self.rest.is_none()
     }

@@ -1,4 +1,4 @@
-//! The text for Prometheus, written by `prometheus-client` in the `OpenMetrics` format.
+//! The Prometheus exposition, written by `prometheus-client` in the `OpenMetrics` format.
 
 use std::fmt;
 
@@ -12,7 +12,7 @@ use super::Latencies;
 /// The kind of a metric family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MetricKind {
-    /// A number that only grows. The text appends `_total` to the name.
+    /// A number that only grows. `_total` is appended to the name.
     Counter,
     /// A number that can rise and fall.
     Gauge,
@@ -20,7 +20,7 @@ pub enum MetricKind {
     Histogram,
 }
 
-/// Metrics of a scrape. Each family is written once, with all of its samples.
+/// The metrics of a scrape. Each family is written once, with all its samples.
 ///
 /// ```
 /// use kvchunk::metrics::{Exposition, MetricKind};
@@ -39,15 +39,16 @@ pub enum MetricKind {
 pub struct Exposition(Vec<MetricFamily>);
 
 impl Exposition {
-    /// Begins a family. `name` and the names of labels match `[a-zA-Z_][a-zA-Z0-9_]*`, and `help` is a phrase
-    /// without its full stop. Label values may be any text.
+    /// Begins a family. `name` and the label names must match `[a-zA-Z_][a-zA-Z0-9_]*`, and `help` must be a
+    /// phrase without a full stop. Label values may be any string.
     pub fn family(&mut self, name: &'static str, kind: MetricKind, help: &'static str) -> &mut MetricFamily {
         let at = self.0.len();
         self.0.push(MetricFamily { name, kind, help, samples: Vec::new() });
         &mut self.0[at]
     }
 
-    /// Adds a family for each of `columns`, with a sample of each of `sources`, named by its `label`.
+    /// Adds a family for each of `columns`, with one sample per source in `sources`. `label` names the label
+    /// that holds the source's name.
     pub fn numbers<M>(&mut self, columns: &[NumberColumn<M>], label: &str, sources: &[(&str, &M)]) {
         for (name, kind, help, value) in columns {
             let family = self.family(name, *kind, help);
@@ -57,8 +58,8 @@ impl Exposition {
         }
     }
 
-    /// Adds a histogram family for each of `columns`, with the latencies of each of `sources`, named by its
-    /// `label`.
+    /// Adds a histogram family for each of `columns`, with the latencies of each source in `sources`. `label`
+    /// names the label that holds the source's name.
     pub fn latencies<M>(&mut self, columns: &[LatencyColumn<M>], label: &str, sources: &[(&str, &M)]) {
         for (name, help, latencies) in columns {
             let family = self.family(name, MetricKind::Histogram, help);
@@ -69,10 +70,10 @@ impl Exposition {
     }
 }
 
-/// One number of metrics `M`: its name, kind, help text and value.
+/// A number column for metrics `M`: its name, kind, help text and value.
 pub type NumberColumn<M> = (&'static str, MetricKind, &'static str, fn(&M) -> f64);
 
-/// Latencies of metrics `M`: their name, help text and value.
+/// A latency column for metrics `M`: its name, help text and value.
 pub type LatencyColumn<M> = (&'static str, &'static str, fn(&M) -> &Latencies);
 
 impl fmt::Display for Exposition {
@@ -85,7 +86,7 @@ impl fmt::Display for Exposition {
     }
 }
 
-/// A family of an [`Exposition`], to which samples are added.
+/// A family of an [`Exposition`], which samples can be added to.
 #[derive(Debug, Clone)]
 pub struct MetricFamily {
     name: &'static str,

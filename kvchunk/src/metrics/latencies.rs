@@ -7,7 +7,7 @@ use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-/// The largest duration that is recorded as it is, in nanoseconds (about 18 minutes). Longer ones count as
+/// The longest duration that is recorded exactly, in nanoseconds (about 18 minutes). Longer ones count as
 /// this one.
 const LONGEST: u64 = 1 << 40;
 /// The number of decimal digits of a quantile that are exact.
@@ -83,15 +83,15 @@ impl Latencies {
     }
 
     // Decision: docs/decisions/managers.md#quantiles-are-rounded-up-to-the-end-of-their-bucket
-    /// Returns a duration that the share `q` of all durations does not exceed, exact to two digits, never too
-    /// small and at most the longest duration, or `None` if nothing was recorded.
+    /// Returns a duration that the fraction `q` of all durations does not exceed. It is exact to two digits,
+    /// never too small, and at most the longest duration. Returns `None` if nothing was recorded.
     pub fn quantile(&self, q: f64) -> Option<Duration> {
         let histogram = self.histogram.as_ref().filter(|histogram| !histogram.is_empty())?;
         let bound = Duration::from_nanos(histogram.value_at_quantile(q.clamp(0.0, 1.0)));
         Some(bound.min(self.longest))
     }
 
-    /// Returns buckets whose bounds double, as `(bound in seconds, number of durations up to the bound)`.
+    /// Returns buckets with doubling bounds, as `(bound in seconds, number of durations up to the bound)`.
     pub(crate) fn cumulative(&self) -> impl Iterator<Item = (f64, u64)> {
         EXPONENTS.map(|exponent| {
             let end = 1u64 << exponent;
@@ -112,7 +112,7 @@ impl fmt::Debug for Latencies {
     }
 }
 
-/// The summary of [`Latencies`] that is serialised.
+/// The summary that [`Latencies`] serialises to.
 #[derive(Serialize)]
 struct Summary {
     count: u64,

@@ -1,7 +1,7 @@
-//! Measurements of the caches: latencies, goals, and the text for Prometheus.
+//! Measurements of the caches: latencies, goals, and the Prometheus exposition.
 //!
-//! Latencies are histograms of `hdrhistogram`; `prometheus-client` writes the text. Values are read from the
-//! caches at the moment of a scrape: nothing is registered, and nothing runs in the background.
+//! Latencies are `hdrhistogram` histograms, and `prometheus-client` writes the exposition. Values are read
+//! from the caches when they are scraped: nothing is registered, and nothing runs in the background.
 //!
 //! ```
 //! use std::time::Duration;

@@ -6,9 +6,9 @@ use crate::error::Result;
 
 /// The slots and positions of the system prompt, the chunks and any further parts, in logical order.
 ///
-/// The positions are those at which the tokens are *used*, but the keys are rotated for the positions at
-/// which they were stored. A kernel that takes one table for all parts therefore needs parts without an
-/// offset (the overlapped strategy in with-system mode, or the absolute strategy), or the run of a
+/// The positions are those at which the tokens are *used*, but the keys are rotated to the positions at which
+/// they were stored. A kernel that uses one table for all parts therefore needs parts without an offset (the
+/// overlapped strategy in with-system mode, or the absolute strategy), or the run of a
 /// [`RotatedCopy`](crate::RotatedCopy).
 ///
 /// ```
@@ -31,12 +31,12 @@ pub struct MergedRun {
     pub positions: Vec<i64>,
     /// The blocks of the parts, one part after another. They need not be contiguous.
     pub block_ids: Vec<BlockId>,
-    /// The number of tokens of all parts together.
+    /// The number of tokens in all parts together.
     pub total_tokens: usize,
 }
 
 impl MergedRun {
-    /// Merges `parts` in the given order. A block holds `block_size` tokens.
+    /// Merges `parts` in the given order, with `block_size` tokens per block.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if a segment has more tokens than its blocks hold.

@@ -1,4 +1,4 @@
-//! Positions: plans the places of a prompt's parts, and places stored chunks.
+//! Positions: plans where a prompt's parts go, and places stored chunks there.
 
 mod merged;
 mod plan;

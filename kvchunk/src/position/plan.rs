@@ -4,7 +4,7 @@ use crate::config::{PositionStrategy, ReuseCell};
 use crate::error::{Error, Result};
 use crate::prompt::ChunkedPrompt;
 
-/// The places at which one chunk is stored and used.
+/// Where one chunk is stored and used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkPlace {
     /// The logical index of the chunk's first token.
@@ -18,13 +18,13 @@ pub struct ChunkPlace {
 }
 
 impl ChunkPlace {
-    /// Returns the distance in positions from the stored place to the place of use.
+    /// Returns the distance from the stored position to the position where the chunk is used.
     pub fn offset(&self) -> i64 {
         self.used_start - self.stored_start
     }
 }
 
-/// The positions of all parts of a prompt. The separator takes none.
+/// The positions of all parts of a prompt. The separator has no position.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PositionPlan {
     /// The places of the chunks, in the prompt's order.
@@ -40,7 +40,7 @@ impl PositionPlan {
     ///
     /// # Errors
     /// Returns [`Error::TooLong`] if the question's last position is not below `max_positions`. The limit
-    /// applies to the largest position, not to the number of tokens.
+    /// applies to the highest position, not to the number of tokens.
     pub fn new(prompt: &ChunkedPrompt, cell: ReuseCell, max_positions: usize) -> Result<Self> {
         let system = prompt.system().len();
         let mut chunks = Vec::with_capacity(prompt.chunks().len());
@@ -67,7 +67,7 @@ impl PositionPlan {
         Ok(plan)
     }
 
-    /// Checks that the last position of the question of `prompt` is below `max_positions`.
+    /// Checks that the last position of the question in `prompt` is below `max_positions`.
     pub(crate) fn check(&self, prompt: &ChunkedPrompt, max_positions: usize) -> Result<()> {
         let largest = self.question_position + prompt.question().len() as i64 - 1;
         if usize::try_from(largest).is_ok_and(|largest| largest >= max_positions) {

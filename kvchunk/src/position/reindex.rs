@@ -1,4 +1,4 @@
-//! Reindexing places a stored piece at the position where a prompt uses it, without touching a key byte.
+//! Reindexing places a stored piece at the position where a prompt uses it, without changing any key bytes.
 
 use kvcore::{LayerRopes, Rope, Segment, SlotMapping};
 
@@ -6,7 +6,8 @@ use super::stored::Stored;
 use crate::cache::PieceHold;
 use crate::error::{Error, Result};
 
-/// Places stored pieces at the positions where prompts use them, within the positions of the model.
+/// Places stored pieces at the positions where prompts use them, within the positions that the model
+/// supports.
 ///
 /// Keys stay as they are stored, rotated at their virtual positions. Instead, `attend` rotates the *query* by
 /// its position minus the piece's offset, which gives the same scores.
@@ -18,30 +19,30 @@ pub struct PositionReindexer {
 impl PositionReindexer {
     /// Creates a reindexer for a model with this rotary embedding in every layer.
     ///
-    /// Pieces that were computed under other frequencies (another regime of dynamic NTK or LongRoPE) have
-    /// other hashes and are never found.
+    /// Pieces computed with other frequencies (another regime of dynamic NTK or LongRoPE) have other hashes
+    /// and are never found.
     pub fn new(rope: &Rope) -> Self {
         Self { max_positions: rope.max_positions() }
     }
 
-    /// Creates a reindexer for the embeddings of a request, one per layer. The layer with the fewest
-    /// positions sets the limit.
+    /// Creates a reindexer for a request's embeddings, one per layer. The layer with the fewest positions
+    /// sets the limit.
     pub fn for_layers(ropes: &LayerRopes) -> Self {
         let each = ropes.layers().iter().map(|rope| rope.max_positions());
         Self { max_positions: each.min().unwrap_or(0) }
     }
 
     /// Places a piece with its first token at position `new_position_start` and at index 0 of the merged KV.
-    /// To place it further on, call [`PlacedPiece::at_offset_in_merged_kv`].
+    /// To place it later, call [`PlacedPiece::at_offset_in_merged_kv`].
     ///
     /// # Errors
-    /// Returns [`Error::TooLong`] if the model does not have one of the positions.
+    /// Returns [`Error::TooLong`] if the model does not support one of the positions.
     pub fn reindex(&self, chunk: PieceHold, new_position_start: i64) -> Result<PlacedPiece> {
         self.check(new_position_start, chunk.num_tokens())?;
         Ok(PlacedPiece { original: chunk, new_position_start, offset_in_merged_kv: 0 })
     }
 
-    /// Checks that the model has the positions of `len` tokens from `start`.
+    /// Checks that the model supports the positions of `len` tokens starting at `start`.
     pub(crate) fn check(&self, start: i64, len: usize) -> Result<()> {
         if self.has(start, len as i64) {
             return Ok(());
@@ -50,7 +51,7 @@ impl PositionReindexer {
         Err(Error::TooLong { largest, limit: self.max_positions })
     }
 
-    /// Returns the number of positions of the model.
+    /// Returns the number of positions that the model supports.
     pub fn max_positions(&self) -> usize {
         self.max_positions
     }
@@ -71,7 +72,7 @@ impl PositionReindexer {
     }
 }
 
-/// A stored piece at the place where a prompt uses it: metadata over the original blocks.
+/// A stored piece, placed where a prompt uses it: metadata over the original blocks.
 #[derive(Debug, Clone)]
 #[doc(alias = "ReindexedChunkKV")]
 pub struct PlacedPiece {
@@ -93,12 +94,12 @@ impl PlacedPiece {
         self.new_position_start
     }
 
-    /// Returns the distance in positions from the stored place of the keys to the place of use.
+    /// Returns the distance from the keys' stored positions to the positions where they are used.
     pub fn position_offset(&self) -> i64 {
         self.new_position_start - self.original.cached_position_start()
     }
 
-    /// Returns the slot of every token. The slots do not depend on the place of use.
+    /// Returns the slot of every token. The slots do not depend on where the piece is used.
     pub fn slot_mapping(&self) -> Result<SlotMapping> {
         let chunk = &self.original;
         Ok(SlotMapping::in_blocks(chunk.block_ids(), chunk.block_size(), 0..chunk.num_tokens())?)

@@ -14,7 +14,7 @@ pub(crate) struct Stored<'a> {
 }
 
 impl Stored<'_> {
-    /// Returns the segment of these keys and values, used at the positions from `position` on.
+    /// Returns the segment of these keys and values, used at positions starting at `position`.
     pub(super) fn used_at(self, position: i64, logical: usize) -> Segment {
         Segment::new(Arc::clone(self.blocks), self.len, logical, self.start).at_offset(position - self.start)
     }

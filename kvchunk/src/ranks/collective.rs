@@ -8,8 +8,8 @@ use parking_lot::Mutex;
 use super::RankAgreement;
 use crate::error::Result;
 
-/// A rank that agrees by all-reduces of a [`Communicator`]: flags are bytes, and the minimum over all ranks
-/// wins.
+/// A rank that reaches agreement through a [`Communicator`]'s all-reduces: flags are bytes, and the minimum
+/// over all ranks wins.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -28,21 +28,21 @@ use crate::error::Result;
 /// # Ok::<(), kvchunk::Error>(())
 /// ```
 ///
-/// A rank that cannot take part in an agreement aborts the group, and no other rank waits for it. A dropped
-/// rank leaves the group, unless others hold its communicator.
+/// A rank that cannot take part in an agreement aborts the group, so that no other rank waits for it. A
+/// dropped rank leaves the group, unless others hold its communicator.
 #[derive(Debug)]
 pub struct CollectiveRank {
     communicator: Arc<dyn Communicator>,
     backend: Arc<dyn Backend>,
     stream: Arc<dyn Stream>,
-    /// Device memory for the most flags so far. Locked during an agreement.
+    /// Device memory for the largest number of flags so far. Locked during an agreement.
     flags: Mutex<Option<OwnedStorage>>,
 }
 
 impl CollectiveRank {
-    /// Creates the agreement of one rank, with a stream of its own. `backend` MUST be the one whose memory
-    /// the communicator moves. Other collectives of the communicator, if there are any, MUST come in the same
-    /// order on all ranks, and be ordered by a wait of the host.
+    /// Creates one rank's agreement, with its own stream. `backend` MUST be the backend whose memory the
+    /// communicator moves. If the communicator has other collectives, they MUST come in the same order on all
+    /// ranks, and the host MUST wait between them and the agreements.
     ///
     /// # Errors
     /// Returns the errors of [`Backend::stream`].

@@ -1,4 +1,4 @@
-//! The lookup on all ranks: the local lookup, with an agreement after each step.
+//! Lookup on all ranks: the local lookup, with an agreement after each step.
 
 use super::{RankAgreement, shortest, together};
 use crate::assembly::{FoundPiece, LocalLookup, PromptLookup};
@@ -7,9 +7,10 @@ use crate::error::Result;
 use crate::hash::ChunkPiece;
 use crate::prefix::PrefixFill;
 
-/// The lookup of one rank, which finds only parts that all ranks find.
+/// One rank's lookup, which only finds parts that all ranks find.
 ///
-/// A piece that this rank holds and another one lacks is released and recomputed; the stored copy stays.
+/// If this rank holds a piece that another rank lacks, the piece is released and recomputed; the stored copy
+/// stays.
 #[derive(Debug)]
 pub(crate) struct RankLookup<'a> {
     pub(crate) local: LocalLookup<'a>,
@@ -17,8 +18,8 @@ pub(crate) struct RankLookup<'a> {
 }
 
 impl PromptLookup for RankLookup<'_> {
-    /// Takes as much of the system prompt from the cache as all ranks have. All ranks compute the rest in the
-    /// same pass and keep it, and none waits for another request.
+    /// Uses as much of the cached system prompt as all ranks have. All ranks compute the rest in the same
+    /// pass and keep it, and none of them waits for another request.
     fn fill_system(&self, tokens: &[u32], _wait: bool) -> Result<SystemFound> {
         let filled = self.local.fill_alone(tokens);
         let cached = filled.as_ref().map_or(0, PrefixFill::cached);
@@ -30,8 +31,8 @@ impl PromptLookup for RankLookup<'_> {
         together(self.ranks, filled).map(SystemFound::from)
     }
 
-    /// Holds the pieces that all ranks hold. A piece that sleeps here is woken first. A piece counts as exact
-    /// if it is exact on all ranks.
+    /// Holds the pieces that all ranks hold. If a piece is asleep here, it is woken first. A piece counts as
+    /// exact if it is exact on all ranks.
     fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>> {
         let mut all = self.local.held(pieces);
         let Some(cache) = self.local.chunks else { return Ok(all) };
@@ -53,9 +54,9 @@ impl PromptLookup for RankLookup<'_> {
         Ok(all)
     }
 
-    /// Reserves room for a piece that all ranks compute in the same pass. A rank therefore neither waits for
-    /// another request nor takes a piece that has been stored since; such a piece is computed for this
-    /// request alone.
+    /// Reserves room for a piece that all ranks compute in the same pass. A rank therefore never waits for
+    /// another request, and does not use a piece that has been stored in the meantime; such a piece is
+    /// computed only for this request.
     fn acquire(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired {
         let reserved =
             self.local.chunks.and_then(|cache| cache.reserve(self.local.tenant, piece, stored_start));

@@ -1,4 +1,4 @@
-//! Ranks: the parts of one model, each with caches of its own, that compute every prompt together.
+//! Ranks: the parts of one model, each with its own caches, which compute every prompt together.
 //!
 //! ```text
 //!   RankLookup                      on each rank                        among the ranks
@@ -25,8 +25,8 @@ pub(crate) use lookup::RankLookup;
 /// An agreement with the other ranks of a model that is split over several ranks. Each rank has a chunk cache
 /// for its own part of every key and value.
 ///
-/// The caches of the ranks may differ: one may have evicted, lost or quantised a piece that another still
-/// holds. Yet all ranks compute the same tokens in the same pass, so a piece is a hit on all ranks or on
+/// The ranks' caches may differ: one may have evicted, lost or quantised a piece that another still holds.
+/// However, all ranks must compute the same tokens in the same pass, so a piece is a hit on all ranks or on
 /// none.
 ///
 /// An [`Assembler`](crate::Assembler) asks for an agreement on the system prompt, on the pieces of the
@@ -36,20 +36,21 @@ pub trait RankAgreement: fmt::Debug {
     /// Waits for all ranks, and clears every flag that is not set on all of them.
     ///
     /// # Errors
-    /// Returns an error if a rank is late, has left or asked something else, for example
-    /// [`kvcore::Error::RanksTimedOut`], [`kvcore::Error::RankLeft`] and [`kvcore::Error::RanksDiffer`]. In
-    /// that case no rank can rely on the flags, and the request must end on all ranks.
+    /// Returns an error if a rank is late, has left or asked for something else, for example
+    /// [`kvcore::Error::RanksTimedOut`], [`kvcore::Error::RankLeft`] and [`kvcore::Error::RanksDiffer`]. Then
+    /// no rank can rely on the flags, and the request must end on all ranks.
     fn agree(&self, flags: &mut [bool]) -> Result<()>;
 }
 
-/// Returns the shortest of the ranks' lengths, each of which is at most `most`.
+/// Returns the shortest of the ranks' lengths. No length may exceed `most`.
 fn shortest(ranks: &dyn RankAgreement, length: usize, most: usize) -> Result<usize> {
     let mut reached: Vec<bool> = (0..most).map(|at| at < length).collect();
     ranks.agree(&mut reached)?;
     Ok(reached.iter().filter(|&&reached| reached).count())
 }
 
-/// Returns the result of an operation of all ranks, if all ranks have succeeded. No rank goes on alone.
+/// Returns the result of an operation that all ranks run, if all of them succeeded. A rank never continues
+/// alone.
 fn together<T>(ranks: &dyn RankAgreement, result: Result<T>) -> Result<T> {
     let mut all = [result.is_ok()];
     ranks.agree(&mut all)?;

@@ -1,12 +1,12 @@
-//! Evidence: the facts about the tokens of reused chunks that a strategy needs before it chooses.
+//! Evidence: what a strategy needs to know about the tokens of reused chunks before it selects some of them.
 
 use serde::{Deserialize, Serialize};
 
-/// The rows that deviations compare: keys, values or both.
+/// Which rows deviations compare: keys, values or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviationOf {
-    /// The keys, both in the form and for the position in which they are stored.
+    /// The keys, both in the form and at the position in which they are stored.
     Keys,
     /// The values, as in CacheBlend's code.
     #[default]
@@ -15,7 +15,7 @@ pub enum DeviationOf {
     Both,
 }
 
-/// The layer at which a strategy compares stored with fresh rows, and the rows that it compares.
+/// The layer at which a strategy compares stored rows with fresh ones, and which rows it compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviationCheck {
     /// The layer, from 0. At layer 0 rows deviate only by system prompt and position.
@@ -24,10 +24,10 @@ pub struct DeviationCheck {
     pub of: DeviationOf,
 }
 
-/// The layers whose attention from the question to the tokens counts.
+/// The layers in which the question's attention to the tokens counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionCheck {
-    /// The first layer that counts, from 0; all later ones count, too. `None` leaves out the first third of
+    /// The first layer that counts, from 0; all later ones count too. `None` leaves out the first third of
     /// the model's layers.
     pub from: Option<usize>,
 }
@@ -39,24 +39,25 @@ impl AttentionCheck {
     }
 }
 
-/// The evidence that a strategy needs about each token of reused chunks before it chooses: none, one of
-/// these, or both.
+/// What a strategy needs to know about each token of reused chunks before it selects some of them: nothing,
+/// one of these, or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Evidence {
     /// The question's attention to the token, over the reused keys. The model computes the question once.
     pub attention: Option<AttentionCheck>,
-    /// The distance of the stored KV from that of full attention. The model computes all tokens up to the
-    /// layer that is checked.
+    /// The distance between the stored KV and the KV of full attention. The model computes all tokens up to
+    /// the layer that is checked.
     pub deviations: Option<DeviationCheck>,
 }
 
 impl Evidence {
-    /// Returns true if there is nothing to find out.
+    /// Returns whether no evidence is needed.
     pub fn is_none(&self) -> bool {
         self.attention.is_none() && self.deviations.is_none()
     }
 
-    /// Returns the last layer that must be computed for this evidence, from 0, in a model of `layers` layers.
+    /// Returns the last layer that must be computed for this evidence, from 0, in a model with `layers`
+    /// layers.
     pub fn deepest_start(&self, layers: usize) -> Option<usize> {
         let attention = self.attention.map(|check| check.first_layer(layers));
         attention.max(self.deviations.map(|check| check.layer))
@@ -81,13 +82,13 @@ impl TokenScores {
         &self.0
     }
 
-    /// Returns the number of a token of a chunk, or 0 if there is none.
+    /// Returns the score of a chunk's token, or 0 if there is none.
     pub fn of(&self, chunk: usize, token: usize) -> f32 {
         self.0.get(chunk).and_then(|chunk| chunk.get(token)).copied().unwrap_or(0.0)
     }
 }
 
-/// The findings for the [`Evidence`] that a strategy requested.
+/// The results for the [`Evidence`] that a strategy requested.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Findings {
     /// The attention to each token, if requested.

@@ -1,13 +1,13 @@
-//! Recompute strategies choose the tokens of reused chunks that are recomputed under full attention.
+//! Recompute strategies select the tokens of reused chunks that are recomputed with full attention.
 //!
-//! A chunk that was computed on its own knows nothing about the preceding chunks. A strategy chooses tokens
+//! A chunk that was computed on its own knows nothing about the preceding chunks. A strategy selects tokens
 //! whose KV is recomputed while they see everything before them. All other tokens keep their stored KV.
 //!
 //! | strategy | tokens | source |
 //! |---|---|---|
 //! | [`Recompute::None`] | none | Block-Attention (Sun et al., 2024), PromptCache |
 //! | [`Recompute::Link`] | the first k of each chunk except the first | EPIC's LegoLink (Hu et al., 2024) |
-//! | [`Recompute::Blend`] | the share r whose KV deviates most | CacheBlend (Yao et al., 2024) |
+//! | [`Recompute::Blend`] | the fraction r whose KV deviates most | CacheBlend (Yao et al., 2024) |
 //! | [`Recompute::Question`] | the share r to which the question attends most | `ProphetKV` (2026) |
 //! | [`Recompute::Joint`] | the share r with the largest error in the question's attention | none: both of the above |
 //! | [`Recompute::Random`] | the share r, drawn at random | none: a baseline that any choice must beat |
@@ -43,18 +43,18 @@ pub use strategy::Recompute;
 /// One chunk of an assembled prompt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkSpan {
-    /// The number of tokens of the chunk.
+    /// The number of tokens in the chunk.
     pub tokens: usize,
     /// The logical index of the chunk's first token.
     pub logical_start: usize,
     /// The position of the chunk's first token in this prompt.
     pub position: i64,
-    /// True if the chunk's KV already equals that of full attention. This holds for the first chunk, if it
-    /// saw the system prompt and is used at the position for which it was computed.
+    /// Whether the chunk's KV already matches full attention. This holds for the first chunk, if it saw the
+    /// system prompt and is used at the position for which it was computed.
     pub is_full: bool,
 }
 
-/// A strategy that chooses the tokens to recompute.
+/// A strategy that selects the tokens to recompute.
 ///
 /// ```
 /// use kvchunk::{ChunkSpan, Findings, RecomputeStrategy, TokenSelection};
@@ -79,16 +79,16 @@ pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
     /// Returns the strategy's name, as users write it.
     fn name(&self) -> String;
 
-    /// Returns the evidence that the strategy needs about the tokens before it chooses. Default: none.
+    /// Returns the evidence that the strategy needs about the tokens before it selects some. Default: none.
     fn evidence(&self) -> Evidence {
         Evidence::default()
     }
 
-    /// Chooses the tokens. `found` contains the [`evidence`](Self::evidence) that was requested.
+    /// Selects the tokens. `found` contains the requested [`evidence`](Self::evidence).
     fn select(&self, chunks: &[ChunkSpan], found: &Findings) -> TokenSelection;
 }
 
-/// A selection of tokens of a prompt's chunks, by their index in the chunk.
+/// Selected tokens of a prompt's chunks, by their index in the chunk.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct TokenSelection(Vec<Vec<u32>>);
 
@@ -113,12 +113,12 @@ impl TokenSelection {
         self.0.iter().map(Vec::len).sum()
     }
 
-    /// Returns true if no token is selected.
+    /// Returns whether no tokens are selected.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Returns the selected tokens of a part of a chunk, counted from the part's start.
+    /// Returns the selected tokens in part of a chunk, counted from the part's start.
     pub(crate) fn within(&self, chunk: usize, part: Range<usize>) -> Vec<u32> {
         let tokens = self.0.get(chunk).map_or(&[][..], Vec::as_slice);
         let inside = tokens.iter().filter(|&&token| part.contains(&(token as usize)));

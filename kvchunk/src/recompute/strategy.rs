@@ -1,4 +1,4 @@
-//! The strategies that come with the crate.
+//! The strategies included in the crate.
 
 use std::fmt;
 use std::str::FromStr;
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::error::{Error, Result};
 
-/// A strategy of this crate, parsed from the name that users write.
+/// One of this crate's strategies, parsed from the name that users write.
 ///
 /// ```
 /// use kvchunk::{DeviationOf, Recompute, RecomputeStrategy};
@@ -26,26 +26,26 @@ use crate::error::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum Recompute {
-    /// Recomputes nothing: chunks are used as they are stored.
+    /// Recomputes nothing: chunks are used as stored.
     #[default]
     None,
-    /// Recomputes the first tokens of every chunk whose KV does not already equal that of full attention.
+    /// Recomputes the first tokens of every chunk whose KV does not already match full attention.
     Link {
         /// The number of tokens per chunk.
         tokens: usize,
     },
     /// Recomputes the tokens whose KV deviates most.
     Blend {
-        /// The share of all chunk tokens, rounded up; 0 selects none and 1 all.
+        /// The fraction of all chunk tokens, rounded up; 0 selects none and 1 all.
         share: f64,
-        /// The layer at which deviations are taken, from 0.
+        /// The layer at which deviations are measured, from 0.
         layer: usize,
-        /// The rows that are compared there.
+        /// The rows to compare there.
         of: DeviationOf,
     },
     /// Recomputes the tokens to which the question attends most.
     Question {
-        /// The share of all chunk tokens, rounded up; 0 selects none and 1 all.
+        /// The fraction of all chunk tokens, rounded up; 0 selects none and 1 all.
         share: f64,
         /// The first layer whose attention counts, from 0; `None` leaves out the first third of the layers.
         from: Option<usize>,
@@ -54,18 +54,18 @@ pub enum Recompute {
     /// Recomputes the tokens whose KV deviates most, weighted by the question's attention to them after the
     /// first third of the layers.
     Joint {
-        /// The share of all chunk tokens, rounded up; 0 selects none and 1 all.
+        /// The fraction of all chunk tokens, rounded up; 0 selects none and 1 all.
         share: f64,
-        /// The layer at which deviations are taken, from 0.
+        /// The layer at which deviations are measured, from 0.
         layer: usize,
-        /// The rows that are compared there.
+        /// The rows to compare there.
         of: DeviationOf,
     },
-    /// Recomputes as many tokens as [`Blend`](Self::Blend), drawn evenly at random: a baseline.
+    /// Recomputes as many tokens as [`Blend`](Self::Blend), selected uniformly at random: a baseline.
     Random {
-        /// The share of all chunk tokens, rounded up.
+        /// The fraction of all chunk tokens, rounded up.
         share: f64,
-        /// The seed of the draw.
+        /// Random seed.
         seed: u64,
     },
     /// Recomputes all tokens: ordinary full attention at the cell's positions.
@@ -78,7 +78,7 @@ impl RecomputeStrategy for Recompute {
     }
 
     fn evidence(&self) -> Evidence {
-        // At a share of 0 or 1 there is no choice.
+        // With a fraction of 0 or 1 there is nothing to choose.
         let chooses = |share: f64| share > 0.0 && share < 1.0;
         let deviations = |layer, of| Some(DeviationCheck { layer, of });
         match *self {
@@ -121,16 +121,16 @@ impl RecomputeStrategy for Recompute {
     }
 }
 
-/// Returns the scores of tokens, 0 where there are none.
+/// Returns a function from tokens to scores, with 0 where there is no score.
 fn score_of(scores: Option<&TokenScores>) -> impl Fn(usize, usize) -> f32 {
     move |chunk, token| scores.map_or(0.0, |scores| scores.of(chunk, token))
 }
 
-/// Selects the share of all tokens with the highest scores, and the earlier of two equal ones. Chunks whose
-/// KV already equals that of full attention come last.
+/// Selects the fraction `share` of all tokens with the highest scores, and the earlier token in case of a
+/// tie. Chunks whose KV already matches full attention come last.
 fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32) -> TokenSelection {
     let all: usize = chunks.iter().map(|chunk| chunk.tokens).sum();
-    // A product such as 0.15 × 20 is a hair above 3.
+    // A product such as 0.15 × 20 is slightly above 3.
     let wanted = ((all as f64 * share - 1e-9).ceil().max(0.0) as usize).min(all);
     let tokens = chunks.iter().enumerate().flat_map(|(c, chunk)| (0..chunk.tokens).map(move |t| (c, t)));
     let mut scored: Vec<(bool, f32, usize, usize)> =
@@ -143,7 +143,7 @@ fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32
     TokenSelection::new(selected)
 }
 
-/// Scatters numbers by a bijection (the finaliser of SplitMix64, Steele et al., 2014).
+/// Scatters numbers with a bijection (the finaliser of SplitMix64, Steele et al., 2014).
 fn mix(mut x: u64) -> u64 {
     x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -151,7 +151,7 @@ fn mix(mut x: u64) -> u64 {
     x ^ (x >> 31)
 }
 
-/// Returns the name of the rows that are compared.
+/// Returns the name of the rows to compare.
 fn rows(of: DeviationOf) -> &'static str {
     match of {
         DeviationOf::Keys => "keys",
@@ -180,8 +180,8 @@ impl FromStr for Recompute {
 
     /// Parses `none`, `link:K`, `blend:R[@LAYER][:keys|values|both]`, `question:R[@LAYER]`,
     /// `joint:R[@LAYER][:keys|values|both]`, `random:R[@SEED]` or `full`. The layer of `blend` and `joint`
-    /// defaults to 1, their rows to `values` and the seed to 0. `question` counts attention from its layer
-    /// on, by default after the first third of the layers.
+    /// defaults to 1, their rows to `values` and the seed to 0. `question` counts attention starting at its
+    /// layer, by default after the first third of the layers.
     fn from_str(text: &str) -> Result<Self> {
         let bad = || Error::UnknownStrategy(text.to_owned());
         let (name, rest) = text.split_once(':').map_or((text, None), |(name, rest)| (name, Some(rest)));
@@ -280,7 +280,7 @@ mod tests {
         let mut attention = vec![vec![9.0; 4], vec![0.0; 6], vec![0.1; 10]];
         attention[1][4] = 0.7;
         let scores = Findings { attention: Some(TokenScores::new(attention)), ..nothing() };
-        // The first chunk already equals full attention.
+        // The first chunk already matches full attention.
         assert_eq!(select("question:0.1", &scores), [vec![], vec![4], vec![0]]);
         assert_eq!(select("question:1", &nothing()), select("full", &nothing()));
         let of = |text: &str| text.parse::<Recompute>().unwrap().evidence();
@@ -300,7 +300,7 @@ mod tests {
             Some(TokenScores::new(scores))
         };
         let found = Findings {
-            // Looked at and right; looked at and wrong; not looked at and wrong.
+            // Attended to and right; attended to and wrong; not attended to and wrong.
             attention: scores([(1, 0, 9.0), (1, 4, 0.7), (2, 9, 0.0)]),
             deviations: scores([(1, 0, 0.0), (1, 4, 0.25), (2, 9, 8.0)]),
         };

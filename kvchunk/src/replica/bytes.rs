@@ -1,4 +1,4 @@
-//! Copies between blocks of an arena and bytes on the host.
+//! Copies between an arena's blocks and host bytes.
 
 use std::sync::Arc;
 
@@ -12,10 +12,10 @@ use super::parcel::agree;
 use crate::cache::ChunkReservation;
 use crate::error::Result;
 
-/// The name, in errors, of scales that belong to a whole arena and must agree between replicas.
+/// The name, in errors, of scales that belong to a whole arena and must match between replicas.
 pub(super) const STATIC_SCALES: &str = "static scales";
 
-/// A buffer of staged blocks. Static scales belong to the whole arena and stay in the device's.
+/// A buffer of staged blocks. Static scales belong to the whole arena and stay in the device's arena.
 pub(super) struct ParcelBuffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
@@ -60,20 +60,20 @@ impl ReplicaDevice {
     /// Copies blocks to staged memory, one after another.
     pub(super) fn stage(&self, blocks: &[BlockId], staged: &KvArena) -> Result<()> {
         let pairs: Arc<[_]> = blocks.iter().copied().zip((0..).map(BlockId)).collect();
-        // The staged copy is the caller's own.
+        // The staged copy belongs to the caller.
         let pairs = WritePairs::unchecked(pairs);
         Ok(self.stream.swap_blocks(&SwapBlocks { src: self.arena.clone(), dst: staged.clone(), pairs })?)
     }
 
-    /// Returns the bytes of a buffer. Waits for the stream.
+    /// Waits for the stream, and returns a buffer's bytes.
     pub(super) fn bytes(&self, buffer: &ParcelBuffer<'_>) -> Result<Vec<u8>> {
         let mut bytes = vec![0; buffer.bytes];
         self.stream.read(&buffer.view()?, &mut bytes)?;
         Ok(bytes)
     }
 
-    /// Fills reserved blocks from staged memory and waits for the stream, because contents must not be found
-    /// before they have arrived.
+    /// Fills reserved blocks from staged memory and waits for the stream, because the contents must not be
+    /// found before they have arrived.
     pub(super) fn fill(&self, staged: KvArena, reservation: &ChunkReservation) -> Result<()> {
         let blocks = reservation.block_ids().len();
         let pairs = reservation.write_pairs((0..blocks as u32).map(BlockId))?;
@@ -81,7 +81,7 @@ impl ReplicaDevice {
         Ok(self.stream.synchronize()?)
     }
 
-    /// Reads the contents of blocks. Waits for the stream.
+    /// Waits for the stream, and returns the contents of blocks.
     pub(super) fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks.len())?;
         self.stage(blocks, &staged)?;

@@ -14,15 +14,15 @@ use crate::error::Result;
 use crate::hash::ChunkPiece;
 
 impl ReplicaDevice {
-    /// Returns true if another device can copy from this device's memory. Two replicas on one device do not
-    /// count: they would share one cache.
+    /// Returns whether another device can copy from this device's memory. Two replicas on one device do not
+    /// count, because they would share one cache.
     pub(super) fn is_reached_by(&self, other: &Self) -> bool {
         let here = self.arena.k_plane();
         other.stream.owns(here.storage).is_err() && other.stream.reaches(here.storage).is_ok()
     }
 
     // Decision: docs/decisions/chunks.md#replicas-of-a-process-copy-chunks-between-connected-devices
-    /// Copies a chunk of this device into reserved blocks of another one, if it is the requested piece. Waits
+    /// Copies a chunk from this device to reserved blocks on another one, if it is the requested piece. Waits
     /// for the other device. Returns false and copies nothing if a device lacks memory to stage the chunk.
     pub(super) fn copy_to(
         &self,

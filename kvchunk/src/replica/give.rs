@@ -1,18 +1,18 @@
-//! The cache's side of replicas: gives pieces to other replicas, and stores theirs.
+//! The cache's side of replicas: gives pieces to other replicas, and stores pieces received from them.
 
 use std::sync::Arc;
 
 use crate::cache::{ChunkCacheManager, ChunkReservation, PieceHold, PieceMemory, StoredPiece, TenantId};
 use crate::hash::ChunkHash;
 
-/// Returns true if another replica may use the piece. The bytes of a piece that slept in fewer bits do not
-/// follow from its hash, and a weak hash proves nothing elsewhere.
+/// Returns whether another replica may use the piece. The bytes of a piece that slept with fewer bits do not
+/// depend only on its hash, and a weak hash proves nothing elsewhere.
 fn may_leave(entry: &StoredPiece) -> bool {
     entry.exact && entry.evidence.is_tokens_alone()
 }
 
 impl ChunkCacheManager {
-    /// Returns true if a replica that asks now would get the piece under this hash.
+    /// Returns whether a replica that asks now would get the piece with this hash.
     pub(crate) fn can_give(&self, hash: &ChunkHash) -> bool {
         let state = self.0.lock();
         let entry = state.index.slot_of(&hash.key).and_then(|slot| state.index.at(slot));
@@ -20,8 +20,8 @@ impl ChunkCacheManager {
             && entry.is_some_and(|entry| may_leave(entry) && matches!(entry.memory, PieceMemory::Awake(_)))
     }
 
-    /// Holds the piece under a hash for another replica, and returns it with its tokens. This counts as a use
-    /// of the piece, but not as a lookup of a tenant.
+    /// Holds the piece with a hash for another replica, and returns it with its tokens. This counts as a use
+    /// of the piece, but not as a tenant's lookup.
     pub(crate) fn hold_for_replica(&self, hash: &ChunkHash) -> Option<(PieceHold, Arc<[u32]>)> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
@@ -33,7 +33,7 @@ impl ChunkCacheManager {
         Some((hold, tokens))
     }
 
-    /// Counts replicas that were asked and did not give a piece.
+    /// Counts replicas that were asked for a piece but did not give it.
     pub(crate) fn count_fetch_failures(&self, tenant: TenantId, failures: usize) {
         if failures > 0 {
             let mut state = self.0.lock();
@@ -44,7 +44,7 @@ impl ChunkCacheManager {
 }
 
 impl ChunkReservation {
-    /// Stores the piece as [`store`](Self::store) does, but counts it as fetched from another replica.
+    /// Stores the piece like [`store`](Self::store), but counts it as fetched from another replica.
     pub(crate) fn store_fetched(mut self) -> PieceHold {
         self.fetched = true;
         self.store()

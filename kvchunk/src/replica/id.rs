@@ -1,8 +1,8 @@
-//! The number of a replica.
+//! The ID of a replica.
 
 use std::fmt;
 
-/// A replica, by its number in the group.
+/// A replica, identified by its index in the group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ReplicaId(pub u32);
 

@@ -9,13 +9,13 @@ use crate::cache::{ChunkCacheManager, ChunkReservation, WeakChunkCache};
 use crate::error::{Error, Result};
 use crate::hash::{ChunkHash, ChunkPiece};
 
-/// A replica within this process: threads with their own cache. A replica that pulls a chunk reads the
+/// A replica within this process: threads with their own cache. A replica that fetches a chunk reads the
 /// other's memory itself, through the other's stream. Blocks go directly from device to device if the
 /// backend's devices can reach each other, otherwise through the host.
 ///
 /// # Drop behaviour
 /// A dropped replica no longer gives anything. The other replicas compute the pieces that they would have
-/// pulled from it.
+/// fetched from it.
 #[derive(Debug)]
 pub struct LocalReplica {
     caches: Arc<Mutex<Vec<Option<ServedCache>>>>,
@@ -30,13 +30,14 @@ struct ServedCache {
 }
 
 impl LocalReplica {
-    /// Creates a group of `replicas` replicas. None of them gives anything until it [serves](Self::serve).
+    /// Creates a group of `replicas` replicas. A replica gives nothing until it [serves](Self::serve) a
+    /// cache.
     pub fn group(replicas: u32) -> Vec<Self> {
         let caches = Arc::new(Mutex::new(vec![None; replicas as usize]));
         (0..replicas).map(|id| Self { caches: Arc::clone(&caches), id: ReplicaId(id) }).collect()
     }
 
-    /// Returns this replica's number.
+    /// Returns this replica's ID.
     pub fn id(&self) -> ReplicaId {
         self.id
     }
@@ -49,7 +50,7 @@ impl LocalReplica {
         Ok((served.cache.upgrade().ok_or_else(left)?, served.device))
     }
 
-    /// Lets the other replicas pull from `cache`, whose chunks are in `device`, as long as the cache lives.
+    /// Lets the other replicas fetch from `cache`, whose chunks are in `device`, as long as the cache lives.
     pub fn serve(&self, cache: &ChunkCacheManager, device: &ReplicaDevice) {
         let served = ServedCache { cache: cache.downgrade(), device: device.clone() };
         self.caches.lock()[self.id.0 as usize] = Some(served);
@@ -59,7 +60,7 @@ impl LocalReplica {
 impl ReplicaTransport for LocalReplica {
     fn locate(&self, hash: &ChunkHash) -> Result<Vec<ReplicaId>> {
         let caches = self.caches.lock().clone();
-        // Replicas after this one come first, which spreads the requests.
+        // Replicas after this one come first, so that requests are spread.
         let count = caches.len() as u32;
         let others = (1..count).map(|step| (self.id.0 + step) % count);
         let has = |id: &u32| {

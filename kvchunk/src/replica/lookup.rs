@@ -1,4 +1,4 @@
-//! The lookup that also asks other replicas: a local lookup that pulls missing pieces.
+//! The lookup that also asks other replicas: a local lookup that fetches missing pieces.
 
 use super::ReplicaLink;
 use crate::assembly::{FoundPiece, LocalLookup, PromptLookup};
@@ -6,7 +6,7 @@ use crate::cache::{Acquired, ChunkCacheManager, SystemFound};
 use crate::error::Result;
 use crate::hash::ChunkPiece;
 
-/// The lookup of a replica that asks others for the pieces that it lacks.
+/// A lookup that asks other replicas for the pieces that this one lacks.
 #[derive(Debug)]
 pub(crate) struct ReplicaLookup<'a> {
     pub(crate) local: LocalLookup<'a>,

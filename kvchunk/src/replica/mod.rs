@@ -1,4 +1,4 @@
-//! Replicas: whole caches of one model that share chunks. A replica that misses a chunk pulls it from one
+//! Replicas: whole caches of one model that share chunks. A replica that lacks a chunk fetches it from one
 //! that has it.
 //!
 //! ```text
@@ -10,9 +10,9 @@
 //!      └──────────────┴──────────────────────────────────────────────────────────► Compute
 //! ```
 //!
-//! Only the side that misses a chunk acts. Nothing is broadcast, and a replica that does not ask takes no
-//! part. No lock is held while bytes travel. Other local requests for the chunk wait for the reservation, as
-//! they wait for a computation.
+//! Only the side that lacks a chunk acts. Nothing is broadcast, and replicas that do not ask are not
+//! involved. No lock is held while bytes are transferred. Other local requests for the chunk wait for the
+//! reservation, as they wait for a computation.
 
 use std::fmt;
 use std::sync::Arc;
@@ -38,25 +38,24 @@ pub use parcel::ChunkParcel;
 
 /// The connection from one replica to the others: a network, or [`LocalReplica`] within a process.
 ///
-/// Every call involves two replicas; it never needs a third one to end. A call waits no longer than its
-/// implementation allows, and fails after that.
+/// Every call involves only two replicas. The implementation limits how long a call waits before it fails.
 pub trait ReplicaTransport: fmt::Debug + Send + Sync {
-    /// Returns the other replicas that have a chunk, in the order in which to ask them. The answer is a hint:
-    /// the chunk may be evicted before it is pulled.
+    /// Returns the other replicas that have a chunk, in the order in which to ask them. The answer is only a
+    /// hint: the chunk may be evicted before it is fetched.
     ///
     /// # Errors
     /// Returns the errors of the implementation, such as [`Error::ReplicaFailed`].
     fn locate(&self, hash: &ChunkHash) -> Result<Vec<ReplicaId>>;
 
     /// Fetches a chunk's contents from one replica. Returns `None` if the replica no longer has the chunk.
-    /// The replica makes the parcel by [`ReplicaDevice::pack`].
+    /// The replica creates the parcel with [`ReplicaDevice::pack`].
     ///
     /// # Errors
     /// Returns the errors of the implementation, such as [`Error::ReplicaFailed`].
     fn pull(&self, from: ReplicaId, hash: &ChunkHash) -> Result<Option<ChunkParcel>>;
 
     /// Fills the reserved blocks directly from the memory of one replica, without going through the host.
-    /// Returns false if this is not possible; in that case the chunk is [pulled](Self::pull).
+    /// Returns false if this is not possible, in which case the chunk is [pulled](Self::pull).
     ///
     /// # Errors
     /// Returns [`Error::ReplicaLacks`] if the replica no longer has the chunk, [`Error::ReplicaDiffers`] if
@@ -76,21 +75,21 @@ pub trait ReplicaTransport: fmt::Debug + Send + Sync {
 /// The memory that holds a replica's keys and values.
 #[derive(Debug, Clone)]
 pub struct ReplicaDevice {
-    /// The backend. It allocates the host memory that the bytes pass through, as much as the piece takes.
+    /// The backend. It allocates the host memory that the bytes pass through, which is as large as the piece.
     pub backend: Arc<dyn Backend>,
-    /// The stream that orders the copies. It must be the stream that computes into the arena and reads it, or
-    /// one that events order with it.
+    /// The stream that orders the copies. It must be the stream that writes and reads the arena, or be
+    /// ordered with it by events.
     pub stream: Arc<dyn Stream>,
-    /// The arena that the chunk cache's block ids refer to.
+    /// The arena that the chunk cache's block IDs refer to.
     pub arena: KvArena,
     /// The form in which keys are stored.
     pub keys: KeyForm,
 }
 
 impl ReplicaDevice {
-    /// Packs a chunk of `cache` for another replica. Returns `None` unless the chunk is stored, awake, exact
-    /// and under a hash that resists collisions. The chunk is held while it is read. This does not count as a
-    /// hit. Waits for the stream.
+    /// Packs a chunk of `cache` for another replica. Returns `None` unless the chunk is stored, awake and
+    /// exact, and its hash is collision-resistant. The chunk is held while it is read, which does not count
+    /// as a hit. Waits for the stream.
     ///
     /// # Errors
     /// Returns the errors of the backend.
@@ -133,11 +132,11 @@ impl ReplicaLink {
     }
 }
 
-/// The result of a lookup here and among the other replicas.
+/// The result of a lookup here and at the other replicas.
 #[derive(Debug)]
 pub struct RemoteLookup {
-    /// The outcome, as of [`ChunkCacheManager::acquire`]. A piece that came from another replica is a hit,
-    /// too. A piece that no replica could give is reserved for this request to compute.
+    /// The outcome, as from [`ChunkCacheManager::acquire`]. A piece that came from another replica is also a
+    /// hit. A piece that no replica could give is reserved for this request to compute.
     pub acquired: Acquired,
     /// The replica that gave the piece, if any.
     pub fetched_from: Option<ReplicaId>,
@@ -147,10 +146,10 @@ pub struct RemoteLookup {
 }
 
 impl ChunkCacheManager {
-    /// Acquires a piece as [`acquire`](Self::acquire) does, but pulls a missing piece from a replica that has
+    /// Acquires a piece like [`acquire`](Self::acquire), but fetches a missing piece from a replica that has
     /// it. Afterwards the piece is stored here.
     ///
-    /// Only one request asks the replicas. Other requests that miss the piece here wait for that one.
+    /// Only one request asks the replicas. Other requests that need the piece here wait for that one.
     ///
     /// ```
     /// use std::{sync::Arc, time::Duration};
@@ -203,7 +202,7 @@ impl ChunkCacheManager {
             Acquired::Compute(reservation) => reservation,
             acquired => return RemoteLookup { acquired, fetched_from: None, failed },
         };
-        // A hash that does not resist collisions proves nothing about contents that another replica has
+        // A hash that is not collision-resistant proves nothing about contents that another replica has
         // hashed.
         let located =
             if piece.resists_collisions() { link.transport.locate(&piece.hash()) } else { Ok(Vec::new()) };
@@ -226,15 +225,15 @@ impl ChunkCacheManager {
     }
 
     // Decision: docs/decisions/chunks.md#replicas-pull-chunks-instead-of-broadcasting
-    /// Pulls a piece from the replica `from`, unless it is stored here already. This shares a piece before
-    /// requests ask for it. If another request computes or pulls the piece, the call waits for it, no longer
-    /// than [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). To share a chunk everywhere, every replica
-    /// pulls it; none waits for the others.
+    /// Fetches a piece from the replica `from`, unless it is already stored here. This shares a piece before
+    /// requests ask for it. If another request is computing or fetching the piece, the call waits for it, at
+    /// most for [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). To share a chunk everywhere, let every
+    /// replica pull it; none of them waits for the others.
     ///
     /// # Errors
-    /// After each of these errors no block stays held.
+    /// No blocks stay held if there is an error.
     ///
-    /// - Returns [`Error::WeakHash`] if the hash does not resist collisions.
+    /// - Returns [`Error::WeakHash`] if the hash is not collision-resistant.
     /// - Returns [`Error::ReplicaLacks`] if the replica does not have the piece.
     /// - Returns [`Error::ReplicaDiffers`] or [`Error::Damaged`] if the parcel fails its check.
     /// - Returns [`Error::NoRoomForChunk`] if there is no room here.

@@ -12,10 +12,10 @@ use crate::hash::ChunkPiece;
 
 // Decision: docs/decisions/chunks.md#a-received-chunk-is-compared-not-believed
 /// The contents of a piece on their way to another replica: whole blocks of all layers, with every property
-/// that must agree before they are used.
+/// that must match before they are used.
 ///
-/// The fields are public for transports that write them to a wire. The digest finds damage, but proves
-/// nothing about the sender. Replicas trust each other, as ranks do.
+/// The fields are public for transports that serialise them. The digest detects damage, but proves nothing
+/// about the sender. Replicas trust each other, like ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ChunkParcel {
     /// The piece's key.
@@ -36,7 +36,7 @@ pub struct ChunkParcel {
 }
 
 impl ChunkParcel {
-    /// Makes a parcel of a chunk whose bytes have been read.
+    /// Creates a parcel from a chunk whose bytes have been read.
     pub(super) fn seal(
         device: &ReplicaDevice,
         chunk: &PieceHold,

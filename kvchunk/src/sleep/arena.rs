@@ -17,13 +17,13 @@ use super::ledger::{Ledger, SleepUsage};
 use super::store::{SleepStore, Sleeping};
 use crate::error::Result;
 
-/// A place for the pieces of one device arena to sleep in, within a budget of host memory.
+/// A store where the pieces of one device arena sleep, within a budget of host memory.
 ///
-/// All copies are enqueued on one stream. It must be the stream that computes into the arena and reads it, or
-/// one that events order with it.
+/// All copies are enqueued on one stream. It must be the stream that writes and reads the arena, or be
+/// ordered with it by events.
 ///
 /// With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the whole budget is allocated at once.
-/// [`Compressed`](SleepForm::Compressed) allocates as pieces fall asleep. Compressing takes memory for a few
+/// [`Compressed`](SleepForm::Compressed) allocates as pieces fall asleep. Compression needs memory for a few
 /// blocks on top of the budget, however long the piece is.
 ///
 /// Every form has a digest or a checksum. A damaged piece is not woken but recomputed. Taking and
@@ -70,10 +70,10 @@ enum FormStore {
 }
 
 impl ArenaSleep {
-    /// Creates a place for pieces in blocks of `device`, with at most `budget` bytes of host memory.
+    /// Creates a store for pieces in blocks of `device`, with at most `budget` bytes of host memory.
     ///
     /// # Errors
-    /// - Returns [`kvcore::Error::NotEnoughMemory`] if the budget does not hold one block.
+    /// - Returns [`kvcore::Error::NotEnoughMemory`] if the budget is too small for one block.
     ///   [`SleepForm::Compressed`] has no such minimum.
     /// - Returns [`kvcore::Error::InvalidFormat`] for [`SleepForm::Quantised`] if the device arena is
     ///   quantised already, or if the form is not quantised.
@@ -103,7 +103,7 @@ impl ArenaSleep {
         Ok(Self { ledger, store })
     }
 
-    /// Returns the numbers of sleeping pieces and of their bytes.
+    /// Returns the number of sleeping pieces, and their sizes in bytes.
     pub fn usage(&self) -> SleepUsage {
         self.ledger.usage()
     }

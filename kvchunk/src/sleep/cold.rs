@@ -2,32 +2,32 @@
 
 use std::time::Duration;
 
-/// The rule by which pieces are cold. A held piece is never cold.
+/// The rule for when a piece is cold. A held piece is never cold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColdRule {
-    /// The number of uses below which a piece is cold.
+    /// A piece with fewer uses than this is cold.
     pub min_accesses: u64,
-    /// The time without a use after which a piece is cold.
+    /// A piece that has not been used for this long is cold.
     pub idle: Duration,
-    /// The time after storing or waking during which a piece is never cold, because it has not had the time
-    /// to be used.
+    /// A piece that was stored or woken more recently than this is never cold, because it has not had time to
+    /// be used.
     pub spare_younger_than: Duration,
 }
 
 impl Default for ColdRule {
-    /// A piece is cold after fewer than 5 uses, or an hour without use. Pieces that were stored or woken
-    /// within the last minute are spared.
+    /// A piece is cold if it has had fewer than 5 uses, or no use for an hour. Pieces stored or woken within
+    /// the last minute are spared.
     fn default() -> Self {
         Self { min_accesses: 5, idle: Duration::from_secs(3600), spare_younger_than: Duration::from_secs(60) }
     }
 }
 
 impl ColdRule {
-    /// The rule by which every piece without holders is cold.
+    /// The rule that every piece without holders is cold.
     pub const EVERYTHING: Self =
         Self { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
 
-    /// Returns true if a piece is cold. The piece was stored or woken `awake` ago.
+    /// Returns whether a piece is cold. The piece was stored or woken `awake` ago.
     pub(super) fn is_cold(&self, awake: Duration, idle: Duration, accesses: u64) -> bool {
         awake >= self.spare_younger_than && (accesses < self.min_accesses || idle >= self.idle)
     }

@@ -12,7 +12,7 @@ use super::planes::BytePlanes;
 use super::store::Sleeping;
 use crate::error::Result;
 
-/// A place for compressed pieces.
+/// A store for compressed pieces.
 #[derive(Debug)]
 pub(super) struct CompressedStore {
     backend: Arc<dyn Backend>,
@@ -22,7 +22,7 @@ pub(super) struct CompressedStore {
 }
 
 // Decision: docs/decisions/chunks.md#compression-goes-by-eight-blocks
-/// The largest number of blocks between device and compressor at a time. This memory comes on top of the
+/// The maximum number of blocks between device and compressor at a time. This memory comes on top of the
 /// budget, and does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;
 
@@ -62,7 +62,7 @@ impl CompressedStore {
         Ok(KvArena::allocate(self.backend.as_ref(), self.backend.capabilities().host_memory(), layout)?)
     }
 
-    /// Saves blocks. Stops as soon as it is known that the piece does not fit, before all of it is
+    /// Saves blocks. Stops as soon as it is clear that the piece does not fit, before all of it is
     /// compressed.
     pub(super) fn save(self: &Arc<Self>, blocks: &[BlockId]) -> Result<CompressedPiece> {
         let (mut groups, mut bytes, mut staging) = (Vec::new(), 0, None);
@@ -115,11 +115,11 @@ impl Sleeping for CompressedPiece {
     }
 }
 
-/// A storage of an arena, with the part of it that belongs to blocks.
+/// A storage of an arena, and its part that belongs to blocks.
 struct StagedBuffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
-    /// The bytes of an element.
+    /// Size of an element in bytes.
     element: usize,
 }
 

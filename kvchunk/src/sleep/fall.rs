@@ -11,21 +11,20 @@ use crate::cache::{
 use crate::error::{Error, Result};
 
 impl ChunkCacheManager {
-    /// Puts the pieces that `rule` calls cold to sleep, and returns their number. Their blocks become free. A
-    /// later hit wakes them.
+    /// Puts the pieces to sleep that are cold by `rule`, and returns their number. Their blocks become free.
+    /// A later hit wakes them.
     ///
-    /// If the store fails after some pieces fell asleep, the other pieces stay awake and keep their order of
-    /// eviction. In that case the call succeeds.
+    /// If the store fails after some pieces have been put to sleep, the other pieces stay awake and keep
+    /// their eviction order, and the call succeeds.
     ///
     /// # Errors
-    /// Returns [`Error::NoSleep`] if the cache has no place to sleep. Returns the store's error, such as
+    /// Returns [`Error::NoSleep`] if the cache has no sleep store. Returns the store's error, such as
     /// [`Error::SleepFull`], if no piece could be put to sleep.
     pub fn sleep_cold_chunks(&self, rule: ColdRule) -> Result<usize> {
         self.sleep_cold_where(rule, |_| true)
     }
 
-    /// Puts the cold pieces of one tenant to sleep. Otherwise equal to
-    /// [`sleep_cold_chunks`](Self::sleep_cold_chunks).
+    /// Puts one tenant's cold pieces to sleep, like [`sleep_cold_chunks`](Self::sleep_cold_chunks).
     ///
     /// # Errors
     /// Returns the errors of [`sleep_cold_chunks`](Self::sleep_cold_chunks).
@@ -52,7 +51,7 @@ impl ChunkCacheManager {
     }
 }
 
-/// Runs code of a store, and treats a panic as a failure. Otherwise other requests would wait for ever.
+/// Runs a store's code, and treats a panic as a failure. Otherwise other requests would wait forever.
 pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     caught.unwrap_or_else(|_| Err(Error::StorePanicked))
@@ -101,8 +100,8 @@ impl SharedCache {
 
 impl CacheState {
     // Decision: docs/decisions/chunks.md#a-piece-that-falls-asleep-keeps-its-place-in-the-order
-    /// Starts to move a piece without holders into sleep. The piece keeps its blocks until the move ends. It
-    /// also keeps its rank in the eviction order, but is not evicted meanwhile.
+    /// Starts putting a piece without holders to sleep. The piece keeps its blocks until the move ends. It
+    /// also keeps its rank in the eviction order, but is not evicted in the meantime.
     pub(crate) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<AwakePiece> {
         let entry = self.index.at_mut(slot).filter(|entry| entry.is_evictable())?;
         match std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(flight))) {
@@ -129,7 +128,7 @@ impl CacheState {
         entry.memory = PieceMemory::Awake(awake);
     }
 
-    /// Ends the move of a departed piece that sleeps now. Its blocks are free.
+    /// Ends the move of a departed piece that is now asleep. Its blocks are free.
     pub(crate) fn arrive(&mut self, slot: u32, awake: AwakePiece, saved: SavedPiece) {
         let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];

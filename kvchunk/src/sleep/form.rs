@@ -1,4 +1,4 @@
-//! The forms of sleep, and their names as text.
+//! The forms of sleep, and their names.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use kvcore::KvFormat;
 
 use crate::error::{Error, Result};
 
-/// The form in which pieces sleep. Its text is `plain`, `compressed`, or the name of a quantised format.
+/// The form in which pieces sleep. Its name is `plain`, `compressed`, or the name of a quantised format.
 ///
 /// ```
 /// use kvchunk::SleepForm;
@@ -20,9 +20,8 @@ use crate::error::{Error, Result};
 pub enum SleepForm {
     /// Unchanged, in blocks of a host arena, with a digest. Waits for the stream.
     Plain,
-    /// Compressed without loss. The bytes of the elements are sorted into planes, which separates sign and
-    /// exponent from the rest of the mantissa. zstd compresses each plane, with a checksum. Waits for the
-    /// stream.
+    /// Losslessly compressed. The elements' bytes are sorted into planes, which separates sign and exponent
+    /// from the rest of the mantissa. zstd compresses each plane, with a checksum. Waits for the stream.
     Compressed,
     /// In a quantised format. The woken contents differ from the saved ones, so the pieces are marked as
     /// approximate, and hits on them are counted as approximate.
@@ -30,7 +29,7 @@ pub enum SleepForm {
 }
 
 impl SleepForm {
-    /// Returns true if the woken contents are bit for bit the saved ones.
+    /// Returns whether the woken contents are bit-identical to the saved ones.
     pub fn is_exact(self) -> bool {
         !matches!(self, Self::Quantised(_))
     }

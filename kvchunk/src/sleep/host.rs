@@ -14,7 +14,7 @@ use super::scales;
 use super::store::Sleeping;
 use crate::error::{Error, Result};
 
-/// A host arena with its own blocks.
+/// A host arena with its own block pool.
 #[derive(Debug)]
 pub(super) struct HostStore {
     backend: Arc<dyn Backend>,
@@ -29,7 +29,7 @@ pub(super) struct HostStore {
 #[derive(Debug)]
 pub(super) struct HostPiece {
     store: Arc<HostStore>,
-    /// The host arena under the piece's own scales, if the piece has any.
+    /// The host arena with the piece's own scales, if the piece has any.
     scaled: Option<KvArena>,
     /// The piece's blocks. They are declared before the charge and therefore freed first: the pool must have
     /// blocks for everything that the ledger admits.

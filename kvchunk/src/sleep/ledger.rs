@@ -1,4 +1,4 @@
-//! The ledger of a place to sleep: the bytes that sleeping pieces take, and the limit.
+//! The ledger of a sleep store: the bytes that sleeping pieces use, and the limit.
 
 use std::sync::Arc;
 
@@ -7,21 +7,21 @@ use serde::Serialize;
 
 use crate::error::{Error, Result};
 
-/// The numbers of an [`ArenaSleep`](crate::ArenaSleep): sleeping pieces and their bytes.
+/// The usage of an [`ArenaSleep`](crate::ArenaSleep): sleeping pieces and their bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct SleepUsage {
     /// The number of sleeping pieces.
     pub pieces: usize,
-    /// The bytes that these pieces took on the device.
+    /// The bytes that these pieces used on the device.
     pub device_bytes: usize,
-    /// The bytes of host memory that these pieces take.
+    /// The bytes of host memory that these pieces use.
     pub host_bytes: usize,
-    /// The largest number of bytes of host memory that pieces may take.
+    /// The maximum number of bytes of host memory for pieces.
     pub limit_bytes: usize,
 }
 
 impl SleepUsage {
-    /// Returns the bytes by which the pieces are smaller than on the device; 0 if they did not shrink.
+    /// Returns how many bytes smaller the pieces are than on the device, or 0 if they did not shrink.
     pub fn saved_bytes(&self) -> usize {
         self.device_bytes.saturating_sub(self.host_bytes)
     }
@@ -37,7 +37,7 @@ impl SleepUsage {
     }
 }
 
-/// The account of a place to sleep.
+/// The account of a sleep store.
 #[derive(Debug)]
 pub(super) struct Ledger(Mutex<SleepUsage>);
 
@@ -58,7 +58,7 @@ impl Ledger {
         *self.0.lock()
     }
 
-    /// Checks that `host` bytes are free at this moment.
+    /// Checks that `host` bytes are free right now.
     ///
     /// # Errors
     /// Returns [`Error::SleepFull`] if they are not.

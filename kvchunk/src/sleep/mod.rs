@@ -1,4 +1,4 @@
-//! Sleep keeps chunks in a lower memory than the device's.
+//! Sleep keeps chunks in a memory tier below the device's.
 //!
 //! Two things sleep, independently of each other:
 //!

@@ -1,4 +1,4 @@
-//! Byte planes: the bytes of elements sorted into planes, each compressed. Sign and exponent repeat,
+//! Byte planes: the elements' bytes sorted into planes, each compressed. Signs and exponents repeat,
 //! mantissas do not.
 
 use zstd::bulk::{Compressor, Decompressor};
@@ -16,10 +16,10 @@ pub(super) struct BytePlanes {
 }
 
 impl BytePlanes {
-    /// Compresses a buffer of elements of `element` bytes.
+    /// Compresses a buffer of `element`-byte elements.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Allocation`] if zstd gets no memory.
+    /// Returns [`kvcore::Error::Allocation`] if zstd runs out of memory.
     pub(super) fn compress(bytes: &[u8], element: usize) -> Result<Self> {
         let refused = |error: std::io::Error| kvcore::Error::Allocation {
             bytes: bytes.len(),

@@ -8,31 +8,31 @@ use crate::error::{Error, Result};
 /// The result of putting a pool to sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSleep {
-    /// The bytes of device memory that were released: granules that contain only chunks.
+    /// The number of bytes of device memory that were released: granules that contain only chunks.
     pub released_bytes: usize,
-    /// The bytes of host memory that hold the stored pieces while the pool sleeps.
+    /// The number of bytes of host memory that hold the stored pieces while the pool sleeps.
     pub saved_bytes: usize,
 }
 
 impl ChunkCacheManager {
-    /// The tag of the pool in [`ReservedArena::asleep`].
+    /// The pool's tag in [`ReservedArena::asleep`].
     pub const POOL_TAG: &'static str = Tenant::DEFAULT_TAG;
 
     /// Puts the whole pool to sleep: copies the stored pieces to host memory, and releases the memory of the
-    /// pool's blocks. The pool's block ids must belong to `arena`.
+    /// pool's blocks. The pool's block IDs must belong to `arena`.
     ///
     /// Until [`wake_pool`](Self::wake_pool), every request gets [`Acquired::NoRoom`](crate::Acquired::NoRoom)
-    /// and goes uncached. Pieces keep their blocks, so addresses and an engine's block ids stay valid. Pieces
+    /// and goes uncached. Pieces keep their blocks, so addresses and an engine's block IDs stay valid. Pieces
     /// in a [`SleepStore`](crate::SleepStore) stay asleep.
     ///
-    /// The call waits for `stream`. The caller guarantees that work on other streams that touches the pool is
-    /// done, such as the copies of a [`SleepStore`](crate::SleepStore) that uses another stream.
+    /// The call waits for `stream`. Work on other streams that touches the pool must be done, such as the
+    /// copies of a [`SleepStore`](crate::SleepStore) that uses another stream.
     ///
     /// # Errors
-    /// After each of these errors the pool is unchanged.
+    /// The pool is unchanged if there is an error.
     ///
     /// - Returns [`Error::PoolInUse`], with the numbers, while pieces are held, computed or moved.
-    /// - Returns [`Error::PoolAsleep`] if the pool sleeps already.
+    /// - Returns [`Error::PoolAsleep`] if the pool is already asleep.
     /// - Returns [`Error::PoolMoving`] if another thread is putting it to sleep or waking it.
     /// - Returns the errors of [`ReservedArena::sleep`].
     pub fn sleep_pool(&self, arena: &ReservedArena, stream: &dyn Stream) -> Result<PoolSleep> {
@@ -52,8 +52,8 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Wakes the pool. Every piece is found again, bit for bit and in the same blocks. Returns true if the
-    /// pool slept. Waits for `stream`.
+    /// Wakes the pool. Every piece is found again, bit for bit and in the same blocks. Returns whether the
+    /// pool was asleep. Waits for `stream`.
     ///
     /// # Errors
     /// Returns [`Error::PoolMoving`] if another thread is putting the pool to sleep or waking it. Returns the
@@ -83,7 +83,8 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Returns true if the pool's blocks have memory. Returns false while the pool falls asleep or wakes.
+    /// Returns whether the pool's blocks have memory. Returns false while the pool is being put to sleep or
+    /// woken.
     pub fn is_pool_awake(&self) -> bool {
         self.0.lock().pool.is_awake()
     }

@@ -1,4 +1,4 @@
-//! The scales of one piece in eight-bit floats, from the piece's own largest magnitudes.
+//! A piece's own scales for 8-bit floats, computed from its largest magnitudes.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use kvcore::{
 
 use crate::error::Result;
 
-/// The number of blocks that are read at a time. This memory does not grow with the piece.
+/// The number of blocks to read at a time. This memory does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;
 
 // Decision: docs/decisions/chunks.md#eight-bit-floats-sleep-under-scales-of-their-own
-/// Returns the codes of `host` under new scales: the smallest ones under which the contents of `blocks` of
-/// `device` fit. Returns `None` for formats that keep scales with every row. Waits for the stream.
+/// Returns the codes of `host` with new scales: the smallest ones with which the contents of `blocks` of
+/// `device` fit. Returns `None` for formats that store scales with every row. Waits for the stream.
 pub(super) fn of_piece(
     backend: &dyn Backend,
     stream: &dyn Stream,
@@ -97,7 +97,7 @@ impl Look<'_> {
         }
     }
 
-    /// Raises the largest finite magnitudes so far to at least those of the given rows.
+    /// Raises the largest finite magnitudes so far to at least the magnitudes in the given rows.
     fn raise(&self, largest: &mut [f32], view: &TensorView, plane: &KvPlane<'_>) -> Result<()> {
         let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
         self.stream.read(view, &mut bytes)?;

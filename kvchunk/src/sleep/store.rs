@@ -1,4 +1,4 @@
-//! The contract of a place where pieces sleep.
+//! The contract of a store where pieces sleep.
 
 use std::fmt;
 
@@ -6,11 +6,10 @@ use kvcore::{BlockId, MutableBlocks};
 
 use crate::error::Result;
 
-/// A place where pieces sleep.
+/// A store where pieces sleep.
 ///
-/// The cache calls a store without any lock of its own, and drops saved contents without one. A store that
-/// uses its cache must hold a [`WeakChunkCache`](crate::WeakChunkCache); otherwise neither would ever be
-/// freed.
+/// The cache holds none of its locks when it calls a store or drops saved contents. A store that uses its
+/// cache must hold a [`WeakChunkCache`](crate::WeakChunkCache); otherwise neither would ever be freed.
 ///
 /// A store may enqueue its copies instead of waiting for them, if the copies are ordered with everything that
 /// reads or writes the blocks later. [`ArenaSleep`](crate::ArenaSleep) enqueues them on the stream that
@@ -19,29 +18,29 @@ pub trait SleepStore: Send + Sync + fmt::Debug {
     /// Saves the contents of blocks.
     ///
     /// # Errors
-    /// Returns the error of the store. In that case nothing is kept, and the blocks are unchanged.
+    /// Returns the store's error, without keeping anything or changing the blocks.
     fn save(&self, blocks: &[BlockId]) -> Result<Box<dyn Sleeping>>;
 }
 
-/// The saved contents of a piece. Dropping them gives their memory back.
+/// The saved contents of a piece. Dropping them frees their memory.
 pub trait Sleeping: Send + Sync + fmt::Debug {
-    /// Writes the contents into blocks, as many as the contents came from.
+    /// Writes the contents to blocks, as many as they came from.
     ///
     /// # Errors
-    /// Returns the error of the store if the contents cannot be read back. In that case the contents of the
-    /// blocks do not matter.
+    /// Returns the store's error if the contents cannot be read back. The contents of the blocks are then
+    /// arbitrary.
     fn restore(&self, blocks: &MutableBlocks) -> Result<()>;
 
-    /// Returns the number of bytes that the saved contents take.
+    /// Returns the number of bytes that the saved contents use.
     fn bytes(&self) -> usize;
 
-    /// Returns true if the restored contents are bit for bit the saved ones.
+    /// Returns whether the restored contents are bit-identical to the saved ones.
     fn is_exact(&self) -> bool {
         true
     }
 }
 
-/// A piece's contents in a lower memory, with the properties that the store reported.
+/// A piece's contents in a lower memory tier, with the properties that the store reported.
 #[derive(Debug)]
 pub(crate) struct SavedPiece {
     pub(crate) contents: Box<dyn Sleeping>,

@@ -16,21 +16,21 @@ use crate::error::Result;
 use crate::hash::{ChunkHash, ChunkPiece};
 use crate::pool::ChunkBlockPool;
 
-/// The reason why a piece was not woken.
+/// Why a piece was not woken.
 #[derive(Debug, Clone, PartialEq)]
 pub enum NotWoken {
     /// No piece has this hash.
     Unknown,
     /// There is no room, even after every piece without holders was evicted.
     NoRoom,
-    /// The whole pool sleeps; see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
+    /// The whole pool is asleep; see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
     PoolAsleep,
     /// Another thread was still putting the piece to sleep or waking it when the waiting time was over.
     Moving {
-        /// The longest time to wait, [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
+        /// The maximum time to wait, [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
         limit: Duration,
     },
-    /// The saved contents cannot be read back. The piece is gone and will be recomputed.
+    /// The saved contents cannot be read back. The piece is lost and will be recomputed.
     Lost(crate::Error),
 }
 
@@ -55,7 +55,7 @@ pub(crate) struct Waking {
     slot: u32,
     tenant: TenantId,
     blocks: MutableBlocks,
-    /// The piece's number in the eviction order of its tenant.
+    /// The piece's number in its tenant's eviction order.
     number: u32,
     saved: SavedPiece,
     flight: Arc<Flight>,
@@ -64,8 +64,8 @@ pub(crate) struct Waking {
 impl ChunkCacheManager {
     /// Wakes the given pieces. Returns the pieces that could not be woken, each with the reason.
     ///
-    /// If other threads are moving some of the pieces, the call waits for them, no longer than
-    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms) for all pieces together.
+    /// If other threads are moving some of the pieces, the call waits for them, at most for
+    /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms) in total.
     pub fn wake_up_chunks(&self, hashes: &[ChunkHash]) -> Vec<(ChunkHash, NotWoken)> {
         let since = Instant::now();
         hashes.iter().filter_map(|hash| self.0.wake_up(hash, since).err().map(|why| (*hash, why))).collect()
@@ -86,7 +86,7 @@ impl ChunkCacheManager {
 }
 
 impl SharedCache {
-    /// Wakes the piece under a hash, unless it is awake. The caller began to wait at `since`.
+    /// Wakes the piece with a hash, unless it is awake. The caller began to wait at `since`.
     fn wake_up(&self, hash: &ChunkHash, since: Instant) -> std::result::Result<(), NotWoken> {
         loop {
             let now = self.clock.millis();
@@ -116,7 +116,7 @@ impl SharedCache {
     /// under which the piece became awake, so nothing can have put it back to sleep.
     ///
     /// # Errors
-    /// Returns the store's error if the contents are lost. In that case the piece is forgotten.
+    /// Returns the store's error if the contents are lost. The piece is removed in that case.
     pub(crate) fn wake<T>(
         &self,
         waking: Waking,
@@ -187,7 +187,7 @@ impl CacheState {
         entry.memory = PieceMemory::Awake(AwakePiece { pinned: blocks.share().pin(), ids, number });
     }
 
-    /// Ends the move of a piece that could not be restored: it is forgotten, and its blocks are free.
+    /// Ends the move of a piece that could not be restored: it is removed, and its blocks are free.
     fn lose(&mut self, slot: u32, tenant: TenantId, blocks: MutableBlocks, number: u32) {
         let account = self.account(tenant);
         account.counted.lost += 1;
