@@ -22,7 +22,7 @@ pub(crate) struct CiArgs {
 
 /// One step. To add one, add a line to [`STEPS`].
 pub(crate) struct CiStep {
-    /// The command, exactly as the documents write it.
+    /// The command, exactly as in the documents.
     pub(crate) command: &'static str,
     /// The time limit in seconds, on two fast cores and from a clean clone. Slow cores may take half as long
     /// again. The table marks a step that takes longer.

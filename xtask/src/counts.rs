@@ -45,7 +45,7 @@ pub struct OutputReader {
     section: Section,
 }
 
-/// A section of the output of a test program.
+/// A section of a test program's output.
 #[derive(Debug, Default, PartialEq)]
 enum Section {
     /// Lines that belong to no test.

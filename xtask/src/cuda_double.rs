@@ -28,7 +28,7 @@ const KERNEL_FLAGS: [&str; 4] = [
     "-fsanitize-undefined-trap-on-error",
 ];
 
-/// The names under which programs look for the driver, cuBLAS and NCCL.
+/// The names that programs load the driver, cuBLAS and NCCL by.
 const LINKS: [&str; 3] = ["libcuda.so", "libcublas.so", "libnccl.so.2"];
 
 /// Options of `cargo xtask cuda-double`.

@@ -27,7 +27,7 @@ const CUBINS: [&str; 2] = ["sm_80", "sm_90"];
 
 // Decision: docs/decisions/backend-cuda.md#the-ptx-is-written-for-older-drivers
 /// The PTX version of CUDA 12.0, the oldest driver that the backend accepts. The compiler writes its own
-/// version, which older drivers refuse although they support all the instructions used.
+/// version, which older drivers reject although they support all the instructions used.
 const PTX_VERSION: &str = ".version 8.0";
 
 pub(crate) fn cuda_ptx(args: &CudaPtxArgs) -> Result {

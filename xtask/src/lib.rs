@@ -4,11 +4,11 @@
 //! - [`run`]: start a program, report its failure, read and write files
 //! - [`tools`]: tools that a task needs, and the commands that install them
 //! - [`page`]: tables that a task writes into a document
-//! - [`counts`]: counts of tests, read from the output of test programs
-//! - [`cann_headers`]: headers of CANN, from Python wheels
-//! - [`cuda_compiler`]: the compiler of CUDA, from Python wheels
-//! - [`cuda_double`]: the test double of the CUDA driver
-//! - [`published`]: the published language model of the longer checks
+//! - [`counts`]: test counts, read from the output of test programs
+//! - [`cann_headers`]: CANN's headers, from Python wheels
+//! - [`cuda_compiler`]: the CUDA compiler, from Python wheels
+//! - [`cuda_double`]: the CUDA driver's test double
+//! - [`published`]: the published language model for the longer checks
 
 pub mod cann_headers;
 pub mod counts;

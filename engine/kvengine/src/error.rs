@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::config::PoolTag;
 
-/// An error between a request and its answer.
+/// An error in answering a request.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {

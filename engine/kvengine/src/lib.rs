@@ -24,7 +24,7 @@
 //!   serve                many requests: submission, admission, plans, steps, samples, beams, preemption
 //!     prompt             one prompt: text cut into parts, documents looked up, computed, recomputed
 //!       sampling         the choice of tokens from logits
-//!       runner           a model on a device with its caches; knows no request
+//!       runner           a model on a device with its caches; independent of requests
 //!         request        requests with their settings, and answers
 //!         config, error  the settings of an engine, its errors
 //! tuned                  a file with the reuse settings that suit a model

@@ -1,4 +1,4 @@
-//! Requests with their settings, and the answers to them.
+//! Requests with their settings, and their answers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use serde::Serialize;
 
 use crate::error::{Error, Result};
 
-/// A prompt as tokens, ordinary or chunked.
+/// A prompt as token IDs, ordinary or chunked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum PromptTokens {
     /// An ordinary prompt, computed under full attention.
@@ -234,8 +234,8 @@ impl Sampling {
 pub struct BeamSearch {
     /// The number of beams.
     pub width: usize,
-    /// The log-probability of an answer is divided by its length to the power of this number: above 0, longer
-    /// answers come first.
+    /// An answer's log-probability is divided by its length to this power. Above 0, longer answers are
+    /// preferred.
     pub length_penalty: f32,
 }
 
@@ -353,7 +353,7 @@ pub struct Generation {
     pub score: Option<f32>,
     /// The log-probabilities of the tokens; empty unless [`Request::logprobs`] asks for them.
     pub logprobs: Vec<TokenLogprobs>,
-    /// The logits that each answer token was chosen from, including the end token; empty unless
+    /// The logits that each answer token, including the end token, was chosen from; empty unless
     /// [`Request::keep_logits`] is set.
     pub logits: Vec<Vec<f32>>,
 }

@@ -128,7 +128,7 @@ impl PyPieceHold {
         Ok(PySegment(segment.at_offset(offset.map_err(CallError::from)?)))
     }
 
-    /// Ends the hold now.
+    /// Releases the hold now.
     fn release(&self) {
         drop(self.0.lock().take());
     }

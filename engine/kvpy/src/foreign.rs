@@ -56,7 +56,7 @@ fn row_axes(tensor: &ForeignTensor) -> PyResult<(ForeignShape, [usize; 3], usize
 }
 
 impl Foreign {
-    /// Returns the number of tokens in a block.
+    /// Returns the number of tokens per block.
     pub(crate) fn block_size(&self) -> usize {
         match self {
             Self::Host(cache) => cache.shape().block_size,

@@ -20,7 +20,7 @@
 //! | `chunks`, `metrics`, `prompt` | the chunk cache and its metrics; prompts in parts, and the parts' places |
 //! | `keys`, `rope` | keys of blocks; the rotary embeddings of a model |
 //! | `foreign`, `npu`, `runs` | caches of other engines on the host, a GPU or an NPU; rows as Python names them |
-//! | `managers` | the managers of `kvmanager`: blocks, sequences and requests by number, caches of ranks |
+//! | `managers` | the managers of `kvmanager`: blocks, sequences and requests by ID, and ranks' caches |
 //! | `llm`, `sampling` | `LLM`, `RequestOutput`, `SamplingParams` |
 //! | `lab` | questions for the gate of a model inside vLLM |
 //! | `device`, `names` | devices and element types by their names |
@@ -53,7 +53,7 @@ mod tensor;
 
 use pyo3::prelude::*;
 
-/// Memory, keys and chunks of KV caches, and an engine over them.
+/// Memory, keys and chunks for KV caches, and an engine that uses them.
 #[pymodule]
 fn _native(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("KvCacheError", module.py().get_type::<error::KvCacheError>())?;

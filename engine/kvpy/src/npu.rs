@@ -86,7 +86,7 @@ impl NpuCache {
         Ok(Self { stream: backend.stream()?, shape, layers, staging })
     }
 
-    /// Returns the number of tokens in a block.
+    /// Returns the number of tokens per block.
     pub(crate) fn block_size(&self) -> usize {
         self.shape.block_size
     }

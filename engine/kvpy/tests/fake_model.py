@@ -82,7 +82,7 @@ class FakeRecomputer:
     def __init__(self, model: FakeModel) -> None:
         self.model = model
         self.chosen: dict[tuple[int, ...], set[int]] = {}
-        """The positions that a question has chosen, by the prompt."""
+        """The positions that a question has chosen, by prompt."""
 
     def run(self, again: Any) -> None:
         places = [place for start, end in again.runs for place in range(start, end)]

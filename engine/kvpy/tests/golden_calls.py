@@ -39,7 +39,7 @@ def numbers(text: str) -> list[int]:
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as JSON. Objects become their fields, and lists of numbers become runs."""
+    """Returns a value as JSON. Objects become their fields; lists of numbers become runs."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, bytes):

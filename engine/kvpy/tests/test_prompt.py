@@ -1,4 +1,4 @@
-"""The parameters with which a request names its chunks."""
+"""The parameters that a request uses to name its chunks."""
 
 import subprocess
 import sys

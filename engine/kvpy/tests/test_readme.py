@@ -1,4 +1,4 @@
-"""The examples of the documents run."""
+"""The documents' examples run."""
 
 import os
 import pathlib

@@ -127,7 +127,7 @@ SHARE = 0.4
 # Cells computed in one pass: (positions overlap, chunks see the system prompt).
 SINGLE = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False),
               sequential_with_system_single=(False, True))
-# Cells whose chunks may move, described in the same way.
+# Cells whose chunks may move, in the same format.
 CELLS = dict(overlapped_with_system=(True, True), overlapped_alone=(True, False), sequential_alone=(False, False),
              sequential_with_system_two_phase=(False, True))
 # Settings that differ between config.json and transformers.

@@ -27,7 +27,7 @@ SYSTEM_WORDS = (
     "think say look tell all about it are your text notes list value name keep short clear"
 ).split()
 
-# Words that are not single tokens, like those that people write before documents.
+# Words that are not single tokens, like the ones that people write before documents.
 OTHER_WORDS = (
     "briefly system question using documents below above context following passages provided information "
     "respond concise accurate expert today language model task instructions based must should will can from "

@@ -42,7 +42,7 @@ pub(crate) struct Slice {
     pub(crate) covers: &'static str,
     /// The command. It may take at most five minutes on two slow cores.
     pub(crate) command: &'static str,
-    /// Tools that the slice needs besides those of CI.
+    /// Tools that the slice needs in addition to CI's.
     needs: &'static [Tool],
 }
 

@@ -66,7 +66,7 @@ pub(super) struct Blended {
     /// The number of rows in the pass.
     pub(super) rows: usize,
     pub(super) flops: u64,
-    /// The number of recomputed chunk tokens and the logits after the question, once all rows are computed.
+    /// Once all rows are computed: the number of recomputed chunk tokens, and the logits after the question.
     pub(super) end: Option<(usize, Vec<f32>)>,
 }
 
@@ -110,7 +110,7 @@ impl Blend {
         })
     }
 
-    /// Returns the number of rows left to compute, as far as it is known.
+    /// Returns the number of rows left to compute, or as much of it as is known.
     pub(super) fn left(&self) -> usize {
         match &self.chosen {
             None => (self.chunk_rows() + self.question.tokens.len() - self.done).max(1),
@@ -272,7 +272,7 @@ impl Blend {
 }
 
 impl Distances {
-    /// Returns the squared distances of the first `rows` fresh rows from the stored ones.
+    /// Returns the squared distance between each of the first `rows` fresh rows and the stored one.
     fn between(fresh: &[f32], stored: &[f32], rows: usize) -> Self {
         let Some(width) = stored.len().checked_div(rows).filter(|&width| width > 0) else {
             return Self::default();

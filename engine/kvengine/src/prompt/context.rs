@@ -1,4 +1,4 @@
-//! The context of a question: the documents as its tokens see them.
+//! The context of a question: the documents as the question's tokens see them.
 
 use std::sync::Arc;
 

@@ -100,7 +100,7 @@ impl PendingRows {
         self.total.saturating_sub(self.done)
     }
 
-    /// Takes up to `most` rows of the next input.
+    /// Removes and returns up to `most` rows of the next input.
     fn take(&mut self, most: usize) -> Result<Option<SequenceInput>> {
         let Some(first) = self.inputs.front() else { return Ok(None) };
         let tokens = first.tokens.len();
@@ -222,7 +222,7 @@ impl LivePrompt {
         }
     }
 
-    /// Takes up to `most` rows of the next input that a pass can compute now.
+    /// Removes and returns up to `most` rows of the next input that a pass can compute now.
     pub(crate) fn take_rows(&mut self, most: usize) -> Result<Option<SequenceInput>> {
         self.rows_mut().map_or(Ok(None), |rows| rows.take(most))
     }

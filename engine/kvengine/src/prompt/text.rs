@@ -7,11 +7,11 @@ use crate::error::Result;
 use crate::request::PromptTokens;
 
 impl PromptTokens {
-    /// Cuts a string at every `separator`, and encodes each part on its own. Special tokens stand only before
-    /// the system prompt. A text with fewer than two separators is an ordinary prompt.
+    /// Cuts a string at every `separator`, and encodes each part on its own. Special tokens are added only
+    /// before the system prompt. A string with fewer than two separators is an ordinary prompt.
     ///
     /// # Errors
-    /// Returns [`kvchunk::Error::EmptySeparator`] or [`kvchunk::Error::EmptyPart`] for a text that cannot be
+    /// Returns [`kvchunk::Error::EmptySeparator`] or [`kvchunk::Error::EmptyPart`] if the string cannot be
     /// cut, and the errors of [`TextCodec::encode`].
     pub fn split(codec: &TextCodec, text: &str, separator: &str, special: bool) -> Result<Self> {
         match SplitPrompt::new(text, separator)? {
@@ -22,8 +22,8 @@ impl PromptTokens {
         }
     }
 
-    /// Encodes the parts of a chunked prompt, each on its own. Special tokens stand only before the system
-    /// prompt.
+    /// Encodes the parts of a chunked prompt, each on its own. Special tokens are added only before the
+    /// system prompt.
     ///
     /// # Errors
     /// Returns [`kvchunk::Error::EmptyPart`] if a part has no tokens, and the errors of
@@ -45,9 +45,9 @@ impl PromptTokens {
     /// Encodes `text` as the single message of a conversation, in the model's chat template. Otherwise like
     /// [`split`](Self::split).
     ///
-    /// The text is cut before the template is applied, so a separator in the template's own text separates
-    /// nothing. Template text before the message belongs to the system prompt, template text after it to the
-    /// question. The template writes its own special tokens; none are added.
+    /// The text is cut before the template is applied, so separators in the template's own text have no
+    /// effect. Template text before the message belongs to the system prompt, and template text after it to
+    /// the question. The template writes its own special tokens, so none are added.
     ///
     /// # Errors
     /// Returns the errors of [`split`](Self::split) and of [`TextCodec::conversation`].
@@ -58,8 +58,8 @@ impl PromptTokens {
         Self::from_chat_parts(codec, system, chunks, question)
     }
 
-    /// Encodes the parts of a chunked prompt as the single message of a conversation, as
-    /// [`split_chat`](Self::split_chat) does.
+    /// Encodes the parts of a chunked prompt as the single message of a conversation, like
+    /// [`split_chat`](Self::split_chat).
     ///
     /// # Errors
     /// Returns the errors of [`from_parts`](Self::from_parts) and of [`TextCodec::around_message`].
@@ -73,13 +73,13 @@ impl PromptTokens {
         Self::from_parts(codec, &format!("{before}{system}"), documents, &format!("{question}{after}"), false)
     }
 
-    /// Encodes a conversation in the model's chat template, up to where the answer begins. Documents stand
-    /// before the text of the last message, which is the question; everything before the documents is the
-    /// system prompt. Without documents the prompt is an ordinary one.
+    /// Encodes a conversation in the model's chat template, up to where the answer begins. Documents are
+    /// placed before the text of the last message, which is the question. Everything before the documents is
+    /// the system prompt. If there are no documents, the prompt is an ordinary one.
     ///
     /// # Errors
     /// Returns [`kvmodel::Error::Messages`] if the last message is not the user's. Returns
-    /// [`kvmodel::Error::Template`] if the template fails or refuses the conversation, or if there are
+    /// [`kvmodel::Error::Template`] if the template fails or rejects the conversation, or if there are
     /// documents and it does not write the last message exactly once.
     pub fn from_conversation<'a>(
         codec: &TextCodec,
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// Whole words as tokens. A begin token stands before and an end token after, as in `BERT`.
+    /// Whole words as tokens. A begin token is added before and an end token after, as in `BERT`.
     const WORDS: &str = include_str!("../../../kvmodel/tests/words.json");
 
     fn codec(config: Option<&str>) -> TextCodec {
@@ -126,7 +126,7 @@ mod tests {
         );
     }
 
-    /// A vocabulary in which the separator is within tokens, as byte-pair merges make it.
+    /// A vocabulary in which the separator is inside tokens, as byte-pair merges produce.
     #[test]
     fn rule_1_a_separator_within_a_token_delimits() {
         let words = r###""a":3,"b":4,"c":5,"a##b":6,"##b":7,"##":8,"b##":9"###;

@@ -33,7 +33,7 @@ pub(crate) struct Setup {
     pub(crate) keys: KeyForm,
     /// The clock for time limits.
     pub(crate) clock: Arc<dyn Clock>,
-    /// The scales of an fp8 cache.
+    /// The scales, for an fp8 cache.
     scales: Option<StaticScales>,
     tenant_salt: Vec<u8>,
     graphs: usize,

@@ -49,7 +49,7 @@ impl Sampler {
         Self { bias, ..self }
     }
 
-    /// Records a token of the answer.
+    /// Records a token in the answer.
     pub fn chose(&mut self, token: u32) {
         self.see([token]);
         if self.penalizes_answer() {
@@ -65,7 +65,7 @@ impl Sampler {
         self.sampling.presence_penalty != 0.0 || self.sampling.frequency_penalty != 0.0
     }
 
-    /// Records tokens of the prompt, which a repetition penalty makes less likely.
+    /// Records prompt tokens, which a repetition penalty makes less likely.
     pub fn see(&mut self, tokens: impl IntoIterator<Item = u32>) {
         if self.sampling.repetition_penalty == 1.0 {
             return;
@@ -222,7 +222,7 @@ mod tests {
         probabilities.iter().map(|p| p.ln()).collect()
     }
 
-    /// Returns the tokens that are ever drawn, in ascending order.
+    /// Returns the tokens that are drawn at least once, in ascending order.
     fn drawn(sampling: Sampling, logits: &[f32]) -> Vec<u32> {
         let mut sampler = Sampler::new(Sampling { temperature: 1.0, ..sampling });
         let mut tokens: Vec<u32> = (0..2000).map(|_| sampler.sample(logits)).collect();

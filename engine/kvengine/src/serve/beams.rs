@@ -33,12 +33,12 @@ pub(super) struct EndedBeam {
 }
 
 impl Beams {
-    /// Forgets continuations, because their sequences are freed.
+    /// Forgets the continuations, because their sequences are freed.
     pub(super) fn forget(&mut self) {
         self.next.iter_mut().for_each(|next| *next = None);
     }
 
-    /// Takes the `most` likeliest continuations over all branches, likeliest first.
+    /// Removes and returns the `most` likeliest continuations over all branches, likeliest first.
     pub(super) fn take_continuations(&mut self, most: usize) -> Vec<Continuation> {
         let mut continuations = Vec::new();
         for (branch, (next, sum)) in self.next.iter_mut().zip(&self.sums).enumerate() {

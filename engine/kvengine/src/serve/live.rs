@@ -27,7 +27,7 @@ pub(super) struct LiveRequest {
     /// When the request's time limit ends, in milliseconds on the engine's clock.
     pub(super) deadline: Option<u64>,
     pub(super) branches: Vec<Branch>,
-    /// The state of a beam search, whose beams are the branches.
+    /// The state of a beam search. Its beams are the branches.
     pub(super) beams: Option<Box<Beams>>,
     /// A chunked prompt's system prompt and documents, which drafts are looked up in; empty if the request
     /// wants no drafts.
@@ -106,7 +106,7 @@ impl Branch {
         }
     }
 
-    /// Returns a branch with the same tokens in another sequence.
+    /// Returns a copy of the branch with another sequence.
     pub(super) fn twin(&self, sequence: Option<SequenceId>, sampler: Sampler) -> Self {
         Self {
             sequence,

@@ -77,7 +77,7 @@ impl<'a> Loader<'a> {
         Ok(numbers)
     }
 
-    /// Takes a matrix `[heads · height, width]`, whose parts [`by_head`](Self::by_head) loads.
+    /// Returns a matrix `[heads · height, width]`. [`by_head`](Self::by_head) loads parts of it.
     pub(crate) fn take(&mut self, name: &str, shape: &[usize]) -> Result<StoredWeight> {
         self.weights.take(&format!("{name}.weight"), shape)
     }

@@ -136,7 +136,7 @@ impl Model {
     /// other slots and segments.
     ///
     /// # Errors
-    /// - Returns [`kvcore::Error::OutOfRange`] for a row that the pass did not have.
+    /// - Returns [`kvcore::Error::OutOfRange`] if the pass does not have one of the rows.
     /// - Returns [`kvcore::Error::Mismatch`] if there are no rows, or not one token per row.
     /// - Returns the errors of [`begin`](Self::begin).
     pub fn resume<'a>(

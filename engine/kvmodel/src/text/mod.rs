@@ -113,11 +113,11 @@ impl TextCodec {
     }
 
     /// Encodes a conversation in the model's chat template, up to where the answer begins. The template
-    /// writes its own special tokens; none are added.
+    /// writes its own special tokens, so none are added.
     ///
     /// # Errors
     /// Returns [`Error::Messages`] if the last message is not the user's, and [`Error::Template`] if the
-    /// template fails or refuses the conversation.
+    /// template fails or rejects the conversation.
     pub fn conversation(&self, messages: &[Message]) -> Result<Vec<u32>> {
         Message::check_answerable(messages)?;
         self.encode(&self.template.render(messages)?, false)
@@ -127,7 +127,7 @@ impl TextCodec {
     /// follows the `earlier` messages.
     ///
     /// # Errors
-    /// Returns [`Error::Template`] if the template fails or refuses the conversation, or does not write the
+    /// Returns [`Error::Template`] if the template fails or rejects the conversation, or does not write the
     /// message exactly once.
     pub fn around_message(&self, earlier: &[Message]) -> Result<(String, String)> {
         let mut messages = earlier.to_vec();

@@ -680,7 +680,7 @@ class LLM:
 
 @final
 class NoteQuestion:
-    """A question about a fact in one of several notes on invented firms, which no model knows."""
+    """A question about a fact in one of several notes about invented firms, which no model has heard of."""
 
     @property
     def system(self) -> str: ...

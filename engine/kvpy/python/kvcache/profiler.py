@@ -1,4 +1,4 @@
-"""A light profiler: times of named spans, and counters."""
+"""A lightweight profiler: times of named spans, and counters."""
 
 from __future__ import annotations
 

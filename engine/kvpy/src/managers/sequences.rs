@@ -51,7 +51,7 @@ impl PyPagedKvCache {
         Ok(self.0.own.lock().create(seq_id).map_err(CallError::from)?)
     }
 
-    /// Ends a sequence and frees its blocks at once.
+    /// Ends a sequence and frees its blocks right away.
     fn delete_sequence(&self, seq_id: u64) -> PyResult<()> {
         Ok(self.0.own.lock().delete(seq_id).map_err(CallError::from)?)
     }

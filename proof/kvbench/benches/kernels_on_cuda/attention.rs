@@ -1,4 +1,4 @@
-//! Attention: decode steps, prefills, and segments at offsets.
+//! Attention: decode steps, prefills, and segments with offsets.
 
 use std::sync::Arc;
 

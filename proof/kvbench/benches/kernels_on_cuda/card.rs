@@ -41,7 +41,7 @@ pub(crate) struct Card {
     /// The bytes of device memory that were free at the start.
     pub(crate) free: usize,
     events: [CUevent; 2],
-    /// Memory that the limits copy from and to.
+    /// Buffers that the limits copy from and to.
     room: [Arc<dyn Storage>; 2],
     /// Pinned memory, for limits that copy to and from the host.
     pinned: Arc<dyn Storage>,

@@ -1,4 +1,4 @@
-//! Operations that move and convert rows and blocks of a pool.
+//! Operations that move and convert a pool's rows and blocks.
 
 use std::cell::Cell;
 use std::sync::Arc;

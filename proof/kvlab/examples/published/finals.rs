@@ -60,7 +60,7 @@ const FINALS: [Final; 3] = [
 struct KeptFinal {
     documents: usize,
     questions: usize,
-    /// Full attention first.
+    /// Full attention comes first.
     ways: Vec<WayResult>,
 }
 
@@ -213,7 +213,7 @@ impl KeptFinal {
     }
 }
 
-/// Writes the grades of the draws that all strategies have answered.
+/// Writes the grades for all draws that every strategy has answered.
 fn keep() -> Result {
     for Final { documents, draws, ways } in FINALS {
         // Kept draws are numbered in order, so draws after a gap are not kept.

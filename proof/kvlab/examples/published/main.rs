@@ -180,7 +180,7 @@ fn plain(name: &str) -> String {
 /// The page with the tables.
 const QUALITY: &str = "docs/quality.md";
 
-/// Writes a table into a page, and prints it.
+/// Writes a table to a page, and prints it.
 fn write_table(page: &str, name: &str, table: &str) -> Result {
     page::write(page, name, table)?;
     print!("{table}");

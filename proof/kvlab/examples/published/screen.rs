@@ -105,7 +105,7 @@ struct WaySum {
 #[derive(Serialize, Deserialize)]
 struct KeptScreen {
     documents: usize,
-    /// In the order of [`ARMS`].
+    /// In the same order as [`ARMS`].
     ways: Vec<WayDraws>,
 }
 

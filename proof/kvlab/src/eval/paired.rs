@@ -101,7 +101,7 @@ impl Paired {
         Some(scaled(high).asked)
     }
 
-    /// Returns the difference between `from` and `end` at which the score statistic reaches the quantile.
+    /// Returns the loss between `from` and `end` at which the score statistic reaches the quantile.
     fn limit(&self, from: f64, end: f64) -> f64 {
         if self.asked == 0 {
             return end;

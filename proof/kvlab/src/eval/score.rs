@@ -1,4 +1,4 @@
-//! Scores of arms, from their answers.
+//! The scores of arms, computed from their answers.
 
 use serde::{Deserialize, Serialize};
 

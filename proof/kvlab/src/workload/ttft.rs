@@ -16,7 +16,7 @@ use kvengine::{Engine, PromptTokens, Request};
 pub struct TtftRow {
     /// The name of the measurement.
     pub what: &'static str,
-    /// The number of tokens of the prompt.
+    /// The number of tokens in the prompt.
     pub tokens: usize,
     /// The measured time.
     pub took: Duration,

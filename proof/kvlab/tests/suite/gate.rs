@@ -1,4 +1,4 @@
-//! The gate closes when an identity fails, and names that identity.
+//! The gate closes if an identity fails, and names that identity.
 
 use kvchunk::{Reuse, ReuseCell};
 use kvcore::{CopyTensor, MemoryKind, allocate_tensor};

@@ -12,7 +12,7 @@ the workers copy.
   matched: None (parked) ── encode computed ── rows saved ── stored
 ```
 
-A request with chunks gets a salt of its own, so that vLLM's prefix cache never gives its blocks to another
+A request with chunks gets its own salt, which keeps vLLM's prefix cache from giving its blocks to another
 kind of request.
 """
 
@@ -71,7 +71,7 @@ class Chunks:
     # A request arrives.
 
     def begin(self, tracked: Tracked) -> None:
-        """Looks up the chunks that a new request names, and submits encodes of the missing ones."""
+        """Looks up the chunks that a new request names, and submits encodes for the missing ones."""
         request = tracked.request
         try:
             plan = self._plan(request)

@@ -52,7 +52,7 @@ def arena_device(device: str) -> str:
 
 
 def block_size_of(layer: Layer) -> int:
-    """Returns the number of tokens in a block of a layer."""
+    """Returns the number of tokens per block in a layer."""
     return int(layer[0].shape[1] if isinstance(layer, (tuple, list)) else layer.shape[2])
 
 

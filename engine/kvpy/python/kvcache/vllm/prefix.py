@@ -57,7 +57,7 @@ class Prefixes:
         self.block_size = shape.engine_block_size
         self.roots, self.host = roots, host
         self.saving: dict[bytes, BlockSaving] = {}
-        """Blocks on their way to host memory, by their keys."""
+        """Blocks that are being saved to host memory, by key."""
         self.numbers = itertools.count()
         self.tokens_found = 0
         self.blocks_saved = 0

@@ -86,9 +86,9 @@ class ChunkPlan:
 
 
 def plan_of(params: dict[str, Any] | None, prompt: Sequence[int]) -> ChunkPlan | None:
-    """Returns the parts of a prompt; None for a request that names no chunks.
+    """Returns the parts of a prompt; None for a request without chunks.
 
-    Raises ``ChunkRequestError`` for parts that do not add up.
+    Raises ``ChunkRequestError`` for inconsistent parts.
     """
     if not params or not any(name in params for name in NAMES):
         return None

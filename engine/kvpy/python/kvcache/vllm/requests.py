@@ -39,20 +39,20 @@ class Saving:
 
 @dataclass(eq=False)
 class Encode(Saving):
-    """A part of a prompt that is computed as a request of its own, and that other requests wait for."""
+    """A part of a prompt that is computed as a separate request, which other requests wait for."""
 
     prefix: int
     """The number of tokens before the part in that request."""
     prompt_tokens: int
     pieces: list[tuple[int, ChunkReservation]]
-    """The missing pieces, each with its first token in the part and its memory."""
+    """The missing pieces, each with the index of its first token in the part, and its memory."""
     is_over: bool = False
     """True once the pieces are stored, or given up."""
 
 
 @dataclass(eq=False)
 class BlockSaving(Saving):
-    """A block of an ordinary request on its way to host memory."""
+    """An ordinary request's block that is being saved to host memory."""
 
     blocks: MutableBlocks
     parent: bytes | None
@@ -86,7 +86,7 @@ class ChunkState:
         return len(self.holds) > len(self.plan.chunks)
 
     def pieces(self) -> Iterator[tuple[int, PieceHold]]:
-        """Returns the pieces of all parts in order, each with its first token in the prompt."""
+        """Returns the pieces of all parts in order, each with the index of its first token in the prompt."""
         for number, part in enumerate(self.parts()):
             start = part.start
             for hold in self.holds[number]:

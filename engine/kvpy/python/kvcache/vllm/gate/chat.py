@@ -19,7 +19,7 @@ MARK = "<the message>"
 class Chat:
     """Puts questions into the chat template of a transformers tokenizer, or into plain text if it has none.
 
-    No part of the template comes between the notes: the system prompt and all notes are one message.
+    The template puts nothing between the notes, because the system prompt and all notes are one message.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -66,7 +66,7 @@ class Expected:
 def check(options: Options, progress: Progress) -> tuple[list[Finding], list[Row]]:
     """Checks a model. The rows are empty if reuse is not exact.
 
-    Raises ``CheckError``, ``UnsupportedHostError`` for a model that the connector refuses, and vLLM's own
+    Raises ``CheckError``, ``UnsupportedHostError`` for a model that the connector rejects, and vLLM's own
     errors.
     """
     config = AutoConfig.from_pretrained(options.model).get_text_config()
@@ -109,7 +109,7 @@ def _max_len(options: Options, config: Any, chat: Chat, asked: Sequence[NoteQues
 
 @contextmanager
 def started(options: Options, config: Any, dtype: str) -> Iterator[LocalEngine]:
-    """Runs vLLM for the duration of a block. Raises ``CheckError`` if vLLM itself refuses the model."""
+    """Runs vLLM for the duration of a block. Raises ``CheckError`` if vLLM itself rejects the model."""
     try:
         engine = LocalEngine(options.model, config, dtype=dtype, max_len=options.max_len, host_memory=options.host_memory)
     except UnsupportedHostError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 CLOSE = 1e-3
-"""The largest difference between log-probabilities in f32 that counts as rounding, and the largest margin
+"""The maximum difference between f32 log-probabilities that counts as rounding, and the maximum margin
 between two tokens that rounding can reverse."""
 
 
@@ -25,7 +25,8 @@ class Comparison:
     """The outcome of a comparison."""
 
     compared: int
-    """The number of compared tokens: all, or the ones before a near-tie at which the answers differ."""
+    """The number of tokens compared: all of them, or only the ones before a near-tie where the answers
+    differ."""
     apart: float
     """The largest difference between their log-probabilities."""
     fault: str | None

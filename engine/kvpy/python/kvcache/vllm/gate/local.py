@@ -37,7 +37,7 @@ class Asked:
     """The log-probabilities of all tokens in the vocabulary for the answer's first token."""
     cached_tokens: int
     params: dict[str, Any]
-    """The counts of tokens reused and computed, or the reason why the request was answered without chunks."""
+    """The counts of tokens reused and computed, or why the request was answered without chunks."""
 
 
 def token_bytes(config: Any, dtype: str) -> int:
@@ -66,7 +66,7 @@ class LocalEngine:
     token."""
 
     def __init__(self, model: str, config: Any, *, dtype: str, max_len: int, host_memory: str | int) -> None:
-        """Starts vLLM with the model in a folder. Raises ``UnsupportedHostError`` if the connector refuses
+        """Starts vLLM with the model in a folder. Raises ``UnsupportedHostError`` if the connector rejects
         the model."""
         self.llm = LLM(
             model=model,

@@ -13,7 +13,7 @@ from kvcache._native import Paired
 
 @dataclass(frozen=True)
 class Finding:
-    """A checked claim, with the fault if it does not hold."""
+    """A checked claim, with what is wrong if it does not hold."""
 
     what: str
     fault: str | None = None
