@@ -45,8 +45,8 @@ impl BlockManager {
     /// Allocates the memory of all blocks.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if a size does not fit the address
-    /// space, and the errors of the backend.
+    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if a size does not fit
+    /// the address space, and the errors of the backend.
     pub fn new(backend: Arc<dyn Backend>, shape: KvShape) -> Result<Self> {
         let blocks = u32::try_from(shape.num_blocks);
         let blocks = blocks.map_err(|_| CoreError::Overflow { what: "number of blocks" })?;
@@ -101,8 +101,8 @@ impl BlockManager {
         self.held.get(&block).ok_or(Error::NotAllocated { block })
     }
 
-    /// Writes rows `[tokens, heads, dim]` of one layer into a block, starting at token `offset` of the block, in the order
-    /// of `stream`.
+    /// Writes rows `[tokens, heads, dim]` of one layer into a block, starting at token `offset` of the block,
+    /// in the order of `stream`.
     ///
     /// # Errors
     /// Returns an error if the block is not allocated, if the rows reach past the end of the block, or if the
@@ -129,12 +129,12 @@ impl BlockManager {
         Ok(stream.scatter(&Scatter::new(&self.arena, layer, k.clone(), v.clone(), &slots))?)
     }
 
-    /// Copies the first `len` tokens of a list of blocks: `([len, heads, k_dim], [len, heads, v_dim])`. Use the result on
-    /// `stream`, or on a stream that waits for an event of `stream`.
+    /// Copies the first `len` tokens of a list of blocks: `([len, heads, k_dim], [len, heads, v_dim])`. Use
+    /// the result on `stream`, or on a stream that waits for an event of `stream`.
     ///
     /// # Errors
-    /// Returns an error if a block is not allocated, if `len` exceeds the tokens of the blocks, or if the layer is out of
-    /// range.
+    /// Returns an error if a block is not allocated, if `len` exceeds the tokens of the blocks, or if the
+    /// layer is out of range.
     pub fn read(
         &self,
         stream: &dyn Stream,

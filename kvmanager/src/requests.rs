@@ -9,12 +9,12 @@ use parking_lot::Mutex;
 use crate::{Error, PoolMetrics, Result};
 use kvchunk::metrics::LatencyHistogram;
 
-/// A manager that reserves blocks of a pool for requests, releases all blocks of a request together, and measures the
-/// latency of these calls.
+/// A manager that reserves blocks of a pool for requests, releases all blocks of a request together, and
+/// measures the latency of these calls.
 ///
-/// The manager holds one guard of the pool for each request, under one lock. If the pool has no other users, available
-/// and in-flight blocks always add up to the pool's total. Engines that need no request numbers use the guards of
-/// [`BlockPool`] directly.
+/// The manager holds one guard of the pool for each request, under one lock. If the pool has no other users,
+/// available and in-flight blocks always add up to the pool's total. Engines that need no request numbers use
+/// the guards of [`BlockPool`] directly.
 ///
 /// ```
 /// use kvcore::BlockPool;
@@ -68,7 +68,8 @@ impl StorageManager {
         Self { pool, requests: Mutex::default(), timing: Timing::default() }
     }
 
-    /// Reserves `blocks` more blocks for a request, or none, and returns them. Evicts cached blocks if needed.
+    /// Reserves `blocks` more blocks for a request, or none, and returns them. Evicts cached blocks if
+    /// needed.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if there are too few free and evictable blocks. The request
@@ -103,7 +104,8 @@ impl StorageManager {
         })
     }
 
-    /// Gives the blocks of a request to the caller, who can share them under their keys. The manager forgets the request.
+    /// Gives the blocks of a request to the caller, who can share them under their keys. The manager forgets
+    /// the request.
     ///
     /// # Errors
     /// Returns [`Error::UnknownRequest`] if the request is not known.

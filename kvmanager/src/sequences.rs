@@ -20,10 +20,10 @@ struct Named {
 
 /// Sequences in the blocks of a [`BlockManager`], appended to layer by layer.
 ///
-/// All layers of a sequence share its blocks. The first layer that receives a token takes the slot, and the other
-/// layers write to that slot, so the length grows once per token. Copies of rows run in the order of the caller's
-/// streams, under the rule stated at [`PagedKvCache`](PagedKvCache#order). Meant for engines that attend over dense
-/// tensors; engines that read blocks in place use [`PagedKvCache`] itself.
+/// All layers of a sequence share its blocks. The first layer that receives a token takes the slot, and the
+/// other layers write to that slot, so the length grows once per token. Copies of rows run in the order of
+/// the caller's streams, under the rule stated at [`PagedKvCache`](PagedKvCache#order). Meant for engines
+/// that attend over dense tensors; engines that read blocks in place use [`PagedKvCache`] itself.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -101,8 +101,8 @@ impl PagedSequences {
     /// Returns the number of tokens written in one layer.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence, and [`kvcore::Error::OutOfRange`] if
-    /// `layer` is past the last layer.
+    /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence, and
+    /// [`kvcore::Error::OutOfRange`] if `layer` is past the last layer.
     pub fn layer_len(&self, number: u64, layer: usize) -> Result<usize> {
         let written = &self.named(number)?.written;
         written.get(layer).copied().ok_or(range("layer", layer, written.len()))
@@ -161,8 +161,8 @@ impl PagedSequences {
     /// ```
     ///
     /// # Errors
-    /// Returns the errors of [`append`](Self::append), [`kvcore::Error::TooLarge`] if `start` would leave a gap,
-    /// and the errors of [`read`](Self::read).
+    /// Returns the errors of [`append`](Self::append), [`kvcore::Error::TooLarge`] if `start` would leave a
+    /// gap, and the errors of [`read`](Self::read).
     pub fn update(
         &mut self,
         stream: &dyn Stream,
@@ -215,8 +215,8 @@ impl PagedSequences {
     /// Copies the first `len` rows of one layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
     ///
     /// # Errors
-    /// Returns the errors of [`layer_len`](Self::layer_len), [`kvcore::Error::TooLarge`] if the layer has fewer than `len`
-    /// tokens, and the errors of the backend.
+    /// Returns the errors of [`layer_len`](Self::layer_len), [`kvcore::Error::TooLarge`] if the layer has
+    /// fewer than `len` tokens, and the errors of the backend.
     pub fn read(&self, stream: &dyn Stream, number: u64, layer: usize, len: usize) -> Result<LayerViews> {
         let held = self.layer_len(number, layer)?;
         if len > held {

@@ -33,15 +33,16 @@ pub struct TierThresholds {
 }
 
 impl Default for TierThresholds {
-    /// Returns the numbers of seed 003: the device offloads when more than 85 % of its blocks are in use, the host above
-    /// 90 %, and blocks hotter than 0.7 are loaded ahead.
+    /// Returns the numbers of seed 003: the device offloads when more than 85 % of its blocks are in use, the
+    /// host above 90 %, and blocks hotter than 0.7 are loaded ahead.
     fn default() -> Self {
         Self { device_offload: 0.85, host_offload: 0.90, prefetch: 0.70 }
     }
 }
 
 impl TierThresholds {
-    /// Creates thresholds for offloading from the device, for offloading from the host, and for loading ahead.
+    /// Creates thresholds for offloading from the device, for offloading from the host, and for loading
+    /// ahead.
     ///
     /// # Errors
     /// Returns [`Error::NotAFraction`] if a threshold is below 0, above 1 or NaN.
@@ -80,8 +81,8 @@ impl TierThresholds {
     /// never makes the device offload.
     ///
     /// # Errors
-    /// Returns [`Error::NotAFraction`] if `heat` is not between 0 and 1, and [`kvcore::Error::TooLarge`] if `used` exceeds
-    /// `total`.
+    /// Returns [`Error::NotAFraction`] if `heat` is not between 0 and 1, and [`kvcore::Error::TooLarge`] if
+    /// `used` exceeds `total`.
     pub fn blocks_to_prefetch(&self, heat: f64, wanted: usize, used: usize, total: usize) -> Result<usize> {
         fraction("heat", heat)?;
         let room = self.room(Tier::Device, used, total)?.saturating_sub(used);

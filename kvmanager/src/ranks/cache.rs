@@ -55,8 +55,8 @@ impl RankCache {
     /// Allocates an empty cache of the shape `[layers, batch, heads, capacity, dim]`.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if the size does not fit the address
-    /// space, and [`kvcore::Error::Allocation`] if there is no memory.
+    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if the size does not
+    /// fit the address space, and [`kvcore::Error::Allocation`] if there is no memory.
     pub fn new(backend: &dyn Backend, dtype: DType, shape: [usize; 5]) -> Result<Self> {
         let names = ["layers", "batch", "heads", "capacity", "dim"];
         if let Some((what, _)) = names.into_iter().zip(shape).find(|(_, extent)| *extent == 0) {
@@ -86,8 +86,8 @@ impl RankCache {
         self.len == 0
     }
 
-    /// Returns the tokens so far, as a view `[layers, batch, heads, len, dim]`. Nothing is copied, and there are gaps between
-    /// heads until the cache is full; [`TensorView::contiguous`] closes them.
+    /// Returns the tokens so far, as a view `[layers, batch, heads, len, dim]`. Nothing is copied, and there
+    /// are gaps between heads until the cache is full; [`TensorView::contiguous`] closes them.
     ///
     /// # Errors
     /// Returns the errors of [`TensorView::slice`], which cannot occur for this view.
@@ -101,11 +101,13 @@ impl RankCache {
         self.merge = None;
     }
 
-    /// Appends tensors `[layers, batch, heads, tokens, dim]` one after another along the tokens, all of them or none.
+    /// Appends tensors `[layers, batch, heads, tokens, dim]` one after another along the tokens, all of them
+    /// or none.
     ///
     /// # Errors
     /// The cache is unchanged in these cases:
-    /// - [`kvcore::Error::Mismatch`] if an extent or the element type differs from the cache's, or if a merge is not complete.
+    /// - [`kvcore::Error::Mismatch`] if an extent or the element type differs from the cache's, or if a merge
+    ///   is not complete.
     /// - [`kvcore::Error::TooLarge`] if the tokens exceed the capacity.
     pub fn append_sequence(&mut self, stream: &dyn Stream, tensors: &[TensorView]) -> Result<()> {
         self.check_merged()?;
@@ -121,15 +123,16 @@ impl RankCache {
         Ok(())
     }
 
-    /// Merges the layers of all ranks for the next tokens: `tensors[r]` is `[layers of rank r, batch, heads, tokens,
-    /// dim]`, and ranks follow each other in the order of their layers. Every tensor has the same tokens, so the length
-    /// grows by the tokens of one tensor. In a merge that [`expect`](Self::expect) began, the tensors are the pieces of
-    /// the first chunk that is not complete.
+    /// Merges the layers of all ranks for the next tokens: `tensors[r]` is
+    /// `[layers of rank r, batch, heads, tokens, dim]`, and ranks follow each other in the order of their
+    /// layers. Every tensor has the same tokens, so the length grows by the tokens of one tensor. In a merge
+    /// that [`expect`](Self::expect) began, the tensors are the pieces of the first chunk that is not
+    /// complete.
     ///
     /// # Errors
     /// The cache is unchanged in these cases:
-    /// - [`kvcore::Error::Mismatch`] if the layers of all ranks do not add up to the cache's, or another extent or the element
-    ///   type differs.
+    /// - [`kvcore::Error::Mismatch`] if the layers of all ranks do not add up to the cache's, or another
+    ///   extent or the element type differs.
     /// - [`kvcore::Error::TooLarge`] if the tokens exceed the capacity.
     /// - [`Error::DuplicatePiece`] if one of the pieces has arrived before.
     // Decision: docs/decisions/managers.md#merging-by-layer-never-lengthens-the-sequence
@@ -182,7 +185,8 @@ impl RankCache {
     /// - [`kvcore::Error::OutOfRange`] if there is no plan, or the plan does not have this stage or chunk.
     /// - [`Error::LatePiece`] if all stages of the chunk have arrived.
     /// - [`Error::DuplicatePiece`] if the piece has already arrived.
-    /// - [`kvcore::Error::Mismatch`] if an extent differs from the plan's or the cache's, or the element type does.
+    /// - [`kvcore::Error::Mismatch`] if an extent differs from the plan's or the cache's, or the element type
+    ///   does.
     pub fn accept(
         &mut self,
         stream: &dyn Stream,

@@ -5,8 +5,8 @@ use std::fmt;
 use crate::error::{CoreError, range};
 use crate::{Error, Result};
 
-/// The matrix `[num_chunks, num_stages]` of a merge: 1 for a piece that has arrived, 0 for a missing piece. Prints as a
-/// table.
+/// The matrix `[num_chunks, num_stages]` of a merge: 1 for a piece that has arrived, 0 for a missing piece.
+/// Prints as a table.
 ///
 /// ```
 /// use kvmanager::ReceivedMatrix;
@@ -35,8 +35,8 @@ impl ReceivedMatrix {
     /// Creates a matrix in which no piece has arrived.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Zero`] if there are no chunks or no stages, and [`kvcore::Error::Overflow`] if the number
-    /// of pieces does not fit the address space.
+    /// Returns [`kvcore::Error::Zero`] if there are no chunks or no stages, and [`kvcore::Error::Overflow`]
+    /// if the number of pieces does not fit the address space.
     pub fn new(chunks: usize, stages: usize) -> Result<Self> {
         for (what, count) in [("chunks", chunks), ("stages", stages)] {
             if count == 0 {

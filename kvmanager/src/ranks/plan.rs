@@ -36,9 +36,9 @@ impl PrefillPlan {
     /// Creates a plan from the layers of each stage and the tokens of each chunk. Both start at 0.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Zero`] if there are no stages or no chunks, or if one of them is empty. Returns
-    /// [`kvcore::Error::Mismatch`] if a stage or chunk does not begin where the previous one ends (a gap or an
-    /// overlap).
+    /// Returns [`kvcore::Error::Zero`] if there are no stages or no chunks, or if one of them is empty.
+    /// Returns [`kvcore::Error::Mismatch`] if a stage or chunk does not begin where the previous one ends (a
+    /// gap or an overlap).
     pub fn new(stages: Vec<Range<usize>>, chunks: Vec<Range<usize>>) -> Result<Self> {
         consecutive(["stages", "layers of a stage", "first layer of a stage"], &stages)?;
         consecutive(["chunks", "tokens of a chunk", "first token of a chunk"], &chunks)?;
@@ -49,8 +49,8 @@ impl PrefillPlan {
     /// last chunk may be shorter.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Uneven`] if there are fewer layers than stages, and [`kvcore::Error::Zero`] if there are no
-    /// stages, no tokens, or no tokens per chunk.
+    /// Returns [`kvcore::Error::Uneven`] if there are fewer layers than stages, and [`kvcore::Error::Zero`]
+    /// if there are no stages, no tokens, or no tokens per chunk.
     pub fn even(num_layers: usize, stages: usize, tokens: usize, chunk_len: usize) -> Result<Self> {
         if chunk_len == 0 {
             return Err(Error::Core(CoreError::Zero { what: "tokens of a chunk" }));

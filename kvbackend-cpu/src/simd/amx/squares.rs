@@ -106,10 +106,9 @@ pub(crate) struct Square {
 /// are left out.
 ///
 /// # Safety
-/// AMX with bf16 is available and this thread holds the [`AmxTiles`] passed. `steps` is at least 1, and
-/// `of.parts` is 1, 2 or
-/// 3. Every tile that `of` describes for `steps` steps is readable, and `out` is valid for writes of
-///    [`SQUARES`] tiles.
+/// AMX with bf16 must be available, and this thread must hold the [`AmxTiles`] passed. `steps` must be at
+/// least 1, and `of.parts` must be in `1..=3`. Every tile that `of` describes for `steps` steps must be
+/// readable, and `out` must be valid for writes of [`SQUARES`] tiles.
 #[inline]
 pub(crate) unsafe fn two_by_two(_: &AmxTiles, of: Square, steps: usize, out: *mut f32) {
     debug_assert!(steps > 0 && (1..=PARTS).contains(&of.parts));
