@@ -95,7 +95,7 @@ impl Weights {
             tensors.into_iter().map(|tensor| (tensor.name().to_owned(), tensor)).collect();
         let mut hasher = blake3::Hasher::new();
         for tensor in tensors.values() {
-            // Each length is hashed before its bytes, so different tensors never have the same input to the hash.
+            // Each length is hashed before its bytes, so different tensors never give the same hash input.
             let head = format!("{:?} {} {:?}", tensor.name(), tensor.dtype(), tensor.shape());
             hasher.update(&(head.len() as u64).to_le_bytes());
             hasher.update(head.as_bytes());
