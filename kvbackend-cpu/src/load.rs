@@ -48,9 +48,11 @@ fn count() -> u64 {
     0
 }
 
-/// Length of the window in which preemptions are counted, and the count at which cores are considered busy. A
-/// core shared by two threads changes hands about every three milliseconds; a free core only occasionally.
+/// Length of the window in which preemptions are counted.
 const WINDOW: Duration = Duration::from_millis(20);
+
+/// Number of preemptions per window at which cores are considered busy. A core shared by two threads
+/// changes hands about every three milliseconds; a free core only occasionally.
 const MANY: u64 = 3;
 
 /// How long a caller works alone after cores were found busy: the first time, and at most. The trial window

@@ -44,9 +44,9 @@ pub use bytes::SharedBytes;
 pub use stored::StoredType;
 
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-on-their-way
-/// Maximum number of rows to multiply at a time, and the number of rows at which splitting them starts to
-/// pay.
+/// Maximum number of rows to multiply at a time.
 const ROWS: usize = 96;
+/// Lower bound on the maximum number of rows in a run, even if rows are long: shorter runs do not pay.
 const FEWEST_OF_A_RUN: usize = 24;
 /// The approximate number of row elements to multiply at a time.
 const FEW: usize = 64 << 10;
