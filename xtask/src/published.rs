@@ -1,4 +1,4 @@
-//! The published language model that the longer checks use: SmolLM2-135M-Instruct, from a PyPI wheel.
+//! The published language model that the longer checks use: SmolLM2-135M-Instruct, from a wheel of the Python package index.
 
 use std::path::PathBuf;
 
