@@ -1,4 +1,5 @@
-//! The published language model that the longer checks use: SmolLM2-135M-Instruct, from a wheel of the Python package index.
+//! The published language model that the longer checks use: SmolLM2-135M-Instruct, from a wheel of the Python
+//! package index.
 
 use std::path::PathBuf;
 

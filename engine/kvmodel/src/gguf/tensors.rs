@@ -100,8 +100,8 @@ fn read(placed: &PlacedTensor<'_>, name: String, file: &SharedBytes) -> Result<S
 
 /// Reorders the rows of queries and keys as in Hugging Face models.
 ///
-/// For the architecture "llama", llama.cpp rotates neighbouring elements. It therefore stores rows `i` and `i
-/// + head_dim / 2` of each head one after the other.
+/// For the architecture "llama", llama.cpp rotates neighbouring elements. It therefore stores rows `i` and
+/// `i + head_dim / 2` of each head one after the other.
 fn in_order(
     stored: StoredWeight,
     place: &TensorPlace,
