@@ -102,8 +102,8 @@ impl KeyChain {
 /// let slots = cache.grow(second, 4)?;
 /// cache.commit(second, &prompt.tokens()[cached..])?;
 ///
-/// // Two answers to the prompt (parallel sampling), one of them rolled back by a token (speculative
-/// decoding).
+/// // Two answers to the prompt (parallel sampling). One of them is rolled back by a token (speculative
+/// // decoding).
 /// cache.grow(second, 1)?;
 /// let twin = cache.fork(second)?;
 /// cache.copy_on_write(&[second, twin], stream.as_ref())?;

@@ -18,8 +18,7 @@ use super::BlockKey;
 /// let salted = VllmExtras { cache_salt: Some("alice".to_owned()), ..VllmExtras::default() };
 /// let pictured = VllmExtras { inputs: vec![("image-1".to_owned(), 20, 8)], ..VllmExtras::default() };
 /// let plain = keys(&VllmExtras::default());
-/// assert!(keys(&salted).iter().zip(&plain).all(|(a, b)| a != b));       // a different first block, so a
-/// different chain
+/// assert!(keys(&salted).iter().zip(&plain).all(|(a, b)| a != b));       // another first block, another chain
 /// assert_eq!(keys(&pictured)[0], plain[0]);                              // the image begins in the second
 /// assert_ne!(keys(&pictured)[1], plain[1]);
 /// ```
