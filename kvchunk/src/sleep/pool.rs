@@ -57,7 +57,7 @@ impl ChunkCacheManager {
     ///
     /// # Errors
     /// Returns [`Error::PoolMoving`] if another thread is putting the pool to sleep or waking it. Returns the
-    /// errors of [`SleepingBlocks::wake`]; in that case the pool stays asleep.
+    /// errors of [`kvcore::SleepingBlocks::wake`]; in that case the pool stays asleep.
     pub fn wake_pool(&self, stream: &dyn Stream) -> Result<bool> {
         let mut state = self.0.lock();
         let asleep = match std::mem::replace(&mut state.pool, PoolMemory::Moving) {
