@@ -27,7 +27,8 @@ fn check_tokens(tokens: &[u32], limit: usize) -> Result<()> {
     }
 }
 
-/// Sends tokens to the device. In a capture of their step, each replay sends its own tokens.
+/// Sends tokens to the device. If they are the tokens of the step being captured, each replay sends its own
+/// step's tokens instead.
 fn numbers(work: &mut Work<'_>, tokens: &[u32], limit: usize) -> Result<Tensor> {
     let of_step =
         work.captured_step().is_some_and(|step| step.tokens.as_ptr_range() == tokens.as_ptr_range());

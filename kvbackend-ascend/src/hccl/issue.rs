@@ -41,7 +41,7 @@ pub(super) fn is_empty(collective: Collective<'_>) -> bool {
 /// Checks that HCCL can access the views.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] for pinned memory.
+/// Returns [`kvcore::Error::Unsupported`] for pinned memory.
 pub(super) fn reaches(collective: Collective<'_>) -> Result<()> {
     match collective.views().iter().find(|view| view.storage().kind() != MemoryKind::Device) {
         None => Ok(()),

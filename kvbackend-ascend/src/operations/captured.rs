@@ -75,7 +75,7 @@ impl CapturedRows {
         Ok(Tensor::dense(at, sys::ACL_INT32, &[self.count]))
     }
 
-    /// Returns the row indices of their places in a plane's matrix.
+    /// Returns the rows of the plane's matrix to write to.
     pub(super) fn places(self, work: &mut StepWork<'_, '_>, geometry: RowGeometry) -> Result<Tensor> {
         let len = self.count * geometry.rows_of_slot();
         let make = move |step: &StepInputs| {

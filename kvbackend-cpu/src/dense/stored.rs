@@ -392,7 +392,7 @@ format! {
 }
 
 format! {
-    /// A factor, 32 fifth bits, and 32 4-bit elements; 16 means zero.
+    /// A factor, then the high bits and the low four bits of 32 five-bit elements, stored with an offset of 16.
     q5_0(block: 22, sink) {
         let mut q = fives(&block[6..], pod_read_unaligned(&block[2..6]));
         for q in &mut q {

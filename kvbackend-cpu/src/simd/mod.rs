@@ -65,8 +65,8 @@ pub use level::SimdLevel;
 pub(crate) use level::{AvailableLevel, SimdTask};
 pub(crate) use math::{exp, from_f16};
 
-/// The divisor of [`Simd::load_e4m3`]: a code whose exponent is widened to an f16 exponent gives an f16 that
-/// is too small by this factor.
+/// [`Simd::load_e4m3`] returns values divided by this factor. It moves the E4M3 exponent into an f16 without
+/// correcting the bias (7 against 15), so the result is too small by 2⁸.
 pub(crate) const E4M3_UNIT: f32 = 256.0;
 
 /// The magnitude bits of an E4M3 NaN, which are the largest.

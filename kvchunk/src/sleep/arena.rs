@@ -103,7 +103,8 @@ impl ArenaSleep {
         Ok(Self { ledger, store })
     }
 
-    /// Returns the number of sleeping pieces, and their sizes in bytes.
+    /// Returns the number of sleeping pieces, the total bytes that they used on the device and use on the host,
+    /// and the limit of the host.
     pub fn usage(&self) -> SleepUsage {
         self.ledger.usage()
     }

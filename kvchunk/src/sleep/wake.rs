@@ -86,7 +86,7 @@ impl ChunkCacheManager {
 }
 
 impl SharedCache {
-    /// Wakes the piece with a hash, unless it is awake. The caller began to wait at `since`.
+    /// Wakes the piece with this hash if it is asleep. `since` is when the caller started waiting.
     fn wake_up(&self, hash: &ChunkHash, since: Instant) -> std::result::Result<(), NotWoken> {
         loop {
             let now = self.clock.millis();

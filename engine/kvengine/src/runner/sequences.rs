@@ -183,7 +183,8 @@ impl Caches {
         Ok(())
     }
 
-    /// Sets the priority of a sequence's shared blocks.
+    /// Sets how long a sequence's shared blocks are kept once nothing holds them: their eviction priority, and
+    /// how long it lasts.
     pub(crate) fn retain(&self, id: SequenceId, retention: Retention) -> Result<()> {
         Ok(self.groups().try_for_each(|(_, cache)| cache.retain(id, retention))?)
     }

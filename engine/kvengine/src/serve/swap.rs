@@ -32,7 +32,7 @@ pub(super) struct SwapSpace {
     memory: usize,
     /// Costs that were set explicitly. None are measured then.
     given: Option<PreemptionCosts>,
-    /// Seconds per token in the latest prefill passes.
+    /// Running average of prefill time, in seconds per token. `None` until a pass has been measured.
     token: Option<f64>,
     /// Seconds per block, for each group of layers.
     block: Vec<f64>,

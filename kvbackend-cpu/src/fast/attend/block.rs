@@ -300,7 +300,7 @@ unsafe fn scale_weights<S: Simd>(weights: *mut f32, n: usize, scales: RowScales,
     }
 }
 
-/// Multiplies one query's earlier values by `shrink`, and adds the weighted values.
+/// Scales one query's accumulated output by `shrink`, then adds the weighted values.
 ///
 /// # Safety
 /// `weights` must have a weight for each row of `values`, each row must have `v_dim` elements of type `E`,

@@ -41,7 +41,7 @@ pub enum RopeScaling {
     DynamicNtk {
         /// Ratio of the longest to the trained context.
         factor: f64,
-        /// Length of the originally trained context, in positions.
+        /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,
     },
     /// Llama 3.1: low frequencies are divided by `factor`, high ones are kept, with a smooth ramp between.
@@ -52,7 +52,7 @@ pub enum RopeScaling {
         low_freq_factor: f64,
         /// Wavelengths below `original / high_freq_factor` are kept.
         high_freq_factor: f64,
-        /// Length of the originally trained context, in positions.
+        /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,
     },
     /// YaRN (Peng et al., 2023): interpolation by parts, and an attention factor on cos and sin.
@@ -66,7 +66,7 @@ pub enum RopeScaling {
         /// A frequency is fully interpolated if it makes fewer than this many rotations over the original
         /// context.
         beta_slow: f64,
-        /// Length of the originally trained context, in positions.
+        /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,
         /// Whether the ends of the ramp are rounded to whole dimensions, which is the usual choice.
         truncate: bool,
@@ -80,7 +80,7 @@ pub enum RopeScaling {
         long_factor: Vec<f64>,
         /// Factor on the cos and sin of queries and of keys, applied once to each in both regimes.
         attention_factor: f64,
-        /// Length of the originally trained context, in positions.
+        /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,
     },
 }

@@ -56,7 +56,7 @@ impl Default for VllmChain {
 }
 
 impl VllmChain {
-    /// Creates the start for an engine that runs with `PYTHONHASHSEED=seed`.
+    /// Creates the chain start of an engine that runs with `PYTHONHASHSEED=seed`.
     pub fn with_seed(seed: &str) -> Self {
         let mut cbor = Cbor::default();
         cbor.text(seed);

@@ -52,8 +52,8 @@ pub(super) struct ReservedMemory {
     parts: Vec<Arc<dyn ReservedStorage>>,
     /// Tags and ranges of the sleeping blocks.
     asleep: Mutex<Vec<(String, Range<u32>)>>,
-    /// Held while granules are released or mapped, so that the difference between two counts belongs to one
-    /// call.
+    /// Held while granules are mapped or released, so that no other call changes the resident bytes between a
+    /// call's two readings.
     mapping: Mutex<()>,
 }
 
