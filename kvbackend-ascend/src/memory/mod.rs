@@ -80,7 +80,7 @@ impl AscendStorage {
                 unsafe { acl.aclrtMalloc(&raw mut address, bytes, sys::ACL_MEM_MALLOC_HUGE_FIRST) },
                 FreeCall::Device,
             ),
-            // SAFETY: as above.
+            // SAFETY: `address` is valid for writes, and the device's context is current.
             MemoryKind::Pinned => (unsafe { acl.aclrtMallocHost(&raw mut address, bytes) }, FreeCall::Pinned),
             other => {
                 let what = "memory, which the device does not reach: take pinned memory";
@@ -167,7 +167,7 @@ impl Drop for AscendStorage {
         // work holds its storages until it is done.
         match self.free_call {
             FreeCall::Device => unsafe { acl.aclrtFree(address) },
-            // SAFETY: as above.
+            // SAFETY: `aclrtMallocHost` allocated the pointer, and no enqueued work uses it.
             FreeCall::Pinned => unsafe { acl.aclrtFreeHost(address) },
             FreeCall::Owner(_) => 0,
         };
