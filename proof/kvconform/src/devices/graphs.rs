@@ -201,9 +201,11 @@ pub(super) fn a_dropped_graph_leaves_nothing_of_the_driver<R: DeviceRig>(
         graph.replay(&step(5))?;
         drop(graph);
         b.stream.synchronize()?;
-        // An allocation waits for all earlier frees.
-        b.tensor(DType::U8, &[64])?;
+        // An allocation waits for all earlier frees. The tensor lives until the count is taken, so that its
+        // own free cannot fall before the count in one round and after it in another.
+        let fence = b.tensor(DType::U8, &[64])?;
         live.push(double.live(EAGER));
+        drop(fence);
     }
     // The count may rise by a few: a stream keeps its batches' events, and creates one more whenever all of
     // them are in flight. An object left behind by each graph would add one per graph.
