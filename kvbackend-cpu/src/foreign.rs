@@ -56,7 +56,7 @@ pub struct ForeignShape {
     pub dtype: DType,
 }
 
-// Decision: docs/decisions/vllm.md#copies-into-another-engines-cache-are-no-operation-of-the-contract
+// Decision: docs/decisions/vllm.md#copies-into-another-engines-cache-are-not-an-operation
 /// Another engine's cache: the keys and values of each layer.
 #[derive(Debug, Clone)]
 pub struct ForeignCache {

@@ -48,7 +48,7 @@ struct SharedQueue {
     preempted: AtomicU64,
 }
 
-// Decision: docs/decisions/backend-cpu.md#threads-look-for-a-while-before-they-sleep
+// Decision: docs/decisions/backend-cpu.md#threads-poll-before-they-sleep
 /// How often a thread polls a value before it sleeps (about 30 µs). A model's next step usually comes before
 /// a sleeping thread could be woken.
 const LOOKS: usize = 1000;

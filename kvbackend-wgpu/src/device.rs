@@ -224,7 +224,7 @@ impl GpuDevice {
         )
     }
 
-    // Decision: docs/decisions/backend-wgpu.md#angles-are-a-table-on-the-device
+    // Decision: docs/decisions/backend-wgpu.md#angles-are-read-from-a-table-on-the-device
     /// Returns a RoPE's table on the device: the cosine and sine of each pair, by position. Uploads the table
     /// again if it has grown on the host.
     pub(crate) fn angles(&self, rope: &Rope) -> Result<Buffer> {

@@ -96,7 +96,7 @@ impl WgpuStorage {
     }
 }
 
-// Decision: docs/decisions/backend-wgpu.md#host-memory-is-memory-that-the-device-binds
+// Decision: docs/decisions/backend-wgpu.md#kernels-bind-host-memory-directly
 /// Allocates a zeroed buffer.
 fn create(device: &GpuDevice, kind: MemoryKind, bytes: usize) -> Result<Buffer> {
     let refused = |reason: String| Error::Allocation { bytes, kind, reason };

@@ -6,7 +6,7 @@ use kvcore::{BlockKey, BlockTable, KvPool, Segment, WriteSlots};
 
 use crate::error::Result;
 
-// Decision: docs/decisions/chunks.md#the-system-prompt-is-kept-to-the-token
+// Decision: docs/decisions/chunks.md#the-system-prompt-is-cached-to-its-last-token
 /// A prefix at the start of a prompt. Part of it is cached, and the rest must be computed.
 ///
 /// ```

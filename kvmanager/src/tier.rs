@@ -75,7 +75,7 @@ impl TierThresholds {
         Ok(used.saturating_sub(self.room(tier, used, total)?))
     }
 
-    // Decision: docs/decisions/managers.md#the-prefetch-threshold-is-a-heat
+    // Decision: docs/decisions/managers.md#the-prefetch-threshold-is-compared-with-heat
     /// Returns how many of `wanted` blocks to load ahead to a device with `used` of `total` blocks in use.
     /// `heat`, which the caller measures, says how often the blocks are accessed, from 0 to 1. The result
     /// never makes the device offload.

@@ -14,7 +14,7 @@ pub(crate) struct ForwardedArgs {
     args: Vec<OsString>,
 }
 
-// Decision: docs/decisions/tools.md#tasks-that-judge-a-crate-are-its-examples
+// Decision: docs/decisions/tools.md#tasks-that-measure-a-crate-are-its-examples
 /// Runs an example program in the current folder, built with all the workspace's features.
 pub(crate) fn forward(example: &str, args: &ForwardedArgs) -> Result {
     let mut command = Command::new(cargo_program());

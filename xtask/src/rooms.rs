@@ -22,7 +22,7 @@ const CRATES: [(&str, &str); 5] = [
     ("engine/kvengine/src", "config error request tuned < runner sampling < prompt < serve < engine"),
 ];
 
-// Decision: docs/decisions/crates.md#kvcore-has-a-bound
+// Decision: docs/decisions/crates.md#kvcore-has-a-size-limit
 /// The maximum number of lines of code in `kvcore/src` outside of [`QUEUE`]. Comments, blank lines and the
 /// tests at the end of files do not count.
 const MOST_LINES: usize = 8_600;

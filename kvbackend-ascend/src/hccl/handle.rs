@@ -100,7 +100,7 @@ pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Rank
     made?
 }
 
-// Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-thread-of-their-own
+// Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-separate-thread
 /// Runs a call on a thread of its own, because the call may wait for other ranks. A value that arrives after
 /// the limit is dropped at once.
 fn within<T: Send + 'static>(

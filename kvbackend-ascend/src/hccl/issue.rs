@@ -114,7 +114,7 @@ impl CollectiveLine<'_> {
     }
 }
 
-// Decision: docs/decisions/backend-ascend.md#an-exchange-goes-in-rounds
+// Decision: docs/decisions/backend-ascend.md#an-exchange-runs-in-rounds
 /// Splits an exchange into rounds, each with at most one transfer from one rank to another. Both ranks put a
 /// transfer into the same round.
 fn rounds(sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<Vec<Vec<sys::HcclSendRecvItem>>> {

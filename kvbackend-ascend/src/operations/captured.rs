@@ -14,7 +14,7 @@ use super::plans::{ByAddress, PlanKey, StepWork};
 use crate::bindings::types as sys;
 use crate::operators::Tensor;
 
-// Decision: docs/decisions/backend-ascend.md#a-row-of-padding-stands-for-another-row
+// Decision: docs/decisions/backend-ascend.md#a-padding-row-repeats-another-row
 /// The rows to write, one for each row of the step.
 pub(super) struct WrittenRows {
     /// For each row of the step, the row that is written in its place.

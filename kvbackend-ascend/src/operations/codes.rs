@@ -36,7 +36,7 @@ pub(super) fn decoded(work: &mut Work<'_>, codes: &Tensor, scales: &Tensor) -> R
     Ok(values)
 }
 
-// Decision: docs/decisions/backend-ascend.md#codes-of-int8-are-made-by-plain-operators
+// Decision: docs/decisions/backend-ascend.md#int8-codes-are-computed-by-plain-operators
 /// Returns the codes of dense f32 rows, and one scale per `group` elements.
 pub(super) fn encoded(work: &mut StepWork<'_, '_>, rows: &Tensor, group: usize) -> Result<(Tensor, Tensor)> {
     let groups = rows.dims().iter().product::<usize>() / group;

@@ -102,7 +102,7 @@ pub(super) fn scatter(work: &mut StepWork<'_, '_>, op: &Scatter) -> Result<()> {
     planes[1].write(work, &places, &rows[1])
 }
 
-// Decision: docs/decisions/backend-ascend.md#fused-operators-serve-what-they-are-made-for
+// Decision: docs/decisions/backend-ascend.md#fused-operators-are-used-where-they-fit
 /// Writes keys and values with the fused operator, if it accepts these operands. Returns whether it did.
 fn put_both(
     work: &mut StepWork<'_, '_>,

@@ -12,7 +12,7 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::uncapturable;
 
-// Decision: docs/decisions/backend-ascend.md#streams-hold-events
+// Decision: docs/decisions/backend-ascend.md#streams-keep-events-alive
 /// An ACL event that may be recorded again, destroyed with the value. Streams hold the events that their work
 /// records or waits for until that work is done, because ACL destroys events immediately.
 pub(crate) struct AclEvent {

@@ -108,7 +108,7 @@ impl ThreadGroup {
         })
     }
 
-    // Decision: docs/decisions/device.md#a-send-of-a-thread-waits-for-its-receive
+    // Decision: docs/decisions/device.md#a-threads-send-waits-for-the-receive
     /// Posts messages, each with the rank that receives it, receives the expected messages, each with the
     /// rank that posts it, and waits until all of them have been received. Returns the bytes received, in
     /// order.

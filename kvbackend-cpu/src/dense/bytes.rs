@@ -22,7 +22,7 @@ pub struct SharedBytes {
 }
 
 impl SharedBytes {
-    // Decision: docs/decisions/models.md#weights-stay-parts-of-their-files
+    // Decision: docs/decisions/models.md#weights-stay-in-their-mapped-files
     /// Maps a file. Pages are read when they are needed, and are shared with other programs.
     ///
     /// The file must not change while the bytes are in use. Otherwise the bytes change too, and reading past

@@ -43,7 +43,7 @@ mod unit;
 pub use bytes::SharedBytes;
 pub use stored::StoredType;
 
-// Decision: docs/decisions/backend-cpu.md#products-decode-weights-on-their-way
+// Decision: docs/decisions/backend-cpu.md#products-decode-weights-as-they-read-them
 /// Maximum number of rows to multiply at a time.
 const ROWS: usize = 96;
 /// Lower bound on the maximum number of rows in a run, even if rows are long: shorter runs do not pay.

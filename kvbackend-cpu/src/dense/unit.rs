@@ -20,7 +20,7 @@ use crate::simd::avx512::Avx512;
 use crate::simd::{Simd, SimdLevel};
 use crate::workers::Workers;
 
-// Decision: docs/decisions/backend-cpu.md#many-rows-go-to-the-matrix-unit-in-parts-of-bf16
+// Decision: docs/decisions/backend-cpu.md#the-matrix-unit-multiplies-many-rows-in-bf16-parts
 /// Minimum number of rows for which the matrix unit is faster than vectors, by the number of parts per matrix
 /// element.
 const LEAST: [usize; PARTS] = [16, 20, 24];

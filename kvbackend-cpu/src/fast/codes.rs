@@ -9,7 +9,7 @@ use kvcore::{Fp8Kind, IntKind, KvFormat, Result};
 use crate::plane::unsupported;
 use crate::simd::{Simd, SimdTask, narrow, widen};
 
-// Decision: docs/decisions/backend-cpu.md#codes-are-left-to-the-compiler
+// Decision: docs/decisions/backend-cpu.md#the-compiler-vectorises-the-codecs
 /// Adding this to a number below 2²² in magnitude leaves the nearest integer, ties to even, in the lowest
 /// bits.
 const NEAREST: f32 = 12_582_912.0; // 1.5 · 2²³

@@ -7,7 +7,7 @@
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdTask};
 
-// Decision: docs/decisions/backend-cpu.md#four-streams-of-copies
+// Decision: docs/decisions/backend-cpu.md#large-copies-run-as-four-streams
 /// Number of queues of runs. The first runs of all queues are copied side by side.
 pub(super) const QUEUES: usize = 4;
 /// Bytes of a cache line.

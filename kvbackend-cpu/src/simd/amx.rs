@@ -21,7 +21,7 @@ pub(crate) const ROW: usize = 64;
 pub(crate) const TILE_BYTES: usize = ROWS * ROW;
 /// Number of tile products that one call sums, each into its own result tile.
 pub(crate) const PRODUCTS: usize = 4;
-// Decision: docs/decisions/backend-cpu.md#amx-takes-a-number-of-f32-as-three-of-bf16
+// Decision: docs/decisions/backend-cpu.md#amx-takes-an-f32-number-as-three-bf16-numbers
 /// Number of bf16 numbers whose sum is any given f32 number.
 pub(crate) const PARTS: usize = 3;
 

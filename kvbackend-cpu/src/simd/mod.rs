@@ -90,7 +90,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Whether [`stream_line`](Self::stream_line) bypasses the caches.
     const STREAMS: bool;
 
-    // Decision: docs/decisions/backend-cpu.md#large-parts-of-a-task-are-tasks-too
+    // Decision: docs/decisions/backend-cpu.md#large-parts-of-a-task-are-separate-tasks
     /// Runs a task in a separate function.
     unsafe fn call<T: SimdTask>(task: T) -> T::Output;
 

@@ -23,7 +23,7 @@ const STACKED: usize = 64;
 /// The maximum number of weight elements that are widened at once.
 const WIDENED: usize = 16 << 20;
 
-// Decision: docs/decisions/backend-cuda.md#activations-are-split-into-three-terms-of-bf16
+// Decision: docs/decisions/backend-cuda.md#activations-are-split-into-three-bf16-terms
 /// Number of terms that activations are split into.
 const TERMS: usize = 3;
 

@@ -98,7 +98,7 @@ impl NcclGroup {
         Ok(())
     }
 
-    // Decision: docs/decisions/backend-cuda.md#a-rank-leaves-on-a-thread-of-its-own
+    // Decision: docs/decisions/backend-cuda.md#a-rank-leaves-on-a-separate-thread
     /// Starts a thread in which a member leaves. The last member in this process waits up to a second for all
     /// such threads.
     pub(super) fn leave(self: &Arc<Self>, place: usize) {

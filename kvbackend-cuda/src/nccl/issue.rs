@@ -9,7 +9,7 @@ use kvcore::{Collective, DType, Error, ReduceOp, Result, TensorView, Transfer};
 use super::library::Nccl;
 use crate::driver::NAME;
 
-// Decision: docs/decisions/backend-cuda.md#bytes-travel-unless-they-are-combined
+// Decision: docs/decisions/backend-cuda.md#everything-but-a-reduction-is-sent-as-bytes
 /// The element type of all collectives except reductions: plain bytes. NCCL does not need the tensors' types.
 const BYTES: ncclDataType_t = ncclDataType_t::ncclUint8;
 

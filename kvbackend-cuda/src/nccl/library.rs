@@ -79,7 +79,7 @@ unsafe fn found<F: Copy>(library: &Library, name: &str) -> std::result::Result<F
 
 const UPDATE: &str = "update NCCL to 2.18 or later";
 
-// Decision: docs/decisions/backend-cuda.md#nccl-is-loaded-under-the-name-that-its-packages-give-it
+// Decision: docs/decisions/backend-cuda.md#nccl-is-loaded-by-the-file-name-that-packages-use
 /// Loads NCCL once.
 ///
 /// # Errors

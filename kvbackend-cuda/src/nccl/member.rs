@@ -30,7 +30,7 @@ const CHOSEN: c_int = c_int::MIN;
 /// The NCCL version whose configuration struct is filled in. Later versions append fields.
 const CONFIGURED: u32 = 21_800;
 
-// Decision: docs/decisions/backend-cuda.md#no-call-of-the-host-waits-for-other-ranks
+// Decision: docs/decisions/backend-cuda.md#no-host-call-waits-for-other-ranks
 /// A rank of this process. It makes one NCCL call at a time, and no call waits for other ranks.
 pub(super) struct NcclMember {
     nccl: &'static Nccl,

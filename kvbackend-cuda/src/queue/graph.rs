@@ -70,7 +70,7 @@ impl CudaGraph {
     }
 }
 
-// Decision: docs/decisions/backend-cuda.md#a-replay-writes-all-lists-by-one-copy-outside-of-the-graph
+// Decision: docs/decisions/backend-cuda.md#a-replay-uploads-all-lists-in-one-copy-outside-the-graph
 impl Graph for CudaGraph {
     fn replay(&self, inputs: &StepInputs) -> Result<()> {
         let CudaStreamState { on, queue, .. } = &*self.stream;

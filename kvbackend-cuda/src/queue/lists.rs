@@ -19,7 +19,7 @@ pub(super) enum SentKey {
     Pairs(usize, usize),
 }
 
-// Decision: docs/decisions/backend-cuda.md#lists-are-known-by-their-place
+// Decision: docs/decisions/backend-cuda.md#lists-are-identified-by-their-address
 /// Keeps a list alive at its address. While it is held, no other list can have that address.
 #[derive(Debug)]
 pub(super) enum SentOwner {
@@ -89,7 +89,7 @@ impl StepList {
     }
 }
 
-// Decision: docs/decisions/backend-cuda.md#of-rows-with-the-same-slot-the-last-is-written
+// Decision: docs/decisions/backend-cuda.md#if-rows-share-a-slot-the-last-one-is-written
 /// Returns the slots with all but the last row of each slot changed to padding. `sorting` is a scratch
 /// buffer.
 pub(super) fn last_of_each(slots: &[i64], sorting: &mut Vec<(i64, usize)>) -> Vec<i64> {

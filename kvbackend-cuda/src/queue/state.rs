@@ -51,7 +51,7 @@ pub(crate) struct CudaQueue {
     pub(super) sorting: Vec<(i64, usize)>,
 }
 
-// Decision: docs/decisions/backend-cuda.md#graphs-of-a-stream-share-the-memory-between-the-kernels-of-an-operation
+// Decision: docs/decisions/backend-cuda.md#graphs-of-a-stream-share-scratch-memory
 /// Memory that graphs share for as long as one of them holds it. Their replays run one after another.
 #[derive(Default)]
 pub(super) struct GraphScratch(Vec<(usize, Weak<dyn Storage>)>);

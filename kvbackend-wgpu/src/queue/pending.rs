@@ -12,7 +12,7 @@ use super::upload::Uploads;
 use crate::device::GpuDevice;
 use crate::pipeline::Binding;
 
-// Decision: docs/decisions/backend-wgpu.md#waiting-work-is-bounded
+// Decision: docs/decisions/backend-wgpu.md#pending-work-is-limited
 /// Number of bytes waiting in the device's queue for the next submission at which the work so far is
 /// submitted.
 const MANY_WRITTEN: u64 = 64 << 20;

@@ -9,7 +9,7 @@ use crate::pipeline::Binding;
 /// Size in bytes of the first upload buffer; each further buffer of a submission is twice as large.
 const FIRST: u64 = 64 << 10;
 
-// Decision: docs/decisions/backend-wgpu.md#waiting-work-is-bounded
+// Decision: docs/decisions/backend-wgpu.md#pending-work-is-limited
 /// Total size in bytes of all upload buffers above which the work so far is submitted.
 const MANY: u64 = 16 << 20;
 

@@ -3,7 +3,7 @@
 // the sum of exponentials, and the weighted sum of values. merge.wgsl closes the softmax.
 //
 // A tile of keys, and after it a tile of values, is loaded to workgroup memory as f32, once for all queries.
-// Decision: docs/decisions/backend-wgpu.md#attention-multiplies-by-four-queries-at-once
+// Decision: docs/decisions/backend-wgpu.md#attention-processes-four-queries-at-once
 // Queries lie there in fours, side by side: a thread multiplies each element of a tile that it reads by four
 // of them, for logits as for values. Registers accumulate the values.
 //

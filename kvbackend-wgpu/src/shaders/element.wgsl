@@ -1,7 +1,7 @@
 // Conversion of elements from their bits to f32 and back. The kind of an element is a pipeline constant at
 // every call: the compiler keeps one arm of each switch.
 //
-// Decision: docs/decisions/backend-wgpu.md#f32-is-rounded-in-bits
+// Decision: docs/decisions/backend-wgpu.md#f32-is-rounded-by-integer-arithmetic
 // f32 is converted to f16, bf16 and fp8 by operations on bits, to nearest, ties to even: WGSL does not
 // specify how its own conversions round, or how they treat NaN.
 

@@ -12,7 +12,7 @@ use super::AssembledPrompt;
 use crate::error::{Error, Result};
 use crate::position::MergedRun;
 
-// Decision: docs/decisions/chunks.md#a-rotated-copy-is-made-by-slots
+// Decision: docs/decisions/chunks.md#a-rotated-copy-is-written-slot-by-slot
 /// The system prompt and the chunks in one run of blocks, token after token, with the keys rotated to the
 /// positions where they are used.
 ///
@@ -147,7 +147,7 @@ impl RotatedCopy {
         Segment::new(self.merged.block_ids.as_slice().into(), self.merged.total_tokens, 0, 0)
     }
 
-    // Decision: docs/decisions/chunks.md#one-segment-is-read-by-order-or-has-consecutive-positions
+    // Decision: docs/decisions/chunks.md#a-single-segment-is-read-by-order-or-has-consecutive-positions
     /// Returns the run as one segment if token n has position n. Unlike with [`segment`](Self::segment), the
     /// result is also correct for a sliding window and unrotated keys.
     ///

@@ -33,7 +33,7 @@ impl Flight {
     }
 }
 
-// Decision: docs/decisions/chunks.md#waiting-for-another-request-is-the-callers-business
+// Decision: docs/decisions/chunks.md#waiting-for-another-request-is-left-to-the-caller
 /// A handle for waiting for a piece, or a system prompt, that another request is working on.
 ///
 /// A thread [waits](Self::wait), a scheduler [polls](Self::is_over), and an async engine awaits the handle,

@@ -46,7 +46,7 @@ impl Reuse {
     }
 }
 
-// Decision: docs/decisions/chunks.md#the-default-is-what-was-measured
+// Decision: docs/decisions/chunks.md#the-default-is-the-best-measured-strategy
 impl Default for Reuse {
     fn default() -> Self {
         let recompute = Recompute::Question { share: 0.5, from: None };

@@ -186,7 +186,7 @@ impl ChunkPiece<'_> {
     }
 }
 
-// Decision: docs/decisions/chunks.md#a-hit-compares-tokens-or-everything
+// Decision: docs/decisions/chunks.md#a-hit-compares-tokens-or-the-whole-context
 /// The evidence of a stored piece. It is compared on every hit, since a hash alone is never trusted.
 #[derive(Debug, Clone)]
 pub(crate) struct PieceEvidence {

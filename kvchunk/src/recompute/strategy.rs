@@ -50,7 +50,7 @@ pub enum Recompute {
         /// The first layer whose attention counts, from 0; `None` leaves out the first third of the layers.
         from: Option<usize>,
     },
-    // Decision: docs/decisions/chunks.md#a-joint-choice-is-the-questions-and-a-blends
+    // Decision: docs/decisions/chunks.md#a-joint-choice-combines-the-question-and-a-blend
     /// Recomputes the tokens whose KV deviates most, weighted by the question's attention to them after the
     /// first third of the layers.
     Joint {

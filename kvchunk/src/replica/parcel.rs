@@ -10,7 +10,7 @@ use crate::cache::PieceHold;
 use crate::error::{Error, Result};
 use crate::hash::ChunkPiece;
 
-// Decision: docs/decisions/chunks.md#a-received-chunk-is-compared-not-believed
+// Decision: docs/decisions/chunks.md#a-received-chunk-is-checked-not-trusted
 /// The contents of a piece on their way to another replica: whole blocks of all layers, with every property
 /// that must match before they are used.
 ///

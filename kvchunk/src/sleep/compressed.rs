@@ -21,7 +21,7 @@ pub(super) struct CompressedStore {
     ledger: Arc<Ledger>,
 }
 
-// Decision: docs/decisions/chunks.md#compression-goes-by-eight-blocks
+// Decision: docs/decisions/chunks.md#chunks-are-compressed-eight-blocks-at-a-time
 /// The maximum number of blocks between device and compressor at a time. This memory comes on top of the
 /// budget, and does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;

@@ -58,7 +58,7 @@ pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
 }
 
 impl SharedCache {
-    // Decision: docs/decisions/chunks.md#copies-of-sleep-go-through-the-computing-stream
+    // Decision: docs/decisions/chunks.md#sleep-copies-use-the-computing-stream
     fn sleep_slot(
         &self,
         slot: u32,
@@ -99,7 +99,7 @@ impl SharedCache {
 }
 
 impl CacheState {
-    // Decision: docs/decisions/chunks.md#a-piece-that-falls-asleep-keeps-its-place-in-the-order
+    // Decision: docs/decisions/chunks.md#a-piece-that-falls-asleep-keeps-its-eviction-order
     /// Starts putting a piece without holders to sleep. The piece keeps its blocks until the move ends. It
     /// also keeps its rank in the eviction order, but is not evicted in the meantime.
     pub(crate) fn depart(&mut self, slot: u32, flight: &Arc<Flight>) -> Option<AwakePiece> {
@@ -136,7 +136,7 @@ impl CacheState {
         account.used -= entry.hash.num_blocks;
         account.sleeping_bytes += saved.bytes;
         account.counted.slept += 1;
-        // Decision: docs/decisions/chunks.md#quantised-sleep-is-approximate-for-good
+        // Decision: docs/decisions/chunks.md#a-piece-that-slept-quantised-stays-approximate
         entry.exact &= saved.exact;
         entry.memory = PieceMemory::Asleep(saved);
         drop(awake); // frees the blocks

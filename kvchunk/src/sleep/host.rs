@@ -130,7 +130,7 @@ impl HostStore {
         };
         let codes = [(arena.k(), layout.k_bytes()), (arena.v(), layout.v_bytes())];
         let buffers: Vec<(&Arc<dyn Storage>, usize)> = codes.into_iter().chain(scales(false)).collect();
-        // Decision: docs/decisions/chunks.md#the-digest-of-a-sleeper-is-xxh3
+        // Decision: docs/decisions/chunks.md#sleeping-pieces-are-checked-with-xxh3
         let mut digest = Xxh3::new();
         for block in blocks {
             for ((storage, bytes), runs) in buffers.iter().zip(layout.runs(&(block.0..block.0 + 1))) {

@@ -8,7 +8,7 @@ use crate::error::{Error, Result};
 /// The fastest of zstd's ordinary levels. Mantissas do not shrink at any level.
 const LEVEL: i32 = 1;
 
-// Decision: docs/decisions/chunks.md#a-compressed-chunk-is-one-zstd-frame-per-byte-of-an-element
+// Decision: docs/decisions/chunks.md#a-compressed-chunk-has-one-zstd-frame-per-element-byte
 /// A compressed buffer: one frame for each byte of its elements, with a checksum of the contents.
 #[derive(Debug)]
 pub(super) struct BytePlanes {

@@ -12,7 +12,7 @@ use crate::error::Result;
 /// The number of blocks to read at a time. This memory does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;
 
-// Decision: docs/decisions/chunks.md#eight-bit-floats-sleep-under-scales-of-their-own
+// Decision: docs/decisions/chunks.md#each-piece-that-sleeps-in-fp8-has-its-own-scales
 /// Returns the codes of `host` with new scales: the smallest ones with which the contents of `blocks` of
 /// `device` fit. Returns `None` for formats that store scales with every row. Waits for the stream.
 pub(super) fn of_piece(

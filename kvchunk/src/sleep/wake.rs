@@ -71,7 +71,7 @@ impl ChunkCacheManager {
         hashes.iter().filter_map(|hash| self.0.wake_up(hash, since).err().map(|why| (*hash, why))).collect()
     }
 
-    // Decision: docs/decisions/chunks.md#a-hit-on-a-sleeper-holds-it-at-once
+    // Decision: docs/decisions/chunks.md#a-hit-on-a-sleeping-piece-holds-it-at-once
     /// Wakes the piece if it sleeps and there is room, and holds it as soon as it is awake. Nothing is
     /// counted as a hit or a miss.
     pub(crate) fn wake_and_hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {

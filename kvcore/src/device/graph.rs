@@ -17,7 +17,7 @@ use std::sync::Arc;
 use crate::base::{Error, KvFormat, Result, SlotMapping, same};
 use crate::device::{AttendWork, QueryRow, Stream, WriteSlots};
 
-// Decision: docs/decisions/device.md#the-inputs-of-a-graph-are-lists-known-by-identity
+// Decision: docs/decisions/device.md#a-graph-identifies-its-input-lists
 /// The lists of a step that change with each replay.
 ///
 /// While a step is recorded, operations must use exactly these lists: a scatter the slots and positions, an
@@ -151,7 +151,7 @@ enum Known<T> {
     Refused,
 }
 
-// Decision: docs/decisions/device.md#a-step-is-captured-when-it-comes-a-second-time
+// Decision: docs/decisions/device.md#a-step-is-captured-the-second-time-it-runs
 /// The graphs of one stream, by key. The least recently used graph is dropped first.
 ///
 /// All steps with the same key must enqueue the same operations over the same memory.

@@ -164,7 +164,7 @@ pub struct WriteSlots {
 }
 
 impl WriteSlots {
-    // Decision: docs/decisions/device.md#unchecked-says-what-it-trusts
+    // Decision: docs/decisions/device.md#unchecked-documents-what-it-trusts
     /// Creates writable slots without a permit, for an engine that keeps its own blocks.
     ///
     /// The blocks of these slots must not be read while they are written, and no

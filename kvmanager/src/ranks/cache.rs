@@ -135,7 +135,7 @@ impl RankCache {
     ///   extent or the element type differs.
     /// - [`kvcore::Error::TooLarge`] if the tokens exceed the capacity.
     /// - [`Error::DuplicatePiece`] if one of the pieces has arrived before.
-    // Decision: docs/decisions/managers.md#merging-by-layer-never-lengthens-the-sequence
+    // Decision: docs/decisions/managers.md#merging-ranks-never-lengthens-the-sequence
     pub fn merge_from_ranks(&mut self, stream: &dyn Stream, tensors: &[TensorView]) -> Result<()> {
         if let Some((plan, received)) = self.merge.as_ref().filter(|(_, received)| !received.is_complete()) {
             same("ranks of the merge", plan.num_stages(), tensors.len())?;

@@ -15,7 +15,7 @@ pub struct PiecePlace {
     pub tokens: Range<usize>,
 }
 
-// Decision: docs/decisions/managers.md#a-merge-is-a-grid-that-is-known-in-advance
+// Decision: docs/decisions/managers.md#the-grid-of-a-merge-is-known-in-advance
 /// The grid of a chunked prefill over a pipeline: each stage computes its layers of each chunk.
 ///
 /// ```

@@ -265,7 +265,7 @@ def own_errors(name, model, parts, rounded, word, passes, exact, **how_rounded):
     interleaved = getattr(model.config, "rope_interleave", False)
     cache = lambda **more: Rounded(
         rounded, latent=name.startswith("deepseek"), interleaved=interleaved, **how_rounded, **more)
-    # Decision: docs/decisions/tools.md#the-error-of-a-mixture-of-experts-counts-the-question-only
+    # Decision: docs/decisions/tools.md#with-experts-only-the-questions-error-counts
     error = lambda got, exact: (got - exact)[asked:].abs().amax(dim=-1)
     out = {}
     for what, how in passes.items():

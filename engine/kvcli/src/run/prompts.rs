@@ -20,7 +20,7 @@ pub(super) struct RunPrompts {
     warm: Vec<String>,
 }
 
-// Decision: docs/decisions/models.md#a-text-is-cut-only-when-asked
+// Decision: docs/decisions/models.md#a-prompt-is-split-only-on-request
 /// How to turn text into a prompt.
 #[derive(Debug)]
 enum Form {

@@ -41,7 +41,7 @@ impl PromptTokens {
         Ok(Self::Chunked(ChunkedPrompt::new(system, chunks, question)?))
     }
 
-    // Decision: docs/decisions/models.md#a-chat-is-cut-before-its-template-is-applied
+    // Decision: docs/decisions/models.md#a-chat-is-split-before-its-template-is-applied
     /// Encodes `text` as the single message of a conversation, in the model's chat template. Otherwise like
     /// [`split`](Self::split).
     ///

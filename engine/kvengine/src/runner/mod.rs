@@ -133,7 +133,7 @@ impl Runner {
         Ok(self.model.ropes(longest.min(self.model.config().max_positions))?)
     }
 
-    // Decision: docs/decisions/models.md#a-regime-is-a-miss-by-its-frequencies
+    // Decision: docs/decisions/models.md#only-other-frequencies-are-a-miss
     /// Returns the tenant with this tag, and the root of its keys for the regime of `ropes`. Tenants do not
     /// share chunks or prefixes with each other, and neither do regimes.
     pub(crate) fn keys(&self, tenant: Option<&str>, ropes: &LayerRopes) -> Result<TenantKeys> {

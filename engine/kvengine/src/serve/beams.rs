@@ -2,7 +2,7 @@
 
 use crate::request::{BeamSearch, FinishReason};
 
-// Decision: docs/decisions/models.md#beams-are-sent-when-the-search-ends
+// Decision: docs/decisions/models.md#beams-are-sent-after-the-search-has-ended
 /// The state of a request's beam search.
 #[derive(Debug, Default)]
 pub(super) struct Beams {

@@ -72,7 +72,7 @@ impl SwapSpace {
         self.token = Some(self.token.map_or(seconds, |known| 0.75 * known + 0.25 * seconds));
     }
 
-    // Decision: docs/decisions/models.md#a-preempted-request-returns-by-the-cheaper-way
+    // Decision: docs/decisions/models.md#a-preempted-request-resumes-the-cheaper-way
     /// Returns true if copying these numbers of blocks, one per group, costs less than recomputing the
     /// tokens. Until a pass was measured, recomputing counts as expensive.
     fn prefers(&self, blocks: &[usize], tokens: usize) -> bool {

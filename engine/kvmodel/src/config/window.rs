@@ -12,7 +12,7 @@ const FULL: &str = "full_attention";
 /// The layer type with a sliding window.
 const SLIDING: &str = "sliding_attention";
 
-// Decision: docs/decisions/models.md#a-missing-sliding_window-is-the-default-of-transformers
+// Decision: docs/decisions/models.md#a-missing-sliding_window-means-transformers-default
 /// transformers' default window, for a config without one.
 const DEFAULT_WINDOW: u64 = 4096;
 /// transformers' default number of layers before the first one with a window.

@@ -10,7 +10,7 @@ use super::host::{HostIndex, HostRows};
 ///
 /// The model passes the handle from step to step and never reads the numbers. They are in host memory, or in
 /// device memory as a view.
-// Decision: docs/decisions/models.md#handles-of-activations-are-one-of-two-kinds
+// Decision: docs/decisions/models.md#an-activation-handle-is-one-of-two-types
 #[derive(Debug, Clone)]
 pub struct Activation(ActivationPlace);
 

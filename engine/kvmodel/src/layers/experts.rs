@@ -19,7 +19,7 @@ pub(super) struct Experts {
 impl Experts {
     pub(super) fn load(loader: &mut Loader, config: ExpertsConfig, hidden: usize, at: &str) -> Result<Self> {
         let inner = config.intermediate_size;
-        // Decision: docs/decisions/models.md#the-router-of-deepseek-stays-f32
+        // Decision: docs/decisions/models.md#deepseeks-router-stays-f32
         let gate = loader.exact_linear(&format!("{at}.gate"), config.routed, hidden)?;
         let bias = loader.numbers(&format!("{at}.gate.e_score_correction_bias"), config.routed)?;
         let routed = (0..config.routed)

@@ -66,7 +66,7 @@ impl LatentAttention {
         };
         let norm = loader.norm(&name("kv_a_layernorm"), rank, EPS)?;
         let height = nope + widths.v_head_dim;
-        // Decision: docs/decisions/models.md#the-kv_b_proj-of-deepseek-is-split-and-absorbed-at-loading
+        // Decision: docs/decisions/models.md#deepseeks-kv_b_proj-is-split-and-absorbed-at-load-time
         let up = loader.take(&name("kv_b_proj"), &[c.heads * height, rank])?;
         let key = loader.by_head(&up, c.heads, 0..nope, WeightUse::ByHead)?;
         let value = loader.by_head(&up, c.heads, nope..height, WeightUse::ByHeadTransposed)?;

@@ -132,7 +132,7 @@ impl Model {
         format: WeightFormat,
         dense: Arc<dyn Dense>,
     ) -> Result<Self> {
-        // Decision: docs/decisions/models.md#the-key-of-a-model-is-a-hash-of-everything-that-computes-it
+        // Decision: docs/decisions/models.md#a-models-key-is-a-hash-of-everything-that-affects-its-kv
         let revision = hashed("kvmodel revision v1", weights.digest(), &(&config, format, dense.name()))?;
         let identity = hashed("kvmodel identity v1", weights.digest(), &config)?;
         let (vocabulary, hidden) = (config.vocab_size, config.hidden_size);

@@ -4,7 +4,7 @@
 //! The template engine has no custom tags, so the source is rewritten: the words become `with` and `endwith`,
 //! and line numbers stay the same.
 
-// Decision: docs/decisions/models.md#a-block-of-generation-becomes-a-scope
+// Decision: docs/decisions/models.md#a-generation-block-becomes-a-scope
 /// Returns a template's source with `with` and `endwith` in place of the tags `generation` and
 /// `endgeneration`.
 pub(super) fn as_scopes(source: &str) -> String {

@@ -130,7 +130,7 @@ fn pages(operands: &AttentionOperands<'_>) -> Option<[Tensor; 2]> {
     (heads * dim <= TOKEN_ELEMENTS).then(|| [by_token(k), by_token(v)])
 }
 
-// Decision: docs/decisions/backend-ascend.md#fused-operators-serve-what-they-are-made-for
+// Decision: docs/decisions/backend-ascend.md#fused-operators-are-used-where-they-fit
 /// Computes an attention with the fused operator, if it supports the operation. Returns whether it did.
 pub(super) fn attend(work: &mut StepWork<'_, '_>, operands: &AttentionOperands<'_>) -> Result<bool> {
     let AttentionOperands { op, q, latent, out: wanted, lse: wanted_lse, planes, heads } = operands;

@@ -73,7 +73,7 @@ fn scales_of(work: &AttendWork) -> impl Iterator<Item = f32> + '_ {
 }
 
 impl RowRoom {
-    // Decision: docs/decisions/backend-ascend.md#rows-lie-side-by-side-and-a-captured-row-has-room
+    // Decision: docs/decisions/backend-ascend.md#rows-are-laid-out-side-by-side-captured-rows-with-spare-room
     /// Returns the capacity that a captured step needs, with room to grow.
     fn of_capture(op: &Attend, step: &StepTokens, planes: &[PlaneMatrix; 2]) -> Result<Self> {
         let Some(longest) = step.longest() else { return Err(uncapturable("attention of no rows")) };

@@ -55,7 +55,7 @@ impl<'a> QueryRows<'a> {
         let span = ByteSpan::of(view)?;
         let (start, len) = (span.bytes().start, span.bytes().len());
         let bytes = locked.origin(&span)?.part(start, len);
-        // Decision: docs/decisions/backend-cpu.md#queries-in-the-way-of-results-are-copied
+        // Decision: docs/decisions/backend-cpu.md#queries-that-overlap-the-output-are-copied
         if !view.overlaps(out)? {
             return Ok(Self { view, bytes });
         }

@@ -16,7 +16,7 @@ use crate::device::CudaDevice;
 use crate::queue::capture::uncapturable;
 use crate::queue::{AttendPlan, AttendPlanKey, Lowering, PlanChunk, StepList};
 
-// Decision: docs/decisions/backend-cuda.md#a-plan-in-a-graph-has-room-and-is-divided-again-for-each-replay
+// Decision: docs/decisions/backend-cuda.md#a-captured-plan-has-spare-room-and-is-divided-again-per-replay
 /// Index of the list of rows in a plan with one chunk.
 const ROWS: usize = 0;
 /// Index of the list of groups in a plan with one chunk.

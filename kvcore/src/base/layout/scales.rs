@@ -3,7 +3,7 @@
 use super::{KvShape, PlaneStrides};
 use crate::base::{DType, KvFormat, Result, ScaleScope, product};
 
-// Decision: docs/decisions/base.md#scales-of-integers-are-stored-with-their-codes
+// Decision: docs/decisions/base.md#integer-scales-are-stored-with-their-codes
 /// The layout of the scales of K or of V.
 ///
 /// Integer formats have `per_row` f16 scales for each head's row, laid out in the same order as the rows.

@@ -98,7 +98,7 @@ impl Fp8Kind {
         }
     }
 
-    // Decision: docs/decisions/base.md#infinity-is-nan-in-fp8-e4m3
+    // Decision: docs/decisions/base.md#fp8-e4m3-stores-infinity-as-nan
     /// Returns the code nearest to `x`, ties to even. Finite values beyond [`max`](Self::max) saturate.
     ///
     /// NaN stays NaN. Infinity stays infinity in E5M2 and becomes NaN in E4M3, which has no infinity.

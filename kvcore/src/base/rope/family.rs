@@ -7,7 +7,7 @@ use parking_lot::Mutex;
 use super::{Regime, Rope, RopeConfig};
 use crate::base::{Error, Result};
 
-// Decision: docs/decisions/base.md#tables-of-four-regimes-are-kept
+// Decision: docs/decisions/base.md#the-tables-of-four-regimes-are-kept
 /// Number of regimes per specification whose tables are kept. Dynamic NTK has one regime per length; older
 /// ones are recomputed.
 const KEPT: usize = 4;

@@ -71,7 +71,7 @@ impl RopeConfig {
         reciprocals(self.periods(self.theta as f32))
     }
 
-    // Decision: docs/decisions/base.md#frequencies-follow-the-operations-of-transformers
+    // Decision: docs/decisions/base.md#frequencies-are-computed-as-in-transformers
     /// Returns the period of each pair `i`, in positions per radian: `theta^(2 i / d)`.
     fn periods(&self, theta: f32) -> impl Iterator<Item = f32> {
         let d = self.rotary_dim;

@@ -28,7 +28,7 @@ static WATCHED: Mutex<Watched> = Mutex::new(Watched { events: Vec::new(), runnin
 /// The first and the longest pause between two checks of the watched events.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
-// Decision: docs/decisions/device.md#a-thread-watches-events-while-there-are-some
+// Decision: docs/decisions/device.md#one-thread-polls-pending-events
 /// Calls `call` when `event` is done: at once if it is done already, otherwise on a thread that polls all
 /// such events and exits after the last one. A backend whose [`Event::is_done`] becomes true without a wait
 /// may implement [`Event::on_done`] with this function.

@@ -23,7 +23,7 @@ pub struct Segment {
     pub len: usize,
     /// Logical index of the first token. Causality depends on the logical index, never on the position.
     pub logical_start: usize,
-    // Decision: docs/decisions/device.md#a-segment-carries-stored_start
+    // Decision: docs/decisions/device.md#a-segment-has-a-stored_start
     /// Position that the first key was rotated to when it was stored.
     pub stored_start: i64,
     /// Distance from the positions where the keys were stored to the positions where they are used.
@@ -67,7 +67,7 @@ impl Segment {
 /// temperature in [`Segment::logit_scale`], this is APE's context scaling (Yang et al., 2025).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MergeGroup {
-    // Decision: docs/decisions/device.md#merge-groups-have-a-scale
+    // Decision: docs/decisions/device.md#a-merge-group-has-a-scale
     /// Factor on the group's log-sum-exp. 1 for plain attention.
     pub lse_scale: f32,
 }

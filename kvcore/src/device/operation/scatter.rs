@@ -31,7 +31,7 @@ pub struct Scatter {
     pub rotation: Option<RowRotation>,
 }
 
-// Decision: docs/decisions/device.md#scatter-rotates-keys-on-the-way
+// Decision: docs/decisions/device.md#scatter-rotates-keys-while-it-writes-them
 /// A rotation of new rows, each to its own position.
 #[derive(Debug, Clone)]
 pub struct RowRotation {

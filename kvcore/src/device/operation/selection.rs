@@ -14,7 +14,7 @@ pub enum SelectionUnit {
     Blocks,
 }
 
-// Decision: docs/decisions/device.md#a-selection-counts-the-tokens-of-an-entry
+// Decision: docs/decisions/device.md#a-selection-indexes-the-entrys-own-tokens
 /// The tokens or blocks that each row of an entry may attend to, in compressed sparse rows.
 ///
 /// Indices count the tokens (or blocks) of the entry's segments from 0, in segment order. A row attends to a

@@ -98,7 +98,7 @@ pub(super) struct Facts {
     keys: Option<(i64, i64)>,
 }
 
-// Decision: docs/decisions/device.md#backends-find-their-plans-by-the-id-of-the-work
+// Decision: docs/decisions/device.md#backends-find-their-plans-by-the-works-id
 /// The ID of the next work. IDs are never reused.
 static IDS: AtomicU64 = AtomicU64::new(1);
 

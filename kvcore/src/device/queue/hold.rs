@@ -7,7 +7,7 @@ use std::sync::Arc;
 use crate::base::Result;
 use crate::device::Storage;
 
-// Decision: docs/decisions/backend-cuda.md#enqueued-work-holds-its-memory-by-events
+// Decision: docs/decisions/backend-cuda.md#enqueued-work-holds-its-memory-until-an-event
 /// Number of holds after which a mark is recorded. The holds end when the mark is done.
 const BATCH: usize = 64;
 

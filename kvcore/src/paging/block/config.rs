@@ -8,7 +8,7 @@ use super::clock::{Clock, SystemClock};
 use super::event::EventSink;
 use super::evict::{EvictionPolicy, PolicyKind};
 
-// Decision: docs/decisions/paging.md#free-blocks-go-before-cached-ones
+// Decision: docs/decisions/paging.md#free-blocks-are-used-before-cached-ones
 /// The order in which blocks are allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FreeOrder {

@@ -10,8 +10,8 @@ use crate::base::same;
 use crate::device::{KvArena, Stream, WriteSlots};
 use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 
-// Decision: docs/decisions/paging.md#layers-of-other-kinds-have-groups-of-their-own
-// Decision: docs/decisions/paging.md#a-grouped-cache-is-one-per-group
+// Decision: docs/decisions/paging.md#each-kind-of-layer-has-its-own-group
+// Decision: docs/decisions/paging.md#a-grouped-cache-has-one-cache-per-group
 /// A cache of sequences whose layers are in groups. Each group has a kind, a pool, and an arena with only its
 /// layers.
 ///

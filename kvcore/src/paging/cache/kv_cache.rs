@@ -38,7 +38,7 @@ impl fmt::Display for CacheKind {
 /// `([num_blocks, block_size, k_heads, k_dim], …)`.
 pub type LayerViews = (TensorView, TensorView);
 
-// Decision: docs/decisions/paging.md#caches-give-slots-streams-write-them
+// Decision: docs/decisions/paging.md#caches-issue-slots-streams-write-rows
 /// A cache of keys and values: sequences whose tokens have a slot in every layer.
 ///
 /// A step has four parts: [`grow`](Self::grow), which returns the slots of the new tokens; a scatter in

@@ -99,7 +99,7 @@ impl PagedKvCache {
         })
     }
 
-    // Decision: docs/decisions/paging.md#a-swapped-sequence-is-borrowed-when-it-comes-back
+    // Decision: docs/decisions/paging.md#swap_in-borrows-the-swapped-sequence
     /// Restores a swapped sequence under a new ID. Blocks of its prefix that this cache still has are shared
     /// again. The other blocks are copied on `stream`, which first waits for the copy made by
     /// [`swap_out`](Self::swap_out) if it ran on another stream. Drop `swapped` afterwards, following the

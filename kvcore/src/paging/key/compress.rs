@@ -12,7 +12,7 @@ pub(super) const TOKENS: usize = 16;
 /// Flags of an input that is a single chunk with a single block: chunk start, chunk end, root, keyed.
 const FLAGS: u8 = 1 | 2 | 8 | 16;
 
-// Decision: docs/decisions/paging.md#block-keys-call-the-compression-function-of-blake3
+// Decision: docs/decisions/paging.md#block-keys-call-blake3s-compression-function
 /// A chain of keyed hashes, each the key of the next. The state stays in words, because converting it to
 /// bytes would take longer than all other overhead.
 pub(super) struct HashChain {

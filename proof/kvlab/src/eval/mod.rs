@@ -179,7 +179,7 @@ impl<'a> QuestionTurn<'a> {
         Ok(Request { max_new_tokens: self.max_new_tokens, ..request })
     }
 
-    // Decision: docs/decisions/tools.md#kvc-eval-warms-with-another-order
+    // Decision: docs/decisions/tools.md#kvc-eval-warms-the-cache-with-another-order
     /// Caches the documents for an arm, in another order. Arms with the same cell share them.
     fn warm(&mut self, arm: &Arm) -> Result<()> {
         let Some(cell) = arm.cell.filter(|cell| !self.warm.contains(cell)) else { return Ok(()) };

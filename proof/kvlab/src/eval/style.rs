@@ -29,7 +29,7 @@ impl PromptStyle {
     /// # Errors
     /// Returns the errors of the tokenizer and the chat template.
     pub fn prompt(&self, question: &Question, order: &[usize], codec: &TextCodec) -> Result<PromptTokens> {
-        // Decision: docs/decisions/chunks.md#a-part-that-holds-the-separator-is-refused-a-document-is-never-cut
+        // Decision: docs/decisions/chunks.md#a-part-that-contains-the-separator-is-refused-never-split
         let ended = |text: &str| format!("{text}{}", self.separator);
         let documents: Vec<String> =
             order.iter().filter_map(|&i| question.documents.get(i)).map(|text| ended(text)).collect();

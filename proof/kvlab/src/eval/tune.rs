@@ -144,7 +144,7 @@ fn rows(arms: &[Arm], seen: &Evaluation) -> Vec<TuneRow> {
     rows
 }
 
-// Decision: docs/decisions/chunks.md#divergence-orders-ways-of-one-mode
+// Decision: docs/decisions/chunks.md#divergence-orders-strategies-within-a-mode
 /// Returns the indices of the rows to ask. A row is left out if a cheaper row of the same mode is certainly
 /// nearer to full attention.
 fn front(rows: &[TuneRow]) -> Vec<usize> {

@@ -36,7 +36,7 @@ impl LentMemory for Lender {
     }
 }
 
-// Decision: docs/decisions/models.md#tensors-of-candle-are-lent-to-operations
+// Decision: docs/decisions/models.md#candle-tensors-are-lent-to-operations
 /// Lends a candle tensor on the CPU, in f32, f16 or bf16, to operations of a
 /// [`CpuBackend`](kvbackend_cpu::CpuBackend) for reading. Copies the elements only if the last axis is not
 /// contiguous. The view keeps the tensor's memory alive.

@@ -170,7 +170,7 @@ class Chunks:
 
     # Missing parts are computed.
 
-    # Decision: docs/decisions/vllm.md#what-is-missing-is-encoded-by-requests-of-its-own
+    # Decision: docs/decisions/vllm.md#missing-chunks-are-encoded-by-separate-requests
     def _encode(
         self,
         request: Request,
@@ -327,7 +327,7 @@ def _mode_salt(request: Request, state: ChunkState) -> str:
     return "kvcache:" + hashlib.sha256(what.encode()).hexdigest()
 
 
-# Decision: docs/decisions/vllm.md#a-request-with-chunks-changes-its-own-salt
+# Decision: docs/decisions/vllm.md#a-request-with-chunks-gets-its-own-salt
 def _salt(request: Request, salt: str | None) -> None:
     """Changes the salt of a request that has no blocks yet."""
     request.cache_salt = salt

@@ -59,7 +59,7 @@ class Recomputer:
         if runs:
             self.forward(again.tokens, again.table, runs)
 
-    # Decision: docs/decisions/vllm.md#tokens-are-computed-again-as-if-they-were-requests
+    # Decision: docs/decisions/vllm.md#tokens-are-recomputed-as-if-they-were-requests
     def forward(self, tokens: list[int], table: list[int], runs: list[tuple[int, int]]) -> None:
         """Runs the model over the tokens of ``runs``, given as pairs of start and end."""
         device, size = self.runner.device, self.block_size
@@ -101,7 +101,7 @@ class Recomputer:
                 inputs_embeds=None,
             )
 
-    # Decision: docs/decisions/vllm.md#what-a-question-chose-is-kept-by-the-workers
+    # Decision: docs/decisions/vllm.md#workers-remember-what-a-question-chose
     def kept_choice(self, again: Again) -> list[tuple[int, int]]:
         """Returns the runs that the question chose when its blocks were computed. If it has not, chooses
         now.

@@ -60,7 +60,7 @@ def sampling(params: dict[str, Any] | None, count: int, stop: Sequence[int] = ()
     )
 
 
-# Decision: docs/decisions/vllm.md#a-model-is-checked-in-one-process-with-vllm
+# Decision: docs/decisions/vllm.md#a-model-is-checked-in-vllms-process
 class LocalEngine:
     """vLLM with the connector. Reports each request's time to first token, and the distribution of that
     token."""
