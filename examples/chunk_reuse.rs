@@ -73,7 +73,7 @@ impl Device {
         Ok(self.stream.scatter(&Scatter { arena: self.arena.clone(), layer: 0, k, v, slots, rotation })?)
     }
 
-    /// Returns the output of the attention of one token over segments.
+    /// Returns the attention output of one token over segments.
     fn attend(&self, token: u32, at: QueryRow, segments: Arc<[Segment]>) -> Result<Vec<f32>> {
         let out = self.rows(&[0], 0.0)?;
         self.stream.attend(&Attend {
@@ -95,7 +95,7 @@ impl Device {
     }
 }
 
-/// Returns the attention of the same token over keys that are computed again, all in one sequence.
+/// Returns the same token's attention output over recomputed keys, all in one sequence.
 fn recomputed(
     device: &Device,
     main: &mut PagedKvCache,

@@ -1,9 +1,9 @@
 //! Continuous batching over a paged cache: `cargo run --release --example continuous_batching`.
 //!
-//! Requests start and end while others run. They share the blocks of equal beginnings. When blocks run out, the last request
-//! gives its own back and waits. Tokens that a draft got wrong are rolled back. A table of random rows replaces the weights of
-//! a model; the rest is what an engine does in each step. At the end, every answer equals the answer that its request gets
-//! alone.
+//! Requests start and end while others run. They share the blocks of common prefixes. When blocks run out,
+//! the last request frees its blocks and waits. Tokens that a draft got wrong are rolled back. A table of
+//! random rows replaces the weights of a model; the rest is what an engine does in each step. At the end,
+//! every answer equals the answer that its request gets alone.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,9 +19,9 @@ const LAYERS: usize = 2;
 const HEADS: usize = 4;
 const DIM: usize = 16;
 const VOCABULARY: usize = 64;
-/// Most tokens of one request in a step. A longer prompt is computed in pieces.
+/// The maximum number of tokens per request in a step. A longer prompt is computed in pieces.
 const PIECE: usize = 32;
-/// Number of tokens to guess ahead of an answer.
+/// The number of tokens to guess ahead of an answer.
 const DRAFT: usize = 3;
 const ANSWER: usize = 40;
 
@@ -72,13 +72,13 @@ struct Request {
     tokens: Vec<u32>,
     /// Keys of the prompt's blocks, computed once even if the request starts again.
     keys: PromptKeys,
-    /// Number of tokens in the cache.
+    /// The number of tokens in the cache.
     computed: usize,
 }
 
 impl Request {
-    /// Returns the tokens of the next step: a piece of the prompt, or the answer's last token and a guess (what followed that
-    /// token earlier).
+    /// Returns the tokens of the next step: a piece of the prompt, or the answer's last token and a guess,
+    /// copied from what followed that token earlier.
     fn next(&self) -> Vec<u32> {
         let left = &self.tokens[self.computed..];
         let mut next = left[..left.len().min(PIECE)].to_vec();
@@ -112,7 +112,8 @@ fn serve(model: &Model, max_memory: usize, prompts: &[Vec<u32>]) -> Result<(Vec<
     let (mut steps, mut preempted, mut found, mut accepted) = (0, 0, 0, 0);
     let (mut answers, mut rows) = (vec![Vec::new(); prompts.len()], BatchRows::default());
     while !running.is_empty() || !waiting.is_empty() {
-        // Slots for all running requests. If blocks are short, the last request gives way and starts again later.
+        // Slots for all running requests. If blocks run out, the last request is preempted and starts again
+        // later.
         let mut next: Vec<Vec<u32>> = running.iter().map(|(_, run)| run.next()).collect();
         let growth = |running: &[(SequenceId, Request)], next: &[Vec<u32>]| -> Vec<_> {
             running.iter().zip(next).map(|((id, _), next)| (*id, next.len())).collect()
@@ -186,7 +187,7 @@ fn main() -> Result<()> {
         table: (0..VOCABULARY * HEADS * DIM).map(|i| (i as f32 * 12.9898).sin()).collect(),
         backend,
     };
-    // Forty tokens in common, and up to thirty different ones.
+    // Prompts share forty tokens and have up to thirty of their own.
     let own = |i: usize| (0..8 + 2 * i).map(move |j| (5 + i * 11 + j * 7) % VOCABULARY);
     let prompts: Vec<Vec<u32>> =
         (0..12).map(|i| (0..40).chain(own(i)).map(|token| token as u32).collect()).collect();

@@ -1,4 +1,4 @@
-//! Programs to start from. Run one with `cargo run --release --example NAME`:
+//! Programs to build on. Run one with `cargo run --release --example NAME`:
 //!
 //! - `chunk_reuse`: documents reused in another order, and the attention over them.
 //! - `paged_decode`: decoding over a paged cache, with prefix sharing, a fork and a rollback.
@@ -9,7 +9,7 @@
 
 #[cfg(test)]
 mod tests {
-    /// The excerpt in the README must not drift away from the program that it is taken from.
+    /// The excerpt in the README must stay equal to the program that it is taken from.
     #[test]
     fn every_line_of_the_readmes_excerpt_stands_in_chunk_reuse() {
         let program = include_str!("chunk_reuse.rs");

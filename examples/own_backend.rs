@@ -12,7 +12,7 @@ use kvcore::{
     Storage, Stream, TensorView, allocate_tensor,
 };
 
-/// Calls and bytes by operation.
+/// The number of calls and the number of bytes, by operation.
 type Ledger = Arc<Mutex<BTreeMap<&'static str, (usize, usize)>>>;
 
 /// A backend that records every operation.
@@ -47,7 +47,7 @@ struct AuditedStream {
 }
 
 impl Stream for AuditedStream {
-    /// Called with operations that have passed their check, over memory that [`owns`](Stream::owns) accepted.
+    /// Launches an operation that has passed its check, over memory that [`owns`](Stream::owns) accepted.
     fn launch(&self, operation: Checked<'_>) -> Result<()> {
         self.inner.launch(operation)?;
         let mut ledger = self.ledger.lock().unwrap_or_else(PoisonError::into_inner);

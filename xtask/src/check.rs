@@ -21,7 +21,7 @@ const CI: &str = "cargo xtask ci";
 /// One check.
 type NamedCheck = fn() -> Result;
 
-/// Runs every check and reports all the ones that failed.
+/// Runs every check, and reports all failures.
 pub(crate) fn check() -> Result {
     let steps: [(&str, NamedCheck); 13] = [
         ("formatting", formatting),

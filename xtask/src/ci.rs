@@ -31,7 +31,7 @@ pub(crate) struct CiStep {
     needs: &'static [Tool],
 }
 
-/// How much longer than its budget a step may take on slow cores.
+/// The factor by which a step may exceed its budget on slow cores.
 const SLOW: f64 = 1.5;
 
 /// A wgpu device: a software GPU, and the layers that check how it is used.

@@ -1,7 +1,7 @@
 //! Time that a program takes: wall-clock time and processor time.
 //!
-//! Processor time hardly depends on the machine's load, so it shows if a program became slower or the machine
-//! was busy.
+//! Processor time hardly depends on the machine's load, so it shows whether a program became slower or the
+//! machine was just busy.
 
 use std::fmt;
 use std::fs;
@@ -44,7 +44,7 @@ fn of_children() -> Option<f64> {
     Some(ticks as f64 / rustix::param::clock_ticks_per_second() as f64)
 }
 
-/// Returns `None`, because this system has no such file.
+/// Returns `None`, because this system has no `/proc`.
 #[cfg(not(target_os = "linux"))]
 fn of_children() -> Option<f64> {
     None

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-/// The numbers of passed, failed and skipped tests.
+/// Counts of passed, failed and skipped tests.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Sums {
     /// Tests that passed.

@@ -163,7 +163,7 @@ fn build() -> Result<PathBuf> {
 struct CompileJob {
     source: PathBuf,
     object: PathBuf,
-    /// When the source file or one of its headers last changed.
+    /// The time of the last change to the source file or one of its headers.
     changed: Option<SystemTime>,
     flags: &'static [&'static str],
 }

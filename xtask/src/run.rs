@@ -114,7 +114,7 @@ pub fn create_folder(path: &Path) -> Result {
 /// set it; `kvconform::skip` reads it too.
 pub const STRICT: &str = "KVCACHE_STRICT";
 
-/// Prints that a task is skipped and why. Returns an error if [`STRICT`] is set.
+/// Prints a message that a task is skipped, with the reason. Returns an error if [`STRICT`] is set.
 pub fn skip(reason: &str) -> Result {
     if std::env::var_os(STRICT).is_some() {
         return Err(format!("nothing may be skipped here: {reason}"));

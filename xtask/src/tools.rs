@@ -1,4 +1,4 @@
-//! Tools that tasks need on the machine: how to find each one, and the command that installs it.
+//! Tools that tasks need on the machine: checks for their presence, and the commands that install them.
 
 use std::process::{Command, Stdio};
 

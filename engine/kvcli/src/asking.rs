@@ -1,4 +1,4 @@
-//! The engine, the questions and how to ask them, for `kvc eval` and `kvc tune`.
+//! The engine, the questions and the options for asking them, for `kvc eval` and `kvc tune`.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, 
     Ok((engine, codec))
 }
 
-/// Returns how to ask the questions. The command decides what to measure.
+/// Returns the options for asking the questions. The command decides what to measure.
 pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
     let separator = match &asking.separator {
         Some(text) => text.replace("\\n", "\n"),
@@ -45,7 +45,7 @@ pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
 /// The number of questions of each kind per draw, if answers are only counted.
 pub(crate) const SHOWN: usize = 20;
 /// The number of questions of each kind per draw, if a loss is judged. With five draws, they are enough to
-/// bound a loss of zero by two points.
+/// show that a measured loss of zero is at most two percentage points.
 pub(crate) const JUDGED: usize = 30;
 /// The number of notes per prompt, for a model without its own questions.
 const NOTES: usize = 2;
@@ -70,7 +70,7 @@ fn holding(questions: &[Question], separator: &str) -> Option<(usize, String)> {
     if separator.is_empty() { None } else { questions.iter().enumerate().find_map(holds) }
 }
 
-/// Returns the questions of the requested kinds for each seed. A seed may have none.
+/// Returns the questions of the requested kinds for each seed. The list for a seed may be empty.
 fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
     let beside = |name: &str| asking.model.as_ref().map(|dir| dir.join(name)).filter(|path| path.exists());
     let read = |path: &Path| {

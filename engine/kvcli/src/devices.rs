@@ -18,7 +18,7 @@ struct ListedDevice {
     about: String,
     limits: Vec<(&'static str, String)>,
     features: Vec<(&'static str, bool)>,
-    /// Why the device cannot be used, if it cannot.
+    /// The reason that the device cannot be used; `None` if it can.
     unfit: Option<String>,
 }
 

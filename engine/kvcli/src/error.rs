@@ -23,7 +23,7 @@ pub(crate) enum Error {
     /// Documents are at the very start of a prompt, but they must follow some text.
     #[error("documents need some text before them; give --system TEXT, or --chat for the model's template")]
     NoSystem,
-    /// A file of messages is malformed, or its conversation cannot be answered.
+    /// A message file is malformed, or its conversation cannot be answered.
     #[error("{path}: {source}")]
     Messages { path: PathBuf, source: kvengine::Error },
     /// The program was built without the backend.
@@ -35,7 +35,7 @@ pub(crate) enum Error {
         "{0} does not exist; --model takes a directory with config.json, *.safetensors and tokenizer.json, or a GGUF file"
     )]
     NoModel(PathBuf),
-    /// The file of questions cannot be read.
+    /// The question file cannot be read.
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },
     /// The gate was asked to judge several strategies at once.
@@ -44,16 +44,16 @@ pub(crate) enum Error {
     /// The answers cannot be written.
     #[error("cannot write the answers to {path}: {source}")]
     Answers { path: PathBuf, source: std::io::Error },
-    /// A file of answers cannot be read.
+    /// An answer file cannot be read.
     #[error("cannot read {path}: {source}")]
     ReadAnswers { path: PathBuf, source: std::io::Error },
-    /// A line of a file of answers is not an answer.
+    /// A line in an answer file is not an answer.
     #[error("{path}, line {line}: {reason}; kvc eval --answers writes such files")]
     Answer { path: PathBuf, line: usize, reason: String },
-    /// The files of answers are empty.
+    /// The answer files are empty.
     #[error("the files of --read contain no answers")]
     NoAnswers,
-    /// A trace of arrivals cannot be read.
+    /// An arrival trace cannot be read.
     #[error("cannot read the trace {path}: {source}")]
     Trace { path: PathBuf, source: std::io::Error },
     /// A line of a trace is not an arrival.
@@ -61,7 +61,7 @@ pub(crate) enum Error {
         "{path}, line {line}: {reason}; a line is a JSON object with at (seconds), prompt_tokens and answer_tokens"
     )]
     Arrival { path: PathBuf, line: usize, reason: String },
-    /// The file of questions has a malformed line, or no question.
+    /// The question file has a malformed line, or no questions.
     #[error("{path}: {source}")]
     Questions { path: PathBuf, source: kvlab::Error },
     /// Full attention answers too few questions correctly for reuse to be judged.

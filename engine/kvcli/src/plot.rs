@@ -24,7 +24,7 @@ pub(crate) struct Frame<'a> {
     pub(crate) legend: Legend,
 }
 
-/// Where the legend goes: on the right, where the lines leave room.
+/// The position of the legend on the right side of the plot, where the lines leave room.
 #[derive(Clone, Copy)]
 pub(crate) enum Legend {
     Above,

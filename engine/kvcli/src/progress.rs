@@ -18,7 +18,7 @@ pub(crate) fn bar(what: &'static str, unit: &str, show: bool) -> ProgressBar {
     ProgressBar::with_draw_target(None, target).with_style(style).with_message(what)
 }
 
-/// Returns a function that moves a bar to a number of things done, of all things.
+/// Returns a function that sets a bar's position and length, from the number of items done and the total.
 pub(crate) fn counting(bar: &ProgressBar) -> impl FnMut(usize, usize) {
     |done, total| {
         bar.set_length(total as u64);

@@ -80,15 +80,17 @@ impl ReadBackJson {
 #[derive(Serialize)]
 pub(crate) struct SleepJson {
     form: String,
-    /// The number of pieces that fell asleep so far. Then: the number that hits woke, and the number that
-    /// could not be read back.
+    /// The number of pieces that fell asleep so far.
     slept: u64,
+    /// The number of pieces that hits woke.
     woken: u64,
+    /// The number of pieces that could not be read back.
     lost: u64,
-    /// The bytes that the pieces asleep before the prompt had taken on the device. Then: the bytes of host
-    /// memory that they took, and the difference.
+    /// The size on the device of the pieces that were asleep before the prompt, in bytes.
     device_bytes: usize,
+    /// The host memory that these pieces took while asleep, in bytes.
     host_bytes: usize,
+    /// The difference between the two sizes.
     saved_bytes: usize,
 }
 

@@ -210,7 +210,7 @@ fn a_stop_string_ends_the_answer_and_is_not_printed() {
     let whole = json(&ask);
     let (text, tokens) = (whole["text"].as_str().unwrap(), whole["tokens"].as_array().unwrap().len());
     assert_eq!((&whole["finish"], tokens), (&Value::from("length"), 8));
-    // From the middle of one word to the middle of another one.
+    // The stop string starts in the middle of one word and ends in the middle of another.
     let (start, end) = (text.len() / 3, text.len() / 2);
     let stop = &text[start..end];
     let before = text.find(stop).unwrap();

@@ -88,7 +88,7 @@ fn the_json_has_every_field_and_blocks_add_up() {
     assert!(memory("kv_bytes") > 1 << 20);
     if cfg!(target_os = "linux") {
         // The program itself, its tokenizer and one prompt's activations take less than 64 MiB. Memory for
-        // keys and values is taken as it is touched.
+        // keys and values is allocated on first access.
         let limit = memory("weight_bytes") + memory("kv_bytes") + (64 << 20);
         assert!((memory("weight_bytes")..limit).contains(&memory("peak_bytes")), "{}", row["memory"]);
         let large = json(&["--prompt", &prompt(&[SYSTEM, A, B, "cedo ?"]), "--kv-memory", "4096"]);
@@ -391,7 +391,7 @@ fn eval_measures_divergence_of_named_arms_and_shows_and_writes_answers() {
         assert!(shown.contains(text), "{text}: {shown}");
     }
     fails(&["eval", "--answers", "/nowhere/a.jsonl"], 1, "/nowhere/a.jsonl");
-    // Texts that kvc writes, in the chat template, with a text after each document.
+    // Texts that kvc writes, in the chat template, with a separator after each document.
     let texts = [
         "eval",
         "--chat",
@@ -428,7 +428,7 @@ fn has_the_seeds_metrics(cache: &Value) {
         assert!(number(name) >= 0.0, "{name}");
     }
     assert_eq!(number("lookup_count"), number("hit_count") + number("miss_count"));
-    // JSON numbers are read to one unit in the last place.
+    // Parsed JSON numbers are exact to one unit in the last place.
     let follows = |name: &str, part: &str, whole: &str| {
         assert!((number(name) - number(part) / number(whole)).abs() < 1e-12, "{name}");
     };
@@ -459,7 +459,7 @@ fn bench_serve_plays_arrivals_drawn_or_from_a_file() {
     assert!(number("answer_tokens_per_second") > 0.0 && report["ttft"]["p95"].as_f64().unwrap() > 0.0);
     assert!(std::fs::read_to_string(&plot).unwrap().contains("time to first token"));
 
-    // Every prompt finds the two whole blocks that are kept.
+    // Every prompt finds the two pinned blocks.
     let kept = ["bench", "serve", "--json", "--shared-prefix", "40", "--pin", "--kv-memory", "1"];
     let report = run_json(&[&kept[..], &small].concat());
     assert!(report["cached_tokens"].as_u64().unwrap() >= 12 * 32, "{report}");

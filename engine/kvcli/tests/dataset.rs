@@ -1,4 +1,4 @@
-//! A user's own questions: the file of a dataset, its errors, and the gate.
+//! A user's own questions: the dataset file, its errors, and the gate.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use common::{A, B, SYSTEM, fails, kvc, run_json};
@@ -46,7 +46,7 @@ fn a_dataset_is_read_and_the_gate_decides_by_exit_code() {
             && !said.contains("recomputing"),
         "{said}"
     );
-    // One question bounds nothing.
+    // One question is not enough to bound the loss.
     let (shown, said) = gate(&lost);
     assert!(shown.contains("cannot be judged") && said.contains("1 local questions"), "{shown}{said}");
     // Without right answers, reuse has nothing to lose.

@@ -1,5 +1,5 @@
-//! The program with keys, values and attention on a device: an adapter of wgpu, which may be software, a CUDA
-//! device, for which the double of the driver stands in, or an NPU, for which the simulator of CANN does.
+//! The program with keys, values and attention on a device: a wgpu adapter (which may be software), a CUDA
+//! device (or the driver's test double), or an NPU (or the CANN simulator).
 #![cfg(all(feature = "ascend", feature = "cuda", feature = "wgpu"))]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -40,7 +40,8 @@ fn the_demo_answers_as_on_the_cpu(#[values("ascend", "cuda", "wgpu")] backend: &
     }
 }
 
-/// Returns the formats of a backend's caches. Of quantised ones, the Ascend backend has those of int8.
+/// Returns the cache formats that a backend supports. The only quantised formats of the Ascend backend
+/// are int8's.
 fn formats(backend: &str) -> &'static [&'static str] {
     let formats: &[&str] = &["f32", "f16", "bf16", "int8", "int4", "fp8-e4m3", "fp8-e5m2"];
     &formats[..if backend == "ascend" { 4 } else { formats.len() }]
@@ -101,7 +102,7 @@ fn graphs_give_the_answer_of_single_launches(#[values("ascend", "cuda")] gpu: &s
     assert_eq!((&by_graphs["graphs"]["refused"], &eager["graphs"]), (&Value::from(0), &Value::Null));
 }
 
-/// Keys and values of chunks go to the host and come back.
+/// Keys and values of chunks are moved to the host and back.
 #[rstest]
 fn chunks_sleep_and_wake_as_on_the_cpu(#[values("ascend", "cuda", "wgpu")] gpu: &str) {
     let (system, a, b) = ("you answer questions", "alba is red .", "cedo is blue . bora is same .");
@@ -215,7 +216,7 @@ fn without_cann_it_says_so() {
 fn without_an_adapter_the_message_names_the_package_to_install() {
     let without = |args: &[&str]| {
         let mut command = Command::new(env!("CARGO_BIN_EXE_kvc"));
-        // The Vulkan loader reads the one of the two names that it knows.
+        // Each version of the Vulkan loader reads one of these two variables.
         command.envs([("VK_DRIVER_FILES", "/nowhere"), ("VK_ICD_FILENAMES", "/nowhere")]);
         command.args(args).output().unwrap()
     };

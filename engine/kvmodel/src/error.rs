@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-/// An error anywhere between a model directory and an answer.
+/// An error in loading a model or answering a prompt with it.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -30,7 +30,7 @@ pub enum Error {
     Gguf {
         /// The path of the file.
         path: PathBuf,
-        /// The field or tensor, and what is wrong with it.
+        /// The field or tensor, and the problem with it.
         reason: String,
     },
     /// A file of weights is truncated, or its header or shard index is wrong.
@@ -41,7 +41,7 @@ pub enum Error {
     Weight {
         /// The name of the tensor.
         name: String,
-        /// What is wrong with it.
+        /// The problem with the tensor.
         problem: WeightProblem,
     },
     /// The tokenizer.json cannot be loaded, or cannot encode or decode a string.
@@ -50,7 +50,7 @@ pub enum Error {
     /// The chat template is missing or fails.
     #[error("chat template of {place}: {reason}")]
     Template {
-        /// Where the template is from, or should be from: the file, and its field there.
+        /// The file that has, or should have, the template, and the template's field in that file.
         place: String,
         /// The line, and the reason or the template's own message.
         reason: String,
@@ -77,8 +77,8 @@ pub enum Error {
     /// The observer stopped the request.
     #[error("the request was stopped by its observer; nothing is held for it, ask again to have it answered")]
     Cancelled,
-    /// The library that runs the dense steps cannot compute a step: memory or a device failed, or shapes do
-    /// not match.
+    /// The library that runs the dense steps failed to compute a step: memory ran out, the device failed,
+    /// or shapes do not match.
     #[error("dense steps ({implementation}): {source}")]
     Dense {
         /// The name of the implementation.
@@ -116,7 +116,7 @@ impl Error {
     }
 }
 
-/// Why a weight is invalid.
+/// The reason that a weight is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WeightProblem {
@@ -155,8 +155,8 @@ pub enum WeightProblem {
     /// The bytes are truncated, or there are too many.
     #[error("has {got} bytes, its type and shape ask for {expected}")]
     Length {
-        /// The number of bytes that the type and shape need; the maximum number if that exceeds the address
-        /// space.
+        /// The number of bytes that the type and shape need; `usize::MAX` if that number exceeds the
+        /// address space.
         expected: usize,
         /// The number of bytes.
         got: usize,

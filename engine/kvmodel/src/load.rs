@@ -32,7 +32,7 @@ impl ModelDirectory {
         Self::load_with(path, format, Arc::new(HostDense::default()), progress)
     }
 
-    /// Like [`load`](Self::load), but with other dense steps than the host's.
+    /// Like [`load`](Self::load), but with the given dense steps instead of the host's.
     ///
     /// # Errors
     /// Returns the errors of [`load`](Self::load) and of [`Dense::load`].

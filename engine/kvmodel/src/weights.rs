@@ -34,7 +34,7 @@ pub struct Weights {
 #[derive(Debug)]
 enum WeightSource {
     Stored(BTreeMap<String, StoredWeight>),
-    /// Returns a tensor for every name, drawn from this random generator.
+    /// Tensors drawn from this random generator, for any name.
     Random(Box<StdRng>),
 }
 

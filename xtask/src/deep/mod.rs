@@ -38,7 +38,7 @@ pub(crate) struct DeepArgs {
 /// A part of the deep checks. To add one, add a line to [`SLICES`].
 pub(crate) struct Slice {
     pub(crate) name: &'static str,
-    /// What the slice covers, for the table.
+    /// A description of what the slice covers, for the table.
     pub(crate) covers: &'static str,
     /// The command. It may take at most five minutes on two slow cores.
     pub(crate) command: &'static str,

@@ -18,7 +18,7 @@ const COMMAND: &str = "cargo xtask deep";
 /// The last run of one slice.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Row {
-    /// When the run ended, in a format that sorts.
+    /// The end time of the run, in a format that sorts.
     pub(super) when: String,
     /// The commit that it ran on.
     pub(super) commit: String,

@@ -1,4 +1,4 @@
-//! Options that `kvc eval` and `kvc tune` share: which questions to ask, and which model.
+//! Options that `kvc eval` and `kvc tune` share, for the questions and the model.
 
 use std::path::PathBuf;
 
@@ -38,7 +38,7 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) separator: Option<String>,
 
-    /// Rule that decides if an answer is right. Overrides the dataset's own.
+    /// Rule that decides whether an answer is right. Overrides the dataset's own rule.
     #[arg(long, value_name = "NAME", value_parser = grader)]
     pub(crate) grader: Option<Grader>,
 
@@ -46,7 +46,8 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) answer_tokens: Option<usize>,
 
-    /// Number of draws of questions, or of parts of the dataset, for confidence intervals of accuracy.
+    /// Number of draws of questions, or of parts of the dataset. Several draws give confidence intervals
+    /// for accuracy.
     #[arg(long, value_name = "N", default_value_t = 5, value_parser = at_least_one)]
     pub(crate) seeds: usize,
 
@@ -76,8 +77,8 @@ pub(crate) struct EngineArgs {
     #[arg(long, value_name = "MIB", value_parser = at_least_one)]
     pub(crate) kv_memory: Option<usize>,
 
-    /// Format of weights in memory: as stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
-    /// eight-bit blocks.
+    /// Format of weights in memory: unchanged, f32, or eight-bit blocks. On an Ascend NPU, weights are
+    /// always f32.
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 

@@ -26,7 +26,7 @@ pub(crate) enum BenchKind {
     Serve(ServeArgs),
 }
 
-/// Model to measure, and where it runs.
+/// Options for the model to measure, and for the device that it runs on.
 #[derive(Debug, Args)]
 pub(crate) struct MeasuredArgs {
     /// GGUF file or Hugging Face directory of the model. Default (also without --size): the built-in model.
@@ -45,8 +45,8 @@ pub(crate) struct MeasuredArgs {
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// Format of weights in memory: as stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
-    /// eight-bit blocks.
+    /// Format of weights in memory: unchanged, f32, or eight-bit blocks. On an Ascend NPU, weights are
+    /// always f32.
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
@@ -98,7 +98,7 @@ pub(crate) struct RagArgs {
     #[arg(long, value_name = "P")]
     pub(crate) repetition: Option<f64>,
 
-    /// Share of requests whose system prompt differs from that of the previous request.
+    /// Share of requests whose system prompt differs from the previous request's.
     #[arg(long, value_name = "SHARE", default_value_t = 0.0)]
     pub(crate) system_changes: f64,
 

@@ -33,8 +33,8 @@ pub(crate) struct EvalArgs {
     #[command(flatten)]
     pub(crate) asking: AskingArgs,
 
-    /// What to measure: right answers; divergence from full attention along its own answer, which ranks
-    /// strategies with a few dozen questions; or both.
+    /// Quantity to measure: right answers; divergence from full attention along full attention's own
+    /// answers, which needs only a few dozen questions to rank strategies; or both.
     #[arg(long, value_enum, default_value = "answers", conflicts_with = "gate")]
     pub(crate) measure: MeasureName,
 
@@ -43,7 +43,8 @@ pub(crate) struct EvalArgs {
     #[arg(long = "arm", value_name = "ARM", value_parser = arm, conflicts_with_all = ["gate", "strategies", "positions"])]
     pub(crate) arms: Vec<Arm>,
 
-    /// File that `kvc tune` wrote for this model: adds its strategy, or lets the gate judge it.
+    /// File that `kvc tune` wrote for this model. Its strategy is added to the others or, with --gate,
+    /// judged.
     #[arg(long, value_name = "FILE", conflicts_with_all = ["strategies", "positions", "chunks"])]
     pub(crate) reuse: Option<PathBuf>,
 
@@ -110,7 +111,7 @@ pub(crate) struct EvalArgs {
     pub(crate) json: bool,
 }
 
-/// What `kvc eval` measures.
+/// The quantity that `kvc eval` measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum MeasureName {
     Answers,

@@ -145,17 +145,17 @@ pub(crate) struct RunArgs {
     #[command(flatten)]
     pub(crate) way: WayArgs,
 
-    /// Hash function for documents. Every hit compares the tokens; with xxh3-128, it also compares everything
-    /// else.
+    /// Hash function for document keys. Every hit compares the document's tokens; with xxh3-128, it also
+    /// compares everything else that the key covers.
     #[arg(long, value_enum, default_value = "blake3")]
     pub(crate) hash: Hash,
 
-    /// If a document is not cached under this system prompt, use its copy from under another one that is not
-    /// longer. Faster, but the error is unbounded.
+    /// If a document is not cached under this system prompt, use a copy that was computed under another
+    /// system prompt that is not longer. Faster, but the error is unbounded.
     #[arg(long)]
     pub(crate) cross_system_reuse: bool,
 
-    /// Recompute everything under the same mask. Gives the same answer, more slowly.
+    /// Recompute everything under the same mask, which gives the same answer more slowly.
     #[arg(long, conflicts_with = "chunk_sleep")]
     pub(crate) no_chunk_cache: bool,
 
@@ -176,8 +176,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
     pub(crate) keys: KeyForm,
 
-    /// Format of weights in memory: as stored (f32 for f32, f16 and bf16; blocks for blocks), f32, or
-    /// eight-bit blocks.
+    /// Format of weights in memory: unchanged, f32, or eight-bit blocks. On an Ascend NPU, weights are
+    /// always f32.
     #[arg(long, value_enum, default_value = "stored")]
     pub(crate) weights: WeightsFormat,
 
@@ -221,7 +221,7 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) threads: Option<usize>,
 
-    /// Show how the time was spent.
+    /// Show a breakdown of the time spent.
     #[arg(long)]
     pub(crate) profile: bool,
 

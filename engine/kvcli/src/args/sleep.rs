@@ -21,12 +21,12 @@ pub(crate) struct SleepArgs {
 }
 
 impl SleepArgs {
-    /// Returns the form in which documents sleep, if they do.
+    /// Returns the form in which documents sleep, or `None` if they do not sleep.
     pub(crate) fn form(&self) -> Option<SleepForm> {
         self.chunk_sleep
     }
 
-    /// Returns the engine's setting, if documents sleep.
+    /// Returns the engine's setting, or `None` if documents do not sleep.
     pub(crate) fn config(&self) -> Option<ChunkSleep> {
         let memory = self.chunk_sleep_memory.map(|mib| mib.saturating_mul(1 << 20));
         self.chunk_sleep.map(|form| ChunkSleep { form, memory })

@@ -10,7 +10,7 @@ use super::{Positions, mode, positive, recompute};
 /// The heading of these options in the help.
 const WAY: &str = "How documents are reused (default: --positions sequential --chunks with-system --recompute question:0.5)";
 
-/// How documents are reused.
+/// Options for the reuse of documents.
 #[derive(Debug, Args)]
 pub(crate) struct WayArgs {
     /// Positions of documents. overlapped: all right after the system prompt. sequential: one after another.
@@ -19,9 +19,9 @@ pub(crate) struct WayArgs {
     #[arg(long, value_enum, help_heading = WAY)]
     positions: Option<Positions>,
 
-    /// What documents see besides themselves while they are computed: the system prompt (with-system, the
-    /// default), nothing (alone), or the first K tokens of the system prompt (sink:K), for use under every
-    /// system prompt that starts with them. See docs/exactness.md for the exact cases.
+    /// Tokens that documents see besides their own while they are computed: the system prompt
+    /// (with-system, the default), nothing (alone), or the first K tokens of the system prompt (sink:K),
+    /// for use under every system prompt that starts with them. See docs/exactness.md for the exact cases.
     #[arg(long, help_heading = WAY, value_name = "MODE", value_parser = mode)]
     chunks: Option<ComputeMode>,
 
@@ -49,7 +49,7 @@ pub(crate) struct WayArgs {
 }
 
 impl WayArgs {
-    /// Returns the reuse settings that the options other than the file ask for.
+    /// Returns the reuse settings from the options other than the file.
     pub(crate) fn asked_for(&self) -> Reuse {
         let scaling = ContextScaling { temperature: self.context_temperature, scale: self.context_scale };
         Reuse { scaling, ..way(self.positions, self.chunks, self.recompute) }

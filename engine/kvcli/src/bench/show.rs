@@ -22,7 +22,7 @@ fn percent(share: f64) -> String {
     format!("{:.1} %", 100.0 * share)
 }
 
-/// Returns a row's cell for one workload.
+/// A function that returns a row's cell for one workload.
 type Cell<'a> = Box<dyn Fn(&RagReport) -> String + 'a>;
 
 /// Writes hits, times and the predicted speed-up, with one column per workload.
@@ -111,7 +111,7 @@ fn goals(out: &mut impl Write, reports: &[RagReport], header: &[&str]) -> Result
     Ok(())
 }
 
-/// Formats a target's limit briefly.
+/// Formats a target's limit in a short form.
 fn limit_in(unit: &str, limit: f64) -> String {
     if unit == "seconds" { format!("{:.0} ms", 1e3 * limit) } else { format!("{:.0} %", 100.0 * limit) }
 }

@@ -1,4 +1,4 @@
-//! Files of answers: one JSON object per line, with the name of its arm.
+//! Answer files: one JSON object per line, with the name of its arm.
 
 use std::collections::HashSet;
 use std::io::Write;

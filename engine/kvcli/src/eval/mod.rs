@@ -145,7 +145,7 @@ fn report(
     }
 }
 
-/// Formats the numbers of questions and draws.
+/// Formats the number of questions and the number of draws.
 fn counted(asked: usize, draws: usize) -> String {
     let of = |count: usize, what: &str| format!("{count} {what}{}", if count == 1 { "" } else { "s" });
     format!("{} in {}", of(asked, "question"), of(draws, "draw"))

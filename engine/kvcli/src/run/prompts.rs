@@ -21,7 +21,7 @@ pub(super) struct RunPrompts {
 }
 
 // Decision: docs/decisions/models.md#a-prompt-is-split-only-on-request
-/// How to turn text into a prompt.
+/// The form of a prompt, which determines the conversion of text to tokens.
 #[derive(Debug)]
 enum Form {
     /// The text is split at a separator.

@@ -1,4 +1,4 @@
-//! The program as tests call it.
+//! Helpers that run the program in tests.
 
 use std::process::{Command, Output, Stdio};
 
@@ -41,7 +41,7 @@ pub(crate) fn fails(args: &[&str], code: i32, expected: &str) {
     assert_fails(args, &kvc(args), code, &[expected]);
 }
 
-/// Checks that a run of the program failed as [`fails`] does, with several texts.
+/// Checks that a run of the program failed as [`fails`] does, with several expected strings.
 pub(crate) fn assert_fails(args: &[&str], output: &Output, code: i32, expected: &[&str]) {
     let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(code), "{args:?}: {stderr}");

@@ -25,16 +25,16 @@ pub struct LatentConfig {
 /// affects the choice, but not the weights. Groups are chosen before experts.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct ExpertsConfig {
-    /// The number of layers before the first one with experts. Their feed-forward layers are dense.
+    /// The number of leading layers with a dense feed-forward layer. All later layers have experts.
     #[serde(rename = "first_k_dense_replace")]
     pub dense_layers: usize,
     /// The number of experts to choose from.
     #[serde(rename = "n_routed_experts")]
     pub routed: usize,
-    /// The number of experts that a token goes through.
+    /// The number of routed experts per token.
     #[serde(rename = "num_experts_per_tok")]
     pub per_token: usize,
-    /// The number of shared experts. Every token goes through all of them.
+    /// The number of shared experts, all of which process every token.
     #[serde(rename = "n_shared_experts")]
     pub shared: usize,
     /// The width of an expert.

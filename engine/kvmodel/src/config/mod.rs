@@ -67,7 +67,7 @@ pub struct ModelConfig {
     pub softmax_scale: f32,
     /// The epsilon that norms add to the mean square.
     pub rms_norm_eps: f64,
-    /// The number of positions that a request may use: the model's own number, or the larger one that its
+    /// The maximum number of positions per request: the model's own limit, or the larger one that its
     /// RoPE scaling allows.
     pub max_positions: usize,
     /// True if the output head shares the embedding matrix.
@@ -78,7 +78,7 @@ pub struct ModelConfig {
     pub output_bias: bool,
     /// True if the feed-forward projections have biases.
     pub mlp_bias: bool,
-    /// The tokens that end an answer. If there are none, only limits end an answer.
+    /// The tokens that end an answer. If there are none, an answer ends only at a limit.
     pub eos: Vec<u32>,
 }
 
@@ -106,8 +106,8 @@ struct Raw {
     eos_token_id: Value,
 }
 
-/// The maximum width: far above any model. A larger one means that the config is broken, and its tables
-/// would exhaust memory.
+/// The maximum width, far above any real model's. A larger width means that the config is broken, and
+/// its tables would exhaust memory.
 const MAX_WIDTH: usize = 1 << 14;
 /// The maximum number of layers, for the same reason.
 const MAX_LAYERS: usize = 1 << 14;
@@ -272,7 +272,7 @@ fn token_ids(value: &Value) -> Result<Vec<u32>> {
 }
 
 impl Raw {
-    /// Checks the sizes and what follows from them. Returns the number of key/value heads.
+    /// Checks the activation function and the sizes. Returns the number of key/value heads.
     fn check(&self) -> Result<usize> {
         if let Some(act) = self.hidden_act.as_deref().filter(|act| !matches!(*act, "silu" | "swish")) {
             return bad(format!("hidden_act {act:?} is not supported (silu is)"));

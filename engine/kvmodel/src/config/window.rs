@@ -7,13 +7,13 @@ use crate::error::Result;
 
 /// The supported layer types.
 pub(super) const LAYER_TYPES: [&str; 2] = [FULL, SLIDING];
-/// The layer type that attends to everything.
+/// The layer type with full attention.
 const FULL: &str = "full_attention";
 /// The layer type with a sliding window.
 const SLIDING: &str = "sliding_attention";
 
 // Decision: docs/decisions/models.md#a-missing-sliding_window-means-transformers-default
-/// transformers' default window, for a config without one.
+/// transformers' default window, for a config that does not specify one.
 const DEFAULT_WINDOW: u64 = 4096;
 /// transformers' default number of layers before the first one with a window.
 const DEFAULT_FULL_LAYERS: u64 = 28;

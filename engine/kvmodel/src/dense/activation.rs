@@ -6,10 +6,10 @@ use kvcore::{Storage, TensorView};
 
 use super::host::{HostIndex, HostRows};
 
-/// The activations of some rows in f32: `[rows, width]` or `[rows, heads, dim]`. Cloning shares the numbers.
+/// The activations of some rows in f32: `[rows, width]` or `[rows, heads, dim]`. Clones share the values.
 ///
-/// The model passes the handle from step to step and never reads the numbers. They are in host memory, or in
-/// device memory as a view.
+/// The model passes the handle from step to step and never reads the values. The values are in host memory,
+/// or in device memory as a view.
 // Decision: docs/decisions/models.md#an-activation-handle-is-one-of-two-types
 #[derive(Debug, Clone)]
 pub struct Activation(ActivationPlace);

@@ -184,7 +184,8 @@ macro_rules! device_dense {
         struct DeviceBorder {
             steps: Arc<$steps>,
             extents: BorderExtents,
-            /// The number of the last step that the operations' stream has waited for.
+            /// The number of steps that were enqueued when the operations' stream last waited for
+            /// all of them.
             ordered: Option<u64>,
         }
 

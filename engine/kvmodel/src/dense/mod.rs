@@ -49,12 +49,13 @@ pub enum WeightFormat {
     Stored,
     /// f32, regardless of their stored type.
     F32,
-    /// Eight-bit blocks of 32 elements (ggml's `Q8_0`), with about a quarter of the memory traffic in decode.
-    /// Projections whose input width is not a multiple of 32, and weights stored in blocks, keep their type.
+    /// Eight-bit blocks of 32 elements (ggml's `Q8_0`). Decoding then reads about a quarter of the bytes that
+    /// f32 takes. Projections whose input width is not a multiple of 32, and weights stored in blocks, keep
+    /// their type.
     Q8,
 }
 
-/// What a weight is used for, which determines how an implementation holds it.
+/// The use of a weight, which determines the form in which an implementation holds it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightUse {
     /// The factors of a norm or the terms of a bias, `[width]`, in full precision.
@@ -71,10 +72,9 @@ pub enum WeightUse {
     ByHeadTransposed,
 }
 
-/// A weight in the form that an implementation holds it in.
+/// A weight in an implementation's own form.
 pub trait Weight: fmt::Debug + Send + Sync {
-    /// Returns the number of bytes of memory that this weight alone takes; 0 if it shares another weight's
-    /// memory.
+    /// Returns the size of this weight's own memory in bytes: 0 if it shares another weight's memory.
     fn bytes(&self) -> usize;
 
     /// Returns the weight as [`Any`](std::any::Any), for its implementation to downcast.
@@ -88,7 +88,7 @@ pub trait Weight: fmt::Debug + Send + Sync {
 /// - **Order**: a step may return before its work is done. Later steps see its results, and
 ///   [`read`](Self::read) waits for them. A [`Border`] orders the steps and the operations of a stream.
 /// - **Empty batches**: the number of rows may be 0 in every step; the result then has no rows either.
-/// - **Handles**: a weight or an activation of another implementation gives the error
+/// - **Handles**: a weight or an activation from another implementation causes the error
 ///   [`kvcore::Error::ForeignHandle`].
 /// - **Threads**: several threads may call one implementation, each with its own border and activations.
 /// - **Shapes**: the caller must ensure that shapes match, like [`Model`](crate::Model) does. Otherwise, an
@@ -108,8 +108,8 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// the stored type, or the shape does not suit the use.
     fn load(&self, stored: &StoredWeight, purpose: WeightUse) -> Result<Arc<dyn Weight>>;
 
-    /// Returns the matrix for an output head that equals the embedding table. Shares the table's memory if
-    /// the format allows it.
+    /// Returns the matrix for an output head that is tied to the embedding table. Shares the table's
+    /// memory if the format allows it.
     fn tied_head(&self, table: &dyn Weight, format: WeightFormat) -> Result<Arc<dyn Weight>>;
 
     /// Creates the border to the KV side on a backend, for passes of up to `extents.rows` rows.
@@ -118,9 +118,10 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Creates a list of row indices.
     fn index(&self, rows: Vec<u32>) -> Result<RowIndex>;
 
-    /// Returns true if the steps can be captured together with the operations of a stream, once a [`Border`]
-    /// has ordered them after it. Everything is then enqueued on the device, [`embed`](Self::embed) accepts
-    /// tokens that a replay may change, and a capture rejects only steps that read or write on the host.
+    /// Returns true if the steps can be captured together with a stream's operations, after a [`Border`] has
+    /// ordered the steps after the stream. In that case, all steps are enqueued on the device, a replay may
+    /// change the tokens given to [`embed`](Self::embed), and a capture rejects only steps that read or
+    /// write host memory.
     fn joins_captures(&self) -> bool {
         false
     }
@@ -143,11 +144,11 @@ pub trait Dense: fmt::Debug + Send + Sync {
     /// Returns `x + y`.
     fn add(&self, x: &Activation, y: &Activation) -> Result<Activation>;
 
-    /// Splits `[rows, width]` into heads of `dim` elements, `[rows, width / dim, dim]`. Elements need not
-    /// move.
+    /// Splits `[rows, width]` into heads of `dim` elements, `[rows, width / dim, dim]`. Implementations
+    /// need not move elements.
     fn split_heads(&self, x: &Activation, dim: usize) -> Result<Activation>;
 
-    /// Joins `[rows, heads, dim]` to `[rows, heads · dim]`. Elements need not move.
+    /// Joins `[rows, heads, dim]` to `[rows, heads · dim]`. Implementations need not move elements.
     fn join_heads(&self, x: &Activation) -> Result<Activation>;
 
     /// Returns a range of elements of the last axis. The result may share the memory of `x`.
@@ -220,14 +221,14 @@ pub trait Border: fmt::Debug + Send + Sync {
     /// Returns the maximum number of rows per pass.
     fn rows(&self) -> usize;
 
-    /// Orders all later steps after everything that was launched on `stream`. Steps that wait for their
-    /// inputs anyway, such as steps on the host, need do nothing.
+    /// Orders all later steps after everything that was launched on `stream`. The default does nothing,
+    /// which is enough for steps that wait for their inputs, such as steps on the host.
     fn follow(&mut self, stream: &dyn Stream) -> Result<()> {
         let _ = stream;
         Ok(())
     }
 
-    /// Orders all later launches on `stream` after the steps so far.
+    /// Orders all later launches on `stream` after all earlier steps.
     fn precede(&mut self, stream: &dyn Stream) -> Result<()> {
         let _ = stream;
         Ok(())

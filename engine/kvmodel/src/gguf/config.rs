@@ -7,7 +7,7 @@ use super::fields::{Header, required};
 use crate::config::ModelConfig;
 use crate::error::Error;
 
-/// Required integers: the field after the architecture's name, and the one in a config.json.
+/// Required integers: the GGUF field, without the architecture's prefix, and the config.json field.
 const NEEDED: [(&str, &str); 5] = [
     ("embedding_length", "hidden_size"),
     ("feed_forward_length", "intermediate_size"),
@@ -20,7 +20,7 @@ const NEEDED: [(&str, &str); 5] = [
 const OPTIONAL: [(&str, &str); 2] =
     [("attention.head_count_kv", "num_key_value_heads"), ("attention.key_length", "head_dim")];
 
-/// Numbers for the rotary embedding, and their names in its errors.
+/// GGUF fields with numbers for the rotary embedding, and the names that its errors use for them.
 const ROPE: [(&str, &str); 3] = [
     ("rope.freq_base", "theta"),
     ("rope.scaling.factor", "factor"),

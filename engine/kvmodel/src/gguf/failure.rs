@@ -2,10 +2,10 @@
 
 use crate::error::Error;
 
-/// What to do about a file that contradicts itself.
+/// Advice for a file that contradicts itself.
 pub(super) const AGAIN: &str = "download the file again, or convert the model again";
 
-/// Why a file cannot be read.
+/// The reason that a file cannot be read.
 #[derive(Debug)]
 pub(super) enum GgufFailure {
     Io(std::io::Error),

@@ -15,7 +15,7 @@ const TEXT: u64 = 1 << 24;
 /// The maximum number of axes of a tensor.
 const AXES: u32 = 4;
 
-/// The value of a field. Integers of all widths are one kind.
+/// The value of a field. Integers of all widths share one variant.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum FieldValue {
     Whole(i128),
@@ -31,7 +31,7 @@ pub(super) struct TensorPlace {
     pub(super) name: String,
     /// The shape, outermost axis first.
     pub(super) shape: Vec<usize>,
-    /// ggml's number for the element type.
+    /// ggml's ID for the element type.
     pub(super) dtype: u32,
     /// The offset in bytes from the start of the data.
     pub(super) offset: u64,
@@ -48,7 +48,7 @@ pub(super) struct Header {
     pub(super) data: u64,
 }
 
-/// A reader from the start of a file that never reads past its end.
+/// A reader that starts at the beginning of a file and never reads past its end.
 pub(super) struct FieldReader<R> {
     file: std::io::BufReader<R>,
     at: u64,
@@ -210,7 +210,7 @@ impl Header {
         }
     }
 
-    /// Returns an integer that is not negative.
+    /// Returns the non-negative integer in a field, or `None` if the file lacks the field.
     pub(super) fn whole(&self, name: &str) -> Result<Option<u64>, GgufFailure> {
         self.of_kind(name, "whole number of 0 or more", |value| match *value {
             FieldValue::Whole(n) => u64::try_from(n).ok(),

@@ -8,9 +8,9 @@
 //! ```
 //!
 //! `config` turns the fields into the config that `config.json` would hold, and `tokenizer` into the
-//! tokenizer of `tokenizer.json`. `places` checks the offsets of tensors, and `tensors` gives weights the
-//! names and the order of rows of Hugging Face models. Errors name the file and its tensors: [`load`] adds
-//! the path and the names.
+//! tokenizer of `tokenizer.json`. `places` checks the offsets of tensors, and `tensors` names weights and
+//! orders their rows as Hugging Face models do. Errors name the file and its tensors: [`load`] adds the
+//! path and the names.
 
 use std::path::Path;
 use std::sync::Arc;

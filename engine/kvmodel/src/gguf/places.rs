@@ -13,7 +13,8 @@ pub(super) struct PlacedTensor<'a> {
     pub(super) place: &'a TensorPlace,
     /// The element type; `None` if it is not supported.
     pub(super) dtype: Option<StoredType>,
-    /// Its bytes in the file. If the element type is not supported, only the first byte is known.
+    /// The range of its bytes in the file. If the element type is not supported, it covers only the
+    /// first byte.
     pub(super) bytes: Range<usize>,
 }
 
@@ -66,7 +67,7 @@ fn one<'a>(header: &Header, place: &'a TensorPlace, length: usize) -> Result<Pla
     }
 }
 
-/// Returns the type for ggml's number.
+/// Returns the element type for ggml's type ID, or `None` if it is not supported.
 fn type_of(number: u32) -> Option<StoredType> {
     Some(match number {
         0 => StoredType::F32,

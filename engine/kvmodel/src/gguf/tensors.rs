@@ -133,7 +133,7 @@ fn in_order(
     Ok(StoredWeight::new(stored.name(), stored.dtype(), stored.shape(), bytes)?)
 }
 
-/// Divides the frequencies of all layers.
+/// Adds the frequency divisors to the rotary embedding of every layer.
 fn add_factors(config: &mut ModelConfig, stored: &StoredWeight) -> Result<(), GgufFailure> {
     let factors: Vec<f64> = stored.to_f32().into_iter().map(f64::from).collect();
     for layer in &mut config.layers {

@@ -11,16 +11,16 @@ use crate::error::Error;
 use crate::files::{FileContents, SmallFile};
 use crate::text::TextCodec;
 
-/// GGUF's number for control tokens, which stand for no text.
+/// GGUF's type ID for control tokens, which have no text.
 const CONTROL: i64 = 3;
-/// GGUF's number for tokens that users have added, which are never split.
+/// GGUF's type ID for tokens that users have added, which are never split.
 const ADDED: i64 = 4;
 
 /// The pattern that Llama 3 and Qwen2 use to split text before they merge bytes. They differ in how many
 /// digits of a number stay together.
 const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
-/// Returns the steps that split text, the normalizer, and whether a whole word that is a token stays
+/// Returns the steps that split text, the normalizer, and true if a whole word that is a token stays
 /// unmerged.
 fn pre(name: &str) -> Result<(Value, Value, bool), GgufFailure> {
     let bytes = |by_words: bool| json!({ "type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": by_words });
@@ -82,7 +82,8 @@ pub(super) fn codec(header: &Header, path: &Path) -> Result<TextCodec, GgufFailu
     })
 }
 
-/// Returns the `tokenizer.json` for the fields. `begin` is the token that starts a text.
+/// Returns the `tokenizer.json` for the fields. `begin` is the token that marks the start of a
+/// text.
 fn tokenizer(header: &Header, begin: Option<&str>) -> Result<Value, GgufFailure> {
     let kind = required("tokenizer.ggml.model", header.text("tokenizer.ggml.model")?)?;
     if kind != "gpt2" {

@@ -9,8 +9,8 @@ use crate::error::Result;
 #[derive(Debug)]
 pub(super) struct Experts {
     router: Router,
-    /// The projection that scores experts. It is f32 in every weight format, because rounding could change
-    /// the choice.
+    /// The projection that scores experts. It stays f32 in every weight format, because rounding could
+    /// change the choice.
     gate: Linear,
     routed: Vec<Gated>,
     shared: Option<Gated>,
@@ -89,7 +89,8 @@ impl Router {
     }
 }
 
-/// Returns the `n` candidates with the largest values. Of equal ones, the first are taken.
+/// Returns the `n` candidates with the largest values. If values are equal, earlier candidates are
+/// preferred.
 fn best(candidates: impl Iterator<Item = usize>, values: &[f32], n: usize) -> Vec<usize> {
     let mut order: Vec<usize> = candidates.collect();
     order.sort_by(|&a, &b| values[b].total_cmp(&values[a]).then(a.cmp(&b)));

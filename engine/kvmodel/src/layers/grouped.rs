@@ -5,7 +5,8 @@ use crate::config::{Family, ModelConfig};
 use crate::dense::{Activation, Dense};
 use crate::error::Result;
 
-/// The projections to every head's queries, keys and values, and from attention's output.
+/// The projections from the residual stream to every head's queries, keys and values, and from
+/// attention's output back to it.
 #[derive(Debug)]
 pub(super) struct GroupedQuery {
     q: Linear,

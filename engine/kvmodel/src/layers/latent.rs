@@ -30,7 +30,7 @@ pub(super) struct LatentAttention {
     widths: LatentConfig,
 }
 
-/// The projection to queries, either directly or through a compression.
+/// The projection to queries, either directly or through a compressed vector.
 #[derive(Debug)]
 enum Query {
     Full(Linear),

@@ -1,4 +1,4 @@
-//! Loading: hands weights from their files to the dense steps, one by one.
+//! Loads weights from their files into the dense steps, one by one.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ pub(crate) struct Loader<'a> {
     weights: &'a mut Weights,
     dense: &'a dyn Dense,
     format: WeightFormat,
-    /// The number of bytes of memory that all weights loaded so far take.
+    /// The memory that all weights loaded so far take, in bytes.
     held: usize,
 }
 
@@ -22,7 +22,7 @@ impl<'a> Loader<'a> {
         Self { weights, dense, format, held: 0 }
     }
 
-    /// Returns the number of bytes of memory that all weights loaded so far take.
+    /// Returns the memory that all weights loaded so far take, in bytes.
     pub(crate) fn held(&self) -> usize {
         self.held
     }

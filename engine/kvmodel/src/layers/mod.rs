@@ -19,7 +19,7 @@ pub(crate) use linear::Linear;
 pub(crate) use load::Loader;
 pub(crate) use norm::RmsNorm;
 
-/// A decoder layer without the attention itself, which reads the cache.
+/// A decoder layer without the attention itself, which is computed where the cache is.
 #[derive(Debug)]
 pub(crate) struct Layer {
     input_norm: RmsNorm,
@@ -49,7 +49,7 @@ pub(crate) struct Projected {
 }
 
 impl Projected {
-    /// Returns only the given rows.
+    /// Returns the inputs of the given rows only.
     pub(crate) fn select(&self, dense: &dyn Dense, rows: &RowIndex) -> Result<Self> {
         let (k, v) = (dense.select(&self.k, rows)?, dense.select(&self.v, rows)?);
         Ok(Self { k, v, ..self.asking(dense, rows)? })

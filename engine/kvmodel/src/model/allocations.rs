@@ -1,4 +1,4 @@
-//! A decode step allocates only what its dense steps on the host allocate.
+//! Tests that a decode step allocates only what its dense steps on the host allocate.
 
 use std::hint::black_box;
 use std::path::Path;
@@ -29,7 +29,7 @@ fn model(name: &str) -> Model {
     Model::new(config, weights, WeightFormat::Stored).unwrap()
 }
 
-/// A model's dense steps, without caches and attention.
+/// A model's dense steps, without caches or attention.
 struct CountedDense {
     stream: Arc<dyn Stream>,
     border: Box<dyn Border>,
@@ -97,8 +97,8 @@ fn a_decode_step_allocates_what_its_dense_steps_do(
     assert!(dense > 10 * model.layers.len() as u64, "{dense} allocations are no decoder");
     // All tokens fit in one block.
     let mut sequence = Greedy::new(&model, kv_format, 64, 64);
-    // The first step grows memory that is kept: the thread's plans and buffers, and lists as long as the
-    // sequence.
+    // The first step grows memory that later steps reuse: the thread's plans and buffers, and lists as
+    // long as the sequence.
     sequence.prefill(&[1, 2, 3, 4, 5]);
     for token in 0..40 {
         sequence.step(token);

@@ -19,7 +19,8 @@ pub struct FreshKv {
     pub layer: usize,
     /// The number of rows in the batch.
     pub rows: usize,
-    /// The keys `[rows, k_heads, k_dim]`, rotated or not as they would be stored.
+    /// The keys `[rows, k_heads, k_dim]`, in the form in which they would be stored (rotated or
+    /// not).
     pub k: Vec<f32>,
     /// The values `[rows, v_heads, v_dim]`.
     pub v: Vec<f32>,
@@ -72,7 +73,7 @@ pub(super) fn border(model: &Model, device: &ComputeDevice, rows: usize) -> Resu
     model.dense.border(device.backend, &extents)
 }
 
-/// Scatters keys and values to their slots. Keys are rotated or not as the cache stores them.
+/// Scatters keys and values to their slots. Keys are rotated only if the cache stores rotated keys.
 pub(super) fn store(
     border: &mut dyn Border,
     device: &ComputeDevice,
@@ -117,7 +118,7 @@ pub(super) fn fresh(
     Ok(FreshKv { layer: layer.index, rows: rows.len(), k, v })
 }
 
-/// Returns the queries of [`attend`], rotated to their positions, in f32 on the host.
+/// Returns the queries that [`attend`] would use, rotated to their positions, in f32 on the host.
 pub(super) fn queries(
     border: &mut dyn Border,
     device: &ComputeDevice,

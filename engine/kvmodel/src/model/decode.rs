@@ -11,9 +11,9 @@ use super::{ComputeDevice, Forward, LogitRows, Model};
 use crate::dense::Activation;
 use crate::error::{Error, Result};
 
-/// The memory for decode steps: for their passes, and for their graphs. The steps of one model over one arena
-/// use it in turn, for any requests. A step of another model, arena or rotary embedding drops the graphs. All
-/// steps must use the same stream.
+/// The memory that decode steps reuse for their passes and graphs. Steps of one model over one arena take
+/// turns using it, whatever their requests. A step of another model, arena or rotary embedding drops the
+/// graphs. All steps must use the same stream.
 #[derive(Debug)]
 pub struct DecodeMemory {
     pass: PassMemory,
@@ -55,7 +55,7 @@ impl DecodeMemory {
         self.graphs.most()
     }
 
-    /// Counts the steps that went through the graph cache, by how they ran.
+    /// Returns the number of steps that went through the graph cache, by how they ran.
     pub fn counts(&self) -> GraphCounts {
         self.graphs.counts()
     }

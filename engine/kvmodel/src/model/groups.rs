@@ -9,13 +9,13 @@ use crate::error::Result;
 /// Layers that attend to the same tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerGroup {
-    /// Which tokens they attend to.
+    /// The kind of the group, which determines the tokens that its layers attend to.
     pub kind: GroupKind,
     /// The layers, in order.
     pub layers: Vec<usize>,
 }
 
-/// Where a layer's keys and values are on a device.
+/// The place of a layer's keys and values on a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct LayerPlace {
     /// The index of the group and of its arena.

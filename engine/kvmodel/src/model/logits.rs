@@ -8,7 +8,7 @@ pub struct LogitRows {
 }
 
 impl LogitRows {
-    /// `values` must be whole rows, and the vocabulary must not be empty.
+    /// Wraps `values`, which must consist of whole rows. The vocabulary must not be empty.
     pub(super) fn new(values: Vec<f32>, vocabulary: usize) -> Self {
         Self { values, vocabulary }
     }
@@ -33,12 +33,12 @@ impl LogitRows {
         &self.values
     }
 
-    /// Returns all logits, row after row, to reuse their memory.
+    /// Returns all logits, row after row, in a vector whose memory the caller may reuse.
     pub fn into_values(self) -> Vec<f32> {
         self.values
     }
 
-    /// Returns the last row's logits, in the memory of all rows.
+    /// Returns the last row's logits, in a vector that keeps the memory of all rows.
     pub fn into_last(mut self) -> Vec<f32> {
         self.values.drain(..self.values.len().saturating_sub(self.vocabulary));
         self.values

@@ -1,6 +1,7 @@
-//! The attention mass of tokens: how much the rows of a sequence attend to each token before them.
+//! The attention mass of tokens: the total attention that each token gets from a sequence's later
+//! rows.
 //!
-//! In each layer that counts, the queries are multiplied with the keys at the positions they are used at, and
+//! In each included layer, the queries are multiplied with the keys at the positions they are used at, and
 //! each token's softmax weights are summed. This happens on the host, because no backend operation returns
 //! the weights of single tokens.
 
@@ -12,19 +13,19 @@ use crate::dense::products;
 use crate::error::Result;
 
 // Decision: docs/decisions/chunks.md#the-question-chooses-by-its-own-attention
-/// How much one sequence in a pass attends to the tokens of its earlier segments, summed over rows, query
-/// heads and layers.
+/// The attention that one sequence in a pass pays to each token of its earlier segments, summed over
+/// rows, query heads and layers.
 ///
 /// [`Pass::observe`](super::Pass::observe) receives it. A sequence that is computed in several passes uses
-/// one for all of them.
+/// the same mass for all of them.
 #[derive(Debug, Default)]
 pub struct AttentionMass {
     /// The index of the sequence in the batch.
     pub sequence: usize,
-    /// The first layer that counts.
+    /// The first layer to include in the sums.
     pub first_layer: usize,
-    /// One sum per token of the segments before the last one, which holds the rows themselves. The caller
-    /// must set the length.
+    /// One sum for each token in all segments but the last, which holds the sequence's own rows. The
+    /// caller must set the length.
     pub sums: Vec<f32>,
     /// The number of floating-point operations for the sums. The pass does not count them.
     pub flops: u64,
@@ -41,8 +42,8 @@ struct SeenKeys {
 }
 
 impl AttentionMass {
-    /// Adds the weights of one layer, whose keys must be stored. `work` and `queries` are for all rows in the
-    /// pass.
+    /// Adds one layer's attention weights to the sums. The layer's keys must already be stored. `work` and
+    /// `queries` are for all rows in the pass.
     pub(super) fn add(
         &mut self,
         (model, device, ropes): (&Model, &ComputeDevice, &LayerRopes),

@@ -106,7 +106,7 @@ pub struct ComputeDevice<'a> {
     /// The arenas that hold keys and values: one for all layers, or one for each of the model's
     /// [groups](Model::groups).
     pub arenas: &'a [KvArena],
-    /// Whether the arena stores keys rotated or unrotated.
+    /// The form in which the arena stores keys: rotated or unrotated.
     pub keys: KeyForm,
     /// The profiler that records the pass's times.
     pub profiler: &'a Profiler,
@@ -186,8 +186,8 @@ impl Model {
         Ok(self.ropes.at(longest)?)
     }
 
-    /// Returns the hash of the weights, the config, the weight format and the name of the dense steps. For
-    /// given tokens, keys and values depend on nothing else.
+    /// Returns the hash of the weights, the config, the weight format and the name of the dense steps.
+    /// Given the tokens, keys and values depend on nothing else.
     pub fn revision(&self) -> &[u8; 32] {
         &self.revision
     }

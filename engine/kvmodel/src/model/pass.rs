@@ -43,8 +43,8 @@ pub struct Narrowed {
     pub batch: Vec<SequenceInput>,
 }
 
-/// The memory of a pass: its rows, and its border between the dense steps and the device. One model's passes
-/// on one device can use it in turn. A decode step then allocates no rows.
+/// The memory of a pass: its rows, and its border between the dense steps and the device. Passes of one
+/// model on one device can take turns using it, so that decode steps allocate no rows.
 #[derive(Debug, Default)]
 pub struct PassMemory {
     pub(super) rows: BatchRows,
@@ -90,8 +90,8 @@ impl Model {
     /// Runs a pass over a batch of sequences. Their keys and values are written to the arena. A batch without
     /// tokens does nothing.
     ///
-    /// All sequences must be in the same RoPE regime, and `ropes` must come from [`ropes`](Self::ropes) for
-    /// their requests.
+    /// All sequences must be in the same RoPE regime, and `ropes` must be the result of
+    /// [`ropes`](Self::ropes) for their requests.
     ///
     /// # Errors
     /// - Returns [`Error::TokenOutOfVocabulary`] for an unknown token, before anything is computed.
@@ -288,7 +288,7 @@ impl<'a> Pass<'a> {
 
     /// Limits the tokens that rows attend to in the next layer: one selection per sequence, in batch order,
     /// or `None` for all tokens. A sequence with a selection must want the logits of all its rows, because
-    /// other rows end before the last layer.
+    /// rows without logits do not attend in the last layer.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Mismatch`] unless there is one entry per sequence. Running the layer returns
@@ -303,7 +303,8 @@ impl<'a> Pass<'a> {
         Ok(())
     }
 
-    /// Stops here. Returns the rows as inputs to the next layer, and the number of operations so far.
+    /// Stops the pass before the next layer. Returns its rows, which can continue later, and the
+    /// number of operations so far.
     pub fn keep(self) -> (KeptRows, u64) {
         self.rows.release();
         (KeptRows { x: self.x, layer: self.layer, projected: self.projected }, self.flops)

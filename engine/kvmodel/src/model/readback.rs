@@ -1,4 +1,4 @@
-//! Rows of a cache, copied out of its arena, for callers that look at keys and values rather than attend to
+//! Rows of a cache, copied out of its arena, for callers that inspect keys and values rather than attend to
 //! them.
 
 use std::ops::Range;
@@ -83,9 +83,9 @@ pub fn read_f32(stream: &dyn Stream, view: &TensorView) -> Result<Vec<f32>> {
 }
 
 impl Model {
-    /// Reads some of a segment's tokens in a layer to the host: keys `[tokens, k_heads, k_dim]`, rotated to
-    /// the positions that the segment is used at, and values `[tokens, v_heads, v_dim]` (the latents, with
-    /// latent attention).
+    /// Copies the keys and values of some of a segment's tokens in one layer to the host: keys `[tokens,
+    /// k_heads, k_dim]`, rotated to the positions that the segment is used at, and values `[tokens,
+    /// v_heads, v_dim]` (the latents, with latent attention).
     ///
     /// # Errors
     /// Returns the errors of the backend.

@@ -7,7 +7,7 @@ use kvcore::{AttendRows, AttendWork, BatchRows, QueryRow, Segment, Selection, Se
 use crate::dense::{Dense, RowIndex};
 use crate::error::{Error, Result};
 
-/// The rows that go through the end of the last layer, if they are not all rows.
+/// The rows that attend in the last layer, if not all rows do.
 #[derive(Debug)]
 pub(super) struct Wanted {
     pub(super) index: RowIndex,
@@ -15,8 +15,8 @@ pub(super) struct Wanted {
 }
 
 impl Wanted {
-    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if they
-    /// are all rows.
+    /// Returns the rows whose logits are wanted, with their attention in a group of layers, or `None` if all
+    /// rows' logits are wanted.
     pub(super) fn of(rows: &BatchRows, group: usize, dense: &dyn Dense) -> Result<Option<Self>> {
         let wanted = rows.wanted(group).map(|(index, work)| Ok(Self { index: dense.index(index)?, work }));
         wanted.transpose()
@@ -32,14 +32,15 @@ pub(super) fn check_vocabulary(batch: &[SequenceInput], vocabulary: usize) -> Re
     stray.map_or(Ok(()), |&token| Err(Error::TokenOutOfVocabulary { token, vocabulary }))
 }
 
-/// Returns the work of a step with a selection for each of its entries.
+/// Returns `work` with a selection for each of its entries.
 pub(super) fn selecting(work: &AttendWork, selections: Vec<Option<Selection>>) -> AttendWork {
     let entries = work.batch().iter().zip(selections);
     let entries = entries.map(|(entry, selection)| AttendRows { selection, ..entry.clone() });
     AttendWork::with_groups(work.rows().to_vec(), entries.collect::<Vec<_>>(), Arc::clone(work.groups()))
 }
 
-/// Counts the visible tokens over all rows, which determine the cost of attention. Windows are ignored.
+/// Counts the tokens that each row sees, summed over all rows. The sum determines the cost of
+/// attention. Windows are ignored.
 pub(super) fn visible(work: &AttendWork) -> u64 {
     let seen = |row: &QueryRow, segment: &Segment| {
         (row.logical + 1).saturating_sub(segment.logical_start).min(segment.len) as u64

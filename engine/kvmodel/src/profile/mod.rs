@@ -16,8 +16,8 @@ pub use report::{ProfileReport, SpanStats};
 /// an increment costs one. No clock is read, no lock is taken and no memory is allocated.
 ///
 /// An enabled profiler reads the clock twice per span, and takes a lock for a moment when the span ends. The
-/// lock is not held while the work runs, so spans may lie inside each other. The outer span's time includes
-/// the inner's.
+/// lock is not held while the work runs, so spans may be nested. The time of an outer span includes the
+/// times of its inner spans.
 ///
 /// ```
 /// use kvmodel::Profiler;

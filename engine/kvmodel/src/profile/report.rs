@@ -45,7 +45,8 @@ impl SpanStats {
 
 /// The spans and counters of a [`Profiler`](super::Profiler).
 ///
-/// The report prints as a table, with the longest total first. Its JSON has durations in seconds.
+/// The report is displayed as a table, with the longest total first. Its JSON has durations in
+/// seconds.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize)]
 pub struct ProfileReport {
     /// The spans by name.

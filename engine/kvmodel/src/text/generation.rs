@@ -1,8 +1,8 @@
 //! The tag `generation` of chat templates, which marks the model's words in training data.
 //!
-//! When rendering, the block is just a scope, as in transformers if no mask of the model's tokens is needed.
-//! The template engine has no custom tags, so the source is rewritten: the words become `with` and `endwith`,
-//! and line numbers stay the same.
+//! When a template is rendered, the block is just a scope, as in transformers if no mask of the model's
+//! tokens is requested. The template engine has no custom tags, so the source is rewritten: the words become
+//! `with` and `endwith`, and line numbers stay the same.
 
 // Decision: docs/decisions/models.md#a-generation-block-becomes-a-scope
 /// Returns a template's source with `with` and `endwith` in place of the tags `generation` and

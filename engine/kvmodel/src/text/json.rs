@@ -5,8 +5,8 @@ use std::fmt::Write as _;
 use minijinja::value::{Kwargs, Rest, ValueKind};
 use minijinja::{Error, ErrorKind, Value};
 
-/// transformers' filter `tojson(ensure_ascii=False, indent=None, separators=None, sort_keys=False)`. Unlike
-/// Jinja's own, it escapes nothing for HTML.
+/// Implements transformers' filter `tojson(ensure_ascii=False, indent=None, separators=None,
+/// sort_keys=False)`. Unlike Jinja's own filter, it does not escape HTML.
 #[allow(clippy::needless_pass_by_value, reason = "the signature of a filter")]
 pub(super) fn tojson(value: Value, positional: Rest<Value>, named: Kwargs) -> Result<String, Error> {
     let argument = |place: usize, name: &str| -> Result<Option<Value>, Error> {
@@ -48,7 +48,7 @@ fn wrong(what: &str) -> Error {
     Error::new(ErrorKind::InvalidOperation, format!("tojson: {what}"))
 }
 
-/// How to format JSON.
+/// The format of the JSON to write.
 struct Writer {
     ascii: bool,
     sorted: bool,

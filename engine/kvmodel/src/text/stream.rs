@@ -10,7 +10,7 @@ use crate::model::Observer;
 /// The text of an answer, token by token, up to a stop string.
 ///
 /// Text is held back while it may still change, or be the start of a stop string. A stop string itself is
-/// never returned. An engine with a stream as the [`Observer`] of a request ends the answer at a stop string.
+/// never returned. If a stream is the [`Observer`] of a request, the request ends at a stop string.
 ///
 /// ```no_run
 /// use kvmodel::Observer;

@@ -24,14 +24,14 @@ const MORE_TOKENS: &str = "additional_special_tokens";
 /// A model's chat template, with the variables that do not depend on the conversation.
 #[derive(Debug, Clone, Default)]
 pub(super) struct ChatTemplate {
-    /// Where the template is from: the file, and the field unless it is the usual one.
+    /// The source of the template: the file, and the field unless it is the usual one.
     place: String,
     source: TemplateSource,
     special: Vec<(&'static str, Variable)>,
     clock: TemplateClock,
 }
 
-/// A template's source, or why there is none.
+/// A template's source, or the reason that there is none.
 #[derive(Debug, Clone, Default)]
 enum TemplateSource {
     #[default]

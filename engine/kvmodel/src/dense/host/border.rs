@@ -14,7 +14,7 @@ pub(super) struct HostBorder {
     crossing: Crossing,
 }
 
-/// How tensors cross the border.
+/// The two methods of passing tensors across the border.
 #[derive(Debug)]
 enum Crossing {
     /// The backend uses host memory: tensors are lent, and the output becomes a tensor.
@@ -26,7 +26,7 @@ enum Crossing {
 #[derive(Debug)]
 struct Buffers {
     q: TensorView,
-    /// The latent queries; only with latent attention.
+    /// The latent queries, if the model has latent attention.
     q_latent: Option<TensorView>,
     k: TensorView,
     v: TensorView,

@@ -38,7 +38,7 @@ pub struct HostDense {
 }
 
 impl HostDense {
-    /// Creates the steps on a backend's threads, with its instruction set.
+    /// Creates steps that run on a backend's threads and use its instruction set.
     pub fn beside(backend: &CpuBackend) -> Self {
         Self { products: Products::beside(backend) }
     }

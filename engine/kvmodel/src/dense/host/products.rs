@@ -1,4 +1,5 @@
-//! Dot products of queries with keys on the host, to look at attention rather than to attend.
+//! Dot products of queries with keys on the host, for inspecting attention rather than computing
+//! it.
 
 use kvbackend_cpu::dense::{Matrix, Products, StoredType};
 

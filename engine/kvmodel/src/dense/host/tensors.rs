@@ -130,7 +130,7 @@ impl OutputTensor {
     /// Wraps the elements of a tensor of `shape`.
     pub(super) fn of(mut values: Vec<f32>, shape: &[usize]) -> Result<Self> {
         if values.is_empty() {
-            values.push(0.0); // a storage has bytes, also for a tensor that has none
+            values.push(0.0); // a storage is never empty, even for an empty tensor
         }
         let storage = Arc::new(CpuStorage::from_vec(values)?);
         let view = TensorView::new(storage.clone(), DType::F32, shape)?;
@@ -144,8 +144,8 @@ impl OutputTensor {
 
     /// Returns the tensor. The caller must have waited for the operations that write it.
     ///
-    /// Copies the elements if another handle to the view still exists, for example in an operation that was
-    /// kept.
+    /// Copies the elements if another handle to the view still exists, for example in an operation that the
+    /// caller kept.
     ///
     /// # Errors
     /// Returns candle's errors.

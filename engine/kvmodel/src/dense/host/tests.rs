@@ -136,7 +136,7 @@ fn heads_columns_and_rows_are_parts_of_the_same_numbers() {
     let columns = STEPS.columns(&heads, 1..3).unwrap();
     let expected: Vec<f32> = values.chunks(4).flat_map(|head| head[1..3].to_vec()).collect();
     assert_eq!((columns.shape(), read(&columns)), (&[2, 3, 2][..], expected));
-    // A part whose elements are not in order is cut and normed all the same.
+    // A part whose elements are not contiguous can still be split and normalised.
     let part = STEPS.split_heads(&STEPS.columns(&x, 4..8).unwrap(), 4).unwrap();
     assert_eq!((part.shape(), read(&part)), (&[2, 1, 4][..], [&values[4..8], &values[16..20]].concat()));
     let index = STEPS.index(vec![1, 1, 0]).unwrap();

@@ -14,7 +14,7 @@ pub(super) struct HostWeight {
     bytes: usize,
 }
 
-/// How a weight's numbers are held.
+/// The forms in which a weight is held.
 #[derive(Debug)]
 pub(super) enum HeldForm {
     /// A tensor in f32, for candle's steps.
@@ -86,7 +86,8 @@ impl StoredMatrix {
         }
     }
 
-    /// Converts the matrix to a format. Also returns true if its bytes are new.
+    /// Converts the matrix to a format. Also returns true if the result has new bytes instead of
+    /// sharing this matrix's.
     fn in_format(&self, format: WeightFormat) -> Result<(Self, bool)> {
         let known = || {
             let shape = [self.out, self.input];
@@ -141,7 +142,7 @@ impl HostWeight {
         }
     }
 
-    /// Returns the matrix for an output head that equals the embedding table.
+    /// Returns the matrix for an output head that is tied to the embedding table.
     pub(super) fn tied_head(table: &HeldForm, format: WeightFormat) -> Result<Self> {
         let HeldForm::Matrix(table) = table else {
             return Err(failed(candle_core::Error::msg("a table that is no matrix")));
