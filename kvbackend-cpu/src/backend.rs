@@ -1,4 +1,4 @@
-//! The CPU as a backend: its options become kernels, workers and streams.
+//! The CPU backend, which creates its kernels, workers and streams from options.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,7 +20,7 @@ use crate::simd::{AvailableLevel, SimdLevel};
 use crate::stream::CpuStream;
 use crate::workers::Workers;
 
-/// The CPU as a device whose memory is host memory.
+/// A backend that runs on the CPU and uses host memory.
 #[derive(Debug)]
 pub struct CpuBackend {
     execution: Execution,
@@ -37,7 +37,7 @@ impl CpuBackend {
         Self::with_execution(Execution::Immediate)
     }
 
-    /// Creates a backend with fast kernels that run as `execution` says; [`new`](Self::new) runs them
+    /// Creates a backend with fast kernels and the given execution mode. [`new`](Self::new) executes
     /// immediately.
     pub fn with_execution(execution: Execution) -> Arc<Self> {
         let options = CpuOptions { execution, ..CpuOptions::default() };

@@ -1,4 +1,4 @@
-//! The three element types, converted to f32 for arithmetic.
+//! The element types of kernels, f32, f16 and bf16, which are converted to f32 for arithmetic.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use kvcore::{DType, Error, Result};
 
 use crate::NAME;
 
-/// An element that kernels convert to f32, and round from f32 to nearest, ties to even.
+/// An element type that kernels convert to f32 and back, rounding to nearest, ties to even.
 pub(crate) trait Element: Pod + Send + Sync {
     fn to_f32(self) -> f32;
     fn from_f32(x: f32) -> Self;
@@ -71,13 +71,13 @@ pub(crate) fn unsupported(dtype: DType) -> Error {
     Error::Unsupported { backend: NAME, what: format!("element type {dtype}") }
 }
 
-/// Returns `bytes` as elements, without an incomplete element at the end.
+/// Returns `bytes` as elements, ignoring an incomplete element at the end.
 pub(crate) fn elements<T: Element>(bytes: &[u8]) -> Result<&[T]> {
     let whole = bytes.len() / size_of::<T>() * size_of::<T>();
     bytemuck::try_cast_slice(&bytes[..whole]).map_err(|_| misaligned::<T>(bytes))
 }
 
-/// Returns `bytes` as mutable elements, without an incomplete element at the end.
+/// Returns `bytes` as mutable elements, ignoring an incomplete element at the end.
 pub(crate) fn elements_mut<T: Element>(bytes: &mut [u8]) -> Result<&mut [T]> {
     let whole = bytes.len() / size_of::<T>() * size_of::<T>();
     let error = misaligned::<T>(bytes);

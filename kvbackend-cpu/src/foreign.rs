@@ -1,8 +1,9 @@
-//! Other engines' KV caches in host memory: copies our rows to their blocks, and their rows to ours.
+//! Other engines' KV caches in host memory: copies an arena's rows to their blocks, and their rows to an
+//! arena.
 //!
-//! An engine such as vLLM has its own blocks, in its own layout. On a CPU its keys may be transposed, or
-//! stored in the tiles of a matrix unit, which the strides of [`KvLayout`](kvcore::KvLayout) cannot describe.
-//! Rows are rotated while they are loaded, always from the stored original.
+//! An engine such as vLLM has its own blocks, in its own layout. On a CPU, its keys may be transposed, or
+//! stored in matrix-unit tiles, which the strides of [`KvLayout`](kvcore::KvLayout) cannot describe. Rows are
+//! rotated while they are loaded, always from the stored original.
 
 use std::sync::Arc;
 
@@ -13,31 +14,32 @@ use crate::CpuBackend;
 /// The order of one head's elements in one block of another engine.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ForeignOrder {
-    /// `[block_size, dim]`, with the given distance between consecutive tokens.
+    /// `[block_size, dim]`: rows, at a given distance from each other.
     Rows {
-        /// Distance between tokens, in elements.
+        /// Distance between consecutive tokens, in elements.
         token: usize,
     },
     /// `[dim, block_size]`: transposed rows, like the keys of vLLM's vector kernels.
     Columns,
-    /// `[block_size / 16, dim / 2, 16, 2]`: keys in the tiles of a matrix unit, with 2-byte elements.
+    /// `[block_size / 16, dim / 2, 16, 2]`: keys in matrix-unit tiles, with 2-byte elements.
     KeyTiles,
-    /// `[dim / 16, block_size / 2, 16, 2]`: values in the tiles of a matrix unit, with 2-byte elements.
+    /// `[dim / 16, block_size / 2, 16, 2]`: values in matrix-unit tiles, with 2-byte elements.
     ValueTiles,
 }
 
-/// Keys or values of one layer of another engine: `num_blocks × heads` pieces of `block_size × dim` elements.
+/// The keys or values of one layer in another engine's cache: `num_blocks × heads` pieces of `block_size ×
+/// dim` elements.
 #[derive(Debug, Clone)]
 pub struct ForeignPlane {
-    /// The memory. Keys and values may share it.
+    /// The memory of the plane. Keys and values may share a storage.
     pub storage: Arc<dyn Storage>,
-    /// Index of the first element of block 0 and head 0 in the memory.
+    /// Index of the first element of block 0 and head 0 in the storage.
     pub start: usize,
     /// Distance between consecutive blocks, in elements.
     pub block: usize,
     /// Distance between consecutive heads, in elements.
     pub head: usize,
-    /// The order of the elements of a block and head.
+    /// The order of the elements of one head in one block.
     pub order: ForeignOrder,
 }
 
@@ -67,18 +69,18 @@ pub struct ForeignCache {
 /// Rows to load from an arena into another engine's slots.
 #[derive(Debug, Clone)]
 pub struct ForeignLoad {
-    /// The slots to read, token after token.
+    /// The arena slots to read, one for each token.
     pub from: SlotMapping,
-    /// The engine's slots to write. A negative slot is skipped, for example one in a block that the engine
-    /// has freed.
+    /// The engine's slots to write, one for each token. Negative slots, for example of a block that the
+    /// engine has freed, are skipped.
     pub to: SlotMapping,
-    /// The distance to rotate keys by: their new position minus the stored one.
+    /// The distance to rotate keys by: their new position minus the position at which they are stored.
     pub delta: i64,
 }
 
 impl ForeignShape {
-    /// Checks that all of the engine's slots in one call exist, and that none is written twice. With
-    /// `written`, negative slots are skipped.
+    /// Checks that all of the engine's slots in one call exist. If `written` is true, also checks that no
+    /// slot is written twice, and skips negative slots.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] for a slot that does not exist, and [`Error::Twice`] for one that is
@@ -93,7 +95,7 @@ impl ForeignShape {
 }
 
 impl ForeignOrder {
-    /// Returns the distance of an element from the first one of its block and head.
+    /// Returns the index of element `i` of a token, counted from the first element of its block and head.
     pub(crate) fn at(self, shape: &ForeignShape, token: usize, i: usize) -> usize {
         match self {
             Self::Rows { token: stride } => token * stride + i,
@@ -105,8 +107,8 @@ impl ForeignOrder {
         }
     }
 
-    /// Checks that the order suits the extents, and returns the number of elements from the first to the last
-    /// of a block and head.
+    /// Checks that the order supports the extents, and returns the number of elements from the first to the
+    /// last element of a block and head.
     fn extent(self, shape: &ForeignShape) -> Result<usize> {
         let multiple = |what, value: usize, of| {
             if value.is_multiple_of(of) { Ok(()) } else { Err(Error::NotMultiple { what, value, of }) }
@@ -140,8 +142,8 @@ impl ForeignCache {
     /// # Errors
     /// Returns [`Error::Zero`] for an extent or a number of layers that is 0, [`Error::NotComputed`] for
     /// another element type, [`Error::InvalidStrides`] and [`Error::NotMultiple`] for an order that does not
-    /// suit the extents or pieces that overlap, [`Error::TooLarge`] if a plane reaches past its memory, and
-    /// [`Error::Misaligned`] if it does not begin at an element.
+    /// support the extents or for pieces that overlap, [`Error::TooLarge`] if a plane reaches past its
+    /// memory, and [`Error::Misaligned`] if the memory is not aligned for its elements.
     pub fn new(shape: ForeignShape, layers: Vec<[ForeignPlane; 2]>) -> Result<Self> {
         let extents = [
             ("num_blocks", shape.num_blocks),
@@ -167,7 +169,7 @@ impl ForeignCache {
         &self.shape
     }
 
-    /// Returns keys and values of each layer.
+    /// Returns the keys and the values of each layer.
     pub(crate) fn layers(&self) -> &[[ForeignPlane; 2]] {
         &self.layers
     }
@@ -289,9 +291,9 @@ impl ForeignPlane {
         Ok(())
     }
 
-    /// Returns the number of elements from the first to the last of the plane. Checks that no two share an
-    /// address: `piece` is the extent of a block and head, whose rows may alternate with those of other
-    /// heads.
+    /// Checks that no two elements of the plane share an address, and returns the number of elements from the
+    /// first to the last one. `piece` is the extent of a block and head, whose rows may alternate with the
+    /// rows of other heads.
     fn elements(&self, shape: &ForeignShape, piece: usize) -> Result<usize> {
         let (rows, mut covered) = match self.order {
             ForeignOrder::Rows { token } => ((token, shape.block_size), shape.dim),
@@ -316,7 +318,7 @@ fn same(what: &'static str, expected: usize, got: usize) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::mismatch(what, expected, got)) }
 }
 
-/// Checks that slots are below `limit`, and not negative unless `padding` is allowed.
+/// Checks that slots are below `limit`. Negative slots are allowed only if `padding` is true.
 fn check_slots(what: &'static str, slots: &[i64], limit: usize, padding: bool) -> Result<()> {
     let wrong = |slot: &&i64| if **slot < 0 { !padding } else { **slot as u64 >= limit as u64 };
     match slots.iter().find(wrong) {

@@ -15,10 +15,10 @@ pub(crate) enum KernelTable {
     Fast(Arc<Fast>),
 }
 
-/// Work that a stream runs later: a kernel with its operation, or an access by the host.
+/// Work that a stream runs later: a kernel with its operation, or a host access.
 pub(crate) type QueuedWork = Box<dyn FnOnce() -> Result<()> + Send>;
 
-/// Gives each operation its kernel, which has the same name in `reference` and in `Fast`.
+/// Maps each operation to its kernel, which has the same name in `reference` and in `Fast`.
 macro_rules! kernels {
     ($($operation:ident: $kernel:ident),* $(,)?) => {
         impl KernelTable {
@@ -58,8 +58,8 @@ kernels! {
     Dequantize: dequantize,
 }
 
-/// Copies between an arena and another engine's cache. These are not part of the backend contract, because
-/// only hosts have such layouts.
+/// Copies between an arena and another engine's cache. They are not part of the backend contract, because
+/// such layouts exist only in host memory.
 impl KernelTable {
     pub(crate) fn load_foreign(
         &self,

@@ -5,18 +5,18 @@
 //! devices. [`CpuOptions`] chooses between reference and fast kernels, and sets the instruction set and the
 //! threads of the fast ones.
 //!
-//! - `backend`, `options`, `stream`: the device, its settings, and its queues of work
-//! - `memory`: owned, lent and reserved bytes, and the locks of their ranges
+//! - `backend`, `options`, `stream`: the backend, its settings, and its work queues
+//! - `memory`: owned, lent and reserved bytes, and their range locks
 //! - `kernels`: the kernel of each operation, reference or fast
 //! - `reference`: plain loops, the oracle
 //! - `fast`: kernels that run at memory speed; `fast::attend` is attention
 //! - `simd`: vectors for each instruction set, chosen at run time, and AMX tiles
-//! - [`dense`]: products with stored matrices, and the steps of a model between them
-//! - `element`, `plane`, `movement`: element types, and rows of a cache in any format
-//! - `foreign`: rows to and from other engines' caches
+//! - [`dense`]: products with stored matrices, and a model's steps between these products
+//! - `element`, `plane`, `movement`: element types, and cache rows in any format
+//! - `foreign`: copies to and from other engines' caches
 //! - `communicator`: ranks that are threads of the process
-//! - `workers`, `load`: threads, and whether other programs keep the cores busy
-//! - `raw`, `writes`: bytes that threads share, and the storages that an operation writes
+//! - `workers`, `load`: threads, and a check for cores that other programs keep busy
+//! - `raw`, `writes`: bytes shared by threads, and the storages that an operation writes to
 //!
 //! All `unsafe` code is in `memory`, `raw`, `workers`, `load`, `simd`, `fast` and `dense`.
 //!

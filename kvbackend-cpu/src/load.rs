@@ -1,5 +1,5 @@
-//! Estimates how busy other work keeps the cores, from how often the scheduler takes a core away from a
-//! pool's threads.
+//! Estimates how busy other programs keep the cores, by counting how often the scheduler preempts a pool's
+//! threads.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 const BETWEEN: Duration = Duration::from_millis(1);
 
 thread_local! {
-    /// The time of this thread's last query, and its answer.
+    /// The time of this thread's last query, and the count that it returned.
     static ASKED: Cell<Option<(Instant, u64)>> = const { Cell::new(None) };
 }
 
-/// Returns how often this thread lost its core to other programs since its last call, or 0 if that call was
+/// Returns the number of times that this thread was preempted since the last query, or 0 if that query was
 /// too recent.
 pub(crate) fn preemptions(now: Instant) -> u64 {
     match ASKED.get() {
@@ -25,12 +25,12 @@ pub(crate) fn preemptions(now: Instant) -> u64 {
     }
 }
 
-/// Ignores the preemptions of this thread so far.
+/// Excludes all earlier preemptions of this thread from the next result of [`preemptions`].
 fn forget(now: Instant) {
     ASKED.set(Some((now, count())));
 }
 
-/// Returns how often this thread lost its core to other programs.
+/// Returns the number of times that this thread has been preempted.
 #[cfg(target_os = "linux")]
 fn count() -> u64 {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::zeroed();
@@ -42,7 +42,7 @@ fn count() -> u64 {
     u64::try_from(usage.ru_nivcsw).unwrap_or(0)
 }
 
-/// Other systems do not report this, so threads are always used.
+/// Returns 0, because other systems do not report preemptions. Threads are therefore always used.
 #[cfg(not(target_os = "linux"))]
 fn count() -> u64 {
     0
@@ -51,23 +51,23 @@ fn count() -> u64 {
 /// Length of the window in which preemptions are counted.
 const WINDOW: Duration = Duration::from_millis(20);
 
-/// Number of preemptions per window at which cores are considered busy. A core shared by two threads
-/// changes hands about every three milliseconds; a free core only occasionally.
+/// Number of preemptions per window at which cores are considered busy. On a core shared by two busy threads,
+/// a preemption occurs about every three milliseconds; on a free core, only occasionally.
 const MANY: u64 = 3;
 
-/// How long a caller works alone after cores were found busy: the first time, and at most. The trial window
-/// after each such period takes only a small fraction of it.
+/// The first and the longest period in which callers work alone after cores were found busy. The trial window
+/// after each period is much shorter than the period.
 const ALONE: [Duration; 2] = [Duration::from_millis(100), Duration::from_millis(800)];
 
 // Decision: docs/decisions/backend-cpu.md#on-busy-cores-the-caller-works-alone
-/// A pool's decision about whether its threads help.
+/// Decides whether a pool's threads help with its jobs.
 #[derive(Debug)]
 pub(crate) struct Judgement {
-    /// The start of the window, and the number of preemptions until then.
+    /// The start of the current window, and the number of preemptions before it.
     since: Option<(Instant, u64)>,
-    /// The end of the current period alone, if there is one.
+    /// The end of the current period in which callers work alone, if there is one.
     until: Option<Instant>,
-    /// The length of the next period alone.
+    /// The length of the next period in which callers work alone.
     alone: Duration,
 }
 
@@ -78,8 +78,8 @@ impl Default for Judgement {
 }
 
 impl Judgement {
-    /// Returns whether threads help a job that begins now. `preemptions` is the total count of the pool's
-    /// threads so far.
+    /// Returns whether threads should help with a job that begins now. `preemptions` is the total number of
+    /// preemptions of the pool's threads so far.
     pub(crate) fn threads_help(&mut self, now: Instant, preemptions: u64) -> bool {
         if let Some(until) = self.until {
             if now < until {
@@ -110,7 +110,7 @@ impl Judgement {
 mod tests {
     use super::*;
 
-    /// Returns, for each time in milliseconds and total number of preemptions, whether threads help.
+    /// Returns whether threads help, for each job's time in milliseconds and total number of preemptions.
     fn judged(judgement: &mut Judgement, start: Instant, jobs: &[(u64, u64)]) -> Vec<bool> {
         let at = |&(ms, count): &(u64, u64)| judgement.threads_help(start + Duration::from_millis(ms), count);
         jobs.iter().map(at).collect()
@@ -121,7 +121,8 @@ mod tests {
         let (mut judgement, start) = (Judgement::default(), Instant::now());
         let first = [(0, 0), (10, 2), (19, 9), (20, 9), (60, 9), (119, 30)];
         assert_eq!(judged(&mut judgement, start, &first), [true, true, true, false, false, false]);
-        // After a trial window, which ignores the losses in between: busy again, for twice as long.
+        // The trial window ignores the preemptions before it. The cores are busy again, so callers work alone
+        // for twice as long.
         let second = [(121, 40), (140, 44), (141, 44), (330, 50), (342, 50)];
         assert_eq!(judged(&mut judgement, start, &second), [true, true, false, false, true]);
         // The cores are free again.
@@ -135,7 +136,7 @@ mod tests {
         let (mut judgement, start) = (Judgement::default(), Instant::now());
         let jobs: Vec<(u64, u64)> = (0..1000).map(|i| (10 * i, i / 10)).collect();
         assert!(judged(&mut judgement, start, &jobs).into_iter().all(|help| help));
-        // Few jobs with long pauses: a second has as many preemptions as a busy window.
+        // Few jobs with long pauses: a whole second has only as many preemptions as a busy window.
         assert!(judged(&mut judgement, start, &[(10_000, 100), (11_000, 110)]).into_iter().all(|help| help));
     }
 
@@ -143,7 +144,7 @@ mod tests {
     fn a_thread_counts_its_losses_since_its_last_query_and_may_ignore_some() {
         let (now, later) = (Instant::now(), |times: u32| Instant::now() + times * BETWEEN);
         assert_eq!(preemptions(now), 0, "the first call only remembers");
-        // As if five had been lost since.
+        // Pretend that there have been five preemptions since the last query.
         ASKED.set(Some((now, count().wrapping_sub(5))));
         assert_eq!(preemptions(now), 0, "a moment ago");
         if count() >= 5 {

@@ -1,4 +1,4 @@
-//! Rows to move to or from the slots of one layer.
+//! The rows to copy to or from the slots of one layer.
 
 use std::ops::Range;
 
@@ -7,10 +7,10 @@ use kvcore::{KvArena, KvPlane, Result, TensorView};
 use crate::memory::ByteSpan;
 use crate::plane::{PlaneSpans, RowAt};
 
-/// One plane of one layer, the rows to move to or from it, and their slot mapping.
+/// One plane of one layer, the rows to copy to or from the plane, and their slot mapping.
 pub(crate) struct LayerMovement<'a> {
     pub(crate) plane: KvPlane<'a>,
-    /// The layer's bytes in the plane.
+    /// The bytes of the layer in the plane.
     pub(crate) spans: PlaneSpans<'a>,
     pub(crate) rows: &'a TensorView,
     pub(crate) layer: usize,
@@ -30,12 +30,13 @@ impl<'a> LayerMovement<'a> {
         Self { plane, spans, rows, layer, block_size: arena.layout().shape().block_size, slots }
     }
 
-    /// Returns the bytes of the rows.
+    /// Returns the byte range of the rows.
     pub(crate) fn span_of_rows(&self) -> Result<ByteSpan<'a>> {
         ByteSpan::of(self.rows)
     }
 
-    /// Returns some of the rows, each with the place of head 0 of its slot. Padding is skipped.
+    /// Returns the indices of the given rows, each with the position of head 0 in its slot. Padding is
+    /// skipped.
     pub(crate) fn tokens(&self, rows: Range<usize>) -> impl Iterator<Item = (usize, RowAt)> {
         let (layer, block_size) = (self.layer, self.block_size);
         let slots = self.slots[rows.clone()].iter().zip(rows).filter(|(slot, _)| **slot >= 0);

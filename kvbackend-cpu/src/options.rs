@@ -2,25 +2,25 @@
 
 use crate::simd::SimdLevel;
 
-/// When enqueued work runs.
+/// The time at which enqueued work runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Execution {
-    /// In the calling thread, at the time of the call.
+    /// Work runs in the calling thread, during the call that enqueues it.
     #[default]
     Immediate,
-    /// When a read, a synchronisation or an event waits for the work.
+    /// Work runs when a read, a synchronisation or an event waits for it.
     ///
-    /// A program that forgets to wait does not see the results, as on a GPU. Meant for tests.
+    /// Like on a GPU, a program that forgets to wait does not see the results. Meant for tests.
     Deferred,
 }
 
 /// The set of kernels that a backend runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum KernelSet {
-    /// Kernels made for speed: SIMD, threads, and stores that bypass the caches.
+    /// Kernels optimised for speed, with SIMD, threads, and stores that bypass the caches.
     #[default]
     Fast,
-    /// Plain loops, against which the fast kernels are tested.
+    /// Plain loops. The fast kernels are tested against these.
     Reference,
 }
 
@@ -36,29 +36,31 @@ pub enum KernelSet {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct CpuOptions {
-    /// When enqueued work runs.
+    /// The time at which enqueued work runs.
     pub execution: Execution,
-    /// The set of kernels to use.
+    /// The set of kernels that the backend runs.
     pub kernels: KernelSet,
     /// The instruction set of the fast kernels. Default: the best one that the processor supports.
     pub simd: Option<SimdLevel>,
     /// Number of threads per kernel, including the caller's.
     ///
-    /// `None` means one thread per processor, from a pool that all such backends share and that ends with the
-    /// last of them. With a number, the backend has its own threads, which end when the backend, its streams
-    /// and its products are dropped.
+    /// `None` means one thread per processor, from a pool that is shared by all such backends and ends when
+    /// the last of them is dropped. If a number is given, the backend has its own threads, which end when the
+    /// backend, its streams and its [`Products`](crate::dense::Products) are dropped.
     pub threads: Option<usize>,
-    /// Sizes above which fast kernels use threads and bypass the caches.
+    /// The sizes at which fast kernels start to use threads and to bypass the caches.
     pub thresholds: Thresholds,
 }
 
-/// Sizes at which a fast kernel changes its method. Results are the same on both sides of a threshold.
+/// Sizes at which fast kernels change their strategy. A kernel's results are the same on both sides of a
+/// threshold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Thresholds {
-    /// Bytes of work per thread: about as many as one thread moves in the time it takes to wake another one.
+    /// Minimum amount of work per thread, in bytes: about as much as one thread moves while another one is
+    /// being woken.
     pub bytes_per_thread: usize,
-    /// Size in bytes at which copies start to bypass the caches: the start of so large a copy would no longer
-    /// be cached when it is read.
+    /// Size in bytes at which copies start to bypass the caches. The beginning of so large a copy would no
+    /// longer be cached when it is read later.
     pub stream_bytes: usize,
 }
 

@@ -1,4 +1,4 @@
-//! K or V of an arena as rows of f32, for every format.
+//! Reads and writes the keys or values of an arena as f32 rows, in every format.
 
 use std::ops::Range;
 
@@ -10,7 +10,7 @@ use crate::NAME;
 use crate::element::{Element, dispatch, elements, elements_mut};
 use crate::memory::{ByteSpan, LockedParts, Window, WindowMut};
 
-/// The place of a row: the elements of one head and one token.
+/// The position of a row, which holds the elements of one head of one token.
 #[derive(Clone, Copy)]
 pub(crate) struct RowAt {
     pub(crate) layer: usize,
@@ -36,7 +36,7 @@ impl RowAt {
     }
 }
 
-/// The layout of all rows' codes, or of their scales, in their storage.
+/// The layout of a plane's codes, or of its scales, in their storage.
 #[derive(Clone, Copy)]
 pub(crate) struct RowLayout {
     strides: PlaneStrides,
@@ -80,17 +80,18 @@ impl RowLayout {
         self.strides.token * self.bits / 8
     }
 
-    /// Returns the number of elements of one row.
+    /// Returns the number of elements per row.
     pub(crate) fn row_elements(&self) -> usize {
         self.elements
     }
 
-    /// Returns the number of bytes of one row.
+    /// Returns the number of bytes per row.
     pub(crate) fn row_bytes(&self) -> usize {
         self.elements * self.bits / 8
     }
 
-    /// Returns the byte range from the first row of some layers to the last, for `heads` heads.
+    /// Returns the byte range from the first to the last row of the given layers. The plane has `heads`
+    /// heads.
     fn extent(&self, shape: &KvShape, heads: usize, layers: &Range<usize>) -> Range<usize> {
         let first = self.strides.at(layers.start, 0, 0, 0);
         let last = (layers.end - 1, shape.num_blocks - 1, shape.block_size - 1, heads - 1);
@@ -99,7 +100,7 @@ impl RowLayout {
     }
 }
 
-/// The bytes of some layers of a plane: codes and scales.
+/// The byte ranges of some layers of a plane: their codes, and their scales if the format has scales.
 #[derive(Clone)]
 pub(crate) struct PlaneSpans<'a> {
     pub(crate) codes: ByteSpan<'a>,
@@ -107,12 +108,12 @@ pub(crate) struct PlaneSpans<'a> {
 }
 
 impl<'a> PlaneSpans<'a> {
-    /// Returns the bytes of one layer of an arena's plane.
+    /// Returns the byte ranges of one layer of an arena's plane.
     pub(crate) fn of_layer(arena: &KvArena, plane: &KvPlane<'a>, layer: usize) -> Self {
         Self::new(arena, plane, &(layer..layer + 1))
     }
 
-    /// Returns the bytes of one or more layers of an arena's plane.
+    /// Returns the byte ranges of a range of layers of an arena's plane.
     pub(crate) fn new(arena: &KvArena, plane: &KvPlane<'a>, layers: &Range<usize>) -> Self {
         let shape = arena.layout().shape();
         let span =
@@ -124,13 +125,13 @@ impl<'a> PlaneSpans<'a> {
         }
     }
 
-    /// Returns the bytes of the codes and of the scales.
+    /// Returns the byte range of the codes and, if there are scales, the byte range of the scales.
     pub(crate) fn all(&self) -> SmallVec<[&ByteSpan<'a>; 2]> {
         std::iter::once(&self.codes).chain(&self.scales).collect()
     }
 }
 
-/// Rows of a plane, for reading.
+/// The rows of a plane, to read from.
 pub(crate) struct PlaneRows<'a> {
     format: KvFormat,
     codes: (RowLayout, Window<'a>),
@@ -138,20 +139,20 @@ pub(crate) struct PlaneRows<'a> {
 }
 
 impl<'a> PlaneRows<'a> {
-    /// Gets a plane's bytes from the locked parts.
+    /// Takes a plane's bytes from the locked parts.
     pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut LockedParts<'a>) -> Result<Self> {
         let codes = (RowLayout::codes(plane), parts.read(&spans.codes)?);
         let scales = spans.scales.as_ref().map(|scales| parts.read(scales)).transpose()?;
         Ok(Self { format: plane.format, codes, scales: RowLayout::scales(plane).zip(scales) })
     }
 
-    /// Returns a row's codes and scales. Without scales, the second slice is empty.
+    /// Returns a row's codes and scales. The second slice is empty if the format has no scales.
     fn row(&self, at: RowAt) -> (&'a [u8], &'a [u8]) {
         let scales = self.scales.map_or(&[][..], |(layout, bytes)| bytes.get(layout.bytes(at)));
         (self.codes.1.get(self.codes.0.bytes(at)), scales)
     }
 
-    /// Returns a row as f32: in place if the plane is f32, otherwise decoded into `buffer`.
+    /// Returns a row as f32, in place if the plane is f32. Otherwise, the row is decoded into `buffer`.
     pub(crate) fn read<'b>(&'b self, at: RowAt, buffer: &'b mut [f32]) -> Result<&'b [f32]> {
         let (codes, scales) = self.row(at);
         if self.format == KvFormat::Dense(DType::F32) {
@@ -162,7 +163,7 @@ impl<'a> PlaneRows<'a> {
     }
 }
 
-/// Rows of a plane, for reading and writing.
+/// The rows of a plane, to read from and write to.
 pub(crate) struct PlaneRowsMut<'a> {
     format: KvFormat,
     codes: (RowLayout, WindowMut<'a>),
@@ -170,7 +171,7 @@ pub(crate) struct PlaneRowsMut<'a> {
 }
 
 impl<'a> PlaneRowsMut<'a> {
-    /// Gets a plane's bytes from the parts locked for writing.
+    /// Takes a plane's bytes from the locked parts, which must be locked for writing.
     pub(crate) fn new(plane: &KvPlane, spans: &PlaneSpans, parts: &mut LockedParts<'a>) -> Result<Self> {
         let codes = (RowLayout::codes(plane), parts.write(&spans.codes)?);
         let scales = spans.scales.as_ref().map(|scales| parts.write(scales)).transpose()?;
@@ -184,7 +185,7 @@ impl<'a> PlaneRowsMut<'a> {
         decode(self.format, codes, scales, row)
     }
 
-    /// Writes a row, rounded or quantised to the plane's format.
+    /// Writes a row, rounding or quantising it to the plane's format.
     pub(crate) fn write(&mut self, at: RowAt, row: &[f32]) -> Result<()> {
         let codes = &mut self.codes.1[self.codes.0.bytes(at)];
         let scales = self.scales.as_mut().map_or(&mut [][..], |(layout, bytes)| &mut bytes[layout.bytes(at)]);

@@ -1,4 +1,4 @@
-//! Bytes that several threads use at the same time, each thread its own part.
+//! Bytes that several threads use at the same time. Each thread uses its own part.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -6,23 +6,24 @@ use std::ops::Range;
 
 use crate::memory::{Window, WindowMut};
 
-/// Bytes to write.
+/// A range of bytes that threads write to.
 ///
-/// While code uses a pointer from [`at`](Self::at), no other thread may access the same bytes.
+/// While a pointer from [`at`](Self::at) is in use, no other thread may access the same bytes.
 #[derive(Clone, Copy)]
 pub(crate) struct Destination<'a> {
     start: *mut u8,
-    /// The offset of the byte at `start`.
+    /// The offset of the first byte, which `start` points to.
     first: usize,
     len: usize,
     life: PhantomData<&'a mut [u8]>,
 }
 
-/// Bytes to read. They may belong to a [`Destination`], if no code writes to them at the same time.
+/// A range of bytes that threads read from. The bytes may belong to a [`Destination`] if no code writes to
+/// them at the same time.
 #[derive(Clone, Copy)]
 pub(crate) struct Origin<'a> {
     start: *const u8,
-    /// The offset of the byte at `start`.
+    /// The offset of the first byte, which `start` points to.
     first: usize,
     len: usize,
     life: PhantomData<&'a [u8]>,
@@ -46,18 +47,18 @@ impl<'a> Destination<'a> {
         Self { start: bytes.as_mut_ptr(), first: 0, len: bytes.len(), life: PhantomData }
     }
 
-    /// Wraps uninitialised memory.
+    /// Wraps uninitialised memory, to be filled by threads.
     pub(crate) fn to_fill<T>(elements: &'a mut [MaybeUninit<T>]) -> Self {
         let (start, len) = (elements.as_mut_ptr().cast(), size_of_val(elements));
         Self { start, first: 0, len, life: PhantomData }
     }
 
-    /// Wraps part of a storage. Its bytes keep their offsets in the storage.
+    /// Wraps part of a storage. The bytes keep their offsets in the storage.
     pub(crate) fn of(WindowMut { first, values }: WindowMut<'a>) -> Self {
         Self { first, ..Self::new(values) }
     }
 
-    /// Returns the bytes as an origin, for reading.
+    /// Returns the bytes as an [`Origin`], to read from.
     pub(crate) fn as_origin(self) -> Origin<'a> {
         Origin { start: self.start, first: self.first, len: self.len, life: PhantomData }
     }
@@ -71,13 +72,14 @@ impl<'a> Destination<'a> {
         self.start.wrapping_add(place((self.first, self.len), offset, len))
     }
 
-    /// Returns whether the byte at `offset` is the first of a cache line.
+    /// Returns whether the byte at `offset` begins a cache line.
     pub(crate) fn is_line(self, offset: usize) -> bool {
         (self.start as usize + (offset - self.first)).is_multiple_of(64)
     }
 }
 
-/// Returns the index of the `len` bytes at `offset` within the `own.1` bytes that begin at offset `own.0`.
+/// Returns the position of `len` bytes at `offset` within a range of `own.1` bytes that begins at offset
+/// `own.0`.
 ///
 /// # Panics
 /// Panics if the range is out of bounds.
@@ -93,7 +95,7 @@ impl<'a> Origin<'a> {
         Self { start: bytes.as_ptr(), first: 0, len: bytes.len(), life: PhantomData }
     }
 
-    /// Wraps part of a storage. Its bytes keep their offsets in the storage.
+    /// Wraps part of a storage. The bytes keep their offsets in the storage.
     pub(crate) fn of(part: Window<'a>) -> Self {
         Self { first: part.first, ..Self::new(part.values) }
     }

@@ -1,4 +1,5 @@
-//! Streams and events: a queue of closures that run immediately, or when something waits for them.
+//! Streams and events. A stream is a queue of closures, which run immediately or when something waits for
+//! them.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -24,18 +25,19 @@ pub struct CpuStream {
     queue: Arc<WorkQueue>,
 }
 
-/// Enqueued work, in order. `done` counts finished items: an event is done when `done` reaches its number.
+/// The enqueued work of a stream, in order. `done` counts finished items: an event is done as soon as `done`
+/// reaches the event's position.
 #[derive(Default)]
 struct WorkQueue {
     items: Mutex<VecDeque<QueuedWork>>,
     enqueued: AtomicU64,
     done: AtomicU64,
-    /// Locked while an item runs, so that two waiting threads never run items at the same time.
+    /// Held while an item runs, so that two waiting threads never run items at the same time.
     running: Mutex<()>,
 }
 
 impl WorkQueue {
-    /// Runs items until `until` items have run, or until the first error.
+    /// Runs items until a total of `until` items have run, or until the first error.
     fn run(&self, until: u64) -> Result<()> {
         while self.done.load(Ordering::Acquire) < until {
             let _running = self.running.lock();
@@ -51,7 +53,7 @@ impl WorkQueue {
     }
 }
 
-/// A point in a [`CpuStream`]'s order.
+/// A position in the order of a [`CpuStream`]'s work.
 pub struct CpuEvent {
     stream: u64,
     at: u64,
@@ -79,7 +81,7 @@ impl Event for CpuEvent {
         self.queue.upgrade().is_none_or(|queue| queue.done.load(Ordering::Acquire) >= self.at)
     }
 
-    /// Deferred work runs when something waits for it, which happens here.
+    /// Waits for the event first, because deferred work runs only when something waits for it.
     fn on_done(self: Arc<Self>, call: DoneCall) {
         call(self.wait());
     }
@@ -111,7 +113,7 @@ impl CpuStream {
 }
 
 impl Drop for CpuStream {
-    /// Runs the remaining work, even after failures, as a GPU would.
+    /// Runs all remaining work, even after failures, as a GPU would.
     fn drop(&mut self) {
         let enqueued = self.queue.enqueued.load(Ordering::Acquire);
         while self.queue.run(enqueued).is_err() {}

@@ -1,9 +1,9 @@
 //! A pool of threads that run parts of kernels.
 //!
-//! Kernels are short: a decode step runs about ten of them per millisecond. Therefore threads poll for a
+//! Kernels are short: a decode step runs about ten of them per millisecond. Therefore, threads poll for a
 //! while before they sleep, the caller also works, and a call does not allocate. The caller works alone if
-//! the threads are busy with another stream's work, or if the cores are busy with other programs. In the
-//! second case, a thread that loses its core in the middle of a part would keep all others waiting.
+//! the threads are busy with another stream's work, or if the cores are busy with other programs: a thread
+//! that is preempted in the middle of a part would keep all other threads waiting.
 
 use std::any::Any;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -16,14 +16,14 @@ use parking_lot::{Condvar, Mutex};
 
 use crate::load::{Judgement, preemptions};
 
-/// Threads that share the parts of one job at a time. They start with the first job that is split, and end
-/// with the pool.
+/// A pool of threads that share the parts of one job at a time. The threads are started by the first job that
+/// is split, and end when the pool is dropped.
 pub(crate) struct Workers {
     shared: Arc<SharedQueue>,
     /// Number of threads in the pool, including the caller.
     count: usize,
     threads: OnceLock<Vec<JoinHandle<()>>>,
-    /// Locked while a job runs.
+    /// Held while a job runs on several threads.
     busy: Mutex<Judgement>,
 }
 
@@ -40,20 +40,19 @@ struct SharedQueue {
     done: Condvar,
     /// Index of the next part to run.
     next: AtomicUsize,
-    /// Copies of the job count and the number of threads inside the job from `state`, for threads that poll
-    /// without the lock.
+    /// Copies of `number` and `inside` in `state`, for threads that poll without the lock.
     posted: AtomicU64,
     inside: AtomicUsize,
-    /// How often threads lost their core to other programs while they worked on jobs.
+    /// Total number of times that threads were preempted while they worked on jobs.
     preempted: AtomicU64,
 }
 
 // Decision: docs/decisions/backend-cpu.md#threads-poll-before-they-sleep
-/// How often a thread polls a value before it sleeps (about 30 µs). A model's next step usually comes before
-/// a sleeping thread could be woken.
+/// Number of times that a thread polls a value before it sleeps (about 30 µs). A model's next step usually
+/// begins before a sleeping thread could be woken.
 const LOOKS: usize = 1000;
 
-/// Polls until `ready` returns true, but only for a while. Returns whether it did.
+/// Polls `ready` for a limited time, and returns whether it returned true.
 fn look(ready: impl Fn() -> bool) -> bool {
     (0..LOOKS).any(|_| {
         std::hint::spin_loop();
@@ -64,16 +63,16 @@ fn look(ready: impl Fn() -> bool) -> bool {
 #[derive(Default)]
 struct JobState {
     job: Option<Job>,
-    /// Number of jobs so far. Threads use it to take part in each job only once.
+    /// Number of jobs so far. Threads compare this number so that they take part in each job only once.
     number: u64,
-    /// Number of threads inside the job.
+    /// Number of pool threads that are working on the job.
     inside: usize,
     panic: Option<Box<dyn Any + Send>>,
     stop: bool,
 }
 
-/// The function to call for each part. `Workers::run` keeps the closure that `work` points to alive while it
-/// waits.
+/// A job: the function to call for each part, and the number of parts. `Workers::run` keeps the closure that
+/// `work` points to alive until no thread uses it.
 #[derive(Clone, Copy)]
 struct Job {
     work: *const (dyn Fn(usize) + Sync),
@@ -85,7 +84,7 @@ struct Job {
 unsafe impl Send for Job {}
 
 impl SharedQueue {
-    /// Calls `work` with one part after another, until none is left.
+    /// Calls `work` with one part after another until no parts are left.
     fn take_parts(&self, work: &(dyn Fn(usize) + Sync), parts: usize) {
         loop {
             let part = self.next.fetch_add(1, Ordering::Relaxed);
@@ -132,7 +131,7 @@ impl SharedQueue {
                     looked = false;
                 }
                 _ => {
-                    // If a job ended without this thread, there is nothing to wait for.
+                    // If a job ended without this thread, the thread has nothing to do for it.
                     seen = state.number;
                     drop(state);
                     looked = !look(|| self.posted.load(Ordering::Relaxed) != seen);
@@ -151,8 +150,8 @@ impl Workers {
     }
 
     // Decision: docs/decisions/backend-cpu.md#backends-without-a-thread-count-share-a-pool
-    /// Returns the pool with one thread per processor. All backends without their own thread count share it,
-    /// and it ends with the last of them.
+    /// Returns the pool with one thread per processor. It is shared by all backends that do not set a thread
+    /// count, and ends when the last of them is dropped.
     pub(crate) fn of_the_machine() -> Arc<Self> {
         static SHARED: Mutex<Weak<Workers>> = Mutex::new(Weak::new());
         let count = || std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
@@ -168,7 +167,7 @@ impl Workers {
         })
     }
 
-    /// Starts the threads other than the caller, or fewer if the system cannot start one.
+    /// Starts the pool's threads, without the caller. If the system fails to start a thread, there are fewer.
     fn start(&self) -> Vec<JoinHandle<()>> {
         let start = |i| {
             let shared = Arc::clone(&self.shared);
@@ -182,12 +181,13 @@ impl Workers {
         self.count
     }
 
-    /// Returns the best number of parts for `units` units of work that move `bytes` bytes in total.
+    /// Returns the best number of parts for `units` units of work that together move `bytes` bytes.
     pub(crate) fn parts(&self, units: usize, bytes: usize, bytes_per_thread: usize) -> usize {
         (bytes / bytes_per_thread.max(1)).min(self.count()).min(units).max(1)
     }
 
-    /// Calls `work` once for each part of `0..parts`, on several threads, and waits for all of them.
+    /// Calls `work` once for each part in `0..parts`, on several threads, and waits until all calls have
+    /// returned.
     ///
     /// If a part panics, the panic continues in the caller after all other parts have ended.
     pub(crate) fn run(&self, parts: usize, work: &(dyn Fn(usize) + Sync)) {
@@ -234,7 +234,7 @@ impl Drop for Workers {
         self.shared.state.lock().stop = true;
         self.shared.wake.notify_all();
         for thread in self.threads.take().into_iter().flatten() {
-            // The thread itself never panics, because it catches the panics of its work.
+            // Joining cannot fail, because a thread catches the panics of its work.
             let _ = thread.join();
         }
     }

@@ -1,4 +1,4 @@
-//! Checks of the storages that an operation writes to.
+//! Checks whether an operation may write to its destination storages.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use kvcore::{KvArena, Operation, Result, Storage, TensorView};
 
 use crate::memory::cpu;
 
-/// Checks that an operation may write to its destination memory.
+/// Checks that an operation may write to all of its destinations.
 ///
 /// # Errors
 /// Returns [`kvcore::Error::Unsupported`] for memory that was lent for reading only.

@@ -1,10 +1,10 @@
-//! Collective calls, in a form that can be compared between ranks.
+//! Descriptions of collective calls, which are compared between ranks.
 
 use std::fmt;
 
 use kvcore::{DType, ReduceOp, TensorView};
 
-/// The element type and the number of elements of a view to send. Ranks may pass different shapes.
+/// The element type and element count of a view to send. Ranks may pass different shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Payload {
     dtype: DType,
@@ -17,7 +17,7 @@ impl Payload {
     }
 }
 
-/// A call of a collective. All ranks in a meeting must make the same call.
+/// A collective call. All ranks in a meeting must make the same call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum CollectiveCall {
     Broadcast {

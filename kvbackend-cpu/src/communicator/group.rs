@@ -1,5 +1,5 @@
-//! The meeting point of a group: the bytes that ranks bring, messages between two ranks, and the group's
-//! failure.
+//! The state that a group's ranks share: the bytes that they contribute to a collective, messages from one
+//! rank to another, and the group's failure.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -10,17 +10,17 @@ use parking_lot::{Condvar, Mutex};
 
 use super::call::{CollectiveCall, Payload};
 
-/// The bytes that each rank brought to a meeting.
+/// The bytes that each rank contributed to a meeting.
 pub(super) type RankBytes = Arc<[Vec<u8>]>;
 
-/// Bytes on their way from one rank to another.
+/// A message in transit from one rank to another.
 #[derive(Debug)]
 pub(super) struct SentBytes {
     pub(super) tensor: Payload,
     pub(super) bytes: Vec<u8>,
 }
 
-/// The ranks of a group. A rank is in one call at a time.
+/// The state that a group's ranks share. A rank can make only one call at a time.
 #[derive(Debug)]
 pub(super) struct ThreadGroup {
     ranks: usize,
@@ -32,19 +32,20 @@ pub(super) struct ThreadGroup {
 
 #[derive(Debug)]
 struct GroupState {
-    /// The first failure, which is final.
+    /// The group's first failure, which is never cleared or replaced.
     failed: Option<Error>,
     /// Ranks that have left. The group fails as soon as a call needs one of them.
     left: Vec<bool>,
-    /// The call of the ranks that have arrived at the current meeting.
+    /// The call that was made by the ranks at the current meeting.
     call: Option<CollectiveCall>,
-    /// The bytes of the ranks that have arrived at the current meeting.
+    /// The bytes contributed to the current meeting, by rank.
     brought: Vec<Option<Vec<u8>>>,
-    /// Number of meetings that have ended, and the result of the last one. No rank is ever a meeting ahead of
-    /// another, so every rank finds its own meeting's result.
+    /// Number of meetings that have ended.
     ended: u64,
+    /// The result of the last meeting. No rank is ever a meeting ahead of another, so every rank finds the
+    /// result of its own meeting here.
     parts: RankBytes,
-    /// Messages that were posted but not yet received, at `from * ranks + to`.
+    /// Messages that have been posted but not yet received, indexed by `from * ranks + to`.
     mail: Vec<VecDeque<SentBytes>>,
 }
 
@@ -109,9 +110,9 @@ impl ThreadGroup {
     }
 
     // Decision: docs/decisions/device.md#a-threads-send-waits-for-the-receive
-    /// Posts messages, each with the rank that receives it, receives the expected messages, each with the
-    /// rank that posts it, and waits until all of them have been received. Returns the bytes received, in
-    /// order.
+    /// Posts `sends`, each with the receiving rank, and receives the `expected` messages, each with the
+    /// sending rank. Waits until all messages in both lists have been received, and returns the bytes of the
+    /// expected ones in the order of that list.
     pub(super) fn exchange(
         &self,
         rank: usize,
@@ -135,7 +136,7 @@ impl ThreadGroup {
                 taken.iter_mut().zip(expected).filter(|(taken, _)| taken.is_none())
             {
                 let mail = &mut state.mail[from * self.ranks + rank];
-                // A message that does not match stays, so that its sender learns of the failure.
+                // A mismatched message stays in the mail, so that its sender also fails.
                 if let Some(sent) = mail.front().map(|message| message.tensor).filter(|sent| *sent != tensor)
                 {
                     let sent = CollectiveCall::Send { to: rank, tensor: sent };
@@ -155,7 +156,7 @@ impl ThreadGroup {
             if let Some(&gone) = peers.iter().find(|&&peer| state.left[peer]) {
                 return Err(Error::RankLeft(gone));
             }
-            // A peer that has arrived at a meeting waits there for this rank.
+            // A peer that has arrived at a meeting is waiting for this rank to make the same call.
             match (state.call, peers.iter().any(|&peer| state.brought[peer].is_some())) {
                 (Some(other), true) => Err(differ(rank, call, other)),
                 _ => Ok(None),
@@ -163,7 +164,7 @@ impl ThreadGroup {
         })
     }
 
-    /// Waits until `done` returns a value. If this call or another rank fails, the group fails.
+    /// Waits until `done` returns a value. If `done` fails or the time limit passes, the whole group fails.
     fn wait<T>(
         &self,
         rank: usize,

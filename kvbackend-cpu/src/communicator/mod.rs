@@ -25,10 +25,11 @@ use reduce::reduced;
 // Decision: docs/decisions/device.md#threads-exchange-through-host-memory
 /// A rank that is a thread of this process. Its streams can belong to any backend.
 ///
-/// Tensors travel through host memory: a collective reads this rank's part, which waits for all earlier work
-/// on the stream, then meets the other ranks, and enqueues the write of the result. The call therefore blocks
-/// until the other ranks arrive, and [`wait`](Communicator::wait) only waits for the stream. All-reduces
-/// combine values in f32, in rank order, and round once. A send waits for its receive, as on devices.
+/// Tensors are exchanged through host memory: a collective waits for all earlier work on the stream, reads
+/// this rank's tensor, waits for the other ranks, and enqueues a write of the result. The call therefore
+/// blocks until the other ranks arrive, and [`wait`](Communicator::wait) only waits for the stream.
+/// All-reduces combine values in f32, in rank order, and round once. A send waits for the matching receive,
+/// as on devices.
 ///
 /// ```
 /// use std::time::Duration;
@@ -57,20 +58,20 @@ use reduce::reduced;
 /// ```
 ///
 /// # Drop behaviour
-/// The rank leaves its group. A collective that needs it fails with [`Error::RankLeft`], and so does the
-/// group.
+/// The rank leaves its group. A collective that needs this rank fails with [`Error::RankLeft`], and so does
+/// the whole group.
 #[derive(Debug)]
 pub struct ThreadCommunicator {
     rank: usize,
     ranks: usize,
     group: Arc<ThreadGroup>,
-    /// Locked during a collective: a rank takes part in one at a time.
+    /// Held during a collective, because a rank takes part in only one collective at a time.
     turn: Mutex<()>,
 }
 
 impl ThreadCommunicator {
-    /// Creates a group of `ranks` ranks, one for each thread, in order. A collective waits for other ranks
-    /// for at most `limit`.
+    /// Creates a group of `ranks` ranks and returns them in order, one for each thread. A collective waits at
+    /// most `limit` for the other ranks.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `ranks` is 0.
@@ -83,7 +84,7 @@ impl ThreadCommunicator {
         Ok((0..ranks).map(rank).collect())
     }
 
-    /// Brings this rank's bytes to a meeting, and enqueues the write of the result.
+    /// Exchanges this rank's bytes with the other ranks, and enqueues a write of the result.
     fn take_part(&self, stream: &dyn Stream, collective: Collective<'_>) -> Result<()> {
         match collective {
             Collective::Broadcast { view, root } => {
@@ -129,7 +130,7 @@ impl Communicator for ThreadCommunicator {
     fn launch(&self, stream: &dyn Stream, collective: CheckedCollective<'_>) -> Result<()> {
         let _turn = self.turn.lock();
         self.check()?;
-        // If the stream failed, the other ranks learn that this one aborted. An earlier failure takes
+        // If the stream fails, the other ranks must see that this rank aborted. An earlier failure takes
         // precedence.
         self.take_part(stream, collective.collective()).inspect_err(|_| self.abort())
     }
@@ -138,8 +139,8 @@ impl Communicator for ThreadCommunicator {
         self.group.check()
     }
 
-    /// Waits for the stream. Collectives met the other ranks when they were called, so no device waits for a
-    /// rank and no time-out is needed.
+    /// Waits for the stream. No time-out is needed: collective calls have already waited for the other ranks,
+    /// so no work on the stream waits for one.
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         stream.synchronize()
     }

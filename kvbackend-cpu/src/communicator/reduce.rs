@@ -1,4 +1,4 @@
-//! Reductions over the bytes of all ranks, element by element.
+//! Element-wise reductions over the bytes of all ranks.
 
 use bytemuck::Pod;
 use half::{bf16, f16};
@@ -33,7 +33,7 @@ fn floats<T: Element>(op: ReduceOp, parts: &[Vec<u8>]) -> Vec<u8> {
     combined(parts, T::to_f32, combine, T::from_f32)
 }
 
-/// Combines elements of type `T`. The parts need not be aligned.
+/// Combines parts whose elements have type `T`. The parts need not be aligned.
 fn combined<T: Pod, A>(
     parts: &[Vec<u8>],
     widen: impl Fn(T) -> A,
@@ -58,7 +58,7 @@ mod tests {
     #[test]
     fn sums_of_half_precision_are_rounded_once() {
         let part = |x: f32| f16::from_f32(x).to_ne_bytes().to_vec();
-        // If each partial sum were rounded, 2048 + 1 would stay 2048.
+        // If each partial sum were rounded to f16, 2048 + 1 would stay 2048.
         let parts = [part(2048.0), part(1.0), part(1.0), part(1.0), part(1.0)];
         assert_eq!(reduced(DType::F16, ReduceOp::Sum, &parts), Ok(part(2052.0)));
     }

@@ -8,8 +8,8 @@ use super::{Products, filled, same};
 use crate::raw::Destination;
 use crate::simd::{Simd, SimdTask, exp};
 
-/// Bytes of results per thread: about as many as one thread computes in the time it takes to wake another
-/// one.
+/// Minimum size of a thread's output, in bytes: about as much as one thread computes while another one is
+/// being woken.
 const BYTES_PER_THREAD: usize = 32 << 10;
 /// Minimum number of elements per thread: a few cache lines, so that two threads never write to the same
 /// line.
@@ -75,21 +75,21 @@ impl Products {
         }
     }
 
-    /// Calls `work` once for each of `units` units of `elements` elements, on several threads if there are
-    /// enough units.
+    /// Splits `units` units of `elements` elements each into ranges of units, and calls `work` once for each
+    /// range, on several threads if there is enough work.
     fn cut(&self, units: usize, elements: usize, work: impl Fn(Range<usize>) + Sync) {
         let parts = self.workers.parts(units, units * elements * size_of::<f32>(), BYTES_PER_THREAD);
         self.workers.run(parts, &|part| work(units * part / parts..units * (part + 1) / parts));
     }
 }
 
-/// The norms of some rows.
+/// A task that normalises some of the rows.
 struct Norm<'a> {
     x: &'a [f32],
     weight: &'a [f32],
     eps: f64,
     rows: Range<usize>,
-    /// Has as many elements as `x`. No other thread may access the elements of `rows`.
+    /// Output with as many elements as `x`. No other thread may access the elements of `rows`.
     y: Destination<'a>,
 }
 
@@ -122,11 +122,11 @@ impl SimdTask for Norm<'_> {
     }
 }
 
-/// Returns the factor that normalises a row. The sum is in f64, because expert routing depends on its last
-/// digits.
+/// Returns the factor that normalises a row. The squares are summed in f64, because expert routing depends on
+/// the last digits of the sum.
 #[inline(always)]
 fn factor(row: &[f32], eps: f64) -> f32 {
-    // Independent sums, which the compiler can vectorise.
+    // Eight independent sums, which the compiler can vectorise.
     let mut sums = [0.0f64; 8];
     let (eights, end) = row.as_chunks::<8>();
     for x in eights {
@@ -167,13 +167,13 @@ impl Pair {
     }
 }
 
-/// Applies a function to elements `at` of two operands.
+/// A task that applies a function to elements `at` of two operands.
 struct PairFunction<'a> {
     what: Pair,
     a: &'a [f32],
     b: &'a [f32],
     at: Range<usize>,
-    /// Has as many elements as `a` and `b`. No other thread may access the elements `at`.
+    /// Output with as many elements as `a` and `b`. No other thread may access the elements `at`.
     y: Destination<'a>,
 }
 

@@ -1,11 +1,11 @@
-//! Shared bytes of weights, in memory or in a mapped file.
+//! Shared weight bytes, in memory or in a mapped file.
 
 use std::fmt;
 use std::fs::File;
 use std::ops::{Deref, Range};
 use std::sync::Arc;
 
-/// Bytes that are shared without a copy: a vector, or a mapped file.
+/// Bytes that can be shared without copying: a vector, or a mapped file.
 ///
 /// ```
 /// use kvbackend_cpu::dense::SharedBytes;
@@ -23,10 +23,10 @@ pub struct SharedBytes {
 
 impl SharedBytes {
     // Decision: docs/decisions/models.md#weights-stay-in-their-mapped-files
-    /// Maps a file. Pages are read when they are needed, and are shared with other programs.
+    /// Maps a file. Pages are read on demand and shared with other processes.
     ///
     /// The file must not change while the bytes are in use. Otherwise the bytes change too, and reading past
-    /// the end of a shortened file kills the program.
+    /// the end of a truncated file kills the process.
     ///
     /// # Errors
     /// Returns the system's error.
@@ -40,7 +40,7 @@ impl SharedBytes {
         Ok(Self { owner: Arc::new(mapped), range })
     }
 
-    /// Returns a range of the bytes, or `None` if there are too few.
+    /// Returns a range of the bytes, or `None` if the range is out of bounds.
     pub fn part(&self, range: Range<usize>) -> Option<Self> {
         if range.start > range.end || range.end > self.range.len() {
             return None;

@@ -1,9 +1,8 @@
-//! Products of rows with a model's matrices, and the steps between them.
+//! Products of activations and a model's matrices, and the steps between these products.
 //!
 //! [`Products`] multiplies f32 activations by a matrix in its stored form: floats, or ggml blocks. Every
 //! matrix element is decoded once for all rows, and only products and their sums are rounded. Norms, gates
-//! and sums of rows run on the same threads, because a step that ran on one thread would keep all others
-//! waiting.
+//! and sums also run on all threads, because a single-threaded step would keep all other threads waiting.
 //!
 //! ```
 //! use kvbackend_cpu::dense::{Matrix, Products, StoredType};
@@ -46,16 +45,17 @@ pub use stored::StoredType;
 // Decision: docs/decisions/backend-cpu.md#products-decode-weights-as-they-read-them
 /// Maximum number of rows to multiply at a time.
 const ROWS: usize = 96;
-/// Lower bound on the maximum number of rows in a run, even if rows are long: shorter runs do not pay.
+/// Lower bound on the maximum number of rows per run, even for long rows, because shorter runs are not
+/// worthwhile.
 const FEWEST_OF_A_RUN: usize = 24;
 /// The approximate number of row elements to multiply at a time.
 const FEW: usize = 64 << 10;
 /// The number of matrix rows to decode at a time.
 const GROUP: usize = 4 * tile::COLUMNS;
-/// Padding between decoded rows, in elements: a cache line.
+/// Padding between decoded rows: one cache line, in elements.
 const PAD: usize = 16;
-/// Bytes of a matrix per thread: about as many as one thread multiplies by a row in the time it takes to wake
-/// another one.
+/// Minimum size of a thread's share of a matrix, in bytes: about as much as one thread multiplies by a row
+/// while another one is being woken.
 const BYTES_PER_THREAD: usize = 64 << 10;
 
 /// A matrix `[out, input]` in its stored form, row by row.
@@ -98,15 +98,15 @@ impl<'a> Matrix<'a> {
         &self.bytes[rows.start * self.row_bytes..rows.end * self.row_bytes]
     }
 
-    /// Returns the bytes of a range of a row's elements, in whole blocks.
+    /// Returns the bytes of a range of a row's elements. The range must consist of whole blocks.
     #[cfg(target_arch = "x86_64")]
     fn elements(&self, row: usize, elements: &Range<usize>) -> &'a [u8] {
         let at = |element: usize| element / self.dtype.block_elements() * self.dtype.block_bytes();
         &self.rows(row..row + 1)[at(elements.start)..at(elements.end)]
     }
 
-    /// Returns the matrix in the form for panels, if its elements are aligned f32 and there are enough rows
-    /// for panels to pay.
+    /// Returns the matrix as input for panels, if its elements are aligned f32 and there are enough rows for
+    /// panels to be faster.
     fn for_panels(&self, rows: usize) -> Option<panel::Floats<'a>> {
         if self.dtype != StoredType::F32 || rows < panel::FEWEST_ROWS {
             return None;
@@ -115,7 +115,8 @@ impl<'a> Matrix<'a> {
         Some(panel::Floats { values, out: self.out, input: self.input })
     }
 
-    /// Returns rows as f32, decoded into `scratch` unless the matrix already stores f32.
+    /// Returns rows of the matrix as f32, decoded into `scratch` unless they are already stored as aligned
+    /// f32.
     ///
     /// # Safety
     /// The caller must be compiled for the instruction set of `S`.
@@ -144,7 +145,7 @@ impl<'a> Matrix<'a> {
 }
 
 thread_local! {
-    /// Decoded rows of a matrix.
+    /// This thread's buffer for decoded matrix rows.
     static SCRATCH: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -168,18 +169,19 @@ impl Default for Products {
 }
 
 impl Products {
-    /// Creates products with the processor's best instruction set, on the threads shared by all backends
-    /// without their own thread count.
+    /// Creates an instance that uses the processor's best instruction set and the threads shared by all
+    /// backends that do not set a thread count.
     pub fn new() -> Self {
         Self { level: AvailableLevel::best(), workers: Workers::of_the_machine() }
     }
 
-    /// Creates products with a backend's instruction set and threads.
+    /// Creates an instance that uses a backend's instruction set and threads.
     pub fn beside(backend: &CpuBackend) -> Self {
         Self { level: backend.level, workers: Arc::clone(&backend.workers) }
     }
 
-    /// Creates products with the instruction set and the threads of `options`; the other fields are ignored.
+    /// Creates an instance that uses the instruction set and threads of `options`; the other fields are
+    /// ignored.
     ///
     /// # Errors
     /// Returns the errors of [`CpuBackend::with_options`].
@@ -199,8 +201,8 @@ impl Products {
         self.products(x, rows, matrix, Destination::new(bytemuck::cast_slice_mut(y)))
     }
 
-    /// Returns `x · matrixᵀ`, where `x` is `[rows, input]` and the result `[rows, out]`, in new memory that
-    /// is written only once.
+    /// Returns `x · matrixᵀ`, where `x` is `[rows, input]` and the result is `[rows, out]`. The result's
+    /// memory is not zeroed first.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if `x` does not have `rows` rows.
@@ -211,8 +213,8 @@ impl Products {
         unsafe { filled(elements, |y| self.products(x, rows, matrix, y)) }
     }
 
-    /// Writes the products to `y`, which must have `rows` rows of `matrix.out` f32 elements. Unless there is
-    /// an error, every element is written.
+    /// Writes the products to `y`, which must have `rows` rows of `matrix.out` f32 elements. Every element is
+    /// written, unless an error is returned.
     fn products(&self, x: &[f32], rows: usize, matrix: &Matrix<'_>, y: Destination<'_>) -> Result<()> {
         let (out, input) = (matrix.out, matrix.input);
         same("elements of the rows to multiply", rows * input, x.len())?;
@@ -261,15 +263,15 @@ unsafe fn filled(len: usize, fill: impl FnOnce(Destination<'_>) -> Result<()>) -
     Ok(elements)
 }
 
-/// Calls `work` for ranges that together cover every column once and begin at multiples of `unit`, on the
-/// given number of threads.
+/// Splits the `out` columns into ranges that begin at multiples of `unit`, and calls `work` once for each
+/// range, on the given number of threads.
 fn in_parts(
     (workers, threads): (&Workers, usize),
     out: usize,
     unit: usize,
     work: &(dyn Fn(Range<usize>) + Sync),
 ) {
-    // Each thread gets several parts, so a late thread takes fewer.
+    // There are several parts per thread, so that a thread that starts late can take fewer.
     let parts = if threads > 1 { (4 * threads).min(out.div_ceil(unit)) } else { 1 };
     workers.run(parts, &|part| {
         let at = |part: usize| (out * part / parts).next_multiple_of(unit).min(out);
@@ -277,9 +279,10 @@ fn in_parts(
     });
 }
 
-/// The products of all rows with a range of matrix rows, which become columns of the result.
+/// A task that multiplies all rows of `x` by a range of matrix rows, and writes the products to the same
+/// range of columns of `y`.
 ///
-/// `y` must have `rows` rows of `matrix.out` f32 elements, and no other thread may write to their `columns`.
+/// `y` must have `rows` rows of `matrix.out` f32 elements, and no other thread may access their `columns`.
 struct MatrixPart<'a> {
     x: &'a [f32],
     rows: usize,
@@ -307,8 +310,8 @@ impl SimdTask for MatrixPart<'_> {
             return;
         }
         let ahead = matrix.dtype == StoredType::F32;
-        // Rows in runs of equal length, which stay in the second-level cache together with the matrix rows
-        // that multiply them.
+        // The rows of `x` are split into runs of equal length that fit in the second-level cache together
+        // with the matrix rows they are multiplied by.
         let runs = rows.div_ceil((FEW / input).clamp(FEWEST_OF_A_RUN, ROWS));
         for from in columns.clone().step_by(GROUP) {
             let taken = from..(from + GROUP).min(columns.end);

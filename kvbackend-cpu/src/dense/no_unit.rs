@@ -1,4 +1,4 @@
-//! Stand-in for the matrix unit's products, on processors without one.
+//! Stand-in for the matrix unit's products, for architectures without a matrix unit.
 
 use super::Matrix;
 use crate::raw::Destination;

@@ -1,26 +1,27 @@
-//! Panels: the products of many rows with a few matrix rows, whose elements are first laid side by side.
+//! Multiplies many rows by panels: a few matrix rows that are first transposed, so that their elements are
+//! side by side.
 //!
-//! A panel holds transposed elements of two vectors of columns, and fits in the first-level cache. Six or
-//! eight rows at a time are multiplied by it: each of their elements is broadcast to a vector, and every sum
-//! stays in a register until the end of the panel. (Goto and van de Geijn, *Anatomy of high-performance
-//! matrix multiplication*, 2008.)
+//! A panel is two vectors wide and fits in the first-level cache. Up to six or eight rows at a time are
+//! multiplied by a panel: each of their elements is broadcast to a vector, and every sum stays in a register
+//! until the end of the panel. (Goto and van de Geijn, *Anatomy of high-performance matrix multiplication*,
+//! 2008.)
 
 use std::ops::Range;
 
 use super::PAD;
 use crate::simd::Simd;
 
-/// Number of rows at which a panel saves more than its transposition costs.
+/// Minimum number of rows for which a panel saves more time than its transposition costs.
 pub(super) const FEWEST_ROWS: usize = 24;
-/// Each thread's columns begin at a multiple of this: whole panels with every instruction set.
+/// Each thread's columns begin at a multiple of this number, so panels are whole with every instruction set.
 pub(super) const UNIT: usize = 32;
 /// Maximum number of elements per column in a panel.
 const DEPTH: usize = 256;
-/// Number of rows to multiply by a panel before the next panel is made. The rows' elements for the panel stay
-/// in the second-level cache.
+/// Maximum number of rows to multiply by one panel before the next panel is built. The row elements that the
+/// panel is multiplied by stay in the second-level cache.
 const ROWS: usize = 384;
-/// Elements at this distance map to the same sets of the first-level cache. Rows whose length is a multiple
-/// of it are copied to spread them out.
+/// Distance between elements that map to the same set of the first-level cache. Rows whose length is a
+/// multiple of this distance are copied to spread them over more sets.
 const SAME_SETS: usize = 1024;
 /// The number of row elements that fit in the second-level cache next to a panel.
 const FEW: usize = 64 << 10;
@@ -54,7 +55,7 @@ pub(super) unsafe fn columns<S: Simd>(
     let (input, width) = (matrix.input, 2 * S::LANES);
     let whole = matrix.values.len() == matrix.out * input && columns.end <= matrix.out;
     assert!(x.len() == rows * input && whole, "whole rows");
-    // Split into parts of equal length.
+    // The rows are split into parts of equal length.
     let depth = input.div_ceil(input.div_ceil(DEPTH).max(1)).next_multiple_of(S::LANES);
     let runs = rows.div_ceil(ROWS);
     let apart = input.is_multiple_of(SAME_SETS) && rows * input > FEW;
@@ -65,8 +66,8 @@ pub(super) unsafe fn columns<S: Simd>(
     let (panel, copies) = scratch.split_at_mut(width * depth);
     for run in 0..runs {
         let (first, end) = (rows * run / runs, rows * (run + 1) / runs);
-        // A few rows fit in the cache as a whole, and the matrix is read row by row. If there are many, part
-        // of each is first multiplied by all columns.
+        // If there are only a few rows, they fit in the cache whole, and the matrix is read row by row. If
+        // there are many, one part of every row is multiplied by all columns before the next part.
         let few = (end - first) * input <= FEW;
         for group in columns.clone().step_by(if few { width } else { columns.len().max(1) }) {
             let group = group..if few { (group + width).min(columns.end) } else { columns.end };
@@ -106,7 +107,7 @@ fn copy(x: &[f32], input: usize, part: Range<usize>, to: &mut [f32]) {
     }
 }
 
-/// A range of elements of a few matrix rows. The rows begin `stride` elements apart.
+/// The same range of elements from a few matrix rows, which begin `stride` elements apart.
 struct MatrixRows {
     elements: *const f32,
     stride: usize,
@@ -114,7 +115,7 @@ struct MatrixRows {
 }
 
 impl MatrixRows {
-    /// Writes `depth` elements of each row as columns of a panel; missing columns are 0.
+    /// Writes `depth` elements of each row as a column of a panel. Missing columns are filled with 0.
     ///
     /// # Safety
     /// Every row must have `depth` elements, and `panel` must be valid for writes of `depth` times
@@ -122,7 +123,7 @@ impl MatrixRows {
     #[inline(always)]
     unsafe fn transpose<S: Simd>(&self, depth: usize, panel: *mut f32) {
         let width = 2 * S::LANES;
-        // The rows that follow, to prefetch.
+        // Distance to the following rows, which are prefetched.
         let ahead = width * self.stride;
         for first in [0, S::LANES] {
             let rows = self.rows.saturating_sub(first).min(S::LANES);
@@ -154,7 +155,8 @@ impl MatrixRows {
     }
 }
 
-/// Columns side by side: `depth` times two vectors, of which the first `columns` elements are used.
+/// Matrix columns side by side: `depth` pairs of vectors. Only the first `columns` elements of each pair are
+/// used.
 #[derive(Clone, Copy)]
 struct Panel {
     elements: *const f32,
@@ -165,8 +167,8 @@ struct Panel {
 }
 
 impl Panel {
-    /// Multiplies rows that are `input` elements apart, and writes products whose rows are `stride` elements
-    /// apart.
+    /// Multiplies rows that begin `input` elements apart by the panel, and writes products whose rows begin
+    /// `stride` elements apart.
     ///
     /// # Safety
     /// `x` must have `depth` elements in each of `rows` rows, and `y` must be valid for `columns` products in
@@ -198,7 +200,7 @@ impl Panel {
         }
     }
 
-    /// Multiplies `R` rows.
+    /// Multiplies `R` rows by the panel.
     ///
     /// # Safety
     /// The same as for [`multiply`](Self::multiply), with `R` rows.

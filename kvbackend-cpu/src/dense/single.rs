@@ -1,4 +1,5 @@
-//! The products of a single row, as in decode steps. Elements are converted just before they are summed.
+//! The products of a single row, as in decode steps. Matrix elements are converted just before they are
+//! multiplied.
 
 use std::ops::Range;
 
@@ -8,7 +9,7 @@ use super::stored::{self, BlockFactors, Sink};
 use super::{Matrix, StoredType};
 use crate::simd::{Simd, SimdElement};
 
-/// Multiplies rows of blocks with the given block sizes in bytes and elements.
+/// Multiplies matrix rows stored as blocks of `$bytes` bytes and `$elements` elements.
 macro_rules! blocks {
     ($read:ident, $bytes:literal, $elements:literal, $x:expr, $sums:expr, $rows:expr, $count:expr, $y:expr) => {{
         let blocks = $x.len() / $elements;
@@ -25,12 +26,13 @@ macro_rules! blocks {
     }};
 }
 
-/// Sums the products of a matrix row's elements with the elements of `x`, which must have the same length. A
-/// group's products are summed first and then multiplied by the group's factor. The group's minimum is
-/// multiplied by the sum of the group's elements of `x`.
+/// Computes the dot product of a matrix row and `x`, which must have the same length. A group's products are
+/// summed first and then multiplied by the group's factor. The group's minimum is multiplied by the sum of
+/// the corresponding elements of `x`.
 struct Dot<S: Simd> {
     x: *const f32,
-    /// If the matrix has minima: a vector for every 16 elements of `x` whose lanes have the same sum.
+    /// If the matrix has minima, points to one vector for every 16 elements of `x`. The sum of the vector's
+    /// lanes equals the sum of these elements.
     of_x: *const f32,
     sums: [S::V; 2],
 }
@@ -59,8 +61,9 @@ impl<S: Simd> Sink<S> for Dot<S> {
     }
 }
 
-/// Returns a vector for every 16 elements of `x` whose lanes have the same sum. The vectors are in `x`
-/// itself, or in `sums`, which is overwritten. They are valid until either changes.
+/// Returns a pointer to one vector for every 16 elements of `x`; the sum of a vector's lanes equals the sum
+/// of its 16 elements. The vectors are in `x` itself or in `sums`, which is overwritten. They are valid until
+/// `x` or `sums` changes.
 ///
 /// # Safety
 /// The caller must be compiled for `S`. The length of `x` must be a multiple of 16.
@@ -88,8 +91,8 @@ unsafe fn sums_of<S: Simd>(x: &[f32], sums: &mut Vec<f32>) -> *const f32 {
     sums.as_ptr()
 }
 
-/// Computes `y[c] = x · matrix[c]` for matrix rows `columns`. Returns false if floats are not aligned.
-/// Overwrites `scratch`.
+/// Computes `y[c] = x · matrix[c]` for matrix rows `columns`. Returns false without computing anything if the
+/// matrix stores floats that are not aligned. Overwrites `scratch`.
 ///
 /// # Safety
 /// `y` must be valid for writes of the elements `columns`, and no other code may access them. The caller must
@@ -131,8 +134,8 @@ pub(super) unsafe fn columns<S: Simd>(
     true
 }
 
-/// Multiplies rows of floats one after another: memory is read in one stream, and several sums hide the
-/// latency of additions.
+/// Multiplies rows of floats one after another, so that memory is read sequentially. Several independent sums
+/// hide the latency of the additions.
 ///
 /// # Safety
 /// `w` must have `count` rows of `x.len()` elements, and `y` must be valid for writes of `count` elements.

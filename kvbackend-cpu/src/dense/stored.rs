@@ -1,4 +1,4 @@
-//! Types of stored matrices: floats, and ggml blocks.
+//! Element types of stored matrices: floats, and ggml blocks.
 
 use std::fmt;
 
@@ -6,7 +6,8 @@ use bytemuck::pod_read_unaligned;
 
 use crate::simd::{AvailableLevel, Simd, SimdTask, from_f16};
 
-/// The element type of a stored matrix. Blocks are ggml's and run along the rows.
+/// The element type of a stored matrix. Blocks have ggml's formats and consist of consecutive elements of a
+/// row.
 ///
 /// ```
 /// use kvbackend_cpu::dense::StoredType;
@@ -22,12 +23,12 @@ pub enum StoredType {
     F16,
     /// bfloat16: the upper half of an f32.
     BF16,
-    /// ggml's `Q8_0`: 32 elements in 34 bytes, an f16 scale and 32 signed bytes. An element is the scale
-    /// times its byte.
+    /// ggml's `Q8_0`: 32 elements in 34 bytes, an f16 scale and 32 signed bytes. Each element is its byte
+    /// times the scale.
     Q8_0,
-    /// ggml's `Q4_K`: 256 elements in 144 bytes. Two f16 factors, one for scales and one for minima; 12 bytes
-    /// with a 6-bit scale and a 6-bit minimum for each of the eight groups of 32 elements; 128 bytes with two
-    /// 4-bit elements each. An element is `factor · scale · q − factor · minimum`.
+    /// ggml's `Q4_K`: 256 elements in 144 bytes. A block has two f16 factors, one for scales and one for
+    /// minima; 12 bytes with a 6-bit scale and a 6-bit minimum for each of the eight groups of 32 elements;
+    /// and 128 bytes with two 4-bit elements each. An element is `factor · scale · q − factor · minimum`.
     Q4K,
     /// ggml's `Q4_0`: 32 elements in 18 bytes.
     Q4_0,
@@ -97,13 +98,13 @@ impl StoredType {
         matches!(self, Self::Q4_1 | Self::Q5_1 | Self::Q2K | Self::Q4K | Self::Q5K)
     }
 
-    /// Returns whether several elements share a scale.
+    /// Returns whether the type stores elements in blocks that share a scale.
     pub const fn is_blocks(self) -> bool {
         self.block_elements() > 1
     }
 
-    /// Returns the number of bytes of a row of `width` elements, or `None` if the row does not consist of
-    /// whole blocks or the number overflows.
+    /// Returns the size of a row of `width` elements in bytes, or `None` if the row does not consist of whole
+    /// blocks or the size overflows.
     pub const fn row_bytes(self, width: usize) -> Option<usize> {
         if !width.is_multiple_of(self.block_elements()) {
             return None;
@@ -111,8 +112,8 @@ impl StoredType {
         (width / self.block_elements()).checked_mul(self.block_bytes())
     }
 
-    /// Decodes elements to f32, exactly for floats. Stops at the end of `bytes` or of `to`, whichever comes
-    /// first.
+    /// Decodes elements to f32. Floats are decoded exactly. Stops at the end of `bytes` or `to`, whichever
+    /// comes first.
     pub fn decode(self, bytes: &[u8], to: &mut [f32]) {
         // SAFETY: the task does not require any condition.
         unsafe { AvailableLevel::best().run(DecodeRows { dtype: self, bytes, to }) };
@@ -139,9 +140,9 @@ impl fmt::Display for StoredType {
     }
 }
 
-/// Decodes the elements of rows to f32.
+/// A task that decodes the elements of rows to f32.
 ///
-/// Decodes as many whole blocks as both `bytes` and `to` hold, and ignores the rest.
+/// Decodes as many whole blocks as there are in `bytes` and fit in `to`, and ignores the remaining bytes.
 struct DecodeRows<'a> {
     dtype: StoredType,
     bytes: &'a [u8],
@@ -158,8 +159,8 @@ impl SimdTask for DecodeRows<'_> {
     }
 }
 
-/// Calls a function with each block and its elements. The function cannot be a closure, because closures are
-/// not compiled for the caller's instruction set.
+/// Calls a function with each block and the slice for its decoded elements. The function cannot be a closure,
+/// because closures are not compiled for the caller's instruction set.
 macro_rules! each_block {
     ($bytes:expr, $to:expr, $decode:expr) => {
         for (block, y) in $bytes.as_chunks().0.iter().zip($to.as_chunks_mut().0) {
@@ -199,7 +200,7 @@ pub(super) unsafe fn decode<S: Simd>(dtype: StoredType, bytes: &[u8], to: &mut [
             StoredType::Q5K => each_block!(bytes, to, q5_k of 256),
             StoredType::Q6K => each_block!(bytes, to, q6_k of 256),
         }
-        // The remaining floats, too few for a vector.
+        // The remaining floats, which do not fill a vector.
         let (width, done) = match dtype {
             StoredType::F16 | StoredType::BF16 => (2, to.len().min(bytes.len() / 2) / FLOATS * FLOATS),
             _ => return,
@@ -253,7 +254,8 @@ fn half_at(block: &[u8], at: usize) -> f32 {
     from_f16(bits_at(block, at))
 }
 
-/// Splits 16 bytes into their low and high halves, and adds the bits of `high` as fifth bits.
+/// Splits 16 bytes into 4-bit halves, first all low halves and then all high halves, and adds one bit of
+/// `high` to each as its fifth bit.
 #[inline(always)]
 fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
     let mut q = [0; 32];
@@ -276,7 +278,7 @@ pub(super) struct BlockFactors<V> {
     pub minimum: Option<V>,
 }
 
-/// A consumer of block elements, which stores or multiplies them.
+/// A consumer of block elements, for example one that stores or multiplies them.
 pub(super) trait Sink<S: Simd> {
     /// Consumes `LANES` elements of a group, starting at `i`, and returns the updated `sum`.
     ///
@@ -284,15 +286,15 @@ pub(super) trait Sink<S: Simd> {
     /// The caller must be compiled for `S`. The elements must be inside the block.
     unsafe fn take(&mut self, group: BlockFactors<S::V>, i: usize, q: S::V, sum: S::V) -> S::V;
 
-    /// Ends a group after all its elements were consumed. `elements` is a multiple of 16, and `sum` is the
-    /// last sum.
+    /// Is called after all elements of a group have been consumed. `elements`, the length of the group, must
+    /// be a multiple of 16, and `sum` is the last result of [`take`](Self::take).
     ///
     /// # Safety
     /// The same as for [`take`](Self::take).
     unsafe fn end(&mut self, group: BlockFactors<S::V>, elements: usize, sum: S::V);
 }
 
-/// Stores elements, rounding after each step.
+/// Stores decoded elements. The multiplication and the addition of a decoded element are rounded separately.
 struct Store<'a, const N: usize>(&'a mut [f32; N]);
 
 impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
@@ -314,7 +316,7 @@ impl<S: Simd, const N: usize> Sink<S> for Store<'_, N> {
     unsafe fn end(&mut self, _: BlockFactors<S::V>, _: usize, _: S::V) {}
 }
 
-/// Consumes a group of signed bytes.
+/// Passes a group of signed bytes to a sink.
 ///
 /// # Safety
 /// The same as for [`Sink::take`]. `N` must be a multiple of 16.
@@ -330,8 +332,8 @@ unsafe fn bytes<S: Simd, G: Sink<S>, const N: usize>(sink: &mut G, group: BlockF
     }
 }
 
-/// Consumes a group of 32 elements: the low halves of 16 bytes, then the high halves. `zero` is subtracted
-/// from each.
+/// Passes a group of 32 elements to a sink: the low halves of 16 bytes, then the high halves. `zero` is
+/// subtracted from each element.
 ///
 /// # Safety
 /// The same as for [`bytes`].
@@ -349,8 +351,8 @@ unsafe fn nibbles<S: Simd, G: Sink<S>>(sink: &mut G, group: BlockFactors<S::V>, 
     }
 }
 
-/// Defines a format's reader. It is `unsafe` because the caller must be compiled for `S`, and the sink must
-/// have room for the block.
+/// Defines the reader of a block format. The reader is `unsafe` because the caller must be compiled for `S`,
+/// and the sink must have room for the block.
 macro_rules! format {
     ($(#[$doc:meta])* $name:ident($block:ident: $bytes:literal, $sink:ident) $body:block) => {
         $(#[$doc])*
@@ -411,7 +413,7 @@ format! {
     }
 }
 
-/// Converts the 16 signed bytes of two words to f32.
+/// Converts two words, which hold 16 signed bytes, to f32.
 ///
 /// # Safety
 /// The caller must be compiled for `S`.
@@ -463,7 +465,7 @@ format! {
     /// 32 bytes of third bits, 64 bytes of 2-bit elements, 16 6-bit scales, and a factor.
     q3_k(block: 110, sink) {
         let (d, four) = (S::splat_f16(bits_at(block, 108)), word_at(block, 96));
-        // One byte holds the upper two bits of four scales.
+        // Each byte holds the upper two bits of four scales.
         let top = u64::from(u32::from_le(pod_read_unaligned(&block[104..108])));
         let top = [top | ((top >> 2) << 32), (top >> 4) | ((top >> 6) << 32)];
         let scales = sixteen::<S>([
@@ -476,7 +478,7 @@ format! {
             let factor = S::mul(d, S::splat(scale - 32.0));
             let (of, mut sum) = (BlockFactors { at: 16 * group, factor, minimum: None }, S::splat(0.0));
             for i in (0..16).step_by(S::LANES) {
-                // Without its third bit, an element is smaller by four.
+                // If its third bit is 0, an element is smaller by four.
                 let two = S::sub(S::load_bits(low.add(i), 2 * run, 3), S::splat(4.0));
                 let third = S::load_bits(high.add(i), 4 * half + run, 1);
                 sum = sink.take(of, i, S::mul_add(third, S::splat(4.0), two), sum);
@@ -494,8 +496,8 @@ format! {
 unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     let word = |at: usize| u32::from_le(pod_read_unaligned(&block[at..at + 4]));
     let (first, last) = ([word(4), word(8)], word(12));
-    // The first four scales and minima have a byte each. The others have half a byte, and their upper two
-    // bits are the top bits of those bytes.
+    // The first four scales and minima have a byte each. The last four have half a byte each, and their upper
+    // two bits are the top bits of the first four's bytes.
     let top = first.map(|word| ((word >> 6) & 0x0303_0303) << 4);
     let last = [(last & 0x0f0f_0f0f) | top[0], ((last >> 4) & 0x0f0f_0f0f) | top[1]];
     let eight = |i: usize| u64::from(first[i] & 0x3f3f_3f3f) | (u64::from(last[i]) << 32);
@@ -503,7 +505,7 @@ unsafe fn scales_and_minima<S: Simd>(block: &[u8]) -> [f32; 16] {
     unsafe { sixteen::<S>([eight(0), eight(1)]) }
 }
 
-/// Consumes a `Q4_K` or `Q5_K` block: 128 bytes of 4-bit elements, and their fifth bits, if any.
+/// Passes a `Q4_K` or `Q5_K` block to a sink: 128 bytes of 4-bit elements, and their fifth bits, if any.
 ///
 /// # Safety
 /// The same as for [`bytes`]. `fifth` must have 32 bytes.
@@ -554,7 +556,8 @@ format! {
 }
 
 format! {
-    /// 128 bytes with four bits per element, 64 bytes with two more, 16 signed scales, and a factor.
+    /// 128 bytes with four bits per element, 64 bytes with two more bits per element, 16 signed scales, and a
+    /// factor.
     q6_k(block: 210, sink) {
         let d = S::splat_f16(bits_at(block, 208));
         let scales = sixteen::<S>([word_at(block, 192), word_at(block, 200)]);

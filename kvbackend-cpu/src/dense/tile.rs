@@ -7,7 +7,7 @@ use crate::simd::Simd;
 /// Number of matrix rows to process at a time.
 pub(super) const COLUMNS: usize = 8;
 
-/// Matrix rows in f32, which begin `stride` elements apart.
+/// Matrix rows as f32 values. The rows begin `stride` elements apart.
 #[derive(Clone, Copy)]
 pub(super) struct Columns<'a> {
     pub values: &'a [f32],
@@ -22,8 +22,9 @@ impl Columns<'_> {
     }
 }
 
-/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, at most [`COLUMNS`]. The rows of `w` and
-/// `x` have `input` elements. With `ahead`, prefetches the memory after `w`, which is used next.
+/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`. There may be at most [`COLUMNS`] rows. The
+/// rows of `w` and `x` must have `input` elements. If `ahead` is set, prefetches the memory after `w`, which
+/// is used next.
 ///
 /// # Safety
 /// In each of `rows` rows, `y` must be valid for writes of as many elements as `w` has rows, and no other
@@ -37,11 +38,12 @@ pub(super) unsafe fn columns<S: Simd>(
 ) {
     let whole = w.stride >= input && w.values.len() >= w.count * w.stride;
     assert!(x.len() == rows * input && whole, "whole rows");
-    // Rows are processed in runs of equal length that registers can hold. The depth is chosen so that the
-    // matrix rows fill half of the first-level cache (32 KiB, or 48 with more registers).
+    // Rows are processed in runs of equal length whose sums fit in registers. The depth is chosen so that the
+    // matrix rows fill half of the first-level cache (32 KiB, or 48 KiB on processors with more registers).
     let (most, depth_of_all) = if S::REGISTERS >= 32 { (6, 1024) } else { (3, 512) };
     let runs = rows.div_ceil(most);
-    // The parts are equal, because a short one would spend more time on its sums than on its products.
+    // The parts have equal lengths, because a short part would spend more time on its final sums than on its
+    // products.
     let depth_of_all = input.div_ceil(input.div_ceil(depth_of_all).max(1)).next_multiple_of(S::LANES);
     for from in (0..input).step_by(depth_of_all.max(1)) {
         let depth = depth_of_all.min(input - from);
@@ -68,7 +70,7 @@ pub(super) unsafe fn columns<S: Simd>(
     }
 }
 
-/// The rows and columns of one tile.
+/// The operands and the output of one tile.
 ///
 /// `x` and `w` point to rows of `depth` elements, which are `input` and `w_stride` elements apart. `y` points
 /// to the products, whose rows are `stride` elements apart.
@@ -120,7 +122,7 @@ impl ProductTile {
         }
     }
 
-    /// Returns the tile moved to a column.
+    /// Returns the tile that begins at the given column of this tile.
     ///
     /// # Safety
     /// `w` and `y` must have the column.
@@ -143,8 +145,8 @@ impl ProductTile {
             let mut sums = [[S::splat(0.0); C]; R];
             let mut i = 0;
             while i + S::LANES <= depth {
-                // The rows' elements stay in registers next to the sums; one more register holds each
-                // column's elements in turn.
+                // The elements of `x` and the sums stay in registers; one more register holds the elements of
+                // each column in turn.
                 let mut of_x = [S::splat(0.0); R];
                 for (r, of_x) in of_x.iter_mut().enumerate() {
                     *of_x = S::load(x.add(r * input + i));

@@ -1,8 +1,8 @@
-//! Products of many rows on the matrix unit (AMX). They are as exact as f32 sums, because both operands are
-//! split into sums of bf16 numbers.
+//! Products of many rows on the matrix unit (AMX). The products are as exact as in f32, because both operands
+//! are split into sums of bf16 numbers.
 //!
-//! The rows of `x` become tile columns, once for the whole matrix. The matrix rows become tile rows, 32 at a
-//! time, which stay in the second-level cache while all rows of `x` are multiplied by them.
+//! The rows of `x` are written to tile columns, once for the whole matrix. The matrix rows are written to
+//! tile rows, 32 at a time, and stay in the second-level cache while all rows of `x` are multiplied by them.
 
 use std::arch::x86_64::{
     __m512, __m512i, _mm512_add_ps, _mm512_castsi512_ps, _mm512_fpclass_ps_mask, _mm512_loadu_ps,
@@ -21,25 +21,25 @@ use crate::simd::{Simd, SimdLevel};
 use crate::workers::Workers;
 
 // Decision: docs/decisions/backend-cpu.md#the-matrix-unit-multiplies-many-rows-in-bf16-parts
-/// Minimum number of rows for which the matrix unit is faster than vectors, by the number of parts per matrix
-/// element.
+/// Minimum number of rows for which the matrix unit is faster than vectors, for one, two and three bf16 parts
+/// per matrix element.
 const LEAST: [usize; PARTS] = [16, 20, 24];
 /// Number of elements per row of a bf16 tile.
 const PAIRS: usize = 2 * ROWS;
 /// Number of matrix rows to process at a time.
 const COLUMNS: usize = 2 * ROWS;
-/// Number of elements of a row to process at a time. Longer sums lose digits.
+/// Maximum number of elements of a row to process at a time. Longer sums lose precision.
 const DEPTH: usize = 1024;
-/// A multiple of every block type's number of elements.
+/// A multiple of the number of elements per block for every stored type.
 const BLOCK: usize = 256;
-/// Bytes of parts of `x` to process at a time. Together with the matrix's parts they fit in the second-level
-/// cache.
+/// Approximate size of the parts of `x` to process at a time, in bytes. They fit in the second-level cache
+/// together with the parts of the matrix.
 const BYTES: usize = 1280 << 10;
 
 thread_local! {
-    /// The rows of `x` split into parts, read by all threads of a call.
+    /// The rows of `x`, split into parts. All threads of a call read them.
     static PACKED: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
-    /// One thread's memory for matrix rows and sums.
+    /// This thread's buffer for matrix rows and sums.
     static MEMORY: RefCell<Vec<f32>> = const { RefCell::new(Vec::new()) };
 }
 
@@ -54,11 +54,12 @@ fn lines(memory: &mut Vec<f32>, bytes: usize) -> &mut [u8] {
     &mut memory[start..start + bytes]
 }
 
-/// Returns the number of bf16 parts that represent any element of a type exactly.
+/// Returns the number of bf16 parts needed to represent any element of a type exactly.
 fn parts(dtype: StoredType) -> usize {
     match dtype {
         StoredType::BF16 => 1,
-        // Elements with 11 significant bits, and 11-bit factors times codes of at most 4 bits.
+        // f16 has 11 significant bits. Elements of the other two types are an 11-bit factor times a code of
+        // at most 4 bits.
         StoredType::F16 | StoredType::Q4_0 | StoredType::Q5_0 => 2,
         _ => PARTS,
     }
@@ -80,7 +81,7 @@ pub(super) fn multiply(
     }
     let input = matrix.input;
     assert!(x.len() == rows * input, "whole rows");
-    // Elements and rows in runs of about equal length.
+    // Elements and rows are split into runs of about equal length.
     let depths = input.div_ceil(DEPTH);
     let depth = |i: usize| (input * i / depths).next_multiple_of(BLOCK).min(input);
     let most = (0..depths).map(|i| depth(i + 1) - depth(i)).max().unwrap_or(0);
@@ -114,7 +115,7 @@ pub(super) fn multiply(
     true
 }
 
-/// A range of elements of some rows of `x`, to multiply by the same elements of all matrix rows.
+/// One pass: multiplies a range of elements in some rows of `x` by the same elements of all matrix rows.
 ///
 /// `packed` must have room for the rows' tiles. `y` must have rows of `matrix.out` f32 elements and include
 /// `rows`.
@@ -133,13 +134,13 @@ impl UnitPass<'_> {
         self.depth.len().div_ceil(PAIRS)
     }
 
-    /// Returns the parts of a tile of `x`'s rows.
+    /// Returns the parts of tile `tile` of the rows of `x`.
     fn tile(&self, tile: usize) -> *mut u8 {
         let bytes = self.steps() * PARTS * TILE_BYTES;
         self.packed.at(tile * bytes, bytes)
     }
 
-    /// Writes a tile's rows as columns, with zeros for missing rows.
+    /// Writes the rows of a tile to `packed` as columns, with zeros for missing rows.
     ///
     /// # Safety
     /// The processor must support AVX-512. `rows` and `depth` must be inside `x`, and no other code may
@@ -172,7 +173,7 @@ impl UnitPass<'_> {
         }
     }
 
-    /// Computes a range of columns of `y`, or adds to them if earlier elements have been multiplied already.
+    /// Computes a range of columns of `y`, or adds to them if this is not the first range of elements.
     ///
     /// # Safety
     /// The processor must support AMX with bf16, and this thread must not have [`AmxTiles`]. `put_rows` must
@@ -200,7 +201,8 @@ impl UnitPass<'_> {
                     2 => self.put_columns::<2>(taken.clone(), weights, decoded),
                     _ => self.put_columns::<PARTS>(taken.clone(), weights, decoded),
                 }
-                // If the second tile is missing, the first one is used again; its sums are not read.
+                // If there is no second tile, the first one is used again, and the sums of the second are not
+                // read.
                 let second = if taken.len() > ROWS { tile_bytes } else { 0 };
                 let rows = [weights.cast_const(), weights.add(second).cast_const()];
                 for i in (0..row_tiles).step_by(2) {
@@ -218,8 +220,8 @@ impl UnitPass<'_> {
         }
     }
 
-    /// Writes matrix rows `columns`, at most [`COLUMNS`], to tiles in `N` parts, with zeros for missing
-    /// elements.
+    /// Writes matrix rows `columns` to tiles in `N` parts, with zeros for missing elements. There may be at
+    /// most [`COLUMNS`] rows.
     ///
     /// # Safety
     /// `to` must be valid for writes of two tiles in `N` parts for each step, and `decoded` must have room
@@ -269,8 +271,8 @@ impl UnitPass<'_> {
         }
     }
 
-    /// Stores a tile of sums. Its rows are `columns` of `y`, at most 16, and its columns are the rows of a
-    /// tile of `x`. A sum that is not finite is recomputed in f32.
+    /// Stores a tile of sums in `y`. The tile's rows are `columns` of `y`, of which there may be at most 16,
+    /// and its columns are the rows of tile `tile` of `x`. Sums that are not finite are recomputed in f32.
     ///
     /// # Safety
     /// `sums` must be an f32 tile. The rows must be rows of this pass, and no other code may access these
@@ -297,7 +299,7 @@ impl UnitPass<'_> {
                     sum = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, y), sum);
                 }
                 _mm512_mask_storeu_ps(y, lanes, sum);
-                // Both kinds of NaN, and both infinities.
+                // The mask selects quiet and signalling NaN, and both infinities.
                 not_finite[j] = _mm512_fpclass_ps_mask::<0b1001_1001>(sum) & lanes;
                 any |= not_finite[j];
             }
@@ -307,8 +309,8 @@ impl UnitPass<'_> {
         }
     }
 
-    /// Recomputes the results that are not finite, without splitting operands into bf16 parts: infinity times
-    /// a part of 0 would give NaN. `masks[i]` selects the columns, starting at `from`, of row `first + i`.
+    /// Recomputes the selected results without splitting operands into bf16 parts, because infinity times a
+    /// part of 0 gives NaN. Bit `j` of `masks[i]` selects column `from + j` of row `first + i`.
     ///
     /// # Safety
     /// The same as for [`store`](Self::store), with the same tile. The processor must support AVX-512.
@@ -332,14 +334,14 @@ impl UnitPass<'_> {
     }
 }
 
-/// Returns a mask of the first `n` lanes, or of all lanes if there are fewer.
+/// Returns a mask of the first `n` lanes, or of all lanes if `n` exceeds their number.
 #[inline(always)]
 fn first_lanes(n: usize) -> u32 {
     ((1u64 << n.min(PAIRS)) - 1) as u32
 }
 
-/// Returns one step's elements of a row of `depth` elements, split into `N` parts, with zeros past the end of
-/// the row.
+/// Returns the elements of one step of a row, split into `N` parts, with zeros past the end of the row. The
+/// row has `depth` elements.
 ///
 /// # Safety
 /// The row must be valid for reads, and have the step's first element. The caller must be compiled for

@@ -1,4 +1,4 @@
-//! Whole blocks: copies within an arena and between arenas, and copies with rotated keys.
+//! Copies whole blocks within an arena or between arenas, with or without rotating their keys.
 
 use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, SwapBlocks};
 
@@ -64,7 +64,7 @@ impl Fast {
     fn copy_layers(&self, src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
         let layout = src.layout();
         let layers = layout.shape().num_layers;
-        // Large layers are locked one by one, so that operations on other layers can continue.
+        // If layers are large, they are copied one by one, so that operations on other layers can continue.
         let step = if self.streams(layout.block_bytes() / layers * pairs.len()) { 1 } else { layers };
         for first in (0..layers).step_by(step) {
             let copy = BlockPairs::new((src, dst), first..first + step, pairs);
@@ -74,7 +74,7 @@ impl Fast {
         Ok(())
     }
 
-    /// Copies codes, and the scales stored per block.
+    /// Copies a plane's codes, and its scales if they are stored per block.
     fn copy_plane(&self, copy: &BlockPairs, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         let codes = (RowLayout::codes(src), RowLayout::codes(dst));
         let (from, to) = copy.spans(src, dst);
@@ -115,7 +115,7 @@ impl Fast {
     }
 }
 
-/// Block pairs, and the layers to copy.
+/// The pairs of blocks to copy, and the layers to copy them in.
 pub(super) struct BlockPairs<'a> {
     /// The source and destination arenas.
     arenas: (&'a KvArena, &'a KvArena),
@@ -124,7 +124,7 @@ pub(super) struct BlockPairs<'a> {
     pairs: &'a [(BlockId, BlockId)],
 }
 
-/// The shape of the longest runs of rows that are adjacent in both arenas.
+/// The shape of the longest runs of rows that are contiguous in both arenas.
 #[derive(Clone, Copy)]
 struct RunShape {
     /// Number of rows in a run.
@@ -144,7 +144,7 @@ impl<'a> BlockPairs<'a> {
         Self { arenas, layers, block_size: arenas.0.layout().shape().block_size, pairs }
     }
 
-    /// Returns the bytes of the layers in a plane of the source and in one of the destination.
+    /// Returns the bytes of the layers in a plane of the source and in a plane of the destination.
     pub(super) fn spans<'b>(&self, src: &KvPlane<'b>, dst: &KvPlane<'b>) -> (PlaneSpans<'b>, PlaneSpans<'b>) {
         let (from, to) = self.arenas;
         (PlaneSpans::new(from, src, &self.layers), PlaneSpans::new(to, dst, &self.layers))
@@ -154,12 +154,13 @@ impl<'a> BlockPairs<'a> {
         self.pairs.len()
     }
 
-    /// Returns the number of rows per head.
+    /// Returns the number of rows to copy per head.
     pub(super) fn rows(&self) -> usize {
         self.layers.len() * self.pairs.len() * self.block_size
     }
 
-    /// Returns the longest run that is dense in both arenas: a whole block, a token, a head, or a row.
+    /// Returns the shape of the longest runs that are contiguous in both arenas: whole blocks, tokens, heads,
+    /// or rows.
     fn run(&self, heads: usize, a: RowLayout, b: RowLayout) -> RunShape {
         let dense = |rows: usize, inner: usize, outer: Option<usize>| {
             [a, b].iter().all(|layout| {
@@ -181,7 +182,7 @@ impl<'a> BlockPairs<'a> {
         }
     }
 
-    /// Returns the first rows of some pairs' runs, in the source and in the destination.
+    /// Returns the first row of each run of the given pairs, in the source and in the destination.
     fn runs(
         &self,
         run: RunShape,
@@ -202,7 +203,7 @@ impl<'a> BlockPairs<'a> {
         })
     }
 
-    /// Returns head 0's rows for all tokens of some pairs, in the source and in the destination.
+    /// Returns the row of head 0 for each token of the given pairs, in the source and in the destination.
     pub(super) fn tokens(&self, pairs: std::ops::Range<usize>) -> impl Iterator<Item = (RowAt, RowAt)> {
         self.runs(RunShape { rows: 1, by_head: false, by_token: true }, 1, pairs)
     }

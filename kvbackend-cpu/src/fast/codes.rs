@@ -1,4 +1,4 @@
-//! Conversion of codes to f32 and back, one row at a time, with the same bits as the reference
+//! Converts codes to f32 and back, one row at a time. The results have the same bits as the reference's
 //! (`kvcore::base::quant`).
 //!
 //! The loops have no branches, so that the compiler can vectorise them for the instruction set in use.
@@ -14,7 +14,7 @@ use crate::simd::{Simd, SimdTask, narrow, widen};
 /// bits.
 const NEAREST: f32 = 12_582_912.0; // 1.5 · 2²³
 
-/// Checks that rows of a format can be decoded and encoded.
+/// Checks that rows of a format can be decoded and encoded here.
 ///
 /// # Errors
 /// Returns [`kvcore::Error::Unsupported`] for any other format.
@@ -25,7 +25,8 @@ pub(super) fn check(format: KvFormat) -> Result<()> {
     }
 }
 
-/// Decodes one row: `dim` elements of a float type, or codes in whole groups and their scales.
+/// Decodes one row to f32. The row has `dim` elements of a float type, or whole groups of codes and their
+/// scales.
 ///
 /// # Safety
 /// `codes` must be valid for reads of `dim` codes of `format`, `scales` for reads of their scales if the
@@ -52,7 +53,7 @@ pub(super) struct EncodeRow {
     pub(super) format: KvFormat,
     pub(super) from: *const f32,
     pub(super) codes: *mut u8,
-    /// Scales: written for formats with groups, only read for fp8.
+    /// The row's scales, which are written for formats with groups, and only read for fp8.
     pub(super) scales: *mut u8,
     pub(super) dim: usize,
 }
@@ -176,7 +177,8 @@ unsafe fn times<S: Simd>(codes: *const i8, step: f32, to: *mut f32, n: usize) {
     }
 }
 
-/// Computes `to[i] = codes[i] * step` like [`times`], but with two codes per byte, the first in the low half.
+/// Computes `to[i] = codes[i] * step` like [`times`], but for two codes per byte, with the first code in the
+/// low half.
 ///
 /// # Safety
 /// `codes` must be valid for reads of `group / 2` bytes, and `to` for writes of `group` elements. The caller
@@ -189,7 +191,7 @@ unsafe fn nibbles<S: Simd>(codes: *const u8, step: f32, mut to: *mut f32, group:
     unsafe {
         for part in slice(codes, group / 2).chunks(32) {
             for (pair, byte) in wide.chunks_exact_mut(2).zip(part) {
-                // An arithmetic shift extends the sign.
+                // An arithmetic right shift extends the sign.
                 pair[0] = (byte << 4).cast_signed() >> 4;
                 pair[1] = byte.cast_signed() >> 4;
             }
@@ -213,7 +215,7 @@ unsafe fn put_scale(kind: IntKind, group: &[f32], scales: *mut u8, g: usize) -> 
     scale.to_f32()
 }
 
-/// Writes the nearest codes of `row / step`, or 0 for all if `step` is 0 or NaN.
+/// Writes the codes nearest to `row / step`, or only zeros if `step` is 0 or NaN.
 #[inline(always)]
 fn integers(row: &[f32], step: f32, limit: f32, codes: &mut [u8]) {
     if step > 0.0 {
@@ -230,14 +232,14 @@ fn integers(row: &[f32], step: f32, limit: f32, codes: &mut [u8]) {
 
 /// The parameters of an 8-bit float format.
 struct Fp8Parameters {
-    /// Number of f32 mantissa bits that are dropped.
+    /// Number of f32 mantissa bits that the format drops.
     dropped: u32,
-    /// Difference between the exponent biases of f32 and the format, shifted to the exponent's place in a
-    /// code.
+    /// Difference between the exponent biases of f32 and the format, shifted to the position of a code's
+    /// exponent.
     bias: u32,
     max: f32,
     smallest_normal: f32,
-    /// Reciprocal of the smallest positive number.
+    /// Reciprocal of the format's smallest positive number.
     per_smallest: f32,
     infinity: u32,
 }
@@ -260,7 +262,8 @@ const E5M2: Fp8Parameters = Fp8Parameters {
     infinity: 0x7c,
 };
 
-/// Writes the nearest codes of `row / scale`, ties to even; finite numbers saturate.
+/// Writes the codes nearest to `row / scale`, rounding ties to even. Finite numbers that are too large
+/// saturate.
 #[inline(always)]
 fn floats(float: &Fp8Parameters, row: &[f32], scale: f32, codes: &mut [u8]) {
     for (code, x) in codes.iter_mut().zip(row) {

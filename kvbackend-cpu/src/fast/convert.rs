@@ -1,5 +1,5 @@
-//! Converts rows from one format to another, and rotates them if requested. Everything that moves to or from
-//! a quantised cache goes through this.
+//! Converts rows from one format to another, and rotates them if requested. All rows moved to or from a
+//! quantised cache are converted here.
 
 use kvcore::{
     BlockId, Dequantize, Gather, KvArena, KvFormat, KvPlane, Quantize, Result, RotateKeys, Rotation,
@@ -17,10 +17,10 @@ use crate::plane::{PlaneSpans, RowAt, RowLayout};
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdTask};
 
-/// Maximum number of elements in a row that is kept on the stack.
+/// Maximum number of elements of a row buffer that is kept on the stack.
 const ROW: usize = 512;
 
-/// The rows on one side: elements of a float type, or codes and scales.
+/// The source or destination rows of a conversion: elements of a float type, or codes and scales.
 #[derive(Clone, Copy)]
 struct RowSide<B> {
     format: KvFormat,
@@ -83,7 +83,8 @@ fn target<'a>(plane: &KvPlane, spans: &PlaneSpans, locked: &Locked<'a>) -> Resul
     Ok(RowSide::new(plane, locked.target(&spans.codes)?, scales))
 }
 
-/// Converts rows of `dim` elements from one place to another, and rotates them to a position if requested.
+/// Converts rows of `dim` elements from one format to another, and rotates each row to its position if
+/// requested.
 ///
 /// # Safety
 /// No other thread may access the rows being written, and no row may be both read and written. The formats of
@@ -92,7 +93,7 @@ struct ConvertRows<'a, I> {
     from: RowSide<Origin<'a>>,
     to: RowSide<Destination<'a>>,
     dim: usize,
-    /// The table with the positions, and the factor to multiply rotated rows by.
+    /// The table to rotate with, and the factor to multiply rotated rows by.
     table: Option<(&'a RotationTable, f32)>,
     offsets: I,
 }
@@ -125,7 +126,7 @@ impl<I: Iterator<Item = (RowOffsets, RowOffsets, i64)>> SimdTask for ConvertRows
     }
 }
 
-/// Returns the byte offset of a head's row in a view.
+/// Returns the byte offsets of a head's row in a view.
 fn row_of(view: &TensorView, row: usize, head: usize) -> RowOffsets {
     let at = view.offset() + row * view.strides()[0] + head * view.strides()[1];
     RowOffsets { codes: at * view.dtype().bits() / 8, scales: 0 }

@@ -1,7 +1,8 @@
-//! Moves rows to the slots of another engine's cache, and back.
+//! Copies rows to the slots of another engine's cache, and back.
 //!
-//! Tokens that are adjacent in one of the engine's blocks are moved together, head by head. They are rotated
-//! into a small buffer, and copied from there in the engine's order, which fills whole cache lines.
+//! Tokens that are adjacent in one of the engine's blocks are copied together, head by head. Their rows are
+//! rotated into a small buffer, and copied from the buffer in the engine's order, which fills whole cache
+//! lines.
 
 use std::ops::Range;
 
@@ -17,11 +18,11 @@ use crate::plane::PlaneSpans;
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdElement, SimdTask};
 
-/// Size of a cache line in bytes. Lines are filled completely before they are written past the caches.
+/// Size of a cache line in bytes. Only complete lines are written past the caches.
 const LINE: usize = 64;
 const LINES: usize = 4096;
 
-/// A buffer that lines are filled in.
+/// A buffer in which cache lines are filled.
 #[repr(align(64))]
 struct Lines([u8; LINES]);
 
@@ -29,13 +30,14 @@ struct Lines([u8; LINES]);
 struct AdjacentTokens<'a> {
     /// The tokens' slots in the arena.
     ours: &'a [i64],
-    /// The engine's block, and the index of the first token in it.
+    /// The engine's block, and the index of the run's first token in the block.
     block: usize,
     token: usize,
     delta: i64,
 }
 
-/// Splits the tokens of a transfer into runs. Pairs with a negative slot are skipped.
+/// Splits the tokens of a transfer into runs, and appends them to `runs`. Tokens with a negative engine slot
+/// are skipped.
 fn runs<'a>(
     runs: &mut Vec<AdjacentTokens<'a>>,
     ours: &'a [i64],
@@ -59,14 +61,14 @@ fn runs<'a>(
     }
 }
 
-/// One layer's keys or values, on both sides.
+/// One layer's keys or values, in the arena and in the engine's cache.
 #[derive(Clone, Copy)]
 struct LayerPlaces<'a> {
     layer: usize,
-    /// The rows in the arena, and the number of tokens per block.
+    /// The strides of the rows in the arena, and the number of tokens per block of the arena.
     strides: PlaneStrides,
     block_size: usize,
-    /// The head blocks in the engine's memory.
+    /// The plane in the engine's memory.
     theirs: &'a ForeignPlane,
     shape: &'a ForeignShape,
     size: usize,
@@ -86,7 +88,7 @@ impl<'a> LayerPlaces<'a> {
         }
     }
 
-    /// Returns the offset of a head's row in the arena, in bytes.
+    /// Returns the byte offset of a head's row in the arena.
     #[inline(always)]
     fn row(&self, slot: i64, head: usize) -> usize {
         let slot = slot as usize;
@@ -98,13 +100,13 @@ impl<'a> LayerPlaces<'a> {
         self.shape.dim * self.size
     }
 
-    /// Returns the offset of a block's head in the engine's memory, in bytes.
+    /// Returns the byte offset of one head of a block in the engine's memory.
     #[inline(always)]
     fn piece(&self, block: usize, head: usize) -> usize {
         (self.theirs.start + block * self.theirs.block + head * self.theirs.head) * self.size
     }
 
-    /// Returns the number of bytes from the first to the last of a block's head.
+    /// Returns the size in bytes of one head of a block, from its first to its last element.
     #[inline(always)]
     fn piece_bytes(&self) -> usize {
         let elements = match self.theirs.order {
@@ -115,7 +117,7 @@ impl<'a> LayerPlaces<'a> {
     }
 }
 
-/// Moves runs of tokens to the engine, for one plane of one layer.
+/// Copies runs of tokens from the arena to the engine, for one plane of one layer.
 ///
 /// # Safety
 /// No other thread may access the elements being written, and the rotary dimension of `angles` must be at
@@ -127,11 +129,11 @@ struct LoadRuns<'a> {
     runs: &'a [AdjacentTokens<'a>],
     /// The rotation to apply to keys.
     angles: Option<&'a RotationTable>,
-    /// Whether to bypass the caches where whole lines are written.
+    /// Whether writes of whole cache lines bypass the caches.
     stream: bool,
 }
 
-/// Moves runs of tokens to the arena, for one plane of one layer.
+/// Copies runs of tokens from the engine to the arena, for one plane of one layer.
 ///
 /// # Safety
 /// No other thread may access the elements being written.
@@ -177,7 +179,7 @@ impl SimdTask for SaveRuns<'_> {
     }
 }
 
-/// Moves all runs of a [`LoadRuns`].
+/// Copies all runs of a [`LoadRuns`].
 ///
 /// # Safety
 /// The conditions of [`LoadRuns`] must hold, and the caller must be compiled for the instruction set of `S`.
@@ -249,7 +251,7 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &LoadRuns<'_>) {
                     }
                     ForeignOrder::KeyTiles => {
                         tiles(run.token, rows.len(), |at, tile, token| {
-                            // A pair of 2-byte elements is moved like one 4-byte element.
+                            // A pair of 2-byte elements is copied as one 4-byte element.
                             let rows = std::slice::from_raw_parts(rows[at.start..].as_ptr().cast(), at.len());
                             let to = piece.add(tile * 16 * dim + 2 * token).cast::<f32>();
                             columns::<S, f32>(rows, 0..dim / 2, to, 16);
@@ -270,7 +272,7 @@ unsafe fn load<S: Simd, E: SimdElement>(task: &LoadRuns<'_>) {
     }
 }
 
-/// Moves all runs of a [`SaveRuns`].
+/// Copies all runs of a [`SaveRuns`].
 ///
 /// # Safety
 /// The conditions of [`SaveRuns`] must hold, and the caller must be compiled for the instruction set of `S`.
@@ -322,8 +324,9 @@ unsafe fn save<S: Simd, E: SimdElement>(task: &SaveRuns<'_>) {
     }
 }
 
-/// Calls `work` for each tile of 16 tokens. Its arguments are the range of the tile's tokens among the `len`
-/// tokens starting at `first`, the tile's index, and the first token inside the tile.
+/// Splits `len` tokens starting at `first` at the boundaries of 16-token tiles, and calls `work` for each
+/// part. Its arguments are the part's range among these tokens, the index of the tile, and the index of the
+/// part's first token in the tile.
 #[inline(always)]
 fn tiles(first: usize, len: usize, mut work: impl FnMut(Range<usize>, usize, usize)) {
     let mut at = 0;
@@ -335,7 +338,7 @@ fn tiles(first: usize, len: usize, mut work: impl FnMut(Range<usize>, usize, usi
     }
 }
 
-/// Copies whole lines past the caches.
+/// Copies whole cache lines, bypassing the caches.
 ///
 /// # Safety
 /// `from` must be valid for reads and `to` for writes of `bytes` bytes, and they must not overlap. `bytes`
@@ -351,11 +354,10 @@ unsafe fn stream_lines<S: Simd>(from: *const u8, to: *mut u8, bytes: usize) {
     }
 }
 
-/// Writes `to[(i - first) * stride + t] = rows[t][i]` for each element `i` in `elements`, where `first` is
-/// the first of them.
+/// Writes `to[(i - elements.start) * stride + t] = rows[t][i]` for each `i` in `elements`.
 ///
 /// # Safety
-/// Each row must have the elements. For each element, `to` must have room for `rows.len()` elements at a
+/// Each row must have all of `elements`. For each of them, `to` must have room for `rows.len()` elements at a
 /// distance of `stride`. The two sides must not overlap. The caller must be compiled for the instruction set
 /// of `S`.
 #[inline(always)]
@@ -433,7 +435,7 @@ unsafe fn from_columns<S: Simd, E: SimdElement>(from: *const E, stride: usize, r
     }
 }
 
-/// Runs of tokens to move, each in all layers.
+/// The runs of tokens to copy in every layer.
 struct Moved<'a> {
     cache: &'a ForeignCache,
     arena: &'a KvArena,
@@ -448,20 +450,20 @@ impl<'a> Moved<'a> {
             .map(|plane| PlaneSpans::new(self.arena, &plane, &layers).codes)
     }
 
-    /// Returns the memory of the engine's keys and values, layer by layer.
+    /// Returns the memory of the engine's keys and values in each layer.
     fn theirs(&self) -> Vec<ByteSpan<'a>> {
         let planes = self.cache.layers().iter().flatten();
         planes.map(|plane| ByteSpan::new(&plane.storage, 0..plane.storage.len())).collect()
     }
 
-    /// Returns the number of bytes written.
+    /// Returns the total number of bytes to write.
     fn bytes(&self) -> usize {
         let shape = self.cache.shape();
         let tokens: usize = self.runs.iter().map(|run| run.ours.len()).sum();
         2 * self.cache.layers().len() * tokens * shape.heads * shape.dim * shape.dtype.bits() / 8
     }
 
-    /// Calls `work` with each layer's runs, split into parts for the threads of `fast`.
+    /// Calls `work` with each layer and its runs, split into parts for the threads of `fast`.
     fn each(&self, fast: &Fast, work: impl Fn(usize, &[AdjacentTokens<'a>]) + Sync) {
         let count = self.runs.len();
         let units = self.cache.layers().len() * count;

@@ -1,4 +1,4 @@
-//! Locks all parts of storages that an operation reads and writes at once. A part may be both read and
+//! Locks all parts of storages that an operation reads or writes, at once. A part may be both read and
 //! written.
 
 use kvcore::Result;
@@ -41,12 +41,12 @@ impl<'a> Locked<'a> {
         self.0.iter().find(holds).ok_or_else(not_locked)
     }
 
-    /// Returns locked bytes, for reading.
+    /// Returns locked bytes, to read from.
     pub(super) fn origin(&self, span: &ByteSpan<'_>) -> Result<Origin<'a>> {
         self.find(span).map(|part| part.origin)
     }
 
-    /// Returns bytes locked for writing.
+    /// Returns bytes that are locked for writing.
     pub(super) fn target(&self, span: &ByteSpan<'_>) -> Result<Destination<'a>> {
         self.find(span)?.target.ok_or_else(not_locked)
     }

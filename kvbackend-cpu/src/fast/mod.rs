@@ -1,12 +1,13 @@
-//! Fast kernels: the same results as the reference kernels, at memory speed.
+//! Fast kernels, which compute the same results as the reference kernels at memory speed.
 //!
 //! ```text
 //!   stream ─► KernelTable ─► Fast::scatter, gather, …    parts for threads (Workers)
 //!                               └─► Task::run::<S>        one part, compiled for an instruction set
 //! ```
 //!
-//! Kernels that only move or rotate elements give the same bits as the reference. Attention adds in another
-//! order and uses its own exponential function, so it matches the reference up to rounding.
+//! Kernels that only move or rotate elements give the same bits as the reference. Attention adds in a
+//! different order and uses its own exponential function, so its results match the reference's up to
+//! rounding.
 
 mod attend;
 mod blocks;
@@ -40,7 +41,7 @@ impl Fast {
         Self { level, workers, thresholds }
     }
 
-    /// Returns the number of parts for `units` units of work that move `bytes` bytes in total.
+    /// Returns the number of parts to split `units` units of work into. Together, they move `bytes` bytes.
     fn parts(&self, units: usize, bytes: usize) -> usize {
         self.workers.parts(units, bytes, self.thresholds.bytes_per_thread)
     }
@@ -63,7 +64,7 @@ fn share(units: Range<usize>, part: usize, parts: usize) -> Range<usize> {
     at(part)..at(part + 1)
 }
 
-/// Returns one list of offsets for each queue of [`runs::CopyRuns`].
+/// Divides units between the queues of [`runs::CopyRuns`], and returns each queue's offsets.
 fn queues<I>(units: Range<usize>, offsets: impl Fn(Range<usize>) -> I) -> [I; runs::QUEUES] {
     std::array::from_fn(|queue| offsets(share(units.clone(), queue, runs::QUEUES)))
 }

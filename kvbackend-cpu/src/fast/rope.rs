@@ -12,7 +12,7 @@ impl Fast {
         let table = RotationTable::new(&op.rope, &op.positions)?;
         let (dtype, shape, strides) = (op.rows.dtype(), op.rows.shape(), op.rows.strides());
         let (size, dim, heads) = (dtype.bits() / 8, shape[2], shape[1]);
-        // The operation's check has rejected rows that share elements.
+        // Rows do not overlap, because the operation's check has rejected rows that share elements.
         let parts = self.parts(shape[0], op.rows.len() * size);
         let rows = ByteSpan::of(&op.rows)?;
         with_locked(&[], &[&rows], |locked| {

@@ -1,5 +1,5 @@
-//! Rotates rows with the reference's arithmetic: each product and each sum is rounded separately, so the bits
-//! are the same.
+//! Rotates rows with the reference's arithmetic: each product and each sum is rounded separately, so the
+//! results have the same bits.
 
 use std::sync::Arc;
 
@@ -9,12 +9,12 @@ use kvcore::{DType, Pairing, Result, Rope, RopeTable, Rotation};
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdElement, SimdTask};
 
-/// A RoPE table that contains all positions of a call.
+/// A RoPE table that contains all positions that a call needs.
 pub(super) struct RotationTable {
     table: Arc<RopeTable>,
     half: usize,
     pairing: Pairing,
-    /// The factor to multiply a row by when it is first rotated.
+    /// The factor to multiply a row by when it is rotated for the first time.
     pub(super) factor: f32,
 }
 
@@ -29,12 +29,12 @@ impl RotationTable {
         Self::new(&rotation.rope, &[rotation.delta])
     }
 
-    /// Creates a table for an operation whose check has already extended it to all its positions.
+    /// Creates a table for an operation whose check has already extended the RoPE's table to all positions.
     pub(super) fn of_checked(rope: &Rope) -> Result<Self> {
         Self::new(rope, &[])
     }
 
-    /// Returns the cosines and sines for the distance of `position` from 0, and the sign of the sines.
+    /// Returns the cosines and sines for `position`, which may be negative.
     #[inline(always)]
     pub(super) fn at(&self, position: i64) -> Angle<'_> {
         let at = position.unsigned_abs() as usize * self.half;
@@ -56,8 +56,8 @@ pub(super) struct Angle<'a> {
     pairing: Pairing,
 }
 
-/// Rotates all heads' rows of tokens. Each token is given as `(from, to, position)`, with offsets in bytes. A
-/// row may be rotated in place.
+/// Rotates the rows of all heads of the given tokens. A token is given as `(from, to, position)`, with
+/// offsets in bytes. Rows may be rotated in place.
 ///
 /// # Safety
 /// No other thread may access the rows being written. A row's source and destination must be equal or must
@@ -96,14 +96,14 @@ impl<I: Iterator<Item = (usize, usize, i64)>> SimdTask for RotateRows<'_, I> {
     }
 }
 
-/// How many bytes ahead of a row to prefetch.
+/// Distance from a row to the bytes prefetched with it, in bytes.
 const AHEAD: usize = 2048;
 
 /// A buffer in which a row is rotated before it is stored past the caches.
 #[repr(align(64))]
 struct RowBuffer([u8; 1024]);
 
-/// Rotates all rows of a task.
+/// Rotates all rows of `task`.
 ///
 /// # Safety
 /// The conditions of [`RotateRows`] must hold, and the caller must be compiled for the instruction set of
@@ -123,7 +123,7 @@ unsafe fn each<S: Simd, E: SimdElement, I: Iterator<Item = (usize, usize, i64)>>
             // aligned. The caller guarantees that source and destination are equal or apart, and a rotary
             // dimension of at most `dim`.
             unsafe {
-                // Rows usually follow each other.
+                // Rows are usually contiguous, so the bytes ahead are the next rows.
                 let mut ahead = 0;
                 while ahead < bytes {
                     S::prefetch(from.cast::<u8>().wrapping_add(AHEAD + ahead));
@@ -145,7 +145,7 @@ unsafe fn each<S: Simd, E: SimdElement, I: Iterator<Item = (usize, usize, i64)>>
     }
 }
 
-/// Rotates one row, in place or not, and copies the elements past the rotary dimension.
+/// Rotates one row, and copies the elements past the rotary dimension. The row may be rotated in place.
 ///
 /// # Safety
 /// `from` must be valid for reads and `to` for writes of `dim` aligned elements, and the two rows must be
@@ -174,7 +174,7 @@ pub(super) unsafe fn rotate<S: Simd, E: SimdElement>(
     }
 }
 
-/// Returns pairs `i..i + LANES` of a row, rotated. With `PLAIN`, factor and sign are ignored.
+/// Returns pairs `i..i + LANES` of a row after rotation. If `PLAIN` is true, factor and sign are ignored.
 ///
 /// # Safety
 /// With `half = angle.cos.len()`, `i + LANES` must be at most `half`, and `from` must be valid for reads of
@@ -234,7 +234,7 @@ unsafe fn half_split<S: Simd, E: SimdElement, const PLAIN: bool>(
     }
 }
 
-/// `−1, 1, −1, 1, …` for the longest vector.
+/// The signs `−1, 1, −1, 1, …`, as many as the longest vector has lanes.
 const ALTERNATING: [f32; 16] = {
     let mut signs = [1.0; 16];
     let mut i = 0;

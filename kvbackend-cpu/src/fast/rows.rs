@@ -1,4 +1,4 @@
-//! Scatter and gather: rows to slots, slots to rows.
+//! Scatter, which copies rows to slots, and gather, which copies slots to rows.
 
 use std::cell::{Cell, OnceCell, RefCell};
 use std::ops::Range;
@@ -13,30 +13,30 @@ use crate::movement::LayerMovement;
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdTask, narrow};
 
-/// How rows are divided into runs of equal size, by their offsets on both sides.
+/// A division of rows into runs of equal size that are contiguous on both sides.
 #[derive(Clone, Copy)]
 struct Cut {
     steps: Steps,
-    /// Number of runs per step: one, or one for each head.
+    /// Number of runs per step: one, or the number of heads.
     runs: usize,
     /// Number of elements per run.
     elements: usize,
 }
 
-/// How many rows form one step.
+/// The grouping of rows into steps.
 #[derive(Clone, Copy)]
 enum Steps {
     /// Each row is a step.
     Single,
-    /// A step has this many rows, whose slots are consecutive and start at a multiple of it. All other rows
-    /// are left out.
+    /// Each step has this many rows, whose slots are consecutive and start at a multiple of this number. All
+    /// other rows are left out.
     Joined(usize),
-    /// Each row that a `Joined` step of this size leaves out is a step.
+    /// Each row that is left out by `Joined` with the same number is a step.
     Rest(usize),
 }
 
 impl Steps {
-    /// Returns the first row of each step in a range.
+    /// Returns the first row of each step in a range of rows.
     fn rows(self, slots: &[i64], range: Range<usize>) -> impl Iterator<Item = usize> {
         let (count, joined) = match self {
             Self::Single => (1, false),
@@ -63,11 +63,12 @@ impl Steps {
     }
 }
 
-/// Maximum number of bytes of joined rows.
+/// Maximum total size of joined rows, in bytes.
 const JOINED: usize = 4096;
 
 impl LayerMovement<'_> {
-    /// Returns the division with one row per step. Heads that are adjacent on both sides form one run.
+    /// Returns the division with one row per step. If heads are adjacent on both sides, a row is a single
+    /// run.
     fn single(&self) -> Cut {
         let (heads, dim) = (self.plane.heads, self.plane.dim);
         let dense = heads == 1 || (self.rows.strides()[1] == dim && self.plane.strides.head == dim);
@@ -75,8 +76,8 @@ impl LayerMovement<'_> {
         Cut { steps: Steps::Single, runs, elements }
     }
 
-    /// Calls `work` with divisions until all rows are covered. Rows without gaps on either side are joined if
-    /// their slots are consecutive, as the slots of a block are.
+    /// Calls `work` with divisions that together cover all rows. Contiguous rows are joined if their slots
+    /// are also contiguous, like the slots of a block. `left` must start as the number of rows.
     fn each_cut(&self, left: &Cell<usize>, mut work: impl FnMut(Cut)) {
         let cut = self.single();
         let n = cut.elements;
@@ -92,8 +93,8 @@ impl LayerMovement<'_> {
         }
     }
 
-    /// Returns the first elements of some rows' runs, in the rows and in the plane. Padding is skipped.
-    /// `left` is decreased by the number of rows covered.
+    /// Returns the index of the first element of each run of the given rows, in the rows and in the plane.
+    /// Padding is skipped. Decreases `left` by the number of rows covered.
     fn offsets(
         &self,
         cut: Cut,
@@ -102,7 +103,8 @@ impl LayerMovement<'_> {
     ) -> impl Iterator<Item = (usize, usize)> {
         let (row_strides, strides) = (self.rows.strides(), self.plane.strides);
         let (layer, block_size, first) = (self.layer, self.block_size, self.rows.offset());
-        // If so, tokens of different blocks are as far apart as their slots, so no division is needed.
+        // If true, the distance between tokens depends only on their slots, even across blocks, so no
+        // division by the block size is needed.
         let linear = strides.block == block_size * strides.token;
         let count = if let Steps::Joined(count) = cut.steps { count } else { 1 };
         let slots = cut.steps.rows(self.slots, rows).map(move |row| {
@@ -127,11 +129,11 @@ impl LayerMovement<'_> {
 }
 
 thread_local! {
-    /// One bit for each slot.
+    /// One bit for each slot, which is set if the slot has occurred.
     static SEEN: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 
-/// Returns whether a slot is written twice, in which case threads must not share the work.
+/// Returns whether any slot is written twice. In that case, threads must not share the work.
 fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
     SEEN.with_borrow_mut(|seen| {
         seen.clear();
@@ -146,8 +148,9 @@ fn has_duplicates(slots: &[i64], num_slots: usize) -> bool {
 }
 
 impl Fast {
-    /// Returns the number of parts for threads, which must not write to the same slot. `twice` returns
-    /// whether a slot is written twice; it is called only if the answer matters.
+    /// Returns the number of parts to split a scatter into. Threads must not write to the same slot, so this
+    /// is 1 if `twice` returns true. `twice` checks whether any slot is written twice, and is called only if
+    /// its result matters.
     pub(super) fn parts_of_scatter(&self, m: &LayerMovement, twice: impl FnOnce() -> bool) -> usize {
         match self.parts(m.slots.len(), m.bytes()) {
             parts if parts > 1 && twice() => 1,
@@ -156,7 +159,7 @@ impl Fast {
     }
 
     pub(crate) fn scatter(&self, op: &Scatter) -> Result<()> {
-        // Both planes use the same slot mapping.
+        // Both planes use the same slot mapping, so it is checked only once.
         let twice = OnceCell::new();
         let twice = || *twice.get_or_init(|| has_duplicates(&op.slots, op.arena.layout().num_slots()));
         for (plane, rows, rotation) in
@@ -225,7 +228,7 @@ impl Fast {
             let size = dtype.bits() / 8;
             let stream = self.streams(m.bytes());
             let table = rotation.map(RotationTable::of_rotation).transpose()?;
-            // Rows do not overlap each other, even if they come from the same slot.
+            // Rows do not overlap, even if they are gathered from the same slot.
             let parts = self.parts(op.slots.len(), m.bytes());
             let (source, target) = (&m.spans.codes, m.span_of_rows()?);
             with_locked(&[source], &[&target], |locked| {
@@ -273,7 +276,7 @@ impl Fast {
     }
 }
 
-/// Rounds f32 rows into a cache with a narrower type. Offsets are in elements.
+/// Copies f32 rows to a cache with a narrower type, rounding each element. Offsets are in elements.
 ///
 /// # Safety
 /// `from` and `to` must not overlap, no other thread may access the elements being written, and `dtype` must

@@ -1,19 +1,19 @@
 //! Copies many equally sized runs of bytes.
 //!
-//! A single stream of loads waits for memory most of the time. Therefore four streams run side by side, each
-//! prefetches its next run, and stores do not read the line first. Together they reach the speed of
-//! `memcpy` on one large run.
+//! A single stream of loads waits for memory most of the time. Therefore, four streams run side by side, each
+//! one prefetches its next run, and stores do not read the cache line first. Together, the streams are as
+//! fast as `memcpy` on one large run.
 
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdTask};
 
 // Decision: docs/decisions/backend-cpu.md#large-copies-run-as-four-streams
-/// Number of queues of runs. The first runs of all queues are copied side by side.
+/// Number of queues of runs. One run of each queue is copied at the same time.
 pub(super) const QUEUES: usize = 4;
-/// Bytes of a cache line.
+/// Size of a cache line in bytes.
 const LINE: usize = 64;
 
-/// Copies runs of `bytes` bytes, from the first to the second offset of each pair.
+/// Copies runs of `bytes` bytes, each from the first to the second offset of a pair.
 ///
 /// # Safety
 /// No byte may be both read and written, and no other thread may access the bytes being written.
@@ -21,7 +21,7 @@ pub(super) struct CopyRuns<'a, I> {
     pub(super) from: Origin<'a>,
     pub(super) to: Destination<'a>,
     pub(super) bytes: usize,
-    /// Four lists of offsets. Copying is fastest if the offsets of a list are adjacent.
+    /// The offset pairs of each queue. Copying is fastest if the runs of a queue are adjacent.
     pub(super) offsets: [I; QUEUES],
     /// Whether to bypass the caches.
     pub(super) stream: bool,
@@ -34,7 +34,8 @@ struct CopyRun {
 }
 
 impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
-    /// Returns a queue's next run that can bypass the caches. Copies any runs before it that cannot.
+    /// Returns a queue's next run that can bypass the caches. Copies any earlier runs of the queue that
+    /// cannot.
     #[inline(always)]
     fn next(&mut self, queue: usize, stream: bool) -> Option<CopyRun> {
         let (bytes, from, to) = (self.bytes, self.from, self.to);
@@ -50,7 +51,8 @@ impl<I: Iterator<Item = (usize, usize)>> CopyRuns<'_, I> {
         })
     }
 
-    /// Returns the next run of every queue, if each queue has one. Otherwise copies the runs it found.
+    /// Returns the next run of every queue that can bypass the caches. If a queue has none, copies the runs
+    /// of the others and returns `None`.
     #[inline(always)]
     fn next_of_each(&mut self) -> Option<[CopyRun; QUEUES]> {
         let mut all = [None; QUEUES];

@@ -1,5 +1,5 @@
-//! Strided copies, made of runs that are dense on both sides, or of squares if the two sides run along
-//! different axes.
+//! Strided copies. They are split into runs that are dense on both sides, or into squares if the two sides
+//! are contiguous along different axes.
 
 use kvcore::{CopyTensor, Result};
 
@@ -9,7 +9,8 @@ use crate::memory::ByteSpan;
 use crate::raw::{Destination, Origin};
 use crate::reference::{Axis, DenseRuns};
 
-/// Elements along the side of a square, chosen so that its lines on both sides stay in the first-level cache.
+/// Side of a square, in runs, chosen so that the cache lines that a square touches on both sides stay in the
+/// first-level cache.
 const SIDE: usize = 32;
 
 impl Fast {
@@ -19,7 +20,7 @@ impl Fast {
             return Ok(());
         }
         let (src, dst) = (ByteSpan::of(&op.src)?, ByteSpan::of(&op.dst)?);
-        // Threads share the longest axis.
+        // The longest axis is split between threads.
         let longest = (0..runs.axes.len()).max_by_key(|&i| runs.axes[i].n);
         let parts = longest.map_or(1, |axis| self.parts(runs.axes[axis].n, op.bytes()));
         with_locked(&[&src], &[&dst], |locked| {
@@ -28,7 +29,7 @@ impl Fast {
             let end = |stride: fn(&Axis) -> usize| {
                 runs.axes.iter().map(|axis| (axis.n - 1) * stride(axis)).sum::<usize>() + runs.bytes
             };
-            // Checks that all bytes to copy are inside both views.
+            // Check that all bytes to copy are inside both views.
             copy.from.at(runs.start.0, end(|axis| axis.src));
             copy.to.at(runs.start.1, end(|axis| axis.dst));
             self.workers.run(parts, &|part| {
@@ -58,7 +59,7 @@ fn nearest(axes: &[Axis], stride: fn(&Axis) -> usize) -> Option<usize> {
     (0..axes.len()).min_by_key(|&i| stride(&axes[i]))
 }
 
-/// Copies runs of `bytes` bytes.
+/// A copy of many runs of `bytes` bytes each.
 #[derive(Clone, Copy)]
 struct StridedCopy<'a> {
     from: Origin<'a>,
@@ -67,7 +68,7 @@ struct StridedCopy<'a> {
 }
 
 impl StridedCopy<'_> {
-    /// Copies the runs of `axes`, and inside each one the two axes `inner`, starting at offsets `at`.
+    /// Copies the runs along `axes` and, within them, along the two axes `inner`, starting at offsets `at`.
     ///
     /// # Safety
     /// Every run that `axes` and `inner` reach from `at` must be inside `self.from` and `self.to`. No byte
@@ -117,7 +118,7 @@ unsafe fn runs(from: *const u8, to: *mut u8, axes: &(Axis, Axis), bytes: usize) 
     });
 }
 
-/// Calls `copy` with the byte offsets on both sides, one square of the two axes at a time.
+/// Calls `copy` with the byte offsets of each run on both sides, one square of the two axes at a time.
 #[inline(always)]
 fn each_square((outer, inner): &(Axis, Axis), mut copy: impl FnMut(usize, usize)) {
     for i in (0..outer.n).step_by(SIDE) {

@@ -1,4 +1,4 @@
-//! The parts of storages that one operation uses, locked together.
+//! Locks all parts of storages that one operation uses, at once.
 
 use std::ops::{Index, IndexMut, Range};
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use super::{CpuStorage, LentBytes, cpu};
 use crate::NAME;
 use crate::element::{Element, elements, elements_mut};
 
-/// A range of bytes of a storage that an operation uses.
+/// A byte range of a storage, for use by an operation.
 #[derive(Clone)]
 pub(crate) struct ByteSpan<'a> {
     storage: &'a Arc<dyn Storage>,
@@ -39,26 +39,27 @@ impl<'a> ByteSpan<'a> {
     }
 }
 
-/// A list whose inline capacity is enough for one operation, so that it stays off the heap.
+/// A list whose inline capacity is enough for most operations, which avoids heap allocations.
 type Few<T> = SmallVec<[T; 8]>;
 
-/// The locks of all bytes that one operation touches.
+/// The locks on all bytes that one operation uses.
 ///
 /// Overlapping parts are joined. All parts of one storage are locked together, in order of arrival, and
-/// storages are locked in address order. Therefore operations cannot deadlock: an operation that waits in a
-/// storage waits for earlier uses of that storage, which wait for even earlier ones or in later storages.
+/// storages are locked in address order. Therefore, operations cannot deadlock: an operation that waits for a
+/// storage waits only for earlier uses of this storage, and these wait only for even earlier uses, or for
+/// storages that are later in the order.
 ///
 pub(crate) struct Access<'a> {
-    /// Sorted by storage and first byte. No two parts of a storage overlap.
+    /// The locked parts, sorted by storage and first byte. No two parts of a storage overlap.
     parts: Few<SpanUse<'a>>,
-    /// The bytes of lent memory, each with the index of its part.
+    /// The locked bytes of lent memory.
     lent: SmallVec<[LentBytes<'a>; 4]>,
 }
 
 struct SpanUse<'a> {
     storage: &'a CpuStorage,
     range: RangeUse,
-    /// The turn at which the storage's parts were locked.
+    /// The turn in which all parts of the storage were locked.
     turn: RangeTurn,
 }
 
@@ -73,7 +74,7 @@ impl SpanUse<'_> {
         Ok(own.start <= bytes.start && bytes.end <= own.end && std::ptr::eq(self.storage, span.storage()?))
     }
 
-    /// Joins this part with the next one in order, if they share a byte.
+    /// Extends this part to include the next one in order if they share a byte, and returns whether they do.
     fn joins(&mut self, next: &Self) -> bool {
         let (own, other) = (&mut self.range, &next.range);
         let overlap = std::ptr::eq(self.storage, next.storage) && other.bytes.start < own.bytes.end;
@@ -86,8 +87,8 @@ impl SpanUse<'_> {
 }
 
 impl<'a> Access<'a> {
-    /// Locks `reads` for reading and `writes` for writing. Overlapping parts are locked as one part, for
-    /// writing if any of them is written.
+    /// Locks `reads` for reading and `writes` for writing. Overlapping parts are locked as a single part, for
+    /// writing if any of them is in `writes`.
     ///
     /// # Errors
     /// Returns [`Error::ForeignHandle`] for a storage of another backend, and [`Error::TooLarge`] for bytes
@@ -122,7 +123,7 @@ impl<'a> Access<'a> {
         }
         let mut access = Self { parts, lent: SmallVec::new() };
         for part in &access.parts {
-            // An owner's lock is taken only once, even if several storages use its memory.
+            // An owner's lock is taken only once, even if several storages cover its memory.
             if access.lent(part.storage).is_none()
                 && let Some(bytes) = part.storage.lock_lent()?
             {
@@ -139,7 +140,7 @@ impl<'a> Access<'a> {
         self.lent.iter().find(is_of)
     }
 
-    /// Returns locked bytes, for reading.
+    /// Returns locked bytes, to read from.
     pub(crate) fn read(&self, span: &ByteSpan<'_>) -> Result<Window<'_>> {
         for part in &self.parts {
             if part.contains(span)? {
@@ -168,7 +169,7 @@ impl<'a> Access<'a> {
                 return (*storage, LockedBytes::Read(Window { first, values: &bytes[range.bytes.clone()] }));
             }
             if storage.has_lender() {
-                // If a guard's bytes have moved, it yields nothing.
+                // If the lender's bytes have moved, the part has no bytes.
                 return (*storage, LockedBytes::Read(Window { first, values: &[] }));
             }
             // SAFETY: the part is locked while `self` lives, for writing if the slice is writable. No two
@@ -186,7 +187,7 @@ impl<'a> Access<'a> {
         })
     }
 
-    /// Returns all locked bytes, from which parts can be taken.
+    /// Returns all locked bytes, for callers that take them part by part.
     pub(crate) fn parts(&mut self) -> LockedParts<'_> {
         LockedParts(self.windows().collect())
     }
@@ -200,7 +201,7 @@ impl Drop for Access<'_> {
     }
 }
 
-/// Locked bytes of several storages. Each part can be taken once.
+/// The locked bytes of several storages. Each part can be taken only once.
 pub(crate) struct LockedParts<'a>(Few<(&'a CpuStorage, LockedBytes<'a>)>);
 
 pub(crate) enum LockedBytes<'a> {
@@ -228,7 +229,7 @@ impl<'a> LockedParts<'a> {
         Ok(self.0.swap_remove(at).1)
     }
 
-    /// Takes the bytes of a span, for reading.
+    /// Removes and returns the locked part that contains a span, to read from.
     pub(crate) fn read(&mut self, span: &ByteSpan<'_>) -> Result<Window<'a>> {
         match self.take(span)? {
             LockedBytes::Read(bytes) => Ok(bytes),
@@ -236,7 +237,7 @@ impl<'a> LockedParts<'a> {
         }
     }
 
-    /// Takes the bytes of a span that is locked for writing.
+    /// Removes and returns the locked part that contains a span, which must be locked for writing.
     pub(crate) fn write(&mut self, span: &ByteSpan<'_>) -> Result<WindowMut<'a>> {
         match self.take(span)? {
             LockedBytes::Write(bytes) => Ok(bytes),
@@ -251,13 +252,13 @@ pub(crate) fn not_locked() -> Error {
     Error::Device { backend: NAME, reason }
 }
 
-/// Part of a storage's elements, for reading. They keep their indices in the storage.
+/// A range of a storage's elements, to read from. Elements keep their indices in the storage.
 pub(crate) struct Window<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a [T],
 }
 
-/// Part of a storage's elements, for writing. They keep their indices in the storage.
+/// A range of a storage's elements, to write to. Elements keep their indices in the storage.
 pub(crate) struct WindowMut<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a mut [T],
@@ -368,7 +369,7 @@ mod tests {
         let view = TensorView::new(Arc::clone(&storage), DType::U8, &[16]).unwrap();
         let _all = Access::new(&[], &[&ByteSpan::of(&view).unwrap()]).unwrap();
         let none = view.slice(0, 4, 4).unwrap();
-        // This thread already holds everything, so if a lock waited, it would never return.
+        // This thread already holds all locks, so a lock that waited would never return.
         let mut access = Access::new(&[], &[&ByteSpan::of(&none).unwrap()]).unwrap();
         assert!(access.parts().write(&ByteSpan::of(&none).unwrap()).unwrap().values.is_empty());
     }

@@ -1,4 +1,5 @@
-//! Memory that its owner lends for reading: storages over other libraries' tensors, without a copy.
+//! Memory that its owner lends for reading, such as another library's tensors, which become storages without
+//! copying.
 
 use std::fmt;
 use std::marker::PhantomData;
@@ -11,7 +12,7 @@ use kvcore::{Error, MemoryKind, Result};
 use super::{CpuStorage, MemoryOwner, OwnedMemory};
 use crate::NAME;
 
-/// Memory that its owner lends for reading. Operations lock it while they read it, with the owner's own lock.
+/// Memory that its owner lends for reading. Operations hold the owner's own lock while they read the memory.
 ///
 /// ```
 /// use std::sync::{Arc, RwLock};
@@ -44,9 +45,9 @@ use crate::NAME;
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 pub trait LentMemory: Send + Sync {
-    /// Waits until the bytes may be read, and keeps others from writing to them while the result lives.
+    /// Waits until the bytes may be read, and locks them against writes for as long as the result lives.
     ///
-    /// The bytes must not move as long as the storage lives. If an operation finds them elsewhere, it is
+    /// The bytes must not move while the storage lives. An operation that finds them at another address is
     /// rejected.
     fn lock(&self) -> LentBytes<'_>;
 }
@@ -57,7 +58,7 @@ pub struct LentBytes<'a> {
     guard: MaybeUninit<[usize; WORDS]>,
     bytes: unsafe fn(*const [usize; WORDS]) -> *const [u8],
     drop: unsafe fn(*mut [usize; WORDS]),
-    /// Some guards belong to a thread and must not move to another one.
+    /// Makes the type `!Send`, because some guards must stay in the thread that created them.
     life: PhantomData<(&'a (), *const ())>,
 }
 
@@ -112,8 +113,8 @@ impl fmt::Debug for LentBytes<'_> {
 }
 
 impl CpuStorage {
-    /// Creates a storage over memory that operations may only read; see the example at [`LentMemory`]. The
-    /// owner is dropped with the storage.
+    /// Creates a storage over memory that operations may only read. The owner is dropped with the storage.
+    /// For an example, see [`LentMemory`].
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if there are no bytes.
@@ -136,11 +137,11 @@ impl CpuStorage {
         matches!(self.memory.owner, MemoryOwner::Lender(_))
     }
 
-    /// Locks the bytes of lent memory. Returns `None` for a storage that needs only its own locks.
+    /// Takes the owner's lock and returns the locked bytes, or `None` if the storage has no lender.
     pub(super) fn lock_lent(&self) -> Result<Option<LentBytes<'_>>> {
         let MemoryOwner::Lender(owner) = &self.memory.owner else { return Ok(None) };
         let bytes = owner.lock();
-        // If a guard contains the bytes, they move with it.
+        // Bytes that are inside the guard itself move together with the guard.
         let guard = std::ptr::from_ref(&bytes).addr();
         let inline = (guard..guard + size_of_val(&bytes)).contains(&bytes.as_ptr().addr());
         if bytes.as_ptr() as u64 != self.address || bytes.len() != self.len || inline {
@@ -172,7 +173,7 @@ mod tests {
     use super::*;
     use crate::{CpuBackend, Execution, HostView, HostViewMut};
 
-    /// Bytes that can be replaced, and the number of live guards.
+    /// A lender whose bytes can be replaced, and which counts live guards.
     struct Lender {
         bytes: Mutex<Arc<Vec<u8>>>,
         guards: Arc<AtomicUsize>,

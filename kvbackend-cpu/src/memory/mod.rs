@@ -1,5 +1,5 @@
-//! Host storage: owned, lent or reserved bytes. Operations lock the ranges that they touch, so safe code
-//! cannot have data races.
+//! Host storage: owned, lent or reserved bytes. Operations lock the ranges that they use, so safe code cannot
+//! cause data races.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::any::Any;
@@ -30,21 +30,21 @@ pub(crate) use access::{Access, ByteSpan, LockedBytes, LockedParts, Window, Wind
 pub use reserved::CpuReserved;
 pub use view::{HostView, HostViewMut};
 
-/// Alignment of an allocation: a cache line, which also suits every SIMD width.
+/// Alignment of allocations, in bytes: a cache line, which is enough for every SIMD width.
 const ALIGN: usize = 64;
 
-/// Size of a large page in bytes. A pool's rows are accessed in any order: with small pages, most accesses
-/// would also miss the TLB.
+/// Size of a large page in bytes. Because the rows of a pool are accessed in any order, most accesses would
+/// miss the TLB if pages were small.
 #[cfg(target_os = "linux")]
 const LARGE_PAGE: usize = 2 << 20;
 
 // Decision: docs/decisions/backend-cpu.md#operations-lock-the-ranges-that-they-touch
-/// Bytes of host memory.
+/// A storage in host memory.
 ///
-/// While an operation runs, it locks the byte ranges that it touches, for reading or writing: the rows of one
-/// layer, or the elements of a view. Operations on other ranges, such as another layer's, run at the same
-/// time. Callers must order streams by events. If a caller forgets this, results may be stale, but two
-/// threads never race on an element.
+/// A running operation locks the byte ranges that it uses, such as the rows of one layer or the elements of a
+/// view, for reading or writing. Operations on other ranges, such as another layer's, can run at the same
+/// time. Callers must order streams by events. If a caller forgets this, results may be stale, but threads
+/// never race on an element.
 pub struct CpuStorage {
     memory: OwnedMemory,
     locks: RangeLocks,
@@ -60,14 +60,14 @@ struct OwnedMemory {
 }
 
 enum MemoryOwner {
-    /// Allocated by the global allocator with this layout.
+    /// The bytes were allocated by the global allocator with this layout.
     Allocated(Layout),
-    /// Mapped by the system, only for this storage.
+    /// The bytes are a mapping that belongs only to this storage.
     #[cfg(target_os = "linux")]
     Reserved(#[expect(dead_code, reason = "held for its Drop")] reserved::Mapping),
-    /// Lent to the storage. The owner keeps the bytes alive.
+    /// The bytes are lent to the storage. The owner keeps them alive.
     Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
-    /// Lent for reading, under the owner's own lock.
+    /// The bytes are lent for reading only, under the owner's own lock.
     Lender(Arc<dyn LentMemory>),
 }
 
@@ -88,7 +88,8 @@ impl Drop for OwnedMemory {
 }
 
 impl CpuStorage {
-    /// Allocates `bytes` zeroed bytes. On Linux, large allocations use memory only when it is first touched.
+    /// Allocates `bytes` zeroed bytes. On Linux, the pages of a large allocation use physical memory only
+    /// after they are first accessed.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `bytes` is 0, and [`Error::Allocation`] if the system refuses.
@@ -150,13 +151,13 @@ impl CpuStorage {
         Ok(Self::new(OwnedMemory { ptr, owner: MemoryOwner::Lent(owner) }, bytes, kind))
     }
 
-    /// Creates a storage over the `len` bytes of `memory`.
+    /// Creates a storage that owns the `len` bytes of `memory`.
     fn new(memory: OwnedMemory, len: usize, kind: MemoryKind) -> Self {
         let address = memory.ptr.as_ptr() as u64;
         Self { memory, locks: RangeLocks::default(), kind, address, len }
     }
 
-    /// Returns a range of the bytes.
+    /// Returns a range of the storage's bytes, to read from.
     ///
     /// # Safety
     /// The range must be inside the storage, whose memory must not be a lender's, and nothing may write to it
@@ -167,7 +168,7 @@ impl CpuStorage {
         unsafe { std::slice::from_raw_parts(self.memory.ptr.as_ptr().add(range.start), range.len()) }
     }
 
-    /// Returns a range of the bytes, for writing.
+    /// Returns a range of the storage's bytes, to write to.
     ///
     /// # Safety
     /// The range must be inside the storage, whose memory must not be a lender's, and nothing else may read
@@ -204,7 +205,7 @@ impl Storage for CpuStorage {
     }
 }
 
-/// Returns the CPU storage behind a handle.
+/// Returns the CPU storage that a handle refers to.
 pub(crate) fn cpu(storage: &Arc<dyn Storage>) -> Result<&CpuStorage> {
     storage.as_any().downcast_ref().ok_or(Error::ForeignHandle { what: "a storage", backend: NAME })
 }

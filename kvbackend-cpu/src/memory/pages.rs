@@ -6,8 +6,8 @@ use rustix::mm::{Advice, madvise};
 use rustix::param::page_size;
 
 // Decision: docs/decisions/backend-cpu.md#large-allocations-ask-for-large-pages
-/// Asks the system to back an allocation with large pages. If it refuses, pages stay small, which changes
-/// nothing else.
+/// Asks the system to back an allocation with large pages. If the system refuses, the allocation keeps small
+/// pages.
 pub(super) fn prefer(ptr: NonNull<u8>, bytes: usize) {
     let (start, page) = (ptr.as_ptr() as usize, page_size());
     let first = start.next_multiple_of(page);

@@ -1,4 +1,4 @@
-//! Range locks of a storage. Operations on disjoint ranges do not wait for each other.
+//! The range locks of a storage. Operations on disjoint ranges do not wait for each other.
 
 use std::ops::Range;
 
@@ -7,9 +7,9 @@ use smallvec::SmallVec;
 
 /// The uses of one storage, in the order in which they were requested.
 ///
-/// A use consists of all ranges that one operation touches. It begins as soon as it does not conflict with an
-/// earlier use. Two uses conflict if they share a byte and one of them writes it. A use never overtakes an
-/// earlier one that it conflicts with, so readers cannot starve a writer.
+/// A use consists of all ranges of the storage that one operation accesses. It begins as soon as it does not
+/// conflict with an earlier use. Two uses conflict if they share a byte and at least one of the uses writes
+/// it. A use never overtakes an earlier use that it conflicts with, so readers cannot starve a writer.
 #[derive(Default)]
 pub(super) struct RangeLocks {
     state: Mutex<RangeState>,
@@ -18,18 +18,18 @@ pub(super) struct RangeLocks {
 
 #[derive(Default)]
 struct RangeState {
-    /// Uses in progress and waiting uses, by turn. The inline capacity is enough for a few concurrent
-    /// operations.
+    /// The ranges of running and waiting uses, in the order of their turns. The inline capacity is enough for
+    /// a few concurrent operations.
     uses: SmallVec<[(RangeTurn, RangeUse); 8]>,
     next: u64,
     waiting: usize,
 }
 
-/// A use's place in the order of a storage's uses.
+/// The position of a use in the order of a storage's uses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct RangeTurn(u64);
 
-/// A range of bytes that a use reads or writes.
+/// A byte range that a use reads or writes.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct RangeUse {
     pub(super) bytes: Range<usize>,
@@ -44,7 +44,7 @@ impl RangeUse {
 }
 
 impl RangeState {
-    /// Returns whether a use with an earlier turn conflicts with the use of this turn.
+    /// Returns whether the use of `turn` conflicts with any earlier use.
     fn must_wait(&self, turn: RangeTurn) -> bool {
         let first = self.uses.iter().position(|(known, _)| *known == turn).unwrap_or(self.uses.len());
         let (earlier, own) = self.uses.split_at(first);
@@ -83,7 +83,7 @@ impl RangeLocks {
         }
     }
 
-    /// Returns the number of uses that wait for others.
+    /// Returns the number of waiting uses.
     #[cfg(test)]
     pub(super) fn waiting(&self) -> usize {
         self.state.lock().waiting
@@ -104,7 +104,7 @@ mod tests {
         RangeUse { bytes, write: true }
     }
 
-    /// Waits until `count` uses are waiting.
+    /// Blocks until `count` uses are waiting.
     fn until_waiting(locks: &RangeLocks, count: usize) {
         while locks.waiting() < count {
             std::thread::yield_now();
@@ -115,7 +115,7 @@ mod tests {
     fn disjoint_ranges_and_readers_of_one_range_do_not_wait() {
         let locks = RangeLocks::default();
         let all = [writes(0..8), writes(8..16), reads(16..24), reads(20..32), writes(32..32), writes(4..4)];
-        // There is only one thread here, so if a use waited, this would never return.
+        // This test has only one thread, so a use that waited would never return.
         let turns = all.map(|range| locks.begin([range].iter()));
         for turn in turns {
             locks.end(turn);
@@ -138,7 +138,7 @@ mod tests {
             until_waiting(&locks, 1);
             scope.spawn(|| enter("reader", reads(4..8)));
             until_waiting(&locks, 2);
-            // A use that shares no bytes with the waiting ones proceeds.
+            // A use that shares no bytes with the waiting uses can begin.
             enter("other", writes(12..16));
             locks.end(first);
         });

@@ -1,5 +1,5 @@
-//! Reserved host memory: an anonymous mapping whose pages can be returned to the system, and are zero when
-//! mapped again.
+//! Reserved host memory: an anonymous mapping whose pages can be returned to the system. They are zeroed when
+//! they are mapped again.
 
 use std::any::Any;
 use std::ops::Range;
@@ -13,21 +13,20 @@ use rustix::param::page_size;
 use super::ranges::RangeUse;
 use super::{CpuStorage, LARGE_PAGE, MemoryOwner, OwnedMemory, pages};
 
-/// Host memory whose pages can be released and mapped again. Kernels use it as a [`CpuStorage`].
+/// Host memory whose pages can be unmapped and mapped again. Kernels access this memory as a [`CpuStorage`].
 ///
-/// The pages of an unmapped range are dropped, not protected. On the next access the system provides a zeroed
-/// page, so safe code may read and write there. Bytes written to an unmapped range occupy memory until they
-/// are dropped, when the range is unmapped or mapped again.
+/// Unmapping a range drops its pages but does not protect them. On the next access, the system provides a
+/// zeroed page, so safe code may read and write an unmapped range. Pages written there use physical memory
+/// until the range is unmapped or mapped again, which drops them.
 #[derive(Debug)]
 pub struct CpuReserved {
     storage: CpuStorage,
-    /// For each page, whether it is mapped. Must be locked before the bytes, never after them.
+    /// A flag for each page that is mapped. This lock must be taken before any lock on the bytes.
     mapped: Mutex<Vec<bool>>,
     page: usize,
 }
 
-/// A zeroed anonymous mapping, unmapped when dropped. The system allocates its pages when they are first
-/// touched.
+/// A zeroed anonymous mapping, which is unmapped on drop. The system allocates its pages on first access.
 pub(super) struct Mapping {
     ptr: NonNull<u8>,
     len: usize,
@@ -92,7 +91,7 @@ impl CpuReserved {
     }
 
     // Decision: docs/decisions/backend-cpu.md#released-pages-are-dropped-not-protected
-    /// Drops the pages of `range`, which must consist of whole pages inside the mapping.
+    /// Returns the pages of `range` to the system. The range must consist of whole pages inside the mapping.
     fn discard(&self, range: &Range<usize>) -> Result<()> {
         if range.is_empty() {
             return Ok(());
@@ -131,7 +130,7 @@ impl Storage for CpuReserved {
         self.storage.kind()
     }
 
-    /// Returns the inner [`CpuStorage`], which kernels look up.
+    /// Returns the inner [`CpuStorage`], because kernels downcast to that type.
     fn as_any(&self) -> &dyn Any {
         &self.storage
     }
@@ -150,8 +149,8 @@ impl ReservedStorage for CpuReserved {
         for run in mapped[pages.clone()].chunk_by(|a, b| a == b) {
             let next = page + run.len();
             if !run[0] {
-                // Bytes written while the run was unmapped are dropped first, so a newly mapped run is always
-                // zero.
+                // Bytes that were written while the run was unmapped are dropped first, so a newly mapped run
+                // is always zeroed.
                 self.discard(&(page * self.page..next * self.page))?;
             }
             page = next;
@@ -246,7 +245,7 @@ mod tests {
         stream.read(&view, &mut bytes).unwrap();
         assert!(bytes[..3 * page].iter().all(|&byte| byte == 0));
         assert_eq!(storage.mapped_bytes(), 2 * page);
-        // Mapping a mapped range keeps its contents.
+        // Mapping a range that is already mapped keeps its contents.
         stream.write(&view, &vec![9; 4 * page]).unwrap();
         storage.map(0..4 * page).unwrap();
         stream.read(&view, &mut bytes).unwrap();

@@ -43,12 +43,13 @@ impl CpuStorage {
         Ok(Self::new(OwnedMemory { ptr, owner: MemoryOwner::Allocated(layout) }, bytes, MemoryKind::System))
     }
 
-    /// Returns the elements of a storage created by [`from_vec`](Self::from_vec), without copying them. `T`
-    /// may differ from the vector's element type, but must have the same size and alignment.
+    /// Turns a storage created by [`from_vec`](Self::from_vec) back into a vector, without copying its
+    /// elements. `T` may differ from the vector's original element type, but must have the same size and
+    /// alignment.
     ///
     /// # Errors
-    /// Returns the storage if it has other handles (views, or operations that a stream has not run), if it
-    /// was created in another way, or if the size or alignment of `T` differs.
+    /// Returns the storage if there are other handles to it (views, or operations that a stream has not run
+    /// yet), if it was created in another way, or if the size or alignment of `T` differs.
     pub fn try_into_vec<T: Pod>(self: Arc<Self>) -> std::result::Result<Vec<T>, Arc<Self>> {
         let MemoryOwner::Allocated(layout) = self.memory.owner else { return Err(self) };
         let whole = |bytes: usize| bytes.checked_rem(size_of::<T>()) == Some(0);

@@ -1,4 +1,4 @@
-//! Access to a tensor's elements as a slice in host memory.
+//! Access to the elements of a tensor in host memory, as a slice.
 
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -10,12 +10,12 @@ use kvcore::{Error, Result, TensorView};
 use super::{Access, ByteSpan, cpu};
 
 // Decision: docs/decisions/backend-cpu.md#host-views-hold-the-lock-of-their-range
-/// The elements of a contiguous tensor, locked for reading. Other readers can continue, but operations that
+/// A read guard for the elements of a contiguous tensor. Other readers can continue, but operations that
 /// write to the elements wait.
 ///
-/// A view shows only completed work, so first wait for the streams that write to the tensor. While a thread
-/// holds a view, it MUST NOT run or wait for operations that write to its elements, because they wait for the
-/// view.
+/// A view shows only the results of completed work, so first wait for the streams that write to the tensor.
+/// While a thread holds a view, it MUST NOT run or wait for operations that write to its elements, because
+/// they wait for the view.
 ///
 /// ```
 /// use kvbackend_cpu::{CpuBackend, HostView, HostViewMut};
@@ -30,17 +30,17 @@ use super::{Access, ByteSpan, cpu};
 /// ```
 pub struct HostView<'a, T>(Elements<'a, T>);
 
-/// The elements of a contiguous tensor, locked for writing.
+/// A write guard for the elements of a contiguous tensor.
 ///
-/// While a thread holds a view, it MUST NOT run or wait for operations that touch its elements, because they
-/// wait for the view. Otherwise like [`HostView`].
+/// While a thread holds a view, it MUST NOT run or wait for operations that use the view's elements, because
+/// they wait for the view. Otherwise, this type is like [`HostView`].
 pub struct HostViewMut<'a, T>(Elements<'a, T>);
 
-/// Locked elements.
+/// The elements of a tensor, and the lock on them.
 struct Elements<'a, T> {
     start: NonNull<T>,
     len: usize,
-    /// Holds the lock.
+    /// Holds the lock while the view lives.
     _access: Access<'a>,
 }
 
@@ -79,12 +79,12 @@ impl<'a, T: Pod> Elements<'a, T> {
 }
 
 impl<'a, T: Pod> HostView<'a, T> {
-    /// Waits for operations that are writing to the tensor's elements, and locks them. `T` must be as wide as
-    /// an element of the tensor, or a byte.
+    /// Waits for operations that are writing to the tensor's elements, and locks them. `T` must have the size
+    /// of the tensor's elements, or be a single byte.
     ///
     /// # Errors
     /// Returns [`Error::ForeignHandle`] if the tensor is in another backend's memory, [`Error::Mismatch`] if
-    /// the width differs, [`Error::Misaligned`] if the elements are not aligned for `T`, and
+    /// the size of `T` differs, [`Error::Misaligned`] if the elements are not aligned for `T`, and
     /// [`Error::InvalidStrides`] if the tensor is not contiguous.
     pub fn of(tensor: &'a TensorView) -> Result<Self> {
         Elements::of(tensor, false).map(Self)
@@ -92,8 +92,8 @@ impl<'a, T: Pod> HostView<'a, T> {
 }
 
 impl<'a, T: Pod> HostViewMut<'a, T> {
-    /// Waits for operations that are using the tensor's elements, and locks them. `T` must be as wide as an
-    /// element of the tensor, or a byte.
+    /// Waits for operations that are using the tensor's elements, and locks them. `T` must have the size of
+    /// the tensor's elements, or be a single byte.
     ///
     /// # Errors
     /// Returns the errors of [`HostView::of`].
@@ -153,7 +153,7 @@ mod tests {
         let storage = Arc::new(CpuStorage::from_vec((0..6).collect::<Vec<u32>>()).unwrap());
         let all = TensorView::new(storage, DType::F32, &[3, 2]).unwrap();
         let (first, last) = (all.select(0, 0).unwrap(), all.select(0, 2).unwrap());
-        // There is only one thread here, so if a view waited, this would never return.
+        // This test has only one thread, so a view that waited would never return.
         let (from, mut to) = (HostView::<u32>::of(&first).unwrap(), HostViewMut::<u32>::of(&last).unwrap());
         to.copy_from_slice(&from);
         assert_eq!((to.len(), HostView::<u8>::of(&first).unwrap().len()), (2, 8));

@@ -1,4 +1,4 @@
-//! Attention over segments, one row and one head at a time.
+//! Attention over segments, computed one row and one head at a time.
 
 use std::num::NonZero;
 use std::ops::Range;
@@ -21,7 +21,7 @@ pub(crate) fn attend_mla(op: &AttendMla) -> Result<()> {
     store(&op.attend, &results)
 }
 
-/// Minimum number of rows for which a thread pays off.
+/// Minimum number of rows per thread.
 const ROWS_PER_THREAD: usize = 8;
 
 /// The output and the log-sum-exp of one row and head.
@@ -54,7 +54,7 @@ fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResu
     let part = |rows: &[(usize, &AttendRows)]| -> Result<Vec<Vec<RowResult>>> {
         rows.iter().map(|&(row, entry)| inputs.one_row(row, entry)).collect()
     };
-    // Threads that belong to the call and end with it.
+    // The threads belong to this call and end with it.
     let threads = std::thread::available_parallelism().map_or(1, NonZero::get);
     let nested: Vec<Vec<RowResult>> = if rows.len() < ROWS_PER_THREAD * 2 || threads == 1 {
         part(&rows)?
@@ -69,7 +69,7 @@ fn attend_rows(op: &Attend, q_latent: Option<&TensorView>) -> Result<Vec<RowResu
     Ok(nested.into_iter().flatten().collect())
 }
 
-/// A view `[rows, heads, dim]` as dense f32.
+/// A contiguous f32 copy of a view `[rows, heads, dim]`.
 struct DenseQueries {
     heads: usize,
     dim: usize,
@@ -97,7 +97,7 @@ impl DenseQueries {
     }
 }
 
-/// The inputs of one call.
+/// The inputs of one attention call.
 struct ReferenceInputs<'a> {
     op: &'a Attend,
     queries: DenseQueries,
@@ -106,7 +106,8 @@ struct ReferenceInputs<'a> {
     values: PlaneRows<'a>,
 }
 
-/// A softmax in progress: running maximum, sum of exponentials, weighted sum of values.
+/// The state of a softmax in progress: the running maximum, the sum of exponentials, and the weighted sum of
+/// values.
 #[derive(Clone)]
 struct PartialSoftmax {
     max: f32,
@@ -136,7 +137,8 @@ impl PartialSoftmax {
         }
     }
 
-    /// Returns whether nothing has been added. A NaN counts as added, because it must reach the output.
+    /// Returns whether nothing has been added. A NaN counts as added, because the output must be NaN in that
+    /// case.
     fn is_empty(&self) -> bool {
         self.sum == 0.0
     }
@@ -189,7 +191,7 @@ impl ReferenceInputs<'_> {
     }
 }
 
-/// A query or a key, rotated to a position.
+/// A query or key, rotated to the position of the last call.
 #[derive(Default)]
 struct RotatedRow {
     position: Option<i64>,
@@ -197,7 +199,7 @@ struct RotatedRow {
 }
 
 impl RotatedRow {
-    /// Returns `row` rotated to `position`. The result is cached, and the next call with the same position
+    /// Returns `row` rotated to `position`. The result is cached, so consecutive calls with the same position
     /// must pass the same row.
     fn by<'a>(&'a mut self, op: &Attend, row: &'a [f32], position: i64) -> Result<&'a [f32]> {
         if self.position == Some(position) && op.rope.is_some() {
@@ -216,7 +218,7 @@ impl RotatedRow {
     }
 }
 
-/// Merges groups by their scaled log-sum-exps.
+/// Merges the results of all groups, weighted by their scaled log-sum-exps.
 fn merge(op: &Attend, groups: Vec<PartialSoftmax>) -> (Vec<f32>, f32) {
     let mut all = PartialSoftmax::new(op.arena.layout().shape().v_dim);
     for (mut softmax, group) in groups.into_iter().zip(op.work.groups().iter()) {

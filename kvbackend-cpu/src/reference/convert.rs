@@ -14,7 +14,7 @@ pub(crate) fn dequantize(op: &Dequantize) -> Result<()> {
     convert(&op.src, &op.dst, &op.pairs)
 }
 
-/// Converts blocks of one arena to another arena's format.
+/// Copies blocks from one arena to another, and converts them to the other arena's format.
 fn convert(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Result<()> {
     convert_plane((src, &src.k_plane()), (dst, &dst.k_plane()), pairs)?;
     convert_plane((src, &src.v_plane()), (dst, &dst.v_plane()), pairs)

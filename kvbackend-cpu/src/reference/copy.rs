@@ -1,4 +1,4 @@
-//! Whole blocks: copies within an arena and between arenas, and copies with rotated keys.
+//! Copies whole blocks within an arena or between arenas, with or without rotating their keys.
 
 use kvcore::{BlockId, CopyBlocks, KvArena, KvFormat, KvPlane, Result, RotateKeys, SwapBlocks};
 
@@ -15,7 +15,8 @@ pub(crate) fn swap_blocks(op: &SwapBlocks) -> Result<()> {
     copy_layers(&op.src, &op.dst, &op.pairs)
 }
 
-/// Copies blocks with rotated keys. Elements of dense keys past the rotary dimension are copied bit for bit.
+/// Copies blocks and rotates the copied keys. Elements of dense keys past the rotary dimension are copied bit
+/// for bit.
 pub(crate) fn rotate_keys(op: &RotateKeys) -> Result<()> {
     let copy = BlockCopy {
         arenas: (&op.src, &op.dst),
@@ -47,7 +48,7 @@ fn copy_layers(src: &KvArena, dst: &KvArena, pairs: &[(BlockId, BlockId)]) -> Re
     Ok(())
 }
 
-/// Blocks of one layer to copy bit for bit.
+/// A bit-for-bit copy of blocks in one layer.
 struct BlockCopy<'a> {
     /// The source and destination arenas.
     arenas: (&'a KvArena, &'a KvArena),
@@ -57,7 +58,7 @@ struct BlockCopy<'a> {
 }
 
 impl BlockCopy<'_> {
-    /// Copies codes, and the scales stored per block.
+    /// Copies a plane's codes, and its scales if they are stored per block.
     fn plane(&self, src: &KvPlane, dst: &KvPlane) -> Result<()> {
         self.codes(src, dst, |_| Ok(()))?;
         let (from, to) = self.spans(src, dst);
@@ -70,13 +71,13 @@ impl BlockCopy<'_> {
         Ok(())
     }
 
-    /// Returns the layer's bytes in a plane of the source and in one of the destination.
+    /// Returns the byte ranges of the layer in a plane of the source and in a plane of the destination.
     fn spans<'b>(&self, src: &KvPlane<'b>, dst: &KvPlane<'b>) -> (PlaneSpans<'b>, PlaneSpans<'b>) {
         let (from, to) = self.arenas;
         (PlaneSpans::of_layer(from, src, self.layer), PlaneSpans::of_layer(to, dst, self.layer))
     }
 
-    /// Copies codes, and applies `change` to each copied row.
+    /// Copies codes row by row, and applies `change` to each copied row.
     fn codes(&self, src: &KvPlane, dst: &KvPlane, change: impl FnMut(&mut [u8]) -> Result<()>) -> Result<()> {
         let (from, to) = self.spans(src, dst);
         self.bytes(
@@ -123,7 +124,8 @@ impl BlockCopy<'_> {
     }
 }
 
-/// Rotates quantised keys that have just been copied: they are rotated in f32 and quantised again.
+/// Rotates quantised keys that have just been copied: decodes them, rotates them in f32, and quantises them
+/// again.
 fn rotate_quantized(copy: &BlockCopy, plane: &KvPlane, mut rotate: impl FnMut(&mut [f32])) -> Result<()> {
     let spans = PlaneSpans::of_layer(copy.arenas.1, plane, copy.layer);
     let mut access = Access::new(&[], &spans.all())?;

@@ -1,4 +1,4 @@
-//! Moves rows to the slots of another engine's cache and back, element by element.
+//! Copies rows to the slots of another engine's cache and back, element by element.
 
 use kvcore::{KvArena, KvPlane, LayerRopes, Result, SlotMapping};
 
@@ -105,7 +105,7 @@ fn save_plane<T: Element>(
     Ok(())
 }
 
-/// Returns the slot pairs that are not padding.
+/// Returns the pairs of slots in which neither slot is padding.
 fn pairs(a: &SlotMapping, b: &SlotMapping) -> impl Iterator<Item = (usize, usize)> {
     let pairs = a.iter().zip(b.iter()).filter(|(a, b)| **a >= 0 && **b >= 0);
     pairs.map(|(&a, &b)| (a as usize, b as usize))
@@ -118,7 +118,7 @@ fn arena_row(arena: &KvArena, plane: &KvPlane<'_>, layer: usize, slot: usize, he
 }
 
 impl ForeignPlane {
-    /// Returns the index of an element in the storage.
+    /// Returns the index in the storage of element `i` of a slot and head.
     fn at(&self, cache: &ForeignCache, slot: usize, head: usize, i: usize) -> usize {
         let shape = cache.shape();
         let piece = self.start + slot / shape.block_size * self.block + head * self.head;

@@ -1,7 +1,7 @@
 //! Reference kernels: the contract of `kvcore::device::operation` as plain loops.
 //!
-//! Each function assumes that its operation has been checked, and reads like the operation's description.
-//! Arithmetic is f32. Elements are rounded once, when they are stored.
+//! Each function assumes that its operation has been checked, and follows the operation's description. All
+//! arithmetic is in f32. Elements are rounded only once, when they are stored.
 
 mod attend;
 mod convert;
@@ -26,7 +26,7 @@ use kvcore::{BlockId, Result, Rope, RopeTable, Rotation, rotate_row};
 use crate::element::Element;
 use crate::plane::RowAt;
 
-/// Returns the rows of one block in one layer.
+/// Returns the positions of all rows of one block in one layer.
 fn rows_of_block(
     layer: usize,
     block: BlockId,
@@ -37,7 +37,7 @@ fn rows_of_block(
     (0..block_size).flat_map(move |token| (0..heads).map(move |head| RowAt { layer, block, token, head }))
 }
 
-/// Rotations to various positions, with the buffers that they need.
+/// Rotates rows to various positions, using its own buffers.
 struct Rotator<'a> {
     rope: &'a Rope,
     table: Arc<RopeTable>,
@@ -51,19 +51,19 @@ impl<'a> Rotator<'a> {
         Ok(Self { rope, table, sin: vec![0.0; rope.frequencies().len()], row: Vec::new() })
     }
 
-    /// Creates a rotator for keys that move by `rotation.delta` positions.
+    /// Creates a rotator for keys that are moved by `rotation.delta` positions.
     fn by(rotation: &'a Rotation) -> Result<Self> {
         Self::new(&rotation.rope, [rotation.delta])
     }
 
-    /// Rotates an f32 row to `position` and scales it by `factor`.
+    /// Rotates an f32 row to `position`, and multiplies its rotary elements by `factor`.
     fn rotate(&mut self, row: &mut [f32], position: i64, factor: f32) {
         let cos = self.table.at(position, &mut self.sin);
         rotate_row(row, cos, &self.sin, factor, self.rope.pairing());
     }
 
-    /// Rotates a row of any element type in f32, like [`rotate`](Self::rotate), and rounds only the rotary
-    /// elements.
+    /// Like [`rotate`](Self::rotate), but for a row of any element type. The row is rotated in f32, and only
+    /// the rotary elements are rounded.
     fn rotate_elements<T: Element>(&mut self, row: &mut [T], position: i64, factor: f32) {
         let mut wide = std::mem::take(&mut self.row);
         wide.clear();

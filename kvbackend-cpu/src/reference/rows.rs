@@ -1,4 +1,4 @@
-//! Scatter and gather: rows to slots, slots to rows.
+//! Scatter, which copies rows to slots, and gather, which copies slots to rows.
 
 use kvcore::{DType, Gather, KvFormat, Result, Rotation, RowRotation, Scatter};
 
@@ -9,8 +9,8 @@ use crate::movement::LayerMovement;
 use crate::plane::{PlaneRows, PlaneRowsMut, RowAt};
 
 impl LayerMovement<'_> {
-    /// Calls `work` for each head, with the index of its first element in the rows and its place in the
-    /// plane. Padding slots are skipped.
+    /// Calls `work` for each head of each row, with the index of its first element in the rows and its
+    /// position in the plane. Padding slots are skipped.
     fn each(&self, mut work: impl FnMut(usize, RowAt) -> Result<()>) -> Result<()> {
         let strides = self.rows.strides();
         for (row, at) in self.tokens(0..self.slots.len()) {
@@ -45,7 +45,7 @@ pub(crate) fn scatter(op: &Scatter) -> Result<()> {
     Ok(())
 }
 
-/// Scatters rows into a dense plane. Elements of the same type are copied bit for bit.
+/// Scatters rows into a dense plane. Elements are copied bit for bit if both sides have the same type.
 fn scatter_dense<S: Element, T: Element>(m: &LayerMovement, convert: impl Fn(S) -> T) -> Result<()> {
     let (from, to) = (m.span_of_rows()?, &m.spans.codes);
     let mut access = Access::new(&[&from], &[to])?;

@@ -13,23 +13,23 @@ pub(crate) fn copy_tensor(op: &CopyTensor) -> Result<()> {
     let runs = DenseRuns::new(op);
     let mut access = Access::new(&[&src], &[&dst])?;
     let mut parts = access.parts();
-    // The operation's check has rejected views that overlap.
+    // The views do not overlap, because the operation's check has rejected such views.
     let (source, mut target) = (parts.read(&src)?, parts.write(&dst)?);
     runs.each(|from, to| target[to..to + runs.bytes].copy_from_slice(&source[from..from + runs.bytes]));
     Ok(())
 }
 
-/// A copy as byte runs that are dense on both sides.
+/// A copy, split into runs of bytes that are dense on both sides.
 pub(crate) struct DenseRuns {
     /// Number of bytes per run.
     pub(crate) bytes: usize,
-    /// Byte offsets of the first run in source and destination.
+    /// Byte offsets of the first run in the source and in the destination.
     pub(crate) start: (usize, usize),
-    /// Axes over the runs, outermost first.
+    /// The axes along which runs are repeated, outermost first.
     pub(crate) axes: SmallVec<[Axis; 6]>,
 }
 
-/// An axis's extent, and its strides in source and destination, in bytes.
+/// An axis of a copy: its extent, and its byte strides in the source and in the destination.
 #[derive(Clone)]
 pub(crate) struct Axis {
     pub(crate) n: usize,
@@ -58,7 +58,7 @@ impl DenseRuns {
         }
     }
 
-    /// Calls `copy` with each run's byte offsets in source and destination.
+    /// Calls `copy` with the byte offsets of each run in the source and in the destination.
     fn each(&self, mut copy: impl FnMut(usize, usize)) {
         over(&self.axes, self.start.0, self.start.1, &mut copy);
     }

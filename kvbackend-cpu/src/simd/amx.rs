@@ -1,7 +1,7 @@
-//! AMX: bf16 matrix products, one tile of 16 rows of 64 bytes at a time, summed in f32.
+//! AMX: matrix products of bf16 tiles, which have 16 rows of 64 bytes, with sums in f32.
 //!
-//! An f32 number is the sum of three bf16 numbers, so products with bf16 on one side are as exact as in f32.
-//! The instructions treat denormals as zero, and infinity times the parts of a number may be NaN.
+//! Every f32 number is a sum of three bf16 numbers, so products in which one operand is bf16 are as exact as
+//! in f32. The instructions treat denormals as zero, and infinity times the parts of a number may give NaN.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid_count, __m512, _mm512_and_si512, _mm512_castps_si512};
@@ -19,13 +19,13 @@ pub(crate) const ROWS: usize = 16;
 pub(crate) const ROW: usize = 64;
 /// Number of bytes per tile.
 pub(crate) const TILE_BYTES: usize = ROWS * ROW;
-/// Number of tile products that one call sums, each into its own result tile.
+/// Number of tile products that one call computes, each in its own result tile.
 pub(crate) const PRODUCTS: usize = 4;
 // Decision: docs/decisions/backend-cpu.md#amx-takes-an-f32-number-as-three-bf16-numbers
-/// Number of bf16 numbers whose sum is any given f32 number.
+/// Number of bf16 numbers needed to represent any f32 number as their sum.
 pub(crate) const PARTS: usize = 3;
 
-/// Returns whether the processor can multiply bf16 tiles and the system lets this process use them.
+/// Returns whether the processor can multiply bf16 tiles and the system permits this process to use tiles.
 pub(crate) fn is_available() -> bool {
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| {
@@ -37,8 +37,8 @@ pub(crate) fn is_available() -> bool {
     })
 }
 
-/// Asks Linux for permission to use tiles, whose state it saves only for processes that ask. Returns whether
-/// it was granted.
+/// Asks Linux for permission to use tiles, and returns whether it was granted. Linux saves tile state only
+/// for processes with this permission.
 #[cfg(target_os = "linux")]
 fn permitted() -> bool {
     const REQUEST: libc::c_long = 0x1023;
@@ -53,7 +53,7 @@ fn permitted() -> bool {
     false
 }
 
-/// A thread's tile configuration: all tiles at full size.
+/// The tile configuration of a thread, in which all tiles have full size.
 #[repr(C, align(64))]
 struct TileConfig([u8; 64]);
 
@@ -69,8 +69,8 @@ static CONFIG: TileConfig = {
     TileConfig(config)
 };
 
-/// The current thread's tiles, which are configured while the value lives. The pointer keeps the value in its
-/// thread.
+/// The current thread's tiles, which are configured while the value lives. The pointer makes the type
+/// `!Send`.
 pub(crate) struct AmxTiles(std::marker::PhantomData<*mut ()>);
 
 impl AmxTiles {
@@ -94,7 +94,7 @@ impl Drop for AmxTiles {
     }
 }
 
-/// Operands that differ for each product. Each has one tile per step.
+/// Operands that differ between the products. Each operand has one tile per step.
 #[derive(Clone, Copy)]
 pub(crate) struct Operands {
     pub(crate) at: [*const u8; PRODUCTS],
@@ -104,15 +104,15 @@ pub(crate) struct Operands {
     pub(crate) step: usize,
 }
 
-/// The operand shared by all products. Each step uses `parts` consecutive tiles.
+/// The operand that all products share. Each step uses `parts` consecutive tiles.
 #[derive(Clone, Copy)]
 pub(crate) struct SharedOperand {
     pub(crate) at: *const u8,
     pub(crate) parts: usize,
 }
 
-/// Sums four tile products over all steps. `$load` loads the tiles of the shared operand; `$dot` gives the
-/// order of the two factors in each product.
+/// Sums four tile products over all steps. `$load` loads the tiles of the shared operand, and `$dot`
+/// determines the order of the two factors in each product.
 macro_rules! products {
     ($each:ident, $shared:ident, $steps:ident, $out:ident, ($($load:literal),*), ($($dot:literal),*)) => {
         asm!(
@@ -159,8 +159,8 @@ macro_rules! products {
     };
 }
 
-/// Computes `out[i][r][c] = Σ each[i][r] · shared[c]`: rows in place, times columns. A column's elements are
-/// stored in pairs, with 16 columns per row.
+/// Computes `out[i][r][c] = Σ each[i][r] · shared[c]`: multiplies rows that are read in place by shared
+/// columns. The elements of a column are stored in pairs, and 16 columns share a row of a tile.
 ///
 /// # Safety
 /// AMX with bf16 must be available, and this thread must hold the [`AmxTiles`] passed. `steps` must be at
@@ -197,8 +197,8 @@ pub(crate) unsafe fn rows_by_columns(
     }
 }
 
-/// Computes `out[i][r][c] = Σ shared[r] · each[i][c]`: rows in [`PARTS`] parts, times four sets of columns.
-/// In [`rows_by_columns`] the shared operand has the columns.
+/// Computes `out[i][r][c] = Σ shared[r] · each[i][c]`: multiplies shared rows in [`PARTS`] parts by four sets
+/// of columns. In [`rows_by_columns`], the columns are the shared operand instead.
 ///
 /// # Safety
 /// The same as for [`rows_by_columns`], but `shared.parts` must be [`PARTS`].
@@ -239,8 +239,8 @@ unsafe fn cut(a: __m512) -> __m512 {
     }
 }
 
-/// Splits an f32 vector into three bf16 vectors whose sum is the vector. The bf16 numbers are in the upper
-/// halves of the elements. For an infinite element, the second and third parts are 0.
+/// Splits an f32 vector into three bf16 vectors with the same sum. The bf16 numbers are in the upper halves
+/// of the elements. The second and third parts of an infinite element are 0.
 ///
 /// # Safety
 /// The processor must support AVX-512 F and DQ, and the caller must be compiled for them.

@@ -1,4 +1,4 @@
-//! AVX2 with FMA and F16C: eight lanes.
+//! Vectors with eight lanes, for AVX2 with FMA and F16C.
 
 use std::arch::x86_64::{
     __m128i, __m256, __m256i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT, _MM_HINT_T0,
@@ -72,7 +72,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// Transposes and adds at the same time.
+    /// Combines the transposition of the vectors with the additions.
     #[inline(always)]
     unsafe fn sum_four(a: __m256, b: __m256, c: __m256, d: __m256) -> [f32; 4] {
         unsafe {
@@ -91,7 +91,7 @@ impl Simd for Avx2 {
     #[inline(always)]
     unsafe fn transpose(square: &mut [__m256; 16]) {
         unsafe {
-            // First pairs of rows, then quarters of rows, and finally halves.
+            // First exchange elements between pairs of rows, then quarters of rows, and finally halves.
             let mut pairs = *square;
             for i in (0..8).step_by(2) {
                 pairs[i] = _mm256_unpacklo_ps(square[i], square[i + 1]);
@@ -133,7 +133,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// Rounds to nearest, ties to even; NaN becomes quiet.
+    /// Rounds to nearest, ties to even. NaN becomes quiet.
     #[inline(always)]
     unsafe fn store_bf16(to: *mut u16, a: __m256) {
         unsafe {
@@ -186,7 +186,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// Shifts each code to the top of its lane and back, which extends its sign.
+    /// Shifts each code to the top of its lane and back down, which extends the sign.
     #[inline(always)]
     unsafe fn load_i4(from: *const u8) -> __m256 {
         unsafe {

@@ -1,4 +1,4 @@
-//! AVX-512 F, BW, DQ and VL: sixteen lanes.
+//! Vectors with sixteen lanes, for AVX-512 F, BW, DQ and VL.
 
 use std::arch::x86_64::{
     __m128i, __m256i, __m512, __m512i, _CMP_UNORD_Q, _MM_FROUND_NO_EXC, _MM_FROUND_TO_NEAREST_INT,
@@ -26,7 +26,7 @@ use super::{E4M3_NAN, Simd, SimdTask};
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
-/// `1, 3, 5, …`: indices of the upper halves of 32-bit elements, counted in 16-bit elements.
+/// The indices `1, 3, 5, …` of the upper halves of 32-bit elements, in units of 16-bit elements.
 const UPPER: [u16; 32] = {
     let mut places = [0; 32];
     let mut i = 0;
@@ -37,7 +37,7 @@ const UPPER: [u16; 32] = {
     places
 };
 
-/// Returns the upper halves of the 32-bit elements of `a`, followed by those of `b`.
+/// Returns the upper halves of the 32-bit elements of `a`, followed by the upper halves of `b`'s elements.
 ///
 /// # Safety
 /// The processor must support AVX-512 F and BW, and the caller must be compiled for them.
@@ -50,18 +50,18 @@ pub(crate) unsafe fn upper_halves(a: __m512i, b: __m512i) -> __m512i {
     }
 }
 
-/// The values of signed 4-bit integers.
+/// The value of each signed 4-bit integer, indexed by its bits.
 const NUMBERS_OF_4_BITS: [f32; 16] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, -8.0, -7.0, -6.0, -5.0, -4.0, -3.0, -2.0, -1.0];
 
-/// The values of unsigned 4-bit integers.
+/// The value of each unsigned 4-bit integer, indexed by its bits.
 const NIBBLES: [f32; 16] =
     [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0];
 
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
 // Decision: docs/decisions/backend-cpu.md#conversions-to-bf16-are-integer-arithmetic
-/// Returns bits whose upper half is the element rounded to bf16, ties to even.
+/// Rounds each element to bf16, ties to even. The result is in the upper half of the element's bits.
 #[inline(always)]
 unsafe fn rounded(a: __m512) -> __m512i {
     // SAFETY: AVX-512 F is available by contract, and no pointers are involved.
@@ -109,7 +109,8 @@ impl Simd for Avx512 {
         unsafe { _mm512_reduce_max_ps(a) }
     }
 
-    /// Transposes and adds at the same time: 13 instructions instead of four times ten.
+    /// Combines the transposition of the vectors with the additions, which takes 13 instructions instead of
+    /// four times ten.
     #[inline(always)]
     unsafe fn sum_four(a: __m512, b: __m512, c: __m512, d: __m512) -> [f32; 4] {
         unsafe {
@@ -129,8 +130,8 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn transpose(square: &mut [__m512; 16]) {
         unsafe {
-            // First pairs of rows, then fours, as AVX2 does in each quarter; finally, the quarters move to
-            // their places.
+            // First exchange elements between pairs of rows and then between groups of four, as AVX2 does in
+            // each quarter. Finally, move the quarters to their positions.
             let mut pairs = *square;
             for i in (0..16).step_by(2) {
                 pairs[i] = _mm512_unpacklo_ps(square[i], square[i + 1]);
@@ -177,7 +178,7 @@ impl Simd for Avx512 {
         }
     }
 
-    /// Rounds to nearest, ties to even; NaN becomes quiet.
+    /// Rounds to nearest, ties to even. NaN becomes quiet.
     #[inline(always)]
     unsafe fn store_bf16(to: *mut u16, a: __m512) {
         unsafe {
@@ -221,7 +222,7 @@ impl Simd for Avx512 {
         unsafe { _mm512_cvtph_ps(_mm256_set1_epi16(bits.cast_signed())) }
     }
 
-    /// Looks up the lowest four bits of each lane.
+    /// Looks up the values of the lowest four bits of each lane, and of the four bits above them.
     #[inline(always)]
     unsafe fn load_nibbles(from: *const u8) -> [__m512; 2] {
         unsafe {
@@ -241,7 +242,7 @@ impl Simd for Avx512 {
         }
     }
 
-    /// Shifts each code to the bottom of its lane, and looks it up.
+    /// Shifts each code to the bottom of its lane, and looks up its value.
     #[inline(always)]
     unsafe fn load_i4(from: *const u8) -> __m512 {
         unsafe {

@@ -1,4 +1,4 @@
-//! Element types that f32 vectors are loaded from and rounded to, and rows of such elements.
+//! Element types that can be loaded as f32 vectors and rounded back, and conversions of whole rows.
 
 use half::{bf16, f16};
 use kvcore::DType;
@@ -6,7 +6,7 @@ use kvcore::DType;
 use super::Simd;
 use crate::element::Element;
 
-/// An element type that every instruction set can convert.
+/// An element type that every instruction set can convert to and from f32 vectors.
 ///
 /// # Safety
 /// The instruction set of `S` must be available, as for [`Simd`]. The pointer must be valid for the
@@ -16,7 +16,7 @@ use crate::element::Element;
 pub(crate) trait SimdElement: Element {
     unsafe fn load<S: Simd>(from: *const Self) -> S::V;
     unsafe fn store<S: Simd>(to: *mut Self, a: S::V);
-    /// Stores two vectors, one after the other: `2 * S::LANES` elements.
+    /// Stores `2 * S::LANES` elements: first `a`, and then `b`.
     #[inline(always)]
     unsafe fn store_twice<S: Simd>(to: *mut Self, a: S::V, b: S::V) {
         // SAFETY: by contract, the instruction set of `S` is available, and `to` is valid for writes of two

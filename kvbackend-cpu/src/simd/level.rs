@@ -1,4 +1,4 @@
-//! The instruction set that kernels use.
+//! The instruction sets that kernels can be compiled for.
 
 use std::fmt;
 use std::str::FromStr;
@@ -22,21 +22,22 @@ use super::{amx, avx2::Avx2, avx512::Avx512};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum SimdLevel {
-    /// The instruction set that the program was compiled for: SSE2 on x86-64, NEON on 64-bit ARM.
+    /// The instruction set that the program was compiled for, which is by default SSE2 on x86-64 and NEON on
+    /// 64-bit ARM.
     Portable,
     /// AVX2 with FMA and F16C.
     Avx2,
     /// AVX-512 F, BW, DQ and VL. Conversions to bf16 use integer arithmetic, because the dedicated
     /// instruction (`AVX512_BF16`) flushes denormals, which no other backend does.
     Avx512,
-    /// AVX-512 and AMX with bf16. Attention over bf16 keys and values uses tile products, and so do the
-    /// products of many rows with stored matrices. Numbers are split into as many bf16 parts as needed.
+    /// AVX-512 and AMX with bf16. Attention over bf16 keys and values uses tile products, and so do products
+    /// of many rows and a stored matrix. Operands are split into as many bf16 parts as they need.
     Amx,
 }
 
 /// Code that is generic over the instruction set.
 pub(crate) trait SimdTask {
-    /// The result of the task.
+    /// The type of the task's result.
     type Output;
 
     /// Runs the task.
@@ -48,7 +49,7 @@ pub(crate) trait SimdTask {
 }
 
 impl SimdLevel {
-    /// All levels, the simplest first.
+    /// All levels, from the simplest to the best.
     pub const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx];
 
     /// Returns the best level that this processor supports.
@@ -94,7 +95,8 @@ impl SimdLevel {
     }
 }
 
-/// A level that the processor supports. Code outside of tasks needs one to run a task.
+/// A level that the processor supports. Code that is not itself a task needs an `AvailableLevel` to run a
+/// task.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct AvailableLevel(SimdLevel);
 
@@ -111,7 +113,7 @@ impl AvailableLevel {
         self.0
     }
 
-    /// Runs a task, compiled for the level.
+    /// Runs a task in a function that is compiled for this level.
     ///
     /// # Safety
     /// The fields of `task` must meet the conditions stated at the task's type.

@@ -1,11 +1,11 @@
-//! Functions shared by all instruction sets.
+//! Mathematical functions that all instruction sets share.
 
 use super::Simd;
 
-/// Converts the bits of an f16 to f32, without a branch.
+/// Converts the bits of an f16 to f32 without branching.
 ///
-/// (Marat Dukhan's FP16 library describes the arithmetic: a change of exponent bias for normal numbers, a
-/// subtraction for denormal ones.)
+/// The arithmetic is described in Marat Dukhan's FP16 library: the exponent bias is changed for normal
+/// numbers, and a constant is subtracted for denormal numbers.
 #[inline(always)]
 pub(crate) fn from_f16(bits: u16) -> f32 {
     let bits = u32::from(bits) << 16;
@@ -31,7 +31,7 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::V) -> S::V {
     unsafe {
         let x = S::max(S::splat(-88.1), S::min(S::splat(88.3), x));
         let n = S::round(S::mul(x, S::splat(std::f32::consts::LOG2_E)));
-        // ln 2 is split into two parts. The first has trailing zeros, so its product with n is exact.
+        // ln 2 is split into two parts. The first part has trailing zeros, so its product with n is exact.
         let r = S::mul_add(n, S::splat(-0.693_359_4), x);
         let r = S::mul_add(n, S::splat(2.121_944_4e-4), r);
         let mut p = S::splat(1.0 / 5040.0);

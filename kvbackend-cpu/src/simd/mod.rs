@@ -1,13 +1,13 @@
-//! f32 vectors: one implementation per instruction set, chosen at run time.
+//! f32 vectors, with one implementation per instruction set. The instruction set is chosen at run time.
 //!
 //! A kernel is a [`SimdTask`]: one generic function over [`Simd`]. [`AvailableLevel::run`] calls the task
-//! inside a function compiled for the instruction set; everything inlined into the task is compiled for it
-//! too. Functions on this path are `#[inline(always)]`, because a function that is not inlined would be
-//! compiled without these instructions. Large code, or code used in many places, is a separate task, called
-//! by [`Simd::call`], so it is compiled only once. Otherwise compile time would grow with every path through
-//! such code.
+//! inside a function that is compiled for the instruction set, and everything inlined into the task is
+//! compiled for the same instructions. Functions on this path are `#[inline(always)]`, because a function
+//! that is not inlined would be compiled without these instructions. Large code and code used in many places
+//! are separate tasks, which are called by [`Simd::call`] and therefore compiled only once. Otherwise,
+//! compile time would grow with every path through such code.
 
-/// Defines the functions of [`Simd`] that are a single intrinsic.
+/// Defines the functions of [`Simd`] that consist of a single intrinsic.
 #[cfg(target_arch = "x86_64")]
 macro_rules! intrinsics {
     (splat: $splat:ident, $($name:ident: $intrinsic:ident),* $(,)?) => {
@@ -19,7 +19,7 @@ macro_rules! intrinsics {
     };
 }
 
-/// Defines one of these functions, by its name.
+/// Defines one function of [`Simd`] as a single intrinsic.
 #[cfg(target_arch = "x86_64")]
 macro_rules! intrinsic {
     (load: $intrinsic:ident) => {
@@ -69,29 +69,29 @@ pub(crate) use math::{exp, from_f16};
 /// correcting the bias (7 against 15), so the result is too small by 2⁸.
 pub(crate) const E4M3_UNIT: f32 = 256.0;
 
-/// The magnitude bits of an E4M3 NaN, which are the largest.
+/// The magnitude bits of an E4M3 NaN. No code has larger ones.
 const E4M3_NAN: u8 = 0x7f;
 
 // Decision: docs/decisions/backend-cpu.md#kernels-are-generic-functions-over-an-instruction-set
-/// An instruction set's f32 vector.
+/// The f32 vector operations of an instruction set.
 ///
 /// # Safety
 /// For every function, the processor must support the implementation's instruction set, and the caller must
 /// be compiled for it. A pointer argument must be valid for as many elements as the function reads or writes
-/// there, and aligned for its element type; [`stream_line`](Self::stream_line) requires more.
+/// through it, and aligned for its element type; [`stream_line`](Self::stream_line) requires more.
 #[allow(clippy::missing_safety_doc, reason = "stated once, at the trait")]
 pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// The vector type.
     type V: Copy;
-    /// Number of elements per vector: its SIMD lanes.
+    /// Number of elements per vector.
     const LANES: usize;
-    /// Number of vector registers. It limits the size of a block of products.
+    /// Number of vector registers, which limits the size of a block of products.
     const REGISTERS: usize;
     /// Whether [`stream_line`](Self::stream_line) bypasses the caches.
     const STREAMS: bool;
 
     // Decision: docs/decisions/backend-cpu.md#large-parts-of-a-task-are-separate-tasks
-    /// Runs a task in a separate function.
+    /// Runs a task in a separate function, so that the task is compiled only once.
     unsafe fn call<T: SimdTask>(task: T) -> T::Output;
 
     unsafe fn splat(x: f32) -> Self::V;
@@ -107,17 +107,17 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// Rounds to the nearest integer, ties to even.
     unsafe fn round(a: Self::V) -> Self::V;
-    /// Returns `a * 2^n` for integers `n` from −127 to 127. For −127 the result is 0.
+    /// Returns `a * 2^n`, where each `n` must be an integer from −127 to 127. The result is 0 for −127.
     unsafe fn scale_by_power(a: Self::V, n: Self::V) -> Self::V;
     unsafe fn sum(a: Self::V) -> f32;
     unsafe fn largest(a: Self::V) -> f32;
-    /// Returns the sums of the elements of four vectors.
+    /// Returns the sum of the elements of each of four vectors.
     #[inline(always)]
     unsafe fn sum_four(a: Self::V, b: Self::V, c: Self::V, d: Self::V) -> [f32; 4] {
         // SAFETY: `Self`'s instruction set is available by contract, and no pointers are involved.
         unsafe { [Self::sum(a), Self::sum(b), Self::sum(c), Self::sum(d)] }
     }
-    /// Transposes the first `LANES` vectors of `square`, as a matrix.
+    /// Transposes the matrix whose rows are the first `LANES` vectors of `square`.
     unsafe fn transpose(square: &mut [Self::V; 16]);
     /// Swaps the elements of each pair `(2 i, 2 i + 1)`.
     unsafe fn swap_pairs(a: Self::V) -> Self::V;
@@ -128,7 +128,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn store(to: *mut f32, a: Self::V);
     unsafe fn load_bf16(from: *const u16) -> Self::V;
     unsafe fn store_bf16(to: *mut u16, a: Self::V);
-    /// Stores two vectors one after the other: `2 * LANES` elements.
+    /// Stores `2 * LANES` elements: first `a`, and then `b`.
     #[inline(always)]
     unsafe fn store_bf16_twice(to: *mut u16, a: Self::V, b: Self::V) {
         // SAFETY: by contract, `to` is valid for writes of `2 * LANES` elements.
@@ -139,7 +139,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
     unsafe fn load_f16(from: *const u16) -> Self::V;
     unsafe fn store_f16(to: *mut u16, a: Self::V);
-    /// Stores two vectors one after the other: `2 * LANES` elements.
+    /// Stores `2 * LANES` elements: first `a`, and then `b`.
     #[inline(always)]
     unsafe fn store_f16_twice(to: *mut u16, a: Self::V, b: Self::V) {
         // SAFETY: by contract, `to` is valid for writes of `2 * LANES` elements.
@@ -148,30 +148,31 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
             Self::store_f16(to.add(Self::LANES), b);
         }
     }
-    /// Returns a vector whose elements all equal one f16, given by its bits.
+    /// Returns a vector in which every element is the f16 with the given bits.
     unsafe fn splat_f16(bits: u16) -> Self::V;
     unsafe fn load_i8(from: *const i8) -> Self::V;
-    /// Loads the low and high halves of `LANES` bytes, as numbers from 0 to 15.
+    /// Loads `LANES` bytes, and returns their low halves and their high halves as numbers from 0 to 15.
     unsafe fn load_nibbles(from: *const u8) -> [Self::V; 2];
-    /// Loads some bits of `LANES` bytes as unsigned numbers, after a right shift by less than eight.
+    /// Loads `LANES` bytes, shifts them right by `shift`, which must be less than 8, and returns the bits in
+    /// `mask` as unsigned numbers.
     unsafe fn load_bits(from: *const u8, shift: usize, mask: u8) -> Self::V;
-    /// Loads signed 4-bit integers, two per byte, the first in the low half: `LANES / 2` bytes.
+    /// Loads `LANES` signed 4-bit integers from `LANES / 2` bytes. The first integer of a byte is in its low
+    /// half.
     unsafe fn load_i4(from: *const u8) -> Self::V;
-    /// Loads E4M3 floats, divided by [`E4M3_UNIT`]. The result for a NaN code is unspecified.
+    /// Loads E4M3 floats, and divides them by [`E4M3_UNIT`]. The result for a NaN code is unspecified.
     unsafe fn load_e4m3(from: *const u8) -> Self::V;
-    /// Returns whether any of the `n` E4M3 codes that begin `offset` bytes after each address in `rows` is
-    /// NaN.
+    /// Returns whether any E4M3 code is NaN. Each row has `n` codes, which begin `offset` bytes after its
+    /// address in `rows`.
     unsafe fn any_nan_e4m3(rows: &[*const u8], offset: usize, n: usize) -> bool;
     /// Loads E5M2 floats.
     unsafe fn load_e5m2(from: *const u8) -> Self::V;
-    /// Copies 64 bytes, and bypasses the caches if [`STREAMS`](Self::STREAMS). `to` must be aligned to 64
-    /// bytes.
+    /// Copies 64 bytes, bypassing the caches if [`STREAMS`](Self::STREAMS) is true. `to` must be aligned to
+    /// 64 bytes.
     unsafe fn stream_line(to: *mut u8, from: *const u8);
-    /// Orders streamed stores before all later stores.
+    /// Orders all earlier streamed stores before all later stores.
     unsafe fn fence();
     /// Prefetches the cache line at `at`, which may be any address.
     unsafe fn prefetch(at: *const u8);
-    /// Prefetches the cache line at `at`, like [`prefetch`](Self::prefetch), but only into the second-level
-    /// cache.
+    /// Like [`prefetch`](Self::prefetch), but prefetches only into the second-level cache.
     unsafe fn prefetch_far(at: *const u8);
 }

@@ -1,5 +1,5 @@
-//! Eight-lane vectors in plain Rust, which the compiler turns into the instructions that the program is
-//! compiled for.
+//! Vectors with eight lanes in plain Rust, which are compiled to the instructions available to the whole
+//! program.
 
 use half::{bf16, f16};
 use kvcore::Fp8Kind;
@@ -55,7 +55,8 @@ impl Simd for Portable {
         each(|i| a[i] / b[i])
     }
 
-    /// Fuses only if there is an instruction for it, because otherwise it would be a function call.
+    /// Fuses the operations only if there is an instruction for that. Otherwise, fusing would need a function
+    /// call.
     #[inline(always)]
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {
@@ -75,7 +76,7 @@ impl Simd for Portable {
         each(|i| if a[i] < b[i] { a[i] } else { b[i] })
     }
 
-    /// Adds and subtracts 1.5 · 2²³, which shifts out all fraction bits. Correct for |a| < 2²².
+    /// Adds and subtracts 1.5 · 2²³, which rounds away all fraction bits. This is correct for |a| < 2²².
     #[inline(always)]
     unsafe fn round(a: Self::V) -> Self::V {
         const MAGIC: f32 = 12_582_912.0;

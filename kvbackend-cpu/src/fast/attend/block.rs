@@ -1,5 +1,5 @@
-//! Attention of queries over a tile, one block of registers at a time: logits, weights, and weighted sums of
-//! values.
+//! Attention of queries over a tile, in blocks of queries whose sums fit in registers: logits, weights, and
+//! weighted sums of values.
 
 use std::marker::PhantomData;
 use std::mem::MaybeUninit;
@@ -14,12 +14,12 @@ use super::softmax::{LogitScaling, OnlineSoftmax, StateLayout};
 use super::tile::{TILE, TokenTile};
 use crate::simd::{Simd, SimdTask};
 
-/// Distance in elements between the logits of consecutive queries: a tile, and one vector more.
+/// Distance in elements between the logits of consecutive queries: one tile plus one vector.
 const STRIDE: usize = TILE + 16;
-/// Maximum number of queries per block of registers.
+/// Maximum number of queries per block.
 const QUERIES: usize = 6;
 
-/// Attention of one head unit's queries over one tile of tokens.
+/// Computes the attention of one head unit's queries over one tile of tokens.
 ///
 /// # Safety
 /// With `n = queries()`, `q` must be valid for reads of `n` queries of `dims.0` f32 elements, and `latents`,
@@ -29,31 +29,32 @@ const QUERIES: usize = 6;
 pub(super) struct TileAttention<'a> {
     pub(super) op: &'a Attend,
     pub(super) entry: &'a AttendRows,
-    /// Query rows. `heads` is the number of heads per row.
+    /// The query rows.
     pub(super) rows: Range<usize>,
+    /// Number of heads per row.
     pub(super) heads: usize,
-    /// Number of elements per key and per value.
+    /// Number of elements per key, and per value.
     pub(super) dims: (usize, usize),
     pub(super) q: *const f32,
     /// Queries that latent attention multiplies by the values.
     pub(super) latents: Option<*const f32>,
-    /// States for the segment's merge group.
+    /// The states of the segment's merge group.
     pub(super) states: *mut f32,
     pub(super) layout: StateLayout,
     pub(super) tile: &'a TokenTile<'a>,
     pub(super) keys: RowPointers<'a>,
     pub(super) values: RowPointers<'a>,
     pub(super) columns: &'a [*const u8],
-    /// The next rows of keys and values, to prefetch.
+    /// The next rows of keys and of values, which are prefetched.
     pub(super) ahead: [Prefetch<'a>; 2],
 }
 
-/// The tokens of a tile that a block's queries see.
+/// The tokens of a tile that the queries of a block attend to.
 struct VisibleTokens<const Q: usize> {
     each: [Range<usize>; Q],
-    /// The tokens from the first to the last that any of the queries sees.
+    /// The range from the first to the last token that any of the queries attends to.
     all: Range<usize>,
-    /// The tokens that all the queries see.
+    /// The tokens that all of the queries attend to.
     common: Range<usize>,
 }
 
@@ -62,7 +63,7 @@ impl TileAttention<'_> {
         self.rows.len() * self.heads
     }
 
-    /// Processes all queries, using the rows of `keys` and `values` in place.
+    /// Processes all queries, reading the rows of `keys` and `values` in place.
     ///
     /// # Safety
     /// The conditions of [`TileAttention`] must hold, the rows must have elements of type `E`, and the caller
@@ -90,7 +91,7 @@ impl TileAttention<'_> {
         }
     }
 
-    /// Processes all queries, using keys in columns and values in f32 rows.
+    /// Processes all queries, reading keys from f32 columns and values from f32 rows.
     ///
     /// # Safety
     /// The conditions of [`TileAttention`] must hold, and the values must be f32. `columns` must list
@@ -119,7 +120,7 @@ impl TileAttention<'_> {
         }
     }
 
-    /// Returns the tokens that query `m` sees, counted from the first token of the tile.
+    /// Returns the tokens that query `m` attends to, as indices into the tile.
     pub(super) fn seen(&self, m: usize) -> Range<usize> {
         let (tile, n) = (self.tile, self.tile.len());
         if self.entry.selection.is_some() {
@@ -156,12 +157,12 @@ impl TileAttention<'_> {
     }
 }
 
-/// Processes `Q` queries starting at `first`, `N` output vectors at a time. With `PACKED`, keys are in
+/// Processes `Q` queries starting at `first`, `N` output vectors at a time. If `PACKED` is true, keys are in
 /// columns.
 ///
 /// # Safety
-/// The conditions of [`TileAttention::in_place`] must hold, or of [`TileAttention::packed`] with `PACKED`.
-/// `first + Q` must be at most `queries()`.
+/// The conditions of [`TileAttention::in_place`] must hold, or the ones of [`TileAttention::packed`] if
+/// `PACKED` is true. `first + Q` must be at most `queries()`.
 struct QueryBlock<'a, E, const Q: usize, const N: usize, const PACKED: bool> {
     attention: &'a TileAttention<'a>,
     first: usize,
@@ -196,7 +197,7 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> SimdTask
         let ahead = if self.first == 0 { attention.ahead } else { Default::default() };
         // SAFETY: `Q <= QUERIES`, so `logits` has `STRIDE` elements for each query: a tile and one vector.
         // `first + Q <= queries()` by contract, so queries and states belong to `attention`. Only logits that
-        // `dots` or `accumulate` wrote are read, since each range seen is inside `all`.
+        // `dots` or `accumulate` wrote are read, since the range of each query is inside `all`.
         unsafe {
             let q = attention.q.add(self.first * k_dim);
             let latents = attention.latents.map(|all| all.add(self.first * v_dim));
@@ -256,7 +257,7 @@ impl<E: RowElement, const Q: usize, const N: usize, const PACKED: bool> SimdTask
             } else {
                 common = 0..0;
             }
-            // Tokens that only some queries see: on the diagonal, or at the edge of a window.
+            // Tokens that only some of the queries attend to: on the diagonal, or at the edge of a window.
             for (a, seen) in each.into_iter().enumerate() {
                 let (before, after) = if common.is_empty() {
                     (seen, 0..0)

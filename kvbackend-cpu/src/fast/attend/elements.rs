@@ -1,4 +1,4 @@
-//! The elements of rows as a cache stores them, read as f32 without their scales.
+//! Reads the stored elements of a cache's rows as f32, without applying their scales.
 
 use std::marker::PhantomData;
 
@@ -7,19 +7,19 @@ use kvcore::Fp8Kind;
 use super::pointers::RowPointers;
 use crate::simd::{E4M3_UNIT, Simd, SimdElement, SimdTask};
 
-/// Where elements are multiplied by their scales.
+/// The point at which scales are applied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scaling {
     /// Elements have no scales.
     None,
-    /// All elements of a row share a scale. The row's logits and weights are multiplied by it.
+    /// All elements of a row share a scale. The row's logits and weights are multiplied by the scale.
     Rows,
-    /// Groups of elements of a row share a scale. Each element is multiplied by it. A group is a whole number
-    /// of vectors.
+    /// Each group of a row's elements shares a scale. Every element is multiplied by its group's scale. A
+    /// group must be a whole number of vectors.
     Groups,
 }
 
-/// The element type of rows.
+/// The element type of stored rows.
 ///
 /// # Safety
 /// The row must have element `i`. For [`load`](Self::load), it must have `S::LANES` elements starting at `i`,
@@ -50,7 +50,7 @@ impl<E: SimdElement> RowElement for E {
     }
 }
 
-/// An `int8` code, in rows with one scale.
+/// An `int8` code, in rows that have a single scale.
 #[derive(Clone, Copy)]
 pub(super) struct Int8;
 
@@ -69,7 +69,7 @@ impl RowElement for Int8 {
     }
 }
 
-/// An `int4` code, two per byte, in rows with one scale.
+/// An `int4` code, in rows that have two codes per byte and a single scale.
 #[derive(Clone, Copy)]
 pub(super) struct Int4;
 
@@ -85,7 +85,7 @@ impl RowElement for Int4 {
     #[inline(always)]
     unsafe fn one(row: *const u8, i: usize) -> f32 {
         let byte = unsafe { row.add(i / 2).read() };
-        // An arithmetic shift extends the sign of the upper half.
+        // An arithmetic right shift extends the sign of the upper four bits.
         f32::from((if i.is_multiple_of(2) { byte << 4 } else { byte }).cast_signed() >> 4)
     }
 }
@@ -128,7 +128,7 @@ impl RowElement for E5M2 {
     }
 }
 
-/// A code in rows whose groups each have a scale.
+/// A code in rows that have a scale for each group.
 #[derive(Clone, Copy)]
 pub(super) struct Grouped<E>(PhantomData<E>);
 
@@ -147,7 +147,7 @@ impl<E: RowElement> RowElement for Grouped<E> {
     }
 }
 
-/// Returns whether any code in some `fp8-e4m3` rows is NaN.
+/// Checks whether any code in the given `fp8-e4m3` rows is NaN.
 ///
 /// # Safety
 /// Each row must have `dim` codes.

@@ -1,4 +1,5 @@
-//! From partial softmax states to output rows: first merges the parts of split tokens, then the merge groups.
+//! Turns partial softmax states into output rows: merges first the parts of split rows, and then the merge
+//! groups.
 
 use kvcore::{Attend, TensorView};
 
@@ -6,13 +7,13 @@ use super::softmax::StateLayout;
 use crate::raw::Destination;
 use crate::simd::{Simd, SimdTask, narrow};
 
-/// Where the results are written.
+/// The views that results are written to.
 pub(super) struct Outputs<'a> {
     pub(super) out: (&'a TensorView, Destination<'a>),
     pub(super) lse: Option<(&'a TensorView, Destination<'a>)>,
 }
 
-/// Merges the states of one row and head, and writes output and log-sum-exp.
+/// Merges the states of one row and head, and writes the output and its log-sum-exp.
 ///
 /// # Safety
 /// For each merge group and part, `states` must point to a state of `v_dim + 2` elements. This task
@@ -23,9 +24,10 @@ pub(super) struct Finish<'a> {
     pub(super) outputs: &'a Outputs<'a>,
     /// The row and head.
     pub(super) at: (usize, usize),
-    /// The state of group `g` and part `p` begins at element `g * group stride + p * part stride`.
+    /// Start of the states. The state of group `g` and part `p` begins at element `g * group stride + p *
+    /// part stride`.
     pub(super) states: *mut f32,
-    /// Number of parts, and distance between consecutive parts in elements.
+    /// Number of parts, and distance between consecutive parts, in elements.
     pub(super) parts: (usize, usize),
     pub(super) layout: StateLayout,
 }
@@ -66,7 +68,7 @@ impl SimdTask for Finish<'_> {
     }
 }
 
-/// Adds one partial softmax state to another.
+/// Merges partial softmax state `from` into `into`.
 ///
 /// # Safety
 /// `into` and `from` must have `v_dim + 2` elements each and must not overlap, and the caller must be
@@ -81,7 +83,7 @@ unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
             return;
         }
         let max = if a > b { a } else { b };
-        // An empty softmax contributes nothing; −∞ minus −∞ would be NaN.
+        // An empty state contributes nothing: without this check, −∞ minus −∞ would give NaN.
         let keep = if *into.add(1) == 0.0 { 0.0 } else { (a - max).exp() };
         let take = (b - max).exp();
         *into = max;
@@ -98,7 +100,7 @@ unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
     }
 }
 
-/// Multiplies `n` elements by a number.
+/// Multiplies `n` elements by `by`.
 ///
 /// # Safety
 /// `values` must have `n` elements, and the caller must be compiled for the instruction set of `S`.

@@ -1,4 +1,4 @@
-//! The inputs of a call: its operation, its queries, and the planes of its keys and values.
+//! The inputs of an attention call: the operation, its queries, and the planes of keys and values.
 
 use kvcore::{Attend, Result, TensorView};
 
@@ -16,9 +16,9 @@ pub(super) struct CallInputs<'a> {
     pub(super) keys: SourcePlane<'a>,
     pub(super) values: SourcePlane<'a>,
     pub(super) q: QueryRows<'a>,
-    /// Queries that latent attention multiplies by the values.
+    /// In latent attention, the queries that are multiplied by the values.
     pub(super) latent: Option<QueryRows<'a>>,
-    /// The rotations of queries, and of keys stored unrotated.
+    /// The rotations to apply to queries, and to keys that are stored unrotated.
     pub(super) table: Option<RotationTable>,
 }
 
@@ -30,22 +30,22 @@ impl CallInputs<'_> {
         (head * s.k_heads / self.units.heads, head * s.v_heads / self.units.heads)
     }
 
-    /// Returns whether a group is a whole row, for both keys and values.
+    /// Returns whether `group` elements are a whole row, for both keys and values.
     pub(super) fn one_scale_a_row(&self, group: usize) -> bool {
         group == self.keys.dim && group == self.values.dim
     }
 }
 
-/// Query rows, read in place.
+/// The query rows of a view, which are read in place.
 #[derive(Clone, Copy)]
 pub(super) struct QueryRows<'a> {
     pub(super) view: &'a TensorView,
-    /// The bytes of the view, starting at its first element.
+    /// The bytes of the view or of its copy, starting at the first element.
     pub(super) bytes: Origin<'a>,
 }
 
 impl<'a> QueryRows<'a> {
-    /// Reads the queries of a view. Queries that overlap the output are first copied to `copy`.
+    /// Creates query rows from a view. If the view overlaps the output, its bytes are first copied to `copy`.
     pub(super) fn new<'b: 'a>(
         view: &'a TensorView,
         out: &TensorView,

@@ -1,5 +1,5 @@
-//! Computes one item of a call: goes through its tokens tile by tile, and keeps partial softmax states
-//! between tiles.
+//! Computes one item of a call: processes its tokens tile by tile, and keeps partial softmax states between
+//! tiles.
 
 use std::ops::Range;
 
@@ -20,8 +20,8 @@ use crate::fast::rotate::rotate;
 use crate::raw::Destination;
 use crate::simd::{Simd, SimdTask, widen};
 
-/// Converts the queries of all units of an item to f32. If `moved` is given, also rotates them to their
-/// positions minus `moved`.
+/// Converts the queries of all units of an item to f32. If `moved` is given, also rotates the queries to
+/// their positions minus `moved`.
 ///
 /// # Safety
 /// `to` must be valid for writes of the item's queries, each as wide as `queries`, and must be outside the
@@ -64,7 +64,7 @@ impl SimdTask for WidenQueries<'_> {
     }
 }
 
-/// A thread's memory. It grows to the size that its largest item needs, and never shrinks.
+/// A thread's buffers. They grow to the size that the thread's largest item needs, and never shrink.
 #[derive(Default)]
 pub(super) struct ItemScratch {
     queries: Vec<f32>,
@@ -78,7 +78,7 @@ pub(super) struct ItemScratch {
     matrices: Vec<f32>,
 }
 
-/// An item, with its call's inputs and outputs.
+/// An item, with the inputs and outputs of its call.
 #[derive(Clone, Copy)]
 pub(super) struct ItemContext<'a> {
     pub(super) inputs: &'a CallInputs<'a>,
@@ -88,11 +88,11 @@ pub(super) struct ItemContext<'a> {
     /// The form of the matrix products, if the matrix unit can compute the call.
     pub(super) matrix_form: Option<MatrixForm>,
     pub(super) outputs: &'a Outputs<'a>,
-    /// The shared buffer, for the states of rows whose tokens are split.
+    /// The buffer shared by all threads, for the states of rows whose tokens are split.
     pub(super) shared: Destination<'a>,
 }
 
-/// Computes an item in a thread's memory.
+/// Computes an item, using one thread's buffers.
 ///
 /// # Safety
 /// The fields of `context` must belong to one checked operation, and `item` and `runs` to a plan of it. If
@@ -111,14 +111,14 @@ struct ItemBuffers<'a> {
     states: *mut f32,
     layout: StateLayout,
     tile: TileBuffers<'a>,
-    /// The scales of keys and values, for rows used in place.
+    /// The scales of keys and of values, for rows that are read in place.
     scales: [TileScales; 2],
     matrix: Option<MatrixBuffers>,
 }
 
 impl ItemBuffers<'_> {
-    /// Puts the queries of all units where the matrix products need them: the queries for keys if `which` is
-    /// 0, and for values if it is 1.
+    /// Copies the queries of all units to the buffers of the matrix products: the queries for keys if `which`
+    /// is 0, and the queries for values if it is 1.
     ///
     /// # Safety
     /// `from` must be valid for reads of `self.layout.count` queries of `dim` elements, the width of keys or
@@ -220,13 +220,13 @@ impl SimdTask for ComputeItem<'_> {
 }
 
 impl ItemContext<'_> {
-    /// Returns the form in which the products read keys and values.
+    /// Returns the form in which this item's products read keys and values.
     fn form<S: Simd>(&self) -> TileForm {
         let inputs = self.inputs;
         if self.item.rows.len() * inputs.units.size >= MANY_QUERIES {
             return self.matrix_form.map_or(TileForm::Packed, |_| TileForm::Matrix);
         }
-        // A vector is inside one group.
+        // Whether every vector is inside one group.
         let whole = match inputs.keys.format {
             KvFormat::Int8 { group } | KvFormat::Int4 { group } => {
                 inputs.one_scale_a_row(group) || group.is_multiple_of(S::LANES)
@@ -236,7 +236,7 @@ impl ItemContext<'_> {
         if whole && inputs.op.keys == KeyForm::Rotated { TileForm::InPlace } else { TileForm::Widened }
     }
 
-    /// Returns the K heads that the item reads, or its V heads if `which` is 1.
+    /// Returns the K heads that the item reads if `which` is 0, or its V heads if `which` is 1.
     fn kv_heads(&self, which: usize) -> Range<usize> {
         let of = |unit| <[usize; 2]>::from(self.inputs.kv_heads(unit))[which];
         let units = &self.item.units;
@@ -278,8 +278,8 @@ impl ItemContext<'_> {
             let at = (heads.0 * inputs.keys.head_bytes, heads.1 * inputs.values.head_bytes);
             let first = i * item.rows.len() * inputs.units.size;
             let group = tile.segment.merge_group * buffers.layout.count;
-            // SAFETY: `buffers` has queries and states of all the item's units, where those of unit `i` start
-            // at `first`, and room for a tile of rows and columns. Rows in place are in bounds, as
+            // SAFETY: `buffers` has queries and states of all the item's units, where the ones of unit `i`
+            // start at `first`, and room for a tile of rows and columns. Rows in place are in bounds, as
             // `SourcePlane::rows` checked, and have the element type given by `form` and `dense`.
             unsafe {
                 let mut attention = TileAttention {
@@ -335,8 +335,8 @@ impl ItemContext<'_> {
         }
     }
 
-    /// Returns whether codes can be read as vectors: `fp8-e4m3` codes must not be NaN, and their scales must
-    /// stay finite in the unit of [`Simd::load_e4m3`].
+    /// Returns whether codes can be read as vectors: `fp8-e4m3` codes must not be NaN, and their scales,
+    /// multiplied by the unit of [`Simd::load_e4m3`], must be finite.
     ///
     /// # Safety
     /// `attention` must have rows in the arena's format, and the caller must be compiled for the instruction
@@ -374,7 +374,7 @@ impl ItemContext<'_> {
         }
     }
 
-    /// Writes the results of rows that are in no other item.
+    /// Writes the results of the item's rows, whose tokens must not be split between items.
     ///
     /// # Safety
     /// `buffers.states` must have a state for each merge group and query of the item, all the item's tokens
@@ -399,7 +399,7 @@ impl ItemContext<'_> {
     }
 }
 
-/// Grows a buffer to at least `n` elements, and returns its start.
+/// Grows a buffer to at least `n` elements, and returns a pointer to its start.
 fn grown(buffer: &mut Vec<f32>, n: usize) -> *mut f32 {
     if buffer.len() < n {
         buffer.resize(n, 0.0);

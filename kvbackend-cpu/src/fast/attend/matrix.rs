@@ -1,5 +1,5 @@
-//! Computes attention over a tile with matrix products: bf16 keys in place, values in pairs of rows, and
-//! queries and weights in as many bf16 parts as they need.
+//! Computes attention over a tile with matrix products. Keys are bf16 rows in place, values are interleaved
+//! in pairs of rows, and queries and weights are split into as many bf16 parts as they need.
 
 use std::arch::x86_64::{
     __m512, __m512i, _CMP_UNORD_Q, _mm512_and_si512, _mm512_castps_si512, _mm512_castsi512_ps,
@@ -27,45 +27,45 @@ use crate::simd::{Simd, SimdLevel};
 
 /// Number of elements per row of a bf16 tile.
 const PAIRS: usize = 2 * ROWS;
-/// Distance in elements between the logits of consecutive queries: a tile, and one vector more.
+/// Distance in elements between the logits of consecutive queries: one tile plus one vector.
 const STRIDE: usize = TILE + ROWS;
 
-/// The form of the queries in the matrix products.
+/// The shapes of a call's matrix products, and the number of parts that queries are split into.
 #[derive(Clone, Copy)]
 pub(super) struct MatrixForm {
-    /// Number of bf16 parts whose sum is an element of a query.
+    /// Number of bf16 parts that each element of a query is split into.
     parts: usize,
     k_dim: usize,
     v_dim: usize,
-    /// Distance in bytes between consecutive tokens' keys in a block, and between their values.
+    /// Distance in bytes between the keys of consecutive tokens in a block, and between their values.
     token_bytes: [usize; 2],
     /// Whether this is latent attention, in which queries are also multiplied by the values.
     latent: bool,
 }
 
-/// An item's memory, all in whole AMX tiles, and the thread's tile registers.
+/// An item's buffers, which consist of whole AMX tiles, and the thread's tile registers.
 pub(super) struct MatrixBuffers {
     form: MatrixForm,
     tiles: AmxTiles,
-    /// All units' queries in columns: first the queries for keys, then the queries for values.
+    /// The queries of all units in columns: the queries for keys, and the queries for values.
     queries: [*mut u8; 2],
-    /// Copies of key and value rows, for rows that are not evenly spaced.
+    /// Copies of keys, and of values used as latent keys, whose rows are not evenly spaced in the cache.
     copies: [*mut u8; 2],
-    /// Values, with their tokens in pairs.
+    /// Values, in which the tokens of each pair are interleaved.
     values: *mut u8,
     weights: *mut u8,
-    /// Results of four products, for keys and for latents.
+    /// Results of four matrix products, for keys and for latents.
     sums: [*mut f32; 2],
 }
 
-/// Returns the number of query groups that are multiplied at once.
+/// Returns the number of groups of up to [`ROWS`] queries.
 fn groups(queries: usize) -> usize {
     queries.div_ceil(ROWS)
 }
 
 impl MatrixForm {
-    /// Returns the form of a call, if the matrix unit can compute it: keys must be rotated, and keys and
-    /// values must be bf16 in whole tile rows.
+    /// Returns the form of a call, if the matrix unit can compute it: keys must be stored rotated, and keys
+    /// and values must be bf16 rows that fill whole tile rows.
     pub(super) fn of(
         level: SimdLevel,
         op: &Attend,
@@ -89,7 +89,7 @@ impl MatrixForm {
         })
     }
 
-    /// Returns the number of bytes of a group's queries, for keys and for values.
+    /// Returns the size of a group's queries in bytes, for keys and for values.
     fn queries_bytes(&self) -> [usize; 2] {
         let tiles = |dim: usize| dim / PAIRS * self.parts * amx::TILE_BYTES;
         [tiles(self.k_dim), if self.latent { tiles(self.v_dim) } else { 0 }]
@@ -103,7 +103,7 @@ impl MatrixForm {
         [keys, latents, rows(self.k_dim), latent_rows, rows(self.v_dim), weights, sums, sums]
     }
 
-    /// Makes room for `units` units of `queries` queries each in `memory`.
+    /// Creates buffers in `memory` for `units` units of `queries` queries each.
     ///
     /// # Safety
     /// The processor must support AMX with bf16, and no other [`AmxTiles`] of this thread may be alive. The
@@ -136,7 +136,8 @@ impl MatrixForm {
 }
 
 impl MatrixBuffers {
-    /// Puts a unit's queries into columns: the queries for keys if `which` is 0, and for values if it is 1.
+    /// Writes a unit's queries to columns: the queries for keys if `which` is 0, and the queries for values
+    /// if it is 1.
     ///
     /// # Safety
     /// The buffers must have been made for `count` queries per unit and more than `unit` units, with latents
@@ -178,7 +179,8 @@ impl MatrixBuffers {
     }
 }
 
-/// Returns the bf16 parts of two vectors: first the elements of `a`, then the elements of `b`.
+/// Splits two vectors into bf16 parts. Each part holds first the elements of `a`, and then the elements of
+/// `b`.
 ///
 /// # Safety
 /// The processor must support AVX-512 F, BW and DQ, and the caller must be compiled for them.
@@ -201,8 +203,9 @@ fn lane_mask(range: &Range<usize>, first: usize) -> u16 {
     below(range.end) & !below(range.start)
 }
 
-/// Writes the values of up to a tile of tokens in pairs, with zeros for missing tokens, and returns whether
-/// all values are finite. Of every 8 elements, the first 4 go to the first tile and the last 4 to the second.
+/// Interleaves the values of up to [`TILE`] tokens in pairs, with zeros for missing tokens, and returns
+/// whether all values are finite. Of every 8 elements, the first 4 are written to the first tile and the last
+/// 4 to the second.
 ///
 /// # Safety
 /// `rows` must have at most [`TILE`] rows of `dim` bf16 elements, `dim` must be a multiple of [`PAIRS`], `to`
@@ -242,8 +245,8 @@ unsafe fn put_values(rows: RowPointers<'_>, dim: usize, to: *mut u8, mut ahead: 
 }
 
 impl TileAttention<'_> {
-    /// Multiplies all queries of unit `unit` in the buffers by the tile, and adds the results to their
-    /// states.
+    /// Multiplies all queries of unit `unit` in the buffers by the tile, and adds the results to the states
+    /// of the queries.
     ///
     /// # Safety
     /// The conditions of [`TileAttention`] must hold, with bf16 keys and values in the cache. `buffers` must
@@ -277,7 +280,8 @@ impl TileAttention<'_> {
         }
     }
 
-    /// Returns four groups of 16 rows that are one stride apart: in place if possible, otherwise copied.
+    /// Returns four groups of 16 rows that are evenly spaced within each group. A group is read in place if
+    /// possible, and copied otherwise.
     ///
     /// # Safety
     /// `rows` must be the rows of this attention's tile in the cache, with `dim` bf16 elements each, and
@@ -291,7 +295,7 @@ impl TileAttention<'_> {
         copies: *mut u8,
     ) -> Operands {
         let block_size = self.op.arena.layout().shape().block_size;
-        // A group reads up to 16 rows, even past the last visible token. These rows belong to the same block.
+        // A group always reads 16 rows, even past the last visible token. All 16 belong to the same block.
         let even = block_size.is_multiple_of(ROWS) && self.tile.tokens.start.is_multiple_of(ROWS);
         let stride = if even { token_bytes } else { dim * 2 };
         if !even {
@@ -311,7 +315,7 @@ impl TileAttention<'_> {
         Operands { at, stride, step: ROW }
     }
 
-    /// Turns a query group's sums into weights, and accumulates the values.
+    /// Turns the sums of query group `group` into weights, and accumulates the weighted values.
     ///
     /// # Safety
     /// The same as for [`by_matrices`](Self::by_matrices). In addition, the products of `group` with keys and
@@ -363,7 +367,8 @@ impl TileAttention<'_> {
         }
     }
 
-    /// Writes the queries' logits from the sums, row by row, and returns whether none of them is NaN.
+    /// Writes the logits of a query group from its sums, one row per query, and returns whether none of the
+    /// logits is NaN.
     ///
     /// # Safety
     /// `buffers.sums` must hold this tile's products, and `logits` must be valid for writes of `ROWS` rows of
@@ -393,8 +398,8 @@ impl TileAttention<'_> {
         unordered == 0
     }
 
-    /// Computes one query's logits without splitting operands into bf16 parts: infinity times a part of 0
-    /// would give NaN.
+    /// Computes one query's logits without splitting operands into bf16 parts, because infinity times a part
+    /// of 0 gives NaN.
     ///
     /// # Safety
     /// `m` must be below `queries()`, the conditions of [`TileAttention`] must hold with bf16 keys and
@@ -435,7 +440,7 @@ impl TileAttention<'_> {
         // for `steps` steps. `a < count <= ROWS` is a row of each sum. `dim` is a multiple of `PAIRS`, so
         // `i + (j + 2) * ROWS <= dim` for each pair of sums, and a state has `dim` values.
         unsafe {
-            // The indices of 16 adjacent elements, and of the 16 elements after them.
+            // The indices of 16 adjacent elements, and of the 16 elements that follow.
             let low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
             let high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
             for i in (0..dim).step_by(PRODUCTS * ROWS) {
@@ -463,7 +468,7 @@ impl TileAttention<'_> {
     }
 }
 
-/// Writes the weights of one query's tokens, split into parts, and 0 for tokens that it does not see.
+/// Writes one query's weights, split into parts, with 0 for tokens that the query does not attend to.
 ///
 /// # Safety
 /// `row` must have an initialised element for each token of `seen`, `seen.end` must be at most

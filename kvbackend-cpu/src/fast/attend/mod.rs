@@ -1,4 +1,4 @@
-//! Attention: decode is as fast as reading the cache, prefill as fast as its products.
+//! Attention. Decode is as fast as reading the cache, and prefill is as fast as its matrix products.
 //!
 //! ```text
 //!   mod       a call: the bytes of its layer are locked, threads take items, states of split rows are merged
@@ -69,7 +69,7 @@ use crate::memory::ByteSpan;
 use crate::plane::PlaneSpans;
 use crate::raw::Destination;
 
-/// Memory that a thread keeps between calls.
+/// Buffers that a calling thread keeps between calls.
 #[derive(Default)]
 struct CallerMemory {
     plans: ItemPlans,
@@ -144,7 +144,7 @@ impl Fast {
         shared.resize(plan.shared.max(shared.len()), 0.0);
         let shared = Destination::new(bytemuck::cast_slice_mut(shared));
         let work = |i: usize| {
-            // The last rows of a prefill see the most tokens, so they are computed first.
+            // The last rows of a prefill attend to the most tokens, so they are computed first.
             let item = &plan.items[plan.items.len() - 1 - i];
             let context = ItemContext {
                 inputs,
@@ -154,8 +154,8 @@ impl Fast {
                 outputs,
                 shared,
             };
-            // Outside of the task, because a closure inside it would be compiled without the task's
-            // instruction set.
+            // This closure is outside of the task, because a closure inside the task would be compiled
+            // without its instruction set.
             SCRATCH.with_borrow_mut(|scratch| {
                 // SAFETY: `plan` was made for this operation, and each of its items is computed only once, so
                 // no other thread writes the rows and heads of `item`, or its states in `shared`.

@@ -1,4 +1,4 @@
-//! Stand-in for the matrix products, on processors that cannot multiply bf16 tiles.
+//! Stand-in for the matrix products, for architectures without a matrix unit.
 
 use kvcore::{Attend, TensorView};
 
@@ -6,11 +6,11 @@ use super::block::TileAttention;
 use super::source::SourcePlane;
 use crate::simd::SimdLevel;
 
-/// The form of queries in matrix products, which does not exist here.
+/// Stand-in for the form of matrix products. It has no values.
 #[derive(Clone, Copy)]
 pub(super) enum MatrixForm {}
 
-/// An item's buffers for matrix products, which do not exist here.
+/// Stand-in for an item's buffers for matrix products. It has no values.
 pub(super) enum MatrixBuffers {}
 
 impl MatrixForm {
@@ -23,7 +23,7 @@ impl MatrixForm {
         None
     }
 
-    /// Never called, because there is no form.
+    /// Is never called, because a [`MatrixForm`] cannot be created.
     ///
     /// # Safety
     /// There are no conditions.
@@ -33,7 +33,7 @@ impl MatrixForm {
 }
 
 impl MatrixBuffers {
-    /// Never called, because there are no buffers.
+    /// Is never called, because [`MatrixBuffers`] cannot be created.
     ///
     /// # Safety
     /// There are no conditions.
@@ -43,7 +43,7 @@ impl MatrixBuffers {
 }
 
 impl TileAttention<'_> {
-    /// Never called, because there are no buffers.
+    /// Is never called, because [`MatrixBuffers`] cannot be created.
     ///
     /// # Safety
     /// There are no conditions.

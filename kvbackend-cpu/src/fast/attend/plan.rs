@@ -1,4 +1,4 @@
-//! Divides a call into items, which threads take one by one.
+//! Divides an attention call into items, which threads take one by one.
 
 use std::ops::Range;
 
@@ -8,29 +8,30 @@ use super::heads::HeadUnits;
 use crate::fast::share;
 
 // Decision: docs/decisions/backend-cpu.md#the-number-of-queries-decides-how-attention-reads
-/// Minimum number of queries (rows times heads) for which a tile is packed once for all of them.
+/// Minimum number of queries (rows times heads) for which a tile is packed once for all queries.
 pub(super) const MANY_QUERIES: usize = 16;
 /// Maximum number of queries (rows times heads) per item.
 const MOST_QUERIES: usize = 256;
 /// Minimum number of tokens per item if a row's tokens are split.
 const FEWEST_TOKENS: usize = 256;
 
-/// Some rows of one entry with some heads, over all or part of the tokens that they see.
+/// A piece of work: some heads in some rows of one entry, and all or part of the tokens that these rows
+/// attend to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct WorkItem {
     pub(super) entry: usize,
     pub(super) rows: Range<usize>,
     pub(super) units: Range<usize>,
-    /// The item's part of the tokens that any of its rows sees, counted over all segments.
+    /// The item's part of the tokens that any of its rows attends to. Tokens are counted over all segments.
     tokens: Range<usize>,
     /// The runs of these tokens, in order, as a range of [`ItemPlan::runs`].
     pub(super) runs: Range<usize>,
-    /// First element of the item's states in the shared buffer, if other items have more tokens of the same
-    /// rows.
+    /// Index of the first element of the item's states in the shared buffer, if the tokens of its rows are
+    /// split between items.
     pub(super) shared: Option<usize>,
 }
 
-/// Consecutive items with the same rows and heads, between which these rows' tokens are split.
+/// Consecutive items with the same rows and heads, each with a part of these rows' tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct SplitItems {
     /// Index of the first item.
@@ -38,7 +39,7 @@ pub(super) struct SplitItems {
     pub(super) parts: usize,
 }
 
-/// The calls that can use a plan: the calls of all layers of a step with the same window and extents.
+/// The key of a plan. All calls of a step that have the same window and extents can use the same plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct ItemPlanKey {
     /// The ID of the work, [`AttendWork::id`](kvcore::AttendWork::id).
@@ -58,13 +59,13 @@ impl ItemPlanKey {
     }
 }
 
-/// The plans of a thread's recent calls, in memory that is reused between steps.
+/// The plans of a thread's recent calls. Their memory is reused between steps.
 #[derive(Debug, Default)]
 pub(super) struct ItemPlans {
-    /// The most recent plans. A few are enough, because a model's layers differ only in their window, if at
-    /// all.
+    /// The most recent plans. A few plans are enough, because a model's layers differ only in their windows,
+    /// if at all.
     plans: [(Option<ItemPlanKey>, ItemPlan); 4],
-    /// Index of the plan to replace next.
+    /// Index of the next plan to replace.
     next: usize,
 }
 
@@ -99,11 +100,11 @@ pub(super) struct ItemPlan {
     /// The runs of all items' tokens; see [`WorkItem::runs`].
     pub(super) runs: Vec<TokenRun>,
     pub(super) split: Vec<SplitItems>,
-    /// Items whose tokens are being split, in memory that is reused.
+    /// Scratch list of the items to split.
     whole: Vec<WorkItem>,
     /// Number of elements in the shared buffer.
     pub(super) shared: usize,
-    /// Cost of the call: query-key and weight-value products, counted in bytes of the cache.
+    /// Estimated cost of the call: its query-key and weight-value products, counted in bytes of the cache.
     pub(super) cost: usize,
 }
 
@@ -118,7 +119,7 @@ impl ItemPlan {
         let row_bytes = (s.k_dim + s.v_dim) * s.format.storage_dtype().bits() / 8;
         for (entry, rows) in op.work.batch().iter().enumerate() {
             let (count, all) = (rows.rows.len(), units.count());
-            // A selection belongs to one row. An item with many rows covers one head unit.
+            // A selection belongs to a single row. An item with many rows has a single head unit.
             let (step, heads) = if rows.selection.is_some() {
                 (1, all)
             } else if count * units.size >= MANY_QUERIES {
@@ -146,7 +147,7 @@ impl ItemPlan {
         self.find_runs(op);
     }
 
-    /// Finds each item's runs of tokens. Items that differ only in their heads share their runs.
+    /// Finds the token runs of each item. Items that differ only in their heads share their runs.
     fn find_runs(&mut self, op: &Attend) {
         for at in 0..self.items.len() {
             let before = at.checked_sub(1).map(|before| &self.items[before]).filter(|before| {
@@ -182,7 +183,7 @@ impl ItemPlan {
     }
 }
 
-/// Appends the runs for an item's part of the tokens that its rows see, counted over all segments.
+/// Appends the token runs of an item.
 fn push_runs(op: &Attend, item: &WorkItem, runs: &mut Vec<TokenRun>) {
     let entry = &op.work.batch()[item.entry];
     let (mut before, first) = (0, runs.len());
@@ -190,7 +191,7 @@ fn push_runs(op: &Attend, item: &WorkItem, runs: &mut Vec<TokenRun>) {
         let start = tokens.start + item.tokens.start.saturating_sub(before).min(tokens.len());
         let end = tokens.start + item.tokens.end.saturating_sub(before).min(tokens.len());
         before += tokens.len();
-        // Blocks selected one after the other form one run, which is divided into whole tiles.
+        // Adjacent selected blocks form a single run, which is divided into whole tiles.
         match runs[first..].last_mut() {
             Some(last) if last.segment == segment && last.tokens.end == start => last.tokens.end = end,
             _ if start < end => runs.push(TokenRun { segment, tokens: start..end }),
@@ -214,7 +215,7 @@ pub(super) fn number_of_states(op: &Attend, units: HeadUnits, item: &WorkItem) -
     op.work.groups().len() * item.units.len() * units.size * item.rows.len()
 }
 
-/// Returns the tokens of a segment from the first to the last that any of the rows sees.
+/// Returns the range from the first to the last token of a segment that any of the rows attends to.
 fn union(op: &Attend, segment: &kvcore::Segment, rows: Range<usize>) -> Range<usize> {
     let mut all = 0..0;
     for row in rows {
@@ -226,7 +227,7 @@ fn union(op: &Attend, segment: &kvcore::Segment, rows: Range<usize>) -> Range<us
     all
 }
 
-/// Returns the number of tokens that any of the rows sees.
+/// Returns the number of an entry's tokens that any of the rows attends to.
 fn tokens_of(op: &Attend, entry: usize, rows: Range<usize>) -> usize {
     let entry = &op.work.batch()[entry];
     if entry.selection.is_some() {

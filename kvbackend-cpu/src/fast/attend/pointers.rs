@@ -1,10 +1,10 @@
-//! Addresses of rows to read now, and of rows to prefetch.
+//! Addresses of the rows to read, and of the rows to prefetch.
 
 use std::ops::Range;
 
 use crate::simd::Simd;
 
-/// The scales of one head's rows as f32, contiguous for each row; empty for rows without scales.
+/// The scales of one head's rows as f32. The scales of each row are contiguous. Empty if rows have no scales.
 #[derive(Clone, Copy)]
 pub(super) struct RowScales {
     at: *const f32,
@@ -40,7 +40,7 @@ impl RowScales {
 /// The addresses of one head's rows, which need not be adjacent.
 #[derive(Clone, Copy, Default)]
 pub(super) struct RowPointers<'a> {
-    /// Addresses of the rows of head 0, token by token.
+    /// The address of head 0's row for each token.
     pub(super) at: &'a [*const u8],
     /// Distance in bytes from head 0's row to the current head's row.
     pub(super) offset: usize,
@@ -48,7 +48,7 @@ pub(super) struct RowPointers<'a> {
 }
 
 impl RowPointers<'_> {
-    /// Returns the rows of some tokens.
+    /// Returns the rows of a range of tokens.
     #[inline(always)]
     pub(super) fn part(self, tokens: Range<usize>) -> Self {
         let scales = RowScales { at: self.scales.row(tokens.start), ..self.scales };
@@ -66,20 +66,20 @@ impl RowPointers<'_> {
 }
 
 // Decision: docs/decisions/backend-cpu.md#both-products-prefetch
-/// The next rows of a plane. They are prefetched while others are computed, so that memory stays busy during
-/// both products.
+/// The next rows of a plane. They are prefetched while the current rows are computed, so that memory stays
+/// busy during both products.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Prefetch<'a> {
     pub(super) rows: RowPointers<'a>,
     /// Number of bytes per row.
     pub(super) bytes: usize,
-    /// The next row to prefetch, and the next byte in it.
+    /// Index of the next row to prefetch, and index of the next byte in that row.
     pub(super) next: (usize, usize),
 }
 
 impl Prefetch<'_> {
-    /// Returns the number of lines to prefetch in each of `steps` steps, so that all are prefetched by the
-    /// last step.
+    /// Returns the number of cache lines to prefetch in each of `steps` steps, so that all lines have been
+    /// prefetched after the last step.
     #[inline(always)]
     pub(super) fn lines(&self, steps: usize) -> usize {
         (self.rows.len() * self.bytes.div_ceil(64)).div_ceil(steps.max(1))

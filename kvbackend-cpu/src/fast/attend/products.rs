@@ -1,5 +1,5 @@
-//! The two products of attention, over rows at arbitrary addresses: queries times keys, and weights times
-//! values.
+//! The two products of attention, queries times keys and weights times values, over rows at arbitrary
+//! addresses.
 
 use std::ops::Range;
 
@@ -7,7 +7,7 @@ use super::elements::{RowElement, Scaling};
 use super::pointers::{Prefetch, RowPointers};
 use crate::simd::{Simd, SimdElement};
 
-/// Number of tokens whose products with a query are summed together.
+/// Number of tokens whose products with a query are computed at the same time.
 const TOKENS: usize = 4;
 
 /// Computes `logits[a * stride + t] (+)= queries[a] · rows[t]` for `Q` queries of `dim` elements each.
@@ -99,7 +99,7 @@ unsafe fn block<S: Simd, E: RowElement, const Q: usize>(
 }
 
 /// Adds the products of one vector from each of `Q` queries and four rows, starting at element `i`. Elements
-/// that are scaled group by group are multiplied by the factors of their rows.
+/// that are scaled group by group are first multiplied by the factors of their rows.
 ///
 /// # Safety
 /// `queries` must have `Q * dim` elements, each of `rows` must have `dim`, and `i + S::LANES` must be at most
@@ -130,7 +130,7 @@ unsafe fn multiply<S: Simd, E: RowElement, const Q: usize>(
     }
 }
 
-/// Adds the products of the last elements, which are too few for a vector.
+/// Adds the products of the last elements, which do not fill a vector.
 ///
 /// # Safety
 /// `queries` must have `count * elements.end` elements. Each of `rows` must have `elements.end` elements and
@@ -261,8 +261,8 @@ unsafe fn strip<S: Simd, E: RowElement, const Q: usize, const N: usize>(
     }
 }
 
-/// Computes `to[i * stride + t] = rows[t][i]` for rows of `dim` elements. Columns past the last row repeat
-/// the last row.
+/// Computes `to[i * stride + t] = rows[t][i]` for rows of `dim` elements. Columns past the last row contain
+/// copies of the last row.
 ///
 /// # Safety
 /// There must be at least one row, each row must have `dim` elements of type `E`, and `to` must have room for

@@ -1,4 +1,4 @@
-//! The scales of a tile as f32, in the order in which the products read them.
+//! Converts the scales of a tile to f32, in the order in which the products read them.
 
 use std::ops::Range;
 
@@ -13,8 +13,7 @@ use crate::simd::{E4M3_UNIT, Simd, SimdTask};
 /// Extra elements after the scales, because vector loads may read past the last scale.
 const ROOM: usize = 16;
 
-/// The scales of some heads of a plane, for one tile at a time: head by head, and token by token within a
-/// head.
+/// The scales of one tile for some heads of a plane, ordered by head and then by token.
 #[derive(Clone, Copy)]
 pub(super) struct TileScales {
     at: *mut f32,
@@ -28,11 +27,11 @@ pub(super) struct TileScales {
 impl TileScales {
     /// Returns the number of f32 elements needed for the scales of `heads` heads of a plane.
     pub(super) fn elements(source: &SourcePlane<'_>, heads: usize) -> usize {
-        // The stored scales of one head follow the f32 scales.
+        // After the f32 scales, there is room for the stored scales of one head.
         source.scales().map_or(0, |layout| (heads + 1) * TILE * layout.row_elements() + ROOM)
     }
 
-    /// Uses memory `at` for the scales of a plane's heads, starting at head `first`.
+    /// Creates a table in memory `at` for the scales of a plane's heads, starting at head `first`.
     pub(super) fn new(source: &SourcePlane<'_>, first: usize, at: *mut f32) -> Self {
         let per_row = source.scales().map_or(0, RowLayout::row_elements);
         Self { at, per_row, group: source.dim / per_row.max(1), first }
@@ -45,7 +44,7 @@ impl TileScales {
     }
 }
 
-/// Converts the scales of a tile.
+/// Converts the scales of a tile to f32.
 ///
 /// # Safety
 /// `to` must have room for the scales of `heads` of `source`, in initialised memory that nothing else

@@ -2,8 +2,8 @@
 
 use crate::simd::{Simd, SimdTask, exp};
 
-/// The layout of partial softmax states. Each has one query's running maximum, sum of weights, and weighted
-/// sum of values.
+/// The layout of partial softmax states. Each state has one query's running maximum, sum of weights, and
+/// weighted sum of values.
 #[derive(Clone, Copy)]
 pub(super) struct StateLayout {
     pub(super) v_dim: usize,
@@ -32,15 +32,16 @@ impl StateLayout {
     }
 }
 
-/// How a tile's products are turned into logits.
+/// The scaling that turns a tile's products into logits.
 #[derive(Clone, Copy)]
 pub(super) struct LogitScaling {
     pub(super) factor: f32,
     pub(super) softcap: Option<f32>,
 }
 
-/// Turns `n` products into weights relative to the running maximum, `state[0]`, and adds them to the sum,
-/// `state[1]`. Returns the factor to multiply earlier weights by, or `None` if all logits are −∞.
+/// Turns `n` products into weights relative to the running maximum, `state[0]`, and adds the weights to the
+/// running sum, `state[1]`. Returns the factor to multiply earlier weights by, or `None` if all logits are
+/// −∞.
 ///
 /// # Safety
 /// `row` must have `n` initialised elements and room for `S::LANES` more, and `state` must have two elements.
@@ -66,7 +67,7 @@ impl SimdTask for OnlineSoftmax {
             let before = *state;
             let mut max = if largest > before { largest } else { before };
             if max == f32::NEG_INFINITY {
-                // The maximum ignores NaN, but a NaN must reach the output.
+                // The maximum ignores NaN, but the output must be NaN if a logit is NaN.
                 if !(0..n).any(|t| (*row.add(t)).is_nan()) {
                     return None;
                 }
@@ -91,7 +92,7 @@ impl SimdTask for OnlineSoftmax {
     }
 }
 
-/// Scales and caps `n` products, and returns the largest result.
+/// Scales and soft-caps `n` products, and returns the largest result.
 ///
 /// # Safety
 /// `row` must have `n` initialised elements, and the caller must be compiled for the instruction set of `S`.

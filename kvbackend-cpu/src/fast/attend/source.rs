@@ -1,4 +1,4 @@
-//! K or V as rows: in place if they are dense, otherwise decoded.
+//! Reads keys or values as rows: in place if they are dense, and decoded otherwise.
 
 use kvcore::{DType, KvFormat, KvPlane, Result};
 
@@ -10,7 +10,7 @@ use crate::plane::{PlaneSpans, RowAt, RowLayout};
 use crate::raw::Origin;
 use crate::simd::Simd;
 
-/// One plane of an arena, for reading.
+/// The key or value plane of an arena, for reading.
 pub(super) struct SourcePlane<'a> {
     codes: (RowLayout, Origin<'a>),
     scales: Option<(RowLayout, Origin<'a>)>,
@@ -44,8 +44,8 @@ impl<'a> SourcePlane<'a> {
         })
     }
 
-    /// Writes the addresses of the codes of consecutive tokens in one block, starting with `first`, which
-    /// must be a row of head 0. Checks that the rows of all heads are in bounds.
+    /// Writes the code addresses of consecutive tokens in one block, starting with `first`, which must be a
+    /// row of head 0. Checks that the rows of all heads are in bounds.
     pub(super) fn rows(&self, first: RowAt, to: &mut [*const u8]) {
         addresses(&self.codes, self.heads, first, to);
     }
@@ -65,8 +65,8 @@ impl<'a> SourcePlane<'a> {
     // Decision: docs/decisions/backend-cpu.md#prefetching-follows-the-order-of-memory
     /// Returns the rows to prefetch while unit `i` of `units` processes `head`.
     ///
-    /// If a token's heads are adjacent, these are the rows of all heads for some of the tokens, in memory
-    /// order; otherwise they are the rows of `head`.
+    /// If a token's heads are adjacent in memory, returns the rows of all heads for some of the tokens, in
+    /// memory order. Otherwise, returns the rows of `head`.
     pub(super) fn ahead<'b>(
         &self,
         rows: &'b [*const u8],
@@ -113,8 +113,8 @@ impl<'a> SourcePlane<'a> {
     }
 }
 
-/// Writes the addresses of the rows of consecutive tokens in one block, starting with `first`, which must be
-/// a row of head 0. Checks that the rows of all `heads` heads are in bounds.
+/// Writes the row addresses of consecutive tokens in one block, starting with `first`, which must be a row of
+/// head 0. Checks that the rows of all `heads` heads are in bounds.
 fn addresses((layout, origin): &(RowLayout, Origin<'_>), heads: usize, first: RowAt, to: &mut [*const u8]) {
     let step = layout.token_bytes();
     let start = layout.bytes(first).start;

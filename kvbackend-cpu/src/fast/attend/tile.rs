@@ -1,4 +1,5 @@
-//! Tiles of a segment's tokens: the addresses of their rows, and the rows in the form that the products need.
+//! Tiles of a segment's tokens: the addresses of their rows, and buffers with the rows in the form that the
+//! products need.
 
 use std::ops::Range;
 
@@ -12,25 +13,24 @@ use crate::fast::rotate::{RotationTable, rotate};
 use crate::plane::RowAt;
 use crate::simd::{Simd, SimdElement, SimdTask};
 
-/// Maximum number of tokens per tile. The keys and values of a packed tile stay in the first-level cache for
-/// all queries.
+/// Maximum number of tokens per tile. The keys and values of a packed tile stay in the first-level cache
+/// while all queries are processed.
 pub(super) const TILE: usize = 64;
 
-/// A tile of tokens of one segment.
+/// A tile: consecutive tokens of one segment.
 pub(super) struct TokenTile<'a> {
     op: &'a Attend,
     pub(super) segment: &'a Segment,
     pub(super) tokens: Range<usize>,
-    /// Addresses of head 0's codes, token by token.
+    /// The addresses of head 0's keys, by token.
     pub(super) keys: [*const u8; TILE],
     pub(super) values: [*const u8; TILE],
-    /// Addresses of head 0's scales for keys and values, token by token, if there are scales.
+    /// The addresses of head 0's scales, by token, for keys and for values, if there are scales.
     pub(super) scales: [[*const u8; TILE]; 2],
 }
 
 impl<'a> TokenTile<'a> {
-    /// Creates a tile of up to [`TILE`] tokens of a run, starting at `start` and ending at `end` at the
-    /// latest.
+    /// Creates a tile of up to [`TILE`] tokens that starts at token `start` and ends at or before `end`.
     pub(super) fn new(inputs: &CallInputs<'a>, segment: &'a Segment, start: usize, end: usize) -> Self {
         let tokens = start..(start + TILE).min(end).max(start);
         let nothing = [std::ptr::null(); TILE];
@@ -53,7 +53,7 @@ impl<'a> TokenTile<'a> {
         self.tokens.len()
     }
 
-    /// Returns head 0's row for a token.
+    /// Returns head 0's row for token `t` of the tile.
     fn row(&self, t: usize) -> RowAt {
         let block_size = self.op.arena.layout().shape().block_size;
         let (block, token) = ((self.tokens.start + t) / block_size, (self.tokens.start + t) % block_size);
@@ -64,26 +64,27 @@ impl<'a> TokenTile<'a> {
 /// The form in which the products read keys and values.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum TileForm {
-    /// Rows in place, in the cache.
+    /// Rows of the cache, read in place.
     InPlace,
     /// f32 rows, which are decoded or rotated first.
     Widened,
     /// Values as f32 rows and keys as f32 columns, for many queries.
     Packed,
-    /// bf16 rows, for matrix products.
+    /// bf16 rows, for matrix products on the matrix unit.
     Matrix,
 }
 
-/// Memory for the rows of a tile, for one head unit at a time.
+/// Buffers for the rows of one tile and one head unit.
 pub(super) struct TileBuffers<'a> {
     pub(super) keys: *mut f32,
     pub(super) values: *mut f32,
-    /// Addresses of the packed keys' columns, one per element. For latent attention, the columns of the
+    /// The addresses of the packed keys' columns, one per element. In latent attention, the columns of the
     /// values follow.
     pub(super) columns: &'a [*const u8],
 }
 
-/// One head's rows of a tile as f32. Unrotated keys are rotated to the positions where they are used.
+/// Converts one head's rows of a tile to f32. Unrotated keys are also rotated to the positions at which they
+/// are used.
 ///
 /// # Safety
 /// `to` must be valid for writes of `tile.len() * source.dim` elements outside the plane.
@@ -119,7 +120,7 @@ impl SimdTask for WidenRows<'_> {
     }
 }
 
-/// The rows of a tile as columns.
+/// Writes the rows of a tile as columns.
 ///
 /// # Safety
 /// There must be at least one row, and each row must have `dim` elements of `dtype`, or of f32 if that is
@@ -149,7 +150,7 @@ impl SimdTask for TransposeRows<'_> {
 }
 
 impl TransposeRows<'_> {
-    /// Writes the columns of rows of type `E`.
+    /// Writes rows of type `E` as columns.
     ///
     /// # Safety
     /// The conditions of [`TransposeRows`] must hold, the rows must have elements of type `E`, and the caller
@@ -162,7 +163,7 @@ impl TransposeRows<'_> {
     }
 }
 
-/// Returns the addresses of adjacent f32 rows.
+/// Returns the addresses of adjacent f32 rows of `dim` elements, starting at `start`.
 pub(super) fn adjacent_rows(start: *mut f32, dim: usize) -> [*const u8; TILE] {
     std::array::from_fn(|t| start.wrapping_add(t * dim).cast::<u8>().cast_const())
 }
@@ -218,8 +219,8 @@ impl CallInputs<'_> {
         unsafe { S::call(WidenRows { source: &self.values, tile, head, table: None, to: buffers.values }) }
     }
 
-    /// Writes a tile's values as f32 rows, and its keys as columns. For latent attention, the columns of the
-    /// values follow.
+    /// Writes a tile's values as f32 rows, and its keys as columns. In latent attention, also writes the
+    /// values as columns, after the keys.
     ///
     /// # Safety
     /// `tile` must not be empty, and `buffers.keys` and `buffers.values` must have room for [`TILE`] rows

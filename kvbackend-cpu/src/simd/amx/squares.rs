@@ -1,4 +1,4 @@
-//! Two row tiles times two column tiles, both split into bf16 parts: products of f32 numbers.
+//! Products of f32 matrices: two row tiles times two column tiles, both split into bf16 parts.
 
 use std::arch::asm;
 use std::arch::x86_64::{
@@ -12,21 +12,21 @@ use crate::simd::avx512::upper_halves;
 /// Number of result tiles per call: row tile 0 with both column tiles, then row tile 1.
 pub(crate) const SQUARES: usize = 4;
 
-/// Adds the four products of the loaded tiles.
+/// Adds the four products of the loaded tiles to the sums.
 macro_rules! dots {
     () => {
         "tdpbf16ps tmm0, tmm4, tmm6\ntdpbf16ps tmm1, tmm4, tmm7\ntdpbf16ps tmm2, tmm5, tmm6\ntdpbf16ps tmm3, tmm5, tmm7"
     };
 }
 
-/// Loads two row tiles of the part that begins at this byte of a step.
+/// Loads two row tiles of the part that begins at the given byte of a step.
 macro_rules! rows {
     ($at:literal) => {
         concat!("tileloadd tmm4, [{r0} + {row} + ", $at, "]\ntileloadd tmm5, [{r1} + {row} + ", $at, "]")
     };
 }
 
-/// Loads two column tiles, like `rows`, and adds the four products of the loaded tiles.
+/// Loads two column tiles, like `rows`, and adds the four products of the loaded tiles to the sums.
 macro_rules! columns {
     ($at:literal) => {
         concat!(
@@ -43,9 +43,9 @@ macro_rules! columns {
 /// Sums, over all steps, the products of two row tiles, `tmm4` and `tmm5`, with two column tiles, `tmm6` and
 /// `tmm7`.
 ///
-/// `$small` stands for a step's products whose factors are not both first parts. They are summed over all
-/// steps before the products of first parts are added, from the last step to the first. A large sum is
-/// therefore rounded only once per step.
+/// `$small` computes the products of a step in which at most one factor is a first part. These products are
+/// summed over all steps, and then the products of first parts are added, from the last step to the first.
+/// Large sums are therefore rounded only once per step.
 macro_rules! squares {
     ($of:ident, $steps:ident, $out:ident, $row_step:literal, $($small:expr),*) => {
         asm!(
@@ -91,8 +91,8 @@ macro_rules! squares {
     };
 }
 
-/// Row tiles in parts, and column tiles in [`PARTS`] parts. The parts of a step are contiguous, and so are
-/// the steps.
+/// Two row tiles in `parts` parts, and two column tiles in [`PARTS`] parts. The parts of a step are
+/// contiguous, and so are the steps.
 #[derive(Clone, Copy)]
 pub(crate) struct Square {
     pub(crate) rows: [*const u8; 2],
@@ -101,9 +101,9 @@ pub(crate) struct Square {
     pub(crate) parts: usize,
 }
 
-/// Computes `out[2 i + j][r][c] = Σ rows[i][r] · columns[j][c]` as exactly as f32 sums. A column's elements
-/// are stored in pairs, with 16 columns per row. Products of parts that are below the last digit of an f32
-/// are left out.
+/// Computes `out[2 i + j][r][c] = Σ rows[i][r] · columns[j][c]` as exactly as f32 sums. The elements of a
+/// column are stored in pairs, and 16 columns share a row of a tile. Products of parts that are smaller than
+/// the last digit of an f32 are omitted.
 ///
 /// # Safety
 /// AMX with bf16 must be available, and this thread must hold the [`AmxTiles`] passed. `steps` must be at
@@ -145,8 +145,8 @@ pub(crate) unsafe fn two_by_two(_: &AmxTiles, of: Square, steps: usize, out: *mu
     }
 }
 
-/// Returns the nearest bf16 number, in the upper half of every element; for a tie, the one with the larger
-/// magnitude. Lower halves are zero.
+/// Rounds every element to the nearest bf16 number, which is returned in the upper half of the element. Ties
+/// are rounded away from zero. Lower halves are zero.
 #[inline(always)]
 unsafe fn nearest(a: __m512) -> __m512 {
     // SAFETY: AVX-512 F is available by contract, and no pointers are involved.
@@ -156,9 +156,9 @@ unsafe fn nearest(a: __m512) -> __m512 {
     }
 }
 
-/// Splits the elements of two vectors into `N` bf16 numbers each; the elements of `b` follow the elements of
-/// `a`. Each part is at most 2⁻⁸ of the previous one. Three parts add up to the element, and so do two if the
-/// element has at most 17 binary digits.
+/// Splits the elements of two vectors into `N` bf16 parts each. In each part, the elements of `b` follow the
+/// elements of `a`. A part is at most 2⁻⁸ of the previous part. Three parts always add up to the element, and
+/// two parts do so if the element has at most 17 binary digits.
 ///
 /// If an element is not finite, or is rounded to infinity, one of its parts is not finite.
 ///
@@ -171,7 +171,7 @@ pub(crate) unsafe fn split<const N: usize>(a: __m512, b: __m512) -> [__m512i; N]
         let (mut a, mut b) = (a, b);
         let mut halves = [_mm512_setzero_si512(); N];
         for (part, half) in halves.iter_mut().enumerate() {
-            // The last part is the remainder.
+            // The last part is the remainder of the element.
             let (first, second) = if part + 1 == N { (a, b) } else { (nearest(a), nearest(b)) };
             *half = upper_halves(_mm512_castps_si512(first), _mm512_castps_si512(second));
             (a, b) = (_mm512_sub_ps(a, first), _mm512_sub_ps(b, second));
