@@ -1,8 +1,9 @@
-//! Measures the cost of reusing a stored chunk: hash, lookup with its comparison of tokens, placement, and
-//! the segment for attention. The peer is the BLAKE3 chain of the same tokens in blocks of 16.
+//! Measures the cost of reusing a stored chunk: hashing, lookup (including the token comparison), placement,
+//! and building the segment for attention. The baseline is a BLAKE3 chain over the same tokens in blocks of
+//! 16.
 //!
-//! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. No KV byte is touched,
-//! since there is no KV here at all. `--tokens N` sets the longest chunk (default 4096).
+//! Prints one JSON object per line, as `kernels_against_memcpy` of `kvbench` does. No KV bytes are touched,
+//! because the benchmark stores no KV. `--tokens N` sets the longest chunk (default 4096).
 
 use std::hint::black_box;
 use std::time::Instant;
@@ -15,7 +16,7 @@ use kvcore::{KeyScope, Rope, RopeConfig};
 
 const BLOCK_SIZE: usize = 16;
 
-/// Returns the best time of many runs, after one run to warm up.
+/// Returns the time per run in seconds: the best of 20 averages over 50 runs, after one warm-up run.
 fn time(mut work: impl FnMut()) -> f64 {
     work();
     let once = || {
@@ -28,7 +29,7 @@ fn time(mut work: impl FnMut()) -> f64 {
     std::iter::repeat_with(once).take(20).fold(f64::INFINITY, f64::min)
 }
 
-/// Returns the number after `--tokens` on the command line.
+/// Returns the value of `--tokens` on the command line, or 4096 if there is none.
 fn longest() -> usize {
     let args: Vec<String> = std::env::args().collect();
     let given = args.iter().position(|arg| arg == "--tokens").and_then(|i| args.get(i + 1)?.parse().ok());
@@ -68,7 +69,7 @@ fn main() -> kvchunk::Result<()> {
                 for piece in hasher.pieces(black_box(&tokens), 4096) {
                     if let Acquired::Hit(chunk) = cache.acquire(TenantId::default(), &piece, 200) {
                         position = (position + 17) % 100_000 + 200;
-                        // The assembler does the same.
+                        // The assembler places a hit in the same way.
                         let placed = cache.reindex(&reindexer, chunk, position);
                         let placed = placed.map(|placed| placed.at_offset_in_merged_kv(200).segment());
                         black_box(placed.is_ok());

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::replica::ReplicaId;
 
-/// An error on the way from a prompt to its placed chunks.
+/// An error from this crate: from splitting or assembling a prompt, or from the chunk cache.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -57,7 +57,7 @@ pub enum Error {
          a strategy may choose 0..{len}"
     )]
     NoSuchToken {
-        /// The index of the chunk in the prompt, from 0.
+        /// The zero-based index of the chunk in the prompt.
         chunk: usize,
         /// The index of the token in the chunk.
         token: usize,
@@ -139,8 +139,8 @@ pub enum Error {
         /// The reason given by the transport.
         reason: String,
     },
-    /// A parcel from another replica is not the requested piece, or its layout differs from that of the local
-    /// blocks.
+    /// A parcel from another replica is not the requested piece, or its layout differs from the layout of the
+    /// local blocks.
     #[error(
         "the {what} of a replica's parcel differs from that of this replica; run replicas of one model and setup"
     )]
@@ -153,7 +153,7 @@ pub enum Error {
         "replicas cannot share chunks under a hash that does not resist collisions; take blake3 or sha256"
     )]
     WeakHash,
-    /// The pool has no room for a chunk, even after every piece without holders was evicted.
+    /// The pool has no room for a chunk, even if every piece without holders were evicted.
     #[error("no room for a chunk of {blocks} blocks; give chunks more memory, or let requests end")]
     NoRoomForChunk {
         /// The number of blocks that the chunk needs.
@@ -165,7 +165,7 @@ pub enum Error {
         /// The maximum time to wait.
         limit: Duration,
     },
-    /// The place where pieces sleep is full.
+    /// The memory for sleeping pieces is full.
     #[error(
         "no room to sleep: {asked} bytes asked, {free} of {limit} free; give sleep more memory or a smaller \
          form, or clear chunks"
@@ -204,7 +204,7 @@ pub enum Error {
     /// Another thread is putting the chunk pool to sleep or waking it.
     #[error("the chunk pool is being put to sleep or woken by another thread; ask again")]
     PoolMoving,
-    /// An error of `kvcore`.
+    /// An error from `kvcore`.
     #[error(transparent)]
     Core(#[from] kvcore::Error),
 }

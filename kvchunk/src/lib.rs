@@ -1,7 +1,7 @@
 //! Position-independent chunk caching.
 //!
 //! A prompt consists of a system prompt, chunks (documents) and a question. Chunks do not see each other, so
-//! a chunk's KV depends only on its own tokens and, in one compute mode, on the system prompt. A chunk's KV
+//! a chunk's KV depends only on its own tokens and, in some compute modes, on the system prompt. A chunk's KV
 //! is computed once and stored with its keys rotated for a *virtual* position. Any number of requests can use
 //! it at the same time, at any offset: attention rotates the query instead of the keys, so no KV bytes move.
 //!
@@ -14,7 +14,7 @@
 //!  Segment(0)  Segment(offset)  …   SequenceInput ──► one forward pass ──► Assembly::commit
 //! ```
 //!
-//! [`ReuseCell::exactness`] tells when reuse gives the same result as a computation from scratch with the
+//! [`ReuseCell::exactness`] describes when reuse gives the same result as a computation from scratch with the
 //! same mask.
 //!
 //! A *chunk cache* finds a document anywhere in a prompt. A *prefix cache* finds only the start of a prompt.
@@ -31,7 +31,7 @@
 //! # Modules
 //!
 //! - `prompt`: the parts of a prompt, and how a string is split into them
-//! - `prefix`: a system prompt, cached to the token
+//! - `prefix`: a system prompt, cached to the exact token
 //! - `config`: settings, compute modes, position strategies and their exactness
 //! - `hash`: the identity of a piece's bytes
 //! - `position`: planned positions, placed pieces and merged runs
@@ -50,25 +50,27 @@
 //!
 //! - **document**: a text that the question is about. This crate sees only its tokens, the *chunk*.
 //! - **chunk**: the tokens of one document in one prompt. Long chunks are stored in several *pieces*.
-//! - **context** ([`ChunkContext`]): everything that a chunk's key covers apart from chunk tokens: root key,
-//!   compute mode, system prompt, position. In [`ContextScaling`] the word means all chunks together, as in
-//!   APE.
+//! - **context** ([`ChunkContext`]): everything that a chunk's key covers apart from chunk tokens: the root
+//!   key, the compute mode, the system prompt and the position. In [`ContextScaling`], *context* means all
+//!   chunks together, as in APE.
 //! - **piece** ([`ChunkPiece`]): the part of a chunk that is stored under one key. A piece is stored once;
 //!   every use of it is a separate *segment*.
-//! - **segment** ([`kvcore::Segment`]): a run of cached tokens as one request uses it: blocks, length,
-//!   logical start, offset. Several segments may read the blocks of one piece.
+//! - **segment** ([`kvcore::Segment`]): a run of cached tokens as one request uses it: its blocks, length,
+//!   logical start and offset. Several segments may read the blocks of one piece.
 //! - **placed piece** ([`PlacedPiece`]): a hold on a piece, together with the position where a prompt uses
-//!   the piece. A segment is made from it.
-//! - **run** ([`MergedRun`]): all parts of a prompt, token after token, as slots and positions; also called
-//!   the merged KV. A run is for kernels that do not read segments.
-//! - **place** ([`ChunkPlace`]): the planned logical index and positions of one chunk, stored and used.
+//!   the piece. A placed piece becomes a segment.
+//! - **run** ([`MergedRun`]): the slots and positions of all parts of a prompt, in token order; also called
+//!   the merged KV. Kernels that do not read segments use a run instead.
+//! - **place** ([`ChunkPlace`]): the planned logical index of one chunk, and the positions where it is stored
+//!   and used.
 //! - **span** ([`ChunkSpan`]): one chunk of an assembled prompt, as recompute strategies see it. A place is
-//!   planned; a span also tells whether the KV already matches full attention.
-//! - **cell** ([`ReuseCell`]): compute mode × position strategy. The cell decides how exact reuse is.
+//!   planned; a span also records whether the KV already matches full attention.
+//! - **cell** ([`ReuseCell`]): a compute mode combined with a position strategy. The cell determines the
+//!   exactness of reuse.
 //! - **reservation** ([`ChunkReservation`]): writable blocks for a missing piece, owned by the request that
 //!   computes it.
-//! - **flight** ([`ChunkWaiter`]): work on a piece that is in progress: computing, falling asleep, waking.
-//!   The worker owns the blocks; other requests wait for the flight.
+//! - **flight** ([`ChunkWaiter`]): work in progress on a piece, which is being computed, put to sleep or
+//!   woken. The thread that does the work owns the blocks; other requests wait for the flight.
 //! - **hold** ([`PieceHold`]): read-only use of a stored piece. A reservation may be written to; a hold
 //!   prevents blocks from being overwritten or evicted.
 //! - **parcel** ([`ChunkParcel`]): the bytes of a piece on their way to another replica. A sleeping piece

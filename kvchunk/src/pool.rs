@@ -29,7 +29,7 @@ pub struct ChunkBlockPool {
 }
 
 impl ChunkBlockPool {
-    /// Creates a pool over blocks `range` of an arena, with `block_size` tokens per block.
+    /// Creates a pool over the blocks of an arena in `range`, with `block_size` tokens per block.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the block size is 0, and [`kvcore::Error::Zero`] if the range is empty.
@@ -84,7 +84,7 @@ impl ChunkBlockPool {
         self.block_size
     }
 
-    /// Returns the underlying block pool, with the state of every block.
+    /// Returns the underlying block pool, which tracks the state of every block.
     pub fn blocks(&self) -> &BlockPool {
         &self.blocks
     }

@@ -45,7 +45,7 @@ pub struct PrefixFill {
     root: Option<BlockKey>,
     /// Keys of all blocks, in order. Empty for a prefix without a root.
     keys: Vec<BlockKey>,
-    /// Number of blocks that were found.
+    /// Number of blocks that were found in the cache.
     known: usize,
 }
 
@@ -76,7 +76,7 @@ impl PrefixFill {
         Ok(Self { table, cached, slots, root, keys, known })
     }
 
-    /// Returns the number of tokens that need not be computed.
+    /// Returns the number of tokens that do not have to be computed.
     pub fn cached(&self) -> usize {
         self.cached
     }
@@ -108,7 +108,7 @@ impl PrefixFill {
         Ok(())
     }
 
-    /// Returns the slots of the tokens starting at [`cached`](Self::cached).
+    /// Returns the slots of the tokens to compute, starting at index [`cached`](Self::cached).
     pub fn slots(&self) -> &WriteSlots {
         &self.slots
     }
@@ -118,7 +118,7 @@ impl PrefixFill {
         Segment::new(Arc::clone(self.table.ids()), self.table.len(), 0, 0)
     }
 
-    /// Declares that all slots have been written. From now on, the blocks can be found by their keys.
+    /// Declares that all slots have been written. After this call, the blocks can be found by their keys.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::TooLarge`] if there are more keys than blocks, which

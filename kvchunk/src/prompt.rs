@@ -61,7 +61,7 @@ impl ChunkedPrompt {
         &self.question
     }
 
-    /// Returns the number of tokens in all parts together.
+    /// Returns the total number of tokens in all parts.
     pub fn total_tokens(&self) -> usize {
         self.system.len() + self.chunks.iter().map(Vec::len).sum::<usize>() + self.question.len()
     }

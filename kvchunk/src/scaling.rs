@@ -12,9 +12,9 @@ use crate::error::{Error, Result};
 ///
 /// Chunks that were computed separately get more of the question's attention than chunks that were computed
 /// one after another, because each has its own first tokens. A temperature below 1 sharpens the logits of the
-/// chunks. The scale multiplies the log-sum-exp of all chunks together, before it is merged with the rest.
-/// Neither costs anything, because segments are merged by log-sum-exp anyway. The system prompt and the
-/// question's own tokens (APE's shared prefix and query) are not changed.
+/// chunks. The scale multiplies the log-sum-exp of all chunks together, before it is merged with the
+/// log-sum-exp of the other tokens. Neither has a cost, because segments are merged by log-sum-exp anyway.
+/// The system prompt and the question's own tokens (APE's shared prefix and query) are not changed.
 ///
 /// ```
 /// use kvchunk::ContextScaling;

@@ -1,4 +1,5 @@
-//! Assembled prompts: the system prompt and all chunks are computed and held. Some tokens can be recomputed.
+//! Assembled prompts, whose system prompt and chunks are computed and held. Some of the tokens can be
+//! recomputed.
 
 use std::sync::Arc;
 
@@ -12,12 +13,13 @@ use crate::prefix::SealedPrefix;
 use crate::prompt::ChunkedPrompt;
 use crate::recompute::{ChunkSpan, TokenScores, TokenSelection};
 
-/// A prompt whose parts are held until it is dropped.
+/// A prompt that holds all its parts until it is dropped.
 #[derive(Debug)]
 pub struct AssembledPrompt {
     block_size: usize,
     segments: Arc<[Segment]>,
-    /// The place of each segment after the first: its chunk, and the number of the chunk's tokens before it.
+    /// For each segment after the first: the index of its chunk, and the number of the chunk's tokens before
+    /// it.
     places: Vec<(usize, usize)>,
     spans: Vec<ChunkSpan>,
     holds: Vec<PieceHold>,
@@ -35,7 +37,7 @@ pub struct Recomputation {
     pub copies: WritePairs,
     /// The tokens to compute. They see everything before them in the prompt.
     pub inputs: Vec<SequenceInput>,
-    /// The number of these tokens.
+    /// The total number of tokens in [`inputs`](Self::inputs).
     pub tokens: usize,
 }
 
@@ -44,7 +46,7 @@ impl AssembledPrompt {
         let (reports, spans) = (assembly.reports(), assembly.chunks());
         let Assembly { block_size, system, chunks, private, mut segments, .. } = assembly;
         let SystemPart::Sealed(system) = system else { return Err(Error::NotReady { pieces: 1 }) };
-        // Another request may have stored the same system prompt first. Then its blocks replace the segments'
+        // If another request stored the same system prompt first, the first segment must use that request's
         // blocks.
         if segments[0] != system.segment() {
             Arc::make_mut(&mut segments)[0] = system.segment();
@@ -84,13 +86,13 @@ impl AssembledPrompt {
         &self.holds
     }
 
-    /// Returns the place of each segment after the first: its chunk, and the number of the chunk's tokens
+    /// Returns, for each segment after the first, the index of its chunk and the number of the chunk's tokens
     /// before it.
     pub(super) fn places(&self) -> &[(usize, usize)] {
         &self.places
     }
 
-    /// Keeps the request's own blocks until the request ends.
+    /// Holds some of the request's own blocks until this prompt is dropped.
     pub(super) fn hold(&mut self, own: MutableBlocks) {
         self.private.push(own);
     }
@@ -104,8 +106,8 @@ impl AssembledPrompt {
         &self.reports
     }
 
-    /// Groups numbers by chunk. `numbers` has one for each token of the [`segments`](Self::segments) after
-    /// the system prompt, in order.
+    /// Groups per-token values by chunk. `numbers` contains one value for each token of the
+    /// [`segments`](Self::segments) after the system prompt, in order.
     pub fn by_chunk(&self, numbers: &[f32]) -> TokenScores {
         let mut chunks: Vec<Vec<f32>> = self.spans.iter().map(|span| vec![0.0; span.tokens]).collect();
         let mut left = numbers;
@@ -122,15 +124,15 @@ impl AssembledPrompt {
         MergedRun::new(&self.segments, self.block_size)
     }
 
-    /// Allocates the request's own blocks from `pool`, one for each block with a selected token. Returns the
-    /// blocks to copy and the tokens to compute. Afterwards, [`segments`](Self::segments) refer to the new
-    /// blocks.
+    /// Allocates the request's own blocks from `pool`, one for each block that contains a selected token.
+    /// Returns the blocks to copy and the tokens to compute. After this call, the
+    /// [`segments`](Self::segments) use the new blocks.
     ///
     /// The shared blocks are not changed. Recomputed keys are stored with the same rotation as their
     /// neighbours, so a chunk remains one segment.
     ///
     /// # Errors
-    /// Nothing changes if there is an error.
+    /// If there is an error, the prompt is unchanged.
     ///
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool has no room.
     /// - Returns [`Error::NoSuchToken`] if a selected token is not in its chunk.
@@ -146,8 +148,8 @@ impl AssembledPrompt {
         Ok(anew)
     }
 
-    /// Returns segments that use the request's own blocks for the selected tokens, the tokens to compute, and
-    /// these blocks.
+    /// Allocates the request's own blocks for the selected tokens. Returns the segments that use these
+    /// blocks, the tokens to compute, and the blocks themselves.
     pub(super) fn rewritten(
         &self,
         prompt: &ChunkedPrompt,

@@ -1,4 +1,4 @@
-//! Looking up a prompt's parts, and the lookup in this process's caches.
+//! The trait for looking up a prompt's parts, and its implementation for this process's caches.
 
 use kvcore::{BlockKey, KvPool};
 
@@ -11,31 +11,32 @@ use crate::prefix::PrefixFill;
 #[derive(Debug)]
 pub(crate) struct FoundPiece {
     pub(crate) hold: PieceHold,
-    /// Whether the bytes are exactly what the hash describes, in every cache that takes part in the prompt.
+    /// Whether the bytes are exactly what the hash describes, in every cache that is used for the prompt.
     pub(crate) exact: bool,
 }
 
-/// Finds the parts of a prompt: only in this process ([`LocalLookup`]), also at other replicas
+/// Finds the parts of a prompt: in this process only ([`LocalLookup`]), in other replicas as well
 /// ([`ReplicaLookup`](crate::replica::ReplicaLookup)), or on all ranks of a model
 /// ([`RankLookup`](crate::ranks::RankLookup)).
 ///
-/// - A prompt calls the methods in the order below, and [`acquire`](Self::acquire) for each piece that was
-///   not held.
+/// - An assembler calls the methods in the order below, and calls [`acquire`](Self::acquire) for each piece
+///   that was not held.
 /// - All pieces found are held before any piece is acquired, so a prompt never evicts its own pieces.
-/// - A hold is not a hit yet. The prompt [counts](ChunkCacheManager::count_hit) the holds that it uses.
+/// - A hold is not a hit yet. The assembler [counts](ChunkCacheManager::count_hit) the holds that it uses.
 pub(crate) trait PromptLookup {
-    /// Finds or allocates the system prompt's blocks, under the same chain of keys as an ordinary prompt with
-    /// this beginning. If `wait` is true, the prompt may wait for another request that computes it.
+    /// Finds or allocates the system prompt's blocks, under the same chain of keys as an ordinary prompt that
+    /// starts with these tokens. If `wait` is true and another request is computing the system prompt,
+    /// returns a waiter instead.
     fn fill_system(&self, tokens: &[u32], wait: bool) -> Result<SystemFound>;
 
-    /// Holds the pieces that are found. The result has the same shape as `pieces`, which lists the pieces of
-    /// each chunk.
+    /// Looks up pieces, and holds the ones that are found. The result has the same shape as `pieces`, which
+    /// lists the pieces of each chunk.
     fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>>;
 
     /// Acquires a piece that was not held, and counts the outcome.
     fn acquire(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Acquired;
 
-    /// Returns the result of the whole lookup.
+    /// Ends the lookup, and returns its result. With several ranks, the lookup fails if it fails on any rank.
     fn conclude(&self, result: Result<()>) -> Result<()> {
         result
     }
@@ -44,16 +45,17 @@ pub(crate) trait PromptLookup {
 /// The lookup in the caches of this process.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct LocalLookup<'a> {
-    /// The chunk cache, or `None` to find no chunks.
+    /// The chunk cache, or `None` if no chunks are looked up.
     pub(crate) chunks: Option<&'a ChunkCacheManager>,
     pub(crate) tenant: TenantId,
     pub(crate) main: &'a KvPool,
-    /// The root of the system prompt's keys, or `None` to neither find nor keep system prompts.
+    /// The root of the system prompt's keys, or `None` if system prompts are neither looked up nor kept.
     pub(crate) system_root: Option<BlockKey>,
 }
 
 impl LocalLookup<'_> {
-    /// Finds or allocates the system prompt's blocks, even if another request computes it.
+    /// Finds or allocates the system prompt's blocks. Does not wait, even if another request is computing
+    /// them.
     pub(crate) fn fill_alone(&self, tokens: &[u32]) -> Result<PrefixFill> {
         PrefixFill::new(self.main, self.system_root, tokens)
     }

@@ -7,7 +7,7 @@
 //!                  └────────── advance ◄────┘ stores what was computed, waits, looks again (try_advance: without the wait)
 //! ```
 //!
-//! [`Assembler::assemble`] looks everything up and reserves room for the missing parts. The caller runs *one*
+//! [`Assembler::assemble`] looks up every part and reserves room for the missing parts. The caller runs *one*
 //! forward pass over [`Assembly::inputs`], optionally with its question in the same batch, and then
 //! [commits](Assembly::commit). Dropping the assembly instead frees every block, so partial results can never
 //! be found.
@@ -53,10 +53,10 @@ pub struct Assembler<'a> {
     pub prefixes: bool,
     /// The compute mode and position strategy.
     pub cell: ReuseCell,
-    /// The reindexer that places pieces, for the request's regime.
+    /// The reindexer that places pieces. It must belong to the request's RoPE regime.
     pub reindexer: &'a PositionReindexer,
-    /// The agreement with the other ranks, if several compute the prompt together. A piece is a hit on all
-    /// ranks or on none.
+    /// The agreement with the other ranks, if several ranks compute the prompt together. A piece is a hit on
+    /// all ranks or on none.
     pub ranks: Option<&'a dyn RankAgreement>,
     /// The link to other replicas. A missing piece is fetched from a replica that has it, and computed only
     /// if no replica supplies it. Pieces are fetched one by one, and other requests that need them wait for
@@ -121,7 +121,7 @@ struct PromptChunk {
     place: ChunkPlace,
     /// The chunk's first pieces. They are complete once [`tokens`](Self::tokens) is the chunk's length.
     pieces: Vec<PromptPiece>,
-    /// The number of tokens in these pieces.
+    /// The number of tokens in [`pieces`](Self::pieces).
     tokens: usize,
     hit: bool,
     exact: bool,
@@ -172,11 +172,11 @@ pub struct Assembly {
     own: HashMap<BlockKey, OwnPiece>,
     reserved: Vec<ChunkReservation>,
     private: Vec<MutableBlocks>,
-    /// The pieces, or the system prompt, that other requests are computing.
+    /// The parts that other requests are computing: pieces, or only the system prompt.
     waiting: Vec<(BlockKey, ChunkWaiter)>,
-    /// The time spent waiting for them so far.
+    /// The total time that this request has waited for other requests.
     waited: Duration,
-    /// Keys that this request no longer waits for.
+    /// The keys of the parts that this request no longer waits for.
     overdue: HashSet<BlockKey>,
     inputs: Vec<SequenceInput>,
     /// Empty until the assembly is ready.
@@ -186,7 +186,7 @@ pub struct Assembly {
 }
 
 impl Assembler<'_> {
-    /// Returns how this assembler finds the parts of a prompt.
+    /// Returns the lookup that matches this assembler's settings.
     fn lookup(&self) -> Box<dyn PromptLookup + '_> {
         let TenantKeys { id: tenant, root } = self.tenant;
         let system_root = self.prefixes.then_some(root);
@@ -201,7 +201,7 @@ impl Assembler<'_> {
     /// Looks up and reserves everything that `prompt` needs.
     ///
     /// # Errors
-    /// Nothing stays held on any rank if there is an error.
+    /// If there is an error, nothing stays held on any rank.
     ///
     /// - Returns [`crate::Error::TooLong`] if the model does not support one of the positions.
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the main pool has no room for the system prompt, or for
@@ -329,19 +329,19 @@ impl Assembly {
         self.chunks.iter().map(report).collect()
     }
 
-    /// Returns how many tokens of the system prompt and the chunks need not be computed.
+    /// Returns the number of tokens in the system prompt and the chunks that do not have to be computed.
     pub fn reused_tokens(&self) -> usize {
         self.reused_tokens
     }
 
-    /// Returns a waiter for everything that other requests are computing for this prompt. There are none once
-    /// the assembly [is ready](Self::is_ready).
+    /// Returns a waiter for each part of this prompt that another request is computing. There are no waiters
+    /// once the assembly [is ready](Self::is_ready).
     pub fn waiters(&self) -> impl Iterator<Item = &ChunkWaiter> {
         self.waiting.iter().map(|(_, waiter)| waiter)
     }
 
     /// Declares that the inputs have been computed, and looks again for parts that other requests have
-    /// finished. Never blocks. Call it when an assembly is not ready and one of its
+    /// finished. Never blocks. Call it when the assembly is not ready and one of its
     /// [`waiters`](Self::waiters) is over. Afterwards [`inputs`](Self::inputs) returns the new inputs, if
     /// any.
     ///
@@ -365,8 +365,8 @@ impl Assembly {
     }
 
     /// Declares that the inputs have been computed, waits for the pieces that other requests are computing,
-    /// and looks again. Call it when an assembly is not ready. Afterwards [`inputs`](Self::inputs) returns
-    /// the new inputs, if any.
+    /// and looks them up again. Call it when the assembly is not ready. Afterwards [`inputs`](Self::inputs)
+    /// returns the new inputs, if any.
     ///
     /// All waits of an assembly together take at most [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
     /// Pieces that are still missing after that are in the new inputs, to be computed only for this request.
@@ -375,7 +375,7 @@ impl Assembly {
     /// Returns the errors of [`Assembler::assemble`]. Drop the assembly in that case.
     pub fn advance(&mut self, assembler: &Assembler<'_>, prompt: &ChunkedPrompt) -> Result<()> {
         self.inputs.clear();
-        // Requests that wait for this one must not also wait while it waits for others.
+        // Store first, so that requests waiting for this one do not also wait for the requests it waits for.
         self.store()?;
         let limit = assembler.chunks.map_or(Duration::ZERO, |cache| cache.config().max_wait());
         let (since, left) = (Instant::now(), limit.saturating_sub(self.waited));
@@ -389,8 +389,8 @@ impl Assembly {
         self.try_advance(assembler, prompt)
     }
 
-    /// Stores all reserved pieces and the system prompt, which have been computed. Other requests can find
-    /// them from now on.
+    /// Stores all reserved pieces and the system prompt, which must have been computed. After this call,
+    /// other requests can find them.
     fn store(&mut self) -> Result<()> {
         // Requests that wait for the system prompt continue only after the pieces are stored, so that they
         // find the pieces too.
@@ -398,8 +398,8 @@ impl Assembly {
         self.system = match std::mem::replace(&mut self.system, SystemPart::Missing) {
             SystemPart::Filling(fill) => {
                 landing = fill.flight;
-                // Another request may have computed the same system prompt in the meantime. Then its blocks
-                // are kept.
+                // If another request has computed the same system prompt in the meantime, its blocks are
+                // kept.
                 SystemPart::Sealed(fill.prefix.finish()?)
             }
             other => other,
@@ -415,8 +415,8 @@ impl Assembly {
         Ok(())
     }
 
-    /// Declares that all inputs have been computed. Other requests can find the pieces and the system prompt
-    /// from now on.
+    /// Declares that all inputs have been computed. After this call, other requests can find the pieces and
+    /// the system prompt.
     ///
     /// # Errors
     /// Returns [`crate::Error::NotReady`] if the assembly is still waiting for other requests.

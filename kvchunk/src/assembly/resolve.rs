@@ -122,7 +122,7 @@ impl Assembler<'_> {
         }
         let state = &assembly.chunks[chunk];
         let stored_start = state.place.stored_start + state.tokens as i64;
-        // A piece computed after an approximate one does not depend only on its hash, so it is not stored.
+        // A piece computed after an approximate one does not depend on its hash alone, so it is not stored.
         let acquired = match self.chunks {
             Some(cache) if state.exact && assembly.overdue.contains(&piece.hash().key) => {
                 cache.go_without(self.tenant.id());
@@ -224,7 +224,8 @@ impl Assembly {
         if !self.waiting.is_empty() {
             return Ok(false);
         }
-        // Until the system prompt has its blocks, the prompt does not wait for anything else.
+        // No piece is looked up before the system prompt has its blocks, so only the system prompt can be
+        // overdue.
         match lookup.fill_system(prompt.system(), self.overdue.is_empty())? {
             SystemFound::Filled(fill) => {
                 self.add_system(prompt.system(), fill);

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 use crate::position::MergedRun;
 
 // Decision: docs/decisions/chunks.md#a-rotated-copy-is-written-slot-by-slot
-/// The system prompt and the chunks in one run of blocks, token after token, with the keys rotated to the
+/// The system prompt and the chunks in one run of blocks, in token order, with the keys rotated to the
 /// positions where they are used.
 ///
 /// Blocks that already have the run's layout and positions are shared; the others belong to the request. Each
@@ -25,7 +25,7 @@ pub struct RotatedCopy {
     moves: Vec<Move>,
 }
 
-/// Tokens to move by the same distance.
+/// Tokens to copy, whose keys are all rotated by the same distance.
 #[derive(Debug, Clone)]
 struct Move {
     delta: i64,
@@ -75,7 +75,8 @@ impl AssembledPrompt {
     }
 }
 
-/// Returns the block that holds these tokens starting at its first slot, if none of the tokens has an offset.
+/// Returns the block that already holds these tokens, in order from its first slot and at their final
+/// positions. Returns `None` if there is no such block.
 fn as_it_lies(tokens: &[(i64, i64)], block_size: usize) -> Option<BlockId> {
     let (first, _) = tokens.first()?;
     let in_place = |(at, &(slot, delta)): (i64, &(i64, i64))| slot == first + at && delta == 0;
@@ -85,7 +86,7 @@ fn as_it_lies(tokens: &[(i64, i64)], block_size: usize) -> Option<BlockId> {
 
 impl RotatedCopy {
     /// Enqueues the copies: a `gather`, which rotates, and a `scatter` for each layer and distance. `ropes`
-    /// must be the request's embeddings. The intermediate rows use memory until the work is done.
+    /// must be the request's embeddings. The intermediate rows stay allocated until the copies have run.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if there are fewer embeddings than layers, and the backend's
@@ -141,15 +142,15 @@ impl RotatedCopy {
 
     /// Returns the run as one segment without an offset, for rotated keys and for kernels that only need the
     /// order of tokens. Token n is treated as being at position n, whatever its real position. This is wrong
-    /// for a sliding window or unrotated keys; use [`segment_by_position`](Self::segment_by_position) for
-    /// these.
+    /// for a sliding window or unrotated keys; use [`segment_by_position`](Self::segment_by_position) in
+    /// those cases.
     pub fn segment(&self) -> Segment {
         Segment::new(self.merged.block_ids.as_slice().into(), self.merged.total_tokens, 0, 0)
     }
 
     // Decision: docs/decisions/chunks.md#a-single-segment-is-read-by-order-or-has-consecutive-positions
-    /// Returns the run as one segment if token n has position n. Unlike with [`segment`](Self::segment), the
-    /// result is also correct for a sliding window and unrotated keys.
+    /// Returns the run as one segment if every token n is at position n. Unlike with
+    /// [`segment`](Self::segment), the result is also correct for a sliding window and unrotated keys.
     ///
     /// # Errors
     /// Returns [`Error::NotInARow`] if the chunks' positions overlap, because a single segment cannot

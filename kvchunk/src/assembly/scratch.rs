@@ -19,7 +19,7 @@ pub struct ScratchBlocks {
     segments: Arc<[Segment]>,
     inputs: Vec<SequenceInput>,
     stored: Vec<SlotMapping>,
-    /// The place of each input: its chunk, and the number of the chunk's tokens before it.
+    /// For each input: the index of its chunk, and the number of the chunk's tokens before it.
     places: Vec<(usize, usize)>,
     #[expect(dead_code, reason = "held to keep the blocks as long as the scratch")]
     blocks: MutableBlocks,
@@ -56,7 +56,7 @@ impl ScratchBlocks {
         &self.segments
     }
 
-    /// Returns the tokens to compute. Their rows are numbered through all inputs.
+    /// Returns the tokens to compute. Row indices count the tokens of all inputs in order.
     pub fn inputs(&self) -> &[SequenceInput] {
         &self.inputs
     }
@@ -78,13 +78,13 @@ impl ScratchBlocks {
         rows
     }
 
-    /// Returns the scratch slots of rows.
+    /// Returns the scratch slots of the given rows, without rows that do not exist.
     pub fn slots(&self, rows: &[u32]) -> SlotMapping {
         let all = SlotMapping::concat(self.inputs.iter().map(|input| input.slots.mapping()));
         rows.iter().filter_map(|&row| all.slots().get(row as usize).copied()).collect::<Vec<_>>().into()
     }
 
-    /// Arranges numbers, one per row, by chunk and token. Tokens without a row get 0.
+    /// Arranges `of_rows`, which has one value per row, by chunk and token. Tokens without a row get 0.
     pub fn by_chunk(&self, chunks: &[ChunkSpan], of_rows: &[f32]) -> Vec<Vec<f32>> {
         let mut out: Vec<Vec<f32>> = chunks.iter().map(|span| vec![0.0; span.tokens]).collect();
         let mut rest = of_rows.iter();

@@ -1,4 +1,4 @@
-//! Acquires a piece: the request holds it, computes it, waits for the request that computes it, or goes
+//! Acquires a piece: the request holds it, computes it, waits for another request to compute it, or does
 //! without the cache.
 
 use std::time::{Duration, Instant};
@@ -42,8 +42,8 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Holds the piece if it is stored and awake. The hold is not counted until
-    /// [`count_hit`](Self::count_hit).
+    /// Holds the piece if it is stored and awake. The hold does not count as a hit until
+    /// [`count_hit`](Self::count_hit) is called.
     pub(crate) fn hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
         let (since, now) = (Instant::now(), self.0.clock.millis());
         let mut state = self.0.lock();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
 
-/// Work on a piece that is in progress: the piece is being computed, put to sleep or woken.
+/// Work in progress on a piece or a system prompt, which is being computed, put to sleep or woken.
 #[derive(Debug, Default)]
 pub(crate) struct Flight {
     state: Mutex<FlightState>,
@@ -24,7 +24,7 @@ struct FlightState {
 impl Flight {
     /// Ends the flight, whether or not the work succeeded. Every waiter then asks the cache again.
     ///
-    /// The caller must hold no lock of the cache, because a waker may use the cache.
+    /// The caller must not hold any lock of the cache, because a waker may use the cache.
     pub(crate) fn land(&self) {
         let landed = FlightState { landed: true, wakers: Vec::new() };
         let FlightState { wakers, .. } = std::mem::replace(&mut *self.state.lock(), landed);
@@ -39,9 +39,9 @@ impl Flight {
 /// A thread [waits](Self::wait), a scheduler [polls](Self::is_over), and an async engine awaits the handle,
 /// which is a future.
 ///
-/// A waiter does not tell how the work ended, so ask the cache again. If the work failed or was cancelled,
-/// the first request to ask takes it over. Never wait while you hold a reservation that you have not computed
-/// yet, because two requests could wait for each other.
+/// A waiter does not report how the work ended; ask the cache again to find out. If the work failed or was
+/// cancelled, the first request to ask takes it over. Never wait while you hold a reservation that you have
+/// not computed yet, because two requests could wait for each other.
 #[derive(Debug, Clone)]
 pub struct ChunkWaiter(pub(crate) Arc<Flight>);
 

@@ -7,7 +7,7 @@ use super::ChunkCacheMetrics;
 impl ChunkCacheMetrics {
     /// Returns the goals, each with its measured value: more than 70 % of lookups are hits, 70 to 90 % of
     /// blocks are used, lookups take less than 1 ms on average, and placing a piece takes less than 10 ms in
-    /// 99 % of cases. A value is unknown as long as there is nothing to measure.
+    /// 99 % of cases. A value is unknown until there is something to measure.
     ///
     /// ```
     /// use kvchunk::ChunkCacheMetrics;

@@ -15,7 +15,7 @@ use crate::position::Stored;
 
 /// A hold on a stored piece of a chunk: its blocks, and the position that its keys were rotated to.
 ///
-/// A clone is another reference to the same hold. While a hold lives, the piece's blocks are neither
+/// A clone is another reference to the same hold. While a hold exists, the piece's blocks are neither
 /// overwritten nor evicted.
 ///
 /// # Drop behaviour
@@ -31,7 +31,7 @@ pub(super) struct HeldPiece {
     pub(super) slot: Option<u32>,
     pub(super) generation: u64,
     pub(super) ids: Arc<[BlockId]>,
-    /// `None` only while it is being dropped.
+    /// `None` only while the hold is being dropped.
     pub(super) blocks: Option<SharedBlocks>,
     pub(super) hash: ChunkHash,
     pub(super) stored_start: i64,
@@ -57,7 +57,7 @@ impl PieceHold {
         self.0.hash
     }
 
-    /// Returns the number of tokens.
+    /// Returns the number of tokens in the piece.
     pub fn num_tokens(&self) -> usize {
         self.0.hash.token_count
     }
@@ -93,7 +93,7 @@ impl PieceHold {
 /// the reservation to end.
 ///
 /// # Drop behaviour
-/// The blocks become free, the piece cannot be found, and the next request computes it.
+/// The blocks become free, and the next request that needs the piece computes it.
 #[derive(Debug)]
 #[must_use = "dropping it gives the blocks back"]
 pub struct ChunkReservation {
@@ -139,7 +139,7 @@ impl ChunkReservation {
         }
     }
 
-    /// Returns a permit to copy into the blocks, with one pair per source, in token order.
+    /// Returns a permit to copy `sources` into the reserved blocks: one source per block, in token order.
     pub(crate) fn write_pairs(&self, sources: impl Iterator<Item = BlockId>) -> Result<WritePairs> {
         let pairs: Arc<[_]> = sources.zip(self.ids.iter().copied()).collect();
         match &self.blocks {
@@ -154,7 +154,8 @@ impl ChunkReservation {
     }
 
     /// Stores the piece and returns a hold on it. The caller must have filled the blocks. If the cache is
-    /// full of pieces in use, the piece is not kept, and is freed with its last holder.
+    /// full of pieces in use, the piece is not kept, and its blocks become free when the last hold is
+    /// dropped.
     pub fn store(mut self) -> PieceHold {
         let cache = Arc::clone(&self.cache);
         cache.store(&mut self)
@@ -221,7 +222,7 @@ impl SharedCache {
         PieceHold::new(HeldPiece { cache, slot, generation, ids, blocks, hash, stored_start, exact: true })
     }
 
-    /// Ends a reservation that was not computed. A stored reservation has already ended.
+    /// Cancels a reservation. Does nothing if the piece has been stored.
     fn abandon(&self, reservation: &mut ChunkReservation) {
         let Some(blocks) = reservation.blocks.take() else { return };
         let mut state = self.lock();
@@ -232,7 +233,7 @@ impl SharedCache {
         reservation.flight.land();
     }
 
-    /// Removes a holder.
+    /// Removes one holder of a piece.
     fn release(&self, slot: Option<u32>, generation: u64) {
         let now = self.clock.millis();
         self.lock().drop_holder(slot, generation, now);

@@ -87,7 +87,7 @@ impl<T> ChunkHashIndex<T> {
         self.by_tokens.get(key).copied()
     }
 
-    /// Returns an index with the same hashes and new values.
+    /// Returns an index with the same hashes, whose values are computed from the old ones.
     pub(crate) fn map<U>(&self, value: impl Fn(&T) -> U) -> ChunkHashIndex<U> {
         ChunkHashIndex {
             slots: self.slots.iter().map(|slot| slot.as_ref().map(&value)).collect(),
@@ -126,7 +126,7 @@ impl<T: Indexed> ChunkHashIndex<T> {
         Some(value)
     }
 
-    /// Recounts everything. Returns a description of an inconsistency as `Err`.
+    /// Checks that the index is consistent. Returns a description of the first inconsistency as `Err`.
     pub(crate) fn check(&self) -> Result<(), String> {
         for (slot, value) in self.with_slots() {
             if self.slot_of(&value.hash().key) != Some(slot) {

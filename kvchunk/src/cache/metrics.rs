@@ -6,7 +6,7 @@ use serde::{Serialize, Serializer};
 /// The metrics of a cache, or of one tenant: counts since the cache was created, and current gauges.
 ///
 /// A lookup ends as a hit or as a miss. A lookup that waits for another request's computation is counted when
-/// the computation has ended. Times cover the whole cache. They are empty unless
+/// the computation has ended. Latencies are measured only for the whole cache, and are empty unless
 /// [`ChunkCacheConfig::stats`](crate::ChunkCacheConfig::stats) is set.
 ///
 /// The JSON form also contains values derived from the counts: `hit_rate`, `memory_utilization` and the
@@ -34,7 +34,7 @@ pub struct ChunkCacheMetrics {
     /// Number of pieces that were missing here and came from another replica. Included in
     /// [`miss_count`](Self::miss_count).
     pub fetched: u64,
-    /// Number of requests to replicas that failed: the piece was gone, the replica failed, or the parcel was
+    /// Number of failed requests to replicas: the piece was gone, the replica failed, or the parcel was
     /// wrong.
     pub fetch_failures: u64,
     /// Number of pieces put to sleep.
@@ -43,30 +43,30 @@ pub struct ChunkCacheMetrics {
     pub woken: u64,
     /// Number of sleeping pieces that could not be read back and were lost.
     pub lost: u64,
-    /// Number of tokens in the pieces that were found.
+    /// Total number of tokens in the pieces that lookups found.
     pub tokens_reused: u64,
-    /// Number of tokens in the pieces that were computed and stored here.
+    /// Total number of tokens in the pieces that were computed and stored here.
     pub tokens_computed: u64,
-    /// Number of pieces stored now, awake or asleep.
+    /// Number of pieces currently stored, awake or asleep.
     pub cached_chunks: usize,
-    /// Number of pieces asleep now. Included in [`cached_chunks`](Self::cached_chunks).
+    /// Number of pieces currently asleep. Included in [`cached_chunks`](Self::cached_chunks).
     pub sleeping_chunks: usize,
-    /// Bytes that the sleeping pieces use, according to the store.
+    /// Total size of the sleeping pieces in bytes, as reported by the store.
     pub sleeping_bytes: usize,
-    /// Number of blocks in the pool, or a tenant's quota.
+    /// Number of blocks in the pool, or in a tenant's quota.
     pub total_blocks: usize,
-    /// Number of blocks in the pool that are not free, or the blocks of a tenant's pieces and reservations.
+    /// Number of blocks in the pool that are not free, or in a tenant's pieces and reservations.
     pub used_blocks: usize,
-    /// Lookup times, without the time to wake pieces that were found asleep.
+    /// Lookup latencies, excluding the time to wake pieces that were found asleep.
     #[serde(rename = "lookup_time")]
     pub lookups: Latencies,
-    /// Times to wake a piece.
+    /// Latencies of waking a piece.
     #[serde(rename = "wake_time")]
     pub wakes: Latencies,
-    /// Times to place a piece at its position.
+    /// Latencies of placing a piece at its position.
     #[serde(rename = "reindex_time")]
     pub reindexes: Latencies,
-    /// Times from reserving a piece to storing it.
+    /// Latencies from reserving a piece to storing it.
     #[serde(rename = "compute_time")]
     pub computes: Latencies,
 }
@@ -84,7 +84,7 @@ impl ChunkCacheMetrics {
         self.miss_count += 1;
     }
 
-    /// Adds the counts of two tenants. The caller fills in gauges and times.
+    /// Returns the sums of two tenants' counts. The caller must fill in gauges and latencies.
     pub(super) fn plus(self, other: &Self) -> Self {
         Self {
             lookup_count: self.lookup_count + other.lookup_count,
@@ -106,7 +106,7 @@ impl ChunkCacheMetrics {
         }
     }
 
-    /// Returns the fraction of lookups that hit, or 0 before the first lookup.
+    /// Returns the fraction of lookups that were hits, or 0 before the first lookup.
     pub fn hit_rate(&self) -> f64 {
         ratio(self.hit_count as f64, self.lookup_count as f64)
     }

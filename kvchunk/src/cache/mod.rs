@@ -1,8 +1,8 @@
 //! The chunk cache: stored pieces of chunks, found by hash.
 //!
 //! A *piece* is a chunk, or a part of an oversized chunk. A request [acquires](ChunkCacheManager::acquire)
-//! the pieces of its chunks. It gets a [`PieceHold`] on a cached piece. It computes a missing piece into a
-//! [`ChunkReservation`], unless another request is already computing that piece.
+//! the pieces of its chunks. It gets a [`PieceHold`] on each cached piece, and a [`ChunkReservation`] to
+//! compute each missing piece into, unless another request is already computing that piece.
 //!
 //! ```text
 //!              acquire ──────────────────► Hit ────────────┐
@@ -13,9 +13,9 @@
 //!                                                         Asleep
 //! ```
 //!
-//! The whole pool can sleep too ([`ChunkCacheManager::sleep_pool`]). Every request then gets `NoRoom`. This
-//! module contains lookup, acquisition, eviction, tenants and metrics. Sleeping and waking are in
-//! `crate::sleep`.
+//! The whole pool can sleep too ([`ChunkCacheManager::sleep_pool`]). While it is asleep, every request gets
+//! `NoRoom`. This module contains lookup, acquisition, eviction, tenants and metrics. Sleeping and waking are
+//! in `crate::sleep`.
 //!
 //! All methods take `&self`. The lock is never held while a model computes or a piece is copied.
 
@@ -81,7 +81,7 @@ use tenant::Account;
 #[derive(Debug, Clone)]
 pub struct ChunkCacheManager(pub(crate) Arc<SharedCache>);
 
-/// A weak reference to a cache, for stores and clocks that a cache owns and that use the cache.
+/// A weak reference to a cache, for stores and clocks that the cache owns and that use the cache themselves.
 ///
 /// ```
 /// use kvchunk::{ChunkBlockPool, ChunkCacheConfig, ChunkCacheManager};
@@ -113,8 +113,8 @@ pub(crate) struct SharedCache {
     pub(crate) wakes: LatencyHistogram,
     pub(crate) reindexes: LatencyHistogram,
     pub(crate) computes: LatencyHistogram,
-    /// The system prompts that requests are computing, by the key of the whole prompt. Locked before any
-    /// other lock.
+    /// The system prompts that requests are computing, by the key of the whole prompt. This lock must be
+    /// taken before any other.
     pub(crate) systems: Mutex<HashMap<BlockKey, Arc<Flight>>>,
 }
 
@@ -122,7 +122,7 @@ pub(crate) struct SharedCache {
 /// The locked state. Contents discarded under the lock are dropped after it is released, because dropping
 /// them runs the store's code, which may use the cache.
 pub(crate) struct LockedState<'a> {
-    /// Released first, since fields are dropped in this order.
+    /// The lock guard. It is declared first so that it is dropped before `discarded`.
     pub(crate) state: MutexGuard<'a, CacheState>,
     discarded: Vec<Box<dyn Sleeping>>,
 }
@@ -156,7 +156,7 @@ impl std::ops::DerefMut for LockedState<'_> {
 /// A snapshot of a stored piece.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkInfo {
-    /// The piece's hash, with its number of tokens and blocks.
+    /// The piece's hash, with its token and block counts.
     pub chunk_hash: ChunkHash,
     /// The tag of the tenant that owns the piece.
     pub tenant: String,
@@ -164,7 +164,8 @@ pub struct ChunkInfo {
     pub cached_position_start: i64,
     /// The number of holds on the piece. Clones of one [`PieceHold`] count once.
     pub ref_count: u32,
-    /// How often the piece was held since it was stored, including holds that a prompt dropped unused.
+    /// The number of times the piece has been held since it was stored, including holds that a prompt did not
+    /// use.
     pub access_count: u64,
     /// Milliseconds since the piece was stored.
     pub age_ms: u64,
@@ -185,7 +186,7 @@ impl ChunkCacheManager {
         Self::build(config, pool, None, Arc::new(SystemClock::default()))
     }
 
-    /// Creates an empty cache over `pool`, with a sleep store and a clock, unlike [`new`](Self::new).
+    /// Creates an empty cache over `pool`, with the given sleep store and clock.
     ///
     /// # Errors
     /// Returns the errors of [`ChunkCacheConfig::check`].
@@ -261,8 +262,8 @@ impl ChunkCacheManager {
         Ok((TenantId(at as u32), state.accounts[at].tenant.clone()))
     }
 
-    /// Returns the keys of the tenant with this tag, or of the default tenant. They are derived from a root
-    /// that all tenants share.
+    /// Returns the keys of the tenant with this tag, or of the default tenant if `tag` is `None`. The keys
+    /// are derived from a root that all tenants share.
     ///
     /// # Errors
     /// Returns [`Error::UnknownTenant`] if no tenant has this tag.
@@ -272,9 +273,9 @@ impl ChunkCacheManager {
         Ok(TenantKeys { id, root: tenant.root(root) })
     }
 
-    /// Evicts one piece: the next piece without holders of the tenant that uses most of its quota. If there
-    /// is none, evicts the sleeping piece that was used least recently. Returns false if there is none
-    /// either.
+    /// Evicts the next piece without holders, from the tenant that uses the largest fraction of its quota. If
+    /// every awake piece is held, evicts the least recently used sleeping piece. Returns false if nothing was
+    /// evicted.
     pub fn evict_lru(&self) -> bool {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
@@ -348,7 +349,7 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Returns one tenant's metrics, without times. All numbers are 0 for a tenant that was never added.
+    /// Returns one tenant's metrics, without times. All values are 0 for a tenant that was never added.
     pub fn tenant_metrics(&self, tenant: TenantId) -> ChunkCacheMetrics {
         let state = self.0.lock();
         let Some(account) = state.accounts.get(tenant.0 as usize) else {
@@ -364,13 +365,13 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Recounts everything. Returns a description of an inconsistency as `Err`.
+    /// Checks that the cache is consistent. Returns a description of the first inconsistency as `Err`.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.0.lock().check()?;
         self.0.pool.blocks().check_invariants()
     }
 
-    /// Records the time to place a piece, starting at `since`.
+    /// Records how long it took to place a piece, measured from `since`.
     pub(crate) fn reindexed(&self, since: Instant) {
         if self.0.config.stats {
             self.0.reindexes.record(since.elapsed());
@@ -378,7 +379,7 @@ impl ChunkCacheManager {
     }
 }
 
-/// Counts the pieces that are not in blocks, for the tenants that `of` accepts.
+/// Counts the pieces that are not awake, among the tenants that `of` accepts.
 fn asleep(state: &CacheState, of: impl Fn(TenantId) -> bool) -> usize {
     let sleeps = |entry: &&StoredPiece| of(entry.tenant) && !matches!(entry.memory, PieceMemory::Awake(_));
     state.index.iter().filter(sleeps).count()

@@ -22,12 +22,14 @@ pub enum Acquired {
     /// Another request is computing the piece, or the piece is being moved. Wait and ask again, but first
     /// compute your own reservations (see [`ChunkWaiter`]).
     Busy(ChunkWaiter),
-    /// There is no room, even after every piece without holders was evicted, or the whole pool is asleep.
-    /// This request must compute the piece for itself.
+    /// The cache cannot keep the piece: the pool has no room even if every piece without holders were
+    /// evicted, the whole pool is asleep, or other contents have the same hash. This request must compute the
+    /// piece for itself.
     NoRoom,
 }
 
-/// A request for a piece, with its tenant, the position to store the piece at, and the time.
+/// A request for a piece, with the tenant, the position to store the piece at, and the current time in
+/// milliseconds.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct PieceRequest<'a, 't> {
     pub(super) piece: &'a ChunkPiece<'t>,
@@ -39,7 +41,7 @@ pub(super) struct PieceRequest<'a, 't> {
 /// The outcome of a search under the lock.
 pub(super) enum Searched {
     Done(Acquired),
-    /// The piece is asleep, and blocks to wake it in are reserved.
+    /// The piece is asleep. Blocks have been reserved to wake it.
     Asleep(Waking),
 }
 
@@ -118,8 +120,8 @@ impl SharedCache {
         }))
     }
 
-    /// Reserves room for a piece, and counts a miss. If its hash is already used by other contents, there is
-    /// no room: the piece is computed only for its request and not kept.
+    /// Reserves room for a piece, and counts a miss. Returns `None` if there is no room or the hash is
+    /// already in use. In that case, the piece is computed only for this request and not kept.
     pub(super) fn reserve(
         self: &Arc<Self>,
         state: &mut CacheState,

@@ -12,13 +12,13 @@ use crate::hash::{ChunkHash, ChunkPiece, PieceEvidence};
 use crate::pool::ChunkBlockPool;
 use crate::sleep::{SavedPiece, Sleeping};
 
-/// Where a stored piece is.
+/// The memory state of a stored piece.
 #[derive(Debug)]
 pub(crate) enum PieceMemory {
     /// The piece is in blocks of the pool.
     Awake(AwakePiece),
-    /// The piece is being put to sleep or woken. Its blocks count towards its tenant's quota and belong to
-    /// the mover.
+    /// The piece is being put to sleep or woken. Its blocks count towards its tenant's quota, and belong to
+    /// the thread that moves it.
     Moving(Arc<Flight>),
     /// The piece is in a lower memory tier.
     Asleep(SavedPiece),
@@ -28,7 +28,7 @@ pub(crate) enum PieceMemory {
 pub(crate) struct AwakePiece {
     pub(crate) pinned: PinnedBlocks,
     pub(crate) ids: Arc<[BlockId]>,
-    /// The piece's number in its tenant's order.
+    /// The piece's number in its tenant's eviction order.
     pub(crate) number: u32,
 }
 
@@ -45,11 +45,11 @@ pub(crate) struct StoredPiece {
     pub(crate) memory: PieceMemory,
     pub(crate) exact: bool,
     pub(crate) holders: u32,
-    /// Set if the piece was cleared while it was moving. It is then removed when the move ends.
+    /// Whether the piece was cleared while it was moving. If so, it is removed when the move ends.
     pub(crate) doomed: bool,
-    /// When the piece was stored, in milliseconds of the cache's clock.
+    /// The time when the piece was stored, in milliseconds of the cache's clock.
     pub(crate) created: u64,
-    /// When the piece was last stored or woken.
+    /// The time when the piece was last stored or woken, in milliseconds of the cache's clock.
     pub(crate) awake_since: u64,
     pub(crate) last_accessed: u64,
     pub(crate) access_count: u64,
@@ -93,7 +93,7 @@ pub(crate) struct Orphan {
 #[derive(Debug)]
 pub(crate) enum PoolMemory {
     Awake,
-    /// The pool is being put to sleep or woken, without holding the lock.
+    /// A thread that does not hold the lock is putting the pool to sleep or waking it.
     Moving,
     Asleep(SleepingBlocks),
 }
@@ -111,7 +111,7 @@ pub(crate) struct CacheState {
     /// The orphans by generation.
     orphans: HashMap<u64, Orphan>,
     pub(crate) accounts: Vec<Account>,
-    /// The memory state of the pool's blocks: present, moving or asleep.
+    /// The memory state of the pool's blocks: awake, moving or asleep.
     pub(crate) pool: PoolMemory,
     generations: u64,
     /// Contents to drop once the lock is released, because dropping them runs the store's code.
@@ -131,8 +131,8 @@ impl CacheState {
         }
     }
 
-    /// Returns the tenant, or the default tenant if this cache does not have that ID. This only concerns
-    /// quotas and counts; keys keep the pieces of tenants apart.
+    /// Returns `tenant`, or the default tenant if this cache has no tenant with that ID. The fallback only
+    /// affects quotas and counts; different keys still keep the tenants' pieces apart.
     pub(crate) fn known(&self, tenant: TenantId) -> TenantId {
         if (tenant.0 as usize) < self.accounts.len() { tenant } else { TenantId::default() }
     }
@@ -149,7 +149,7 @@ impl CacheState {
     }
 
     // Decision: docs/decisions/chunks.md#chunks-of-another-system-prompt-move-forward-only
-    /// Finds an awake piece with the same tokens and another system prompt, stored at or before
+    /// Finds an awake piece with the same tokens but another system prompt, stored at or before
     /// `stored_start`. Such a piece only moves forward, so no query is rotated to a position that its request
     /// does not reach.
     pub(crate) fn find_any_system(&self, piece: &ChunkPiece<'_>, stored_start: i64) -> Option<u32> {
@@ -182,7 +182,7 @@ impl CacheState {
         Some((entry, awake))
     }
 
-    /// Removes a holder.
+    /// Removes one holder of a piece. An awake piece without holders becomes evictable.
     pub(crate) fn drop_holder(&mut self, slot: Option<u32>, generation: u64, now: u64) {
         let entry = slot.and_then(|slot| self.index.at_mut(slot));
         let Some(entry) = entry.filter(|entry| entry.generation == generation) else {
@@ -208,13 +208,13 @@ impl CacheState {
         }
     }
 
-    /// Returns the number of blocks in orphans.
+    /// Returns the total number of blocks in orphans.
     pub(crate) fn orphaned_blocks(&self) -> usize {
         self.orphans.values().map(|orphan| orphan.blocks).sum()
     }
 
-    /// Records an orphan with one holder, whose blocks already count towards its tenant's quota. Returns its
-    /// generation.
+    /// Records an orphan with one holder, and returns its generation. Its blocks must already count towards
+    /// its tenant's quota.
     pub(crate) fn insert_orphan(&mut self, tenant: TenantId, blocks: usize) -> u64 {
         self.generations += 1;
         self.orphans.insert(self.generations, Orphan { tenant, blocks, holders: 1 });
@@ -249,8 +249,8 @@ impl CacheState {
     }
 
     /// Removes a piece that is not in an eviction order, and returns whether there was one. The blocks of a
-    /// held piece count towards its tenant's quota until the last hold is dropped. For a moving piece, the
-    /// mover accounts for its blocks.
+    /// held piece count towards its tenant's quota until the last hold is dropped. The blocks of a moving
+    /// piece are accounted for by the thread that moves it.
     fn forget(&mut self, slot: u32) -> bool {
         let Some(entry) = self.index.remove(slot) else { return false };
         let (tenant, blocks, holders) = (entry.tenant, entry.hash.num_blocks, entry.holders);
@@ -273,13 +273,14 @@ impl CacheState {
         true
     }
 
-    /// Removes a piece, and returns whether there was one. A held piece lives until its last hold is dropped.
+    /// Removes a piece, and returns whether there was one. The blocks of a held piece stay in use until its
+    /// last hold is dropped.
     pub(crate) fn remove(&mut self, slot: u32) -> bool {
         self.unorder(slot);
         self.forget(slot)
     }
 
-    /// Removes a piece that was cleared while it was moving.
+    /// Removes the piece in `slot` if it was cleared while it was moving.
     pub(crate) fn bury(&mut self, slot: u32) {
         if self.index.at(slot).is_some_and(|entry| entry.doomed) {
             self.remove(slot);
@@ -296,12 +297,14 @@ impl CacheState {
         self.forget(slot)
     }
 
-    /// Evicts an awake piece of this tenant, or else of the tenant that uses most of its quota.
+    /// Evicts an awake piece of this tenant, or else of the tenant that uses the largest fraction of its
+    /// quota.
     pub(crate) fn evict_any(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict(tenant, now) || self.evict_fullest(now)
     }
 
-    /// Evicts the next piece of the tenant that uses most of its quota.
+    /// Evicts the next piece of the tenant that uses the largest fraction of its quota. Tenants without
+    /// evictable pieces are skipped.
     pub(crate) fn evict_fullest(&mut self, now: u64) -> bool {
         self.fullest().is_some_and(|tenant| self.evict(tenant, now))
     }
@@ -311,8 +314,9 @@ impl CacheState {
         idle.max_by(|(_, a), (_, b)| a.pressure().total_cmp(&b.pressure())).map(|(i, _)| TenantId(i as u32))
     }
 
-    /// Removes one piece so that a tenant can store another. Sleeping pieces go before awake ones, because
-    /// they are colder. The tenant's own pieces go before other tenants'. Returns false if there is none.
+    /// Removes one piece so that a tenant can store another. The tenant's own pieces are removed before other
+    /// tenants' pieces. Sleeping pieces are removed before awake pieces, because they are colder. Returns
+    /// false if no piece can be removed.
     pub(crate) fn make_place(&mut self, tenant: TenantId, now: u64) -> bool {
         self.evict_sleeper(|of| of == tenant)
             || self.evict(tenant, now)
@@ -320,7 +324,7 @@ impl CacheState {
             || self.evict_fullest(now)
     }
 
-    /// Removes the sleeping piece that was used least recently, for the tenants that `of` accepts.
+    /// Removes the least recently used sleeping piece of the tenants that `of` accepts.
     pub(crate) fn evict_sleeper(&mut self, of: impl Fn(TenantId) -> bool) -> bool {
         let sleeps = |entry: &StoredPiece| matches!(entry.memory, PieceMemory::Asleep(_)) && of(entry.tenant);
         let sleepers = self.index.with_slots().filter(|(_, entry)| sleeps(entry));
@@ -331,7 +335,7 @@ impl CacheState {
     }
 
     /// Allocates `n` blocks for a tenant, evicting pieces without holders as needed. Returns `None`, without
-    /// evicting anything, if even that would not make enough room.
+    /// evicting anything, if evicting all of them would not make enough room.
     pub(crate) fn room(
         &mut self,
         pool: &ChunkBlockPool,
@@ -361,7 +365,7 @@ impl CacheState {
         }
     }
 
-    /// Recounts everything. Returns the first inconsistent number as `Err`.
+    /// Checks that the state is consistent. Returns a description of the first inconsistency as `Err`.
     pub(crate) fn check(&self) -> Result<(), String> {
         self.index.check()?;
         let mut sums = vec![AccountSums::default(); self.accounts.len()];
@@ -395,7 +399,7 @@ impl CacheState {
     }
 }
 
-/// The numbers that a tenant's account should have.
+/// The values that a tenant's account should contain.
 #[derive(Debug, Clone, Copy, Default)]
 struct AccountSums {
     used: usize,

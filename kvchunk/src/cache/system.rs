@@ -1,5 +1,5 @@
-//! Single flight for system prompts: if several requests miss the same one at once, only one of them computes
-//! it.
+//! Single flight for system prompts: if several requests miss the same system prompt at once, only one of
+//! them computes it.
 
 use std::sync::Arc;
 
@@ -23,18 +23,18 @@ pub(crate) enum SystemFound {
 #[derive(Debug)]
 pub(crate) struct SystemFill {
     pub(crate) prefix: PrefixFill,
-    /// Others wait for the rest while this lives.
+    /// Other requests wait for the missing part until this is dropped. `None` if they do not wait.
     pub(crate) flight: Option<SystemFlight>,
 }
 
 impl From<PrefixFill> for SystemFound {
-    /// Creates a value for whose rest others do not wait.
+    /// Creates a value without a flight, so that other requests do not wait for the missing part.
     fn from(prefix: PrefixFill) -> Self {
         Self::Filled(Box::new(SystemFill { prefix, flight: None }))
     }
 }
 
-/// A system prompt that this request is computing. Others wait for it until this is dropped.
+/// A system prompt that this request is computing. Other requests wait for it until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct SystemFlight {
     cache: Arc<SharedCache>,
@@ -57,7 +57,7 @@ impl ChunkCacheManager {
     /// Returns the errors of [`PrefixFill::new`].
     pub(crate) fn fill_system(&self, main: &KvPool, root: BlockKey, tokens: &[u32]) -> Result<SystemFound> {
         let mut systems = self.0.systems.lock();
-        // This comes first, because making room may evict something from the cache.
+        // Check this before making room, because making room may evict cached blocks.
         if !systems.is_empty()
             && let Some(key) = root.chain(tokens, main.block_size()).last()
             && let Some(flight) = systems.get(key)

@@ -23,7 +23,7 @@ impl TenantKeys {
         Self { id: TenantId::default(), root }
     }
 
-    /// Returns the tenant.
+    /// Returns the tenant's ID.
     pub fn id(&self) -> TenantId {
         self.id
     }
@@ -81,7 +81,7 @@ pub(crate) struct Account {
     pub(crate) idle: usize,
     /// The eviction order of pieces that are awake and not held.
     pub(crate) order: Order,
-    /// Bytes that the tenant's sleeping pieces use.
+    /// Total size of the tenant's sleeping pieces, in bytes.
     pub(crate) sleeping_bytes: usize,
     /// The tenant's counts. Gauges are filled in when the metrics are read.
     pub(crate) counted: ChunkCacheMetrics,
@@ -104,16 +104,16 @@ impl Account {
 // Decision: docs/decisions/chunks.md#one-index-for-all-tenants-one-policy-for-each
 /// An eviction order over pieces. The underlying policy identifies each piece by a small number.
 ///
-/// A piece that is being put to sleep keeps its rank in the order, in case it has to stay.
+/// A piece that is being put to sleep keeps its rank in the order, in case it has to stay awake.
 /// [`evict`](Self::evict) skips it.
 #[derive(Debug)]
 pub(crate) struct Order {
     policy: Box<dyn EvictionPolicy>,
-    /// The piece that each number belongs to.
+    /// For each number, the index slot of its piece.
     pieces: Vec<u32>,
     free: Vec<u32>,
     wants_hits: bool,
-    /// The numbers of departed pieces.
+    /// The numbers of departed pieces, which are being put to sleep.
     departed: Vec<u32>,
     /// The numbers that the policy evicted while their pieces were departed, in eviction order.
     passed_over: Vec<u32>,
@@ -139,12 +139,12 @@ impl Order {
         self.free.pop()
     }
 
-    /// Records which piece a number belongs to.
+    /// Records the index slot of the piece that has this number.
     pub(crate) fn assign(&mut self, number: u32, piece: u32) {
         self.pieces[number as usize] = piece;
     }
 
-    /// Frees a number.
+    /// Frees a number, so that another piece can use it.
     pub(crate) fn retire(&mut self, number: u32) {
         self.free.push(number);
     }
@@ -178,14 +178,14 @@ impl Order {
         self.retire(number);
     }
 
-    /// Tells the policy that a lookup found the piece.
+    /// Informs the policy that a lookup found the piece.
     pub(crate) fn hit(&mut self, number: u32, key: &BlockKey) {
         if self.wants_hits {
             self.policy.hit(number, key);
         }
     }
 
-    /// Removes the next piece to evict and returns it.
+    /// Removes the next piece to evict, and returns its index slot.
     pub(crate) fn evict(&mut self, now: u64) -> Option<u32> {
         let back = self.passed_over.iter().position(|number| !self.departed.contains(number));
         if let Some(at) = back {

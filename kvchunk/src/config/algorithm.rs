@@ -9,8 +9,7 @@ use xxhash_rust::xxh3::Xxh3;
 ///
 /// | algorithm | a hit compares | speed |
 /// |---|---|---|
-/// | BLAKE3, keyed by the hash of the preceding content | the tokens | the fastest that is
-/// collision-resistant |
+/// | BLAKE3, keyed by the preceding content's hash | the tokens | the fastest collision-resistant one |
 /// | SHA-256 | the tokens | slower; for installations that must use it |
 /// | xxh3-128 | everything that the hash covers | the fastest, but anyone can produce collisions |
 ///
@@ -61,7 +60,7 @@ impl HashAlgorithm {
     }
 }
 
-/// Hashes the number of tokens, followed by the tokens, as little-endian bytes.
+/// Passes the number of tokens, followed by the tokens, to `update` as little-endian bytes.
 fn feed(tokens: &[u32], mut update: impl FnMut(&[u8])) {
     update(&(tokens.len() as u64).to_le_bytes());
     let mut bytes = [0u8; 256 * 4];

@@ -1,4 +1,4 @@
-//! Compute modes, position strategies, and how exact reuse is in each combination.
+//! Compute modes, position strategies, and the exactness of reuse in each combination.
 
 use std::fmt;
 use std::str::FromStr;
@@ -35,7 +35,8 @@ pub enum ComputeMode {
 }
 
 impl ComputeMode {
-    /// Returns how many tokens of a system prompt of `system` tokens a chunk sees.
+    /// Returns the number of system prompt tokens that a chunk sees, if the system prompt has `system`
+    /// tokens.
     pub fn seen(self, system: usize) -> usize {
         match self {
             Self::WithSystem => system,
@@ -99,7 +100,7 @@ pub enum PositionStrategy {
     Absolute,
 }
 
-/// How exact reuse is in a cell, compared with a reference with the mask "chunks do not see each other".
+/// The exactness of reuse in a cell, compared with a reference with the mask "chunks do not see each other".
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Exactness {
@@ -123,7 +124,7 @@ impl ReuseCell {
     /// Every chunk sees the system prompt and starts right after it.
     pub const OVERLAPPED_WITH_SYSTEM: Self =
         Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Overlapped };
-    /// Every chunk sees only itself, and all start at the same position.
+    /// Every chunk sees only itself, and all chunks start at the same position.
     pub const OVERLAPPED_ALONE: Self =
         Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Overlapped };
     /// Chunks see only themselves and follow one another.
@@ -132,13 +133,13 @@ impl ReuseCell {
     /// Chunks see the system prompt and follow one another.
     pub const SEQUENTIAL_WITH_SYSTEM: Self =
         Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Sequential };
-    /// Chunks see the system prompt, and hit only at the same position.
+    /// Chunks see the system prompt, and are reused only at the same position.
     pub const ABSOLUTE_WITH_SYSTEM: Self =
         Self { mode: ComputeMode::WithSystem, strategy: PositionStrategy::Absolute };
-    /// Chunks see only themselves, and hit only at the same position.
+    /// Chunks see only themselves, and are reused only at the same position.
     pub const ABSOLUTE_ALONE: Self = Self { mode: ComputeMode::Alone, strategy: PositionStrategy::Absolute };
 
-    /// The cells of the two modes without a parameter, with each of the three strategies.
+    /// All combinations of the two modes without a parameter and the three strategies.
     pub const ALL: [Self; 6] = [
         Self::OVERLAPPED_WITH_SYSTEM,
         Self::OVERLAPPED_ALONE,
@@ -148,11 +149,11 @@ impl ReuseCell {
         Self::ABSOLUTE_ALONE,
     ];
 
-    /// Returns how exact reuse is in this cell.
+    /// Returns the exactness of reuse in this cell.
     pub fn exactness(self) -> Exactness {
         match (self.mode, self.strategy) {
             (ComputeMode::WithSystem, PositionStrategy::Sequential) => Exactness::TwoPhase,
-            // Where the chunk is used, its distance from the first tokens is different.
+            // The chunk is used at a different distance from the first tokens than it was computed at.
             (ComputeMode::Sink(_), PositionStrategy::Sequential | PositionStrategy::Overlapped) => {
                 Exactness::TwoPhase
             }

@@ -1,4 +1,4 @@
-//! Settings of a chunk cache.
+//! The settings of a chunk cache and of chunk reuse.
 
 use std::time::Duration;
 
@@ -32,7 +32,7 @@ pub struct ChunkCacheConfig {
     /// Whether the chunk cache is on. If false, every chunked prompt is recomputed with the same mask.
     #[serde(rename = "enable_chunk_cache")]
     pub enabled: bool,
-    /// The fraction of the KV memory that belongs to chunks, above 0 and below 1.
+    /// The fraction of the KV memory that is reserved for chunks, above 0 and below 1.
     #[serde(alias = "chunk_cache_gpu_memory_utilization")]
     pub memory_share: f64,
     /// The maximum number of pieces to keep, awake or asleep. Each piece of an oversized chunk counts.
@@ -40,7 +40,7 @@ pub struct ChunkCacheConfig {
     /// The maximum number of tokens per piece. A longer chunk is stored in several pieces. Later pieces see
     /// earlier ones, so this limit never changes an answer.
     pub max_chunk_tokens: usize,
-    /// The separator between the parts of a prompt, for the program that splits the string
+    /// The separator between the parts of a prompt, for the program that splits the prompt
     /// ([`SplitPrompt`](crate::SplitPrompt)). Caches and engines only see tokens and never read this field.
     #[serde(alias = "chunk_separator")]
     pub separator: String,
@@ -59,11 +59,11 @@ pub struct ChunkCacheConfig {
     #[serde(alias = "log_chunk_cache_stats")]
     pub stats: bool,
     /// The maximum time in milliseconds that a request waits for pieces that other requests are computing.
-    /// After that, the request computes them itself. It also limits how long waking waits for pieces that
-    /// other threads are moving.
+    /// After that, the request computes them itself. This is also the maximum time that waking a piece waits
+    /// for other threads that are moving pieces.
     pub max_wait_ms: u64,
-    /// Whether a piece that is missing under this system prompt may be replaced by one computed with another
-    /// system prompt that is not longer. The error of such a hit is not bounded, and it counts as
+    /// Whether a piece that is missing under this system prompt may be replaced by a piece computed with
+    /// another system prompt that is not longer. The error of such a hit is not bounded, and it counts as
     /// approximate.
     pub cross_system_reuse: bool,
 }
@@ -93,7 +93,7 @@ impl ChunkCacheConfig {
         Duration::from_millis(self.max_wait_ms)
     }
 
-    /// Returns the cell of these settings: compute mode and position strategy.
+    /// Returns the compute mode and position strategy as one cell.
     pub fn cell(&self) -> ReuseCell {
         ReuseCell { mode: self.compute_mode, strategy: self.position_strategy }
     }

@@ -1,4 +1,4 @@
-//! How chunks are reused: everything that a request specifies about its chunks apart from their tokens.
+//! The reuse settings: everything that a request specifies about its chunks apart from their tokens.
 
 use serde::{Deserialize, Serialize};
 
@@ -6,8 +6,8 @@ use super::ReuseCell;
 use crate::recompute::Recompute;
 use crate::scaling::ContextScaling;
 
-/// How to reuse a prompt's chunks: their positions, what they have seen, which of their tokens are
-/// recomputed, and how the question attends to them.
+/// The settings for reusing a prompt's chunks: the positions they get, the tokens they see, the tokens that
+/// are recomputed, and how the question attends to them.
 ///
 /// ```
 /// use kvchunk::Reuse;
@@ -33,7 +33,7 @@ pub struct Reuse {
 }
 
 impl Reuse {
-    /// Returns plain reuse in a cell: nothing is recomputed or scaled.
+    /// Returns the settings for plain reuse in a cell, which recomputes and scales nothing.
     ///
     /// ```
     /// use kvchunk::{Exactness, Recompute, Reuse, ReuseCell};

@@ -1,7 +1,8 @@
-//! Chunk hashes: the identity of a chunk's stored bytes.
+//! Chunk hashes, which identify a chunk's stored bytes.
 //!
-//! A hash covers exactly what the bytes depend on. The root key covers model, tokenizer, rotary specification
-//! and regime, element type, layout, adapter and tenant. Under that root, a chunk's hash covers:
+//! A hash covers exactly what the bytes depend on. The root key covers the model, the tokenizer, the rotary
+//! specification and regime, the element type, the layout, the adapter and the tenant. Under that root, a
+//! chunk's hash covers:
 //!
 //! - the compute mode, with the system prompt's tokens if the chunk saw them;
 //! - its position, but only with the absolute strategy;
@@ -47,21 +48,21 @@ impl std::hash::Hash for ChunkHash {
 pub struct ChunkContext {
     root: BlockKey,
     mode: ComputeMode,
-    /// The system prompt's tokens that chunks see.
+    /// The system prompt tokens that chunks see.
     system: Arc<[u32]>,
     /// The chunk's position, if the hash covers it.
     position: Option<i64>,
 }
 
 impl ChunkContext {
-    /// Creates the context of chunks under the key `root` in `mode`. Tokens of `system` that chunks do not
-    /// see are ignored.
+    /// Creates the context for chunks that are computed in `mode` and hashed under the key `root`. Tokens of
+    /// `system` that chunks do not see are ignored.
     pub fn new(root: BlockKey, mode: ComputeMode, system: &[u32]) -> Self {
         let system = system[..mode.seen(system.len())].into();
         Self { root, mode, system, position: None }
     }
 
-    /// Returns this context for a chunk that is used only at one position.
+    /// Returns this context for a chunk that is used only at `position`.
     #[must_use]
     pub fn at(&self, position: i64) -> Self {
         Self { position: Some(position), ..self.clone() }
@@ -87,7 +88,7 @@ pub struct ChunkHasher {
     algorithm: HashAlgorithm,
     context: Arc<ChunkContext>,
     base: BlockKey,
-    /// The start of hash chains that leave out the system prompt.
+    /// The first key of the hash chains that leave out the system prompt.
     any_system: BlockKey,
     block_size: usize,
 }
@@ -110,13 +111,13 @@ impl ChunkHasher {
         Self { algorithm, context: Arc::new(context), base, any_system, block_size: block_size.max(1) }
     }
 
-    /// Returns the context.
+    /// Returns the context of the chunks.
     pub fn context(&self) -> &Arc<ChunkContext> {
         &self.context
     }
 
     /// Splits a chunk into pieces of at most `max_tokens` tokens and hashes them. Each hash covers the
-    /// preceding pieces. A limit of 0 counts as 1.
+    /// preceding pieces. If `max_tokens` is 0, a limit of 1 is used.
     pub fn pieces<'t>(
         &'t self,
         tokens: &'t [u32],
@@ -147,7 +148,7 @@ pub struct ChunkPiece<'t> {
 }
 
 impl ChunkPiece<'_> {
-    /// Returns the hash.
+    /// Returns the piece's hash.
     pub fn hash(&self) -> ChunkHash {
         self.hash
     }
@@ -157,7 +158,7 @@ impl ChunkPiece<'_> {
         self.tokens
     }
 
-    /// Returns whether the hash proves the contents to a cache that has not computed them.
+    /// Returns whether the hash alone proves the contents to a cache that did not compute them.
     pub(crate) fn resists_collisions(&self) -> bool {
         self.hasher.algorithm.resists_collisions()
     }
@@ -176,7 +177,7 @@ impl ChunkPiece<'_> {
         (self.hasher.context.mode == ComputeMode::WithSystem).then(hash)
     }
 
-    /// Returns the evidence to compare later hits with.
+    /// Returns the evidence to store, so that later hits can be compared with it.
     pub(crate) fn evidence(&self) -> PieceEvidence {
         let whole = !self.hasher.algorithm.resists_collisions();
         PieceEvidence {
@@ -187,7 +188,8 @@ impl ChunkPiece<'_> {
 }
 
 // Decision: docs/decisions/chunks.md#a-hit-compares-tokens-or-the-whole-context
-/// The evidence of a stored piece. It is compared on every hit, since a hash alone is never trusted.
+/// The evidence for a stored piece's contents. It is compared on every hit, because a hash alone is never
+/// trusted.
 #[derive(Debug, Clone)]
 pub(crate) struct PieceEvidence {
     tokens: Arc<[u32]>,
@@ -196,7 +198,7 @@ pub(crate) struct PieceEvidence {
 }
 
 impl PieceEvidence {
-    /// Returns whether a piece with the same hash is the stored one.
+    /// Returns whether `piece`, which must have the same hash, is the stored piece.
     pub(crate) fn proves(&self, piece: &ChunkPiece<'_>) -> bool {
         let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {
             **before == *piece.before
@@ -205,7 +207,8 @@ impl PieceEvidence {
         *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
     }
 
-    /// Returns whether a piece with the same hash is the stored one, except perhaps for the system prompt.
+    /// Returns whether `piece`, which must have the same hash, is the stored piece, ignoring the system
+    /// prompt.
     pub(crate) fn proves_under_any_system(&self, piece: &ChunkPiece<'_>) -> bool {
         let same = |(context, before): &(Arc<ChunkContext>, Arc<[u32]>)| {
             let asked = &piece.hasher.context;
@@ -215,7 +218,7 @@ impl PieceEvidence {
         *self.tokens == *piece.tokens && self.rest.as_ref().is_none_or(same)
     }
 
-    /// Returns whether the tokens alone prove the hash.
+    /// Returns whether the evidence consists of the tokens alone.
     pub(crate) fn is_tokens_alone(&self) -> bool {
         self.rest.is_none()
     }

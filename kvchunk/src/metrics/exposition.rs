@@ -16,11 +16,11 @@ pub enum MetricKind {
     Counter,
     /// A number that can rise and fall.
     Gauge,
-    /// Durations in buckets, in seconds.
+    /// Durations in seconds, counted in buckets.
     Histogram,
 }
 
-/// The metrics of a scrape. Each family is written once, with all its samples.
+/// The metrics for one scrape. Each family is written once, with all its samples.
 ///
 /// ```
 /// use kvchunk::metrics::{Exposition, MetricKind};
@@ -86,7 +86,7 @@ impl fmt::Display for Exposition {
     }
 }
 
-/// A family of an [`Exposition`], which samples can be added to.
+/// A metric family in an [`Exposition`]. Samples can be added to it.
 #[derive(Debug, Clone)]
 pub struct MetricFamily {
     name: &'static str,
@@ -95,7 +95,7 @@ pub struct MetricFamily {
     samples: Vec<(Labels, SampleValue)>,
 }
 
-/// Names and values of labels.
+/// Label names and their values.
 type Labels = Vec<(String, String)>;
 
 #[derive(Debug, Clone)]
@@ -105,7 +105,7 @@ enum SampleValue {
 }
 
 impl MetricFamily {
-    /// Adds one number.
+    /// Adds a sample with a single value.
     pub fn sample(&mut self, labels: &[(&str, &str)], value: f64) -> &mut Self {
         self.push(labels, SampleValue::Number(value))
     }

@@ -4,13 +4,13 @@ use std::fmt;
 
 use serde::Serialize;
 
-/// An exclusive bound.
+/// The exclusive bound of a goal.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Target {
-    /// Greater than this value.
+    /// The measured value must be greater than this value.
     Above(f64),
-    /// Less than this value.
+    /// The measured value must be less than this value.
     Below(f64),
 }
 
@@ -37,7 +37,7 @@ pub struct Goal {
 }
 
 impl Goal {
-    /// Compares the measured value, if there is one, with the target.
+    /// Creates a goal, and compares its measured value, if there is one, with the target.
     pub fn new(name: &'static str, unit: &'static str, target: Target, measured: Option<f64>) -> Self {
         let met = measured.map(|value| match target {
             Target::Above(limit) => value > limit,

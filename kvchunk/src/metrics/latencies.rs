@@ -7,16 +7,16 @@ use hdrhistogram::Histogram;
 use parking_lot::Mutex;
 use serde::Serialize;
 
-/// The longest duration that is recorded exactly, in nanoseconds (about 18 minutes). Longer ones count as
-/// this one.
+/// The longest duration that buckets distinguish, in nanoseconds (about 18 minutes). Longer durations are
+/// counted as this one.
 const LONGEST: u64 = 1 << 40;
-/// The number of decimal digits of a quantile that are exact.
+/// The number of exact decimal digits in a quantile.
 const DIGITS: u8 = 2;
 /// Exponents of the bucket bounds for Prometheus: from 2^6 = 64 ns to 2^30 ns, just over a second.
 const EXPONENTS: std::ops::RangeInclusive<u32> = 6..=30;
 
-/// A histogram of durations that any number of threads may record into. The first duration allocates its
-/// memory, about 30 KiB.
+/// A histogram of durations that any number of threads may record into. Recording the first duration
+/// allocates about 30 KiB.
 ///
 /// ```
 /// use std::time::Duration;
@@ -48,7 +48,7 @@ impl LatencyHistogram {
 #[derive(Clone, Default, PartialEq, Serialize)]
 #[serde(into = "Summary")]
 pub struct Latencies {
-    /// `None` before the first duration.
+    /// `None` until the first duration is recorded.
     histogram: Option<Histogram<u64>>,
     sum: Duration,
     longest: Duration,
@@ -91,7 +91,8 @@ impl Latencies {
         Some(bound.min(self.longest))
     }
 
-    /// Returns buckets with doubling bounds, as `(bound in seconds, number of durations up to the bound)`.
+    /// Returns cumulative counts for buckets whose bounds double, as `(bound in seconds, number of durations
+    /// up to the bound)`.
     pub(crate) fn cumulative(&self) -> impl Iterator<Item = (f64, u64)> {
         EXPONENTS.map(|exponent| {
             let end = 1u64 << exponent;

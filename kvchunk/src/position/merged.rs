@@ -6,9 +6,9 @@ use crate::error::Result;
 
 /// The slots and positions of the system prompt, the chunks and any further parts, in logical order.
 ///
-/// The positions are those at which the tokens are *used*, but the keys are rotated to the positions at which
-/// they were stored. A kernel that uses one table for all parts therefore needs parts without an offset (the
-/// overlapped strategy in with-system mode, or the absolute strategy), or the run of a
+/// Each position is where the token is *used*, but the keys are rotated to the positions where they were
+/// stored. A kernel that uses one table for all parts therefore needs parts without an offset (the overlapped
+/// strategy in with-system mode, or the absolute strategy), or the run of a
 /// [`RotatedCopy`](crate::RotatedCopy).
 ///
 /// ```
@@ -31,7 +31,7 @@ pub struct MergedRun {
     pub positions: Vec<i64>,
     /// The blocks of the parts, one part after another. They need not be contiguous.
     pub block_ids: Vec<BlockId>,
-    /// The number of tokens in all parts together.
+    /// The total number of tokens in all parts.
     pub total_tokens: usize,
 }
 

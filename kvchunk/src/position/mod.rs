@@ -1,4 +1,4 @@
-//! Positions: plans where a prompt's parts go, and places stored chunks there.
+//! Plans the positions of a prompt's parts, and places stored chunks at these positions.
 
 mod merged;
 mod plan;

@@ -4,7 +4,7 @@ use crate::config::{PositionStrategy, ReuseCell};
 use crate::error::{Error, Result};
 use crate::prompt::ChunkedPrompt;
 
-/// Where one chunk is stored and used.
+/// The positions where one chunk is stored and used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkPlace {
     /// The logical index of the chunk's first token.
@@ -13,7 +13,7 @@ pub struct ChunkPlace {
     pub stored_start: i64,
     /// The position of the chunk's first token in this prompt.
     pub used_start: i64,
-    /// The number of tokens.
+    /// The number of tokens in the chunk.
     pub len: usize,
 }
 
@@ -36,7 +36,7 @@ pub struct PositionPlan {
 }
 
 impl PositionPlan {
-    /// Places the parts of `prompt`.
+    /// Plans the positions of all parts of `prompt`.
     ///
     /// # Errors
     /// Returns [`Error::TooLong`] if the question's last position is not below `max_positions`. The limit

@@ -9,8 +9,8 @@ use crate::error::{Error, Result};
 /// Places stored pieces at the positions where prompts use them, within the positions that the model
 /// supports.
 ///
-/// Keys stay as they are stored, rotated at their virtual positions. Instead, `attend` rotates the *query* by
-/// its position minus the piece's offset, which gives the same scores.
+/// Stored keys are unchanged and stay rotated to their virtual positions. Instead, `attend` rotates the
+/// *query* by its position minus the piece's offset, which gives the same scores.
 #[derive(Debug, Clone)]
 pub struct PositionReindexer {
     max_positions: usize,
@@ -33,7 +33,7 @@ impl PositionReindexer {
     }
 
     /// Places a piece with its first token at position `new_position_start` and at index 0 of the merged KV.
-    /// To place it later, call [`PlacedPiece::at_offset_in_merged_kv`].
+    /// To place it at another index, call [`PlacedPiece::at_offset_in_merged_kv`].
     ///
     /// # Errors
     /// Returns [`Error::TooLong`] if the model does not support one of the positions.
@@ -72,7 +72,8 @@ impl PositionReindexer {
     }
 }
 
-/// A stored piece, placed where a prompt uses it: metadata over the original blocks.
+/// A stored piece, placed at the position where a prompt uses it. Only metadata is added to the original
+/// blocks.
 #[derive(Debug, Clone)]
 #[doc(alias = "ReindexedChunkKV")]
 pub struct PlacedPiece {
@@ -82,7 +83,7 @@ pub struct PlacedPiece {
 }
 
 impl PlacedPiece {
-    /// Returns this piece at the logical index `offset`, that is, after `offset` tokens of the merged KV.
+    /// Returns this piece at the logical index `offset`, after `offset` tokens of the merged KV.
     #[must_use]
     pub fn at_offset_in_merged_kv(mut self, offset: usize) -> Self {
         self.offset_in_merged_kv = offset;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kvcore::{BlockId, Segment};
 
-/// Stored keys and values: their blocks and their position.
+/// The blocks, length and position of stored keys and values.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Stored<'a> {
     pub(crate) blocks: &'a Arc<[BlockId]>,

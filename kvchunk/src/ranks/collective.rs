@@ -1,4 +1,4 @@
-//! An agreement of ranks through a communicator.
+//! Agreement between ranks, reached through a communicator.
 
 use std::sync::Arc;
 
@@ -35,14 +35,14 @@ pub struct CollectiveRank {
     communicator: Arc<dyn Communicator>,
     backend: Arc<dyn Backend>,
     stream: Arc<dyn Stream>,
-    /// Device memory for the largest number of flags so far. Locked during an agreement.
+    /// Device memory for the largest number of flags so far. The lock is held during an agreement.
     flags: Mutex<Option<OwnedStorage>>,
 }
 
 impl CollectiveRank {
     /// Creates one rank's agreement, with its own stream. `backend` MUST be the backend whose memory the
-    /// communicator moves. If the communicator has other collectives, they MUST come in the same order on all
-    /// ranks, and the host MUST wait between them and the agreements.
+    /// communicator moves. If the communicator is also used for other collectives, they MUST run in the same
+    /// order on all ranks, and the host MUST wait between them and the agreements.
     ///
     /// # Errors
     /// Returns the errors of [`Backend::stream`].
@@ -64,7 +64,7 @@ impl CollectiveRank {
         if !bytes.is_empty() {
             stream.write(&view, bytes)?;
         }
-        // Even without flags, the call lets ranks notice that they ask for different things.
+        // Reduce even without flags, because ranks that ask for different things are detected here.
         self.communicator.all_reduce(stream, &view, ReduceOp::Min)?;
         self.communicator.wait(stream)?;
         if bytes.is_empty() { Ok(()) } else { stream.read(&view, bytes) }

@@ -9,8 +9,8 @@ use crate::prefix::PrefixFill;
 
 /// One rank's lookup, which only finds parts that all ranks find.
 ///
-/// If this rank holds a piece that another rank lacks, the piece is released and recomputed; the stored copy
-/// stays.
+/// If this rank holds a piece that another rank lacks, the piece is released and recomputed. The stored copy
+/// stays in the cache.
 #[derive(Debug)]
 pub(crate) struct RankLookup<'a> {
     pub(crate) local: LocalLookup<'a>,

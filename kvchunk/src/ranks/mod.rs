@@ -22,23 +22,23 @@ pub use collective::CollectiveRank;
 pub(crate) use lookup::RankLookup;
 
 // Decision: docs/decisions/chunks.md#ranks-agree-before-anything-is-reserved
-/// An agreement with the other ranks of a model that is split over several ranks. Each rank has a chunk cache
-/// for its own part of every key and value.
+/// An agreement between the ranks of a model that is split over several devices or threads. Each rank has a
+/// chunk cache for its own part of every key and value.
 ///
-/// The ranks' caches may differ: one may have evicted, lost or quantised a piece that another still holds.
-/// However, all ranks must compute the same tokens in the same pass, so a piece is a hit on all ranks or on
-/// none.
+/// The ranks' caches may differ: one rank may have evicted, lost or quantised a piece that another rank still
+/// holds. However, all ranks must compute the same tokens in the same pass, so a piece is a hit on all ranks
+/// or on none.
 ///
 /// An [`Assembler`](crate::Assembler) asks for an agreement on the system prompt, on the pieces of the
-/// prompt, and on the room that every rank has found for them. All ranks MUST assemble the same prompts in
-/// the same order, with the same settings.
+/// prompt, and on whether every rank has room for them. All ranks MUST assemble the same prompts in the same
+/// order, with the same settings.
 pub trait RankAgreement: fmt::Debug {
     /// Waits for all ranks, and clears every flag that is not set on all of them.
     ///
     /// # Errors
     /// Returns an error if a rank is late, has left or asked for something else, for example
-    /// [`kvcore::Error::RanksTimedOut`], [`kvcore::Error::RankLeft`] and [`kvcore::Error::RanksDiffer`]. Then
-    /// no rank can rely on the flags, and the request must end on all ranks.
+    /// [`kvcore::Error::RanksTimedOut`], [`kvcore::Error::RankLeft`] and [`kvcore::Error::RanksDiffer`]. In
+    /// that case, no rank can rely on the flags, and the request must end on all ranks.
     fn agree(&self, flags: &mut [bool]) -> Result<()>;
 }
 
@@ -49,8 +49,8 @@ fn shortest(ranks: &dyn RankAgreement, length: usize, most: usize) -> Result<usi
     Ok(reached.iter().filter(|&&reached| reached).count())
 }
 
-/// Returns the result of an operation that all ranks run, if all of them succeeded. A rank never continues
-/// alone.
+/// Returns `result` if the operation succeeded on all ranks, and an error otherwise, so that no rank
+/// continues alone.
 fn together<T>(ranks: &dyn RankAgreement, result: Result<T>) -> Result<T> {
     let mut all = [result.is_ok()];
     ranks.agree(&mut all)?;

@@ -1,12 +1,12 @@
-//! Evidence: what a strategy needs to know about the tokens of reused chunks before it selects some of them.
+//! Evidence: the information about the tokens of reused chunks that a strategy needs to select tokens.
 
 use serde::{Deserialize, Serialize};
 
-/// Which rows deviations compare: keys, values or both.
+/// The rows that deviations compare: keys, values or both.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DeviationOf {
-    /// The keys, both in the form and at the position in which they are stored.
+    /// The keys, in the form and at the position in which they are stored.
     Keys,
     /// The values, as in CacheBlend's code.
     #[default]
@@ -18,7 +18,7 @@ pub enum DeviationOf {
 /// The layer at which a strategy compares stored rows with fresh ones, and which rows it compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviationCheck {
-    /// The layer, from 0. At layer 0 rows deviate only by system prompt and position.
+    /// The zero-based layer. At layer 0, rows deviate only because of the system prompt and the position.
     pub layer: usize,
     /// The rows to compare.
     pub of: DeviationOf,
@@ -27,20 +27,20 @@ pub struct DeviationCheck {
 /// The layers in which the question's attention to the tokens counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct AttentionCheck {
-    /// The first layer that counts, from 0; all later ones count too. `None` leaves out the first third of
-    /// the model's layers.
+    /// The first layer that counts (zero-based). All later layers count too. `None` leaves out the first
+    /// third of the model's layers.
     pub from: Option<usize>,
 }
 
 impl AttentionCheck {
-    /// Returns the first layer that counts in a model of `layers` layers.
+    /// Returns the first layer that counts in a model with `layers` layers.
     pub fn first_layer(self, layers: usize) -> usize {
         self.from.unwrap_or(layers / 3)
     }
 }
 
-/// What a strategy needs to know about each token of reused chunks before it selects some of them: nothing,
-/// one of these, or both.
+/// The information about each token of reused chunks that a strategy needs to select tokens. Both fields are
+/// `None` if the strategy needs no information.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Evidence {
     /// The question's attention to the token, over the reused keys. The model computes the question once.
@@ -56,15 +56,15 @@ impl Evidence {
         self.attention.is_none() && self.deviations.is_none()
     }
 
-    /// Returns the last layer that must be computed for this evidence, from 0, in a model with `layers`
-    /// layers.
+    /// Returns the highest layer (zero-based) at which one of the checks starts in a model with `layers`
+    /// layers, or `None` if there are no checks.
     pub fn deepest_start(&self, layers: usize) -> Option<usize> {
         let attention = self.attention.map(|check| check.first_layer(layers));
         attention.max(self.deviations.map(|check| check.layer))
     }
 }
 
-/// One number for every chunk token.
+/// One score for every chunk token.
 ///
 /// A deviation is `‖fresh − stored‖² / mean ‖fresh‖²`. Attention is the weight of the token after the
 /// softmax, summed over the question's tokens, the heads and the layers that count.
@@ -72,17 +72,17 @@ impl Evidence {
 pub struct TokenScores(Vec<Vec<f32>>);
 
 impl TokenScores {
-    /// Creates scores from one list per chunk, with one number per token.
+    /// Creates scores from one list per chunk, with one score per token.
     pub fn new(chunks: Vec<Vec<f32>>) -> Self {
         Self(chunks)
     }
 
-    /// Returns one list per chunk, with one number per token.
+    /// Returns one list per chunk, with one score per token.
     pub fn chunks(&self) -> &[Vec<f32>] {
         &self.0
     }
 
-    /// Returns the score of a chunk's token, or 0 if there is none.
+    /// Returns the score of a token in a chunk, or 0 if the token has no score.
     pub fn of(&self, chunk: usize, token: usize) -> f32 {
         self.0.get(chunk).and_then(|chunk| chunk.get(token)).copied().unwrap_or(0.0)
     }

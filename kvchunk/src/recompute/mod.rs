@@ -1,7 +1,7 @@
 //! Recompute strategies select the tokens of reused chunks that are recomputed with full attention.
 //!
-//! A chunk that was computed on its own knows nothing about the preceding chunks. A strategy selects tokens
-//! whose KV is recomputed while they see everything before them. All other tokens keep their stored KV.
+//! A chunk that was computed on its own has not seen the preceding chunks. A strategy selects tokens whose KV
+//! is recomputed while they see everything before them. All other tokens keep their stored KV.
 //!
 //! | strategy | tokens | source |
 //! |---|---|---|
@@ -19,10 +19,10 @@
 //!   [`Recompute::Link`] does this in both modes. In *alone* mode it links the first chunk, too, because that
 //!   chunk has not seen the system prompt.
 //! - CacheBlend takes the deviation of V at layer 1 and chooses tokens again at later layers.
-//!   [`Recompute::Blend`] chooses once, at any layer, by K, V or both. The layers before it are computed for
-//!   all tokens.
+//!   [`Recompute::Blend`] chooses once, at any layer, and compares K, V or both. The layers before it are
+//!   computed for all tokens.
 //! - `ProphetKV` weighs the layers of a first pass by how their attention is spread. [`Recompute::Question`]
-//!   sums the attention of all layers except the first third, or of all layers from a given one on, and
+//!   sums the attention of all layers except the first third, or of all layers starting at a given layer, and
 //!   recomputes the question with the chosen tokens.
 //!
 //! - [`Recompute::Joint`] weighs each token by its attention times the root of its deviation. To first order,
@@ -79,12 +79,12 @@ pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
     /// Returns the strategy's name, as users write it.
     fn name(&self) -> String;
 
-    /// Returns the evidence that the strategy needs about the tokens before it selects some. Default: none.
+    /// Returns the evidence that the strategy needs to select tokens. By default, it needs none.
     fn evidence(&self) -> Evidence {
         Evidence::default()
     }
 
-    /// Selects the tokens. `found` contains the requested [`evidence`](Self::evidence).
+    /// Selects the tokens to recompute. `found` contains the requested [`evidence`](Self::evidence).
     fn select(&self, chunks: &[ChunkSpan], found: &Findings) -> TokenSelection;
 }
 
@@ -108,7 +108,7 @@ impl TokenSelection {
         &self.0
     }
 
-    /// Returns the number of selected tokens in all chunks.
+    /// Returns the total number of selected tokens.
     pub fn len(&self) -> usize {
         self.0.iter().map(Vec::len).sum()
     }
@@ -118,7 +118,7 @@ impl TokenSelection {
         self.len() == 0
     }
 
-    /// Returns the selected tokens in part of a chunk, counted from the part's start.
+    /// Returns the selected tokens in `part` of a chunk, as indices relative to the start of the part.
     pub(crate) fn within(&self, chunk: usize, part: Range<usize>) -> Vec<u32> {
         let tokens = self.0.get(chunk).map_or(&[][..], Vec::as_slice);
         let inside = tokens.iter().filter(|&&token| part.contains(&(token as usize)));

@@ -1,4 +1,4 @@
-//! The strategies included in the crate.
+//! The recompute strategies that this crate provides.
 
 use std::fmt;
 use std::str::FromStr;
@@ -31,39 +31,43 @@ pub enum Recompute {
     None,
     /// Recomputes the first tokens of every chunk whose KV does not already match full attention.
     Link {
-        /// The number of tokens per chunk.
+        /// The number of tokens to recompute per chunk.
         tokens: usize,
     },
     /// Recomputes the tokens whose KV deviates most.
     Blend {
-        /// The fraction of all chunk tokens, rounded up; 0 selects none and 1 all.
+        /// The fraction of all chunk tokens to recompute, from 0 (none) to 1 (all). The token count is
+        /// rounded up.
         share: f64,
-        /// The layer at which deviations are measured, from 0.
+        /// The zero-based layer at which deviations are measured.
         layer: usize,
-        /// The rows to compare there.
+        /// The rows to compare at that layer.
         of: DeviationOf,
     },
     /// Recomputes the tokens to which the question attends most.
     Question {
-        /// The fraction of all chunk tokens, rounded up; 0 selects none and 1 all.
+        /// The fraction of all chunk tokens to recompute, from 0 (none) to 1 (all). The token count is
+        /// rounded up.
         share: f64,
-        /// The first layer whose attention counts, from 0; `None` leaves out the first third of the layers.
+        /// The first layer (zero-based) whose attention counts. `None` leaves out the first third of the
+        /// layers.
         from: Option<usize>,
     },
     // Decision: docs/decisions/chunks.md#a-joint-choice-combines-the-question-and-a-blend
     /// Recomputes the tokens whose KV deviates most, weighted by the question's attention to them after the
     /// first third of the layers.
     Joint {
-        /// The fraction of all chunk tokens, rounded up; 0 selects none and 1 all.
+        /// The fraction of all chunk tokens to recompute, from 0 (none) to 1 (all). The token count is
+        /// rounded up.
         share: f64,
-        /// The layer at which deviations are measured, from 0.
+        /// The zero-based layer at which deviations are measured.
         layer: usize,
-        /// The rows to compare there.
+        /// The rows to compare at that layer.
         of: DeviationOf,
     },
-    /// Recomputes as many tokens as [`Blend`](Self::Blend), selected uniformly at random: a baseline.
+    /// Recomputes as many tokens as [`Blend`](Self::Blend), selected uniformly at random. This is a baseline.
     Random {
-        /// The fraction of all chunk tokens, rounded up.
+        /// The fraction of all chunk tokens to recompute. The token count is rounded up.
         share: f64,
         /// Random seed.
         seed: u64,
@@ -121,13 +125,13 @@ impl RecomputeStrategy for Recompute {
     }
 }
 
-/// Returns a function from tokens to scores, with 0 where there is no score.
+/// Returns a function that returns a token's score, or 0 if the token has no score.
 fn score_of(scores: Option<&TokenScores>) -> impl Fn(usize, usize) -> f32 {
     move |chunk, token| scores.map_or(0.0, |scores| scores.of(chunk, token))
 }
 
-/// Selects the fraction `share` of all tokens with the highest scores, and the earlier token in case of a
-/// tie. Chunks whose KV already matches full attention come last.
+/// Selects the fraction `share` of all tokens: the tokens with the highest scores, and the earlier token in
+/// case of a tie. Tokens of chunks whose KV already matches full attention are selected last.
 fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32) -> TokenSelection {
     let all: usize = chunks.iter().map(|chunk| chunk.tokens).sum();
     // A product such as 0.15 × 20 is slightly above 3.
@@ -143,7 +147,7 @@ fn largest(chunks: &[ChunkSpan], share: f64, score: impl Fn(usize, usize) -> f32
     TokenSelection::new(selected)
 }
 
-/// Scatters numbers with a bijection (the finaliser of SplitMix64, Steele et al., 2014).
+/// Scrambles the bits of `x` with a bijection (the finaliser of SplitMix64, Steele et al., 2014).
 fn mix(mut x: u64) -> u64 {
     x = x.wrapping_add(0x9e37_79b9_7f4a_7c15);
     x = (x ^ (x >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -300,7 +304,8 @@ mod tests {
             Some(TokenScores::new(scores))
         };
         let found = Findings {
-            // Attended to and right; attended to and wrong; not attended to and wrong.
+            // One token is attended to and right, one is attended to and wrong, and one is wrong but not
+            // attended to.
             attention: scores([(1, 0, 9.0), (1, 4, 0.7), (2, 9, 0.0)]),
             deviations: scores([(1, 0, 0.0), (1, 4, 0.25), (2, 9, 8.0)]),
         };

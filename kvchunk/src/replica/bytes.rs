@@ -28,7 +28,7 @@ impl ParcelBuffer<'_> {
     }
 }
 
-/// Returns K, its scales, V and its scales.
+/// Returns the buffers of the staged blocks: K and V, each followed by its scales if there are any.
 pub(super) fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<ParcelBuffer<'a>> {
     let layout = staged.layout();
     let k = (staged.k_plane(), device.k_plane(), layout.k_bytes());
@@ -46,21 +46,21 @@ pub(super) fn buffers<'a>(device: &'a KvArena, staged: &'a KvArena) -> Vec<Parce
 }
 
 impl ReplicaDevice {
-    /// Returns the shape of `num_blocks` blocks of the arena.
+    /// Returns the arena's shape, reduced or extended to `num_blocks` blocks.
     pub(super) fn shape_of(&self, num_blocks: usize) -> KvShape {
         KvShape { num_blocks, ..self.arena.layout().shape().clone() }
     }
 
-    /// Allocates memory for `num_blocks` blocks.
+    /// Allocates a staging arena with `num_blocks` blocks.
     pub(super) fn staging(&self, kind: MemoryKind, num_blocks: usize) -> Result<KvArena> {
         let layout = Arc::new(KvLayout::new(self.shape_of(num_blocks))?);
         Ok(KvArena::allocate(self.backend.as_ref(), kind, layout)?)
     }
 
-    /// Copies blocks to staged memory, one after another.
+    /// Copies `blocks` to consecutive blocks of the staging arena.
     pub(super) fn stage(&self, blocks: &[BlockId], staged: &KvArena) -> Result<()> {
         let pairs: Arc<[_]> = blocks.iter().copied().zip((0..).map(BlockId)).collect();
-        // The staged copy belongs to the caller.
+        // Only the caller uses the staging arena.
         let pairs = WritePairs::unchecked(pairs);
         Ok(self.stream.swap_blocks(&SwapBlocks { src: self.arena.clone(), dst: staged.clone(), pairs })?)
     }
@@ -72,8 +72,8 @@ impl ReplicaDevice {
         Ok(bytes)
     }
 
-    /// Fills reserved blocks from staged memory and waits for the stream, because the contents must not be
-    /// found before they have arrived.
+    /// Fills the reserved blocks from the staging arena and waits for the stream, because the contents must
+    /// not be found before they have arrived.
     pub(super) fn fill(&self, staged: KvArena, reservation: &ChunkReservation) -> Result<()> {
         let blocks = reservation.block_ids().len();
         let pairs = reservation.write_pairs((0..blocks as u32).map(BlockId))?;
@@ -81,14 +81,14 @@ impl ReplicaDevice {
         Ok(self.stream.synchronize()?)
     }
 
-    /// Waits for the stream, and returns the contents of blocks.
+    /// Waits for the stream, and returns the contents of `blocks`, buffer by buffer.
     pub(super) fn read(&self, blocks: &[BlockId]) -> Result<Vec<Vec<u8>>> {
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks.len())?;
         self.stage(blocks, &staged)?;
         buffers(&self.arena, &staged).iter().map(|buffer| self.bytes(buffer)).collect()
     }
 
-    /// Fills reserved blocks and waits for the stream.
+    /// Fills the reserved blocks with `contents` and waits for the stream.
     pub(super) fn write(&self, reservation: &ChunkReservation, contents: &[Vec<u8>]) -> Result<()> {
         let blocks = reservation.block_ids().len();
         let staged = self.staging(self.backend.capabilities().host_memory(), blocks)?;

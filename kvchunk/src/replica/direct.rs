@@ -1,4 +1,4 @@
-//! Copies chunks from the device of one replica directly to that of another.
+//! Copies chunks directly from one replica's device to another replica's device.
 //!
 //! ```text
 //!   giver's blocks ─► staged there ─── event, copy_tensor ───► staged here ─► reserved blocks
@@ -22,8 +22,9 @@ impl ReplicaDevice {
     }
 
     // Decision: docs/decisions/chunks.md#replicas-of-a-process-copy-chunks-between-connected-devices
-    /// Copies a chunk from this device to reserved blocks on another one, if it is the requested piece. Waits
-    /// for the other device. Returns false and copies nothing if a device lacks memory to stage the chunk.
+    /// Copies a chunk from this device to reserved blocks on `other`, after checking that it is the requested
+    /// piece. Waits for `other`. Returns false and copies nothing if either device lacks memory to stage the
+    /// chunk.
     pub(super) fn copy_to(
         &self,
         other: &Self,

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use crate::cache::{ChunkCacheManager, ChunkReservation, PieceHold, PieceMemory, StoredPiece, TenantId};
 use crate::hash::ChunkHash;
 
-/// Returns whether another replica may use the piece. The bytes of a piece that slept with fewer bits do not
-/// depend only on its hash, and a weak hash proves nothing elsewhere.
+/// Returns whether another replica may use the piece. A piece that was quantised while it slept no longer
+/// depends on its hash alone, and a weak hash proves nothing to another replica.
 fn may_leave(entry: &StoredPiece) -> bool {
     entry.exact && entry.evidence.is_tokens_alone()
 }
@@ -20,8 +20,8 @@ impl ChunkCacheManager {
             && entry.is_some_and(|entry| may_leave(entry) && matches!(entry.memory, PieceMemory::Awake(_)))
     }
 
-    /// Holds the piece with a hash for another replica, and returns it with its tokens. This counts as a use
-    /// of the piece, but not as a tenant's lookup.
+    /// Holds the piece with this hash for another replica, and returns the hold with the piece's tokens. The
+    /// hold counts as a use of the piece, but not as a tenant's lookup.
     pub(crate) fn hold_for_replica(&self, hash: &ChunkHash) -> Option<(PieceHold, Arc<[u32]>)> {
         let now = self.0.clock.millis();
         let mut state = self.0.lock();
@@ -33,7 +33,7 @@ impl ChunkCacheManager {
         Some((hold, tokens))
     }
 
-    /// Counts replicas that were asked for a piece but did not give it.
+    /// Counts failed requests to other replicas.
     pub(crate) fn count_fetch_failures(&self, tenant: TenantId, failures: usize) {
         if failures > 0 {
             let mut state = self.0.lock();

@@ -9,20 +9,20 @@ use crate::cache::{ChunkCacheManager, ChunkReservation, WeakChunkCache};
 use crate::error::{Error, Result};
 use crate::hash::{ChunkHash, ChunkPiece};
 
-/// A replica within this process: threads with their own cache. A replica that fetches a chunk reads the
-/// other's memory itself, through the other's stream. Blocks go directly from device to device if the
-/// backend's devices can reach each other, otherwise through the host.
+/// A replica within this process: one or more threads with their own cache. A replica that fetches a chunk
+/// reads the other replica's memory itself, on the other replica's stream. Blocks go directly from device to
+/// device if the backend's devices can reach each other, otherwise through the host.
 ///
 /// # Drop behaviour
-/// A dropped replica no longer gives anything. The other replicas compute the pieces that they would have
-/// fetched from it.
+/// A dropped replica no longer gives chunks to the other replicas. They compute the pieces that they would
+/// have fetched from it.
 #[derive(Debug)]
 pub struct LocalReplica {
     caches: Arc<Mutex<Vec<Option<ServedCache>>>>,
     id: ReplicaId,
 }
 
-/// The cache and the memory that a replica gives from.
+/// The cache that a replica shares with the others, and the memory that contains its chunks.
 #[derive(Debug, Clone)]
 struct ServedCache {
     cache: WeakChunkCache,
@@ -30,8 +30,8 @@ struct ServedCache {
 }
 
 impl LocalReplica {
-    /// Creates a group of `replicas` replicas. A replica gives nothing until it [serves](Self::serve) a
-    /// cache.
+    /// Creates a group of `replicas` replicas. A replica does not give any chunks until it
+    /// [serves](Self::serve) a cache.
     pub fn group(replicas: u32) -> Vec<Self> {
         let caches = Arc::new(Mutex::new(vec![None; replicas as usize]));
         (0..replicas).map(|id| Self { caches: Arc::clone(&caches), id: ReplicaId(id) }).collect()
@@ -42,7 +42,7 @@ impl LocalReplica {
         self.id
     }
 
-    /// Returns the cache and the memory of another replica.
+    /// Returns the cache and the memory of another replica, or an error if the replica has left.
     fn served(&self, from: ReplicaId) -> Result<(ChunkCacheManager, ReplicaDevice)> {
         let served = self.caches.lock().get(from.0 as usize).cloned().flatten();
         let left = || Error::ReplicaFailed { replica: from, reason: "it has left".to_owned() };
@@ -50,7 +50,8 @@ impl LocalReplica {
         Ok((served.cache.upgrade().ok_or_else(left)?, served.device))
     }
 
-    /// Lets the other replicas fetch from `cache`, whose chunks are in `device`, as long as the cache lives.
+    /// Allows the other replicas to fetch chunks from `cache` for as long as the cache exists. The chunks
+    /// must be in `device`.
     pub fn serve(&self, cache: &ChunkCacheManager, device: &ReplicaDevice) {
         let served = ServedCache { cache: cache.downgrade(), device: device.clone() };
         self.caches.lock()[self.id.0 as usize] = Some(served);
@@ -60,7 +61,7 @@ impl LocalReplica {
 impl ReplicaTransport for LocalReplica {
     fn locate(&self, hash: &ChunkHash) -> Result<Vec<ReplicaId>> {
         let caches = self.caches.lock().clone();
-        // Replicas after this one come first, so that requests are spread.
+        // Each replica asks its successors first, which spreads the requests over all replicas.
         let count = caches.len() as u32;
         let others = (1..count).map(|step| (self.id.0 + step) % count);
         let has = |id: &u32| {

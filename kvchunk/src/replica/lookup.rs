@@ -6,7 +6,7 @@ use crate::cache::{Acquired, ChunkCacheManager, SystemFound};
 use crate::error::Result;
 use crate::hash::ChunkPiece;
 
-/// A lookup that asks other replicas for the pieces that this one lacks.
+/// A lookup that asks other replicas for the pieces that this replica lacks.
 #[derive(Debug)]
 pub(crate) struct ReplicaLookup<'a> {
     pub(crate) local: LocalLookup<'a>,

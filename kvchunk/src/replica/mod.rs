@@ -1,5 +1,5 @@
-//! Replicas: whole caches of one model that share chunks. A replica that lacks a chunk fetches it from one
-//! that has it.
+//! Replicas: whole caches of one model that share chunks. A replica that lacks a chunk fetches it from a
+//! replica that has the chunk.
 //!
 //! ```text
 //!   get_chunk_with_remote_lookup
@@ -59,7 +59,7 @@ pub trait ReplicaTransport: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Returns [`Error::ReplicaLacks`] if the replica no longer has the chunk, [`Error::ReplicaDiffers`] if
-    /// it has another one, and the errors of the devices.
+    /// its chunk differs from the requested piece, and the errors of the devices.
     fn hand_over(
         &self,
         from: ReplicaId,
@@ -132,7 +132,7 @@ impl ReplicaLink {
     }
 }
 
-/// The result of a lookup here and at the other replicas.
+/// The result of a lookup in this cache and in the other replicas.
 #[derive(Debug)]
 pub struct RemoteLookup {
     /// The outcome, as from [`ChunkCacheManager::acquire`]. A piece that came from another replica is also a
@@ -140,16 +140,17 @@ pub struct RemoteLookup {
     pub acquired: Acquired,
     /// The replica that gave the piece, if any.
     pub fetched_from: Option<ReplicaId>,
-    /// The errors of replicas that did not give the piece. The replica is `None` if the transport could not
-    /// tell which replicas have it.
+    /// The errors of the replicas that could not give the piece. The ID is `None` if the transport could not
+    /// find out which replicas have the piece.
     pub failed: Vec<(Option<ReplicaId>, Error)>,
 }
 
 impl ChunkCacheManager {
     /// Acquires a piece like [`acquire`](Self::acquire), but fetches a missing piece from a replica that has
-    /// it. Afterwards the piece is stored here.
+    /// it. After this call, a fetched piece is also stored in this cache.
     ///
-    /// Only one request asks the replicas. Other requests that need the piece here wait for that one.
+    /// Only one request asks the replicas. Other requests to this cache that need the piece wait for that
+    /// request.
     ///
     /// ```
     /// use std::{sync::Arc, time::Duration};
@@ -225,10 +226,10 @@ impl ChunkCacheManager {
     }
 
     // Decision: docs/decisions/chunks.md#replicas-pull-chunks-instead-of-broadcasting
-    /// Fetches a piece from the replica `from`, unless it is already stored here. This shares a piece before
-    /// requests ask for it. If another request is computing or fetching the piece, the call waits for it, at
-    /// most for [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). To share a chunk everywhere, let every
-    /// replica pull it; none of them waits for the others.
+    /// Fetches a piece from the replica `from`, unless it is already stored here. Use this method to share a
+    /// piece before a request needs it. If another request is computing or fetching the piece, the call waits
+    /// for at most [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms). To share a chunk with all replicas,
+    /// call this method on each of them; no replica waits for the others.
     ///
     /// # Errors
     /// No blocks stay held if there is an error.
@@ -236,8 +237,8 @@ impl ChunkCacheManager {
     /// - Returns [`Error::WeakHash`] if the hash is not collision-resistant.
     /// - Returns [`Error::ReplicaLacks`] if the replica does not have the piece.
     /// - Returns [`Error::ReplicaDiffers`] or [`Error::Damaged`] if the parcel fails its check.
-    /// - Returns [`Error::NoRoomForChunk`] if there is no room here.
-    /// - Returns [`Error::StillBusy`] if the wait was too long.
+    /// - Returns [`Error::NoRoomForChunk`] if this cache has no room.
+    /// - Returns [`Error::StillBusy`] if the wait timed out.
     /// - Returns the errors of the transport and of the device.
     #[doc(alias = "sync_chunk_across_gpus")]
     pub fn pull_chunk(

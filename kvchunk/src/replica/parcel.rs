@@ -28,8 +28,8 @@ pub struct ChunkParcel {
     pub shape: KvShape,
     /// The form in which keys are stored.
     pub keys: KeyForm,
-    /// The bytes of K, of its scales if there are any, of V, and of its scales. Static scales are the
-    /// sender's.
+    /// The bytes of K and of V, each followed by its scales if there are any. Static scales have the sender's
+    /// values.
     pub buffers: Vec<Vec<u8>>,
     /// The xxh3 digest of the tokens and the buffers.
     pub digest: u64,
@@ -73,7 +73,8 @@ impl ChunkParcel {
     }
 }
 
-/// Checks, property by property, that a remote chunk is the requested one.
+/// Checks that every property of a remote chunk agrees with the requested piece. The error names the first
+/// property that differs.
 pub(super) fn agree(properties: impl IntoIterator<Item = (&'static str, bool)>) -> Result<()> {
     match properties.into_iter().find(|(_, agree)| !agree) {
         None => Ok(()),

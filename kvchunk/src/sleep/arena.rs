@@ -1,4 +1,4 @@
-//! The store of one device arena: pieces sleep in host memory, plain, compressed or quantised.
+//! The sleep store of one device arena. Its pieces sleep in host memory, plain, compressed or quantised.
 //!
 //! ```text
 //!   device arena ──► Plain:      swap_blocks ──► blocks of a host arena           exact
@@ -17,20 +17,20 @@ use super::ledger::{Ledger, SleepUsage};
 use super::store::{SleepStore, Sleeping};
 use crate::error::Result;
 
-/// A store where the pieces of one device arena sleep, within a budget of host memory.
+/// A store in which the pieces of one device arena sleep, with a budget of host memory.
 ///
 /// All copies are enqueued on one stream. It must be the stream that writes and reads the arena, or be
 /// ordered with it by events.
 ///
 /// With [`SleepForm::Plain`] and [`Quantised`](SleepForm::Quantised) the whole budget is allocated at once.
-/// [`Compressed`](SleepForm::Compressed) allocates as pieces fall asleep. Compression needs memory for a few
-/// blocks on top of the budget, however long the piece is.
+/// [`Compressed`](SleepForm::Compressed) allocates memory as pieces are put to sleep. Compression needs
+/// memory for a few more blocks, which is not part of the budget and does not grow with the piece.
 ///
-/// Every form has a digest or a checksum. A damaged piece is not woken but recomputed. Taking and
+/// Every form has a digest or a checksum. A damaged piece is not woken but recomputed. Computing and
 /// comparing the digest reads the piece on the host and waits for the stream.
 ///
-/// For eight-bit floats, the largest magnitudes of a piece are found first. The piece's own scales come on
-/// top of the budget: four bytes per layer, or per head of each layer, for K and for V.
+/// Before a piece is quantised to eight-bit floats, its largest magnitudes are found. The scales computed
+/// from them are not part of the budget: four bytes per layer, or per head of each layer, for K and for V.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -103,8 +103,8 @@ impl ArenaSleep {
         Ok(Self { ledger, store })
     }
 
-    /// Returns the number of sleeping pieces, the total bytes that they used on the device and use on the host,
-    /// and the limit of the host.
+    /// Returns the number of sleeping pieces, their total size on the device and on the host, and the host
+    /// memory limit.
     pub fn usage(&self) -> SleepUsage {
         self.ledger.usage()
     }

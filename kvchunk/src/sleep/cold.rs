@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-/// The rule for when a piece is cold. A held piece is never cold.
+/// The rule that decides whether a piece is cold. A held piece is never cold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ColdRule {
     /// A piece with fewer uses than this is cold.
@@ -23,11 +23,12 @@ impl Default for ColdRule {
 }
 
 impl ColdRule {
-    /// The rule that every piece without holders is cold.
+    /// The rule by which every piece without holders is cold.
     pub const EVERYTHING: Self =
         Self { min_accesses: u64::MAX, idle: Duration::ZERO, spare_younger_than: Duration::ZERO };
 
-    /// Returns whether a piece is cold. The piece was stored or woken `awake` ago.
+    /// Returns whether a piece is cold. `awake` is the time since the piece was stored or woken, and `idle`
+    /// the time since its last use.
     pub(super) fn is_cold(&self, awake: Duration, idle: Duration, accesses: u64) -> bool {
         awake >= self.spare_younger_than && (accesses < self.min_accesses || idle >= self.idle)
     }

@@ -22,8 +22,8 @@ pub(super) struct CompressedStore {
 }
 
 // Decision: docs/decisions/chunks.md#chunks-are-compressed-eight-blocks-at-a-time
-/// The maximum number of blocks between device and compressor at a time. This memory comes on top of the
-/// budget, and does not grow with the piece.
+/// The maximum number of blocks that are staged between the device and the compressor at a time. The staging
+/// memory is not part of the budget, and does not grow with the piece.
 const STAGED_BLOCKS: usize = 8;
 
 /// A compressed piece.
@@ -36,7 +36,7 @@ pub(super) struct CompressedPiece {
     charge: Charge,
 }
 
-/// A few blocks: K and V, with their scales.
+/// A few compressed blocks: K and V, with their scales.
 #[derive(Debug)]
 struct StagedGroup {
     buffers: Vec<BytePlanes>,
@@ -52,7 +52,8 @@ impl CompressedStore {
         Self { backend, device, stream, ledger }
     }
 
-    /// Returns host blocks between the device and the compressor. Reuses `there` if it has the right size.
+    /// Returns a host arena to stage blocks between the device and the compressor. Reuses `there` if it has
+    /// the right size.
     fn staging(&self, num_blocks: usize, there: Option<KvArena>) -> Result<KvArena> {
         if let Some(staging) = there.filter(|arena| arena.layout().shape().num_blocks == num_blocks) {
             return Ok(staging);
@@ -62,13 +63,13 @@ impl CompressedStore {
         Ok(KvArena::allocate(self.backend.as_ref(), self.backend.capabilities().host_memory(), layout)?)
     }
 
-    /// Saves blocks. Stops as soon as it is clear that the piece does not fit, before all of it is
-    /// compressed.
+    /// Compresses the contents of `blocks` and saves them. Stops as soon as the compressed bytes exceed the
+    /// budget.
     pub(super) fn save(self: &Arc<Self>, blocks: &[BlockId]) -> Result<CompressedPiece> {
         let (mut groups, mut bytes, mut staging) = (Vec::new(), 0, None);
         for group in blocks.chunks(STAGED_BLOCKS) {
             let dst = self.staging(group.len(), staging.take())?;
-            // The staging arena belongs to this call.
+            // Only this call uses the staging arena.
             let pairs: Arc<[_]> = group.iter().copied().zip((0..).map(BlockId)).collect();
             let pairs = WritePairs::unchecked(pairs);
             self.stream.swap_blocks(&SwapBlocks { src: self.device.clone(), dst: dst.clone(), pairs })?;
@@ -115,7 +116,7 @@ impl Sleeping for CompressedPiece {
     }
 }
 
-/// A storage of an arena, and its part that belongs to blocks.
+/// A storage of an arena, and the size of its part that contains blocks, in bytes.
 struct StagedBuffer<'a> {
     storage: &'a Arc<dyn Storage>,
     bytes: usize,
@@ -227,7 +228,7 @@ mod tests {
         }
     }
 
-    /// A backend that remembers the largest allocation that it was asked for.
+    /// A backend that records the size of the largest requested allocation.
     #[derive(Debug)]
     struct Watched {
         backend: Arc<CpuBackend>,

@@ -11,8 +11,8 @@ use crate::cache::{
 use crate::error::{Error, Result};
 
 impl ChunkCacheManager {
-    /// Puts the pieces to sleep that are cold by `rule`, and returns their number. Their blocks become free.
-    /// A later hit wakes them.
+    /// Puts all pieces that are cold according to `rule` to sleep, and returns their number. Their blocks
+    /// become free. A later hit on a sleeping piece wakes it.
     ///
     /// If the store fails after some pieces have been put to sleep, the other pieces stay awake and keep
     /// their eviction order, and the call succeeds.
@@ -51,7 +51,8 @@ impl ChunkCacheManager {
     }
 }
 
-/// Runs a store's code, and treats a panic as a failure. Otherwise other requests would wait forever.
+/// Runs a store's code, and treats a panic as a failure. A panic would otherwise leave other requests waiting
+/// forever.
 pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     let caught = std::panic::catch_unwind(std::panic::AssertUnwindSafe(work));
     caught.unwrap_or_else(|_| Err(Error::StorePanicked))
@@ -128,7 +129,7 @@ impl CacheState {
         entry.memory = PieceMemory::Awake(awake);
     }
 
-    /// Ends the move of a departed piece that is now asleep. Its blocks are free.
+    /// Ends the move of a departed piece that is now asleep, and frees its blocks.
     pub(crate) fn arrive(&mut self, slot: u32, awake: AwakePiece, saved: SavedPiece) {
         let Some(entry) = self.index.at_mut(slot) else { return };
         let account = &mut self.accounts[entry.tenant.0 as usize];

@@ -20,11 +20,11 @@ use crate::error::{Error, Result};
 pub enum SleepForm {
     /// Unchanged, in blocks of a host arena, with a digest. Waits for the stream.
     Plain,
-    /// Losslessly compressed. The elements' bytes are sorted into planes, which separates sign and exponent
-    /// from the rest of the mantissa. zstd compresses each plane, with a checksum. Waits for the stream.
+    /// Losslessly compressed. The elements' bytes are sorted into planes, which separates signs and exponents
+    /// from most mantissa bits. zstd compresses each plane, with a checksum. Waits for the stream.
     Compressed,
-    /// In a quantised format. The woken contents differ from the saved ones, so the pieces are marked as
-    /// approximate, and hits on them are counted as approximate.
+    /// In a quantised format. The woken contents differ from the contents before sleep, so the pieces are
+    /// marked as approximate, and hits on them are counted as approximate.
     Quantised(KvFormat),
 }
 

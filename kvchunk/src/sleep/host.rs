@@ -31,8 +31,8 @@ pub(super) struct HostPiece {
     store: Arc<HostStore>,
     /// The host arena with the piece's own scales, if the piece has any.
     scaled: Option<KvArena>,
-    /// The piece's blocks. They are declared before the charge and therefore freed first: the pool must have
-    /// blocks for everything that the ledger admits.
+    /// The piece's blocks. They are declared before the charge and therefore freed first, because the pool
+    /// must have blocks for every piece that the ledger admits.
     blocks: MutableBlocks,
     charge: Charge,
     /// The digest of the saved contents.
@@ -83,7 +83,7 @@ impl HostStore {
     ) -> Result<Self> {
         let shape = KvShape { format, ..device.layout().shape().clone() };
         let layout = KvLayout::within_budget(&shape, ledger.usage().limit_bytes)?;
-        // The layout has checked that block ids can name all blocks.
+        // The layout has checked that every block has a valid ID.
         let blocks = layout.shape().num_blocks as u32;
         let host =
             KvArena::allocate(backend.as_ref(), backend.capabilities().host_memory(), Arc::new(layout))?;
@@ -119,8 +119,8 @@ impl HostStore {
         Ok(HostPiece { store: Arc::clone(self), scaled, blocks: taken, charge, digest })
     }
 
-    /// Computes a digest of the contents of blocks of a host arena, and of its static scales. Waits for the
-    /// stream.
+    /// Returns a digest of the contents of `blocks` in a host arena, and of the arena's static scales. Waits
+    /// for the stream.
     fn digest(&self, arena: &KvArena, blocks: &[BlockId]) -> Result<u64> {
         let layout = arena.layout();
         let planes = [arena.k_plane(), arena.v_plane()];

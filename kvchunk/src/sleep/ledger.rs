@@ -1,4 +1,4 @@
-//! The ledger of a sleep store: the bytes that sleeping pieces use, and the limit.
+//! The ledger of a sleep store, which tracks the memory that sleeping pieces use and enforces the limit.
 
 use std::sync::Arc;
 
@@ -7,21 +7,22 @@ use serde::Serialize;
 
 use crate::error::{Error, Result};
 
-/// The usage of an [`ArenaSleep`](crate::ArenaSleep): sleeping pieces and their bytes.
+/// The memory usage of an [`ArenaSleep`](crate::ArenaSleep).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct SleepUsage {
     /// The number of sleeping pieces.
     pub pieces: usize,
-    /// The bytes that these pieces used on the device.
+    /// The total size of these pieces on the device before they slept, in bytes.
     pub device_bytes: usize,
-    /// The bytes of host memory that these pieces use.
+    /// The total host memory that these pieces use, in bytes.
     pub host_bytes: usize,
-    /// The maximum number of bytes of host memory for pieces.
+    /// The maximum host memory for pieces, in bytes.
     pub limit_bytes: usize,
 }
 
 impl SleepUsage {
-    /// Returns how many bytes smaller the pieces are than on the device, or 0 if they did not shrink.
+    /// Returns the number of bytes by which the pieces are smaller than on the device, or 0 if they are not
+    /// smaller.
     pub fn saved_bytes(&self) -> usize {
         self.device_bytes.saturating_sub(self.host_bytes)
     }
@@ -37,11 +38,11 @@ impl SleepUsage {
     }
 }
 
-/// The account of a sleep store.
+/// The memory usage of a sleep store, behind a lock.
 #[derive(Debug)]
 pub(super) struct Ledger(Mutex<SleepUsage>);
 
-/// A piece's entry in the account. Dropping the entry removes it.
+/// A piece's entry in the ledger. Dropping it removes the piece from the ledger.
 #[derive(Debug)]
 pub(super) struct Charge {
     ledger: Arc<Ledger>,
@@ -66,7 +67,7 @@ impl Ledger {
         self.0.lock().check(host)
     }
 
-    /// Charges a piece with `device` and `host` bytes.
+    /// Adds a piece that used `device` bytes on the device and uses `host` bytes on the host.
     ///
     /// # Errors
     /// Returns [`Error::SleepFull`] if the `host` bytes are not free.
@@ -81,7 +82,7 @@ impl Ledger {
 }
 
 impl Charge {
-    /// Returns the bytes of host memory.
+    /// Returns the number of bytes that the piece uses on the host.
     pub(super) fn host_bytes(&self) -> usize {
         self.host
     }

@@ -1,4 +1,4 @@
-//! Sleep keeps chunks in a memory tier below the device's.
+//! Sleep moves chunks to a memory tier below device memory.
 //!
 //! Two things sleep, independently of each other:
 //!
@@ -10,9 +10,11 @@
 //! A piece that falls asleep frees its blocks, and a hit wakes it. While the whole pool sleeps, no request
 //! uses the cache.
 //!
-//! - The cache's side: [`fall`] and [`wake`] move pieces, [`cold`] chooses them, [`pool`] moves the pool.
-//! - The store's side: [`store`] is the contract, [`arena`] the store of an arena, in a [`form`]: [`host`]
-//!   with [`scales`], or [`compressed`] with [`planes`]. The [`ledger`] keeps the account.
+//! - The cache's side: [`fall`] and [`wake`] move pieces, [`cold`] chooses the pieces, and [`pool`] moves the
+//!   whole pool.
+//! - The store's side: [`store`] is the contract, and [`arena`] implements it. Depending on the [`form`], the
+//!   implementation uses [`host`] with [`scales`], or [`compressed`] with [`planes`]. The [`ledger`] tracks
+//!   the memory usage.
 
 mod arena;
 mod cold;

@@ -1,5 +1,5 @@
-//! Byte planes: the elements' bytes sorted into planes, each compressed. Signs and exponents repeat,
-//! mantissas do not.
+//! Byte planes: the elements' bytes, sorted into planes that are compressed separately, because signs and
+//! exponents repeat and mantissas do not.
 
 use zstd::bulk::{Compressor, Decompressor};
 
@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 const LEVEL: i32 = 1;
 
 // Decision: docs/decisions/chunks.md#a-compressed-chunk-has-one-zstd-frame-per-element-byte
-/// A compressed buffer: one frame for each byte of its elements, with a checksum of the contents.
+/// A compressed buffer: one frame per byte of an element, with a checksum of the contents.
 #[derive(Debug)]
 pub(super) struct BytePlanes {
     pub(super) frames: Vec<Box<[u8]>>,
@@ -30,17 +30,18 @@ impl BytePlanes {
         compressor.include_checksum(true).map_err(refused)?;
         let mut frame = |plane: usize| {
             let plane: Vec<u8> = bytes.iter().skip(plane).step_by(element).copied().collect();
-            // Boxed, because a vector would keep its capacity for the worst case.
+            // The frame is boxed, because a vector would keep its worst-case capacity.
             compressor.compress(&plane).map(Vec::into_boxed_slice).map_err(refused)
         };
         let frames = (0..element).map(&mut frame).collect::<Result<_, _>>()?;
         Ok(Self { frames })
     }
 
-    /// Decompresses the buffer of `len` bytes.
+    /// Decompresses the buffer, whose original size was `len` bytes.
     ///
     /// # Errors
-    /// Returns [`Error::Damaged`] if a frame does not decompress to its checksum.
+    /// Returns [`Error::Damaged`] if a frame cannot be decompressed, or if its checksum or length does not
+    /// match.
     pub(super) fn decompress(&self, len: usize) -> Result<Vec<u8>> {
         let damaged = |plane: usize, why: &str| Error::Damaged(format!("byte plane {plane}: {why}"));
         let element = self.frames.len();
@@ -59,7 +60,7 @@ impl BytePlanes {
         Ok(bytes)
     }
 
-    /// Returns the bytes of all frames.
+    /// Returns the total size of all frames, in bytes.
     pub(super) fn bytes(&self) -> usize {
         self.frames.iter().map(|frame| frame.len()).sum()
     }
@@ -69,7 +70,7 @@ impl BytePlanes {
 mod tests {
     use super::*;
 
-    /// Returns values of similar size, like those of a model.
+    /// Returns the bytes of `n` values of similar magnitude, as in a model.
     fn values(n: usize) -> Vec<u8> {
         let value = |i: usize| ((i as f32 * 0.37).sin() * 2.0).to_bits().to_le_bytes();
         (0..n).flat_map(value).collect()

@@ -8,9 +8,10 @@ use crate::error::{Error, Result};
 /// The result of putting a pool to sleep.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PoolSleep {
-    /// The number of bytes of device memory that were released: granules that contain only chunks.
+    /// The amount of device memory that was released, in bytes. Only granules that contain nothing but chunks
+    /// are released.
     pub released_bytes: usize,
-    /// The number of bytes of host memory that hold the stored pieces while the pool sleeps.
+    /// The amount of host memory that holds the stored pieces while the pool sleeps, in bytes.
     pub saved_bytes: usize,
 }
 
@@ -22,16 +23,16 @@ impl ChunkCacheManager {
     /// pool's blocks. The pool's block IDs must belong to `arena`.
     ///
     /// Until [`wake_pool`](Self::wake_pool), every request gets [`Acquired::NoRoom`](crate::Acquired::NoRoom)
-    /// and goes uncached. Pieces keep their blocks, so addresses and an engine's block IDs stay valid. Pieces
-    /// in a [`SleepStore`](crate::SleepStore) stay asleep.
+    /// and runs without the cache. Pieces keep their blocks, so addresses and an engine's block IDs stay
+    /// valid. Pieces in a [`SleepStore`](crate::SleepStore) stay asleep.
     ///
-    /// The call waits for `stream`. Work on other streams that touches the pool must be done, such as the
-    /// copies of a [`SleepStore`](crate::SleepStore) that uses another stream.
+    /// The call waits for `stream`. Work on other streams that touches the pool must have finished, such as
+    /// the copies of a [`SleepStore`](crate::SleepStore) that uses another stream.
     ///
     /// # Errors
     /// The pool is unchanged if there is an error.
     ///
-    /// - Returns [`Error::PoolInUse`], with the numbers, while pieces are held, computed or moved.
+    /// - Returns [`Error::PoolInUse`], with the counts, while pieces are held, computed or moved.
     /// - Returns [`Error::PoolAsleep`] if the pool is already asleep.
     /// - Returns [`Error::PoolMoving`] if another thread is putting it to sleep or waking it.
     /// - Returns the errors of [`ReservedArena::sleep`].
@@ -52,8 +53,8 @@ impl ChunkCacheManager {
         }
     }
 
-    /// Wakes the pool. Every piece is found again, bit for bit and in the same blocks. Returns whether the
-    /// pool was asleep. Waits for `stream`.
+    /// Wakes the pool. All pieces are restored bit for bit, in the same blocks. Returns whether the pool was
+    /// asleep. Waits for `stream`.
     ///
     /// # Errors
     /// Returns [`Error::PoolMoving`] if another thread is putting the pool to sleep or waking it. Returns the
@@ -89,7 +90,7 @@ impl ChunkCacheManager {
         self.0.lock().pool.is_awake()
     }
 
-    /// Closes the pool, and returns the blocks that hold pieces.
+    /// Marks the pool as moving, and returns the blocks that contain pieces. Fails if the pool is in use.
     fn fall(&self) -> Result<Vec<BlockId>> {
         let mut state = self.0.lock();
         match state.pool {
@@ -112,7 +113,7 @@ impl ChunkCacheManager {
     }
 }
 
-/// Returns the number of held pieces, the number of pieces in progress, and the number of blocks of all
+/// Returns the number of held pieces, the number of pieces in progress, and the total number of blocks in
 /// pieces that can be found now or later.
 fn in_use(state: &CacheState) -> (usize, usize, usize) {
     let entries = || state.index.iter();

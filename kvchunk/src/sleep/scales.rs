@@ -13,8 +13,9 @@ use crate::error::Result;
 const STAGED_BLOCKS: usize = 8;
 
 // Decision: docs/decisions/chunks.md#each-piece-that-sleeps-in-fp8-has-its-own-scales
-/// Returns the codes of `host` with new scales: the smallest ones with which the contents of `blocks` of
-/// `device` fit. Returns `None` for formats that store scales with every row. Waits for the stream.
+/// Returns an arena that shares the codes of `host` and has its own scales: the smallest scales that fit the
+/// contents of `blocks` in `device`. Returns `None` for formats that store scales with every row. Waits for
+/// the stream.
 pub(super) fn of_piece(
     backend: &dyn Backend,
     stream: &dyn Stream,
@@ -39,7 +40,7 @@ pub(super) fn of_piece(
     Ok(Some(own))
 }
 
-/// A reader of the largest magnitudes on the device.
+/// Finds the largest magnitudes on the device.
 struct Look<'a> {
     stream: &'a dyn Stream,
     device: &'a KvArena,
@@ -97,7 +98,7 @@ impl Look<'_> {
         }
     }
 
-    /// Raises the largest finite magnitudes so far to at least the magnitudes in the given rows.
+    /// Updates the largest finite magnitudes found so far with the rows in `view`.
     fn raise(&self, largest: &mut [f32], view: &TensorView, plane: &KvPlane<'_>) -> Result<()> {
         let mut bytes = vec![0; view.dtype().bytes_for(view.len())?];
         self.stream.read(view, &mut bytes)?;

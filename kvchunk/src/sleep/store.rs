@@ -1,4 +1,4 @@
-//! The contract of a store where pieces sleep.
+//! The contract between a cache and the store in which its pieces sleep.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use kvcore::{BlockId, MutableBlocks};
 
 use crate::error::Result;
 
-/// A store where pieces sleep.
+/// A store in which pieces sleep.
 ///
 /// The cache holds none of its locks when it calls a store or drops saved contents. A store that uses its
 /// cache must hold a [`WeakChunkCache`](crate::WeakChunkCache); otherwise neither would ever be freed.
@@ -15,7 +15,7 @@ use crate::error::Result;
 /// reads or writes the blocks later. [`ArenaSleep`](crate::ArenaSleep) enqueues them on the stream that
 /// computes.
 pub trait SleepStore: Send + Sync + fmt::Debug {
-    /// Saves the contents of blocks.
+    /// Saves the contents of `blocks`.
     ///
     /// # Errors
     /// Returns the store's error, without keeping anything or changing the blocks.
@@ -24,11 +24,11 @@ pub trait SleepStore: Send + Sync + fmt::Debug {
 
 /// The saved contents of a piece. Dropping them frees their memory.
 pub trait Sleeping: Send + Sync + fmt::Debug {
-    /// Writes the contents to blocks, as many as they came from.
+    /// Writes the contents to `blocks`. There must be as many blocks as were saved.
     ///
     /// # Errors
-    /// Returns the store's error if the contents cannot be read back. The contents of the blocks are then
-    /// arbitrary.
+    /// Returns the store's error if the contents cannot be read back. In that case, the contents of the
+    /// blocks are undefined.
     fn restore(&self, blocks: &MutableBlocks) -> Result<()>;
 
     /// Returns the number of bytes that the saved contents use.

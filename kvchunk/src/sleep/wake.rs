@@ -16,16 +16,16 @@ use crate::error::Result;
 use crate::hash::{ChunkHash, ChunkPiece};
 use crate::pool::ChunkBlockPool;
 
-/// Why a piece was not woken.
+/// The reason why a piece was not woken.
 #[derive(Debug, Clone, PartialEq)]
 pub enum NotWoken {
     /// No piece has this hash.
     Unknown,
-    /// There is no room, even after every piece without holders was evicted.
+    /// There is no room, even if every piece without holders were evicted.
     NoRoom,
     /// The whole pool is asleep; see [`wake_pool`](crate::ChunkCacheManager::wake_pool).
     PoolAsleep,
-    /// Another thread was still putting the piece to sleep or waking it when the waiting time was over.
+    /// Another thread was still putting the piece to sleep or waking it when the wait timed out.
     Moving {
         /// The maximum time to wait, [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms).
         limit: Duration,
@@ -64,7 +64,7 @@ pub(crate) struct Waking {
 impl ChunkCacheManager {
     /// Wakes the given pieces. Returns the pieces that could not be woken, each with the reason.
     ///
-    /// If other threads are moving some of the pieces, the call waits for them, at most for
+    /// If other threads are moving some of the pieces, the call waits for them, for at most
     /// [`max_wait_ms`](crate::ChunkCacheConfig::max_wait_ms) in total.
     pub fn wake_up_chunks(&self, hashes: &[ChunkHash]) -> Vec<(ChunkHash, NotWoken)> {
         let since = Instant::now();
@@ -86,7 +86,8 @@ impl ChunkCacheManager {
 }
 
 impl SharedCache {
-    /// Wakes the piece with this hash if it is asleep. `since` is when the caller started waiting.
+    /// Wakes the piece with this hash if it is asleep. `since` is the time at which the caller started
+    /// waiting.
     fn wake_up(&self, hash: &ChunkHash, since: Instant) -> std::result::Result<(), NotWoken> {
         loop {
             let now = self.clock.millis();
@@ -112,8 +113,9 @@ impl SharedCache {
         }
     }
 
-    /// Wakes a piece, and copies it without the lock. Calls `then` with the piece's slot under the same lock
-    /// under which the piece became awake, so nothing can have put it back to sleep.
+    /// Wakes a piece, copying it without holding the lock. Calls `then` with the piece's slot before it
+    /// releases the lock under which the piece became awake, so that nothing can put the piece back to sleep
+    /// first.
     ///
     /// # Errors
     /// Returns the store's error if the contents are lost. The piece is removed in that case.
@@ -148,9 +150,8 @@ impl SharedCache {
 }
 
 impl CacheState {
-    /// Makes room for a sleeping piece, which is moving from now on. Returns `None` if the piece does not
-    /// sleep, if there is no room, or if the whole pool sleeps. In that case nothing has changed for the
-    /// piece.
+    /// Allocates blocks for a sleeping piece, and marks the piece as moving. Returns `None` if the piece is
+    /// not asleep, if there is no room, or if the whole pool is asleep. In that case the piece is unchanged.
     pub(crate) fn begin_waking(&mut self, pool: &ChunkBlockPool, slot: u32, now: u64) -> Option<Waking> {
         if !self.pool.is_awake() {
             return None;
@@ -163,7 +164,7 @@ impl CacheState {
             return None;
         };
         let flight = Arc::new(Flight::default());
-        // Making room touches no sleeping piece, so this one still exists and sleeps.
+        // Making room does not affect sleeping pieces, so this piece is still asleep.
         let entry = self.index.at_mut(slot)?;
         let PieceMemory::Asleep(saved) =
             std::mem::replace(&mut entry.memory, PieceMemory::Moving(Arc::clone(&flight)))
@@ -187,7 +188,7 @@ impl CacheState {
         entry.memory = PieceMemory::Awake(AwakePiece { pinned: blocks.share().pin(), ids, number });
     }
 
-    /// Ends the move of a piece that could not be restored: it is removed, and its blocks are free.
+    /// Removes a piece that could not be restored, and frees its blocks.
     fn lose(&mut self, slot: u32, tenant: TenantId, blocks: MutableBlocks, number: u32) {
         let account = self.account(tenant);
         account.counted.lost += 1;
