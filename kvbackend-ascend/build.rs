@@ -8,7 +8,7 @@ mod compare;
 /// Environment variables for the folder of CANN's toolkit.
 const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
-// Decision: docs/decisions/backend-ascend.md#declarations-are-our-own-and-are-compared-with-canns
+// Decision: docs/decisions/backend-ascend.md#canns-api-is-declared-in-our-own-header
 fn main() {
     println!("cargo:rerun-if-changed=ffi");
     println!("cargo:rerun-if-env-changed=CXX");

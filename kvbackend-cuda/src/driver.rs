@@ -13,7 +13,7 @@ pub(crate) const NAME: &str = "cuda";
 /// The oldest driver version that has every entry point that the backend calls: CUDA 12.0.
 const OLDEST: i32 = 12_000;
 
-// Decision: docs/decisions/backend-cuda.md#the-driver-library-is-called-without-a-safe-layer
+// Decision: docs/decisions/backend-cuda.md#the-driver-is-called-without-cudarcs-safe-layer
 /// Loads the driver once, and returns the CUDA version that it supports, for example 13000.
 ///
 /// # Errors

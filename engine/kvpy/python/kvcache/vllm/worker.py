@@ -84,7 +84,7 @@ class ChunkWorker:
             self.prefixes = arena(shape.prefix_blocks, shape.engine_block_size)
         self.recomputer = Recomputer(self.config, runner, self.layers, tensors, order, self.block_size)
 
-    # Decision: docs/decisions/vllm.md#reuse-loads-during-a-step-recomputation-inside-it
+    # Decision: docs/decisions/vllm.md#plain-reuse-loads-asynchronously-recomputation-within-its-step
     def start_loads(self, loads: list[Any], is_idle: bool) -> None:
         """Copies the rows of requests that run in this step, and starts all other copies."""
         self.is_idle = is_idle
