@@ -17,7 +17,7 @@ use crate::options::AscendOptions;
 use crate::queue::AclStream;
 use crate::stream::AscendStream;
 
-/// A backend on one NPU.
+/// The backend for one NPU.
 #[derive(Debug)]
 pub struct AscendBackend {
     pub(crate) npu: Arc<Npu>,
@@ -50,14 +50,14 @@ impl AscendBackend {
     /// only one storage.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Zero`] if the address or `bytes` is 0.
+    /// Returns [`kvcore::Error::Zero`] if `address` or `bytes` is 0.
     pub unsafe fn lent(
         &self,
         address: u64,
         bytes: usize,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<AscendStorage> {
-        // SAFETY: the caller guarantees the same.
+        // SAFETY: the caller guarantees that `address` is valid for `bytes` bytes while `owner` lives.
         unsafe { AscendStorage::lent(&self.npu, address, bytes, owner) }
     }
 
@@ -67,7 +67,8 @@ impl AscendBackend {
     /// # Safety
     /// `stream` must be a stream of this device that lives as long as `owner`.
     pub unsafe fn lent_stream(&self, stream: *mut c_void, owner: Arc<dyn Any + Send + Sync>) -> AscendStream {
-        // SAFETY: the caller guarantees the same.
+        // SAFETY: the caller guarantees that `stream` is a stream of this device that lives as long as
+        // `owner`.
         unsafe { AscendStream::lent(&self.npu, stream, owner) }
     }
 }
@@ -112,10 +113,10 @@ impl Backend for AscendBackend {
 }
 
 impl AscendDenseSteps {
-    /// Creates the dense steps for a backend's device, with a stream of their own.
+    /// Creates the dense steps for a backend's device, with their own stream.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if CANN lacks an operator that the steps need, and device errors.
+    /// Returns [`kvcore::Error::NoDevice`] if CANN lacks an operator that the steps need, or a device error.
     pub fn new(backend: &AscendBackend) -> Result<Self> {
         Self::check(&backend.npu)?;
         let stream = AscendStream::over(AclStream::new(&backend.npu)?);

@@ -1,4 +1,4 @@
-//! NPUs: opening one, making its context current on a thread, and its errors.
+//! An NPU: opening it, making its context current on a thread, and its errors.
 
 use std::collections::HashSet;
 use std::ffi::c_void;
@@ -13,13 +13,13 @@ use crate::errors::{NAME, no_device};
 use crate::library::{Library, Serves, library};
 use crate::options::AscendOptions;
 
-/// An NPU with its context, which stays retained until the value is dropped.
+/// An open NPU. Its context stays retained until this value is dropped.
 pub(crate) struct Npu {
     pub(crate) ordinal: i32,
     pub(crate) library: &'static Library,
     pub(crate) context: sys::aclrtContext,
     pub(crate) counters: Counters,
-    /// True if fused operators must not be called.
+    /// If true, fused operators are never called.
     plain: bool,
     /// The stream on which memory is zeroed. Nothing else runs on it.
     setup: sys::aclrtStream,
@@ -51,9 +51,8 @@ pub(crate) fn count() -> Result<usize> {
     }
 }
 
-/// Returns whether an error means that the device is lost. Any execution error does, except unfinished work,
-/// a wait that took too long, a full queue, a task type that the device does not support, and a broken
-/// capture.
+/// Returns whether an error means that the device is lost. Every execution error means this except unfinished
+/// work, a wait that timed out, a full queue, an unsupported task type, and a broken capture.
 fn is_loss(code: i32) -> bool {
     const STREAM_TASKS_FULL: i32 = 507_002;
     const EVENT_NOT_COMPLETE: i32 = 507_006;
@@ -97,8 +96,8 @@ impl Npu {
         let refused = |code: i32| no_device(format!("device {ordinal}: {}", library.text(code)));
         let before = current(library);
         let (mut context, mut setup) = (std::ptr::null_mut(), std::ptr::null_mut());
-        // SAFETY: both pointers are valid for writes. The device is set on this thread for the calls that
-        // need it.
+        // SAFETY: both pointers are valid for writes, and `aclrtSetDevice` sets the device before the calls
+        // that need it.
         let made = unsafe {
             match library.acl.aclrtSetDevice(ordinal) {
                 0 => match library.acl.aclrtGetCurrentContext(&raw mut context) {
@@ -130,7 +129,7 @@ impl Npu {
         result
     }
 
-    /// Returns whether a fused operator may be called.
+    /// Returns whether this part of the backend may call its fused operators.
     pub(crate) fn fuses(&self, what: Serves) -> bool {
         !self.plain && self.library.fused.contains(&what)
     }
@@ -151,8 +150,8 @@ impl Npu {
         self.bind_lost()
     }
 
-    /// Makes the device's context current on this thread, even if the device is lost: its memory and handles
-    /// must still be freed.
+    /// Makes the device's context current on this thread, even if the device is lost, so that its memory and
+    /// handles can still be freed.
     pub(crate) fn bind_lost(&self) -> Result<ContextGuard> {
         let before = current(self.library);
         if before == Some(self.context) {
@@ -166,7 +165,7 @@ impl Npu {
     /// Checks the return code of a call.
     ///
     /// # Errors
-    /// Returns the [error](Self::error) for any code but 0.
+    /// Returns the [error](Self::error) for any code except 0.
     pub(crate) fn check(&self, code: i32) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.error(code)) }
     }
@@ -174,13 +173,13 @@ impl Npu {
     /// Checks the return code of an allocation.
     ///
     /// # Errors
-    /// Returns the [error](Self::memory_error) for any code but 0.
+    /// Returns the [error](Self::memory_error) for any code except 0.
     pub(crate) fn check_memory(&self, code: i32, kind: MemoryKind, bytes: usize) -> Result<()> {
         if code == 0 { Ok(()) } else { Err(self.memory_error(code, kind, bytes)) }
     }
 
-    /// Returns the error for a failed call, with ACL's message. Marks the device as lost if the code means
-    /// that.
+    /// Returns the error for a failed call, with ACL's message. If the code means that the device is lost,
+    /// marks it as lost.
     pub(crate) fn error(&self, code: i32) -> Error {
         let reason = self.library.text(code);
         if is_loss(code) {
@@ -190,7 +189,8 @@ impl Npu {
         Error::Device { backend: NAME, reason }
     }
 
-    /// Returns the error for a failed allocation, with the amount of free memory.
+    /// Returns the error for a failed allocation. If device memory has run out, the error reports how much is
+    /// free.
     pub(crate) fn memory_error(&self, code: i32, kind: MemoryKind, bytes: usize) -> Error {
         if !is_out_of_memory(code) {
             return self.error(code);
@@ -241,8 +241,8 @@ impl Drop for Npu {
 
 /// A context that is current on this thread until the value is dropped.
 ///
-/// A host engine may use another device on the same thread. That device's context is made current again
-/// afterwards.
+/// A host engine may use another device on the same thread. Dropping the guard makes that device's context
+/// current again.
 pub(crate) struct ContextGuard {
     library: &'static Library,
     /// The thread's previous context, if it had one.
@@ -255,7 +255,7 @@ impl Drop for ContextGuard {
     }
 }
 
-/// Returns the context that is current on this thread.
+/// Returns the context that is current on this thread, if there is one.
 fn current(library: &Library) -> Option<sys::aclrtContext> {
     let mut context = std::ptr::null_mut();
     // SAFETY: `context` is valid for writes. The call fails if the thread has no context.

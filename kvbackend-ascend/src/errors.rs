@@ -10,12 +10,12 @@ pub(crate) fn no_device(reason: String) -> Error {
     Error::NoDevice { backend: NAME, reason }
 }
 
-/// Returns the error for something that the backend does not support.
+/// Returns the error for a request that the backend does not support.
 pub(crate) fn unsupported(what: impl Into<String>) -> Error {
     Error::Unsupported { backend: NAME, what: what.into() }
 }
 
-/// Returns the error for something that a graph cannot hold.
+/// Returns the error for an operation that cannot be captured in a graph.
 pub(crate) fn uncapturable(what: &str) -> Error {
     capture::uncapturable(NAME, what)
 }

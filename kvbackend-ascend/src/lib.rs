@@ -1,6 +1,6 @@
 //! The Ascend backend: Huawei NPUs, through CANN 8.0 or later.
 //!
-//! Building needs no part of CANN: its libraries are loaded at run time, and every function is looked up by
+//! The build does not need CANN: its libraries are loaded at run time, and every function is looked up by
 //! name. Without the libraries or a device, [`AscendBackend::new`] returns [`kvcore::Error::NoDevice`], which
 //! names the files that were tried. Operations are composed of CANN's operators; nothing is compiled for the
 //! device.

@@ -1,4 +1,4 @@
-//! CANN's libraries: where they are searched for, and which functions they lack.
+//! CANN's libraries: the folders to search for them, and the functions that they lack.
 
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
@@ -9,24 +9,25 @@ use kvcore::Result;
 use crate::bindings::{Acl, Base, Operators, types as sys};
 use crate::errors::no_device;
 
-/// Environment variable for the folder that contains the libraries. It takes precedence over all others.
+/// Environment variable for the folder that contains the libraries. It takes precedence over all other
+/// locations.
 const FOLDER: &str = "KV_ASCEND_LIB_DIR";
 
-/// Environment variables for the folder of CANN's toolkit.
+/// Environment variables for CANN's toolkit folder, in order of precedence.
 const TOOLKITS: [&str; 2] = ["ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME"];
 
 /// The part of the backend that calls an operator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Serves {
-    /// Contract operations on dense caches. The backend needs all of these operators.
+    /// Contract operations on dense caches. These operators are required.
     Operations,
     /// Int8 caches.
     Int8Caches,
     /// The dense steps of a model.
     DenseSteps,
-    /// Attention for decoding rows, in one operator.
+    /// Decode attention in one fused operator.
     FusedAttention,
-    /// Writing keys and values to paged caches, in one operator.
+    /// Writes of keys and values to paged caches, in one fused operator.
     FusedScatter,
 }
 
@@ -47,22 +48,23 @@ pub(crate) struct Library {
     pub(crate) acl: Acl,
     pub(crate) base: Base,
     pub(crate) operators: Operators,
-    /// Version of ACL's interface.
+    /// Version of ACL's interface: major, minor, patch.
     pub(crate) version: (i32, i32, i32),
     /// The parts of the backend whose fused operators the libraries provide.
     pub(crate) fused: Vec<Serves>,
 }
 
-/// Loads the libraries and starts ACL on the first call.
+/// Returns the libraries. The first call loads them and starts ACL.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::NoDevice`] if a library is missing, lacks a required function, or does not start.
+/// Returns [`kvcore::Error::NoDevice`] if a library is missing or lacks a required function, or if ACL does
+/// not start.
 pub(crate) fn library() -> Result<&'static Library> {
     static LIBRARY: OnceLock<std::result::Result<Library, String>> = OnceLock::new();
     LIBRARY.get_or_init(Library::load).as_ref().map_err(|reason| no_device(reason.clone()))
 }
 
-/// Returns the files to try for a library, in order.
+/// Returns the paths to try for a library, in order.
 fn files(name: &str) -> Vec<PathBuf> {
     if let Some(folder) = std::env::var_os(FOLDER) {
         return vec![Path::new(&folder).join(name)];
@@ -71,7 +73,7 @@ fn files(name: &str) -> Vec<PathBuf> {
     toolkits.map(|home| Path::new(&home).join("lib64").join(name)).chain([name.into()]).collect()
 }
 
-/// Opens a library from the first of its files that exists.
+/// Opens a library from the first path at which it can be loaded.
 pub(crate) fn open(name: &str) -> std::result::Result<libloading::Library, String> {
     let mut tried = Vec::new();
     for file in files(name) {
@@ -88,7 +90,7 @@ pub(crate) fn open(name: &str) -> std::result::Result<libloading::Library, Strin
     ))
 }
 
-/// Lists the functions of a table that are missing.
+/// Returns the names of a table's functions that are missing.
 macro_rules! missing {
     ($table:expr, $($function:ident),* $(,)?) => {
         [$((stringify!($function), $table.$function.is_ok())),*]
@@ -100,8 +102,8 @@ macro_rules! missing {
 pub(crate) use missing;
 
 impl Library {
-    /// Frees an operator whose second phase will not run. If CANN has no call for that, a few bytes of host
-    /// memory leak.
+    /// Frees the executor of an operator whose second phase will not run. If CANN has no call for that, a few
+    /// bytes of host memory leak.
     pub(crate) fn discard(&self, executor: *mut sys::aclOpExecutor) {
         if !missing!(self.base, aclSetAclOpExecutorRepeatable, aclDestroyAclOpExecutor).is_empty() {
             return;
@@ -116,7 +118,7 @@ impl Library {
     }
 
     fn load() -> std::result::Result<Self, String> {
-        // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers`
+        // SAFETY: the functions have the types that `ascend.h` declares, which `cargo xtask ascend-headers`
         // compares with CANN's headers.
         let mut library = unsafe {
             Self {
@@ -142,7 +144,7 @@ impl Library {
         Ok(library)
     }
 
-    /// Returns the functions that required operations call and the libraries lack.
+    /// Returns the required functions that the libraries lack.
     fn missing(&self) -> Vec<&'static str> {
         let mut names = missing!(
             self.acl,
@@ -228,7 +230,7 @@ impl Library {
         }
     }
 
-    /// Returns whether graphs can be captured.
+    /// Returns whether the libraries can capture graphs.
     pub(crate) fn captures(&self) -> bool {
         missing!(self.acl, aclmdlRICaptureBegin, aclmdlRICaptureEnd, aclmdlRIExecuteAsync, aclmdlRIDestroy)
             .is_empty()
@@ -240,7 +242,7 @@ impl Library {
         operators.filter_map(|(name, serves, present)| (serves == part && !present).then_some(name)).collect()
     }
 
-    /// Starts ACL. Another part of the program may have started it already.
+    /// Starts ACL. It is not an error if another part of the program has already started it.
     fn start(&mut self) -> std::result::Result<(), String> {
         // SAFETY: a null path selects the default configuration.
         let code = unsafe { self.acl.aclInit(std::ptr::null()) };
@@ -262,9 +264,9 @@ impl Library {
         Ok(())
     }
 
-    /// Returns the text for an error code: the code and ACL's message.
+    /// Formats an error code with ACL's message.
     pub(crate) fn text(&self, code: i32) -> String {
-        // SAFETY: the text stays valid until this thread's next call of the library.
+        // SAFETY: the message stays valid until this thread's next call into the library.
         let message = unsafe {
             let message = self.acl.aclGetRecentErrMsg();
             (!message.is_null()).then(|| CStr::from_ptr(message).to_string_lossy().trim().to_owned())
@@ -275,9 +277,9 @@ impl Library {
         }
     }
 
-    /// Returns the processor's name.
+    /// Returns the name of the NPU's chip.
     pub(crate) fn processor(&self) -> String {
-        // SAFETY: the text belongs to the library and is never freed.
+        // SAFETY: the string belongs to the library and is never freed.
         unsafe {
             let name = self.acl.aclrtGetSocName();
             if name.is_null() {

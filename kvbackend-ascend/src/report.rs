@@ -1,4 +1,4 @@
-//! The machine's devices and the operators that its CANN has, for display.
+//! Reports for display: this machine's devices, and the operators that its CANN has.
 
 use kvcore::Result;
 
@@ -11,35 +11,36 @@ use crate::options::AscendOptions;
 pub struct NpuReport {
     /// Index of the device, for [`AscendOptions::device`].
     pub ordinal: usize,
-    /// The processor's name.
+    /// The name of the NPU's chip.
     pub name: String,
     /// Total device memory in bytes.
     pub total_memory: usize,
-    /// Whether memory can be reserved and mapped, which pools need in order to sleep.
+    /// Whether memory can be reserved and mapped. Pools need this in order to sleep.
     pub virtual_memory: bool,
     /// Whether steps can be captured as graphs.
     pub graphs: bool,
-    /// Version of ACL's interface, for example 1.12.0.
+    /// Version of ACL's interface, for example `(1, 12, 0)`.
     pub interface: (i32, i32, i32),
-    /// Why the backend cannot use the device. Fields that only the device can report are then 0 or false.
+    /// The reason why the backend cannot use the device, if there is one. Fields that only the device can
+    /// report are then 0 or false.
     pub unfit: Option<String>,
 }
 
-/// An operator that operations call.
+/// An operator that the backend calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct OperatorReport {
     /// CANN's name for the operator.
     pub name: &'static str,
-    /// The part of the backend that calls it.
+    /// The part of the backend that calls the operator.
     pub serves: Serves,
-    /// Whether this machine's CANN has it.
+    /// Whether this machine's CANN has the operator.
     pub present: bool,
 }
 
-/// Returns the devices of this machine.
+/// Returns this machine's devices.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if it does not start.
+/// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if ACL does not start.
 pub fn devices() -> Result<Vec<NpuReport>> {
     let library = library()?;
     let facts = |ordinal| -> Result<(usize, bool)> {
@@ -47,7 +48,7 @@ pub fn devices() -> Result<Vec<NpuReport>> {
         let _current = device.bind()?;
         Ok((device.memory()?.1, crate::memory::maps(&device)))
     };
-    // A broken device, or one that another program holds, does not hide the others.
+    // A device that is broken or in use by another program must not hide the other devices.
     let report = |ordinal| {
         let known = facts(ordinal);
         let (total_memory, virtual_memory) = *known.as_ref().unwrap_or(&(0, false));
@@ -64,10 +65,10 @@ pub fn devices() -> Result<Vec<NpuReport>> {
     Ok((0..device::count()?).map(report).collect())
 }
 
-/// Returns the operators that operations call, and whether this machine's CANN has each of them.
+/// Returns the operators that the backend calls, and whether this machine's CANN has each of them.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if it does not start.
+/// Returns [`kvcore::Error::NoDevice`] if there is no CANN, or if ACL does not start.
 pub fn operators() -> Result<Vec<OperatorReport>> {
     let operators = library()?.operators().into_iter();
     Ok(operators.map(|(name, serves, present)| OperatorReport { name, serves, present }).collect())

@@ -1,8 +1,8 @@
 //! Streams: the contract's ordering of operators and copies, on an ACL queue.
 //!
-//! An operation becomes operator calls, which are enqueued at once under the queue's lock; the host never
-//! waits for the operation. Lists that operators read are sent on the same stream, once for all layers that
-//! share a list.
+//! An operation becomes a sequence of operator calls, which are enqueued at once under the queue's lock; the
+//! host never waits for the operation. Lists that operators read are sent on the same stream, once for all
+//! layers that share them.
 
 use std::any::Any;
 use std::cell::RefCell;
@@ -21,16 +21,16 @@ use crate::memory;
 use crate::operations::{self, RecentPlans, StepWork};
 use crate::queue::{AclEvent, AclStream, AscendEvent, CopyDirection, capture, copy, copy_now};
 
-/// The largest write, in bytes, that goes through the stream's pinned memory without a wait on the host.
-/// Larger writes wait for the stream.
+/// The maximum size of a write, in bytes, that goes through the stream's pinned memory without a wait on the
+/// host. Larger writes wait for the stream.
 const STAGED: usize = 1 << 20;
 
 thread_local! {
-    /// Plans of the capture that this thread records. The captured streams share them.
+    /// The plans of the capture that this thread is recording. All captured streams share these plans.
     static CAPTURED: RefCell<RecentPlans> = RefCell::default();
 }
 
-/// Drops the plans of this thread's capture when the capture ends.
+/// Guard that drops the plans of this thread's capture when the capture ends.
 struct CapturedPlans;
 
 impl Drop for CapturedPlans {
@@ -56,7 +56,7 @@ impl AscendStream {
         Self { queue: Arc::new(queue), plans: Mutex::default() }
     }
 
-    /// Wraps a stream that the caller created on this device.
+    /// Creates a stream over an ACL stream that the caller created on this device.
     ///
     /// # Safety
     /// See [`AscendBackend::lent_stream`](crate::AscendBackend::lent_stream).
@@ -157,7 +157,7 @@ impl Stream for AscendStream {
         let (at, len) = (dst.storage().address() + range.start as u64, src.len());
         let mut memory = memory.lock();
         match into.host() {
-            // The host writes to pinned memory itself, after the stream's work.
+            // The host writes to pinned memory directly, once the stream's work is done.
             Some(_) => {
                 self.queue.synchronize(&mut memory)?;
                 // SAFETY: the range lies in the pinned memory, and this stream's work on it is done. The

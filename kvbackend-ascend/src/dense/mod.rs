@@ -1,7 +1,7 @@
 //! A model's dense steps on the device: everything between token IDs and logits, except attention.
 //!
-//! Steps take and return views in f32. They run on a stream of their own, one after another;
-//! [`AscendDenseSteps::order`] orders that stream with another one. Weights are widened to f32 when they are
+//! Steps take and return views in f32. They run one after another on their own stream, which
+//! [`AscendDenseSteps::order`] can synchronize with another stream. Weights are widened to f32 when they are
 //! copied to the device, and products are computed in f32.
 
 use std::fmt;
@@ -21,13 +21,13 @@ use crate::queue::{AclStream, NpuActivations, Work};
 
 mod steps;
 
-/// A device's dense steps.
+/// Runs a model's dense steps on one device.
 pub struct AscendDenseSteps {
-    /// The queue of the steps' stream.
+    /// The queue of `stream`.
     queue: Arc<AclStream>,
     stream: Arc<dyn Stream>,
     memory: Arc<NpuActivations>,
-    /// Counts the pieces of work that were enqueued.
+    /// The number of steps enqueued so far.
     enqueued: AtomicU64,
 }
 
@@ -67,7 +67,7 @@ impl AscendDenseSteps {
     /// Checks that CANN has the operators that the steps need.
     ///
     /// # Errors
-    /// Returns [`Error::NoDevice`], which names the missing operators.
+    /// Returns [`Error::NoDevice`] with the names of the missing operators, if there are any.
     pub(crate) fn check(npu: &Npu) -> Result<()> {
         let missing = npu.library.lacks_for(Serves::DenseSteps);
         if missing.is_empty() {
@@ -76,12 +76,12 @@ impl AscendDenseSteps {
         Err(no_device(format!("CANN lacks {}, which the steps of a model need", missing.join(", "))))
     }
 
-    /// Creates the steps on a stream and its queue.
+    /// Creates the steps on an existing stream; `queue` must be that stream's queue.
     pub(crate) fn over(queue: &Arc<AclStream>, stream: Arc<dyn Stream>) -> Self {
         Self { queue: Arc::clone(queue), stream, memory: Arc::default(), enqueued: AtomicU64::new(0) }
     }
 
-    /// Returns a counter that grows with each piece of work that is enqueued.
+    /// Returns the number of steps enqueued so far.
     pub fn enqueued(&self) -> u64 {
         self.enqueued.load(Ordering::Acquire)
     }
@@ -91,7 +91,8 @@ impl AscendDenseSteps {
         self.stream.as_ref()
     }
 
-    /// Makes `after` wait for everything enqueued on `before` so far. One of them must be the steps' stream.
+    /// Makes `after` wait for everything enqueued on `before` so far. One of the two must be the steps'
+    /// stream.
     ///
     /// # Errors
     /// Returns [`Error::ForeignHandle`] if a stream belongs to another backend.
@@ -100,10 +101,10 @@ impl AscendDenseSteps {
     }
 
     // Decision: docs/decisions/backend-ascend.md#weights-are-widened-to-f32
-    /// Copies `rows` rows of `width` numbers to the device.
+    /// Copies a weight of `rows` rows and `width` columns to the device.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if `numbers` has another length, and device errors.
+    /// Returns [`Error::Mismatch`] if `numbers` does not hold `rows · width` values, or a device error.
     pub fn weight(&self, rows: usize, width: usize, numbers: &[f32]) -> Result<AscendWeight> {
         let expected = rows.checked_mul(width).ok_or(Error::Overflow { what: "numbers of a weight" })?;
         if expected != numbers.len() {
@@ -117,7 +118,7 @@ impl AscendDenseSteps {
         Ok(AscendWeight { storage, rows, width })
     }
 
-    /// Allocates rows for results, with arbitrary contents.
+    /// Allocates a result tensor in f32, with arbitrary contents.
     ///
     /// # Errors
     /// Returns [`Error::Allocation`] if the device is out of memory.
@@ -128,8 +129,8 @@ impl AscendDenseSteps {
         TensorView::new(self.take(bytes)?, DType::F32, shape)
     }
 
-    /// Allocates memory for results. If the device is out of memory, frees unused activation memory and tries
-    /// again.
+    /// Allocates memory for a result. If the device is out of memory, frees unused activation memory and
+    /// tries again.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
         let npu = &self.queue.npu;
         let allocate =
@@ -150,7 +151,7 @@ impl AscendDenseSteps {
         }
     }
 
-    /// Enqueues a step. `uses` is held until the work is done.
+    /// Enqueues a step, and holds the storages in `uses` until the step is done.
     fn enqueue(
         &self,
         uses: &[&Arc<dyn Storage>],
@@ -162,8 +163,7 @@ impl AscendDenseSteps {
         }
         self.queue.enqueue(|work| {
             for (&storage, of_activations) in uses.iter().zip(of_activations) {
-                // A graph holds the memory of its activations, and its steps use that memory one after
-                // another.
+                // A graph already holds its activation memory, which its steps use one after another.
                 if !(of_activations && work.captured_step().is_some()) {
                     work.hold(Hold::Storage(Arc::clone(storage)));
                 }
@@ -174,15 +174,15 @@ impl AscendDenseSteps {
         Ok(())
     }
 
-    /// Returns the rows as a dense view. Copies rows that are not dense.
+    /// Returns `x` if it is dense, or a dense copy otherwise.
     fn dense(&self, x: &TensorView) -> Result<TensorView> {
         if x.is_contiguous() { Ok(x.clone()) } else { self.copy(x) }
     }
 
-    /// Returns a dense copy of rows.
+    /// Returns a dense copy of `x`.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn copy(&self, x: &TensorView) -> Result<TensorView> {
         let copy = self.rows(x.shape())?;
         self.stream.copy_tensor(&CopyTensor { src: x.clone(), dst: copy.clone() })?;
@@ -190,7 +190,7 @@ impl AscendDenseSteps {
         Ok(copy)
     }
 
-    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Copies nothing.
+    /// Reshapes `[rows, width]` to heads of `dim` elements, `[rows, width / dim, dim]`, without a copy.
     ///
     /// # Errors
     /// Returns [`Error::NotMultiple`] if `width` is not a multiple of `dim`.
@@ -202,11 +202,11 @@ impl AscendDenseSteps {
         reshaped(x, &[rows, width / dim, dim], &[x.strides()[0], dim, 1])
     }
 
-    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Copies rows only if their heads are not
+    /// Reshapes `[rows, heads, dim]` to `[rows, heads · dim]`. Copies the rows only if their heads are not
     /// contiguous.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn join_heads(&self, x: &TensorView) -> Result<TensorView> {
         let &[rows, heads, dim] = x.shape() else { return Err(rank(3, x)) };
         if heads > 1 && x.strides()[1] != dim {
@@ -215,10 +215,11 @@ impl AscendDenseSteps {
         reshaped(x, &[rows, heads * dim], &[x.strides()[0], 1])
     }
 
-    /// Waits for the work, and replaces the contents of `values` with all elements of `x` in row-major order.
+    /// Waits for the enqueued work, then replaces the contents of `values` with all elements of `x` in
+    /// row-major order.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn read(&self, x: &TensorView, values: &mut Vec<f32>) -> Result<()> {
         let x = self.dense(x)?;
         values.clear();
@@ -227,7 +228,7 @@ impl AscendDenseSteps {
     }
 }
 
-/// Returns the extents of a view `[rows, width]`.
+/// Returns the number of rows and the width of a matrix `[rows, width]`.
 fn matrix_shape(x: &TensorView) -> Result<(usize, usize)> {
     match *x.shape() {
         [rows, width] => Ok((rows, width)),
@@ -239,7 +240,7 @@ fn rank(expected: usize, x: &TensorView) -> Error {
     Error::mismatch("rank of activations", expected, x.shape().len())
 }
 
-/// Returns a view of the same elements with other extents.
+/// Returns a view of the same elements with the given shape and strides.
 fn reshaped(x: &TensorView, shape: &[usize], strides: &[usize]) -> Result<TensorView> {
     let (shape, strides) = (Dims::new(shape)?, Dims::new(strides)?);
     TensorView::with_strides(Arc::clone(x.storage()), x.dtype(), shape, strides, x.offset())

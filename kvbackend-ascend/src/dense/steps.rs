@@ -1,4 +1,4 @@
-//! The steps, each as a sequence of operators.
+//! The dense steps, each as a sequence of operators.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Checks that a weight has the given extents.
+/// Checks that a weight has the given numbers of rows and columns.
 fn check(what: &'static str, weight: &AscendWeight, rows: usize, width: usize) -> Result<()> {
     for (expected, got) in [(rows, weight.rows), (width, weight.width)] {
         if expected != got {
@@ -19,7 +19,7 @@ fn check(what: &'static str, weight: &AscendWeight, rows: usize, width: usize) -
     Ok(())
 }
 
-/// Checks that all tokens are below a limit.
+/// Checks that all token IDs are below `limit`.
 fn check_tokens(tokens: &[u32], limit: usize) -> Result<()> {
     match tokens.iter().find(|&&token| token as usize >= limit) {
         None => Ok(()),
@@ -27,8 +27,8 @@ fn check_tokens(tokens: &[u32], limit: usize) -> Result<()> {
     }
 }
 
-/// Sends tokens to the device. If they are the tokens of the step being captured, each replay sends its own
-/// step's tokens instead.
+/// Sends token IDs to the device. If they are the tokens of the step being captured, each replay sends the
+/// tokens of its own step instead.
 fn numbers(work: &mut Work<'_>, tokens: &[u32], limit: usize) -> Result<Tensor> {
     let of_step =
         work.captured_step().is_some_and(|step| step.tokens.as_ptr_range() == tokens.as_ptr_range());
@@ -44,7 +44,7 @@ fn numbers(work: &mut Work<'_>, tokens: &[u32], limit: usize) -> Result<Tensor> 
     Ok(Tensor::dense(at, sys::ACL_INT32, &[tokens.len()]))
 }
 
-/// Returns the row indices that [`AscendDenseSteps::index`] sent.
+/// Returns a tensor over the row indices that [`AscendDenseSteps::index`] copied to the device.
 fn sent(rows: &Arc<dyn Storage>, count: usize) -> Tensor {
     Tensor::dense(rows.address(), sys::ACL_INT32, &[count])
 }
@@ -53,7 +53,7 @@ impl AscendDenseSteps {
     /// Returns the tokens' embeddings, `[tokens, width]`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] for a token that the table does not have, and device errors.
+    /// Returns [`Error::OutOfRange`] if a token ID is outside the table, or a device error.
     pub fn embed(&self, table: &AscendWeight, tokens: &[u32]) -> Result<TensorView> {
         check_tokens(tokens, table.rows)?;
         let out = self.rows(&[tokens.len(), table.width])?;
@@ -67,7 +67,7 @@ impl AscendDenseSteps {
     /// Copies row indices to the device.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn index(&self, rows: &[u32]) -> Result<Arc<dyn Storage>> {
         let storage = self.take(size_of_val(rows).max(1))?;
         let view = TensorView::new(Arc::clone(&storage), DType::U8, &[size_of_val(rows)])?;
@@ -76,11 +76,11 @@ impl AscendDenseSteps {
         Ok(storage)
     }
 
-    /// Returns the `count` rows of `x` whose indices are in `rows`. The caller guarantees that `x` has these
+    /// Returns the `count` rows of `x` whose indices are in `rows`. The caller must ensure that `x` has these
     /// rows.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn select(&self, x: &TensorView, rows: &Arc<dyn Storage>, count: usize) -> Result<TensorView> {
         let x = self.dense(x)?;
         let mut shape = x.shape().to_vec();
@@ -96,7 +96,7 @@ impl AscendDenseSteps {
     /// dim]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the weight has another width, and device errors.
+    /// Returns [`Error::Mismatch`] if the weight's width differs from that of `x`, or a device error.
     pub fn rms_norm(&self, x: &TensorView, weight: &AscendWeight, eps: f32) -> Result<TensorView> {
         let x = self.dense(x)?;
         let width = *x.shape().last().ok_or_else(|| rank(2, &x))?;
@@ -115,7 +115,7 @@ impl AscendDenseSteps {
     /// Returns `x · matrixᵀ + bias`: `[rows, out]` for an `x` of `[rows, input]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents do not fit, and device errors.
+    /// Returns [`Error::Mismatch`] if the shapes do not match, or a device error.
     pub fn project(
         &self,
         x: &TensorView,
@@ -147,7 +147,7 @@ impl AscendDenseSteps {
     /// `transposed` is true. Returns `[rows, heads, b]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents do not fit, and device errors.
+    /// Returns [`Error::Mismatch`] if the shapes do not match, or a device error.
     pub fn by_head(&self, x: &TensorView, matrices: &AscendWeight, transposed: bool) -> Result<TensorView> {
         let &[rows, heads, a] = x.shape() else { return Err(rank(3, x)) };
         let each = matrices.rows / heads.max(1);
@@ -172,7 +172,7 @@ impl AscendDenseSteps {
     /// Returns `silu(gate) ⊙ up`.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn gated(&self, gate: &TensorView, up: &TensorView) -> Result<TensorView> {
         let out = self.rows(gate.shape())?;
         self.enqueue(&[gate.storage(), up.storage(), out.storage()], |work| {
@@ -186,7 +186,7 @@ impl AscendDenseSteps {
     /// Returns `x + y`.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn add(&self, x: &TensorView, y: &TensorView) -> Result<TensorView> {
         let out = self.rows(x.shape())?;
         self.enqueue(&[x.storage(), y.storage(), out.storage()], |work| {
@@ -195,10 +195,10 @@ impl AscendDenseSteps {
         Ok(out)
     }
 
-    /// Returns zeros in the shape of `x`.
+    /// Returns a tensor of zeros with the shape of `x`.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn zeros_like(&self, x: &TensorView) -> Result<TensorView> {
         let zeros = self.rows(x.shape())?;
         if !zeros.is_empty() {
@@ -207,11 +207,11 @@ impl AscendDenseSteps {
         Ok(zeros)
     }
 
-    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum`
+    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller must ensure that `sum`
     /// has these rows and that no row is listed twice.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and device errors.
+    /// Returns [`Error::Mismatch`] if `factors` does not have one entry per row of `y`, or a device error.
     pub fn add_rows(
         &self,
         sum: &TensorView,

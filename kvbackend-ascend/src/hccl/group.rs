@@ -1,25 +1,25 @@
-//! The ranks of a group in this process. They fail together, and record which ranks have left.
+//! State shared by a group's ranks in this process: their failure, their calls, and which of them have left.
 
 use std::collections::HashMap;
 
 use kvcore::{Collective, Error, Result};
 use parking_lot::Mutex;
 
-/// State that the ranks of a process share.
+/// State that a group's ranks in this process share.
 #[derive(Debug, Default)]
 pub(super) struct LocalRanks {
-    /// The first failure. It is final.
+    /// The group's first failure, which is permanent.
     failed: Mutex<Option<Error>>,
     /// The calls of this process's ranks, by rank.
     calls: Mutex<HashMap<usize, Calls>>,
 }
 
-/// The calls of one rank so far.
+/// The calls that one rank has made so far.
 #[derive(Debug, Default)]
 struct Calls {
-    /// Number of collectives that involve all ranks.
+    /// The number of calls that involve all ranks.
     of_all: u64,
-    /// Number of transfers, by the other rank and by direction: true for sends to that rank.
+    /// The number of transfers per peer rank and direction; `true` means a send to that rank.
     transfers: HashMap<(usize, bool), u64>,
     left: bool,
 }
@@ -31,7 +31,7 @@ impl Calls {
 }
 
 impl LocalRanks {
-    /// Fails the group, unless it has failed already. Returns the first failure.
+    /// Marks the group as failed, unless it already is. Returns the group's first failure.
     pub(super) fn fail(&self, error: Error) -> Error {
         self.failed.lock().get_or_insert(error).clone()
     }
@@ -46,7 +46,7 @@ impl LocalRanks {
         self.calls.lock().insert(rank, Calls::default());
     }
 
-    /// Records a call of a rank.
+    /// Records a collective call by a rank.
     pub(super) fn call(&self, rank: usize, collective: Collective<'_>) {
         let mut calls = self.calls.lock();
         let own = calls.entry(rank).or_default();
@@ -65,7 +65,7 @@ impl LocalRanks {
     /// Checks that a rank's calls do not depend on a rank that has left.
     ///
     /// # Errors
-    /// Returns [`Error::RankLeft`] for the rank that has left.
+    /// Returns [`Error::RankLeft`] if this rank's calls depend on a rank that has left.
     pub(super) fn check_presence(&self, rank: usize) -> Result<()> {
         let calls = self.calls.lock();
         let Some(own) = calls.get(&rank) else { return Ok(()) };

@@ -1,4 +1,4 @@
-//! A rank's HCCL handle, and how ranks join within a time limit.
+//! A rank's HCCL handle, and functions to join a group within a time limit.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::NAME;
 
-/// A rank's handle, destroyed when it is dropped.
+/// A rank's HCCL handle. Dropping this value destroys it.
 pub(super) struct RankHandle {
     pub(super) raw: sys::HcclComm,
     npu: Arc<Npu>,
@@ -52,10 +52,10 @@ impl RankHandle {
     }
 }
 
-/// Joins a group as one rank, and waits for the other ranks.
+/// Joins a group as one rank, and waits for the other ranks to join.
 ///
 /// # Errors
-/// Returns [`Error::RanksTimedOut`] if the other ranks do not join in time, and the errors of HCCL.
+/// Returns [`Error::RanksTimedOut`] if the other ranks do not join in time, or the error that HCCL reports.
 pub(super) fn join(
     npu: &Arc<Npu>,
     id: &HcclId,
@@ -77,10 +77,10 @@ pub(super) fn join(
     made?
 }
 
-/// Joins devices of this process as a group, with the first as rank 0.
+/// Joins devices of this process into a group, in which the first device is rank 0.
 ///
 /// # Errors
-/// Returns [`Error::RanksTimedOut`] if HCCL does not start in time, and the errors of HCCL.
+/// Returns [`Error::RanksTimedOut`] if HCCL does not start in time, or the error that HCCL reports.
 pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<RankHandle>> {
     let (loaded, devices) = (loaded()?, devices.to_vec());
     let made = within(0, limit, move || {
@@ -101,8 +101,8 @@ pub(super) fn join_all(devices: &[Arc<Npu>], limit: Duration) -> Result<Vec<Rank
 }
 
 // Decision: docs/decisions/backend-ascend.md#ranks-join-on-a-separate-thread
-/// Runs a call on a thread of its own, because the call may wait for other ranks. A value that arrives after
-/// the limit is dropped at once.
+/// Runs a call on its own thread, because the call may wait for other ranks, and waits for it at most
+/// `limit`. A result that arrives later is dropped.
 fn within<T: Send + 'static>(
     rank: usize,
     limit: Duration,

@@ -1,4 +1,4 @@
-//! The name of a group, by which its ranks find one another.
+//! A group's ID, which its ranks use to find one another.
 
 use std::ffi::c_char;
 use std::fmt;
@@ -10,8 +10,8 @@ use crate::backend::AscendBackend;
 use crate::bindings::types as sys;
 
 /// The root information of a group of ranks. One rank creates it, and the caller passes it to the other
-/// ranks: in a file, through a socket, or by the launcher of the processes. It contains the address at which
-/// the creating process waits for the other ranks.
+/// ranks: in a file, through a socket, or through the process launcher. It contains the address at which the
+/// creating process waits for the other ranks.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct HcclId([u8; Self::LEN]);
 
@@ -22,14 +22,15 @@ impl fmt::Debug for HcclId {
 }
 
 impl HcclId {
-    /// Length of a name in bytes.
+    /// Length of an ID in bytes.
     pub const LEN: usize = sys::HCCL_ROOT_INFO_BYTES as usize;
 
-    /// Creates a unique name. `backend` must be rank 0's backend. The calling process must stay alive until
-    /// all ranks have joined.
+    /// Creates a unique ID. `backend` must be rank 0's backend. The calling process must stay alive until all
+    /// ranks have joined.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if HCCL is missing, and [`kvcore::Error::Device`] if it refuses.
+    /// Returns [`kvcore::Error::NoDevice`] if HCCL is missing, or [`kvcore::Error::Device`] if HCCL reports
+    /// an error.
     pub fn new(backend: &AscendBackend) -> Result<Self> {
         let loaded = loaded()?;
         let _current = backend.npu.bind()?;
@@ -40,7 +41,7 @@ impl HcclId {
         Ok(Self(info.internal.map(|byte| byte as u8)))
     }
 
-    /// Creates the name from bytes that another process sent.
+    /// Creates the ID from bytes that another process sent.
     pub fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         Self(bytes)
     }

@@ -1,4 +1,4 @@
-//! Collectives as HCCL calls.
+//! Translates collectives to HCCL calls.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -13,17 +13,17 @@ use crate::errors::unsupported;
 use crate::memory::AscendStorage;
 use crate::queue::{CopyDirection, copy};
 
-/// The element type of all collectives that do not combine values: plain bytes.
+/// The element type for collectives that only move values: plain bytes.
 const BYTES: sys::HcclDataType = sys::HCCL_DATA_TYPE_INT8;
 
-/// Where a rank's collectives go: its handle and its stream.
+/// The handle and the stream for a rank's collectives.
 pub(super) struct CollectiveLine<'a> {
     pub(super) loaded: &'static HcclLibrary,
     pub(super) npu: &'a Arc<Npu>,
     /// None if the rank is the only one in its group.
     pub(super) handle: Option<&'a RankHandle>,
     pub(super) stream: sys::aclrtStream,
-    /// Memory that a collective uses in addition to its views. It stays until the work is done.
+    /// Memory that a collective needs besides its views. It must be kept until the work is done.
     pub(super) staged: &'a mut Option<AscendStorage>,
 }
 
@@ -54,7 +54,7 @@ pub(super) fn reaches(collective: Collective<'_>) -> Result<()> {
 }
 
 impl CollectiveLine<'_> {
-    /// Hands a collective to HCCL.
+    /// Passes a collective to HCCL.
     ///
     /// # Safety
     /// The device's context must be current. The views must be in the device's memory, and stay alive until
@@ -71,16 +71,16 @@ impl CollectiveLine<'_> {
             }
             Collective::AllGather { src, dst } => {
                 let ((mut from, bytes), (to, _)) = (place(src)?, place(dst)?);
-                // The source may be the rank's own part of the destination, and HCCL does not guarantee that
-                // it reads the source before it writes there.
+                // The source may be the rank's own part of the destination, and HCCL may write there before
+                // it reads the source.
                 if place(&dst.select(0, rank)?)?.0 == from {
                     let made = AscendStorage::uninitialised(self.npu, MemoryKind::Device, bytes)?;
                     let staged = self.staged.insert(made);
                     copy(self.npu, stream, staged.address(), from as u64, bytes, CopyDirection::OnDevice)?;
                     from = staged.address() as *mut c_void;
                 }
-                // SAFETY: `from` is valid for `bytes` bytes and `to` for as many of each rank, as the caller
-                // guarantees and the check of the collective has seen.
+                // SAFETY: the caller guarantees that `from` is valid for `bytes` bytes and `to` for `bytes`
+                // bytes per rank; the collective's check has verified the sizes.
                 let code = unsafe { hccl.HcclAllGather(from, to, bytes as u64, BYTES, comm, stream) };
                 self.loaded.check("an all-gather", code)
             }
@@ -102,7 +102,7 @@ impl CollectiveLine<'_> {
         }
     }
 
-    /// Runs a collective in a group of one rank: an all-gather copies, and the others do nothing.
+    /// Runs a collective in a group of one rank: an all-gather copies, and all other collectives do nothing.
     fn alone(&self, collective: Collective<'_>) -> Result<()> {
         if let Collective::AllGather { src, dst } = collective {
             let ((from, bytes), (to, _)) = (place(src)?, place(dst)?);
@@ -115,8 +115,8 @@ impl CollectiveLine<'_> {
 }
 
 // Decision: docs/decisions/backend-ascend.md#an-exchange-runs-in-rounds
-/// Splits an exchange into rounds, each with at most one transfer from one rank to another. Both ranks put a
-/// transfer into the same round.
+/// Splits an exchange into rounds, each with at most one send to and one receive from every other rank. Both
+/// ranks of a transfer put it into the same round.
 fn rounds(sends: &[Transfer<'_>], receives: &[Transfer<'_>]) -> Result<Vec<Vec<sys::HcclSendRecvItem>>> {
     let mut rounds: Vec<Vec<sys::HcclSendRecvItem>> = Vec::new();
     for (kind, transfers) in [(sys::HCCL_SEND, sends), (sys::HCCL_RECV, receives)] {

@@ -9,16 +9,16 @@ use crate::bindings::{Hccl, types as sys};
 use crate::errors::{NAME, no_device};
 use crate::library::{Library, library, missing, open};
 
-/// HCCL, and the libraries that devices need.
+/// HCCL, and the CANN libraries that it relies on.
 pub(super) struct HcclLibrary {
     pub(super) hccl: Hccl,
     pub(super) base: &'static Library,
 }
 
-/// Loads HCCL on the first call.
+/// Returns HCCL, which is loaded on the first call.
 ///
 /// # Errors
-/// Returns [`Error::NoDevice`] if CANN or its HCCL is missing, or lacks a function.
+/// Returns [`Error::NoDevice`] if CANN or HCCL is missing, or if HCCL lacks a function.
 pub(super) fn loaded() -> Result<&'static HcclLibrary> {
     static LOADED: OnceLock<std::result::Result<HcclLibrary, String>> = OnceLock::new();
     let base = library()?;
@@ -28,7 +28,7 @@ pub(super) fn loaded() -> Result<&'static HcclLibrary> {
 impl HcclLibrary {
     fn load(base: &'static Library) -> std::result::Result<Self, String> {
         let library = open("libhccl.so")?;
-        // SAFETY: the functions have the types that `ascend.h` gives them, which `cargo xtask ascend-headers`
+        // SAFETY: the functions have the types that `ascend.h` declares, which `cargo xtask ascend-headers`
         // compares with HCCL's headers.
         let hccl = unsafe { Hccl::from_library(library) };
         let mut lacks = missing!(
@@ -59,7 +59,7 @@ impl HcclLibrary {
         if code == sys::HCCL_SUCCESS {
             return Ok(());
         }
-        // SAFETY: the text belongs to HCCL and is never freed.
+        // SAFETY: the string belongs to HCCL and is never freed.
         let message = unsafe {
             let message = self.hccl.HcclGetErrorString(code);
             if message.is_null() { c"" } else { CStr::from_ptr(message) }.to_string_lossy()

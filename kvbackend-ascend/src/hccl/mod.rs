@@ -1,4 +1,4 @@
-//! Collectives between devices, through HCCL, which is loaded at run time.
+//! Collectives between devices through HCCL, which is loaded at run time.
 //!
 //! ```text
 //!   caller's stream   … work ──► event                        work …
@@ -6,8 +6,9 @@
 //!   rank's stream                wait ──► HCCL ──► host waits, until the time-out at most
 //! ```
 //!
-//! HCCL has no call to abort a collective whose other ranks never arrive. A stream that waited for one would
-//! be stuck forever. Instead, the host waits, and drops the rank's stream if the group fails.
+//! HCCL has no call to abort a collective whose other ranks never arrive. A stream that waited for such a
+//! collective would be stuck forever. Instead, the host waits, and drops the rank's stream if the group
+//! fails.
 
 use std::fmt;
 use std::sync::Arc;
@@ -35,18 +36,18 @@ use crate::errors::{foreign, unsupported};
 use crate::memory::AscendStorage;
 use crate::queue::AscendEvent;
 
-/// How often the group's state is checked while a collective is under way.
+/// The interval between checks of the group's state while a collective runs.
 const SLICE: Duration = Duration::from_millis(10);
 
-/// ACL's code for a wait that took too long.
+/// ACL's error code for a wait that timed out.
 const WAITED_TOO_LONG: i32 = 507_046;
 
-/// A rank in a group of NPUs, through HCCL. Each rank has its own device.
+/// A rank in a group of NPUs that communicate through HCCL. Each rank has its own device.
 ///
-/// A call waits until the collective is done or the time-out ends. A time-out fails the group permanently.
-/// Other ranks in this process see a failure within milliseconds, ranks in other processes when their own
-/// time-out ends. The ranks MUST make the same calls in the same order, which is not checked: otherwise a
-/// group may time out, or read and write the wrong bytes.
+/// A call waits until the collective is done or the time-out expires. A time-out fails the group permanently.
+/// Other ranks in this process see a failure within milliseconds; ranks in other processes see it when their
+/// own time-out expires. The ranks MUST make the same calls in the same order, which is not checked:
+/// otherwise a group may time out, or read and write the wrong bytes.
 ///
 /// ```
 /// use std::time::Duration;
@@ -71,7 +72,7 @@ const WAITED_TOO_LONG: i32 = 507_046;
 /// ```
 ///
 /// # Drop behaviour
-/// The rank leaves. A collective that needs it fails the group.
+/// The rank leaves the group. A collective that still needs this rank then fails the group.
 pub struct HcclCommunicator {
     rank: usize,
     ranks: usize,
@@ -81,19 +82,20 @@ pub struct HcclCommunicator {
     loaded: &'static HcclLibrary,
     /// None if the rank is the only one in its group.
     handle: Option<RankHandle>,
-    /// HCCL's stream, locked during a collective; none after the group has failed.
+    /// The stream on which HCCL runs. It is locked during a collective, and `None` after the group has
+    /// failed.
     stream: Mutex<Option<RankStream>>,
 }
 
-/// The rank's own stream. Dropping it also discards unfinished work.
+/// The rank's own stream. Dropping it also discards its unfinished work.
 struct RankStream {
     raw: sys::aclrtStream,
     npu: Arc<Npu>,
-    /// Memory that the current collective uses in addition to its views.
+    /// Memory that the current collective needs besides its views.
     staged: Option<AscendStorage>,
 }
 
-// SAFETY: ACL's streams may be used from any thread on which the device's context is current.
+// SAFETY: ACL streams may be used from any thread on which the device's context is current.
 unsafe impl Send for RankStream {}
 
 impl RankStream {
@@ -122,14 +124,14 @@ impl fmt::Debug for HcclCommunicator {
 }
 
 impl HcclCommunicator {
-    /// Joins a group of `ranks` ranks as rank `rank`. Waits at most `limit` for the other ranks, which is
-    /// also the time-out for collectives.
+    /// Joins a group of `ranks` ranks as rank `rank`, and waits for the other ranks. `limit` is the time-out
+    /// for joining and for each collective.
     ///
     /// # Errors
     /// - Returns [`Error::NoDevice`] if HCCL is missing.
     /// - Returns [`Error::OutOfRange`] if `rank` is not below `ranks`.
-    /// - Returns [`Error::RanksTimedOut`] if other ranks did not join in time, and [`Error::Device`] if HCCL
-    ///   refuses.
+    /// - Returns [`Error::RanksTimedOut`] if other ranks did not join in time, or [`Error::Device`] if HCCL
+    ///   reports an error.
     pub fn new(
         backend: &AscendBackend,
         id: &HcclId,
@@ -147,10 +149,11 @@ impl HcclCommunicator {
         Self::over(&Arc::default(), &backend.npu, handle, (rank, ranks), limit)
     }
 
-    /// Creates a group in this process, with one rank per backend, in order. Run each rank on its own thread.
+    /// Creates a group in this process, with one rank per backend, in order. Collectives must be called on a
+    /// separate thread for each rank.
     ///
     /// # Errors
-    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] if there are no backends, and
+    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] if there are no backends, or
     /// [`Error::Unsupported`] if two backends use the same device.
     pub fn group(backends: &[Arc<AscendBackend>], limit: Duration) -> Result<Vec<Self>> {
         let devices: Vec<Arc<Npu>> = backends.iter().map(|backend| Arc::clone(&backend.npu)).collect();
@@ -193,14 +196,15 @@ impl HcclCommunicator {
     }
 
     // Decision: docs/decisions/backend-ascend.md#the-host-waits-for-collectives
-    /// Passes a collective to HCCL after an event, and waits for the collective.
+    /// Passes a collective to HCCL that starts after the event `before`, and waits until the collective is
+    /// done.
     fn perform(&self, own: &mut RankStream, before: &AscendEvent, collective: Collective<'_>) -> Result<()> {
         let _current = self.npu.bind()?;
         before.0.hold_back(&self.npu, own.raw)?;
         let (loaded, npu, handle) = (self.loaded, &self.npu, self.handle.as_ref());
         let mut line = CollectiveLine { loaded, npu, handle, stream: own.raw, staged: &mut own.staged };
         // SAFETY: `Communicator::run` has checked that the stream owns the views. The work is done when this
-        // returns, or its stream is dropped before the caller continues.
+        // function returns, or its stream is dropped before the caller continues.
         unsafe { line.collective(self.rank, collective) }?;
         self.group.call(self.rank, collective);
         self.finish(own.raw, collective)?;
@@ -208,7 +212,7 @@ impl HcclCommunicator {
         Ok(())
     }
 
-    /// Waits for the rank's stream, at most until the time-out.
+    /// Waits until the work on the rank's stream is done, the group fails, or the time-out expires.
     fn finish(&self, stream: sys::aclrtStream, collective: Collective<'_>) -> Result<()> {
         let since = Instant::now();
         loop {
@@ -257,7 +261,7 @@ impl Communicator for HcclCommunicator {
             late @ (Error::RanksTimedOut { .. } | Error::RankLeft(_) | Error::RankAborted(_)) => {
                 self.group.fail(late)
             }
-            // The other ranks fail because this rank aborted the work. They keep an earlier failure.
+            // The other ranks fail because this rank aborted the work, unless the group has failed before.
             own => {
                 self.group.fail(Error::RankAborted(self.rank));
                 own
@@ -273,7 +277,7 @@ impl Communicator for HcclCommunicator {
 
     fn wait(&self, stream: &dyn Stream) -> Result<()> {
         self.check()?;
-        // Collectives are done when their call returns, so there are none to wait for on the stream.
+        // A collective is done when its call returns, so only the caller's own work is left on the stream.
         ascend(&self.record(stream)?)?.refuse_capture("a wait of the host")?;
         stream.synchronize().inspect_err(|_| self.abort())?;
         self.check()
@@ -287,8 +291,8 @@ impl Communicator for HcclCommunicator {
 impl Drop for HcclCommunicator {
     fn drop(&mut self) {
         self.group.leave(self.rank);
-        // The calls have waited for their work. HCCL requires destroying the handle before the stream; after
-        // a failure the stream has already been dropped.
+        // Every call has waited for its work. HCCL requires that the handle is destroyed before the stream;
+        // after a failure, the stream has already been dropped.
         let own = self.stream.get_mut().take();
         self.handle = None;
         drop(own);

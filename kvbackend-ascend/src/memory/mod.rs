@@ -1,4 +1,4 @@
-//! Storages: device memory, pinned host memory, memory that the caller lends, and reserved addresses.
+//! Storages: device memory, pinned host memory, memory that the caller lends, and reserved address ranges.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -30,11 +30,11 @@ pub struct AscendStorage {
     len: usize,
     kind: MemoryKind,
     free_call: FreeCall,
-    /// Whether the memory is lent to an activation of the dense steps.
+    /// True if the memory holds an activation of the dense steps.
     activation: bool,
 }
 
-/// How a storage's memory is freed.
+/// The call that frees a storage's memory.
 enum FreeCall {
     Device,
     Pinned,
@@ -60,7 +60,7 @@ impl AscendStorage {
         match kind {
             // SAFETY: the pinned memory was just allocated for `bytes` bytes.
             MemoryKind::Pinned => unsafe { (storage.address as *mut u8).write_bytes(0, bytes) },
-            // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else has the address.
+            // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else uses it.
             _ => unsafe { npu.zero(storage.address, bytes) }?,
         }
         Ok(storage)
@@ -98,7 +98,7 @@ impl AscendStorage {
         })
     }
 
-    /// Wraps the caller's memory.
+    /// Creates a storage over the caller's memory.
     ///
     /// # Safety
     /// See [`AscendBackend::lent`](crate::AscendBackend::lent).
@@ -126,22 +126,21 @@ impl AscendStorage {
         self
     }
 
-    /// Returns whether the memory is lent to an activation of the dense steps.
+    /// Returns whether the memory holds an activation of the dense steps.
     pub(crate) fn is_activation(&self) -> bool {
         self.activation
     }
 
-    /// Returns the host address of pinned memory.
+    /// Returns the host address of pinned memory, or `None` for device memory.
     pub(crate) fn host(&self) -> Option<*mut u8> {
         (self.kind == MemoryKind::Pinned).then_some(self.address as *mut u8)
     }
 }
 
-/// Downcasts a storage to this backend's type, if it belongs to the device or is pinned memory of the
-/// process.
+/// Downcasts a storage of this device to this backend's type.
 ///
 /// # Errors
-/// Returns [`Error::ForeignHandle`] for any other storage.
+/// Returns [`Error::ForeignHandle`] if the storage belongs to another backend or device.
 pub(crate) fn of<'a>(npu: &Arc<Npu>, storage: &'a Arc<dyn Storage>) -> Result<&'a AscendStorage> {
     let known = storage.as_any().downcast_ref::<AscendStorage>();
     known.filter(|known| Arc::ptr_eq(&known.npu, npu)).ok_or(foreign("a storage"))
@@ -150,7 +149,7 @@ pub(crate) fn of<'a>(npu: &Arc<Npu>, storage: &'a Arc<dyn Storage>) -> Result<&'
 /// Checks that operators can access a storage.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] for host memory.
+/// Returns [`Error::Unsupported`] if the storage is not in device memory.
 pub(crate) fn on_device(what: &str, storage: &Arc<dyn Storage>) -> Result<()> {
     match storage.kind() {
         MemoryKind::Device => Ok(()),

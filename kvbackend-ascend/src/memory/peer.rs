@@ -1,4 +1,4 @@
-//! Memory of other devices.
+//! Access to the memory of other devices.
 
 use std::sync::Arc;
 
@@ -8,7 +8,8 @@ use super::AscendStorage;
 use crate::device::Npu;
 use crate::errors::foreign;
 
-/// Returns the device of a storage on another device that `npu` can access.
+/// Returns the device that owns a storage. It must be `npu` itself, or a device whose memory `npu` can
+/// access.
 ///
 /// # Errors
 /// Returns [`kvcore::Error::ForeignHandle`] if the storage belongs to another backend, to the host, or to a

@@ -1,5 +1,5 @@
-//! Reserved memory: the addresses stay while the physical memory at them is freed and mapped again, one
-//! granule at a time.
+//! Reserved memory: a range of addresses stays reserved while its physical memory is freed and mapped again,
+//! one granule at a time.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -14,17 +14,17 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::unsupported;
 
-/// A handle for physical memory.
+/// A handle to physical memory.
 #[derive(Debug)]
 struct PhysicalMemory(sys::aclrtDrvMemHandle);
 
 // SAFETY: handles may be used from any thread on which the device's context is current.
 unsafe impl Send for PhysicalMemory {}
 
-/// Reserved memory of a device.
+/// A reserved range of addresses on a device, with its physical memory.
 ///
-/// The granularity is a power of two, at least ACL's (usually 2 MiB). Each granule has its own physical
-/// memory, so it can be freed while its neighbours stay in use.
+/// The granularity is a power of two, at least ACL's minimum (usually 2 MiB). Each granule has its own
+/// physical memory, which can be freed while its neighbours stay in use.
 #[derive(Debug)]
 pub struct AscendReserved {
     storage: AscendStorage,
@@ -43,7 +43,7 @@ impl Drop for ReservedAddresses {
     fn drop(&mut self) {
         let Ok(_current) = self.npu.bind_lost() else { return };
         self.granules.unmap(0..self.granules.reserved_bytes(), |at, handle| {
-            // SAFETY: `handle` is mapped there. No work uses the memory anymore, because work holds its
+            // SAFETY: `handle` is mapped at `at`. No work uses the memory anymore, because work holds its
             // storage.
             unsafe { self.release(at, &handle) }
         });
@@ -64,7 +64,7 @@ pub(crate) fn maps(npu: &Npu) -> bool {
         && acl.aclrtUnmapMem.is_ok()
 }
 
-/// Describes a device's physical memory.
+/// Describes the physical memory to allocate on a device.
 fn properties(ordinal: i32) -> sys::aclrtPhysicalMemProp {
     sys::aclrtPhysicalMemProp {
         handleType: sys::ACL_MEM_HANDLE_TYPE_NONE,
@@ -83,7 +83,7 @@ impl ReservedAddresses {
     /// `handle` must be mapped at offset `at`, and no work may use the memory.
     unsafe fn release(&self, at: usize, handle: &PhysicalMemory) {
         let acl = &self.npu.library.acl;
-        // SAFETY: the caller guarantees that `handle` is mapped there, and that the memory is unused.
+        // SAFETY: the caller guarantees that `handle` is mapped at `at`, and that the memory is unused.
         unsafe {
             acl.aclrtUnmapMem((self.address + at as u64) as *mut c_void);
             acl.aclrtFreePhysical(handle.0);
@@ -114,8 +114,8 @@ impl ReservedAddresses {
         }
     }
 
-    /// Maps zeroed memory at a granule that has none. `wanted` is the total number of bytes that the caller
-    /// maps.
+    /// Maps zeroed memory at a granule that has none. `wanted`, the total number of bytes that the caller
+    /// maps, is only reported in errors.
     fn place_zeroed(&self, at: usize, wanted: usize) -> Result<PhysicalMemory> {
         // SAFETY: `map` calls this only for granules without memory.
         let handle = unsafe { self.place(at) }
@@ -207,7 +207,7 @@ impl ReservedStorage for AscendReserved {
         let ReservedAddresses { npu, granules, .. } = &*self.addresses;
         granules.check(&range)?;
         let _current = npu.bind()?;
-        // SAFETY: `handle` is mapped there; the caller has waited for the work that uses it.
+        // SAFETY: `handle` is mapped at this offset; the caller has waited for the work that uses it.
         granules.unmap(range, |at, handle| unsafe { self.addresses.release(at, &handle) });
         Ok(())
     }

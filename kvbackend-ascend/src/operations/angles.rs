@@ -1,4 +1,4 @@
-//! Cosines and sines on the device, and the rotation of rows by them.
+//! Rotation angles on the device, as cosines and sines, and the rotation of rows.
 
 use kvcore::{Pairing, Result, Rope};
 use smallvec::SmallVec;
@@ -8,7 +8,8 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Cosines and sines for each row, `[rows, rotary_dim / 2]` each, or `[1, …]` for all rows.
+/// Cosines and sines of the rotation angles: `[rows, rotary_dim / 2]` each, or `[1, rotary_dim / 2]` if all
+/// rows share them.
 #[derive(Debug)]
 pub(super) struct AngleRows {
     pub(super) cos: Tensor,
@@ -16,7 +17,7 @@ pub(super) struct AngleRows {
     pub(super) pairing: Pairing,
 }
 
-/// [`AngleRows`] sent by the host.
+/// [`AngleRows`] that the host has sent to the device.
 #[derive(Debug, Clone)]
 pub(super) struct SentAngles {
     cos: SentTensor,
@@ -24,10 +25,11 @@ pub(super) struct SentAngles {
     pairing: Pairing,
 }
 
-/// Returns cosines and sines of positions, multiplied by a factor: `[positions, rotary_dim / 2]` each.
+/// Returns the cosines and sines for the given positions, multiplied by `factor`: `[positions, rotary_dim /
+/// 2]` each.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::OutOfRange`] for a position that does not fit in the table.
+/// Returns [`kvcore::Error::OutOfRange`] if the rope's table does not cover a position.
 pub(super) fn cosines_and_sines(rope: &Rope, positions: &[i64], factor: f32) -> Result<(Vec<f32>, Vec<f32>)> {
     let table = rope.table(positions.iter().copied())?;
     let half = rope.config().rotary_dim / 2;
@@ -41,7 +43,7 @@ pub(super) fn cosines_and_sines(rope: &Rope, positions: &[i64], factor: f32) -> 
 }
 
 impl SentAngles {
-    /// Sends the angles of positions. The caller guarantees that they fit in the table.
+    /// Sends the angles for the given positions to the device. The rope's table must cover these positions.
     pub(super) fn send(work: &mut Work<'_>, rope: &Rope, positions: &[i64], factor: f32) -> Result<Self> {
         let (cos, sin) = cosines_and_sines(rope, positions, factor)?;
         let dims = [positions.len(), rope.config().rotary_dim / 2];
@@ -52,7 +54,7 @@ impl SentAngles {
         })
     }
 
-    /// Returns the angles of some of the rows.
+    /// Returns the angles of `count` rows, starting at row `first`.
     pub(super) fn rows(&self, first: usize, count: usize) -> AngleRows {
         let some = |sent: &SentTensor| sent.tensor.sliced(0, first, count);
         AngleRows { cos: some(&self.cos), sin: some(&self.sin), pairing: self.pairing }
@@ -63,7 +65,7 @@ impl SentAngles {
         AngleRows { cos: self.cos.tensor.clone(), sin: self.sin.tensor.clone(), pairing: self.pairing }
     }
 
-    /// Holds the angles until the work is done.
+    /// Holds the angles' memory until the work is done.
     pub(super) fn hold(&self, work: &mut Work<'_>) {
         self.cos.hold(work);
         self.sin.hold(work);
@@ -71,7 +73,7 @@ impl SentAngles {
 }
 
 impl AngleRows {
-    /// Returns angles `[rows, rotary_dim / 2]`, where row `i` gets angle `which[i]`.
+    /// Gathers angles, `[rows, rotary_dim / 2]`: row `i` of the result is row `which[i]`.
     pub(super) fn spread(&self, work: &mut Work<'_>, which: &Tensor) -> Result<Self> {
         let dims = [which.dim(0), self.cos.dim(1)];
         let mut spread = |table: &Tensor| -> Result<Tensor> {
@@ -82,8 +84,8 @@ impl AngleRows {
         Ok(Self { cos: spread(&self.cos)?, sin: spread(&self.sin)?, pairing: self.pairing })
     }
 
-    /// Rotates the first elements of dense f32 rows `[…, dim]` in place. `outer` has the extents of the
-    /// angles along all axes before the last: 1 where they repeat.
+    /// Rotates the first `rotary_dim` elements of dense f32 rows `[…, dim]` in place. `outer` is the shape of
+    /// the angles without their last axis; along an axis of extent 1, the angles are repeated.
     pub(super) fn rotate(&self, work: &mut Work<'_>, x: &Tensor, outer: &[usize]) -> Result<()> {
         let half = self.cos.dim(1);
         let dims: SmallVec<[usize; 6]> = outer.iter().copied().chain([half]).collect();

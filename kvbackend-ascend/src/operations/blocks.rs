@@ -1,4 +1,4 @@
-//! Copies of whole blocks: within a pool, between pools and other memory, with rotated keys, and into another
+//! Copies of whole blocks: within a pool, between pools and other memory, with rotated keys, and to another
 //! format.
 
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use crate::errors::unsupported;
 use crate::operators::{Tensor, bytes_of, number};
 use crate::queue::{CopyDirection, Work};
 
-/// Blocks of K or V in a pool, or of their scales.
+/// The blocks of K or V in a pool, or of their scales.
 struct Blocks<'a> {
     storage: &'a Arc<dyn Storage>,
     strides: PlaneStrides,
@@ -30,7 +30,7 @@ struct Blocks<'a> {
 }
 
 impl<'a> Blocks<'a> {
-    /// Describes a plane, and its scales if it has any.
+    /// Describes a plane's blocks, and its scales' blocks if it has scales.
     fn of_plane(plane: &KvPlane<'a>, block_size: usize) -> Result<Vec<Self>> {
         let dtype = match plane.format {
             KvFormat::Dense(dtype) => number(dtype)?,
@@ -62,19 +62,20 @@ impl<'a> Blocks<'a> {
         self.block_size * self.heads * self.dim
     }
 
-    /// Returns a block as `[tokens, heads, dim]`, at its address in the pool or at the address of a copy.
+    /// Returns a block as `[tokens, heads, dim]` at `address`, which is either in the pool or a copy of the
+    /// block.
     fn view(&self, address: u64) -> Tensor {
         let s = self.strides;
         let dims = [self.block_size, self.heads, self.dim];
         Tensor::strided(address, self.dtype, &dims, &[s.token, s.head, 1])
     }
 
-    /// Returns the number of elements from a block's first to its last, including gaps.
+    /// Returns the number of elements that a block spans, including gaps.
     fn span(&self) -> usize {
         self.strides.at(0, 0, self.block_size - 1, self.heads - 1) + self.dim
     }
 
-    /// Returns whether a block has no gaps.
+    /// Returns whether a block's elements have no gaps between them.
     fn is_dense(&self) -> bool {
         self.span() == self.elements()
     }
@@ -94,7 +95,7 @@ impl<'a> Blocks<'a> {
         Ok(rows)
     }
 
-    /// Writes a block from a dense tensor `[tokens, heads, dim]`.
+    /// Writes a dense tensor `[tokens, heads, dim]` to a block.
     fn store(&self, work: &mut Work<'_>, layer: usize, block: BlockId, rows: &Tensor) -> Result<()> {
         let rows = rows.reshaped(&[self.block_size, self.heads, self.dim]);
         let (at, bytes) = (self.address(layer, block.index()), self.span() * bytes_of(self.dtype));
@@ -110,7 +111,7 @@ impl<'a> Blocks<'a> {
         work.copy_bytes(at, staged, bytes, CopyDirection::ToHost)
     }
 
-    /// Returns whether both store the elements of a block in the same order.
+    /// Returns whether both store a block's elements with the same type and in the same order.
     fn is_like(&self, other: &Self) -> bool {
         let (a, b) = (self.strides, other.strides);
         a.token == b.token && a.head == b.head && self.dtype == other.dtype
@@ -132,7 +133,7 @@ fn copy_block(
         };
         return work.copy_bytes(to, from, bytes(src), way);
     }
-    // Blocks in pinned memory are rearranged on the device.
+    // If a block is in pinned memory, its elements are rearranged on the device.
     let from = if src.on_host {
         let staged = work.bytes(bytes(src))?;
         work.copy_bytes(staged, from, bytes(src), CopyDirection::ToDevice)?;
@@ -198,7 +199,7 @@ pub(super) fn rotate_keys(work: &mut StepWork<'_, '_>, op: &RotateKeys) -> Resul
     dst.write(work, &places, &rotated)
 }
 
-/// Converts an arena's blocks to the format of another arena, for all layers.
+/// Converts blocks of `src` to the format of `dst`, in all layers.
 pub(super) fn convert_all(
     work: &mut StepWork<'_, '_>,
     src: &KvArena,
@@ -227,7 +228,7 @@ pub(super) fn convert_all(
     Ok(())
 }
 
-/// Converts blocks one at a time, because one of the arenas is in pinned memory.
+/// Converts one block at a time, for arenas in pinned memory.
 fn convert_by_block(
     work: &mut StepWork<'_, '_>,
     src: &KvArena,
@@ -266,7 +267,7 @@ fn convert_by_block(
     Ok(())
 }
 
-/// The row indices of some blocks, sent once per geometry.
+/// The row indices of the blocks in `pairs`, sent once per geometry.
 struct BlockNumbers<'a> {
     pairs: &'a WritePairs,
     block_size: usize,

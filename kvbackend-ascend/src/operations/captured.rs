@@ -1,7 +1,7 @@
-//! The lists that each replay of a captured step rebuilds. Their lengths stay as captured.
+//! The lists that each replay of a captured step rebuilds. Their lengths are fixed at capture.
 //!
-//! Operators write every row they get, but a padding row has no slot, so a real row takes its place: it is
-//! written twice, with the same bytes.
+//! The operators write every row they get, but a padding row has no slot. A row with a slot takes its place,
+//! and is written twice with the same bytes.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -15,20 +15,20 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 
 // Decision: docs/decisions/backend-ascend.md#a-padding-row-repeats-another-row
-/// The rows to write, one for each row of the step.
+/// The rows that a captured step writes: one per row of the step.
 pub(super) struct WrittenRows {
-    /// For each row of the step, the row that is written in its place.
+    /// For each row of the step, the index of the row that is written in its place.
     pub(super) rows: Vec<usize>,
-    /// The place that each of these rows is written to.
+    /// The slot for each of these rows.
     pub(super) places: Vec<usize>,
 }
 
 impl WrittenRows {
-    /// Chooses the rows from the place of each row; a negative place means padding. If several rows have the
-    /// same place, the last one is written.
+    /// Chooses the rows from the slot of each row; a negative slot means padding. If several rows have the
+    /// same slot, the last one is written.
     ///
     /// # Errors
-    /// Returns [`Error::GraphOutgrown`] if no row has a place.
+    /// Returns [`Error::GraphOutgrown`] if no row has a slot.
     pub(super) fn new(places: &[i64]) -> Result<Self> {
         let valid = places.iter().enumerate().filter(|(_, place)| **place >= 0);
         let last: HashMap<i64, usize> = valid.clone().map(|(row, &place)| (place, row)).collect();
@@ -40,7 +40,7 @@ impl WrittenRows {
         Ok(Self { rows, places })
     }
 
-    /// Returns the row indices in the form that operators take.
+    /// Returns the row indices as 32-bit integers, which the operators expect.
     pub(super) fn numbers(&self) -> Vec<i32> {
         self.rows.iter().map(|&row| row as i32).collect()
     }
@@ -51,7 +51,7 @@ fn to_bytes<T: bytemuck::NoUninit>(list: &[T]) -> Vec<u8> {
     bytemuck::cast_slice(list).to_vec()
 }
 
-/// Returns the address of a list that a captured step's layers share.
+/// Returns the address of a list that each replay rebuilds and all layers of the captured step share.
 fn replayed(
     work: &mut StepWork<'_, '_>,
     key: PlanKey,
@@ -75,7 +75,7 @@ impl CapturedRows {
         Ok(Tensor::dense(at, sys::ACL_INT32, &[self.count]))
     }
 
-    /// Returns the rows of the plane's matrix to write to.
+    /// Returns the indices of the matrix rows to write to.
     pub(super) fn places(self, work: &mut StepWork<'_, '_>, geometry: RowGeometry) -> Result<Tensor> {
         let len = self.count * geometry.rows_of_slot();
         let make = move |step: &StepInputs| {
@@ -92,7 +92,8 @@ impl CapturedRows {
     }
 }
 
-/// Returns the angles for all `count` positions of a step, or only for the rows that its scatters write.
+/// Returns the angles for all `count` positions of a captured step or, if `written` is true, for the rows
+/// that its scatters write.
 pub(super) fn angles(
     work: &mut StepWork<'_, '_>,
     rope: &Arc<Rope>,

@@ -1,8 +1,8 @@
-//! Codes of int8 caches, as defined by [`kvcore::IntKind::Int8`]: one f16 scale per group of a row.
+//! Codes of int8 caches, as defined by [`kvcore::IntKind::Int8`]: each group of a row has one f16 scale.
 //!
 //! A scale is the group's largest magnitude divided by 127, rounded up to f16. CANN rounds to nearest, so a
-//! scale that came out too small is replaced by the next larger f16. A group with a non-finite element gets a
-//! NaN scale and reads back as NaN; a group below the smallest normal f32 reads back as 0.
+//! scale that is too small after rounding is replaced by the next larger f16. A group with a non-finite
+//! element gets a NaN scale and reads back as NaN; a group below the smallest normal f32 reads back as 0.
 
 use kvcore::Result;
 
@@ -17,7 +17,7 @@ const LARGEST: f32 = 127.0;
 /// Three quarters of the distance from an f16 to the next one, relative to the smallest number with the same
 /// exponent. A number plus this step rounds to the next f16.
 const STEP: f32 = 0.75 / 1024.0;
-/// Three quarters of the distance between the smallest f16 numbers.
+/// Three quarters of the distance between neighbouring subnormal f16 numbers.
 const LEAST_STEP: f32 = 0.75 / 16_777_216.0;
 
 /// Smaller than every scale except 0.
@@ -53,7 +53,7 @@ pub(super) fn encoded(work: &mut StepWork<'_, '_>, rows: &Tensor, group: usize) 
     Ok((codes, scales))
 }
 
-/// Returns the groups' scales in f16 and in f32, `[groups, 1]`.
+/// Returns the groups' scales, `[groups, 1]`, in f16 and in f32.
 fn scales(work: &mut StepWork<'_, '_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
     let groups = x.dim(0);
     let one = [groups, 1];
@@ -70,8 +70,8 @@ fn scales(work: &mut StepWork<'_, '_>, x: &Tensor) -> Result<(Tensor, Tensor)> {
     work.div(&largest, &limit, &scale)?;
     work.convert(&scale, &near)?;
     work.convert(&near, &scale)?;
-    // 1 where the scale times the largest code is less than the magnitude, otherwise 0; NaN for a group with
-    // a non-finite element.
+    // 1 where the scale times the largest code is less than the largest magnitude, otherwise 0; NaN for a
+    // group with a non-finite element.
     let (short, step) = (numbers(work)?, numbers(work)?);
     work.scale(&scale, LARGEST, &short)?;
     work.sub(&largest, &short, &short)?;

@@ -1,4 +1,4 @@
-//! Where a plane's rows lie in a matrix, and the row indices for a list of slots or tokens.
+//! The layout of a plane's rows in a matrix, and the row indices for a list of slots or tokens.
 
 use kvcore::Result;
 
@@ -6,14 +6,14 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Where rows lie in a layer's matrix, in rows of the matrix.
+/// The layout of a plane's rows in a layer's matrix. Strides are in matrix rows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RowGeometry {
     pub(super) heads: usize,
     pub(super) dim: usize,
-    /// Number of heads that have rows of their own; 1 if a token's heads are contiguous.
+    /// The number of heads with separate rows; 1 if a token's heads are contiguous.
     pub(super) apart: usize,
-    /// Number of matrix rows that make up one row of such a head.
+    /// The number of matrix rows per separate head.
     pub(super) parts: usize,
     pub(super) block: usize,
     pub(super) token: usize,
@@ -21,7 +21,7 @@ pub(super) struct RowGeometry {
     pub(super) block_size: usize,
 }
 
-/// The geometry of a plane, and of its scales if it has any.
+/// The geometry of a plane, and of its scales if it has scales.
 pub(super) type PlaneGeometry = (RowGeometry, Option<RowGeometry>);
 
 /// Row indices into a plane's matrix, and into the matrix of its scales.
@@ -32,7 +32,7 @@ pub(super) struct RowNumbers {
 }
 
 impl RowNumbers {
-    /// Computes row indices by the geometry of a plane, and by that of its scales.
+    /// Builds the row indices for the plane, and for its scales if it has scales.
     pub(super) fn make(
         (rows, scales): PlaneGeometry,
         mut make: impl FnMut(RowGeometry) -> Result<Tensor>,
@@ -42,7 +42,7 @@ impl RowNumbers {
 }
 
 impl RowGeometry {
-    /// Returns the row indices of slots, in the order `[slots, heads, dim]`.
+    /// Returns the matrix rows of slots, ordered as `[slots, heads, dim]`.
     pub(super) fn by_slot(&self, slots: impl ExactSizeIterator<Item = usize>) -> Vec<i32> {
         let mut index = Vec::with_capacity(slots.len() * self.rows_of_slot());
         for slot in slots {
@@ -54,8 +54,9 @@ impl RowGeometry {
         index
     }
 
-    /// Returns the row indices of tokens, each given by its block and its place there: `[heads, tokens, dim]`
-    /// if heads have rows of their own or there is one head, otherwise `[tokens, heads, dim]`.
+    /// Returns the matrix rows of tokens, each given by its block and its offset in the block. The order is
+    /// `[heads, tokens, dim]` if heads have separate rows or there is only one head, otherwise `[tokens,
+    /// heads, dim]`.
     pub(super) fn by_head(&self, tokens: &[(usize, usize)]) -> Vec<i32> {
         let mut index = Vec::with_capacity(tokens.len() * self.rows_of_slot());
         for head in 0..self.apart {
@@ -66,7 +67,8 @@ impl RowGeometry {
         index
     }
 
-    /// Returns whether heads have rows of their own, in which case a head's tokens follow one another.
+    /// Returns whether heads have separate rows. If so, [`by_head`](Self::by_head) puts a head's tokens next
+    /// to each other.
     pub(super) fn heads_lie_apart(&self) -> bool {
         self.apart > 1
     }
@@ -76,8 +78,8 @@ impl RowGeometry {
         self.apart * self.parts
     }
 
-    /// Returns rows that were read in the order of [`by_head`](Self::by_head) as `[rows, heads, tokens, dim]`
-    /// in f32.
+    /// Returns rows that were read in the order of [`by_head`](Self::by_head), rearranged to `[rows, heads,
+    /// tokens, dim]` in f32.
     pub(super) fn on_heads(
         &self,
         work: &mut Work<'_>,

@@ -13,14 +13,14 @@ use crate::memory::on_device;
 use crate::operators::{Tensor, bytes_of, number};
 use crate::queue::Work;
 
-/// One layer of K or V, or of their codes, as a dense matrix. One or more matrix rows make up one head's row,
-/// or the row of all heads if a token's heads are contiguous.
+/// One layer of K or V, or of their codes, as a dense matrix. One head's row consists of one or more matrix
+/// rows. If a token's heads are contiguous, this applies to the row of all heads.
 #[derive(Debug, Clone)]
 pub(super) struct PlaneMatrix {
     /// `[rows, unit]`.
     matrix: Tensor,
     pub(super) geometry: RowGeometry,
-    /// The codes' scales, as rows with one number per group.
+    /// The codes' scales, as rows with one value per group.
     pub(super) scales: Option<Box<PlaneMatrix>>,
 }
 
@@ -57,14 +57,14 @@ impl PlaneMatrix {
         (self.geometry, self.scales.as_ref().map(|scales| scales.geometry))
     }
 
-    /// Reads rows of the matrix in their stored form.
+    /// Reads matrix rows in their stored type.
     fn take(&self, work: &mut Work<'_>, numbers: &Tensor) -> Result<Tensor> {
         let rows = work.temporary(self.matrix.dtype(), &[numbers.dim(0), self.matrix.dim(1)])?;
         work.take_rows(&self.matrix, numbers, &rows)?;
         Ok(rows)
     }
 
-    /// Reads rows into a dense tensor of the same type, `[rows, heads, dim]`.
+    /// Reads rows into a dense tensor `[rows, heads, dim]` of the plane's element type.
     pub(super) fn read_into(&self, work: &mut Work<'_>, numbers: &RowNumbers, out: &Tensor) -> Result<()> {
         if self.scales.is_none() {
             let rows = out.reshaped(&[numbers.rows.dim(0), self.matrix.dim(1)]);
@@ -74,7 +74,7 @@ impl PlaneMatrix {
         work.convert(&found, out)
     }
 
-    /// Reads rows in the list's order, `[rows, heads, dim]` for slots.
+    /// Reads rows in the order of their indices; for slots, the result is `[rows, heads, dim]`.
     pub(super) fn read(&self, work: &mut Work<'_>, numbers: &RowNumbers) -> Result<Tensor> {
         let (heads, dim) = (self.geometry.heads, self.geometry.dim);
         let found = self.take(work, &numbers.rows)?;
@@ -85,8 +85,8 @@ impl PlaneMatrix {
         codes::decoded(work, &found, &scales)
     }
 
-    /// Reads the rows of `rows · tokens` tokens, with indices in the order of [`RowGeometry::by_head`], as
-    /// `[rows, heads, tokens, dim]` in f32.
+    /// Reads the rows of `rows · tokens` tokens, whose indices must be in the order of
+    /// [`RowGeometry::by_head`]. Returns `[rows, heads, tokens, dim]` in f32.
     pub(super) fn read_by_head(
         &self,
         work: &mut Work<'_>,
@@ -101,7 +101,7 @@ impl PlaneMatrix {
         codes::decoded(work, &x, &factors)
     }
 
-    /// Writes rows `[rows, heads, dim]` of any type.
+    /// Writes rows `[rows, heads, dim]` of any element type.
     pub(super) fn write(
         &self,
         work: &mut StepWork<'_, '_>,
@@ -129,8 +129,8 @@ impl PlaneMatrix {
     }
 
     /// Returns the layer as a paged cache for CANN's fused operators: `[blocks, heads, block_size, dim]` if
-    /// heads have rows of their own, otherwise `[blocks, block_size, heads, dim]`. Returns none if blocks
-    /// have gaps or another order, and for types other than f16 and bf16.
+    /// heads have separate rows, otherwise `[blocks, block_size, heads, dim]`. Returns `None` if blocks have
+    /// gaps or a different order, or if the type is not f16 or bf16.
     pub(super) fn pages(&self) -> Option<Tensor> {
         let RowGeometry { heads, dim, apart, parts, block, token, head, block_size } = self.geometry;
         let half = [sys::ACL_FLOAT16, sys::ACL_BF16].contains(&self.matrix.dtype());
@@ -144,7 +144,7 @@ impl PlaneMatrix {
     }
 }
 
-/// Rows of all layers in a storage.
+/// The rows of all layers in a storage.
 #[derive(Clone, Copy)]
 struct StoredRows<'a> {
     storage: &'a Arc<dyn Storage>,

@@ -1,4 +1,4 @@
-//! The contract's operations, composed of operators.
+//! The contract's operations, composed of CANN's operators.
 //!
 //! | operation | operators |
 //! |---|---|
@@ -25,7 +25,7 @@ mod tensors;
 pub(crate) use plans::{RecentPlans, StepWork};
 
 // Decision: docs/decisions/backend-ascend.md#operations-are-composed-of-plain-operators
-/// Enqueues a checked operation.
+/// Enqueues an operation that has passed its checks.
 pub(crate) fn run(work: &mut StepWork<'_, '_>, operation: Operation<'_>) -> Result<()> {
     match operation {
         Operation::Scatter(op) => rows::scatter(work, op),

@@ -1,4 +1,4 @@
-//! Plans: lists that are already on the device. A step's layers share their indices, angles and masks.
+//! Plans: lists on the device, such as indices, angles and masks, that a step's layers share.
 
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
@@ -14,45 +14,46 @@ use crate::bindings::types as sys;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Number of lists that a stream keeps. A step needs only a few: indices of K and V, angles, and attention's
+/// Number of plans that a stream keeps. A step needs only a few: indices of K and V, angles, and attention's
 /// lists.
 const KEPT: usize = 16;
 
 /// Identifies a list on the device by its contents. A key holds the values that it compares by address, so no
-/// other value can get the same address.
+/// other value can be allocated at the same address.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum PlanKey {
-    /// One number, by its bits.
+    /// A single number, given by its bits.
     Number(u32),
-    /// Indices of the rows that have a slot.
+    /// The indices of the rows that have a slot.
     Rows(SlotsKey),
-    /// Row indices of slots in a matrix.
+    /// The matrix rows of slots.
     Places(SlotsKey, RowGeometry),
-    /// Indices of the rows that a captured step writes.
+    /// The indices of the rows that a captured step writes.
     CapturedRows { count: usize },
-    /// Row indices of the slots that a captured step writes.
+    /// The matrix rows of the slots that a captured step writes.
     CapturedPlaces(RowGeometry),
-    /// Angles for one distance.
+    /// The angles for one distance.
     Distance { rope: ByAddress<Rope>, delta: i64 },
-    /// Angles of positions, multiplied by the embedding's attention factor.
+    /// The angles for positions, multiplied by the embedding's attention factor.
     Positions { rope: ByAddress<Rope>, positions: ByAddress<[i64]> },
-    /// Angles for the positions of rows that have a slot.
+    /// The angles for the positions of the rows that have a slot.
     SlotPositions { slots: SlotsKey, rope: ByAddress<Rope>, positions: ByAddress<[i64]> },
-    /// Angles for all positions of a captured step, or only for its rows that have a slot.
+    /// The angles for all positions of a captured step or, if `written` is true, for its rows that have a
+    /// slot.
     CapturedPositions { rope: ByAddress<Rope>, count: usize, written: bool },
-    /// Tokens of each merge group, for attention that computes its entries one after another.
+    /// The tokens of each merge group, for attention that computes its entries one after another.
     Attention { work: AttentionKey, planes: [PlaneGeometry; 2] },
-    /// Angles of queries and keys, for attention that computes its entries one after another.
+    /// The angles of queries and keys, for attention that computes its entries one after another.
     AttentionAngles { work: AttentionKey, rope: ByAddress<Rope> },
-    /// Tokens of all rows, for attention that computes its rows side by side.
+    /// The tokens of all rows, for attention that computes its rows side by side.
     SideBySide { work: AttentionKey, planes: [PlaneGeometry; 2], rope: Option<ByAddress<Rope>> },
-    /// Block tables of decoding sequences.
+    /// The block tables of decoding sequences.
     Sequences { work: u64, block_size: usize, window: Option<usize> },
-    /// Angles for the queries of decoding sequences.
+    /// The angles for the queries of decoding sequences.
     SequenceAngles { work: u64, window: Option<usize>, rope: ByAddress<Rope> },
 }
 
-/// A value that is equal only to itself.
+/// A shared value that is compared by address.
 #[derive(Debug)]
 pub(super) struct ByAddress<T: ?Sized>(pub(super) Arc<T>);
 
@@ -91,7 +92,7 @@ impl SlotsKey {
     }
 }
 
-/// An attention's work, identified by its ID, because the owner may edit the work itself.
+/// An attention operation's work, identified by its ID, because the owner may edit the work itself.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct AttentionKey {
     pub(super) work: u64,
@@ -105,9 +106,9 @@ impl AttentionKey {
     }
 }
 
-/// A value that a step's layers share: a kind of [`KeptPlan`].
+/// A value that a step's layers share, and that a [`KeptPlan`] can contain.
 pub(super) trait Planned: Sized {
-    /// Returns the plan's value, if the plan is of this kind.
+    /// Returns the value, if the plan is of this kind.
     fn of(plan: &KeptPlan) -> Option<Self>;
 
     /// Wraps the value in a plan.
@@ -117,7 +118,7 @@ pub(super) trait Planned: Sized {
 /// Defines the kinds of plans.
 macro_rules! plans {
     ($($(#[$doc:meta])* $kind:ident($type:ty),)*) => {
-        /// The value that was made for a key.
+        /// The value that was built for a key.
         #[derive(Debug, Clone)]
         pub(super) enum KeptPlan {
             $($(#[$doc])* $kind($type),)*
@@ -147,8 +148,8 @@ plans! {
 }
 
 impl KeptPlan {
-    /// Holds the lists until the work is done. The lists of replays need no hold, because the graph holds
-    /// them.
+    /// Holds the plan's memory until the work is done. Lists that replays provide need no hold, because the
+    /// graph holds them.
     fn hold(&self, work: &mut Work<'_>) {
         match self {
             Self::Replayed(_) => {}
@@ -162,7 +163,7 @@ impl KeptPlan {
     }
 }
 
-/// The plans of the most recent operations of a stream or capture.
+/// The plans of a stream's or capture's most recent operations.
 #[derive(Debug, Default)]
 pub(crate) struct RecentPlans(Recent<PlanKey, KeptPlan, KEPT>);
 
@@ -187,10 +188,11 @@ impl DerefMut for StepWork<'_, '_> {
 }
 
 impl StepWork<'_, '_> {
-    /// Returns the value that an earlier layer made for a key, or makes it if there is none. Holds its lists.
+    /// Returns the value that an earlier layer built for this key, or builds it if there is none. Holds its
+    /// memory until the work is done.
     ///
     /// # Errors
-    /// Returns the errors of `make`.
+    /// Returns the error of `make`, if it fails.
     pub(super) fn shared<T: Planned>(
         &mut self,
         key: PlanKey,
@@ -207,19 +209,19 @@ impl StepWork<'_, '_> {
         Ok(made)
     }
 
-    /// Returns a number on the device, `[1, 1, 1]` in f32.
+    /// Returns a tensor on the device, `[1, 1, 1]` in f32, that contains the given number.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub(super) fn number(&mut self, number: f32) -> Result<Tensor> {
         let send = |work: &mut Self| SentTensor::send(work, &[number], sys::ACL_FLOAT, &[1, 1, 1]);
         Ok(self.shared(PlanKey::Number(number.to_bits()), send)?.tensor)
     }
 
-    /// Returns the angles for one distance, for all rows.
+    /// Returns the angles that rotate all rows by `delta` positions.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub(super) fn angles_of_distance(&mut self, rope: &Arc<Rope>, delta: i64) -> Result<SentAngles> {
         let key = PlanKey::Distance { rope: ByAddress::of(rope), delta };
         self.shared(key, |work| SentAngles::send(work, rope, &[delta], 1.0))

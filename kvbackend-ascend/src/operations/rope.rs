@@ -1,4 +1,4 @@
-//! Rotation of rows in place.
+//! In-place rotation of rows.
 
 use kvcore::{ApplyRope, Result};
 

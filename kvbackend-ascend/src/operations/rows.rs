@@ -1,4 +1,4 @@
-//! Scatter and gather: copies from rows to slots and from slots to rows.
+//! Scatter and gather: copies of rows to slots and from slots.
 
 use kvcore::{Gather, Result, RowRotation, Scatter, TensorView};
 
@@ -12,15 +12,15 @@ use crate::library::Serves;
 use crate::memory::on_device;
 use crate::operators::Tensor;
 
-/// The slots of an operation, without padding rows.
+/// An operation's slots, without those of padding rows.
 struct RowSlots {
     key: SlotsKey,
-    /// The rows to move; none means all.
+    /// The indices of the rows to move, or `None` for all rows.
     rows: Option<Vec<usize>>,
 }
 
 impl RowSlots {
-    /// Leaves out padding rows. If several rows are written to one slot, keeps the last one.
+    /// Drops padding rows. If several rows are written to the same slot, keeps the last one.
     fn new(key: SlotsKey) -> Self {
         let slots = &key.slots.0;
         let mut rows: Vec<usize> = (0..slots.len()).filter(|&row| slots[row] >= 0).collect();
@@ -42,7 +42,7 @@ impl RowSlots {
         (0..self.len()).map(|i| self.rows.as_ref().map_or(i, |rows| rows[i]))
     }
 
-    /// Returns the row indices of the slots in a plane's matrices.
+    /// Returns the matrix rows of the slots in a plane.
     fn places(&self, work: &mut StepWork<'_, '_>, plane: &PlaneMatrix) -> Result<RowNumbers> {
         RowNumbers::make(plane.geometries(), |geometry| {
             let slots = self.rows().map(|row| self.key.slots.0[row] as usize);
@@ -52,7 +52,7 @@ impl RowSlots {
         })
     }
 
-    /// Returns the indices of the rows to move, on the device.
+    /// Returns the indices of the rows to move, as a tensor on the device.
     fn numbers(&self, work: &mut StepWork<'_, '_>) -> Result<Tensor> {
         let numbers = self.rows().map(|row| row as i32);
         let send = |work: &mut StepWork<'_, '_>| SentTensor::index(work, &numbers.collect::<Vec<_>>());
@@ -81,7 +81,7 @@ pub(super) fn scatter(work: &mut StepWork<'_, '_>, op: &Scatter) -> Result<()> {
         on_device("rows to scatter", view.storage())?;
     }
     if work.captured_step().is_some() {
-        // The capture's check has verified that the lists are the step's.
+        // The check at capture has verified that the slots belong to the step.
         return scatter_captured(work, op, &planes);
     }
     let slots = RowSlots::new(SlotsKey::written(op.slots.mapping()));
@@ -103,7 +103,7 @@ pub(super) fn scatter(work: &mut StepWork<'_, '_>, op: &Scatter) -> Result<()> {
 }
 
 // Decision: docs/decisions/backend-ascend.md#fused-operators-are-used-where-they-fit
-/// Writes keys and values with the fused operator, if it accepts these operands. Returns whether it did.
+/// Writes keys and values with the fused operator if it accepts these operands. Returns whether it did.
 fn put_both(
     work: &mut StepWork<'_, '_>,
     planes: &[PlaneMatrix; 2],
@@ -117,12 +117,12 @@ fn put_both(
         return Ok(false);
     }
     let rows = [k.rounded(work, &rows[0])?, v.rounded(work, &rows[1])?];
-    // The rows of the matrix are slots here.
+    // In this layout, a matrix row is a slot.
     work.put_paged([&rows[0], &rows[1]], [&keys, &values], &places.rows)?;
     Ok(true)
 }
 
-/// Enqueues a scatter whose slots are provided by each replay.
+/// Enqueues a scatter for which each replay provides the slots.
 fn scatter_captured(work: &mut StepWork<'_, '_>, op: &Scatter, planes: &[PlaneMatrix; 2]) -> Result<()> {
     let step = CapturedRows { count: op.slots.len() };
     if step.count == 0 {
@@ -140,7 +140,7 @@ fn scatter_captured(work: &mut StepWork<'_, '_>, op: &Scatter, planes: &[PlaneMa
     Ok(())
 }
 
-/// Returns some rows of K or V as a dense tensor `[rows, heads, dim]`.
+/// Returns the rows of K or V with the given indices, as a dense tensor `[rows, heads, dim]`.
 fn chosen_rows(
     work: &mut StepWork<'_, '_>,
     plane: &PlaneMatrix,
@@ -154,7 +154,7 @@ fn chosen_rows(
     Ok(chosen.reshaped(&[count, heads, dim]))
 }
 
-/// Returns rows rotated by the angles of each row, in f32, or the rows themselves if there are no angles.
+/// Returns the rows in f32, each rotated by its own angles, or unchanged if there are no angles.
 fn rotated(
     work: &mut StepWork<'_, '_>,
     rows: Tensor,
@@ -200,7 +200,7 @@ pub(super) fn gather(work: &mut StepWork<'_, '_>, op: &Gather) -> Result<()> {
     take(work, &slots, &planes[1], &op.v, None)
 }
 
-/// Reads rows of K or V from their slots. `angles` apply to all rows.
+/// Reads rows of K or V from their slots, and rotates all of them by `angles` if there are any.
 fn take(
     work: &mut StepWork<'_, '_>,
     slots: &RowSlots,
@@ -218,7 +218,7 @@ fn take(
     let rows = rotated(work, rows, angles, 1)?;
     let mut rows = work.dense_in(out.dtype(), &rows)?;
     if slots.rows.is_some() {
-        // Padding rows stay unchanged: the other rows are written between them.
+        // Padding rows must stay unchanged, so only the other rows of the output are overwritten.
         let all = work.dense_in(out.dtype(), &out)?;
         let numbers = slots.numbers(work)?;
         let matrix = all.reshaped(&[out.dim(0), width]);

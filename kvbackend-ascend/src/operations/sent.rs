@@ -16,7 +16,7 @@ pub(super) struct SentTensor {
 }
 
 impl SentTensor {
-    /// Sends numbers to the device as a dense tensor.
+    /// Sends a list of values to the device as a dense tensor.
     pub(super) fn send<T: bytemuck::NoUninit>(
         work: &mut Work<'_>,
         numbers: &[T],
@@ -27,12 +27,12 @@ impl SentTensor {
         Ok(Self { tensor: Tensor::dense(list.address(), dtype, dims), list })
     }
 
-    /// Sends row indices.
+    /// Sends a list of row indices to the device.
     pub(super) fn index(work: &mut Work<'_>, numbers: &[i32]) -> Result<Self> {
         Self::send(work, numbers, sys::ACL_INT32, &[numbers.len()])
     }
 
-    /// Holds the list until the work is done.
+    /// Holds the tensor's memory until the work is done.
     pub(super) fn hold(&self, work: &mut Work<'_>) {
         work.hold_list(&self.list);
     }

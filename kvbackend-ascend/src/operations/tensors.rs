@@ -1,4 +1,4 @@
-//! Copies of tensors with any strides: on the device, between the device and pinned memory, and from other
+//! Copies of tensors with any strides: on one device, between the device and pinned memory, and from other
 //! devices.
 
 use std::sync::Arc;
@@ -37,7 +37,7 @@ pub(super) fn copy_tensor(work: &mut Work<'_>, op: &CopyTensor) -> Result<()> {
     }
 }
 
-/// A view whose elements' bits are copied, as integers of one, two, four or eight bytes.
+/// A view as integers of one, two, four or eight bytes, for copying its elements bit by bit.
 #[derive(Debug, Clone)]
 struct BitTensor(Tensor);
 
@@ -52,7 +52,7 @@ impl BitTensor {
             16 => (sys::ACL_INT16, view.offset() * 2),
             8 => (sys::ACL_INT8, view.offset()),
             bits => {
-                // Rows of smaller elements start at a byte boundary and consist of whole bytes.
+                // Rows of elements smaller than a byte start at a byte boundary and consist of whole bytes.
                 let per_byte = 8 / bits;
                 let last = dims.len().saturating_sub(1);
                 for (axis, (dim, stride)) in dims.iter_mut().zip(&mut strides).enumerate() {
@@ -68,7 +68,7 @@ impl BitTensor {
         Self(Tensor::strided(at + offset as u64, dtype, &dims, &strides))
     }
 
-    /// Returns the number of bytes from the first element to the last.
+    /// Returns the number of bytes from the first element through the last.
     fn span(&self) -> usize {
         self.0.span() * bytes_of(self.0.dtype())
     }
@@ -79,7 +79,7 @@ impl BitTensor {
     }
 }
 
-/// Copies on the device.
+/// Copies between two views on the device.
 fn on_device(work: &mut Work<'_>, src: &BitTensor, dst: &BitTensor) -> Result<()> {
     if src.0.is_dense() && dst.0.is_dense() {
         return work.copy_bytes(dst.0.address(), src.0.address(), src.span(), CopyDirection::OnDevice);
@@ -95,7 +95,7 @@ fn to_device(work: &mut Work<'_>, src: &TensorView) -> Result<BitTensor> {
     Ok(src.at(staged))
 }
 
-/// Copies to a view in pinned memory.
+/// Copies a tensor on the device to a view in pinned memory.
 fn to_host(work: &mut Work<'_>, src: &BitTensor, dst: &TensorView) -> Result<()> {
     let dst = BitTensor::of(dst);
     if src.0.is_dense() && dst.0.is_dense() {
@@ -113,8 +113,8 @@ fn to_host(work: &mut Work<'_>, src: &BitTensor, dst: &TensorView) -> Result<()>
 /// Enqueues a copy from another device's memory. The work must hold both storages.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::Unsupported`] for views that are not contiguous, [`kvcore::Error::DeviceLost`] if
-/// the other device is lost, and device errors.
+/// Returns [`kvcore::Error::Unsupported`] if a view is not contiguous, [`kvcore::Error::DeviceLost`] if the
+/// other device is lost, or a device error.
 fn copy_from(work: &mut Work<'_>, peer: &Arc<Npu>, op: &CopyTensor) -> Result<()> {
     let address = |view: &TensorView| {
         if !view.is_contiguous() {
@@ -125,13 +125,13 @@ fn copy_from(work: &mut Work<'_>, peer: &Arc<Npu>, op: &CopyTensor) -> Result<()
         Ok(view.storage().address() + range.start as u64)
     };
     let (dst, src) = (address(&op.dst)?, address(&op.src)?);
-    // An error here belongs to the other device: the receiving device is not lost.
+    // An error here concerns only the other device: the receiving device is not lost.
     drop(peer.bind()?);
     let npu = work.npu();
     if npu.ordinal != peer.ordinal && npu.peers.lock().insert(peer.ordinal) {
         // Another backend on the device may already have enabled access. If the peer cannot be reached, the
         // copy itself fails.
-        // SAFETY: the device's context is current; the flags are none.
+        // SAFETY: the device's context is current, and the only valid value for the flags is 0.
         unsafe { npu.library.acl.aclrtDeviceEnablePeerAccess(peer.ordinal, 0) };
     }
     work.copy_bytes(dst, src, op.bytes(), CopyDirection::OnDevice)

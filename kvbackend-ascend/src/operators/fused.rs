@@ -1,4 +1,4 @@
-//! Fused operators on paged caches: attention for decoding rows, and writes of keys and values.
+//! Fused operators on paged caches: decode attention, and writes of keys and values.
 
 use std::ffi::c_char;
 use std::ptr::{null, null_mut};
@@ -9,17 +9,17 @@ use super::tensor::TensorList;
 use super::{NumberList, Tensor};
 use crate::queue::Work;
 
-/// Passed as the number of earlier and later tokens that a row may see: no limit.
+/// The limit on the number of earlier or later tokens that a row may see: no limit.
 const FAR: i64 = 2_147_483_647;
 
-/// The operands of attention with one row per sequence.
+/// The operands of paged attention with one row per sequence.
 pub(crate) struct PagedAttention<'a> {
     /// `[sequences, heads, 1, dim]`, dense.
     pub(crate) q: &'a Tensor,
     /// `[blocks, block_size, kv_heads · dim]` or `[blocks, kv_heads, block_size, dim]`, dense.
     pub(crate) k: &'a Tensor,
     pub(crate) v: &'a Tensor,
-    /// `[sequences, n]`: the blocks of each sequence. Entries past the last block are ignored.
+    /// `[sequences, n]`: the blocks of each sequence. Entries past a sequence's last block are ignored.
     pub(crate) table: &'a Tensor,
     /// Number of tokens per sequence.
     pub(crate) lengths: &'a [i64],
@@ -33,7 +33,8 @@ pub(crate) struct PagedAttention<'a> {
 }
 
 impl Work<'_> {
-    /// Computes `out = softmax(scale · q · k) · v`, over the first `lengths[i]` tokens of each sequence `i`.
+    /// Computes `out = softmax(scale · q · kᵀ) · v` for each sequence `i`, over its first `lengths[i]`
+    /// tokens.
     pub(crate) fn attend_paged(&mut self, op: &PagedAttention<'_>) -> Result<()> {
         let npu = self.npu();
         let (q, table) = (op.q.handle(npu)?, op.table.handle(npu)?);
@@ -45,7 +46,7 @@ impl Work<'_> {
         let with_lse = op.lse.dims().len() > 1;
         self.operator(
             "aclnnFusedInferAttentionScoreV2",
-            // SAFETY: the handles are alive, and null stands for an operand left out. `bytes` and `executor`
+            // SAFETY: the handles are alive, and null stands for an omitted operand. `bytes` and `executor`
             // are valid for writes.
             &|operators, bytes, executor| unsafe {
                 operators.aclnnFusedInferAttentionScoreV2GetWorkspaceSize(
@@ -92,8 +93,8 @@ impl Work<'_> {
                     executor,
                 )
             },
-            // SAFETY: the executor comes from the first phase, and the workspace has the size that it asked
-            // for.
+            // SAFETY: the executor comes from the first phase, and the workspace has the size that this phase
+            // requested.
             &|operators, workspace, bytes, executor, stream| unsafe {
                 operators.aclnnFusedInferAttentionScoreV2(workspace, bytes, executor, stream)
             },
@@ -101,7 +102,7 @@ impl Work<'_> {
     }
 
     /// Writes rows `[rows, heads, dim]` of keys and values to slots of caches `[blocks, block_size, heads,
-    /// dim]`. Each slot may occur only once.
+    /// dim]`. No slot may occur more than once.
     pub(crate) fn put_paged(
         &mut self,
         rows: [&Tensor; 2],
@@ -115,7 +116,7 @@ impl Work<'_> {
         let (cache_mode, scatter_mode) = (cache_mode.as_mut_ptr(), scatter_mode.as_mut_ptr());
         self.operator(
             "aclnnScatterPaKvCache",
-            // SAFETY: the handles are alive, and null stands for an operand left out. `bytes` and `executor`
+            // SAFETY: the handles are alive, and null stands for an omitted operand. `bytes` and `executor`
             // are valid for writes.
             &|operators, bytes, executor| unsafe {
                 operators.aclnnScatterPaKvCacheGetWorkspaceSize(
@@ -135,8 +136,8 @@ impl Work<'_> {
                     executor,
                 )
             },
-            // SAFETY: the executor comes from the first phase, and the workspace has the size that it asked
-            // for.
+            // SAFETY: the executor comes from the first phase, and the workspace has the size that this phase
+            // requested.
             &|operators, workspace, bytes, executor, stream| unsafe {
                 operators.aclnnScatterPaKvCache(workspace, bytes, executor, stream)
             },

@@ -1,8 +1,8 @@
-//! CANN's operators, in the form in which the contract's operations call them.
+//! Calls to CANN's operators, with the arguments that the contract's operations need.
 //!
 //! Each call has two phases: the first checks the operands and returns the size of the operator's workspace;
-//! the second enqueues the operator and consumes the executor. Both happen here; the workspace is scratch
-//! memory.
+//! the second enqueues the operator and consumes the executor. This module runs both phases, with the
+//! workspace in scratch memory.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -20,10 +20,10 @@ mod tensor;
 pub(crate) use fused::PagedAttention;
 pub(crate) use tensor::{Tensor, bytes_of, number};
 
-/// Keeps the element types in f32 matrix products.
+/// Tells matrix products to keep the operands' element type, f32.
 const KEEP_TYPES: i8 = 0;
 
-/// A number that is passed to operators from the host.
+/// A number on the host that is passed to operators.
 struct HostScalar {
     raw: *mut sys::aclScalar,
     npu: Arc<Npu>,
@@ -42,12 +42,12 @@ impl HostScalar {
 
 impl Drop for HostScalar {
     fn drop(&mut self) {
-        // SAFETY: `aclCreateScalar` made the scalar, and it is destroyed once.
+        // SAFETY: `aclCreateScalar` created the scalar, and it is destroyed once.
         unsafe { self.npu.library.base.aclDestroyScalar(self.raw) };
     }
 }
 
-/// A list of numbers that is passed to operators from the host: axes, or lengths.
+/// A list of numbers on the host, such as axes or lengths, that is passed to operators.
 struct NumberList {
     raw: *mut sys::aclIntArray,
     npu: Arc<Npu>,
@@ -66,7 +66,7 @@ impl NumberList {
 
 impl Drop for NumberList {
     fn drop(&mut self) {
-        // SAFETY: `aclCreateIntArray` made the array, and it is destroyed once.
+        // SAFETY: `aclCreateIntArray` created the array, and it is destroyed once.
         unsafe { self.npu.library.base.aclDestroyIntArray(self.raw) };
     }
 }
@@ -76,7 +76,7 @@ type Second<'a> =
     &'a dyn Fn(&Operators, *mut c_void, u64, *mut sys::aclOpExecutor, sys::aclrtStream) -> sys::aclnnStatus;
 
 impl Work<'_> {
-    /// Runs both phases of an operator. The operands must live until this returns.
+    /// Runs both phases of an operator. The operands must stay alive until this function returns.
     fn operator(
         &mut self,
         name: &'static str,
@@ -110,7 +110,7 @@ impl Work<'_> {
     }
 }
 
-/// Scratch tensors.
+/// Scratch tensors, and copies to them.
 impl Work<'_> {
     /// Returns a dense scratch tensor with arbitrary contents.
     pub(crate) fn temporary(&mut self, dtype: sys::aclDataType, dims: &[usize]) -> Result<Tensor> {
@@ -121,19 +121,19 @@ impl Work<'_> {
         Ok(Tensor::dense(at, dtype, dims))
     }
 
-    /// Returns a dense copy with the given element type.
+    /// Returns a dense copy of `x`, converted to the given element type.
     pub(crate) fn copied(&mut self, dtype: sys::aclDataType, x: &Tensor) -> Result<Tensor> {
         let copy = self.temporary(dtype, &x.dims())?;
         self.convert(x, &copy)?;
         Ok(copy)
     }
 
-    /// Returns a dense copy in f32.
+    /// Returns a dense copy of `x`, converted to f32.
     pub(crate) fn in_f32(&mut self, x: &Tensor) -> Result<Tensor> {
         self.copied(sys::ACL_FLOAT, x)
     }
 
-    /// Returns the tensor itself if it is dense and has the given element type, otherwise a copy that does.
+    /// Returns `x` itself if it is dense and has the given element type, or else a dense copy with that type.
     pub(crate) fn dense_in(&mut self, dtype: sys::aclDataType, x: &Tensor) -> Result<Tensor> {
         if x.dtype() == dtype && x.is_dense() { Ok(x.clone()) } else { self.copied(dtype, x) }
     }
@@ -142,13 +142,13 @@ impl Work<'_> {
     pub(crate) fn zero(&mut self, x: &Tensor) -> Result<()> {
         let bytes = x.span() * bytes_of(x.dtype());
         let (at, npu) = (x.address() as *mut c_void, self.npu());
-        // SAFETY: the stream holds the memory that the range lies in until the work is done.
+        // SAFETY: the work holds the memory that contains the range until it is done.
         npu.check(unsafe { npu.library.acl.aclrtMemsetAsync(at, bytes, 0, bytes, self.stream()) })
     }
 }
 
-/// Calls an operator: creates handles for the tensor arguments, and runs both phases. Does nothing if `idle`
-/// is true, for operators that would write no elements.
+/// Calls an operator: creates handles for the tensor arguments, and runs both phases. If `idle` is true,
+/// which means that the operator would write no elements, does nothing.
 macro_rules! operator {
     ($work:expr, $idle:expr, $operator:ident, $phase:ident, [$($tensor:ident),*], ($($argument:expr),*)) => {{
         if $idle {
@@ -160,8 +160,8 @@ macro_rules! operator {
             stringify!($operator),
             // SAFETY: the handles are alive; `bytes` and `executor` are valid for writes.
             &|operators, bytes, executor| unsafe { operators.$phase($($argument,)* bytes, executor) },
-            // SAFETY: the executor comes from the first phase, and the workspace has the size that it asked
-            // for.
+            // SAFETY: the executor comes from the first phase, and the workspace has the size that this phase
+            // requested.
             &|operators, workspace, bytes, executor, stream| unsafe {
                 operators.$operator(workspace, bytes, executor, stream)
             },
@@ -169,7 +169,7 @@ macro_rules! operator {
     }};
 }
 
-/// Defines methods for operators that take only tensors, the result last.
+/// Defines methods for operators whose arguments are all tensors. The result is the last argument.
 macro_rules! of_tensors {
     ($($(#[$doc:meta])* $method:ident($($tensor:ident),*) = $operator:ident / $phase:ident;)*) => {
         impl Work<'_> {$(
@@ -289,7 +289,7 @@ impl Work<'_> {
         )
     }
 
-    /// `rows[index[i]] = x[i]`, where `rows` is a dense matrix. The other rows stay unchanged.
+    /// `rows[index[i]] = x[i]`, where `rows` is a dense matrix. All other rows stay unchanged.
     pub(crate) fn put_rows(&mut self, rows: &Tensor, index: &Tensor, x: &Tensor) -> Result<()> {
         operator!(
             self,

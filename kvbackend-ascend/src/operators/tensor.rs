@@ -1,4 +1,4 @@
-//! Tensors in the form that operators take: an address, an element type, extents and strides.
+//! Tensors in the form that operators expect: an address, an element type, extents and strides.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::unsupported;
 
-/// Alignment that operators require of a tensor's address, in bytes.
+/// The alignment that operators require for a tensor's address, in bytes.
 const ALIGN: u64 = 32;
 
-/// Extents or strides.
+/// The extents or strides of all axes.
 pub(crate) type TensorAxes = SmallVec<[i64; 6]>;
 
 /// A view of device memory. Strides are in elements.
@@ -28,7 +28,7 @@ pub(crate) struct Tensor {
 /// Returns ACL's constant for an element type.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::Unsupported`] for types that operators do not support.
+/// Returns [`kvcore::Error::Unsupported`] if operators do not support the type.
 pub(crate) fn number(dtype: DType) -> Result<sys::aclDataType> {
     match dtype {
         DType::F32 => Ok(sys::ACL_FLOAT),
@@ -49,7 +49,7 @@ pub(crate) fn bytes_of(dtype: sys::aclDataType) -> usize {
 }
 
 impl Tensor {
-    /// Returns a dense tensor.
+    /// Creates a dense tensor at an address.
     pub(crate) fn dense(address: u64, dtype: sys::aclDataType, dims: &[usize]) -> Self {
         let dims: TensorAxes = dims.iter().map(|&n| n as i64).collect();
         let mut strides: TensorAxes = smallvec![1; dims.len()];
@@ -59,16 +59,16 @@ impl Tensor {
         Self { address, dtype, dims, strides }
     }
 
-    /// Returns a tensor with strides in elements.
+    /// Creates a tensor with the given strides, in elements.
     pub(crate) fn strided(address: u64, dtype: sys::aclDataType, dims: &[usize], strides: &[usize]) -> Self {
         let axes = |axes: &[usize]| axes.iter().map(|&n| n as i64).collect();
         Self { address, dtype, dims: axes(dims), strides: axes(strides) }
     }
 
-    /// Converts a view to the form that operators take.
+    /// Converts a view to the form that operators expect.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] for types that operators do not support.
+    /// Returns [`kvcore::Error::Unsupported`] if operators do not support the view's type.
     pub(crate) fn of(view: &TensorView) -> Result<Self> {
         let dtype = number(view.dtype())?;
         let at = view.storage().address() + (view.offset() * bytes_of(dtype)) as u64;
@@ -96,7 +96,7 @@ impl Tensor {
         self.dims.contains(&0)
     }
 
-    /// Returns whether the elements are contiguous.
+    /// Returns whether the elements are contiguous and in row-major order.
     pub(crate) fn is_dense(&self) -> bool {
         let mut expected = 1;
         self.dims.iter().zip(&self.strides).rev().all(|(&n, &stride)| {
@@ -106,7 +106,7 @@ impl Tensor {
         })
     }
 
-    /// Returns the number of elements from the first to the last, including gaps.
+    /// Returns the number of elements from the first through the last, including gaps.
     pub(crate) fn span(&self) -> usize {
         let last: i64 =
             self.dims.iter().zip(&self.strides).map(|(&n, &stride)| (n - 1).max(0) * stride).sum();
@@ -118,13 +118,13 @@ impl Tensor {
         Self { address, dims: self.dims.clone(), strides: self.strides.clone(), ..*self }
     }
 
-    /// Returns the tensor with its axes in another order.
+    /// Returns the tensor with its axes in the given order.
     pub(crate) fn permuted(&self, axes: &[usize]) -> Self {
         let pick = |of: &TensorAxes| axes.iter().map(|&axis| of[axis]).collect();
         Self { dims: pick(&self.dims), strides: pick(&self.strides), ..*self }
     }
 
-    /// Returns `count` elements of an axis: `start`, `start + step`, ….
+    /// Returns a view of `count` elements along an axis: `start`, `start + step`, ….
     pub(crate) fn stepped(&self, axis: usize, start: usize, count: usize, step: usize) -> Self {
         let mut view = self.clone();
         view.address += start as u64 * self.strides[axis] as u64 * bytes_of(self.dtype) as u64;
@@ -133,25 +133,26 @@ impl Tensor {
         view
     }
 
-    /// Returns a range of an axis.
+    /// Returns a view of `count` elements along an axis, starting at `start`.
     pub(crate) fn sliced(&self, axis: usize, start: usize, count: usize) -> Self {
         self.stepped(axis, start, count, 1)
     }
 
-    /// Returns a dense tensor over the same elements with other extents.
+    /// Returns a dense tensor over the same elements with the given extents. The tensor itself must be dense.
     pub(crate) fn reshaped(&self, dims: &[usize]) -> Self {
         debug_assert!(self.is_dense());
         debug_assert_eq!(self.dims.iter().product::<i64>(), dims.iter().product::<usize>() as i64);
         Self::dense(self.address, self.dtype, dims)
     }
 
-    /// Creates the handle that operators take.
+    /// Creates a handle to pass the tensor to operators.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub(crate) fn handle(&self, npu: &Arc<Npu>) -> Result<TensorHandle> {
         let bytes = bytes_of(self.dtype) as u64;
-        // Operators require an aligned address; the rest of the address becomes an offset.
+        // Operators require an aligned address, so the part of the address beyond the alignment becomes an
+        // offset.
         let before = if (self.address % ALIGN).is_multiple_of(bytes) { self.address % ALIGN } else { 0 };
         let offset = (before / bytes) as i64;
         let storage = [offset + self.span() as i64];
@@ -176,7 +177,7 @@ impl Tensor {
     }
 }
 
-/// A CANN tensor, destroyed when it is dropped, unless a list has taken it over.
+/// A handle to a CANN tensor. Dropping it destroys the tensor, unless a list has taken it over.
 pub(crate) struct TensorHandle {
     raw: *mut sys::aclTensor,
     npu: Arc<Npu>,
@@ -188,7 +189,7 @@ impl TensorHandle {
     }
 }
 
-/// A list of one tensor, destroyed when it is dropped.
+/// A CANN list of one tensor. Dropping it destroys the list and its tensor.
 pub(crate) struct TensorList {
     raw: *mut sys::aclTensorList,
     npu: Arc<Npu>,
@@ -198,7 +199,7 @@ impl TensorList {
     /// Creates a list of one tensor.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub(crate) fn of(tensor: &Tensor, npu: &Arc<Npu>) -> Result<Self> {
         let mut handle = tensor.handle(npu)?;
         let tensors = [handle.raw.cast_const()];
@@ -219,7 +220,7 @@ impl TensorList {
 
 impl Drop for TensorList {
     fn drop(&mut self) {
-        // SAFETY: `aclCreateTensorList` made the list, and it is destroyed once, with its tensor.
+        // SAFETY: `aclCreateTensorList` created the list, and it is destroyed once, with its tensor.
         unsafe { self.npu.library.base.aclDestroyTensorList(self.raw) };
     }
 }
@@ -229,7 +230,7 @@ impl Drop for TensorHandle {
         if self.raw.is_null() {
             return;
         }
-        // SAFETY: `aclCreateTensor` made the tensor, and it is destroyed once.
+        // SAFETY: `aclCreateTensor` created the tensor, and it is destroyed once.
         unsafe { self.npu.library.base.aclDestroyTensor(self.raw) };
     }
 }

@@ -1,7 +1,7 @@
 //! ACL captures, and the lists and memory that a capture records.
 //!
-//! Each replay rewrites the step's lists. All other lists are constants, uploaded once the capture has ended,
-//! because nothing may be copied from the host during it.
+//! Each replay rewrites the step's lists. All other lists are constants. They are uploaded after the capture
+//! has ended, because nothing may be copied from the host during a capture.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -21,27 +21,27 @@ use crate::device::Npu;
 use crate::errors::{NAME, unsupported};
 use crate::memory::AscendStorage;
 
-/// A capture that this thread records.
+/// A capture that the current thread is recording.
 pub(super) type AclRecording = Recording<AclStream>;
 
 thread_local! {
     static RECORDING: RefCell<Option<AclRecording>> = const { RefCell::new(None) };
 }
 
-/// Alignment in bytes of the lists that replays write.
+/// Alignment of the lists that replays write, in bytes.
 const ALIGN: usize = 64;
 
-/// Computes the contents of a step's list, in the form that the graph's operators read.
+/// Computes the contents of a step's list, in the format that the graph's operators expect.
 pub(crate) type MakeList = Box<dyn Fn(&StepInputs) -> Result<Vec<u8>> + Send + Sync>;
 
-/// The lists and memory that a capture records, and that its graph keeps.
+/// The lists and memory that a capture records and its graph keeps.
 #[derive(Default)]
 pub(crate) struct CaptureNotes {
-    /// Lists that each replay rewrites.
+    /// The lists that each replay rewrites.
     pub(super) lists: StepLists<MakeList>,
-    /// Lists that do not change between replays.
+    /// The lists that do not change between replays.
     constants: Vec<(Arc<ListMemory>, Vec<u8>)>,
-    /// Scratch memory of each stream that took part.
+    /// The scratch memory of each stream in the capture, identified by the ACL stream's address.
     scratch: Vec<(usize, WorkScratch)>,
 }
 
@@ -79,11 +79,11 @@ impl CapturedStream for AclStream {
     }
 }
 
-/// Captures the work that `record` enqueues on a stream.
+/// Captures the work that `record` enqueues on a stream as a graph.
 ///
 /// # Errors
 /// Returns [`kvcore::Error::Unsupported`] if a graph cannot hold the work, if another capture is under way,
-/// or if this CANN cannot capture graphs. Returns the errors of `record` and device errors.
+/// or if this CANN cannot capture graphs. Otherwise returns an error of `record` or of the device.
 pub(crate) fn capture(
     stream: &Arc<AclStream>,
     step: &StepInputs,
@@ -100,17 +100,17 @@ pub(crate) fn capture(
 }
 
 impl AscendEvent {
-    /// Refuses a call that cannot be captured, if the event belongs to a capture.
+    /// Returns an error if the event belongs to a capture, for a call that cannot be captured.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`], which names the call.
+    /// Returns [`kvcore::Error::Unsupported`], which names the call, if the event belongs to a capture.
     pub(crate) fn refuse_capture(&self, what: &str) -> Result<()> {
         AclStream::refuse_event(self.0.capture, what)
     }
 }
 
 impl CaptureNotes {
-    /// Uploads the constants. The graph must not have run yet.
+    /// Uploads the constants to the device. The graph must not have run yet.
     fn send_constants(&mut self, npu: &Npu) -> Result<()> {
         let _current = npu.bind()?;
         for (to, bytes) in self.constants.drain(..).filter(|(_, bytes)| !bytes.is_empty()) {
@@ -122,7 +122,7 @@ impl CaptureNotes {
     }
 }
 
-/// Adds a list that each replay rewrites. Returns its address on the device.
+/// Adds a list that each replay rewrites, and returns its address on the device.
 pub(super) fn add_list(
     recording: &mut AclRecording,
     npu: &Arc<Npu>,
@@ -145,8 +145,8 @@ pub(super) fn add_constant(
     Ok(list)
 }
 
-/// Returns a stream's scratch memory in the capture. Work outside of graphs uses other memory, because it may
-/// run at the same time as a replay.
+/// Returns the scratch memory that a stream uses during the capture. Work outside of graphs uses other
+/// memory, because it may run at the same time as a replay.
 pub(super) fn scratch(recording: &mut AclRecording, stream: sys::aclrtStream) -> &mut WorkScratch {
     let key = stream as usize;
     if recording.notes().scratch.iter().all(|(known, _)| *known != key) {

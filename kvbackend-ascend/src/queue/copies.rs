@@ -1,4 +1,4 @@
-//! Byte copies by ACL.
+//! Byte copies through ACL.
 
 use std::ffi::c_void;
 
@@ -7,7 +7,7 @@ use kvcore::Result;
 use crate::bindings::types as sys;
 use crate::device::Npu;
 
-/// The direction of a copy. Host memory must be pinned, unless the copy is immediate.
+/// The direction of a copy. Host memory must be pinned for an enqueued copy, but not for an immediate one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum CopyDirection {
     ToDevice,
@@ -25,8 +25,8 @@ impl CopyDirection {
     }
 }
 
-/// Enqueues a copy. The device's context must be current, and the caller must hold both memories until the
-/// copy is done.
+/// Enqueues a copy. The device's context must be current, and the caller must hold the memory of both ranges
+/// until the copy is done.
 pub(crate) fn copy(
     npu: &Npu,
     stream: sys::aclrtStream,
@@ -36,12 +36,11 @@ pub(crate) fn copy(
     direction: CopyDirection,
 ) -> Result<()> {
     let (dst, src) = (dst as *mut c_void, src as *const c_void);
-    // SAFETY: the ranges lie in memories that are held until the copy is done; host memory is pinned.
+    // SAFETY: the caller holds the memory of both ranges until the copy is done; host memory is pinned.
     npu.check(unsafe { npu.library.acl.aclrtMemcpyAsync(dst, bytes, src, bytes, direction.kind(), stream) })
 }
 
-/// Copies bytes immediately. No enqueued work may use either memory, and the device's context must be
-/// current.
+/// Copies bytes immediately. No enqueued work may use either range, and the device's context must be current.
 ///
 /// # Safety
 /// Both ranges must be valid for `bytes` bytes.
@@ -53,6 +52,6 @@ pub(crate) unsafe fn copy_now(
     direction: CopyDirection,
 ) -> Result<()> {
     let (dst, src) = (dst as *mut c_void, src as *const c_void);
-    // SAFETY: the caller guarantees both ranges.
+    // SAFETY: the caller guarantees that both ranges are valid for `bytes` bytes.
     npu.check(unsafe { npu.library.acl.aclrtMemcpy(dst, bytes, src, bytes, direction.kind()) })
 }

@@ -13,19 +13,19 @@ use crate::device::Npu;
 use crate::errors::uncapturable;
 
 // Decision: docs/decisions/backend-ascend.md#streams-keep-events-alive
-/// An ACL event that may be recorded again, destroyed with the value. Streams hold the events that their work
-/// records or waits for until that work is done, because ACL destroys events immediately.
+/// An ACL event that may be recorded more than once. Streams hold the events that their work records or waits
+/// for until that work is done, because ACL destroys events immediately.
 pub(crate) struct AclEvent {
     raw: sys::aclrtEvent,
     pub(crate) npu: Arc<Npu>,
-    /// ID of the capture that the event belongs to, or 0 if there is none. An event of a capture never
-    /// happens.
+    /// The ID of the capture that the event belongs to, or 0 if there is none. An event of a capture never
+    /// completes.
     pub(crate) capture: u64,
 }
 
 // SAFETY: events may be used from any thread on which the device's context is current.
 unsafe impl Send for AclEvent {}
-// SAFETY: as for `Send`.
+// SAFETY: the same condition as for `Send`.
 unsafe impl Sync for AclEvent {}
 
 impl fmt::Debug for AclEvent {
@@ -35,8 +35,8 @@ impl fmt::Debug for AclEvent {
 }
 
 impl AclEvent {
-    /// Creates an event that streams and the host can wait for, or one that belongs to capture `capture`. The
-    /// device's context must be current.
+    /// Creates an event that streams and the host can wait for. If `capture` is not 0, the event belongs to
+    /// that capture. The device's context must be current.
     pub(crate) fn create(npu: &Arc<Npu>, capture: u64) -> Result<Self> {
         let mut raw = std::ptr::null_mut();
         // Events of this kind may be recorded again, as in CUDA, and use none of the limited hardware event
@@ -47,22 +47,22 @@ impl AclEvent {
         Ok(Self { raw, npu: Arc::clone(npu), capture })
     }
 
-    /// Records the event after a stream's work. The device's context must be current.
+    /// Records the event after the work that is enqueued on a stream. The device's context must be current.
     pub(crate) fn record(&self, stream: sys::aclrtStream) -> Result<()> {
-        // SAFETY: event and stream are alive and of one device.
+        // SAFETY: the event and the stream are alive and belong to the same device.
         self.npu.check(unsafe { self.npu.library.acl.aclrtRecordEvent(self.raw, stream) })
     }
 
     /// Makes a stream of `npu` wait for the event. The context of `npu` must be current.
     pub(crate) fn hold_back(&self, npu: &Npu, stream: sys::aclrtStream) -> Result<()> {
-        // SAFETY: event and stream are alive.
+        // SAFETY: the event and the stream are alive.
         npu.check(unsafe { npu.library.acl.aclrtStreamWaitEvent(stream, self.raw) })
     }
 
     /// Blocks the host until the event is done.
     pub(super) fn wait(&self) -> Result<()> {
         let _current = self.npu.bind()?;
-        // SAFETY: the event is alive and recorded.
+        // SAFETY: the event is alive and has been recorded.
         self.npu.check(unsafe { self.npu.library.acl.aclrtSynchronizeEvent(self.raw) })
     }
 
@@ -79,7 +79,7 @@ impl AclEvent {
 impl Drop for AclEvent {
     fn drop(&mut self) {
         let Ok(_current) = self.npu.bind_lost() else { return };
-        // SAFETY: the event is alive, and the work that uses it is done.
+        // SAFETY: the value owns the event, and the work that uses it is done.
         unsafe { self.npu.library.acl.aclrtDestroyEvent(self.raw) };
     }
 }
@@ -104,7 +104,8 @@ impl Event for AscendEvent {
         self.0.is_done().unwrap_or(true)
     }
 
-    /// A thread waits for the event: ACL may not start work that nothing waits for.
+    /// Calls `call` on a thread that waits for the event, because ACL may not start work that nothing waits
+    /// for.
     fn on_done(self: Arc<Self>, call: DoneCall) {
         if self.0.capture != 0 || self.is_done() {
             return call(self.wait());

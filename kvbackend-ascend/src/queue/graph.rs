@@ -11,20 +11,20 @@ use super::state::AclStream;
 use crate::bindings::types as sys;
 use crate::device::Npu;
 
-/// The maximum number of replays that may be enqueued and not done. At the limit, the host waits for the
-/// oldest before it enqueues another.
+/// The maximum number of replays that may be enqueued but not done. At this limit, the host waits for the
+/// oldest replay before it enqueues another one.
 const AHEAD: usize = 8;
 
-/// An ACL graph, destroyed when it is dropped. No enqueued work runs it by then.
+/// An ACL graph. Dropping this value destroys the graph, so no enqueued work may still run it.
 pub(crate) struct AclGraph {
     pub(super) raw: sys::aclmdlRI,
     pub(super) npu: Arc<Npu>,
 }
 
-// SAFETY: ACL's graphs may be run and destroyed from any thread on which the device's context is current; the
+// SAFETY: ACL graphs may be run and destroyed from any thread on which the device's context is current; the
 // stream's lock orders the runs.
 unsafe impl Send for AclGraph {}
-// SAFETY: as for `Send`.
+// SAFETY: the same condition as for `Send`.
 unsafe impl Sync for AclGraph {}
 
 impl Drop for AclGraph {
@@ -36,17 +36,17 @@ impl Drop for AclGraph {
     }
 }
 
-/// A graph and all memory that it uses. Each replay holds it until the replay is done.
+/// A graph and all memory that it uses. Each replay holds both until it is done.
 pub(super) struct CapturedWork {
     pub(super) graph: AclGraph,
     pub(super) captured: Captured<AclStream>,
 }
 
-/// A captured step of a stream.
+/// A step captured on a stream.
 pub(super) struct AscendGraph {
     pub(super) stream: Arc<AclStream>,
     pub(super) work: Arc<CapturedWork>,
-    /// Operation counts of the capture, which each replay adds to the counters.
+    /// The operation counts of the capture, which each replay adds to the device's counters.
     pub(super) counts: CounterSnapshot,
 }
 
@@ -80,11 +80,11 @@ impl Graph for AscendGraph {
         memory.in_flight.hold(Hold::Other(Arc::clone(&self.work) as _));
         for ((to, bytes), list) in contents.iter().zip(staged).filter(|((_, bytes), _)| !bytes.is_empty()) {
             memory.in_flight.hold(Hold::Other(Arc::clone(&list) as _));
-            // The graph's memory has room for the bytes, and its previous replay reads it earlier in the
-            // stream's order.
+            // The graph's memory has room for the bytes, and the previous replay reads it before this copy in
+            // the stream's order.
             copy(npu, *raw, *to, list.host(), bytes.len(), CopyDirection::ToDevice)?;
         }
-        // SAFETY: graph and stream are alive, and the graph is held until it is done.
+        // SAFETY: the graph and the stream are alive, and the graph is held until the replay is done.
         npu.check(unsafe { npu.library.acl.aclmdlRIExecuteAsync(self.work.graph.raw, *raw) })?;
         npu.counters.add_all(&self.counts);
         Counters::add(&npu.counters.plan_bytes, contents.iter().map(|(_, bytes)| bytes.len()).sum());

@@ -10,13 +10,13 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::memory::AscendStorage;
 
-/// The maximum number of list buffers that a stream keeps for later lists.
+/// The maximum number of list buffers that a stream keeps for reuse.
 const KEPT: usize = 32;
 
-/// Memory for one list: a part that the host writes, and a part that operators read.
+/// Memory for one list: a buffer that the host writes, and a buffer that operators read.
 #[derive(Debug)]
 pub(crate) struct ListMemory {
-    /// None for a list that is sent only once.
+    /// `None` for a list that is sent only once.
     host: Option<AscendStorage>,
     device: AscendStorage,
 }
@@ -40,18 +40,18 @@ impl ListMemory {
         self.device.address()
     }
 
-    /// Returns the address that the host writes to; 0 for a list that is sent only once.
+    /// Returns the address that the host writes to, or 0 for a list that is sent only once.
     pub(crate) fn host(&self) -> u64 {
         self.host.as_ref().map_or(0, Storage::address)
     }
 }
 
-/// A stream's list buffers, in use or kept for later lists.
+/// A stream's list buffers, either in use or kept for reuse.
 #[derive(Debug, Default)]
 pub(crate) struct ListPool(Vec<(usize, Arc<ListMemory>)>);
 
 impl ListPool {
-    /// Copies bytes to pinned memory, from which an enqueued copy reads them. The caller must hold the memory
+    /// Copies bytes to pinned memory, from which a copy can be enqueued. The caller must hold the memory
     /// until that copy is done.
     pub(crate) fn stage(&mut self, npu: &Arc<Npu>, bytes: &[u8]) -> Result<Arc<ListMemory>> {
         let memory = room(&mut self.0, bytes.len().max(1), KEPT, |len| ListMemory::new(npu, len))?;
@@ -60,7 +60,7 @@ impl ListPool {
         Ok(memory)
     }
 
-    /// Enqueues the copy of a list to the device. The caller must hold the memory until the copy is done. The
+    /// Copies a list to the device. The caller must hold the returned memory until the copy is done. The
     /// device's context must be current.
     pub(super) fn send(
         &mut self,

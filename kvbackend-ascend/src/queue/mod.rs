@@ -7,9 +7,9 @@
 //!   graph     replays of captured work
 //! ```
 //!
-//! ACL frees and destroys things immediately, even if work still uses them. The queue therefore holds
-//! everything that enqueued work uses. The bookkeeping is in [`kvcore::device::queue`]; this module makes the
-//! ACL calls.
+//! ACL frees memory and destroys events and graphs immediately, even if work still uses them. The queue
+//! therefore holds everything that enqueued work uses. The bookkeeping is in [`kvcore::device::queue`]; this
+//! module makes the ACL calls.
 
 mod capture;
 mod copies;

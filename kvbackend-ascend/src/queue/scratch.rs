@@ -1,4 +1,4 @@
-//! Scratch memory for the intermediate results of an operation.
+//! Scratch memory for an operation's intermediate results.
 
 use std::sync::{Arc, Weak};
 
@@ -7,20 +7,20 @@ use kvcore::{Error, MemoryKind, Result, Storage};
 use crate::device::Npu;
 use crate::memory::AscendStorage;
 
-/// Alignment of the pieces in bytes.
+/// Alignment of each piece of scratch memory, in bytes.
 const ALIGN: usize = 64;
 
-/// Padding in bytes after each piece, because operators may read past its end.
+/// Padding after each piece, in bytes, because operators may read past its end.
 const PADDING: usize = 32;
 
-/// Minimum size of a block in bytes.
+/// Minimum size of a block of scratch memory, in bytes.
 const LEAST: usize = 1 << 20;
 
-/// Scratch memory that a stream's graphs share for as long as one of them holds it, because their replays run
-/// one after another. Each block comes with the ACL stream whose work uses it.
+/// Scratch memory that a stream's graphs share as long as one of them holds it, because their replays run one
+/// after another. Each block is listed with the address of the ACL stream whose work uses it.
 pub(super) type SharedScratch = Vec<(usize, Weak<dyn Storage>)>;
 
-/// A block of memory from which an operation takes pieces for its intermediate results.
+/// A memory block from which an operation takes pieces for its intermediate results.
 ///
 /// The stream's next operation reuses the same pieces, because its operators run later.
 #[derive(Debug, Default)]
@@ -29,7 +29,7 @@ pub(super) struct WorkScratch {
     used: usize,
 }
 
-/// How much scratch memory was in use.
+/// The amount of scratch memory in use at some point.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ScratchMark {
     memory: Option<u64>,
@@ -51,8 +51,8 @@ impl WorkScratch {
         self.used = 0;
     }
 
-    /// Returns the address of a piece of `bytes` bytes, and the memory that it lies in. The caller must hold
-    /// that memory.
+    /// Returns the address of a piece of `bytes` bytes, and the memory block that contains it. The caller
+    /// must hold this block.
     pub(super) fn piece(&mut self, npu: &Arc<Npu>, bytes: usize) -> Result<(u64, Arc<dyn Storage>)> {
         let wanted = bytes
             .checked_add(PADDING)
@@ -61,7 +61,7 @@ impl WorkScratch {
         let memory = match &self.memory {
             Some(memory) if memory.len() - self.used >= wanted => Arc::clone(memory),
             before => {
-                // Enqueued work still holds the old block.
+                // Enqueued work still holds the old block, if there is one.
                 let len = before.as_ref().map_or(LEAST, |memory| memory.len().saturating_mul(2)).max(wanted);
                 let allocate = |len| AscendStorage::uninitialised(npu, MemoryKind::Device, len);
                 let made = match allocate(len) {
@@ -83,8 +83,8 @@ impl WorkScratch {
         ScratchMark { memory: self.memory.as_ref().map(|memory| memory.address()), used: self.used }
     }
 
-    /// Frees the pieces taken since a mark, for later operators to use. Does nothing if the block has been
-    /// replaced since.
+    /// Frees the pieces taken since a mark, so that later operators can use them. Does nothing if the block
+    /// has been replaced since then.
     pub(super) fn free_since(&mut self, mark: ScratchMark) {
         if self.mark().memory == mark.memory {
             self.used = mark.used;

@@ -1,4 +1,4 @@
-//! ACL's stream, and the state that its calls share.
+//! An ACL stream, and the state that its calls share.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -14,31 +14,31 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::memory::AscendStorage;
 
-/// An ACL stream with the memory that its work uses.
+/// An ACL stream and the memory that its work uses.
 ///
 /// # Drop behaviour
-/// Waits for the enqueued work, because the stream's memory is freed with it.
+/// Waits for the enqueued work, because the stream's memory is freed when it is dropped.
 pub(crate) struct AclStream {
     pub(crate) npu: Arc<Npu>,
     pub(crate) raw: sys::aclrtStream,
-    /// Keeps a lent stream alive. None if the backend created the stream.
+    /// Keeps a lent stream alive. `None` if the backend created the stream.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     pub(crate) memory: Mutex<StreamMemory>,
     pub(crate) side: CaptureSide,
-    /// Scratch memory of the graphs that were captured on this stream.
+    /// The scratch memory of the graphs that were captured on this stream.
     pub(super) graphs: Mutex<SharedScratch>,
 }
 
-// SAFETY: ACL's streams may be used from any thread on which the device's context is current; the lock on
+// SAFETY: ACL streams may be used from any thread on which the device's context is current; the lock on
 // `memory` orders the calls.
 unsafe impl Send for AclStream {}
-// SAFETY: as for `Send`.
+// SAFETY: the same condition as for `Send`.
 unsafe impl Sync for AclStream {}
 
-/// Memory for activations: steps borrow it, and it returns when the last view of it is dropped.
+/// Memory that steps borrow for activations. It becomes available again when the last view of it is dropped.
 pub(crate) type NpuActivations = LoanMemory<AscendStorage>;
 
-/// Memory that a stream's work uses.
+/// The memory that a stream's work uses.
 #[derive(Debug, Default)]
 pub(crate) struct StreamMemory {
     pub(crate) in_flight: InFlight<AclEvent>,
@@ -50,7 +50,7 @@ impl AclStream {
     /// Creates a stream that the backend owns.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub(crate) fn new(npu: &Arc<Npu>) -> Result<Self> {
         let _current = npu.bind()?;
         let mut raw = std::ptr::null_mut();
@@ -60,8 +60,8 @@ impl AclStream {
         Ok(Self::over(npu, raw, None))
     }
 
-    /// Wraps a stream of this device: either the caller's, which `owner` keeps alive, or one that is
-    /// destroyed when the value is dropped.
+    /// Wraps an ACL stream of this device. `owner` keeps a stream of the caller alive; without an owner, the
+    /// stream is destroyed when this value is dropped.
     pub(crate) fn over(
         npu: &Arc<Npu>,
         raw: sys::aclrtStream,
@@ -77,11 +77,12 @@ impl AclStream {
         }
     }
 
-    /// Waits for the stream, and drops everything that its work held. The device's context must be current.
+    /// Waits for the stream's work, and drops everything that this work held. The device's context must be
+    /// current.
     pub(crate) fn synchronize(&self, memory: &mut StreamMemory) -> Result<()> {
         // SAFETY: the stream is alive, and its context is current.
         let waited = self.npu.check(unsafe { self.npu.library.acl.aclrtSynchronizeStream(self.raw) });
-        // If the wait was refused, the work may not be done, so its memory stays held.
+        // If the wait fails, the work may not be done, so its memory stays held.
         if waited.is_ok() || self.npu.is_lost() {
             memory.in_flight.clear();
         }
@@ -89,7 +90,7 @@ impl AclStream {
     }
 }
 
-/// The device's context must be current for every call except `wait`.
+/// The device's context must be current for every method except `wait`.
 impl Mark for AclEvent {
     type Stream = AclStream;
 
@@ -118,8 +119,8 @@ impl Drop for AclStream {
         // SAFETY: the stream is alive.
         let waited = self.npu.check(unsafe { acl.aclrtSynchronizeStream(self.raw) });
         if waited.is_err() && !self.npu.is_lost() && self.owner.is_some() {
-            // The owner's stream still has the work, and nothing here waits for it, so its memory is never
-            // freed.
+            // The owner's stream may still run the work, and nothing here can wait for it, so the memory is
+            // leaked.
             std::mem::forget(std::mem::take(memory));
             return;
         }

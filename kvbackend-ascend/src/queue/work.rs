@@ -1,4 +1,5 @@
-//! The work of one operation: scratch memory, lists for the device, copies, and everything that it holds.
+//! The work of one operation: scratch memory, lists for the device, copies, and everything that the work
+//! holds.
 
 use std::sync::Arc;
 
@@ -14,7 +15,7 @@ use crate::bindings::types as sys;
 use crate::device::Npu;
 use crate::errors::uncapturable;
 
-/// The work of one operation on a stream, or in the capture that records it.
+/// The work of one operation, on a stream or in the capture that records it.
 pub(crate) struct Work<'a> {
     npu: &'a Arc<Npu>,
     stream: sys::aclrtStream,
@@ -23,11 +24,11 @@ pub(crate) struct Work<'a> {
 }
 
 impl AclStream {
-    /// Runs `enqueue`, and holds everything that it names until its work is done.
+    /// Runs `enqueue`, and holds everything that it registers until its work is done.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] if this thread records a capture that the stream has not
-    /// joined, and the errors of `enqueue`.
+    /// Returns [`kvcore::Error::Unsupported`] if this thread is recording a capture that the stream has not
+    /// joined, or an error of `enqueue`.
     pub(crate) fn enqueue(&self, enqueue: impl FnOnce(&mut Work<'_>) -> Result<()>) -> Result<()> {
         self.recorded(|recording| {
             let _current = self.npu.bind()?;
@@ -39,7 +40,7 @@ impl AclStream {
             if captured {
                 return done;
             }
-            // Work that was enqueued before an error still runs, so its memory stays held as usual.
+            // Work that was enqueued before an error still runs, so its memory stays held.
             done.and(memory.in_flight.tidy(self))
         })
     }
@@ -53,10 +54,10 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Records the check of an operation that is being captured.
+    /// Records an operation's check if the operation is being captured.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] for an operation that cannot be captured.
+    /// Returns [`kvcore::Error::Unsupported`] if the operation cannot be captured.
     pub(crate) fn admit(&mut self, operation: Operation<'_>) -> Result<()> {
         self.recording.as_mut().map_or(Ok(()), |recording| recording.admit(operation).map(drop))
     }
@@ -66,10 +67,10 @@ impl<'a> Work<'a> {
         self.recording.as_ref().map(|recording| recording.step())
     }
 
-    /// Adds a list that each replay rewrites. Returns its address on the device.
+    /// Adds a list that each replay rewrites, and returns its address on the device.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] outside of captures, and [`kvcore::Error::Allocation`] if the
+    /// Returns [`kvcore::Error::Unsupported`] outside a capture, or [`kvcore::Error::Allocation`] if the
     /// device is out of memory.
     pub(crate) fn replayed_list(&mut self, bytes: usize, make: MakeList) -> Result<u64> {
         match &mut self.recording {
@@ -86,7 +87,7 @@ impl<'a> Work<'a> {
         self.stream
     }
 
-    /// Holds something until the work is done.
+    /// Holds an object until the work is done.
     pub(crate) fn hold(&mut self, hold: Hold) {
         match &mut self.recording {
             Some(recording) => recording.hold(hold),
@@ -110,21 +111,21 @@ impl<'a> Work<'a> {
         Ok(at)
     }
 
-    /// Marks how much scratch memory is in use.
+    /// Returns a mark of the scratch memory that is in use now.
     pub(crate) fn mark(&mut self) -> ScratchMark {
         self.scratch().mark()
     }
 
-    /// Frees the scratch memory that was taken since a mark. Later operators may reuse it, because they run
-    /// after the ones that use it now.
+    /// Frees the scratch memory taken since a mark. Later operators may reuse it, because they run after the
+    /// operators that use it now.
     pub(crate) fn free_since(&mut self, mark: ScratchMark) {
         self.scratch().free_since(mark);
     }
 
-    /// Sends a list to the device and holds it.
+    /// Sends a list to the device, and holds its memory until the work is done.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Allocation`] if the device is out of memory, and device errors.
+    /// Returns [`kvcore::Error::Allocation`] if the device is out of memory, or another device error.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<Arc<ListMemory>> {
         if let Some(recording) = &mut self.recording {
             return capture::add_constant(recording, self.npu, bytes);
@@ -134,10 +135,10 @@ impl<'a> Work<'a> {
         Ok(list)
     }
 
-    /// Enqueues a byte copy between two memories that the work holds.
+    /// Enqueues a copy of bytes. The work must hold the memory of both ranges.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub(crate) fn copy_bytes(
         &mut self,
         dst: u64,

@@ -1,4 +1,4 @@
-//! Attention one entry after another. An entry is a range of rows with the same segments.
+//! Attention, computed one entry after another. An entry is a range of rows with the same segments.
 
 use kvcore::Result;
 
@@ -18,7 +18,7 @@ struct RunKv {
     v: Tensor,
 }
 
-/// An attention with its plan.
+/// An attention operation with its plan.
 pub(super) struct Entries<'a> {
     pub(super) operands: &'a AttentionOperands<'a>,
     pub(super) plan: &'a AttentionPlan,
@@ -27,7 +27,7 @@ pub(super) struct Entries<'a> {
 }
 
 impl Entries<'_> {
-    /// Computes all entries.
+    /// Computes attention for all entries.
     pub(super) fn attend(&self, work: &mut StepWork<'_, '_>) -> Result<()> {
         let entries = self.plan.entries.iter().enumerate();
         for (number, entry) in entries.filter(|(_, entry)| !entry.rows.is_empty()) {
@@ -122,7 +122,7 @@ impl Entries<'_> {
         }
     }
 
-    /// Returns a run's logits, `[heads, rows, tokens]`, without its mask.
+    /// Returns a run's logits, `[heads, rows, tokens]`, before masking.
     fn scores(
         &self,
         work: &mut Work<'_>,

@@ -1,8 +1,8 @@
-//! Attention for decoding rows, with CANN's fused operator on the paged cache.
+//! Decode attention through CANN's fused operator on the paged cache.
 //!
-//! `FusedInferAttentionScoreV2` computes plain softmax attention with one row per sequence, over the first
-//! tokens in a block table. Other operators do everything else, including operands beyond the limits that
-//! CANN documents.
+//! `FusedInferAttentionScoreV2` computes plain softmax attention for one row per sequence, over the first
+//! tokens in a block table. The composed operators handle everything else, including operands that exceed the
+//! limits in CANN's documentation.
 
 use std::sync::Arc;
 
@@ -18,7 +18,7 @@ use crate::operations::sent::SentTensor;
 use crate::operators::{PagedAttention, Tensor};
 use crate::queue::Work;
 
-/// The maximum number of sequences.
+/// The maximum number of sequences per call.
 const SEQUENCES: usize = 65_536;
 /// The maximum number of query heads.
 const HEADS: usize = 256;
@@ -29,21 +29,22 @@ const TOKENS: usize = 262_144;
 /// The maximum number of query heads per KV head.
 const HEADS_PER_KV_HEAD: usize = 64;
 
-/// The maximum number of elements per token if its heads are contiguous.
+/// The maximum number of elements per token when its heads are contiguous.
 const TOKEN_ELEMENTS: usize = 65_535;
 
-/// The number of elements per head and of tokens per block must be multiples of this: 32 bytes.
+/// The number of elements per head and the number of tokens per block must be multiples of this value (32
+/// bytes).
 const UNIT: usize = 16;
 
 /// The maximum number of tokens per block.
 const BLOCK: usize = 512;
 
-/// The tokens that a row sees, if they are the first tokens of a list of blocks and are weighted as in plain
-/// attention.
+/// The tokens that a row sees. They must be the first tokens of a list of blocks, and must have the weights
+/// of plain attention.
 struct RowTokens {
     blocks: Vec<BlockId>,
     tokens: usize,
-    /// Distance between the keys' rotation and the positions at which they are used.
+    /// The distance from the positions of the keys' stored rotation to the positions at which they are used.
     offset: i64,
 }
 
@@ -70,7 +71,7 @@ impl RowTokens {
     }
 }
 
-/// Returns an operation's block tables, made once for all layers.
+/// Returns an operation's block tables, which are built once for all layers.
 fn block_tables(work: &mut StepWork<'_, '_>, op: &Attend) -> Result<Arc<DecodeTables>> {
     let block_size = op.arena.layout().shape().block_size;
     let key = PlanKey::Sequences { work: op.work.id(), block_size, window: op.window };
@@ -104,7 +105,7 @@ impl SequenceTables {
     }
 }
 
-/// Returns keys and values in the operator's form, if it accepts these operands.
+/// Returns K and V in the layout of the fused operator, if it accepts these operands.
 fn pages(operands: &AttentionOperands<'_>) -> Option<[Tensor; 2]> {
     let [k, v] = [operands.planes[0].pages()?, operands.planes[1].pages()?];
     let geometry = operands.planes[0].geometry;
@@ -131,7 +132,7 @@ fn pages(operands: &AttentionOperands<'_>) -> Option<[Tensor; 2]> {
 }
 
 // Decision: docs/decisions/backend-ascend.md#fused-operators-are-used-where-they-fit
-/// Computes an attention with the fused operator, if it supports the operation. Returns whether it did.
+/// Computes attention with the fused operator if it supports the operation. Returns whether it did.
 pub(super) fn attend(work: &mut StepWork<'_, '_>, operands: &AttentionOperands<'_>) -> Result<bool> {
     let AttentionOperands { op, q, latent, out: wanted, lse: wanted_lse, planes, heads } = operands;
     let plain = latent.is_none() && op.softcap.is_none() && op.keys == KeyForm::Rotated;
@@ -176,7 +177,7 @@ pub(super) fn attend(work: &mut StepWork<'_, '_>, operands: &AttentionOperands<'
     Ok(true)
 }
 
-/// Returns the queries rotated to their positions, as a dense tensor of their own type.
+/// Returns the queries rotated to their positions, as a dense tensor of the same type.
 fn rotated(
     work: &mut StepWork<'_, '_>,
     operands: &AttentionOperands<'_>,

@@ -1,4 +1,4 @@
-//! The attention lists that a step's layers share, and the tensors in them.
+//! The attention lists that a step's layers share, and their tensors.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,12 +14,12 @@ use crate::queue::{ListMemory, Work};
 /// Alignment in bytes of lists that are sent together.
 const ALIGN: usize = 64;
 
-/// Lists that are sent together, as bytes.
+/// Several lists, packed as bytes so that one transfer sends them all.
 #[derive(Debug, Default)]
 pub(super) struct PackedLists(pub(super) Vec<u8>);
 
 impl PackedLists {
-    /// Adds a list. Returns its offset in bytes.
+    /// Appends a list, and returns its offset in bytes.
     pub(super) fn add<T: bytemuck::NoUninit>(&mut self, list: &[T]) -> usize {
         let at = self.0.len().next_multiple_of(ALIGN);
         self.0.resize(at, 0);
@@ -28,7 +28,7 @@ impl PackedLists {
     }
 }
 
-/// The entries of an attention, for all layers whose pools have the same geometry.
+/// An attention's entries, valid for all layers whose pools have the same geometry.
 #[derive(Debug)]
 pub(crate) struct AttentionPlan {
     pub(super) entries: Vec<PlannedEntry>,
@@ -42,65 +42,66 @@ pub(super) struct PlannedEntry {
     pub(super) runs: Vec<GroupTokens>,
 }
 
-/// The tokens of a merge group.
+/// A merge group's tokens in one entry.
 #[derive(Debug)]
 pub(super) struct GroupTokens {
     pub(super) group: usize,
     pub(super) tokens: usize,
-    /// Row indices of K and V.
+    /// The row indices of K and of V.
     pub(super) places: [RowNumbers; 2],
-    /// `[1, 1, tokens]`: the factor for each token's logits. None if all are 1.
+    /// `[1, 1, tokens]`: the factor for each token's logits. `None` if all factors are 1.
     pub(super) factors: Option<Tensor>,
-    /// `[1, rows, tokens]`: 0 where a row sees a token, and −∞ elsewhere. None if all rows see all tokens.
+    /// `[1, rows, tokens]`: 0 where a row sees a token, and −∞ elsewhere. `None` if all rows see all tokens.
     pub(super) mask: Option<Tensor>,
     pub(super) rotation: Option<KeyRotation>,
 }
 
-/// The rotation that a run's keys get when they are read.
+/// The rotation to apply to a run's keys when they are read.
 #[derive(Debug)]
 pub(super) struct KeyRotation {
-    /// The distinct angles, as positions.
+    /// The distinct rotation angles, as positions.
     pub(super) distinct: Vec<i64>,
-    /// The index of each token's angle.
+    /// The index of each token's angle in `distinct`.
     pub(super) which: Tensor,
 }
 
-/// The angles of a plan: for the queries of each entry, and for the keys of each run.
+/// A plan's angles: one set for each entry's queries, and one for each run's keys.
 #[derive(Debug)]
 pub(crate) struct PlanAngles {
     pub(super) queries: Vec<SentAngles>,
     pub(super) keys: Vec<Vec<Option<SentAngles>>>,
 }
 
-/// A step's sequences as block tables. None if the step's work does not fit that form.
+/// A step's sequences as block tables, or `None` if block tables cannot express the step's work.
 #[derive(Debug)]
 pub(crate) struct DecodeTables(pub(super) Option<SequenceTables>);
 
-/// One block table per row.
+/// Block tables, one per row.
 #[derive(Debug)]
 pub(super) struct SequenceTables {
     pub(super) table: SentTensor,
     /// Number of tokens per sequence.
     pub(super) lengths: Vec<i64>,
-    /// Total number of blocks of all sequences.
+    /// The total number of blocks in all sequences.
     pub(super) blocks: usize,
-    /// The positions to which queries are rotated.
+    /// The positions to which the queries are rotated.
     pub(super) positions: Vec<i64>,
 }
 
-/// The capacity for rows that are computed side by side: one set of operators handles any tokens that fit.
+/// The capacity of rows that are computed side by side. One set of operators handles any tokens that fit into
+/// it.
 #[derive(Debug, Clone)]
 pub(super) struct RowRoom {
     pub(super) keys: KeyForm,
     pub(super) rope: Option<Arc<Rope>>,
     pub(super) rows: usize,
-    /// Number of tokens per row.
+    /// The maximum number of tokens per row.
     pub(super) tokens: usize,
-    /// Number of angles that keys are rotated by.
+    /// The maximum number of distinct angles by which keys are rotated.
     pub(super) angles: usize,
-    /// The geometry of K and of V.
+    /// The geometries of K and V.
     pub(super) geometry: [PlaneGeometry; 2],
-    /// The factor on each merge group's log-sum-exp.
+    /// The factor for each merge group's log-sum-exp.
     pub(super) groups: Vec<f32>,
 }
 
@@ -108,14 +109,14 @@ pub(super) struct RowRoom {
 #[derive(Debug)]
 pub(crate) struct RoomLists {
     pub(super) room: RowRoom,
-    /// Address of the first list.
+    /// The address of the first list.
     pub(super) at: u64,
     pub(super) layout: RoomLayout,
-    /// The lists' memory; none if each replay of a graph provides the lists.
+    /// The lists' memory, or `None` if each replay of a graph provides the lists.
     pub(super) list: Option<Arc<ListMemory>>,
 }
 
-/// Offsets in bytes of the lists of a [`RowRoom`].
+/// The offsets of a [`RowRoom`]'s lists, in bytes.
 #[derive(Debug)]
 pub(super) struct RoomLayout {
     pub(super) index: [(usize, Option<usize>); 2],
@@ -129,14 +130,14 @@ pub(super) struct RoomLayout {
 }
 
 impl AttentionPlan {
-    /// Holds the lists until the work is done.
+    /// Holds the lists' memory until the work is done.
     pub(crate) fn hold(&self, work: &mut Work<'_>) {
         work.hold_list(&self.lists);
     }
 }
 
 impl PlanAngles {
-    /// Holds the angles until the work is done.
+    /// Holds the angles' memory until the work is done.
     pub(crate) fn hold(&self, work: &mut Work<'_>) {
         let keys = self.keys.iter().flatten().flatten();
         self.queries.iter().chain(keys).for_each(|angles| angles.hold(work));
@@ -144,7 +145,7 @@ impl PlanAngles {
 }
 
 impl DecodeTables {
-    /// Holds the tables until the work is done.
+    /// Holds the tables' memory until the work is done.
     pub(crate) fn hold(&self, work: &mut Work<'_>) {
         if let Some(tables) = &self.0 {
             tables.table.hold(work);
@@ -153,8 +154,8 @@ impl DecodeTables {
 }
 
 impl RoomLists {
-    /// Holds the lists until the work is done. Lists that replays provide need no hold, because the graph
-    /// holds them.
+    /// Holds the lists' memory until the work is done. Lists that replays provide need no hold, because the
+    /// graph holds them.
     pub(crate) fn hold(&self, work: &mut Work<'_>) {
         if let Some(list) = &self.list {
             work.hold_list(list);

@@ -1,4 +1,4 @@
-//! Attention: with CANN's fused operator if its result is the same, otherwise composed of f32 operators.
+//! Attention: through CANN's fused operator if it gives the same result, otherwise composed of f32 operators.
 //!
 //! ```text
 //!   for each entry:   keys and values of its tokens, gathered once            IndexSelect, Cast
@@ -10,7 +10,7 @@
 //!   partial results (m, l, o) of groups are merged by their log-sum-exps
 //! ```
 //!
-//! A row that sees none of a group's tokens has m = −10³⁰, l = 0 and o = 0 there.
+//! A row that sees none of a group's tokens has m = −10³⁰, l = 0 and o = 0 in that group.
 
 use kvcore::{Attend, Result, TensorView};
 
@@ -34,7 +34,7 @@ pub(super) fn attend(work: &mut StepWork<'_, '_>, op: &Attend, latent: Option<&T
     if operands.out.is_empty() {
         return Ok(());
     }
-    // The capture's check has verified that the work is the step's.
+    // The check at capture has verified that the work belongs to the step.
     if work.captured_step().is_some() {
         return side_by_side::attend(work, &operands);
     }

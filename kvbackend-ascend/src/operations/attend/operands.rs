@@ -1,4 +1,4 @@
-//! An attention's tensors, and its matrix products.
+//! The tensors and matrix products of an attention operation.
 
 use kvcore::{Attend, Result, TensorView};
 
@@ -35,7 +35,7 @@ impl<'a> AttentionOperands<'a> {
         })
     }
 
-    /// Scales logits, and caps them if the operation requires it.
+    /// Scales the logits, and caps them if the operation has a soft cap.
     pub(super) fn scale(&self, work: &mut Work<'_>, scores: &Tensor) -> Result<()> {
         let scale = self.op.scale;
         match self.op.softcap {
@@ -50,8 +50,8 @@ impl<'a> AttentionOperands<'a> {
     }
 }
 
-/// Returns the products of queries `[heads, rows, dim]` and keys `[kv_heads, tokens, dim]`, as `[heads, rows,
-/// tokens]`.
+/// Returns the products of queries `[heads, rows, dim]` with keys `[kv_heads, tokens, dim]`, as `[heads,
+/// rows, tokens]`.
 pub(super) fn products(work: &mut Work<'_>, q: &Tensor, k: &Tensor) -> Result<Tensor> {
     let (heads, rows) = (q.dim(0), q.dim(1));
     let (kv_heads, tokens, dim) = (k.dim(0), k.dim(1), k.dim(2));

@@ -1,5 +1,5 @@
-//! An attention's plan: for each entry, the tokens of each merge group, where they are stored, how their keys
-//! are rotated, and which rows see them.
+//! An attention's plan: for each entry, the tokens of each merge group, the slots that store them, the
+//! rotation of their keys, and the rows that see them.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -18,7 +18,7 @@ use crate::operators::Tensor;
 /// The tokens that a row sees, in list order.
 #[derive(Debug, Default)]
 pub(super) struct SeenTokens {
-    /// Each token's block, and its place in the block.
+    /// Each token's block index and its offset in the block.
     pub(super) places: Vec<(usize, usize)>,
     /// The angle, as a position, by which each token's key is rotated when it is read.
     pub(super) angles: Vec<i64>,
@@ -26,12 +26,13 @@ pub(super) struct SeenTokens {
 }
 
 impl SeenTokens {
-    /// Adds tokens of a segment.
+    /// Appends a range of a segment's tokens.
     pub(super) fn add(&mut self, segment: &Segment, tokens: Range<usize>, keys: KeyForm, block_size: usize) {
         for token in tokens {
             self.places.push((segment.blocks[token / block_size].index(), token % block_size));
-            // A key that was rotated when it was stored gets only the remaining rotation. The query needs no
-            // other rotation, because a product depends only on the distance between the two.
+            // A key that was rotated when it was stored only needs the remaining rotation. The query's own
+            // rotation does not change, because the product of query and key depends only on the distance
+            // between their positions.
             self.angles.push(match keys {
                 KeyForm::Rotated => segment.position_offset,
                 KeyForm::Unrotated => segment.position(token as i64),
@@ -45,7 +46,8 @@ impl SeenTokens {
     }
 }
 
-/// Returns the distinct numbers in the order of their first use, and for each place the index of its number.
+/// Returns the distinct numbers in the order of their first use, and for each input number the index of its
+/// value among them.
 pub(super) fn distinct(numbers: &[i64]) -> (Vec<i64>, Vec<i32>) {
     let (mut known, mut last) = (HashMap::new(), (i64::MIN, -1));
     let (mut distinct, mut which) = (Vec::new(), Vec::with_capacity(numbers.len()));
@@ -62,19 +64,19 @@ pub(super) fn distinct(numbers: &[i64]) -> (Vec<i64>, Vec<i32>) {
     (distinct, which)
 }
 
-/// A run whose lists are not yet on the device.
+/// A run whose lists have not been sent yet.
 struct RunDraft<'a> {
     group: usize,
-    /// Each segment with the union of the tokens that rows see in it, and the index in the run of the first
-    /// of these tokens.
+    /// For each segment: the union of the tokens that the rows see in it, and the index within the run of the
+    /// first of these tokens.
     parts: Vec<(&'a Segment, Range<usize>, usize)>,
     tokens: SeenTokens,
 }
 
-/// A list of numbers: its offset in bytes and its length.
+/// The offset in bytes and the length of a packed list of indices.
 type PackedNumbers = (usize, usize);
 
-/// Offsets of a run's lists.
+/// The offsets of a run's packed lists, in bytes.
 struct PackedRun {
     places: [(PackedNumbers, Option<PackedNumbers>); 2],
     factors: Option<usize>,
@@ -82,7 +84,7 @@ struct PackedRun {
     rotation: Option<(Vec<i64>, usize)>,
 }
 
-/// Returns an operation's plan, made once for all layers of a step.
+/// Returns an operation's plan, which is built once for all layers of a step.
 pub(super) fn plan(
     work: &mut StepWork<'_, '_>,
     op: &Attend,
@@ -93,7 +95,7 @@ pub(super) fn plan(
     work.shared(key, |work| Ok(Arc::new(send(work, op, planes)?)))
 }
 
-/// Sends a plan's lists.
+/// Builds a plan, and sends its lists to the device.
 fn send(work: &mut StepWork<'_, '_>, op: &Attend, planes: &[PlaneMatrix; 2]) -> Result<AttentionPlan> {
     let mut lists = PackedLists::default();
     let drafts: Vec<(&AttendRows, Vec<RunDraft<'_>>)> =
@@ -163,7 +165,7 @@ fn number(entry: &AttendRows, segment: &Segment) -> usize {
     entry.segments.iter().position(|known| std::ptr::eq(known, segment)).unwrap_or_default()
 }
 
-/// Adds a run's lists.
+/// Packs a run's lists.
 fn pack(
     lists: &mut PackedLists,
     op: &Attend,
@@ -193,7 +195,8 @@ fn index(lists: &mut PackedLists, geometry: RowGeometry, tokens: &[(usize, usize
     (lists.add(&index), index.len())
 }
 
-/// Returns 0 where a row sees a token and −∞ elsewhere, or none if all rows see all tokens.
+/// Returns the run's mask: 0 where a row sees a token, and −∞ elsewhere. Returns `None` if all rows see all
+/// tokens.
 fn mask(op: &Attend, entry: &AttendRows, run: &RunDraft<'_>) -> Option<Vec<f32>> {
     let tokens_of_run = run.tokens.len();
     let mut mask = vec![f32::NEG_INFINITY; entry.rows.len() * tokens_of_run];
@@ -210,7 +213,7 @@ fn mask(op: &Attend, entry: &AttendRows, run: &RunDraft<'_>) -> Option<Vec<f32>>
 }
 
 /// Returns the factor for the cosines and sines of keys that are rotated when they are read: the embedding's
-/// factor if the keys were not rotated before, otherwise 1.
+/// attention factor if the keys were stored without rotation, otherwise 1.
 pub(super) fn key_factor(rope: &Rope, keys: KeyForm) -> f32 {
     match keys {
         KeyForm::Rotated => 1.0,
@@ -218,7 +221,7 @@ pub(super) fn key_factor(rope: &Rope, keys: KeyForm) -> f32 {
     }
 }
 
-/// Returns a plan's angles, made once for all layers that share a rotary embedding.
+/// Returns a plan's angles, which are built once for all layers that share a rotary embedding.
 pub(super) fn angles(
     work: &mut StepWork<'_, '_>,
     plan: &AttentionPlan,

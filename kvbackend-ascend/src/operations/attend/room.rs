@@ -1,4 +1,4 @@
-//! The lists for rows that are computed side by side. Each row has room for the same number of tokens; an
+//! The lists for rows that are computed side by side. Every row has room for the same number of tokens. An
 //! unused place repeats a token that the row sees, masked with −∞.
 
 use std::sync::Arc;
@@ -18,9 +18,9 @@ use crate::operations::plans::{AttentionKey, ByAddress, PlanKey, StepWork};
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// The minimum number of tokens that a captured row has room for.
+/// The minimum number of tokens per row that a captured step has room for.
 const LEAST_TOKENS: usize = 512;
-/// The minimum number of angles that a captured step has room for.
+/// The minimum number of distinct angles that a captured step has room for.
 const LEAST_ANGLES: usize = 16;
 
 /// The maximum number of key and value elements that are gathered at once.
@@ -28,14 +28,14 @@ const MOST: usize = 64 << 20;
 
 /// The tokens of a step.
 struct StepTokens {
-    /// The tokens of each row, and the merge group of each token; none for rows without a result.
+    /// Each row's tokens with their merge groups, or `None` for a row without a result.
     rows: Vec<Option<(SeenTokens, Vec<usize>)>>,
     distinct: Vec<i64>,
     which: Vec<i32>,
 }
 
 impl StepTokens {
-    /// Gathers an operation's tokens from the given work.
+    /// Collects the tokens that the rows of `work` see in this operation.
     fn of(op: &Attend, work: &Arc<AttendWork>) -> Self {
         let op = Attend { work: Arc::clone(work), ..op.clone() };
         let block_size = op.arena.layout().shape().block_size;
@@ -56,13 +56,13 @@ impl StepTokens {
         Self { rows, distinct, which }
     }
 
-    /// Returns the number of tokens of the longest row; none if there are no rows.
+    /// Returns the number of tokens in the longest row, or `None` if there are no rows.
     fn longest(&self) -> Option<usize> {
         self.rows.iter().flatten().map(|(tokens, _)| tokens.len()).max()
     }
 }
 
-/// Returns whether `rows` rows of `tokens` tokens may be gathered at once.
+/// Returns whether `rows` rows of `tokens` tokens each may be gathered at once.
 pub(super) fn has_room(rows: usize, tokens: usize, planes: &[PlaneMatrix; 2]) -> bool {
     let width: usize = planes.iter().map(|plane| plane.geometry.heads * plane.geometry.dim).sum();
     rows * tokens * width <= MOST
@@ -74,7 +74,7 @@ fn scales_of(work: &AttendWork) -> impl Iterator<Item = f32> + '_ {
 
 impl RowRoom {
     // Decision: docs/decisions/backend-ascend.md#rows-are-laid-out-side-by-side-captured-rows-with-spare-room
-    /// Returns the capacity that a captured step needs, with room to grow.
+    /// Returns the capacity for a captured step, with room for its tokens to grow.
     fn of_capture(op: &Attend, step: &StepTokens, planes: &[PlaneMatrix; 2]) -> Result<Self> {
         let Some(longest) = step.longest() else { return Err(uncapturable("attention of no rows")) };
         let (rows, tokens) = (op.q.shape()[0], longest.next_power_of_two().max(LEAST_TOKENS));
@@ -92,10 +92,10 @@ impl RowRoom {
         Self { keys, rope, rows, tokens, angles, geometry, groups: scales_of(&op.work).collect() }
     }
 
-    /// Computes a step's lists.
+    /// Builds a step's lists.
     ///
     /// # Errors
-    /// Returns [`Error::GraphOutgrown`] if the step needs more room, or has other merge groups.
+    /// Returns [`Error::GraphOutgrown`] if the step exceeds the capacity or has other merge groups.
     fn lists(&self, work: &AttendWork, step: StepTokens) -> Result<(PackedLists, RoomLayout)> {
         let outgrown = |what| Err(Error::GraphOutgrown { what });
         if !scales_of(work).eq(self.groups.iter().copied()) {
@@ -163,7 +163,7 @@ impl RowRoom {
 }
 
 impl RoomLists {
-    /// Returns an operation's lists, which the step's layers share.
+    /// Returns an operation's lists, which are built once for all layers of a step.
     pub(super) fn of(
         work: &mut StepWork<'_, '_>,
         op: &Attend,
@@ -197,17 +197,18 @@ impl RoomLists {
         Ok(Self { room, at: list.address(), layout, list: Some(list) })
     }
 
-    /// Returns `len` row indices, starting at an offset.
+    /// Returns a tensor over `len` row indices, which start at the given offset in bytes.
     pub(super) fn numbers(&self, offset: usize, len: usize) -> Tensor {
         Tensor::dense(self.at + offset as u64, sys::ACL_INT32, &[len])
     }
 
-    /// Returns a tensor with one number per token of each row, `[rows, 1, tokens]`.
+    /// Returns a tensor with one value per token of each row, `[rows, 1, tokens]`, which starts at the given
+    /// offset in bytes.
     pub(super) fn of_tokens(&self, offset: usize) -> Tensor {
         Tensor::dense(self.at + offset as u64, sys::ACL_FLOAT, &[self.room.rows, 1, self.room.tokens])
     }
 
-    /// Returns angles, if rows are rotated.
+    /// Returns the angles at the given offsets, or `None` if rows are not rotated.
     pub(super) fn angles(&self, [cos, sin]: [usize; 2], rows: usize) -> Option<AngleRows> {
         let rope = self.room.rope.as_ref()?;
         let half = rope.config().rotary_dim / 2;

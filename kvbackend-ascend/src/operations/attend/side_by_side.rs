@@ -1,6 +1,6 @@
-//! Attention with rows side by side: one set of operators for all rows, whatever segments they have.
+//! Attention with rows side by side: one set of operators for all rows, regardless of their segments.
 //!
-//! Batches of decoding sequences run this way, and so do captured steps: a replay may bring other blocks,
+//! Batches of decoding sequences run this way, and so do captured steps: a replay may have different blocks,
 //! lengths, offsets and segments, as long as each row's tokens fit.
 
 use kvcore::Result;
@@ -15,8 +15,8 @@ use crate::operations::plans::StepWork;
 use crate::operators::Tensor;
 use crate::queue::Work;
 
-/// Returns whether rows side by side need fewer operators, and not much more work, than one entry after
-/// another. That is so for several single-row entries of similar lengths.
+/// Returns whether computing rows side by side needs fewer operators, and not much more work, than computing
+/// one entry after another. This is true for several single-row entries of similar lengths.
 pub(super) fn suits(operands: &AttentionOperands<'_>) -> bool {
     let batch = operands.op.work.batch();
     let lengths =
@@ -73,7 +73,7 @@ pub(super) fn attend(work: &mut StepWork<'_, '_>, operands: &AttentionOperands<'
             Some(before) => before.merged(work, &group)?,
         });
     }
-    // The check of an operation has verified that there is a group for each segment.
+    // The operation's check has verified that every segment has a merge group.
     let Some(partial) = merged else { return Err(uncapturable("attention without merge groups")) };
     let values = partial.values(work, &tiny)?;
     let values = values.reshaped(&[rows, heads * v.dim(2)]);
@@ -85,7 +85,7 @@ pub(super) fn attend(work: &mut StepWork<'_, '_>, operands: &AttentionOperands<'
     Ok(())
 }
 
-/// Writes the rows that have a result, and leaves the others unchanged.
+/// Writes the rows that have a result, and leaves all other rows of `out` unchanged.
 fn put(work: &mut Work<'_>, lists: &RoomLists, x: &Tensor, out: &Tensor) -> Result<()> {
     let (rows, width) = (x.dim(0), x.dim(1));
     let chosen = work.temporary(sys::ACL_FLOAT, &[rows, width])?;

@@ -1,4 +1,4 @@
-//! Partial softmaxes (maximum, sum of exponentials, weighted sum of values), and how they are merged.
+//! Partial softmaxes (maximum, sum of exponentials, weighted sum of values), and their merge.
 
 use kvcore::Result;
 
@@ -53,7 +53,7 @@ impl Partial {
         Ok(Self { max, sum, values })
     }
 
-    /// Returns the partial softmax over no tokens.
+    /// Returns the partial softmax of an empty set of tokens.
     pub(super) fn nothing(
         work: &mut Work<'_>,
         heads: usize,
@@ -88,8 +88,8 @@ impl Partial {
         Ok(Self { max, sum: self.sum, values: self.values })
     }
 
-    /// Returns a partial softmax of a single token that stands for all of them: its logit is their
-    /// log-sum-exp times `scale`, and its value is their result.
+    /// Replaces all tokens by a single one whose logit is their log-sum-exp times `scale` and whose value is
+    /// their attention result. Returns the partial softmax of that token.
     pub(super) fn into_one(
         self,
         work: &mut Work<'_>,
@@ -101,14 +101,14 @@ impl Partial {
         let max = self.lse(work)?;
         work.maximum(&max, floor, &max)?;
         work.scale(&max, scale, &max)?;
-        // 1, or 0 for a row without tokens.
+        // The sum is 1, or 0 for a row without tokens.
         let least = work.temporary(sys::ACL_FLOAT, &self.sum.dims())?;
         work.maximum(&self.sum, tiny, &least)?;
         work.div(&self.sum, &least, &self.sum)?;
         Ok(Self { max, sum: self.sum, values })
     }
 
-    /// Returns the result: the weighted mean of the values, or 0 if there are no tokens.
+    /// Returns the attention result: the weighted mean of the values, or 0 if there are no tokens.
     pub(super) fn values(&self, work: &mut Work<'_>, tiny: &Tensor) -> Result<Tensor> {
         let least = work.temporary(sys::ACL_FLOAT, &self.sum.dims())?;
         work.maximum(&self.sum, tiny, &least)?;
