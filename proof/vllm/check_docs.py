@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "auto"),
 }
-# How many seconds to wait for the server to answer.
+# The time to wait for the server to answer, in seconds.
 PATIENCE = 900
 
 

@@ -55,7 +55,7 @@ class PrefixChecks(Checks):
         self.found_behind_vllms_own(host, systems[0])
 
     def found_behind_vllms_own(self, host: Host, system: list[int]) -> None:
-        """vLLM has the first blocks, and the tier the rest."""
+        """vLLM has the first blocks of a prompt, and the tier has the rest."""
         out, _ = self.ask(host, system, [0, 2])
         host.llm.reset_prefix_cache()
         short = {"prompt_token_ids": out.prompt_token_ids[: SIZE + 1]}

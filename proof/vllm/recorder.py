@@ -99,7 +99,7 @@ def finished(request: Any, block_ids: tuple[list[int], ...]) -> list[Any]:
     return [request.request_id, blocks(block_ids), ints(request.output_token_ids)]
 
 
-# How to write each call's arguments.
+# Functions that convert each call's arguments for writing.
 CALLS: dict[str, Callable[..., Any]] = {
     "on_new_request": described,
     "get_num_new_matched_tokens": lambda request, computed: [request.request_id, computed, request.num_tokens],

@@ -225,9 +225,10 @@ impl Arena {
     }
 
     /// Copies rows of all layers to another engine's cache. Each entry of `loads` has the rows to read, the
-    /// rows to write and the distance to rotate keys by. Rows are `(blocks, first, count)`, tokens `first` to
-    /// `first + count` of these blocks, or any slots. Rows to write in a negative block, or with a negative
-    /// slot, are skipped. Returns when the copies are done. Nothing else may use the rows until then.
+    /// rows to write and the distance to rotate keys by. Rows are either `(blocks, first, count)`, for tokens
+    /// `first` to `first + count` of these blocks, or a list of slots. Rows to write in a negative block, or
+    /// with a negative slot, are skipped. Returns when the copies are done. Nothing else may use the rows
+    /// until then.
     fn load(
         &self,
         py: Python<'_>,

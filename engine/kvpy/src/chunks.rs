@@ -34,7 +34,7 @@ impl PyChunkCacheConfig {
         Ok(Self(config))
     }
 
-    /// All settings by name.
+    /// Returns all settings by name.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let text =
             serde_json::to_string(&self.0).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
@@ -115,8 +115,9 @@ impl PyPieceHold {
         Ok(self.0.lock().as_ref().ok_or_else(over)?.chunk_hash().into())
     }
 
-    /// The piece as attention reads it in a prompt: its first token has the logical index `logical_start` and
-    /// is used at `position`. Nothing is copied. Keep the hold until the attention is done.
+    /// Returns the piece as attention reads it in a prompt. Its first token has the logical index
+    /// `logical_start` and is used at `position`. Nothing is copied. Keep the hold until the attention is
+    /// done.
     fn segment(&self, logical_start: usize, position: i64) -> PyResult<PySegment> {
         let own = self.0.lock();
         let hold = own.as_ref().ok_or_else(over)?;
@@ -136,7 +137,7 @@ impl PyPieceHold {
 
 #[pymethods]
 impl PyChunkReservation {
-    /// The slots to write, with a permit for this reservation's blocks.
+    /// Returns the slots to write, with a permit for this reservation's blocks.
     fn write_slots(&self) -> PyResult<PyWriteSlots> {
         let own = self.own.lock();
         Ok(PyWriteSlots(own.as_ref().ok_or_else(over)?.write_slots().map_err(CallError::from)?))
@@ -156,7 +157,7 @@ impl PyChunkReservation {
 
 #[pymethods]
 impl PyChunkWaiter {
-    /// True once the piece has been stored or given up. Then ask for it again.
+    /// True once the piece has been stored or abandoned. In that case, acquire it again.
     #[getter]
     fn is_over(&self) -> bool {
         self.0.is_over()
@@ -188,9 +189,9 @@ impl PyChunkCacheManager {
     /// piece, in order, returns a `PieceHold`, a `ChunkReservation`, a `ChunkWaiter`, or `None` if there is
     /// no room. A long chunk has several pieces.
     ///
-    /// `mode` is `"alone"`, `"with-system"` or `"sink:K"`: which tokens of `system` the chunk sees while it
-    /// is computed. `stored_start` is the position that the chunk's first key is rotated to when it is
-    /// stored.
+    /// `mode` (`"alone"`, `"with-system"` or `"sink:K"`) selects the tokens of `system` that the chunk sees
+    /// while it is computed. `stored_start` is the position that the chunk's first key is rotated to when
+    /// it is stored.
     fn acquire(
         &self,
         py: Python<'_>,
@@ -246,12 +247,12 @@ impl PyChunkCacheManager {
         PyChunkCacheMetrics::from(self.0.metrics())
     }
 
-    /// Recounts everything. Raises an error that names the first wrong number.
+    /// Checks all counts against a recount. Raises an error that names the first wrong count.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }
 
-    /// The names of the hash algorithms.
+    /// Returns the names of the hash algorithms.
     #[staticmethod]
     fn hash_algorithms() -> Vec<String> {
         HashAlgorithm::ALL.iter().map(|algorithm| format!("{algorithm:?}")).collect()

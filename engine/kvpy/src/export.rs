@@ -14,8 +14,8 @@ use pyo3::types::PyTuple;
 use crate::device::ArenaDevice;
 use crate::error::CallError;
 
-/// A tensor returned by this module. `numpy.from_dlpack` and `torch.from_dlpack` take it without a copy. Its
-/// memory lives as long as any of them.
+/// A tensor returned by this module. `numpy.from_dlpack` and `torch.from_dlpack` import it without a copy.
+/// Its memory lives as long as this tensor or any imported one.
 #[pyclass(frozen, name = "Tensor", module = "kvcache")]
 pub(crate) struct PyTensor {
     view: TensorView,
@@ -23,7 +23,7 @@ pub(crate) struct PyTensor {
 }
 
 impl PyTensor {
-    /// Passes a view of a device's memory to Python. The work on it must be done.
+    /// Passes a view of a device's memory to Python. All work on the view must be done.
     pub(crate) fn new(view: TensorView, device: &Arc<ArenaDevice>) -> Self {
         Self { view, device: Arc::clone(device) }
     }

@@ -116,7 +116,7 @@ fn no_rope(layer: usize, ropes: &LayerRopes) -> kvcore::Error {
     kvcore::Error::OutOfRange { what: "layer", value: layer as i128, limit: ropes.layers().len() as i128 }
 }
 
-/// The arena in a copy, and its device.
+/// The arena that takes part in a copy, and its device.
 pub(crate) struct ArenaSide<'a> {
     pub(crate) device: &'a Arc<ArenaDevice>,
     pub(crate) arena: &'a KvArena,
@@ -264,10 +264,11 @@ impl PyForeignCache {
     }
 
     /// Describes a cache in an NPU's memory, `"ascend"` or `"ascend:N"`, by the addresses of each layer's
-    /// keys and values. Each address must be that of a tensor `[num_blocks, block_size, num_heads, head_dim]`
-    /// without gaps. Copies go to and from arenas on the CPU.
+    /// keys and values. Each address must be the address of a tensor `[num_blocks, block_size, num_heads,
+    /// head_dim]` without gaps. Copies go to and from arenas on the CPU.
     ///
-    /// Addresses are not checked: each MUST be that of a tensor of this shape that lives as long as `owner`.
+    /// Addresses are not checked: each MUST be the address of a tensor of this shape that lives as long as
+    /// `owner`.
     #[staticmethod]
     #[pyo3(signature = (planes, owner, *, num_blocks, block_size, num_heads, head_dim, dtype_name, device = "ascend"))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]

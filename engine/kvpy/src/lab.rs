@@ -70,8 +70,8 @@ impl PyPaired {
         Self(kvlab::Paired { asked, lost, gained })
     }
 
-    /// Counts pairs of grades. For each question, the lists tell if ordinary attention was right and if reuse
-    /// was right.
+    /// Counts pairs of grades. Each list has one grade per question: true if ordinary attention, or reuse,
+    /// answered it correctly.
     #[staticmethod]
     fn of(ordinary: Vec<bool>, reused: Vec<bool>) -> Self {
         Self(kvlab::Paired::of(ordinary.into_iter().zip(reused)))

@@ -9,7 +9,7 @@
 //!   kvcore, kvbackend-{ascend,cpu,cuda}, kvchunk, kvmanager, kvmodel, kvengine, kvlab
 //! ```
 //!
-//! Work runs without Python's lock. Tensors of other libraries are used where they lie, through `DLPack`. The
+//! Work runs without Python's lock. Tensors of other libraries are used in place, through `DLPack`. The
 //! struct `PyX` is the Python class `X`.
 //!
 //! | module | contents |
@@ -24,7 +24,7 @@
 //! | `llm`, `sampling` | `LLM`, `RequestOutput`, `SamplingParams` |
 //! | `lab` | questions for the gate of a model inside vLLM |
 //! | `device`, `names` | devices and element types by their names |
-//! | `tensor`, `export` | tensors of other libraries here; tensors of this module there |
+//! | `tensor`, `export` | other libraries' tensors used here; this module's tensors used elsewhere |
 //! | `error` | `KvCacheError`, from the errors of the crates below |
 
 #![allow(clippy::needless_pass_by_value, reason = "arguments from Python are converted to values")]

@@ -169,11 +169,11 @@ impl Llm {
     /// Loads a Hugging Face folder or a GGUF file on `device`: `"cpu"`, `"cuda"`, `"cuda:N"`, `"ascend"` or
     /// `"ascend:N"`.
     ///
-    /// `chunk_cache_config` determines how a string is cut and what its chunks see. By default, half of the
-    /// document tokens are recomputed, the ones that the question attends to most. Of all measured settings,
-    /// this gave the best answers; `chunk_cache_config` and `recompute` (`"none"`, `"link:K"`,
-    /// `"question:R"`, …) change that. Without `enable_chunk_cache`, prompts are answered by ordinary
-    /// attention.
+    /// `chunk_cache_config` determines where a string is cut and which tokens its chunks see. By default,
+    /// half of the document tokens are recomputed, the ones that the question attends to most. Of all
+    /// measured settings, this one gave the best answers; `chunk_cache_config` and `recompute` (`"none"`,
+    /// `"link:K"`, `"question:R"`, …) change it. Without `enable_chunk_cache`, prompts are answered by
+    /// ordinary attention.
     #[new]
     #[pyo3(signature = (
         model, *, enable_chunk_cache = true, chunk_cache_config = None, recompute = None, dtype_name = "float32",
@@ -263,7 +263,7 @@ impl Llm {
         answered
     }
 
-    /// The chunk cache's counts and gauges.
+    /// Returns the chunk cache's counts and gauges.
     fn get_chunk_cache_stats(&self, py: Python<'_>) -> PyChunkCacheMetrics {
         let engine = self.engine(py);
         engine.chunks().map(kvchunk::ChunkCacheManager::metrics).unwrap_or_default().into()

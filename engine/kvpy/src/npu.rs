@@ -40,7 +40,7 @@ impl NpuCache {
     /// gaps.
     ///
     /// # Safety
-    /// The addresses must be those of tensors of this shape on this device, which must live as long as
+    /// Each address must be the address of a tensor of this shape on this device that lives as long as
     /// `owner`. Nothing else may use a slot during a copy to or from it.
     pub(crate) unsafe fn lent(
         device: usize,

@@ -36,7 +36,7 @@ pub(crate) fn keys_of(bytes: Vec<[u8; 32]>) -> Vec<BlockKey> {
     bytes.into_iter().map(BlockKey::from_bytes).collect()
 }
 
-/// Returns the IDs of blocks as numbers.
+/// Returns block IDs as integers.
 pub(crate) fn numbers(ids: &[BlockId]) -> Vec<u32> {
     ids.iter().map(|id| id.0).collect()
 }
@@ -97,7 +97,7 @@ impl PyBlockPool {
         self.0.clear_cached()
     }
 
-    /// Recounts everything. Raises an error that names the first wrong number.
+    /// Checks all counts against a recount. Raises an error that names the first wrong count.
     fn check_invariants(&self) -> PyResult<()> {
         self.0.check_invariants().map_err(KvCacheError::new_err)
     }
@@ -125,7 +125,7 @@ impl PyMutableBlocks {
     }
 
     /// Shares the filled blocks, each under a key. If a key is already known, its block replaces the new one.
-    /// `parent` is the key before the first.
+    /// `parent` is the key that precedes the first key in the chain.
     #[pyo3(signature = (keys, parent = None))]
     fn register(&self, keys: Vec<[u8; 32]>, parent: Option<[u8; 32]>) -> PyResult<PySharedBlocks> {
         let mut own = self.0.lock();
@@ -156,7 +156,7 @@ impl PyMutableBlocks {
 }
 
 impl PySharedBlocks {
-    /// Takes the blocks out of this object, to pass them on.
+    /// Removes the blocks from this object and returns them.
     pub(crate) fn take(&self) -> PyResult<kvcore::SharedBlocks> {
         self.0.lock().take().ok_or_else(over)
     }

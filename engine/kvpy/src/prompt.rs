@@ -37,13 +37,13 @@ impl PyChunkedPrompt {
         self.0.question().to_vec()
     }
 
-    /// The number of tokens in all parts.
+    /// Returns the number of tokens in all parts.
     fn get_total_tokens(&self) -> usize {
         self.0.total_tokens()
     }
 
-    /// Returns the place of each part. For a chunk, it is its logical index and the positions that its keys
-    /// are stored and used at.
+    /// Returns the place of each part. A chunk's place is its logical index and the positions at which its
+    /// keys are stored and used.
     #[pyo3(signature = (mode = "with-system", strategy = "overlapped", max_positions = usize::MAX))]
     fn positions(&self, mode: &str, strategy: &str, max_positions: usize) -> PyResult<PyPositionPlan> {
         let mode: ComputeMode = mode.parse().map_err(CallError::from)?;

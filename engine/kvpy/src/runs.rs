@@ -11,7 +11,7 @@ use crate::tensor::Integers;
 #[derive(Debug, FromPyObject)]
 pub(crate) struct BlockRun(Vec<i64>, usize, usize);
 
-/// Rows of a cache: tokens in blocks, or any slots.
+/// Rows of a cache: tokens in blocks, or a list of slots.
 #[derive(Debug, FromPyObject)]
 pub(crate) enum CacheRows {
     Run(BlockRun),

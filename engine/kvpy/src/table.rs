@@ -160,7 +160,7 @@ impl PyBlockTable {
 
 #[pymethods]
 impl PyWriteSlots {
-    /// The slots, each `block * block_size + offset`.
+    /// Returns the slots, each `block * block_size + offset`.
     fn tolist(&self) -> Vec<i64> {
         self.0.to_vec()
     }

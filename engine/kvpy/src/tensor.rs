@@ -29,7 +29,7 @@ pub(crate) struct ForeignTensor {
     owner: Arc<dyn Any + Send + Sync>,
 }
 
-/// Keeps another library's managed tensor, and so its memory, alive.
+/// Keeps another library's managed tensor and its memory alive.
 struct DlpackOwner(#[expect(dead_code, reason = "held for its Drop")] dlpark::AllocationDeleter);
 
 // SAFETY: the deleter is called once, when the last holder is dropped. `DLPack` allows calling it on any

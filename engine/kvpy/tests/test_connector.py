@@ -58,7 +58,8 @@ def plain_request(side: ChunkScheduler, tokens: int) -> Tracked:
 
 
 def new_saves(side: ChunkScheduler, tracked: Tracked) -> list[BlockSaving]:
-    """Reserves memory for the blocks of a request, as if the workers were told to save them."""
+    """Reserves memory for the blocks of a request, as if the workers had orders to save
+    them."""
     new = side.prefixes.new_blocks(tracked, tracked.request.num_tokens)
     side.saving |= {saving.name: saving for saving in new}
     return new
@@ -112,7 +113,8 @@ def test_a_block_without_room_is_offered_again(monkeypatch: pytest.MonkeyPatch) 
     ],
 )
 def test_requests_that_are_not_plain_text_are_kept_apart(field: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They get no chunks. They use the tier only if their blocks depend on their tokens alone."""
+    """Such requests get no chunks. They use the tier only if their blocks depend on their tokens
+    alone."""
     side = prefixes_side(monkeypatch)
     params = {"kv_transfer_params": {"chunk_lengths": [3, 40]}}
     request = Request("odd", list(range(70)), SamplingParams(extra_args=params), None)
@@ -140,7 +142,8 @@ def test_nothing_is_recomputed_where_it_would_be_wrong(monkeypatch: pytest.Monke
 
 
 def test_a_rank_whose_copy_fails_still_runs_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise another rank would wait for it in the collectives of the same pass."""
+    """Otherwise, other ranks would wait for this rank in the same pass's
+    collectives."""
     worker = Replay(golden_calls.read("link"), monkeypatch).worker._worker
     ran: list[object] = []
 

@@ -115,7 +115,8 @@ def test_memory_of_a_tensor_outlives_its_manager() -> None:
 
 
 def test_a_paged_sequence_is_a_dense_one() -> None:
-    """Appended in pieces across blocks, with another sequence in between, and once rolled back."""
+    """Tokens are appended in pieces across blocks, with another sequence in between, and rolled
+    back once."""
     blocks = manager(16)
     cache = kvcache.PagedKVCache(blocks)
     other, seq = cache.create_sequence(), cache.create_sequence()
@@ -187,7 +188,7 @@ def computed(layers: range, tokens: range) -> np.ndarray:
 
 
 def test_every_rank_ends_with_36_layers_of_21_tokens() -> None:
-    """The example from the document that asks for this: 3 stages of 12 layers, 3 chunks of 7 tokens."""
+    """The example from the specification: 3 stages of 12 layers, 3 chunks of 7 tokens."""
     own = [kvcache.KVCache(2, 3, 21, 4, num_layers=12) for _ in range(3)]
     merged, piecewise = (kvcache.KVCache(2, 3, 21, 4, num_layers=36) for _ in range(2))
     piecewise.expect_chunks(21, 7, 3)

@@ -68,7 +68,8 @@ def test_rows_are_saved_and_loaded_where_they_belong(distance: int) -> None:
 
 
 def test_runs_of_tokens_are_their_slots() -> None:
-    """A run of tokens means the same rows as its slots. Tokens in a negative block are skipped."""
+    """A run of tokens stands for the same rows as its slots. Tokens in a negative block are
+    skipped."""
     caches, owns = [layers() for _ in range(2)], [arena(), arena()]
     described = [kvcache.ForeignCache.interleaved(cache, "columns") for cache in caches]
     # The engine's blocks have 32 tokens, the arena's 16.

@@ -44,7 +44,7 @@ def test_bounds_equal_the_score_test() -> None:
     many = Paired(10_000, 2_000, 1_000)
     assert many.at_most() == pytest.approx(0.1 + 1.645 * ((0.3 - 0.01) / 10_000) ** 0.5, abs=1e-4)
     assert Paired(0, 0, 0).at_most() == 1.0 and Paired(5, 5, 0).at_most() > 0.999
-    # The same as `kvc tune` has for these counts.
+    # `kvc tune` reports the same values for these counts.
     assert Paired(400, 12, 6).loss == 0.015 and 0.03 < Paired(400, 12, 6).at_most() < 0.04
     assert Paired.of([True, True, False, False], [True, False, True, False]) == Paired(4, 1, 1)
     assert "6.3 of a hundred" in caution(40)

@@ -20,7 +20,7 @@ included) and `golden.safetensors` with, in float32 on the CPU with eager attent
     error_f16.NAME, error_int8:4.NAME, …    the reference's own error: for each row of the question, the largest
                                             difference of logits when transformers caches keys and values in that
                                             format. A key is rounded once, at the position where a chunk cache stores
-                                            it: from 0 on for chunks computed alone, else right after the system
+                                            it: starting at 0 for chunks computed alone, otherwise right after the system
                                             prompt. `absolute_alone` is sequential_alone with keys rounded at the
                                             position of use
     error_f16.full.CELL, …                  the same for full attention at the cell's positions, with keys rounded at
@@ -120,8 +120,8 @@ MODELS = {
 }
 # Temperature and scale of the context, to the bit in every float.
 SCALING = (0.5, 0.75)
-# The layers where a blend measures deviation, for models with fixed frequencies, and the share that it
-# recomputes.
+# The layers where a blend measures deviation (only models with fixed frequencies), and the share of
+# tokens that it recomputes.
 BLENDS = {"llama-deep": (1, 2, 3), "llama-yarn": (1,), "qwen3": (1,), "mistral": (1,), "deepseek-v3": (1,)}
 SHARE = 0.4
 # Cells computed in one pass: (positions overlap, chunks see the system prompt).

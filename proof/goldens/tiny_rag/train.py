@@ -247,7 +247,7 @@ def main():
         warm = min(1.0, (step + 1) / 200)
         cool = 0.5 * (1 + math.cos(math.pi * step / args.phase_c)) if step < args.phase_c else 0.1
         if step == args.phase_c:
-            rng.seed(args.seed * 1_000_003 + step)  # a run resumed here goes on as one that never stopped
+            rng.seed(args.seed * 1_000_003 + step)  # a run resumed here continues as if it had never stopped
         for group in opt.param_groups:
             group["lr"] = args.lr * warm * (0.02 + 0.98 * cool)
         cell, size, shape = plan(step, args, rng, level)

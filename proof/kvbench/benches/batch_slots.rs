@@ -1,9 +1,9 @@
-//! Measures the slots of a decode step, issued for a whole batch and written in one layer, against a bare
-//! scatter of the same number of rows.
+//! Measures issuing the slots of a whole batch's decode step and writing them in one layer, compared with
+//! a bare scatter of the same number of rows.
 //!
 //! Prints one JSON object per line, like `kernels_against_memcpy`. `--sequences N` sets the largest batch
-//! (default 256); a quarter and a half of it are measured first. A token has 4 heads of 64 in f32, for K and
-//! for V. The sequences start with 100 tokens.
+//! (default 256); a quarter and a half of it are measured first. A token has 4 heads of 64 elements in f32,
+//! for K and for V. The sequences start with 100 tokens.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -22,7 +22,7 @@ const CONTEXT: usize = 100;
 /// The number of steps timed together, equal to the tokens per block. The first step takes a new block for
 /// every sequence.
 const STEPS: usize = BLOCK;
-/// The number of measurements. The fastest counts.
+/// The number of measurements, of which the fastest is reported.
 const ROUNDS: usize = 40;
 
 fn main() -> Result<()> {

@@ -1,4 +1,5 @@
-//! Times kernels at a few sizes, for people to read: `cargo bench -p kvbench --bench criterion_kernels`.
+//! Times kernels at a few sizes, as a report for people: `cargo bench -p kvbench --bench
+//! criterion_kernels`.
 //!
 //! Tokens have 8 heads of 128 in bf16, in blocks of 16. Throughput counts the K and V bytes that a kernel
 //! reads. `cargo xtask instructions` catches regressions, and `cargo xtask bench` makes comparisons.

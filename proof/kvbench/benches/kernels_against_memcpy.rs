@@ -187,7 +187,7 @@ fn main() -> Result<()> {
     for dtype in [DType::BF16, DType::F16, DType::F32] {
         for size in [mib / 4, mib / 2, mib].map(|size| size.max(1)) {
             for threads in threads {
-                // For moving bits, f16 is the same as bf16.
+                // Moving f16 is the same work as moving bf16.
                 if dtype != DType::F16 {
                     movement(dtype, size, threads)?;
                 }

@@ -62,7 +62,7 @@ fn movement(backend: &Arc<WgpuBackend>, dtype: DType, mib: usize) -> Result<()> 
     let limit = Limit::new(backend, both);
     let (scatter, gather) = (lab.scatter()?, lab.gather()?);
     let (copy, swap, rotate) = (lab.copy_blocks(), lab.swap_blocks()?, lab.rotate_keys());
-    // For moving bits, f16 is the same as bf16.
+    // Moving f16 is the same work as moving bf16.
     if dtype != DType::F16 {
         report(stream, &limit, &format!("scatter {dtype}"), both, || stream.scatter(&scatter));
         report(stream, &limit, &format!("gather {dtype}"), both, || stream.gather(&gather));

@@ -27,7 +27,7 @@ use kvbench::{option, row, row_of_sweep, time};
 
 /// The number of queries to measure errors over.
 const QUERIES: usize = 16;
-/// The number of decode steps per format. The fastest counts.
+/// The number of decode steps per format, of which the fastest is reported.
 const DECODES: usize = 60;
 /// The formats to measure.
 const FORMATS: [&str; 10] = [

@@ -32,7 +32,7 @@ struct InstructionsCli {
     /// Update the baseline with this run's counts.
     #[arg(long, requires = "reason")]
     write: bool,
-    /// Why the counts changed.
+    /// Reason that the counts changed.
     #[arg(long, requires = "write")]
     reason: Option<String>,
 }

@@ -4,9 +4,10 @@ use crate::rows::BenchRow;
 
 /// The target for all rows with a certain measurement and limit.
 struct Aim {
-    /// The beginning of the row's `what`. The rest names an element type, thread counts or sizes.
+    /// The prefix of the `what` of matching rows. The remainder of `what` names an element type, thread
+    /// counts or sizes.
     what: &'static str,
-    /// The beginning of the limit's name.
+    /// The prefix of the limit's name in matching rows.
     limit: &'static str,
     /// The size that the target applies to; `None` for any size.
     size: Option<f64>,
@@ -17,8 +18,8 @@ struct Aim {
 }
 
 /// Targets for rows on the CPU. Reusing a chunk of 4096 tokens may take at most three times as long as
-/// hashing its tokens into a chain of keys, and an answer after it at most 1.1 times as long as the question
-/// alone.
+/// hashing its tokens into a chain of keys, and a prompt with cached documents at most 1.1 times as long as
+/// its question alone.
 const AIMS: [Aim; 16] = [
     Aim { what: "scatter ", limit: "memcpy", size: None, least: 0.9, required: false },
     Aim { what: "gather ", limit: "memcpy", size: None, least: 0.9, required: false },
@@ -103,7 +104,7 @@ pub fn broken(rows: &[BenchRow]) -> Vec<&str> {
     rows.iter().filter(broken).map(|row| row.what.as_str()).collect()
 }
 
-/// Formats a row's target and whether the row reaches it, or a dash if it has none.
+/// Formats a row's target and whether the row reaches it. Returns a dash if the row has no target.
 pub fn verdict(row: &BenchRow) -> String {
     match find(row).map(|aim| aim.least) {
         Some(least) if row.ratio >= least => format!("{least:.2}, reached"),

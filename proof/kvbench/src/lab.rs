@@ -1,6 +1,6 @@
 //! The setup shared by the kernel benchmarks: an arena with up to 8 KV heads and a `head_dim` of 128, in
-//! blocks of 16 tokens. Its blocks are in the order in which a pool in use would hand them out. There is one
-//! operation of each kind over all of them.
+//! blocks of 16 tokens. Its blocks are in the order in which a pool in use would allocate them. The lab has
+//! one operation of each kind, over all blocks.
 
 use std::sync::Arc;
 
@@ -12,18 +12,18 @@ use kvcore::{
     allocate_tensor,
 };
 
-/// Number of KV heads.
+/// The number of KV heads.
 pub const HEADS: usize = 8;
-/// Query heads per KV head (GQA).
+/// The number of query heads per KV head (GQA).
 const GROUP: usize = 4;
-/// Number of query heads.
+/// The number of query heads.
 pub const QUERY_HEADS: usize = HEADS * GROUP;
-/// Elements of a head (`head_dim`).
+/// The number of elements per head (`head_dim`).
 pub const DIM: usize = 128;
 /// The number of tokens per block.
 pub const BLOCK: usize = 16;
 
-/// Tokens in an arena of twice their size. Copies go into the second half.
+/// Tokens in the first half of an arena. Copies are written to its second half.
 #[allow(missing_debug_implementations, reason = "a benchmark prints times")]
 pub struct Lab {
     /// The backend that owns the memory.
@@ -218,7 +218,7 @@ fn allocate(
     KvArena::allocate(backend, MemoryKind::Device, Arc::new(layout))
 }
 
-/// Returns block IDs in the order in which a pool in use would hand them out.
+/// Returns block IDs in the order in which a pool in use would allocate them.
 pub fn shuffled(blocks: u32) -> Vec<u32> {
     let mut order: Vec<u32> = (0..blocks).collect();
     let mut state = 1u64;

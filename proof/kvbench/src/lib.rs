@@ -5,9 +5,9 @@
 //! form one sweep.
 //!
 //! - [`lab`]: an arena as a service uses it, and the operations that are measured on it
-//! - [`limits`]: limits of the machine, such as `memcpy` with standing threads
+//! - [`limits`]: limits of the machine, such as `memcpy` on threads that are already running
 //! - [`rows`]: rows read back from the output of a benchmark, and sweeps
-//! - [`aims`]: the least speed that each row should reach
+//! - [`aims`]: the minimum speed that each row should reach
 //! - [`table`]: the table of docs/benchmarks.md
 
 #![allow(clippy::expect_used, clippy::missing_panics_doc, reason = "a benchmark fails by panicking")]
@@ -20,15 +20,17 @@ pub mod table;
 
 use std::time::Instant;
 
-/// How often each piece of work runs: the minimum, the maximum, and the total seconds to reach in between.
+/// The minimum and maximum number of runs of each piece of work, and the total time, in seconds, after
+/// which a piece stops in between.
 const TURNS: (usize, usize, f64) = (3, 60, 0.4);
 
-/// If all work together has taken this many seconds, only the minimum number of turns is run.
+/// The total time of all work, in seconds, after which only the minimum number of turns is run.
 const ENOUGH_OF_ALL: f64 = 3.0;
 
-/// Returns the seconds that each piece of work takes: the best of several turns, after a warm-up.
+/// Returns the time that each piece of work takes, in seconds: the best of several turns, after a
+/// warm-up.
 ///
-/// They take turns, so if the machine is slower for a while, it is slower for all of them.
+/// The pieces take turns, so a temporary slowdown of the machine affects all of them.
 pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
     let (mut best, mut total) = ([f64::INFINITY; N], [0.0; N]);
     for work in &mut works {
@@ -51,7 +53,7 @@ pub fn in_turns<const N: usize>(mut works: [&mut dyn FnMut(); N]) -> [f64; N] {
     best
 }
 
-/// Returns the seconds that one piece of work takes: the best of several turns.
+/// Returns the time that one piece of work takes, in seconds: the best of several turns.
 pub fn time(mut work: impl FnMut()) -> f64 {
     in_turns([&mut work])[0]
 }

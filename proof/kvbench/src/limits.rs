@@ -13,7 +13,7 @@ pub fn pool(threads: usize) -> ThreadPool {
     ThreadPoolBuilder::new().num_threads(threads).build().expect("threads")
 }
 
-/// Bytes allocated in the same way as the backend's.
+/// Memory allocated in the same way as the backend's.
 struct BenchMemory(CpuStorage);
 
 impl BenchMemory {
@@ -67,7 +67,7 @@ pub struct StreamingRead {
 }
 
 impl StreamingRead {
-    /// Creates a read of `bytes` bytes, added up by `threads` threads.
+    /// Creates a read of `bytes` bytes, which `threads` threads add up.
     pub fn new(bytes: usize, threads: usize) -> Self {
         let mut src = BenchMemory::new(bytes);
         src.bytes().fill(1);

@@ -21,7 +21,7 @@ pub struct BenchRow {
     pub limit_seconds: f64,
     /// `limit_seconds / seconds`.
     pub ratio: f64,
-    /// True if a test double took the device's place. Then the times say nothing about a device.
+    /// True if a test double replaced the device, so the times do not apply to a real device.
     #[serde(default)]
     pub double: bool,
 }

@@ -17,7 +17,8 @@ use kvcore::{Backend, DType, Result};
 pub struct NamedBackend {
     /// The backend's name, as in `conform --backend NAME`.
     pub name: &'static str,
-    /// How or on which device the backend computes, if it has several variants.
+    /// The name of the variant: a mode of the backend, or a device. Empty if the backend has only one
+    /// variant.
     pub variant: &'static str,
     /// The element types to test. Every type is in at least one variant of each backend.
     pub dtypes: &'static [DType],
@@ -55,9 +56,10 @@ fn wgpu(options: &WgpuOptions) -> Result<Arc<dyn Backend>> {
 const ALL: &[DType] = &DType::COMPUTE;
 
 /// All variants. The CPU backend runs with the fast kernels of every instruction set, with the reference
-/// kernels, and deferred until something waits. wgpu runs with the device's own f16, with packed f16, and
-/// with windows so small that pools are bound in parts. (A software GPU takes a second to compile a kernel,
-/// so each wgpu variant runs with only some element types; `conform --every` runs all of them.)
+/// kernels, and with work deferred until something waits for it. wgpu runs with the device's own f16, with
+/// packed f16, and with windows so small that pools are bound in parts. (A software GPU takes a second to
+/// compile a kernel, so each wgpu variant runs with only some element types; `conform --every` runs all of
+/// them.)
 pub const BACKENDS: &[NamedBackend] = &[
     #[cfg(feature = "ascend")]
     NamedBackend { name: "ascend", variant: "device 0", dtypes: ALL, make: || ascend(0) },

@@ -11,10 +11,10 @@ use kvcore::{
 
 use crate::oracle;
 
-/// Why a case failed.
+/// The reason that a case failed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Failure {
-    /// What was expected, and what happened.
+    /// A description of the expected and the actual result.
     pub message: String,
     /// The backend error that ended the case, if there was one.
     pub error: Option<kvcore::Error>,

@@ -40,7 +40,7 @@ pub fn run_collectives(group: &[RankUnderTest]) -> Outcome {
     })
 }
 
-/// Numbers of elements to test; doubled for 4-bit elements.
+/// The element counts to test; doubled for 4-bit elements.
 const SIZES: [usize; 4] = [0, 1, 7, 1001];
 
 #[derive(Clone, Copy)]
@@ -123,7 +123,7 @@ impl TestedRank<'_> {
         self.of.all_gather(self.stream, &src, &dst)?;
         self.expect("an all-gather", &dst, &all)?;
         if n == 0 {
-            return Ok(()); // no part has a place
+            return Ok(()); // without elements, a rank has no part to gather in place
         }
         let dst = self.tensor(dtype, &[ranks, n])?;
         let src = dst.select(0, self.of.rank())?;

@@ -1,9 +1,9 @@
-//! Tests that cannot run on a machine: they are reported and counted, or fail where nothing may be missing.
+//! Tests that cannot run on a machine: they are reported and counted, or they fail in strict runs.
 
 use std::fmt::Display;
 use std::sync::LazyLock;
 
-/// Environment variable that turns skipped tests into failures. `cargo xtask ci` sets it.
+/// The environment variable that turns skipped tests into failures. `cargo xtask ci` sets it.
 pub const STRICT: &str = "KVCACHE_STRICT";
 
 /// Returns whether [`STRICT`] is set.

@@ -3,8 +3,8 @@
 //!
 //! Prints one JSON object per line, like `kernels_against_memcpy` in `kvbench`. The limit is one hundredth of
 //! the model's time for the same steps. `allocations` counts the allocations of a whole step, including the
-//! model's pass; it does not depend on the number of answers. `--layers L --hidden H --answers N` set the
-//! size; the most answers, at most 256, are measured last.
+//! model's pass; it does not depend on the number of answers. `--layers L --hidden H` set the model's
+//! size. `--answers N` (at most 256) sets the largest number of answers, which is measured last.
 
 use allocation_counter::measure;
 use kvbackend_cpu::CpuBackend;

@@ -20,7 +20,7 @@ use kvmodel::{Model, ModelDirectory, WeightFormat};
 use rand::rngs::StdRng;
 use rand::{RngExt, SeedableRng};
 
-/// How often measurements of less than a second are repeated. The best one counts.
+/// The number of repetitions of measurements of less than a second. The best one is reported.
 const REPETITIONS: usize = 5;
 
 /// The number of documents in the prompt whose chunks are all cached, and the number of tokens per document.
@@ -55,7 +55,7 @@ impl Lab {
         Ok(self.engine.generate(&request, &mut ())?)
     }
 
-    /// Returns how long a pass over new tokens takes after a cached context.
+    /// Returns the time that a pass over new tokens takes after a cached context.
     fn pass(&mut self, context: &[u32], rows: usize) -> Result<Duration> {
         let prompt = [context, &self.tokens(rows)].concat();
         Ok(self.ask(prompt, 1, true)?.ttft)

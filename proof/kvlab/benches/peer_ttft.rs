@@ -38,7 +38,7 @@ const SCENARIOS: [Scenario; 3] = [
     Scenario { name: "reversed, chunks", order: |d| d.reverse(), chunked: true },
 ];
 
-/// The number of repetitions. The best one counts.
+/// The number of repetitions, of which the best is reported.
 const REPETITIONS: usize = 3;
 
 fn argument(flag: &str) -> Result<PathBuf> {
@@ -50,7 +50,7 @@ fn read(path: PathBuf) -> Result<String> {
     std::fs::read_to_string(&path).map_err(|source| kvmodel::Error::Io { path, source }.into())
 }
 
-/// How a prompt is computed.
+/// The method of computing a prompt.
 #[derive(Clone, Copy)]
 enum ScenarioWay {
     /// With cached KV.

@@ -12,7 +12,7 @@ pub enum Error {
     Dataset {
         /// The line number, from 1; 0 for the whole file.
         line: usize,
-        /// Why the line is invalid.
+        /// The reason that the line is invalid.
         reason: String,
     },
     /// The name of an arm is unknown.

@@ -1,11 +1,11 @@
-//! A laboratory for KV reuse. It measures the accuracy and the cost of each strategy, and decides if reuse
-//! fits a model.
+//! A laboratory for KV reuse. It measures the accuracy and the cost of each strategy, and decides whether
+//! reuse fits a model.
 //!
 //! - `eval`: [`evaluate`] asks questions through a real [`kvengine::Engine`] and scores each [`Arm`];
 //!   [`Gate`] checks the identities that exact reuse must keep; [`Tuning`] finds the cheapest strategy whose
 //!   loss can be bounded
 //! - `workload`: [`RagWorkload`] and [`Traffic`] draw a service's requests; [`serve`], [`play`] and
-//!   [`ttft_rows`] measure how long the answers take
+//!   [`ttft_rows`] measure the times of the answers
 //! - `error`: the error type
 //!
 //! ```no_run

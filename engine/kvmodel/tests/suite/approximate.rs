@@ -1,6 +1,6 @@
-//! Measurements of approximate reuse: quantised caches, chunks of another system prompt, and chunks that
-//! slept in fewer bits. Every measurement is printed as a row of a table. No format bounds the error of a
-//! logit. The tests therefore check that transformers with the same format has the same error, and that
+//! Measurements of approximate reuse: quantised caches, chunks from another system prompt, and chunks
+//! that slept in fewer bits. Every measurement is printed as a table row. No format bounds the error of a
+//! logit. The tests therefore check that transformers has the same error with the same format, and that
 //! approximate results are marked.
 
 use crate::common::{
@@ -8,8 +8,8 @@ use crate::common::{
 };
 use kvchunk::{ChunkedPrompt, ColdRule, ComputeMode, PositionStrategy, ReuseCell, SleepForm};
 
-/// The formats, the finest first: steps of 1/127 of a group's largest number, three and two bits of mantissa,
-/// and steps of 1/7.
+/// The formats, finest first: steps of 1/127 of a group's largest number, three and two mantissa bits, and
+/// steps of 1/7.
 const FORMATS: [&str; 4] = ["int8:4", "fp8-e4m3", "fp8-e5m2", "int4:4"];
 
 /// Returns the second answer to a prompt whose chunks were first used elsewhere, if the cell lets them move.
@@ -22,15 +22,15 @@ fn hit(lab: &mut Lab, golden: &Golden, cell: ReuseCell) -> Run {
     hit
 }
 
-/// Checks that integers of eight bits are finer than any other format by a factor of at least 16.
+/// Checks that eight-bit integers are at least 16 times as fine as any other format.
 fn assert_eight_bits_are_finest(errors: [f32; 4]) {
     assert!(errors.iter().all(|error| *error > 1e-4 && error.is_finite()), "{errors:?}");
     assert!(errors[1..].iter().all(|error| errors[0] < *error), "{errors:?}");
 }
 
 for_every! {
-    /// Checks that an answer, recomputed or found, is as far from f32 as that of transformers with a cache
-    /// of the same format.
+    /// Checks that an answer, recomputed or from the cache, is as far from f32 as transformers' answer
+    /// with a cache of the same format.
     fn quantised_caches_add_no_error_by_reuse(name: every model) {
         let golden = Golden::load(name);
         let answers = FORMATS.map(|format| {
@@ -55,8 +55,8 @@ for_every! {
     }
 }
 
-/// Returns the prompt under a system prompt of other tokens and `more` of them. The question is shorter by as
-/// many, so that the regime of the embedding does not change.
+/// Returns the prompt under a system prompt with different tokens, `more` of them than before. The question
+/// is shorter by the same number, so the regime of the embedding does not change.
 fn under_another_system_prompt(prompt: &ChunkedPrompt, more: isize) -> ChunkedPrompt {
     let system = prompt.system().len().checked_add_signed(more).unwrap() as u32;
     let question = prompt.question().len().checked_add_signed(-more).unwrap() as u32;
@@ -90,7 +90,7 @@ for_every! {
                 println!("| {name} | {} | f32 | another system prompt | {gap:.3e} |", cell_name(cell));
             }
             // At its place in the prompt, the chunk in the question's window is further from the system
-            // prompt than Mistral's window is wide.
+            // prompt than the width of Mistral's window.
             let unseen = name == "mistral" && cell.strategy == PositionStrategy::Absolute;
             assert_eq!(gap > 1e-3, approximate && !unseen, "{gap}");
             assert!(if approximate { gap.is_finite() } else { gap < 1e-4 }, "{gap}");
@@ -106,7 +106,7 @@ for_every! {
             assert_eq!(lab.chunks.sleep_cold_chunks(ColdRule::EVERYTHING).unwrap(), golden.prompt.chunks().len());
             let exact = !matches!(form, SleepForm::Quantised(_));
             let mut woken = Vec::new();
-            // The answer stays as approximate as it woke.
+            // The answer stays as approximate as it was after the chunk woke.
             for hits in [3, 6] {
                 let run = lab.run(&golden.prompt, cell, true);
                 assert!(run.reports.iter().all(|r| r.hit && r.exact == exact), "{form:?}");

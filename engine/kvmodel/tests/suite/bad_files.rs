@@ -1,4 +1,4 @@
-//! Bad files of a model: each error names the file, the tensor or field as the file has it, and what helps.
+//! Invalid model files: each error names the file, the tensor or field as named in the file, and a remedy.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,17 +10,17 @@ use serde_json::{Value, json};
 use crate::common::folder;
 use crate::gguf::{Draft, converted, counted, list, load, real, text, whole};
 
-/// A change to a good file.
+/// A change to a valid file.
 type Change = fn(&mut Draft);
 
 const AGAIN: &str = "download the file again, or convert the model again";
 
-/// Moves the tensor of a number to another place.
+/// Moves the tensor with index `number` to another place.
 fn move_tensor(draft: &mut Draft, number: usize, to: u64) {
     draft.places.insert(draft.tensors[number].0.clone(), to);
 }
 
-/// Makes a tensor one row shorter, with its bytes.
+/// Removes one row from a tensor's shape and bytes.
 fn shorten(draft: &mut Draft, name: &str) {
     let tensor = draft.tensor(name);
     let row = tensor.3.len() / tensor.1[0];
@@ -146,7 +146,7 @@ fn edit(path: &Path, field: &str, value: Value) {
     fs::write(path, json.to_string()).unwrap();
 }
 
-/// Renames a text within the header of a safetensors file to one as long.
+/// Replaces a string in the header of a safetensors file with another of the same length.
 fn rename(path: &Path, from: &str, to: &str) {
     let mut bytes = fs::read(path).unwrap();
     let at = bytes.windows(from.len()).position(|part| part == from.as_bytes()).unwrap();
@@ -154,7 +154,7 @@ fn rename(path: &Path, from: &str, to: &str) {
     fs::write(path, bytes).unwrap();
 }
 
-/// Returns the error of a directory after its path and a slash.
+/// Returns the error for a directory, without its path and the slash after it.
 fn refused(dir: &Path) -> String {
     let error = load(dir).map(drop).unwrap_err().to_string();
     let place = format!("{}/", dir.display());
@@ -216,7 +216,7 @@ fn a_bad_file_of_a_directory_is_named(#[case] change: fn(&Path), #[case] expecte
     assert!(said.starts_with(&expected.replace("NAME", name)), "{said}");
 }
 
-/// Makes the weights one shard, in which the index has the embeddings only.
+/// Turns the weights into one shard. The index lists only the embeddings in it.
 fn shard(dir: &Path, name: &str) {
     fs::rename(dir.join("model.safetensors"), dir.join(name)).unwrap();
     let index = json!({ "weight_map": { "model.embed_tokens.weight": name } });
@@ -239,7 +239,7 @@ fn a_directory_without_weights_says_which_are_read() {
     );
 }
 
-/// A template that raises is named by the file that it is from, wherever that is.
+/// The error of a template that raises names the template's file, whichever file that is.
 #[test]
 fn a_template_that_raises_is_named_by_its_file() {
     const RAISES: &str = "a\n{{ raise_exception('no users') }}";

@@ -17,8 +17,8 @@ use kvcore::{
 use kvmodel::{ComputeDevice, Model, ModelConfig, Profiler, WeightFormat, Weights};
 use safetensors::SafeTensors;
 
-/// Defines tests by `rstest`, whose arguments may also be
-/// - `name: every model`: each family, and each kind of rotary embedding,
+/// Defines `rstest` tests whose arguments may also be
+/// - `name: every model`: each family and each kind of rotary embedding,
 /// - `cell: every cell`,
 /// - `cell: moving cell`: the cells whose chunks may move,
 /// - `cell: sequential cell`: the cells in which no two chunks have the same positions.
@@ -90,7 +90,7 @@ impl Golden {
         self.numbers(name, f32::from_le_bytes)
     }
 
-    /// Returns whole numbers.
+    /// Returns integers.
     pub(crate) fn ids(&self, name: &str) -> Vec<u32> {
         self.numbers(name, u32::from_le_bytes)
     }
@@ -101,9 +101,8 @@ impl Golden {
         data.chunks_exact(4).map(|b| of(b.try_into().expect("four bytes"))).collect()
     }
 
-    /// Returns the errors of transformers with a cache of this kind (`f16`, `int8:4`, `bf16_unrotated`, …)
-    /// under the mask of `name`. For each row of the question, the error is the largest difference of its
-    /// logits.
+    /// Returns transformers' own errors with a cache of this kind (`f16`, `int8:4`, `bf16_unrotated`, …)
+    /// under the mask of `name`: for each row of the question, the largest difference in its logits.
     pub(crate) fn own_errors(&self, cache: &str, name: &str) -> Vec<f32> {
         let errors = self.logits(&format!("error_{cache}.{name}"));
         assert!(errors.len() == self.prompt.question().len() && errors.iter().all(|error| *error > 1e-6));
@@ -129,7 +128,7 @@ pub(crate) fn load_model(name: &str) -> Model {
     model(name, name)
 }
 
-/// Creates a model of a configuration and a golden's weights. No token ends its answers.
+/// Creates a model from a configuration and a golden's weights. No token ends its answers.
 pub(crate) fn endless(config: ModelConfig, name: &str) -> Model {
     let config = ModelConfig { eos: Vec::new(), ..config };
     Model::new(config, weights(name), WeightFormat::Stored).expect("a model")
@@ -192,7 +191,7 @@ impl Lab {
     pub(crate) fn new(name: &str, setup: Setup) -> Self {
         let model = load_model(name);
         let backend: Arc<dyn Backend> = CpuBackend::with_execution(setup.execution);
-        // Blocks have 4 tokens, so chunks of 4, 7 and 9 tokens end on and inside a block.
+        // Blocks have 4 tokens, so chunks of 4, 7 and 9 tokens end at the end of a block or inside one.
         let num_blocks = 64 + setup.chunk_blocks as usize;
         let shape = model.kv_extents(setup.format).shape(&RankInfo::default(), num_blocks, 4);
         let layout = Arc::new(KvLayout::new(shape.expect("a shape")).expect("a layout"));
@@ -216,7 +215,8 @@ impl Lab {
         Self { model, backend, stream, main, chunks, scope, keys, profiler: Profiler::disabled() }
     }
 
-    /// Returns the rotary embeddings of a request that reaches `longest` positions, and the root of its keys.
+    /// Returns the rotary embeddings for a request that reaches `longest` positions, and the root of its
+    /// keys.
     pub(crate) fn regime(&self, longest: usize) -> (LayerRopes, BlockKey) {
         let ropes = self.model.ropes(longest).expect("a regime");
         let root = self.scope.clone().ropes(&ropes).root();
@@ -227,7 +227,7 @@ impl Lab {
         self.forward_on(self.stream.as_ref(), ropes, batch)
     }
 
-    /// Runs a forward pass on a stream of its own, so that several threads can do so.
+    /// Runs a forward pass on a separate stream, so several threads can run passes.
     pub(crate) fn forward_on(
         &self,
         stream: &dyn Stream,
@@ -295,7 +295,7 @@ impl Lab {
         (id, input.with_logits(Logits::All))
     }
 
-    /// Runs a chunked prompt that generates nothing, and keeps its holds.
+    /// Runs a chunked prompt without generating tokens, and keeps its holds.
     pub(crate) fn run(&mut self, prompt: &ChunkedPrompt, cell: ReuseCell, reuse: bool) -> Run {
         self.run_and_generate(prompt, cell, reuse, 0)
     }
@@ -329,8 +329,8 @@ impl Lab {
         Run { logits, reports, held, reused }
     }
 
-    /// Returns K and V of whole blocks in every layer, as they lie in memory. For a quantised cache, returns
-    /// the dequantised rows.
+    /// Returns the K and V bytes of whole blocks in every layer. For a quantised cache, returns the
+    /// dequantised rows.
     pub(crate) fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
         let shape = self.main.arena().layout().shape().clone();
         let slots: Arc<[i64]> =
@@ -381,18 +381,18 @@ impl Lab {
     }
 }
 
-/// The largest ratio of a format's errors to those of transformers, which rounds the same numbers. A sum in
-/// another order puts single numbers on the other side of a rounding.
+/// The maximum ratio of a format's errors to transformers' errors. Both round the same numbers, but sums in
+/// a different order make some numbers round the other way.
 pub(crate) const OWN_ERRORS: f32 = 1.5;
 
 /// Returns the largest difference between two lists of numbers.
 pub(crate) fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    // NaN is further than any number.
+    // NaN counts as further away than any number.
     a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, |m, d| if d > m || d.is_nan() { d } else { m })
 }
 
-/// Returns the parts with the chunks in another order and another question of equal length.
+/// Returns the prompt with its chunks in another order and another question of equal length.
 pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
     let mut chunks = prompt.chunks().to_vec();
     chunks.rotate_left(1);
@@ -400,8 +400,8 @@ pub(crate) fn reordered(prompt: &ChunkedPrompt) -> ChunkedPrompt {
     ChunkedPrompt::new(prompt.system().to_vec(), chunks, question).expect("parts")
 }
 
-/// Returns the name under which the goldens have a cell's errors. In an absolute cell, keys are rounded where
-/// they are used.
+/// Returns the name under which the goldens have a cell's errors. In an absolute cell, keys are rounded at
+/// the positions where they are used.
 pub(crate) fn errors_of(cell: ReuseCell) -> &'static str {
     let absolute = cell.strategy == PositionStrategy::Absolute && cell.mode == ComputeMode::Alone;
     if absolute { "absolute_alone" } else { golden_name(cell) }
@@ -421,7 +421,7 @@ pub(crate) fn cell_name(cell: ReuseCell) -> String {
     format!("{:?}, {:?}", cell.strategy, cell.mode)
 }
 
-/// Returns the name of the golden that a cell's logits equal: one pass, or two phases.
+/// Returns the name of the golden that a cell's logits must equal: one pass, or two phases.
 pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
     use ComputeMode::{Alone, WithSystem};
     use PositionStrategy::{Absolute, Overlapped, Sequential};
@@ -435,7 +435,7 @@ pub(crate) fn golden_name(cell: ReuseCell) -> &'static str {
     }
 }
 
-/// Creates a model of one golden's configuration and another's weights.
+/// Creates a model from one golden's configuration and another's weights.
 pub(crate) fn model(of_config: &str, of_weights: &str) -> Model {
     Model::new(config(of_config), weights(of_weights), WeightFormat::Stored).expect("a model")
 }

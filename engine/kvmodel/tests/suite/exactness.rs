@@ -1,6 +1,6 @@
 //! Logits against Hugging Face transformers: ordinary prompts, and the table "when is reuse exact?" of
-//! `docs/exactness.md`, as a matrix of models, cells and element types. Every measurement is printed as a row
-//! of a table.
+//! `docs/exactness.md`, as a matrix of models, cells and element types. Every measurement is printed as a
+//! table row.
 
 use crate::common::{Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every, golden_name, reordered};
 use kvbackend_cpu::Execution;
@@ -18,7 +18,8 @@ for_every! {
     }
 }
 
-/// Returns the logits of a prompt whose chunks all hit, in a laboratory that has seen others.
+/// Returns the logits of a prompt whose chunks all hit, in a laboratory that has already run other
+/// prompts.
 fn all_hit(lab: &mut Lab, golden: &Golden, cell: ReuseCell) -> Vec<f32> {
     let prompt = &golden.prompt;
     let elsewhere = lab.run(&reordered(prompt), cell, true);
@@ -66,8 +67,8 @@ for_every! {
         assert!(single > 1e-2, "{single}");
     }
 
-    /// Checks that the error of reuse against f32 is that of transformers with a cache of the same element
-    /// type under the same mask.
+    /// Checks that the error of reuse relative to f32 matches transformers' error with a cache of the same
+    /// element type under the same mask.
     fn half_precision_adds_no_error_by_reuse(
         name: every model,
         #[values(DType::F16, DType::BF16)] dtype: DType,

@@ -1,4 +1,5 @@
-//! GGUF files: the same models as their directories, tokenizers from fields, and files that lie.
+//! GGUF files: the same models as in their directories, tokenizers from fields, and files with false
+//! contents.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -12,7 +13,7 @@ use serde_json::Value;
 use crate::common::folder;
 use crate::greedy::answer;
 
-/// Bytes of a value in a file: its type, and what stands for it.
+/// A value in a file: its type, and its bytes.
 pub(crate) type Field = (u32, Vec<u8>);
 
 pub(crate) fn text(text: &str) -> Field {
@@ -44,9 +45,9 @@ pub(crate) fn list(kind: u32, elements: impl IntoIterator<Item = Vec<u8>>) -> Fi
 #[derive(Clone, Default)]
 pub(crate) struct Draft {
     pub(crate) fields: BTreeMap<String, Field>,
-    /// Name, extents from the outermost, ggml's element type and bytes.
+    /// The name, shape (outermost axis first), ggml's element type, and bytes of each tensor.
     pub(crate) tensors: Vec<(String, Vec<usize>, u32, Vec<u8>)>,
-    /// Offsets of tensors, unless they follow one another.
+    /// The offsets of tensors that do not directly follow the one before.
     pub(crate) places: BTreeMap<String, u64>,
 }
 
@@ -88,7 +89,7 @@ impl Draft {
     }
 }
 
-/// The 256 bytes as GPT-2 writes them in vocabularies.
+/// Returns the 256 bytes as GPT-2 writes them in vocabularies.
 fn byte_tokens() -> Vec<String> {
     let printable = |b: &u8| matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff);
     let mut others = 256u32..;
@@ -96,7 +97,7 @@ fn byte_tokens() -> Vec<String> {
     (0..=255).map(of).map(|code| char::from_u32(code).unwrap().to_string()).collect()
 }
 
-/// Adds a tokenizer of bytes, four merges and an end token.
+/// Adds a tokenizer with one token per byte, four merges and an end token.
 fn add_tokenizer(draft: &mut Draft, vocabulary: usize) {
     let mut tokens = byte_tokens();
     tokens.extend(["he", "ll", "hell", "12", "<end>"].map(str::to_owned));
@@ -111,7 +112,7 @@ fn add_tokenizer(draft: &mut Draft, vocabulary: usize) {
     draft.set("tokenizer.chat_template", text("{% for m in messages %}[{{ m.content }}]{% endfor %}"));
 }
 
-/// Puts rows of heads in the order of llama.cpp: rows `i` and `i + dim / 2` one after the other.
+/// Reorders the rows of each head as llama.cpp does: rows `i` and `i + dim / 2` are adjacent.
 fn interleaved(bytes: &[u8], heads: usize, dim: usize) -> Vec<u8> {
     let head = bytes.len() / heads;
     let row = head / dim;
@@ -123,7 +124,7 @@ fn interleaved(bytes: &[u8], heads: usize, dim: usize) -> Vec<u8> {
     (0..heads * dim).flat_map(|at| of(at).to_vec()).collect()
 }
 
-/// Returns a golden model as a file would have it.
+/// Returns a golden model as it would be in a file.
 pub(crate) fn converted(name: &str) -> Draft {
     let config: Value =
         serde_json::from_str(&std::fs::read_to_string(folder(name).join("config.json")).unwrap()).unwrap();
@@ -209,7 +210,7 @@ fn a_file_is_the_model_of_its_directory(#[values("llama", "qwen2", "qwen3")] nam
     assert!(reports.last().is_some_and(|&(done, total)| done == total && total > 0), "{reports:?}");
 }
 
-/// Llama 3's scaling comes as a list of divisors.
+/// Llama 3's scaling is stored as a list of divisors.
 #[test]
 fn divisors_of_frequencies_are_those_of_their_scaling() {
     let place = tempfile::tempdir().unwrap();
@@ -242,7 +243,7 @@ fn divisors_of_frequencies_are_those_of_their_scaling() {
 fn the_tokenizer_cuts_merges_and_frames_as_its_fields_say() {
     let place = tempfile::tempdir().unwrap();
     let mut draft = converted("llama");
-    // The vocabulary of the golden is too small for a tokenizer of bytes.
+    // The golden's vocabulary is too small for a byte tokenizer.
     let hidden = draft.tensor("token_embd.weight").1[1];
     *draft.tensor("token_embd.weight") =
         ("token_embd.weight".to_owned(), vec![261, hidden], 0, vec![0; 261 * hidden * 4]);
@@ -259,7 +260,8 @@ fn the_tokenizer_cuts_merges_and_frames_as_its_fields_say() {
     assert_eq!(loaded.model.config().eos, [260]);
     let chat = codec.conversation(&[Message::new(Role::User, "hell")]).unwrap();
     assert_eq!(chat, [u32::from(b'['), 258, u32::from(b']')]);
-    // A begin token, words that are tokens, and a tokenizer.json that takes the place of all of it.
+    // A begin token, words that are tokens, and a tokenizer.json that replaces the file's whole
+    // tokenizer.
     draft.set("tokenizer.ggml.bos_token_id", whole(260));
     draft.set("tokenizer.ggml.pre", text("llama-bpe"));
     let codec = load(&draft.write(place.path())).unwrap().codec;
@@ -273,7 +275,7 @@ fn the_tokenizer_cuts_merges_and_frames_as_its_fields_say() {
     assert_eq!(codec.encode("hell ho", false).unwrap(), [1, 0]);
 }
 
-/// Each line of a file that lies, and what its error says.
+/// Files with false contents, each with its error message.
 #[test]
 fn files_that_lie_are_errors_that_name_the_place() {
     let place = tempfile::tempdir().unwrap();
@@ -330,7 +332,7 @@ fn files_that_lie_are_errors_that_name_the_place() {
     for (expected, said) in cases {
         assert!(said.contains(expected), "{expected}: {said}");
     }
-    // A file that ends anywhere, or whose counts are too large.
+    // Files that are cut off anywhere, and files whose counts are too large.
     let bytes = good.bytes();
     let path = place.path().join("model.gguf");
     let header = bytes.len() - good.tensors.iter().map(|t| t.3.len().next_multiple_of(32)).sum::<usize>();
@@ -348,7 +350,7 @@ fn files_that_lie_are_errors_that_name_the_place() {
     assert!(load(&path).unwrap_err().to_string().contains("does not begin with GGUF"));
 }
 
-/// Blocks as the Python package of llama.cpp reads them.
+/// Compares the elements with the ones that llama.cpp's Python package returns.
 #[test]
 fn blocks_have_the_elements_that_ggml_gives_them() {
     let json: Value = serde_json::from_str(include_str!("../goldens/ggml_blocks.json")).unwrap();

@@ -1,4 +1,4 @@
-//! A sequence without an engine: prefill, then one token after another in the same memory.
+//! A sequence without an engine: a prefill, then one token after another in the same memory.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use kvcore::{
 };
 use kvmodel::{ComputeDevice, DecodeMemory, Forward, Model, Profiler};
 
-/// A sequence that a model goes on with, on one thread.
+/// A sequence that a model continues, on one thread.
 pub(crate) struct Greedy<'a> {
     model: &'a Model,
     backend: Arc<CpuBackend>,
@@ -19,7 +19,7 @@ pub(crate) struct Greedy<'a> {
     ropes: LayerRopes,
     profiler: Profiler,
     memory: DecodeMemory,
-    /// The last decode step, whose memory is used again.
+    /// The input of the last decode step, whose memory is reused.
     input: Option<SequenceInput>,
     logits: Vec<f32>,
 }
@@ -52,12 +52,12 @@ impl<'a> Greedy<'a> {
         }
     }
 
-    /// Forgets the tokens; the memory stays.
+    /// Removes all tokens, but keeps the memory.
     pub(crate) fn restart(&mut self) {
         self.cache.truncate(self.id, 0).unwrap();
     }
 
-    /// Computes tokens at the end of the sequence, and returns the logits of the last.
+    /// Appends tokens to the sequence and computes them. Returns the last token's logits.
     pub(crate) fn prefill(&mut self, tokens: &[u32]) -> &[f32] {
         let start = self.cache.len(self.id).unwrap();
         let slots = self.cache.grow(self.id, tokens.len()).unwrap();
@@ -75,7 +75,7 @@ impl<'a> Greedy<'a> {
         self.keep(pass)
     }
 
-    /// Computes one token as a decode step, and returns its logits.
+    /// Appends one token and computes it in a decode step. Returns its logits.
     pub(crate) fn step(&mut self, token: u32) -> &[f32] {
         let at = self.cache.len(self.id).unwrap();
         let mut input = self.input.take().unwrap_or_else(|| {
@@ -111,7 +111,7 @@ pub(crate) fn likeliest(logits: &[f32]) -> u32 {
     (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as u32
 }
 
-/// Returns the logits that each of the next `tokens` tokens is chosen from.
+/// Returns the logits from which each of the next `tokens` tokens is chosen.
 pub(crate) fn answer(model: &Model, prompt: &[u32], tokens: usize) -> Vec<Vec<f32>> {
     let mut sequence = Greedy::new(model, kvcore::DType::F32, prompt.len() + tokens, 16);
     let mut answer = vec![sequence.prefill(prompt).to_vec()];

@@ -8,7 +8,7 @@ use kvmodel::ModelConfig;
 use rstest::rstest;
 use safetensors::SafeTensors;
 
-/// Half the distance of neighbouring f32 numbers below 1.
+/// Half the distance between neighbouring f32 numbers just below 1.
 const UNIT: f64 = 1.0 / (1u64 << 24) as f64;
 
 struct Tables(Vec<u8>);
@@ -58,7 +58,8 @@ fn tables_equal_transformers(
     let rope = Rope::in_regime(config, regime, model.max_positions).unwrap();
     let tables = Tables::load();
 
-    // Both sides round `theta^x`. The reference's vectorised power is good to one unit in the last place.
+    // Both sides round `theta^x`. The reference's vectorised power function is accurate to one unit in
+    // the last place.
     let expected = tables.floats(kind, "inv_freq");
     assert_eq!(rope.frequencies().len(), expected.len());
     let mut equal = 0;

@@ -1,4 +1,4 @@
-//! The rotated copy: a prompt as one segment without an offset, for kernels that do not read segments.
+//! Rotated copies: a prompt as one segment without an offset, for kernels that do not read segments.
 
 use crate::common::{Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every, golden_name, reordered};
 use kvbackend_cpu::Execution;
@@ -6,8 +6,9 @@ use kvchunk::{Error, PositionPlan, PositionReindexer, PositionStrategy, ReuseCel
 use kvcore::{DType, KeyForm, SequenceStart};
 use rstest::rstest;
 
-/// Returns the logits of the question over the copy of a prompt whose chunks all hit, and the copy. The
-/// logits are `None` if the model or the form of keys depends on positions and these are not consecutive.
+/// Copies a prompt whose chunks all hit. Returns the question's logits over the copy, and the copy. The
+/// logits are `None` if the model or the form of keys depends on positions and the positions are not
+/// consecutive.
 fn over_a_copy(name: &str, setup: Setup, cell: ReuseCell) -> (Option<Vec<f32>>, RotatedCopy) {
     let golden = Golden::load(name);
     let prompt = &golden.prompt;
@@ -30,7 +31,8 @@ fn over_a_copy(name: &str, setup: Setup, cell: ReuseCell) -> (Option<Vec<f32>>, 
         match copy.segment_by_position() {
             Ok(segment) => segment,
             Err(error) => {
-                // The next chunk begins after the system prompt, at a position that was passed before.
+                // The next chunk begins right after the system prompt, at a position that an earlier
+                // chunk already has.
                 let (index, position) = (12, prompt.system().len() as i64);
                 assert_eq!(error, Error::NotInARow { index, position });
                 return (None, copy);
@@ -66,7 +68,8 @@ for_every! {
         assert!(gap < 1e-4, "{gap}");
     }
 
-    /// Checks the error of half-precision copies: a moved key is rounded twice, here and in the reference.
+    /// Checks the error of half-precision copies: a moved key is rounded twice, both here and in the
+    /// reference.
     fn half_precision_copies_add_no_error_to_the_references(
         name: every model,
         #[values(DType::F16, DType::BF16)] dtype: DType,
@@ -117,7 +120,8 @@ fn a_quantised_cache_is_copied_within_three_times_its_own_error(
 #[test]
 fn what_lies_as_the_run_needs_it_is_shared() {
     // Blocks have 4 tokens. The system prompt (5 tokens) and the first chunk (7) meet within a block. The
-    // other two chunks begin with a block of the run and already lie at the positions where they are used.
+    // other two chunks begin at a block boundary of the run and are already stored for the positions where
+    // they are used.
     let (_, copy) = over_a_copy("llama", Setup::default(), ReuseCell::OVERLAPPED_WITH_SYSTEM);
     let total = copy.merged().total_tokens;
     assert_eq!((total, copy.copied_tokens()), (25, 8));

@@ -21,8 +21,8 @@ fn rule_1_the_separator_takes_no_position() {
 }
 
 for_every! {
-    /// Checks each cell, with both forms of keys and every kind of format. The regime of the embedding is
-    /// always one, since frequencies are part of the key.
+    /// Checks each cell, with both forms of keys and every kind of format. The embedding always has the
+    /// same regime, because frequencies are part of the key.
     fn rule_2_purity_bytes_depend_on_the_key_alone(
         name: every model,
         cell: every cell,
@@ -39,7 +39,7 @@ for_every! {
             let end = plan.question_position as usize + prompt.question().len();
             lab.run_and_generate(&prompt, cell, true, LONGEST - end)
         };
-        // Returns the key of chunk `at` of the last prompt, and its bytes, computed after the other prompts.
+        // Returns the key and the bytes of chunk `at` in the last prompt, computed after the other prompts.
         let stored = |attended: bool, before: &[Vec<Vec<u32>>], target: Vec<Vec<u32>>, at: usize| {
             let format = format.parse().unwrap();
             let mut lab = Lab::new(name, Setup { format, keys, ..Setup::default() });
@@ -56,15 +56,15 @@ for_every! {
         };
         let alone = vec![chunk.clone()];
         let (key, first) = stored(false, &[], alone.clone(), 0);
-        // After both histories one batch computes the chunk: after other chunks, and after the same tokens
-        // under full attention, from which nothing may be harvested.
+        // After each of the two histories, one batch computes the chunk: once after other chunks, and once
+        // after the same tokens under full attention, whose results must not be reused.
         let others = vec![parts[0].clone(), parts[2].clone()];
         let more = vec![parts[2].clone(), vec![5; 11], parts[0].clone()];
         let later = stored(false, std::slice::from_ref(&others), alone.clone(), 0);
         let other_history = stored(true, &[more], alone, 0);
         assert_eq!((later.0, other_history.0), (key, key));
         assert!(later.1 == other_history.1, "bit for bit for one batch shape");
-        // A chunk at an absolute position has its key at that position only.
+        // A chunk at an absolute position has this key at that position only.
         let beside = if absolute { vec![chunk, vec![7; 9]] } else { vec![vec![7; 9], chunk] };
         let among = stored(false, &[others], beside, usize::from(!absolute));
         assert_eq!(among.0, key);
@@ -74,8 +74,8 @@ for_every! {
     }
 }
 
-/// Checks that numbers of a format from sums in different orders are nearly all equal, and otherwise one step
-/// apart.
+/// Checks that numbers in a format, rounded from sums in different orders, are nearly all equal and otherwise
+/// one step apart.
 fn assert_equal_to_rounding(format: &str, a: &[u8], b: &[u8], what: &str) {
     let floats = |bytes: &[u8]| -> Vec<f32> {
         match format {
@@ -92,7 +92,8 @@ fn assert_equal_to_rounding(format: &str, a: &[u8], b: &[u8], what: &str) {
         assert!(gap < 1e-5, "{what}: {gap}");
         return;
     }
-    // The step is that at the largest magnitude, with the effect of such steps of one layer on the next.
+    // The step at the largest magnitude, with a margin for the effect that one layer's steps have on the
+    // next layer.
     let step = match format {
         "bf16" => 1.0 / 128.0,
         "int8:4" => 1.0 / 127.0,
@@ -100,8 +101,8 @@ fn assert_equal_to_rounding(format: &str, a: &[u8], b: &[u8], what: &str) {
     };
     let largest = a.iter().fold(0.0f32, |most, x| most.max(x.abs()));
     let gap = distance(&a, &b);
-    // Of int8 the codes are counted: a scale that is rounded the other way moves a number by far less than a
-    // code.
+    // For int8, differing codes are counted: a scale that is rounded the other way moves a number by far
+    // less than one code.
     let group = if format == "int8:4" { 4 } else { 1 };
     let differ: usize = a
         .chunks(group)
@@ -160,7 +161,7 @@ fn rule_3_concurrent_placements_equal_each_alone(#[values("llama", "mistral", "d
     let cell = ReuseCell::SEQUENTIAL_ALONE;
     let (ropes, root) = lab.regime(lab.model.config().max_positions);
     let reindexer = PositionReindexer::for_layers(&ropes);
-    // The chunks follow system prompts of one to four tokens, in three orders.
+    // The chunks follow system prompts of one to four tokens, in three different orders.
     let prompts = (0..4usize).map(|i| {
         let mut chunks = golden.prompt.chunks().to_vec();
         chunks.rotate_left(i % 3);
@@ -227,8 +228,8 @@ fn rule_3_the_same_chunk_twice_is_two_segments_over_the_same_blocks() {
 
 #[test]
 fn rule_5_rotation_keeps_length_under_yarn() {
-    // In other engines keys grow by the attention factor at each shift. Here a shifted chunk gives the logits
-    // of transformers, whose keys carry the factor once.
+    // In other engines, keys grow by the attention factor at each shift. Here, a shifted chunk gives
+    // transformers' logits, for which the factor is applied to keys once.
     let (golden, mut lab) = Lab::golden("llama-yarn", Setup::default());
     assert!(lab.regime(1).0.layers()[0].attention_factor() > 1.1);
     for cell in [ReuseCell::OVERLAPPED_ALONE, ReuseCell::SEQUENTIAL_ALONE] {
@@ -254,8 +255,8 @@ fn rule_6_another_regime_is_a_miss_and_the_same_one_hits() {
         ("llama-longrope", ReuseCell::SEQUENTIAL_ALONE),
     ] {
         let (golden, mut lab) = Lab::golden(name, Setup::default());
-        // The other prompt is one token shorter, so that dynamic NTK is in another regime. For LongRoPE it
-        // lacks two of the chunks and ends at 20 positions, within its original context.
+        // The other prompt is one token shorter, which puts dynamic NTK in another regime. For LongRoPE,
+        // it lacks two of the chunks and ends at 20 positions, within the original context.
         let other = match name {
             "llama-dynamic" => with_question(&golden, golden.prompt.question().len() - 1),
             _ => ChunkedPrompt::new(
@@ -284,7 +285,7 @@ fn rule_6_another_regime_is_a_miss_and_the_same_one_hits() {
 fn rule_6_a_request_has_the_regime_of_the_longest_position_it_may_reach() {
     let (golden, mut lab) = Lab::golden("llama-longrope", Setup::default());
     let cell = ReuseCell::OVERLAPPED_WITH_SYSTEM;
-    // The prompt has 17 positions, and 20 positions are within the original context.
+    // The prompt has 17 positions, and the original context has 20.
     let expected = golden.logits(golden_name(cell));
     let short = lab.run_and_generate(&golden.prompt, cell, true, 3);
     assert!(distance(&short.logits, &expected) < 1e-4);
@@ -384,7 +385,7 @@ fn two_requests_that_compute_one_system_prompt_at_once_keep_its_blocks() {
     let b = b.commit().unwrap();
     assert_eq!(a.segments()[0].blocks, b.segments()[0].blocks, "the first to end is the one that stays");
     let before = lab.bytes(&b.segments()[0].blocks);
-    // All freed blocks are overwritten now.
+    // Overwrite all freed blocks.
     for token in 0..8 {
         lab.plain(&[token; 40]);
     }
@@ -401,8 +402,8 @@ fn two_requests_that_compute_one_system_prompt_at_once_keep_its_blocks() {
 fn a_prompt_does_not_evict_its_own_chunks() {
     let golden = Golden::load("llama");
     let cell = ReuseCell::OVERLAPPED_WITH_SYSTEM;
-    // The pool has room for chunks 1 and 2 (one and three blocks), but not for chunk 0 (two blocks) beside
-    // them.
+    // The pool has room for chunks 1 and 2 (one and three blocks), but not for chunk 0 (two blocks) as
+    // well.
     let mut lab = Lab::new("llama", Setup { chunk_blocks: 4, ..Setup::default() });
     let known = with_chunks(&golden, golden.prompt.chunks()[1..].to_vec());
     drop(lab.run(&known, cell, true));

@@ -9,7 +9,7 @@ fn sink(tokens: usize, strategy: PositionStrategy) -> ReuseCell {
     ReuseCell { mode: ComputeMode::Sink(tokens as u32), strategy }
 }
 
-/// Returns the prompt under a system prompt that differs from token `from` on.
+/// Returns the prompt under a system prompt that differs starting at token `from`.
 fn with_system(prompt: &ChunkedPrompt, from: usize) -> ChunkedPrompt {
     let mut system = prompt.system().to_vec();
     system[from..].iter_mut().for_each(|token| *token = (*token + 5) % 40);
@@ -48,10 +48,10 @@ for_every! {
             assert!(found.reports.iter().all(|report| report.hit && report.exact), "the rest is not seen");
             let anew = lab.run(&other, cell, false);
             assert!(distance(&found.logits, &anew.logits) < 1e-5);
-            // The question sees the rest, but through a short window.
+            // The question sees the rest of the system prompt, but only through a short window.
             let before = lab.run(prompt, cell, false).logits;
             assert!(name == "mistral" || distance(&found.logits, &before) > 1e-4);
-            // Another first token is another sink.
+            // A different first token makes a different sink.
             let missed = lab.run(&with_system(prompt, 0), cell, true);
             assert!(missed.reports.iter().all(|report| !report.hit));
             assert_eq!(lab.chunks.metrics().approximate_hits, 0);

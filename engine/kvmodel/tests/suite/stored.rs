@@ -1,4 +1,4 @@
-//! Models whose weights are stored in blocks, and weights that no model can take.
+//! Models whose weights are stored in blocks, and weights that no model can use.
 
 use half::f16;
 use kvmodel::dense::{StoredType, StoredWeight};
@@ -38,7 +38,7 @@ fn weights() -> Vec<StoredWeight> {
     all
 }
 
-/// Rounds 32 numbers to a block of `Q8_0`.
+/// Rounds 32 numbers to a `Q8_0` block.
 fn q8_0(values: &[f32]) -> Vec<u8> {
     let largest = values.iter().fold(0.0f32, |m, x| m.max(x.abs()));
     let scale = f16::from_f32(largest / 127.0);
@@ -46,7 +46,7 @@ fn q8_0(values: &[f32]) -> Vec<u8> {
     scale.to_le_bytes().into_iter().chain(values.iter().map(byte)).collect()
 }
 
-/// Rounds 256 numbers to a block of `Q4_K`.
+/// Rounds 256 numbers to a `Q4_K` block.
 fn q4_k(values: &[f32]) -> Vec<u8> {
     let low: Vec<f32> = values.chunks(32).map(|group| group.iter().fold(0.0f32, |m, &x| m.min(x))).collect();
     let high = values.chunks(32).map(|group| group.iter().fold(0.0f32, |m, &x| m.max(x)));
@@ -109,7 +109,7 @@ fn a_model_in_blocks_answers_as_its_decoded_weights(
     let largest = expected.iter().fold(0.0f32, |m, x| m.max(x.abs()));
     let gap = distance(&got, &expected) / largest;
     println!("{dtype}, {format:?}: {gap:.2e} of the largest logit, {held:.3} of the memory");
-    // Of Q4_K, the down projection stays in f32, which the format of eight bits rounds.
+    // With Q4_K, the down projection stays in f32, and the eight-bit format rounds it.
     let rounded = dtype == StoredType::Q4K && format == WeightFormat::Q8;
     assert!(gap < if rounded { 0.02 } else { 1e-5 }, "{gap}");
 }

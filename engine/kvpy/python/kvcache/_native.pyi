@@ -121,8 +121,9 @@ class Arena:
         """Copies rows to another engine's cache. Each load has rows to read, rows to write and the distance
         to rotate keys by.
 
-        Rows are ``(blocks, first, count)``, tokens ``first`` to ``first + count`` of these blocks, or any
-        slots. Rows to write in a negative block, or of a negative slot, are skipped.
+        Rows are either ``(blocks, first, count)``, for tokens ``first`` to ``first + count`` of these
+        blocks, or a list of slots. Rows to write in a negative block, or with a negative slot, are
+        skipped.
         """
 
     def save(self, cache: ForeignCache, to: _Rows, rows: _Rows) -> None:
@@ -199,7 +200,7 @@ class WriteSlots:
 
 @final
 class TailCopy:
-    """A shared block to copy before a sequence may write to the copy."""
+    """A shared block to copy before a sequence writes."""
 
     @property
     def pairs(self) -> list[tuple[int, int]]: ...
@@ -273,7 +274,7 @@ class ChunkCacheConfig:
 
 @final
 class PieceHold:
-    """A stored piece of a chunk that is held."""
+    """A hold on a stored piece of a chunk."""
 
     @property
     def slots(self) -> list[int]: ...
@@ -387,7 +388,8 @@ class PositionPlan:
 
 @final
 class ChunkPlace:
-    """A chunk's place: its index in the prompt, and the position of its first key as stored and as used."""
+    """A chunk's place: the index of its first token in the prompt, and that token's position as stored and
+    as used."""
 
     logical_start: int
     stored_start: int
@@ -396,8 +398,8 @@ class ChunkPlace:
 
 @final
 class Tensor:
-    """A tensor returned by this module. ``numpy.from_dlpack`` and ``torch.from_dlpack`` take it without a
-    copy.
+    """A tensor returned by this module. ``numpy.from_dlpack`` and ``torch.from_dlpack`` import it without
+    a copy.
     """
 
     @property
@@ -555,7 +557,8 @@ class ReceivedMatrix:
 
 @final
 class KvStorageManager:
-    """Blocks per request, reserved step by step and released together. Holds no keys or values itself."""
+    """Tracks each request's blocks, which are reserved step by step and released together. Does not hold
+    keys or values itself."""
 
     def __new__(cls, total_blocks: int, block_size: int) -> Self: ...
     @property
@@ -653,7 +656,8 @@ _Prompt: TypeAlias = str | Sequence[int] | ChunkedPrompt
 class LLM:
     """A model on this machine, which keeps the documents of its prompts and finds them in any order.
 
-    Half of the document tokens are recomputed, unless ``chunk_cache_config`` or ``recompute`` says otherwise.
+    Half of the document tokens are recomputed, unless ``chunk_cache_config`` or ``recompute`` specifies
+    otherwise.
     """
 
     def __new__(

@@ -149,17 +149,17 @@ impl PyBlockManager {
         self.storage(|(_, v)| v)
     }
 
-    /// The number of free blocks.
+    /// Returns the number of free blocks.
     fn num_free_blocks(&self) -> usize {
         self.0.own.lock().counts().free
     }
 
-    /// The number of tokens that fit in all blocks.
+    /// Returns the number of tokens that fit in all blocks.
     fn max_tokens_supported(&self) -> usize {
         self.0.own.lock().max_tokens_supported()
     }
 
-    /// The size of the keys and values of all layers and blocks, in bytes.
+    /// Returns the size of the keys and values of all layers and blocks, in bytes.
     fn get_memory_usage(&self) -> usize {
         self.0.own.lock().memory_usage()
     }

@@ -144,8 +144,8 @@ impl PyKvCache {
         self.0.own.lock().received().cloned().map(|matrix| PyReceivedMatrix(Mutex::new(matrix)))
     }
 
-    /// All tokens so far, `[B, H, current_length, D]` or `[layers, B, H, current_length, D]`, in contiguous
-    /// memory: the cache's own if it is full, otherwise a copy.
+    /// Returns all tokens so far, `[B, H, current_length, D]` or `[layers, B, H, current_length, D]`, in
+    /// contiguous memory: the cache's own if it is full, otherwise a copy.
     fn get_data(&self, py: Python<'_>) -> PyResult<PyTensor> {
         let backend = self.0.device.backend();
         self.give(self.0.run(py, |own, stream| {

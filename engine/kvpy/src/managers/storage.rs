@@ -8,7 +8,8 @@ use pyo3::types::PyDict;
 use crate::error::CallError;
 use crate::pool::{PyBlockPool, PyMutableBlocks, numbers};
 
-/// Blocks per request, reserved step by step and released together. Holds no keys or values itself.
+/// Tracks each request's blocks, which are reserved step by step and released together. Does not hold
+/// keys or values itself.
 #[pyclass(frozen, name = "KvStorageManager", module = "kvcache")]
 pub(crate) struct PyKvStorageManager {
     own: StorageManager,
@@ -57,23 +58,23 @@ impl PyKvStorageManager {
         Ok(numbers(&self.own.blocks(request_id).map_err(CallError::from)?))
     }
 
-    /// Hands a request's blocks over to the caller, who can share them under their keys for later requests to
-    /// find in `pool`. The manager forgets the request.
+    /// Transfers a request's blocks to the caller, who can share them under their keys for later requests to
+    /// find in `pool`. The manager then forgets the request.
     fn take_blocks(&self, request_id: u64) -> PyResult<PyMutableBlocks> {
         Ok(PyMutableBlocks::new(self.own.take(request_id).map_err(CallError::from)?))
     }
 
-    /// The number of blocks that can be reserved: free blocks and cached blocks.
+    /// Returns the number of blocks that can be reserved: free blocks and cached blocks.
     fn available_count(&self) -> usize {
         self.own.available_count()
     }
 
-    /// The number of blocks that requests hold.
+    /// Returns the number of blocks that requests hold.
     fn inflight_count(&self) -> usize {
         self.own.inflight_count()
     }
 
-    /// Returns all metrics at one moment.
+    /// Returns a snapshot of all metrics.
     fn export_metrics(&self) -> PyStorageMetrics {
         PyStorageMetrics(self.own.metrics())
     }
@@ -130,14 +131,14 @@ impl PyStorageMetrics {
         Ok(goals)
     }
 
-    /// All metrics by name, with latencies in seconds.
+    /// Returns all metrics by name, with latencies in seconds.
     fn to_dict<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         let text =
             serde_json::to_string(&self.0).map_err(|error| PyRuntimeError::new_err(error.to_string()))?;
         py.import("json")?.call_method1("loads", (text,))
     }
 
-    /// The metrics in Prometheus's text format, with `pool` as a label.
+    /// Returns the metrics in Prometheus's text format, with `pool` as a label.
     #[pyo3(signature = (pool = "main"))]
     fn prometheus(&self, pool: &str) -> String {
         PoolMetrics::prometheus(&[(pool, &self.0)])
@@ -151,8 +152,8 @@ impl PyStorageMetrics {
     }
 }
 
-/// The thresholds for moving blocks between tiers, from 0 to 1. They only determine how many blocks to move,
-/// and do not move any.
+/// The thresholds for moving blocks between tiers, from 0 to 1. They only determine the number of blocks to
+/// move, and do not move any.
 #[pyclass(frozen, name = "StorageTierConfig", module = "kvcache")]
 pub(crate) struct PyStorageTierConfig(TierThresholds);
 
@@ -187,8 +188,8 @@ impl PyStorageTierConfig {
         self.0.prefetch()
     }
 
-    /// Returns how many blocks to move down from a tier, `"gpu"` or `"cpu"`, that uses `used` of its `total`
-    /// blocks: the fewest that bring it back to its threshold.
+    /// Returns the number of blocks to move down from a tier, `"gpu"` or `"cpu"`, that uses `used` of its
+    /// `total` blocks. It is the minimum that brings the tier back to its threshold.
     fn blocks_to_offload(&self, tier: &str, used: usize, total: usize) -> PyResult<usize> {
         let tier = match tier {
             "gpu" => Tier::Device,
@@ -198,9 +199,9 @@ impl PyStorageTierConfig {
         Ok(self.0.blocks_to_offload(tier, used, total).map_err(CallError::from)?)
     }
 
-    /// Returns how many of `wanted` blocks to load early to a GPU that uses `used` of its `total` blocks.
-    /// `heat`, from 0 to 1, is how often the blocks are accessed. It is never so many that the GPU would have
-    /// to offload.
+    /// Returns the number of blocks, out of `wanted`, to load early to a GPU that uses `used` of its `total`
+    /// blocks. `heat`, from 0 to 1, is the blocks' access frequency. The number is small enough that the
+    /// GPU does not have to offload blocks.
     fn blocks_to_prefetch(&self, heat: f64, wanted: usize, used: usize, total: usize) -> PyResult<usize> {
         Ok(self.0.blocks_to_prefetch(heat, wanted, used, total).map_err(CallError::from)?)
     }

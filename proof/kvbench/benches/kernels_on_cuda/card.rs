@@ -10,11 +10,11 @@ use kvbackend_cuda::cudarc::driver::result::{self, DriverError};
 use kvbackend_cuda::cudarc::driver::sys::{self, CUevent, CUevent_flags, CUstream};
 use kvcore::{Backend, MemoryKind, Result, Storage, Stream};
 
-/// The maximum number of bytes in a limit's single copy. A longer copy is split. Shorter copies move on
-/// through the same memory, so their source is never in a cache.
+/// The maximum size of a limit's single copy, in bytes. Longer copies are split. Shorter copies use
+/// successive parts of the same memory, so their source is never in a cache.
 const ROOM: usize = 1 << 30;
 
-/// The number of batches for each piece of work. The median counts.
+/// The number of batches for each piece of work. The result is their median.
 const BATCHES: usize = 7;
 
 /// The target duration of a batch, in seconds.
@@ -24,7 +24,8 @@ const BATCH_SECONDS: f64 = 5e-3;
 /// wait.
 const MOST_LAUNCHES: f64 = 64.0;
 
-/// How long to keep the device busy while the host enqueues a batch, as a multiple of the time that takes.
+/// The time to keep the device busy while the host enqueues a batch, as a multiple of the time that
+/// enqueuing takes.
 const HEAD_START: f64 = 1.5;
 
 /// A function that enqueues the work.
@@ -38,7 +39,7 @@ pub(crate) struct Card {
     pub(crate) raw: CUstream,
     /// True if the driver is the test double, which runs kernels on the CPU.
     pub(crate) is_double: bool,
-    /// The bytes of device memory that were free at the start.
+    /// The device memory that was free at the start, in bytes.
     pub(crate) free: usize,
     events: [CUevent; 2],
     /// Buffers that the limits copy from and to.

@@ -49,7 +49,7 @@ pub(crate) fn arena(card: &Card, kind: MemoryKind, shape: KvShape) -> Result<KvA
     Ok(arena)
 }
 
-/// Returns the model's numbers of heads and elements, for K and for V.
+/// Returns the model's number of heads and elements per head, for K and for V.
 pub(crate) fn usual() -> ((usize, usize), (usize, usize)) {
     ((HEADS, DIM), (HEADS, DIM))
 }

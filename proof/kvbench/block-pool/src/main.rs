@@ -77,15 +77,15 @@ impl PoolWork {
     }
 }
 
-/// Returns the seconds per block on `threads` threads at once, the best of three rounds. `shorter` divides
-/// the number of calls per round.
+/// Returns the time per block in seconds, on `threads` threads at once, as the best of three rounds. The
+/// number of calls per round is divided by `shorter`.
 fn seconds<P: Pool>(work: PoolWork, blocks: usize, threads: usize, shorter: usize) -> f64 {
     let pool = P::new(blocks);
     let prompts = blocks / BATCH;
     if matches!(work, PoolWork::Hit | PoolWork::Churn) {
         (0..prompts).for_each(|prompt| pool.fill(prompt));
     }
-    // Long enough that waking a thread does not matter.
+    // A round is long enough that the time to wake a thread does not matter.
     let calls = work.blocks_a_round() / shorter / work.batch() / threads;
     let round = |thread: usize, round: usize| {
         for call in 0..calls {
@@ -93,7 +93,7 @@ fn seconds<P: Pool>(work: PoolWork, blocks: usize, threads: usize, shorter: usiz
             match work {
                 PoolWork::AllocFree | PoolWork::AllocFreeOne => pool.alloc_free(work.batch()),
                 PoolWork::Grow => pool.grow(),
-                // In a different order from filling.
+                // Prompts are hit in a different order from the one in which they were filled.
                 PoolWork::Hit => pool.hit(n * 7919 % prompts),
                 // A cycle of three times the pool's size, so each prompt has been evicted before it comes
                 // again.

@@ -13,7 +13,7 @@ use super::programs::Programs;
 pub(super) struct Found {
     /// The name of the first card that the backend can use.
     pub(super) card: Option<String>,
-    /// Why there is no usable card.
+    /// The reason that there is no usable card.
     pub(super) missing: String,
     /// Names and values for the report.
     pub(super) facts: Vec<(String, String)>,

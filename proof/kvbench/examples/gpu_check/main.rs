@@ -24,7 +24,7 @@ use steps::{CardStep, STEPS, Site};
 /// The folder of the results, relative to the workspace root or, with `--bin`, to the current folder.
 const OUT: &str = "target/gpu-check";
 
-/// How many times longer steps may take on the double and on slow processors.
+/// The factor by which steps may exceed their time limits on the double and on slow processors.
 const SLOW: u64 = 5;
 
 /// Check the CUDA backend on a real card, here or elsewhere, and write one report: conformance, sanitizers,

@@ -15,7 +15,7 @@ pub(super) struct Peer {
     ours: Option<String>,
     pub(super) seconds: Option<f64>,
     bytes: Option<f64>,
-    /// Why there is no measurement.
+    /// The reason that there is no measurement.
     pub(super) skipped: Option<String>,
 }
 

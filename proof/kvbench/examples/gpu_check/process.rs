@@ -9,15 +9,15 @@ use std::time::{Duration, Instant};
 
 use xtask::run::{Result, STRICT};
 
-/// How often to check if a program has ended.
+/// The interval at which to check whether a program has ended.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// A program's output, and how it ended.
+/// A program's output, and its failure if it failed.
 #[derive(Debug)]
 pub(super) struct Ran {
     /// The standard output, even if the program was killed.
     pub(super) output: String,
-    /// Why it failed; `None` if it succeeded.
+    /// The reason for the program's failure; `None` if it succeeded.
     pub(super) failure: Option<String>,
 }
 
@@ -49,7 +49,8 @@ fn program(command: &Command) -> String {
     command.get_program().to_string_lossy().into_owned()
 }
 
-/// Waits for a program. At the deadline, kills it and its children. Returns why it failed, if it did.
+/// Waits for a program. At the deadline, kills it and its children. Returns the reason for its failure,
+/// or `None` if it succeeded.
 fn waited(child: &mut Child, deadline: Instant) -> Result<Option<String>> {
     loop {
         match child.try_wait().map_err(|e| e.to_string())? {

@@ -147,7 +147,7 @@ pub(super) fn collect(folder: &Path) -> Result {
         let _ = fs::remove_file(&copy);
         fs::copy(path, &copy).map_err(|e| failed(path, e))?;
         if name != PEERS.0 {
-            // The symbol names are useless there. They stay if `strip` is not installed.
+            // Symbol names are useless on the other machine. They stay if `strip` is not installed.
             let _ = Command::new("strip").arg(&copy).stderr(Stdio::null()).status();
         }
         let size = copy.metadata().map_err(|e| failed(&copy, e))?.len();

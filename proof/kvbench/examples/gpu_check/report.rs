@@ -96,7 +96,7 @@ impl Report {
         write(&folder.join(FILE), &self.text())
     }
 
-    /// Prints how many steps passed, failed and were skipped, and the report's path.
+    /// Prints the numbers of passed, failed and skipped steps, and the report's path.
     pub(super) fn print_end(&self, path: &Path) {
         let count = |word| self.steps.iter().filter(|(_, _, ended)| ended.outcome.word() == word).count();
         let seconds: f64 = self.steps.iter().map(|(_, _, ended)| ended.seconds).sum();

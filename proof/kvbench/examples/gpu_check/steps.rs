@@ -1,4 +1,4 @@
-//! The steps of a check, and how to run each one.
+//! The steps of a check, and the code that runs them.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -20,7 +20,7 @@ use super::{SLOW, absolute};
 /// A step. To add one, add a line to [`STEPS`].
 pub(super) struct CardStep {
     pub(super) name: &'static str,
-    /// What the step checks, for the report.
+    /// A description of what the step checks, for the report.
     pub(super) about: &'static str,
     /// The time limit in seconds, after which the step's programs are killed.
     limit: u64,

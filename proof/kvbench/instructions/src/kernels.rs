@@ -69,7 +69,7 @@ impl HotKernel {
 
     /// Creates an operation and runs it once.
     fn ready(dtype: DType, make: impl FnOnce(&Lab) -> Result<KernelWork>) -> Self {
-        // BLAKE3 and the C library also choose their code by this.
+        // BLAKE3 and the C library also choose their code by the processor's features.
         assert!(!SimdLevel::Avx512.is_available(), "counted under valgrind, which hides AVX-512");
         // Only this thread is counted, so kernels without a pool of their own must run on it. A second call
         // fails, which is harmless.

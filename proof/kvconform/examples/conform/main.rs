@@ -53,7 +53,7 @@ impl<'a> Options<'a> {
 
 /// A report for a column.
 enum ColumnReport {
-    /// Why the column cannot be opened.
+    /// The error because of which the column cannot be opened.
     Unopened(kvcore::Error),
     /// The index of a case, and its outcome.
     Case(usize, Result<(), String>),
@@ -99,7 +99,7 @@ fn main() -> ExitCode {
 }
 
 /// Runs as many columns at a time as there are processors. Prints lines in order, each as soon as it is
-/// complete. Returns the numbers of cases that passed, failed and were skipped.
+/// complete. Returns the numbers of passed, failed and skipped cases.
 fn run_all(columns: &[Column], cases: &[&'static Case]) -> (usize, usize, usize) {
     let threads = std::thread::available_parallelism().map_or(1, std::num::NonZero::get).min(columns.len());
     let next = AtomicUsize::new(0);

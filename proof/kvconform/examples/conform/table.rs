@@ -5,7 +5,7 @@ use kvcore::Error;
 
 use crate::{Column, ColumnReport};
 
-/// The reports so far, and how much of them has been printed.
+/// The reports so far, and the progress of printing them.
 pub(crate) struct CaseTable<'a> {
     columns: &'a [Column],
     cases: &'a [&'static Case],
@@ -20,7 +20,7 @@ pub(crate) struct CaseTable<'a> {
     skipped: usize,
 }
 
-/// Why a column cannot be opened.
+/// The reason that a column cannot be opened.
 struct Unopened {
     reason: String,
     /// True if no installation helps: the processor lacks instructions, or the machine has no second card.
@@ -52,7 +52,7 @@ impl<'a> CaseTable<'a> {
         while self.print_next() {}
     }
 
-    /// Returns the numbers of printed cases that passed, failed and were skipped.
+    /// Returns the numbers of passed, failed and skipped cases among the printed ones.
     pub(crate) fn counts(&self) -> (usize, usize, usize) {
         (self.passed, self.failed, self.skipped)
     }

@@ -133,8 +133,8 @@ fn blocks(range: std::ops::Range<u32>) -> Arc<[BlockId]> {
     range.map(BlockId).collect()
 }
 
-/// Returns a step of two sequences with tails of `tails` tokens of their own. Both see the chunks, each given
-/// as `(blocks, length, offset)`.
+/// Returns a step of two sequences, whose own tails have the given numbers of tokens. Both see the chunks,
+/// each given as `(blocks, length, offset)`.
 fn step(chunks: &[(std::ops::Range<u32>, usize, i64)], tails: [usize; ROWS]) -> StepInputs {
     let (mut rows, mut batch, mut slots) = (Vec::new(), Vec::new(), Vec::new());
     for (row, (first, tail)) in [10u32, 26].into_iter().zip(tails).enumerate() {
@@ -234,7 +234,7 @@ fn replays<'a>(eager: &DecodeStep<'a>, replayed: DecodeStep<'a>) -> Outcome {
 pub(super) fn replays_follow_each_other_without_a_wait(b: &Bench) -> Outcome {
     let decode = DecodeStep::new(b, b.dtype.into(), (32, 64))?;
     let steps = steps();
-    // Steps read data that others have written, so the results are the same only after the first round.
+    // Steps read data that other steps have written, so results are the same only after the first round.
     let mut expected = Vec::new();
     for step in steps.iter().chain(&steps) {
         decode.enqueue(step)?;

@@ -15,7 +15,7 @@ use crate::raw::{download, noise};
 
 const SLOTS: [i64; 3] = [3, 17, 8];
 
-/// How long to wait for a callback before the case fails.
+/// The time to wait for a callback before the case fails.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Returns a scatter of three rows, and the keys that it stores.
@@ -105,7 +105,8 @@ pub(super) fn dropping_handles_loses_no_work(b: &Bench) -> Outcome {
     equal("work whose operands the caller dropped", &b.download(&k)?, &expected)
 }
 
-/// A write to memory that enqueued work still reads comes after that work, for every kind of memory.
+/// A write to memory that enqueued work still reads is executed after that work, for every kind of
+/// memory.
 pub(super) fn writes_come_in_the_order_of_the_stream(b: &Bench) -> Outcome {
     for kind in b.backend.capabilities().memory {
         // Whole words and partial words, up to more than may be staged in the stream's memory.

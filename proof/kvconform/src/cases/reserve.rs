@@ -8,7 +8,7 @@ use kvcore::{BlockOrder, CopyBlocks, DType, Error, KvArena, MemoryKind, Reserved
 use super::blocks::{for_tokens, pairs};
 use crate::bench::{Bench, Failure, Outcome, ensure, equal};
 
-/// Number of granules in the storages of these cases.
+/// The number of granules in these cases' storages.
 const GRANULES: usize = 6;
 
 fn reserve(b: &Bench) -> Outcome<(Arc<dyn ReservedStorage>, usize)> {

@@ -13,10 +13,10 @@ use crate::bench::{Bench, Outcome, ensure};
 use crate::cases::graphs::{DecodeStep, LAYERS, own_tokens as step};
 use crate::raw::{self, download, noise, upload};
 
-/// Number of elements per head in the steps of [`OneRow`].
+/// The number of elements per head in the steps of [`OneRow`].
 pub const DIM: usize = 64;
 
-/// Number of layers in the steps of [`OneRow`].
+/// The number of layers in the steps of [`OneRow`].
 const ROW_LAYERS: usize = 3;
 
 /// Decode steps of one sequence, for a backend's tests: each layer stores a row of two heads with [`DIM`]

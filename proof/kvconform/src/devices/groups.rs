@@ -17,7 +17,7 @@ use super::{groups, same, same_bytes};
 use crate::bench::{Failure, Outcome, ensure};
 use crate::raw::download;
 
-/// Longer than any case takes.
+/// A time-out that is longer than any case takes.
 const LONG: Duration = Duration::from_secs(600);
 
 /// The time-out of groups whose collectives never complete.
@@ -68,8 +68,9 @@ pub trait GroupRig: DeviceRig {
     /// Does nothing if the library does not wait for ranks.
     fn shorten_patience(&self) {}
 
-    /// Returns whether ranks are threads that use host memory. Then all devices are the same, groups cannot
-    /// span several processes, and a wait finds nothing of a failed group on its stream.
+    /// Returns whether ranks are threads that use host memory. In that case, all devices are the same,
+    /// groups cannot span several processes, and a wait on a failed group's stream does not return an
+    /// error.
     fn ranks_are_threads(&self) -> bool {
         false
     }

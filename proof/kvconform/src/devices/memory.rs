@@ -1,4 +1,4 @@
-//! What a driver holds for a backend, and when it is freed.
+//! Cases for the memory and handles that a driver holds for a backend, and for their release.
 
 use std::sync::Arc;
 

@@ -25,13 +25,13 @@ pub use groups::{GroupRig, refused_group_calls, run_groups};
 pub use refused::refused_calls;
 pub use silent::silent_calls;
 
-/// Index of the device that runs work as soon as it is enqueued.
+/// The index of the device that runs work as soon as it is enqueued.
 pub const EAGER: usize = 0;
 
-/// Index of the device that runs work only when something waits for it.
+/// The index of the device that runs work only when something waits for it.
 pub const LAZY: usize = 1;
 
-/// Index of the device with 64 MiB of memory.
+/// The index of the device with 64 MiB of memory.
 pub const SMALL: usize = 2;
 
 /// A backend's devices, supplied by the backend's own tests.
@@ -48,7 +48,7 @@ pub trait DeviceRig: Sync {
     /// Returns [`Error::NoDevice`] if the machine has no device with this index, which skips the case.
     fn open(&self, device: usize) -> Result<Arc<Self::Backend>>;
 
-    /// Returns the controls of the driver's double, or none on real devices.
+    /// Returns the controls of the driver's double, or `None` on real devices.
     fn double(&self) -> Option<&dyn DriverDouble>;
 
     /// Returns a copy from freed memory, which loses the device when it runs.
@@ -90,11 +90,11 @@ pub struct Holdings {
     pub bytes: usize,
     /// Pinned memory in bytes; 0 if the double counts such memory only as objects.
     pub pinned: usize,
-    /// Number of streams, events, allocations and all other things with a handle.
+    /// The number of driver objects: streams, events, allocations and everything else with a handle.
     pub objects: usize,
 }
 
-/// Number of tasks of each kind that were enqueued on a device.
+/// The number of tasks of each kind that were enqueued on a device.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Queued {
     /// Kernels or operators.
@@ -126,9 +126,9 @@ type DoubleBody<R> = fn(&R, &dyn DriverDouble) -> Outcome;
 
 /// A case for devices or groups, by what it requires.
 enum DeviceCase<R> {
-    /// Also runs on real devices.
+    /// A case that also runs on real devices.
     Any(&'static str, Body<R>),
-    /// Runs only if a double stands in for the driver.
+    /// A case that runs only if a double replaces the driver.
     OnDouble(&'static str, DoubleBody<R>),
 }
 

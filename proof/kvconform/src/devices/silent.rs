@@ -1,5 +1,5 @@
-//! What if a backend forgot a synchronisation, an event or a free? Driver functions are made to do nothing,
-//! and a case or the count of what is left must detect it.
+//! Checks that the suite would notice a backend that forgets a synchronisation, an event or a free. Driver
+//! functions are made to do nothing, and a case or the count of remaining objects must detect it.
 
 use kvcore::{Backend, CopyTensor, DType, MemoryKind, allocate_tensor};
 
@@ -48,7 +48,8 @@ pub fn silent_calls<R: DeviceRig>(rig: &R, functions: &[&str]) -> Outcome {
     Ok(())
 }
 
-/// Runs the chosen cases on a device. Returns the first failure, or a failure for what was left behind.
+/// Runs the chosen cases on a device. Returns the first failure, or a failure if objects were left
+/// behind.
 fn verdict<R: DeviceRig>(rig: &R, double: &dyn DriverDouble, device: usize) -> Outcome {
     let before = double.live(device);
     let backend = rig.open(device)?;
@@ -67,7 +68,7 @@ fn verdict<R: DeviceRig>(rig: &R, double: &dyn DriverDouble, device: usize) -> O
     super::same("left behind", double.live(device), before)
 }
 
-/// Checks that everything that a backend hands out is freed while the backend lives.
+/// Checks that everything a backend creates for its callers is freed while the backend is still alive.
 fn gives_back(double: &dyn DriverDouble, device: usize, backend: &dyn Backend) -> Outcome {
     let use_everything = || -> kvcore::Result<()> {
         let view = bytes_on(backend, 8 << 20)?;

@@ -114,7 +114,7 @@ fn one<'a>(
     let layout = op.arena.layout();
     let (q, row, block_size) = (query.q, op.work.rows()[query.row], layout.shape().block_size);
     let (mut tokens_before, mut blocks_before) = (0, 0);
-    // (logit, group, value) of each visible token
+    // the logit, group and value of each visible token
     let mut seen: Vec<(f64, usize, &'a [f32])> = Vec::new();
     for segment in entry.segments.iter() {
         let turned = match &op.rope {

@@ -403,7 +403,8 @@ mod tests {
         }
     }
 
-    /// Formats the numbers of right answers, and the times, of some strategies as `least to most`.
+    /// Formats the ranges of the number of right answers and of the time over some strategies, as `least
+    /// to most`.
     fn shown(kept: &KeptFinal, strategies: impl Fn(&str) -> bool) -> [String; 2] {
         let ways = || kept.ways.iter().filter(|way| strategies(&way.name));
         let range = |values: Vec<f64>| {

@@ -23,7 +23,7 @@ const TABLE: &str = "cargo xtask published";
 /// The plot that goes with the table.
 const PLOT: &str = "docs/published.svg";
 
-/// The numbers of documents per question.
+/// The numbers of documents per question to measure.
 const DOCUMENTS: [usize; 2] = [2, 4];
 
 /// The strategies that are compared with full attention, in table order: positions, mode, recomputation.

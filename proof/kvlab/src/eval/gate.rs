@@ -1,5 +1,5 @@
-//! The gate decides if reuse is fit for a model. It checks identities that must hold and a bound on the loss
-//! of accuracy.
+//! The gate decides whether reuse is fit for a model. It checks identities that must hold, and a bound on
+//! the loss of accuracy.
 
 use kvchunk::{DeviationOf, PositionStrategy, Recompute, Reuse, ReuseCell};
 use kvcore::{DType, KvFormat};
@@ -10,7 +10,7 @@ use crate::error::Result;
 use kvengine::{Engine, Generation, Request};
 use kvmodel::TextCodec;
 
-/// How much results may differ.
+/// The limits on differences between results.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 pub struct GateLimits {
     /// The maximum difference between logits of two computations that read the same stored KV, relative to
@@ -28,8 +28,8 @@ pub struct GateLimits {
 }
 
 impl GateLimits {
-    /// Returns the limits for a cache format. With fewer bits, two ways to compute one result may differ
-    /// more.
+    /// Returns the limits for a cache format. With fewer bits, two computations of the same result may
+    /// differ more.
     pub fn of(format: KvFormat) -> Self {
         let moved = match format {
             KvFormat::Dense(DType::F32) => 1e-3,
@@ -80,8 +80,9 @@ impl GateCheck {
         Self { what: what.to_owned(), measured, limit, verdict }
     }
 
-    /// Checks how many right answers are lost compared with full attention, which answers a share of `right`
-    /// questions correctly. The floor matters only if the answers do not refute the claim.
+    /// Checks the number of right answers that are lost compared with full attention, which answers the
+    /// share `right` of the questions correctly. The floor matters only if the answers do not refute the
+    /// claim.
     fn of_answers(paired: Paired, right: f64, limits: &GateLimits) -> Self {
         let (asked, limit) = (paired.asked, limits.accuracy);
         let points = |share: f64| format!("{:.1}", 100.0 * share);
@@ -220,7 +221,7 @@ fn rights(trials: &[Trial], arm: usize) -> impl Iterator<Item = bool> {
     trials.iter().filter(move |trial| trial.arm == arm).filter_map(|trial| trial.right)
 }
 
-/// Two ways to compute one result, which must agree.
+/// Two computations of the same result, which must agree.
 #[derive(Debug, Clone, Copy)]
 struct Identity {
     what: &'static str,
@@ -229,10 +230,10 @@ struct Identity {
     against: Against,
 }
 
-/// The second way in an identity.
+/// The second computation in an identity.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Against {
-    /// The same as the first way, but without reuse.
+    /// The first computation, but without reuse.
     NoReuse,
     /// Full attention over the whole prompt.
     FullAttention,
@@ -283,12 +284,13 @@ fn larger(a: f64, b: f64) -> f64 {
 }
 
 impl Identity {
-    /// Returns true if the second way computes keys and values instead of reading the stored ones.
+    /// Returns true if the second computation computes keys and values instead of reading the stored
+    /// ones.
     fn recomputes(&self) -> bool {
         matches!(self.against, Against::FullAttention | Against::Strategy(Recompute::Full))
     }
 
-    /// Measures how much the logits of the two ways differ, relative to their range.
+    /// Measures the difference between the two computations' logits, relative to the logits' range.
     fn measure(
         &self,
         engine: &mut Engine,

@@ -1,8 +1,8 @@
-//! Graders: rules for when an answer is right.
+//! Graders: rules that decide whether an answer is right.
 
 use serde::{Deserialize, Serialize};
 
-/// The rule that decides if an answer is right. Case is ignored, and so is white space at both ends.
+/// The rule that decides whether an answer is right. Case is ignored, and so is white space at both ends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Grader {
@@ -143,7 +143,7 @@ impl Grader {
         }
     }
 
-    /// Returns how many tokens to allow for an answer if the right one has `tokens`.
+    /// Returns the number of tokens to allow for an answer if the right answer has `tokens` tokens.
     pub(super) fn room(self, tokens: usize) -> usize {
         match self {
             Self::Begins | Self::Exact => tokens + 2,

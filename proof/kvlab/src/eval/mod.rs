@@ -46,16 +46,16 @@ pub use style::PromptStyle;
 pub use tune::{TuneOptions, TuneRow, Tuning};
 pub use world::World;
 
-/// What an evaluation measures.
+/// The quantities that an evaluation measures.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Measure {
-    /// Right answers.
+    /// The share of right answers.
     #[default]
     Answers,
     /// Divergence from full attention along full attention's own greedy answer. Needs an arm of full
     /// attention.
     Divergence,
-    /// Both.
+    /// Both quantities.
     Both,
 }
 
@@ -64,7 +64,7 @@ pub enum Measure {
 pub struct EvalOptions {
     /// The form of the prompts.
     pub style: PromptStyle,
-    /// What to measure.
+    /// The quantities to measure.
     pub measure: Measure,
     /// The maximum number of tokens per answer; by default a few more than the right answer has.
     pub answer_tokens: Option<usize>,
@@ -125,10 +125,12 @@ struct QuestionTurn<'a> {
     codec: &'a TextCodec,
     question: &'a Question,
     options: &'a EvalOptions,
-    /// The order of the documents in the prompt, and the order in which they are first cached.
+    /// The order of the documents in the prompt.
     order: Vec<usize>,
+    /// The order in which the documents are first cached.
     elsewhere: Vec<usize>,
-    /// The same limit for all prompts, because with dynamic RoPE it affects the frequencies.
+    /// The maximum number of new tokens. It is the same for all prompts, because with dynamic RoPE it
+    /// affects the frequencies.
     max_new_tokens: usize,
     /// Full attention's own answer, and its logits.
     reference: Option<Generation>,

@@ -269,7 +269,7 @@ fn note(firm: &Firm, supplier: Option<&str>, rng: &mut StdRng) -> String {
     sentences.join(" ")
 }
 
-/// Asks about one note's fact.
+/// Returns a question about a fact in one note, with its answer and its grader.
 fn asked(firm: &Firm, rng: &mut StdRng) -> (String, String, Grader) {
     let name = &firm.name;
     match rng.random_range(0..5) {
@@ -281,7 +281,7 @@ fn asked(firm: &Firm, rng: &mut StdRng) -> (String, String, Grader) {
     }
 }
 
-/// Asks which of two firms is older, or larger.
+/// Returns a question about which of two firms is older or larger, with its answer and its grader.
 fn compared(a: &Firm, b: &Firm, rng: &mut StdRng) -> (String, String, Grader) {
     let older = rng.random_bool(0.5);
     let (first, what) = if older {

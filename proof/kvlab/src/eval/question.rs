@@ -62,7 +62,7 @@ pub struct Question {
     /// The kind of the question.
     #[serde(default = "local")]
     pub kind: QuestionKind,
-    /// The rule that decides if an answer is right.
+    /// The rule that decides whether an answer is right.
     #[serde(default)]
     pub grader: Grader,
 }
@@ -97,7 +97,7 @@ impl Question {
         }
     }
 
-    /// Returns what is wrong with a question that was parsed successfully.
+    /// Returns the problem with a question that was parsed successfully, or `None` if it has none.
     fn objection(&self) -> Option<String> {
         if self.documents.is_empty() {
             return Some("documents: there is none".to_owned());

@@ -47,17 +47,17 @@ pub struct Score {
     pub kind: QuestionKind,
     /// The number of questions asked, over all seeds.
     pub asked: usize,
-    /// The share of right answers, over seeds; `None` if only divergences were measured.
+    /// The share of right answers, averaged over seeds; `None` if only divergences were measured.
     pub accuracy: Option<Estimate>,
     /// The comparison with full attention's answers, question by question; `None` if full attention was not
     /// asked.
     pub paired: Option<Paired>,
-    /// The Kullback–Leibler divergence from full attention, in nats per token, over questions.
+    /// The Kullback–Leibler divergence from full attention, in nats per token, averaged over questions.
     pub divergence: Option<Estimate>,
-    /// The divergence minus that of the first arm of reuse, question by question; `None` for that arm and for
-    /// full attention.
+    /// The divergence minus the divergence of the first arm with reuse, averaged over questions; `None` for
+    /// that arm and for full attention.
     pub beyond: Option<Estimate>,
-    /// The share of full attention's tokens that this arm would have chosen, over questions.
+    /// The share of full attention's tokens that this arm would have chosen, averaged over questions.
     pub agreement: Option<Estimate>,
     /// The share of document tokens that were recomputed; 1 under full attention.
     pub recomputed: f64,

@@ -36,7 +36,7 @@ pub(super) fn median(mut values: Vec<f64>) -> f64 {
 }
 
 impl Estimate {
-    /// Estimates the mean of these repetitions. If there are none, it is 0.
+    /// Estimates the mean of these repetitions. If there are none, the mean is 0.
     ///
     /// ```
     /// use kvlab::Estimate;

@@ -6,7 +6,7 @@ use kvmodel::TextCodec;
 use super::Question;
 use crate::error::Result;
 
-/// How a question is put to a model.
+/// The form in which a question is put to a model.
 ///
 /// ```
 /// # use kvlab::PromptStyle;

@@ -22,7 +22,7 @@ pub struct TuneOptions {
     pub candidates: Vec<Arm>,
     /// The maximum loss, and the minimum share of questions that full attention must answer correctly.
     pub limits: GateLimits,
-    /// How to ask the questions.
+    /// The options for asking the questions.
     pub eval: EvalOptions,
 }
 

@@ -1,4 +1,4 @@
-//! Workloads: a service's requests, drawn from a seed, and how long the answers take.
+//! Workloads: a service's requests, drawn from a seed, and the times of their answers.
 
 use kvchunk::ChunkedPrompt;
 use rand::distr::Distribution;
@@ -17,7 +17,7 @@ pub use serve::{ArrivalTimes, RagReport, Times, serve};
 pub use traffic::{Arrival, SharedPrefix, Traffic, TrafficReport, play};
 pub use ttft::{TtftRow, TtftTarget, ttft_rows};
 
-/// How a request's documents are chosen.
+/// The rule by which a request's documents are chosen.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Popularity {
@@ -51,9 +51,9 @@ pub struct RagWorkload {
     pub system_tokens: usize,
     /// The number of tokens per question. Every request has its own question.
     pub question_tokens: usize,
-    /// The probability that a request's system prompt differs from that of the request before.
+    /// The probability that a request's system prompt differs from the previous request's.
     pub system_changes: f64,
-    /// How documents are chosen.
+    /// The rule by which documents are chosen.
     pub popularity: Popularity,
     /// Random seed.
     pub seed: u64,
@@ -91,7 +91,7 @@ impl RagWorkload {
     /// Checks that every number is in its valid range.
     ///
     /// # Errors
-    /// Returns [`Error::Workload`], naming the number that is not.
+    /// Returns [`Error::Workload`], with the name of the number that is out of range.
     pub fn check(&self) -> Result<()> {
         let bad = |what: &str| Err(Error::Workload(what.to_owned()));
         let positive =

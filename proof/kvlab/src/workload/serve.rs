@@ -68,11 +68,12 @@ pub struct RagReport {
     pub beta: f64,
     /// The predicted speed-up `1 / (1 − α β)`.
     pub predicted_speedup: f64,
-    /// The measured speed-up: the mean time without reuse over the mean time with it, in the sample.
+    /// The measured speed-up: the mean time without reuse divided by the mean time with reuse, in the
+    /// sample.
     pub measured_speedup: f64,
     /// The size of the chunk pool in bytes.
     pub chunk_pool_bytes: usize,
-    /// The bytes in use in the chunk pool at the end.
+    /// The amount of memory in use in the chunk pool at the end, in bytes.
     pub used_bytes: usize,
     /// The metrics of the chunk cache.
     pub chunk_cache: ChunkCacheMetrics,

@@ -1,4 +1,4 @@
-//! Traffic: requests that arrive while others are being answered, and how long the answers take.
+//! Traffic: requests that arrive while others are being answered, and the times of their answers.
 
 use std::time::{Duration, Instant};
 
@@ -122,9 +122,9 @@ pub struct TrafficReport {
     pub tokens_per_step: f64,
     /// The share of the steps' time that the engine itself took: everything but the model.
     pub engine_share: f64,
-    /// How often a request was preempted, which gives its blocks to others.
+    /// The number of preemptions. A preempted request gives its blocks to other requests.
     pub preemptions: u64,
-    /// How many of these preemptions moved the blocks to host memory.
+    /// The number of preemptions that moved the request's blocks to host memory.
     pub swaps: u64,
     /// Times to first token in milliseconds, in order of arrival.
     pub ttft_ms: Vec<f64>,

@@ -29,7 +29,8 @@ pub struct TtftRow {
 }
 
 impl TtftRow {
-    /// Returns the limit's time divided by this time. Above 1 is faster than the limit.
+    /// Returns the limit's time divided by the measured time. A ratio above 1 means faster than the
+    /// limit.
     pub fn ratio(&self) -> f64 {
         self.limit_took.as_secs_f64() / self.took.as_secs_f64().max(f64::MIN_POSITIVE)
     }
@@ -62,11 +63,11 @@ impl fmt::Display for TtftTarget {
     }
 }
 
-/// The number of full prefills, each with ordinary attention and with the reuse mask. The best of each
-/// counts. A cold prompt cannot be repeated.
+/// The number of full prefills, each with ordinary attention and with the reuse mask. The best time of
+/// each kind is reported. A cold prompt cannot be repeated.
 const PREFILLS: usize = 3;
 
-/// The number of hits, and of questions alone, before each full prefill. The best ones count.
+/// The number of hits, and of questions alone, before each full prefill. The best times are reported.
 const HITS: usize = 4;
 
 /// The targets for a prompt whose chunks are all cached: against its full prefill, and against its question

@@ -127,8 +127,8 @@ class Chunks:
                 return
 
     def _acquire_part(self, request: Request, state: ChunkState, number: int, part: Part) -> bool:
-        """Holds a part, or starts the work that it has to wait for. Returns False if there is no room for
-        it.
+        """Holds a part, or starts the work that the part has to wait for. Returns False if there is no
+        room for it.
         """
         tokens, system = request.prompt_token_ids, state.plan.system
         seen = state.plan.seen() if number > 0 else 0
@@ -275,7 +275,7 @@ class Chunks:
         return Load(request.request_id, rows, block_ids[first // size : -(-end // size)], at_once, again)
 
     def _again(self, request: Request, plan: ChunkPlan, first: int, block_ids: list[int]) -> Again | None:
-        """Returns which tokens to recompute. The request's tokens before ``first`` are in vLLM's own cache.
+        """Returns the tokens to recompute. The request's tokens before ``first`` are in vLLM's own cache.
         """
         chosen = plan.chosen_tokens()
         parts = plan.apart() if chosen > 0 else plan.linked()
@@ -305,7 +305,8 @@ class Chunks:
 
 
 def no_recompute(vllm_config: VllmConfig, shape: Geometry) -> str | None:
-    """Returns why tokens cannot be recomputed on this host, or None if they can."""
+    """Returns the reason that tokens cannot be recomputed on this host, or None if they
+    can."""
     if shape.sliding:
         return "layers with a sliding window have freed blocks that recomputed tokens would see"
     if vllm_config.lora_config is not None:
@@ -316,8 +317,7 @@ def no_recompute(vllm_config: VllmConfig, shape: Geometry) -> str | None:
 
 
 def _mode_salt(request: Request, state: ChunkState) -> str:
-    """Returns a salt for how the prompt is cut and computed, which affects keys and values just as its tokens
-    do.
+    """Returns a salt for the prompt's cuts and modes, which affect keys and values just as its tokens do.
     """
     plan = state.plan
     ends = [part.end for part in state.parts()]

@@ -19,7 +19,7 @@ UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 class UnsupportedHostError(RuntimeError):
-    """Chunks cannot be kept for this vLLM or its model."""
+    """An error: chunks cannot be kept for this vLLM or its model."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     # One tensor, or one of keys and one of values.
     Layer = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
-# By the names that CPU layers have for their kernels.
+# The element orders, by the names that CPU layers have for their kernels.
 CPU_KERNELS = {"vec": "columns", "vec16": "columns", "amx": "tiles"}
 # Attention backends on NVIDIA GPUs that keep a key and its value in one row. The order of rows may vary.
 GPU_BACKENDS = {"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN"}

@@ -45,7 +45,8 @@ class ChunkScheduler:
         self.chunks.begin(tracked)
 
     def matched_tokens(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
-        """Returns how many tokens after the first ``num_computed`` to load, and if in parallel with steps."""
+        """Returns the number of tokens to load after the first ``num_computed``, and true if steps run in
+        parallel."""
         tracked = self.requests[request.request_id]
         answer = self.chunks.matched(tracked, num_computed)
         return self.prefixes.matched(tracked, num_computed) if answer is None else answer
@@ -78,7 +79,7 @@ class ChunkScheduler:
     # The workers report.
 
     def saved(self, counts: dict[str, int]) -> None:
-        """Records how many workers have saved each of the named rows."""
+        """Records the number of workers that have saved each of the named rows."""
         for name, count in counts.items():
             saving = self.saving.get(name)
             if saving is None:

@@ -33,7 +33,8 @@ Progress = Callable[[str], None]
 
 
 class CheckError(RuntimeError):
-    """The model cannot be checked. The message gives the reason and a remedy."""
+    """An error: the model cannot be checked. The message gives the reason and a
+    remedy."""
 
 
 @dataclass(frozen=True)

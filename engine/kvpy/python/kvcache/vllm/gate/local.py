@@ -128,7 +128,7 @@ class LocalEngine:
         return [list(out.outputs[0].token_ids) for out in outs]
 
     def hits(self) -> int:
-        """Returns how many tokens vLLM has counted as external hits."""
+        """Returns the number of tokens that vLLM has counted as external hits."""
         return sum(metric.value for metric in self.llm.get_metrics() if isinstance(metric, Counter) and metric.name == HITS)
 
     def close(self) -> None:

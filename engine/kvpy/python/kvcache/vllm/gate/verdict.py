@@ -13,7 +13,7 @@ from kvcache._native import Paired
 
 @dataclass(frozen=True)
 class Finding:
-    """A checked claim, with what is wrong if it does not hold."""
+    """A checked claim, with the problem if it does not hold."""
 
     what: str
     fault: str | None = None
@@ -94,7 +94,7 @@ def judge(findings: Iterable[Finding], rows: Sequence[Row], mode: str, limits: L
 
 
 def caution(asked: int) -> str:
-    """Returns a warning about how little a small set of questions can show."""
+    """Returns a warning about the limited evidence from a small set of questions."""
     clean = Paired(asked, 0, 0).at_most()
     return (
         f"{asked} questions bound a loss only roughly: even with no answer lost, {100 * clean:.1f} of a hundred are not refuted "
