@@ -7,48 +7,49 @@ use kvchunk::{ChunkCacheConfig, ChunkCacheManager, SleepForm};
 use kvcore::{CacheKind, DType, KeyForm, KvFormat, MaxLen, PolicyKind};
 use serde::Serialize;
 
-/// The settings of an engine: the memory of its caches, and their layout.
+/// The settings of an engine, such as the memory and the layout of its caches.
 #[derive(Debug, Clone, PartialEq)]
 pub struct EngineConfig {
-    /// The format of the stored keys and values. An fp8 format's scales are set when the engine is created,
-    /// by a pass over 256 sample tokens.
+    /// The format of the stored keys and values. The scales of an fp8 format are set when the engine is
+    /// created, by a pass over 256 sample tokens.
     pub kv_format: KvFormat,
     /// Whether keys are stored rotated or unrotated.
     pub keys: KeyForm,
     /// The number of tokens per block.
     pub block_size: usize,
-    /// The kind of cache that holds sequences. A static or a grouped cache keeps no chunks, so a chunked
-    /// prompt must ask for full attention. A grouped cache is for models whose layers attend to different
+    /// The kind of cache that holds sequences. A static or a grouped cache does not keep chunks, so a chunked
+    /// prompt must request full attention. A grouped cache is for models whose layers attend to different
     /// tokens: layers with a window free the blocks that leave it, and the other layers keep everything.
     pub cache: CacheKind,
     /// The maximum length of a sequence in a static cache.
     pub max_len: MaxLen,
     /// The length of a typical request in tokens, including its answer. A grouped cache divides its memory
-    /// between its groups for requests of this length. In a group with a window, a request takes blocks for
-    /// at most `window + step_tokens` tokens. Longer requests leave blocks of window groups unused, and
-    /// shorter requests leave blocks of the other groups unused.
+    /// between its groups for requests of this length. In a group with a window, a request uses blocks for at
+    /// most `window + step_tokens` tokens. Longer requests leave blocks of window groups unused, and shorter
+    /// requests leave blocks of the other groups unused.
     pub typical_len: usize,
-    /// The memory for keys and values in bytes. `None` means enough for eight prompts of the model's maximum
-    /// length, but at most [`DEFAULT_KV_MEMORY`].
+    /// The memory for keys and values, in bytes. `None` allocates enough for eight prompts of the model's
+    /// maximum length, but at most [`DEFAULT_KV_MEMORY`].
     pub kv_memory: Option<usize>,
-    /// The order in which sequences' cached blocks are evicted. [`ChunkCacheConfig::cache_policy`] is the
-    /// order for chunks.
+    /// The eviction policy for the cached blocks of sequences. [`ChunkCacheConfig::cache_policy`] is the
+    /// policy for chunks.
     pub cache_policy: PolicyKind,
     /// The time after which a cached block expires; `None` means never.
     pub cache_ttl: Option<Duration>,
     /// The settings of the chunk cache.
     pub chunks: ChunkCacheConfig,
-    /// Where chunks sleep in host memory; `None` if they do not sleep. A call of
+    /// The host memory in which chunks sleep, or `None` if they do not sleep. To put chunks to sleep, call
     /// [`sleep_cold_chunks`](kvchunk::ChunkCacheManager::sleep_cold_chunks) on
-    /// [`Engine::chunks`](crate::Engine::chunks) puts chunks to sleep. A hit wakes them.
+    /// [`Engine::chunks`](crate::Engine::chunks). A hit wakes them.
     pub chunk_sleep: Option<ChunkSleep>,
-    /// Lets whole pools [sleep](crate::Engine::sleep). The engine then reserves address space, to be able to
-    /// release memory and get it back at the same addresses.
+    /// Whether whole pools can [sleep](crate::Engine::sleep). If true, the engine reserves address space, so
+    /// that it can release memory and later get it back at the same addresses.
     pub enable_sleep_mode: bool,
-    /// The salt in keys that separates tenants. The engine's operator must choose it, never a client.
+    /// The salt that separates tenants. It is part of every key. The engine's operator must choose it, never
+    /// a client.
     pub tenant_salt: Vec<u8>,
-    /// The maximum number of graphs of decode steps to keep, if the backend and the dense steps can be
-    /// captured. With 0, every step runs operation by operation. The answers are the same.
+    /// The maximum number of captured decode-step graphs to keep, if the backend and the dense steps can be
+    /// captured. If 0, every step runs operation by operation. The answers do not depend on this setting.
     pub graphs: usize,
     /// The limits on requests that are answered at the same time.
     pub scheduling: Scheduling,
@@ -56,14 +57,14 @@ pub struct EngineConfig {
     /// the engine measures that this takes less time than recomputing them. The memory is allocated when it
     /// is first needed; 0 allocates none.
     pub swap_memory: usize,
-    /// Turns on the recording of spans.
+    /// Whether the profiler records spans.
     pub profile: bool,
 }
 
-/// Host memory for chunks that are seldom used.
+/// Host memory for chunks that are rarely used.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkSleep {
-    /// How chunks are stored while they sleep.
+    /// The form in which chunks are stored while they sleep.
     pub form: SleepForm,
     /// The maximum amount of host memory, in bytes. `None` means as much as the chunk pool has on the device.
     /// All of it is allocated at once, unless chunks are compressed.
@@ -97,12 +98,12 @@ impl Default for EngineConfig {
 /// The limits on requests that are answered at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scheduling {
-    /// The maximum number of tokens in a pass. A longer prompt is computed in pieces. Activations then only
-    /// need memory for this many rows, and running answers continue between two pieces.
+    /// The maximum number of tokens in a pass. A longer prompt is computed in pieces. This limits the memory
+    /// for activations to this many rows, and running answers continue between two pieces.
     pub step_tokens: usize,
     /// The maximum number of answers that run at once.
     pub running: usize,
-    /// The number of blocks that an admission leaves free for running requests.
+    /// The number of blocks that must stay free for running requests when a request is admitted.
     pub watermark: usize,
 }
 
@@ -112,7 +113,7 @@ impl Default for Scheduling {
     }
 }
 
-/// The number of graphs that an engine keeps by default. The steps of a request of 4,000 tokens need five.
+/// The default of [`EngineConfig::graphs`]. The steps of a request with 4,000 tokens need five graphs.
 pub const DEFAULT_GRAPHS: usize = 16;
 
 /// The default of [`EngineConfig::swap_memory`] in bytes: 512 MiB.
@@ -121,15 +122,16 @@ pub const DEFAULT_SWAP_MEMORY: usize = 512 << 20;
 /// The default of [`EngineConfig::typical_len`] in tokens.
 pub const DEFAULT_TYPICAL_LEN: usize = 2048;
 
-/// The default maximum of memory for keys and values, in bytes: 2 GiB.
+/// The maximum memory for keys and values if [`EngineConfig::kv_memory`] is `None`, in bytes: 2 GiB.
 pub const DEFAULT_KV_MEMORY: usize = 2 << 30;
 
-/// A pool that can sleep as a whole. Its tag in [`ReservedArena::asleep`](kvcore::ReservedArena::asleep)
-/// names it.
+/// A pool that can sleep as a whole. Its [`name`](Self::name) is its tag in
+/// [`ReservedArena::asleep`](kvcore::ReservedArena::asleep).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum PoolTag {
-    /// The pool of sequences and system prompts. Its cached contents are forgotten, as in vLLM.
+    /// The pool of sequences and system prompts. Its cached contents are discarded when it sleeps, as in
+    /// vLLM.
     KvCache,
     /// The pool of chunks. The chunks are copied to host memory and restored bit for bit.
     ChunkCache,
@@ -139,7 +141,7 @@ impl PoolTag {
     /// Both pools.
     pub const ALL: [Self; 2] = [Self::KvCache, Self::ChunkCache];
 
-    /// Returns the tag as a word: `kv_cache` or `chunk_cache`.
+    /// Returns the pool's name: `kv_cache` or `chunk_cache`.
     pub const fn name(self) -> &'static str {
         match self {
             Self::KvCache => "kv_cache",

@@ -1,4 +1,4 @@
-//! An engine: the public interface of a runner and its scheduler.
+//! The engine: the public interface to a runner and its scheduler.
 
 use std::sync::Arc;
 
@@ -20,7 +20,8 @@ pub struct Engine {
 }
 
 impl Engine {
-    /// Creates an engine and allocates its caches. `tokenizer` identifies the tokenizer in keys.
+    /// Creates an engine and allocates its caches. `tokenizer` identifies the tokenizer and becomes part of
+    /// every key.
     ///
     /// # Errors
     /// - Returns [`kvcore::Error::NotEnoughMemory`] if the budget is too small for one block per pool, or for
@@ -40,8 +41,8 @@ impl Engine {
         Self::with_clock(model, backend, tokenizer, config, Arc::new(SystemClock::default()))
     }
 
-    /// Like [`new`](Self::new), but with another clock for time limits, waits and expiry, for tests and
-    /// simulations.
+    /// Creates an engine like [`new`](Self::new), but uses `clock` for time limits, waits and expiry. For
+    /// tests and simulations.
     ///
     /// # Errors
     /// Returns the errors of [`new`](Self::new).
@@ -60,16 +61,16 @@ impl Engine {
     /// of chunks, and each may evict cached blocks of the other. Neither engine finds the other's cached
     /// contents, because every key covers the model, its rotary embeddings and its tokenizer.
     ///
-    /// An fp8 cache keeps the scales of this engine's model. A replica of the other model created by
-    /// [`new`](Self::new) therefore does not find its chunks.
+    /// An fp8 cache keeps the scales of this engine's model. A replica of the other model that was created
+    /// with [`new`](Self::new) therefore does not find the new engine's chunks.
     ///
-    /// Both engines enqueue their work on one stream, so one engine may get a late error of the other. Both
-    /// use the tenants and the chunk cache settings of this engine, and [`report`](Self::report) counts the
-    /// blocks of both. A request does not wait for blocks that the other engine holds; it fails with
-    /// [`OutOfBlocks`](kvcore::Error::OutOfBlocks).
+    /// Both engines enqueue their work on one stream, so one engine may receive a delayed error that the
+    /// other engine caused. Both use the tenants and the chunk cache settings of this engine, and
+    /// [`report`](Self::report) counts the blocks of both engines. A request does not wait for blocks that
+    /// the other engine holds; it fails with [`OutOfBlocks`](kvcore::Error::OutOfBlocks).
     ///
     /// # Errors
-    /// - Returns [`kvcore::Error::Mismatch`] if the model's keys and values have another shape.
+    /// - Returns [`kvcore::Error::Mismatch`] if the model's keys and values have a different shape.
     /// - Returns [`Error::NoChunks`] if this engine has a static or a grouped cache.
     /// - Returns [`Error::NoSleepMode`] if this engine's pools can sleep.
     pub fn sharing_memory(&self, model: Model, tokenizer: &[u8]) -> Result<Self> {
@@ -88,7 +89,7 @@ impl Engine {
         Request { cell, ..Request::new(prompt) }
     }
 
-    /// Returns the backend. Its counters show how many bytes were moved.
+    /// Returns the backend. Its counters include the number of bytes that were moved.
     pub fn backend(&self) -> &dyn Backend {
         self.runner.setup.backend.as_ref()
     }
@@ -100,7 +101,7 @@ impl Engine {
 
     /// Returns the cache of sequences and system prompts. For a grouped cache, it is the first group's cache.
     /// Sequences have the same IDs and lengths in all groups, and [`report`](Self::report) describes the
-    /// others.
+    /// other groups.
     pub fn cache(&self) -> &dyn KvCache {
         self.runner.caches.first()
     }
@@ -110,10 +111,11 @@ impl Engine {
         self.runner.caches.chunks()
     }
 
-    /// Joins a group of engines of the same model. From now on this engine pulls missing chunks from the
-    /// others, and computes only chunks that none of them supplies. Each engine serves its
-    /// [`chunks`](Self::chunks) with its [`replica_device`](Self::replica_device). Engines with fp8 caches
-    /// must have calibrated to the same scales, which needs the same backend and instruction set.
+    /// Joins a group of engines of the same model. After this call, this engine pulls missing chunks from the
+    /// other engines, and computes only the chunks that no engine supplies. To share its own chunks, an
+    /// engine must serve its [`chunks`](Self::chunks) with its [`replica_device`](Self::replica_device).
+    /// Engines with fp8 caches must have calibrated to the same scales, which requires the same backend and
+    /// instruction set.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -145,35 +147,35 @@ impl Engine {
         self.runner.replicas = Some(ReplicaLink { device: self.replica_device(), transport });
     }
 
-    /// Returns the memory that holds this engine's chunks, for engines that pull them.
+    /// Returns the memory that holds this engine's chunks, so that other engines can pull them.
     pub fn replica_device(&self) -> ReplicaDevice {
         self.runner.replica_device()
     }
 
-    /// Counts the decode steps that went through graphs, by how they ran. All counts are 0 if the backend or
-    /// the dense steps cannot be captured.
+    /// Returns the number of decode steps that used graphs, by how they ran. All counts are 0 if the backend
+    /// or the dense steps cannot be captured.
     pub fn graph_counts(&self) -> GraphCounts {
         self.runner.graph_counts()
     }
 
-    /// Returns counts of what the caches hold now.
+    /// Returns a report on the current contents of the caches.
     pub fn report(&self) -> CacheReport {
         CacheReport { swapped: self.scheduler.swapped(), ..self.runner.caches.report() }
     }
 
-    /// Checks the pools for consistency. `Err` says which number is wrong.
+    /// Checks the pools for consistency. Returns a description of the first inconsistency as `Err`.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.runner.caches.check_invariants()?;
         self.scheduler.check_invariants()
     }
 
     /// Answers a request. Requests submitted earlier are computed in the same steps. Calls `observer` for the
-    /// layers of the prefill and for each token of the answer. The observer may stop the request at each
-    /// call. It may also end the answer after each token, like a [`TextStream`](kvmodel::TextStream) does at
-    /// a stop string. Samples only the first answer.
+    /// layers of the prefill and for each token of the answer. The observer may stop the request at any of
+    /// these calls. It may also end the answer after any token, as a [`TextStream`](kvmodel::TextStream) does
+    /// at a stop string. Only one answer is sampled.
     ///
     /// # Errors
-    /// After any of these errors, no block is still held.
+    /// After an error, no blocks are held for the request.
     ///
     /// - Returns [`Error::Cancelled`] if the observer stops the request.
     /// - Returns [`Error::Sampling`] if a sampling setting is out of range.
@@ -181,7 +183,7 @@ impl Engine {
     ///   [`kvchunk::Error::TooLong`] if the prompt cannot be computed.
     /// - Returns [`kvcore::Error::OutOfBlocks`] if the pool is too small for the prompt, and
     ///   [`kvcore::Error::TooLarge`] if a static cache is too short for it.
-    /// - Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
+    /// - Returns [`Error::Asleep`] if the pool of sequences is [asleep](Self::sleep).
     pub fn generate(&mut self, request: &Request, observer: &mut dyn Observer) -> Result<Generation> {
         let mut answer = self.submit(Request { samples: 1, ..request.clone() })?;
         let (mut seen, mut complete) = (0, None);
@@ -217,7 +219,7 @@ impl Engine {
         }
     }
 
-    /// Accepts a request. [`step`](Self::step) computes it together with others.
+    /// Accepts a request. [`step`](Self::step) computes it together with other requests.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -246,7 +248,7 @@ impl Engine {
     /// - [`Error::Samples`] for several samples or beams on a static cache,
     /// - [`Error::TooManyAnswers`] for more samples or beams than may run at once,
     /// - [`Error::Beams`] for beams combined with sampling settings, or fewer beams than answers,
-    /// - [`Error::Pages`] for a sparse decode that leaves no blocks to choose, for a model whose layers all
+    /// - [`Error::Pages`] for sparse decoding that leaves no blocks to choose, for a model whose layers all
     ///   have windows, or on a grouped cache,
     /// - [`kvcore::Error::OutOfBlocks`] if a pool cannot hold the prompt and a token even without other
     ///   requests.
@@ -255,11 +257,11 @@ impl Engine {
         self.scheduler.submit(&self.runner, request)
     }
 
-    /// Runs one step for the submitted requests: a token for each answer, and pieces of prompts. Errors of
-    /// single requests go to their answers.
+    /// Runs one step for the submitted requests: a token for each answer, and pieces of prompts. An error of
+    /// a single request is delivered to its [`Answer`].
     ///
     /// # Errors
-    /// Returns [`Error::Asleep`] while the pool of sequences [sleeps](Self::sleep).
+    /// Returns [`Error::Asleep`] if the pool of sequences is [asleep](Self::sleep).
     pub fn step(&mut self) -> Result<Step> {
         self.runner.caches.check_awake()?;
         Ok(self.scheduler.step(&mut self.runner, None, &mut ()))
@@ -270,7 +272,7 @@ impl Engine {
         self.scheduler.times()
     }
 
-    /// Sets the costs of preemption, which are otherwise measured, for tests and simulations.
+    /// Replaces the measured costs of preemption with `costs`, for tests and simulations.
     pub fn set_preemption_costs(&mut self, costs: PreemptionCosts) {
         self.scheduler.set_preemption_costs(costs);
     }
@@ -296,8 +298,8 @@ impl Engine {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::NoChunks`] for a static or a grouped cache, and the errors of a request's tenant and
-    /// positions.
+    /// Returns [`Error::NoChunks`] for a static or a grouped cache, and errors caused by the request's tenant
+    /// or positions.
     pub fn pin(&self, request: &Request) -> Result<PinnedPrompt> {
         let (tokens, end) = match request.chunked() {
             Some(prompt) => {
@@ -331,7 +333,7 @@ impl Engine {
     /// # Errors
     /// - Returns [`Error::NoSleepMode`] if [`enable_sleep_mode`](EngineConfig::enable_sleep_mode) is
     ///   not set.
-    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the numbers, if blocks are held.
+    /// - Returns [`Error::InUse`] or [`kvchunk::Error::PoolInUse`], with the counts, if blocks are held.
     /// - Returns the errors of [`ReservedArena::sleep`](kvcore::ReservedArena::sleep).
     pub fn sleep(&mut self, tags: &[PoolTag]) -> Result<Slept> {
         let mut sum = Slept::default();
@@ -355,12 +357,12 @@ impl Engine {
         Ok(sum)
     }
 
-    /// Wakes pools. Chunks are restored bit for bit, in the same blocks. Returns true if one of the pools was
-    /// asleep.
+    /// Wakes pools. Chunks are restored bit for bit, in the same blocks. Returns true if at least one of the
+    /// pools was asleep.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Allocation`] if there is not enough memory, and the errors of the stream. The
-    /// pool then stays asleep and can be woken later. Returns [`Error::NoSleepMode`] like
+    /// Returns [`kvcore::Error::Allocation`] if there is not enough memory, and the errors of the stream. In
+    /// that case, the pool stays asleep and can be woken later. Returns [`Error::NoSleepMode`] like
     /// [`sleep`](Self::sleep).
     pub fn wake_up(&mut self, tags: &[PoolTag]) -> Result<bool> {
         let mut slept = false;
@@ -370,7 +372,7 @@ impl Engine {
         Ok(slept)
     }
 
-    /// Returns true if a pool is asleep.
+    /// Returns true if the pool is asleep.
     pub fn is_sleeping(&self, tag: PoolTag) -> bool {
         self.runner.caches.is_sleeping(tag)
     }

@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use crate::config::PoolTag;
 
-/// An error in answering a request.
+/// An error from setting up an engine or answering a request.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -24,12 +24,12 @@ pub enum Error {
         /// The error from the system.
         source: std::io::Error,
     },
-    /// A file with tuned reuse is malformed.
+    /// A file with tuned reuse settings is malformed.
     #[error("{path} holds no tuned reuse: {reason}")]
     Tuned {
         /// The path of the file.
         path: PathBuf,
-        /// What is wrong, with the field and its line.
+        /// A description of the problem, with the field and its line.
         reason: String,
     },
     /// The reuse settings were tuned for another model.
@@ -37,7 +37,7 @@ pub enum Error {
         "reuse was tuned for the model {tuned}…, and this one is {model}…: tune it for this model with kvc tune"
     )]
     TunedForOther {
-        /// The first digits of the identity of the model that they were tuned for.
+        /// The first digits of the identity of the model that the settings were tuned for.
         tuned: String,
         /// The first digits of this model's identity.
         model: String,
@@ -47,16 +47,16 @@ pub enum Error {
     Sampling {
         /// The name of the setting.
         setting: &'static str,
-        /// Its value.
+        /// The value of the setting.
         value: f32,
         /// The allowed values.
         needed: &'static str,
     },
-    /// An operation needs chunks, but the engine has a static or a grouped cache. The string says what to do
-    /// instead.
+    /// An operation needs chunks, but the engine has a static or a grouped cache. The string suggests what to
+    /// do instead.
     #[error("a static cache or a grouped one keeps no chunks: {0}")]
     NoChunks(&'static str),
-    /// The engine cannot release its caches' memory. The string says what to do instead.
+    /// The engine cannot release its caches' memory. The string suggests what to do instead.
     #[error("this engine's caches cannot sleep: {0}")]
     NoSleepMode(&'static str),
     /// A request arrived while the caches are asleep.
@@ -104,22 +104,23 @@ pub enum Error {
     /// The settings of a beam search contradict each other or the request.
     #[error("beams: {0}")]
     Beams(&'static str),
-    /// Page-sparse decode is impossible with this model or cache. The string says what to do instead.
+    /// Page-sparse decode is impossible with this model or cache. The string suggests what to do instead.
     #[error("sparse decode: {0}")]
     Pages(&'static str),
-    /// An error of the model.
+    /// An error from the model.
     #[error(transparent)]
     Model(kvmodel::Error),
-    /// An error of `kvchunk`.
+    /// An error from `kvchunk`.
     #[error(transparent)]
     Chunk(#[from] kvchunk::Error),
-    /// An error of `kvcore`.
+    /// An error from `kvcore`.
     #[error(transparent)]
     Core(#[from] kvcore::Error),
 }
 
 impl Error {
-    /// Returns true if a pool has too few blocks. In that case, the request may be served later.
+    /// Returns true if the error means that a pool has too few free blocks. In that case, the request may
+    /// succeed later.
     pub(crate) fn is_out_of_blocks(&self) -> bool {
         use kvcore::Error::OutOfBlocks;
         matches!(self, Self::Core(OutOfBlocks { .. }) | Self::Chunk(kvchunk::Error::Core(OutOfBlocks { .. })))
@@ -127,7 +128,7 @@ impl Error {
 }
 
 impl From<kvmodel::Error> for Error {
-    /// Converts the errors that this crate also has to its own variants.
+    /// Converts errors that this crate also defines to this crate's variants.
     fn from(error: kvmodel::Error) -> Self {
         match error {
             kvmodel::Error::Cancelled => Self::Cancelled,

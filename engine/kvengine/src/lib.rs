@@ -1,4 +1,4 @@
-//! The engine: a [`kvmodel::Model`] with its caches, which answers requests.
+//! The engine, which answers requests with a [`kvmodel::Model`] and its caches.
 //!
 //! ```no_run
 //! use kvbackend_cpu::CpuBackend;

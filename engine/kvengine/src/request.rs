@@ -32,7 +32,7 @@ impl PromptTokens {
         self.len() == 0
     }
 
-    /// Iterates over all tokens in the prompt's order.
+    /// Returns an iterator over all tokens, in the prompt's order.
     pub fn iter(&self) -> impl Iterator<Item = u32> {
         let (first, chunked) = match self {
             Self::Plain(tokens) => (tokens.as_slice(), None),
@@ -52,10 +52,10 @@ pub struct Request {
     pub prompt: Arc<PromptTokens>,
     /// The compute mode and position strategy for chunks.
     pub cell: ReuseCell,
-    /// Allows the request to use cached KV, and to leave KV in the caches. If false, everything is computed
+    /// Whether the request may use cached KV and leave KV in the caches. If false, everything is computed
     /// from scratch under the same mask.
     pub reuse: bool,
-    /// Lets chunks attend to each other: a chunked prompt is computed like an ordinary one.
+    /// Whether chunks attend to each other. If true, a chunked prompt is computed like an ordinary prompt.
     pub full_attention: bool,
     /// The strategy that chooses chunk tokens to recompute. Recomputed tokens see everything before them.
     pub recompute: Arc<dyn RecomputeStrategy>,
@@ -63,49 +63,53 @@ pub struct Request {
     pub scaling: ContextScaling,
     /// The tag of the chunk cache tenant that owns the chunks; `None` for the default tenant.
     pub tenant: Option<String>,
-    /// The number of answers to sample. The prompt is computed once. Each answer has its own seed, counted up
-    /// from [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) returns only the first. A
+    /// The number of answers to sample. The prompt is computed once. Each answer has its own seed, counting
+    /// up from [`Sampling::seed`]. [`Engine::generate`](crate::Engine::generate) returns only one answer. A
     /// request with a [forced](Self::forced) answer has one sample.
     pub samples: usize,
-    /// Searches for the likeliest whole answers. When the search ends, returns the best
-    /// [`samples`](Self::samples) of them, best first. `None` chooses token by token.
+    /// The settings of a beam search for the most likely whole answers. The search returns the best
+    /// [`samples`](Self::samples) answers, best first. If `None`, answers are chosen token by token.
     pub beams: Option<BeamSearch>,
-    /// Orders waiting requests: higher priorities come first, equal ones in the order of arrival. If memory
-    /// is short, the last request in this order is preempted.
+    /// The request's priority. Waiting requests with a higher priority come first; requests with the same
+    /// priority are ordered by arrival. If memory is short, the last request in this order is preempted.
     pub priority: i32,
     /// The time after which the request ends with [`Error::TimeOut`].
     pub time_limit: Option<Duration>,
-    /// The priority of the prompt's cached blocks while no request holds them, and how long it lasts. It has
-    /// an effect if [`EngineConfig::cache_policy`](crate::EngineConfig::cache_policy) evicts by priority. For
-    /// a chunked prompt, it applies to the blocks of the question.
+    /// The priority of the prompt's cached blocks while no request holds them, and the duration of this
+    /// priority. It only has an effect if [`EngineConfig::cache_policy`](crate::EngineConfig::cache_policy)
+    /// evicts by priority. For a chunked prompt, it applies to the blocks of the question.
     pub retention: Option<Retention>,
     /// The maximum number of tokens in the answer.
     pub max_new_tokens: usize,
-    /// The settings of sampling.
+    /// The sampling settings.
     pub sampling: Sampling,
     /// The maximum number of tokens to guess in each step (prompt lookup decoding). Guesses are the tokens
-    /// that followed the last ones earlier in the prompt or the answer. The answer stays the same, but takes
-    /// fewer steps if it quotes its documents. 0 turns guessing off.
+    /// that followed an earlier occurrence of the last tokens in the prompt or the answer. The answer stays
+    /// the same, but takes fewer steps if it quotes its documents. 0 turns guessing off.
     pub lookup: usize,
-    /// Lets the answer's tokens attend to only a part of a long context, which is faster but approximate.
-    /// `None` attends to everything. A step with [guesses](Self::lookup) also attends to everything.
+    /// The settings for answer tokens that attend to only part of a long context, which is faster but
+    /// approximate. If `None`, they attend to everything. A step with [guesses](Self::lookup) also attends to
+    /// everything.
     pub sparse: Option<SparseDecode>,
-    /// The answer to compute, whatever the model would choose (teacher forcing). The answer ends after these
-    /// tokens. The logits after the last one are kept as well if the answer has room for another token.
+    /// The answer to compute, regardless of what the model would choose (teacher forcing). The answer ends
+    /// after these tokens. The logits after the last token are kept as well if the answer has room for
+    /// another token.
     pub forced: Option<Arc<[u32]>>,
-    /// Ignores end tokens, to measure answers of a fixed length.
+    /// Whether to ignore end tokens, to measure answers of a fixed length.
     pub ignore_end: bool,
-    /// Numbers to add to single tokens' logits before a token is chosen. Negative infinity excludes a token.
+    /// Biases to add to the logits of individual tokens, as `(token, bias)`, before a token is chosen.
+    /// Negative infinity excludes a token.
     pub logit_bias: Arc<[(u32, f32)]>,
-    /// Returns the log-probability of each answer token, and of this many likeliest tokens at its position.
+    /// The number of most likely tokens at each position to report, with their log-probabilities and the
+    /// answer token's. `None` reports no log-probabilities.
     pub logprobs: Option<usize>,
-    /// Keeps the logits of every answer token in [`Generation::logits`].
+    /// Whether to keep the logits of every answer token in [`Generation::logits`].
     pub keep_logits: bool,
 }
 
 impl Request {
-    /// Creates a greedy request for up to 64 tokens in the default cell. Its reuse is exact under its mask,
-    /// but the mask, and therefore the answers, may differ from full attention's. [`reusing`](Self::reusing)
+    /// Creates a greedy request for up to 64 tokens in the default cell. Reuse is exact under the request's
+    /// mask, but the mask may differ from full attention, and so may the answers. [`reusing`](Self::reusing)
     /// applies measured settings, such as the default of [`kvchunk::Reuse`].
     pub fn new(prompt: impl Into<Arc<PromptTokens>>) -> Self {
         Self {
@@ -162,21 +166,23 @@ pub struct Sampling {
     /// The temperature. 0 chooses the most likely token. Above 0, the logits are divided by the temperature
     /// and a token is drawn.
     pub temperature: f32,
-    /// Keeps this many of the most likely tokens, and all tokens as likely as the last of them; 0 keeps all.
+    /// The number of most likely tokens to keep. Tokens that are as likely as the last of them are kept too.
+    /// 0 keeps all tokens.
     pub top_k: usize,
-    /// Keeps the fewest of the most likely tokens whose probabilities add up to this share; 1 keeps all. Of
-    /// equally likely tokens, the first are kept.
+    /// The fraction of the total probability that the kept tokens must reach. The fewest and most likely
+    /// tokens are kept; of equally likely tokens, the ones with the lowest IDs. 1 keeps all tokens.
     pub top_p: f32,
-    /// Keeps tokens that are at least this share as likely as the most likely one; 0 keeps all.
+    /// The minimum probability of a token to keep, as a fraction of the most likely token's probability. 0
+    /// keeps all tokens.
     pub min_p: f32,
-    /// Divides positive logits of tokens that occur in the prompt or the answer, and multiplies negative
-    /// ones; 1 changes nothing.
+    /// The repetition penalty, which divides the positive logits of tokens that occur in the prompt or the
+    /// answer, and multiplies their negative logits. 1 changes nothing.
     pub repetition_penalty: f32,
-    /// Subtracted from the logits of tokens that occur in the answer. 0 changes nothing; negative values make
-    /// those tokens more likely. (From `OpenAI`'s API.)
+    /// The value to subtract from the logits of tokens that occur in the answer. 0 changes nothing; negative
+    /// values make those tokens more likely. (From `OpenAI`'s API.)
     pub presence_penalty: f32,
-    /// Subtracted from a token's logit once for each time it occurs in the answer; 0 changes nothing. (From
-    /// `OpenAI`'s API.)
+    /// The value to subtract from a token's logit for each occurrence of the token in the answer. 0 changes
+    /// nothing. (From `OpenAI`'s API.)
     pub frequency_penalty: f32,
     /// Random seed.
     pub seed: u64,
@@ -189,7 +195,7 @@ impl Default for Sampling {
 }
 
 impl Sampling {
-    /// The default: the most likely token, without penalties.
+    /// The default settings, which choose the most likely token without penalties.
     pub(crate) const GREEDY: Self = Self {
         temperature: 0.0,
         top_k: 0,
@@ -234,13 +240,13 @@ impl Sampling {
 pub struct BeamSearch {
     /// The number of beams.
     pub width: usize,
-    /// An answer's log-probability is divided by its length to this power. Above 0, longer answers are
-    /// preferred.
+    /// The exponent of the length penalty. An answer's log-probability is divided by its length raised to
+    /// this power. Values above 0 favour longer answers.
     pub length_penalty: f32,
 }
 
 impl Default for BeamSearch {
-    /// Returns four beams, compared by their log-probability per token.
+    /// Returns settings for four beams, which are compared by their log-probability per token.
     fn default() -> Self {
         Self { width: 4, length_penalty: 1.0 }
     }
@@ -251,7 +257,7 @@ impl BeamSearch {
     ///
     /// # Errors
     /// Returns [`Error::Beams`] if there are no beams or fewer beams than answers, if sampling settings are
-    /// given, or if logits are to be kept.
+    /// given, or if logits or log-probabilities are requested.
     pub(crate) fn check(&self, request: &Request) -> Result<()> {
         let plain = Sampling { seed: request.sampling.seed, ..Sampling::default() } == request.sampling;
         let reason = match request {
@@ -270,7 +276,7 @@ impl BeamSearch {
     }
 }
 
-/// Settings of decode steps that attend to only a part of a long context.
+/// The settings for decode steps that attend to only part of a long context.
 ///
 /// The answer is approximate; `cargo bench -p kvlab --bench sparse_decode` measures its error. Prompts still
 /// attend to everything.
@@ -279,7 +285,7 @@ pub struct SparseDecode {
     /// The number of blocks that a token attends to in each layer, at least 4. Shorter sequences are attended
     /// to as a whole.
     pub pages: usize,
-    /// The number of layers at the start that attend to everything, because attention is spread out there.
+    /// The number of initial layers that attend to everything, because their attention is spread out.
     pub dense_layers: usize,
 }
 
@@ -288,7 +294,7 @@ impl SparseDecode {
     /// the one before it.
     pub(crate) const LAST: usize = 2;
 
-    /// Attends to `pages` blocks in all layers but the first two.
+    /// Returns settings that attend to `pages` blocks in all layers but the first two.
     pub fn new(pages: usize) -> Self {
         Self { pages, dense_layers: 2 }
     }
@@ -311,7 +317,7 @@ impl SparseDecode {
     }
 }
 
-/// Why an answer ended.
+/// The reason why the answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
@@ -341,7 +347,8 @@ pub struct Generation {
     pub drafted_tokens: usize,
     /// The number of correct guesses.
     pub accepted_tokens: usize,
-    /// The counted floating-point operations of the prefill; see [`Forward::flops`](kvmodel::Forward::flops).
+    /// The number of floating-point operations in the prefill; see
+    /// [`Forward::flops`](kvmodel::Forward::flops).
     pub prefill_flops: u64,
     /// The time to first token (TTFT), from the start of the request.
     pub ttft: Duration,
@@ -358,13 +365,13 @@ pub struct Generation {
     pub logits: Vec<Vec<f32>>,
 }
 
-/// The log-probability of an answer token, and of the likeliest tokens at its position. They come from the
-/// model's own distribution, before temperature, penalties and filters.
+/// The log-probability of an answer token, and of the likeliest tokens at its position. They are taken from
+/// the model's own distribution, before temperature, penalties and filters.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct TokenLogprobs {
     /// The token.
     pub token: u32,
-    /// The natural logarithm of its probability.
+    /// The natural logarithm of the token's probability.
     pub logprob: f32,
     /// The likeliest tokens with their log-probabilities, likeliest first.
     pub top: Vec<(u32, f32)>,

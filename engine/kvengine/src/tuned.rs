@@ -1,4 +1,4 @@
-//! Tuned reuse: reuse settings that were chosen for a model by measurement, and their file.
+//! Tuned reuse: reuse settings that were chosen for a model by measurement, and the file that contains them.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -30,7 +30,7 @@ pub struct TunedReuse {
     /// The model's [`identity`](Model::identity), in hexadecimal digits.
     model: String,
     reuse: Reuse,
-    /// The measurements, only for people to read.
+    /// The measurements, which are for information only.
     measured: TunedBy,
 }
 
@@ -38,7 +38,7 @@ pub struct TunedReuse {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TunedBy {
-    /// The number of questions that both were asked.
+    /// The number of questions that were asked, both with reuse and with full attention.
     pub questions: usize,
     /// The number of questions that only full attention answers correctly.
     pub lost: usize,
@@ -46,13 +46,13 @@ pub struct TunedBy {
     pub gained: usize,
     /// The maximum allowed loss, in percentage points.
     pub within: f64,
-    /// True if the answers show with 95 % confidence that the loss is within the limit, false if they refute
-    /// it, `None` if they do neither.
+    /// True if the answers show with 95 % confidence that the loss is within the limit, false if they show
+    /// that it is not, and `None` if they show neither.
     pub fits: Option<bool>,
     /// The Kullback–Leibler divergence from full attention along the answers of full attention, in nats per
     /// token.
     pub divergence: f64,
-    /// The operation count of a prefill, relative to full attention's.
+    /// The operation count of a prefill, relative to full attention.
     pub operations: f64,
 }
 
@@ -62,7 +62,7 @@ impl TunedReuse {
         Self { version: VERSION, model: hex(model.identity()), reuse, measured }
     }
 
-    /// Reads a file.
+    /// Reads tuned reuse settings from a file.
     ///
     /// # Errors
     /// Returns [`Error::Io`] if the file cannot be read, and [`Error::Tuned`] with line and field if it is
@@ -82,7 +82,7 @@ impl TunedReuse {
         Ok(tuned)
     }
 
-    /// Writes a file.
+    /// Writes these settings to a file.
     ///
     /// # Errors
     /// Returns [`Error::Write`] if the file cannot be written.
@@ -122,7 +122,7 @@ fn hex(bytes: &[u8; 32]) -> String {
     blake3::Hash::from_bytes(*bytes).to_hex().to_string()
 }
 
-/// Returns the first digits, which are enough to tell models apart in a message.
+/// Returns the first digits, which are enough to distinguish models in a message.
 fn short(digits: &str) -> String {
     digits.chars().take(12).collect()
 }

@@ -1,9 +1,10 @@
-//! Recomputation by deviation: all tokens are computed up to a checkpoint, and the chosen ones continue.
+//! Recomputation by deviation: all tokens are computed up to a checkpoint, and only the chosen tokens
+//! continue.
 //!
 //! Up to the checkpoint, all chunk tokens and the question are computed under full attention into scratch
 //! blocks, piece by piece. At the checkpoint, the fresh keys and values of each token are compared with the
-//! stored ones, and the strategy chooses tokens. The chosen tokens' rows are moved to copy-on-write blocks,
-//! where all other tokens keep their stored KV. (CacheBlend, Yao et al., 2024.)
+//! stored keys and values, and the strategy chooses tokens. The chosen tokens' rows are moved to
+//! copy-on-write blocks, where all other tokens keep their stored KV. (CacheBlend, Yao et al., 2024.)
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -37,7 +38,7 @@ pub(super) struct Blend {
     found: Findings,
     /// The pieces that were computed up to the checkpoint, in order, each with its number of rows.
     kept: VecDeque<(KeptRows, usize)>,
-    /// The total number of rows of these pieces.
+    /// The total number of rows that were computed up to the checkpoint.
     done: usize,
     keys: Distances,
     values: Distances,
@@ -48,29 +49,29 @@ pub(super) struct Blend {
 /// The rows that continue after the checkpoint.
 #[derive(Debug)]
 struct ChosenRows {
-    /// Row indices, counted through all pieces, in ascending order.
+    /// The indices of the rows left to compute, counted across all pieces, in ascending order.
     rows: VecDeque<u32>,
-    /// Their inputs.
+    /// The inputs of the chosen rows.
     batch: Vec<SequenceInput>,
-    /// How many rows of the inputs have continued.
+    /// The number of chosen rows that were computed after the checkpoint.
     done: usize,
-    /// The number of rows in the pieces before the first kept one.
+    /// The number of rows in the pieces before the first kept piece.
     passed: u32,
-    /// The number of chunk tokens among the rows.
+    /// The number of chunk tokens among the chosen rows.
     tokens: usize,
 }
 
-/// The outcome of a piece of a blend.
+/// The result of computing one piece of a blend.
 #[derive(Debug)]
 pub(super) struct Blended {
     /// The number of rows in the pass.
     pub(super) rows: usize,
     pub(super) flops: u64,
-    /// Once all rows are computed: the number of recomputed chunk tokens, and the logits after the question.
+    /// The number of recomputed chunk tokens and the logits after the question, once all rows are computed.
     pub(super) end: Option<(usize, Vec<f32>)>,
 }
 
-/// Distances of fresh rows from stored ones.
+/// The distances between fresh rows and stored rows.
 #[derive(Debug, Default)]
 struct Distances {
     /// The squared distance of each row.
@@ -89,7 +90,7 @@ pub(super) struct BlendSource<'a> {
 }
 
 impl Blend {
-    /// Allocates scratch blocks for all tokens. `question` already has its final slots.
+    /// Allocates scratch blocks for all tokens. `question` must already have its final slots.
     pub(super) fn new(
         source: &BlendSource<'_>,
         assembled: &AssembledPrompt,
@@ -110,7 +111,8 @@ impl Blend {
         })
     }
 
-    /// Returns the number of rows left to compute, or as much of it as is known.
+    /// Returns the number of rows left to compute. Until the tokens are chosen, only rows up to the
+    /// checkpoint count.
     pub(super) fn left(&self) -> usize {
         match &self.chosen {
             None => (self.chunk_rows() + self.question.tokens.len() - self.done).max(1),
@@ -122,7 +124,7 @@ impl Blend {
         self.scratch.inputs().iter().map(|input| input.tokens.len()).sum()
     }
 
-    /// Computes the next piece, of at most `most` rows. An error leaves everything unchanged.
+    /// Computes the next piece, of at most `most` rows. An error leaves the blend unchanged.
     pub(super) fn advance(
         &mut self,
         source: &BlendSource<'_>,
@@ -140,7 +142,7 @@ impl Blend {
         self.after_checkpoint(source, most, observer)
     }
 
-    /// Computes some rows up to the checkpoint, and compares rows of chunks with the stored ones.
+    /// Computes some rows up to the checkpoint, and compares the chunk rows among them with the stored rows.
     fn up_to_checkpoint(
         &mut self,
         source: &BlendSource<'_>,
@@ -205,7 +207,7 @@ impl Blend {
         Ok(Blended { rows: count, flops, end })
     }
 
-    /// Returns how far the chunks' stored rows are from the fresh ones, for keys and for values.
+    /// Returns the distances between the chunks' stored rows and the fresh rows, for keys and for values.
     fn distances(
         &self,
         runner: &Runner,
@@ -214,7 +216,8 @@ impl Blend {
     ) -> Result<(Distances, Distances)> {
         let stored = SlotMapping::concat(self.scratch.stored());
         let slots = stored.get(rows.start.min(stored.len())..rows.end.min(stored.len())).unwrap_or_default();
-        // The question, or chunks that already match full attention.
+        // There is nothing to compare: the rows belong to the question, or all chunks already match full
+        // attention.
         if slots.is_empty() {
             return Ok(Default::default());
         }
@@ -272,7 +275,8 @@ impl Blend {
 }
 
 impl Distances {
-    /// Returns the squared distance between each of the first `rows` fresh rows and the stored one.
+    /// Returns the squared distance between each of the first `rows` fresh rows and the corresponding stored
+    /// row.
     fn between(fresh: &[f32], stored: &[f32], rows: usize) -> Self {
         let Some(width) = stored.len().checked_div(rows).filter(|&width| width > 0) else {
             return Self::default();
@@ -300,7 +304,7 @@ impl Distances {
     }
 }
 
-/// Returns inputs with only some of the rows. Row indices count through all inputs.
+/// Returns the parts of the inputs that cover `rows`. Row indices count across all inputs.
 fn pieces<'a>(
     inputs: impl Iterator<Item = &'a SequenceInput>,
     rows: Range<usize>,

@@ -13,18 +13,18 @@ pub(crate) struct Context {
 }
 
 impl Context {
-    /// Returns the segments of a prompt's documents, with the weights that a request sets.
+    /// Creates a context from the segments of a prompt's documents, scaled as the request specifies.
     pub(super) fn scaled(scaling: ContextScaling, segments: &Arc<[Segment]>) -> Self {
         Self { segments: scaling.apply(segments), groups: scaling.groups() }
     }
 
-    /// Returns the context's segments, followed by the request's own.
+    /// Returns the context's segments, followed by the request's own sequence.
     fn followed_by(&self, sequence: Segment) -> Arc<[Segment]> {
         self.segments.iter().cloned().chain([sequence]).collect()
     }
 
-    /// Returns the tokens of a sequence after its first `before` as an input that sees the context and its
-    /// own sequence. The sequence begins at `start` and is stored in the segment `sequence`.
+    /// Returns an input for `tokens`, which follow the first `before` tokens of a sequence. They see the
+    /// context and their own sequence, which begins at `start` and is stored in the segment `sequence`.
     pub(crate) fn input(
         &self,
         start: SequenceStart,
@@ -39,7 +39,7 @@ impl Context {
         SequenceInput { groups: Arc::clone(&self.groups), ..input }
     }
 
-    /// Returns the question with this context in place of its own, and with the same sequence.
+    /// Returns `question` with its context replaced by this context. Its own sequence stays the same.
     pub(super) fn of_question(&self, question: &SequenceInput) -> SequenceInput {
         let segments = match question.segments.last() {
             Some(sequence) => self.followed_by(sequence.clone()),

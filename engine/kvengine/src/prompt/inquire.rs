@@ -1,7 +1,7 @@
 //! The question chooses the tokens to recompute: it is computed once over the stored keys, and its attention
 //! to each token is summed.
 //!
-//! The model computes the sums, in the passes of all requests. (`ProphetKV`, 2026.)
+//! The model computes the sums in the passes that it runs for all requests. (`ProphetKV`, 2026.)
 
 use kvchunk::Findings;
 use kvcore::{SequenceInput, WriteSlots};
@@ -14,7 +14,8 @@ use crate::request::Request;
 use crate::runner::Runner;
 
 impl LivePrompt {
-    /// Starts to gather the evidence that the request's strategy needs, or lets it choose at once.
+    /// Starts to measure the question's attention if the request's strategy needs it. Otherwise continues
+    /// with [`choose_by`](Self::choose_by).
     pub(super) fn choose(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         let Some(check) = request.recompute.evidence().attention else {
             return self.choose_by(runner, request, Findings::default());
@@ -29,7 +30,7 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Lets the strategy choose once the question's attention is known.
+    /// Lets the strategy choose tokens by the question's attention, which must have been computed.
     pub(super) fn choose_asked(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         let PromptParts::Stored { assembled, stage: Stage::Asking { mass, .. } } = &self.parts else {
             return Err(Error::EmptyPrompt);
@@ -43,7 +44,8 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Returns the whole question as an input in its own sequence, which sees the documents as stored.
+    /// Returns the whole question as an input in a new sequence. The question sees the documents as they are
+    /// stored.
     pub(super) fn question(&mut self, runner: &mut Runner, request: &Request) -> Result<SequenceInput> {
         self.free_question(runner)?;
         let Some(prompt) = request.chunked() else { return Err(Error::EmptyPrompt) };
@@ -60,7 +62,7 @@ impl LivePrompt {
         Ok(input)
     }
 
-    /// Frees the question's sequence. The question is computed again with the final context.
+    /// Frees the question's sequence, if there is one. The question is computed again with the final context.
     pub(super) fn free_question(&mut self, runner: &mut Runner) -> Result<()> {
         self.question.take().map_or(Ok(()), |sequence| runner.caches.free(sequence))
     }

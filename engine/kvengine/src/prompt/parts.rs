@@ -26,7 +26,7 @@ pub(crate) struct LivePrompt {
     /// The rotary embeddings for the request's regime.
     ropes: LayerRopes,
     keys: TenantKeys,
-    /// The positions of the parts, for a chunked prompt.
+    /// The positions of a chunked prompt's parts, or `None` for an ordinary prompt.
     plan: Option<PositionPlan>,
     pub(super) parts: PromptParts,
     /// The segments that the question sees.
@@ -52,7 +52,7 @@ pub(crate) struct PromptCosts {
 /// The state of a request's system prompt and documents.
 #[derive(Debug)]
 pub(super) enum PromptParts {
-    /// Not looked up so far: the request is waiting, or its prompt is an ordinary one.
+    /// Not looked up so far: the request is waiting, or has an ordinary prompt.
     None,
     /// Looked up. Missing parts are being computed, by this request or by others.
     Missing { assembly: Box<Assembly>, reindexer: PositionReindexer, rows: PendingRows, since: u64 },
@@ -65,9 +65,9 @@ pub(super) enum PromptParts {
 pub(super) enum Stage {
     /// The tokens to recompute have not been chosen yet.
     Open,
-    /// The question is computed once, to see how much it attends to each token before it.
+    /// The question is computed once, to measure how much it attends to each token before it.
     Asking { question: PendingRows, mass: AttentionMass },
-    /// All tokens are computed up to a checkpoint, and the chosen ones continue.
+    /// All tokens are computed up to a checkpoint, and only the chosen tokens continue.
     Blending(Box<Blend>),
     /// The chosen tokens are being recomputed.
     Recomputing(PendingRows),
@@ -78,9 +78,9 @@ pub(super) enum Stage {
 /// Inputs that passes compute piece by piece.
 #[derive(Debug, Default)]
 pub(super) struct PendingRows {
-    /// The inputs that passes have not taken completely.
+    /// The inputs with rows that no pass has taken yet.
     inputs: VecDeque<SequenceInput>,
-    /// How many rows of the first input passes have taken.
+    /// The number of rows of the first input that passes have already taken.
     taken: usize,
     /// The total number of rows in all inputs.
     total: usize,
@@ -169,12 +169,12 @@ impl LivePrompt {
         &self.costs
     }
 
-    /// Returns the costs of the prefill so far, to add to them.
+    /// Returns a mutable reference to the costs of the prefill so far.
     pub(crate) fn costs_mut(&mut self) -> &mut PromptCosts {
         &mut self.costs
     }
 
-    /// Returns true if the parts have been looked up but are not stored.
+    /// Returns true if the parts have been looked up but are not stored yet.
     pub(crate) fn is_missing(&self) -> bool {
         matches!(self.parts, PromptParts::Missing { .. })
     }
@@ -192,7 +192,7 @@ impl LivePrompt {
         }
     }
 
-    /// Returns the attention mass being summed, if the question is being asked.
+    /// Returns the sums of the question's attention, if they are being computed.
     pub(crate) fn mass_mut(&mut self) -> Option<&mut AttentionMass> {
         match &mut self.parts {
             PromptParts::Stored { stage: Stage::Asking { mass, .. }, .. } => Some(mass),
@@ -207,7 +207,7 @@ impl LivePrompt {
             self.costs.flops += flops;
         }
         (self.parts, self.context) = (PromptParts::None, Context::default());
-        // The sequence exists, because nothing else frees it.
+        // This cannot fail, because nothing else frees the sequence.
         drop(self.free_question(runner));
     }
 
@@ -227,7 +227,7 @@ impl LivePrompt {
         self.rows_mut().map_or(Ok(None), |rows| rows.take(most))
     }
 
-    /// Records rows that a pass has computed.
+    /// Records that a pass has computed `rows` rows.
     pub(crate) fn add_done(&mut self, rows: usize) {
         if let Some(pending) = self.rows_mut() {
             pending.done += rows;
@@ -247,8 +247,8 @@ impl LivePrompt {
         }
     }
 
-    /// Looks up the prompt's parts, and allocates blocks for the missing ones. An ordinary prompt has no
-    /// parts.
+    /// Looks up the prompt's parts, and allocates blocks for the missing parts. Does nothing for an ordinary
+    /// prompt.
     pub(crate) fn look_up(&mut self, runner: &Runner, request: &Request) -> Result<()> {
         let (Some(prompt), Some(plan)) = (request.chunked(), &self.plan) else { return Ok(()) };
         let reindexer = PositionReindexer::for_layers(&self.ropes);
@@ -261,9 +261,9 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Does everything that needs no pass: looks up parts, stores the computed ones, checks again for parts
-    /// that other requests compute, and chooses the tokens to recompute. The call may be repeated after an
-    /// error, which only costs time.
+    /// Does all work that needs no forward pass: looks up parts, stores the computed ones, checks again for
+    /// parts that other requests compute, and chooses the tokens to recompute. After an error, the call may
+    /// be repeated, which only costs time.
     pub(crate) fn advance(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         while self.left() == 0 {
             match &mut self.parts {
@@ -300,7 +300,7 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Stores the computed parts for other requests to find.
+    /// Stores the computed parts, so that other requests can find them.
     fn store(&mut self) -> Result<()> {
         let PromptParts::Missing { assembly, .. } = std::mem::replace(&mut self.parts, PromptParts::None)
         else {
@@ -312,7 +312,8 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Begins a blend, or lets the strategy choose the tokens to recompute.
+    /// Begins a blend if the strategy needs deviations. Otherwise lets the strategy choose the tokens to
+    /// recompute.
     pub(super) fn choose_by(
         &mut self,
         runner: &mut Runner,
@@ -355,8 +356,8 @@ impl LivePrompt {
         Ok((source, assembled, stage))
     }
 
-    /// Computes up to `most` rows of a blend. Returns their number and, at the end of the blend, the logits
-    /// after the question.
+    /// Computes up to `most` rows of a blend. Returns the number of computed rows and, at the end of the
+    /// blend, the logits after the question.
     pub(crate) fn blend(
         &mut self,
         runner: &Runner,
@@ -379,8 +380,8 @@ impl LivePrompt {
         Ok((blended.rows, logits))
     }
 
-    /// Lets the question see the documents if the pass's `fed` rows complete them. Returns false if there is
-    /// still something to compute, choose or wait for.
+    /// Makes the documents visible to the question if the current pass completes them with its `fed` rows.
+    /// Returns false if there is still something to compute, choose or wait for.
     pub(crate) fn opens_to_question(&mut self, request: &Request, fed: usize) -> bool {
         let left = self.left();
         let segments = match &self.parts {
@@ -401,13 +402,14 @@ impl LivePrompt {
         true
     }
 
-    /// Hands over the question's sequence, if a blend has computed it.
+    /// Removes the question's sequence from the prompt and returns it, if a blend has computed it.
     pub(crate) fn take_question(&mut self) -> Option<SequenceId> {
         self.question.take()
     }
 }
 
-/// Returns how many milliseconds a request may wait for parts that another request computes.
+/// Returns the maximum time, in milliseconds, that a request waits for parts that another request is
+/// computing.
 fn longest_wait(runner: &Runner) -> u64 {
     runner.caches.chunks().map_or(0, |chunks| chunks.config().max_wait_ms)
 }

@@ -1,4 +1,4 @@
-//! Cuts text into the parts of a prompt. Each part is tokenised on its own.
+//! Splits text into the parts of a prompt. Each part is tokenised separately.
 
 use kvchunk::{ChunkedPrompt, SplitPrompt};
 use kvmodel::{Message, Role, TextCodec};
@@ -7,12 +7,12 @@ use crate::error::Result;
 use crate::request::PromptTokens;
 
 impl PromptTokens {
-    /// Cuts a string at every `separator`, and encodes each part on its own. Special tokens are added only
-    /// before the system prompt. A string with fewer than two separators is an ordinary prompt.
+    /// Splits `text` at every `separator`, and encodes each part separately. Special tokens are added only
+    /// before the system prompt. A string with fewer than two separators becomes an ordinary prompt.
     ///
     /// # Errors
     /// Returns [`kvchunk::Error::EmptySeparator`] or [`kvchunk::Error::EmptyPart`] if the string cannot be
-    /// cut, and the errors of [`TextCodec::encode`].
+    /// split, and the errors of [`TextCodec::encode`].
     pub fn split(codec: &TextCodec, text: &str, separator: &str, special: bool) -> Result<Self> {
         match SplitPrompt::new(text, separator)? {
             SplitPrompt::Plain(text) => Ok(Self::Plain(codec.encode(text, special)?)),
@@ -22,8 +22,8 @@ impl PromptTokens {
         }
     }
 
-    /// Encodes the parts of a chunked prompt, each on its own. Special tokens are added only before the
-    /// system prompt.
+    /// Encodes each part of a chunked prompt separately. Special tokens are added only before the system
+    /// prompt.
     ///
     /// # Errors
     /// Returns [`kvchunk::Error::EmptyPart`] if a part has no tokens, and the errors of
@@ -42,10 +42,10 @@ impl PromptTokens {
     }
 
     // Decision: docs/decisions/models.md#a-chat-is-split-before-its-template-is-applied
-    /// Encodes `text` as the single message of a conversation, in the model's chat template. Otherwise like
-    /// [`split`](Self::split).
+    /// Encodes `text` as the single message of a conversation, in the model's chat template, and splits it
+    /// like [`split`](Self::split).
     ///
-    /// The text is cut before the template is applied, so separators in the template's own text have no
+    /// The text is split before the template is applied, so separators in the template's own text have no
     /// effect. Template text before the message belongs to the system prompt, and template text after it to
     /// the question. The template writes its own special tokens, so none are added.
     ///
@@ -75,7 +75,7 @@ impl PromptTokens {
 
     /// Encodes a conversation in the model's chat template, up to where the answer begins. Documents are
     /// placed before the text of the last message, which is the question. Everything before the documents is
-    /// the system prompt. If there are no documents, the prompt is an ordinary one.
+    /// the system prompt. If there are no documents, the result is an ordinary prompt.
     ///
     /// # Errors
     /// Returns [`kvmodel::Error::Messages`] if the last message is not the user's. Returns
@@ -104,7 +104,8 @@ mod tests {
     use super::*;
     use crate::error::Error;
 
-    /// Whole words as tokens. A begin token is added before and an end token after, as in `BERT`.
+    /// A tokenizer with whole words as tokens. It adds a begin token before the text and an end token after
+    /// it, as in `BERT`.
     const WORDS: &str = include_str!("../../../kvmodel/tests/words.json");
 
     fn codec(config: Option<&str>) -> TextCodec {
@@ -126,7 +127,7 @@ mod tests {
         );
     }
 
-    /// A vocabulary in which the separator is inside tokens, as byte-pair merges produce.
+    /// A vocabulary in which the separator is inside tokens, as byte-pair merges can produce.
     #[test]
     fn rule_1_a_separator_within_a_token_delimits() {
         let words = r###""a":3,"b":4,"c":5,"a##b":6,"##b":7,"##":8,"b##":9"###;

@@ -1,4 +1,4 @@
-//! An engine's caches: sequences in groups of layers or in a static cache, and chunks next to a paged cache.
+//! The caches of an engine: a cache for sequences and, if it is paged, a chunk cache in the same memory.
 
 use std::sync::Arc;
 
@@ -21,9 +21,9 @@ use crate::error::{Error, Result};
 pub(crate) struct Caches {
     kind: CacheKind,
     pub(super) sequences: Sequences,
-    /// The chunk cache; only with a paged cache.
+    /// The chunk cache. It exists only with a paged cache.
     chunks: Option<ChunkCacheManager>,
-    /// Where single chunks sleep.
+    /// The store in which single chunks sleep.
     chunk_sleep: Option<Arc<ArenaSleep>>,
     /// Sleep mode for whole pools, if they can sleep.
     mode: Option<Box<SleepMode>>,
@@ -37,12 +37,12 @@ pub(super) enum Sequences {
     Static(StaticKvCache),
 }
 
-/// Sizes and counts of one group of layers in a grouped cache.
+/// The size and the block counts of one group of layers in a grouped cache.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct GroupReport {
-    /// Which tokens the layers attend to.
+    /// The kind of tokens that the layers attend to.
     pub kind: GroupKind,
-    /// The number of layers.
+    /// The number of layers in the group.
     pub layers: usize,
     /// The size of the arena in bytes.
     pub kv_bytes: usize,
@@ -55,28 +55,28 @@ pub struct GroupReport {
 pub struct CacheReport {
     /// The kind of cache.
     pub cache: CacheKind,
-    /// The size of the arena in bytes: keys and values of sequences and chunks, including the scales of
-    /// quantised ones.
+    /// The total size of the arenas in bytes: the keys and values of sequences and chunks, including their
+    /// scales if they are quantised.
     pub kv_bytes: usize,
-    /// The blocks of sequences and system prompts, over all groups; `None` for a static cache, which has no
-    /// pool.
+    /// The number of blocks for sequences and system prompts in each state, summed over all groups. `None`
+    /// for a static cache, which has no pool.
     pub main: Option<PoolCounts>,
-    /// The groups of layers of a grouped cache.
+    /// The reports on the layer groups of a grouped cache.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub groups: Vec<GroupReport>,
-    /// The blocks of chunks.
+    /// The number of blocks for chunks in each state.
     pub chunks: Option<PoolCounts>,
     /// The metrics of the chunk cache.
     pub chunk_cache: Option<ChunkCacheMetrics>,
     /// The number of sleeping chunks and their sizes, if chunks can sleep.
     pub chunk_sleep: Option<SleepUsage>,
-    /// The host memory blocks for preempted requests; `None` until some are needed.
+    /// The number of host memory blocks for preempted requests in each state. `None` until some are needed.
     pub swapped: Option<PoolCounts>,
 }
 
 impl Caches {
-    /// Creates the caches. `stream` is the compute stream. Chunks that fall asleep or wake up are copied in
-    /// its order.
+    /// Creates the caches. `stream` is the compute stream. The copies of chunks that fall asleep or wake up
+    /// are enqueued on it.
     pub(super) fn new(
         model: &Model,
         backend: &Arc<dyn Backend>,
@@ -160,7 +160,8 @@ impl Caches {
         })
     }
 
-    /// Returns the same pools for another model of the same shape. Keys distinguish the models' blocks.
+    /// Returns caches over the same pools for another model of the same shape. Keys distinguish the models'
+    /// blocks.
     pub(super) fn shared(&self, model: &Model) -> Result<Self> {
         let main = self.main("take a paged cache to share it")?;
         if self.mode.is_some() {
@@ -199,7 +200,7 @@ impl Caches {
     /// Returns the paged cache that documents and their system prompt share with sequences.
     ///
     /// # Errors
-    /// Returns [`Error::NoChunks`] if the engine keeps no chunks.
+    /// Returns [`Error::NoChunks`] if the engine does not keep chunks.
     pub(crate) fn paged_cache(&self) -> Result<&PagedKvCache> {
         self.main("ask for full attention, or take a paged cache")
     }
@@ -214,7 +215,7 @@ impl Caches {
         self.chunks.as_ref()
     }
 
-    /// Returns the maximum number of tokens per sequence that the cache could hold.
+    /// Returns the maximum number of tokens per sequence, or `usize::MAX` if the cache sets no limit.
     pub(crate) fn longest(&self) -> usize {
         match &self.sequences {
             Sequences::Grouped(_) => usize::MAX,
@@ -262,7 +263,7 @@ impl Caches {
         mode.wake(tag, chunks, stream)
     }
 
-    /// Returns true if a pool is asleep.
+    /// Returns true if the pool is asleep.
     pub(crate) fn is_sleeping(&self, tag: PoolTag) -> bool {
         match tag {
             PoolTag::KvCache => self.mode.as_ref().is_some_and(|mode| mode.main_sleeps()),
@@ -270,7 +271,7 @@ impl Caches {
         }
     }
 
-    /// Checks that the pool of sequences is awake, which every request needs.
+    /// Checks that the pool of sequences is awake, because every request needs it.
     pub(crate) fn check_awake(&self) -> Result<()> {
         if self.is_sleeping(PoolTag::KvCache) { Err(Error::Asleep(PoolTag::KvCache)) } else { Ok(()) }
     }
@@ -285,7 +286,7 @@ fn one_group(model: &Model, cache: PagedKvCache) -> Result<Sequences> {
     Ok(Sequences::Grouped(GroupedKvCache::new(vec![(kind, cache)])?))
 }
 
-/// Creates a static cache with one entry of the maximum length.
+/// Creates a static cache for one sequence of the maximum length.
 fn fixed(model: &Model, backend: &dyn Backend, config: &EngineConfig) -> Result<StaticKvCache> {
     let order = BlockOrder::TokenMajor;
     let fixed = StaticCacheConfig { max_batch: 1, max_len: config.max_len, order };

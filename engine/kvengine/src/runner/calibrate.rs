@@ -13,8 +13,8 @@ use crate::error::Result;
 /// The number of sample tokens, unless the model has fewer positions.
 const TOKENS: usize = 256;
 
-/// How far keys and values may exceed the sample's before they saturate, as a factor. A larger factor loses
-/// precision only at the smallest magnitudes.
+/// The factor by which keys and values may exceed the sample's largest magnitudes before they saturate. A
+/// larger factor loses precision only at the smallest magnitudes.
 const HEADROOM: f32 = 2.0;
 
 /// The step between sample tokens in the vocabulary: a large prime, to spread them out.
@@ -28,7 +28,7 @@ pub(super) struct StaticScales {
 }
 
 impl StaticScales {
-    /// Sets the scales of arenas: one arena for all layers, or one per group.
+    /// Sets the scales of `arenas`, which must be one arena for all layers or one arena per group.
     pub(super) fn set(&self, model: &Model, arenas: &[KvArena], stream: &dyn Stream) -> Result<()> {
         if let [arena] = arenas {
             return Ok(arena.set_scales(stream, &self.k, &self.v)?);
@@ -46,7 +46,7 @@ impl StaticScales {
 }
 
 // Decision: docs/decisions/models.md#an-fp8-cache-is-calibrated-with-sample-tokens
-/// Runs one pass over sample tokens and returns the scales of an fp8 cache, or `None` for another format. The
+/// Runs one pass over sample tokens and returns the scales of an fp8 cache, or `None` for other formats. The
 /// memory of the pass is freed before the call returns.
 pub(super) fn calibrate(
     model: &Model,
@@ -84,7 +84,7 @@ pub(super) fn calibrate(
     Ok(Some(found))
 }
 
-/// Returns the largest magnitude of each head of rows `[rows, heads, dim]`.
+/// Returns the largest magnitude of each head in `view`, which has the shape `[rows, heads, dim]`.
 fn largest(stream: &dyn Stream, view: &TensorView) -> Result<Vec<f32>> {
     let (heads, dim) = (view.shape()[1], view.shape()[2]);
     let mut largest = vec![0.0f32; heads];

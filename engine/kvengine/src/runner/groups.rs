@@ -1,4 +1,4 @@
-//! The memory of a grouped cache, divided between its groups of layers.
+//! Divides the memory of a grouped cache between its groups of layers.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use kvmodel::{LayerGroup, Model};
 use crate::config::{DEFAULT_KV_MEMORY, EngineConfig};
 use crate::error::Result;
 
-/// A group of layers, and the memory that its blocks take.
+/// A group of layers, and the size of its blocks.
 #[derive(Debug)]
 struct GroupShare {
     kind: GroupKind,
@@ -39,7 +39,7 @@ impl GroupShare {
     }
 }
 
-/// Creates the cache for a model's groups within the budget, with pools that use the given settings.
+/// Creates a grouped cache for the layer groups of a model, within the memory budget of `config`.
 pub(super) fn grouped(
     model: &Model,
     backend: &dyn Backend,
@@ -70,7 +70,8 @@ pub(super) fn grouped(
 
 // Decision: docs/decisions/paging.md#memory-is-divided-between-groups-for-requests-of-a-typical-length
 /// Returns the number of blocks for each group: one block, plus the blocks for as many sequences of `len`
-/// tokens as fit into the rest. The remainder from rounding goes to the first group without a window.
+/// tokens as fit in the rest of the budget. Memory left over by rounding goes to the first group without a
+/// window.
 fn divide(budget: usize, shares: &[GroupShare], len: usize, step: usize) -> Result<Vec<usize>> {
     let block_bytes: usize = shares.iter().map(|share| share.block_bytes).sum();
     let Some(left) = budget.checked_sub(block_bytes) else {

@@ -33,7 +33,7 @@ pub(crate) struct Setup {
     pub(crate) keys: KeyForm,
     /// The clock for time limits.
     pub(crate) clock: Arc<dyn Clock>,
-    /// The scales, for an fp8 cache.
+    /// The static scales of an fp8 cache.
     scales: Option<StaticScales>,
     tenant_salt: Vec<u8>,
     graphs: usize,
@@ -56,7 +56,7 @@ pub(crate) struct Runner {
 }
 
 impl Runner {
-    /// Allocates a model's caches. `tokenizer` identifies the tokenizer in keys.
+    /// Allocates a model's caches. `tokenizer` identifies the tokenizer and becomes part of every key.
     pub(crate) fn new(
         model: Model,
         backend: Arc<dyn Backend>,
@@ -65,7 +65,7 @@ impl Runner {
         clock: Arc<dyn Clock>,
     ) -> Result<Self> {
         let stream = backend.stream()?;
-        // This must come before the caches take their memory.
+        // Calibrate before the caches allocate their memory.
         let device = (backend.as_ref(), stream.as_ref());
         let scales = calibrate(&model, device, (config.kv_format, config.keys))?;
         let caches = Caches::new(&model, &backend, &stream, config, &clock)?;
@@ -111,7 +111,7 @@ impl Runner {
         }
     }
 
-    /// Returns the memory that holds the chunks, for engines that pull them.
+    /// Returns the memory that holds the chunks, so that other engines can pull them.
     pub(crate) fn replica_device(&self) -> ReplicaDevice {
         ReplicaDevice {
             backend: Arc::clone(&self.setup.backend),
@@ -126,8 +126,9 @@ impl Runner {
     }
 
     // Decision: docs/decisions/models.md#a-request-has-one-regime-of-rope
-    /// Returns the rotary embeddings for the longest position that a prompt and its answer may reach. The
-    /// prompt ends before position `end`. The last token of an answer is never fed back.
+    /// Returns the rotary embeddings for the highest position that a prompt and its answer may reach. The
+    /// prompt ends before position `end`. The last token of an answer does not count, because it is never fed
+    /// back.
     pub(crate) fn ropes(&self, end: usize, new_tokens: usize) -> Result<LayerRopes> {
         let longest = end.saturating_add(new_tokens.saturating_sub(1));
         Ok(self.model.ropes(longest.min(self.model.config().max_positions))?)
@@ -166,7 +167,7 @@ impl Runner {
         Ok(self.setup.stream.copy_blocks(&CopyBlocks { arena, pairs: pairs.clone() })?)
     }
 
-    /// Runs a decode step in memory that is reused, as a graph if possible. Allocates no memory itself.
+    /// Runs a decode step in reused memory, as a graph if possible. Does not allocate memory itself.
     pub(crate) fn decode(
         &mut self,
         ropes: &LayerRopes,
@@ -177,7 +178,7 @@ impl Runner {
         Ok(self.model.decode(&device, ropes, batch, &mut self.decode_memory, logits)?)
     }
 
-    /// Runs a pass in memory that is reused.
+    /// Runs a pass in reused memory.
     pub(crate) fn forward(
         &mut self,
         ropes: &LayerRopes,
@@ -195,7 +196,8 @@ impl Runner {
 }
 
 impl Setup {
-    /// Combines the parts of a runner that a pass runs on. The other parts can still be changed.
+    /// Combines the parts of a runner that a pass needs. The runner's other parts can still be borrowed
+    /// mutably.
     fn device<'a>(&'a self, caches: &'a Caches, profiler: &'a Profiler) -> ComputeDevice<'a> {
         ComputeDevice {
             backend: self.backend.as_ref(),

@@ -1,4 +1,4 @@
-//! The sequences in the caches. Slots are lists with one entry per group of layers.
+//! The sequences in the caches. Lists of slots have one entry per group of layers.
 
 use std::sync::Arc;
 
@@ -29,8 +29,8 @@ impl Caches {
         }
     }
 
-    /// Returns the sequences' paged caches, each with the kind of tokens that its layers attend to. There are
-    /// none with a static cache.
+    /// Returns the sequences' paged caches, each with the kind of tokens that its layers attend to. A static
+    /// cache has none.
     pub(crate) fn groups(&self) -> impl Iterator<Item = (GroupKind, &PagedKvCache)> {
         let groups = match &self.sequences {
             Sequences::Grouped(cache) => cache.groups(),
@@ -58,7 +58,7 @@ impl Caches {
         }
     }
 
-    /// Returns the number of free and evictable blocks in the group with the fewest; `usize::MAX` for a
+    /// Returns the number of free and evictable blocks in the group that has the fewest; `usize::MAX` for a
     /// static cache.
     pub(crate) fn available(&self) -> usize {
         self.groups().map(|(_, cache)| cache.pool().counts().available()).min().unwrap_or(usize::MAX)
@@ -74,13 +74,15 @@ impl Caches {
         either!(self, cache => cache.create(start))
     }
 
-    /// Creates a sequence at the start of a prompt. Returns its ID and the number of cached tokens.
+    /// Creates a sequence that starts with the cached part of a prompt. Returns its ID and the number of
+    /// cached tokens.
     pub(crate) fn create_with_prefix(&mut self, prompt: &PromptKeys) -> Result<(SequenceId, usize)> {
         either!(self, cache => cache.create_with_prefix(prompt))
     }
 
-    /// Creates a sequence at the start of a prompt, with slots for a first piece of up to `piece` tokens;
-    /// otherwise changes nothing. Returns its ID, the number of cached tokens, and the slots.
+    /// Creates a sequence that starts with the cached part of a prompt and has slots for up to `piece` more
+    /// tokens. Changes nothing on failure. Returns the sequence's ID, the number of cached tokens, and the
+    /// slots.
     pub(crate) fn admit(
         &mut self,
         prompt: &PromptKeys,
@@ -97,7 +99,7 @@ impl Caches {
         }
     }
 
-    /// Reserves slots for more tokens of a sequence.
+    /// Reserves slots for `tokens` more tokens of a sequence.
     pub(crate) fn grow(&mut self, id: SequenceId, tokens: usize) -> Result<Vec<WriteSlots>> {
         match &mut self.sequences {
             Sequences::Grouped(cache) => Ok(cache.grow(id, tokens)?),
@@ -120,7 +122,8 @@ impl Caches {
         }
     }
 
-    /// Returns the slots of a sequence's last tokens with their own permit, or `None` for a static cache.
+    /// Returns the slots of a sequence's last `tokens` tokens with a separate permit, or `None` for a static
+    /// cache.
     pub(crate) fn last_slots(&self, id: SequenceId, tokens: usize) -> Option<Result<Vec<WriteSlots>>> {
         let in_group = |(_, cache): (_, &PagedKvCache)| {
             let len = cache.len(id)?;
@@ -130,7 +133,7 @@ impl Caches {
         Some(slots).filter(|slots| slots.as_ref().map_or(true, |slots| !slots.is_empty()))
     }
 
-    /// Sets an input's own segments in all groups but the first. A decode step reuses the lists.
+    /// Sets an input's own segments in all groups but the first. Decode steps reuse the memory of the lists.
     pub(crate) fn set_others(&self, id: SequenceId, input: &mut SequenceInput) -> Result<()> {
         let Sequences::Grouped(cache) = &self.sequences else { return Ok(()) };
         let others = &cache.groups()[1..];
@@ -164,7 +167,7 @@ impl Caches {
         either!(self, cache => cache.truncate(id, len))
     }
 
-    /// Ends a sequence.
+    /// Ends a sequence and frees its blocks.
     pub(crate) fn free(&mut self, id: SequenceId) -> Result<()> {
         either!(self, cache => cache.free(id))
     }
@@ -183,13 +186,13 @@ impl Caches {
         Ok(())
     }
 
-    /// Sets how long a sequence's shared blocks are kept once nothing holds them: their eviction priority, and
-    /// how long it lasts.
+    /// Sets the eviction priority of a sequence's shared blocks while nothing holds them, and the duration of
+    /// this priority.
     pub(crate) fn retain(&self, id: SequenceId, retention: Retention) -> Result<()> {
         Ok(self.groups().try_for_each(|(_, cache)| cache.retain(id, retention))?)
     }
 
-    /// Copies a sequence to other memory, which has one pool per group, and frees it here.
+    /// Copies a sequence to the pools in `to`, one per group, and frees its own blocks.
     pub(crate) fn swap_out(
         &mut self,
         id: SequenceId,

@@ -10,9 +10,9 @@ use crate::error::{Error, Result};
 /// The memory released and used by putting pools to sleep.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct Slept {
-    /// The bytes of device memory that were released.
+    /// The amount of device memory that was released, in bytes.
     pub released_bytes: usize,
-    /// The bytes of host memory that hold chunks while they sleep.
+    /// The amount of host memory that holds chunks while they sleep, in bytes.
     pub saved_bytes: usize,
 }
 

@@ -8,8 +8,8 @@ fn log_sum_exp(logits: &[f32]) -> f64 {
     f64::from(largest) + logits.iter().map(|x| f64::from(x - largest).exp()).sum::<f64>().ln()
 }
 
-/// Returns the `most` likeliest tokens with their log-probabilities, likeliest first. Equally likely ones are
-/// in token order.
+/// Returns the `most` likeliest tokens with their log-probabilities, likeliest first. Equally likely tokens
+/// are ordered by ID.
 pub(crate) fn likeliest(logits: &[f32], most: usize) -> Vec<(u32, f32)> {
     ranked(logits, most, log_sum_exp(logits))
 }
@@ -27,7 +27,7 @@ fn ranked(logits: &[f32], most: usize, log_sum: f64) -> Vec<(u32, f32)> {
     tokens.into_iter().map(|token| (token, logprob(token))).collect()
 }
 
-/// Returns the log-probability of `token`, with the `most` likeliest tokens.
+/// Returns the log-probabilities of `token` and of the `most` likeliest tokens.
 pub(crate) fn token_logprobs(logits: &[f32], token: u32, most: usize) -> TokenLogprobs {
     let log_sum = log_sum_exp(logits);
     let logit = logits.get(token as usize).copied().unwrap_or(f32::NEG_INFINITY);

@@ -15,11 +15,12 @@ use crate::request::Sampling;
 pub struct Sampler {
     sampling: Sampling,
     rng: StdRng,
-    /// True for each token seen so far; empty if there is no repetition penalty.
+    /// For each token, whether it has been seen so far; empty if there is no repetition penalty.
     seen: Vec<bool>,
-    /// How often each token occurs in the answer; empty if there are no penalties on answers.
+    /// The number of occurrences of each token in the answer; empty if there is no presence or frequency
+    /// penalty.
     counts: Vec<u32>,
-    /// Numbers to add to single tokens' logits.
+    /// The biases to add to the logits of individual tokens.
     bias: Arc<[(u32, f32)]>,
     /// The vocabulary's scores. The memory is reused for every token.
     scores: Vec<f32>,
@@ -42,14 +43,14 @@ impl Sampler {
         }
     }
 
-    /// Adds numbers to single tokens' logits. Negative infinity excludes a token. Tokens outside the
-    /// vocabulary are ignored.
+    /// Sets the biases to add to the logits of individual tokens. Negative infinity excludes a token. Tokens
+    /// outside the vocabulary are ignored.
     #[must_use]
     pub fn with_bias(self, bias: Arc<[(u32, f32)]>) -> Self {
         Self { bias, ..self }
     }
 
-    /// Records a token in the answer.
+    /// Records a token that was added to the answer.
     pub fn chose(&mut self, token: u32) {
         self.see([token]);
         if self.penalizes_answer() {
@@ -82,7 +83,8 @@ impl Sampler {
     /// Chooses a token. At temperature 0, this is the first of the likeliest tokens. Never chooses a token
     /// whose logit is NaN.
     ///
-    /// The caller records the choice with [`chose`](Self::chose), because it may force another token.
+    /// The choice is not recorded, because the caller may force another token. Record the token that was
+    /// added with [`chose`](Self::chose).
     pub fn sample(&mut self, logits: &[f32]) -> u32 {
         let greedy = self.sampling.temperature <= 0.0;
         let plain =
@@ -195,7 +197,8 @@ impl Sampler {
     }
 }
 
-/// Returns the index of the largest number, or the first of several; 0 if all are NaN.
+/// Returns the index of the largest logit, or the lowest such index in case of a tie; 0 if all logits are
+/// NaN.
 fn argmax(logits: &[f32]) -> u32 {
     // The compiler vectorises independent lanes. A comparison with NaN is false.
     const LANES: usize = 32;

@@ -1,4 +1,4 @@
-//! Admission: starts or restores waiting requests, and gives them the slots for their first piece.
+//! Admission: starts or restores waiting requests, and allocates the slots for their first piece.
 
 use std::sync::Arc;
 
@@ -57,8 +57,9 @@ impl Scheduler {
 }
 
 impl LiveRequest {
-    /// Returns true if every pool has room above the watermark for the request's first piece. For a prompt
-    /// that may be cached, only [its admission](kvcore::PagedKvCache::admit) can tell.
+    /// Returns true if every pool has room above the watermark for the request's first piece. Returns true
+    /// for a prompt that may be cached, because only [its admission](kvcore::PagedKvCache::admit) can check
+    /// the room.
     fn has_room(&self, runner: &Runner, most: usize, watermark: usize) -> bool {
         let cache = runner.caches.first();
         if let Some(fixed) = cache.as_static() {
@@ -79,9 +80,9 @@ impl LiveRequest {
         !self.prompt.is_chunked() && self.request.reuse && self.request.forced.is_none()
     }
 
-    /// Starts the request: looks up its documents, or allocates the blocks for the first piece of its prompt,
-    /// of up to `most` tokens. Returns that piece. If other requests are running, the watermark's blocks stay
-    /// free for them.
+    /// Restores the request from host memory, or starts it: looks up its documents, or allocates the blocks
+    /// for the first piece of its prompt, of up to `most` tokens. Returns the piece, if there is one. If
+    /// other requests are running, the watermark's blocks stay free for them.
     fn begin(
         &mut self,
         runner: &mut Runner,
@@ -95,7 +96,7 @@ impl LiveRequest {
         if self.prompt.is_chunked() {
             return Ok(None);
         }
-        // Samples that have ended wait for nothing.
+        // If all samples have ended, there is nothing to compute.
         let Some(branch) = self.unfed() else { return Ok(None) };
         if alone || !self.finds_prefix() {
             return Ok(Some((branch, self.first_piece(runner, branch, most)?)));
@@ -121,7 +122,8 @@ impl LiveRequest {
         Ok(input)
     }
 
-    /// Marks up to `most` of a sample's next tokens as chosen for this pass. Returns how many.
+    /// Marks up to `most` of a sample's next tokens as chosen for this pass. Returns the number of these
+    /// tokens.
     pub(super) fn take_next(&mut self, runner: &mut Runner, branch: usize, most: usize) -> Result<usize> {
         self.begin_branch(runner, branch)?;
         let forced = self.request.forced.is_some();
@@ -135,8 +137,8 @@ impl LiveRequest {
         Ok(end - before)
     }
 
-    /// Returns the last `tokens` tokens chosen for a sample as an input without slots. It requests logits if
-    /// these are the sample's last tokens.
+    /// Returns the last `tokens` tokens chosen for a sample as an input without slots. The input requests
+    /// logits if these are the sample's last tokens.
     pub(super) fn input(&mut self, runner: &Runner, branch: usize, tokens: usize) -> Result<SequenceInput> {
         let forced = self.request.forced.is_some();
         let branch = &mut self.branches[branch];

@@ -1,4 +1,5 @@
-//! An answer as a stream: the engine's thread sends events, and any other thread reads, waits or awaits them.
+//! An answer as a stream: the engine's thread sends events, and any thread can poll for them, block on them
+//! or await them.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,7 +10,7 @@ use parking_lot::{Condvar, Mutex};
 use crate::error::{Error, Result};
 use crate::request::{Generation, TokenLogprobs};
 
-/// The ID of a request, counted up in the order of submission.
+/// The ID of a request. IDs increase in the order of submission.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
@@ -18,7 +19,7 @@ pub struct RequestId(pub u64);
 pub enum AnswerEvent {
     /// A sample has a new token.
     Token {
-        /// The index of the sample, from 0.
+        /// The zero-based index of the sample.
         sample: usize,
         /// The token.
         token: u32,
@@ -27,7 +28,7 @@ pub enum AnswerEvent {
     },
     /// A sample is complete.
     End {
-        /// The index of the sample, from 0.
+        /// The zero-based index of the sample.
         sample: usize,
         /// The finished sample, with its costs.
         generation: Box<Generation>,
@@ -68,13 +69,13 @@ struct AnswerState {
     /// True if no more events follow.
     closed: bool,
     cancelled: bool,
-    /// Samples that must end with their current tokens.
+    /// The indices of samples that must end with their current tokens.
     complete: Vec<usize>,
     waker: Option<Waker>,
 }
 
 // Decision: docs/decisions/models.md#an-answer-buffers-all-unread-tokens
-/// Returns the two ends of an answer.
+/// Creates the sending and the receiving end of an answer.
 pub(super) fn channel(id: RequestId) -> (AnswerSender, Answer) {
     let channel: Arc<AnswerChannel> = Arc::default();
     (AnswerSender(Arc::clone(&channel)), Answer { id, channel })
@@ -91,7 +92,8 @@ impl Answer {
         self.channel.state.lock().events.pop_front()
     }
 
-    /// Returns the next event, or `None` at the end. Wakes the task when there is an event.
+    /// Returns the next event, or `None` at the end of the stream. If there is no event yet, the task is
+    /// woken when there is one.
     pub fn poll_next(&mut self, context: &mut Context<'_>) -> Poll<Option<Result<AnswerEvent>>> {
         let mut state = self.channel.state.lock();
         match state.events.pop_front() {
@@ -116,8 +118,8 @@ impl Answer {
     }
 
     /// Ends a sample before the engine's next step, because its text is complete, for example at a stop
-    /// string. If there are several samples, the sample continues until it has a token. Beams continue to
-    /// their end.
+    /// string. If the request has several samples, the sample continues until it has a token. A beam search
+    /// is not ended early.
     pub fn complete(&self, sample: usize) {
         self.channel.state.lock().complete.push(sample);
     }

@@ -6,7 +6,7 @@ use crate::request::{BeamSearch, FinishReason};
 /// The state of a request's beam search.
 #[derive(Debug, Default)]
 pub(super) struct Beams {
-    /// The sum of the log-probabilities of each branch.
+    /// For each branch, the sum of its tokens' log-probabilities.
     pub(super) sums: Vec<f32>,
     /// The likeliest continuations of each branch, once its logits are computed.
     pub(super) next: Vec<Option<Vec<(u32, f32)>>>,
@@ -14,7 +14,7 @@ pub(super) struct Beams {
     pub(super) ended: Vec<EndedBeam>,
 }
 
-/// The next token of a beam.
+/// A possible next token of a beam.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Continuation {
     /// The branch to continue.
@@ -33,12 +33,12 @@ pub(super) struct EndedBeam {
 }
 
 impl Beams {
-    /// Forgets the continuations, because their sequences are freed.
+    /// Discards the continuations. Called when the branches' sequences are freed.
     pub(super) fn forget(&mut self) {
         self.next.iter_mut().for_each(|next| *next = None);
     }
 
-    /// Removes and returns the `most` likeliest continuations over all branches, likeliest first.
+    /// Removes all continuations, and returns the `most` likeliest ones over all branches, likeliest first.
     pub(super) fn take_continuations(&mut self, most: usize) -> Vec<Continuation> {
         let mut continuations = Vec::new();
         for (branch, (next, sum)) in self.next.iter_mut().zip(&self.sums).enumerate() {
@@ -65,7 +65,7 @@ impl Beams {
     }
 }
 
-/// Returns the score of an answer with `length` tokens.
+/// Returns the score of an answer with `length` tokens, whose log-probabilities add up to `sum`.
 pub(super) fn score(sum: f32, length: usize, search: BeamSearch) -> f32 {
     sum / (length.max(1) as f32).powf(search.length_penalty)
 }

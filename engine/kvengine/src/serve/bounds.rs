@@ -1,7 +1,8 @@
-//! The bounds of blocks for page-sparse decoding.
+//! Bounds on the keys of blocks, for page-sparse decoding.
 //!
-//! For every full block that a sample sees, this keeps the minimum and maximum of each key element. They give
-//! an upper bound on the dot product of any query with any key in the block. (Quest, Tang et al., 2024.)
+//! For every full block that a sample sees, this module keeps the minimum and maximum of each key element,
+//! which give an upper bound on the dot product of any query with any key in the block. (Quest, Tang et al.,
+//! 2024.)
 
 use crate::request::SparseDecode;
 
@@ -34,7 +35,8 @@ impl LayerBounds {
         self.pages
     }
 
-    /// Adds blocks of `block_size` tokens. The last one may be shorter. `keys` has `width` numbers per token.
+    /// Adds blocks of `block_size` tokens. The last block may be shorter. `keys` has `width` elements per
+    /// token.
     pub(super) fn add(&mut self, keys: &[f32], width: usize, block_size: usize) {
         for page in keys.chunks((width * block_size).max(1)) {
             let at = self.least.len();
@@ -51,9 +53,9 @@ impl LayerBounds {
         }
     }
 
-    /// Returns how near each block's bound comes to the best block's, in the head where it is nearest; 0 is
-    /// best. The bounds are multiplied by their blocks' factors. `q` has `heads` queries, the same number for
-    /// each key head.
+    /// Returns the nearness of each block: the difference between its bound and the largest bound of all
+    /// blocks, in the head where this difference is closest to 0, which is the best value. Each bound is
+    /// multiplied by its block's factor. `q` contains `heads` queries, the same number for each key head.
     pub(super) fn nearness(&self, q: &[f32], (heads, kv_heads): (usize, usize), factors: &[f32]) -> Vec<f32> {
         let (dim, pages) = (q.len() / heads.max(1), self.pages.min(factors.len()));
         let (width, group) = (kv_heads * dim, heads / kv_heads.max(1));
@@ -77,7 +79,7 @@ impl LayerBounds {
 
 /// Returns the largest dot product of `q` with any vector between `least` and `largest`.
 fn upper(q: &[f32], least: &[f32], largest: &[f32]) -> f32 {
-    // Independent sums and single-instruction comparisons, which the compiler vectorises.
+    // The compiler vectorises independent sums and single-instruction comparisons.
     let product = |q: f32, a: f32, b: f32| if q * a > q * b { q * a } else { q * b };
     let ((q, q_end), (a, a_end), (b, b_end)) =
         (q.as_chunks::<8>(), least.as_chunks::<8>(), largest.as_chunks::<8>());
@@ -91,14 +93,14 @@ fn upper(q: &[f32], least: &[f32], largest: &[f32]) -> f32 {
     sums.iter().sum::<f32>() + end
 }
 
-/// Returns the indices of `pages` of `total` blocks in ascending order: the first one, the last ones, and the
-/// nearest of the others.
+/// Chooses `pages` of `total` blocks: the first block, the last blocks, and the nearest of the other blocks.
+/// Returns their indices in ascending order.
 pub(super) fn chosen(nearness: &[f32], total: usize, pages: usize) -> Vec<u32> {
     let always = |page: usize| page == 0 || page + SparseDecode::LAST >= total;
     let mut others: Vec<usize> = (0..nearness.len().min(total)).filter(|&page| !always(page)).collect();
     let room = pages.saturating_sub(1 + SparseDecode::LAST).min(others.len());
     if room < others.len() {
-        // Of equally near blocks, the later ones are taken.
+        // Of equally near blocks, later blocks are preferred.
         others.select_nth_unstable_by(room, |&a, &b| nearness[b].total_cmp(&nearness[a]).then(b.cmp(&a)));
         others.truncate(room);
     }
@@ -123,8 +125,8 @@ mod tests {
         /// block has nearness 0.
         #[test]
         fn a_bound_is_above_every_product((q, keys) in (numbers(2 * 12), numbers(2 * 3 * 11))) {
-            // Eleven keys with two heads of three numbers, in blocks of four. Each key head has two queries,
-            // so there are four of the twelve numbers.
+            // There are eleven keys with two heads of three elements, in blocks of four keys. Each key head
+            // has two queries, so there are four queries of three elements.
             let (q, width, block_size) = (&q[..4 * 3], 6, 4);
             let mut bounds = LayerBounds::default();
             bounds.add(&keys, width, block_size);

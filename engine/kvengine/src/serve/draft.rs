@@ -1,9 +1,9 @@
-//! Drafts: guesses for an answer's next tokens, which are right where it quotes its documents. (Prompt lookup
-//! decoding, Saxena, 2023.)
+//! Drafts: guesses for an answer's next tokens, which are correct where the answer quotes its documents.
+//! (Prompt lookup decoding, Saxena, 2023.)
 //!
 //! A decode step computes the last token and the guesses after it. From each row's logits, a token is chosen
-//! as usual. The first choice that differs from the guess ends the step, and the KV of later guesses is
-//! rolled back.
+//! as usual. The first choice that differs from the guess ends the step, and the KV of this guess and all
+//! later guesses is rolled back.
 
 use std::ops::Range;
 
@@ -13,15 +13,16 @@ use super::live::LiveRequest;
 use crate::error::Result;
 use crate::runner::Runner;
 
-/// How many last tokens to look up, in this order. A single token says too little about the next one.
+/// The numbers of last tokens to look up, in this order. A single token does not predict the next token well
+/// enough.
 const RUNS: [usize; 2] = [3, 2];
 
 /// Returns up to `most` tokens that followed an earlier occurrence of the last tokens: the latest occurrence
-/// in the question and its answer, or otherwise in the `context` before them.
+/// in `tokens`, or otherwise the latest occurrence in `context`, which precedes `tokens`.
 fn guess<'a>(context: &'a [u32], tokens: &'a [u32], most: usize) -> &'a [u32] {
     for run in RUNS.into_iter().filter(|&run| run <= tokens.len()) {
         let last = &tokens[tokens.len() - run..];
-        // Not the last tokens themselves.
+        // The last tokens themselves are excluded.
         let earlier = tokens[..tokens.len() - 1].windows(run).rposition(|window| window == last);
         if let Some(at) = earlier {
             return first(&tokens[at + run..], most);
@@ -38,7 +39,7 @@ fn first(tokens: &[u32], most: usize) -> &[u32] {
 }
 
 impl LiveRequest {
-    /// Guesses up to `most` tokens after a sample's last token. Returns how many.
+    /// Guesses up to `most` tokens after a sample's last token. Returns the number of guesses.
     pub(super) fn draft(&mut self, runner: &Runner, branch: usize, most: usize) -> usize {
         let most = self.request.lookup.min(most);
         let branch = &mut self.branches[branch];
@@ -55,7 +56,7 @@ impl LiveRequest {
     }
 
     /// Chooses tokens from the logits after a sample's last token and after each guess, until a guess is
-    /// wrong. Rolls back the later guesses.
+    /// wrong. Rolls back the wrong guess and all later guesses.
     pub(super) fn verify(
         &mut self,
         runner: &mut Runner,

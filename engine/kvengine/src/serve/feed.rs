@@ -12,21 +12,21 @@ pub(super) struct Feed {
     /// The sample that the tokens belong to, or `None` for document tokens.
     pub(super) branch: Option<usize>,
     pub(super) tokens: usize,
-    /// The input, until it moves to the batch; `None` for a sample's tokens until they have slots.
+    /// The input, until it is moved to the batch; `None` for a sample's tokens until they have slots.
     pub(super) input: Option<SequenceInput>,
 }
 
-/// The inputs of a step, and the requests that it could not serve.
+/// The inputs of a step, and the requests that could not be served in it.
 #[derive(Debug, Default)]
 pub(super) struct StepPlan {
     pub(super) feeds: Vec<Feed>,
     /// The input of each feed.
     pub(super) batch: Vec<SequenceInput>,
-    /// The slots for all inputs that have none of their own, per group of layers.
+    /// The slots for all inputs without slots of their own, with one entry per group of layers.
     pub(super) slots: Vec<WriteSlots>,
-    /// Inputs in other regimes, for later passes of the step.
+    /// Inputs in other RoPE regimes, for later passes of the step.
     pub(super) later: Vec<(Feed, SequenceInput)>,
-    /// The sequences that grow, with their numbers of new tokens. The memory is reused.
+    /// The sequences that grow, each with its number of new tokens. The memory is reused.
     pub(super) grown: Vec<(SequenceId, usize)>,
     /// The growing sequences that may share their last block. The memory is reused.
     pub(super) forked: Vec<SequenceId>,
@@ -45,7 +45,7 @@ impl StepPlan {
         self.failed.iter().any(|(failed, _)| *failed == rank)
     }
 
-    /// Moves on to the inputs in another regime.
+    /// Replaces the inputs with the inputs in another RoPE regime, which were kept for a later pass.
     pub(super) fn next_pass(&mut self) {
         self.feeds.clear();
         self.batch.clear();

@@ -1,10 +1,10 @@
-//! Beam search: the likeliest answers as a whole, found by following the likeliest beginnings in parallel.
+//! Beam search: finds the likeliest whole answers by following the likeliest beginnings in parallel.
 //!
 //! The search works like the one in transformers. Of the continuations of all beams, the `2 * width`
-//! likeliest are considered, or more if the model has several end tokens. Continuations that end are kept,
-//! with a score: the sum of the log-probabilities, divided by the length to the power of `length_penalty`.
-//! The `width` likeliest other continuations become the next beams. The search ends when no beam can replace
-//! a kept answer, or at the token limit.
+//! likeliest are considered, or more if the model has several end tokens. Continuations that end an answer
+//! are kept, with a score: the sum of the log-probabilities, divided by the length raised to the power of
+//! `length_penalty`. The `width` likeliest other continuations become the next beams. The search ends when no
+//! beam can replace a kept answer, or at the token limit.
 
 use super::answer::AnswerEvent;
 use super::beams::{Continuation, EndedBeam, score};
@@ -76,8 +76,8 @@ impl LiveRequest {
         self.branch_out(runner, &on)
     }
 
-    /// Turns each continuation into a branch. A branch's first continuation keeps its sequence; the others
-    /// get forks.
+    /// Turns each continuation into a branch. A branch's first continuation keeps the branch's sequence; its
+    /// other continuations get forks.
     fn branch_out(&mut self, runner: &mut Runner, on: &[Continuation]) -> Result<()> {
         let (mut sequences, mut forks) = (Vec::with_capacity(on.len()), Vec::new());
         for (i, next) in on.iter().enumerate() {

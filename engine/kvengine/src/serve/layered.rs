@@ -1,5 +1,5 @@
-//! Passes that select or observe attention: samples that choose the blocks they attend to, layer by layer,
-//! and questions whose attention is summed. The pass computes all other rows as usual.
+//! Passes that select or observe attention, because they contain samples that choose the blocks to attend to
+//! in each layer, or questions whose attention is summed. All other rows are computed as usual.
 
 use kvcore::{LayerRopes, SequenceInput, StepBatch};
 use kvmodel::{AttentionMass, Forward, Observer, PassMemory};
@@ -13,13 +13,13 @@ use crate::runner::Runner;
 /// The requests in a pass that select or observe attention.
 pub(super) struct Layered<'a> {
     sparse: Vec<SparseSample<'a>>,
-    /// The sums that requests keep between passes.
+    /// The attention sums that requests keep between passes.
     asked: Vec<&'a mut AttentionMass>,
 }
 
 impl<'a> Layered<'a> {
     /// Finds the samples that see more blocks than they attend to, and the questions with rows in the pass.
-    /// Returns `None` if there are neither.
+    /// Returns `None` if the pass contains neither.
     pub(super) fn find(
         running: &'a mut [LiveRequest],
         feeds: &[Feed],

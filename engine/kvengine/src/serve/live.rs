@@ -24,15 +24,15 @@ pub(super) struct LiveRequest {
     pub(super) prompt: LivePrompt,
     pub(super) sender: AnswerSender,
     pub(super) submitted: Instant,
-    /// When the request's time limit ends, in milliseconds on the engine's clock.
+    /// The time when the request's time limit ends, in milliseconds on the engine's clock.
     pub(super) deadline: Option<u64>,
     pub(super) branches: Vec<Branch>,
-    /// The state of a beam search. Its beams are the branches.
+    /// The state of the request's beam search. The beams are the branches.
     pub(super) beams: Option<Box<Beams>>,
-    /// A chunked prompt's system prompt and documents, which drafts are looked up in; empty if the request
-    /// wants no drafts.
+    /// A chunked prompt's system prompt and documents, in which drafts are looked up; empty if the request
+    /// does not use drafts.
     pub(super) quotable: Vec<u32>,
-    /// How many blocks were available in the main pool when the documents last found no room.
+    /// The number of blocks that were available in the main pool when the documents last found no room.
     pub(super) refused: Option<usize>,
 }
 
@@ -48,9 +48,9 @@ pub(super) struct Branch {
     pub(super) tokens: Vec<u32>,
     /// The keys of the tokens that the sequence was created with.
     pub(super) keys: Option<PromptKeys>,
-    /// How many of the tokens are prompt tokens.
+    /// The number of prompt tokens in [`tokens`](Self::tokens).
     pub(super) prompt: usize,
-    /// How many tokens have their keys and values stored, or are in the pass being planned.
+    /// The number of tokens whose keys and values are stored, or that are in the pass being planned.
     pub(super) computed: usize,
     /// The sequence in host memory, with one part per group of layers, if the request was preempted and will
     /// be restored.
@@ -80,7 +80,7 @@ pub(super) struct Branch {
 }
 
 impl Branch {
-    /// Creates a request's first sample. Nothing of its sequence is computed.
+    /// Creates a request's first sample. No token of its sequence has been computed.
     pub(super) fn new(prompt: Vec<u32>, start: SequenceStart, sampler: Sampler) -> Self {
         Self {
             sample: 0,
@@ -106,7 +106,7 @@ impl Branch {
         }
     }
 
-    /// Returns a copy of the branch with another sequence.
+    /// Returns a copy of the branch with another sequence and another sampler.
     pub(super) fn twin(&self, sequence: Option<SequenceId>, sampler: Sampler) -> Self {
         Self {
             sequence,
@@ -118,13 +118,13 @@ impl Branch {
         }
     }
 
-    /// Resets the number of computed tokens, because the sample's sequence was freed.
+    /// Marks all of the sample's tokens as not computed. Called when the sample's sequence has been freed.
     pub(super) fn forget(&mut self) {
         (self.computed, self.input, self.swapped) = (0, None, None);
         self.bounds = PageBounds::default();
         self.draft.clear();
         if self.forced.is_some() {
-            // The logits after the prompt are kept; the answer's are computed again.
+            // The logits after the prompt are kept; the logits of the answer are computed again.
             self.logits.truncate(1);
             self.logprobs.truncate(1);
         }
@@ -161,9 +161,9 @@ impl Branch {
 }
 
 impl LiveRequest {
-    /// Ends the samples that were declared complete. During a beam search, there are no samples to end.
+    /// Ends the samples that were declared complete. Does nothing during a beam search.
     pub(super) fn end_complete(&mut self) {
-        // Before the first token, the first sample stands for all samples.
+        // Before the first token, the first sample represents all samples.
         let not_yet = self.branches.len() < self.request.samples && self.branches[0].ttft.is_none();
         if self.request.beams.is_some() || not_yet {
             return;
@@ -181,7 +181,7 @@ impl LiveRequest {
         self.branches.iter().position(|branch| branch.left() > 0)
     }
 
-    /// Records a branch's new sequence, and how many of its tokens were cached.
+    /// Records a branch's new sequence, and the number of its tokens that were cached.
     pub(super) fn begun(&mut self, branch: usize, sequence: SequenceId, cached: usize) {
         let first = branch == 0;
         let branch = &mut self.branches[branch];
@@ -191,7 +191,7 @@ impl LiveRequest {
         }
     }
 
-    /// Ends a sample and sends its report.
+    /// Ends a sample and sends its [`Generation`].
     pub(super) fn end(&mut self, branch: usize, finish: FinishReason) {
         let (prompt_tokens, submitted) = (self.request.prompt.len(), self.submitted);
         let costs = self.prompt.costs().clone();
@@ -216,9 +216,9 @@ impl LiveRequest {
         self.sender.send(AnswerEvent::End { sample: branch.sample, generation });
     }
 
-    /// Starts a forced answer: appends its tokens, whose logits are then computed. `longest` is the model's
-    /// maximum sequence length, and `first` has the logits after the prompt. If the whole answer fits, its
-    /// last token is computed too, for the logits after it.
+    /// Starts a forced answer: appends its tokens, so that their logits are computed. `longest` is the
+    /// model's maximum sequence length, and `first` contains the logits after the prompt. If the whole answer
+    /// fits, its last token is computed too, to get the logits after it.
     pub(super) fn force(&mut self, longest: usize, first: &[f32]) {
         let (most, submitted) = (self.request.max_new_tokens, self.submitted);
         let answer = self.request.forced.clone().unwrap_or_default();
@@ -240,8 +240,8 @@ impl LiveRequest {
         }
     }
 
-    /// Records the logits at the next position of a forced answer. The last one is after the answer's last
-    /// token.
+    /// Records the logits at the next position of a forced answer. The last position is after the answer's
+    /// last token.
     pub(super) fn record_forced(&mut self, branch: usize, logits: &[f32]) {
         let branch = &mut self.branches[branch];
         if self.request.keep_logits {
@@ -253,8 +253,8 @@ impl LiveRequest {
         }
     }
 
-    /// Ends a sample with a forced answer. If the whole answer was computed, the reason is that the model
-    /// stopped.
+    /// Ends a sample with a forced answer. If the whole answer was computed, the reason is
+    /// [`FinishReason::Stop`].
     pub(super) fn end_forced(&mut self, branch: usize) {
         let computed = self.branches[branch].tokens.len() - self.branches[branch].prompt;
         let whole = self.request.forced.as_ref().is_some_and(|answer| computed == answer.len());
@@ -265,7 +265,7 @@ impl LiveRequest {
         self.branches.iter().all(|branch| branch.over)
     }
 
-    /// Returns true if two requests may be in the same pass.
+    /// Returns true if the two requests are in the same RoPE regime, so that they may share a pass.
     pub(super) fn same_regime(&self, other: &Self) -> bool {
         let (a, b) = (self.prompt.ropes().layers(), other.prompt.ropes().layers());
         a.len() == b.len() && a.iter().zip(b).all(|(a, b)| Arc::ptr_eq(a, b))
@@ -277,7 +277,7 @@ impl LiveRequest {
     }
 }
 
-/// Returns the index of a request in the running ones, which are in the order of service.
+/// Returns the index of a request in `running`, which must be in the order of service.
 pub(super) fn index_of(running: &[LiveRequest], rank: ServiceRank) -> Option<usize> {
     running.binary_search_by_key(&rank, LiveRequest::rank).ok()
 }

@@ -11,11 +11,11 @@
 //!   out of blocks: the last in the order of service is preempted; its blocks are freed or copied to the host
 //! ```
 //!
-//! A request is in one of two lists. Its state alone decides its next work: the parts of a
-//! [`LivePrompt`](crate::prompt::LivePrompt) are the documents of a chunked prompt, and a
-//! [`Branch`](live::Branch) is one sample, with its tokens and the number of computed ones. A sampled token
-//! is one more token to compute. A preempted request loses its computed KV, unless host memory takes it, and
-//! keeps its tokens.
+//! A request is either waiting or running. Its next work depends only on its state: a
+//! [`LivePrompt`](crate::prompt::LivePrompt) contains the documents of a chunked prompt, and a
+//! [`Branch`](live::Branch) is one sample, with its tokens and the number of computed tokens. A sampled token
+//! is one more token to compute. A preempted request keeps its tokens, but loses its computed KV unless it is
+//! copied to host memory.
 
 mod admit;
 mod answer;

@@ -1,7 +1,7 @@
-//! Page-sparse decoding: an answer's token attends only to the blocks whose keys may match its queries best.
+//! Page-sparse decoding: each answer token attends only to the blocks whose keys may match its queries best.
 //!
 //! In each layer, the blocks with the largest [bounds](super::bounds) are selected. The first block and the
-//! last ones are always included.
+//! last blocks are always included.
 
 use std::ops::Range;
 
@@ -16,9 +16,9 @@ use crate::runner::Runner;
 /// The number of blocks to read keys from at a time.
 const READ: usize = 256;
 
-/// A sample in a pass that attends to only a part of its context.
+/// A sample that attends to only part of its context in a pass.
 pub(super) struct SparseSample<'a> {
-    /// The index of its input in the batch.
+    /// The index of the sample's input in the batch.
     pub(super) entry: usize,
     pub(super) setting: SparseDecode,
     pub(super) bounds: &'a mut PageBounds,
@@ -30,7 +30,7 @@ impl SparseSample<'_> {
         layer >= self.setting.dense_layers && !windowed
     }
 
-    /// Returns the selection for a layer. Reads the keys of new blocks.
+    /// Returns the blocks to attend to in a layer. Reads the keys of blocks that have no bounds yet.
     pub(super) fn select(
         &mut self,
         (runner, ropes, layer): (&Runner, &LayerRopes, usize),

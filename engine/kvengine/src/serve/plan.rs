@@ -1,8 +1,8 @@
 //! Chooses the tokens that a step computes.
 //!
 //! Running requests are served first: their tokens are chosen, and slots are allocated for all of them at
-//! once. If there are too few blocks, the last request in the order of service is preempted, and the others
-//! are tried again. New requests get what is left of the step's tokens.
+//! once. If there are too few blocks, the last request in the order of service is preempted, and the
+//! allocation is repeated for the other requests. New requests get the remaining tokens of the step.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,7 +21,7 @@ impl Scheduler {
         let mut left = self.limits.step_tokens;
         self.ranks.clear();
         self.ranks.extend(self.running.iter().map(LiveRequest::rank));
-        // Every answer continues by one token. Guesses share what is left.
+        // Every answer gets one token. Guesses share the remaining tokens.
         let answers = |live: &LiveRequest| live.branches.iter().filter(|branch| branch.is_decoding()).count();
         let mut guesses = left.saturating_sub(self.running.iter().map(answers).sum());
         for i in 0..self.ranks.len() {
@@ -41,8 +41,8 @@ impl Scheduler {
         batch.extend(feeds.iter_mut().filter_map(|feed| feed.input.take()));
     }
 
-    /// Feeds the last token of each of a request's answers, followed by guesses if up to `guesses` are
-    /// allowed. Returns the number of tokens.
+    /// Feeds the last token of each of a request's answers, followed by guesses. Uses up to `guesses`
+    /// guesses, subtracts the number used, and returns the number of tokens fed.
     fn feed_answers(&mut self, runner: &mut Runner, rank: ServiceRank, guesses: &mut usize) -> usize {
         let Some(at) = index_of(&self.running, rank) else { return 0 };
         let live = &mut self.running[at];
@@ -62,7 +62,8 @@ impl Scheduler {
         fed
     }
 
-    /// Feeds up to `most` tokens of a request's documents and of one of its prompts. Returns how many.
+    /// Feeds up to `most` tokens of a request's documents and of one of its samples' prompts. Returns the
+    /// number of tokens fed.
     fn feed_prompt(
         &mut self,
         runner: &mut Runner,
@@ -76,12 +77,14 @@ impl Scheduler {
         if self.plan.has_failed(rank) || fed >= most || !live.prompt.opens_to_question(&live.request, fed) {
             return fed;
         }
-        // One sample after another, so each finds the tokens that the one before has computed.
+        // Samples are fed one after another, so that each sample finds the tokens that the previous sample
+        // computed.
         let unfed = live.branches.iter().position(|branch| branch.left() > 0 && !branch.is_decoding());
         fed + unfed.map_or(0, |branch| feed_branch(runner, &mut self.plan, live, branch, most - fed))
     }
 
-    /// Feeds up to `most` tokens of a running request's documents, and makes room for them. Returns how many.
+    /// Feeds up to `most` tokens of a running request's documents, and makes room for them. Returns the
+    /// number of tokens fed.
     fn feed_running_parts(
         &mut self,
         runner: &mut Runner,
@@ -106,8 +109,9 @@ impl Scheduler {
         0
     }
 
-    /// Feeds up to `most` tokens of the documents of a request that was just admitted. Also feeds its
-    /// question, if it may see them and there is room. Returns how many.
+    /// Feeds up to `most` tokens of the documents of a request that was just admitted. Also feeds the
+    /// request's question, if it may already see the documents and there is room. Returns the number of
+    /// tokens fed.
     fn feed_documents(
         &mut self,
         runner: &mut Runner,
@@ -208,8 +212,8 @@ impl Scheduler {
         Ok(())
     }
 
-    /// Makes room for a request that found none, by preempting the last one in the order of service. Returns
-    /// false if that is the request itself, or if the error is of another kind.
+    /// Makes room for a request that ran out of blocks, by preempting the last request in the order of
+    /// service. Returns false if the last request is the request itself, or if `error` is of another kind.
     fn make_room(&mut self, runner: &mut Runner, rank: ServiceRank, error: Error) -> bool {
         let last = self.running.iter().map(LiveRequest::rank).rfind(|&rank| !self.plan.has_failed(rank));
         match last.filter(|_| error.is_out_of_blocks()) {
@@ -229,8 +233,8 @@ impl Scheduler {
         }
     }
 
-    /// Takes away a request's blocks: moves them to host memory or frees them. The request waits in its old
-    /// place.
+    /// Preempts a request: copies its blocks to host memory or frees them, and makes the request wait at its
+    /// old rank.
     fn preempt(&mut self, runner: &mut Runner, rank: ServiceRank) {
         let Some(at) = index_of(&self.running, rank) else { return };
         self.plan.remove(rank);
@@ -245,7 +249,8 @@ impl Scheduler {
     }
 }
 
-/// Chooses up to `most` tokens of a sample's own sequence. Their slots are allocated later. Returns how many.
+/// Chooses up to `most` tokens of a sample's own sequence. Their slots are allocated later. Returns the
+/// number of chosen tokens.
 fn feed_branch(
     runner: &mut Runner,
     plan: &mut StepPlan,
@@ -266,7 +271,8 @@ fn feed_branch(
     }
 }
 
-/// Feeds up to `most` rows of a request's documents. A blend computes its rows right away. Returns how many.
+/// Feeds up to `most` rows of a request's documents. A blend computes its rows right away. Returns the number
+/// of rows fed.
 fn feed_parts(
     runner: &mut Runner,
     live: &mut LiveRequest,

@@ -17,7 +17,7 @@ impl Branch {
     /// Frees the sample's sequence, and marks its tokens as not computed.
     pub(super) fn withdraw(&mut self, runner: &mut Runner) {
         if let Some(sequence) = self.sequence.take() {
-            // The sequence exists, because nothing else frees it.
+            // This cannot fail, because nothing else frees the sequence.
             drop(runner.caches.free(sequence));
         }
         self.forget();
@@ -31,7 +31,7 @@ impl Branch {
 }
 
 impl LiveRequest {
-    /// Creates a branch's sequence, starting with the cached part of its tokens.
+    /// Creates a branch's sequence, if it has none, starting with the cached part of its tokens.
     pub(super) fn begin_branch(&mut self, runner: &mut Runner, branch: usize) -> Result<()> {
         let finds = !self.prompt.is_chunked() && self.request.reuse;
         let (root, caches) = (*self.prompt.keys().root(), &mut runner.caches);
@@ -50,7 +50,7 @@ impl LiveRequest {
     }
 
     /// Creates the sequence of an ordinary request's branch, with the cached part of its tokens and slots for
-    /// up to `most` others; otherwise changes nothing.
+    /// up to `most` more tokens. Changes nothing on failure.
     pub(super) fn admit_branch(
         &mut self,
         runner: &mut Runner,
@@ -76,7 +76,8 @@ impl LiveRequest {
         }
     }
 
-    /// Records the request's tokens that a pass has computed. If there are logits, chooses the next token.
+    /// Records the tokens that a pass has computed for this request. If there are logits, chooses the next
+    /// token.
     pub(super) fn after(
         &mut self,
         runner: &mut Runner,
@@ -89,7 +90,7 @@ impl LiveRequest {
             return Ok(());
         };
         if self.prompt.is_missing() {
-            // The documents were in the same pass. From here, their segments are the stored ones.
+            // The documents were computed in the same pass. Later passes use their stored segments.
             self.prompt.advance(runner, &self.request)?;
         }
         let it = &mut self.branches[branch];
@@ -122,7 +123,7 @@ impl LiveRequest {
         }
     }
 
-    /// Takes the logits of the question that a blend has computed.
+    /// Takes over the question that a blend has computed, and starts the answer from its logits.
     pub(super) fn take_blended(&mut self, runner: &mut Runner, logits: &[f32]) -> Result<()> {
         let question = self.prompt.take_question();
         let branch = &mut self.branches[0];

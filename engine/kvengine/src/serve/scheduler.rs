@@ -12,22 +12,22 @@ use super::live::{LiveRequest, ServiceRank};
 use super::swap::{PreemptionCosts, SwapSpace};
 use crate::config::{EngineConfig, Scheduling};
 
-/// The maximum for a step's limits: more than a pass can have, and far from overflowing in sums.
+/// The upper bound of a step's limits: larger than any pass, and small enough that sums do not overflow.
 const MANY: usize = 1 << 28;
 
-/// The requests of an engine.
+/// The waiting and running requests of an engine.
 #[derive(Debug)]
 pub(crate) struct Scheduler {
     pub(super) limits: Scheduling,
     /// The ID of the next request.
     pub(super) next: u64,
     pub(super) waiting: BTreeMap<ServiceRank, LiveRequest>,
-    /// In the order of service.
+    /// The running requests, in the order of service.
     pub(super) running: Vec<LiveRequest>,
     pub(super) plan: StepPlan,
     /// The ranks of the running requests. The memory is reused.
     pub(super) ranks: Vec<ServiceRank>,
-    /// Memory for the logits of a pass.
+    /// Memory for the logits of a pass, reused between passes.
     pub(super) logits: Vec<f32>,
     pub(super) times: StepTimes,
     pub(super) preemptions: u64,
@@ -44,7 +44,7 @@ pub(super) struct Watch<'a> {
 }
 
 impl Watch<'_> {
-    /// Returns the observer of a request.
+    /// Returns the observer for a request, which does nothing if the request is not watched.
     pub(super) fn of(&mut self, rank: ServiceRank) -> &mut dyn Observer {
         if self.id == Some(rank.1) { self.observer } else { &mut self.unwatched }
     }
@@ -112,12 +112,12 @@ impl Scheduler {
         }
     }
 
-    /// Sets the costs of preemption, which are otherwise measured.
+    /// Replaces the measured costs of preemption with `costs`.
     pub(crate) fn set_preemption_costs(&mut self, costs: PreemptionCosts) {
         self.swap.set_costs(costs);
     }
 
-    /// Returns the host memory blocks, if any were needed.
+    /// Returns the block counts of the host memory, if any was needed.
     pub(crate) fn swapped(&self) -> Option<PoolCounts> {
         self.swap.counts()
     }

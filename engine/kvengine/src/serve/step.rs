@@ -15,11 +15,11 @@ use super::scheduler::{Scheduler, Step, Watch};
 use crate::error::{Error, Result};
 use crate::runner::Runner;
 
-/// How long a step waits for other engines if it has no work itself.
+/// The maximum time that a step waits for other engines if it has no work itself.
 const PAUSE: Duration = Duration::from_millis(2);
 
 impl Scheduler {
-    /// Runs the passes of a step. `observer` observes the prefill of one of the requests, and may stop it.
+    /// Runs one step. `observer` observes the prefill of the request `observed`, and may stop this request.
     pub(crate) fn step(
         &mut self,
         runner: &mut Runner,
@@ -106,8 +106,8 @@ impl Scheduler {
         });
     }
 
-    /// Computes the planned inputs that may share a pass with the first one, because they are in its regime.
-    /// Returns the number of tokens.
+    /// Computes the first planned input and all other planned inputs in the same RoPE regime. Returns the
+    /// number of computed tokens.
     fn pass(&mut self, runner: &mut Runner, watch: &mut Watch<'_>) -> usize {
         let first = self.plan.feeds.first().and_then(|feed| index_of(&self.running, feed.rank));
         let Some(first) = first else { return 0 };
@@ -136,7 +136,7 @@ impl Scheduler {
         tokens
     }
 
-    /// Hands out the results of a pass over `tokens` tokens to its requests.
+    /// Distributes the results of a pass over `tokens` tokens to its requests.
     fn take_results(&mut self, runner: &mut Runner, tokens: usize, pass: Forward) {
         let (mut row, mut counted) = (0, 0);
         let StepPlan { feeds, batch, failed, .. } = &mut self.plan;
@@ -151,7 +151,7 @@ impl Scheduler {
             let logits = pass.logits.as_ref().filter(|_| wanted > 0).map(|rows| (rows, range));
             let Some(at) = index_of(&self.running, feed.rank) else { continue };
             let live = &mut self.running[at];
-            // Divides the operations by tokens; the shares add up to the whole.
+            // Divides the operations in proportion to the tokens. The shares add up to the total.
             let share =
                 |counted: usize| (u128::from(pass.flops) * counted as u128 / tokens.max(1) as u128) as u64;
             let before = share(counted);
@@ -166,7 +166,8 @@ impl Scheduler {
         self.logits = pass.logits.map(LogitRows::into_values).unwrap_or_default();
     }
 
-    /// Keeps only the inputs in one request's regime in the pass. The others move to later passes.
+    /// Keeps only inputs in the RoPE regime of the request at index `first` in the pass. All other inputs
+    /// move to later passes.
     fn keep_regime(&mut self, runner: &Runner, first: usize) {
         let running = &self.running;
         let together = |feed: &Feed| {
@@ -213,7 +214,7 @@ impl Scheduler {
         runner.forward(ropes, batch, observer)
     }
 
-    /// Waits a moment for another engine's work, because there is nothing else to do.
+    /// Waits briefly for another engine's work, because there is nothing else to do.
     fn pause(&self) {
         if let Some(waiter) = self.running.iter().find_map(|live| live.prompt.waiter()) {
             waiter.wait_for(PAUSE);

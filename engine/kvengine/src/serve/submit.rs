@@ -15,7 +15,7 @@ use crate::runner::Runner;
 use crate::sampling::Sampler;
 
 impl Scheduler {
-    /// Checks a request and adds it to the waiting ones.
+    /// Checks a request and adds it to the waiting requests.
     pub(crate) fn submit(&mut self, runner: &Runner, mut request: Request) -> Result<Answer> {
         // A forced answer is the same for all samples.
         request.samples = if request.forced.is_some() { 1 } else { request.samples.max(1) };
@@ -64,7 +64,7 @@ impl Scheduler {
         Ok(answer)
     }
 
-    /// Checks that every pool as a whole can hold a sequence of `prompt` tokens, plus one token of its answer
+    /// Checks that every pool is large enough for a sequence of `prompt` tokens, plus one token of its answer
     /// unless that token is never fed.
     fn check_room(&self, runner: &Runner, prompt: usize, answer: usize) -> Result<()> {
         let tokens = prompt + usize::from(answer > 1);

@@ -30,11 +30,11 @@ pub struct PreemptionCosts {
 pub(super) struct SwapSpace {
     /// The maximum amount of host memory, in bytes.
     memory: usize,
-    /// Costs that were set explicitly. None are measured then.
+    /// Costs that were set explicitly. If they are set, no costs are measured.
     given: Option<PreemptionCosts>,
-    /// Running average of prefill time, in seconds per token. `None` until a pass has been measured.
+    /// The running average of the prefill time, in seconds per token. `None` until a pass has been measured.
     token: Option<f64>,
-    /// Seconds per block, for each group of layers.
+    /// For each group of layers, the time to copy one block to host memory and back, in seconds.
     block: Vec<f64>,
     /// One pool per group, allocated at the first preemption.
     host: Option<Vec<KvPool>>,
@@ -52,12 +52,12 @@ impl SwapSpace {
         self.memory
     }
 
-    /// Sets the costs, which are otherwise measured.
+    /// Sets the costs explicitly, so that they are not measured.
     pub(super) fn set_costs(&mut self, costs: PreemptionCosts) {
         self.given = Some(costs);
     }
 
-    /// Returns the counts of the host memory's blocks, if it was needed.
+    /// Returns the block counts of the host memory, if it was needed.
     pub(super) fn counts(&self) -> Option<PoolCounts> {
         self.host.as_ref().map(|host| host.iter().map(|pool| pool.blocks().counts()).sum())
     }
@@ -73,8 +73,8 @@ impl SwapSpace {
     }
 
     // Decision: docs/decisions/models.md#a-preempted-request-resumes-the-cheaper-way
-    /// Returns true if copying these numbers of blocks, one per group, costs less than recomputing the
-    /// tokens. Until a pass was measured, recomputing counts as expensive.
+    /// Returns true if copying `blocks`, one count per group, costs less than recomputing `tokens` tokens.
+    /// Until a pass has been measured, copying is preferred.
     fn prefers(&self, blocks: &[usize], tokens: usize) -> bool {
         match self.given {
             Some(costs) => {
@@ -88,7 +88,8 @@ impl SwapSpace {
         }
     }
 
-    /// Returns the host memory. The first call allocates it and measures its speed.
+    /// Returns the host memory. The first call allocates it and measures its speed. Returns `None` if the
+    /// allocation failed.
     fn host(&mut self, backend: &dyn Backend, stream: &dyn Stream, caches: &Caches) -> Option<Vec<KvPool>> {
         if self.host.is_none() && !self.refused {
             self.host = self.allocate(backend, stream, caches).ok();
@@ -124,8 +125,8 @@ impl SwapSpace {
     }
 }
 
-/// Returns the seconds to copy a block to host memory and back: twice the time of the copy to the host. It is
-/// measured on blocks in use, which are only read.
+/// Returns the time to copy a block to host memory and back, in seconds: twice the time of a copy to host
+/// memory. The measurement reads device blocks that may be in use.
 fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f64> {
     let first = cache.pool().range().start;
     let to = host.blocks().allocate(SAMPLE.min(host.blocks().range().len()))?;
@@ -133,7 +134,7 @@ fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f
     let (src, dst) = (cache.arena().clone(), host.arena().clone());
     let copy = SwapBlocks { src, dst, pairs: to.write_pairs(pairs)? };
     let mut seconds = f64::INFINITY;
-    // The first copy touches the memory for the first time.
+    // The first copy is slower, because it touches the memory for the first time.
     for _ in 0..3 {
         stream.synchronize()?;
         let started = Instant::now();
@@ -163,7 +164,7 @@ impl SwapSpace {
         }
         let (backend, stream) = (runner.setup.backend.as_ref(), runner.setup.stream.as_ref());
         let Some(host) = self.host(backend, stream, &runner.caches) else { return false };
-        // The first call has just measured the costs.
+        // The costs may have been measured only just now.
         let short = |(pool, &blocks): (&KvPool, &usize)| pool.blocks().counts().available() < blocks;
         if !self.prefers(&blocks, tokens_again(live)) || host.iter().zip(&blocks).any(short) {
             return false;
@@ -180,8 +181,8 @@ impl SwapSpace {
 }
 
 impl LiveRequest {
-    /// Restores a request's sequences from host memory, all or none. Returns true if there were any. If there
-    /// is no room although the request is `alone`, they are dropped and recomputed.
+    /// Restores a request's sequences from host memory, all or none. Returns true if there were sequences to
+    /// restore. If there is no room although the request is `alone`, they are dropped and recomputed.
     pub(super) fn swap_in(&mut self, runner: &mut Runner, alone: bool) -> Result<bool> {
         if self.branches.iter().all(|branch| branch.swapped.is_none()) {
             return Ok(false);
@@ -218,7 +219,7 @@ impl LiveRequest {
 }
 
 /// Returns the number of tokens that a withdrawn request would recompute. Its other samples find the prompt
-/// that the first one computes.
+/// that the first sample recomputes.
 fn tokens_again(live: &LiveRequest) -> usize {
     let first = live.branches.first().map_or(0, |branch| branch.computed);
     let others = live.branches.iter().skip(1);
