@@ -1,4 +1,4 @@
-//! Device-agnostic structures of a KV cache for LLM inference.
+//! Device-independent data structures of a KV cache for LLM inference.
 //!
 //! The crate has three modules. Each one uses only the modules below it:
 //!
@@ -12,18 +12,18 @@
 //!   base     BlockId, SlotMapping, KvShape, KvLayout, Rope, DType, Error
 //! ```
 //!
-//! - [`base`]: plain values: element types, block ids, layouts, quantised formats, rotary embeddings, ranks,
+//! - [`base`]: plain values: element types, block IDs, layouts, quantised formats, rotary embeddings, ranks,
 //!   errors
-//! - [`device`]: the contract of a backend: memory, streams, operations, tensor views, arenas, write permits,
+//! - [`device`]: the backend contract: memory, streams, operations, tensor views, arenas, write permits,
 //!   graphs, collectives
-//! - [`paging`]: the structures of an engine: keys, block pool, block tables, caches, prefixes, sleep,
-//!   batches
+//! - [`paging`]: the data structures of an engine: keys, the block pool, block tables, caches, prefixes,
+//!   sleep, batches
 //!
 //! All names are also exported here.
 //!
 //! This crate does not depend on any device API, async runtime or model. A backend implements [`Backend`],
 //! [`Stream`], [`Storage`] and [`Event`]; an engine keeps sequences in a [`PagedKvCache`] (or a
-//! [`StaticKvCache`]) and hands operations to a stream.
+//! [`StaticKvCache`]) and passes operations to a stream.
 //!
 //! ```
 //! use kvcore::{BlockPool, BlockTable};

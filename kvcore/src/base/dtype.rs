@@ -1,4 +1,4 @@
-//! Element types of keys, values, rows and stored codes.
+//! The element types of keys, values, rows and stored codes.
 
 use std::fmt;
 use std::str::FromStr;
@@ -9,8 +9,8 @@ use crate::base::{Error, Result, product};
 
 /// The type of one stored element.
 ///
-/// Kernels compute with rows of the types in [`COMPUTE`](Self::COMPUTE). Quantised caches store the other
-/// types; see [`KvFormat`](crate::KvFormat).
+/// Kernels compute with the types in [`COMPUTE`](Self::COMPUTE). Quantised caches store the other types; see
+/// [`KvFormat`](crate::KvFormat).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 #[non_exhaustive]
@@ -29,7 +29,7 @@ pub enum DType {
     I8,
     /// Unsigned 8-bit integer.
     U8,
-    /// Signed 4-bit integer. Two share a byte; the first is in the low half.
+    /// Signed 4-bit integer. Two elements share a byte; the first one is in the low half.
     I4,
 }
 
@@ -38,10 +38,10 @@ impl DType {
     pub const ALL: [Self; 8] =
         [Self::F32, Self::F16, Self::BF16, Self::F8E4M3, Self::F8E5M2, Self::I8, Self::U8, Self::I4];
 
-    /// The row types that every kernel accepts, in the order in which test suites run them.
+    /// The row types that every kernel accepts, in the order that test suites use.
     pub const COMPUTE: [Self; 3] = [Self::F32, Self::F16, Self::BF16];
 
-    /// Returns the number of bits of one element.
+    /// Returns the number of bits per element.
     pub const fn bits(self) -> usize {
         match self {
             Self::F32 => 32,
@@ -51,7 +51,7 @@ impl DType {
         }
     }
 
-    /// Returns the number of bytes that `count` elements take. A partial last byte counts as a whole one.
+    /// Returns the number of bytes that `count` elements take. A partial last byte counts as a whole byte.
     ///
     /// ```
     /// use kvcore::DType;
@@ -61,7 +61,7 @@ impl DType {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Overflow`] if the number of bits does not fit the address space.
+    /// Returns [`Error::Overflow`] if the number of bits does not fit in a `usize`.
     pub fn bytes_for(self, count: usize) -> Result<usize> {
         Ok(product("bits of elements", &[count, self.bits()])?.div_ceil(8))
     }
@@ -76,7 +76,7 @@ impl DType {
         Self::COMPUTE.contains(&self)
     }
 
-    /// Returns the name used in configs and on the command line.
+    /// Returns the type's name in configs and on the command line.
     pub const fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",

@@ -1,4 +1,4 @@
-//! The error type of this crate. Each variant carries the numbers that a caller needs to act on it.
+//! The error type of this crate. Each variant carries the values that a caller needs to handle it.
 
 use std::fmt;
 
@@ -6,7 +6,7 @@ use crate::base::{BlockId, DType, KvFormat};
 
 /// An error of `kvcore`, or of a backend that implements its contract.
 ///
-/// A call that returns an error leaves the state as it was: no block is held and no metadata has moved.
+/// A call that returns an error changes nothing: it holds no blocks and leaves all metadata unchanged.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -49,19 +49,19 @@ pub enum Error {
     /// Two sizes, element types or formats that must be equal differ.
     #[error("{what}: expected {expected}, got {got}")]
     Mismatch {
-        /// The things compared.
+        /// The values that were compared.
         what: &'static str,
         /// The required value.
         expected: Compared,
         /// The given value.
         got: Compared,
     },
-    /// No kernel computes with rows of this element type; see [`DType::COMPUTE`].
+    /// Kernels cannot compute with this element type; see [`DType::COMPUTE`].
     #[error("{what}: no kernel computes with {got}; take f32, f16 or bf16")]
     NotComputed {
-        /// The rows.
+        /// The rows that have this element type.
         what: &'static str,
-        /// Their element type.
+        /// The element type of the rows.
         got: DType,
     },
     /// A KV format cannot be used this way.
@@ -69,7 +69,7 @@ pub enum Error {
     InvalidFormat {
         /// The rejected format.
         format: KvFormat,
-        /// Why it was rejected.
+        /// The reason for the rejection.
         reason: String,
     },
     /// An index, position or ID is not below its limit.
@@ -95,19 +95,19 @@ pub enum Error {
     /// An extent is not a multiple of another one.
     #[error("{what} {value} is not a multiple of {of}")]
     NotMultiple {
-        /// The extent, and the extent that must divide it.
+        /// The extent whose value is given, such as `"k_dim"`.
         what: &'static str,
         /// The given extent.
         value: usize,
-        /// The number that must divide the extent.
+        /// The required divisor of the extent.
         of: usize,
     },
-    /// Strides let two elements share an address, or reach past the end of the storage.
+    /// The strides let two elements share an address, or reach past the end of the storage.
     #[error("invalid strides for {what}: {reason}")]
     InvalidStrides {
-        /// The plane or view.
+        /// The plane or view with the invalid strides.
         what: &'static str,
-        /// Why the strides were rejected.
+        /// The reason for the rejection.
         reason: String,
     },
     /// The pool cannot supply the requested blocks, even after eviction.
@@ -116,7 +116,7 @@ pub enum Error {
         if asked > total { "give the pool more memory" } else { "free a sequence or give the pool more memory" }
     )]
     OutOfBlocks {
-        /// Number of blocks requested, plus the watermark if this request must leave it to others.
+        /// Number of blocks requested, plus the watermark if this request must leave that many blocks free.
         asked: usize,
         /// Number of free blocks at the time of the request.
         free: usize,
@@ -130,7 +130,7 @@ pub enum Error {
     NotEnoughMemory {
         /// Size of the budget in bytes.
         budget: usize,
-        /// Bytes of one block over all layers: K, V and the scales stored per block.
+        /// Size of one block in all layers, in bytes: K, V and the scales stored per block.
         block_bytes: usize,
     },
     /// The cache does not hold this sequence: it was never created, or it was freed.
@@ -139,19 +139,19 @@ pub enum Error {
     /// Heads, layers or batch entries do not divide evenly among ranks.
     #[error("{count} {what} do not divide among {ranks} ranks")]
     Uneven {
-        /// The things to divide.
+        /// The items to divide, such as `"layers"`.
         what: &'static str,
-        /// Number of things to divide.
+        /// Number of items to divide.
         count: usize,
         /// Number of ranks.
         ranks: usize,
     },
-    /// Ranks of one group called different collectives. The group has failed on all ranks.
+    /// The ranks of a group called different collectives. The group has failed on all ranks.
     #[error(
         "ranks call different collectives: {call} on rank {rank}, {other} elsewhere; end the work on all ranks"
     )]
     RanksDiffer {
-        /// The rank that noticed.
+        /// The rank that noticed the difference.
         rank: usize,
         /// The call of that rank.
         call: String,
@@ -165,13 +165,14 @@ pub enum Error {
         rank: usize,
         /// The call of that rank.
         call: String,
-        /// The longest time that a rank waits.
+        /// The maximum time that a rank waits.
         limit: std::time::Duration,
     },
     /// A rank has left its group, so no further collective is possible.
     #[error("rank {0} has left the group; end the work on all ranks")]
     RankLeft(usize),
-    /// A rank has aborted its group, by a call or because it failed. Its own error explains why.
+    /// A rank has aborted its group, either explicitly or because it failed. The error on that rank explains
+    /// why.
     #[error("rank {0} has ended the work of the group; end it on all ranks")]
     RankAborted(usize),
     /// A write would change a block that others may read.
@@ -182,8 +183,8 @@ pub enum Error {
         /// The token that the write would change.
         token: usize,
     },
-    /// A write permit was requested for a block that its owner does not fill: a shared block, a freed block,
-    /// or a block that another guard owns.
+    /// A write permit was requested for a block that the requester is not filling: a shared block, a freed
+    /// block, or a block that another guard owns.
     #[error(
         "block {block} is not filled by this owner and must not be written; \
          take the slots from the table or the guard that fills the block"
@@ -199,19 +200,19 @@ pub enum Error {
          take new {what} from the table or the guard that fills the blocks"
     )]
     PermitVoid {
-        /// `"slots"` or `"blocks"`.
+        /// The kind of permit: `"slots"` or `"blocks"`.
         what: &'static str,
     },
-    /// Operands share memory that must be separate.
+    /// Operands that must be in separate memory share memory.
     #[error("{what}: operands share memory; copy one of them first")]
     Aliased {
-        /// The operands.
+        /// The operands that share memory.
         what: &'static str,
     },
     /// A view is in the wrong kind of memory for the operation.
     #[error("{what}: expected {expected} memory, got {got} memory")]
     WrongMemory {
-        /// The operand.
+        /// The operand that is in the wrong memory.
         what: &'static str,
         /// The required memory: `"host"` or `"device"`.
         expected: &'static str,
@@ -223,19 +224,19 @@ pub enum Error {
     ForeignBlock {
         /// The given block.
         block: BlockId,
-        /// First block of the pool.
+        /// ID of the first block in the pool.
         start: u32,
-        /// First block after the pool.
+        /// ID of the first block after the pool.
         end: u32,
     },
-    /// Blocks are asleep: their memory is released.
+    /// The blocks are asleep: their memory has been released.
     #[error("blocks {start}..{end} ({tag:?}) are asleep; wake them first")]
     Asleep {
         /// The tag under which the blocks were put to sleep.
         tag: String,
-        /// First block of the sleeping range.
+        /// ID of the first block in the sleeping range.
         start: u32,
-        /// First block after the sleeping range.
+        /// ID of the first block after the sleeping range.
         end: u32,
     },
     /// A backend was given another backend's storage, event or stream.
@@ -251,10 +252,10 @@ pub enum Error {
     NoDevice {
         /// The backend.
         backend: &'static str,
-        /// The devices found, and what to do about it.
+        /// The devices that were found, and a suggested fix.
         reason: String,
     },
-    /// A device is gone: unplugged, reset or destroyed. The contents of its memory are lost; other devices
+    /// The device is gone: unplugged, reset or destroyed. The contents of its memory are lost; other devices
     /// are not affected.
     #[error("the device of the {backend} backend is lost: {reason}; open it again and recompute")]
     DeviceLost {
@@ -263,7 +264,7 @@ pub enum Error {
         /// The driver's message.
         reason: String,
     },
-    /// A device rejected a valid request.
+    /// The device rejected a valid request.
     #[error("the device of the {backend} backend refused: {reason}")]
     Device {
         /// The backend.
@@ -271,8 +272,8 @@ pub enum Error {
         /// The driver's message.
         reason: String,
     },
-    /// The backend does not support this operation or combination; its `capabilities()` list what it
-    /// supports.
+    /// The backend does not support this operation or combination. Its `capabilities()` list the supported
+    /// ones.
     #[error("{backend} does not support {what}")]
     Unsupported {
         /// The backend.
@@ -280,11 +281,11 @@ pub enum Error {
         /// The operation or combination.
         what: String,
     },
-    /// A captured graph has too little room, for example because a sequence has grown since the capture.
-    /// Capture it again.
+    /// A captured graph has too little room, for example because a sequence has grown since the capture. The
+    /// step must be captured again.
     #[error("the captured graph has no room for these {what}; capture it again")]
     GraphOutgrown {
-        /// The inputs of the replay.
+        /// The replay inputs that do not fit.
         what: &'static str,
     },
     /// The device or the system failed to allocate memory.
@@ -294,7 +295,7 @@ pub enum Error {
         bytes: usize,
         /// The kind of memory requested.
         kind: crate::base::MemoryKind,
-        /// The system's reason.
+        /// The reason that the device or the system gave.
         reason: String,
     },
     /// A view of 4-bit elements, or one of its elements, begins in the middle of a byte.
@@ -315,15 +316,15 @@ pub enum Error {
         /// The required alignment in bytes.
         align: usize,
     },
-    /// Offsets or indices of a sparse selection are not in order.
+    /// The offsets or indices of a sparse selection are not in order.
     #[error("selection of row {row}: {reason}")]
     InvalidSelection {
-        /// Row of the batch.
+        /// Index of the row in the batch.
         row: usize,
         /// The offsets or indices that are out of order.
         reason: String,
     },
-    /// A RoPE specification is contradictory or not supported.
+    /// The RoPE specification is contradictory or not supported.
     #[error("invalid RoPE configuration: {0}")]
     InvalidRope(String),
 }
@@ -368,7 +369,7 @@ impl From<KvFormat> for Compared {
 }
 
 impl Error {
-    /// Returns the error for two values that differ and must be equal.
+    /// Returns the error for two values that must be equal but differ.
     pub fn mismatch(what: &'static str, expected: impl Into<Compared>, got: impl Into<Compared>) -> Self {
         Self::Mismatch { what, expected: expected.into(), got: got.into() }
     }
@@ -395,12 +396,12 @@ impl Error {
 /// A result whose error type defaults to [`Error`].
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Checks that `expected == got`, and returns an [`Error::Mismatch`] that names `what` otherwise.
+/// Checks that `expected == got`. Otherwise returns an [`Error::Mismatch`] that names `what`.
 pub(crate) fn same<T: PartialEq + Into<Compared>>(what: &'static str, expected: T, got: T) -> Result<()> {
     if expected == got { Ok(()) } else { Err(Error::mismatch(what, expected, got)) }
 }
 
-/// Returns the product of `factors`, or [`Error::Overflow`] if it does not fit.
+/// Returns the product of `factors`, or [`Error::Overflow`] if it does not fit in a `usize`.
 pub(crate) fn product(what: &'static str, factors: &[usize]) -> Result<usize> {
     factors
         .iter()

@@ -1,4 +1,4 @@
-//! Block IDs: identifiers of places in an arena.
+//! Block IDs, which identify the blocks of an arena.
 
 use std::fmt;
 

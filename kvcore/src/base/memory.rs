@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-/// The kind of memory that a storage is in. Disks are a tier below memory and are not listed here.
+/// The kind of memory that a storage is in. Disks are not memory and are not listed here.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MemoryKind {

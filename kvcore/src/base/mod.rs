@@ -1,4 +1,4 @@
-//! Plain values: element types, block ids, layouts, quantised formats, rotary embeddings, ranks and errors.
+//! Plain values: element types, block IDs, layouts, quantised formats, rotary embeddings, ranks and errors.
 //! Nothing in this module touches memory or depends on a device.
 
 mod dtype;

@@ -1,4 +1,4 @@
-//! The place of one rank in tensor, pipeline and data parallelism, and its share of a model.
+//! A rank's indices in tensor, pipeline and data parallelism, and its share of the model.
 
 use std::ops::Range;
 
@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::base::{Error, Result};
 
-/// The place of a rank among all ranks. A size of 1 means that the dimension is not split.
+/// A rank's index and the number of ranks in each parallel dimension. A size of 1 means that the dimension is
+/// not split.
 ///
 /// ```
 /// use kvcore::RankInfo;
@@ -18,22 +19,22 @@ use crate::base::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankInfo {
-    /// Index of this rank among the ranks that share the heads.
+    /// Index of this rank among the ranks that split the heads.
     pub tp_rank: usize,
-    /// Number of ranks that share the heads.
+    /// Number of ranks that split the heads.
     pub tp_size: usize,
     /// Index of this rank's stage in the pipeline.
     pub pp_rank: usize,
     /// Number of stages in the pipeline.
     pub pp_size: usize,
-    /// Index of this rank among the ranks that share a batch.
+    /// Index of this rank among the ranks that split a batch.
     pub dp_rank: usize,
-    /// Number of ranks that share a batch.
+    /// Number of ranks that split a batch.
     pub dp_size: usize,
 }
 
 impl Default for RankInfo {
-    /// Returns the place of a single rank that holds everything.
+    /// Returns the info of a single rank that holds the whole model and batch.
     fn default() -> Self {
         Self { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1, dp_rank: 0, dp_size: 1 }
     }
@@ -42,7 +43,7 @@ impl Default for RankInfo {
 /// A rank's share of a model's K or V heads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HeadShare {
-    /// First head of the model that this rank holds.
+    /// Index of the first head that this rank holds, numbered as in the model.
     pub first: usize,
     /// Number of heads that this rank holds.
     pub count: usize,
@@ -59,7 +60,7 @@ impl HeadShare {
 }
 
 impl RankInfo {
-    /// Creates the place of rank `rank` among `size` ranks that share the heads.
+    /// Creates the info of rank `rank` of `size` ranks that split the heads.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `size` is 0, and [`Error::OutOfRange`] if `rank` is not below `size`.
@@ -67,7 +68,7 @@ impl RankInfo {
         Self { tp_rank: rank, tp_size: size, ..Self::default() }.checked()
     }
 
-    /// Creates the place of stage `rank` in a pipeline of `size` stages.
+    /// Creates the info of stage `rank` in a pipeline of `size` stages.
     ///
     /// # Errors
     /// Returns the errors of [`tensor_parallel`](Self::tensor_parallel).
@@ -75,7 +76,7 @@ impl RankInfo {
         Self { pp_rank: rank, pp_size: size, ..Self::default() }.checked()
     }
 
-    /// Checks the place and returns it unchanged if it is valid.
+    /// Checks all indices and sizes, and returns the info unchanged if they are valid.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if a size is 0, and [`Error::OutOfRange`] if a rank is not below its size,

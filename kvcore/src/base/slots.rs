@@ -1,4 +1,4 @@
-//! Slot mappings: the slot that each row of a batch is written to.
+//! Slot mappings: lists of the slots that the rows of a batch are written to.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -28,8 +28,8 @@ impl SlotMapping {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if `block_size` is 0, and [`Error::OutOfRange`] if a token lies past the
-    /// blocks.
+    /// Returns [`Error::Zero`] if `block_size` is 0, and [`Error::OutOfRange`] if a token is past the end of
+    /// the blocks.
     pub fn in_blocks(
         blocks: &[BlockId],
         block_size: usize,
@@ -45,8 +45,8 @@ impl SlotMapping {
         Ok(Self(tokens.into_iter().map(slot).collect::<Result<_>>()?))
     }
 
-    /// Replaces the slots. Reuses the old memory if the number of slots is unchanged and no operation still
-    /// holds it.
+    /// Replaces the slots. Reuses the memory if the number of slots is unchanged and no operation still holds
+    /// it.
     pub(crate) fn refill(&mut self, slots: impl ExactSizeIterator<Item = i64>) {
         match Arc::get_mut(&mut self.0) {
             Some(own) if own.len() == slots.len() => {
@@ -56,7 +56,7 @@ impl SlotMapping {
         }
     }
 
-    /// Returns the number of rows.
+    /// Returns the number of rows, including padding.
     pub fn len(&self) -> usize {
         self.0.len()
     }
@@ -66,7 +66,7 @@ impl SlotMapping {
         self.0.is_empty()
     }
 
-    /// Concatenates the rows of several sequences.
+    /// Concatenates the slots of several sequences.
     pub fn concat<'a>(parts: impl IntoIterator<Item = &'a Self>) -> Self {
         Self(parts.into_iter().flat_map(|part| part.0.iter().copied()).collect())
     }

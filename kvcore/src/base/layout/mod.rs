@@ -1,4 +1,4 @@
-//! The address of every element of K and V: an affine formula with validated strides.
+//! Memory layouts of K and V: an affine formula with validated strides gives the address of every element.
 
 use crate::base::{DType, Error, Result, product};
 
@@ -13,10 +13,10 @@ pub use shape::{BlockOrder, KvShape};
 
 /// A validated layout of paged (or static) K and V storage.
 ///
-/// The element `(layer, block, token, head, i)` of K lies at
-/// `layer * k.layer + block * k.block + token * k.token + head * k.head + i`. The constructor checks that
-/// no two elements share an address and that no product overflows, so later address arithmetic cannot
-/// overflow. The scales of quantised formats follow the same formula with strides of their own.
+/// The element `(layer, block, token, head, i)` of K is at `layer * k.layer + block * k.block + token *
+/// k.token + head * k.head + i`. The constructor checks that no two elements share an address and that no
+/// product overflows, so later address arithmetic cannot overflow. The scales of quantised formats follow the
+/// same formula with their own strides.
 ///
 /// ```
 /// use kvcore::{BlockOrder, DType, KvFormat, KvLayout, KvShape};
@@ -46,7 +46,7 @@ struct PlaneExtent {
     strides: PlaneStrides,
     bytes: usize,
     scales: Option<ScaleLayout>,
-    /// Bytes of one token in one layer, including its scales.
+    /// Size of one token in one layer, in bytes, including its scales.
     token_bytes: usize,
 }
 
@@ -75,7 +75,7 @@ fn per_byte(dtype: DType) -> usize {
 }
 
 impl KvLayout {
-    /// Creates a layout of the given shape without gaps.
+    /// Creates a layout of the given shape, without gaps between elements.
     ///
     /// # Errors
     /// Returns the errors of [`with_strides`](Self::with_strides).
@@ -85,8 +85,8 @@ impl KvLayout {
         Self::with_strides(shape, k, v)
     }
 
-    /// Creates a layout with the caller's strides, for memory that other code laid out. Scales have no gaps
-    /// and follow the order of `shape`.
+    /// Creates a layout with the caller's strides, for memory whose layout other code defines. Scales have no
+    /// gaps and follow the order of `shape`.
     ///
     /// # Errors
     /// - Returns [`Error::Zero`] if an extent or the group is 0.
@@ -124,9 +124,8 @@ impl KvLayout {
         Ok(Self { shape, k, v, token_bytes, block_bytes })
     }
 
-    /// Returns whether K and V can share one piece of memory, with V `distance` bytes after K, without
-    /// sharing an element: they alternate per row, head or block. Both must have equal strides, heads and row
-    /// lengths.
+    /// Returns whether K and V can alternate, per row, head or block, in one piece of memory without sharing
+    /// an element. V begins `distance` bytes after K. Both must have equal strides, heads and row lengths.
     pub(crate) fn in_turn(&self, distance: u64) -> bool {
         let (s, dtype) = (&self.shape, self.shape.format.storage_dtype());
         let alike = (s.k_heads, s.k_dim, self.k.strides) == (s.v_heads, s.v_dim, self.v.strides);
@@ -180,33 +179,33 @@ impl KvLayout {
         self.v.strides
     }
 
-    /// Returns the number of bytes that the K storage must have.
+    /// Returns the required size of the K storage, in bytes.
     pub fn k_bytes(&self) -> usize {
         self.k.bytes
     }
 
-    /// Returns the number of bytes that the V storage must have.
+    /// Returns the required size of the V storage, in bytes.
     pub fn v_bytes(&self) -> usize {
         self.v.bytes
     }
 
-    /// Returns the layout of the scales of K, or `None` for a dense format.
+    /// Returns the layout of K's scales, or `None` for a dense format.
     pub fn k_scales(&self) -> Option<ScaleLayout> {
         self.k.scales
     }
 
-    /// Returns the layout of the scales of V, or `None` for a dense format.
+    /// Returns the layout of V's scales, or `None` for a dense format.
     pub fn v_scales(&self) -> Option<ScaleLayout> {
         self.v.scales
     }
 
-    /// Returns the number of bytes of one token in one layer: K and V, including the scales stored per block.
+    /// Returns the size of one token in one layer, in bytes: K and V, including the scales stored per block.
     pub fn token_bytes(&self) -> usize {
         self.token_bytes
     }
 
-    /// Returns the number of bytes of one block in all layers: K and V, including the scales stored per
-    /// block. Static scales do not belong to a block, so they are not counted.
+    /// Returns the size of one block in all layers, in bytes: K and V, including the scales stored per block.
+    /// Static scales do not belong to a block, so they are not counted.
     pub fn block_bytes(&self) -> usize {
         self.block_bytes
     }
@@ -241,7 +240,8 @@ mod tests {
         }
     }
 
-    /// Asserts that no two rows of `len` elements overlap and that the rows together fill `elements`.
+    /// Asserts that no two rows of `len` elements overlap and that the rows together fill `elements`
+    /// elements.
     fn tile(s: &KvShape, strides: PlaneStrides, heads: usize, len: usize, elements: usize) {
         let mut seen = vec![false; elements];
         for layer in 0..s.num_layers {
@@ -291,7 +291,7 @@ mod tests {
         let shape =
             KvShape { v_heads: shape().k_heads, v_dim: shape().k_dim, format: DType::F16.into(), ..shape() };
         let (heads, dim, size) = (shape.k_heads, shape.k_dim, shape.block_size);
-        // A row holds a token's key and then its value.
+        // Each row holds a token's key, followed by its value.
         let token = 2 * heads * dim;
         let block = size * token;
         let strides = PlaneStrides { layer: block * shape.num_blocks, block, head: 2 * dim, token };

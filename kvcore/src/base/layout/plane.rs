@@ -1,9 +1,9 @@
-//! Strides of one plane, K or V, and the check that no two elements share an address.
+//! The strides of one plane (K or V), and the check that no two elements share an address.
 
 use super::{BlockOrder, KvShape};
 use crate::base::{Error, Result, product};
 
-/// Strides of K, of V or of their scales, counted in elements. The innermost axis has stride 1.
+/// The strides of K, V or their scales, in elements. The innermost axis has stride 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlaneStrides {
     /// Distance between consecutive layers.
@@ -17,8 +17,8 @@ pub struct PlaneStrides {
 }
 
 impl PlaneStrides {
-    /// Returns the index of the first element of a head's row. Cannot overflow within the extents of a
-    /// validated layout.
+    /// Returns the index of the first element of a head's row. The arithmetic cannot overflow for indices
+    /// inside a validated layout.
     pub fn at(&self, layer: usize, block: usize, token: usize, head: usize) -> usize {
         layer * self.layer + block * self.block + token * self.token + head * self.head
     }

@@ -1,11 +1,11 @@
-//! The byte ranges of a buffer that belong to given blocks.
+//! The byte ranges of an arena's buffers that belong to given blocks.
 
 use std::ops::Range;
 
 use super::{KvLayout, KvShape, PlaneStrides};
 use crate::base::DType;
 
-/// The rows of one buffer role of an arena: K, V, or the scales of either.
+/// The rows in one of an arena's buffers: K, V, or the scales of K or of V.
 #[derive(Debug, Clone, Copy)]
 struct RoleRows {
     strides: PlaneStrides,
@@ -21,8 +21,8 @@ impl KvLayout {
     /// per-block contents: K, V, and the scales of K and of V unless the scales are static.
     ///
     /// A range that reaches the end of its buffer ends at `usize::MAX` instead, so it also covers any bytes
-    /// after the last block. If layers are the outermost axis, which holds unless the caller gave strides, a
-    /// buffer has at most one range per layer.
+    /// after the last block. If layers are the outermost axis, which is always the case unless the caller
+    /// provided the strides, a buffer has at most one range per layer.
     pub fn runs(&self, blocks: &Range<u32>) -> Vec<Vec<Range<usize>>> {
         let s = &self.shape;
         let dtype = s.format.storage_dtype();
@@ -42,7 +42,7 @@ impl KvLayout {
 
 impl RoleRows {
     /// Returns the byte ranges of `blocks`. The strides must not overlap (see `PlaneStrides::extent`): axes
-    /// with a larger stride than the block axis are outside a block, the others inside it.
+    /// with a larger stride than the block axis are outside a block, and all other axes are inside it.
     fn runs(&self, shape: &KvShape, blocks: &Range<u32>) -> Vec<Range<usize>> {
         let s = self.strides;
         let axes = [(s.layer, shape.num_layers), (s.head, self.heads), (s.token, shape.block_size)];
@@ -108,7 +108,7 @@ mod tests {
         owner
     }
 
-    /// Asserts that the runs hold every byte of the range's blocks and no byte of another block.
+    /// Asserts that the runs contain every byte of the range's blocks and no byte of any other block.
     fn check(layout: &KvLayout) {
         let s = layout.shape().clone();
         let bits = s.format.storage_dtype().bits();
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn strides_of_any_order_are_followed() {
-        // From the outermost axis inwards: heads, blocks, layers, tokens, with gaps.
+        // The axes, from the outermost inwards, are heads, blocks, layers and tokens, with gaps between them.
         let s = shape(DType::F32.into(), BlockOrder::TokenMajor);
         let strides = |dim: usize| {
             let (token, layer) = (dim + 1, 4 * (dim + 1));

@@ -1,4 +1,4 @@
-//! The layout of a quantised plane's scales, which are another buffer role of the same blocks.
+//! The layout of a quantised plane's scales, which have their own buffer.
 
 use super::{KvShape, PlaneStrides};
 use crate::base::{DType, KvFormat, Result, ScaleScope, product};
@@ -13,11 +13,11 @@ use crate::base::{DType, KvFormat, Result, ScaleScope, product};
 pub struct ScaleLayout {
     /// Element type of one scale.
     pub dtype: DType,
-    /// Strides, counted in scales.
+    /// Strides, in scales.
     pub strides: PlaneStrides,
-    /// Number of consecutive scales of one head's row.
+    /// Number of scales per row of a head. They are stored consecutively.
     pub per_row: usize,
-    /// Number of bytes that the scale storage must have.
+    /// Required size of the scale storage, in bytes.
     pub bytes: usize,
 }
 
@@ -50,7 +50,7 @@ impl ScaleLayout {
         }
     }
 
-    /// Returns the number of bytes of a row's scales that move with its block.
+    /// Returns the size of a row's scales that move with its block, in bytes. Static scales do not move.
     pub(super) fn row_bytes(&self) -> usize {
         if self.is_static() { 0 } else { self.per_row * self.dtype.bits() / 8 }
     }

@@ -16,8 +16,8 @@ pub enum BlockOrder {
 
 /// The extents that define a [`KvLayout`](crate::KvLayout).
 ///
-/// K and V may differ in the number of heads and in width. Multi-head latent attention (MLA) uses one head
-/// each: K holds the rotated part (`k_dim` = `qk_rope_head_dim`) and V the latent (`v_dim` =
+/// K and V may differ in their number of heads and in their width. Multi-head latent attention (MLA) has one
+/// head in each: K holds the rotated part (`k_dim` = `qk_rope_head_dim`) and V the latent (`v_dim` =
 /// `kv_lora_rank`).
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvShape {
@@ -35,7 +35,7 @@ pub struct KvShape {
     pub k_dim: usize,
     /// Number of elements per head of V.
     pub v_dim: usize,
-    /// Format in which elements are stored.
+    /// Storage format of the elements.
     pub format: KvFormat,
     /// Order of heads and tokens inside a block.
     pub order: BlockOrder,

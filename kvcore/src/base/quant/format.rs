@@ -1,4 +1,4 @@
-//! Storage formats of keys and values.
+//! The storage formats of keys and values.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::base::Fp8Kind;
 use crate::base::{DType, Error, Result};
 
-/// Default number of elements that share a scale in integer formats.
+/// The default number of elements that share a scale in integer formats.
 const DEFAULT_GROUP: usize = 32;
 
 /// The part of an fp8 cache that shares one static scale.
@@ -22,7 +22,7 @@ pub enum ScaleScope {
 
 /// The storage format of the elements of K and V.
 ///
-/// Command lines and configs name a format by one word: `f32`, `f16`, `bf16`, `int8` or `int8:GROUP`,
+/// On the command line and in configs, a format is one word: `f32`, `f16`, `bf16`, `int8` or `int8:GROUP`,
 /// `int4` or `int4:GROUP`, `fp8-e4m3`, `fp8-e5m2`. Either fp8 format takes the suffix `:head` for one scale
 /// per head.
 ///
@@ -36,7 +36,7 @@ pub enum ScaleScope {
 #[serde(try_from = "String", into = "String")]
 #[non_exhaustive]
 pub enum KvFormat {
-    /// Elements without quantisation, in one of [`DType::COMPUTE`].
+    /// Unquantised elements of one of the types in [`DType::COMPUTE`].
     Dense(DType),
     /// Signed bytes, with one f16 scale for each `group` consecutive elements of a head's row.
     Int8 {
@@ -58,7 +58,7 @@ pub enum KvFormat {
 }
 
 impl KvFormat {
-    /// Names of all quantised formats, as [`name`](Self::name) returns them.
+    /// The names of all quantised formats, as returned by [`name`](Self::name).
     pub const QUANTIZED: [&str; 4] = ["int8", "int4", "fp8-e4m3", "fp8-e5m2"];
 
     /// Returns the element type of the stored codes.
@@ -92,7 +92,7 @@ impl KvFormat {
     /// Checks that rows of `dim` elements can be stored in this format.
     ///
     /// # Errors
-    /// Returns [`Error::InvalidFormat`] for a dense type that kernels do not compute with, [`Error::Zero`] if
+    /// Returns [`Error::InvalidFormat`] for a dense type that kernels cannot compute with, [`Error::Zero`] if
     /// the group is 0, and [`Error::NotMultiple`] if the group does not divide `dim` or is odd for int4.
     pub(crate) fn check_dim(self, what: &'static str, dim: usize) -> Result<()> {
         match self {

@@ -1,4 +1,4 @@
-//! The two 8-bit floats of the OCP specification (OFP8, revision 1.0).
+//! The two 8-bit float types of the OCP specification (OFP8, revision 1.0).
 
 /// The kind of 8-bit float.
 ///
@@ -75,7 +75,7 @@ impl Fp8Kind {
         f32::from_bits((F32_BIAS + 1 - self.bias()) << F32_MANTISSA)
     }
 
-    /// Returns the value of a code, following the format's definition.
+    /// Computes the value of a code from the definition of the format.
     const fn value(self, code: u8) -> f32 {
         let magnitude = code & !SIGN;
         let x = if magnitude > self.max_code() {
@@ -124,7 +124,7 @@ impl Fp8Kind {
         }
     }
 
-    /// Returns the smallest static scale under which a tensor with largest magnitude `amax` does not
+    /// Returns the smallest static scale for which a tensor whose largest magnitude is `amax` does not
     /// saturate. Returns 1 if `amax` is not a positive finite number.
     pub fn scale_for(self, amax: f32) -> f32 {
         if amax.is_finite() && amax > 0.0 { (amax / self.max()).max(f32::MIN_POSITIVE) } else { 1.0 }
@@ -199,7 +199,7 @@ mod tests {
         }
     }
 
-    /// Returns the nearest of all 256 values; for a tie, the value with the even code.
+    /// Returns the nearest of the 256 values. In a tie, returns the value with the even code.
     fn nearest(kind: Fp8Kind, x: f32) -> f32 {
         let x = f64::from(x.clamp(-kind.max(), kind.max()));
         let distance = |code: u8| (f64::from(kind.decode(code)) - x).abs();

@@ -1,4 +1,4 @@
-//! Symmetric integers with one scale for each group of consecutive elements.
+//! Symmetric integer quantisation, with one scale for each group of consecutive elements.
 
 use half::f16;
 
@@ -7,9 +7,9 @@ use crate::base::{Result, same};
 
 /// The kind of integer that stores a code.
 ///
-/// The scale of a group is its largest magnitude divided by the largest code, rounded *up* to f16. No
-/// finite element is clipped, and each reads back within half a scale. A group has a NaN scale and reads
-/// back as NaN if it holds NaN or infinity, or if its scale is too large for f16.
+/// The scale of a group is its largest magnitude divided by the largest code, rounded *up* to f16. No finite
+/// element is clipped, and each one decodes to within half a scale of its value. A group has a NaN scale and
+/// decodes to NaN if it contains NaN or infinity, or if its scale is too large for f16.
 ///
 /// ```
 /// use kvcore::IntKind;
@@ -49,7 +49,7 @@ impl IntKind {
         }
         let limit = f32::from(self.max());
         let near = f16::from_f32(amax / limit);
-        // Exact: the product of an 11-bit and a 7-bit number.
+        // This product of an 11-bit and a 7-bit number is exact.
         let up = near.to_f32() * limit < amax;
         let scale = if up { f16::from_bits(near.to_bits() + 1) } else { near };
         if scale.is_finite() { scale } else { f16::NAN }
@@ -130,7 +130,7 @@ impl IntKind {
         same("scales of a row", elements / group, scales)
     }
 
-    /// Returns the number of bytes of a group's codes.
+    /// Returns the size of a group's codes, in bytes.
     fn bytes_of(self, group: usize) -> usize {
         match self {
             Self::Int8 => group,
@@ -139,8 +139,8 @@ impl IntKind {
     }
 }
 
-/// Returns the nearest integer, ties to even, for magnitudes below 2²²: the addition shifts out all fraction
-/// bits. Calling the math library for each element would take several times as long.
+/// Rounds to the nearest integer, ties to even, for magnitudes below 2²²: the addition shifts out all
+/// fraction bits. A call to the math library for each element would take several times as long.
 fn nearest(x: f32) -> i8 {
     const SHIFT: f32 = 12_582_912.0; // 1.5 · 2²³
     (x + SHIFT - SHIFT) as i32 as i8

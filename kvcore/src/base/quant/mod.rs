@@ -1,5 +1,5 @@
-//! Quantised caches: the arithmetic that stores the elements of a row in fewer bits. This module does not
-//! depend on a device.
+//! Quantisation arithmetic, which stores the elements of a row in fewer bits. This module does not depend on
+//! a device.
 //!
 //! | format | one code | scales | NaN and infinity |
 //! |---|---|---|---|

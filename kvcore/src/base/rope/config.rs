@@ -8,9 +8,10 @@ use crate::base::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Pairing {
-    /// Element `i` with `i + rotary_dim / 2` (Llama, Qwen and Mistral in the Hugging Face layout).
+    /// Pairs element `i` with element `i + rotary_dim / 2` (Llama, Qwen and Mistral in the Hugging Face
+    /// layout).
     HalfSplit,
-    /// Element `2 i` with `2 i + 1` (GPT-J, and DeepSeek's stored layout).
+    /// Pairs element `2 i` with element `2 i + 1` (GPT-J, and DeepSeek's stored layout).
     Interleaved,
 }
 
@@ -27,26 +28,27 @@ pub enum RopeScaling {
     None,
     /// Position interpolation (Chen et al., 2023): all frequencies are divided by `factor`.
     Linear {
-        /// Ratio of the extended to the trained context.
+        /// Ratio of the extended context length to the trained one.
         factor: f64,
     },
     /// NTK-aware scaling (bloc97, 2023): theta is multiplied once by `factor^(d / (d − 2))`, where `d` is
     /// the rotary dimension. The lowest frequency is divided by `factor`, and the highest is kept.
     StaticNtk {
-        /// Ratio of the extended to the trained context.
+        /// Ratio of the extended context length to the trained one.
         factor: f64,
     },
     /// Dynamic NTK (emozilla, 2023): the trained frequencies are used up to the original context. For `n`
     /// positions beyond it, theta is multiplied by `(factor * n / original − (factor − 1))^(d / (d − 2))`.
     DynamicNtk {
-        /// Ratio of the longest to the trained context.
+        /// Ratio of the maximum context length to the trained one.
         factor: f64,
         /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,
     },
-    /// Llama 3.1: low frequencies are divided by `factor`, high ones are kept, with a smooth ramp between.
+    /// Llama 3.1: low frequencies are divided by `factor`, and high frequencies are kept, with a smooth ramp
+    /// in between.
     Llama3 {
-        /// Divisor of low frequencies.
+        /// The divisor of low frequencies.
         factor: f64,
         /// Wavelengths above `original / low_freq_factor` are scaled fully.
         low_freq_factor: f64,
@@ -55,11 +57,11 @@ pub enum RopeScaling {
         /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,
     },
-    /// YaRN (Peng et al., 2023): interpolation by parts, and an attention factor on cos and sin.
+    /// YaRN (Peng et al., 2023): interpolation by parts, and an attention factor that multiplies cos and sin.
     Yarn {
-        /// Ratio of the extended to the trained context.
+        /// Ratio of the extended context length to the trained one.
         factor: f64,
-        /// Factor on the cos and sin of queries and of keys, applied once to each.
+        /// Factor that multiplies the cos and sin of queries and of keys, once for each.
         attention_factor: f64,
         /// A frequency is kept if it makes more than this many rotations over the original context.
         beta_fast: f64,
@@ -68,17 +70,17 @@ pub enum RopeScaling {
         beta_slow: f64,
         /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,
-        /// Whether the ends of the ramp are rounded to whole dimensions, which is the usual choice.
+        /// If true, the ends of the ramp are rounded to whole dimensions, which is the usual choice.
         truncate: bool,
     },
     /// `LongRoPE` (Ding et al., 2024): each frequency is divided by its own factor, found by a search.
-    /// Requests up to the original context use one list of factors, longer requests another.
+    /// Requests within the original context use one list of factors, and longer requests use another.
     LongRope {
         /// Divisors for requests within the original context, one per pair.
         short_factor: Vec<f64>,
         /// Divisors for longer requests, one per pair.
         long_factor: Vec<f64>,
-        /// Factor on the cos and sin of queries and of keys, applied once to each in both regimes.
+        /// Factor that multiplies the cos and sin of queries and of keys, once for each, in both regimes.
         attention_factor: f64,
         /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,
@@ -93,7 +95,7 @@ pub struct RopeConfig {
     pub rotary_dim: usize,
     /// Base of the frequencies, for example 10000 or 500000.
     pub theta: f64,
-    /// Rule that selects the elements of a pair.
+    /// The rule that selects the elements of a pair.
     pub pairing: Pairing,
     /// Scaling of the frequencies.
     pub scaling: RopeScaling,
@@ -185,8 +187,8 @@ impl RopeConfig {
         }
     }
 
-    /// Checks that the embedding has more than one pair. With a single pair the exponent `d / (d − 2)` is
-    /// undefined.
+    /// Checks that the embedding has more than one pair, because the exponent `d / (d − 2)` is undefined for
+    /// one pair.
     fn check_ntk(&self) -> Result<()> {
         if self.rotary_dim > 2 {
             Ok(())

@@ -1,4 +1,4 @@
-//! The rotary embeddings of a model's layers. Layers with equal embeddings share them.
+//! The rotary embeddings of a model's layers. Layers with equal specifications share one embedding.
 
 use std::sync::Arc;
 
@@ -8,8 +8,8 @@ use super::{Regime, Rope, RopeConfig};
 use crate::base::{Error, Result};
 
 // Decision: docs/decisions/base.md#the-tables-of-four-regimes-are-kept
-/// Number of regimes per specification whose tables are kept. Dynamic NTK has one regime per length; older
-/// ones are recomputed.
+/// Maximum number of regimes per specification whose tables are kept. Dynamic NTK has one regime per length;
+/// a regime that is no longer kept is recomputed.
 const KEPT: usize = 4;
 
 /// The rotary embeddings of a model's layers, in every regime.
@@ -33,14 +33,14 @@ pub struct RopeFamily {
     max_positions: usize,
 }
 
-/// A specification and its recently used regimes, the latest last.
+/// A specification and its recently used regimes, with the most recent one last.
 #[derive(Debug)]
 struct Kind {
     config: RopeConfig,
     recent: Mutex<Vec<(Regime, Arc<Rope>)>>,
 }
 
-/// The embeddings of all layers in one request's regime. Cheap to clone.
+/// The embeddings of all layers in a request's regime. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct LayerRopes(Arc<[Arc<Rope>]>);
 
@@ -75,7 +75,7 @@ impl RopeFamily {
         Ok(family)
     }
 
-    /// Returns the first position that no request can reach.
+    /// Returns the maximum number of positions per request.
     pub fn max_positions(&self) -> usize {
         self.max_positions
     }

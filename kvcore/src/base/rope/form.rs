@@ -18,8 +18,8 @@ use crate::base::{Error, Result};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum KeyForm {
-    /// Keys rotated to the position where they were stored. Reading them costs nothing extra. At another
-    /// position, rotating the query compensates for the difference, up to rounding.
+    /// Keys rotated to the position where they were stored. Reading them costs nothing extra. If a key is
+    /// used at another position, the query is rotated to compensate for the difference, up to rounding.
     #[default]
     Rotated,
     /// Keys as the model projected them. The reader rotates each key to the position where it is used. A key

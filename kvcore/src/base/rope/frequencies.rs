@@ -1,5 +1,5 @@
-//! The frequencies of a regime, computed in f32 with the same operations in the same order as in Hugging Face
-//! transformers, so that they equal the frequencies the model uses there.
+//! The frequencies of a regime. They are computed in f32 with the same operations in the same order as in
+//! Hugging Face transformers, so both give equal frequencies.
 
 use std::f32::consts::PI;
 
@@ -83,7 +83,7 @@ impl RopeConfig {
         self.rotary_dim as f64 / (self.rotary_dim as f64 - 2.0)
     }
 
-    /// Returns the first and last dimension of `YaRN`'s ramp between kept and interpolated frequencies.
+    /// Returns the first and the last dimension of `YaRN`'s ramp between kept and interpolated frequencies.
     fn yarn_ramp(&self, fast: f64, slow: f64, original: f64, truncate: bool) -> (f64, f64) {
         let dim = self.rotary_dim as f64;
         let dimension_of = |rotations: f64| {

@@ -5,8 +5,8 @@
 //! identity.
 //!
 //! Frequencies are computed in f32 as in Hugging Face transformers, so they match the model's. Angles, sines
-//! and cosines are computed in f64 and rounded once. [`Regime`] covers frequencies that depend on the length
-//! of a request.
+//! and cosines are computed in f64 and rounded once. For frequencies that depend on the length of a request,
+//! see [`Regime`].
 
 mod config;
 mod family;

@@ -1,19 +1,19 @@
-//! Regimes: which frequencies a request uses, for scalings whose frequencies depend on its length.
+//! Regimes, which select a request's frequencies if the scaling depends on the request's length.
 
 use super::{RopeConfig, RopeScaling};
 
 /// The input that, together with a [`RopeConfig`], determines the frequencies.
 ///
-/// A request has one regime for all of its tokens, from its first prefill to its last answer token. It
-/// depends on the highest position that the request *may* reach: the prompt and the tokens to generate except
-/// the last, capped at the model's limit. A request therefore never holds keys of two regimes, and a
+/// A request has one regime for all of its tokens, from its first prefill to its last answer token. The
+/// regime depends on the highest position that the request *may* reach: the prompt and the tokens to generate
+/// except the last, capped at the model's limit. A request therefore never holds keys of two regimes, and a
 /// [`Rope`](crate::Rope) refuses positions past the end of its regime.
 ///
-/// A rotation cannot repair keys of another regime, because the states of deeper layers were computed under
-/// other attention. The frequencies are part of every key ([`KeyScope::rope`](crate::KeyScope::rope)), so a
-/// lookup under another regime is a miss.
+/// A rotation cannot repair keys of another regime, because the states of deeper layers were computed with
+/// different attention. The frequencies are part of every key ([`KeyScope::rope`](crate::KeyScope::rope)), so
+/// a lookup under another regime is a miss.
 ///
-/// Hugging Face transformers uses the longest position of each *forward pass* instead. Its frequencies
+/// Hugging Face transformers uses the highest position of each *forward pass* instead. Its frequencies
 /// therefore change in the middle of an answer, while older cached keys keep the old ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Regime {
@@ -21,7 +21,7 @@ pub enum Regime {
     Original,
     /// The frequencies of `LongRoPE` beyond the original context.
     Long,
-    /// The frequencies of dynamic NTK for this many positions, more than the original context.
+    /// The frequencies of dynamic NTK for this many positions, which must exceed the original context.
     Length(usize),
 }
 
@@ -106,7 +106,7 @@ mod tests {
         let trained = RopeConfig::new(8, 10_000.0).frequencies_for(Regime::Original).unwrap();
         assert_eq!(dynamic().frequencies_for(Regime::Original).unwrap(), trained);
         let stretched = dynamic().frequencies_for(Regime::Length(32)).unwrap();
-        // With n / original = 2 and factor 2, the stretch is 3: the lowest frequency falls to a third.
+        // With n / original = 2 and factor 2, the stretch is 3, so the lowest frequency is divided by 3.
         assert_eq!(stretched[0], trained[0]);
         assert!((stretched[3] * 3.0 / trained[3] - 1.0).abs() < 1e-5, "{stretched:?}");
         let divided: Vec<f32> = trained.iter().zip([1.0, 2.0, 3.0, 4.0]).map(|(f, d)| f / d).collect();

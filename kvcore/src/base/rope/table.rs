@@ -1,4 +1,4 @@
-//! Sines and cosines by position, computed on demand.
+//! Tables of sines and cosines by position, computed on demand.
 
 use std::sync::Arc;
 
@@ -6,8 +6,8 @@ use parking_lot::RwLock;
 
 use crate::base::{Error, Pairing, Regime, Result, RopeConfig};
 
-/// A rotary embedding in one regime, with its table of sines and cosines. Share one per distinct
-/// specification and regime; see [`RopeFamily`](crate::base::RopeFamily).
+/// A rotary embedding in one regime, with its table of sines and cosines. Create one per distinct
+/// specification and regime, and share it; see [`RopeFamily`](crate::base::RopeFamily).
 #[derive(Debug)]
 pub struct Rope {
     config: RopeConfig,
@@ -77,7 +77,7 @@ impl Rope {
         Self::in_regime(config, regime, max_positions)
     }
 
-    /// Creates a rotary embedding in `regime`, for its positions below `max_positions`.
+    /// Creates a rotary embedding in `regime`, for the regime's positions below `max_positions`.
     ///
     /// # Errors
     /// Returns the errors of [`new`](Self::new), and [`Error::InvalidRope`] if the scaling does not have
@@ -117,13 +117,13 @@ impl Rope {
         self.config.pairing
     }
 
-    /// Returns the first position (or distance) that is not allowed.
+    /// Returns the limit of positions and distances: their magnitude must be below it.
     pub fn max_positions(&self) -> usize {
         self.max_positions
     }
 
-    /// Returns a table that contains every position in `positions`, growing it if needed. Positions never
-    /// wrap around.
+    /// Returns a table that contains every position in `positions`. Grows the table if needed. Positions
+    /// never wrap around.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if the magnitude of a position is not below
