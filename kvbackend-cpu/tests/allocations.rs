@@ -1,4 +1,5 @@
-//! A decode step allocates nothing in the cache, as counted by the allocator over all threads.
+//! Checks that the cache allocates nothing during a decode step. The allocator counts the allocations of all
+//! threads.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -12,7 +13,7 @@ use kvcore::{
     TensorView, WriteSlots, allocate_tensor,
 };
 
-/// The system's allocator, with a count of allocations.
+/// The system's allocator, which also counts allocations.
 struct Counting;
 
 static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
@@ -46,12 +47,12 @@ const HEADS: usize = 4;
 const QUERY_HEADS: usize = 16;
 const DIM: usize = 64;
 const BLOCK: usize = 16;
-/// Blocks of the context before the counted steps.
+/// Number of context blocks before the counted steps.
 const BEFORE: usize = 80;
 
-/// Returns the allocations of each of the steps that follow `BEFORE` blocks of tokens.
+/// Returns the number of allocations in each of the `steps` steps that follow `BEFORE` blocks of tokens.
 fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
-    // Every step is shared between the threads, however small it is.
+    // Every step is split between the threads, however small it is.
     let thresholds = Thresholds { bytes_per_thread: 1, ..Thresholds::default() };
     let options = CpuOptions { threads: Some(threads), thresholds, ..CpuOptions::default() };
     let backend = CpuBackend::with_options(&options).unwrap();
@@ -80,7 +81,7 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
         let (k, v) = (rows(before.len(), HEADS), rows(before.len(), HEADS));
         cache.write(id, stream.as_ref(), layer, k, v, &before).unwrap();
     }
-    // The inputs of a step are made once and changed in place.
+    // The inputs of the steps are allocated only once, and changed in place.
     let (k, v) = (rows(1, HEADS), rows(1, HEADS));
     let mut slots = WriteSlots::default();
     let mut turn = ApplyRope { rows: k.clone(), positions: [0].into(), rope: Arc::clone(&rope) };
@@ -115,7 +116,7 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
             stream.attend(&attend).unwrap();
         }
     };
-    // The first steps find out how much memory each thread needs.
+    // During the first steps, the buffers of each thread grow to their final size.
     (0..BLOCK).for_each(|_| step());
     let count = |_| {
         let before = ALLOCATIONS.load(Ordering::Relaxed);
@@ -125,15 +126,15 @@ fn steps(format: KvFormat, threads: usize, steps: usize) -> Vec<usize> {
     (0..steps).map(count).collect()
 }
 
-/// This is the only test of the program, so no other thread allocates meanwhile.
+/// This is the only test of this program, so no other test allocates at the same time.
 #[test]
 fn a_decode_step_allocates_only_for_a_new_block() {
     for format in ["f32", "bf16", "int8:32", "fp8-e4m3"] {
         for threads in [1, 2] {
             let counts = steps(format.parse().unwrap(), threads, 2 * BLOCK);
             for (i, count) in counts.iter().enumerate() {
-                // A new block makes the block table longer and, now and then, the list of blocks that the
-                // sequence holds.
+                // A new block extends the block table and, occasionally, reallocates the list of blocks that
+                // the sequence holds.
                 let limit = if i.is_multiple_of(BLOCK) { 2 } else { 0 };
                 assert!(*count <= limit, "{format}, {threads} threads, step {i}: {counts:?}");
             }

@@ -1,5 +1,5 @@
-//! Groups of threads that fail in ways of their own: every rank gets a typed error, and none waits for ever.
-//! `kvconform::run_groups` has the ways that they share with devices.
+//! Failures that only thread groups have: every rank gets a typed error, and no rank waits forever.
+//! `kvconform::run_groups` tests the failures that thread groups and devices have in common.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use kvcore::{
     Stream, TensorView, allocate_tensor,
 };
 
-/// Longer than any test takes.
+/// A time limit that no test reaches.
 const LONG: Duration = Duration::from_secs(600);
 
 /// A rank with a tensor of eight elements.
@@ -37,7 +37,7 @@ fn group(ranks: usize, limit: Duration) -> Vec<Rank> {
     ThreadCommunicator::group(ranks, limit).unwrap().into_iter().map(rank).collect()
 }
 
-/// Runs a call on every rank, each in a thread of its own. Returns the results in the order of ranks.
+/// Runs a call on every rank, in one thread per rank. Returns the results in rank order.
 fn on_all<T: Send>(ranks: &[Rank], call: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
     let call = &call;
     thread::scope(|scope| {
@@ -46,8 +46,8 @@ fn on_all<T: Send>(ranks: &[Rank], call: impl Fn(&Rank) -> T + Sync) -> Vec<T> {
     })
 }
 
-/// Checks that a call fails on all ranks with one error that `expected` accepts, and that the group stays
-/// failed.
+/// Checks that a call fails on all ranks with the same error, that `expected` accepts this error, and that
+/// the group stays failed.
 fn fails(ranks: &[Rank], call: impl Fn(&Rank) -> Result<()> + Sync, expected: impl Fn(&Error) -> bool) {
     let errors: Vec<Error> = on_all(ranks, call).into_iter().map(Result::unwrap_err).collect();
     assert!(errors.iter().all(|error| *error == errors[0] && expected(error)), "{errors:?}");
@@ -117,7 +117,7 @@ fn a_rank_that_leaves_ends_the_wait_of_those_that_need_it() {
             waiting.join().unwrap();
         });
     }
-    // The others may go on among themselves.
+    // The other ranks may continue to communicate with each other.
     let mut ranks = group(3, LONG);
     assert_eq!(on_all(&ranks, Rank::sum), [Ok(()), Ok(()), Ok(())]);
     drop(ranks.pop());
@@ -149,7 +149,7 @@ fn sends_in_a_circle_fail_on_all_ranks() {
     fails(&group(2, Duration::from_millis(30)), circle, |error| matches!(error, Error::RanksTimedOut { .. }));
 }
 
-/// A stream whose device is lost as soon as something waits.
+/// A stream whose device is lost as soon as something waits for it.
 #[derive(Debug)]
 struct Lost(Arc<dyn Stream>);
 

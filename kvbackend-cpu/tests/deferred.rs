@@ -1,4 +1,4 @@
-//! The deferred mode: a program does not see the results of work that it forgets to wait for.
+//! Tests deferred execution: a program does not see the results of work that it forgets to wait for.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Products with matrices of every stored type against plain sums in f64: on every instruction set that the
-//! processor has, on one thread and on several.
+//! Compares products with matrices of every stored type with plain f64 sums, on every instruction set that
+//! the processor supports, with one thread and with several.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use kvbackend_cpu::dense::{Matrix, Products, StoredType};
@@ -9,7 +9,7 @@ use kvcore::Error;
 use proptest::prelude::*;
 use rstest::rstest;
 
-/// Returns every way to multiply, with its name.
+/// Returns one [`Products`] for each instruction set and number of threads, with its name.
 fn ways() -> Vec<(String, Products)> {
     let levels = SimdLevel::ALL.into_iter().filter(|level| level.is_available());
     let ways = levels.flat_map(|level| [(level, 1), (level, 3)]);
@@ -20,7 +20,7 @@ fn ways() -> Vec<(String, Products)> {
     ways.map(made).collect()
 }
 
-/// Returns bytes that depend only on the seed.
+/// Returns pseudo-random bytes that depend only on the seed.
 fn noise(seed: u64, n: usize) -> Vec<u8> {
     let mixed = |i: usize| {
         let x = (i as u64 + (seed << 32)).wrapping_mul(0x9E37_79B9_7F4A_7C15);
@@ -33,11 +33,11 @@ fn numbers(seed: u64, n: usize) -> Vec<f32> {
     noise(seed, 2 * n).as_chunks().0.iter().map(|&b| f32::from(i16::from_le_bytes(b)) / 16384.0).collect()
 }
 
-/// Returns the bytes of a matrix whose elements are of moderate size.
+/// Returns the bytes of a stored matrix whose elements have moderate magnitudes.
 fn stored(dtype: StoredType, rows: usize, width: usize, seed: u64) -> Vec<u8> {
     let blocks = rows * width / dtype.block_elements();
     let mut bytes = noise(seed, blocks * dtype.block_bytes());
-    // The places of scales in f16, and of floats: their exponents are set to small numbers.
+    // The positions of f16 scales and of floats within a block. Their exponents are set to small numbers.
     let places: &[usize] = match dtype {
         StoredType::F32 => return bytemuck::cast_slice(&numbers(seed, rows * width)).to_vec(),
         StoredType::BF16 => {
@@ -60,7 +60,7 @@ fn stored(dtype: StoredType, rows: usize, width: usize, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// Returns the products, each with the sum of the magnitudes that it is made of.
+/// Returns the expected products, each with the sum of the magnitudes of its terms.
 fn expected(x: &[f32], w: &[f32], input: usize) -> Vec<(f64, f64)> {
     let dot = |x: &[f32], w: &[f32]| {
         let products = x.iter().zip(w).map(|(a, b)| f64::from(*a) * f64::from(*b));
@@ -78,7 +78,7 @@ fn check(dtype: StoredType, rows: usize, out: usize, input: usize, seed: u64) {
     let matrix = Matrix::new(dtype, out, input, &bytes).unwrap();
     let mut known: Vec<(String, Vec<f32>)> = Vec::new();
     for (name, products) in ways() {
-        // Earlier contents do not matter.
+        // The earlier contents of `y` must not matter.
         let mut y = vec![f32::NAN; rows * out];
         products.multiply(&x, &matrix, &mut y).unwrap();
         for (i, (y, (sum, size))) in y.iter().zip(&expected).enumerate() {
@@ -102,7 +102,8 @@ fn every_type_multiplies_any_number_of_rows(#[values(1, 2, 3, 5, 6, 7, 13, 96, 9
     }
 }
 
-/// Rows of a multiple of 1,024 elements, which lie in the same sets of a cache, of more than one run.
+/// Multiplies more rows than fit in one run. Their length is a multiple of 1,024 elements, so they map to the
+/// same cache sets.
 #[test]
 fn many_rows_of_a_power_of_two_multiply() {
     for (rows, out, input) in [(24, 40, 1024), (70, 37, 1024), (400, 21, 2048)] {
@@ -119,14 +120,15 @@ fn rows_longer_than_a_step_are_summed_in_parts() {
     }
 }
 
-/// Norms, gates and sums in every way to compute, over enough elements for several threads, and over a few.
+/// Computes norms, gates and sums on every instruction set and number of threads, over few elements and over
+/// enough elements for several threads.
 #[rstest]
 fn steps_between_products_are_those_of_plain_sums(
     #[values(1, 3, 200)] rows: usize,
     #[values(1, 7, 8, 33, 576)] width: usize,
 ) {
     let (x, y, weight) = (numbers(1, rows * width), numbers(2, rows * width), numbers(3, width));
-    // Gates from far below zero to far above.
+    // The gates range from far below zero to far above zero.
     let gate: Vec<f32> = x.iter().map(|x| x * 60.0).collect();
     let wide = |x: &f32| f64::from(*x);
     let norm = x.chunks(width).flat_map(|x| {
@@ -247,8 +249,9 @@ fn extents_that_do_not_fit_are_errors() {
     assert_eq!(y, [0.0; 4], "sums of nothing");
 }
 
-/// Checks products of f32 or bf16 against plain sums: as close as sums in f32, except for denormals, and not
-/// finite where the sums are not. Threads change no bit.
+/// Compares products of f32 or bf16 matrices with plain sums. Except for denormals, they must be as close as
+/// f32 sums, and they must not be finite where the sums are not. The number of threads must not change any
+/// bit.
 fn check_numbers(x: &[f32], w: &[f32], input: usize, dtype: StoredType) {
     let (rows, out) = (x.len() / input, w.len() / input);
     let bytes: Vec<u8> = match dtype {
@@ -269,7 +272,7 @@ fn check_numbers(x: &[f32], w: &[f32], input: usize, dtype: StoredType) {
             let flushed = total(&x[row * input..][..input]) + total(&w[column * input..][..input]);
             let bound = 1e-6 * size + 2f64.powi(-124) * (flushed + input as f64);
             let near = (f64::from(*y) - sum).abs() <= bound;
-            // Sums in f32 may leave its range on their way.
+            // Intermediate f32 sums may overflow.
             let beyond = *size > f64::from(f32::MAX) && !y.is_finite();
             let same = sum.is_nan() && y.is_nan() || f64::from(*y) == *sum;
             let right = if sum.is_finite() { near || beyond } else { same || beyond };

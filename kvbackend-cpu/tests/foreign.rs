@@ -1,4 +1,5 @@
-//! Caches of other engines: every layout, instruction set and number of threads against the plain loops.
+//! Other engines' caches: compares every layout, instruction set and number of threads with the reference
+//! kernels.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -18,12 +19,12 @@ const HEADS: usize = 3;
 const BLOCKS: usize = 3;
 const OWN_BLOCKS: usize = 9;
 
-/// A layout of keys and values.
+/// A layout of another engine's keys and values.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Layout {
-    /// `[blocks, heads, block, 2 × dim]`: keys transposed, values after them.
+    /// `[blocks, heads, block, 2 × dim]`: transposed keys, followed by the values.
     Columns,
-    /// Blocks and heads as above, keys and values in the tiles of a matrix unit.
+    /// Blocks and heads like in `Columns`, with keys and values in matrix-unit tiles.
     Tiles,
     /// `[2, blocks, block, heads, dim]`.
     TokenMajor,
@@ -158,7 +159,7 @@ fn reference() -> Arc<CpuBackend> {
     CpuBackend::with_options(&CpuOptions { kernels: KernelSet::Reference, ..CpuOptions::default() }).unwrap()
 }
 
-/// Distinct numbers below `limit`, mostly in runs.
+/// Returns distinct slots below `limit`, mostly in runs.
 fn slots(limit: usize, count: usize, seed: u64) -> Vec<i64> {
     let mut all: Vec<i64> = (0..limit as i64).collect();
     let mut state = seed | 1;
@@ -220,7 +221,7 @@ fn rows_loaded_without_a_move_come_back_bit_for_bit() {
     for (layout, dtype) in
         [(Layout::Columns, DType::F32), (Layout::Columns, DType::BF16), (Layout::Tiles, DType::BF16)]
     {
-        // Whole blocks, whose lines bypass the caches.
+        // Whole blocks are copied, so that cache lines can bypass the caches.
         for backend in backends() {
             let arena = |seed| arena(&backend, 32, dtype, BlockOrder::TokenMajor, seed);
             let (from, to) = (arena(1), arena(2));

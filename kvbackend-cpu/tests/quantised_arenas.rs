@@ -1,4 +1,4 @@
-//! Quantised arenas on real memory: their scales, their bytes, and the calls that are refused.
+//! Quantised arenas on real memory: their scales, their bytes, and the calls that they refuse.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -28,7 +28,7 @@ fn arena(backend: &CpuBackend, format: &str) -> KvArena {
     KvArena::allocate(backend, MemoryKind::Device, layout(format)).unwrap()
 }
 
-/// Returns the static scales of K and of V.
+/// Returns the static scales of K and V.
 fn scales(stream: &dyn Stream, arena: &KvArena) -> [Vec<f32>; 2] {
     [arena.k_plane(), arena.v_plane()].map(|plane| {
         let (storage, layout) = plane.scales.unwrap();

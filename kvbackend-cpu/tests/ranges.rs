@@ -1,5 +1,5 @@
-//! Operations lock what they touch and nothing else. A host view holds one layer while operations of others
-//! run on the same thread: one that waited for it would never return.
+//! Checks that operations lock only the bytes that they use. A host view locks one layer while operations on
+//! other layers run in the same thread, so an operation that waited for the view would never return.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -32,7 +32,7 @@ fn arena(backend: &CpuBackend, format: &str, order: BlockOrder) -> KvArena {
     KvArena::allocate(backend, MemoryKind::Device, Arc::new(KvLayout::new(shape).unwrap())).unwrap()
 }
 
-/// Returns the bytes of one layer of every storage of an arena.
+/// Returns the bytes of one layer in every storage of an arena.
 fn layer(arena: &KvArena, layer: usize) -> Vec<TensorView> {
     let part = |storage: &Arc<dyn kvcore::Storage>| {
         let bytes = storage.len() / LAYERS;
@@ -51,7 +51,7 @@ fn pairs() -> WritePairs {
     WritePairs::unchecked([(BlockId(0), BlockId(1))].into_iter().collect::<Arc<[_]>>())
 }
 
-/// Runs every operation of one layer.
+/// Runs every kind of operation on one layer.
 fn all_of_a_layer(stream: &dyn Stream, arena: &KvArena, layer: usize) {
     let rope = Arc::new(Rope::new(RopeConfig::new(DIM, 10_000.0), 64).unwrap());
     let slots: Arc<[i64]> = (0..BLOCK as i64).collect();
@@ -115,7 +115,7 @@ fn an_operation_of_the_same_layer_waits_for_the_view() {
     let mut held = HostViewMut::<u8>::of(&middle[0]).unwrap();
     std::thread::scope(|scope| {
         let worker = scope.spawn(|| all_of_a_layer(backend.stream().unwrap().as_ref(), &arena, 1));
-        // All writes of the view come before the operations that wait for it.
+        // The view's writes precede all operations on this layer, because they wait for the view.
         held.fill(0xff);
         drop(held);
         worker.join().unwrap();

@@ -1,4 +1,5 @@
-//! Tensors that move between memories: the promises of `TensorView` and `OwnedStorage`, on real memory.
+//! Tensors that are moved between memories: checks the guarantees of `TensorView` and `OwnedStorage` on real
+//! memory.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! Unrotated keys: used at any position, they equal, bit for bit, the keys of a fresh prefill at that
-//! position.
+//! Unrotated keys: at every position where they are used, they match the keys of a fresh prefill at that
+//! position bit for bit.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -49,7 +49,8 @@ impl Setup {
         view
     }
 
-    /// Returns an arena with the same keys and values, rotated from position `start` on or not at all.
+    /// Returns an arena with the test's keys and values. Keys are rotated to positions starting at `start`,
+    /// or stored unrotated if there is none.
     fn filled(&self, format: KvFormat, start: Option<i64>) -> KvArena {
         let shape = KvShape {
             num_layers: 1,
@@ -84,7 +85,7 @@ impl Setup {
         arena
     }
 
-    /// Returns the output of a query right after the tokens.
+    /// Returns the output of a query that directly follows the tokens.
     fn attend(&self, arena: KvArena, keys: KeyForm, stored: i64, used: i64) -> Vec<f32> {
         let blocks: Arc<[BlockId]> = (0..6).map(BlockId).collect();
         let segment = Segment::new(blocks, TOKENS, 0, stored).at_offset(used - stored);
@@ -126,7 +127,7 @@ fn reuse_is_bit_for_bit_a_fresh_prefill(#[values(0, 1, 777, 100_000)] used: i64)
     }
 }
 
-/// In a format that rounds, the reference is a prefill that stores its keys unrotated.
+/// For formats that round, compares with a prefill that stores its keys unrotated.
 #[rstest]
 fn in_every_format_the_place_of_storing_leaves_no_trace(
     #[values("f16", "bf16", "int8:8", "int4:8", "fp8-e4m3")] format: &str,

@@ -1,4 +1,5 @@
-//! Storages over windows of one lent memory: operands whose windows overlap are refused, neighbours are not.
+//! Storages over windows of the same lent memory: operands whose windows overlap are refused, and adjacent
+//! windows are not.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::ptr::NonNull;
@@ -12,7 +13,7 @@ use kvcore::{
 use parking_lot::Mutex;
 
 const BLOCKS: usize = 4;
-/// Bytes of K, and of V, of an arena in f32.
+/// Size in bytes of each plane of an f32 arena.
 const PLANE: usize = BLOCKS * 2 * 8 * 4;
 
 /// Memory that storages may cover as windows.
@@ -27,19 +28,20 @@ impl Lent {
         Self { start: NonNull::from(words.as_mut_slice()).cast(), owner: Arc::new(Mutex::new(words)) }
     }
 
-    /// Returns a window that begins at byte `start`. While two windows that overlap live, tests run no
-    /// operation on them.
+    /// Returns a window that begins at byte `start`. Tests must not access windows that overlap other live
+    /// windows.
     fn window(&self, start: usize, bytes: usize) -> Arc<dyn Storage> {
         assert!(start + bytes <= 8 * PLANE);
-        // SAFETY: `start + bytes` is inside the vector, which lives in the owner, does not move, and is
-        // locked by nobody. While two windows that overlap live, every operation on them is refused.
+        // SAFETY: `start + bytes` is inside the vector, which lives in the owner, does not move, and is not
+        // locked by other code. Tests do not access overlapping windows, because every operation on them is
+        // refused.
         let storage = unsafe {
             CpuStorage::from_raw(self.start.add(start), bytes, MemoryKind::Device, self.owner.clone())
         };
         Arc::new(storage.unwrap())
     }
 
-    /// Returns an arena with K from byte `start` on, and V right behind K.
+    /// Returns an arena whose K begins at byte `start`, directly followed by V.
     fn arena(&self, start: usize) -> KvArena {
         let (k, v) = (self.window(start, PLANE), self.window(start + PLANE, PLANE));
         KvArena::from_storage(k, v, layout(DType::F32.into())).unwrap()

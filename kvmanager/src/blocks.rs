@@ -11,11 +11,12 @@ use crate::error::{CoreError, too_large};
 use crate::rows::read_rows;
 use crate::{Error, Result};
 
-/// The blocks of one device, allocated and freed by ID, and read and written block by block.
+/// A manager for the blocks of one device, which are allocated and freed by ID, written one at a time, and
+/// read as lists.
 ///
-/// The typed guards of [`BlockPool`] make wrong frees impossible; here, they are errors. All layers share the
-/// block IDs. Copies of rows run in the order of the caller's streams: a read sees rows that were written
-/// before on its stream, or on a stream that its stream waits for.
+/// The typed guards of [`BlockPool`] make wrong frees impossible; here, they are run-time errors. A block ID
+/// is valid in all layers. Copies of rows run in the order of the caller's streams: a read sees rows that
+/// were written earlier on its stream, or on a stream that its stream waits for.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -42,11 +43,11 @@ pub struct BlockManager {
 }
 
 impl BlockManager {
-    /// Allocates the memory of all blocks.
+    /// Creates a manager, and allocates the memory of all blocks.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if a size does not fit
-    /// the address space, and the errors of the backend.
+    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if a size exceeds the
+    /// address space, and the errors of the backend.
     pub fn new(backend: Arc<dyn Backend>, shape: KvShape) -> Result<Self> {
         let blocks = u32::try_from(shape.num_blocks);
         let blocks = blocks.map_err(|_| CoreError::Overflow { what: "number of blocks" })?;
@@ -55,7 +56,7 @@ impl BlockManager {
         Ok(Self { backend, arena, pool: BlockPool::new(0..blocks)?, held: BTreeMap::new() })
     }
 
-    /// Allocates `n` blocks, or none on failure.
+    /// Allocates `n` blocks. If there are not enough, allocates none.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if there are fewer than `n` free blocks.
@@ -69,12 +70,12 @@ impl BlockManager {
         Ok(ids)
     }
 
-    /// Frees all of `blocks`, or none.
+    /// Frees all of `blocks`. If any of them cannot be freed, frees none.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::ForeignBlock`] for an ID past the last block, and [`Error::NotAllocated`] for
-    /// a block that is already free, is given twice, or belongs to a sequence. Nothing is freed in these
-    /// cases.
+    /// a block that is already free, occurs twice in `blocks`, or belongs to a sequence. Nothing is freed in
+    /// these cases.
     pub fn free(&mut self, blocks: &[BlockId]) -> Result<()> {
         let mut seen = HashSet::new();
         for &block in blocks {
@@ -101,8 +102,8 @@ impl BlockManager {
         self.held.get(&block).ok_or(Error::NotAllocated { block })
     }
 
-    /// Writes rows `[tokens, heads, dim]` of one layer into a block, starting at token `offset` of the block,
-    /// in the order of `stream`.
+    /// Enqueues a write of rows `[tokens, heads, dim]` to one layer of a block, starting at token `offset` of
+    /// the block.
     ///
     /// # Errors
     /// Returns an error if the block is not allocated, if the rows reach past the end of the block, or if the
@@ -129,12 +130,13 @@ impl BlockManager {
         Ok(stream.scatter(&Scatter::new(&self.arena, layer, k.clone(), v.clone(), &slots))?)
     }
 
-    /// Copies the first `len` tokens of a list of blocks: `([len, heads, k_dim], [len, heads, v_dim])`. Use
-    /// the result on `stream`, or on a stream that waits for an event of `stream`.
+    /// Copies the keys and values of the first `len` tokens in a list of blocks, and returns the copies as
+    /// `([len, heads, k_dim], [len, heads, v_dim])`. Use them on `stream`, or on a stream that waits for an
+    /// event of `stream`.
     ///
     /// # Errors
-    /// Returns an error if a block is not allocated, if `len` exceeds the tokens of the blocks, or if the
-    /// layer is out of range.
+    /// Returns an error if a block is not allocated, if `len` exceeds the number of tokens in the blocks, or
+    /// if the layer is out of range.
     pub fn read(
         &self,
         stream: &dyn Stream,
@@ -165,22 +167,22 @@ impl BlockManager {
         self.pool.counts()
     }
 
-    /// Returns the number of tokens that fit into all blocks.
+    /// Returns the number of tokens that fit in all blocks together.
     pub fn max_tokens_supported(&self) -> usize {
         self.arena.layout().num_slots()
     }
 
-    /// Returns the number of bytes of K, V and their scales in all layers.
+    /// Returns the total size of K, V and their scales in all layers, in bytes.
     pub fn memory_usage(&self) -> usize {
         self.arena.storages().map(|storage| storage.len()).sum()
     }
 
-    /// Returns the memory of keys and values.
+    /// Returns the arena that stores the keys and values.
     pub fn arena(&self) -> &KvArena {
         &self.arena
     }
 
-    /// Returns the backend and the pool, for sequences that take blocks of their own.
+    /// Returns the backend and the pool, for sequences that allocate their own blocks.
     pub(crate) fn parts(&self) -> (&Arc<dyn Backend>, &BlockPool) {
         (&self.backend, &self.pool)
     }

@@ -4,16 +4,16 @@ use kvcore::BlockId;
 
 pub(crate) use kvcore::Error as CoreError;
 
-/// The errors of the managers, with the numbers needed to act on them.
+/// The errors of the managers, with the values needed to handle them.
 ///
 /// A call that returns an error changes nothing.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A block is not allocated: it was freed twice, given twice, or never allocated.
+    /// A block is not allocated, because it was freed earlier, passed twice in one call, or never allocated.
     #[error("block {block} is not allocated")]
     NotAllocated {
-        /// The block.
+        /// The ID of the block.
         block: BlockId,
     },
     /// Another sequence already has this ID.
@@ -22,38 +22,38 @@ pub enum Error {
     /// A sequence would exceed its maximum number of blocks.
     #[error("sequence {sequence} would have {blocks} blocks, the limit is {limit}")]
     SequenceTooLong {
-        /// The sequence.
+        /// The ID of the sequence.
         sequence: u64,
-        /// Number of blocks that the sequence would have.
+        /// The number of blocks that the sequence would have.
         blocks: usize,
-        /// Maximum number of blocks per sequence.
+        /// The maximum number of blocks per sequence.
         limit: usize,
     },
-    /// A request holds no blocks: it never reserved any, or was released.
+    /// A request holds no blocks, because it never reserved any or has been released.
     #[error("unknown request {0}")]
     UnknownRequest(u64),
     /// A piece of a merge has already arrived.
     #[error("stage {stage} of chunk {chunk} has arrived already")]
     DuplicatePiece {
-        /// The chunk of tokens.
+        /// The index of the piece's chunk.
         chunk: usize,
-        /// The stage of the pipeline.
+        /// The index of the piece's stage.
         stage: usize,
     },
     /// A piece belongs to a chunk that is already complete and may be in use.
     #[error("stage {stage} of chunk {chunk} is late: the chunk is already complete")]
     LatePiece {
-        /// The chunk of tokens.
+        /// The index of the piece's chunk.
         chunk: usize,
-        /// The stage of the pipeline.
+        /// The index of the piece's stage.
         stage: usize,
     },
     /// A fraction, threshold or heat is not between 0 and 1.
     #[error("{what} is {value}, not between 0 and 1")]
     NotAFraction {
-        /// The quantity.
+        /// The name of the quantity.
         what: &'static str,
-        /// The value given.
+        /// The value that was given.
         value: f64,
     },
     /// An error of `kvcore`.
@@ -64,12 +64,12 @@ pub enum Error {
 /// A result of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// Returns the error for a value that is not below `limit`.
+/// Creates the error for a value that is not below `limit`.
 pub(crate) fn range(what: &'static str, value: usize, limit: usize) -> Error {
     Error::Core(CoreError::OutOfRange { what, value: value as i128, limit: limit as i128 })
 }
 
-/// Returns the error for a value above `most`.
+/// Creates the error for a value above `most`.
 pub(crate) fn too_large(what: &'static str, value: usize, most: usize) -> Error {
     Error::Core(CoreError::TooLarge { what, value: value as i128, most: most as i128 })
 }

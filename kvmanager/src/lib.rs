@@ -1,19 +1,20 @@
-//! Managers for engines that use IDs instead of guards, built on the public API of [`kvcore`].
+//! Managers for engines that use IDs instead of guards. They are built on the public API of [`kvcore`].
 //!
 //! ```text
-//!   an engine that keeps …                      takes              instead of
-//!   block lists of its own                      BlockManager       kvcore::BlockPool and its guards
-//!   sequences by number, dense tensors          PagedSequences     kvcore::PagedKvCache
-//!   blocks by request, tiers, dashboards        StorageManager     kvcore::BlockPool
-//!   a model split among pipeline stages         RankCache          one arena
+//!   an engine that has …                        uses               instead of
+//!   its own block lists                         BlockManager       kvcore::BlockPool and its guards
+//!   sequence IDs, dense tensors                 PagedSequences     kvcore::PagedKvCache
+//!   request IDs, tiers, dashboards              StorageManager     kvcore::BlockPool
+//!   a model split into pipeline stages          RankCache          a single arena
 //! ```
 //!
-//! The Python module `kvcache` gives each of them the name of the project's first documents: `BlockManager`,
-//! `PagedKVCache`, `KvStorageManager` and `KVCache`.
+//! In the Python module `kvcache`, these managers have the names that the project's first documents use:
+//! `BlockManager`, `PagedKVCache`, `KvStorageManager` and `KVCache`.
 //!
-//! The guards of `kvcore` make a wrong free, a write into a shared block and a leak impossible by type. The managers
-//! keep the guards inside, and report these mistakes as errors ([`Error::NotAllocated`], [`Error::UnknownRequest`]).
-//! Build a new engine on the guards; take a manager for an engine whose scheduler already has numbers.
+//! The types of `kvcore`'s guards rule out wrong frees, writes to shared blocks, and leaks. The managers hold
+//! these guards internally, and report such mistakes as errors ([`Error::NotAllocated`],
+//! [`Error::UnknownRequest`]). Build a new engine on the guards, and use a manager for an engine whose
+//! scheduler already has IDs.
 //!
 //! ```
 //! use kvcore::BlockPool;
@@ -28,13 +29,13 @@
 //!
 //! | module | contents |
 //! |---|---|
-//! | `blocks` | [`BlockManager`]: blocks by number, written and read one at a time |
-//! | `sequences` | [`PagedSequences`]: sequences by number, written layer by layer |
-//! | `requests` | [`StorageManager`]: blocks by request |
-//! | `metrics` | [`PoolMetrics`]: the state of a pool and the latencies of a manager, with their goals |
-//! | `state` | [`BlockState`]: the states of a block under the names that operators know |
-//! | `tier` | [`TierThresholds`]: when to offload blocks, and when to load them early |
-//! | `ranks` | [`RankCache`], [`PrefillPlan`], [`ReceivedMatrix`]: caches of pipeline stages, and their merge |
+//! | `blocks` | [`BlockManager`]: blocks that are allocated and freed by ID |
+//! | `sequences` | [`PagedSequences`]: sequences with IDs, written layer by layer |
+//! | `requests` | [`StorageManager`]: blocks that are reserved by request |
+//! | `metrics` | [`PoolMetrics`]: the state of a pool, the latencies of its manager, and goals for both |
+//! | `state` | [`BlockState`]: the states of a block, with the names that operators know |
+//! | `tier` | [`TierThresholds`]: thresholds for offloading and prefetching blocks |
+//! | `ranks` | [`RankCache`], [`PrefillPlan`], [`ReceivedMatrix`]: caches of pipeline stages, and merging them |
 //! | `rows` | copies of rows out of an arena |
 //! | `error` | [`Error`] |
 

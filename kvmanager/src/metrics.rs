@@ -7,9 +7,10 @@ use crate::BlockState;
 use crate::requests::share;
 use kvchunk::metrics::{Exposition, Goal, Latencies, LatencyColumn, MetricKind, NumberColumn, Target};
 
-/// The metrics of a pool, and of the calls of its [`StorageManager`](super::StorageManager), at one moment.
+/// A snapshot of the metrics of a pool, and of the calls to its [`StorageManager`](super::StorageManager).
 ///
-/// [`prometheus`](Self::prometheus) returns the text that Prometheus scrapes; `serde` gives JSON.
+/// [`prometheus`](Self::prometheus) formats metrics as text for Prometheus, and `serde` can serialise them as
+/// JSON.
 ///
 /// ```
 /// use kvcore::BlockPool;
@@ -25,14 +26,14 @@ use kvchunk::metrics::{Exposition, Goal, Latencies, LatencyColumn, MetricKind, N
 /// ```
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct PoolMetrics {
-    /// Number of blocks of the pool.
+    /// Number of blocks in the pool.
     pub total: usize,
-    /// Number of blocks that a reservation can take: free and evictable blocks.
+    /// Number of blocks that can be reserved: free and evictable blocks.
     pub available: usize,
     /// Number of blocks held by requests.
     pub in_flight: usize,
-    /// `in_flight / total`, or 0 for an empty pool. Does not count cached blocks, unlike
-    /// [`PoolCounts::utilization`], which counts every block that is not free.
+    /// `in_flight / total`, or 0 if the pool is empty. Cached blocks are not included, unlike in
+    /// [`PoolCounts::utilization`], which includes every block that is not free.
     pub utilization: f64,
     /// Number of blocks in each state.
     pub counts: PoolCounts,
@@ -46,15 +47,16 @@ pub struct PoolMetrics {
     pub reserved_blocks: u64,
     /// Number of blocks freed by releases.
     pub released_blocks: u64,
-    /// Number of blocks given to callers that share them.
+    /// Number of blocks handed over to callers, which can share them.
     pub taken_blocks: u64,
     /// Number of cached blocks that were evicted.
     pub evictions: u64,
-    /// Hits and misses of block keys.
+    /// Number of hits and misses when block keys were looked up.
     pub lookups: Lookups,
-    /// Latencies of successful reservations, including waits for locks. Empty if not measured.
+    /// Latencies of successful reservations, including the time spent waiting for locks. Empty if they were
+    /// not measured.
     pub allocation: Latencies,
-    /// Latencies of successful releases. Empty if not measured.
+    /// Latencies of successful releases. Empty if they were not measured.
     pub release: Latencies,
 }
 
@@ -91,7 +93,8 @@ const HISTOGRAMS: [LatencyColumn<PoolMetrics>; 2] = [
 ];
 
 impl PoolMetrics {
-    /// Reads the metrics of a pool without a manager. The counts of calls are 0, and the latencies are empty.
+    /// Reads the metrics of a pool that has no manager. The numbers of calls are 0, and the latencies are
+    /// empty.
     pub(crate) fn of(pool: &BlockPool) -> Self {
         let counts = pool.counts();
         let in_flight = counts.mutable + counts.shared;
@@ -114,9 +117,10 @@ impl PoolMetrics {
         }
     }
 
-    /// Compares the metrics with the goals of seed 003: more than 10 % of the blocks available, less than
-    /// 90 % in flight, reservations below 1 ms and releases below 0.5 ms. For latencies the 99th percentile
-    /// is compared, rounded up to the end of its bucket. It is unknown if there was no call.
+    /// Compares the metrics with the goals of seed 003: more than 10 % of the blocks available, less than 90
+    /// % in flight, reservations below 1 ms and releases below 0.5 ms. For latencies, the 99th percentile is
+    /// compared, rounded up to the end of its bucket. If there were no calls, it is unknown whether the goal
+    /// is met.
     pub fn goals(&self) -> [Goal; 4] {
         let p99 = |latencies: &Latencies| latencies.quantile(0.99).map(|p99| p99.as_secs_f64());
         let available = Some(share(self.available, self.total));
@@ -128,7 +132,8 @@ impl PoolMetrics {
         ]
     }
 
-    /// Formats the metrics of several pools for Prometheus, with each name as the value of the label `pool`.
+    /// Formats the metrics of several pools for Prometheus. The name of a pool is the value of the label
+    /// `pool`.
     pub fn prometheus(pools: &[(&str, &Self)]) -> String {
         let mut text = Exposition::default();
         text.numbers(&COLUMNS, "pool", pools);
@@ -220,7 +225,7 @@ mod tests {
         assert_eq!((release.name, release.target), ("release_latency_p99", Target::Below(0.5e-3)));
     }
 
-    /// Returns samples by name and labels, after checking that each follows the header of its family.
+    /// Checks that each sample follows the header of its family, and returns the samples by name and labels.
     fn samples(text: &str) -> HashMap<String, f64> {
         let (mut all, mut family, mut seen) = (HashMap::new(), String::new(), Vec::new());
         for line in text.lines() {

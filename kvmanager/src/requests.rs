@@ -1,4 +1,4 @@
-//! Blocks by request.
+//! A manager of blocks that are reserved by request.
 
 use kvcore::{BlockId, BlockPool, MutableBlocks};
 use std::collections::HashMap;
@@ -9,12 +9,12 @@ use parking_lot::Mutex;
 use crate::{Error, PoolMetrics, Result};
 use kvchunk::metrics::LatencyHistogram;
 
-/// A manager that reserves blocks of a pool for requests, releases all blocks of a request together, and
-/// measures the latency of these calls.
+/// Reserves blocks of a pool for requests, releases all blocks of a request together, and measures the
+/// latency of these calls.
 ///
-/// The manager holds one guard of the pool for each request, under one lock. If the pool has no other users,
-/// available and in-flight blocks always add up to the pool's total. Engines that need no request numbers use
-/// the guards of [`BlockPool`] directly.
+/// The manager holds one guard of the pool for each request, all under a single lock. If the pool has no
+/// other users, the numbers of available and in-flight blocks always add up to the total number of blocks.
+/// Engines that do not need request IDs should use the guards of [`BlockPool`] directly.
 ///
 /// ```
 /// use kvcore::BlockPool;
@@ -45,7 +45,7 @@ struct Requests {
     counted: Counted,
 }
 
-/// Counts of events since the manager was created.
+/// Event counts since the manager was created.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Counted {
     pub(super) reservations: u64,
@@ -63,17 +63,16 @@ struct Timing {
 }
 
 impl StorageManager {
-    /// Creates a manager for a pool's blocks. Each reservation and each release reads the clock twice.
+    /// Creates a manager for the blocks of a pool. Each reservation and each release reads the clock twice.
     pub fn new(pool: BlockPool) -> Self {
         Self { pool, requests: Mutex::default(), timing: Timing::default() }
     }
 
-    /// Reserves `blocks` more blocks for a request, or none, and returns them. Evicts cached blocks if
-    /// needed.
+    /// Reserves `blocks` more blocks for a request, and returns their IDs. Evicts cached blocks if needed.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::OutOfBlocks`] if there are too few free and evictable blocks. The request
-    /// keeps its earlier blocks in that case.
+    /// Returns [`kvcore::Error::OutOfBlocks`] if there are too few free and evictable blocks. In that case,
+    /// nothing is reserved, and the request keeps its earlier blocks.
     pub fn reserve(&self, request: u64, blocks: usize) -> Result<Vec<BlockId>> {
         timed(&self.timing.allocation, || {
             let mut requests = self.requests.lock();
@@ -90,25 +89,25 @@ impl StorageManager {
         })
     }
 
-    /// Frees all blocks of a request, and returns their number.
+    /// Frees all blocks of a request, and returns the number of freed blocks.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownRequest`] if the request is not known.
+    /// Returns [`Error::UnknownRequest`] if the request holds no blocks.
     pub fn release(&self, request: u64) -> Result<usize> {
         timed(&self.timing.release, || {
             let mut requests = self.requests.lock();
-            let blocks = requests.remove(request)?.len(); // dropped here: the blocks are free
+            let blocks = requests.remove(request)?.len(); // the guard is dropped here, which frees the blocks
             requests.counted.releases += 1;
             requests.counted.released_blocks += blocks as u64;
             Ok(blocks)
         })
     }
 
-    /// Gives the blocks of a request to the caller, who can share them under their keys. The manager forgets
-    /// the request.
+    /// Removes a request from the manager, and returns the guard of its blocks, with which the caller can
+    /// share the blocks under their keys.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownRequest`] if the request is not known.
+    /// Returns [`Error::UnknownRequest`] if the request holds no blocks.
     pub fn take(&self, request: u64) -> Result<MutableBlocks> {
         let mut requests = self.requests.lock();
         let blocks = requests.remove(request)?;
@@ -116,19 +115,19 @@ impl StorageManager {
         Ok(blocks)
     }
 
-    /// Returns the blocks of a request, in the order of their reservation.
+    /// Returns the block IDs of a request, in the order in which they were reserved.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownRequest`] if the request is not known.
+    /// Returns [`Error::UnknownRequest`] if the request holds no blocks.
     pub fn blocks(&self, request: u64) -> Result<Vec<BlockId>> {
         let requests = self.requests.lock();
         let blocks = requests.held.get(&request).ok_or(Error::UnknownRequest(request))?;
         Ok(blocks.ids().to_vec())
     }
 
-    /// Returns the number of blocks that a reservation can take: free and evictable blocks.
+    /// Returns the number of blocks that can be reserved: free and evictable blocks.
     pub fn available_count(&self) -> usize {
-        let _requests = self.requests.lock(); // no reservation is half done
+        let _requests = self.requests.lock(); // no reservation is in progress
         self.pool.counts().available()
     }
 
@@ -142,7 +141,7 @@ impl StorageManager {
         &self.pool
     }
 
-    /// Returns all metrics at one moment. Latencies of calls that end during this call may be missing.
+    /// Returns a snapshot of all metrics. Latencies of calls that end while it is taken may be missing.
     pub fn metrics(&self) -> PoolMetrics {
         let requests = self.requests.lock();
         let counted = requests.counted;
@@ -162,7 +161,7 @@ impl StorageManager {
     }
 }
 
-/// Runs `call`. If it succeeds, records its duration.
+/// Runs `call`, and records its duration if it succeeds.
 fn timed<T>(latencies: &LatencyHistogram, call: impl FnOnce() -> Result<T>) -> Result<T> {
     let start = Instant::now();
     let value = call()?;

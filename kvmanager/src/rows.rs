@@ -1,11 +1,11 @@
-//! Copies of rows to and from slots of an arena, for caches that read back their contents.
+//! Copies rows out of the slots of an arena, for caches whose contents are read back.
 
 use crate::Result;
 use kvcore::{Backend, DType, Gather, KvArena, LayerViews, MemoryKind, Stream, allocate_tensor};
 use std::sync::Arc;
 
-/// Copies the rows at `slots` into new memory: `([rows, k_heads, k_dim], [rows, v_heads, v_dim])`. The
-/// element type is that of the arena, or f32 if the arena is quantised. The copy is enqueued on `stream`.
+/// Copies the rows at `slots` to new memory, and returns `([rows, k_heads, k_dim], [rows, v_heads, v_dim])`.
+/// The element type is the arena's, or f32 if the arena is quantised. The copy is enqueued on `stream`.
 pub(super) fn read_rows(
     backend: &dyn Backend,
     stream: &dyn Stream,

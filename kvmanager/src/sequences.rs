@@ -1,4 +1,5 @@
-//! Sequences under the caller's own IDs, written layer by layer and read back as dense tensors.
+//! Sequences with IDs that the caller chooses. They are written layer by layer and read back as dense
+//! tensors.
 
 use kvcore::{Backend, LayerViews, PagedKvCache, SequenceId, SequenceStart, Stream, TensorView};
 use std::collections::BTreeMap;
@@ -14,16 +15,17 @@ pub const DEFAULT_MAX_BLOCKS: usize = 64;
 #[derive(Debug)]
 struct Named {
     id: SequenceId,
-    /// Number of tokens written in each layer.
+    /// Number of tokens written to each layer.
     written: Vec<usize>,
 }
 
-/// Sequences in the blocks of a [`BlockManager`], appended to layer by layer.
+/// A set of sequences in the blocks of a [`BlockManager`]. Tokens are appended layer by layer.
 ///
-/// All layers of a sequence share its blocks. The first layer that receives a token takes the slot, and the
-/// other layers write to that slot, so the length grows once per token. Copies of rows run in the order of
-/// the caller's streams, under the rule stated at [`PagedKvCache`](PagedKvCache#order). Meant for engines
-/// that attend over dense tensors; engines that read blocks in place use [`PagedKvCache`] itself.
+/// All layers of a sequence share its blocks. The first layer to which a token is appended allocates the
+/// token's slot, and the other layers write to the same slot, so the length grows only once per token. Copies
+/// of rows run in the order of the caller's streams, as described at [`PagedKvCache`](PagedKvCache#order).
+/// Meant for engines that attend over dense tensors. Engines that read blocks in place should use
+/// [`PagedKvCache`] itself.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -58,8 +60,8 @@ pub struct PagedSequences {
 }
 
 impl PagedSequences {
-    /// Creates an empty set of sequences that take their blocks from `manager`. A sequence has at most
-    /// [`DEFAULT_MAX_BLOCKS`] blocks.
+    /// Creates an empty set of sequences that allocate their blocks from `manager`. A sequence can have at
+    /// most [`DEFAULT_MAX_BLOCKS`] blocks.
     ///
     /// # Errors
     /// Returns the errors of [`PagedKvCache::new`].
@@ -77,11 +79,11 @@ impl PagedSequences {
         self
     }
 
-    /// Creates a sequence under the caller's number. Without one, uses the largest number in use plus 1, or
-    /// 0 for the first sequence. Returns the number.
+    /// Creates a sequence with the ID `number`, and returns the ID. If `number` is `None`, the ID is the
+    /// largest ID in use plus 1, or 0 if there are no sequences.
     ///
     /// # Errors
-    /// Returns [`Error::SequenceExists`] if the number is in use.
+    /// Returns [`Error::SequenceExists`] if the ID is in use.
     pub fn create(&mut self, number: Option<u64>) -> Result<u64> {
         let next = || self.sequences.last_key_value().map_or(0, |(last, _)| last.wrapping_add(1));
         let number = number.unwrap_or_else(next);
@@ -98,7 +100,7 @@ impl PagedSequences {
         self.sequences.get(&number).ok_or(Error::Core(CoreError::UnknownSequence(number)))
     }
 
-    /// Returns the number of tokens written in one layer.
+    /// Returns the number of tokens written to one layer of a sequence.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence, and
@@ -108,7 +110,7 @@ impl PagedSequences {
         written.get(layer).copied().ok_or(range("layer", layer, written.len()))
     }
 
-    /// Returns the number of tokens of a sequence, which is the length of its longest layer.
+    /// Returns the number of tokens in a sequence, which is the length of its longest layer.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.
@@ -116,12 +118,13 @@ impl PagedSequences {
         Ok(self.cache.len(self.named(number)?.id)?)
     }
 
-    /// Appends new rows `[tokens, heads, dim]` to one layer.
+    /// Appends rows `[tokens, heads, dim]` of new tokens to one layer of a sequence.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence, [`Error::SequenceTooLong`] if
-    /// the sequence would exceed its limit of blocks, [`kvcore::Error::OutOfBlocks`] if there are not enough
-    /// blocks, and an error if the layer or a shape does not fit. The sequence is unchanged in these cases.
+    /// the sequence would exceed its maximum number of blocks, [`kvcore::Error::OutOfBlocks`] if there are
+    /// not enough blocks, and an error if the layer or a shape does not fit. The sequence is unchanged in
+    /// these cases.
     pub fn append(
         &mut self,
         stream: &dyn Stream,
@@ -134,9 +137,9 @@ impl PagedSequences {
         self.write(stream, number, layer, k, v, start)
     }
 
-    /// Writes rows of one layer at `start`, replacing all tokens of the layer starting at `start`. Returns
-    /// all rows of the layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`. Blocks past the end of the
-    /// longest layer are freed.
+    /// Replaces all tokens of one layer starting at token `start` with new rows. Returns copies of all rows
+    /// of the layer, as `([len, k_heads, k_dim], [len, v_heads, v_dim])`. Blocks past the end of the longest
+    /// layer are freed.
     ///
     /// ```
     /// # use kvbackend_cpu::CpuBackend;
@@ -212,7 +215,8 @@ impl PagedSequences {
         Ok(self.cache.truncate(id, furthest)?)
     }
 
-    /// Copies the first `len` rows of one layer: `([len, k_heads, k_dim], [len, v_heads, v_dim])`.
+    /// Copies the first `len` rows of one layer, and returns `([len, k_heads, k_dim], [len, v_heads,
+    /// v_dim])`.
     ///
     /// # Errors
     /// Returns the errors of [`layer_len`](Self::layer_len), [`kvcore::Error::TooLarge`] if the layer has
@@ -226,7 +230,7 @@ impl PagedSequences {
         read_rows(self.backend.as_ref(), stream, self.cache.arena(), layer, slots.slots())
     }
 
-    /// Ends a sequence and frees its blocks at once.
+    /// Deletes a sequence, and frees its blocks immediately.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::UnknownSequence`] if there is no such sequence.

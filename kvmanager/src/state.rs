@@ -1,15 +1,15 @@
-//! The states of blocks under the names that operators know.
+//! The states of blocks, with the names that operators know.
 
 use kvcore::PoolCounts;
 
-/// The state of a block for display, under the names of NVIDIA Dynamo's KV manager.
+/// The state of a block for display, with the names that NVIDIA Dynamo's KV manager uses.
 ///
-/// | here | in [`kvcore`] | leaves by |
+/// | here | in [`kvcore`] | a block leaves the state by |
 /// |---|---|---|
 /// | `Available` | Free | being reserved |
-/// | `Reserved` | Mutable: being filled | being completed, or released |
-/// | `InUse` | Shared: filled, with any number of holders | its last holder |
-/// | `Cached` | Cached: no holder, contents kept | being found again, or evicted |
+/// | `Reserved` | Mutable: being filled | being completed or released |
+/// | `InUse` | Shared: filled, with at least one holder | losing its last holder |
+/// | `Cached` | Cached: without holders, contents kept | being found again or evicted |
 ///
 /// Every block is in exactly one state.
 ///
@@ -32,7 +32,7 @@ pub enum BlockState {
     /// The block is filled and has at least one holder.
     #[doc(alias = "Shared")]
     InUse,
-    /// The block has no holder, and its contents are kept.
+    /// The block has no holders, but its contents are kept.
     Cached,
 }
 
@@ -40,7 +40,7 @@ impl BlockState {
     /// All states, in the order of the lifecycle.
     pub const ALL: [Self; 4] = [Self::Available, Self::Reserved, Self::InUse, Self::Cached];
 
-    /// Returns the name used in tables and metrics.
+    /// Returns the name of the state in tables and metrics.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Available => "available",
@@ -50,7 +50,7 @@ impl BlockState {
         }
     }
 
-    /// Returns the number of blocks of a pool in this state.
+    /// Returns the number of a pool's blocks that are in this state.
     pub const fn count(self, counts: &PoolCounts) -> usize {
         match self {
             Self::Available => counts.free,

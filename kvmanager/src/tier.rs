@@ -1,19 +1,20 @@
-//! Thresholds for offloading from a tier and for prefetching: they make decisions but move nothing.
+//! Thresholds for offloading blocks and for prefetching them. This module makes decisions, but does not move
+//! blocks.
 
 use crate::error::too_large;
 use crate::{Error, Result};
 
-/// A tier of memory that can offload blocks to the tier below.
+/// A memory tier that can offload blocks to the tier below it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Tier {
-    /// The device's memory, above the host's.
+    /// Device memory, which is above host memory.
     Device,
-    /// The host's memory, pinned or not, above disks.
+    /// Host memory, pinned or not, which is above disks.
     Host,
 }
 
-/// The thresholds for moving blocks between tiers, as fractions between 0 and 1. They determine how many
-/// blocks to move, but do not move any.
+/// The thresholds for moving blocks between tiers, as fractions between 0 and 1. They determine the number of
+/// blocks to move, but do not move them.
 ///
 /// ```
 /// use kvmanager::{Tier, TierThresholds};
@@ -33,16 +34,15 @@ pub struct TierThresholds {
 }
 
 impl Default for TierThresholds {
-    /// Returns the numbers of seed 003: the device offloads when more than 85 % of its blocks are in use, the
-    /// host above 90 %, and blocks hotter than 0.7 are loaded ahead.
+    /// Returns the thresholds of seed 003: the device offloads blocks if more than 85 % of its blocks are in
+    /// use, the host offloads above 90 %, and blocks with a heat above 0.7 are prefetched.
     fn default() -> Self {
         Self { device_offload: 0.85, host_offload: 0.90, prefetch: 0.70 }
     }
 }
 
 impl TierThresholds {
-    /// Creates thresholds for offloading from the device, for offloading from the host, and for loading
-    /// ahead.
+    /// Creates thresholds for offloading from the device, for offloading from the host, and for prefetching.
     ///
     /// # Errors
     /// Returns [`Error::NotAFraction`] if a threshold is below 0, above 1 or NaN.
@@ -53,7 +53,7 @@ impl TierThresholds {
         Ok(Self { device_offload, host_offload, prefetch })
     }
 
-    /// Returns the fraction of blocks in use above which a tier offloads.
+    /// Returns the fraction of blocks in use above which a tier offloads blocks.
     pub fn offload(&self, tier: Tier) -> f64 {
         match tier {
             Tier::Device => self.device_offload,
@@ -66,8 +66,8 @@ impl TierThresholds {
         self.prefetch
     }
 
-    /// Returns the number of blocks to move one tier down from a tier with `used` of `total` blocks in use:
-    /// the minimum number that meets the threshold.
+    /// Returns the number of blocks to offload from a tier in which `used` of `total` blocks are in use. This
+    /// is the smallest number that brings the tier down to its threshold.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::TooLarge`] if `used` exceeds `total`.
@@ -76,9 +76,9 @@ impl TierThresholds {
     }
 
     // Decision: docs/decisions/managers.md#the-prefetch-threshold-is-compared-with-heat
-    /// Returns how many of `wanted` blocks to load ahead to a device with `used` of `total` blocks in use.
-    /// `heat`, which the caller measures, says how often the blocks are accessed, from 0 to 1. The result
-    /// never makes the device offload.
+    /// Returns the number of blocks, at most `wanted`, to prefetch to a device in which `used` of `total`
+    /// blocks are in use. `heat` is the caller's measure of how often the blocks are accessed, from 0 to 1.
+    /// Prefetching the returned number of blocks never makes the device offload.
     ///
     /// # Errors
     /// Returns [`Error::NotAFraction`] if `heat` is not between 0 and 1, and [`kvcore::Error::TooLarge`] if
@@ -97,13 +97,14 @@ impl TierThresholds {
         }
         let threshold = self.offload(tier);
         let near = (threshold * total as f64) as usize;
-        // The product is rounded, so the quotient, which other code also computes, decides.
+        // The product of `total` and the threshold is rounded, so the decision is based on the quotient,
+        // which other code also computes.
         let fits = |n: &usize| *n <= total && *n as f64 / total as f64 <= threshold;
         Ok([near + 1, near].into_iter().find(fits).unwrap_or(near.saturating_sub(1)))
     }
 }
 
-/// Checks that a number is between 0 and 1.
+/// Checks that a value is between 0 and 1.
 fn fraction(what: &'static str, value: f64) -> Result<()> {
     if (0.0..=1.0).contains(&value) { Ok(()) } else { Err(Error::NotAFraction { what, value }) }
 }

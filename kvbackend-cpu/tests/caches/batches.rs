@@ -1,4 +1,5 @@
-//! Several sequences in one step: slots, copies before a write, and prompts whose keys are made once.
+//! Several sequences in one step: slots, copies before a write, and prompts whose keys are computed only
+//! once.
 
 use std::sync::Arc;
 
@@ -26,8 +27,8 @@ fn sequences(cache: &mut dyn KvCache, count: usize) -> Vec<SequenceId> {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
-    /// Steps of random sizes: each succeeds for all sequences or changes nothing, and its slots are the
-    /// sequences' own, in order.
+    /// Runs steps of random sizes. Each step succeeds for all sequences or changes nothing, and its slots are
+    /// the slots of its sequences, in order.
     #[test]
     fn a_batch_grows_as_its_sequences_would_or_not_at_all(
         steps in prop::collection::vec(prop::collection::vec(0usize..9, 5), 1..20),
@@ -86,7 +87,7 @@ fn a_batch_is_refused_for_a_sequence_twice_an_unknown_one_and_a_shared_tail() {
     paged.grow_batch(&[(twin, 0)], &mut slots).unwrap();
 }
 
-/// The permits of a batch are those of its sequences: a freed sequence voids its slots.
+/// A batch has the permits of its sequences, so freeing a sequence voids its slots.
 #[test]
 fn slots_of_a_batch_are_void_as_soon_as_one_of_its_blocks_is_gone() {
     let m = Memory::new(Immediate);
@@ -178,7 +179,7 @@ fn a_prompt_in_pieces_is_registered_under_the_keys_that_were_made_for_it(
         cache.grow(a, piece.len()).unwrap();
         cache.commit(a, &tokens[piece]).unwrap();
     }
-    // an answer fills the prompt's last block and one more
+    // The answer fills the prompt's last block and one more block.
     cache.grow(a, 6).unwrap();
     cache.commit(a, &[90, 91, 92, 93, 94, 95]).unwrap();
     let stored = || {
@@ -190,10 +191,10 @@ fn a_prompt_in_pieces_is_registered_under_the_keys_that_were_made_for_it(
     };
     let all: Vec<u32> = tokens.iter().copied().chain(90..96).collect();
     assert_eq!(stored(), root().chain(&all, 4));
-    // the next request finds what is there, and takes blocks for its piece alone
+    // The next request finds all stored blocks, and allocates blocks only for its piece.
     let (b, cached, slots) = cache.admit(&prompt, 1).unwrap();
     assert_eq!((cached, slots.len(), cache.len(b).unwrap()), (20, 1, 21));
-    // tokens that are not the prompt's are keyed as what they are
+    // Tokens that differ from the prompt's get the keys of the actual tokens.
     let (c, cached, _) = cache.admit(&PromptKeys::new(root(), &tokens[..6], 4), 6).unwrap();
     assert_eq!(cached, 4);
     cache.grow(c, 2).unwrap();

@@ -1,4 +1,4 @@
-//! Small arenas, tensors of counting numbers, and their contents.
+//! Helpers that create small arenas and tensors of consecutive numbers, and read their contents.
 
 use std::sync::Arc;
 

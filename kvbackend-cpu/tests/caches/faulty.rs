@@ -1,4 +1,4 @@
-//! A stream that refuses operations by name, and the state after a refusal.
+//! Tests the state of caches after a stream has refused an operation.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,12 +13,12 @@ use rstest::rstest;
 use crate::common::Memory;
 use crate::sharing::{contents, root, write};
 
-/// A stream that refuses one operation and passes on the others.
+/// A stream that refuses one kind of operation and runs all others.
 #[derive(Debug)]
 pub(crate) struct Faulty {
     stream: Arc<dyn Stream>,
     refused: &'static str,
-    /// The number of operations that were not refused.
+    /// Number of operations that were not refused.
     pub(crate) launched: AtomicUsize,
 }
 
@@ -122,7 +122,7 @@ fn a_refused_copy_changes_nothing(#[values(Immediate, Deferred)] execution: Exec
     cache.pool().check_invariants().unwrap();
 }
 
-/// The swap-in waits for the swap-out, whichever stream performs it.
+/// A swap-in waits for its swap-out, even on another stream.
 #[rstest]
 fn a_swap_in_on_another_stream_waits_for_the_swap_out(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);

@@ -1,5 +1,5 @@
-//! Groups of layers under one sequence: random operations against plain bookkeeping, prefixes, and heads by
-//! group.
+//! Groups of layers that share sequences: random operations compared with a simple model, prefixes, and
+//! groups with different numbers of heads.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ use crate::sharing::root;
 
 const WINDOW: usize = 7;
 const KINDS: [GroupKind; 2] = [GroupKind::Full, GroupKind::SlidingWindow { window: WINDOW }];
-/// Heads of each group.
+/// Number of heads in each group.
 const HEADS: [usize; 2] = [3, 1];
 
 fn arena(m: &Memory, group: usize, blocks: u32) -> KvArena {
@@ -39,7 +39,7 @@ fn arena(m: &Memory, group: usize, blocks: u32) -> KvArena {
     KvArena::allocate(m.backend.as_ref(), MemoryKind::System, layout).unwrap()
 }
 
-/// Returns a cache with so many blocks in the group of each kind.
+/// Returns a cache whose groups have the given numbers of blocks.
 fn cache(m: &Memory, blocks: [u32; 2]) -> GroupedKvCache {
     let group = |(i, &blocks): (usize, &u32)| {
         let pool = BlockPool::new(0..blocks).unwrap();
@@ -48,7 +48,7 @@ fn cache(m: &Memory, blocks: [u32; 2]) -> GroupedKvCache {
     GroupedKvCache::new(blocks.iter().enumerate().map(group).collect()).unwrap()
 }
 
-/// Writes a token's number to its slot in every group.
+/// Writes each token's number to its slot in every group.
 fn write(m: &Memory, cache: &GroupedKvCache, slots: &[WriteSlots], tokens: &[u32]) {
     for ((_, group), slots) in cache.groups().iter().zip(slots) {
         let heads = group.arena().layout().shape().k_heads;
@@ -60,7 +60,7 @@ fn write(m: &Memory, cache: &GroupedKvCache, slots: &[WriteSlots], tokens: &[u32
     }
 }
 
-/// Returns the numbers that a group has stored for the tokens of a sequence from `first` on.
+/// Returns the numbers stored in a group for a sequence's tokens, starting at `first`.
 fn read(m: &Memory, group: &PagedKvCache, id: SequenceId, first: usize) -> Vec<u32> {
     let slots = Arc::clone(group.slots(id, first..group.len(id).unwrap()).unwrap().slots());
     if slots.is_empty() {
@@ -79,8 +79,8 @@ fn counts(cache: &GroupedKvCache) -> Vec<PoolCounts> {
     cache.groups().iter().map(|(_, group)| group.pool().counts()).collect()
 }
 
-/// The plain bookkeeping: the tokens of each sequence, and the first of them that the window group must still
-/// have.
+/// The simple model: the tokens of each sequence, and the index of the first token that the window group must
+/// still have.
 type Plain = BTreeMap<SequenceId, (Vec<u32>, usize)>;
 
 fn check(m: &Memory, cache: &GroupedKvCache, plain: &Plain) {
@@ -96,7 +96,7 @@ fn check(m: &Memory, cache: &GroupedKvCache, plain: &Plain) {
 #[rstest]
 fn random_operations_keep_every_group_or_change_none(
     #[values(0, 1, 2, 3)] seed: u64,
-    // Either group runs out of blocks first.
+    // In the first case, the full group runs out of blocks first; in the second case, the window group does.
     #[values([24, 60], [60, 14])] blocks: [u32; 2],
     #[values(Immediate, Deferred)] execution: Execution,
 ) {
@@ -114,7 +114,7 @@ fn random_operations_keep_every_group_or_change_none(
         let operation = if ids.len() > 8 { 9 } else { rng.random_range(0..10) };
         let result = match (operation, any) {
             (0 | 1, _) | (_, None) => {
-                // Prompts share their beginnings.
+                // Some prompts have a common prefix.
                 let (kind, len) = (rng.random_range(0..3), rng.random_range(1..28u32));
                 let tokens: Vec<u32> = (0..len).map(|i| 100 * kind + i).collect();
                 let prompt = PromptKeys::new(root(), &tokens, 4);
@@ -132,7 +132,7 @@ fn random_operations_keep_every_group_or_change_none(
                 let batch: Vec<_> = ids.iter().take(3).map(|&id| (id, rng.random_range(0..6))).collect();
                 let ids: Vec<_> = batch.iter().map(|&(id, _)| id).collect();
                 let mut slots = Vec::new();
-                // A sequence that has a copy by then keeps it.
+                // A sequence whose blocks were copied before the error keeps the copies.
                 if let Err(error) = cache.copy_on_write(&ids, m.stream.as_ref()) {
                     assert!(matches!(error, Error::OutOfBlocks { .. }), "{error}");
                     continue;
@@ -237,7 +237,7 @@ fn a_prefix_is_found_as_far_as_every_group_has_it() {
     cache.commit(id, &tokens).unwrap();
     assert_eq!(cache.free_before(id, 32), Ok(6), "the next token attends to 26 and later ones");
     cache.free(id).unwrap();
-    // A longer prompt: all in the full group, blocks 6 and 7 in the other.
+    // For a longer prompt, all blocks are found in the full group, and blocks 6 and 7 in the window group.
     let longer = PromptKeys::new(root(), &[&tokens[..], &[90, 91]].concat(), 4);
     let (id, cached) = cache.create_with_prefix(&longer).unwrap();
     let held: Vec<_> = cache.groups().iter().map(|(_, group)| group.blocks(id).unwrap().len()).collect();
@@ -250,8 +250,8 @@ fn a_prefix_is_found_as_far_as_every_group_has_it() {
             (first, first as i64, 32 - first)
         );
     }
-    // Eight other blocks in the group with the window: prefixes that end in lost blocks are no longer found,
-    // in either group.
+    // Allocating eight blocks evicts cached blocks of the window group. Prefixes that end in evicted blocks
+    // are no longer found in either group.
     let pool = cache.groups()[1].1.pool().clone();
     drop(pool.allocate(8).unwrap());
     for len in [9, 17, 25, 32] {
@@ -264,7 +264,7 @@ fn a_prefix_is_found_as_far_as_every_group_has_it() {
     for id in [id, again] {
         cache.free(id).unwrap();
     }
-    // A prefix that the full group lacks is not found, although the other group has its end.
+    // A prefix that is not in the full group is not found, although the window group still has its end.
     cache.groups()[0].1.pool().clear_cached();
     let (none, cached) = cache.create_with_prefix(&longer).unwrap();
     assert_eq!(cached, 0);
@@ -273,7 +273,7 @@ fn a_prefix_is_found_as_far_as_every_group_has_it() {
     assert!(counts(&cache).iter().all(|counts| counts.mutable + counts.shared == 0));
 }
 
-/// A group without room refuses before another one has evicted anything for the request.
+/// A group without enough blocks refuses the request before another group evicts anything for it.
 #[rstest]
 fn a_refused_admission_changes_no_group(#[values([3, 40], [40, 3])] blocks: [u32; 2]) {
     let m = Memory::new(Immediate);
@@ -299,7 +299,7 @@ fn a_refused_admission_changes_no_group(#[values([3, 40], [40, 3])] blocks: [u32
     assert!(matches!(cache.swap_out(id, m.stream.as_ref(), &[]), Err(Error::Mismatch { .. })));
 }
 
-/// Each group attends with its own number of heads, to its own tokens.
+/// Each group attends to its own tokens with its own number of heads.
 #[test]
 fn heads_differ_by_group() {
     let m = Memory::new(Immediate);
@@ -322,7 +322,7 @@ fn heads_differ_by_group() {
         };
         let attend = Attend::new(group.arena(), 0, q, &Arc::new(work), out.clone());
         m.stream.attend(&Attend { window, ..attend }).unwrap();
-        // Queries of zeros give the mean of the values that they see: 1..=12, or the last seven.
+        // A query of zeros gives the mean of the values it attends to: 1 to 12, or the last seven of these.
         let mean = if window.is_some() { 9.0 } else { 6.5 };
         assert!(m.values(&out).iter().all(|x| (x - mean).abs() < 1e-5), "{kind:?}: {:?}", m.values(&out));
     }

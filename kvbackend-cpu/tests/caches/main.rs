@@ -1,4 +1,4 @@
-//! The caches of `kvcore` on real memory.
+//! Tests the caches of `kvcore` on real memory.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod batches;

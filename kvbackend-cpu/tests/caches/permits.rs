@@ -1,4 +1,5 @@
-//! No descriptor writes a shared block, not even with a permit from before the block was shared.
+//! Checks that no descriptor can write to a shared block, not even with a permit issued before the block was
+//! shared.
 
 use std::sync::Arc;
 
@@ -15,7 +16,7 @@ use crate::common::{DIM, HEADS, Memory};
 
 const BLOCK: usize = 4;
 
-/// Memory with arenas of every kind, in which a guard fills block 1.
+/// Memory with an arena of every kind. A guard holds block 1 of the pool for writing.
 struct Lab {
     memory: Memory,
     dense: KvArena,
@@ -45,7 +46,7 @@ impl Lab {
         self.memory.stream.scatter(&op)
     }
 
-    /// Tries every descriptor that names the blocks that it writes.
+    /// Runs every operation that writes to explicitly listed blocks, and returns the results by name.
     fn copies(&self, pairs: &WritePairs) -> Vec<(&'static str, Result<()>)> {
         let stream = &self.memory.stream;
         let pairs = || pairs.clone();
@@ -169,7 +170,7 @@ fn slots_ahead_survive_a_commit_of_earlier_blocks(#[values(Immediate, Deferred)]
     assert_eq!(lab.scatter(&of_first), void, "its block is shared");
     assert_eq!((lab.scatter(&of_both), lab.scatter(&joined)), (void.clone(), void.clone()));
     assert_eq!((lab.scatter(&of_second), lab.scatter(&ahead)), (Ok(()), Ok(())));
-    // A permit issued after the first commit counts the blocks from the same place.
+    // The second commit also voids a permit that was issued after the first one.
     let again = slots(&table, BLOCK..BLOCK + 1);
     table.share_full(None, &keys(2)[1..]).unwrap();
     assert_eq!((lab.scatter(&of_second), lab.scatter(&again)), (void.clone(), void.clone()));
@@ -205,7 +206,7 @@ fn slots_ahead_end_with_a_fork_a_rollback_a_copy_on_write_and_the_end_after_a_co
     let (mut table, ahead) = committed();
     table.truncate(BLOCK + 1).unwrap();
     assert_eq!(lab.scatter(&ahead), void);
-    // A block that comes after a rollback has none of the numbers that were given before.
+    // A block added after a rollback is not covered by any earlier permit.
     let new = table.grow(BLOCK).unwrap();
     assert_eq!((lab.scatter(&ahead), lab.scatter(&new)), (void.clone(), Ok(())));
     drop(table);
@@ -251,7 +252,8 @@ fn slots_in_blocks_of_another_size_are_refused() {
     let lab = Lab::new(Immediate);
     let pool = BlockPool::new(0..6).unwrap();
     let own = pool.allocate(1).unwrap();
-    // In blocks of 1000, slot 16 lies in block 0, which the guard fills. In the arena it lies in block 4.
+    // If blocks have 1000 slots, slot 16 is in block 0, which the guard holds. In the arena, it is in block
+    // 4.
     let slots = own.write_slots(1000, [16]).unwrap();
     let other = Error::mismatch("block_size of the arena that the slots address", 1000_usize, BLOCK);
     assert_eq!(lab.scatter(&slots), Err(other.clone()));

@@ -1,4 +1,4 @@
-//! Forks, swaps and prefixes: blocks that several sequences share, and their bytes.
+//! Forks, swaps and prefixes: checks blocks that several sequences share, and their bytes.
 
 use std::sync::Arc;
 
@@ -29,7 +29,8 @@ pub(crate) fn admit(
     cache.admit(&PromptKeys::new(scheme, tokens, block_size), tokens.len())
 }
 
-/// Grows a sequence by `tokens` and writes rows that count from `first` in both layers.
+/// Grows a sequence by `tokens` tokens, and writes rows of consecutive numbers starting at `first` to both
+/// layers.
 pub(crate) fn write(m: &Memory, cache: &mut PagedKvCache, id: SequenceId, tokens: usize, first: f32) {
     let slots = cache.grow(id, tokens).unwrap();
     for layer in 0..2 {
@@ -38,7 +39,7 @@ pub(crate) fn write(m: &Memory, cache: &mut PagedKvCache, id: SequenceId, tokens
     }
 }
 
-/// Returns K and V of all tokens of a sequence, in both layers.
+/// Returns the keys and values of all given slots in both layers.
 pub(crate) fn bytes(m: &Memory, arena: &KvArena, slots: &Arc<[i64]>) -> Vec<f32> {
     (0..2)
         .flat_map(|layer| {
@@ -76,12 +77,12 @@ fn forks_share_until_they_write_and_keep_their_own_tokens(
     assert_eq!((cache.pool().counts().shared, cache.pool().counts().mutable), (2, 0));
     for (i, id) in [a, twins[0], twins[1]].into_iter().enumerate() {
         assert!(matches!(cache.grow(id, 1), Err(Error::SharedBlock { token: 6, .. })));
-        // the last to ask is the only holder of the block, and takes it back
+        // By the last call, this sequence is the block's only holder, so nothing is copied.
         assert_eq!(cache.copy_on_write(&[id], m.stream.as_ref()), Ok(usize::from(i < 2)));
         assert_eq!(cache.copy_on_write(&[id], m.stream.as_ref()), Ok(0), "once");
         write(&m, &mut cache, id, 1, 100.0 * (i + 1) as f32);
     }
-    // six tokens alike, the seventh different for each
+    // The first six tokens are equal, and the seventh differs in each sequence.
     let all: Vec<Vec<f32>> = [a, twins[0], twins[1]].map(|id| contents(&m, &cache, id)).into();
     let row = HEADS * DIM;
     for (i, contents) in all.iter().enumerate() {
@@ -147,7 +148,8 @@ fn a_swapped_sequence_comes_back_with_its_bytes_and_its_prefix(
     for known in [8, 4, 0] {
         let out = cache.swap_out(id, m.stream.as_ref(), &host, &host_pool).unwrap();
         assert_eq!((out.len(), host_pool.counts().mutable, cache.num_sequences()), (10, 3, 0));
-        // meanwhile others take blocks of the prefix: all but `known` tokens of it are lost
+        // Meanwhile, other code allocates blocks of the prefix, so that only `known` tokens of the prefix
+        // remain.
         let taken = cache.pool().allocate(8 - known / 4).unwrap();
         assert_eq!(cache.pool().counts().cached, known / 4);
         drop(taken);
@@ -201,7 +203,7 @@ fn admission_leaves_the_watermark_and_takes_all_or_nothing(
     assert!(matches!(refused, Err(Error::OutOfBlocks { asked: 3, .. })), "one, and two for who runs");
     assert!(cache.grow(a, 5).is_ok(), "a running sequence may use the watermark");
     cache.free(a).unwrap();
-    // a refused prompt changes neither the held blocks nor the next victim
+    // A refused prompt changes neither the held blocks nor the next block to evict.
     let counts = cache.pool().counts();
     let long: Vec<u32> = (0..30).collect();
     assert!(admit(&mut cache, root(), &long).is_err());
@@ -225,7 +227,8 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Defe
     let (a, cached, _) = admit(&mut cache, scheme("alice"), &tokens[..6]).unwrap();
     assert_eq!(cached, 0);
     cache.commit(a, &tokens[..6]).unwrap();
-    // decoded in two steps: the salt is only in the first block, wherever a commit begins
+    // The tokens are committed in two steps. The salt affects only the key of the first block, wherever a
+    // commit begins.
     cache.grow(a, 7).unwrap();
     cache.commit(a, &tokens[6..9]).unwrap();
     cache.commit(a, &tokens[9..]).unwrap();
@@ -243,7 +246,7 @@ fn a_cache_may_use_vllms_keys_and_tenants_share_nothing(#[values(Immediate, Defe
     assert_eq!(cached, 12);
     let (c, cached) = cache.create_with_prefix(&PromptKeys::new(scheme("bob"), &tokens, 4)).unwrap();
     assert_eq!(cached, 0, "another tenant");
-    // with our own keys, a salt separates tenants too
+    // With this crate's own keys, a salt also separates tenants.
     let salted = |salt: &[u8]| KeyScope::new("m", b"w").tenant_salt(salt).root();
     let (d, _, _) = admit(&mut cache, salted(b"alice"), &tokens[..6]).unwrap();
     cache.commit(d, &tokens[..6]).unwrap();

@@ -1,4 +1,5 @@
-//! Arenas whose blocks sleep: memory is released, ids and addresses stay, and nothing else changes.
+//! Arenas whose blocks sleep: their memory is released, their IDs and addresses stay the same, and nothing
+//! else changes.
 #![cfg(target_os = "linux")]
 
 use std::any::Any;
@@ -36,7 +37,7 @@ fn layout(shape: KvShape) -> Arc<KvLayout> {
     Arc::new(KvLayout::new(shape).unwrap())
 }
 
-/// Writes bytes without a pattern to every storage that belongs to blocks.
+/// Fills every storage that belongs to blocks with pseudo-random bytes.
 fn fill(stream: &dyn Stream, arena: &KvArena) {
     let mut random = 0x9e37_79b9_7f4a_7c15_u64;
     let mut byte = || {
@@ -79,7 +80,8 @@ fn blocks(backend: &dyn Backend, arena: &KvArena) -> Vec<Vec<u8>> {
     (0..arena.layout().shape().num_blocks as u32).map(|at| block(backend, arena, at)).collect()
 }
 
-/// Returns the bytes of an arena that hold physical memory, as the system's page table reports.
+/// Returns the number of an arena's bytes that are backed by physical memory, according to the system's page
+/// table.
 fn resident(arena: &KvArena) -> usize {
     let table = File::open("/proc/self/pagemap").unwrap();
     let page = rustix::param::page_size();
@@ -117,7 +119,7 @@ fn kept_blocks_come_back_and_others_never_change(
     let asleep = reserved.sleep("test", range.clone(), &KEPT.map(BlockId), stream.as_ref()).unwrap();
     let released = asleep.released_bytes();
     let block_bytes = arena.layout().block_bytes();
-    // Less than a granule stays mapped at each end of a run.
+    // At each end of a run, less than one granule stays mapped.
     let granularity = rustix::param::page_size();
     let runs = 3 * if format.starts_with("int") { 4 } else { 2 };
     assert!(released <= range.len() * block_bytes);
@@ -203,7 +205,7 @@ fn a_stream_that_refuses_the_copy_leaves_everything_as_it_was() {
     assert_eq!(blocks(m.backend.as_ref(), reserved.arena()), before);
 }
 
-/// Memory that refuses to be mapped or unmapped at a given call.
+/// A backend whose memory fails to map or unmap at a given call.
 #[derive(Debug)]
 struct Moody {
     inner: Arc<CpuBackend>,

@@ -1,4 +1,5 @@
-//! The static cache: views of all tokens so far, wrong updates, and the same bytes as a paged cache.
+//! The static cache: views of all tokens so far, invalid updates, and a comparison of its bytes with a paged
+//! cache's.
 
 use std::sync::Arc;
 
@@ -10,7 +11,7 @@ use rstest::rstest;
 
 use crate::common::{DIM, HEADS, Memory};
 
-/// Returns element `[batch, token, head, 0]` of a view, read alone.
+/// Reads a single element `[batch, token, head, 0]` of a view.
 fn at(m: &Memory, view: &TensorView, index: [usize; 3]) -> f32 {
     let row = view.select(0, index[0]).unwrap().select(0, index[1]).unwrap().select(0, index[2]).unwrap();
     m.values(&row)[0]
@@ -24,7 +25,7 @@ fn updates_return_views_of_everything_so_far(#[values(Immediate, Deferred)] exec
     let (k, _) = cache.update(m.stream.as_ref(), 1, &first, &first, &[0, 0]).unwrap();
     assert_eq!(k.shape(), [2, 3, HEADS, DIM]);
     let second = m.tensor(&[2, 2, HEADS, DIM], 100.0);
-    // entry 1 rolls back one token, entry 0 grows
+    // Entry 1 rolls back one token, and entry 0 grows.
     let (k, v) = cache.update(m.stream.as_ref(), 1, &second, &second, &[3, 2]).unwrap();
     assert_eq!((k.shape(), v.shape()), (&[2, 5, HEADS, DIM][..], &[2, 5, HEADS, DIM][..]));
     assert_eq!(

@@ -1,5 +1,5 @@
-//! Sequences whose first blocks are freed: held blocks keep their bytes through forks, swaps, commits and
-//! rollbacks.
+//! Sequences whose first blocks have been freed: the blocks that they still hold keep their bytes through
+//! forks, swaps, commits and rollbacks.
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{BlockPool, Error, PagedKvCache, PromptKeys, SequenceId, SequenceStart};
@@ -12,7 +12,7 @@ fn cache(m: &Memory, blocks: u32) -> PagedKvCache {
     PagedKvCache::new(m.arena(blocks as usize, 4), BlockPool::new(0..blocks).unwrap()).unwrap()
 }
 
-/// Returns the bytes of the tokens from `first` on.
+/// Returns the bytes of a sequence's tokens, starting at token `first`.
 fn from(m: &Memory, cache: &PagedKvCache, id: SequenceId, first: usize) -> Vec<f32> {
     let slots = cache.slots(id, first..cache.len(id).unwrap()).unwrap();
     bytes(m, cache.arena(), slots.slots())
@@ -38,7 +38,7 @@ fn held_blocks_keep_their_bytes_through_all_operations(
     assert_eq!(cache.free_before(id, 11), Ok(2));
     assert_eq!(cache.free_before(id, 11), Ok(0), "a block goes when its last token does");
     if keyed {
-        // A freed block with a key can be found until it is taken.
+        // A freed block that has a key can be found until it is reused.
         let (again, cached) = cache.create_with_prefix(&PromptKeys::new(root(), &tokens[..14], 4)).unwrap();
         assert_eq!(cached, 12);
         cache.free(again).unwrap();
@@ -68,7 +68,7 @@ fn held_blocks_keep_their_bytes_through_all_operations(
         assert_eq!((cache.len(id), from(&m, &cache, id, 8)), (Ok(16), now.clone()));
         cache.pool().check_invariants().unwrap();
     }
-    // a long answer needs no more blocks than its window
+    // A long answer needs no more blocks than its window does.
     for step in 16..60 {
         write(&m, &mut cache, id, 1, 90.0);
         cache.commit(id, &tokens[step..=step]).unwrap();

@@ -1,4 +1,4 @@
-//! Attention: equal to the reference up to rounding.
+//! Checks that attention matches the reference up to rounding.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use rstest::rstest;
 
 use super::{Lab, compare, encode, shape};
 
-/// The parameters of a call, without its memory.
+/// The parameters of an attention call, without its memory.
 #[derive(Debug, Clone)]
 struct Call {
     shape: KvShape,
@@ -21,13 +21,13 @@ struct Call {
     window: Option<usize>,
     softcap: Option<f32>,
     unrotated: bool,
-    /// True if the call rotates the queries.
+    /// Whether the call rotates the queries.
     roped: bool,
     selected: Option<(bool, u64)>,
     latent: bool,
     q_dtype: DType,
     gap: usize,
-    /// If set, results lie in the memory of the queries, this many elements further on.
+    /// If set, results are written to the memory of the queries, this many elements after them.
     in_place: Option<usize>,
 }
 
@@ -69,20 +69,20 @@ fn call() -> impl Strategy<Value = Call> {
     })
 }
 
-/// Many queries over rotated keys and values of bf16 in whole rows of tiles, which
-/// [`kvbackend_cpu::SimdLevel::Amx`] multiplies as matrices. Some block sizes are whole rows of tiles, others
-/// are not.
+/// Generates calls with many queries over rotated bf16 keys and values that fill whole tile rows, for which
+/// [`kvbackend_cpu::SimdLevel::Amx`] uses matrix products. Only some of the block sizes are multiples of a
+/// tile's rows.
 fn many_queries() -> impl Strategy<Value = Call> {
     let dim = || prop::sample::select(vec![32usize, 64, 96, 128, 224]);
     let block_size = prop::sample::select(vec![1usize, 5, 16, 16, 32, 48]);
     let rows = prop::collection::vec((0..150usize, -5i64..160), 16..40);
-    // With this many heads, a single row is many queries too; in that case it may select tokens.
+    // With this many heads, even a single row has many queries, and may then select tokens.
     let group = prop::option::weighted(0.3, 16..20usize);
     (call(), rows, dim(), dim(), block_size, any::<bool>(), group).prop_map(
         |(call, rows, k_dim, v_dim, block_size, roped, group)| {
             let format = DType::BF16.into();
             let shape = KvShape { k_dim, v_dim, block_size, format, ..call.shape };
-            // Only a call that rotates its queries can turn them to the positions of moved segments.
+            // Only a call that rotates its queries can rotate them to the positions of moved segments.
             let offset = |offset: i64| if roped { offset } else { 0 };
             let cuts = call.cuts.into_iter().map(|(a, b, at, c)| (a, b, offset(at), c)).collect();
             let selected = call.selected.filter(|_| group.is_some());
@@ -117,7 +117,7 @@ impl Call {
         Some(Selection { unit, offsets, indices: chosen.concat().into() })
     }
 
-    /// Returns the output and the log-sum-exp.
+    /// Runs the call, and returns the output and the log-sum-exp.
     fn run(&self, lab: &Lab) -> (Vec<f32>, Vec<f32>) {
         let (shape, rows) = (&self.shape, self.rows.len());
         let heads = self.group * shape.k_heads.max(shape.v_heads);
@@ -144,8 +144,9 @@ impl Call {
             layer: shape.num_layers - 1,
             q,
             rope: self.roped.then(|| Arc::new(Rope::new(RopeConfig::new(shape.k_dim, 100.0), 400).unwrap())),
-            keys: if self.unrotated { KeyForm::Unrotated } else { KeyForm::Rotated }, // The scale follows the dimension of the products, so that logits have a size at which only
-            // rounding differs.
+            keys: if self.unrotated { KeyForm::Unrotated } else { KeyForm::Rotated },
+            // The scale depends on the dimension of the products, so that logits have a magnitude at which
+            // only rounding differs.
             scale: 1.0 / ((shape.k_dim + if self.latent { shape.v_dim } else { 0 }) as f32).sqrt(),
             window: self.window,
             softcap: self.softcap,
@@ -200,7 +201,7 @@ fn equals_the_reference(call: &Call) -> Result<(), TestCaseError> {
     )
 }
 
-/// Keys and values that are not finite reach only the queries that see them.
+/// Keys and values that are not finite affect only the queries that attend to them.
 #[rstest]
 fn infinity_and_nan_reach_only_queries_that_see_them(
     #[values(false, true)] of_keys: bool,
@@ -253,7 +254,7 @@ fn infinity_and_nan_reach_only_queries_that_see_them(
         for (i, (x, y)) in got.iter().zip(expected).enumerate() {
             let same = x == y || (x.is_nan() && y.is_nan()) || (x - y).abs() <= 2e-5;
             prop_assert!(same, "token {}, element {}: {} is not {}", i / 64, i % 64, x, y);
-            // A value affects one element. A key affects the weights of all elements, unless it makes them 0.
+            // A value affects only one element. A key affects all elements, unless its weight is 0.
             let touched = i / 64 >= 40 && (of_keys || i % 64 == 3);
             prop_assert!(y.is_finite() || touched, "the reference gives {} at {}", y, i);
             prop_assert!(!y.is_finite() || !touched || of_keys, "the reference gives {} at {}", y, i);

@@ -1,5 +1,5 @@
-//! Attention over any codes, written as bytes: equal to the reference up to rounding for all widths, groups
-//! and queries, and with the same elements not finite.
+//! Attention over arbitrary codes, which are written as bytes. Results must match the reference up to
+//! rounding for all widths, groups and queries, and the same elements must be not finite.
 
 use std::sync::Arc;
 
@@ -12,29 +12,30 @@ use proptest::prelude::*;
 
 use super::{Lab, compare};
 
-/// The largest finite magnitude of a code.
+/// The largest finite magnitude of the generated codes.
 const LARGEST: f32 = 2.0;
 
-/// The parameters of a call, without its memory.
+/// The parameters of an attention call, without its memory.
 #[derive(Debug, Clone)]
 struct Call {
     shape: KvShape,
-    /// Query heads that share a head of K or of V.
+    /// Number of query heads that share a K head or a V head.
     group: usize,
-    /// The tokens before each row.
+    /// Number of tokens before each row.
     rows: Vec<usize>,
     window: Option<usize>,
     latent: bool,
     seed: u64,
-    /// Codes of any value: of K or of V, at a byte modulo the size of the plane.
+    /// Arbitrary codes. Each has a flag that selects V, a byte index (modulo the size of the plane), and a
+    /// value.
     odd: Vec<(bool, usize, u8)>,
-    /// True if some scales of groups are NaN or 0.
+    /// Whether some group scales are NaN or 0.
     odd_scales: bool,
-    /// True if static scales are the largest number.
+    /// Whether static scales are the largest f32 number.
     largest_scale: bool,
 }
 
-/// Returns a format with the widths of K and of V.
+/// Generates a format, and the widths of K and V.
 fn format() -> impl Strategy<Value = (KvFormat, usize, usize)> {
     let width = || prop::sample::select(vec![1usize, 2, 7, 8, 16, 31, 33, 40, 64, 96, 128, 150]);
     let fp8 = prop::sample::select(vec!["fp8-e4m3", "fp8-e4m3:head", "fp8-e5m2", "fp8-e5m2:head"]);
@@ -77,7 +78,7 @@ fn call() -> impl Strategy<Value = Call> {
     )
 }
 
-/// Returns bytes, different for every seed.
+/// Returns pseudo-random bytes that depend on the seed.
 fn bytes(n: usize, seed: u64) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = move || {
@@ -95,7 +96,7 @@ fn write(lab: &Lab, storage: &Arc<dyn Storage>, bytes: &[u8]) {
 }
 
 impl Call {
-    /// Returns the codes of a plane: finite ones, except for those of `odd`.
+    /// Returns the codes of a plane. All codes are finite, except for the ones in `odd`.
     fn codes(&self, n: usize, of_values: bool) -> Vec<u8> {
         let mut codes = bytes(n, self.seed.wrapping_add(u64::from(of_values)));
         if let KvFormat::Fp8 { kind, .. } = self.shape.format {
@@ -111,7 +112,7 @@ impl Call {
         codes
     }
 
-    /// Returns the scales of groups.
+    /// Returns the scales of a plane's groups.
     fn group_scales(&self, n: usize, seed: u64, largest_code: f32) -> Vec<u8> {
         let scale = |byte: u8| match byte {
             0 if self.odd_scales => f16::ZERO,
@@ -143,7 +144,7 @@ impl Call {
         arena
     }
 
-    /// Returns the output and the log-sum-exp.
+    /// Runs the call, and returns the output and the log-sum-exp.
     fn run(&self, lab: &Lab) -> (Vec<f32>, Vec<f32>) {
         let (shape, rows) = (&self.shape, self.rows.len());
         let heads = self.group * shape.k_heads.max(shape.v_heads);
@@ -206,7 +207,7 @@ proptest! {
     }
 }
 
-/// Returns a call over one token of 64 elements, some codes of which are given.
+/// Returns a call over a single token of 64 elements. `odd` gives some of its codes.
 fn one_token(format: &str, odd: impl Iterator<Item = (bool, usize, u8)>) -> Call {
     let (format, order) = (format.parse().unwrap(), BlockOrder::TokenMajor);
     let (num_layers, num_blocks, block_size, k_heads, v_heads, k_dim, v_dim) = (1, 1, 1, 1, 1, 64, 64);
@@ -223,7 +224,7 @@ fn one_token(format: &str, odd: impl Iterator<Item = (bool, usize, u8)>) -> Call
     }
 }
 
-/// The output over one token is its value.
+/// If there is only one token, the output is its value.
 #[test]
 fn every_code_has_its_value() {
     for format in ["int8:64", "int8:32", "int4:64", "int4:32", "fp8-e4m3", "fp8-e5m2", "fp8-e5m2:head"] {
@@ -241,7 +242,7 @@ fn every_code_has_its_value() {
     }
 }
 
-/// A scale that is infinite in the unit in which vectors of `fp8-e4m3` are read.
+/// Multiplied by the unit in which `fp8-e4m3` vectors are read, the scale would be infinite.
 #[test]
 fn a_scale_near_the_largest_number_stays_finite() {
     let (keys, values) = ((0..64).map(|i| (false, i, 0)), (0..64).map(|i| (true, i, 0x01)));

@@ -1,4 +1,4 @@
-//! Sizes at which indices exceed 32 bits, and unaligned pointers.
+//! Memory sizes at which indices exceed 32 bits, and unaligned pointers.
 
 use std::any::Any;
 use std::ptr::NonNull;
@@ -12,7 +12,7 @@ use kvcore::{
 
 use super::{Lab, ways};
 
-/// A pool of 4.5 GiB, of which only a few pages are ever touched.
+/// Uses a pool of 4.5 GiB, but accesses only a few of its pages.
 #[test]
 fn a_pool_of_more_than_four_gibibytes_is_addressed_right() {
     let shape = KvShape {
@@ -57,7 +57,7 @@ fn a_pool_of_more_than_four_gibibytes_is_addressed_right() {
     }
 }
 
-/// Memory that other code allocated may begin at any address that is aligned for its elements.
+/// Memory allocated by other code may begin at any address that is aligned for its elements.
 #[test]
 fn lent_memory_that_is_not_aligned_to_lines_is_right_or_refused() {
     for (offset, fits) in [(2, true), (34, true), (1, false)] {
@@ -67,8 +67,9 @@ fn lent_memory_that_is_not_aligned_to_lines_is_right_or_refused() {
             let mut bytes = vec![0u64; 5000];
             let start = NonNull::new(bytes.as_mut_ptr().cast::<u8>().wrapping_add(offset)).unwrap();
             let owner: Arc<dyn Any + Send + Sync> = Arc::new(std::sync::Mutex::new(bytes));
-            // SAFETY: `start` lies at most 34 bytes into the 40000 bytes of the vector, so 39000 bytes
-            // follow; the vector lives in `owner`, its memory does not move, and nobody else accesses it.
+            // SAFETY: `start` is at most 34 bytes past the start of the vector's 40000 bytes, so at least
+            // 39000 bytes follow; the vector lives in `owner`, its memory does not move, and no other code
+            // accesses it.
             let storage = unsafe { CpuStorage::from_raw(start, 39_000, MemoryKind::Device, owner) }.unwrap();
             let storage: Arc<dyn Storage> = Arc::new(storage);
             let view = match TensorView::new(storage, DType::BF16, &[37, 4, 130]) {

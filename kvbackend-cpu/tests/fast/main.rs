@@ -1,5 +1,5 @@
-//! Fast kernels against reference kernels: on every instruction set that the processor has, on one thread and
-//! on several, past the caches and through them.
+//! Compares fast kernels with reference kernels, on every instruction set that the processor supports, with
+//! one thread and with several, and with stores that do and do not bypass the caches.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod attention;
@@ -18,8 +18,8 @@ use kvcore::{
 };
 use proptest::prelude::*;
 
-/// Returns the ways to compute: reference first, then every level on one thread and on threads from the first
-/// byte on.
+/// Returns the options to compare: first the reference kernels, then every level with one thread and with
+/// several threads, which are used even for a single byte.
 fn ways() -> Vec<CpuOptions> {
     let plain = CpuOptions { kernels: KernelSet::Reference, ..CpuOptions::default() };
     let levels = SimdLevel::ALL.into_iter().filter(|level| level.is_available());
@@ -31,13 +31,13 @@ fn ways() -> Vec<CpuOptions> {
     std::iter::once(plain).chain(fast).collect()
 }
 
-/// One way to compute, with its own memory.
+/// A backend with one of the options, and its stream.
 struct Lab {
     backend: Arc<CpuBackend>,
     stream: Arc<dyn Stream>,
 }
 
-/// Returns `n` numbers between −2 and 2, different for every seed.
+/// Returns `n` pseudo-random numbers between −2 and 2 that depend on the seed.
 fn numbers(n: usize, seed: u64) -> Vec<f32> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     (0..n)
@@ -65,7 +65,7 @@ impl Lab {
         Self { backend, stream }
     }
 
-    /// Returns a view `[rows, heads, dim]` of larger memory, with gaps between rows and between heads.
+    /// Returns a view `[rows, heads, dim]` of a larger tensor, with gaps between rows and between heads.
     fn rows(&self, dtype: DType, shape: [usize; 3], gap: usize, seed: u64) -> TensorView {
         let [rows, heads, dim] = shape;
         let all = [rows.max(1), heads + gap, dim + gap];
@@ -94,7 +94,7 @@ impl Lab {
         bytes
     }
 
-    /// Returns all bytes of an arena, including scales.
+    /// Returns all bytes of an arena, including its scales.
     fn contents(&self, arena: &KvArena) -> Vec<u8> {
         arena.storages().flat_map(|storage| self.bytes(storage)).collect()
     }
@@ -106,7 +106,7 @@ impl Lab {
     }
 }
 
-/// Runs a case in every way; `same` compares each result with the reference's.
+/// Runs a case with all options. `same` compares each result with the result of the reference.
 fn compare<T>(
     case: impl Fn(&Lab) -> T,
     same: impl Fn(&T, &T) -> Result<(), TestCaseError>,
@@ -132,7 +132,7 @@ fn equal(got: &Vec<u8>, expected: &Vec<u8>) -> Result<(), TestCaseError> {
     Ok(())
 }
 
-/// Generates shapes with rows from one element to more than a few vectors.
+/// Generates shapes whose rows are between a single element and several vectors long.
 fn shape() -> impl Strategy<Value = KvShape> {
     let heads = prop::sample::select(vec![(1, 1), (2, 2), (3, 3), (1, 2), (4, 2), (2, 6), (8, 8)]);
     let dim = || prop::sample::select(vec![1usize, 2, 7, 8, 16, 31, 33, 40, 64, 96, 128, 150]);

@@ -1,4 +1,4 @@
-//! Rows and blocks that are moved or rotated: equal to the reference bit for bit.
+//! Checks that moved and rotated rows and blocks match the reference bit for bit.
 
 use std::sync::Arc;
 
@@ -12,12 +12,13 @@ use rstest::rstest;
 
 use super::{compare, encode, equal, numbers, shape};
 
-/// Generates first slots, and the number of slots that follow each: alone, or as in a block table.
+/// Generates runs of slots as pairs of a first slot and a length. Runs are single slots, or long as in a
+/// block table.
 fn picks() -> impl Strategy<Value = Vec<(u16, usize)>> {
     prop::collection::vec((any::<u16>(), prop_oneof![Just(1), 1..40usize]), 0..100)
 }
 
-/// Returns each slot at most once, with padding in between.
+/// Returns the slots of `picks`, with padding instead of slots that do not exist or have already occurred.
 fn slots(shape: &KvShape, picks: &[(u16, usize)]) -> Arc<[i64]> {
     let total = shape.num_blocks * shape.block_size;
     let mut taken = vec![false; total];
@@ -112,7 +113,7 @@ proptest! {
         other_order in any::<bool>(),
         (delta, rotary, interleaved) in (-4000i64..4000, 0..150usize, any::<bool>()),
     ) {
-        // Some of the first half of the blocks go to the second half.
+        // Some blocks of the first half are copied to the second half.
         let half = shape.num_blocks as u32 / 2;
         let pairs: Arc<[_]> = (0..half)
             .filter(|i| chosen >> i & 1 == 1)
@@ -141,7 +142,7 @@ proptest! {
     }
 }
 
-/// The contract leaves open which row wins, but the slot holds exactly one of them, whole.
+/// The contract does not specify which row wins, but the slot must hold exactly one complete row.
 #[rstest]
 fn a_slot_that_occurs_twice_holds_one_of_its_rows(#[values(3, 4)] count: usize) {
     let shape = KvShape {

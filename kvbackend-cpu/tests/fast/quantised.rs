@@ -1,4 +1,4 @@
-//! Quantised formats: equal codes, and attention over them equal up to rounding.
+//! Quantised formats: checks that codes are equal, and that attention over them matches up to rounding.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ fn shape() -> impl Strategy<Value = KvShape> {
     )
 }
 
-/// Generates the bits of numbers of every size, now and then of NaN or infinity.
+/// Generates the bits of numbers of every magnitude, and occasionally of NaN or infinity.
 fn any_float() -> impl Strategy<Value = u32> {
     let near = (-2.0f32..2.0).prop_map(f32::to_bits);
     let halves = (-600i32..600).prop_map(|x| (x as f32 / 2.0).to_bits());

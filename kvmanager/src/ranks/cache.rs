@@ -1,4 +1,5 @@
-//! One rank's cache: keys, or values, of some layers, for the tokens of the prompt so far.
+//! The cache of one rank, which holds either keys or values of some layers, for the tokens of the prompt so
+//! far.
 
 use kvcore::{Backend, CopyTensor, DType, MemoryKind, Stream, TensorView, allocate_tensor};
 use std::ops::Range;
@@ -8,12 +9,12 @@ use crate::ranks::{PiecePlace, PrefillPlan, ReceivedMatrix};
 use crate::{Error, Result};
 
 // Decision: docs/decisions/managers.md#a-rank-cache-holds-keys-or-values-not-both
-/// Keys, or values, of consecutive layers: `[layers, batch, heads, capacity, dim]`.
+/// A cache of either keys or values of consecutive layers: `[layers, batch, heads, capacity, dim]`.
 ///
 /// A pipeline stage appends the chunks that it computes to a cache of its own layers. A cache of all layers
-/// merges the pieces of all stages: whole chunks with [`merge_from_ranks`](Self::merge_from_ranks), or after
-/// [`expect`](Self::expect) piece by piece, in any order. All memory is allocated up front. Copies run in the
-/// order of the caller's streams.
+/// merges the pieces of all stages, either as whole chunks with [`merge_from_ranks`](Self::merge_from_ranks),
+/// or one by one and in any order after a call to [`expect`](Self::expect). All memory is allocated up front.
+/// Copies run in the order of the caller's streams.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -55,8 +56,8 @@ impl RankCache {
     /// Allocates an empty cache of the shape `[layers, batch, heads, capacity, dim]`.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if the size does not
-    /// fit the address space, and [`kvcore::Error::Allocation`] if there is no memory.
+    /// Returns [`kvcore::Error::Zero`] if an extent is 0, [`kvcore::Error::Overflow`] if the size exceeds the
+    /// address space, and [`kvcore::Error::Allocation`] if there is not enough memory.
     pub fn new(backend: &dyn Backend, dtype: DType, shape: [usize; 5]) -> Result<Self> {
         let names = ["layers", "batch", "heads", "capacity", "dim"];
         if let Some((what, _)) = names.into_iter().zip(shape).find(|(_, extent)| *extent == 0) {
@@ -81,13 +82,13 @@ impl RankCache {
         self.len
     }
 
-    /// Returns whether there are no tokens that every layer holds.
+    /// Returns whether [`len`](Self::len) is 0.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Returns the tokens so far, as a view `[layers, batch, heads, len, dim]`. Nothing is copied, and there
-    /// are gaps between heads until the cache is full; [`TensorView::contiguous`] closes them.
+    /// Returns a view `[layers, batch, heads, len, dim]` of the tokens so far, without copying. Until the
+    /// cache is full, there are gaps between heads; [`TensorView::contiguous`] creates a copy without gaps.
     ///
     /// # Errors
     /// Returns the errors of [`TensorView::slice`], which cannot occur for this view.
@@ -95,20 +96,20 @@ impl RankCache {
         Ok(self.data.slice(TOKENS, 0, self.len)?)
     }
 
-    /// Removes all tokens, and ends a merge. The memory stays allocated.
+    /// Removes all tokens, and ends the current merge, if any. The memory stays allocated.
     pub fn reset(&mut self) {
         self.len = 0;
         self.merge = None;
     }
 
-    /// Appends tensors `[layers, batch, heads, tokens, dim]` one after another along the tokens, all of them
-    /// or none.
+    /// Appends tensors `[layers, batch, heads, tokens, dim]` one after another along the token axis. If any
+    /// of them cannot be appended, appends none.
     ///
     /// # Errors
     /// The cache is unchanged in these cases:
-    /// - [`kvcore::Error::Mismatch`] if an extent or the element type differs from the cache's, or if a merge
-    ///   is not complete.
-    /// - [`kvcore::Error::TooLarge`] if the tokens exceed the capacity.
+    /// - [`kvcore::Error::Mismatch`] if an extent or the element type differs from the cache's, or if there
+    ///   is an incomplete merge.
+    /// - [`kvcore::Error::TooLarge`] if the number of tokens would exceed the capacity.
     pub fn append_sequence(&mut self, stream: &dyn Stream, tensors: &[TensorView]) -> Result<()> {
         self.check_merged()?;
         let mut end = self.len;
@@ -123,18 +124,17 @@ impl RankCache {
         Ok(())
     }
 
-    /// Merges the layers of all ranks for the next tokens: `tensors[r]` is
-    /// `[layers of rank r, batch, heads, tokens, dim]`, and ranks follow each other in the order of their
-    /// layers. Every tensor has the same tokens, so the length grows by the tokens of one tensor. In a merge
-    /// that [`expect`](Self::expect) began, the tensors are the pieces of the first chunk that is not
-    /// complete.
+    /// Merges the layers of all ranks for the next tokens. `tensors[r]` must be `[layers of rank r, batch,
+    /// heads, tokens, dim]`, and the ranks must be in the order of their layers. All tensors hold the same
+    /// tokens, so the length grows by the number of tokens in one tensor. In a merge that
+    /// [`expect`](Self::expect) began, the tensors must be the pieces of the first incomplete chunk.
     ///
     /// # Errors
     /// The cache is unchanged in these cases:
-    /// - [`kvcore::Error::Mismatch`] if the layers of all ranks do not add up to the cache's, or another
+    /// - [`kvcore::Error::Mismatch`] if the ranks' layers do not add up to the cache's layers, or if another
     ///   extent or the element type differs.
-    /// - [`kvcore::Error::TooLarge`] if the tokens exceed the capacity.
-    /// - [`Error::DuplicatePiece`] if one of the pieces has arrived before.
+    /// - [`kvcore::Error::TooLarge`] if the number of tokens would exceed the capacity.
+    /// - [`Error::DuplicatePiece`] if one of the pieces has already arrived.
     // Decision: docs/decisions/managers.md#merging-ranks-never-lengthens-the-sequence
     pub fn merge_from_ranks(&mut self, stream: &dyn Stream, tensors: &[TensorView]) -> Result<()> {
         if let Some((plan, received)) = self.merge.as_ref().filter(|(_, received)| !received.is_complete()) {
@@ -162,11 +162,12 @@ impl RankCache {
         Ok(())
     }
 
-    /// Empties the cache, and begins a merge of the pieces of a plan, in any order.
+    /// Empties the cache, and begins a merge of a plan's pieces, which may arrive in any order.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Mismatch`] if the plan's layers differ from the cache's, and
-    /// [`kvcore::Error::TooLarge`] if the prompt exceeds the capacity. In these cases the cache is unchanged.
+    /// [`kvcore::Error::TooLarge`] if the prompt exceeds the capacity. In these cases, the cache is
+    /// unchanged.
     pub fn expect(&mut self, plan: PrefillPlan) -> Result<()> {
         same("layers of the plan", self.num_layers(), plan.num_layers())?;
         if plan.num_tokens() > self.capacity() {
@@ -177,16 +178,17 @@ impl RankCache {
         Ok(())
     }
 
-    /// Copies a piece `[layers of the stage, batch, heads, tokens of the chunk, dim]` to its place. Tokens
-    /// become readable once all stages of their chunk, and of all earlier chunks, have arrived.
+    /// Copies a piece `[layers of the stage, batch, heads, tokens of the chunk, dim]` to its position in the
+    /// cache. The tokens of a chunk become readable when the pieces of all stages have arrived for this chunk
+    /// and for all earlier chunks.
     ///
     /// # Errors
     /// The cache is unchanged in these cases:
-    /// - [`kvcore::Error::OutOfRange`] if there is no plan, or the plan does not have this stage or chunk.
-    /// - [`Error::LatePiece`] if all stages of the chunk have arrived.
+    /// - [`kvcore::Error::OutOfRange`] if there is no plan, or if the plan does not have this stage or chunk.
+    /// - [`Error::LatePiece`] if the chunk is already complete.
     /// - [`Error::DuplicatePiece`] if the piece has already arrived.
-    /// - [`kvcore::Error::Mismatch`] if an extent differs from the plan's or the cache's, or the element type
-    ///   does.
+    /// - [`kvcore::Error::Mismatch`] if an extent differs from the plan's or the cache's, or if the element
+    ///   type differs from the cache's.
     pub fn accept(
         &mut self,
         stream: &dyn Stream,
@@ -198,12 +200,12 @@ impl RankCache {
         self.record(stage, chunk)
     }
 
-    /// Returns the record of the pieces of the last merge, if there was one since the last reset.
+    /// Returns the record of arrived pieces of the last merge, if a merge has begun since the last reset.
     pub fn received(&self) -> Option<&ReceivedMatrix> {
         self.merge.as_ref().map(|(_, received)| received)
     }
 
-    /// Checks a piece, and returns the copy to its place.
+    /// Checks a piece, and returns the operation that copies it to its position in the cache.
     fn piece(&self, stage: usize, chunk: usize, piece: &TensorView) -> Result<CopyTensor> {
         let none = CoreError::OutOfRange { what: "chunk", value: chunk as i128, limit: 0 };
         let (plan, received) = self.merge.as_ref().ok_or(none)?;
@@ -232,7 +234,7 @@ impl RankCache {
         }
     }
 
-    /// Returns the checked copy of a tensor to a region of the cache.
+    /// Checks a tensor, and returns the operation that copies it to a region of the cache.
     fn copy(&self, tensor: &TensorView, layers: Range<usize>, tokens: Range<usize>) -> Result<CopyTensor> {
         if tokens.end > self.capacity() {
             return Err(too_large("tokens of the cache", tokens.end, self.capacity()));
@@ -245,7 +247,7 @@ impl RankCache {
     }
 }
 
-/// Returns an extent of a tensor `[layers, batch, heads, tokens, dim]`.
+/// Returns the extent of one axis of a tensor `[layers, batch, heads, tokens, dim]`.
 fn extent(tensor: &TensorView, axis: usize) -> Result<usize> {
     same("rank of [layers, batch, heads, tokens, dim]", 5, tensor.shape().len())?;
     Ok(tensor.shape()[axis])

@@ -1,12 +1,12 @@
-//! The record of the pieces of a merge that have arrived.
+//! The record of the pieces that have arrived in a merge.
 
 use std::fmt;
 
 use crate::error::{CoreError, range};
 use crate::{Error, Result};
 
-/// The matrix `[num_chunks, num_stages]` of a merge: 1 for a piece that has arrived, 0 for a missing piece.
-/// Prints as a table.
+/// The matrix `[num_chunks, num_stages]` of a merge, with 1 for every piece that has arrived and 0 for every
+/// missing piece. Its `Display` output is a table.
 ///
 /// ```
 /// use kvmanager::ReceivedMatrix;
@@ -26,7 +26,7 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedMatrix {
-    /// Arrived pieces, by chunk and within a chunk by stage.
+    /// Whether each piece has arrived, ordered by chunk and then by stage.
     received: Vec<bool>,
     stages: usize,
 }
@@ -36,7 +36,7 @@ impl ReceivedMatrix {
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Zero`] if there are no chunks or no stages, and [`kvcore::Error::Overflow`]
-    /// if the number of pieces does not fit the address space.
+    /// if the number of pieces overflows.
     pub fn new(chunks: usize, stages: usize) -> Result<Self> {
         for (what, count) in [("chunks", chunks), ("stages", stages)] {
             if count == 0 {
@@ -89,7 +89,7 @@ impl ReceivedMatrix {
         Ok(self.received[self.index(chunk, stage)?])
     }
 
-    /// Returns whether all stages of a chunk have arrived.
+    /// Returns whether the pieces of all stages have arrived for a chunk.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if the chunk does not exist.
@@ -98,7 +98,7 @@ impl ReceivedMatrix {
         Ok(self.received[start..start + self.stages].iter().all(|&received| received))
     }
 
-    /// Returns whether all chunks of a stage have arrived.
+    /// Returns whether the pieces of all chunks have arrived for a stage.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if the stage does not exist.
@@ -107,7 +107,7 @@ impl ReceivedMatrix {
         Ok(self.received[start..].iter().step_by(self.stages).all(|&received| received))
     }
 
-    /// Returns the number of complete chunks before the first incomplete one.
+    /// Returns the number of complete chunks before the first incomplete chunk.
     pub fn chunks_in_a_row(&self) -> usize {
         self.chunks().take_while(|chunk| chunk.iter().all(|&received| received)).count()
     }
@@ -126,7 +126,7 @@ impl ReceivedMatrix {
         self.received.iter().filter(|&&received| received).count()
     }
 
-    /// Returns the number of all pieces.
+    /// Returns the total number of pieces.
     pub fn total(&self) -> usize {
         self.received.len()
     }
@@ -136,7 +136,7 @@ impl ReceivedMatrix {
         self.received() as f64 / self.total() as f64
     }
 
-    /// Returns the missing pieces as `(chunk, stage)`, in order.
+    /// Returns the missing pieces as `(chunk, stage)`, ordered by chunk and then by stage.
     pub fn missing(&self) -> impl Iterator<Item = (usize, usize)> {
         let places = self.received.iter().enumerate().filter(|(_, received)| !**received);
         places.map(|(at, _)| (at / self.stages, at % self.stages))

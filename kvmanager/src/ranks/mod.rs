@@ -1,4 +1,4 @@
-//! Caches of pipeline stages, and the merge of the pieces that the stages compute.
+//! Caches of pipeline stages, and merging the pieces that the stages compute.
 //!
 //! ```text
 //!               chunk 0      chunk 1      chunk 2        tokens ──►
@@ -9,12 +9,12 @@
 //!             ├────────────┼────────────┼────────────┤
 //!    stage 2  │ layers 24..│            │            │   ReceivedMatrix: the pieces that have arrived
 //!             └────────────┴────────────┴────────────┘
-//!               RankCache::merge_from_ranks: a column at a time
+//!               RankCache::merge_from_ranks: one column at a time
 //! ```
 //!
-//! Merging by layer gives a rank the layers of other stages for the same tokens, and never lengthens the sequence.
-//! Appending along the sequence puts consecutive chunks of the same layers one after another. A [`PrefillPlan`] is the
-//! grid of both.
+//! Merging by layer gives a rank the layers of other stages for the same tokens, and never lengthens the
+//! sequence. Appending along the sequence puts consecutive chunks of the same layers one after another. A
+//! [`PrefillPlan`] is the grid of stages and chunks.
 
 mod cache;
 mod matrix;

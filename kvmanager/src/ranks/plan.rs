@@ -1,4 +1,4 @@
-//! The division of a prefill: layers into pipeline stages, tokens into chunks.
+//! The division of a prefill's layers into pipeline stages, and of its tokens into chunks.
 
 use kvcore::RankInfo;
 use std::ops::Range;
@@ -6,17 +6,17 @@ use std::ops::Range;
 use crate::error::{CoreError, range, same};
 use crate::{Error, Result};
 
-/// The place of a piece in a cache.
+/// The position of a piece in a cache.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PiecePlace {
-    /// Layers of the stage.
+    /// The layers of the piece's stage.
     pub layers: Range<usize>,
-    /// Tokens of the chunk, numbered as in the prompt.
+    /// The tokens of the piece's chunk, as indices into the prompt.
     pub tokens: Range<usize>,
 }
 
 // Decision: docs/decisions/managers.md#the-grid-of-a-merge-is-known-in-advance
-/// The grid of a chunked prefill over a pipeline: each stage computes its layers of each chunk.
+/// The grid of a chunked prefill in a pipeline. Every stage computes its own layers for every chunk.
 ///
 /// ```
 /// use kvmanager::PrefillPlan;
@@ -33,10 +33,11 @@ pub struct PrefillPlan {
 }
 
 impl PrefillPlan {
-    /// Creates a plan from the layers of each stage and the tokens of each chunk. Both start at 0.
+    /// Creates a plan from the layers of each stage and the tokens of each chunk. The first range of each
+    /// list must start at 0.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Zero`] if there are no stages or no chunks, or if one of them is empty.
+    /// Returns [`kvcore::Error::Zero`] if there are no stages or no chunks, or if a stage or chunk is empty.
     /// Returns [`kvcore::Error::Mismatch`] if a stage or chunk does not begin where the previous one ends (a
     /// gap or an overlap).
     pub fn new(stages: Vec<Range<usize>>, chunks: Vec<Range<usize>>) -> Result<Self> {
@@ -45,8 +46,8 @@ impl PrefillPlan {
         Ok(Self { stages, chunks })
     }
 
-    /// Creates a plan with layers divided as in [`RankInfo::layers`], and chunks of `chunk_len` tokens. The
-    /// last chunk may be shorter.
+    /// Creates a plan in which layers are divided like in [`RankInfo::layers`], and chunks have `chunk_len`
+    /// tokens. The last chunk may be shorter.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::Uneven`] if there are fewer layers than stages, and [`kvcore::Error::Zero`]
@@ -78,7 +79,7 @@ impl PrefillPlan {
         self.chunks.last().map_or(0, |chunk| chunk.end)
     }
 
-    /// Returns the number of layers of all stages.
+    /// Returns the total number of layers in all stages.
     pub fn num_layers(&self) -> usize {
         self.stages.last().map_or(0, |stage| stage.end)
     }
@@ -88,7 +89,7 @@ impl PrefillPlan {
         self.chunks.get(chunks).map_or(self.num_tokens(), |chunk| chunk.start)
     }
 
-    /// Returns the place of the piece of a stage and a chunk.
+    /// Returns the position of the piece of a stage and chunk.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if the plan does not have the stage or chunk.
@@ -99,8 +100,8 @@ impl PrefillPlan {
     }
 }
 
-/// Checks that the ranges are not empty and follow one another starting at 0. `what` names the list of
-/// ranges, the extent of a range, and the start of a range.
+/// Checks that no range is empty, and that the ranges follow one another starting at 0. `what` gives the
+/// names of the list, of a range's extent, and of a range's start for errors.
 fn consecutive(what: [&'static str; 3], ranges: &[Range<usize>]) -> Result<()> {
     if ranges.is_empty() {
         return Err(Error::Core(CoreError::Zero { what: what[0] }));

@@ -1,4 +1,4 @@
-//! Managers on the memory of the CPU backend.
+//! Tests the managers on the CPU backend.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 #[path = "../../../kvbackend-cpu/tests/caches/common.rs"]

@@ -1,4 +1,4 @@
-//! Blocks and sequences by number (seed 001), and equal bytes from dense and paged caches.
+//! Blocks and sequences with IDs (seed 001), and a comparison of the bytes in dense and paged caches.
 
 use kvbackend_cpu::Execution::{self, Deferred, Immediate};
 use kvcore::{
@@ -27,7 +27,7 @@ fn manager(m: &Memory, num_blocks: usize, block_size: usize) -> BlockManager {
     BlockManager::new(m.backend.clone(), shape(num_blocks, block_size)).unwrap()
 }
 
-/// Returns the values of a strided view, copied row by row.
+/// Returns the values of a strided view as a dense list, copied row by row.
 fn dense(m: &Memory, view: &TensorView) -> Vec<f32> {
     let (len, heads) = (view.shape()[0], view.shape()[1]);
     let row = |token, head| m.values(&view.select(0, token).unwrap().select(0, head).unwrap());
@@ -43,7 +43,7 @@ fn blocks_are_allocated_written_read_and_freed_by_number(
     assert_eq!((blocks.counts().total, blocks.max_tokens_supported()), (256, 256 * 16));
     assert_eq!(blocks.memory_usage(), 2 * 256 * 16 * HEADS * (DIM + DIM) * 4);
     let ids = blocks.allocate(3).unwrap();
-    // 14 and then 5 tokens, across a block boundary
+    // Writes 14 tokens and then 5 tokens, across a block boundary.
     let first = m.tensor(&[14, HEADS, DIM], 0.0);
     blocks.write(m.stream.as_ref(), 1, ids[2], 0, &first, &first).unwrap();
     let second = m.tensor(&[5, HEADS, DIM], 1000.0);
@@ -105,7 +105,7 @@ fn sequences(m: &Memory, num_blocks: usize, block_size: usize) -> (BlockManager,
     (blocks, sequences)
 }
 
-/// A static cache of one entry, which the rows of a paged sequence must equal.
+/// A static cache with a single entry. The rows of a paged sequence must match it.
 struct Dense(StaticKvCache);
 
 impl Dense {
@@ -178,7 +178,7 @@ fn a_sequence_has_at_most_its_blocks_and_failures_change_nothing(
     let one = m.tensor(&[1, HEADS, DIM], 0.0);
     assert!(all.update(m.stream.as_ref(), id, 0, &one, &one, 7).is_err(), "a hole");
     assert_eq!((all.len(id).unwrap(), blocks.counts().free), (6, 6));
-    // 65 blocks are one too many unless configured
+    // By default, 65 blocks are one too many for a sequence.
     let (_, mut many) = sequences(&m, 70, 1);
     let long = many.create(None).unwrap();
     let rows = m.tensor(&[65, HEADS, DIM], 0.0);
@@ -195,7 +195,8 @@ fn dense_and_paged_sequences_give_identical_bytes(#[values(Immediate, Deferred)]
     let stray = m.tensor(&[3, HEADS, DIM], -50.0);
     let mut fixed = Dense::new(&m, 20);
     let mut at = 0;
-    // appended in pieces, with another sequence in between, and once rolled back and overwritten
+    // Tokens are appended in pieces, with another sequence in between. Two tokens are rolled back once and
+    // overwritten.
     for (step, (back, tokens)) in [(0, 5), (0, 1), (2, 4), (0, 3)].into_iter().enumerate() {
         at -= back;
         for layer in [1, 0] {
@@ -216,7 +217,7 @@ fn dense_and_paged_sequences_give_identical_bytes(#[values(Immediate, Deferred)]
     assert_eq!(blocks.counts().mutable, at.div_ceil(4) + 3, "blocks of both sequences");
 }
 
-/// Another stream sees the rows once it waits for an event of the writer.
+/// Another stream sees the rows if it waits for an event of the writing stream.
 #[rstest]
 fn blocks_are_read_on_any_stream_that_waits_for_the_writer(
     #[values(Immediate, Deferred)] execution: Execution,
@@ -233,7 +234,7 @@ fn blocks_are_read_on_any_stream_that_waits_for_the_writer(
     assert_eq!(dense(&m, &k), dense(&m, &rows));
 }
 
-/// Blocks that were held in any order return in the order of their numbers.
+/// A reset always returns blocks to the pool in the order of their IDs.
 #[test]
 fn a_reset_frees_blocks_in_one_order() {
     let next = || {
@@ -248,7 +249,7 @@ fn a_reset_frees_blocks_in_one_order() {
     assert!((0..4).all(|_| next() == first));
 }
 
-/// Each layer rolls back on its own; the sequence is as long as its longest layer.
+/// Each layer can be rolled back separately. The sequence is as long as its longest layer.
 #[rstest]
 fn a_sequence_shrinks_with_the_layer_that_is_furthest(#[values(Immediate, Deferred)] execution: Execution) {
     let m = Memory::new(execution);

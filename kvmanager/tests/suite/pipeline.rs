@@ -1,4 +1,5 @@
-//! Caches of pipeline ranks (seed 002): chunks appended along the sequence, and pieces merged by layer.
+//! Caches of pipeline ranks (seed 002): chunks are appended along the sequence, and pieces are merged by
+//! layer.
 
 use kvmanager::{Error, PrefillPlan, RankCache};
 use std::ops::Range;
@@ -13,7 +14,7 @@ const BATCH: usize = 2;
 const HEADS: usize = 3;
 const DIM: usize = 4;
 
-/// The memory and a stream of one rank.
+/// The backend and a stream of one rank.
 struct Rank {
     backend: Arc<dyn Backend>,
     stream: Arc<dyn Stream>,
@@ -34,8 +35,8 @@ impl Rank {
         allocate_tensor(self.backend.as_ref(), MemoryKind::Device, dtype, shape).unwrap()
     }
 
-    /// Returns some layers of some tokens, `[layers, batch, heads, tokens, dim]`, as a model would compute them. Every
-    /// element is a different number.
+    /// Returns the given layers and tokens as a tensor `[layers, batch, heads, tokens, dim]`, like a model
+    /// would compute them. Every element is a different number.
     fn computed(&self, layers: Range<usize>, tokens: Range<usize>) -> TensorView {
         let view = self.tensor(DType::F32, &[layers.len(), BATCH, HEADS, tokens.len(), DIM]);
         let mut bytes = Vec::new();
@@ -58,14 +59,14 @@ impl Rank {
         bytes
     }
 
-    /// Returns all bytes of the memory of a cache, readable or not.
+    /// Returns all bytes of a cache's memory, including bytes that are not readable yet.
     fn memory(&self, cache: &RankCache) -> Vec<u8> {
         let storage = Arc::clone(cache.get_data().unwrap().storage());
         let all = TensorView::new(Arc::clone(&storage), DType::F32, &[storage.len() / 4]).unwrap();
         self.bytes(&all)
     }
 
-    /// Asserts that a cache holds the first tokens of all of its layers.
+    /// Asserts that a cache holds exactly the first `tokens` tokens in all of its layers.
     fn assert_holds(&self, cache: &RankCache, tokens: usize) {
         assert_eq!(cache.len(), tokens);
         let expected = self.computed(0..cache.num_layers(), 0..tokens.max(1)).slice(3, 0, tokens).unwrap();
@@ -84,7 +85,7 @@ fn every_rank_ends_with_36_layers_of_21_tokens(
     let rank = Rank::new(execution);
     let stream = rank.stream.as_ref();
     let plan = PrefillPlan::even(36, 3, 21, 7).unwrap();
-    // Every stage appends its chunks; the merged cache takes the pieces of all stages, chunk by chunk.
+    // Every stage appends its own chunks. The merged cache takes the pieces of all stages, chunk by chunk.
     let mut stages: Vec<RankCache> = (0..3).map(|_| rank.cache(12, 21)).collect();
     let mut merged = rank.cache(36, 21);
     merged.expect(plan.clone()).unwrap();
@@ -136,7 +137,7 @@ fn views_grow_in_place_and_reset_keeps_the_memory() {
     }
     cache.reset();
     assert!(cache.is_empty() && cache.get_data().unwrap().is_empty());
-    // Two tensors at once, one after the other.
+    // Appends two tensors in a single call, one after the other.
     cache.append_sequence(stream, &[rank.computed(0..2, 0..3), rank.computed(0..2, 3..8)]).unwrap();
     rank.assert_holds(&cache, 8);
     assert_eq!(cache.get_data().unwrap().storage().address(), address);
@@ -210,7 +211,7 @@ fn wrong_pieces_change_nothing() {
     for (stage, chunk) in [(0, 0), (1, 0), (0, 2)] {
         cache.accept(stream, stage, chunk, &piece(stage, chunk)).unwrap();
     }
-    // Chunk 0 is complete, one stage of chunk 2 has arrived, and none of chunk 1.
+    // Chunk 0 is complete, one piece of chunk 2 has arrived, and no piece of chunk 1 has.
     rank.assert_holds(&cache, 3);
     let (before, bytes) = (cache.received().unwrap().clone(), rank.memory(&cache));
     let late = |chunk, stage| Error::LatePiece { chunk, stage };
@@ -268,7 +269,7 @@ fn a_merge_has_the_layers_of_the_cache_and_empties_it() {
     rank.assert_holds(&cache, 9);
 }
 
-/// Returns the cuts of `0..n` at some of the places.
+/// Cuts `0..n` at the given positions, and returns the parts.
 fn cuts(n: usize, at: &[usize]) -> Vec<Range<usize>> {
     let mut at: Vec<usize> = at.iter().map(|cut| cut % n).chain([0, n]).collect();
     at.sort_unstable();
