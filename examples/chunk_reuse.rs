@@ -157,7 +157,7 @@ fn main() -> Result<()> {
             logical: assembly.plan().question_logical,
             position: assembly.plan().question_position,
         };
-        // From now on, other requests find the parts too. They are held until `held` is dropped.
+        // From now on, other requests also find the parts, which stay held until `held` is dropped.
         let mut held = assembly.commit()?;
         let segments = &held.segments()[1..]; // the first segment is the system prompt
         for ((report, segment), (name, _)) in held.reports().iter().zip(segments).zip(documents) {

@@ -45,7 +45,7 @@ impl Model {
         &self.table[token as usize % VOCABULARY * HEADS * DIM..][..HEADS * DIM]
     }
 
-    /// Runs a pass over the rows of a batch. Returns the likeliest next token after each row.
+    /// Runs a pass over the rows of a batch. Returns the most likely next token after each row.
     fn forward(&self, arena: &KvArena, rows: &BatchRows) -> Result<Vec<u32>> {
         let mut x: Vec<f32> = rows.tokens().iter().flat_map(|&t| self.row_of(t)).copied().collect();
         let mut v: Vec<f32> = rows.tokens().iter().flat_map(|&t| self.row_of(t + 1)).copied().collect();
@@ -187,7 +187,7 @@ fn main() -> Result<()> {
         table: (0..VOCABULARY * HEADS * DIM).map(|i| (i as f32 * 12.9898).sin()).collect(),
         backend,
     };
-    // Prompts share forty tokens and have up to thirty of their own.
+    // Prompts share forty tokens, followed by up to thirty different ones.
     let own = |i: usize| (0..8 + 2 * i).map(move |j| (5 + i * 11 + j * 7) % VOCABULARY);
     let prompts: Vec<Vec<u32>> =
         (0..12).map(|i| (0..40).chain(own(i)).map(|token| token as u32).collect()).collect();

@@ -31,7 +31,7 @@ impl Engine {
         Ok(view)
     }
 
-    /// Writes the keys and values of new tokens in every layer. The keys are rotated on the way.
+    /// Writes the keys and values of new tokens in every layer. The keys are rotated on the fly.
     fn store(&self, cache: &PagedKvCache, slots: &WriteSlots, first: usize) -> Result<()> {
         let positions: Arc<[i64]> = (first as i64..(first + slots.len()) as i64).collect();
         for layer in 0..LAYERS {
@@ -81,7 +81,7 @@ fn main() -> Result<()> {
     let mut cache = PagedKvCache::new(arena, BlockPool::new(0..64)?)?;
     let root = KeyScope::new("my-model", b"digest of its weights").tenant_salt(b"alice").root();
 
-    // Two prompts with the same first 48 tokens: the second one computes only the rest.
+    // Two prompts with the same first 48 tokens: the second prompt computes only its last 12.
     let prompt: Vec<u32> = (0..60).collect();
     let (first, cached, slots) = cache.admit(&PromptKeys::new(root, &prompt, 16), prompt.len())?;
     engine.store(&cache, &slots, cached)?;

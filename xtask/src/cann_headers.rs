@@ -27,8 +27,8 @@ fn is_here() -> bool {
         && crate_folder().join("lib.rs").is_file()
 }
 
-/// Returns the command that downloads the headers. It asks for the wheels of one Python version and one
-/// processor, whatever the machine.
+/// Returns the command that downloads the headers. On any machine, it downloads the wheels for one fixed
+/// Python version and processor.
 fn bring() -> String {
     let download = "python3 -m pip download -q --no-deps --only-binary=:all: --python-version 3.10 --implementation cp \
                     --platform manylinux_2_17_x86_64 --platform manylinux_2_28_x86_64";

@@ -44,7 +44,7 @@ const GPU: &[Tool] = &[
 /// Tools that the tests need: a wgpu device, and the compilers of the CUDA driver's double and of CUDA.
 const DEVICES: &[Tool] = &[GPU[0], GPU[1], GPU[2], cuda_double::NEEDS[0], cuda_ptx::NEEDS[0]];
 
-/// The step whose last line holds the test counts.
+/// The step that prints the test counts in its last line.
 const TEST: &str = "cargo xtask test";
 
 const fn step(command: &'static str, budget: u32, needs: &'static [Tool]) -> CiStep {

@@ -48,7 +48,7 @@ pub struct OutputReader {
 /// A section of a test program's output.
 #[derive(Debug, Default, PartialEq)]
 enum Section {
-    /// Lines that belong to no test.
+    /// Lines that do not belong to any test.
     #[default]
     Other,
     /// Output of failed tests.

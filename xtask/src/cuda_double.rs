@@ -20,7 +20,7 @@ pub const NEEDS: &[Tool] = &[Tool::Program("g++", "g++")];
 const FLAGS: [&str; 9] =
     ["-std=c++20", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-fvisibility=hidden", "-pthread"];
 
-/// Extra flags for kernels. An access that would trap on a device is a fault in the double too.
+/// Extra flags for kernels. An access that would trap on a device is also a fault in the double.
 const KERNEL_FLAGS: [&str; 4] = [
     "-DKV_DOUBLE",
     "-Wno-unknown-pragmas",
@@ -143,8 +143,8 @@ fn build() -> Result<PathBuf> {
     let library = folder.join("libcuda.so.1");
     let linked = modified(&library);
     if linked.is_none() || jobs.iter().any(|job| modified(&job.object) > linked) {
-        // Linked under another name and then renamed, so a program that has loaded the library keeps the old
-        // file.
+        // The library is linked under another name and then renamed, so a program that has loaded the
+        // library keeps the old file.
         let next = folder.join("libcuda.so.next");
         link(&next, jobs.iter().map(|job| &job.object), &double)?;
         std::fs::rename(&next, &library).map_err(|e| format!("{}: {e}", library.display()))?;

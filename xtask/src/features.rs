@@ -1,5 +1,5 @@
-//! Checks combinations of the crates' features: a few in each run of CI, and all of them, crate by crate, in
-//! `deep`.
+//! Checks combinations of the crates' features: a few in each run of CI, and all combinations, crate by
+//! crate, in `deep`.
 
 use xtask::run::{Result, cargo, none_of};
 

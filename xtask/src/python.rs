@@ -33,7 +33,7 @@ pub(crate) enum VllmPart {
     Prefix,
     /// Chunks, with a published model, which has its own check.
     Published,
-    /// The commands in docs/vllm.md, over HTTP too, with a published model.
+    /// The commands in docs/vllm.md, including those over HTTP, with a published model.
     Docs,
 }
 

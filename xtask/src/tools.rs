@@ -49,7 +49,7 @@ impl Tool {
     }
 
     /// Returns true if this machine has the tool. A machine without `dpkg` counts as having every package;
-    /// the step itself then reports what is missing.
+    /// in that case, the step itself reports what is missing.
     pub fn is_here(&self) -> bool {
         match self {
             Self::Program(program, _) => runs(program, &["--version"]),
@@ -138,7 +138,7 @@ fn runs(program: &str, args: &[&str]) -> bool {
 }
 
 /// Returns true if rustup lists a target or component as installed. Also returns true without rustup, because
-/// nothing could be installed then.
+/// nothing could be installed.
 fn lists(kind: &str, name: &str) -> bool {
     let output = Command::new("rustup").args([kind, "list", "--installed"]).output();
     let listed = |text: &str| text.lines().any(|line| line.starts_with(name));

@@ -38,6 +38,9 @@ pub(crate) enum Error {
     /// The question file cannot be read.
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },
+    /// A file of decoys cannot be read.
+    #[error("cannot read the decoys from {path}: {source}")]
+    Decoys { path: PathBuf, source: std::io::Error },
     /// The gate was asked to judge several strategies at once.
     #[error("the gate judges one strategy; give --strategy once")]
     SeveralStrategies,
@@ -85,7 +88,7 @@ pub(crate) enum Error {
     /// The gate found that reuse does not suit the model.
     #[error("reuse is not fit for this model; these checks failed: {0}")]
     GateClosed(String),
-    /// The gate could not decide if reuse suits the model.
+    /// The gate could not decide whether reuse suits the model.
     #[error("cannot decide whether reuse is fit for this model: {0}")]
     GateUndecided(String),
     /// A file of results, such as a plot, cannot be written.

@@ -13,6 +13,7 @@ mod args;
 mod asking;
 mod backend;
 mod bench;
+mod decoys;
 mod demo;
 mod devices;
 mod embedded;

@@ -60,7 +60,7 @@ struct BlocksJson {
 pub(crate) struct ReadBackJson {
     /// The prompt's tokens.
     prompt: Vec<u32>,
-    /// The most likely token at the place of each answer token, and after the last one if there was room.
+    /// The most likely token at each answer token's position, and after the last token if there was room.
     likeliest: Vec<u32>,
 }
 

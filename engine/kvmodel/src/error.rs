@@ -152,7 +152,7 @@ pub enum WeightProblem {
         /// The number of elements per block.
         block: usize,
     },
-    /// The bytes are truncated, or there are too many.
+    /// There are too few bytes or too many.
     #[error("has {got} bytes, its type and shape ask for {expected}")]
     Length {
         /// The number of bytes that the type and shape need; `usize::MAX` if that number exceeds the

@@ -51,7 +51,7 @@ impl ModelDirectory {
     }
 
     /// Loads a model from the bytes of its files, for models embedded in a program. Unlike
-    /// [`load`](Self::load), it reads no `generation_config.json`.
+    /// [`load`](Self::load), it does not read a `generation_config.json`.
     pub fn from_bytes(
         config: &str,
         weights: &[u8],

@@ -20,7 +20,8 @@ const INDEX: &str = "model.safetensors.index.json";
 const NO_WEIGHTS: &str = "it has neither model.safetensors nor model.safetensors.index.json; convert weights of another format, \
                           such as pytorch_model.bin, to safetensors";
 
-/// A model's tensors by name, with a hash that identifies them. Each is checked against the expected shape.
+/// A model's tensors by name, with a hash that identifies them. Each tensor is checked against the expected
+/// shape.
 ///
 /// Files are memory-mapped, and tensors are parts of them until the model takes them one by one. Dense steps
 /// that use weights unchanged keep these parts, so nothing is copied, and programs that run the same model
@@ -89,7 +90,7 @@ impl Weights {
     }
 
     /// Wraps tensors that the caller has read, such as `Q8_0` or `Q4_K` blocks, which safetensors lacks. If
-    /// several tensors have the same name, the last one counts.
+    /// several tensors have the same name, the last one is used.
     pub fn from_stored(tensors: impl IntoIterator<Item = StoredWeight>) -> Self {
         let tensors: BTreeMap<_, _> =
             tensors.into_iter().map(|tensor| (tensor.name().to_owned(), tensor)).collect();

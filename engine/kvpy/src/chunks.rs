@@ -14,7 +14,7 @@ use crate::prompt::PyChunkHash;
 use crate::segment::PySegment;
 use crate::table::PyWriteSlots;
 
-/// The settings of a chunk cache. Settings that are left out have their defaults.
+/// The settings of a chunk cache. Settings that are left out keep their defaults.
 #[pyclass(frozen, name = "ChunkCacheConfig", module = "kvcache")]
 pub(crate) struct PyChunkCacheConfig(pub(crate) kvchunk::ChunkCacheConfig);
 
@@ -236,8 +236,8 @@ impl PyChunkCacheManager {
         self.0.clear();
     }
 
-    /// Evicts one piece: the least recently used one, or the one that `cache_policy` chooses. Returns false
-    /// if all pieces are held.
+    /// Evicts one piece: the least recently used piece, or the piece that `cache_policy` chooses. Returns
+    /// false if all pieces are held.
     fn evict_lru(&self) -> bool {
         self.0.evict_lru()
     }

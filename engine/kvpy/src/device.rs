@@ -81,7 +81,8 @@ impl ArenaDevice {
         }
     }
 
-    /// Returns the kind of memory with this name: `device`, or `host`, which the device can access too.
+    /// Returns the kind of memory with this name: `device`, or `host` for host memory that the device can
+    /// access.
     pub(crate) fn memory(&self, name: &str) -> PyResult<MemoryKind> {
         match (self, name) {
             (Self::Cpu(..), "device" | "host") => Ok(MemoryKind::System),
@@ -167,7 +168,7 @@ fn cuda(device: usize) -> Result<Arc<CudaBackend>> {
 /// Splits a device's name into its kind and its index.
 fn parts(name: &str) -> (&str, Option<usize>) {
     let (kind, number) = name.split_once(':').unwrap_or((name, "0"));
-    // If the index is malformed, the whole name counts as the kind, which is then unknown.
+    // If the index is malformed, the whole name is taken as the kind, which is unknown.
     number.parse().map_or((name, None), |number| (kind, name.contains(':').then_some(number)))
 }
 

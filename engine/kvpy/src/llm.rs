@@ -257,7 +257,7 @@ impl Llm {
         let answered = self.answer(py, engine, prompts, &params);
         if answered.is_err() {
             // One more step ends the requests that were not answered, so nothing stays held. The first
-            // failure is the one to report.
+            // failure is reported.
             drop(py.detach(|| engine.step()));
         }
         answered

@@ -2,7 +2,8 @@
 
 use pyo3::prelude::*;
 
-/// The settings of an answer. By default, an answer has up to 64 tokens, each of them the likeliest one.
+/// The settings of an answer. By default, an answer has up to 64 tokens, each of which is the most likely
+/// one.
 #[pyclass(frozen, get_all, module = "kvcache")]
 pub(crate) struct SamplingParams {
     pub(crate) temperature: f32,

@@ -6,8 +6,8 @@ use kvcore::{AttendRows, BlockId, QueryRow};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-/// A run of cached tokens as one request uses it: its blocks, its place in the prompt, and how far its keys'
-/// positions differ from the ones they were rotated to.
+/// A run of cached tokens as one request uses it: its blocks, its place in the prompt, and the distance from
+/// the positions that its keys were rotated to.
 #[pyclass(frozen, name = "Segment", module = "kvcache")]
 #[derive(Clone)]
 pub(crate) struct PySegment(pub(crate) kvcore::Segment);

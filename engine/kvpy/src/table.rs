@@ -10,8 +10,8 @@ use crate::pool::{PyBlockPool, PySharedBlocks, keys_of};
 use crate::segment::PySegment;
 use crate::tensor::Integers;
 
-/// A sequence's blocks in order: first shared blocks, then blocks that the sequence fills itself. All are
-/// released when the table is released or dropped.
+/// A sequence's blocks in order: first shared blocks, then blocks that the sequence fills itself. All
+/// blocks are released when the table is released or dropped.
 #[pyclass(frozen, name = "BlockTable", module = "kvcache")]
 pub(crate) struct PyBlockTable(Mutex<Option<kvcore::BlockTable>>);
 

@@ -41,7 +41,7 @@ unsafe impl Sync for DlpackOwner {}
 /// The stream that must wait for a producer's work.
 struct Consumer(*mut c_void);
 
-// SAFETY: the handle is that of a live CUDA stream, kept by `ArenaDevice`, and follows the convention for
+// SAFETY: the handle belongs to a live CUDA stream, kept by `ArenaDevice`, and follows the convention for
 // CUDA devices.
 unsafe impl DlpackStream for Consumer {
     fn as_python_arg(&self, _: Python<'_>, _: DLDevice) -> PyResult<StreamArg> {

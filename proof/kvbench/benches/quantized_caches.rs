@@ -1,7 +1,8 @@
 //! Measures quantised caches: the memory, the attention error and the time of each format.
 //!
-//! `--tokens N` sets the longest context (default 32768); an eighth and a half of it are measured too.
-//! `--markdown` prints the table of `docs/quantization.md` for the longest context, after the JSON lines.
+//! `--tokens N` sets the longest context (default 32768); an eighth and a half of this length are also
+//! measured. `--markdown` prints the table of `docs/quantization.md` for the longest context, after the
+//! JSON lines.
 //!
 //! The data: K and V of one layer, 8 heads of 128, standard normal. In K four channels of each head are ten
 //! times as large, in V two channels five times, as in activations of language models. Queries of 32 heads
@@ -215,8 +216,8 @@ fn static_scales(plane: &KvPlane, values: &[f32]) -> Vec<f32> {
         .collect()
 }
 
-/// Returns two errors: the root mean square of the difference relative to that of `exact`, and the largest
-/// difference relative to the largest magnitude in `exact`.
+/// Returns two errors: the root mean square of the difference divided by the root mean square of `exact`,
+/// and the largest difference divided by the largest magnitude in `exact`.
 fn errors(out: &[f32], exact: &[f32]) -> (f64, f64) {
     let measure = |values: &mut dyn Iterator<Item = f64>| {
         values.fold((0.0, 0f64), |(sum, largest), x| (sum + x * x, largest.max(x.abs())))

@@ -159,7 +159,8 @@ fn complaints(baseline: &Baseline, counts: &Counts) -> Vec<String> {
     all
 }
 
-/// Returns a baseline with this run's counts. Counts that changed get the reason; the others stay unchanged.
+/// Returns a baseline with this run's counts. Counts that changed get the reason; all other counts stay
+/// unchanged.
 fn moved(baseline: &Baseline, counts: &Counts, tools: &str, reason: &str) -> Baseline {
     let entry = |(path, now): &(String, u64)| {
         let same = baseline.paths.get(path).filter(|e| growth(e.instructions, *now).abs() <= NOISE);

@@ -63,7 +63,8 @@ impl Sweep {
         (grown > 1.0).then(|| (last.seconds / first.seconds).ln() / grown.ln())
     }
 
-    /// Returns the rows to show: all of them if their names include the size, otherwise only the largest.
+    /// Returns the rows to show: all rows if their names include the size, otherwise only the largest
+    /// row.
     pub fn shown(&self) -> &[BenchRow] {
         match self.rows.last() {
             Some(last) if last.sweep.as_ref().is_none_or(|name| *name == last.what) => {

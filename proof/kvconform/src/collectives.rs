@@ -33,7 +33,7 @@ pub fn run_collectives(group: &[RankUnderTest]) -> Outcome {
                 ..failure
             })
         });
-        // The rank that failed aborted the others.
+        // The rank that failed has aborted the other ranks.
         let mut failures: Vec<Failure> = outcomes.filter_map(Result::err).collect();
         failures.sort_by_key(|failure| matches!(failure.error, Some(Error::RankAborted(_))));
         failures.into_iter().next().map_or(Ok(()), Err)
@@ -132,7 +132,7 @@ impl TestedRank<'_> {
         self.expect("an all-gather in place", &dst, &all)
     }
 
-    /// Reduces numbers whose sums are exact in every type, whatever the order.
+    /// Reduces numbers whose sums are exact in every type, in any order.
     fn reduces(self, dtype: DType, n: usize, op: ReduceOp) -> Outcome {
         let encode: fn(f32) -> Vec<u8> = match dtype {
             DType::F32 => |x| x.to_ne_bytes().to_vec(),

@@ -37,7 +37,7 @@ fn main() -> kvlab::Result<()> {
                 })
             })
             .collect::<Result<_, _>>()?;
-        // Prompts first, then steps that grow the buffers that are kept.
+        // Prompts run first, followed by steps that grow the reused buffers.
         while engine.step()?.tokens != answers {}
         for _ in 0..8 {
             engine.step()?;

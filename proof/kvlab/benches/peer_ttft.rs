@@ -100,7 +100,7 @@ fn logprobs(answer: &Generation) -> Vec<f32> {
     logits.iter().map(|x| x - top - sum.ln()).collect()
 }
 
-/// Returns the largest log-probability difference over the likeliest tokens of `exact`.
+/// Returns the largest log-probability difference over the most likely tokens of `exact`.
 fn apart(answer: &Generation, exact: &Generation) -> f32 {
     let (answer, exact) = (logprobs(answer), logprobs(exact));
     let mut order: Vec<usize> = (0..exact.len()).collect();

@@ -64,8 +64,8 @@ fn answer(engine: &mut Engine, request: Request) -> kvlab::Result<(Generation, f
     }
 }
 
-/// Returns the sum of the divergences over comparable positions, the number of positions with the same
-/// likeliest token, and the number of comparable positions.
+/// Returns the sum of the divergences over comparable positions, the number of positions where both
+/// choose the same token, and the number of comparable positions.
 fn compare(dense: &Generation, sparse: &Generation) -> (f64, usize, usize) {
     let (mut sum, mut same, mut places) = (0.0, 0, 0);
     // The first token comes from the prefill.

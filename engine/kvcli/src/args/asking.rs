@@ -15,8 +15,8 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "PATH")]
     pub(crate) model: Option<PathBuf>,
 
-    /// File of questions. Default: dataset.jsonl in the model's directory, or else questions drawn from its
-    /// world.json, or else --texts 2.
+    /// File of questions. Default: dataset.jsonl in the model's directory; without it, questions drawn from
+    /// world.json there; without either, --texts 2.
     #[arg(long, value_name = "FILE")]
     pub(crate) dataset: Option<PathBuf>,
 
@@ -38,6 +38,12 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) separator: Option<String>,
 
+    /// File with a decoy, or directory of such files: a document that other documents see while they are
+    /// computed, and the question never (see --arm sequential,behind:N,none). May be repeated. Default: with
+    /// kvc's own texts, texts of the same form.
+    #[arg(long, value_name = "FILE|DIR")]
+    pub(crate) decoys: Vec<PathBuf>,
+
     /// Rule that decides whether an answer is right. Overrides the dataset's own rule.
     #[arg(long, value_name = "NAME", value_parser = grader)]
     pub(crate) grader: Option<Grader>,
@@ -56,7 +62,7 @@ pub(crate) struct AskingArgs {
     pub(crate) first_seed: usize,
 
     /// Questions of each kind per draw. Default: 30 if a loss is judged (tune, --gate), otherwise 20. With a
-    /// dataset: total number of questions. Default: all of them.
+    /// dataset: total number of questions. Default: all questions.
     #[arg(long, value_name = "N", value_parser = at_least_one)]
     pub(crate) questions: Option<usize>,
 }

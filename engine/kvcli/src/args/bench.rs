@@ -19,7 +19,7 @@ pub(crate) struct BenchArgs {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum BenchKind {
-    /// Serve prompts like those of a retrieval service, and report hits, times to first token and memory.
+    /// Serve prompts like a retrieval service's, and report hits, times to first token and memory.
     Rag(RagArgs),
     /// Answer requests that arrive while others are running, and report tokens per second and times to
     /// tokens.

@@ -171,8 +171,8 @@ pub(crate) struct RunArgs {
     #[arg(long, value_name = "FORMAT", default_value = "f32", value_parser = kv_format)]
     pub(crate) dtype: KvFormat,
 
-    /// Form of keys in the cache. rotated: keys are stored at a position, so reading needs no rotation.
-    /// unrotated: each key is rotated whenever it is read.
+    /// Form of keys in the cache. rotated: keys are rotated to a position when they are stored, so they
+    /// are read without rotation. unrotated: each key is rotated whenever it is read.
     #[arg(long, value_name = "FORM", default_value = "rotated", value_parser = key_form)]
     pub(crate) keys: KeyForm,
 
@@ -187,8 +187,8 @@ pub(crate) struct RunArgs {
 
     /// Kind of cache. paged: blocks on demand, with chunks and shared prefixes. static: one run of slots for
     /// the prompt and its answer. grouped: blocks on demand, with one pool per group of layers; layers with a
-    /// sliding window free the blocks that leave it. Only a paged cache keeps documents: with the others,
-    /// prompts in parts need `--full-attention`.
+    /// sliding window free the blocks that leave it. Only a paged cache keeps documents: with other
+    /// kinds, prompts in parts need `--full-attention`.
     #[arg(long, value_enum, default_value = "paged")]
     pub(crate) cache: Cache,
 

@@ -70,8 +70,8 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "N")]
     pages: Option<usize>,
 
-    /// Report the log-probability of each answer token, and of the N most likely tokens at its place, in the
-    /// output of --json.
+    /// Report the log-probability of each answer token, and of the N most likely tokens at the same
+    /// position, in the output of --json.
     #[arg(long, value_name = "N", requires = "json")]
     pub(crate) logprobs: Option<usize>,
 
@@ -79,8 +79,9 @@ pub(crate) struct SamplingArgs {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
 
-    /// Score this answer instead of choosing one: token ids, as in `504,2988`. The output of --json then
-    /// contains, under `read_back`, the ids of the prompt and the most likely token at each place.
+    /// Score this answer instead of choosing one: token ids, as in `504,2988`. With this option, the
+    /// output of --json contains, under `read_back`, the ids of the prompt's tokens and the most likely
+    /// token at each position.
     #[arg(long, value_name = "IDS", value_delimiter = ',', requires = "json", conflicts_with_all = ["temperature", "stop"])]
     answer: Vec<u32>,
 }
@@ -116,7 +117,7 @@ impl SamplingArgs {
         (!self.answer.is_empty()).then(|| self.answer.as_slice().into())
     }
 
-    /// Returns the first filter that has no effect because the most likely token is taken anyway.
+    /// Returns the first filter that has no effect because the most likely token is always chosen.
     pub(crate) fn without_effect(&self) -> Option<&'static str> {
         if self.temperature > 0.0 {
             return None;

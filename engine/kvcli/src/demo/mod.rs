@@ -101,7 +101,7 @@ impl DemoQuestion {
     }
 }
 
-/// Answers with the cache, then under the same mask without any reuse, and compares the answers.
+/// Answers with the cache, then under the same mask without any reuse, and compares both answers.
 fn ask(
     engine: &mut Engine,
     codec: &TextCodec,

@@ -29,8 +29,8 @@ pub(super) fn write(path: &Path, arms: &[Arm], trials: &[Trial]) -> Result<()> {
     write().map_err(|source| Error::Answers { path: path.to_owned(), source })
 }
 
-/// Reads answers from several files. If an arm has several answers to a question, the first one counts. Every
-/// file contains full attention's answers.
+/// Reads answers from several files. If an arm has several answers to a question (every file contains full
+/// attention's answers), only the first one is used.
 pub(super) fn read(paths: &[PathBuf]) -> Result<(Vec<Arm>, Vec<Trial>)> {
     #[derive(Deserialize)]
     struct AnswerLine {

@@ -65,7 +65,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     let options = EvalOptions {
         measure: args.measure.into(),
         whole_answers: args.show > 0,
-        ..asking::options(&args.asking)
+        ..asking::options(&args.asking)?
     };
     if args.gate {
         let recompute = match args.strategies[..] {
@@ -184,8 +184,8 @@ fn arms(
     arms
 }
 
-/// Returns strategies of several sizes. Blends choose at layer 1 and at the model's middle layer, joint
-/// choices at layer 1.
+/// Returns strategies of several sizes. Blends choose tokens at layer 1 and at the model's middle layer;
+/// joint strategies choose tokens at layer 1.
 fn usual(layers: usize) -> Vec<Recompute> {
     let mut strategies: Vec<Recompute> = [1, 2, 4, 8, 16].map(|tokens| Recompute::Link { tokens }).into();
     let shares = [0.05, 0.15, 0.3, 0.5];

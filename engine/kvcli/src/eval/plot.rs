@@ -68,8 +68,8 @@ pub(super) fn plot(path: &Path, scores: &[Score], draws: usize, positions: Posit
     draw(path, &panels)
 }
 
-/// Returns a line for each family, starting with no recomputation. If there are no families, returns the
-/// points without recomputation.
+/// Returns a line for each family, which starts at the point without recomputation. If there are no
+/// families, returns the points without recomputation.
 fn series(scores: &[&Score], point: impl Fn(&Score) -> (f64, f64, f64)) -> Vec<Series> {
     let mut families: Vec<String> = Vec::new();
     for score in scores {

@@ -106,8 +106,8 @@ struct Raw {
     eos_token_id: Value,
 }
 
-/// The maximum width, far above any real model's. A larger width means that the config is broken, and
-/// its tables would exhaust memory.
+/// The maximum width, far above any real model's. A larger width means that the config is broken, and the
+/// tables built from it would exhaust memory.
 const MAX_WIDTH: usize = 1 << 14;
 /// The maximum number of layers, for the same reason.
 const MAX_LAYERS: usize = 1 << 14;

@@ -184,8 +184,7 @@ macro_rules! device_dense {
         struct DeviceBorder {
             steps: Arc<$steps>,
             extents: BorderExtents,
-            /// The number of steps that were enqueued when the operations' stream last waited for
-            /// all of them.
+            /// The number of steps enqueued so far when the operations' stream last waited for the steps.
             ordered: Option<u64>,
         }
 

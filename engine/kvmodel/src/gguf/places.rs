@@ -13,8 +13,8 @@ pub(super) struct PlacedTensor<'a> {
     pub(super) place: &'a TensorPlace,
     /// The element type; `None` if it is not supported.
     pub(super) dtype: Option<StoredType>,
-    /// The range of its bytes in the file. If the element type is not supported, it covers only the
-    /// first byte.
+    /// The range of the tensor's bytes in the file. If the element type is not supported, the range
+    /// covers only the first byte.
     pub(super) bytes: Range<usize>,
 }
 

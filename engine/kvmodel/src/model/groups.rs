@@ -66,7 +66,7 @@ impl Model {
         Err(kvcore::Error::mismatch("arenas, one for each group of layers", expected, got).into())
     }
 
-    /// Returns the place of a layer on a device whose arenas were checked.
+    /// Returns the place of a layer on a device. The device's arenas must have been checked.
     pub(super) fn place(&self, device: &ComputeDevice, index: usize) -> LayerPlace {
         let of = |(group, of): (usize, &LayerGroup)| {
             of.layers.binary_search(&index).ok().map(|layer| LayerPlace { group, layer })

@@ -23,7 +23,7 @@ pub struct Forward {
     pub flops: u64,
 }
 
-/// The rows of a pass that stopped in the middle. Some of them may continue later.
+/// The rows of a pass that stopped in the middle. Some of these rows may continue later.
 #[derive(Debug)]
 pub struct KeptRows {
     /// The residual stream, `[rows, hidden_size]`.

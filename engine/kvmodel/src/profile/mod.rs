@@ -57,7 +57,7 @@ impl Profiler {
         self.0.is_some()
     }
 
-    /// Starts a span. It ends when the guard is dropped, however the scope is left.
+    /// Starts a span. The span ends when the guard is dropped, no matter how the scope is left.
     #[inline]
     pub fn record(&self, name: &'static str) -> Span<'_> {
         Span(self.0.as_ref().map(|records| (records.as_ref(), name, Instant::now())))
@@ -89,7 +89,7 @@ impl Profiler {
         self.0.as_ref().map(|records| records.lock().clone()).unwrap_or_default()
     }
 
-    /// Forgets everything recorded so far. A running span is still recorded when it ends.
+    /// Discards everything recorded so far. A running span is still recorded when it ends.
     pub fn reset(&self) {
         if let Some(records) = &self.0 {
             *records.lock() = ProfileReport::default();

@@ -10,7 +10,7 @@ use serde::{Serialize, Serializer};
 /// The times recorded under one name.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct SpanStats {
-    /// How often the span was entered.
+    /// The number of times that the span was entered.
     pub count: u64,
     /// The sum of all durations.
     #[serde(rename = "total_seconds", serialize_with = "seconds")]
@@ -72,8 +72,8 @@ impl fmt::Display for ProfileReport {
     }
 }
 
-/// Writes rows under a header, with the first column left-aligned and the others right-aligned. Writes
-/// nothing if there are no rows.
+/// Writes rows under a header, with the first column left-aligned and all other columns right-aligned.
+/// Writes nothing if there are no rows.
 fn table(f: &mut fmt::Formatter<'_>, header: &[&str], mut rows: Vec<Vec<String>>) -> fmt::Result {
     if rows.is_empty() {
         return Ok(());

@@ -30,7 +30,7 @@ use crate::model::Observer;
 pub struct TextStream<'a> {
     codec: &'a TextCodec,
     stop: Vec<String>,
-    /// Tokens whose whole text is a stop string. Each of them ends the answer.
+    /// Tokens whose whole text is a stop string. Any such token ends the answer.
     stop_tokens: Vec<u32>,
     tokens: Vec<u32>,
     text: String,
@@ -153,7 +153,8 @@ mod tests {
 
     /// A tokenizer with one token per byte, followed by a special token.
     fn codec() -> TextCodec {
-        // ByteLevel writes bytes as characters: printable ones as themselves, the others starting at U+0100.
+        // ByteLevel writes bytes as characters: printable bytes as themselves, all other bytes as characters
+        // starting at U+0100.
         let printable = |b: u32| (33..=126).contains(&b) || (161..=172).contains(&b) || b >= 174;
         let mut next = 256;
         let vocabulary: serde_json::Map<String, serde_json::Value> = (0..256)
@@ -181,8 +182,8 @@ mod tests {
         TextCodec::from_bytes(tokenizer.to_string().as_bytes(), None).unwrap()
     }
 
-    /// Streams a string byte by byte. Returns the pieces joined by `|`, with the rest after `/`. Also returns
-    /// true if it stopped.
+    /// Streams a string byte by byte. Returns the pieces joined by `|`, with the remaining text after `/`.
+    /// Also returns true if the stream stopped.
     fn stream(text: &str, stop: &[&str]) -> (String, bool) {
         let codec = codec();
         let mut stream = TextStream::new(&codec, stop.iter().map(|&s| s.to_owned())).unwrap();

@@ -36,7 +36,7 @@ pub(super) struct ChatTemplate {
 enum TemplateSource {
     #[default]
     Missing,
-    /// The names of the templates, if none of them is for ordinary chats.
+    /// The names of the templates, if there is no template for ordinary chats.
     NoDefault(Vec<String>),
     Text(String),
 }

@@ -76,8 +76,8 @@ impl PyKvCache {
 
     /// Appends a tensor along the sequence axis, and returns all tokens so far as a view. Nothing is copied,
     /// and the view has gaps between heads until the cache is full; `get_data` returns contiguous memory.
-    /// Raises `KvCacheError` if a shape differs or there are more than `max_length` tokens. The cache is then
-    /// unchanged.
+    /// Raises `KvCacheError`, and leaves the cache unchanged, if a shape differs or there are more than
+    /// `max_length` tokens.
     fn append_sequence(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>) -> PyResult<PyTensor> {
         let tensor = self.take(tensor)?;
         self.give(self.0.run(py, |own, stream| {
@@ -89,15 +89,15 @@ impl PyKvCache {
     /// Merges the caches of all ranks, and returns all tokens so far like `append_sequence`.
     ///
     /// By default, merges by layer: `tensors[r]` has rank `r`'s layers for the next tokens, `[layers of r, B,
-    /// H, L, D]`, or `[B, H, L, D]` for a rank with one layer. The length grows by `L`, however many ranks
-    /// there are. After `expect_chunks`, the tensors are the pieces of the next chunk. With `dim=2`, merges
-    /// along the sequence: every tensor has all layers of this cache, and the tensors are concatenated in
-    /// order.
+    /// H, L, D]`, or `[B, H, L, D]` for a rank with one layer. The length grows by `L`, regardless of the
+    /// number of ranks. After `expect_chunks`, the tensors are the pieces of the next chunk. With `dim=2`,
+    /// merges along the sequence: every tensor has all layers of this cache, and the tensors are
+    /// concatenated in order.
     ///
     /// The design that this method comes from always concatenates along the sequence. That turns 7 tokens on
     /// each of 3 ranks into 21, although the ranks have different layers of the same 7 tokens. Raises
     /// `KvCacheError` if the layers or the shapes do not fit together, and `ValueError` for any other `dim`.
-    /// The cache is then unchanged.
+    /// In these cases, the cache is unchanged.
     #[pyo3(signature = (tensors, dim = None))]
     fn merge_from_ranks(
         &self,

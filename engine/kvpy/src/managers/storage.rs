@@ -41,14 +41,14 @@ impl PyKvStorageManager {
     }
 
     /// Reserves `num_blocks` more blocks for a request, or none, and returns them. A second reservation adds
-    /// to the first (in the design that this method comes from, the first is lost). Raises `KvCacheError` if
-    /// too few blocks are available; the request keeps the blocks that it had.
+    /// to the first (in the design that this method is based on, the first one is lost). Raises
+    /// `KvCacheError` if too few blocks are available; the request keeps the blocks that it had.
     fn reserve_blocks(&self, request_id: u64, num_blocks: usize) -> PyResult<Vec<u32>> {
         Ok(numbers(&self.own.reserve(request_id, num_blocks).map_err(CallError::from)?))
     }
 
     /// Frees all of a request's blocks, and returns how many there were. Raises `KvCacheError` for an unknown
-    /// request, which the design that this method comes from ignores.
+    /// request, which the design that this method is based on ignores.
     fn release_blocks(&self, request_id: u64) -> PyResult<usize> {
         Ok(self.own.release(request_id).map_err(CallError::from)?)
     }

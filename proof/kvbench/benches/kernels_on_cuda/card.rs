@@ -42,7 +42,7 @@ pub(crate) struct Card {
     /// The device memory that was free at the start, in bytes.
     pub(crate) free: usize,
     events: [CUevent; 2],
-    /// Buffers that the limits copy from and to.
+    /// The source and the destination of the limits' copies.
     room: [Arc<dyn Storage>; 2],
     /// Pinned memory, for limits that copy to and from the host.
     pinned: Arc<dyn Storage>,

@@ -21,13 +21,13 @@ const BATCH: usize = 128;
 /// The number of prompts with keys, as a multiple of the number that fit in the pool.
 const PROMPTS_PER_POOL: usize = 3;
 
-/// The work that both pools do. Each call works on `BATCH` blocks, unless it takes a count.
+/// The operations to measure on both pools. Each call works on `BATCH` blocks, unless it takes a count.
 trait Pool: Sync {
     /// Creates a pool of `blocks` blocks.
     fn new(blocks: usize) -> Self;
     /// Allocates blocks and frees them.
     fn alloc_free(&self, blocks: usize);
-    /// Allocates blocks one by one, as a sequence grows, and frees all of them.
+    /// Allocates blocks one by one, as a sequence grows, and frees all blocks.
     fn grow(&self);
     /// Fills the pool with prompts. Prompt `i` of `blocks / BATCH` stays cached.
     fn fill(&self, prompt: usize);
@@ -128,7 +128,7 @@ fn seconds<P: Pool>(work: PoolWork, blocks: usize, threads: usize, shorter: usiz
     best
 }
 
-/// Prints a row. Rows of one sweep differ only in size, and the table shows all of them.
+/// Prints a row. Rows of one sweep differ only in size, and the table shows every row.
 fn row(sweep: &str, what: &str, size: (usize, &str), seconds: f64, limit: &str, limit_seconds: f64) {
     let (ratio, (size, unit)) = (limit_seconds / seconds, size);
     let line = serde_json::json!({

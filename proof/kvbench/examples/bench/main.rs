@@ -15,7 +15,7 @@ mod plot;
 /// Groups of benchmarks.
 #[derive(Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum BenchBackend {
-    /// CPU kernels, and benchmarks that need no device
+    /// CPU kernels, and benchmarks that do not need a device
     Cpu,
     /// Products with a model's matrices, on the CPU
     Products,

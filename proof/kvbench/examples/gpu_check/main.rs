@@ -41,7 +41,7 @@ struct GpuCheckCli {
     /// Build the programs and copy them into this folder, for a machine without Rust. Check nothing.
     #[arg(long, value_name = "DIR", conflicts_with_all = ["out", "double"])]
     collect: Option<PathBuf>,
-    /// Run the steps that need no card on the driver's test double.
+    /// Run the steps that do not need a card, on the driver's test double.
     #[arg(long)]
     double: bool,
 }
@@ -74,7 +74,7 @@ fn gpu_check(args: &GpuCheckCli) -> Result {
     let mut site = Site::new(programs, found, &out, args.double);
     for step in STEPS {
         report.add(step.name, step.about, site.run(step));
-        // Written after each step, so its results are kept whatever happens to the next.
+        // Written after each step, so the step's results are kept even if the next step fails.
         report.write(site.out())?;
     }
     report.print_end(&site.out().join(report::FILE));

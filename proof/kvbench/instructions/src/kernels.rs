@@ -11,7 +11,7 @@ const TOKENS: usize = 256;
 /// A function that does the work once on a stream.
 type KernelWork = Box<dyn Fn(&dyn Stream) -> Result<()>>;
 
-/// One operation on an immediate stream.
+/// One operation, on a stream that runs work immediately.
 pub struct HotKernel {
     stream: Arc<dyn Stream>,
     work: KernelWork,
@@ -71,8 +71,8 @@ impl HotKernel {
     fn ready(dtype: DType, make: impl FnOnce(&Lab) -> Result<KernelWork>) -> Self {
         // BLAKE3 and the C library also choose their code by the processor's features.
         assert!(!SimdLevel::Avx512.is_available(), "counted under valgrind, which hides AVX-512");
-        // Only this thread is counted, so kernels without a pool of their own must run on it. A second call
-        // fails, which is harmless.
+        // Only this thread is counted, so kernels that do not have their own thread pool must run on this
+        // thread. A second call fails, which is harmless.
         let _ = rayon::ThreadPoolBuilder::new().num_threads(1).use_current_thread().build_global();
         let options = CpuOptions { simd: Some(SimdLevel::Avx2), threads: Some(1), ..CpuOptions::default() };
         let made = Lab::new(dtype, TOKENS, &options)

@@ -1,6 +1,6 @@
-//! Runs the suite on one backend and prints a table: `conform --backend cpu`. `--every` runs all element
-//! types, even for variants that usually run with only some. `--only PREFIX`, which may be repeated, runs
-//! only the cases whose names start with a prefix.
+//! Runs the suite on one backend and prints a table: `conform --backend cpu`. `--every` tests all element
+//! types, even for variants that are usually tested with only some types. `--only PREFIX`, which may be
+//! repeated, runs only the cases whose names start with a prefix.
 //!
 //! Fails if a case fails, if a variant cannot be opened (except for missing processor instructions or a
 //! missing second card), or if Vulkan's validation layers report anything. In strict runs, the layers must be

@@ -41,7 +41,7 @@ impl<'a> CaseTable<'a> {
                 let backend = self.columns[column].backend;
                 let is_lasting = match (backend.name, backend.variant) {
                     ("cpu", _) => matches!(error, Error::Unsupported { .. }),
-                    // Without any card, the first card's variant is the one that fails.
+                    // Without any card, only the first card's variant fails.
                     ("cuda", "device 1") => matches!(error, Error::NoDevice { .. }),
                     _ => false,
                 };
@@ -80,7 +80,7 @@ impl<'a> CaseTable<'a> {
             self.turn = (columns.end, None);
             return true;
         };
-        // If only some of a variant's columns open, every case of the others has failed.
+        // If only some of a variant's columns open, every case of the other columns has failed.
         let outcome = |column: usize| match (&self.outcomes[column][case], &self.unopened[column]) {
             (Some(Ok(())), _) => Some(Ok(())),
             (Some(Err(failure)), _) | (None, Some(Unopened { reason: failure, .. })) => Some(Err(failure)),

@@ -33,7 +33,12 @@ pub(super) fn with_batch(op: &Attend, batch: impl Into<Vec<AttendRows>>) -> Atte
 }
 
 impl AttendTrial {
-    fn new(b: &Bench, order: BlockOrder, rows: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
+    pub(super) fn new(
+        b: &Bench,
+        order: BlockOrder,
+        rows: &[QueryRow],
+        batch: Vec<AttendRows>,
+    ) -> Outcome<Self> {
         Self::over(b, b.arena(order)?, rows, batch)
     }
 
@@ -320,7 +325,8 @@ pub(super) fn keys_may_lie_unrotated(b: &Bench) -> Outcome {
         ensure(matches!(result, Err(Error::InvalidRope(_))), || {
             format!("no rotary embedding gave {result:?}")
         })?;
-        // At the chunk's offset, token 9999 is past the end of the table, however its query is rotated.
+        // At the chunk's offset, token 9999 is past the end of the table, regardless of its query's
+        // rotation.
         trial.op.rope = Some(Arc::clone(&scaled));
         trial.op = with_batch(&trial.op, [entry(0..2, reused(9999, &[0, 2]))]);
         let result = b.stream.attend(&trial.op);

@@ -210,7 +210,8 @@ pub(super) fn a_latent_replay_equals_the_eager_step(b: &Bench) -> Outcome {
     Ok(())
 }
 
-/// Runs all steps eagerly, then as replays of a graph captured from one of them, and compares the results.
+/// Runs all steps eagerly, then as replays of a graph captured from one of the steps, and compares the
+/// results.
 fn replays<'a>(eager: &DecodeStep<'a>, replayed: DecodeStep<'a>) -> Outcome {
     let mut expected = Vec::new();
     for (number, step) in steps().iter().enumerate() {

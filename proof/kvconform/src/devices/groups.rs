@@ -107,9 +107,9 @@ pub fn run_groups<R: GroupRig>(rig: &R) -> Outcome {
     )
 }
 
-/// Makes calls of the driver and of its library for collectives fail while two ranks use every collective
-/// once, as [`refused_calls`](crate::refused_calls) does. Each function fails on its first, second and fourth
-/// call.
+/// Like [`refused_calls`](crate::refused_calls), but for functions of the driver and of its library for
+/// collectives, while two ranks use every collective once. Each function is made to fail on its first, second
+/// and fourth call.
 ///
 /// # Errors
 /// Returns a failure that names a call after which something was left behind or groups did not work.
@@ -309,7 +309,7 @@ pub(super) fn an_abort_wakes_the_ranks_of_the_process<R: GroupRig>(rig: &R) -> O
             rank.of.check()
         }
     };
-    // Ranks 0 and 1 wait for different things, but only from rank 2.
+    // Ranks 0 and 1 wait for different collectives, but both wait for rank 2 only.
     let aborted = Error::RankAborted(2);
     same("ranks", on_all(&ranks, call), vec![Err(aborted.clone()); 3])?;
     ranks.iter().try_for_each(|rank| stays_failed(rig, rank, &aborted))

@@ -59,7 +59,7 @@ fn verdict<R: DeviceRig>(rig: &R, double: &dyn DriverDouble, device: usize) -> O
         let failed = case.run(&bench).map_err(|failure| Failure::new(format!("{}: {failure}", case.name)));
         outcome = outcome.and(failed);
     }
-    // The eager device frees memory at times of its own.
+    // The eager device does not free memory at predictable times.
     if outcome.is_ok() && device == LAZY {
         outcome = gives_back(double, device, backend.as_ref());
     }

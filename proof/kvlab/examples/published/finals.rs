@@ -233,7 +233,7 @@ fn keep() -> Result {
         let timed = if timed.exists() { read(&timed)? } else { Vec::new() };
         let all = || std::iter::once(FULL).chain(ways.iter().copied());
         let mut ways: Vec<WayResult> = all().map(|way| of_way(way, &draw_answers, &timed)).collect();
-        // All times must come from one machine, so kept times stay unless all of them are new.
+        // All times must come from one machine, so kept times stay unless all times are new.
         if let Some(before) = read_kept(documents)?
             && ways.iter().any(|way| way.ttft_ms.is_none())
         {
@@ -251,8 +251,8 @@ fn keep() -> Result {
     Ok(())
 }
 
-/// Collects a strategy's answers, question by question. If there are several answers to a question, the first
-/// one counts.
+/// Collects a strategy's answers, question by question. If there are several answers to a question, only the
+/// first one is used.
 fn of_way(way: &str, draws: &[Vec<AnswerLine>], timed: &[AnswerLine]) -> WayResult {
     let mut of_questions: BTreeMap<(usize, usize), (bool, f64, f64)> = BTreeMap::new();
     for (answer, share) in draws.iter().flat_map(|answers| with_shares(answers)) {

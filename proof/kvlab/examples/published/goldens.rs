@@ -1,5 +1,5 @@
-//! `cargo xtask published --goldens`: compares the published model's answers with those of Hugging Face
-//! transformers.
+//! `cargo xtask published --goldens`: compares the published model's answers with Hugging Face
+//! transformers' answers.
 //!
 //! `proof/goldens/published_model` holds the prompts and goldens, and explains how they are made. `kvc`
 //! answers each prompt twice. With the converted directory in f32, it must choose the same tokens (no golden
@@ -52,7 +52,7 @@ struct Golden {
     prompt: Vec<u32>,
     /// The tokens of the answer, including the end token.
     answer: Vec<u32>,
-    /// For each token, its lead over the second likeliest one.
+    /// For each token, the difference between its logit and the second largest logit.
     margins: Vec<f64>,
 }
 
@@ -114,8 +114,8 @@ fn chosen(golden: &Golden, end: u32, said: KvcAnswer) -> Result<usize> {
     Ok(tokens.zip(&golden.answer).take_while(|(ours, theirs)| ours == *theirs).count())
 }
 
-/// Returns the number of positions where the golden's token is the likeliest, after the golden's tokens
-/// before it.
+/// Returns the number of positions where the golden's token is the most likely one, given the golden's
+/// earlier tokens.
 fn read_back(golden: &Golden, said: &KvcAnswer) -> Result<usize> {
     let read = said.read_back.as_ref().ok_or("`kvc run --answer` does not say what it read")?;
     if read.prompt != golden.prompt {

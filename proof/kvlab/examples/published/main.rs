@@ -36,8 +36,8 @@ struct PublishedCli {
     /// interrupted run can be continued.
     #[arg(long, conflicts_with_all = ["table", "quick", "goldens"])]
     answers: bool,
-    /// Compare greedy answers with those of Hugging Face transformers, from a directory in f32 and from the
-    /// GGUF file.
+    /// Compare greedy answers with Hugging Face transformers' answers, both from a directory in f32 and
+    /// from the GGUF file.
     #[arg(long, conflicts_with_all = ["table", "quick"])]
     goldens: bool,
 }

@@ -1,8 +1,8 @@
 //! The screen: ranks all strategies by their divergence from full attention's own answers to sixty prompts.
 //!
 //! The results of each draw are kept in `proof/kvlab/tests/published`, and the table is made from them. An
-//! interrupted run can be continued, even on another machine. A strategy added to the list is then asked
-//! alone, together with full attention.
+//! interrupted run can be continued, even on another machine. If a strategy is added to the list, only
+//! that strategy and full attention are asked again.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;

@@ -5,7 +5,7 @@
 pub(super) struct Divergence {
     /// The Kullback–Leibler divergence from full attention, in nats.
     pub(super) nats: f64,
-    /// The share of tokens whose likeliest choice is the same as full attention's.
+    /// The share of tokens where the most likely choice is the same as full attention's.
     pub(super) agreement: f64,
 }
 

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The rule that decides whether an answer is right. Case is ignored, and so is white space at both ends.
+/// The rule that decides whether an answer is right. Case, and white space at both ends, are ignored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Grader {
@@ -23,8 +23,8 @@ pub enum Grader {
 /// The minimum F1 score for a right answer.
 const LEAST_F1: f64 = 0.5;
 
-/// Returns true for a character of a script that puts no spaces between words. Each such character counts as
-/// a word.
+/// Returns true for a character of a script without spaces between words. Each such character counts as a
+/// word.
 fn is_word(c: char) -> bool {
     matches!(c,
         '\u{0e00}'..='\u{0eff}' | '\u{1000}'..='\u{109f}' | '\u{1780}'..='\u{17ff}' // Thai, Lao, Burmese, Khmer

@@ -2,7 +2,7 @@
 //! facts each.
 //!
 //! No model has heard of the firms, so every answer must come from the notes. All notes in a prompt are
-//! alike, so each distracts from the others.
+//! alike, so each note distracts from the rest.
 
 use rand::rngs::StdRng;
 use rand::seq::{IndexedRandom, SliceRandom};
@@ -183,6 +183,12 @@ impl Texts {
         let kinds = Self::KINDS.into_iter().filter(|kind| kinds.contains(kind));
         let round = || kinds.clone();
         (0..per_kind).flat_map(|_| round()).map(|kind| self.question(kind, &mut rng)).collect()
+    }
+
+    /// Returns notes in which no question's answer is: decoys of the same form.
+    pub fn decoys() -> Vec<String> {
+        let mut rng = StdRng::seed_from_u64(u64::MAX);
+        Self::new(Self::MOST).question(QuestionKind::Local, &mut rng).documents
     }
 
     fn question(self, kind: QuestionKind, rng: &mut StdRng) -> Question {

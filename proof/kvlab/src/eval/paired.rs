@@ -86,7 +86,7 @@ impl Paired {
             let count = |n: usize| (n as f64 * times).round() as usize;
             Self { asked: count(self.asked.max(1)), lost: count(self.lost), gained: count(self.gained) }
         };
-        // Doubling finds the size within a factor of two. Bisection does the rest.
+        // Doubling finds the size within a factor of two. Bisection then narrows it down.
         let (mut low, mut high) = (1.0, 2.0);
         while scaled(high).at_most() > within {
             (low, high) = (high, 2.0 * high);
@@ -118,7 +118,7 @@ impl Paired {
     /// standard deviations under `d`.
     fn score(&self, d: f64) -> f64 {
         let (n, b, c) = (self.asked as f64, self.lost as f64, self.gained as f64);
-        // The likeliest share of gained answers, given a loss of `d`.
+        // The maximum-likelihood share of gained answers, given a loss of `d`.
         let linear = -b - c + (2.0 * n - b + c) * d;
         let constant = -c * d * (1.0 - d);
         let gained = ((linear * linear - 8.0 * n * constant).max(0.0).sqrt() - linear) / (4.0 * n);

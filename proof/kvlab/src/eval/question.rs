@@ -1,4 +1,4 @@
-//! Questions about documents, and reading them from files.
+//! Questions about documents, and a parser for question files.
 
 use serde::{Deserialize, Serialize};
 

@@ -77,7 +77,8 @@ pub(super) fn scores(arms: &[Arm], trials: &[Trial]) -> Vec<Score> {
     each.filter_map(|(at, arm, kind)| score((at, arm), (full, first), kind, trials)).collect()
 }
 
-/// Scores an arm. Compares it with full attention and with the first arm of reuse, if those were asked.
+/// Scores an arm. Compares it with full attention and with the first arm with reuse, if these arms were
+/// asked.
 fn score(
     (at, arm): (usize, &Arm),
     (full, first): (Option<usize>, Option<usize>),

@@ -22,7 +22,7 @@ const SYSTEM: &str = "you answer questions from short documents .";
 const KINDS: [QuestionKind; 3] = [QuestionKind::Local, QuestionKind::CrossStart, QuestionKind::CrossMiddle];
 /// The number of references at the start of a document if the question is about its middle.
 const REFERENCES: usize = 3;
-/// In local questions, one in this many facts is a reference within its document.
+/// The reciprocal of the probability that a fact in a local question is a reference within its document.
 const INSIDE: u32 = 6;
 
 impl World {
@@ -62,7 +62,7 @@ impl World {
         let mut names = self.names.clone();
         names.shuffle(rng);
         let count = rng.random_range(3..=6);
-        // A reference needs a document before the one that is asked about.
+        // A reference needs an earlier document than the one that the question is about.
         let asked_document = match kind {
             QuestionKind::Local => rng.random_range(0..count),
             _ => rng.random_range(1..count),

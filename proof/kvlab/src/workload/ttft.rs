@@ -103,7 +103,7 @@ pub fn ttft_rows(engine: &mut Engine, chunks: usize, length: usize, cell: ReuseC
         ChunkedPrompt::new(prompt.system().to_vec(), order, question.to_vec())
     };
     // The context is cached as an ordinary prefix, and only a question follows it. Each question has new
-    // tokens, none of them cached.
+    // tokens, which are not cached.
     let alone = |question: &[u32]| -> Result<PromptTokens> {
         Ok(PromptTokens::Plain(with_question(prompt.chunks().to_vec(), question)?.flatten()))
     };
