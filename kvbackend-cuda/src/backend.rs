@@ -1,4 +1,4 @@
-//! A backend on one device.
+//! The backend for one device.
 
 use std::any::Any;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::options::CudaOptions;
 use crate::queue::CudaStream;
 use crate::tables::AngleTables;
 
-/// A backend on one NVIDIA GPU.
+/// The backend for one NVIDIA GPU.
 #[derive(Debug)]
 pub struct CudaBackend {
     pub(crate) device: Arc<CudaDevice>,
@@ -40,7 +40,7 @@ impl CudaBackend {
         Ok(Arc::new(Self { device: CudaDevice::open(options)?, tables: Arc::default() }))
     }
 
-    /// Creates a stream as [`stream`](Backend::stream) does, but returns the concrete type. Its
+    /// Creates a stream like [`stream`](Backend::stream), but returns the concrete type. Its
     /// [`raw`](CudaStream::raw) is the driver's stream, which other libraries can use to order their work.
     ///
     /// # Errors
@@ -67,7 +67,7 @@ impl CudaBackend {
         bytes: usize,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<CudaStorage> {
-        // SAFETY: the caller guarantees the same.
+        // SAFETY: the caller guarantees that `address` is valid for `bytes` bytes while `owner` lives.
         unsafe { CudaStorage::lent(&self.device, address, bytes, owner) }
     }
 
@@ -84,7 +84,7 @@ impl CudaBackend {
         stream: cudarc::driver::sys::CUstream,
         owner: Arc<dyn Any + Send + Sync>,
     ) -> Result<CudaStream> {
-        // SAFETY: the caller guarantees the same.
+        // SAFETY: the caller guarantees that `stream` is a driver stream that lives as long as `owner`.
         unsafe { CudaStream::lent(&self.device, &self.tables, stream, owner) }
     }
 }
@@ -104,7 +104,7 @@ impl Backend for CudaBackend {
             dtypes: DType::COMPUTE.to_vec(),
             formats: KvFormat::QUANTIZED.to_vec(),
             memory: vec![MemoryKind::Device, MemoryKind::Pinned],
-            missing: reserve.into_iter().collect(),
+            missing: reserve.into_iter().chain(["attend_mass"]).collect(),
         }
     }
 

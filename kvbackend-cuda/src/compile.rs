@@ -1,8 +1,8 @@
-//! Kernels that NVRTC compiles for this machine's card, cached in a folder.
+//! Kernels that NVRTC compiles for this machine's GPU, cached in a folder.
 //!
-//! An entry's name is a hash of everything that it depends on: the source, the options, and the versions of
-//! the compiler and the driver. The entry starts with a hash of its contents. If that hash does not match,
-//! the entry is compiled again and replaced.
+//! The name of a cache entry is a hash of everything that its code depends on: the source, the options, and
+//! the versions of the compiler and the driver. The entry starts with a hash of its contents. If that hash
+//! does not match, the code is compiled again and the entry is replaced.
 
 use std::ffi::CString;
 use std::fs;
@@ -14,7 +14,7 @@ use kvcore::{Error, Result};
 use crate::driver::NAME;
 use crate::facts::DeviceFacts;
 
-/// Headers, by the names under which sources include them.
+/// The kernels' headers, with the names under which sources include them.
 const HEADERS: &[(&str, &str)] = &[
     ("attend.cuh", include_str!("../kernels/attend.cuh")),
     ("attend_mma.cuh", include_str!("../kernels/attend_mma.cuh")),
@@ -26,15 +26,16 @@ const HEADERS: &[(&str, &str)] = &[
     ("weight.cuh", include_str!("../kernels/weight.cuh")),
 ];
 
-/// Length in bytes of the hash at the start of an entry.
+/// Length of the hash at the start of an entry, in bytes.
 const HASH: usize = blake3::OUT_LEN;
 
-/// Returns the PTX of a source for a card, from the folder if it has an entry. Otherwise compiles the source
-/// and adds an entry.
+/// Returns a source's PTX for a GPU. Reads it from the folder if it has an entry; otherwise compiles the
+/// source and adds an entry.
 ///
 /// # Errors
 /// Returns [`Error::NoDevice`] if NVRTC is not found, and [`Error::Device`] with its log if it rejects the
-/// source. A folder that cannot be written is no error: the kernels are then compiled each time.
+/// source. If the folder cannot be written, the call still succeeds, but the source is compiled again each
+/// time.
 pub(crate) fn ptx(source: &str, facts: &DeviceFacts, folder: Option<&Path>) -> Result<String> {
     let compiler = version()?;
     let driver = crate::driver::version()?;
@@ -57,7 +58,8 @@ pub(crate) fn ptx(source: &str, facts: &DeviceFacts, folder: Option<&Path>) -> R
     Ok(made)
 }
 
-/// Returns the source with each include line replaced by that header. Each header appears only once.
+/// Returns the source with its include lines replaced by the headers. A header that is included again is
+/// skipped.
 fn flattened(source: &str) -> String {
     fn add(text: &str, known: &mut Vec<&'static str>, out: &mut String) {
         for line in text.lines() {
@@ -81,7 +83,7 @@ fn flattened(source: &str) -> String {
     out
 }
 
-/// Returns the contents of an entry, or none if it is missing or damaged.
+/// Returns the contents of an entry, or `None` if it is missing or damaged.
 fn read(entry: &Path) -> Option<String> {
     let bytes = fs::read(entry).ok()?;
     let (hash, contents) = bytes.split_at_checked(HASH)?;
@@ -91,7 +93,8 @@ fn read(entry: &Path) -> Option<String> {
     String::from_utf8(contents.to_vec()).ok()
 }
 
-/// Writes an entry under another name and then renames it, so other processes never read a partial entry.
+/// Writes an entry under a temporary name and then renames it, so that other processes never read a partial
+/// entry.
 fn write(entry: &Path, contents: &str) -> std::io::Result<()> {
     let folder = entry.parent().unwrap_or_else(|| Path::new("."));
     fs::create_dir_all(folder)?;
@@ -102,7 +105,7 @@ fn write(entry: &Path, contents: &str) -> std::io::Result<()> {
     fs::rename(&own, entry)
 }
 
-/// Returns the version of NVRTC.
+/// Returns NVRTC's version.
 fn version() -> Result<(i32, i32)> {
     // SAFETY: loading a library runs its initialisers; NVRTC's have no other effect.
     if !unsafe { sys::is_culib_present() } {
@@ -121,7 +124,7 @@ fn refused(reason: &str) -> Error {
     Error::Device { backend: NAME, reason: format!("NVRTC: {reason}") }
 }
 
-/// Compiles a source without include lines.
+/// Compiles a source that has no include lines.
 fn compiled(source: &str, options: &[String]) -> Result<String> {
     let text = CString::new(source).map_err(|error| refused(&error.to_string()))?;
     let program = result::create_program(&text, None).map_err(|error| refused(&error.to_string()))?;
@@ -129,7 +132,7 @@ fn compiled(source: &str, options: &[String]) -> Result<String> {
         let bytes: Vec<u8> = bytes.into_iter().map(i8::cast_unsigned).take_while(|&byte| byte != 0).collect();
         String::from_utf8_lossy(&bytes).into_owned()
     };
-    // SAFETY: `program` is alive until the last line of the block, and `text` outlives it.
+    // SAFETY: `program` stays alive until the last line of the block, and `text` outlives it.
     unsafe {
         let made = match result::compile_program(program, options) {
             Ok(()) => result::get_ptx(program).map(read).map_err(|error| refused(&error.to_string())),

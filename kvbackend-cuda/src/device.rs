@@ -15,10 +15,10 @@ use crate::facts::DeviceFacts;
 use crate::module::{CudaKernel, Modules};
 use crate::options::{CudaOptions, KernelCode};
 
-/// Number of bytes that the pool keeps for later allocations instead of returning them to the device.
+/// The number of bytes that the pool keeps for later allocations instead of returning them to the device.
 const KEPT: u64 = 64 << 20;
 
-/// A device with its primary context, which stays retained until the value is dropped.
+/// An open device with its primary context, which stays retained until this value is dropped.
 pub(crate) struct CudaDevice {
     pub(crate) ordinal: i32,
     pub(crate) handle: CUdevice,
@@ -26,7 +26,7 @@ pub(crate) struct CudaDevice {
     pub(crate) facts: DeviceFacts,
     pub(crate) counters: Counters,
     modules: Modules,
-    /// The stream on which memory is zeroed and freed. Nothing else runs on it.
+    /// The stream on which memory is zeroed, filled and freed. Nothing else runs on it.
     pub(crate) setup: CUstream,
     /// The pool for device memory, if the device supports pools.
     pub(crate) pool: Option<CUmemoryPool>,
@@ -38,7 +38,7 @@ pub(crate) struct CudaDevice {
 
 // SAFETY: the driver's handles may be used from any thread; a context is made current for each call.
 unsafe impl Send for CudaDevice {}
-// SAFETY: as for `Send`; the driver locks the state that calls share.
+// SAFETY: the same condition as for `Send`; the driver locks the state that calls share.
 unsafe impl Sync for CudaDevice {}
 
 impl fmt::Debug for CudaDevice {
@@ -52,7 +52,7 @@ impl CudaDevice {
     ///
     /// # Errors
     /// Returns [`Error::NoDevice`] if there is no such device, if it is too old for the kernels, or if the
-    /// driver refuses to open it.
+    /// driver cannot open it.
     pub(crate) fn open(options: &CudaOptions) -> Result<Arc<Self>> {
         let ordinal = options.device;
         driver::version()?;
@@ -93,7 +93,7 @@ impl CudaDevice {
         let setup = result::stream::create(result::stream::StreamKind::NonBlocking).map_err(refused)?;
         let pool = if facts.pools {
             Some(create_pool(ordinal).map_err(|error| {
-                // SAFETY: the stream was created above, and nothing else has it.
+                // SAFETY: the stream was created above, and nothing else uses it.
                 let _ = unsafe { result::stream::destroy(setup) };
                 refused(error)
             })?)
@@ -125,33 +125,34 @@ impl CudaDevice {
         CurrentContext::new(self.context).map_err(|error| self.noted(error))
     }
 
-    /// Returns the error for a failed call. Marks the device as lost if the error ends its context.
+    /// Returns the error for a failed call. If the error destroys the device's context, marks the device as
+    /// lost.
     pub(crate) fn refused(&self, error: DriverError) -> Error {
         self.noted(driver::refused(error))
     }
 
-    /// Returns the error for a failed allocation. Marks the device as lost as [`refused`](Self::refused)
-    /// does.
+    /// Returns the error for a failed allocation. Like [`refused`](Self::refused), marks the device as lost
+    /// if its context is destroyed.
     pub(crate) fn no_memory(&self, error: DriverError, kind: MemoryKind, bytes: usize) -> Error {
         self.noted(driver::no_memory(error, kind, bytes))
     }
 
-    /// Returns a kernel, and loads it on first use. The device's context must be current.
+    /// Returns a kernel, which is loaded on first use. The device's context must be current.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] if the kernel needs more shared memory than the device has, and errors
-    /// of the driver and the compiler.
+    /// Returns [`Error::Unsupported`] if the kernel needs more shared memory than the device has, or an error
+    /// of the driver or the compiler.
     pub(crate) fn kernel(&self, kernel: CudaKernel) -> Result<CUfunction> {
         self.modules.get(&self.facts, kernel).map_err(|error| self.noted(error))
     }
 
-    /// Waits for the setup stream. All streams then see its work.
+    /// Waits for the setup stream's work, so that all streams can see its results.
     pub(crate) fn settle(&self) -> Result<()> {
         // SAFETY: the device owns the stream.
         unsafe { result::stream::synchronize(self.setup) }.map_err(|error| self.refused(error))
     }
 
-    /// Zeroes bytes on the device before anything else uses them.
+    /// Zeroes bytes on the device, and waits until this is done.
     ///
     /// # Safety
     /// The `bytes` bytes at `address` must belong to the caller, and no enqueued work may use them.

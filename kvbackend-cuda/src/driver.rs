@@ -10,14 +10,14 @@ use kvcore::{Error, MemoryKind, Result};
 /// The backend's name in errors and on command lines.
 pub(crate) const NAME: &str = "cuda";
 
-/// The oldest driver version that has every entry point that the backend calls: CUDA 12.0.
+/// The oldest supported driver version, CUDA 12.0. It has every entry point that the backend calls.
 const OLDEST: i32 = 12_000;
 
 // Decision: docs/decisions/backend-cuda.md#the-driver-is-called-without-cudarcs-safe-layer
 /// Loads the driver once, and returns the CUDA version that it supports, for example 13000.
 ///
 /// # Errors
-/// Returns [`Error::NoDevice`] if the library is missing, refuses to start, or is too old.
+/// Returns [`Error::NoDevice`] if the driver library is missing, fails to start, or is too old.
 pub(crate) fn version() -> Result<i32> {
     static VERSION: OnceLock<Result<i32, String>> = OnceLock::new();
     let found = VERSION.get_or_init(|| {
@@ -53,7 +53,7 @@ pub(crate) fn no_device(reason: String) -> Error {
     Error::NoDevice { backend: NAME, reason }
 }
 
-/// Returns the driver's name and text for an error.
+/// Returns the driver's name and message for an error.
 pub(crate) fn text(error: DriverError) -> String {
     let part = |part: std::result::Result<&std::ffi::CStr, _>| {
         part.map_or_else(
@@ -64,7 +64,7 @@ pub(crate) fn text(error: DriverError) -> String {
     format!("{} ({})", part(error.error_string()), part(error.error_name()))
 }
 
-/// Returns whether an error ends the context, so every later call on the device fails.
+/// Returns whether an error destroys the context, which makes every later call on the device fail.
 pub(crate) fn is_loss(status: CUresult) -> bool {
     use CUresult::{
         CUDA_ERROR_ASSERT, CUDA_ERROR_CONTEXT_IS_DESTROYED, CUDA_ERROR_DEINITIALIZED,
@@ -102,7 +102,8 @@ pub(crate) fn refused(error: DriverError) -> Error {
     }
 }
 
-/// Returns the error for a failed allocation of `bytes` bytes. It states how many bytes are free.
+/// Returns the error for a failed allocation of `bytes` bytes. If memory has run out, it states how many
+/// bytes are free.
 pub(crate) fn no_memory(error: DriverError, kind: MemoryKind, bytes: usize) -> Error {
     if error.0 != CUresult::CUDA_ERROR_OUT_OF_MEMORY {
         return refused(error);
@@ -131,13 +132,13 @@ pub(crate) struct CurrentContext {
 }
 
 impl CurrentContext {
-    /// Makes `context` current.
+    /// Makes `context` current on this thread. The caller must keep it retained.
     pub(crate) fn new(context: CUcontext) -> Result<Self> {
         let before = result::ctx::get_current().map_err(refused)?;
         if before == Some(context) {
             return Ok(Self { before: None });
         }
-        // SAFETY: the caller keeps `context` retained for longer than this call.
+        // SAFETY: the caller keeps `context` retained until after this call.
         unsafe { result::ctx::set_current(context) }.map_err(refused)?;
         Ok(Self { before: Some(before.unwrap_or(std::ptr::null_mut())) })
     }

@@ -1,4 +1,4 @@
-//! Properties of a device, as reported by the driver.
+//! A device's properties, as reported by the driver.
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{CUdevice, CUdevice_attribute};
@@ -6,7 +6,7 @@ use cudarc::driver::sys::{CUdevice, CUdevice_attribute};
 /// The lowest major compute capability that the kernels support.
 const OLDEST: i32 = 8;
 
-/// Properties of a device that decide how kernels are launched.
+/// A device's properties, which determine how kernels are launched.
 #[derive(Debug, Clone)]
 pub(crate) struct DeviceFacts {
     pub(crate) name: String,
@@ -15,9 +15,9 @@ pub(crate) struct DeviceFacts {
     pub(crate) multiprocessors: u32,
     /// The maximum shared memory per block, in bytes.
     pub(crate) shared_memory: u32,
-    /// Whether memory can be reserved and mapped.
+    /// Whether address ranges can be reserved and physical memory can be mapped to them.
     pub(crate) virtual_memory: bool,
-    /// Whether memory is allocated from stream-ordered pools.
+    /// Whether the device supports stream-ordered memory pools.
     pub(crate) pools: bool,
 }
 
@@ -47,7 +47,7 @@ impl DeviceFacts {
         })
     }
 
-    /// Returns why the backend cannot use the device, or none if it can.
+    /// Returns the reason why the backend cannot use the device, or `None` if it can.
     pub(crate) fn unfit(&self) -> Option<String> {
         let (major, minor) = self.compute_capability;
         (major < OLDEST).then(|| {

@@ -1,6 +1,6 @@
 //! The CUDA backend: NVIDIA GPUs of compute capability 8.0 (Ampere) or later.
 //!
-//! Building needs no part of CUDA: the driver library is loaded at run time, and the kernels are included in
+//! The build does not need CUDA: the driver library is loaded at run time, and the kernels are included in
 //! this crate as PTX. Without a driver or a device, [`CudaBackend::new`] returns [`kvcore::Error::NoDevice`],
 //! which lists what was tried.
 //!
@@ -22,7 +22,7 @@
 //! ```
 //!
 //! # Modules
-//! A module uses only modules to its left. `stream` is the only caller of `kernels::lower`.
+//! A module only uses the modules to its left. `stream` is the only caller of `kernels::lower`.
 //!
 //! ```text
 //! driver ◂ facts ◂ compile ◂ module ◂ device ◂ memory ◂ tables ◂ queue ◂ kernels ◂ stream

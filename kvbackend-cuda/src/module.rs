@@ -1,5 +1,5 @@
-//! Kernels by name, and the PTX modules that contain them. A module is loaded when one of its kernels is
-//! first used.
+//! Kernels by name, and the PTX modules that contain them. A module is loaded when one of its kernels is used
+//! for the first time.
 
 use std::borrow::Cow;
 use std::collections::HashMap;
@@ -18,13 +18,13 @@ use crate::options::KernelCode;
 /// A compiled file from `kernels/`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Module {
-    /// Copies of rows, bit for bit.
+    /// Bit-for-bit copies of rows.
     Copy,
     /// Copies that convert, rotate or scale rows.
     Convert,
-    /// A model's steps without matrix products.
+    /// A model's dense steps without matrix products.
     Dense,
-    /// Products of a few rows with a matrix.
+    /// Matrix products with a few rows.
     Skinny,
     /// Attention over bf16 pools.
     AttendBf16,
@@ -40,7 +40,7 @@ pub(crate) enum Module {
     AttendCodesLatent,
     /// Attention over any pool, without tensor cores.
     AttendPlain,
-    /// Merging of attention's partial results.
+    /// The merge of attention's partial results.
     AttendMerge,
 }
 
@@ -86,13 +86,13 @@ impl Module {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct CudaKernel {
     pub(crate) module: Module,
-    /// Name of the kernel's entry in the PTX.
+    /// The name of the kernel's entry point in the PTX.
     pub(crate) name: &'static str,
     /// The maximum shared memory that a launch requests, in bytes.
     pub(crate) shared: u32,
 }
 
-/// A device's loaded modules and kernels.
+/// The modules and kernels that a device has loaded.
 pub(crate) struct Modules {
     code: KernelCode,
     loaded: Mutex<LoadedModules>,
@@ -104,7 +104,7 @@ struct LoadedModules {
     kernels: HashMap<CudaKernel, CUfunction>,
 }
 
-/// Shared memory in bytes that a block may use without an attribute on the kernel.
+/// The size of the shared memory, in bytes, that a block may use without setting an attribute on the kernel.
 const PLAIN_SHARED: u32 = 48 << 10;
 
 impl Modules {
@@ -122,7 +122,7 @@ impl Modules {
         }
     }
 
-    /// Returns a kernel, and loads it on first use. The device's context must be current.
+    /// Returns a kernel, which is loaded on first use. The device's context must be current.
     pub(crate) fn get(&self, facts: &DeviceFacts, kernel: CudaKernel) -> Result<CUfunction> {
         let mut loaded = self.loaded.lock();
         if let Some(&function) = loaded.kernels.get(&kernel) {

@@ -2,26 +2,28 @@
 
 use std::path::PathBuf;
 
-/// Options of a [`CudaBackend`](crate::CudaBackend). By default, the first device and the committed kernels
-/// are used.
+/// Options for a [`CudaBackend`](crate::CudaBackend). The default is the first device with the committed
+/// kernels.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct CudaOptions {
     /// Index of the device in the driver's order, which `CUDA_VISIBLE_DEVICES` changes.
     pub device: usize,
-    /// Where the kernels come from.
+    /// The source of the kernels.
     pub kernels: KernelCode,
 }
 
 // Decision: docs/decisions/backend-cuda.md#kernels-are-compiled-at-run-time-only-on-request
-/// Where a device's kernels come from.
+/// The source of a device's kernels.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub enum KernelCode {
-    /// The PTX in this crate, made for the oldest supported card. The driver compiles it for the actual card.
+    /// The PTX in this crate, compiled for the oldest supported GPU. The driver compiles it further for the
+    /// actual GPU.
     #[default]
     Committed,
-    /// Code that NVRTC compiles on this machine, for its card. NVRTC must be installed.
+    /// Code that NVRTC compiles on this machine for its GPU. NVRTC must be installed.
     Compiled {
-        /// Folder that caches the code for the next start. Without a folder, every start compiles.
+        /// The folder that caches the compiled code. Without a folder, the kernels are compiled at every
+        /// start.
         keep_in: Option<PathBuf>,
     },
 }

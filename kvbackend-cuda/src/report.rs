@@ -1,4 +1,4 @@
-//! The machine's devices, for display.
+//! Reports this machine's devices for display.
 
 use cudarc::driver::result;
 use kvcore::Result;
@@ -11,24 +11,24 @@ use crate::{device, driver};
 pub struct CudaReport {
     /// Index of the device, for [`CudaOptions::device`](crate::CudaOptions::device).
     pub ordinal: usize,
-    /// The card's name.
+    /// The GPU's name.
     pub name: String,
     /// Compute capability: major and minor.
     pub compute_capability: (i32, i32),
     /// Total device memory in bytes.
     pub total_memory: usize,
-    /// Whether memory can be reserved and mapped, which pools need in order to sleep.
+    /// Whether memory can be reserved and mapped. Pools need this in order to sleep.
     pub virtual_memory: bool,
-    /// Why the backend cannot use the device, or none if it can.
+    /// The reason why the backend cannot use the device, or `None` if it can.
     pub unfit: Option<String>,
     /// The driver's CUDA version, for example 13000 for 13.0.
     pub driver: i32,
 }
 
-/// Returns the devices of this machine.
+/// Returns this machine's devices.
 ///
 /// # Errors
-/// Returns [`kvcore::Error::NoDevice`] if there is no driver, or if it does not start.
+/// Returns [`kvcore::Error::NoDevice`] if there is no driver, or if the driver does not start.
 pub fn devices() -> Result<Vec<CudaReport>> {
     let version = driver::version()?;
     let refused = |error| driver::no_device(driver::text(error));

@@ -1,4 +1,5 @@
-//! [`Stream`] for CUDA: operations, events, host copies, captures. The only caller of [`kernels::lower`].
+//! [`Stream`] for CUDA: operations, events, host copies, captures. This module is the only caller of
+//! [`kernels::lower`].
 
 use std::sync::Arc;
 
@@ -14,8 +15,8 @@ use crate::kernels;
 use crate::memory;
 use crate::queue::{CudaEvent, CudaGraph, CudaStream, RawStream, capture};
 
-/// The largest write, in bytes, that goes through the stream's pinned memory without a wait. Larger writes
-/// wait for the stream.
+/// The maximum size of a write, in bytes, that goes through the stream's pinned memory without a wait on the
+/// host. Larger writes wait for the stream.
 const STAGED: usize = 1 << 20;
 
 impl Stream for CudaStream {
@@ -59,7 +60,8 @@ impl Stream for CudaStream {
             let RawStream { device, raw } = &self.state().on;
             let _bound = device.bind()?;
             let flags = CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
-            // SAFETY: stream and event are alive; the driver allows waiting for another device's event.
+            // SAFETY: the stream and the event are alive; the driver allows waiting for another device's
+            // event.
             unsafe { result::stream::wait_event(*raw, known.raw(), flags) }
                 .map_err(|error| device.refused(error))
         })
@@ -109,13 +111,13 @@ impl Stream for CudaStream {
                 queue.in_flight.hold(Hold::Other(upload));
                 from
             };
-            // SAFETY: the range lies in the storage. The upload is held until the work is done, or `src`
-            // until the wait below.
+            // SAFETY: the range lies in the storage. The upload is held until the work is done; `src` stays
+            // borrowed until the wait below.
             unsafe { sys::cuMemcpyAsync(at, from, src.len(), raw) }
                 .result()
                 .map_err(|error| device.refused(error))?;
             if src.len() > STAGED {
-                // If the caller's bytes are pinned, the copy may still be reading them.
+                // The copy may still be reading the caller's bytes if they are pinned.
                 state.synchronize(&mut queue)?;
             }
         }

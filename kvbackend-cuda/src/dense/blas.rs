@@ -13,22 +13,22 @@ use kvcore::{Error, Result};
 use crate::device::CudaDevice;
 use crate::driver::{NAME, no_device};
 
-/// Size of the workspace in bytes: as much as cuBLAS recommends for cards of compute capability 9.0, and more
-/// than for others.
+/// Size of the workspace in bytes. cuBLAS recommends this size for compute capability 9.0, and less for other
+/// GPUs.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
 /// A cuBLAS handle on one stream.
 pub(super) struct Blas {
     handle: cublasHandle_t,
-    /// Address of the workspace; 0 before the first product.
+    /// Address of the workspace, or 0 before the first product.
     workspace: u64,
     device: Arc<CudaDevice>,
 }
 
-// SAFETY: a handle may be used from any thread, one at a time; the lock around it ensures that.
+// SAFETY: a handle may be used from any thread, but only by one at a time; the lock around it ensures that.
 unsafe impl Send for Blas {}
 
-/// A matrix in a product: its place and its element type.
+/// A matrix in a product: its address and its element type.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Operand {
     address: u64,
@@ -87,25 +87,27 @@ impl Blas {
         Ok(blas)
     }
 
-    /// Sets the address of a workspace of [`WORKSPACE`] bytes. The caller must hold the memory until the
+    /// Sets the address of a workspace of [`WORKSPACE`] bytes. The caller must hold this memory until the
     /// products are done. The device's context must be current.
     pub(super) fn work_in(&mut self, address: u64) -> Result<()> {
         // Decision: docs/decisions/backend-cuda.md#cublas-gets-an-explicit-workspace-for-each-product
         if self.workspace != address {
-            // SAFETY: the handle is alive, and the memory outlives the products that use it.
+            // SAFETY: the handle is alive, and the caller holds the memory until the products that use it are
+            // done.
             check(unsafe { sys::cublasSetWorkspace_v2(self.handle, address as *mut _, WORKSPACE) })?;
             self.workspace = address;
         }
         Ok(())
     }
 
-    /// Enqueues a product. The device's context must be current.
+    /// Enqueues a matrix product. The device's context must be current.
     pub(super) fn gemm(&self, gemm: &Gemm, apart: usize) -> Result<()> {
         let Gemm { matrix, x, out, rows, width, outputs, stride, beta } = *gemm;
         let (m, n, k) = (extent(outputs)?, extent(rows)?, extent(width)?);
         let (ldx, ldc, alpha) = (extent(stride)?, extent(apart)?, 1.0f32);
-        // cuBLAS is column-major: its matrix operand is transposed, and so are its results.
-        // SAFETY: the caller's places hold matrices of these extents; both factors are on the host.
+        // cuBLAS is column-major, so the matrix operand must be transposed, and the result comes out
+        // transposed.
+        // SAFETY: the caller's addresses point to matrices of these shapes; both factors are on the host.
         let status = unsafe {
             sys::cublasGemmEx(
                 self.handle,
@@ -132,8 +134,8 @@ impl Blas {
         check(status)
     }
 
-    /// Enqueues one product per head: `[rows, heads, a]` by `[heads, a, b]`, or by `[heads, b, a]`
-    /// transposed. The device's context must be current.
+    /// Enqueues one product per head: `[rows, heads, a]` with `[heads, a, b]`, or with `[heads, b, a]` if
+    /// `transposed` is true. The device's context must be current.
     pub(super) fn by_head(
         &self,
         (rows, heads, a, b): (usize, usize, usize, usize),
@@ -148,7 +150,7 @@ impl Blas {
             (cublasOperation_t::CUBLAS_OP_N, m)
         };
         let (one, zero) = (1.0f32, 0.0f32);
-        // SAFETY: the caller's places hold matrices of these extents; both factors are on the host.
+        // SAFETY: the caller's addresses point to matrices of these shapes; both factors are on the host.
         let status = unsafe {
             sys::cublasSgemmStridedBatched(
                 self.handle,

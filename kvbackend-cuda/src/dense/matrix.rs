@@ -1,4 +1,5 @@
-//! Matrix products: for a few rows by kernels that read the matrix once, for many rows by cuBLAS.
+//! Matrix products: with few rows through kernels that read the matrix once, and with many rows through
+//! cuBLAS.
 
 use std::sync::Arc;
 
@@ -12,22 +13,22 @@ use super::{CudaSteps, CudaWeight, StoredKind, address, matrix_shape, narrow};
 use crate::module::{CudaKernel, Module};
 use crate::queue::Launch;
 
-/// The maximum number of rows of a product that this crate's kernels compute. cuBLAS computes larger
+/// The maximum number of rows in a product that this crate's kernels compute. cuBLAS computes larger
 /// products.
 const FEW: usize = 8;
 
-/// The maximum number of rows whose three terms are stacked into one product. A stacked product reads the
-/// weights only once.
+/// The maximum number of rows for which the three terms are stacked into one product. A stacked product reads
+/// the weights only once.
 const STACKED: usize = 64;
 
-/// The maximum number of weight elements that are widened at once.
+/// The maximum number of weight elements that are widened to f32 at once.
 const WIDENED: usize = 16 << 20;
 
 // Decision: docs/decisions/backend-cuda.md#activations-are-split-into-three-bf16-terms
-/// Number of terms that activations are split into.
+/// The number of terms that activations are split into.
 const TERMS: usize = 3;
 
-/// Number of outputs per block of `skinny.cu`.
+/// The number of outputs per thread block in `skinny.cu`.
 const WARPS: usize = 8;
 
 #[derive(Clone, Copy, Pod, Zeroable)]
@@ -73,7 +74,7 @@ struct WidenArgs {
     rows: u32,
 }
 
-/// Returns the kernel for products of up to eight rows.
+/// Returns the kernel for a product of `rows` rows, at most eight.
 fn skinny(kind: StoredKind, rows: usize) -> CudaKernel {
     let names = match kind {
         StoredKind::F32 => ["skinny_f32_1", "skinny_f32_4", "skinny_f32_8"],
@@ -94,7 +95,7 @@ impl CudaSteps {
     /// Returns `x · matrixᵀ + bias`: `[rows, out]` for an `x` of `[rows, input]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents do not fit, and errors of the device and of cuBLAS.
+    /// Returns [`Error::Mismatch`] if the shapes do not match, or an error of the device or of cuBLAS.
     pub fn project(
         &self,
         x: &TensorView,
@@ -147,7 +148,7 @@ impl CudaSteps {
         })
     }
 
-    /// Multiplies with bf16 weights: activations are split into bf16 terms.
+    /// Multiplies activations with bf16 weights. The activations are split into bf16 terms.
     fn split(
         &self,
         x: &TensorView,
@@ -156,7 +157,7 @@ impl CudaSteps {
         out: &TensorView,
     ) -> Result<()> {
         let ((rows, width), outputs) = (matrix_shape(x)?, matrix.rows);
-        // Two bytes per element, in memory whose size is given in f32 elements.
+        // The terms have two bytes per element, but `rows` allocates f32 elements.
         let terms = self.rows(&[(TERMS * rows * width).div_ceil(2)])?;
         let args = SplitArgs {
             x: address(x)?,
@@ -187,7 +188,7 @@ impl CudaSteps {
             })?;
             return self.finish(&products, TERMS, bias, out);
         }
-        // The smallest term comes first, because that order loses the fewest bits.
+        // Adding the smallest term first loses the fewest bits.
         for (term, beta) in [(2, 0.0), (1, 1.0), (0, 1.0)] {
             let product = gemm(rows, term, address(out)?, beta);
             self.by_library(&[terms.storage(), &matrix.storage, out.storage()], |blas| {
@@ -197,7 +198,7 @@ impl CudaSteps {
         self.finish(out, 1, bias, out)
     }
 
-    /// Multiplies in f32. Widens the weight's rows in pieces.
+    /// Multiplies in f32, and widens the weight to f32 a few rows at a time.
     fn widened(&self, x: &TensorView, matrix: &CudaWeight, out: &TensorView) -> Result<()> {
         let (rows, width) = matrix_shape(x)?;
         let at_once = (WIDENED / width.max(1)).clamp(1, matrix.rows.max(1));
@@ -239,7 +240,7 @@ impl CudaSteps {
         Ok(())
     }
 
-    /// Adds up a product's terms, and the bias.
+    /// Adds a product's terms and the bias.
     fn finish(
         &self,
         products: &TensorView,
@@ -268,8 +269,9 @@ impl CudaSteps {
         })
     }
 
-    /// Enqueues cuBLAS products over these storages. Their workspace belongs to the stream or, in a capture,
-    /// to the graph. Both have the same size, because cuBLAS chooses its kernels by that size.
+    /// Enqueues cuBLAS products that use the given storages. Their workspace belongs to the stream or, in a
+    /// capture, to the graph. Both workspaces have the same size, because cuBLAS chooses its kernels by that
+    /// size.
     fn by_library(
         &self,
         uses: &[&Arc<dyn Storage>],
@@ -286,7 +288,7 @@ impl CudaSteps {
     /// if `transposed` is true. Returns `[rows, heads, b]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents do not fit, and errors of the device and of cuBLAS.
+    /// Returns [`Error::Mismatch`] if the shapes do not match, or an error of the device or of cuBLAS.
     pub fn by_head(&self, x: &TensorView, matrices: &CudaWeight, transposed: bool) -> Result<TensorView> {
         let &[rows, heads, a] = x.shape() else { return Err(super::rank(3, x)) };
         let per_head = matrices.rows.checked_div(heads).unwrap_or(0);

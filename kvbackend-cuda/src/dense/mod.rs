@@ -1,12 +1,12 @@
 //! A model's dense steps on the device: everything between token IDs and logits, except attention.
 //!
-//! Steps take and return views in f32. They run one after another on a stream of their own;
-//! [`CudaSteps::order`] orders them with another stream. Weights stay in the format in which they are stored.
-//! Matrix products with a few rows are computed by this crate's kernels, which read the matrix once. Products
-//! with many rows are computed by cuBLAS, which is loaded at run time.
+//! Steps take and return views in f32. They run one after another on their own stream, which
+//! [`CudaSteps::order`] can synchronise with another stream. Weights keep their stored format. This crate's
+//! kernels compute matrix products with few rows, and read the matrix once. cuBLAS, which is loaded at run
+//! time, computes products with many rows.
 //!
-//! Products have f32 accuracy. For bf16 weights, activations are split into three bf16 terms; matrix units
-//! compute the products of the terms exactly and add them in f32. Other weights are widened to f32.
+//! Products have f32 accuracy. For bf16 weights, activations are split into three bf16 terms; the tensor
+//! cores compute the products of these terms exactly and add them in f32. Other weights are widened to f32.
 
 use std::fmt;
 use std::sync::Arc;
@@ -31,13 +31,13 @@ use blas::Blas;
 
 pub use weight::{CudaWeight, StoredKind};
 
-/// A device's dense steps.
+/// Runs a model's dense steps on one device.
 pub struct CudaSteps {
     device: Arc<CudaDevice>,
     stream: CudaStream,
     blas: Mutex<Blas>,
     memory: Arc<LoanMemory<CudaStorage>>,
-    /// Counts the pieces of work that were enqueued.
+    /// The number of steps enqueued so far.
     enqueued: AtomicU64,
 }
 
@@ -55,10 +55,10 @@ impl Drop for CudaSteps {
 }
 
 impl CudaSteps {
-    /// Creates the dense steps for a backend's device, with a stream of their own.
+    /// Creates the dense steps for a backend's device, with their own stream.
     ///
     /// # Errors
-    /// Returns [`Error::NoDevice`] if cuBLAS is not found, and device errors.
+    /// Returns [`Error::NoDevice`] if cuBLAS is not found, or a device error.
     pub fn new(backend: &CudaBackend) -> Result<Self> {
         let device = Arc::clone(&backend.device);
         let stream = CudaStream::new(&device, &backend.tables)?;
@@ -66,7 +66,7 @@ impl CudaSteps {
         Ok(Self { device, stream, blas, memory: Arc::default(), enqueued: AtomicU64::new(0) })
     }
 
-    /// Returns a counter that grows with each piece of work that is enqueued.
+    /// Returns the number of steps enqueued so far.
     pub fn enqueued(&self) -> u64 {
         self.enqueued.load(Ordering::Acquire)
     }
@@ -76,7 +76,8 @@ impl CudaSteps {
         &self.stream
     }
 
-    /// Makes `after` wait for everything enqueued on `before` so far. One of them must be the steps' stream.
+    /// Makes `after` wait for everything enqueued on `before` so far. One of the two must be the steps'
+    /// stream.
     ///
     /// # Errors
     /// Returns [`Error::ForeignHandle`] if a stream belongs to another backend.
@@ -84,7 +85,7 @@ impl CudaSteps {
         after.wait_for(&before.record()?)
     }
 
-    /// Allocates rows for results, with arbitrary contents.
+    /// Allocates a result tensor in f32, with arbitrary contents.
     ///
     /// # Errors
     /// Returns [`Error::Allocation`] if the device is out of memory.
@@ -95,8 +96,8 @@ impl CudaSteps {
         TensorView::new(self.take(bytes)?, DType::F32, shape)
     }
 
-    /// Allocates memory for results. If the device is out of memory, frees unused activation memory and tries
-    /// again.
+    /// Allocates memory for a result. If the device is out of memory, frees unused activation memory and
+    /// tries again.
     fn take(&self, bytes: usize) -> Result<Arc<dyn Storage>> {
         let memory = self.lender()?;
         match self.take_from(&memory, bytes) {
@@ -116,15 +117,16 @@ impl CudaSteps {
         })
     }
 
-    /// Returns the memory for activations. A graph has its own, which no other work uses between replays.
+    /// Returns the pool that lends memory for activations. During a capture, this is the graph's own pool,
+    /// which no other work uses between replays.
     fn lender(&self) -> Result<Arc<LoanMemory<CudaStorage>>> {
         self.stream.state().recorded(|recording| {
             Ok(recording.map_or_else(|| Arc::clone(&self.memory), |it| it.activations(&self.memory)))
         })
     }
 
-    /// Enqueues launches, and holds `uses` until the work is done. Activations are not held, because only
-    /// later work on the same stream reuses their memory.
+    /// Enqueues launches, and holds `uses` until the work is done. Activations from the current pool are not
+    /// held, because only later work on the same stream reuses their memory.
     fn enqueue(
         &self,
         uses: &[&Arc<dyn Storage>],
@@ -146,23 +148,23 @@ impl CudaSteps {
         Ok(())
     }
 
-    /// Counts enqueued work. A caller that sees a new count orders its stream again.
+    /// Counts a step that was enqueued. A caller that sees a new count must order its stream again.
     fn count(&self) {
         self.enqueued.fetch_add(1, Ordering::Release);
     }
 
-    /// Returns the rows as a dense view. Copies rows that are not dense.
+    /// Returns `x` if it is dense, or a dense copy otherwise.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn dense(&self, x: &TensorView) -> Result<TensorView> {
         if x.is_contiguous() { Ok(x.clone()) } else { self.copy(x) }
     }
 
-    /// Returns a dense copy of rows.
+    /// Returns a dense copy of `x`.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn copy(&self, x: &TensorView) -> Result<TensorView> {
         let copy = self.rows(x.shape())?;
         let stream: &dyn Stream = &self.stream;
@@ -171,7 +173,7 @@ impl CudaSteps {
         Ok(copy)
     }
 
-    /// Returns `[rows, width]` as heads of `dim` elements, `[rows, width / dim, dim]`. Copies nothing.
+    /// Reshapes `[rows, width]` to heads of `dim` elements, `[rows, width / dim, dim]`, without a copy.
     ///
     /// # Errors
     /// Returns [`Error::NotMultiple`] if `width` is not a multiple of `dim`.
@@ -184,11 +186,11 @@ impl CudaSteps {
         reshaped(x, &[rows, width / dim, dim], &strides)
     }
 
-    /// Returns `[rows, heads, dim]` as `[rows, heads · dim]`. Copies only if the heads are not
+    /// Reshapes `[rows, heads, dim]` to `[rows, heads · dim]`. Copies the rows only if their heads are not
     /// contiguous.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn join_heads(&self, x: &TensorView) -> Result<TensorView> {
         let &[rows, heads, dim] = x.shape() else { return Err(rank(3, x)) };
         if heads > 1 && x.strides()[1] != dim {
@@ -197,10 +199,11 @@ impl CudaSteps {
         reshaped(x, &[rows, heads * dim], &[x.strides()[0], 1])
     }
 
-    /// Waits for the work, and replaces the contents of `values` with all elements of `x` in row-major order.
+    /// Waits for the enqueued work, then replaces the contents of `values` with all elements of `x` in
+    /// row-major order.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn read(&self, x: &TensorView, values: &mut Vec<f32>) -> Result<()> {
         let x = self.dense(x)?;
         values.clear();
@@ -209,7 +212,7 @@ impl CudaSteps {
     }
 }
 
-/// Returns the extents of a view `[rows, width]`.
+/// Returns the number of rows and the width of a matrix `[rows, width]`.
 fn matrix_shape(x: &TensorView) -> Result<(usize, usize)> {
     match *x.shape() {
         [rows, width] => Ok((rows, width)),
@@ -221,7 +224,7 @@ fn rank(expected: usize, x: &TensorView) -> Error {
     Error::mismatch("rank of activations", expected, x.shape().len())
 }
 
-/// Returns a view of the same elements with other extents.
+/// Returns a view of the same elements with the given shape and strides.
 fn reshaped(x: &TensorView, shape: &[usize], strides: &[usize]) -> Result<TensorView> {
     TensorView::with_strides(
         Arc::clone(x.storage()),
@@ -246,7 +249,7 @@ fn address(x: &TensorView) -> Result<u64> {
     }
 }
 
-/// Converts a count to the `u32` that kernels take.
+/// Converts a count to `u32`, which the kernels expect.
 fn narrow(n: usize) -> Result<u32> {
     u32::try_from(n).map_err(|_| Error::Overflow { what: "extents of a dense step" })
 }

@@ -1,4 +1,4 @@
-//! Steps without matrix products: table lookups, norms, gates and sums.
+//! The dense steps that need no matrix products: table lookups, norms, gates and sums.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{Error, Result, Storage, TensorView};
@@ -9,17 +9,17 @@ use super::{CudaSteps, CudaWeight, address, matrix_shape, narrow};
 use crate::module::{CudaKernel, Module};
 use crate::queue::Launch;
 
-/// Threads per block, as in `dense.cu`.
+/// Threads per block, as declared in `dense.cu`.
 pub(super) const THREADS: u32 = 256;
 
-/// The maximum number of blocks per grid. Blocks loop over any further rows.
+/// The maximum number of blocks per grid. If there are more rows, each block loops over several.
 const MOST_BLOCKS: usize = 1 << 16;
 
 pub(super) const fn kernel(name: &'static str) -> CudaKernel {
     CudaKernel { module: Module::Dense, name, shared: 0 }
 }
 
-/// Returns a grid with one block per row.
+/// Returns a grid with one block per row, up to the maximum.
 pub(super) fn rows_grid(rows: usize) -> [u32; 3] {
     [rows.min(MOST_BLOCKS) as u32, 1, 1]
 }
@@ -72,7 +72,7 @@ impl CudaSteps {
     /// Returns the tokens' embeddings, `[tokens, width]`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] for a token that the table does not have, and device errors.
+    /// Returns [`Error::OutOfRange`] if a token ID is outside the table, or a device error.
     pub fn embed(&self, table: &CudaWeight, tokens: &[u32]) -> Result<TensorView> {
         if let Some(&token) = tokens.iter().find(|&&token| token as usize >= table.rows) {
             return Err(Error::OutOfRange { what: "token", value: token.into(), limit: table.rows as i128 });
@@ -96,7 +96,7 @@ impl CudaSteps {
     /// Copies row indices to the device.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn index(&self, rows: &[u32]) -> Result<Arc<dyn Storage>> {
         let storage = self.take(size_of_val(rows).max(1))?;
         let view = TensorView::new(Arc::clone(&storage), kvcore::DType::U8, &[size_of_val(rows)])?;
@@ -105,11 +105,11 @@ impl CudaSteps {
         Ok(storage)
     }
 
-    /// Returns the `count` rows of `x` whose indices are in `rows`. The caller guarantees that `x` has these
+    /// Returns the `count` rows of `x` whose indices are in `rows`. The caller must ensure that `x` has these
     /// rows.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn select(&self, x: &TensorView, rows: &Arc<dyn Storage>, count: usize) -> Result<TensorView> {
         let x = self.dense(x)?;
         let width: usize = x.shape()[1..].iter().product();
@@ -130,7 +130,7 @@ impl CudaSteps {
     /// `[rows, heads, dim]`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the weight has another width, and device errors.
+    /// Returns [`Error::Mismatch`] if the weight's width differs from that of `x`, or a device error.
     pub fn rms_norm(&self, x: &TensorView, weight: &CudaWeight, eps: f32) -> Result<TensorView> {
         let (rows, inners, width, inner) = match *x.shape() {
             [rows, width] => (rows, 1, width, 0),
@@ -160,7 +160,7 @@ impl CudaSteps {
     /// Returns `silu(gate) ⊙ up`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the extents differ, and device errors.
+    /// Returns [`Error::Mismatch`] if the shapes differ, or a device error.
     pub fn gated(&self, gate: &TensorView, up: &TensorView) -> Result<TensorView> {
         self.pair("dense_gated", gate, up)
     }
@@ -168,7 +168,7 @@ impl CudaSteps {
     /// Returns `x + y`.
     ///
     /// # Errors
-    /// Returns the errors of [`gated`](Self::gated).
+    /// Returns the same errors as [`gated`](Self::gated).
     pub fn add(&self, x: &TensorView, y: &TensorView) -> Result<TensorView> {
         self.pair("dense_add", x, y)
     }
@@ -188,10 +188,10 @@ impl CudaSteps {
         Ok(out)
     }
 
-    /// Returns zeros in the shape of `x`.
+    /// Returns a tensor of zeros with the shape of `x`.
     ///
     /// # Errors
-    /// Returns device errors.
+    /// Returns an error if the device fails.
     pub fn zeros_like(&self, x: &TensorView) -> Result<TensorView> {
         let zeros = self.rows(x.shape())?;
         self.stream.zero(&zeros)?;
@@ -199,11 +199,11 @@ impl CudaSteps {
         Ok(zeros)
     }
 
-    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller guarantees that `sum`
+    /// Returns `sum` with `factors[i] · y[i]` added to its row `rows[i]`. The caller must ensure that `sum`
     /// has these rows and that no row is listed twice.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if there is not one factor for each row of `y`, and device errors.
+    /// Returns [`Error::Mismatch`] if `factors` does not have one entry per row of `y`, or a device error.
     pub fn add_rows(
         &self,
         sum: &TensorView,

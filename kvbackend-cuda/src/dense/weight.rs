@@ -1,4 +1,4 @@
-//! Weights on the device, in the format in which a file stores them.
+//! Weights on the device, in the format of their file.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use super::{CudaSteps, narrow};
 use crate::driver::NAME;
 use crate::memory::CudaStorage;
 
-/// The stored type of a weight. Quantised types have ggml's blocks, along the last axis.
+/// A weight's stored type. Quantised types use ggml's blocks along the last axis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoredKind {
     /// IEEE 754 single precision.
@@ -24,14 +24,14 @@ pub enum StoredKind {
     Q4K,
 }
 
-/// Matrices `[rows, width]` on the device.
+/// A weight matrix `[rows, width]` on the device.
 #[derive(Debug)]
 pub struct CudaWeight {
     pub(super) storage: Arc<dyn Storage>,
     pub(super) kind: StoredKind,
     pub(super) rows: usize,
     pub(super) width: usize,
-    /// Offsets of the codes, scales and factors, in bytes.
+    /// The offsets of the codes, scales and factors, in bytes.
     parts: [usize; 3],
 }
 
@@ -47,7 +47,7 @@ pub(super) struct WeightArgs {
 }
 
 impl WeightArgs {
-    /// Describes rows of f32 activations as a weight.
+    /// Describes rows of f32 activations as if they were a weight.
     pub(super) fn of_rows(address: u64, width: usize) -> Result<Self> {
         let kind = StoredKind::F32.number();
         Ok(Self { codes: address, scales: 0, factors: 0, width: narrow(width)?, kind })
@@ -78,7 +78,7 @@ impl StoredKind {
 }
 
 impl CudaWeight {
-    /// Returns the weight's size on the device in bytes.
+    /// Returns the weight's size on the device, in bytes.
     pub fn bytes(&self) -> usize {
         self.storage.len()
     }
@@ -99,22 +99,22 @@ impl CudaWeight {
         })
     }
 
-    /// Returns the address of the first element of a weight without blocks.
+    /// Returns the address of the first element. The weight's type must not have blocks.
     pub(super) fn address(&self) -> u64 {
         self.storage.address() + self.parts[0] as u64
     }
 }
 
-/// Alignment in bytes of the parts of a weight.
+/// The alignment of each part of a weight, in bytes.
 const ALIGN: usize = 256;
 
 impl CudaSteps {
-    /// Copies a weight with `rows` rows of `width` elements to the device. Blocks' codes are stored
-    /// separately from their scales, and kernels read the codes in wide words.
+    /// Copies a weight with `rows` rows of `width` elements to the device. The codes of quantised blocks are
+    /// stored apart from their scales, so that kernels can read the codes in wide words.
     ///
     /// # Errors
     /// Returns [`Error::NotMultiple`] if rows do not consist of whole blocks, [`Error::Mismatch`] if `bytes`
-    /// has the wrong length, and device errors.
+    /// has the wrong length, or a device error.
     pub fn weight(&self, kind: StoredKind, rows: usize, width: usize, bytes: &[u8]) -> Result<CudaWeight> {
         let (elements, size) = kind.block();
         if !width.is_multiple_of(elements) {
@@ -143,7 +143,7 @@ impl CudaSteps {
         Ok(CudaWeight { storage: Arc::new(storage), kind, rows, width, parts: [0, second, third] })
     }
 
-    /// Checks that a weight has these extents.
+    /// Checks that a weight has the given numbers of rows and columns.
     pub(super) fn check(what: &'static str, weight: &CudaWeight, rows: usize, width: usize) -> Result<()> {
         for (expected, got) in [(rows, weight.rows), (width, weight.width)] {
             if expected != got {
@@ -153,7 +153,7 @@ impl CudaSteps {
         Ok(())
     }
 
-    /// Returns the address of a vector of `width` f32 numbers.
+    /// Returns the address of a weight that must be a vector of `width` f32 numbers.
     pub(super) fn vector(weight: &CudaWeight, width: usize) -> Result<u64> {
         Self::check("numbers of a vector", weight, 1, width)?;
         match weight.kind {
@@ -166,7 +166,7 @@ impl CudaSteps {
     }
 }
 
-/// Returns the codes and the scales of `Q8_0` blocks, each contiguous.
+/// Returns the codes and the scales of `Q8_0` blocks, as two contiguous lists.
 fn q8_0(bytes: &[u8]) -> [Vec<u8>; 3] {
     let (mut codes, mut scales) = (Vec::with_capacity(bytes.len()), Vec::new());
     for block in bytes.chunks_exact(34) {
@@ -176,8 +176,8 @@ fn q8_0(bytes: &[u8]) -> [Vec<u8>; 3] {
     [codes, scales, Vec::new()]
 }
 
-/// Returns the codes, the scales with minima, and the factors of `Q4_K` blocks. Codes are in element order,
-/// two per byte.
+/// Returns the codes, the scales with the minima, and the factors of `Q4_K` blocks. The codes are in element
+/// order, two per byte.
 fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
     let (mut codes, mut scales, mut factors) = (Vec::with_capacity(bytes.len()), Vec::new(), Vec::new());
     for block in bytes.chunks_exact(144) {
@@ -185,8 +185,9 @@ fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
         factors.extend_from_slice(&head[..4]);
         let packed = &head[4..];
         for group in 0..8 {
-            // Six bits each. The first four groups are in the low bits of eight bytes. The others are in the
-            // halves of four bytes and in the upper two bits of the eight.
+            // Scales and minima have six bits each. For the first four groups, they are the low bits of eight
+            // bytes. For the last four groups, they consist of the halves of four more bytes and the upper
+            // two bits of the eight.
             let (scale, minimum) = if group < 4 {
                 (packed[group] & 63, packed[group + 4] & 63)
             } else {
@@ -197,7 +198,8 @@ fn q4_k(bytes: &[u8]) -> [Vec<u8>; 3] {
             };
             scales.extend([scale, minimum]);
         }
-        // A quarter of 32 bytes contains one group in the low halves and the next group in the high halves.
+        // Each quarter has 32 bytes. Their low halves contain one group, and their high halves contain the
+        // next group.
         for quarter in quarters.chunks_exact(32) {
             for shift in [0, 4] {
                 codes.extend(

@@ -14,19 +14,19 @@ use crate::queue::{Launch, Lowering};
 
 const DENSE: CudaKernel = CudaKernel { module: Module::Convert, name: "convert_dense", shared: 0 };
 
-/// The maximum shared memory per block of `convert_any`, in bytes.
+/// The maximum shared memory per block of the kernel `convert_any`, in bytes.
 const MOST_SHARED: usize = 48 << 10;
 
 const ANY: CudaKernel =
     CudaKernel { module: Module::Convert, name: "convert_any", shared: MOST_SHARED as u32 };
 
-/// Threads per block, as in `convert.cu`.
+/// Threads per block, as declared in `convert.cu`.
 const THREADS: u32 = 256;
 
 /// The maximum number of parts per launch.
 const PARTS: usize = 4;
 
-/// A part of a launch, as in `convert.cu`.
+/// A part of a launch, as declared in `convert.cu`.
 #[derive(Debug, Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
 struct ConvertPart {
@@ -97,7 +97,7 @@ impl RowsEnd {
 pub(super) struct RowsOf {
     pub(super) src: RowsEnd,
     pub(super) dst: RowsEnd,
-    /// Number of tokens per item: the block size, or 1.
+    /// The number of tokens per item: the block size for whole blocks, otherwise 1.
     pub(super) tokens: usize,
     pub(super) heads: usize,
     pub(super) dim: usize,
@@ -105,18 +105,18 @@ pub(super) struct RowsOf {
     pub(super) turns: bool,
 }
 
-/// The rotation of a launch.
+/// The rotation that a launch applies.
 #[derive(Clone, Copy)]
 pub(super) struct RowTurn<'a> {
     pub(super) rope: &'a Rope,
     pub(super) factor: f32,
-    /// Device address of the items' positions. If it is 0, all items are rotated by `delta`.
+    /// The device address of the items' positions. If it is 0, all items are rotated by `delta`.
     pub(super) positions: u64,
     pub(super) delta: i64,
 }
 
 impl RowsOf {
-    /// Returns whether rows are copied bit for bit.
+    /// Returns whether the rows are copied bit for bit.
     fn is_raw(&self) -> bool {
         let scaled = self.src.scales.is_some() || self.dst.scales.is_some();
         !self.turns && !scaled && self.src.dtype == self.dst.dtype
@@ -128,7 +128,8 @@ impl RowsOf {
         let scales =
             |end: &RowsEnd| end.scales.map_or((Side::default(), 0), |scales| (scales.side, scales.head));
         let ((src_scales, src_scales_head), (dst_scales, dst_scales_head)) = (scales(&src), scales(&dst));
-        // A block's tokens are part of the item; a slot's token is part of its place.
+        // For whole blocks, tokens are an axis within the item; for slots, the token is part of the item's
+        // address.
         let token = |side: &Side| if tokens == 1 { 0 } else { side.token };
         let mut part = ConvertPart {
             src: src.region.side,
@@ -168,7 +169,7 @@ impl RowsOf {
 }
 
 impl ConvertPart {
-    /// Returns the addresses and strides of the rows on both sides.
+    /// Returns the addresses and strides on both sides.
     fn distances(&self) -> [i64; 12] {
         let [a, b, c, d] = self.src.places();
         let [e, f, g, h] = self.dst.places();
@@ -196,7 +197,7 @@ impl ConvertPart {
     }
 }
 
-/// Launches conversions and copies of rows, all over the same items and layers.
+/// Launches conversions and copies of several sets of rows, all over the same items and layers.
 pub(super) fn run(
     to: &mut Lowering<'_>,
     items: Items,
@@ -254,7 +255,7 @@ pub(super) fn rope(to: &mut Lowering<'_>, op: &ApplyRope) -> Result<()> {
     run(to, items, 1, &[rows], Some(turn))
 }
 
-/// Returns one plane's rows in whole blocks, starting at layer `layer`.
+/// Describes one plane's rows in whole blocks, starting at layer `layer`.
 fn block_rows(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize, turns: bool) -> RowsOf {
     let (heads, dim) = (src.heads, src.dim);
     RowsOf {
@@ -267,7 +268,7 @@ fn block_rows(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize, tur
     }
 }
 
-/// Returns bit-for-bit copies of a plane's codes, and of its scales if blocks have their own scales.
+/// Describes bit-for-bit copies of a plane's codes, and of its scales if blocks have their own scales.
 fn raw_rows(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize) -> SmallVec<[RowsOf; 2]> {
     let raw = |from: Region, to: Region, dtype: DType, elements: usize| {
         let end = |region| RowsEnd { region, scales: None, dtype: DType::U8, group: None };

@@ -13,13 +13,13 @@ const WIDE: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_wide", s
 const ROWS: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_rows", shared: 0 };
 const TENSOR: CudaKernel = CudaKernel { module: Module::Copy, name: "copy_tensor", shared: 0 };
 
-/// Threads per block, as in `copy.cu`.
+/// Threads per block, as declared in `copy.cu`.
 const THREADS: u32 = 256;
 
-/// Number of items that a team of threads copies at once, as in `copy.cu`.
+/// The number of items that a team of threads copies at once, as declared in `copy.cu`.
 const DEPTH: u64 = 4;
 
-/// Number of axes over the items of a tensor copy.
+/// The number of axes over the items of a tensor copy.
 const AXES: usize = 5;
 
 /// The maximum number of parts per launch.
@@ -34,7 +34,7 @@ struct CopyAxes {
     dst: [i64; AXES],
 }
 
-/// A part of a launch: items of one plane. An item consists of a few runs of bytes that are contiguous on
+/// A part of a launch: the items of one plane. An item consists of a few runs of bytes that are contiguous on
 /// both sides.
 #[derive(Clone, Copy, Default, Pod, Zeroable)]
 #[repr(C)]
@@ -70,13 +70,13 @@ pub(super) struct InnerAxis {
 }
 
 impl CopyPart {
-    /// Describes items that consist of runs of `run` bytes over two axes. `more` contains the strides of axes
-    /// outside the item.
+    /// Describes items that consist of runs of `run` bytes along two axes. `more` contains the strides of the
+    /// axes outside the item.
     pub(super) fn new(src: Side, dst: Side, axes: [InnerAxis; 2], run: i64, more: &[i64]) -> Result<Self> {
         let mut run = run;
         let mut left: SmallVec<[InnerAxis; 2]> = axes.into_iter().filter(|axis| axis.n != 1).collect();
         left.sort_by_key(|axis| std::cmp::Reverse(axis.dst));
-        // Merges runs that are adjacent on both sides.
+        // Merge runs that are adjacent on both sides.
         while let Some(axis) = left.last().copied()
             && axis.src == run
             && axis.dst == run
@@ -142,7 +142,7 @@ fn launch(
     to.launch(Launch::new(kernel, [grid, layers as u32, parts.len() as u32], THREADS, 0, &args));
 }
 
-/// Returns the copies of one plane's whole blocks, and of its scales if blocks have their own scales.
+/// Describes the copy of one plane's whole blocks, and of its scales if blocks have their own scales.
 fn plane(src: &KvPlane, dst: &KvPlane, layer: usize, block_size: usize) -> Result<SmallVec<[CopyPart; 2]>> {
     let of = |from: Region, to: Region, run: i64| {
         let (tokens, heads) = (
@@ -191,7 +191,7 @@ pub(super) fn copy_tensor(to: &mut Lowering<'_>, op: &CopyTensor) -> Result<()> 
     let dense = |view: &TensorView| view.strides().last().is_none_or(|&stride| stride == 1);
     let stride = |view: &TensorView, axis: usize| bytes_of(dtype, view.strides()[axis]);
     let shape = op.src.shape();
-    // A row is the last axis if that axis is dense on both sides, otherwise a single element.
+    // A run is the whole last axis if it is dense on both sides, otherwise a single element.
     let outer = match shape.last() {
         Some(&n) if n == 1 || (dense(&op.src) && dense(&op.dst)) => shape.len() - 1,
         _ => shape.len(),
@@ -202,7 +202,7 @@ pub(super) fn copy_tensor(to: &mut Lowering<'_>, op: &CopyTensor) -> Result<()> 
         .filter(|axis| axis.n != 1)
         .collect();
     let one = InnerAxis { n: 1, src: 0, dst: 0 };
-    // Up to two axes lie inside an item: the innermost ones of the destination.
+    // Up to two axes are inside an item: the innermost axes of the destination.
     axes.sort_by_key(|axis| std::cmp::Reverse(axis.dst));
     let inner =
         [axes.pop().unwrap_or(one), if axes.len() > AXES - 1 { axes.pop().unwrap_or(one) } else { one }];

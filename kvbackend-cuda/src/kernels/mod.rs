@@ -1,4 +1,4 @@
-//! The contract's operations, lowered to kernel launches.
+//! The contract's operations, as kernel launches.
 //!
 //! | operation | kernels |
 //! |---|---|
@@ -16,7 +16,7 @@ mod copy;
 mod places;
 mod rows;
 
-/// Lowers an operation to launches. The operation must have been checked.
+/// Lowers an operation to kernel launches. The operation must have passed its checks.
 pub(crate) fn lower(to: &mut Lowering<'_>, operation: Operation<'_>) -> Result<()> {
     match operation {
         Operation::Scatter(op) => rows::scatter(to, op),
@@ -28,6 +28,9 @@ pub(crate) fn lower(to: &mut Lowering<'_>, operation: Operation<'_>) -> Result<(
         Operation::RotateKeys(op) => convert::rotate_keys(to, op),
         Operation::Attend(op) => attend::attend(to, op),
         Operation::AttendMla(op) => attend::attend_mla(to, op),
+        Operation::AttendMass(_) => {
+            Err(kvcore::Error::Unsupported { backend: crate::driver::NAME, what: "attend_mass".to_owned() })
+        }
         Operation::Quantize(op) => convert::quantize(to, op),
         Operation::Dequantize(op) => convert::dequantize(to, op),
     }

@@ -1,4 +1,4 @@
-//! Places of rows in pools and tensors, in bytes, as declared in `places.cuh`.
+//! Addresses and strides of rows in pools and tensors, in bytes, as declared in `places.cuh`.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{DType, Error, KvArena, KvPlane, PlaneStrides, Result, TensorView, WritePairs};
@@ -6,7 +6,7 @@ use kvcore::{DType, Error, KvArena, KvPlane, PlaneStrides, Result, TensorView, W
 use crate::driver::NAME;
 use crate::queue::Lowering;
 
-/// The meaning of a list's items.
+/// The meaning of the items in a list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub(super) enum ItemKind {
@@ -37,7 +37,7 @@ impl Items {
         Ok(Self { list, kind: kind as u32, count, block_size: block_size as u32, pad: 0 })
     }
 
-    /// Returns the items for a list of `count` slots.
+    /// Describes the items for a list of `count` slots.
     pub(super) fn slots(arena: &KvArena, kind: ItemKind, list: u64, count: usize) -> Result<Self> {
         let slots = arena.layout().num_slots();
         if u32::try_from(slots).is_err() {
@@ -47,14 +47,14 @@ impl Items {
         Self::new(kind, list, count, arena.layout().shape().block_size)
     }
 
-    /// Uploads pairs of blocks, and returns them as items.
+    /// Uploads pairs of blocks, and describes them as items.
     pub(super) fn pairs(to: &mut Lowering<'_>, pairs: &WritePairs, block_size: usize) -> Result<Self> {
         let list = to.pairs(pairs)?;
         Self::new(ItemKind::Pairs, list, pairs.len(), block_size)
     }
 }
 
-/// One side of a copy or conversion. All values are in bytes.
+/// One side of a copy or a conversion. All values are in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct Side {
@@ -64,16 +64,16 @@ pub(super) struct Side {
     pub(super) token: i64,
 }
 
-/// Returns the size of `elements` elements in bytes. The caller guarantees that they fill whole bytes.
+/// Returns the size of `elements` elements in bytes. The elements must fill whole bytes.
 pub(super) fn bytes_of(dtype: DType, elements: usize) -> i64 {
     (elements * dtype.bits() / 8) as i64
 }
 
-/// Rows in a pool's plane, in its scales, or in a tensor.
+/// The addresses of rows in a pool's plane, in its scales, or in a tensor.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Region {
     pub(super) side: Side,
-    /// Stride between heads in bytes.
+    /// The stride between heads, in bytes.
     pub(super) head: i64,
 }
 
@@ -91,19 +91,19 @@ impl Region {
         }
     }
 
-    /// Returns a plane's rows, starting at layer `layer`.
+    /// Describes a plane's rows, starting at layer `layer`.
     pub(super) fn plane(plane: &KvPlane, layer: usize) -> Self {
         Self::strided(plane.storage.address(), plane.format.storage_dtype(), plane.strides, layer)
     }
 
-    /// Returns a plane's scales, starting at layer `layer`, if it has any.
+    /// Describes a plane's scales, starting at layer `layer`. Returns `None` if the plane has no scales.
     pub(super) fn scales(plane: &KvPlane, layer: usize) -> Option<Self> {
         plane
             .scales
             .map(|(storage, scales)| Self::strided(storage.address(), scales.dtype, scales.strides, layer))
     }
 
-    /// Returns the rows of a view `[rows, heads, dim]`.
+    /// Describes the rows of a view `[rows, heads, dim]`.
     pub(super) fn rows(view: &TensorView) -> Self {
         let bytes = |elements| bytes_of(view.dtype(), elements);
         let address = view.storage().address() + bytes(view.offset()) as u64;
@@ -114,14 +114,14 @@ impl Region {
     }
 }
 
-/// Returns the exponent of the largest power of two, up to 16, that divides all of the numbers.
+/// Returns the exponent of the largest power of two, at most 16, that divides all given numbers.
 pub(super) fn unit_log(places: impl IntoIterator<Item = i64>) -> u32 {
     let bits = places.into_iter().fold(16, |bits, place| bits | place);
     bits.trailing_zeros()
 }
 
 impl Side {
-    /// Returns the address and the strides. Their common divisor limits the width of accesses.
+    /// Returns the address and the strides. Their common divisor limits the width of memory accesses.
     pub(super) fn places(&self) -> [i64; 4] {
         [self.address.cast_signed(), self.layer, self.outer, self.token]
     }

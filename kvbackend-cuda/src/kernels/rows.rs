@@ -1,4 +1,4 @@
-//! Scatter and gather: copies from rows to slots and from slots to rows.
+//! Scatter and gather: copies of rows to slots and from slots.
 
 use kvcore::{Gather, KvArena, KvFormat, KvPlane, Result, Scatter, TensorView};
 
@@ -7,7 +7,7 @@ use super::copy::{self, CopyPart, InnerAxis};
 use super::places::{ItemKind, Items, Region, bytes_of};
 use crate::queue::Lowering;
 
-/// K or V of a pool, and the rows to scatter to it or gather from it.
+/// K or V of a pool, and the rows to scatter into it or gather from it.
 struct PlaneMovement<'a> {
     plane: KvPlane<'a>,
     rows: &'a TensorView,
@@ -16,12 +16,12 @@ struct PlaneMovement<'a> {
 }
 
 impl PlaneMovement<'_> {
-    /// Returns whether rows are copied bit for bit.
+    /// Returns whether the rows are copied bit for bit.
     fn is_raw(&self) -> bool {
         self.plane.format == KvFormat::Dense(self.rows.dtype()) && !self.turns
     }
 
-    /// Returns a copy from rows to slots if `forth` is true, otherwise from slots to rows.
+    /// Describes a copy from rows to slots if `forth` is true, otherwise from slots to rows.
     fn copy(&self, forth: bool) -> Result<CopyPart> {
         let (rows, slots) = (Region::rows(self.rows), Region::plane(&self.plane, self.layer));
         let (src, dst) = if forth { (rows, slots) } else { (slots, rows) };
@@ -37,7 +37,7 @@ impl PlaneMovement<'_> {
     }
 }
 
-/// Moves K and V in one launch: a plain copy if neither is changed, otherwise a conversion.
+/// Moves K and V in one launch: a plain copy if both stay unchanged, otherwise a conversion.
 fn run(
     to: &mut Lowering<'_>,
     items: Items,

@@ -1,4 +1,4 @@
-//! Memory that an engine lends: a device pointer and the owner that keeps it alive.
+//! Memory that an engine lends: a device pointer, and an owner that keeps the memory alive.
 
 use std::any::Any;
 use std::mem::MaybeUninit;
@@ -12,7 +12,7 @@ use crate::device::CudaDevice;
 use crate::driver::NAME;
 
 impl CudaStorage {
-    /// Wraps lent memory, after asking the driver for its device, kind and size.
+    /// Creates a storage over lent memory. The driver reports the memory's device, kind and size.
     ///
     /// # Safety
     /// See [`CudaBackend::lent`](crate::CudaBackend::lent).
@@ -71,7 +71,7 @@ fn not_memory(address: CUdeviceptr) -> Error {
     Error::Device { backend: NAME, reason }
 }
 
-/// Asks the driver for an attribute of a pointer. The caller guarantees that `T` is the attribute's type.
+/// Asks the driver for an attribute of a pointer. `T` must be the attribute's type.
 fn ask<T: Copy>(address: CUdeviceptr, attribute: CUpointer_attribute) -> Option<T> {
     let mut answer = MaybeUninit::<T>::uninit();
     // SAFETY: the callers ask for attributes of type `T`; the driver writes one on success.

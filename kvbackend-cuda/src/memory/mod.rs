@@ -1,5 +1,5 @@
 //! Storages: device memory from a pool, pinned host memory, memory that the caller lends, and reserved
-//! addresses.
+//! address ranges.
 
 use std::any::Any;
 use std::ffi::c_void;
@@ -29,14 +29,15 @@ pub struct CudaStorage {
     address: CUdeviceptr,
     len: usize,
     kind: MemoryKind,
-    /// Host address of pinned memory; null for device memory.
+    /// The host address of pinned memory, or null for device memory.
     host: *mut c_void,
     owner: FreedBy,
-    /// Address of the [`LoanMemory`](kvcore::device::queue::LoanMemory) that lent the storage, if any.
+    /// The address of the [`LoanMemory`](kvcore::device::queue::LoanMemory) that lent the storage, if there
+    /// is one.
     lender: Option<usize>,
 }
 
-/// How a storage's memory is freed.
+/// What frees a storage's memory.
 enum FreedBy {
     Pool,
     Allocation,
@@ -45,9 +46,9 @@ enum FreedBy {
     Lent(#[expect(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
 }
 
-// SAFETY: the driver's memory may be used and freed from any thread, and lent owners are `Send`.
+// SAFETY: memory from the driver may be used and freed from any thread, and lent owners are `Send`.
 unsafe impl Send for CudaStorage {}
-// SAFETY: as for `Send`; a storage gives no reference to its bytes.
+// SAFETY: the same condition as for `Send`; a storage never hands out a reference to its bytes.
 unsafe impl Sync for CudaStorage {}
 
 impl fmt::Debug for CudaStorage {
@@ -71,7 +72,7 @@ impl CudaStorage {
         let none = std::ptr::null_mut();
         let (address, host, owner) = match (kind, device.pool) {
             (MemoryKind::Device, Some(pool)) => {
-                // SAFETY: pool and stream belong to the device.
+                // SAFETY: the pool and the stream belong to the device.
                 let address = unsafe { result::mem_pool::alloc_async(pool, bytes, device.setup) };
                 (address.map_err(refused)?, none, FreedBy::Pool)
             }
@@ -93,7 +94,7 @@ impl CudaStorage {
         match storage.owner {
             // SAFETY: the memory was just allocated for `bytes` bytes.
             FreedBy::Pinned => unsafe { host.cast::<u8>().write_bytes(0, bytes) },
-            // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else has the address.
+            // SAFETY: the memory was just allocated for `bytes` bytes, and nothing else uses it.
             _ => unsafe { device.zero(address, bytes) }?,
         }
         Ok(storage)
@@ -110,18 +111,18 @@ impl CudaStorage {
         self.device.settle()
     }
 
-    /// Returns the host address of pinned memory.
+    /// Returns the host address of pinned memory, or `None` for device memory.
     pub(crate) fn host(&self) -> Option<*mut u8> {
         (!self.host.is_null()).then(|| self.host.cast())
     }
 
-    /// Marks the storage as lent by the activation memory at the given address.
+    /// Marks the storage as lent by the activation memory at address `lender`.
     pub(crate) fn lent_by(mut self, lender: usize) -> Self {
         self.lender = Some(lender);
         self
     }
 
-    /// Returns the address of the activation memory that lent the storage.
+    /// Returns the address of the activation memory that lent the storage, if there is one.
     pub(crate) fn lender(&self) -> Option<usize> {
         self.lender
     }
@@ -145,7 +146,7 @@ pub(crate) fn pinned(bytes: usize, flags: u32) -> Result<(*mut c_void, CUdevicep
     // SAFETY: `host` is memory that the driver has just mapped for the device.
     let status = unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, host, 0) };
     status.result().map(|()| (host, address)).inspect_err(|_| {
-        // SAFETY: `host` came from `malloc_host`, and nothing else has it.
+        // SAFETY: `host` came from `malloc_host`, and nothing else uses it.
         let _ = unsafe { result::free_host(host) };
     })
 }
@@ -153,8 +154,8 @@ pub(crate) fn pinned(bytes: usize, flags: u32) -> Result<(*mut c_void, CUdevicep
 impl Drop for CudaStorage {
     fn drop(&mut self) {
         let Ok(_bound) = self.device.bind() else { return }; // the memory of a lost context is gone
-        // SAFETY: `owner` names the allocation that each pointer came from. No enqueued work uses it, because
-        // work holds its storages until it is done.
+        // SAFETY: `owner` records how the memory was allocated. No enqueued work uses it, because work holds
+        // its storages until it is done.
         let _ = match self.owner {
             FreedBy::Pool => unsafe { result::free_async(self.address, self.device.setup) },
             FreedBy::Allocation => unsafe { result::free_sync(self.address) },
@@ -182,10 +183,10 @@ impl Storage for CudaStorage {
     }
 }
 
-/// Downcasts a storage to this backend's type, if it belongs to this device.
+/// Downcasts a storage of this device to this backend's type.
 ///
 /// # Errors
-/// Returns [`Error::ForeignHandle`] for any other storage.
+/// Returns [`Error::ForeignHandle`] if the storage belongs to another backend or device.
 pub(crate) fn of<'a>(device: &Arc<CudaDevice>, storage: &'a Arc<dyn Storage>) -> Result<&'a CudaStorage> {
     let known = storage.as_any().downcast_ref::<CudaStorage>();
     known

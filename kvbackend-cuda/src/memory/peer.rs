@@ -14,8 +14,8 @@ use crate::driver::NAME;
 /// current. The caller must hold both storages until the copy is done.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`] for views that are not contiguous, [`Error::DeviceLost`] if the other
-/// device is lost, and device errors.
+/// Returns [`Error::Unsupported`] if a view is not contiguous, [`Error::DeviceLost`] if the other device is
+/// lost, or a device error.
 pub(crate) fn copy_from_peer(into: &Arc<CudaDevice>, stream: CUstream, op: &CopyTensor) -> Result<()> {
     let foreign = || Error::ForeignHandle { what: "a storage", backend: NAME };
     let source = op.src.storage().as_any().downcast_ref::<CudaStorage>().ok_or_else(foreign)?;
@@ -29,28 +29,27 @@ pub(crate) fn copy_from_peer(into: &Arc<CudaDevice>, stream: CUstream, op: &Copy
         Ok(view.storage().address() + range.start as u64)
     };
     let (dst, src) = (address(&op.dst)?, address(&op.src)?);
-    // An error here belongs to the other device: the receiving device is not lost.
+    // An error here concerns only the other device: the receiving device is not lost.
     drop(source.device.bind()?);
     enable_access(into, &source.device);
-    // SAFETY: the ranges are in storages that are held until the copy is done, and storages keep their
-    // contexts alive.
+    // SAFETY: the caller holds both storages until the copy is done, and storages keep their contexts alive.
     unsafe { result::memcpy_peer_async(into.context, dst, source.device.context, src, op.bytes(), stream) }
         .map_err(|error| into.refused(error))
 }
 
-/// Enables access to another device's memory. A refusal is not an error: the driver then copies through the
-/// host.
+/// Enables access to another device's memory. Does nothing if the devices do not support this: the driver
+/// then copies through the host.
 fn enable_access(into: &CudaDevice, from: &CudaDevice) {
     if into.context == from.context || !into.peers.lock().insert(from.ordinal) {
         return;
     }
     let mut can = 0;
-    // SAFETY: both are devices of the driver, and `can` is valid for writes.
+    // SAFETY: both handles are devices that the driver returned, and `can` is valid for writes.
     let asked = unsafe { sys::cuDeviceCanAccessPeer(&raw mut can, into.handle, from.handle) };
     if asked.result().is_err() || can == 0 {
         return;
     }
-    // SAFETY: the other context is alive.
+    // SAFETY: the other device's context is alive.
     let _ = unsafe { sys::cuCtxEnablePeerAccess(from.context, 0) };
     if let Some(pool) = from.pool {
         // SAFETY: all zeros is a valid value of a plain C struct.
@@ -58,7 +57,7 @@ fn enable_access(into: &CudaDevice, from: &CudaDevice) {
         access.location.type_ = sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
         access.location.id = into.ordinal;
         access.flags = sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-        // SAFETY: the pool is alive, because its device is, and there is exactly one description.
+        // SAFETY: the pool is alive, because its device is, and `access` is exactly one description.
         let _ = unsafe { sys::cuMemPoolSetAccess(pool, &raw const access, 1) };
     }
 }

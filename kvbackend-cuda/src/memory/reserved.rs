@@ -1,4 +1,5 @@
-//! Reserved memory: fixed addresses whose physical memory is mapped and unmapped one granule at a time.
+//! Reserved memory: a fixed range of addresses, whose physical memory is mapped and unmapped one granule at a
+//! time.
 
 use std::any::Any;
 use std::ops::Range;
@@ -13,10 +14,10 @@ use super::{CudaStorage, FreedBy};
 use crate::device::CudaDevice;
 use crate::driver::NAME;
 
-/// Reserved memory of a device.
+/// A reserved range of addresses on a device, with its physical memory.
 ///
-/// The granularity is a power of two, at least the driver's (usually 2 MiB). Each granule has its own
-/// physical memory, so it can be released while its neighbours stay in use.
+/// The granularity is a power of two, at least the driver's minimum (usually 2 MiB). Each granule has its own
+/// physical memory, which can be released while its neighbours stay in use.
 #[derive(Debug)]
 pub struct CudaReserved {
     storage: CudaStorage,
@@ -43,7 +44,7 @@ impl Drop for CudaReservation {
     }
 }
 
-/// Returns the driver's description of a device's physical memory.
+/// Describes the physical memory to allocate on a device.
 fn properties(ordinal: i32) -> CUmemAllocationProp {
     // SAFETY: all zeros is a valid value of a plain C struct.
     let mut properties: CUmemAllocationProp = unsafe { std::mem::zeroed() };
@@ -53,19 +54,19 @@ fn properties(ordinal: i32) -> CUmemAllocationProp {
     properties
 }
 
-/// Unmaps a granule and frees its memory.
+/// Unmaps a granule and frees its physical memory.
 ///
 /// # Safety
-/// `handle` must be mapped at `address` with `bytes` bytes, and no work may use them.
+/// `handle` must be mapped at `address` with `bytes` bytes, and no work may use this memory.
 unsafe fn release(address: CUdeviceptr, bytes: usize, handle: CUmemGenericAllocationHandle) {
-    // SAFETY: as the caller guarantees.
+    // SAFETY: the caller guarantees that `handle` is mapped there, and that no work uses the memory.
     unsafe {
         let _ = sys::cuMemUnmap(address, bytes);
         let _ = sys::cuMemRelease(handle);
     }
 }
 
-/// Maps new physical memory at an address.
+/// Allocates physical memory and maps it at an address.
 ///
 /// # Safety
 /// The `bytes` bytes at `address` must be reserved, and nothing may be mapped there.
@@ -79,7 +80,7 @@ unsafe fn place(
         location: properties.location,
         flags: sys::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
     };
-    // SAFETY: the descriptions are valid, and the caller guarantees the range.
+    // SAFETY: the descriptions are valid, and the caller guarantees that the range is reserved and unmapped.
     unsafe {
         sys::cuMemCreate(&raw mut handle, bytes, &raw const properties, 0).result()?;
         if let Err(error) = sys::cuMemMap(address, bytes, 0, handle, 0).result() {
@@ -129,11 +130,11 @@ impl CudaReserved {
         Ok(reserved)
     }
 
-    /// Maps zeroed memory at an offset. `wanted` is the number of bytes to state in an error.
+    /// Maps zeroed memory at an offset. `wanted` is the number of bytes that an error reports.
     fn place(&self, at: usize, wanted: usize) -> Result<CUmemGenericAllocationHandle> {
         let CudaStorage { device, address, .. } = &self.storage;
         let (address, granule) = (address + at as u64, self.granules.granule());
-        // SAFETY: the granule lies in the reservation and has no memory. Nothing else uses its memory yet.
+        // SAFETY: the granule lies in the reservation and has no memory. Nothing uses the new memory yet.
         unsafe {
             let handle = place(device.ordinal, address, granule)
                 .map_err(|error| device.no_memory(error, MemoryKind::Device, wanted))?;
@@ -142,10 +143,10 @@ impl CudaReserved {
         }
     }
 
-    /// Returns a function that unmaps the granule at an offset.
+    /// Returns a function that unmaps and frees the granule at a given offset.
     fn release(&self) -> impl Fn(usize, CUmemGenericAllocationHandle) {
         let (address, granule) = (self.storage.address, self.granules.granule());
-        // SAFETY: the ledger gives each handle with its offset; no work uses the granule.
+        // SAFETY: `granules` passes each handle with its offset, and no work uses the granule.
         move |at, handle| unsafe { release(address + at as u64, granule, handle) }
     }
 }

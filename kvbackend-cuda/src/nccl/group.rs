@@ -1,4 +1,5 @@
-//! The ranks of a group in this process. They fail together, and the last one to leave waits briefly.
+//! A group's ranks in this process. They fail together, and the last rank to leave waits briefly for the
+//! others.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,20 +10,20 @@ use parking_lot::{Condvar, Mutex};
 
 use super::member::{NcclMember, Pauses};
 
-/// The longest time that this process's last rank waits for the others to leave. Ranks in other processes may
-/// stay.
+/// The longest time that the last rank in this process waits for the others to leave. Ranks in other
+/// processes may stay.
 const MOMENT: Duration = Duration::from_secs(1);
 
 pub(super) struct NcclGroup {
     limit: Duration,
-    /// This process's ranks, by rank.
+    /// This process's members, each with its rank.
     members: Vec<(usize, NcclMember)>,
-    /// The first failure. It is final.
+    /// The group's first failure, which is permanent.
     failed: Mutex<Option<Error>>,
     presence: Arc<RanksHere>,
 }
 
-/// Counts of this process's ranks: the ones that have not left, and the ones that are leaving.
+/// The numbers of this process's ranks that have not left and that are leaving.
 #[derive(Default)]
 struct RanksHere {
     counts: Mutex<(usize, usize)>,
@@ -30,7 +31,7 @@ struct RanksHere {
 }
 
 impl NcclGroup {
-    /// Waits until all members have joined.
+    /// Creates the group, and waits until all members have joined.
     pub(super) fn new(members: Vec<(usize, NcclMember)>, limit: Duration) -> Result<Arc<Self>> {
         let presence = Arc::new(RanksHere::default());
         presence.counts.lock().0 = members.len();
@@ -44,7 +45,8 @@ impl NcclGroup {
     }
 
     // Decision: docs/decisions/backend-cuda.md#the-ranks-of-a-process-fail-together
-    /// Fails the group, unless it has failed already, and aborts its ranks' work. Returns the first failure.
+    /// Marks the group as failed and aborts the work of its ranks, unless it has failed already. Returns the
+    /// group's first failure.
     pub(super) fn fail(&self, error: Error) -> Error {
         let mut failed = self.failed.lock();
         if let Some(first) = &*failed {
@@ -56,12 +58,12 @@ impl NcclGroup {
         error
     }
 
-    /// Returns the failure that has ended a member of the group.
+    /// Returns the failure that ended the member at index `place`.
     pub(super) fn gone(&self, place: usize) -> Error {
         self.failed.lock().clone().unwrap_or(Error::RankLeft(self.members[place].0))
     }
 
-    /// Returns whether NCCL has finished a member's last host call. Never blocks.
+    /// Returns whether NCCL has finished a member's last host call. This call never blocks.
     pub(super) fn is_ready(&self, place: usize) -> Result<bool> {
         if let Some(error) = &*self.failed.lock() {
             return Err(error.clone());
@@ -70,7 +72,7 @@ impl NcclGroup {
         ready.map_err(|error| self.fail(error))
     }
 
-    /// Returns the group's failure as an error, if it has failed. Never blocks.
+    /// Returns the group's failure as an error, if it has failed. This call never blocks.
     pub(super) fn check(&self, place: usize) -> Result<()> {
         self.is_ready(place).map(drop)
     }
@@ -80,7 +82,7 @@ impl NcclGroup {
         self.poll(place, call, || self.is_ready(place))
     }
 
-    /// Calls `done` until it returns true. A time-out fails the group.
+    /// Calls `done` repeatedly until it returns true. A time-out fails the group.
     pub(super) fn poll(
         &self,
         place: usize,
@@ -99,7 +101,7 @@ impl NcclGroup {
     }
 
     // Decision: docs/decisions/backend-cuda.md#a-rank-leaves-on-a-separate-thread
-    /// Starts a thread in which a member leaves. The last member in this process waits up to a second for all
+    /// Makes a member leave on its own thread. The last member in this process waits up to a second for all
     /// such threads.
     pub(super) fn leave(self: &Arc<Self>, place: usize) {
         let presence = Arc::clone(&self.presence);
@@ -108,7 +110,7 @@ impl NcclGroup {
             let (group, of_thread) = (Arc::clone(self), Arc::clone(&presence));
             let leaves = move || {
                 group.member(place).leave(group.limit);
-                // The last rank also drops its device.
+                // The last rank's thread also drops the device.
                 drop(group);
                 of_thread.gone();
             };

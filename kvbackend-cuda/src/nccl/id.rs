@@ -1,4 +1,4 @@
-//! The name of a group, by which its ranks find one another.
+//! A group's ID, which its ranks use to find one another.
 
 use std::ffi::c_char;
 
@@ -7,21 +7,21 @@ use kvcore::Result;
 
 use super::library::library;
 
-/// The name of a group of ranks. One rank creates it, and the caller passes it to the other ranks: in a file,
-/// through a socket, or by the launcher of the processes. It contains the address at which the creating
-/// process waits for the other ranks.
+/// The ID of a group of ranks. One rank creates it, and the caller passes it to the other ranks: in a file,
+/// through a socket, or through the process launcher. It contains the address at which the creating process
+/// waits for the other ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct NcclId([u8; Self::LEN]);
 
 impl NcclId {
-    /// Length of a name in bytes.
+    /// Length of an ID in bytes.
     pub const LEN: usize = 128;
 
-    /// Creates a unique name. The calling process must stay alive until all ranks have joined.
+    /// Creates a unique ID. The calling process must stay alive until all ranks have joined.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::NoDevice`] if NCCL is missing or too old, and [`kvcore::Error::Device`] if it
-    /// finds no network interface.
+    /// Returns [`kvcore::Error::NoDevice`] if NCCL is missing or too old, and [`kvcore::Error::Device`] if
+    /// NCCL finds no network interface.
     pub fn new() -> Result<Self> {
         let nccl = library()?;
         let mut id = ncclUniqueId { internal: [0; Self::LEN] };
@@ -31,7 +31,7 @@ impl NcclId {
         Ok(Self(id.internal.map(|byte| byte as u8)))
     }
 
-    /// Creates the name from bytes that another process sent.
+    /// Creates the ID from bytes that another process sent.
     pub fn from_bytes(bytes: [u8; Self::LEN]) -> Self {
         Self(bytes)
     }

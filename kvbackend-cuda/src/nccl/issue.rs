@@ -1,4 +1,4 @@
-//! Collectives as NCCL calls.
+//! Translates collectives to NCCL calls.
 
 use std::ffi::{c_int, c_void};
 
@@ -10,7 +10,8 @@ use super::library::Nccl;
 use crate::driver::NAME;
 
 // Decision: docs/decisions/backend-cuda.md#everything-but-a-reduction-is-sent-as-bytes
-/// The element type of all collectives except reductions: plain bytes. NCCL does not need the tensors' types.
+/// The element type of all collectives except reductions: plain bytes. Only reductions need the tensors'
+/// types.
 const BYTES: ncclDataType_t = ncclDataType_t::ncclUint8;
 
 /// Returns the address and size in bytes of a dense view.
@@ -46,8 +47,8 @@ pub(super) unsafe fn collective(
         Collective::AllGather { src, dst } => {
             let ((from, bytes), (to, _)) = (place(src)?, place(dst)?);
             debug_assert_eq!(place(&dst.select(0, rank)?)?.1, bytes);
-            // SAFETY: `from` is valid for `bytes` bytes and `to` for as many of each rank, as the caller
-            // guarantees and the check of the collective has seen.
+            // SAFETY: the caller guarantees that `from` is valid for `bytes` bytes and `to` for `bytes` bytes
+            // per rank; the collective's check has verified the sizes.
             let code = unsafe { (nccl.all_gather)(from, to, bytes, BYTES, comm, stream) };
             nccl.check("an all-gather", comm, code)
         }
@@ -58,9 +59,10 @@ pub(super) unsafe fn collective(
             nccl.check("an all-reduce", comm, code)
         }
         Collective::Exchange { sends, receives } => {
-            // SAFETY: every start is followed by an end, even after a failed call.
+            // SAFETY: every `group_start` is followed by a `group_end`, even after a failed call.
             nccl.check("a start of calls", comm, unsafe { (nccl.group_start)() })?;
-            // SAFETY: the caller guarantees the same.
+            // SAFETY: the caller guarantees the conditions of `exchange`, which are the same as for this
+            // function.
             let issued = unsafe { exchange(nccl, comm, stream, sends, receives) };
             // SAFETY: the group of calls was started above, on this thread.
             let ended = nccl.check("an exchange", comm, unsafe { (nccl.group_end)() });
@@ -70,7 +72,7 @@ pub(super) unsafe fn collective(
 }
 
 /// # Safety
-/// Same as for [`collective`].
+/// The conditions are the same as for [`collective`].
 unsafe fn exchange(
     nccl: &Nccl,
     comm: ncclComm_t,

@@ -10,13 +10,13 @@ use libloading::{Library, Symbol};
 
 use crate::driver::{NAME, no_device};
 
-/// Names of the library. NCCL's package and wheel install it only under the first name.
+/// The names of the library. NCCL's package and wheel install it only under the first name.
 const NAMES: [&str; 2] = ["libnccl.so.2", "libnccl.so"];
 
-/// The oldest supported version. Earlier ones cannot abort or finalise a non-blocking communicator.
+/// The oldest supported version. Earlier versions cannot abort or finalise a non-blocking communicator.
 const OLDEST: c_int = 21_800;
 
-/// The result of an entry point. It is a plain number, because a later version may return codes that cudarc
+/// An entry point's result code. It is a plain integer, because a later version may return codes that cudarc
 /// does not list.
 pub(super) type Code = c_int;
 
@@ -24,7 +24,7 @@ pub(super) const SUCCESS: Code = 0;
 pub(super) const REMOTE_ERROR: Code = 6;
 pub(super) const IN_PROGRESS: Code = 7;
 
-/// Declares the entry points: one field per entry point with its type, looked up by name in the library.
+/// Declares the entry points, each as a field with its type, and looks them up in the library by name.
 macro_rules! entries {
     ($($field:ident: $name:literal ($($argument:ty),*) -> $result:ty;)*) => {
         /// The entry points that the backend calls.
@@ -34,10 +34,10 @@ macro_rules! entries {
         }
 
         impl Nccl {
-            /// Looks up all entry points in a library.
+            /// Looks up all entry points in the library.
             fn of(library: Library) -> std::result::Result<Self, String> {
                 Ok(Self {
-                    // SAFETY: NCCL's header gives the entry points these types.
+                    // SAFETY: these are the types that NCCL's header declares for the entry points.
                     $($field: unsafe { found(&library, $name) }?,)*
                     _library: library,
                 })
@@ -67,12 +67,12 @@ entries! {
     receive: "ncclRecv" (*mut c_void, usize, ncclDataType_t, c_int, ncclComm_t, CUstream) -> Code;
 }
 
-/// Returns an entry point.
+/// Looks up an entry point by name.
 ///
 /// # Safety
 /// `F` must be the type of the entry point.
 unsafe fn found<F: Copy>(library: &Library, name: &str) -> std::result::Result<F, String> {
-    // SAFETY: the caller guarantees the type.
+    // SAFETY: the caller guarantees that `F` is the entry point's type.
     let symbol: std::result::Result<Symbol<'_, F>, _> = unsafe { library.get(name.as_bytes()) };
     symbol.map(|symbol| *symbol).map_err(|_| format!("the library of collectives has no {name}; {UPDATE}"))
 }
@@ -80,7 +80,7 @@ unsafe fn found<F: Copy>(library: &Library, name: &str) -> std::result::Result<F
 const UPDATE: &str = "update NCCL to 2.18 or later";
 
 // Decision: docs/decisions/backend-cuda.md#nccl-is-loaded-by-the-file-name-that-packages-use
-/// Loads NCCL once.
+/// Returns NCCL, which is loaded on the first call.
 ///
 /// # Errors
 /// Returns [`Error::NoDevice`] if the library is missing or too old; the error explains what to install.
@@ -110,7 +110,7 @@ fn load() -> std::result::Result<Nccl, String> {
 }
 
 impl Nccl {
-    /// Checks the code of a call. A call that continues in the background has not failed.
+    /// Checks a call's result code. A call that continues in the background counts as successful.
     pub(super) fn check(&self, what: &str, comm: ncclComm_t, code: Code) -> Result<()> {
         match code {
             SUCCESS | IN_PROGRESS => Ok(()),
@@ -118,12 +118,12 @@ impl Nccl {
         }
     }
 
-    /// Returns the error for a code, with NCCL's texts for the code and for its last warning. `comm` may be
-    /// null.
+    /// Returns the error for a result code, with NCCL's message for the code and its last warning. `comm` may
+    /// be null.
     pub(super) fn refused(&self, what: &str, comm: ncclComm_t, code: Code) -> Error {
-        // SAFETY: NCCL has a text for every number, and never frees it.
+        // SAFETY: NCCL has a message for every code, and never frees it.
         let text = unsafe { text_of((self.error_string)(code)) };
-        // SAFETY: `comm` is null or alive. The text is copied before this thread's next call can change it.
+        // SAFETY: `comm` is null or alive. The string is copied before this thread's next call can change it.
         let last = unsafe { text_of((self.last_error)(comm)) };
         let hint = match code {
             REMOTE_ERROR => {
@@ -140,10 +140,10 @@ impl Nccl {
     }
 }
 
-/// Copies an NCCL string.
+/// Copies a string that belongs to NCCL.
 ///
 /// # Safety
-/// `text` must be null or end with a zero byte.
+/// `text` must be null or a string that ends with a zero byte.
 unsafe fn text_of(text: *const c_char) -> String {
     if text.is_null() {
         return String::new();

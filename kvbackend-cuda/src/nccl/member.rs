@@ -1,4 +1,4 @@
-//! One rank's membership in its group: NCCL's handle, from joining to leaving.
+//! A rank's membership in its group, from joining to leaving, and its NCCL handle.
 //!
 //! ```text
 //!   joining ──► ready ◄──► issuing ──► left      NCCL has nothing to do: finalised and destroyed
@@ -22,12 +22,12 @@ use super::issue;
 use super::library::{IN_PROGRESS, Nccl};
 use crate::device::CudaDevice;
 
-/// NCCL's mark for a filled-in configuration.
+/// NCCL's marker for an initialised configuration.
 const MAGIC: u32 = 0xcafe_beef;
-/// NCCL's value for options that it chooses itself.
+/// The value that lets NCCL choose an option itself.
 const CHOSEN: c_int = c_int::MIN;
 
-/// The NCCL version whose configuration struct is filled in. Later versions append fields.
+/// The NCCL version that the configuration struct matches. Later versions only append fields.
 const CONFIGURED: u32 = 21_800;
 
 // Decision: docs/decisions/backend-cuda.md#no-host-call-waits-for-other-ranks
@@ -35,11 +35,11 @@ const CONFIGURED: u32 = 21_800;
 pub(super) struct NcclMember {
     nccl: &'static Nccl,
     device: Arc<CudaDevice>,
-    /// None after the rank has left or aborted.
+    /// `None` after the rank has left or aborted.
     handle: Mutex<Option<CommHandle>>,
 }
 
-/// The memory in which NCCL stores its handle, possibly later in the background. It must not move.
+/// The location where NCCL stores its handle, possibly later and in the background. It must not move.
 struct CommHandle(Box<AtomicPtr<ncclComm>>);
 
 impl CommHandle {
@@ -49,9 +49,9 @@ impl CommHandle {
     }
 }
 
-/// Pauses between polls. There are none during the first millisecond, so short waits end at once. The pauses
-/// depend on time and not on the number of polls, because on a busy core a thread that yields may get the
-/// core back only after milliseconds.
+/// The pauses between polls of NCCL's state. There are none during the first millisecond, so short waits end
+/// at once. The pauses depend on time and not on the number of polls, because on a busy core a thread that
+/// yields may get the core back only after milliseconds.
 pub(super) struct Pauses {
     since: Instant,
 }
@@ -78,7 +78,8 @@ impl Pauses {
 }
 
 impl NcclMember {
-    /// Starts joining a group. The rank has joined once [`is_ready`](Self::is_ready) returns true.
+    /// Starts joining a group as one rank. The rank has joined once [`is_ready`](Self::is_ready) returns
+    /// true.
     pub(super) fn join(
         nccl: &'static Nccl,
         device: &Arc<CudaDevice>,
@@ -89,8 +90,8 @@ impl NcclMember {
         let _bound = device.bind()?;
         let mut config = config();
         let handle = CommHandle(Box::default());
-        // SAFETY: the pointers are valid, and the configuration is filled in as in NCCL's header. The context
-        // of the rank's device is current.
+        // SAFETY: the pointers are valid, and the configuration is initialised as in NCCL's header. The
+        // context of the rank's device is current.
         let code = unsafe {
             (nccl.init_rank)(handle.0.as_ptr(), ranks as c_int, id.raw(), rank as c_int, &raw mut config)
         };
@@ -99,7 +100,7 @@ impl NcclMember {
         refused.map(|()| member)
     }
 
-    /// Returns whether NCCL has finished the last host call; none after the rank has left or aborted.
+    /// Returns whether NCCL has finished the last host call, or `None` after the rank has left or aborted.
     pub(super) fn is_ready(&self) -> Option<Result<bool>> {
         self.handle.lock().as_ref().map(|handle| self.ready(handle))
     }
@@ -117,8 +118,8 @@ impl NcclMember {
         Ok(state != IN_PROGRESS)
     }
 
-    /// Passes a collective to NCCL. It is enqueued on `stream` once [`is_ready`](Self::is_ready) returns
-    /// true. Returns none after the rank has left or aborted.
+    /// Passes a collective to NCCL. The collective is enqueued on `stream` once [`is_ready`](Self::is_ready)
+    /// returns true. Returns `None` after the rank has left or aborted.
     ///
     /// # Safety
     /// The views must be in memory of the member's device or its pinned host memory, and must stay alive
@@ -132,7 +133,7 @@ impl NcclMember {
         let handle = self.handle.lock();
         let comm = handle.as_ref()?.comm();
         Some(self.device.bind().and_then(|_bound| {
-            // SAFETY: the handle is alive; the caller guarantees the memory.
+            // SAFETY: the handle is alive, and the caller guarantees that the views' memory is valid.
             unsafe { issue::collective(self.nccl, comm, stream, rank, collective) }
         }))
     }
@@ -148,12 +149,12 @@ impl NcclMember {
     fn abort_taken(&self, handle: CommHandle) {
         let comm = handle.comm();
         if comm.is_null() {
-            // NCCL may still store a handle there.
+            // NCCL may still store a handle at this location.
             return std::mem::forget(handle);
         }
-        // This also frees what a lost device has left.
+        // The abort also frees what a lost device has left behind.
         let _bound = self.device.bind();
-        // SAFETY: the handle was taken from its place, and nothing else uses it.
+        // SAFETY: the handle was taken out of the lock, so nothing else uses it.
         let _ = unsafe { (self.nccl.abort)(comm) };
     }
 
@@ -164,7 +165,7 @@ impl NcclMember {
         let Some(handle) = handle else { return };
         let comm = handle.comm();
         let Ok(_bound) = self.device.bind() else { return self.abort_taken(handle) };
-        // SAFETY: the handle was taken from its place, and nothing else uses it.
+        // SAFETY: the handle was taken out of the lock, so nothing else uses it.
         let code = unsafe { (self.nccl.finalize)(comm) };
         let mut left = self.nccl.check("the end of a group", comm, code).map(|()| false);
         let pauses = Pauses::new();
@@ -173,7 +174,7 @@ impl NcclMember {
             left = self.ready(&handle);
         }
         if left == Ok(true) {
-            // SAFETY: the handle was taken from its place, and its finalisation is done.
+            // SAFETY: the handle was taken out of the lock, and its finalisation is done.
             let _ = unsafe { (self.nccl.destroy)(comm) };
         } else {
             self.abort_taken(handle);
@@ -187,7 +188,7 @@ impl Drop for NcclMember {
     }
 }
 
-/// Returns a configuration with which no call waits for other ranks.
+/// Returns a configuration under which no call waits for other ranks.
 fn config() -> ncclConfig_t {
     // SAFETY: all zeros is a valid value of a plain C struct. NCCL reads only the fields that `size` covers.
     let mut config: ncclConfig_t = unsafe { std::mem::zeroed() };

@@ -1,4 +1,4 @@
-//! Collectives between devices, through NCCL, which is loaded at run time.
+//! Collectives between devices through NCCL, which is loaded at run time.
 //!
 //! ```text
 //!   caller's stream   … work ──► event            wait ──► work …      and the memory is held until here
@@ -7,7 +7,7 @@
 //! ```
 //!
 //! No host call waits for other ranks inside NCCL. NCCL works in the background, and the rank polls its state
-//! until the time-out ([`member`], [`group`]).
+//! until the time-out expires ([`member`], [`group`]).
 
 use std::fmt;
 use std::sync::Arc;
@@ -33,15 +33,15 @@ use crate::device::CudaDevice;
 use crate::driver::NAME;
 use crate::queue::{CudaEvent, CudaStream, CudaStreamState};
 
-/// A rank in a group of NVIDIA GPUs, through NCCL. Each rank has its own device.
+/// A rank in a group of NVIDIA GPUs that communicate through NCCL. Each rank has its own device.
 ///
-/// A call enqueues the collective and returns; the first one between two ranks may wait for the other rank.
-/// Waits end at the time-out, which fails the group permanently. Other ranks in this process see a failure at
-/// once, ranks in other processes when their own time-out ends. If ranks make different calls, nothing
-/// detects it: the group may time out, or read and write the wrong bytes.
+/// A call enqueues the collective and returns. The first collective between two ranks may wait for the other
+/// rank. A wait that exceeds the time-out fails the group permanently. Other ranks in this process see a
+/// failure at once; ranks in other processes see it when their own time-out expires. If the ranks make
+/// different calls, this is not detected: the group may time out, or read and write the wrong bytes.
 ///
-/// After a collective, a read, a wait or dropping a stream waits without limit for ranks that never arrive.
-/// Call [`wait`](Communicator::wait) first. Collectives in a captured graph are refused.
+/// If a rank never arrives, a later read, wait or drop of the stream blocks forever. Call
+/// [`wait`](Communicator::wait) before any of these. Collectives in a captured graph are refused.
 ///
 /// ```
 /// use std::time::Duration;
@@ -67,8 +67,8 @@ use crate::queue::{CudaEvent, CudaStream, CudaStreamState};
 /// ```
 ///
 /// # Drop behaviour
-/// The rank leaves. If one of its collectives is not done, the group fails. The process's last rank waits up
-/// to a second for NCCL to finish.
+/// The rank leaves the group. If one of its collectives is not done, the group fails. The last rank in this
+/// process waits up to a second for NCCL to finish.
 pub struct NcclCommunicator {
     rank: usize,
     ranks: usize,
@@ -76,10 +76,10 @@ pub struct NcclCommunicator {
     /// The rank's index among the group's members in this process.
     place: usize,
     device: Arc<CudaDevice>,
-    /// The stream on which NCCL works.
+    /// The stream on which NCCL runs.
     stream: CudaStream,
-    /// The newest collective, with an event that marks its end. Locked while a collective is issued, because
-    /// a rank takes part in only one at a time.
+    /// The name of the newest collective, with an event that marks its end. The lock is held while a
+    /// collective is issued, because a rank takes part in only one collective at a time.
     newest: Mutex<Option<(String, Arc<dyn Event>)>>,
 }
 
@@ -90,14 +90,14 @@ impl fmt::Debug for NcclCommunicator {
 }
 
 impl NcclCommunicator {
-    /// Joins a group of `ranks` ranks as rank `rank`. Waits at most `limit` for the other ranks, which is
-    /// also the time-out for collectives.
+    /// Joins a group of `ranks` ranks as rank `rank`, and waits for the other ranks. `limit` is the time-out
+    /// for joining and for each collective.
     ///
     /// # Errors
     /// - Returns [`Error::NoDevice`] if NCCL is missing or too old; the error explains what to install.
     /// - Returns [`Error::OutOfRange`] if `rank` is not below `ranks`.
-    /// - Returns [`Error::RanksTimedOut`] if other ranks did not join in time, and [`Error::Device`] if NCCL
-    ///   refuses, for example two ranks on one device.
+    /// - Returns [`Error::RanksTimedOut`] if other ranks did not join in time, or [`Error::Device`] if NCCL
+    ///   reports an error, for example for two ranks on one device.
     pub fn new(
         backend: &CudaBackend,
         id: &NcclId,
@@ -115,10 +115,11 @@ impl NcclCommunicator {
         Ok(Self::over(group, 0, rank, ranks, &backend.device, stream))
     }
 
-    /// Creates a group in this process, with one rank per backend, in order. Run each rank on its own thread.
+    /// Creates a group in this process, with one rank per backend, in order. Collectives must be called on a
+    /// separate thread for each rank.
     ///
     /// # Errors
-    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] if there are no backends, and
+    /// Returns the errors of [`new`](Self::new), [`Error::Zero`] if there are no backends, or
     /// [`Error::Unsupported`] if two backends use the same device.
     pub fn group(backends: &[Arc<CudaBackend>], limit: Duration) -> Result<Vec<Self>> {
         let (nccl, ranks) = (library()?, backends.len());
@@ -137,8 +138,8 @@ impl NcclCommunicator {
             .map(|backend| CudaStream::new(&backend.device, &backend.tables))
             .collect::<Result<_>>()?;
         let id = NcclId::new()?;
-        // The ranks of one thread join together.
-        // SAFETY: every start is followed by an end, even after a failed call.
+        // Ranks on the same thread must join in one group call.
+        // SAFETY: every `group_start` is followed by a `group_end`, even after a failed call.
         nccl.check("a start of calls", std::ptr::null_mut(), unsafe { (nccl.group_start)() })?;
         let joined: Vec<Result<NcclMember>> = backends
             .iter()
@@ -177,7 +178,8 @@ impl NcclCommunicator {
         })
     }
 
-    /// Enqueues a collective between an event on the caller's stream and one on the group's stream.
+    /// Enqueues a collective that starts after the event `before`. Makes the caller's stream wait for the
+    /// collective, and returns the event that marks its end.
     fn enqueue(
         &self,
         stream: &dyn Stream,
@@ -228,10 +230,10 @@ impl Communicator for NcclCommunicator {
                 Ok(())
             }
             Err(error) => {
-                // The other ranks see that this rank aborted the work. They keep an earlier failure.
+                // The other ranks see that this rank aborted the work, unless the group has failed before.
                 self.abort();
-                // Waits for the end of NCCL's enqueued work, whose memory nothing holds. NCCL has no error
-                // code for a lost device.
+                // Wait for the end of the work that NCCL enqueued, because nothing holds its memory. NCCL has
+                // no error code for a lost device.
                 match self.stream.synchronize() {
                     Err(lost @ Error::DeviceLost { .. }) => Err(lost),
                     _ => Err(error),
@@ -253,7 +255,7 @@ impl Communicator for NcclCommunicator {
         self.group.poll(self.place, &call, || {
             Ok(event.is_done() || self.group.check(self.place).map(|()| false)?)
         })?;
-        // The work is done. This call returns its error, and drops everything that it held.
+        // The work is done. This call returns an error of the work, and drops everything that the work held.
         stream.synchronize().inspect_err(|_| self.abort())?;
         self.check()
     }

@@ -1,6 +1,6 @@
 //! Driver captures, and the data that a graph of this backend keeps.
 //!
-//! The step's lists are in memory that each replay writes ([`StepLists`]). All other lists are constants of
+//! The step's lists are in memory that each replay writes ([`StepLists`]). All other lists are constants in
 //! the graph.
 
 use std::cell::RefCell;
@@ -19,19 +19,19 @@ use super::state::CudaStreamState;
 use crate::driver::NAME;
 use crate::memory::CudaStorage;
 
-/// A capture of this backend's streams.
+/// A capture on this backend's streams.
 pub(crate) type CudaRecording = kvcore::device::queue::Recording<CudaStreamState>;
 
 thread_local! {
     static RECORDING: RefCell<Option<CudaRecording>> = const { RefCell::new(None) };
 }
 
-/// Data from a capture that its graph keeps.
+/// The data of a capture that its graph keeps.
 #[derive(Default)]
 pub(crate) struct GraphNotes {
     pub(super) lists: StepLists<StepList>,
     pub(super) plans: AttendPlans,
-    /// The angle tables that kernels read. When a RoPE's table grows, it is replaced by another one.
+    /// The angle tables that kernels read. A table that must grow is replaced by a new one.
     tables: Vec<(Arc<Rope>, Arc<RopeTable>)>,
 }
 
@@ -51,15 +51,15 @@ impl GraphNotes {
     }
 }
 
-/// Returns the error for something that a graph cannot hold.
+/// Returns the error for an operation that cannot be captured in a graph.
 pub(crate) fn uncapturable(what: &str) -> Error {
     kvcore::device::capture::uncapturable(NAME, what)
 }
 
-/// Checks that an operation can be replayed with other lists, and records its check and its angle table.
+/// Checks that an operation can be replayed with different lists, and records its check and its angle table.
 ///
 /// # Errors
-/// Returns [`Error::Unsupported`], which names the operation.
+/// Returns [`Error::Unsupported`], which names the operation, if it cannot be replayed.
 pub(crate) fn admit(recording: &mut CudaRecording, operation: Operation<'_>) -> Result<()> {
     if let Some(rope) = recording.admit(operation)? {
         let table = rope.table([])?;

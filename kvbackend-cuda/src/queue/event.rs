@@ -16,8 +16,8 @@ use super::state::CudaStreamState;
 pub struct CudaEvent {
     mark: RawEvent,
     stream: Arc<CudaStreamState>,
-    /// ID of the capture that the event belongs to, or 0 if there is none. An event of a capture never
-    /// happens.
+    /// The ID of the capture that the event belongs to, or 0 if there is none. An event of a capture never
+    /// completes.
     capture: u64,
 }
 
@@ -28,7 +28,7 @@ impl fmt::Debug for CudaEvent {
 }
 
 impl CudaEvent {
-    /// Records an event on a stream.
+    /// Records an event after the work that is enqueued on a stream.
     pub(crate) fn record(stream: &Arc<CudaStreamState>) -> Result<Self> {
         stream.recorded(|recording| {
             let _bound = stream.on.device.bind()?;
@@ -49,7 +49,7 @@ impl CudaEvent {
         &self.stream
     }
 
-    /// Returns the ID of the capture that the event belongs to, or 0.
+    /// Returns the ID of the capture that the event belongs to, or 0 if there is none.
     pub(crate) fn capture(&self) -> u64 {
         self.capture
     }
@@ -64,12 +64,13 @@ impl Event for CudaEvent {
     }
 
     fn is_done(&self) -> bool {
-        // A lost device never finishes its work, and a wait returns its error.
+        // A lost device never finishes its work, so its events count as done; a wait then returns the error.
         self.capture == 0 && self.mark.is_done().unwrap_or(true)
     }
 
     fn on_done(self: Arc<Self>, call: DoneCall) {
-        // An event of a capture is never done, and a wait for it returns an error.
+        // An event of a capture is never done, so this calls back at once, with the error that a wait
+        // returns.
         if self.capture == 0 { call_when_done(self, call) } else { call(self.wait()) }
     }
 

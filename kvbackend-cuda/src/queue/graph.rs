@@ -18,21 +18,20 @@ use crate::device::CudaDevice;
 pub(crate) struct CudaGraph {
     stream: Arc<CudaStreamState>,
     work: Arc<GraphWork>,
-    /// Operation counts that each replay adds to the counters.
+    /// The operation counts that each replay adds to the device's counters.
     counts: CounterSnapshot,
 }
 
-/// The driver's graph and all memory that it uses. Each replay holds it until the replay is done.
+/// The driver's graph and all memory that it uses. Each replay holds both until it is done.
 struct GraphWork {
     exec: CUgraphExec,
     device: Arc<CudaDevice>,
     captured: Captured<CudaStreamState>,
 }
 
-// SAFETY: the driver's graphs may be launched and destroyed from any thread; the stream's lock orders the
-// launches.
+// SAFETY: driver graphs may be launched and destroyed from any thread; the stream's lock orders the launches.
 unsafe impl Send for GraphWork {}
-// SAFETY: as for `Send`.
+// SAFETY: the same condition as for `Send`.
 unsafe impl Sync for GraphWork {}
 
 impl fmt::Debug for CudaGraph {
@@ -59,7 +58,7 @@ impl CudaGraph {
     ) -> Result<Self> {
         let device = Arc::clone(&stream.on.device);
         let _bound = device.bind()?;
-        // SAFETY: 0 means no flags; the graph is alive.
+        // SAFETY: the graph is alive, and 0 means no flags.
         let exec = unsafe {
             result::graph::instantiate(graph.raw, std::mem::zeroed::<sys::CUgraphInstantiate_flags>())
         };
@@ -88,13 +87,13 @@ impl Graph for CudaGraph {
             staged.push(queue.uploads.stage(device, bytes)?);
         }
         for (upload, (to, bytes)) in staged.into_iter().zip(&contents) {
-            // SAFETY: the graph's memory has room for the bytes, and its previous replay reads it earlier in
-            // the stream's order.
+            // SAFETY: the graph's memory has room for the bytes, and the previous replay reads it before this
+            // copy in the stream's order.
             unsafe { copy_up(on, &upload, *to, bytes.len()) }?;
             queue.in_flight.hold(Hold::Other(upload));
         }
         queue.in_flight.hold(Hold::Other(Arc::clone(&self.work) as _));
-        // SAFETY: graph and stream are alive, and the graph is held until it is done.
+        // SAFETY: the graph and the stream are alive, and the graph is held until the replay is done.
         unsafe { result::graph::launch(*exec, on.raw) }.map_err(|error| device.refused(error))?;
         device.counters.add_all(&self.counts);
         Counters::add(&device.counters.plan_bytes, contents.iter().map(|(_, bytes)| bytes.len()).sum());

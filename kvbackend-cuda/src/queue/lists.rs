@@ -1,4 +1,4 @@
-//! Lists in the form that kernels read: lists on the device that a step's layers share, and the lists of a
+//! Lists in the format that kernels read: lists on the device that a step's layers share, and the lists of a
 //! captured step, which each replay writes.
 
 use std::sync::Arc;
@@ -8,10 +8,11 @@ use kvcore::{AttendWork, Error, Result, StepInputs, WritePairs, WriteSlots};
 
 use super::upload::CudaUpload;
 
-/// Number of lists that a stream keeps. A step needs only a few: slots, positions, and the lists of copies.
+/// The number of lists that a stream keeps. A step needs only a few: slots, positions, and the lists for
+/// copies.
 const KEPT: usize = 8;
 
-/// Identifies a list: its form on the device, and its address and length on the host.
+/// Identifies a list by its format on the device and by its address and length on the host.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum SentKey {
     Numbers(usize, usize),
@@ -20,7 +21,7 @@ pub(super) enum SentKey {
 }
 
 // Decision: docs/decisions/backend-cuda.md#lists-are-identified-by-their-address
-/// Keeps a list alive at its address. While it is held, no other list can have that address.
+/// Keeps a list alive, so that no other list can be allocated at its address.
 #[derive(Debug)]
 pub(super) enum SentOwner {
     Numbers(#[expect(dead_code, reason = "held so that its place stays taken")] Arc<[i64]>),
@@ -31,7 +32,7 @@ pub(super) enum SentOwner {
 /// The lists of a stream's most recent operations.
 pub(super) type SentLists = Recent<SentKey, (SentOwner, Arc<CudaUpload>), KEPT>;
 
-/// Makes the records of an attention plan for a step's work.
+/// Builds an attention plan's records for a step's work.
 pub(crate) type MakeRecords = Box<dyn Fn(&Arc<AttendWork>) -> Result<Vec<u8>> + Send + Sync>;
 
 /// A list of a captured step.
@@ -48,7 +49,8 @@ pub(crate) enum StepList {
 }
 
 impl StepList {
-    /// Returns whether both are the same list of the step. Plans are distinguished by their own keys.
+    /// Returns whether both are the same list of a step. Plans always count as different here, because they
+    /// have their own keys.
     pub(super) fn is(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Positions, Self::Positions) | (Self::Slots, Self::Slots) => true,
@@ -60,8 +62,9 @@ impl StepList {
     /// Writes a step's list to the memory reserved for it.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the number of rows differs, [`Error::OutOfRange`] if a token is not in
-    /// the embedding table, and [`Error::GraphOutgrown`] if a plan does not fit.
+    /// Returns [`Error::Mismatch`] if the number of rows differs from the captured step,
+    /// [`Error::OutOfRange`] if a token ID is outside the embedding table, and [`Error::GraphOutgrown`] if a
+    /// plan does not fit.
     pub(super) fn write(&self, step: &StepInputs, room: &mut [u8]) -> Result<()> {
         let mut put = |what, list: &[u8]| {
             if list.len() != room.len() {
@@ -90,8 +93,8 @@ impl StepList {
 }
 
 // Decision: docs/decisions/backend-cuda.md#if-rows-share-a-slot-the-last-one-is-written
-/// Returns the slots with all but the last row of each slot changed to padding. `sorting` is a scratch
-/// buffer.
+/// Returns a copy of the slots in which, of several rows with the same slot, all but the last are padding.
+/// `sorting` is a scratch buffer.
 pub(super) fn last_of_each(slots: &[i64], sorting: &mut Vec<(i64, usize)>) -> Vec<i64> {
     let mut unique = slots.to_vec();
     if slots.windows(2).all(|pair| pair[0] < pair[1]) {

@@ -1,4 +1,4 @@
-//! Prepares one operation: uploads the lists that its kernels read, holds the memory that it uses, and
+//! Preparation of one operation: uploads the lists that its kernels read, holds the memory that it uses, and
 //! collects its launches.
 
 use std::ffi::c_void;
@@ -23,23 +23,22 @@ use crate::module::CudaKernel;
 /// The minimum size of scratch memory in bytes.
 const LEAST_SCRATCH: usize = 1 << 16;
 
-/// Alignment in bytes of a captured step's lists.
+/// The alignment of a captured step's lists, in bytes.
 const ALIGNED: usize = 256;
 
-/// A kernel launch: its grid, its blocks and its argument.
+/// A kernel launch: its grid, its block size and its argument.
 pub(crate) struct Launch {
     kernel: CudaKernel,
     grid: [u32; 3],
     threads: u32,
     shared: u32,
     // Decision: docs/decisions/backend-cuda.md#a-kernel-takes-one-struct-and-uses-dynamic-shared-memory-only
-    /// The argument, as 8-byte words for its alignment.
+    /// The kernel's argument, stored as 8-byte words to align it.
     args: SmallVec<[u64; 32]>,
 }
 
 impl Launch {
-    /// Describes a launch. The caller guarantees that `args` is the kernel's argument as declared in its
-    /// source.
+    /// Describes a launch. `args` must be the kernel's argument as declared in its source.
     pub(crate) fn new<A: Pod>(
         kernel: CudaKernel,
         grid: [u32; 3],
@@ -85,9 +84,9 @@ impl CudaStream {
         }
         for (function, mut launch) in functions.into_iter().zip(launches) {
             let mut argument = [launch.argument()];
-            // SAFETY: the argument is the kernel's struct. The memory that it names belongs to this device
-            // and is held until the work is done: `Stream::run` has checked `owns`, and so have the dense
-            // steps.
+            // SAFETY: the argument is the kernel's struct. The memory whose addresses it contains belongs to
+            // this device and is held until the work is done: `Stream::run` and the dense steps have checked
+            // this.
             unsafe {
                 let (grid, block) =
                     ((launch.grid[0], launch.grid[1], launch.grid[2]), (launch.threads, 1, 1));
@@ -98,7 +97,7 @@ impl CudaStream {
         if captured { Ok(()) } else { queue.in_flight.tidy(on) }
     }
 
-    /// Zeroes a dense view, in stream order.
+    /// Enqueues the zeroing of a dense view.
     pub(crate) fn zero(&self, view: &TensorView) -> Result<()> {
         let range = view.host_range(view.dtype().bytes_for(view.len())?)?;
         let RawStream { device, raw } = &self.state.on;
@@ -120,13 +119,13 @@ impl CudaStream {
 pub(crate) struct Lowering<'a> {
     stream: &'a CudaStreamState,
     queue: &'a mut CudaQueue,
-    /// The capture that records the operation, if any.
+    /// The capture that records the operation, if there is one.
     recording: Option<&'a mut CudaRecording>,
     launches: SmallVec<[Launch; 2]>,
 }
 
 impl Lowering<'_> {
-    /// Returns the capture that records the operation, if any.
+    /// Returns the capture that records the operation, if there is one.
     pub(crate) fn recording(&mut self) -> Option<&mut CudaRecording> {
         self.recording.as_deref_mut()
     }
@@ -146,7 +145,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// Holds something until the operation is done.
+    /// Holds an object until the operation is done.
     pub(crate) fn hold(&mut self, hold: Hold) {
         match self.recording() {
             Some(recording) => recording.hold(hold),
@@ -154,7 +153,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// Uploads a list and returns its address on the device, a multiple of 256.
+    /// Uploads a list and returns its device address, which is a multiple of 256.
     pub(crate) fn upload<T: Pod>(&mut self, list: &[T]) -> Result<u64> {
         let bytes = bytemuck::cast_slice(list);
         if self.recording.is_some() {
@@ -164,10 +163,11 @@ impl Lowering<'_> {
         Ok(self.held(upload))
     }
 
-    /// Uploads tokens, all below `limit`, and returns their address.
+    /// Uploads token IDs, which must all be below `limit`, and returns their device address.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] in a capture whose step has other tokens, and device errors.
+    /// Returns [`kvcore::Error::Unsupported`] in a capture if these are not the step's tokens, or a device
+    /// error.
     pub(crate) fn tokens(&mut self, tokens: &[u32], limit: usize) -> Result<u64> {
         let Some(recording) = self.recording() else { return self.upload(tokens) };
         if !is_same(tokens, &recording.step().tokens) {
@@ -176,10 +176,10 @@ impl Lowering<'_> {
         self.input(StepList::Tokens { limit }, size_of_val(tokens))
     }
 
-    /// Returns the address of a list of `bytes` bytes that each replay of the graph writes.
+    /// Returns the device address of a list of `bytes` bytes that each replay of the graph writes.
     ///
     /// # Errors
-    /// Returns [`kvcore::Error::Unsupported`] outside of a capture, and device errors.
+    /// Returns [`kvcore::Error::Unsupported`] outside a capture, or a device error.
     pub(crate) fn input(&mut self, list: StepList, bytes: usize) -> Result<u64> {
         let device = &self.stream.on.device;
         let recording = self.recording.as_mut().ok_or_else(|| uncapturable("a list of no capture"))?;
@@ -190,7 +190,8 @@ impl Lowering<'_> {
         }
     }
 
-    /// Returns the address of a list that does not change between the replays of a capture.
+    /// Uploads a list that does not change between the replays of a captured graph, and returns its device
+    /// address.
     fn constant(&mut self, bytes: &[u8]) -> Result<u64> {
         let storage = CudaStorage::allocate(self.device(), MemoryKind::Device, bytes.len().max(1))?;
         storage.fill(bytes)?;
@@ -199,20 +200,20 @@ impl Lowering<'_> {
         Ok(address)
     }
 
-    /// Uploads bytes for a list that the caller keeps. The caller must hold it for each operation that uses
-    /// it.
+    /// Uploads a list that the caller keeps. The caller must hold it for each operation that uses it.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         self.queue.uploads.send(&self.stream.on, bytes)
     }
 
-    /// Holds a list until the operation is done, and returns its address.
+    /// Holds an uploaded list until the operation is done, and returns its device address.
     fn held(&mut self, upload: Arc<CudaUpload>) -> u64 {
         let address = upload.address();
         self.hold(Hold::Other(upload));
         address
     }
 
-    /// Uploads slots or positions unchanged, once for all operations that share the list.
+    /// Uploads slots or positions unchanged, once for all operations that share the list. Returns their
+    /// device address.
     pub(crate) fn numbers(&mut self, list: &Arc<[i64]>) -> Result<u64> {
         let of_step = |recording: &mut CudaRecording| is_same(list, &recording.step().positions);
         if self.recording().is_some_and(of_step) {
@@ -222,8 +223,9 @@ impl Lowering<'_> {
         self.kept(key, || SentOwner::Numbers(Arc::clone(list)), |_| list.to_vec())
     }
 
-    /// Uploads slots for an operation that writes to them. Of several rows with the same slot, all but the
-    /// last become padding, because two rows written to one slot at the same time could mix.
+    /// Uploads slots for an operation that writes to them, and returns their device address. If several rows
+    /// have the same slot, all but the last become padding, because rows written to one slot at the same time
+    /// could mix.
     pub(crate) fn written_slots(&mut self, list: &WriteSlots) -> Result<u64> {
         if self.recording.is_some() {
             return self.input(StepList::Slots, size_of_val(&list[..]));
@@ -232,7 +234,8 @@ impl Lowering<'_> {
         self.kept(key, || SentOwner::Slots(list.clone()), |sorting| last_of_each(list, sorting))
     }
 
-    /// Uploads pairs of blocks, each as two 32-bit numbers: source and destination.
+    /// Uploads pairs of blocks, each as two 32-bit indices (source and destination), and returns their device
+    /// address.
     pub(crate) fn pairs(&mut self, pairs: &WritePairs) -> Result<u64> {
         let key = SentKey::Pairs(pairs.as_ptr() as usize, pairs.len());
         let words = |pair: &(BlockId, BlockId)| {
@@ -261,8 +264,8 @@ impl Lowering<'_> {
         Ok(self.held(upload))
     }
 
-    /// Returns the address of a RoPE table: for each position and each pair of elements, a pair `(cos, sin)`
-    /// in f32.
+    /// Returns the device address of a RoPE table, which has a pair `(cos, sin)` in f32 for each position and
+    /// each pair of elements.
     pub(crate) fn angles(&mut self, rope: &Rope) -> Result<u64> {
         let angles = self.stream.tables.angles(self.device(), rope)?;
         let address = angles.address();
@@ -270,9 +273,9 @@ impl Lowering<'_> {
         Ok(address)
     }
 
-    /// Returns memory in which a kernel leaves results for the operation's next kernel. All operations of the
-    /// stream share it, because they run one after another. A graph has its own memory, because it may run at
-    /// the same time as work outside of graphs.
+    /// Returns the address of memory in which a kernel leaves results for the operation's next kernel. All
+    /// operations of the stream share this memory, because they run one after another. Graphs have their own,
+    /// because they may run at the same time as work outside of graphs.
     pub(crate) fn scratch(&mut self, bytes: usize) -> Result<u64> {
         let device = &self.stream.on.device;
         let make = || allocate(device, bytes.next_power_of_two().max(LEAST_SCRATCH));

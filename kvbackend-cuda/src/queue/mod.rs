@@ -1,10 +1,10 @@
 //! Streams, and the lists, holds and launches of their enqueued work.
 //!
-//! An operation is lowered to launches under the stream's lock, and enqueued at once. The host never waits
-//! for it. Lists that kernels read (slots, attention plans) are uploaded on the same stream, once for all
-//! layers that share a list. The stream holds the memory of enqueued work until an event marks the work as
-//! done. While a thread captures, its work goes into a graph instead ([`capture`]), which owns its memory and
-//! reads its lists where replays write them.
+//! An operation is lowered to launches under the stream's lock, and these are enqueued at once. The host
+//! never waits for the operation. Lists that kernels read (slots, attention plans) are uploaded on the same
+//! stream, once for all layers that share them. The stream holds the memory of enqueued work until an event
+//! marks the work as done. While a thread captures, its work goes into a graph instead ([`capture`]), which
+//! owns its memory and reads its lists where replays write them.
 //!
 //! ```text
 //!   raw      driver handles

@@ -1,4 +1,4 @@
-//! Attention plans on the device: the places of their records. `kernels::attend` makes the plans.
+//! Attention plans on the device: the offsets of their records. `kernels::attend` builds the plans.
 
 use std::sync::Arc;
 
@@ -6,18 +6,18 @@ use kvcore::device::queue::Recent;
 
 use super::upload::CudaUpload;
 
-/// Number of plans that a stream keeps. A few are enough, because a model's layers differ at most in their
-/// window.
+/// The number of plans that a stream keeps. A few are enough, because a model's layers differ at most in
+/// their window.
 const KEPT: usize = 4;
 
-/// The key of a plan: everything that it depends on. Layers with equal keys share a plan.
+/// Identifies a plan by everything that it depends on. Layers with equal keys share a plan.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct AttendPlanKey {
-    /// The work's ID, [`AttendWork::id`](kvcore::AttendWork::id).
+    /// The ID of the work, [`AttendWork::id`](kvcore::AttendWork::id).
     pub(crate) work: u64,
     pub(crate) window: Option<usize>,
-    /// In this order: query heads per block, blocks for all heads, rows per block, tokens per tile, and
-    /// blocks that run at the same time.
+    /// In this order: the numbers of query heads per block, blocks for all heads, rows per block, tokens per
+    /// tile, and blocks that run at the same time.
     pub(crate) tiling: [usize; 5],
     pub(crate) block_size: usize,
     pub(crate) part_bytes: usize,
@@ -25,7 +25,7 @@ pub(crate) struct AttendPlanKey {
     pub(crate) over_queries: bool,
 }
 
-/// Places of the records that all chunks share, in bytes from the start of the plan.
+/// The offsets of the records that all chunks share, in bytes from the start of the plan.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct SharedPlaces {
     pub(crate) rows: u64,
@@ -34,7 +34,8 @@ pub(crate) struct SharedPlaces {
     pub(crate) groups: u64,
 }
 
-/// Tiles whose parts fit in scratch memory. Places are in bytes from the start of the plan.
+/// A chunk of tiles whose parts fit in scratch memory, with the offsets of its records in bytes from the
+/// start of the plan.
 #[derive(Debug)]
 pub(crate) struct PlanChunk {
     pub(crate) shared: SharedPlaces,
@@ -45,15 +46,15 @@ pub(crate) struct PlanChunk {
     pub(crate) merged_rows: usize,
     pub(crate) ranges: u64,
     pub(crate) lists: u64,
-    /// Number of parts, each with one row and all heads.
+    /// The number of parts, each with one row for all heads.
     pub(crate) parts: usize,
 }
 
-/// How a call is divided, and the records of that on the device.
+/// The division of a call into chunks, with its records on the device.
 #[derive(Debug)]
 pub(crate) struct AttendPlan {
     pub(crate) chunks: Vec<PlanChunk>,
-    /// Address of the records.
+    /// The device address of the records.
     pub(crate) address: u64,
     /// The records' memory, unless a graph owns it.
     pub(crate) upload: Option<Arc<CudaUpload>>,

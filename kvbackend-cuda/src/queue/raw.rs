@@ -1,4 +1,4 @@
-//! Driver handles that a stream's work uses: the stream itself, events, and captured graphs.
+//! The driver handles that a stream's work uses: the stream itself, events, and captured graphs.
 
 use std::sync::Arc;
 
@@ -9,27 +9,27 @@ use kvcore::device::queue::Mark;
 
 use crate::device::CudaDevice;
 
-/// A driver stream with its device. Its owner keeps it alive and destroys it.
+/// A driver stream with its device. The owner of this value keeps the stream alive and destroys it.
 pub(crate) struct RawStream {
     pub(crate) device: Arc<CudaDevice>,
     pub(crate) raw: CUstream,
 }
 
-/// A driver event, destroyed when it is dropped.
+/// A driver event. Dropping this value destroys it.
 pub(crate) struct RawEvent {
     raw: CUevent,
     device: Arc<CudaDevice>,
 }
 
-/// A captured graph before instantiation, destroyed when it is dropped.
+/// A captured graph before instantiation. Dropping this value destroys it.
 pub(crate) struct RawGraph {
     pub(super) raw: CUgraph,
     pub(super) device: Arc<CudaDevice>,
 }
 
-// SAFETY: the driver's events may be used from any thread.
+// SAFETY: driver events may be used from any thread.
 unsafe impl Send for RawEvent {}
-// SAFETY: as for `Send`.
+// SAFETY: the same condition as for `Send`.
 unsafe impl Sync for RawEvent {}
 
 impl RawEvent {
@@ -48,7 +48,7 @@ impl Mark for RawEvent {
     }
 
     fn record(&self, stream: &RawStream) -> Result<()> {
-        // SAFETY: event and stream are alive and of one device.
+        // SAFETY: the event and the stream are alive and belong to the same device.
         unsafe { result::event::record(self.raw, stream.raw) }.map_err(|error| self.device.refused(error))
     }
 

@@ -27,20 +27,20 @@ pub struct CudaStream {
 pub(crate) struct CudaStreamState {
     pub(crate) on: RawStream,
     pub(super) tables: Arc<AngleTables>,
-    /// Keeps a lent stream alive. None if the backend created the stream.
+    /// Keeps a lent stream alive. `None` if the backend created the stream.
     owner: Option<Arc<dyn Any + Send + Sync>>,
     pub(crate) queue: Mutex<CudaQueue>,
     pub(super) side: CaptureSide,
-    /// Scratch memory that the graphs captured on this stream share, by stream that took part.
+    /// Scratch memory that the graphs captured on this stream share, one for each stream that took part.
     pub(super) graph_scratch: Mutex<GraphScratch>,
 }
 
-// SAFETY: the driver's streams may be used from any thread; the lock on `queue` orders the calls.
+// SAFETY: driver streams may be used from any thread; the lock on `queue` orders the calls.
 unsafe impl Send for CudaStreamState {}
-// SAFETY: as for `Send`.
+// SAFETY: the same condition as for `Send`.
 unsafe impl Sync for CudaStreamState {}
 
-/// The bookkeeping for a stream's calls. Only one call uses it at a time.
+/// The bookkeeping for a stream's enqueued work. Only one call uses it at a time.
 #[derive(Default)]
 pub(crate) struct CudaQueue {
     pub(crate) in_flight: InFlight<RawEvent>,
@@ -52,12 +52,14 @@ pub(crate) struct CudaQueue {
 }
 
 // Decision: docs/decisions/backend-cuda.md#graphs-of-a-stream-share-scratch-memory
-/// Memory that graphs share for as long as one of them holds it. Their replays run one after another.
+/// Scratch memory that graphs share as long as one of them holds it. This is safe because their replays run
+/// one after another.
 #[derive(Default)]
 pub(super) struct GraphScratch(Vec<(usize, Weak<dyn Storage>)>);
 
 impl GraphScratch {
-    /// Returns memory of at least `bytes` bytes for a key. Calls `make` if there is none.
+    /// Returns memory of at least `bytes` bytes for a stream's key. Allocates it with `make` if there is
+    /// none.
     pub(super) fn of(
         &mut self,
         key: usize,
@@ -83,7 +85,7 @@ impl fmt::Debug for CudaStream {
 }
 
 impl Drop for CudaStreamState {
-    /// Waits for the enqueued work, because the stream's memory is freed with it.
+    /// Waits for the enqueued work, because the stream's memory is freed when it is dropped.
     fn drop(&mut self) {
         let Ok(_bound) = self.on.device.bind() else { return };
         // SAFETY: the stream is alive.
@@ -97,7 +99,7 @@ impl Drop for CudaStreamState {
 }
 
 impl CudaStream {
-    /// Creates a stream that no other stream waits for implicitly.
+    /// Creates a stream without implicit synchronisation with other streams.
     pub(crate) fn new(device: &Arc<CudaDevice>, tables: &Arc<AngleTables>) -> Result<Self> {
         let _bound = device.bind()?;
         let raw = result::stream::create(result::stream::StreamKind::NonBlocking)
@@ -105,7 +107,7 @@ impl CudaStream {
         Ok(Self::over(device, tables, raw, None))
     }
 
-    /// Wraps a stream that the caller created.
+    /// Creates a stream over a driver stream that the caller created.
     ///
     /// # Safety
     /// See [`CudaBackend::lent_stream`](crate::CudaBackend::lent_stream).
@@ -142,7 +144,7 @@ impl CudaStream {
         Self { state: Arc::new(state) }
     }
 
-    /// Returns the part that the stream's events and graphs share.
+    /// Returns the state that the stream shares with its events and graphs.
     pub(crate) fn state(&self) -> &Arc<CudaStreamState> {
         &self.state
     }
@@ -154,7 +156,7 @@ impl CudaStream {
 }
 
 impl CudaStreamState {
-    /// Holds memory until the work enqueued so far is done.
+    /// Holds storages until the work enqueued so far is done.
     pub(crate) fn hold(&self, storages: impl Iterator<Item = Arc<dyn Storage>>) -> Result<()> {
         let _bound = self.on.device.bind()?;
         let mut queue = self.queue.lock();
@@ -162,7 +164,7 @@ impl CudaStreamState {
         queue.in_flight.tidy(&self.on)
     }
 
-    /// Waits for the enqueued work, and drops everything that it held.
+    /// Waits for the enqueued work, and drops everything that this work held.
     pub(crate) fn synchronize(&self, queue: &mut CudaQueue) -> Result<()> {
         // SAFETY: the stream is alive, and its context is current.
         let waited = unsafe { result::stream::synchronize(self.on.raw) };

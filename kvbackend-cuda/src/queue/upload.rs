@@ -1,4 +1,4 @@
-//! Lists to upload to the device: slots, positions, pairs of blocks, plans.
+//! Uploads of lists to the device: slots, positions, pairs of blocks, plans.
 
 use std::ffi::c_void;
 use std::sync::Arc;
@@ -10,15 +10,15 @@ use super::raw::RawStream;
 use crate::device::CudaDevice;
 use crate::memory::{self, CudaStorage};
 
-/// The maximum number of replays that are enqueued and not done. At the limit, the host waits for the oldest
-/// before it enqueues another.
+/// The maximum number of replays that may be enqueued but not done. At this limit, the host waits for the
+/// oldest replay before it enqueues another one.
 pub(super) const AHEAD: usize = 32;
 
 /// The maximum number of uploads kept for reuse. It is twice [`AHEAD`], because each replay under way holds
-/// one, and the host waits for running kernels when pinned memory is freed.
+/// an upload, and freeing pinned memory makes the host wait for running kernels.
 const KEPT: usize = 2 * AHEAD;
 
-/// Memory for one list: a part that the host writes, and a part that kernels read.
+/// Memory for one list: a buffer that the host writes, and a buffer that kernels read.
 #[derive(Debug)]
 pub(crate) struct CudaUpload {
     host: *mut c_void,
@@ -27,7 +27,7 @@ pub(crate) struct CudaUpload {
 
 // SAFETY: only the holder of the stream's lock writes the host memory.
 unsafe impl Send for CudaUpload {}
-// SAFETY: as for `Send`.
+// SAFETY: the same condition as for `Send`.
 unsafe impl Sync for CudaUpload {}
 
 impl CudaUpload {
@@ -38,7 +38,7 @@ impl CudaUpload {
         Ok(Self { host, storage })
     }
 
-    /// Returns the address of the list on the device, a multiple of 256.
+    /// Returns the list's device address, which is a multiple of 256.
     pub(crate) fn address(&self) -> u64 {
         self.storage.address()
     }
@@ -52,18 +52,18 @@ impl CudaUpload {
 impl Drop for CudaUpload {
     fn drop(&mut self) {
         let Ok(_bound) = self.storage.device().bind() else { return };
-        // SAFETY: `host` came from `pinned`. No copy reads it, because enqueued copies hold the upload.
+        // SAFETY: `pinned` allocated `host`. No copy reads it, because enqueued copies hold the upload.
         let _ = unsafe { result::free_host(self.host) };
     }
 }
 
-/// A stream's uploads, in use or kept for later lists.
+/// A stream's uploads, either in use or kept for reuse.
 #[derive(Debug, Default)]
 pub(crate) struct CudaUploads(Vec<(usize, Arc<CudaUpload>)>);
 
 impl CudaUploads {
-    /// Copies bytes to pinned memory, from which an enqueued copy reads them. The caller must hold it until
-    /// that copy is done.
+    /// Copies bytes to pinned memory, from which a copy can be enqueued. The caller must hold the upload
+    /// until that copy is done.
     pub(crate) fn stage(&mut self, device: &Arc<CudaDevice>, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         let make = |bytes| CudaUpload::new(device, bytes);
         let upload = kvcore::device::queue::room(&mut self.0, bytes.len().max(1), KEPT, make)?;
@@ -73,8 +73,7 @@ impl CudaUploads {
         Ok(upload)
     }
 
-    /// Enqueues the copy of a list to its own memory on the device. The caller must hold the upload until the
-    /// copy is done.
+    /// Copies a list to its own memory on the device. The caller must hold the upload until the copy is done.
     pub(crate) fn send(&mut self, stream: &RawStream, bytes: &[u8]) -> Result<Arc<CudaUpload>> {
         let upload = self.stage(&stream.device, bytes)?;
         // SAFETY: the upload's memory on the device has room for the bytes.
@@ -83,8 +82,8 @@ impl CudaUploads {
     }
 }
 
-/// Enqueues a copy of the first `bytes` staged bytes to an address on the device. The caller must hold the
-/// upload until the copy is done.
+/// Enqueues a copy of an upload's first `bytes` bytes to a device address. The caller must hold the upload
+/// until the copy is done.
 ///
 /// # Safety
 /// The `bytes` bytes at `to` must be device memory that is held until the copy is done.

@@ -55,7 +55,7 @@ impl RowsArg {
         Self { at: rows.side.address, row: rows.side.outer, head: rows.head }
     }
 
-    /// Returns a view's rows, or address 0 if there is no view.
+    /// Describes a view's rows; the address is 0 if there is no view.
     pub(super) fn optional(view: Option<&TensorView>) -> Self {
         view.map(Self::new).unwrap_or_default()
     }
@@ -108,7 +108,7 @@ pub(super) struct AttendArgs {
     eights: u32,
 }
 
-/// The part of a call that is the same for all of its chunks.
+/// The part of a call that all of its chunks share.
 pub(super) struct AttendCall<'a> {
     pub(super) op: &'a Attend,
     pub(super) latent: Option<&'a TensorView>,
@@ -116,7 +116,8 @@ pub(super) struct AttendCall<'a> {
 }
 
 impl AttendCall<'_> {
-    /// Returns the argument for a chunk, given the addresses of its plan and of its parts' sums and values.
+    /// Returns the kernel's argument for a chunk, given the address of the plan and the addresses of the
+    /// parts' sums and values.
     pub(super) fn args(
         &self,
         to: &mut Lowering<'_>,

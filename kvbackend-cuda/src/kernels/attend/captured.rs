@@ -1,8 +1,9 @@
-//! Plans in a graph. Each replay divides its work as a call outside of the graph would, and writes the
-//! records to the places that the capture has fixed.
+//! Plans in a graph. Each replay divides its work in the same way as a call outside a graph, and writes the
+//! records at the offsets that were fixed at capture.
 //!
 //! Each list has room for about twice as many records as the captured work has, and the grids cover all of
-//! that room. Unused room is filled with absent records; a block that reads one ends at once.
+//! this room. Unused room is filled with absent records; a thread block that reads an absent record ends at
+//! once.
 
 use std::sync::Arc;
 
@@ -26,21 +27,21 @@ const TASKS: usize = 5;
 /// Index of the list of merged rows in a plan with one chunk.
 const MERGED: usize = 6;
 
-/// How a captured call is divided.
+/// A captured call, and how each replay divides it.
 struct GraphPlan {
     device: Arc<CudaDevice>,
-    /// The call, without its work.
+    /// The captured operation, without its work.
     op: Attend,
     latent: Option<TensorView>,
     tiling: KernelTiling,
     key: AttendPlanKey,
-    /// Bytes of room for each list of records.
+    /// The room for each list of records, in bytes.
     room: Vec<usize>,
-    /// Number of parts that fit in the scratch memory.
+    /// The number of parts that fit in the scratch memory.
     parts: usize,
 }
 
-/// Returns the bytes of room for each list, from the size of its captured records.
+/// Returns the room for each list in bytes, computed from the size of its captured records.
 fn room(lists: &[usize], rows: usize) -> Vec<usize> {
     let of = |(list, &bytes): (usize, &usize)| match list {
         ROWS | GROUPS => bytes,
@@ -50,7 +51,7 @@ fn room(lists: &[usize], rows: usize) -> Vec<usize> {
     lists.iter().enumerate().map(of).map(|bytes: usize| bytes.next_multiple_of(16)).collect()
 }
 
-/// Returns the plan of a captured call. It has no records yet; each replay writes them.
+/// Returns the plan of a captured call. Each replay writes its records.
 pub(super) fn plan(
     to: &mut Lowering<'_>,
     op: &Attend,
@@ -79,7 +80,7 @@ pub(super) fn plan(
 }
 
 impl GraphPlan {
-    /// Returns the records for some work, with each list at its fixed place.
+    /// Returns the records for the given work, with each list at its fixed offset.
     ///
     /// # Errors
     /// Returns [`Error::GraphOutgrown`] if the records do not fit or if the work needs another kernel.

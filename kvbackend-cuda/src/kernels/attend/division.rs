@@ -1,4 +1,4 @@
-//! How a step's attention is divided into tasks and merges, as records for the device.
+//! Divides a step's attention into tasks and merges, and describes them as records for the device.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -13,11 +13,11 @@ use super::runs::{CallTiles, QueryTile, TileTask};
 use super::tiling::KernelTiling;
 use crate::queue::{AttendPlanKey, PlanChunk, SharedPlaces};
 
-/// The maximum scratch memory for parts, in bytes. A single tile may need more, and so may an output that
-/// overlaps the queries.
+/// The maximum scratch memory for parts, in bytes. A single tile may need more, and so may a call whose
+/// output overlaps its queries.
 const SCRATCH: usize = 256 << 20;
 
-/// Returns the size in bytes of a part's values: one row, all heads.
+/// Returns the size in bytes of a part's values: one row for all heads.
 pub(super) fn part_bytes(op: &Attend) -> usize {
     op.q.shape()[1] * op.arena.layout().shape().v_dim * size_of::<f32>()
 }
@@ -28,13 +28,13 @@ pub(super) struct RecordBytes<'a> {
     pub(super) all: Vec<u8>,
     /// Size in bytes of each list of records, in the order in which the lists were added.
     pub(super) lists: Vec<usize>,
-    /// Bytes of room for each list, if a capture has fixed the places. Unused room is filled with absent
-    /// records.
+    /// The room for each list in bytes, if a capture has fixed the lists' offsets. Unused room is filled with
+    /// absent records.
     room: Option<&'a [usize]>,
 }
 
 impl RecordBytes<'_> {
-    /// Adds records and returns their place, which is a multiple of 16.
+    /// Appends a list of records, and returns its offset in bytes, which is a multiple of 16.
     fn add<T: Pod>(&mut self, records: &[T]) -> u64 {
         self.all.resize(self.all.len().next_multiple_of(16), 0);
         let place = self.all.len();
@@ -47,7 +47,7 @@ impl RecordBytes<'_> {
     }
 }
 
-/// Divides a call, and returns its records with their places.
+/// Divides a call into chunks. Returns the records, and for each chunk the offsets of its lists.
 pub(super) fn records<'a>(
     op: &Attend,
     tiling: &KernelTiling,
@@ -64,7 +64,7 @@ pub(super) fn records<'a>(
     let divide = |busy| CallTiles::of(op, tiling, &places, tables.words.len(), busy);
     let mut divided = divide(Some(multiprocessors * tiling.resident));
     if key.over_queries && parts_of(&divided.tiles) * key.part_bytes > SCRATCH {
-        // All parts are in scratch memory at the same time.
+        // If the output overlaps the queries, all parts must be in scratch memory at the same time.
         divided = divide(None);
     }
     tables.words.extend(&divided.lists);
@@ -87,7 +87,7 @@ pub(super) fn records<'a>(
     Ok((bytes, chunks))
 }
 
-/// Lists of blocks. Each list is stored once.
+/// The block lists of segments. Each list is stored only once.
 #[derive(Default)]
 struct BlockTables {
     words: Vec<u32>,
@@ -95,7 +95,7 @@ struct BlockTables {
 }
 
 impl BlockTables {
-    /// Returns the place of the list of blocks that hold a segment's tokens.
+    /// Returns the offset of the list of blocks that store a segment's tokens.
     fn place(&mut self, segment: &kvcore::Segment, key: &AttendPlanKey) -> u32 {
         let count = segment.len.div_ceil(key.block_size);
         let words = &mut self.words;
@@ -107,7 +107,7 @@ impl BlockTables {
     }
 }
 
-/// Returns whether a tile has a single task that writes the output itself, without a merge.
+/// Returns whether a tile has at most one task, which writes the output directly, without a merge.
 fn is_direct(tile: &QueryTile, over_queries: bool) -> bool {
     !over_queries && tile.tasks() <= 1
 }
@@ -120,7 +120,7 @@ fn parts_of(tiles: &[QueryTile]) -> usize {
     tiles.iter().map(|tile| parts(tile, true)).sum()
 }
 
-/// Divides tiles into chunks of at most `most` parts, or of a single tile.
+/// Divides tiles into chunks of at most `most` parts. A tile with more parts gets its own chunk.
 fn chunks(tiles: &[QueryTile], most: usize, over_queries: bool) -> Vec<&[QueryTile]> {
     let (mut chunks, mut start, mut sum) = (Vec::new(), 0, 0usize);
     for (i, tile) in tiles.iter().enumerate() {
@@ -137,8 +137,8 @@ fn chunks(tiles: &[QueryTile], most: usize, over_queries: bool) -> Vec<&[QueryTi
     chunks
 }
 
-/// Makes the records for a chunk of tiles. Long tasks come first, because a long task that started last would
-/// run alone.
+/// Builds the records for a chunk of tiles. Long tasks come first, because a long task that started last
+/// would run alone.
 fn chunk(
     op: &Attend,
     tiles: &[QueryTile],

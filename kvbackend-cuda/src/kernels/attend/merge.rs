@@ -1,4 +1,4 @@
-//! The merging of parts, and its argument as declared in `attend_merge.cu`.
+//! The merge of parts, and the kernel's argument as declared in `attend_merge.cu`.
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{Attend, Result};
@@ -11,11 +11,11 @@ use crate::queue::{Launch, PlanChunk};
 
 const MERGE: CudaKernel = CudaKernel { module: Module::AttendMerge, name: "attend_merge", shared: SHARED };
 
-/// Number of columns that a block adds up at once.
+/// The number of columns that a thread block sums at once.
 const COLUMNS: usize = 128;
 
-/// Size of the shared memory in bytes, laid out as in `MergeShared`: the weight and index of one part per
-/// thread, and one sum per column and warp.
+/// The size of the shared memory in bytes. Its layout matches `MergeShared`: the weight and index of one part
+/// per thread, and one sum per column and warp.
 const SHARED: u32 = (8 * THREADS + 4 * COLUMNS * THREADS / 32) as u32;
 
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]

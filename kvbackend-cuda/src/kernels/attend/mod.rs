@@ -1,13 +1,14 @@
-//! `attend` and `attend_mla`: attention of query tiles over runs of tokens, and a merge for tiles with
-//! several parts.
+//! `attend` and `attend_mla`: attention of query tiles over runs of tokens, followed by a merge for tiles
+//! with several parts.
 //!
-//! An entry's rows are split into tiles, and the runs of a tile's merge group into tasks. So a few rows over
-//! many tokens still keep the whole device busy. A block of threads works on one task, for the query heads
-//! that share a K and V head. If a tile has only one task, that task writes the output. The parts of other
-//! tiles are in scratch memory of limited size; a call with more parts runs in chunks of tiles.
+//! An entry's rows are split into tiles, and the runs of each merge group of a tile into tasks. This keeps
+//! the whole device busy even if only a few rows attend to many tokens. A thread block works on one task, for
+//! the query heads that share a K and a V head. If a tile has only one task, that task writes the output
+//! directly. All other tasks write parts to scratch memory of limited size; a call with more parts runs in
+//! chunks of tiles.
 //!
-//! The division is an [`AttendPlan`](crate::queue::AttendPlan) on the device, which a step's layers share.
-//! Each layer adds the places of its keys, values, queries and results.
+//! This division is stored on the device as an [`AttendPlan`](crate::queue::AttendPlan), which a step's
+//! layers share. Each layer adds the addresses of its keys, values, queries and results.
 //!
 //! | kernels | pools |
 //! |---|---|
@@ -62,8 +63,8 @@ fn run(to: &mut Lowering<'_>, op: &Attend, latent: Option<&TensorView>) -> Resul
     Ok(())
 }
 
-/// Returns scratch memory for `parts` parts, each with one row and all heads: the address of the sums and the
-/// address of the values.
+/// Allocates scratch memory for `parts` parts, each with one row for all heads. Returns the address of the
+/// sums and the address of the values.
 fn parts(to: &mut Lowering<'_>, op: &Attend, parts: usize) -> Result<(u64, u64)> {
     let sums = (parts * op.q.shape()[1] * 8).next_multiple_of(256);
     let scratch = to.scratch(sums + parts * division::part_bytes(op))?;

@@ -1,4 +1,4 @@
-//! Plans: how a step's attention is divided, with its records on the device. Layers that share an
+//! Plans: the division of a step's attention, with its records on the device. Layers that share an
 //! [`AttendWork`](kvcore::AttendWork) share its plans.
 
 use std::sync::Arc;
@@ -10,7 +10,7 @@ use super::division::{part_bytes, records};
 use super::tiling::KernelTiling;
 use crate::queue::{AttendPlan, AttendPlanKey, Lowering};
 
-/// Returns the plan of a call, which is made on first use.
+/// Returns a call's plan, which is built on first use.
 pub(super) fn of(
     to: &mut Lowering<'_>,
     op: &Attend,

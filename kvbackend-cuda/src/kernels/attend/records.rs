@@ -1,20 +1,22 @@
-//! The records of a plan, as declared in `attend.cuh`.
+//! A plan's records, as declared in `attend.cuh`.
 
 use std::ops::Range;
 
 use bytemuck::{Pod, Zeroable};
 use kvcore::{QueryRow, Segment};
 
-/// A window that excludes no token. Kernels can add positions to it without overflow.
+/// The window size that stands for no window. Kernels can add positions to it without overflow.
 pub(super) const NO_WINDOW: i64 = 1 << 61;
 
-/// The part index of a task that writes the output itself.
+/// The part index of a task that writes the output directly.
 pub(super) const DIRECT: u32 = u32::MAX;
 
-/// Every byte of an absent record. No task has that many rows, and no output row has that index.
+/// The value of every byte in an absent record. No task has as many rows as this encodes, and no output row
+/// has this index.
 pub(super) const ABSENT: u8 = u8::MAX;
 
-/// Clamps a position so that the sum of a few positions does not overflow. No prompt is that long.
+/// Clamps a position so that the sum of a few positions cannot overflow. No prompt is long enough to reach
+/// the limits.
 fn clamped(position: i64) -> i64 {
     position.clamp(-(1 << 60), 1 << 60)
 }
@@ -54,7 +56,7 @@ impl SegmentRecord {
     }
 }
 
-/// Consecutive tokens of a segment, or entries of a list of selected tokens, that a task reads.
+/// A range of a segment's tokens, or of entries in a list of selected tokens, that a task reads.
 #[derive(Debug, Clone, Copy, PartialEq, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct RunRecord {
@@ -68,7 +70,8 @@ pub(super) struct RunRecord {
 }
 
 impl RunRecord {
-    /// Describes tokens of the segment with index `number`, whose blocks are listed at `table` in the tables.
+    /// Describes a range of tokens in the segment with index `number`, whose blocks are listed at offset
+    /// `table` in the tables.
     pub(super) fn of_segment(segment: &Segment, number: u32, tokens: Range<usize>, table: u32) -> Self {
         Self {
             segment: number,
@@ -81,12 +84,12 @@ impl RunRecord {
         }
     }
 
-    /// Describes `count` selected tokens of a segment, listed at `list` in the tables.
+    /// Describes `count` selected tokens of a segment, listed at offset `list` in the tables.
     pub(super) fn of_list(segment: &Segment, number: u32, count: usize, list: u32) -> Self {
         Self { listed: 1, ..Self::of_segment(segment, number, 0..count, list) }
     }
 
-    /// Returns the tokens `first..end` of the run.
+    /// Returns the part of the run with the tokens `first..end`.
     pub(super) fn part(&self, first: u32, end: u32) -> Self {
         Self { first, end, ..*self }
     }
@@ -99,12 +102,12 @@ pub(super) struct TaskRecord {
     pub(super) rows: u32,
     pub(super) run: u32,
     pub(super) runs: u32,
-    /// Index of the first part, or [`DIRECT`].
+    /// The index of the task's first part, or [`DIRECT`].
     pub(super) part: u32,
     pub(super) lse_scale: f32,
 }
 
-/// An output row to merge: its index, its place in the lists of parts, and its groups.
+/// An output row to merge: its index, the offset of its list of parts, and its groups.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct MergedRow {
@@ -114,7 +117,7 @@ pub(super) struct MergedRow {
     pub(super) ranges: u32,
 }
 
-/// The parts of one group, counted from the row's first part.
+/// The range of a group's parts, counted from the row's first part.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
 pub(super) struct GroupRange {

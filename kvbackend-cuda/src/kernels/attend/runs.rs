@@ -7,44 +7,45 @@ use kvcore::{Attend, AttendRows};
 use super::records::RunRecord;
 use super::tiling::KernelTiling;
 
-/// Tasks with fewer tokens than this are not split further.
+/// Tasks with fewer tokens than this are not split any further.
 const SHORT: usize = 256;
 
 /// Consecutive rows of one entry.
 pub(super) struct QueryTile {
     pub(super) rows: Range<usize>,
-    /// Merge groups with at least one run, each as its index and its tasks.
+    /// The merge groups with at least one run: each group's index and its tasks.
     pub(super) groups: Vec<(usize, Vec<TileTask>)>,
 }
 
 impl QueryTile {
-    /// Returns the number of tasks.
+    /// Returns the number of tasks in all groups.
     pub(super) fn tasks(&self) -> usize {
         self.groups.iter().map(|(_, tasks)| tasks.len()).sum()
     }
 }
 
-/// Runs of one merge group that a block reads one after another.
+/// Runs of one merge group that a thread block reads one after another.
 #[derive(Default)]
 pub(super) struct TileTask {
     pub(super) runs: Vec<RunRecord>,
     pub(super) tokens: usize,
 }
 
-/// The index of a merge group, and a run of one of its segments.
+/// A merge group's index, and a run of one of its segments.
 type GroupRun = (usize, RunRecord);
 
-/// The tiles of a call, and the lists of selected tokens that their runs refer to. A list contains pairs of
-/// block and token.
+/// A call's tiles, and the lists of selected tokens that their runs refer to. A list consists of pairs of a
+/// block index and a token.
 pub(super) struct CallTiles {
     pub(super) tiles: Vec<QueryTile>,
     pub(super) lists: Vec<u32>,
 }
 
 impl CallTiles {
-    /// Divides a call, in the order of its entries and rows. `tables` has the place of each segment's blocks,
-    /// and `first_list` is the place of the lists. Splits each tile's tokens of a group into tasks until the
-    /// call has at least `busy` blocks of threads. If `busy` is none, nothing is split.
+    /// Divides a call into tiles, in the order of its entries and rows. `tables` contains the offset of each
+    /// segment's block list, and the lists of selected tokens start at offset `first_list`. Splits each
+    /// tile's tokens of a group into tasks until the call has at least `busy` thread blocks, or splits
+    /// nothing if `busy` is `None`.
     pub(super) fn of(
         op: &Attend,
         tiling: &KernelTiling,
@@ -105,8 +106,8 @@ fn visible(
     runs
 }
 
-/// Returns the runs of selected tokens that one row attends to, with their merge groups. Adds the tokens to
-/// the lists, which start at `first_list` in the tables.
+/// Returns the runs of selected tokens that one row attends to, with their merge groups. Appends the tokens
+/// to `lists`, which start at offset `first_list` in the tables.
 fn selected(
     op: &Attend,
     entry: &AttendRows,

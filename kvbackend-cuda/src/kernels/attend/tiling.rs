@@ -1,4 +1,4 @@
-//! Which kernel runs a call, and the work of each of its blocks.
+//! The choice of the kernel for a call, and of the work of each of its thread blocks.
 
 use kvcore::{Attend, DType, Error, KeyForm, KvFormat, Result, TensorView};
 
@@ -11,40 +11,41 @@ use crate::module::{CudaKernel, Module};
 pub(super) const THREADS: usize = 128;
 const WARPS: usize = THREADS / 32;
 
-/// Size in bytes of one memory access of the tensor-core kernels.
+/// The size of one memory access by the tensor-core kernels, in bytes.
 const UNIT: i64 = 16;
 
-/// A kernel and the work of its blocks.
+/// A kernel, and the work of each of its thread blocks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct KernelTiling {
     pub(super) kernel: CudaKernel,
     /// Shared memory per block, in bytes.
     pub(super) shared: u32,
-    /// Number of query heads per block. They read the same K and V heads.
+    /// The number of query heads per block. All of them read the same K and V heads.
     pub(super) heads: usize,
-    /// Number of blocks that cover all heads of a row.
+    /// The number of blocks that cover all heads of a row.
     pub(super) units: usize,
     /// The maximum number of rows per block.
     pub(super) rows: usize,
-    /// Number of tokens that a block reads at once.
+    /// The number of tokens that a block reads at once.
     pub(super) tokens: usize,
-    /// Number of blocks that run on one multiprocessor at the same time.
+    /// The number of blocks that run on one multiprocessor at the same time.
     pub(super) resident: usize,
-    /// Number of terms that queries and latent queries are split into; 0 without tensor cores.
+    /// The numbers of terms that queries and latent queries are split into, or 0 without tensor cores.
     pub(super) terms: (usize, usize),
-    /// Plain kernel: number of groups of four queries.
+    /// In the plain kernel, the number of groups of four queries.
     pub(super) quads: usize,
-    /// Plain kernel: number of blocks that share a task's columns.
+    /// In the plain kernel, the number of blocks that share a task's columns.
     pub(super) columns: usize,
-    /// Plain kernel: bit 0 is set if keys are read eight elements at a time, and bit 1 if values are.
+    /// In the plain kernel, two flags: bit 0 is set if keys are read eight elements at a time, and bit 1 if
+    /// values are.
     pub(super) eights: u32,
 }
 
-/// The tensor-core kernels for one format of pools.
+/// The tensor-core kernels for one pool format.
 struct KernelFamily {
     /// The element type of the matrices.
     dtype: DType,
-    /// Whether pools contain codes that are widened to that type.
+    /// Whether the pools contain codes that are widened to this type.
     codes: bool,
     entries: &'static [TileKernel],
 }
@@ -59,7 +60,7 @@ struct TileKernel {
     latent: bool,
     /// The maximum number of value columns.
     columns: usize,
-    /// Number of tokens that a block reads at once.
+    /// The number of tokens that a block reads at once.
     tokens: usize,
 }
 
@@ -105,12 +106,12 @@ const CODES: KernelFamily = KernelFamily {
     ],
 };
 
-/// Names of the plain kernels, each with its number of value columns per block.
+/// The plain kernels' names, each with its number of value columns per block.
 const PLAIN: [(&str, usize); 2] = [("attend_plain_v128", 128), ("attend_plain_v256", 256)];
 
-/// Number of queries per block of the plain kernel.
+/// The number of queries per block of the plain kernel.
 const PLAIN_QUERIES: usize = 16;
-/// Number of tokens that the plain kernel reads at once.
+/// The number of tokens that the plain kernel reads at once.
 const PLAIN_TOKENS: usize = 32;
 
 impl KernelTiling {
@@ -127,7 +128,7 @@ impl KernelTiling {
     }
 }
 
-/// Returns the tensor-core kernels for a call, or none if the plain kernel must run it.
+/// Returns the tensor-core kernels for a call, or `None` if the plain kernel must run it.
 fn family(op: &Attend) -> Option<KernelFamily> {
     let s = op.arena.layout().shape();
     let family = match s.format {
@@ -139,24 +140,24 @@ fn family(op: &Attend) -> Option<KernelFamily> {
     };
     let bits = s.format.storage_dtype().bits();
     let whole = |dim: usize| dim.is_multiple_of(8) && (dim * bits).is_multiple_of(8 * UNIT as usize);
-    // A key that is rotated when it is read has more bits than the matrices' type.
+    // A key that is rotated when it is read needs more bits than the matrices' type has.
     let fits = op.keys == KeyForm::Rotated && whole(s.k_dim) && whole(s.v_dim) && aligned(op, UNIT);
     fits.then_some(family)
 }
 
-/// Returns whether all rows of keys and values start at multiples of `unit` bytes.
+/// Returns whether every row of keys and values starts at a multiple of `unit` bytes.
 fn aligned(op: &Attend, unit: i64) -> bool {
     [op.arena.k_plane(), op.arena.v_plane()].iter().all(|plane| row_places(op, plane) % unit == 0)
 }
 
-/// Returns the bitwise OR of a plane's address and strides in bytes. A power of two that divides it divides
-/// every row's address.
+/// Returns the bitwise OR of a plane's address and its strides in bytes. A power of two that divides this
+/// value divides every row's address.
 fn row_places(op: &Attend, plane: &kvcore::KvPlane) -> i64 {
     let rows = Region::plane(plane, op.layer);
     rows.side.address.cast_signed() | rows.side.outer | rows.side.token | rows.head
 }
 
-/// Returns the number of query heads that read the same K and V heads.
+/// Returns the number of query heads that share the same K and V heads.
 fn sharing(op: &Attend) -> usize {
     let s = op.arena.layout().shape();
     let (mut x, mut y) = (s.k_heads, s.v_heads);
@@ -166,14 +167,14 @@ fn sharing(op: &Attend) -> usize {
     op.q.shape()[1] / (s.k_heads / x * s.v_heads)
 }
 
-/// Returns the number of query heads and the number of rows of a block with at most `most` queries.
+/// Returns the number of query heads and the number of rows for a block with at most `most` queries.
 fn heads_and_rows(op: &Attend, most: usize) -> (usize, usize) {
     let shared = sharing(op);
     let heads = (1..=most.min(shared)).rev().find(|n| shared.is_multiple_of(*n)).unwrap_or(1);
     (heads, (most / heads).min(longest(op)).max(1))
 }
 
-/// Returns the number of rows of the longest entry.
+/// Returns the number of rows in the longest entry.
 fn longest(op: &Attend) -> usize {
     op.work.batch().iter().map(|entry| entry.rows.len()).max().unwrap_or(1).max(1)
 }
@@ -190,7 +191,7 @@ impl KernelFamily {
             let terms = |dtype: DType, rotated: bool| if dtype == self.dtype && !rotated { 1 } else { many };
             (terms(op.q.dtype(), rotated), latent.map_or(0, |view| terms(view.dtype(), false)))
         };
-        // A smaller block is used if this one would be less than half full.
+        // Skips a block size of which less than half would be used.
         let entry = self.entries.iter().find(|entry| {
             entry.columns >= s.v_dim
                 && (entry.latent || latent.is_none())
@@ -215,7 +216,7 @@ impl KernelFamily {
         })
     }
 
-    /// Returns a block's shared memory in bytes, laid out as in `MmaShared`.
+    /// Returns the size of a block's shared memory in bytes. Its layout matches `MmaShared`.
     fn shared(&self, op: &Attend, entry: &TileKernel, terms: (usize, usize)) -> usize {
         let s = op.arena.layout().shape();
         let row = |dim: usize| 2 * (dim.next_multiple_of(16) + 8);
@@ -239,8 +240,9 @@ impl KernelFamily {
     }
 }
 
-/// Returns the number of blocks that run on one multiprocessor at the same time, if each uses `shared` bytes
-/// of shared memory. Their registers allow at most 4. Each block takes one kilobyte more than it requests.
+/// Returns the number of blocks that run on one multiprocessor at the same time if each of them uses `shared`
+/// bytes of shared memory. Their registers allow at most 4. Each block occupies one kilobyte more than it
+/// requests.
 fn resident(facts: &DeviceFacts, shared: usize) -> usize {
     ((facts.shared_memory as usize + 1024) / (shared + 1024)).clamp(1, 4)
 }
@@ -249,7 +251,8 @@ fn whole_units(parts: &[usize]) -> usize {
     parts.iter().map(|bytes| bytes.next_multiple_of(16)).sum()
 }
 
-/// Returns the shared memory in bytes of a block of the plain kernel, laid out as in `PlainShared`.
+/// Returns the size of the plain kernel's shared memory per block, in bytes. Its layout matches
+/// `PlainShared`.
 fn plain_shared(op: &Attend, latent: bool, quads: usize, tokens: usize) -> usize {
     let s = op.arena.layout().shape();
     let fours = |dim: usize| dim.div_ceil(4) | 1;
@@ -283,7 +286,7 @@ fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<KernelTiling>
         let (heads, rows) = heads_and_rows(op, most);
         let quads = (heads * rows).div_ceil(4).next_power_of_two();
         let fits = |&tokens: &usize| plain_shared(op, latent, quads, tokens) <= limit;
-        // A tile with fewer tokens costs more than reading the keys a second time.
+        // Fewer tokens per tile would cost more than reading the keys a second time.
         let least = if most == 4 { 1 } else { 8 };
         let Some(tokens) = [PLAIN_TOKENS, 16, 8, 4, 2, 1].into_iter().filter(|&n| n >= least).find(fits)
         else {
@@ -312,7 +315,7 @@ fn plain(facts: &DeviceFacts, op: &Attend, latent: bool) -> Result<KernelTiling>
     Err(Error::Unsupported { backend: NAME, what })
 }
 
-/// Returns the number of elements per scale, for keys and for values.
+/// Returns the number of elements per scale for keys and for values.
 pub(super) fn groups(op: &Attend) -> (usize, usize) {
     let s = op.arena.layout().shape();
     match s.format {
