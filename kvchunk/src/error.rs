@@ -72,8 +72,16 @@ pub enum Error {
     )]
     UnknownStrategy(String),
     /// The string is not the name of a compute mode.
-    #[error("{0:?} is not a compute mode; take with-system, alone or sink:TOKENS with at least one token")]
+    #[error("{0:?} is not a compute mode; take with-system, alone, sink:TOKENS or behind:DECOYS, with at least one")]
     UnknownMode(String),
+    /// The compute mode needs more decoys than the prompt has.
+    #[error("behind:{needed} needs {needed} decoys, and there are {given}; give more decoys or ask for fewer")]
+    FewDecoys {
+        /// The number of decoys that the mode needs.
+        needed: u32,
+        /// The number of decoys of the prompt.
+        given: usize,
+    },
     /// The string is not the name of a form of sleep.
     #[error(
         "{0:?} is not a form of sleep; take plain, compressed, int8[:GROUP], int4[:GROUP], fp8-e4m3[:head] or \

@@ -1,5 +1,8 @@
 //! Chunked prompts: a system prompt, chunks that do not see each other, and a question.
 
+use std::sync::Arc;
+
+use crate::config::ComputeMode;
 use crate::error::{Error, Result};
 
 /// The default separator between the parts of a prompt.
@@ -22,6 +25,7 @@ pub struct ChunkedPrompt {
     system: Vec<u32>,
     chunks: Vec<Vec<u32>>,
     question: Vec<u32>,
+    decoys: Arc<[Vec<u32>]>,
 }
 
 impl ChunkedPrompt {
@@ -43,7 +47,37 @@ impl ChunkedPrompt {
         if question.is_empty() {
             return empty("question".to_owned());
         }
-        Ok(Self { system, chunks, question })
+        Ok(Self { system, chunks, question, decoys: Arc::default() })
+    }
+
+    /// Returns this prompt with documents that its chunks may see while they are computed, but that the
+    /// question never sees; see [`ComputeMode::Behind`].
+    ///
+    /// # Errors
+    /// Returns [`Error::EmptyPart`] if a decoy is empty.
+    pub fn with_decoys(self, decoys: Arc<[Vec<u32>]>) -> Result<Self> {
+        match decoys.iter().position(Vec::is_empty) {
+            Some(i) => Err(Error::EmptyPart { part: format!("decoy {}", i + 1) }),
+            None => Ok(Self { decoys, ..self }),
+        }
+    }
+
+    /// Returns the tokens of the decoys that a chunk sees in `mode`, in order.
+    ///
+    /// # Errors
+    /// Returns [`Error::FewDecoys`] if the prompt has fewer decoys than the mode needs.
+    pub fn decoys(&self, mode: ComputeMode) -> Result<&[Vec<u32>]> {
+        let ComputeMode::Behind(needed) = mode else { return Ok(&[]) };
+        let few = || Error::FewDecoys { needed, given: self.decoys.len() };
+        self.decoys.get(..needed as usize).ok_or_else(few)
+    }
+
+    /// Returns the system prompt's tokens and the decoys that a chunk sees in `mode`, in order.
+    ///
+    /// # Errors
+    /// Returns the errors of [`decoys`](Self::decoys).
+    pub(crate) fn before(&self, mode: ComputeMode) -> Result<Vec<u32>> {
+        Ok(self.system.iter().chain(self.decoys(mode)?.iter().flatten()).copied().collect())
     }
 
     /// Returns the tokens of the system prompt.

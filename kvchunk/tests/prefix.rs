@@ -1,4 +1,5 @@
-//! Prefixes cached to the token: the part that is found, the rest to compute, and a smaller share.
+//! Prefixes that are cached to the exact token: the cached part, the part to compute, and a reduced cached
+//! part.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;
@@ -42,13 +43,13 @@ fn less_of_a_cached_prefix_may_be_taken_and_known_blocks_stay() {
         let filled = fill.finish().unwrap();
         assert_eq!(filled.segment().blocks, known.segment().blocks, "what is known under its key");
     }
-    // Other guards hold the prefix and all other blocks: there is no room for blocks of its own.
+    // Other guards hold the prefix and all other blocks, so the fill cannot get its own blocks.
     let mut fill = PrefixFill::new(cache.kv_pool(), Some(root), &tokens).unwrap();
     let taken = cache.pool().allocate(5).unwrap();
     assert!(matches!(fill.take_at_most(0), Err(kvchunk::Error::Core(Error::OutOfBlocks { .. }))));
     drop(fill);
     assert_eq!(known.len(), 10);
-    // No other guard holds the prefix: its blocks are evicted for the fill.
+    // No other guard holds the prefix, so its blocks are evicted for the fill.
     drop(known);
     let mut fill = PrefixFill::new(cache.kv_pool(), Some(root), &tokens).unwrap();
     fill.take_at_most(0).unwrap();

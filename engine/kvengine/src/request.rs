@@ -27,6 +27,18 @@ impl PromptTokens {
         }
     }
 
+    /// Returns the prompt with documents that its chunks may see while they are computed; see
+    /// [`ChunkedPrompt::with_decoys`]. An ordinary prompt stays as it is.
+    ///
+    /// # Errors
+    /// Returns the errors of [`ChunkedPrompt::with_decoys`].
+    pub fn with_decoys(self, decoys: Arc<[Vec<u32>]>) -> Result<Self> {
+        Ok(match self {
+            Self::Plain(tokens) => Self::Plain(tokens),
+            Self::Chunked(prompt) => Self::Chunked(prompt.with_decoys(decoys)?),
+        })
+    }
+
     /// Returns true if the prompt has no tokens.
     pub fn is_empty(&self) -> bool {
         self.len() == 0

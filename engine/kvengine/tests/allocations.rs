@@ -1,4 +1,4 @@
-//! A decode step of the engine allocates what the model's step does, and nothing else.
+//! A decode step of the engine makes the same allocations as the model's decode step, and no others.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 use std::hint::black_box;
@@ -18,7 +18,8 @@ mod greedy;
 
 use greedy::Greedy;
 
-/// The numbers of tokens of two answers. Lists that grow by doubling do so before the end of the shorter.
+/// The lengths of two answers, in tokens. Lists that grow by doubling last grow before the end of the shorter
+/// answer.
 const ANSWERS: [usize; 2] = [6, 22];
 
 fn model(name: &str) -> Model {
@@ -30,7 +31,7 @@ fn model(name: &str) -> Model {
     Model::new(config, weights, WeightFormat::Stored).unwrap()
 }
 
-/// Returns the number of allocations of the model's own decode step.
+/// Returns the number of allocations in the model's own decode step.
 fn of_model(model: &Model, kv_format: KvFormat) -> u64 {
     let mut sequence = Greedy::new(model, kv_format, 64, 64);
     sequence.prefill(&[1, 2, 3, 4, 5]);
@@ -43,7 +44,7 @@ fn of_model(model: &Model, kv_format: KvFormat) -> u64 {
 #[rstest]
 fn a_decode_step_allocates_what_the_models_step_does(
     #[values("llama", "qwen3", "deepseek-v3")] name: &str,
-    // A static cache keeps no chunks.
+    // A static cache does not keep chunks.
     #[values((CacheKind::Paged, false), (CacheKind::Paged, true), (CacheKind::Static, false))]
     (cache, chunked): (CacheKind, bool),
     #[values(KvFormat::Dense(DType::F32), KvFormat::Dense(DType::BF16))] kv_format: KvFormat,
@@ -51,7 +52,7 @@ fn a_decode_step_allocates_what_the_models_step_does(
     let model = model(name);
     let of_model = of_model(&model, kv_format);
 
-    // Prompt and answer lie in one block.
+    // The prompt and the answer fit in one block.
     let config =
         EngineConfig { kv_format, cache, block_size: 64, max_len: MaxLen::from(64), ..Default::default() };
     let [short, long] = of_answers(model, &config, chunked, chunked);
@@ -63,19 +64,19 @@ fn a_decode_step_allocates_what_the_models_step_does(
 fn a_step_that_takes_a_block_allocates_a_few_times_more(#[values(false, true)] chunked: bool) {
     let model = model("llama");
     let of_model = of_model(&model, DType::F32.into());
-    // The default settings of an engine: blocks of 16, whose full ones are keyed and
-    // shared.
+    // The engine's default settings: blocks of 16 tokens, which get a key and are shared once they are full.
     let [short, long] = of_answers(model, &EngineConfig::default(), chunked, true);
     let (steps, blocks) = ((ANSWERS[1] - ANSWERS[0]) as u64, 1);
     let more = (long - short).checked_sub(steps * of_model).unwrap();
     assert!(more <= blocks * OF_A_BLOCK, "{more} allocations more than the model's, for {blocks} block");
 }
 
-/// Allocations of a step that fills a block and takes the next: the key of the full one, its place in the
-/// index, the new guard, and lists of ids that grow.
+/// The maximum number of allocations in a step that fills a block and takes the next block: the full block's
+/// key, its entry in the index, the new guard, and growing lists of IDs.
 const OF_A_BLOCK: u64 = 8;
 
-/// Returns the numbers of allocations of two requests that differ in the length of their answers.
+/// Returns the number of allocations for each of two requests, which differ only in the length of their
+/// answers.
 fn of_answers(model: Model, config: &EngineConfig, chunked: bool, reuse: bool) -> [u64; 2] {
     let options = CpuOptions { threads: Some(1), ..CpuOptions::default() };
     let mut engine =
@@ -95,15 +96,15 @@ fn of_answers(model: Model, config: &EngineConfig, chunked: bool, reuse: bool) -
         assert_eq!(tokens, answer);
         counted.count_total
     };
-    // The first requests grow what stays: plans and buffers of the thread, tables of the caches.
+    // The first requests grow memory that is kept: the thread's plans and buffers, and the caches' tables.
     let _ = ANSWERS.map(&mut count);
     ANSWERS.map(count)
 }
 
-/// Returns the allocations of a step with this many answers, once everything has grown.
+/// Returns the number of allocations in a step with this many answers, once all lists have grown.
 fn of_step(answers: u32) -> u64 {
     let options = CpuOptions { threads: Some(1), ..CpuOptions::default() };
-    // All tokens of a sequence lie in one block.
+    // All tokens of a sequence fit in one block.
     let config = EngineConfig { block_size: 64, ..EngineConfig::default() };
     let backend = CpuBackend::with_options(&options).unwrap();
     let mut engine = Engine::new(model("llama"), backend, b"none", &config).unwrap();
@@ -129,6 +130,6 @@ fn of_step(answers: u32) -> u64 {
 
 #[test]
 fn a_step_allocates_nothing_for_a_sequence() {
-    // With few rows, the dense steps choose other ways.
+    // Steps with few rows are not compared, because the dense steps compute them differently.
     assert_eq!(of_step(32), of_step(128));
 }

@@ -1,5 +1,5 @@
-//! The launches of a whole model, as the double of the driver records them: a hit copies nothing, a decode
-//! step takes a fixed number of launches, and its replay is one.
+//! The launches of a whole model, as recorded by a test double of the driver: a hit copies nothing, a decode
+//! step takes a fixed number of launches, and replaying it takes one launch.
 #![cfg(feature = "cuda")]
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
@@ -18,16 +18,16 @@ use libloading::Library;
 #[path = "suite/batch.rs"]
 mod batch;
 
-/// The double's record of what was queued.
+/// The test double's record of the queued operations.
 struct Trace(Library);
 
 impl Trace {
-    /// Returns the record; none, with a message, where another driver is.
+    /// Returns the record. If another driver is loaded, prints a message and returns `None`.
     fn find() -> Option<Self> {
         // SAFETY: the backend loads the same library; its initialisers have no other effect.
         let library = unsafe { Library::new("libcuda.so.1") }.ok();
         let known = |library: &Library| {
-            // SAFETY: the symbol is looked for and not called.
+            // SAFETY: the symbol is only looked up, and not called.
             unsafe { library.get::<fn()>(b"kv_double_trace\0") }.is_ok()
         };
         let found = library.filter(known).map(Self);
@@ -37,14 +37,14 @@ impl Trace {
         found
     }
 
-    /// Returns the kinds and names of what was queued since the last call.
+    /// Returns the kinds and names of the operations that were queued since the last call.
     fn take(&self) -> Vec<Vec<String>> {
-        // SAFETY: the entry has this type.
+        // SAFETY: the driver's double exports this function with this type.
         let call = unsafe {
             self.0.get::<unsafe extern "C" fn(*mut c_char, usize) -> usize>(b"kv_double_trace\0").unwrap()
         };
         let mut buffer = vec![0u8; 1 << 20];
-        // SAFETY: the buffer has the given size.
+        // SAFETY: the pointer and the length describe the same buffer, which outlives the call.
         let needed = unsafe { call(buffer.as_mut_ptr().cast(), buffer.len()) };
         assert!(needed <= buffer.len());
         let text = CStr::from_bytes_until_nul(&buffer).unwrap().to_string_lossy();
@@ -52,7 +52,7 @@ impl Trace {
     }
 }
 
-/// Takes the record of each token's step.
+/// An observer that takes the record of each token's step.
 struct Steps<'a> {
     trace: &'a Trace,
     taken: Vec<Vec<Vec<String>>>,
@@ -83,7 +83,7 @@ fn engine(backend: Arc<CudaBackend>, graphs: usize) -> Engine {
 
 fn request(chunks: &[Vec<u32>]) -> Request {
     let prompt = ChunkedPrompt::new(vec![1, 2, 3, 4], chunks.to_vec(), vec![5, 6, 7]).unwrap();
-    // Chunks at other positions than the computed ones.
+    // With this cell, chunks are used at other positions than they were computed at.
     Request {
         max_new_tokens: 8,
         cell: ReuseCell::SEQUENTIAL_ALONE,
@@ -95,7 +95,7 @@ fn queued<'a>(step: &'a [Vec<String>], kind: &str) -> Vec<&'a str> {
     step.iter().filter(|line| line[0] == kind).map(|line| line.get(1).map_or("", String::as_str)).collect()
 }
 
-/// One test, because the record is of the whole process.
+/// There is only one test, because the record covers the whole process.
 #[test]
 fn hits_copy_nothing_and_decode_steps_are_one_launch() {
     let Some(trace) = Trace::find() else { return };
@@ -114,15 +114,15 @@ fn hits_copy_nothing_and_decode_steps_are_one_launch() {
     let before = backend.counters();
     let (generation, steps) = run(&mut eager, &request(&turned));
     assert!(generation.chunks.iter().all(|chunk| chunk.hit));
-    // The prefill of a hit is that of the question: its rows are written, and nothing else moves between
-    // blocks.
+    // The prefill of a hit is the question's prefill: the question's rows are written, and nothing is copied
+    // between blocks.
     let prefill = &steps[0];
     assert!(queued(prefill, "kernel").iter().all(|name| !name.starts_with("copy")), "{prefill:?}");
     assert!(queued(prefill, "memcpy_dtod").is_empty(), "{prefill:?}");
     let moved = backend.counters().since(&before);
     assert_eq!((moved.block_copy_bytes, moved.gather_bytes), (0, 0));
 
-    // A step has as many launches for one chunk as for six.
+    // A step takes the same number of launches for one chunk as for six chunks.
     let (_, few) = run(&mut eager, &request(&chunks[..1]));
     let launches = |steps: &[Vec<Vec<String>>]| -> Vec<usize> {
         steps[2..].iter().map(|step| queued(step, "kernel").len()).collect()
@@ -130,8 +130,8 @@ fn hits_copy_nothing_and_decode_steps_are_one_launch() {
     assert_eq!(launches(&few), launches(&steps));
     assert!(launches(&few).iter().all(|&n| n == launches(&few)[0] && n > 20), "{:?}", launches(&few));
 
-    // As many launches for eight sequences as for one, and from nine on, where products go to cuBLAS, as many
-    // for hundreds.
+    // A step takes the same number of launches for one to eight sequences, and the same number for nine to
+    // hundreds of sequences, whose products are computed by cuBLAS.
     let model = model(&backend);
     let stream = backend.stream().unwrap();
     let of_batch = |sequences: usize, graphs: usize| {
@@ -152,7 +152,7 @@ fn hits_copy_nothing_and_decode_steps_are_one_launch() {
         assert_eq!(of_batch(first, 1), [1, 0], "{first} sequences by a graph");
     }
 
-    // A replay has one launch, one copy of the lists up and one of the logits down.
+    // A replay takes one launch, one copy of the lists to the device, and one copy of the logits to the host.
     let mut graphs = engine(backend, 8);
     run(&mut graphs, &request(&chunks));
     let (by_graphs, steps) = run(&mut graphs, &request(&turned));

@@ -18,12 +18,14 @@ use std::time::{Duration, Instant};
 
 use kvcore::{BlockId, BlockKey, KvPool, MutableBlocks, Segment, SequenceInput};
 
-use crate::cache::{ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, SystemFill, TenantKeys};
+use crate::cache::{
+    ChunkCacheManager, ChunkReservation, ChunkWaiter, PieceHold, SystemFill, SystemFlight, TenantKeys,
+};
 use crate::config::{ComputeMode, ReuseCell};
 use crate::error::Result;
 use crate::hash::PieceEvidence;
 use crate::position::{ChunkPlace, PositionPlan, PositionReindexer, Stored};
-use crate::prefix::SealedPrefix;
+use crate::prefix::{PrefixFill, SealedPrefix};
 use crate::prompt::ChunkedPrompt;
 use crate::ranks::{RankAgreement, RankLookup};
 use crate::recompute::ChunkSpan;
@@ -158,6 +160,21 @@ impl SystemPart {
             Self::Sealed(sealed) => Some(sealed.segment()),
         }
     }
+
+    /// Declares that the prefix has been computed. Returns the flight that other requests wait for.
+    fn store(&mut self) -> Result<Option<SystemFlight>> {
+        Ok(match std::mem::replace(self, Self::Missing) {
+            Self::Filling(fill) => {
+                // If another request has computed the same prefix in the meantime, its blocks are kept.
+                *self = Self::Sealed(fill.prefix.finish()?);
+                fill.flight
+            }
+            other => {
+                *self = other;
+                None
+            }
+        })
+    }
 }
 
 /// A prompt whose parts are found or reserved.
@@ -167,6 +184,10 @@ pub struct Assembly {
     block_size: usize,
     mode: ComputeMode,
     system: SystemPart,
+    /// The system prompt and the decoys, which missing pieces see. Looked up only if a piece is missing.
+    decoys: SystemPart,
+    /// The number of tokens in the decoys.
+    decoy_tokens: usize,
     chunks: Vec<PromptChunk>,
     /// The pieces that this prompt has reserved or computed itself, in case the prompt contains them again.
     own: HashMap<BlockKey, OwnPiece>,
@@ -236,6 +257,8 @@ impl Assembler<'_> {
             reused_tokens: 0,
             chunks: plan.chunks.iter().map(chunk).collect(),
             system: SystemPart::Missing,
+            decoys: SystemPart::Missing,
+            decoy_tokens: prompt.decoys(self.cell.mode)?.iter().map(Vec::len).sum(),
             own: HashMap::new(),
             reserved: Vec::new(),
             private: Vec::new(),
@@ -253,9 +276,8 @@ impl Assembler<'_> {
 }
 
 impl Assembly {
-    /// Uses the cached part of the system prompt, and adds the rest to the inputs.
-    fn add_system(&mut self, tokens: &[u32], fill: Box<SystemFill>) {
-        let prefix = &fill.prefix;
+    /// Adds the missing part of a prefix to the inputs.
+    fn add_prefix(&mut self, tokens: &[u32], prefix: &PrefixFill) {
         let cached = prefix.cached();
         if cached < tokens.len() {
             self.inputs.push(SequenceInput::new(
@@ -266,8 +288,6 @@ impl Assembly {
                 vec![prefix.segment()],
             ));
         }
-        self.reused_tokens += cached;
-        self.system = SystemPart::Filling(fill);
     }
 
     /// Returns whether every piece is cached or in the inputs. If so, the question may be computed in the
@@ -394,16 +414,7 @@ impl Assembly {
     fn store(&mut self) -> Result<()> {
         // Requests that wait for the system prompt continue only after the pieces are stored, so that they
         // find the pieces too.
-        let mut landing = None;
-        self.system = match std::mem::replace(&mut self.system, SystemPart::Missing) {
-            SystemPart::Filling(fill) => {
-                landing = fill.flight;
-                // If another request has computed the same system prompt in the meantime, its blocks are
-                // kept.
-                SystemPart::Sealed(fill.prefix.finish()?)
-            }
-            other => other,
-        };
+        let landing = [self.system.store()?, self.decoys.store()?];
         let stored: Vec<PieceHold> = self.reserved.drain(..).map(ChunkReservation::store).collect();
         let pieces = self.chunks.iter_mut().flat_map(|chunk| &mut chunk.pieces);
         for piece in pieces.chain(self.own.values_mut().map(|own| &mut own.piece)) {

@@ -15,18 +15,18 @@ use crate::prompt::ChunkedPrompt;
 
 impl Assembler<'_> {
     /// Returns one hasher for all chunks, or one per chunk if the hash includes positions.
-    fn hashers(&self, prompt: &ChunkedPrompt, plan: &PositionPlan) -> Vec<ChunkHasher> {
+    fn hashers(&self, prompt: &ChunkedPrompt, plan: &PositionPlan) -> Result<Vec<ChunkHasher>> {
         let (algorithm, block_size) = self.chunks.map_or((HashAlgorithm::default(), 1), |cache| {
             (cache.config().hash_algorithm, cache.pool().block_size())
         });
-        let context = ChunkContext::new(*self.tenant.root(), self.cell.mode, prompt.system());
+        let context = ChunkContext::new(*self.tenant.root(), self.cell.mode, &prompt.before(self.cell.mode)?);
         let hasher = |context| ChunkHasher::new(algorithm, context, block_size);
-        match self.cell.strategy {
+        Ok(match self.cell.strategy {
             PositionStrategy::Absolute => {
                 plan.chunks.iter().map(|place| hasher(context.at(place.stored_start))).collect()
             }
             PositionStrategy::Overlapped | PositionStrategy::Sequential => vec![hasher(context)],
-        }
+        })
     }
 
     /// Provides blocks for the system prompt and for all pieces that have none yet. In each chunk, stops at
@@ -41,7 +41,7 @@ impl Assembler<'_> {
         if matches!(assembly.system, SystemPart::Missing) && !assembly.find_system(lookup, prompt)? {
             return Ok(());
         }
-        let hashers = self.hashers(prompt, &assembly.plan);
+        let hashers = self.hashers(prompt, &assembly.plan)?;
         let piece_len = self.chunks.map_or(usize::MAX, |cache| cache.config().max_chunk_tokens);
         let hasher = |i: usize| &hashers[i.min(hashers.len() - 1)];
         let pieces: Vec<Vec<ChunkPiece<'_>>> = prompt
@@ -53,6 +53,10 @@ impl Assembler<'_> {
             })
             .collect();
         let found = lookup.hold(&pieces)?;
+        let missing = found.iter().flatten().any(Option::is_none);
+        if missing && !assembly.find_decoys(lookup, prompt)? {
+            return Ok(());
+        }
         for (i, (pieces, found)) in pieces.iter().zip(found).enumerate() {
             for (piece, found) in pieces.iter().zip(found) {
                 match found {
@@ -207,9 +211,10 @@ impl Assembly {
     ) -> Result<()> {
         let chunk = &self.chunks[chunk];
         let seen = |segment: Segment| Segment { len: self.mode.seen(segment.len), ..segment };
-        let system = self.system.segment().map(seen).filter(|segment| segment.len > 0);
-        let mut segments: Vec<Segment> = system.into_iter().collect();
-        let (logical, stored) = (chunk.place.logical_start, chunk.place.stored_start);
+        let before = if self.decoy_tokens > 0 { &self.decoys } else { &self.system };
+        let before = before.segment().map(seen).filter(|segment| segment.len > 0);
+        let mut segments: Vec<Segment> = before.into_iter().collect();
+        let (logical, stored) = (chunk.place.logical_start + self.decoy_tokens, chunk.place.stored_start);
         for (start, piece) in chunk.with_starts() {
             segments.push(reindexer.place(piece.stored(), stored + start as i64, logical + start)?);
         }
@@ -228,7 +233,29 @@ impl Assembly {
         // overdue.
         match lookup.fill_system(prompt.system(), self.overdue.is_empty())? {
             SystemFound::Filled(fill) => {
-                self.add_system(prompt.system(), fill);
+                self.add_prefix(prompt.system(), &fill.prefix);
+                self.reused_tokens += fill.prefix.cached();
+                self.system = SystemPart::Filling(fill);
+                Ok(true)
+            }
+            SystemFound::Busy(key, waiter) => {
+                self.waiting.push((key, waiter));
+                Ok(false)
+            }
+        }
+    }
+
+    /// Provides blocks for the decoys, which are a longer prefix than the system prompt. Returns false if
+    /// another request is computing them. A mode without decoys needs no blocks.
+    fn find_decoys(&mut self, lookup: &dyn PromptLookup, prompt: &ChunkedPrompt) -> Result<bool> {
+        if self.decoy_tokens == 0 || !matches!(self.decoys, SystemPart::Missing) {
+            return Ok(true);
+        }
+        let tokens = prompt.before(self.mode)?;
+        match lookup.fill_system(&tokens, self.overdue.is_empty())? {
+            SystemFound::Filled(fill) => {
+                self.add_prefix(&tokens, &fill.prefix);
+                self.decoys = SystemPart::Filling(fill);
                 Ok(true)
             }
             SystemFound::Busy(key, waiter) => {

@@ -49,7 +49,7 @@ pub use hold::{ChunkReservation, PieceHold};
 pub use index::ChunkHashIndex;
 pub use metrics::ChunkCacheMetrics;
 pub use search::Acquired;
-pub(crate) use system::{SystemFill, SystemFound};
+pub(crate) use system::{SystemFill, SystemFlight, SystemFound};
 pub use tenant::{Tenant, TenantId, TenantKeys};
 
 pub(crate) use flight::Flight;

@@ -11,7 +11,7 @@ use crate::error::Error;
 ///
 /// ```
 /// use kvchunk::ComputeMode;
-/// for name in ["with-system", "alone", "sink:4"] {
+/// for name in ["with-system", "alone", "sink:4", "behind:3"] {
 ///     assert_eq!(name.parse::<ComputeMode>()?.to_string(), name);
 /// }
 /// assert_eq!(ComputeMode::Sink(4).seen(100), 4);
@@ -32,6 +32,13 @@ pub enum ComputeMode {
     /// absorb the attention that a model gives to the first tokens of its input (Xiao et al., 2023), instead
     /// of the chunk's own first tokens.
     Sink(u32),
+    /// A chunk sees the system prompt, the first *N* [decoys](crate::ChunkedPrompt::with_decoys) of the prompt,
+    /// at least one, and itself. The question never sees the decoys. A chunk is stored at the positions right
+    /// after the decoys, and its key covers the system prompt and the decoys.
+    ///
+    /// A model tells entities apart by their order. Chunks that are computed apart all look like the first
+    /// document, so the question mixes up their facts. A chunk after decoys looks like a later one.
+    Behind(u32),
 }
 
 impl ComputeMode {
@@ -39,7 +46,7 @@ impl ComputeMode {
     /// tokens.
     pub fn seen(self, system: usize) -> usize {
         match self {
-            Self::WithSystem => system,
+            Self::WithSystem | Self::Behind(_) => system,
             Self::Alone => 0,
             Self::Sink(tokens) => system.min(tokens as usize),
         }
@@ -52,6 +59,7 @@ impl fmt::Display for ComputeMode {
             Self::WithSystem => f.write_str("with-system"),
             Self::Alone => f.write_str("alone"),
             Self::Sink(tokens) => write!(f, "sink:{tokens}"),
+            Self::Behind(decoys) => write!(f, "behind:{decoys}"),
         }
     }
 }
@@ -60,11 +68,12 @@ impl FromStr for ComputeMode {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        let sink = || text.strip_prefix("sink:")?.parse().ok().filter(|&tokens| tokens > 0);
+        let count = |name: &str| text.strip_prefix(name)?.parse().ok().filter(|&count| count > 0);
+        let counted = || count("sink:").map(Self::Sink).or_else(|| count("behind:").map(Self::Behind));
         match text {
             "with-system" => Ok(Self::WithSystem),
             "alone" => Ok(Self::Alone),
-            _ => sink().map(Self::Sink).ok_or_else(|| Error::UnknownMode(text.to_owned())),
+            _ => counted().ok_or_else(|| Error::UnknownMode(text.to_owned())),
         }
     }
 }
@@ -152,7 +161,9 @@ impl ReuseCell {
     /// Returns the exactness of reuse in this cell.
     pub fn exactness(self) -> Exactness {
         match (self.mode, self.strategy) {
-            (ComputeMode::WithSystem, PositionStrategy::Sequential) => Exactness::TwoPhase,
+            (ComputeMode::WithSystem | ComputeMode::Behind(_), PositionStrategy::Sequential) => {
+                Exactness::TwoPhase
+            }
             // The chunk is used at a different distance from the first tokens than it was computed at.
             (ComputeMode::Sink(_), PositionStrategy::Sequential | PositionStrategy::Overlapped) => {
                 Exactness::TwoPhase

@@ -43,24 +43,26 @@ impl PositionPlan {
     /// applies to the highest position, not to the number of tokens.
     pub fn new(prompt: &ChunkedPrompt, cell: ReuseCell, max_positions: usize) -> Result<Self> {
         let system = prompt.system().len();
+        let decoys: usize = prompt.decoys(cell.mode)?.iter().map(Vec::len).sum();
         let mut chunks = Vec::with_capacity(prompt.chunks().len());
+        let hole = if std::env::var_os("KV_HOLE").is_some() { decoys } else { 0 };
         let (mut logical, mut longest) = (system, 0);
         for tokens in prompt.chunks() {
             let used_start = match cell.strategy {
-                PositionStrategy::Overlapped => system as i64,
-                PositionStrategy::Sequential | PositionStrategy::Absolute => logical as i64,
+                PositionStrategy::Overlapped => (system + hole) as i64,
+                PositionStrategy::Sequential | PositionStrategy::Absolute => (logical + hole) as i64,
             };
             let stored_start = match (cell.strategy, cell.mode) {
                 (PositionStrategy::Absolute, _) => used_start,
-                (_, mode) => mode.seen(system) as i64,
+                (_, mode) => (mode.seen(system) + decoys) as i64,
             };
             chunks.push(ChunkPlace { logical_start: logical, stored_start, used_start, len: tokens.len() });
             logical += tokens.len();
             longest = longest.max(tokens.len());
         }
         let question_position = match cell.strategy {
-            PositionStrategy::Overlapped => (system + longest) as i64,
-            PositionStrategy::Sequential | PositionStrategy::Absolute => logical as i64,
+            PositionStrategy::Overlapped => (system + hole + longest) as i64,
+            PositionStrategy::Sequential | PositionStrategy::Absolute => (logical + hole) as i64,
         };
         let plan = Self { chunks, question_logical: logical, question_position };
         plan.check(prompt, max_positions)?;

@@ -64,7 +64,7 @@ impl World {
         }
     }
 
-    /// Assembles and commits the prompt. All missing parts count as computed.
+    /// Assembles and commits the prompt, as if all missing parts had been computed.
     fn run(&self, prompt: &ChunkedPrompt) -> AssembledPrompt {
         self.assembler().assemble(prompt).unwrap().commit().unwrap()
     }
@@ -75,7 +75,7 @@ impl World {
     }
 }
 
-/// Returns a prompt of a system prompt of five tokens and chunks of seven, each chunk of one repeated token.
+/// Returns a prompt with a five-token system prompt and seven-token chunks. Each chunk repeats one token.
 fn prompt(chunks: &[u32]) -> ChunkedPrompt {
     ChunkedPrompt::new(vec![1; 5], chunks.iter().map(|&token| vec![token; 7]).collect(), vec![9]).unwrap()
 }

@@ -1,4 +1,4 @@
-//! The main pool and the chunk pool take nothing from each other.
+//! The main pool and the chunk pool never exchange blocks.
 
 use super::*;
 use kvcore::{PromptKeys, SequenceStart};
@@ -42,8 +42,8 @@ fn filling_the_main_pool_evicts_no_chunk() {
     w.check();
 }
 
-/// Checks the only way from one pool to the other: by request, for the life of the request, and only into
-/// blocks that are free or idle.
+/// Checks the only case in which a piece uses the other pool: for a single request, until the request ends,
+/// and only in blocks that are free or idle.
 #[test]
 fn pieces_without_room_take_blocks_of_the_main_pool_while_their_request_lives() {
     let w = World::new(8, 2, ChunkCacheConfig::default());

@@ -19,8 +19,8 @@ impl Ranks {
         Self(threads.into_iter().map(rank).collect())
     }
 
-    /// Assembles a prompt on all ranks. Returns for each rank the tokens of its inputs, and the assembled
-    /// prompt.
+    /// Assembles a prompt on all ranks. Returns, for each rank, the token count of each input and the
+    /// assembled prompt.
     fn run(&self, prompt: &ChunkedPrompt) -> Vec<(Vec<usize>, AssembledPrompt)> {
         std::thread::scope(|scope| {
             let run = |(w, rank): &(World, CollectiveRank)| {
@@ -34,8 +34,8 @@ impl Ranks {
         })
     }
 
-    /// Assembles a prompt on all ranks, and checks that all ranks have the same inputs and hits. Returns
-    /// both.
+    /// Assembles a prompt on all ranks, and checks that all ranks have the same inputs and hits. Returns the
+    /// token count of each input, and the hits.
     fn agreed(&self, prompt: &ChunkedPrompt) -> (Vec<usize>, Vec<bool>) {
         let all: Vec<_> = self.run(prompt).into_iter().map(|(inputs, held)| (inputs, hits(&held))).collect();
         assert!(all.iter().all(|one| *one == all[0]), "{all:?}");
@@ -67,8 +67,8 @@ fn rule_8_over_several_ranks_a_chunk_hits_on_all_or_on_none() {
 #[test]
 fn rule_8_a_rank_without_room_ends_the_request_on_all_and_nothing_is_held() {
     let mut ranks = Ranks::new(16);
-    // Rank 1 has room for at most the system prompt in its main pool, and rank 2 not even for that. A chunk
-    // of 80 tokens is larger than any chunk pool.
+    // The main pool of rank 1 has room for the system prompt only, and the main pool of rank 2 does not even
+    // have that. A chunk of 80 tokens is larger than any chunk pool.
     let long = ChunkedPrompt::new(vec![1; 5], vec![vec![2; 80]], vec![9]).unwrap();
     for (rank, taken) in [(1, 30), (2, 31)] {
         let w = &mut ranks.0[rank].0;
@@ -111,8 +111,8 @@ fn rule_8_ranks_compute_what_one_of_them_lacks_of_the_system_prompt_and_keep_it(
 #[test]
 fn rule_8_of_a_system_prompt_that_a_rank_has_cached_in_part_the_rest_is_computed_once() {
     let ranks = Ranks::new(16);
-    // The first two blocks of the system prompt are the start of another prompt's, which only rank 1 has
-    // seen.
+    // The first two blocks of the system prompt are also the first two blocks of another system prompt, which
+    // only rank 1 has seen.
     let long = |end: u32| {
         let system = (0..8).chain([end; 3]).collect();
         ChunkedPrompt::new(system, vec![vec![2; 7]], vec![9]).unwrap()
@@ -121,8 +121,8 @@ fn rule_8_of_a_system_prompt_that_a_rank_has_cached_in_part_the_rest_is_computed
     before(1, &long(70));
     before(2, &long(71));
     before(0, &long(71));
-    // Ranks 0 and 2 have the whole system prompt, rank 1 only two blocks. The chunk has another context on
-    // rank 1.
+    // Ranks 0 and 2 have the whole system prompt, and rank 1 has only two of its blocks. On rank 1, the chunk
+    // was computed in another context.
     assert_eq!(ranks.agreed(&long(71)).0, [3, 7]);
     assert_eq!(ranks.agreed(&long(71)), (vec![], vec![true]), "all have kept it");
     for (w, _) in &ranks.0 {
@@ -142,7 +142,7 @@ fn rule_8_a_piece_that_another_request_of_one_rank_computes_is_computed_on_all()
     assert_eq!(ranks.agreed(&prompt(&[2])).1, [true]);
 }
 
-/// An agreement that reads the counts of a cache and decides last.
+/// An agreement that reads a cache's metrics each time and decides for the other ranks.
 #[derive(Debug)]
 struct Scraping<'a> {
     cache: &'a ChunkCacheManager,
@@ -153,7 +153,8 @@ struct Scraping<'a> {
 impl RankAgreement for Scraping<'_> {
     fn agree(&self, flags: &mut [bool]) -> kvchunk::Result<()> {
         self.seen.lock().unwrap().push(self.cache.metrics());
-        // Of two flags, the first says that the one chunk is held, the second that it is exact.
+        // If there are two flags, the first one means that the only chunk is held, and the second one that it
+        // is exact.
         if !self.others_have_it && flags.len() == 2 {
             flags[0] = false;
         }

@@ -1,4 +1,4 @@
-//! Waits for other requests have a limit.
+//! Waiting for other requests is limited.
 
 use super::*;
 use kvchunk::ChunkWaiter;
@@ -12,7 +12,7 @@ fn impatient() -> World {
 fn a_request_whose_piece_never_comes_computes_it_for_itself() {
     let w = impatient();
     drop(w.run(&prompt(&[9])));
-    // A request that never ends computes chunks 2 and 3.
+    // A request that never ends is computing chunks 2 and 3.
     let stalled = w.assembler().assemble(&prompt(&[2, 3])).unwrap();
     let both = prompt(&[2, 4, 3]);
     let mut assembly = w.assembler().assemble(&both).unwrap();
@@ -153,7 +153,7 @@ fn two_threads_compute_a_prompt_once() {
         let first = scope.spawn(move || {
             let assembly = w.assembler().assemble(both).unwrap();
             started.send(()).unwrap();
-            // The other request waits before this one ends.
+            // This request ends only after the other request has started to wait.
             ended.recv().unwrap();
             let tokens: usize = tokens_of(&assembly).iter().sum();
             drop(assembly.commit().unwrap());

@@ -1,4 +1,4 @@
-//! Forced hash collisions never give another chunk's KV.
+//! A forced hash collision never returns another chunk's KV.
 
 use super::*;
 

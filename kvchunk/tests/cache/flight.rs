@@ -1,4 +1,5 @@
-//! Single flight: one request computes and the others wait. If it fails, the next takes over.
+//! Single flight: one request computes a piece while the other requests wait. If it fails, the next request
+//! takes over.
 
 use super::*;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -41,9 +42,9 @@ fn of_eight_threads_that_miss_at_once_one_computes() {
                 let position = 10 * thread;
                 let got = get_or_compute(&w.cache, w.tenant, &piece, |_| {
                     std::thread::sleep(Duration::from_millis(20));
-                    // No lock is held while this computes, so other threads may use the cache.
+                    // No lock is held during the computation, so other threads may use the cache.
                     w.cache.metrics();
-                    // The first computation fails; another thread takes over.
+                    // The first computation fails, and another thread takes over.
                     if failed.fetch_add(1, Ordering::SeqCst) == 0 {
                         return Err(refusal());
                     }

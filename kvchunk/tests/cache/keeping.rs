@@ -1,4 +1,4 @@
-//! The pieces that are kept, and the order in which others are evicted.
+//! Checks which pieces are kept, and in which order pieces are evicted.
 
 use super::*;
 use kvcore::PolicyKind;
@@ -135,8 +135,7 @@ fn another_systems_chunk_is_an_approximate_hit_if_asked_for() {
     }
 }
 
-/// Checks the direction: if a chunk moved backward, queries would be rotated to positions past those that the
-/// request reaches.
+/// If a chunk moved backward, queries would be rotated to positions beyond the request's last position.
 #[test]
 fn another_systems_chunk_moves_forward_only() {
     let config = ChunkCacheConfig { cross_system_reuse: true, ..ChunkCacheConfig::default() };

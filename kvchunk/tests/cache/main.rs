@@ -25,13 +25,13 @@ fn root(salt: &[u8]) -> BlockKey {
     KeyScope::new("m", b"w").tenant_salt(salt).root()
 }
 
-/// Returns the error of a computation that fails on purpose.
+/// Returns the error of a computation that is made to fail.
 fn refusal() -> kvchunk::Error {
     kvcore::Error::Device { backend: "test", reason: "on purpose".to_owned() }.into()
 }
 
-/// Holds a piece: at once, after another request has computed it, or after `compute` has filled its blocks.
-/// Returns `None` if there is no room for it.
+/// Returns a hold on a piece: immediately, after another request has computed the piece, or after `compute`
+/// has filled its blocks. Returns `None` if there is no room for it.
 fn get_or_compute(
     cache: &ChunkCacheManager,
     tenant: TenantId,
@@ -51,7 +51,7 @@ fn get_or_compute(
     }
 }
 
-/// A cache over `blocks` blocks of four tokens, with a clock that tests move.
+/// A cache over `blocks` blocks of four tokens, with a clock that is advanced by tests.
 struct World {
     cache: ChunkCacheManager,
     clock: ManualClock,
@@ -120,7 +120,7 @@ fn hasher(algorithm: HashAlgorithm, mode: ComputeMode, system: &[u32]) -> ChunkH
     ChunkHasher::new(algorithm, ChunkContext::new(root(b""), mode, system), BLOCK)
 }
 
-/// A memory that logs its calls, and refuses or fails when a test says so.
+/// A memory that logs its calls, and refuses or fails if a test requests it.
 #[derive(Debug, Default)]
 struct Memory {
     room: std::sync::atomic::AtomicUsize,

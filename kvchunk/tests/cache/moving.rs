@@ -1,4 +1,4 @@
-//! Pieces that move: the accounts, the waits, the order of eviction, and stores whose code uses the cache.
+//! Pieces that are being moved: accounting, waiting, eviction order, and stores whose code uses the cache.
 
 use super::*;
 use kvchunk::{ColdRule, Error, WeakChunkCache};
@@ -6,7 +6,7 @@ use kvcore::{Clock, MutableBlocks};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering::SeqCst};
 
-/// The cache that a store belongs to, set once the cache is built.
+/// The cache that a store belongs to. It is set after the cache is built.
 #[derive(Debug, Default, Clone)]
 struct Later(Arc<OnceLock<WeakChunkCache>>);
 
@@ -15,7 +15,7 @@ impl Later {
         self.0.set(cache.downgrade()).unwrap();
     }
 
-    /// Returns `None` before the cache is built and after it is gone.
+    /// Returns `None` before the cache is built and after it is dropped.
     fn get(&self) -> Option<ChunkCacheManager> {
         self.0.get()?.upgrade()
     }
@@ -164,7 +164,7 @@ struct Lullaby {
 impl Clock for Lullaby {
     fn millis(&self) -> u64 {
         let Some(cache) = self.cache.get() else { return 0 };
-        // The limit makes a cache that retries for ever fail instead of hang.
+        // With this limit, a cache that retries forever fails instead of hanging.
         if self.sung.load(SeqCst) < 1000 && !self.sings.swap(true, SeqCst) {
             self.sung.fetch_add(1, SeqCst);
             let _ = cache.sleep_cold_chunks(ColdRule::EVERYTHING);
@@ -242,7 +242,7 @@ fn pieces_that_a_full_store_refuses_keep_their_place() {
     w.check();
 }
 
-/// A store that does not return until a test lets it.
+/// A store that does not return until a test allows it.
 #[derive(Debug, Default)]
 struct Endless(AtomicBool);
 

@@ -1,5 +1,5 @@
-//! Eight threads with 10⁵ calls each, of three tenants, on a pool that is always too small and sometimes
-//! sleeps.
+//! Eight threads make 10⁵ calls each, for three tenants, on a pool that is always too small and sometimes
+//! asleep.
 
 use super::*;
 use kvbackend_cpu::CpuBackend;
@@ -17,7 +17,7 @@ const BLOCKS: u32 = 24;
 const TENANTS: usize = 3;
 /// The number of calls after which all threads drop their holds and the pool sleeps.
 const SLEEP_EVERY: u64 = 10_000;
-/// The number of calls that the thread that put the pool to sleep makes before it wakes the pool.
+/// The number of calls that a thread makes between putting the pool to sleep and waking it.
 const ASLEEP_FOR: u64 = 100;
 
 /// The contents of the blocks, and the chunks that are being computed.
@@ -28,7 +28,7 @@ struct Contents {
     asleep: AtomicBool,
 }
 
-/// A store that saves and restores these contents.
+/// A store that saves and restores the shared [`Contents`].
 #[derive(Debug)]
 struct Sleeper(Arc<Contents>);
 
@@ -61,7 +61,7 @@ impl Sleeping for Dormant {
     }
 }
 
-/// A chunk of a tenant.
+/// One of a tenant's chunks.
 #[derive(Clone, Copy, Debug)]
 struct Which {
     tenant: usize,
@@ -69,7 +69,7 @@ struct Which {
 }
 
 impl Which {
-    /// Draws a chunk; low numbers are popular.
+    /// Draws a random chunk. Chunks with low numbers are drawn more often.
     fn draw(random: u64) -> Self {
         let chunk = ((random >> 8) % u64::from(CHUNKS)) * ((random >> 40) % 100) / 100;
         Self { tenant: (random >> 34) as usize % TENANTS, chunk: chunk as u32 }
@@ -79,7 +79,7 @@ impl Which {
         vec![self.chunk + 1; 1 + self.chunk as usize % 15]
     }
 
-    /// Returns the value that a block of the chunk must hold.
+    /// Returns the value that a block of the chunk must contain.
     fn expected(self, block: usize) -> u64 {
         (self.tenant as u64) << 48 | u64::from(self.chunk) << 32 | block as u64
     }
@@ -112,7 +112,7 @@ impl Contents {
     }
 }
 
-/// A meeting point of all threads. It lets them pass if one of them has failed.
+/// A barrier for all threads. It opens early if one of the threads has failed.
 #[derive(Default)]
 struct Meeting {
     come: AtomicU64,
@@ -128,7 +128,8 @@ impl Meeting {
     }
 }
 
-/// A working thread. Its drop tells the others that the thread has ended, for any reason.
+/// A guard for a working thread. Dropping it signals the other threads that this thread has ended, for any
+/// reason.
 struct Working<'a>(&'a Stress);
 
 impl Drop for Working<'_> {
@@ -143,8 +144,8 @@ struct Stress {
     world: World,
     contents: Arc<Contents>,
     tenants: [TenantId; TENANTS],
-    /// The hashers of each tenant: one that resists collisions, and one that does not. Each chunk uses one of
-    /// the two.
+    /// The hashers of each tenant: one that resists collisions, and one that does not. Each chunk uses only
+    /// one of the two hashers.
     hashers: [[ChunkHasher; 2]; TENANTS],
     reindexer: PositionReindexer,
     arena: ReservedArena,
@@ -198,8 +199,8 @@ impl Stress {
         }
     }
 
-    /// Waits until all threads have dropped their holds. One of them puts the pool to sleep. Returns true if
-    /// it was this one.
+    /// Waits until all threads have dropped their holds. If `first` is true, this thread then puts the pool
+    /// to sleep. Returns `first` when the pool is asleep.
     fn fall_asleep(&self, first: bool) -> bool {
         self.meeting.wait();
         if first {
@@ -216,7 +217,7 @@ impl Stress {
         assert_eq!(self.world.cache.wake_pool(self.stream.as_ref()), Ok(true));
     }
 
-    /// Makes one call. Pieces that were found are added to `held`.
+    /// Makes one call. Pieces that it gets are added to `held`.
     fn call(&self, random: u64, held: &mut Vec<(Which, PieceHold)>) {
         let (cache, which) = (&self.world.cache, Which::draw(random));
         let (tokens, tenant) = (which.tokens(), self.tenants[which.tenant]);

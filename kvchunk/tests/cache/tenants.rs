@@ -1,4 +1,4 @@
-//! Tenants: their own keys, quotas, counts and clears.
+//! Each tenant has its own keys, quota and counts, and can be cleared separately.
 
 use super::*;
 use kvchunk::{ColdRule, Error, Tenant};

@@ -1,10 +1,10 @@
-//! Times are recorded where they should be, and only if they are turned on.
+//! Latencies are recorded where expected, and only if they are enabled.
 
 use super::*;
 use kvchunk::{ColdRule, PositionReindexer};
 use kvcore::MutableBlocks;
 
-/// The time that waking takes here. Falling asleep takes none.
+/// The time that waking takes in this test. Falling asleep takes no time.
 const WAKING: Duration = Duration::from_millis(100);
 
 #[derive(Debug)]

@@ -1,11 +1,11 @@
-//! Replicas that fail: the request computes the chunk itself, and no block is held.
+//! If a replica fails, the request computes the chunk itself, and no block stays held.
 
 use super::*;
 
-/// A change to a parcel on its way.
+/// A change to a parcel in transit.
 type Mischief = fn(Option<ChunkParcel>) -> kvchunk::Result<Option<ChunkParcel>>;
 
-/// A transport that finds pieces as `inner` does, and gives the parcel that `mischief` makes.
+/// A transport that locates pieces like `inner`, and returns parcels that `mischief` has changed.
 #[derive(Debug)]
 struct Faulty {
     inner: Arc<dyn ReplicaTransport>,
@@ -38,7 +38,7 @@ fn damaged() -> Error {
     Error::Damaged("its digest is another one than where it was sent".to_owned())
 }
 
-/// Returns the ways to fail, each with the expected error.
+/// Returns all the failures, each with the expected error.
 fn mischiefs() -> [(Mischief, Error); 10] {
     [
         (|_| Ok(None), Error::ReplicaLacks { replica: ReplicaId(1) }),
@@ -106,7 +106,7 @@ fn when_one_has_evicted_it_the_next_one_gives_it() {
     all.iter().for_each(Replica::assert_nothing_held);
 }
 
-/// A transport that cannot tell which replicas have a chunk.
+/// A transport that cannot find out which replicas have a chunk.
 #[derive(Debug)]
 struct Blind;
 

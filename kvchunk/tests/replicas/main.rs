@@ -1,4 +1,4 @@
-//! Replicas that share chunks: a parcel arrives unchanged and once, or the chunk is computed.
+//! Replicas that share chunks: a parcel arrives once and unchanged, or the chunk is computed.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 mod failures;
@@ -22,7 +22,7 @@ use rstest::rstest;
 const BLOCK: usize = 4;
 const BLOCKS: u32 = 8;
 
-/// A replica with memory, a cache and a transport to the others.
+/// A replica with memory, a cache and a transport to the other replicas.
 struct Replica {
     cache: ChunkCacheManager,
     link: ReplicaLink,
@@ -90,8 +90,8 @@ impl Replica {
         reservation.store()
     }
 
-    /// Fills a reservation with rows that follow from the tokens, as the request does if no replica gives the
-    /// chunk.
+    /// Fills a reservation with rows that are derived from the tokens, like a request that gets the chunk
+    /// from no replica.
     fn fill(&self, reservation: &ChunkReservation) {
         let device = &self.link.device;
         let tokens = Arc::clone(reservation.tokens());

@@ -4,7 +4,7 @@ use super::*;
 use kvchunk::{Error, NotWoken, SleepUsage, Tenant};
 use rstest::rstest;
 
-/// Fills the whole pool with other chunks, so nothing of the sleeping pieces is left on the device.
+/// Fills the whole pool with other chunks, so that no data of the sleeping pieces is left on the device.
 fn overwrite(w: &World) {
     let mut chunk = 1000;
     while w.free() >= 4 {
@@ -53,8 +53,8 @@ fn plain_and_compressed_bring_every_bit_back(
 }
 
 #[rstest]
-// The limits are half a step of a group whose largest magnitude is at most 2, and half the spacing of three
-// mantissa bits.
+// For integers, the limit is half a step of a group whose largest magnitude is at most 2. For fp8, it is half
+// the spacing of numbers with three mantissa bits.
 #[case("int8:8", 2.0 / 127.0 / 2.0)]
 #[case("int4:8", 2.0 / 7.0 / 2.0)]
 #[case("fp8-e4m3", 2.0 / 16.0)]
@@ -90,8 +90,8 @@ fn eight_bit_floats_have_the_scales_of_each_piece(
     #[values("fp8-e4m3", "fp8-e4m3:head", "fp8-e5m2")] format: &str,
 ) {
     let w = World::new(stored, Execution::Deferred, SleepForm::Quantised(format.parse().unwrap()), 1 << 20);
-    // The first magnitude is below the smallest number of either format under a scale of 1, the second above
-    // the largest.
+    // With a scale of 1, the first magnitude is below the smallest number of either format, and the second
+    // one is above the largest.
     let magnitudes = [1e-7, 1e6];
     let chunks = [tokens(3), tokens(4)];
     let values = |chunk: &PieceHold| -> Vec<f32> {
@@ -117,7 +117,7 @@ fn eight_bit_floats_have_the_scales_of_each_piece(
     overwrite(&w);
     for ((chunk, before), magnitude) in chunks.iter().zip(before).zip(magnitudes) {
         let after = values(&w.hit(chunk));
-        // With at least two bits of mantissa, the error is at most an eighth of the largest number.
+        // With at least two mantissa bits, the error is at most an eighth of the largest number.
         let largest = before.iter().zip(after).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
         assert!(largest > 0.0 && largest <= magnitude / 8.0, "{largest} of {magnitude}");
     }
@@ -225,7 +225,7 @@ fn rule_8_a_bit_that_changed_in_host_memory_is_found_and_the_chunk_is_recomputed
     #[values("plain", "int8:8", "int4:8", "fp8-e4m3")] form: &str,
 ) {
     let form: SleepForm = form.parse().unwrap();
-    // An arena of eight-bit floats has codes only, since each piece has its own scales.
+    // An arena of eight-bit floats contains only codes, because each piece has its own scales.
     let storages = match form {
         SleepForm::Quantised(kvcore::KvFormat::Fp8 { .. }) | SleepForm::Plain => 2,
         _ => 4,
@@ -241,7 +241,7 @@ fn rule_8_a_bit_that_changed_in_host_memory_is_found_and_the_chunk_is_recomputed
         let view = TensorView::new(Arc::clone(host), DType::U8, &[host.len()]).unwrap();
         let mut bytes = vec![0; host.len()];
         w.stream.read(&view, &mut bytes).unwrap();
-        // Nothing else was ever saved there.
+        // No other bytes were ever saved in this storage.
         let at = bytes.iter().rposition(|byte| *byte != 0).unwrap();
         bytes[at] ^= 0x10;
         w.stream.write(&view, &bytes).unwrap();

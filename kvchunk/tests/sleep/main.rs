@@ -1,4 +1,5 @@
-//! Sleep over real KV memory: pieces wake as they fell asleep, and their memory is really released meanwhile.
+//! Sleep with real KV memory: pieces wake with unchanged contents, and their memory is really released while
+//! they sleep.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 #![cfg(target_os = "linux")]
 
@@ -26,10 +27,10 @@ const BLOCK: usize = 4;
 const HEADS: usize = 2;
 const DIM: usize = 32;
 const LAYERS: usize = 2;
-/// The blocks of the chunk pool. The blocks around it belong to others.
+/// The blocks of the chunk pool. The blocks around this range do not belong to the pool.
 const POOL: std::ops::Range<u32> = 40..120;
 
-/// A chunk cache over an arena in reserved memory, with a model that needs only tokens.
+/// A chunk cache over an arena in reserved memory, with rows that are computed from tokens alone.
 struct World {
     backend: Arc<CpuBackend>,
     stream: Arc<dyn Stream>,
@@ -124,7 +125,7 @@ impl World {
         }
     }
 
-    /// Enqueues the rows of a chunk: numbers between −2 and 2 that follow from its tokens.
+    /// Enqueues the rows of a chunk: numbers between −2 and 2, derived from its tokens.
     fn compute(&self, reservation: &ChunkReservation) {
         self.compute_up_to(reservation, 2.0);
     }
@@ -162,7 +163,7 @@ impl World {
         allocate_tensor(self.backend.as_ref(), MemoryKind::Device, DType::F32, shape).unwrap()
     }
 
-    /// Returns the codes and scales of blocks, bit for bit.
+    /// Returns the codes and scales of `blocks`, bit for bit.
     fn bytes(&self, blocks: &[BlockId]) -> Vec<u8> {
         let shape = KvShape { num_blocks: blocks.len(), ..self.arena().layout().shape().clone() };
         let layout = Arc::new(KvLayout::new(shape).unwrap());
@@ -181,7 +182,7 @@ impl World {
         copy.storages().flat_map(read).collect()
     }
 
-    /// Returns the output of one query over a chunk in the last layer.
+    /// Returns the output of one query that attends to a chunk in the last layer.
     fn answer(&self, chunk: &PieceHold) -> Vec<u8> {
         let (q, out) = (self.tensor(&[1, HEADS, DIM]), self.tensor(&[1, HEADS, DIM]));
         let query: Vec<u8> = (0..HEADS * DIM).flat_map(|i| (i as f32 * 0.1).cos().to_le_bytes()).collect();
@@ -210,13 +211,14 @@ impl World {
         bytes
     }
 
-    /// Puts every piece without holders to sleep, after it has become cold.
+    /// Advances the clock until every piece is cold, and puts all pieces without holders to sleep.
     fn sleep_all(&self) -> kvchunk::Result<usize> {
         self.clock.advance(Duration::from_secs(7200));
         self.cache.sleep_cold_chunks(ColdRule::default())
     }
 
-    /// Returns the bytes of the arena that hold physical memory, according to the system's page table.
+    /// Returns the number of bytes of the arena that are backed by physical memory, according to the system's
+    /// page table.
     fn resident(&self) -> usize {
         let table = File::open("/proc/self/pagemap").unwrap();
         let page = self.backend.reserve(MemoryKind::Device, 1).unwrap().len();
@@ -241,7 +243,7 @@ impl World {
     }
 }
 
-/// Returns the tokens of a chunk, by its number. The lengths do not fill whole blocks.
+/// Returns the tokens of the chunk with this number. Most chunks do not fill whole blocks.
 fn tokens(chunk: u32) -> Vec<u32> {
     (0..9 + chunk % 7).map(|i| chunk * 100 + i).collect()
 }

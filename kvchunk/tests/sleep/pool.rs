@@ -1,4 +1,4 @@
-//! The whole pool asleep, and awake again at the same addresses.
+//! The whole pool falls asleep, and wakes at the same addresses.
 
 use super::*;
 use kvbackend_cpu::ThreadCommunicator;
@@ -28,7 +28,7 @@ fn the_pool_sleeps_and_every_piece_is_found_again_bit_for_bit(
     let before: Vec<_> = chunks.iter().map(look).collect();
     let rule = ColdRule { min_accesses: 1, ..ColdRule::default() };
     assert_eq!(w.cache.sleep_cold_chunks(rule).unwrap(), 1);
-    // Every page has memory before the sleep.
+    // Touch every page, so that all pages have memory before the pool falls asleep.
     for storage in w.arena().storages() {
         let mut bytes = vec![0; storage.len()];
         let view = TensorView::new(Arc::clone(storage), DType::U8, &[bytes.len()]).unwrap();
@@ -141,7 +141,7 @@ fn a_cache_that_ends_asleep_gives_the_arena_its_memory_back() {
     assert_eq!((reserved.mapped_bytes(), reserved.asleep()), (mapped, vec![]));
 }
 
-/// A place to sleep that tries to put the whole pool to sleep while the cache asks it for room.
+/// A sleep store that tries to put the whole pool to sleep while it saves a piece.
 #[derive(Debug)]
 struct Meddler {
     cache: parking_lot::Mutex<Option<ChunkCacheManager>>,

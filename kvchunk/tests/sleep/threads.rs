@@ -1,4 +1,5 @@
-//! Four threads that acquire, sleep and wake real chunks and the whole pool at the same time.
+//! Four threads acquire real chunks, and put chunks and the whole pool to sleep and wake them, at the same
+//! time.
 
 use super::*;
 use kvchunk::Error;
@@ -63,7 +64,7 @@ fn four_threads_sleep_and_wake_and_every_byte_stays_right(
             }
         });
         w.check();
-        // No piece is held now.
+        // At this point, no piece is held.
         match w.cache.sleep_pool(&w.reserved, w.stream.as_ref()) {
             Ok(_) | Err(Error::PoolAsleep) => assert!(!w.cache.is_pool_awake()),
             Err(error) => panic!("{error}"),

@@ -12,24 +12,24 @@ use kvmodel::{Model, ModelDirectory, TextCodec, WeightFormat};
 
 use crate::common::load_model;
 
-/// Creates an engine in blocks of four tokens, with room for everything.
+/// Creates an engine with blocks of four tokens, and room for everything.
 pub(crate) fn engine(name: &str, kv_format: KvFormat) -> Engine {
     engine_with(name, kv_format, KeyForm::Rotated)
 }
 
-/// Creates an engine as [`engine`] does, with keys stored in the form `keys`.
+/// Creates an engine like [`engine`], but stores keys in the form `keys`.
 pub(crate) fn engine_with(name: &str, kv_format: KvFormat, keys: KeyForm) -> Engine {
     engine_of(load_model(name), EngineConfig { kv_format, keys, ..EngineConfig::default() })
 }
 
-/// Creates an engine as [`engine`] does, with other settings.
+/// Creates an engine like [`engine`], but with other settings.
 pub(crate) fn engine_of(model: Model, config: EngineConfig) -> Engine {
     let chunks = ChunkCacheConfig { memory_share: 0.3, ..ChunkCacheConfig::default() };
     let config = EngineConfig { block_size: 4, kv_memory: Some(8 << 20), chunks, ..config };
     Engine::new(model, CpuBackend::new(), b"t", &config).unwrap()
 }
 
-/// Creates an engine and the codec of the built-in model.
+/// Creates an engine for the built-in model, and returns it with the model's codec.
 pub(crate) fn tiny_rag(config: &EngineConfig) -> (Engine, TextCodec) {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-rag");
     let ModelDirectory { model, codec } =
@@ -37,7 +37,7 @@ pub(crate) fn tiny_rag(config: &EngineConfig) -> (Engine, TextCodec) {
     (Engine::new(model, CpuBackend::new(), codec.digest(), config).unwrap(), codec)
 }
 
-/// Asks for one token, unless `change` says otherwise. The answer's logits are the prefill's.
+/// Asks for one token, unless `change` changes that. The answer's logits are the logits after the prefill.
 pub(crate) fn ask(
     engine: &mut Engine,
     prompt: &ChunkedPrompt,
@@ -56,12 +56,12 @@ pub(crate) fn ask_three(engine: &mut Engine, prompt: &ChunkedPrompt, cell: Reuse
     ask(engine, prompt, |request| (request.cell, request.max_new_tokens) = (cell, 3))
 }
 
-/// Sets a strategy and a cell.
+/// Returns a change that sets a request's strategy and cell.
 pub(crate) fn with(strategy: &str, cell: ReuseCell) -> impl FnOnce(&mut Request) {
     by(&Arc::new(strategy.parse::<Recompute>().unwrap()), cell)
 }
 
-/// Sets a strategy and a cell as [`with`] does.
+/// Returns a change that sets a request's strategy and cell, like [`with`].
 pub(crate) fn by<S: RecomputeStrategy + 'static>(
     strategy: &Arc<S>,
     cell: ReuseCell,
@@ -74,12 +74,12 @@ pub(crate) fn hits(answer: &Generation) -> usize {
     answer.chunks.iter().filter(|chunk| chunk.hit).count()
 }
 
-/// Returns the logits of the last of several rows.
+/// Returns the last row of logits.
 pub(crate) fn last(rows: &[f32], vocabulary: usize) -> &[f32] {
     &rows[rows.len() - vocabulary..]
 }
 
-/// Writes zeros over all keys, all values or both of the chunk pool, in some layers.
+/// Overwrites all keys, all values or both in the chunk pool with zeros, in the given layers.
 pub(crate) fn spoil(engine: &Engine, layers: Range<usize>, [keys, values]: [bool; 2]) {
     let arena = engine.cache().arena();
     let shape = arena.layout().shape();

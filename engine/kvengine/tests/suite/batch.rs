@@ -33,7 +33,7 @@ impl<'a> Batch<'a> {
         Self { model, backend: Arc::clone(backend), cache, sequences, memory }
     }
 
-    /// Runs a step in which each sequence takes one token. Returns the bits of the logits.
+    /// Runs a step that computes one token for each sequence. Returns the bits of the logits.
     pub(crate) fn step(&mut self, stream: &dyn kvcore::Stream, number: u32) -> Vec<u32> {
         let mut batch = Vec::new();
         for (&sequence, first) in self.sequences.iter().zip(0u32..) {

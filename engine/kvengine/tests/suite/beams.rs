@@ -1,4 +1,4 @@
-//! Beam search against transformers, alone and among others.
+//! Beam search compared with transformers, alone and together with other requests.
 
 use std::sync::Arc;
 
@@ -14,7 +14,7 @@ use serde::Deserialize;
 use crate::common::{config, folder, weights};
 use crate::crowd::{answer_all, assert_nothing_held, engine, roomy};
 
-/// A search of `proof/goldens/models/beams.py`.
+/// A beam search that was run by `proof/goldens/models/beams.py`.
 #[derive(Deserialize)]
 struct Case {
     prompt: Vec<u32>,
@@ -41,7 +41,7 @@ fn request(case: &Case) -> Request {
     Request { beams: Some(beams), samples: case.width, max_new_tokens: 12, ..request }
 }
 
-/// Returns the answers of an engine whose model ends with the token `end`.
+/// Returns the answers of an engine whose model uses `end` as its end token.
 fn answers(request: &Request, end: u32) -> Vec<Generation> {
     let config = ModelConfig { eos: vec![end], ..config("llama") };
     let model = Model::new(config, weights("llama"), WeightFormat::Stored).unwrap();

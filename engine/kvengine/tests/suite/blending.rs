@@ -1,5 +1,5 @@
 //! Recomputation by deviation, with shares between 0 and 1. The reference is one pass in which tokens that
-//! were not chosen keep their stored keys and values from the layer of the check on
+//! were not chosen keep their stored keys and values, starting at the layer of the check
 //! (`proof/goldens/models/blending.py`).
 
 use std::sync::{Arc, Mutex};
@@ -13,8 +13,8 @@ use rstest::rstest;
 use crate::asking::{ask, by, engine, last, spoil, with};
 use crate::common::{Golden, distance, for_every, golden_name};
 
-/// A strategy that chooses as a blend does and remembers the choice. Without a blend it chooses the given
-/// tokens.
+/// A strategy that chooses tokens like a blend and remembers its choice. Without a blend, it chooses the
+/// given tokens.
 #[derive(Debug)]
 pub(crate) struct Spy {
     blend: Option<Recompute>,
@@ -36,7 +36,7 @@ impl Spy {
         self.chosen.lock().unwrap().clone()
     }
 
-    /// Returns what the strategy was told of the tokens.
+    /// Returns the findings that the strategy received.
     pub(crate) fn found(&self) -> Findings {
         self.found.lock().unwrap().clone()
     }
@@ -79,7 +79,7 @@ for_every! {
         let of = |what: &str| format!("{what}.{}.{layer}", golden_name(cell));
         let mut engine = engine(name, "f32".parse().unwrap());
         let vocabulary = engine.model().config().vocab_size;
-        // Nothing is cached in the first round, everything in the second.
+        // In the first round nothing is cached, and in the second round everything is.
         for round in 0..2 {
             let spy = Spy::on(&format!("blend:0.4@{layer}:both"));
             // The second token sees the KV that is cached after the blend, in every layer.
@@ -115,7 +115,8 @@ for_every! {
         cell: every cell,
         #[values(1, 2)] documents: usize,
     ) {
-        // If the system prompt is seen, the first of two chunks and a single chunk have no deviations.
+        // If chunks see the system prompt, the first of two chunks has no deviations, nor does a single
+        // chunk.
         let golden = Golden::load("llama-deep");
         let chunks = golden.prompt.chunks()[..documents].to_vec();
         let (system, question) = (golden.prompt.system().to_vec(), golden.prompt.question().to_vec());
@@ -145,7 +146,7 @@ fn deviations_are_of_the_requested_kind(
     let of = |what: &str, spoilt: [bool; 2]| {
         let mut engine = engine(name, format.parse().unwrap());
         ask(&mut engine, &golden.prompt, with("none", cell));
-        // The fresh rows of the check layer see the first chunk below that layer, which stays as it was.
+        // The fresh rows of the check layer depend on the first chunk below that layer, which is unchanged.
         spoil(&engine, 1..2, spoilt);
         let spy = Spy::on(&format!("blend:0.4@1:{what}"));
         ask(&mut engine, &golden.prompt, by(&spy, cell));
@@ -167,8 +168,8 @@ for_every! {
         #[values("llama", "qwen3", "mistral", "deepseek-v3")] name: &str,
         cell: moving cell,
     ) {
-        // At layer 0 rows go on before anything was computed above them. Blend therefore computes for its chosen
-        // tokens exactly what any strategy computes for them.
+        // At layer 0, the tokens are chosen before any later layer is computed. A blend therefore computes
+        // exactly the same for its chosen tokens as any other strategy.
         let golden = Golden::load(name);
         let mut engine = engine(name, "f32".parse().unwrap());
         let mut run = |strategy: &Arc<Spy>| ask(&mut engine, &golden.prompt, by(strategy, cell));

@@ -1,4 +1,5 @@
-//! Rule 8 when a request is stopped: the request holds nothing afterwards, and the next answer is right.
+//! Rule 8 for a request that is stopped: the request holds nothing afterwards, and the next answer is
+//! correct.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;
@@ -13,7 +14,7 @@ use crate::asking::engine;
 use crate::common::{Golden, distance};
 use crate::failure::assert_nothing_held;
 
-/// An observer that lets a request go on for this many layers and tokens.
+/// An observer that stops a request after this many layers and tokens.
 struct Patience(usize);
 
 impl Patience {

@@ -1,4 +1,5 @@
-//! Many requests at once, for tests: requests of all kinds, engines of any size, and answers as they come.
+//! Helpers for tests with many requests at once: requests of all kinds, engines of any size, and partial
+//! answers.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,18 +18,18 @@ use rand::{RngExt, SeedableRng};
 use crate::common::{folder, load_model};
 use crate::failure;
 
-/// The vocabulary of the model, and the number of its positions.
+/// The size of the model's vocabulary, and the number of its positions.
 pub(crate) const VOCABULARY: u32 = 48;
 pub(crate) const MODEL: &str = "llama";
-/// Two logits that are nearer to each other than this may change places in another batch.
+/// Two logits that differ by less than this may swap places in another batch.
 pub(crate) const ROUNDING: f32 = 1e-4;
 
-/// Returns an engine whose pools have so many blocks of four tokens.
+/// Returns an engine whose pools have `blocks` blocks of four tokens.
 pub(crate) fn engine(blocks: usize, scheduling: Scheduling) -> Engine {
     engine_on(CpuBackend::new(), blocks, scheduling, DEFAULT_SWAP_MEMORY)
 }
 
-/// Returns an engine on a backend, with so many bytes of host memory for requests that give way.
+/// Returns an engine on `backend`, with `swap_memory` bytes of host memory for preempted requests.
 pub(crate) fn engine_on(
     backend: Arc<dyn Backend>,
     blocks: usize,
@@ -38,7 +39,7 @@ pub(crate) fn engine_on(
     engine_of(load_model(MODEL), backend, blocks, scheduling, swap_memory, &ManualClock::default())
 }
 
-/// Returns such an engine for a model of the same extents, whose time only its test moves.
+/// Returns such an engine for a model with the same extents, with a clock that only the test advances.
 pub(crate) fn engine_of(
     model: Model,
     backend: Arc<dyn Backend>,
@@ -51,7 +52,7 @@ pub(crate) fn engine_of(
     let mut config =
         EngineConfig { block_size: 4, chunks, scheduling, swap_memory, ..EngineConfig::default() };
     config.kv_memory = Some(1 << 20);
-    // The bytes of a block follow from an engine of any size.
+    // An engine of any size shows the number of bytes per block.
     let probe = Engine::new(load_model(MODEL), CpuBackend::new(), b"t", &config).unwrap();
     let bytes = probe.cache().arena().layout().shape();
     let per_block = (1 << 20) / bytes.num_blocks;
@@ -62,8 +63,8 @@ pub(crate) fn engine_of(
     engine
 }
 
-/// Moving a block takes as long as computing three of its four tokens: only long sequences that share no
-/// blocks are moved.
+/// Copying a block costs as much as computing three of its four tokens, so only long sequences without shared
+/// blocks are copied.
 pub(crate) const SWAP_LONG: PreemptionCosts =
     PreemptionCosts { token: Duration::from_millis(4), block: Duration::from_millis(12) };
 
@@ -71,7 +72,7 @@ pub(crate) fn roomy() -> Engine {
     engine(4096, Scheduling::default())
 }
 
-/// Returns requests of all kinds, one after the other.
+/// Returns `count` requests of all kinds in turn.
 pub(crate) fn mixed(count: usize, seed: u64) -> Vec<Request> {
     assert!(folder(MODEL).exists());
     let mut rng = StdRng::seed_from_u64(seed);
@@ -111,7 +112,7 @@ pub(crate) fn mixed(count: usize, seed: u64) -> Vec<Request> {
         .collect()
 }
 
-/// An answer as far as it has come.
+/// The part of an answer that has arrived so far.
 #[derive(Debug, Default)]
 pub(crate) struct Read {
     pub(crate) tokens: Vec<Vec<u32>>,
@@ -124,7 +125,7 @@ impl Read {
         Self { tokens: vec![vec![]; request.samples], ends: vec![None; request.samples], error: None }
     }
 
-    /// Returns the samples of an answer that came to its end.
+    /// Returns the samples of an answer that has ended.
     pub(crate) fn samples(&self) -> Vec<Generation> {
         assert!(self.error.is_none(), "{:?}", self.error);
         self.ends.iter().cloned().map(Option::unwrap).collect()
@@ -141,7 +142,7 @@ impl Read {
     }
 }
 
-/// Runs an engine until nothing is left, and returns the last report.
+/// Runs an engine until no requests are left. Returns the last report and the number of steps.
 pub(crate) fn run(engine: &mut Engine, answers: &mut [Answer], reads: &mut [Read]) -> (Step, usize) {
     let (mut steps, mut empty) = (0, 0);
     loop {
@@ -157,24 +158,24 @@ pub(crate) fn run(engine: &mut Engine, answers: &mut [Answer], reads: &mut [Read
     }
 }
 
-/// Submits requests.
+/// Submits `requests`.
 pub(crate) fn submit_all(engine: &mut Engine, requests: &[Request]) -> (Vec<Answer>, Vec<Read>) {
     let answers = requests.iter().map(|request| engine.submit(request.clone()).unwrap());
     (answers.collect(), requests.iter().map(Read::new).collect())
 }
 
-/// Answers requests at once. Returns the last report, and what came of them.
+/// Answers all requests at once. Returns the last report and the answers.
 pub(crate) fn answer_all(engine: &mut Engine, requests: &[Request]) -> (Step, Vec<Read>) {
     let (mut answers, mut reads) = submit_all(engine, requests);
     (run(engine, &mut answers, &mut reads).0, reads)
 }
 
-/// Returns the samples of a request that an engine with much memory answers alone.
+/// Returns the samples of a request that is answered alone by an engine with plenty of memory.
 pub(crate) fn alone(request: &Request) -> Vec<Generation> {
     answer_all(&mut roomy(), std::slice::from_ref(request)).1[0].samples()
 }
 
-/// Checks that the samples of requests are the ones that they have alone.
+/// Checks that each request has the same samples as if it were answered alone.
 pub(crate) fn assert_each<'a>(
     reads: impl IntoIterator<Item = &'a Read>,
     requests: &[Request],
@@ -189,8 +190,8 @@ pub(crate) fn assert_each<'a>(
     }
 }
 
-/// Checks that two answers are equal up to a token whose choice rounding may turn. Returns whether that was
-/// their end.
+/// Checks that two answers are equal, at least up to a token whose choice depends on rounding. Returns true
+/// if they are equal to the end.
 pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) -> bool {
     for (i, logits) in expected.logits.iter().enumerate() {
         let mut sorted = logits.clone();
@@ -207,8 +208,8 @@ pub(crate) fn assert_same(got: &Generation, expected: &Generation, what: &str) -
     true
 }
 
-/// Answers requests at once, of which one is cancelled in the middle, and checks that each answer is the one
-/// it gets alone. Returns the last report.
+/// Answers all requests at once, except one that is cancelled midway, and checks that each answer is the same
+/// as if the request were alone. Returns the last report.
 pub(crate) fn assert_each_as_alone(engine: &mut Engine, requests: &[Request]) -> Step {
     const CANCELLED: usize = 9;
     let (mut answers, mut reads) = submit_all(engine, requests);

@@ -1,5 +1,5 @@
-//! Models that lie on a device as a whole: the host's tokens and logits. The device is an NVIDIA GPU or an
-//! Ascend NPU, or what stands in for its driver.
+//! Models that are stored entirely on a device give the host's tokens and logits. The device is an NVIDIA GPU
+//! or an Ascend NPU, or a test double of its driver.
 #![cfg(all(feature = "ascend", feature = "cuda"))]
 
 use std::sync::Arc;
@@ -26,7 +26,7 @@ enum Kind {
     Ascend,
 }
 
-/// Opens a device with the dense steps on it, or says why there is none.
+/// Opens a device with its dense steps. Prints the reason if there is no such device.
 fn opened(kind: Kind, device: usize) -> Option<(Arc<dyn Backend>, Arc<dyn Dense>)> {
     let open = || -> kvmodel::Result<(Arc<dyn Backend>, Arc<dyn Dense>)> {
         match kind {
@@ -45,7 +45,7 @@ fn opened(kind: Kind, device: usize) -> Option<(Arc<dyn Backend>, Arc<dyn Dense>
     open().inspect_err(|reason| kvconform::skip(reason)).ok()
 }
 
-/// A model with latent attention whose layers are all dense, of random weights.
+/// A model with latent attention, only dense layers, and random weights.
 const LATENT: &str = "latent";
 
 fn on_device(name: &str, dense: Arc<dyn Dense>) -> Model {
@@ -97,14 +97,14 @@ fn models_on_the_device_answer_as_on_the_host(
         assert!(distance(&got.logits.concat(), &expected.logits.concat()) < 1e-4);
     }
     assert!(got[1].cached_tokens > 0, "chunks are hits");
-    // With routed experts, scores come down too, and a blend compares keys on the host.
+    // With routed experts, scores are also copied to the host, and a blend compares keys on the host.
     if !name.starts_with("deepseek") && strategy != "blend:0.5@1:both" {
         let logits: usize = got.iter().flat_map(|g| &g.logits).map(|logits| 4 * logits.len()).sum();
         assert_eq!(crossed.host_read_bytes as usize, logits, "only logits come down");
     }
 }
 
-/// Requests at once on a device: with their caches there, and with the whole model.
+/// Runs concurrent requests with their caches on the device, and with the whole model on it.
 #[rstest]
 fn requests_at_once_on_the_device_answer_as_each_alone_on_the_host(
     #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
@@ -122,8 +122,8 @@ fn requests_at_once_on_the_device_answer_as_each_alone_on_the_host(
     assert!(last.preemptions > 0, "{last:?}");
 }
 
-/// Returns the bits of all logits of three requests to one engine with at most `graphs` graphs, and how steps
-/// ran.
+/// Returns the bits of all logits of three requests to one engine with at most `graphs` graphs, and the
+/// engine's graph counts.
 fn bits(
     name: &str,
     (kind, device): (Kind, usize),
@@ -190,7 +190,7 @@ fn batches_of_any_size_decode_by_graphs(
     assert!(refused == 0 && replayed >= 4, "{replayed} replayed, {refused} refused");
 }
 
-/// Engines on two devices of a process share chunks, which go from device to device.
+/// Engines on two devices of one process share chunks, which are copied from device to device.
 #[rstest]
 #[case(Kind::Cuda, "bf16")]
 #[case(Kind::Cuda, "int8:8")]
@@ -229,8 +229,8 @@ fn replicas_on_other_devices_hand_their_chunks_over(
     assert_eq!((read(0), read(1)), (scales, logits + scales), "no chunk goes through the host");
 }
 
-/// Two engines on one stream and one set of dense steps, each in a thread of its own: captures of one are no
-/// part of the other's work.
+/// Two engines use one stream and one set of dense steps, each in its own thread. A capture by one engine
+/// must not include the other engine's work.
 #[rstest]
 fn engines_that_share_a_stream_capture_side_by_side(
     #[values(Kind::Cuda, Kind::Ascend)] kind: Kind,
@@ -256,7 +256,7 @@ fn engines_that_share_a_stream_capture_side_by_side(
     let first = &answers[0].0[0];
     for (answers, counts) in &answers {
         assert!(counts.replayed > 10 && counts.refused == 0, "{counts:?}");
-        // The first request of an engine finds no prefix.
+        // An engine's first request does not find a cached prefix.
         assert!(answers.iter().all(|logits| distance(&logits.concat(), &first.concat()) < 1e-5));
     }
 }

@@ -1,4 +1,4 @@
-//! Drafts: guesses ahead of an answer change its steps, never the answer.
+//! Drafts: guessing tokens ahead changes the number of steps, but never the answer.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ fn plain(tokens: Vec<u32>) -> Request {
     Request { max_new_tokens: 40, ignore_end: true, keep_logits: true, ..request }
 }
 
-/// Answers a request alone. Returns the first sample, and the steps that it took.
+/// Answers a request alone. Returns the first sample and the number of steps.
 fn answer(request: &Request) -> (Generation, usize) {
     let mut engine = roomy();
     let mut answers = [engine.submit(request.clone()).unwrap()];
@@ -67,7 +67,7 @@ fn guesses_end_with_the_answer_and_the_model() {
     assert_same(&got, &expected, "at the model's last position");
 }
 
-/// Guesses go before requests do where blocks are short.
+/// If blocks run out, guesses are dropped before requests are preempted.
 #[test]
 fn guesses_take_no_block_from_others() {
     let requests: Vec<Request> = (0..2u32)

@@ -1,4 +1,4 @@
-//! The choice of tokens over a whole answer, and observers that end it.
+//! Token choice over a whole answer, and observers that end an answer.
 
 use std::ops::ControlFlow;
 
@@ -51,7 +51,7 @@ fn settings_outside_their_range_are_refused_before_anything_is_computed() {
     assert_eq!(engine.generate(&block, &mut ()).unwrap().cached_tokens, 0);
 }
 
-/// An observer that finds the answer complete after this many tokens.
+/// An observer that declares the answer complete after this many tokens.
 struct After(usize);
 
 impl Observer for After {
@@ -74,7 +74,7 @@ fn an_observer_ends_an_answer_and_the_answer_is_returned() {
     assert_eq!((&ended.tokens[..], ended.finish), (&whole.tokens[..5], FinishReason::StopString));
     assert_eq!(ended.logits.len(), 5);
     assert_nothing_held(&engine);
-    // A stop string in the last token is seen, too.
+    // A stop string in the last token is also detected.
     let last = engine.generate(&request, &mut After(12)).unwrap();
     assert_eq!((last.tokens, last.finish), (whole.tokens, FinishReason::StopString));
 }
@@ -89,7 +89,7 @@ fn a_text_stream_ends_an_answer_before_its_stop_string() {
         max_new_tokens: forced.len(),
         ..Request::new(PromptTokens::Plain(prompt))
     };
-    // The stop string begins within a word and ends within another one.
+    // The stop string begins inside one word and ends inside another word.
     let mut stream = TextStream::new(&codec, ["do is b".to_owned()]).unwrap();
     let answer = engine.generate(&request, &mut stream).unwrap();
     assert_eq!(answer.finish, FinishReason::StopString);

@@ -1,4 +1,4 @@
-//! Requests from start to end: reuse changes no token, and bad input holds no block.
+//! Whole requests: reuse does not change any token, and bad input does not hold any block.
 
 use crate::common::{Golden, config, distance, folder, for_every, load_model, reordered, weights};
 use crate::failure::assert_nothing_held;
@@ -46,8 +46,8 @@ for_every! {
     }
 }
 
-/// Values of a thousand times the size, which the output projection scales back, change no answer. E4M3 ends
-/// at 448.
+/// Values that are a thousand times larger, and are scaled back by the output projection, do not change an
+/// answer. The largest number in E4M3 is 448.
 #[rstest]
 fn an_fp8_cache_is_calibrated(#[values("fp8-e4m3", "fp8-e4m3:head")] format: &str) {
     let copy = tempfile::tempdir().expect("a folder");
@@ -125,8 +125,8 @@ fn a_static_cache_answers_as_a_paged_one(#[values("llama", "qwen3")] name: &str)
         assert_eq!((answer.tokens, answer.logits), (paged.tokens.clone(), paged.logits.clone()));
         assert_eq!(answer.cached_tokens, 0, "a static cache shares nothing");
     }
-    // If the cache is too short for the last two tokens, the answer ends before them. If it is too short for
-    // the prompt, that is an error.
+    // If the cache is too short for the last two tokens, the answer ends before these tokens. If the cache is
+    // too short for the prompt, the request fails.
     let mut short = engine(name, &EngineConfig { max_len: (tokens + 6).into(), ..fits.clone() });
     let answer = run(&mut short, &plain);
     assert_eq!((&answer.tokens[..], answer.finish), (&paged.tokens[..7], FinishReason::Length));
@@ -194,7 +194,7 @@ fn the_last_position_ends_an_answer() {
 
 #[test]
 fn rule_6_regimes_are_misses_of_prefixes_and_chunks() {
-    // The original context has 16 positions, the longest request 64.
+    // The original context has 16 positions, and the longest request has 64.
     let mut engine = engine("llama-dynamic", &EngineConfig { block_size: 4, ..EngineConfig::default() });
     let plain = |max_new_tokens| Request {
         max_new_tokens,
@@ -215,7 +215,7 @@ fn rule_6_regimes_are_misses_of_prefixes_and_chunks() {
     assert_eq!(hits(&run(&mut engine, &ask(2))), 0);
     assert_eq!(hits(&run(&mut engine, &ask(2))), 3);
     assert_eq!(hits(&run(&mut engine, &ask(3))), 0);
-    // The model's limit cuts any request for more tokens.
+    // A request for more tokens is cut off at the model's limit.
     assert_eq!(hits(&run(&mut engine, &ask(100))), 0);
     assert_eq!(hits(&run(&mut engine, &ask(200))), 3);
 }
@@ -286,7 +286,7 @@ fn a_pool_too_small_is_an_error_and_holds_nothing() {
 
 #[rstest]
 #[case("llama", 0.1)]
-// DeepSeek's queries and latents go through two quantised products each.
+// DeepSeek's queries and latents each pass through two quantised products.
 #[case("deepseek-v3", 0.2)]
 fn quantised_weights_answer_nearly_the_same(#[case] name: &str, #[case] limit: f32) {
     let model = Model::new(config(name), weights(name), WeightFormat::Q8).unwrap();

@@ -1,5 +1,5 @@
 //! Rule 8 inside the engine: whichever operation of a request fails, the request holds nothing afterwards.
-//! The next request can compute its reserved pieces, and gets the right answer.
+//! The next request can compute the pieces that were reserved, and gets the correct answer.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -20,7 +20,7 @@ enum Case {
     Cold,
     /// A chunked prompt whose chunks are cached, except the first one.
     Warm,
-    /// A chunked prompt as in [`Warm`](Self::Warm), but the chunks sleep, so that hits are copied back.
+    /// A chunked prompt as in [`Warm`](Self::Warm), but the chunks are asleep, so that hits are copied back.
     Asleep,
 }
 
@@ -47,8 +47,8 @@ pub(crate) fn assert_nothing_held(engine: &Engine) {
     assert!(chunks.iter().all(|chunk| chunk.ref_count == 0));
 }
 
-/// Makes the n-th operation of a request fail, for all n, each in a new engine. Returns the names of the
-/// refused operations.
+/// Makes the n-th operation of a request fail, for every n, in a new engine each time. Returns the names of
+/// the refused operations.
 fn refuse_everything(name: &str, case: Case, strategy: &str) -> BTreeSet<&'static str> {
     let prompt = Golden::load(name).prompt;
     let request = Request {
@@ -114,7 +114,7 @@ fn refuse_everything(name: &str, case: Case, strategy: &str) -> BTreeSet<&'stati
         for (got, expected) in answer.logits.iter().zip(&expected.logits) {
             let gap = distance(got, expected);
             assert!(gap < 1e-5, "{n}: {gap} after {error}");
-            // The result is as if the other request had never been.
+            // The result is the same as if the failed request had never been made.
             assert!(
                 stored > before.cached_chunks || case == Case::Plain || gap == 0.0,
                 "{n}: {gap} by {error}"
@@ -149,7 +149,7 @@ fn rule_8_a_request_that_fails_anywhere_holds_nothing(
     }
     let refused = refuse_everything(name, case, strategy);
     assert!(refused.is_superset(&expected), "{refused:?}");
-    // Passes on the memory of the host allocate nothing from the backend.
+    // Passes in host memory do not allocate memory from the backend.
     let allocates = case == Case::Asleep || strategy.starts_with("blend");
     assert_eq!(refused.contains("allocate"), allocates, "{refused:?}");
 }

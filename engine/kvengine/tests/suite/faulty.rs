@@ -1,4 +1,4 @@
-//! A backend that refuses one operation: the n-th one after it is armed.
+//! A backend that refuses one operation: the n-th operation after it is armed.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -16,11 +16,11 @@ pub(crate) struct Faulty {
     fuse: Arc<Fuse>,
 }
 
-/// The number of operations that still pass, and the names of the refused ones.
+/// The number of operations to accept before the next refusal, and the names of the refused operations.
 #[derive(Debug, Default)]
 struct Fuse {
     left: Mutex<Option<usize>>,
-    /// The name of the operations that count, if not all do.
+    /// The name of the only operation that counts, or `None` if all operations count.
     only: Mutex<Option<&'static str>>,
     refused: Mutex<BTreeSet<&'static str>>,
 }
@@ -51,18 +51,19 @@ impl Faulty {
         Arc::new(Self { cpu: CpuBackend::new(), fuse: Arc::default() })
     }
 
-    /// Lets `passing` operations pass from now on, refuses the next one, and lets all others pass.
+    /// Accepts the next `passing` operations, refuses one operation, and accepts all later operations.
     pub(crate) fn refuse_after(&self, passing: usize) {
         *self.fuse.left.lock().unwrap() = Some(passing);
     }
 
-    /// Lets `passing` operations of a name pass from now on, refuses the next one, and lets all others pass.
+    /// Accepts the next `passing` operations with this name, refuses one of them, and accepts all later
+    /// operations.
     pub(crate) fn refuse_only(&self, operation: &'static str, passing: usize) {
         *self.fuse.only.lock().unwrap() = Some(operation);
         self.refuse_after(passing);
     }
 
-    /// Stops refusing. Returns true if an operation was still to be refused.
+    /// Disarms the backend. Returns true if it had not refused an operation yet.
     pub(crate) fn disarm(&self) -> bool {
         self.fuse.left.lock().unwrap().take().is_some()
     }

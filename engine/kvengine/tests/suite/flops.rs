@@ -1,4 +1,4 @@
-//! Counted operations against a formula over the prompt's rows, written out for a dense Llama.
+//! Compares the counted operations with a formula over the prompt's rows, for a dense Llama.
 
 use kvchunk::{ComputeMode, ReuseCell};
 use kvengine::{Generation, Request};
@@ -15,27 +15,27 @@ const KV: u64 = 2 * 8;
 const F: u64 = 40;
 const VOCABULARY: u64 = 48;
 
-/// Counts the multiplications and additions of a pass. `seen` has one number per row: the tokens that the row
-/// sees, itself included. Only the last row's logits are wanted, so no other row goes through the end of the
-/// last layer.
+/// Counts the multiplications and additions of a pass. `seen` has one number per row: the number of tokens
+/// that the row sees, including itself. Only the last row's logits are needed, so only this row is computed
+/// to the end of the last layer.
 fn pass(layers: u64, seen: &[u64]) -> u64 {
     let (rows, all, last) = (seen.len() as u64, seen.iter().sum::<u64>(), *seen.last().unwrap());
     let whole = projections(rows, rows) + attention(all) + finish(rows);
     2 * ((layers - 1) * whole + projections(rows, 1) + attention(last) + finish(1) + H * VOCABULARY)
 }
 
-/// Counts the multiplications of the projections of `rows` to keys and values, and of `asking` to queries.
+/// Counts the multiplications to project `rows` rows to keys and values, and `asking` rows to queries.
 fn projections(rows: u64, asking: u64) -> u64 {
     rows * H * 2 * KV + asking * H * Q
 }
 
-/// Counts the multiplications of the scores and of the sum of values, for pairs of a row and a token that it
-/// sees.
+/// Counts the multiplications for the scores and the sum of values, for `pairs` pairs of a row and a token
+/// that it sees.
 fn attention(pairs: u64) -> u64 {
     2 * Q * pairs
 }
 
-/// Counts the multiplications of the projection of attention's output, and of the three matrices of the
+/// Counts the multiplications for the projection of the attention output, and for the three matrices of the
 /// feed-forward layer.
 fn finish(rows: u64) -> u64 {
     rows * (Q * H + 3 * H * F)
@@ -52,7 +52,7 @@ fn causal(rows: impl IntoIterator<Item = u64>) -> Vec<u64> {
     rows.into_iter().map(|index| index + 1).collect()
 }
 
-/// Returns the indices of the first `k` tokens of chunks, from the `skip`-th chunk on.
+/// Returns the indices of the first `k` tokens of each chunk except the first `skip` chunks.
 fn firsts(k: u64, skip: usize) -> impl Iterator<Item = u64> {
     let starts = CHUNKS.iter().scan(SYSTEM, |next, len| {
         let start = *next;
@@ -62,7 +62,7 @@ fn firsts(k: u64, skip: usize) -> impl Iterator<Item = u64> {
     starts.skip(skip).flat_map(move |(start, len)| start..start + k.min(len))
 }
 
-/// Returns the second answer, for which everything is cached.
+/// Returns the second answer, which finds everything cached.
 fn hit(name: &str, strategy: &str, cell: ReuseCell) -> Generation {
     let golden = Golden::load(name);
     let mut engine = engine(name, "f32".parse().unwrap());
@@ -101,7 +101,7 @@ for_every! {
 }
 
 #[rstest]
-// Alone, the first chunk has not seen the system prompt.
+// In *alone* mode, the first chunk has not seen the system prompt.
 #[case(ReuseCell::SEQUENTIAL_ALONE, "link:2", firsts(2, 0).collect())]
 #[case(ReuseCell::SEQUENTIAL_WITH_SYSTEM, "link:2", firsts(2, 1).collect())]
 #[case(ReuseCell::SEQUENTIAL_WITH_SYSTEM, "link:5", firsts(5, 1).collect())]
@@ -129,8 +129,8 @@ fn a_blend_costs_all_tokens_up_to_its_check_and_the_chosen_ones_from_there_on(
     let candidates = causal(first..ALL);
     let rows = candidates.len() as u64;
     let down = layer * (projections(rows, rows) + attention(candidates.iter().sum()) + finish(rows));
-    // At the check all tokens are projected. The chosen ones and the question go on, and one row goes through
-    // the last layer.
+    // At the check, all tokens are projected. The chosen tokens and the question continue, and only one row
+    // is computed to the end of the last layer.
     let on = causal(chosen.iter().map(|&token| SYSTEM + u64::from(token)).chain(CONTEXT..ALL));
     let (going, pairs) = (on.len() as u64, on.iter().sum());
     let check = projections(rows, rows);

@@ -1,4 +1,4 @@
-//! Requests that give way: to host memory and back, or computed again, with the same answer.
+//! Preempted requests are copied to host memory and back, or recomputed, and give the same answer.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,13 +14,14 @@ use crate::crowd::{
 use crate::faulty::Faulty;
 
 const SCHEDULING: Scheduling = Scheduling { step_tokens: 64, running: 64, watermark: 1 };
-/// The costs at which everything, or nothing, goes to host memory.
+/// The costs with which all blocks are copied to host memory.
 const MOVING_IS_FREE: PreemptionCosts =
     PreemptionCosts { token: Duration::from_secs(1), block: Duration::ZERO };
 const COMPUTING_IS_FREE: PreemptionCosts =
     PreemptionCosts { token: Duration::ZERO, block: Duration::from_secs(1) };
 
-/// Returns requests that together need three times the blocks of a small engine. One has four samples.
+/// Returns requests that together need three times as many blocks as a small engine has. One request has four
+/// samples.
 fn requests() -> Vec<Request> {
     let of = |i: u32| {
         let prompt = (0..10 + i).map(|j| 3 + (i * 7 + j * 5) % 40).collect();
@@ -33,7 +34,7 @@ fn requests() -> Vec<Request> {
     (0..6).map(of).collect()
 }
 
-/// Answers all requests, and checks that each is answered as alone.
+/// Answers all requests, and checks that each answer is the same as if the request were alone.
 fn serve(engine: &mut Engine) -> Step {
     let requests = requests();
     let (last, reads) = answer_all(engine, &requests);
@@ -79,8 +80,8 @@ fn what_does_not_fit_into_host_memory_is_computed_again() {
     assert_eq!(engine.report().swapped.unwrap().total, 9);
 }
 
-/// Samples end at different times, and the request gives way after the first is over: the others go on as
-/// alone.
+/// Samples end at different times, and the request is preempted after the first sample has ended. The other
+/// samples continue as if the request were alone.
 #[rstest]
 #[case(MOVING_IS_FREE)]
 #[case(COMPUTING_IS_FREE)]
@@ -113,8 +114,8 @@ fn samples_that_are_over_stay_over_when_their_request_gives_way(#[case] costs: P
     assert_nothing_held(&engine);
 }
 
-/// An answer that is given keeps the logits of all its places, whatever is found cached of it when it comes
-/// back.
+/// A forced answer keeps the logits of all its positions, no matter which of its tokens are cached when the
+/// request is admitted again.
 #[test]
 fn a_given_answer_that_gives_way_keeps_all_its_logits() {
     let mut requests = requests();
@@ -136,7 +137,7 @@ fn a_given_answer_that_gives_way_keeps_all_its_logits() {
     }
 }
 
-/// The device may refuse any copy, on the way out and on the way back: the request is computed again.
+/// The device may refuse any copy to or from host memory. In that case, the request is recomputed.
 #[test]
 fn a_refused_copy_costs_time_and_nothing_else() {
     for passing in 0.. {

@@ -1,5 +1,5 @@
-//! Groups of layers: a model with and without windows keeps the blocks of each kind apart, and answers as on
-//! other caches.
+//! Groups of layers: a model with both windowed and full layers keeps their blocks in separate pools, and
+//! gives the same answers as with other caches.
 
 use std::time::Duration;
 
@@ -19,10 +19,11 @@ use crate::crowd::{Read, answer_all, assert_each, assert_same};
 /// The window of the first layer; the second has none.
 const WINDOW: usize = 24;
 const STEP: usize = 16;
-/// The most blocks of a sequence in the group with the window, while a piece of a prompt is computed.
+/// The maximum number of blocks per sequence in the group with the window while a piece of a prompt is
+/// computed.
 const FLAT: usize = (WINDOW + STEP).div_ceil(4) + 1;
 
-/// Returns the tiny Qwen2 with one layer of each kind and a window of 24.
+/// Returns the tiny Qwen2 model with one layer of each kind and a window of 24 tokens.
 fn model() -> Model {
     let config = std::fs::read_to_string(folder("qwen2-layers").join("config.json")).unwrap();
     let config = config.replace("\"sliding_window\": 8", &format!("\"sliding_window\": {WINDOW}"));
@@ -34,13 +35,13 @@ fn config(cache: CacheKind) -> EngineConfig {
     EngineConfig { cache, block_size: 4, scheduling, ..EngineConfig::default() }
 }
 
-/// Returns an engine on a cache of a kind that has room for everything.
+/// Returns an engine with the given kind of cache and room for everything.
 fn roomy(cache: CacheKind) -> Engine {
     Engine::new(model(), CpuBackend::new(), b"t", &config(cache)).unwrap()
 }
 
-/// Returns an engine on a grouped cache with the memory of so many blocks of all layers, divided for requests
-/// of `len` tokens.
+/// Returns an engine with a grouped cache. Its memory is the size of `blocks` blocks of all layers, and is
+/// divided for requests of `len` tokens.
 fn grouped(blocks: usize, len: usize) -> Engine {
     let block_bytes = roomy(CacheKind::Paged).cache().arena().layout().block_bytes();
     let memory = Some(blocks * block_bytes);
@@ -57,7 +58,7 @@ fn request(prompt: usize, answer: usize) -> Request {
     Request { ignore_end: true, keep_logits: true, ..request }
 }
 
-/// Returns the blocks that are held in the groups, that with the window first.
+/// Returns the number of held blocks in each group, starting with the group that has a window.
 fn held(engine: &Engine) -> [usize; 2] {
     let of = |counts: PoolCounts| counts.mutable + counts.shared;
     let groups = engine.report().groups;
@@ -120,7 +121,7 @@ fn a_request_finds_the_prefix_that_every_group_has() {
         assert_eq!(got.cached_tokens, expected.cached_tokens);
         assert_nothing_held(&engine);
     }
-    // Where the group with the window is small, ends of prompts are found, and what comes before them is not.
+    // If the group with the window is small, the ends of prompts are found, but not the tokens before them.
     let mut small = grouped(45, 200);
     let [window, full] = [0, 1].map(|group| small.report().groups[group].blocks.total);
     assert!(window < 24 && full > 50, "{window} and {full} blocks");
@@ -128,7 +129,7 @@ fn a_request_finds_the_prefix_that_every_group_has() {
     assert_eq!([cached(120), cached(120), cached(20)], [0, 116, 0]);
 }
 
-/// Moving is free, or computing is.
+/// Costs with which copying is free, and costs with which computing is free.
 const COSTS: [PreemptionCosts; 2] = [
     PreemptionCosts { token: Duration::from_secs(1), block: Duration::ZERO },
     PreemptionCosts { token: Duration::ZERO, block: Duration::from_secs(1) },
@@ -137,7 +138,7 @@ const COSTS: [PreemptionCosts; 2] = [
 #[rstest]
 fn requests_that_give_way_are_answered_as_alone(
     #[values(0, 1)] costs: usize,
-    // The group without a window is short, or that with the window.
+    // Either the group without a window runs out of blocks, or the group with the window does.
     #[values((60, 70), (116, 256))] (blocks, len): (usize, usize),
 ) {
     let mut requests: Vec<Request> = (0..5).map(|i| request(20 + 9 * i, 60)).collect();
@@ -154,7 +155,7 @@ fn requests_that_give_way_are_answered_as_alone(
     assert_nothing_held(&engine);
 }
 
-/// Returns the samples of a request on a uniform cache.
+/// Returns the samples of a request that is answered alone with a uniform cache.
 fn alone(request: &Request) -> Vec<Generation> {
     answer_all(&mut roomy(CacheKind::Paged), std::slice::from_ref(request)).1[0].samples()
 }
@@ -195,7 +196,7 @@ fn a_grouped_cache_keeps_no_chunks_and_says_so() {
     assert_nothing_held(&engine);
 }
 
-/// The scales of an fp8 cache are those of each group's layers.
+/// In an fp8 cache, each group has the scales of its own layers.
 #[rstest]
 fn every_format_is_stored_as_in_one_arena(
     #[values("bf16", "int8:8", "fp8-e4m3", "fp8-e5m2:head")] format: &str,

@@ -1,4 +1,4 @@
-//! Behaviour of the whole crate: requests from start to end, recomputation, sleep, and what may fail.
+//! Tests of the whole crate: complete requests, recomputation, sleep, and failures.
 #![allow(clippy::unwrap_used, clippy::expect_used, reason = "a test fails by panicking")]
 
 mod asking;

@@ -10,7 +10,7 @@ use crate::asking::{ask, by, engine_with, spoil, with};
 use crate::blending::Spy;
 use crate::common::{Golden, distance, for_every};
 
-/// Returns the scores of a question that finds all chunks, after something was done to them.
+/// Returns the scores of a question whose chunks are all hits, after they were changed.
 fn scores(
     name: &str,
     cell: ReuseCell,
@@ -64,7 +64,7 @@ for_every! {
 
 #[rstest]
 fn equal_keys_are_attended_to_equally(#[values("llama", "qwen3", "deepseek-v3")] name: &str) {
-    // Of zeros as keys, no token has more of the question's attention than another.
+    // If all keys are zero, every token gets the same attention from the question.
     let last = engine_with(name, "f32".parse().unwrap(), KeyForm::Rotated).model().config().num_layers() - 1;
     let strategy = format!("question:0.4@{last}");
     let spoilt = |engine: &kvengine::Engine| spoil(engine, last..last + 1, [true, true]);
@@ -81,7 +81,7 @@ fn equal_keys_are_attended_to_equally(#[values("llama", "qwen3", "deepseek-v3")]
     }
 }
 
-/// A strategy that has the deviations of a blend taken and chooses the given tokens.
+/// A strategy that requests a blend's deviations and chooses the given tokens.
 #[derive(Debug)]
 struct Told(Evidence, Vec<Vec<u32>>);
 
@@ -115,7 +115,7 @@ fn a_joint_choice_knows_what_the_question_and_a_blend_know(
         assert!(distance(&both, &alone) < 1e-4, "{name} {cell:?}");
     }
     assert_eq!(by_both.recomputed_tokens, by_question.recomputed_tokens);
-    // The first pass of the question leaves no trace in what the second computes.
+    // The question's first pass does not affect the results of its second pass.
     let evidence = RecomputeStrategy::evidence(&"blend:0.4@1".parse::<kvchunk::Recompute>().unwrap());
     let told = Arc::new(Told(evidence, joint.chosen()));
     let expected = ask(&mut engine, &golden.prompt, by(&told, cell));

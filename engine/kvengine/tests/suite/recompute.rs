@@ -1,4 +1,5 @@
-//! Recompute strategies: their endpoints are known, and shared blocks are never written.
+//! Recompute strategies: recomputing nothing or everything has a known result, and shared blocks are never
+//! written.
 
 use kvbackend_cpu::CpuBackend;
 use kvchunk::{ChunkCacheConfig, PositionStrategy, ReuseCell, Tenant};
@@ -8,8 +9,8 @@ use kvengine::{Engine, EngineConfig, PromptTokens, Request};
 use crate::asking::{ask, engine, engine_with, last, with};
 use crate::common::{Golden, OWN_ERRORS, distance, errors_of, for_every, full_of, golden_name, load_model};
 
-/// Checks that a strategy that recomputes everything gives the logits of full attention, if nothing is cached
-/// and if everything is.
+/// Checks that a strategy that recomputes everything gives the logits of full attention, whether nothing or
+/// everything is cached.
 pub(crate) fn assert_everything_is_recomputed(
     (name, format, keys): (&str, &str, KeyForm),
     strategy: &str,
@@ -31,7 +32,7 @@ pub(crate) fn assert_everything_is_recomputed(
     engine
 }
 
-/// Returns the name of the golden errors of a cache.
+/// Returns the name under which the golden errors of a cache are stored.
 fn cache_of(format: &str, keys: KeyForm) -> String {
     format!("{format}{}", if keys == KeyForm::Unrotated { "_unrotated" } else { "" })
 }
@@ -39,7 +40,7 @@ fn cache_of(format: &str, keys: KeyForm) -> String {
 for_every! {
     fn rule_4_recomputing_everything_equals_full_attention(
         name: every model,
-        // The last strategy takes all tokens through a checkpoint in the middle of the model.
+        // The last strategy passes all tokens through a checkpoint in the middle of the model.
         #[values("link:100", "blend:1", "full", "blend:0.999@1:both")] strategy: &str,
         #[values("f32", "f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
         cell: sequential cell
@@ -60,16 +61,16 @@ fn pairs<'a>(strategies: &'a [&'a str]) -> impl Iterator<Item = (&'a str, ReuseC
 struct Alike<'a> {
     strategies: &'a [&'a str],
     like: &'a str,
-    /// The largest difference between their results in f32.
+    /// The maximum difference between the strategies' results in f32.
     limit: f32,
-    /// The name of the golden that they all equal in a cell, and the name of the one with the errors of
-    /// transformers in other formats.
+    /// The name of the golden that all strategies match in a cell, and the name of the golden with the errors
+    /// of transformers in other formats.
     golden: fn(ReuseCell) -> (String, String),
 }
 
 impl Alike<'_> {
-    /// Checks that they agree to `limit` in f32. In other formats each must be as close to f32 as
-    /// transformers, which rounds the same numbers, cell by cell.
+    /// Checks that the strategies agree within `limit` in f32. In other formats, each strategy must be as
+    /// close to f32 as transformers, which rounds the same numbers, in every cell.
     fn check(&self, name: &str, format: &str, keys: KeyForm) -> Engine {
         let golden = Golden::load(name);
         let mut engine = engine_with(name, format.parse().unwrap(), keys);
@@ -104,7 +105,7 @@ impl Alike<'_> {
     }
 }
 
-/// Checks that strategies that recompute nothing give the logits of each cell.
+/// Checks that strategies that recompute nothing give the expected logits of each cell.
 pub(crate) fn assert_nothing_is_recomputed(name: &str, format: &str, keys: KeyForm) {
     let nothing = ["link:0", "blend:0", "random:0", "none"];
     let golden = |cell| (golden_name(cell).to_owned(), errors_of(cell).to_owned());

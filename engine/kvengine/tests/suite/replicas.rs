@@ -1,4 +1,4 @@
-//! Engines of one model that pull chunks from each other.
+//! Engines with the same model pull chunks from each other.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use kvengine::Engine;
 use crate::asking::{ask_three, engine};
 use crate::common::{Golden, distance, for_every};
 
-/// Creates two such engines.
+/// Creates two engines that pull chunks from each other.
 fn engines(name: &str) -> [Engine; 2] {
     let mut replicas = LocalReplica::group(2).into_iter();
     [(); 2].map(|()| {

@@ -1,4 +1,4 @@
-//! Blocks that stay cached when blocks are short: by policy, by priority and by time.
+//! Checks which blocks stay cached when blocks run out: by policy, by priority and by time.
 
 use std::time::Duration;
 

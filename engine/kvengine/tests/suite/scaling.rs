@@ -1,4 +1,4 @@
-//! Temperature and scale of the context, against transformers with the formula written out
+//! Compares the temperature and scale of the context with transformers, using the formula in
 //! (`proof/goldens/models/scaled_attention.py`).
 
 use kvchunk::{ContextScaling, ReuseCell};
@@ -21,7 +21,7 @@ for_every! {
         let expected = golden.logits(&format!("scaled.{}", golden_name(cell)));
         let mut engine = engine(name, "f32".parse().unwrap());
         let vocabulary = engine.model().config().vocab_size;
-        // Nothing is cached in the first round, everything in the second.
+        // In the first round nothing is cached, and in the second round everything is.
         for round in 0..2 {
             let got = ask(&mut engine, &golden.prompt, |request| {
                 (request.cell, request.scaling) = (cell, ContextScaling { temperature, scale });
@@ -30,7 +30,7 @@ for_every! {
             let gap = distance(&got.logits[0], last(&expected, vocabulary));
             assert!(gap < 1e-4, "round {round}: {gap}");
         }
-        // Each of the two numbers matters.
+        // Each of the two parameters affects the result.
         for other in [(1.0, 1.0), (temperature, 1.0), (1.0, scale)] {
             let got = ask(&mut engine, &golden.prompt, |request| {
                 let (temperature, scale) = other;

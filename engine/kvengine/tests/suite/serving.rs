@@ -1,5 +1,5 @@
-//! Many requests at once: each is answered as if it were alone, whatever the others do, and nothing stays
-//! held.
+//! Many requests at once: each is answered as if it were alone, no matter what the other requests do, and
+//! nothing stays held.
 
 use std::time::Duration;
 
@@ -46,7 +46,7 @@ fn requests_at_once_answer_as_each_alone_in_a_tenth_of_their_memory(#[case] sche
     let serve = || {
         let mut engine = engine(blocks / 10, scheduling);
         let (mut answers, mut reads) = submit_all(&mut engine, &requests);
-        // Some of all kinds are cancelled in the middle.
+        // Some requests of each kind are cancelled midway.
         for step in 0..CANCELLED {
             assert!(engine.step().unwrap().tokens <= scheduling.step_tokens);
             engine.check_invariants().unwrap();
@@ -102,8 +102,8 @@ fn a_request_larger_than_the_pool_is_refused_and_one_that_outgrows_the_pool_ends
     assert_nothing_held(&engine);
 }
 
-/// The one that gives way has outgrown the pool by the time it comes back, as computed again and from host
-/// memory.
+/// The preempted request has outgrown the pool by the time it is admitted again, both when it is recomputed
+/// and when it is restored from host memory.
 #[rstest]
 fn a_request_that_gave_way_and_never_fits_again_ends_and_others_go_on(
     #[values(0, 1 << 20)] swap_memory: usize,
@@ -115,7 +115,7 @@ fn a_request_that_gave_way_and_never_fits_again_ends_and_others_go_on(
         let request = Request::new(PromptTokens::Plain((0..len).map(|i| 3 + (first + i) % 40).collect()));
         Request { max_new_tokens, priority, ignore_end: true, ..request }
     };
-    // Each alone would fit but the first, whose answer is longer than the pool.
+    // Each request would fit alone, except the first request, whose answer is longer than the pool.
     let requests = [plain(1, 14, 4 * blocks, 0), plain(9, 14, 16, 1), plain(5, 6, 3, 0)];
     let (last, mut reads) = answer_all(&mut engine, &requests);
     assert!(last.preemptions > 0, "{last:?}");
@@ -133,7 +133,7 @@ fn a_client_that_stops_reading_delays_no_other_request() {
     let mut engine = engine(64, Scheduling::default());
     let requests = mixed(12, 7);
     let (mut answers, mut reads) = submit_all(&mut engine, &requests);
-    // Nobody reads the first one until everything is answered.
+    // The first answer is not read until all requests are answered.
     run(&mut engine, &mut answers[1..], &mut reads[1..]);
     assert_nothing_held(&engine);
     assert!(!answers[0].is_over(), "what came is kept");
@@ -144,7 +144,8 @@ fn a_client_that_stops_reading_delays_no_other_request() {
 
 #[test]
 fn a_hundred_cancelled_in_the_middle_of_their_prompts_hold_nothing() {
-    // Each comes as the first in the order of service and is in the middle of its prompt when it is dropped.
+    // Each request is first in the order of service when it is submitted, and is in the middle of its prompt
+    // when its answer is dropped.
     let mut engine = engine(400, Scheduling { step_tokens: 5, ..Scheduling::default() });
     let long = mixed(400, 3).into_iter().filter(|request| request.prompt.len() > 12).take(100);
     let mut in_the_middle = 0;
@@ -152,7 +153,7 @@ fn a_hundred_cancelled_in_the_middle_of_their_prompts_hold_nothing() {
         let answer = engine.submit(Request { priority: i as i32 + 2, ..request }).unwrap();
         let step = engine.step().unwrap();
         in_the_middle += usize::from(step.running == 1 && step.tokens > 0);
-        // Whoever drops an answer wants no more of it.
+        // Dropping an answer cancels its request.
         drop(answer);
         engine.check_invariants().unwrap();
     }
@@ -168,7 +169,7 @@ fn no_step_computes_more_than_its_tokens() {
     for step_tokens in [9, 40] {
         let mut engine = engine(4096, Scheduling { step_tokens, ..Scheduling::default() });
         let mut requests = mixed(40, 11);
-        // As many answers as a step has tokens may go on by one token each.
+        // Every answer gets one token per step, so there must not be more answers than tokens in a step.
         requests.retain(|request| request.samples == 1);
         for request in &mut requests {
             request.lookup = 4000;
@@ -316,7 +317,7 @@ fn log_probabilities_are_of_the_models_own_distribution_sampled_or_given() {
     assert_nothing_held(&engine);
 }
 
-/// Short and long requests of a model whose frequencies change with the length: two passes in one step.
+/// Short and long requests to a model whose frequencies change with the length need two passes in one step.
 #[test]
 fn requests_of_two_regimes_in_one_step_answer_as_each_alone() {
     let make = || {

@@ -1,4 +1,4 @@
-//! One cache for two models, and hashes that collide: an answer never uses another model's KV.
+//! One cache for two models, and colliding hashes: an answer never uses another model's KV.
 
 use crate::asking::{ask_three, engine_of, hits};
 use crate::common::{Golden, Lab, Setup, distance, for_every, golden_name, model};
@@ -25,7 +25,7 @@ for_every! {
         cell: every cell,
     ) {
         let prompt = Golden::load("llama").prompt;
-        // Each prompt is missed and then hit, in the model's own caches.
+        // Each prompt is first a miss and then a hit, in the model's own caches.
         let alone = [first, second].map(|(config, weights)| {
             let mut engine = engine(model(config, weights));
             [(); 2].map(|()| ask_three(&mut engine, &prompt, cell).logits)
@@ -44,7 +44,7 @@ for_every! {
         }
         let counted = engines.each_ref().map(|engine| engine.report().chunk_cache.unwrap().cached_chunks);
         assert_eq!(counted, [6, 6], "one index has the chunks of both");
-        // Both engines run at once, with chunks that come and go.
+        // Both engines run at the same time, while chunks are added and removed.
         std::thread::scope(|scope| {
             for (engine, alone) in engines.iter_mut().zip(&alone) {
                 let prompt = &prompt;
@@ -82,9 +82,9 @@ fn a_model_of_other_extents_or_a_static_cache_is_not_shared() {
 }
 
 for_every! {
-    /// Stores other contents under the very keys that the assembler asks for. If the hash resists collisions,
-    /// these are other tokens, which only a fault can cause. If not, these are the same tokens of another model
-    /// or after another system prompt, which anybody can cause.
+    /// Stores other contents under the same keys that the assembler looks up. If the hash resists collisions,
+    /// the contents have other tokens, which only a fault can cause. Otherwise they have the same tokens but
+    /// belong to another model or another system prompt, which anyone can cause.
     fn rule_8_a_collision_is_recomputed_through_the_assembler(
         #[values(HashAlgorithm::Blake3, HashAlgorithm::Sha256, HashAlgorithm::Xxh3)] hash: HashAlgorithm,
         cell: every cell,
@@ -112,7 +112,7 @@ for_every! {
             } else {
                 (hasher(KeyScope::new("mallory", b"").root(), prompt.system()), tokens.clone())
             };
-            // A chunk that saw no system prompt is equal after any.
+            // A chunk that did not see the system prompt is the same with every system prompt.
             if asked == other.pieces(&tokens, 4096).next().unwrap().hash() {
                 continue;
             }

@@ -60,7 +60,7 @@ fn an_engine_sleeps_and_wakes_and_its_chunks_are_hits_with_the_same_logits(
     assert!(engine.wake_up(&PoolTag::ALL).unwrap());
     assert!(!engine.wake_up(&PoolTag::ALL).unwrap(), "it is awake");
     assert_eq!(addresses(&engine), at);
-    // The system prompt is recomputed, in a batch of another shape.
+    // The system prompt is recomputed, in a batch with a different shape.
     let after = ask(&mut engine, &golden);
     assert_eq!((hits(&before), hits(&after)), (3, 3));
     assert!(after.cached_tokens < before.cached_tokens, "the system prompt was forgotten");
@@ -68,7 +68,7 @@ fn an_engine_sleeps_and_wakes_and_its_chunks_are_hits_with_the_same_logits(
     if format == "f32" {
         assert!(distance(&before.logits.concat(), &after.logits.concat()) < 1e-4);
     }
-    // If only the chunks sleep, nothing is recomputed, and the bits are equal.
+    // If only the chunks sleep, nothing is recomputed, and all bits are equal.
     let before = ask(&mut engine, &golden);
     engine.sleep(&[PoolTag::ChunkCache]).unwrap();
     engine.wake_up(&[PoolTag::ChunkCache]).unwrap();
@@ -91,7 +91,7 @@ fn one_pool_sleeps_alone_and_requests_go_without_its_chunks() {
     assert_eq!((hits(&meanwhile), meanwhile.tokens), (0, before.tokens.clone()));
     assert!(engine.wake_up(&[PoolTag::ChunkCache]).unwrap());
     assert_eq!(hits(&ask(&mut engine, &golden)), 3);
-    // If only the other pool sleeps, chunks stay as they are.
+    // If only the other pool sleeps, chunks are unchanged.
     let slept = engine.sleep(&[PoolTag::KvCache]).unwrap();
     assert!(slept.saved_bytes == 0 && slept.released_bytes > 0);
     assert!(engine.wake_up(&PoolTag::ALL).unwrap());

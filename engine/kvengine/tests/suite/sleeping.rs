@@ -1,5 +1,5 @@
-//! Chunks of an engine asleep, one by one or in whole pools. Hits wake them, exactly if the form of sleep is
-//! exact.
+//! An engine's chunks sleep one by one or as whole pools. Hits wake them, with unchanged contents if the form
+//! of sleep is exact.
 
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvchunk::{ColdRule, ReuseCell, SleepForm, Tenant};
@@ -28,7 +28,8 @@ fn chunk_blocks(report: &CacheReport) -> PoolCounts {
     report.chunks.unwrap()
 }
 
-/// Returns the logits of a prompt whose chunks hit, and of one whose chunks hit after they slept.
+/// Returns the answer to a prompt whose chunks are hits, the answer to the same prompt after the chunks have
+/// slept, and the engine that gave the second answer.
 fn awake_and_woken(
     name: &str,
     execution: Execution,
@@ -52,7 +53,7 @@ fn awake_and_woken(
     let (usage, block) = (asleep.chunk_sleep.unwrap(), engine.cache().arena().layout().block_bytes());
     assert_eq!((usage.pieces, usage.device_bytes), (3, chunk_blocks(&before).cached * block));
     assert_eq!(chunk_blocks(&asleep).free, chunk_blocks(&asleep).total, "their blocks are free");
-    // If a hit did not wake the chunks, their new computation would find other contents there.
+    // Overwrite the freed blocks, so that chunks that are not really woken have other contents.
     let other = (0..20).map(|i| i * 3 % 48).collect::<Vec<u32>>();
     let parts = kvchunk::ChunkedPrompt::new(vec![1], vec![other], vec![2]).unwrap();
     engine.generate(&Request::new(PromptTokens::Chunked(parts)), &mut ()).unwrap();
@@ -93,7 +94,7 @@ fn quantised_sleep_marks_its_hits_as_approximate(
     assert_eq!(engine.report().chunk_cache.unwrap().approximate_hits, 3);
     let gap = distance(&awake.logits[0], &woken.logits[0]);
     assert!(gap > 1e-4 && gap.is_finite(), "{gap}");
-    // Recomputed, without the stored chunks, the answer is exact.
+    // If everything is recomputed without the stored chunks, the answer is exact.
     engine.chunks().unwrap().clear();
     let anew = ask_three(&mut engine, &Golden::load(name).prompt, cell);
     assert!(

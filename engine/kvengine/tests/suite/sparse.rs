@@ -1,5 +1,4 @@
-//! Page-sparse decode: the blocks that it leaves out do not depend on the positions of keys or on other
-//! requests.
+//! Page-sparse decoding: the omitted blocks do not depend on the positions of keys or on other requests.
 
 use std::path::Path;
 
@@ -24,7 +23,7 @@ fn long(len: u32, seed: u32, sparse: Option<SparseDecode>) -> Request {
     Request { sparse, ..request }
 }
 
-/// Returns the largest difference of the logits of two answers, token by token up to the first that differs.
+/// Returns the largest difference between the logits of two answers, up to the first token that differs.
 fn apart(a: &Generation, b: &Generation) -> f32 {
     let same = a.tokens.iter().zip(&b.tokens).take_while(|(a, b)| a == b).count();
     let rows = a.logits.iter().zip(&b.logits).take(same + 1);
@@ -44,8 +43,8 @@ fn enough_blocks_change_nothing_and_few_blocks_change_only_later_tokens() {
 }
 
 for_every! {
-    /// Bounds are taken of keys at their positions in use: the same blocks are chosen at every position of the
-    /// documents and in every form of stored keys.
+    /// Bounds are computed from keys at the positions where they are used, so the same blocks are chosen at
+    /// every position of the documents and in every form of stored keys.
     fn keys_are_bounded_at_their_place(#[values("llama", "deepseek-v3")] name: &str, cell: moving cell) {
         let golden = Golden::load(name).prompt;
         let chunks = golden.chunks().iter().map(|chunk| chunk.iter().copied().cycle().take(19).collect());
@@ -96,7 +95,7 @@ fn a_setting_without_a_choice_is_refused() {
     assert_nothing_held(&engine);
 }
 
-/// The built-in model finds facts of six documents, of whose blocks a token sees a quarter.
+/// The built-in model finds facts in six documents, although a token sees only a quarter of their blocks.
 #[test]
 fn facts_are_found_in_a_quarter_of_a_context() {
     let (mut engine, codec) = tiny_rag(&EngineConfig { block_size: 4, ..EngineConfig::default() });
@@ -121,8 +120,8 @@ fn facts_are_found_in_a_quarter_of_a_context() {
     assert!(right[1] * 20 >= right[0] * 19, "{right:?} of {}: a twentieth may be lost", facts.len());
 }
 
-/// Returns the answer to a question whose last token, the mark, is one of the answer: the decode step after
-/// it looks for the fact.
+/// Returns the answer to a question. The question mark is forced as the first token of the answer, so that a
+/// decode step looks for the fact.
 fn asked(
     engine: &mut Engine,
     codec: &TextCodec,

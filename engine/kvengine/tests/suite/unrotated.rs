@@ -1,4 +1,4 @@
-//! The second form of storage: keys as the model made them, rotated when they are read.
+//! Keys that are stored unrotated and rotated when they are read.
 
 use crate::common::{Golden, Lab, OWN_ERRORS, Setup, cell_name, distance, for_every, golden_name, reordered};
 use crate::recompute::{assert_everything_is_recomputed, assert_nothing_is_recomputed};
@@ -27,7 +27,8 @@ for_every! {
         lab.assert_nothing_held();
     }
 
-    /// Checks the errors as in the matrix of rotated keys. The reference rounds keys before it rotates them.
+    /// Checks the errors like the test matrix for rotated keys. The reference rounds keys before it rotates
+    /// them.
     fn no_format_adds_an_error_by_reuse(
         name: every model,
         #[values("f16", "bf16", "int8:4", "int4:4", "fp8-e4m3", "fp8-e5m2")] format: &str,
@@ -45,8 +46,8 @@ for_every! {
         assert!(gap <= OWN_ERRORS * own, "{gap} against {own}");
     }
 
-    /// Checks that recomputed keys are stored unrotated like the others, and that a checkpoint compares like with
-    /// like.
+    /// Checks that recomputed keys are also stored unrotated, and that a checkpoint compares keys in the same
+    /// form.
     fn rule_4_recomputing_everything_equals_full_attention(
         name: every model,
         #[values("link:100", "blend:1", "full", "blend:0.999@1:keys")] strategy: &str,
@@ -64,7 +65,7 @@ for_every! {
     }
 }
 
-/// Checks the first layer, where a key depends on its token alone, so that chunks and ordinary prefills store
+/// Checks the first layer, where a key depends only on its token, so that chunks and ordinary prefills store
 /// equal keys.
 #[test]
 fn the_same_token_is_the_same_key_wherever_it_stands() {
@@ -72,7 +73,7 @@ fn the_same_token_is_the_same_key_wherever_it_stands() {
         let (golden, mut lab) = Lab::golden("llama", Setup { keys, ..Setup::default() });
         let run = lab.run(&golden.prompt, ReuseCell::OVERLAPPED_ALONE, true);
         let as_chunk = lab.bytes(&run.held.holds()[1].block_ids()[..1]);
-        // This is the same prompt as an ordinary one. Its tokens 12 to 15 are the second chunk.
+        // Compute the same prompt as an ordinary prompt. Its tokens 12 to 15 are the second chunk.
         let tokens = golden.prompt.flatten();
         assert_eq!(tokens[12..16], golden.prompt.chunks()[1]);
         let (id, longest) = (lab.main.create(SequenceStart::default()).unwrap(), tokens.len());

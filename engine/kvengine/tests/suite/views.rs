@@ -1,5 +1,5 @@
-//! Dense steps whose activations are views in the memory of the backend, as on a device: plain loops over the
-//! public traits. What attention reads are the activations themselves, and nothing is copied at the border.
+//! Dense steps whose activations are views of backend memory, as on a device, written as plain loops over the
+//! public traits. Attention reads the activations themselves, and nothing is copied at the border.
 
 use std::any::Any;
 use std::ops::Range;
@@ -24,7 +24,7 @@ struct Views {
     stream: Arc<dyn Stream>,
 }
 
-/// Numbers in f32, as they are stored.
+/// Weights in f32, in their stored layout.
 #[derive(Debug)]
 struct Numbers {
     values: Arc<Vec<f32>>,
@@ -57,7 +57,7 @@ impl Views {
     }
 
     fn allocate(&self, dtype: DType, shape: &[usize]) -> Result<TensorView> {
-        // No memory is empty, but there may be no row.
+        // Memory cannot be empty, but there may be no rows.
         let some: Vec<usize> = shape.iter().map(|&n| n.max(1)).collect();
         let view = allocate_tensor(self.backend.as_ref(), MemoryKind::Device, dtype, &some)?;
         Ok(view.slice(0, 0, shape[0])?)
@@ -245,7 +245,7 @@ fn on_views(name: &str, backend: &Arc<CpuBackend>) -> Model {
     Model::with_dense(config(name), weights(name), WeightFormat::Stored, steps).unwrap()
 }
 
-/// Returns two answers to a request of a new engine.
+/// Returns a new engine's answers to the same request, asked twice.
 pub(crate) fn answer(
     model: Model,
     backend: Arc<dyn Backend>,
@@ -293,7 +293,7 @@ fn steps_in_the_memory_of_the_backend_answer_as_those_on_the_host(
     assert!(got[1].cached_tokens > 0, "chunks are hits");
 }
 
-/// Returns the elements that [`Views`] counts twice.
+/// Returns the number of elements that [`Views`] counts twice.
 fn tied(host: &Model) -> usize {
     let c = host.config();
     if c.tied_head { c.vocab_size * c.hidden_size } else { 0 }

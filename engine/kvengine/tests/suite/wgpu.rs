@@ -1,4 +1,4 @@
-//! Many requests at once with their caches on a GPU.
+//! Many requests at once, with their caches on a GPU.
 
 use kvbackend_wgpu::WgpuBackend;
 use kvengine::Scheduling;

@@ -13,7 +13,7 @@ use crate::crowd::{Read, answer_all, assert_same};
 /// The window of every layer.
 const WINDOW: usize = 24;
 
-/// Returns the tiny Mistral with a window of 24, or a wider one.
+/// Returns the tiny Mistral model with the given window.
 fn model(window: usize) -> Model {
     let config = std::fs::read_to_string(folder("mistral").join("config.json")).unwrap();
     let config = config.replace("\"sliding_window\": 8", &format!("\"sliding_window\": {window}"));
@@ -32,7 +32,7 @@ fn engine(blocks: usize) -> Engine {
     Engine::new(model(WINDOW), CpuBackend::new(), b"t", &config).unwrap()
 }
 
-/// Returns the answer of an engine whose cache lets nothing go.
+/// Returns the answer of an engine whose cache never frees tokens.
 fn expected(request: &Request) -> kvengine::Generation {
     let config = EngineConfig { cache: CacheKind::Static, ..EngineConfig::default() };
     let mut engine = Engine::new(model(WINDOW), CpuBackend::new(), b"t", &config).unwrap();
@@ -45,8 +45,8 @@ fn request(prompt: usize, lookup: usize) -> Request {
     Request { ignore_end: true, keep_logits: true, ..request }
 }
 
-/// A window of 24 tokens, a piece of 16 and a block that begins: eleven blocks, however long prompt and
-/// answer are.
+/// A window of 24 tokens, a piece of 16 tokens and one started block need eleven blocks, no matter how long
+/// the prompt and the answer are.
 #[rstest]
 #[case::long_answer(10, 0)]
 #[case::long_prompt(70, 0)]
@@ -67,7 +67,8 @@ fn memory_stays_flat_under_a_window(#[case] prompt: usize, #[case] lookup: usize
     assert_same(&read.samples()[0], &expected(&request), "with blocks before the window freed");
 }
 
-/// A prompt and an answer that are four times as long as the pool fit, since they are never held as a whole.
+/// A prompt and an answer that are four times as long as the pool fit, because they are never held as a
+/// whole.
 #[test]
 fn a_request_may_be_longer_than_the_pool() {
     let mut engine = engine(16);
