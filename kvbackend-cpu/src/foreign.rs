@@ -11,7 +11,7 @@ use kvcore::{DType, Error, KvArena, KvFormat, LayerRopes, Result, SlotMapping, S
 
 use crate::CpuBackend;
 
-/// The order of one head's elements in one block of another engine.
+/// The order of one head's elements within a block of another engine's cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ForeignOrder {
     /// `[block_size, dim]`: rows, at a given distance from each other.
@@ -208,7 +208,8 @@ impl ForeignCache {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the arena's rows, number of layers or number of slots differ,
+    /// Returns [`Error::Mismatch`] if the arena's format, extents or number of layers differ from this
+    /// cache's, if `ropes` has a different number of layers, or if the slot lists of a load differ in length,
     /// [`Error::OutOfRange`] for a slot that does not exist, [`Error::Twice`] for a slot that is written
     /// twice, the errors of [`Rope::table`](kvcore::Rope::table) for a distance past the model's positions,
     /// and [`Error::ForeignHandle`] for memory of another backend.

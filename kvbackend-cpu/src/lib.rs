@@ -3,7 +3,7 @@
 //! The reference kernels state the contract of [`kvcore::device::operation`] as plain loops, in f32
 //! arithmetic for every element type. They are the oracle for every fast kernel, on the CPU and on other
 //! devices. [`CpuOptions`] chooses between reference and fast kernels, and sets the instruction set and the
-//! threads of the fast ones.
+//! threads of the fast kernels.
 //!
 //! - `backend`, `options`, `stream`: the backend, its settings, and its work queues
 //! - `memory`: owned, lent and reserved bytes, and their range locks
@@ -15,7 +15,7 @@
 //! - `element`, `plane`, `movement`: element types, and cache rows in any format
 //! - `foreign`: copies to and from other engines' caches
 //! - `communicator`: ranks that are threads of the process
-//! - `workers`, `load`: threads, and a check for cores that other programs keep busy
+//! - `workers`, `load`: threads, and an estimate of how busy other programs keep the cores
 //! - `raw`, `writes`: bytes shared by threads, and the storages that an operation writes to
 //!
 //! All `unsafe` code is in `memory`, `raw`, `workers`, `load`, `simd`, `fast` and `dense`.

@@ -10,7 +10,7 @@ pub enum Execution {
     Immediate,
     /// Work runs when a read, a synchronisation or an event waits for it.
     ///
-    /// Like on a GPU, a program that forgets to wait does not see the results. Meant for tests.
+    /// As on a GPU, a program that forgets to wait does not see the results. Meant for tests.
     Deferred,
 }
 

@@ -20,17 +20,17 @@ pub(crate) struct RowAt {
 }
 
 impl RowAt {
-    /// Returns the row of head 0 of the token at `slot`.
+    /// Returns the row of head 0 for the token at `slot`.
     pub(crate) fn slot(layer: usize, slot: usize, block_size: usize) -> Self {
         Self { layer, block: slot / block_size, token: slot % block_size, head: 0 }
     }
 
-    /// Returns the row at the same layer, token and head of another block.
+    /// Returns the row with the same layer, token and head in another block.
     pub(crate) fn block(self, block: BlockId) -> Self {
         Self { block: block.index(), ..self }
     }
 
-    /// Returns another head's row of the same token.
+    /// Returns the row of another head for the same token.
     pub(crate) fn head(self, head: usize) -> Self {
         Self { head, ..self }
     }

@@ -40,8 +40,9 @@ struct SharedQueue {
     done: Condvar,
     /// Index of the next part to run.
     next: AtomicUsize,
-    /// Copies of `number` and `inside` in `state`, for threads that poll without the lock.
+    /// A copy of `number` in `state`, for threads that poll without the lock.
     posted: AtomicU64,
+    /// A copy of `inside` in `state`, for a caller that polls without the lock.
     inside: AtomicUsize,
     /// Total number of times that threads were preempted while they worked on jobs.
     preempted: AtomicU64,

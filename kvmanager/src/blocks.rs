@@ -1,4 +1,4 @@
-//! Blocks by ID, for engines that keep their own block lists.
+//! A manager of blocks with IDs, for engines that keep their own block lists.
 
 use kvcore::{
     Backend, BlockId, BlockPool, KvArena, KvLayout, KvShape, LayerViews, MemoryKind, MutableBlocks,
@@ -14,9 +14,9 @@ use crate::{Error, Result};
 /// A manager for the blocks of one device, which are allocated and freed by ID, written one at a time, and
 /// read as lists.
 ///
-/// The typed guards of [`BlockPool`] make wrong frees impossible; here, they are run-time errors. A block ID
-/// is valid in all layers. Copies of rows run in the order of the caller's streams: a read sees rows that
-/// were written earlier on its stream, or on a stream that its stream waits for.
+/// The typed guards of [`BlockPool`] make incorrect frees impossible, but this manager can only report them
+/// as errors. A block ID is valid in all layers. Copies of rows run in the order of the caller's streams: a
+/// read sees rows that were written earlier on its stream, or on a stream that its stream waits for.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -56,7 +56,7 @@ impl BlockManager {
         Ok(Self { backend, arena, pool: BlockPool::new(0..blocks)?, held: BTreeMap::new() })
     }
 
-    /// Allocates `n` blocks. If there are not enough, allocates none.
+    /// Allocates `n` blocks, and returns their IDs. Allocates none if there are fewer than `n` free blocks.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfBlocks`] if there are fewer than `n` free blocks.

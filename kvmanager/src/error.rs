@@ -61,7 +61,7 @@ pub enum Error {
     Core(#[from] kvcore::Error),
 }
 
-/// A result of this crate.
+/// A result with this crate's error type.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// Creates the error for a value that is not below `limit`.

@@ -11,8 +11,8 @@
 //! In the Python module `kvcache`, these managers have the names that the project's first documents use:
 //! `BlockManager`, `PagedKVCache`, `KvStorageManager` and `KVCache`.
 //!
-//! The types of `kvcore`'s guards rule out wrong frees, writes to shared blocks, and leaks. The managers hold
-//! these guards internally, and report such mistakes as errors ([`Error::NotAllocated`],
+//! The types of `kvcore`'s guards rule out incorrect frees, writes to shared blocks, and leaks. The managers
+//! hold these guards internally, and report such mistakes as errors ([`Error::NotAllocated`],
 //! [`Error::UnknownRequest`]). Build a new engine on the guards, and use a manager for an engine whose
 //! scheduler already has IDs.
 //!

@@ -41,17 +41,17 @@ pub struct PoolMetrics {
     pub reservations: u64,
     /// Number of reservations that failed for lack of blocks.
     pub refused: u64,
-    /// Number of requests released.
+    /// Number of released requests.
     pub releases: u64,
-    /// Number of blocks reserved.
+    /// Number of blocks that were reserved.
     pub reserved_blocks: u64,
-    /// Number of blocks freed by releases.
+    /// Number of blocks that were freed by releases.
     pub released_blocks: u64,
-    /// Number of blocks handed over to callers, which can share them.
+    /// Number of blocks that callers took over to share them.
     pub taken_blocks: u64,
     /// Number of cached blocks that were evicted.
     pub evictions: u64,
-    /// Number of hits and misses when block keys were looked up.
+    /// Numbers of hits and misses of block key lookups.
     pub lookups: Lookups,
     /// Latencies of successful reservations, including the time spent waiting for locks. Empty if they were
     /// not measured.

@@ -141,7 +141,8 @@ impl StorageManager {
         &self.pool
     }
 
-    /// Returns a snapshot of all metrics. Latencies of calls that end while it is taken may be missing.
+    /// Returns a snapshot of all metrics. The latencies of calls that end while the snapshot is taken may be
+    /// missing.
     pub fn metrics(&self) -> PoolMetrics {
         let requests = self.requests.lock();
         let counted = requests.counted;

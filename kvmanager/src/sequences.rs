@@ -137,7 +137,7 @@ impl PagedSequences {
         self.write(stream, number, layer, k, v, start)
     }
 
-    /// Replaces all tokens of one layer starting at token `start` with new rows. Returns copies of all rows
+    /// Replaces all tokens of one layer, starting at token `start`, with new rows. Returns copies of all rows
     /// of the layer, as `([len, k_heads, k_dim], [len, v_heads, v_dim])`. Blocks past the end of the longest
     /// layer are freed.
     ///

@@ -4,7 +4,7 @@ use std::fmt;
 
 use kvcore::{DType, ReduceOp, TensorView};
 
-/// The element type and element count of a view to send. Ranks may pass different shapes.
+/// The element type and element count of a view to send. Shapes may differ between ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Payload {
     dtype: DType,
@@ -31,7 +31,7 @@ pub(super) enum CollectiveCall {
         op: ReduceOp,
         tensor: Payload,
     },
-    /// An exchange. Its messages are compared one by one.
+    /// An exchange, whose messages are compared one by one.
     Exchange,
     Send {
         to: usize,

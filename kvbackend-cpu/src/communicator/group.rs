@@ -20,7 +20,7 @@ pub(super) struct SentBytes {
     pub(super) bytes: Vec<u8>,
 }
 
-/// The state that a group's ranks share. A rank can make only one call at a time.
+/// A group of ranks. Each rank can make only one call at a time.
 #[derive(Debug)]
 pub(super) struct ThreadGroup {
     ranks: usize,
@@ -111,8 +111,8 @@ impl ThreadGroup {
 
     // Decision: docs/decisions/device.md#a-threads-send-waits-for-the-receive
     /// Posts `sends`, each with the receiving rank, and receives the `expected` messages, each with the
-    /// sending rank. Waits until all messages in both lists have been received, and returns the bytes of the
-    /// expected ones in the order of that list.
+    /// sending rank. Waits until all messages in both lists have been received, and returns the received
+    /// bytes in the order of `expected`.
     pub(super) fn exchange(
         &self,
         rank: usize,
@@ -136,7 +136,7 @@ impl ThreadGroup {
                 taken.iter_mut().zip(expected).filter(|(taken, _)| taken.is_none())
             {
                 let mail = &mut state.mail[from * self.ranks + rank];
-                // A mismatched message stays in the mail, so that its sender also fails.
+                // A mismatched message stays in `mail`, so that its sender also fails.
                 if let Some(sent) = mail.front().map(|message| message.tensor).filter(|sent| *sent != tensor)
                 {
                     let sent = CollectiveCall::Send { to: rank, tensor: sent };

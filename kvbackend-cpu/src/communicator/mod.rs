@@ -1,4 +1,4 @@
-//! Collectives among ranks that are threads of this process.
+//! Collectives between ranks that are threads of this process.
 //!
 //! ```text
 //!   rank 0   stream.read ──► bytes ─┐                          ┌─► reduce, join ──► stream.write

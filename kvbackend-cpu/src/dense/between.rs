@@ -126,7 +126,7 @@ impl SimdTask for Norm<'_> {
 /// the last digits of the sum.
 #[inline(always)]
 fn factor(row: &[f32], eps: f64) -> f32 {
-    // Eight independent sums, which the compiler can vectorise.
+    // Eight independent sums allow the compiler to vectorise the loop.
     let mut sums = [0.0f64; 8];
     let (eights, end) = row.as_chunks::<8>();
     for x in eights {

@@ -271,7 +271,7 @@ fn in_parts(
     unit: usize,
     work: &(dyn Fn(Range<usize>) + Sync),
 ) {
-    // There are several parts per thread, so that a thread that starts late can take fewer.
+    // There are several parts per thread, so a thread that starts late can take fewer parts.
     let parts = if threads > 1 { (4 * threads).min(out.div_ceil(unit)) } else { 1 };
     workers.run(parts, &|part| {
         let at = |part: usize| (out * part / parts).next_multiple_of(unit).min(out);

@@ -5,7 +5,7 @@ use crate::raw::Destination;
 use crate::simd::SimdLevel;
 use crate::workers::Workers;
 
-/// Returns false: there is no matrix unit.
+/// Returns false, because there is no matrix unit.
 pub(super) fn multiply(
     _: SimdLevel,
     _: (&Workers, usize),

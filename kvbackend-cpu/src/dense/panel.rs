@@ -1,5 +1,5 @@
-//! Multiplies many rows by panels: a few matrix rows that are first transposed, so that their elements are
-//! side by side.
+//! Multiplies many rows by panels. A panel is a few matrix rows that are first transposed, so that their
+//! elements are side by side.
 //!
 //! A panel is two vectors wide and fits in the first-level cache. Up to six or eight rows at a time are
 //! multiplied by a panel: each of their elements is broadcast to a vector, and every sum stays in a register
@@ -66,8 +66,8 @@ pub(super) unsafe fn columns<S: Simd>(
     let (panel, copies) = scratch.split_at_mut(width * depth);
     for run in 0..runs {
         let (first, end) = (rows * run / runs, rows * (run + 1) / runs);
-        // If there are only a few rows, they fit in the cache whole, and the matrix is read row by row. If
-        // there are many, one part of every row is multiplied by all columns before the next part.
+        // A few rows fit in the cache completely, so the matrix is read row by row. If there are many rows,
+        // one part of every row is multiplied by all columns before the next part.
         let few = (end - first) * input <= FEW;
         for group in columns.clone().step_by(if few { width } else { columns.len().max(1) }) {
             let group = group..if few { (group + width).min(columns.end) } else { columns.end };
@@ -107,7 +107,7 @@ fn copy(x: &[f32], input: usize, part: Range<usize>, to: &mut [f32]) {
     }
 }
 
-/// The same range of elements from a few matrix rows, which begin `stride` elements apart.
+/// A few matrix rows, restricted to a range of their elements. The rows begin `stride` elements apart.
 struct MatrixRows {
     elements: *const f32,
     stride: usize,

@@ -200,7 +200,7 @@ pub(super) unsafe fn decode<S: Simd>(dtype: StoredType, bytes: &[u8], to: &mut [
             StoredType::Q5K => each_block!(bytes, to, q5_k of 256),
             StoredType::Q6K => each_block!(bytes, to, q6_k of 256),
         }
-        // The remaining floats, which do not fill a vector.
+        // Decode the remaining floats, which do not fill a vector.
         let (width, done) = match dtype {
             StoredType::F16 | StoredType::BF16 => (2, to.len().min(bytes.len() / 2) / FLOATS * FLOATS),
             _ => return,
@@ -254,8 +254,8 @@ fn half_at(block: &[u8], at: usize) -> f32 {
     from_f16(bits_at(block, at))
 }
 
-/// Splits 16 bytes into 4-bit halves, first all low halves and then all high halves, and adds one bit of
-/// `high` to each as its fifth bit.
+/// Splits 16 bytes into their low halves and their high halves, and adds a fifth bit from `high` to each
+/// half.
 #[inline(always)]
 fn fives(bytes: &[u8], high: u32) -> [i8; 32] {
     let mut q = [0; 32];
@@ -286,8 +286,8 @@ pub(super) trait Sink<S: Simd> {
     /// The caller must be compiled for `S`. The elements must be inside the block.
     unsafe fn take(&mut self, group: BlockFactors<S::V>, i: usize, q: S::V, sum: S::V) -> S::V;
 
-    /// Is called after all elements of a group have been consumed. `elements`, the length of the group, must
-    /// be a multiple of 16, and `sum` is the last result of [`take`](Self::take).
+    /// Ends a group of `elements` elements, a multiple of 16. `sum` must be the last result of
+    /// [`take`](Self::take).
     ///
     /// # Safety
     /// The same as for [`take`](Self::take).
@@ -394,7 +394,7 @@ format! {
 }
 
 format! {
-    /// A factor, then the high bits and the low four bits of 32 five-bit elements, stored with an offset of 16.
+    /// A factor, 32 fifth bits, and 32 4-bit elements. Elements have an offset of 16.
     q5_0(block: 22, sink) {
         let mut q = fives(&block[6..], pod_read_unaligned(&block[2..6]));
         for q in &mut q {
@@ -542,14 +542,14 @@ unsafe fn fours<S: Simd, G: Sink<S>>(sink: &mut G, block: &[u8], four: usize, fi
 }
 
 format! {
-    /// Two factors, eight 6-bit scales and minima, and 256 4-bit elements.
+    /// Two factors, eight 6-bit scales, eight 6-bit minima, and 256 4-bit elements.
     q4_k(block: 144, sink) {
         fours::<S, G>(sink, block, 16, None);
     }
 }
 
 format! {
-    /// Like `Q4_K`, with 32 bytes of fifth bits.
+    /// Like `Q4_K`, plus 32 bytes of fifth bits.
     q5_k(block: 176, sink) {
         fours::<S, G>(sink, block, 48, Some(block.as_ptr().add(16)));
     }

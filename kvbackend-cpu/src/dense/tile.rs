@@ -90,7 +90,7 @@ struct ProductTile {
 }
 
 impl ProductTile {
-    /// Computes `rows × columns` products. There may be at most six rows.
+    /// Computes `rows × columns` products. `rows` must be at most 6.
     ///
     /// # Safety
     /// `x` must have `rows` rows, `w` must have `columns` rows, and `y` must be valid for their products. The

@@ -1,5 +1,5 @@
-//! Products of many rows on the matrix unit (AMX). The products are as exact as in f32, because both operands
-//! are split into sums of bf16 numbers.
+//! Products of many rows and a matrix on the matrix unit (AMX). They are as exact as in f32, because both
+//! operands are split into sums of bf16 numbers.
 //!
 //! The rows of `x` are written to tile columns, once for the whole matrix. The matrix rows are written to
 //! tile rows, 32 at a time, and stay in the second-level cache while all rows of `x` are multiplied by them.
@@ -201,7 +201,7 @@ impl UnitPass<'_> {
                     2 => self.put_columns::<2>(taken.clone(), weights, decoded),
                     _ => self.put_columns::<PARTS>(taken.clone(), weights, decoded),
                 }
-                // If there is no second tile, the first one is used again, and the sums of the second are not
+                // If there is no second tile, the first tile is multiplied twice, and the second sums are not
                 // read.
                 let second = if taken.len() > ROWS { tile_bytes } else { 0 };
                 let rows = [weights.cast_const(), weights.add(second).cast_const()];
@@ -225,7 +225,7 @@ impl UnitPass<'_> {
     ///
     /// # Safety
     /// `to` must be valid for writes of two tiles in `N` parts for each step, and `decoded` must have room
-    /// for `depth`. The caller must be compiled for AVX-512.
+    /// for the elements in `depth`. The caller must be compiled for AVX-512.
     #[inline(always)]
     unsafe fn put_columns<const N: usize>(&self, columns: Range<usize>, to: *mut u8, decoded: &mut [f32]) {
         let (dtype, steps) = (self.matrix.dtype, self.steps());

@@ -1,4 +1,4 @@
-//! Converts rows from one format to another, and rotates them if requested. All rows moved to or from a
+//! Converts rows from one format to another, and rotates them if requested. All rows copied to or from a
 //! quantised cache are converted here.
 
 use kvcore::{
@@ -134,7 +134,7 @@ fn row_of(view: &TensorView, row: usize, head: usize) -> RowOffsets {
 
 impl Fast {
     /// Scatters rows into a plane of any format, and rotates each one to its position if requested. `twice`
-    /// returns whether a slot is written twice.
+    /// must return whether any slot is written twice.
     pub(super) fn scatter_converted(
         &self,
         op: &Scatter,

@@ -30,9 +30,11 @@ struct Lines([u8; LINES]);
 struct AdjacentTokens<'a> {
     /// The tokens' slots in the arena.
     ours: &'a [i64],
-    /// The engine's block, and the index of the run's first token in the block.
+    /// The engine's block.
     block: usize,
+    /// Index of the first token in the block.
     token: usize,
+    /// Distance to rotate the keys by.
     delta: i64,
 }
 
@@ -65,8 +67,9 @@ fn runs<'a>(
 #[derive(Clone, Copy)]
 struct LayerPlaces<'a> {
     layer: usize,
-    /// The strides of the rows in the arena, and the number of tokens per block of the arena.
+    /// The strides of the rows in the arena.
     strides: PlaneStrides,
+    /// Number of tokens per block of the arena.
     block_size: usize,
     /// The plane in the engine's memory.
     theirs: &'a ForeignPlane,

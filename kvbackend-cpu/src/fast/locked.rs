@@ -1,4 +1,4 @@
-//! Locks all parts of storages that an operation reads or writes, at once. A part may be both read and
+//! Access to the locked parts of storages that an operation reads and writes. A part may be both read and
 //! written.
 
 use kvcore::Result;
@@ -16,7 +16,7 @@ struct LockedPart<'a> {
     target: Option<Destination<'a>>,
 }
 
-/// Locks all parts and calls `work` with them.
+/// Locks `reads` and `writes` together, and calls `work` with the locked parts.
 pub(super) fn with_locked<R>(
     reads: &[&ByteSpan<'_>],
     writes: &[&ByteSpan<'_>],
@@ -41,12 +41,12 @@ impl<'a> Locked<'a> {
         self.0.iter().find(holds).ok_or_else(not_locked)
     }
 
-    /// Returns locked bytes, to read from.
+    /// Returns the bytes of `span`, which must be locked.
     pub(super) fn origin(&self, span: &ByteSpan<'_>) -> Result<Origin<'a>> {
         self.find(span).map(|part| part.origin)
     }
 
-    /// Returns bytes that are locked for writing.
+    /// Returns the bytes of `span`, which must be locked for writing.
     pub(super) fn target(&self, span: &ByteSpan<'_>) -> Result<Destination<'a>> {
         self.find(span)?.target.ok_or_else(not_locked)
     }

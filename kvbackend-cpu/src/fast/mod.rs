@@ -41,7 +41,8 @@ impl Fast {
         Self { level, workers, thresholds }
     }
 
-    /// Returns the number of parts to split `units` units of work into. Together, they move `bytes` bytes.
+    /// Returns the number of parts into which to split `units` units of work, which move `bytes` bytes in
+    /// total.
     fn parts(&self, units: usize, bytes: usize) -> usize {
         self.workers.parts(units, bytes, self.thresholds.bytes_per_thread)
     }
@@ -58,7 +59,7 @@ impl fmt::Debug for Fast {
     }
 }
 
-/// Returns part `part` of `units` divided into `parts` parts.
+/// Divides `units` into `parts` parts of about equal length, and returns part `part`.
 fn share(units: Range<usize>, part: usize, parts: usize) -> Range<usize> {
     let at = |part: usize| units.start + units.len() * part / parts;
     at(part)..at(part + 1)

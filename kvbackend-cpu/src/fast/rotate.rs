@@ -234,7 +234,7 @@ unsafe fn half_split<S: Simd, E: SimdElement, const PLAIN: bool>(
     }
 }
 
-/// The signs `−1, 1, −1, 1, …`, as many as the longest vector has lanes.
+/// The signs `−1, 1, −1, 1, …` for the lanes of the longest vector.
 const ALTERNATING: [f32; 16] = {
     let mut signs = [1.0; 16];
     let mut i = 0;

@@ -31,7 +31,7 @@ enum Steps {
     /// Each step has this many rows, whose slots are consecutive and start at a multiple of this number. All
     /// other rows are left out.
     Joined(usize),
-    /// Each row that is left out by `Joined` with the same number is a step.
+    /// Each row that `Joined` with the same number leaves out is a step of its own.
     Rest(usize),
 }
 
@@ -77,7 +77,7 @@ impl LayerMovement<'_> {
     }
 
     /// Calls `work` with divisions that together cover all rows. Contiguous rows are joined if their slots
-    /// are also contiguous, like the slots of a block. `left` must start as the number of rows.
+    /// are also contiguous, like the slots of a block. `left` must initially be the number of rows.
     fn each_cut(&self, left: &Cell<usize>, mut work: impl FnMut(Cut)) {
         let cut = self.single();
         let n = cut.elements;

@@ -1,4 +1,4 @@
-//! Locks all parts of storages that one operation uses, at once.
+//! Locks for operations: all parts of storages that an operation uses are locked together.
 
 use std::ops::{Index, IndexMut, Range};
 use std::sync::Arc;
@@ -140,7 +140,7 @@ impl<'a> Access<'a> {
         self.lent.iter().find(is_of)
     }
 
-    /// Returns locked bytes, to read from.
+    /// Returns the bytes of `span`, which must be locked.
     pub(crate) fn read(&self, span: &ByteSpan<'_>) -> Result<Window<'_>> {
         for part in &self.parts {
             if part.contains(span)? {
@@ -160,7 +160,7 @@ impl<'a> Access<'a> {
         Err(not_locked())
     }
 
-    /// Returns each locked part once, with its storage.
+    /// Returns every locked part, with its storage.
     pub(crate) fn windows(&mut self) -> impl Iterator<Item = (&CpuStorage, LockedBytes<'_>)> {
         let this = &*self;
         this.parts.iter().map(|SpanUse { storage, range, .. }| {
@@ -229,7 +229,7 @@ impl<'a> LockedParts<'a> {
         Ok(self.0.swap_remove(at).1)
     }
 
-    /// Removes and returns the locked part that contains a span, to read from.
+    /// Removes the locked part that contains a span, and returns it for reading.
     pub(crate) fn read(&mut self, span: &ByteSpan<'_>) -> Result<Window<'a>> {
         match self.take(span)? {
             LockedBytes::Read(bytes) => Ok(bytes),
@@ -237,7 +237,8 @@ impl<'a> LockedParts<'a> {
         }
     }
 
-    /// Removes and returns the locked part that contains a span, which must be locked for writing.
+    /// Removes the locked part that contains a span, and returns it for writing. The part must be locked for
+    /// writing.
     pub(crate) fn write(&mut self, span: &ByteSpan<'_>) -> Result<WindowMut<'a>> {
         match self.take(span)? {
             LockedBytes::Write(bytes) => Ok(bytes),

@@ -1,5 +1,5 @@
-//! Memory that its owner lends for reading, such as another library's tensors, which become storages without
-//! copying.
+//! Storages over memory that its owner lends for reading, such as another library's tensors. Nothing is
+//! copied.
 
 use std::fmt;
 use std::marker::PhantomData;

@@ -21,7 +21,7 @@ use super::{CpuStorage, LARGE_PAGE, MemoryOwner, OwnedMemory, pages};
 #[derive(Debug)]
 pub struct CpuReserved {
     storage: CpuStorage,
-    /// A flag for each page that is mapped. This lock must be taken before any lock on the bytes.
+    /// For each page, true if the page is mapped. This lock must be taken before any lock on the bytes.
     mapped: Mutex<Vec<bool>>,
     page: usize,
 }

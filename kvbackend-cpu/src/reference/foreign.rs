@@ -118,7 +118,7 @@ fn arena_row(arena: &KvArena, plane: &KvPlane<'_>, layer: usize, slot: usize, he
 }
 
 impl ForeignPlane {
-    /// Returns the index in the storage of element `i` of a slot and head.
+    /// Returns the storage index of element `i` of the given slot and head.
     fn at(&self, cache: &ForeignCache, slot: usize, head: usize, i: usize) -> usize {
         let shape = cache.shape();
         let piece = self.start + slot / shape.block_size * self.block + head * self.head;

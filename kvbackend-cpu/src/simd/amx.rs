@@ -1,4 +1,4 @@
-//! AMX: matrix products of bf16 tiles, which have 16 rows of 64 bytes, with sums in f32.
+//! Matrix products with AMX. A bf16 tile has 16 rows of 64 bytes, and products are summed in f32.
 //!
 //! Every f32 number is a sum of three bf16 numbers, so products in which one operand is bf16 are as exact as
 //! in f32. The instructions treat denormals as zero, and infinity times the parts of a number may give NaN.
@@ -159,7 +159,7 @@ macro_rules! products {
     };
 }
 
-/// Computes `out[i][r][c] = Σ each[i][r] · shared[c]`: multiplies rows that are read in place by shared
+/// Computes `out[i][r][c] = Σ each[i][r] · shared[c]`: multiplies four sets of rows, read in place, by shared
 /// columns. The elements of a column are stored in pairs, and 16 columns share a row of a tile.
 ///
 /// # Safety

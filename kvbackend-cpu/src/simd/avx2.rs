@@ -72,7 +72,7 @@ impl Simd for Avx2 {
         }
     }
 
-    /// Combines the transposition of the vectors with the additions.
+    /// Adds while transposing, so that the four sums share most instructions.
     #[inline(always)]
     unsafe fn sum_four(a: __m256, b: __m256, c: __m256, d: __m256) -> [f32; 4] {
         unsafe {

@@ -85,7 +85,7 @@ impl SimdLevel {
     /// Returns this level if the processor supports it.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`] otherwise.
+    /// Returns [`Error::Unsupported`] if the processor does not support the level.
     pub fn checked(self) -> Result<Self> {
         if self.is_available() {
             Ok(self)

@@ -19,8 +19,8 @@ pub(crate) fn from_f16(bits: u16) -> f32 {
 /// Returns `e^x` to about one unit in the last place for `−87 ≤ x ≤ 88`. The result is 0 below −87.7, and NaN
 /// for NaN.
 ///
-/// `e^x = 2^n · e^r` with an integer `n` and `|r| ≤ ln 2 / 2`. `e^r` is its Taylor polynomial of degree 7,
-/// whose remainder is below 2⁻²⁷ there.
+/// Uses `e^x = 2^n · e^r` with an integer `n` and `|r| ≤ ln 2 / 2`. `e^r` is approximated by its Taylor
+/// polynomial of degree 7, whose remainder is below 2⁻²⁷ in this range.
 ///
 /// # Safety
 /// The processor must support the instruction set of `S`, and the caller must be compiled for it, as [`Simd`]

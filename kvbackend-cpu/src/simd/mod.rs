@@ -1,11 +1,11 @@
 //! f32 vectors, with one implementation per instruction set. The instruction set is chosen at run time.
 //!
-//! A kernel is a [`SimdTask`]: one generic function over [`Simd`]. [`AvailableLevel::run`] calls the task
-//! inside a function that is compiled for the instruction set, and everything inlined into the task is
-//! compiled for the same instructions. Functions on this path are `#[inline(always)]`, because a function
-//! that is not inlined would be compiled without these instructions. Large code and code used in many places
-//! are separate tasks, which are called by [`Simd::call`] and therefore compiled only once. Otherwise,
-//! compile time would grow with every path through such code.
+//! A kernel is a [`SimdTask`], which is a function that is generic over [`Simd`]. [`AvailableLevel::run`]
+//! calls the task inside a function that is compiled for the instruction set, and everything inlined into the
+//! task is compiled for the same instructions. Functions on this path are `#[inline(always)]`, because a
+//! function that is not inlined would be compiled without these instructions. Large code and code used in
+//! many places are separate tasks, which are called by [`Simd::call`] and therefore compiled only once.
+//! Otherwise, compile time would grow with every path through such code.
 
 /// Defines the functions of [`Simd`] that consist of a single intrinsic.
 #[cfg(target_arch = "x86_64")]
@@ -65,11 +65,11 @@ pub use level::SimdLevel;
 pub(crate) use level::{AvailableLevel, SimdTask};
 pub(crate) use math::{exp, from_f16};
 
-/// [`Simd::load_e4m3`] returns values divided by this factor. It moves the E4M3 exponent into an f16 without
-/// correcting the bias (7 against 15), so the result is too small by 2⁸.
+/// The factor by which the results of [`Simd::load_e4m3`] are too small. The function moves the E4M3 exponent
+/// to an f16 without correcting the bias (7 instead of 15), which divides the value by 2⁸.
 pub(crate) const E4M3_UNIT: f32 = 256.0;
 
-/// The magnitude bits of an E4M3 NaN. No code has larger ones.
+/// The magnitude bits of an E4M3 NaN, which are the largest of all codes.
 const E4M3_NAN: u8 = 0x7f;
 
 // Decision: docs/decisions/backend-cpu.md#kernels-are-generic-functions-over-an-instruction-set
@@ -159,7 +159,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Loads `LANES` signed 4-bit integers from `LANES / 2` bytes. The first integer of a byte is in its low
     /// half.
     unsafe fn load_i4(from: *const u8) -> Self::V;
-    /// Loads E4M3 floats, and divides them by [`E4M3_UNIT`]. The result for a NaN code is unspecified.
+    /// Loads E4M3 floats, divided by [`E4M3_UNIT`]. The result for a NaN code is unspecified.
     unsafe fn load_e4m3(from: *const u8) -> Self::V;
     /// Returns whether any E4M3 code is NaN. Each row has `n` codes, which begin `offset` bytes after its
     /// address in `rows`.

@@ -55,8 +55,8 @@ impl Simd for Portable {
         each(|i| a[i] / b[i])
     }
 
-    /// Fuses the operations only if there is an instruction for that. Otherwise, fusing would need a function
-    /// call.
+    /// Fuses the operations only if there is an instruction for that, because fusing without one needs a
+    /// function call.
     #[inline(always)]
     unsafe fn mul_add(a: Self::V, b: Self::V, c: Self::V) -> Self::V {
         if cfg!(any(target_arch = "aarch64", target_feature = "fma")) {

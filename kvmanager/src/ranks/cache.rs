@@ -48,8 +48,9 @@ pub struct RankCache {
     merge: Option<(PrefillPlan, ReceivedMatrix)>,
 }
 
-/// The axes of a cache, and of the tensors passed to it.
+/// The layer axis of a cache, and of the tensors passed to it.
 const LAYERS: usize = 0;
+/// The token axis of a cache, and of the tensors passed to it.
 const TOKENS: usize = 3;
 
 impl RankCache {

@@ -26,7 +26,7 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ReceivedMatrix {
-    /// Whether each piece has arrived, ordered by chunk and then by stage.
+    /// For each piece, true if it has arrived. Pieces are ordered by chunk and then by stage.
     received: Vec<bool>,
     stages: usize,
 }
@@ -89,7 +89,7 @@ impl ReceivedMatrix {
         Ok(self.received[self.index(chunk, stage)?])
     }
 
-    /// Returns whether the pieces of all stages have arrived for a chunk.
+    /// Returns whether all pieces of a chunk have arrived.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if the chunk does not exist.
@@ -98,7 +98,7 @@ impl ReceivedMatrix {
         Ok(self.received[start..start + self.stages].iter().all(|&received| received))
     }
 
-    /// Returns whether the pieces of all chunks have arrived for a stage.
+    /// Returns whether all pieces of a stage have arrived.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] if the stage does not exist.

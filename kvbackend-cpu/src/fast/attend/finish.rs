@@ -47,7 +47,7 @@ impl SimdTask for Finish<'_> {
                 for part in 1..parts {
                     merge::<S>(first, first.add(part * part_stride), layout.v_dim);
                 }
-                // From here on, a group's state is equivalent to a single element with this log-sum-exp and
+                // After this, the group's state is equivalent to a single token with this log-sum-exp and
                 // mean value.
                 let (max, sum) = (*first, *first.add(1));
                 if sum != 0.0 {

@@ -51,14 +51,14 @@ pub(super) struct MatrixBuffers {
     queries: [*mut u8; 2],
     /// Copies of keys, and of values used as latent keys, whose rows are not evenly spaced in the cache.
     copies: [*mut u8; 2],
-    /// Values, in which the tokens of each pair are interleaved.
+    /// The tile's values, with tokens interleaved in pairs.
     values: *mut u8,
     weights: *mut u8,
     /// Results of four matrix products, for keys and for latents.
     sums: [*mut f32; 2],
 }
 
-/// Returns the number of groups of up to [`ROWS`] queries.
+/// Returns the number of groups that `queries` queries form. A group has up to [`ROWS`] queries.
 fn groups(queries: usize) -> usize {
     queries.div_ceil(ROWS)
 }
