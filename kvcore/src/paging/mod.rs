@@ -1,5 +1,5 @@
-//! The structures that an engine uses: keys, the block pool with its policies, block tables, caches,
-//! prefixes, sleep, and the batch that a model processes.
+//! The data structures of an engine: keys, the block pool and its policies, block tables, caches, prefixes,
+//! sleep, and the batch that a model processes.
 
 pub mod batch;
 pub mod block;

@@ -1,4 +1,4 @@
-//! This crate's locks: from `parking_lot`, or from `loom` when its models are checked
+//! The crate's locks, from `parking_lot`, or from `loom` when the `loom` models are checked
 //! (`RUSTFLAGS="--cfg loom"`).
 
 #[cfg(not(loom))]
@@ -15,8 +15,8 @@ mod imp {
         static TURN: Cell<usize> = Cell::new(THREADS.fetch_add(1 << 20, Ordering::Relaxed));
     }
 
-    /// Returns the thread's counter and increases it by `step`. The counters of different threads start far
-    /// apart.
+    /// Returns this thread's counter and then increases it by `step`. The counters of different threads start
+    /// far apart.
     pub(crate) fn turn(step: usize) -> usize {
         TURN.with(|turn| turn.replace(turn.get().wrapping_add(step)))
     }

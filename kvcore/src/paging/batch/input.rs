@@ -1,5 +1,5 @@
-//! One sequence of a forward pass: tokens, their positions, the slots for their KV, and the segments they
-//! attend to.
+//! One sequence's input to a forward pass: tokens, positions, slots for K and V, and the segments to attend
+//! to.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,32 +14,34 @@ use crate::device::{MergeGroup, QueryRow, Segment, WriteSlots};
 pub struct SequenceInput {
     /// The new tokens.
     pub tokens: Vec<u32>,
-    /// Logical index of the start.
+    /// Logical index of the first token, or the index that distances in `at` are added to.
     pub logical_start: usize,
-    /// Position of the start.
+    /// Position of the first token, or the position that distances in `at` are added to.
     pub position_start: i64,
-    /// Distance of each token from the start, in increasing order, or `None` if the tokens are consecutive.
+    /// Distance of each token from `logical_start` and `position_start`, in increasing order, or `None` if
+    /// the tokens are consecutive.
     pub at: Option<Arc<[u32]>>,
     // Decision: docs/decisions/chunks.md#recomputed-keys-are-rotated-like-their-neighbours
-    /// Distance in positions between tokens and their stored keys: the key of a token at position `p` is
-    /// rotated to `p − key_offset`, for a segment with that offset.
+    /// Difference between a token's position and the position that its stored key is rotated to. The segment
+    /// that contains the key must have this offset.
     pub key_offset: i64,
-    /// Slots for K and V of the new tokens, one per token. Empty if the slots are in the slots of the whole
-    /// [batch](super::StepBatch::slots).
+    /// Slots for K and V of the new tokens, one per token. Empty if
+    /// [`StepBatch::slots`](super::StepBatch::slots) contains them.
     pub slots: WriteSlots,
-    /// Segments that the tokens attend to: earlier segments first, and last the segment that contains the
-    /// tokens themselves. The pass's attention work shares this list.
+    /// Segments that the tokens attend to, in order. The last segment contains the tokens themselves. The
+    /// pass's attention work shares this list.
     pub segments: Arc<[Segment]>,
-    /// Merge groups of the segments.
+    /// The merge groups of the segments.
     pub groups: Arc<[MergeGroup]>,
-    /// Which logits to compute.
+    /// The logits to compute.
     pub logits: Logits,
-    /// Slots and segments in each further layer group, if the cache has [several](crate::GroupedKvCache).
-    /// `slots` and `segments` belong to the first group.
+    /// Slots and segments in the second and later layer groups, if the cache has [several
+    /// groups](crate::GroupedKvCache). `slots` and `segments` belong to the first group.
     pub others: Vec<GroupInput>,
 }
 
-/// A sequence's slots and segments in one layer group. [`SequenceInput`] itself has them for the first group.
+/// A sequence's slots and segments in one layer group. For the first group, [`SequenceInput`] has its own
+/// fields.
 #[derive(Debug, Clone, Default)]
 pub struct GroupInput {
     /// Slots for K and V of the new tokens.
@@ -78,7 +80,7 @@ impl SequenceInput {
         }
     }
 
-    /// Sets which logits to compute.
+    /// Sets the logits to compute.
     #[must_use]
     pub fn with_logits(mut self, logits: Logits) -> Self {
         self.logits = logits;
@@ -86,7 +88,8 @@ impl SequenceInput {
     }
 
     /// Returns some of the tokens as a separate input, with the same segments and no logits. Computing the
-    /// parts of an input in order, in one pass or several, gives the same result as the whole.
+    /// parts of an input in order, in one pass or several, gives the same result as computing the whole
+    /// input.
     ///
     /// ```
     /// # use kvcore::{BlockId, Segment, SequenceInput, WriteSlots};
@@ -98,7 +101,7 @@ impl SequenceInput {
     /// ```
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`](crate::Error::OutOfRange) past the last token.
+    /// Returns [`Error::OutOfRange`](crate::Error::OutOfRange) if `tokens` ends past the last token.
     pub fn part(&self, tokens: Range<usize>) -> Result<Self> {
         let slots = self.slots.part(tokens.clone())?;
         let of_group = |group: &GroupInput| {
@@ -144,7 +147,7 @@ impl SequenceInput {
         1 + self.others.len()
     }
 
-    /// Checks that every token has a slot in every layer group, and a distance if `at` is given.
+    /// Checks that every token has a slot in every layer group, and a distance in `at` if that is given.
     ///
     /// # Errors
     /// Returns [`crate::Error::Mismatch`] if the number of slots or distances differs from the number of

@@ -13,7 +13,7 @@ mod rows;
 pub use input::{GroupInput, SequenceInput};
 pub use rows::BatchRows;
 
-/// Which logits to compute.
+/// The logits that a pass computes for a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Logits {
     /// No logits: the pass only fills the cache.
@@ -25,13 +25,13 @@ pub enum Logits {
     All,
 }
 
-/// The sequences of a forward pass, and the slots that were allocated for all of them at once.
+/// The sequences of a forward pass, and the slots that were allocated for the whole batch at once.
 #[derive(Debug, Clone, Copy)]
 pub struct StepBatch<'a> {
     /// The sequences. A slice of them is also a batch.
     pub inputs: &'a [SequenceInput],
-    /// For each layer group, the slots of all tokens whose sequences have no slots of their own, in order.
-    /// [`grow_batch`](crate::KvCache::grow_batch) returns them. Empty if all sequences have slots.
+    /// For each layer group, the slots of the sequences whose own `slots` are empty, in order.
+    /// [`grow_batch`](crate::KvCache::grow_batch) fills this list. Empty if every sequence has its own slots.
     pub slots: &'a [WriteSlots],
 }
 

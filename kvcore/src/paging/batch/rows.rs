@@ -1,4 +1,4 @@
-//! The rows of a batch, sequence by sequence.
+//! The rows of a batch, in the order of its sequences.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -27,14 +27,14 @@ use crate::device::{AttendRows, AttendWork, MergeGroup, QueryRow, Segment, StepI
 /// let mut rows = BatchRows::default();
 /// rows.fill(&batch)?;
 /// assert_eq!((rows.tokens()[..].len(), &rows.positions()[..]), (4, &[0, 1, 2, 6][..]));
-/// assert_eq!(rows.work().batch()[1].rows, 3..4);                // as every layer's attend sees them
+/// assert_eq!(rows.work().batch()[1].rows, 3..4);                // the attention work of every layer
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 #[derive(Debug)]
 pub struct BatchRows {
     tokens: Arc<[u32]>,
     positions: Arc<[i64]>,
-    /// Slots and work in each layer group. There is at least one group.
+    /// The slots and the attention work of each layer group. There is at least one group.
     in_groups: Vec<GroupRows>,
     /// The merge groups of the whole batch.
     groups: Vec<MergeGroup>,
@@ -42,7 +42,7 @@ pub struct BatchRows {
     logits: Vec<Range<usize>>,
 }
 
-/// The rows in one group's layers.
+/// The slots and attention work of one layer group.
 #[derive(Debug)]
 struct GroupRows {
     slots: WriteSlots,
@@ -68,7 +68,7 @@ impl Default for BatchRows {
 }
 
 impl BatchRows {
-    /// Replaces the rows with a batch's rows.
+    /// Replaces the rows with the rows of `batch`.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if a sequence lacks a slot for a token or has a different number of layer
@@ -120,7 +120,7 @@ impl BatchRows {
         self.slots_in(0)
     }
 
-    /// Returns the rows' attention work, which is the same for all layers of the first group.
+    /// Returns the attention work of the rows, which is the same for all layers of the first group.
     pub fn work(&self) -> &Arc<AttendWork> {
         self.work_in(0)
     }
@@ -130,12 +130,12 @@ impl BatchRows {
         self.in_groups.len()
     }
 
-    /// Returns the rows' slots in a layer group, which must exist.
+    /// Returns the slots of the rows in layer group `group`, which must exist.
     pub fn slots_in(&self, group: usize) -> &WriteSlots {
         &self.in_groups[group].slots
     }
 
-    /// Returns the rows' attention work in a layer group, which must exist.
+    /// Returns the attention work of the rows in layer group `group`, which must exist.
     pub fn work_in(&self, group: usize) -> &Arc<AttendWork> {
         &self.in_groups[group].work
     }
@@ -181,8 +181,9 @@ impl BatchRows {
         }
     }
 
-    /// Pads the rows up to the number of rows of a graph, and returns their lists, which are shared with this
-    /// struct. A graph covers the layers of one group, so the lists are the first group's.
+    /// Pads the rows to the number of rows of a graph, and returns the padded lists, whose memory is shared
+    /// with this struct. A graph covers the layers of only one group, so the slots and the work are from the
+    /// first group.
     pub fn padded(&mut self) -> StepInputs {
         let own = &mut self.in_groups[0];
         let step = StepInputs {
@@ -202,7 +203,7 @@ impl BatchRows {
         step
     }
 
-    /// Releases the batch's slots and segments, so that their owner can refill them in place.
+    /// Releases the slots and segments of the batch, so that their owner can refill them in place.
     pub fn release(&mut self) {
         for own in &mut self.in_groups {
             own.slots = WriteSlots::default();
@@ -217,8 +218,8 @@ impl BatchRows {
         self.logits.iter().map(Range::len).sum::<usize>() == self.tokens.len()
     }
 
-    /// Returns the rows whose logits are needed, with their attention work in a layer group, or `None` if
-    /// these are all rows. In the last layer, other rows need no queries.
+    /// Returns the rows whose logits are needed, with their attention work in a layer group, or `None` if all
+    /// rows are needed. In the last layer, only these rows need queries.
     pub fn wanted(&self, group: usize) -> Option<(Vec<u32>, Arc<AttendWork>)> {
         if self.all_wanted() {
             return None;
@@ -237,8 +238,8 @@ impl BatchRows {
     }
 }
 
-/// Returns the slots of all tokens in a layer group: each sequence's own slots, or the next slots of the
-/// whole batch.
+/// Returns the slots of all tokens in a layer group: for each sequence its own slots, or the next slots in
+/// `shared`.
 fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>, group: usize) -> Result<WriteSlots> {
     let none = WriteSlots::default();
     let shared = shared.unwrap_or(&none);
@@ -264,7 +265,7 @@ fn slots_of(inputs: &[SequenceInput], shared: Option<&WriteSlots>, group: usize)
     Ok(WriteSlots::concat(parts.iter()))
 }
 
-/// Checks that a sequence's segments refer only to merge groups that it has.
+/// Checks that a sequence's segments refer only to merge groups of the same sequence.
 fn check_groups(sequence: &SequenceInput) -> Result<()> {
     let limit = sequence.groups.len();
     let segments = (0..sequence.num_groups()).flat_map(|group| sequence.in_group(group).1.iter());
@@ -275,13 +276,14 @@ fn check_groups(sequence: &SequenceInput) -> Result<()> {
     })
 }
 
-/// Returns the index of a merge group among a batch's groups. Compares bits, so NaN is found too.
+/// Returns the index of a merge group among the batch's groups. Compares bit patterns, so that NaN is found
+/// too.
 fn place_of(groups: &[MergeGroup], group: MergeGroup) -> Option<usize> {
     groups.iter().position(|known| known.lse_scale.to_bits() == group.lse_scale.to_bits())
 }
 
-/// Returns a sequence's segments in a layer group, renumbered to the merge groups of the whole batch, where
-/// equal groups are joined.
+/// Returns a sequence's segments in a layer group, with merge-group indices that refer to the list of the
+/// whole batch. That list contains equal groups only once.
 fn grouped(sequence: &SequenceInput, group: usize, groups: &[MergeGroup]) -> Arc<[Segment]> {
     let segments = sequence.in_group(group).1;
     let place = |group: usize| place_of(groups, sequence.groups[group]).unwrap_or(group);
@@ -292,7 +294,8 @@ fn grouped(sequence: &SequenceInput, group: usize, groups: &[MergeGroup]) -> Arc
     segments.iter().map(moved).collect()
 }
 
-/// Replaces the items of a list. Reuses its memory if the length is unchanged and no one else holds it.
+/// Replaces the items of a list. Reuses the memory if the length is unchanged and nothing else holds the
+/// list.
 fn refill<T: Clone>(list: &mut Arc<[T]>, len: usize, items: impl Iterator<Item = T>) {
     match Arc::get_mut(list) {
         Some(own) if own.len() == len => own.iter_mut().zip(items).for_each(|(own, item)| *own = item),

@@ -1,4 +1,4 @@
-//! Recounts the pool from its blocks. The checks hold whenever the shards are locked.
+//! Consistency checks that recount the blocks of a pool. They must pass whenever all shards are locked.
 
 use super::index::Index;
 use super::rules::Rules;

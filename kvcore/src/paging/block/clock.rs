@@ -11,7 +11,7 @@ pub trait Clock: Send + Sync + fmt::Debug {
     fn millis(&self) -> u64;
 }
 
-/// Converts to whole milliseconds, rounded up, so that a time above zero never becomes zero.
+/// Converts to whole milliseconds, rounded up, so that a nonzero time never becomes zero.
 pub(super) fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
@@ -32,7 +32,7 @@ impl Clock for SystemClock {
     }
 }
 
-/// A clock that only moves when told to, for tests and simulations.
+/// A clock that moves only by calls to [`advance`](Self::advance), for tests and simulations.
 #[derive(Debug, Clone, Default)]
 pub struct ManualClock(Arc<AtomicU64>);
 

@@ -12,17 +12,17 @@ use super::evict::{EvictionPolicy, PolicyKind};
 /// The order in which blocks are allocated.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum FreeOrder {
-    /// Free blocks before cached blocks, so contents are kept as long as possible. With [`super::Lru`] and
-    /// one shard, this is the order of vLLM's free block queue since 0.28.
+    /// Free blocks are allocated before cached blocks, so cached contents are kept as long as possible. With
+    /// [`super::Lru`] and one shard, this is the order of vLLM's free block queue since 0.28.
     #[default]
     FreeFirst,
-    /// Free and cached blocks in one queue, ordered by the eviction policy: the block released longest ago
-    /// goes first, whether it has contents or not. vLLM before 0.28 used this order.
+    /// Free and cached blocks are in one queue, ordered by the eviction policy. With LRU, the block released
+    /// longest ago is allocated first, whether or not it has contents. vLLM before 0.28 used this order.
     OneQueue,
 }
 
 // Decision: docs/decisions/paging.md#duplicates-of-a-key-are-merged
-/// What happens when a second block is registered under a known key.
+/// The handling of a second block that is registered under a known key.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Duplicates {
     /// Shares the known block and frees the second one.
@@ -34,7 +34,7 @@ pub enum Duplicates {
 
 type PolicyMaker = Arc<dyn Fn(usize) -> Box<dyn EvictionPolicy> + Send + Sync>;
 
-/// The settings of a [`super::BlockPool`].
+/// The settings of a [`BlockPool`](super::BlockPool).
 ///
 /// ```
 /// use std::time::Duration;
@@ -62,7 +62,8 @@ pub struct PoolConfig {
 }
 
 impl Default for PoolConfig {
-    /// Returns LRU eviction, free blocks first, one block per key, and no watermark, expiry or events.
+    /// Returns settings with LRU eviction, free blocks first, one block per key, and no watermark, expiry or
+    /// events.
     fn default() -> Self {
         Self {
             policy: Arc::new(|blocks| PolicyKind::Lru.build(blocks)),
@@ -96,8 +97,8 @@ impl PoolConfig {
         self.custom_policy(move |blocks| kind.build(blocks))
     }
 
-    /// Sets a custom eviction policy. `make` is called once per shard, and creates an empty policy for the
-    /// given number of blocks.
+    /// Sets a custom eviction policy. `make` is called for each shard, and must return an empty policy for
+    /// the given number of blocks.
     #[must_use]
     pub fn custom_policy(
         mut self,
@@ -124,7 +125,7 @@ impl PoolConfig {
         self
     }
 
-    /// Sets what happens when a second block is registered under a known key.
+    /// Sets the handling of a second block that is registered under a known key.
     #[must_use]
     pub fn duplicates(mut self, duplicates: Duplicates) -> Self {
         self.duplicates = duplicates;
@@ -168,7 +169,7 @@ impl PoolConfig {
         self
     }
 
-    /// Sets the clock, for pools that need the time.
+    /// Sets the clock. A pool uses it only if it has a time to live or a policy that needs the time.
     #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);

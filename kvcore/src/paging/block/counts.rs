@@ -1,6 +1,6 @@
-//! Counts of blocks in each state.
+//! The number of a pool's blocks in each state.
 
-/// The number of blocks in each state. `free + mutable + shared + cached = total`.
+/// The number of blocks in each state: `free + mutable + shared + cached = total`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct PoolCounts {
     /// Number of blocks in the pool.

@@ -1,4 +1,4 @@
-//! Events for routers: keys that can now be found in a pool, and keys that no longer can.
+//! Events that tell routers which keys can now be found in a pool, and which no longer can.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -10,15 +10,15 @@ use crate::paging::BlockKey;
 
 /// A change in the keys that can be found in a pool.
 ///
-/// A pool's events reach a sink in an order in which each key is stored before it is removed. With
+/// A pool's events reach a sink in order: a key is reported as stored before it is reported as removed. With
 /// [`super::Duplicates::Keep`], each block of a key is stored and removed separately: the key can be found as
-/// long as it was stored more often than removed.
+/// long as it was stored more often than it was removed.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum KvEvent {
     /// Blocks can now be found under these keys, each the child of the previous one.
     Stored {
-        /// Key of the block before the first one, or `None` if the caller gave none.
+        /// Key of the block before the first of these blocks, or `None` if the caller did not provide it.
         parent: Option<BlockKey>,
         /// The keys, in order.
         keys: Vec<BlockKey>,
@@ -32,8 +32,8 @@ pub enum KvEvent {
         /// The block that held it.
         block: BlockId,
     },
-    /// No keys are left: the pool was cleared while no block with a key was held or pinned. Otherwise each
-    /// cleared key is reported as removed.
+    /// No keys are left: the pool was cleared while no block with a key was held or pinned. If such blocks
+    /// exist, each cleared key is reported as removed instead.
     Cleared,
 }
 
@@ -69,7 +69,7 @@ pub struct EventQueue {
 }
 
 impl EventQueue {
-    /// Creates a queue that keeps the newest `capacity` events, or one event if that is 0.
+    /// Creates a queue that keeps the newest `capacity` events, or one event if `capacity` is 0.
     pub fn new(capacity: usize) -> Self {
         Self { capacity: capacity.max(1), inner: Mutex::default() }
     }

@@ -1,7 +1,7 @@
-//! Guards of blocks that are all in one state. Blocks change state only through their guard.
+//! Guards, each of which holds blocks in the same state. Blocks change state only through their guard.
 //!
-//! A guard holds any number of blocks of one pool: a state change locks once for all of them, and a guard of
-//! a few blocks needs no heap memory.
+//! A guard holds any number of blocks from one pool. A state change covers all of these blocks at once, and a
+//! guard with few blocks allocates no heap memory.
 
 use std::sync::Arc;
 
@@ -16,25 +16,25 @@ use crate::paging::BlockKey;
 
 pub(super) type Ids = SmallVec<[BlockId; 4]>;
 
-/// A state change that was rejected, with its blocks unchanged.
+/// A rejected state change, with the unchanged blocks.
 #[derive(Debug, thiserror::Error)]
 #[error("{error}")]
 pub struct Rejected<T> {
-    /// Why it was rejected.
+    /// The reason for the rejection.
     pub error: Error,
     /// The unchanged blocks.
     pub blocks: T,
 }
 
 impl<T> From<Rejected<T>> for Error {
-    /// Drops the blocks, as their guard would.
+    /// Returns the error and drops the blocks.
     fn from(rejected: Rejected<T>) -> Self {
         rejected.error
     }
 }
 
 impl<T> From<Box<Rejected<T>>> for Error {
-    /// Drops the blocks, as their guard would.
+    /// Returns the error and drops the blocks.
     fn from(rejected: Box<Rejected<T>>) -> Self {
         rejected.error
     }
@@ -112,8 +112,8 @@ macro_rules! guard {
             /// Appends the blocks of `other`. The permits of `other` become void.
             ///
             /// # Errors
-            /// Returns [`Error::ForeignBlock`] if the blocks belong to another pool, and hands them back in
-            /// the error.
+            /// Returns [`Error::ForeignBlock`] if the blocks belong to another pool. The error then contains
+            /// `other`.
             pub fn append(&mut self, mut other: Self) -> Result<(), Rejected<Self>> {
                 match other.ids.first() {
                     Some(&block) if !self.pool.same_pool(&other.pool) => {
@@ -135,7 +135,7 @@ macro_rules! guard {
 guard!(MutableBlocks);
 guard!(SharedBlocks);
 
-/// Frees blocks that were not shared. The last block is the next one to be allocated.
+/// Frees blocks that were not shared. The last block will be the next one to be allocated.
 fn discard(pool: &BlockPool, ids: &[BlockId]) {
     if !ids.is_empty() {
         let (moment, mut walk) = (pool.0.moment(), pool.0.walk());
@@ -183,11 +183,11 @@ impl MutableBlocks {
     /// Shares the filled blocks under `keys`, one key per block. Each key must be the child of the previous
     /// key, and the first the child of `parent`. If the pool already has a block under a key, the returned
     /// guard holds that block instead, and this guard's block is freed (see [`super::Duplicates`]). Compare
-    /// the IDs to find the replaced blocks. Permits to write to the blocks become void.
+    /// the IDs to find out which blocks were replaced. Permits to write to the blocks become void.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if the number of keys differs from the number of blocks. The blocks are
-    /// handed back in the error.
+    /// Returns [`Error::Mismatch`] if the number of keys differs from the number of blocks. The error
+    /// contains the unchanged guard.
     pub fn register(
         mut self,
         parent: Option<BlockKey>,
@@ -211,7 +211,7 @@ impl MutableBlocks {
         share(&self.pool, std::mem::take(&mut self.ids))
     }
 
-    /// Returns `slots` with a permit to write to them. All slots must be in these blocks, which have
+    /// Returns `slots` with a permit to write to them. All slots must be in this guard's blocks, which have
     /// `block_size` tokens each. Negative slots are padding.
     ///
     /// # Errors
@@ -243,8 +243,8 @@ impl MutableBlocks {
         Ok(self.permits.slots(first, block_size, slots))
     }
 
-    /// Returns pairs `(source, destination)` with a permit to copy into the destinations, which must all be
-    /// in this guard.
+    /// Returns `pairs`, each `(source, destination)`, with a permit to write to the destinations, which must
+    /// all be in this guard.
     ///
     /// # Errors
     /// Returns [`Error::NotOwned`] if a destination is not in this guard.
@@ -255,8 +255,8 @@ impl MutableBlocks {
     }
 
     /// Checks that all of `blocks` are in the guard, and returns the lowest index among them, or the number
-    /// of blocks in the guard if `blocks` is empty. Blocks usually come in the guard's order, so the search
-    /// for a block starts at the previous one.
+    /// of blocks in the guard if `blocks` is empty. Blocks are usually given in the guard's order, so the
+    /// search for a block starts at the previous block.
     fn first_of(&self, blocks: impl Iterator<Item = BlockId>) -> Result<usize> {
         let (mut at, mut first) = (0, self.ids.len());
         for block in blocks {
@@ -276,7 +276,7 @@ impl Drop for MutableBlocks {
     }
 }
 
-/// Gives filled blocks their first holder.
+/// Shares filled blocks, with the returned guard as their first holder.
 fn share(pool: &BlockPool, ids: Ids) -> SharedBlocks {
     let mut walk = pool.0.walk();
     for &id in &ids {
@@ -300,8 +300,9 @@ impl SharedBlocks {
     /// have a key keep it.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if there are more keys than blocks. Returns [`Error::Twice`] if a block
-    /// occurs twice among them, which is possible after guards were appended. Nothing changes in these cases.
+    /// Returns [`Error::TooLarge`] if there are more keys than blocks starting at `start`. Returns
+    /// [`Error::Twice`] if one of these blocks occurs twice, which is possible after guards were appended.
+    /// Nothing changes in these cases.
     pub fn register(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) -> Result<()> {
         let end = start.saturating_add(keys.len());
         if end > self.ids.len() {
@@ -319,7 +320,7 @@ impl SharedBlocks {
     fn enter_keys(&mut self, start: usize, parent: Option<BlockKey>, keys: &[BlockKey]) {
         let handle = self.pool.clone();
         let pool = &*handle.0;
-        // Places whose key already has another block, and places whose block already has a key.
+        // Indices of keys that already have another block, and indices of blocks that already have a key.
         let (mut known, mut keyed): (SmallVec<[usize; 4]>, SmallVec<[usize; 4]>) = Default::default();
         let ids = &self.ids[start..][..keys.len()];
         let mut walk = pool.walk();
@@ -361,9 +362,9 @@ impl SharedBlocks {
         }
     }
 
-    /// Replaces the block at `place` with the block already known under `key`. If that block is gone,
-    /// registers the block at `place` instead and returns `true`. If that block's key only shares the first
-    /// word, both blocks stay, and the block at `place` gets no key.
+    /// Replaces the block at `place` with the block already known under `key`. If the known block is gone,
+    /// registers the block at `place` instead and returns `true`. If the known block's key matches `key` only
+    /// in its first word, both blocks stay, and the block at `place` gets no key.
     fn merge(&mut self, place: usize, key: &BlockKey) -> bool {
         let (handle, own) = (self.pool.clone(), self.ids[place]);
         let (pool, moment) = (&*handle.0, handle.0.moment());
@@ -392,8 +393,8 @@ impl SharedBlocks {
         }
     }
 
-    /// Takes the last block back to continue filling it. Returns `None` if the block has another holder, a
-    /// key or a pin. The last of several forks therefore needs no copy.
+    /// Makes the last block mutable again, so that it can be filled further. Returns `None` if the block has
+    /// another holder, a key or a pin. The last of several forks therefore needs no copy of the block.
     pub fn reclaim_last(&mut self) -> Option<MutableBlocks> {
         let id = *self.ids.last()?;
         let mut walk = self.pool.0.walk();
@@ -406,7 +407,7 @@ impl SharedBlocks {
         })
     }
 
-    /// Claims the blocks. The claim keeps them after their holders are gone.
+    /// Pins the blocks, which keeps them when they no longer have a holder.
     pub fn pin(&self) -> PinnedBlocks {
         PinnedBlocks::new(self)
     }
@@ -421,7 +422,7 @@ impl SharedBlocks {
         }
     }
 
-    /// Releases the blocks starting at `len`, the last one first.
+    /// Releases the blocks starting at index `len`, in reverse order.
     pub fn truncate(&mut self, len: usize) {
         let from = len.min(self.ids.len());
         drop_holders(&self.pool, &self.ids[from..]);
@@ -438,7 +439,7 @@ impl SharedBlocks {
     /// Returns the current number of a block's holders, including this guard.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `place` is past the end.
+    /// Returns [`Error::OutOfRange`] if `place` is past the end of the guard.
     pub fn holders(&self, place: usize) -> Result<usize> {
         let id = *self.ids.get(place).ok_or(Error::range("block of the guard", place, self.ids.len()))?;
         let mut walk = self.pool.0.walk();

@@ -1,8 +1,8 @@
-//! The index from keys to blocks: hash tables over bits of the digests, sharded by key.
+//! The index from keys to blocks: hash tables, sharded by key, that use bits of the keys as hashes.
 //!
 //! An entry holds 64 bits of its key. The caller must compare the whole key under the lock of the block's
 //! shard. The tables' locks are leaves: no other lock is taken while one is held, and no two are held at
-//! once. Batches are grouped by table, so a table is locked once for all its keys in a batch.
+//! once. The keys of a batch are grouped by table, so that each table is locked only once per group.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry as Slot;
@@ -51,11 +51,11 @@ impl IndexTable {
 #[derive(Debug)]
 pub(super) struct Index {
     tables: Box<[Mutex<IndexTable>]>,
-    /// Whether a key may have several blocks.
+    /// True if a key may have several blocks.
     duplicates: bool,
 }
 
-/// Number of keys in a batch that are grouped at a time: the number of bits in a word.
+/// Number of keys that are grouped by table at a time: the number of bits in a word.
 const WINDOW: usize = 64;
 
 /// Maximum number of tables. Each table needs a word while a window is grouped.
@@ -64,7 +64,7 @@ const MOST_TABLES: usize = 64;
 impl Index {
     pub(super) fn new(tables: usize, blocks: usize, duplicates: bool) -> Self {
         let tables = tables.next_power_of_two().min(MOST_TABLES);
-        // A little above the mean, so that a table seldom grows when keys are spread unevenly.
+        // A little above the average, so that tables rarely grow when keys are spread unevenly.
         let room = if tables == 1 { blocks } else { blocks / tables * 9 / 8 + 64 };
         let table = || Mutex::new(IndexTable { entries: HashTable::with_capacity(room), stamp: 0 });
         Self { tables: (0..tables).map(|_| table()).collect(), duplicates }
@@ -74,8 +74,8 @@ impl Index {
         self.tables.iter().map(|table| table.lock().entries.len()).sum()
     }
 
-    /// Calls `each` for every key with its index and its locked table. The keys of one table come in order;
-    /// the tables come in any order.
+    /// Calls `each` for every key, with the key's index and its locked table. The keys of one table are
+    /// visited in order, but the tables in any order.
     fn visit<'k>(
         &self,
         keys: impl ExactSizeIterator<Item = &'k BlockKey> + Clone,
@@ -137,8 +137,8 @@ impl Index {
         found
     }
 
-    /// Adds blocks under keys. If a key is known and duplicates are not allowed, its entry stays, and `known`
-    /// is called with the index of the key and the known block.
+    /// Registers blocks under keys. If a key is known and duplicates are not allowed, its entry stays, and
+    /// `known` is called with the index of the key and the known block.
     pub(super) fn enter(
         &self,
         keys: &[BlockKey],
@@ -169,7 +169,7 @@ impl Index {
         });
     }
 
-    /// Returns whether the index has a block under a key.
+    /// Returns whether the index has an entry for this key and block.
     pub(super) fn holds(&self, key: &BlockKey, block: u32) -> bool {
         let mut held = false;
         self.visit(std::iter::once(key), |_, key, table| {

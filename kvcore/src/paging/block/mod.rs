@@ -23,8 +23,8 @@
 //!
 //! Only a guard of mutable blocks issues write permits ([`MutableBlocks::write_slots`],
 //! [`MutableBlocks::write_pairs`]). Sharing, splitting or dropping the guard voids the permits. A
-//! [`BlockTable`] that shares its first blocks voids only the permits for these. Shared blocks have no method
-//! that permits writes:
+//! [`BlockTable`] that shares its first blocks voids only the permits for those blocks. Shared blocks have no
+//! method that permits writes:
 //!
 //! ```compile_fail,E0599
 //! let pool = kvcore::BlockPool::new(0..1)?;

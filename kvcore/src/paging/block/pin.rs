@@ -22,8 +22,8 @@ use crate::base::BlockId;
 /// ```
 ///
 /// # Drop behaviour
-/// Blocks without holders stay cached if they have a key, and become free otherwise. Blocks with holders do
-/// so when the last holder is dropped.
+/// Blocks without holders stay cached if they have a key, and become free otherwise. For blocks with holders,
+/// this happens when the last holder is dropped.
 #[derive(Debug)]
 #[must_use = "dropping the claim releases blocks without holders"]
 pub struct PinnedBlocks {

@@ -1,9 +1,9 @@
-//! The pool: its share of an arena's blocks, and the locks that protect its bookkeeping.
+//! The block pool: a share of an arena's blocks, and the locks that protect the bookkeeping.
 //!
 //! A pool has one or more shards. Each shard is a run of the pool's blocks with a lock, a free list and an
-//! eviction order. The pool also has an index from keys to blocks, with its own locks. Locks are taken in
-//! this order: shards by index (only slow paths lock more than one), then one table of the index, then the
-//! event sink.
+//! eviction order. The pool also has an index from keys to blocks, with its own locks. Locks are acquired in
+//! this order: shards by index (only slow paths lock more than one shard), then one table of the index, then
+//! the event sink.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -44,7 +44,7 @@ pub struct BlockPool(pub(super) Arc<SharedPool>);
 #[derive(Debug)]
 pub(super) struct SharedPool {
     range: Range<u32>,
-    /// Number of bits to shift a block's index by to get its shard.
+    /// Shifting a block's index right by this number of bits gives the index of its shard.
     shift: u32,
     shards: Box<[ShardCell]>,
     pub(super) index: Index,
@@ -59,8 +59,8 @@ struct ShardCell {
     shard: Mutex<Shard>,
     /// Number of free blocks in the shard when it was last unlocked: a hint for searches.
     free: AtomicUsize,
-    /// Number of keys found by lookups that began with a key of this cell. Distributed by key, so that
-    /// threads do not contend.
+    /// Number of keys found by lookups that are counted in this cell. The first key of a lookup selects the
+    /// cell, so that threads do not contend.
     hits: AtomicU64,
     misses: AtomicU64,
 }
@@ -91,8 +91,8 @@ impl Drop for LockedShard<'_> {
     }
 }
 
-/// Number of keys that [`lookup_chain`](BlockPool::lookup_chain), and everything built on it, looked up in a
-/// pool in order to hold their blocks.
+/// Counts of the keys that [`lookup_chain`](BlockPool::lookup_chain) and the methods built on it looked up in
+/// order to hold their blocks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize)]
 pub struct Lookups {
     /// Number of keys whose blocks were found.
@@ -102,7 +102,7 @@ pub struct Lookups {
 }
 
 impl BlockPool {
-    /// Creates a pool over blocks `range` with the default settings.
+    /// Creates a pool over the blocks in `range`, with the default settings.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the range is empty.
@@ -110,7 +110,7 @@ impl BlockPool {
         Self::with_config(range, PoolConfig::default())
     }
 
-    /// Creates a pool over blocks `range` with the given settings.
+    /// Creates a pool over the blocks in `range`, with the given settings.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the range is empty, and [`Error::TooLarge`] if the watermark exceeds
@@ -167,11 +167,11 @@ impl BlockPool {
     }
 
     /// Admits a prompt in one step: holds the blocks of the longest known prefix of `keys`, and allocates the
-    /// missing blocks up to `blocks` in total. Unlike [`allocate`](Self::allocate), this leaves the
-    /// watermark's blocks for running sequences, so that a newly admitted sequence does not soon preempt
-    /// another. If no block of the pool is held, the watermark is ignored. There must be room for `room`
-    /// blocks in total. If only the first part of a prompt is computed now, pass the number of blocks that
-    /// the whole prompt needs.
+    /// missing blocks, so that there are `blocks` blocks in total. Unlike [`allocate`](Self::allocate), this
+    /// leaves the watermark's blocks for running sequences, so that a newly admitted sequence does not soon
+    /// preempt another. If no block of the pool is held, the watermark is ignored. The pool must have room
+    /// for `room` blocks in total. If only the first part of a prompt is computed now, `room` should be the
+    /// number of blocks that the whole prompt needs.
     ///
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] if there is not enough room. Nothing changes in that case, not even the
@@ -202,15 +202,15 @@ impl BlockPool {
         })
     }
 
-    /// Checks that an admission could hold the known blocks of `keys` and allocate `missing` others. Changes
-    /// nothing.
+    /// Checks that an admission could hold the known blocks of `keys` and allocate `missing` more blocks.
+    /// Changes nothing.
     pub(crate) fn check_room(&self, keys: &[BlockKey], missing: usize) -> Result<()> {
         self.admit_with(keys, false, |_| (missing, missing)).map(drop)
     }
 
     /// Holds the longest known prefix and allocates blocks, or only checks that this is possible if `take` is
-    /// false. `wanted` receives the number of blocks found, and returns how many to allocate and how many
-    /// there must be room for.
+    /// false. `wanted` receives the number of blocks found, and returns the number of blocks to allocate and
+    /// the number that the pool must have room for.
     fn admit_with(
         &self,
         keys: &[BlockKey],
@@ -237,8 +237,8 @@ impl BlockPool {
         idle.dedup();
         let (missing, needed) = wanted(found.ids.len());
         let available: usize = shards.iter().map(|shard| shard.available()).sum();
-        // An idle block that is found becomes unavailable to others, just like a block that is allocated. If
-        // no blocks are held, there is no running sequence that could need the watermark.
+        // An idle block that is found becomes unavailable for allocation, just like a block that is
+        // allocated. If no blocks are held, there is no running sequence that could need the watermark.
         let total: usize = shards.iter().map(|shard| shard.stage.len()).sum();
         let watermark = if available == total { 0 } else { inner.watermark };
         let leaves = idle.len().checked_add(needed).and_then(|n| n.checked_add(watermark));
@@ -280,8 +280,8 @@ impl BlockPool {
                 shard.take_free(n, out);
                 return Ok(());
             }
-            // Cached contents must not be evicted while other shards have free blocks. The slow path decides
-            // that.
+            // Cached contents must not be evicted while other shards have free blocks. The slow path checks
+            // for that.
             if shard.available() >= n && !elsewhere() {
                 return inner.take_from(&mut [shard], 0, out, n, moment);
             }
@@ -324,8 +324,8 @@ impl BlockPool {
         found
     }
 
-    /// Returns the number of blocks of a chain that a lookup would find now, without holding them. Schedulers
-    /// can use this to weigh requests.
+    /// Returns the number of blocks that a lookup of this chain would find now, without holding the blocks.
+    /// Schedulers can use this to compare requests.
     pub fn cached_prefix(&self, keys: &[BlockKey]) -> usize {
         let inner = &*self.0;
         let moment = inner.moment();
@@ -358,7 +358,7 @@ impl BlockPool {
         Lookups { hits: sum(|cell| &cell.hits), misses: sum(|cell| &cell.misses) }
     }
 
-    /// Frees every cached block that the pool may evict, and returns their number.
+    /// Frees every cached block that the pool may evict, and returns the number of freed blocks.
     pub fn clear_cached(&self) -> usize {
         let inner = &*self.0;
         let moment = inner.moment();
@@ -372,15 +372,15 @@ impl BlockPool {
         shards.iter_mut().map(|shard| shard.clear_cached(!all, moment)).sum()
     }
 
-    /// Frees the cached blocks that have not been used for the configured time to live, and returns their
-    /// number. Only lookups and this method check the time; nothing runs in the background.
+    /// Frees the cached blocks that have not been used for the configured time to live, and returns the
+    /// number of freed blocks. Only lookups and this method check the time; nothing runs in the background.
     pub fn expire(&self) -> usize {
         let inner = &*self.0;
         let moment = inner.moment();
         (0..inner.shards.len()).map(|i| inner.lock(i).expire_all(moment)).sum()
     }
 
-    /// Returns the pool's block IDs.
+    /// Returns the range of the pool's block IDs.
     pub fn range(&self) -> Range<u32> {
         self.0.range.clone()
     }
@@ -449,7 +449,8 @@ impl SharedPool {
         turn(n) / stay.max(1) % self.shards.len()
     }
 
-    /// Locks the shard `home`, or the next unlocked shard if another thread holds its lock.
+    /// Locks the shard `home`. If another thread holds its lock, locks the next unlocked shard instead and
+    /// updates `home`.
     fn lock_near(&self, home: &mut usize) -> LockedShard<'_> {
         let count = self.shards.len();
         for i in (0..count).map(|i| (*home + i) % count) {
@@ -513,14 +514,14 @@ impl SharedPool {
         (id.0 - self.range.start) & ((1 << self.shift) - 1)
     }
 
-    /// Returns a cursor over blocks, one after another. It keeps the lock while consecutive blocks are in one
-    /// shard.
+    /// Returns a cursor that visits blocks one after another. It keeps a shard locked while consecutive
+    /// blocks are in that shard.
     pub(super) fn walk(&self) -> Walk<'_> {
         Walk { pool: self, at: usize::MAX, shard: None }
     }
 }
 
-/// A cursor over blocks, one after another; see [`SharedPool::walk`].
+/// A cursor that visits blocks one after another; see [`SharedPool::walk`].
 pub(super) struct Walk<'a> {
     pool: &'a SharedPool,
     at: usize,

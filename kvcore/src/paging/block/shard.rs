@@ -1,5 +1,5 @@
 //! The bookkeeping of one shard, protected by its lock: the states of a run of blocks, their free list and
-//! their eviction order. All methods use indices into the shard.
+//! their eviction order. Methods identify a block by its index in the shard.
 
 use smallvec::SmallVec;
 
@@ -16,9 +16,10 @@ use crate::paging::BlockKey;
 pub(super) enum BlockStage {
     Free,
     Mutable,
-    /// Shared while the block has holders, and cached while only pins keep it.
+    /// The block has no key. It is shared while it has holders, and cached while only pins keep it.
     Shared,
-    /// Like `Shared`, and also registered in the index under its key. Without holders, the block is cached.
+    /// The block is registered in the index under its key. It is shared while it has holders, and cached
+    /// otherwise.
     Registered,
 }
 
@@ -71,7 +72,7 @@ pub(super) struct Shard {
     pub(super) stage: Box<[BlockStage]>,
     pub(super) meta: Box<[Meta]>,
     times: Box<[BlockTimes]>,
-    /// Free blocks, except the ones that are in the policy's order.
+    /// Free blocks, except for those in the policy's order.
     pub(super) free: Vec<u32>,
     /// Number of free blocks in the policy's order.
     queued_free: usize,
@@ -135,7 +136,7 @@ impl Shard {
         }
     }
 
-    /// Takes up to `n` blocks from the free list, and returns how many it took.
+    /// Allocates up to `n` blocks from the free list, and returns the number of allocated blocks.
     pub(super) fn take_free(&mut self, n: usize, out: &mut impl Extend<BlockId>) -> usize {
         let n = n.min(self.free.len());
         let (first, stage) = (self.first, &mut self.stage);
@@ -147,7 +148,7 @@ impl Shard {
         n
     }
 
-    /// Takes up to `n` blocks in the policy's order, and returns how many it took.
+    /// Allocates up to `n` blocks in the policy's order, and returns the number of allocated blocks.
     pub(super) fn take_next(
         &mut self,
         n: usize,
@@ -174,8 +175,8 @@ impl Shard {
         taken
     }
 
-    /// Returns the index entry to remove for a cached block. If `tell` is set, records the removal first, so
-    /// that routers see it before the key can be stored again.
+    /// Returns the index entry to remove for a cached block. If `tell` is set, sends the removal event first,
+    /// so that routers get it before the key can be stored again.
     fn forgotten(&self, block: u32, rules: &Rules, tell: bool) -> (BlockKey, u32) {
         let key = self.meta[block as usize].key;
         if let Some(events) = rules.events.as_ref().filter(|_| tell) {
@@ -217,8 +218,7 @@ impl Shard {
         }
     }
 
-    /// Makes a shared block mutable again if it has one holder, no key and no pin, and returns whether it
-    /// did.
+    /// Makes a shared block mutable again if it has one holder, no key and no pin. Returns whether it did so.
     pub(super) fn reclaim(&mut self, block: u32) -> bool {
         let meta = &mut self.meta[block as usize];
         let alone = self.stage[block as usize] == BlockStage::Shared && meta.holders == 1 && meta.pins == 0;
@@ -260,7 +260,7 @@ impl Shard {
         }
     }
 
-    /// Holds a block if it still has this key and has not expired.
+    /// Adds a holder to a block if it still has this key and has not expired. Returns whether it did so.
     pub(super) fn hold_keyed(&mut self, block: u32, key: &BlockKey, moment: Moment<'_>) -> bool {
         if self.stage[block as usize] != BlockStage::Registered || self.meta[block as usize].key != *key {
             return false;
@@ -296,7 +296,7 @@ impl Shard {
         self.release(block, moment);
     }
 
-    /// Frees the cached blocks that have expired, and returns their number.
+    /// Frees the cached blocks that have expired, and returns the number of freed blocks.
     pub(super) fn expire_all(&mut self, moment: Moment<'_>) -> usize {
         let over = |shard: &Self, block: u32| {
             shard.stage[block as usize] == BlockStage::Registered && shard.has_expired(block, moment)
@@ -348,7 +348,7 @@ impl Shard {
         }
     }
 
-    /// Sets a held block's retention, for when it is cached.
+    /// Sets a held block's retention, which applies once the block is cached.
     pub(super) fn retain(&mut self, block: u32, retention: Retention, now: u64) {
         if let Some(times) = self.times.get_mut(block as usize) {
             let until = retention.lasts.map_or(FOREVER, |lasts| now.saturating_add(millis(lasts)));

@@ -35,9 +35,9 @@ pub struct BlockTable {
     // Fields are dropped in this order.
     own: MutableBlocks,
     shared: SharedBlocks,
-    /// Number of blocks freed at the front.
+    /// Number of blocks freed at the front of the table.
     gone: usize,
-    /// Number of blocks with keys, including freed ones. They are always the first blocks.
+    /// Number of blocks with keys, including freed blocks. Blocks with keys always come before other blocks.
     keyed: usize,
     ids: Arc<[BlockId]>,
     len: usize,
@@ -50,7 +50,7 @@ pub struct TailCopy {
     /// The shared block, held until the copy is enqueued.
     source: SharedBlocks,
     pairs: WritePairs,
-    /// Number of shared blocks with keys before this step, needed to undo it.
+    /// The table's `keyed` before the copy, needed to undo it.
     keyed: usize,
 }
 
@@ -79,8 +79,8 @@ impl BlockTable {
         Self::behind(0, shared, block_size)
     }
 
-    /// Creates a table like [`with_prefix`](Self::with_prefix), but whose first `gone` blocks are already
-    /// freed.
+    /// Creates a table like [`with_prefix`](Self::with_prefix), except that `gone` blocks before the prefix
+    /// are already freed.
     pub(crate) fn behind(gone: usize, shared: SharedBlocks, block_size: usize) -> Result<Self> {
         if block_size == 0 {
             return Err(Error::Zero { what: "block_size" });
@@ -92,11 +92,12 @@ impl BlockTable {
         Ok(Self { block_size, own, shared, gone, keyed, ids, len })
     }
 
-    /// Declares that the last block only holds tokens up to `len`. A table whose last block is shared and
-    /// partial cannot grow.
+    /// Declares that the last block holds only the tokens before index `len`. A table whose last block is
+    /// shared and partial cannot grow.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if `len` is past the end, or if the last block would hold no tokens.
+    /// Returns [`Error::TooLarge`] if `len` exceeds the length of the table, or if the last block would hold
+    /// no tokens.
     pub fn shorten_last(&mut self, len: usize) -> Result<()> {
         if len > self.len || len + self.block_size <= self.len {
             return Err(Error::too_large("length within the last block", len, self.len));
@@ -110,8 +111,8 @@ impl BlockTable {
     }
 
     /// Frees the blocks whose tokens all come before `token`, such as blocks that have left a sliding window,
-    /// and returns their number. The tokens still count, but no longer have slots. Blocks with keys stay
-    /// cached.
+    /// and returns the number of freed blocks. Their tokens still count towards the length, but no longer
+    /// have slots. Blocks with keys stay cached.
     pub fn free_before(&mut self, token: usize) -> usize {
         let blocks = (token.min(self.len) / self.block_size).saturating_sub(self.gone);
         if blocks == 0 {
@@ -130,7 +131,7 @@ impl BlockTable {
         self.gone * self.block_size
     }
 
-    /// Returns the index of a token's block in the list.
+    /// Returns the index of a token's block in [`ids`](Self::ids).
     fn at(&self, token: usize) -> usize {
         (token / self.block_size).saturating_sub(self.gone)
     }
@@ -175,7 +176,7 @@ impl BlockTable {
         Ok(self.own.permits.slots(first, self.block_size, slots))
     }
 
-    /// Returns the number of blocks to add for more tokens, or the reason why the table cannot grow.
+    /// Returns the number of blocks to add for `tokens` more tokens, or an error if the table cannot grow.
     pub(crate) fn check_growth(&self, tokens: usize) -> Result<usize> {
         self.len.checked_add(tokens).ok_or(Error::Overflow { what: "length of a sequence" })?;
         match self.shared_tail() {
@@ -192,7 +193,8 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Returns the issuer of permits for the tokens starting at `first`, with the index of their first block.
+    /// Returns the issuer of permits for the tokens starting at `first`, and the index of the first token's
+    /// block.
     pub(crate) fn issuer(&self, first: usize) -> (&Permits, usize) {
         (&self.own.permits, self.place_of(first))
     }
@@ -213,7 +215,7 @@ impl BlockTable {
         Ok(std::mem::replace(&mut self.len, end)..end)
     }
 
-    /// Adds blocks to a new sequence, for later calls of [`grow`](Self::grow). [`BlockPool::admit_prefix`]
+    /// Adds blocks to a new sequence, for later calls to [`grow`](Self::grow). [`BlockPool::admit_prefix`]
     /// returns such blocks.
     ///
     /// # Errors
@@ -232,7 +234,7 @@ impl BlockTable {
 
     /// Replaces a last block that is partial and shared with the table's own block (copy on write). The
     /// caller must make the returned copy. Returns `None` if the next token may be written without a copy,
-    /// which includes the case that all other holders have released the block.
+    /// for example because all other holders have released the block.
     ///
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] if there is no block for the copy. Nothing changes in that case.
@@ -257,8 +259,9 @@ impl BlockTable {
         Ok(Some(TailCopy { source, pairs, keyed }))
     }
 
-    /// Undoes the last step, an [`unshare_tail`](Self::unshare_tail) whose copy could not be made. Restores
-    /// the table's earlier blocks and keys, but keeps blocks that were supplied in advance.
+    /// Undoes an [`unshare_tail`](Self::unshare_tail) whose copy could not be made. The table must be
+    /// unchanged since then. Restores the earlier blocks and keys, but keeps blocks that were supplied in
+    /// advance.
     pub(crate) fn reshare_tail(&mut self, copy: TailCopy) -> Result<()> {
         drop(self.own.take_first(1)?);
         self.shared.append(copy.source)?;
@@ -271,7 +274,7 @@ impl BlockTable {
     /// first table that writes must copy the last block ([`unshare_tail`](Self::unshare_tail)).
     ///
     /// # Errors
-    /// No caller can cause an error.
+    /// Returns an error only if the table is inconsistent, which no caller can cause.
     pub fn fork(&mut self) -> Result<Self> {
         let used = self.len.div_ceil(self.block_size).saturating_sub(self.gone + self.shared.len());
         self.shared.append(self.own.take_first(used)?.share())?;
@@ -290,8 +293,8 @@ impl BlockTable {
     /// Returns the slot of a token: `block * block_size + offset`.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the token is past the end, and [`Error::TokenFreed`] if its block was
-    /// freed.
+    /// Returns [`Error::OutOfRange`] if the token is past the end of the table, and [`Error::TokenFreed`] if
+    /// its block was freed.
     pub fn slot(&self, token: usize) -> Result<i64> {
         if token >= self.len {
             return Err(Error::range("token", token, self.len));
@@ -309,13 +312,14 @@ impl BlockTable {
         i64::from(self.ids[self.at(token)].0) * self.block_size as i64 + (token % self.block_size) as i64
     }
 
-    /// Removes the tokens past `len`, and releases the blocks that are no longer needed. All slots in the
-    /// table's own blocks become void, even for tokens that stay; [`write_slots`](Self::write_slots) issues
-    /// them again.
+    /// Removes the tokens past `len`, and releases the blocks that are no longer needed. All permits for
+    /// slots in the table's own blocks become void, even for the tokens that stay;
+    /// [`write_slots`](Self::write_slots) issues new ones.
     ///
     /// # Errors
-    /// Returns [`Error::TooLarge`] if `len` is past the end, [`Error::SharedBlock`] if `len` is inside a
-    /// block that others can find by its key, and [`Error::TokenFreed`] if it is in a freed block.
+    /// Returns [`Error::TooLarge`] if `len` exceeds the length of the table, [`Error::SharedBlock`] if `len`
+    /// is inside a block that others can find by its key, and [`Error::TokenFreed`] if it is in a freed
+    /// block.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         self.check_truncate(len)?;
         let keep = len.div_ceil(self.block_size);
@@ -345,8 +349,8 @@ impl BlockTable {
     }
 
     /// Shares the next full blocks under `keys`, in order. If the pool already has a block under a key, the
-    /// table uses that block, and its own block is freed. Slots in these blocks become void; slots that are
-    /// only in later blocks stay valid.
+    /// table uses that block, and its own block is freed. Permits for slots in these blocks become void, and
+    /// permits for slots that are only in later blocks stay valid.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if there are fewer full blocks than keys. Nothing is shared in that case.
@@ -378,10 +382,11 @@ impl BlockTable {
         Ok(())
     }
 
-    /// Returns the slots of some tokens with a permit to write to them again.
+    /// Returns the slots of the given tokens, with a new permit to write to them.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] past the end, and [`Error::NotOwned`] for a token in a shared block.
+    /// Returns [`Error::OutOfRange`] if a token is past the end of the table, and [`Error::NotOwned`] if a
+    /// token is in a shared block.
     pub fn write_slots(&self, tokens: Range<usize>) -> Result<WriteSlots> {
         let slots: Arc<[i64]> = tokens.map(|token| self.slot(token)).collect::<Result<_>>()?;
         self.own.write_slots(self.block_size, slots)
@@ -397,7 +402,7 @@ impl BlockTable {
         &self.shared
     }
 
-    /// Returns the number of blocks that others can find by key, including freed ones.
+    /// Returns the number of blocks that others can find by key, including freed blocks.
     pub fn keyed_blocks(&self) -> usize {
         self.keyed
     }
@@ -464,7 +469,7 @@ mod tests {
         drop(copy);
         assert_ne!(a.ids()[1], b.ids()[1]);
         assert!(b.grow(1).unwrap().check().is_ok() && b.unshare_tail().unwrap().is_none());
-        // the full block that both share gets its key from the first table that commits
+        // the full block that both tables share gets its key from the first table that commits
         let key = KeyScope::new("m", b"").root();
         a.share_full(None, &[key]).unwrap();
         b.share_full(None, &[key]).unwrap();

@@ -1,4 +1,4 @@
-//! The kind and size of a cache, as settings that can be cloned, stored and loaded.
+//! Cache settings, which can be cloned, stored and loaded.
 
 use std::time::Duration;
 
@@ -24,13 +24,13 @@ pub struct KvExtents {
     pub v_dim: usize,
     /// Maximum sequence length that the model supports, in tokens.
     pub max_positions: usize,
-    /// Format in which elements are stored.
+    /// Storage format of the elements.
     pub format: KvFormat,
 }
 
 impl KvExtents {
-    /// Returns the shape of this rank's part of the model, head-major, with the given number and size of
-    /// blocks.
+    /// Returns the head-major shape of this rank's part of the model, with `num_blocks` blocks of
+    /// `block_size` tokens.
     ///
     /// # Errors
     /// Returns [`Error::Uneven`](crate::Error::Uneven) if heads or layers do not divide evenly among the
@@ -63,14 +63,15 @@ pub struct StaticCacheConfig {
 }
 
 impl Default for StaticCacheConfig {
-    /// Returns one entry of the model's maximum length, head-major.
+    /// Returns settings for one head-major entry of the model's maximum length.
     fn default() -> Self {
         Self { max_batch: 1, max_len: MaxLen::Model, order: BlockOrder::HeadMajor }
     }
 }
 
 impl StaticCacheConfig {
-    /// Returns the layout of this rank's part: one block per batch entry, as long as the entry.
+    /// Returns the layout of this rank's part of the cache: one block per batch entry, with the length of the
+    /// entry.
     ///
     /// # Errors
     /// Returns [`Error::Uneven`](crate::Error::Uneven) if the batch or the model does not divide evenly among
@@ -83,11 +84,11 @@ impl StaticCacheConfig {
     }
 }
 
-/// The settings of a paged cache, which has as many blocks as fit in a memory budget.
+/// The settings of a paged cache, which uses as many blocks as fit in a memory budget.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct PagedCacheConfig {
-    /// Maximum number of bytes for K and V in all layers of this rank, including their scales.
+    /// Maximum size of K, V and their scales in all layers of this rank, in bytes.
     pub max_memory: usize,
     /// Number of tokens per block, at least 1.
     pub block_size: usize,
@@ -95,7 +96,7 @@ pub struct PagedCacheConfig {
     pub order: BlockOrder,
     /// Eviction policy for cached blocks.
     pub policy: PolicyKind,
-    /// Number of blocks that are left for running sequences when a new sequence is admitted.
+    /// Number of blocks to leave for running sequences when a new sequence is admitted.
     pub watermark: usize,
     /// Seconds after which an unused cached block is no longer found. `None` means that blocks do not
     /// expire.
@@ -104,7 +105,8 @@ pub struct PagedCacheConfig {
 }
 
 impl Default for PagedCacheConfig {
-    /// Returns 1 GiB in head-major blocks of 16 tokens, LRU eviction, no watermark and no expiry.
+    /// Returns settings for 1 GiB of head-major blocks of 16 tokens, with LRU eviction, no watermark and no
+    /// expiry.
     fn default() -> Self {
         Self {
             max_memory: 1 << 30,
@@ -118,7 +120,7 @@ impl Default for PagedCacheConfig {
 }
 
 impl PagedCacheConfig {
-    /// Returns the layout of this rank's part, with as many blocks as fit in
+    /// Returns the layout of this rank's part of the cache, with as many blocks as fit in
     /// [`max_memory`](Self::max_memory).
     ///
     /// # Errors
@@ -130,7 +132,8 @@ impl PagedCacheConfig {
         KvLayout::within_budget(&shape, self.max_memory)
     }
 
-    /// Returns the pool's settings. The caller adds what a file cannot store: events and a clock.
+    /// Returns the settings of the pool. Events and a clock, which cannot be stored in a file, must be added
+    /// by the caller.
     pub fn pool(&self) -> PoolConfig {
         let config = PoolConfig::default().policy(self.policy).watermark(self.watermark);
         self.ttl_seconds.map_or(config.clone(), |ttl| config.ttl(Duration::from_secs(ttl)))
@@ -193,8 +196,8 @@ mod tests {
         assert_eq!(pool.lookup_chain(&keys).len(), 0, "the time to live");
     }
 
-    /// Checks the example of seed 000: 10 GiB, 32 heads of 128 in bf16. The seed's formula leaves out the
-    /// layers; ours gives its 40,960 blocks for one layer, and a 32nd of them for 32 layers.
+    /// Checks the example of seed 000: 10 GiB, 32 heads of 128 elements in bf16. The seed's formula ignores
+    /// the layers: for one layer our result is the same 40,960 blocks, and for 32 layers it is 1/32 of them.
     #[test]
     fn seed_000s_block_count_is_the_one_of_a_single_layer() {
         let extents = |num_layers| KvExtents {

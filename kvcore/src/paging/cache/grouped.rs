@@ -1,4 +1,4 @@
-//! The grouped cache: layers that attend to different tokens have separate block pools.
+//! The grouped cache, in which layers that attend to different tokens have separate block pools.
 
 use std::ops::Range;
 
@@ -12,16 +12,16 @@ use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 
 // Decision: docs/decisions/paging.md#each-kind-of-layer-has-its-own-group
 // Decision: docs/decisions/paging.md#a-grouped-cache-has-one-cache-per-group
-/// A cache of sequences whose layers are in groups. Each group has a kind, a pool, and an arena with only its
-/// layers.
+/// A cache for models whose layers are divided into groups. Each group has a kind, a pool, and an arena that
+/// contains only the group's layers.
 ///
 /// Each group is a [`PagedKvCache`], and a sequence has the same ID in all of them. Calls that allocate
 /// blocks either succeed in every group or change nothing. A prefix is found up to the point where every
-/// group has the blocks that its kind needs: all blocks in a full group; in a group with a window, only the
-/// blocks that the window after the prefix reaches. [`free_before`](Self::free_before) frees the blocks that
-/// have left each group's window, so a group with a window holds a limited number of blocks, however long its
-/// sequences are. Heads and dimensions may differ by group. The [order](PagedKvCache#order) of the paged
-/// cache applies to every arena.
+/// group has the blocks that its kind needs: all blocks of the prefix in a full group, but only those that
+/// the next token's window reaches in a group with a window. [`free_before`](Self::free_before) frees the
+/// blocks that have left each group's window, so a group with a window holds a limited number of blocks,
+/// however long its sequences are. Heads and dimensions may differ by group. The [order](PagedKvCache#order)
+/// of the paged cache applies to every arena.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -61,11 +61,11 @@ pub struct GroupedKvCache {
 }
 
 impl GroupedKvCache {
-    /// Creates a cache from the groups' caches, which must never have had a sequence.
+    /// Creates a cache from the caches of the groups, which must never have had a sequence.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if there are no groups or a window is 0, and [`Error::Mismatch`] if their
-    /// block sizes differ, or if one of them has had sequences.
+    /// Returns [`Error::Zero`] if there are no groups or a window is 0, and [`Error::Mismatch`] if the
+    /// groups' block sizes differ, or if a group has had sequences.
     pub fn new(groups: Vec<(GroupKind, PagedKvCache)>) -> Result<Self> {
         let Some(block_size) = groups.first().map(|(_, group)| group.block_size()) else {
             return Err(Error::Zero { what: "groups of layers" });
@@ -81,7 +81,8 @@ impl GroupedKvCache {
         Ok(Self { groups, arenas })
     }
 
-    /// Returns the groups with their kinds. Their sequences are read-only; changes go through this cache.
+    /// Returns the groups with their kinds. Sequences can be read through the groups, but changed only
+    /// through this cache.
     pub fn groups(&self) -> &[(GroupKind, PagedKvCache)] {
         &self.groups
     }
@@ -100,8 +101,8 @@ impl GroupedKvCache {
         Ok(self.insert(sequences))
     }
 
-    /// Creates a sequence at the start of a prompt, like [`PagedKvCache::create_with_prefix`]. Returns its ID
-    /// and the number of its tokens that are cached in every group.
+    /// Creates a sequence for a prompt, like [`PagedKvCache::create_with_prefix`]. Returns the sequence's ID
+    /// and the number of prompt tokens that are cached in every group.
     ///
     /// # Errors
     /// Returns the errors of [`PagedKvCache::create_with_prefix`].
@@ -118,8 +119,8 @@ impl GroupedKvCache {
         Ok((id, cached))
     }
 
-    /// Creates a sequence at the start of a prompt with slots for a first piece of up to `piece` tokens, like
-    /// [`PagedKvCache::admit`]. Returns its ID, the number of tokens that are cached, and the slots in each
+    /// Creates a sequence for a prompt, with slots for a first piece of up to `piece` tokens, like
+    /// [`PagedKvCache::admit`]. Returns the sequence's ID, the number of cached tokens, and the slots in each
     /// group.
     ///
     /// # Errors
@@ -144,8 +145,8 @@ impl GroupedKvCache {
         self.begin(prompt, |group, found| group.admitted(prompt, found, piece))
     }
 
-    /// Begins a sequence in every group, each with the blocks of the longest prefix that the group needs, or
-    /// in none. `each` returns the number of tokens that it found.
+    /// Begins a sequence in all groups, or in none. `each` creates the sequence of a group, with the blocks
+    /// that the group needs of the longest cached prefix, and returns the number of cached tokens with it.
     fn begin<T>(
         &mut self,
         prompt: &PromptKeys,
@@ -164,13 +165,13 @@ impl GroupedKvCache {
             if whole {
                 return Ok((self.insert(sequences), blocks * block_size, beside));
             }
-            // In the meantime, another user of a pool has taken a block.
+            // Another user of a group's pool took a block in the meantime.
             keys = &keys[..blocks.saturating_sub(1)];
         }
     }
 
-    /// Returns the only group if its layers attend to all earlier tokens. It then acts as a paged cache,
-    /// which looks up a prefix only once.
+    /// Returns the group if there is only one and its layers attend to all earlier tokens. The group can then
+    /// be used as a paged cache, which looks up a prefix only once.
     fn single(&mut self) -> Option<&mut PagedKvCache> {
         match self.groups.as_mut_slice() {
             [(GroupKind::Full | GroupKind::Latent, group)] => Some(group),
@@ -199,7 +200,7 @@ impl GroupedKvCache {
         ids.fold(SequenceId(0), |_, id| id)
     }
 
-    /// Reserves slots for `tokens` more tokens, and returns them for each group.
+    /// Reserves slots for `tokens` more tokens in every group, and returns the slots of each group.
     ///
     /// # Errors
     /// Returns the errors of [`grow_batch`](Self::grow_batch).
@@ -240,8 +241,8 @@ impl GroupedKvCache {
         self.groups.iter_mut().try_for_each(|(_, group)| group.commit(id, tokens))
     }
 
-    /// Frees, in each group, the blocks that `token` and later tokens do not attend to, and returns their
-    /// number.
+    /// Frees, in each group, the blocks that `token` and later tokens do not attend to. Returns the total
+    /// number of freed blocks.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -272,8 +273,7 @@ impl GroupedKvCache {
     /// [`PagedKvCache::copy_on_write`]. Returns the number of copies.
     ///
     /// # Errors
-    /// Returns the errors of [`PagedKvCache::copy_on_write`]. Copies that sequences already have in a group
-    /// are kept.
+    /// Returns the errors of [`PagedKvCache::copy_on_write`]. Copies that were already made are kept.
     pub fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         self.groups.iter_mut().map(|(_, group)| group.copy_on_write(ids, stream)).sum()
     }
@@ -290,8 +290,8 @@ impl GroupedKvCache {
     /// [`PagedKvCache::swap_out`]. This happens in all groups or in none.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] unless there is a pool for each group, and the errors of
-    /// [`PagedKvCache::swap_out`]. The sequence is unchanged in these cases.
+    /// Returns [`Error::Mismatch`] if the number of pools differs from the number of groups, and the errors
+    /// of [`PagedKvCache::swap_out`]. The sequence is unchanged in these cases.
     pub fn swap_out(
         &mut self,
         id: SequenceId,
@@ -313,8 +313,8 @@ impl GroupedKvCache {
     /// or in none.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] unless there is a part for each group, and the errors of
-    /// [`PagedKvCache::swap_in`]. Nothing changes in these cases.
+    /// Returns [`Error::Mismatch`] if the number of parts differs from the number of groups, and the errors
+    /// of [`PagedKvCache::swap_in`]. Nothing changes in these cases.
     pub fn swap_in(&mut self, swapped: &[SwappedSequence], stream: &dyn Stream) -> Result<SequenceId> {
         same("parts of a swapped sequence, one for each group", self.groups.len(), swapped.len())?;
         let parts = || self.groups.iter().map(|(_, group)| group).zip(swapped);
@@ -328,13 +328,13 @@ impl GroupedKvCache {
         Ok(self.insert(sequences))
     }
 
-    /// Checks the pool of every group. Returns a description of an inconsistency as `Err`.
+    /// Checks the pool of every group. Returns a description of the first inconsistency as `Err`.
     pub fn check_invariants(&self) -> std::result::Result<(), String> {
         self.groups.iter().try_for_each(|(_, group)| group.pool().check_invariants())
     }
 }
 
-/// Returns which of a prompt's first `blocks` blocks the next token needs.
+/// Returns the range of blocks, among a prompt's first `blocks` blocks, that the next token needs.
 fn needed_of(kind: GroupKind, blocks: usize, block_size: usize) -> Range<usize> {
     kind.first_needed(blocks * block_size) / block_size..blocks
 }
@@ -347,7 +347,7 @@ fn longest(kind: GroupKind, group: &PagedKvCache, keys: &[BlockKey]) -> usize {
         if needed.start == 0 {
             return group.pool().cached_prefix(&keys[..blocks]);
         }
-        // Every prefix that ends between a missing block and the one that was looked up needs that block.
+        // Every prefix that ends after the missing block and at or before `blocks` needs the missing block.
         match needed.rev().find(|&i| group.pool().cached_prefix(&keys[i..=i]) == 0) {
             Some(missing) => blocks = missing,
             None => return blocks,

@@ -1,4 +1,4 @@
-//! The kinds of layer groups, by the tokens that their layers attend to.
+//! The kinds of layer groups, which differ in the tokens that their layers attend to.
 
 /// The tokens that a group's layers attend to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -8,7 +8,7 @@ pub enum GroupKind {
     Full,
     /// The last `window` tokens.
     SlidingWindow {
-        /// Number of tokens, including the token that attends.
+        /// Number of tokens in the window, including the token that attends.
         window: usize,
     },
     /// All earlier tokens, each with one latent row (MLA).
@@ -16,7 +16,7 @@ pub enum GroupKind {
 }
 
 impl GroupKind {
-    /// Returns the first token that `token` or a later token attends to.
+    /// Returns the index of the first token that `token` or a later token attends to.
     ///
     /// ```
     /// use kvcore::GroupKind;

@@ -7,7 +7,7 @@ use crate::base::Result;
 use crate::device::{KvArena, Segment, TensorView, WriteSlots};
 use crate::paging::PromptKeys;
 
-/// The kind of a cache.
+/// The kind of a cache, by its memory management.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheKind {
@@ -30,8 +30,8 @@ impl fmt::Display for CacheKind {
     }
 }
 
-/// One layer's K and V as views of the cache's own memory, for reading. Nothing is copied. Code that writes
-/// through a view must follow the rule given at [`KvArena::views`](crate::KvArena::views).
+/// Views of one layer's K and V in the cache's own memory, for reading. No elements are copied. Code that
+/// writes through a view must follow the rule stated at [`KvArena::views`](crate::KvArena::views).
 ///
 /// For a static cache: `([batch, len, k_heads, k_dim], [batch, len, v_heads, v_dim])`, where `len` is the
 /// length of the longest entry. For a paged cache: the whole layer,
@@ -39,7 +39,7 @@ impl fmt::Display for CacheKind {
 pub type LayerViews = (TensorView, TensorView);
 
 // Decision: docs/decisions/paging.md#caches-issue-slots-streams-write-rows
-/// A cache of keys and values: sequences whose tokens have a slot in every layer.
+/// A cache of keys and values. It holds sequences, and each token of a sequence has a slot in every layer.
 ///
 /// A step has four parts: [`grow`](Self::grow), which returns the slots of the new tokens; a scatter in
 /// every layer; an attend over [`segment`](Self::segment); and [`commit`](Self::commit).
@@ -89,7 +89,7 @@ pub trait KvCache: Send + fmt::Debug {
     /// Returns [`crate::Error::TooLarge`] if the batch of a static cache is full.
     fn create(&mut self, start: SequenceStart) -> Result<SequenceId>;
 
-    /// Creates a sequence at the start of a prompt. Returns its ID and the number of its tokens that are
+    /// Creates a sequence for a prompt. Returns the sequence's ID and the number of prompt tokens that are
     /// already cached, which is 0 for a cache that does not share prefixes.
     ///
     /// # Errors
@@ -108,14 +108,15 @@ pub trait KvCache: Send + fmt::Debug {
 
     /// Reserves slots for more tokens of several sequences, in one step that either succeeds for all or
     /// changes nothing. Replaces the contents of `slots` with the slots of the whole batch, in batch order.
-    /// Reuses the memory of `slots` if no operation holds it.
+    /// Reuses the memory of `slots` if no operation still holds it.
     ///
     /// # Errors
     /// Returns the errors of [`grow`](Self::grow), and [`crate::Error::Twice`] if a sequence is given twice.
     /// Nothing changes in these cases.
     fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()>;
 
-    /// Returns the number of blocks needed for more tokens of a sequence, or 0 for a cache without a pool.
+    /// Returns the number of blocks that a sequence needs for `tokens` more tokens, or 0 for a cache without
+    /// a pool.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
@@ -134,8 +135,8 @@ pub trait KvCache: Send + fmt::Debug {
         Ok(())
     }
 
-    /// Frees the memory of the tokens before `token`, if the cache can. No later token may attend to them.
-    /// Returns the number of freed blocks.
+    /// Frees the memory of the tokens before `token`, if the cache supports this. Later tokens must not
+    /// attend to the freed tokens. Returns the number of freed blocks.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
@@ -172,7 +173,7 @@ pub trait KvCache: Send + fmt::Debug {
         Ok(self.len(id)? == 0)
     }
 
-    /// Returns all tokens of a sequence as one segment of an attend.
+    /// Returns all tokens of a sequence as one segment to attend to.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence.
@@ -181,17 +182,17 @@ pub trait KvCache: Send + fmt::Debug {
     /// Ends all sequences and removes everything from the cache.
     fn reset(&mut self);
 
-    /// Returns the cache as a paged cache, for operations that only a paged cache has.
+    /// Returns the cache if it is a paged cache, for operations that only a paged cache has.
     fn as_paged(&self) -> Option<&PagedKvCache> {
         None
     }
 
-    /// Returns the cache as a mutable paged cache; see [`as_paged`](Self::as_paged).
+    /// Returns a mutable reference to the cache if it is a paged cache; see [`as_paged`](Self::as_paged).
     fn as_paged_mut(&mut self) -> Option<&mut PagedKvCache> {
         None
     }
 
-    /// Returns the cache as a static cache, for operations that only a static cache has.
+    /// Returns the cache if it is a static cache, for operations that only a static cache has.
     fn as_static(&self) -> Option<&StaticKvCache> {
         None
     }

@@ -1,10 +1,11 @@
-//! A length that may be left to the model.
+//! A sequence length: a number of tokens, or the model's maximum.
 
 use std::num::NonZeroUsize;
 
 use serde::{Deserialize, Serialize};
 
-/// A length that may be left to the model. Configurations use a number or `"max"`; 0 means `"max"`.
+/// A sequence length: a number of tokens, or the model's maximum. In configurations it is a number or
+/// `"max"`; 0 means `"max"`.
 ///
 /// ```
 /// use kvcore::MaxLen;
@@ -23,7 +24,7 @@ pub enum MaxLen {
 }
 
 impl MaxLen {
-    /// Returns the length in tokens, given a model that supports `max_positions` tokens.
+    /// Returns the length in tokens for a model that supports `max_positions` tokens.
     pub fn for_model(self, max_positions: usize) -> usize {
         match self {
             Self::Model => max_positions,

@@ -1,4 +1,4 @@
-//! Caches: sequences of tokens stored in the blocks of an arena.
+//! Caches, which store sequences of tokens in the blocks of an arena.
 
 use crate::base::{Error, Result};
 

@@ -1,4 +1,4 @@
-//! The paged cache: sequences whose tokens are in blocks, with prefixes shared between sequences.
+//! The paged cache, which stores sequences in blocks and shares prefixes between sequences.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,13 +14,13 @@ use crate::paging::{BlockKey, BlockPool, BlockTable, PromptKeys, Retention, Shar
 pub(super) struct Sequence {
     pub(super) table: BlockTable,
     pub(super) start: SequenceStart,
-    /// Keys, for sequences that share their blocks.
+    /// The keys of the sequence's blocks, or `None` if the sequence does not share its blocks.
     pub(super) chain: Option<KeyChain>,
-    /// Sequence number of the last batch that the sequence was in.
+    /// The value of [`PagedKvCache::batches`] for the last batch that contained the sequence.
     pub(super) batch: u64,
 }
 
-/// The keys under which a sequence's blocks are registered.
+/// The keys under which the blocks of a sequence are registered.
 #[derive(Debug, Clone)]
 pub(super) struct KeyChain {
     /// The prompt, whose keys are already computed.
@@ -37,8 +37,8 @@ impl KeyChain {
         Self { keys: prompt.keys()[..known].to_vec(), prompt, pending: Vec::new() }
     }
 
-    /// Returns the keys of the next blocks, which hold the first `tokens` pending tokens. Only computes keys
-    /// that the prompt does not already have.
+    /// Returns the keys of the next blocks, which hold the first `tokens` pending tokens. Computes only the
+    /// keys that the prompt does not already have.
     fn next_keys(&self, tokens: usize, block_size: usize) -> Vec<BlockKey> {
         let (parent, next) = (self.last_key(), &self.pending[..tokens]);
         match self.prompt.of(&parent, self.keys.len(), next) {
@@ -65,8 +65,8 @@ impl KeyChain {
 /// [`truncate`](Self::truncate), [`copy_on_write`](Self::copy_on_write), a swap, or an eviction. The next
 /// holder of a block may get it while work on its old contents is still in progress. Therefore the caller
 /// MUST send all work on an arena to one stream. If there are several streams, a stream MUST wait for an
-/// event of all streams that used a block before it writes to the block again ([`Stream::wait_for`]). This
-/// also applies to the arena that sequences are swapped to.
+/// event from every stream that used a block before it writes to that block again ([`Stream::wait_for`]).
+/// This also applies to the arena that sequences are swapped to.
 ///
 /// On a quantised arena (`format: "int8:32".parse()?` in the shape) the cache works without changes: writes
 /// quantise, and an attend dequantises.
@@ -177,10 +177,10 @@ impl PagedKvCache {
         Ok(Sequence { table, start, chain: None, batch: 0 })
     }
 
-    /// Creates a sequence at the start of a prompt, which shares full blocks with earlier sequences.
+    /// Creates a sequence for a prompt. The sequence shares full blocks with earlier sequences.
     ///
-    /// Returns its ID and the number of its tokens that are already cached. At least one token is left to
-    /// compute, because the answer continues from its logits.
+    /// Returns the sequence's ID and the number of prompt tokens that are already cached. At least one token
+    /// is left to compute, because the answer continues from its logits.
     ///
     /// # Errors
     /// Returns the errors of [`create`](Self::create), and [`Error::Mismatch`] if the keys were made for
@@ -192,18 +192,18 @@ impl PagedKvCache {
         Ok((self.insert(sequence), cached))
     }
 
-    /// Returns a sequence at the start of a prompt. The first `gone` blocks are freed, and `shared` holds the
-    /// blocks after them.
+    /// Returns a sequence that begins with cached blocks of a prompt. The first `gone` blocks are freed, and
+    /// `shared` holds the next blocks.
     pub(super) fn begun(&self, prompt: &PromptKeys, gone: usize, shared: SharedBlocks) -> Result<Sequence> {
         let chain = Some(KeyChain::new(prompt.clone(), gone + shared.len()));
         let table = BlockTable::behind(gone, shared, self.block_size())?;
         Ok(Sequence { table, start: SequenceStart::default(), chain, batch: 0 })
     }
 
-    /// Creates a sequence at the start of a prompt, with slots for a first piece of up to `piece` tokens
-    /// after the cached ones, in one step that either succeeds or changes nothing. Returns its ID, the number
-    /// of cached tokens, and the slots. Unlike [`create_with_prefix`](Self::create_with_prefix), this leaves
-    /// the pool's watermark for running sequences.
+    /// Creates a sequence for a prompt, with slots for its first `piece` uncached tokens (fewer if the prompt
+    /// is shorter), in one step that either succeeds or changes nothing. Returns the sequence's ID, the
+    /// number of cached tokens, and the slots. Unlike [`create_with_prefix`](Self::create_with_prefix), this
+    /// leaves the pool's watermark for running sequences.
     ///
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] if there are not enough blocks. Nothing changes in that case, not even
@@ -214,8 +214,8 @@ impl PagedKvCache {
         Ok((self.insert(sequence), cached, slots))
     }
 
-    /// Returns a sequence as [`admit`](Self::admit) creates it. It holds the known blocks of `found`, and the
-    /// blocks before them are freed.
+    /// Returns the number of cached tokens, a sequence and its slots, as for [`admit`](Self::admit). The
+    /// sequence holds the known blocks in `found`, and the blocks before them are freed.
     pub(super) fn admitted(
         &self,
         prompt: &PromptKeys,
@@ -284,10 +284,10 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Frees the blocks of a sequence whose tokens all come before `token`, when no later token attends to
-    /// them because they have left the window of every layer. Returns the number of freed blocks. Registered
-    /// blocks stay cached, and other holders keep them. [`segment`](Self::segment) begins with the first
-    /// token that is still held.
+    /// Frees a sequence's blocks whose tokens all come before `token`. Later tokens must not attend to these
+    /// tokens: they must have left the window of every layer. Returns the number of freed blocks. Registered
+    /// blocks stay cached, and blocks with other holders stay in use. Afterwards, [`segment`](Self::segment)
+    /// begins with the first token that is still held.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -299,7 +299,7 @@ impl PagedKvCache {
         Ok(table.free_before(if chain.is_some() { token.min(keyed) } else { token }))
     }
 
-    /// Scatters new rows of a sequence in one layer: `k` is `[rows, k_heads, k_dim]`, `v` is
+    /// Writes new rows of a sequence to the given slots in one layer: `k` is `[rows, k_heads, k_dim]`, `v` is
     /// `[rows, v_heads, v_dim]`.
     ///
     /// # Errors
@@ -319,8 +319,8 @@ impl PagedKvCache {
         stream.scatter(&Scatter::new(self.arena(), layer, k, v, slots))
     }
 
-    /// Records `tokens`, which were written since the last commit, and shares the blocks that have become
-    /// full. Does nothing for a sequence without a key scheme.
+    /// Records `tokens`, which must be the tokens written since the last commit, and shares the blocks that
+    /// have become full. Does nothing for a sequence without a key scheme.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::TooLarge`] if there
@@ -344,7 +344,7 @@ impl PagedKvCache {
         Ok(())
     }
 
-    /// Sets the retention of a sequence's shared blocks, for when they have no holder left.
+    /// Sets the retention of a sequence's shared blocks, which applies when the blocks have no holder left.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence.
@@ -385,7 +385,7 @@ impl PagedKvCache {
         Ok(self.get(id)?.table.ids())
     }
 
-    /// Returns the slots of a range of tokens of a sequence.
+    /// Returns the slots of the given tokens of a sequence.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, and [`Error::OutOfRange`] if a
@@ -395,11 +395,11 @@ impl PagedKvCache {
         tokens.map(|token| table.slot(token)).collect::<Result<Vec<_>>>().map(Into::into)
     }
 
-    /// Returns the slots of a range of tokens of a sequence, with a permit to write to them again.
+    /// Returns the slots of the given tokens of a sequence, with a new permit to write to them.
     ///
     /// # Errors
-    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] past the end,
-    /// and [`Error::NotOwned`] for a token in a shared block.
+    /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfRange`] if a token is
+    /// past the end of the sequence, and [`Error::NotOwned`] if a token is in a shared block.
     pub fn write_slots(&self, id: SequenceId, tokens: Range<usize>) -> Result<WriteSlots> {
         self.get(id)?.table.write_slots(tokens)
     }

@@ -1,4 +1,4 @@
-//! Operations on several sequences of a paged cache at once: copy-on-write for forks, and growth.
+//! Copy-on-write and growth for several sequences of a paged cache at once.
 
 use super::{Error, PagedKvCache, Result, SequenceId};
 use crate::base::BlockId;
@@ -27,14 +27,15 @@ impl PagedKvCache {
     }
 
     /// Makes the slot of each sequence's next token writable. If a last block is partial and shared, the
-    /// sequence gets its own copy. The last of the sequences that share the block takes it back if it is the
-    /// only holder. One operation on `stream` makes the copies, and a second one copies blocks that have
-    /// other holders. Returns the number of copies, which is 0 if there is no fork.
+    /// sequence gets its own copy. The last of the given sequences that share a block keeps the block without
+    /// a copy, unless the block still has another holder. At most two operations on `stream` make all copies:
+    /// the first one for all other sequences, and the second one for these last ones. Returns the number of
+    /// copies, which is 0 if no block is shared with a fork.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfBlocks`] if there is no
-    /// block for a copy, and the stream's errors. Sequences that already have their copy keep it; the others
-    /// are unchanged.
+    /// block for a copy, and the stream's errors. Sequences whose copy was already made keep it, and the
+    /// other sequences are unchanged.
     pub fn copy_on_write(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         let mut later = Vec::new();
         let mut now = Vec::new();
@@ -53,7 +54,8 @@ impl PagedKvCache {
         Ok(self.get(id)?.table.shared_tail())
     }
 
-    /// Gives each sequence its own last block with a single copy operation, or leaves all of them unchanged.
+    /// Gives each sequence its own last block with a single copy operation, or leaves all sequences
+    /// unchanged.
     fn copy_tails(&mut self, ids: &[SequenceId], stream: &dyn Stream) -> Result<usize> {
         let mut copies: Vec<(SequenceId, TailCopy)> = Vec::new();
         let mut made = Ok(());
@@ -86,17 +88,17 @@ impl PagedKvCache {
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::Twice`] if a sequence is
-    /// given twice, [`Error::SharedBlock`] if one shares its last block with a fork
-    /// ([`copy_on_write`](Self::copy_on_write) gives it its own), and [`Error::OutOfBlocks`] if there are not
-    /// enough blocks for all. Nothing changes in these cases, including `slots`.
+    /// given twice, [`Error::SharedBlock`] if a sequence shares its last block with a fork (call
+    /// [`copy_on_write`](Self::copy_on_write) first), and [`Error::OutOfBlocks`] if there are not enough
+    /// blocks for the whole batch. Nothing changes in these cases, including `slots`.
     pub fn grow_batch(&mut self, batch: &[(SequenceId, usize)], slots: &mut WriteSlots) -> Result<()> {
         let missing = self.missing_of(batch)?;
         let fresh = self.pool().allocate(missing)?;
         self.supply_batch(batch, fresh, slots)
     }
 
-    /// Returns the number of blocks needed for more tokens of several sequences, or the reason why one of
-    /// them cannot grow.
+    /// Returns the number of blocks that the sequences of a batch need for more tokens, or an error if a
+    /// sequence cannot grow.
     pub(super) fn missing_of(&mut self, batch: &[(SequenceId, usize)]) -> Result<usize> {
         self.batches += 1;
         let number = self.batches;
@@ -111,7 +113,7 @@ impl PagedKvCache {
         Ok(missing)
     }
 
-    /// Grows several sequences with the blocks that they need, like [`grow_batch`](Self::grow_batch).
+    /// Grows several sequences like [`grow_batch`](Self::grow_batch), with blocks that were allocated before.
     pub(super) fn supply_batch(
         &mut self,
         batch: &[(SequenceId, usize)],

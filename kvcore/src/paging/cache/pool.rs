@@ -1,14 +1,14 @@
-//! A cache's arena and pool, for code that allocates blocks outside the cache's sequences.
+//! The arena and the pool of a cache, for code that allocates blocks outside the cache's sequences.
 
 use super::{Error, Result};
 use crate::device::KvArena;
 use crate::paging::BlockPool;
 
-/// An arena, and the pool that hands out its blocks. Clones are handles to the same blocks.
+/// An arena, and the pool that allocates its blocks. Clones refer to the same blocks.
 ///
 /// Use it to allocate blocks outside the sequences of a [`PagedKvCache`](crate::PagedKvCache), for example
-/// for a system prompt or the pieces of a document. It does not borrow the cache, so another thread may use
-/// the cache at the same time.
+/// for a system prompt or the pieces of a document. A `KvPool` does not borrow the cache, so another thread
+/// may use the cache at the same time.
 #[derive(Debug, Clone)]
 pub struct KvPool {
     arena: KvArena,
@@ -16,7 +16,7 @@ pub struct KvPool {
 }
 
 impl KvPool {
-    /// Joins an arena and a pool over all or some of its blocks.
+    /// Combines an arena with a pool over all or some of its blocks.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if the pool has blocks that are not in the arena.
@@ -33,12 +33,12 @@ impl KvPool {
         &self.arena
     }
 
-    /// Returns the pool of the blocks.
+    /// Returns the pool that allocates the blocks.
     pub fn blocks(&self) -> &BlockPool {
         &self.blocks
     }
 
-    /// Returns the number of tokens in a block.
+    /// Returns the number of tokens per block.
     pub fn block_size(&self) -> usize {
         self.arena.layout().shape().block_size
     }

@@ -1,8 +1,8 @@
-//! The ID and the start of a sequence.
+//! A sequence's ID, and the place where the sequence starts.
 
 use std::fmt;
 
-/// The ID of a cache's sequence. IDs are never reused.
+/// The ID of a sequence in a cache. IDs are never reused.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(pub(super) u64);
 
@@ -12,11 +12,11 @@ impl fmt::Display for SequenceId {
     }
 }
 
-/// The place of a sequence's first token in its prompt.
+/// The logical index and the position of a sequence's first token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct SequenceStart {
-    /// Logical index, which determines causality.
+    /// Logical index of the first token, which determines causality.
     pub logical: usize,
-    /// Position for the rotary embedding.
+    /// Position of the first token, for the rotary embedding.
     pub position: i64,
 }

@@ -8,12 +8,12 @@ use crate::base::{BlockId, product, same};
 use crate::device::{KvArena, Permits, Scatter, Segment, Stream, TensorView, WriteSlots};
 
 // Decision: docs/decisions/paging.md#a-static-cache-is-a-paged-cache-with-one-block-per-entry
-/// A cache of K `[num_layers, max_batch, k_heads, max_len, k_dim]`, and V likewise, with a length per layer
-/// and entry.
+/// A cache that stores K as `[num_layers, max_batch, k_heads, max_len, k_dim]`, V likewise, and a length for
+/// each layer and entry.
 ///
-/// In an arena, the static cache is a paged cache with one block per batch entry: `num_blocks` is the batch
-/// size, and `block_size` is the maximum length. Both caches therefore use the same kernels, and one `attend`
-/// can use [segments](Self::entry_segment) of both.
+/// In its arena, a static cache looks like a paged cache with one block per batch entry: `num_blocks` is the
+/// batch size, and `block_size` is the maximum length. Both caches therefore use the same kernels, and one
+/// `attend` can use [segments](Self::entry_segment) of both.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -39,14 +39,14 @@ use crate::device::{KvArena, Permits, Scatter, Segment, Stream, TensorView, Writ
 #[derive(Debug)]
 pub struct StaticKvCache {
     arena: KvArena,
-    /// Number of tokens stored, `[num_layers][max_batch]`.
+    /// Number of stored tokens per layer and entry, `[num_layers][max_batch]`.
     lengths: Vec<usize>,
     /// Each sequence's batch entry and start.
     sequences: HashMap<SequenceId, (usize, SequenceStart)>,
     next: u64,
     /// Issues permits to write to each entry's slots.
     permits: Vec<Permits>,
-    /// Each entry's block, as a list for its segments.
+    /// A list with the block of each entry, which the entry's segments share.
     blocks: Vec<Arc<[BlockId]>>,
     /// Buffer for a batch's slots, reused between batches.
     minted: Vec<i64>,
@@ -87,10 +87,10 @@ impl StaticKvCache {
         Ok(layer * self.max_batch() + batch)
     }
 
-    /// Returns the number of tokens of one entry in one layer.
+    /// Returns the number of tokens that one entry has in one layer.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the layer or the entry is past the last.
+    /// Returns [`Error::OutOfRange`] if the layer or the entry does not exist.
     pub fn entry_len(&self, layer: usize, batch: usize) -> Result<usize> {
         Ok(self.lengths[self.index(layer, batch)?])
     }
@@ -103,18 +103,18 @@ impl StaticKvCache {
         self.sequences.get(&id).map(|&(batch, _)| batch).ok_or(Error::UnknownSequence(id.0))
     }
 
-    /// Writes one layer's new tokens to each entry `b`, starting at `starts[b]`. Returns views up to the end
-    /// of the longest entry: `([batch, len, k_heads, k_dim], [.., v_dim])`.
+    /// Writes the new tokens of each entry `b` in one layer, starting at index `starts[b]`. Returns views of
+    /// all tokens up to the end of the longest entry: `([batch, len, k_heads, k_dim], [.., v_dim])`.
     ///
-    /// `k` and `v` hold the rows of each entry, `[batch, new, heads, dim]`, in the form that
-    /// [`write`](crate::PagedKvCache::write) takes for a sequence. Only the new rows are copied.
+    /// `k` and `v` hold the new rows of each entry, `[batch, new, heads, dim]`, in the form that
+    /// [`write`](crate::PagedKvCache::write) accepts for a sequence. Only the new rows are copied.
     ///
     /// # Errors
     /// Returns an error in the following cases, without changing the cache.
     /// - The layer is out of range.
-    /// - The batch or the shape of the rows is not the cache's.
-    /// - A start is past the entry's end, which would leave a gap.
-    /// - An end is past [`max_len`](Self::max_len).
+    /// - The batch size or the shape of the rows does not match the cache.
+    /// - A start is past the end of its entry, which would leave a gap.
+    /// - The new tokens would end past [`max_len`](Self::max_len).
     pub fn update(
         &mut self,
         stream: &dyn Stream,
@@ -160,25 +160,25 @@ impl StaticKvCache {
         Ok(())
     }
 
-    /// Returns the slots of new tokens of an entry, writable until the entry is truncated or freed.
+    /// Returns the slots of an entry's new tokens. The permit is valid until the entry is truncated or freed.
     fn slots(&self, batch: usize, start: usize, new: usize) -> WriteSlots {
         let first = batch * self.max_len() + start;
         let slots: Arc<[i64]> = (first..first + new).map(|slot| slot as i64).collect();
         self.permits[batch].slots(0, self.max_len(), slots)
     }
 
-    /// Returns views of one layer up to the end of the longest entry:
-    /// `([batch, len, k_heads, k_dim], [.., v_dim])`. They are read-only; see [`LayerViews`].
+    /// Returns views of one layer's tokens up to the end of the longest entry: `([batch, len, k_heads,
+    /// k_dim], [.., v_dim])`. The views are for reading only; see [`LayerViews`].
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if the layer is past the last.
+    /// Returns [`Error::OutOfRange`] if the layer does not exist.
     pub fn views(&self, layer: usize) -> Result<LayerViews> {
         let first = self.index(layer, 0)?;
         let len = self.lengths[first..first + self.max_batch()].iter().copied().max().unwrap_or(0);
         self.arena.layer_views(layer, len)
     }
 
-    /// Returns the tokens of one entry in one layer as a segment of an attend over [`arena`](Self::arena).
+    /// Returns the tokens of one entry in one layer as a segment for an `attend` over [`arena`](Self::arena).
     ///
     /// # Errors
     /// Returns the errors of [`entry_len`](Self::entry_len).
@@ -199,7 +199,7 @@ impl StaticKvCache {
         self.permits.iter().for_each(|entry| entry.void(1));
     }
 
-    /// Sets the length of every entry in one layer, for rows that were copied in by other code.
+    /// Sets the length of every entry in one layer, after other code has copied rows into the cache.
     pub fn set_layer_len(&mut self, layer: usize, len: usize) -> Result<()> {
         let first = self.index(layer, 0)?;
         self.check_end(len)?;

@@ -1,4 +1,4 @@
-//! Sequences that wait in other memory: swapped out to make room, and swapped in to continue.
+//! Swapping: sequences are swapped out to other memory to make room, and swapped in again to continue.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use crate::base::BlockId;
 use crate::device::{Event, KvArena, Stream, SwapBlocks};
 use crate::paging::{BlockKey, BlockPool, BlockTable, MutableBlocks};
 
-/// A sequence whose tokens are in another arena's blocks.
+/// A sequence whose tokens were copied to blocks of another arena.
 ///
 /// # Drop behaviour
 /// The blocks in the other arena become free, and the sequence is lost.
@@ -50,7 +50,7 @@ impl SwappedSequence {
 }
 
 impl PagedKvCache {
-    /// Copies a sequence to blocks of `pool` in `arena`, which is other memory, and frees it in this cache.
+    /// Copies a sequence to blocks of `pool` in another arena, `arena`, and frees the sequence in this cache.
     /// Its shared blocks stay with their other holders, or stay cached.
     ///
     /// The copy is enqueued on `stream`. Other work on the blocks of either arena MUST follow the
@@ -72,7 +72,7 @@ impl PagedKvCache {
         Ok(swapped)
     }
 
-    /// Copies a sequence to other memory.
+    /// Copies a sequence to blocks of `pool` in `arena`, without freeing it in this cache.
     pub(super) fn copy_out(
         &self,
         id: SequenceId,
@@ -86,7 +86,7 @@ impl PagedKvCache {
         let pairs: Arc<[_]> = table.ids().iter().copied().zip(blocks.ids().iter().copied()).collect();
         let pairs = blocks.write_pairs(pairs)?;
         stream.swap_blocks(&SwapBlocks { src: self.arena().clone(), dst: arena.clone(), pairs })?;
-        // The copy may still be running, so its blocks may become free only when it has ended.
+        // The copy may still be running when this fails, and its blocks must not become free before it ends.
         let copied = stream.record().inspect_err(|_| drop(stream.synchronize()))?;
         Ok(SwappedSequence {
             arena: arena.clone(),
@@ -102,19 +102,18 @@ impl PagedKvCache {
     // Decision: docs/decisions/paging.md#swap_in-borrows-the-swapped-sequence
     /// Restores a swapped sequence under a new ID. Blocks of its prefix that this cache still has are shared
     /// again. The other blocks are copied on `stream`, which first waits for the copy made by
-    /// [`swap_out`](Self::swap_out) if it ran on another stream. Drop `swapped` afterwards, following the
-    /// [order](PagedKvCache#order) of this cache.
+    /// [`swap_out`](Self::swap_out) if that copy ran on another stream. The caller should then drop
+    /// `swapped`, following the [order](PagedKvCache#order) of this cache.
     ///
     /// # Errors
     /// Returns [`crate::Error::OutOfBlocks`] if there are not enough blocks, and the stream's errors, for
-    /// example if the arenas' blocks differ. Nothing changes in these cases, and the caller still has the
-    /// sequence.
+    /// example if the arenas' blocks differ. Nothing changes in these cases, and `swapped` stays valid.
     pub fn swap_in(&mut self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<SequenceId> {
         let sequence = self.restore(swapped, stream)?;
         Ok(self.insert(sequence))
     }
 
-    /// Restores a swapped sequence in this cache's blocks.
+    /// Restores a swapped sequence in blocks of this cache.
     pub(super) fn restore(&self, swapped: &SwappedSequence, stream: &dyn Stream) -> Result<Sequence> {
         let block_size = self.block_size();
         let gone = swapped.first / block_size;

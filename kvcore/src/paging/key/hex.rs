@@ -1,4 +1,4 @@
-//! Keys as hexadecimal strings of 64 digits, for JSON and for a router's messages.
+//! Keys as strings of 64 hexadecimal digits, for JSON and for messages to routers.
 
 use serde::de::Error as _;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -6,7 +6,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use super::BlockKey;
 
 impl BlockKey {
-    /// Returns all bytes as hexadecimal digits.
+    /// Returns the key's bytes as hexadecimal digits.
     ///
     /// ```
     /// use kvcore::BlockKey;

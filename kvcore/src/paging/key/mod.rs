@@ -2,8 +2,8 @@
 //!
 //! The bytes of a cached block depend on the model, the rotary specification, the element type, the tenant,
 //! the preceding tokens and the block's own tokens. The block's key covers exactly these inputs, so two
-//! contexts with the same key have the same bytes. With 256 bits of a keyed cryptographic hash, neither an
-//! accidental nor a crafted collision is feasible.
+//! contexts with the same key have the same bytes. With 256 bits of a keyed cryptographic hash, neither
+//! accidental nor deliberate collisions are feasible.
 
 use std::fmt;
 
@@ -34,15 +34,16 @@ impl BlockKey {
         &self.0
     }
 
-    /// Returns the low word, for hash tables. It needs no further hashing, because the digest is uniform.
+    /// Returns the first 64 bits of the key, for hash tables. They need no further hashing, because the key
+    /// is a uniform digest.
     pub(crate) fn word(&self) -> u64 {
         let mut word = [0; 8];
         word.copy_from_slice(&self.0[..8]);
         u64::from_le_bytes(word)
     }
 
-    /// Returns the key of `tokens` as a continuation of this key's tokens: their BLAKE3 hash, keyed by this
-    /// key.
+    /// Returns the key of `tokens` as a continuation of this key's tokens: the BLAKE3 hash of `tokens`, keyed
+    /// by this key.
     ///
     /// The hash covers the input's length, so a partial block never has the key of a full one.
     ///
@@ -60,8 +61,7 @@ impl BlockKey {
         }
         let mut hasher = blake3::Hasher::new_keyed(&self.0);
         if cfg!(target_endian = "little") {
-            // The whole input is hashed in one call, so that BLAKE3 can hash several of its chunks in
-            // parallel.
+            // The whole input is hashed in one call, so that BLAKE3 can hash several chunks in parallel.
             return Self(*hasher.update(bytemuck::cast_slice(tokens)).finalize().as_bytes());
         }
         let mut bytes = [0u8; 64 * 4];

@@ -1,4 +1,4 @@
-//! A prompt together with its block keys, which are computed once.
+//! A prompt and its block keys, which are computed only once.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use super::{BlockKey, KeyScheme};
 ///
 /// Hashing a long prompt takes longer than looking it up, so a request that waits for room, is computed in
 /// pieces, or returns after a preemption should keep this value:
-/// [`PagedKvCache::admit`](crate::PagedKvCache::admit) looks the keys up, and
+/// [`PagedKvCache::admit`](crate::PagedKvCache::admit) looks up the keys, and
 /// [`commit`](crate::PagedKvCache::commit) registers the prompt's blocks under them.
 ///
 /// ```
@@ -62,7 +62,7 @@ impl PromptKeys {
         &self.scheme
     }
 
-    /// Returns the number of tokens in a block.
+    /// Returns the number of tokens per block.
     pub fn block_size(&self) -> usize {
         self.block_size
     }
@@ -71,13 +71,13 @@ impl PromptKeys {
         self.keys.last().copied().unwrap_or_else(|| self.scheme.root())
     }
 
-    /// Returns the keys to look up. They leave at least one token to compute.
+    /// Returns the keys to look up: all keys that leave at least one token to compute.
     pub(crate) fn findable(&self) -> &[BlockKey] {
         &self.keys[..self.tokens.len().saturating_sub(1) / self.block_size]
     }
 
-    /// Returns the keys of the full blocks of `tokens`, which follow the block of `parent` at index `block`,
-    /// if they are this prompt's blocks.
+    /// Returns this prompt's keys for the full blocks of `tokens`, starting at block `block`, or `None` if
+    /// `parent` and `tokens` do not match the prompt there.
     pub(crate) fn of(&self, parent: &BlockKey, block: usize, tokens: &[u32]) -> Option<&[BlockKey]> {
         let (start, blocks) = (block * self.block_size, tokens.len() / self.block_size);
         let known = match block.checked_sub(1) {

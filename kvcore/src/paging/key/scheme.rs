@@ -1,10 +1,10 @@
-//! How the blocks of a sequence get their keys: with this crate's chain, or with another engine's.
+//! The schemes for a sequence's block keys: this crate's chain, or vLLM's.
 
 use std::sync::Arc;
 
 use super::{BlockKey, VllmChain, VllmExtras};
 
-/// The start of a sequence's chain of keys, and the function that continues it.
+/// The root of a sequence's key chain, and the function that continues the chain.
 ///
 /// ```
 /// use kvcore::{KeyScheme, KeyScope, VllmChain, VllmExtras};
@@ -18,9 +18,9 @@ use super::{BlockKey, VllmChain, VllmExtras};
 pub enum KeyScheme {
     /// BLAKE3, chained from a root that covers everything except the tokens; see [`crate::KeyScope`].
     Chained(BlockKey),
-    /// vLLM's `sha256_cbor` chain, for routers that query both engines. Its keys only cover the tokens, the
-    /// salt, the adapter and the inputs. A caller that shares a pool between models or layouts MUST separate
-    /// them by salts.
+    /// vLLM's `sha256_cbor` chain, for routers that query both engines. Its keys cover only the tokens, the
+    /// salt, the adapter and the inputs. A caller that shares a pool between models or layouts MUST give each
+    /// model and layout its own salt.
     Vllm(VllmChain, Arc<VllmExtras>),
 }
 
@@ -31,12 +31,12 @@ impl From<BlockKey> for KeyScheme {
 }
 
 impl KeyScheme {
-    /// Creates the scheme of vLLM's chain for a request.
+    /// Creates the scheme for a request's keys in vLLM's chain.
     pub fn vllm(chain: VllmChain, extras: VllmExtras) -> Self {
         Self::Vllm(chain, Arc::new(extras))
     }
 
-    /// Returns the parent key of first blocks.
+    /// Returns the parent key of the first block.
     pub fn root(&self) -> BlockKey {
         match self {
             Self::Chained(root) => *root,
@@ -49,8 +49,8 @@ impl KeyScheme {
         self.extend(&self.root(), 0, tokens, block_size)
     }
 
-    /// Returns the keys of the full blocks of `tokens`, which start at index `start` of the prompt, after the
-    /// block of `parent`.
+    /// Returns the keys of the full blocks of `tokens`, which start at token `start` of the prompt, after the
+    /// block with key `parent`.
     pub(crate) fn extend(
         &self,
         parent: &BlockKey,

@@ -1,4 +1,4 @@
-//! The root key: an encoding of everything that cached bytes depend on, except the tokens.
+//! Scopes, which encode everything that cached bytes depend on, except the tokens, into a root key.
 
 use crate::base::{BlockOrder, KeyForm, KvShape, LayerRopes, Pairing, Rope};
 use crate::paging::BlockKey;
@@ -20,7 +20,7 @@ const VERSION: &str = "kvcore key scope v2";
 pub struct KeyScope(ScopeEncoder);
 
 impl KeyScope {
-    /// Creates a scope for a model: its name, and bytes that identify its weights and configuration.
+    /// Creates a scope for the model named `model`. `revision` must identify its weights and configuration.
     pub fn new(model: &str, revision: &[u8]) -> Self {
         let mut encoder = ScopeEncoder::default();
         encoder.field("model", model.as_bytes());
@@ -28,8 +28,8 @@ impl KeyScope {
         Self(encoder)
     }
 
-    /// Adds the tokenizer's revision, because another tokenizer may split the same string into different
-    /// tokens.
+    /// Adds the revision of the tokenizer, because a different tokenizer may split the same string into
+    /// different tokens.
     #[must_use]
     pub fn tokenizer(mut self, revision: &[u8]) -> Self {
         self.0.field("tokenizer", revision);
@@ -51,14 +51,13 @@ impl KeyScope {
         self
     }
 
-    /// Adds the rotary embeddings of all layers for a request. A different regime results in a different
-    /// scope.
+    /// Adds the rotary embeddings of all layers for a request. Different regimes result in different scopes.
     #[must_use]
     pub fn ropes(self, ropes: &LayerRopes) -> Self {
         ropes.layers().iter().enumerate().fold(self, |scope, (layer, rope)| scope.rope(layer, rope))
     }
 
-    /// Adds how a block is stored: format, extents and order.
+    /// Adds the storage layout of a block: format, extents and order.
     #[must_use]
     pub fn layout(mut self, shape: &KvShape) -> Self {
         self.0.field("format", shape.format.to_string().as_bytes());
@@ -92,7 +91,7 @@ impl KeyScope {
         self
     }
 
-    /// Adds the active adapter (`LoRA`) and its revision.
+    /// Adds the ID and the revision of the active adapter (`LoRA`).
     #[must_use]
     pub fn adapter(mut self, id: &str, revision: &[u8]) -> Self {
         self.0.field("adapter", id.as_bytes());

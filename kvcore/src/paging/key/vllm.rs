@@ -1,15 +1,15 @@
 //! Block keys as vLLM computes them with `--prefix-caching-hash-algo sha256_cbor`, so that a router can query
 //! both engines for the same prefix.
 //!
-//! A key is SHA-256 over the canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. They are checked
-//! against digests computed by vLLM 0.33 (`proof/vllm/traces`).
+//! A key is SHA-256 over the canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. The keys are
+//! tested against digests computed by vLLM 0.33 (`proof/vllm/traces`).
 
 use sha2::{Digest, Sha256};
 
 use super::BlockKey;
 
-/// The inputs of a request's keys apart from its tokens. This crate has no keys for prompts given as
-/// embeddings, for which vLLM hashes each block's embeddings instead of its tokens.
+/// The inputs of a request's keys besides its tokens. Prompts given as embeddings, for which vLLM hashes each
+/// block's embeddings instead of its tokens, are not supported.
 ///
 /// ```
 /// use kvcore::{VllmChain, VllmExtras};
@@ -24,13 +24,13 @@ use super::BlockKey;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct VllmExtras {
-    /// The tenant's salt, which only enters the first block. An empty salt counts as none. The later blocks
-    /// of two tenants differ only because their parents differ.
+    /// The tenant's salt, which is hashed only with the first block. An empty salt counts as no salt. Later
+    /// blocks of two tenants have different keys only because their parent keys differ.
     pub cache_salt: Option<String>,
-    /// Name and path of a `LoRA` adapter, which enter every block.
+    /// Name and path of the `LoRA` adapter, which are hashed with every block.
     pub lora: Option<(String, String)>,
-    /// Images and similar inputs, in order. For each: the identifier, the first token, and the number of
-    /// tokens.
+    /// Images and similar inputs, in order: the identifier, the index of the first token, and the number of
+    /// tokens of each.
     pub inputs: Vec<(String, usize, usize)>,
 }
 
@@ -49,7 +49,7 @@ pub struct VllmChain {
 }
 
 impl Default for VllmChain {
-    /// Returns the start for an engine without `PYTHONHASHSEED`.
+    /// Returns the chain start of an engine that runs without `PYTHONHASHSEED`.
     fn default() -> Self {
         Self::with_seed("vllm-none-hash")
     }
@@ -63,7 +63,7 @@ impl VllmChain {
         Self { none_hash: cbor.digest() }
     }
 
-    /// Returns the parent key of first blocks.
+    /// Returns the parent key of the first block.
     pub fn none_hash(&self) -> BlockKey {
         self.none_hash
     }
@@ -73,8 +73,8 @@ impl VllmChain {
         Self::extend(&self.none_hash, 0, tokens, block_size.max(1), extras)
     }
 
-    /// Returns the keys of the full blocks of `tokens`, which start at index `start` of the prompt, after the
-    /// block of `parent`.
+    /// Returns the keys of the full blocks of `tokens`, which start at token `start` of the prompt, after the
+    /// block with key `parent`.
     pub(super) fn extend(
         parent: &BlockKey,
         start: usize,
@@ -89,7 +89,7 @@ impl VllmChain {
         tokens.chunks_exact(block_size).enumerate().scan(*parent, next).collect()
     }
 
-    /// Returns the key of the block `tokens`, which starts at token `start` of its prompt.
+    /// Returns the key of the block that contains `tokens` and starts at token `start` of the prompt.
     pub fn child(parent: &BlockKey, tokens: &[u32], start: usize, extras: &VllmExtras) -> BlockKey {
         let end = start.saturating_add(tokens.len());
         let salt = extras.cache_salt.as_deref().filter(|salt| start == 0 && !salt.is_empty());
@@ -141,7 +141,7 @@ const TEXT: u8 = 3 << 5;
 const ARRAY: u8 = 4 << 5;
 const NULL: u8 = 0xf6;
 
-/// An encoder for the part of canonical CBOR that keys need: shortest heads, definite lengths.
+/// An encoder for the subset of canonical CBOR that keys need, with shortest heads and definite lengths.
 #[derive(Default)]
 struct Cbor(Vec<u8>);
 

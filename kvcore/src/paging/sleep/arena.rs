@@ -1,4 +1,4 @@
-//! An arena whose blocks can sleep: their memory is released, but their IDs and addresses stay.
+//! An arena whose blocks can sleep, which releases their memory but keeps their IDs and addresses.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use crate::device::{
     Backend, KvArena, ReservedStorage, Storage, Stream, SwapBlocks, WritePairs, whole_granules,
 };
 
-/// K, V and their scales in reserved memory. Clones share the memory.
+/// An arena in reserved memory. Clones share the memory.
 ///
 /// A range of blocks can [sleep](Self::sleep): the contents of selected blocks are copied to host memory, and
 /// every granule that contains only blocks of the range is released, in every layer of K, V and the per-block
@@ -52,20 +52,20 @@ pub(super) struct ReservedMemory {
     parts: Vec<Arc<dyn ReservedStorage>>,
     /// Tags and ranges of the sleeping blocks.
     asleep: Mutex<Vec<(String, Range<u32>)>>,
-    /// Held while granules are mapped or released, so that no other call changes the resident bytes between a
-    /// call's two readings.
+    /// Locked while granules are mapped or released, so that no other call changes the number of resident
+    /// bytes between a call's two readings.
     mapping: Mutex<()>,
 }
 
-/// Whole granules of a part, with the index of the part.
+/// The index of a part, and a byte range of whole granules in the part.
 pub(super) type PartGranules = (usize, Range<usize>);
 
 impl ReservedArena {
     /// Reserves memory for `layout`. Static scales do not belong to a block, so they are in ordinary memory.
     ///
     /// # Errors
-    /// Returns the backend's errors: [`Error::Unsupported`] if it cannot reserve memory, and
-    /// [`Error::Allocation`].
+    /// Returns [`Error::Unsupported`] if the backend cannot reserve memory, and [`Error::Allocation`] if
+    /// there is not enough memory.
     pub fn create(backend: Arc<dyn Backend>, kind: MemoryKind, layout: Arc<KvLayout>) -> Result<Self> {
         let mut parts = Vec::new();
         let arena = KvArena::allocate_with(backend.as_ref(), layout, |bytes, static_scales| {
@@ -100,15 +100,15 @@ impl ReservedArena {
         self.0.asleep.lock().clone()
     }
 
-    /// Puts `blocks` to sleep. The name `tag` is for display only. The contents of the blocks in `keep` are
+    /// Puts `blocks` to sleep. `tag` is a name for display only. The contents of the blocks in `keep` are
     /// copied to host memory on `stream` and restored by [`SleepingBlocks::wake`]; the contents of the other
     /// blocks are lost. Blocks outside the range are unchanged.
     ///
     /// The call waits for `stream`. Work on other streams that touches the range MUST be complete before
     /// the call. Until the blocks are awake, the caller MUST NOT enqueue work that touches them.
     ///
-    /// Only granules that contain no blocks outside the range are released. A range too small to contain such
-    /// a granule can also sleep, but its [`released_bytes`](SleepingBlocks::released_bytes) is 0.
+    /// Only granules that contain no blocks outside the range are released. A range that contains no such
+    /// granule can also sleep, but then [`released_bytes`](SleepingBlocks::released_bytes) is 0.
     ///
     /// # Errors
     /// - Returns [`Error::Zero`] if `blocks` is empty.
@@ -118,7 +118,7 @@ impl ReservedArena {
     /// - Returns [`Error::Allocation`] if there is not enough host memory.
     /// - Returns the stream's errors.
     ///
-    /// In these cases the blocks stay awake, and the blocks in `keep` hold their old contents.
+    /// In these cases the blocks stay awake, and the blocks in `keep` keep their contents.
     pub fn sleep(
         &self,
         tag: &str,
@@ -145,7 +145,7 @@ impl ReservedArena {
 }
 
 impl ReservedMemory {
-    /// Marks blocks as asleep, unless some of them already are.
+    /// Marks blocks as asleep, or returns an error if some of them already are.
     fn claim(&self, tag: &str, blocks: &Range<u32>) -> Result<()> {
         let mut asleep = self.asleep.lock();
         let meets = |other: &Range<u32>| other.start < blocks.end && blocks.start < other.end;
@@ -156,7 +156,7 @@ impl ReservedMemory {
         Ok(())
     }
 
-    /// Removes the mark from `blocks`.
+    /// Removes the sleep mark from `blocks`.
     pub(super) fn unclaim(&self, blocks: &Range<u32>) {
         self.asleep.lock().retain(|(_, other)| other != blocks);
     }
@@ -179,10 +179,10 @@ impl ReservedMemory {
         Ok(Some(saved))
     }
 
-    /// Writes saved contents back, and waits for the stream.
+    /// Writes the saved contents back, and waits for the stream.
     pub(super) fn restore(&self, saved: &KvArena, keep: &[BlockId], stream: &dyn Stream) -> Result<()> {
         let pairs: Arc<[_]> = keep.iter().zip(0..).map(|(&block, at)| (BlockId(at), block)).collect();
-        // The blocks are asleep and get their old contents back, so their holders do not see a change.
+        // The blocks are asleep and get their old contents back, so nothing changes for their holders.
         let pairs = WritePairs::unchecked(pairs);
         stream.swap_blocks(&SwapBlocks { src: saved.clone(), dst: self.arena.clone(), pairs })?;
         stream.synchronize()
@@ -200,13 +200,13 @@ impl ReservedMemory {
         granules
     }
 
-    /// Returns the number of bytes of physical memory in all parts.
+    /// Returns the total size of the physical memory of all parts, in bytes.
     fn resident_bytes(&self) -> usize {
         self.parts.iter().map(|part| part.resident_bytes()).sum()
     }
 
-    /// Releases all granules, or none. The contents of the granules are lost in either case. Returns the
-    /// number of bytes that became free.
+    /// Releases the memory of all given granules, or of none. Their contents are lost in either case. Returns
+    /// the number of bytes that became free.
     pub(super) fn unmap(&self, granules: &[PartGranules]) -> Result<usize> {
         let _turn = self.mapping.lock();
         let before = self.resident_bytes();
@@ -214,7 +214,7 @@ impl ReservedMemory {
         Ok(before.saturating_sub(self.resident_bytes()))
     }
 
-    /// Maps all granules again, or none.
+    /// Maps all given granules again, or none.
     pub(super) fn map(&self, granules: &[PartGranules]) -> Result<()> {
         let _turn = self.mapping.lock();
         self.all_or_none(granules, |part, range| part.map(range), |part, range| part.unmap(range))

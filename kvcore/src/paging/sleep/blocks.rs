@@ -1,4 +1,4 @@
-//! Sleeping blocks of an arena.
+//! A guard for the sleeping blocks of an arena.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -8,11 +8,11 @@ use crate::base::{BlockId, Result};
 use crate::device::{KvArena, Stream};
 use crate::paging::Rejected;
 
-/// Blocks of a [`ReservedArena`](crate::ReservedArena) whose memory is released.
+/// Sleeping blocks of a [`ReservedArena`](crate::ReservedArena), whose memory has been released.
 ///
 /// # Drop behaviour
-/// The saved contents are lost. The blocks get memory again and may be used. If that memory cannot be mapped,
-/// the blocks count as asleep forever.
+/// The saved contents are lost. The blocks get memory again and may be used. If the memory cannot be mapped,
+/// the blocks stay marked as asleep forever.
 #[derive(Debug)]
 #[must_use = "dropping it loses what the blocks held"]
 pub struct SleepingBlocks {
@@ -21,14 +21,14 @@ pub struct SleepingBlocks {
     blocks: Range<u32>,
     keep: Vec<BlockId>,
     saved: Option<KvArena>,
-    /// Released granules. Empty if nothing is released.
+    /// The released granules, if any.
     released: Vec<PartGranules>,
     /// Number of bytes of device memory that became free.
     released_bytes: usize,
 }
 
 impl SleepingBlocks {
-    /// Saves and releases blocks, which must be marked as asleep.
+    /// Saves the contents of `keep` and releases the blocks, which must already be marked as asleep.
     pub(super) fn fall(
         memory: Arc<ReservedMemory>,
         tag: &str,
@@ -36,7 +36,7 @@ impl SleepingBlocks {
         keep: Vec<BlockId>,
         stream: &dyn Stream,
     ) -> Result<Self> {
-        // From here on, a drop removes the mark.
+        // Starting here, dropping `falling` removes the mark.
         let mut falling = Self {
             memory,
             tag: tag.to_owned(),
@@ -61,12 +61,12 @@ impl SleepingBlocks {
         Ok(falling)
     }
 
-    /// Maps memory for the blocks at their old addresses, and restores the contents of the kept blocks.
-    /// Waits for `stream`.
+    /// Maps memory for the blocks at their old addresses, and restores the saved contents. Waits for
+    /// `stream`.
     ///
     /// # Errors
     /// Returns [`crate::Error::Allocation`] if there is not enough memory, and the stream's errors. In these
-    /// cases the blocks stay asleep and are handed back in the error.
+    /// cases the blocks stay asleep, and the error contains them.
     pub fn wake(mut self, stream: &dyn Stream) -> Result<(), Box<Rejected<Self>>> {
         if let Err(error) = self.rise(stream) {
             return Err(Box::new(Rejected { error, blocks: self }));
@@ -94,13 +94,13 @@ impl SleepingBlocks {
         self.blocks.clone()
     }
 
-    /// Returns the number of bytes of device memory that became free. This is 0 on a device that keeps a
-    /// whole storage while any part of it is mapped.
+    /// Returns the number of bytes of device memory that became free. This is 0 on a device that keeps all
+    /// memory of a storage while any part of it is mapped.
     pub fn released_bytes(&self) -> usize {
         self.released_bytes
     }
 
-    /// Returns the number of bytes of host memory used for the kept contents.
+    /// Returns the size of the saved contents in host memory, in bytes.
     pub fn saved_bytes(&self) -> usize {
         self.saved.as_ref().map_or(0, |saved| self.keep.len() * saved.layout().block_bytes())
     }

@@ -9,7 +9,7 @@ pub(super) struct LinkedLists {
     /// The `(older, newer)` neighbours of each block, followed by the heads of the lists. A head closes its
     /// list into a ring.
     links: Vec<(u32, u32)>,
-    /// The list that each block is in, or the number of lists if it is in none.
+    /// Index of the list that each block is in, or the number of lists if it is in none.
     home: Vec<u8>,
     lens: Vec<usize>,
     blocks: u32,
@@ -23,7 +23,7 @@ impl LinkedLists {
         Self { links, home: vec![lists; blocks], lens: vec![0; usize::from(lists)], blocks: n }
     }
 
-    /// Returns the list that a block is in.
+    /// Returns the index of the list that a block is in, or `None` if it is in no list.
     pub(super) fn list_of(&self, block: u32) -> Option<u8> {
         let list = self.home[block as usize];
         (usize::from(list) < self.lens.len()).then_some(list)

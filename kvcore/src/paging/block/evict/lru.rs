@@ -1,10 +1,9 @@
-//! Least recently released first.
+//! The LRU policy, which evicts the least recently released block first.
 
 use super::lists::LinkedLists;
 use super::{EvictionPolicy, PolicyEntry};
 
-/// A policy that evicts the least recently used block. A block counts as in use until its last holder drops
-/// it.
+/// A policy that evicts the least recently used block. A block is in use until its last holder drops it.
 #[derive(Debug)]
 pub struct Lru(LinkedLists);
 

@@ -4,8 +4,7 @@
 //! |---|---|---|
 //! | [`Lru`] | the block released longest ago | chat traffic, where recent prompts return; the default |
 //! | [`TinyLfu`] | the rarest key, by an ageing sketch | scans and one-off prompts mixed with popular prefixes |
-//! | [`S3Fifo`] | blocks without hits in a small, then a main queue | like `TinyLfu`; a hit does not move
-//! blocks |
+//! | [`S3Fifo`] | blocks without hits, in two queues | like `TinyLfu`, but hits do not move blocks |
 //! | [`PriorityLru`] | the lowest [`Retention`] priority, then like `Lru` | prefixes ranked by the caller |
 
 use std::fmt;
@@ -25,7 +24,7 @@ pub use priority::PriorityLru;
 pub use s3fifo::S3Fifo;
 pub use tinylfu::TinyLfu;
 
-/// The priority with which a cached block is kept.
+/// A cached block's priority, and the time for which it applies.
 ///
 /// ```
 /// use std::time::Duration;
@@ -45,7 +44,7 @@ pub use tinylfu::TinyLfu;
 pub struct Retention {
     /// Blocks with a lower priority are evicted first; see [`Retention::DEFAULT`].
     pub priority: u8,
-    /// How long the priority lasts once it is set. Afterwards the default priority applies.
+    /// Duration of the priority, starting when it is set. Afterwards the default priority applies.
     pub lasts: Option<Duration>,
 }
 
@@ -53,7 +52,7 @@ impl Retention {
     /// The priority of blocks without a retention (as in TensorRT-LLM's retention policy).
     pub const DEFAULT_PRIORITY: u8 = 35;
 
-    /// The retention of blocks for which the caller has not set one.
+    /// The retention of blocks for which the caller has set none.
     pub const DEFAULT: Self = Self { priority: Self::DEFAULT_PRIORITY, lasts: None };
 }
 
@@ -63,7 +62,7 @@ impl Default for Retention {
     }
 }
 
-/// What a policy learns about a block that has lost its last holder.
+/// The information that a policy gets about a block that has lost its last holder.
 #[derive(Debug, Clone, Copy)]
 pub struct PolicyEntry<'a> {
     /// The block's key. `None` for a block without contents, which occurs only with
@@ -71,7 +70,7 @@ pub struct PolicyEntry<'a> {
     pub key: Option<&'a BlockKey>,
     /// The block's priority.
     pub priority: u8,
-    /// When the priority ends, in milliseconds of the pool's clock.
+    /// Time at which the priority ends, in milliseconds of the pool's clock.
     pub until: u64,
     /// Current time, in milliseconds of the pool's clock, or 0 if the pool does not need a clock.
     pub now: u64,
@@ -121,8 +120,8 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     /// Removes and returns the block to evict next. Must return a block unless the order is empty.
     fn evict(&mut self, now: u64) -> Option<u32>;
 
-    /// Records that a lookup found the block, held or not. Called only if [`wants_hits`](Self::wants_hits)
-    /// returns true.
+    /// Records that a lookup found the block, whether or not the block was held. The pool calls this only if
+    /// [`wants_hits`](Self::wants_hits) returns true.
     fn hit(&mut self, _block: u32, _key: &BlockKey) {}
 
     /// Returns whether the policy counts hits.
@@ -144,14 +143,14 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     }
 }
 
-/// The key word for blocks without a key, in policies that remember keys.
+/// The word that stands in for the key of a block without one, in policies that remember keys.
 const NO_KEY: u64 = 0;
 
 fn word(key: &BlockKey) -> u64 {
     key.word().max(1)
 }
 
-/// A built-in policy, by its name in configurations.
+/// A built-in policy, as named in configurations.
 ///
 /// ```
 /// use kvcore::{BlockPool, PolicyKind, PoolConfig};

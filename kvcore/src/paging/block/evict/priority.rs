@@ -1,4 +1,5 @@
-//! Lowest priority first; among equals, the least recently released block. Priorities may expire.
+//! The priority policy, which evicts the lowest priority first, and the least recently released block among
+//! equals. Priorities may expire.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -12,15 +13,15 @@ const LEVELS: u8 = 101;
 /// A policy that evicts the lowest [`Retention`] priority first; among equals, the least recently released
 /// block.
 ///
-/// An expired priority counts as [`Retention::DEFAULT_PRIORITY`]. The idea and the scale come from
+/// An expired priority counts as [`Retention::DEFAULT_PRIORITY`]. The idea and the scale are taken from
 /// `TensorRT-LLM` (priority-based eviction with durations).
 #[derive(Debug)]
 pub struct PriorityLru {
     lists: LinkedLists,
-    /// `(end, block)` of blocks whose priority ends, soonest first. An entry is valid only while it matches
-    /// `until`.
+    /// `(end, block)` for each block whose priority ends, the earliest end first. An entry is valid only
+    /// while it matches `until`.
     ends: BinaryHeap<Reverse<(u64, u32)>>,
-    /// When each block's priority ends, including held blocks.
+    /// Time at which each block's priority ends, including held blocks.
     until: Vec<u64>,
     len: usize,
 }
@@ -36,7 +37,7 @@ impl PriorityLru {
         }
     }
 
-    /// Records when a block's priority ends, unless that end is already recorded.
+    /// Records the time at which a block's priority ends, unless that time is already recorded.
     fn expect(&mut self, until: u64, block: u32) {
         if std::mem::replace(&mut self.until[block as usize], until) == until || until == u64::MAX {
             return;

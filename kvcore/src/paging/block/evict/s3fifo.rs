@@ -12,7 +12,7 @@ const MOST: u8 = 3;
 /// moves on to the main queue; other blocks are evicted, and their keys are remembered as ghosts. A block
 /// whose key is a ghost enters the main queue directly.
 ///
-/// A held block keeps its place in its queue, so a hit does not move it. It is skipped when its turn comes.
+/// A held block keeps its place in its queue, so a hit does not move the block. Eviction skips held blocks.
 #[derive(Debug)]
 pub struct S3Fifo {
     lists: LinkedLists,
@@ -27,12 +27,12 @@ struct FifoState {
     /// First word of the key under which the block was last cached.
     key: u64,
     hits: u8,
-    /// Whether the block may be evicted. If false, it is held and only keeps its place.
+    /// True if the block may be evicted. If false, the block is held and only keeps its place.
     present: bool,
 }
 
 /// Keys evicted from the small queue, stored as in the paper: fingerprints in buckets, each with the sequence
-/// number of its eviction, which decides when a ghost is forgotten.
+/// number of its eviction, which determines when the key is forgotten.
 #[derive(Debug)]
 struct Ghosts {
     buckets: Vec<[(u32, u32); WAYS]>,
@@ -73,8 +73,8 @@ impl Ghosts {
 }
 
 impl S3Fifo {
-    /// Creates an empty order for `blocks` blocks. The small queue gets a tenth of them. As many ghosts are
-    /// remembered as there are blocks left for the main queue.
+    /// Creates an empty order for `blocks` blocks. The small queue gets a tenth of the blocks. The number of
+    /// remembered ghosts is the number of blocks left for the main queue.
     pub fn new(blocks: usize) -> Self {
         let small = (blocks / 10).max(1);
         let most = blocks - small.min(blocks);
@@ -110,9 +110,10 @@ impl S3Fifo {
         None
     }
 
-    /// Removes and returns the main queue's next evictable block. Other blocks get another round per hit.
+    /// Removes and returns the main queue's next evictable block. A block with hits gets one more round per
+    /// hit.
     fn pop_main(&mut self) -> Option<u32> {
-        // Each round uses up one hit of every block that has hits, and passes a held block only once.
+        // Each round uses up one hit of every block that has hits, and skips each held block once.
         for _ in 0..=self.lists.len(MAIN) * usize::from(MOST + 1) {
             let block = self.lists.pop(MAIN)?;
             let state = &mut self.blocks[block as usize];

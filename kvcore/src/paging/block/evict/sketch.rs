@@ -45,7 +45,7 @@ impl Sketch {
         }
     }
 
-    /// Estimates how often a key was seen: never too low (before ageing), and at most 15.
+    /// Estimates how often a key was seen. The estimate is never too low (before ageing), and at most 15.
     pub(super) fn estimate(&self, key: u64) -> u8 {
         self.places(key).map(|(word, shift)| ((self.words[word] >> shift) & 15) as u8).min().unwrap_or(0)
     }

@@ -1,4 +1,4 @@
-//! Least frequently used, with a sketch that decides which blocks may stay.
+//! The `TinyLFU` policy, which keeps the blocks whose keys a sketch estimates to be used most often.
 
 use super::lists::LinkedLists;
 use super::sketch::Sketch;
@@ -11,9 +11,9 @@ const PROTECTED: u8 = 2;
 
 /// Window-TinyLFU (Einziger, Friedman, Manes 2017).
 ///
-/// A new block enters a small window, and moves from there to a probation queue. When room is needed, the
-/// newest block on probation competes with the oldest: the block whose key was seen less often is evicted. A
-/// block that is hit on probation becomes protected.
+/// A new block enters a small window, and moves from the window to a probation queue. When room is needed,
+/// the newest block on probation is compared with the oldest one: the block whose key was seen less often is
+/// evicted. A block that is hit on probation becomes protected.
 #[derive(Debug)]
 pub struct TinyLfu {
     lists: LinkedLists,
@@ -64,7 +64,7 @@ impl EvictionPolicy for TinyLfu {
         let key = entry.key.map_or(NO_KEY, word);
         let known = key != NO_KEY && self.keys[i] == key;
         if known && self.left[i] != WINDOW {
-            // It was hit since it was cached, so it moves up from probation.
+            // The block was hit since it was cached, so it moves up from probation.
             self.lists.push(PROTECTED, block);
             self.overflow(PROTECTED, self.protected);
             return;
