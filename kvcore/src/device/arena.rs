@@ -1,4 +1,4 @@
-//! The memory that block ids and slots refer to.
+//! Arenas: the memory that block IDs and slots refer to.
 
 use std::sync::Arc;
 
@@ -7,9 +7,9 @@ use crate::base::{
 };
 use crate::device::{Backend, Dims, Storage, Stream, TensorView};
 
-/// The K and V memory of one device in one layout. Block ids and slots refer to places in an arena.
+/// Memory for K and V in one layout on one device. Block IDs and slots refer to places in an arena.
 ///
-/// The main pool and the chunk pool are quotas over one arena, so one `attend` can read both. A quantised
+/// The main pool and the chunk pool share one arena, so one `attend` can read blocks of both. A quantised
 /// arena has two further storages, for the scales of K and of V.
 #[derive(Debug, Clone)]
 pub struct KvArena {
@@ -32,11 +32,11 @@ pub struct KvPlane<'a> {
     pub storage: &'a Arc<dyn Storage>,
     /// Strides of the codes or elements.
     pub strides: PlaneStrides,
-    /// Number of heads of this plane.
+    /// Number of heads in this plane.
     pub heads: usize,
-    /// Number of elements of one head's row.
+    /// Number of elements per row of a head.
     pub dim: usize,
-    /// Format in which elements are stored.
+    /// Storage format of the elements.
     pub format: KvFormat,
     /// The storage of the scales and their layout in it, or `None` for dense formats.
     pub scales: Option<(&'a Arc<dyn Storage>, ScaleLayout)>,
@@ -47,15 +47,14 @@ impl KvArena {
     /// [`set_scales`](Self::set_scales) is called.
     ///
     /// # Errors
-    /// Returns the errors of the backend: [`Error::Allocation`], or [`Error::Unsupported`] for the kind of
-    /// memory.
+    /// Returns [`Error::Allocation`] if there is not enough memory, and [`Error::Unsupported`] if the backend
+    /// does not support this kind of memory.
     pub fn allocate(backend: &dyn Backend, kind: MemoryKind, layout: Arc<KvLayout>) -> Result<Self> {
         Self::allocate_with(backend, layout, |bytes, _| backend.allocate(kind, bytes))
     }
 
-    /// Creates an arena with storages from `memory`, which is called for K, V, the scales of K and the scales
-    /// of V, in this order. Its arguments are the number of bytes, and true if the storage holds static
-    /// scales.
+    /// Creates an arena with storages from `memory`, which is called for K, V, K's scales and V's scales, in
+    /// this order. Its arguments are the size in bytes, and true if the storage is for static scales.
     pub(crate) fn allocate_with(
         backend: &dyn Backend,
         layout: Arc<KvLayout>,
@@ -82,14 +81,15 @@ impl KvArena {
 
     /// Creates a dense arena over memory that the caller provides. In device memory, K and V may alternate in
     /// one piece of memory, for example when each row holds a key and its value. In that case `v` must begin
-    /// after `k`, each must reach to its own last element, and both must be parts of one allocation.
+    /// after `k`, each storage must extend to its own last element, and both must be parts of the same
+    /// allocation.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the layout requires more bytes than a storage has.
-    /// - Returns [`Error::Misaligned`] if the address of a storage does not suit the element type.
+    /// - Returns [`Error::Misaligned`] if the address of a storage is not aligned for the element type.
     /// - Returns [`Error::Aliased`] if K and V share memory without alternating.
-    /// - Returns [`Error::InvalidFormat`] for a quantised layout, which needs
-    ///   [`with_scales`](Self::with_scales).
+    /// - Returns [`Error::InvalidFormat`] for a quantised layout. Use [`with_scales`](Self::with_scales)
+    ///   instead.
     pub fn from_storage(k: Arc<dyn Storage>, v: Arc<dyn Storage>, layout: Arc<KvLayout>) -> Result<Self> {
         Self::validated(k, v, None, layout)
     }
@@ -98,8 +98,8 @@ impl KvArena {
     /// are kept.
     ///
     /// # Errors
-    /// Returns the errors of [`from_storage`](Self::from_storage), with [`Error::Aliased`] if any two of
-    /// the four storages share memory. Returns [`Error::InvalidFormat`] for a dense layout.
+    /// Returns the errors of [`from_storage`](Self::from_storage), but [`Error::Aliased`] if any two of the
+    /// four storages share memory. Returns [`Error::InvalidFormat`] for a dense layout.
     pub fn with_scales(
         k: Arc<dyn Storage>,
         v: Arc<dyn Storage>,
@@ -140,19 +140,19 @@ impl KvArena {
         Ok(arena)
     }
 
-    /// Returns whether K and V alternate in one piece of device memory. Host kernels use whole planes, which
-    /// must be separate.
+    /// Returns whether K and V alternate in one piece of device memory. Host kernels use whole planes, so on
+    /// the host K and V must be separate.
     fn planes_in_turn(&self) -> bool {
         let distance = self.v.address().checked_sub(self.k.address());
         self.k.kind() == MemoryKind::Device && distance.is_some_and(|distance| self.layout.in_turn(distance))
     }
 
-    /// Returns the K storage. Views of it must follow the rule given at [`views`](Self::views).
+    /// Returns the K storage. The rule stated at [`views`](Self::views) applies to views of this storage.
     pub fn k(&self) -> &Arc<dyn Storage> {
         &self.k
     }
 
-    /// Returns the V storage. Views of it must follow the rule given at [`views`](Self::views).
+    /// Returns the V storage. The rule stated at [`views`](Self::views) applies to views of this storage.
     pub fn v(&self) -> &Arc<dyn Storage> {
         &self.v
     }
@@ -183,12 +183,12 @@ impl KvArena {
         }
     }
 
-    /// Returns all of K and all of V as strided views `[num_layers, num_blocks, block_size, heads, dim]`,
-    /// whatever the order in memory: rows always have tokens before heads. For a quantised arena these are
-    /// the codes. Nothing is copied.
+    /// Returns all of K and all of V as strided views `[num_layers, num_blocks, block_size, heads, dim]`. The
+    /// axes are in this order whatever the order in memory. The views of a quantised arena contain the codes.
+    /// No elements are copied.
     ///
-    /// A view carries no permit, yet operations accept it as a destination. The caller must not write through
-    /// the views to a block that a [`BlockPool`](crate::BlockPool) has shared.
+    /// Operations accept these views as destinations without a permit. The caller must not write through them
+    /// to a block that a [`BlockPool`](crate::BlockPool) has shared.
     ///
     /// # Errors
     /// Returns the errors of [`TensorView::with_strides`].
@@ -207,13 +207,12 @@ impl KvArena {
         Ok((view(self.k_plane())?, view(self.v_plane())?))
     }
 
-    /// Returns the first `len` tokens of every block of one layer, as strided views
-    /// `[num_blocks, len, heads, dim]` of K and of V. They must follow the rule given at
-    /// [`views`](Self::views).
+    /// Returns the first `len` tokens of every block of one layer, as strided views `[num_blocks, len, heads,
+    /// dim]` of K and of V. The rule stated at [`views`](Self::views) applies.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] if `layer` is past the last layer, and [`Error::TooLarge`] if `len`
-    /// exceeds the block size.
+    /// Returns [`Error::OutOfRange`] if the layer does not exist, and [`Error::TooLarge`] if `len` exceeds
+    /// the block size.
     pub fn layer_views(&self, layer: usize, len: usize) -> Result<(TensorView, TensorView)> {
         let layers = self.layout.shape().num_layers;
         if layer >= layers {
@@ -224,7 +223,7 @@ impl KvArena {
         Ok((of(k)?, of(v)?))
     }
 
-    /// Returns the storages of K and V, and of their scales if there are any.
+    /// Returns the storages of K, V and their scales, if there are any.
     pub fn storages(&self) -> impl Iterator<Item = &Arc<dyn Storage>> {
         let scales = self.scales.iter().flat_map(|scales| [&scales.k, &scales.v]);
         [&self.k, &self.v].into_iter().chain(scales)
@@ -283,8 +282,8 @@ impl KvArena {
         if layer < limit { Ok(()) } else { Err(Error::range("layer", layer, limit)) }
     }
 
-    /// Checks that the storage of `view` shares no memory with the arena, so that it is not read while the
-    /// arena is written.
+    /// Checks that the storage of `view` does not share memory with the arena, so that the view is not read
+    /// while the arena is written.
     pub(crate) fn check_apart(&self, what: &'static str, view: &TensorView) -> Result<()> {
         if self.holds(view.storage()) { Err(Error::Aliased { what }) } else { Ok(()) }
     }

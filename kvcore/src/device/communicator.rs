@@ -1,4 +1,4 @@
-//! Collectives: tensor transfers between the ranks of a group, in stream order.
+//! Collectives, which transfer tensors between the ranks of a group in stream order.
 
 use std::fmt;
 
@@ -12,7 +12,8 @@ use crate::device::{Stream, TensorView};
 /// The operator of an all-reduce.
 ///
 /// Elements of f32, f16 and bf16 are combined in an order that the implementation chooses; f16 and bf16 may
-/// be rounded at each step. A sum of i8 wraps. The minimum and maximum of a NaN and a number may be either.
+/// be rounded at each step. A sum of i8 elements wraps. The minimum or maximum of a NaN and a number may be
+/// either of the two.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ReduceOp {
     /// The sum.
@@ -33,24 +34,24 @@ impl fmt::Display for ReduceOp {
     }
 }
 
-/// A tensor on its way between this rank and another: the view, and the index of the other rank.
+/// A transfer between this rank and another rank: the view, and the index of the other rank.
 pub type Transfer<'a> = (&'a TensorView, usize);
 
-/// A collective operation, by reference, as one rank calls it. Every view must be contiguous.
+/// One rank's arguments to a collective operation, by reference. Every view must be contiguous.
 #[derive(Debug, Clone, Copy)]
 pub enum Collective<'a> {
-    /// Copies the view on rank `root` to the views of all ranks.
+    /// Copies the view of rank `root` to the views of all other ranks.
     Broadcast {
         /// View to read on `root`, and to write on the other ranks.
         view: &'a TensorView,
-        /// The rank that sends.
+        /// Index of the rank that sends its view.
         root: usize,
     },
     /// Copies the source of each rank `r` to part `r` of the destination on every rank.
     AllGather {
         /// View to read, of any shape. May be this rank's part of `dst`, but must not overlap another part.
         src: &'a TensorView,
-        /// View to write: `[ranks]`, followed by the shape of `src`.
+        /// View to write. Its shape is `[ranks]`, followed by the shape of `src`.
         dst: &'a TensorView,
     },
     /// Combines the views of all ranks element by element. All ranks get the same bits.
@@ -60,8 +61,8 @@ pub enum Collective<'a> {
         /// The operator.
         op: ReduceOp,
     },
-    /// Sends to some ranks and receives from some at the same time. Views between the same two ranks are
-    /// matched in the order in which both list them.
+    /// Sends views to other ranks and receives views from other ranks at the same time. Sends and receives
+    /// between the same two ranks are matched in list order.
     Exchange {
         /// Views to read, each with the rank that receives it.
         sends: &'a [Transfer<'a>],
@@ -70,7 +71,8 @@ pub enum Collective<'a> {
     },
 }
 
-/// The collective as named in errors: its kind, and how many elements of which type this rank passes.
+/// Formats the collective for error messages: its kind, and the number and the type of the elements that this
+/// rank passes.
 impl fmt::Display for Collective<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let tensor = |view: &TensorView| format!("{} elements of {}", view.len(), view.dtype());
@@ -109,17 +111,17 @@ impl<'a> Collective<'a> {
         }
     }
 
-    /// Checks everything that rank `rank` of `ranks` can check by itself, and returns the proof that
+    /// Checks everything that rank `rank` of `ranks` ranks can check on its own, and returns the proof that
     /// [`Communicator::launch`] requires.
     ///
     /// # Errors
     /// - Returns [`Error::InvalidStrides`] for a view that is not contiguous, and [`Error::NotMultiple`] for
-    ///   one that ends inside a byte.
+    ///   a view that ends inside a byte.
     /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
-    /// - Returns [`Error::Mismatch`] if source and destination do not fit.
+    /// - Returns [`Error::Mismatch`] if the source and the destination do not match.
     /// - Returns [`Error::Aliased`] if a written view overlaps another view.
-    /// - Returns [`Error::Unsupported`] for a reduction of any other element type, and for a transfer from a
-    ///   rank to itself.
+    /// - Returns [`Error::Unsupported`] for a reduction of an element type that is not listed above, and for
+    ///   a transfer from a rank to itself.
     pub fn checked(self, rank: usize, ranks: usize) -> Result<CheckedCollective<'a>> {
         self.views().into_iter().try_for_each(dense)?;
         let in_group = |peer| if peer < ranks { Ok(()) } else { Err(Error::range("rank", peer, ranks)) };
@@ -180,59 +182,62 @@ fn unsupported(what: String) -> Error {
 }
 
 // Decision: docs/decisions/device.md#collectives-go-through-a-communicator
-/// One rank of a group whose ranks exchange tensors: threads of a process, devices or machines.
+/// One rank of a group whose ranks exchange tensors. Ranks may be threads of a process, devices or machines.
 ///
 /// # Behaviour
-/// - Every rank of the group has a communicator of its own, used by a thread of its own. All ranks call the
-///   same collectives, with the same sizes, element types, roots and operators, in the same order. An
+/// - Every rank of the group has its own communicator, used by its own thread. All ranks must call the same
+///   collectives, with the same sizes, element types, roots and operators, in the same order. An
 ///   [exchange](Self::exchange) involves only the ranks of its transfers.
 /// - Collectives are enqueued: they run after everything enqueued earlier on the stream, and before
-///   everything later. They hold handles to their memory. All collectives of a communicator must be on one
-///   stream, or be ordered by events.
-/// - A call may return before the collective is done, or wait for the other ranks; the caller must not rely
-///   on either. Transfers that wait for each other in a circle (a ring of sends) MUST be one exchange.
+///   everything enqueued later. They hold handles to their memory. All collectives of a communicator must be
+///   on one stream, or be ordered by events.
+/// - A call may return before the collective is done, or may wait for the other ranks. The caller must not
+///   rely on either behaviour. Transfers that wait for each other in a circle (a ring of sends) MUST be one
+///   exchange.
 /// - [`run`](Self::run) is the only entry: it checks the collective and the memory, and launches the
-///   collective. A rejected collective enqueues nothing. The other ranks wait for it until they time out, or
-///   until an [`abort`](Self::abort).
+///   collective. A rejected collective enqueues nothing. The other ranks then wait for the collective until
+///   they time out, or until a rank calls [`abort`](Self::abort).
 /// - A failure is final for all ranks: an abort, a time-out, a lost device, or a rank that left while others
-///   need it. Ranks in the same process notice it at once, others when they time out at the latest. After a
-///   failure, destinations are undefined, and every later collective returns the error. Other work on the
-///   streams continues.
-/// - The constructor defines the time-out, and how ranks find each other.
+///   need it. Ranks in the same process notice the failure at once, and other ranks when they time out at the
+///   latest. After a failure, destinations are undefined, and every later collective returns the error. Other
+///   work on the streams continues.
+/// - The constructor of each implementation defines the time-out, and the means by which ranks find each
+///   other.
 /// - Dropping a communicator leaves the group. Call [`wait`](Self::wait) first.
 pub trait Communicator: Send + Sync + fmt::Debug {
     /// Returns the index of this rank, below [`ranks`](Self::ranks).
     fn rank(&self) -> usize;
 
-    /// Returns the number of ranks of the group.
+    /// Returns the number of ranks in the group.
     fn ranks(&self) -> usize;
 
-    /// Enqueues a checked collective, on memory that the stream owns. [`run`](Self::run) calls this method.
+    /// Enqueues a checked collective, whose memory must belong to the stream's backend. [`run`](Self::run)
+    /// calls this method.
     ///
     /// # Errors
     /// Returns the errors of [`check`](Self::check) and of the device.
     fn launch(&self, stream: &dyn Stream, collective: CheckedCollective<'_>) -> Result<()>;
 
-    /// Returns the failure of the group, if it has failed. Never blocks.
+    /// Returns the group's failure as an error if the group has failed. Never blocks.
     ///
     /// # Errors
-    /// - Returns [`Error::RanksDiffer`] if ranks called different collectives and the implementation noticed.
+    /// - Returns [`Error::RanksDiffer`] if the implementation noticed that ranks called different
+    ///   collectives.
     /// - Returns [`Error::RanksTimedOut`] if a collective was not done in time.
     /// - Returns [`Error::RankLeft`] if a collective needed a rank that has left, and [`Error::RankAborted`]
-    ///   if a rank aborted or its device failed. If ranks cannot learn the reason, returns another device
-    ///   error instead.
+    ///   if a rank aborted or its device failed. If the reason is unknown on this rank, returns another
+    ///   device error instead.
     fn check(&self) -> Result<()>;
 
-    /// Blocks the host until everything enqueued on the stream so far is done, including collectives, but at
-    /// most for the time-out.
+    /// Blocks the host until everything enqueued on the stream so far is done, including collectives, but no
+    /// longer than the time-out.
     ///
     /// # Errors
-    /// Returns the collectives' errors listed at [`check`](Self::check), and the errors of
-    /// [`Stream::synchronize`].
+    /// Returns the errors of [`check`](Self::check) and of [`Stream::synchronize`].
     fn wait(&self, stream: &dyn Stream) -> Result<()>;
 
-    /// Ends the group for good. Pending work ends at once on this process's ranks, and on other ranks when
-    /// they learn of it. Has no effect on a failed group.
+    /// Ends the group permanently. Pending collectives end at once on the ranks of this process, and on other
+    /// ranks when they notice the abort. Has no effect if the group has already failed.
     fn abort(&self);
 
     /// Checks and launches a collective.
@@ -261,12 +266,12 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         self.run(stream, Collective::AllReduce { view, op })
     }
 
-    /// Sends a view to a rank, which must receive it.
+    /// Sends a view to rank `to`, which must call [`receive`](Self::receive) or an equal exchange.
     fn send(&self, stream: &dyn Stream, view: &TensorView, to: usize) -> Result<()> {
         self.exchange(stream, &[(view, to)], &[])
     }
 
-    /// Receives a view from a rank, which must send it.
+    /// Receives a view from rank `from`, which must call [`send`](Self::send) or an equal exchange.
     fn receive(&self, stream: &dyn Stream, view: &TensorView, from: usize) -> Result<()> {
         self.exchange(stream, &[], &[(view, from)])
     }

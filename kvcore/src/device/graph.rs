@@ -1,4 +1,4 @@
-//! Graphs: a step's work, captured once and replayed with new lists.
+//! Graphs, which capture the work of a step once and replay it with new lists.
 //!
 //! Each decode step enqueues the same kernels over the same memory. Only the lists differ: tokens, positions,
 //! slots, and the segments with their lengths, offsets and blocks. A captured graph reads these lists from
@@ -24,20 +24,20 @@ use crate::device::{AttendWork, QueryRow, Stream, WriteSlots};
 /// attend the work, an embedding the tokens. Lists are recognised by their address, not by their contents.
 #[derive(Debug, Clone)]
 pub struct StepInputs {
-    /// Token of each row.
+    /// The token of each row.
     pub tokens: Arc<[u32]>,
-    /// Position of each row.
+    /// The position of each row.
     pub positions: Arc<[i64]>,
-    /// Slot that each row is written to.
+    /// The slot that each row is written to.
     pub slots: WriteSlots,
-    /// Attention work of the rows.
+    /// The attention work of the rows.
     pub work: Arc<AttendWork>,
 }
 
 impl StepInputs {
     /// Returns the inputs padded with rows up to a power of two, which lets batches of similar size share a
-    /// graph. A padding row is token 0 at position 0. It is not written to the cache and attends to nothing,
-    /// and its output is left unchanged.
+    /// graph. A padding row has token 0 and position 0. It is not written to the cache, it attends to
+    /// nothing, and its output is left unchanged.
     #[must_use]
     pub fn padded(self) -> Self {
         let (rows, padded) = (self.positions.len(), self.positions.len().next_power_of_two());
@@ -60,20 +60,21 @@ impl StepInputs {
 
 /// A captured step.
 ///
-/// - A graph keeps alive all memory that its work touches.
+/// - A graph keeps all memory that its work touches alive.
 /// - A replay is enqueued on the stream of the capture, in order with the other work on that stream.
-/// - A replay checks its inputs as [`Operation::check`](crate::Operation::check) does for each captured
-///   operation. If the check fails, nothing is enqueued.
+/// - A replay checks its inputs like [`Operation::check`](crate::Operation::check) of each captured
+///   operation. If a check fails, nothing is enqueued.
 pub trait Graph: Send + Sync + fmt::Debug {
     /// Enqueues the captured work with new inputs.
     ///
     /// # Errors
     /// Returns the errors of the operations' checks, [`Error::Mismatch`] if the number of rows differs, and
-    /// [`Error::GraphOutgrown`] if the inputs need more room than the graph has.
+    /// [`Error::GraphOutgrown`] if the graph does not have enough room for the inputs.
     fn replay(&self, inputs: &StepInputs) -> Result<()>;
 }
 
-/// The steps that can share a graph: equal padded sizes, and caches of one format.
+/// The key under which a graph is cached. Steps with equal padded sizes and the same cache format share a
+/// graph.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -95,12 +96,12 @@ pub trait Graph: Send + Sync + fmt::Debug {
 pub struct GraphKey {
     /// Number of rows, padded to a power of two.
     pub rows: usize,
-    /// Number of segments in all entries, padded to a power of two. A chunk that is absent counts as a
-    /// segment of length 0.
+    /// Number of segments in all entries, padded to a power of two. An absent chunk counts as a segment of
+    /// length 0.
     pub chunks: usize,
     /// Number of cached tokens that the rows attend to, padded to a power of two of at least 256.
     pub tokens: usize,
-    /// Format of the cache.
+    /// Storage format of the cache.
     pub format: KvFormat,
 }
 
@@ -117,21 +118,21 @@ impl GraphKey {
     }
 }
 
-/// How [`GraphCache::run`] ran a step.
+/// The mode in which [`GraphCache::run`] ran a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum GraphRun {
-    /// Operation by operation.
+    /// The step's operations were enqueued one by one.
     Eager,
-    /// Captured as a new graph, which was then replayed once.
+    /// The step was captured as a new graph, which was then replayed once.
     Captured,
-    /// Replayed from an existing graph.
+    /// An existing graph was replayed.
     Replayed,
 }
 
-/// How often a [`GraphCache`] ran steps in each way.
+/// The number of steps that a [`GraphCache`] ran in each mode.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize)]
 pub struct GraphCounts {
-    /// Number of runs operation by operation.
+    /// Number of steps whose operations were enqueued one by one.
     pub eager: u64,
     /// Number of captures.
     pub captured: u64,
@@ -146,7 +147,8 @@ pub struct GraphCounts {
 #[derive(Debug)]
 enum Known<T> {
     Seen,
-    /// A graph, and the value that the recorded function returned: where each replay writes its results.
+    /// A graph, and the value that the recorded function returned, which refers to the results of each
+    /// replay.
     Captured(Arc<dyn Graph>, T),
     Refused,
 }
@@ -179,17 +181,19 @@ impl<T: Clone> GraphCache<T> {
         self.counts
     }
 
-    /// Drops all graphs. Call this before steps start to enqueue other operations or use other memory.
+    /// Drops all graphs. Must be called before steps start to enqueue different operations or to use
+    /// different memory.
     pub fn clear(&mut self) {
         self.known.clear();
     }
 
-    /// Runs a step, using a graph if one fits. `record` enqueues the step's operations on `stream`. It runs
-    /// at most once, or twice if a capture fails. Returns its output: where the step's results are.
+    /// Runs a step, with a graph if possible. `record` must enqueue the step's operations on `stream`, and is
+    /// called at most once, or twice if a capture fails. Returns the mode and the output of `record`, which
+    /// refers to the step's results.
     ///
     /// # Errors
-    /// Returns the errors of `record` and of [`Graph::replay`]. It is not an error if a step cannot be
-    /// captured.
+    /// Returns the errors of `record` and of [`Graph::replay`]. A step that cannot be captured is not an
+    /// error.
     pub fn run(
         &mut self,
         stream: &dyn Stream,
@@ -226,8 +230,8 @@ impl<T: Clone> GraphCache<T> {
                     self.keep(key, Known::Captured(graph, output.clone()));
                     return Ok((GraphRun::Captured, output));
                 }
-                // A step that cannot be captured runs eagerly, as it did the first time, and so does a step
-                // whose graph does not fit in memory.
+                // A step that cannot be captured, or whose graph does not fit in memory, runs eagerly, as it
+                // did the first time.
                 (Err(Error::Unsupported { .. } | Error::Allocation { .. }), _) | (Ok(_), None) => {
                     self.counts.refused += 1;
                     self.known.pop();

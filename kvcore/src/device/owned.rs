@@ -1,4 +1,4 @@
-//! A handle that owns memory from any source and creates typed views of it.
+//! A handle that owns memory from any source and creates typed views of that memory.
 
 use std::ops::Deref;
 use std::sync::Arc;
@@ -8,9 +8,9 @@ use crate::device::{Backend, Dims, Storage, TensorView};
 
 /// Owned memory of any kind, from any source. Clones share the memory, and the last clone frees it.
 ///
-/// Compared with the `Arc<dyn Storage>` inside, an `OwnedStorage` guarantees two more things: it is never
-/// empty, and each typed view of it is checked. It dereferences to [`Storage`] for `len`, `address` and
-/// `kind`. The idea comes from the `OwnedStorage` of NVIDIA Dynamo.
+/// Compared with the `Arc<dyn Storage>` inside, an `OwnedStorage` gives two additional guarantees: it is
+/// never empty, and each typed view of it is checked. It dereferences to [`Storage`] for `len`, `address` and
+/// `kind`. The idea is taken from the `OwnedStorage` of NVIDIA Dynamo.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -31,8 +31,7 @@ impl OwnedStorage {
     /// Allocates `bytes` zeroed bytes.
     ///
     /// # Errors
-    /// Returns [`Error::Zero`] if `bytes` is 0, whatever the backend, and the errors of
-    /// [`Backend::allocate`].
+    /// Returns [`Error::Zero`] if `bytes` is 0, for every backend, and the errors of [`Backend::allocate`].
     pub fn create(backend: &dyn Backend, kind: MemoryKind, bytes: usize) -> Result<Self> {
         if bytes == 0 {
             return Err(Error::Zero { what: "bytes of a storage" });
@@ -52,7 +51,7 @@ impl OwnedStorage {
         Ok(Self(storage))
     }
 
-    /// Returns a dense row-major view of `shape` at the start.
+    /// Returns a dense row-major view with shape `shape` at the start of the memory.
     ///
     /// # Errors
     /// Returns the errors of [`TensorView::new`].
@@ -60,10 +59,10 @@ impl OwnedStorage {
         self.view_at(0, dtype, shape)
     }
 
-    /// Returns a dense row-major view of `shape` that begins at byte `start`.
+    /// Returns a dense row-major view with shape `shape` that begins at byte `start`.
     ///
     /// # Errors
-    /// Returns [`Error::Misaligned`] if `start` does not suit `dtype`, and the errors of
+    /// Returns [`Error::Misaligned`] if `start` is not aligned for `dtype`, and the errors of
     /// [`TensorView::with_strides`].
     pub fn view_at(&self, start: usize, dtype: DType, shape: &[usize]) -> Result<TensorView> {
         let align = dtype.align();
@@ -87,8 +86,8 @@ impl Deref for OwnedStorage {
 }
 
 impl From<OwnedStorage> for Arc<dyn Storage> {
-    /// Unwraps the handle, for [`KvArena::from_storage`](crate::KvArena::from_storage) and for operations,
-    /// which hold storages themselves.
+    /// Unwraps the handle, for code that takes storages, such as
+    /// [`KvArena::from_storage`](crate::KvArena::from_storage).
     fn from(owned: OwnedStorage) -> Self {
         owned.0
     }
@@ -98,7 +97,7 @@ impl From<OwnedStorage> for Arc<dyn Storage> {
 mod tests {
     use super::*;
 
-    /// Bytes that the caller provided, which live as long as `owner`.
+    /// Bytes provided by the caller, which are valid as long as `owner` is alive.
     #[derive(Debug)]
     struct Lent {
         len: usize,

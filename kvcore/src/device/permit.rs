@@ -1,4 +1,4 @@
-//! Write permits: the proof that no other user reads the blocks that an operation writes to.
+//! Write permits, which prove that nothing else reads the blocks that an operation writes to.
 //!
 //! ```text
 //!   MutableBlocks ──issues──► Permit ──lies in──► WriteSlots, WritePairs ──checked by──► Scatter, CopyBlocks, …
@@ -25,14 +25,14 @@ use crate::base::{BlockId, Error, Result, SlotMapping, same};
 pub(crate) struct Permits(OnceLock<Arc<AtomicU64>>);
 
 // Decision: docs/decisions/device.md#a-permit-is-a-number-above-a-floor
-/// A permit that is valid until its issuer's floor rises past its lowest block.
+/// A permit that is valid until the issuer's floor rises above the number of the permit's lowest block.
 #[derive(Debug, Clone)]
 struct Permit {
     floor: Arc<AtomicU64>,
     lowest: u64,
 }
 
-/// A permit for slots. A slot identifies a block only together with the number of tokens per block.
+/// A permit for slots. To identify the block of a slot, the block size must be known too.
 #[derive(Debug, Clone)]
 struct SlotPermit {
     permit: Permit,
@@ -65,7 +65,7 @@ impl<T: Clone> PermitList<T> {
         self.one.iter().chain(self.more.iter().flat_map(|more| more.iter()))
     }
 
-    /// Replaces the permits. Reuses their memory if no operation still holds it.
+    /// Replaces the permits. Reuses the list's memory if no operation still holds it.
     fn refill(&mut self, permits: impl Iterator<Item = T>) {
         self.one = None;
         match self.more.as_mut().and_then(Arc::get_mut) {
@@ -90,10 +90,10 @@ impl Permits {
         }
     }
 
-    /// Voids every permit issued so far. The owner must have at most `blocks` blocks, including the ones that
-    /// are about to leave.
+    /// Voids every permit issued so far. The owner must have at most `blocks` blocks, including the blocks
+    /// that are about to leave.
     pub(crate) fn void(&self, blocks: usize) {
-        // A permit for no blocks has the number after the last block.
+        // A permit for no blocks stores the number after the last block.
         self.raise(blocks + 1);
     }
 
@@ -102,15 +102,15 @@ impl Permits {
         self.raise(blocks);
     }
 
-    /// Returns writable slots, in blocks of `block_size` tokens. The owner must be filling the block of each
-    /// slot, and none of these blocks may come before its block `first`.
+    /// Returns `slots`, in blocks of `block_size` tokens, with a permit to write to them. All slots must be
+    /// in the owner's blocks starting at index `first`.
     pub(crate) fn slots(&self, first: usize, block_size: usize, slots: impl Into<SlotMapping>) -> WriteSlots {
         let permit = SlotPermit { permit: self.issue(first), block_size };
         WriteSlots { slots: slots.into(), permits: PermitList::one(permit) }
     }
 
-    /// Returns pairs with writable destinations. The owner must be filling each destination, and none of them
-    /// may come before its block `first`.
+    /// Returns `pairs` with a permit to write to the destinations, which must all be among the owner's blocks
+    /// starting at index `first`.
     pub(crate) fn pairs(&self, first: usize, pairs: impl Into<Arc<[(BlockId, BlockId)]>>) -> WritePairs {
         WritePairs { pairs: pairs.into(), permits: PermitList::one(self.issue(first)) }
     }
@@ -129,17 +129,17 @@ impl Permit {
 
 // Decision: docs/decisions/device.md#a-permit-vouches-for-blocks-the-caller-for-the-arena
 // Decision: docs/decisions/device.md#only-guards-of-mutable-blocks-permit-writes
-/// Slots that may be written: a slot mapping with the permits of the owners that fill its blocks.
+/// Writable slots: a slot mapping, together with the permits of the owners that fill its blocks.
 ///
-/// Guards of mutable blocks and block tables issue these slots
+/// Guards of mutable blocks and block tables create writable slots
 /// ([`BlockTable::grow`](crate::BlockTable::grow),
 /// [`MutableBlocks::write_slots`](crate::MutableBlocks::write_slots)). [`Scatter`](crate::Scatter) accepts no
 /// other type of slots. The permit becomes void as soon as a block of these slots is shared, so old slots are
 /// never used to write to a block that others read. It also becomes void as soon as any block of the owner is
-/// truncated, split off or freed. Committing or freeing earlier blocks leaves it valid: slots for later
-/// tokens, of a draft or of a prefill in progress, stay usable. [`Scatter`](crate::Scatter) rejects an arena
-/// whose block size differs from the owner's. A permit refers to block IDs: the caller MUST use it with the
-/// arena that the pool's IDs belong to.
+/// truncated, split off or freed. The permit stays valid when earlier blocks are committed or freed, so slots
+/// for later tokens, for example of a draft or a prefill in progress, stay usable.
+/// [`Scatter`](crate::Scatter) rejects an arena whose block size differs from the owner's. A permit refers
+/// only to block IDs: the caller MUST use it with the arena that the pool's IDs belong to.
 ///
 /// ```
 /// use kvcore::{BlockPool, BlockTable, Error, KeyScope};
@@ -159,13 +159,13 @@ impl Permit {
 #[derive(Debug, Clone, Default)]
 pub struct WriteSlots {
     slots: SlotMapping,
-    /// Permits for the slots. Empty for unchecked slots.
+    /// The permits for the slots. Empty for unchecked slots.
     permits: PermitList<SlotPermit>,
 }
 
 impl WriteSlots {
     // Decision: docs/decisions/device.md#unchecked-documents-what-it-trusts
-    /// Creates writable slots without a permit, for an engine that keeps its own blocks.
+    /// Creates writable slots without a permit, for an engine that manages its own blocks.
     ///
     /// The blocks of these slots must not be read while they are written, and no
     /// [`BlockPool`](crate::BlockPool) may have shared them.
@@ -178,10 +178,10 @@ impl WriteSlots {
         &self.slots
     }
 
-    /// Returns the slots of some of the rows, under the same permits.
+    /// Returns the slots of the given rows, with the same permits.
     ///
     /// # Errors
-    /// Returns [`Error::OutOfRange`] past the last row.
+    /// Returns [`Error::OutOfRange`] if `rows` ends past the last row.
     pub fn part(&self, rows: Range<usize>) -> Result<Self> {
         let end = rows.end;
         let slots =
@@ -197,8 +197,8 @@ impl WriteSlots {
         self.permits.iter().try_for_each(|slots| slots.permit.check("slots"))
     }
 
-    /// Checks that the permits were issued for blocks of `block_size` tokens. With another block size, the
-    /// same slots would be in other blocks, which the owners may not be filling.
+    /// Checks that the permits were issued for blocks of `block_size` tokens. With a different block size,
+    /// the same slots would be in other blocks, which the owners may not be filling.
     pub(crate) fn check_block_size(&self, block_size: usize) -> Result<()> {
         let what = "block_size of the arena that the slots address";
         self.permits.iter().try_for_each(|slots| same(what, slots.block_size, block_size))
@@ -214,8 +214,9 @@ impl WriteSlots {
         Self { slots: SlotMapping::concat(parts.map(|part| &part.slots)), permits }
     }
 
-    /// Replaces the slots with the slots of several owners, each given with its first block, under the
-    /// conditions of [`Permits::slots`]. Reuses memory that no operation holds.
+    /// Replaces the slots with the slots of several owners. Each owner is given with the index of its first
+    /// block, and must meet the conditions of [`Permits::slots`]. Reuses the memory if no operation still
+    /// holds it.
     pub(crate) fn refill_batch<'a>(
         &mut self,
         block_size: usize,
@@ -243,14 +244,14 @@ impl Deref for WriteSlots {
     }
 }
 
-/// Pairs `(source, destination)` of blocks whose destinations may be written.
+/// `(source, destination)` pairs of blocks, with permits to write to the destinations.
 ///
 /// [`MutableBlocks::write_pairs`](crate::MutableBlocks::write_pairs) issues them. Operations that copy blocks
-/// accept no other type of pairs. The permit becomes void under the conditions stated at [`WriteSlots`].
+/// accept only this type. The permit becomes void under the conditions stated at [`WriteSlots`].
 #[derive(Debug, Clone, Default)]
 pub struct WritePairs {
     pairs: Arc<[(BlockId, BlockId)]>,
-    /// Permits for the destinations. Empty for unchecked pairs.
+    /// The permits for the destinations. Empty for unchecked pairs.
     permits: PermitList<Permit>,
 }
 
@@ -263,7 +264,7 @@ impl WritePairs {
         Self { pairs: pairs.into(), permits: PermitList::default() }
     }
 
-    /// Concatenates the pairs of several owners, to be copied by one operation.
+    /// Concatenates the pairs of several owners, so that one operation can copy them.
     pub fn concat<'a>(parts: impl Iterator<Item = &'a Self> + Clone) -> Self {
         let permits = PermitList::several(parts.clone().flat_map(|part| part.permits.iter().cloned()));
         Self { pairs: parts.flat_map(|part| part.pairs.iter().copied()).collect(), permits }

@@ -1,4 +1,4 @@
-//! Callbacks that run when an event is done, and a future for an event.
+//! Callbacks and futures that wait until an event is done.
 
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -13,25 +13,25 @@ use parking_lot::Mutex;
 use super::Event;
 use crate::base::Result;
 
-/// A function that is called once, with the result of [`Event::wait`].
+/// A function that is called once when an event is done, with the result of [`Event::wait`].
 pub type DoneCall = Box<dyn FnOnce(Result<()>) + Send>;
 
-/// Events that a thread polls, each with its callback.
+/// The events that a thread polls, each with its callback.
 struct Watched {
     events: Vec<(Arc<dyn Event>, DoneCall)>,
-    /// Whether a thread is polling them.
+    /// True while a thread is polling the events.
     running: bool,
 }
 
 static WATCHED: Mutex<Watched> = Mutex::new(Watched { events: Vec::new(), running: false });
 
-/// The first and the longest pause between two checks of the watched events.
+/// The shortest and the longest pause between two checks of the watched events.
 const PAUSES: [Duration; 2] = [Duration::from_micros(20), Duration::from_millis(1)];
 
 // Decision: docs/decisions/device.md#one-thread-polls-pending-events
-/// Calls `call` when `event` is done: at once if it is done already, otherwise on a thread that polls all
-/// such events and exits after the last one. A backend whose [`Event::is_done`] becomes true without a wait
-/// may implement [`Event::on_done`] with this function.
+/// Calls `call` when `event` is done: immediately if the event is already done, otherwise on a thread that
+/// polls all such events and exits after the last one. A backend whose [`Event::is_done`] becomes true
+/// without a wait may implement [`Event::on_done`] with this function.
 pub fn call_when_done(event: Arc<dyn Event>, call: DoneCall) {
     if event.is_done() {
         return call(event.wait());
@@ -69,14 +69,14 @@ fn watch() {
         }
         pause = PAUSES[0];
         for (event, call) in done {
-            // A panic in one call does not affect the others.
+            // A panic in one callback does not affect the other callbacks.
             let _ = catch_unwind(AssertUnwindSafe(|| call(event.wait())));
         }
     }
 }
 
-/// A future that completes when an event is done, with the result of [`Event::wait`]. The event's method
-/// `done` creates it. Dropping it has no effect.
+/// A future that completes when an event is done, with the result of [`Event::wait`]. The `done` method of an
+/// event creates it. Dropping the future has no effect.
 #[derive(Debug)]
 pub struct EventDone(Arc<Mutex<Told>>);
 

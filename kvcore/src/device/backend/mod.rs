@@ -1,10 +1,11 @@
-//! The backend contract: memory, order and operations.
+//! The backend contract: memory, the order of work, and operations.
 //!
 //! A backend allocates [`Storage`], creates [`Stream`]s, and runs the operations of
-//! [`crate::device::operation`] on the streams. Operations are *enqueued*: they hold handles to the memory
-//! they touch. The host sees the results of an operation only after [`Stream::read`], [`Stream::synchronize`]
-//! or [`Event::wait`] returns. Different streams are ordered only by events. If two operations touch the same
-//! memory and one of them writes, they MUST be on one stream or ordered by an event.
+//! [`crate::device::operation`] on the streams. Operations are *enqueued*, and hold handles to the memory
+//! that they touch until they are done. The host sees the results of an operation only after
+//! [`Stream::read`], [`Stream::synchronize`] or [`Event::wait`] returns. Different streams are ordered only
+//! by events. If two operations touch the same memory and one of them writes, they MUST be on one stream or
+//! ordered by an event.
 //!
 //! All traits are object-safe: engines hold an `Arc<dyn Backend>` and do not depend on the device.
 
@@ -23,9 +24,9 @@ pub use counters::{CounterSnapshot, Counters};
 pub use done::{DoneCall, EventDone, call_when_done};
 pub use reserve::{ReservedStorage, check_granules, whole_granules};
 
-/// A piece of memory that a backend owns or borrows. Freed when the last handle is dropped.
+/// A piece of memory that a backend owns or borrows. It is freed when the last handle is dropped.
 pub trait Storage: Send + Sync + fmt::Debug {
-    /// Returns the number of bytes.
+    /// Returns the size of the storage, in bytes.
     fn len(&self) -> usize;
 
     /// Returns whether the storage has no bytes. Backends refuse to allocate empty storages.
@@ -46,8 +47,8 @@ pub trait Storage: Send + Sync + fmt::Debug {
 }
 
 impl dyn Storage + '_ {
-    /// Returns whether two storages of one backend share a byte: they are the same storage, or parts of the
-    /// same memory.
+    /// Returns whether two storages of one backend share at least one byte, because they are the same storage
+    /// or overlap in memory.
     pub(crate) fn shares_memory(&self, other: &dyn Storage) -> bool {
         let end = |storage: &dyn Storage| storage.address().saturating_add(storage.len() as u64);
         self.address().max(other.address()) < end(self).min(end(other))
@@ -65,8 +66,8 @@ pub trait Event: Send + Sync + fmt::Debug {
     /// Calls `call` once, with the result of [`wait`](Self::wait), when everything enqueued before the event
     /// is done. This method does not block. `event.done()` returns a future based on it.
     ///
-    /// `call` runs on this thread if the event is done already, otherwise on a thread that also handles other
-    /// events, so it must return soon and must not block.
+    /// `call` runs on this thread if the event is already done, and otherwise on a thread that also handles
+    /// other events. It must therefore return quickly and must not block.
     fn on_done(self: Arc<Self>, call: DoneCall);
 
     /// Returns the event as [`Any`], from which its backend recovers the concrete type.
@@ -77,15 +78,15 @@ pub trait Event: Send + Sync + fmt::Debug {
 ///
 /// # Behaviour
 /// - [`run`](Self::run) is the only entry for work: it checks the operation, checks that the operation's
-///   memory belongs to the backend, launches the operation, and counts it. `stream.scatter(&op)` and its
-///   siblings are `run` under the operation's name.
-/// - Operations run in the order in which they were enqueued. Operations of other streams run in any order,
-///   unless [`wait_for`](Self::wait_for) orders them.
+///   memory belongs to the backend, launches the operation, and counts it. `stream.scatter(&op)` and the
+///   methods for the other operations are shorthands for `run`.
+/// - Operations run in the order in which they were enqueued. The order between operations of different
+///   streams is undefined unless [`wait_for`](Self::wait_for) defines it.
 /// - A rejected operation enqueues nothing.
 /// - The host sees results after [`read`](Self::read), [`synchronize`](Self::synchronize) or
 ///   [`Event::wait`].
 pub trait Stream: Send + Sync + fmt::Debug {
-    /// Enqueues a checked operation, which touches only this backend's memory. [`run`](Self::run) calls this
+    /// Enqueues a checked operation, whose memory must belong to this backend. [`run`](Self::run) calls this
     /// method.
     ///
     /// # Errors
@@ -100,9 +101,9 @@ pub trait Stream: Send + Sync + fmt::Debug {
     fn owns(&self, storage: &Arc<dyn Storage>) -> Result<()>;
 
     // Decision: docs/decisions/device.md#the-receiving-device-runs-the-copy
-    /// Checks that this stream can copy tensors out of a storage: a storage that it [owns](Self::owns), or
-    /// one on another device of its backend. A copy from another device requires contiguous views, and the
-    /// caller must order the streams of both devices by events.
+    /// Checks that this stream can copy tensors from a storage. The storage must be one that the stream
+    /// [owns](Self::owns), or be on another device of the same backend. A copy from another device requires
+    /// contiguous views, and the caller must order the streams of both devices by events.
     ///
     /// # Errors
     /// Returns [`Error::ForeignHandle`] for any other storage.
@@ -119,7 +120,7 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// # Errors
     /// Returns the errors of [`Operation::check`], [`owns`](Self::owns) ([`reaches`](Self::reaches) for the
     /// source of a tensor copy) and [`launch`](Self::launch), in this order. Nothing is enqueued or counted
-    /// in these cases.
+    /// if there is an error.
     fn run(&self, operation: Operation<'_>) -> Result<()> {
         let checked = operation.checked()?;
         match operation {
@@ -142,29 +143,29 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Blocks the host until everything enqueued so far is done.
     fn synchronize(&self) -> Result<()>;
 
-    /// Copies host bytes into a contiguous view, in stream order. The caller may reuse `src` on return.
+    /// Copies host bytes into a contiguous view, in stream order. The caller may reuse `src` after this call
+    /// returns.
     ///
     /// # Errors
     /// Returns an error if the lengths differ, or if the view is not contiguous.
     fn write(&self, dst: &TensorView, src: &[u8]) -> Result<()>;
 
-    /// Waits for the stream, and copies a contiguous view into host bytes.
+    /// Waits for the stream, and then copies a contiguous view into host bytes.
     ///
     /// # Errors
     /// Returns an error if the lengths differ, or if the view is not contiguous.
     fn read(&self, src: &TensorView, dst: &mut [u8]) -> Result<()>;
 
     /// Captures the operations that `record` enqueues on this stream as a graph, without running them. A
-    /// backend that cannot do this lists `"graphs"` as missing.
+    /// backend without this feature lists `"graphs"` as missing.
     ///
-    /// The capture belongs to the thread that records. Other streams of the backend join the capture when
-    /// they [wait for](Self::wait_for) an event of it, and this stream MUST wait for them before the capture
-    /// ends.
+    /// The capture belongs to the calling thread. Other streams of the backend join the capture when they
+    /// [wait for](Self::wait_for) an event of it, and this stream MUST wait for them before the capture ends.
     ///
     /// # Errors
     /// Returns the errors of `record`. Returns [`Error::Unsupported`], with the name of the operation, for
-    /// anything that cannot be captured: a wait, a copy from or to the host, or an operation over lists other
-    /// than `inputs`. The capture is discarded, and the stream remains usable.
+    /// anything that cannot be captured: a wait, a copy from or to the host, or an operation that uses lists
+    /// other than `inputs`. The capture is discarded, and the stream remains usable.
     fn capture(&self, inputs: &StepInputs, record: &mut dyn FnMut() -> Result<()>) -> Result<Arc<dyn Graph>> {
         let _ = (inputs, record);
         Err(Error::Unsupported { backend: "the stream's backend", what: "captures of graphs".to_owned() })
@@ -180,12 +181,13 @@ pub struct Capabilities {
     pub formats: Vec<&'static str>,
     /// Kinds of memory that the backend can allocate.
     pub memory: Vec<MemoryKind>,
-    /// Names of the missing features among [`OPTIONAL`](crate::device::OPTIONAL), for example `"attend_mla"`.
+    /// Names of the features in [`OPTIONAL`](crate::device::OPTIONAL) that are missing, for example
+    /// `"attend_mla"`.
     pub missing: Vec<&'static str>,
 }
 
 impl Capabilities {
-    /// Returns whether kernels accept caches in this format.
+    /// Returns whether the kernels accept caches in this format.
     pub fn accepts(&self, format: KvFormat) -> bool {
         match format {
             KvFormat::Dense(dtype) => self.dtypes.contains(&dtype),
@@ -194,7 +196,7 @@ impl Capabilities {
     }
 
     /// Returns the kind of host memory that operations can access: ordinary memory, or pinned memory if the
-    /// device can access no other.
+    /// device cannot access ordinary memory.
     pub fn host_memory(&self) -> MemoryKind {
         if self.memory.contains(&MemoryKind::System) { MemoryKind::System } else { MemoryKind::Pinned }
     }
@@ -202,10 +204,10 @@ impl Capabilities {
 
 /// A device: its memory and its streams.
 pub trait Backend: Send + Sync + fmt::Debug {
-    /// Returns the short name, as used for `--backend`.
+    /// Returns the backend's short name, as used for `--backend`.
     fn name(&self) -> &'static str;
 
-    /// Returns a description for display: the name, plus the device if a machine may have several.
+    /// Returns a description for display: the backend's name, and the device if a machine may have several.
     fn description(&self) -> String {
         self.name().to_owned()
     }
@@ -213,8 +215,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Returns the capabilities of this backend.
     fn capabilities(&self) -> Capabilities;
 
-    /// Returns whether this backend's device memory is host memory, which other code in the process can lend
-    /// to its operations.
+    /// Returns whether this backend's device memory is host memory. If so, its operations can use memory from
+    /// other code in the process.
     fn shares_host_memory(&self) -> bool {
         false
     }
@@ -227,8 +229,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// kind.
     fn allocate(&self, kind: MemoryKind, bytes: usize) -> Result<Arc<dyn Storage>>;
 
-    /// Reserves addresses for at least `bytes` bytes, backed by physical memory until they are unmapped. A
-    /// backend that cannot do this lists `"reserve"` as missing.
+    /// Reserves addresses for at least `bytes` bytes, which are backed by physical memory until they are
+    /// unmapped. A backend without this feature lists `"reserve"` as missing.
     ///
     /// ```
     /// # use kvbackend_cpu::CpuBackend;
@@ -256,12 +258,12 @@ pub trait Backend: Send + Sync + fmt::Debug {
     /// Creates a stream.
     fn stream(&self) -> Result<Arc<dyn Stream>>;
 
-    /// Returns the bytes moved by each kernel since the backend was created. The counters prove that a
-    /// cache hit copies nothing.
+    /// Returns the number of bytes that each kernel has moved since the backend was created. The counters can
+    /// prove that a cache hit copies nothing.
     fn counters(&self) -> CounterSnapshot;
 }
 
-/// Allocates a dense, zeroed tensor of `shape` in its own storage.
+/// Allocates a dense, zeroed tensor with shape `shape` in its own storage.
 ///
 /// # Errors
 /// Returns the errors of [`OwnedStorage::create`] and [`OwnedStorage::view`], and

@@ -5,8 +5,8 @@ use std::ops::Range;
 use super::Storage;
 use crate::base::{Error, Result};
 
-/// A storage with fixed addresses whose physical memory can be released and mapped again. The blocks of a
-/// pool that can sleep are in such a storage.
+/// A storage with fixed addresses whose physical memory can be released and mapped again. Pools whose blocks
+/// can sleep use such a storage.
 ///
 /// # Contract
 /// - A new storage is fully mapped and zeroed. Its length is a multiple of the granularity.
@@ -15,26 +15,26 @@ use crate::base::{Error, Result};
 /// - [`map`](Self::map) restores memory at the same addresses. Memory that was unmapped reads as zeros.
 /// - Both methods work in *granules*: they reject a byte range unless it begins and ends at multiples of
 ///   [`granularity`](Self::granularity). [`whole_granules`] rounds a range inward.
-/// - Unmapping memory that is not mapped, or mapping memory that already is, has no effect. This also holds
-///   for parts of a range.
-/// - Both methods act at once without waiting: the caller MUST first wait for the enqueued work that touches
-///   the range. Reads of an unmapped range return arbitrary bytes, and writes to it are lost. On a device
-///   such an access may destroy the context; in host memory it never faults.
+/// - Unmapping memory that is not mapped, or mapping memory that is already mapped, has no effect. The same
+///   applies to parts of a range.
+/// - Both methods take effect immediately, without waiting: the caller MUST first wait for the enqueued work
+///   that touches the range. Reads of an unmapped range return arbitrary bytes, and writes to it are lost. On
+///   a device such an access may destroy the context; in host memory it never causes a fault.
 ///
-/// [`Backend::reserve`](super::Backend::reserve) creates one.
+/// [`Backend::reserve`](super::Backend::reserve) creates a reserved storage.
 pub trait ReservedStorage: Storage {
     /// Returns the granule size in bytes: a power of two. Physical memory is mapped and released in
     /// granules.
     fn granularity(&self) -> usize;
 
-    /// Maps zeroed physical memory for all granules of `range` that have none.
+    /// Maps zeroed physical memory for all granules of `range` that have no memory.
     ///
     /// # Errors
     /// Returns [`Error::Misaligned`] or [`Error::TooLarge`] for an invalid range, and [`Error::Allocation`]
     /// if there is not enough memory. Nothing is mapped in these cases.
     fn map(&self, range: Range<usize>) -> Result<()>;
 
-    /// Releases the physical memory of `range`. Its contents are lost.
+    /// Releases the physical memory of `range`. The contents of the range are lost.
     ///
     /// # Errors
     /// Returns [`Error::Misaligned`] or [`Error::TooLarge`] for an invalid range, and [`Error::Allocation`]
@@ -57,7 +57,7 @@ pub trait ReservedStorage: Storage {
 ///
 /// # Errors
 /// Returns [`Error::TooLarge`] if the range ends before it begins or past the storage, and
-/// [`Error::Misaligned`] if an end is not a multiple of the granularity.
+/// [`Error::Misaligned`] if its start or end is not a multiple of the granularity.
 pub fn check_granules(range: &Range<usize>, granularity: usize, len: usize) -> Result<()> {
     if range.end > len {
         return Err(Error::too_large("end of a reserved range", range.end, len));

@@ -1,4 +1,4 @@
-//! The checks of captured operations. Each replay repeats them with new lists.
+//! The checks of captured operations, which each replay repeats with new lists.
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
@@ -9,7 +9,7 @@ use crate::device::{
     ApplyRope, Attend, AttendMla, AttendWork, KvArena, Operation, RowRotation, Scatter, WriteSlots,
 };
 
-/// Checks the lists of a step.
+/// A function that checks the lists of a step.
 type CheckLists = Box<dyn Fn(&StepInputs) -> Result<()> + Send + Sync>;
 
 /// The check of a captured operation that reads the step's lists.
@@ -26,12 +26,12 @@ impl fmt::Debug for ReplayCheck {
     }
 }
 
-/// Returns the error for an operation that a backend's graphs cannot contain.
+/// Returns the error for work that a backend's graphs cannot contain.
 pub fn uncapturable(backend: &'static str, what: &str) -> Error {
     Error::Unsupported { backend, what: format!("{what} in a captured graph") }
 }
 
-/// Returns the call without its work, which a graph must not hold.
+/// Returns a copy of the call without its work, which a graph must not keep alive.
 pub fn without_work(op: &Attend) -> Attend {
     static NONE: OnceLock<Arc<AttendWork>> = OnceLock::new();
     let work = Arc::clone(NONE.get_or_init(|| Arc::new(AttendWork::new([], []))));
@@ -44,7 +44,7 @@ impl ReplayCheck {
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`], which names the operation, if it cannot be captured: it uses lists
-    /// that are not the step's, has a selection, or is never part of a model's step.
+    /// other than the step's, has a selection, or is an operation that graphs do not support.
     pub fn of(backend: &'static str, operation: Operation<'_>, step: &StepInputs) -> Result<Option<Self>> {
         let other_lists = || {
             let what = format!("{} over lists that are not those of the step", operation.name());
@@ -109,8 +109,8 @@ impl ReplayCheck {
         Self { key, rope: rope.cloned(), check: Box::new(check) }
     }
 
-    /// Returns whether this check rejects all lists that `other` rejects. This holds between the layers of a
-    /// model, which are the same in everything that a list is checked against.
+    /// Returns whether this check rejects all lists that `other` rejects. This is the case for the layers of
+    /// a model, because the properties that lists are checked against do not differ between layers.
     pub fn covers(&self, other: &Self) -> bool {
         self.key == other.key && self.rope.as_ref().map(Arc::as_ptr) == other.rope.as_ref().map(Arc::as_ptr)
     }
@@ -123,18 +123,18 @@ impl ReplayCheck {
         (self.check)(step)
     }
 
-    /// Returns the rotary embedding whose angles the operation reads.
+    /// Returns the rotary embedding whose angles the operation reads, if any.
     pub fn rope(&self) -> Option<&Arc<Rope>> {
         self.rope.as_ref()
     }
 }
 
-/// Returns whether both are the same list in memory.
+/// Returns whether `a` and `b` are the same list in memory.
 fn one<T>(a: &[T], b: &[T]) -> bool {
     std::ptr::eq(a, b)
 }
 
-/// Returns the key of a check. The check holds the arena, so its address is not reused.
+/// Returns the key of a check. The check holds the arena, so the addresses in the key are not reused.
 fn key(kind: usize, arena: &KvArena, keys: usize, rows: usize) -> [usize; 5] {
     let storage = Arc::as_ptr(arena.k_plane().storage).cast::<u8>() as usize;
     [kind, storage, Arc::as_ptr(arena.layout()) as usize, keys, rows]

@@ -1,8 +1,9 @@
-//! The gate of a stream: either one capture has the stream to itself, or calls outside of captures share it.
+//! The gate of a stream: either one capture has exclusive use of the stream, or calls outside of captures
+//! share it.
 
 use parking_lot::{Condvar, Mutex};
 
-/// The gate of a stream. Captures have IDs above 0.
+/// The gate of a stream. Captures are identified by IDs above 0.
 #[derive(Debug, Default)]
 pub struct CaptureGate {
     /// The ID of the current capture (0 if none), and the number of calls in progress.
@@ -10,12 +11,13 @@ pub struct CaptureGate {
     changed: Condvar,
 }
 
-/// A call in progress on a stream without a capture. It blocks captures until it is dropped.
+/// The pass of a call in progress on a stream. Unless the call is part of a capture, no capture can begin on
+/// the stream until the pass is dropped.
 #[derive(Debug)]
 pub struct CapturePass<'a>(Option<&'a CaptureGate>);
 
 impl CapturePass<'_> {
-    /// Returns the pass of a call that is part of a capture. It does not block anything.
+    /// Returns the pass for a call that is part of a capture. This pass does not block anything.
     pub fn within_capture() -> Self {
         Self(None)
     }
@@ -31,7 +33,7 @@ impl Drop for CapturePass<'_> {
 }
 
 impl CaptureGate {
-    /// Waits until no capture has the stream, and begins a call.
+    /// Waits until no capture uses the stream, and returns the pass for a new call.
     pub fn enter(&self) -> CapturePass<'_> {
         let mut state = self.state.lock();
         self.changed.wait_while(&mut state, |(capture, _)| *capture != 0);
@@ -39,20 +41,21 @@ impl CaptureGate {
         CapturePass(Some(self))
     }
 
-    /// Waits until the stream has no calls and no capture, and gives it to capture `number`.
+    /// Waits until the stream has no calls and no capture, and then gives the capture with ID `number`
+    /// exclusive use of it.
     pub fn close(&self, number: u64) {
         let mut state = self.state.lock();
         self.changed.wait_while(&mut state, |(capture, calls)| *capture != 0 || *calls > 0);
         state.0 = number;
     }
 
-    /// Ends the capture's hold on the stream.
+    /// Ends the capture's exclusive use of the stream.
     pub fn open(&self) {
         self.state.lock().0 = 0;
         self.changed.notify_all();
     }
 
-    /// Returns the ID of the capture that has the stream, or 0.
+    /// Returns the ID of the capture that uses the stream, or 0 if there is none.
     pub fn capture(&self) -> u64 {
         self.state.lock().0
     }

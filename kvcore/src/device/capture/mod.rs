@@ -1,4 +1,4 @@
-//! Shared parts of backends that capture graphs: a gate that blocks other threads' calls to a stream during a
+//! Shared code for backends that capture graphs: a gate that blocks other threads' calls to a stream during a
 //! capture, and the checks that each replay repeats.
 
 mod check;

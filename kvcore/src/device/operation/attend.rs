@@ -1,9 +1,9 @@
 //! Grouped-query attention (GQA) over segments.
 //!
-//! A *segment* is a run of cached tokens and where they are used: their logical order in the prompt, and the
-//! offset from the positions that the keys were rotated to. Several requests may use one physical block at
-//! the same time, in segments with different offsets. The keys are not changed; instead, the query is rotated
-//! once per distinct offset.
+//! A *segment* is a run of cached tokens together with their use in a request: their logical order in the
+//! prompt, and the offset from the positions that the keys were rotated to. Several requests may use one
+//! physical block at the same time, in segments with different offsets. The keys are not changed; instead,
+//! the query is rotated once per distinct offset.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use super::{AttendRows, AttendWork, QueryRow, apart, check_rotary, computable, i
 use crate::base::{BlockId, DType, Error, KeyForm, Result, Rope, same};
 use crate::device::{KvArena, TensorView};
 
-/// A run of cached tokens as one request uses it.
+/// A run of cached tokens, as used by one request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Segment {
     /// Blocks, in order. Token `j` is in `blocks[j / block_size]`.
@@ -26,11 +26,11 @@ pub struct Segment {
     // Decision: docs/decisions/device.md#a-segment-has-a-stored_start
     /// Position that the first key was rotated to when it was stored.
     pub stored_start: i64,
-    /// Distance from the positions where the keys were stored to the positions where they are used.
+    /// The position at which a key is used minus the position that it was rotated to when it was stored.
     pub position_offset: i64,
-    /// Factor on the segment's logits (an inverse temperature). 1 for plain attention.
+    /// Factor that multiplies the segment's logits (an inverse temperature). 1 for plain attention.
     pub logit_scale: f32,
-    /// Index into [`AttendWork::groups`].
+    /// Index of the segment's merge group in [`AttendWork::groups`].
     pub merge_group: usize,
 }
 
@@ -48,12 +48,12 @@ impl Segment {
         }
     }
 
-    /// Returns the position at which token `token`'s key is used.
+    /// Returns the position at which the key of token `token` is used.
     pub fn position(&self, token: i64) -> i64 {
         self.stored_start.saturating_add(self.position_offset).saturating_add(token)
     }
 
-    /// Sets the distance from the stored positions to the positions where the keys are used.
+    /// Sets the offset from the stored positions to the positions where the keys are used.
     #[must_use]
     pub fn at_offset(mut self, offset: i64) -> Self {
         self.position_offset = offset;
@@ -61,14 +61,14 @@ impl Segment {
     }
 }
 
-/// A group of segments that are merged with each other first.
+/// A group of segments, which are merged with each other before the groups are merged.
 ///
 /// The log-sum-exp of the group is multiplied by `lse_scale` before the groups are merged. Together with a
 /// temperature in [`Segment::logit_scale`], this is APE's context scaling (Yang et al., 2025).
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MergeGroup {
     // Decision: docs/decisions/device.md#a-merge-group-has-a-scale
-    /// Factor on the group's log-sum-exp. 1 for plain attention.
+    /// Factor that multiplies the group's log-sum-exp. 1 for plain attention.
     pub lse_scale: f32,
 }
 
@@ -78,13 +78,13 @@ impl Default for MergeGroup {
     }
 }
 
-/// Attention for any mix of prefill and decode rows in one call.
+/// Attention for any mix of prefill and decode rows in a single call.
 ///
 /// For each row and head, the result is `softmax(scale * logit_scale * q·k) v` over the tokens of the row's
-/// segments that satisfy three conditions: the logical index is at most the row's, the position lies inside
-/// the window, and the token is selected if the entry has a [`Selection`](super::Selection). Query head `h`
-/// of `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. A row without such tokens
-/// yields zeros and a log-sum-exp of −∞.
+/// segments that satisfy three conditions: the logical index is at most the row's, the position is inside the
+/// window, and the token is selected if the entry has a [`Selection`](super::Selection). Query head `h` of
+/// `heads` reads head `h * k_heads / heads` of K and `h * v_heads / heads` of V. The result for a row without
+/// such tokens is zeros, with a log-sum-exp of −∞.
 ///
 /// Everything is computed in f32 and rounded once, with one exception: if queries, cache and output all have
 /// the same 16-bit type, a device's matrix units may round the rotated queries and the softmax weights to
@@ -102,8 +102,8 @@ pub struct Attend {
     /// `None`, the queries must already be rotated and every offset must be 0.
     pub rope: Option<Arc<Rope>>,
     /// Form of the keys in the arena. Unrotated keys are rotated as they are read: token `j` of a segment to
-    /// `stored_start + position_offset + j`, with the attention factor. Queries are then rotated to their own
-    /// position, and `rope` must be given.
+    /// `stored_start + position_offset + j`, with the attention factor. In this case queries are rotated to
+    /// their own position, and `rope` must be given.
     pub keys: KeyForm,
     /// Query rows, one per row of `q`, with their segments and merge groups. Shared by all layers of a
     /// step.
@@ -145,7 +145,7 @@ impl Attend {
         }
     }
 
-    /// Makes the attention rotate the queries.
+    /// Sets the rotary embedding, so that the attention rotates the queries.
     #[must_use]
     pub fn rotating(mut self, rope: &Arc<Rope>) -> Self {
         self.rope = Some(Arc::clone(rope));
@@ -165,8 +165,8 @@ impl Attend {
         start as usize..end
     }
 
-    /// Returns the runs of tokens that row `row` of an entry attends to, in order: the visible tokens,
-    /// limited to the selection if the entry has one. Runs may be empty.
+    /// Returns the runs of tokens that row `row` of an entry attends to, in order. These are the visible
+    /// tokens, limited to the selection if the entry has one. Runs may be empty.
     pub fn seen<'a>(&self, entry: &'a AttendRows, row: usize) -> Vec<(&'a Segment, Range<usize>)> {
         let at = self.work.rows()[row];
         let Some(selection) = &entry.selection else {
@@ -190,19 +190,20 @@ impl Attend {
     /// Checks shapes, segments and positions. Grows the table of sines and cosines if needed.
     ///
     /// # Errors
-    /// - Returns [`Error::Mismatch`] if extents do not fit together.
+    /// - Returns [`Error::Mismatch`] if extents do not match.
     /// - Returns [`Error::NotMultiple`] if the number of query heads is not a multiple of the number of cache
     ///   heads.
     /// - Returns [`Error::NotComputed`] or [`Error::Mismatch`] if an element type is not supported.
     /// - Returns [`Error::InvalidStrides`] if the last axis of queries or output is not dense, or if two
     ///   elements of `out` or `lse` share an address.
     /// - Returns [`Error::OutOfRange`] if a layer, block, merge group or position is out of range, and
-    ///   [`Error::TooLarge`] if rows end past the work or a segment is longer than its blocks.
+    ///   [`Error::TooLarge`] if an entry's rows end past the rows of the work, or if a segment is longer than
+    ///   its blocks.
     /// - Returns [`Error::Overflow`] if a segment's positions overflow.
     /// - Returns [`Error::Twice`] if a row is in two entries.
     /// - Returns [`Error::NotPositive`] if the soft-cap is not above 0.
-    /// - Returns [`Error::Aliased`] if an operand is in the arena, or if `lse` overlaps the queries or the
-    ///   output.
+    /// - Returns [`Error::Aliased`] if an operand shares memory with the arena, or if `lse` overlaps the
+    ///   queries or the output.
     /// - Returns [`Error::InvalidRope`] if unrotated keys or a segment offset need a rotary embedding and
     ///   none is given.
     /// - Returns [`Error::InvalidSelection`] if a selection is not in order.
@@ -271,7 +272,7 @@ impl Attend {
         rope.table(facts.rotations(self.keys)).map(drop)
     }
 
-    /// Returns the number of bytes of the cached keys and values that the entries attend to, including their
+    /// Returns the total size, in bytes, of the cached keys and values that the entries attend to, including
     /// scales. Each entry's segments are counted once.
     pub fn bytes(&self) -> usize {
         self.work.tokens() * self.arena.layout().token_bytes()

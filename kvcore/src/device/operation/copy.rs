@@ -14,7 +14,7 @@ use crate::device::{KvArena, WritePairs};
 pub struct CopyBlocks {
     /// Arena of the sources and destinations.
     pub arena: KvArena,
-    /// `(source, destination)` pairs. The caller must be filling the destinations.
+    /// `(source, destination)` pairs. The destinations must be blocks that the caller is filling.
     pub pairs: WritePairs,
 }
 
@@ -23,7 +23,7 @@ impl CopyBlocks {
     ///
     /// # Errors
     /// Returns [`Error::PermitVoid`] if the permit is void, [`Error::OutOfRange`] if a block is outside the
-    /// arena, and [`Error::Twice`] if a block is a destination twice, or both source and destination.
+    /// arena, and [`Error::Twice`] if a block is a destination twice, or both a source and a destination.
     pub fn check(&self) -> Result<()> {
         check_pairs(&self.arena, &self.arena, &self.pairs)
     }
@@ -39,8 +39,8 @@ impl CopyBlocks {
     }
 }
 
-/// Copies blocks from one arena to another with the same block shape, between kinds of memory or between
-/// pools.
+/// Copies blocks to another arena with the same block shape, for example to move them to another kind of
+/// memory or another pool.
 ///
 /// Codes and per-block scales are copied bit for bit. Static scales belong to an arena and are not copied:
 /// fp8 codes have the same values in both arenas only if both have the same static scales.
@@ -48,15 +48,15 @@ impl CopyBlocks {
 pub struct SwapBlocks {
     /// Arena to read from.
     pub src: KvArena,
-    /// Arena to write to. Its number of blocks and its kind of memory may differ from `src`.
+    /// Arena to write to. The number of blocks and the kind of memory may differ from those of `src`.
     pub dst: KvArena,
-    /// `(source, destination)` pairs. The caller must be filling the destinations.
+    /// `(source, destination)` pairs. The destinations must be blocks that the caller is filling.
     pub pairs: WritePairs,
 }
 
 impl SwapBlocks {
     /// Checks the block IDs, the write permit, and that the blocks of both arenas have the same extents and
-    /// format. Both may be the same arena if the rule of [`CopyBlocks`] is followed.
+    /// format. `src` and `dst` may be the same arena, under the rule stated at [`CopyBlocks`].
     ///
     /// # Errors
     /// Returns the errors of [`CopyBlocks::check`], [`Error::Mismatch`] if the blocks differ, and
@@ -111,8 +111,8 @@ pub(super) fn check_pairs(src: &KvArena, dst: &KvArena, pairs: &WritePairs) -> R
     }
 }
 
-/// Returns whether a block ID refers to the same bytes in both arenas, which then share all of their memory
-/// and its layout.
+/// Returns whether both arenas have the same memory and layout, so that a block ID refers to the same bytes
+/// in both.
 fn one_memory(src: &KvArena, dst: &KvArena) -> Result<bool> {
     let same = src.storages().zip(dst.storages()).all(|(a, b)| a.address() == b.address());
     if same && src.layout().shape() == dst.layout().shape() {

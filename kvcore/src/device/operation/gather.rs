@@ -17,7 +17,8 @@ pub struct Rotation {
 }
 
 impl Rotation {
-    /// Checks that the table covers the distance, and that the rotary dimension is at most `k_dim`.
+    /// Checks that the rotary embedding covers the distance, and that its rotary dimension is at most
+    /// `k_dim`.
     pub(super) fn check(&self, k_dim: usize) -> Result<()> {
         check_rotary(&self.rope, k_dim)?;
         self.rope.table([self.delta]).map(drop)
@@ -26,9 +27,10 @@ impl Rotation {
 
 /// Reads slot `slots[i]` of one layer into row `i` of `k` and `v`.
 ///
-/// A row with a negative slot is left unchanged. Rows read from a dense arena have its element type. Rows
-/// read from a quantised arena have any of the types in [`DType::COMPUTE`](crate::DType::COMPUTE): the codes
-/// are dequantised, the keys are rotated in f32, and the results are rounded once.
+/// A row with a negative slot is left unchanged. Rows read from a dense arena must have the arena's element
+/// type. Rows read from a quantised arena may have any of the types in
+/// [`DType::COMPUTE`](crate::DType::COMPUTE): the codes are dequantised, the keys are rotated in f32, and the
+/// results are rounded once.
 #[derive(Debug, Clone)]
 pub struct Gather {
     /// Arena to read from.

@@ -1,4 +1,4 @@
-//! Conversion of whole blocks between a dense arena and a quantised one.
+//! Conversion of whole blocks between a dense arena and a quantised arena.
 
 use super::copy::{check_pairs, same_extents};
 use crate::base::{Error, Result};
@@ -40,7 +40,7 @@ pub struct Quantize {
     pub src: KvArena,
     /// Quantised arena to write to. Must have the extents of `src`, except for the number of blocks.
     pub dst: KvArena,
-    /// `(source, destination)` pairs. The caller must be filling the destinations.
+    /// `(source, destination)` pairs. The destinations must be blocks that the caller is filling.
     pub pairs: WritePairs,
 }
 
@@ -68,7 +68,7 @@ pub struct Dequantize {
     pub src: KvArena,
     /// Dense arena to write to. Must have the extents of `src`, except for the number of blocks.
     pub dst: KvArena,
-    /// `(source, destination)` pairs. The caller must be filling the destinations.
+    /// `(source, destination)` pairs. The destinations must be blocks that the caller is filling.
     pub pairs: WritePairs,
 }
 
@@ -76,15 +76,15 @@ impl Dequantize {
     /// Checks the formats, the extents and the block IDs.
     ///
     /// # Errors
-    /// Returns the errors of [`Quantize::check`], with dense and quantised exchanged.
+    /// Returns the errors of [`Quantize::check`], with the roles of dense and quantised exchanged.
     pub fn check(&self) -> Result<()> {
         check_sides(&self.dst, &self.src)?;
         check_pairs(&self.src, &self.dst, &self.pairs)
     }
 }
 
-/// Checks that one arena is dense and the other quantised, and that both have the same extents and share no
-/// memory.
+/// Checks that the first arena is dense and the second one quantised, and that both have the same extents but
+/// no shared memory.
 fn check_sides(dense: &KvArena, quantized: &KvArena) -> Result<()> {
     for (arena, wanted, reason) in
         [(dense, false, "the dense side is quantised"), (quantized, true, "the quantised side is dense")]

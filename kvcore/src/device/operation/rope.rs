@@ -9,7 +9,7 @@ use crate::device::TensorView;
 
 /// Rotates row `i` of `rows` to `positions[i]`, and applies the attention factor.
 ///
-/// The arithmetic is f32 for every element type, and the result is rounded once.
+/// Rows of every element type are rotated in f32, and the result is rounded once.
 #[derive(Debug, Clone)]
 pub struct ApplyRope {
     /// Rows `[rows, heads, dim]`, rotated in place.
@@ -37,7 +37,7 @@ impl ApplyRope {
         storages.view(&self.rows);
     }
 
-    /// Returns the number of bytes of the rows.
+    /// Returns the size of the rows, in bytes.
     pub fn bytes(&self) -> usize {
         self.rows.len() * self.rows.dtype().bits() / 8
     }

@@ -1,4 +1,4 @@
-//! Copying blocks with rotated keys, for kernels that do not support segments.
+//! Block copies with rotated keys, for kernels that do not support segments.
 
 use super::Rotation;
 use super::copy::{check_pairs, same_blocks};
@@ -8,9 +8,9 @@ use crate::device::{KvArena, WritePairs};
 
 /// Copies blocks of one layer. Keys are rotated by a distance, and values are copied unchanged.
 ///
-/// Always copy from the stored originals, because every further rotation would round again. The rotation has
-/// magnitude 1, so the attention factor of `YaRN` is applied only once. Quantised keys are rotated in f32 and
-/// quantised again. Static scales must be equal in both arenas.
+/// Always copy from the blocks as originally stored, because each further rotation would round again. This
+/// rotation does not apply `YaRN`'s attention factor, which the stored keys already include. Quantised keys
+/// are rotated in f32 and quantised again. Static scales must be equal in both arenas.
 #[derive(Debug, Clone)]
 pub struct RotateKeys {
     /// Arena that holds the originals.
@@ -19,7 +19,7 @@ pub struct RotateKeys {
     pub dst: KvArena,
     /// Layer to copy. Rotary embeddings may differ between layers.
     pub layer: usize,
-    /// `(source, destination)` pairs. The caller must be filling the destinations.
+    /// `(source, destination)` pairs. The destinations must be blocks that the caller is filling.
     pub pairs: WritePairs,
     /// Distance to rotate by, and the rotary embedding.
     pub rotation: Rotation,

@@ -11,8 +11,8 @@ use crate::device::{KvArena, TensorView, WriteSlots};
 ///
 /// A negative slot is padding: its row is skipped. Rows for a dense arena must have its element type, or f32,
 /// which is rounded to nearest even. Rows for a quantised arena may have any of the types in
-/// [`DType::COMPUTE`] and are quantised. If a slot occurs twice, it holds one of the two rows afterwards;
-/// which one is unspecified.
+/// [`DType::COMPUTE`] and are quantised. If a slot occurs twice, it is unspecified which of the two rows the
+/// slot contains afterwards.
 #[derive(Debug, Clone)]
 pub struct Scatter {
     /// Arena to write to.
@@ -23,8 +23,8 @@ pub struct Scatter {
     pub k: TensorView,
     /// New values `[rows, v_heads, v_dim]`, with strides as for `k`.
     pub v: TensorView,
-    /// One slot per row: `block * block_size + offset`, or negative for padding. The caller must be filling
-    /// the blocks that the slots are in.
+    /// One slot per row: `block * block_size + offset`, or negative for padding. The slots must be in blocks
+    /// that the caller is filling.
     pub slots: WriteSlots,
     /// Rotation to apply to the keys, computed in f32 and rounded once, or `None` to store the keys as
     /// given.
@@ -57,7 +57,7 @@ impl Scatter {
         Self { arena: arena.clone(), layer, k, v, slots: slots.clone(), rotation: None }
     }
 
-    /// Rotates the key of each row to its position before it is stored.
+    /// Rotates the key of each row to the row's position before the key is stored.
     #[must_use]
     pub fn rotated(mut self, rope: &Arc<Rope>, positions: &Arc<[i64]>) -> Self {
         self.rotation = Some(RowRotation { rope: Arc::clone(rope), positions: Arc::clone(positions) });

@@ -1,11 +1,11 @@
-//! Sparse attention: the tokens that each row may attend to.
+//! Selections for sparse attention, which limit the tokens that each row may attend to.
 
 use std::sync::Arc;
 
 use super::Segment;
 use crate::base::{Error, Result, same};
 
-/// The unit that a [`Selection`]'s indices count in.
+/// The unit that the indices of a [`Selection`] count.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum SelectionUnit {
     /// Single tokens.
@@ -18,7 +18,7 @@ pub enum SelectionUnit {
 /// The tokens or blocks that each row of an entry may attend to, in compressed sparse rows.
 ///
 /// Indices count the tokens (or blocks) of the entry's segments from 0, in segment order. A row attends to a
-/// token only if the token is selected *and* also visible given causality and the window.
+/// token only if the token is selected *and* causality and the window allow it.
 ///
 /// ```
 /// use kvcore::{Selection, SelectionUnit};
@@ -38,7 +38,7 @@ pub struct Selection {
 }
 
 impl Selection {
-    /// Returns the indices of row `row` of the entry. Empty for a row without offsets.
+    /// Returns the indices that row `row` of the entry selects, or an empty slice for a row without offsets.
     pub fn row(&self, row: usize) -> &[u32] {
         match self.offsets.get(row..).unwrap_or_default() {
             &[start, end, ..] => self.indices.get(start as usize..end as usize).unwrap_or_default(),

@@ -11,8 +11,8 @@ use crate::device::TensorView;
 /// this operation to make a view contiguous, or to move tensors between host and device ([`TensorView::h2d`],
 /// [`TensorView::d2h`]). An axis of `src` may have stride 0 (a repeated row).
 ///
-/// Elements smaller than a byte are copied in whole bytes: their rows must be dense, and begin and end on
-/// byte boundaries.
+/// Elements smaller than a byte are copied as whole bytes, so their rows must be dense, and must begin and
+/// end on byte boundaries.
 #[derive(Debug, Clone)]
 pub struct CopyTensor {
     /// View to read.
@@ -22,7 +22,7 @@ pub struct CopyTensor {
 }
 
 impl CopyTensor {
-    /// Checks shapes and types, and that the operands do not overlap.
+    /// Checks shapes and element types, and that the operands do not overlap.
     ///
     /// # Errors
     /// - Returns [`Error::Mismatch`] if the shapes differ.

@@ -1,9 +1,9 @@
-//! Captures: what a thread records, and the part that the graph keeps.
+//! Captures: the state while a thread records, and the part that the graph keeps.
 //!
-//! A capture belongs to one thread, and has its streams to itself: the stream that began it, and the streams
-//! that wait for one of its events. If this thread uses another stream, the call is rejected, because its
-//! work would be missing from the graph. Calls of other threads on the capture's streams wait until it ends
-//! ([`CaptureGate`]), because they would become part of the graph.
+//! A capture belongs to one thread, and has exclusive use of its streams: the stream that began it, and the
+//! streams that wait for one of its events. If this thread uses another stream, the call is rejected, because
+//! its work would be missing from the graph. Calls of other threads on the capture's streams wait until the
+//! capture ends ([`CaptureGate`]), because they would become part of the graph.
 
 use std::cell::RefCell;
 use std::collections::HashSet;
@@ -18,14 +18,15 @@ use crate::device::{
     CaptureGate, CapturePass, CounterSnapshot, Counters, Operation, ReplayCheck, StepInputs,
 };
 
-/// ID of the next capture. 0 marks a stream that is in no capture.
+/// ID of the next capture. ID 0 means that a stream is in no capture.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
 /// The state that captures need in a stream.
 #[derive(Debug, Default)]
 pub struct CaptureSide {
     gate: CaptureGate,
-    /// Counts of operations that captures have recorded here. They are added to the totals on each replay.
+    /// Counts of the operations that captures have recorded on this stream. Each replay adds its graph's
+    /// counts to the totals.
     pub counters: Counters,
 }
 
@@ -35,12 +36,12 @@ pub trait CapturedStream: Sized + 'static {
     const BACKEND: &'static str;
     /// The device's graph, destroyed when it is dropped.
     type Graph;
-    /// The backend's own data of a capture, which the graph keeps.
+    /// Backend-specific data of a capture, which the graph keeps.
     type Notes: Default;
-    /// Memory for activations.
+    /// The storage type of activation memory.
     type Memory;
 
-    /// Returns the state that captures need.
+    /// Returns the stream's state for captures.
     fn side(&self) -> &CaptureSide;
 
     /// Returns the thread-local slot of this thread's capture.
@@ -58,7 +59,7 @@ pub trait CapturedStream: Sized + 'static {
     /// Returns the errors of the device.
     fn end(&self) -> Result<Self::Graph>;
 
-    /// Returns whether this thread is recording what is enqueued on the stream.
+    /// Returns whether this thread is recording the work that is enqueued on the stream.
     fn records(&self) -> bool {
         Self::slot()
             .with_borrow(|slot| slot.as_ref().is_some_and(|it| it.number == self.side().gate.capture()))
@@ -81,10 +82,11 @@ pub trait CapturedStream: Sized + 'static {
     }
 
     /// Rejects the call if this thread is recording a capture. If another thread is capturing the stream,
-    /// waits for the end of that capture. No capture can begin until the pass is dropped.
+    /// waits for the end of that capture. No capture can begin on the stream until the returned pass is
+    /// dropped.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`], which names the call.
+    /// Returns [`Error::Unsupported`], which names the call, if the call is rejected.
     fn outside(&self, what: &str) -> Result<CapturePass<'_>> {
         let refused = || Err(uncapturable(Self::BACKEND, what));
         Self::slot().with_borrow_mut(|slot| match slot {
@@ -93,9 +95,9 @@ pub trait CapturedStream: Sized + 'static {
         })
     }
 
-    /// Calls `body` to make the stream wait for an event of capture `number`. The stream is then part of that
-    /// capture. If `number` is 0, the event belongs to no capture, and no capture can begin while `body`
-    /// runs.
+    /// Calls `body`, which must make the stream wait for an event of the capture with ID `number`. The stream
+    /// then joins that capture. If `number` is 0, the event belongs to no capture, and no capture can begin
+    /// while `body` runs.
     ///
     /// # Errors
     /// Returns [`Error::Unsupported`] if the capture is not this thread's or has ended, or if the event was
@@ -121,10 +123,10 @@ pub trait CapturedStream: Sized + 'static {
         })
     }
 
-    /// Rejects a call whose event belongs to capture `number`, unless that is 0.
+    /// Rejects a call whose event belongs to the capture with ID `number`, unless `number` is 0.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`], which names the call.
+    /// Returns [`Error::Unsupported`], which names the call, if the call is rejected.
     fn refuse_event(number: u64, what: &str) -> Result<()> {
         let error = || uncapturable(Self::BACKEND, what);
         let refuse = |slot: &mut Option<Recording<Self>>| match slot {
@@ -135,13 +137,13 @@ pub trait CapturedStream: Sized + 'static {
     }
 }
 
-/// Loan memories of a capture, each with the address of the memory that it replaces in the capture.
+/// The activation memories of a capture, each with the address of the usual memory that it replaces.
 type Activations<M> = Vec<(usize, Arc<LoanMemory<M>>)>;
 
 /// A capture that this thread is recording.
 pub struct Recording<S: CapturedStream> {
     number: u64,
-    /// The streams in the capture, each with its operation counts when it joined.
+    /// The streams in the capture, each with its counts at the time when it joined.
     streams: Vec<(Arc<S>, CounterSnapshot)>,
     step: StepInputs,
     known: HashSet<usize>,
@@ -150,9 +152,10 @@ pub struct Recording<S: CapturedStream> {
     captured: Captured<S>,
 }
 
-/// The part of a capture that its graph keeps: everything that its work uses, and the checks of its inputs.
+/// The part of a capture that its graph keeps: everything that the captured work uses, and the checks of a
+/// replay's lists.
 pub struct Captured<S: CapturedStream> {
-    /// The backend's own data.
+    /// Backend-specific data.
     pub notes: S::Notes,
     checks: Vec<ReplayCheck>,
     held: Vec<Hold>,
@@ -160,7 +163,7 @@ pub struct Captured<S: CapturedStream> {
 }
 
 impl<S: CapturedStream> Captured<S> {
-    /// Checks a replay's lists like the lists of the captured operations.
+    /// Repeats the checks of the captured operations with the lists of a replay.
     ///
     /// # Errors
     /// Returns the errors of the operations' checks.
@@ -185,7 +188,7 @@ impl<S: CapturedStream> Recording<S> {
         &self.streams[0].0
     }
 
-    /// Returns the backend's own data.
+    /// Returns the backend-specific data.
     pub fn notes(&mut self) -> &mut S::Notes {
         &mut self.captured.notes
     }
@@ -206,11 +209,11 @@ impl<S: CapturedStream> Recording<S> {
         error
     }
 
-    /// Checks that an operation can be replayed with other lists, and stores its check. Returns the rotary
-    /// embedding of the check, unless a check with an equal key was stored before.
+    /// Checks that an operation can be replayed with other lists, and stores its replay check. Returns the
+    /// check's rotary embedding, unless a check that covers this one was stored before.
     ///
     /// # Errors
-    /// Returns [`Error::Unsupported`], which names the operation.
+    /// Returns [`Error::Unsupported`], which names the operation, if it cannot be captured.
     pub fn admit(&mut self, operation: Operation<'_>) -> Result<Option<Arc<Rope>>> {
         let Some(check) = ReplayCheck::of(S::BACKEND, operation, &self.step)? else { return Ok(None) };
         let checks = &mut self.captured.checks;
@@ -222,15 +225,15 @@ impl<S: CapturedStream> Recording<S> {
         Ok(rope)
     }
 
-    /// Keeps something alive as long as the graph.
+    /// Keeps an object alive for as long as the graph.
     pub fn hold(&mut self, hold: Hold) {
         if self.known.insert(hold.address()) {
             self.captured.held.push(hold);
         }
     }
 
-    /// Returns the activation memory to use instead of `usual`. It belongs to the graph alone, because
-    /// another graph must not overwrite the outputs that this one leaves for its caller.
+    /// Returns the activation memory to use instead of `usual`. Only this graph uses it, because another
+    /// graph must not overwrite the outputs that this graph leaves for its caller.
     pub fn activations(&mut self, usual: &Arc<LoanMemory<S::Memory>>) -> Arc<LoanMemory<S::Memory>> {
         let key = Arc::as_ptr(usual) as usize;
         let activations = &mut self.captured.activations;
@@ -243,7 +246,7 @@ impl<S: CapturedStream> Recording<S> {
     }
 }
 
-/// A capture in progress. Dropping the value discards it.
+/// A capture in progress. Dropping this value discards the capture.
 struct Open<'a, S: CapturedStream>(&'a S);
 
 impl<S: CapturedStream> Open<'_, S> {
@@ -263,8 +266,8 @@ impl<S: CapturedStream> Drop for Open<'_, S> {
     }
 }
 
-/// Captures the work that `record` enqueues on a stream. Returns the device's graph, the data it keeps, and
-/// the counts of the captured operations.
+/// Captures the work that `record` enqueues on a stream. Returns the device's graph, the data that the graph
+/// keeps, and the counts of the captured operations.
 ///
 /// # Errors
 /// Returns [`Error::Unsupported`] for work that a graph cannot contain, the errors of `record`, and the

@@ -1,4 +1,4 @@
-//! The granules of a reservation. Each one has its own physical memory, or none.
+//! The granules of a reservation, each of which has its own physical memory or none.
 
 use std::ops::Range;
 
@@ -8,15 +8,15 @@ use crate::base::{Error, Result};
 use crate::device::check_granules;
 
 // Decision: docs/decisions/backend-cuda.md#granules-grow-with-the-reservation
-/// The maximum number of granules of the smallest size per reservation. Larger reservations use larger
-/// granules, because each granule costs a driver call.
+/// The maximum number of smallest-size granules per reservation. Larger reservations use larger granules,
+/// because each granule needs its own driver call.
 const FINE: usize = 2048;
 
 /// Size of the largest granule, in bytes.
 const LARGEST: usize = 64 << 20;
 
-/// Returns the size of a granule, which is a power of two, and the size of a reservation of at least `bytes`
-/// bytes. Both are in bytes. `least` is the device's smallest granule.
+/// Returns two sizes in bytes: the granule size, which is a power of two, and the size of a reservation of at
+/// least `bytes` bytes. `least` is the size of the device's smallest granule.
 ///
 /// # Errors
 /// Returns [`Error::Overflow`] if the reservation is larger than the address space.
@@ -44,12 +44,12 @@ impl<H> Granules<H> {
         self.granule
     }
 
-    /// Returns the number of bytes in all granules.
+    /// Returns the total size of all granules, in bytes.
     pub fn reserved_bytes(&self) -> usize {
         self.handles.lock().len() * self.granule
     }
 
-    /// Returns the number of bytes in mapped granules.
+    /// Returns the total size of the mapped granules, in bytes.
     pub fn mapped_bytes(&self) -> usize {
         self.handles.lock().iter().flatten().count() * self.granule
     }
@@ -66,7 +66,7 @@ impl<H> Granules<H> {
     /// offset in bytes; `release` undoes `place`.
     ///
     /// # Errors
-    /// Returns the error of `place`. No granules are mapped after the failure.
+    /// Returns the error of `place`. In that case the call leaves all granules as they were before it.
     pub fn map(
         &self,
         range: Range<usize>,

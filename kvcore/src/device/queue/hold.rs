@@ -1,4 +1,4 @@
-//! Holds: memory and handles that stay alive until enqueued work is done.
+//! Holds, which keep memory and handles alive until enqueued work is done.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -8,20 +8,21 @@ use crate::base::Result;
 use crate::device::Storage;
 
 // Decision: docs/decisions/backend-cuda.md#enqueued-work-holds-its-memory-until-an-event
-/// Number of holds after which a mark is recorded. The holds end when the mark is done.
+/// Number of holds per batch. After this many holds a mark is recorded, and the holds are dropped when the
+/// mark is done.
 const BATCH: usize = 64;
 
-/// Something that enqueued work uses.
+/// An object that enqueued work uses.
 #[derive(Debug, Clone)]
 pub enum Hold {
     /// Memory.
     Storage(Arc<dyn Storage>),
-    /// Anything else: a list's memory, an event or a graph.
+    /// Any other object: the memory of a list, an event or a graph.
     Other(Arc<dyn Any + Send + Sync>),
 }
 
 impl Hold {
-    /// Returns the address of the object held. Holds with equal addresses hold the same object.
+    /// Returns the address of the held object. Holds with equal addresses hold the same object.
     pub(super) fn address(&self) -> usize {
         match self {
             Self::Storage(storage) => Arc::as_ptr(storage).cast::<u8>() as usize,
@@ -60,7 +61,7 @@ pub trait Mark: Sized {
     fn wait(&self) -> Result<()>;
 }
 
-/// A stream's holds in the order of its work, divided into batches by marks.
+/// The holds of a stream, in the order of the stream's work, divided into batches by marks.
 #[derive(Debug)]
 pub struct InFlight<M> {
     batches: VecDeque<(M, Vec<Hold>)>,
@@ -76,7 +77,7 @@ impl<M> Default for InFlight<M> {
 }
 
 impl<M: Mark> InFlight<M> {
-    /// Holds something until the work enqueued so far, and the work enqueued next, are done.
+    /// Keeps an object alive until the work enqueued so far and the work enqueued next are done.
     pub fn hold(&mut self, hold: Hold) {
         let address = hold.address();
         if !self.current.iter().any(|known| known.address() == address) {
@@ -84,7 +85,7 @@ impl<M: Mark> InFlight<M> {
         }
     }
 
-    /// Ends the current batch if there are many holds, and drops the batches whose work is done.
+    /// Ends the current batch if it is full, and drops the batches whose work is done.
     ///
     /// # Errors
     /// Returns the errors of the device.
@@ -120,7 +121,7 @@ impl<M: Mark> InFlight<M> {
         Ok(())
     }
 
-    /// Waits for the oldest batches and drops them, until fewer than `most` are left.
+    /// Waits for the oldest batches and drops them, until fewer than `most` batches are left.
     ///
     /// # Errors
     /// Returns the errors of the device.

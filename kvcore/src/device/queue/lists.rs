@@ -1,4 +1,4 @@
-//! The lists of a captured step: their addresses on the device, and the bytes that a replay writes there.
+//! The lists of a captured step: their device addresses, and the bytes that a replay writes to them.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -6,17 +6,18 @@ use std::sync::Arc;
 use crate::base::Result;
 use crate::device::Storage;
 
-/// Minimum size of a memory block, in bytes.
+/// The minimum size of a memory block, in bytes.
 const LEAST: usize = 64 << 10;
 
-/// Lists of a captured step, in memory that each replay overwrites.
+/// The lists of a captured step, in memory that each replay overwrites.
 ///
-/// The lists are in few memory blocks, usually one, because a replay uploads each block with one copy.
+/// The lists are in as few memory blocks as possible, usually one, because a replay uploads each block with
+/// one copy.
 #[derive(Debug)]
 pub struct StepLists<L> {
     /// Memory blocks, each with the number of bytes in use.
     blocks: Vec<(Arc<dyn Storage>, usize)>,
-    /// Each list, with the index of its block and its byte range there.
+    /// Each list, with the index of its memory block and its byte range in that block.
     lists: Vec<(L, usize, Range<usize>)>,
 }
 
@@ -56,7 +57,8 @@ impl<L> StepLists<L> {
         Ok(storage.address() + at as u64)
     }
 
-    /// Returns the contents of each block, with its destination address. `write` fills in each list.
+    /// Returns the new contents and the destination address of each block. `write` fills in the contents of
+    /// each list.
     ///
     /// # Errors
     /// Returns the errors of `write`.

@@ -9,17 +9,18 @@ use parking_lot::Mutex;
 use crate::base::{MemoryKind, Result};
 use crate::device::Storage;
 
-/// Sizes above this are rounded up to multiples of it, smaller ones to powers of two.
+/// Sizes above this number of bytes are rounded up to a multiple of it, and smaller sizes to a power of two.
 const STEP: usize = 1 << 20;
 
-/// Minimum size of a loan, in bytes.
+/// The minimum size of a loan, in bytes.
 const LEAST: usize = 4096;
 
-/// Activation memory, by size. A step borrows it, the last view's drop returns it, and later steps reuse it.
+/// Free activation memory, by size. A step borrows memory, which is returned when its last view is dropped,
+/// and later steps reuse it.
 ///
 /// Work enqueued on the steps' stream may still use memory that has been returned. Only later work on that
-/// stream borrows it again, so it is overwritten only after the earlier use. Other streams hold the storages
-/// of their own work.
+/// stream borrows the memory again, so the memory is overwritten only after the earlier use. Other streams
+/// hold the storages of their own work.
 #[derive(Debug)]
 pub struct LoanMemory<S>(Mutex<BTreeMap<usize, Vec<S>>>);
 
@@ -39,8 +40,8 @@ impl<S> Default for LoanMemory<S> {
 }
 
 impl<S: Storage + 'static> LoanMemory<S> {
-    /// Borrows at least `bytes` bytes with arbitrary contents. Calls `allocate` if no free block has that
-    /// size. [`Storage::as_any`] of the loan returns the storage inside it.
+    /// Borrows at least `bytes` bytes with arbitrary contents. Calls `allocate` if there is no free block of
+    /// that size. [`Storage::as_any`] of the loan returns the storage inside the loan.
     ///
     /// # Errors
     /// Returns the errors of `allocate`, whose argument is the number of bytes.

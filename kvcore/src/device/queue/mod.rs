@@ -1,4 +1,4 @@
-//! The bookkeeping shared by backends with device queues. Nothing here calls a driver.
+//! The bookkeeping shared by backends with device queues. This module does not call a driver.
 //!
 //! ```text
 //!   hold       memory and handles that enqueued work uses, in batches that end with marks of the device

@@ -1,6 +1,6 @@
 //! A small map that keeps only the newest values.
 
-/// The last `N` values added, each with its key.
+/// The `N` values that were added last, each with its key.
 ///
 /// ```
 /// use kvcore::device::queue::Recent;
@@ -14,7 +14,7 @@
 #[derive(Debug)]
 pub struct Recent<K, V, const N: usize> {
     kept: Vec<(K, V)>,
-    /// Index of the oldest value once all places are used.
+    /// Index of the oldest value once there are `N` values.
     next: usize,
 }
 
@@ -25,7 +25,7 @@ impl<K, V, const N: usize> Default for Recent<K, V, N> {
 }
 
 impl<K: PartialEq, V, const N: usize> Recent<K, V, N> {
-    /// Returns the value stored under a key.
+    /// Returns the value stored under a key, if there is one.
     pub fn get(&self, key: &K) -> Option<&V> {
         self.kept.iter().find(|(known, _)| known == key).map(|(_, value)| value)
     }

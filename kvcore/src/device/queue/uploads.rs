@@ -1,14 +1,14 @@
-//! Memory for lists uploaded to the device, reused by later lists.
+//! Memory for lists that are uploaded to the device, reused for later lists.
 
 use std::sync::Arc;
 
 use crate::base::Result;
 
-/// Minimum size of a list's memory, in bytes.
+/// The minimum size of a list's memory, in bytes.
 const LEAST: usize = 4096;
 
-/// Returns memory for `bytes` bytes that only `pool` holds, or new memory from `make` if there is none. The
-/// pool keeps at most `most` memory blocks, each with its size in bytes.
+/// Returns a memory block of at least `bytes` bytes: a block that nothing except `pool` holds, or otherwise a
+/// new block from `make`. The pool keeps at most `most` blocks, each with its size in bytes.
 ///
 /// # Errors
 /// Returns the errors of `make`, whose argument is the number of bytes.
@@ -25,7 +25,7 @@ pub fn room<U>(
     let len = bytes.next_power_of_two().max(LEAST);
     let made = Arc::new(make(len)?);
     if pool.len() >= most {
-        // The smallest block fits the fewest lists. Work that still uses it keeps it alive.
+        // The smallest block fits the fewest lists. Work that still uses the block keeps it alive.
         let smallest = (0..pool.len()).min_by_key(|&i| pool[i].0).unwrap_or_default();
         pool.swap_remove(smallest);
     }

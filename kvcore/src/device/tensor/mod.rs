@@ -1,4 +1,4 @@
-//! Views: a shape and strides over a [`Storage`], with checked arithmetic.
+//! Tensor views: a shape and strides over a [`Storage`], with checked arithmetic.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ mod transfer;
 
 pub use shape::{Dims, MAX_RANK};
 
-/// A typed, strided window into a storage of any backend.
+/// A typed, strided view of a storage of any backend.
 ///
 /// Cloning copies the shape and shares the storage; no elements are copied. The constructor checks that the
 /// view is inside its storage.
@@ -25,9 +25,9 @@ pub struct TensorView {
 }
 
 impl TensorView {
-    /// Creates a dense row-major view of `shape` at the start of `storage`. A view of an arena's storage can
-    /// be written without a permit, so it must follow the rule given at
-    /// [`KvArena::views`](crate::KvArena::views).
+    /// Creates a dense row-major view with shape `shape` at the start of `storage`. A view of an arena's
+    /// storage can be written without a permit, so the rule stated at
+    /// [`KvArena::views`](crate::KvArena::views) applies to it.
     ///
     /// # Errors
     /// Returns the errors of [`Dims::new`] and of [`with_strides`](Self::with_strides).
@@ -37,13 +37,13 @@ impl TensorView {
         Self::with_strides(storage, dtype, shape, strides, 0)
     }
 
-    /// Creates a view with explicit strides and offset, both in elements. The rule given at
+    /// Creates a view with explicit strides and offset, both in elements. The rule stated at
     /// [`new`](Self::new) applies.
     ///
     /// # Errors
     /// - Returns [`Error::TooLarge`] if the view reaches past the end of the storage.
-    /// - Returns [`Error::Misaligned`] if the storage's address does not suit `dtype`, and
-    ///   [`Error::InsideByte`] if the offset ends inside a byte.
+    /// - Returns [`Error::Misaligned`] if the storage's address is not aligned for `dtype`, and
+    ///   [`Error::InsideByte`] if the view begins inside a byte.
     /// - Returns [`Error::Mismatch`] if `shape` and `strides` have different ranks.
     /// - Returns [`Error::Overflow`] if a size does not fit the address space.
     pub fn with_strides(
@@ -85,7 +85,7 @@ impl TensorView {
         last.checked_add(1).ok_or(Error::Overflow { what: "extent of a view" })
     }
 
-    /// Returns the storage under the view.
+    /// Returns the storage that the view refers to.
     pub fn storage(&self) -> &Arc<dyn Storage> {
         &self.storage
     }
@@ -135,7 +135,7 @@ impl TensorView {
         true
     }
 
-    /// Returns the byte range of the storage from the first element to the last, including any gaps.
+    /// Returns the byte range in the storage from the first element to the last, including any gaps.
     ///
     /// # Errors
     /// Returns [`Error::Overflow`] if the size does not fit the address space, which cannot happen for a
@@ -144,9 +144,8 @@ impl TensorView {
         Ok(self.dtype.bytes_for(self.offset)?..self.dtype.bytes_for(self.end()?)?)
     }
 
-    /// Returns the byte range of the storage that a copy of `bytes` host bytes reads or writes. Every
-    /// backend calls this first in [`Stream::read`](crate::Stream::read) and
-    /// [`Stream::write`](crate::Stream::write).
+    /// Returns the byte range in the storage that a copy of `bytes` host bytes reads or writes. Every backend
+    /// calls this first in [`Stream::read`](crate::Stream::read) and [`Stream::write`](crate::Stream::write).
     ///
     /// # Errors
     /// Returns [`Error::InvalidStrides`] if the view is not contiguous, and [`Error::Mismatch`] if `bytes`
@@ -191,11 +190,11 @@ impl TensorView {
         whole_bytes(&self.storage, self.dtype, at)
     }
 
-    /// Returns the part `start..end` of axis `axis`, without copying.
+    /// Returns a view of the range `start..end` of axis `axis`, without copying.
     ///
     /// # Errors
     /// Returns [`Error::OutOfRange`] if `axis` does not exist, [`Error::TooLarge`] if the range is reversed
-    /// or past the end, and [`Error::InsideByte`] if the part starts inside a byte.
+    /// or ends past the axis, and [`Error::InsideByte`] if the new view starts inside a byte.
     pub fn slice(&self, axis: usize, start: usize, end: usize) -> Result<Self> {
         let n = *self.shape.get(axis).ok_or(Error::range("axis", axis, self.shape.rank()))?;
         if end > n {
@@ -229,7 +228,7 @@ impl TensorView {
         Ok(view)
     }
 
-    /// Returns a view of all elements with one more axis, of extent 1, before axis `axis`.
+    /// Returns a view of all elements with an additional axis of extent 1 before axis `axis`.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if `axis` exceeds the rank, or if the view already has [`MAX_RANK`] axes.

@@ -1,4 +1,5 @@
-//! An inline list of extents or strides. Views are created on every step, so the list must not allocate.
+//! An inline list of extents or strides. Views are created in every step, so the list must not allocate
+//! memory.
 
 use std::ops::{Deref, DerefMut};
 
@@ -15,7 +16,7 @@ pub struct Dims {
 }
 
 impl Dims {
-    /// Creates a list of `values`.
+    /// Creates a list that contains `values`.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if there are more than [`MAX_RANK`] values.

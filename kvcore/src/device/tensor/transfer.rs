@@ -1,11 +1,11 @@
-//! Tensor copies: contiguous copies, and transfers between host and device.
+//! Methods of tensor views that copy elements, also between host and device.
 
 use super::TensorView;
 use crate::base::{Error, MemoryKind, Result};
 use crate::device::{Backend, CopyTensor, Stream, allocate_tensor};
 
-/// Copies are enqueued and do not block. Wait for the stream before the host reads the result, and order
-/// other streams by an event. Source and destination may have any strides.
+/// Copies are enqueued and do not block. Wait for the stream before the host reads the result, and use an
+/// event to order work on other streams. Source and destination may have any strides.
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;
@@ -27,7 +27,7 @@ use crate::device::{Backend, CopyTensor, Stream, allocate_tensor};
 /// # Ok::<(), kvcore::Error>(())
 /// ```
 impl TensorView {
-    /// Copies the elements to `dst`, a view of the same shape and type.
+    /// Copies the elements to `dst`, which must have the same shape and element type.
     ///
     /// # Errors
     /// Returns the errors of [`CopyTensor::check`], and [`Error::ForeignHandle`] if a view is in another
@@ -36,12 +36,12 @@ impl TensorView {
         stream.copy_tensor(&CopyTensor { src: self.clone(), dst: dst.clone() })
     }
 
-    /// Returns the elements in dense row-major order. If this view is contiguous, the result is a clone of
-    /// the view (as in `PyTorch`); otherwise it is a copy in new memory of the same kind. To copy into
+    /// Returns a contiguous view of the same elements. If this view is contiguous, the result is a clone of
+    /// it (as in `PyTorch`); otherwise the result is a copy in new memory of the same kind. To copy into
     /// existing memory, use [`copy_to`](Self::copy_to).
     ///
     /// # Errors
-    /// Returns [`Error::Allocation`] if there is no memory for the copy, and the errors of
+    /// Returns [`Error::Allocation`] if there is not enough memory for the copy, and the errors of
     /// [`copy_to`](Self::copy_to).
     pub fn contiguous(&self, backend: &dyn Backend, stream: &dyn Stream) -> Result<Self> {
         if self.is_contiguous() {
