@@ -28,22 +28,18 @@ pub(crate) fn engine(asking: &AskingArgs, args: &EngineArgs) -> Result<(Engine, 
 }
 
 /// Returns the options for asking the questions. The command decides what to measure.
-pub(crate) fn options(asking: &AskingArgs) -> Result<EvalOptions> {
+pub(crate) fn options(asking: &AskingArgs) -> EvalOptions {
     let separator = match &asking.separator {
         Some(text) => text.replace("\\n", "\n"),
         None if asking.chat => "\n\n".to_owned(),
         None => String::new(),
     };
-    let decoys = match &asking.decoys[..] {
-        [] => Texts::decoys(),
-        paths => crate::decoys::read(paths)?,
-    };
-    Ok(EvalOptions {
-        style: PromptStyle { chat: asking.chat, separator, decoys },
+    EvalOptions {
+        style: PromptStyle { chat: asking.chat, separator },
         answer_tokens: asking.answer_tokens,
         first_draw: asking.first_seed,
         ..EvalOptions::default()
-    })
+    }
 }
 
 /// The number of questions of each kind per draw, if answers are only counted.
@@ -102,7 +98,7 @@ fn drawn(asking: &AskingArgs, per_kind: usize) -> Result<Vec<Vec<Question>>> {
         let text = read(&path)?;
         let mut all = Question::read_all(&text, asking.grader)
             .map_err(|source| Error::Questions { path: path.clone(), source })?;
-        if let Some((at, field)) = holding(&all, &options(asking)?.style.separator) {
+        if let Some((at, field)) = holding(&all, &options(asking).style.separator) {
             let mut lines = text.lines().zip(1..).filter(|(line, _)| !line.trim().is_empty());
             let line = lines.nth(at).map_or(0, |(_, line)| line);
             return Err(Error::Separator { path, line, field });

@@ -38,9 +38,6 @@ pub(crate) enum Error {
     /// The question file cannot be read.
     #[error("cannot read the questions from {path}: {source}")]
     Dataset { path: PathBuf, source: std::io::Error },
-    /// A file of decoys cannot be read.
-    #[error("cannot read the decoys from {path}: {source}")]
-    Decoys { path: PathBuf, source: std::io::Error },
     /// The gate was asked to judge several strategies at once.
     #[error("the gate judges one strategy; give --strategy once")]
     SeveralStrategies,

@@ -13,7 +13,6 @@ mod args;
 mod asking;
 mod backend;
 mod bench;
-mod decoys;
 mod demo;
 mod devices;
 mod embedded;

@@ -41,7 +41,7 @@ pub(crate) fn tune(args: &TuneArgs) -> Result<()> {
         floor: args.floor / 100.0,
         ..GateLimits::of(args.engine.dtype)
     };
-    let options = TuneOptions { candidates, limits, eval: asking::options(&args.asking)? };
+    let options = TuneOptions { candidates, limits, eval: asking::options(&args.asking) };
     let bar = bar("answers", "{pos}/{len} {eta}", !args.json);
     let mut progress = counting(&bar);
     let tuning = Tuning::search(&mut engine, &codec, (&screened, &judged), &options, &mut progress)?;

@@ -9,11 +9,11 @@ use std::sync::{Arc, Mutex};
 use kvbackend_cpu::{CpuBackend, Execution};
 use kvconform::{Bench, CASES};
 use kvcore::{
-    ApplyRope, Attend, AttendMass, AttendMla, AttendRows, AttendWork, Backend, BlockId, Capabilities,
-    Checked, CopyBlocks, CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, DoneCall, Error,
-    Event, Gather, Graph, KeyForm, KvArena, MemoryKind, Operation, Pairing, Quantize, ReservedStorage,
-    Result, Rope, RopeConfig, RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, StepInputs,
-    Storage, Stream, SwapBlocks, TensorView, WritePairs, WriteSlots, check_granules,
+    ApplyRope, Attend, AttendMla, AttendRows, AttendWork, Backend, BlockId, Capabilities, Checked,
+    CopyBlocks, CopyTensor, CounterSnapshot, Counters, DType, Dequantize, Dims, DoneCall, Error, Event,
+    Gather, Graph, KeyForm, KvArena, MemoryKind, Operation, Pairing, Quantize, ReservedStorage, Result, Rope,
+    RopeConfig, RotateKeys, Rotation, Scatter, Segment, Selection, SelectionUnit, StepInputs, Storage,
+    Stream, SwapBlocks, TensorView, WritePairs, WriteSlots, check_granules,
 };
 use rstest::rstest;
 
@@ -50,10 +50,6 @@ enum BackendFault {
     AcceptsAnyAttend,
     MlaIgnoresLatents,
     MlaIgnoresRope,
-    MassReplacesSums,
-    MassIgnoresWindow,
-    MassForgetsHeads,
-    MassIgnoresLatents,
     ScalesTooLarge,
     HidesNan,
     CopyWithoutScales,
@@ -140,15 +136,6 @@ const FAULTS: &[(BackendFault, &str)] = &[
     (BackendFault::MlaIgnoresRope, "mla::the_latent_is_key_and_value"),
     (BackendFault::SelectionIgnored, "mla::latents_may_be_selected"),
     (BackendFault::RotateTooFar, "mla::moving_a_chunk_moves_the_rotated_part_only"),
-    (BackendFault::MassReplacesSums, "mass::weights_are_added_for_each_token"),
-    (BackendFault::MassReplacesSums, "mass::empty_segments_and_rows_that_see_nothing"),
-    (BackendFault::AttendScalesTwice, "mass::many_queries_over_even_rows"),
-    (BackendFault::MassForgetsHeads, "mass::heads_may_share_keys"),
-    (BackendFault::MassIgnoresWindow, "mass::windows_factors_and_overlapping_positions"),
-    (BackendFault::AttendTakesKeysAsRotated, "mass::keys_may_lie_unrotated"),
-    (BackendFault::AttendIgnoresOffsets, "mass::quantised_blocks"),
-    (BackendFault::MassIgnoresLatents, "mass::latents"),
-    (BackendFault::AcceptsAnyAttend, "mass::wrong_masses_are_refused"),
     (BackendFault::UnmapKeepsContents, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
     (BackendFault::UnmapTakesNeighbours, "reserve::memory_goes_and_comes_back_as_zeros_at_its_address"),
     (
@@ -399,7 +386,6 @@ impl Stream for WrongStream {
             Operation::RotateKeys(op) => self.rotate_keys(op),
             Operation::Attend(op) => self.attend(op),
             Operation::AttendMla(op) => self.attend_mla(op),
-            Operation::AttendMass(op) => self.attend_mass(op),
             Operation::Quantize(op) => self.quantize(op),
             Operation::Dequantize(op) => self.dequantize(op),
         }
@@ -547,26 +533,6 @@ impl WrongStream {
             _ => {}
         }
         self.inner.attend_mla(&op)
-    }
-    fn attend_mass(&self, op: &AttendMass) -> Result<()> {
-        if self.fault == BackendFault::AcceptsAnyAttend && op.check().is_err() {
-            return Ok(());
-        }
-        op.check()?;
-        let mut op = AttendMass { attend: self.spoilt(&op.attend)?, ..op.clone() };
-        let attend = &mut op.attend;
-        match self.fault {
-            BackendFault::MassReplacesSums => self.inner.write(&op.sums, &vec![0; op.bytes()])?,
-            BackendFault::MassIgnoresWindow => attend.window = None,
-            BackendFault::MassForgetsHeads => {
-                let some = |view: &TensorView| view.slice(1, 0, 1);
-                (attend.q, attend.out) = (some(&attend.q)?, some(&attend.out)?);
-                attend.lse = attend.lse.as_ref().map(some).transpose()?;
-            }
-            BackendFault::MassIgnoresLatents => op.q_latent = None,
-            _ => {}
-        }
-        self.inner.attend_mass(&op)
     }
     fn quantize(&self, op: &Quantize) -> Result<()> {
         let next = |&(from, to): &(BlockId, BlockId)| {

@@ -38,12 +38,6 @@ pub(crate) struct AskingArgs {
     #[arg(long, value_name = "TEXT")]
     pub(crate) separator: Option<String>,
 
-    /// File with a decoy, or directory of such files: a document that other documents see while they are
-    /// computed, and the question never (see --arm sequential,behind:N,none). May be repeated. Default: with
-    /// kvc's own texts, texts of the same form.
-    #[arg(long, value_name = "FILE|DIR")]
-    pub(crate) decoys: Vec<PathBuf>,
-
     /// Rule that decides whether an answer is right. Overrides the dataset's own rule.
     #[arg(long, value_name = "NAME", value_parser = grader)]
     pub(crate) grader: Option<Grader>,

@@ -65,7 +65,7 @@ pub(crate) fn eval(args: &EvalArgs) -> Result<()> {
     let options = EvalOptions {
         measure: args.measure.into(),
         whole_answers: args.show > 0,
-        ..asking::options(&args.asking)?
+        ..asking::options(&args.asking)
     };
     if args.gate {
         let recompute = match args.strategies[..] {

@@ -33,12 +33,7 @@ pub(super) fn with_batch(op: &Attend, batch: impl Into<Vec<AttendRows>>) -> Atte
 }
 
 impl AttendTrial {
-    pub(super) fn new(
-        b: &Bench,
-        order: BlockOrder,
-        rows: &[QueryRow],
-        batch: Vec<AttendRows>,
-    ) -> Outcome<Self> {
+    fn new(b: &Bench, order: BlockOrder, rows: &[QueryRow], batch: Vec<AttendRows>) -> Outcome<Self> {
         Self::over(b, b.arena(order)?, rows, batch)
     }
 

@@ -185,12 +185,6 @@ impl Texts {
         (0..per_kind).flat_map(|_| round()).map(|kind| self.question(kind, &mut rng)).collect()
     }
 
-    /// Returns notes in which no question's answer is: decoys of the same form.
-    pub fn decoys() -> Vec<String> {
-        let mut rng = StdRng::seed_from_u64(u64::MAX);
-        Self::new(Self::MOST).question(QuestionKind::Local, &mut rng).documents
-    }
-
     fn question(self, kind: QuestionKind, rng: &mut StdRng) -> Question {
         let firms = self.firms(rng);
         let mut numbers: Vec<usize> = (0..firms.len()).collect();
