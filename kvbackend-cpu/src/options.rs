@@ -59,7 +59,7 @@ pub struct Thresholds {
     /// Minimum amount of work per thread, in bytes: about as much as one thread moves while another one is
     /// being woken.
     pub bytes_per_thread: usize,
-    /// Size in bytes at which copies start to bypass the caches. The beginning of so large a copy would no
+    /// Size in bytes at which copies start to bypass the caches. The beginning of such a large copy would no
     /// longer be cached when it is read later.
     pub stream_bytes: usize,
 }

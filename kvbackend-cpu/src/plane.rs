@@ -131,7 +131,7 @@ impl<'a> PlaneSpans<'a> {
     }
 }
 
-/// The rows of a plane, to read from.
+/// Read access to the rows of a plane.
 pub(crate) struct PlaneRows<'a> {
     format: KvFormat,
     codes: (RowLayout, Window<'a>),
@@ -163,7 +163,7 @@ impl<'a> PlaneRows<'a> {
     }
 }
 
-/// The rows of a plane, to read from and write to.
+/// Read and write access to the rows of a plane.
 pub(crate) struct PlaneRowsMut<'a> {
     format: KvFormat,
     codes: (RowLayout, WindowMut<'a>),

@@ -58,7 +58,7 @@ impl<'a> Destination<'a> {
         Self { first, ..Self::new(values) }
     }
 
-    /// Returns the bytes as an [`Origin`], to read from.
+    /// Returns the bytes as an [`Origin`] for reading.
     pub(crate) fn as_origin(self) -> Origin<'a> {
         Origin { start: self.start, first: self.first, len: self.len, life: PhantomData }
     }

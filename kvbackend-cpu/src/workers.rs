@@ -132,7 +132,7 @@ impl SharedQueue {
                     looked = false;
                 }
                 _ => {
-                    // If a job ended without this thread, the thread has nothing to do for it.
+                    // Skip a job that ended before this thread could join it.
                     seen = state.number;
                     drop(state);
                     looked = !look(|| self.posted.load(Ordering::Relaxed) != seen);

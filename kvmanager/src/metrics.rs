@@ -51,7 +51,7 @@ pub struct PoolMetrics {
     pub taken_blocks: u64,
     /// Number of cached blocks that were evicted.
     pub evictions: u64,
-    /// Numbers of hits and misses of block key lookups.
+    /// The numbers of block keys that lookups found and did not find.
     pub lookups: Lookups,
     /// Latencies of successful reservations, including the time spent waiting for locks. Empty if they were
     /// not measured.

@@ -22,9 +22,9 @@ impl Columns<'_> {
     }
 }
 
-/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`. There may be at most [`COLUMNS`] rows. The
-/// rows of `w` and `x` must have `input` elements. If `ahead` is set, prefetches the memory after `w`, which
-/// is used next.
+/// Computes `y[r * stride + c] = x[r] · w[c]` for all rows of `w`, which may have at most [`COLUMNS`] rows.
+/// The rows of `w` and `x` must have `input` elements. If `ahead` is set, prefetches the memory after `w`,
+/// which is used next.
 ///
 /// # Safety
 /// In each of `rows` rows, `y` must be valid for writes of as many elements as `w` has rows, and no other

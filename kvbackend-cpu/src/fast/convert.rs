@@ -17,7 +17,7 @@ use crate::plane::{PlaneSpans, RowAt, RowLayout};
 use crate::raw::{Destination, Origin};
 use crate::simd::{Simd, SimdTask};
 
-/// Maximum number of elements of a row buffer that is kept on the stack.
+/// Maximum number of elements per row for which the row buffer is kept on the stack.
 const ROW: usize = 512;
 
 /// The source or destination rows of a conversion: elements of a float type, or codes and scales.

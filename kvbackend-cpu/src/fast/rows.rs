@@ -129,7 +129,7 @@ impl LayerMovement<'_> {
 }
 
 thread_local! {
-    /// One bit for each slot, which is set if the slot has occurred.
+    /// One bit per slot, which is set if the slot has already occurred.
     static SEEN: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
 

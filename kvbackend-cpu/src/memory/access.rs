@@ -253,13 +253,13 @@ pub(crate) fn not_locked() -> Error {
     Error::Device { backend: NAME, reason }
 }
 
-/// A range of a storage's elements, to read from. Elements keep their indices in the storage.
+/// Read access to a range of a storage's elements, which keep their indices in the storage.
 pub(crate) struct Window<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a [T],
 }
 
-/// A range of a storage's elements, to write to. Elements keep their indices in the storage.
+/// Write access to a range of a storage's elements, which keep their indices in the storage.
 pub(crate) struct WindowMut<'a, T = u8> {
     pub(crate) first: usize,
     pub(crate) values: &'a mut [T],

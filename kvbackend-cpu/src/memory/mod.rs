@@ -157,7 +157,7 @@ impl CpuStorage {
         Self { memory, locks: RangeLocks::default(), kind, address, len }
     }
 
-    /// Returns a range of the storage's bytes, to read from.
+    /// Returns a slice of the storage's bytes.
     ///
     /// # Safety
     /// The range must be inside the storage, whose memory must not be a lender's, and nothing may write to it
@@ -168,7 +168,7 @@ impl CpuStorage {
         unsafe { std::slice::from_raw_parts(self.memory.ptr.as_ptr().add(range.start), range.len()) }
     }
 
-    /// Returns a range of the storage's bytes, to write to.
+    /// Returns a mutable slice of the storage's bytes.
     ///
     /// # Safety
     /// The range must be inside the storage, whose memory must not be a lender's, and nothing else may read

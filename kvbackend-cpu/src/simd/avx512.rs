@@ -37,7 +37,8 @@ const UPPER: [u16; 32] = {
     places
 };
 
-/// Returns the upper halves of the 32-bit elements of `a`, followed by the upper halves of `b`'s elements.
+/// Returns the upper halves of the 32-bit elements of `a`, followed by the upper halves of the elements of
+/// `b`.
 ///
 /// # Safety
 /// The processor must support AVX-512 F and BW, and the caller must be compiled for them.

@@ -153,8 +153,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn load_i8(from: *const i8) -> Self::V;
     /// Loads `LANES` bytes, and returns their low halves and their high halves as numbers from 0 to 15.
     unsafe fn load_nibbles(from: *const u8) -> [Self::V; 2];
-    /// Loads `LANES` bytes, shifts them right by `shift`, which must be less than 8, and returns the bits in
-    /// `mask` as unsigned numbers.
+    /// Loads `LANES` bytes, shifts them right by `shift`, which must be less than 8, and returns the bits
+    /// selected by `mask` as unsigned numbers.
     unsafe fn load_bits(from: *const u8, shift: usize, mask: u8) -> Self::V;
     /// Loads `LANES` signed 4-bit integers from `LANES / 2` bytes. The first integer of a byte is in its low
     /// half.

@@ -100,7 +100,7 @@ unsafe fn merge<S: Simd>(into: *mut f32, from: *const f32, v_dim: usize) {
     }
 }
 
-/// Multiplies `n` elements by `by`.
+/// Multiplies the `n` elements of `values` by `by`.
 ///
 /// # Safety
 /// `values` must have `n` elements, and the caller must be compiled for the instruction set of `S`.

@@ -10,7 +10,7 @@ use crate::plane::{PlaneSpans, RowAt, RowLayout};
 use crate::raw::Origin;
 use crate::simd::Simd;
 
-/// The key or value plane of an arena, for reading.
+/// Read access to the key or value plane of an arena.
 pub(super) struct SourcePlane<'a> {
     codes: (RowLayout, Origin<'a>),
     scales: Option<(RowLayout, Origin<'a>)>,
