@@ -1,4 +1,4 @@
-//! The words by which command lines and configs name storage formats.
+//! The names of storage formats on the command line and in configs.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use kvcore::{Error, Fp8Kind, KvFormat, ScaleScope};

@@ -1,9 +1,9 @@
-//! The pool's concurrent paths under the interleavings of two threads, checked by `loom`.
+//! `loom` models that check the pool's concurrent paths under the interleavings of two threads.
 //!
-//! `cargo xtask loom` runs these models. It builds with `--cfg loom` and checks all interleavings with up
-//! to three preemptions (with `--exhaustive`, all interleavings). Without `--cfg loom` this file is empty.
-//! The hints of free blocks are plain atomics that `loom` does not see: they choose a path, and every path
-//! is correct.
+//! `cargo xtask loom` runs these models. It builds with `--cfg loom` and checks all interleavings with up to
+//! three preemptions (with `--exhaustive`, all interleavings). Without `--cfg loom` this file is empty. The
+//! hints about free blocks are plain atomics that `loom` does not see: they only select a path, and every
+//! path is correct.
 #![cfg(loom)]
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -43,7 +43,7 @@ fn cached(pool: &BlockPool, first: u32, n: usize) {
     drop(pool.allocate(n).unwrap().register(None, &keys(first, n as u32)).unwrap());
 }
 
-/// Looks up keys and asserts that every block held is under its key as long as it is held.
+/// Looks up keys and asserts that every block stays registered under its key as long as it is held.
 fn hold(pool: &BlockPool, first: u32, n: u32) -> SharedBlocks {
     let held = pool.lookup_chain(&keys(first, n));
     let again = pool.lookup_chain(&keys(first, held.len() as u32));

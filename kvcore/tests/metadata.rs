@@ -1,4 +1,4 @@
-//! The cost of a block besides its KV: bytes of bookkeeping, and allocations per call.
+//! The cost of a block besides its KV: the bytes of bookkeeping per block, and the allocations per call.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -9,12 +9,12 @@ use kvcore::{BlockPool, KeyScope, PolicyKind, PoolConfig};
 struct Counting;
 
 thread_local! {
-    /// Bytes held and allocation calls made by this thread.
+    /// The bytes that this thread holds, and the allocation calls that it has made.
     static COUNTS: Cell<(isize, usize)> = const { Cell::new((0, 0)) };
 }
 
 fn count(bytes: isize, calls: usize) {
-    // A thread that ends has no counts any more.
+    // The counts of a thread no longer exist while the thread ends.
     let _ = COUNTS.try_with(|c| c.set((c.get().0 + bytes, c.get().1 + calls)));
 }
 

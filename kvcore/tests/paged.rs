@@ -1,4 +1,4 @@
-//! Sequences of a paged cache and their prefixes, by metadata alone: the arena has no memory.
+//! Tests of a paged cache's sequences and prefixes that use metadata only: the arena has no memory.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::sync::Arc;

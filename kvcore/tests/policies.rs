@@ -1,4 +1,4 @@
-//! Eviction policies through a pool: a custom policy, priorities that end, and the hit rate of each policy
+//! Tests of eviction policies in a pool: a custom policy, priorities that expire, and the policies' hit rates
 //! under a workload.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
@@ -14,7 +14,7 @@ fn key(n: u32) -> BlockKey {
     KeyScope::new("m", b"").root().child(&[n])
 }
 
-/// Stores block `n` and releases it.
+/// Registers a block under key `n` and releases it.
 fn store(pool: &BlockPool, n: u32) {
     drop(pool.allocate(1).unwrap().register(None, &[key(n)]).unwrap());
 }
@@ -140,7 +140,7 @@ fn a_block_twice_in_a_guard_gets_no_keys() {
     pool.check_invariants().unwrap();
 }
 
-/// Returns the hit rate of lookups of popular prefixes, in a workload with prompts that occur once.
+/// Returns the hit rate for popular prefixes, in a workload that also has prompts that occur only once.
 fn hit_rate(kind: PolicyKind) -> f64 {
     let pool = BlockPool::with_config(0..200, PoolConfig::default().policy(kind)).unwrap();
     let (mut hits, mut asked, mut once) = (0, 0, 1_000_000);

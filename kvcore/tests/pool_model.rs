@@ -92,7 +92,7 @@ struct Setup {
     ttl: bool,
 }
 
-/// The guards held, and the model's knowledge of each block.
+/// The guards that are held, and the model's state of each block.
 struct World {
     pool: BlockPool,
     setup: Setup,
@@ -106,11 +106,11 @@ struct World {
     /// Keys by block, in the order of registration.
     keys: BTreeMap<u64, (u32, BlockKey)>,
     stamp: u64,
-    /// Time at which the last holder of a cached block was dropped.
+    /// The time at which the last holder of each cached block was dropped.
     released: HashMap<u32, u64>,
     now: u64,
-    /// Cached blocks, the block released longest ago first: the order in which LRU with one shard must
-    /// evict.
+    /// Cached blocks, starting with the block released longest ago: the order in which LRU with one shard
+    /// must evict blocks.
     lru: Vec<u32>,
     /// Blocks that the last operation released, in order.
     releasing: Vec<u32>,
@@ -186,7 +186,7 @@ impl World {
         self.released.remove(&block);
     }
 
-    /// Returns the block that a lookup of a key finds: the one registered first.
+    /// Returns the block that a lookup of a key finds, which is the block that was registered first.
     fn find(&self, key: &BlockKey) -> Option<u32> {
         self.keys.values().find(|(_, k)| k == key).map(|(b, _)| *b)
     }
@@ -219,8 +219,8 @@ impl World {
         owned.chain(self.holders().into_keys()).chain(self.pins()).collect()
     }
 
-    /// Checks the blocks that a registration returned. `held` lists the blocks that the current guard held
-    /// before; meanwhile that guard is not among those of the model.
+    /// Checks the blocks that a registration returned. `held` contains the blocks that the current guard held
+    /// before. During the call, that guard must not be among the model's guards.
     fn registered(&mut self, held: &[u32], own: &[u32], got: &[u32], keys: &[BlockKey]) {
         for ((&own, &got), key) in own.iter().zip(got).zip(keys) {
             let known = self.find(key).filter(|&b| held.contains(&b) || !self.expired(b));
@@ -408,7 +408,7 @@ impl World {
         }
     }
 
-    /// Admits a chain that contains a key twice: its block is counted once.
+    /// Admits a chain that may contain a key twice: the key's block must be counted only once.
     fn admit_prefix(&mut self, k: u32, n: usize, blocks: usize, room: usize) {
         let mut keys = keys(k, n);
         if n == 4 {
@@ -475,7 +475,7 @@ impl World {
         }
     }
 
-    /// Compares everything observable with the model.
+    /// Compares all observable state of the pool with the model.
     fn check(&mut self) {
         self.pool.check_invariants().unwrap();
         let (holders, pins) = (self.holders(), self.pins());
@@ -496,7 +496,7 @@ impl World {
             }
         }
         self.lru.retain(|block| evictable.contains(block));
-        // After merges a guard may hold a block in two places: the last release counts.
+        // After merges, a guard may hold a block twice. In that case the last release counts.
         let releasing = std::mem::take(&mut self.releasing);
         for (i, &block) in releasing.iter().enumerate() {
             if releasing[i + 1..].contains(&block) {

@@ -1,5 +1,5 @@
-//! Threads that run all operations concurrently on one pool: the blocks they hold stay theirs, and the
-//! counts add up in the end.
+//! Threads that run all operations concurrently on one pool. The blocks that a thread holds must stay its
+//! own, and the counts must add up at the end.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::HashSet;
@@ -28,7 +28,7 @@ fn chain(n: u64) -> Vec<BlockKey> {
     KeyScope::new("m", b"").root().chain(&tokens, 4)
 }
 
-/// Asserts that a held block is found under its key, and nowhere else.
+/// Asserts that each held block is found under its key.
 fn still_ours(pool: &BlockPool, held: &SharedBlocks, keys: &[BlockKey]) {
     let again = pool.lookup_chain(&keys[..held.len()]);
     assert_eq!(again.ids(), held.ids());

@@ -120,8 +120,8 @@ impl<'a> Collective<'a> {
     /// - Returns [`Error::OutOfRange`] for a rank that the group does not have.
     /// - Returns [`Error::Mismatch`] if the source and the destination do not match.
     /// - Returns [`Error::Aliased`] if a written view overlaps another view.
-    /// - Returns [`Error::Unsupported`] for a reduction of an element type that is not listed above, and for
-    ///   a transfer from a rank to itself.
+    /// - Returns [`Error::Unsupported`] for a reduction of an element type other than f32, f16, bf16 and i8,
+    ///   and for a transfer from a rank to itself.
     pub fn checked(self, rank: usize, ranks: usize) -> Result<CheckedCollective<'a>> {
         self.views().into_iter().try_for_each(dense)?;
         let in_group = |peer| if peer < ranks { Ok(()) } else { Err(Error::range("rank", peer, ranks)) };
@@ -211,8 +211,8 @@ pub trait Communicator: Send + Sync + fmt::Debug {
     /// Returns the number of ranks in the group.
     fn ranks(&self) -> usize;
 
-    /// Enqueues a checked collective, whose memory must belong to the stream's backend. [`run`](Self::run)
-    /// calls this method.
+    /// Enqueues a checked collective, whose memory must be [owned](Stream::owns) by the stream.
+    /// [`run`](Self::run) calls this method.
     ///
     /// # Errors
     /// Returns the errors of [`check`](Self::check) and of the device.
@@ -266,12 +266,12 @@ pub trait Communicator: Send + Sync + fmt::Debug {
         self.run(stream, Collective::AllReduce { view, op })
     }
 
-    /// Sends a view to rank `to`, which must call [`receive`](Self::receive) or an equal exchange.
+    /// Sends a view to rank `to`, which must call [`receive`](Self::receive) or a matching exchange.
     fn send(&self, stream: &dyn Stream, view: &TensorView, to: usize) -> Result<()> {
         self.exchange(stream, &[(view, to)], &[])
     }
 
-    /// Receives a view from rank `from`, which must call [`send`](Self::send) or an equal exchange.
+    /// Receives a view from rank `from`, which must call [`send`](Self::send) or a matching exchange.
     fn receive(&self, stream: &dyn Stream, view: &TensorView, from: usize) -> Result<()> {
         self.exchange(stream, &[], &[(view, from)])
     }

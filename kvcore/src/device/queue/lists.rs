@@ -11,8 +11,7 @@ const LEAST: usize = 64 << 10;
 
 /// The lists of a captured step, in memory that each replay overwrites.
 ///
-/// The lists are in as few memory blocks as possible, usually one, because a replay uploads each block with
-/// one copy.
+/// All lists are in a few memory blocks, usually one, because a replay uploads each block with one copy.
 #[derive(Debug)]
 pub struct StepLists<L> {
     /// Memory blocks, each with the number of bytes in use.
