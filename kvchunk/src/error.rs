@@ -35,7 +35,7 @@ pub enum Error {
         /// The name of the setting.
         what: &'static str,
     },
-    /// A number that must be positive and finite is not.
+    /// A number is not positive and finite, although it must be.
     #[error("{what} is {value}; it must be above 0")]
     NotPositive {
         /// The name of the number.
@@ -79,7 +79,7 @@ pub enum Error {
     FewDecoys {
         /// The number of decoys that the mode needs.
         needed: u32,
-        /// The number of decoys of the prompt.
+        /// The number of decoys that the prompt has.
         given: usize,
     },
     /// The string is not the name of a form of sleep.
@@ -125,7 +125,7 @@ pub enum Error {
     /// The tokens of a run do not have consecutive positions, so one segment cannot describe the run.
     #[error("token {index} of the run has position {position}; one segment cannot describe this")]
     NotInARow {
-        /// The index of the first token whose position is not its index.
+        /// The index of the first token whose position differs from its index.
         index: i64,
         /// The position of that token.
         position: i64,
@@ -186,7 +186,7 @@ pub enum Error {
         /// The budget in bytes.
         limit: usize,
     },
-    /// Saved or received contents of a chunk fail their checksum or digest.
+    /// The saved or received contents of a chunk do not match their checksum or digest.
     #[error("the contents of a chunk are damaged: {0}; the next request for the chunk recomputes it")]
     Damaged(String),
     /// A [`SleepStore`](crate::SleepStore) panicked while it saved or restored a chunk.

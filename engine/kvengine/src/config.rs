@@ -48,8 +48,8 @@ pub struct EngineConfig {
     /// The salt that separates tenants. It is part of every key. The engine's operator must choose it, never
     /// a client.
     pub tenant_salt: Vec<u8>,
-    /// The maximum number of captured decode-step graphs to keep, if the backend and the dense steps can be
-    /// captured. If 0, every step runs operation by operation. The answers do not depend on this setting.
+    /// The maximum number of captured decode-step graphs to keep, if the backend and the dense steps support
+    /// capture. If 0, every step runs operation by operation. The answers do not depend on this setting.
     pub graphs: usize,
     /// The limits on requests that are answered at the same time.
     pub scheduling: Scheduling,
@@ -98,8 +98,8 @@ impl Default for EngineConfig {
 /// The limits on requests that are answered at the same time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Scheduling {
-    /// The maximum number of tokens in a pass. A longer prompt is computed in pieces. This limits the memory
-    /// for activations to this many rows, and running answers continue between two pieces.
+    /// The maximum number of tokens in a pass. A longer prompt is computed in pieces. Activations therefore
+    /// need memory for at most this many rows, and running answers continue between two pieces.
     pub step_tokens: usize,
     /// The maximum number of answers that run at once.
     pub running: usize,

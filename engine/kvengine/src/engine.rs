@@ -111,8 +111,8 @@ impl Engine {
         self.runner.caches.chunks()
     }
 
-    /// Joins a group of engines of the same model. After this call, this engine pulls missing chunks from the
-    /// other engines, and computes only the chunks that no engine supplies. To share its own chunks, an
+    /// Joins a group of engines with the same model. After this call, this engine pulls missing chunks from
+    /// the other engines, and computes only the chunks that no engine supplies. To share its own chunks, an
     /// engine must serve its [`chunks`](Self::chunks) with its [`replica_device`](Self::replica_device).
     /// Engines with fp8 caches must have calibrated to the same scales, which requires the same backend and
     /// instruction set.
@@ -153,7 +153,7 @@ impl Engine {
     }
 
     /// Returns the number of decode steps that used graphs, by how they ran. All counts are 0 if the backend
-    /// or the dense steps cannot be captured.
+    /// or the dense steps do not support capture.
     pub fn graph_counts(&self) -> GraphCounts {
         self.runner.graph_counts()
     }
@@ -278,8 +278,8 @@ impl Engine {
     }
 
     /// Pins the cached blocks at the start of a request's prompt, or of a chunked prompt's system prompt.
-    /// Computes nothing, so answer a request with the same start first. Only requests of the same tenant and
-    /// RoPE regime find the blocks.
+    /// Computes nothing, so answer a request with the same start first. Only requests with the same tenant
+    /// and RoPE regime can find the blocks.
     ///
     /// ```
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

@@ -98,7 +98,7 @@ pub enum Error {
     TooManyAnswers {
         /// The number of samples or beams.
         asked: usize,
-        /// The maximum number, [`Scheduling::running`](crate::Scheduling::running).
+        /// The maximum number of samples and beams, [`Scheduling::running`](crate::Scheduling::running).
         most: usize,
     },
     /// The settings of a beam search contradict each other or the request.

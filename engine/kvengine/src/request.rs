@@ -28,7 +28,7 @@ impl PromptTokens {
     }
 
     /// Returns the prompt with documents that its chunks may see while they are computed; see
-    /// [`ChunkedPrompt::with_decoys`]. An ordinary prompt stays as it is.
+    /// [`ChunkedPrompt::with_decoys`]. An ordinary prompt is returned unchanged.
     ///
     /// # Errors
     /// Returns the errors of [`ChunkedPrompt::with_decoys`].
@@ -265,7 +265,7 @@ impl Default for BeamSearch {
 }
 
 impl BeamSearch {
-    /// Checks that the other settings of a request suit a beam search.
+    /// Checks that the other settings of a request are compatible with a beam search.
     ///
     /// # Errors
     /// Returns [`Error::Beams`] if there are no beams or fewer beams than answers, if sampling settings are
@@ -329,13 +329,13 @@ impl SparseDecode {
     }
 }
 
-/// The reason why the answer ended.
+/// The reason why an answer ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum FinishReason {
     /// The model produced an end token.
     Stop,
-    /// The observer found the answer complete: its text contains a stop string.
+    /// The observer declared the answer complete: its text contains a stop string.
     #[serde(rename = "stop-string")]
     StopString,
     /// The answer reached the token limit, the model's last position or the end of a static cache.
@@ -347,7 +347,7 @@ pub enum FinishReason {
 pub struct Generation {
     /// The new tokens, without the end token. Tokens of a stop string are included.
     pub tokens: Vec<u32>,
-    /// Why the answer ended.
+    /// The reason why the answer ended.
     pub finish: FinishReason,
     /// The number of tokens in the prompt.
     pub prompt_tokens: usize,
@@ -368,9 +368,9 @@ pub struct Generation {
     pub total: Duration,
     /// One report per chunk, in the prompt's order; empty for an ordinary prompt.
     pub chunks: Vec<ChunkReport>,
-    /// The score of an answer found by a [beam search](Request::beams).
+    /// The score of the answer, if it was found by a [beam search](Request::beams).
     pub score: Option<f32>,
-    /// The log-probabilities of the tokens; empty unless [`Request::logprobs`] asks for them.
+    /// The log-probabilities of the tokens; empty unless [`Request::logprobs`] is set.
     pub logprobs: Vec<TokenLogprobs>,
     /// The logits that each answer token, including the end token, was chosen from; empty unless
     /// [`Request::keep_logits`] is set.

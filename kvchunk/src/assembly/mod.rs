@@ -62,8 +62,8 @@ pub struct Assembler<'a> {
     pub ranks: Option<&'a dyn RankAgreement>,
     /// The link to other replicas. A missing piece is fetched from a replica that has it, and computed only
     /// if no replica supplies it. Pieces are fetched one by one, and other requests that need them wait for
-    /// this request. A local hit takes precedence over a replica's, even if it is approximate. If
-    /// [`ranks`](Self::ranks) is set, replicas are not asked.
+    /// this request. A local hit takes precedence over a hit in a replica, even if the local hit is
+    /// approximate. If [`ranks`](Self::ranks) is set, replicas are not asked.
     pub replicas: Option<&'a ReplicaLink>,
 }
 
@@ -109,7 +109,7 @@ impl PromptPiece {
     }
 }
 
-/// A piece that this prompt computes, in case the prompt contains it again.
+/// A piece that this prompt computes. It is recorded in case the prompt contains the piece again.
 #[derive(Debug)]
 struct OwnPiece {
     evidence: PieceEvidence,
@@ -143,9 +143,9 @@ impl PromptChunk {
 /// The system prompt of an assembly.
 #[derive(Debug)]
 enum SystemPart {
-    /// Not looked up yet, or computed by another request.
+    /// Not looked up yet, or being computed by another request.
     Missing,
-    /// Partly found, with room for the rest.
+    /// Partly found. Blocks are allocated for the missing part.
     Filling(Box<SystemFill>),
     /// Computed. Other requests can find it.
     Sealed(SealedPrefix),
@@ -177,7 +177,7 @@ impl SystemPart {
     }
 }
 
-/// A prompt whose parts are found or reserved.
+/// A prompt whose parts have been found or reserved.
 #[derive(Debug)]
 #[must_use = "compute its inputs and commit it; dropping it gives the blocks back"]
 pub struct Assembly {
@@ -200,7 +200,7 @@ pub struct Assembly {
     /// The keys of the parts that this request no longer waits for.
     overdue: HashSet<BlockKey>,
     inputs: Vec<SequenceInput>,
-    /// Empty until the assembly is ready.
+    /// The segments as the question sees them. Empty until the assembly is ready.
     segments: Arc<[Segment]>,
     plan: PositionPlan,
     reused_tokens: usize,

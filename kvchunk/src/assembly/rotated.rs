@@ -141,9 +141,9 @@ impl RotatedCopy {
     }
 
     /// Returns the run as one segment without an offset, for rotated keys and for kernels that only need the
-    /// order of tokens. Token n is treated as being at position n, whatever its real position. This is wrong
-    /// for a sliding window or unrotated keys; use [`segment_by_position`](Self::segment_by_position) in
-    /// those cases.
+    /// order of tokens. Token n is treated as being at position n, regardless of its real position. This is
+    /// wrong for a sliding window or unrotated keys; use [`segment_by_position`](Self::segment_by_position)
+    /// in those cases.
     pub fn segment(&self) -> Segment {
         Segment::new(self.merged.block_ids.as_slice().into(), self.merged.total_tokens, 0, 0)
     }

@@ -78,7 +78,7 @@ impl ScratchBlocks {
         rows
     }
 
-    /// Returns the scratch slots of the given rows, without rows that do not exist.
+    /// Returns the scratch slots of the given rows. Rows that do not exist are skipped.
     pub fn slots(&self, rows: &[u32]) -> SlotMapping {
         let all = SlotMapping::concat(self.inputs.iter().map(|input| input.slots.mapping()));
         rows.iter().filter_map(|&row| all.slots().get(row as usize).copied()).collect::<Vec<_>>().into()

@@ -25,7 +25,7 @@ impl ChunkCacheMetrics {
         ]
     }
 
-    /// Returns the alarm thresholds as goals. A missed goal is an alarm.
+    /// Returns the alarm thresholds as goals. A goal that is missed raises an alarm.
     pub fn alarms(&self) -> [Goal; 4] {
         [
             Goal::new("hit_rate", "fraction", Target::Above(0.50), self.found_share()),

@@ -31,7 +31,7 @@ pub struct ChunkCacheMetrics {
     pub evictions: u64,
     /// Number of pieces computed for only one request, because nothing could be evicted.
     pub uncached: u64,
-    /// Number of pieces that were missing here and came from another replica. Included in
+    /// Number of pieces that were missing in this cache and came from another replica. Included in
     /// [`miss_count`](Self::miss_count).
     pub fetched: u64,
     /// Number of failed requests to replicas: the piece was gone, the replica failed, or the parcel was
@@ -111,7 +111,7 @@ impl ChunkCacheMetrics {
         ratio(self.hit_count as f64, self.lookup_count as f64)
     }
 
-    /// Returns the fraction of blocks that are used, from 0 to 1.
+    /// Returns the fraction of blocks in use, from 0 to 1.
     pub fn memory_utilization(&self) -> f64 {
         ratio(self.used_blocks as f64, self.total_blocks as f64)
     }

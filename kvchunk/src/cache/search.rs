@@ -1,4 +1,5 @@
-//! Searching for a piece under the lock: hold it, wake it, wait for it, or reserve room for it.
+//! The search for a piece under the lock: holds the piece, starts to wake it, returns a waiter for it, or
+//! reserves room for it.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -165,7 +166,7 @@ impl SharedCache {
 }
 
 impl CacheState {
-    /// Counts a hold as a tenant's hit.
+    /// Counts a hold as a hit for the tenant.
     pub(super) fn count_hit(&mut self, tenant: TenantId, hold: &PieceHold) {
         self.account(tenant).counted.hit(hold.num_tokens(), hold.is_exact());
     }

@@ -1,4 +1,4 @@
-//! The state of a chunk cache that its lock protects: the pieces, their holders and the eviction order.
+//! The part of a chunk cache that is protected by its lock: the pieces, their holders and the eviction order.
 
 use std::collections::HashMap;
 use std::sync::Arc;

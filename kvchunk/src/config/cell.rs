@@ -36,8 +36,9 @@ pub enum ComputeMode {
     /// at least one, and itself. The question never sees the decoys. A chunk is stored at the positions right
     /// after the decoys, and its key covers the system prompt and the decoys.
     ///
-    /// A model tells entities apart by their order. Chunks that are computed apart all look like the first
-    /// document, so the question mixes up their facts. A chunk after decoys looks like a later one.
+    /// A model tells entities apart by their order. Chunks that are computed separately all look like the
+    /// first document, so the question mixes up their facts. A chunk after decoys looks like a later
+    /// document.
     Behind(u32),
 }
 

@@ -39,8 +39,8 @@ pub enum MetricKind {
 pub struct Exposition(Vec<MetricFamily>);
 
 impl Exposition {
-    /// Begins a family. `name` and the label names must match `[a-zA-Z_][a-zA-Z0-9_]*`, and `help` must be a
-    /// phrase without a full stop. Label values may be any string.
+    /// Begins a metric family. `name` and the label names must match `[a-zA-Z_][a-zA-Z0-9_]*`, and `help`
+    /// must be a phrase without a full stop. Label values may be any string.
     pub fn family(&mut self, name: &'static str, kind: MetricKind, help: &'static str) -> &mut MetricFamily {
         let at = self.0.len();
         self.0.push(MetricFamily { name, kind, help, samples: Vec::new() });

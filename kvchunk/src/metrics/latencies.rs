@@ -44,7 +44,7 @@ impl LatencyHistogram {
     }
 }
 
-/// The contents of a [`LatencyHistogram`] at one moment. Serialises as a summary in seconds.
+/// A snapshot of a [`LatencyHistogram`]. It is serialised as a summary in seconds.
 #[derive(Clone, Default, PartialEq, Serialize)]
 #[serde(into = "Summary")]
 pub struct Latencies {

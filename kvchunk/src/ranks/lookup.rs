@@ -31,8 +31,8 @@ impl PromptLookup for RankLookup<'_> {
         together(self.ranks, filled).map(SystemFound::from)
     }
 
-    /// Holds the pieces that all ranks hold. If a piece is asleep here, it is woken first. A piece counts as
-    /// exact if it is exact on all ranks.
+    /// Holds the pieces that all ranks hold. If a piece is asleep on this rank, it is woken first. A piece
+    /// counts as exact if it is exact on all ranks.
     fn hold(&self, pieces: &[Vec<ChunkPiece<'_>>]) -> Result<Vec<Vec<Option<FoundPiece>>>> {
         let mut all = self.local.held(pieces);
         let Some(cache) = self.local.chunks else { return Ok(all) };

@@ -15,7 +15,7 @@ pub enum DeviationOf {
     Both,
 }
 
-/// The layer at which a strategy compares stored rows with fresh ones, and which rows it compares.
+/// The layer at which a strategy compares stored rows with fresh rows, and the rows that it compares.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviationCheck {
     /// The zero-based layer. At layer 0, rows deviate only because of the system prompt and the position.
@@ -43,7 +43,8 @@ impl AttentionCheck {
 /// `None` if the strategy needs no information.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Evidence {
-    /// The question's attention to the token, over the reused keys. The model computes the question once.
+    /// The question's attention to the token, computed over the reused keys. The model computes the question
+    /// once.
     pub attention: Option<AttentionCheck>,
     /// The distance between the stored KV and the KV of full attention. The model computes all tokens up to
     /// the layer that is checked.

@@ -76,7 +76,7 @@ pub struct ChunkSpan {
 /// assert_eq!(Ends.select(&[chunk], &Findings::default()).chunks()[0], [6]);
 /// ```
 pub trait RecomputeStrategy: Send + Sync + fmt::Debug {
-    /// Returns the strategy's name, as users write it.
+    /// Returns the name by which users select the strategy.
     fn name(&self) -> String;
 
     /// Returns the evidence that the strategy needs to select tokens. By default, it needs none.

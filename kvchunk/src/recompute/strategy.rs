@@ -125,7 +125,7 @@ impl RecomputeStrategy for Recompute {
     }
 }
 
-/// Returns a function that returns a token's score, or 0 if the token has no score.
+/// Returns a function that looks up a token's score, which is 0 if the token has no score.
 fn score_of(scores: Option<&TokenScores>) -> impl Fn(usize, usize) -> f32 {
     move |chunk, token| scores.map_or(0.0, |scores| scores.of(chunk, token))
 }

@@ -12,7 +12,7 @@ use super::parcel::agree;
 use crate::cache::ChunkReservation;
 use crate::error::Result;
 
-/// The name, in errors, of scales that belong to a whole arena and must match between replicas.
+/// The name that errors use for scales that belong to a whole arena and must match between replicas.
 pub(super) const STATIC_SCALES: &str = "static scales";
 
 /// A buffer of staged blocks. Static scales belong to the whole arena and stay in the device's arena.

@@ -1,4 +1,4 @@
-//! The cache's side of replicas: gives pieces to other replicas, and stores pieces received from them.
+//! The cache's part in sharing: gives pieces to other replicas, and stores pieces received from them.
 
 use std::sync::Arc;
 
@@ -12,7 +12,7 @@ fn may_leave(entry: &StoredPiece) -> bool {
 }
 
 impl ChunkCacheManager {
-    /// Returns whether a replica that asks now would get the piece with this hash.
+    /// Returns whether the piece with this hash can currently be given to another replica.
     pub(crate) fn can_give(&self, hash: &ChunkHash) -> bool {
         let state = self.0.lock();
         let entry = state.index.slot_of(&hash.key).and_then(|slot| state.index.at(slot));

@@ -10,8 +10,8 @@ use crate::error::{Error, Result};
 use crate::hash::{ChunkHash, ChunkPiece};
 
 /// A replica within this process: one or more threads with their own cache. A replica that fetches a chunk
-/// reads the other replica's memory itself, on the other replica's stream. Blocks go directly from device to
-/// device if the backend's devices can reach each other, otherwise through the host.
+/// reads the other replica's memory itself, on the other replica's stream. Blocks are copied directly from
+/// device to device if the backend's devices can reach each other, otherwise through the host.
 ///
 /// # Drop behaviour
 /// A dropped replica no longer gives chunks to the other replicas. They compute the pieces that they would

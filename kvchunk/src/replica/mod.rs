@@ -10,7 +10,7 @@
 //!      └──────────────┴──────────────────────────────────────────────────────────► Compute
 //! ```
 //!
-//! Only the side that lacks a chunk acts. Nothing is broadcast, and replicas that do not ask are not
+//! Only the replica that lacks a chunk acts. Nothing is broadcast, and replicas that do not ask are not
 //! involved. No lock is held while bytes are transferred. Other local requests for the chunk wait for the
 //! reservation, as they wait for a computation.
 
@@ -111,11 +111,11 @@ impl ReplicaDevice {
     }
 }
 
-/// The link of a chunk cache to other replicas: its own device, and the transport.
+/// The link between a chunk cache and other replicas: the cache's own device, and the transport.
 #[derive(Debug, Clone)]
 #[doc(alias = "MultiGPUChunkCacheCoordinator")]
 pub struct ReplicaLink {
-    /// The local memory for keys and values.
+    /// This replica's memory for keys and values.
     pub device: ReplicaDevice,
     /// The transport to the other replicas.
     pub transport: Arc<dyn ReplicaTransport>,
@@ -135,8 +135,8 @@ impl ReplicaLink {
 /// The result of a lookup in this cache and in the other replicas.
 #[derive(Debug)]
 pub struct RemoteLookup {
-    /// The outcome, as from [`ChunkCacheManager::acquire`]. A piece that came from another replica is also a
-    /// hit. A piece that no replica could give is reserved for this request to compute.
+    /// The outcome, as returned by [`ChunkCacheManager::acquire`]. A piece that came from another replica is
+    /// also a hit. A piece that no replica could give is reserved for this request to compute.
     pub acquired: Acquired,
     /// The replica that gave the piece, if any.
     pub fetched_from: Option<ReplicaId>,

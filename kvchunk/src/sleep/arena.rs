@@ -30,7 +30,8 @@ use crate::error::Result;
 /// comparing the digest reads the piece on the host and waits for the stream.
 ///
 /// Before a piece is quantised to eight-bit floats, its largest magnitudes are found. The scales computed
-/// from them are not part of the budget: four bytes per layer, or per head of each layer, for K and for V.
+/// from them are not part of the budget. They use four bytes per layer, or per head of each layer, for K and
+/// for V.
 ///
 /// ```
 /// use std::sync::Arc;

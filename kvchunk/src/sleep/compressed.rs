@@ -1,4 +1,4 @@
-//! Sleeping pieces as compressed bytes.
+//! Sleeping pieces that are stored as compressed bytes.
 
 use std::sync::Arc;
 

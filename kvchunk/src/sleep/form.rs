@@ -18,10 +18,10 @@ use crate::error::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SleepForm {
-    /// Unchanged, in blocks of a host arena, with a digest. Waits for the stream.
+    /// Unchanged, in blocks of a host arena, with a digest. Saving and waking wait for the stream.
     Plain,
     /// Losslessly compressed. The elements' bytes are sorted into planes, which separates signs and exponents
-    /// from most mantissa bits. zstd compresses each plane, with a checksum. Waits for the stream.
+    /// from most mantissa bits. zstd compresses each plane, with a checksum. Saving waits for the stream.
     Compressed,
     /// In a quantised format. The woken contents differ from the contents before sleep, so the pieces are
     /// marked as approximate, and hits on them are counted as approximate.
@@ -29,7 +29,7 @@ pub enum SleepForm {
 }
 
 impl SleepForm {
-    /// Returns whether the woken contents are bit-identical to the saved ones.
+    /// Returns whether the woken contents are bit-identical to the saved contents.
     pub fn is_exact(self) -> bool {
         !matches!(self, Self::Quantised(_))
     }

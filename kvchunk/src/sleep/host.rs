@@ -1,4 +1,4 @@
-//! Sleeping pieces in blocks of a host arena, unchanged or quantised.
+//! Sleeping pieces that are stored in blocks of a host arena, unchanged or quantised.
 
 use std::ops::Range;
 use std::sync::Arc;

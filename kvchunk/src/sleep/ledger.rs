@@ -38,7 +38,7 @@ impl SleepUsage {
     }
 }
 
-/// The memory usage of a sleep store, behind a lock.
+/// The ledger of a sleep store.
 #[derive(Debug)]
 pub(super) struct Ledger(Mutex<SleepUsage>);
 
@@ -59,7 +59,7 @@ impl Ledger {
         *self.0.lock()
     }
 
-    /// Checks that `host` bytes are free right now.
+    /// Checks that `host` bytes are currently free.
     ///
     /// # Errors
     /// Returns [`Error::SleepFull`] if they are not.

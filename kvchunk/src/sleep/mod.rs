@@ -1,6 +1,6 @@
 //! Sleep moves chunks to a memory tier below device memory.
 //!
-//! Two things sleep, independently of each other:
+//! Pieces and the whole pool sleep independently of each other:
 //!
 //! ```text
 //!   pieces      cold ──► fall ──► SleepStore (ArenaSleep: host memory) ──► wake ──► other blocks

@@ -1,4 +1,4 @@
-//! Sleep of the whole pool: its memory is released, but every piece keeps its blocks.
+//! Puts the whole pool to sleep: its memory is released, but every piece keeps its blocks.
 
 use kvcore::{BlockId, ReservedArena, Stream};
 

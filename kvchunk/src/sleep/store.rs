@@ -34,7 +34,7 @@ pub trait Sleeping: Send + Sync + fmt::Debug {
     /// Returns the number of bytes that the saved contents use.
     fn bytes(&self) -> usize;
 
-    /// Returns whether the restored contents are bit-identical to the saved ones.
+    /// Returns whether the restored contents are bit-identical to the saved contents.
     fn is_exact(&self) -> bool {
         true
     }

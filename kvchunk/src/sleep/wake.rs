@@ -1,4 +1,4 @@
-//! Wakes pieces: on request, or because a lookup found them.
+//! Wakes pieces, either on request or because a lookup found them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -72,7 +72,7 @@ impl ChunkCacheManager {
     }
 
     // Decision: docs/decisions/chunks.md#a-hit-on-a-sleeping-piece-holds-it-at-once
-    /// Wakes the piece if it sleeps and there is room, and holds it as soon as it is awake. Nothing is
+    /// Wakes the piece if it is asleep and there is room, and holds it as soon as it is awake. Nothing is
     /// counted as a hit or a miss.
     pub(crate) fn wake_and_hold(&self, piece: &ChunkPiece<'_>) -> Option<PieceHold> {
         let now = self.0.clock.millis();

@@ -1,4 +1,5 @@
-//! The prompt of one request: text cut into parts, and its documents from lookup to the end of the answer.
+//! The prompt of one request: splits text into parts, and manages the documents from lookup to the end of the
+//! answer.
 
 mod blend;
 mod context;

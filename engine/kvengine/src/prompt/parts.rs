@@ -122,8 +122,8 @@ impl PendingRows {
 }
 
 impl LivePrompt {
-    /// Creates a prompt whose parts have not been looked up. `plan` has the positions of a chunked prompt's
-    /// parts.
+    /// Creates a prompt whose parts have not been looked up. `plan` contains the positions of a chunked
+    /// prompt's parts.
     pub(crate) fn new(ropes: LayerRopes, keys: TenantKeys, plan: Option<PositionPlan>) -> Self {
         Self {
             ropes,
@@ -234,7 +234,7 @@ impl LivePrompt {
         }
     }
 
-    /// Returns the number of rows left to compute in the present state.
+    /// Returns the number of rows left to compute in the current state.
     fn left(&self) -> usize {
         match &self.parts {
             PromptParts::Missing { rows, .. }
@@ -261,9 +261,9 @@ impl LivePrompt {
         Ok(())
     }
 
-    /// Does all work that needs no forward pass: looks up parts, stores the computed ones, checks again for
-    /// parts that other requests compute, and chooses the tokens to recompute. After an error, the call may
-    /// be repeated, which only costs time.
+    /// Does all work that needs no forward pass: looks up parts, stores the computed parts, checks again for
+    /// parts that other requests are computing, and chooses the tokens to recompute. After an error, the call
+    /// may be repeated, which only costs time.
     pub(crate) fn advance(&mut self, runner: &mut Runner, request: &Request) -> Result<()> {
         while self.left() == 0 {
             match &mut self.parts {

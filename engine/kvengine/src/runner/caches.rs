@@ -50,7 +50,7 @@ pub struct GroupReport {
     pub blocks: PoolCounts,
 }
 
-/// Sizes and counts of an engine's caches.
+/// The sizes and block counts of an engine's caches.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CacheReport {
     /// The kind of cache.

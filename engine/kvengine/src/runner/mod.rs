@@ -135,8 +135,8 @@ impl Runner {
     }
 
     // Decision: docs/decisions/models.md#only-other-frequencies-are-a-miss
-    /// Returns the tenant with this tag, and the root of its keys for the regime of `ropes`. Tenants do not
-    /// share chunks or prefixes with each other, and neither do regimes.
+    /// Returns the tenant with this tag, and the root of its keys for the RoPE regime of `ropes`. Tenants do
+    /// not share chunks or prefixes with each other, and neither do regimes.
     pub(crate) fn keys(&self, tenant: Option<&str>, ropes: &LayerRopes) -> Result<TenantKeys> {
         let root: BlockKey = self.scope.clone().ropes(ropes).root();
         match (tenant, self.caches.chunks()) {

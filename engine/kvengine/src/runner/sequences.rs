@@ -162,7 +162,7 @@ impl Caches {
         Ok(())
     }
 
-    /// Removes the tokens past `len`.
+    /// Removes all tokens after the first `len`.
     pub(crate) fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
         either!(self, cache => cache.truncate(id, len))
     }

@@ -57,9 +57,9 @@ impl Scheduler {
 }
 
 impl LiveRequest {
-    /// Returns true if every pool has room above the watermark for the request's first piece. Returns true
-    /// for a prompt that may be cached, because only [its admission](kvcore::PagedKvCache::admit) can check
-    /// the room.
+    /// Returns true if every pool has room above the watermark for the request's first piece, or if the
+    /// prompt may be cached. In the latter case, only [its admission](kvcore::PagedKvCache::admit) can check
+    /// whether there is room.
     fn has_room(&self, runner: &Runner, most: usize, watermark: usize) -> bool {
         let cache = runner.caches.first();
         if let Some(fixed) = cache.as_static() {

@@ -14,7 +14,7 @@ use crate::request::{Generation, TokenLogprobs};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(pub u64);
 
-/// An event of an answer.
+/// An event in the stream of an answer.
 #[derive(Debug, Clone)]
 pub enum AnswerEvent {
     /// A sample has a new token.
@@ -52,7 +52,7 @@ pub struct Answer {
     channel: Arc<AnswerChannel>,
 }
 
-/// The engine's side of an answer.
+/// The sending end of an answer, used by the engine.
 #[derive(Debug)]
 pub(super) struct AnswerSender(Arc<AnswerChannel>);
 
@@ -66,7 +66,7 @@ struct AnswerChannel {
 #[derive(Debug, Default)]
 struct AnswerState {
     events: VecDeque<Result<AnswerEvent>>,
-    /// True if no more events follow.
+    /// True once no more events will follow.
     closed: bool,
     cancelled: bool,
     /// The indices of samples that must end with their current tokens.

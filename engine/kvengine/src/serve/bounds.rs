@@ -53,9 +53,9 @@ impl LayerBounds {
         }
     }
 
-    /// Returns the nearness of each block: the difference between its bound and the largest bound of all
-    /// blocks, in the head where this difference is closest to 0, which is the best value. Each bound is
-    /// multiplied by its block's factor. `q` contains `heads` queries, the same number for each key head.
+    /// Returns the nearness of each block: its bound minus the largest bound of all blocks, in the head where
+    /// this difference is largest. The best value is 0. Each bound is multiplied by its block's factor. `q`
+    /// contains `heads` queries, the same number for each key head.
     pub(super) fn nearness(&self, q: &[f32], (heads, kv_heads): (usize, usize), factors: &[f32]) -> Vec<f32> {
         let (dim, pages) = (q.len() / heads.max(1), self.pages.min(factors.len()));
         let (width, group) = (kv_heads * dim, heads / kv_heads.max(1));

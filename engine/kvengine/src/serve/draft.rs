@@ -13,8 +13,8 @@ use super::live::LiveRequest;
 use crate::error::Result;
 use crate::runner::Runner;
 
-/// The numbers of last tokens to look up, in this order. A single token does not predict the next token well
-/// enough.
+/// The lengths of the runs of last tokens to look up, in this order. A single token does not predict the next
+/// token well enough.
 const RUNS: [usize; 2] = [3, 2];
 
 /// Returns up to `most` tokens that followed an earlier occurrence of the last tokens: the latest occurrence

@@ -26,7 +26,7 @@ pub(super) struct StepPlan {
     pub(super) slots: Vec<WriteSlots>,
     /// Inputs in other RoPE regimes, for later passes of the step.
     pub(super) later: Vec<(Feed, SequenceInput)>,
-    /// The sequences that grow, each with its number of new tokens. The memory is reused.
+    /// The sequences that grow in the pass, each with its number of new tokens. The memory is reused.
     pub(super) grown: Vec<(SequenceId, usize)>,
     /// The growing sequences that may share their last block. The memory is reused.
     pub(super) forked: Vec<SequenceId>,

@@ -21,7 +21,7 @@ fn considered(runner: &Runner, search: BeamSearch) -> usize {
 }
 
 impl LiveRequest {
-    /// Records the logits after a branch. When all branches' logits are known, the beams continue.
+    /// Records the logits after a branch. Once the logits of all branches are known, chooses the next beams.
     pub(super) fn follow(&mut self, runner: &mut Runner, branch: usize, logits: &[f32]) -> Result<()> {
         let (search, count) = (self.request.beams.unwrap_or_default(), self.branches.len());
         let beams = self.beams.get_or_insert_default();

@@ -55,7 +55,7 @@ pub(super) struct Branch {
     /// The sequence in host memory, with one part per group of layers, if the request was preempted and will
     /// be restored.
     pub(super) swapped: Option<Vec<SwappedSequence>>,
-    /// Guesses for the next tokens, in the pass being planned.
+    /// The guessed next tokens in the pass being planned.
     pub(super) draft: Vec<u32>,
     /// The number of guessed tokens.
     pub(super) drafted: usize,
@@ -72,7 +72,7 @@ pub(super) struct Branch {
     pub(super) logprobs: Vec<TokenLogprobs>,
     /// The forced answer, once the prompt is computed.
     pub(super) forced: Option<Vec<u32>>,
-    /// The score, for a beam that has ended.
+    /// The score of a beam that has ended.
     pub(super) score: Option<f32>,
     /// The time to first token.
     pub(super) ttft: Option<Duration>,

@@ -36,7 +36,7 @@ pub(crate) struct Scheduler {
     pub(super) swap: SwapSpace,
 }
 
-/// An observer for one of the requests.
+/// An observer that watches one of the requests.
 pub(super) struct Watch<'a> {
     pub(super) id: Option<RequestId>,
     pub(super) observer: &'a mut dyn Observer,
@@ -50,7 +50,7 @@ impl Watch<'_> {
     }
 }
 
-/// The work of a step, and the requests left after it.
+/// The work done in a step, and the requests that are left after it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Step {
     /// The number of tokens that were computed.
@@ -75,7 +75,7 @@ impl Step {
 /// The total time of all steps since the engine was created.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct StepTimes {
-    /// The time spent in the model: passes, and the evidence that strategies need before they choose.
+    /// The time spent in the model: running passes, and gathering the evidence that strategies need.
     pub model: Duration,
     /// The time spent in the engine: planning, lookups, slots, sampling, and sending tokens.
     pub engine: Duration,

@@ -1,4 +1,4 @@
-//! A step: its passes, and the requests that end in it.
+//! A step: runs its passes, and ends requests.
 
 use std::ops::Range;
 use std::sync::Arc;

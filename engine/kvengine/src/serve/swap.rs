@@ -134,7 +134,7 @@ fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f
     let (src, dst) = (cache.arena().clone(), host.arena().clone());
     let copy = SwapBlocks { src, dst, pairs: to.write_pairs(pairs)? };
     let mut seconds = f64::INFINITY;
-    // The first copy is slower, because it touches the memory for the first time.
+    // The first copy may be slower, because it touches the memory for the first time.
     for _ in 0..3 {
         stream.synchronize()?;
         let started = Instant::now();
@@ -147,8 +147,8 @@ fn measure(stream: &dyn Stream, cache: &PagedKvCache, host: &KvPool) -> Result<f
 
 impl SwapSpace {
     /// Copies a request's sequences to host memory and frees them, if that costs less than recomputing them
-    /// and there is room. Returns true if it did; otherwise the caller must withdraw the request. A chunked
-    /// prompt's parts are not copied but looked up again.
+    /// and there is room. Returns true if they were copied; otherwise the caller must withdraw the request. A
+    /// chunked prompt's parts are not copied but looked up again.
     pub(super) fn swap_out(&mut self, runner: &mut Runner, live: &mut LiveRequest) -> bool {
         if self.memory == 0 || live.prompt.is_chunked() {
             return false;
