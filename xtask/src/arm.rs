@@ -15,8 +15,8 @@ pub(crate) const NEEDS: &[Tool] = &[
     Tool::Program(EMULATOR, "qemu-user"),
 ];
 
-/// Builds the property tests and runs them under an emulator. On a machine without one, reports what is
-/// missing.
+/// Builds the property tests and runs them under an emulator. On a machine without an emulator, reports
+/// the missing tools.
 pub(crate) fn arm() -> Result {
     if cfg!(target_arch = "aarch64") {
         println!("arm: this is 64-bit ARM, where `cargo xtask test` runs them");

@@ -74,13 +74,13 @@ pub(crate) fn bounds(tracked: &[String]) -> Result {
     none_of("more lines of code than the bound (docs/decisions/crates.md)", &over)
 }
 
-/// Returns a module's level, or `None` if it is in no room.
+/// Returns a module's level, or `None` if the module is not in any room.
 fn level(rooms: &str, module: &str) -> Option<usize> {
     rooms.split(" < ").position(|level| level.split(' ').any(|room| room == module))
 }
 
-/// Returns true if code at a level may not use `crate::NAME`. Modules in no room are allowed, unless the
-/// crate root re-exports whole rooms.
+/// Returns true if code at a level may not use `crate::NAME`. Modules that are not in any room are
+/// allowed, unless the crate root re-exports whole rooms.
 fn is_higher(name: &str, rooms: &str, of: usize, exported: &BTreeMap<String, String>) -> bool {
     let module = exported.get(name).map_or(name, String::as_str);
     level(rooms, module).map_or(exported.contains_key("*"), |other| other > of)

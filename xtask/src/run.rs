@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 pub type Result<T = ()> = std::result::Result<T, String>;
 
 /// Returns a task's exit code, after printing its error. An empty message prints nothing, because the task
-/// has already printed what failed.
+/// has already printed its failures.
 pub fn exit_code(result: Result) -> ExitCode {
     let Err(message) = result else { return ExitCode::SUCCESS };
     if !message.is_empty() {
@@ -52,7 +52,7 @@ pub fn cargo_program() -> std::ffi::OsString {
     std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
 }
 
-/// Runs a command. An error names it `name`.
+/// Runs a command. An error calls the command `name`.
 pub fn run(command: &mut Command, name: &str) -> Result {
     match command.status() {
         Ok(status) if status.success() => Ok(()),

@@ -13,7 +13,7 @@ pub(crate) struct CommandOutcome {
     pub(crate) name: String,
     pub(crate) seconds: Seconds,
     pub(crate) passed: bool,
-    /// The last line that it printed.
+    /// The last line that the command printed.
     pub(crate) last_line: String,
 }
 

@@ -19,7 +19,7 @@ enum Storey {
 
 impl Storey {
     /// Returns the storey of a crate, given its folder relative to the workspace root. `xtask` and `examples`
-    /// have none: they may depend on any crate.
+    /// do not have a storey: they may depend on any crate.
     fn of(folder: &str) -> Option<Self> {
         match folder.split('/').next()? {
             "engine" => Some(Self::Engine),

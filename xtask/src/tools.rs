@@ -25,7 +25,7 @@ pub enum Tool {
         name: &'static str,
         /// Returns true if this machine has the tool.
         is_here: fn() -> bool,
-        /// Returns the command that builds it.
+        /// Returns the command that builds the tool.
         bring: fn() -> String,
     },
 }

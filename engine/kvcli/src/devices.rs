@@ -64,7 +64,7 @@ pub(crate) fn devices(args: &DevicesArgs) -> Result<()> {
     Ok(())
 }
 
-/// The devices of a backend, or the reason why it has none.
+/// The devices of a backend, or the reason that it does not have any.
 type Listed = std::result::Result<Vec<ListedDevice>, String>;
 
 #[cfg(feature = "cpu")]

@@ -90,7 +90,7 @@ pub(crate) struct SleepJson {
     device_bytes: usize,
     /// The host memory that these pieces took while asleep, in bytes.
     host_bytes: usize,
-    /// The difference between the two sizes.
+    /// The difference between `device_bytes` and `host_bytes`.
     saved_bytes: usize,
 }
 

@@ -33,7 +33,7 @@ pub enum Error {
         /// The field or tensor, and the problem with it.
         reason: String,
     },
-    /// A file of weights is truncated, or its header or shard index is wrong.
+    /// A weight file is truncated, or its header or shard index is wrong.
     #[error("weights: {0}")]
     Weights(String),
     /// A weight is missing, or does not suit the config or the dense steps.
@@ -106,7 +106,7 @@ impl Error {
         }
     }
 
-    /// Returns the message without the kind of file, for messages that start with the path.
+    /// Returns the message without the kind of file, to append to the file's path.
     fn reason(&self) -> String {
         match self {
             Self::Config(reason) | Self::Weights(reason) | Self::Tokenizer(reason) => reason.clone(),
@@ -136,10 +136,10 @@ pub enum WeightProblem {
         /// The tensor's shape.
         got: Vec<usize>,
     },
-    /// The tensor's number of axes is not the one that its use needs.
+    /// The tensor does not have the number of axes that its use needs.
     #[error("has {got} axes, its use asks for {expected}")]
     Rank {
-        /// The number of axes that its use needs.
+        /// The number of axes that the tensor's use needs.
         expected: usize,
         /// The tensor's number of axes.
         got: usize,

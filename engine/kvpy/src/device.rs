@@ -25,7 +25,7 @@ pub(crate) enum ArenaDevice {
 }
 
 /// The open devices by process and name, shared so that memory from one call is accepted by the next. A
-/// forked process opens its own devices, because it has none of its parent's threads and contexts.
+/// forked process opens its own devices, because it does not have its parent's threads and contexts.
 static OPENED: Mutex<BTreeMap<(u32, String), Arc<ArenaDevice>>> = Mutex::new(BTreeMap::new());
 
 impl ArenaDevice {

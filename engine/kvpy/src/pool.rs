@@ -92,7 +92,7 @@ impl PyBlockPool {
         Ok(dict)
     }
 
-    /// Frees every cached block, and returns how many there were.
+    /// Frees every cached block, and returns the number of blocks.
     fn clear_cached(&self) -> usize {
         self.0.clear_cached()
     }

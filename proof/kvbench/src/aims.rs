@@ -85,7 +85,7 @@ const ON_A_CARD: [Aim; 5] = [
     },
 ];
 
-/// Returns a row's target, if any. A row measured on a test double has none.
+/// Returns a row's target, if any. A row measured on a test double has no target.
 fn find(row: &BenchRow) -> Option<&'static Aim> {
     if row.double {
         return None;

@@ -20,7 +20,7 @@ const COMMAND: &str = "cargo xtask deep";
 pub(super) struct Row {
     /// The end time of the run, in a format that sorts.
     pub(super) when: String,
-    /// The commit that it ran on.
+    /// The commit that the slice ran on.
     pub(super) commit: String,
     pub(super) seconds: Seconds,
     pub(super) passed: bool,
@@ -47,12 +47,12 @@ impl Table {
         self.0.get(slice.name)
     }
 
-    /// Records a run, replacing the one before it.
+    /// Records a slice's run, replacing the previous run.
     pub(super) fn set(&mut self, slice: &Slice, row: Row) {
         self.0.insert(slice.name.to_owned(), row);
     }
 
-    /// Returns the slice to run next: one that never ran, or else the one that ran longest ago.
+    /// Returns the slice to run next: a slice that never ran, or else the slice that ran longest ago.
     pub(super) fn longest_unrun(&self) -> &'static Slice {
         // A failed slice gets no priority, because a slice that always fails would block all others.
         let turn = |slice: &&Slice| self.row(slice).map(|row| row.when.clone());

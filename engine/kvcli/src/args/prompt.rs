@@ -1,4 +1,4 @@
-//! Options of `kvc run` that give the prompt.
+//! Options of `kvc run` for the prompt.
 
 use std::path::PathBuf;
 
@@ -6,7 +6,7 @@ use clap::Args;
 
 use super::separator;
 
-/// Options that give the prompt, its parts, and earlier prompts.
+/// Options for the prompt, its parts, and earlier prompts.
 #[derive(Debug, Args)]
 pub(crate) struct PromptArgs {
     /// Prompt; `-` reads it from standard input.

@@ -1,4 +1,4 @@
-//! Options of `kvc run` that choose the tokens of an answer and end it.
+//! Options of `kvc run` for choosing an answer's tokens and for ending the answer.
 
 use std::sync::Arc;
 
@@ -87,13 +87,13 @@ pub(crate) struct SamplingArgs {
 }
 
 impl SamplingArgs {
-    /// Returns the settings for beam search, if it was requested.
+    /// Returns the settings for beam search, or `None` if it was not requested.
     pub(crate) fn beams(&self) -> Option<BeamSearch> {
         let search = BeamSearch { width: self.beams, length_penalty: self.length_penalty };
         Some(search).filter(|search| search.width > 1)
     }
 
-    /// Returns the settings for sparse decode, if it was requested.
+    /// Returns the settings for sparse decode, or `None` if it was not requested.
     pub(crate) fn sparse(&self) -> Option<SparseDecode> {
         self.pages.map(SparseDecode::new)
     }
@@ -112,7 +112,7 @@ impl SamplingArgs {
         }
     }
 
-    /// Returns the answer to score instead of choosing one, if it was given.
+    /// Returns the answer to score instead of choosing one, or `None` if none was given.
     pub(crate) fn answer(&self) -> Option<Arc<[u32]>> {
         (!self.answer.is_empty()).then(|| self.answer.as_slice().into())
     }

@@ -100,8 +100,8 @@ fn engine(args: &RagArgs) -> Result<Engine> {
     Ok(Engine::new(model, backend, &tokenizer, &config)?)
 }
 
-/// Opens a backend, and loads a model on it or creates one of the given size with random weights. Also
-/// returns the tokenizer's digest.
+/// Opens a backend, and loads a model on it or creates a model of the given size with random weights.
+/// Also returns the tokenizer's digest.
 fn open(args: &MeasuredArgs) -> Result<(Model, [u8; 32], Arc<dyn Backend>)> {
     let OpenedBackend { backend, dense } = backend::open(&args.backend)?;
     if let Some((layers, width)) = args.size {

@@ -101,7 +101,8 @@ impl DemoQuestion {
     }
 }
 
-/// Answers with the cache, then under the same mask without any reuse, and compares both answers.
+/// Answers each question with the cache, then under the same mask without any reuse, and compares the
+/// answers.
 fn ask(
     engine: &mut Engine,
     codec: &TextCodec,
@@ -222,7 +223,7 @@ impl Answered {
     }
 }
 
-/// Checks that the demo showed what it claims to show.
+/// Checks that the demo's results match its claims.
 fn verdict(outcomes: &[Answered]) -> Result<()> {
     let good = outcomes.iter().all(|o| o.is_right() && o.is_unchanged());
     let hits = outcomes.iter().skip(1).all(|o| o.chunks.iter().all(|c| c.hit));

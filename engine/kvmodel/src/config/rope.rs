@@ -60,7 +60,7 @@ const BESIDE: [&str; 4] =
     ["rope_theta", "partial_rotary_factor", "original_max_position_embeddings", "max_position_embeddings"];
 
 /// Rejects a field that is present but not a number, because a default would silently change the model. The
-/// error names it.
+/// error names the field.
 fn check_numbers(fields: &Value, names: &[&str]) -> Result<()> {
     let given = |name: &&str| fields.get(*name).filter(|value| !value.is_null() && !value.is_number());
     match names.iter().find_map(|name| given(name).map(|value| (name, value))) {
@@ -94,7 +94,7 @@ pub(super) fn softmax_factor(json: &Value) -> f64 {
 }
 
 /// Rejects rotary parameters that are not an object, and switches that are neither true nor false. The error
-/// names them.
+/// names the field.
 pub(super) fn check_shapes(json: &Value) -> Result<()> {
     let given = |of: &Value, name: &str| of.get(name).filter(|value| !value.is_null()).cloned();
     for name in ["rope_parameters", "rope_scaling"] {

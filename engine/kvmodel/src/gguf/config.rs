@@ -20,7 +20,8 @@ const NEEDED: [(&str, &str); 5] = [
 const OPTIONAL: [(&str, &str); 2] =
     [("attention.head_count_kv", "num_key_value_heads"), ("attention.key_length", "head_dim")];
 
-/// GGUF fields with numbers for the rotary embedding, and the names that its errors use for them.
+/// GGUF fields with numbers for the rotary embedding, and the names of these fields in the embedding's
+/// errors.
 const ROPE: [(&str, &str); 3] = [
     ("rope.freq_base", "theta"),
     ("rope.scaling.factor", "factor"),

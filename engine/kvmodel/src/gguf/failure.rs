@@ -1,4 +1,4 @@
-//! Errors in reading a GGUF file, without its path.
+//! Errors in reading a GGUF file, without the file's path.
 
 use crate::error::Error;
 

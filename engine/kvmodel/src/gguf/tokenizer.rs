@@ -16,8 +16,8 @@ const CONTROL: i64 = 3;
 /// GGUF's type ID for tokens that users have added, which are never split.
 const ADDED: i64 = 4;
 
-/// The pattern that Llama 3 and Qwen2 use to split text before they merge bytes. They differ in how many
-/// digits of a number stay together.
+/// The pattern that Llama 3 and Qwen2 use to split text before they merge bytes. The two models differ in
+/// how many digits of a number stay together.
 const WORDS: &str = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
 
 /// Returns the steps that split text, the normalizer, and true if a whole word that is a token stays

@@ -6,7 +6,7 @@ use crate::dense::{Activation, Dense};
 use crate::error::Result;
 
 /// The projections from the residual stream to every head's queries, keys and values, and from
-/// attention's output back to it.
+/// attention's output back to the residual stream.
 #[derive(Debug)]
 pub(super) struct GroupedQuery {
     q: Linear,

@@ -8,7 +8,7 @@ use crate::dense::{Dense, StoredWeight, Weight, WeightFormat, WeightUse};
 use crate::error::Result;
 use crate::weights::Weights;
 
-/// A model's weights while it is being built.
+/// A model's weights while the model is being built.
 pub(crate) struct Loader<'a> {
     weights: &'a mut Weights,
     dense: &'a dyn Dense,

@@ -1,4 +1,5 @@
-//! The forward pass: dense steps by an implementation of [`Dense`], and KV and attention on the backend.
+//! The forward pass: an implementation of [`Dense`] runs the dense steps, and a backend stores KV and
+//! attends.
 
 use std::ops::ControlFlow;
 use std::sync::Arc;

@@ -271,8 +271,8 @@ impl<'a> Pass<'a> {
         Ok(self.queries.insert(queries))
     }
 
-    /// Starting with the next layer, sums how much some of the batch's sequences attend to the tokens before
-    /// them.
+    /// Starting with the next layer, sums the attention that some of the batch's sequences pay to earlier
+    /// tokens.
     ///
     /// # Errors
     /// Returns [`kvcore::Error::OutOfRange`] for a sequence that the batch does not have.
@@ -355,7 +355,8 @@ impl<'a> Pass<'a> {
         if observed {
             self.queries()?;
         }
-        // In the last layer, only rows whose logits are wanted continue. The others only store their KV.
+        // In the last layer, only rows whose logits are wanted continue. All other rows only store their
+        // KV.
         let wanted =
             if self.layer + 1 == layers { Wanted::of(self.rows, self.place().group, dense)? } else { None };
         let projected = match (self.projected.take(), &wanted) {

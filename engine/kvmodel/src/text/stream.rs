@@ -36,7 +36,7 @@ pub struct TextStream<'a> {
     text: String,
     /// The length of the text that was already returned.
     given: usize,
-    /// The length of the text that contains no start of a stop string.
+    /// The length of the prefix of the text in which no stop string starts.
     searched: usize,
     stopped: bool,
     failure: Option<Error>,

@@ -47,8 +47,8 @@ impl PyKvStorageManager {
         Ok(numbers(&self.own.reserve(request_id, num_blocks).map_err(CallError::from)?))
     }
 
-    /// Frees all of a request's blocks, and returns how many there were. Raises `KvCacheError` for an unknown
-    /// request, which the design that this method is based on ignores.
+    /// Frees all of a request's blocks, and returns the number of blocks. Raises `KvCacheError` for an
+    /// unknown request, which the design that this method is based on ignores.
     fn release_blocks(&self, request_id: u64) -> PyResult<usize> {
         Ok(self.own.release(request_id).map_err(CallError::from)?)
     }

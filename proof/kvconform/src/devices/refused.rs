@@ -115,7 +115,7 @@ fn everything<R: DeviceRig>(rig: &R, device: usize, other: usize) -> Result<()> 
     second.read(&rows, &mut [0; 192])?;
     let pinned = allocate_tensor(backend.as_ref(), MemoryKind::Pinned, DType::U8, &[96])?;
     second.write(&pinned, &[1; 96])?;
-    // Enough pieces of memory that the stream splits its work into batches.
+    // Use so many pieces of memory that the stream splits its work into batches.
     for _ in 0..80 {
         second.copy_tensor(&CopyTensor { src: pinned.clone(), dst: bytes_on(backend.as_ref(), 96)? })?;
     }

@@ -78,7 +78,7 @@ fn gives_back(double: &dyn DriverDouble, device: usize, backend: &dyn Backend) -
         let stream = backend.stream()?;
         stream.write(&view, &vec![1; 8 << 20])?;
         stream.write(&pinned, &[1; 4096])?;
-        // Enough pieces of memory that the stream splits its work into batches.
+        // Use so many pieces of memory that the stream splits its work into batches.
         for _ in 0..150 {
             stream.copy_tensor(&CopyTensor { src: view.slice(0, 0, 16)?, dst: bytes_on(backend, 16)? })?;
         }

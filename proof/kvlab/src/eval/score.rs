@@ -20,8 +20,8 @@ pub struct Trial {
     pub answer: String,
     /// True if the answer is right; `None` if only divergences were measured.
     pub right: Option<bool>,
-    /// The Kullback–Leibler divergence from full attention along its own answer, in nats per token, if it was
-    /// measured.
+    /// The Kullback–Leibler divergence from full attention along full attention's own answer, in nats per
+    /// token, if it was measured.
     pub divergence: Option<f64>,
     /// The share of the tokens in full attention's answer that this arm would have chosen, if it was
     /// measured.

@@ -33,7 +33,8 @@ pub struct TuneRow {
     pub arm: Arm,
     /// The candidate's name.
     pub name: String,
-    /// The Kullback–Leibler divergence from full attention along its own answers, in nats per token.
+    /// The Kullback–Leibler divergence from full attention along full attention's own answers, in nats
+    /// per token.
     pub divergence: f64,
     /// The operation count of the prefill, relative to full attention's.
     pub operations: f64,
