@@ -19,7 +19,7 @@
 //! - [`paging`]: the data structures of an engine: keys, the block pool, block tables, caches, prefixes,
 //!   sleep, batches
 //!
-//! All names are also exported here.
+//! All public items are also exported at the crate root.
 //!
 //! This crate does not depend on any device API, async runtime or model. A backend implements [`Backend`],
 //! [`Stream`], [`Storage`] and [`Event`]; an engine keeps sequences in a [`PagedKvCache`] (or a

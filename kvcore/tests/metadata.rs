@@ -55,7 +55,7 @@ fn a_block_costs_at_most_128_bytes_and_a_call_few_allocations() {
         let bytes = (COUNTS.get().0 - before) as f64 / f64::from(BLOCKS);
         assert!(bytes <= 128.0, "{kind:?}: {bytes:.1} bytes a block");
 
-        // A call on 128 blocks allocates a list of their ids and one or two small objects.
+        // A call on 128 blocks allocates a list of block IDs and one or two small objects.
         let calls = |work: &mut dyn FnMut()| {
             let before = COUNTS.get().1;
             work();

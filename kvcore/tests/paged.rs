@@ -85,7 +85,7 @@ fn after_a_rollback_blocks_are_registered_under_their_contents() {
     let (stale, cached) =
         cache.create_with_prefix(&PromptKeys::new(root, &[0, 1, 2, 3, 4, 5, 7, 8, 0], 4)).unwrap();
     assert_eq!(cached, 4, "what was rolled back is in no key");
-    // below a shared block: the chain is shortened with the table
+    // Truncate to before a shared block: the key chain must be shortened with the table.
     cache.truncate(id, 4).unwrap();
     cache.grow(id, 4).unwrap();
     cache.commit(id, &[6, 6, 6, 6]).unwrap();

@@ -111,7 +111,8 @@ fn priorities_hold_for_their_time() {
 fn one_queue_takes_the_block_released_first() {
     let pool = BlockPool::with_config(0..4, PoolConfig::default().free_order(FreeOrder::OneQueue)).unwrap();
     store(&pool, 0);
-    // blocks 1, 2 and 3 were never used and wait before block 0; an unused block goes after block 0
+    // Blocks 1, 2 and 3 were never used and come before block 0 in the queue. A block released now goes after
+    // block 0.
     drop(pool.allocate(1).unwrap());
     let taken = pool.allocate(2).unwrap();
     assert_eq!(cached(&pool, 0..1), [0]);

@@ -1,5 +1,5 @@
-//! Traces of vLLM's block manager, recorded by `proof/vllm/traces/record.py` and replayed on this pool: the
-//! same hits, block ids, keys and failures, and the same order of evictions.
+//! Traces of vLLM's block manager, recorded by `proof/vllm/traces/record.py` and replayed on this pool: hits,
+//! block IDs, keys, failures and the order of evictions must be the same.
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::collections::HashMap;
@@ -41,7 +41,7 @@ fn ids(blocks: &[BlockId]) -> Vec<u32> {
     blocks.iter().map(|id| id.0).collect()
 }
 
-/// A request as an engine keeps it.
+/// A request, with the state that an engine keeps for it.
 struct Request {
     tokens: Vec<u32>,
     extras: VllmExtras,
@@ -57,7 +57,7 @@ impl Request {
         self.keys = VllmChain::default().keys(&self.tokens, block_size, &self.extras);
     }
 
-    /// Gives keys to the blocks that are full at `end` tokens.
+    /// Registers the blocks that are full once the request has `end` tokens.
     fn register(&mut self, end: usize, block_size: usize) {
         let full = end.min(self.tokens.len()) / block_size;
         let known = self.shared.len();
@@ -109,7 +109,7 @@ impl Replay {
             "admit" => {
                 let request = self.requests.get_mut(&number(&event["req"])).unwrap();
                 request.append(event, size);
-                // One token is always computed, to have logits.
+                // At least one token must be computed, to get logits.
                 let usable = request.tokens.len().saturating_sub(1) / size;
                 let keys = &request.keys[..usable.min(request.keys.len())];
                 let hit = self.pool.cached_prefix(keys);
@@ -207,7 +207,7 @@ impl Replay {
         self.evictions += removed.len();
     }
 
-    /// Takes every remaining block, one at a time, and compares with vLLM's queue.
+    /// Allocates all remaining blocks, one at a time, and compares their order with vLLM's queue.
     fn drain(&mut self, trace: &Value) {
         let mut held = Vec::new();
         for expected in trace["end"]["queue"].as_array().unwrap() {
@@ -266,7 +266,7 @@ fn keys_are_vllms_to_the_bit() {
         compared += 1;
     }
     assert!(compared >= 40, "{compared} vectors");
-    // Forms that other releases hash, forms that no request has, and prompts without tokens.
+    // Extras that other vLLM releases hash, extras that no request has, and prompts without tokens.
     let others = [
         "prompt embeddings",
         "one token of lookahead",
@@ -278,11 +278,11 @@ fn keys_are_vllms_to_the_bit() {
     assert_eq!(skipped, others);
 }
 
-/// Returns the request that has these extras in a block, and the start of the block in it. Returns `None`
-/// for forms that other releases of vLLM use.
+/// Returns a request that has these extras in a block, and the start of that block in the request. Returns
+/// `None` for extras that only other releases of vLLM use.
 fn extras(value: &Value) -> Option<(VllmExtras, usize)> {
     let mut extras = VllmExtras::default();
-    // The start is large enough that inputs may begin before the block. A salt occurs in first blocks only.
+    // The start is large enough that inputs can begin before the block. A salt occurs only in first blocks.
     let list = value.as_array().cloned().unwrap_or_default();
     if list.is_empty() && !value.is_null() {
         return None;

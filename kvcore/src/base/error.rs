@@ -203,7 +203,7 @@ pub enum Error {
         /// The kind of permit: `"slots"` or `"blocks"`.
         what: &'static str,
     },
-    /// Operands that must be in separate memory share memory.
+    /// Two operands share memory, although their memory must be separate.
     #[error("{what}: operands share memory; copy one of them first")]
     Aliased {
         /// The operands that share memory.

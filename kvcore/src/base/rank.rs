@@ -34,7 +34,7 @@ pub struct RankInfo {
 }
 
 impl Default for RankInfo {
-    /// Returns the info of a single rank that holds the whole model and batch.
+    /// Returns the `RankInfo` of a single rank, which holds the whole model and batch.
     fn default() -> Self {
         Self { tp_rank: 0, tp_size: 1, pp_rank: 0, pp_size: 1, dp_rank: 0, dp_size: 1 }
     }
@@ -60,7 +60,7 @@ impl HeadShare {
 }
 
 impl RankInfo {
-    /// Creates the info of rank `rank` of `size` ranks that split the heads.
+    /// Creates a `RankInfo` for rank `rank` of `size` tensor-parallel ranks, which split the heads.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `size` is 0, and [`Error::OutOfRange`] if `rank` is not below `size`.
@@ -68,7 +68,7 @@ impl RankInfo {
         Self { tp_rank: rank, tp_size: size, ..Self::default() }.checked()
     }
 
-    /// Creates the info of stage `rank` in a pipeline of `size` stages.
+    /// Creates a `RankInfo` for stage `rank` of a pipeline with `size` stages.
     ///
     /// # Errors
     /// Returns the errors of [`tensor_parallel`](Self::tensor_parallel).
@@ -76,7 +76,7 @@ impl RankInfo {
         Self { pp_rank: rank, pp_size: size, ..Self::default() }.checked()
     }
 
-    /// Checks all indices and sizes, and returns the info unchanged if they are valid.
+    /// Checks all indices and sizes, and returns `self` if they are valid.
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if a size is 0, and [`Error::OutOfRange`] if a rank is not below its size,
@@ -101,8 +101,8 @@ impl RankInfo {
     /// replicas of one head.
     ///
     /// # Errors
-    /// Returns [`Error::Uneven`] if `heads` is 0, or if neither of `heads` and the number of ranks divides
-    /// the other, and the errors of [`checked`](Self::checked).
+    /// Returns [`Error::Uneven`] if `heads` is 0, or if neither `heads` nor the number of ranks is a multiple
+    /// of the other, and the errors of [`checked`](Self::checked).
     pub fn kv_heads(&self, heads: usize) -> Result<HeadShare> {
         let Self { tp_rank, tp_size, .. } = self.checked()?;
         if heads > 0 && heads < tp_size && tp_size.is_multiple_of(heads) {

@@ -10,7 +10,7 @@ use crate::device::{Backend, Dims, Storage, Stream, TensorView};
 /// Memory for K and V in one layout on one device. Block IDs and slots refer to places in an arena.
 ///
 /// The main pool and the chunk pool share one arena, so one `attend` can read blocks of both. A quantised
-/// arena has two further storages, for the scales of K and of V.
+/// arena has two additional storages, for the scales of K and of V.
 #[derive(Debug, Clone)]
 pub struct KvArena {
     k: Arc<dyn Storage>,

@@ -88,7 +88,7 @@ impl fmt::Display for Collective<'_> {
 }
 
 // Decision: docs/decisions/device.md#checked-is-the-proof-of-a-check
-/// A collective that has passed its check. Only [`Collective::checked`] creates one.
+/// A collective that has passed its check. Only [`Collective::checked`] creates values of this type.
 #[derive(Debug, Clone, Copy)]
 pub struct CheckedCollective<'a>(Collective<'a>);
 
@@ -197,10 +197,10 @@ fn unsupported(what: String) -> Error {
 /// - [`run`](Self::run) is the only entry: it checks the collective and the memory, and launches the
 ///   collective. A rejected collective enqueues nothing. The other ranks then wait for the collective until
 ///   they time out, or until a rank calls [`abort`](Self::abort).
-/// - A failure is final for all ranks: an abort, a time-out, a lost device, or a rank that left while others
-///   need it. Ranks in the same process notice the failure at once, and other ranks when they time out at the
-///   latest. After a failure, destinations are undefined, and every later collective returns the error. Other
-///   work on the streams continues.
+/// - A failure is final for all ranks. Failures are an abort, a time-out, a lost device, or a rank that left
+///   while other ranks need it. Ranks in the same process notice the failure at once, and other ranks when
+///   they time out at the latest. After a failure, destinations are undefined, and every later collective
+///   returns the error. Other work on the streams continues.
 /// - The constructor of each implementation defines the time-out, and the means by which ranks find each
 ///   other.
 /// - Dropping a communicator leaves the group. Call [`wait`](Self::wait) first.

@@ -20,8 +20,9 @@ use crate::device::{AttendWork, QueryRow, Stream, WriteSlots};
 // Decision: docs/decisions/device.md#a-graph-identifies-its-input-lists
 /// The lists of a step that change with each replay.
 ///
-/// While a step is recorded, operations must use exactly these lists: a scatter the slots and positions, an
-/// attend the work, an embedding the tokens. Lists are recognised by their address, not by their contents.
+/// While a step is recorded, operations must use exactly these lists: a scatter must use the slots and
+/// positions, an attend the work, and an embedding the tokens. Lists are recognised by their address, not by
+/// their contents.
 #[derive(Debug, Clone)]
 pub struct StepInputs {
     /// The token of each row.
@@ -60,7 +61,7 @@ impl StepInputs {
 
 /// A captured step.
 ///
-/// - A graph keeps all memory that its work touches alive.
+/// - A graph keeps alive all memory that its work touches.
 /// - A replay is enqueued on the stream of the capture, in order with the other work on that stream.
 /// - A replay checks its inputs like [`Operation::check`](crate::Operation::check) of each captured
 ///   operation. If a check fails, nothing is enqueued.
@@ -166,7 +167,7 @@ pub struct GraphCache<T = ()> {
 }
 
 impl<T: Clone> GraphCache<T> {
-    /// Creates a cache for at most `most` graphs. With 0, every step runs eagerly.
+    /// Creates a cache for at most `most` graphs. If `most` is 0, every step runs eagerly.
     pub fn new(most: usize) -> Self {
         Self { most, known: Vec::new(), counts: GraphCounts::default() }
     }

@@ -39,8 +39,8 @@ impl OwnedStorage {
         backend.allocate(kind, bytes).map(Self)
     }
 
-    /// Wraps memory that the caller provides. Any [`Storage`] that keeps its owner alive is accepted, such
-    /// as a backend's type over a foreign pointer (`CpuStorage::from_raw`).
+    /// Wraps memory that the caller provides. Any [`Storage`] that keeps its owner alive is accepted, such as
+    /// a backend's wrapper around a foreign pointer (`CpuStorage::from_raw`).
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if the storage is empty.

@@ -1,8 +1,8 @@
 //! Write permits, which prove that nothing else reads the blocks that an operation writes to.
 //!
 //! ```text
-//!   MutableBlocks ──issues──► Permit ──lies in──► WriteSlots, WritePairs ──checked by──► Scatter, CopyBlocks, …
-//!        │ first blocks shared ──voids the permits that write one of these blocks
+//!   MutableBlocks ──issues──► Permit ──stored in──► WriteSlots, WritePairs ──checked by──► Scatter, CopyBlocks, …
+//!        │ first blocks shared ──voids the permits for these blocks
 //!        └ truncated, split, freed ──voids every permit issued before
 //! ```
 //!
@@ -204,7 +204,8 @@ impl WriteSlots {
         self.permits.iter().try_for_each(|slots| same(what, slots.block_size, block_size))
     }
 
-    /// Concatenates the rows of several sequences. The rows of a single sequence are shared, not copied.
+    /// Concatenates the slots of several sequences. If there is only one sequence, its slots are shared, not
+    /// copied.
     pub fn concat<'a>(parts: impl Iterator<Item = &'a Self> + Clone) -> Self {
         let mut rest = parts.clone();
         if let (Some(only), None) = (rest.next(), rest.next()) {

@@ -90,8 +90,8 @@ impl KvLayout {
     ///
     /// # Errors
     /// - Returns [`Error::Zero`] if an extent or the group is 0.
-    /// - Returns [`Error::TooLarge`] if the number of blocks does not fit a [`BlockId`](crate::BlockId).
-    /// - Returns [`Error::Overflow`] if a size does not fit the address space.
+    /// - Returns [`Error::TooLarge`] if the number of blocks does not fit in a [`BlockId`](crate::BlockId).
+    /// - Returns [`Error::Overflow`] if a size does not fit in the address space.
     /// - Returns [`Error::InvalidFormat`] for a dense type that no kernel computes with.
     /// - Returns [`Error::NotMultiple`] if the group does not divide `k_dim` and `v_dim`, or is odd for int4.
     /// - Returns [`Error::InvalidStrides`] if two elements would share an address, or if a row of 4-bit

@@ -15,7 +15,7 @@ pub struct ScaleLayout {
     pub dtype: DType,
     /// Strides, in scales.
     pub strides: PlaneStrides,
-    /// Number of scales per row of a head. They are stored consecutively.
+    /// Number of scales for each head's row, which are stored consecutively.
     pub per_row: usize,
     /// Required size of the scale storage, in bytes.
     pub bytes: usize,

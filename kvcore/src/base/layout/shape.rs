@@ -17,8 +17,8 @@ pub enum BlockOrder {
 /// The extents that define a [`KvLayout`](crate::KvLayout).
 ///
 /// K and V may differ in their number of heads and in their width. Multi-head latent attention (MLA) has one
-/// head in each: K holds the rotated part (`k_dim` = `qk_rope_head_dim`) and V the latent (`v_dim` =
-/// `kv_lora_rank`).
+/// head in K and one in V: K holds the rotated part (`k_dim` = `qk_rope_head_dim`) and V the latent (`v_dim`
+/// = `kv_lora_rank`).
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvShape {
     /// Number of layers held by this rank.

@@ -23,7 +23,7 @@ pub enum ScaleScope {
 /// The storage format of the elements of K and V.
 ///
 /// On the command line and in configs, a format is one word: `f32`, `f16`, `bf16`, `int8` or `int8:GROUP`,
-/// `int4` or `int4:GROUP`, `fp8-e4m3`, `fp8-e5m2`. Either fp8 format takes the suffix `:head` for one scale
+/// `int4` or `int4:GROUP`, `fp8-e4m3`, `fp8-e5m2`. Both fp8 formats accept the suffix `:head`, for one scale
 /// per head.
 ///
 /// ```

@@ -50,9 +50,9 @@ pub enum RopeScaling {
     Llama3 {
         /// The divisor of low frequencies.
         factor: f64,
-        /// Wavelengths above `original / low_freq_factor` are scaled fully.
+        /// Wavelengths longer than `original / low_freq_factor` are fully scaled.
         low_freq_factor: f64,
-        /// Wavelengths below `original / high_freq_factor` are kept.
+        /// Wavelengths shorter than `original / high_freq_factor` are not scaled.
         high_freq_factor: f64,
         /// Context length that the model was originally trained with, in positions.
         original_max_position: usize,

@@ -1,5 +1,5 @@
-//! The frequencies of a regime. They are computed in f32 with the same operations in the same order as in
-//! Hugging Face transformers, so both give equal frequencies.
+//! Computes the frequencies of a regime in f32, with the same operations in the same order as Hugging Face
+//! transformers, so that the results are equal.
 
 use std::f32::consts::PI;
 

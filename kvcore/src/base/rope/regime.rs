@@ -17,7 +17,8 @@ use super::{RopeConfig, RopeScaling};
 /// therefore change in the middle of an answer, while older cached keys keep the old ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Regime {
-    /// The frequencies within the original context, and the frequencies of scalings that never change them.
+    /// The frequencies within the original context, and the only frequencies of scalings that do not depend
+    /// on the length.
     Original,
     /// The frequencies of `LongRoPE` beyond the original context.
     Long,

@@ -117,7 +117,7 @@ impl Rope {
         self.config.pairing
     }
 
-    /// Returns the limit of positions and distances: their magnitude must be below it.
+    /// Returns the limit for positions and distances, whose magnitude must be below it.
     pub fn max_positions(&self) -> usize {
         self.max_positions
     }

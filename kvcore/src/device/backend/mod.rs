@@ -160,7 +160,8 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// backend without this feature lists `"graphs"` as missing.
     ///
     /// The capture belongs to the calling thread. Other streams of the backend join the capture when they
-    /// [wait for](Self::wait_for) an event of it, and this stream MUST wait for them before the capture ends.
+    /// [wait for](Self::wait_for) one of its events, and this stream MUST wait for those streams before the
+    /// capture ends.
     ///
     /// # Errors
     /// Returns the errors of `record`. Returns [`Error::Unsupported`], with the name of the operation, for
@@ -266,8 +267,8 @@ pub trait Backend: Send + Sync + fmt::Debug {
 /// Allocates a dense, zeroed tensor with shape `shape` in its own storage.
 ///
 /// # Errors
-/// Returns the errors of [`OwnedStorage::create`] and [`OwnedStorage::view`], and
-/// [`Error::Overflow`] if the size does not fit the address space.
+/// Returns the errors of [`OwnedStorage::create`] and [`OwnedStorage::view`], and [`Error::Overflow`] if the
+/// size does not fit in the address space.
 pub fn allocate_tensor(
     backend: &dyn Backend,
     kind: MemoryKind,

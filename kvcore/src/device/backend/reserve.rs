@@ -44,8 +44,8 @@ pub trait ReservedStorage: Storage {
     /// Returns the number of mapped bytes.
     fn mapped_bytes(&self) -> usize;
 
-    /// Returns the number of bytes of physical memory that back the storage. This exceeds the mapped bytes on
-    /// a device that can release a storage only as a whole.
+    /// Returns the size of the physical memory behind the storage, in bytes. On a device that can release a
+    /// storage only as a whole, this exceeds the number of mapped bytes.
     fn resident_bytes(&self) -> usize {
         self.mapped_bytes()
     }

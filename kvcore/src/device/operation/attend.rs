@@ -278,7 +278,7 @@ impl Attend {
         self.work.tokens() * self.arena.layout().token_bytes()
     }
 
-    /// Lists the memory that the operation touches.
+    /// Adds the memory that the operation touches to `storages`.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.arena(&self.arena);
         storages.view(&self.q);

@@ -33,7 +33,7 @@ impl CopyBlocks {
         self.pairs.len() * self.arena.layout().block_bytes()
     }
 
-    /// Lists the memory that the operation touches.
+    /// Adds the memory that the operation touches to `storages`.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.arena(&self.arena);
     }
@@ -76,7 +76,7 @@ macro_rules! between_arenas {
                 self.pairs.len() * self.dst.layout().block_bytes()
             }
 
-            /// Lists the memory that the operation touches.
+            /// Adds the memory that the operation touches to `storages`.
             pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
                 storages.arena(&self.src);
                 storages.arena(&self.dst);

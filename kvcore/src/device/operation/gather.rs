@@ -79,7 +79,7 @@ impl Gather {
         slot_bytes(&self.arena, &self.slots)
     }
 
-    /// Lists the memory that the operation touches.
+    /// Adds the memory that the operation touches to `storages`.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.arena(&self.arena);
         storages.view(&self.k);

@@ -32,7 +32,7 @@ impl ApplyRope {
         self.rope.table(self.positions.iter().copied()).map(drop)
     }
 
-    /// Lists the memory that the operation touches.
+    /// Adds the memory that the operation touches to `storages`.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.view(&self.rows);
     }

@@ -39,7 +39,7 @@ impl RotateKeys {
         self.pairs.len() * self.dst.layout().block_bytes() / self.dst.layout().shape().num_layers
     }
 
-    /// Lists the memory that the operation touches.
+    /// Adds the memory that the operation touches to `storages`.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.arena(&self.src);
         storages.arena(&self.dst);

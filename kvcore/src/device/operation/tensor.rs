@@ -48,7 +48,7 @@ impl CopyTensor {
         self.dst.len() * self.dst.dtype().bits() / 8
     }
 
-    /// Lists the memory that the operation touches.
+    /// Adds the memory that the operation touches to `storages`.
     pub(super) fn storages<'a>(&'a self, storages: &mut Storages<'a>) {
         storages.view(&self.src);
         storages.view(&self.dst);

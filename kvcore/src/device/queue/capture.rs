@@ -21,7 +21,7 @@ use crate::device::{
 /// ID of the next capture. ID 0 means that a stream is in no capture.
 static NUMBERS: AtomicU64 = AtomicU64::new(1);
 
-/// The state that captures need in a stream.
+/// The state of a stream that captures need.
 #[derive(Debug, Default)]
 pub struct CaptureSide {
     gate: CaptureGate,
@@ -34,7 +34,7 @@ pub struct CaptureSide {
 pub trait CapturedStream: Sized + 'static {
     /// The backend's name in errors.
     const BACKEND: &'static str;
-    /// The device's graph, destroyed when it is dropped.
+    /// The device's graph, which must be destroyed when this value is dropped.
     type Graph;
     /// Backend-specific data of a capture, which the graph keeps.
     type Notes: Default;

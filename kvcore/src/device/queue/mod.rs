@@ -3,10 +3,10 @@
 //! ```text
 //!   hold       memory and handles that enqueued work uses, in batches that end with marks of the device
 //!   recent     lists and plans of the last operations, by key
-//!   uploads    pinned memory of lists, used again when no work holds it
-//!   lists      places of a captured step's lists, which each replay writes
-//!   capture    the capture that a thread records, and the streams that take part
-//!   memory     memory of activations, on loan
+//!   uploads    pinned memory for lists, reused when no work holds it
+//!   lists      the lists of a captured step, which each replay overwrites
+//!   capture    the capture that a thread records, and its streams
+//!   memory     activation memory, on loan
 //!   granules   the mapped granules of a reservation
 //! ```
 

@@ -30,7 +30,7 @@ impl<K: PartialEq, V, const N: usize> Recent<K, V, N> {
         self.kept.iter().find(|(known, _)| known == key).map(|(_, value)| value)
     }
 
-    /// Stores the value of a new key, replacing the oldest value if there are already `N`.
+    /// Stores the value of a new key, replacing the oldest value if there are already `N` values.
     pub fn keep(&mut self, key: K, value: V) {
         if self.kept.len() < N {
             return self.kept.push((key, value));

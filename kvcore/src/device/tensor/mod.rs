@@ -45,7 +45,7 @@ impl TensorView {
     /// - Returns [`Error::Misaligned`] if the storage's address is not aligned for `dtype`, and
     ///   [`Error::InsideByte`] if the view begins inside a byte.
     /// - Returns [`Error::Mismatch`] if `shape` and `strides` have different ranks.
-    /// - Returns [`Error::Overflow`] if a size does not fit the address space.
+    /// - Returns [`Error::Overflow`] if a size does not fit in the address space.
     pub fn with_strides(
         storage: Arc<dyn Storage>,
         dtype: DType,
@@ -138,7 +138,7 @@ impl TensorView {
     /// Returns the byte range in the storage from the first element to the last, including any gaps.
     ///
     /// # Errors
-    /// Returns [`Error::Overflow`] if the size does not fit the address space, which cannot happen for a
+    /// Returns [`Error::Overflow`] if the size does not fit in the address space, which cannot happen for a
     /// valid view.
     pub fn extent(&self) -> Result<Range<usize>> {
         Ok(self.dtype.bytes_for(self.offset)?..self.dtype.bytes_for(self.end()?)?)

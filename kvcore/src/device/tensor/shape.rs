@@ -37,7 +37,7 @@ impl Dims {
     /// Returns the row-major strides of these extents.
     ///
     /// # Errors
-    /// Returns [`Error::Overflow`] if a stride does not fit the address space.
+    /// Returns [`Error::Overflow`] if a stride does not fit in the address space.
     pub fn dense_strides(&self) -> Result<Self> {
         let mut strides = *self;
         let mut next = 1usize;

@@ -28,7 +28,7 @@ pub enum Logits {
 /// The sequences of a forward pass, and the slots that were allocated for the whole batch at once.
 #[derive(Debug, Clone, Copy)]
 pub struct StepBatch<'a> {
-    /// The sequences. A slice of them is also a batch.
+    /// The sequences. A slice of sequences can also be used as a batch.
     pub inputs: &'a [SequenceInput],
     /// For each layer group, the slots of the sequences whose own `slots` are empty, in order.
     /// [`grow_batch`](crate::KvCache::grow_batch) fills this list. Empty if every sequence has its own slots.

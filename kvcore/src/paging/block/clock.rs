@@ -1,4 +1,4 @@
-//! The clock of a pool: the system clock, or one that a test controls.
+//! The clock of a pool: the system clock, or a clock that a test controls.
 
 use std::fmt;
 use std::sync::Arc;

@@ -91,7 +91,7 @@ impl fmt::Debug for PoolConfig {
 }
 
 impl PoolConfig {
-    /// Sets the eviction policy to a built-in one.
+    /// Sets the eviction policy to a built-in policy.
     #[must_use]
     pub fn policy(self, kind: PolicyKind) -> Self {
         self.custom_policy(move |blocks| kind.build(blocks))
@@ -109,9 +109,9 @@ impl PoolConfig {
     }
 
     /// Sets the number of shards, each with its own lock and eviction order. Shard sizes are powers of two,
-    /// so the pool may have fewer shards. With more shards, more threads can work at once; with a single
-    /// shard, eviction is exact over the whole pool. By default, pools below 4,096 blocks have one shard, and
-    /// larger pools have up to two per processor core.
+    /// so the pool may have fewer than `shards` shards. With more shards, more threads can work at once; with
+    /// a single shard, eviction is exact over the whole pool. By default, pools below 4,096 blocks have one
+    /// shard, and larger pools have up to two shards per processor core.
     #[must_use]
     pub fn shards(mut self, shards: usize) -> Self {
         self.shards = Some(shards);
@@ -169,7 +169,7 @@ impl PoolConfig {
         self
     }
 
-    /// Sets the clock. A pool uses it only if it has a time to live or a policy that needs the time.
+    /// Sets the clock, which is used only by pools with a time to live or a policy that needs the time.
     #[must_use]
     pub fn clock(mut self, clock: Arc<dyn Clock>) -> Self {
         self.clock = Some(clock);

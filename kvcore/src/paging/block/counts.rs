@@ -31,7 +31,7 @@ impl PoolCounts {
 }
 
 impl std::iter::Sum for PoolCounts {
-    /// Adds the counts of several pools.
+    /// Adds up the counts of several pools.
     fn sum<I: Iterator<Item = Self>>(counts: I) -> Self {
         counts.fold(Self::default(), |a, b| Self {
             total: a.total + b.total,

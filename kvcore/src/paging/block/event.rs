@@ -1,4 +1,4 @@
-//! Events that tell routers which keys can now be found in a pool, and which no longer can.
+//! Events for routers, which report the keys that can now be found in a pool and the keys that no longer can.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -22,18 +22,18 @@ pub enum KvEvent {
         parent: Option<BlockKey>,
         /// The keys, in order.
         keys: Vec<BlockKey>,
-        /// The blocks that hold the keys.
+        /// The blocks that are registered under the keys.
         blocks: Vec<BlockId>,
     },
     /// A key can no longer be found: its block was evicted or cleared, or it expired.
     Removed {
         /// The key.
         key: BlockKey,
-        /// The block that held it.
+        /// The block that was registered under the key.
         block: BlockId,
     },
-    /// No keys are left: the pool was cleared while no block with a key was held or pinned. If such blocks
-    /// exist, each cleared key is reported as removed instead.
+    /// No keys are left: the pool was cleared while no block with a key was held or pinned. If a block with a
+    /// key is held or pinned, each cleared key is reported as removed instead.
     Cleared,
 }
 

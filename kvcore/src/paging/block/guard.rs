@@ -151,7 +151,7 @@ impl MutableBlocks {
         Self { pool, ids, permits: Permits::default() }
     }
 
-    /// Voids all permits before blocks leave the guard.
+    /// Voids all permits. Must be called before blocks leave the guard.
     pub(super) fn lose(&self) {
         self.permits.void(self.ids.len());
     }
@@ -181,9 +181,9 @@ impl MutableBlocks {
 
 impl MutableBlocks {
     /// Shares the filled blocks under `keys`, one key per block. Each key must be the child of the previous
-    /// key, and the first the child of `parent`. If the pool already has a block under a key, the returned
-    /// guard holds that block instead, and this guard's block is freed (see [`super::Duplicates`]). Compare
-    /// the IDs to find out which blocks were replaced. Permits to write to the blocks become void.
+    /// key, and the first key must be the child of `parent`. If the pool already has a block under a key, the
+    /// returned guard holds that block instead, and this guard's block is freed (see [`super::Duplicates`]).
+    /// Compare the IDs to find out which blocks were replaced. Permits to write to the blocks become void.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the number of keys differs from the number of blocks. The error

@@ -1,8 +1,8 @@
 //! The index from keys to blocks: hash tables, sharded by key, that use bits of the keys as hashes.
 //!
 //! An entry holds 64 bits of its key. The caller must compare the whole key under the lock of the block's
-//! shard. The tables' locks are leaves: no other lock is taken while one is held, and no two are held at
-//! once. The keys of a batch are grouped by table, so that each table is locked only once per group.
+//! shard. The tables' locks are leaves: no other lock is acquired while the lock of a table is held. The keys
+//! of a batch are grouped by table, so that each table is locked only once per group.
 
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry as Slot;
@@ -92,7 +92,7 @@ impl Index {
             let window: SmallVec<[&BlockKey; WINDOW]> = rest.by_ref().take(WINDOW).collect();
             let mut masks = [0u64; MOST_TABLES];
             for (i, key) in window.iter().enumerate() {
-                // Bits that hashbrown uses neither for places nor for tags.
+                // Bits that hashbrown uses neither for bucket indices nor for tags.
                 masks[(key.word() >> 40) as usize & (self.tables.len() - 1)] |= 1 << i;
             }
             for (table, mask) in self.tables.iter().zip(&mut masks).filter(|(_, mask)| **mask != 0) {

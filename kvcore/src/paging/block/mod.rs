@@ -6,8 +6,8 @@
 //!                                                   (n holders)      ◄─────────────────────────────
 //!                                                                               lookup
 //!   and back:
-//!   Mutable ─► Free      the guard drops
-//!   Shared  ─► Free      the last holder drops, and nothing claims the block
+//!   Mutable ─► Free      the guard is dropped
+//!   Shared  ─► Free      the last holder is dropped, and nothing claims the block
 //!   Shared  ─► Mutable   SharedBlocks::reclaim_last
 //!   Cached  ─► Mutable   evicted for an allocation
 //!   Cached  ─► Free      expired, or the last claim ends

@@ -18,7 +18,7 @@ pub(super) struct Rules {
     pub(super) clock: Option<std::sync::Arc<dyn Clock>>,
 }
 
-/// The data outside a shard that changes to the shard's blocks depend on.
+/// The context that a shard's methods need besides the shard itself.
 #[derive(Clone, Copy)]
 pub(super) struct Moment<'a> {
     /// The time in milliseconds, or 0 if the pool does not need the time.

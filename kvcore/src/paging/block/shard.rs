@@ -25,7 +25,8 @@ pub(super) enum BlockStage {
 
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Meta {
-    /// Valid only in stage `Registered`. The counts below are 0 in all stages before `Shared`.
+    /// The block's key, valid only in stage `Registered`. The counts below are 0 in all stages before
+    /// `Shared`.
     pub(super) key: BlockKey,
     pub(super) holders: u32,
     pub(super) pins: u32,
@@ -356,8 +357,8 @@ impl Shard {
         }
     }
 
-    /// Frees all cached blocks that the pool may evict. They are allocated after the blocks that are already
-    /// free, in the order in which they would have been evicted.
+    /// Frees all cached blocks that the pool may evict. The freed blocks will be allocated after the blocks
+    /// that are already free, in the order in which they would have been evicted.
     pub(super) fn clear_cached(&mut self, tell_each: bool, moment: Moment<'_>) -> usize {
         let Moment { now, rules, index } = moment;
         let order: Vec<u32> = std::iter::from_fn(|| self.policy.evict(now)).collect();

@@ -66,12 +66,12 @@ impl BlockTable {
     ///
     /// # Errors
     /// Returns [`Error::Zero`] if `block_size` is 0, and [`Error::Overflow`] if the pool's slots do not fit
-    /// the address space.
+    /// in the address space.
     pub fn new(pool: &BlockPool, block_size: usize) -> Result<Self> {
         Self::with_prefix(SharedBlocks::none(pool), block_size)
     }
 
-    /// Creates a table that begins with full shared blocks, found by their keys.
+    /// Creates a table that begins with full shared blocks, which were found by their keys.
     ///
     /// # Errors
     /// Returns the errors of [`new`](Self::new).
@@ -232,9 +232,9 @@ impl BlockTable {
         self.shared.ids().get(self.at(self.len)).copied().filter(|_| partial)
     }
 
-    /// Replaces a last block that is partial and shared with the table's own block (copy on write). The
-    /// caller must make the returned copy. Returns `None` if the next token may be written without a copy,
-    /// for example because all other holders have released the block.
+    /// If the last block is partial and shared, replaces it by a new block that only this table holds (copy
+    /// on write). The caller must then make the returned copy. Returns `None` if the next token may be
+    /// written without a copy, for example because all other holders have released the block.
     ///
     /// # Errors
     /// Returns [`Error::OutOfBlocks`] if there is no block for the copy. Nothing changes in that case.

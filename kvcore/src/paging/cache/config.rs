@@ -76,7 +76,7 @@ impl StaticCacheConfig {
     /// # Errors
     /// Returns [`Error::Uneven`](crate::Error::Uneven) if the batch or the model does not divide evenly among
     /// the ranks, [`Error::Zero`](crate::Error::Zero) if an extent or the length is 0, and
-    /// [`Error::Overflow`](crate::Error::Overflow) if a size does not fit the address space.
+    /// [`Error::Overflow`](crate::Error::Overflow) if a size does not fit in the address space.
     pub fn layout(&self, extents: &KvExtents, rank: &RankInfo) -> Result<KvLayout> {
         let batch = rank.batch(self.max_batch)?.len();
         let len = self.max_len.for_model(extents.max_positions);

@@ -17,8 +17,8 @@ use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 ///
 /// Each group is a [`PagedKvCache`], and a sequence has the same ID in all of them. Calls that allocate
 /// blocks either succeed in every group or change nothing. A prefix is found up to the point where every
-/// group has the blocks that its kind needs: all blocks of the prefix in a full group, but only those that
-/// the next token's window reaches in a group with a window. [`free_before`](Self::free_before) frees the
+/// group has the blocks that its kind needs: all blocks of the prefix in a full group, but only the blocks
+/// inside the next token's window in a group with a window. [`free_before`](Self::free_before) frees the
 /// blocks that have left each group's window, so a group with a window holds a limited number of blocks,
 /// however long its sequences are. Heads and dimensions may differ by group. The [order](PagedKvCache#order)
 /// of the paged cache applies to every arena.
@@ -287,7 +287,7 @@ impl GroupedKvCache {
     }
 
     /// Copies a sequence to other memory, which must have a pool for each group, and frees it here, like
-    /// [`PagedKvCache::swap_out`]. This happens in all groups or in none.
+    /// [`PagedKvCache::swap_out`]. Affects either all groups or none.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the number of pools differs from the number of groups, and the errors
@@ -309,8 +309,8 @@ impl GroupedKvCache {
         Ok(swapped)
     }
 
-    /// Restores a swapped sequence under a new ID, like [`PagedKvCache::swap_in`]. This happens in all groups
-    /// or in none.
+    /// Restores a swapped sequence under a new ID, like [`PagedKvCache::swap_in`]. Affects either all groups
+    /// or none.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the number of parts differs from the number of groups, and the errors

@@ -7,11 +7,11 @@ use crate::base::Result;
 use crate::device::{KvArena, Segment, TensorView, WriteSlots};
 use crate::paging::PromptKeys;
 
-/// The kind of a cache, by its memory management.
+/// The kind of a cache, which determines how the cache manages memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum CacheKind {
-    /// [`StaticKvCache`]: one run of slots for each batch entry, as long as the longest sequence.
+    /// [`StaticKvCache`]: one run of slots for each batch entry, long enough for the longest sequence.
     Static,
     /// [`PagedKvCache`]: blocks allocated as needed, and shared between equal prefixes.
     Paged,
@@ -125,8 +125,8 @@ pub trait KvCache: Send + fmt::Debug {
         self.len(id).map(|_| 0)
     }
 
-    /// Records the tokens written since the last commit. A cache that shares prefixes then shares their
-    /// blocks. The default implementation does nothing and returns no error.
+    /// Records the tokens written since the last commit. A cache that shares prefixes then shares the blocks
+    /// of these tokens. The default implementation does nothing and returns no error.
     ///
     /// # Errors
     /// Returns [`crate::Error::UnknownSequence`] if there is no such sequence, and

@@ -53,7 +53,7 @@ impl KeyChain {
     }
 }
 
-/// A cache of sequences in the blocks of one arena and pool.
+/// A cache that stores sequences in blocks of one arena, allocated from one pool.
 ///
 /// A step has four parts: [`grow`](Self::grow), which returns the slots of the new tokens;
 /// [`write`](Self::write) in every layer; an attend over [`segment`](Self::segment); and
@@ -177,7 +177,8 @@ impl PagedKvCache {
         Ok(Sequence { table, start, chain: None, batch: 0 })
     }
 
-    /// Creates a sequence for a prompt. The sequence shares full blocks with earlier sequences.
+    /// Creates a sequence for a prompt. The sequence shares the prompt's cached full blocks with earlier
+    /// sequences.
     ///
     /// Returns the sequence's ID and the number of prompt tokens that are already cached. At least one token
     /// is left to compute, because the answer continues from its logits.

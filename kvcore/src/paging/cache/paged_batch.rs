@@ -26,11 +26,10 @@ impl PagedKvCache {
         Ok(Sequence { table: table.fork()?, start: *start, chain: chain.clone(), batch: 0 })
     }
 
-    /// Makes the slot of each sequence's next token writable. If a last block is partial and shared, the
-    /// sequence gets its own copy. The last of the given sequences that share a block keeps the block without
-    /// a copy, unless the block still has another holder. At most two operations on `stream` make all copies:
-    /// the first one for all other sequences, and the second one for these last ones. Returns the number of
-    /// copies, which is 0 if no block is shared with a fork.
+    /// Makes the slot of each sequence's next token writable. A sequence whose last block is partial and
+    /// shared gets its own copy of the block. The last of the given sequences that share a block keeps the
+    /// block without a copy, unless the block still has another holder. At most two copy operations are
+    /// enqueued on `stream`. Returns the number of copies, which is 0 if no block is shared with a fork.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::OutOfBlocks`] if there is no

@@ -56,7 +56,7 @@ impl StaticKvCache {
     /// Creates a cache over an arena whose blocks are batch entries.
     ///
     /// # Errors
-    /// Returns [`Error::Overflow`] if the number of lengths does not fit the address space.
+    /// Returns [`Error::Overflow`] if the number of lengths does not fit in the address space.
     pub fn new(arena: KvArena) -> Result<Self> {
         let s = arena.layout().shape();
         let lengths = vec![0; product("lengths", &[s.num_layers, s.num_blocks])?];

@@ -1,8 +1,8 @@
 //! Keyed BLAKE3 for inputs of exactly one BLAKE3 block, without the set-up for longer inputs. Sixteen tokens,
 //! the usual size of a cache block, are 64 bytes and fill one such block.
 //!
-//! The compression function is not part of the documented interface of `blake3`, so this crate depends on
-//! one minor version of it. A test compares the results with `blake3::keyed_hash`.
+//! The compression function is not part of the documented interface of `blake3`, so this crate depends on one
+//! minor version of `blake3`. A test compares the results with `blake3::keyed_hash`.
 
 use blake3::platform::{Platform, le_bytes_from_words_32, words_from_le_bytes_32};
 

@@ -45,7 +45,7 @@ impl BlockKey {
     /// Returns the key of `tokens` as a continuation of this key's tokens: the BLAKE3 hash of `tokens`, keyed
     /// by this key.
     ///
-    /// The hash covers the input's length, so a partial block never has the key of a full one.
+    /// The hash covers the input's length, so a partial block never has the key of a full block.
     ///
     /// ```
     /// use kvcore::{BlockKey, KeyScope};

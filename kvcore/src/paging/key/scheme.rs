@@ -31,7 +31,7 @@ impl From<BlockKey> for KeyScheme {
 }
 
 impl KeyScheme {
-    /// Creates the scheme for a request's keys in vLLM's chain.
+    /// Creates the scheme that computes a request's keys like vLLM.
     pub fn vllm(chain: VllmChain, extras: VllmExtras) -> Self {
         Self::Vllm(chain, Arc::new(extras))
     }

@@ -99,7 +99,8 @@ impl KeyScope {
         self
     }
 
-    /// Adds the tenant's salt. The server must choose it, because a salt chosen by clients protects no one.
+    /// Adds the tenant's salt. The server must choose it, because a salt chosen by clients does not protect
+    /// anyone.
     #[must_use]
     pub fn tenant_salt(mut self, salt: &[u8]) -> Self {
         self.0.field("tenant", salt);

@@ -1,8 +1,8 @@
 //! Block keys as vLLM computes them with `--prefix-caching-hash-algo sha256_cbor`, so that a router can query
 //! both engines for the same prefix.
 //!
-//! A key is SHA-256 over the canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. The keys are
-//! tested against digests computed by vLLM 0.33 (`proof/vllm/traces`).
+//! A key is the SHA-256 hash of the canonical CBOR (RFC 8949 § 4.2) of `[parent, tokens, extra]`. The keys
+//! are tested against digests computed by vLLM 0.33 (`proof/vllm/traces`).
 
 use sha2::{Digest, Sha256};
 

@@ -82,7 +82,8 @@ impl Default for PolicyEntry<'_> {
     }
 }
 
-/// An order over cached blocks. Each block is identified by its index in a shard of the pool.
+/// A policy that decides the order in which cached blocks are evicted. Each block is identified by its index
+/// in a shard of the pool.
 ///
 /// The pool calls the policy while it holds a lock, so every method should return quickly. `insert` and
 /// `remove` alternate for each index (an eviction counts as a removal), and every index is below the number
@@ -143,7 +144,7 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     }
 }
 
-/// The word that stands in for the key of a block without one, in policies that remember keys.
+/// The word used for blocks that have no key, in policies that remember keys.
 const NO_KEY: u64 = 0;
 
 fn word(key: &BlockKey) -> u64 {
