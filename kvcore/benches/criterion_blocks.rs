@@ -1,5 +1,5 @@
-//! Benchmarks of the block pool and of block keys, for people to read:
-//! `cargo bench -p kvcore --bench criterion_blocks`.
+//! Human-readable benchmarks of the block pool and of block keys: `cargo bench -p kvcore --bench
+//! criterion_blocks`.
 //!
 //! `cargo xtask instructions` catches regressions, and `cargo xtask bench` makes comparisons.
 #![allow(missing_docs, reason = "what the macros make has none")]

@@ -98,7 +98,7 @@ struct World {
     setup: Setup,
     clock: ManualClock,
     events: Arc<EventQueue>,
-    /// The keys that a router believes to be stored, by block.
+    /// The keys that a router considers stored, by block.
     router: HashMap<u32, BlockKey>,
     mutable: Vec<MutableBlocks>,
     shared: Vec<SharedBlocks>,

@@ -38,7 +38,7 @@ pub enum Error {
         /// The first token that has a slot.
         first: usize,
     },
-    /// One call contains the same item twice: a row, block, slot or sequence.
+    /// The same item (a row, block, slot or sequence) was given twice in one call.
     #[error("one call contains {what} {number} twice; give it once")]
     Twice {
         /// The kind of item, such as `"slot"` or `"destination block"`.
@@ -92,7 +92,7 @@ pub enum Error {
         /// The largest allowed value.
         most: i128,
     },
-    /// An extent is not a multiple of another one.
+    /// An extent is not a multiple of its required divisor.
     #[error("{what} {value} is not a multiple of {of}")]
     NotMultiple {
         /// The extent whose value is given, such as `"k_dim"`.
@@ -153,9 +153,9 @@ pub enum Error {
     RanksDiffer {
         /// The rank that noticed the difference.
         rank: usize,
-        /// The call of that rank.
+        /// The collective that this rank called.
         call: String,
-        /// The call of another rank.
+        /// The collective that another rank called.
         other: String,
     },
     /// A collective did not finish in time because a rank never called it. The group has failed on all ranks.
@@ -163,7 +163,7 @@ pub enum Error {
     RanksTimedOut {
         /// The rank that waited longest.
         rank: usize,
-        /// The call of that rank.
+        /// The collective that this rank called.
         call: String,
         /// The maximum time that a rank waits.
         limit: std::time::Duration,
@@ -193,8 +193,8 @@ pub enum Error {
         /// The block to be written.
         block: BlockId,
     },
-    /// A write permit is void: since it was issued, one of its blocks was shared, or a block of its owner was
-    /// truncated or freed.
+    /// A write permit is void: since the permit was issued, one of its blocks was shared, or a block of the
+    /// permit's owner was truncated or freed.
     #[error(
         "the permit to write these {what} is void: a block was shared, truncated or freed since; \
          take new {what} from the table or the guard that fills the blocks"

@@ -47,8 +47,7 @@ pub struct HeadShare {
     pub first: usize,
     /// Number of heads that this rank holds.
     pub count: usize,
-    /// Number of ranks that hold the same heads. Greater than 1 if the model has fewer heads than there are
-    /// ranks.
+    /// Number of ranks that hold the same heads. Greater than 1 if there are fewer heads than ranks.
     pub replicas: usize,
 }
 

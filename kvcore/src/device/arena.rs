@@ -28,7 +28,7 @@ struct Scales {
 /// K or V of an arena, with everything that a kernel needs to find a row.
 #[derive(Debug, Clone, Copy)]
 pub struct KvPlane<'a> {
-    /// The codes of a quantised plane, or the elements of a dense one.
+    /// The codes of a quantised plane, or the elements of a dense plane.
     pub storage: &'a Arc<dyn Storage>,
     /// Strides of the codes or elements.
     pub strides: PlaneStrides,
@@ -184,8 +184,8 @@ impl KvArena {
     }
 
     /// Returns all of K and all of V as strided views `[num_layers, num_blocks, block_size, heads, dim]`. The
-    /// axes are in this order whatever the order in memory. The views of a quantised arena contain the codes.
-    /// No elements are copied.
+    /// axes have this order, regardless of the order in memory. The views of a quantised arena contain the
+    /// codes. No elements are copied.
     ///
     /// Operations accept these views as destinations without a permit. The caller must not write through them
     /// to a block that a [`BlockPool`](crate::BlockPool) has shared.

@@ -56,7 +56,7 @@ pub enum Collective<'a> {
     },
     /// Combines the views of all ranks element by element. All ranks get the same bits.
     AllReduce {
-        /// View to read and write, of f32, f16, bf16 or i8.
+        /// View to read and write, with elements of type f32, f16, bf16 or i8.
         view: &'a TensorView,
         /// The operator.
         op: ReduceOp,

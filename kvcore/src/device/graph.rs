@@ -62,7 +62,7 @@ impl StepInputs {
 /// A captured step.
 ///
 /// - A graph keeps alive all memory that its work touches.
-/// - A replay is enqueued on the stream of the capture, in order with the other work on that stream.
+/// - A replay is enqueued on the stream of the capture, in order with other work on this stream.
 /// - A replay checks its inputs like [`Operation::check`](crate::Operation::check) of each captured
 ///   operation. If a check fails, nothing is enqueued.
 pub trait Graph: Send + Sync + fmt::Debug {

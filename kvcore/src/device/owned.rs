@@ -86,7 +86,7 @@ impl Deref for OwnedStorage {
 }
 
 impl From<OwnedStorage> for Arc<dyn Storage> {
-    /// Unwraps the handle, for code that takes storages, such as
+    /// Unwraps the handle, for code that expects a storage, such as
     /// [`KvArena::from_storage`](crate::KvArena::from_storage).
     fn from(owned: OwnedStorage) -> Self {
         owned.0

@@ -55,7 +55,7 @@ impl dyn Storage + '_ {
     }
 }
 
-/// A point in a stream's order.
+/// A point in the order of a stream's work.
 pub trait Event: Send + Sync + fmt::Debug {
     /// Blocks the host until everything enqueued before the event is done.
     fn wait(&self) -> Result<()>;

@@ -1,4 +1,4 @@
-//! Copies of whole blocks, within one arena or between two.
+//! Copies of whole blocks, within one arena or between two arenas.
 
 use super::entry::Storages;
 use super::{Dequantize, Quantize};
@@ -48,7 +48,7 @@ impl CopyBlocks {
 pub struct SwapBlocks {
     /// Arena to read from.
     pub src: KvArena,
-    /// Arena to write to. The number of blocks and the kind of memory may differ from those of `src`.
+    /// Arena to write to. May differ from `src` in the number of blocks and the kind of memory.
     pub dst: KvArena,
     /// `(source, destination)` pairs. The destinations must be blocks that the caller is filling.
     pub pairs: WritePairs,

@@ -15,7 +15,7 @@ pub enum SelectionUnit {
 }
 
 // Decision: docs/decisions/device.md#a-selection-indexes-the-entrys-own-tokens
-/// The tokens or blocks that each row of an entry may attend to, in compressed sparse rows.
+/// The tokens or blocks that each row of an entry may attend to, in compressed sparse row (CSR) format.
 ///
 /// Indices count the tokens (or blocks) of the entry's segments from 0, in segment order. A row attends to a
 /// token only if the token is selected *and* causality and the window allow it.

@@ -1,4 +1,4 @@
-//! Tensor copies with any strides, within one kind of memory or between two.
+//! Tensor copies with any strides, within one kind of memory or between two kinds.
 
 use super::entry::Storages;
 use super::{apart, writable};

@@ -66,7 +66,7 @@ impl<H> Granules<H> {
     /// offset in bytes; `release` undoes `place`.
     ///
     /// # Errors
-    /// Returns the error of `place`. In that case the call leaves all granules as they were before it.
+    /// Returns the error of `place`. In that case no granule is mapped by this call.
     pub fn map(
         &self,
         range: Range<usize>,

@@ -31,9 +31,9 @@ impl Hold {
     }
 }
 
-/// A point in a stream's order. A mark that is done may be recorded again.
+/// A point in the order of a stream's work. A mark can be recorded again once it is done.
 pub trait Mark: Sized {
-    /// A stream of the device.
+    /// The stream type of the device.
     type Stream;
 
     /// Creates a mark that is not recorded yet.

@@ -71,9 +71,9 @@ impl BatchRows {
     /// Replaces the rows with the rows of `batch`.
     ///
     /// # Errors
-    /// Returns [`Error::Mismatch`] if a sequence lacks a slot for a token or has a different number of layer
-    /// groups than the others, and [`Error::OutOfRange`] if a segment refers to an unknown merge group. The
-    /// rows are unchanged in these cases.
+    /// Returns [`Error::Mismatch`] if a sequence lacks a slot for a token or does not have the same number of
+    /// layer groups as the other sequences, and [`Error::OutOfRange`] if a segment refers to an unknown merge
+    /// group. The rows are unchanged in these cases.
     pub fn fill<'a>(&mut self, batch: impl Into<StepBatch<'a>>) -> Result<()> {
         let StepBatch { inputs, slots } = batch.into();
         let num_groups = inputs.first().map_or(1, SequenceInput::num_groups);

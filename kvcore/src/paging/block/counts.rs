@@ -13,7 +13,7 @@ pub struct PoolCounts {
     pub shared: usize,
     /// Number of blocks without holders whose contents are kept.
     pub cached: usize,
-    /// Number of cached blocks that the pool may evict: the ones without pins.
+    /// Number of cached blocks that have no pins, so that the pool may evict them.
     pub evictable: usize,
 }
 

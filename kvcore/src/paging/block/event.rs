@@ -16,7 +16,7 @@ use crate::paging::BlockKey;
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(tag = "event", rename_all = "lowercase")]
 pub enum KvEvent {
-    /// Blocks can now be found under these keys, each the child of the previous one.
+    /// Blocks can now be found under these keys. Each key is the child of the previous key.
     Stored {
         /// Key of the block before the first of these blocks, or `None` if the caller did not provide it.
         parent: Option<BlockKey>,

@@ -156,8 +156,8 @@ impl MutableBlocks {
         self.permits.void(self.ids.len());
     }
 
-    /// Removes the first `n` blocks from the guard and returns them. Permits for any of these blocks become
-    /// void; permits for only the other blocks stay valid.
+    /// Removes the first `n` blocks from the guard and returns them. Permits that include any of these blocks
+    /// become void, and all other permits stay valid.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if `n` exceeds the number of blocks.
@@ -332,7 +332,7 @@ impl SharedBlocks {
                 from += 1;
                 continue;
             }
-            // The following blocks, as long as they are in this shard and have no key.
+            // The next blocks, as long as they are in this shard and have no key.
             let more = ids[from + 1..].iter().take_while(|&&id| {
                 pool.shard_of(id) == pool.shard_of(ids[from]) && !shard.has_key(pool.local(id))
             });

@@ -349,8 +349,8 @@ impl BlockTable {
     }
 
     /// Shares the next full blocks under `keys`, in order. If the pool already has a block under a key, the
-    /// table uses that block, and its own block is freed. Permits for slots in these blocks become void, and
-    /// permits for slots that are only in later blocks stay valid.
+    /// table uses that block and frees its own. Permits for slots in these blocks become void, and permits
+    /// for slots that are only in later blocks stay valid.
     ///
     /// # Errors
     /// Returns [`Error::TooLarge`] if there are fewer full blocks than keys. Nothing is shared in that case.

@@ -15,13 +15,13 @@ use crate::paging::{BlockKey, KvPool, MutableBlocks, PoolCounts, PromptKeys};
 /// A cache for models whose layers are divided into groups. Each group has a kind, a pool, and an arena that
 /// contains only the group's layers.
 ///
-/// Each group is a [`PagedKvCache`], and a sequence has the same ID in all of them. Calls that allocate
-/// blocks either succeed in every group or change nothing. A prefix is found up to the point where every
-/// group has the blocks that its kind needs: all blocks of the prefix in a full group, but only the blocks
-/// inside the next token's window in a group with a window. [`free_before`](Self::free_before) frees the
-/// blocks that have left each group's window, so a group with a window holds a limited number of blocks,
-/// however long its sequences are. Heads and dimensions may differ by group. The [order](PagedKvCache#order)
-/// of the paged cache applies to every arena.
+/// Each group is a [`PagedKvCache`], and a sequence has the same ID in all groups. Calls that allocate blocks
+/// either succeed in every group or change nothing. A prefix is found up to the point where every group has
+/// the blocks that its kind needs: all blocks of the prefix in a full group, but only the blocks inside the
+/// next token's window in a group with a window. [`free_before`](Self::free_before) frees the blocks that
+/// have left each group's window, so a group with a window holds a limited number of blocks, however long its
+/// sequences are. Heads and dimensions may differ by group. The [order](PagedKvCache#order) of the paged
+/// cache applies to every arena.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -286,8 +286,8 @@ impl GroupedKvCache {
         self.groups.iter_mut().try_for_each(|(_, group)| group.free(id))
     }
 
-    /// Copies a sequence to other memory, which must have a pool for each group, and frees it here, like
-    /// [`PagedKvCache::swap_out`]. Affects either all groups or none.
+    /// Copies a sequence to other memory, which must have a pool for each group, and frees the sequence in
+    /// this cache, like [`PagedKvCache::swap_out`]. Affects either all groups or none.
     ///
     /// # Errors
     /// Returns [`Error::Mismatch`] if the number of pools differs from the number of groups, and the errors

@@ -41,8 +41,9 @@ pub type LayerViews = (TensorView, TensorView);
 // Decision: docs/decisions/paging.md#caches-issue-slots-streams-write-rows
 /// A cache of keys and values. It holds sequences, and each token of a sequence has a slot in every layer.
 ///
-/// A step has four parts: [`grow`](Self::grow), which returns the slots of the new tokens; a scatter in
-/// every layer; an attend over [`segment`](Self::segment); and [`commit`](Self::commit).
+/// A step has four parts: [`grow`](Self::grow), which returns the slots of the new tokens; a
+/// [`Scatter`](crate::Scatter) in every layer; an [`Attend`](crate::Attend) over [`segment`](Self::segment);
+/// and [`commit`](Self::commit).
 ///
 /// ```
 /// use kvbackend_cpu::CpuBackend;

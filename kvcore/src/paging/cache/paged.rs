@@ -56,7 +56,7 @@ impl KeyChain {
 /// A cache that stores sequences in blocks of one arena, allocated from one pool.
 ///
 /// A step has four parts: [`grow`](Self::grow), which returns the slots of the new tokens;
-/// [`write`](Self::write) in every layer; an attend over [`segment`](Self::segment); and
+/// [`write`](Self::write) in every layer; an [`Attend`](crate::Attend) over [`segment`](Self::segment); and
 /// [`commit`](Self::commit), which shares the blocks that have become full. If a step fails halfway,
 /// [`truncate`](Self::truncate) removes the new tokens.
 ///
@@ -68,8 +68,8 @@ impl KeyChain {
 /// event from every stream that used a block before it writes to that block again ([`Stream::wait_for`]).
 /// This also applies to the arena that sequences are swapped to.
 ///
-/// On a quantised arena (`format: "int8:32".parse()?` in the shape) the cache works without changes: writes
-/// quantise, and an attend dequantises.
+/// On a quantised arena (`format: "int8:32".parse()?` in the shape) the cache works in the same way: writes
+/// quantise, and attention dequantises.
 ///
 /// ```
 /// use std::sync::Arc;

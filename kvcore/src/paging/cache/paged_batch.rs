@@ -82,8 +82,8 @@ impl PagedKvCache {
 
     /// Reserves slots for more tokens of several sequences, in one step that either succeeds for all or
     /// changes nothing. Replaces the contents of `slots` with the slots of the whole batch, in batch order.
-    /// Allocates all blocks at once. Reuses the memory of `slots` if no operation holds it, so a decode step
-    /// that needs no new blocks does not allocate memory.
+    /// Allocates all blocks at once. Reuses the memory of `slots` if no operation still holds it, so a decode
+    /// step that needs no new blocks does not allocate memory.
     ///
     /// # Errors
     /// Returns [`Error::UnknownSequence`] if there is no such sequence, [`Error::Twice`] if a sequence is

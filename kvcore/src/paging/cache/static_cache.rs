@@ -46,7 +46,7 @@ pub struct StaticKvCache {
     next: u64,
     /// Issues permits to write to each entry's slots.
     permits: Vec<Permits>,
-    /// A list with the block of each entry, which the entry's segments share.
+    /// For each entry, a list that contains only the entry's block. The entry's segments share this list.
     blocks: Vec<Arc<[BlockId]>>,
     /// Buffer for a batch's slots, reused between batches.
     minted: Vec<i64>,

@@ -8,7 +8,7 @@ use super::{EvictionPolicy, PolicyEntry};
 pub struct Lru(LinkedLists);
 
 impl Lru {
-    /// Creates an empty order for `blocks` blocks.
+    /// Creates an empty policy for `blocks` blocks.
     pub fn new(blocks: usize) -> Self {
         Self(LinkedLists::new(blocks, 1))
     }

@@ -118,7 +118,7 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     /// Removes a block that has a holder again, or was freed.
     fn remove(&mut self, block: u32);
 
-    /// Removes and returns the block to evict next. Must return a block unless the order is empty.
+    /// Removes and returns the block to evict next. Must return a block unless the policy has no blocks.
     fn evict(&mut self, now: u64) -> Option<u32>;
 
     /// Records that a lookup found the block, whether or not the block was held. The pool calls this only if
@@ -135,10 +135,10 @@ pub trait EvictionPolicy: Send + fmt::Debug {
         false
     }
 
-    /// Returns the number of blocks in the order.
+    /// Returns the number of blocks that the policy could evict.
     fn len(&self) -> usize;
 
-    /// Returns whether the order is empty.
+    /// Returns whether the policy has no blocks to evict.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }

@@ -10,8 +10,8 @@ use super::{EvictionPolicy, PolicyEntry, Retention};
 /// Number of priority levels, 0 to 100. Larger priorities count as 100.
 const LEVELS: u8 = 101;
 
-/// A policy that evicts the lowest [`Retention`] priority first; among equals, the least recently released
-/// block.
+/// A policy that evicts blocks with the lowest [`Retention`] priority first, and among equals the least
+/// recently released block.
 ///
 /// An expired priority counts as [`Retention::DEFAULT_PRIORITY`]. The idea and the scale are taken from
 /// `TensorRT-LLM` (priority-based eviction with durations).
@@ -27,7 +27,7 @@ pub struct PriorityLru {
 }
 
 impl PriorityLru {
-    /// Creates an empty order for `blocks` blocks.
+    /// Creates an empty policy for `blocks` blocks.
     pub fn new(blocks: usize) -> Self {
         Self {
             lists: LinkedLists::new(blocks, LEVELS),

@@ -73,7 +73,7 @@ impl Ghosts {
 }
 
 impl S3Fifo {
-    /// Creates an empty order for `blocks` blocks. The small queue gets a tenth of the blocks. The number of
+    /// Creates an empty policy for `blocks` blocks. The small queue gets a tenth of the blocks. The number of
     /// remembered ghosts is the number of blocks left for the main queue.
     pub fn new(blocks: usize) -> Self {
         let small = (blocks / 10).max(1);
@@ -110,8 +110,8 @@ impl S3Fifo {
         None
     }
 
-    /// Removes and returns the main queue's next evictable block. A block with hits gets one more round per
-    /// hit.
+    /// Removes and returns the main queue's next evictable block. A block with hits loses one hit and returns
+    /// to the end of the queue.
     fn pop_main(&mut self) -> Option<u32> {
         // Each round uses up one hit of every block that has hits, and skips each held block once.
         for _ in 0..=self.lists.len(MAIN) * usize::from(MOST + 1) {

@@ -1,4 +1,4 @@
-//! The `TinyLFU` policy, which keeps the blocks whose keys a sketch estimates to be used most often.
+//! The `TinyLFU` policy, which keeps the most frequently used blocks, as estimated by a sketch.
 
 use super::lists::LinkedLists;
 use super::sketch::Sketch;
@@ -27,8 +27,8 @@ pub struct TinyLfu {
 }
 
 impl TinyLfu {
-    /// Creates an empty order for `blocks` blocks: 1 % for the window, and 80 % of the rest for protected
-    /// blocks.
+    /// Creates an empty policy for `blocks` blocks: 1 % for the window, and 80 % of the remaining blocks for
+    /// protected blocks.
     pub fn new(blocks: usize) -> Self {
         let window = (blocks / 100).max(1);
         Self {
